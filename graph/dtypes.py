@@ -1,0 +1,85 @@
+"""Every data type of GGML: its number in a file, elements per block, bytes per block, NumPy storage.
+
+Source: ``ggml.h`` (numbers) and ``ggml-common.h`` (block layouts) of llama.cpp.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import numpy as np
+
+
+class DType(Enum):
+    """A GGML data type.  ``block`` elements along the last axis occupy ``block_bytes`` bytes.
+
+    ``storage`` is the NumPy dtype that holds it in memory: the type itself where NumPy has it, ``uint16``
+    for the bits of ``bf16``, ``uint8`` for blocks of a quantised type.
+    """
+
+    F32 = ("f32", 0, 1, 4, "<f4")
+    F16 = ("f16", 1, 1, 2, "<f2")
+    Q4_0 = ("q4_0", 2, 32, 18)
+    Q4_1 = ("q4_1", 3, 32, 20)
+    Q5_0 = ("q5_0", 6, 32, 22)
+    Q5_1 = ("q5_1", 7, 32, 24)
+    Q8_0 = ("q8_0", 8, 32, 34)
+    Q8_1 = ("q8_1", 9, 32, 36)
+    Q2_K = ("q2_K", 10, 256, 84)
+    Q3_K = ("q3_K", 11, 256, 110)
+    Q4_K = ("q4_K", 12, 256, 144)
+    Q5_K = ("q5_K", 13, 256, 176)
+    Q6_K = ("q6_K", 14, 256, 210)
+    Q8_K = ("q8_K", 15, 256, 292)
+    IQ2_XXS = ("iq2_xxs", 16, 256, 66)
+    IQ2_XS = ("iq2_xs", 17, 256, 74)
+    IQ3_XXS = ("iq3_xxs", 18, 256, 98)
+    IQ1_S = ("iq1_s", 19, 256, 50)
+    IQ4_NL = ("iq4_nl", 20, 32, 18)
+    IQ3_S = ("iq3_s", 21, 256, 110)
+    IQ2_S = ("iq2_s", 22, 256, 82)
+    IQ4_XS = ("iq4_xs", 23, 256, 136)
+    I8 = ("i8", 24, 1, 1, "<i1")
+    I16 = ("i16", 25, 1, 2, "<i2")
+    I32 = ("i32", 26, 1, 4, "<i4")
+    I64 = ("i64", 27, 1, 8, "<i8")
+    F64 = ("f64", 28, 1, 8, "<f8")
+    IQ1_M = ("iq1_m", 29, 256, 56)
+    BF16 = ("bf16", 30, 1, 2, "<u2")
+    TQ1_0 = ("tq1_0", 34, 256, 54)
+    TQ2_0 = ("tq2_0", 35, 256, 66)
+    MXFP4 = ("mxfp4", 39, 32, 17)
+    NVFP4 = ("nvfp4", 40, 64, 36)
+
+    def __init__(self, text: str, ggml: int, block: int, block_bytes: int, storage: str = "|u1") -> None:
+        self.text = text
+        self.ggml = ggml
+        self.block = block
+        self.block_bytes = block_bytes
+        self.storage: np.dtype = np.dtype(storage)
+
+    def __str__(self) -> str:
+        return self.text
+
+    __repr__ = __str__
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether several elements share a block, so that one element has no address of its own."""
+        return self.block > 1
+
+    @property
+    def is_float(self) -> bool:
+        """Whether elements are real numbers stored one by one: f32, f16, bf16, f64."""
+        return self in FLOATS or self is DType.F64
+
+    @property
+    def is_integer(self) -> bool:
+        return self in INTEGERS
+
+
+FLOATS = (DType.F32, DType.F16, DType.BF16)
+INTEGERS = (DType.I8, DType.I16, DType.I32, DType.I64)
+QUANTISED = tuple(d for d in DType if d.is_quantised)
+BY_TEXT = {d.text: d for d in DType}
+BY_GGML = {d.ggml: d for d in DType}

@@ -1,0 +1,17 @@
+"""What can go wrong, by who has to act: the author of a graph, of a plan, or of a backend."""
+
+
+class HocketError(Exception):
+    """Base of every error hocket raises on purpose; its message is one line: who, got, need, do."""
+
+
+class GraphError(HocketError):
+    """A graph breaks a rule: shapes, dtypes, names, order, state updates."""
+
+
+class PlanError(HocketError):
+    """A graph cannot be planned, or a plan breaks a rule of its verifier."""
+
+
+class BackendError(HocketError):
+    """A device cannot do what it was asked: missing, out of memory, a kernel that failed."""
