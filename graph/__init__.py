@@ -1,0 +1,29 @@
+"""The graph: dtypes, values, nodes, verifier, rewriting, dump.  Knows no op by name."""
+
+from .dtypes import DType as DType
+from .errors import BackendError as BackendError
+from .errors import GraphError as GraphError
+from .errors import HocketError as HocketError
+from .errors import PlanError as PlanError
+from .export import from_json as from_json
+from .export import to_dot as to_dot
+from .export import to_json as to_json
+from .export import to_networkx as to_networkx
+from .graph import Graph as Graph
+from .node import Attr as Attr
+from .node import Attrs as Attrs
+from .node import Node as Node
+from .node import Value as Value
+from .node import constant as constant
+from .node import constant_array as constant_array
+from .node import input as input
+from .node import state as state
+from .node import weight as weight
+from .rewrite import rewrite as rewrite
+from .rewrite import substitute as substitute
+from .spec import Spec as Spec
+from .spec import make_spec as make_spec
+from .text import dump as dump
+from .text import parse as parse
+from .verify import problems as problems
+from .verify import verify as verify

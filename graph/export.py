@@ -1,0 +1,143 @@
+"""Graphs for other programs: JSON (which reads back), DOT, networkx."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from .dtypes import BY_TEXT, DType
+from .errors import GraphError
+from .graph import Graph
+from .node import Attr, Node, Value
+from .spec import make_spec
+from .text import names
+
+if TYPE_CHECKING:
+    import networkx
+
+FORMAT = "hocket-graph-1"
+
+
+def to_json(graph: Graph) -> str:
+    """One JSON object: nodes in order, references as [node number, result]; `from_json` reads it back."""
+    number = {node: i for i, node in enumerate(graph.nodes)}
+
+    def ref(value: Value | None) -> list[int] | None:
+        return None if value is None else [number[value.node], value.index]
+
+    nodes = [
+        {
+            "name": node.name,
+            "op": node.op,
+            "src": [ref(s) for s in node.src],
+            "attrs": {k: _encode(v) for k, v in node.attrs.items()},
+            "specs": [{"dtype": s.dtype.text, "shape": list(s.shape)} for s in node.specs],
+        }
+        for node in graph.nodes
+    ]
+    outputs = {name: ref(v) for name, v in graph.outputs.items()}
+    updates = [[ref(old), ref(new)] for old, new in graph.updates.items()]
+    document = {"format": FORMAT, "nodes": nodes, "outputs": outputs, "updates": updates}
+    return json.dumps(document, allow_nan=False)
+
+
+def from_json(text: str) -> Graph:
+    """The graph that `to_json` wrote.  Raises `GraphError` on anything else."""
+    try:
+        document = json.loads(text)
+        if document["format"] != FORMAT:
+            raise GraphError(f"format is {document['format']!r}; this reads {FORMAT}")
+        nodes: list[Node] = []
+
+        def ref(pair: list[int] | None) -> Value | None:
+            if pair is None:
+                return None
+            node, index = pair
+            if not 0 <= node < len(nodes):
+                raise GraphError(f"a node refers to node {node} before it is defined")
+            if not 0 <= index < len(nodes[node].specs):
+                raise GraphError(f"node {node} has no result {index}")
+            return Value(nodes[node], index)
+
+        def present(pair: list[int]) -> Value:
+            value = ref(pair)
+            if value is None:
+                raise GraphError("an output or update refers to no value")
+            return value
+
+        for entry in document["nodes"]:
+            specs = tuple(make_spec(s["shape"], s["dtype"]) for s in entry["specs"])
+            attrs = MappingProxyType({str(k): _decode(v) for k, v in entry["attrs"].items()})
+            nodes.append(Node(str(entry["op"]), tuple(map(ref, entry["src"])), attrs, specs, str(entry["name"])))
+        return Graph(
+            {str(name): present(v) for name, v in document["outputs"].items()},
+            {present(old): present(new) for old, new in document["updates"]},
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as why:
+        raise GraphError(f"not a graph in JSON ({type(why).__name__}: {why}); write one with `hocket dump`") from None
+
+
+def _encode(value: Attr) -> object:
+    match value:
+        case float() if not math.isfinite(value):
+            return {"float": repr(value)}
+        case bytes():
+            return {"hex": value.hex()}
+        case DType():
+            return {"dtype": value.text}
+        case tuple():
+            return [_encode(v) for v in value]
+        case _:
+            return value
+
+
+def _decode(value: Any) -> Attr:
+    match value:
+        case {"float": str(text)}:
+            return float(text)
+        case {"hex": str(text)}:
+            return bytes.fromhex(text)
+        case {"dtype": str(text)}:
+            return BY_TEXT[text]
+        case list():
+            return tuple(_decode(v) for v in value)
+        case None | bool() | int() | float() | str():
+            return value
+        case _:
+            raise GraphError(f"attribute value {value!r} is of no known kind")
+
+
+_SHAPES = {"input": "cds", "weight": "box3d", "state": "cylinder", "constant": "note"}
+
+
+def to_dot(graph: Graph) -> str:
+    """Graphviz source: leaves by kind, edges labelled with specs, state updates dashed."""
+    called = names(graph)
+    number = {node: i for i, node in enumerate(graph.nodes)}
+    lines = ["digraph hocket {", '  node [shape=box, fontname="Helvetica"];']
+    for node in graph.nodes:
+        label = json.dumps(f"{node.op}\n{called[node]}", ensure_ascii=False)
+        lines.append(f"  n{number[node]} [label={label}, shape={_SHAPES.get(node.op, 'box')}];")
+        lines += [f'  n{number[s.node]} -> n{number[node]} [label="{s.spec}"];' for s in node.inputs]
+    for i, (name, value) in enumerate(graph.outputs.items()):
+        lines.append(f"  out{i} [label={json.dumps(name, ensure_ascii=False)}, shape=ellipse];")
+        lines.append(f"  n{number[value.node]} -> out{i};")
+    for old, new in graph.updates.items():
+        lines.append(f'  n{number[new.node]} -> n{number[old.node]} [style=dashed, label="update", constraint=false];')
+    return "\n".join([*lines, "}", ""])
+
+
+def to_networkx(graph: Graph) -> networkx.MultiDiGraph:
+    """A networkx multigraph of the nodes by printed name; one edge for each operand, with position and spec."""
+    import networkx as nx
+
+    called = names(graph)
+    out = nx.MultiDiGraph()
+    for node in graph.nodes:
+        out.add_node(called[node], op=node.op, attrs=dict(node.attrs), specs=node.specs)
+        for position, source in enumerate(node.src):
+            if source is not None:
+                out.add_edge(called[source.node], called[node], operand=position, result=source.index, spec=source.spec)
+    return out

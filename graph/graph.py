@@ -1,0 +1,99 @@
+"""A graph: what is reachable from its outputs and its state updates, in one fixed order."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from .node import Node, Value
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """Named outputs, and for each state that changes its value after the run.
+
+    `nodes` holds every reachable node once, sources before users; it follows from the outputs alone, so the same
+    model code gives the same order.  Nothing is checked here: `verify` does that, in every plan.
+    """
+
+    outputs: Mapping[str, Value]
+    updates: Mapping[Value, Value] = field(default_factory=dict)
+    nodes: tuple[Node, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "outputs", MappingProxyType(dict(self.outputs)))
+        object.__setattr__(self, "updates", MappingProxyType(dict(self.updates)))
+        object.__setattr__(self, "nodes", topological_order(self.roots()))
+
+    def roots(self) -> tuple[Value, ...]:
+        """Outputs, then updated states, then their new values."""
+        return (*self.outputs.values(), *self.updates, *self.updates.values())
+
+    def leaves(self, op: str) -> tuple[Value, ...]:
+        """The leaves of one kind: ``input``, ``weight``, ``state`` or ``constant``."""
+        return tuple(Value(n) for n in self.nodes if n.op == op)
+
+    @property
+    def inputs(self) -> tuple[Value, ...]:
+        return self.leaves("input")
+
+    @property
+    def weights(self) -> tuple[Value, ...]:
+        return self.leaves("weight")
+
+    @property
+    def states(self) -> tuple[Value, ...]:
+        return self.leaves("state")
+
+    def users(self) -> dict[Value, list[Node]]:
+        """For every value the nodes that read it, in graph order."""
+        found: dict[Value, list[Node]] = {v: [] for n in self.nodes for v in n.results}
+        for node in self.nodes:
+            for source in dict.fromkeys(node.inputs):
+                found[source].append(node)
+        return found
+
+    def digest(self) -> str:
+        """SHA-256 of the structure.  Names count for leaves and outputs only: other names are for people."""
+        number = {node: i for i, node in enumerate(self.nodes)}
+
+        def ref(value: Value | None) -> tuple[int, int] | None:
+            return None if value is None else (number[value.node], value.index)
+
+        sha = hashlib.sha256()
+        for node in self.nodes:
+            attrs = sorted(node.attrs.items())
+            name = node.name if node.is_leaf else ""
+            sha.update(repr((node.op, [ref(s) for s in node.src], attrs, node.specs, name)).encode())
+        outputs = [(name, ref(v)) for name, v in sorted(self.outputs.items())]
+        updates = sorted((str(ref(old)), str(ref(new))) for old, new in self.updates.items())
+        sha.update(repr((outputs, updates)).encode())
+        return sha.hexdigest()
+
+    def __str__(self) -> str:
+        from .text import dump
+
+        return dump(self)
+
+    __repr__ = __str__
+
+
+def topological_order(roots: Iterable[Value]) -> tuple[Node, ...]:
+    """Every node reachable from `roots`, each after its sources; depth first, so users stay near their sources."""
+    order: dict[Node, None] = {}
+    for root in roots:
+        stack = [root.node]
+        while stack:
+            node = stack[-1]
+            if node in order:
+                stack.pop()
+                continue
+            waiting = [s.node for s in node.src if s is not None and s.node not in order]
+            if waiting:
+                stack.extend(reversed(waiting))
+            else:
+                order[node] = None
+                stack.pop()
+    return tuple(order)

@@ -1,0 +1,135 @@
+"""Values and nodes: static single assignment, several results a node, everything frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from .dtypes import BY_TEXT, DType
+from .errors import GraphError
+from .spec import Spec, make_spec
+
+Attr: TypeAlias = "bool | int | float | str | bytes | DType | tuple[Attr, ...] | None"
+Attrs: TypeAlias = Mapping[str, Attr]
+
+NO_ATTRS: Attrs = MappingProxyType({})
+LEAVES = ("input", "weight", "state", "constant")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Node:
+    """One operation: its op's name, the values it reads, its attributes, the specs of its results.
+
+    An optional operand that was left out is None in `src`.  Equality is identity.  `name` is free text for people
+    and may be empty; for leaves it is the key under which the value is bound.
+    """
+
+    op: str
+    src: tuple[Value | None, ...]
+    attrs: Attrs
+    specs: tuple[Spec, ...]
+    name: str = ""
+
+    @property
+    def inputs(self) -> tuple[Value, ...]:
+        """The sources that are present."""
+        return tuple(s for s in self.src if s is not None)
+
+    @property
+    def results(self) -> tuple[Value, ...]:
+        return tuple(Value(self, i) for i in range(len(self.specs)))
+
+    @property
+    def is_leaf(self) -> bool:
+        return self.op in LEAVES
+
+    @property
+    def label(self) -> str:
+        """How messages call this node: its name, else its op."""
+        return self.name or self.op
+
+    def with_src(self, src: tuple[Value | None, ...]) -> Node:
+        """The same operation on other values."""
+        return Node(self.op, src, self.attrs, self.specs, self.name)
+
+    def __repr__(self) -> str:
+        from .text import line
+
+        return line(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """Result `index` of `node`."""
+
+    node: Node
+    index: int = 0
+
+    @property
+    def spec(self) -> Spec:
+        return self.node.specs[self.index]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.node.specs[self.index].shape
+
+    @property
+    def dtype(self) -> DType:
+        return self.node.specs[self.index].dtype
+
+    @property
+    def label(self) -> str:
+        return f"%{self.node.label}" + (f"#{self.index}" if len(self.node.specs) > 1 else "")
+
+    def __repr__(self) -> str:
+        return f"{self.label}: {self.spec}"
+
+    def __iter__(self) -> Iterator[Value]:
+        raise TypeError(f"{self!r} is one symbolic value; slice it with ops.slice")
+
+
+def _leaf(op: str, name: str, spec: Spec, attrs: Attrs = NO_ATTRS) -> Value:
+    if not name:
+        raise GraphError(f"{op} of {spec} has no name; leaves are bound by name")
+    return Value(Node(op, (), attrs, (spec,), name))
+
+
+def input(name: str, shape: Sequence[int], dtype: DType | str = DType.F32) -> Value:
+    """A value bound anew at each run."""
+    return _leaf("input", name, make_spec(shape, dtype))
+
+
+def weight(name: str, shape: Sequence[int], dtype: DType | str = DType.F32) -> Value:
+    """A value bound once, before the first run; may be quantised."""
+    return _leaf("weight", name, make_spec(shape, dtype))
+
+
+def state(name: str, shape: Sequence[int], dtype: DType | str = DType.F32) -> Value:
+    """A value that persists from run to run and begins as zeros: KV cache, convolution and delta-net state."""
+    return _leaf("state", name, make_spec(shape, dtype))
+
+
+def constant(name: str, data: npt.ArrayLike) -> Value:
+    """A small array that is part of the graph itself.  float64 becomes f32; integers stay as they are."""
+    array = np.ascontiguousarray(data)
+    if array.dtype == np.float64:
+        array = array.astype(np.float32)
+    text = {"float32": "f32", "float16": "f16"}.get(array.dtype.name, array.dtype.name.replace("int", "i"))
+    if text not in BY_TEXT:
+        raise GraphError(f"constant %{name} has NumPy dtype {array.dtype}; use a float or a signed integer type")
+    # NumPy's ascontiguousarray makes scalars one-dimensional; the graph keeps rank 0.
+    spec = make_spec(np.shape(data), text)
+    return _leaf("constant", name, spec, MappingProxyType({"data": array.astype(spec.dtype.storage).tobytes()}))
+
+
+def constant_array(node: Node) -> npt.NDArray[np.generic]:
+    """The array of a constant node, read-only."""
+    data = node.attrs["data"]
+    assert isinstance(data, bytes), "verify() ran before"
+    spec = node.specs[0]
+    return np.frombuffer(data, spec.dtype.storage).reshape(spec.shape)

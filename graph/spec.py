@@ -1,0 +1,61 @@
+"""What is known of a value before it exists: its shape and its data type."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .dtypes import BY_TEXT, DType
+from .errors import GraphError
+
+MAX_RANK = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Shape in NumPy order (last axis contiguous; rank 0 to 5) and data type.  Prints as ``f32[1,8192]``."""
+
+    shape: tuple[int, ...]
+    dtype: DType = DType.F32
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a contiguous value; rows of a quantised type are whole blocks."""
+        if self.dtype.block == 1:
+            return math.prod(self.shape) * self.dtype.block_bytes
+        return math.prod(self.shape[:-1]) * (self.shape[-1] // self.dtype.block) * self.dtype.block_bytes
+
+    def __str__(self) -> str:
+        return f"{self.dtype.text}[{','.join(map(str, self.shape))}]"
+
+    __repr__ = __str__
+
+
+def problem(spec: Spec) -> str | None:
+    """Why `spec` is illegal, or None."""
+    shape, dtype = spec.shape, spec.dtype
+    if len(shape) > MAX_RANK:
+        return f"{spec} has rank {len(shape)}; at most {MAX_RANK} is allowed"
+    if any(n < 0 for n in shape):
+        return f"{spec} has a negative size"
+    if dtype.is_quantised and (not shape or shape[-1] % dtype.block):
+        return f"{spec}: rows of {dtype} are blocks of {dtype.block}, so the last axis must be a multiple of it"
+    return None
+
+
+def make_spec(shape: Sequence[int], dtype: DType | str = DType.F32) -> Spec:
+    """A checked `Spec`; `dtype` may be its name.  Raises `GraphError`."""
+    if isinstance(dtype, str):
+        if dtype not in BY_TEXT:
+            raise GraphError(f"unknown dtype {dtype!r}; one of {', '.join(BY_TEXT)}")
+        dtype = BY_TEXT[dtype]
+    spec = Spec(tuple(int(n) for n in shape), dtype)
+    if why := problem(spec):
+        raise GraphError(why)
+    return spec
