@@ -25,5 +25,6 @@ from .spec import Spec as Spec
 from .spec import make_spec as make_spec
 from .text import dump as dump
 from .text import parse as parse
+from .text import parse_case as parse_case
 from .verify import problems as problems
 from .verify import verify as verify

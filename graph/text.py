@@ -116,8 +116,8 @@ class _Line:
             at = found.end()
         self.at = 0
 
-    def peek(self) -> tuple[str, str]:
-        return self.tokens[self.at][:2] if self.at < len(self.tokens) else ("end", "end of line")
+    def peek(self, ahead: int = 0) -> tuple[str, str]:
+        return self.tokens[self.at + ahead][:2] if self.at + ahead < len(self.tokens) else ("end", "end of line")
 
     def take(self, kind: str, text: str | None = None) -> str:
         got = self.peek()
@@ -259,3 +259,17 @@ def parse(text: str) -> Graph:
         if written.strip() and not written.lstrip().startswith("//"):
             parser.line(_Line(number, written))
     return Graph(parser.outputs, parser.updates)
+
+
+def parse_case(text: str) -> dict[str, Spec | Attr]:
+    """Operand specs and attributes of a case like ``w=q4_K[64,256], x=f32[7,256], eps=1e-06``."""
+    cursor = _Line(1, text)
+    found: dict[str, Spec | Attr] = {}
+    while cursor.peek()[0] != "end":
+        name = cursor.take("word")
+        cursor.take("mark", "=")
+        is_spec = cursor.peek(1)[1] == "["
+        found[name] = _spec(cursor) if is_spec else _attr(cursor)
+        if cursor.peek()[0] != "end":
+            cursor.take("mark", ",")
+    return found

@@ -1,0 +1,190 @@
+"""Elementwise ops: arithmetic with ggml's tiling broadcast, activations, gated linear units, casts."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ..graph.dtypes import DType
+from ..graph.node import Attrs
+from ..graph.spec import Spec
+from .op import Array, Specs, op
+from .samples import Range, grid
+from .signature import Mismatch
+
+BINARY = "a[...], b[~...] -> [...]"
+BINARY_SAMPLES = (
+    *grid("a={a}[2,3,8], b={b}[2,3,8]", a=("f32", "f16", "bf16"), b=("f32",)),
+    *grid("a=f32[4,6,8], b=f32[{b}]", b=("8", "6,8", "4,6,8", "1,6,8", "4,1,8", "4,6,1", "2,3,4", "1", "")),
+    "a=f32[0,5], b=f32[5]",
+)
+BINARY_ERRORS = (
+    ("a=f32[2,3], b=f32[2,4]", "do not divide"),
+    ("a=f32[3], b=f32[2,3]", "more leading axes"),
+    ("a=i32[3], b=f32[3]", "a is i32"),
+)
+
+
+def tiled(b: Array, shape: tuple[int, ...]) -> Array:
+    """`b` repeated as tiles until it has `shape`: entry i of an axis is ``b[i % size]``."""
+    if b.shape == shape:
+        return b
+    b = b.reshape((1,) * (len(shape) - b.ndim) + b.shape)
+    if all(n in (1, m) for n, m in zip(b.shape, shape, strict=True)):
+        return np.broadcast_to(b, shape)
+    return np.tile(b, [m // n if n else 0 for n, m in zip(b.shape, shape, strict=True)])
+
+
+@op(BINARY, linear=("a+b",), inplace="a", samples=BINARY_SAMPLES, errors=BINARY_ERRORS)
+def add(a: Array, b: Array) -> Array:
+    """``a + b``; `b` tiles into `a` (index modulo size).  ggml: ``ADD``."""
+    return a + tiled(b, a.shape)
+
+
+@op(BINARY, linear=("a+b",), inplace="a", samples=BINARY_SAMPLES, errors=BINARY_ERRORS)
+def sub(a: Array, b: Array) -> Array:
+    """``a - b``; `b` tiles into `a`.  ggml: ``SUB``."""
+    return a - tiled(b, a.shape)
+
+
+@op(BINARY, linear=("a", "b"), inplace="a", samples=BINARY_SAMPLES, errors=BINARY_ERRORS)
+def mul(a: Array, b: Array) -> Array:
+    """``a * b`` elementwise; `b` tiles into `a`.  ggml: ``MUL``."""
+    return a * tiled(b, a.shape)
+
+
+@op(
+    BINARY,
+    linear=("a",),
+    inplace="a",
+    samples=BINARY_SAMPLES,
+    errors=BINARY_ERRORS,
+    ranges={"b": Range(0.5, 2.0)},
+)
+def div(a: Array, b: Array) -> Array:
+    """``a / b`` elementwise; `b` tiles into `a`.  ggml: ``DIV``."""
+    return a / tiled(b, a.shape)
+
+
+UNARY = "x[...] -> [...]"
+UNARY_SAMPLES = grid("x={x}[{shape}]", x=("f32", "f16", "bf16"), shape=("7", "3,64", "2,0,4", "2,3,4,5"))
+UNARY_ERRORS = (("x=i32[3]", "x is i32"), ("x=q8_0[32]", "x is q8_0"))
+
+
+@op(
+    UNARY,
+    linear=lambda attrs: () if attrs["bias"] else ("x",),
+    inplace="x",
+    samples=("x=f32[3,5], scale=2.5", "x=f32[3,5], scale=-0.5, bias=1.0", "x=f16[4], scale=0.125"),
+    errors=(("x=i32[3], scale=2.0", "x is i32"), ("x=f32[3]", "scale is missing")),
+)
+def scale(x: Array, *, scale: float, bias: float = 0.0) -> Array:
+    """``x * scale + bias``.  ggml: ``SCALE``."""
+    return x * scale + bias
+
+
+def _stable_sigmoid(x: Array) -> Array:
+    e = np.exp(-np.abs(x))
+    return np.where(x >= 0, 1.0, e) / (1.0 + e)
+
+
+@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS)
+def sigmoid(x: Array) -> Array:
+    """``1 / (1 + exp(-x))``.  ggml: ``UNARY_OP_SIGMOID``."""
+    return _stable_sigmoid(x)
+
+
+@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS)
+def silu(x: Array) -> Array:
+    """``x * sigmoid(x)``.  ggml: ``UNARY_OP_SILU``."""
+    return x * _stable_sigmoid(x)
+
+
+@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS)
+def softplus(x: Array) -> Array:
+    """``log(1 + exp(x))``, which is `x` itself for large `x`.  ggml: ``UNARY_OP_SOFTPLUS``."""
+    return np.logaddexp(0.0, x)
+
+
+@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS)
+def tanh(x: Array) -> Array:
+    """Hyperbolic tangent.  ggml: ``UNARY_OP_TANH``."""
+    return np.tanh(x)
+
+
+@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS)
+def exp(x: Array) -> Array:
+    """``e ** x``.  ggml: ``UNARY_OP_EXP``."""
+    return np.exp(x)
+
+
+@op(UNARY, linear=("x",), inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS)
+def neg(x: Array) -> Array:
+    """``-x``.  ggml: ``UNARY_OP_NEG``."""
+    return -x
+
+
+@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS)
+def relu(x: Array) -> Array:
+    """``max(x, 0)``.  ggml: ``UNARY_OP_RELU``."""
+    return np.maximum(x, 0.0)
+
+
+@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS)
+def gelu(x: Array) -> Array:
+    """Gaussian error linear unit, tanh approximation.  ggml: ``UNARY_OP_GELU``; Hendrycks and Gimpel, 2016."""
+    return 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+
+
+@op(
+    "gate[...], up[...] -> [...]",
+    linear=("up",),
+    inplace="gate",
+    samples=grid("gate={x}[{shape}], up={x}[{shape}]", x=("f32", "f16"), shape=("9", "3,64", "2,3,8")),
+    errors=(("gate=f32[3,4], up=f32[3,5]", "leading axes"),),
+)
+def swiglu(gate: Array, up: Array) -> Array:
+    """``silu(gate) * up``.  ggml: ``GLU_OP_SWIGLU``, split form; Shazeer, GLU variants, 2020."""
+    return gate * _stable_sigmoid(gate) * up
+
+
+def _cast_spec(specs: Specs, attrs: Attrs) -> Spec:
+    assert specs[0] is not None
+    dtype = attrs["dtype"]
+    if not isinstance(dtype, DType):
+        raise Mismatch(f"dtype is {dtype!r}; it must be a DType")
+    if dtype.is_quantised:
+        raise Mismatch(f"cannot cast to {dtype}: quantising is done when a file is written, not in a graph")
+    return Spec(specs[0].shape, dtype)
+
+
+def rounded(x: Array, dtype: DType) -> Array:
+    """`x` rounded to what `dtype` can hold, still in float64; integers are truncated."""
+    if dtype is DType.BF16:
+        bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
+        return nearest.view(np.float32).astype(np.float64)
+    return x.astype(dtype.storage).astype(np.float64 if dtype.is_float else dtype.storage)
+
+
+@op(
+    "x[...]: any -> [...]",
+    infer=_cast_spec,
+    samples=grid("x={x}[3,32], dtype={to}", x=("f32", "f16", "bf16", "q8_0", "i32"), to=("f32", "f16", "bf16", "i32")),
+    errors=(("x=f32[32], dtype=q8_0", "cannot cast to q8_0"), ("x=f32[32], dtype=3", "dtype is 3")),
+)
+def cast(x: Array, *, dtype: DType) -> Array:
+    """The same numbers in another dtype, rounded to nearest even.  ggml: ``CPY`` to a tensor of that type."""
+    return rounded(x, dtype)
+
+
+@op(
+    "x[...]: any -> [...]",
+    linear=("x",),
+    samples=("x=f32[3,4]", "x=f16[2,3,4]", "x=i32[5]", "x=f32[0,3]"),
+    errors=(("", "operand x is missing"), ("x=f32[2], eps=1.0", "no operand or attribute eps")),
+)
+def cont(x: Array) -> Array:
+    """A contiguous copy; the planner inserts it where a kernel cannot read a view.  ggml: ``CONT``."""
+    return np.array(x)

@@ -1,0 +1,46 @@
+"""Matrix products."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..graph.dtypes import FLOATS, QUANTISED
+from .op import Array, op
+from .samples import grid
+
+
+def grouped(w: Array, leading: tuple[int, ...], trailing: int) -> Array:
+    """`w` with leading axes repeated to `leading`: each entry serves a run of neighbours (index // ratio)."""
+    axes = (1,) * (len(leading) - (w.ndim - trailing)) + w.shape[: w.ndim - trailing]
+    w = w.reshape(axes + w.shape[w.ndim - trailing :])
+    for axis, (n, m) in enumerate(zip(axes, leading, strict=True)):
+        if n != m:
+            w = np.repeat(w, m // n if n else 0, axis=axis)
+    return w
+
+
+@op(
+    "w[/..., n, +k]: weight, x[..., m, +k] -> [..., m, n]: f32",
+    linear=("w", "x"),
+    flops=lambda m, n, k, **_: 2 * m * n * k,
+    samples=(
+        *grid("w={w}[64,256], x=f32[{m},256]", w=tuple(map(str, FLOATS)), m=(1, 7)),
+        *grid("w={w}[6,256], x=f32[3,256]", w=tuple(map(str, QUANTISED))),
+        "w=f32[5,7], x=f32[0,7]",
+        "w=f32[2,5,8], x=f32[4,3,8]",
+        "w=f32[1,2,5,8], x=f32[3,2,3,8]",
+        "w=f16[5,8], x=f16[3,8]",
+    ),
+    errors=(
+        ("w=f32[8,15], x=f32[3,16]", "k is 15 in w"),
+        ("w=f32[3,8,16], x=f32[4,3,16]", "do not divide"),
+        ("w=f32[16], x=f32[3,16]", "rank 1"),
+        ("w=f32[8,16], x=q8_0[3,32]", "x is q8_0"),
+    ),
+)
+def mul_mat(w: Array, x: Array) -> Array:
+    """Rows of `x` times the transposed weight, ``x @ w.T``.  ggml: ``MUL_MAT``.
+
+    Leading axes of `w` divide those of `x`: one weight serves a run of neighbouring entries.
+    """
+    return x @ np.swapaxes(grouped(w, x.shape[:-2], 2), -1, -2)

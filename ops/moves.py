@@ -1,0 +1,106 @@
+"""Ops that move rows about: gather, scatter, concatenate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..graph.dtypes import QUANTISED
+from ..graph.node import Attrs
+from ..graph.spec import Spec
+from .links import Link
+from .matmul import grouped
+from .op import Array, Specs, op
+from .samples import Range, grid
+from .signature import Mismatch
+from .views import axis_of
+
+
+def _gather_traffic(sources: Sequence[Spec | None], results: Sequence[Spec]) -> int:
+    table, ids = sources
+    assert table is not None
+    assert ids is not None
+    rows = ids.size * Spec(table.shape[-1:], table.dtype).nbytes
+    return rows + ids.nbytes + results[0].nbytes
+
+
+@op(
+    "table[..., *r, d]: any, ids[..., k]: index -> [..., k, d]: f32",
+    linear=("table",),
+    traffic=_gather_traffic,
+    ranges={"ids": Range(0, "r")},
+    samples=(
+        *grid("table={x}[17,64], ids=i32[{k}]", x=("f32", "f16", "bf16"), k=(0, 1, 5)),
+        *grid("table={x}[5,256], ids=i32[3]", x=tuple(map(str, QUANTISED))),
+        "table=f32[2,7,8], ids=i64[2,3]",
+    ),
+    errors=(("table=f32[17,64], ids=f32[3]", "ids is f32"), ("table=f32[2,17,64], ids=i32[3]", "leading axes")),
+)
+def get_rows(table: Array, ids: Array) -> Array:
+    """Rows of `table` by number, as f32: ``table[ids]``.  ggml: ``GET_ROWS``."""
+    return np.take_along_axis(table, ids[..., None], axis=-2)
+
+
+@op(
+    "into[..., *r, d]: float, rows[..., k, d]: float, ids[/..., k]: index -> [..., r, d]",
+    inplace="into",
+    traffic=lambda sources, results: 2 * (sources[1].nbytes if sources[1] else 0),
+    ranges={"ids": Range(0, "r", distinct=True)},
+    samples=(
+        *grid("into={x}[17,8], rows=f32[{k},8], ids={i}[{k}]", x=("f32", "f16"), k=(0, 1, 5), i=("i32", "i64")),
+        "into=f32[2,7,8], rows=f32[2,3,8], ids=i32[2,3]",
+        "into=f32[2,7,8], rows=f32[2,3,8], ids=i32[3]",
+    ),
+    errors=(
+        ("into=f32[17,8], rows=f32[3,9], ids=i32[3]", "d is 8"),
+        ("into=f32[17,8], rows=f32[3,8], ids=i32[4]", "k is 3"),
+    ),
+)
+def set_rows(into: Array, rows: Array, ids: Array) -> Array:
+    """`into` with row ``ids[i]`` replaced by row i of `rows`, in its dtype; ids distinct.  ggml: ``SET_ROWS``."""
+    out = into.copy()
+    np.put_along_axis(out, grouped(ids, rows.shape[:-2], 1)[..., None], rows, axis=-2)
+    return out
+
+
+def _joined(specs: Specs, attrs: Attrs) -> Spec:
+    a, b = specs
+    assert a is not None
+    assert b is not None
+    axis = axis_of(attrs, a)
+    if a.dtype is not b.dtype:
+        raise Mismatch(f"a is {a.dtype} but b is {b.dtype}; cast one of them")
+    if a.shape[:axis] + a.shape[axis + 1 :] != b.shape[:axis] + b.shape[axis + 1 :] or len(a.shape) != len(b.shape):
+        raise Mismatch(f"a is {a} and b is {b}; all axes but {axis} must agree")
+    return Spec((*a.shape[:axis], a.shape[axis] + b.shape[axis], *a.shape[axis + 1 :]), a.dtype)
+
+
+def _concat_links(specs: Specs, attrs: Attrs) -> tuple[Link, ...]:
+    a = specs[0]
+    assert a is not None
+    axis = axis_of(attrs, a)
+    first = tuple(Link(0, (i,), (i,)) for i in range(len(a.shape)))
+    return first + tuple(Link(1, (i,), (i,), a.shape[axis] if i == axis else 0) for i in range(len(a.shape)))
+
+
+@op(
+    "a[~...]: number, b[~...]: number -> [...]",
+    linear=("a+b",),
+    infer=_joined,
+    links=_concat_links,
+    samples=(
+        *grid("a=f32[2,3,4], b=f32[{b}], axis={axis}", b=("2,3,4",), axis=(0, 1, 2, -1)),
+        "a=f32[3,4], b=f32[2,4], axis=0",
+        "a=f16[3,4], b=f16[3,0], axis=1",
+        "a=i32[3], b=i32[4], axis=0",
+    ),
+    errors=(
+        ("a=f32[3,4], b=f32[3,5], axis=0", "all axes but 0"),
+        ("a=f32[3], b=f16[3], axis=0", "cast one"),
+        ("a=f32[3], b=f32[3], axis=1", "rank 1"),
+    ),
+)
+def concat(a: Array, b: Array, *, axis: int) -> Array:
+    """`a` followed by `b` along one axis.  ggml: ``CONCAT``."""
+    return np.concatenate([a, b], axis=axis)

@@ -1,0 +1,84 @@
+"""Normalisations over the last axis, and softmax."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .elementwise import tiled
+from .op import Array, op
+from .samples import grid
+
+_ROWS = grid("x={x}[{shape}], eps={eps}", x=("f32",), shape=("7", "3,64", "2,3,33"), eps=(1e-06, 0.1))
+_ERRORS = (("x=i32[4]", "x is i32"), ("x=f32[]", "at least 1"))
+
+
+@op("x[..., *c] -> [..., c]", inplace="x", flops=lambda c, **_: 4 * c, samples=_ROWS, errors=_ERRORS)
+def rms_norm(x: Array, *, eps: float = 1e-6) -> Array:
+    """``x / sqrt(mean(x^2) + eps)`` over the last axis.  ggml: ``RMS_NORM``; Zhang and Sennrich, 2019."""
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+@op("x[..., *c] -> [..., c]", inplace="x", flops=lambda c, **_: 4 * c, samples=_ROWS, errors=_ERRORS)
+def l2_norm(x: Array, *, eps: float = 1e-6, clamp: bool = False) -> Array:
+    """``x / sqrt(sum(x^2) + eps)`` over the last axis; with `clamp` ``x / max(sqrt(sum(x^2)), eps)``.
+
+    ggml's ``L2_NORM`` is the clamped form; delta nets use the other one (llama.cpp: rms_norm, then scale).
+    """
+    square = np.sum(x * x, axis=-1, keepdims=True)
+    return x / (np.maximum(np.sqrt(square), eps) if clamp else np.sqrt(square + eps))
+
+
+def softmax_rows(scores: Array, sinks: Array | None) -> Array:
+    """Softmax over the last axis; a sink joins maximum and sum but not the output; a row all -inf gives zeros."""
+    top = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
+    if sinks is not None:
+        top = np.maximum(top, sinks)
+    e = np.exp(scores - np.where(np.isfinite(top), top, 0.0))
+    total = e.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(sinks - top)
+    return e / np.where(total == 0.0, 1.0, total)
+
+
+@op(
+    "x[..., h, t, *s], mask[~..., t, s]?: float, sinks[h]? -> [..., h, t, s]",
+    inplace="x",
+    flops=lambda h, t, s, **_: 5 * h * t * s,
+    samples=(
+        "x=f32[2,3,5]",
+        "x=f32[4,2,3,17], scale=0.25",
+        "x=f32[2,3,5], mask=f32[3,5]",
+        "x=f32[4,2,3,5], mask=f16[2,3,5], scale=0.5",
+        "x=f32[2,3,5], mask=f32[3,5], sinks=f32[2]",
+        "x=f32[2,3,5], mask=f32[3,5], sinks=f32[2], max_bias=8.0",
+    ),
+    errors=(
+        ("x=f32[2,3,5], mask=f32[3,4]", "s is 5"),
+        ("x=f32[2,3,5], sinks=f32[3]", "h is 2"),
+        ("x=f32[5]", "rank 1"),
+    ),
+)
+def softmax(
+    x: Array, mask: Array | None = None, sinks: Array | None = None, *, scale: float = 1.0, max_bias: float = 0.0
+) -> Array:
+    """``softmax(x * scale + slope * mask)`` over the last axis.  ggml: ``SOFT_MAX_EXT``.
+
+    Slopes are 1 unless `max_bias` > 0 (ALiBi: Press et al., 2022).  A row that is masked entirely gives zeros.
+    """
+    scores = x * scale
+    if mask is not None:
+        scores = (
+            scores
+            + alibi_slopes(x.shape[-3], max_bias)[:, None, None]
+            * tiled(mask, (*x.shape[:-3], *mask.shape[-2:]))[..., None, :, :]
+        )
+    return softmax_rows(scores, None if sinks is None else sinks[:, None, None])
+
+
+def alibi_slopes(heads: int, max_bias: float) -> Array:
+    """Slope of each head, ``2^(-max_bias i / n)`` for n the largest power of two within `heads`; ones without bias."""
+    if max_bias <= 0.0:
+        return np.ones(heads)
+    n = 1 << (heads.bit_length() - 1)
+    i = np.arange(heads, dtype=np.float64)
+    return np.where(i < n, 2.0 ** (-max_bias * (i + 1) / n), 2.0 ** (-max_bias / 2 * (2 * (i - n) + 1) / n))

@@ -1,0 +1,231 @@
+"""An op, declared once: the reference function is the meaning, the signature gives shapes, sharding and cost."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, Generic, TypeAlias, TypeVar, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from ..graph.errors import GraphError
+from ..graph.node import Attr, Attrs, Node, Value
+from ..graph.spec import Spec, problem
+from .links import Link
+from .samples import Range
+from .signature import Mismatch, Signature, Sizes, default_attrs, parse_signature
+
+Array: TypeAlias = npt.NDArray[Any]
+R = TypeVar("R", Value, tuple[Value, Value])
+Specs: TypeAlias = tuple[Spec | None, ...]
+Linear: TypeAlias = "tuple[str, ...] | Callable[[Attrs], tuple[str, ...]]"
+Infer: TypeAlias = Callable[[Specs, Attrs], Spec]
+
+
+@dataclass(frozen=True, eq=False)
+class Op(Generic[R]):
+    """A declared op.  Calling it builds a node; `reference` computes it exactly in float64.
+
+    `linear` lists the operands in which the op is linear, one at a time; ``"a+b"`` means in both together.  A partial
+    sum may pass through those, and through nothing else; it is a function where that depends on attributes.  `inplace`
+    pairs a result with the operand whose memory it may take.  `needs` says in words what an attribute or shape must
+    satisfy beyond the signature.
+    """
+
+    name: str
+    reference: Callable[..., Any]
+    signatures: Mapping[str, Signature]
+    form: str
+    defaults: Attrs
+    required: tuple[str, ...]
+    linear: Linear
+    inplace: tuple[tuple[int, str], ...]
+    where: Mapping[str, Callable[..., int]]
+    needs: Callable[..., str | None] | None
+    infer_shape: Infer | None
+    links: Callable[[Specs, Attrs], tuple[Link, ...]] | None
+    flop_count: Callable[..., int] | None
+    traffic: Callable[..., int] | None
+    ranges: Mapping[str, Range]
+    samples: tuple[str, ...]
+    errors: tuple[tuple[str, str], ...]
+    is_view: bool
+    operand_names: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        first = next(iter(self.signatures.values()))
+        object.__setattr__(self, "operand_names", tuple(o.name for o in first.operands))
+        # Inference depends on specs and attributes alone, and a model asks the same question for every layer.
+        object.__setattr__(self, "_infer", lru_cache(maxsize=4096)(self._infer_uncached))
+
+    def signature_for(self, attrs: Mapping[str, Attr]) -> Signature:
+        """The signature in force; it may depend on the attribute named by `form`."""
+        return self.signatures[str(attrs[self.form]) if self.form else ""]
+
+    # --------------------------------------------------------------------------------------------- building
+
+    def __call__(self, *values: Value | None, name: str = "", **attrs: Any) -> R:
+        """A new node on `values`; operands may be given by name.  Raises `GraphError` if they do not fit."""
+        src = list(values)
+        for operand in self.operand_names[len(src) :]:
+            src.append(attrs.pop(operand, None))
+        while src and src[-1] is None:
+            src.pop()
+        try:
+            settled = self.settle(attrs)
+            specs = self.infer(tuple(None if v is None else v.spec for v in src), settled)
+        except Mismatch as why:
+            shown = ", ".join("_" if v is None else repr(v) for v in src)
+            raise GraphError(f"{self.name}({shown}): {why}") from None
+        node = Node(self.name, tuple(src), settled, specs, name)
+        return Value(node) if len(specs) == 1 else node.results  # type: ignore[return-value]
+
+    def settle(self, attrs: Attrs) -> Attrs:
+        """Attributes with defaults filled in, in declared order.  Raises `Mismatch`."""
+        if unknown := attrs.keys() - self.defaults.keys() - set(self.required):
+            known = ", ".join((*self.required, *self.defaults)) or "none"
+            raise Mismatch(f"no operand or attribute {', '.join(sorted(unknown))}; attributes: {known}")
+        if missing := [k for k in self.required if k not in attrs]:
+            raise Mismatch(f"attribute {missing[0]} is missing")
+        if not attrs:
+            return self.defaults
+        order = (*self.required, *self.defaults)
+        return MappingProxyType({k: _plain(k, attrs[k]) if k in attrs else self.defaults[k] for k in order})
+
+    def infer(self, specs: Sequence[Spec | None], attrs: Attrs) -> tuple[Spec, ...]:
+        """Specs of the results.  Raises `Mismatch` with the reason."""
+        return self._infer(tuple(specs), tuple(attrs.items()))  # type: ignore[attr-defined]
+
+    def _infer_uncached(self, specs: Specs, items: tuple[tuple[str, Attr], ...]) -> tuple[Spec, ...]:
+        attrs = dict(items)
+        if self.form and str(attrs[self.form]) not in self.signatures:
+            raise Mismatch(f"{self.form} is {attrs[self.form]!r}; one of {', '.join(self.signatures)}")
+        signature = self.signature_for(attrs)
+        if len(specs) > len(signature.operands):
+            raise Mismatch(f"takes {len(signature.operands)} operands, got {len(specs)}")
+        specs += (None,) * (len(signature.operands) - len(specs))
+        sizes = self.sizes(specs, attrs)
+        if self.needs and (why := self.needs(**{**attrs, **sizes.named})):
+            raise Mismatch(why)
+        results = (self.infer_shape(specs, attrs),) if self.infer_shape else signature.result_specs(specs, sizes)
+        for spec in results:
+            if why := problem(spec):
+                raise Mismatch(f"the result would be illegal: {why}")
+        return results
+
+    # --------------------------------------------------------------------------------------- what passes ask
+
+    def sizes(self, specs: Sequence[Spec | None], attrs: Attrs) -> Sizes:
+        """Sizes of all dimensions, derived ones and integer attributes included.  Raises `Mismatch`."""
+        chosen = self.signature_for(attrs)
+        bound = chosen.bind((*specs, *(None,) * (len(chosen.operands) - len(specs))))
+        named = default_attrs(attrs, bound.named)
+        for name, rule in self.where.items():
+            named[name] = rule(**named)
+        return Sizes(named, bound.leading)
+
+    def linear_in(self, attrs: Attrs) -> tuple[str, ...]:
+        """Operands through which a partial sum may pass, under these attributes."""
+        return self.linear(attrs) if callable(self.linear) else self.linear
+
+    def flops(self, node: Node) -> int:
+        """Floating-point operations of one run of `node`."""
+        if self.is_view:
+            return 0
+        if self.flop_count is None:
+            return node.specs[0].size
+        sizes = self.sizes([None if s is None else s.spec for s in node.src], node.attrs)
+        return sizes.batch * self.flop_count(**sizes.named)
+
+    def nbytes(self, node: Node) -> int:
+        """Bytes read and written by one run of `node`: each operand and each result once, unless declared."""
+        if self.is_view:
+            return 0
+        if self.traffic is not None:
+            return self.traffic([None if s is None else s.spec for s in node.src], node.specs)
+        return sum(v.spec.nbytes for v in node.inputs) + sum(s.nbytes for s in node.specs)
+
+    def run(self, arrays: Sequence[Array | None], attrs: Attrs) -> tuple[Array, ...]:
+        """The reference on float64 (or integer) arrays."""
+        operands = (*arrays, *(None,) * (len(self.operand_names) - len(arrays)))
+        out = self.reference(*operands, **attrs)
+        return out if isinstance(out, tuple) else (out,)
+
+    @property
+    def documentation(self) -> str:
+        return inspect.getdoc(self.reference) or ""
+
+
+def _plain(name: str, value: Any) -> Attr:
+    """An attribute as the graph keeps it: NumPy scalars become Python's, lists become tuples."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, list | tuple):
+        return tuple(_plain(name, v) for v in value)
+    return value
+
+
+class _Declare:
+    """`@op(...)`: typed so that a reference with one array builds one value, and one with two builds two."""
+
+    def __init__(self, **parts: Any) -> None:
+        self.parts = parts
+
+    @overload
+    def __call__(self, reference: Callable[..., tuple[Array, Array]]) -> Op[tuple[Value, Value]]: ...
+    @overload
+    def __call__(self, reference: Callable[..., Array]) -> Op[Value]: ...
+    def __call__(self, reference: Callable[..., Any]) -> Op[Any]:
+        keywords = [p for p in inspect.signature(reference).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        name = reference.__name__.rstrip("_")
+        defaults = MappingProxyType({p.name: p.default for p in keywords if p.default is not p.empty})
+        required = tuple(p.name for p in keywords if p.default is p.empty)
+        return Op(name=name, reference=reference, defaults=defaults, required=required, **self.parts)
+
+
+def op(
+    signature: str | Mapping[str, str],
+    *,
+    form: str = "",
+    linear: Linear = (),
+    inplace: str | tuple[tuple[int, str], ...] = (),
+    where: Mapping[str, Callable[..., int]] = MappingProxyType({}),
+    needs: Callable[..., str | None] | None = None,
+    infer: Infer | None = None,
+    links: Callable[[Specs, Attrs], tuple[Link, ...]] | None = None,
+    flops: Callable[..., int] | None = None,
+    traffic: Callable[..., int] | None = None,
+    ranges: Mapping[str, Range] = MappingProxyType({}),
+    samples: tuple[str, ...] = (),
+    errors: tuple[tuple[str, str], ...] = (),
+    view: bool = False,
+) -> _Declare:
+    """Declare an op above its float64 reference; keyword-only parameters of the reference are its attributes.
+
+    `signature` may be a mapping from values of the attribute `form`.  `where` computes further dimensions from known
+    ones; `infer` and `links` replace the signature's result shape and sharding where names cannot say them (views).
+    `flops` takes the dimensions by name, for one leading index; `traffic` takes operand and result specs.  `ranges`
+    are the legal values of operands; `samples` are cases ``"x=f32[2,3], eps=1e-06"``, `errors` pairs of a case and a
+    part of the message it must give.
+    """
+    texts = {"": signature} if isinstance(signature, str) else dict(signature)
+    return _Declare(
+        signatures=MappingProxyType({k: parse_signature(v) for k, v in texts.items()}),
+        form=form,
+        linear=linear,
+        inplace=((0, inplace),) if isinstance(inplace, str) else inplace,
+        where=where,
+        needs=needs,
+        infer_shape=infer,
+        links=links,
+        flop_count=flops,
+        traffic=traffic,
+        ranges=ranges,
+        samples=samples,
+        errors=errors,
+        is_view=view,
+    )

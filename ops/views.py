@@ -1,0 +1,163 @@
+"""Views: ops that cost nothing.  Lowering applies the reference to a strided dummy and keeps the strides."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ..graph.node import Attrs
+from ..graph.spec import Spec
+from .links import Link, regrouped, same
+from .op import Array, Specs, op
+from .samples import grid
+from .signature import Mismatch
+
+
+def _spec(specs: Specs) -> Spec:
+    assert specs[0] is not None
+    return specs[0]
+
+
+def _ints(attrs: Attrs, name: str) -> tuple[int, ...]:
+    value = attrs[name]
+    if not isinstance(value, tuple) or not all(isinstance(n, int) for n in value):
+        raise Mismatch(f"{name} is {value!r}; it must be a tuple of integers")
+    return value  # type: ignore[return-value]
+
+
+def _int(attrs: Attrs, name: str) -> int:
+    value = attrs[name]
+    if not isinstance(value, int):
+        raise Mismatch(f"{name} is {value!r}; it must be an integer")
+    return value
+
+
+def axis_of(attrs: Attrs, spec: Spec, name: str = "axis") -> int:
+    """An axis attribute, counted from the front.  Raises `Mismatch` if there is no such axis."""
+    axis, rank = _int(attrs, name), len(spec.shape)
+    if not -rank <= axis < rank:
+        raise Mismatch(f"{name} is {axis}, but {spec} has rank {rank}")
+    return axis % rank
+
+
+def _reshaped(specs: Specs, attrs: Attrs) -> Spec:
+    spec, shape = _spec(specs), _ints(attrs, "shape")
+    if math.prod(shape) != spec.size:
+        raise Mismatch(f"shape {list(shape)} holds {math.prod(shape)} elements, x holds {spec.size}")
+    return Spec(shape, spec.dtype)
+
+
+@op(
+    "x[...]: any -> [...]",
+    view=True,
+    linear=("x",),
+    infer=_reshaped,
+    links=lambda specs, attrs: regrouped(_spec(specs).shape, _ints(attrs, "shape")),
+    samples=("x=f32[6,4], shape=(2,3,4)", "x=f16[2,3,4], shape=(24,)", "x=i32[5,0], shape=(0,7)", "x=f32[1], shape=()"),
+    errors=(
+        ("x=f32[6,4], shape=(5,5)", "shape [5, 5] holds 25 elements, x holds 24"),
+        ("x=f32[6]", "shape is missing"),
+    ),
+)
+def reshape(x: Array, *, shape: tuple[int, ...]) -> Array:
+    """The same elements in row-major order under another shape.  ggml: ``RESHAPE``."""
+    return x.reshape(shape)
+
+
+def _permuted(specs: Specs, attrs: Attrs) -> Spec:
+    spec, axes = _spec(specs), _ints(attrs, "axes")
+    if sorted(axes) != list(range(len(spec.shape))):
+        raise Mismatch(f"axes {list(axes)} are no permutation of the {len(spec.shape)} axes of {spec}")
+    return Spec(tuple(spec.shape[a] for a in axes), spec.dtype)
+
+
+@op(
+    "x[...]: any -> [...]",
+    view=True,
+    linear=("x",),
+    infer=_permuted,
+    links=lambda specs, attrs: same({a: i for i, a in enumerate(_ints(attrs, "axes"))}),
+    samples=("x=f32[2,3,4], axes=(1,0,2)", "x=f16[2,3,4,5], axes=(3,1,0,2)", "x=i32[7], axes=(0,)"),
+    errors=(("x=f32[2,3], axes=(0,0)", "no permutation"),),
+)
+def permute(x: Array, *, axes: tuple[int, ...]) -> Array:
+    """Axis i of the result is axis ``axes[i]`` of `x`.  ggml: ``PERMUTE`` (which counts axes from the last)."""
+    return np.transpose(x, axes)
+
+
+@op(
+    "x[..., m, n]: any -> [..., n, m]",
+    view=True,
+    linear=("x",),
+    samples=("x=f32[2,3]", "x=f16[4,5,6]", "x=f32[0,3]"),
+    errors=(("x=f32[5]", "needs at least 2"),),
+)
+def transpose(x: Array) -> Array:
+    """Exchange the last two axes.  ggml: ``TRANSPOSE``."""
+    return np.swapaxes(x, -1, -2)
+
+
+def _sliced(specs: Specs, attrs: Attrs) -> Spec:
+    spec = _spec(specs)
+    axis, start, stop = axis_of(attrs, spec), _int(attrs, "start"), _int(attrs, "stop")
+    if not 0 <= start <= stop <= spec.shape[axis]:
+        raise Mismatch(
+            f"start {start} to stop {stop} does not lie within the {spec.shape[axis]} entries of axis {axis}"
+        )
+    return Spec((*spec.shape[:axis], stop - start, *spec.shape[axis + 1 :]), spec.dtype)
+
+
+def _slice_links(specs: Specs, attrs: Attrs) -> tuple[Link, ...]:
+    axis = axis_of(attrs, _spec(specs))
+    start = _int(attrs, "start")
+    return tuple(Link(0, (i,), (i,), start if i == axis else 0) for i in range(len(_spec(specs).shape)))
+
+
+@op(
+    "x[...]: any -> [...]",
+    view=True,
+    linear=("x",),
+    infer=_sliced,
+    links=_slice_links,
+    samples=(
+        *grid("x=f32[5,6,7], axis={axis}, start={start}, stop={stop}", axis=(0, 1, -1), start=(0, 2), stop=(2, 5)),
+        "x=q8_0[6,64], axis=0, start=1, stop=3",
+    ),
+    errors=(
+        ("x=f32[5,6], axis=0, start=3, stop=9", "does not lie within the 5 entries"),
+        ("x=f32[5,6], axis=2, start=0, stop=1", "has rank 2"),
+        ("x=q8_0[6,64], axis=1, start=0, stop=16", "multiple"),
+    ),
+)
+def slice_(x: Array, *, axis: int, start: int, stop: int) -> Array:
+    """Entries `start` to `stop` (exclusive) of one axis.  ggml: ``VIEW`` (which counts bytes)."""
+    return x[(slice(None),) * (axis % x.ndim) + (slice(start, stop),)]
+
+
+def _broadcasted(specs: Specs, attrs: Attrs) -> Spec:
+    spec, shape = _spec(specs), _ints(attrs, "shape")
+    old = (1,) * (len(shape) - len(spec.shape)) + spec.shape
+    if len(old) != len(shape) or any(a not in (1, b) for a, b in zip(old, shape, strict=True)):
+        raise Mismatch(f"{spec} cannot be broadcast to {list(shape)}; only axes of size 1 grow")
+    return Spec(shape, spec.dtype)
+
+
+def _broadcast_links(specs: Specs, attrs: Attrs) -> tuple[Link, ...]:
+    shape, target = _spec(specs).shape, _ints(attrs, "shape")
+    extra = len(target) - len(shape)
+    return same({i: i + extra for i, n in enumerate(shape) if n == target[i + extra]})
+
+
+@op(
+    "x[...]: any -> [...]",
+    view=True,
+    linear=("x",),
+    infer=_broadcasted,
+    links=_broadcast_links,
+    samples=("x=f32[3,1,4], shape=(3,5,4)", "x=f16[4], shape=(2,3,4)", "x=f32[], shape=(2,2)"),
+    errors=(("x=f32[3,2,4], shape=(3,4,4)", "only axes of size 1 grow"),),
+)
+def broadcast(x: Array, *, shape: tuple[int, ...]) -> Array:
+    """Repeat axes of size 1 (and new leading axes) without copying.  ggml: implied by stride 0."""
+    return np.broadcast_to(x, shape)
