@@ -58,7 +58,10 @@ def get_rows(table: Array, ids: Array) -> Array:
     ),
 )
 def set_rows(into: Array, rows: Array, ids: Array) -> Array:
-    """`into` with row ``ids[i]`` replaced by row i of `rows`, in its dtype; ids distinct.  ggml: ``SET_ROWS``."""
+    """`into` with row ``ids[i]`` replaced by row i of `rows`, in its dtype.  ggml: ``SET_ROWS``.
+
+    Where an id occurs twice, one of its rows wins.
+    """
     out = into.copy()
     np.put_along_axis(out, grouped(ids, rows.shape[:-2], 1)[..., None], rows, axis=-2)
     return out

@@ -20,6 +20,7 @@ from .samples import Range
 from .signature import Mismatch, Signature, Sizes, default_attrs, parse_signature
 
 Array: TypeAlias = npt.NDArray[Any]
+T = TypeVar("T")
 R = TypeVar("R", Value, tuple[Value, Value])
 Specs: TypeAlias = tuple[Spec | None, ...]
 Linear: TypeAlias = "tuple[str, ...] | Callable[[Attrs], tuple[str, ...]]"
@@ -107,7 +108,7 @@ class Op(Generic[R]):
         signature = self.signature_for(attrs)
         if len(specs) > len(signature.operands):
             raise Mismatch(f"takes {len(signature.operands)} operands, got {len(specs)}")
-        specs += (None,) * (len(signature.operands) - len(specs))
+        specs = _padded(specs, len(signature.operands))
         sizes = self.sizes(specs, attrs)
         if self.needs and (why := self.needs(**{**attrs, **sizes.named})):
             raise Mismatch(why)
@@ -122,7 +123,7 @@ class Op(Generic[R]):
     def sizes(self, specs: Sequence[Spec | None], attrs: Attrs) -> Sizes:
         """Sizes of all dimensions, derived ones and integer attributes included.  Raises `Mismatch`."""
         chosen = self.signature_for(attrs)
-        bound = chosen.bind((*specs, *(None,) * (len(chosen.operands) - len(specs))))
+        bound = chosen.bind(_padded(specs, len(chosen.operands)))
         named = default_attrs(attrs, bound.named)
         for name, rule in self.where.items():
             named[name] = rule(**named)
@@ -151,13 +152,17 @@ class Op(Generic[R]):
 
     def run(self, arrays: Sequence[Array | None], attrs: Attrs) -> tuple[Array, ...]:
         """The reference on float64 (or integer) arrays."""
-        operands = (*arrays, *(None,) * (len(self.operand_names) - len(arrays)))
-        out = self.reference(*operands, **attrs)
+        out = self.reference(*_padded(arrays, len(self.operand_names)), **attrs)
         return out if isinstance(out, tuple) else (out,)
 
     @property
     def documentation(self) -> str:
         return inspect.getdoc(self.reference) or ""
+
+
+def _padded(items: Sequence[T | None], count: int) -> tuple[T | None, ...]:
+    """`items` with None for the operands left out at the end."""
+    return tuple(items) + (None,) * (count - len(items))
 
 
 def _plain(name: str, value: Any) -> Attr:

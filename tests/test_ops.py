@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
 from hocket import ops
 from hocket.graph import DType, GraphError, Spec, Value, input, parse_case
 from hocket.ops.signature import Role
