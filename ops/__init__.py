@@ -1,8 +1,7 @@
 """Every op, declared once: meaning, shapes, sharding, cost, samples.  Calling one builds a node."""
 
-from .attention import attention as attention
-from .attention import causal_mask as causal_mask
-from .attention import rope as rope
+from .attend import attention as attention
+from .attend import causal_mask as causal_mask
 from .elementwise import add as add
 from .elementwise import cast as cast
 from .elementwise import cont as cont
@@ -35,6 +34,7 @@ from .registry import REGISTRY as REGISTRY
 from .registry import RULES as RULES
 from .registry import op_of as op_of
 from .registry import verify as verify
+from .rotary import rope as rope
 from .samples import Range as Range
 from .views import broadcast as broadcast
 from .views import permute as permute

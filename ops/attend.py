@@ -1,0 +1,78 @@
+"""Attention and its mask."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .elementwise import tiled
+from .norms import alibi_slopes, softmax_rows
+from .op import Array, op
+from .samples import Range, grid
+
+
+@op(
+    "pos[..., t]: i32 -> [..., t, cells]: f32",
+    flops=lambda t, cells, **_: 2 * t * cells,
+    ranges={"pos": Range(0, 8)},
+    needs=lambda cells, window, **_: "cells and window must not be negative" if min(cells, window) < 0 else None,
+    samples=("pos=i32[5], cells=8", "pos=i32[2,3], cells=9, window=3", "pos=i32[0], cells=4"),
+    errors=(
+        ("pos=f32[5], cells=8", "pos is f32"),
+        ("pos=i32[5]", "cells is missing"),
+        ("pos=i32[2], cells=-1", "negative"),
+    ),
+)
+def causal_mask(pos: Array, *, cells: int, window: int = 0) -> Array:
+    """0 where the token at position `pos` may see cache cell s (``pos - window < s <= pos``), -inf elsewhere.
+
+    Cell s of a sequence holds position s.  `window` 0 means unlimited; otherwise the token itself counts.
+    """
+    distance = pos[..., None].astype(np.int64) - np.arange(cells)
+    seen = (distance >= 0) & ((distance < window) if window else True)
+    return np.where(seen, 0.0, -np.inf)
+
+
+@op(
+    "q[..., t, (h g), *d], k[..., *s, h, *d], v[..., *s, h, e], mask[~..., t, *s]?, sinks[(h g)]?"
+    " -> [..., t, (h g), e]: f32",
+    flops=lambda t, h, g, s, d, e, **_: t * h * g * s * (2 * d + 2 * e + 5),
+    samples=(
+        *grid("q=f32[{t},4,16], k={x}[9,{h},16], v={x}[9,{h},16], scale=0.25", t=(1, 3), h=(1, 2, 4), x=("f32", "f16")),
+        "q=f32[2,3,4,16], k=f32[2,9,2,16], v=f32[2,9,2,24], mask=f32[2,3,9], scale=0.25",
+        "q=f32[2,3,4,16], k=f32[2,9,2,16], v=f32[2,9,2,16], mask=f16[3,9], scale=0.25, max_bias=8.0",
+        "q=f32[3,4,16], k=f32[9,2,16], v=f32[9,2,16], mask=f32[3,9], sinks=f32[4], scale=0.25, softcap=5.0",
+    ),
+    errors=(
+        ("q=f32[3,4,16], k=f32[9,3,16], v=f32[9,3,16], scale=1.0", "no product"),
+        ("q=f32[3,4,16], k=f32[9,2,8], v=f32[9,2,16], scale=1.0", "d is 16"),
+        ("q=f32[3,4,16], k=f32[9,2,16], v=f32[8,2,16], scale=1.0", "s is 9"),
+        ("q=f32[3,4,16], k=f32[9,2,16], v=f32[9,2,16]", "scale is missing"),
+    ),
+)
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array | None = None,
+    sinks: Array | None = None,
+    *,
+    scale: float,
+    max_bias: float = 0.0,
+    softcap: float = 0.0,
+) -> Array:
+    """``softmax(cap(q k scale) + slope mask) v`` per head; `g` neighbouring query heads share a key/value head.
+
+    `cap(x)` is ``softcap tanh(x / softcap)`` where softcap > 0.  A sink joins the sum of its head but adds nothing.
+    A row that is masked entirely gives zeros.  ggml: ``FLASH_ATTN_EXT``; Dao et al., 2022.
+    """
+    heads = q.shape[-2]
+    shared = heads // k.shape[-2] if k.shape[-2] else 1
+    k, v = np.repeat(k, shared, axis=-2), np.repeat(v, shared, axis=-2)
+    scores = np.einsum("...thd,...shd->...hts", q, k) * scale
+    if softcap:
+        scores = softcap * np.tanh(scores / softcap)
+    if mask is not None:
+        slopes = alibi_slopes(heads, max_bias)[:, None, None]
+        scores = scores + slopes * tiled(mask, (*q.shape[:-3], *mask.shape[-2:]))[..., None, :, :]
+    p = softmax_rows(scores, None if sinks is None else sinks[:, None, None])
+    return np.einsum("...hts,...she->...the", p, v)
