@@ -1,0 +1,63 @@
+"""Time to open a GGUF file with a vocabulary of 262,144 tokens: ours against the reader of the ``gguf`` package.
+
+Run ``python benchmarks/gguf_open.py``; it writes a file of about 12 MB into a temporary folder.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import gguf
+from hocket.frontends.gguf import open_gguf
+
+TOKENS = 262_144
+LIMIT = 0.5
+"""Seconds to open, from the issue."""
+
+
+def write_model(path: Path, tokens: int = TOKENS) -> None:
+    """A header-only model: ``tokens`` strings of 1 to 12 characters, their scores and types, and one merge each."""
+    words = [f"{i:x}▁ü日"[: 1 + i % 12] + f"{i}" for i in range(tokens)]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(words)
+    writer.add_token_scores([-float(i) for i in range(tokens)])
+    writer.add_token_types([1] * tokens)
+    writer.add_token_merges([f"{word} {word}" for word in words])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+
+
+def seconds(work: Callable[[], object], runs: int) -> float:
+    """Median wall time of one call."""
+    times = []
+    for _ in range(runs):
+        start = perf_counter()
+        work()
+        times.append(perf_counter() - start)
+    return median(times)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "vocabulary.gguf"
+        write_model(path)
+        rows = [
+            ("hocket, open", seconds(lambda: open_gguf(path), 7)),
+            ("hocket, open and decode tokens", seconds(lambda: open_gguf(path).strings("tokenizer.ggml.tokens"), 7)),
+            ("gguf package, open", seconds(lambda: gguf.GGUFReader(path), 1)),
+        ]
+        print(f"{TOKENS} tokens, scores, types and merges; {path.stat().st_size / 1e6:.1f} MB")
+    for name, time in rows:
+        print(f"{name:<32} {time * 1e3:10.1f} ms")
+    print(f"limit for opening {LIMIT * 1e3:.0f} ms: {'met' if rows[0][1] < LIMIT else 'MISSED'}")
+
+
+if __name__ == "__main__":
+    main()

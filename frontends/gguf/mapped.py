@@ -1,0 +1,142 @@
+"""One file mapped into memory, and a cursor that reads its header without ever passing the end of the file."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+import struct
+from codecs import getincrementaldecoder
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ModelError
+
+LENGTH = struct.Struct("<Q")
+COUNT = struct.Struct("<I")
+LONG = 1 << 12
+LONGEST = 1 << 26
+"""Bytes of one string.  Python may need four times as many for it, which a large file must not turn against us."""
+AGAIN = "download or convert the file again"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MappedFile:
+    """A regular file, read-only in memory.  The mapping lives as long as any array that shows a part of it."""
+
+    path: Path
+    data: mmap.mmap
+    size: int
+
+    def error(self, problem: str, remedy: str = AGAIN) -> ModelError:
+        """A one-line error about this file."""
+        return ModelError(f"{shown(str(self.path))}: {problem}; {remedy}")
+
+
+def shown(name: str, limit: int = 120) -> str:
+    """A name for a one-line message: control characters escaped, and the middle of a long one left out."""
+    if len(name) > limit:
+        name = f"{name[: limit // 2]}…{name[-limit // 2 :]}"
+    return name if name.isprintable() else repr(name)
+
+
+def map_file(path: Path) -> MappedFile:
+    """Map a regular file; ModelError for everything else, before anything could block or be allocated."""
+    name = shown(str(path))
+    try:
+        mode = os.stat(path)
+        if not stat.S_ISREG(mode.st_mode):
+            what = "a directory" if stat.S_ISDIR(mode.st_mode) else "no regular file"
+            raise ModelError(f"{name}: is {what}; give the path of a .gguf file")
+        if mode.st_size == 0:
+            raise ModelError(f"{name}: is empty; {AGAIN}")
+        with open(path, "rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ModelError(
+            f"{name}: cannot be opened ({shown(reason)}); give the path of a readable .gguf file"
+        ) from error
+    return MappedFile(path, data, len(data))
+
+
+class Cursor:
+    """Reads forward through the header of one file.
+
+    ``where`` names the part being read; it goes into errors.
+    """
+
+    __slots__ = ("at", "file", "where")
+
+    def __init__(self, file: MappedFile, at: int = 0, where: str = "header") -> None:
+        self.file = file
+        self.at = at
+        self.where = where
+
+    def error(self, problem: str, remedy: str = AGAIN) -> ModelError:
+        return self.file.error(f"{self.where} {problem}", remedy)
+
+    def step(self, size: int) -> int:
+        """Pass ``size`` bytes and return where they start."""
+        start = self.at
+        if size > self.file.size - start:
+            raise self.error(f"needs {size} bytes at byte {start}, but the file ends at byte {self.file.size}")
+        self.at = start + size
+        return start
+
+    def u32(self) -> int:
+        return int(COUNT.unpack_from(self.file.data, self.step(4))[0])
+
+    def u64(self) -> int:
+        return int(LENGTH.unpack_from(self.file.data, self.step(8))[0])
+
+    def string(self) -> str:
+        """A string: u64 length, then that many bytes, which ought to be UTF-8.
+
+        Bytes that are not become U+FFFD: they exist only in damaged files, and a lone surrogate in their place would
+        crash whoever next encodes the string, far away from the file that caused it.  A long string that is not
+        UTF-8 is no text at all, most likely a damaged length that reaches into the weights, and an error.
+        """
+        size = self.u64()
+        start = self.step(size)
+        if size > LONG:
+            return self._long_string(start, size)
+        return str(self.file.data[start : start + size], "utf-8", "replace")
+
+    def _long_string(self, start: int, size: int) -> str:
+        if size > LONGEST:
+            raise self.error(f"has a string of {size} bytes; at most {LONGEST} are accepted")
+        # Checked piece by piece first: a failed decoding of the whole would hold it twice.
+        check = getincrementaldecoder("utf-8")().decode
+        end = start + size
+        try:
+            for at in range(start, end, LONG):
+                check(self.file.data[at : min(at + LONG, end)], at + LONG >= end)
+        except UnicodeDecodeError as error:
+            raise self.error(f"has a string of {size} bytes that is not UTF-8 ({error.reason})") from None
+        return str(memoryview(self.file.data)[start:end], "utf-8")
+
+    def name(self) -> str:
+        """The name of a metadata pair or a tensor: UTF-8, 1 to 65,535 bytes, as the specification limits keys."""
+        size = self.u64()
+        if not 1 <= size <= 0xFFFF:
+            raise self.error(f"has a name of {size} bytes; need 1 to 65,535")
+        start = self.step(size)
+        if size > LONG:
+            return self._long_string(start, size)
+        try:
+            return str(self.file.data[start : start + size], "utf-8")
+        except UnicodeDecodeError as error:
+            raise self.error(f"has a name that is not UTF-8 ({error.reason})") from None
+
+    def pass_strings(self, count: int) -> None:
+        """Pass ``count`` strings.  Each length is inline, so this loop is what opening a large vocabulary costs."""
+        data, at, last = self.file.data, self.at, self.file.size - LENGTH.size
+        length = LENGTH.unpack_from
+        for i in range(count):
+            if at > last:
+                raise self.error(f"ends inside string {i} of {count}, past the end of the file at {self.file.size}")
+            at += 8 + length(data, at)[0]
+        if at > self.file.size:
+            raise self.error(f"has a last string that ends at byte {at}, but the file ends at byte {self.file.size}")
+        self.at = at

@@ -1,0 +1,120 @@
+"""How text is cut into words before byte-level BPE merges run inside each word, by the name a GGUF file gives.
+
+A name is a value of ``tokenizer.ggml.pre``.  The regexes are those of each model's own ``tokenizer.json``, written for
+the Oniguruma engine that HF ``tokenizers`` uses; which name means which, and what a name implies for BOS, follows
+llama.cpp's ``llama-vocab.cpp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class PreTokenizer:
+    """Regexes applied one after the other; each cuts out its matches and leaves the text between them as pieces."""
+
+    patterns: tuple[str, ...]
+    ignore_merges: bool = False
+    """A piece that is a token as a whole stays whole, even if no merges lead to it."""
+    add_bos: bool = False
+    """Whether BOS is added when the file does not say."""
+    has_bos: bool = True
+    """Whether a file without a BOS id still has one, by default."""
+
+
+_CASELESS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s+(?!\S)|\s+"
+_GPT2 = rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{_SPACES}"
+
+
+def _llama3_like(digits: str, contraction: str = _CASELESS + "|") -> str:
+    words = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+    return rf"{contraction}{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}"
+
+
+def _cased(contraction: str, digits: str, tail: str = r"[\r\n/]*", but: str = "") -> str:
+    """Words that end where lower case turns upper, so camelCase is cut; ``but`` takes characters out of the letters."""
+    upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
+    lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
+    lead = r"[^\r\n\p{L}\p{N}]?"
+    words = f"{lead}{upper}*{lower}+{contraction}|{lead}{upper}+{lower}*{contraction}"
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+{tail}|\s*[\r\n]+|{_SPACES}"
+
+
+_LLAMA3 = _llama3_like(r"\p{N}{1,3}")
+_QWEN2 = _llama3_like(r"\p{N}")
+_QWEN35 = (
+    rf"{_CASELESS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}"
+)
+_GPT4O = _cased(f"{_CASELESS}?", r"\p{N}{1,3}")
+_KIMI_K2 = r"[\p{Han}]+|" + _cased(f"{_CASELESS}?", r"\p{N}{1,3}", tail=r"[\r\n]*", but=r"&&[^\p{Han}]")
+_DEEPSEEK3 = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}"
+)
+_BAILING = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}"
+    rf"| ?[^\s\p{{L}}\p{{N}}]++[\r\n]*|\s*[\r\n]|{_SPACES}"
+)
+_SEED = rf"{_CASELESS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|{_SPACES}"
+_BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
+
+_RULES: tuple[tuple[str, PreTokenizer], ...] = (
+    (
+        "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2",
+        PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True),
+    ),
+    ("dbrx smaug-bpe", PreTokenizer((_LLAMA3,))),
+    ("glm4 glm5", PreTokenizer((_LLAMA3,), ignore_merges=True, has_bos=False)),
+    ("chatglm-bpe", PreTokenizer((_LLAMA3,), has_bos=False)),
+    ("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", PreTokenizer((_QWEN2,))),
+    ("qwen35", PreTokenizer((_QWEN35,))),
+    ("ufakzeka", PreTokenizer((_llama3_like(r"\p{N}", contraction=""),))),
+    ("laguna", PreTokenizer((r"[^\n]+|[\n]+", _QWEN2))),
+    ("minicpm5", PreTokenizer((r"\p{N}{1,3}", _llama3_like(r"\p{N}+")), ignore_merges=True)),
+    ("gpt-4o llama4 kanana2 talkie minimax-m2", PreTokenizer((_GPT4O,))),
+    ("tekken", PreTokenizer((_cased("", r"\p{N}"),), ignore_merges=True, add_bos=True)),
+    ("kimi-k2", PreTokenizer((_KIMI_K2,))),
+    ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", PreTokenizer((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3))),
+    ("deepseek-coder", PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"))),
+    ("bailingmoe bailingmoe2 llada-moe", PreTokenizer((_BAILING,))),
+    ("seed-coder", PreTokenizer((_SEED,))),
+    (
+        "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
+        PreTokenizer((r"\p{N}", _GPT2)),
+    ),
+    (
+        "gpt-2 phi-2 gigachat a.x-4.0 mellum mpt olmo jais trillion granite-docling exaone4",
+        PreTokenizer((_GPT2,)),
+    ),
+    ("falcon", PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"))),
+    ("default", PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))),
+    ("poro-chat bloom gpt3-finnish", PreTokenizer((_BLOOM,))),
+    ("viking", PreTokenizer((_BLOOM, r"\p{N}"))),
+)
+
+
+def _named() -> Iterator[tuple[str, PreTokenizer]]:
+    for names, rule in _RULES:
+        for name in names.split():
+            yield name, rule
+
+
+PRE_TOKENIZERS = dict(_named())
+"""Every known value of ``tokenizer.ggml.pre`` for byte-level BPE."""
+
+GEMMA4 = PreTokenizer((r"[^\n]+|\n+",), add_bos=True)
+"""The only one of ``tokenizer.ggml.model = gemma4``, whatever ``pre`` says; merges run on raw text."""
+
+
+def pre_tokenizer(name: str) -> PreTokenizer:
+    """The rule called ``name``; ModelError naming it if unknown, since a guess would give wrong ids in silence."""
+    if name not in PRE_TOKENIZERS:
+        known = ", ".join(sorted(PRE_TOKENIZERS))
+        raise ModelError(f"tokenizer.ggml.pre: unknown pre-tokenizer {name[:80]!r}; known are {known}")
+    return PRE_TOKENIZERS[name]

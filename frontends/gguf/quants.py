@@ -1,0 +1,285 @@
+"""Stored bytes to float32: the dequantisers of every common GGML type, vectorised over whole runs of blocks.
+
+A quantised row is a run of fixed-size blocks, laid out as in ``ggml-common.h`` of llama.cpp; ``LAYOUT`` gives each
+block as a NumPy record, and ``EXPAND`` the function that turns records into numbers.  Results equal those of the
+``gguf`` package bit for bit, because each element goes through the same float32 operations in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from ...graph.dtypes import DType
+from ..errors import ModelError
+
+F32 = npt.NDArray[np.float32]
+U8 = npt.NDArray[np.uint8]
+Expand = Callable[[np.ndarray, F32], None]
+
+CHUNK = 1 << 16
+"""Elements expanded at a time: the temporaries of one chunk stay inside the cache, whatever the tensor's size."""
+
+
+def dequantise(raw: np.ndarray, dtype: DType) -> F32:
+    """The float32 values of stored elements.
+
+    ``raw``: uint8 [..., row bytes], or ``dtype.storage`` [..., n] for types that NumPy stores one by one.
+    Returns float32 [..., n]; a read-only or shared view of ``raw`` for F32, a fresh array for every other type.
+    Raises ModelError where the last axis is no whole number of blocks or the type has no dequantiser.
+    """
+    bytes_ = _as_bytes(raw, dtype)
+    if not dtype.is_quantised:
+        return _unblocked(bytes_, dtype)
+    if dtype not in EXPAND:
+        return _through_gguf(bytes_, dtype)
+    out = np.empty((*raw.shape[:-1], bytes_.shape[-1] // dtype.block_bytes * dtype.block), np.float32)
+    blocks = np.ascontiguousarray(bytes_).reshape(-1).view(LAYOUT[dtype])
+    rows, expand = out.reshape(-1, dtype.block), EXPAND[dtype]
+    step = CHUNK // dtype.block
+    # A damaged scale may be inf or NaN; like ggml we hand on what IEEE arithmetic makes of it.
+    with np.errstate(over="ignore", invalid="ignore"):
+        for i in range(0, len(blocks), step):
+            expand(blocks[i : i + step], rows[i : i + step])
+    return out
+
+
+def bf16_to_f32(bits: npt.NDArray[np.uint16]) -> F32:
+    """The values of bfloat16 bits: uint16 [...] to float32 [...], exact."""
+    wide = bits.astype(np.uint32)
+    wide <<= 16
+    return wide.view(np.float32)
+
+
+def f32_to_bf16(values: F32) -> npt.NDArray[np.uint16]:
+    """The nearest bfloat16 bits, ties to even: float32 [...] to uint16 [...].
+
+    NaN stays NaN, made quiet (``ggml_compute_fp32_to_bf16`` in ggml-impl.h); values past the range become infinite.
+    """
+    bits = np.asarray(values, np.float32).view(np.uint32)
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits  # wraps for some NaNs only, which are replaced below
+    rounded >>= 16
+    result = rounded.astype(np.uint16)
+    nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    result[nan] = (bits[nan] >> 16) | 0x40
+    return result
+
+
+def _as_bytes(raw: np.ndarray, dtype: DType) -> U8:
+    if raw.ndim == 0 or raw.dtype not in (np.dtype(np.uint8), dtype.storage):
+        raise ModelError(f"dequantise({dtype}): got {raw.dtype}{list(raw.shape)}; pass uint8 rows or {dtype.storage}")
+    if raw.dtype != np.uint8:
+        raw = (raw if raw.strides[-1] == raw.itemsize else np.ascontiguousarray(raw)).view(np.uint8)
+    if raw.shape[-1] % dtype.block_bytes:
+        raise ModelError(
+            f"dequantise({dtype}): rows of {raw.shape[-1]} bytes are no whole number of {dtype.block_bytes}-byte "
+            "blocks; pass whole rows"
+        )
+    return raw
+
+
+def _unblocked(bytes_: U8, dtype: DType) -> F32:
+    if bytes_.strides[-1] != 1:
+        bytes_ = np.ascontiguousarray(bytes_)
+    stored = bytes_.view(dtype.storage)
+    if dtype is DType.BF16:
+        return bf16_to_f32(stored)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return stored.astype(np.float32, copy=False)
+
+
+def _through_gguf(bytes_: U8, dtype: DType) -> F32:
+    """Rare types (IQ1 to IQ3, ternary, NVFP4) by the ``gguf`` package, one chunk at a time."""
+    import gguf  # where used: importing it costs as much as importing hocket
+
+    stored = np.ascontiguousarray(bytes_).reshape(-1)
+    out = np.empty(stored.size // dtype.block_bytes * dtype.block, np.float32)
+    step = CHUNK // dtype.block
+    try:
+        with np.errstate(over="ignore", invalid="ignore"):
+            for i in range(0, len(out) // dtype.block, step):
+                row = stored[None, i * dtype.block_bytes : (i + step) * dtype.block_bytes]
+                values = gguf.quants.dequantize(row, gguf.GGMLQuantizationType(dtype.ggml))
+                out[i * dtype.block : (i + step) * dtype.block] = values[0]
+    except (NotImplementedError, ValueError) as error:
+        raise ModelError(f"dequantise({dtype}): no dequantiser for this type; convert the model to another") from error
+    return out.reshape(*bytes_.shape[:-1], bytes_.shape[-1] // dtype.block_bytes * dtype.block)
+
+
+def _record(*fields: tuple[str, str] | tuple[str, str, int]) -> np.dtype:
+    return np.dtype(list(fields))
+
+
+D, DMIN = ("d", "<f2"), ("dmin", "<f2")
+
+LAYOUT = {
+    DType.Q4_0: _record(D, ("qs", "u1", 16)),
+    DType.Q4_1: _record(D, DMIN, ("qs", "u1", 16)),
+    DType.Q5_0: _record(D, ("qh", "u1", 4), ("qs", "u1", 16)),
+    DType.Q5_1: _record(D, DMIN, ("qh", "u1", 4), ("qs", "u1", 16)),
+    DType.Q8_0: _record(D, ("qs", "i1", 32)),
+    DType.Q2_K: _record(("scales", "u1", 16), ("qs", "u1", 64), D, DMIN),
+    DType.Q3_K: _record(("qh", "u1", 32), ("qs", "u1", 64), ("scales", "u1", 12), D),
+    DType.Q4_K: _record(D, DMIN, ("scales", "u1", 12), ("qs", "u1", 128)),
+    DType.Q5_K: _record(D, DMIN, ("scales", "u1", 12), ("qh", "u1", 32), ("qs", "u1", 128)),
+    DType.Q6_K: _record(("qs", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), D),
+    DType.IQ4_NL: _record(D, ("qs", "u1", 16)),
+    DType.IQ4_XS: _record(D, ("scales_h", "<u2"), ("scales_l", "u1", 4), ("qs", "u1", 128)),
+    DType.MXFP4: _record(("e", "u1"), ("qs", "u1", 16)),
+}
+
+NONLINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+"""The 4-bit code book ``kvalues_iq4nl`` of ggml."""
+E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
+"""Twice the values of a 4-bit float (``kvalues_mxfp4``); ggml drops the sign of minus zero."""
+
+
+def _column(values: np.ndarray) -> F32:
+    """float32 [n, ..., 1] of one number per block or per part of a block."""
+    return values.astype(np.float32)[..., None]
+
+
+def _nibbles(qs: U8, width: int) -> U8:
+    """Low then high halves of each ``width`` bytes: [n, m] to [n, m / width, 2, width]."""
+    packed = np.ascontiguousarray(qs).reshape(len(qs), -1, width)
+    out = np.empty((len(qs), packed.shape[1], 2, width), np.uint8)
+    np.bitwise_and(packed, 15, out=out[:, :, 0])
+    np.right_shift(packed, 4, out=out[:, :, 1])
+    return out
+
+
+def _crumbs(qs: U8) -> U8:
+    """The four 2-bit fields of each 32 bytes, lowest first: [n, 64] to [n, 2, 4, 32]."""
+    packed = np.ascontiguousarray(qs).reshape(len(qs), 2, 1, 32)
+    return (packed >> np.array([0, 2, 4, 6], np.uint8)[:, None]) & np.uint8(3)
+
+
+def _bit_planes(qh: U8) -> U8:
+    """Bit i of 32 bytes as the i-th run of 32: [n, 32] to [n, 8, 32] of 0 or 1."""
+    packed = np.ascontiguousarray(qh)[:, None, :]
+    return (packed >> np.arange(8, dtype=np.uint8)[:, None]) & np.uint8(1)
+
+
+def _fifth_bits(qh: U8) -> U8:
+    """16 where the element's bit is set: [n, 4] to [n, 32]."""
+    bits = np.unpackbits(np.ascontiguousarray(qh), axis=1, bitorder="little")
+    bits <<= 4
+    return bits
+
+
+def _scales_and_minima(packed: U8) -> tuple[U8, U8]:
+    """The 6-bit pairs of Q4_K and Q5_K: [n, 12] to two [n, 8] (``get_scale_min_k4`` of ggml)."""
+    low, middle, high = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = np.concatenate([low & 63, (high & 15) | (low >> 6 << 4)], axis=1)
+    minima = np.concatenate([middle & 63, (high >> 4) | (middle >> 6 << 4)], axis=1)
+    return scales, minima
+
+
+def _scaled(q: np.ndarray, scale: F32, out: F32) -> None:
+    """out = scale x q, with ``scale`` [n, parts, 1] or [n, 1]."""
+    out[...] = q.reshape(out.shape)
+    parts = out.reshape(*scale.shape[:-1], -1)
+    parts *= scale
+
+
+def _affine(q: np.ndarray, scale: F32, minimum: F32, out: F32) -> None:
+    """out = scale x q - minimum, rounded after each step as ggml's plain loops do."""
+    _scaled(q, scale, out)
+    parts = out.reshape(*minimum.shape[:-1], -1)
+    parts -= minimum
+
+
+def _q4_0(b: np.ndarray, out: F32) -> None:
+    _scaled(_nibbles(b["qs"], 16).view(np.int8) - np.int8(8), _column(b["d"]), out)
+
+
+def _q4_1(b: np.ndarray, out: F32) -> None:
+    _scaled(_nibbles(b["qs"], 16), _column(b["d"]), out)
+    out += _column(b["dmin"])
+
+
+def _q5_0(b: np.ndarray, out: F32) -> None:
+    q = _nibbles(b["qs"], 16).reshape(-1, 32) | _fifth_bits(b["qh"])
+    _scaled(q.view(np.int8) - np.int8(16), _column(b["d"]), out)
+
+
+def _q5_1(b: np.ndarray, out: F32) -> None:
+    _scaled(_nibbles(b["qs"], 16).reshape(-1, 32) | _fifth_bits(b["qh"]), _column(b["d"]), out)
+    out += _column(b["dmin"])
+
+
+def _q8_0(b: np.ndarray, out: F32) -> None:
+    _scaled(b["qs"], _column(b["d"]), out)
+
+
+def _q2_k(b: np.ndarray, out: F32) -> None:
+    d, dmin = b["d"].astype(np.float32), b["dmin"].astype(np.float32)
+    scale, minimum = d[:, None] * (b["scales"] & 15), dmin[:, None] * (b["scales"] >> 4)
+    _affine(_crumbs(b["qs"]), scale[..., None], minimum[..., None], out)
+
+
+def _q3_k(b: np.ndarray, out: F32) -> None:
+    low, high = b["scales"][:, :8], b["scales"][:, 8:]
+    low = np.concatenate([low & 15, low >> 4], axis=1)
+    high = (high[:, None, :] >> np.array([0, 2, 4, 6], np.uint8)[:, None]) & 3
+    scale = (low | high.reshape(-1, 16) << 4).astype(np.float32) - 32
+    q = _crumbs(b["qs"]).reshape(-1, 8, 32) | (_bit_planes(b["qh"]) << np.uint8(2))
+    _scaled(q.view(np.int8) - np.int8(4), (_column(b["d"]) * scale)[..., None], out)
+
+
+def _q4_k(b: np.ndarray, out: F32) -> None:
+    scales, minima = _scales_and_minima(b["scales"])
+    scale, minimum = _column(b["d"]) * scales, _column(b["dmin"]) * minima
+    _affine(_nibbles(b["qs"], 32), scale[..., None], minimum[..., None], out)
+
+
+def _q5_k(b: np.ndarray, out: F32) -> None:
+    scales, minima = _scales_and_minima(b["scales"])
+    scale, minimum = _column(b["d"]) * scales, _column(b["dmin"]) * minima
+    q = _nibbles(b["qs"], 32).reshape(-1, 8, 32) | (_bit_planes(b["qh"]) << np.uint8(4))
+    _affine(q, scale[..., None], minimum[..., None], out)
+
+
+def _q6_k(b: np.ndarray, out: F32) -> None:
+    q = _nibbles(b["qs"], 64).reshape(-1, 2, 4, 32) | (_crumbs(b["qh"]) << np.uint8(4))
+    _scaled(q.view(np.int8) - np.int8(32), (_column(b["d"]) * b["scales"])[..., None], out)
+
+
+def _iq4_nl(b: np.ndarray, out: F32) -> None:
+    _scaled(NONLINEAR[_nibbles(b["qs"], 16)], _column(b["d"]), out)
+
+
+def _iq4_xs(b: np.ndarray, out: F32) -> None:
+    low = _nibbles(b["scales_l"], 1).reshape(-1, 8)
+    high = (b["scales_h"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16)) & np.uint16(3)
+    scale = _column(b["d"]) * ((low | high << np.uint16(4)).astype(np.float32) - 32)
+    _scaled(NONLINEAR[_nibbles(b["qs"], 16)], scale[..., None], out)
+
+
+def _mxfp4(b: np.ndarray, out: F32) -> None:
+    # Half of 2^(e - 127), whose two smallest values are subnormal (ggml_e8m0_to_fp32_half in ggml-impl.h).
+    e = b["e"].astype(np.uint32)
+    half = np.where(e < 2, np.uint32(0x00200000) << e, (e - 1) << 23).view(np.float32)
+    _scaled(E2M1[_nibbles(b["qs"], 16)], half[:, None], out)
+
+
+EXPAND: dict[DType, Expand] = {
+    DType.Q4_0: _q4_0,
+    DType.Q4_1: _q4_1,
+    DType.Q5_0: _q5_0,
+    DType.Q5_1: _q5_1,
+    DType.Q8_0: _q8_0,
+    DType.Q2_K: _q2_k,
+    DType.Q3_K: _q3_k,
+    DType.Q4_K: _q4_k,
+    DType.Q5_K: _q5_k,
+    DType.Q6_K: _q6_k,
+    DType.IQ4_NL: _iq4_nl,
+    DType.IQ4_XS: _iq4_xs,
+    DType.MXFP4: _mxfp4,
+}

@@ -1,0 +1,139 @@
+"""Dequantisers against the ``gguf`` package as oracle: equal bit for bit, any two NaNs counting as equal."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import gguf
+import numpy as np
+import pytest
+from hocket.frontends.errors import ModelError
+from hocket.frontends.gguf import bf16_to_f32, dequantise, f32_to_bf16
+from hocket.frontends.gguf.quants import CHUNK, EXPAND, LAYOUT
+from hocket.graph.dtypes import DType
+
+OURS = (DType.F32, DType.F16, DType.BF16, *EXPAND)
+PACKAGE = tuple(d for d in DType if d.is_quantised and d not in (*EXPAND, DType.Q8_1, DType.Q8_K))
+QUANTISABLE = (DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1, DType.Q8_0, DType.MXFP4)
+
+
+def oracle(raw: np.ndarray, dtype: DType) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(dtype.ggml))
+
+
+def assert_same_bits(got: np.ndarray, want: np.ndarray) -> None:
+    assert (got.shape, got.dtype) == (want.shape, np.dtype(np.float32))
+    same = (got.view(np.uint32) == want.view(np.uint32)) | (np.isnan(got) & np.isnan(want))
+    assert same.all(), f"{np.count_nonzero(~same)} of {same.size} differ"
+
+
+def random_bytes(*shape: int) -> np.ndarray:
+    return np.random.default_rng(7).integers(0, 256, shape, np.uint8)
+
+
+def test_all_thirteen_block_types_of_the_issue_are_our_own() -> None:
+    names = "q4_0 q4_1 q5_0 q5_1 q8_0 q2_K q3_K q4_K q5_K q6_K iq4_nl iq4_xs mxfp4"
+    assert [d.text for d in EXPAND] == names.split()
+
+
+@pytest.mark.parametrize("dtype", LAYOUT, ids=str)
+def test_a_record_is_as_long_as_a_block(dtype: DType) -> None:
+    assert LAYOUT[dtype].itemsize == dtype.block_bytes
+
+
+@pytest.mark.parametrize("dtype", [*OURS, *PACKAGE], ids=str)
+def test_random_blocks_equal_the_gguf_package(dtype: DType) -> None:
+    raw = random_bytes(3, 17, 8 * dtype.block_bytes)
+    assert_same_bits(dequantise(raw, dtype), oracle(raw, dtype))
+
+
+@pytest.mark.parametrize("dtype", [d for d in OURS if d in LAYOUT and "d" in (LAYOUT[d].names or ())], ids=str)
+def test_every_half_precision_scale_equals_the_gguf_package(dtype: DType) -> None:
+    raw = random_bytes(1 << 16, dtype.block_bytes)
+    at = LAYOUT[dtype].fields["d"][1]  # type: ignore[index]
+    raw[:, at : at + 2] = np.arange(1 << 16, dtype="<u2").view(np.uint8).reshape(-1, 2)
+    raw = raw[:: 1 if dtype.block == 32 else 16]
+    assert_same_bits(dequantise(raw, dtype), oracle(raw.reshape(1, -1), dtype).reshape(len(raw), -1))
+
+
+def test_every_exponent_of_mxfp4_equals_the_gguf_package() -> None:
+    raw = random_bytes(256, 17)
+    raw[:, 0] = np.arange(256)
+    assert_same_bits(dequantise(raw, DType.MXFP4), oracle(raw, DType.MXFP4))
+
+
+@pytest.mark.parametrize("dtype", QUANTISABLE, ids=str)
+def test_quantised_normal_numbers_come_back_near(dtype: DType) -> None:
+    x = np.random.default_rng(1).standard_normal((16, 256), np.float32)
+    back = dequantise(gguf.quants.quantize(x, gguf.GGMLQuantizationType(dtype.ggml)), dtype)
+    assert np.mean((back - x) ** 2) < 0.02
+
+
+@pytest.mark.parametrize("dtype", [DType.Q4_0, DType.Q6_K, DType.IQ1_S], ids=str)
+def test_chunks_join_without_a_seam(dtype: DType) -> None:
+    blocks = 2 * CHUNK // dtype.block + 3
+    raw = random_bytes(1, blocks * dtype.block_bytes)
+    assert_same_bits(dequantise(raw, dtype), oracle(raw.reshape(blocks, -1), dtype).reshape(1, -1))
+
+
+@pytest.mark.parametrize("dtype", [DType.Q4_0, DType.Q5_K, DType.BF16, DType.F16], ids=str)
+def test_strided_and_empty_rows_are_fine(dtype: DType) -> None:
+    raw = random_bytes(6, 4 * dtype.block_bytes)
+    assert_same_bits(dequantise(raw[::2], dtype), oracle(raw[::2].copy(), dtype))
+    assert dequantise(raw[:0], dtype).shape == (0, 4 * dtype.block)
+    assert dequantise(raw[:, :0], dtype).shape == (6, 0)
+
+
+def test_temporaries_stay_small_beside_the_output() -> None:
+    raw = random_bytes(1024, 32 * DType.Q6_K.block_bytes)
+    tracemalloc.start()
+    out = dequantise(raw, DType.Q6_K)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < out.nbytes + 20 * CHUNK
+
+
+@pytest.mark.parametrize("storage", ["<f4", "<f8", "<i1", "<i2", "<i4", "<i8"])
+def test_unblocked_types_take_bytes_or_their_storage(storage: str) -> None:
+    values = np.arange(-6, 6).reshape(3, 4).astype(storage)
+    dtype = next(d for d in DType if d.storage == values.dtype)
+    for raw in (values, values.view(np.uint8)):
+        np.testing.assert_array_equal(dequantise(raw, dtype), values.astype(np.float32))
+
+
+def test_f32_is_a_view_and_not_a_copy() -> None:
+    raw = np.zeros((2, 16), np.uint8)
+    assert np.shares_memory(dequantise(raw, DType.F32), raw)
+
+
+@pytest.mark.parametrize(
+    ("raw", "dtype"),
+    [
+        (np.zeros((2, 17), np.uint8), DType.Q4_0),
+        (np.zeros((2, 7), np.uint8), DType.F32),
+        (np.zeros((2, 18), np.float32), DType.Q4_0),
+        (np.zeros((), np.uint8), DType.Q4_0),
+        (np.zeros((1, 36), np.uint8), DType.Q8_1),
+    ],
+)
+def test_what_cannot_be_dequantised_is_a_one_line_error(raw: np.ndarray, dtype: DType) -> None:
+    with pytest.raises(ModelError, match=rf"^dequantise\({dtype}\): [^\n]+; [^\n]+$"):
+        dequantise(raw, dtype)
+
+
+def test_bf16_goes_to_f32_exactly_and_back_for_every_bit_pattern() -> None:
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    wide = bf16_to_f32(bits)
+    assert_same_bits(wide, (bits.astype(np.uint32) << 16).view(np.float32))
+    quiet = np.where(np.isnan(wide), bits | 0x40, bits)
+    np.testing.assert_array_equal(f32_to_bf16(wide), quiet)
+
+
+def test_f32_rounds_to_the_nearest_even_bf16_as_the_gguf_package_does() -> None:
+    bits = np.random.default_rng(3).integers(0, 1 << 32, 1 << 16, np.uint32)
+    edges = [0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7F800001, 0xFFFFFFFF, 0x80000000]
+    x = np.concatenate([bits, np.array(edges, np.uint32)]).view(np.float32)
+    want = gguf.quants.quantize(x.reshape(1, -1), gguf.GGMLQuantizationType.BF16).view(np.uint16)[0]
+    np.testing.assert_array_equal(f32_to_bf16(x), want)
+    assert np.isnan(bf16_to_f32(f32_to_bf16(x))[np.isnan(x)]).all()
