@@ -54,7 +54,7 @@ class Op(Generic[R]):
     ranges: Mapping[str, Range]
     samples: tuple[str, ...]
     errors: tuple[tuple[str, str], ...]
-    is_view: bool
+    as_view: Callable[..., Array] | None
     operand_names: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -119,6 +119,12 @@ class Op(Generic[R]):
         return results
 
     # --------------------------------------------------------------------------------------- what passes ask
+
+    @property
+    def is_view(self) -> bool:
+        """Whether the result is its operand under other strides.  `as_view` makes it from a strided array without
+        touching an element, or raises ValueError where strides cannot say it."""
+        return self.as_view is not None
 
     def sizes(self, specs: Sequence[Spec | None], attrs: Attrs) -> Sizes:
         """Sizes of all dimensions, derived ones and integer attributes included.  Raises `Mismatch`."""
@@ -189,7 +195,9 @@ class _Declare:
         name = reference.__name__.rstrip("_")
         defaults = MappingProxyType({p.name: p.default for p in keywords if p.default is not p.empty})
         required = tuple(p.name for p in keywords if p.default is p.empty)
-        return Op(name=name, reference=reference, defaults=defaults, required=required, **self.parts)
+        view = self.parts.pop("view")
+        as_view = reference if view is True else view or None
+        return Op(name=name, reference=reference, defaults=defaults, required=required, as_view=as_view, **self.parts)
 
 
 def op(
@@ -207,14 +215,15 @@ def op(
     ranges: Mapping[str, Range] = MappingProxyType({}),
     samples: tuple[str, ...] = (),
     errors: tuple[tuple[str, str], ...] = (),
-    view: bool = False,
+    view: bool | Callable[..., Array] = False,
 ) -> _Declare:
     """Declare an op above its float64 reference; keyword-only parameters of the reference are its attributes.
 
     `signature` may be a mapping from values of the attribute `form`.  `where` computes further dimensions from known
     ones; `infer` and `links` replace the signature's result shape and sharding where names cannot say them (views).
     `flops` takes the dimensions by name, for one leading index; `traffic` takes operand and result specs.  `ranges`
-    are the legal values of operands; `samples` are cases ``"x=f32[2,3], eps=1e-06"``, `errors` pairs of a case and a
+    are the legal values of operands; `view` marks a view, whose reference moves no element (or is replaced by a
+    function that does not).  `samples` are cases ``"x=f32[2,3], eps=1e-06"``, `errors` pairs of a case and a
     part of the message it must give.
     """
     texts = {"": signature} if isinstance(signature, str) else dict(signature)
@@ -232,5 +241,5 @@ def op(
         ranges=ranges,
         samples=samples,
         errors=errors,
-        is_view=view,
+        view=view,
     )

@@ -7,10 +7,11 @@ import tracemalloc
 import gguf
 import numpy as np
 import pytest
-from hocket.frontends.errors import ModelError
+
 from hocket.frontends.gguf import bf16_to_f32, dequantise, f32_to_bf16
-from hocket.frontends.gguf.quants import CHUNK, EXPAND, LAYOUT
+from hocket.graph import GraphError
 from hocket.graph.dtypes import DType
+from hocket.ops.quants import CHUNK, EXPAND, LAYOUT
 
 OURS = (DType.F32, DType.F16, DType.BF16, *EXPAND)
 PACKAGE = tuple(d for d in DType if d.is_quantised and d not in (*EXPAND, DType.Q8_1, DType.Q8_K))
@@ -118,7 +119,7 @@ def test_f32_is_a_view_and_not_a_copy() -> None:
     ],
 )
 def test_what_cannot_be_dequantised_is_a_one_line_error(raw: np.ndarray, dtype: DType) -> None:
-    with pytest.raises(ModelError, match=rf"^dequantise\({dtype}\): [^\n]+; [^\n]+$"):
+    with pytest.raises(GraphError, match=rf"^dequantise\({dtype}\): [^\n]+; [^\n]+$"):
         dequantise(raw, dtype)
 
 

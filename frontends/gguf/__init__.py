@@ -1,9 +1,9 @@
 """GGUF model files: reading, dequantising, tokenizers and chat templates."""
 
+from ...ops.quants import bf16_to_f32 as bf16_to_f32
+from ...ops.quants import dequantise as dequantise
+from ...ops.quants import f32_to_bf16 as f32_to_bf16
 from .metadata import Array as Array
-from .quants import bf16_to_f32 as bf16_to_f32
-from .quants import dequantise as dequantise
-from .quants import f32_to_bf16 as f32_to_bf16
 from .reader import Gguf as Gguf
 from .reader import open_gguf as open_gguf
 from .tensor import Tensor as Tensor

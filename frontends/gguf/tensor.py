@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...graph.dtypes import BY_GGML, DType
+from ...ops.quants import dequantise
 from .mapped import Cursor, MappedFile, shown
-from .quants import dequantise
 
 MAX_AXES = 4
 MAX_TENSORS = 1 << 16

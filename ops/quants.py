@@ -12,8 +12,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from ...graph.dtypes import DType
-from ..errors import ModelError
+from ..graph.dtypes import DType
+from ..graph.errors import GraphError
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
@@ -28,7 +28,7 @@ def dequantise(raw: np.ndarray, dtype: DType) -> F32:
 
     ``raw``: uint8 [..., row bytes], or ``dtype.storage`` [..., n] for types that NumPy stores one by one.
     Returns float32 [..., n]; a read-only or shared view of ``raw`` for F32, a fresh array for every other type.
-    Raises ModelError where the last axis is no whole number of blocks or the type has no dequantiser.
+    Raises GraphError where the last axis is no whole number of blocks or the type has no dequantiser.
     """
     bytes_ = _as_bytes(raw, dtype)
     if not dtype.is_quantised:
@@ -72,11 +72,11 @@ def f32_to_bf16(values: F32) -> npt.NDArray[np.uint16]:
 
 def _as_bytes(raw: np.ndarray, dtype: DType) -> U8:
     if raw.ndim == 0 or raw.dtype not in (np.dtype(np.uint8), dtype.storage):
-        raise ModelError(f"dequantise({dtype}): got {raw.dtype}{list(raw.shape)}; pass uint8 rows or {dtype.storage}")
+        raise GraphError(f"dequantise({dtype}): got {raw.dtype}{list(raw.shape)}; pass uint8 rows or {dtype.storage}")
     if raw.dtype != np.uint8:
         raw = (raw if raw.strides[-1] == raw.itemsize else np.ascontiguousarray(raw)).view(np.uint8)
     if raw.shape[-1] % dtype.block_bytes:
-        raise ModelError(
+        raise GraphError(
             f"dequantise({dtype}): rows of {raw.shape[-1]} bytes are no whole number of {dtype.block_bytes}-byte "
             "blocks; pass whole rows"
         )
@@ -107,7 +107,7 @@ def _through_gguf(bytes_: U8, dtype: DType) -> F32:
                 values = gguf.quants.dequantize(row, gguf.GGMLQuantizationType(dtype.ggml))
                 out[i * dtype.block : (i + step) * dtype.block] = values[0]
     except (NotImplementedError, ValueError) as error:
-        raise ModelError(f"dequantise({dtype}): no dequantiser for this type; convert the model to another") from error
+        raise GraphError(f"dequantise({dtype}): no dequantiser for this type; convert the model to another") from error
     return out.reshape(*bytes_.shape[:-1], bytes_.shape[-1] // dtype.block_bytes * dtype.block)
 
 
