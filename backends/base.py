@@ -1,0 +1,149 @@
+"""What a backend is, and the program it is given: plain data, one flat list of instructions for one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ..graph.dtypes import DType
+from ..graph.node import Attrs, Node
+from ..graph.spec import Spec
+
+Array: TypeAlias = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One thing that runs programs: ``cpu:0``.  `memory` is in bytes, None where unknown."""
+
+    kind: str
+    index: int
+    memory: int | None = None
+    description: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """Whether a device can run a node, and why (not)."""
+
+    ok: bool
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """Where a value lies: a buffer of the program, the byte where it starts, its strides in elements."""
+
+    buffer: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: DType
+
+    @property
+    def spec(self) -> Spec:
+        return Spec(self.shape, self.dtype)
+
+    def __str__(self) -> str:
+        dense = "" if self.strides == contiguous_strides(self.shape) else f" strides {list(self.strides)}"
+        return f"{self.spec} at {self.buffer}+{self.offset}{dense}"
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSpec:
+    """Memory a program needs: ``arena`` (intermediate values), ``weight``, ``state`` or ``constant``.
+
+    `declared` is the spec in the graph, `stored` the one the backend keeps it in; both None for the arena.
+    """
+
+    kind: str
+    name: str
+    nbytes: int
+    declared: Spec | None = None
+    stored: Spec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One kernel call: what it reads, what it writes, the arena bytes it may scribble on meanwhile."""
+
+    op: str
+    src: tuple[Tensor | None, ...]
+    dst: tuple[Tensor, ...]
+    attrs: Attrs
+    scratch: Tensor | None
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Everything one device does in one run."""
+
+    device: str
+    buffers: tuple[BufferSpec, ...]
+    instructions: tuple[Instruction, ...]
+    inputs: Mapping[str, Tensor]
+    outputs: Mapping[str, Tensor]
+
+    def nbytes(self, kind: str) -> int:
+        """Bytes of all buffers of one kind."""
+        return sum(b.nbytes for b in self.buffers if b.kind == kind)
+
+
+class Backend(Protocol):
+    """Code that runs programs on devices of one kind."""
+
+    name: str
+
+    def devices(self) -> Sequence[Device]:
+        """The devices that are there now (a kind that allows virtual ones accepts further numbers)."""
+
+    def device(self, index: int) -> Device:
+        """Device number `index`.  Raises `BackendError` if it does not exist, saying what to install or choose."""
+
+    def supports(self, node: Node, on: Device) -> Support:
+        """Whether `node` can run there."""
+
+    def stored(self, spec: Spec) -> Spec:
+        """The shape and dtype in which a value of `spec` is kept in memory."""
+
+    def scratch(self, node: Node) -> int:
+        """Bytes of temporary memory that `node` needs while it runs."""
+
+    def reads_strided(self, node: Node, operand: int) -> bool:
+        """Whether the kernel of `node` can read that operand with any strides."""
+
+    def alloc(self, nbytes: int, on: Device) -> Any:
+        """A zeroed buffer.  Raises `BackendError` when memory is out."""
+
+    def view(self, buffer: Any, tensor: Tensor) -> Any:
+        """The array of `tensor` within `buffer`, in place: it can be indexed, assigned and copied to the host."""
+
+    def load(self, data: Array, declared: Spec, buffer: Any) -> None:
+        """Put a weight into its buffer; `data` holds it as a file does (blocks of bytes for quantised types)."""
+
+    def compile(self, program: Program, buffers: Sequence[Any], on: Device) -> Callable[[], None]:
+        """A function that runs `program` once on those buffers, given in the order of ``program.buffers``."""
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides in elements of a dense row-major array."""
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
+
+
+def host_view(buffer: npt.NDArray[np.uint8], tensor: Tensor) -> Array:
+    """`tensor` as a NumPy array within host memory; not for quantised dtypes, which have no elements."""
+    dtype = tensor.dtype.storage
+    strides = [s * dtype.itemsize for s in tensor.strides]
+    return np.ndarray(tensor.shape, dtype, buffer=buffer.data, offset=tensor.offset, strides=strides)

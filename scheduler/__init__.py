@@ -1,0 +1,10 @@
+"""From graph to running program: strides, order, memory, lowering, the verifier of programs, execution."""
+
+from .check import check as check
+from .executor import Executor as Executor
+from .executor import Store as Store
+from .executor import load as load
+from .plan import Plan as Plan
+from .plan import nbytes_text as nbytes_text
+from .plan import plan as plan
+from .plan import plan_for as plan_for

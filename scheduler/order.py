@@ -1,0 +1,128 @@
+"""The order of execution, and which new state may be written straight into the memory of the old one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..graph.graph import Graph
+from ..graph.node import Node, Value
+from ..ops import cont, op_of
+from .strides import Strided
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Nodes in order; `donated` maps a result to the state whose memory it is written into; `copied` maps a state to
+    the value that is copied over it at the end."""
+
+    nodes: tuple[Node, ...]
+    donated: Mapping[Value, Value]
+    copied: Mapping[Value, Value]
+
+
+def schedule(graph: Graph, views: Mapping[Value, Strided]) -> Schedule:
+    """Order `graph` so that as many states as possible are updated in place.
+
+    A node may write a state's memory if every other reader of the old value can run before it.  Where that would be
+    a cycle the new value gets memory of its own and is copied at the end: slower, never wrong.
+    """
+    readers: dict[Value, list[Node]] = defaultdict(list)
+    for node in graph.nodes:
+        if not node.is_leaf and not op_of(node).is_view:
+            for base in dict.fromkeys(views[s].base for s in node.inputs):
+                readers[base].append(node)
+    later: dict[Node, list[Node]] = defaultdict(list)  # writer -> nodes that must come before it
+    donated: dict[Value, Value] = {}
+    copied: dict[Value, Value] = {}
+    for state, new in graph.updates.items():
+        target = views[new]
+        before = [n for n in readers[state] if n is not target.base.node]
+        possible = (
+            target.covers_base
+            and target.base not in donated
+            and may_overwrite(target.base, state, views)
+            and not _reaches(target.base.node, set(before), later)
+        )
+        if possible:
+            donated[target.base] = state
+            later[target.base.node] += before
+        else:
+            copied[state] = new
+    return Schedule(_order(graph, later), donated, copied)
+
+
+def settle(graph: Graph) -> Graph:
+    """Give each new state that is only another leaf, and each output that is an old state, a copy of its own.
+
+    Afterwards no leaf is read once the last node has run, so updates cannot disturb each other or an output.
+    """
+
+    def base(value: Value) -> Node:
+        node = value.node
+        while not node.is_leaf and op_of(node).is_view:
+            node = node.inputs[0].node
+        return node
+
+    updated = {state.node for state in graph.updates}
+    outputs = {k: cont(v, name=f"{v.node.label}.old") if base(v) in updated else v for k, v in graph.outputs.items()}
+    updates = {
+        k: cont(v, name=f"{k.node.label}.new") if base(v).is_leaf else v for k, v in graph.updates.items() if k != v
+    }
+    return Graph(outputs, updates)
+
+
+def may_overwrite(result: Value, victim: Value, views: Mapping[Value, Strided]) -> bool:
+    """Whether the node of `result` may write it over `victim`: it does not read it, or reads it as its in-place
+    operand and nowhere else."""
+    node, declared = result.node, op_of(result.node)
+    allowed = {name for index, name in declared.inplace if index == result.index}
+    for name, source in zip(declared.operand_names, node.src, strict=False):
+        if source is None or views[source].base != victim:
+            continue
+        dense = views[source].covers_base and source.spec.size == result.spec.size
+        twin = any(v == source for n, v in zip(declared.operand_names, node.src, strict=False) if n in allowed)
+        if not dense or (name not in allowed and not twin):
+            return False
+        if name not in allowed and not _elementwise(node):
+            return False
+    return True
+
+
+def _elementwise(node: Node) -> bool:
+    """Whether element i of the result needs only element i of operands of the same shape."""
+    return all(not o.dims for o in op_of(node).signature_for(node.attrs).operands)
+
+
+def _reaches(start: Node, targets: set[Node], later: Mapping[Node, list[Node]]) -> bool:
+    """Whether any of `targets` needs a result of `start`, that is, whether `start` is among what they wait for."""
+    stack, seen = list(targets), set(targets)
+    while stack:
+        node = stack.pop()
+        if node is start:
+            return True
+        for source in (*(v.node for v in node.inputs), *later.get(node, ())):
+            if source not in seen:
+                seen.add(source)
+                stack.append(source)
+    return False
+
+
+def _order(graph: Graph, later: Mapping[Node, list[Node]]) -> tuple[Node, ...]:
+    """Graph order, but each writer of a state after the readers of its old value."""
+    done: dict[Node, None] = {}
+    for root in graph.nodes:
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            if node in done:
+                stack.pop()
+                continue
+            waiting = [n for n in (*(v.node for v in node.inputs), *later.get(node, ())) if n not in done]
+            if waiting:
+                stack.extend(reversed(waiting))
+            else:
+                done[node] = None
+                stack.pop()
+    return tuple(done)
