@@ -18,7 +18,6 @@ from .elementwise import softplus as softplus
 from .elementwise import sub as sub
 from .elementwise import swiglu as swiglu
 from .elementwise import tanh as tanh
-from .evaluate import evaluate as evaluate
 from .matmul import mul_mat as mul_mat
 from .moves import concat as concat
 from .moves import get_rows as get_rows
@@ -28,6 +27,8 @@ from .norms import rms_norm as rms_norm
 from .norms import softmax as softmax
 from .op import Op as Op
 from .op import op as op
+from .oracle import evaluate as evaluate
+from .oracle import exact as exact
 from .recurrent import gated_delta_net as gated_delta_net
 from .recurrent import ssm_conv as ssm_conv
 from .registry import REGISTRY as REGISTRY

@@ -162,7 +162,7 @@ def _cast_spec(specs: Specs, attrs: Attrs) -> Spec:
 def rounded(x: Array, dtype: DType) -> Array:
     """`x` rounded to what `dtype` can hold, still in float64; integers are truncated."""
     if dtype is DType.BF16:
-        bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+        bits = np.asarray(x, np.float32, order="C").view(np.uint32)  # ascontiguousarray would make rank 0 rank 1
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
         return nearest.view(np.float32).astype(np.float64)
     return x.astype(dtype.storage).astype(np.float64 if dtype.is_float else dtype.storage)

@@ -15,7 +15,7 @@ _ERRORS = (("x=i32[4]", "x is i32"), ("x=f32[]", "at least 1"))
 @op("x[..., *c] -> [..., c]", inplace="x", flops=lambda c, **_: 4 * c, samples=_ROWS, errors=_ERRORS)
 def rms_norm(x: Array, *, eps: float = 1e-6) -> Array:
     """``x / sqrt(mean(x^2) + eps)`` over the last axis.  ggml: ``RMS_NORM``; Zhang and Sennrich, 2019."""
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
+    return x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) / max(1, x.shape[-1]) + eps)
 
 
 @op("x[..., *c] -> [..., c]", inplace="x", flops=lambda c, **_: 4 * c, samples=_ROWS, errors=_ERRORS)

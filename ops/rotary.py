@@ -6,17 +6,22 @@ import math
 
 import numpy as np
 
+from ..graph.node import Attrs
 from .op import Array, op
 from .samples import Range, grid
 
 ROPE_MODES = ("normal", "neox")
 
 
-def _rope_needs(n_dims: int, d: int, mode: str, f: int | None = None, **_: object) -> str | None:
+def _rope_needs(
+    n_dims: int, d: int, mode: str, ext_factor: float, original_context: int, f: int | None = None, **_: object
+) -> str | None:
     if mode not in ROPE_MODES:
         return f"mode is {mode!r}; one of {', '.join(ROPE_MODES)}"
     if n_dims % 2 or not 0 <= n_dims <= d:
         return f"n_dims is {n_dims}; it must be even and at most the head size {d}"
+    if ext_factor and original_context <= 0:
+        return "original_context must be positive where ext_factor mixes angles (YaRN)"
     if f is not None and f < n_dims // 2:
         return f"factors has {f} entries; {n_dims} rotated dimensions need {n_dims // 2}"
     return None
@@ -62,10 +67,20 @@ def rope(
     mixes in unscaled angles and scales the magnitude (YaRN: Peng et al., 2023).  ggml: ``ROPE``; Su et al., 2021.
     """
     half = n_dims // 2
-    cos, sin = rope_angles(
-        pos, half, factors, base, freq_scale, ext_factor, attn_factor, beta_fast, beta_slow, original_context
-    )
-    cos, sin = cos[..., None, :], sin[..., None, :]
+    attrs: Attrs = {
+        "base": base,
+        "freq_scale": freq_scale,
+        "ext_factor": ext_factor,
+        "attn_factor": attn_factor,
+        "beta_fast": beta_fast,
+        "beta_slow": beta_slow,
+        "original_context": original_context,
+    }
+    inverse, magnitude = frequencies(half, attrs)
+    if factors is not None:
+        inverse = inverse / factors[:half]
+    angle = pos[..., None, None] * inverse
+    cos, sin = np.cos(angle) * magnitude, np.sin(angle) * magnitude
     low, high = (slice(0, half), slice(half, n_dims)) if mode == "neox" else (slice(0, n_dims, 2), slice(1, n_dims, 2))
     out = x.copy()
     out[..., low] = x[..., low] * cos - x[..., high] * sin
@@ -73,39 +88,25 @@ def rope(
     return out
 
 
-def rope_angles(
-    pos: Array,
-    half: int,
-    factors: Array | None,
-    base: float,
-    freq_scale: float,
-    ext_factor: float,
-    attn_factor: float,
-    beta_fast: float,
-    beta_slow: float,
-    original_context: int,
-) -> tuple[Array, Array]:
-    """Cosines and sines ``[..., half]`` of the rotation at each position, magnitude included."""
-    i = np.arange(half)
-    inverse = base ** (-i / half) if half else np.zeros(0)
-    if factors is not None:
-        inverse = inverse / factors[:half]
-    angle = pos[..., None] * inverse
-    if ext_factor:
-        mix = ext_factor * _yarn_ramp(half, base, beta_fast, beta_slow, original_context)
-        angle = angle * (freq_scale * (1 - mix) + mix)
-        attn_factor = attn_factor * (1.0 + 0.1 * math.log(1.0 / freq_scale))
-    else:
-        angle = angle * freq_scale
-    return np.cos(angle) * attn_factor, np.sin(angle) * attn_factor
+def frequencies(half: int, attrs: Attrs) -> tuple[Array, float]:
+    """Angle per position of each pair before `factors` divide it, float64 ``[half]``, and the factor on cosine and
+    sine; `attrs` are those of `rope`."""
+    base, scale, mix = (float(attrs[k]) for k in ("base", "freq_scale", "ext_factor"))  # type: ignore[arg-type]
+    magnitude = float(attrs["attn_factor"])  # type: ignore[arg-type]
+    inverse = base ** (-np.arange(half) / max(1, half))
+    if not mix:
+        return inverse * scale, magnitude
+    share = mix * _yarn_ramp(half, base, attrs)
+    return inverse * (scale * (1 - share) + share), magnitude * (1.0 + 0.1 * math.log(1.0 / scale))
 
 
-def _yarn_ramp(half: int, base: float, beta_fast: float, beta_slow: float, original_context: int) -> Array:
+def _yarn_ramp(half: int, base: float, attrs: Attrs) -> Array:
     """Share of the unscaled angle per pair: 1 for fast pairs, 0 for slow ones, linear between."""
+    context, fast, slow = (float(attrs[k]) for k in ("original_context", "beta_fast", "beta_slow"))  # type: ignore[arg-type]
 
     def pair(rotations: float) -> float:
-        return 2 * half * math.log(original_context / (rotations * 2 * math.pi)) / (2 * math.log(base))
+        return half * math.log(context / (rotations * 2 * math.pi)) / math.log(base)
 
-    low = max(0.0, math.floor(pair(beta_fast)))
-    high = min(2 * half - 1.0, math.ceil(pair(beta_slow)))
+    low = max(0.0, math.floor(pair(fast)))
+    high = min(2 * half - 1.0, math.ceil(pair(slow)))
     return 1.0 - np.clip((np.arange(half) - low) / max(0.001, high - low), 0.0, 1.0)

@@ -27,7 +27,9 @@ def lower(graph: Graph, backend: Backend, on: Device) -> tuple[Graph, Program]:
     Raises `PlanError` naming the first node the device cannot run.
     """
     for node in graph.nodes:
-        if not node.is_leaf and not (support := backend.supports(node, on)).ok:
+        if node.is_leaf or op_of(node).is_view:
+            continue
+        if not (support := backend.supports(node, on)).ok:
             raise PlanError(f"{node!r} cannot run on {on}: {support.why}")
     graph = densify(settle(graph), backend.reads_strided)
     views = resolve(graph)

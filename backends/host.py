@@ -1,0 +1,61 @@
+"""What all backends in host memory share: buffers are byte arrays, views are NumPy arrays."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ..graph.errors import BackendError
+from ..graph.node import Node
+from ..graph.spec import Spec
+from ..ops.quants import dequantise
+from .base import Array, Device, Tensor, contiguous_strides, host_view
+
+ALIGNMENT = 64
+
+
+class HostBackend(ABC):
+    """Devices of one kind are all this machine, so any number of virtual ones exist."""
+
+    name: str
+
+    def devices(self) -> Sequence[Device]:
+        return (self.device(0),)
+
+    def device(self, index: int) -> Device:
+        return Device(self.name, index, _physical_memory(), f"{os.cpu_count()} processors")
+
+    @abstractmethod
+    def stored(self, spec: Spec) -> Spec:
+        """The shape and dtype in which a value is kept."""
+
+    def reads_strided(self, node: Node, operand: int) -> bool:
+        return True
+
+    def alloc(self, nbytes: int, on: Device) -> npt.NDArray[np.uint8]:
+        try:
+            raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
+        except MemoryError:
+            raise BackendError(f"{on} cannot allocate {nbytes} bytes; use a smaller context or model") from None
+        start = -raw.ctypes.data % ALIGNMENT
+        return raw[start : start + nbytes]
+
+    def view(self, buffer: npt.NDArray[np.uint8], tensor: Tensor) -> Array:
+        return host_view(buffer, tensor)
+
+    def load(self, data: Array, declared: Spec, buffer: npt.NDArray[np.uint8]) -> None:
+        stored = self.stored(declared)
+        target = host_view(buffer, Tensor(0, 0, stored.shape, contiguous_strides(stored.shape), stored.dtype))
+        target[...] = data if declared.dtype.is_integer else dequantise(data, declared.dtype).reshape(stored.shape)
+
+
+def _physical_memory() -> int | None:
+    """Bytes of memory of this machine, where the system says."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None

@@ -1,0 +1,54 @@
+"""The CPU backend in plain NumPy: float32 throughout, every kernel bound to its arrays once and replayed.
+
+Values declared in a narrower dtype are kept in float32 (quantised weights are expanded at load), so results are at
+least as exact as declared; only `cast` rounds, since that is what it is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...graph.dtypes import DType
+from ...graph.node import Node
+from ...graph.spec import Spec
+from ..base import Device, Program, Support
+from ..host import HostBackend
+from .kernel import Call
+from .table import KERNELS
+
+
+class NumpyBackend(HostBackend):
+    """Runs on this machine's processor as ``cpu:0`` (and any number of virtual devices)."""
+
+    name = "cpu"
+
+    def stored(self, spec: Spec) -> Spec:
+        return Spec(spec.shape, spec.dtype if spec.dtype.is_integer else DType.F32)
+
+    def supports(self, node: Node, on: Device) -> Support:
+        known = node.op in KERNELS
+        return Support(known, "" if known else f"backends/numpy has no kernel for {node.op}")
+
+    def scratch(self, node: Node) -> int:
+        return 4 * KERNELS[node.op].scratch(node)
+
+    def compile(self, program: Program, buffers: Sequence[Any], on: Device) -> Callable[[], None]:
+        calls: list[Callable[[], object]] = []
+        for i in program.instructions:
+            src = [None if t is None else self.view(buffers[t.buffer], t) for t in i.src]
+            dst = [self.view(buffers[t.buffer], t) for t in i.dst]
+            scratch = np.empty(0, np.float32)
+            if i.scratch is not None:
+                start, end = i.scratch.offset, i.scratch.offset + i.scratch.shape[0]
+                scratch = buffers[i.scratch.buffer][start:end].view(np.float32)
+            calls += KERNELS[i.op].bind(Call(src, dst, i.attrs, scratch))
+
+        def replay() -> None:
+            with np.errstate(all="ignore"):  # IEEE results (inf, NaN) are results here
+                for call in calls:
+                    call()
+
+        return replay

@@ -1,0 +1,86 @@
+"""Attention head by head, so that scratch is one matrix of scores; and its mask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import numpy as np
+
+from ...graph.node import Node
+from ...ops.norms import alibi_slopes
+from ..base import Array
+from .kernel import Call, Calls, Kernel
+from .norms import softmax_calls
+
+
+def causal_mask(call: Call) -> Calls:
+    """Distances as float32 (exact below 2^24), compared and written without temporaries but one boolean matrix."""
+    pos, out = call.operand(0), call.out
+    cells, window = int(call.number("cells")), int(call.number("window"))
+    column = np.arange(cells, dtype=np.int32)
+    hidden = call.take((out.size + 3) // 4).view(np.bool_)[: out.size].reshape(out.shape)
+    calls: Calls = [
+        partial(np.copyto, out, np.float32(0)),
+        partial(np.less, pos[..., None], column, out=hidden),
+        partial(np.copyto, out, np.float32(-np.inf), where=hidden),
+    ]
+    if window:
+        calls += [
+            partial(np.greater_equal, pos[..., None], column + np.int32(window), out=hidden),
+            partial(np.copyto, out, np.float32(-np.inf), where=hidden),
+        ]
+    return calls
+
+
+def attention(call: Call) -> Calls:
+    q, k, v = call.operand(0), call.operand(1), call.operand(2)
+    mask, sinks, out = call.optional(3), call.optional(4), call.out
+    tokens, heads = q.shape[-3], q.shape[-2]
+    shared = heads // k.shape[-2] if k.shape[-2] else 1
+    scores = call.take(tokens, k.shape[-3])
+    bias = call.take(tokens, k.shape[-3]) if call.number("max_bias") else None
+    top, total = call.take(tokens, 1), call.take(tokens, 1)
+    slopes = alibi_slopes(heads, call.number("max_bias")).astype(np.float32)
+    calls: Calls = []
+    for i in np.ndindex(q.shape[:-3]):
+        masked = None if mask is None else _tile_of(mask, q.shape[:-3], i)
+        for h in range(heads):
+            key, value = k[i][:, h // shared], v[i][:, h // shared]
+            calls.append(partial(np.matmul, q[i][:, h], key.T, out=scores))
+            calls += _scaled(scores, call)
+            if masked is not None and bias is not None:
+                calls += [partial(np.multiply, masked, slopes[h], out=bias), partial(np.add, scores, bias, out=scores)]
+            elif masked is not None:
+                calls.append(partial(np.add, scores, masked, out=scores))
+            calls += softmax_calls(scores, top, total, None if sinks is None else sinks[h : h + 1])
+            calls.append(partial(np.matmul, scores, value, out=out[i][:, h]))
+    return calls
+
+
+def _scaled(scores: Array, call: Call) -> Calls:
+    cap = call.number("softcap")
+    first = np.float32(call.number("scale") / (cap or 1.0))
+    calls: Calls = [partial(np.multiply, scores, first, out=scores)]
+    if cap:
+        calls += [partial(np.tanh, scores, out=scores), partial(np.multiply, scores, np.float32(cap), out=scores)]
+    return calls
+
+
+def _tile_of(mask: Array, leading: tuple[int, ...], index: tuple[int, ...]) -> Array:
+    """The mask of one leading index; its own leading axes tile."""
+    mine = mask.shape[:-2]
+    tail = index[len(leading) - len(mine) :]
+    return mask[tuple(i % n for i, n in zip(tail, mine, strict=True))]
+
+
+def _attention_scratch(node: Node) -> int:
+    q, k = node.inputs[0].shape, node.inputs[1].shape
+    matrices = 2 if node.attrs["max_bias"] else 1
+    return q[-3] * (matrices * k[-3] + 2)
+
+
+KERNELS: Mapping[str, Kernel] = {
+    "causal_mask": Kernel(causal_mask, lambda node: (node.specs[0].size + 3) // 4),
+    "attention": Kernel(attention, _attention_scratch),
+}

@@ -1,0 +1,74 @@
+"""How a kernel is declared: it is given its arrays once and returns the calls that compute it, nothing left to decide.
+
+A call is a function without arguments (mostly `functools.partial` of a ufunc with ``out=``), so that replay is a flat
+list and allocates nothing; temporaries come from the scratch that the memory planner placed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+
+from ...graph.node import Attrs, Node
+from ..base import Array
+
+F32 = npt.NDArray[np.float32]
+Calls = list[Callable[[], object]]
+
+
+@dataclass(slots=True)
+class Call:
+    """The arrays of one instruction, and its float32 scratch, handed out piece by piece."""
+
+    src: list[Array | None]
+    dst: list[Array]
+    attrs: Attrs
+    scratch: F32
+    _taken: int = field(default=0)
+
+    @property
+    def out(self) -> Array:
+        return self.dst[0]
+
+    def operand(self, index: int) -> Array:
+        """An operand that is always there."""
+        array = self.src[index]
+        assert array is not None
+        return array
+
+    def optional(self, index: int) -> Array | None:
+        return self.src[index] if index < len(self.src) else None
+
+    def number(self, name: str) -> float:
+        value = self.attrs[name]
+        assert isinstance(value, int | float)
+        return value
+
+    def take(self, *shape: int) -> F32:
+        """The next piece of scratch."""
+        n = math.prod(shape)
+        piece = self.scratch[self._taken : self._taken + n].reshape(shape)
+        self._taken += n
+        return piece
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """`bind` gives the calls; `scratch` the float32 elements of temporary memory for a node."""
+
+    bind: Callable[[Call], Calls]
+    scratch: Callable[[Node], int]
+
+
+def kernels(*tables: Mapping[str, Kernel]) -> Mapping[str, Kernel]:
+    """One table from several, each name once."""
+    merged: dict[str, Kernel] = {}
+    for table in tables:
+        assert not merged.keys() & table.keys()
+        merged.update(table)
+    return MappingProxyType(merged)

@@ -1,0 +1,56 @@
+"""Gather, scatter, concatenate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from itertools import product
+
+import numpy as np
+
+from ...graph.errors import BackendError
+from ..base import Array
+from .elementwise import plain
+from .kernel import Call, Calls, Kernel
+
+
+def get_rows(call: Call) -> Calls:
+    """``take`` with mode "clip" writes straight into `out` (mode "raise" would buffer), so ids are checked first."""
+    table, ids, out = call.operand(0), call.operand(1), call.out
+    check = partial(_check_ids, ids, table.shape[-2])
+    return [check] + [partial(np.take, table[i], ids[i], axis=0, out=out[i], mode="clip") for i in np.ndindex(table.shape[:-2])]
+
+
+def _check_ids(ids: Array, rows: int) -> None:
+    if ids.size and not 0 <= ids.min() <= ids.max() < rows:
+        raise BackendError(f"row ids run from {ids.min()} to {ids.max()}, but there are rows 0 to {rows - 1} only")
+
+
+def set_rows(call: Call) -> Calls:
+    into, rows, ids, out = call.operand(0), call.operand(1), call.operand(2), call.out
+    calls: Calls = [] if np.shares_memory(into, out) else [partial(np.copyto, out, into)]
+    leading = rows.shape[:-2]
+    calls.append(partial(_check_ids, ids, into.shape[-2]))
+    padded = ids.reshape((1,) * (len(leading) - ids.ndim + 1) + ids.shape, copy=False)
+    ratios = [m // n if n else 1 for n, m in zip(padded.shape[:-1], leading, strict=True)]
+    for i in product(*map(range, leading)):
+        mine = padded[tuple(a // r for a, r in zip(i, ratios, strict=True))]
+        calls.append(partial(_scatter, out[i], mine, rows[i]))
+    return calls
+
+
+def _scatter(into: Array, ids: Array, rows: Array) -> None:
+    into[ids] = rows
+
+
+def concat(call: Call) -> Calls:
+    a, b, out = call.operand(0), call.operand(1), call.out
+    axis = int(call.number("axis"))
+    ahead = (slice(None),) * (axis % a.ndim)
+    return [
+        partial(np.copyto, out[(*ahead, slice(0, a.shape[axis]))], a),
+        partial(np.copyto, out[(*ahead, slice(a.shape[axis], None))], b),
+    ]
+
+
+KERNELS: Mapping[str, Kernel] = {"get_rows": plain(get_rows), "set_rows": plain(set_rows), "concat": plain(concat)}

@@ -1,0 +1,119 @@
+"""Norms over the last axis, and softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import numpy as np
+
+from ...graph.node import Node
+from ...ops.norms import alibi_slopes
+from ..base import Array
+from .elementwise import tiles
+from .kernel import Call, Calls, Kernel
+
+
+def _square_sums(call: Call) -> tuple[Array, Calls]:
+    x = call.operand(0)
+    square, total = call.take(*x.shape), call.take(*x.shape[:-1], 1)
+    return total, [
+        partial(np.multiply, x, x, out=square),
+        partial(np.add.reduce, square, axis=-1, keepdims=True, out=total),
+    ]
+
+
+def rms_norm(call: Call) -> Calls:
+    x = call.operand(0)
+    total, calls = _square_sums(call)
+    return [
+        *calls,
+        partial(np.multiply, total, np.float32(1 / max(1, x.shape[-1])), out=total),
+        partial(np.add, total, np.float32(call.number("eps")), out=total),
+        partial(np.sqrt, total, out=total),
+        partial(np.divide, x, total, out=call.out),
+    ]
+
+
+def l2_norm(call: Call) -> Calls:
+    eps = np.float32(call.number("eps"))
+    total, calls = _square_sums(call)
+    root = partial(np.sqrt, total, out=total)
+    guard = (
+        [root, partial(np.maximum, total, eps, out=total)]
+        if call.attrs["clamp"]
+        else [
+            partial(np.add, total, eps, out=total),
+            root,
+        ]
+    )
+    return [*calls, *guard, partial(np.divide, call.operand(0), total, out=call.out)]
+
+
+def softmax_calls(scores: Array, top: Array, total: Array, sinks: Array | None) -> Calls:
+    """Softmax over the last axis in place; `top` and `total` are scratch of one element a row.
+
+    A row that is -inf throughout gives zeros, so its maximum is replaced by the lowest finite number.
+    """
+    lowest = np.float32(np.finfo(np.float32).min)
+    calls: Calls = [
+        partial(np.maximum.reduce, scores, axis=-1, keepdims=True, out=top, initial=lowest),
+        *([] if sinks is None else [partial(np.maximum, top, sinks, out=top)]),
+        partial(np.subtract, scores, top, out=scores),
+        partial(np.exp, scores, out=scores),
+        partial(np.add.reduce, scores, axis=-1, keepdims=True, out=total),
+    ]
+    if sinks is not None:
+        calls += [
+            partial(np.subtract, sinks, top, out=top),
+            partial(np.exp, top, out=top),
+            partial(np.add, total, top, out=total),
+        ]
+    tiny = np.float32(np.finfo(np.float32).tiny)
+    return [*calls, partial(np.maximum, total, tiny, out=total), partial(np.divide, scores, total, out=scores)]
+
+
+def softmax(call: Call) -> Calls:
+    x, mask, sinks, out = call.operand(0), call.optional(1), call.optional(2), call.out
+    rows = (*x.shape[:-1], 1)
+    top, total = call.take(*rows), call.take(*rows)
+    calls: Calls = [partial(np.multiply, x, np.float32(call.number("scale")), out=out)]
+    if mask is not None:
+        heads = x.shape[-3]
+        slopes = alibi_slopes(heads, call.number("max_bias")).astype(np.float32)
+        mask_view, target = tiles(mask[..., None, :, :], out)
+        for part, slope in by_slope(target, slopes):
+            term = call.take(*mask_view.shape[:-3], 1, *mask_view.shape[-2:])
+            calls += [partial(np.multiply, mask_view, slope, out=term), partial(np.add, part, term, out=part)]
+    column = None if sinks is None else sinks[:, None, None]
+    return [*calls, *softmax_calls(out, top, total, column)]
+
+
+def by_slope(scores: Array, slopes: Array) -> list[tuple[Array, np.float32]]:
+    """Views of ``scores[..., heads, t, s]`` whose heads share one ALiBi slope."""
+    if (slopes == slopes[:1]).all():
+        return [(scores, slopes[0])] if len(slopes) else []
+    return [(scores[..., h : h + 1, :, :], slope) for h, slope in enumerate(slopes)]
+
+
+def _rows_and_squares(node: Node) -> int:
+    spec = node.specs[0]
+    return spec.size + spec.size // max(1, spec.shape[-1])
+
+
+def _softmax_scratch(node: Node) -> int:
+    spec = node.specs[0]
+    rows = spec.size // max(1, spec.shape[-1])
+    mask = (
+        node.src[1].spec.size * (spec.shape[-3] if node.attrs["max_bias"] else 1)
+        if len(node.inputs) > 1 and node.src[1]
+        else 0
+    )
+    return 2 * rows + mask
+
+
+KERNELS: Mapping[str, Kernel] = {
+    "rms_norm": Kernel(rms_norm, _rows_and_squares),
+    "l2_norm": Kernel(l2_norm, _rows_and_squares),
+    "softmax": Kernel(softmax, _softmax_scratch),
+}

@@ -1,0 +1,59 @@
+"""Rotary position embedding: angles in float64 (they are few), rotation in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import numpy as np
+
+from ...graph.node import Node
+from ...ops.rotary import frequencies
+from .kernel import Call, Calls, Kernel
+
+
+def rope(call: Call) -> Calls:
+    x, pos, out = call.operand(0), call.operand(1), call.out
+    n_dims = int(call.number("n_dims"))
+    half = n_dims // 2
+    factors = call.optional(2)
+    inverse, magnitude = frequencies(half, call.attrs)
+    angle = call.take(2 * pos.size * half).view(np.float64).reshape(*pos.shape, half)
+    cos, sin = call.take(*pos.shape, half), call.take(*pos.shape, half)
+    a, b = call.take(*x.shape[:-1], half), call.take(*x.shape[:-1], half)
+    neox = call.attrs["mode"] == "neox"
+    low, high = (slice(0, half), slice(half, n_dims)) if neox else (slice(0, n_dims, 2), slice(1, n_dims, 2))
+    cos_of, sin_of = cos[..., None, :], sin[..., None, :]
+    divided = inverse if factors is None else call.take(2 * half).view(np.float64)
+    calls: Calls = [
+        *([] if factors is None else [partial(np.divide, inverse, factors[:half], out=divided)]),
+        partial(np.multiply, pos[..., None], divided, out=angle),
+        partial(np.cos, angle, out=cos, casting="same_kind"),
+        partial(np.sin, angle, out=sin, casting="same_kind"),
+    ]
+    if magnitude != 1.0:
+        calls += [partial(np.multiply, m, np.float32(magnitude), out=m) for m in (cos, sin)]
+    calls += [
+        partial(np.multiply, x[..., low], sin_of, out=a),
+        partial(np.multiply, x[..., high], cos_of, out=b),
+        partial(np.add, a, b, out=b),
+        partial(np.multiply, x[..., high], sin_of, out=a),
+    ]
+    # Only now may `out` be written: it can be `x` itself.
+    if not np.shares_memory(x, out):
+        calls.append(partial(np.copyto, out[..., n_dims:], x[..., n_dims:]))
+    return [
+        *calls,
+        partial(np.multiply, x[..., low], cos_of, out=out[..., low]),
+        partial(np.subtract, out[..., low], a, out=out[..., low]),
+        partial(np.copyto, out[..., high], b),
+    ]
+
+
+def _scratch(node: Node) -> int:
+    half = int(node.attrs["n_dims"]) // 2  # type: ignore[arg-type]
+    x, pos = node.inputs[0].spec, node.inputs[1].spec
+    return 4 * pos.size * half + 2 * half + 2 * (x.size // max(1, x.shape[-1])) * half
+
+
+KERNELS: Mapping[str, Kernel] = {"rope": Kernel(rope, _scratch)}
