@@ -1,0 +1,34 @@
+"""hocket: a compute-graph compiler with a backend scheduler.  One graph, dealt to several devices.
+
+Build a graph from leaves (`input`, `weight`, `state`, `constant`) and ops (`hocket.ops`), `plan` it for a device,
+`load` the plan with weights, `run` it with inputs.  `hocket.frontends` runs GGUF language models on top.
+"""
+
+from . import ops as ops
+from .graph import BackendError as BackendError
+from .graph import DType as DType
+from .graph import Graph as Graph
+from .graph import GraphError as GraphError
+from .graph import HocketError as HocketError
+from .graph import Node as Node
+from .graph import PlanError as PlanError
+from .graph import Spec as Spec
+from .graph import Value as Value
+from .graph import constant as constant
+from .graph import dump as dump
+from .graph import from_json as from_json
+from .graph import input as input
+from .graph import parse as parse
+from .graph import state as state
+from .graph import to_dot as to_dot
+from .graph import to_json as to_json
+from .graph import to_networkx as to_networkx
+from .graph import weight as weight
+from .ops import verify as verify
+from .scheduler import Executor as Executor
+from .scheduler import Plan as Plan
+from .scheduler import Store as Store
+from .scheduler import load as load
+from .scheduler import plan as plan
+
+__version__ = "0.1.0"

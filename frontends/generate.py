@@ -1,0 +1,86 @@
+"""The generation loop: prompt in, tokens out, text as soon as its characters are complete."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .errors import ModelError
+from .gguf.tokenizer import Tokenizer, Utf8Stream
+from .sampling import Sampling
+from .session import Session
+
+
+@dataclass(slots=True)
+class Timing:
+    """How long the parts of a generation took, in seconds; filled while it runs."""
+
+    prompt_tokens: int = 0
+    prefill: float = 0.0
+    new_tokens: int = 0
+    decode: float = 0.0
+
+    def __str__(self) -> str:
+        def rate(tokens: int, seconds: float) -> str:
+            return f"{tokens / seconds:.1f} tok/s" if seconds and tokens else "-"
+
+        return (
+            f"prefill {self.prompt_tokens} tokens {rate(self.prompt_tokens, self.prefill)}, "
+            f"decode {self.new_tokens} tokens {rate(self.new_tokens, self.decode)}"
+        )
+
+
+def generate(
+    session: Session,
+    prompt: Sequence[int],
+    *,
+    limit: int,
+    sampling: Sampling,
+    seed: int = 0,
+    stop: frozenset[int] = frozenset(),
+    timing: Timing | None = None,
+) -> Iterator[int]:
+    """Tokens that continue `prompt` in sequence 0, at most `limit` (or until the context is full, if negative).
+
+    Ends before a token of `stop`, which is not given out.  Raises `ModelError` if the prompt is empty or longer than
+    the context, or if the context fills up before `limit`.
+    """
+    if not prompt:
+        raise ModelError("the prompt is empty and the model adds no BOS token; give some text to continue")
+    timing = Timing() if timing is None else timing
+    rng = np.random.default_rng(seed)
+    start = time.perf_counter()
+    logits = session.evaluate([list(prompt)] + [[]] * (session.sequences - 1))[0][-1]
+    timing.prompt_tokens, timing.prefill = len(prompt), time.perf_counter() - start
+    start = time.perf_counter()
+    room = session.context - session.lengths[0]
+    count = 0
+    while limit < 0 or count < limit:
+        token = sampling.choose(logits, rng)
+        if token in stop:
+            return
+        yield token
+        count += 1
+        if count == limit or (limit < 0 and count > room):
+            return
+        if count > room:
+            raise ModelError(
+                f"the context of {session.context} tokens is full after {count} new ones; "
+                "raise --ctx-size or ask for fewer with -n (the context is not shifted)"
+            )
+        logits = session.evaluate([[token]] + [[]] * (session.sequences - 1))[0][-1]
+        # The first new token came from the prefill's logits; what is timed here are the runs after it.
+        timing.new_tokens, timing.decode = count, time.perf_counter() - start
+
+
+def stream_text(tokens: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """The text of tokens piece by piece, never cut inside a character; what stays broken at the end becomes U+FFFD."""
+    decoder = Utf8Stream(tokenizer)
+    for token in tokens:
+        if piece := decoder.feed(token):
+            yield piece
+    if rest := decoder.finish():
+        yield rest

@@ -1,0 +1,57 @@
+"""From logits to the next token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to choose: greedy at temperature 0; otherwise top-k, then top-p, then min-p, then temperature.
+
+    The order is that of llama.cpp.  `top_k` 0, `top_p` 1 and `min_p` 0 leave their filter out.  Raises `ModelError`.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+
+    def __post_init__(self) -> None:
+        legal = {
+            "temperature": (self.temperature >= 0 and np.isfinite(self.temperature), "at least 0"),
+            "top-k": (self.top_k >= 0, "at least 0"),
+            "top-p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "min-p": (0 <= self.min_p < 1, "at least 0 and below 1"),
+        }
+        for name, (ok, need) in legal.items():
+            if not ok:
+                raise ModelError(f"{name} is {getattr(self, name.replace('-', '_'))}; it must be {need}")
+
+    def choose(self, logits: npt.NDArray[np.float32], rng: np.random.Generator) -> int:
+        """One token id from logits ``[vocabulary]``."""
+        if self.temperature == 0:
+            return int(np.argmax(logits))
+        ids, kept = self.candidates(logits)
+        return int(rng.choice(ids, p=softmax(kept / self.temperature)))
+
+    def candidates(self, logits: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+        """Ids that survive the filters, most likely first, with their logits; at least one always does."""
+        ids = np.argsort(-logits, kind="stable")
+        if self.top_k:
+            ids = ids[: self.top_k]
+        kept = logits[ids].astype(np.float64)
+        p = softmax(kept)
+        count = int(np.searchsorted(np.cumsum(p), self.top_p)) + 1 if self.top_p < 1 else len(p)
+        count = min(count, int(np.count_nonzero(p >= self.min_p * p[0])))
+        return ids[:count], kept[:count]
+
+
+def softmax(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    e = np.exp(x - x.max())
+    return e / e.sum()

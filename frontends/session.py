@@ -1,0 +1,149 @@
+"""A session: a model on a device, with sequences that grow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..backends import find
+from ..graph.spec import Spec
+from ..scheduler import Executor, Plan, Store, plan_for
+from .errors import ModelError
+from .models import Batch, Model, Step
+
+F32 = npt.NDArray[np.float32]
+FEWEST_CELLS = 256
+"""The smallest context bucket; the next ones double."""
+DEFAULT_CONTEXT = 4096
+DEFAULT_BATCH = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How much of the model is loaded, in bytes of its file."""
+
+    done: int
+    total: int
+
+
+class Session:
+    """Runs batches of new tokens for a fixed number of sequences and remembers their states.
+
+    Plans are built once for each (token bucket, context bucket, number of outputs), buckets being powers of two, and
+    replayed; all plans share weights and states.  Raises `ModelError` where the request does not fit the model.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        device: str = "cpu:0",
+        sequences: int = 1,
+        context: int | None = None,
+        batch: int = DEFAULT_BATCH,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> None:
+        self.model, self.sequences = model, sequences
+        self.context = min(model.context_length, DEFAULT_CONTEXT) if context is None else context
+        self.batch = min(batch, self.context)
+        for name, value in (("sequences", sequences), ("context size", self.context), ("batch size", batch)):
+            if value < 1:
+                raise ModelError(f"{name} is {value}; it must be at least 1")
+        if self.context > model.context_length:
+            raise ModelError(
+                f"context size is {self.context}, but the model was trained for {model.context_length}; choose at most that"
+            )
+        self.backend, self.device = find(device)
+        self.store = Store(self.backend, self.device)
+        self.lengths = [0] * sequences
+        self._executors: dict[Step, Executor] = {}
+        self._load(on_progress)
+
+    def _load(self, on_progress: Callable[[Progress], None] | None) -> None:
+        """Bind every weight of the model's graph, with word of each."""
+        tensors = {
+            w.node.name: self.model.gguf.tensors[w.node.name] for w in self.model.graph(self._step(1, 1)).weights
+        }
+        total = sum(t.nbytes for t in tensors.values())
+        done = 0
+        for name, tensor in tensors.items():
+            self.store.bind(name, tensor.raw, Spec(tensor.shape, tensor.dtype))
+            done += tensor.nbytes
+            if on_progress:
+                on_progress(Progress(done, total))
+
+    # ------------------------------------------------------------------------------------------------ running
+
+    def evaluate(self, tokens: Sequence[Sequence[int]], *, every_position: bool = False) -> list[F32]:
+        """Append new tokens to each sequence (none to one that idles) and return its logits.
+
+        One float32 array per sequence: ``[new tokens, vocabulary]`` with `every_position`, otherwise
+        ``[1, vocabulary]`` for its last token; no rows for an idle sequence.  Raises `ModelError` if a sequence would
+        outgrow the context, before anything is changed.
+        """
+        self._check(tokens)
+        found: list[list[F32]] = [[] for _ in tokens]
+        longest = max(map(len, tokens), default=0)
+        for start in range(0, longest, self.batch):
+            part = [list(new[start : start + self.batch]) for new in tokens]
+            last = [start + len(p) == len(new) for p, new in zip(part, tokens, strict=True)]
+            logits = self._run(part, every_position)
+            for rows, one, mine, ends in zip(found, logits, part, last, strict=True):
+                if mine and (every_position or ends):
+                    rows.append(one)
+        empty = np.zeros((0, self.model.vocabulary_size), np.float32)
+        return [np.concatenate(rows) if rows else empty for rows in found]
+
+    def _run(self, part: list[list[int]], every_position: bool) -> list[F32]:
+        count = _bucket(max(map(len, part)))
+        longest = max(n + len(new) for n, new in zip(self.lengths, part, strict=True))
+        wanted = [(i, t) for i, new in enumerate(part) for t in range(len(new))] if every_position else None
+        step = self._step(count, longest, self.sequences * count if every_position else self.sequences)
+        inputs = self.model.inputs(step, Batch(part, self.lengths, wanted))
+        logits = self.executor(step).run(inputs)["logits"]
+        self.lengths = [n + len(new) for n, new in zip(self.lengths, part, strict=True)]
+        if not every_position:
+            return [logits[i : i + 1] for i in range(self.sequences)]
+        ends = np.cumsum([len(new) for new in part])
+        return [logits[end - len(new) : end] for end, new in zip(ends, part, strict=True)]
+
+    def _check(self, tokens: Sequence[Sequence[int]]) -> None:
+        if len(tokens) != self.sequences:
+            raise ModelError(f"got tokens for {len(tokens)} sequences, the session has {self.sequences}")
+        for i, (length, new) in enumerate(zip(self.lengths, tokens, strict=True)):
+            if length + len(new) > self.context:
+                raise ModelError(
+                    f"sequence {i} would have {length + len(new)} tokens, but the context holds {self.context}; "
+                    "shorten the text or raise --ctx-size (the context is not shifted)"
+                )
+
+    # -------------------------------------------------------------------------------------------------- plans
+
+    def _step(self, tokens: int, length: int, outputs: int = 1) -> Step:
+        cells = min(self.context, max(FEWEST_CELLS, _bucket(length)))
+        return Step(self.sequences, tokens, cells, self.context, outputs)
+
+    def plan(self, step: Step) -> Plan:
+        return plan_for(self.model.graph(step), self.backend, self.device)
+
+    def executor(self, step: Step) -> Executor:
+        """The plan of a step, bound to this session's memory; built at its first use."""
+        if step not in self._executors:
+            self._executors[step] = Executor(self.plan(step), self.store)
+        return self._executors[step]
+
+    def reset(self, sequence: int) -> None:
+        """Forget a sequence: it starts anew, its rows of every state zeroed."""
+        self.lengths[sequence] = 0
+        for name in self.store.states:
+            state = self.store.state(name)
+            rows = state.shape[0] // self.sequences
+            state[sequence * rows : (sequence + 1) * rows] = 0
+
+
+def _bucket(n: int) -> int:
+    """The smallest power of two that is at least `n`."""
+    return 1 << max(0, n - 1).bit_length()
