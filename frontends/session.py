@@ -54,7 +54,7 @@ class Session:
                 raise ModelError(f"{name} is {value}; it must be at least 1")
         if self.context > model.context_length:
             raise ModelError(
-                f"context size is {self.context}, but the model was trained for {model.context_length}; choose at most that"
+                f"context size is {self.context}, but the model was trained for {model.context_length}; choose less"
             )
         self.backend, self.device = find(device)
         self.store = Store(self.backend, self.device)

@@ -12,19 +12,29 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import ModelError
-from .pretokenizers import GEMMA4, PreTokenizer, pre_tokenizer
-from .special import CONTROL, UNKNOWN, USER, special_tokens
+from .special_tokens import BYTE, CONTROL, NORMAL, UNKNOWN, USER, special_tokens, stripping
+from .vocabulary import (
+    BUILDERS,
+    byte_of,
+    check_unicode,
+    read_id,
+    read_numbers,
+    read_rule,
+    read_scalar,
+    read_tokens,
+)
 
 if TYPE_CHECKING:
     import tokenizers
 
+Result = TypeVar("Result")
 SPACE = "▁"
-MAX_TOKEN = 1024
-"""Characters of the longest token whose merges are derived: cutting one at every place costs its length squared."""
-NORMAL, BYTE = 1, 6
+MAX_RUN = 1 << 21
+"""Characters of the longest run without, or of nothing but, white space: the regex engine gives up at five times it."""
+_RUNS = re.compile(r"\s+|\S+")
 NO_VOCABULARY = ("test", "none", "no_vocab")
 DEFAULT_IDS: Mapping[str, tuple[int | None, int | None, int | None]] = {
     "gpt2": (11, 11, None),
@@ -32,15 +42,18 @@ DEFAULT_IDS: Mapping[str, tuple[int | None, int | None, int | None]] = {
     "gemma4": (None, None, None),
 }
 """BOS, EOS and unknown id of each kind where the file names none."""
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_NO_ID = 0xFFFFFFFF
+_ID_NAMES = ("bos", "eos", "eot", "eom", "unknown", "fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep")
+_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_SHIFTED = [byte for byte in range(256) if byte not in _PRINTED]
+BYTES = {chr(b): bytes([b]) for b in _PRINTED} | {chr(256 + i): bytes([b]) for i, b in enumerate(_SHIFTED)}
+"""The letter by which byte-level vocabularies write each byte (GPT-2's table)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Tokenizer:
     """A vocabulary and its rules; make one with ``tokenizer_from_metadata``.
 
-    ``encode`` and the first ``decode`` may take a second or more, as merges and byte tables are built when needed.
+    The first ``encode`` may take seconds, as merges are built only then; ``decode`` needs none.
     """
 
     kind: str
@@ -48,7 +61,6 @@ class Tokenizer:
     types: tuple[int, ...]
     bos_id: int | None
     eos_id: int | None
-    unk_id: int | None
     eos_ids: frozenset[int]
     """Every token that ends a generation: EOS, end of turn, end of message, and those known by their text."""
     add_bos: bool
@@ -83,6 +95,8 @@ class Tokenizer:
         not valid Unicode or the vocabulary is broken.
         """
         check_unicode("the text", text)
+        if self.kind == "gpt2" and len(text) > MAX_RUN:
+            _check_runs(text)
         ids = list(self._encode_pieces(text, parse_special))
         bos = [self.bos_id] if add_special and self.add_bos and self.bos_id is not None else []
         eos = [self.eos_id] if add_special and self.add_eos and self.eos_id is not None else []
@@ -120,11 +134,11 @@ class Tokenizer:
         if type_ in (CONTROL, UNKNOWN, USER):
             return text.encode() if special or type_ == USER else b""
         if type_ == BYTE:
-            return bytes([_byte_of(token, text)])
+            return byte_of(token, text)
         if type_ != NORMAL:
             return b""
         if self.kind == "gpt2":
-            return b"".join(_BYTES.get(char) or char.encode() for char in text)
+            return b"".join(BYTES.get(char) or char.encode() for char in text)
         return text.replace(SPACE, " ").encode()
 
     def _encode_pieces(self, text: str, parse_special: bool) -> Iterator[int]:
@@ -208,63 +222,69 @@ def tokenizer_from_metadata(metadata: Mapping[str, object]) -> Tokenizer:
     ModelError, one line, if the file has no vocabulary, an unknown kind or pre-tokenizer, or values that do not fit
     together.  Merges are checked when the first text is encoded.
     """
-    kind = _value(metadata, "model", str, "")
-    if kind in NO_VOCABULARY:
-        raise ModelError(f"the model has no vocabulary (tokenizer.ggml.model is {kind!r}); give token ids with --tokens")
-    if kind not in DEFAULT_IDS:
-        known = ", ".join(DEFAULT_IDS)
-        raise ModelError(f"tokenizer.ggml.model: unknown tokenizer {kind[:80]!r}; known are {known}")
-    tokens = _tokens(metadata)
-    rule = _rule(metadata, kind)
-    types = _numbers(metadata, "token_type", len(tokens)) or [NORMAL] * len(tokens)
-    ids = {name: _token_id(metadata, f"{name}_token_id", len(tokens)) for name in _ID_NAMES}
-    bos, eos, unk = (
-        named if named is not None else default if default is not None and default < len(tokens) else None
-        for named, default in zip((ids["bos"], ids["eos"], ids["unknown"]), DEFAULT_IDS[kind], strict=True)
-    )
-    if ids["bos"] is None and not rule.has_bos:
-        bos = None
-    final_types, eos_ids = special_tokens(tokens, types, {**ids, "eos": eos})
-    add_bos = _value(metadata, "add_bos_token", bool, rule.add_bos) or kind == "gemma4"
-    add_eos = _value(metadata, "add_eos_token", bool, False)
-    for wanted, named, name in ((add_bos, bos, "bos"), (add_eos, eos, "eos")):
-        if wanted and named is None:
-            raise ModelError(f"tokenizer.ggml.add_{name}_token asks for a token, but there is no {name}_token_id")
-    _check_bytes(tokens, final_types)
+    kind = _kind(metadata)
+    tokens = read_tokens(metadata)
+    types = read_numbers(metadata, "token_type", len(tokens)) or (NORMAL,) * len(tokens)
+    rule = read_rule(metadata, kind)
+    ids = _special_ids(metadata, kind, len(tokens), rule.has_bos)
+    final_types, eos_ids = special_tokens(tokens, [int(type_) for type_ in types], ids)
+    adds = {"bos": read_scalar(metadata, "add_bos_token", bool, rule.add_bos) or kind == "gemma4"}
+    adds["eos"] = read_scalar(metadata, "add_eos_token", bool, False)
+    for name, asked in adds.items():
+        if asked and ids[name] is None:
+            raise ModelError(f"tokenizer.ggml.{name}_token_id is missing, but {name.upper()} is to be added; set it")
+    for i, type_ in enumerate(final_types):
+        if type_ == BYTE:
+            byte_of(i, tokens[i])
+    name_ = metadata.get("general.name")
     return Tokenizer(
         kind,
         tokens,
         final_types,
-        bos,
-        eos,
-        unk,
+        ids["bos"],
+        ids["eos"],
         eos_ids,
-        add_bos,
-        add_eos,
-        add_space_prefix=_value(metadata, "add_space_prefix", bool, kind == "llama") and kind == "llama",
-        strip_after=_strip_after(metadata, tokens, final_types),
-        _build=partial(_BUILDERS[kind], metadata, tokens, rule, unk),
+        add_bos=adds["bos"],
+        add_eos=adds["eos"],
+        add_space_prefix=kind == "llama" and read_scalar(metadata, "add_space_prefix", bool, True),
+        strip_after=stripping(name_ if isinstance(name_, str) else "", tokens, final_types),
+        _build=partial(BUILDERS[kind], metadata, tokens, rule, ids["unknown"]),
     )
 
 
-_ID_NAMES = ("bos", "eos", "eot", "eom", "unknown", "fim_pad", "fim_rep", "fim_sep")
+def _special_ids(metadata: Mapping[str, object], kind: str, n_tokens: int, has_bos: bool) -> dict[str, int | None]:
+    ids = {name: read_id(metadata, f"{name}_token_id", n_tokens) for name in _ID_NAMES}
+    bos, eos, unknown = DEFAULT_IDS[kind]
+    for name, default in (("bos", bos if has_bos else None), ("eos", eos), ("unknown", unknown)):
+        if ids[name] is None and default is not None and default < n_tokens:
+            ids[name] = default
+    return ids
 
 
-def check_unicode(who: str, text: str) -> None:
-    """ModelError unless ``text`` can be written as UTF-8 (a lone surrogate cannot, and HF panics on it)."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ModelError(f"{who} is not valid Unicode at character {error.start}; pass UTF-8 text") from None
+def _kind(metadata: Mapping[str, object]) -> str:
+    kind = read_scalar(metadata, "model", str, "none")
+    if kind in NO_VOCABULARY:
+        raise ModelError(
+            f"the model has no vocabulary (tokenizer.ggml.model is {kind!r}); give token ids with --tokens"
+        )
+    if kind not in BUILDERS:
+        raise ModelError(f"tokenizer.ggml.model: unknown tokenizer {kind[:80]!a}; known are {', '.join(BUILDERS)}")
+    return kind
 
 
-def _guarded(what: str, run: Callable[[], tokenizers.Tokenizer]) -> tokenizers.Tokenizer:
+def _check_runs(text: str) -> None:
+    for run in _RUNS.finditer(text):
+        if run.end() - run.start() > MAX_RUN:
+            raise ModelError(
+                f"the text has {run.end() - run.start()} characters in one word or one gap; at most {MAX_RUN} can be"
+            )
+
+
+def _guarded(what: str, run: Callable[[], Result]) -> Result:
     """The one boundary to HF ``tokenizers``, whose Rust side raises plain Exception, or a panic that is not one."""
     try:
         return run()
-    except ModelError:
-        raise
-    except (KeyboardInterrupt, SystemExit):
+    except (ModelError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
         raise ModelError(f"{what}: {' '.join(str(error).split())[:200]}") from error

@@ -1,0 +1,70 @@
+"""Chat templates: messages in, the prompt text the model was trained on out.
+
+A template is a jinja2 program out of the model file, hence hostile: it runs in the sandbox of ``chat_sandbox``, with
+the variables and functions that HF ``transformers`` gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..errors import ModelError
+
+KEY = "tokenizer.chat_template"
+MAX_TEMPLATE = 1 << 20
+"""Characters of the largest template; the longest in use has about 30,000."""
+
+
+def chat_template(metadata: Mapping[str, object], name: str | None = None) -> str:
+    """The chat template of a GGUF file: the default one, or the one called ``name`` (such as ``tool_use``).
+
+    ModelError if the file has none, not that one, or one that is not text.
+    """
+    key = KEY if name is None else f"{KEY}.{name}"
+    template = metadata.get(key)
+    if isinstance(template, str) and template:
+        return template
+    if template:
+        raise ModelError(f"{key} is a {type(template).__name__}; need a string")
+    others = sorted(k.removeprefix(f"{KEY}.") for k in metadata if k.startswith(f"{KEY}."))
+    remedy = f"this model has those named {', '.join(others)}" if others else "give the prompt as plain text"
+    raise ModelError(f"the model has no {'chat template' if name is None else f'chat template {name!a}'}; {remedy}")
+
+
+def render_chat(
+    template: str,
+    messages: Sequence[Mapping[str, object]],
+    *,
+    bos: str,
+    eos: str,
+    add_generation_prompt: bool = True,
+    **extra: object,
+) -> str:
+    """The prompt for ``messages`` (each with ``role`` and ``content``), ready for ``Tokenizer.encode_chat``.
+
+    ``extra`` are further variables some templates know, such as ``tools`` or ``enable_thinking``.  ModelError, one
+    line, if the template is empty, broken, refuses the messages, or needs more time or memory than any sane one does.
+
+    Source: ``apply_chat_template`` of HF ``transformers``.
+    """
+    if not template or len(template) > MAX_TEMPLATE:
+        raise ModelError(f"the chat template has {len(template)} characters; need 1 to {MAX_TEMPLATE}")
+    variables = {
+        **extra,
+        "messages": [dict(message) for message in messages],
+        "bos_token": bos,
+        "eos_token": eos,
+        "add_generation_prompt": add_generation_prompt,
+    }
+    from .chat_sandbox import ChatEnvironment
+
+    try:
+        return ChatEnvironment().render_text(template, variables)
+    except ModelError:
+        raise
+    except Exception as error:
+        # Whatever else the template does wrong surfaces here: it may call, index and add anything it was given.
+        line = getattr(error, "lineno", None)
+        where = f" at line {line}" if isinstance(line, int) else ""
+        said = " ".join(str(error).split())[:200]
+        raise ModelError(f"the chat template fails{where}: {type(error).__name__}: {said}") from error

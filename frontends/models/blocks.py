@@ -1,0 +1,43 @@
+"""What all families have in common: embedding, normalised and linear layers, the gated feed-forward, the output."""
+
+from __future__ import annotations
+
+from ... import ops
+from ...graph import Value
+from .weights import Weights
+
+
+def embed(weights: Weights, tokens: Value, vocabulary: int, width: int) -> Value:
+    """Rows of the token embedding: i32[n] to f32[n, width]."""
+    return ops.get_rows(weights("token_embd.weight", (vocabulary, width)), tokens, name="embed")
+
+
+def norm(weights: Weights, name: str, x: Value, eps: float) -> Value:
+    """RMSNorm over the last axis times the weight ``name``; same shape as ``x``."""
+    return ops.mul(ops.rms_norm(x, eps=eps), weights(f"{name}.weight", x.shape[-1:]), name=name)
+
+
+def linear(weights: Weights, name: str, x: Value, features: int) -> Value:
+    """``x`` f32[n, k] times the matrix ``name`` [features, k], plus its bias if the file has one: f32[n, features]."""
+    y = ops.mul_mat(weights(f"{name}.weight", (features, x.shape[-1])), x, name=name)
+    bias = weights.optional(f"{name}.bias", (features,))
+    return y if bias is None else ops.add(y, bias)
+
+
+def feed_forward(weights: Weights, block: str, x: Value, features: int) -> Value:
+    """SwiGLU between two widths: f32[n, E] to f32[n, E].  Shazeer, GLU variants, 2020."""
+    gate = linear(weights, f"{block}.ffn_gate", x, features)
+    up = linear(weights, f"{block}.ffn_up", x, features)
+    return linear(weights, f"{block}.ffn_down", ops.swiglu(gate, up, name=f"{block}.ffn_glu"), x.shape[-1])
+
+
+def logits(weights: Weights, x: Value, vocabulary: int, eps: float) -> Value:
+    """Final norm and output matrix, which is the token embedding where the file has none: f32[n, vocabulary]."""
+    x = norm(weights, "output_norm", x, eps)
+    shape = (vocabulary, x.shape[-1])
+    matrix = weights.optional("output.weight", shape)
+    if matrix is None:
+        matrix = weights("token_embd.weight", shape)
+    y = ops.mul_mat(matrix, x, name="logits")
+    bias = weights.optional("output.bias", (vocabulary,))
+    return y if bias is None else ops.add(y, bias)

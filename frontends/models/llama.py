@@ -1,0 +1,92 @@
+"""LLaMA: RMSNorm, rotary attention with grouped heads, SwiGLU.  Touvron et al., 2023; graph: llama.cpp ``llama.cpp``.
+
+Covers what shares the architecture string: Llama 1 to 3, Mistral, SmolLM2 and others, dense models only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ... import ops
+from ...graph import Graph, Value
+from ..gguf import Gguf
+from .blocks import embed, feed_forward, linear, logits, norm
+from .frame import Frame
+from .keys import Keys
+from .rope import Rope, attention_scale
+from .step import Step
+from .weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Hyper:
+    """Hyperparameters of a LLaMA, from ``llama.*``."""
+
+    context_length: int
+    vocabulary_size: int
+    layers: int
+    width: int
+    feed_forward: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    eps: float
+    scale: float
+    rope: Rope
+    taps: int = 0
+
+    @classmethod
+    def from_gguf(cls, gguf: Gguf) -> Hyper:
+        """ModelError for a missing or absurd value, or for a mixture of experts."""
+        keys = Keys(gguf, "llama")
+        if experts := keys.count("expert_count", 0, least=0):
+            raise keys.error("expert_count", f"is {experts}; only dense models of this architecture can be run")
+        layers, width = keys.blocks(), keys.count("embedding_length")
+        heads = keys.same("attention.head_count", layers)
+        head_size = keys.head_size(width, heads)
+        rope = Rope.from_keys(keys, "normal", head_size)
+        if rope.n_dims != head_size:
+            raise keys.error("rope.dimension_count", f"is {rope.n_dims}; need the head size {head_size}")
+        return cls(
+            context_length=keys.count("context_length"),
+            vocabulary_size=keys.vocabulary(),
+            layers=layers,
+            width=width,
+            feed_forward=keys.same("feed_forward_length", layers),
+            heads=heads,
+            kv_heads=keys.shared_heads(heads, layers),
+            head_size=head_size,
+            eps=keys.positive("attention.layer_norm_rms_epsilon"),
+            scale=attention_scale(keys, head_size),
+            rope=rope,
+        )
+
+
+def build(hyper: Hyper, weights: Weights, step: Step) -> Graph:
+    """The graph of one step: output ``logits`` f32[outputs, vocabulary], states ``cache_k.N`` and ``cache_v.N``."""
+    frame = Frame(step)
+    x = embed(weights, frame.tokens, hyper.vocabulary_size, hyper.width)
+    for layer in range(hyper.layers):
+        block = f"blk.{layer}"
+        mixed = attention(hyper, weights, frame, layer, norm(weights, f"{block}.attn_norm", x, hyper.eps))
+        x = ops.add(x, mixed, name=f"{block}.attn_residual")
+        if layer == hyper.layers - 1:
+            x = frame.wanted(x)
+        h = norm(weights, f"{block}.ffn_norm", x, hyper.eps)
+        x = ops.add(x, feed_forward(weights, block, h, hyper.feed_forward), name=f"{block}.ffn_residual")
+    return frame.graph(logits(weights, x, hyper.vocabulary_size, hyper.eps))
+
+
+def attention(hyper: Hyper, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
+    """Causal attention over the cache, f32[B*T, E] to f32[B*T, E]; key/value heads serve groups of query heads."""
+    block, size = f"blk.{layer}", hyper.head_size
+    q = frame.split(linear(weights, f"{block}.attn_q", x, hyper.heads * size), hyper.heads, size)
+    k = frame.split(linear(weights, f"{block}.attn_k", x, hyper.kv_heads * size), hyper.kv_heads, size)
+    v = frame.split(linear(weights, f"{block}.attn_v", x, hyper.kv_heads * size), hyper.kv_heads, size)
+    # Llama 3.1 divides the speed of each pair by a number of its own.
+    factors = weights.optional("rope_freqs.weight", (size // 2,))
+    q = hyper.rope.rotate(q, frame.pos, factors, name=f"{block}.q_rope")
+    k = hyper.rope.rotate(k, frame.pos, factors, name=f"{block}.k_rope")
+    k, v = frame.cached(f"cache_k.{layer}", k), frame.cached(f"cache_v.{layer}", v)
+    mixed = ops.attention(q, k, v, frame.mask, scale=hyper.scale, name=f"{block}.attn")
+    return linear(weights, f"{block}.attn_output", frame.rows(mixed), hyper.width)

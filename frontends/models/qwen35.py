@@ -1,0 +1,198 @@
+"""Qwen3.5: most layers a gated delta net, every few one gated attention.
+
+Gated delta net: Yang, Kautz and Hatamizadeh, 2024; gated attention: Qiu et al., 2025; graph: llama.cpp ``qwen35.cpp``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ... import ops
+from ...graph import Graph, Value
+from ..gguf import Gguf
+from .blocks import embed, feed_forward, linear, logits, norm
+from .frame import Frame
+from .keys import Keys
+from .rope import Rope, attention_scale
+from .step import Step
+from .weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """Sizes of the recurrent layers, from ``qwen35.ssm.*``."""
+
+    taps: int
+    key_heads: int
+    value_heads: int
+    head_size: int
+
+    @classmethod
+    def from_keys(cls, keys: Keys) -> DeltaNet:
+        """ModelError if heads do not divide or do not fill the inner size."""
+        size, key_heads = keys.count("ssm.state_size"), keys.count("ssm.group_count")
+        value_heads, inner = keys.count("ssm.time_step_rank"), keys.count("ssm.inner_size")
+        if value_heads % key_heads:
+            raise keys.error("ssm.time_step_rank", f"is {value_heads}; need a multiple of group_count {key_heads}")
+        if inner != value_heads * size:
+            raise keys.error("ssm.inner_size", f"is {inner}; need time_step_rank * state_size {value_heads * size}")
+        # One tap would leave no state to keep, and no such model exists.
+        return cls(keys.count("ssm.conv_kernel", least=2), key_heads, value_heads, size)
+
+    @property
+    def keys_width(self) -> int:
+        return self.key_heads * self.head_size
+
+    @property
+    def values_width(self) -> int:
+        return self.value_heads * self.head_size
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: q, k and v side by side."""
+        return 2 * self.keys_width + self.values_width
+
+
+@dataclass(frozen=True, slots=True)
+class Hyper:
+    """Hyperparameters of a Qwen3.5, from ``qwen35.*``; ``recurrent`` says of each layer that is run what it is."""
+
+    context_length: int
+    vocabulary_size: int
+    width: int
+    feed_forward: int
+    recurrent: tuple[bool, ...]
+    delta: DeltaNet
+    heads: int
+    kv_heads: int
+    head_size: int
+    eps: float
+    scale: float
+    rope: Rope
+
+    @property
+    def layers(self) -> int:
+        return len(self.recurrent)
+
+    @property
+    def taps(self) -> int:
+        """Taps of the convolutions, which `step_inputs` asks for; 0 if there are none."""
+        return self.delta.taps if any(self.recurrent) else 0
+
+    @classmethod
+    def from_gguf(cls, gguf: Gguf) -> Hyper:
+        """ModelError for a missing or absurd value."""
+        keys = Keys(gguf, "qwen35")
+        blocks, width = keys.blocks(), keys.count("embedding_length")
+        recurrent = _recurrent(keys, blocks)
+        attending = [i for i, is_recurrent in enumerate(recurrent) if not is_recurrent]
+        heads = keys.same("attention.head_count", blocks, layers=attending)
+        head_size = keys.head_size(width, heads)
+        return cls(
+            context_length=keys.count("context_length"),
+            vocabulary_size=keys.vocabulary(),
+            width=width,
+            feed_forward=keys.same("feed_forward_length", blocks),
+            recurrent=recurrent,
+            delta=DeltaNet.from_keys(keys),
+            heads=heads,
+            kv_heads=keys.shared_heads(heads, blocks, attending),
+            head_size=head_size,
+            eps=keys.positive("attention.layer_norm_rms_epsilon"),
+            scale=attention_scale(keys, head_size),
+            # Qwen3.5 has interleaved multi-axis RoPE: a pair turns by the time, height or width of its token, as
+            # rope.dimension_sections says.  Of text all three are its position, so it equals plain neox.
+            rope=Rope.from_keys(keys, "neox", head_size),
+        )
+
+
+def _recurrent(keys: Keys, blocks: int) -> tuple[bool, ...]:
+    """Which layers are delta nets.  Blocks at the end that predict further tokens (MTP) are counted, but not run."""
+    extra = keys.count("nextn_predict_layers", 0, least=0)
+    if extra >= blocks:
+        raise keys.error("nextn_predict_layers", f"is {extra}; need fewer than block_count {blocks}")
+    if keys.has("attention.recurrent_layers"):
+        return keys.flags("attention.recurrent_layers", blocks)[: blocks - extra]
+    interval = keys.count("full_attention_interval", 4)
+    return tuple((i + 1) % interval != 0 for i in range(blocks - extra))
+
+
+def build(hyper: Hyper, weights: Weights, step: Step) -> Graph:
+    """The graph of one step: output ``logits`` f32[outputs, vocabulary]; states ``cache_k.N`` and ``cache_v.N`` of
+    attention layers, ``conv_state.N`` f32[B, taps-1, channels] and ``delta_state.N`` f32[B, heads, value, key] of
+    recurrent ones.  A sequence starts anew when the host zeroes its rows of the latter two.
+    """
+    frame = Frame(step, taps=hyper.taps)
+    x = embed(weights, frame.tokens, hyper.vocabulary_size, hyper.width)
+    for layer, is_recurrent in enumerate(hyper.recurrent):
+        block, mixer = f"blk.{layer}", delta_net if is_recurrent else gated_attention
+        mixed = mixer(hyper, weights, frame, layer, norm(weights, f"{block}.attn_norm", x, hyper.eps))
+        x = ops.add(x, mixed, name=f"{block}.attn_residual")
+        if layer == hyper.layers - 1:
+            x = frame.wanted(x)
+        h = norm(weights, f"{block}.post_attention_norm", x, hyper.eps)
+        x = ops.add(x, feed_forward(weights, block, h, hyper.feed_forward), name=f"{block}.ffn_residual")
+    return frame.graph(logits(weights, x, hyper.vocabulary_size, hyper.eps))
+
+
+def gated_attention(hyper: Hyper, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
+    """Attention whose output is gated by a sigmoid of the input, f32[B*T, E] to f32[B*T, E]."""
+    block, size = f"blk.{layer}", hyper.head_size
+    # Each head of attn_q gives its query and then its gate.
+    both = frame.split(linear(weights, f"{block}.attn_q", x, 2 * hyper.heads * size), hyper.heads, 2 * size)
+    q, gate = ops.slice_(both, axis=-1, start=0, stop=size), ops.slice_(both, axis=-1, start=size, stop=2 * size)
+    k = frame.split(linear(weights, f"{block}.attn_k", x, hyper.kv_heads * size), hyper.kv_heads, size)
+    v = frame.split(linear(weights, f"{block}.attn_v", x, hyper.kv_heads * size), hyper.kv_heads, size)
+    q = norm(weights, f"{block}.attn_q_norm", q, hyper.eps)
+    k = norm(weights, f"{block}.attn_k_norm", k, hyper.eps)
+    q = hyper.rope.rotate(q, frame.pos, name=f"{block}.q_rope")
+    k = hyper.rope.rotate(k, frame.pos, name=f"{block}.k_rope")
+    k, v = frame.cached(f"cache_k.{layer}", k), frame.cached(f"cache_v.{layer}", v)
+    mixed = ops.attention(q, k, v, frame.mask, scale=hyper.scale, name=f"{block}.attn")
+    mixed = ops.mul(mixed, ops.sigmoid(gate), name=f"{block}.attn_gated")
+    return linear(weights, f"{block}.attn_output", frame.rows(mixed), hyper.width)
+
+
+def delta_net(hyper: Hyper, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
+    """The gated delta rule over convolved queries, keys and values, f32[B*T, E] to f32[B*T, E]."""
+    block, net = f"blk.{layer}", hyper.delta
+    q, k, v = convolved(hyper, weights, frame, layer, x)
+    decay, beta = gates(hyper, weights, frame, layer, x)
+    old = frame.state(f"delta_state.{layer}", net.value_heads, net.head_size, net.head_size)
+    # The converter has reordered the value heads, so that head j belongs to key head j mod key_heads.
+    o, new = ops.gated_delta_net(q, k, v, decay, beta, old, heads="tiled", name=f"{block}.delta_net")
+    frame.update(old, new)
+    z = frame.split(linear(weights, f"{block}.attn_gate", x, net.values_width), net.value_heads, net.head_size)
+    o = ops.mul(norm(weights, f"{block}.ssm_norm", o, hyper.eps), ops.silu(z), name=f"{block}.ssm_gated")
+    return linear(weights, f"{block}.ssm_out", frame.rows(o), hyper.width)
+
+
+def convolved(hyper: Hyper, weights: Weights, frame: Frame, layer: int, x: Value) -> tuple[Value, Value, Value]:
+    """q, k f32[B,T,key heads,size], of length one, and v f32[B,T,value heads,size] after a short convolution."""
+    block, net = f"blk.{layer}", hyper.delta
+    qkv = frame.split(linear(weights, f"{block}.attn_qkv", x, net.channels), net.channels)
+    kernel = weights(f"{block}.ssm_conv1d.weight", (net.channels, net.taps))
+    mixed = ops.ssm_conv(frame.preceded(f"conv_state.{layer}", qkv), kernel, name=f"{block}.ssm_conv1d")
+    mixed = ops.silu(mixed, name=f"{block}.conv_silu")
+
+    def heads(start: int, count: int) -> Value:
+        part = ops.slice_(mixed, axis=-1, start=start, stop=start + count * net.head_size)
+        return frame.split(part, count, net.head_size)
+
+    q, k = heads(0, net.key_heads), heads(net.keys_width, net.key_heads)
+    q = ops.l2_norm(q, eps=hyper.eps, name=f"{block}.q_l2")
+    k = ops.l2_norm(k, eps=hyper.eps, name=f"{block}.k_l2")
+    return q, k, heads(2 * net.keys_width, net.value_heads)
+
+
+def gates(hyper: Hyper, weights: Weights, frame: Frame, layer: int, x: Value) -> tuple[Value, Value]:
+    """Log decay f32[B,T,heads,1] and learning rate f32[B,T,heads]; both 0 for padding, which leaves the state alone."""
+    block, heads = f"blk.{layer}", hyper.delta.value_heads
+    beta = ops.sigmoid(linear(weights, f"{block}.ssm_beta", x, heads))
+    alpha = linear(weights, f"{block}.ssm_alpha", x, heads)
+    steps = ops.softplus(ops.add(alpha, weights(f"{block}.ssm_dt.bias", (heads,))))
+    # The file holds -exp(A_log).
+    decay = ops.mul(steps, weights(f"{block}.ssm_a", (heads,)))
+    decay = ops.mul(frame.split(decay, heads), frame.valid, name=f"{block}.decay")
+    beta = ops.mul(frame.split(beta, heads), frame.valid, name=f"{block}.beta")
+    return frame.split(decay, heads, 1), beta

@@ -1,0 +1,81 @@
+"""The rotary embedding of a model: which pairs turn how fast, settled once from its metadata."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ... import ops
+from ...graph import Value
+from .keys import Keys
+
+SCALINGS = ("none", "linear", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Parameters of `ops.rope`, which all layers share.  Su et al., 2021; YaRN: Peng et al., 2023."""
+
+    n_dims: int
+    mode: str
+    base: float = 10000.0
+    freq_scale: float = 1.0
+    ext_factor: float = 0.0
+    attn_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    original_context: int = 0
+
+    @classmethod
+    def from_keys(cls, keys: Keys, mode: str, head_size: int) -> Rope:
+        """As ``llama_context`` of llama.cpp settles them; ModelError if the metadata make no sense."""
+        n_dims = keys.count("rope.dimension_count", head_size)
+        if n_dims % 2 or n_dims > head_size:
+            raise keys.error("rope.dimension_count", f"is {n_dims}; need an even number of at most {head_size}")
+        base = keys.positive("rope.freq_base", 10000.0)
+        if base <= 1.0:
+            raise keys.error("rope.freq_base", f"is {base}; need a number above 1")
+        scaling = keys.choice("rope.scaling.type", "linear", SCALINGS)
+        factor = keys.optional("rope.scaling.factor") or keys.optional("rope.scale_linear") or 1.0
+        attn_factor = keys.optional("rope.scaling.attn_factor") or 1.0
+        if scaling == "none":
+            return cls(n_dims, mode, base, attn_factor=attn_factor)
+        if scaling == "linear":
+            return cls(n_dims, mode, base, 1.0 / factor, attn_factor=attn_factor)
+        if factor < 1.0:
+            raise keys.error("rope.scaling.factor", f"is {factor}; YaRN needs at least 1")
+        return cls(
+            n_dims,
+            mode,
+            base,
+            1.0 / factor,
+            ext_factor=1.0,
+            attn_factor=attn_factor,  # ops.rope itself multiplies by 1 + 0.1 ln(factor)
+            beta_fast=keys.positive("rope.scaling.yarn_beta_fast", 32.0),
+            beta_slow=keys.positive("rope.scaling.yarn_beta_slow", 1.0),
+            original_context=keys.count("rope.scaling.original_context_length", 0, least=0)
+            or keys.count("context_length"),
+        )
+
+    def rotate(self, x: Value, pos: Value, factors: Value | None = None, *, name: str) -> Value:
+        """``x`` f32[B,T,heads,size] turned by its positions i32[B,T]; ``factors`` f32[n_dims/2] divide the speeds."""
+        return ops.rope(
+            x,
+            pos,
+            factors,
+            n_dims=self.n_dims,
+            mode=self.mode,
+            base=self.base,
+            freq_scale=self.freq_scale,
+            ext_factor=self.ext_factor,
+            attn_factor=self.attn_factor,
+            beta_fast=self.beta_fast,
+            beta_slow=self.beta_slow,
+            original_context=self.original_context,
+            name=name,
+        )
+
+
+def attention_scale(keys: Keys, head_size: int) -> float:
+    """``attention.scale``, or 1/sqrt(head size) where it is missing or 0."""
+    return keys.optional("attention.scale") or 1.0 / math.sqrt(head_size)

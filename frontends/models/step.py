@@ -1,0 +1,128 @@
+"""The fixed shape of one run, and the arrays that fill it: a graph is built for a `Step` and replayed with batches.
+
+Everything that varies from run to run (tokens, positions, cache rows, lengths, wanted rows) is an input of fixed shape,
+so that one plan per `Step` serves every batch that fits into it; sequences that are shorter are padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ModelError
+
+LARGEST_ROW = 2**31 - 1
+"""Cache rows are numbered in i32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The shape of a run: what a plan depends on, and the key under which to keep it.
+
+    ``sequences`` run side by side (B), each with up to ``tokens`` new tokens (T); attention reads the first ``cells``
+    cache cells of the ``context`` cells that each sequence owns; logits come out for ``outputs`` rows.  ModelError
+    unless all are positive and cells <= context.
+    """
+
+    sequences: int
+    tokens: int
+    cells: int
+    context: int
+    outputs: int
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            size = getattr(self, field.name)
+            if type(size) is not int or size < 1:
+                raise ModelError(f"step: {field.name} is {size!r}; need an integer of at least 1")
+        if self.cells > self.context:
+            raise ModelError(f"step: reads {self.cells} cells of {self.context}; need cells of at most the context")
+        if self.sequences * self.context > LARGEST_ROW:
+            raise ModelError(
+                f"step: {self.sequences} sequences of {self.context} cells; need at most {LARGEST_ROW} in all; "
+                "use a smaller context"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Tokens of all sequences, padding included."""
+        return self.sequences * self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one run adds: for each sequence its new tokens (none if it idles) and its length so far.
+
+    ``wanted`` lists the rows whose logits should come out, as (sequence, index of the new token), in that order.
+    None means the last new token of each sequence, so that logits row i belongs to sequence i (an idle sequence has
+    a row too, without meaning).
+    """
+
+    tokens: Sequence[Sequence[int]]
+    lengths: Sequence[int]
+    wanted: Sequence[tuple[int, int]] | None = None
+
+
+def step_inputs(step: Step, batch: Batch, *, taps: int = 0) -> dict[str, npt.NDArray[np.generic]]:
+    """The input arrays of a graph built for ``step``; ``taps`` of the convolutions if the model is recurrent, else 0.
+
+    tokens i32[B*T]; pos i32[B,T], 0 for padding; slot i32[B*T], the cache row each token writes (sequence * context +
+    position; padding writes the spare row B * context); out_ids i32[outputs], repeating row 0 behind the wanted ones.
+    With taps also valid f32[B,T,1], 0 for padding, and conv_rows i32[B,taps-1], the rows of [state, new tokens] that
+    become the next convolution state.  ModelError if the batch does not fit the step.
+    """
+    _check_fit(step, batch)
+    counts = np.array([len(new) for new in batch.tokens], np.int32)[:, None]
+    column = np.arange(step.tokens, dtype=np.int32)
+    real = column < counts
+    pos = np.where(real, np.array(batch.lengths, np.int32)[:, None] + column, 0).astype(np.int32)
+    first_cell = np.arange(step.sequences, dtype=np.int32)[:, None] * np.int32(step.context)
+    tokens = np.zeros(real.shape, np.int32)
+    tokens[real] = [int(token) for new in batch.tokens for token in new]
+    arrays: dict[str, npt.NDArray[np.generic]] = {
+        "tokens": tokens.reshape(-1),
+        "pos": pos,
+        "slot": np.where(real, first_cell + pos, step.sequences * step.context).astype(np.int32).reshape(-1),
+        "out_ids": _output_rows(step, batch),
+    }
+    if taps:
+        arrays["valid"] = real.astype(np.float32)[..., None]
+        arrays["conv_rows"] = counts + np.arange(taps - 1, dtype=np.int32)
+    return arrays
+
+
+def _check_fit(step: Step, batch: Batch) -> None:
+    if len(batch.tokens) != step.sequences or len(batch.lengths) != step.sequences:
+        raise ModelError(
+            f"batch: has tokens of {len(batch.tokens)} and lengths of {len(batch.lengths)} sequences, the step runs "
+            f"{step.sequences}; give an idle sequence no tokens"
+        )
+    for i, (new, length) in enumerate(zip(batch.tokens, batch.lengths, strict=True)):
+        if len(new) > step.tokens:
+            raise ModelError(
+                f"batch: sequence {i} has {len(new)} new tokens, the step takes {step.tokens}; "
+                "split them or use a larger step"
+            )
+        if length < 0 or (new and length + len(new) > step.cells):
+            raise ModelError(
+                f"batch: sequence {i} would grow from {length} to {length + len(new)} tokens, the step reads "
+                f"{step.cells} cells; use a step with more cells"
+            )
+
+
+def _output_rows(step: Step, batch: Batch) -> npt.NDArray[np.int32]:
+    wanted = batch.wanted
+    if wanted is None:
+        wanted = [(i, max(len(new) - 1, 0)) for i, new in enumerate(batch.tokens)]
+    elif bad := [(i, t) for i, t in wanted if not (0 <= i < step.sequences and 0 <= t < len(batch.tokens[i]))]:
+        raise ModelError(f"batch: wants the logits of {bad[0]}; need (sequence, index of one of its new tokens)")
+    if len(wanted) > step.outputs:
+        raise ModelError(
+            f"batch: wants {len(wanted)} rows of logits, the step gives {step.outputs}; use a step with more outputs"
+        )
+    rows = np.zeros(step.outputs, np.int32)
+    rows[: len(wanted)] = [i * step.tokens + t for i, t in wanted]
+    return rows
