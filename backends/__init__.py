@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint, entry_points
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from ..graph.errors import BackendError
 from .base import Backend, Device
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 GROUP = "hocket.backends"
 
 
 def registered() -> dict[str, EntryPoint]:
     """Entry points by device kind.  Raises `BackendError` if two packages claim one kind."""
+    from importlib.metadata import entry_points  # 15 ms that `import hocket` need not pay
+
     found: dict[str, EntryPoint] = {}
     for entry in entry_points(group=GROUP):
         other = found.setdefault(entry.name, entry)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from .dtypes import BY_TEXT, DType
 from .errors import GraphError
 from .graph import Graph
-from .node import Attr, Node, Value
-from .spec import make_spec
+from .node import MAX_DEPTH, Attr, Node, Value
+from .spec import MAX_SIZE, make_spec
 from .text import names
 
 if TYPE_CHECKING:
@@ -69,12 +69,13 @@ def from_json(text: str) -> Graph:
 
         for entry in document["nodes"]:
             specs = tuple(make_spec(s["shape"], s["dtype"]) for s in entry["specs"])
-            attrs = MappingProxyType({str(k): _decode(v) for k, v in entry["attrs"].items()})
-            nodes.append(Node(str(entry["op"]), tuple(map(ref, entry["src"])), attrs, specs, str(entry["name"])))
-        return Graph(
-            {str(name): present(v) for name, v in document["outputs"].items()},
-            {present(old): present(new) for old, new in document["updates"]},
-        )
+            attrs = MappingProxyType({k: _decode(v) for k, v in entry["attrs"].items()})
+            nodes.append(Node(_text(entry["op"]), tuple(map(ref, entry["src"])), attrs, specs, _text(entry["name"])))
+        outputs = {name: present(v) for name, v in document["outputs"].items()}
+        updates = {present(old): present(new) for old, new in document["updates"]}
+        if len(updates) < len(document["updates"]):
+            raise GraphError("a state is updated twice")
+        return Graph(outputs, updates)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as why:
         raise GraphError(f"not a graph in JSON ({type(why).__name__}: {why}); write one with `hocket dump`") from None
 
@@ -93,7 +94,13 @@ def _encode(value: Attr) -> object:
             return value
 
 
-def _decode(value: Any) -> Attr:
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise GraphError(f"expected a string, got {value!r}")
+    return value
+
+
+def _decode(value: Any, depth: int = 0) -> Attr:
     match value:
         case {"float": str(text)}:
             return float(text)
@@ -101,8 +108,12 @@ def _decode(value: Any) -> Attr:
             return bytes.fromhex(text)
         case {"dtype": str(text)}:
             return BY_TEXT[text]
+        case list() if depth == MAX_DEPTH:
+            raise GraphError(f"attributes are nested more than {MAX_DEPTH} deep")
         case list():
-            return tuple(_decode(v) for v in value)
+            return tuple(_decode(v, depth + 1) for v in value)
+        case int() if abs(value) > MAX_SIZE:
+            raise GraphError("an integer does not fit in 64 bits")
         case None | bool() | int() | float() | str():
             return value
         case _:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -57,6 +56,8 @@ class Graph:
 
     def digest(self) -> str:
         """SHA-256 of the structure.  Names count for leaves and outputs only: other names are for people."""
+        import hashlib  # loads OpenSSL, which `import hocket` need not do
+
         number = {node: i for i, node in enumerate(self.nodes)}
 
         def ref(value: Value | None) -> tuple[int, int] | None:

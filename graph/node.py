@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -19,6 +21,21 @@ Attrs: TypeAlias = Mapping[str, Attr]
 
 NO_ATTRS: Attrs = MappingProxyType({})
 LEAVES = ("input", "weight", "state", "constant")
+MAX_DEPTH = 8
+"""Tuples within tuples in one attribute."""
+
+_PLAIN = re.compile(r"[A-Za-z0-9_.~/-]+")
+_WORD = re.compile(r"(?!inf\b|_$)[A-Za-z_][A-Za-z0-9_.]*")
+
+
+def quote(name: str) -> str:
+    """A node's name as text shows it after ``%``: in quotes unless plain; bare numbers are for unnamed nodes."""
+    return name if _PLAIN.fullmatch(name) and not name.isdecimal() else json.dumps(name)
+
+
+def word(name: str) -> str:
+    """The name of an op, attribute or output as text shows it: in quotes unless it reads as one word."""
+    return name if _WORD.fullmatch(name) else json.dumps(name)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,8 +67,8 @@ class Node:
 
     @property
     def label(self) -> str:
-        """How messages call this node: its name, else its op."""
-        return self.name or self.op
+        """How messages call this node, after ``%``: its name, else its op, in quotes unless plain."""
+        return quote(self.name or self.op)
 
     def with_src(self, src: tuple[Value | None, ...]) -> Node:
         """The same operation on other values."""
@@ -117,7 +134,7 @@ def state(name: str, shape: Sequence[int], dtype: DType | str = DType.F32) -> Va
 def constant(name: str, data: npt.ArrayLike) -> Value:
     """A small array that is part of the graph itself.  float64 becomes f32; integers stay as they are."""
     array = np.ascontiguousarray(data)
-    if array.dtype == np.float64:
+    if array.dtype.name == "float64":
         array = array.astype(np.float32)
     text = {"float32": "f32", "float16": "f16"}.get(array.dtype.name, array.dtype.name.replace("int", "i"))
     if text not in BY_TEXT:

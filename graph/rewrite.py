@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from .errors import GraphError
 from .graph import Graph
 from .node import Node, Value
 
@@ -31,7 +32,10 @@ def rewrite(graph: Graph, rule: Rule) -> Graph:
 
 
 def substitute(graph: Graph, replacements: Mapping[Value, Value]) -> Graph:
-    """`graph` with some values replaced wherever they are read."""
+    """`graph` with some values replaced wherever they are read.  Raises `GraphError` if a spec would change."""
+    for old, new in replacements.items():
+        if old.spec != new.spec:
+            raise GraphError(f"cannot put {new!r} in the place of {old!r}; shape and dtype must stay the same")
 
     def rule(node: Node) -> Sequence[Value] | None:
         results = node.results

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from .dtypes import BY_TEXT, DType
 from .errors import GraphError
 
 MAX_RANK = 5
+MAX_SIZE = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +42,14 @@ class Spec:
 def problem(spec: Spec) -> str | None:
     """Why `spec` is illegal, or None."""
     shape, dtype = spec.shape, spec.dtype
+    if any(n > MAX_SIZE for n in shape):  # not shown: Python refuses to print integers of more than 4,300 digits
+        return f"an axis of a {dtype} value holds more than 2^63 - 1 entries"
     if len(shape) > MAX_RANK:
         return f"{spec} has rank {len(shape)}; at most {MAX_RANK} is allowed"
     if any(n < 0 for n in shape):
         return f"{spec} has a negative size"
+    if spec.size > MAX_SIZE:
+        return f"{spec} holds more than 2^63 - 1 elements"
     if dtype.is_quantised and (not shape or shape[-1] % dtype.block):
         return f"{spec}: rows of {dtype} are blocks of {dtype.block}, so the last axis must be a multiple of it"
     return None
@@ -55,7 +61,12 @@ def make_spec(shape: Sequence[int], dtype: DType | str = DType.F32) -> Spec:
         if dtype not in BY_TEXT:
             raise GraphError(f"unknown dtype {dtype!r}; one of {', '.join(BY_TEXT)}")
         dtype = BY_TEXT[dtype]
-    spec = Spec(tuple(int(n) for n in shape), dtype)
+    elif not isinstance(dtype, DType):
+        raise GraphError(f"dtype is {dtype!r}; it must be a DType or the name of one")
+    try:
+        spec = Spec(tuple(map(operator.index, shape)), dtype)
+    except TypeError:
+        raise GraphError(f"shape is {shape!r}; it must be a sequence of integers") from None
     if why := problem(spec):
         raise GraphError(why)
     return spec

@@ -2,6 +2,7 @@
 
 ``%up = mul_mat(%blk.0.ffn_up, %norm) : f32[3,8]``; result `i` of a node with several is ``%name#i``; an operand that
 was left out is ``_``; the last lines are ``return logits=%out`` and ``update %cache = %new``.
+What is no plain word is written as a JSON string: ``%"two words"``.
 """
 
 from __future__ import annotations
@@ -10,21 +11,24 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Container
 from itertools import count
 
 from .dtypes import BY_TEXT, DType
 from .errors import GraphError
 from .graph import Graph
-from .node import Attr, Attrs, Node, Value
-from .spec import Spec, make_spec
+from .node import MAX_DEPTH, Attr, Attrs, Node, Value, quote, word
+from .spec import MAX_SIZE, Spec, make_spec
 
-_PLAIN = re.compile(r"[A-Za-z0-9_.~/-]+")
 _WORDS: dict[str, Attr] = {"true": True, "false": False, "none": None, **BY_TEXT}
 _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _TOKEN = re.compile(
-    r"\s*(?:(?P<ref>%(?:[A-Za-z0-9_.~/-]+|\"(?:[^\"\\]|\\.)*\")(?:#\d+)?)|(?P<hex>x\"[0-9a-f]*\")|(?P<str>\"(?:[^\"\\]|\\.)*\")"
-    r"|(?P<num>-?(?:inf\b|\d+(?:\.\d+)?(?:e[+-]?\d+)?))|(?P<word>[A-Za-z_][A-Za-z0-9_.]*)|(?P<mark>[()\[\],=:]))"
+    r"\s*(?:(?P<ref>%(?:[A-Za-z0-9_.~/-]+|\"(?:[^\"\\]|\\.)*\")(?:#[0-9]+)?)|(?P<hex>x\"[0-9a-f]*\")|(?P<str>\"(?:[^\"\\]|\\.)*\")"
+    r"|(?P<num>-?(?:inf\b|[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?))|(?P<word>[A-Za-z_][A-Za-z0-9_.]*)|(?P<mark>[()\[\],=:]))"
 )
+
+
+_INDEX = re.compile(r"#[0-9]+$")
 
 
 # ------------------------------------------------------------------------------------------------------- writing
@@ -45,10 +49,6 @@ def names(graph: Graph) -> dict[Node, str]:
     numbers = (str(i) for i in count() if str(i) not in taken)
     found.update((node, next(numbers)) for node in graph.nodes if not node.name)
     return found
-
-
-def quote(name: str) -> str:
-    return name if _PLAIN.fullmatch(name) else json.dumps(name)
 
 
 def attr_text(value: Attr) -> str:
@@ -76,12 +76,17 @@ def line(node: Node, called: dict[Node, str] | None = None) -> str:
     def ref(value: Value | None) -> str:
         if value is None:
             return "_"
-        name = quote(called[value.node] if called else value.node.label)
-        return f"%{name}" + (f"#{value.index}" if len(value.node.specs) > 1 else "")
+        return _shown(value.node, called) + (f"#{value.index}" if len(value.node.specs) > 1 else "")
 
-    args = [ref(s) for s in node.src] + [f"{k}={attr_text(v)}" for k, v in node.attrs.items()]
-    name = quote(called[node] if called else node.label)
-    return f"%{name} = {node.op}({', '.join(args)}) : {', '.join(map(str, node.specs))}"
+    args = [ref(s) for s in node.src] + [f"{word(k)}={attr_text(v)}" for k, v in node.attrs.items()]
+    return f"{_shown(node, called)} = {word(node.op)}({', '.join(args)}) : {', '.join(map(str, node.specs))}"
+
+
+def _shown(node: Node, called: dict[Node, str] | None) -> str:
+    """A node as others refer to it; the number of an unnamed node stays bare, a name of digits is quoted."""
+    if called is None:
+        return f"%{node.label}"
+    return f"%{quote(called[node])}" if node.name else f"%{called[node]}"
 
 
 def dump(graph: Graph) -> str:
@@ -89,10 +94,10 @@ def dump(graph: Graph) -> str:
     called = names(graph)
 
     def ref(value: Value) -> str:
-        return f"%{quote(called[value.node])}" + (f"#{value.index}" if len(value.node.specs) > 1 else "")
+        return _shown(value.node, called) + (f"#{value.index}" if len(value.node.specs) > 1 else "")
 
     lines = [line(node, called) for node in graph.nodes]
-    lines.append("return " + ", ".join(f"{quote(name)}={ref(v)}" for name, v in graph.outputs.items()))
+    lines.append("return " + ", ".join(f"{word(name)}={ref(v)}" for name, v in graph.outputs.items()))
     lines += [f"update {ref(old)} = {ref(new)}" for old, new in graph.updates.items()]
     return "\n".join(lines) + "\n"
 
@@ -105,8 +110,8 @@ class _Line:
 
     def __init__(self, number: int, text: str) -> None:
         self.number, self.text, self.tokens = number, text, []
-        at = 0
-        while text[at:].strip():
+        at, end = 0, len(text.rstrip())
+        while at < end:
             found = _TOKEN.match(text, at)
             if not found:
                 raise GraphError(f"line {number}, column {at + 1}: cannot read {text[at : at + 20]!r}")
@@ -132,20 +137,44 @@ class _Line:
             return True
         return False
 
+    def name(self, what: str, taken: Container[str] = ()) -> str:
+        """The name of an op, attribute or output: a word or a string that is not `taken`."""
+        kind, text = self.peek()
+        if kind not in ("word", "str"):
+            raise self.error(f"expected {what}, got {text!r}")
+        found = self.unquote(text)
+        if found in taken:
+            raise self.error(f"{text} is given twice")
+        self.at += 1
+        return found
+
+    def unquote(self, text: str) -> str:
+        """`text` without the quotes it may have; it belongs to the current token."""
+        try:
+            return str(json.loads(text)) if text.startswith('"') else text
+        except ValueError:
+            raise self.error(f"{text} is no JSON string; escape control characters and backslashes") from None
+
+    def integer(self) -> int:
+        """The current token as an integer of 64 bits."""
+        kind, text = self.peek()
+        if kind != "num" or not text.lstrip("-").isdecimal():
+            raise self.error(f"expected an integer, got {text!r}")
+        if len(text) > 20 or not -MAX_SIZE <= int(text) <= MAX_SIZE:
+            raise self.error(f"an integer of {len(text)} digits does not fit in 64 bits")
+        self.at += 1
+        return int(text)
+
     def error(self, why: str) -> GraphError:
         column = self.tokens[self.at][2] + 1 if self.at < len(self.tokens) else len(self.text) + 1
         return GraphError(f"line {self.number}, column {column}: {why}")
 
 
-def _unquote(name: str) -> str:
-    return str(json.loads(name)) if name.startswith('"') else name
-
-
 def _attr(cursor: _Line, depth: int = 0) -> Attr:
-    if depth > 8:
-        raise cursor.error("attributes are nested more than 8 deep")
     kind, text = cursor.peek()
     if cursor.skip("("):
+        if depth == MAX_DEPTH:
+            raise cursor.error(f"attributes are nested more than {MAX_DEPTH} deep")
         items: list[Attr] = []
         while not cursor.skip(")"):
             items.append(_attr(cursor, depth + 1))
@@ -153,31 +182,39 @@ def _attr(cursor: _Line, depth: int = 0) -> Attr:
                 cursor.take("mark", ")")
                 break
         return tuple(items)
-    cursor.at += 1
+    found: Attr
     if text in _FLOATS:
-        return _FLOATS[text]
-    if kind == "num":
-        return float(text) if set(text) & set(".e") else int(text)
-    if kind == "str":
-        return _unquote(text)
-    if kind == "hex" and len(text) % 2:
-        return bytes.fromhex(text[2:-1])
-    if kind == "word" and text in _WORDS:
-        return _WORDS[text]
-    cursor.at -= 1
-    raise cursor.error(f"expected an attribute value, got {text!r}")
+        found = _FLOATS[text]
+    elif kind == "num":
+        if not set(text) & set(".e"):
+            return cursor.integer()
+        found = float(text)
+    elif kind == "str":
+        found = cursor.unquote(text)
+    elif kind == "hex" and len(text) % 2:
+        found = bytes.fromhex(text[2:-1])
+    elif kind == "word" and text in _WORDS:
+        found = _WORDS[text]
+    else:
+        raise cursor.error(f"expected an attribute value, got {text!r}")
+    cursor.at += 1
+    return found
 
 
 def _spec(cursor: _Line) -> Spec:
-    dtype = cursor.take("word")
+    start, dtype = cursor.at, cursor.take("word")
     cursor.take("mark", "[")
     shape: list[int] = []
     while not cursor.skip("]"):
-        shape.append(int(cursor.take("num")))
+        shape.append(cursor.integer())
         if not cursor.skip(","):
             cursor.take("mark", "]")
             break
-    return make_spec(shape, dtype)
+    try:
+        return make_spec(shape, dtype)
+    except GraphError as why:
+        cursor.at = start
+        raise cursor.error(str(why)) from None
 
 
 class _Parser:
@@ -187,14 +224,19 @@ class _Parser:
         self.updates: dict[Value, Value] = {}
 
     def ref(self, cursor: _Line) -> Value:
-        text = cursor.take("ref")[1:]
-        name, _, index = text.rpartition("#") if re.search(r"#\d+$", text) else (text, "", "0")
-        name = _unquote(name)
-        if name not in self.nodes:
-            raise cursor.error(f"%{name} is used before it is defined")
-        if int(index) >= len(self.nodes[name].specs):
-            raise cursor.error(f"%{name} has {len(self.nodes[name].specs)} results, so there is no #{index}")
-        return Value(self.nodes[name], int(index))
+        kind, text = cursor.peek()
+        if kind != "ref":
+            raise cursor.error(f"expected a value, got {text!r}")
+        found = _INDEX.search(text)
+        shown = text[: found.start()] if found else text
+        node = self.nodes.get(cursor.unquote(shown[1:]))
+        if node is None:
+            raise cursor.error(f"{shown} is used before it is defined")
+        index = found[0][1:] if found else "0"
+        if len(index) > 9 or int(index) >= len(node.specs):
+            raise cursor.error(f"{shown} has {len(node.specs)} results, so there is no #{index}")
+        cursor.at += 1
+        return Value(node, int(index))
 
     def line(self, cursor: _Line) -> None:
         kind, text = cursor.peek()
@@ -208,28 +250,36 @@ class _Parser:
 
     def returns(self, cursor: _Line) -> None:
         while cursor.peek()[0] != "end":
-            name = _unquote(cursor.take(cursor.peek()[0]))
+            name = cursor.name("the name of an output", taken=self.outputs)
             cursor.take("mark", "=")
             self.outputs[name] = self.ref(cursor)
-            cursor.skip(",")
+            if not cursor.skip(","):
+                break
 
     def update(self, cursor: _Line) -> None:
-        old = self.ref(cursor)
+        start, old = cursor.at, self.ref(cursor)
+        if old in self.updates:
+            cursor.at = start
+            raise cursor.error(f"{old.label} is updated twice")
         cursor.take("mark", "=")
         self.updates[old] = self.ref(cursor)
 
     def node(self, cursor: _Line) -> None:
-        name = _unquote(cursor.take("ref")[1:])
+        kind, text = cursor.peek()
+        if kind != "ref" or _INDEX.search(text):
+            raise cursor.error(f"expected %name, return or update, got {text!r}")
+        name = cursor.unquote(text[1:])
         if name in self.nodes:
-            raise cursor.error(f"%{name} is defined twice")
+            raise cursor.error(f"{text} is defined twice")
+        cursor.at += 1
         cursor.take("mark", "=")
-        op = cursor.take("word")
+        op = cursor.name("the name of an op")
         src, attrs = self.arguments(cursor)
         cursor.take("mark", ":")
         specs = [_spec(cursor)]
         while cursor.skip(","):
             specs.append(_spec(cursor))
-        self.nodes[name] = Node(op, tuple(src), attrs, tuple(specs), "" if name.isdecimal() else name)
+        self.nodes[name] = Node(op, tuple(src), attrs, tuple(specs), "" if text[1:].isdecimal() else name)
 
     def arguments(self, cursor: _Line) -> tuple[list[Value | None], Attrs]:
         src: list[Value | None] = []
@@ -243,7 +293,7 @@ class _Parser:
                 cursor.at += 1
                 src.append(None)
             else:
-                name = cursor.take("word")
+                name = cursor.name("a value or an attribute", taken=attrs)
                 cursor.take("mark", "=")
                 attrs[name] = _attr(cursor)
             if not cursor.skip(","):

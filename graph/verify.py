@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
+from .dtypes import DType
 from .errors import GraphError
 from .graph import Graph
-from .node import LEAVES
-from .spec import problem
+from .node import LEAVES, MAX_DEPTH, Attr, quote, word
+from .spec import MAX_SIZE, problem
 
 Rule = Callable[[Graph], Iterator[str]]
 
@@ -20,7 +21,7 @@ def leaves_have_distinct_names(graph: Graph) -> Iterator[str]:
         if not name:
             yield f"{times} leaves have no name; give each its own"
         elif times > 1:
-            yield f"%{name} names {times} different leaves; rename all but one"
+            yield f"%{quote(name)} names {times} different leaves; rename all but one"
 
 
 def leaves_read_nothing(graph: Graph) -> Iterator[str]:
@@ -43,26 +44,46 @@ def references_exist(graph: Graph) -> Iterator[str]:
     values = [v for n in graph.nodes for v in n.inputs] + list(graph.roots())
     for value in values:
         if not 0 <= value.index < len(value.node.specs):
-            yield f"%{value.node.label}#{value.index}: {value.node.op} has {len(value.node.specs)} results"
+            yield f"%{value.node.label}#{value.index}: {word(value.node.op)} has {len(value.node.specs)} results"
 
 
 def only_states_are_updated(graph: Graph) -> Iterator[str]:
     """Each update gives a state a new value of the same shape and dtype."""
     for old, new in graph.updates.items():
         if old.node.op != "state":
-            yield f"update of {old!r}: it is a {old.node.op}; only a state can be updated"
+            yield f"update of {old!r}: it is a {word(old.node.op)}; only a state can be updated"
         elif old.spec != new.spec:
             yield f"update of {old!r} with {new!r}: shape and dtype must stay the same"
 
 
 def constants_hold_their_bytes(graph: Graph) -> Iterator[str]:
-    """The data of a constant fills its shape exactly."""
+    """A constant is of a dtype that NumPy has, and its data fills its shape exactly."""
     for node in graph.nodes:
-        if node.op == "constant":
-            data = node.attrs.get("data")
-            got = len(data) if isinstance(data, bytes) else None
-            if got != node.specs[0].nbytes:
-                yield f"%{node.label}: {node.specs[0]} needs {node.specs[0].nbytes} bytes of data, got {got}"
+        if node.op != "constant" or any(map(problem, node.specs)):
+            continue
+        data = node.attrs.get("data")
+        got = len(data) if isinstance(data, bytes) else "none"
+        for spec in node.specs:
+            if spec.dtype.is_quantised or spec.dtype is DType.BF16:
+                yield f"%{node.label}: a constant cannot be {spec.dtype}; use f32, f16 or an integer type"
+            elif got != spec.nbytes:
+                yield f"%{node.label}: {spec} needs {spec.nbytes} bytes of data, got {got}"
+
+
+def attributes_are_plain(graph: Graph) -> Iterator[str]:
+    """An attribute is a number of 64 bits, text, bytes, a DType, None, or a tuple of such: what the dump can write."""
+    for node in graph.nodes:
+        for name, value in node.attrs.items():
+            if not _plain(value):
+                yield f"%{node.label}: attribute {word(name)} is of no kind that a graph can keep"
+
+
+def _plain(value: Attr, depth: int = 0) -> bool:
+    if isinstance(value, tuple):
+        return depth < MAX_DEPTH and all(_plain(v, depth + 1) for v in value)
+    if type(value) is int:
+        return abs(value) <= MAX_SIZE
+    return value is None or type(value) in (bool, float, str, bytes, DType)
 
 
 def something_is_computed(graph: Graph) -> Iterator[str]:
@@ -72,19 +93,25 @@ def something_is_computed(graph: Graph) -> Iterator[str]:
 
 
 RULES: tuple[Rule, ...] = (
-    something_is_computed,
     references_exist,
+    something_is_computed,
     leaves_have_distinct_names,
     leaves_read_nothing,
     specs_are_legal,
     only_states_are_updated,
     constants_hold_their_bytes,
+    attributes_are_plain,
 )
 
 
 def problems(graph: Graph, rules: Sequence[Rule] = RULES) -> list[str]:
     """Everything that is wrong with `graph`, in the order of `rules`."""
-    return [why for rule in rules for why in rule(graph)]
+    found: list[str] = []
+    for rule in rules:
+        found += rule(graph)
+        if found and rule is references_exist:  # the other rules look at what is referred to
+            break
+    return found
 
 
 def verify(graph: Graph, rules: Sequence[Rule] = RULES) -> None:

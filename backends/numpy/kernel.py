@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...graph.node import Attrs, Node
+from ...ops import Op
 from ..base import Array
 
 F32 = npt.NDArray[np.float32]
@@ -63,6 +64,19 @@ class Kernel:
 
     bind: Callable[[Call], Calls]
     scratch: Callable[[Node], int]
+
+
+def through_reference(op: Op[object]) -> Kernel:
+    """The op's reference run in float32: right for every op, allocating, so only for those that are rarely hot."""
+
+    def bind(call: Call) -> Calls:
+        def run() -> None:
+            for target, result in zip(call.dst, op.run(call.src, call.attrs), strict=True):
+                np.copyto(target, result, casting="unsafe")
+
+        return [run]
+
+    return Kernel(bind, lambda node: 0)
 
 
 def kernels(*tables: Mapping[str, Kernel]) -> Mapping[str, Kernel]:

@@ -18,7 +18,9 @@ def get_rows(call: Call) -> Calls:
     """``take`` with mode "clip" writes straight into `out` (mode "raise" would buffer), so ids are checked first."""
     table, ids, out = call.operand(0), call.operand(1), call.out
     check = partial(_check_ids, ids, table.shape[-2])
-    return [check] + [partial(np.take, table[i], ids[i], axis=0, out=out[i], mode="clip") for i in np.ndindex(table.shape[:-2])]
+    return [check] + [
+        partial(np.take, table[i], ids[i], axis=0, out=out[i], mode="clip") for i in np.ndindex(table.shape[:-2])
+    ]
 
 
 def _check_ids(ids: Array, rows: int) -> None:

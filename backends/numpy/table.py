@@ -1,13 +1,14 @@
-"""All kernels of the backend by op."""
+"""All kernels of the backend by op: our own, and the reference itself for ops that are rarely hot."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ...ops import REGISTRY
 from . import attention, elementwise, matmul, moves, norms, recurrent, rotary
-from .kernel import Kernel, kernels
+from .kernel import Kernel, kernels, through_reference
 
-KERNELS: Mapping[str, Kernel] = kernels(
+OWN: Mapping[str, Kernel] = kernels(
     elementwise.KERNELS,
     norms.KERNELS,
     matmul.KERNELS,
@@ -16,3 +17,5 @@ KERNELS: Mapping[str, Kernel] = kernels(
     rotary.KERNELS,
     recurrent.KERNELS,
 )
+
+KERNELS: Mapping[str, Kernel] = {name: OWN.get(name) or through_reference(op) for name, op in REGISTRY.items()}
