@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -66,7 +67,7 @@ class Kernel:
     scratch: Callable[[Node], int]
 
 
-def through_reference(op: Op[object]) -> Kernel:
+def through_reference(op: Op[Any]) -> Kernel:
     """The op's reference run in float32: right for every op, allocating, so only for those that are rarely hot."""
 
     def bind(call: Call) -> Calls:
