@@ -189,7 +189,10 @@ def test_replay_allocates_nothing():
     q, kv = (ops.reshape(v, shape=(n, 16, 64)) for v in (h, new))
     y = ops.attention(ops.rope(q, ids, n_dims=64), kv, kv, ops.causal_mask(ids, cells=n), scale=0.125)
     run = load(plan(Graph({"y": y}, {cache: new})), {"w": np.ones((1024, 1024), np.float32)})
-    run.run({"x": np.ones((n, 1024)), "ids": np.arange(n)})
+    feed = {"x": np.ones((n, 1024), np.float32), "ids": np.arange(n)}
+    run.run(feed)
+    for name, view in run._inputs.items():
+        view[...] = feed[name]
     tracemalloc.start()
     run._replay()
     peak = tracemalloc.get_traced_memory()[1]
