@@ -12,6 +12,7 @@ from statistics import median
 from time import perf_counter
 
 import gguf
+
 from hocket.frontends.gguf import open_gguf
 
 TOKENS = 262_144

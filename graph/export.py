@@ -55,6 +55,8 @@ def from_json(text: str) -> Graph:
             if pair is None:
                 return None
             node, index = pair
+            if type(node) is not int or type(index) is not int:  # False is 0 to Python, but not to a digest
+                raise GraphError(f"a reference is two integers, not {pair!r}")
             if not 0 <= node < len(nodes):
                 raise GraphError(f"a node refers to node {node} before it is defined")
             if not 0 <= index < len(nodes[node].specs):

@@ -9,12 +9,12 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Generic, TypeAlias, TypeVar, overload
 
-import numpy as np
 import numpy.typing as npt
 
 from ..graph.errors import GraphError
-from ..graph.node import Attr, Attrs, Node, Value
+from ..graph.node import Attr, Attrs, Node, Value, word
 from ..graph.spec import Spec, problem
+from .attributes import settled
 from .links import Link
 from .samples import Range
 from .signature import Mismatch, Signature, Sizes, default_attrs, parse_signature
@@ -43,6 +43,7 @@ class Op(Generic[R]):
     form: str
     defaults: Attrs
     required: tuple[str, ...]
+    kinds: Mapping[str, str]
     linear: Linear
     inplace: tuple[tuple[int, str], ...]
     where: Mapping[str, Callable[..., int]]
@@ -76,6 +77,8 @@ class Op(Generic[R]):
             src.append(attrs.pop(operand, None))
         while src and src[-1] is None:
             src.pop()
+        if strange := [v for v in src if v is not None and not isinstance(v, Value)]:
+            raise GraphError(f"{self.name}: operand {strange[0]!r:.60} is no graph value; make a leaf with constant()")
         try:
             settled = self.settle(attrs)
             specs = self.infer(tuple(None if v is None else v.spec for v in src), settled)
@@ -89,13 +92,14 @@ class Op(Generic[R]):
         """Attributes with defaults filled in, in declared order.  Raises `Mismatch`."""
         if unknown := attrs.keys() - self.defaults.keys() - set(self.required):
             known = ", ".join((*self.required, *self.defaults)) or "none"
-            raise Mismatch(f"no operand or attribute {', '.join(sorted(unknown))}; attributes: {known}")
+            raise Mismatch(f"no operand or attribute {', '.join(map(word, sorted(unknown)))}; attributes: {known}")
         if missing := [k for k in self.required if k not in attrs]:
             raise Mismatch(f"attribute {missing[0]} is missing")
         if not attrs:
             return self.defaults
-        order = (*self.required, *self.defaults)
-        return MappingProxyType({k: _plain(k, attrs[k]) if k in attrs else self.defaults[k] for k in order})
+        return MappingProxyType(
+            {k: settled(k, kind, attrs[k]) if k in attrs else self.defaults[k] for k, kind in self.kinds.items()}
+        )
 
     def infer(self, specs: Sequence[Spec | None], attrs: Attrs) -> tuple[Spec, ...]:
         """Specs of the results.  Raises `Mismatch` with the reason."""
@@ -171,15 +175,6 @@ def _padded(items: Sequence[T | None], count: int) -> tuple[T | None, ...]:
     return tuple(items) + (None,) * (count - len(items))
 
 
-def _plain(name: str, value: Any) -> Attr:
-    """An attribute as the graph keeps it: NumPy scalars become Python's, lists become tuples."""
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, list | tuple):
-        return tuple(_plain(name, v) for v in value)
-    return value
-
-
 class _Declare:
     """`@op(...)`: typed so that a reference with one array builds one value, and one with two builds two."""
 
@@ -195,9 +190,18 @@ class _Declare:
         name = reference.__name__.rstrip("_")
         defaults = MappingProxyType({p.name: p.default for p in keywords if p.default is not p.empty})
         required = tuple(p.name for p in keywords if p.default is p.empty)
+        kinds = {p.name: str(p.annotation) for p in sorted(keywords, key=lambda p: p.default is not p.empty)}
         view = self.parts.pop("view")
         as_view = reference if view is True else view or None
-        return Op(name=name, reference=reference, defaults=defaults, required=required, as_view=as_view, **self.parts)
+        return Op(
+            name=name,
+            reference=reference,
+            defaults=defaults,
+            required=required,
+            kinds=kinds,
+            as_view=as_view,
+            **self.parts,
+        )
 
 
 def op(

@@ -46,7 +46,7 @@ def _leaf(node: Node, bindings: Mapping[str, npt.ArrayLike]) -> Array:
     spec = node.specs[0]
     if node.name not in bindings:
         if node.op == "state":
-            return np.zeros(spec.shape)
+            return exact(np.zeros(spec.shape, spec.dtype.storage))
         raise GraphError(f"{node.op} %{node.name}: {spec} is not bound; pass an array of that shape")
     array = exact(bindings[node.name])
     if array.shape != spec.shape:

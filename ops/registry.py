@@ -35,14 +35,16 @@ def ops_are_declared(graph: Graph) -> Iterator[str]:
 
 
 def specs_follow_from_operands(graph: Graph) -> Iterator[str]:
-    """The specs a node claims are those its op infers."""
+    """A node has the attributes of its op, and its specs are those that the op infers."""
     for node in graph.nodes:
         declared = REGISTRY.get(node.op)
         if declared is None:
             continue
         try:
+            if missing := declared.settle(node.attrs).keys() - node.attrs.keys():
+                raise Mismatch(f"attribute {min(missing)} is missing")
             inferred = declared.infer([None if s is None else s.spec for s in node.src], node.attrs)
-        except (Mismatch, TypeError, KeyError) as why:
+        except (Mismatch, TypeError, KeyError, ValueError) as why:
             yield f"{node!r}: {why}"
         else:
             if inferred != node.specs:

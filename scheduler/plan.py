@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..backends import find
-from ..backends.base import Backend, Device, Program
+from ..backends.base import Backend, Device, Program, find
 from ..graph.graph import Graph
 from ..ops import REGISTRY, verify
 from .check import check

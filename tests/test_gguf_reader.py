@@ -16,6 +16,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+
 from hocket.frontends.errors import ModelError
 from hocket.frontends.gguf import Array, Gguf, open_gguf
 from hocket.graph.dtypes import DType

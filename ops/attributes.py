@@ -1,0 +1,72 @@
+"""Attributes are checked against the annotation of the reference's parameter: one table of kinds, tuples of them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import numpy as np
+
+from ..graph.dtypes import DType
+from ..graph.node import Attr
+from .signature import Mismatch
+
+
+def _int(value: object) -> int:
+    if isinstance(value, bool):
+        raise TypeError
+    number = operator.index(value)  # type: ignore[arg-type]
+    if not -(2**63) <= number < 2**63:
+        raise TypeError
+    return number
+
+
+def _float(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise TypeError
+    return float(value)
+
+
+def _exactly(kind: type) -> Callable[[object], Attr]:
+    def check(value: object) -> Attr:
+        if not isinstance(value, kind):
+            raise TypeError
+        return value  # type: ignore[return-value]
+
+    return check
+
+
+_KINDS: Mapping[str, tuple[str, Callable[[object], Attr]]] = MappingProxyType(
+    {
+        "int": ("an integer of 64 bits", _int),
+        "float": ("a number", _float),
+        "bool": ("true or false", _exactly(bool)),
+        "str": ("text", _exactly(str)),
+        "DType": ("a DType", _exactly(DType)),
+    }
+)
+
+
+def settled(name: str, kind: str, value: object) -> Attr:
+    """`value` as the graph keeps an attribute annotated `kind`.  Raises `Mismatch` saying what it must be."""
+    need, convert = _kind(kind)
+    try:
+        return convert(value)
+    except (TypeError, ValueError, OverflowError):
+        shown = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:57]}..."
+        raise Mismatch(f"{name} is {shown}; it must be {need}") from None
+
+
+def _kind(kind: str) -> tuple[str, Callable[[object], Attr]]:
+    if not kind.startswith("tuple["):
+        return _KINDS[kind]
+    inner = kind.removeprefix("tuple[").removesuffix("]").removesuffix(", ...")
+    need, convert = _kind(inner)
+
+    def each(value: object) -> Attr:
+        if not isinstance(value, tuple | list):
+            raise TypeError
+        return tuple(map(convert, value))
+
+    return f"a tuple, each entry {need}", each
