@@ -24,6 +24,7 @@ T = TypeVar("T")
 R = TypeVar("R", Value, tuple[Value, Value])
 Specs: TypeAlias = tuple[Spec | None, ...]
 Linear: TypeAlias = "tuple[str, ...] | Callable[[Attrs], tuple[str, ...]]"
+Localise: TypeAlias = Callable[[Attrs, tuple[int, ...], Callable[[int, int], int]], Mapping[str, Attr]]
 Infer: TypeAlias = Callable[[Specs, Attrs], Spec]
 
 
@@ -35,6 +36,11 @@ class Op(Generic[R]):
     sum may pass through those, and through nothing else; it is a function where that depends on attributes.  `inplace`
     pairs a result with the operand whose memory it may take.  `needs` says in words what an attribute or shape must
     satisfy beyond the signature.
+
+    For the conformance kit: `compare` is ``close`` (within rounding), ``exact`` or ``set`` (rows of numbers in any
+    order); `infinite` lists operands that may hold infinities, ``"-mask"`` only negative ones; `sequential` is the
+    dimension along which the op goes token by token, so that two runs in turn equal one; `must` is whether every
+    backend has to have it.
     """
 
     name: str
@@ -56,6 +62,12 @@ class Op(Generic[R]):
     samples: tuple[str, ...]
     errors: tuple[tuple[str, str], ...]
     as_view: Callable[..., Array] | None
+    whole: Callable[[Attrs], tuple[str, ...]] | None
+    localise: Localise | None
+    compare: str
+    infinite: tuple[str, ...]
+    sequential: str
+    must: bool
     operand_names: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -220,6 +232,12 @@ def op(
     samples: tuple[str, ...] = (),
     errors: tuple[tuple[str, str], ...] = (),
     view: bool | Callable[..., Array] = False,
+    whole: Callable[[Attrs], tuple[str, ...]] | None = None,
+    localise: Localise | None = None,
+    compare: str = "close",
+    infinite: tuple[str, ...] = (),
+    sequential: str = "",
+    must: bool = True,
 ) -> _Declare:
     """Declare an op above its float64 reference; keyword-only parameters of the reference are its attributes.
 
@@ -227,7 +245,9 @@ def op(
     ones; `infer` and `links` replace the signature's result shape and sharding where names cannot say them (views).
     `flops` takes the dimensions by name, for one leading index; `traffic` takes operand and result specs.  `ranges`
     are the legal values of operands; `view` marks a view, whose reference moves no element (or is replaced by a
-    function that does not).  `samples` are cases ``"x=f32[2,3], eps=1e-06"``, `errors` pairs of a case and a
+    function that does not).  `whole` names parallel dimensions that may not be cut under these attributes; `localise`
+    gives the attributes of one shard from its result shape and ``count(axis, n)``, how many of the first n entries of
+    an operand's axis the device holds.  `samples` are cases ``"x=f32[2,3], eps=1e-06"``, `errors` pairs of a case and a
     part of the message it must give.
     """
     texts = {"": signature} if isinstance(signature, str) else dict(signature)
@@ -246,4 +266,10 @@ def op(
         samples=samples,
         errors=errors,
         view=view,
+        whole=whole,
+        localise=localise,
+        compare=compare,
+        infinite=infinite,
+        sequential=sequential,
+        must=must,
     )

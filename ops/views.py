@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from ..graph.node import Attrs
+from ..graph.node import Attr, Attrs
 from ..graph.spec import Spec
 from .links import Link, regrouped, same
 from .op import Array, Specs, op
@@ -48,6 +49,7 @@ def _reshaped(specs: Specs, attrs: Attrs) -> Spec:
     linear=("x",),
     infer=_reshaped,
     links=lambda specs, attrs: regrouped(_spec(specs).shape, _ints(attrs, "shape")),
+    localise=lambda attrs, shape, count: {"shape": shape},
     samples=("x=f32[6,4], shape=(2,3,4)", "x=f16[2,3,4], shape=(24,)", "x=i32[5,0], shape=(0,7)", "x=f32[1], shape=()"),
     errors=(
         ("x=f32[6,4], shape=(5,5)", "shape [5, 5] holds 25 elements, x holds 24"),
@@ -108,12 +110,18 @@ def _slice_links(specs: Specs, attrs: Attrs) -> tuple[Link, ...]:
     return tuple(Link(0, (i,), (i,), start if i == axis else 0) for i in range(len(_spec(specs).shape)))
 
 
+def _slice_locally(attrs: Attrs, shape: tuple[int, ...], count: Callable[[int, int], int]) -> Mapping[str, Attr]:
+    axis = _int(attrs, "axis") % len(shape)
+    return {**attrs, "start": count(axis, _int(attrs, "start")), "stop": count(axis, _int(attrs, "stop"))}
+
+
 @op(
     "x[...]: any -> [...]",
     view=True,
     linear=("x",),
     infer=_sliced,
     links=_slice_links,
+    localise=_slice_locally,
     samples=(
         *grid("x=f32[5,6,7], axis={axis}, start={start}, stop={stop}", axis=(0, 1, -1), start=(0, 2), stop=(2, 5)),
         "x=q8_0[6,64], axis=0, start=1, stop=3",
@@ -149,6 +157,7 @@ def _broadcast_links(specs: Specs, attrs: Attrs) -> tuple[Link, ...]:
     linear=("x",),
     infer=_broadcasted,
     links=_broadcast_links,
+    localise=lambda attrs, shape, count: {"shape": shape},
     samples=("x=f32[3,1,4], shape=(3,5,4)", "x=f16[4], shape=(2,3,4)", "x=f32[], shape=(2,2)"),
     errors=(("x=f32[3,2,4], shape=(3,4,4)", "only axes of size 1 grow"),),
 )
