@@ -17,6 +17,8 @@ from ..graph.spec import Spec
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
+    from .comm import Comm
+
 Array: TypeAlias = npt.NDArray[Any]
 GROUP = "hocket.backends"
 """The entry-point group in which packages register backends; an entry's name is the device kind."""
@@ -135,8 +137,9 @@ class Backend(Protocol):
     def load(self, data: Array, declared: Spec, buffer: Any) -> None:
         """Put a weight into its buffer; `data` holds it as a file does (blocks of bytes for quantised types)."""
 
-    def compile(self, program: Program, buffers: Sequence[Any], on: Device) -> Callable[[], None]:
-        """A function that runs `program` once on those buffers, given in the order of ``program.buffers``."""
+    def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Callable[[], None]:
+        """A function that runs `program` once on those buffers, given in the order of ``program.buffers``; its
+        collectives meet the other devices through `comm`."""
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

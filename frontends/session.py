@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from ..backends import find
+from ..backends.base import find
 from ..graph.spec import Spec
 from ..scheduler import Executor, Plan, Store, plan_for
 from .errors import ModelError
@@ -40,7 +41,9 @@ class Session:
         self,
         model: Model,
         *,
-        device: str = "cpu:0",
+        devices: str | Sequence[str] = "cpu:0",
+        split_mode: str = "auto",
+        tensor_split: Sequence[float] = (),
         sequences: int = 1,
         context: int | None = None,
         batch: int = DEFAULT_BATCH,
@@ -56,21 +59,22 @@ class Session:
             raise ModelError(
                 f"context size is {self.context}, but the model was trained for {model.context_length}; choose less"
             )
-        self.backend, self.device = find(device)
-        self.store = Store(self.backend, self.device)
+        names = devices.split(",") if isinstance(devices, str) else devices
+        self.group = [find(name) for name in names][: 1 if split_mode == "none" else None]
+        self._split = partial(plan_for, group=self.group, split_mode=split_mode, tensor_split=tensor_split)
+        self._first = self._split(model.graph(self._step(1, 1, sequences)))
+        self.store = Store(self.group)
         self.lengths = [0] * sequences
         self._executors: dict[Step, Executor] = {}
         self._load(on_progress)
 
     def _load(self, on_progress: Callable[[Progress], None] | None) -> None:
         """Bind every weight of the model's graph, with word of each."""
-        tensors = {
-            w.node.name: self.model.gguf.tensors[w.node.name] for w in self.model.graph(self._step(1, 1)).weights
-        }
+        tensors = {w.node.name: self.model.gguf.tensors[w.node.name] for w in self._first.graph.weights}
         total = sum(t.nbytes for t in tensors.values())
         done = 0
         for name, tensor in tensors.items():
-            self.store.bind(name, tensor.raw, Spec(tensor.shape, tensor.dtype))
+            self.store.bind(name, tensor.raw, Spec(tensor.shape, tensor.dtype), self._first.leaves[name])
             done += tensor.nbytes
             if on_progress:
                 on_progress(Progress(done, total))
@@ -127,7 +131,8 @@ class Session:
         return Step(self.sequences, tokens, cells, self.context, outputs)
 
     def plan(self, step: Step) -> Plan:
-        return plan_for(self.model.graph(step), self.backend, self.device)
+        """The plan of a step, over the weights and states as they lie."""
+        return self._split(self.model.graph(step), like=self._first)
 
     def executor(self, step: Step) -> Executor:
         """The plan of a step, bound to this session's memory; built at its first use."""

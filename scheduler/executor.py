@@ -1,141 +1,113 @@
-"""Running plans: a store keeps what outlives them, an executor replays one."""
+"""Running a plan: one thread a device, inputs in, programs replayed, outputs out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..backends.base import Array, Backend, BufferSpec, Device, Tensor, contiguous_strides
-from ..graph.errors import PlanError
-from ..graph.node import constant_array
-from ..graph.spec import Spec
+from ..backends.base import Array
+from ..backends.comm import Alone, Comm, Meeting
+from ..graph.errors import BackendError, HocketError, PlanError
 from .plan import Plan
-
-
-class Store:
-    """Weights and states of one device, shared by all plans that run over them; states begin as zeros.
-
-    Raises `BackendError` when the device has no memory left.
-    """
-
-    def __init__(self, backend: Backend, device: Device) -> None:
-        self.backend, self.device = backend, device
-        self._buffers: dict[tuple[str, str], tuple[BufferSpec, Any]] = {}
-        self._arena: tuple[int, Any] = (0, None)
-
-    def bind(self, name: str, data: Array, spec: Spec) -> None:
-        """Load a weight; `data` is as a file holds it: typed, or bytes ``[..., row bytes]`` if quantised."""
-        stored = self.backend.stored(spec)
-        buffer = self.backend.alloc(stored.nbytes, self.device)
-        self.backend.load(data, spec, buffer)
-        self._buffers["weight", name] = (BufferSpec("weight", name, stored.nbytes, spec, stored), buffer)
-
-    def state(self, name: str) -> Any:
-        """A state as an array in place (device memory for a GPU): assign to it to reset or restore."""
-        try:
-            spec, buffer = self._buffers["state", name]
-        except KeyError:
-            raise PlanError(f"there is no state %{name} yet; states appear with the first plan that has them") from None
-        assert spec.stored is not None
-        shape = spec.stored.shape
-        return self.backend.view(buffer, Tensor(0, 0, shape, contiguous_strides(shape), spec.stored.dtype))
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        return tuple(name for kind, name in self._buffers if kind == "state")
-
-    def nbytes(self) -> dict[str, int]:
-        """Bytes held, by kind."""
-        total = {"weight": 0, "state": 0, "arena": self._arena[0]}
-        for (kind, _), (spec, _) in self._buffers.items():
-            total[kind] += spec.nbytes
-        return total
-
-    def buffers(self, plan: Plan) -> list[Any]:
-        """The buffers of a plan's program, made where they do not exist.  Raises `PlanError` on a clash or a weight
-        that was never bound."""
-        constants = {n.name: n for n in plan.graph.nodes if n.op == "constant"}
-        found = []
-        for spec in plan.program.buffers:
-            if spec.kind == "arena":
-                found.append(self._arena_of(spec.nbytes))
-            elif spec.kind == "constant":
-                assert spec.declared is not None
-                buffer = self.backend.alloc(spec.nbytes, self.device)
-                self.backend.load(constant_array(constants[spec.name]), spec.declared, buffer)
-                found.append(buffer)
-            else:
-                found.append(self._persistent(spec))
-        return found
-
-    def _arena_of(self, nbytes: int) -> Any:
-        """One arena serves all plans, since they run one at a time; it grows to the largest."""
-        if nbytes > self._arena[0] or self._arena[1] is None:
-            self._arena = (nbytes, self.backend.alloc(nbytes, self.device))
-        return self._arena[1]
-
-    def _persistent(self, spec: BufferSpec) -> Any:
-        key = (spec.kind, spec.name)
-        if key not in self._buffers:
-            if spec.kind == "weight":
-                raise PlanError(f"weight %{spec.name}: {spec.declared} is not bound; pass it when loading the plan")
-            self._buffers[key] = (spec, self.backend.alloc(spec.nbytes, self.device))
-        held, buffer = self._buffers[key]
-        if held != spec:
-            raise PlanError(f"{spec.kind} %{spec.name} is {held.declared} in the store but {spec.declared} in the plan")
-        return buffer
+from .store import Store, assembled
 
 
 class Executor:
-    """One plan bound to its memory.  `run` copies inputs in, replays the program, copies outputs out."""
+    """One plan bound to its memory.
 
-    def __init__(self, plan: Plan, store: Store) -> None:
+    A collective that waits longer than `timeout` seconds is an error.  When a device fails, all stop and the error
+    names the device.
+    """
+
+    def __init__(self, plan: Plan, store: Store, *, timeout: float = 60.0) -> None:
         self.plan, self.store = plan, store
-        buffers = store.buffers(plan)
-        program = plan.program
-
-        def views(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-            return {name: plan.backend.view(buffers[t.buffer], t) for name, t in tensors.items()}
-
-        self._inputs, self._outputs = views(program.inputs), views(program.outputs)
         self._specs = {v.node.name: v.spec for v in plan.graph.inputs}
-        self._replay = plan.backend.compile(program, buffers, plan.device)
+        self._shapes = {name: v.shape for name, v in plan.graph.outputs.items()}
+        self._timeout = timeout
+        self._meeting: Meeting | None = None
+        self._buffers = store.buffers(plan)
+        self._inputs: list[dict[str, Any]] = []
+        self._outputs: list[dict[str, Any]] = []
+        for lane, buffers in zip(plan.lanes, self._buffers, strict=True):
+            for views, tensors in ((self._inputs, lane.program.inputs), (self._outputs, lane.program.outputs)):
+                views.append({name: lane.backend.view(buffers[t.buffer], t) for name, t in tensors.items()})
+        self._compile()
+        self._threads = ThreadPoolExecutor(len(plan.lanes) - 1, "hocket") if len(plan.lanes) > 1 else None
+
+    def _compile(self) -> None:
+        lanes = self.plan.lanes
+        self._meeting = Meeting(len(lanes), self._timeout) if len(lanes) > 1 else None
+        comms: list[Comm] = [self._meeting.member(i) for i in range(len(lanes))] if self._meeting else [Alone()]
+        self._replays: list[Callable[[], None]] = [
+            lane.backend.compile(lane.program, buffers, lane.device, comm)
+            for lane, buffers, comm in zip(lanes, self._buffers, comms, strict=True)
+        ]
 
     def run(self, inputs: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
         """Outputs by name, as host arrays of their own.  States advance.
 
-        Raises `PlanError` for a missing, unknown or misshapen input.
+        Raises `PlanError` for a missing, unknown or misshapen input, `BackendError` if a device fails.
         """
-        for name in inputs.keys() - self._inputs.keys():
-            raise PlanError(f"there is no input %{name}; inputs: {', '.join(self._inputs) or 'none'}")
-        for name, view in self._inputs.items():
-            self._bind(name, view, inputs)
-        self._replay()
-        return {name: np.array(view) for name, view in self._outputs.items()}
+        self.bind(inputs)
+        self.replay()
+        return {
+            name: assembled(shape, self.plan.outputs[name], [views[name] for views in self._outputs])
+            for name, shape in self._shapes.items()
+        }
 
-    def _bind(self, name: str, view: Any, inputs: Mapping[str, npt.ArrayLike]) -> None:
-        spec = self._specs[name]
-        if name not in inputs:
-            raise PlanError(f"input %{name}: {spec} is missing")
-        data = np.asarray(inputs[name])
-        if data.shape != spec.shape:
-            raise PlanError(f"input %{name}: got shape {list(data.shape)}, need {spec}")
-        if spec.dtype.is_integer and data.dtype.kind not in "iu":
-            raise PlanError(f"input %{name}: got {data.dtype}, need {spec}")
-        view[...] = data
+    def bind(self, inputs: Mapping[str, npt.ArrayLike]) -> None:
+        """Copy the inputs to all devices."""
+        for name in inputs.keys() - self._specs.keys():
+            raise PlanError(f"there is no input %{name}; inputs: {', '.join(self._specs) or 'none'}")
+        for name, spec in self._specs.items():
+            if name not in inputs:
+                raise PlanError(f"input %{name}: {spec} is missing")
+            data = np.asarray(inputs[name])
+            if data.shape != spec.shape:
+                raise PlanError(f"input %{name}: got shape {list(data.shape)}, need {spec}")
+            if spec.dtype.is_integer and data.dtype.kind not in "iu":
+                raise PlanError(f"input %{name}: got {data.dtype}, need {spec}")
+            for views in self._inputs:
+                if name in views:
+                    views[name][...] = data
+
+    def replay(self) -> None:
+        """Run the programs on the inputs that are bound."""
+        if self._threads is None:
+            self._replays[0]()
+            return
+        futures = [self._threads.submit(self._guarded, i) for i in range(1, len(self._replays))]
+        errors = [self._guarded(0), *(f.result() for f in futures)]
+        found = [e for e in errors if e is not None]
+        if found:
+            self._compile()  # a broken barrier stays broken; the next run starts with a new one
+            raise next((e for e in found if not isinstance(e, BackendError)), found[0])
+
+    def _guarded(self, number: int) -> Exception | None:
+        """Run one device; on failure wake the others, who may be waiting for it."""
+        try:
+            self._replays[number]()
+        except Exception as error:  # a thread's error is handed to the caller, whatever it is
+            device = self.plan.lanes[number].device
+            assert self._meeting is not None
+            self._meeting.abort(f"device {device} failed: {error}")
+            return error if isinstance(error, HocketError) else BackendError(f"device {device}: {error}")
+        return None
 
 
 def load(plan: Plan, weights: Mapping[str, npt.ArrayLike]) -> Executor:
     """Bind `weights` (arrays by name, in the dtypes the graph declares) and make `plan` ready to run."""
-    store = Store(plan.backend, plan.device)
+    store = Store([(lane.backend, lane.device) for lane in plan.lanes])
     for value in plan.graph.weights:
         name, spec = value.node.name, value.spec
         if name in weights:
             data = np.asarray(weights[name])
             if not spec.dtype.is_quantised and data.shape != spec.shape:
                 raise PlanError(f"weight %{name}: got shape {list(data.shape)}, need {spec}")
-            store.bind(name, data if spec.dtype.is_quantised else data.astype(spec.dtype.storage), spec)
+            stored = data if spec.dtype.is_quantised else data.astype(spec.dtype.storage)
+            store.bind(name, stored, spec, plan.leaves[name])
     return Executor(plan, store)

@@ -38,9 +38,9 @@ def cache_graph(tokens: int = 1):
 
 def test_a_state_is_updated_in_its_own_memory():
     made = plan(cache_graph())
-    writes = {i.node: i.dst[0].buffer for i in made.program.instructions}
-    assert made.program.buffers[writes["new"]].name == "cache"
-    assert len(made.program.instructions) == 2
+    writes = {i.node: i.dst[0].buffer for i in made.lanes[0].program.instructions}
+    assert made.lanes[0].program.buffers[writes["new"]].name == "cache"
+    assert len(made.lanes[0].program.instructions) == 2
 
 
 def test_readers_of_the_old_value_run_before_the_writer():
@@ -49,7 +49,7 @@ def test_readers_of_the_old_value_run_before_the_writer():
     reads_new = ops.mul_mat(new, rows, name="reads_new")
     reads_old = ops.mul_mat(cache, rows, name="reads_old")  # reached last in graph order
     made = plan(Graph({"new": reads_new, "old": reads_old}, {cache: new}))
-    order = [i.node for i in made.program.instructions]
+    order = [i.node for i in made.lanes[0].program.instructions]
     assert order.index("reads_old") < order.index("new") < order.index("reads_new")
     run = load(made, {})
     first = run.run({"rows": [[1, 2, 3, 4]], "ids": [3]})
@@ -63,7 +63,7 @@ def test_a_reader_that_needs_the_new_value_forces_a_copy():
     old, new = counter()
     late = ops.sub(new, old, name="late")
     made = plan(Graph({"late": late}, {old: new}))
-    assert [i.node for i in made.program.instructions][-1] == "n.update"
+    assert [i.node for i in made.lanes[0].program.instructions][-1] == "n.update"
     run = load(made, {})
     for n in range(3):
         np.testing.assert_array_equal(run.run({})["late"], [1, 1])
@@ -101,7 +101,7 @@ def test_two_states_may_get_the_same_new_value():
 def test_a_state_that_stays_as_it_is_costs_nothing():
     a = state("a", (2,))
     made = plan(Graph({"twice": ops.add(a, a)}, {a: a}))
-    assert len(made.program.instructions) == 1
+    assert len(made.lanes[0].program.instructions) == 1
 
 
 def test_an_operand_that_is_read_again_is_not_overwritten():
@@ -122,7 +122,7 @@ def test_chains_of_elementwise_ops_share_one_memory():
 
 
 def test_the_same_graph_gives_the_same_plan():
-    assert plan(cache_graph()).program == plan(cache_graph()).program
+    assert plan(cache_graph()).lanes[0].program == plan(cache_graph()).lanes[0].program
 
 
 def test_planning_leaves_the_graph_as_it_was():
@@ -139,7 +139,7 @@ def test_a_reshape_that_strides_cannot_say_gets_a_copy():
     x = input("x", (3, 4))
     y = ops.reshape(ops.transpose(x), shape=(12,))
     made = plan(Graph({"y": ops.neg(y)}))
-    assert [i.op for i in made.program.instructions] == ["cont", "neg"]
+    assert [i.op for i in made.lanes[0].program.instructions] == ["cont", "neg"]
     out = load(made, {}).run({"x": np.arange(12).reshape(3, 4)})
     np.testing.assert_array_equal(out["y"], -np.arange(12).reshape(3, 4).T.ravel())
 
@@ -149,8 +149,8 @@ def test_a_kernel_that_cannot_read_strides_gets_one_copy_for_all_readers():
     backend.reads_strided = lambda node, operand: node.op != "mul"
     x = ops.transpose(input("x", (3, 4)))
     graph = Graph({"y": ops.mul(ops.mul(x, x), x), "z": ops.neg(x)})
-    made = plan_for(graph, backend, device)
-    assert [i.op for i in made.program.instructions].count("cont") == 1
+    made = plan_for(graph, [(backend, device)])
+    assert [i.op for i in made.lanes[0].program.instructions].count("cont") == 1
     data = np.arange(12.0).reshape(3, 4)
     out = load(made, {}).run({"x": data})
     np.testing.assert_array_equal(out["y"], data.T**3)
@@ -191,10 +191,9 @@ def test_replay_allocates_nothing():
     run = load(plan(Graph({"y": y}, {cache: new})), {"w": np.ones((1024, 1024), np.float32)})
     feed = {"x": np.ones((n, 1024), np.float32), "ids": np.arange(n)}
     run.run(feed)
-    for name, view in run._inputs.items():
-        view[...] = feed[name]
+    run.bind(feed)
     tracemalloc.start()
-    run._replay()
+    run.replay()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     # NumPy's iterators take buffers of 8,192 elements for a moment; any temporary of ours would be 1 MiB at least.
@@ -272,9 +271,9 @@ def test_the_verifier_finds_a_program_where(fault):
     new = ops.set_rows(cache, d, input("ids", (2,), "i32"), name="new")
     graph = Graph({"y": ops.mul_mat(new, c, name="y")}, {cache: new})
     made = plan(graph)
-    check(made.graph, made.program)
-    assert [i.node for i in made.program.instructions] == ["a", "b", "c", "d", "new", "y"]
-    assert list(faults(made.graph, planted(made.program, fault))), fault
+    check(made.lanes[0].graph, made.lanes[0].program)
+    assert [i.node for i in made.lanes[0].program.instructions] == ["a", "b", "c", "d", "new", "y"]
+    assert list(faults(made.graph, planted(made.lanes[0].program, fault))), fault
 
 
 # ------------------------------------------------------------------------------------------------------- executor
@@ -302,8 +301,8 @@ def test_a_weight_that_is_not_bound_is_named():
 
 def test_two_plans_share_weights_and_states():
     backend, device = find("cpu:0")
-    store = Store(backend, device)
-    one, four = (Executor(plan_for(cache_graph(n), backend, device), store) for n in (1, 4))
+    store = Store([(backend, device)])
+    one, four = (Executor(plan_for(cache_graph(n), [(backend, device)]), store) for n in (1, 4))
     four.run({"rows": np.ones((4, 4)), "ids": [0, 1, 2, 3]})
     out = one.run({"rows": [[1, 0, 0, 0]], "ids": [8]})
     assert out["sum"][0].tolist() == [1, 1, 1, 1, 0, 0, 0, 0, 1]

@@ -15,6 +15,7 @@ from ...graph.dtypes import DType
 from ...graph.node import Node
 from ...graph.spec import Spec
 from ..base import Device, Program, Support
+from ..comm import Comm
 from ..host import HostBackend
 from .kernel import Call
 from .table import KERNELS
@@ -35,7 +36,7 @@ class NumpyBackend(HostBackend):
     def scratch(self, node: Node) -> int:
         return 4 * KERNELS[node.op].scratch(node)
 
-    def compile(self, program: Program, buffers: Sequence[Any], on: Device) -> Callable[[], None]:
+    def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Callable[[], None]:
         calls: list[Callable[[], object]] = []
         for i in program.instructions:
             src = [None if t is None else self.view(buffers[t.buffer], t) for t in i.src]
@@ -44,7 +45,7 @@ class NumpyBackend(HostBackend):
             if i.scratch is not None:
                 start, end = i.scratch.offset, i.scratch.offset + i.scratch.shape[0]
                 scratch = buffers[i.scratch.buffer][start:end].view(np.float32)
-            calls += KERNELS[i.op].bind(Call(src, dst, i.attrs, scratch))
+            calls += KERNELS[i.op].bind(Call(src, dst, i.attrs, scratch, comm))
 
         def replay() -> None:
             with np.errstate(all="ignore"):  # IEEE results (inf, NaN) are results here

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from ...graph.node import Attrs, Node
 from ...ops import Op
 from ..base import Array
+from ..comm import Comm
 
 F32 = npt.NDArray[np.float32]
 Calls = list[Callable[[], object]]
@@ -31,6 +32,7 @@ class Call:
     dst: list[Array]
     attrs: Attrs
     scratch: F32
+    comm: Comm
     _taken: int = field(default=0)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...ops import REGISTRY
-from . import attention, elementwise, matmul, moves, norms, recurrent, rotary
+from . import attention, collective, elementwise, matmul, moves, norms, recurrent, rotary
 from .kernel import Kernel, kernels, through_reference
 
 OWN: Mapping[str, Kernel] = kernels(
@@ -16,6 +16,7 @@ OWN: Mapping[str, Kernel] = kernels(
     attention.KERNELS,
     rotary.KERNELS,
     recurrent.KERNELS,
+    collective.KERNELS,
 )
 
 KERNELS: Mapping[str, Kernel] = {name: OWN.get(name) or through_reference(op) for name, op in REGISTRY.items()}

@@ -12,8 +12,10 @@ from ...graph.dtypes import DType
 from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops import REGISTRY
-from ..base import Array, Device, Program, Support
+from ..base import Array, Device, Instruction, Program, Support
+from ..comm import Comm
 from ..host import HostBackend
+from ..numpy.collective import gather_parts
 
 
 class ReferenceBackend(HostBackend):
@@ -31,12 +33,14 @@ class ReferenceBackend(HostBackend):
     def scratch(self, node: Node) -> int:
         return 0
 
-    def compile(self, program: Program, buffers: Sequence[Any], on: Device) -> Callable[[], None]:
+    def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Callable[[], None]:
         calls = []
         for instruction in program.instructions:
             src = [None if t is None else self.view(buffers[t.buffer], t) for t in instruction.src]
             dst = [self.view(buffers[t.buffer], t) for t in instruction.dst]
-            calls.append(partial(_run, instruction.op, src, dst, instruction.attrs))
+            calls.append(
+                _meet(instruction, src, dst, comm) or partial(_run, instruction.op, src, dst, instruction.attrs)
+            )
 
         def replay() -> None:
             with np.errstate(all="ignore"):
@@ -44,6 +48,16 @@ class ReferenceBackend(HostBackend):
                     call()
 
         return replay
+
+
+def _meet(instruction: Instruction, src: list[Any], dst: list[Array], comm: Comm) -> Callable[[], None] | None:
+    """The call of a collective; None for an op that is computed alone."""
+    match instruction.op, instruction.attrs:
+        case "all_reduce", {"sequence": int(number)}:
+            return partial(comm.all_reduce, src[0], dst[0], np.empty_like(src[0]), number)
+        case "all_gather", {"sequence": int(number)}:
+            return partial(comm.all_gather, src[0], dst[0], gather_parts(instruction.attrs), number)
+    return None
 
 
 def _run(op: str, src: list[Array | None], dst: list[Array], attrs: Any) -> None:

@@ -1,0 +1,105 @@
+"""How devices meet: one small protocol, and its form within one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..graph.errors import BackendError
+from .base import Array
+
+
+class Comm(Protocol):
+    """One device's end of a group.  All members call the same operations in the same order.
+
+    Raises `BackendError` when a member does not come in time, has failed, or brings another `sequence` number.
+    """
+
+    rank: int
+    size: int
+
+    def all_reduce(self, source: Array, into: Array, scratch: Array, sequence: int) -> None:
+        """Write the sum of all sources into `into` (which may be `source`); `scratch` has the shape of `source`."""
+
+    def all_gather(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
+        """Copy every device's source into its parts of `into`: pairs (index into `into`, index into the source)."""
+
+
+class Meeting:
+    """The place where the threads of a group meet; `member(rank)` is one end.
+
+    Sums are taken in rank order, so every device gets the same bits.
+    """
+
+    def __init__(self, size: int, timeout: float = 60.0) -> None:
+        self.size, self.timeout = size, timeout
+        self.barrier = threading.Barrier(size)
+        self.posted: list[tuple[int, Array] | None] = [None] * size
+        self.failure = ""
+
+    def member(self, rank: int) -> Member:
+        return Member(self, rank)
+
+    def abort(self, why: str) -> None:
+        """Wake everybody who waits: a member failed."""
+        self.failure = self.failure or why
+        self.barrier.abort()
+
+    def wait(self, rank: int, sequence: int) -> None:
+        try:
+            self.barrier.wait(self.timeout)
+        except threading.BrokenBarrierError:
+            why = self.failure or f"a device did not arrive within {self.timeout:g} s"
+            raise BackendError(f"collective {sequence} on device {rank} of {self.size}: {why}") from None
+
+
+class Member:
+    """`Comm` of one thread."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.meeting, self.rank, self.size = meeting, rank, meeting.size
+
+    def _exchange(self, source: Array, sequence: int) -> list[Array]:
+        """Everybody's source, in rank order, once all are there."""
+        self.meeting.posted[self.rank] = (sequence, source)
+        self.meeting.wait(self.rank, sequence)
+        arrays = []
+        for rank, posted in enumerate(self.meeting.posted):
+            assert posted is not None
+            if posted[0] != sequence:
+                why = f"device {rank} is at collective {posted[0]}, device {self.rank} at {sequence}"
+                self.meeting.abort(why)
+                raise BackendError(f"{why}: the plans of the devices do not match")
+            arrays.append(posted[1])
+        return arrays
+
+    def all_reduce(self, source: Array, into: Array, scratch: Array, sequence: int) -> None:
+        first, *others = self._exchange(source, sequence)
+        np.copyto(scratch, first)
+        for other in others:
+            np.add(scratch, other, out=scratch)
+        self.meeting.wait(self.rank, sequence)  # nobody overwrites a source that another still reads
+        np.copyto(into, scratch)
+
+    def all_gather(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
+        arrays = self._exchange(source, sequence)
+        for array, pairs in zip(arrays, parts, strict=True):
+            for target, origin in pairs:
+                np.copyto(into[target], array[origin])
+        self.meeting.wait(self.rank, sequence)
+
+
+class Alone:
+    """`Comm` of a group of one: every collective is a copy."""
+
+    rank, size = 0, 1
+
+    def all_reduce(self, source: Array, into: Array, scratch: Array, sequence: int) -> None:
+        np.copyto(into, source)
+
+    def all_gather(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
+        for target, origin in parts[0]:
+            np.copyto(into[target], source[origin])

@@ -1,0 +1,59 @@
+"""Collectives: what a device says to its group.  Alone, a group of one, each is the identity on its operand.
+
+They are nodes of one device's graph; `sequence` numbers the meetings of a group, so that all devices meet in one order
+and a mix-up is noticed instead of hanging.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..graph.node import Attr, Attrs
+from ..graph.spec import Spec
+from .op import Array, Specs, op
+
+Runs = tuple[tuple[tuple[int, int], ...], ...]
+
+
+@op(
+    "x[...] -> [...]",
+    linear=("x",),
+    inplace="x",
+    samples=("x=f32[3,4], sequence=0", "x=f32[0], sequence=1"),
+    errors=(("x=i32[3], sequence=0", "x is i32"), ("x=f32[3]", "sequence is missing")),
+)
+def all_reduce(x: Array, *, sequence: int) -> Array:
+    """The sum of `x` over all devices of the group, the same bits on each.  MPI: ``Allreduce``."""
+    return np.array(x)
+
+
+def _gathered(specs: Specs, attrs: Attrs) -> Spec:
+    x = specs[0]
+    assert x is not None
+    axis, runs = int_attr(attrs["axis"]), runs_of(attrs["runs"])
+    length = max((offset + n for device in runs for offset, n in device), default=0)
+    return Spec((*x.shape[:axis], length, *x.shape[axis + 1 :]), x.dtype)
+
+
+def int_attr(value: Attr) -> int:
+    assert isinstance(value, int)
+    return value
+
+
+def runs_of(value: Attr) -> Runs:
+    return value  # type: ignore[return-value]
+
+
+@op(
+    "x[...]: number -> [...]",
+    infer=_gathered,
+    links=lambda specs, attrs: (),
+    samples=("x=f32[3,4], axis=1, runs=(((0,4),),), sequence=0",),
+    errors=(("x=f32[3], axis=0, runs=(((0,3),),)", "sequence is missing"), ("x=f32[3], axis=0, sequence=0", "runs is")),
+)
+def all_gather(x: Array, *, axis: int, runs: tuple[tuple[tuple[int, ...], ...], ...], sequence: int) -> Array:
+    """The whole of a value that is cut along `axis`; ``runs[d]`` are the (offset, length) that device d has.
+
+    MPI: ``Allgatherv``.
+    """
+    return np.array(x)
