@@ -50,7 +50,8 @@ class HostBackend(ABC):
     def load(self, data: Array, declared: Spec, buffer: npt.NDArray[np.uint8]) -> None:
         stored = self.stored(declared)
         target = host_view(buffer, Tensor(0, 0, stored.shape, contiguous_strides(stored.shape), stored.dtype))
-        target[...] = data if declared.dtype.is_integer else dequantise(data, declared.dtype).reshape(stored.shape)
+        plain = data if declared.dtype.is_integer else dequantise(np.atleast_1d(data), declared.dtype)
+        target[...] = plain.reshape(stored.shape)
 
 
 def _physical_memory() -> int | None:

@@ -75,7 +75,7 @@ def gated_delta_net(
     repeat = v.shape[-2] // q.shape[-2] if q.shape[-2] else 1
 
     def spread(x: Array) -> Array:
-        return np.concatenate([x] * repeat, axis=-2) if heads == "tiled" else np.repeat(x, repeat, axis=-2)
+        return np.tile(x, (repeat, 1)) if heads == "tiled" else np.repeat(x, repeat, axis=-2)
 
     q, k = spread(q), spread(k)
     out = np.empty(v.shape, np.result_type(v, state))

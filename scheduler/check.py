@@ -173,4 +173,4 @@ def _extent(tensor: Tensor) -> tuple[int, int, int]:
 
 
 def _meet(one: tuple[int, int, int], two: tuple[int, int, int]) -> bool:
-    return one[0] == two[0] and one[1] < two[2] and two[1] < one[2]
+    return one[0] == two[0] and max(one[1], two[1]) < min(one[2], two[2])

@@ -156,7 +156,12 @@ def refine(axis: Axis, at: Iterable[int]) -> bool:
 
 def tie(one: Axis, two: Axis) -> None:
     """Make two axes the same index."""
-    if not (refine(one, bounds(two)) and refine(two, bounds(one))):
+    for _ in range(4):  # a cut in one may show in the other, where they share factors
+        if bounds(one) == bounds(two):
+            break
+        refine(one, bounds(two))
+        refine(two, bounds(one))
+    else:
         block_axis(one)
         block_axis(two)
         return
