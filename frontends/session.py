@@ -52,10 +52,7 @@ class Session:
         for name, value in (("sequences", sequences), ("context size", self.context), ("batch size", batch)):
             if value < 1:
                 raise ModelError(f"{name} is {value}; it must be at least 1")
-        if self.context > model.context_length:
-            raise ModelError(
-                f"context size is {self.context}, but the model was trained for {model.context_length}; choose less"
-            )
+        check_context(self.context, model)
         self.backend, self.device = find(device)
         self.store = Store(self.backend, self.device)
         self.lengths = [0] * sequences
@@ -135,6 +132,11 @@ class Session:
             self._executors[step] = Executor(self.plan(step), self.store)
         return self._executors[step]
 
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The steps that have a plan so far."""
+        return tuple(self._executors)
+
     def reset(self, sequence: int) -> None:
         """Forget a sequence: it starts anew, its rows of every state zeroed."""
         self.lengths[sequence] = 0
@@ -142,6 +144,14 @@ class Session:
             state = self.store.state(name)
             rows = state.shape[0] // self.sequences
             state[sequence * rows : (sequence + 1) * rows] = 0
+
+
+def check_context(context: int, model: Model) -> None:
+    """Raises `ModelError` for a context longer than the model was trained for."""
+    if context > model.context_length:
+        raise ModelError(
+            f"context size is {context}, but the model was trained for {model.context_length}; choose less"
+        )
 
 
 def _bucket(n: int) -> int:
