@@ -23,6 +23,14 @@ class Timing:
     new_tokens: int = 0
     decode: float = 0.0
 
+    def __add__(self, other: Timing) -> Timing:
+        return Timing(
+            self.prompt_tokens + other.prompt_tokens,
+            self.prefill + other.prefill,
+            self.new_tokens + other.new_tokens,
+            self.decode + other.decode,
+        )
+
     def __str__(self) -> str:
         def rate(tokens: int, seconds: float) -> str:
             return f"{tokens / seconds:.1f} tok/s" if seconds and tokens else "-"

@@ -34,11 +34,17 @@ class Sampling:
                 raise ModelError(f"{name} is {getattr(self, name.replace('-', '_'))}; it must be {need}")
 
     def choose(self, logits: npt.NDArray[np.float32], rng: np.random.Generator) -> int:
-        """One token id from logits ``[vocabulary]``."""
+        """One token id from logits ``[vocabulary]``.  Raises `ModelError` if they are no numbers to choose by."""
+        best = int(np.argmax(logits))  # of a NaN, if there is one
+        if not np.isfinite(logits[best]):
+            raise ModelError(
+                f"the model gives token {best} the logit {logits[best]}; its file is damaged, fetch it again"
+            )
         if self.temperature == 0:
-            return int(np.argmax(logits))
+            return best
         ids, kept = self.candidates(logits)
-        return int(rng.choice(ids, p=softmax(kept / self.temperature)))
+        with np.errstate(over="ignore"):  # a very low temperature leaves only the first
+            return int(rng.choice(ids, p=softmax((kept - kept[0]) / self.temperature)))
 
     def candidates(self, logits: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """Ids that survive the filters, most likely first, with their logits; at least one always does."""

@@ -30,6 +30,15 @@ class Progress:
     total: int
 
 
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The devices of a session and how they share the model; see `hocket.plan` for the modes."""
+
+    devices: tuple[str, ...] = ("cpu:0",)
+    split_mode: str = "auto"
+    tensor_split: tuple[float, ...] = ()
+
+
 class Session:
     """Runs batches of new tokens for a fixed number of sequences and remembers their states.
 
@@ -41,9 +50,7 @@ class Session:
         self,
         model: Model,
         *,
-        devices: str | Sequence[str] = "cpu:0",
-        split_mode: str = "auto",
-        tensor_split: Sequence[float] = (),
+        on: Group = Group(),
         sequences: int = 1,
         context: int | None = None,
         batch: int = DEFAULT_BATCH,
@@ -55,13 +62,9 @@ class Session:
         for name, value in (("sequences", sequences), ("context size", self.context), ("batch size", batch)):
             if value < 1:
                 raise ModelError(f"{name} is {value}; it must be at least 1")
-        if self.context > model.context_length:
-            raise ModelError(
-                f"context size is {self.context}, but the model was trained for {model.context_length}; choose less"
-            )
-        names = devices.split(",") if isinstance(devices, str) else devices
-        self.group = [find(name) for name in names][: 1 if split_mode == "none" else None]
-        self._split = partial(plan_for, group=self.group, split_mode=split_mode, tensor_split=tensor_split)
+        check_context(self.context, model)
+        self.group = [find(name) for name in on.devices][: 1 if on.split_mode == "none" else None]
+        self._split = partial(plan_for, group=self.group, split_mode=on.split_mode, tensor_split=on.tensor_split)
         self._first = self._split(model.graph(self._step(1, 1, sequences)))
         self.store = Store(self.group)
         self.lengths = [0] * sequences
@@ -140,6 +143,11 @@ class Session:
             self._executors[step] = Executor(self.plan(step), self.store)
         return self._executors[step]
 
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The steps that have a plan so far."""
+        return tuple(self._executors)
+
     def reset(self, sequence: int) -> None:
         """Forget a sequence: it starts anew, its rows of every state zeroed."""
         self.lengths[sequence] = 0
@@ -147,6 +155,14 @@ class Session:
             state = self.store.state(name)
             rows = state.shape[0] // self.sequences
             state[sequence * rows : (sequence + 1) * rows] = 0
+
+
+def check_context(context: int, model: Model) -> None:
+    """Raises `ModelError` for a context longer than the model was trained for."""
+    if context > model.context_length:
+        raise ModelError(
+            f"context size is {context}, but the model was trained for {model.context_length}; choose less"
+        )
 
 
 def _bucket(n: int) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
+from ..graph.node import Attrs
 from .elementwise import tiled
 from .norms import alibi_slopes, softmax_rows
 from .op import Array, op
@@ -26,27 +29,68 @@ def causal_mask(pos: Array, *, cells: int, window: int = 0) -> Array:
     """0 where the token at position `pos` may see cache cell s (``pos - window < s <= pos``), -inf elsewhere.
 
     Cell s of a sequence holds position s.  `window` 0 means unlimited; otherwise the token itself counts.
+    ggml: no op, llama.cpp fills its KQ mask on the host.
     """
     distance = pos[..., None].astype(np.int64) - np.arange(cells)
     seen = (distance >= 0) & ((distance < window) if window else True)
     return np.where(seen, 0.0, -np.inf)
 
 
+_MASKS: Mapping[str, str] = {"one": "t, *s", "each": "(h g), t, *s", "tiled": "*m, t, *s"}
+
+
+def _attention_needs(mask_heads: str, h: int, g: int, m: int | None = None, **_: object) -> str | None:
+    if m is not None and (h * g % m if m else h * g):
+        return f"mask has {m} heads, which do not divide the {h * g} of q"
+    return None
+
+
+def _whole_heads(attrs: Attrs) -> tuple[str, ...]:
+    """A slope depends on the number of the head, and so does the mask of a head by index modulo."""
+    return ("h", "g") if attrs["max_bias"] or attrs["mask_heads"] == "tiled" else ()
+
+
 @op(
-    "q[..., t, (h g), *d], k[..., *s, h, *d], v[..., *s, h, e], mask[~..., t, *s]?, sinks[(h g)]?"
-    " -> [..., t, (h g), e]: f32",
+    {
+        name: f"q[..., t, (h g), *d], k[..., *s, h, *d], v[..., *s, h, e], mask[~..., {axes}]?, sinks[(h g)]?"
+        " -> [..., t, (h g), e]: f32"
+        for name, axes in _MASKS.items()
+    },
+    form="mask_heads",
+    linear=("v",),
+    needs=_attention_needs,
+    whole=_whole_heads,
+    infinite=("-mask",),
     flops=lambda t, h, g, s, d, e, **_: t * h * g * s * (2 * d + 2 * e + 5),
     samples=(
         *grid("q=f32[{t},4,16], k={x}[9,{h},16], v={x}[9,{h},16], scale=0.25", t=(1, 3), h=(1, 2, 4), x=("f32", "f16")),
         "q=f32[2,3,4,16], k=f32[2,9,2,16], v=f32[2,9,2,24], mask=f32[2,3,9], scale=0.25",
         "q=f32[2,3,4,16], k=f32[2,9,2,16], v=f32[2,9,2,16], mask=f16[3,9], scale=0.25, max_bias=8.0",
         "q=f32[3,4,16], k=f32[9,2,16], v=f32[9,2,16], mask=f32[3,9], sinks=f32[4], scale=0.25, softcap=5.0",
+        *grid(
+            'q=f32[4,3,6,8], k=f32[4,7,2,8], v=f32[4,7,2,5], mask=f16[{b}{m},3,7], mask_heads="{how}", scale=0.25,'
+            " max_bias={bias}",
+            b=("", "2,"),
+            m=(6,),
+            how=("each", "tiled"),
+            bias=(0.0, 8.0),
+        ),
+        *grid(
+            'q=f32[3,6,8], k=f32[7,3,8], v=f32[7,3,5], mask=f32[{m},3,7], mask_heads="tiled", scale=0.25', m=(1, 2, 3)
+        ),
+        "q=f32[0,4,8], k=f32[5,2,8], v=f32[5,2,8], mask=f32[0,5], scale=1.0",
     ),
     errors=(
         ("q=f32[3,4,16], k=f32[9,3,16], v=f32[9,3,16], scale=1.0", "no product"),
         ("q=f32[3,4,16], k=f32[9,2,8], v=f32[9,2,16], scale=1.0", "d is 16"),
         ("q=f32[3,4,16], k=f32[9,2,16], v=f32[8,2,16], scale=1.0", "s is 9"),
         ("q=f32[3,4,16], k=f32[9,2,16], v=f32[9,2,16]", "scale is missing"),
+        (
+            'q=f32[3,4,8], k=f32[7,2,8], v=f32[7,2,8], mask=f32[3,3,7], mask_heads="tiled", scale=1.0',
+            "mask has 3 heads",
+        ),
+        ('q=f32[3,4,8], k=f32[7,2,8], v=f32[7,2,8], mask=f32[2,3,7], mask_heads="each", scale=1.0', "no product"),
+        ('q=f32[3,4,8], k=f32[7,2,8], v=f32[7,2,8], mask_heads="all", scale=1.0', "one of one, each, tiled"),
     ),
 )
 def attention(
@@ -59,11 +103,14 @@ def attention(
     scale: float,
     max_bias: float = 0.0,
     softcap: float = 0.0,
+    mask_heads: str = "one",
 ) -> Array:
     """``softmax(cap(q k scale) + slope mask) v`` per head; `g` neighbouring query heads share a key/value head.
 
     `cap(x)` is ``softcap tanh(x / softcap)`` where softcap > 0.  A sink joins the sum of its head but adds nothing.
-    A row that is masked entirely gives zeros.  ggml: ``FLASH_ATTN_EXT``; Dao et al., 2022.
+    A row that is masked entirely gives zeros.  `mask_heads` says whether the mask has an axis of heads before its
+    rows: ``one`` mask for all, ``each`` head its own, or ``tiled``, head i the mask ``i mod m``.  Slopes are 1 unless
+    `max_bias` > 0 (ALiBi: Press et al., 2022).  ggml: ``FLASH_ATTN_EXT``; Dao et al., 2022.
     """
     heads = q.shape[-2]
     shared = heads // k.shape[-2] if k.shape[-2] else 1
@@ -72,7 +119,8 @@ def attention(
     if softcap:
         scores = softcap * np.tanh(scores / softcap)
     if mask is not None:
+        mask = mask[..., None, :, :] if mask_heads == "one" else mask
         slopes = alibi_slopes(heads, max_bias)[:, None, None]
-        scores = scores + slopes * tiled(mask, (*q.shape[:-3], *mask.shape[-2:]))[..., None, :, :]
+        scores = scores + slopes * tiled(mask, scores.shape)
     p = softmax_rows(scores, None if sinks is None else sinks[:, None, None])
     return np.einsum("...hts,...she->...the", p, v)

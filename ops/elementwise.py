@@ -1,8 +1,6 @@
-"""Elementwise ops: arithmetic with ggml's tiling broadcast, activations, gated linear units, casts."""
+"""Elementwise arithmetic with ggml's tiling broadcast, scaling, clamping, casts and copies."""
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 
@@ -84,69 +82,23 @@ def scale(x: Array, *, scale: float, bias: float = 0.0) -> Array:
     return x * scale + bias
 
 
-def _stable_sigmoid(x: Array) -> Array:
-    e = np.exp(-np.abs(x))
-    return np.where(x >= 0, 1.0, e) / (1.0 + e)
-
-
-@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS)
-def sigmoid(x: Array) -> Array:
-    """``1 / (1 + exp(-x))``.  ggml: ``UNARY_OP_SIGMOID``."""
-    return _stable_sigmoid(x)
-
-
-@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS)
-def silu(x: Array) -> Array:
-    """``x * sigmoid(x)``.  ggml: ``UNARY_OP_SILU``."""
-    return x * _stable_sigmoid(x)
-
-
-@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS)
-def softplus(x: Array) -> Array:
-    """``log(1 + exp(x))``, which is `x` itself for large `x`.  ggml: ``UNARY_OP_SOFTPLUS``."""
-    return np.logaddexp(0.0, x)
-
-
-@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS)
-def tanh(x: Array) -> Array:
-    """Hyperbolic tangent.  ggml: ``UNARY_OP_TANH``."""
-    return np.tanh(x)
-
-
-@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS)
-def exp(x: Array) -> Array:
-    """``e ** x``.  ggml: ``UNARY_OP_EXP``."""
-    return np.exp(x)
-
-
-@op(UNARY, linear=("x",), inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS)
-def neg(x: Array) -> Array:
-    """``-x``.  ggml: ``UNARY_OP_NEG``."""
-    return -x
-
-
-@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS)
-def relu(x: Array) -> Array:
-    """``max(x, 0)``.  ggml: ``UNARY_OP_RELU``."""
-    return np.maximum(x, 0.0)
-
-
-@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS)
-def gelu(x: Array) -> Array:
-    """Gaussian error linear unit, tanh approximation.  ggml: ``UNARY_OP_GELU``; Hendrycks and Gimpel, 2016."""
-    return 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
-
-
 @op(
-    "gate[...], up[...] -> [...]",
-    linear=("up",),
-    inplace="gate",
-    samples=grid("gate={x}[{shape}], up={x}[{shape}]", x=("f32", "f16"), shape=("9", "3,64", "2,3,8")),
-    errors=(("gate=f32[3,4], up=f32[3,5]", "leading axes"),),
+    UNARY,
+    inplace="x",
+    needs=lambda **given: "min {min} exceeds max {max}".format(**given) if given["min"] > given["max"] else None,
+    samples=(
+        *grid("x={x}[{shape}], min=-0.5, max=0.25", x=("f32", "f16", "bf16"), shape=("7", "3,0,2", "2,3,4,5")),
+        "x=f32[3,1], min=1.0, max=1.0",
+    ),
+    errors=(
+        ("x=f32[3], min=2.0, max=1.0", "min 2.0 exceeds max 1.0"),
+        ("x=f32[3], min=2.0", "max is missing"),
+        ("x=i32[3], min=0.0, max=1.0", "x is i32"),
+    ),
 )
-def swiglu(gate: Array, up: Array) -> Array:
-    """``silu(gate) * up``.  ggml: ``GLU_OP_SWIGLU``, split form; Shazeer, GLU variants, 2020."""
-    return gate * _stable_sigmoid(gate) * up
+def clamp(x: Array, *, min: float, max: float) -> Array:
+    """`x` kept within `min` and `max`.  ggml: ``CLAMP``."""
+    return np.clip(x, min, max)
 
 
 def _cast_spec(specs: Specs, attrs: Attrs) -> Spec:

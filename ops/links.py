@@ -11,7 +11,8 @@ class Link:
 
     Several axes on a side are a product, outer first.  `start` is where the shorter side begins within the longer
     one: within the source for a slice, within the result for a concatenation.  A result axis without a link is free
-    (any device can make any part of it); a source axis without one must be whole.
+    (any device can make any part of it) if the op is a view, else it is made whole; a source axis without one must be
+    whole.
     """
 
     operand: int

@@ -28,6 +28,47 @@ def l2_norm(x: Array, *, eps: float = 1e-6, clamp: bool = False) -> Array:
     return x / (np.maximum(np.sqrt(square), eps) if clamp else np.sqrt(square + eps))
 
 
+@op("x[..., *c] -> [..., c]", inplace="x", flops=lambda c, **_: 6 * c, samples=_ROWS, errors=_ERRORS, must=False)
+def norm(x: Array, *, eps: float = 1e-5) -> Array:
+    """``(x - mean) / sqrt(variance + eps)`` over the last axis.  ggml: ``NORM``; Ba et al., 2016, without weights."""
+    n = max(1, x.shape[-1])
+    centred = x - np.sum(x, axis=-1, keepdims=True) / n
+    return centred / np.sqrt(np.sum(centred * centred, axis=-1, keepdims=True) / n + eps)
+
+
+@op(
+    "x[..., *c, *h, *w] -> [..., c, h, w]",
+    inplace="x",
+    flops=lambda c, h, w, **_: 6 * c * h * w,
+    needs=lambda groups, **_: f"groups is {groups}; it must be at least 1" if groups < 1 else None,
+    samples=(
+        *grid("x=f32[{shape}], groups={groups}", shape=("8,3,5", "2,7,1,4"), groups=(1, 2, 4, 7)),
+        "x=f32[6,2,3], groups=3, eps=0.1",
+        "x=f32[2,4,0,3], groups=2",
+        "x=f32[3,1,1], groups=5",
+    ),
+    errors=(
+        ("x=f32[4,3], groups=2", "needs at least 3"),
+        ("x=f32[4,3,3], groups=0", "groups is 0"),
+        ("x=f32[4,3,3]", "groups is missing"),
+    ),
+    must=False,
+)
+def group_norm(x: Array, *, groups: int, eps: float = 1e-6) -> Array:
+    """`norm` over the last two axes and each of `groups` runs of channels, the axis before.  ggml: ``GROUP_NORM``.
+
+    Where `groups` does not divide the channels the last runs are shorter (or empty), as in ggml.  Wu and He, 2018.
+    """
+    channels = x.shape[-3]
+    run = -(-channels // groups)
+    out = np.empty_like(x)
+    for start in range(0, channels, max(1, run)):
+        part = x[..., start : start + run, :, :]
+        flat = part.reshape(*x.shape[:-3], part.shape[-3] * part.shape[-2] * part.shape[-1])
+        out[..., start : start + run, :, :] = np.asarray(norm.reference(flat, eps=eps)).reshape(part.shape)
+    return out
+
+
 def softmax_rows(scores: Array, sinks: Array | None) -> Array:
     """Softmax over the last axis; a sink joins maximum and sum but not the output; a row all -inf gives zeros."""
     top = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
@@ -43,6 +84,7 @@ def softmax_rows(scores: Array, sinks: Array | None) -> Array:
 @op(
     "x[..., h, t, *s], mask[~..., t, s]?: float, sinks[h]? -> [..., h, t, s]",
     inplace="x",
+    whole=lambda attrs: ("h",) if attrs["max_bias"] else (),
     flops=lambda h, t, s, **_: 5 * h * t * s,
     samples=(
         "x=f32[2,3,5]",

@@ -24,6 +24,7 @@ T = TypeVar("T")
 R = TypeVar("R", Value, tuple[Value, Value])
 Specs: TypeAlias = tuple[Spec | None, ...]
 Linear: TypeAlias = "tuple[str, ...] | Callable[[Attrs], tuple[str, ...]]"
+Form: TypeAlias = "str | Callable[[Mapping[str, Attr]], str]"
 Localise: TypeAlias = Callable[[Attrs, tuple[int, ...], Callable[[int, int], int]], Mapping[str, Attr]]
 Infer: TypeAlias = Callable[[Specs, Attrs], Spec]
 
@@ -46,7 +47,7 @@ class Op(Generic[R]):
     name: str
     reference: Callable[..., Any]
     signatures: Mapping[str, Signature]
-    form: str
+    form: Form
     defaults: Attrs
     required: tuple[str, ...]
     kinds: Mapping[str, str]
@@ -71,14 +72,19 @@ class Op(Generic[R]):
     operand_names: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        first = next(iter(self.signatures.values()))
-        object.__setattr__(self, "operand_names", tuple(o.name for o in first.operands))
+        longest = max(self.signatures.values(), key=lambda s: len(s.operands))
+        object.__setattr__(self, "operand_names", tuple(o.name for o in longest.operands))
         # Inference depends on specs and attributes alone, and a model asks the same question for every layer.
         object.__setattr__(self, "_infer", lru_cache(maxsize=4096)(self._infer_uncached))
 
     def signature_for(self, attrs: Mapping[str, Attr]) -> Signature:
-        """The signature in force; it may depend on the attribute named by `form`."""
-        return self.signatures[str(attrs[self.form]) if self.form else ""]
+        """The signature in force, which `form` may choose by attributes.  Raises `Mismatch`."""
+        if callable(self.form):
+            return self.signatures[self.form(attrs)]
+        key = str(attrs.get(self.form, self.defaults.get(self.form))) if self.form else ""
+        if key not in self.signatures:
+            raise Mismatch(f"{self.form} is {key!r}; one of {', '.join(self.signatures)}")
+        return self.signatures[key]
 
     # --------------------------------------------------------------------------------------------- building
 
@@ -119,8 +125,6 @@ class Op(Generic[R]):
 
     def _infer_uncached(self, specs: Specs, items: tuple[tuple[str, Attr], ...]) -> tuple[Spec, ...]:
         attrs = dict(items)
-        if self.form and str(attrs[self.form]) not in self.signatures:
-            raise Mismatch(f"{self.form} is {attrs[self.form]!r}; one of {', '.join(self.signatures)}")
         signature = self.signature_for(attrs)
         if len(specs) > len(signature.operands):
             raise Mismatch(f"takes {len(signature.operands)} operands, got {len(specs)}")
@@ -219,7 +223,7 @@ class _Declare:
 def op(
     signature: str | Mapping[str, str],
     *,
-    form: str = "",
+    form: Form = "",
     linear: Linear = (),
     inplace: str | tuple[tuple[int, str], ...] = (),
     where: Mapping[str, Callable[..., int]] = MappingProxyType({}),
@@ -241,8 +245,9 @@ def op(
 ) -> _Declare:
     """Declare an op above its float64 reference; keyword-only parameters of the reference are its attributes.
 
-    `signature` may be a mapping from values of the attribute `form`.  `where` computes further dimensions from known
-    ones; `infer` and `links` replace the signature's result shape and sharding where names cannot say them (views).
+    `signature` may be a mapping from values of the attribute `form`, or from what a function `form` of the attributes
+    gives; operands that only some signatures have come last.  `where` computes further dimensions from known ones;
+    `infer` and `links` replace the signature's result shape and sharding where names cannot say them (views).
     `flops` takes the dimensions by name, for one leading index; `traffic` takes operand and result specs.  `ranges`
     are the legal values of operands; `view` marks a view, whose reference moves no element (or is replaced by a
     function that does not).  `whole` names parallel dimensions that may not be cut under these attributes; `localise`

@@ -1,13 +1,17 @@
-"""Recurrences: causal depthwise convolution and the gated delta net."""
+"""Causal depthwise convolution and the gated delta net; further recurrences are in `scans`."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
+from ..graph.node import Attr
 from .op import Array, op
 from .samples import Range, grid
+from .signature import Mismatch
+from .states import SLOT_RANGES, carry, state_form, state_needs, state_signatures, state_traffic
 
 
 @op(
@@ -32,45 +36,110 @@ def ssm_conv(x: Array, w: Array) -> Array:
     return out
 
 
-_DELTA = (
-    "q[..., *t, h, *d], k[..., *t, h, *d], v[..., *t, {hv}, e], g[..., *t, {hv}, 1|*d], beta[..., *t, {hv}],"
-    " state[..., {hv}, e, *d] -> [..., t, {hv}, e]: f32, [..., {hv}, e, d]: f32"
-)
+_HEADS: Mapping[str, str] = {"tiled": "(r h)", "interleaved": "(h r)"}
+
+
+def _delta_signatures(heads: str) -> dict[str, str]:
+    """A signature for each way to give the state, when value heads are this product of r and h."""
+    operands = (
+        f"q[..., *t, h, *d], k[..., *t, h, *d], v[..., *t, {heads}, e], g[..., *t, {heads}, 1|*d],"
+        f" beta[..., *t, {heads}]"
+    )
+    return state_signatures(operands, f"[..., t, {heads}, e]", f"{heads}, e, *d")
+
+
+def _delta_form(attrs: Mapping[str, Attr]) -> str:
+    heads = str(attrs["heads"])
+    if heads not in _HEADS:
+        raise Mismatch(f"heads is {heads!r}; one of {', '.join(_HEADS)}")
+    return f"{heads} {state_form(attrs)}"
+
+
+_INPUTS = "q=f32[{n}{t},2,8], k=f32[{n}{t},2,8], v=f32[{n}{t},4,{e}], g=f32[{n}{t},4,{g}], beta=f32[{n}{t},4]"
 _DELTA_CASE = (
     "q=f32[{t},{h},{d}], k=f32[{t},{h},{d}], v=f32[{t},4,{e}], g=f32[{t},4,{g}], beta=f32[{t},4], state=f32[4,{e},{d}]"
     ', heads="{m}"'
 )
+_SHORT = _INPUTS.format(n="", t=3, e=8, g=1)
 
 
 @op(
-    {"tiled": _DELTA.format(hv="(r h)"), "interleaved": _DELTA.format(hv="(h r)")},
-    form="heads",
+    {f"{name} {form}": text for name, hv in _HEADS.items() for form, text in _delta_signatures(hv).items()},
+    form=_delta_form,
+    linear=("v+state",),
     inplace=((1, "state"),),
-    flops=lambda t, h, r, d, e, **_: t * h * r * e * (7 * d + 3),
-    ranges={"g": Range(-4.0, -1e-4), "beta": Range(0.0, 1.0), "q": Range(-0.3, 0.3), "k": Range(-0.3, 0.3)},
+    needs=state_needs,
+    flops=lambda t, h, r, d, e, seqs=1, **_: seqs * t * h * r * e * (7 * d + 3),
+    traffic=state_traffic(5),
+    sequential="t",
+    ranges={
+        "g": Range(-4.0, -1e-4),
+        "beta": Range(0.0, 1.0),
+        "q": Range(-0.3, 0.3),
+        "k": Range(-0.3, 0.3),
+        **SLOT_RANGES,
+    },
     samples=(
         *grid(_DELTA_CASE, t=(1, 5), h=(2, 4), d=(16,), e=(16,), g=(1, 16), m=("tiled", "interleaved")),
         *grid(_DELTA_CASE, t=(0, 3), h=(2,), d=(8,), e=(12,), g=(1,), m=("tiled",)),
-        "q=f32[2,3,2,8], k=f32[2,3,2,8], v=f32[2,3,4,8], g=f32[2,3,4,1], beta=f32[2,3,4], state=f32[2,4,8,8]",
+        _INPUTS.format(n="2,", t=3, e=8, g=1) + ", state=f32[2,4,8,8]",
+        *grid(_INPUTS + ", state=f32[{n}4,12,8], snapshots={k}", n=("", "2,"), t=(1, 5), e=(12,), g=(8,), k=(2, 3)),
+        *grid(
+            _INPUTS + ', state=f32[7,4,5,8], slots_in=i32[2], slots_out=i32[2], pool="update"',
+            n=("2,",),
+            t=(0, 1, 4),
+            e=(5,),
+            g=(1, 8),
+        ),
+        _INPUTS.format(n="1,", t=3, e=5, g=1)
+        + ', state=f32[7,4,5,8], slots_in=i32[1], slots_out=i32[1,4], pool="update", snapshots=4, heads="interleaved"',
+        *grid(
+            _INPUTS + ', state=f32[2,4,5,8], slots_in=i32[2], pool="read", snapshots={k}',
+            n=("2,",),
+            t=(3,),
+            e=(5,),
+            g=(1,),
+            k=(1, 2),
+        ),
     ),
     errors=(
         ("q=f32[3,2,8], k=f32[3,2,8], v=f32[3,3,8], g=f32[3,3,1], beta=f32[3,3], state=f32[3,8,8]", "no product"),
         ("q=f32[3,2,8], k=f32[3,2,8], v=f32[3,4,8], g=f32[3,4,4], beta=f32[3,4], state=f32[4,8,8]", "d is 8"),
-        ("q=f32[3,2,8], k=f32[3,2,8], v=f32[3,4,8], g=f32[3,4,1], beta=f32[3,4]", "operand state is missing"),
+        (_SHORT, "operand state is missing"),
+        (_SHORT + ', state=f32[4,8,8], heads="odd"', "one of tiled, interleaved"),
+        (_SHORT + ", state=f32[4,8,8], snapshots=0", "at least 1"),
+        (_SHORT + ', state=f32[4,8,8], pool="ring"', "one of none, read, update"),
+        (_SHORT + ", state=f32[4,8,8], slots_in=i32[1]", "takes 6 operands"),
         (
-            'q=f32[3,2,8], k=f32[3,2,8], v=f32[3,4,8], g=f32[3,4,1], beta=f32[3,4], state=f32[4,8,8], heads="odd"',
-            "one of tiled, interleaved",
+            _INPUTS.format(n="2,", t=3, e=8, g=1)
+            + ', state=f32[7,4,8,8], slots_in=i32[2], slots_out=i32[2,3], snapshots=2, pool="update"',
+            "slots_out has 3 rows",
         ),
     ),
 )
 def gated_delta_net(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, *, heads: str = "tiled"
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    state: Array,
+    slots_in: Array | None = None,
+    slots_out: Array | None = None,
+    *,
+    heads: str = "tiled",
+    snapshots: int = 1,
+    pool: str = "none",
 ) -> tuple[Array, Array]:
     """The gated delta rule over all tokens; returns the outputs and the state after the last token.
 
     Per token and value head: ``S *= exp(g)``; ``S += beta (v - S k) k^T``; ``o = S q / sqrt(d)``.  `S` is kept as
     [value, key], `g` is a log decay per head, or per key channel (KDA).  Value head j reads key head ``j mod h``
     (tiled) or ``j div r`` (interleaved).  q and k come in normalised.  ggml: ``GATED_DELTA_NET``; Yang et al., 2024.
+
+    With `snapshots` K > 1 the second result is [..., K, heads, e, d]: snapshot s is the state s tokens before the
+    end, zeros where that is before the first token (ggml leaves those unwritten).  With `pool` ``"update"``, state
+    is a pool of states and result the pool in which row ``slots_out[i]`` (or ``[i, s]``) is new; module `states`.
     """
     repeat = v.shape[-2] // q.shape[-2] if q.shape[-2] else 1
 
@@ -79,11 +148,14 @@ def gated_delta_net(
 
     q, k = spread(q), spread(k)
     out = np.empty(v.shape, np.result_type(v, state))
-    s = np.array(state)
-    for t in range(v.shape[-3]):
+
+    def step(t: int, s: Array) -> Array:
         at = (..., t, slice(None), slice(None))
         s = s * np.exp(g[at])[..., None, :]
         delta = (v[at] - np.einsum("...ed,...d->...e", s, k[at])) * beta[..., t, :, None]
         s = s + delta[..., :, None] * k[at][..., None, :]
         out[at] = np.einsum("...ed,...d->...e", s, q[at])
-    return out / math.sqrt(q.shape[-1]), s
+        return s
+
+    new = carry(step, v.shape[-3], state, slots_in, slots_out, snapshots)
+    return out / math.sqrt(q.shape[-1]), new

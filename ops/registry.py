@@ -11,11 +11,34 @@ from ..graph.node import LEAVES, Node
 from ..graph.verify import RULES as GRAPH_RULES
 from ..graph.verify import Rule
 from ..graph.verify import verify as verify_rules
-from . import attend, collective, elementwise, matmul, moves, norms, recurrent, rotary, views
+from . import (
+    arrange,
+    attend,
+    collective,
+    elementwise,
+    experts,
+    gated,
+    generators,
+    indexer,
+    matmul,
+    moves,
+    norms,
+    recurrent,
+    reductions,
+    rotary,
+    scans,
+    sorting,
+    triangular,
+    unary,
+    views,
+)
 from .op import Op
 from .signature import Mismatch
 
-_MODULES = (views, elementwise, norms, matmul, moves, attend, rotary, recurrent, collective)
+_MODULES = (
+    *(views, elementwise, unary, gated, norms, reductions, sorting, matmul, moves, arrange, triangular, generators),
+    *(attend, rotary, recurrent, scans, experts, indexer, collective),
+)
 
 REGISTRY: Mapping[str, Op[Any]] = MappingProxyType(
     {found.name: found for module in _MODULES for found in vars(module).values() if isinstance(found, Op)}

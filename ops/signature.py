@@ -8,7 +8,8 @@
   sum), ``*c`` is coupled (every element of the result may need all of it, so each device must hold it whole).
 * ``...`` stands for any number of leading axes, parallel and equal in all operands.  ``~...`` is an operand whose
   leading axes repeat as tiles (index modulo size, ggml's rule for ``add``); ``/...`` one whose entries are each used
-  for a run of neighbours (index divided by the ratio, ggml's rule for the weights of ``mul_mat``).
+  for a run of neighbours (index divided by the ratio, ggml's rule for the weights of ``mul_mat``); ``+...`` one whose
+  leading axes are all summed over: equal in all operands, absent from results.
 * ``?`` after an operand makes it optional; ``:`` names its dtypes, or the dtype of a result (a dtype or an operand).
 """
 
@@ -49,6 +50,7 @@ class Leading(Enum):
     EQUAL = "..."
     TILED = "~..."
     GROUPED = "/..."
+    CONTRACTED = "+..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +190,7 @@ class _Solver:
         return True
 
     def _shared_leading(self) -> tuple[int, ...]:
-        equal = {o: shape for o, shape in self.leading.items() if o.leading is Leading.EQUAL}
+        equal = {o: shape for o, shape in self.leading.items() if o.leading in (Leading.EQUAL, Leading.CONTRACTED)}
         if not equal:
             return ()
         first, shared = next(iter(equal.items()))
@@ -212,7 +214,7 @@ class _Solver:
 
 _OPERAND = re.compile(r"\s*(?P<name>\w*)\[(?P<dims>[^\]]*)\](?P<optional>\?)?(?:\s*:\s*(?P<dtypes>[\w|]+))?\s*(?:,|$)")
 _DIM = re.compile(
-    r"\s*(?:(?P<leading>[~/]?\.\.\.)"
+    r"\s*(?:(?P<leading>[~/+]?\.\.\.)"
     r"|(?P<or_one>1\|)?(?P<role>[+*]?)(?:(?P<name>\w+)|\((?P<product>[\w ]+)\)))\s*(?:,|$)"
 )
 

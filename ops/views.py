@@ -15,12 +15,14 @@ from .samples import grid
 from .signature import Mismatch
 
 
-def _spec(specs: Specs) -> Spec:
+def spec_of(specs: Specs) -> Spec:
+    """The spec of the first operand, which is always there."""
     assert specs[0] is not None
     return specs[0]
 
 
-def _ints(attrs: Attrs, name: str) -> tuple[int, ...]:
+def ints_of(attrs: Attrs, name: str) -> tuple[int, ...]:
+    """An attribute that is a tuple of integers."""
     return attrs[name]  # type: ignore[return-value]
 
 
@@ -37,7 +39,7 @@ def axis_of(attrs: Attrs, spec: Spec, name: str = "axis") -> int:
 
 
 def _reshaped(specs: Specs, attrs: Attrs) -> Spec:
-    spec, shape = _spec(specs), _ints(attrs, "shape")
+    spec, shape = spec_of(specs), ints_of(attrs, "shape")
     if math.prod(shape) != spec.size:
         raise Mismatch(f"shape {list(shape)} holds {math.prod(shape)} elements, x holds {spec.size}")
     return Spec(shape, spec.dtype)
@@ -48,7 +50,7 @@ def _reshaped(specs: Specs, attrs: Attrs) -> Spec:
     view=lambda x, *, shape: np.reshape(x, shape, copy=False),
     linear=("x",),
     infer=_reshaped,
-    links=lambda specs, attrs: regrouped(_spec(specs).shape, _ints(attrs, "shape")),
+    links=lambda specs, attrs: regrouped(spec_of(specs).shape, ints_of(attrs, "shape")),
     localise=lambda attrs, shape, count: {"shape": shape},
     samples=("x=f32[6,4], shape=(2,3,4)", "x=f16[2,3,4], shape=(24,)", "x=i32[5,0], shape=(0,7)", "x=f32[1], shape=()"),
     errors=(
@@ -62,7 +64,7 @@ def reshape(x: Array, *, shape: tuple[int, ...]) -> Array:
 
 
 def _permuted(specs: Specs, attrs: Attrs) -> Spec:
-    spec, axes = _spec(specs), _ints(attrs, "axes")
+    spec, axes = spec_of(specs), ints_of(attrs, "axes")
     if sorted(axes) != list(range(len(spec.shape))):
         raise Mismatch(f"axes {list(axes)} are no permutation of the {len(spec.shape)} axes of {spec}")
     return Spec(tuple(spec.shape[a] for a in axes), spec.dtype)
@@ -73,9 +75,9 @@ def _permuted(specs: Specs, attrs: Attrs) -> Spec:
     view=True,
     linear=("x",),
     infer=_permuted,
-    links=lambda specs, attrs: same({a: i for i, a in enumerate(_ints(attrs, "axes"))}),
+    links=lambda specs, attrs: same({a: i for i, a in enumerate(ints_of(attrs, "axes"))}),
     samples=("x=f32[2,3,4], axes=(1,0,2)", "x=f16[2,3,4,5], axes=(3,1,0,2)", "x=i32[7], axes=(0,)"),
-    errors=(("x=f32[2,3], axes=(0,0)", "no permutation"),),
+    errors=(("x=f32[2,3], axes=(0,0)", "no permutation"), ("x=f32[2,3], axes=(1,)", "no permutation of the 2 axes")),
 )
 def permute(x: Array, *, axes: tuple[int, ...]) -> Array:
     """Axis i of the result is axis ``axes[i]`` of `x`.  ggml: ``PERMUTE`` (which counts axes from the last)."""
@@ -87,7 +89,7 @@ def permute(x: Array, *, axes: tuple[int, ...]) -> Array:
     view=True,
     linear=("x",),
     samples=("x=f32[2,3]", "x=f16[4,5,6]", "x=f32[0,3]"),
-    errors=(("x=f32[5]", "needs at least 2"),),
+    errors=(("x=f32[5]", "needs at least 2"), ("x=q8_0[33,64]", "the last axis must be a multiple")),
 )
 def transpose(x: Array) -> Array:
     """Exchange the last two axes.  ggml: ``TRANSPOSE``."""
@@ -95,7 +97,7 @@ def transpose(x: Array) -> Array:
 
 
 def _sliced(specs: Specs, attrs: Attrs) -> Spec:
-    spec = _spec(specs)
+    spec = spec_of(specs)
     axis, start, stop = axis_of(attrs, spec), _int(attrs, "start"), _int(attrs, "stop")
     if not 0 <= start <= stop <= spec.shape[axis]:
         raise Mismatch(
@@ -105,9 +107,9 @@ def _sliced(specs: Specs, attrs: Attrs) -> Spec:
 
 
 def _slice_links(specs: Specs, attrs: Attrs) -> tuple[Link, ...]:
-    axis = axis_of(attrs, _spec(specs))
+    axis = axis_of(attrs, spec_of(specs))
     start = _int(attrs, "start")
-    return tuple(Link(0, (i,), (i,), start if i == axis else 0) for i in range(len(_spec(specs).shape)))
+    return tuple(Link(0, (i,), (i,), start if i == axis else 0) for i in range(len(spec_of(specs).shape)))
 
 
 def _slice_locally(attrs: Attrs, shape: tuple[int, ...], count: Callable[[int, int], int]) -> Mapping[str, Attr]:
@@ -138,7 +140,7 @@ def slice_(x: Array, *, axis: int, start: int, stop: int) -> Array:
 
 
 def _broadcasted(specs: Specs, attrs: Attrs) -> Spec:
-    spec, shape = _spec(specs), _ints(attrs, "shape")
+    spec, shape = spec_of(specs), ints_of(attrs, "shape")
     old = (1,) * (len(shape) - len(spec.shape)) + spec.shape
     if len(old) != len(shape) or any(a not in (1, b) for a, b in zip(old, shape, strict=True)):
         raise Mismatch(f"{spec} cannot be broadcast to {list(shape)}; only axes of size 1 grow")
@@ -146,7 +148,7 @@ def _broadcasted(specs: Specs, attrs: Attrs) -> Spec:
 
 
 def _broadcast_links(specs: Specs, attrs: Attrs) -> tuple[Link, ...]:
-    shape, target = _spec(specs).shape, _ints(attrs, "shape")
+    shape, target = spec_of(specs).shape, ints_of(attrs, "shape")
     extra = len(target) - len(shape)
     return same({i: i + extra for i, n in enumerate(shape) if n == target[i + extra]})
 
@@ -159,7 +161,10 @@ def _broadcast_links(specs: Specs, attrs: Attrs) -> tuple[Link, ...]:
     links=_broadcast_links,
     localise=lambda attrs, shape, count: {"shape": shape},
     samples=("x=f32[3,1,4], shape=(3,5,4)", "x=f16[4], shape=(2,3,4)", "x=f32[], shape=(2,2)"),
-    errors=(("x=f32[3,2,4], shape=(3,4,4)", "only axes of size 1 grow"),),
+    errors=(
+        ("x=f32[3,2,4], shape=(3,4,4)", "only axes of size 1 grow"),
+        ("x=f32[3,1,4], shape=(5,4)", "cannot be broadcast to [5, 4]"),
+    ),
 )
 def broadcast(x: Array, *, shape: tuple[int, ...]) -> Array:
     """Repeat axes of size 1 (and new leading axes) without copying.  ggml: implied by stride 0."""

@@ -258,7 +258,10 @@ class Factors:
                     self._equate(dim, axis, named, sizes.named)
                     role = Role.COUPLED if set(dim.factors) & set(whole) else dim.role
                     roles.append((role, axis))
+        roles += self._summed(node, signature.operands)
         self._roles[node] = roles
+        for name, size in sizes.named.items():
+            named.setdefault(name, fresh(size, blocked=True))  # no operand has it, so a shard could not know its part
         for result, value in zip(signature.results, node.results, strict=True):
             own = tuple(self._product(d, named, sizes.named) for d in result.dims)
             self._axes[value] = (*leading, *own) if result.leading is Leading.EQUAL else own
@@ -297,6 +300,17 @@ class Factors:
                 for a, b in zip(reversed(found), reversed(mine), strict=False):
                     self._repeat(a, b, operand.leading)
         return found
+
+    def _summed(self, node: Node, operands: Sequence[Operand]) -> list[tuple[Role, Axis]]:
+        """Leading axes that are summed away, tied between the operands that have them."""
+        found: list[Axis] = []
+        for operand, source in zip(operands, node.src, strict=False):
+            if source is not None and operand.leading is Leading.CONTRACTED:
+                mine = self._axes[source][: len(source.shape) - len(operand.dims)]
+                for a, b in zip(found, mine, strict=False):
+                    tie(a, b)
+                found = found or list(mine)
+        return [(Role.CONTRACTED, axis) for axis in found]
 
     @staticmethod
     def _repeat(whole: Axis, part: Axis, how: Leading) -> None:
@@ -344,8 +358,8 @@ class Factors:
                 for p in parts[1:]:
                     tie(parts[0], p)
                 axes.append(parts[0])
-            else:
-                axes.append(fresh(size))
+            else:  # free for a view; another op would have to know which part of it a device makes
+                axes.append(fresh(size, blocked=not declared.is_view))
         self._axes[result] = tuple(axes)
         self._roles[node] = [
             (Role.COUPLED, self._axes[s][a])

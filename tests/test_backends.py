@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from functools import cache
 from zlib import crc32
 
@@ -11,11 +10,10 @@ import pytest
 
 from hocket import graph as g
 from hocket import ops
-from hocket.backends import find
-from hocket.graph import BackendError, Graph, PlanError, Spec, Value, parse_case
+from hocket.graph import Graph, Spec, Value, parse_case
 from hocket.ops.quants import dequantise
 from hocket.ops.signature import Role
-from hocket.scheduler import Executor, Store, load, plan, plan_for
+from hocket.scheduler import load, plan
 
 SAMPLES = [(op, text) for op in ops.REGISTRY.values() for text in op.samples]
 # Squared rounding of the arithmetic, times a margin for reductions (up to 256 terms) and recurrences.

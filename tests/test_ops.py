@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
+
 from hocket import ops
 from hocket.graph import DType, GraphError, Spec, Value, input, parse_case
-from hocket.ops.signature import Role
+from hocket.ops.signature import Leading, Role
 
 SAMPLES = [(op, text) for op in ops.REGISTRY.values() for text in op.samples]
 ERRORS = [(op, text, message) for op in ops.REGISTRY.values() for text, message in op.errors]
+
+
+SOURCE = re.compile(r"ggml|, (19|20)\d\d\b")
 
 
 def build(op: ops.Op, text: str):
@@ -72,14 +78,29 @@ def test_a_bad_sample_is_refused_with_its_message(op, text, message):
 def test_an_op_is_declared_completely(op):
     first_line, *_ = op.documentation.splitlines()
     assert first_line
+    assert SOURCE.search(op.documentation), "the documentation names ggml's op, or a paper by its year"
     assert op.samples
-    assert op.errors
+    assert len(op.errors) >= 2
     operands = set(op.operand_names)
     assert {name for text in op.linear_in(op.defaults or {"bias": 0}) for name in text.split("+")} <= operands
     assert {name for _, name in op.inplace} <= operands
     assert set(op.ranges) <= operands
     if op.infer_shape is not None and op.name != "cast":
         assert op.links is not None, "a shape that names cannot say needs links to say how it shards"
+    costs = [(op.flops(node), op.nbytes(node)) for node in (build(op, text) for text in op.samples)]
+    assert op.is_view or any(nbytes > 0 for _, nbytes in costs)
+
+
+@pytest.mark.parametrize("op", ops.REGISTRY.values(), ids=lambda op: op.name)
+def test_an_axis_that_ends_in_an_op_is_contracted_or_coupled(op):
+    """What is cut along a parallel axis stays cut in the result, so an axis that the result lacks has another role."""
+    for signature in op.signatures.values() if op.infer_shape is None else ():
+        kept = {factor for result in signature.results for dim in result.dims for factor in dim.factors}
+        ends = [dim for dim in signature.dims if not kept & set(dim.factors) and not dim.factors[0].isdecimal()]
+        declared = {dim.factors for dim in signature.dims if dim.role is not Role.PARALLEL}
+        assert {dim.factors for dim in ends} <= declared
+        if any(o.leading is Leading.EQUAL for o in signature.operands):
+            assert all(r.leading is Leading.EQUAL for r in signature.results)
 
 
 def test_roles_are_read_from_the_signature():

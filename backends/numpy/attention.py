@@ -43,9 +43,11 @@ def attention(call: Call) -> Calls:
     top, total = call.take(tokens, 1), call.take(tokens, 1)
     slopes = alibi_slopes(heads, call.number("max_bias")).astype(np.float32)
     calls: Calls = []
+    if mask is not None and call.attrs["mask_heads"] == "one":
+        mask = mask[..., None, :, :]
     for i in np.ndindex(q.shape[:-3]):
-        masked = None if mask is None else _tile_of(mask, q.shape[:-3], i)
         for h in range(heads):
+            masked = None if mask is None else _tile_of(mask, (*q.shape[:-3], heads), (*i, h))
             key, value = k[i][:, h // shared], v[i][:, h // shared]
             calls.append(partial(np.matmul, q[i][:, h], key.T, out=scores))
             calls += _scaled(scores, call)
@@ -68,7 +70,7 @@ def _scaled(scores: Array, call: Call) -> Calls:
 
 
 def _tile_of(mask: Array, leading: tuple[int, ...], index: tuple[int, ...]) -> Array:
-    """The mask of one leading index; its own leading axes tile."""
+    """The mask of one leading index and head; its own leading axes tile."""
     mine = mask.shape[:-2]
     tail = index[len(leading) - len(mine) :]
     return mask[tuple(i % n for i, n in zip(tail, mine, strict=True))]

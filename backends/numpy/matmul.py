@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 
+from ...graph.node import Node
+from ...ops.states import legal_rows
+from ..base import Array
 from .elementwise import plain
 from .kernel import Call, Calls, Kernel
+
+BLOCK = 256
+"""Rows that one expert takes at a time, so that scratch does not grow with the batch."""
 
 
 def mul_mat(call: Call) -> Calls:
@@ -26,4 +33,52 @@ def mul_mat(call: Call) -> Calls:
     return [partial(np.matmul, x, np.swapaxes(w, -1, -2), out=out)]
 
 
-KERNELS: Mapping[str, Kernel] = {"mul_mat": plain(mul_mat)}
+def mul_mat_id(call: Call) -> Calls:
+    """Expert by expert, those that are used only: their rows gathered, multiplied at once and scattered."""
+    w, x, ids, out = call.operand(0), call.operand(1), call.operand(2), call.out
+    if not out.size:
+        return []
+    rows, first = _rows(x)
+    used, shared = ids.shape[-1], x.shape[-2]
+    block = min(BLOCK, ids.size)
+    gathered, products = call.take(block, x.shape[-1]), call.take(block, w.shape[1])
+    # Slot i of a token reads row i mod shared of it.
+    entry = np.arange(ids.size)
+    source = entry // used * shared + entry % used % shared
+    return [
+        *first,
+        partial(_experts, w, rows, ids, out.reshape(-1, w.shape[1], copy=False), source, gathered, products),
+    ]
+
+
+def _rows(x: Array) -> tuple[Array, Calls]:
+    """`x` as a matrix; where its strides do not allow that, a copy that is renewed first."""
+    with suppress(ValueError):
+        return x.reshape(-1, x.shape[-1], copy=False), []
+    dense = np.empty(x.shape, x.dtype)
+    return dense.reshape(-1, x.shape[-1]), [partial(np.copyto, dense, x)]
+
+
+def _experts(w: Array, rows: Array, ids: Array, out: Array, source: Array, gathered: Array, products: Array) -> None:
+    chosen = legal_rows(ids, len(w), "ids of experts").reshape(-1)
+    order = np.argsort(chosen, kind="stable")
+    bounds = [0, *(np.flatnonzero(np.diff(chosen[order])) + 1).tolist(), len(order)]
+    for start, stop in pairwise(bounds):
+        matrix = w[chosen[order[start]]].T
+        for at in range(start, stop, len(gathered)):
+            mine = order[at : min(at + len(gathered), stop)]
+            if len(mine) == 1:
+                np.matmul(rows[source[mine[0]]], matrix, out=out[mine[0]])
+                continue
+            part, product = gathered[: len(mine)], products[: len(mine)]
+            np.take(rows, source[mine], axis=0, out=part, mode="clip")
+            np.matmul(part, matrix, out=product)
+            out[mine] = product
+
+
+def _expert_scratch(node: Node) -> int:
+    w, x, ids = (v.spec for v in node.inputs)
+    return min(BLOCK, ids.size) * (x.shape[-1] + w.shape[1])
+
+
+KERNELS: Mapping[str, Kernel] = {"mul_mat": plain(mul_mat), "mul_mat_id": Kernel(mul_mat_id, _expert_scratch)}

@@ -1,4 +1,4 @@
-"""Gather, scatter, concatenate."""
+"""Gather, scatter, concatenate, repeat."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from ...graph.errors import BackendError
 from ..base import Array
-from .elementwise import plain
+from .elementwise import plain, tiles
 from .kernel import Call, Calls, Kernel
 
 
@@ -55,4 +55,14 @@ def concat(call: Call) -> Calls:
     ]
 
 
-KERNELS: Mapping[str, Kernel] = {"get_rows": plain(get_rows), "set_rows": plain(set_rows), "concat": plain(concat)}
+def repeat(call: Call) -> Calls:
+    tile, out = tiles(call.operand(0), call.out)
+    return [partial(np.copyto, out, tile)]
+
+
+KERNELS: Mapping[str, Kernel] = {
+    "get_rows": plain(get_rows),
+    "set_rows": plain(set_rows),
+    "concat": plain(concat),
+    "repeat": plain(repeat),
+}

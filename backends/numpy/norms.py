@@ -35,6 +35,22 @@ def rms_norm(call: Call) -> Calls:
     ]
 
 
+def norm(call: Call) -> Calls:
+    x, share = call.operand(0), np.float32(1 / max(1, call.out.shape[-1]))
+    centred, total = call.take(*x.shape), call.take(*x.shape[:-1], 1)
+    spread = call.take(*x.shape[:-1], 1)
+    return [
+        partial(np.add.reduce, x, axis=-1, keepdims=True, out=total),
+        partial(np.multiply, total, share, out=total),
+        partial(np.subtract, x, total, out=centred),
+        partial(np.einsum, "...c,...c->...", centred, centred, out=spread[..., 0]),
+        partial(np.multiply, spread, share, out=spread),
+        partial(np.add, spread, np.float32(call.number("eps")), out=spread),
+        partial(np.sqrt, spread, out=spread),
+        partial(np.divide, centred, spread, out=call.out),
+    ]
+
+
 def l2_norm(call: Call) -> Calls:
     eps = np.float32(call.number("eps"))
     total, calls = _square_sums(call)
@@ -101,6 +117,11 @@ def _rows_and_squares(node: Node) -> int:
     return spec.size + spec.size // max(1, spec.shape[-1])
 
 
+def _norm_scratch(node: Node) -> int:
+    spec = node.specs[0]
+    return spec.size + 2 * (spec.size // max(1, spec.shape[-1]))
+
+
 def _softmax_scratch(node: Node) -> int:
     spec = node.specs[0]
     rows = spec.size // max(1, spec.shape[-1])
@@ -114,6 +135,7 @@ def _softmax_scratch(node: Node) -> int:
 
 KERNELS: Mapping[str, Kernel] = {
     "rms_norm": Kernel(rms_norm, _rows_and_squares),
+    "norm": Kernel(norm, _norm_scratch),
     "l2_norm": Kernel(l2_norm, _rows_and_squares),
     "softmax": Kernel(softmax, _softmax_scratch),
 }

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from ...graph.node import Node
+from ...ops import Op, exact, gated_linear_attn, rwkv_wkv6, rwkv_wkv7, ssm_scan
+from ...ops.states import legal_rows
 from ..base import Array
-from .elementwise import one_result
+from .elementwise import no_scratch, one_result
 from .kernel import Call, Calls, Kernel
 
 
@@ -27,37 +31,107 @@ def ssm_conv(call: Call) -> Calls:
 
 def gated_delta_net(call: Call) -> Calls:
     """Per token five small array operations on the whole state [..., heads, value, key]."""
-    q, k, v, g, beta, state = (call.operand(i) for i in range(6))
-    out, new = call.dst
-    tiled = call.attrs["heads"] == "tiled"
-    s = _grouped(new, q.shape[-2], tiled, trailing=2)
+    q, v, g = call.operand(0), call.operand(2), call.operand(3)
+    keep = _Keep(call, tokens=v.shape[-3])
+    tiled, key_heads = call.attrs["heads"] == "tiled", q.shape[-2]
     decay = call.take(*g.shape[:-3], *g.shape[-2:])
     delta = call.take(*v.shape[:-3], *v.shape[-2:])
-    outer = call.take(*new.shape)
-    scale = np.float32(1 / math.sqrt(q.shape[-1]))
-    decay_of = _grouped(decay[..., None, :], q.shape[-2], tiled, trailing=2)
-    delta_of = _grouped(delta, q.shape[-2], tiled, trailing=1)
-    outer_of = _grouped(outer, q.shape[-2], tiled, trailing=2)
-    calls: Calls = [] if np.shares_memory(state, new) else [partial(np.copyto, new, state)]
+    outer = call.take(*keep.s.shape)
+    step = _Step(
+        _grouped(keep.s, key_heads, tiled, trailing=2),
+        decay,
+        _grouped(decay[..., None, :], key_heads, tiled, trailing=2),
+        _grouped(delta, key_heads, tiled, trailing=1),
+        _grouped(outer, key_heads, tiled, trailing=2),
+    )
+    calls = keep.before()
     for t in range(v.shape[-3]):
-        at = (..., t, slice(None), slice(None))
-        key, query = (_shared(x[at], tiled) for x in (k, q))
-        value, result = (_grouped(x[at], q.shape[-2], tiled, trailing=1) for x in (v, out))
-        strength = _grouped(beta[..., t, :, None], q.shape[-2], tiled, trailing=1)
-        calls += [
-            partial(np.exp, g[at], out=decay),
-            partial(np.multiply, s, decay_of, out=s),
-            partial(np.multiply, s, key[..., None, :], out=outer_of),
-            partial(np.add.reduce, outer_of, axis=-1, out=delta_of),
-            partial(np.subtract, value, delta_of, out=delta_of),
-            partial(np.multiply, delta_of, strength, out=delta_of),
-            partial(np.multiply, delta_of[..., :, None], key[..., None, :], out=outer_of),
-            partial(np.add, s, outer_of, out=s),
-            partial(np.multiply, s, query[..., None, :], out=outer_of),
-            partial(np.add.reduce, outer_of, axis=-1, out=result),
-        ]
-    calls.append(partial(np.multiply, out, scale, out=out))
-    return calls
+        calls += [*_delta_token(call, t, tiled, step), *keep.after(t)]
+    scale = np.float32(1 / math.sqrt(q.shape[-1]))
+    return [*calls, partial(np.multiply, call.out, scale, out=call.out)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The state and the temporaries of one token; all but `decay` with the head axis split by key head."""
+
+    s: Array
+    decay: Array
+    decay_of: Array
+    delta: Array
+    outer: Array
+
+
+def _delta_token(call: Call, t: int, tiled: bool, step: _Step) -> Calls:
+    q, k, v, g, beta = (call.operand(i) for i in range(5))
+    at = (..., t, slice(None), slice(None))
+    key, query = (_shared(x[at], tiled) for x in (k, q))
+    value, result = (_grouped(x[at], q.shape[-2], tiled, trailing=1) for x in (v, call.out))
+    strength = _grouped(beta[..., t, :, None], q.shape[-2], tiled, trailing=1)
+    s, delta, outer = step.s, step.delta, step.outer
+    return [
+        partial(np.exp, g[at], out=step.decay),
+        partial(np.multiply, s, step.decay_of, out=s),
+        partial(np.multiply, s, key[..., None, :], out=outer),
+        partial(np.add.reduce, outer, axis=-1, out=delta),
+        partial(np.subtract, value, delta, out=delta),
+        partial(np.multiply, delta, strength, out=delta),
+        partial(np.multiply, delta[..., :, None], key[..., None, :], out=outer),
+        partial(np.add, s, outer, out=s),
+        partial(np.multiply, s, query[..., None, :], out=outer),
+        partial(np.add.reduce, outer, axis=-1, out=result),
+    ]
+
+
+class _Keep:
+    """Where the running state `s` of a recurrence lies, where it comes from and where its snapshots go.
+
+    Without a pool it lies in the result, so nothing is moved; with one, in scratch, because a row may be read by one
+    sequence and written by another.
+    """
+
+    def __init__(self, call: Call, tokens: int) -> None:
+        self.state, self.new, self.tokens = call.operand(5), call.dst[1], tokens
+        self.slots_in, self.slots_out = call.optional(6), call.optional(7)
+        self.snapshots = int(call.number("snapshots"))
+        several = self.snapshots > 1
+        if self.slots_in is not None:
+            self.s = call.take(*self.slots_in.shape, *self.state.shape[1:])
+        else:
+            self.s = self.new[..., 0, :, :, :] if several else self.new
+
+    def before(self) -> Calls:
+        calls: Calls = []
+        if self.slots_out is not None:
+            if not np.shares_memory(self.state, self.new):
+                calls.append(partial(np.copyto, self.new, self.state))
+            calls.append(partial(legal_rows, self.slots_out, len(self.new), "slots_out"))
+        elif self.snapshots > max(self.tokens, 1):
+            missing = self.new[..., max(self.tokens, 1) :, :, :, :]
+            calls.append(partial(np.copyto, missing, np.float32(0)))
+        if self.slots_in is not None:
+            pool = self.new if self.slots_out is not None else self.state
+            calls.append(partial(_gather, pool, self.slots_in, self.s))
+        elif not np.shares_memory(self.state, self.s):
+            calls.append(partial(np.copyto, self.s, self.state))
+        return [*calls, *(self._save(0) if not self.tokens else ())]
+
+    def after(self, t: int) -> Calls:
+        """What keeps the state after token `t`."""
+        back = self.tokens - 1 - t
+        return self._save(back) if back < self.snapshots else []
+
+    def _save(self, back: int) -> Calls:
+        if self.slots_out is not None:
+            rows = self.slots_out if self.snapshots == 1 else self.slots_out[..., back]
+            return [partial(self.new.__setitem__, rows, self.s)]
+        target = self.new[..., back, :, :, :] if self.snapshots > 1 else self.new
+        return [] if np.shares_memory(target, self.s) else [partial(np.copyto, target, self.s)]
+
+
+def _gather(pool: Array, slots: Array, out: Array) -> None:
+    """``take`` with mode "clip" writes straight into `out`; with "raise" it would buffer."""
+    np.take(pool, legal_rows(slots, len(pool), "slots_in"), axis=0, out=out, mode="clip")
 
 
 def _grouped(x: Array, key_heads: int, tiled: bool, trailing: int) -> Array:
@@ -73,12 +147,29 @@ def _shared(x: Array, tiled: bool) -> Array:
     return x[..., None, :, :] if tiled else x[..., :, None, :]
 
 
+def widely(op: Op[Any]) -> Kernel:
+    """The op's reference in float64: for recurrences that are rarely hot, since their sums may cancel."""
+
+    def bind(call: Call) -> Calls:
+        def run() -> None:
+            wide = [None if x is None else exact(x) for x in call.src]
+            for target, result in zip(call.dst, op.run(wide, call.attrs), strict=True):
+                np.copyto(target, result, casting="same_kind")
+
+        return [run]
+
+    return Kernel(bind, no_scratch)
+
+
 def _delta_scratch(node: Node) -> int:
     v, g, state = (node.inputs[i].shape for i in (2, 3, 5))
-    return sum(math.prod((*x[:-3], *x[-2:])) for x in (v, g)) + math.prod(state)
+    running = math.prod((*v[:-3], *state[-3:]))
+    pooled = node.attrs["pool"] != "none"
+    return sum(math.prod((*x[:-3], *x[-2:])) for x in (v, g)) + (2 if pooled else 1) * running
 
 
 KERNELS: Mapping[str, Kernel] = {
     "ssm_conv": Kernel(ssm_conv, one_result),
     "gated_delta_net": Kernel(gated_delta_net, _delta_scratch),
+    **{op.name: widely(op) for op in (ssm_scan, rwkv_wkv6, rwkv_wkv7, gated_linear_attn)},
 }

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from ...graph.node import Node
-from ...ops.rotary import frequencies
+from ...ops.rotary import frequencies, pairs
 from .kernel import Call, Calls, Kernel
 
 
@@ -21,8 +21,8 @@ def rope(call: Call) -> Calls:
     angle = call.take(2 * pos.size * half).view(np.float64).reshape(*pos.shape, half)
     cos, sin = call.take(*pos.shape, half), call.take(*pos.shape, half)
     a, b = call.take(*x.shape[:-1], half), call.take(*x.shape[:-1], half)
-    neox = call.attrs["mode"] == "neox"
-    low, high = (slice(0, half), slice(half, n_dims)) if neox else (slice(0, n_dims, 2), slice(1, n_dims, 2))
+    offset = int(call.number("offset"))
+    low, high = pairs(n_dims, str(call.attrs["mode"]), offset)
     cos_of, sin_of = cos[..., None, :], sin[..., None, :]
     divided = inverse if factors is None else call.take(2 * half).view(np.float64)
     calls: Calls = [
@@ -41,7 +41,11 @@ def rope(call: Call) -> Calls:
     ]
     # Only now may `out` be written: it can be `x` itself.
     if not np.shares_memory(x, out):
-        calls.append(partial(np.copyto, out[..., n_dims:], x[..., n_dims:]))
+        calls += [
+            partial(np.copyto, out[..., still], x[..., still])
+            for still in (slice(0, offset), slice(offset + n_dims, None))
+            if x[..., still].size
+        ]
     return [
         *calls,
         partial(np.multiply, x[..., low], cos_of, out=out[..., low]),

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...ops import REGISTRY
-from . import attention, collective, elementwise, matmul, moves, norms, recurrent, rotary
+from . import attention, collective, elementwise, matmul, moves, norms, recurrent, reductions, rotary
 from .kernel import Kernel, kernels, through_reference
 
 OWN: Mapping[str, Kernel] = kernels(
     elementwise.KERNELS,
     norms.KERNELS,
+    reductions.KERNELS,
     matmul.KERNELS,
     moves.KERNELS,
     attention.KERNELS,

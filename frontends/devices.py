@@ -1,0 +1,82 @@
+"""The devices of this machine, and what their memory and arithmetic deliver."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..backends import registered
+from ..backends.base import Device, load
+from ..backends.host import HostBackend
+from ..graph import BackendError
+
+ROWS, COLUMNS = 16384, 4096
+"""A float32 matrix of 256 MiB, larger than any cache."""
+SIZE = 2048
+REPEATS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A device, or why a kind of device has none."""
+
+    kind: str
+    device: Device | None = None
+    why: str = ""
+    is_host: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.kind if self.device is None else str(self.device)
+
+    @property
+    def memory(self) -> int | None:
+        return None if self.device is None else self.device.memory
+
+    @property
+    def description(self) -> str:
+        return self.why if self.device is None else self.device.description
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Bytes read from memory in a second, and float32 operations in a second."""
+
+    bandwidth: float
+    flops: float
+
+
+def find_devices() -> Iterator[Found]:
+    """Every device of every registered backend; a backend that does not load says why."""
+    for kind in sorted(registered()):
+        try:
+            backend = load(kind)
+            for device in backend.devices():
+                yield Found(kind, device, is_host=isinstance(backend, HostBackend))
+        except BackendError as why:
+            yield Found(kind, why=str(why))
+
+
+def measure_host() -> Measured:
+    """What NumPy gets out of this machine, best of five: a matrix times a vector for the bandwidth, as in decoding,
+    and a product of square matrices for the arithmetic."""
+    matrix, vector = np.ones((ROWS, COLUMNS), np.float32), np.ones(COLUMNS, np.float32)
+    out = np.empty(ROWS, np.float32)
+    bandwidth = matrix.nbytes / _fastest(lambda: np.dot(matrix, vector, out=out))
+    square = np.ones((SIZE, SIZE), np.float32)
+    result = np.empty_like(square)
+    return Measured(bandwidth, 2 * SIZE**3 / _fastest(lambda: np.dot(square, square, out=result)))
+
+
+def _fastest(run: Callable[[], object]) -> float:
+    """Seconds of the fastest of some runs after one to warm up."""
+    run()
+    seconds = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)

@@ -1,0 +1,127 @@
+"""The flags of every subcommand, and how each is read; errors of usage are one line."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+CHUNK = 512
+"""Tokens evaluated in one run, and tokens of context in measuring perplexity, unless asked otherwise."""
+NEW_TOKENS = 128
+
+
+def one_line(text: str) -> str:
+    """A message as one line that no terminal takes for commands, whatever names it quotes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+class Parser(argparse.ArgumentParser):
+    """Wrong usage costs one line, as every other error."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {one_line(message)}; see {self.prog} --help\n")
+
+
+def session_flags(sub: argparse.ArgumentParser) -> None:
+    """What every command that runs a model takes."""
+    sub.add_argument("--devices", default="cpu:0", metavar="LIST", help="where to run, as cpu:0,cpu:1 (cpu:0)")
+    sub.add_argument(
+        "--split-mode", default="auto", metavar="MODE", help="how several devices share: none, tensor or auto (auto)"
+    )
+    sub.add_argument("--tensor-split", type=shares, default=(), metavar="LIST", help="shares of the devices, as 3,1")
+    sub.add_argument("--exact", action="store_true", help="float32 throughout (this backend computes so anyway)")
+    context_flag(sub)
+    sub.add_argument("-b", "--batch-size", dest="batch", type=positive, default=CHUNK, metavar="N", help="tokens a run")
+    sub.add_argument("-t", "--threads", type=positive, metavar="N", help="threads of matrix products (all processors)")
+    sub.add_argument("--seed", type=natural, default=0, metavar="N", help="seed of the sampling (0)")
+
+
+def context_flag(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("-c", "--ctx-size", dest="context", type=positive, metavar="N", help="tokens of context")
+
+
+def run_flags(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("model", nargs="?", metavar="MODEL", help="GGUF file (the small model that comes with hocket)")
+    text = sub.add_mutually_exclusive_group()
+    text.add_argument("-p", "--prompt", metavar="TEXT", help="text to continue")
+    text.add_argument("-f", "--file", metavar="FILE", help="file with the text to continue, - for stdin")
+    sub.add_argument(
+        "-n", "--predict", type=int, metavar="N", help="new tokens, -1: until the context is full (128; --chat: -1)"
+    )
+    sub.add_argument("--temp", type=float, default=0.0, metavar="T", help="temperature; 0 takes the likeliest (0)")
+    sub.add_argument("--top-k", type=int, default=40, metavar="K", help="keep the K likeliest, 0: all (40)")
+    sub.add_argument("--top-p", type=float, default=0.95, metavar="P", help="keep the likeliest up to P in sum (0.95)")
+    sub.add_argument("--min-p", type=float, default=0.05, metavar="P", help="keep those above P times the best (0.05)")
+    sub.add_argument("--chat", action="store_true", help="use the chat template; on a terminal /exit ends the talk")
+    sub.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
+
+
+def logits_flags(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("model", metavar="MODEL", help="GGUF file")
+    text = sub.add_mutually_exclusive_group(required=True)
+    text.add_argument("--tokens", type=token_list, metavar="IDS", help="token ids, as 1,2,3")
+    text.add_argument("--tokens-file", metavar="FILE", help=".npy file of token ids")
+    text.add_argument("-p", "--prompt", metavar="TEXT", help="text to tokenize")
+    sub.add_argument("--out", required=True, metavar="FILE", help=".npy file to write: float32 [tokens, vocabulary]")
+    sub.add_argument("--step", action="store_true", help="half of the tokens at once, the rest one by one")
+
+
+def tokenize_flags(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("model", metavar="MODEL", help="GGUF file, of which only the header is read")
+    sub.add_argument("-p", "--prompt", required=True, metavar="TEXT", help="text to tokenize")
+    sub.add_argument("--add-special", action="store_true", help="add BOS and EOS as the model asks")
+    sub.add_argument("--parse-special", action="store_true", help="read the text of a special token as that token")
+    sub.add_argument("--json", action="store_true", help="print a list of ids")
+
+
+def perplexity_flags(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("model", metavar="MODEL", help="GGUF file")
+    sub.add_argument("file", metavar="FILE", help="text in UTF-8, - for stdin")
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def dump_flags(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("model", metavar="MODEL|GRAPH", help="GGUF file (only its header is read), or a dumped graph")
+    sub.add_argument("--format", choices=("text", "json", "dot"), default="text", help="text and json read back (text)")
+    sub.add_argument("--layer", type=natural, metavar="N", help="only this layer, what it reads as inputs")
+    context_flag(sub)
+    sub.add_argument(
+        "-b", "--batch-size", dest="batch", type=positive, default=1, metavar="N", help="new tokens of the step (1)"
+    )
+
+
+def devices_flags(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--measure", action="store_true", help="measure memory bandwidth and float32 arithmetic")
+    sub.add_argument("--json", action="store_true", help="print a list of objects")
+
+
+def shares(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need numbers, as 3,1") from None
+
+
+def token_list(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need token ids, as 1,2,3") from None
+
+
+def positive(text: str) -> int:
+    return _integer(text, 1)
+
+
+def natural(text: str) -> int:
+    return _integer(text, 0)
+
+
+def _integer(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need an integer of at least {least}")
+    return value

@@ -1,0 +1,41 @@
+"""The graph in a file: of a model, or one that `hocket dump` wrote as text or JSON."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+from ..graph import Graph, GraphError, from_json, parse
+from .errors import ModelError
+from .gguf.reader import MAGIC
+from .models import Step
+from .open import context_for, open_model
+from .session import FEWEST_CELLS
+
+LARGEST = 1 << 28
+"""Bytes of a graph file; that of the largest model has a few million."""
+
+
+def read_graph(path: str, *, context: int | None = None, tokens: int = 1) -> Graph:
+    """The graph in a file.  For a model, that of a step with ``tokens`` new tokens; only its header is read.
+
+    Raises `ModelError` or `GraphError` for a file that is neither.
+    """
+    mode = Path(path).stat().st_mode
+    if not stat.S_ISREG(mode):
+        raise ModelError(f"{path}: is no regular file; give a .gguf file, or a graph as text or JSON")
+    with open(path, "rb") as file:
+        start = file.read(len(MAGIC))
+        if start == MAGIC:
+            model = open_model(path, header_only=True)
+            context = context_for(model, tokens, context)
+            return model.graph(Step(1, tokens, min(context, max(FEWEST_CELLS, tokens)), context, tokens))
+        data = start + file.read(LARGEST)
+    try:
+        text = data.decode("utf-8")
+        if not text.strip() or len(data) > LARGEST:
+            raise GraphError(f"has {len(data)} bytes; need a dump of at most {LARGEST}")
+        return from_json(text) if text.lstrip().startswith("{") else parse(text)
+    except (GraphError, UnicodeDecodeError) as error:
+        why = "not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
+        raise ModelError(f"{path}: is neither a GGUF model nor a graph ({why})") from None

@@ -1,0 +1,91 @@
+"""The logits of every position of a text: evaluated as a batch or step by step, written as they come."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from .errors import ModelError
+from .models import Model
+from .session import F32, Session
+
+HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+"""Readers of ``.npy`` headers by version.  `numpy.load` would also unzip and map, each with errors of its own."""
+
+
+def check_tokens(tokens: Sequence[int], model: Model) -> None:
+    """Raises `ModelError` if there are none or one is outside the vocabulary, which it names."""
+    if not tokens:
+        raise ModelError("there are no tokens; give at least one")
+    for i, token in enumerate(tokens):
+        if not 0 <= token < model.vocabulary_size:
+            raise ModelError(
+                f"token {token} at position {i} is not in the vocabulary; need 0 to {model.vocabulary_size - 1}"
+            )
+
+
+def read_tokens(path: str) -> list[int]:
+    """Token ids from a ``.npy`` file.  Raises `ModelError` unless it holds integers in one dimension."""
+    if not Path(path).is_file():
+        raise ModelError(f"{path}: is no file; give a .npy file of token ids")
+    with open(path, "rb") as file:
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                shape, _, dtype = HEADERS[np.lib.format.read_magic(file)](file)
+        except Exception as error:  # the header is Python source, so there is no end of ways in which it can be wrong
+            name = type(error).__name__
+            raise ModelError(f"{path}: cannot be read as .npy ({name}); save token ids with numpy.save") from None
+        if len(shape) != 1 or dtype.kind not in "iu":
+            raise ModelError(f"{path}: holds {dtype}{list(shape)}; need integers in one dimension")
+        need, have = shape[0] * dtype.itemsize, os.fstat(file.fileno()).st_size - file.tell()
+        if not 0 <= need <= have:
+            raise ModelError(f"{path}: announces {need} bytes of token ids, but holds {have}; save them again")
+        return [int(token) for token in np.frombuffer(file.read(need), dtype)]
+
+
+def every_logits(session: Session, tokens: Sequence[int], *, step: bool = False) -> Iterator[F32]:
+    """Blocks of rows ``[n, vocabulary]``, together one row a token.
+
+    All tokens in batches, or with ``step`` the first half so and then token by token, as generation runs.
+    """
+    cut = len(tokens) // 2 if step else len(tokens)
+    for start in range(0, cut, session.batch):
+        yield session.evaluate([tokens[start : min(start + session.batch, cut)]], every_position=True)[0]
+    for token in tokens[cut:]:
+        yield session.evaluate([[token]], every_position=True)[0]
+
+
+def write_rows(path: str, blocks: Iterable[F32], shape: tuple[int, int]) -> None:
+    """Write blocks of rows as one ``.npy`` file of float32 ``shape``, whole or not at all."""
+    with replacing(path) as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
+        for block in blocks:
+            file.write(np.ascontiguousarray(block, "<f4").data)
+
+
+@contextmanager
+def replacing(path: str) -> Iterator[BinaryIO]:
+    """A file to write that takes the place of ``path`` when it is complete; after an error nothing has changed."""
+    target = Path(path).resolve()
+    if target.exists() and not target.is_file():
+        # A pipe or a device such as /dev/null is written to, never replaced.
+        with open(target, "wb") as file:
+            yield file
+        return
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        with open(part, "xb") as file:
+            yield file
+        os.replace(part, target)
+    except BaseException as error:
+        with suppress(OSError):
+            part.unlink()
+        if isinstance(error, OSError):
+            error.filename, error.filename2 = path, None  # a full disk names no file, others a temporary one
+        raise

@@ -1,0 +1,65 @@
+"""From a path to a model, and from a model to a session with its weights loaded."""
+
+from __future__ import annotations
+
+import sys
+from importlib.resources import as_file, files
+from pathlib import Path
+
+from tqdm import tqdm
+
+from .errors import ModelError
+from .gguf import open_gguf
+from .models import Model, load_model
+from .session import DEFAULT_BATCH, DEFAULT_CONTEXT, Group, Progress, Session, check_context
+
+EMBEDDED = "hocket-tiny-q8_0.gguf"
+
+
+def open_model(path: str | Path | None, *, header_only: bool = False) -> Model:
+    """The model in a GGUF file, or the one that comes with hocket.
+
+    With ``header_only`` the weights need not be there.  Raises `ModelError` for anything that is not a sound model.
+    """
+    if path is not None:
+        return load_model(open_gguf(path, header_only=header_only))
+    # Where the package lies in an archive the file is a temporary one; its mapping outlives it.
+    with as_file(files(f"{__package__.rpartition('.')[0]}.data").joinpath(EMBEDDED)) as embedded:
+        return load_model(open_gguf(embedded, header_only=header_only))
+
+
+def open_session(model: Model, *, on: Group, context: int | None = None, batch: int = DEFAULT_BATCH) -> Session:
+    """A session of one sequence; a bar on stderr shows the bytes loaded, if that is a terminal."""
+    with tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc="load", leave=False, disable=None) as bar:
+
+        def show(progress: Progress) -> None:
+            bar.total = progress.total
+            bar.update(progress.done - bar.n)
+
+        return Session(model, on=on, context=context, batch=batch, on_progress=show)
+
+
+def context_for(model: Model, tokens: int, asked: int | None, *, default: int = DEFAULT_CONTEXT) -> int:
+    """The context size of a session that must hold ``tokens``: the one asked for, else ``default`` or less.
+
+    Raises `ModelError` if it is longer than the model allows or the tokens do not fit, before any weight is loaded.
+    """
+    context = min(default, model.context_length) if asked is None else asked
+    check_context(context, model)
+    if tokens > context:
+        more = "shorten it or raise --ctx-size" if context < model.context_length else "shorten it"
+        raise ModelError(f"the text has {tokens} tokens, but the context holds {context}; {more}")
+    return context
+
+
+def read_text(path: str) -> str:
+    """A text file without its last line break, as llama.cpp reads prompts; ``-`` is stdin.
+
+    Raises `ModelError` if it is not UTF-8, `OSError` if it cannot be read.
+    """
+    data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    try:
+        return data.decode("utf-8").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        name = "stdin" if path == "-" else path
+        raise ModelError(f"{name}: is not UTF-8 at byte {error.start}; convert the text") from None

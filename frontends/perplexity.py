@@ -1,0 +1,80 @@
+"""Perplexity as ``llama-perplexity`` measures it: chunks of the context, the second half of each scored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import ModelError
+from .session import F32, Session
+
+F64 = npt.NDArray[np.float64]
+ROWS = 64
+"""Rows of logits that are widened to float64 at a time."""
+LEAST = 3
+"""Tokens of the smallest chunk of which one can be scored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Mean negative log likelihood of the scored tokens, and the standard error of that mean."""
+
+    chunks: int
+    scored: int
+    nll: float
+    nll_error: float
+
+    @classmethod
+    def of(cls, chunks: Sequence[F64]) -> Score:
+        """The score of chunks given as NLL for each scored token."""
+        nll = np.concatenate(chunks)
+        error = nll.std(ddof=1) / math.sqrt(len(nll)) if len(nll) > 1 else math.nan
+        return cls(len(chunks), len(nll), float(nll.mean()), float(error))
+
+    @property
+    def perplexity(self) -> float:
+        # A damaged model can be so wrong that exp overflows.
+        return math.exp(self.nll) if self.nll < 700 else math.inf
+
+
+def count_chunks(tokens: int, context: int) -> int:
+    """Chunks of ``context`` tokens in a text; what does not fill one is dropped.
+
+    Raises `ModelError` if there is none, or none could be scored.
+    """
+    if context < LEAST:
+        raise ModelError(f"context size is {context}; a chunk needs at least {LEAST} tokens to score one")
+    if tokens < context:
+        raise ModelError(f"the text has {tokens} tokens; one chunk needs {context}; give more text or a smaller -c")
+    return tokens // context
+
+
+def score_chunks(session: Session, tokens: Sequence[int], *, bos: int | None) -> Iterator[F64]:
+    """For each chunk the NLL of its tokens from ``context / 2 + 1`` on, each given all before it in the chunk.
+
+    ``bos`` takes the place of the first token of every chunk, for models that begin every text with it.
+    """
+    size, first = session.context, session.context // 2
+    for start in range(0, count_chunks(len(tokens), size) * size, size):
+        chunk = list(tokens[start : start + size])
+        if bos is not None:
+            chunk[0] = bos
+        session.reset(0)
+        session.evaluate([chunk[:first]])
+        logits = session.evaluate([chunk[first:-1]], every_position=True)[0]
+        yield negative_log_likelihood(logits, chunk[first + 1 :])
+
+
+def negative_log_likelihood(logits: F32, targets: Sequence[int]) -> F64:
+    """For each row of logits the NLL of its target, in float64."""
+    found = np.empty(len(targets))
+    for start in range(0, len(targets), ROWS):
+        x = logits[start : start + ROWS].astype(np.float64)
+        x -= x.max(-1, keepdims=True)
+        chosen = x[np.arange(len(x)), targets[start : start + ROWS]]
+        found[start : start + ROWS] = np.log(np.exp(x).sum(-1)) - chosen
+    return found
