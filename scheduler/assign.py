@@ -140,9 +140,12 @@ class _Pass:
         return max(legal, key=lambda f: self._weight_of(node, f), default=None)
 
     def _is_legal(self, node: Node, factor: Factor, contracted: frozenset[Factor]) -> bool:
-        """Every result has the factor, or it is summed over (then no result has it)."""
+        """Every result has the factor, or it is summed over: then no result has it, and no entry is on two devices."""
         has = [factor in self.factors.of(v) for v in node.results]
-        return all(has) or (not any(has) and factor in contracted and len(has) == 1)
+        if any(has) or factor not in contracted or len(has) > 1:
+            return all(has)
+        axes = [axis for s in node.inputs for axis in self.factors.axes(s)]
+        return all(factor in segment for axis in axes if any(factor in s for s in axis) for segment in axis)
 
     def _weight_of(self, node: Node, factor: Factor) -> int:
         return sum(s.spec.nbytes for s in node.inputs if factor in self.factors.of(s))

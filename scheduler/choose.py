@@ -34,13 +34,13 @@ def choose(graph: Graph, factors: Factors, devices: int, hardware: Hardware, *, 
     current = _judge(graph, factors, frozenset(), devices, hardware)
     if devices == 1:
         return current
-    classes = _classes(graph, factors)
+    classes = classes_of(graph, factors)
     notes: list[str] = [f"one device: {current.cost.total * 1e3:.3f} ms"]
     while classes:
         tried: dict[str, Choice] = {}
         for name, members in list(classes.items()):
             wanted = current.factors | frozenset(members)
-            if _clash(graph, factors, wanted):
+            if clash(graph, factors, wanted):
                 del classes[name]
                 continue
             tried[name] = _judge(graph, factors, wanted, devices, hardware)
@@ -71,7 +71,7 @@ def _judge(graph: Graph, factors: Factors, chosen: frozenset[Factor], devices: i
     return Choice(chosen, assignment, estimate(graph, assignment, devices, hardware), ())
 
 
-def _classes(graph: Graph, factors: Factors) -> dict[str, list[Factor]]:
+def classes_of(graph: Graph, factors: Factors) -> dict[str, list[Factor]]:
     """Factors that weights or states have, grouped by use; those that can never be cut are left out."""
     uses: dict[Factor, set[str]] = defaultdict(set)
     first: dict[Factor, str] = {}
@@ -92,7 +92,7 @@ def _classes(graph: Graph, factors: Factors) -> dict[str, list[Factor]]:
     return {f"{len(m)} x {m[0].size} ({first[m[0]]})": m for m in grouped.values()}
 
 
-def _clash(graph: Graph, factors: Factors, chosen: frozenset[Factor]) -> bool:
+def clash(graph: Graph, factors: Factors, chosen: frozenset[Factor]) -> bool:
     """Whether some weight or state would have two chosen factors, or one in two axes: it can be cut once only."""
     for node in graph.nodes:
         if node.op in ("weight", "state"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..backends.base import Backend, Device, Program, find
@@ -11,14 +11,16 @@ from ..graph.graph import Graph
 from ..ops import REGISTRY, verify
 from .assign import assign
 from .check import check
-from .choose import Choice, choose, cuts_of, factors_at
+from .choose import Choice, cuts_of, factors_at
+from .choose import choose as search
 from .cost import CPU, Estimate, Hardware
-from .factors import Factors
+from .factors import Factor, Factors
 from .layout import Layout, Shares
 from .lower import lower
 from .shard import is_collective, shard
 
 SPLIT_MODES = ("none", "tensor", "auto")
+Chooser = Callable[[Graph, Factors], frozenset[Factor]]
 Cuts = frozenset[tuple[str, int, int, int]]
 """The factors that are cut, each by a leaf that has it: (leaf, axis, segment, place)."""
 
@@ -125,8 +127,9 @@ def plan_for(
     tensor_split: Sequence[float] = (),
     like: Plan | None = None,
     hardware: Hardware = CPU,
+    choose: Chooser | None = None,
 ) -> Plan:
-    """`plan` for backends and devices that are already at hand."""
+    """`plan` for backends and devices that are already at hand; `choose` takes the place of the search."""
     if split_mode not in SPLIT_MODES:
         raise PlanError(f"split mode is {split_mode!r}; one of {', '.join(SPLIT_MODES)}")
     if len({str(device) for _, device in group}) < len(group) or not group:
@@ -136,7 +139,12 @@ def plan_for(
     proportions = _proportions(tensor_split, len(group))
     verify(graph)
     factors = Factors(graph)
-    choice = _choice(graph, factors, len(group), hardware, split_mode == "tensor", like)
+    if like is not None:
+        choice = _given(graph, factors, factors_at(graph, factors, like.cuts), like.cost, "an earlier plan's layout")
+    elif choose is not None:
+        choice = _given(graph, factors, choose(graph, factors), Estimate(0, 0, 0), "chosen by the caller")
+    else:
+        choice = search(graph, factors, len(group), hardware, eager=split_mode == "tensor")
     cuts = cuts_of(graph, factors, choice.factors)
     shares = _deal(graph, factors, cuts, proportions)
     sharded = shard(graph, factors, choice.assignment, shares)
@@ -159,11 +167,8 @@ def _proportions(tensor_split: Sequence[float], devices: int) -> Sequence[float]
     return [*tensor_split, *[0.0] * (devices - len(tensor_split))]
 
 
-def _choice(graph: Graph, factors: Factors, devices: int, hardware: Hardware, eager: bool, like: Plan | None) -> Choice:
-    if like is None:
-        return choose(graph, factors, devices, hardware, eager=eager)
-    kept = factors_at(graph, factors, like.cuts)
-    return Choice(kept, assign(graph, factors, kept), like.cost, ("the layout of an earlier plan is kept",))
+def _given(graph: Graph, factors: Factors, chosen: frozenset[Factor], cost: Estimate, why: str) -> Choice:
+    return Choice(chosen, assign(graph, factors, chosen), cost, (why,))
 
 
 def _deal(graph: Graph, factors: Factors, cuts: Cuts, proportions: Sequence[float]) -> Shares:
