@@ -75,7 +75,7 @@ def test_each_device_keeps_its_share_of_the_weights_and_of_the_cache():
     for kind in ("weight", "state"):
         whole = one.lanes[0].memory()[kind]
         held = sum(v.spec.size * 4 for v in two.graph.leaves(kind) if isinstance(two.leaves[v.node.name], Shard))
-        assert held > 0.8 * whole
+        assert held > 0.7 * whole
         for lane in two.lanes:
             assert lane.memory()[kind] == pytest.approx(held / 2 + (whole - held), rel=0.02)
 
