@@ -17,8 +17,6 @@ from ..graph.spec import Spec
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-    from .comm import Comm
-
 Array: TypeAlias = npt.NDArray[Any]
 GROUP = "hocket.backends"
 """The entry-point group in which packages register backends; an entry's name is the device kind."""
@@ -103,6 +101,28 @@ class Program:
     def nbytes(self, kind: str) -> int:
         """Bytes of all buffers of one kind."""
         return sum(b.nbytes for b in self.buffers if b.kind == kind)
+
+
+class Comm(Protocol):
+    """One device's end of a group.  All members call the same operations in the same order.
+
+    Raises `BackendError` when a member does not come in time, has failed, or brings another `sequence` number.
+    """
+
+    rank: int
+    size: int
+
+    def all_reduce(self, source: Array, into: Array, scratch: Array, sequence: int) -> None:
+        """Write the sum of all sources into `into` (which may be `source`); `scratch` has the shape of `source`."""
+
+    def all_gather(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
+        """Copy every device's source into its parts of `into`: pairs (index into `into`, index into the source)."""
+
+    def send(self, source: Array, to: int, sequence: int) -> None:
+        """Offer `source` to device `to`, which may read it until the run ends."""
+
+    def receive(self, into: Array, source: int, sequence: int) -> None:
+        """Copy what device `source` sends under `sequence`, once it has."""
 
 
 class Backend(Protocol):

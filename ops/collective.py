@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..graph.dtypes import DType
 from ..graph.node import Attr, Attrs
 from ..graph.spec import Spec
 from .op import Array, Specs, op
@@ -23,7 +24,7 @@ Runs = tuple[tuple[tuple[int, int], ...], ...]
     errors=(("x=i32[3], sequence=0", "x is i32"), ("x=f32[3]", "sequence is missing")),
 )
 def all_reduce(x: Array, *, sequence: int) -> Array:
-    """The sum of `x` over all devices of the group, the same bits on each.  MPI: ``Allreduce``."""
+    """The sum of `x` over all devices of the group, the same bits on each.  MPI (MPI Forum, 1994): ``Allreduce``."""
     return np.array(x)
 
 
@@ -54,6 +55,47 @@ def runs_of(value: Attr) -> Runs:
 def all_gather(x: Array, *, axis: int, runs: tuple[tuple[tuple[int, ...], ...], ...], sequence: int) -> Array:
     """The whole of a value that is cut along `axis`; ``runs[d]`` are the (offset, length) that device d has.
 
-    MPI: ``Allgatherv``.
+    MPI (MPI Forum, 1994): ``Allgatherv``.
     """
     return np.array(x)
+
+
+@op(
+    "x[...]: any -> [...]",
+    inplace="x",
+    samples=("x=f32[3,4], to=1, sequence=0", "x=i32[3], to=0, sequence=1"),
+    errors=(("x=f32[3], to=1", "sequence is missing"), ("x=f32[3], sequence=1", "to is missing")),
+)
+def send(x: Array, *, to: int, sequence: int) -> Array:
+    """`x`, which device `to` of the group receives under the same `sequence`.  MPI (MPI Forum, 1994): ``Isend``."""
+    return np.array(x)
+
+
+def _received(specs: Specs, attrs: Attrs) -> Spec:
+    dtype, shape = attrs["dtype"], attrs["shape"]
+    assert isinstance(dtype, DType)
+    return Spec(shape, dtype)  # type: ignore[arg-type]
+
+
+@op(
+    "-> [...]",
+    infer=_received,
+    links=lambda specs, attrs: (),
+    samples=("shape=(2,3), dtype=f32, source=0, sequence=0",),
+    errors=(
+        ("shape=(2,3), dtype=f32, source=0", "sequence is missing"),
+        ("shape=3, dtype=f32, source=0, sequence=0", "shape is 3"),
+    ),
+)
+def receive(*, shape: tuple[int, ...], dtype: DType, source: int, sequence: int) -> Array:
+    """What device `source` sends under `sequence`; zeros where nobody sends.  MPI (MPI Forum, 1994): ``Recv``."""
+    return np.zeros(shape)
+
+
+COLLECTIVES = frozenset(o.name for o in (all_reduce, all_gather, send, receive))
+"""The ops in which devices meet; in every program they come in the order of their `sequence`."""
+
+
+def sequence_of(op_name: str, attrs: Attrs) -> int | None:
+    """The number of a meeting; None for an op that runs alone."""
+    return int_attr(attrs["sequence"]) if op_name in COLLECTIVES else None

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..backends.base import Array
-from ..backends.comm import Alone, Comm, Meeting
+from ..backends.base import Array, Comm
 from ..graph.errors import BackendError, HocketError, PlanError
+from .comm import Alone, Meeting
 from .plan import Plan
 from .store import Store, assembled
 
@@ -55,7 +55,7 @@ class Executor:
         self.bind(inputs)
         self.replay()
         return {
-            name: assembled(shape, self.plan.outputs[name], [views[name] for views in self._outputs])
+            name: assembled(shape, self.plan.outputs[name], [views.get(name) for views in self._outputs])
             for name, shape in self._shapes.items()
         }
 
@@ -83,6 +83,8 @@ class Executor:
         futures = [self._threads.submit(self._guarded, i) for i in range(1, len(self._replays))]
         errors = [self._guarded(0), *(f.result() for f in futures)]
         found = [e for e in errors if e is not None]
+        assert self._meeting is not None
+        self._meeting.clear()
         if found:
             self._compile()  # a broken barrier stays broken; the next run starts with a new one
             raise next((e for e in found if not isinstance(e, BackendError)), found[0])

@@ -52,12 +52,12 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """One device has all of it, the others nothing."""
+    """These devices (one, unless a weight is needed in several places) have all of it, the others nothing."""
 
-    device: int
+    devices: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"L{self.device}"
+        return f"L{','.join(map(str, self.devices))}"
 
 
 Layout: TypeAlias = Replicate | Partial | Shard | Local

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ..graph.graph import Graph
 from ..graph.node import Node, Value
 from ..ops import cont, op_of
+from ..ops.collective import sequence_of
 from .strides import Strided
 
 
@@ -33,7 +35,10 @@ def schedule(graph: Graph, views: Mapping[Value, Strided]) -> Schedule:
         if not node.is_leaf and not op_of(node).is_view:
             for base in dict.fromkeys(views[s].base for s in node.inputs):
                 readers[base].append(node)
-    later: dict[Node, list[Node]] = defaultdict(list)  # writer -> nodes that must come before it
+    later: dict[Node, list[Node]] = defaultdict(list)  # node -> nodes that must come before it, though it reads none
+    meetings = [(number, n) for n in graph.nodes if (number := sequence_of(n.op, n.attrs)) is not None]
+    for (_, first), (_, second) in pairwise(sorted(meetings, key=lambda m: m[0])):
+        later[second].append(first)
     donated: dict[Value, Value] = {}
     copied: dict[Value, Value] = {}
     for state, new in graph.updates.items():

@@ -9,6 +9,7 @@ from ..backends.base import Backend, Device, Program, find
 from ..graph.errors import PlanError
 from ..graph.graph import Graph
 from ..ops import REGISTRY, verify
+from ..ops.collective import COLLECTIVES
 from .assign import assign
 from .check import check
 from .choose import Choice, cuts_of, factors_at
@@ -17,9 +18,10 @@ from .cost import CPU, Estimate, Hardware
 from .factors import Factor, Factors
 from .layout import Layout, Shares
 from .lower import lower
-from .shard import is_collective, shard
+from .place import layer_split, place, placed_like
+from .shard import Sharded, shard
 
-SPLIT_MODES = ("none", "tensor", "auto")
+SPLIT_MODES = ("none", "layer", "tensor", "auto")
 Chooser = Callable[[Graph, Factors], frozenset[Factor]]
 Cuts = frozenset[tuple[str, int, int, int]]
 """The factors that are cut, each by a leaf that has it: (leaf, axis, segment, place)."""
@@ -65,7 +67,7 @@ class Plan:
 
     def collectives(self) -> int:
         """How often the devices meet in one run."""
-        return sum(is_collective(i.op) for i in self.lanes[0].program.instructions)
+        return sum(i.op in COLLECTIVES for i in self.lanes[0].program.instructions)
 
     def explain(self) -> str:
         """The summary, what the search considered, and for each device one line a step."""
@@ -111,9 +113,10 @@ def plan(
 ) -> Plan:
     """Verify `graph` and plan it for devices by name (``"cpu:0,cpu:1"`` or a list).
 
-    `split_mode` is ``none`` (the first device alone), ``tensor`` (cut wherever kernels get shorter) or ``auto`` (cut
-    where the predicted time falls).  `tensor_split` gives the devices' shares in any unit.  `like` is a plan over the
-    same weights and states whose layout is kept.  Raises `GraphError`, `PlanError` or `BackendError`.
+    `split_mode` is ``none`` (the first device alone), ``layer`` (consecutive nodes on each device), ``tensor`` (cut
+    wherever kernels get shorter) or ``auto`` (cut where the predicted time falls).  `tensor_split` gives the devices'
+    shares in any unit.  `like` is a plan over the same weights and states whose layout is kept.  Raises `GraphError`,
+    `PlanError` or `BackendError`.
     """
     names = devices.split(",") if isinstance(devices, str) else devices
     return plan_for(graph, [find(n) for n in names], split_mode=split_mode, tensor_split=tensor_split, like=like)
@@ -138,6 +141,10 @@ def plan_for(
         group = group[:1]
     proportions = _proportions(tensor_split, len(group))
     verify(graph)
+    if split_mode == "layer":
+        placement = layer_split(graph, proportions) if like is None else placed_like(graph, like.leaves)
+        placed = place(graph, placement, len(group))
+        return Plan(graph, _lanes(placed, group), placed.leaves, placed.outputs, frozenset(), Estimate(0, 0, 0), ())
     factors = Factors(graph)
     if like is not None:
         choice = _given(graph, factors, factors_at(graph, factors, like.cuts), like.cost, "an earlier plan's layout")
@@ -148,8 +155,12 @@ def plan_for(
     cuts = cuts_of(graph, factors, choice.factors)
     shares = _deal(graph, factors, cuts, proportions)
     sharded = shard(graph, factors, choice.assignment, shares)
-    lanes = tuple(_lane(local, backend, device) for local, (backend, device) in zip(sharded.graphs, group, strict=True))
+    lanes = _lanes(sharded, group)
     return Plan(graph, lanes, sharded.leaves, sharded.outputs, cuts, choice.cost, choice.considered)
+
+
+def _lanes(sharded: Sharded, group: Sequence[tuple[Backend, Device]]) -> tuple[Lane, ...]:
+    return tuple(_lane(local, backend, device) for local, (backend, device) in zip(sharded.graphs, group, strict=True))
 
 
 def _lane(graph: Graph, backend: Backend, device: Device) -> Lane:

@@ -9,7 +9,7 @@ from functools import partial
 from ..graph.graph import Graph
 from ..graph.node import Node, Value
 from ..graph.spec import Spec
-from ..ops import REGISTRY, concat, op_of, scale, slice_
+from ..ops import concat, op_of, scale, slice_
 from ..ops.collective import all_gather, all_reduce
 from .assign import Assignment, P, R, State
 from .factors import Factor, Factors
@@ -137,8 +137,3 @@ class _Device:
         """A whole value as a summand: device 0 brings it, the others nothing."""
         whole = self.local[value, R]
         return whole if self.device == 0 else scale(whole, scale=0.0, name=f"{value.node.label}.zero")
-
-
-def is_collective(op: str) -> bool:
-    """Whether an instruction meets other devices."""
-    return REGISTRY[op] in (all_reduce, all_gather)

@@ -12,7 +12,7 @@ from ..graph.errors import PlanError
 from ..graph.graph import Graph
 from ..graph.node import constant_array
 from ..graph.spec import Spec
-from .layout import REPLICATE, Layout, Shard, local_shape
+from .layout import REPLICATE, Layout, Local, Shard, local_shape
 from .plan import Lane, Plan
 
 
@@ -32,6 +32,8 @@ class Store:
         quantised."""
         self._layouts[name] = (spec, layout)
         for number, device in enumerate(self._devices):
+            if isinstance(layout, Local) and number not in layout.devices:
+                continue
             shape = local_shape(spec.shape, layout, number)
             part = _share(data, spec, layout, number)
             device.load(BufferSpec("weight", name, 0, Spec(shape, spec.dtype)), part)
@@ -41,11 +43,12 @@ class Store:
         if name not in self.states:
             raise PlanError(f"there is no state %{name} yet; states appear with the first plan that has them")
         spec, layout = self._layouts[name]
-        return StateView(spec, layout, [d.array("state", name) for d in self._devices])
+        parts = [d.array("state", name) if ("state", name) in d.held else None for d in self._devices]
+        return StateView(spec, layout, parts)
 
     @property
     def states(self) -> tuple[str, ...]:
-        return tuple(name for kind, name in self._devices[0].held if kind == "state")
+        return tuple(dict.fromkeys(name for d in self._devices for kind, name in d.held if kind == "state"))
 
     def nbytes(self) -> list[dict[str, int]]:
         """Bytes held on each device, by kind."""
@@ -74,7 +77,8 @@ class StateView:
         self.shape = spec.shape
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        return assembled(self.spec.shape, self.layout, self.parts).astype(dtype or self.parts[0].dtype)
+        whole = assembled(self.spec.shape, self.layout, self.parts)
+        return whole if dtype is None else whole.astype(dtype)
 
     def __getitem__(self, index: Any) -> Array:
         return np.asarray(self)[index]
@@ -83,7 +87,8 @@ class StateView:
         """Assign to `index`, an index that NumPy understands; every device gets its share."""
         if not isinstance(self.layout, Shard):
             for part in self.parts:
-                part[index] = value
+                if part is not None:
+                    part[index] = value
             return
         whole = np.array(self)
         whole[index] = value
@@ -168,6 +173,8 @@ def _share(data: Array, spec: Spec, layout: Layout, device: int) -> Array:
 
 def assembled(shape: tuple[int, ...], layout: Layout, parts: Sequence[Any]) -> Array:
     """The whole value from what the devices have, as a host array of its own."""
+    if isinstance(layout, Local):
+        return np.array(parts[layout.devices[0]])
     if not isinstance(layout, Shard):
         return np.array(parts[0])
     whole = np.empty(shape, np.asarray(parts[0]).dtype)

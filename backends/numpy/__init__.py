@@ -14,8 +14,7 @@ import numpy as np
 from ...graph.dtypes import DType
 from ...graph.node import Node
 from ...graph.spec import Spec
-from ..base import Device, Program, Support
-from ..comm import Comm
+from ..base import Comm, Device, Program, Support
 from ..host import HostBackend
 from .kernel import Call
 from .table import KERNELS

@@ -7,7 +7,7 @@ from functools import partial
 
 from ...graph.node import Attrs
 from ...ops.collective import int_attr, runs_of
-from .elementwise import one_result, plain
+from .elementwise import copy, one_result, plain
 from .kernel import Call, Calls, Kernel
 
 
@@ -19,6 +19,15 @@ def all_reduce(call: Call) -> Calls:
 def all_gather(call: Call) -> Calls:
     parts = gather_parts(call.attrs)
     return [partial(call.comm.all_gather, call.operand(0), call.out, parts, int(call.number("sequence")))]
+
+
+def send(call: Call) -> Calls:
+    to, sequence = int(call.number("to")), int(call.number("sequence"))
+    return [*copy(call), partial(call.comm.send, call.out, to, sequence)]
+
+
+def receive(call: Call) -> Calls:
+    return [partial(call.comm.receive, call.out, int(call.number("source")), int(call.number("sequence")))]
 
 
 Index = tuple[slice, ...]
@@ -41,4 +50,6 @@ def gather_parts(attrs: Attrs) -> list[list[tuple[Index, Index]]]:
 KERNELS: Mapping[str, Kernel] = {
     "all_reduce": Kernel(all_reduce, one_result),
     "all_gather": plain(all_gather),
+    "send": plain(send),
+    "receive": plain(receive),
 }

@@ -17,8 +17,7 @@ import numpy.typing as npt
 
 from ...graph.node import Attrs, Node
 from ...ops import Op
-from ..base import Array
-from ..comm import Comm
+from ..base import Array, Comm
 
 F32 = npt.NDArray[np.float32]
 Calls = list[Callable[[], object]]

@@ -12,10 +12,11 @@ from ...graph.dtypes import DType
 from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops import REGISTRY
-from ..base import Array, Device, Instruction, Program, Support
-from ..comm import Comm
+from ...ops.collective import COLLECTIVES
+from ..base import Array, Comm, Device, Instruction, Program, Support
 from ..host import HostBackend
-from ..numpy.collective import gather_parts
+from ..numpy.collective import KERNELS
+from ..numpy.kernel import Call
 
 
 class ReferenceBackend(HostBackend):
@@ -51,13 +52,17 @@ class ReferenceBackend(HostBackend):
 
 
 def _meet(instruction: Instruction, src: list[Any], dst: list[Array], comm: Comm) -> Callable[[], None] | None:
-    """The call of a collective; None for an op that is computed alone."""
-    match instruction.op, instruction.attrs:
-        case "all_reduce", {"sequence": int(number)}:
-            return partial(comm.all_reduce, src[0], dst[0], np.empty_like(src[0]), number)
-        case "all_gather", {"sequence": int(number)}:
-            return partial(comm.all_gather, src[0], dst[0], gather_parts(instruction.attrs), number)
-    return None
+    """The call of a collective, made as the NumPy backend makes it; None for an op that is computed alone."""
+    if instruction.op not in COLLECTIVES:
+        return None
+    scratch = np.empty(dst[0].size, dst[0].dtype)
+    calls = KERNELS[instruction.op].bind(Call(src, dst, instruction.attrs, scratch, comm))
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
 
 
 def _run(op: str, src: list[Array | None], dst: list[Array], attrs: Any) -> None:

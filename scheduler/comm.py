@@ -1,31 +1,15 @@
-"""How devices meet: one small protocol, and its form within one process."""
+"""Communicators: how devices meet within one process (the protocol is `Comm` in ``backends.base``)."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from ..backends.base import Array
 from ..graph.errors import BackendError
-from .base import Array
-
-
-class Comm(Protocol):
-    """One device's end of a group.  All members call the same operations in the same order.
-
-    Raises `BackendError` when a member does not come in time, has failed, or brings another `sequence` number.
-    """
-
-    rank: int
-    size: int
-
-    def all_reduce(self, source: Array, into: Array, scratch: Array, sequence: int) -> None:
-        """Write the sum of all sources into `into` (which may be `source`); `scratch` has the shape of `source`."""
-
-    def all_gather(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
-        """Copy every device's source into its parts of `into`: pairs (index into `into`, index into the source)."""
 
 
 class Meeting:
@@ -37,6 +21,8 @@ class Meeting:
     def __init__(self, size: int, timeout: float = 60.0) -> None:
         self.size, self.timeout = size, timeout
         self.barrier = threading.Barrier(size)
+        self.mail: dict[tuple[int, int, int], Array] = {}
+        self.arrival = threading.Condition()
         self.posted: list[tuple[int, Array] | None] = [None] * size
         self.failure = ""
 
@@ -47,6 +33,12 @@ class Meeting:
         """Wake everybody who waits: a member failed."""
         self.failure = self.failure or why
         self.barrier.abort()
+        with self.arrival:
+            self.arrival.notify_all()
+
+    def clear(self) -> None:
+        """Forget what was sent: a run is over."""
+        self.mail.clear()
 
     def wait(self, rank: int, sequence: int) -> None:
         try:
@@ -91,6 +83,22 @@ class Member:
                 np.copyto(into[target], array[origin])
         self.meeting.wait(self.rank, sequence)
 
+    def send(self, source: Array, to: int, sequence: int) -> None:
+        with self.meeting.arrival:
+            self.meeting.mail[self.rank, to, sequence] = source
+            self.meeting.arrival.notify_all()
+
+    def receive(self, into: Array, source: int, sequence: int) -> None:
+        key = (source, self.rank, sequence)
+        with self.meeting.arrival:
+            came = self.meeting.arrival.wait_for(
+                lambda: key in self.meeting.mail or bool(self.meeting.failure), self.meeting.timeout
+            )
+        if not came or key not in self.meeting.mail:
+            why = self.meeting.failure or f"device {source} sent nothing within {self.meeting.timeout:g} s"
+            raise BackendError(f"copy {sequence} to device {self.rank} of {self.size}: {why}")
+        np.copyto(into, self.meeting.mail[key])
+
 
 class Alone:
     """`Comm` of a group of one: every collective is a copy."""
@@ -103,3 +111,9 @@ class Alone:
     def all_gather(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
         for target, origin in parts[0]:
             np.copyto(into[target], source[origin])
+
+    def send(self, source: Array, to: int, sequence: int) -> None:
+        """Nobody is there to receive."""
+
+    def receive(self, into: Array, source: int, sequence: int) -> None:
+        into[...] = 0
