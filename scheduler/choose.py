@@ -84,12 +84,14 @@ def classes_of(graph: Graph, factors: Factors) -> dict[str, list[Factor]]:
                     for i, factor in enumerate(segment):
                         uses[factor].add(f"{place}:{axis}.{at}.{i}/{len(segment)}:{value.shape}")
                         if node.op in ("weight", "state"):
-                            first.setdefault(factor, f"axis {axis} of %{node.name}")
+                            first.setdefault(factor, f"factor {at}.{i} of axis {axis} of %{node.name}")
     grouped: dict[tuple[object, ...], list[Factor]] = defaultdict(list)
     for factor in first:
         if not factor.blocked and factor.size > 1:
             grouped[(factor.size, frozenset(uses[factor]))].append(factor)
-    return {f"{len(m)} x {m[0].size} ({first[m[0]]})": m for m in grouped.values()}
+    classes = {f"{len(m)} x {m[0].size} ({first[m[0]]})": m for m in grouped.values()}
+    assert len(classes) == len(grouped), "a factor is named by where it first stands, so no two share a name"
+    return classes
 
 
 def clash(graph: Graph, factors: Factors, chosen: frozenset[Factor]) -> bool:
