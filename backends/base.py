@@ -116,7 +116,11 @@ class Comm(Protocol):
         """Write the sum of all sources into `into` (which may be `source`); `scratch` has the shape of `source`."""
 
     def all_gather(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
-        """Copy every device's source into its parts of `into`: pairs (index into `into`, index into the source)."""
+        """Copy from every device's source into `into`; ``parts[d]`` are pairs (index into `into`, index into the
+        source of device d).  What a device does not need it leaves out: this is the all-to-all, too."""
+
+    def reduce_scatter(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
+        """Write the sums of parts of all sources into `into`: pairs (index into `into`, index into any source)."""
 
     def send(self, source: Array, to: int, sequence: int) -> None:
         """Offer `source` to device `to`, which may read it until the run ends."""

@@ -12,6 +12,7 @@ from ..graph.dtypes import DType
 from ..graph.node import Attr, Attrs
 from ..graph.spec import Spec
 from .op import Array, Specs, op
+from .signature import Mismatch
 
 Runs = tuple[tuple[tuple[int, int], ...], ...]
 
@@ -60,6 +61,74 @@ def all_gather(x: Array, *, axis: int, runs: tuple[tuple[tuple[int, ...], ...], 
     return np.array(x)
 
 
+def _scattered(specs: Specs, attrs: Attrs) -> Spec:
+    x = specs[0]
+    assert x is not None
+    axis, length = int_attr(attrs["axis"]), sum(n for _, n in own_runs(attrs))
+    return Spec((*x.shape[:axis], length, *x.shape[axis + 1 :]), x.dtype)
+
+
+def own_runs(attrs: Attrs) -> tuple[tuple[int, int], ...]:
+    """The runs of the device itself."""
+    runs, rank = runs_of(attrs["runs"]), int_attr(attrs["rank"])
+    if not 0 <= rank < len(runs):
+        raise Mismatch(f"rank is {rank}, but runs are given for {len(runs)} devices")
+    return runs[rank]
+
+
+@op(
+    "x[...] -> [...]",
+    linear=("x",),
+    infer=_scattered,
+    links=lambda specs, attrs: (),
+    samples=("x=f32[3,4], axis=1, runs=(((0,4),),), rank=0, sequence=0",),
+    errors=(
+        ("x=f32[3], axis=0, runs=(((0,3),),), rank=1, sequence=0", "rank is 1"),
+        ("x=f32[3], axis=0, runs=(((0,3),),), rank=0", "sequence is missing"),
+    ),
+)
+def reduce_scatter(
+    x: Array, *, axis: int, runs: tuple[tuple[tuple[int, ...], ...], ...], rank: int, sequence: int
+) -> Array:
+    """The device's own entries along `axis` of the sum of `x` over all devices; device d keeps ``runs[d]``.
+
+    MPI (MPI Forum, 1994): ``Reduce_scatter``.
+    """
+    return np.array(x)
+
+
+def _exchanged(specs: Specs, attrs: Attrs) -> Spec:
+    whole = _gathered(specs, {**attrs, "axis": attrs["old_axis"], "runs": attrs["old_runs"]})
+    return _scattered((whole,), attrs)
+
+
+@op(
+    "x[...]: number -> [...]",
+    infer=_exchanged,
+    links=lambda specs, attrs: (),
+    samples=("x=f32[3,4], old_axis=0, old_runs=(((0,3),),), axis=1, runs=(((0,4),),), rank=0, sequence=0",),
+    errors=(
+        ("x=f32[3], old_axis=0, old_runs=(((0,3),),), axis=0, runs=(((0,3),),), rank=2, sequence=0", "rank is 2"),
+        ("x=f32[3], old_axis=0, old_runs=(((0,3),),), axis=0, runs=(((0,3),),), rank=0", "sequence is missing"),
+    ),
+)
+def all_to_all(
+    x: Array,
+    *,
+    old_axis: int,
+    old_runs: tuple[tuple[tuple[int, ...], ...], ...],
+    axis: int,
+    runs: tuple[tuple[tuple[int, ...], ...], ...],
+    rank: int,
+    sequence: int,
+) -> Array:
+    """A value that was cut along `old_axis` into `old_runs`, cut along `axis` into `runs` instead.
+
+    MPI (MPI Forum, 1994): ``Alltoallv``.
+    """
+    return np.array(x)
+
+
 @op(
     "x[...]: any -> [...]",
     inplace="x",
@@ -92,7 +161,7 @@ def receive(*, shape: tuple[int, ...], dtype: DType, source: int, sequence: int)
     return np.zeros(shape)
 
 
-COLLECTIVES = frozenset(o.name for o in (all_reduce, all_gather, send, receive))
+COLLECTIVES = frozenset(o.name for o in (all_reduce, all_gather, reduce_scatter, all_to_all, send, receive))
 """The ops in which devices meet; in every program they come in the order of their `sequence`."""
 
 

@@ -179,8 +179,7 @@ class _Pass:
         made = self.out.made[value]
         if made is want or (value, want) in self.converted:
             return
-        if (made is P and want is not R) or (isinstance(made, Factor) and want is not R):
-            self._convert(value, R, node)  # by way of the whole value
-            made = R
+        if (value, R) in self.converted:
+            made = R  # it is whole already: a slice of that is free
         self.converted.add((value, want))
         self.out.conversions.append(Conversion(value, made, want, node))

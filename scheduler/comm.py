@@ -83,6 +83,14 @@ class Member:
                 np.copyto(into[target], array[origin])
         self.meeting.wait(self.rank, sequence)
 
+    def reduce_scatter(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
+        first, *others = self._exchange(source, sequence)
+        for target, origin in parts:
+            np.copyto(into[target], first[origin])
+            for other in others:
+                np.add(into[target], other[origin], out=into[target])
+        self.meeting.wait(self.rank, sequence)
+
     def send(self, source: Array, to: int, sequence: int) -> None:
         with self.meeting.arrival:
             self.meeting.mail[self.rank, to, sequence] = source
@@ -110,6 +118,10 @@ class Alone:
 
     def all_gather(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
         for target, origin in parts[0]:
+            np.copyto(into[target], source[origin])
+
+    def reduce_scatter(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
+        for target, origin in parts:
             np.copyto(into[target], source[origin])
 
     def send(self, source: Array, to: int, sequence: int) -> None:

@@ -10,7 +10,7 @@ from ..graph.graph import Graph
 from ..graph.node import Node, Value
 from ..graph.spec import Spec
 from ..ops import concat, op_of, scale, slice_
-from ..ops.collective import all_gather, all_reduce
+from ..ops.collective import all_gather, all_reduce, all_to_all, reduce_scatter
 from .assign import Assignment, P, R, State
 from .factors import Factor, Factors
 from .layout import PARTIAL, REPLICATE, Layout, Shard, Shares, local_shape, runs_of
@@ -104,22 +104,26 @@ class _Device:
         key = (value, state)
         if key not in self.local:
             made = self.layouts.assignment.made[value]
-            if made is R:
+            if made is R or (value, R) in self.local:
                 self.local[key] = self._owed_once(value) if state is P else self._sliced(value, state)
-            elif state is R:
-                self.local[key] = self._whole(value, made)
             else:
-                self._as(value, R)
-                self.local[key] = self._sliced(value, state)
+                self.local[key] = self._meeting(value, made, state)
         return self.local[key]
 
-    def _whole(self, value: Value, made: State) -> Value:
-        mine, number = self.local[value, made], self.layouts.sequence[value, R]
+    def _meeting(self, value: Value, made: State, state: State) -> Value:
+        """The collective that takes `value` from one layout to another."""
+        mine, number, label = self.local[value, made], self.layouts.sequence[value, state], value.node.label
+        before, after = self.layouts.of(value, made), self.layouts.of(value, state)
+        if made is P and state is R:
+            return all_reduce(mine, sequence=number, name=f"{label}.sum")
+        if isinstance(before, Shard) and state is R:
+            return all_gather(mine, axis=before.axis, runs=before.runs, sequence=number, name=f"{label}.whole")
+        assert isinstance(after, Shard)
+        cut = {"axis": after.axis, "runs": after.runs, "rank": self.device, "sequence": number}
         if made is P:
-            return all_reduce(mine, sequence=number, name=f"{value.node.label}.sum")
-        layout = self.layouts.of(value, made)
-        assert isinstance(layout, Shard)
-        return all_gather(mine, axis=layout.axis, runs=layout.runs, sequence=number, name=f"{value.node.label}.whole")
+            return reduce_scatter(mine, **cut, name=f"{label}.part")
+        assert isinstance(before, Shard)
+        return all_to_all(mine, old_axis=before.axis, old_runs=before.runs, **cut, name=f"{label}.recut")
 
     def _sliced(self, value: Value, state: State) -> Value:
         layout = self.layouts.of(value, state)

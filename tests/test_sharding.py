@@ -212,6 +212,63 @@ def test_a_device_may_get_nothing():
     assert made.lanes[1].memory()["weight"] == 0
 
 
+# ------------------------------------------------------------------------------------------------------ collectives
+
+
+def meet(attrs: list[dict], op: str, sources: list[np.ndarray], shapes: list[tuple[int, ...]]) -> list[np.ndarray]:
+    """What each device of a group gets from one collective of the NumPy backend."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from hocket.backends.numpy.kernel import Call
+    from hocket.backends.numpy.table import KERNELS
+
+    meeting = Meeting(len(sources), timeout=5)
+    outs = [np.full(shape, np.nan) for shape in shapes]
+
+    def run(rank: int) -> None:
+        scratch = np.full(outs[rank].size, np.nan)
+        call = Call([sources[rank]], [outs[rank]], {**attrs[rank], "sequence": 3}, scratch, meeting.member(rank))
+        for step in KERNELS[op].bind(call):
+            step()
+
+    with ThreadPoolExecutor(len(sources)) as pool:
+        list(pool.map(run, range(len(sources))))
+    return outs
+
+
+RUNS = (((0, 2), (4, 1)), (), ((2, 2),))
+
+
+def test_reduce_scatter_gives_each_device_its_entries_of_the_sum():
+    sources = [np.arange(10.0).reshape(2, 5) * (d + 1) for d in range(3)]
+    attrs = [{"axis": 1, "runs": RUNS, "rank": d} for d in range(3)]
+    outs = meet(attrs, "reduce_scatter", sources, [(2, 3), (2, 0), (2, 2)])
+    total = sum(sources)
+    for out, columns in zip(outs, ([0, 1, 4], [], [2, 3]), strict=True):
+        np.testing.assert_array_equal(out, total[:, columns])
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_all_to_all_cuts_anew_along_either_axis(axis):
+    whole = np.arange(25.0).reshape(5, 5)
+    old = [whole[:, columns] for columns in ([0, 1, 4], [], [2, 3])]
+    runs = (((0, 1),), ((1, 3),), ((4, 1),))
+    attrs = [{"old_axis": 1, "old_runs": RUNS, "axis": axis, "runs": runs, "rank": d} for d in range(3)]
+    wanted = [np.take(whole, rows, axis) for rows in ([0], [1, 2, 3], [4])]
+    outs = meet(attrs, "all_to_all", old, [w.shape for w in wanted])
+    for out, want in zip(outs, wanted, strict=True):
+        np.testing.assert_array_equal(out, want)
+
+
+def test_all_reduce_gives_every_device_the_same_bits():
+    rng = np.random.default_rng(0)
+    sources = [rng.standard_normal(1000).astype(np.float32) for _ in range(8)]
+    outs = meet([{}] * 8, "all_reduce", sources, [(1000,)] * 8)
+    for out in outs:
+        assert out.tobytes() == outs[0].tobytes()
+    np.testing.assert_allclose(outs[0], np.sum(sources, axis=0, dtype=np.float64), rtol=1e-4, atol=1e-5)
+
+
 # ----------------------------------------------------------------------------------------------------------- failure
 
 

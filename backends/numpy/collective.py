@@ -2,54 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 from ...graph.node import Attrs
-from ...ops.collective import int_attr, runs_of
+from ...ops.collective import int_attr, own_runs, runs_of
 from .elementwise import copy, one_result, plain
 from .kernel import Call, Calls, Kernel
+
+Index = tuple[slice, ...]
+Pairs = list[tuple[Index, Index]]
 
 
 def all_reduce(call: Call) -> Calls:
     scratch = call.take(*call.out.shape)
-    return [partial(call.comm.all_reduce, call.operand(0), call.out, scratch, int(call.number("sequence")))]
+    return [partial(call.comm.all_reduce, call.operand(0), call.out, scratch, _sequence(call))]
 
 
 def all_gather(call: Call) -> Calls:
-    parts = gather_parts(call.attrs)
-    return [partial(call.comm.all_gather, call.operand(0), call.out, parts, int(call.number("sequence")))]
+    axis = int_attr(call.attrs["axis"])
+    parts: list[Pairs] = [
+        [(_at({axis: (offset, n)}), _at({axis: (start, n)})) for start, offset, n in _placed(runs)]
+        for runs in runs_of(call.attrs["runs"])
+    ]
+    return [partial(call.comm.all_gather, call.operand(0), call.out, parts, _sequence(call))]
+
+
+def reduce_scatter(call: Call) -> Calls:
+    axis = int_attr(call.attrs["axis"])
+    mine = _placed(own_runs(call.attrs))
+    parts = [(_at({axis: (start, n)}), _at({axis: (offset, n)})) for start, offset, n in mine]
+    return [partial(call.comm.reduce_scatter, call.operand(0), call.out, parts, _sequence(call))]
+
+
+def all_to_all(call: Call) -> Calls:
+    parts = [list(_exchange(call.attrs, theirs)) for theirs in runs_of(call.attrs["old_runs"])]
+    return [partial(call.comm.all_gather, call.operand(0), call.out, parts, _sequence(call))]
+
+
+def _exchange(attrs: Attrs, theirs: tuple[tuple[int, int], ...]) -> Iterator[tuple[Index, Index]]:
+    """What a device with the old runs `theirs` has of my new shard: (where in mine, where in theirs)."""
+    old, new = int_attr(attrs["old_axis"]), int_attr(attrs["axis"])
+    for start, offset, n in _placed(own_runs(attrs)):
+        for their_start, their_offset, their_n in _placed(theirs):
+            if old != new:
+                yield (
+                    _at({old: (their_offset, their_n), new: (start, n)}),
+                    _at({old: (their_start, their_n), new: (offset, n)}),
+                )
+            else:
+                low, high = max(offset, their_offset), min(offset + n, their_offset + their_n)
+                if low < high:
+                    mine, other = start + low - offset, their_start + low - their_offset
+                    yield _at({new: (mine, high - low)}), _at({new: (other, high - low)})
+
+
+def _placed(runs: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int, int]]:
+    """Runs of a shard as (where in the shard, where in the whole, length)."""
+    start = 0
+    for offset, n in runs:
+        yield start, offset, n
+        start += n
+
+
+def _at(ranges: Mapping[int, tuple[int, int]]) -> Index:
+    """The index that takes (start, length) along some axes and all of the others."""
+    index = [slice(None)] * (max(ranges) + 1)
+    for axis, (start, n) in ranges.items():
+        index[axis] = slice(start, start + n)
+    return tuple(index)
 
 
 def send(call: Call) -> Calls:
-    to, sequence = int(call.number("to")), int(call.number("sequence"))
-    return [*copy(call), partial(call.comm.send, call.out, to, sequence)]
+    to = int_attr(call.attrs["to"])
+    return [*copy(call), partial(call.comm.send, call.out, to, _sequence(call))]
 
 
 def receive(call: Call) -> Calls:
-    return [partial(call.comm.receive, call.out, int(call.number("source")), int(call.number("sequence")))]
+    return [partial(call.comm.receive, call.out, int_attr(call.attrs["source"]), _sequence(call))]
 
 
-Index = tuple[slice, ...]
-
-
-def gather_parts(attrs: Attrs) -> list[list[tuple[Index, Index]]]:
-    """For each device the pairs (where in the whole, where in its shard)."""
-    ahead = (slice(None),) * int_attr(attrs["axis"])
-    parts: list[list[tuple[Index, Index]]] = []
-    for mine in runs_of(attrs["runs"]):
-        start = 0
-        pairs: list[tuple[Index, Index]] = []
-        for offset, n in mine:
-            pairs.append(((*ahead, slice(offset, offset + n)), (*ahead, slice(start, start + n))))
-            start += n
-        parts.append(pairs)
-    return parts
+def _sequence(call: Call) -> int:
+    return int_attr(call.attrs["sequence"])
 
 
 KERNELS: Mapping[str, Kernel] = {
     "all_reduce": Kernel(all_reduce, one_result),
     "all_gather": plain(all_gather),
+    "reduce_scatter": plain(reduce_scatter),
+    "all_to_all": plain(all_to_all),
     "send": plain(send),
     "receive": plain(receive),
 }
