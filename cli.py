@@ -56,22 +56,33 @@ def complete(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, sampl
     """Print a text and what follows it."""
     from .frontends.generate import Timing, generate, stream_text
     from .frontends.open import context_for, open_session
+    from .frontends.saved_state import load_state, save_state
 
     text = prompt_text(args, OPENING if args.model is None else None)
-    tokens = tokenizer.encode(text, parse_special=True)
+    tokens = tokenizer.encode(text, add_special=args.load_state is None, parse_special=True)
     context = context_for(model, len(tokens), args.context)
     session = open_session(model, on=group_of(args), context=context, batch=args.batch)
+    known = load_state(session, args.load_state)[0] + tokens if args.load_state else list(tokens)
     timing, stop = Timing(), frozenset() if args.ignore_eos else tokenizer.eos_ids
     limit = NEW_TOKENS if args.predict is None else args.predict
     new = generate(session, tokens, limit=limit, sampling=sampling, seed=args.seed, stop=stop, timing=timing)
     write(text)
     try:
-        for piece in stream_text(new, tokenizer):
+        for piece in stream_text(recorded(new, known), tokenizer):
             write(piece)
     finally:
         write("\n")
+    if args.save_state:
+        save_state(session, [known[: session.lengths[0]]], args.save_state)
     log(f"{timing}; {memory_text(session)}")
     return 0
+
+
+def recorded(tokens: Iterator[int], known: list[int]) -> Iterator[int]:
+    """Pass tokens on, each also appended to `known`."""
+    for token in tokens:
+        known.append(token)
+        yield token
 
 
 def chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, sampling: Sampling) -> int:

@@ -53,6 +53,8 @@ def run_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--top-p", type=float, default=0.95, metavar="P", help="keep the likeliest up to P in sum (0.95)")
     sub.add_argument("--min-p", type=float, default=0.05, metavar="P", help="keep those above P times the best (0.05)")
     sub.add_argument("--chat", action="store_true", help="use the chat template; on a terminal /exit ends the talk")
+    sub.add_argument("--save-state", metavar="FILE", help="keep the session's state, to go on later")
+    sub.add_argument("--load-state", metavar="FILE", help="go on from a saved state, on any number of devices")
     sub.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
 
 

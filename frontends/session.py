@@ -81,6 +81,7 @@ class Session:
             done += tensor.nbytes
             if on_progress:
                 on_progress(Progress(done, total))
+        self.store.buffers(self._first)  # states exist from now on, as zeros
 
     # ------------------------------------------------------------------------------------------------ running
 

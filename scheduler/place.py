@@ -98,7 +98,8 @@ def place(graph: Graph, placement: Placement, devices: int) -> Sharded:
     leaves: dict[str, Layout] = {}
     for leaf in (n for n in graph.nodes if n.is_leaf):
         having = tuple(d for d in range(devices) if (d, Value(leaf)) in emitter.local)
-        leaves[leaf.name] = Local(having or (0,)) if leaf.op in ("weight", "state") else REPLICATE
+        homes = {"weight": having or (0,), "state": (home.get(Value(leaf), 0),)}
+        leaves[leaf.name] = Local(homes[leaf.op]) if leaf.op in homes else REPLICATE
     outputs: dict[str, Layout] = {name: Local((emitter.where(v),)) for name, v in graph.outputs.items()}
     return Sharded(emitter.graphs(), leaves, outputs)
 
