@@ -73,7 +73,7 @@ def load_state(session: Session, path: str | Path) -> list[list[int]]:
             raise ValueError("its states have other names or shapes")
     except ModelError:
         raise
-    except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, UnicodeDecodeError) as why:
+    except (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, UnicodeDecodeError) as why:
         raise ModelError(f"{path}: not a saved state of this model ({why}); save one with --save-state") from None
     for i in range(session.sequences):
         session.reset(i)
@@ -85,7 +85,8 @@ def load_state(session: Session, path: str | Path) -> list[list[int]]:
 
 def _read(path: Path) -> tuple[Mapping[str, object], dict[str, npt.NDArray[np.float32]]]:
     size = path.stat().st_size
-    with np.load(path, allow_pickle=False) as saved:
+    # Our own file object: numpy leaves its own open when it refuses the content.
+    with path.open("rb") as file, np.load(file, allow_pickle=False) as saved:
         if sum(i.file_size for i in saved.zip.infolist()) > 2 * size + 4096:
             raise ValueError("its arrays are larger than the file")  # savez does not compress
         header = json.loads(bytes(saved["header"]))
