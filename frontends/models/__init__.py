@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ...graph import Graph
 from ..errors import ModelError
 from ..gguf import Gguf
-from . import llama, qwen3, qwen35
+from . import llama, qwen3, qwen3moe, qwen35, qwen35moe
 from .step import Batch as Batch
 from .step import Step as Step
 from .step import step_inputs as step_inputs
@@ -52,7 +52,9 @@ ARCHITECTURES: Mapping[str, Family[Any]] = MappingProxyType(
     {
         "llama": Family(llama.Hyper.from_gguf, llama.build),
         "qwen3": Family(qwen3.Hyper.from_gguf, qwen3.build),
+        "qwen3moe": Family(qwen3moe.read, qwen3moe.build),
         "qwen35": Family(qwen35.Hyper.from_gguf, qwen35.build),
+        "qwen35moe": Family(qwen35moe.read, qwen35moe.build),
     }
 )
 """Every family, by ``general.architecture``."""

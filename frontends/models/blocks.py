@@ -24,11 +24,15 @@ def linear(weights: Weights, name: str, x: Value, features: int) -> Value:
     return y if bias is None else ops.add(y, bias)
 
 
-def feed_forward(weights: Weights, block: str, x: Value, features: int) -> Value:
-    """SwiGLU between two widths: f32[n, E] to f32[n, E].  Shazeer, GLU variants, 2020."""
-    gate = linear(weights, f"{block}.ffn_gate", x, features)
-    up = linear(weights, f"{block}.ffn_up", x, features)
-    return linear(weights, f"{block}.ffn_down", ops.swiglu(gate, up, name=f"{block}.ffn_glu"), x.shape[-1])
+def feed_forward(weights: Weights, block: str, x: Value, features: int, suffix: str = "") -> Value:
+    """SwiGLU between two widths: f32[n, E] to f32[n, E]; ``suffix`` tells such layers of one block apart.
+
+    Shazeer, GLU variants, 2020.
+    """
+    gate = linear(weights, f"{block}.ffn_gate{suffix}", x, features)
+    up = linear(weights, f"{block}.ffn_up{suffix}", x, features)
+    inner = ops.swiglu(gate, up, name=f"{block}.ffn_glu{suffix}")
+    return linear(weights, f"{block}.ffn_down{suffix}", inner, x.shape[-1])
 
 
 def logits(weights: Weights, x: Value, vocabulary: int, eps: float) -> Value:

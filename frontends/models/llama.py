@@ -1,6 +1,7 @@
 """LLaMA: RMSNorm, rotary attention with grouped heads, SwiGLU.  Touvron et al., 2023; graph: llama.cpp ``llama.cpp``.
 
-Covers what shares the architecture string: Llama 1 to 3, Mistral, SmolLM2 and others, dense models only.
+Covers what shares the architecture string: Llama 1 to 3, Mistral, SmolLM2 and others; Mixtral, where experts take the
+place of the feed-forward (Jiang et al., Mixtral of experts, 2024).
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from dataclasses import dataclass
 from ... import ops
 from ...graph import Graph, Value
 from ..gguf import Gguf
-from .blocks import embed, feed_forward, linear, logits, norm
+from .blocks import embed, linear, logits, norm
 from .frame import Frame
 from .keys import Keys
+from .moe import Experts, feed_forward
 from .rope import Rope, attention_scale
 from .step import Step
 from .weights import Weights
@@ -26,7 +28,7 @@ class Hyper:
     vocabulary_size: int
     layers: int
     width: int
-    feed_forward: int
+    feed_forward: int | Experts
     heads: int
     kv_heads: int
     head_size: int
@@ -37,11 +39,11 @@ class Hyper:
 
     @classmethod
     def from_gguf(cls, gguf: Gguf) -> Hyper:
-        """ModelError for a missing or absurd value, or for a mixture of experts."""
+        """ModelError for a missing or absurd value."""
         keys = Keys(gguf, "llama")
-        if experts := keys.count("expert_count", 0, least=0):
-            raise keys.error("expert_count", f"is {experts}; only dense models of this architecture can be run")
         layers, width = keys.blocks(), keys.count("embedding_length")
+        features = keys.same("feed_forward_length", layers)
+        has_experts = keys.count("expert_count", 0, least=0) > 0
         heads = keys.same("attention.head_count", layers)
         head_size = keys.head_size(width, heads)
         rope = Rope.from_keys(keys, "normal", head_size)
@@ -52,7 +54,7 @@ class Hyper:
             vocabulary_size=keys.vocabulary(),
             layers=layers,
             width=width,
-            feed_forward=keys.same("feed_forward_length", layers),
+            feed_forward=Experts.from_keys(keys, features) if has_experts else features,
             heads=heads,
             kv_heads=keys.shared_heads(heads, layers),
             head_size=head_size,

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from ... import ops
 from ...graph import Graph, Value
 from ..gguf import Gguf
-from .blocks import embed, feed_forward, linear, logits, norm
+from .blocks import embed, linear, logits, norm
 from .frame import Frame
 from .keys import Keys
+from .moe import Experts, feed_forward
 from .rope import Rope, attention_scale
 from .step import Step
 from .weights import Weights
@@ -26,7 +27,7 @@ class Hyper:
     vocabulary_size: int
     layers: int
     width: int
-    feed_forward: int
+    feed_forward: int | Experts
     heads: int
     kv_heads: int
     head_size: int
@@ -39,6 +40,11 @@ class Hyper:
     def from_gguf(cls, gguf: Gguf) -> Hyper:
         """ModelError for a missing or absurd value."""
         keys = Keys(gguf, "qwen3")
+        return cls.from_keys(keys, keys.same("feed_forward_length", keys.blocks()))
+
+    @classmethod
+    def from_keys(cls, keys: Keys, feed_forward: int | Experts) -> Hyper:
+        """The same for a family that differs in its feed-forward alone."""
         layers, width = keys.blocks(), keys.count("embedding_length")
         heads = keys.same("attention.head_count", layers)
         head_size = keys.head_size(width, heads)
@@ -47,7 +53,7 @@ class Hyper:
             vocabulary_size=keys.vocabulary(),
             layers=layers,
             width=width,
-            feed_forward=keys.same("feed_forward_length", layers),
+            feed_forward=feed_forward,
             heads=heads,
             kv_heads=keys.shared_heads(heads, layers),
             head_size=head_size,

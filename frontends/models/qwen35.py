@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from ... import ops
 from ...graph import Graph, Value
 from ..gguf import Gguf
-from .blocks import embed, feed_forward, linear, logits, norm
+from .blocks import embed, linear, logits, norm
 from .frame import Frame
 from .keys import Keys
+from .moe import Experts, feed_forward
 from .rope import Rope, attention_scale
 from .step import Step
 from .weights import Weights
@@ -60,7 +61,7 @@ class Hyper:
     context_length: int
     vocabulary_size: int
     width: int
-    feed_forward: int
+    feed_forward: int | Experts
     recurrent: tuple[bool, ...]
     delta: DeltaNet
     heads: int
@@ -83,6 +84,11 @@ class Hyper:
     def from_gguf(cls, gguf: Gguf) -> Hyper:
         """ModelError for a missing or absurd value."""
         keys = Keys(gguf, "qwen35")
+        return cls.from_keys(keys, keys.same("feed_forward_length", keys.blocks()))
+
+    @classmethod
+    def from_keys(cls, keys: Keys, feed_forward: int | Experts) -> Hyper:
+        """The same for a family that differs in its feed-forward alone."""
         blocks, width = keys.blocks(), keys.count("embedding_length")
         recurrent = _recurrent(keys, blocks)
         attending = [i for i, is_recurrent in enumerate(recurrent) if not is_recurrent]
@@ -92,7 +98,7 @@ class Hyper:
             context_length=keys.count("context_length"),
             vocabulary_size=keys.vocabulary(),
             width=width,
-            feed_forward=keys.same("feed_forward_length", blocks),
+            feed_forward=feed_forward,
             recurrent=recurrent,
             delta=DeltaNet.from_keys(keys),
             heads=heads,
