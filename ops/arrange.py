@@ -65,6 +65,8 @@ def _repeat_links(specs: Specs, attrs: Attrs) -> tuple[Link, ...]:
         ("x=q8_0[2,32], shape=(4,32)", "x is q8_0"),
         ("x=f32[2], shape=3.5", "a tuple"),
     ),
+    compare="exact",
+    infinite=("x",),
 )
 def repeat(x: Array, *, shape: tuple[int, ...]) -> Array:
     """`x` laid out as tiles until it has `shape`: entry i of an axis is ``x[i % size]``.  ggml: ``REPEAT``."""
@@ -107,6 +109,8 @@ def _pad_links(specs: Specs, attrs: Attrs) -> tuple[Link, ...]:
         ("x=f32[0], left=(1,), right=(0,), circular=true", "empty axis"),
         ("x=f32[3], left=(1,)", "right is missing"),
     ),
+    compare="exact",
+    infinite=("x",),
 )
 def pad(x: Array, *, left: tuple[int, ...], right: tuple[int, ...], circular: bool = False) -> Array:
     """`x` with ``left[i]`` and ``right[i]`` zeros before and after axis i; with `circular` its own entries in turn.
@@ -142,6 +146,8 @@ def pad(x: Array, *, left: tuple[int, ...], right: tuple[int, ...], circular: bo
         ("x=f32[5], left=1", "right is missing"),
     ),
     must=False,
+    compare="exact",
+    infinite=("x",),
 )
 def pad_reflect_1d(x: Array, *, left: int, right: int) -> Array:
     """`x` with the last axis continued by its mirror image, the outer entry not repeated.  ggml: ``PAD_REFLECT_1D``."""
@@ -171,6 +177,8 @@ def _roll_links(specs: Specs, attrs: Attrs) -> tuple[Link, ...]:
     ),
     errors=(("x=f32[3,5], shifts=(1,)", "shifts has 1 entries"), ("x=f32[3]", "shifts is missing")),
     must=False,
+    compare="exact",
+    infinite=("x",),
 )
 def roll(x: Array, *, shifts: tuple[int, ...]) -> Array:
     """`x` with axis i moved on by ``shifts[i]``, what leaves at one end entering at the other.  ggml: ``ROLL``."""
@@ -236,6 +244,8 @@ _REGION_ERRORS = (
     traffic=_region_traffic,
     samples=tuple(case.format(x=x) for case in _REGIONS for x in ("f32", "f16", "i32")),
     errors=_REGION_ERRORS,
+    compare="exact",
+    infinite=("a", "b"),
 )
 def set_(a: Array, b: Array, *, offsets: tuple[int, ...]) -> Array:
     """`a` with the region of the shape of `b` that begins at `offsets` replaced by `b`.

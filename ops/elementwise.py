@@ -34,13 +34,13 @@ def tiled(b: Array, shape: tuple[int, ...]) -> Array:
     return np.tile(b, [m // n if n else 0 for n, m in zip(b.shape, shape, strict=True)])
 
 
-@op(BINARY, linear=("a+b",), inplace="a", samples=BINARY_SAMPLES, errors=BINARY_ERRORS)
+@op(BINARY, linear=("a+b",), inplace="a", samples=BINARY_SAMPLES, errors=BINARY_ERRORS, infinite=("a", "b"))
 def add(a: Array, b: Array) -> Array:
     """``a + b``; `b` tiles into `a` (index modulo size).  ggml: ``ADD``."""
     return a + tiled(b, a.shape)
 
 
-@op(BINARY, linear=("a+b",), inplace="a", samples=BINARY_SAMPLES, errors=BINARY_ERRORS)
+@op(BINARY, linear=("a+b",), inplace="a", samples=BINARY_SAMPLES, errors=BINARY_ERRORS, infinite=("a", "b"))
 def sub(a: Array, b: Array) -> Array:
     """``a - b``; `b` tiles into `a`.  ggml: ``SUB``."""
     return a - tiled(b, a.shape)
@@ -95,6 +95,7 @@ def scale(x: Array, *, scale: float, bias: float = 0.0) -> Array:
         ("x=f32[3], min=2.0", "max is missing"),
         ("x=i32[3], min=0.0, max=1.0", "x is i32"),
     ),
+    infinite=("x",),
 )
 def clamp(x: Array, *, min: float, max: float) -> Array:
     """`x` kept within `min` and `max`.  ggml: ``CLAMP``."""
@@ -125,6 +126,7 @@ def rounded(x: Array, dtype: DType) -> Array:
     infer=_cast_spec,
     samples=grid("x={x}[3,32], dtype={to}", x=("f32", "f16", "bf16", "q8_0", "i32"), to=("f32", "f16", "bf16", "i32")),
     errors=(("x=f32[32], dtype=q8_0", "cannot cast to q8_0"), ("x=f32[32], dtype=3", "dtype is 3")),
+    compare="exact",
 )
 def cast(x: Array, *, dtype: DType) -> Array:
     """The same numbers in another dtype, rounded to nearest even.  ggml: ``CPY`` to a tensor of that type."""
@@ -136,6 +138,8 @@ def cast(x: Array, *, dtype: DType) -> Array:
     linear=("x",),
     samples=("x=f32[3,4]", "x=f16[2,3,4]", "x=i32[5]", "x=f32[0,3]"),
     errors=(("", "operand x is missing"), ("x=f32[2], eps=1.0", "no operand or attribute eps")),
+    compare="exact",
+    infinite=("x",),
 )
 def cont(x: Array) -> Array:
     """A contiguous copy; the planner inserts it where a kernel cannot read a view.  ggml: ``CONT``."""

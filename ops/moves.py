@@ -36,6 +36,7 @@ def _gather_traffic(sources: Sequence[Spec | None], results: Sequence[Spec]) -> 
         "table=f32[2,7,8], ids=i64[2,3]",
     ),
     errors=(("table=f32[17,64], ids=f32[3]", "ids is f32"), ("table=f32[2,17,64], ids=i32[3]", "leading axes")),
+    infinite=("table",),
 )
 def get_rows(table: Array, ids: Array) -> Array:
     """Rows of `table` by number, as f32: ``table[ids]``.  ggml: ``GET_ROWS``."""
@@ -56,6 +57,7 @@ def get_rows(table: Array, ids: Array) -> Array:
         ("into=f32[17,8], rows=f32[3,9], ids=i32[3]", "d is 8"),
         ("into=f32[17,8], rows=f32[3,8], ids=i32[4]", "k is 3"),
     ),
+    infinite=("into", "rows"),
 )
 def set_rows(into: Array, rows: Array, ids: Array) -> Array:
     """`into` with row ``ids[i]`` replaced by row i of `rows`, in its dtype.  ggml: ``SET_ROWS``.
@@ -103,6 +105,8 @@ def _concat_links(specs: Specs, attrs: Attrs) -> tuple[Link, ...]:
         ("a=f32[3], b=f16[3], axis=0", "cast one"),
         ("a=f32[3], b=f32[3], axis=1", "rank 1"),
     ),
+    compare="exact",
+    infinite=("a", "b"),
 )
 def concat(a: Array, b: Array, *, axis: int) -> Array:
     """`a` followed by `b` along one axis.  ggml: ``CONCAT``."""

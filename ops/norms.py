@@ -99,6 +99,7 @@ def softmax_rows(scores: Array, sinks: Array | None) -> Array:
         ("x=f32[2,3,5], sinks=f32[3]", "h is 2"),
         ("x=f32[5]", "rank 1"),
     ),
+    infinite=("-x", "-mask"),
 )
 def softmax(
     x: Array, mask: Array | None = None, sinks: Array | None = None, *, scale: float = 1.0, max_bias: float = 0.0

@@ -22,6 +22,7 @@ from .states import SLOT_RANGES, carry, state_form, state_needs, state_signature
     flops=lambda t, c, taps, **_: 2 * t * c * taps,
     samples=grid("x=f32[{x},12], w=f32[12,{k}]", x=("4", "7", "2,9"), k=(1, 4)),
     errors=(("x=f32[3,12], w=f32[12,4]", "fewer than the 4 taps"), ("x=f32[7,12], w=f32[11,4]", "c is 12")),
+    sequential="s",
 )
 def ssm_conv(x: Array, w: Array) -> Array:
     """Causal depthwise convolution, ``out[t, c] = sum_j w[c, j] x[t + j, c]``.  ggml: ``SSM_CONV``.

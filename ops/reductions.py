@@ -43,6 +43,7 @@ def sum_(x: Array) -> Array:
     samples=grid("x={x}[{shape}]", x=("f32", "f16"), shape=("7", "3,64", "5,1", "2,3,33", "0,4")),
     errors=(*_ERRORS, ("x=f32[3,0]", "rows of x are empty")),
     must=False,
+    infinite=("x",),
 )
 def argmax(x: Array) -> Array:
     """Where the largest entry of each row is; of equal ones the first.  ggml: ``ARGMAX``.
@@ -69,7 +70,7 @@ def count_equal(a: Array, b: Array) -> Array:
     return np.asarray(np.sum(a == b, dtype=np.int64))
 
 
-@op("x[..., *n] -> [..., n]", linear=("x",), inplace="x", samples=_ROWS, errors=_ERRORS)
+@op("x[..., *n] -> [..., n]", linear=("x",), inplace="x", samples=_ROWS, errors=_ERRORS, sequential="n")
 def cumsum(x: Array) -> Array:
     """Running sums along the last axis: entry i is the sum of entries 0 to i.  ggml: ``CUMSUM``."""
     return np.cumsum(x, axis=-1)

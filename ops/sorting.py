@@ -23,6 +23,7 @@ def _comparisons(n: int, **_: object) -> int:
         "x=f16[2,64], descending=true",
     ),
     errors=(("x=f32[]", "needs at least 1"), ("x=i32[3]", "x is i32"), ("x=f32[3], descending=1", "true or false")),
+    infinite=("x",),
 )
 def argsort(x: Array, *, descending: bool = False) -> Array:
     """Indices that sort each row; equal entries keep their order, both ways.  ggml: ``ARGSORT``, which is unstable."""
@@ -39,6 +40,8 @@ def argsort(x: Array, *, descending: bool = False) -> Array:
     ),
     compare="set",
     errors=(("x=f32[3,4], k=5", "from 0 to 4"), ("x=f32[4], k=-1", "k is -1"), ("x=f32[4]", "k is missing")),
+    infinite=("x",),
+    must=False,
 )
 def top_k(x: Array, *, k: int) -> Array:
     """Indices of the `k` largest entries of each row, largest first, equal entries in order.  ggml: ``TOP_K``.

@@ -22,6 +22,8 @@ from .samples import Range, grid
         ("x=f32[3,3]", "n_past is missing"),
     ),
     must=False,
+    compare="exact",
+    infinite=("x",),
 )
 def diag_mask_inf(x: Array, *, n_past: int) -> Array:
     """`x` with -inf where the column exceeds the row by more than `n_past`.  ggml: ``DIAG_MASK_INF``.
@@ -54,6 +56,8 @@ _KEPT = {
         ('x=f32[3,3], kind="left"', "one of upper_diag, upper"),
         ('x=f32[3], kind="lower"', "needs at least 2"),
     ),
+    compare="exact",
+    infinite=("x",),
 )
 def tri(x: Array, *, kind: str) -> Array:
     """A triangle of each square matrix, zeros elsewhere; `kind` is that of ggml, and plain "lower" and "upper" leave
@@ -67,6 +71,7 @@ def tri(x: Array, *, kind: str) -> Array:
     flops=lambda **_: 0,
     samples=("x=f32[7]", "x=f32[3,5]", "x=f16[2,3,4]", "x=f32[2,1]", "x=f32[2,0]"),
     errors=(("x=f32[]", "needs at least 1"), ("x=f32[1,1,1,1,3]", "rank 6"), ("x=i32[3]", "x is i32")),
+    compare="exact",
 )
 def diag(x: Array) -> Array:
     """Matrices with the rows of `x` on their diagonals, zeros elsewhere.  ggml: ``DIAG`` (of ``ne1 = 1``, left out)."""

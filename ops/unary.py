@@ -35,25 +35,25 @@ def logistic(x: Array) -> Array:
 # ----------------------------------------------------------------------------------------------------- arithmetic
 
 
-@op(UNARY, linear=("x",), inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS)
+@op(UNARY, linear=("x",), inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, compare="exact", infinite=("x",))
 def neg(x: Array) -> Array:
     """``-x``.  ggml: ``UNARY_OP_NEG``."""
     return -x
 
 
-@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, must=False)
+@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, must=False, compare="exact", infinite=("x",))
 def abs_(x: Array) -> Array:
     """``|x|``.  ggml: ``UNARY_OP_ABS``."""
     return np.abs(x)
 
 
-@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, must=False)
+@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, must=False, compare="exact", infinite=("x",))
 def sgn(x: Array) -> Array:
     """-1, 0 or 1, by the sign of `x`.  ggml: ``UNARY_OP_SGN``."""
     return np.sign(x)
 
 
-@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, must=False)
+@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, must=False, compare="exact", infinite=("x",))
 def step(x: Array) -> Array:
     """1 where ``x > 0``, else 0.  ggml: ``UNARY_OP_STEP``."""
     return np.where(x > 0, 1.0, 0.0)
@@ -77,7 +77,7 @@ def log(x: Array) -> Array:
     return np.log(x)
 
 
-@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS)
+@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, infinite=("x",))
 def exp(x: Array) -> Array:
     """``e ** x``.  ggml: ``UNARY_OP_EXP``."""
     return np.exp(x)
@@ -107,26 +107,62 @@ def cos(x: Array) -> Array:
 _WIDE = {"x": Range(-500.0, 500.0)}
 
 
-@op(UNARY, inplace="x", ranges=_WIDE, samples=UNARY_SAMPLES, errors=UNARY_ERRORS, must=False)
+@op(
+    UNARY,
+    inplace="x",
+    ranges=_WIDE,
+    samples=UNARY_SAMPLES,
+    errors=UNARY_ERRORS,
+    must=False,
+    compare="exact",
+    infinite=("x",),
+)
 def floor(x: Array) -> Array:
     """The next integer below.  ggml: ``UNARY_OP_FLOOR``."""
     return np.floor(x)
 
 
-@op(UNARY, inplace="x", ranges=_WIDE, samples=UNARY_SAMPLES, errors=UNARY_ERRORS, must=False)
+@op(
+    UNARY,
+    inplace="x",
+    ranges=_WIDE,
+    samples=UNARY_SAMPLES,
+    errors=UNARY_ERRORS,
+    must=False,
+    compare="exact",
+    infinite=("x",),
+)
 def ceil(x: Array) -> Array:
     """The next integer above.  ggml: ``UNARY_OP_CEIL``."""
     return np.ceil(x)
 
 
-@op(UNARY, inplace="x", ranges=_WIDE, samples=UNARY_SAMPLES, errors=UNARY_ERRORS, must=False)
+@op(
+    UNARY,
+    inplace="x",
+    ranges=_WIDE,
+    samples=UNARY_SAMPLES,
+    errors=UNARY_ERRORS,
+    must=False,
+    compare="exact",
+    infinite=("x",),
+)
 def round_(x: Array) -> Array:
     """The nearest integer, halves away from zero (not to even, as NumPy does).  ggml: ``UNARY_OP_ROUND``."""
     whole = np.trunc(x)
     return whole + np.where(np.abs(x - whole) >= 0.5, np.sign(x), 0.0)
 
 
-@op(UNARY, inplace="x", ranges=_WIDE, samples=UNARY_SAMPLES, errors=UNARY_ERRORS, must=False)
+@op(
+    UNARY,
+    inplace="x",
+    ranges=_WIDE,
+    samples=UNARY_SAMPLES,
+    errors=UNARY_ERRORS,
+    must=False,
+    compare="exact",
+    infinite=("x",),
+)
 def trunc(x: Array) -> Array:
     """The next integer towards zero.  ggml: ``UNARY_OP_TRUNC``."""
     return np.trunc(x)
@@ -135,7 +171,7 @@ def trunc(x: Array) -> Array:
 # ---------------------------------------------------------------------------------------------------- activations
 
 
-@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS)
+@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, infinite=("x",))
 def sigmoid(x: Array) -> Array:
     """``1 / (1 + exp(-x))``.  ggml: ``UNARY_OP_SIGMOID``."""
     return logistic(x)
@@ -147,19 +183,19 @@ def silu(x: Array) -> Array:
     return x * logistic(x)
 
 
-@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS)
+@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, infinite=("x",))
 def softplus(x: Array) -> Array:
     """``log(1 + exp(x))``, which is `x` itself for large `x`.  ggml: ``UNARY_OP_SOFTPLUS``."""
     return np.logaddexp(0.0, x)
 
 
-@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS)
+@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, infinite=("x",))
 def tanh(x: Array) -> Array:
     """Hyperbolic tangent.  ggml: ``UNARY_OP_TANH``."""
     return np.tanh(x)
 
 
-@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, must=False)
+@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, must=False, compare="exact", infinite=("x",))
 def relu(x: Array) -> Array:
     """``max(x, 0)``.  ggml: ``UNARY_OP_RELU``."""
     return np.maximum(x, 0.0)

@@ -57,6 +57,8 @@ def _reshaped(specs: Specs, attrs: Attrs) -> Spec:
         ("x=f32[6,4], shape=(5,5)", "shape [5, 5] holds 25 elements, x holds 24"),
         ("x=f32[6]", "shape is missing"),
     ),
+    compare="exact",
+    infinite=("x",),
 )
 def reshape(x: Array, *, shape: tuple[int, ...]) -> Array:
     """The same elements in row-major order under another shape.  ggml: ``RESHAPE``."""
@@ -78,6 +80,8 @@ def _permuted(specs: Specs, attrs: Attrs) -> Spec:
     links=lambda specs, attrs: same({a: i for i, a in enumerate(ints_of(attrs, "axes"))}),
     samples=("x=f32[2,3,4], axes=(1,0,2)", "x=f16[2,3,4,5], axes=(3,1,0,2)", "x=i32[7], axes=(0,)"),
     errors=(("x=f32[2,3], axes=(0,0)", "no permutation"), ("x=f32[2,3], axes=(1,)", "no permutation of the 2 axes")),
+    compare="exact",
+    infinite=("x",),
 )
 def permute(x: Array, *, axes: tuple[int, ...]) -> Array:
     """Axis i of the result is axis ``axes[i]`` of `x`.  ggml: ``PERMUTE`` (which counts axes from the last)."""
@@ -90,6 +94,8 @@ def permute(x: Array, *, axes: tuple[int, ...]) -> Array:
     linear=("x",),
     samples=("x=f32[2,3]", "x=f16[4,5,6]", "x=f32[0,3]"),
     errors=(("x=f32[5]", "needs at least 2"), ("x=q8_0[33,64]", "the last axis must be a multiple")),
+    compare="exact",
+    infinite=("x",),
 )
 def transpose(x: Array) -> Array:
     """Exchange the last two axes.  ggml: ``TRANSPOSE``."""
@@ -133,6 +139,8 @@ def _slice_locally(attrs: Attrs, shape: tuple[int, ...], count: Callable[[int, i
         ("x=f32[5,6], axis=2, start=0, stop=1", "has rank 2"),
         ("x=q8_0[6,64], axis=1, start=0, stop=16", "multiple"),
     ),
+    compare="exact",
+    infinite=("x",),
 )
 def slice_(x: Array, *, axis: int, start: int, stop: int) -> Array:
     """Entries `start` to `stop` (exclusive) of one axis.  ggml: ``VIEW`` (which counts bytes)."""
@@ -165,6 +173,8 @@ def _broadcast_links(specs: Specs, attrs: Attrs) -> tuple[Link, ...]:
         ("x=f32[3,2,4], shape=(3,4,4)", "only axes of size 1 grow"),
         ("x=f32[3,1,4], shape=(5,4)", "cannot be broadcast to [5, 4]"),
     ),
+    compare="exact",
+    infinite=("x",),
 )
 def broadcast(x: Array, *, shape: tuple[int, ...]) -> Array:
     """Repeat axes of size 1 (and new leading axes) without copying.  ggml: implied by stride 0."""

@@ -1,0 +1,8 @@
+"""``python -m hocket.conformance``: the same as ``hocket check``."""
+
+import sys
+
+from .command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

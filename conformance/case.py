@@ -1,0 +1,125 @@
+"""A case: one op on operands of given shapes, laid out and filled in a given way; text that reproduces itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from zlib import crc32
+
+from ..graph.errors import GraphError
+from ..graph.node import Attr
+from ..graph.spec import Spec
+from ..graph.text import attr_text, parse_case
+from ..ops import REGISTRY, Op
+
+LAYOUTS = ("contiguous", "offset", "sliced", "permuted", "broadcast", "inplace", "twin")
+INPUTS = ("normal", "uniform", "large", "denormal", "ties", "zeros", "constant", "infinities")
+
+_SETTING = re.compile(r"(?:^|,\s*)(layout|inputs|check|seed)=([\w.:-]+)\s*$")
+_WHOLE = re.compile(r"\s*(\w+)\((.*)\)\s*", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is run: ``mul_mat(w=q4_K[64,256], x=f32[7,256], layout=permuted, inputs=large)``.
+
+    `operands` and `attrs` are in declared order, attributes that equal their default left out.  `check` is what is
+    compared: ``reference``, or a metamorphic check such as ``cut-m``.  `seed` moves all random numbers; they derive
+    from the text without it.
+    """
+
+    op: str
+    operands: tuple[tuple[str, Spec], ...]
+    attrs: tuple[tuple[str, Attr], ...] = ()
+    layout: str = "contiguous"
+    inputs: str = "normal"
+    check: str = "reference"
+    seed: int = 0
+
+    @property
+    def declared(self) -> Op:
+        return REGISTRY[self.op]
+
+    @cached_property
+    def point(self) -> str:
+        """Operands and attributes alone, as an op's samples are written."""
+        parts = [f"{k}={s}" for k, s in self.operands] + [f"{k}={attr_text(v)}" for k, v in self.attrs]
+        return ", ".join(parts)
+
+    @cached_property
+    def text(self) -> str:
+        """The case without its seed."""
+        settings = [f"layout={self.layout}", f"inputs={self.inputs}"]
+        settings += [] if self.check == "reference" else [f"check={self.check}"]
+        return f"{self.op}({', '.join([self.point] * bool(self.point) + settings)})"
+
+    def __str__(self) -> str:
+        return self.text if not self.seed else f"{self.text[:-1]}, seed={self.seed})"
+
+    @cached_property
+    def random_seed(self) -> tuple[int, int]:
+        """What the generator of this case's numbers starts from."""
+        return crc32(self.text.encode()), self.seed
+
+    @property
+    def specs(self) -> Mapping[str, Spec]:
+        return dict(self.operands)
+
+    @property
+    def settled(self) -> Mapping[str, Attr]:
+        """Attributes with their defaults."""
+        return self.declared.settle(dict(self.attrs))
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Its dimensions by name, integer attributes and derived ones included."""
+        attrs, specs = self.settled, self.specs
+        operands = self.declared.signature_for(attrs).operands
+        return self.declared.sizes([specs.get(o.name) for o in operands], attrs).named
+
+    @property
+    def column(self) -> str:
+        """The layout under which reports count the case; without elements the layout says nothing."""
+        return "zero-size" if any(0 in s.shape for _, s in self.operands) else self.layout
+
+    @property
+    def dtypes(self) -> str:
+        """The distinct dtypes of its operands, index types only where there is nothing else: ``q4_K/f32``."""
+        found = dict.fromkeys(s.dtype.text for _, s in self.operands if not s.dtype.is_integer)
+        return "/".join(found or dict.fromkeys(s.dtype.text for _, s in self.operands)) or "-"
+
+    def but(self, **changes: object) -> Case:
+        """The same case with other settings."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+def make_case(op: Op, parts: Mapping[str, Spec | Attr], **settings: object) -> Case:
+    """A case of `op` from operand specs and attributes in any order."""
+    operands = tuple((k, s) for k in op.operand_names if isinstance(s := parts.get(k), Spec))
+    known = (*op.required, *op.defaults)
+    attrs = [(k, v) for k in known if k in parts and not isinstance(v := parts[k], Spec)]
+    stray = parts.keys() - dict(operands).keys() - dict(attrs).keys()
+    if stray:
+        raise GraphError(f"{op.name} has no operand or attribute {', '.join(sorted(stray))}")
+    kept = tuple((k, v) for k, v in attrs if k not in op.defaults or op.defaults[k] != v)
+    return Case(op.name, operands, kept, **settings)  # type: ignore[arg-type]
+
+
+def parse(text: str) -> Case:
+    """The case that `text` says; settings that are missing are the plain ones.  Raises `GraphError`."""
+    whole = _WHOLE.fullmatch(text)
+    if whole is None:
+        raise GraphError(f"cannot read the case {text!r}; it looks like add(a=f32[2,3], b=f32[3], layout=permuted)")
+    name, rest = whole[1], whole[2]
+    if name not in REGISTRY:
+        raise GraphError(f"case {text!r}: there is no op {name!r}; `hocket ops` lists them")
+    settings: dict[str, object] = {}
+    while setting := _SETTING.search(rest):
+        settings[setting[1]] = int(setting[2]) if setting[1] == "seed" else setting[2]
+        rest = rest[: setting.start()]
+    for key, known in (("layout", LAYOUTS), ("inputs", INPUTS)):
+        if settings.get(key, known[0]) not in known:
+            raise GraphError(f"case {text!r}: {key} is {settings[key]!r}; one of {', '.join(known)}")
+    return make_case(REGISTRY[name], parse_case(rest), **settings)

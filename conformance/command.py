@@ -1,0 +1,158 @@
+"""The command line of the kit: ``hocket check``.
+
+Results go to stdout, progress to stderr.  Exit codes: 0 everything passed, 1 something failed, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..backends import find
+from ..graph.errors import BackendError, HocketError
+from ..ops import REGISTRY
+from . import perf
+from .harvest import from_model
+from .inputs import NoReference
+from .records import compare_records, failures, json_lines, save_inputs
+from .report import html_page, junit, markdown, summary
+from .run import Outcome, Result
+from .suite import Suite, check
+
+
+def parser(prog: str = "hocket check") -> argparse.ArgumentParser:
+    """The options; `fill` adds them to a parser of another command."""
+    made = argparse.ArgumentParser(prog, description="Check that a backend computes what the ops mean.")
+    fill(made)
+    return made
+
+
+def fill(made: argparse.ArgumentParser) -> None:
+    what = made.add_argument_group("what to run")
+    what.add_argument(
+        "--backend", default="cpu", metavar="NAME", help="a backend or device: cpu, cuda:1 (default: cpu)"
+    )
+    what.add_argument("--op", default="", metavar="REGEX", help="only ops whose whole name matches")
+    what.add_argument("--case", action="append", default=[], metavar="STRING", help="one case as printed; repeatable")
+    what.add_argument("--full", action="store_true", help="every case, not the covering choice")
+    what.add_argument("--thorough", action="store_true", help="the full run, then shapes chosen by hypothesis")
+    what.add_argument("--from-graph", type=Path, metavar="MODEL", help="the exact cases of a GGUF model's graphs")
+    what.add_argument("--seed", type=int, default=0, metavar="N", help="move all random numbers (default: 0)")
+    what.add_argument("-j", "--jobs", type=int, default=1, metavar="N", help="processes (default: 1)")
+    what.add_argument("--list", action="store_true", help="print the cases instead of running them")
+    how = made.add_argument_group("how to judge")
+    how.add_argument("--require", choices=("MUST", "SHOULD"), default="", help="unsupported ops of that tier fail")
+    how.add_argument("--xfail", type=Path, metavar="FILE", help="cases expected to fail; one that passes is a failure")
+    out = made.add_argument_group("what to write")
+    out.add_argument("--json", type=Path, metavar="FILE", help="a line of JSON for each case; - is stdout")
+    out.add_argument("--junit", type=Path, metavar="FILE", help="JUnit XML")
+    out.add_argument("--markdown", type=Path, metavar="FILE", help="matrix op x dtype x layout")
+    out.add_argument("--html", type=Path, metavar="FILE", help="the matrix and the failures as a page")
+    out.add_argument("--save", type=Path, metavar="FOLDER", help="put the inputs of failing cases there as .npz")
+    other = made.add_argument_group("instead")
+    other.add_argument("--perf", action="store_true", help="measure speed with cold buffers")
+    other.add_argument(
+        "--compare", nargs=2, type=Path, metavar=("A", "B"), help="what changed between two --json files"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code."""
+    return run(parser().parse_args(argv))
+
+
+def run(args: argparse.Namespace) -> int:
+    """`main` for options that are parsed already."""
+    try:
+        if args.compare:
+            return _compare(*args.compare)
+        if args.jobs < 1 or args.seed < 0:
+            raise BackendError("--jobs must be at least 1 and --seed at least 0")
+        suite = _suite(args)
+        if args.list:
+            for case in suite.cases():
+                print(case)
+            return 0
+        return _perf(suite) if args.perf else _check(suite, args)
+    except HocketError as why:
+        print(f"hocket check: {why}", file=sys.stderr)
+        return 2
+    except OSError as why:
+        print(f"hocket check: cannot write {why.filename}: {why.strerror}", file=sys.stderr)
+        return 2
+
+
+def _suite(args: argparse.Namespace) -> Suite:
+    texts = list(args.case)
+    if args.from_graph is not None:
+        texts += [case.text for case in from_model(args.from_graph)]
+    return Suite(
+        backend=args.backend,
+        op=args.op,
+        texts=tuple(texts),
+        full=args.full,
+        seed=args.seed,
+        require=args.require,
+        xfail=args.xfail,
+        thorough=args.thorough,
+        jobs=args.jobs,
+    )
+
+
+def _check(suite: Suite, args: argparse.Namespace) -> int:
+    start = time.perf_counter()
+    results = check(suite, _Progress())
+    seconds = time.perf_counter() - start
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    texts = {args.junit: junit, args.markdown: markdown, args.html: html_page}
+    for path, make in texts.items():
+        if path is not None:
+            path.write_text(make(results, suite.backend), "utf-8")
+    if args.json == Path("-"):
+        sys.stdout.write(json_lines(results, suite.backend))
+    else:
+        if args.json is not None:
+            args.json.write_text(json_lines(results, suite.backend), "utf-8")
+        print(summary(results, suite.backend, seconds))
+    for result in failures(results) if args.save is not None else ():
+        print(f"saved {save_inputs(result.case, args.save)}", file=sys.stderr)
+    return 1 if failures(results) else 0
+
+
+class _Progress:
+    """A count on stderr, where that is a terminal."""
+
+    def __init__(self) -> None:
+        self.done = self.failed = 0
+
+    def __call__(self, result: Result) -> None:
+        self.done += 1
+        self.failed += result.outcome is Outcome.FAIL
+        if sys.stderr.isatty() and self.done % 50 == 0:
+            print(f"\r{self.done} cases, {self.failed} failed, now {result.case.op:24}", end="", file=sys.stderr)
+
+
+def _perf(suite: Suite) -> int:
+    backend, device = find(suite.backend)
+    limits = perf.limits_of(backend, device)
+    print(f"{device}: moves {limits.bandwidth / 1e9:.1f} GB/s, multiplies {limits.flops / 1e9:.1f} GFLOP/s (f32)")
+    wanted = list(suite.cases()) if suite.texts else [c for n in suite.ops() for c in perf.perf_cases(REGISTRY[n])]
+    for case in wanted:
+        try:
+            print(perf.measure(case, backend, device).line(limits), flush=True)
+        except (BackendError, NoReference) as why:
+            print(f"hocket check: {case} is left out: {why}", file=sys.stderr)
+    return 0
+
+
+def _compare(one: Path, two: Path) -> int:
+    changes = compare_records(one, two)
+    for change in changes:
+        print(json.dumps({"case": change.case, "before": change.before, "after": change.after}, ensure_ascii=False))
+    print(f"{len(changes)} cases changed", file=sys.stderr)
+    return 1 if any(c.after == Outcome.FAIL for c in changes) else 0

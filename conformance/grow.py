@@ -1,0 +1,326 @@
+"""Points of an op, its operand specs and attributes, grown from its samples by what the signature allows.
+
+A sample is known to be legal.  Changing one thing about it (a dimension, the leading axes, a dtype, an attribute, an
+optional operand) and asking the op whether it still accepts gives many more, with no knowledge of any op.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import TypeAlias
+from zlib import crc32
+
+import numpy as np
+
+from ..graph.dtypes import DType
+from ..graph.errors import GraphError
+from ..graph.node import Attr
+from ..graph.spec import Spec, problem
+from ..graph.text import parse_case
+from ..ops import Op
+from ..ops.signature import Leading, Mismatch, Operand, Role, Sizes
+from .case import Case, make_case
+
+Point: TypeAlias = Mapping[str, "Spec | Attr"]
+
+DIMS = (1, 2, 3, 5, 8, 17, 31, 64, 67, 130, 256, 513, 1031, 4099)
+"""Sizes a named dimension is given: one, primes, powers of two and their neighbours."""
+LEADING: tuple[tuple[int, ...], ...] = ((), (1,), (3,), (4,), (2, 3), (1, 7), (6, 1), (2, 1, 3))
+ELEMENTWISE: tuple[tuple[int, ...], ...] = (
+    *((), (1,), (2,), (7,), (31,), (64,), (129,), (1031,), (5, 1), (1, 130), (17, 67), (257, 33), (4, 256)),
+    *((2, 3, 5), (1, 1, 7), (3, 1, 64), (2, 3, 4, 5), (1, 5, 1, 9), (2, 3, 2, 3, 4), (4, 6, 8)),
+)
+ROWS = 4099
+"""A prime count of rows, past every tile and thread block in use: one row of it may be wrong."""
+MOST_ELEMENTS = 1 << 18
+FEW_ELEMENTS = 1 << 13
+LONGEST = 600
+"""Tokens, since a recurrence takes them one by one."""
+MOST_POINTS = 160
+MIXED = 6
+MOST_BASES = 12
+"""Samples from which others are grown."""
+
+
+def points(op: Op) -> tuple[Case, ...]:
+    """Points of `op`, its own samples first, each once, at most `MOST_POINTS` besides them."""
+    bases = [parse_case(text) for text in op.samples]
+    samples = dict.fromkeys(make_case(op, parts) for parts in bases)
+    grown: dict[Case, None] = {}
+    for parts in _spread_out(bases, MOST_BASES):
+        grown.update((make_case(op, p), None) for p in _grown(op, parts, bases))
+    for step in list(_leading_of(op, bases[0])) if bases else []:
+        grown.update((make_case(op, p), None) for p in _dtypes_of(op, step))
+    tall = next((make_case(op, p) for p in map(partial(_tall, op), bases) if p is not None), None)
+    found = {**samples, **({} if tall is None else {tall: None})}
+    for case in _varied([c for c in grown if c not in found]):
+        if len(found) >= len(samples) + MOST_POINTS:
+            break
+        found[case] = None
+    return tuple(found)
+
+
+def _spread_out(items: Sequence[Point], most: int) -> Sequence[Point]:
+    """At most that many of them, evenly from first to last."""
+    step = max(1.0, len(items) / most)
+    return [items[int(i * step)] for i in range(min(len(items), most))]
+
+
+def _varied(cases: Sequence[Case]) -> Iterator[Case]:
+    """All of them: first those that show a dtype, attribute or size not yet seen, then the rest in a shuffled order."""
+    shuffled = sorted(cases, key=lambda c: crc32(c.text.encode()))
+    seen: set[object] = set()
+    later = []
+    for case in shuffled:
+        traits: set[object] = {(k, s.dtype) for k, s in case.operands} | {(k, repr(v)) for k, v in case.attrs}
+        traits |= {(k, axis - len(s.shape), n) for k, s in case.operands for axis, n in enumerate(s.shape)}
+        traits |= {(k, len(s.shape)) for k, s in case.operands} | {tuple(k for k, _ in case.operands)}
+        if traits <= seen:
+            later.append(case)
+        else:
+            seen |= traits
+            yield case
+    yield from later
+
+
+def _grown(op: Op, parts: Point, bases: Sequence[Point]) -> Iterator[Point]:
+    yield from _dims_of(op, parts)
+    yield from _mixed(op, parts)
+    yield from _leading_of(op, parts)
+    yield from _dtypes_of(op, parts)
+    yield from _attrs_of(op, parts, bases)
+    yield from _without_optional(op, parts)
+
+
+def legal(op: Op, parts: Point, most: int = MOST_ELEMENTS) -> bool:
+    """Whether the op accepts these operands and attributes, and none has more than `most` elements."""
+    specs = [parts.get(name) for name in op.operand_names]
+    while specs and specs[-1] is None:
+        specs.pop()
+    if any(isinstance(s, Spec) and (problem(s) or s.size > most) for s in specs):
+        return False
+    try:
+        attrs = op.settle({k: v for k, v in parts.items() if not isinstance(v, Spec)})
+        results = op.infer(specs, attrs)  # type: ignore[arg-type]
+        return all(s.size <= most for s in results) and _ranges_hold(op, parts, attrs)
+    except (Mismatch, GraphError, TypeError, ValueError, KeyError, ZeroDivisionError):
+        return False
+
+
+def _ranges_hold(op: Op, parts: Point, attrs: Mapping[str, Attr]) -> bool:
+    """Whether operands that number rows have rows to number, and enough distinct ones."""
+    signature = op.signature_for(attrs)
+    sizes = op.sizes([_spec(parts, o.name) for o in signature.operands], attrs).named
+    for name, legal_values in op.ranges.items():
+        spec = _spec(parts, name)
+        if isinstance(legal_values.high, str) and spec is not None and spec.size:
+            rows = sizes.get(legal_values.high, 0)
+            axes = distinct_axes(op, attrs, name)
+            if rows < math.prod(spec.shape[len(spec.shape) - axes :]):
+                return False
+    return True
+
+
+def distinct_axes(op: Op, attrs: Mapping[str, Attr], name: str) -> int:
+    """Over how many last axes of an operand its numbers must all differ: those it names, since leading ones each have
+    rows of their own."""
+    if name not in op.ranges or not op.ranges[name].distinct:
+        return 0
+    return next(len(o.dims) for o in op.signature_for(attrs).operands if o.name == name)
+
+
+def _spec(parts: Point, name: str) -> Spec | None:
+    found = parts.get(name)
+    return found if isinstance(found, Spec) else None
+
+
+def sizes_of(op: Op, parts: Point) -> tuple[Mapping[str, Attr], Sizes, Sequence[Operand]] | None:
+    try:
+        attrs = op.settle({k: v for k, v in parts.items() if not isinstance(v, Spec)})
+        signature = op.signature_for(attrs)
+        return attrs, signature.bind([_spec(parts, o.name) for o in signature.operands]), signature.operands
+    except Mismatch:
+        return None
+
+
+def rebuilt(op: Op, parts: Point, named: Mapping[str, int], leading: tuple[int, ...], tiles: str = "keep") -> Point:
+    """`parts` with other dimensions; operands whose leading axes repeat keep how they do, or do as `tiles` says."""
+    known = sizes_of(op, parts)
+    assert known is not None
+    changed: dict[str, Spec | Attr] = dict(parts)
+    for operand in known[2]:
+        spec = _spec(parts, operand.name)
+        if spec is None:
+            continue
+        axes = [
+            1 if d.or_one and n == 1 else math.prod(int(f) if f.isdecimal() else named[f] for f in d.factors)
+            for d, n in zip(operand.dims, spec.shape[len(spec.shape) - len(operand.dims) :], strict=True)
+        ]
+        ahead = spec.shape[: len(spec.shape) - len(operand.dims)]
+        shape = (*_leading_for(operand, ahead, known[1].leading, leading, tiles), *axes)
+        changed[operand.name] = Spec(shape, spec.dtype)
+    return changed
+
+
+def _leading_for(
+    operand: Operand, mine: tuple[int, ...], old: tuple[int, ...], new: tuple[int, ...], tiles: str
+) -> tuple[int, ...]:
+    if operand.leading is Leading.NONE:
+        return ()
+    if operand.leading in (Leading.EQUAL, Leading.CONTRACTED):
+        return new
+    match tiles:
+        case "whole":
+            return new
+        case "none":
+            return ()
+        case "one":
+            return (1,) * len(new)
+        case "last":
+            return new[-1:]
+        case "part":  # a divisor, so that index modulo size differs from both size 1 and the whole
+            return tuple(next((n // f for f in (2, 3, 5) if n % f == 0 and n > f), n) for n in new)
+    if old == new:
+        return mine
+    return mine if all(n % m == 0 for n, m in zip(new[::-1], mine[::-1], strict=False) if m) else ()
+
+
+def _dims_of(op: Op, parts: Point) -> Iterator[Point]:
+    known = sizes_of(op, parts)
+    if known is None:
+        return
+    named, leading, coupled = dict(known[1].named), known[1].leading, coupled_names(known[2])
+    for name in named:
+        for size in (*DIMS, 0):
+            if (name == op.sequential and size > LONGEST) or (size == 2 and name in coupled):
+                continue
+            for unit in _block_steps(known[2], parts, name):
+                grown = rebuilt(op, parts, {**named, name: -(-size // unit) * unit}, leading)
+                if legal(op, grown) and _elements(grown) <= FEW_ELEMENTS * 4:
+                    yield grown
+
+
+def coupled_names(operands: Sequence[Operand]) -> set[str]:
+    """Dimensions that no sample but the op's own makes 2: two numbers less their mean are -1 and 1 times the same, so
+    that a norm of them shows the rounding of the mean, which no change of the operands would explain."""
+    return {f for o in operands for d in o.dims if d.role is Role.COUPLED for f in d.factors}
+
+
+def _mixed(op: Op, parts: Point) -> Iterator[Point]:
+    """All dimensions changed at once, and the leading axes with them."""
+    known = sizes_of(op, parts)
+    if known is None:
+        return
+    rng, coupled = np.random.default_rng(crc32(repr(sorted(parts)).encode())), coupled_names(known[2])
+    for _ in range(MIXED):
+        named = {}
+        for name in known[1].named:
+            (unit,) = _block_steps(known[2], parts, name)
+            size = int(rng.choice((1, 3, 5, 7, 8, 13, 33) if name in coupled else (1, 2, 3, 5, 7, 8, 13, 33)))
+            named[name] = -(-size // unit) * unit
+        leading = LEADING[rng.integers(len(LEADING))]
+        grown = rebuilt(op, parts, named, leading)
+        if legal(op, grown) and _elements(grown) <= FEW_ELEMENTS * 4:
+            yield grown
+
+
+def _block_steps(operands: Sequence[Operand], parts: Point, name: str) -> tuple[int, ...]:
+    """The unit in which a dimension can be counted: whole blocks where some operand is quantised along it."""
+    unit = 1
+    for operand in operands:
+        spec = _spec(parts, operand.name)
+        if spec is not None and operand.dims and operand.dims[-1].factors == (name,):
+            unit = math.lcm(unit, spec.dtype.block)
+    return (unit,)
+
+
+def _elements(parts: Point) -> int:
+    return max((s.size for s in parts.values() if isinstance(s, Spec)), default=0)
+
+
+def _leading_of(op: Op, parts: Point) -> Iterator[Point]:
+    known = sizes_of(op, parts)
+    if known is None or all(o.leading is Leading.NONE for o in known[2]):
+        return
+    elementwise = not any(o.dims for o in known[2])
+    repeats = any(o.leading in (Leading.TILED, Leading.GROUPED) for o in known[2])
+    for leading in ELEMENTWISE if elementwise else LEADING:
+        for tiles in ("keep", "whole", "none", "one", "last", "part") if repeats else ("keep",):
+            grown = rebuilt(op, parts, known[1].named, leading, tiles)
+            if legal(op, grown) and _elements(grown) <= FEW_ELEMENTS * 4:
+                yield grown
+
+
+def _dtypes_of(op: Op, parts: Point) -> Iterator[Point]:
+    """Each operand in each of its dtypes, and all that share a dtype in another one together."""
+    known = sizes_of(op, parts)
+    if known is None:
+        return
+    present = [o for o in known[2] if _spec(parts, o.name) is not None]
+    for operand in present:
+        for dtype in operand.dtypes:
+            yield from _with_dtype(op, parts, [operand], dtype)
+    for dtype in dict.fromkeys(d for o in present for d in o.dtypes):
+        group = [o for o in present if dtype in o.dtypes]
+        if len(group) > 1:
+            yield from _with_dtype(op, parts, group, dtype)
+
+
+def _with_dtype(op: Op, parts: Point, group: Sequence[Operand], dtype: DType) -> Iterator[Point]:
+    changed: dict[str, Spec | Attr] = dict(parts)
+    for operand in group:
+        spec = _spec(parts, operand.name)
+        assert spec is not None
+        changed[operand.name] = Spec(spec.shape, dtype)
+    if legal(op, changed):
+        yield changed
+        return
+    known = sizes_of(op, parts)
+    last = group[0].dims[-1].factors if group[0].dims else ()
+    if known is None or len(last) != 1 or dtype.block == 1:
+        return
+    named = {
+        **known[1].named,
+        last[0]: max(dtype.block, -(-known[1].named.get(last[0], 1) // dtype.block) * dtype.block),
+    }
+    wide = rebuilt(op, parts, named, known[1].leading)
+    wide = {**wide, **{o.name: Spec(wide[o.name].shape, dtype) for o in group}}  # type: ignore[union-attr]
+    if legal(op, wide):
+        yield wide
+
+
+def _attrs_of(op: Op, parts: Point, bases: Sequence[Point]) -> Iterator[Point]:
+    """Each attribute at every value that some sample gives it, and at its default."""
+    for name in (*op.required, *op.defaults):
+        values = [b[name] for b in bases if name in b]
+        values += [op.defaults[name]] if name in op.defaults else []
+        if any(isinstance(v, bool) for v in values):
+            values += [True, False]
+        for value in dict.fromkeys(values):
+            changed = {**parts, name: value}
+            if legal(op, changed):
+                yield changed
+
+
+def _without_optional(op: Op, parts: Point) -> Iterator[Point]:
+    known = sizes_of(op, parts)
+    for operand in known[2] if known else ():
+        if operand.optional and operand.name in parts:
+            changed = {k: v for k, v in parts.items() if k != operand.name}
+            if legal(op, changed):
+                yield changed
+
+
+def _tall(op: Op, parts: Point) -> Point | None:
+    """The sample with very many leading entries, where that stays small enough."""
+    known = sizes_of(op, parts)
+    if known is None or 0 in known[1].leading or 0 in known[1].named.values():
+        return None
+    for leading in ((ROWS, 3), (ROWS,), (*known[1].leading[:-1], ROWS)):
+        for tiles in ("whole", "none"):
+            grown = rebuilt(op, parts, known[1].named, leading, tiles)
+            if legal(op, grown) and _elements(grown) >= ROWS:
+                return grown
+    return None

@@ -1,0 +1,40 @@
+"""The exact cases of a model: every distinct op, shape and attribute of its prefill and decode graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..graph.graph import Graph
+from ..ops import REGISTRY
+from .case import Case, make_case
+
+
+def from_graph(graph: Graph, most_elements: int = 1 << 24) -> list[Case]:
+    """The distinct cases of `graph`, views left out, those with an operand of more elements too."""
+    found: dict[Case, None] = {}
+    for node in graph.nodes:
+        if node.is_leaf or REGISTRY[node.op].is_view:
+            continue
+        op = REGISTRY[node.op]
+        named = zip(op.operand_names, node.src, strict=False)
+        parts = {**{n: v.spec for n, v in named if v is not None}, **node.attrs}
+        if max((s.spec.size for s in node.inputs), default=0) <= most_elements:
+            found[make_case(op, parts)] = None
+    return list(found)
+
+
+def from_model(path: Path, tokens: Iterable[int] = (1, 32), cells: int = 256) -> list[Case]:
+    """The cases of a GGUF model at some numbers of tokens; its weights are not read.  Raises `ModelError` for a file
+    that is no sound model."""
+    from ..frontends.gguf import open_gguf  # the only use of frontends here, and only when asked for
+    from ..frontends.models import load_model
+    from ..frontends.models.step import Step
+
+    model = load_model(open_gguf(path, header_only=True))
+    context = min(cells, model.context_length)
+    found: dict[Case, None] = {}
+    for count in tokens:
+        step = Step(sequences=1, tokens=min(count, context), cells=context, context=context, outputs=1)
+        found.update(dict.fromkeys(from_graph(model.graph(step))))
+    return list(found)

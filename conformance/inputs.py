@@ -1,0 +1,175 @@
+"""What operands hold: one generator per input kind, within the legal values that the op declares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cache
+
+import numpy as np
+
+from ..graph.dtypes import DType
+from ..graph.errors import GraphError
+from ..graph.spec import Spec
+from ..ops import Op
+from ..ops.elementwise import rounded
+from ..ops.quants import dequantise, f32_to_bf16
+from ..ops.samples import Range
+from .case import Case
+from .grow import distinct_axes
+from .layouts import Array, place, twins, unit_shape
+
+LARGE: Mapping[DType, float] = {DType.F16: 2e3}
+"""Largest magnitude of kind ``large``; 1e4 for other dtypes: squares and sums of them are still finite."""
+
+
+class NoReference(Exception):  # noqa: N818  (an outcome, not an error)
+    """The kit has no float64 meaning for this case."""
+
+
+def infinite_operands(op: Op) -> dict[str, tuple[float, ...]]:
+    """Operands that may hold infinities, and which."""
+    return {name.lstrip("-"): (-np.inf,) if name.startswith("-") else (np.inf, -np.inf) for name in op.infinite}
+
+
+def kinds_for(case: Case) -> tuple[str, ...]:
+    """The input kinds that make a difference to `case`."""
+    specs = case.specs
+    if not any(s.size for s in specs.values()):
+        return ("normal",)
+    found = ["normal"]
+    if any(s.size > 1 and not s.dtype.is_quantised for s in specs.values()):
+        found += ["ties", "constant"]
+    if any(not s.dtype.is_integer and not s.dtype.is_quantised for s in specs.values()):
+        found += ["uniform", "large", "denormal", "zeros"]
+    if any(name in specs for name in infinite_operands(case.declared)):
+        found.append("infinities")
+    return tuple(found)
+
+
+def draw(case: Case) -> dict[str, Array]:
+    """Operands by name, one entry per unit: float64 values that the dtype can hold, integers, or blocks of bytes."""
+    rng = np.random.default_rng(case.random_seed)
+    op, specs = case.declared, case.specs
+    sizes, attrs = case.sizes, case.settled
+    found = {}
+    for name, spec in specs.items():
+        legal, differ = op.ranges.get(name), distinct_axes(op, attrs, name)
+        if spec.dtype.is_quantised:
+            array = _blocks(spec, rng)
+        elif spec.dtype.is_integer:
+            array = _integers(spec, legal, differ, sizes, case.inputs, rng)
+        else:
+            array = _floats(spec, legal, case.inputs, infinite_operands(op).get(name, ()), rng)
+        tied = place(spec, case.layout, differ).tied
+        if tied is not None:
+            array = np.repeat(np.take(array, [0], axis=tied), array.shape[tied], axis=tied)
+        found[name] = array
+    if case.layout == "twin":
+        one, other = twins(op, specs, case.settled) or ("", "")
+        found[other] = found[one]
+    return found
+
+
+def exact(units: Array, spec: Spec) -> Array:
+    """What the reference gets: float64 or integers, quantised blocks expanded."""
+    if not spec.dtype.is_quantised:
+        return units
+    return dequantise(as_bytes(units, spec), spec.dtype).astype(np.float64)
+
+
+def as_bytes(units: Array, spec: Spec) -> Array:
+    """Blocks as a file holds them: uint8 ``[..., row bytes]``."""
+    width = spec.shape[-1] // spec.dtype.block * spec.dtype.block_bytes
+    return np.ascontiguousarray(units).view(np.uint8).reshape(*spec.shape[:-1], width)
+
+
+def as_stored(units: Array, spec: Spec) -> Array:
+    """`units` as a weight is bound: the dtype's own storage (bits for bf16), or bytes of blocks."""
+    if spec.dtype.is_quantised:
+        return as_bytes(units, spec)
+    if spec.dtype is DType.BF16:
+        return f32_to_bf16(units.astype(np.float32))
+    return units.astype(spec.dtype.storage)
+
+
+@cache
+def expandable(dtype: DType) -> bool:
+    """Whether blocks of that type can be turned into numbers at all."""
+    try:
+        dequantise(np.zeros((1, dtype.block_bytes), np.uint8), dtype)
+    except GraphError:
+        return False
+    return True
+
+
+def _blocks(spec: Spec, rng: np.random.Generator) -> Array:
+    """Random blocks of moderate numbers; a random scale may be inf, NaN or enormous, so such blocks are drawn again."""
+    dtype = spec.dtype
+    if not expandable(dtype):
+        raise NoReference(f"there is no dequantiser for {dtype}")
+    shape = unit_shape(spec)
+    raw = rng.integers(0, 256, (int(np.prod(shape)), dtype.block_bytes), np.uint8)
+    for attempt in range(40):
+        values = dequantise(raw, dtype)
+        wild = ~(np.abs(values) < 8.0).all(-1)
+        if not wild.any():
+            break
+        # Small bytes give small exponents, wherever the type keeps its scale; zeros are the last resort.
+        high = 256 if attempt < 30 else 64 if attempt < 38 else 1
+        raw[wild] = rng.integers(0, high, (int(wild.sum()), dtype.block_bytes), np.uint8)
+    else:
+        raw[~(np.abs(dequantise(raw, dtype)) < 8.0).all(-1)] = 0
+    return np.ascontiguousarray(raw).view(np.dtype((np.void, dtype.block_bytes))).reshape(shape)
+
+
+def _integers(
+    spec: Spec, legal: Range | None, differ: int, sizes: Mapping[str, int], kind: str, rng: np.random.Generator
+) -> Array:
+    dtype = spec.dtype.storage
+    if legal is None:
+        most = {"large": np.iinfo(dtype).max, "constant": 3, "ties": 3}.get(kind, min(100, np.iinfo(dtype).max))
+        found = rng.integers(-most, most, spec.shape, np.int64, endpoint=True)
+        return (np.full(spec.shape, 7) if kind == "constant" else found).astype(dtype)
+    low = int(legal.low)
+    high = int(legal.high) + 1 if not isinstance(legal.high, str) else sizes[legal.high]
+    if differ:
+        run = math.prod(spec.shape[len(spec.shape) - differ :])
+        runs = [low + rng.permutation(high - low)[:run] for _ in range(spec.size // max(1, run))]
+        return np.array(runs, np.int64).reshape(spec.shape).astype(dtype)
+    if kind == "constant" and high > low:
+        return np.full(spec.shape, high - 1, dtype)
+    if kind == "ties":
+        high = min(high, low + 2)
+    return rng.integers(low, max(high, low + 1), spec.shape).astype(dtype)
+
+
+def _floats(spec: Spec, legal: Range | None, kind: str, infinite: tuple[float, ...], rng: np.random.Generator) -> Array:
+    low, high = (float(legal.low), float(legal.high)) if legal else (-np.inf, np.inf)
+    bounded = np.isfinite(low)
+    values: Array
+    shape = spec.shape
+    if kind == "ties":
+        values = rng.integers(-5, 6, shape) / 2.0
+    elif kind == "large":
+        top = LARGE.get(spec.dtype, 1e4)
+        values = rng.choice([low, high], shape) if bounded else rng.standard_normal(shape) * top
+    elif kind == "denormal":
+        tiny = 6e-8 if spec.dtype is DType.F16 else 1e-39
+        values = rng.integers(-90, 91, shape) * tiny
+    elif kind == "uniform":
+        values = rng.uniform(low, high, shape) if bounded else rng.uniform(-1.0, 1.0, shape)
+    else:
+        values = rng.uniform(low, high, shape) if bounded else rng.standard_normal(shape)
+    if kind == "zeros":
+        values = np.where(rng.random(shape) < 0.5, np.where(rng.random(shape) < 0.5, 0.0, -0.0), values)
+    if kind == "constant" and shape and spec.size:
+        values = np.broadcast_to(values[..., :1], shape)
+    # A backend may keep f64 in f32, so no more digits than that.
+    held = DType.F32 if spec.dtype is DType.F64 else spec.dtype
+    values = np.asarray(rounded(np.clip(values, low, high), held), np.float64)
+    if kind == "infinities" and infinite and spec.size:
+        values = np.where(rng.random(shape) < 0.3, rng.choice(infinite, shape), values)
+        if shape:
+            values.reshape(-1, shape[-1])[0] = infinite[-1]  # a row of nothing else
+    return values

@@ -1,0 +1,181 @@
+"""Relations that hold whatever the numbers are: parts make the whole, tokens one by one make the batch.
+
+All of them follow from the signature.  A plain dimension may be cut and the results joined, a contracted one cut and
+the results added; along the dimension that the op declares as `sequential` it may run in two goes, the state of the
+first handed to the second.  (That a replay equals the first run is checked with every case.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..graph.spec import Spec, problem
+from ..ops import Op
+from ..ops.signature import Dim, Operand, Role
+from .case import Case
+from .layouts import Array
+
+Place = tuple[int, Array]
+"""An axis, and the entries along it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One smaller run: its case, which entries of which axis of each operand it reads, where its results belong.
+
+    A result without a place is the same in all parts, or the last one's.  `carried` maps an operand to the result of
+    the part before that it is to be.
+    """
+
+    case: Case
+    reads: Mapping[str, Place]
+    writes: tuple[Place | None, ...]
+    carried: Mapping[str, int]
+
+
+def checks_for(case: Case) -> tuple[str, ...]:
+    """Names of the checks that apply to a point."""
+    op, attrs = case.declared, case.settled
+    if op.infer_shape is not None or op.localise is not None or op.is_view or not case.operands:
+        return ()
+    signature, sizes = op.signature_for(attrs), case.sizes
+    roles: dict[str, set[Role]] = {}
+    for operand in signature.operands:
+        for dim in operand.dims if operand.name in case.specs else ():
+            for factor in dim.factors:
+                roles.setdefault(factor, set()).add(dim.role)
+    whole = op.whole(attrs) if op.whole else ()
+    found = []
+    for name, kinds in roles.items():
+        if name.isdecimal() or sizes.get(name, 0) < 2 or name in whole:
+            continue
+        check = {frozenset((Role.PARALLEL,)): "cut", frozenset((Role.CONTRACTED,)): "sum"}.get(frozenset(kinds))
+        check = "steps" if name == op.sequential else check
+        if check and parts_of(case.but(check=f"{check}-{name}")):
+            found.append(f"{check}-{name}")
+    return tuple(found)
+
+
+def parts_of(case: Case) -> tuple[Part, ...]:
+    """The runs that together make `case`; none where it cannot be cut."""
+    check, _, name = case.check.partition("-")
+    size = case.sizes[name]
+    blocks = [s.dtype.block for n, s in case.operands if _ends_in(case, n, name)]
+    unit = math.lcm(1, *blocks)
+    middle = (size // unit + 1) // 2 * unit
+    if not 0 < middle < size:
+        return ()
+    if check == "steps":
+        return _steps(case, name, middle)
+    signature = case.declared.signature_for(case.settled)
+    if check == "cut" and not any(name in d.factors for r in signature.results for d in r.dims):
+        return ()
+    pieces = (np.arange(middle), np.arange(middle, size))
+    found = tuple(_part(case, {name: p}, {name: p}) for p in pieces)
+    return found if all(p is not None for p in found) else ()  # type: ignore[return-value]
+
+
+def _ends_in(case: Case, operand: str, name: str) -> bool:
+    declared = next(o for o in case.declared.signature_for(case.settled).operands if o.name == operand)
+    return bool(declared.dims) and name in declared.dims[-1].factors
+
+
+def _part(
+    case: Case, reads: Mapping[str, Array], writes: Mapping[str, Array], carried: Mapping[str, int] | None = None
+) -> Part | None:
+    """The run over some entries of dimensions; None where the op refuses it."""
+    op, sizes = case.declared, case.sizes
+    signature = op.signature_for(case.settled)
+    operands, places = [], {}
+    for name, spec in case.operands:
+        declared = next(o for o in signature.operands if o.name == name)
+        place = _place(declared, spec.shape, reads, sizes)
+        if place is not None:
+            axis, entries = place
+            spec = Spec((*spec.shape[:axis], len(entries), *spec.shape[axis + 1 :]), spec.dtype)
+            places[name] = place
+        operands.append((name, spec))
+    smaller = case.but(operands=tuple(operands), check="reference")
+    if any(problem(s) for _, s in operands):
+        return None
+    shapes = [s.shape for s in result_specs(case)]
+    found = tuple(_place(r, shape, writes, sizes) for r, shape in zip(signature.results, shapes, strict=True))
+    return Part(smaller, places, found, carried or {})
+
+
+def _place(
+    operand: Operand, shape: tuple[int, ...], cut: Mapping[str, Array], sizes: Mapping[str, int]
+) -> Place | None:
+    """The axis of `operand` that a cut dimension is (a factor of), and the entries the cut leaves."""
+    first = len(shape) - len(operand.dims)
+    for axis, dim in enumerate(operand.dims, first):
+        for name, entries in cut.items():
+            if name in dim.factors and not (dim.or_one and shape[axis] == 1 and sizes[name] != 1):
+                return axis, _entries(dim, name, entries, sizes)
+    return None
+
+
+def _entries(dim: Dim, name: str, entries: Array, sizes: Mapping[str, int]) -> Array:
+    """Which indices of a product of factors have the factor `name` in `entries`."""
+    shape = [int(f) if f.isdecimal() else sizes[f] for f in dim.factors]
+    return np.arange(math.prod(shape)).reshape(shape).take(entries, axis=dim.factors.index(name)).reshape(-1)
+
+
+def result_specs(case: Case) -> tuple[Spec, ...]:
+    """What the op makes of the operands."""
+    attrs, specs = case.settled, case.specs
+    count = len(case.declared.signature_for(attrs).operands)
+    return case.declared.infer([specs.get(n) for n in case.declared.operand_names[:count]], attrs)
+
+
+def _steps(case: Case, name: str, middle: int) -> tuple[Part, ...]:
+    """Two goes along a sequential dimension: by handing on the state, by overlapping windows, or a prefix alone."""
+    op, sizes, size = case.declared, case.sizes, case.sizes[name]
+    results = result_specs(case)
+    derived = next((d for d in op.where if any(d in dim.factors for dim in _result_dims(op, case))), "")
+    if derived and derived != name:
+        overlap, rows = size - sizes[derived], sizes[derived]
+        at = (rows + 1) // 2
+        spans = ((0, at), (at, rows)) if 0 < at < rows else ()
+        runs = [_part(case, {name: np.arange(a, b + overlap)}, {derived: np.arange(a, b)}) for a, b in spans]
+    elif carried := {n: r for r, n in op.inplace if r > 0 and case.specs.get(n) == results[r]}:
+        if any(s.dtype.is_integer for _, s in case.operands):
+            return ()
+        first, second = ({name: p} for p in (np.arange(middle), np.arange(middle, size)))
+        runs = [_part(case, first, first), _part(case, second, second, carried)]
+    elif len(results) == 1:
+        prefix = {name: np.arange(middle)}
+        runs = [_part(case, prefix, prefix)]
+    else:
+        return ()
+    return tuple(r for r in runs if r is not None) if None not in runs else ()
+
+
+def _result_dims(op: Op, case: Case) -> Sequence[Dim]:
+    return [d for r in op.signature_for(case.settled).results for d in r.dims]
+
+
+def joined(case: Case, parts: Sequence[Part], outputs: Sequence[Sequence[Array]]) -> list[tuple[Array, Array]]:
+    """For each result the array the parts make, and where they made it (a mask)."""
+    found = []
+    for i, spec in enumerate(result_specs(case)):
+        whole = np.zeros(spec.shape, outputs[0][i].dtype)
+        made = np.zeros(spec.shape, bool)
+        for part, results in zip(parts, outputs, strict=True):
+            place = part.writes[i]
+            if case.check.startswith("sum"):
+                whole += results[i]
+                made[...] = True
+            elif place is None:
+                whole[...] = results[i]
+                made[...] = True
+            else:
+                at = (slice(None),) * place[0] + (place[1],)
+                whole[at] = results[i]
+                made[at] = True
+        found.append((whole, made))
+    return found

@@ -1,0 +1,171 @@
+"""How fast an op runs with cold buffers, and what share of the machine's own limit that is.
+
+A case is planned once and bound to several copies of its memory, together larger than the last-level cache, which are
+run in turn.  The limits are measured in the same run, on the same device: the bandwidth of a large copy or read,
+whichever is faster, and the throughput of a large matrix product, all through the backend.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..backends.base import Backend, Device
+from ..graph.errors import BackendError
+from ..graph.spec import Spec
+from ..ops import Op, cont, mul_mat
+from ..scheduler.plan import Plan, plan_for
+from .build import build
+from .case import Case, make_case
+from .grow import Point, legal, points, rebuilt, sizes_of
+from .guarded import Guarded
+from .inputs import draw
+
+MOST_BYTES = 1 << 30
+"""Of copies, whatever the cache: a machine may have a cache larger than what a test should take."""
+MOST_COPIES = 64
+LARGEST = 1 << 21
+"""Elements of an operand."""
+WANTED_SECONDS = 0.2
+FEWEST_RUNS, MOST_RUNS = 5, 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the device reached: bytes and floating-point operations per second."""
+
+    bandwidth: float
+    flops: float
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Seconds of one run: median and interquartile range; `cold` is whether the copies exceed the cache."""
+
+    case: Case
+    median: float
+    spread: float
+    nbytes: int
+    flops: int
+    cold: bool
+
+    @property
+    def bandwidth(self) -> float:
+        return self.nbytes / self.median
+
+    @property
+    def throughput(self) -> float:
+        return self.flops / self.median
+
+    def share(self, limits: Limits) -> float:
+        """Of the time the device would need at its measured limit for bytes or operations, whichever takes longer."""
+        return max(self.bandwidth / limits.bandwidth, self.throughput / limits.flops)
+
+    def line(self, limits: Limits) -> str:
+        return (
+            f"{self.median * 1e6:10.1f} us ±{self.spread * 1e6:8.1f}  {self.bandwidth / 1e9:8.2f} GB/s  "
+            f"{self.throughput / 1e9:9.2f} GFLOP/s  {self.share(limits):5.0%}  {'cold' if self.cold else 'warm'}  "
+            f"{self.case}"
+        )
+
+
+def last_level_cache() -> int:
+    """Bytes of the largest cache of this machine, where the system says; else 32 MiB."""
+    found = [32 << 20]
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text("ascii").strip()
+        unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:], 1)
+        digits = text.rstrip("KMG")
+        found.append(int(digits) * unit if digits.isdecimal() else 0)
+    return max(found)
+
+
+def measure(case: Case, backend: Backend, device: Device) -> Speed:
+    """Time `case`.  Raises `BackendError` where the device does not support it."""
+    support = backend.supports(build(case).node, device)
+    if not support.ok:
+        raise BackendError(f"{case} cannot run on {device}: {support.why}")
+    built = build(case)
+    plan = plan_for(built.graph, backend, device)
+    size = max(1, sum(plan.memory().values()))
+    cache = last_level_cache()
+    copies = max(1, min(MOST_COPIES, MOST_BYTES // size, -(-2 * cache // size)))
+    units = draw(case)
+    leaves = built.leaves(units, 0.0)
+    runs = [_bound(plan, built.stored_weights(leaves), leaves) for _ in range(copies)]
+    seconds = _times(runs, getattr(backend, "synchronise", None))
+    low, middle, high = np.percentile(seconds, [25, 50, 75])
+    op: Op[Any] = case.declared
+    return Speed(
+        case, float(middle), float(high - low), op.nbytes(built.node), op.flops(built.node), copies * size > cache
+    )
+
+
+def _bound(plan: Plan, weights: dict[str, Any], leaves: dict[str, Any]) -> Callable[[], None]:
+    guarded = Guarded(plan, weights)
+    guarded.poison(0)
+    guarded.bind({n: leaves[n] for n in guarded.program.inputs})
+    return guarded.replay
+
+
+def _times(runs: Sequence[Callable[[], None]], wait: Callable[[], None] | None) -> list[float]:
+    """Seconds of single runs, the copies in turn.  A device that works on by itself has ``synchronise()``."""
+    wait = wait or (lambda: None)
+    for run in runs[:2]:
+        run()
+    wait()
+    found: list[float] = []
+    end = time.perf_counter() + WANTED_SECONDS
+    while len(found) < FEWEST_RUNS or (time.perf_counter() < end and len(found) < MOST_RUNS):
+        run = runs[len(found) % len(runs)]
+        start = time.perf_counter()
+        run()
+        wait()
+        found.append(time.perf_counter() - start)
+    return found
+
+
+def limits_of(backend: Backend, device: Device) -> Limits:
+    """Measured on the device itself, with ops that come nearest to doing nothing else: a copy, a matrix that is only
+    read, a product of matrices."""
+    copy = make_case(cont, {"x": Spec((1 << 24,))})
+    read = make_case(mul_mat, {"w": Spec((4096, 4096)), "x": Spec((1, 4096))})
+    product = make_case(mul_mat, {"w": Spec((1024, 1024)), "x": Spec((1024, 1024))})
+    bandwidth = max(measure(case, backend, device).bandwidth for case in (copy, read))
+    return Limits(bandwidth, measure(product, backend, device).throughput)
+
+
+def perf_cases(op: Op[Any]) -> list[Case]:
+    """One case for each choice of dtypes: a sample, every dimension doubled in turn for as long as it may grow."""
+    found: dict[str, Case] = {}
+    for case in points(op):
+        if case.dtypes not in found and all(s.size > 1 for _, s in case.operands):
+            found[case.dtypes] = case
+    return [_enlarged(op, case) for case in found.values()]
+
+
+def _enlarged(op: Op[Any], case: Case) -> Case:
+    parts: Point = {**case.specs, **dict(case.attrs)}
+    growing = True
+    while growing:
+        growing = False
+        known = sizes_of(op, parts)
+        assert known is not None
+        named, leading = dict(known[1].named), known[1].leading
+        steps = [({**named, n: 2 * size}, leading) for n, size in named.items() if n != op.sequential and size > 1]
+        if not steps and leading:
+            steps = [(named, (2 * leading[0], *leading[1:]))]
+        for changed, ahead in steps:
+            now = sizes_of(op, parts)
+            assert now is not None
+            # One dimension after the other, each from what the one before left.
+            merged = {n: max(size, now[1].named[n]) for n, size in changed.items()}
+            grown = rebuilt(op, parts, merged, ahead)
+            if legal(op, grown, LARGEST):
+                parts, growing = grown, True
+    return make_case(op, parts)

@@ -1,0 +1,78 @@
+"""The kit as a pytest plugin: ``pytest --pyargs hocket.conformance --backend NAME``.
+
+It is an entry point of the group ``pytest11``, because options must be known before any test file is found.  The
+imports are inside the functions, so that it costs other test runs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from .case import Case
+    from .suite import Suite
+
+FIXTURE = "conformance_case"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("hocket", "conformance of hocket backends")
+    group.addoption("--backend", default="cpu", help="the backend or device under test (default: cpu)")
+    group.addoption("--conformance-op", default="", metavar="REGEX", help="only ops whose whole name matches")
+    group.addoption("--conformance-full", action="store_true", help="every case, not the covering choice")
+    group.addoption("--conformance-seed", type=int, default=0, help="move all random numbers")
+    group.addoption("--conformance-xfail", type=Path, default=None, help="file of cases expected to fail")
+    group.addoption("--require", choices=("MUST", "SHOULD"), default="", help="unsupported ops of that tier fail")
+
+
+def suite_of(config: pytest.Config) -> Suite:
+    """What the options of a pytest run ask for."""
+    from .suite import Suite
+
+    return Suite(
+        backend=config.getoption("--backend"),
+        op=config.getoption("--conformance-op"),
+        full=config.getoption("--conformance-full"),
+        seed=config.getoption("--conformance-seed"),
+        require=config.getoption("--require"),
+        xfail=config.getoption("--conformance-xfail"),
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if FIXTURE in metafunc.fixturenames:
+        from ..graph.errors import HocketError
+
+        try:
+            cases = list(suite_of(metafunc.config).cases())
+        except HocketError as why:
+            raise pytest.UsageError(str(why)) from None
+        metafunc.parametrize(FIXTURE, cases, ids=str)
+
+
+@pytest.fixture(scope="session")
+def judge(request: pytest.FixtureRequest) -> Callable[[Case], None]:
+    """A function that runs one case and ends the test as its outcome says."""
+    from ..backends import find
+    from .expected import Expected, read_expected, required
+    from .report import reproduce
+    from .run import Outcome, run_case
+
+    suite = suite_of(request.config)
+    expected = read_expected(suite.xfail) if suite.xfail else Expected()
+    backend, device = find(suite.backend)
+
+    def run(case: Case) -> None:
+        (result,) = required([expected.judged(run_case(case, backend, device))], suite.require)
+        if result.outcome is Outcome.FAIL:
+            pytest.fail(f"{result.why}\n{reproduce(result, suite.backend)}", pytrace=False)
+        if result.outcome is Outcome.XFAIL:
+            pytest.xfail(result.why)
+        if result.outcome is not Outcome.PASS:
+            pytest.skip(f"{result.outcome}: {result.why}")
+
+    return run

@@ -1,0 +1,102 @@
+"""A whole run: which cases, on which backend, in how many processes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..backends import find
+from ..graph.errors import BackendError
+from ..ops import REGISTRY
+from .case import Case, parse
+from .expected import Expected, read_expected, required
+from .generate import cases
+from .run import Result, run_case
+
+CHUNK = 64
+"""Cases handed to a process at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """What is asked for: a backend (``cpu`` or ``cpu:1``), ops by regular expression or cases by text, how many."""
+
+    backend: str = "cpu"
+    op: str = ""
+    texts: tuple[str, ...] = ()
+    full: bool = False
+    seed: int = 0
+    require: str = ""
+    xfail: Path | None = None
+    thorough: bool = False
+    jobs: int = 1
+
+    def cases(self) -> Iterator[Case]:
+        """The cases asked for.  Raises `GraphError` for a text that is none, `BackendError` for a bad pattern."""
+        if self.texts:
+            for text in self.texts:
+                case = parse(text)
+                yield case.but(seed=self.seed) if self.seed else case
+            return
+        self.ops()
+        yield from cases(self.op, full=self.full or self.thorough, seed=self.seed)
+
+    def ops(self) -> list[str]:
+        """Names of the ops that `op` matches."""
+        try:
+            found = [name for name in REGISTRY if not self.op or re.fullmatch(self.op, name)]
+        except re.error as why:
+            raise BackendError(f"--op {self.op!r} is no regular expression: {why}") from None
+        if not found:
+            raise BackendError(f"--op {self.op!r} matches no op; `hocket ops` lists them")
+        return found
+
+
+def check(suite: Suite, on_result: Callable[[Result], None] = lambda result: None) -> list[Result]:
+    """Run `suite`; `on_result` is told each result as it comes.  Raises `BackendError` for an unknown backend."""
+    expected = read_expected(suite.xfail) if suite.xfail else Expected()
+    find(suite.backend)  # an unknown name is an error before any case is made
+    raw = _parallel(suite) if suite.jobs > 1 else _serial(suite)
+    found = []
+    for result in required(map(expected.judged, raw), suite.require):
+        on_result(result)
+        found.append(result)
+    return found
+
+
+def _serial(suite: Suite) -> Iterator[Result]:
+    backend, device = find(suite.backend)
+    for case in suite.cases():
+        yield run_case(case, backend, device)
+    if suite.thorough and not suite.texts:
+        for name in suite.ops():
+            yield from _explored(name, suite)
+
+
+def _explored(name: str, suite: Suite) -> list[Result]:
+    from .thorough import explore  # hypothesis is wanted here only
+
+    backend, device = find(suite.backend)
+    return list(explore(REGISTRY[name], backend, device, suite.seed))
+
+
+def _parallel(suite: Suite) -> Iterator[Result]:
+    """The same results in the same order, by processes that each open the backend themselves."""
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    wanted = list(suite.cases())
+    chunks = [(suite.backend, wanted[i : i + CHUNK]) for i in range(0, len(wanted), CHUNK)]
+    with ProcessPoolExecutor(suite.jobs, get_context("spawn")) as pool:
+        for results in pool.map(_run_chunk, chunks):
+            yield from results
+        if suite.thorough and not suite.texts:
+            for results in pool.map(_explored, suite.ops(), [suite] * len(suite.ops())):
+                yield from results
+
+
+def _run_chunk(chunk: tuple[str, Sequence[Case]]) -> list[Result]:
+    backend, device = find(chunk[0])
+    return [run_case(case, backend, device) for case in chunk[1]]

@@ -1,0 +1,77 @@
+"""Shapes that nobody thought of: hypothesis chooses them, and shrinks the one that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from ..backends.base import Backend, Device
+from ..graph.text import parse_case
+from ..ops import Op
+from .case import INPUTS, LAYOUTS, Case, make_case
+from .generate import layouts_for
+from .grow import Point, coupled_names, legal, rebuilt, sizes_of
+from .inputs import kinds_for
+from .run import Outcome, Result, run_case
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import DataObject
+
+EXAMPLES = 50
+
+
+def explore(op: Op, backend: Backend, device: Device, seed: int, examples: int = EXAMPLES) -> Iterator[Result]:
+    """Results of up to `examples` legal cases of random shapes; if one fails, the last is a smallest that does."""
+    from hypothesis import HealthCheck, Phase, given, settings, strategies
+    from hypothesis import seed as seeded
+
+    bases = [parse_case(text) for text in op.samples if sizes_of(op, parse_case(text)) is not None]
+    if not bases:
+        return
+    found: dict[Case, Result] = {}
+    failed: list[Case] = []
+
+    @seeded(seed)
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        report_multiple_bugs=False,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(strategies.data())
+    def search(data: strategies.DataObject) -> None:
+        case = _drawn(op, bases, data)
+        if case not in found:
+            found[case] = run_case(case, backend, device)
+        if found[case].outcome is Outcome.FAIL:
+            failed.append(case)  # hypothesis ends by running the smallest once more
+            raise AssertionError(found[case].why)
+
+    with suppress(AssertionError):
+        search()
+    yield from (r for r in found.values() if r.outcome is not Outcome.FAIL)
+    if failed:
+        yield found[failed[-1]]
+
+
+def _drawn(op: Op, bases: Sequence[Point], data: DataObject) -> Case:
+    """A sample in other dimensions, layout and input kind."""
+    from hypothesis import assume, strategies
+
+    size = strategies.integers(0, 40) | strategies.sampled_from((63, 65, 127, 129, 255, 257))
+    parts = data.draw(strategies.sampled_from(bases))
+    known = sizes_of(op, parts)
+    assert known is not None
+    coupled = coupled_names(known[2])
+    named = {k: data.draw(size.filter(lambda n: n != 2) if k in coupled else size) for k in known[1].named}
+    leading = tuple(data.draw(strategies.lists(strategies.integers(0, 9), max_size=3)))
+    grown = rebuilt(op, parts, named, leading, data.draw(strategies.sampled_from(("keep", "whole", "one"))))
+    assume(legal(op, grown))
+    case = make_case(op, grown)
+    return case.but(
+        layout=data.draw(strategies.sampled_from([x for x in LAYOUTS if x in layouts_for(case)])),
+        inputs=data.draw(strategies.sampled_from([x for x in INPUTS if x in kinds_for(case)])),
+    )

@@ -1,0 +1,135 @@
+"""Faults in gathers, scatters, casts, and ops that lay entries out anew."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hocket.graph import DType
+
+from .site import Site, after, half, wrong
+
+
+def _ids_as_i32(site: Site):
+    """64-bit ids read as 32-bit ones: every second is the high half."""
+    ids = site.exact(1)
+    if ids.dtype != np.int64:
+        return None
+    flat = np.ascontiguousarray(ids).view(np.int32).reshape(-1)[: ids.size]
+    return site.right([site.src[0], flat.reshape(ids.shape).astype(np.int64)])
+
+
+def _neighbour(site: Site):
+    """The last id is taken for the one before it."""
+    ids = site.exact(1)
+    ids[..., -1] = ids[..., 0]
+    return site.right([site.src[0], ids])
+
+
+def _last_not_written(site: Site):
+    return site.right([site.src[0], site.exact(1)[..., :-1, :], site.exact(2)[..., :-1]])
+
+
+def _clobbers_next(site: Site) -> None:
+    """Row id + 1 becomes 0 as well, where a store is too wide."""
+    ids = site.src[2].reshape(-1)
+    if ids.size and ids[0] + 1 < site.dst[0].shape[-2] and ids[0] + 1 not in ids:
+        site.dst[0][..., int(ids[0]) + 1, 0] = 0
+
+
+def _ids_of_first(site: Site):
+    ids = site.exact(2)
+    if ids.ndim < 2:
+        return None
+    return site.right([*site.src[:2], np.broadcast_to(ids[:1], ids.shape)])
+
+
+def _offset_by_one(site: Site):
+    out = site.right()[0]
+    axis = int(site.attrs["axis"]) % out.ndim
+    n = site.src[0].shape[axis]
+    if not 0 < n < out.shape[axis]:
+        return None
+    return np.concatenate(
+        [np.take(out, range(n), axis), np.roll(np.take(out, range(n, out.shape[axis]), axis), 1, axis)], axis
+    )
+
+
+def _truncated(site: Site):
+    """bf16 by cutting bits off instead of rounding."""
+    if site.attrs["dtype"] is not DType.BF16 or site.src[0].dtype.kind != "f":
+        return None
+    bits = np.array(site.src[0], np.float32, order="C").view(np.uint32) & np.uint32(0xFFFF0000)
+    return bits.view(np.float32)
+
+
+def _rounds(site: Site):
+    to_integer = site.attrs["dtype"].is_integer and site.src[0].dtype.kind == "f"
+    return np.rint(site.exact(0)) if to_integer else None
+
+
+def _through_half(site: Site):
+    return half(site.src[0]) if site.attrs["dtype"] is DType.F32 and site.src[0].dtype.kind == "f" else None
+
+
+def _interleaved(site: Site):
+    """Repeats each entry in turn instead of the whole."""
+    x = site.exact(0)
+    for axis, n in enumerate(site.dst[0].shape):
+        x = np.repeat(x, n // x.shape[axis], axis) if x.shape[axis] else x
+    return x
+
+
+def _edge_repeated(site: Site):
+    left, right = int(site.attrs["left"]), int(site.attrs["right"])
+    x = site.exact(0)
+    return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(left, right)], mode="symmetric")
+
+
+def _set_swapped(site: Site):
+    offsets = site.attrs["offsets"][::-1]
+    fits = all(o + n <= m for o, n, m in zip(offsets, site.src[1].shape, site.src[0].shape, strict=True))
+    return site.right(offsets=offsets) if fits else None
+
+
+def _acc_overwrites(site: Site):
+    from hocket.ops import REGISTRY
+
+    return REGISTRY["set"].run([site.exact(0), site.exact(1)], dict(site.attrs))
+
+
+def _first_entries(site: Site, most: int) -> None:
+    site.dst[0].reshape(-1)[most:] = 0
+
+
+FAULTS = (
+    wrong("get_rows", "64-bit ids read as 32-bit ones", _ids_as_i32),
+    wrong("get_rows", "last id is the first", _neighbour),
+    wrong("set_rows", "last row not written", _last_not_written),
+    after("set_rows", "store wider than the row", _clobbers_next),
+    wrong("set_rows", "ids of the first entry for all", _ids_of_first),
+    wrong("concat", "second half one too far", _offset_by_one),
+    wrong("cast", "bf16 cut instead of rounded", _truncated),
+    wrong("cast", "rounds to integers", _rounds),
+    wrong("cast", "through float16", _through_half),
+    wrong("cont", "through float16", lambda s: half(s.src[0]) if s.src[0].dtype.kind == "f" else None),
+    wrong("repeat", "entries in turn instead of the whole", _interleaved),
+    wrong("pad", "left and right exchanged", lambda s: s.right(left=s.attrs["right"], right=s.attrs["left"])),
+    wrong("pad", "circular ignored", lambda s: s.right(circular=False)),
+    wrong("pad_reflect_1d", "outer entry repeated", _edge_repeated),
+    wrong("roll", "the other way", lambda s: s.right(shifts=tuple(-n for n in s.attrs["shifts"]))),
+    wrong("set", "offsets of the axes exchanged", _set_swapped),
+    wrong("acc", "overwrites instead of adding", _acc_overwrites),
+    wrong("diag_mask_inf", "the diagonal masked too", lambda s: s.right(n_past=s.attrs["n_past"] - 1)),
+    wrong("tri", "the diagonal kept", lambda s: s.right(kind=s.attrs["kind"].removesuffix("_diag") + "_diag")),
+    wrong("diag", "the other diagonal", lambda s: s.right()[0][..., ::-1]),
+    wrong("solve_tri", "diagonal taken as 1", lambda s: s.right([_unit(s.exact(0)), s.src[1]])),
+    wrong("arange", "steps added up in float16", lambda s: half(s.right()[0] * 1.001)),
+    after("fill", "first 64 only", lambda s: _first_entries(s, 64)),
+    wrong("timestep_embedding", "sines first", lambda s: np.roll(s.right()[0], int(s.attrs["dim"]) // 2, -1)),
+)
+
+
+def _unit(a):
+    n = a.shape[-1]
+    a[..., range(n), range(n)] = 1.0
+    return a

@@ -1,0 +1,129 @@
+"""Where a fault is planted: one instruction of a program, with its arrays, its memory and the right way to run it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hocket.backends.base import Instruction
+from hocket.backends.numpy import NumpyBackend
+from hocket.ops import REGISTRY
+
+
+@dataclass
+class Site:
+    """`src` and `dst` are views of device memory; `real` runs the kernel as it should be."""
+
+    call: Instruction
+    src: list
+    dst: list
+    buffers: Sequence
+    real: Callable[[], None]
+
+    @property
+    def attrs(self):
+        return self.call.attrs
+
+    def right(self, src=None, **attrs) -> tuple:
+        """The results for other operands or attributes, in float64."""
+        arrays = [None if a is None else np.array(a) for a in (self.src if src is None else src)]
+        exact = [a if a is None or a.dtype.kind in "iu" else a.astype(np.float64) for a in arrays]
+        with np.errstate(all="ignore"):
+            return REGISTRY[self.call.op].run(exact, {**self.attrs, **attrs})
+
+    def exact(self, i: int):
+        """Operand `i` in float64 (or its integers), a copy; None where it was left out."""
+        array = self.src[i] if i < len(self.src) else None
+        return None if array is None else np.array(array, np.float64 if array.dtype.kind == "f" else None)
+
+    def memory(self, tensor):
+        """All of the buffer a tensor lies in, as its dtype, and the index of its first element there."""
+        whole = self.buffers[tensor.buffer]
+        size = tensor.dtype.storage.itemsize
+        return whole[: len(whole) // size * size].view(tensor.dtype.storage), tensor.offset // size
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`plant` makes the wrong kernel from a site; `name` says what is wrong with it."""
+
+    op: str
+    name: str
+    plant: Callable[[Site], Callable[[], None]]
+
+    def __str__(self) -> str:
+        return f"{self.op}: {self.name}"
+
+
+def wrong(op: str, name: str, compute: Callable) -> Fault:
+    """A fault in what is computed: `compute(site)` gives the results, or None where this call is right."""
+
+    def plant(site: Site) -> Callable[[], None]:
+        def run() -> None:
+            with np.errstate(all="ignore"):
+                found = None if any(d.size == 0 for d in site.dst) else compute(site)
+            if found is None:
+                site.real()
+                return
+            for target, result in zip(site.dst, found if isinstance(found, tuple) else (found,), strict=True):
+                np.copyto(target, result, casting="unsafe")
+
+        return run
+
+    return Fault(op, name, plant)
+
+
+def after(op: str, name: str, spoil: Callable[[Site], None]) -> Fault:
+    """A fault that spoils right results."""
+
+    def plant(site: Site) -> Callable[[], None]:
+        def run() -> None:
+            site.real()
+            if all(d.size for d in site.dst):
+                spoil(site)
+
+        return run
+
+    return Fault(op, name, plant)
+
+
+def half(x):
+    """Rounded to float16."""
+    with np.errstate(all="ignore"):
+        return np.asarray(x).astype(np.float16).astype(np.float64)
+
+
+class FaultyBackend(NumpyBackend):
+    """The CPU backend, but for one op; `broken` is what the fault itself raised, which is a mistake in the suite."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+        self.broken: Exception | None = None
+
+    def compile(self, program, buffers, on):
+        runs = []
+        for call in program.instructions:
+            real = super().compile(replace(program, instructions=(call,)), buffers, on)
+            runs.append(self._planted(call, real, buffers) if call.op == self.fault.op else real)
+
+        def replay() -> None:
+            for run in runs:
+                run()
+
+        return replay
+
+    def _planted(self, call, real, buffers):
+        src = [None if t is None else self.view(buffers[t.buffer], t) for t in call.src]
+        dst = [self.view(buffers[t.buffer], t) for t in call.dst]
+        planted = self.fault.plant(Site(call, src, dst, buffers, real))
+
+        def run() -> None:
+            try:
+                planted()
+            except Exception as why:
+                self.broken = why
+                raise
+
+        return run
