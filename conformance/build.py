@@ -9,8 +9,13 @@ from typing import Any
 import numpy as np
 
 from .. import graph as g
+from ..backends.base import Backend, Device
 from ..graph.graph import Graph
 from ..graph.node import Node, Value
+from ..ops import verify
+from ..scheduler.check import check
+from ..scheduler.lower import lower
+from ..scheduler.plan import Lane
 from .case import Case
 from .grow import distinct_axes
 from .inputs import as_stored
@@ -68,8 +73,16 @@ def build(case: Case) -> Built:
     parts: dict[str, Any] = {**operands, **dict(case.attrs)}
     built = op(**parts)
     results = (built,) if isinstance(built, Value) else built
-    dying = {n for _, n in op.inplace} if case.layout in ("inplace", "twin") else set()
+    dying = {n for _, n in op.inplace_in(case.settled)} if case.layout in ("inplace", "twin") else set()
     outputs = {f"{RESULT}{i}": v for i, v in enumerate(results)}
     outputs |= {f"{KEPT}{n}": v for n, v in leaves.items() if v.node.op == "input" and n not in dying}
     weights = frozenset(n for n, v in leaves.items() if v.node.op == "weight")
     return Built(case, Graph(outputs), results[0].node, found, weights)
+
+
+def lane_for(graph: Graph, backend: Backend, device: Device) -> Lane:
+    """The checked program of a graph on one device, without the search over several."""
+    verify(graph)
+    lowered, program = lower(graph, backend, device)
+    check(lowered, program)
+    return Lane(device, backend, lowered, program)

@@ -31,7 +31,7 @@ def layouts_for(case: Case) -> tuple[str, ...]:
         if any(placed(s, layout, distinct_axes(op, attrs, name)) is not None for name, s in case.operands):
             found.append(layout)
     specs = case.specs
-    if any(name in specs and specs[name].size for _, name in op.inplace):
+    if any(name in specs and specs[name].size for _, name in op.inplace_in(attrs)):
         found.append("inplace")
     if twins(op, specs, attrs) is not None:
         found.append("twin")

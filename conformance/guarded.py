@@ -15,7 +15,8 @@ import numpy as np
 from ..backends.base import Backend, BufferSpec, Device, Instruction, Program, Tensor
 from ..graph.dtypes import DType
 from ..ops.quants import bf16_to_f32, f32_to_bf16
-from ..scheduler.plan import Plan
+from ..scheduler.comm import Alone
+from ..scheduler.plan import Lane
 from .layouts import Array
 
 ALIGNMENT = 64
@@ -87,12 +88,12 @@ def to_host(array: Any) -> Array:
 
 
 class Guarded:
-    """The program of a plan, bound to guarded buffers on its device."""
+    """The program of one device, bound to guarded buffers on its device."""
 
-    def __init__(self, plan: Plan, weights: Mapping[str, Array]) -> None:
-        self.backend: Backend = plan.backend
-        self.device: Device = plan.device
-        self.program, self.regions = spread(plan.program)
+    def __init__(self, lane: Lane, weights: Mapping[str, Array]) -> None:
+        self.backend: Backend = lane.backend
+        self.device: Device = lane.device
+        self.program, self.regions = spread(lane.program)
         self.arena = next(n for n, b in enumerate(self.program.buffers) if b.kind == "arena")
         self.buffers = [self._made(b, weights) for b in self.program.buffers]
         self._bytes = [self._raw(n) for n in range(len(self.buffers))]
@@ -100,7 +101,7 @@ class Guarded:
         for start, end in self.regions:
             self._free[start:end] = False
         self._kept = {n: to_host(raw) for n, raw in enumerate(self._bytes) if n != self.arena}
-        self.replay = self.backend.compile(self.program, self.buffers, self.device)
+        self.replay = self.backend.compile(self.program, self.buffers, self.device, Alone())
 
     def _made(self, spec: BufferSpec, weights: Mapping[str, Array]) -> Any:
         if spec.kind == "arena":

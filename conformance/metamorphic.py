@@ -142,7 +142,7 @@ def _steps(case: Case, name: str, middle: int) -> tuple[Part, ...]:
         at = (rows + 1) // 2
         spans = ((0, at), (at, rows)) if 0 < at < rows else ()
         runs = [_part(case, {name: np.arange(a, b + overlap)}, {derived: np.arange(a, b)}) for a, b in spans]
-    elif carried := {n: r for r, n in op.inplace if r > 0 and case.specs.get(n) == results[r]}:
+    elif carried := {n: r for r, n in op.inplace_in(case.settled) if r > 0 and case.specs.get(n) == results[r]}:
         if any(s.dtype.is_integer for _, s in case.operands):
             return ()
         first, second = ({name: p} for p in (np.arange(middle), np.arange(middle, size)))

@@ -19,8 +19,8 @@ from ..backends.base import Backend, Device
 from ..graph.errors import BackendError
 from ..graph.spec import Spec
 from ..ops import Op, cont, mul_mat
-from ..scheduler.plan import Plan, plan_for
-from .build import build
+from ..scheduler.plan import Lane
+from .build import build, lane_for
 from .case import Case, make_case
 from .grow import Point, legal, points, rebuilt, sizes_of
 from .guarded import Guarded
@@ -91,13 +91,13 @@ def measure(case: Case, backend: Backend, device: Device) -> Speed:
     if not support.ok:
         raise BackendError(f"{case} cannot run on {device}: {support.why}")
     built = build(case)
-    plan = plan_for(built.graph, backend, device)
-    size = max(1, sum(plan.memory().values()))
+    lane = lane_for(built.graph, backend, device)
+    size = max(1, sum(lane.memory().values()))
     cache = last_level_cache()
     copies = max(1, min(MOST_COPIES, MOST_BYTES // size, -(-2 * cache // size)))
     units = draw(case)
     leaves = built.leaves(units, 0.0)
-    runs = [_bound(plan, built.stored_weights(leaves), leaves) for _ in range(copies)]
+    runs = [_bound(lane, built.stored_weights(leaves), leaves) for _ in range(copies)]
     seconds = _times(runs, getattr(backend, "synchronise", None))
     low, middle, high = np.percentile(seconds, [25, 50, 75])
     op: Op[Any] = case.declared
@@ -106,8 +106,8 @@ def measure(case: Case, backend: Backend, device: Device) -> Speed:
     )
 
 
-def _bound(plan: Plan, weights: dict[str, Any], leaves: dict[str, Any]) -> Callable[[], None]:
-    guarded = Guarded(plan, weights)
+def _bound(lane: Lane, weights: dict[str, Any], leaves: dict[str, Any]) -> Callable[[], None]:
+    guarded = Guarded(lane, weights)
     guarded.poison(0)
     guarded.bind({n: leaves[n] for n in guarded.program.inputs})
     return guarded.replay

@@ -14,8 +14,7 @@ from ..backends.base import Backend, Device
 from ..graph.errors import GraphError, PlanError
 from ..graph.spec import Spec
 from ..ops import REGISTRY
-from ..scheduler.plan import plan_for
-from .build import KEPT, RESULT, Built, build
+from .build import KEPT, RESULT, Built, build, lane_for
 from .case import Case
 from .compare import Difference, compare
 from .guarded import NAN, WILD, Guarded
@@ -141,16 +140,16 @@ def execute(case: Case, units: Mapping[str, Array], backend: Backend, device: De
     if why := supported(built, backend, device):
         raise _Unsupported(why)
     try:
-        plan = plan_for(built.graph, backend, device)
+        lane = lane_for(built.graph, backend, device)
     except PlanError as reason:
         raise _Wrong(f"PlanError: {reason}") from None
-    for node in plan.graph.nodes:  # copies that the planner put in for layouts the kernel cannot read
+    for node in lane.graph.nodes:  # copies that the planner put in for layouts the kernel cannot read
         if not node.is_leaf and not REGISTRY[node.op].is_view and not backend.supports(node, device).ok:
             raise _Unsupported(f"its layout needs {node!r}, which is not supported")
     leaves = built.leaves(units, np.nan)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        guarded = Guarded(plan, built.stored_weights(leaves))
+        guarded = Guarded(lane, built.stored_weights(leaves))
         inputs = {n: a for n, a in leaves.items() if n not in built.weights}
         decoys = built.leaves({n: _reversed(a) if n in inputs else a for n, a in units.items()}, np.nan)
         return _three_runs(case, built, guarded, inputs, decoys)
@@ -200,11 +199,10 @@ def _replay(guarded: Guarded, when: str) -> None:
 
 def really_aliases(case: Case, backend: Backend, device: Device) -> bool:
     """Whether the planner gave some result of an in-place case the memory of its operand."""
-    plan = plan_for(build(case).graph, backend, device)
-    pairs = case.declared.inplace
-    places = {f"{RESULT}{r}": n for r, n in pairs if n in plan.program.inputs}
+    program = lane_for(build(case).graph, backend, device).program
+    pairs = case.declared.inplace_in(case.settled)
+    places = {f"{RESULT}{r}": n for r, n in pairs if n in program.inputs}
     return any(
-        (plan.program.outputs[r].buffer, plan.program.outputs[r].offset)
-        == (plan.program.inputs[n].buffer, plan.program.inputs[n].offset)
+        (program.outputs[r].buffer, program.outputs[r].offset) == (program.inputs[n].buffer, program.inputs[n].offset)
         for r, n in places.items()
     )

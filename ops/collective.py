@@ -13,6 +13,7 @@ from ..graph.node import Attr, Attrs
 from ..graph.spec import Spec
 from .op import Array, Specs, op
 from .signature import Mismatch
+from .views import axis_of
 
 Runs = tuple[tuple[tuple[int, int], ...], ...]
 
@@ -32,9 +33,15 @@ def all_reduce(x: Array, *, sequence: int) -> Array:
 def _gathered(specs: Specs, attrs: Attrs) -> Spec:
     x = specs[0]
     assert x is not None
-    axis, runs = int_attr(attrs["axis"]), runs_of(attrs["runs"])
-    length = max((offset + n for device in runs for offset, n in device), default=0)
-    return Spec((*x.shape[:axis], length, *x.shape[axis + 1 :]), x.dtype)
+    axis, runs = axis_of(attrs, x), runs_of(attrs["runs"])
+    if x.shape[axis] not in (shares := [sum(n for _, n in device) for device in runs]):
+        raise Mismatch(f"axis {axis} of x holds {x.shape[axis]} entries, the devices have {shares}")
+    return Spec((*x.shape[:axis], _extent(runs), *x.shape[axis + 1 :]), x.dtype)
+
+
+def _extent(runs: Runs) -> int:
+    """The length of the whole axis."""
+    return max((offset + n for device in runs for offset, n in device), default=0)
 
 
 def int_attr(value: Attr) -> int:
@@ -64,7 +71,9 @@ def all_gather(x: Array, *, axis: int, runs: tuple[tuple[tuple[int, ...], ...], 
 def _scattered(specs: Specs, attrs: Attrs) -> Spec:
     x = specs[0]
     assert x is not None
-    axis, length = int_attr(attrs["axis"]), sum(n for _, n in own_runs(attrs))
+    axis, length = axis_of(attrs, x), sum(n for _, n in own_runs(attrs))
+    if x.shape[axis] != _extent(runs_of(attrs["runs"])):
+        raise Mismatch(f"axis {axis} of x holds {x.shape[axis]} entries, the runs {_extent(runs_of(attrs['runs']))}")
     return Spec((*x.shape[:axis], length, *x.shape[axis + 1 :]), x.dtype)
 
 

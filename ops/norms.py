@@ -120,7 +120,7 @@ def softmax(
 
 def alibi_slopes(heads: int, max_bias: float) -> Array:
     """Slope of each head, ``2^(-max_bias i / n)`` for n the largest power of two within `heads`; ones without bias."""
-    if max_bias <= 0.0:
+    if max_bias <= 0.0 or not heads:
         return np.ones(heads)
     n = 1 << (heads.bit_length() - 1)
     i = np.arange(heads, dtype=np.float64)

@@ -23,6 +23,7 @@ Array: TypeAlias = npt.NDArray[Any]
 T = TypeVar("T")
 R = TypeVar("R", Value, tuple[Value, Value])
 Specs: TypeAlias = tuple[Spec | None, ...]
+Inplace: TypeAlias = "tuple[tuple[int, str], ...] | Callable[[Attrs], tuple[tuple[int, str], ...]]"
 Linear: TypeAlias = "tuple[str, ...] | Callable[[Attrs], tuple[str, ...]]"
 Form: TypeAlias = "str | Callable[[Mapping[str, Attr]], str]"
 Localise: TypeAlias = Callable[[Attrs, tuple[int, ...], Callable[[int, int], int]], Mapping[str, Attr]]
@@ -52,7 +53,7 @@ class Op(Generic[R]):
     required: tuple[str, ...]
     kinds: Mapping[str, str]
     linear: Linear
-    inplace: tuple[tuple[int, str], ...]
+    inplace: Inplace
     where: Mapping[str, Callable[..., int]]
     needs: Callable[..., str | None] | None
     infer_shape: Infer | None
@@ -155,6 +156,10 @@ class Op(Generic[R]):
             named[name] = rule(**named)
         return Sizes(named, bound.leading)
 
+    def inplace_in(self, attrs: Attrs) -> tuple[tuple[int, str], ...]:
+        """Pairs of a result and the operand whose memory it may take, under these attributes."""
+        return self.inplace(attrs) if callable(self.inplace) else self.inplace
+
     def linear_in(self, attrs: Attrs) -> tuple[str, ...]:
         """Operands through which a partial sum may pass, under these attributes."""
         return self.linear(attrs) if callable(self.linear) else self.linear
@@ -225,7 +230,7 @@ def op(
     *,
     form: Form = "",
     linear: Linear = (),
-    inplace: str | tuple[tuple[int, str], ...] = (),
+    inplace: str | Inplace = (),
     where: Mapping[str, Callable[..., int]] = MappingProxyType({}),
     needs: Callable[..., str | None] | None = None,
     infer: Infer | None = None,

@@ -11,17 +11,17 @@ from ..graph.node import Attr
 from .op import Array, op
 from .samples import Range, grid
 from .signature import Mismatch
-from .states import SLOT_RANGES, carry, state_form, state_needs, state_signatures, state_traffic
+from .states import SLOT_RANGES, carry, state_form, state_inplace, state_needs, state_signatures, state_traffic
 
 
 @op(
     "x[..., *s, c], w[c, *taps] -> [..., t, c]: f32",
     linear=("x", "w"),
     where={"t": lambda s, taps, **_: s - taps + 1},
-    needs=lambda s, taps, **_: f"x has {s} rows, fewer than the {taps} taps of w" if s < taps else None,
+    needs=lambda s, taps, **_: f"x has {s} rows for {taps} taps of w" if not 0 < taps <= s else None,
     flops=lambda t, c, taps, **_: 2 * t * c * taps,
     samples=grid("x=f32[{x},12], w=f32[12,{k}]", x=("4", "7", "2,9"), k=(1, 4)),
-    errors=(("x=f32[3,12], w=f32[12,4]", "fewer than the 4 taps"), ("x=f32[7,12], w=f32[11,4]", "c is 12")),
+    errors=(("x=f32[3,12], w=f32[12,4]", "3 rows for 4 taps"), ("x=f32[7,12], w=f32[11,4]", "c is 12")),
     sequential="s",
 )
 def ssm_conv(x: Array, w: Array) -> Array:
@@ -64,12 +64,16 @@ _DELTA_CASE = (
 _SHORT = _INPUTS.format(n="", t=3, e=8, g=1)
 
 
+def _delta_needs(d: int, snapshots: int, saved: int | None = None, **_: object) -> str | None:
+    return state_needs(snapshots, saved) if d else "d is 0, but the output is divided by its root"
+
+
 @op(
     {f"{name} {form}": text for name, hv in _HEADS.items() for form, text in _delta_signatures(hv).items()},
     form=_delta_form,
     linear=("v+state",),
-    inplace=((1, "state"),),
-    needs=state_needs,
+    inplace=state_inplace,
+    needs=_delta_needs,
     flops=lambda t, h, r, d, e, seqs=1, **_: seqs * t * h * r * e * (7 * d + 3),
     traffic=state_traffic(5),
     sequential="t",

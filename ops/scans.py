@@ -8,7 +8,7 @@ import numpy as np
 
 from .op import Array, op
 from .samples import Range, grid
-from .states import SLOT_RANGES, carry, state_form, state_needs, state_signatures, state_traffic
+from .states import SLOT_RANGES, carry, state_form, state_inplace, state_needs, state_signatures, state_traffic
 
 _SCAN = (
     "x=f32[{n}{t},{h},{e}], dt=f32[{n}{t},{h}], a=f32[{h},{a}], b=f32[{n}{t},{g},{d}], c=f32[{n}{t},{g},{d}],"
@@ -26,7 +26,7 @@ _MANY = _SCAN.format(n="2,", t=3, h=4, e=5, a=1, g=2, d=8, s="7,")
     ),
     form=state_form,
     linear=("x+state",),
-    inplace=((1, "state"),),
+    inplace=state_inplace,
     needs=state_needs,
     flops=lambda t, g, r, e, d, seqs=1, **_: seqs * t * g * r * e * (6 * d + 1),
     traffic=state_traffic(5),
@@ -101,7 +101,7 @@ _WKV6 = (
     "k[..., *t, h, *d], v[..., *t, h, e], r[..., *t, h, *d], bonus[h, *d], decay[..., *t, h, *d], state[..., h, *d, e]"
     " -> [..., t, h, e]: f32, [..., h, d, e]: f32",
     linear=("v+state",),
-    inplace=((1, "state"),),
+    inplace=state_inplace,
     flops=lambda t, h, d, e, **_: 7 * t * h * d * e,
     sequential="t",
     must=False,
@@ -140,7 +140,7 @@ _WKV7 = (
     "r[..., *t, h, *d], decay[..., *t, h, *d], k[..., *t, h, *d], v[..., *t, h, e], a[..., *t, h, *d],"
     " b[..., *t, h, *d], state[..., h, e, *d] -> [..., t, h, e]: f32, [..., h, e, d]: f32",
     linear=("v+state",),
-    inplace=((1, "state"),),
+    inplace=state_inplace,
     flops=lambda t, h, d, e, **_: 9 * t * h * d * e,
     sequential="t",
     must=False,
@@ -185,7 +185,7 @@ _GLA = (
     "k[..., *t, h, *d], v[..., *t, h, e], q[..., *t, h, *d], g[..., *t, h, *d], state[..., h, *d, e]"
     " -> [..., t, h, e]: f32, [..., h, d, e]: f32",
     linear=("v+state",),
-    inplace=((1, "state"),),
+    inplace=state_inplace,
     flops=lambda t, h, d, e, **_: 5 * t * h * d * e,
     sequential="t",
     must=False,

@@ -47,6 +47,11 @@ def state_form(attrs: Mapping[str, Attr]) -> str:
     return f"{pool} {'one' if snapshots == 1 else 'several'}"
 
 
+def state_inplace(attrs: Mapping[str, Attr]) -> tuple[tuple[int, str], ...]:
+    """The new state may take the memory of the old one, but not of a pool that it only reads rows from."""
+    return () if attrs.get("pool") == "read" else ((1, "state"),)
+
+
 def state_needs(snapshots: int, saved: int | None = None, **_: object) -> str | None:
     if snapshots < 1:
         return f"snapshots is {snapshots}; it must be at least 1"

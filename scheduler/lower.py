@@ -26,15 +26,20 @@ def lower(graph: Graph, backend: Backend, on: Device) -> tuple[Graph, Program]:
 
     Raises `PlanError` naming the first node the device cannot run.
     """
+    check_support(graph, backend, on)
+    graph = densify(settle(graph), backend.reads_strided)
+    views = resolve(graph)
+    order = schedule(graph, views)
+    return graph, _Lowering(graph, backend, on, views, order).program()
+
+
+def check_support(graph: Graph, backend: Backend, on: Device) -> None:
+    """Raise `PlanError` naming the first node the device cannot run."""
     for node in graph.nodes:
         if node.is_leaf or op_of(node).is_view:
             continue
         if not (support := backend.supports(node, on)).ok:
             raise PlanError(f"{node!r} cannot run on {on}: {support.why}")
-    graph = densify(settle(graph), backend.reads_strided)
-    views = resolve(graph)
-    order = schedule(graph, views)
-    return graph, _Lowering(graph, backend, on, views, order).program()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +101,7 @@ class _Lowering:
             last_read[self.views[value].base] = end
         slot_of: dict[Value, Value] = dict(self.order.donated)
         for node in self.work:
-            for index, _ in op_of(node).inplace:
+            for index, _ in op_of(node).inplace_in(node.attrs):
                 result = Value(node, index)
                 victim = None if result in slot_of else self._victim(result, slot_of, last_read, step)
                 if victim is not None:
@@ -109,7 +114,7 @@ class _Lowering:
     ) -> Value | None:
         """The memory slot that `result` may take over from its in-place operand, if that dies here."""
         node, declared = result.node, op_of(result.node)
-        operand = dict(declared.inplace)[result.index]
+        operand = dict(declared.inplace_in(node.attrs))[result.index]
         source = dict(zip(declared.operand_names, node.src, strict=False)).get(operand)
         if source is None:
             return None

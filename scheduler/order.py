@@ -82,7 +82,7 @@ def may_overwrite(result: Value, victim: Value, views: Mapping[Value, Strided]) 
     """Whether the node of `result` may write it over `victim`: it does not read it, or reads it as its in-place
     operand and nowhere else."""
     node, declared = result.node, op_of(result.node)
-    allowed = {name for index, name in declared.inplace if index == result.index}
+    allowed = {name for index, name in declared.inplace_in(node.attrs) if index == result.index}
     for name, source in zip(declared.operand_names, node.src, strict=False):
         if source is None or views[source].base != victim:
             continue

@@ -18,7 +18,7 @@ from hocket.backends import find
 from hocket.backends.base import Support
 from hocket.backends.numpy import NumpyBackend
 from hocket.conformance import Outcome, Suite, cases, check, parse_case, run_case, support_matrix
-from hocket.conformance.build import build
+from hocket.conformance.build import build, lane_for
 from hocket.conformance.case import LAYOUTS, make_case
 from hocket.conformance.command import main
 from hocket.conformance.compare import compare
@@ -35,7 +35,6 @@ from hocket.conformance.tolerance import Budget, Yardstick
 from hocket.graph import GraphError, Spec
 from hocket.graph.text import parse_case as parse_point
 from hocket.ops import REGISTRY
-from hocket.scheduler import plan_for
 
 ROOT = Path(__file__).parent.parent
 CPU = find("cpu:0")
@@ -101,7 +100,7 @@ def test_samples_of_an_op_are_among_its_points_and_points_are_legal():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_operand_lies_as_its_layout_says(layout):
     case = parse_case(f"add(a=f32[3,4,5], b=f32[3,4,5], layout={layout})")
-    program = plan_for(build(case).graph, *CPU).program
+    program = lane_for(build(case).graph, *CPU).program
     (a, b), out = program.instructions[-1].src, program.instructions[-1].dst[0]
     assert a.shape == (3, 4, 5)
     dense = (20, 5, 1)
@@ -117,7 +116,7 @@ def test_an_operand_lies_as_its_layout_says(layout):
 
 
 def test_values_are_pulled_apart_with_guards_between_them():
-    program = plan_for(build(parse_case("softmax(x=f32[2,3,5], mask=f32[3,5])")).graph, *CPU).program
+    program = lane_for(build(parse_case("softmax(x=f32[2,3,5], mask=f32[3,5])")).graph, *CPU).program
     moved, regions = spread(program)
     assert all(b[0] - a[1] >= 1024 for a, b in pairwise(regions))
     for one, two in zip(program.instructions, moved.instructions, strict=True):
@@ -127,7 +126,7 @@ def test_values_are_pulled_apart_with_guards_between_them():
 
 def test_a_stray_byte_is_named_with_its_distance():
     case = parse_case("neg(x=f32[5])")
-    guarded = Guarded(plan_for(build(case).graph, *CPU), {})
+    guarded = Guarded(lane_for(build(case).graph, *CPU), {})
     guarded.poison(0xFF)
     assert guarded.strays(guarded.arena_bytes()) is None
     end = extent(guarded.program.outputs["result.0"])[1]

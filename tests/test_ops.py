@@ -83,7 +83,7 @@ def test_an_op_is_declared_completely(op):
     assert len(op.errors) >= 2
     operands = set(op.operand_names)
     assert {name for text in op.linear_in(op.defaults or {"bias": 0}) for name in text.split("+")} <= operands
-    assert {name for _, name in op.inplace} <= operands
+    assert {name for _, name in op.inplace_in(op.defaults)} <= operands
     assert set(op.ranges) <= operands
     if op.infer_shape is not None and op.name != "cast":
         assert op.links is not None, "a shape that names cannot say needs links to say how it shards"

@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "backends": ("graph", "ops"),
     "scheduler": ("graph", "ops", "backends.base"),
     "frontends": ("graph", "ops", "backends", "scheduler"),
+    "conformance": ("graph", "ops", "backends", "scheduler", "frontends"),
     "data": (),
 }
 LINES = 450

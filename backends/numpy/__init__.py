@@ -14,6 +14,7 @@ import numpy as np
 from ...graph.dtypes import DType
 from ...graph.node import Node
 from ...graph.spec import Spec
+from ...ops.collective import COLLECTIVES
 from ..base import Comm, Device, Program, Support
 from ..host import HostBackend
 from .kernel import Call
@@ -44,6 +45,8 @@ class NumpyBackend(HostBackend):
             if i.scratch is not None:
                 start, end = i.scratch.offset, i.scratch.offset + i.scratch.shape[0]
                 scratch = buffers[i.scratch.buffer][start:end].view(np.float32)
+            if not any(d.size for d in dst) and i.op not in COLLECTIVES:
+                continue  # nothing to write
             calls += KERNELS[i.op].bind(Call(src, dst, i.attrs, scratch, comm))
 
         def replay() -> None:

@@ -17,10 +17,17 @@ from .kernel import Call, Calls, Kernel
 def get_rows(call: Call) -> Calls:
     """``take`` with mode "clip" writes straight into `out` (mode "raise" would buffer), so ids are checked first."""
     table, ids, out = call.operand(0), call.operand(1), call.out
-    check = partial(_check_ids, ids, table.shape[-2])
-    return [check] + [
-        partial(np.take, table[i], ids[i], axis=0, out=out[i], mode="clip") for i in np.ndindex(table.shape[:-2])
-    ]
+    calls: Calls = [partial(_check_ids, ids, table.shape[-2])]
+    for i in np.ndindex(table.shape[:-2]):
+        if table.dtype == out.dtype:
+            calls.append(partial(np.take, table[i], ids[i], axis=0, out=out[i], mode="clip"))
+        else:  # an integer table, whose rows come out as numbers
+            calls.append(partial(_take_converted, table[i], ids[i], out[i]))
+    return calls
+
+
+def _take_converted(table: Array, ids: Array, out: Array) -> None:
+    out[...] = table[ids]
 
 
 def _check_ids(ids: Array, rows: int) -> None:

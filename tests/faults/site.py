@@ -102,10 +102,10 @@ class FaultyBackend(NumpyBackend):
         self.fault = fault
         self.broken: Exception | None = None
 
-    def compile(self, program, buffers, on):
+    def compile(self, program, buffers, on, comm):
         runs = []
         for call in program.instructions:
-            real = super().compile(replace(program, instructions=(call,)), buffers, on)
+            real = super().compile(replace(program, instructions=(call,)), buffers, on, comm)
             runs.append(self._planted(call, real, buffers) if call.op == self.fault.op else real)
 
         def replay() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hocket.backends.base import Array, Device, Program, Support
+from hocket.backends.base import Array, Comm, Device, Program, Support
 from hocket.backends.host import HostBackend
 from hocket.graph import DType, Node, Spec
 from hocket.ops.quants import bf16_to_f32, f32_to_bf16
@@ -76,7 +76,7 @@ class ToyBackend(HostBackend):
         """The relative error of one operation, where it is coarser than float32's: bf16 has 8 bits."""
         return 2.0**-8 if node.op == "mul_mat" else None
 
-    def compile(self, program: Program, buffers: Sequence[Any], on: Device) -> Callable[[], None]:
+    def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Callable[[], None]:
         calls = []
         for i in program.instructions:
             arrays = [self.view(buffers[t.buffer], t) for t in (*i.src, *i.dst) if t is not None]
