@@ -22,7 +22,9 @@ from .frontends.flags import (
     dump_flags,
     logits_flags,
     one_line,
+    ops_flags,
     perplexity_flags,
+    plan_flags,
     run_flags,
     session_flags,
     tokenize_flags,
@@ -182,6 +184,33 @@ def dump(args: argparse.Namespace) -> int:
     return 0
 
 
+def plan(args: argparse.Namespace) -> int:
+    """Print how a graph would be dealt to devices, what it costs and why."""
+    from .frontends.planning import plan_group, read_plan, step_graph
+    from .scheduler.diff import difference
+    from .scheduler.fits import memory_problem
+    from .scheduler.plan_json import to_json
+
+    other = None if args.diff is None else read_plan(args.diff)
+    tokens = 1 if args.phase == "decode" else args.batch
+    graph, context = step_graph(args.model, context=args.context, tokens=tokens)
+    made = plan_group(graph, group_of(args), args.simulate)
+    text = to_json(made) + "\n" if args.json or args.out else ""
+    if args.out:
+        with open(args.out, "w", encoding="utf-8") as file:
+            file.write(text)
+    if other is not None:
+        changes = difference(other, made)
+        shown = json.dumps(changes) if args.json else "\n".join(changes or ("the plans do the same",))
+        write(shown + "\n")
+    else:
+        write(text if args.json else made.explain(steps=args.steps) + "\n")
+    if problem := memory_problem(made, context=context):
+        log(f"hocket: does not fit: {problem}")
+        return 1
+    return 0
+
+
 def devices(args: argparse.Namespace) -> int:
     """Print the devices of this machine."""
     from .frontends.devices import find_devices, measure_host
@@ -266,6 +295,14 @@ def log(text: str) -> None:
     print(text, file=sys.stderr)
 
 
+def ops(args: argparse.Namespace) -> int:
+    """Print which op runs on which backend in which dtypes."""
+    from .conformance.matrix import matrix_text, support_matrix
+
+    write(matrix_text(support_matrix(), args.format))
+    return 0
+
+
 # -------------------------------------------------------------------------------------------------------- the whole
 
 
@@ -289,14 +326,22 @@ def build_parser() -> argparse.ArgumentParser:
     add(tokenize, tokenize_flags)
     add(perplexity, perplexity_flags, session_flags)
     add(dump, dump_flags)
+    add(plan, plan_flags)
     add(devices, devices_flags)
+    add(ops, ops_flags)
+    commands.add_parser("check", help="Check that a backend computes what the ops mean.", add_help=False)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; usage errors exit."""
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["check"]:  # the conformance kit reads its own flags, so that other commands need not load it
+        from .conformance.command import main as check
+
+        return check(words[1:])
     parser = build_parser()
-    args = parser.parse_args(argv)
+    args = parser.parse_args(words)
     if args.version:
         from . import __version__
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..backends import find
+from ..frontends.flags import Parser
 from ..graph.errors import BackendError, HocketError
 from ..ops import REGISTRY
 from . import perf
@@ -26,7 +27,7 @@ from .suite import Suite, check
 
 def parser(prog: str = "hocket check") -> argparse.ArgumentParser:
     """The options; `fill` adds them to a parser of another command."""
-    made = argparse.ArgumentParser(prog, description="Check that a backend computes what the ops mean.")
+    made = Parser(prog, description="Check that a backend computes what the ops mean.")
     fill(made)
     return made
 
@@ -62,7 +63,7 @@ def fill(made: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
-    return run(parser().parse_args(argv))
+    return run(parser().parse_args(None if argv is None else list(argv)))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -58,3 +60,28 @@ def support_matrix(devices: Sequence[str] | None = None) -> list[Row]:
 def _why_not(case: Case, backend: Backend, device: Device) -> str:
     support = backend.supports(build(case).node, device)
     return "" if support.ok else support.why or "no reason given"
+
+
+def matrix_text(rows: Sequence[Row], form: str) -> str:
+    """The matrix as ``md``, ``json`` or ``html``."""
+    devices = list(rows[0].support) if rows else []
+    if form == "json":
+        entries = [
+            {"op": r.op, "tier": _tier(r), "dtypes": list(r.dtypes), "support": {d: r.cell(d) for d in devices}}
+            for r in rows
+        ]
+        return json.dumps(entries, indent=1) + "\n"
+    head = ["op", "tier", "meaning", *devices]
+    body = [[r.op, _tier(r), REGISTRY[r.op].documentation.splitlines()[0], *map(r.cell, devices)] for r in rows]
+    if form == "md":
+        lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in body)]
+        return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    table = "".join(
+        f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in line)}</tr>\n"
+        for tag, line in [("th", head), *(("td", line) for line in body)]
+    )
+    return f"<!doctype html><meta charset=utf-8><title>hocket ops</title><table>\n{table}</table>\n"
+
+
+def _tier(row: Row) -> str:
+    return "MUST" if row.must else "SHOULD"

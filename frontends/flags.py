@@ -25,15 +25,19 @@ class Parser(argparse.ArgumentParser):
 def session_flags(sub: argparse.ArgumentParser) -> None:
     """What every command that runs a model takes."""
     sub.add_argument("--devices", default="cpu:0", metavar="LIST", help="where to run, as cpu:0,cpu:1 (cpu:0)")
-    sub.add_argument(
-        "--split-mode", default="auto", metavar="MODE", help="how several devices share: none, tensor or auto (auto)"
-    )
-    sub.add_argument("--tensor-split", type=shares, default=(), metavar="LIST", help="shares of the devices, as 3,1")
+    share_flags(sub)
     sub.add_argument("--exact", action="store_true", help="float32 throughout (this backend computes so anyway)")
     context_flag(sub)
     sub.add_argument("-b", "--batch-size", dest="batch", type=positive, default=CHUNK, metavar="N", help="tokens a run")
     sub.add_argument("-t", "--threads", type=positive, metavar="N", help="threads of matrix products (all processors)")
     sub.add_argument("--seed", type=natural, default=0, metavar="N", help="seed of the sampling (0)")
+
+
+def share_flags(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--split-mode", default="auto", metavar="MODE", help="how several devices share: none, layer, tensor or auto"
+    )
+    sub.add_argument("--tensor-split", type=shares, default=(), metavar="LIST", help="shares of the devices, as 3,1")
 
 
 def context_flag(sub: argparse.ArgumentParser) -> None:
@@ -92,9 +96,30 @@ def dump_flags(sub: argparse.ArgumentParser) -> None:
     )
 
 
+def plan_flags(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("model", metavar="MODEL|GRAPH", help="GGUF file (only its header is read), or a dumped graph")
+    where = sub.add_mutually_exclusive_group()
+    where.add_argument("--devices", default="cpu:0", metavar="LIST", help="where to run, as cpu:0,cpu:1 (cpu:0)")
+    where.add_argument("--simulate", metavar="SPEC", help="devices that are not there, as h200:8,nvlink or rtx3090:2")
+    share_flags(sub)
+    context_flag(sub)
+    sub.add_argument(
+        "-b", "--batch-size", dest="batch", type=positive, default=CHUNK, metavar="N", help="tokens of a prefill (512)"
+    )
+    sub.add_argument("--phase", choices=("decode", "prefill"), default="decode", help="one token, or a batch (decode)")
+    sub.add_argument("--steps", action="store_true", help="list every instruction of every device too")
+    sub.add_argument("--diff", metavar="PLAN", help="print what differs from this plan in JSON instead")
+    sub.add_argument("--json", action="store_true", help="print the plan as JSON, which --diff reads")
+    sub.add_argument("-o", "--out", metavar="FILE", help="write the plan as JSON to a file too")
+
+
 def devices_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--measure", action="store_true", help="measure memory bandwidth and float32 arithmetic")
     sub.add_argument("--json", action="store_true", help="print a list of objects")
+
+
+def ops_flags(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--format", choices=("md", "json", "html"), default="md", help="how to print (md)")
 
 
 def shares(text: str) -> tuple[float, ...]:

@@ -1,0 +1,63 @@
+"""The op reference, written from the registry: ``python -m hocket.ops.page > docs/ops.md``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from ..graph.node import Attrs
+from ..graph.text import attr_text
+from .op import Op
+from .registry import REGISTRY
+
+HEAD = """# Ops
+
+Every op, written from its declaration by `python -m hocket.ops.page`; a test keeps this page up to date.
+
+In a signature plain dimensions are parallel (a shard on one passes through), `+k` is contracted (shards give partial
+sums), `*c` is coupled (each device needs all of it); `(h g)` is a product, outer first; `...` are any leading axes,
+`~...` ones that repeat as tiles, `/...` ones whose entries serve a run of neighbours each, `+...` ones that are summed
+away; `?` marks an operand that may be left out.
+"""
+
+
+def page() -> str:
+    """The whole reference as Markdown."""
+    return HEAD + "".join("\n" + "\n".join(entry(op)) + "\n" for _, op in sorted(REGISTRY.items()))
+
+
+def entry(op: Op[Any]) -> Iterator[str]:
+    """The lines about one op."""
+    yield f"## {op.name}"
+    yield ""
+    yield op.documentation.replace("``", "`")
+    yield ""
+    for form, signature in op.signatures.items():
+        yield f"* `{signature.text}`" + (f" ({form})" if form else "")
+    attrs = [f"{name}: {kind}{_default(op.defaults, name)}" for name, kind in op.kinds.items()]
+    if attrs:
+        yield f"* attributes: `{', '.join(attrs)}`"
+    yield f"* {', '.join(_properties(op))}"
+
+
+def _default(defaults: Attrs, name: str) -> str:
+    return f" = {attr_text(defaults[name])}" if name in defaults else ""
+
+
+def _properties(op: Op[Any]) -> Iterator[str]:
+    yield "MUST" if op.must else "SHOULD"
+    if op.is_view:
+        yield "a view: it costs nothing"
+    if callable(op.linear):
+        yield "linear under some attributes"
+    elif op.linear:
+        yield "linear in " + ", ".join(f"`{name}`" for name in op.linear)
+    if callable(op.inplace):
+        yield "in place under some attributes"
+    else:
+        yield from (f"result {index} may take the memory of `{name}`" for index, name in op.inplace)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
