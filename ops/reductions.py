@@ -17,7 +17,15 @@ def sum_rows(x: Array) -> Array:
     return np.sum(x, axis=-1, keepdims=True)
 
 
-@op("x[..., *n] -> [..., 1]: f32", linear=("x",), flops=lambda n, **_: n + 1, samples=_ROWS, errors=_ERRORS, must=False)
+@op(
+    "x[..., +n] -> [..., 1]: f32",
+    linear=("x",),
+    whole=lambda attrs: ("n",),
+    flops=lambda n, **_: n + 1,
+    samples=_ROWS,
+    errors=_ERRORS,
+    must=False,
+)
 def mean(x: Array) -> Array:
     """The mean of each row, kept as an axis of size 1; of no entries it is 0.  ggml: ``MEAN``."""
     return np.sum(x, axis=-1, keepdims=True) / max(1, x.shape[-1])
