@@ -121,8 +121,9 @@ def _step(
     yield from _overlaps(where, instruction, node, [_extent(t) for t in taken])
     for tensor in taken:
         memory.write(_extent(tensor), None)
-    for value, tensor in zip(results if node is not None else (update,), instruction.dst, strict=True):
-        memory.write(_extent(tensor), value)
+    held: tuple[object, ...] = results if node is not None else (update,)
+    for made, tensor in zip(held, instruction.dst, strict=True):
+        memory.write(_extent(tensor), made)
 
 
 def _same_entries(one: Tensor, two: Tensor) -> bool:

@@ -6,52 +6,101 @@ with the number of different subgraphs, not with the number of layers.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from ..graph.graph import Graph
-from ..graph.node import Value
+from ..graph.node import Node, Value
 from .assign import Assignment, assign
-from .cost import Estimate, Hardware, estimate
+from .condense import Condensed, condense
+from .cost import Costs, Estimate, Hardware
 from .factors import Factor, Factors
+from .units import time_text
+
+NO_TIMES: Mapping[Node, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The factors to cut, the layout that follows, its cost, and what else was considered."""
+    """The factors to cut, the layout that follows, and what else was considered; `alone` is the time without cuts."""
 
     factors: frozenset[Factor]
     assignment: Assignment
-    cost: Estimate
     considered: tuple[str, ...]
+    alone: float = math.inf
 
 
 def choose(graph: Graph, factors: Factors, devices: int, hardware: Hardware, *, eager: bool = False) -> Choice:
     """The best set of factors found: from none, add the class that saves most per collective while the total falls.
 
     `eager` adds classes that shorten the kernels even where their collectives cost more: the user asked for shards.
+    Parts that repeat are judged once.
     """
-    current = _judge(graph, factors, frozenset(), devices, hardware)
     if devices == 1:
-        return current
-    classes = classes_of(graph, factors)
-    notes: list[str] = [f"one device: {current.cost.total * 1e3:.3f} ms"]
+        return Choice(frozenset(), assign(graph, factors, frozenset()), ())
+    if (small := condense(graph)) is not None:
+        own = Factors(small.graph)
+        best, notes, alone = _search(small.graph, own, Costs(small.graph, devices, hardware, small.times), eager)
+        if (chosen := _spread(graph, factors, small, own, best.factors)) is not None:
+            return Choice(chosen, assign(graph, factors, chosen), notes, alone)
+    best, notes, alone = _search(graph, factors, Costs(graph, devices, hardware), eager)
+    return Choice(best.factors, best.assignment, notes, alone)
+
+
+def _search(graph: Graph, factors: Factors, costs: Costs, eager: bool) -> tuple[_Judged, tuple[str, ...], float]:
+    """The best set of factors, what was considered, and the time without cuts."""
+    current = uncut = _judge(graph, factors, frozenset(), costs)
+    classes = classes_of(graph, factors, costs.times)
+    notes = [f"uncut, each device does all: {_shown(current.cost)}"]
     while classes:
-        tried: dict[str, Choice] = {}
+        tried: dict[str, _Judged] = {}
         for name, members in list(classes.items()):
             wanted = current.factors | frozenset(members)
             if clash(graph, factors, wanted):
                 del classes[name]
-                continue
-            tried[name] = _judge(graph, factors, wanted, devices, hardware)
-            notes.append(f"with {name}: {tried[name].cost.total * 1e3:.3f} ms, {tried[name].cost.meetings} collectives")
-        name = max(tried, key=lambda n: _worth(current.cost, tried[n].cost, eager), default="")
-        if not name or _worth(current.cost, tried[name].cost, eager) <= 0:
+            else:
+                tried[name] = _judge(graph, factors, wanted, costs)
+        worth = {name: _worth(current.cost, judged.cost, eager) for name, judged in tried.items()}
+        ranked = sorted(tried, key=lambda n: -worth[n])
+        if not ranked or worth[ranked[0]] <= 0:
+            notes += [f"no further cut pays: {n} gives {_shown(tried[n].cost)}" for n in ranked[:1]]
             break
-        notes.append(f"chosen: {name}")
+        name, *others = ranked
+        beaten = "".join(f"; beat {n}: {_shown(tried[n].cost)}" for n in others[:1])
+        notes.append(f"cut {name}: {_shown(tried[name].cost)}{beaten}")
         current = tried[name]
         del classes[name]
-    return Choice(current.factors, current.assignment, current.cost, tuple(notes))
+    return current, tuple(notes), uncut.cost.total
+
+
+def _spread(
+    graph: Graph, factors: Factors, small: Condensed, own: Factors, chosen: frozenset[Factor]
+) -> frozenset[Factor] | None:
+    """The factors of `graph` that stand where the `chosen` ones of its condensed form do, in all twins; None if the
+    two graphs turn out to have other factors."""
+    leaves = {n.name: Value(n) for n in graph.nodes if n.op in ("weight", "state")}
+    ours = {n.name: Value(n) for n in small.graph.nodes if n.op in ("weight", "state")}
+    found: set[Factor] = set()
+    for name, axis, at, i in cuts_of(small.graph, own, chosen):
+        wanted = [[f.size for f in segment] for segment in own.axes(ours[name])[axis]]
+        for twin in small.twins.get(name, (name,)):
+            parts = factors.axes(leaves[twin])[axis]
+            if [[f.size for f in segment] for segment in parts] != wanted or parts[at][i].blocked:
+                return None
+            found.add(parts[at][i])
+    return None if clash(graph, factors, frozenset(found)) else frozenset(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """A set of factors, the layout that follows, and its predicted cost."""
+
+    factors: frozenset[Factor]
+    assignment: Assignment
+    cost: Estimate
 
 
 RELUCTANCE = 0.1
@@ -66,15 +115,23 @@ def _worth(now: Estimate, then: Estimate, eager: bool) -> float:
     return saved / (added + 1e-9) if pays else -1.0
 
 
-def _judge(graph: Graph, factors: Factors, chosen: frozenset[Factor], devices: int, hardware: Hardware) -> Choice:
+def _judge(graph: Graph, factors: Factors, chosen: frozenset[Factor], costs: Costs) -> _Judged:
     assignment = assign(graph, factors, chosen)
-    return Choice(chosen, assignment, estimate(graph, assignment, devices, hardware), ())
+    return _Judged(chosen, assignment, costs.estimate(assignment))
 
 
-def classes_of(graph: Graph, factors: Factors) -> dict[str, list[Factor]]:
-    """Factors that weights or states have, grouped by use; those that can never be cut are left out."""
+def _shown(cost: Estimate) -> str:
+    return f"{time_text(cost.total)}, {cost.meetings} collectives"
+
+
+def classes_of(graph: Graph, factors: Factors, times: Mapping[Node, int] = NO_TIMES) -> dict[str, list[Factor]]:
+    """Factors that weights or states have, grouped by use; those that can never be cut are left out.
+
+    `times` says how many leaves one stands for, if more than one.
+    """
     uses: dict[Factor, set[str]] = defaultdict(set)
     first: dict[Factor, str] = {}
+    counts: dict[Factor, int] = {}
     for node in graph.nodes:
         places = [(f"{node.op}.{i}", s) for i, s in enumerate(node.src) if s is not None]
         places += [(f"{node.op}>{v.index}", v) for v in node.results]
@@ -85,11 +142,12 @@ def classes_of(graph: Graph, factors: Factors) -> dict[str, list[Factor]]:
                         uses[factor].add(f"{place}:{axis}.{at}.{i}/{len(segment)}:{value.shape}")
                         if node.op in ("weight", "state"):
                             first.setdefault(factor, f"factor {at}.{i} of axis {axis} of %{node.name}")
+                            counts[factor] = min(counts.get(factor, times.get(node, 1)), times.get(node, 1))
     grouped: dict[tuple[object, ...], list[Factor]] = defaultdict(list)
     for factor in first:
         if not factor.blocked and factor.size > 1:
             grouped[(factor.size, frozenset(uses[factor]))].append(factor)
-    classes = {f"{len(m)} x {m[0].size} ({first[m[0]]})": m for m in grouped.values()}
+    classes = {f"{sum(counts[f] for f in m)} x {m[0].size} ({first[m[0]]})": m for m in grouped.values()}
     assert len(classes) == len(grouped), "a factor is named by where it first stands, so no two share a name"
     return classes
 
@@ -98,13 +156,11 @@ def clash(graph: Graph, factors: Factors, chosen: frozenset[Factor]) -> bool:
     """Whether some weight or state would have two chosen factors, or one in two axes: it can be cut once only."""
     for node in graph.nodes:
         if node.op in ("weight", "state"):
-            places = {
-                (axis, factor)
-                for axis, parts in enumerate(factors.axes(Value(node)))
-                for segment in parts
-                for factor in segment
-                if factor in chosen
-            }
+            value = Value(node)
+            if chosen.isdisjoint(factors.of(value)):
+                continue
+            axes = enumerate(factors.axes(value))
+            places = {(a, f) for a, parts in axes for segment in parts for f in segment if f in chosen}
             if len(places) > 1:
                 return True
     return False

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..graph.graph import Graph
-from ..graph.node import Node, Value
+from ..graph.node import Node
 from ..ops import op_of
 from .assign import Assignment, Conversion, P
 from .factors import Factor
-from .layout import Shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +25,10 @@ class Hardware:
     def compute(self, flops: float, nbytes: float) -> float:
         """Time of a kernel: whichever of arithmetic and memory takes longer, and its launch."""
         return max(flops / self.flops, nbytes / self.bandwidth) + self.launch
+
+    def meeting(self, nbytes: float) -> float:
+        """Time of a collective in which each device sends so many bytes."""
+        return self.link_latency + nbytes / self.link_bandwidth
 
 
 CPU = Hardware()
@@ -45,55 +48,67 @@ class Estimate:
         return self.compute + self.collectives
 
 
-def largest_share(factor: Factor, shares: Shares) -> float:
-    """The fraction of a factor's work that the busiest device does."""
-    if not factor.size:
-        return 1.0
-    return max(high - low for low, high in shares.of(factor)) / factor.size
+def sent_bytes(op: str, nbytes: float, devices: int) -> float:
+    """Bytes that each device sends in a collective over a value of `nbytes` in all.
+
+    A ring moves (N-1)/N of the bytes to gather them, or to reduce them to shards, and both to reduce them everywhere.
+    """
+    if op in ("send", "receive"):
+        return nbytes
+    return (2 if op == "all_reduce" else 1) * (devices - 1) / devices * nbytes
 
 
-def estimate(graph: Graph, assignment: Assignment, devices: int, hardware: Hardware) -> Estimate:
-    """The predicted time of one run over equal devices."""
-    compute = 0.0
-    for node in graph.nodes:
-        if not node.is_leaf and not op_of(node).is_view:
-            compute += node_time(node, assignment, devices, hardware)
-    sent = [c for c in assignment.conversions if not c.is_free]
-    return Estimate(compute, sum(conversion_time(c, devices, hardware) for c in sent), len(sent))
+class Counts:
+    """Arithmetic and traffic of nodes.  Layers repeat, so what is the same is counted once."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, tuple[float, float]] = {}
+
+    def of(self, node: Node) -> tuple[float, float]:
+        """Floating-point operations, and bytes read and written."""
+        key = (node.op, tuple(None if s is None else s.spec for s in node.src), node.specs, tuple(node.attrs.items()))
+        if (found := self._known.get(key)) is None:
+            declared = op_of(node)
+            found = self._known[key] = (float(declared.flops(node)), float(declared.nbytes(node)))
+        return found
 
 
-def node_time(node: Node, assignment: Assignment, devices: int, hardware: Hardware) -> float:
-    """Seconds of `node` on the busiest device."""
-    declared, by = op_of(node), assignment.by[node]
-    flops, nbytes = float(declared.flops(node)), float(declared.nbytes(node))
-    if isinstance(by, Factor):
-        share = -(-by.size // devices) / by.size if by.size else 1.0
-        flops *= share
-        whole = [v for v, want in zip(node.inputs, assignment.wants[node], strict=True) if not isinstance(want, Factor)]
-        whole += [v for v in node.results if not isinstance(assignment.made[v], Factor)]
-        uncut = min(nbytes, sum(v.spec.nbytes for v in whole))
-        nbytes = uncut + (nbytes - uncut) * share
-    return hardware.compute(flops, nbytes)
+class Costs:
+    """Predicts one run of a graph over equal devices, for any number of assignments.
 
+    `times` says how many nodes a node stands for, if more than one.
+    """
 
-def conversion_time(conversion: Conversion, devices: int, hardware: Hardware) -> float:
-    """Seconds of a collective: a ring moves 2(N-1)/N of the bytes to reduce, half of that to gather."""
-    if conversion.is_free or devices == 1:
-        return 0.0
-    rounds = 2 if conversion.before is P else 1
-    share = rounds * (devices - 1) / devices
-    return hardware.link_latency + share * conversion.value.spec.nbytes / hardware.link_bandwidth
+    def __init__(self, graph: Graph, devices: int, hardware: Hardware, times: Mapping[Node, int] | None = None) -> None:
+        self.devices, self.hardware, self.times = devices, hardware, times or {}
+        counts = Counts()
+        self.work = {n: counts.of(n) for n in graph.nodes if not n.is_leaf and not op_of(n).is_view}
 
+    def estimate(self, assignment: Assignment) -> Estimate:
+        """The predicted time of one run."""
+        times = self.times
+        compute = sum(times.get(node, 1) * self.node_time(node, assignment) for node in self.work)
+        sent = [(times.get(c.value.node, 1), c) for c in assignment.conversions if not c.is_free]
+        return Estimate(compute, sum(n * self.conversion_time(c) for n, c in sent), sum(n for n, _ in sent))
 
-def moved_bytes(conversions: Sequence[Conversion], devices: int) -> int:
-    """Bytes every device sends in one run."""
-    return sum(
-        (2 if c.before is P else 1) * (devices - 1) * c.value.spec.nbytes // devices
-        for c in conversions
-        if not c.is_free
-    )
+    def node_time(self, node: Node, assignment: Assignment) -> float:
+        """Seconds of `node` on the busiest device."""
+        flops, nbytes = self.work[node]
+        by = assignment.by[node]
+        if isinstance(by, Factor):
+            share = -(-by.size // self.devices) / by.size if by.size else 1.0
+            wants, made = assignment.wants[node], assignment.made
+            uncut: float = sum(
+                v.spec.nbytes for v, w in zip(node.inputs, wants, strict=True) if not isinstance(w, Factor)
+            )
+            uncut += sum(v.spec.nbytes for v in node.results if not isinstance(made[v], Factor))
+            uncut = min(nbytes, uncut)
+            flops, nbytes = flops * share, uncut + (nbytes - uncut) * share
+        return self.hardware.compute(flops, nbytes)
 
-
-def stored_values(graph: Graph) -> list[Value]:
-    """Weights and states: what a device keeps."""
-    return [*graph.weights, *graph.states]
+    def conversion_time(self, conversion: Conversion) -> float:
+        """Seconds of a collective."""
+        if conversion.is_free or self.devices == 1:
+            return 0.0
+        op = "all_reduce" if conversion.before is P and not isinstance(conversion.after, Factor) else "all_gather"
+        return self.hardware.meeting(sent_bytes(op, conversion.value.spec.nbytes, self.devices))

@@ -212,20 +212,28 @@ class Factors:
             for a, b in zip(self._axes[state], self._axes[new], strict=True):
                 tie(a, b)
         self._settle()
+        # From here on nothing is split or cut, so every question has one answer; a search asks often.
+        self._known = {v: tuple(map(segments, axes)) for v, axes in self._axes.items()}
+        self._all = {v: frozenset(f for axis in axes for s in axis for f in s) for v, axes in self._known.items()}
+        self._uses = {node: self._used(roles) for node, roles in self._roles.items()}
 
     # ------------------------------------------------------------------------------------------------ questions
 
     def axes(self, value: Value) -> tuple[list[list[Factor]], ...]:
         """For each axis its segments, each a list of factors."""
-        return tuple(segments(a) for a in self._axes[value])
+        return self._known[value]
 
     def of(self, value: Value) -> frozenset[Factor]:
         """All factors of a value."""
-        return frozenset(f for axis in self._axes[value] for s in segments(axis) for f in s)
+        return self._all[value]
 
     def uses(self, node: Node) -> Uses:
+        return self._uses[node]
+
+    @staticmethod
+    def _used(roles: list[tuple[Role, Axis]]) -> Uses:
         found: dict[Role, set[Factor]] = {role: set() for role in Role}
-        for role, axis in self._roles[node]:
+        for role, axis in roles:
             found[role].update(f for s in segments(axis) for f in s)
         return Uses(frozenset(found[Role.COUPLED]), frozenset(found[Role.CONTRACTED]))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ..backends.base import Backend, Device, Program, find
 from ..graph.errors import PlanError
@@ -15,14 +16,20 @@ from .check import check
 from .choose import Choice, cuts_of, factors_at
 from .choose import choose as search
 from .cost import CPU, Estimate, Hardware
+from .explain import explain, memory_table, stages_of, summary
 from .factors import Factor, Factors
-from .layout import Layout, Shares
-from .lower import lower
-from .place import layer_split, place, placed_like
+from .fits import shortage
+from .layout import Layout, Local, Shares
+from .lower import check_support, lower
+from .place import Placement, layer_split, place, placed_like
 from .shard import Sharded, shard
+from .stages import Stage
+from .stages import estimate as timed
+from .units import nbytes_text as nbytes_text
 
 SPLIT_MODES = ("none", "layer", "tensor", "auto")
 Chooser = Callable[[Graph, Factors], frozenset[Factor]]
+Group = Sequence[tuple[Backend, Device]]
 Cuts = frozenset[tuple[str, int, int, int]]
 """The factors that are cut, each by a leaf that has it: (leaf, axis, segment, place)."""
 
@@ -46,7 +53,7 @@ class Plan:
     """What `graph` becomes on a group of devices.  Nothing is allocated yet, so a plan costs no device.
 
     `leaves` and `outputs` say how each input, weight, state and output lies on the devices; `reasons` is what the
-    search considered.
+    search considered; `cost` is predicted from the programs, for devices and links like `hardware`.
     """
 
     graph: Graph
@@ -54,8 +61,18 @@ class Plan:
     leaves: Mapping[str, Layout]
     outputs: Mapping[str, Layout]
     cuts: Cuts
-    cost: Estimate
     reasons: tuple[str, ...]
+    hardware: Hardware = CPU
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """Work between meetings of the devices, and the meetings, with their times."""
+        return tuple(stages_of(self))
+
+    @cached_property
+    def cost(self) -> Estimate:
+        """The predicted time of one run."""
+        return timed(self.stages, len(self.lanes))
 
     def memory(self) -> dict[str, int]:
         """Bytes by kind, summed over devices."""
@@ -69,38 +86,18 @@ class Plan:
         """How often the devices meet in one run."""
         return sum(i.op in COLLECTIVES for i in self.lanes[0].program.instructions)
 
-    def explain(self) -> str:
-        """The summary, what the search considered, and for each device one line a step."""
-        lines = [str(self), *(f"  {reason}" for reason in self.reasons)]
-        for lane in self.lanes:
-            lines += _steps(lane)
-        return "\n".join(lines)
+    def digest(self) -> str:
+        """SHA-256 of what runs where; equal in every process that plans the same, so that ranks can compare it."""
+        from .plan_json import digest
+
+        return digest(self)
+
+    def explain(self, *, steps: bool = False) -> str:
+        """What it costs, what was considered, memory, and each stage with its reason; `steps`: each instruction."""
+        return explain(self, steps=steps)
 
     def __str__(self) -> str:
-        views = sum(not n.is_leaf and REGISTRY[n.op].is_view for n in self.graph.nodes)
-        steps = max(len(lane.program.instructions) for lane in self.lanes)
-        lines = [
-            f"{len(self.graph.nodes)} nodes, {views} of them views; {steps} steps on "
-            f"{', '.join(str(lane.device) for lane in self.lanes)}; {self.collectives()} collectives; "
-            f"{self.flops() / 1e6:.1f} MFLOP"
-        ]
-        for lane in self.lanes:
-            memory = "  ".join(f"{kind} {nbytes_text(n)}" for kind, n in lane.memory().items())
-            lines.append(f"{lane.device}  {memory}")
-        return "\n".join(lines)
-
-
-def _steps(lane: Lane) -> list[str]:
-    def where(buffer: int) -> str:
-        spec = lane.program.buffers[buffer]
-        return spec.name or spec.kind
-
-    lines = []
-    for step, i in enumerate(lane.program.instructions):
-        reads = ", ".join("_" if t is None else f"{where(t.buffer)}+{t.offset}" for t in i.src)
-        writes = ", ".join(f"{where(t.buffer)}+{t.offset} {t.spec}" for t in i.dst)
-        lines.append(f"{step:5}  {lane.device}  {i.op:16} %{i.node}: {reads} -> {writes}")
-    return lines
+        return "\n".join([summary(self), *memory_table(self)])
 
 
 def plan(
@@ -124,7 +121,7 @@ def plan(
 
 def plan_for(
     graph: Graph,
-    group: Sequence[tuple[Backend, Device]],
+    group: Group,
     *,
     split_mode: str = "auto",
     tensor_split: Sequence[float] = (),
@@ -139,34 +136,83 @@ def plan_for(
         raise PlanError(f"devices {', '.join(str(d) for _, d in group) or 'none'}: name each once, and at least one")
     if split_mode == "none":
         group = group[:1]
-    proportions = _proportions(tensor_split, len(group))
     verify(graph)
-    if split_mode == "layer":
-        placement = layer_split(graph, proportions) if like is None else placed_like(graph, like.leaves)
-        placed = place(graph, placement, len(group))
-        return Plan(graph, _lanes(placed, group), placed.leaves, placed.outputs, frozenset(), Estimate(0, 0, 0), ())
-    factors = Factors(graph)
+    request = _Request(graph, tuple(group), _proportions(tensor_split, len(group)), hardware)
     if like is not None:
-        choice = _given(graph, factors, factors_at(graph, factors, like.cuts), like.cost, "an earlier plan's layout")
-    elif choose is not None:
-        choice = _given(graph, factors, choose(graph, factors), Estimate(0, 0, 0), "chosen by the caller")
-    else:
-        choice = search(graph, factors, len(group), hardware, eager=split_mode == "tensor")
-    cuts = cuts_of(graph, factors, choice.factors)
-    shares = _deal(graph, factors, cuts, proportions)
-    sharded = shard(graph, factors, choice.assignment, shares)
-    lanes = _lanes(sharded, group)
-    return Plan(graph, lanes, sharded.leaves, sharded.outputs, cuts, choice.cost, choice.considered)
+        return request.like(like)
+    if split_mode == "layer":
+        return request.layers()
+    if choose is not None:
+        return request.given(choose(graph, request.factors), "chosen by the caller")
+    return request.cheapest() if split_mode == "auto" else request.shards()
 
 
-def _lanes(sharded: Sharded, group: Sequence[tuple[Backend, Device]]) -> tuple[Lane, ...]:
-    return tuple(_lane(local, backend, device) for local, (backend, device) in zip(sharded.graphs, group, strict=True))
+class _Request:
+    """One call of `plan_for`, checked: the ways to answer it."""
+
+    def __init__(self, graph: Graph, group: Group, proportions: Sequence[float], hardware: Hardware) -> None:
+        self.graph, self.group, self.proportions, self.hardware = graph, group, proportions, hardware
+
+    @cached_property
+    def factors(self) -> Factors:
+        return Factors(self.graph)
+
+    def like(self, earlier: Plan) -> Plan:
+        """Over weights and states that lie on the devices already."""
+        if any(isinstance(layout, Local) for layout in earlier.leaves.values()):
+            return self._placed(placed_like(self.graph, earlier.leaves))
+        return self.given(factors_at(self.graph, self.factors, earlier.cuts), "an earlier plan's layout")
+
+    def layers(self) -> Plan:
+        return self._placed(layer_split(self.graph, self.proportions))
+
+    def _placed(self, placement: Placement) -> Plan:
+        return self._plan(place(self.graph, placement, len(self.group)), frozenset(), ())
+
+    def given(self, chosen: frozenset[Factor], why: str) -> Plan:
+        return self._cut(Choice(chosen, assign(self.graph, self.factors, chosen), (why,)))
+
+    def shards(self) -> Plan:
+        """Cut wherever kernels get shorter."""
+        return self._cut(search(self.graph, self.factors, len(self.group), self.hardware, eager=True))
+
+    def cheapest(self) -> Plan:
+        """The fastest plan that fits into memory; if none does, the one that lacks least."""
+        choice = search(self.graph, self.factors, len(self.group), self.hardware)
+        best = self._cut(choice)
+        if best.cuts and best.cost.total > choice.alone:  # the search does not see every copy that kernels need
+            alone = self.given(frozenset(), "whole on each device: no cut is faster")
+            best = min(best, alone, key=lambda p: (shortage(p) > 0, p.cost.total))
+        if not shortage(best) or len(self.group) == 1:
+            return best
+        return min((best, self.shards(), self.layers()), key=shortage)
+
+    def _cut(self, choice: Choice) -> Plan:
+        cuts = cuts_of(self.graph, self.factors, choice.factors)
+        shares = _deal(self.graph, self.factors, cuts, self.proportions)
+        sharded = shard(self.graph, self.factors, choice.assignment, shares)
+        return self._plan(sharded, cuts, choice.considered)
+
+    def _plan(self, sharded: Sharded, cuts: Cuts, reasons: tuple[str, ...]) -> Plan:
+        lanes = _lanes(sharded, self.group)
+        return Plan(self.graph, lanes, sharded.leaves, sharded.outputs, cuts, reasons, self.hardware)
 
 
-def _lane(graph: Graph, backend: Backend, device: Device) -> Lane:
-    lowered, program = lower(graph, backend, device)
-    check(lowered, program)
-    return Lane(device, backend, lowered, program)
+def _lanes(sharded: Sharded, group: Group) -> tuple[Lane, ...]:
+    """The lane of each device; equal graphs on devices of one kind are lowered once."""
+    known: dict[tuple[object, ...], Lane] = {}
+    found = []
+    for graph, (backend, device) in zip(sharded.graphs, group, strict=True):
+        key = (type(backend), backend.name, device.kind, graph.digest() if len(group) > 1 else "")
+        if key in known:
+            check_support(graph, backend, device)
+            twin = known[key]
+            found.append(Lane(device, backend, twin.graph, replace(twin.program, device=str(device))))
+        else:
+            lowered, program = lower(graph, backend, device)
+            check(lowered, program)
+            found.append(known.setdefault(key, Lane(device, backend, lowered, program)))
+    return tuple(found)
 
 
 def _proportions(tensor_split: Sequence[float], devices: int) -> Sequence[float]:
@@ -176,10 +222,6 @@ def _proportions(tensor_split: Sequence[float], devices: int) -> Sequence[float]
         shown = ",".join(f"{s:g}" for s in tensor_split)
         raise PlanError(f"tensor split {shown}: need at most {devices} shares, none negative, one above zero")
     return [*tensor_split, *[0.0] * (devices - len(tensor_split))]
-
-
-def _given(graph: Graph, factors: Factors, chosen: frozenset[Factor], cost: Estimate, why: str) -> Choice:
-    return Choice(chosen, assign(graph, factors, chosen), cost, (why,))
 
 
 def _deal(graph: Graph, factors: Factors, cuts: Cuts, proportions: Sequence[float]) -> Shares:
@@ -195,12 +237,3 @@ def _natural(cut: tuple[str, int, int, int]) -> tuple[object, ...]:
     """Sort key in which layer 9 comes before layer 10."""
     name = tuple((part.isdecimal(), int(part) if part.isdecimal() else part) for part in cut[0].split("."))
     return (tuple((flag, str(value).zfill(12)) for flag, value in name), *cut[1:])
-
-
-def nbytes_text(n: float) -> str:
-    """Bytes for people: ``4.2 MiB``."""
-    for unit in ("B", "KiB", "MiB"):
-        if n < 1024:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1024
-    return f"{n:.2f} GiB"

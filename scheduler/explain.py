@@ -1,0 +1,205 @@
+"""A plan in words: what it costs, what lies where, and for each stage where it runs, how long, and because of what."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..graph.node import Node
+from ..graph.text import names
+from ..ops import REGISTRY
+from .condense import repeats
+from .layout import Local, Shard
+from .stages import WORK, Stage, leaf_of, stages
+from .units import nbytes_text, time_text
+
+if TYPE_CHECKING:
+    from .plan import Lane, Plan
+
+
+def explain(plan: Plan, *, steps: bool = False) -> str:
+    """The summary, what the search considered, memory and stages; with `steps` each instruction of each device."""
+    lines = [summary(plan), *(f"  {reason}" for reason in plan.reasons), "", *memory_table(plan), ""]
+    lines += stage_table(plan)
+    if steps:
+        for lane in plan.lanes:
+            lines += ["", *_steps(lane)]
+    return "\n".join(lines)
+
+
+def summary(plan: Plan) -> str:
+    """Nodes, steps, meetings by kind, arithmetic and time, in one line."""
+    views = sum(not n.is_leaf and REGISTRY[n.op].is_view for n in plan.graph.nodes)
+    longest = max(len(lane.program.instructions) for lane in plan.lanes)
+    counts: dict[str, int] = {}
+    for stage in stages_of(plan):
+        if stage.op != WORK:
+            name = "copy" if stage.op == "send" else stage.op
+            counts[name] = counts.get(name, 0) + 1
+    meetings = ", ".join(f"{n} {op}" for op, n in sorted(counts.items())) or "no collectives"
+    where = places([str(lane.device) for lane in plan.lanes])
+    simulated = " (simulated)" if plan.lanes[0].backend.name == "simulated" else ""
+    return (
+        f"{len(plan.graph.nodes)} nodes, {views} of them views; {longest} steps on {where}{simulated}; {meetings}; "
+        f"{plan.flops() / 1e6:.1f} MFLOP; {time_text(plan.cost.total)} a run estimated, "
+        f"{time_text(plan.cost.collectives)} of it in collectives"
+    )
+
+
+def stages_of(plan: Plan) -> list[Stage]:
+    """The stages of a plan, which follow from its programs."""
+    whole = {v.node.name: v.spec.nbytes for v in (*plan.graph.weights, *plan.graph.states)}
+    return stages(plan.lanes, plan.hardware, whole)
+
+
+def places(devices: Sequence[str]) -> str:
+    """Names of devices, consecutive numbers of one kind drawn together: ``cpu:0-3``."""
+    found: list[tuple[str, int, int]] = []
+    for name in devices:
+        kind, _, number = name.partition(":")
+        if found and found[-1][0] == kind and found[-1][2] + 1 == int(number):
+            found[-1] = (kind, found[-1][1], int(number))
+        else:
+            found.append((kind, int(number), int(number)))
+    return " ".join(f"{kind}:{a}" if a == b else f"{kind}:{a}-{b}" for kind, a, b in found)
+
+
+def columns(rows: Sequence[Sequence[str]], right: str) -> list[str]:
+    """Rows as text in columns; `right` names those that are aligned to the right by an ``r``."""
+    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
+    shown = []
+    for row in rows:
+        cells = zip(row, widths, right, strict=True)
+        shown.append("  ".join(t.rjust(w) if side == "r" else t.ljust(w) for t, w, side in cells).rstrip())
+    return shown
+
+
+def memory_table(plan: Plan) -> list[str]:
+    """Bytes on each device by kind, and what is left of its memory."""
+    rows: list[tuple[str, ...]] = [("device", "weights", "states", "constants", "compute", "free after")]
+    for lane in plan.lanes:
+        held = lane.memory()
+        free = "-"
+        if lane.device.memory is not None:
+            left = lane.device.memory - sum(held.values())
+            free = nbytes_text(left) if left >= 0 else f"{nbytes_text(-left)} short"
+        kinds = ("weight", "state", "constant", "arena")
+        rows.append((str(lane.device), *(nbytes_text(held[k]) if held[k] else "-" for k in kinds), free))
+    return columns(rows, "lrrrrr")
+
+
+def stage_table(plan: Plan) -> list[str]:
+    """One row a stage; stages that come again in the same order, as layers do, are shown once and counted."""
+    reasons = _Reasons(plan)
+    rows = [("stage", "where", "nodes", "reads", "moved", "est", "uncut", "because")]
+    found: list[tuple[str, ...]] = []
+    for number, stage in enumerate(stages_of(plan)):
+        found.append(_row(plan, number, stage, reasons.of(stage)))
+    kept: list[tuple[str, ...]] = []
+    notes: dict[int, str] = {}
+    for start, length, times in repeats([_likeness(row) for row in found]):
+        kept += found[start : start + length]
+        if times > 1:
+            last = start + length * times - 1
+            notes[len(kept)] = f"     … these {length} stages {times - 1} times more, to stage {last}"
+    lines = columns([*rows, *kept], "rlrrrrrl")
+    for at in sorted(notes, reverse=True):
+        lines.insert(at + 1, notes[at])
+    return lines
+
+
+def _row(plan: Plan, number: int, stage: Stage, because: str) -> tuple[str, ...]:
+    where = places([str(plan.lanes[d].device) for d in stage.devices])
+    if stage.op == "send":
+        where = " -> ".join(str(plan.lanes[d].device) for d in sorted(stage.devices, key=lambda d: d != stage.source))
+    if stage.op != WORK:
+        where = f"{'copy' if stage.op == 'send' else stage.op} {where}"
+    reads, moved = (nbytes_text(n) if n else "-" for n in (stage.reads, stage.moved))
+    uncut = "-" if stage.uncut is None else time_text(stage.uncut)
+    return str(number), where, str(stage.count), reads, moved, time_text(stage.seconds), uncut, because
+
+
+def _likeness(row: tuple[str, ...]) -> tuple[str, ...]:
+    """What two rows have in common that are the same stage of two layers: all but numbers in names."""
+    return (*row[1:-1], re.sub(r"\d+", "N", row[-1]))
+
+
+class _Reasons:
+    """Why stages are what they are, read off the graphs of the devices and the layouts of their leaves."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.nodes = {id(lane.graph): {n: node for node, n in names(lane.graph).items()} for lane in plan.lanes}
+
+    def of(self, stage: Stage) -> str:
+        lane = self.plan.lanes[stage.source]
+        instructions = lane.program.instructions[stage.first : stage.first + stage.count]
+        found = [self.nodes[id(lane.graph)].get(i.node) for i in instructions]
+        nodes = [n for n in found if n is not None]
+        return self._work(nodes) if stage.op == WORK else self._meeting(lane, stage, nodes[0])
+
+    def _work(self, nodes: Sequence[Node]) -> str:
+        """The cut (or placed) leaf with most bytes that the stage reads."""
+        leaves = {leaf_of(s).name: leaf_of(s) for n in nodes for s in n.inputs}
+        kept = [n for n in leaves.values() if n.op in ("weight", "state") and n.name in self.plan.leaves]
+        special = [n for n in kept if isinstance(self.plan.leaves[n.name], Shard | Local)]
+        if not special:
+            return self._whole(nodes)
+        most = max(special, key=lambda n: n.specs[0].nbytes)
+        others = f" and {len(special) - 1} more" if len(special) > 1 else ""
+        if isinstance(self.plan.leaves[most.name], Local):
+            return f"%{most.label}{others} placed here"
+        return f"%{most.label}{others} cut on axis {self._axis(most)}"
+
+    def _whole(self, nodes: Sequence[Node]) -> str:
+        """What to say of a stage that reads no cut weight: it may still read only a part of one."""
+        read = [(s, leaf_of(s)) for n in nodes if not REGISTRY[n.op].is_view for s in n.inputs]
+        stored = [(s, leaf) for s, leaf in read if leaf.op in ("weight", "state")]
+        if part := [leaf for s, leaf in stored if s.spec.nbytes < leaf.specs[0].nbytes]:
+            return f"a part of %{part[0].label}, which is whole on each device"
+        return "its weights are whole on each device" if stored else "what it reads is whole on each device"
+
+    def _meeting(self, lane: Lane, stage: Stage, node: Node) -> str:
+        if stage.op == "send":
+            to = self.plan.lanes[next(d for d in stage.devices if d != stage.source)].device
+            return f"{node.inputs[0].label} is made on {lane.device} and read on {to}"
+        source = node.inputs[0]
+        cut = self._cut_behind(source.node)
+        because = "" if cut is None else f": %{cut.label} is cut on axis {self._axis(cut)}"
+        if stage.op == "all_gather":
+            return f"{source.label} lies in shards and is read whole{because}"
+        return f"{source.label} is a sum over the devices{because}"
+
+    def _axis(self, leaf: Node) -> int:
+        layout = self.plan.leaves[leaf.name]
+        assert isinstance(layout, Shard)
+        return layout.axis
+
+    def _cut_behind(self, node: Node) -> Node | None:
+        """The nearest cut weight or state that a value is computed from."""
+        queue, seen = [node], {node}
+        for here in queue:
+            leaves = [s.node for s in here.inputs if s.node.is_leaf]
+            for leaf in leaves:
+                if isinstance(self.plan.leaves.get(leaf.name), Shard):
+                    return leaf
+            fresh = [s.node for s in here.inputs if s.node not in seen and not s.node.is_leaf]
+            queue += fresh
+            seen.update(fresh)
+            if len(seen) > 1000:
+                break
+        return None
+
+
+def _steps(lane: Lane) -> list[str]:
+    def where(buffer: int) -> str:
+        spec = lane.program.buffers[buffer]
+        return spec.name or spec.kind
+
+    lines = []
+    for step, i in enumerate(lane.program.instructions):
+        reads = ", ".join("_" if t is None else f"{where(t.buffer)}+{t.offset}" for t in i.src)
+        writes = ", ".join(f"{where(t.buffer)}+{t.offset} {t.spec}" for t in i.dst)
+        lines.append(f"{step:5}  {lane.device}  {i.op:16} %{i.node}: {reads} -> {writes}")
+    return lines

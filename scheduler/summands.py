@@ -1,0 +1,95 @@
+"""What a device has of a sum that is still owed, and whether the devices together have each term once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from .indices import Index, covers, has_twice, length, share_entries
+
+
+@dataclass(frozen=True, slots=True)
+class Summand:
+    """A device's part of a sum.
+
+    ``none``: zeros.  ``terms``: the terms of a contraction whose indices lie in `box`, of `sizes` in all.  ``linear``:
+    a linear op of `parts`, which are sums owed themselves (None: the value itself, all of the sum).
+    """
+
+    kind: str
+    box: tuple[Index, ...] = ()
+    sizes: tuple[int, ...] = ()
+    parts: tuple[Summand | None, ...] = ()
+
+
+NOTHING = Summand("none")
+Owed = Summand | None
+"""None: the device has the value itself."""
+
+
+def terms(box: tuple[Index, ...], sizes: tuple[int, ...]) -> Owed:
+    """A contraction over the entries of `box`: all of it, nothing of it, or some."""
+    if all(map(covers, box, sizes)):
+        return None
+    if any(not i for i in box):
+        return NOTHING
+    return Summand("terms", box, sizes)
+
+
+def linear(parts: Sequence[Owed]) -> Owed:
+    """A linear op of values that may be owed."""
+    if all(p is None for p in parts):
+        return None
+    if all(p is NOTHING for p in parts):
+        return NOTHING
+    return Summand("linear", parts=tuple(parts))
+
+
+def miscounted(summands: Sequence[Owed], seen: set[tuple[int, ...]] | None = None) -> str | None:
+    """Why the devices' summands of one value do not add up to it, each term once; None if they do."""
+    seen = set() if seen is None else seen
+    key = tuple(map(id, summands))
+    if key in seen:
+        return None
+    seen.add(key)
+    there = [(d, s) for d, s in enumerate(summands) if s is not NOTHING]
+    if any(s is not None and s.kind == "linear" for _, s in there):
+        return _parts_miscounted(summands, seen)
+    if not there:
+        return "no device brings anything"
+    whole = [d for d, s in there if s is None]
+    if whole:
+        others = [d for d, _ in there if d != whole[0]]
+        return f"device {whole[0]} brings all of it, and devices {others} bring it again" if others else None
+    boxes = [(d, s) for d, s in there if s is not None]
+    return _uncovered(boxes)
+
+
+def _parts_miscounted(summands: Sequence[Owed], seen: set[tuple[int, ...]]) -> str | None:
+    """The same question for each part of a linear op; a device that has all or nothing has so of each part."""
+    counts = {len(s.parts) for s in summands if s is not None and s.kind == "linear"}
+    kinds = {s.kind for s in summands if s is not None}
+    if len(counts) > 1 or "terms" in kinds:
+        return "the devices owe sums of different kinds"
+    for i in range(counts.pop()):
+        parts = [s.parts[i] if s is not None and s.kind == "linear" else s for s in summands]
+        if why := miscounted(parts, seen):
+            return why
+    return None
+
+
+def _uncovered(boxes: Sequence[tuple[int, Summand]]) -> str | None:
+    """Why boxes of indices are no disjoint cover of all of them."""
+    sizes = boxes[0][1].sizes
+    for device, box in boxes:
+        if box.sizes != sizes:
+            return "the devices sum over different axes"
+        if any(map(has_twice, box.box)):
+            return f"device {device} has a term twice"
+    for (d, one), (e, two) in combinations(boxes, 2):
+        if all(map(share_entries, one.box, two.box)):
+            return f"devices {d} and {e} both have a term"
+    have = sum(math.prod(map(length, b.box)) for _, b in boxes)
+    return None if have == math.prod(sizes) else f"{math.prod(sizes) - have} of {math.prod(sizes)} terms are missing"

@@ -1,0 +1,127 @@
+"""A plan run in one thread, its devices taking turns by lot: deadlocks and reads before writes cannot hide.
+
+Each instruction is compiled by itself with the backend's own kernels.  A collective only says what it wants; it is done
+once all devices have said so.  Arenas are filled with NaN (or noise) before every run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from hocket.scheduler import Plan, Store
+from hocket.scheduler.store import assembled
+
+Wish = tuple[str, int, tuple[Any, ...]]
+
+
+class DeadlockError(Exception):
+    """Every device that is not done waits for another."""
+
+
+class Talk:
+    """`Comm` of one device: notes what is wanted and returns at once."""
+
+    def __init__(self, rank: int, size: int, mail: dict[tuple[int, int, int], Any]) -> None:
+        self.rank, self.size, self.mail = rank, size, mail
+        self.wish: Wish | None = None
+
+    def all_reduce(self, source, into, scratch, sequence):
+        self.wish = ("all_reduce", sequence, (source, into))
+
+    def all_gather(self, source, into, parts, sequence):
+        self.wish = ("all_gather", sequence, (source, into, parts))
+
+    def reduce_scatter(self, source, into, parts, sequence):
+        self.wish = ("reduce_scatter", sequence, (source, into, parts))
+
+    def send(self, source, to, sequence):
+        self.mail[self.rank, to, sequence] = source
+
+    def receive(self, into, source, sequence):
+        self.wish = ("receive", sequence, (into, source))
+
+
+class Interleaved:
+    """A plan with its memory; `run` is one run with the devices' turns drawn from a seed."""
+
+    def __init__(self, plan: Plan, bind: Callable[[Store], None]) -> None:
+        self.plan = plan
+        self.store = Store([(lane.backend, lane.device) for lane in plan.lanes])
+        bind(self.store)
+        self.buffers = self.store.buffers(plan)
+        self.mail: dict[tuple[int, int, int], Any] = {}
+        self.talks = [Talk(d, len(plan.lanes), self.mail) for d in range(len(plan.lanes))]
+        self.steps = []
+        for lane, buffers, talk in zip(plan.lanes, self.buffers, self.talks, strict=True):
+            programs = [dataclasses.replace(lane.program, instructions=(i,)) for i in lane.program.instructions]
+            self.steps.append([lane.backend.compile(p, buffers, lane.device, talk) for p in programs])
+
+    def run(self, inputs: Mapping[str, Any], seed: int, poison: int | None = 0xFF) -> dict[str, Any]:
+        """Outputs by name.  `poison` fills fresh memory; None means noise.  Raises `DeadlockError`."""
+        dice = random.Random(seed)
+        for lane, buffers in zip(self.plan.lanes, self.buffers, strict=True):
+            arena = buffers[0]
+            arena[...] = np.random.default_rng(seed).integers(0, 256, arena.size) if poison is None else poison
+            for name, tensor in lane.program.inputs.items():
+                lane.backend.view(buffers[tensor.buffer], tensor)[...] = inputs[name]
+        at = [0] * len(self.steps)
+        while any(i < len(steps) for i, steps in zip(at, self.steps, strict=True)):
+            able = [d for d, steps in enumerate(self.steps) if at[d] < len(steps) and self.talks[d].wish is None]
+            if able:
+                device = dice.choice(able)
+                self.steps[device][at[device]]()
+                at[device] += self.talks[device].wish is None
+            self._grant(at, moved=bool(able))
+        self.mail.clear()
+        return self._outputs()
+
+    def _grant(self, at: list[int], moved: bool) -> None:
+        """Do what can be done: a letter that is there, a collective at which everybody is."""
+        granted = False
+        for device, talk in enumerate(self.talks):
+            if talk.wish is not None and talk.wish[0] == "receive":
+                into, source = talk.wish[2]
+                key = (source, device, talk.wish[1])
+                if key in self.mail:
+                    np.copyto(into, self.mail[key])
+                    talk.wish, granted = None, True
+                    at[device] += 1
+        wishes = [t.wish for t in self.talks]
+        if all(w is not None and w[0] != "receive" for w in wishes):
+            assert len({w[:2] for w in wishes}) == 1, f"devices meet at {[w[:2] for w in wishes]}"
+            self._meet(wishes)
+            granted = True
+            for device, talk in enumerate(self.talks):
+                talk.wish = None
+                at[device] += 1
+        if not granted and not moved:
+            raise DeadlockError(f"devices stand at steps {at} and wait")
+
+    @staticmethod
+    def _meet(wishes: list[Any]) -> None:
+        kind, sources = wishes[0][0], [np.array(w[2][0]) for w in wishes]
+        for _, _, (_, into, *rest) in wishes:
+            if kind == "all_reduce":
+                np.copyto(into, sum(sources[1:], sources[0]))
+            elif kind == "reduce_scatter":
+                for target, origin in rest[0]:
+                    into[target] = sum((s[origin] for s in sources[1:]), sources[0][origin])
+            else:
+                for source, pairs in zip(sources, rest[0], strict=True):
+                    for target, origin in pairs:
+                        into[target] = source[origin]
+
+    def _outputs(self) -> dict[str, Any]:
+        views = [
+            {name: lane.backend.view(buffers[t.buffer], t) for name, t in lane.program.outputs.items()}
+            for lane, buffers in zip(self.plan.lanes, self.buffers, strict=True)
+        ]
+        return {
+            name: assembled(v.shape, self.plan.outputs[name], [own.get(name) for own in views])
+            for name, v in self.plan.graph.outputs.items()
+        }

@@ -1,0 +1,185 @@
+"""Correct plans, and the ways in which the tests of the verifier break them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+from hocket import ops
+from hocket.backends.base import find
+from hocket.graph import Graph, Node, Value, input, state, weight
+from hocket.scheduler import Plan, plan_for
+from hocket.scheduler.cost import Hardware
+from hocket.scheduler.lower import lower
+
+T, E, H, KV, D, F, C = 3, 8, 4, 2, 4, 12, 6
+SLOW = Hardware(flops=1e3, bandwidth=1e3, launch=0, link_latency=1e-9)
+"""Devices on which every cut pays."""
+
+Edit = Callable[[Node, tuple[Any, ...]], Any]
+
+
+def decoder() -> Graph:
+    """One layer of a decoder with a fused key-value projection, a bias, caches and a head."""
+    x, ids = input("x", (T, E)), input("ids", (T,), "i32")
+    cache = state("cache.k", (C, KV * D)), state("cache.v", (C, KV * D))
+    h = ops.mul(ops.rms_norm(x), weight("norm", (E,)), name="normed")
+    q = ops.reshape(ops.mul_mat(weight("wq", (H * D, E)), h, name="q"), shape=(T, H, D))
+    kv = ops.mul_mat(weight("wkv", (2 * KV * D, E)), h, name="kv")
+    k = ops.slice_(kv, axis=1, start=0, stop=KV * D, name="k")
+    v = ops.slice_(kv, axis=1, start=KV * D, stop=2 * KV * D, name="v")
+    k = ops.reshape(ops.rope(ops.reshape(k, shape=(T, KV, D)), ids, n_dims=D, name="roped"), shape=(T, KV * D))
+    new = [ops.set_rows(c, r, ids, name=f"new.{c.node.name}") for c, r in zip(cache, (k, v), strict=True)]
+    kk, vv = (ops.reshape(n, shape=(C, KV, D)) for n in new)
+    a = ops.attention(q, kk, vv, ops.causal_mask(ids, cells=C, name="mask"), scale=0.5, name="attended")
+    o = ops.mul_mat(weight("wo", (E, H * D)), ops.reshape(a, shape=(T, H * D), name="flat"), name="o")
+    y = ops.add(x, ops.add(o, weight("bo", (E,)), name="biased"), name="mixed")
+    h = ops.rms_norm(y, name="normed2")
+    g, u = (ops.mul_mat(weight(n, (F, E)), h, name=f"{n}ed") for n in ("gate", "up"))
+    z = ops.add(y, ops.mul_mat(weight("down", (E, F)), ops.swiglu(g, u, name="act"), name="downed"), name="z")
+    logits = ops.mul_mat(weight("head", (10, E)), ops.rms_norm(z, name="normed3"), name="logits")
+    return Graph({"logits": logits, "z": z}, dict(zip(cache, new, strict=True)))
+
+
+@cache
+def tensor_plan() -> Plan:
+    """The decoder cut over two devices: heads, columns and rows; two sums."""
+    return plan_for(decoder(), [find("cpu:0"), find("cpu:1")], split_mode="tensor", hardware=SLOW)
+
+
+@cache
+def layer_plan() -> Plan:
+    """The decoder with attention on one device and the rest on the other."""
+    return plan_for(decoder(), [find("cpu:0"), find("cpu:1")], split_mode="layer")
+
+
+@cache
+def gather_plan() -> Plan:
+    """A product cut by its columns under a norm that needs all of them."""
+    h = ops.mul_mat(weight("w1", (6, 4)), input("x", (2, 4)), name="h")
+    graph = Graph({"y": ops.mul_mat(weight("w2", (5, 6)), ops.rms_norm(h, name="n"), name="y")})
+
+    def columns(graph, factors):
+        return frozenset(f for v in graph.weights if v.node.name == "w1" for f in factors.of(v) if f.size == 6)
+
+    return plan_for(graph, [find("cpu:0"), find("cpu:1")], choose=columns)
+
+
+# --------------------------------------------------------------------------------------------------------- editing
+
+
+def rebuilt(graph: Graph, edits: Mapping[str, Edit]) -> Graph:
+    """`graph` with the nodes of these names made anew; an edit gets the node and its new sources."""
+    became: dict[Value, Value] = {}
+    used = set()
+    for node in graph.nodes:
+        src = tuple(None if s is None else became[s] for s in node.src)
+        if node.name in edits:
+            used.add(node.name)
+            made = edits[node.name](node, src)
+        else:
+            made = Value(node) if node.is_leaf else ops.op_of(node)(*src, name=node.name, **node.attrs)
+        results = made if isinstance(made, tuple) else (made,)
+        became.update(zip(node.results, results, strict=True))
+    assert used == set(edits), f"no node is called {set(edits) - used}"
+    return Graph(
+        {name: became[v] for name, v in graph.outputs.items()},
+        {became[old]: became[new] for old, new in graph.updates.items()},
+    )
+
+
+def on(plan: Plan, *devices: int, graph: Callable[[Graph], Graph]) -> Plan:
+    """`plan` with the graphs of some devices changed, and lowered again."""
+    lanes = list(plan.lanes)
+    for device in devices:
+        lane = lanes[device]
+        lowered, program = lower(graph(lane.graph), lane.backend, lane.device)
+        lanes[device] = dataclasses.replace(lane, graph=lowered, program=program)
+    return dataclasses.replace(plan, lanes=tuple(lanes))
+
+
+def nodes(plan: Plan, *devices: int, **edits: Edit) -> Plan:
+    """`plan` with nodes of some devices made anew; ``__`` in a keyword is a dot of the name."""
+    named = {name.replace("__", "."): edit for name, edit in edits.items()}
+    return on(plan, *devices, graph=lambda g: rebuilt(g, named))
+
+
+def again(**attrs: Any) -> Edit:
+    """The same node with other attributes."""
+    return lambda node, src: ops.op_of(node)(*src, name=node.name, **{**node.attrs, **attrs})
+
+
+def reading(**by_position: str) -> Callable[[Graph], Graph]:
+    """Nodes that read another value, by name: ``reading(normed2="mixed")`` for the first source."""
+
+    def change(graph: Graph) -> Graph:
+        seen: dict[str, Value] = {}
+
+        def keep(node: Node, src: tuple[Any, ...]) -> Any:
+            if node.name in by_position:
+                src = (seen[by_position[node.name].replace("__", ".")], *src[1:])
+            made = Value(node) if node.is_leaf else ops.op_of(node)(*src, name=node.name, **node.attrs)
+            seen[node.name] = made
+            return made
+
+        return rebuilt(graph, {n.name: keep for n in graph.nodes if n.name})
+
+    return change
+
+
+def laid(plan: Plan, **layouts: Any) -> Plan:
+    """`plan` with other layouts of leaves; None takes one away."""
+    leaves = {k: v for k, v in {**plan.leaves, **{k.replace("__", "."): v for k, v in layouts.items()}}.items() if v}
+    return dataclasses.replace(plan, leaves=leaves)
+
+
+def ending(plan: Plan, **layouts: Any) -> Plan:
+    return dataclasses.replace(plan, outputs={**plan.outputs, **layouts})
+
+
+def programmed(plan: Plan, device: int, **changes: Any) -> Plan:
+    """`plan` with parts of a device's program replaced."""
+    lanes = list(plan.lanes)
+    program = dataclasses.replace(lanes[device].program, **changes)
+    lanes[device] = dataclasses.replace(lanes[device], program=program)
+    return dataclasses.replace(plan, lanes=tuple(lanes))
+
+
+def step(plan: Plan, device: int, name: str, change: Callable[[Any], Any]) -> Plan:
+    """`plan` with one instruction of a device changed."""
+    found = plan.lanes[device].program.instructions
+    assert any(i.node == name for i in found), f"no step is called {name}: {[i.node for i in found]}"
+    return programmed(plan, device, instructions=tuple(change(i) if i.node == name else i for i in found))
+
+
+def moved(tensor: Any, by: int) -> Any:
+    return dataclasses.replace(tensor, offset=tensor.offset + by)
+
+
+def renumbered(plan: Plan, device: int, numbers: Mapping[int, int]) -> Plan:
+    """`plan` with other sequence numbers in a device's graph and program, its steps in the order they had."""
+
+    def change(attrs: Mapping[str, Any]) -> Mapping[str, Any]:
+        return (
+            {**attrs, "sequence": numbers.get(attrs["sequence"], attrs["sequence"])} if "sequence" in attrs else attrs
+        )
+
+    def fresh(graph: Graph) -> Graph:
+        became: dict[Value, Value] = {}
+        for node in graph.nodes:
+            src = tuple(None if s is None else became[s] for s in node.src)
+            new = node if node.is_leaf else Node(node.op, src, change(node.attrs), node.specs, node.name)
+            became.update(zip(node.results, new.results, strict=True))
+        return Graph(
+            {name: became[v] for name, v in graph.outputs.items()},
+            {became[old]: became[new] for old, new in graph.updates.items()},
+        )
+
+    lane = plan.lanes[device]
+    instructions = tuple(dataclasses.replace(i, attrs=change(i.attrs)) for i in lane.program.instructions)
+    program = dataclasses.replace(lane.program, instructions=instructions)
+    lanes = list(plan.lanes)
+    lanes[device] = dataclasses.replace(lane, graph=fresh(lane.graph), program=program)
+    return dataclasses.replace(plan, lanes=tuple(lanes))
