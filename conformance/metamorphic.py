@@ -17,6 +17,7 @@ from ..graph.spec import Spec, problem
 from ..ops import Op
 from ..ops.signature import Dim, Operand, Role
 from .case import Case
+from .composed import names_for
 from .layouts import Array
 
 Place = tuple[int, Array]
@@ -42,6 +43,7 @@ def checks_for(case: Case) -> tuple[str, ...]:
     op, attrs = case.declared, case.settled
     if op.infer_shape is not None or op.localise is not None or op.is_view or not case.operands:
         return ()
+    found = list(names_for(case))
     signature, sizes = op.signature_for(attrs), case.sizes
     roles: dict[str, set[Role]] = {}
     for operand in signature.operands:
@@ -49,7 +51,6 @@ def checks_for(case: Case) -> tuple[str, ...]:
             for factor in dim.factors:
                 roles.setdefault(factor, set()).add(dim.role)
     whole = op.whole(attrs) if op.whole else ()
-    found = []
     for name, kinds in roles.items():
         if name.isdecimal() or sizes.get(name, 0) < 2 or name in whole:
             continue

@@ -14,6 +14,7 @@ from ..backends.base import Backend, Device
 from ..graph.errors import GraphError, PlanError
 from ..graph.spec import Spec
 from ..ops import REGISTRY
+from . import composed
 from .build import KEPT, RESULT, Built, build, lane_for
 from .case import Case
 from .compare import Difference, compare
@@ -80,6 +81,11 @@ def _checked(case: Case, backend: Backend, device: Device) -> Difference:
         got = execute(case, units, backend, device)
         yardstick = Yardstick(case, operands, _arithmetic(build(case), backend))
         return _compared(case, got, yardstick, [np.ones(w.shape, bool) for w in yardstick.wanted])
+    if case.check.startswith(composed.CHECK):
+        if why := composed.unsupported(case, backend, device):
+            raise _Unsupported(why)
+        yardstick = Yardstick(case, operands, 4.0 * _arithmetic(build(case), backend))
+        return _compared(case, composed.run(case, operands, backend, device), yardstick, [np.ones((), bool)])
     parts = parts_of(case)
     if not parts:
         raise GraphError(f"{case} cannot be cut so")

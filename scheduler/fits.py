@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..backends.host import HostBackend
+from ..graph.errors import BackendError
 from .layout import Local, Shard
 from .units import nbytes_text
 
@@ -20,10 +20,11 @@ STEP = 64
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Devices that share one memory: each its own, but for virtual devices of this machine, which share all of it."""
+    """Devices that share one memory: each its own, but for `virtual` ones, which are all one machine."""
 
     lanes: tuple[Lane, ...]
     memory: int
+    virtual: bool = False
 
     @property
     def needed(self) -> int:
@@ -42,10 +43,25 @@ class Pool:
 
 def pools(plan: Plan) -> list[Pool]:
     """The memories of a plan; devices that do not say how much they have are left out."""
-    host = tuple(lane for lane in plan.lanes if isinstance(lane.backend, HostBackend))
-    groups = [host] if host else []
-    groups += [(lane,) for lane in plan.lanes if lane not in host]
-    return [Pool(g, m) for g in groups if (m := g[0].device.memory) is not None]
+    kinds: dict[str, list[Lane]] = {}
+    for lane in plan.lanes:
+        kinds.setdefault(lane.device.kind, []).append(lane)
+    found = []
+    for lanes in kinds.values():
+        virtual = _accepts_any_number(lanes[0])
+        groups = [tuple(lanes)] if virtual else [(lane,) for lane in lanes]
+        found += [Pool(g, m, virtual) for g in groups if (m := g[0].device.memory) is not None]
+    return found
+
+
+def _accepts_any_number(lane: Lane) -> bool:
+    """Whether there are more devices of a kind than machines: then they are parts of one."""
+    beyond = 1 + max((d.index for d in lane.backend.devices()), default=-1)
+    try:
+        lane.backend.device(beyond)
+    except BackendError:
+        return False
+    return True
 
 
 def shortage(plan: Plan) -> int:
@@ -89,7 +105,7 @@ def _context(short: Sequence[Pool], plan: Plan, context: int | None) -> str | No
 
 def _devices(pool: Pool, plan: Plan) -> str | None:
     """How many devices like the worst would do: what is cut or placed gets less on each, the rest does not."""
-    if isinstance(pool.lanes[0].backend, HostBackend):
+    if pool.virtual:
         return None
     leaves = {v.node.name for v in (*plan.graph.weights, *plan.graph.states)}
     spread = frozenset(n for n in leaves if isinstance(plan.leaves[n], Shard | Local) or not _is_cut(plan))

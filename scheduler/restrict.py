@@ -83,15 +83,13 @@ def restricted(op: str, user: Side, mine: Side, axes: tuple[Axes | None, ...]) -
         _same_attrs(declared, user, mine)
         return (_linked if declared.links else _signed)(declared, user, mine, axes)
     except (Unfit, Mismatch) as why:
-        if all(r.size == 0 for r in mine.results):
-            return Made(tuple(_nothing(u, m) for u, m in zip(user.results, mine.results, strict=True)), None)
+        pairs = list(zip(user.results, mine.results, strict=True))
+        if all(m.size == 0 and len(u.shape) == len(m.shape) for u, m in pairs):  # of nothing anything can be said
+            return Made(tuple(_nothing(u, m) for u, m in pairs), None)
         return str(why)
 
 
 def _nothing(user: Spec, mine: Spec) -> Axes:
-    """Of a result without entries anything can be said."""
-    if len(user.shape) != len(mine.shape):
-        return ()
     return tuple((_some(n, m), ()) for n, m in zip(user.shape, mine.shape, strict=True))
 
 

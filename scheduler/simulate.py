@@ -74,9 +74,11 @@ class SimulatedBackend:
         self.kind = kind
 
     def devices(self) -> Sequence[Device]:
-        return (self.device(0),)
+        return tuple(map(self.device, range(MOST_DEVICES)))
 
     def device(self, index: int) -> Device:
+        if index >= MOST_DEVICES:
+            raise BackendError(f"{self.kind}:{index} is one too many to simulate; at most {MOST_DEVICES} devices")
         return Device(self.kind, index, MACHINES[self.kind].memory, "simulated")
 
     def supports(self, node: Node, on: Device) -> Support:

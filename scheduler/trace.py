@@ -173,7 +173,8 @@ class Trace:
         for value, kept in zip(node.results, found, strict=True):
             self.held[device, value] = kept
         if not found[0]:
-            yield f"device {device}: {node!r} is no part of the graph: {'; '.join(dict.fromkeys(reasons)) or 'it has no such node on these values'}"
+            why = "; ".join(dict.fromkeys(reasons)) or "it has no such node on these values"
+            yield f"device {device}: {node!r} is no part of the graph: {why}"
 
     @staticmethod
     def _add(kept: list[Held], more: Sequence[Held]) -> None:

@@ -17,10 +17,10 @@ from hocket.frontends.gguf import open_gguf
 from hocket.frontends.models import Step, load_model
 from hocket.graph import BackendError, Graph, HocketError, PlanError, input, to_json, weight
 from hocket.scheduler import load, plan, plan_for
-from hocket.scheduler.diff import difference, drawn_together
 from hocket.scheduler.condense import condense, repeats
+from hocket.scheduler.diff import difference, drawn_together
 from hocket.scheduler.explain import places
-from hocket.scheduler.fits import memory_problem
+from hocket.scheduler.fits import memory_problem, pools
 from hocket.scheduler.plan_json import from_json
 from hocket.scheduler.plan_json import to_json as plan_to_json
 from hocket.scheduler.simulate import simulate
@@ -214,6 +214,37 @@ def test_the_plan_of_a_small_model_is_the_golden_one(name, update_golden):
     assert text == path.read_text(encoding="utf-8")
 
 
+# ------------------------------------------------------------------------------------------------------------- search
+
+
+def deep(layers):
+    """Layers that differ in nothing, and a last one that gives fewer rows."""
+    x = input("x", (4, 64))
+    for i in range(layers):
+        up = ops.silu(ops.mul_mat(weight(f"up.{i}", (256, 64)), ops.rms_norm(x)))
+        x = ops.add(x, ops.mul_mat(weight(f"down.{i}", (64, 256)), up))
+    return Graph({"y": ops.mul_mat(weight("out", (128, 64)), x)})
+
+
+def test_a_condensed_graph_has_each_repeated_part_twice_and_counts_the_rest():
+    small = condense(deep(40))
+    assert len(small.graph.weights) < 10
+    assert sum(small.times[v.node] or 1 for v in small.graph.weights) == 81
+    assert {name for twins in small.twins.values() for name in twins} == {v.node.name for v in deep(40).weights}
+
+
+@pytest.mark.parametrize("hardware", ["h200:8", "cpu:3", "rtx3090:4,ethernet"])
+@pytest.mark.parametrize("name", ["deep", "llama", "qwen3moe", "qwen35moe"])
+def test_the_search_finds_in_the_condensed_graph_what_it_finds_in_the_whole(name, hardware, monkeypatch):
+    graph, simulation = deep(12) if name == "deep" else decode_graph(name), simulate(hardware)
+    found = plan_for(graph, simulation.group, split_mode="tensor", hardware=simulation.hardware)
+    monkeypatch.setattr("hocket.scheduler.choose.condense", lambda graph: None)
+    whole = plan_for(graph, simulation.group, split_mode="tensor", hardware=simulation.hardware)
+    assert found.cuts == whole.cuts
+    assert found.reasons == whole.reasons
+    assert found.digest() == whole.digest()
+
+
 # --------------------------------------------------------------------------------------------------------- difference
 
 
@@ -248,6 +279,14 @@ def test_what_does_not_fit_comes_with_two_ways_out():
     problem = memory_problem(plan_for(graph, simulate("rtx3090:1").group))
     assert "rtx3090:0: needs 32" in problem
     assert "use 2 such devices with --split-mode tensor, or use a model with fewer bits" in problem
+
+
+def test_virtual_devices_of_a_machine_share_its_memory():
+    made = plan(mlp(), "cpu:0,cpu:1,cpu:2")
+    (pool,) = pools(made)
+    assert pool.virtual
+    assert pool.needed == sum(made.memory().values())
+    assert len(pools(plan_for(mlp(), simulate("cpu:3").group))) == 3
 
 
 def test_auto_cuts_what_does_not_fit_on_one_device():

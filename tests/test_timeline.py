@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 
@@ -15,10 +13,11 @@ from hocket.scheduler import Executor, Store, load, plan_for
 from hocket.scheduler.cost import CPU, Hardware
 from hocket.scheduler.timeline import timeline
 
+from .grouped import bound, random_plan
 from .interleaved import DeadlockError, Interleaved
 from .plan_faults import decoder, gather_plan, layer_plan, renumbered, tensor_plan
-from .random_graphs import bindings, seeded_graph
-from .test_sharding import devices, everything_that_fits, raw
+from .random_graphs import bindings
+from .test_sharding import devices, raw
 
 
 def null_group(n: int, **options):
@@ -88,29 +87,6 @@ def test_a_plan_for_devices_without_a_virtual_clock_is_refused():
 
 
 # ---------------------------------------------------------------------------------------------------- interleavings
-
-
-def random_plan(seed: int, mode: str):
-    """A random graph on several reference devices, cut wherever it can be or by layers, and bindings."""
-    graph, dice = seeded_graph(seed), random.Random(seed)
-    n = dice.choice([2, 3, 4])
-    shares = [dice.choice([0, 1, 1, 2]) for _ in range(n - 1)] + [1]
-    group = [find(name) for name in devices(n, "reference")]
-    if mode == "layer":
-        made = plan_for(graph, group, split_mode="layer", tensor_split=shares)
-    else:
-        made = plan_for(graph, group, tensor_split=shares, choose=lambda g, f: everything_that_fits(g, f, dice))
-    return made, plan_for(graph, group[:1]), bindings(graph, np.random.default_rng(seed))
-
-
-def bound(graph: Graph, values, leaves):
-    def bind(store: Store) -> None:
-        for v in graph.weights:
-            data = raw(values[v.node.name], v.dtype)
-            stored = data if v.dtype.is_quantised else data.astype(v.dtype.storage)
-            store.bind(v.node.name, stored, v.spec, leaves[v.node.name])
-
-    return bind
 
 
 @pytest.mark.parametrize("mode", ["tensor", "layer"])

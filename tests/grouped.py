@@ -1,0 +1,64 @@
+"""Plans of random graphs over several reference devices, and what it takes to run them."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from hocket import ops
+from hocket.backends.base import find
+from hocket.graph import DType, Graph, input, state, weight
+from hocket.ops.quants import f32_to_bf16
+from hocket.scheduler import Store, load, plan_for
+
+from .random_graphs import bindings, seeded_graph
+from .test_sharding import devices, everything_that_fits, raw
+
+
+def group_of(n: int, kind: str = "reference"):
+    return [find(name) for name in devices(n, kind)]
+
+
+def weights_of(graph: Graph, values):
+    """Weights as files hold them."""
+    found = {v.node.name: raw(values[v.node.name], v.dtype) for v in graph.weights}
+    for v in graph.weights:
+        if v.dtype is DType.BF16:
+            found[v.node.name] = f32_to_bf16(np.atleast_1d(found[v.node.name]).astype(np.float32)).reshape(v.shape)
+    return found
+
+
+def run_of(made, values, feed=None):
+    run = load(made, weights_of(made.graph, values))
+    return run.run(feed or {v.node.name: values[v.node.name] for v in made.graph.inputs})
+
+
+def random_plan(seed: int, mode: str):
+    """A random graph on several reference devices, cut wherever it can be or by layers, and bindings."""
+    graph, dice = seeded_graph(seed), random.Random(seed)
+    n = dice.choice([2, 3, 4])
+    shares = [dice.choice([0, 1, 1, 2]) for _ in range(n - 1)] + [1]
+    group = [find(name) for name in devices(n, "reference")]
+    if mode == "layer":
+        made = plan_for(graph, group, split_mode="layer", tensor_split=shares)
+    else:
+        made = plan_for(graph, group, tensor_split=shares, choose=lambda g, f: everything_that_fits(g, f, dice))
+    return made, plan_for(graph, group[:1]), bindings(graph, np.random.default_rng(seed))
+
+
+def bound(graph: Graph, values, leaves):
+    def bind(store: Store) -> None:
+        for v in graph.weights:
+            data = raw(values[v.node.name], v.dtype)
+            stored = data if v.dtype.is_quantised else data.astype(v.dtype.storage)
+            store.bind(v.node.name, stored, v.spec, leaves[v.node.name])
+
+    return bind
+
+
+def cached_product(tokens: int) -> Graph:
+    cache = state("cache", (16, 8))
+    rows = ops.mul_mat(weight("k", (8, 4)), input("x", (tokens, 4)))
+    new = ops.set_rows(cache, rows, input("ids", (tokens,), "i32"))
+    return Graph({"y": ops.mul_mat(new, ops.silu(rows))}, {cache: new})
