@@ -19,11 +19,11 @@ Runs = tuple[tuple[tuple[int, int], ...], ...]
 
 
 @op(
-    "x[...] -> [...]",
+    "x[...]: number -> [...]",
     linear=("x",),
     inplace="x",
-    samples=("x=f32[3,4], sequence=0", "x=f32[0], sequence=1"),
-    errors=(("x=i32[3], sequence=0", "x is i32"), ("x=f32[3]", "sequence is missing")),
+    samples=("x=f32[3,4], sequence=0", "x=i64[3], sequence=0", "x=f32[0], sequence=1"),
+    errors=(("x=q8_0[32], sequence=0", "x is q8_0"), ("x=f32[3]", "sequence is missing")),
 )
 def all_reduce(x: Array, *, sequence: int) -> Array:
     """The sum of `x` over all devices of the group, the same bits on each.  MPI (MPI Forum, 1994): ``Allreduce``."""

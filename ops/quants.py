@@ -64,10 +64,8 @@ def f32_to_bf16(values: F32) -> npt.NDArray[np.uint16]:
     rounded += 0x7FFF
     rounded += bits  # wraps for some NaNs only, which are replaced below
     rounded >>= 16
-    result = rounded.astype(np.uint16)
     nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    result[nan] = (bits[nan] >> 16) | 0x40
-    return result
+    return np.where(nan, (bits >> 16) | 0x40, rounded).astype(np.uint16)
 
 
 def _as_bytes(raw: np.ndarray, dtype: DType) -> U8:

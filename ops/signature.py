@@ -205,7 +205,7 @@ class _Solver:
                     f"{operand.name} has more leading axes, {list(shape)}, than {first.name}, {list(shared)}"
                 )
             for mine, theirs in zip(reversed(shape), reversed(shared), strict=False):
-                if (theirs and (mine == 0 or theirs % mine)) or (not theirs and mine > 1):
+                if theirs and (mine == 0 or theirs % mine):  # where they are none, none are needed
                     raise Mismatch(f"leading axes {list(shape)} of {operand.name} do not divide {list(shared)}")
         return shared
 

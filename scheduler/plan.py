@@ -12,7 +12,6 @@ from ..graph.graph import Graph
 from ..ops import REGISTRY, verify
 from ..ops.collective import COLLECTIVES
 from .assign import assign
-from .check import check
 from .choose import Choice, cuts_of, factors_at
 from .choose import choose as search
 from .cost import CPU, Estimate, Hardware
@@ -136,14 +135,23 @@ def plan_for(
         raise PlanError(f"devices {', '.join(str(d) for _, d in group) or 'none'}: name each once, and at least one")
     if split_mode == "none":
         group = group[:1]
+    from .verify import verify_plan  # it reads plans
+
     verify(graph)
-    request = _Request(graph, tuple(group), _proportions(tensor_split, len(group)), hardware)
+    made = _answer(
+        _Request(graph, tuple(group), _proportions(tensor_split, len(group)), hardware), split_mode, like, choose
+    )
+    verify_plan(made)
+    return made
+
+
+def _answer(request: _Request, split_mode: str, like: Plan | None, choose: Chooser | None) -> Plan:
     if like is not None:
         return request.like(like)
     if split_mode == "layer":
         return request.layers()
-    if choose is not None:
-        return request.given(choose(graph, request.factors), "chosen by the caller")
+    if choose is not None and len(request.group) > 1:
+        return request.given(choose(request.graph, request.factors), "chosen by the caller")
     return request.cheapest() if split_mode == "auto" else request.shards()
 
 
@@ -210,7 +218,6 @@ def _lanes(sharded: Sharded, group: Group) -> tuple[Lane, ...]:
             found.append(Lane(device, backend, twin.graph, replace(twin.program, device=str(device))))
         else:
             lowered, program = lower(graph, backend, device)
-            check(lowered, program)
             found.append(known.setdefault(key, Lane(device, backend, lowered, program)))
     return tuple(found)
 

@@ -9,7 +9,7 @@ from functools import partial
 from ..graph.graph import Graph
 from ..graph.node import Node, Value
 from ..graph.spec import Spec
-from ..ops import concat, op_of, scale, slice_
+from ..ops import concat, fill, op_of, slice_
 from ..ops.collective import all_gather, all_reduce, all_to_all, reduce_scatter
 from .assign import Assignment, P, R, State
 from .factors import Factor, Factors
@@ -140,4 +140,4 @@ class _Device:
     def _owed_once(self, value: Value) -> Value:
         """A whole value as a summand: device 0 brings it, the others nothing."""
         whole = self.local[value, R]
-        return whole if self.device == 0 else scale(whole, scale=0.0, name=f"{value.node.label}.zero")
+        return whole if self.device == 0 else fill(whole, value=0.0, name=f"{value.node.label}.zero")

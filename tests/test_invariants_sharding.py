@@ -115,18 +115,7 @@ def one_op_graph(op, sample: str) -> Graph | None:
 ALONE = [name for name in sorted(REGISTRY) if name not in COLLECTIVES]
 
 
-_NO_SHARE = "a device without a share of a repeated axis: 2 entries 'do not divide' 0"
-NOT_YET = {
-    **dict.fromkeys(("add", "sub", "mul", "div", "mul_mat", "softmax", "lightning_indexer"), _NO_SHARE),
-    "count_equal": "its partial sums are i64, and all_reduce takes floats",
-}
-"""Ops that some cut breaks, and why; strict, so that a repair shows."""
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.xfail(reason=NOT_YET[n], strict=True)) if n in NOT_YET else n for n in ALONE],
-)
+@pytest.mark.parametrize("name", ALONE)
 def test_21_every_op_cut_along_anything_it_allows_is_the_op(name):
     """Each class of factors alone, over three devices with unequal shares; the result is that of one device."""
     op, rng = REGISTRY[name], np.random.default_rng(0)
