@@ -138,6 +138,8 @@ def plan_for(
     from .verify import verify_plan  # it reads plans
 
     verify(graph)
+    if strange := [n for n in graph.nodes if n.op in COLLECTIVES]:
+        raise PlanError(f"{strange[0]!r}: collectives are put in by the planner; leave them out of the graph")
     made = _answer(
         _Request(graph, tuple(group), _proportions(tensor_split, len(group)), hardware), split_mode, like, choose
     )

@@ -305,6 +305,14 @@ def test_a_wrong_option_is_named(options, message):
     assert message in str(caught.value)
 
 
+def test_a_graph_with_a_collective_of_its_own_is_refused():
+    from hocket.ops.collective import all_reduce
+
+    graph = Graph({"y": all_reduce(input("x", (2,)), sequence=0)})
+    with pytest.raises(PlanError, match="collectives are put in by the planner"):
+        plan(graph)
+
+
 def test_a_device_named_twice_is_refused():
     with pytest.raises(PlanError, match="name each once"):
         plan(Graph({"y": ops.neg(input("x", (2,)))}), "cpu:0,cpu:0")
