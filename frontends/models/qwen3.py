@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from ... import ops
 from ...graph import Graph, Value
 from ..gguf import Gguf
-from .blocks import embed, linear, logits, norm
+from .blocks import linear, norm
+from .decoder import decoder
 from .frame import Frame
 from .keys import Keys
-from .moe import Experts, feed_forward
+from .moe import Experts
 from .rope import Rope, attention_scale
 from .step import Step
 from .weights import Weights
@@ -66,16 +67,7 @@ class Hyper:
 def build(hyper: Hyper, weights: Weights, step: Step) -> Graph:
     """The graph of one step: output ``logits`` f32[outputs, vocabulary], states ``cache_k.N`` and ``cache_v.N``."""
     frame = Frame(step)
-    x = embed(weights, frame.tokens, hyper.vocabulary_size, hyper.width)
-    for layer in range(hyper.layers):
-        block = f"blk.{layer}"
-        mixed = attention(hyper, weights, frame, layer, norm(weights, f"{block}.attn_norm", x, hyper.eps))
-        x = ops.add(x, mixed, name=f"{block}.attn_residual")
-        if layer == hyper.layers - 1:
-            x = frame.wanted(x)
-        h = norm(weights, f"{block}.ffn_norm", x, hyper.eps)
-        x = ops.add(x, feed_forward(weights, block, h, hyper.feed_forward), name=f"{block}.ffn_residual")
-    return frame.graph(logits(weights, x, hyper.vocabulary_size, hyper.eps))
+    return decoder(hyper, weights, frame, lambda layer, x: attention(hyper, weights, frame, layer, x))
 
 
 def attention(hyper: Hyper, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from ... import ops
 from ...graph import Graph, Value
 from ..gguf import Gguf
-from .blocks import embed, linear, logits, norm
+from .blocks import linear, norm
+from .decoder import decoder
 from .frame import Frame
 from .keys import Keys
-from .moe import Experts, feed_forward
+from .moe import Experts
 from .rope import Rope, attention_scale
 from .step import Step
 from .weights import Weights
@@ -129,16 +130,12 @@ def build(hyper: Hyper, weights: Weights, step: Step) -> Graph:
     recurrent ones.  A sequence starts anew when the host zeroes its rows of the latter two.
     """
     frame = Frame(step, taps=hyper.taps)
-    x = embed(weights, frame.tokens, hyper.vocabulary_size, hyper.width)
-    for layer, is_recurrent in enumerate(hyper.recurrent):
-        block, mixer = f"blk.{layer}", delta_net if is_recurrent else gated_attention
-        mixed = mixer(hyper, weights, frame, layer, norm(weights, f"{block}.attn_norm", x, hyper.eps))
-        x = ops.add(x, mixed, name=f"{block}.attn_residual")
-        if layer == hyper.layers - 1:
-            x = frame.wanted(x)
-        h = norm(weights, f"{block}.post_attention_norm", x, hyper.eps)
-        x = ops.add(x, feed_forward(weights, block, h, hyper.feed_forward), name=f"{block}.ffn_residual")
-    return frame.graph(logits(weights, x, hyper.vocabulary_size, hyper.eps))
+
+    def mix(layer: int, x: Value) -> Value:
+        mixer = delta_net if hyper.recurrent[layer] else gated_attention
+        return mixer(hyper, weights, frame, layer, x)
+
+    return decoder(hyper, weights, frame, mix, "post_attention_norm")
 
 
 def gated_attention(hyper: Hyper, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
