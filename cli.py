@@ -368,7 +368,7 @@ def _guarded(args: argparse.Namespace) -> int:
     try:
         encoding = getattr(sys.stdout, "encoding", None)  # none if a test or an embedding program collects the text
         if encoding and encoding.lower().replace("-", "") != "utf8":
-            sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
+            sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # typeshed has TextIO, which lacks it
         if getattr(args, "threads", None):
             from .frontends.threads import set_threads
 

@@ -92,7 +92,7 @@ class Case:
 
     def but(self, **changes: object) -> Case:
         """The same case with other settings."""
-        return replace(self, **changes)  # type: ignore[arg-type]
+        return replace(self, **changes)  # type: ignore[arg-type]  # fields by name
 
 
 def make_case(op: Op, parts: Mapping[str, Spec | Attr], **settings: object) -> Case:
@@ -104,7 +104,7 @@ def make_case(op: Op, parts: Mapping[str, Spec | Attr], **settings: object) -> C
     if stray:
         raise GraphError(f"{op.name} has no operand or attribute {', '.join(sorted(stray))}")
     kept = tuple((k, v) for k, v in attrs if k not in op.defaults or op.defaults[k] != v)
-    return Case(op.name, operands, kept, **settings)  # type: ignore[arg-type]
+    return Case(op.name, operands, kept, **settings)  # type: ignore[arg-type]  # fields by name
 
 
 def parse(text: str) -> Case:

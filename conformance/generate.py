@@ -104,10 +104,10 @@ def _by_layout(case: Case) -> set[object]:
 def _paired(case: Case) -> set[object]:
     """What it shows in pairs."""
     traits = _traits(case)
-    attrs = [t for t in traits if t[0] in ("attr", "default")]  # type: ignore[index]
+    attrs = [t for t in traits if t[0] in ("attr", "default")]  # type: ignore[index]  # traits are tuples
     if case.check != "reference":
         return {(case.check, t) for t in attrs}
-    shapes = [s for s in _shapes(case) if s[0] in ("rank", "meet")]  # type: ignore[index]
+    shapes = [s for s in _shapes(case) if s[0] in ("rank", "meet")]  # type: ignore[index]  # traits are tuples
     found: set[object] = {(setting, t) for setting in (case.layout, case.inputs) for t in traits}
     return found | {(case.layout, s) for s in shapes} | set(combinations(attrs, 2))
 

@@ -103,7 +103,7 @@ def legal(op: Op, parts: Point, most: int = MOST_ELEMENTS) -> bool:
         return False
     try:
         attrs = op.settle({k: v for k, v in parts.items() if not isinstance(v, Spec)})
-        results = op.infer(specs, attrs)  # type: ignore[arg-type]
+        results = op.infer(specs, attrs)  # type: ignore[arg-type]  # None stands for an operand left out
         return all(s.size <= most for s in results) and _ranges_hold(op, parts, attrs)
     except (Mismatch, GraphError, TypeError, ValueError, KeyError, ZeroDivisionError):
         return False
@@ -286,7 +286,7 @@ def _with_dtype(op: Op, parts: Point, group: Sequence[Operand], dtype: DType) ->
         last[0]: max(dtype.block, -(-known[1].named.get(last[0], 1) // dtype.block) * dtype.block),
     }
     wide = rebuilt(op, parts, named, known[1].leading)
-    wide = {**wide, **{o.name: Spec(wide[o.name].shape, dtype) for o in group}}  # type: ignore[union-attr]
+    wide = {**wide, **{o.name: Spec(wide[o.name].shape, dtype) for o in group}}  # type: ignore[union-attr]  # those of a group are present
     if legal(op, wide):
         yield wide
 

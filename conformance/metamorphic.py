@@ -77,7 +77,7 @@ def parts_of(case: Case) -> tuple[Part, ...]:
         return ()
     pieces = (np.arange(middle), np.arange(middle, size))
     found = tuple(_part(case, {name: p}, {name: p}) for p in pieces)
-    return found if all(p is not None for p in found) else ()  # type: ignore[return-value]
+    return found if all(p is not None for p in found) else ()  # type: ignore[return-value]  # mypy does not see through all()
 
 
 def _ends_in(case: Case, operand: str, name: str) -> bool:

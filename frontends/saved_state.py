@@ -51,7 +51,7 @@ def save_state(session: Session, tokens: Sequence[Sequence[int]], path: str | Pa
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
         try:
             text = np.frombuffer(json.dumps(header).encode(), np.uint8)
-            np.savez(file, header=text, **arrays)  # type: ignore[arg-type]
+            np.savez(file, header=text, **arrays)  # type: ignore[arg-type]  # keywords are arrays, never allow_pickle
             file.close()
             os.replace(file.name, path)
         except BaseException:

@@ -24,7 +24,7 @@ def set_threads(count: int) -> None:
     setting (Accelerate has none).
     """
     # A symbol is searched in the library named and in all it is linked with, hence in the BLAS.
-    library = ctypes.CDLL(np._core._multiarray_umath.__file__)  # type: ignore[attr-defined]
+    library = ctypes.CDLL(np._core._multiarray_umath.__file__)  # type: ignore[attr-defined]  # private, and without stubs
     for name in SETTERS:
         if hasattr(library, name):
             getattr(library, name)(ctypes.c_int(count))

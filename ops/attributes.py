@@ -9,14 +9,14 @@ from types import MappingProxyType
 import numpy as np
 
 from ..graph.dtypes import DType
-from ..graph.node import Attr
+from ..graph.node import Attr, Attrs
 from .signature import Mismatch
 
 
 def _int(value: object) -> int:
     if isinstance(value, bool):
         raise TypeError
-    number = operator.index(value)  # type: ignore[arg-type]
+    number = operator.index(value)  # type: ignore[arg-type]  # raises TypeError, as wanted
     if not -(2**63) <= number < 2**63:
         raise TypeError
     return number
@@ -32,7 +32,7 @@ def _exactly(kind: type) -> Callable[[object], Attr]:
     def check(value: object) -> Attr:
         if not isinstance(value, kind):
             raise TypeError
-        return value  # type: ignore[return-value]
+        return value  # type: ignore[return-value]  # an instance of `kind`, one of Attr
 
     return check
 
@@ -46,6 +46,13 @@ _KINDS: Mapping[str, tuple[str, Callable[[object], Attr]]] = MappingProxyType(
         "DType": ("a DType", _exactly(DType)),
     }
 )
+
+
+def number(attrs: Attrs, name: str) -> float:
+    """An attribute that `settled` has checked to be a number."""
+    value = attrs[name]
+    assert isinstance(value, int | float), f"{name} was settled as a number"
+    return value
 
 
 def settled(name: str, kind: str, value: object) -> Attr:

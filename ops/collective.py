@@ -50,7 +50,7 @@ def int_attr(value: Attr) -> int:
 
 
 def runs_of(value: Attr) -> Runs:
-    return value  # type: ignore[return-value]
+    return value  # type: ignore[return-value]  # settled() checked its kind
 
 
 @op(
@@ -152,7 +152,7 @@ def send(x: Array, *, to: int, sequence: int) -> Array:
 def _received(specs: Specs, attrs: Attrs) -> Spec:
     dtype, shape = attrs["dtype"], attrs["shape"]
     assert isinstance(dtype, DType)
-    return Spec(shape, dtype)  # type: ignore[arg-type]
+    return Spec(shape, dtype)  # type: ignore[arg-type]  # settled() checked its kind
 
 
 @op(

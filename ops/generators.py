@@ -8,6 +8,7 @@ import numpy as np
 
 from ..graph.node import Attrs
 from ..graph.spec import Spec
+from .attributes import number
 from .op import Array, Specs, op
 from .samples import Range, grid
 from .signature import Mismatch
@@ -18,7 +19,7 @@ def _steps(start: float, stop: float, step: float) -> int:
 
 
 def _counted(specs: Specs, attrs: Attrs) -> Spec:
-    start, stop, step = (float(attrs[k]) for k in ("start", "stop", "step"))  # type: ignore[arg-type]
+    start, stop, step = (float(number(attrs, k)) for k in ("start", "stop", "step"))
     if step == 0.0 or not all(map(math.isfinite, (start, stop, step, (stop - start) / step))):
         raise Mismatch(f"start {start}, stop {stop}, step {step}: they must be finite, and step not 0")
     return Spec((_steps(start, stop, step),))

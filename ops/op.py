@@ -105,7 +105,7 @@ class Op(Generic[R]):
             shown = ", ".join("_" if v is None else repr(v) for v in src)
             raise GraphError(f"{self.name}({shown}): {why}") from None
         node = Node(self.name, tuple(src), settled, specs, name)
-        return Value(node) if len(specs) == 1 else node.results  # type: ignore[return-value]
+        return Value(node) if len(specs) == 1 else node.results  # type: ignore[return-value]  # R is what the reference returns
 
     def settle(self, attrs: Attrs) -> Attrs:
         """Attributes with defaults filled in, in declared order.  Raises `Mismatch`."""
@@ -122,7 +122,7 @@ class Op(Generic[R]):
 
     def infer(self, specs: Sequence[Spec | None], attrs: Attrs) -> tuple[Spec, ...]:
         """Specs of the results.  Raises `Mismatch` with the reason."""
-        return self._infer(tuple(specs), tuple(attrs.items()))  # type: ignore[attr-defined]
+        return self._infer(tuple(specs), tuple(attrs.items()))  # type: ignore[attr-defined]  # set in __post_init__ of a frozen class
 
     def _infer_uncached(self, specs: Specs, items: tuple[tuple[str, Attr], ...]) -> tuple[Spec, ...]:
         attrs = dict(items)

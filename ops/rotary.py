@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from ..graph.node import Attrs
+from .attributes import number
 from .op import Array, op
 from .samples import Range, grid
 
@@ -125,7 +126,7 @@ def _multi_needs(sections: tuple[int, ...], n_dims: int, d: int, mode: str, offs
         return f"sections add up to {sum(sections)}, more than the head size {d}"
     if mode == "vision" and (2 * n_dims != d or offset or sum(sections) < n_dims):
         return f"mode vision turns the whole head: n_dims must be {d // 2}, offset 0, sections add up to n_dims"
-    return _rope_needs(n_dims=n_dims, d=d, mode=mode, offset=offset, modes=MULTI_MODES, **rest)  # type: ignore[arg-type]
+    return _rope_needs(n_dims=n_dims, d=d, mode=mode, offset=offset, modes=MULTI_MODES, **rest)  # type: ignore[arg-type]  # sizes and attributes by name
 
 
 @op(
@@ -215,8 +216,8 @@ def frequencies(half: int, attrs: Attrs, index: Array | None = None) -> tuple[Ar
 
     `attrs` are those of `rope`; pair j turns ``base^(-index[j]/half)``, where `index` is 0 to half - 1 if not given.
     """
-    base, scale, mix = (float(attrs[k]) for k in ("base", "freq_scale", "ext_factor"))  # type: ignore[arg-type]
-    magnitude = float(attrs["attn_factor"])  # type: ignore[arg-type]
+    base, scale, mix = (float(number(attrs, k)) for k in ("base", "freq_scale", "ext_factor"))
+    magnitude = float(number(attrs, "attn_factor"))
     index = np.arange(half) if index is None else index
     inverse = base ** (-index / max(1, half))
     if not mix:
@@ -227,7 +228,7 @@ def frequencies(half: int, attrs: Attrs, index: Array | None = None) -> tuple[Ar
 
 def _yarn_ramp(count: int, half: int, base: float, attrs: Attrs) -> Array:
     """Share of the unscaled angle per pair: 1 for fast pairs, 0 for slow ones, linear between."""
-    context, fast, slow = (float(attrs[k]) for k in ("original_context", "beta_fast", "beta_slow"))  # type: ignore[arg-type]
+    context, fast, slow = (float(number(attrs, k)) for k in ("original_context", "beta_fast", "beta_slow"))
 
     def pair(rotations: float) -> float:
         return half * math.log(context / (rotations * 2 * math.pi)) / math.log(base)

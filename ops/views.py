@@ -23,11 +23,11 @@ def spec_of(specs: Specs) -> Spec:
 
 def ints_of(attrs: Attrs, name: str) -> tuple[int, ...]:
     """An attribute that is a tuple of integers."""
-    return attrs[name]  # type: ignore[return-value]
+    return attrs[name]  # type: ignore[return-value]  # settled() checked its kind
 
 
 def _int(attrs: Attrs, name: str) -> int:
-    return attrs[name]  # type: ignore[return-value]
+    return attrs[name]  # type: ignore[return-value]  # settled() checked its kind
 
 
 def axis_of(attrs: Attrs, spec: Spec, name: str = "axis") -> int:

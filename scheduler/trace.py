@@ -131,7 +131,7 @@ class Trace:
             if isinstance(unit, int):
                 yield from self._meet(unit)
             else:
-                yield from self._node(*unit)  # type: ignore[misc]
+                yield from self._node(*unit)  # type: ignore[misc]  # a unit is one set of its arguments
 
     def _unit(self, device: int, node: Node) -> object:
         meets = node.op in COLLECTIVES and node.op not in ("send", "receive")

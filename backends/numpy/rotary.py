@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 
 from ...graph.node import Node
+from ...ops.attributes import number
 from ...ops.rotary import frequencies, pairs
 from .kernel import Call, Calls, Kernel
 
@@ -55,7 +56,7 @@ def rope(call: Call) -> Calls:
 
 
 def _scratch(node: Node) -> int:
-    half = int(node.attrs["n_dims"]) // 2  # type: ignore[arg-type]
+    half = int(number(node.attrs, "n_dims")) // 2
     x, pos = node.inputs[0].spec, node.inputs[1].spec
     return 4 * pos.size * half + 2 * half + 2 * (x.size // max(1, x.shape[-1])) * half
 

@@ -73,7 +73,7 @@ UNUSED = ("pprint", "urlize", "xmlattr", "striptags")
 class GenerationTag(Extension):
     """``{% generation %} … {% endgeneration %}`` marks what the model wrote (for training); here it changes nothing."""
 
-    tags = {"generation"}  # noqa: RUF012
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
@@ -83,16 +83,16 @@ class GenerationTag(Extension):
 class Meter(NodeTransformer):
     """Puts ``environment.burn()`` into every loop and macro, and turns ``a ~ b`` into a call that is counted."""
 
-    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
+    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802  (the visitor's naming)
         return self._metered(node)
 
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:  # noqa: N802
+    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:  # noqa: N802  (the visitor's naming)
         return self._metered(node)
 
-    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:  # noqa: N802
+    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:  # noqa: N802  (the visitor's naming)
         return self._metered(node)
 
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802  (the visitor's naming)
         self.generic_visit(node)
         return _call("join_texts", node.nodes, node.lineno)
 
@@ -116,7 +116,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         self.fuel = FUEL
         tags = [loopcontrols, GenerationTag]
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=tags, finalize=self.printable)
-        self.concat = self.join_all  # type: ignore[method-assign]
+        self.concat = self.join_all  # type: ignore[method-assign]  # a hook of jinja2
         self.filters["tojson"] = to_json
         self.filters = {name: self._counted(name, run) for name, run in self.filters.items() if name not in UNUSED}
         self.globals.pop("lipsum")

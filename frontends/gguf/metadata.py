@@ -82,7 +82,7 @@ class Array(Sequence[Item]):
         """The strings, decoded as ``Cursor.string`` does.  ModelError if the elements are something else."""
         if self.kind is not Kind.STRING:
             raise self._file.error(f"a metadata array holds {self.kind}s where strings are needed")
-        return self._all()  # type: ignore[return-value]
+        return self._all()  # type: ignore[return-value]  # numeric by the check above
 
     def _all(self) -> tuple[Item, ...]:
         if not self._decoded:

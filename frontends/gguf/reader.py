@@ -104,7 +104,7 @@ class Gguf:
 
     def _as(self, key: str, value: Item, kind: type[Value]) -> Value:
         if kind is float and type(value) is int:
-            return float(value)  # type: ignore[return-value]
+            return float(value)  # type: ignore[return-value]  # T is float here
         if type(value) is not kind:  # exact, because bool is an int to isinstance
             got = f"array {value!r}" if isinstance(value, Array) else f"{type(value).__name__} {reprlib.repr(value)}"
             raise self._error(f"metadata {shown(key)} is {got}; need {_kind_name(kind)}")

@@ -67,9 +67,9 @@ def read_numbers(metadata: Mapping[str, object], name: str, length: int) -> tupl
     if len(values) != length:
         raise ModelError(f"{PREFIX}{name} has {len(values)} values, {PREFIX}tokens {length}; need as many")
     for value in values:
-        if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
+        if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]  # the line itself checks it
             raise ModelError(f"{PREFIX}{name} holds {str(value)[:40]}; need finite numbers")
-    return values  # type: ignore[return-value]
+    return values  # type: ignore[return-value]  # checked one by one above
 
 
 def read_rule(metadata: Mapping[str, object], kind: str) -> PreTokenizer:
@@ -168,7 +168,7 @@ def _strings(metadata: Mapping[str, object], name: str) -> tuple[str, ...]:
     for i, value in enumerate(values):
         if type(value) is not str:
             raise ModelError(f"{PREFIX}{name}: {i} is a {type(value).__name__}; need strings")
-    strings: tuple[str, ...] = values  # type: ignore[assignment]
+    strings: tuple[str, ...] = values  # type: ignore[assignment]  # checked one by one above
     check_unicode(f"{PREFIX}{name}", "".join(strings))
     return strings
 
