@@ -171,15 +171,13 @@ class Op(Generic[R]):
         """Operands whose zeros give zeros, under these attributes."""
         return (*self.linear_in(attrs), *self.zeros)
 
-    def keeps(self, node: Node, operand: int, count: int) -> bool:
-        """Whether the first `count` axes of an operand of `node` are those of its result, index by index."""
-        source = node.src[operand]
-        if self.links is not None or source is None or (self.whole and self.whole(node.attrs)):
+    def keeps(self, specs: Sequence[Spec | None], result: Spec, attrs: Attrs, operand: int, count: int) -> bool:
+        """Whether the first `count` axes of an operand are those of the result, index by index."""
+        source = specs[operand]
+        if self.links is not None or source is None or (self.whole and self.whole(attrs)):
             return False
-        signature = self.signature_for(node.attrs)
-        sizes = self.sizes([None if s is None else s.spec for s in node.src], node.attrs)
-        shape = source.shape
-        return signature.keeps(signature.operands[operand], shape, node.specs[0].shape, sizes, count)
+        signature, sizes = self.signature_for(attrs), self.sizes(specs, attrs)
+        return signature.keeps(signature.operands[operand], source.shape, result.shape, sizes, count)
 
     def flops(self, node: Node) -> int:
         """Floating-point operations of one run of `node`."""

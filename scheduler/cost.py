@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from ..graph.graph import Graph
 from ..graph.node import Node
 from ..ops import op_of
-from .assign import Assignment, Conversion, P
+from ..ops.routing import busiest
+from .assign import Assignment, Conversion, is_owed
 from .factors import Factor
 
 
@@ -96,19 +97,24 @@ class Costs:
         flops, nbytes = self.work[node]
         by = assignment.by[node]
         if isinstance(by, Factor):
-            share = -(-by.size // self.devices) / by.size if by.size else 1.0
+            own = -(-by.size // self.devices)
+            share = most = own / by.size if by.size else 1.0
+            if (ids := assignment.dealt.get(node)) is not None and ids.spec.size:
+                entries = ids.spec.size
+                busy = busiest(entries, own, by.size)
+                share, most = busy / entries, min(own, busy) / min(by.size, entries)
             wants, made = assignment.wants[node], assignment.made
             uncut: float = sum(
                 v.spec.nbytes for v, w in zip(node.inputs, wants, strict=True) if not isinstance(w, Factor)
             )
             uncut += sum(v.spec.nbytes for v in node.results if not isinstance(made[v], Factor))
             uncut = min(nbytes, uncut)
-            flops, nbytes = flops * share, uncut + (nbytes - uncut) * share
+            flops, nbytes = flops * share, uncut + (nbytes - uncut) * most
         return self.hardware.compute(flops, nbytes)
 
     def conversion_time(self, conversion: Conversion) -> float:
         """Seconds of a collective."""
         if conversion.is_free or self.devices == 1:
             return 0.0
-        op = "all_reduce" if conversion.before is P and not isinstance(conversion.after, Factor) else "all_gather"
+        op = "all_reduce" if is_owed(conversion.before) and not isinstance(conversion.after, Factor) else "all_gather"
         return self.hardware.meeting(sent_bytes(op, conversion.value.spec.nbytes, self.devices))
