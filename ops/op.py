@@ -38,8 +38,8 @@ class Op(Generic[R]):
     `linear` lists the operands in which the op is linear, one at a time; ``"a+b"`` means in both together.  A partial
     sum may pass through those, and through nothing else; it is a function where that depends on attributes.  `zeros`
     lists, in the same words, further operands whose zeros give zeros, index by index of the axes they share with the
-    result: what is zero on all devices but one may pass through those.  `inplace` pairs a result with the operand whose memory it may take.  `needs` says in words what an attribute or shape must
-    satisfy beyond the signature.
+    result: what is zero on all devices but one may pass through those.  `inplace` pairs a result with the operand whose
+    memory it may take.  `needs` says in words what an attribute or shape must satisfy beyond the signature.
 
     For the conformance kit: `compare` is ``close`` (within rounding), ``exact`` or ``set`` (rows of numbers in any
     order); `infinite` lists operands that may hold infinities, ``"-mask"`` only negative ones; `sequential` is the
@@ -270,11 +270,11 @@ def op(
     gives; operands that only some signatures have come last.  `where` computes further dimensions from known ones;
     `infer` and `links` replace the signature's result shape and sharding where names cannot say them (views).
     `flops` takes the dimensions by name, for one leading index of `batch`; `traffic` takes operand and result specs and
-    attributes.  `ranges` are the legal values of operands; `view` marks a view, whose reference moves no element (or is replaced by a
-    function that does not).  `whole` names parallel dimensions that may not be cut under these attributes; `localise`
-    gives the attributes of one shard from its result shape and ``count(axis, n)``, how many of the first n entries of
-    an operand's axis the device holds.  `samples` are cases ``"x=f32[2,3], eps=1e-06"``, `errors` pairs of a case and a
-    part of the message it must give.
+    attributes.  `ranges` are the legal values of operands; `view` marks a view, whose reference moves no element (or is
+    replaced by a function that does not).  `whole` names parallel dimensions that may not be cut under these
+    attributes; `localise` gives the attributes of one shard from its result shape and ``count(axis, n)``, how many of
+    the first n entries of an operand's axis the device holds.  `samples` are cases ``"x=f32[2,3], eps=1e-06"``,
+    `errors` pairs of a case and a part of the message it must give.
     """
     texts = {"": signature} if isinstance(signature, str) else dict(signature)
     return _Declare(

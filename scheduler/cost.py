@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..graph.graph import Graph
-from ..graph.node import Node
+from ..graph.node import Node, Value
 from ..ops import op_of
 from ..ops.routing import busiest
 from .assign import Assignment, Conversion, is_owed
@@ -84,6 +84,7 @@ class Costs:
         self.devices, self.hardware, self.times = devices, hardware, times or {}
         counts = Counts()
         self.work = {n: counts.of(n) for n in graph.nodes if not n.is_leaf and not op_of(n).is_view}
+        self.stored = [Value(n) for n in graph.nodes if n.op in ("weight", "state")]
 
     def estimate(self, assignment: Assignment) -> Estimate:
         """The predicted time of one run."""
@@ -91,6 +92,15 @@ class Costs:
         compute = sum(times.get(node, 1) * self.node_time(node, assignment) for node in self.work)
         sent = [(times.get(c.value.node, 1), c) for c in assignment.conversions if not c.is_free]
         return Estimate(compute, sum(n * self.conversion_time(c) for n, c in sent), sum(n for n, _ in sent))
+
+    def held(self, assignment: Assignment) -> float:
+        """Bytes of weights and states on the device that has most of them."""
+        total = 0.0
+        for value in self.stored:
+            by = assignment.made[value]
+            share = -(-by.size // self.devices) / by.size if isinstance(by, Factor) and by.size else 1.0
+            total += self.times.get(value.node, 1) * value.spec.nbytes * share
+        return total
 
     def node_time(self, node: Node, assignment: Assignment) -> float:
         """Seconds of `node` on the busiest device."""

@@ -203,7 +203,7 @@ class Factors:
         self.graph = graph
         self._axes: dict[Value, tuple[Axis, ...]] = {}
         self._roles: dict[Node, list[tuple[Role, Axis]]] = {}
-        self._ranges: dict[tuple[Value, int], Axis] = {}
+        self._ranges: dict[tuple[Value, int], tuple[Axis, str]] = {}
         for node in graph.nodes:
             if node.is_leaf:
                 self._leaf(node)
@@ -219,6 +219,7 @@ class Factors:
         self._known = {v: tuple(map(segments, axes)) for v, axes in self._axes.items()}
         self._all = {v: frozenset(f for axis in axes for s in axis for f in s) for v, axes in self._known.items()}
         self._uses = {node: self._used(roles) for node, roles in self._roles.items()}
+        self._words = {f: word for axis, word in self._ranges.values() for s in segments(axis) for f in s}
 
     # ------------------------------------------------------------------------------------------------ questions
 
@@ -232,6 +233,10 @@ class Factors:
 
     def uses(self, node: Node) -> Uses:
         return self._uses[node]
+
+    def word(self, factor: Factor) -> str:
+        """What a factor that is looked up counts, as the signature calls it; empty for others."""
+        return self._words.get(factor, "")
 
     @staticmethod
     def _used(roles: list[tuple[Role, Axis]]) -> Uses:
@@ -291,7 +296,7 @@ class Factors:
         """What the same numbers look up is one index, and dealt alike."""
         numbers = node.src[declared.operand_names.index(dim.index)]
         assert numbers is not None
-        tie(axis, self._ranges.setdefault((numbers, size), axis))
+        tie(axis, self._ranges.setdefault((numbers, size), (axis, dim.factors[0]))[0])
 
     def _equate(self, dim: Dim, axis: Axis, named: dict[str, Axis], sizes: Mapping[str, int]) -> None:
         if len(dim.factors) == 1 and dim.factors[0] not in named:

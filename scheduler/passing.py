@@ -48,7 +48,11 @@ def _there(declared: Op[Any], user: Side, joint: str) -> list[str]:
 def _routed(declared: Op[Any], user: Side, given: Mapping[str, Owed]) -> Summand | None:
     """The same for the result: zero everywhere but where the same rows are looked up."""
     first = next(iter(given.values()))
-    if first is None or any(o != first for o in given.values()) or not all(_keeps(declared, user, n, first) for n in given):
+    if (
+        first is None
+        or any(o != first for o in given.values())
+        or not all(_keeps(declared, user, n, first) for n in given)
+    ):
         return None
     return first if any(set(given) >= set(j.split("+")) for j in declared.zeros_in(user.settled)) else None
 

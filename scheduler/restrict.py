@@ -210,7 +210,9 @@ def _rows(signature: Signature, user: Side, mine: Side, names: _Names) -> Rows |
     first, total = said
     assert isinstance(first, int)
     if theirs != (0, 0) or total != size:
-        raise Unfit(f"rows of {table.name} are looked up as {first} of {total}, and in the graph as {theirs[0]} of {size}")
+        raise Unfit(
+            f"rows of {table.name} are looked up as {first} of {total}, and in the graph as {theirs[0]} of {size}"
+        )
     own = joined([((first, length(index)),)]) if index else ()
     if agreed(index, digits, own, ()) is None:
         raise Unfit(f"rows {show(index)} of {table.name} are looked up as {show(own)}")

@@ -42,10 +42,16 @@ class _Layouts:
         self.graph, self.factors, self.assignment, self.shares = graph, factors, assignment, shares
         sent = [c for c in assignment.conversions if not c.is_free]
         self.sequence = {(c.value, c.after): i for i, c in enumerate(sent)}
+        self._cut: dict[tuple[Value, Factor], Shard] = {}
 
     def of(self, value: Value, state: State) -> Layout:
         if not isinstance(state, Factor):
             return PARTIAL if is_owed(state) else REPLICATE
+        if (value, state) not in self._cut:  # every device asks, at every use
+            self._cut[value, state] = self._shard(value, state)
+        return self._cut[value, state]
+
+    def _shard(self, value: Value, state: Factor) -> Shard:
         for axis, segments in enumerate(self.factors.axes(value)):
             if any(state in s for s in segments):
                 dealt = self.shares.of(state)

@@ -15,9 +15,9 @@ class Summand:
     """A device's part of a sum.
 
     ``none``: zeros.  ``terms``: the terms of a contraction whose indices lie in `box`, of `sizes` in all.  ``linear``:
-    a linear op of `parts`, which are sums owed themselves (None: the value itself, all of the sum).  `by`: the terms are
-    rows that are looked up by numbers, a value and how many axes it has; then what is at an index of the value's first
-    axes is zero, unless the row named there is in `box`.
+    a linear op of `parts`, which are sums owed themselves (None: the value itself, all of the sum).  `by`: the terms
+    are rows that are looked up by numbers, a value and how many axes it has; then what is at an index of the value's
+    first axes is zero, unless the row named there is in `box`.
     """
 
     kind: str
