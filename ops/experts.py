@@ -30,10 +30,10 @@ def _product_traffic(sources: Sequence[Spec | None], results: Sequence[Spec], at
     return _used(w, ids, attrs) + x.nbytes + ids.nbytes + results[0].nbytes
 
 
-def _product_flops(batch: int, r: int, v: int, n: int, k: int, experts: int, total: int, **_: int) -> int:
+def _product_flops(batch: int, r: int, v: int, n: int, k: int, experts: int, total: int, **_: int) -> float:
     """For one leading index, of a part of the experts as on the busiest device."""
     entries = batch * r * v
-    return 2 * n * k * -(-busiest(entries, experts, total or experts) // max(1, batch))
+    return 2 * n * k * busiest(entries, experts, total or experts) / max(1, batch)
 
 
 def _needs(experts: int, first: int, total: int, **_: object) -> str | None:

@@ -61,7 +61,7 @@ class Op(Generic[R]):
     needs: Callable[..., str | None] | None
     infer_shape: Infer | None
     links: Callable[[Specs, Attrs], tuple[Link, ...]] | None
-    flop_count: Callable[..., int] | None
+    flop_count: Callable[..., float] | None
     traffic: Traffic | None
     ranges: Mapping[str, Range]
     samples: tuple[str, ...]
@@ -186,7 +186,7 @@ class Op(Generic[R]):
         if self.flop_count is None:
             return node.specs[0].size
         sizes = self.sizes([None if s is None else s.spec for s in node.src], node.attrs)
-        return sizes.batch * self.flop_count(**sizes.named, batch=sizes.batch)
+        return round(sizes.batch * self.flop_count(**sizes.named, batch=sizes.batch))
 
     def nbytes(self, node: Node) -> int:
         """Bytes read and written by one run of `node`: each operand and each result once, unless declared."""
@@ -251,7 +251,7 @@ def op(
     needs: Callable[..., str | None] | None = None,
     infer: Infer | None = None,
     links: Callable[[Specs, Attrs], tuple[Link, ...]] | None = None,
-    flops: Callable[..., int] | None = None,
+    flops: Callable[..., float] | None = None,
     traffic: Traffic | None = None,
     ranges: Mapping[str, Range] = MappingProxyType({}),
     samples: tuple[str, ...] = (),

@@ -69,11 +69,14 @@ def _search(graph: Graph, factors: Factors, costs: Costs, eager: bool) -> tuple[
         if not ranked or worth[ranked[0]] <= 0:
             notes += [f"no further cut pays: {n} gives {_shown(tried[n].cost)}" for n in ranked[:1]]
             break
-        first = tried[ranked[0]].cost.total
-        near = 0.0 if eager else ALIKE * first
-        alike = [n for n in ranked if worth[n] > 0 and abs(tried[n].cost.total - first) <= near]
-        name = min(alike, key=lambda n: tried[n].held)
-        beaten = "".join(f"; beat {n}: {_shown(tried[n].cost)}" for n in [n for n in ranked if n != name][:1])
+        name = ranked[0]
+        if not eager:
+            first, pays = tried[name], [n for n in ranked if worth[n] > 0]
+            alike = [n for n in pays if abs(tried[n].cost.total - first.cost.total) <= ALIKE * first.cost.total]
+            rivals = [n for n in alike if n == name or clash(graph, factors, first.factors | tried[n].factors)]
+            name = min(rivals, key=lambda n: tried[n].held)
+        said = "beat" if name == ranked[0] else "has fewer bytes on each device than"
+        beaten = "".join(f"; {said} {n}: {_shown(tried[n].cost)}" for n in [n for n in ranked if n != name][:1])
         notes.append(f"cut {name}: {_shown(tried[name].cost)}{beaten}")
         current = tried[name]
         del classes[name]

@@ -86,4 +86,4 @@ def _looked_up(declared: Op[Any], user: Side, given: Mapping[str, Owed], made: M
             raise ValueError(f"{name} is a sum still owed, and not by the rows of {rows.table} that are here")
     if all(given.get(n) == own and (own is NOTHING or _keeps(declared, user, n, own)) for n in added):
         return own
-    return linear([own, *(given.get(n) for n in added)])
+    return linear([own if n == rows.table else given.get(n) for n in _there(declared, user, joint)])
