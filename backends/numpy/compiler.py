@@ -24,7 +24,7 @@ from typing import Any
 
 import llvmlite.binding as llvm
 
-from .kernels.simd import ADDRESS, BYTES, FLOAT, FLOATS, INT, INTS, LLVM_TYPES, NOTHING, Intrinsic
+from .kernels.simd import ADDRESS, BYTES, DOUBLE, FLOAT, FLOATS, INT, INTS, LLVM_TYPES, NOTHING, Intrinsic
 
 Body = Callable[..., Any]
 
@@ -194,7 +194,13 @@ def _numba_types() -> dict[str, Any]:
     from numba import types
     from numba.extending import models, register_model
 
-    found: dict[str, Any] = {ADDRESS: types.intp, FLOAT: types.float32, INT: types.int32, NOTHING: types.void}
+    found: dict[str, Any] = {
+        ADDRESS: types.intp,
+        FLOAT: types.float32,
+        DOUBLE: types.float64,
+        INT: types.int32,
+        NOTHING: types.void,
+    }
     for name in (FLOATS, INTS, BYTES):
         kind = type(f"Vector_{name}", (types.Type,), {})
 

@@ -5,10 +5,12 @@ A tile is 16 rows of the weight by 1 or 8 rows of activations: no sum crosses la
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 from ..compiler import Kernel, kernel, part
-from .formats import COLUMNS, ROWS, Format
+from ..steps import Bound, Operand, Steps
+from .formats import COLUMNS, FORMATS, ROWS, Format
 from .packing import share
 from .simd import (
     absolute,
@@ -197,3 +199,37 @@ def product(form: Format) -> Kernel:
         return 0
 
     return Kernel(f"products.product.{form.name}", body)
+
+
+# ----------------------------------------------------------------------------------------------------- binding
+
+
+def rounded(steps: Steps, x: Operand) -> Operand:
+    """`x` rounded to 8 bits, by a step of its own unless an earlier one has done it."""
+    key = ("rounded", x.tensor)
+    if (found := steps.known(key)) is not None:
+        return found
+    columns, step = x.shape[-1], x.row_step
+    rows = math.prod(x.shape[:-1])
+    made = steps.scratch("rounded", rounded_bytes(rows, columns))
+    assert step is not None
+    steps.add(round_rows, [x.address, step, rows, columns, made.address], reads=[x], writes=[made])
+    steps.remember(key, made, [x])
+    return made
+
+
+def _mul_mat(steps: Steps, call: Bound) -> bool:
+    w, x, y = call.operand(0), call.operand(1), call.out
+    form = FORMATS.get(w.dtype)
+    if form is None or len(w.shape) != 2 or x.row_step is None or y.row_step is None or not x.is_float:
+        return False
+    rows, columns = w.shape
+    q = rounded(steps, x)
+    stride = columns // w.dtype.block * w.dtype.block_bytes
+    count = math.prod(x.shape[:-1])
+    words = [w.address, stride, rows, columns, q.address, count, y.address, y.row_step]
+    steps.add(product(form), words, reads=[w, q], writes=[y])
+    return True
+
+
+BINDINGS = {"mul_mat": _mul_mat}

@@ -14,12 +14,13 @@ from typing import Any
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-ADDRESS, FLOAT, INT, FLOATS, INTS, BYTES, NOTHING = "address", "f32", "i32", "f32x16", "i32x16", "i8x64", "nothing"
+ADDRESS, FLOAT, DOUBLE, INT, NOTHING = "address", "f32", "f64", "i32", "nothing"
+FLOATS, INTS, BYTES = "f32x16", "i32x16", "i8x64"
 LANES = 16
 
 _i8, _i16, _i32, _i64, _half, _f32 = (*map(ir.IntType, (8, 16, 32, 64)), ir.HalfType(), ir.FloatType())
 _F, _I, _B = ir.VectorType(_f32, 16), ir.VectorType(_i32, 16), ir.VectorType(_i8, 64)
-LLVM_TYPES = {ADDRESS: _i64, FLOAT: _f32, INT: _i32, FLOATS: _F, INTS: _I, BYTES: _B}
+LLVM_TYPES = {ADDRESS: _i64, FLOAT: _f32, DOUBLE: ir.DoubleType(), INT: _i32, FLOATS: _F, INTS: _I, BYTES: _B}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,7 @@ def float_word(b, block, index):
 
 
 load_scalar = intrinsic(FLOAT, ADDRESS)(lambda b, a: _load(b, a, _f32, 4))
+load_double = intrinsic(DOUBLE, ADDRESS)(lambda b, a: _load(b, a, ir.DoubleType(), 8))
 load_half_scalar = intrinsic(FLOAT, ADDRESS)(lambda b, a: b.fpext(_load(b, a, _half, 2), _f32))
 load_int = intrinsic(ADDRESS, ADDRESS)(lambda b, a: b.sext(_load(b, a, _i32, 4), _i64))
 load_long = intrinsic(ADDRESS, ADDRESS)(lambda b, a: _load(b, a, _i64, 8))

@@ -1,0 +1,105 @@
+"""The CPU backend: weights packed as files quantise them, compiled kernels replayed without the GIL.
+
+What has no compiled kernel runs in NumPy, on float32 copies of the weights it reads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from ...graph.spec import Spec
+from ...ops.quants import dequantise
+from ..base import Array, Backend, Comm, Device, Instruction, Program, Tensor, contiguous_strides, host_view
+from . import NumpyBackend
+from .compiler import REPLAY
+from .kernels.formats import FORMATS, ROWS
+from .kernels.packing import pack, unpack
+from .replay import Crew, Segment, segments
+
+
+class CpuBackend(NumpyBackend):
+    """Runs on this machine's processor as ``cpu:0``, and any number of virtual devices; `threads` for each device."""
+
+    name = "cpu"
+
+    def __init__(self, threads: int | None = None) -> None:
+        self.threads = threads or 1
+        self._crew: Crew | None = None
+
+    def with_threads(self, threads: int) -> Backend:
+        return CpuBackend(threads)
+
+    def stored(self, spec: Spec) -> Spec:
+        """Quantised matrices keep their type, in whole groups of rows; all else is float32."""
+        if spec.dtype in FORMATS and len(spec.shape) >= 2:
+            *leading, rows, columns = spec.shape
+            return Spec((*leading, -(-rows // ROWS) * ROWS, columns), spec.dtype)
+        return super().stored(spec)
+
+    def load(self, data: Array, declared: Spec, buffer: Any) -> None:
+        stored = self.stored(declared)
+        if not stored.dtype.is_quantised:
+            super().load(data, declared, buffer)
+            return
+        *leading, rows, columns = declared.shape
+        source = np.ascontiguousarray(data).reshape(int(np.prod(leading)), rows, -1)
+        kernel = REPLAY(pack(FORMATS[declared.dtype]).address)
+        step = source.shape[-1]
+        workers = len(os.sched_getaffinity(0))
+        with ThreadPoolExecutor(workers) as pool:
+            for i, matrix in enumerate(source):
+                target = buffer.ctypes.data + i * stored.shape[-2] * step
+                words = np.array([matrix.ctypes.data, step, target, rows, columns], np.int64)
+                list(pool.map(lambda t, a=words: kernel(a.ctypes.data, t, workers), range(workers)))
+
+    def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Callable[[], None]:
+        copies: dict[Tensor, Array] = {}
+
+        def view(tensor: Tensor) -> Array:
+            if not tensor.dtype.is_quantised:
+                return self.view(buffers[tensor.buffer], tensor)
+            if tensor not in copies:
+                copies[tensor] = _dequantised(program, buffers, tensor)
+            return copies[tensor]
+
+        def in_python(i: Instruction) -> list[Callable[[], object]]:
+            return self.calls(i, buffers, view, comm)
+
+        if self._crew is None:
+            self._crew = Crew(self.threads)
+        crew = self._crew
+        work = segments(program, buffers, self.threads, in_python)
+
+        def replay() -> None:
+            with np.errstate(all="ignore"):
+                for one in work:
+                    if isinstance(one, Segment):
+                        crew.run(one)
+                    else:
+                        one()
+
+        return replay
+
+
+def _dequantised(program: Program, buffers: Sequence[Any], tensor: Tensor) -> Array:
+    """A view of a packed weight as float32, for kernels that know no other type."""
+    spec = program.buffers[tensor.buffer].declared
+    assert spec is not None
+    *leading, rows, columns = spec.shape
+    count, step = int(np.prod(leading)), columns // spec.dtype.block * spec.dtype.block_bytes
+    padded = -(-rows // ROWS) * ROWS
+    whole, ids = np.empty((count, rows, columns), np.float32), np.arange(rows, dtype=np.int32)
+    scratch = np.empty(1024, np.uint8)
+    kernel = REPLAY(unpack(FORMATS[spec.dtype]).address)
+    for i in range(count):
+        source = buffers[tensor.buffer].ctypes.data + i * padded * step
+        row = [source, step, rows, columns, ids.ctypes.data, whole[i].ctypes.data, 4 * columns, rows, scratch.ctypes.data]
+        kernel(np.array(row, np.int64).ctypes.data, 0, 1)
+    start = tensor.offset // spec.dtype.block_bytes * spec.dtype.block
+    strides = [4 * s for s in tensor.strides]
+    return np.ndarray(tensor.shape, np.float32, whole, 4 * start, strides)

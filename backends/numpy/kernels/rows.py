@@ -1,0 +1,247 @@
+"""Element by element over rows: operands of any strides whose last axis is dense, or one number for the whole row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+from ..compiler import Kernel, part
+from ..steps import Binding, Operand, Steps
+from .packing import share
+from .simd import (
+    LANES,
+    absolute,
+    add,
+    div,
+    fma,
+    load,
+    load_some,
+    maximum,
+    minimum,
+    mul,
+    round_to_int,
+    scale_by_power,
+    splat,
+    splat_from,
+    square_root,
+    store,
+    store_some,
+    sub,
+    to_float,
+    where_less,
+    word,
+
+    zeros,
+)
+
+HEAD = 4
+"""Words before the operands: elements of a row, and three counts of rows, outer first."""
+OPERAND = 5
+"""Words of an operand: address, bytes from row to row along the three axes, bytes from element to element."""
+
+
+@part
+def row_address(a, k, i):
+    """Where row `i` of operand `k` begins."""
+    at = HEAD + OPERAND * k
+    outer, inner = word(a, 2), word(a, 3)
+    base = word(a, at)
+    if word(a, 1) * outer == 1:
+        return base + i * word(a, at + 3)
+    rest = i // inner
+    return base + rest // outer * word(a, at + 1) + rest % outer * word(a, at + 2) + i % inner * word(a, at + 3)
+
+
+@part
+def lanes(p, c, n, step):
+    """16 elements of a row from column `c`, or as many as there are; or its one element."""
+    if step == 0:
+        return splat_from(p)
+    if n - c >= LANES:
+        return load(p + 4 * c)
+    return load_some(p + 4 * c, n - c)
+
+
+@part
+def put(p, c, n, value):
+    if n - c >= LANES:
+        store(p + 4 * c, value)
+    else:
+        store_some(p + 4 * c, value, n - c)
+
+
+# ---------------------------------------------------------------------------------------------------- functions
+
+
+@part
+def exp(x):
+    """2**n times a polynomial of degree 6 on [-ln 2 / 2, ln 2 / 2]; relative error below 2e-7, 0 below -87.3."""
+    x = minimum(x, splat(88.37))
+    n = to_float(round_to_int(mul(maximum(x, splat(-100.0)), splat(1.4426950408889634))))
+    r = fma(n, splat(-0.693359375), x)
+    r = fma(n, splat(2.12194440e-4), r)
+    p = fma(r, splat(1.9875691500e-4), splat(1.3981999507e-3))
+    p = fma(p, r, splat(8.3334519073e-3))
+    p = fma(p, r, splat(4.1665795894e-2))
+    p = fma(p, r, splat(1.6666665459e-1))
+    p = fma(p, r, splat(5.0000001201e-1))
+    p = add(fma(p, mul(r, r), r), splat(1.0))
+    return where_less(x, splat(-87.3), zeros(), scale_by_power(p, round_to_int(n)))
+
+
+@part
+def sigmoid(x):
+    return div(splat(1.0), add(splat(1.0), exp(sub(zeros(), x))))
+
+
+@part
+def silu(x):
+    return div(x, add(splat(1.0), exp(sub(zeros(), x))))
+
+
+@part
+def relu(x):
+    return maximum(x, zeros())
+
+
+@part
+def copy(x):
+    return x
+
+
+@part
+def neg(x):
+    return sub(zeros(), x)
+
+
+@part
+def sqr(x):
+    return mul(x, x)
+
+
+@part
+def swiglu(gate, up):
+    return mul(silu(gate), up)
+
+
+@part
+def reglu(gate, up):
+    return mul(relu(gate), up)
+
+
+UNARY = {
+    "copy": copy,
+    "exp": exp,
+    "sigmoid": sigmoid,
+    "silu": silu,
+    "relu": relu,
+    "neg": neg,
+    "sqr": sqr,
+    "sqrt": square_root,
+    "abs": absolute,
+}
+BINARY = {"add": add, "sub": sub, "mul": mul, "div": div, "swiglu": swiglu, "reglu": reglu}
+
+
+@cache
+def unary(name: str) -> Kernel:
+    """Words: HEAD, then source and target."""
+    function = UNARY[name]
+
+    def body(a, thread, threads):
+        n = word(a, 0)
+        lo, hi = share(word(a, 1) * word(a, 2) * word(a, 3), thread, threads)
+        for i in range(lo, hi):
+            x, y = row_address(a, 0, i), row_address(a, 1, i)
+            for c in range(0, n, LANES):
+                put(y, c, n, function(lanes(x, c, n, 4)))
+        return 0
+
+    return Kernel(f"rows.unary.{name}", body)
+
+
+@cache
+def binary(name: str) -> Kernel:
+    """Words: HEAD, then both sources and the target."""
+    function = BINARY[name]
+
+    def body(a, thread, threads):
+        n, first, second = word(a, 0), word(a, HEAD + 4), word(a, HEAD + OPERAND + 4)
+        lo, hi = share(word(a, 1) * word(a, 2) * word(a, 3), thread, threads)
+        for i in range(lo, hi):
+            x, z, y = row_address(a, 0, i), row_address(a, 1, i), row_address(a, 2, i)
+            for c in range(0, n, LANES):
+                put(y, c, n, function(lanes(x, c, n, first), lanes(z, c, n, second)))
+        return 0
+
+    return Kernel(f"rows.binary.{name}", body)
+
+
+# ----------------------------------------------------------------------------------------------------- binding
+
+LONGEST = 2048
+"""Elements of a row that is cut from a longer run, so that threads have rows to share."""
+
+
+def rows_of(shape: Sequence[int], operands: Sequence[Operand], *, whole_rows: bool = False) -> list[int] | None:
+    """The words that describe `operands`, broadcast to `shape`, as rows; None if they have no such rows.
+
+    Axes that all operands walk through alike become one; with `whole_rows` the last axis stays as it is.
+    """
+    strides = [broadcast_strides(o, shape) for o in operands]
+    axes = [(n, *steps) for n, *steps in zip(shape, *strides, strict=True) if n != 1]
+    last = [(shape[-1] if shape else 1, *(s[-1] if s else 0 for s in strides))] if whole_rows else []
+    if whole_rows and axes and shape[-1] != 1:
+        axes.pop()
+    merged = [*axes[:1]]
+    for n, *steps in axes[1:]:
+        before = merged[-1]
+        if all(was == n * now for was, now in zip(before[1:], steps, strict=True)):
+            merged[-1] = (before[0] * n, *steps)
+        else:
+            merged.append((n, *steps))
+    if not whole_rows:
+        last = [merged.pop() if merged else (1, *(1 for _ in operands))]
+    (n, *steps) = last[0]
+    if any(s not in (0, 1) for s in steps) and n > 1:
+        return None
+    if not merged and not whole_rows and n > LONGEST:
+        piece = max(p for p in range(1, LONGEST + 1) if n % p == 0)
+        merged, n = [(n // piece, *(s * piece for s in steps))], piece
+    if len(merged) > 3:
+        return None
+    while len(merged) < 3:
+        merged.insert(0, (1, *(0 for _ in operands)))
+    words = [n, *(axis[0] for axis in merged)]
+    for k, operand in enumerate(operands):
+        step = 4 * steps[k] if n > 1 else 4
+        words += [operand.address, *(4 * axis[k + 1] for axis in merged), step]
+    return words
+
+
+def broadcast_strides(operand: Operand, shape: Sequence[int]) -> list[int]:
+    """Strides in elements as if `operand` had `shape`: 0 where it is repeated."""
+    missing = len(shape) - len(operand.shape)
+    own = [0 if n == 1 else s for n, s in zip(operand.shape, operand.strides, strict=True)]
+    return [0] * missing + own
+
+
+def add_rows(steps: Steps, kernel: Kernel, sources: Sequence[Operand], out: Operand) -> bool:
+    """Append a kernel of this file; False if the operands have no rows that it can walk."""
+    operands = [*sources, out]
+    words = rows_of(out.shape, operands) if all(o.is_float for o in operands) else None
+    if words is None or words[-1] != 4 or (len(sources) == 1 and words[HEAD + 4] != 4):
+        return False
+    steps.add(kernel, words, reads=sources, writes=[out])
+    return True
+
+
+def _unary(name: str) -> Binding:
+    return lambda steps, call: add_rows(steps, unary(name), [call.operand(0)], call.out)
+
+
+def _binary(name: str) -> Binding:
+    return lambda steps, call: add_rows(steps, binary(name), [call.operand(0), call.operand(1)], call.out)
+
+
+BINDINGS = {**{n: _unary(n) for n in UNARY if n != "copy"}, **{n: _binary(n) for n in BINARY}, "cont": _unary("copy")}
