@@ -143,8 +143,8 @@ class Backend(Protocol):
     def supports(self, node: Node, on: Device) -> Support:
         """Whether `node` can run there."""
 
-    def stored(self, spec: Spec) -> Spec:
-        """The shape and dtype in which a value of `spec` is kept in memory."""
+    def stored(self, spec: Spec, kind: str = "value") -> Spec:
+        """The shape and dtype in which a value of `spec` is kept in memory; `kind` is the op of a leaf, or ``value``."""
 
     def scratch(self, node: Node) -> int:
         """Bytes of temporary memory that `node` needs while it runs."""

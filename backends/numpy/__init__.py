@@ -26,7 +26,7 @@ class NumpyBackend(HostBackend):
 
     name = "numpy"
 
-    def stored(self, spec: Spec) -> Spec:
+    def stored(self, spec: Spec, kind: str = "value") -> Spec:
         return Spec(spec.shape, spec.dtype if spec.dtype.is_integer else DType.F32)
 
     def supports(self, node: Node, on: Device) -> Support:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ...graph.dtypes import DType
 from ...graph.spec import Spec
 from ...ops.quants import dequantise
 from ..base import Array, Backend, Comm, Device, Instruction, Program, Tensor, contiguous_strides, host_view
@@ -19,7 +20,11 @@ from . import NumpyBackend
 from .compiler import REPLAY
 from .kernels.formats import FORMATS, ROWS
 from .kernels.packing import pack, unpack
+from .kernels.simd import LANES
 from .replay import Crew, Segment, segments
+
+
+HALVES = (DType.F16, DType.BF16)
 
 
 class CpuBackend(NumpyBackend):
@@ -34,15 +39,23 @@ class CpuBackend(NumpyBackend):
     def with_threads(self, threads: int) -> Backend:
         return CpuBackend(threads)
 
-    def stored(self, spec: Spec) -> Spec:
-        """Quantised matrices keep their type, in whole groups of rows; all else is float32."""
-        if spec.dtype in FORMATS and len(spec.shape) >= 2:
+    def stored(self, spec: Spec, kind: str = "value") -> Spec:
+        """Weights that are matrices keep their type, quantised ones in whole groups of rows; all else is float32."""
+        if kind == "weight" and len(spec.shape) >= 2:
             *leading, rows, columns = spec.shape
-            return Spec((*leading, -(-rows // ROWS) * ROWS, columns), spec.dtype)
+            if spec.dtype in FORMATS:
+                return Spec((*leading, -(-rows // ROWS) * ROWS, columns), spec.dtype)
+            if spec.dtype in HALVES and columns % LANES == 0:
+                return spec
         return super().stored(spec)
 
     def load(self, data: Array, declared: Spec, buffer: Any) -> None:
-        stored = self.stored(declared)
+        stored = self.stored(declared, "weight")
+        if stored.dtype in HALVES:
+            host_view(buffer, Tensor(0, 0, stored.shape, contiguous_strides(stored.shape), stored.dtype))[...] = (
+                np.atleast_1d(data).view(stored.dtype.storage).reshape(stored.shape)
+            )
+            return
         if not stored.dtype.is_quantised:
             super().load(data, declared, buffer)
             return
@@ -61,10 +74,11 @@ class CpuBackend(NumpyBackend):
         copies: dict[Tensor, Array] = {}
 
         def view(tensor: Tensor) -> Array:
-            if not tensor.dtype.is_quantised:
-                return self.view(buffers[tensor.buffer], tensor)
+            plain = self.view(buffers[tensor.buffer], tensor) if not tensor.dtype.is_quantised else None
+            if plain is not None and tensor.dtype not in HALVES:
+                return plain
             if tensor not in copies:
-                copies[tensor] = _dequantised(program, buffers, tensor)
+                copies[tensor] = _dequantised(program, buffers, tensor) if plain is None else dequantise(plain, tensor.dtype)
             return copies[tensor]
 
         def in_python(i: Instruction) -> list[Callable[[], object]]:

@@ -18,8 +18,10 @@ from .simd import (
     largest,
     load,
     load_scalar,
+    load_some_or,
     maximum,
     mul,
+    prefetch,
     splat,
     splat_from,
     store,
@@ -32,10 +34,14 @@ from .simd import (
 
 KEYS = 64
 """Keys of a tile."""
-TOKENS = 16
+LINE, AHEAD = 64, 8
+"""Bytes of a cache line, and keys ahead of their use at which they are fetched."""
+TOKENS = 32
 """Tokens whose queries pass over a tile together."""
-LOWEST = -3.0e38
+LOWEST = np.float32(-3.0e38)
 """Below every score that is not masked."""
+ONE, NONE, MINUS_INFINITY = np.float32(1), np.float32(0), np.float32(-np.inf)
+"""Numba takes a number of Python for float64."""
 
 
 @part
@@ -74,15 +80,18 @@ def attend_few(a, thread, threads):
         seen = mask + b * word(a, 20) + t * word(a, 21)
         target = out + b * word(a, 23) + t * word(a, 24) + h * word(a, 25)
         step, pace = word(a, 13), word(a, 17)
-        top, last = LOWEST, 0
-        for s in range(keys):
-            hidden = load_scalar(seen + 4 * s) if mask else 0.0
+        top, last = LOWEST, seen_end(seen, keys) if mask else keys
+        for s in range(last):
+            for c in range(0, 4 * size, LINE):
+                prefetch(key + (s + AHEAD) * step + c)
+            for c in range(0, 4 * width, LINE):
+                prefetch(value + s * pace + c)
+            hidden = load_scalar(seen + 4 * s) if mask else NONE
             if hidden < LOWEST:
-                store_scalar(scores + 4 * s, -np.inf)
+                store_scalar(scores + 4 * s, MINUS_INFINITY)
             else:
                 score = dot(query, key + s * step, size) * scale + hidden
                 top = max(top, score)
-                last = s + 1
                 store_scalar(scores + 4 * s, score)
         highest, sums, s = splat(top), zeros(), 0
         while s < last:
@@ -90,11 +99,11 @@ def attend_few(a, thread, threads):
             store(scores + 4 * s, p)
             s += LANES
         for r in range(last, s):
-            store_scalar(scores + 4 * r, 0.0)
+            store_scalar(scores + 4 * r, NONE)
         for r in range(0, s, LANES):
             sums = add(sums, load(scores + 4 * r))
         weight = total(sums)
-        factor = splat(1.0 / weight if weight > 0.0 else 0.0)
+        factor = splat(ONE / weight if weight > NONE else NONE)
         for c in range(0, width, LANES):
             first, second, r = zeros(), zeros(), 0
             at = value + 4 * c
@@ -109,70 +118,115 @@ def attend_few(a, thread, threads):
 
 
 @part
+def mask_lanes(seen, s, keys):
+    """The mask of 16 keys; -inf past the last one."""
+    if keys - s >= LANES:
+        return load(seen + 4 * s)
+    return load_some_or(seen + 4 * s, keys - s, splat(MINUS_INFINITY))
+
+
+@part
+def seen_end(seen, keys):
+    """One past the last key that may be seen, or a little more."""
+    s = (keys + LANES - 1) // LANES * LANES
+    while s > 0 and largest(mask_lanes(seen, s - LANES, keys)) < LOWEST:
+        s -= LANES
+    return min(s, keys)
+
+
+@part
 def hidden_tile(seen, s, keys):
     """Whether no key of a tile may be seen."""
-    for r in range(s, min(keys, s + KEYS)):
-        if load_scalar(seen + 4 * r) >= LOWEST:
-            return False
-    return True
+    while_hidden = True
+    for r in range(s, min(keys, s + KEYS), LANES):
+        while_hidden = while_hidden and largest(mask_lanes(seen, r, keys)) < LOWEST
+    return while_hidden
 
 
 @part
 def turn_tile(key, step, s, keys, size, to):
     """Keys of a tile with their elements outside: [size, 64]; missing keys are zero."""
-    for r in range(KEYS):
-        if s + r < keys:
-            at = key + (s + r) * step
-            for c in range(size):
-                store_scalar(to + 4 * (c * KEYS + r), load_scalar(at + 4 * c))
-        else:
-            for c in range(size):
-                store_scalar(to + 4 * (c * KEYS + r), 0.0)
+    for c in range(0, size, LANES):
+        for r in range(KEYS):
+            if s + r < keys:
+                at = key + (s + r) * step + 4 * c
+                for i in range(LANES):
+                    store_scalar(to + 4 * ((c + i) * KEYS + r), load_scalar(at + 4 * i))
+            else:
+                for i in range(LANES):
+                    store_scalar(to + 4 * ((c + i) * KEYS + r), NONE)
 
 
 @part
-def one_tile(query, turned, size, scale, seen, s, keys, p, state, width, value, pace):
-    """One query meets one tile.  State: its highest score, its sum, then the sum of values [width]."""
-    s0, s1, s2, s3 = zeros(), zeros(), zeros(), zeros()
-    for c in range(size):
-        x, at = splat_from(query + 4 * c), turned + 4 * c * KEYS
-        s0, s1 = fma(load(at), x, s0), fma(load(at + 64), x, s1)
-        s2, s3 = fma(load(at + 128), x, s2), fma(load(at + 192), x, s3)
-    f, left = splat(scale), min(KEYS, keys - s)
-    store(p, mul(s0, f))
-    store(p + 64, mul(s1, f))
-    store(p + 128, mul(s2, f))
-    store(p + 192, mul(s3, f))
-    if seen != 0:
-        for r in range(left):
-            store_scalar(p + 4 * r, load_scalar(p + 4 * r) + load_scalar(seen + 4 * (s + r)))
-    for r in range(left, KEYS):
-        store_scalar(p + 4 * r, -np.inf)
-    tops = maximum(maximum(load(p), load(p + 64)), maximum(load(p + 128), load(p + 192)))
+def soften(p, seen, s, keys, scale, state):
+    """Raw scores of a tile to weights, in place.  Returns what earlier sums fade by.
+
+    State: the highest score so far, the sum of weights, then the sum of values.
+    """
+    f, tops = splat(scale), splat(MINUS_INFINITY)
+    for r in range(0, KEYS, LANES):
+        score = mul(load(p + 4 * r), f)
+        if s + r >= keys:
+            score = splat(MINUS_INFINITY)
+        elif seen != 0:
+            score = add(score, mask_lanes(seen, s + r, keys))
+        elif s + r + LANES > keys:
+            score = load_some_or(p + 4 * r, keys - s - r, splat(MINUS_INFINITY))
+            score = mul(score, f)
+        store(p + 4 * r, score)
+        tops = maximum(tops, score)
     before = load_scalar(state)
     top = max(max(before, largest(tops)), LOWEST)
-    fade, highest, sums = exp_of(before - top), splat(top), zeros()
+    highest, sums = splat(top), zeros()
     for r in range(0, KEYS, LANES):
         e = exp(sub(load(p + 4 * r), highest))
         store(p + 4 * r, e)
         sums = add(sums, e)
+    fade = exp_of(before - top)
     store_scalar(state, top)
     store_scalar(state + 4, load_scalar(state + 4) * fade + total(sums))
-    faded, at = splat(fade), value + s * pace
+    return fade
+
+
+@part
+def two_tiles(x, y, turned, size, scale, seen, other, s, keys, p, q, state, second, width, value, pace):
+    """Two queries meet one tile."""
+    a0, a1, a2, a3 = zeros(), zeros(), zeros(), zeros()
+    b0, b1, b2, b3 = zeros(), zeros(), zeros(), zeros()
+    for c in range(size):
+        at, u, v = turned + 4 * c * KEYS, splat_from(x + 4 * c), splat_from(y + 4 * c)
+        k0, k1, k2, k3 = load(at), load(at + 64), load(at + 128), load(at + 192)
+        a0, a1, a2, a3 = fma(k0, u, a0), fma(k1, u, a1), fma(k2, u, a2), fma(k3, u, a3)
+        b0, b1, b2, b3 = fma(k0, v, b0), fma(k1, v, b1), fma(k2, v, b2), fma(k3, v, b3)
+    store(p, a0)
+    store(p + 64, a1)
+    store(p + 128, a2)
+    store(p + 192, a3)
+    store(q, b0)
+    store(q + 64, b1)
+    store(q + 128, b2)
+    store(q + 192, b3)
+    f, g = splat(soften(p, seen, s, keys, scale, state)), splat(soften(q, other, s, keys, scale, second))
+    at, left = value + s * pace, min(KEYS, keys - s)
     for c in range(0, width, 2 * LANES):
-        to = state + 64 + 4 * c
+        to, on = state + 64 + 4 * c, second + 64 + 4 * c
         if c + LANES < width:
-            x, y = mul(load(to), faded), mul(load(to + 64), faded)
+            a0, a1, b0, b1 = mul(load(to), f), mul(load(to + 64), f), mul(load(on), g), mul(load(on + 64), g)
             for r in range(left):
-                w = splat_from(p + 4 * r)
-                x, y = fma(w, load(at + r * pace + 4 * c), x), fma(w, load(at + r * pace + 4 * c + 64), y)
-            store(to, x)
-            store(to + 64, y)
+                v0, v1 = load(at + r * pace + 4 * c), load(at + r * pace + 4 * c + 64)
+                w, z = splat_from(p + 4 * r), splat_from(q + 4 * r)
+                a0, a1, b0, b1 = fma(v0, w, a0), fma(v1, w, a1), fma(v0, z, b0), fma(v1, z, b1)
+            store(to, a0)
+            store(to + 64, a1)
+            store(on, b0)
+            store(on + 64, b1)
         else:
-            x = mul(load(to), faded)
+            a0, b0 = mul(load(to), f), mul(load(on), g)
             for r in range(left):
-                x = fma(splat_from(p + 4 * r), load(at + r * pace + 4 * c), x)
-            store(to, x)
+                v0 = load(at + r * pace + 4 * c)
+                a0, b0 = fma(v0, splat_from(p + 4 * r), a0), fma(v0, splat_from(q + 4 * r), b0)
+            store(to, a0)
+            store(on, b0)
 
 
 @kernel
@@ -182,41 +236,45 @@ def attend_many(a, thread, threads):
     q, k, v, mask, out = word(a, 7), word(a, 11), word(a, 15), word(a, 19), word(a, 22)
     scale, scratch = float_word(a, 26), word(a, 27) + thread * word(a, 28)
     turned, p = scratch, scratch + 4 * KEYS * size
-    states, span = p + 4 * KEYS, 64 + 4 * width
+    states, span = p + 8 * KEYS, 64 + 4 * width
     groups, blocks = heads // shared, (tokens + TOKENS - 1) // TOKENS
     lo, hi = share(word(a, 0) * groups * blocks, thread, threads)
     for unit in range(lo, hi):
         b, rest = unit // (groups * blocks), unit % (groups * blocks)
         group, first = rest % groups, rest // groups * TOKENS
-        last = min(tokens, first + TOKENS)
+        count = (min(tokens, first + TOKENS) - first) * shared
         key = k + b * word(a, 12) + group * word(a, 14)
         value = v + b * word(a, 16) + group * word(a, 18)
-        for i in range((last - first) * shared):
+        for i in range(count + 1):
             store_scalar(states + i * span, LOWEST)
-            store_scalar(states + i * span + 4, 0.0)
+            store_scalar(states + i * span + 4, NONE)
             for c in range(0, width, LANES):
                 store(states + i * span + 64 + 4 * c, zeros())
+        heads_at, mask_at = q + b * word(a, 8) + group * shared * word(a, 10), mask + b * word(a, 20)
         for s in range(0, keys, KEYS):
             ready = False
-            for t in range(first, last):
-                seen = mask + b * word(a, 20) + t * word(a, 21) if mask else 0
-                if mask and hidden_tile(seen, s, keys):
+            for i in range(0, count, 2):
+                j = min(i + 1, count - 1)
+                t, u = first + i // shared, first + j // shared
+                seen, other = mask_at + t * word(a, 21) if mask else 0, mask_at + u * word(a, 21) if mask else 0
+                if mask and hidden_tile(seen, s, keys) and hidden_tile(other, s, keys):
                     continue
                 if not ready:
                     turn_tile(key, word(a, 13), s, keys, size, turned)
                     ready = True
-                for g in range(shared):
-                    query = q + b * word(a, 8) + t * word(a, 9) + (group * shared + g) * word(a, 10)
-                    state = states + ((t - first) * shared + g) * span
-                    one_tile(query, turned, size, scale, seen, s, keys, p, state, width, value, word(a, 17))
-        for t in range(first, last):
-            for g in range(shared):
-                state = states + ((t - first) * shared + g) * span
-                target = out + b * word(a, 23) + t * word(a, 24) + (group * shared + g) * word(a, 25)
-                weight = load_scalar(state + 4)
-                factor = splat(1.0 / weight if weight > 0.0 else 0.0)
-                for c in range(0, width, LANES):
-                    store(target + 4 * c, mul(load(state + 64 + 4 * c), factor))
+                x = heads_at + t * word(a, 9) + i % shared * word(a, 10)
+                y = heads_at + u * word(a, 9) + j % shared * word(a, 10)
+                state, second = states + i * span, states + (i + 1) * span
+                two_tiles(
+                    x, y, turned, size, scale, seen, other, s, keys, p, p + 4 * KEYS, state, second, width, value, word(a, 17)
+                )
+        for i in range(count):
+            state = states + i * span
+            target = out + b * word(a, 23) + (first + i // shared) * word(a, 24) + (group * shared + i % shared) * word(a, 25)
+            weight = load_scalar(state + 4)
+            factor = splat(ONE / weight if weight > NONE else NONE)
+            for c in range(0, width, LANES):
+                store(target + 4 * c, mul(load(state + 64 + 4 * c), factor))
     return 0
 
 
@@ -249,7 +307,7 @@ def _attention(steps: Steps, call: Bound) -> bool:
     if few:
         scratch = 4 * (keys + LANES) // 64 * 64 + 64
     else:
-        scratch = 4 * KEYS * (size + 1) + TOKENS * shared * (64 + 4 * width)
+        scratch = 4 * KEYS * (size + 2) + (TOKENS * shared + 1) * (64 + 4 * width)
     memory = steps.scratch("attention", scratch * steps.threads)
     words += [call.float("scale"), memory.address, scratch]
     reads = [q, k, v] if mask is None else [q, k, v, mask]

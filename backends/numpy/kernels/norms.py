@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
+
 from ..compiler import Kernel, part
 from ..steps import Binding, Bound, Steps
 from .packing import share
@@ -13,6 +15,7 @@ from .simd import float_word as number
 
 EPS = HEAD + 2 * OPERAND
 """The word after the operands."""
+ONE = np.float32(1)
 
 
 @part
@@ -32,18 +35,18 @@ def sum_of_squares(x, n):
 
 @part
 def rms_factor(squares, n, eps):
-    return 1.0 / sqrt_scalar(squares / n + eps)
+    return ONE / sqrt_scalar(squares / np.float32(n) + eps)
 
 
 @part
 def l2_factor(squares, n, eps):
     """At least eps below the line, as ggml has it."""
-    return 1.0 / max(sqrt_scalar(squares), eps)
+    return ONE / max(sqrt_scalar(squares), eps)
 
 
 @part
 def l2_factor_added(squares, n, eps):
-    return 1.0 / sqrt_scalar(squares + eps)
+    return ONE / sqrt_scalar(squares + eps)
 
 
 FACTORS = {"rms_norm": rms_factor, "l2_norm": l2_factor, "l2_norm_added": l2_factor_added}

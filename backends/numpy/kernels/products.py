@@ -8,8 +8,11 @@ from __future__ import annotations
 import math
 from functools import cache
 
+import numpy as np
+
 from ..compiler import Kernel, kernel, part
 from ..steps import Bound, Operand, Steps
+from . import dense
 from .formats import COLUMNS, FORMATS, ROWS, Format
 from .packing import share
 from .simd import (
@@ -32,13 +35,14 @@ from .simd import (
     store_small,
     store_some,
     to_float,
-    total_int,
+    total,
     word,
     zeros,
 )
 
 TILE = 8
 """Rows of activations in a tile."""
+LIMIT, NONE = np.float32(127), np.float32(0)
 CHUNK = 64
 """Rows of activations that pass over a group of the weight before the next group: they stay in the cache."""
 
@@ -48,14 +52,14 @@ def round_block(x, q, d, s, b):
     """32 values to 8 bits: ``x ~ d[b] * q``, and the sums of both halves times d in ``s[2 b]`` and ``s[2 b + 1]``."""
     low, high = load(x + 128 * b), load(x + 128 * b + 64)
     top = largest(maximum(absolute(low), absolute(high)))
-    scale = top / 127.0
-    inverse = splat(127.0 / top if top > 0.0 else 0.0)
+    scale = top / LIMIT
+    inverse = splat(LIMIT / top if top > NONE else NONE)
     i, j = round_to_int(mul(low, inverse)), round_to_int(mul(high, inverse))
     store_small(q + 32 * b, i)
     store_small(q + 32 * b + 16, j)
     store_scalar(d + 4 * b, scale)
-    store_scalar(s + 8 * b, scale * total_int(i))
-    store_scalar(s + 8 * b + 4, scale * total_int(j))
+    store_scalar(s + 8 * b, scale * total(to_float(i)))
+    store_scalar(s + 8 * b + 4, scale * total(to_float(j)))
 
 
 @kernel
@@ -221,7 +225,9 @@ def rounded(steps: Steps, x: Operand) -> Operand:
 def _mul_mat(steps: Steps, call: Bound) -> bool:
     w, x, y = call.operand(0), call.operand(1), call.out
     form = FORMATS.get(w.dtype)
-    if form is None or len(w.shape) != 2 or x.row_step is None or y.row_step is None or not x.is_float:
+    if form is None:
+        return dense.bind(steps, call)
+    if len(w.shape) != 2 or x.row_step is None or y.row_step is None or not x.is_float:
         return False
     rows, columns = w.shape
     q = rounded(steps, x)

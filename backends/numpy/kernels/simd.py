@@ -144,6 +144,13 @@ def load_some(b, a, count):
     return _call(b, "llvm.masked.load.v16f32.p0", _F, where, ir.Constant(_i32, 4), mask, _const(_F, 0.0))
 
 
+@intrinsic(FLOATS, ADDRESS, ADDRESS, FLOATS)
+def load_some_or(b, a, count, otherwise):
+    """The first `count` lanes, the others from `otherwise`."""
+    where = _pointer(b, a, _F)
+    return _call(b, "llvm.masked.load.v16f32.p0", _F, where, ir.Constant(_i32, 4), _mask(b, count), otherwise)
+
+
 @intrinsic(NOTHING, ADDRESS, FLOATS, ADDRESS)
 def store_some(b, a, v, count):
     """Only the first `count` lanes."""
