@@ -13,7 +13,7 @@ from ..graph.errors import BackendError
 from ..graph.node import Node
 from ..graph.spec import Spec
 from ..ops.quants import dequantise
-from .base import Array, Device, Tensor, contiguous_strides, host_view
+from .base import Array, Backend, Device, Tensor, contiguous_strides, host_view
 
 ALIGNMENT = 64
 
@@ -22,6 +22,9 @@ class HostBackend(ABC):
     """Devices of one kind are all this machine, so any number of virtual ones exist."""
 
     name: str
+
+    def with_threads(self, threads: int) -> Backend:
+        return self
 
     def devices(self) -> Sequence[Device]:
         return (self.device(0),)

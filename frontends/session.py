@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +10,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from ..backends.base import find
+from ..backends.base import Backend, Device, find
 from ..graph.spec import Spec
 from ..scheduler import Executor, Plan, Store, plan_for
 from .errors import ModelError
@@ -37,6 +38,7 @@ class Group:
     devices: tuple[str, ...] = ("cpu:0",)
     split_mode: str = "auto"
     tensor_split: tuple[float, ...] = ()
+    threads: int | None = None
 
 
 class Session:
@@ -63,7 +65,7 @@ class Session:
             if value < 1:
                 raise ModelError(f"{name} is {value}; it must be at least 1")
         check_context(self.context, model)
-        self.group = [find(name) for name in on.devices][: 1 if on.split_mode == "none" else None]
+        self.group = found(on)[: 1 if on.split_mode == "none" else None]
         self._split = partial(plan_for, group=self.group, split_mode=on.split_mode, tensor_split=on.tensor_split)
         self._first = self._split(model.graph(self._step(1, 1, sequences)))
         self.store = Store(self.group)
@@ -156,6 +158,12 @@ class Session:
             state = self.store.state(name)
             rows = state.shape[0] // self.sequences
             state[sequence * rows : (sequence + 1) * rows] = 0
+
+
+def found(on: Group) -> list[tuple[Backend, Device]]:
+    """The devices of a group; each has its share of the processors as threads, unless a number is given."""
+    threads = on.threads or max(1, (os.cpu_count() or 1) // len(on.devices))
+    return [(backend.with_threads(threads), device) for backend, device in map(find, on.devices)]
 
 
 def check_context(context: int, model: Model) -> None:

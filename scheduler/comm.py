@@ -13,13 +13,14 @@ from ..graph.errors import BackendError
 
 
 class Meeting:
-    """The place where the threads of a group meet; `member(rank)` is one end.
+    """The place where the threads of a group meet; `member(rank)` is one end.  `compiled`: all of them run compiled code.
 
     Sums are taken in rank order, so every device gets the same bits.
     """
 
-    def __init__(self, size: int, timeout: float = 60.0) -> None:
+    def __init__(self, size: int, timeout: float = 60.0, *, compiled: bool = False) -> None:
         self.size, self.timeout = size, timeout
+        self.board = np.zeros(16 + 8 * size, np.int64) if compiled else None
         self.barrier = threading.Barrier(size)
         self.mail: dict[tuple[int, int, int], Array] = {}
         self.arrival = threading.Condition()
@@ -32,6 +33,8 @@ class Meeting:
     def abort(self, why: str) -> None:
         """Wake everybody who waits: a member failed."""
         self.failure = self.failure or why
+        if self.board is not None:
+            self.board[8] = 1
         self.barrier.abort()
         with self.arrival:
             self.arrival.notify_all()
@@ -53,6 +56,7 @@ class Member:
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.meeting, self.rank, self.size = meeting, rank, meeting.size
+        self.timeout, self.board = meeting.timeout, meeting.board
 
     def _exchange(self, source: Array, sequence: int) -> list[Array]:
         """Everybody's source, in rank order, once all are there."""
@@ -112,6 +116,7 @@ class Alone:
     """`Comm` of a group of one: every collective is a copy."""
 
     rank, size = 0, 1
+    timeout, board = 0.0, None
 
     def all_reduce(self, source: Array, into: Array, scratch: Array, sequence: int) -> None:
         np.copyto(into, source)

@@ -78,6 +78,9 @@ class NullBackend:
         self.tracks: dict[str, list[Step]] = {}
         self._lock = threading.Lock()
 
+    def with_threads(self, threads: int) -> NullBackend:
+        return self
+
     def devices(self) -> Sequence[Device]:
         return (self.device(0),)
 

@@ -63,7 +63,7 @@ class CpuBackend(NumpyBackend):
         source = np.ascontiguousarray(data).reshape(int(np.prod(leading)), rows, -1)
         kernel = REPLAY(pack(FORMATS[declared.dtype]).address)
         step = source.shape[-1]
-        workers = len(os.sched_getaffinity(0))
+        workers = os.cpu_count() or 1
         with ThreadPoolExecutor(workers) as pool:
             for i, matrix in enumerate(source):
                 target = buffer.ctypes.data + i * stored.shape[-2] * step
@@ -87,7 +87,7 @@ class CpuBackend(NumpyBackend):
         if self._crew is None:
             self._crew = Crew(self.threads)
         crew = self._crew
-        work = segments(program, buffers, self.threads, in_python)
+        work = segments(program, buffers, self.threads, comm, in_python)
 
         def replay() -> None:
             with np.errstate(all="ignore"):

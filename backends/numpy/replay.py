@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from ...graph.errors import BackendError
-from ..base import Instruction, Program
+from ...ops.collective import COLLECTIVES
+from ..base import Comm, Instruction, Program
 from .compiler import REPLAY
-from .kernels import attention, moves, norms, products, rotary, rows
+from .kernels import attention, collective, moves, norms, products, rotary, rows
 from .kernels.loop import SHARED_BYTES, STEP, run
 from .steps import Binding, Bound, Operand, Steps
 
@@ -26,8 +27,14 @@ BINDINGS: Mapping[str, Binding] = {
     **moves.BINDINGS,
     **rotary.BINDINGS,
     **attention.BINDINGS,
+    **collective.BINDINGS,
 }
-STATUS = {1: "an id names no row of its table"}
+STATUS = {
+    1: "an id names no row of its table",
+    collective.OTHER_FAILED: "another device failed",
+    collective.LATE: "a device did not come to a collective in time",
+    collective.OUT_OF_STEP: "devices are at different collectives: their plans do not match",
+}
 
 
 class Segment:
@@ -89,22 +96,23 @@ def segments(
     program: Program,
     buffers: Sequence[Any],
     threads: int,
+    comm: Comm,
     in_python: Callable[[Instruction], list[Callable[[], object]]],
 ) -> list[Segment | Callable[[], object]]:
     """What to run, in order: compiled segments, and calls for instructions that have no kernel."""
     found: list[Segment | Callable[[], object]] = []
-    steps = Steps(threads)
+    steps = Steps(threads, comm)
 
     def close() -> None:
         nonlocal steps
         if steps.steps:
             found.append(Segment(steps))
-        steps = Steps(threads)
+        steps = Steps(threads, comm)
 
     for number, i in enumerate(program.instructions):
         bind = BINDINGS.get(i.op)
         steps.number = number
-        if not any(t.spec.size for t in i.dst):
+        if not any(t.spec.size for t in i.dst) and i.op not in COLLECTIVES:
             continue
         if bind is None or not bind(steps, bound(number, i, program, buffers)):
             close()

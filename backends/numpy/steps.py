@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ...graph.dtypes import DType
 from ...graph.node import Attrs
 from ...graph.spec import Spec
-from ..base import Tensor, contiguous_strides
+from ..base import Comm, Tensor, contiguous_strides
 from .compiler import Kernel
 
 Memory = npt.NDArray[np.uint8]
@@ -134,6 +134,7 @@ class Steps:
     """
 
     threads: int
+    comm: Comm | None = None
     number: int = 0
     steps: list[tuple[Kernel, Memory, bool, int]] = field(default_factory=list)
     owned: list[Any] = field(default_factory=list)

@@ -7,6 +7,7 @@ processor has not), but for `dot4`, which is one instruction where there is VNNI
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -316,6 +317,17 @@ store_shared = intrinsic(NOTHING, ADDRESS, ADDRESS)(
 def give_way(b):
     """Let another thread have the core."""
     return b.sext(_call(b, "sched_yield", _i32), _i64)
+
+
+@intrinsic(ADDRESS)
+def now(b):
+    """Nanoseconds of a clock that only goes forward (``CLOCK_MONOTONIC``)."""
+    with b.goto_entry_block():
+        time = b.alloca(ir.ArrayType(_i64, 2))
+    clock = ir.Constant(_i32, 6 if sys.platform == "darwin" else 1)
+    _call(b, "clock_gettime", _i32, clock, time)
+    parts = [b.load(b.gep(time, [ir.Constant(_i32, 0), ir.Constant(_i32, i)])) for i in (0, 1)]
+    return b.add(b.mul(parts[0], ir.Constant(_i64, 10**9)), parts[1])
 
 
 @intrinsic(ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS)
