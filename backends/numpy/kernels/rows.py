@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
+import numpy as np
+
 from ..compiler import Kernel, part
-from ..steps import Binding, Operand, Steps
+from ..steps import Binding, Bound, Operand, Steps
 from .packing import share
 from .simd import (
     LANES,
@@ -14,6 +16,7 @@ from .simd import (
     add,
     div,
     fma,
+    float_word,
     load,
     load_some,
     maximum,
@@ -34,6 +37,7 @@ from .simd import (
     zeros,
 )
 
+ONE, TWO = np.float32(1), np.float32(2)
 HEAD = 4
 """Words before the operands: elements of a row, and three counts of rows, outer first."""
 OPERAND = 5
@@ -105,6 +109,49 @@ def relu(x):
 
 
 @part
+def log1p(x):
+    """The logarithm of ``1 + x`` for x in [0, 1]: 2 artanh(x / (2 + x)), seven terms; error below 3e-8."""
+    z = div(x, add(x, splat(TWO)))
+    y = mul(z, z)
+    p = fma(y, splat(1 / 13), splat(1 / 11))
+    p = fma(p, y, splat(1 / 9))
+    p = fma(p, y, splat(1 / 7))
+    p = fma(p, y, splat(1 / 5))
+    p = fma(p, y, splat(1 / 3))
+    p = fma(p, y, splat(ONE))
+    return mul(add(z, z), p)
+
+
+@part
+def softplus(x):
+    return add(maximum(x, zeros()), log1p(exp(sub(zeros(), absolute(x)))))
+
+
+@part
+def tanh(x):
+    """``1 - 2 / (1 + exp(2 x))``, and x itself where that would lose its digits."""
+    large = sub(splat(ONE), div(splat(TWO), add(splat(ONE), exp(add(x, x)))))
+    y = mul(x, x)
+    p = fma(y, splat(62 / 2835), splat(-17 / 315))
+    p = fma(p, y, splat(2 / 15))
+    p = fma(p, y, splat(-1 / 3))
+    small = fma(mul(p, y), x, x)
+    return where_less(absolute(x), splat(0.25), small, large)
+
+
+@part
+def gelu(x):
+    """``x sigmoid(2 u)`` with ``u = sqrt(2 / pi) (x + 0.044715 x^3)``."""
+    u = mul(splat(1.5957691216057308), fma(mul(mul(x, x), x), splat(0.044715), x))
+    return mul(x, sigmoid(u))
+
+
+@part
+def gelu_quick(x):
+    return mul(x, sigmoid(mul(splat(1.702), x)))
+
+
+@part
 def copy(x):
     return x
 
@@ -125,6 +172,16 @@ def swiglu(gate, up):
 
 
 @part
+def geglu(gate, up):
+    return mul(gelu(gate), up)
+
+
+@part
+def geglu_quick(gate, up):
+    return mul(gelu_quick(gate), up)
+
+
+@part
 def reglu(gate, up):
     return mul(relu(gate), up)
 
@@ -139,8 +196,13 @@ UNARY = {
     "sqr": sqr,
     "sqrt": square_root,
     "abs": absolute,
+    "softplus": softplus,
+    "tanh": tanh,
+    "gelu": gelu,
+    "gelu_quick": gelu_quick,
 }
 BINARY = {"add": add, "sub": sub, "mul": mul, "div": div, "swiglu": swiglu, "reglu": reglu}
+BINARY |= {"geglu": geglu, "geglu_quick": geglu_quick}
 
 
 @cache
@@ -177,6 +239,36 @@ def binary(name: str) -> Kernel:
     return Kernel(f"rows.binary.{name}", body)
 
 
+@part
+def affine(x, a, b):
+    return fma(x, splat(a), splat(b))
+
+
+@part
+def clamp(x, low, high):
+    return minimum(maximum(x, splat(low)), splat(high))
+
+
+WITH_NUMBERS = {"scale": affine, "clamp": clamp}
+
+
+@cache
+def with_numbers(name: str) -> Kernel:
+    """Words: HEAD, source, target, then two numbers."""
+    function = WITH_NUMBERS[name]
+
+    def body(a, thread, threads):
+        n, first, second = word(a, 0), float_word(a, HEAD + 2 * OPERAND), float_word(a, HEAD + 2 * OPERAND + 1)
+        lo, hi = share(word(a, 1) * word(a, 2) * word(a, 3), thread, threads)
+        for i in range(lo, hi):
+            x, y = row_address(a, 0, i), row_address(a, 1, i)
+            for c in range(0, n, LANES):
+                put(y, c, n, function(lanes(x, c, n, 4), first, second))
+        return 0
+
+    return Kernel(f"rows.with_numbers.{name}", body)
+
+
 # ----------------------------------------------------------------------------------------------------- binding
 
 LONGEST = 2048
@@ -188,6 +280,8 @@ def rows_of(shape: Sequence[int], operands: Sequence[Operand], *, whole_rows: bo
 
     Axes that all operands walk through alike become one; with `whole_rows` the last axis stays as it is.
     """
+    if any(n not in (1, m) for o in operands for n, m in zip(reversed(o.shape), reversed(shape), strict=False)):
+        return None  # an operand that is tiled
     strides = [broadcast_strides(o, shape) for o in operands]
     axes = [(n, *steps) for n, *steps in zip(shape, *strides, strict=True) if n != 1]
     last = [(shape[-1] if shape else 1, *(s[-1] if s else 0 for s in strides))] if whole_rows else []
@@ -226,13 +320,15 @@ def broadcast_strides(operand: Operand, shape: Sequence[int]) -> list[int]:
     return [0] * missing + own
 
 
-def add_rows(steps: Steps, kernel: Kernel, sources: Sequence[Operand], out: Operand) -> bool:
+def add_rows(
+    steps: Steps, kernel: Kernel, sources: Sequence[Operand], out: Operand, numbers: Sequence[int] = ()
+) -> bool:
     """Append a kernel of this file; False if the operands have no rows that it can walk."""
     operands = [*sources, out]
     words = rows_of(out.shape, operands) if all(o.is_float for o in operands) else None
     if words is None or words[-1] != 4 or (len(sources) == 1 and words[HEAD + 4] != 4):
         return False
-    steps.add(kernel, words, reads=sources, writes=[out])
+    steps.add(kernel, [*words, *numbers], reads=sources, writes=[out])
     return True
 
 
@@ -244,4 +340,27 @@ def _binary(name: str) -> Binding:
     return lambda steps, call: add_rows(steps, binary(name), [call.operand(0), call.operand(1)], call.out)
 
 
-BINDINGS = {**{n: _unary(n) for n in UNARY if n != "copy"}, **{n: _binary(n) for n in BINARY}, "cont": _unary("copy")}
+def _with_numbers(name: str, first: str, second: str) -> Binding:
+    return lambda steps, call: add_rows(
+        steps, with_numbers(name), [call.operand(0)], call.out, [call.float(first), call.float(second)]
+    )
+
+
+def _glu(steps: Steps, call: Bound) -> bool:
+    """Both halves of one operand."""
+    x, kind = call.operand(0), str(call.attrs["kind"])
+    if kind not in BINARY:
+        return False
+    axis, n = len(x.shape) - 1, call.out.shape[-1]
+    halves = [x.part(axis, 0, n), x.part(axis, n, n)]
+    return add_rows(steps, binary(kind), halves[::-1] if call.attrs["swapped"] else halves, call.out)
+
+
+BINDINGS = {
+    "scale": _with_numbers("scale", "scale", "bias"),
+    "clamp": _with_numbers("clamp", "min", "max"),
+    "glu": _glu,
+    **{n: _unary(n) for n in UNARY if n != "copy"},
+    **{n: _binary(n) for n in BINARY},
+    "cont": _unary("copy"),
+}

@@ -212,6 +212,27 @@ def scale_by_power(b, x, n):
     return b.bitcast(b.add(b.bitcast(x, _I), b.shl(n, _const(_I, 23))), _F)
 
 
+@intrinsic(FLOATS, FLOATS, ADDRESS)
+def where_inside(b, x, count):
+    """The first `count` lanes, -inf in the others."""
+    return b.select(_mask(b, count), x, _const(_F, float("-inf")))
+
+
+def _fourth(j: int) -> Intrinsic:
+    """Every fourth of 64 numbers in four vectors, from number `j`."""
+
+    @intrinsic(FLOATS, FLOATS, FLOATS, FLOATS, FLOATS)
+    def take(b, p, q, r, s):
+        eight = ir.Constant(ir.VectorType(_i32, 8), [j + 4 * i for i in range(8)])
+        low, high = b.shuffle_vector(p, q, eight), b.shuffle_vector(r, s, eight)
+        return b.shuffle_vector(low, high, ir.Constant(_I, list(range(16))))
+
+    return take
+
+
+fourth_0, fourth_1, fourth_2, fourth_3 = (_fourth(j) for j in range(4))
+
+
 @intrinsic(FLOAT, FLOATS)
 def total(b, x):
     """The sum of the lanes, in the order of a tree."""
