@@ -16,7 +16,7 @@ from ...graph.errors import BackendError
 from ...ops.collective import COLLECTIVES
 from ..base import Comm, Instruction, Program
 from .compiler import REPLAY
-from .kernels import attention, collective, moves, norms, products, recurrent, reductions, rotary, rows
+from .kernels import attention, collective, experts, moves, norms, products, recurrent, reductions, rotary, rows
 from .kernels.loop import SHARED_BYTES, STEP, run
 from .steps import Binding, Bound, Operand, Steps
 
@@ -28,6 +28,7 @@ BINDINGS: Mapping[str, Binding] = {
     **rotary.BINDINGS,
     **attention.BINDINGS,
     **collective.BINDINGS,
+    **experts.BINDINGS,
     **recurrent.BINDINGS,
     **reductions.BINDINGS,
 }

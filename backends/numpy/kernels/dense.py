@@ -6,11 +6,11 @@ import math
 from functools import cache
 
 from ....graph.dtypes import DType
-from ..compiler import Kernel, part
+from ..compiler import Kernel, kernel, part
 from ..steps import Bound, Steps
 from .packing import share
-from .rows import lanes
-from .simd import LANES, fma, load_bf16, load_half, prefetch, store_scalar, total, word, zeros
+from .rows import lanes, put
+from .simd import LANES, fma, load_bf16, load_half, prefetch, splat_from, store_scalar, total, word, zeros
 
 TILE = 4
 """Rows of the weight, and of the activations, whose sums are kept in registers."""
@@ -109,9 +109,42 @@ def put_four(to, left, a, b, c, d):
         store_scalar(to + 12, total(d))
 
 
+@kernel
+def columns(a, thread, threads):
+    """``y[b, i] = w[b] @ x[b, i]`` where columns of w are dense.  Words: matrices, rows of x in each, rows of w, columns;
+    w with bytes between matrices and between columns; x and y with bytes between matrices and between rows; bytes between
+    the elements of a row of x."""
+    count, rows, n = word(a, 1), word(a, 2), word(a, 3)
+    lo, hi = share(word(a, 0) * count, thread, threads)
+    for unit in range(lo, hi):
+        b, i = unit // count, unit % count
+        w, x = word(a, 4) + b * word(a, 5), word(a, 7) + b * word(a, 8) + i * word(a, 9)
+        y = word(a, 10) + b * word(a, 11) + i * word(a, 12)
+        for c in range(0, rows, LANES):
+            acc = zeros()
+            for k in range(n):
+                acc = fma(lanes(w + k * word(a, 6), c, rows, 4), splat_from(x + k * word(a, 13)), acc)
+            put(y, c, rows, acc)
+    return 0
+
+
+def _bind_columns(steps: Steps, call: Bound) -> bool:
+    """Matrices, one for each matrix of x, whose columns lie densely."""
+    w, x, y = call.operand(0), call.operand(1), call.out
+    alike = len(w.shape) == len(x.shape) == 3 and w.shape[0] == x.shape[0]
+    if not alike or not (w.is_float and x.is_float) or w.strides[1] != 1 or y.strides[-1] != 1:
+        return False
+    words = [x.shape[0], x.shape[1], w.shape[1], w.shape[2], w.address, 4 * w.strides[0], 4 * w.strides[2]]
+    words += [x.address, 4 * x.strides[0], 4 * x.strides[1], y.address, 4 * y.strides[0], 4 * y.strides[1]]
+    steps.add(columns, [*words, 4 * x.strides[2]], reads=[w, x], writes=[y])
+    return True
+
+
 def bind(steps: Steps, call: Bound) -> bool:
     """``mul_mat`` with a weight that is not packed."""
     w, x, y = call.operand(0), call.operand(1), call.out
+    if len(w.shape) == 3:
+        return _bind_columns(steps, call)
     if w.dtype not in LOADS or len(w.shape) != 2 or w.strides[-1] != 1 or not x.is_float:
         return False
     if x.row_step is None or y.row_step is None or (w.dtype is not DType.F32 and w.shape[1] % LANES):

@@ -10,33 +10,37 @@ import numpy as np
 from ....graph.dtypes import DType
 from ..compiler import Kernel
 from ..steps import Bound, Operand, Steps
+from .dense import LOADS
 from .formats import FORMATS
 from .packing import share, unpack
-from .rows import add_rows, lanes, put, unary
+from .rows import add_rows, put, unary
 from .simd import LANES, load_int, load_long, word
 
 
 @cache
-def move_rows(scatter: bool) -> Kernel:
-    """Row ``ids[i]`` of a table to row i, or the other way round.  Words: table, bytes between its rows, rows, columns,
-    ids, bytes of an id, the other rows, bytes between them, how many.  An id that is no row stops the run."""
+def move_rows(scatter: bool, dtype: DType = DType.F32) -> Kernel:
+    """Row ``ids[i]`` of a table to row i as float32, or the other way round.  Words: table, bytes between its rows, rows, columns,
+    ids, bytes of an id, the other rows, bytes between them, how many for each table, tables, bytes between these.  An id
+    that is no row stops the run."""
+    load = LOADS[dtype]
 
     def body(a, thread, threads):
         table, step, rows, columns = word(a, 0), word(a, 1), word(a, 2), word(a, 3)
         ids, size, other, pace, count = word(a, 4), word(a, 5), word(a, 6), word(a, 7), word(a, 8)
-        lo, hi = share(count, thread, threads)
+        lo, hi = share(count * word(a, 9), thread, threads)
         for i in range(lo, hi):
+            mine = table + i // count * word(a, 10)
             row = load_int(ids + 4 * i) if size == 4 else load_long(ids + 8 * i)
             if row < 0 or row >= rows:
                 return 1
-            source, target = table + row * step, other + i * pace
+            source, target = mine + row * step, other + i * pace
             if scatter:
                 source, target = target, source
             for c in range(0, columns, LANES):
-                put(target, c, columns, lanes(source, c, columns, 4))
+                put(target, c, columns, load(source, c, columns))
         return 0
 
-    return Kernel(f"moves.{'scatter' if scatter else 'gather'}", body)
+    return Kernel(f"moves.{'scatter' if scatter else 'gather'}.{dtype}", body)
 
 
 def _ids_size(ids: Operand) -> int | None:
@@ -47,9 +51,11 @@ def _ids_size(ids: Operand) -> int | None:
 def _get_rows(steps: Steps, call: Bound) -> bool:
     table, ids, out = call.operand(0), call.operand(1), call.out
     size = _ids_size(ids)
-    if size is None or out.row_step is None or len(table.shape) != 2:
+    if size is None or out.row_step is None:
         return False
-    rows, columns = table.shape
+    *leading, rows, columns = table.shape
+    if leading and table.dtype in FORMATS:
+        return False
     if (form := FORMATS.get(table.dtype)) is not None:
         if size != 4:
             return False
@@ -58,10 +64,12 @@ def _get_rows(steps: Steps, call: Bound) -> bool:
         words = [table.address, stride, rows, columns, ids.address, out.address, out.row_step, math.prod(ids.shape)]
         steps.add(unpack(form), [*words, scratch.address], reads=[table, ids], writes=[out])
         return True
-    if not table.is_float or table.row_step is None:
+    if table.dtype not in LOADS or table.strides[-1] != 1 or len(leading) > 1 or not ids.shape[-1]:
         return False
-    words = [table.address, table.row_step, rows, columns, ids.address, size, out.address, out.row_step]
-    steps.add(move_rows(False), [*words, math.prod(ids.shape)], reads=[table, ids], writes=[out])
+    nbytes = table.dtype.storage.itemsize
+    words = [table.address, nbytes * table.strides[-2], rows, columns, ids.address, size, out.address, out.row_step]
+    words += [ids.shape[-1], *leading, nbytes * table.strides[0]] if leading else [math.prod(ids.shape), 1, 0]
+    steps.add(move_rows(False, table.dtype), words, reads=[table, ids], writes=[out])
     return True
 
 
@@ -73,7 +81,7 @@ def _set_rows(steps: Steps, call: Bound) -> bool:
         return False
     if into.address != out.address and not add_rows(steps, unary("copy"), [into], out):
         return False
-    words = [out.address, out.row_step, *out.shape, ids.address, size, rows.address, rows.row_step, len(rows.tensor.shape) and rows.shape[0]]
+    words = [out.address, out.row_step, *out.shape, ids.address, size, rows.address, rows.row_step, rows.shape[0], 1, 0]
     steps.add(move_rows(True), words, reads=[rows, ids, out], writes=[out])
     return True
 

@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 
-from ..compiler import Kernel, kernel, part
+from ..compiler import Kernel, Part, kernel, part
 from ..steps import Bound, Operand, Steps
 from . import dense
 from .formats import COLUMNS, FORMATS, ROWS, Format
@@ -112,7 +112,7 @@ def dots_in_halves(w, q, first, second, d, acc):
     return fma(mul(first, one), to_float(x), fma(mul(second, one), to_float(y), acc))
 
 
-def _block(form: Format):
+def add_block_of(form: Format) -> Part:
     """``(w, q, scales, d, s, acc) -> acc``: what 32 columns add to the products with one row of activations."""
     if form.halves:
 
@@ -146,7 +146,7 @@ AHEAD = 4096
 def product(form: Format) -> Kernel:
     """``y[i] = w @ x[i]``.  Words: packed w, bytes of a row, rows of w, columns, rounded x, rows of x, y, bytes between
     rows of y."""
-    codes, scales, width, add_block = form.codes, form.scales, form.planes[0], _block(form)
+    codes, scales, width, add_block = form.codes, form.scales, form.planes[0], add_block_of(form)
     high = form.planes[1] if len(form.planes) > 1 else 0
 
     def body(a, thread, threads):
