@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...graph.dtypes import DType
+from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops.quants import dequantise
 from ..base import Array, Backend, Comm, Device, Instruction, Program, Tensor, contiguous_strides, host_view
@@ -23,7 +24,8 @@ from .kernels.packing import pack, unpack
 from .kernels.simd import LANES
 from .replay import Crew, Segment, segments
 
-
+ROUNDED = frozenset(("mul_mat", "mul_mat_id"))
+"""Ops whose activations are rounded to 8 bits, in blocks of 32, where their weight is packed."""
 HALVES = (DType.F16, DType.BF16)
 
 
@@ -48,6 +50,10 @@ class CpuBackend(NumpyBackend):
             if spec.dtype in HALVES and columns % LANES == 0:
                 return spec
         return super().stored(spec)
+
+    def tolerance(self, node: Node) -> float | None:
+        """The relative error of what is rounded to 8 bits on its way; None for arithmetic in float32."""
+        return 2.0**-8 if node.op in ROUNDED and node.inputs[0].dtype in FORMATS else None
 
     def load(self, data: Array, declared: Spec, buffer: Any) -> None:
         stored = self.stored(declared, "weight")
@@ -78,7 +84,9 @@ class CpuBackend(NumpyBackend):
             if plain is not None and tensor.dtype not in HALVES:
                 return plain
             if tensor not in copies:
-                copies[tensor] = _dequantised(program, buffers, tensor) if plain is None else dequantise(plain, tensor.dtype)
+                copies[tensor] = (
+                    _dequantised(program, buffers, tensor) if plain is None else dequantise(plain, tensor.dtype)
+                )
             return copies[tensor]
 
         def in_python(i: Instruction) -> list[Callable[[], object]]:
@@ -112,7 +120,17 @@ def _dequantised(program: Program, buffers: Sequence[Any], tensor: Tensor) -> Ar
     kernel = REPLAY(unpack(FORMATS[spec.dtype]).address)
     for i in range(count):
         source = buffers[tensor.buffer].ctypes.data + i * padded * step
-        row = [source, step, rows, columns, ids.ctypes.data, whole[i].ctypes.data, 4 * columns, rows, scratch.ctypes.data]
+        row = [
+            source,
+            step,
+            rows,
+            columns,
+            ids.ctypes.data,
+            whole[i].ctypes.data,
+            4 * columns,
+            rows,
+            scratch.ctypes.data,
+        ]
         kernel(np.array(row, np.int64).ctypes.data, 0, 1)
     start = tensor.offset // spec.dtype.block_bytes * spec.dtype.block
     strides = [4 * s for s in tensor.strides]

@@ -87,7 +87,7 @@ class Crew:
 
 def operand(tensor: Any, program: Program, buffers: Sequence[Any]) -> Operand:
     spec = program.buffers[tensor.buffer]
-    return Operand(buffers[tensor.buffer].ctypes.data + tensor.offset, tensor, spec.stored)
+    return Operand(buffers[tensor.buffer].ctypes.data + tensor.offset, tensor, spec.declared, spec.stored)
 
 
 def bound(number: int, i: Instruction, program: Program, buffers: Sequence[Any]) -> Bound:

@@ -34,10 +34,11 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor at its address; `stored` is what its buffer holds, where that is a weight, state or constant."""
+    """A tensor at its address.  Of a weight, state or constant also what its whole buffer is declared as, and holds."""
 
     address: int
     tensor: Tensor
+    declared: Spec | None = None
     stored: Spec | None = None
 
     @property
@@ -58,6 +59,12 @@ class Operand:
         return self.tensor.dtype is DType.F32
 
     @property
+    def is_whole(self) -> bool:
+        """Whether this is all of its buffer, and no view of it."""
+        t = self.tensor
+        return self.declared is not None and t.shape == self.declared.shape and t.offset == 0 and self.is_dense
+
+    @property
     def is_dense(self) -> bool:
         return self.strides == contiguous_strides(self.shape)
 
@@ -66,7 +73,7 @@ class Operand:
         t = self.tensor
         skipped = start * t.strides[axis] * t.dtype.storage.itemsize
         shape = (*t.shape[:axis], count, *t.shape[axis + 1 :])
-        return Operand(self.address + skipped, replace(t, offset=t.offset + skipped, shape=shape), self.stored)
+        return Operand(self.address + skipped, replace(t, offset=t.offset + skipped, shape=shape), self.declared, self.stored)
 
     @property
     def row_step(self) -> int | None:
@@ -144,9 +151,7 @@ class Steps:
     _scratch: dict[tuple[str, int], Operand] = field(default_factory=dict)
     _private: int = -1
 
-    def add(
-        self, kernel: Kernel, words: Sequence[int], *, reads: Sequence[Operand], writes: Sequence[Operand]
-    ) -> None:
+    def add(self, kernel: Kernel, words: Sequence[int], *, reads: Sequence[Operand], writes: Sequence[Operand]) -> None:
         """Append a step; `reads` and `writes` are everything it touches besides memory of its own."""
         block = np.array(words, np.int64)
         read, written = [o.region for o in reads], [o.region for o in writes]

@@ -13,8 +13,8 @@ from .rows import exp
 from .simd import (
     LANES,
     add,
-    fma,
     float_word,
+    fma,
     largest,
     load,
     load_scalar,
@@ -53,7 +53,10 @@ def exp_of(x):
 def dot(x, y, n):
     first, second, c = zeros(), zeros(), 0
     while c + 2 * LANES <= n:
-        first, second = fma(load(x + 4 * c), load(y + 4 * c), first), fma(load(x + 4 * c + 64), load(y + 4 * c + 64), second)
+        first, second = (
+            fma(load(x + 4 * c), load(y + 4 * c), first),
+            fma(load(x + 4 * c + 64), load(y + 4 * c + 64), second),
+        )
         c += 2 * LANES
     if c < n:
         first = fma(load(x + 4 * c), load(y + 4 * c), first)
@@ -266,11 +269,31 @@ def attend_many(a, thread, threads):
                 y = heads_at + u * word(a, 9) + j % shared * word(a, 10)
                 state, second = states + i * span, states + (i + 1) * span
                 two_tiles(
-                    x, y, turned, size, scale, seen, other, s, keys, p, p + 4 * KEYS, state, second, width, value, word(a, 17)
+                    x,
+                    y,
+                    turned,
+                    size,
+                    scale,
+                    seen,
+                    other,
+                    s,
+                    keys,
+                    p,
+                    p + 4 * KEYS,
+                    state,
+                    second,
+                    width,
+                    value,
+                    word(a, 17),
                 )
         for i in range(count):
             state = states + i * span
-            target = out + b * word(a, 23) + (first + i // shared) * word(a, 24) + (group * shared + i % shared) * word(a, 25)
+            target = (
+                out
+                + b * word(a, 23)
+                + (first + i // shared) * word(a, 24)
+                + (group * shared + i % shared) * word(a, 25)
+            )
             weight = load_scalar(state + 4)
             factor = splat(ONE / weight if weight > NONE else NONE)
             for c in range(0, width, LANES):

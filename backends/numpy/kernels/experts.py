@@ -70,7 +70,14 @@ def packed(form: Format) -> Kernel:
             word(a, 5),
             word(a, 6),
         )
-        starts, experts, used, shared, y, step = word(a, 7), word(a, 8), word(a, 9), word(a, 10), word(a, 11), word(a, 12)
+        starts, experts, used, shared, y, step = (
+            word(a, 7),
+            word(a, 8),
+            word(a, 9),
+            word(a, 10),
+            word(a, 11),
+            word(a, 12),
+        )
         n, slots = columns // COLUMNS, starts + 4 * (experts + 1)
         d = q + count * columns
         s = d + count * n * 4
@@ -97,7 +104,12 @@ def packed(form: Format) -> Kernel:
                         for b in range(n):
                             v = codes(plane + b * 64 * width, second + b * 64 * high)
                             a0 = add_block(
-                                v, q + r0 * columns + b * COLUMNS, scales(last, b), d + 4 * (r0 * n + b), s + 8 * (r0 * n + b), a0
+                                v,
+                                q + r0 * columns + b * COLUMNS,
+                                scales(last, b),
+                                d + 4 * (r0 * n + b),
+                                s + 8 * (r0 * n + b),
+                                a0,
                             )
                         put(y + s0 * step + group * ROWS * 4, a0, left)
                         break
@@ -162,7 +174,7 @@ def _mul_mat_id(steps: Steps, call: Bound) -> bool:
         return False
     experts, rows, columns = w.shape
     form = FORMATS.get(w.dtype)
-    if form is None and (w.dtype not in LOADS or w.strides[-1] != 1):
+    if (form is not None and not w.is_whole) or form is None and (w.dtype not in LOADS or w.strides[-1] != 1):
         return False
     slots = _sorted(steps, ids, experts)
     used, shared = ids.shape[-1], x.shape[-2]

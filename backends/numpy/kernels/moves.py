@@ -54,7 +54,7 @@ def _get_rows(steps: Steps, call: Bound) -> bool:
     if size is None or out.row_step is None:
         return False
     *leading, rows, columns = table.shape
-    if leading and table.dtype in FORMATS:
+    if table.dtype in FORMATS and (leading or not table.is_whole):
         return False
     if (form := FORMATS.get(table.dtype)) is not None:
         if size != 4:

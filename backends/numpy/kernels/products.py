@@ -42,7 +42,9 @@ from .simd import (
 
 TILE = 8
 """Rows of activations in a tile."""
-LIMIT, NONE = np.float32(127), np.float32(0)
+LIMIT, NONE, ONE = np.float32(127), np.float32(0), np.float32(1)
+SMALLEST, RAISE = np.float32(1e-36), np.float32(2.0**64)
+"""A block below it is raised first: the inverse of its scale would be no number."""
 CHUNK = 64
 """Rows of activations that pass over a group of the weight before the next group: they stay in the cache."""
 
@@ -53,8 +55,9 @@ def round_block(x, q, d, s, b):
     low, high = load(x + 128 * b), load(x + 128 * b + 64)
     top = largest(maximum(absolute(low), absolute(high)))
     scale = top / LIMIT
-    inverse = splat(LIMIT / top if top > NONE else NONE)
-    i, j = round_to_int(mul(low, inverse)), round_to_int(mul(high, inverse))
+    raised = RAISE if top < SMALLEST else ONE
+    inverse, raising = splat(LIMIT / (top * raised) if top > NONE else NONE), splat(raised)
+    i, j = round_to_int(mul(mul(low, raising), inverse)), round_to_int(mul(mul(high, raising), inverse))
     store_small(q + 32 * b, i)
     store_small(q + 32 * b + 16, j)
     store_scalar(d + 4 * b, scale)
@@ -227,7 +230,7 @@ def _mul_mat(steps: Steps, call: Bound) -> bool:
     form = FORMATS.get(w.dtype)
     if form is None:
         return dense.bind(steps, call)
-    if len(w.shape) != 2 or x.row_step is None or y.row_step is None or not x.is_float:
+    if len(w.shape) != 2 or not w.is_whole or x.row_step is None or y.row_step is None or not x.is_float:
         return False
     rows, columns = w.shape
     q = rounded(steps, x)

@@ -37,7 +37,13 @@ def rotate(neighbours: bool) -> Kernel:
 
     def body(a, thread, threads):
         n, at = word(a, 0), HEAD + 2 * OPERAND
-        cosines, sines, pairs, offset, heads = word(a, at), word(a, at + 1), word(a, at + 2), word(a, at + 3), word(a, at + 4)
+        cosines, sines, pairs, offset, heads = (
+            word(a, at),
+            word(a, at + 1),
+            word(a, at + 2),
+            word(a, at + 3),
+            word(a, at + 4),
+        )
         between = 1 if neighbours else pairs
         lo, hi = share(word(a, 1) * word(a, 2) * word(a, 3), thread, threads)
         for i in range(lo, hi):

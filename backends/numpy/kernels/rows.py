@@ -15,25 +15,26 @@ from .simd import (
     absolute,
     add,
     div,
-    fma,
     float_word,
+    fma,
+    halve,
     load,
     load_some,
     maximum,
     minimum,
     mul,
+    power_of_two,
     round_to_int,
-    scale_by_power,
     splat,
     splat_from,
     square_root,
     store,
     store_some,
     sub,
+    sub_int,
     to_float,
     where_less,
     word,
-
     zeros,
 )
 
@@ -79,18 +80,22 @@ def put(p, c, n, value):
 
 @part
 def exp(x):
-    """2**n times a polynomial of degree 6 on [-ln 2 / 2, ln 2 / 2]; relative error below 2e-7, 0 below -87.3."""
-    x = minimum(x, splat(88.37))
-    n = to_float(round_to_int(mul(maximum(x, splat(-100.0)), splat(1.4426950408889634))))
-    r = fma(n, splat(-0.693359375), x)
-    r = fma(n, splat(2.12194440e-4), r)
+    """2**n times a polynomial of degree 6 on [-ln 2 / 2, ln 2 / 2]; relative error below 2e-7, inf and 0 past the range.
+
+    The power is applied in two halves, each of which is a normal number; NaN passes both comparisons.
+    """
+    held = where_less(x, splat(-104.0), splat(-104.0), where_less(splat(90.0), x, splat(90.0), x))
+    n = round_to_int(mul(held, splat(1.4426950408889634)))
+    r = fma(to_float(n), splat(-0.693359375), held)
+    r = fma(to_float(n), splat(2.12194440e-4), r)
     p = fma(r, splat(1.9875691500e-4), splat(1.3981999507e-3))
     p = fma(p, r, splat(8.3334519073e-3))
     p = fma(p, r, splat(4.1665795894e-2))
     p = fma(p, r, splat(1.6666665459e-1))
     p = fma(p, r, splat(5.0000001201e-1))
     p = add(fma(p, mul(r, r), r), splat(1.0))
-    return where_less(x, splat(-87.3), zeros(), scale_by_power(p, round_to_int(n)))
+    half = halve(n)
+    return mul(mul(p, power_of_two(half)), power_of_two(sub_int(n, half)))
 
 
 @part

@@ -206,10 +206,13 @@ def where_less(b, x, y, then, otherwise):
     return b.select(b.fcmp_ordered("<", x, y), then, otherwise)
 
 
-@intrinsic(FLOATS, FLOATS, INTS)
-def scale_by_power(b, x, n):
-    """``x * 2**n`` for results that are normal numbers."""
-    return b.bitcast(b.add(b.bitcast(x, _I), b.shl(n, _const(_I, 23))), _F)
+@intrinsic(FLOATS, INTS)
+def power_of_two(b, n):
+    """``2**n`` for n from -126 to 127."""
+    return b.bitcast(b.shl(b.add(n, _const(_I, 127)), _const(_I, 23)), _F)
+
+
+halve = intrinsic(INTS, INTS)(lambda b, n: b.ashr(n, _const(_I, 1)))
 
 
 @intrinsic(FLOATS, FLOATS, ADDRESS)
