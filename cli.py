@@ -272,7 +272,9 @@ def group_of(args: argparse.Namespace) -> Group:
     """The devices that flags name, and how they share."""
     from .frontends.session import Group
 
-    return Group(tuple(args.devices.split(",")), args.split_mode, args.tensor_split)
+    devices = tuple(args.devices.split(","))
+    threads, exact = getattr(args, "threads", None), getattr(args, "exact", False)
+    return Group(devices, args.split_mode, args.tensor_split, threads=threads, exact=exact)
 
 
 def memory_text(session: Session) -> str:

@@ -26,10 +26,10 @@ def session_flags(sub: argparse.ArgumentParser) -> None:
     """What every command that runs a model takes."""
     sub.add_argument("--devices", default="cpu:0", metavar="LIST", help="where to run, as cpu:0,cpu:1 (cpu:0)")
     share_flags(sub)
-    sub.add_argument("--exact", action="store_true", help="float32 throughout (this backend computes so anyway)")
+    sub.add_argument("--exact", action="store_true", help="float32 throughout, in plain NumPy: slower")
     context_flag(sub)
     sub.add_argument("-b", "--batch-size", dest="batch", type=positive, default=CHUNK, metavar="N", help="tokens a run")
-    sub.add_argument("-t", "--threads", type=positive, metavar="N", help="threads of matrix products (all processors)")
+    sub.add_argument("-t", "--threads", type=positive, metavar="N", help="threads of each device (its share of the processors)")
     sub.add_argument("--seed", type=natural, default=0, metavar="N", help="seed of the sampling (0)")
 
 

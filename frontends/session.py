@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,12 +34,17 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The devices of a session and how they share the model; see `hocket.plan` for the modes."""
+    """The devices of a session and how they share the model; see `hocket.plan` for the modes.
+
+    `threads` is for each device; without it they share the processors.  `exact` computes in float32 throughout, where
+    ``cpu`` rounds activations to 8 bits before they meet quantised weights.
+    """
 
     devices: tuple[str, ...] = ("cpu:0",)
     split_mode: str = "auto"
     tensor_split: tuple[float, ...] = ()
     threads: int | None = None
+    exact: bool = False
 
 
 class Session:
@@ -163,7 +169,8 @@ class Session:
 def found(on: Group) -> list[tuple[Backend, Device]]:
     """The devices of a group; each has its share of the processors as threads, unless a number is given."""
     threads = on.threads or max(1, (os.cpu_count() or 1) // len(on.devices))
-    return [(backend.with_threads(threads), device) for backend, device in map(find, on.devices)]
+    names = [re.sub("^cpu(?=:|$)", "numpy", name) if on.exact else name for name in on.devices]
+    return [(backend.with_threads(threads), device) for backend, device in map(find, names)]
 
 
 def check_context(context: int, model: Model) -> None:

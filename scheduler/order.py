@@ -59,7 +59,8 @@ def schedule(graph: Graph, views: Mapping[Value, Strided]) -> Schedule:
 
 
 def settle(graph: Graph) -> Graph:
-    """Give each new state that is only another leaf, and each output that is an old state, a copy of its own.
+    """Give each new state that is only another leaf, and each output that is an old state, a copy of its own; also each
+    output that is a quantised weight, whose elements have no addresses.
 
     Afterwards no leaf is read once the last node has run, so updates cannot disturb each other or an output.
     """
@@ -71,7 +72,8 @@ def settle(graph: Graph) -> Graph:
         return node
 
     updated = {state.node for state in graph.updates}
-    outputs = {k: cont(v, name=f"{v.node.label}.old") if base(v) in updated else v for k, v in graph.outputs.items()}
+    copied = {v for v in graph.outputs.values() if base(v) in updated or (base(v).is_leaf and v.dtype.is_quantised)}
+    outputs = {k: cont(v, name=f"{v.node.label}.old") if v in copied else v for k, v in graph.outputs.items()}
     updates = {
         k: cont(v, name=f"{k.node.label}.new") if base(v).is_leaf else v for k, v in graph.updates.items() if k != v
     }
