@@ -66,9 +66,9 @@ class CpuBackend(NumpyBackend):
             super().load(data, declared, buffer)
             return
         *leading, rows, columns = declared.shape
-        source = np.ascontiguousarray(data).reshape(int(np.prod(leading)), rows, -1)
+        step = columns // declared.dtype.block * declared.dtype.block_bytes
+        source = np.ascontiguousarray(data).reshape(int(np.prod(leading)), rows, step)
         kernel = REPLAY(pack(FORMATS[declared.dtype]).address)
-        step = source.shape[-1]
         workers = os.cpu_count() or 1
         with ThreadPoolExecutor(workers) as pool:
             for i, matrix in enumerate(source):
