@@ -29,7 +29,9 @@ def session_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--exact", action="store_true", help="float32 throughout, in plain NumPy: slower")
     context_flag(sub)
     sub.add_argument("-b", "--batch-size", dest="batch", type=positive, default=CHUNK, metavar="N", help="tokens a run")
-    sub.add_argument("-t", "--threads", type=positive, metavar="N", help="threads of each device (its share of the processors)")
+    sub.add_argument(
+        "-t", "--threads", type=positive, metavar="N", help="threads of each device (its share of the processors)"
+    )
     sub.add_argument("--seed", type=natural, default=0, metavar="N", help="seed of the sampling (0)")
 
 

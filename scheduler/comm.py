@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..backends.base import Array
 from ..graph.errors import BackendError
 
 
 class Meeting:
-    """The place where the threads of a group meet; `member(rank)` is one end.  `compiled`: all of them run compiled code.
+    """The place where the threads of a group meet; `member(rank)` is one end.  `compiled`: all of them run compiled
+    code.
 
     Sums are taken in rank order, so every device gets the same bits.
     """
@@ -116,7 +118,8 @@ class Alone:
     """`Comm` of a group of one: every collective is a copy."""
 
     rank, size = 0, 1
-    timeout, board = 0.0, None
+    timeout = 0.0
+    board: npt.NDArray[np.int64] | None = None
 
     def all_reduce(self, source: Array, into: Array, scratch: Array, sequence: int) -> None:
         np.copyto(into, source)

@@ -73,6 +73,9 @@ class SimulatedBackend:
             raise PlanError(f"there is no hardware {kind!r} to simulate; known: {', '.join(MACHINES)}")
         self.kind = kind
 
+    def with_threads(self, threads: int) -> SimulatedBackend:
+        return self
+
     def devices(self) -> Sequence[Device]:
         return tuple(map(self.device, range(MOST_DEVICES)))
 

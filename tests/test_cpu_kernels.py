@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+
 import hocket
 from hocket import ops
 from hocket.backends.numpy import compiler
@@ -50,7 +51,11 @@ def test_packing_loses_nothing(dtype: DType):
     raw = random_rows(dtype, rows, columns)
     weight = packed(dtype, raw, columns)
     assert np.array_equal(weight, packed(dtype, raw, columns, threads=3))
-    ids, out, scratch = RNG.permutation(rows).astype(np.int32), np.zeros((rows, columns), np.float32), np.zeros(1024, np.uint8)
+    ids, out, scratch = (
+        RNG.permutation(rows).astype(np.int32),
+        np.zeros((rows, columns), np.float32),
+        np.zeros(1024, np.uint8),
+    )
     words = (weight, raw.shape[1], rows, columns, ids, out, 4 * columns, rows, scratch)
     assert call(packing.unpack(FORMATS[dtype]), *words) == 0
     assert np.array_equal(out, dequantise(raw, dtype)[ids])

@@ -35,6 +35,9 @@ class Part:
 
     body: Body
 
+    def __call__(self, *values: Any) -> Any:
+        raise TypeError("a part runs in compiled kernels only")
+
 
 @dataclass(frozen=True)
 class Kernel:

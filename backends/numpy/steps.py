@@ -1,4 +1,5 @@
-"""A program on its way to the table that compiled code replays: operands with addresses, steps, and where threads meet."""
+"""A program on its way to the table that compiled code replays: operands with addresses, steps, and where threads
+meet."""
 
 from __future__ import annotations
 
@@ -73,11 +74,23 @@ class Operand:
         t = self.tensor
         skipped = start * t.strides[axis] * t.dtype.storage.itemsize
         shape = (*t.shape[:axis], count, *t.shape[axis + 1 :])
-        return Operand(self.address + skipped, replace(t, offset=t.offset + skipped, shape=shape), self.declared, self.stored)
+        return Operand(
+            self.address + skipped, replace(t, offset=t.offset + skipped, shape=shape), self.declared, self.stored
+        )
 
     @property
-    def row_step(self) -> int | None:
-        """Bytes from row to row, if all rows are dense and lie evenly."""
+    def has_rows(self) -> bool:
+        """Whether all rows are dense and lie evenly."""
+        return self._row_step() is not None
+
+    @property
+    def row_step(self) -> int:
+        """Bytes from row to row of an operand that has rows."""
+        step = self._row_step()
+        assert step is not None
+        return step
+
+    def _row_step(self) -> int | None:
         *leading, n = self.shape
         if n != 1 and self.strides[-1] != 1:
             return None
@@ -175,7 +188,8 @@ class Steps:
         return Operand(raw.ctypes.data + start, tensor)
 
     def scratch(self, purpose: str, nbytes: int) -> Operand:
-        """Memory for a purpose, shared by all steps that ask for it; a later step overwrites what an earlier one left."""
+        """Memory for a purpose, shared by all steps that ask for it; a later step overwrites what an earlier one
+        left."""
         found = self._scratch.get((purpose, nbytes))
         if found is None:
             found = self._scratch[purpose, nbytes] = self.memory(nbytes)

@@ -111,8 +111,10 @@ def put_four(to, left, a, b, c, d):
 
 @kernel
 def columns(a, thread, threads):
-    """``y[b, i] = w[b] @ x[b, i]`` where columns of w are dense.  Words: matrices, rows of x in each, rows of w, columns;
-    w with bytes between matrices and between columns; x and y with bytes between matrices and between rows; bytes between
+    """``y[b, i] = w[b] @ x[b, i]`` where columns of w are dense.  Words: matrices, rows of x in each, rows of w,
+    columns;
+    w with bytes between matrices and between columns; x and y with bytes between matrices and between rows; bytes
+    between
     the elements of a row of x."""
     count, rows, n = word(a, 1), word(a, 2), word(a, 3)
     lo, hi = share(word(a, 0) * count, thread, threads)
@@ -147,7 +149,7 @@ def bind(steps: Steps, call: Bound) -> bool:
         return _bind_columns(steps, call)
     if w.dtype not in LOADS or len(w.shape) != 2 or w.strides[-1] != 1 or not x.is_float:
         return False
-    if x.row_step is None or y.row_step is None or (w.dtype is not DType.F32 and w.shape[1] % LANES):
+    if not x.has_rows or not y.has_rows or (w.dtype is not DType.F32 and w.shape[1] % LANES):
         return False
     stride = w.strides[0] * w.dtype.storage.itemsize
     words = [w.address, stride, *w.shape, x.address, x.row_step, math.prod(x.shape[:-1]), y.address, y.row_step]

@@ -22,7 +22,8 @@ TILE = 4
 
 @kernel
 def sort_slots(a, thread, threads):
-    """Words: ids (int32), how many, experts, target: how many slots come before each expert, then the slots in the order
+    """Words: ids (int32), how many, experts, target: how many slots come before each expert, then the slots in the
+    order
     of their experts.  An id that is no expert stops the run."""
     ids, count, experts, starts = word(a, 0), word(a, 1), word(a, 2), word(a, 3)
     if thread != 0:
@@ -136,7 +137,8 @@ def packed(form: Format) -> Kernel:
 
 @cache
 def plain(dtype: DType) -> Kernel:
-    """Words: experts, bytes between them and between rows, rows, columns, x, bytes between its rows, sorted slots, experts,
+    """Words: experts, bytes between them and between rows, rows, columns, x, bytes between its rows, sorted slots,
+    experts,
     slots of a token, rows of a token, the output with bytes between its rows."""
     weights = LOADS[dtype]
 
@@ -169,12 +171,12 @@ def plain(dtype: DType) -> Kernel:
 
 def _mul_mat_id(steps: Steps, call: Bound) -> bool:
     w, x, ids, y = call.operand(0), call.operand(1), call.operand(2), call.out
-    plain_rows = x.is_float and x.row_step is not None and y.row_step is not None and ids.is_dense
+    plain_rows = x.is_float and x.has_rows and y.has_rows and ids.is_dense
     if not plain_rows or ids.dtype is not DType.I32 or len(w.shape) != 3 or not x.shape[-1]:
         return False
     experts, rows, columns = w.shape
     form = FORMATS.get(w.dtype)
-    if (form is not None and not w.is_whole) or form is None and (w.dtype not in LOADS or w.strides[-1] != 1):
+    if (form is not None and not w.is_whole) or (form is None and (w.dtype not in LOADS or w.strides[-1] != 1)):
         return False
     slots = _sorted(steps, ids, experts)
     used, shared = ids.shape[-1], x.shape[-2]

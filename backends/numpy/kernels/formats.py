@@ -1,9 +1,13 @@
 """Packed weights: what kernels need to know of each quantised type.
 
-Rows lie in groups of 16, a lane each, columns in blocks of 32.  A group holds first its codes, then its scales, in as many
-bytes as the same rows take in a GGUF file: packing moves bits and loses none.  Codes are split into planes of 8, 4, 2 or 1
-bits; byte ``4 * row + k`` of a 64-byte vector belongs to column ``4 * j + k`` of the block, where `j` counts first the bit
-fields of a byte and then the vectors.  Every weight is ``scale * code + bias`` with an unsigned code, and scale and bias
+Rows lie in groups of 16, a lane each, columns in blocks of 32.  A group holds first its codes, then its scales, in as
+many
+bytes as the same rows take in a GGUF file: packing moves bits and loses none.  Codes are split into planes of 8, 4, 2
+or 1
+bits; byte ``4 * row + k`` of a 64-byte vector belongs to column ``4 * j + k`` of the block, where `j` counts first
+the bit
+fields of a byte and then the vectors.  Every weight is ``scale * code + bias`` with an unsigned code, and scale and
+bias
 shared by 16 or 32 columns.
 """
 
@@ -51,9 +55,12 @@ ROWS, COLUMNS = 16, 32
 class Format:
     """One quantised type.
 
-    ``code(row, c)`` is the unsigned code of column `c` in a row of a file, ``split(row, to, lane, s)`` moves the scales of
-    block `s` of a file to lane `lane` of theirs.  ``codes(p, h)`` are the 8 code vectors of 32 columns, from where these
-    stand in the one or two planes; ``scales(p, b)`` are scale and bias of columns 32 b to 32 b + 15, and of the 16 after
+    ``code(row, c)`` is the unsigned code of column `c` in a row of a file, ``split(row, to, lane, s)`` moves the
+    scales of
+    block `s` of a file to lane `lane` of theirs.  ``codes(p, h)`` are the 8 code vectors of 32 columns, from where
+    these
+    stand in the one or two planes; ``scales(p, b)`` are scale and bias of columns 32 b to 32 b + 15, and of the 16
+    after
     them, which differ if `halves`.
     """
 

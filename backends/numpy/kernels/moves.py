@@ -19,8 +19,10 @@ from .simd import LANES, load_int, load_long, word
 
 @cache
 def move_rows(scatter: bool, dtype: DType = DType.F32) -> Kernel:
-    """Row ``ids[i]`` of a table to row i as float32, or the other way round.  Words: table, bytes between its rows, rows, columns,
-    ids, bytes of an id, the other rows, bytes between them, how many for each table, tables, bytes between these.  An id
+    """Row ``ids[i]`` of a table to row i as float32, or the other way round.  Words: table, bytes between its rows,
+    rows, columns,
+    ids, bytes of an id, the other rows, bytes between them, how many for each table, tables, bytes between these.  An
+    id
     that is no row stops the run."""
     load = LOADS[dtype]
 
@@ -51,7 +53,7 @@ def _ids_size(ids: Operand) -> int | None:
 def _get_rows(steps: Steps, call: Bound) -> bool:
     table, ids, out = call.operand(0), call.operand(1), call.out
     size = _ids_size(ids)
-    if size is None or out.row_step is None:
+    if size is None or not out.has_rows:
         return False
     *leading, rows, columns = table.shape
     if table.dtype in FORMATS and (leading or not table.is_whole):
@@ -76,7 +78,7 @@ def _get_rows(steps: Steps, call: Bound) -> bool:
 def _set_rows(steps: Steps, call: Bound) -> bool:
     into, rows, ids, out = call.operand(0), call.operand(1), call.operand(2), call.out
     size = _ids_size(ids)
-    plain = all(o.is_float and o.row_step is not None and len(o.shape) == 2 for o in (into, rows, out))
+    plain = all(o.is_float and o.has_rows and len(o.shape) == 2 for o in (into, rows, out))
     if size is None or not plain or len(ids.shape) != 1:
         return False
     if into.address != out.address and not add_rows(steps, unary("copy"), [into], out):
@@ -90,7 +92,7 @@ def _concat(steps: Steps, call: Bound) -> bool:
     a, b, out = call.operand(0), call.operand(1), call.out
     axis = int(np.asarray(call.attrs["axis"])) % len(out.shape)
     parts = (out.part(axis, 0, a.shape[axis]), out.part(axis, a.shape[axis], b.shape[axis]))
-    return all([add_rows(steps, unary("copy"), [s], part) for s, part in zip((a, b), parts, strict=True)])
+    return all(add_rows(steps, unary("copy"), [s], part) for s, part in zip((a, b), parts, strict=True))
 
 
 BINDINGS = {"get_rows": _get_rows, "set_rows": _set_rows, "concat": _concat}

@@ -80,7 +80,8 @@ def round_rows(a, thread, threads):
 
 
 def rounded_bytes(rows: int, columns: int) -> int:
-    """Rounded activations: codes [rows, columns] int8, scales [rows, columns / 32] and sums [rows, columns / 16] float32."""
+    """Rounded activations: codes [rows, columns] int8, scales [rows, columns / 32] and sums [rows, columns / 16]
+    float32."""
     return rows * (columns + columns // COLUMNS * 12)
 
 
@@ -219,7 +220,6 @@ def rounded(steps: Steps, x: Operand) -> Operand:
     columns, step = x.shape[-1], x.row_step
     rows = math.prod(x.shape[:-1])
     made = steps.scratch("rounded", rounded_bytes(rows, columns))
-    assert step is not None
     steps.add(round_rows, [x.address, step, rows, columns, made.address], reads=[x], writes=[made])
     steps.remember(key, made, [x])
     return made
@@ -230,7 +230,7 @@ def _mul_mat(steps: Steps, call: Bound) -> bool:
     form = FORMATS.get(w.dtype)
     if form is None:
         return dense.bind(steps, call)
-    if len(w.shape) != 2 or not w.is_whole or x.row_step is None or y.row_step is None or not x.is_float:
+    if len(w.shape) != 2 or not w.is_whole or not x.has_rows or not y.has_rows or not x.is_float:
         return False
     rows, columns = w.shape
     q = rounded(steps, x)

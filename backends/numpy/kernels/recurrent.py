@@ -109,7 +109,8 @@ def _delta_net(steps: Steps, call: Bound) -> bool:
 
 
 def _strides(operand: Operand, axes: int, batched: bool) -> list[int]:
-    """The address, and bytes from sequence to sequence, token to token, head to head; the head is `axes` - 2 from the end
+    """The address, and bytes from sequence to sequence, token to token, head to head; the head is `axes` - 2 from the
+    end
     of (sequence, token, head, ...)."""
     rank = len(operand.shape)
     head = rank - (axes - 1)

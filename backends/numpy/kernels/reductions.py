@@ -154,7 +154,7 @@ def _softmax(steps: Steps, call: Bound) -> bool:
 
 def _top_k(steps: Steps, call: Bound) -> bool:
     x, y = call.operand(0), call.out
-    if not x.is_float or x.row_step is None or not y.is_dense or y.dtype is not DType.I32:
+    if not x.is_float or not x.has_rows or not y.is_dense or y.dtype is not DType.I32:
         return False
     k = y.shape[-1]
     rows = int(np.prod(x.shape[:-1]))

@@ -17,7 +17,8 @@ from .simd import float_word, load_double, load_int, load_scalar, store_scalar, 
 
 @kernel
 def turns(a, thread, threads):
-    """Words: positions (int32), how many, frequencies (float64), pairs, magnitude, cosines and sines of [positions, pairs]."""
+    """Words: positions (int32), how many, frequencies (float64), pairs, magnitude, cosines and sines of [positions,
+    pairs]."""
     positions, frequency, pairs, magnitude = word(a, 0), word(a, 2), word(a, 3), float_word(a, 4)
     cosines, sines = word(a, 5), word(a, 6)
     lo, hi = share(word(a, 1), thread, threads)

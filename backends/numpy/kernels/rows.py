@@ -7,11 +7,12 @@ from functools import cache
 
 import numpy as np
 
-from ..compiler import Kernel, part
+from ..compiler import Kernel, Part, part
 from ..steps import Binding, Bound, Operand, Steps
 from .packing import share
 from .simd import (
     LANES,
+    Intrinsic,
     absolute,
     add,
     div,
@@ -80,7 +81,8 @@ def put(p, c, n, value):
 
 @part
 def exp(x):
-    """2**n times a polynomial of degree 6 on [-ln 2 / 2, ln 2 / 2]; relative error below 2e-7, inf and 0 past the range.
+    """2**n times a polynomial of degree 6 on [-ln 2 / 2, ln 2 / 2]; relative error below 2e-7, inf and 0 past the
+    range.
 
     The power is applied in two halves, each of which is a normal number; NaN passes both comparisons.
     """
@@ -191,7 +193,7 @@ def reglu(gate, up):
     return mul(relu(gate), up)
 
 
-UNARY = {
+UNARY: dict[str, Part | Intrinsic] = {
     "copy": copy,
     "exp": exp,
     "sigmoid": sigmoid,
@@ -206,8 +208,16 @@ UNARY = {
     "gelu": gelu,
     "gelu_quick": gelu_quick,
 }
-BINARY = {"add": add, "sub": sub, "mul": mul, "div": div, "swiglu": swiglu, "reglu": reglu}
-BINARY |= {"geglu": geglu, "geglu_quick": geglu_quick}
+BINARY: dict[str, Part | Intrinsic] = {
+    "add": add,
+    "sub": sub,
+    "mul": mul,
+    "div": div,
+    "swiglu": swiglu,
+    "reglu": reglu,
+    "geglu": geglu,
+    "geglu_quick": geglu_quick,
+}
 
 
 @cache

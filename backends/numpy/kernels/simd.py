@@ -1,6 +1,7 @@
 """Vectors as kernels write them: 16 float32 or int32 lanes, 64 bytes, loaded from addresses.
 
-Each operation is a few lines of LLVM's builder.  They are plain vector code, legal on every target (LLVM splits what the
+Each operation is a few lines of LLVM's builder.  They are plain vector code, legal on every target (LLVM splits what
+the
 processor has not), but for `dot4`, which is one instruction where there is VNNI.  Nothing here imports Numba:
 `compiler` makes functions of these declarations when a kernel has to be compiled.
 """
@@ -31,6 +32,9 @@ class Intrinsic:
     result: str
     operands: tuple[str, ...]
     body: Callable[..., Any]
+
+    def __call__(self, *values: Any) -> Any:
+        raise TypeError("an intrinsic runs in compiled kernels only")
 
 
 def intrinsic(result: str, *operands: str) -> Callable[[Callable[..., Any]], Intrinsic]:
