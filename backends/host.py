@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ from ..graph.errors import BackendError
 from ..graph.node import Node
 from ..graph.spec import Spec
 from ..ops.quants import dequantise
-from .base import Array, Backend, Device, Tensor, contiguous_strides, host_view
+from .base import Array, Device, Tensor, contiguous_strides, host_view
 
 ALIGNMENT = 64
 
@@ -23,7 +24,7 @@ class HostBackend(ABC):
 
     name: str
 
-    def with_threads(self, threads: int) -> Backend:
+    def with_threads(self, threads: int) -> Self:
         return self
 
     def devices(self) -> Sequence[Device]:

@@ -87,7 +87,7 @@ class SimulatedBackend:
     def supports(self, node: Node, on: Device) -> Support:
         return Support(True)
 
-    def stored(self, spec: Spec) -> Spec:
+    def stored(self, spec: Spec, kind: str = "value") -> Spec:
         return spec
 
     def scratch(self, node: Node) -> int:

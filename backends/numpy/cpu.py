@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from ...graph.dtypes import DType
 from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops.quants import dequantise
-from ..base import Array, Backend, Comm, Device, Instruction, Program, Tensor, contiguous_strides, host_view
+from ..base import Array, Comm, Device, Instruction, Program, Tensor, contiguous_strides, host_view
 from . import NumpyBackend
 from .compiler import REPLAY
 from .kernels.formats import FORMATS, ROWS
@@ -38,8 +38,8 @@ class CpuBackend(NumpyBackend):
         self.threads = threads or 1
         self._crew: Crew | None = None
 
-    def with_threads(self, threads: int) -> Backend:
-        return CpuBackend(threads)
+    def with_threads(self, threads: int) -> Self:
+        return type(self)(threads)
 
     def stored(self, spec: Spec, kind: str = "value") -> Spec:
         """Weights that are matrices keep their type, quantised ones in whole groups of rows; all else is float32."""
