@@ -21,8 +21,8 @@ from hocket.scheduler.factors import Factor, Factors
 
 from .test_models import F64, INDEX, SAME, STEP, Run, at_once, changed, golden, nmse, opened
 
-FAMILIES = ("llama-moe", "qwen3moe", "qwen35moe")
-LAYERS = {"llama-moe": 2, "qwen3moe": 2, "qwen35moe": 3}
+FAMILIES = ("llama-moe", "qwen3moe", "qwen3next", "qwen35moe")
+LAYERS = {"llama-moe": 2, "qwen3moe": 2, "qwen3next": 3, "qwen35moe": 3}
 
 
 def devices(n: int) -> tuple[str, ...]:

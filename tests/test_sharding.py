@@ -45,7 +45,7 @@ def nmse(got, want):
 @pytest.mark.parametrize("split", [(), (3, 1)], ids=["equal", "3,1"])
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 @pytest.mark.parametrize("mode", ["tensor", "layer"])
-@pytest.mark.parametrize("name", ["llama", "llama-rope-freqs", "qwen3", "qwen35", "qwen3-q4_k_m"])
+@pytest.mark.parametrize("name", ["llama", "llama-rope-freqs", "qwen3", "qwen3next", "qwen35", "qwen3-q4_k_m"])
 def test_a_model_on_several_devices_gives_the_logits_of_one(name, mode, n, split):
     model = load_model(open_gguf(FIXTURES / name / "model.gguf"))
     tokens = np.load(FIXTURES / name / "tokens.npy").tolist()
