@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ... import ops
 from ...graph import Graph, Value
 from ..gguf import Gguf
-from .blocks import linear, norm
+from .blocks import linear, norm, queries_keys_values
 from .decoder import decoder
 from .delta import DeltaNet, Projected, delta_rule
 from .frame import Frame
@@ -118,10 +118,8 @@ def gated_attention(hyper: Hyper, weights: Weights, frame: Frame, layer: int, x:
     """Attention whose output is gated by a sigmoid of the input, f32[B*T, E] to f32[B*T, E]."""
     block, size = f"blk.{layer}", hyper.head_size
     # Each head of attn_q gives its query and then its gate.
-    both = frame.split(linear(weights, f"{block}.attn_q", x, 2 * hyper.heads * size), hyper.heads, 2 * size)
+    both, k, v = queries_keys_values(weights, frame, block, x, (hyper.heads, 2 * size), (hyper.kv_heads, size))
     q, gate = ops.slice_(both, axis=-1, start=0, stop=size), ops.slice_(both, axis=-1, start=size, stop=2 * size)
-    k = frame.split(linear(weights, f"{block}.attn_k", x, hyper.kv_heads * size), hyper.kv_heads, size)
-    v = frame.split(linear(weights, f"{block}.attn_v", x, hyper.kv_heads * size), hyper.kv_heads, size)
     q = norm(weights, f"{block}.attn_q_norm", q, hyper.eps)
     k = norm(weights, f"{block}.attn_k_norm", k, hyper.eps)
     q = hyper.rope.rotate(q, frame.pos, name=f"{block}.q_rope")
