@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ..graph.graph import Graph
+from ..graph.graph import Graph, topological_order
 from ..graph.node import Node, Value
 from ..ops import cont, op_of
 from ..ops.collective import sequence_of
@@ -130,10 +130,21 @@ class _Waits:
         return False
 
 
+def together(graph: Graph) -> list[Node]:
+    """The nodes in order, those that only a new state needs straight behind the last that they read."""
+    place: dict[Node, tuple[int, int]] = {}
+    for at, node in enumerate(topological_order(graph.outputs.values())):
+        place[node] = (at, -1)
+    for at, node in enumerate(n for n in graph.nodes if n not in place):
+        place[node] = (max((place[s.node][0] for s in node.inputs if not s.node.is_leaf), default=-1), at)
+    return sorted(graph.nodes, key=place.__getitem__)
+
+
 def _order(graph: Graph, later: Mapping[Node, list[Node]]) -> tuple[Node, ...]:
-    """Graph order, but each writer of a state after the readers of its old value."""
+    """Graph order, but each writer of a state after the readers of its old value, and what only a new state needs
+    straight behind the last that it reads: at the end, where the graph has it, all that would still be kept."""
     done: dict[Node, None] = {}
-    for root in graph.nodes:
+    for root in together(graph):
         stack = [root]
         while stack:
             node = stack[-1]
