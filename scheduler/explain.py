@@ -25,7 +25,7 @@ def explain(plan: Plan, *, steps: bool = False) -> str:
     lines += stage_table(plan)
     if steps:
         for lane in plan.lanes:
-            lines += ["", program_text(lane.program)]
+            lines += ["", f"{lane.device}: {program_text(lane.program)}"]
     return "\n".join(lines)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import string
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from ..backends.base import Instruction, Program, Tensor
 from ..graph.graph import Graph
@@ -17,6 +19,9 @@ from .factors import Factor, Factors
 from .layout import Layout, Shard
 from .lower import ARENA
 from .units import columns
+
+if TYPE_CHECKING:
+    from .plan import Plan
 
 WIDTH = 64
 """Columns in which the life of a value is drawn; of a longer program several steps share one."""
@@ -56,7 +61,7 @@ def factors_text(factors: Factors) -> str:
                 contracted[factor].append(ref(called[node]))
             for factor in uses.coupled:
                 coupled[factor].append(ref(called[node]))
-    rows = [("factor", "size", "leaves", "summed over by", "whole for")]
+    rows: list[tuple[str, ...]] = [("factor", "size", "leaves", "summed over by", "whole for")]
     for factor, letter in letters.items():
         cells = (joined(found[factor]) or "-" for found in (having, contracted, coupled))
         rows.append((letter, str(factor.size), *cells))
@@ -178,7 +183,7 @@ def _buffers(program: Program) -> list[str]:
             reads[tensor.buffer].append(str(step))
         for tensor in i.dst:
             writes[tensor.buffer].append(str(step))
-    rows = [("buffer", "", "bytes", "kept as", "read in", "written in")]
+    rows: list[tuple[str, ...]] = [("buffer", "", "bytes", "kept as", "read in", "written in")]
     for number, b in enumerate(program.buffers):
         if number != ARENA:
             steps = (joined(list(dict.fromkeys(found[number]))) or "-" for found in (reads, writes))
@@ -201,7 +206,7 @@ def program_text(program: Program) -> str:
     rows += [
         ("", end, f"{name} = {_tensor_text(t, places)}", "", "") for end, found in ends for name, t in found.items()
     ]
-    return "\n".join([f"{program.device}: {len(program.instructions)} steps", *columns(rows, "rllll")])
+    return "\n".join([f"{len(program.instructions)} steps", *columns(rows, "rllll")])
 
 
 def _tensor_text(tensor: Tensor, places: Sequence[str]) -> str:
@@ -215,3 +220,27 @@ def _attrs_text(i: Instruction) -> str:
     """Attributes other than the defaults of the op."""
     defaults = REGISTRY[i.op].defaults
     return ", ".join(f"{k}={attr_text(v)}" for k, v in i.attrs.items() if k not in defaults or defaults[k] != v)
+
+
+# ---------------------------------------------------------------------------------------------------------- a plan
+
+
+def _each(plan: Plan, text: Callable[[Program], str]) -> str:
+    """What `text` says of the program of each device; of devices of which it says the same, once."""
+    devices: dict[str, list[str]] = {}
+    for lane in plan.lanes:
+        devices.setdefault(text(lane.program), []).append(str(lane.device))
+    return "\n\n".join(f"{' '.join(names)}: {shown}" for shown, names in devices.items())
+
+
+PASSES: Mapping[str, Callable[[Plan], str]] = MappingProxyType(
+    {
+        "graph": lambda plan: dump(plan.graph),
+        "factors": lambda plan: factors_text(Factors(plan.graph)),
+        "layouts": lambda plan: layouts_text(plan.leaves, plan.outputs),
+        "shards": lambda plan: graphs_text([lane.graph for lane in plan.lanes]),
+        "memory": lambda plan: _each(plan, memory_text),
+        "steps": lambda plan: _each(plan, program_text),
+    }
+)
+"""What `hocket plan --show` shows of a plan, in the order in which it is made."""

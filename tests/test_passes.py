@@ -10,14 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from hocket.cli import main
+from hocket.frontends import flags
 from hocket.frontends.gguf import Gguf, open_gguf
 from hocket.frontends.models import Step, load_model
 from hocket.graph import Graph, dump
+from hocket.scheduler import plan_for
 from hocket.scheduler.assign import assign
 from hocket.scheduler.choose import choose
 from hocket.scheduler.factors import Factors
 from hocket.scheduler.layout import Shares
-from hocket.scheduler.listing import factors_text, graphs_text, layouts_text, memory_text, program_text
+from hocket.scheduler.listing import PASSES, factors_text, graphs_text, layouts_text, memory_text, program_text
 from hocket.scheduler.lower import lower
 from hocket.scheduler.place import layer_split, place
 from hocket.scheduler.shard import shard
@@ -92,3 +95,36 @@ def test_each_pass_makes_of_a_small_model_what_was_read_by_eye(name: str, update
     assert held.keys() == made.keys(), "run pytest --update-golden and read what it wrote"
     for file_name, text in made.items():
         assert text == held[file_name], f"{name}/{file_name} is not what the pass makes now"
+
+
+@pytest.mark.parametrize(
+    ("shown", "words"),
+    [
+        ("graph", "%blk.0.attn_q = mul_mat(%blk.0.attn_q.weight, %blk.0.attn_norm) : f32[1,64]"),
+        ("factors", "%blk.0.attn_q.weight       f16[64,64]      (d e g)  b"),
+        ("layouts", "leaf    %blk.0.attn_q.weight       S0 0+32 | 32+32"),
+        ("shards", "%wanted.sum = all_reduce(%wanted, sequence=2) : f32[1,64]"),
+        ("memory", "cpu:1: arena of "),
+        ("steps", " steps\nstep  op "),
+    ],
+)
+def test_the_command_shows_what_a_pass_made(shown: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(HERE / "fixtures" / "llama" / "model.gguf")
+    assert main(["plan", path, "-c", "16", "--simulate", "cpu:2", "--split-mode", "tensor", "--show", shown]) == 0
+    assert words in capsys.readouterr().out
+
+
+def test_the_flag_names_every_listing() -> None:
+    assert tuple(PASSES) == flags.PASSES
+
+
+def test_the_map_of_memory_covers_what_instructions_touch_and_shows_long_programs_in_fewer_columns() -> None:
+    simulation = simulate("cpu:1")
+    made = plan_for(load_model(layers("qwen35", 0, 1, 2)).graph(PREFILL), simulation.group)
+    program = made.lanes[0].program
+    drawn = memory_text(program).splitlines()
+    steps = len(program.instructions)
+    assert drawn[1].split()[:6] == ["offset", "bytes", "steps", "0", "to", f"{steps - 1},"]
+    bars = [line.split()[2] for line in drawn[2 : drawn.index("")]]
+    assert {len(bar) for bar in bars} == {-(-steps // 2)}
+    assert all(any(bar[column] == "#" for bar in bars) for column in range(len(bars[0])))

@@ -70,6 +70,16 @@ def test_a_decoder_meets_twice_a_layer(name, most):
     assert all("all_reduce" in i.op or "gather" not in i.op for i in made.lanes[0].program.instructions)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3next", "qwen35"])
+def test_a_layer_split_sends_one_value_to_the_next_device(name):
+    """States stay with the layer that reads them, those of convolutions too, though their new values end the graph."""
+    model = load_model(open_gguf(FIXTURES / name / "model.gguf"))
+    made = plan(model.graph(Step(1, 1, 64, 64, 1)), devices(2), split_mode="layer")
+    sent = [i.node for lane in made.lanes for i in lane.program.instructions if i.op == "send"]
+    assert len(sent) == 1
+    assert "residual" in sent[0]
+
+
 def test_each_device_keeps_its_share_of_the_weights_and_of_the_cache():
     graph = open_model(None).graph(Step(1, 8, 256, 512, 1))
     one, two = (plan(graph, devices(n), split_mode="tensor") for n in (1, 2))
