@@ -189,6 +189,7 @@ def plan(args: argparse.Namespace) -> int:
     from .frontends.planning import plan_group, read_plan, step_graph
     from .scheduler.diff import difference
     from .scheduler.fits import memory_problem
+    from .scheduler.listing import PASSES
     from .scheduler.plan_json import to_json
 
     other = None if args.diff is None else read_plan(args.diff)
@@ -203,6 +204,8 @@ def plan(args: argparse.Namespace) -> int:
         changes = difference(other, made)
         shown = json.dumps(changes) if args.json else "\n".join(changes or ("the plans do the same",))
         write(shown + "\n")
+    elif args.show:
+        write(PASSES[args.show](made).rstrip("\n") + "\n")
     else:
         write(text if args.json else made.explain(steps=args.steps) + "\n")
     if problem := memory_problem(made, context=context):

@@ -8,6 +8,8 @@ from typing import NoReturn
 CHUNK = 512
 """Tokens evaluated in one run, and tokens of context in measuring perplexity, unless asked otherwise."""
 NEW_TOKENS = 128
+PASSES = ("graph", "factors", "layouts", "shards", "memory", "steps")
+"""What `hocket plan` can show; each is a key of `scheduler.listing.PASSES`, which need not be loaded to read flags."""
 
 
 def one_line(text: str) -> str:
@@ -110,6 +112,7 @@ def plan_flags(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--phase", choices=("decode", "prefill"), default="decode", help="one token, or a batch (decode)")
     sub.add_argument("--steps", action="store_true", help="list every instruction of every device too")
+    sub.add_argument("--show", choices=PASSES, help="print what one pass made instead of the explanation")
     sub.add_argument("--diff", metavar="PLAN", help="print what differs from this plan in JSON instead")
     sub.add_argument("--json", action="store_true", help="print the plan as JSON, which --diff reads")
     sub.add_argument("-o", "--out", metavar="FILE", help="write the plan as JSON to a file too")

@@ -13,6 +13,7 @@ from ..graph.graph import Graph
 from ..graph.node import Node, Value
 from ..ops.collective import receive, send
 from .layout import REPLICATE, Layout, Local
+from .order import together
 from .shard import Sharded
 
 Placement = Mapping[Node, int]
@@ -21,7 +22,7 @@ Placement = Mapping[Node, int]
 
 def layer_split(graph: Graph, proportions: Sequence[float]) -> Placement:
     """Give each device consecutive nodes, with about its proportion of the bytes of weights and states."""
-    nodes = [n for n in graph.nodes if not n.is_leaf]
+    nodes = [n for n in together(graph) if not n.is_leaf]
     seen: set[Value] = set()
     weights = []
     for node in nodes:

@@ -190,12 +190,19 @@ class _Request:
         """The fastest plan that fits into memory; if none does, the one that lacks least."""
         choice = search(self.graph, self.factors, len(self.group), self.hardware)
         best = self._cut(choice)
-        if best.cuts and best.cost.total > choice.alone:  # the search does not see every copy that kernels need
+        # The search does not see every copy that kernels need.
+        if best.cuts and best.cost.total > choice.alone and best.cost.total > self._alone():
             alone = self.given(frozenset(), "whole on each device: no cut is faster")
             best = min(best, alone, key=lambda p: (shortage(p) > 0, p.cost.total))
         if not shortage(best) or len(self.group) == 1:
             return best
         return min((best, self.shards(), self.layers()), key=shortage)
+
+    def _alone(self) -> float:
+        """The predicted time of one device, which is also that of many that all do the same."""
+        one = _Request(self.graph, self.group[:1], [1.0], self.hardware)
+        one.factors = self.factors
+        return one.given(frozenset(), "").cost.total
 
     def _cut(self, choice: Choice) -> Plan:
         cuts = cuts_of(self.graph, self.factors, choice.factors)
