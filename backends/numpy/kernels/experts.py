@@ -25,7 +25,7 @@ NONE = np.float32(0)
 def sort_slots(a, thread, threads):
     """Words: ids (int32), how many, experts here, target, the first expert here, experts in all.
 
-    Target: how many slots come before each expert, before those of experts that are elsewhere, and in all; then the slots
+    Target: how many slots come before each expert, before those of experts that are elsewhere, and in all; then slots
     in that order.  An id that is no expert at all stops the run.
     """
     ids, count, experts, starts, own, every = word(a, 0), word(a, 1), word(a, 2), word(a, 3), word(a, 4), word(a, 5)
