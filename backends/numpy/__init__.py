@@ -15,7 +15,7 @@ from ...graph.dtypes import DType
 from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops.collective import COLLECTIVES
-from ..base import Comm, Device, Program, Support
+from ..base import Comm, Device, Program, Support, run_calls
 from ..host import HostBackend
 from .kernel import Call
 from .table import KERNELS
@@ -37,8 +37,8 @@ class NumpyBackend(HostBackend):
         return 4 * KERNELS[node.op].scratch(node)
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Callable[[], None]:
-        calls: list[Callable[[], object]] = []
-        for i in program.instructions:
+        calls: list[tuple[int, Callable[[], object]]] = []
+        for number, i in enumerate(program.instructions):
             src = [None if t is None else self.view(buffers[t.buffer], t) for t in i.src]
             dst = [self.view(buffers[t.buffer], t) for t in i.dst]
             scratch = np.empty(0, np.float32)
@@ -47,11 +47,10 @@ class NumpyBackend(HostBackend):
                 scratch = buffers[i.scratch.buffer][start:end].view(np.float32)
             if not any(d.size for d in dst) and i.op not in COLLECTIVES:
                 continue  # nothing to write
-            calls += KERNELS[i.op].bind(Call(src, dst, i.attrs, scratch, comm))
+            calls += [(number, call) for call in KERNELS[i.op].bind(Call(src, dst, i.attrs, scratch, comm))]
 
         def replay() -> None:
             with np.errstate(all="ignore"):  # IEEE results (inf, NaN) are results here
-                for call in calls:
-                    call()
+                run_calls(program, calls)
 
         return replay
