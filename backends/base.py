@@ -93,7 +93,7 @@ class Program:
     """Everything one device does in one run.
 
     `undo` takes a run back that failed.  Each entry is the position of an instruction that saves what later ones
-    overwrite in a state, and the instruction that puts it back.  The entries whose save has finished are run in reverse.
+    overwrite in a state, and the instruction that puts it back; those whose save has finished are run in reverse.
     """
 
     device: str
@@ -187,10 +187,10 @@ def run_calls(program: Program, calls: Iterable[tuple[int, Callable[[], object]]
     """Make the calls in order, each given with the number of its instruction.  One that fails is a `StepError`."""
     number = 0
     try:
-        for number, call in calls:
+        for number, call in calls:  # noqa: B007  # read below
             call()
     except BaseException as why:  # an interrupt, too, leaves a step half done
-        said = str(why) if isinstance(why, HocketError) else f"{type(why).__name__}: {why}"
+        said = str(why) if isinstance(why, HocketError) else " ".join(f"{type(why).__name__}: {why}".split())
         raise StepError(program.instructions[number].node, program.device, number, said) from why
 
 

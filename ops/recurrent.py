@@ -11,7 +11,16 @@ from ..graph.node import Attr
 from .op import Array, op
 from .samples import Range, grid
 from .signature import Mismatch
-from .states import SLOT_RANGES, carry, state_form, state_inplace, state_needs, state_overwrites, state_signatures, state_traffic
+from .states import (
+    SLOT_RANGES,
+    carry,
+    state_form,
+    state_inplace,
+    state_needs,
+    state_overwrites,
+    state_signatures,
+    state_traffic,
+)
 
 
 @op(

@@ -8,7 +8,16 @@ import numpy as np
 
 from .op import Array, op
 from .samples import Range, grid
-from .states import SLOT_RANGES, carry, state_form, state_inplace, state_needs, state_overwrites, state_signatures, state_traffic
+from .states import (
+    SLOT_RANGES,
+    carry,
+    state_form,
+    state_inplace,
+    state_needs,
+    state_overwrites,
+    state_signatures,
+    state_traffic,
+)
 
 _SCAN = (
     "x=f32[{n}{t},{h},{e}], dt=f32[{n}{t},{h}], a=f32[{h},{a}], b=f32[{n}{t},{g},{d}], c=f32[{n}{t},{g},{d}],"

@@ -46,9 +46,7 @@ def _of_all(writer: Node | None, state: Value) -> Save:
     return Save(state, writer, kept.node, back.node, {kept: whole(kept), back: whole(back)})
 
 
-def _of_rows(
-    new: Value, state: Value, views: Mapping[Value, Strided], backend: Backend, on: Device
-) -> Save | None:
+def _of_rows(new: Value, state: Value, views: Mapping[Value, Strided], backend: Backend, on: Device) -> Save | None:
     """A save of the rows in which `new` differs from `state`; None if that may be all, or rows cannot be kept."""
     rows = _rows(new, state, views)
     if rows is None:
