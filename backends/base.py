@@ -108,6 +108,11 @@ class Program:
         """Positions of the instructions that compute nothing of the graph, but save what `undo` puts back."""
         return frozenset(at for at, _ in self.undo)
 
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of the arena that are kept until the end for `undo`."""
+        return sum(t.spec.nbytes for at in self.saves for t in self.instructions[at].dst)
+
     def undoing(self, finished: int) -> Program:
         """What takes a run back of which so many instructions had finished."""
         return replace(self, instructions=tuple(back for at, back in reversed(self.undo) if at < finished), undo=())

@@ -22,7 +22,7 @@ from .layout import Layout, Local, Shares
 from .lower import check_support, lower
 from .place import Placement, layer_split, place, placed_like
 from .shard import Sharded, shard
-from .stages import Stage
+from .stages import Stage, saving
 from .stages import estimate as timed
 from .units import nbytes_text as nbytes_text
 
@@ -190,7 +190,8 @@ class _Request:
         """The fastest plan that fits into memory; if none does, the one that lacks least."""
         choice = search(self.graph, self.factors, len(self.group), self.hardware)
         best = self._cut(choice)
-        if best.cuts and best.cost.total > choice.alone:  # the search does not see every copy that kernels need
+        seen = best.cost.total - saving(best.lanes, self.hardware)  # any plan has to save as much or more
+        if best.cuts and seen > choice.alone:  # the search does not see every copy that kernels need
             alone = self.given(frozenset(), "whole on each device: no cut is faster")
             best = min(best, alone, key=lambda p: (shortage(p) > 0, p.cost.total))
         if not shortage(best) or len(self.group) == 1:

@@ -285,7 +285,7 @@ def test_a_device_that_fails_stops_the_others_and_is_named():
 def test_a_member_that_does_not_come_is_an_error_and_not_a_hang():
     meeting = Meeting(2, timeout=0.05)
     x = np.ones(3, np.float32)
-    with pytest.raises(BackendError, match=r"collective 7 on device 0 of 2: a device did not arrive within 0\.05 s"):
+    with pytest.raises(BackendError, match=r"collective 7 on device 0 of 2: device 1 did not arrive within 0\.05 s"):
         meeting.member(0).all_reduce(x, x, x.copy(), 7)
 
 
