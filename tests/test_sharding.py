@@ -19,6 +19,7 @@ from hocket.frontends.models import Step, load_model
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
 from hocket.graph import BackendError, DType, Graph, PlanError, Value, input, state, weight
+from hocket.ops.quants import encoded
 from hocket.scheduler import load, plan, plan_for
 from hocket.scheduler.choose import clash, classes_of
 from hocket.scheduler.comm import Meeting
@@ -87,7 +88,7 @@ def test_each_device_keeps_its_share_of_the_weights_and_of_the_cache():
 def raw(array, dtype: DType):
     """Bound as a file holds it; a quantised weight as zero blocks with scales of one or so."""
     if not dtype.is_quantised:
-        return array
+        return encoded(array, dtype)
     rng = np.random.default_rng(array.size)
     blocks = rng.integers(0, 255, (*array.shape[:-1], array.shape[-1] // dtype.block, dtype.block_bytes))
     blocks = blocks.astype(np.uint8)
