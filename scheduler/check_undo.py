@@ -33,6 +33,16 @@ class Saved:
     index: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What memory holds where a state was saved."""
+
+    state: str
+
+    def __repr__(self) -> str:
+        return f"what was saved of %{self.state}"
+
+
 class Journal:
     """The saves of one program, judged as its steps go by over `memory`."""
 
@@ -64,7 +74,7 @@ class Journal:
         for tensor in (i.scratch, kept):
             if tensor is not None:
                 self.memory.write(extent_of(tensor), None)
-        token = (name, "saved")
+        token = Kept(name)
         self.memory.write(extent_of(kept), token)
         self.needed[token] = step
         self.kept.append(extent_of(kept))
