@@ -193,7 +193,7 @@ def _changes_only(node: Node | None, result: int, i: Instruction, saved: Saved) 
 
 def _rows_named(index: Tensor, ahead: tuple[int, ...]) -> npt.NDArray[np.int64] | None:
     """For each entry of the axes `ahead` where the numbers of its rows lie, in order of address; None if unclear."""
-    at = np.full((), index.offset, np.int64)
+    at: npt.NDArray[np.int64] = np.full((), index.offset, np.int64)
     for n, stride in zip(index.shape, index.strides, strict=True):
         at = at[..., None] + np.arange(n) * stride * index.dtype.block_bytes
     if not ahead:
