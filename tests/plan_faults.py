@@ -154,6 +154,13 @@ def step(plan: Plan, device: int, name: str, change: Callable[[Any], Any]) -> Pl
     return programmed(plan, device, instructions=tuple(change(i) if i.node == name else i for i in found))
 
 
+def kept(plan: Plan, device: int, change: Callable[[dict[int, Any]], None]) -> Plan:
+    """`plan` with what undoes the step of a device changed: instructions by the position of their saves."""
+    undo = dict(plan.lanes[device].program.undo)
+    change(undo)
+    return programmed(plan, device, undo=tuple(undo.items()))
+
+
 def moved(tensor: Any, by: int) -> Any:
     return dataclasses.replace(tensor, offset=tensor.offset + by)
 

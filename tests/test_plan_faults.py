@@ -308,6 +308,7 @@ PROGRAMS: Mapping[str, Fault] = {
     "a program is for another device": lambda: other_device(),
 }
 
+
 FAULTS = {**SUMS, **MEETINGS, **LAYOUTS, **NODES, **PROGRAMS}
 
 
