@@ -10,6 +10,8 @@ from ..graph.graph import Graph
 from ..graph.node import Node, Value
 from ..ops import op_of
 from .factors import Factor, Factors
+from .layout import Local
+from .pins import Pins
 
 
 class Whole(Enum):
@@ -19,8 +21,9 @@ class Whole(Enum):
     PARTIAL = "P"
 
 
-State = Factor | Whole
+State = Factor | Whole | Local
 R, P = Whole.REPLICATED, Whole.PARTIAL
+NO_PINS = Pins()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,8 @@ class Conversion:
 @dataclass(slots=True)
 class Assignment:
     """`made[v]` is the layout a value is produced in; `by[n]` the factor a node is cut by, R if every device does all
-    of it, P if it passes a partial sum on; `wants[n]` the layout in which the node reads each operand."""
+    of it, P if it passes a partial sum on, Local if one device does it; `wants[n]` the layout in which the node reads
+    each operand."""
 
     chosen: frozenset[Factor]
     made: dict[Value, State] = field(default_factory=dict)
@@ -50,7 +54,7 @@ class Assignment:
     conversions: list[Conversion] = field(default_factory=list)
 
 
-def assign(graph: Graph, factors: Factors, chosen: frozenset[Factor]) -> Assignment:
+def assign(graph: Graph, factors: Factors, chosen: frozenset[Factor], pins: Pins = NO_PINS) -> Assignment:
     """Lay `graph` out over the `chosen` factors.  Always succeeds: what does not fit is converted.
 
     A weight that some node needs whole stays whole on every device (nodes that can still take a slice of it).
@@ -58,8 +62,8 @@ def assign(graph: Graph, factors: Factors, chosen: frozenset[Factor]) -> Assignm
     users = graph.users()
     whole: set[Value] = set()
     while True:
-        found = _Pass(graph, factors, chosen, users, whole).run()
-        gathered = {c.value for c in found.conversions if c.value.node.op == "weight" and not c.is_free}
+        found = _Pass(graph, factors, chosen, users, whole, pins).run()
+        gathered = {c.value for c in found.conversions if c.value.node.op == "weight" and isinstance(c.before, Factor)}
         if not gathered:
             return found
         whole |= gathered
@@ -75,8 +79,9 @@ class _Pass:
         chosen: frozenset[Factor],
         users: Mapping[Value, list[Node]],
         whole: Iterable[Value],
+        pins: Pins,
     ) -> None:
-        self.graph, self.factors, self.users, self.whole = graph, factors, users, set(whole)
+        self.graph, self.factors, self.users, self.whole, self.pins = graph, factors, users, set(whole), pins
         self.out = Assignment(chosen)
         self.converted: set[tuple[Value, State]] = set()
         self.stored: set[Value] = set()  # weights, states and views of them: where a cut saves memory and reading
@@ -97,6 +102,9 @@ class _Pass:
 
     def _leaf(self, node: Node) -> None:
         value = Value(node)
+        if value in self.pins.leaves:
+            self.out.made[value] = self.pins.leaves[value]
+            return
         cuts = self._cuts(value)
         self.out.made[value] = cuts[0] if cuts and node.op in ("weight", "state") and value not in self.whole else R
         if node.op in ("weight", "state"):
@@ -110,7 +118,10 @@ class _Pass:
     def _node(self, node: Node) -> None:
         by: State
         results: tuple[State, ...]
-        if (cut := self._factor_for(node)) is not None:
+        if node in self.pins.nodes:
+            by = Local((self.pins.nodes[node].device,))
+            wants, results = tuple(by for _ in node.inputs), tuple(by for _ in node.results)
+        elif (cut := self._factor_for(node)) is not None:
             by, wants = cut, tuple(cut if cut in self.factors.of(s) else R for s in node.inputs)
             results = tuple(cut if cut in self.factors.of(v) else P for v in node.results)
         else:
@@ -121,7 +132,7 @@ class _Pass:
         for source, want in zip(node.inputs, wants, strict=True):
             self._convert(source, want, node)
         self.out.made.update(zip(node.results, results, strict=True))
-        if op_of(node).is_view and node.inputs[0] in self.stored:
+        if op_of(node).is_view and node.inputs[0] in self.stored and not isinstance(by, Local):
             self.stored.add(Value(node))
 
     def _factor_for(self, node: Node) -> Factor | None:
@@ -168,6 +179,8 @@ class _Pass:
 
     def _passes(self, user: Node, value: Value) -> bool:
         """Whether `user` could take `value` as a partial sum."""
+        if user in self.pins.nodes:
+            return False
         declared = op_of(user)
         linear = {n for joint in declared.linear_in(user.attrs) for n in joint.split("+")}
         places = [n for n, s in zip(declared.operand_names, user.src, strict=False) if s == value]
@@ -177,9 +190,13 @@ class _Pass:
 
     def _convert(self, value: Value, want: State, node: Node | None) -> None:
         made = self.out.made[value]
-        if made is want or (value, want) in self.converted:
+        if made == want or (value, want) in self.converted:
             return
-        if (value, R) in self.converted:
+        if isinstance(made, Local) and isinstance(want, Local) and set(want.devices) <= set(made.devices):
+            return
+        if isinstance(made, Local) != isinstance(want, Local) and want is not R:
+            self._convert(value, R, node)  # to one device and from one device it goes as a whole
+        if made is R or (value, R) in self.converted:
             made = R  # it is whole already: a slice of that is free
         self.converted.add((value, want))
         self.out.conversions.append(Conversion(value, made, want, node))

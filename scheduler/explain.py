@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..graph.node import Node
+from ..graph.node import Node, quote
 from ..graph.text import names
 from ..ops import REGISTRY
 from .condense import repeats
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 def explain(plan: Plan, *, steps: bool = False) -> str:
     """The summary, what the search considered, memory and stages; with `steps` each instruction of each device."""
-    lines = [summary(plan), *(f"  {reason}" for reason in plan.reasons), "", *memory_table(plan), ""]
+    lines = [summary(plan), *(f"  {reason}" for reason in (*plan.reasons, *placement_lines(plan)))]
+    lines += ["", *memory_table(plan), ""]
     lines += stage_table(plan)
     if steps:
         for lane in plan.lanes:
@@ -45,6 +46,17 @@ def summary(plan: Plan) -> str:
         f"{plan.flops() / 1e6:.1f} MFLOP; {time_text(plan.cost.total)} a run estimated, "
         f"{time_text(plan.cost.collectives)} of it in collectives"
     )
+
+
+def placement_lines(plan: Plan) -> list[str]:
+    """A line for each reason for which nodes run on one device alone."""
+    lines = []
+    for placed in plan.placed:
+        first, *others = (f"%{quote(name)}" for name in placed.nodes)
+        shown = first if not others else f"{first}, {others[0]}" if len(others) == 1 else f"{first} to {others[-1]}"
+        count = f"{len(placed.nodes)} node{'s' if others else ''}"
+        lines.append(f"{plan.lanes[placed.device].device} alone runs {count} ({shown}): {placed.because}")
+    return lines
 
 
 def stages_of(plan: Plan) -> list[Stage]:
@@ -130,6 +142,7 @@ class _Reasons:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self.placed = {name: placed for placed in plan.placed for name in placed.nodes}
         self.nodes = {id(lane.graph): {n: node for node, n in names(lane.graph).items()} for lane in plan.lanes}
 
     def of(self, stage: Stage) -> str:
@@ -144,12 +157,13 @@ class _Reasons:
         leaves = {leaf_of(s).name: leaf_of(s) for n in nodes for s in n.inputs}
         kept = [n for n in leaves.values() if n.op in ("weight", "state") and n.name in self.plan.leaves]
         special = [n for n in kept if isinstance(self.plan.leaves[n.name], Shard | Local)]
+        why = [self.placed[n.name].because for n in nodes if n.name in self.placed]
         if not special:
-            return self._whole(nodes)
+            return f"placed here: {why[0]}" if why else self._whole(nodes)
         most = max(special, key=lambda n: n.specs[0].nbytes)
         others = f" and {len(special) - 1} more" if len(special) > 1 else ""
         if isinstance(self.plan.leaves[most.name], Local):
-            return f"%{most.label}{others} placed here"
+            return f"%{most.label}{others} placed here{f': {why[0]}' if why else ''}"
         return f"%{most.label}{others} cut on axis {self._axis(most)}"
 
     def _whole(self, nodes: Sequence[Node]) -> str:

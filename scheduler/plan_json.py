@@ -27,6 +27,7 @@ from ..ops import cont, verify
 from .check import check
 from .cost import Hardware
 from .layout import PARTIAL, REPLICATE, Layout, Local, Shard, local_shape
+from .pins import Placed
 from .plan import Lane, Plan
 from .simulate import SIMULATED, SimulatedBackend
 
@@ -37,6 +38,7 @@ def to_json(plan: Plan) -> str:
     """One JSON object; `from_json` reads it back.  Devices that run the same share one program in it."""
     document = _running(plan)
     document["reasons"] = list(plan.reasons)
+    document["placed"] = [asdict(placed) for placed in plan.placed]
     document["hardware"] = asdict(plan.hardware)
     document["cost"] = asdict(plan.cost)
     document["memory"] = [
@@ -160,6 +162,10 @@ def _plan(document: dict[str, Any]) -> Plan:
         frozenset((_text(n), _whole_number(a), _whole_number(s), _whole_number(i)) for n, a, s, i in document["cuts"]),
         tuple(map(_text, document["reasons"])),
         Hardware(**{key: _speed(value) for key, value in document["hardware"].items()}),
+        tuple(
+            Placed(_whole_number(p["device"]), _text(p["because"]), tuple(map(_text, p["nodes"])))
+            for p in document["placed"]
+        ),
     )
 
 
@@ -276,6 +282,10 @@ def _check(plan: Plan) -> None:
             _check_stored(lane)
     _require(set(plan.leaves) == {n.name for n in plan.graph.nodes if n.is_leaf}, "its layouts are of other leaves")
     _require(set(plan.outputs) == set(plan.graph.outputs), "its layouts are of other outputs")
+    called = set(names(plan.graph).values())
+    for placed in plan.placed:
+        known = placed.device < len(plan.lanes) and called.issuperset(placed.nodes)
+        _require(known, "it places nodes or names devices that there are not")
     for leaf in (n for n in plan.graph.nodes if n.is_leaf):
         _check_leaf(plan, leaf)
     for name, value in plan.graph.outputs.items():

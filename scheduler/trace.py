@@ -105,6 +105,7 @@ class Trace:
     def __init__(self, meaning: Meaning, graphs: Sequence[Graph], leaves: Mapping[tuple[int, str], Held]) -> None:
         self.meaning, self.graphs, self.leaves = meaning, graphs, leaves
         self.held: dict[tuple[int, Value], list[Held]] = {}
+        self.computed: dict[int, set[int]] = {}
         self.sent: dict[tuple[object, ...], Place] = {}
         self.groups: dict[int, dict[int, Node]] = {}
         for device, graph in enumerate(graphs):
@@ -166,8 +167,11 @@ class Trace:
         for number, operands in enumerate(product(*choices)):
             if number == MOST:
                 break
-            self._add(found[0], converted(node, operands))
+            as_before = converted(node, operands)
+            self._add(found[0], as_before)
             for results in self._matches(node, operands, reasons):
+                if not as_before and not REGISTRY[node.op].is_view:
+                    self.computed.setdefault(results[0].number, set()).add(device)
                 for kept, held in zip(found, results, strict=True):
                     self._add(kept, [held])
         for value, kept in zip(node.results, found, strict=True):
