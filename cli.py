@@ -272,7 +272,7 @@ def group_of(args: argparse.Namespace) -> Group:
     """The devices that flags name, and how they share."""
     from .frontends.session import Group
 
-    return Group(tuple(args.devices.split(",")), args.split_mode, args.tensor_split)
+    return Group(tuple(args.devices.split(",")), args.split_mode, args.tensor_split, tuple(args.place))
 
 
 def memory_text(session: Session) -> str:

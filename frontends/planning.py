@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..backends.base import find
 from ..graph import Graph, PlanError
-from ..scheduler import Plan, plan_for
+from ..scheduler import Host, Plan, plan_for
 from ..scheduler.cost import CPU
 from ..scheduler.plan_json import from_json
 from ..scheduler.simulate import simulate
@@ -15,7 +15,7 @@ from .gguf.reader import MAGIC
 from .graph_file import LARGEST, read_graph
 from .models import Step
 from .open import context_for, open_model
-from .session import Group
+from .session import HOST, Group
 
 
 def step_graph(path: str, *, context: int | None, tokens: int) -> tuple[Graph, int | None]:
@@ -36,11 +36,20 @@ def step_graph(path: str, *, context: int | None, tokens: int) -> tuple[Graph, i
 def plan_group(graph: Graph, on: Group, simulated: str | None = None) -> Plan:
     """The plan of `graph` for devices, or for simulated ones."""
     if simulated is None:
-        group, hardware = [find(name) for name in on.devices], CPU
+        group, hardware, host = [find(name) for name in on.devices], CPU, Host(*find(HOST))
     else:
         simulation = simulate(simulated)
         group, hardware = list(simulation.group), simulation.hardware
-    return plan_for(graph, group, split_mode=on.split_mode, tensor_split=on.tensor_split, hardware=hardware)
+        host = Host(*simulation.host, simulation.host_hardware)
+    return plan_for(
+        graph,
+        group,
+        split_mode=on.split_mode,
+        tensor_split=on.tensor_split,
+        place=on.place,
+        hardware=hardware,
+        host=host,
+    )
 
 
 def read_plan(path: str) -> Plan:

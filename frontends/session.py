@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from ..backends.base import find
 from ..graph.spec import Spec
-from ..scheduler import Executor, Plan, Store, plan_for
+from ..scheduler import Executor, Host, Plan, Store, plan_for
 from .errors import ModelError
 from .models import Batch, Model, Step
 
@@ -20,6 +19,8 @@ FEWEST_CELLS = 256
 """The smallest context bucket; the next ones double."""
 DEFAULT_CONTEXT = 4096
 DEFAULT_BATCH = 512
+HOST = "cpu:0"
+"""The device that takes what does not fit on others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class Group:
     devices: tuple[str, ...] = ("cpu:0",)
     split_mode: str = "auto"
     tensor_split: tuple[float, ...] = ()
+    place: tuple[tuple[str, str], ...] = ()
 
 
 class Session:
@@ -63,9 +65,16 @@ class Session:
             if value < 1:
                 raise ModelError(f"{name} is {value}; it must be at least 1")
         check_context(self.context, model)
-        self.group = [find(name) for name in on.devices][: 1 if on.split_mode == "none" else None]
-        self._split = partial(plan_for, group=self.group, split_mode=on.split_mode, tensor_split=on.tensor_split)
-        self._first = self._split(model.graph(self._step(1, 1, sequences)))
+        self._place = on.place
+        self._first = plan_for(
+            model.graph(self._step(1, 1, sequences)),
+            [find(name) for name in on.devices],
+            split_mode=on.split_mode,
+            tensor_split=on.tensor_split,
+            place=on.place,
+            host=Host(*find(HOST)),
+        )
+        self.group = [(lane.backend, lane.device) for lane in self._first.lanes]  # perhaps fewer, perhaps the host too
         self.store = Store(self.group)
         self.lengths = [0] * sequences
         self._executors: dict[Step, Executor] = {}
@@ -136,7 +145,7 @@ class Session:
 
     def plan(self, step: Step) -> Plan:
         """The plan of a step, over the weights and states as they lie."""
-        return self._split(self.model.graph(step), like=self._first)
+        return plan_for(self.model.graph(step), self.group, place=self._place, like=self._first)
 
     def executor(self, step: Step) -> Executor:
         """The plan of a step, bound to this session's memory; built at its first use."""

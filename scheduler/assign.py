@@ -117,10 +117,11 @@ class _Pass:
 
     def _node(self, node: Node) -> None:
         by: State
+        wants: tuple[State, ...]
         results: tuple[State, ...]
-        if node in self.pins.nodes:
-            by = Local((self.pins.nodes[node].device,))
-            wants, results = tuple(by for _ in node.inputs), tuple(by for _ in node.results)
+        if (pin := self.pins.nodes.get(node)) is not None:
+            by = Local((pin.device,))
+            wants, results = (by,) * len(node.inputs), (by,) * len(node.specs)
         elif (cut := self._factor_for(node)) is not None:
             by, wants = cut, tuple(cut if cut in self.factors.of(s) else R for s in node.inputs)
             results = tuple(cut if cut in self.factors.of(v) else P for v in node.results)

@@ -51,13 +51,22 @@ class Lane:
         return {kind: self.program.nbytes(kind) for kind in ("weight", "state", "constant", "arena")}
 
 
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The device that takes what does not fit on the others, and its speeds if they differ from theirs."""
+
+    backend: Backend
+    device: Device
+    hardware: Hardware | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """What `graph` becomes on a group of devices.  Nothing is allocated yet, so a plan costs no device.
 
     `leaves` and `outputs` say how each input, weight, state and output lies on the devices; `reasons` is what the
     search considered; `placed` are the nodes that one device alone computes, and why; `cost` is predicted from the
-    programs, for devices and links like `hardware`.
+    programs, for devices and links like `hardware`, the last one like `host` if that is given.
     """
 
     graph: Graph
@@ -68,6 +77,12 @@ class Plan:
     reasons: tuple[str, ...]
     hardware: Hardware = CPU
     placed: tuple[Placed, ...] = ()
+    host: Hardware | None = None
+
+    @property
+    def speeds(self) -> tuple[Hardware, ...]:
+        """What each device is like."""
+        return (*(self.hardware for _ in self.lanes[1:]), self.host or self.hardware)
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -137,7 +152,7 @@ def plan_for(
     like: Plan | None = None,
     hardware: Hardware = CPU,
     choose: Chooser | None = None,
-    host: tuple[Backend, Device] | None = None,
+    host: Host | None = None,
 ) -> Plan:
     """`plan` for backends and devices that are already at hand; `choose` takes the place of the search.
 
@@ -186,9 +201,11 @@ class _Request:
         place: Place = (),
         earlier: Plan | None = None,
     ) -> None:
-        self.graph, self.group, self.shares, self.hardware, self.place = graph, group, shares, hardware, place
+        self.graph, self.group, self.shares, self.hardware = graph, group, shares, hardware
+        self.place = [(pattern, device if ":" in device else f"{device}:0") for pattern, device in place]
         self.proportions = shares or [1.0] * len(group)
-        self.wished = wished(graph, place, [str(device) for _, device in group], strict=earlier is None)
+        self.names = [str(device) for _, device in group]
+        self.wished = wished(graph, self.place, self.names, strict=earlier is None)
 
     @cached_property
     def factors(self) -> Factors:
@@ -225,23 +242,24 @@ class _Request:
         because[-1] = last or because[-1]
         return self._placed({n: Pin(d, because[d]) for n, d in where.items()}, trim=trim)
 
-    def with_host(self, host: tuple[Backend, Device], *, alone: bool) -> Plan | None:
+    def with_host(self, host: Host, *, alone: bool) -> Plan | None:
         """A layer split in which one more device, the host, takes what does not fit on the others."""
-        if str(host[1]) in {str(device) for _, device in self.group}:
+        if str(host.device) in {str(device) for _, device in self.group}:
             return None
-        wider = _Request(self.graph, (*self.group, host), (), self.hardware, self.place)
+        wider = _Request(self.graph, (*self.group, (host.backend, host.device)), (), self.hardware, self.place)
         shares = self.shares or by_memory([device for _, device in self.group])
         if alone:
             shares = [1.0] + [0.0] * (len(self.group) - 1)
-        why = f"weights that do not fit stay on {host[1]}"
+        why = f"weights that do not fit stay on {host.device}"
 
         def plan_with(share: float) -> Plan:
             rest = [(1 - share) * s / sum(shares) for s in shares]
-            return wider._layers([*rest, share], trim=alone, last=why)
+            made = wider._layers([*rest, share], trim=alone, last=why)
+            return replace(made, host=host.hardware) if made.lanes[-1].device == host.device else made
 
         first = self._layers(shares, trim=alone)
         total = sum(first.memory()[kind] for kind in ("weight", "state"))
-        return spilled(shortage(first) / max(total, 1), plan_with)
+        return spilled(shortage(first) / max(total, 1), plan_with) if shortage(first) else first
 
     def _placed(
         self, base: Mapping[Node, Pin], held: Mapping[Value, Local] = NOTHING_HELD, *, trim: bool = False
@@ -255,7 +273,8 @@ class _Request:
         where, sharded = self._built(self.wished, build)
         if not trim:
             return self._plan(sharded, frozenset(), (), where)
-        used = sorted({0, *(p.device for p in where.values())})
+        kept = {device for _, device in self.place}
+        used = sorted({0, *(p.device for p in where.values()), *(i for i, n in enumerate(self.names) if n in kept)})
         few = _Request(self.graph, tuple(self.group[d] for d in used), (), self.hardware)
         where = {n: replace(p, device=used.index(p.device)) for n, p in where.items()}
         placed = place_nodes(self.graph, {n: p.device for n, p in where.items()}, len(used))
@@ -272,10 +291,11 @@ class _Request:
         """The fastest plan that fits into memory; if none does, the one that lacks least."""
         choice = search(self.graph, self.factors, len(self.group), self.hardware)
         best = self._cut(choice)
-        if best.cuts and (best.placed or best.cost.total > choice.alone):
+        if best.placed or (best.cuts and best.cost.total > choice.alone):
             # the search sees neither every copy that kernels need nor what is placed
             alone = self.given(frozenset(), "whole on each device: no cut is faster")
-            best = min(best, alone, key=lambda p: (shortage(p) > 0, p.cost.total))
+            first = [self.alone()] if best.placed else []
+            best = min(best, alone, *first, key=lambda p: (shortage(p) > 0, p.cost.total))
         if not shortage(best) or len(self.group) == 1:
             return best
         return min((best, self.shards(), self.layers()), key=shortage)

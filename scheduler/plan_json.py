@@ -40,6 +40,7 @@ def to_json(plan: Plan) -> str:
     document["reasons"] = list(plan.reasons)
     document["placed"] = [asdict(placed) for placed in plan.placed]
     document["hardware"] = asdict(plan.hardware)
+    document["host"] = None if plan.host is None else asdict(plan.host)
     document["cost"] = asdict(plan.cost)
     document["memory"] = [
         {"device": str(lane.device), **lane.memory(), "capacity": lane.device.memory} for lane in plan.lanes
@@ -161,11 +162,12 @@ def _plan(document: dict[str, Any]) -> Plan:
         MappingProxyType({name: _read_layout(v) for name, v in document["outputs"].items()}),
         frozenset((_text(n), _whole_number(a), _whole_number(s), _whole_number(i)) for n, a, s, i in document["cuts"]),
         tuple(map(_text, document["reasons"])),
-        Hardware(**{key: _speed(value) for key, value in document["hardware"].items()}),
+        _read_hardware(document["hardware"]),
         tuple(
             Placed(_whole_number(p["device"]), _text(p["because"]), tuple(map(_text, p["nodes"])))
             for p in document["placed"]
         ),
+        None if document["host"] is None else _read_hardware(document["host"]),
     )
 
 
@@ -250,6 +252,10 @@ def _whole_number(value: Any) -> int:
     if type(value) is not int or value < 0:  # False is 0 to Python
         raise ValueError(f"{value!r:.60} is no count")
     return value
+
+
+def _read_hardware(entry: Mapping[str, Any]) -> Hardware:
+    return Hardware(**{key: _speed(value) for key, value in entry.items()})
 
 
 def _speed(value: Any) -> float:

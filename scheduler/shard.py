@@ -125,7 +125,7 @@ class _Device:
     def _with_meetings(self, graph: Graph) -> Graph:
         """A device comes to its meetings even where nothing of its own depends on them."""
         there = set(graph.nodes)
-        missing = {f"met.{v.node.attrs['sequence']}": v for v in self.met if v.node not in there}
+        missing = {f"met.{i}": v for i, v in enumerate(self.met) if v.node not in there}
         return Graph({**graph.outputs, **missing}, graph.updates) if missing else graph
 
     def _shape(self, value: Value, state: State) -> tuple[int, ...]:

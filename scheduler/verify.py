@@ -3,9 +3,9 @@ the devices' own graphs, by the declarations of ops, and compared with the user'
 
 It demands that each node of a device is a node of the user's graph on the entries its operands hold; that sums that
 are owed meet linear ops only and are then taken once, each term once; that devices meet in one order and nobody waits
-for ever; that leaves cover what they stand for, and outputs and states end as the plan says; that a node placed on one device is
-computed there and nowhere else, and every node where it can run; and, by `check`, that each device's program is a way
-to run its graph.
+for ever; that leaves cover what they stand for, and outputs and states end as the plan says; that what is placed on a
+device is computed there only, and every node where it can run; and, by `check`, that each device's program is a way to
+run its graph.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def plan_faults(plan: Plan) -> Iterator[str]:
             sound = False
             yield f"device {number}: {why}"
         for node in lane.graph.nodes:  # devices with one program may differ in what they can run
-            if node.op in REGISTRY and not node.is_leaf and not REGISTRY[node.op].is_view:
-                if not (answer := lane.backend.supports(node, lane.device)).ok:
-                    yield f"device {number}: {node!r} cannot run on {lane.device}: {answer.why}"
+            computes = node.op in REGISTRY and not node.is_leaf and not REGISTRY[node.op].is_view
+            if computes and not (answer := lane.backend.supports(node, lane.device)).ok:
+                yield f"device {number}: {node!r} cannot run on {lane.device}: {answer.why}"
     for why in meeting_faults([lane.program for lane in plan.lanes]):
         sound = False
         yield why
