@@ -156,6 +156,8 @@ class Trace:
             return
         if node.op == "receive":
             sender = self.sent.get(self._letter(device, node))
+            if sender and sender[1].specs != node.specs:
+                yield f"device {device}: {node!r} receives {sender[1]!r}"
             self.held[device, Value(node)] = self.of(sender[0], sender[1].results[0]) if sender else []
             return
         known = [self.of(device, s) if s is not None else [] for s in node.src]
