@@ -163,7 +163,7 @@ class _Reasons:
         most = max(special, key=lambda n: n.specs[0].nbytes)
         others = f" and {len(special) - 1} more" if len(special) > 1 else ""
         if isinstance(self.plan.leaves[most.name], Local):
-            return f"%{most.label}{others} placed here: {self.because[most.name]}"
+            return f"%{most.label}{others} placed here: {self.because.get(most.name, 'nothing else reads it')}"
         return f"%{most.label}{others} cut on axis {self._axis(most)}"
 
     def _whole(self, nodes: Sequence[Node]) -> str:

@@ -204,9 +204,9 @@ def settled(graph: Graph, pins: NodePins) -> Pins:
     for node in graph.nodes if pins else ():
         if node.op in ("weight", "state"):
             readers = [pins.get(u) for u in users[Value(node)]]
-            where = sorted({r.device for r in readers if r})
-            if readers and all(readers) and (node.op == "weight" or len(where) == 1):
-                homes[Value(node)] = Local(tuple(where))
+            where = tuple(sorted({r.device for r in readers if r}))
+            if readers and all(readers):
+                homes[Value(node)] = Local(where if node.op == "weight" else where[:1])
     return Pins(pins, homes)
 
 

@@ -14,7 +14,7 @@ from ..graph.graph import Graph
 from ..graph.node import Node, Value
 from ..ops.collective import receive, send
 from .layout import REPLICATE, Layout, Local
-from .shard import Sharded
+from .shard import Sharded, unused
 
 Placement = Mapping[Node, int]
 """The number of the device that runs each node."""
@@ -160,7 +160,9 @@ class _Emitter:
     def _send(self, value: Value, home: int, device: int) -> Value:
         number, self.sequence = self.sequence, self.sequence + 1
         name = f"{value.node.label}.to.{device}"
-        self.sent[home][f"sent.{number}"] = send(value, to=device, sequence=number, name=name)
+        self.sent[home][unused(f"sent.{number}", self.graph.outputs)] = send(
+            value, to=device, sequence=number, name=name
+        )
         return receive(
             shape=value.shape, dtype=value.dtype, source=home, sequence=number, name=f"{value.node.label}.from.{home}"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -33,11 +33,31 @@ def shard(graph: Graph, factors: Factors, assignment: Assignment, shares: Shares
     """Emit the graph of every device.  With one device that is the graph itself."""
     layouts = _Layouts(graph, factors, assignment, shares)
     emitters = [_Device(d, layouts) for d in range(len(shares))]
-    leaves = {n.name: layouts.of(Value(n), assignment.made[Value(n)]) for n in graph.nodes if n.is_leaf}
     ends = {name: R if assignment.made[v] is P else assignment.made[v] for name, v in graph.outputs.items()}
     outputs = {name: layouts.of(v, ends[name]) for name, v in graph.outputs.items()}
     graphs = tuple(e.emit(graph, ends) for e in emitters)
+    leaves = {n.name: layouts.of(Value(n), assignment.made[Value(n)]) for n in graph.nodes if n.is_leaf}
+    leaves.update(_rarely_read(graph, graphs, leaves))
     return Sharded(graphs, tuple(e.origins for e in emitters), leaves, outputs)
+
+
+def _rarely_read(graph: Graph, graphs: Sequence[Graph], leaves: Mapping[str, Layout]) -> dict[str, Layout]:
+    """Whole weights and states that some devices turn out not to read, as what they compute is placed elsewhere."""
+    read = [{n.name for n in local.nodes if n.is_leaf} for local in graphs]
+    found: dict[str, Layout] = {}
+    for node in graph.nodes:
+        if node.op in ("weight", "state") and leaves[node.name] is REPLICATE:
+            where = tuple(d for d, names in enumerate(read) if node.name in names)
+            if 0 < len(where) < len(graphs):
+                found[node.name] = Local(where)
+    return found
+
+
+def unused(name: str, taken: Container[str]) -> str:
+    """`name`, or one like it that no output of the user's has."""
+    while name in taken:
+        name += "~"
+    return name
 
 
 class _Layouts:
@@ -124,8 +144,11 @@ class _Device:
 
     def _with_meetings(self, graph: Graph) -> Graph:
         """A device comes to its meetings even where nothing of its own depends on them."""
-        there = set(graph.nodes)
-        missing = {f"met.{i}": v for i, v in enumerate(self.met) if v.node not in there}
+        there, missing = set(graph.nodes), {}
+        for number, value in reversed(list(enumerate(self.met))):  # what comes last may read what came before
+            if value.node not in there:
+                missing[unused(f"met.{number}", graph.outputs)] = value
+                there.update(Graph({"": value}).nodes)
         return Graph({**graph.outputs, **missing}, graph.updates) if missing else graph
 
     def _shape(self, value: Value, state: State) -> tuple[int, ...]:

@@ -203,8 +203,11 @@ class _Whole:
                 elif wanted is not None and local is not None:
                     yield from self._ends_as(trace, device, local, value, wanted, f"output {name!r}")
         for device, lane in enumerate(self.plan.lanes):
+            used = {s for node in lane.graph.nodes for s in node.inputs}
+            used |= {v for name, v in lane.graph.outputs.items() if name in self.plan.graph.outputs}
             for name, local in lane.graph.outputs.items():
-                if name not in self.plan.graph.outputs and local.node.op not in COLLECTIVES:
+                attends = local.node.op in COLLECTIVES and local not in used  # it is there for others
+                if name not in self.plan.graph.outputs and not attends:
                     yield f"device {device} has an output {name!r}, which the graph does not have"
 
     def _updates(self, trace: Trace) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Nodes on one device alone: because the user says so, because others cannot, because memory is short; mixed backends."""
+"""Nodes on one device alone: the user says so, others cannot, memory is short; and backends that are mixed."""
 
 from __future__ import annotations
 
@@ -82,6 +82,15 @@ def test_a_value_is_copied_at_most_once_to_each_device(mode):
     for lane in made.lanes:
         letters = [(n.attrs["to"], n.inputs[0]) for n in lane.graph.nodes if n.op == "send"]
         assert len(letters) == len(set(letters))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_output_may_be_called_like_what_the_planner_adds(mode):
+    w = weight("w", (4, 4))
+    graph = Graph({f"{k}.{i}": ops.mul_mat(w, input("x", (2, 4)), name="y") for k in ("met", "sent") for i in range(3)})
+    made = plan(graph, devices(3), split_mode=mode, place=[("y", "cpu:1")])
+    out = load(made, {"w": np.eye(4)}).run({"x": np.ones((2, 4))})
+    assert all((out[name] == 1).all() for name in graph.outputs)
 
 
 def test_the_first_pattern_that_matches_a_node_counts():
@@ -488,8 +497,12 @@ def test_a_simulated_host_takes_what_does_not_fit_at_its_own_speed():
     from hocket.frontends.planning import plan_group
 
     graph = Graph(
-        {"y": ops.mul_mat(weight("b", (100_000, 100_000), "f16"), ops.mul_mat(weight("a", (100_000, 100_000), "f16"),
-                                                                              input("x", (1, 100_000))))}
+        {
+            "y": ops.mul_mat(
+                weight("b", (100_000, 100_000), "f16"),
+                ops.mul_mat(weight("a", (100_000, 100_000), "f16"), input("x", (1, 100_000))),
+            )
+        }
     )
     made = plan_group(graph, Group(split_mode="auto"), "rtx3090:1")
     assert [str(lane.device) for lane in made.lanes] == ["rtx3090:0", "cpu:0"]
