@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,7 @@ import numpy.typing as npt
 from ..backends.base import find
 from ..graph.spec import Spec
 from ..scheduler import Executor, Host, Plan, Store, plan_for
+from ..scheduler.fits import shortage
 from .errors import ModelError
 from .models import Batch, Model, Step
 
@@ -66,19 +68,29 @@ class Session:
                 raise ModelError(f"{name} is {value}; it must be at least 1")
         check_context(self.context, model)
         self._place = on.place
-        self._first = plan_for(
-            model.graph(self._step(1, 1, sequences)),
-            [find(name) for name in on.devices],
-            split_mode=on.split_mode,
-            tensor_split=on.tensor_split,
-            place=on.place,
-            host=Host(*find(HOST)),
-        )
-        self.group = [(lane.backend, lane.device) for lane in self._first.lanes]  # perhaps fewer, perhaps the host too
+        self._first = self._laid_out(on)
         self.store = Store(self.group)
         self.lengths = [0] * sequences
         self._executors: dict[Step, Executor] = {}
         self._load(on_progress)
+
+    def _laid_out(self, on: Group) -> Plan:
+        """The plan whose layout all others keep: that of one token, but where memory is too short for the largest step,
+        one over the layout of that step, in which the host takes what does not fit."""
+        asked = [find(name) for name in on.devices]
+        options = partial(plan_for, split_mode=on.split_mode, tensor_split=on.tensor_split, place=on.place)
+        one = self.model.graph(self._step(1, 1, self.sequences))
+        first = options(one, asked)
+        self.group = first.group  # in mode none perhaps fewer than asked
+        host = Host(*find(HOST))
+        if host.device in (device for _, device in asked) or all(device.memory is None for _, device in asked):
+            return first
+        most = self.model.graph(self._step(_bucket(self.batch), self.context, self.sequences))
+        if not shortage(plan_for(most, self.group, place=on.place, like=first)):
+            return first
+        largest = options(most, asked, host=host)
+        self.group = largest.group
+        return plan_for(one, self.group, place=on.place, like=largest)
 
     def _load(self, on_progress: Callable[[Progress], None] | None) -> None:
         """Bind every weight of the model's graph, with word of each."""

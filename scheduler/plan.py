@@ -66,7 +66,8 @@ class Plan:
 
     `leaves` and `outputs` say how each input, weight, state and output lies on the devices; `reasons` is what the
     search considered; `placed` are the nodes that one device alone computes, and why; `cost` is predicted from the
-    programs, for devices and links like `hardware`, the last one like `host` if that is given.
+    programs, for devices and links like `hardware`, the last one like `host` if that is given; `shares` are those of
+    the tensor split, if one was asked for, which plans like this one follow.
     """
 
     graph: Graph
@@ -78,6 +79,12 @@ class Plan:
     hardware: Hardware = CPU
     placed: tuple[Placed, ...] = ()
     host: Hardware | None = None
+    shares: tuple[float, ...] = ()
+
+    @property
+    def group(self) -> list[tuple[Backend, Device]]:
+        """The devices that take part, for plans over the same weights and states."""
+        return [(lane.backend, lane.device) for lane in self.lanes]
 
     @property
     def speeds(self) -> tuple[Hardware, ...]:
@@ -201,9 +208,10 @@ class _Request:
         place: Place = (),
         earlier: Plan | None = None,
     ) -> None:
-        self.graph, self.group, self.shares, self.hardware = graph, group, shares, hardware
+        self.graph, self.group, self.hardware = graph, group, hardware
         self.place = [(pattern, device if ":" in device else f"{device}:0") for pattern, device in place]
-        self.proportions = shares or [1.0] * len(group)
+        self.shares = shares or (() if earlier is None else earlier.shares)
+        self.proportions = self.shares or [1.0] * len(group)
         self.names = [str(device) for _, device in group]
         self.wished = wished(graph, self.place, self.names, strict=earlier is None)
 
@@ -329,7 +337,10 @@ class _Request:
     def _plan(self, sharded: Sharded, cuts: Cuts, reasons: tuple[str, ...], where: Mapping[Node, Pin]) -> Plan:
         lanes = _lanes(sharded, self.group)
         placed = placements(self.graph, where)
-        return Plan(self.graph, lanes, sharded.leaves, sharded.outputs, cuts, reasons, self.hardware, placed)
+        shares = tuple(self.shares)
+        return Plan(
+            self.graph, lanes, sharded.leaves, sharded.outputs, cuts, reasons, self.hardware, placed, shares=shares
+        )
 
 
 def _lanes(sharded: Sharded, group: Group) -> tuple[Lane, ...]:

@@ -40,6 +40,7 @@ def to_json(plan: Plan) -> str:
     document["reasons"] = list(plan.reasons)
     document["placed"] = [asdict(placed) for placed in plan.placed]
     document["hardware"] = asdict(plan.hardware)
+    document["shares"] = list(plan.shares)
     document["host"] = None if plan.host is None else asdict(plan.host)
     document["cost"] = asdict(plan.cost)
     document["memory"] = [
@@ -168,6 +169,7 @@ def _plan(document: dict[str, Any]) -> Plan:
             for p in document["placed"]
         ),
         None if document["host"] is None else _read_hardware(document["host"]),
+        tuple(map(_share, document["shares"])),
     )
 
 
@@ -264,6 +266,12 @@ def _speed(value: Any) -> float:
     return float(value)
 
 
+def _share(value: Any) -> float:
+    if not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{value!r:.60} is no share")
+    return float(value)
+
+
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r:.60} is no text")
@@ -288,6 +296,7 @@ def _check(plan: Plan) -> None:
             _check_stored(lane)
     _require(set(plan.leaves) == {n.name for n in plan.graph.nodes if n.is_leaf}, "its layouts are of other leaves")
     _require(set(plan.outputs) == set(plan.graph.outputs), "its layouts are of other outputs")
+    _require(len(plan.shares) in (0, len(plan.lanes)), "it has shares for other devices")
     called = set(names(plan.graph).values())
     for placed in plan.placed:
         known = placed.device < len(plan.lanes) and called.issuperset(placed.nodes)

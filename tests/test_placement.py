@@ -15,6 +15,7 @@ from hocket.backends.base import Device, Support, find
 from hocket.backends.null import NullBackend
 from hocket.backends.numpy import NumpyBackend
 from hocket.backends.reference import ReferenceBackend
+from hocket.cli import main
 from hocket.frontends import session as sessions
 from hocket.frontends.gguf import open_gguf
 from hocket.frontends.models import Step, load_model
@@ -34,6 +35,7 @@ from .grouped import group_of, weights_of
 from .plan_faults import SLOW, decoder
 from .random_graphs import bindings, seeded_graph
 from .test_sharding import devices, everything_that_fits, nmse
+from .test_simulate import llama_70b
 
 FIXTURES = Path(__file__).parent / "fixtures"
 MODES = ("none", "layer", "tensor", "auto")
@@ -86,8 +88,8 @@ def test_a_value_is_copied_at_most_once_to_each_device(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_output_may_be_called_like_what_the_planner_adds(mode):
-    w = weight("w", (4, 4))
-    graph = Graph({f"{k}.{i}": ops.mul_mat(w, input("x", (2, 4)), name="y") for k in ("met", "sent") for i in range(3)})
+    w, x = weight("w", (4, 4)), input("x", (2, 4))
+    graph = Graph({f"{k}.{i}": ops.mul_mat(w, x, name="y") for k in ("met", "sent") for i in range(3)})
     made = plan(graph, devices(3), split_mode=mode, place=[("y", "cpu:1")])
     out = load(made, {"w": np.eye(4)}).run({"x": np.ones((2, 4))})
     assert all((out[name] == 1).all() for name in graph.outputs)
@@ -183,7 +185,8 @@ def _known(graph, place):
 
 
 def _equal_to_one(graph, group, seed, *, mode, place=(), reference=None, tolerance=1e-9):
-    """Two runs of a graph on a group, states included, equal those on one device that does everything."""
+    """Two runs of a graph on a group, the second by a plan over the same weights and states, equal those on one device
+    that does everything; states too."""
     dice, options = random.Random(seed), {"place": place, "split_mode": mode}
     if mode == "cut":
         options = {"place": place, "choose": lambda g, f: everything_that_fits(g, f, dice)}
@@ -195,7 +198,8 @@ def _equal_to_one(graph, group, seed, *, mode, place=(), reference=None, toleran
         for v in graph.states:
             run.store.state(v.node.name)[...] = values[v.node.name]
         feed = {v.node.name: values[v.node.name] for v in graph.inputs}
-        outputs = [run.run(feed) for _ in range(2)]
+        later = plan_for(graph, made.group, like=made, place=place if made is many else ())
+        outputs = [run.run(feed), Executor(later, run.store).run(feed)]
         results.append([*outputs, {name: np.array(run.store.state(name)) for name in run.store.states}])
     for want, got in zip(*results, strict=True):
         for name, array in want.items():
@@ -504,12 +508,22 @@ def test_a_simulated_host_takes_what_does_not_fit_at_its_own_speed():
             )
         }
     )
-    made = plan_group(graph, Group(split_mode="auto"), "rtx3090:1")
+    asked, made = plan_group(graph, Group(split_mode="auto"), "rtx3090:1")
+    assert memory_problem(asked)
     assert [str(lane.device) for lane in made.lanes] == ["rtx3090:0", "cpu:0"]
     assert made.host is not None
     assert made.host.bandwidth < made.hardware.bandwidth
     assert made.cost.total > 20e9 / 20e9 / 2  # the host reads its 20 GB of weights from its own memory
     assert from_json(to_json(made)).cost == made.cost
+
+
+def test_the_command_says_what_does_not_fit_and_plans_with_the_host(tmp_path, capsys):
+    path = llama_70b(tmp_path / "model.gguf")
+    assert main(["plan", path, "--simulate", "rtx3090:1", "-c", "1024"]) == 1
+    out, err = capsys.readouterr()
+    assert "weights that do not fit stay on cpu:0" in out
+    assert "use 2 such devices" in err
+    assert "in this plan the rest is on cpu:0" in err
 
 
 @pytest.mark.parametrize("mode", ["none", "layer", "auto"])
@@ -543,16 +557,21 @@ def test_a_state_that_is_placed_stays_there_over_plans():
         place = [("cache", "cpu:1"), ("^y$", "cpu:2")]
         group = group_of(3, "cpu")
         first = plan_for(graph(4), group, split_mode=mode, place=place)
-        group = [(lane.backend, lane.device) for lane in first.lanes]
-        second = plan_for(graph(1), group, like=first, place=place)
+        second = plan_for(graph(1), first.group, like=first, place=place)
         assert second.leaves["cache"] == first.leaves["cache"]
         assert isinstance(first.leaves["cache"], Local)
-        store = Store(group)
+        store = Store(first.group)
         k = weight("k", (8, 4))
         store.bind("k", np.ones((8, 4), np.float32), k.spec, first.leaves["k"])
         Executor(first, store).run({"x": np.ones((4, 4)), "ids": [0, 1, 2, 3]})
         out = Executor(second, store).run({"x": np.ones((1, 4)), "ids": [4]})["y"]
         assert np.count_nonzero(out) == 5
+
+
+def test_a_plan_like_another_follows_its_tensor_split():
+    first = plan(decoder(), devices(2), split_mode="tensor", tensor_split=(3, 1))
+    again = plan_for(decoder(), from_json(to_json(first)).group, like=from_json(to_json(first)))
+    assert again.leaves == first.leaves
 
 
 def test_planning_with_places_twice_gives_the_same_plan():
