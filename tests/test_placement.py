@@ -1,4 +1,4 @@
-"""Nodes on one device alone: the user says so, others cannot, memory is short; and backends that are mixed."""
+"""Nodes on one device alone: the user says so, or others cannot."""
 
 from __future__ import annotations
 
@@ -12,30 +12,23 @@ import pytest
 
 from hocket import ops
 from hocket.backends.base import Device, Support, find
-from hocket.backends.null import NullBackend
-from hocket.backends.numpy import NumpyBackend
 from hocket.backends.reference import ReferenceBackend
-from hocket.cli import main
-from hocket.frontends import session as sessions
 from hocket.frontends.gguf import open_gguf
 from hocket.frontends.models import Step, load_model
 from hocket.frontends.session import Group, Session
-from hocket.graph import BackendError, DType, Graph, PlanError, Spec, input, state, weight
+from hocket.graph import Graph, PlanError, input, state, weight
 from hocket.graph.text import names
 from hocket.ops import REGISTRY
 from hocket.ops.collective import COLLECTIVES
-from hocket.scheduler import Executor, Host, Store, load, plan, plan_for
-from hocket.scheduler.comm import Meeting
+from hocket.scheduler import Executor, Store, load, plan, plan_for
 from hocket.scheduler.cost import Hardware
-from hocket.scheduler.fits import memory_problem, shortage
 from hocket.scheduler.layout import Local
 from hocket.scheduler.plan_json import from_json, to_json
 
-from .grouped import group_of, weights_of
+from .grouped import equal_to_one, group_of
 from .plan_faults import SLOW, decoder
-from .random_graphs import bindings, seeded_graph
-from .test_sharding import devices, everything_that_fits, nmse
-from .test_simulate import llama_70b
+from .random_graphs import seeded_graph
+from .test_sharding import devices, nmse
 
 FIXTURES = Path(__file__).parent / "fixtures"
 MODES = ("none", "layer", "tensor", "auto")
@@ -173,7 +166,7 @@ def test_a_random_graph_placed_at_random_equals_one_device(seed):
             place.append((f"^{''.join(c if c.isalnum() else '.' for c in name)}$", f"reference:{dice.randrange(n)}"))
     leaves = {v.node.name for v in graph.inputs}
     place = [p for p in place if not any(name.startswith(("x", "leaf")) and name in leaves for name in [p[0][1:-1]])]
-    _equal_to_one(graph, group, seed, mode=dice.choice(["layer", "tensor", "none", "cut"]), place=_known(graph, place))
+    equal_to_one(graph, group, seed, mode=dice.choice(["layer", "tensor", "none", "cut"]), place=_known(graph, place))
 
 
 def _known(graph, place):
@@ -182,29 +175,6 @@ def _known(graph, place):
 
     called = [name for node, name in names(graph).items() if node.op not in ("input", "constant")]
     return [(p, d) for p, d in place if any(re.search(p, name) for name in called)]
-
-
-def _equal_to_one(graph, group, seed, *, mode, place=(), reference=None, tolerance=1e-9):
-    """Two runs of a graph on a group, the second by a plan over the same weights and states, equal those on one device
-    that does everything; states too."""
-    dice, options = random.Random(seed), {"place": place, "split_mode": mode}
-    if mode == "cut":
-        options = {"place": place, "choose": lambda g, f: everything_that_fits(g, f, dice)}
-    many = plan_for(graph, group, **options)
-    one = plan_for(graph, reference or group_of(1))
-    values, results = bindings(graph, np.random.default_rng(seed)), []
-    for made in (one, many):
-        run = load(made, weights_of(graph, values))
-        for v in graph.states:
-            run.store.state(v.node.name)[...] = values[v.node.name]
-        feed = {v.node.name: values[v.node.name] for v in graph.inputs}
-        later = plan_for(graph, made.group, like=made, place=place if made is many else ())
-        outputs = [run.run(feed), Executor(later, run.store).run(feed)]
-        results.append([*outputs, {name: np.array(run.store.state(name)) for name in run.store.states}])
-    for want, got in zip(*results, strict=True):
-        for name, array in want.items():
-            np.testing.assert_allclose(got[name], array, rtol=tolerance, atol=tolerance)
-    return many
 
 
 # ------------------------------------------------------------------------------------------------ what devices can run
@@ -235,7 +205,7 @@ def test_a_random_graph_on_devices_that_lack_random_ops_equals_one_device(seed):
     graph, dice = seeded_graph(seed), random.Random(seed)
     n, known = dice.choice([2, 3, 4]), sorted(set(REGISTRY) - NEEDED)
     able = {op: set(dice.sample(range(n), dice.randint(1, n))) for op in known}
-    made = _equal_to_one(
+    made = equal_to_one(
         graph,
         limited(n, lambda node, d: node.op in able and d not in able[node.op]),
         seed,
@@ -257,7 +227,7 @@ def test_support_is_asked_of_the_shapes_that_a_device_would_get(seed):
     def refuses(node, device):
         return device < 2 and node.op not in NEEDED and any(s.shape and s.shape[-1] in odd for s in node.specs)
 
-    _equal_to_one(graph, limited(3, refuses), seed, mode="cut")
+    equal_to_one(graph, limited(3, refuses), seed, mode="cut")
 
 
 def test_a_node_that_a_device_cannot_run_says_so_in_the_plan():
@@ -298,249 +268,6 @@ def test_7_a_new_capability_never_makes_a_graph_fail(seed):
     for _ in range(4):
         plan_for(graph, limited(3, lambda node, d: node.op in able and d not in able[node.op]), split_mode="tensor")
         able[dice.choice(sorted(able))].add(dice.randrange(3))
-
-
-# ----------------------------------------------------------------------------------------------------- mixed backends
-
-
-class Narrow(ReferenceBackend):
-    """A third party's devices, which keep floats in half the bits."""
-
-    name = "narrow"
-
-    def stored(self, spec):
-        return Spec(spec.shape, spec.dtype if spec.dtype.is_integer else DType.F32)
-
-
-MIXED = ("cpu:0", "reference:0", "cpu:1")
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["llama", "qwen35", "qwen3moe"])
-def test_a_model_on_mixed_backends_gives_the_logits_of_one_device(name, mode):
-    model = load_model(open_gguf(FIXTURES / name / "model.gguf"))
-    tokens = np.load(FIXTURES / name / "tokens.npy").tolist()
-    one = Session(model, on=Group(("reference:0",))).evaluate([tokens], every_position=True)[0]
-    many = Session(model, on=Group(MIXED, mode))
-    parts = [tokens[: len(tokens) // 2], *([t] for t in tokens[len(tokens) // 2 :])]
-    stepped = np.concatenate([many.evaluate([part], every_position=True)[0] for part in parts])
-    assert nmse(stepped, one) <= 1e-10
-
-
-@pytest.mark.parametrize("mode", ["tensor", "auto"])
-def test_of_mixed_backends_one_device_makes_a_discrete_choice(mode):
-    scores = ops.mul_mat(weight("router", (6, 4)), input("x", (2, 4)), name="scores")
-    chosen = ops.get_rows(weight("table", (6, 3)), ops.reshape(ops.top_k(scores, k=2, name="chosen"), shape=(4,)))
-    graph = Graph({"y": chosen, "s": scores})
-    made = plan(graph, MIXED, split_mode=mode)
-    having = [lane for lane in made.lanes if any(n.op == "top_k" for n in lane.graph.nodes)]
-    assert len(having) == 1
-    if mode == "tensor":
-        assert "backends are mixed and round differently" in made.explain()
-    alike = plan(graph, devices(3), split_mode="tensor")
-    assert all(any(n.op == "top_k" for n in lane.graph.nodes) for lane in alike.lanes)
-
-
-def test_a_tie_for_one_backend_is_no_tie_for_another_and_the_group_still_agrees():
-    """In float32 both scores are 1, in float64 the second is larger; every device must read the same rows."""
-    x, w = input("x", (1, 2)), weight("w", (2, 2))
-    ids = ops.reshape(ops.top_k(ops.mul_mat(w, x), k=1), shape=(1,))
-    rows = ops.get_rows(weight("table", (2, 8)), ids)
-    graph = Graph({"y": ops.mul_mat(weight("out", (8, 8)), rows)})
-    data = {"w": [[1, 0], [1, 1e-3]], "table": [[1] * 8, [2] * 8], "out": np.eye(8)}
-    made = plan_for(graph, [find(n) for n in ("cpu:0", "reference:0")], split_mode="tensor", hardware=SLOW)
-    out = load(made, data).run({"x": [[1, 1e-6]]})["y"]
-    assert len(np.unique(out)) == 1
-
-
-@pytest.mark.parametrize("seed", range(6000, 6030))
-def test_a_random_graph_on_mixed_backends_equals_one_device(seed):
-    graph, dice = seeded_graph(seed), random.Random(seed)
-    group = [find("reference:0"), (Narrow(), Device("narrow", 0)), find("reference:1")]
-    mode = dice.choice(["layer", "tensor", "cut"])
-    made = _equal_to_one(graph, group, seed, mode=mode, tolerance=1e-2 if _rounds(graph) else 1e-5)
-    assert len({type(lane.backend) for lane in made.lanes}) == 2
-
-
-def _rounds(graph):
-    """A cast to few bits takes a number of float32 and the same of float64 to neighbours."""
-    return any(n.op == "cast" for n in graph.nodes)
-
-
-@pytest.mark.parametrize("mode", ["layer", "tensor", "auto"])
-def test_real_and_null_devices_are_planned_together(mode):
-    null = NullBackend()
-    made = plan_for(decoder(), [find("cpu:0"), (null, null.device(0))], split_mode=mode)
-    assert {lane.backend.name for lane in made.lanes} == {"cpu", "null"}
-
-
-def _meet(group, run):
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(len(group)) as pool:
-        return list(pool.map(run, range(len(group))))
-
-
-def test_backends_that_keep_other_dtypes_agree_in_every_collective():
-    """What goes over the wire is rounded to the narrowest dtype in the group; then all compute the same numbers."""
-    rng, dtypes = np.random.default_rng(0), (np.float32, np.float64, np.float32)
-    sources = [rng.standard_normal((4, 6)).astype(d) for d in dtypes]
-    want = (sources[0] + sources[1].astype(np.float32)) + sources[2]
-    meeting = Meeting(3, timeout=5)
-
-    def reduce(rank):
-        into = np.empty((4, 6), dtypes[rank])
-        meeting.member(rank).all_reduce(sources[rank].copy(), into, np.empty_like(into), 0)
-        return into
-
-    def scatter(rank):
-        into = np.empty((4, 6), dtypes[rank])
-        meeting.member(rank).reduce_scatter(sources[rank], into, [(slice(None), slice(None))], 1)
-        return into
-
-    for out in (*_meet(dtypes, reduce), *_meet(dtypes, scatter)):
-        np.testing.assert_array_equal(out, want)
-
-    def gather(rank):
-        into = np.empty((12, 6), dtypes[rank])
-        parts = [[(slice(4 * d, 4 * d + 4), slice(None))] for d in range(3)]
-        meeting.member(rank).all_gather(sources[rank], into, parts, 2)
-        return into
-
-    for out in _meet(dtypes, gather):
-        np.testing.assert_array_equal(out, np.concatenate(sources).astype(np.float32))
-
-
-# ------------------------------------------------------------------------------------------------------ short memory
-
-
-class Small(NumpyBackend):
-    """Two devices with little memory."""
-
-    name = "small"
-
-    def __init__(self, *memory):
-        self.memory = memory
-
-    def devices(self):
-        return tuple(map(self.device, range(len(self.memory))))
-
-    def device(self, index):
-        if index >= len(self.memory):
-            raise BackendError(f"there is no small:{index}")
-        return Device("small", index, self.memory[index])
-
-
-def small_group(*memory):
-    backend = Small(*memory)
-    return [(backend, device) for device in backend.devices()]
-
-
-HOST = Host(*find("cpu:0"))
-
-
-def tower(layers=16, width=32):
-    """Equal layers, one after the other, each of 4 KiB."""
-    x = input("x", (1, width))
-    for i in range(layers):
-        x = ops.silu(ops.mul_mat(weight(f"w.{i}", (width, width)), x, name=f"h.{i}"), name=f"x.{i}")
-    return Graph({"y": x})
-
-
-def held(made):
-    return {str(lane.device): lane.memory()["weight"] >> 12 for lane in made.lanes}
-
-
-@pytest.mark.parametrize("mode", ["none", "layer", "auto"])
-def test_weights_that_do_not_fit_stay_on_the_host(mode):
-    graph = tower()
-    made = plan_for(graph, small_group(45_000), split_mode=mode, host=HOST)
-    assert held(made) == {"small:0": 10, "cpu:0": 6}
-    assert not shortage(made)
-    assert "weights that do not fit stay on cpu:0" in made.explain()
-    data = {v.node.name: np.random.default_rng(1).standard_normal(v.shape) for v in graph.weights}
-    feed = {"x": np.ones((1, 32))}
-    want = load(plan(graph), data).run(feed)["y"]
-    np.testing.assert_array_equal(load(made, data).run(feed)["y"], want)
-
-
-def test_the_host_takes_no_more_than_it_must_of_several_devices():
-    made = plan_for(tower(), small_group(33_500, 21_000), split_mode="layer", host=HOST)
-    assert held(made) == {"small:0": 8, "small:1": 5, "cpu:0": 3}
-
-
-def test_a_layer_split_follows_the_memory_of_devices():
-    made = plan_for(tower(), small_group(150_000, 50_000), split_mode="layer")
-    assert held(made) == {"small:0": 12, "small:1": 4}
-    asked = plan_for(tower(), small_group(150_000, 50_000), split_mode="layer", tensor_split=(1, 1))
-    assert held(asked) == {"small:0": 8, "small:1": 8}
-
-
-def test_what_fits_does_without_the_host():
-    for mode in MODES:
-        made = plan_for(tower(), small_group(1 << 20), split_mode=mode, host=HOST)
-        assert [str(lane.device) for lane in made.lanes] == ["small:0"]
-
-
-def test_shards_are_not_moved_to_the_host():
-    made = plan_for(tower(), small_group(20_000, 20_000), split_mode="tensor", host=HOST)
-    assert memory_problem(made)
-
-
-def test_what_does_not_fit_with_the_host_either_is_said_of_the_devices():
-    tiny = Small(10_000)
-    poor = Host(tiny, Device("host", 0, 20_000))
-    made = plan_for(tower(), small_group(30_000), split_mode="none", host=poor)
-    assert [str(lane.device) for lane in made.lanes] == ["small:0"]
-    problem = memory_problem(made)
-    assert problem
-    assert "small:0: needs" in problem
-
-
-def test_a_simulated_host_takes_what_does_not_fit_at_its_own_speed():
-    from hocket.frontends.planning import plan_group
-
-    graph = Graph(
-        {
-            "y": ops.mul_mat(
-                weight("b", (100_000, 100_000), "f16"),
-                ops.mul_mat(weight("a", (100_000, 100_000), "f16"), input("x", (1, 100_000))),
-            )
-        }
-    )
-    asked, made = plan_group(graph, Group(split_mode="auto"), "rtx3090:1")
-    assert memory_problem(asked)
-    assert [str(lane.device) for lane in made.lanes] == ["rtx3090:0", "cpu:0"]
-    assert made.host is not None
-    assert made.host.bandwidth < made.hardware.bandwidth
-    assert made.cost.total > 20e9 / 20e9 / 2  # the host reads its 20 GB of weights from its own memory
-    assert from_json(to_json(made)).cost == made.cost
-
-
-def test_the_command_says_what_does_not_fit_and_plans_with_the_host(tmp_path, capsys):
-    path = llama_70b(tmp_path / "model.gguf")
-    assert main(["plan", path, "--simulate", "rtx3090:1", "-c", "1024"]) == 1
-    out, err = capsys.readouterr()
-    assert "weights that do not fit stay on cpu:0" in out
-    assert "use 2 such devices" in err
-    assert "in this plan the rest is on cpu:0" in err
-
-
-@pytest.mark.parametrize("mode", ["none", "layer", "auto"])
-def test_a_session_uses_the_host_for_what_does_not_fit(mode, monkeypatch):
-    model = load_model(open_gguf(FIXTURES / "qwen35" / "model.gguf"))
-    tokens = np.load(FIXTURES / "qwen35" / "tokens.npy").tolist()
-    one = Session(model)
-    want = one.evaluate([tokens], every_position=True)[0]
-    total = sum(one._first.memory().values())
-    small = Small(int(total * 0.6))
-    known = {"small:0": (small, small.device(0))}
-    monkeypatch.setattr(sessions, "find", lambda name: known.get(name) or find(name))
-    many = Session(model, on=Group(("small:0",), mode))
-    assert [str(device) for _, device in many.group] == ["small:0", "cpu:0"]
-    parts = [tokens[:5], *([t] for t in tokens[5:])]
-    stepped = np.concatenate([many.evaluate([part], every_position=True)[0] for part in parts])
-    assert nmse(stepped, want) <= 1e-10
 
 
 # ------------------------------------------------------------------------------------------------------------ the rest
