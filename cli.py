@@ -194,6 +194,7 @@ def plan(args: argparse.Namespace) -> int:
     from .frontends.planning import plan_group, read_plan, step_graph
     from .scheduler.diff import difference
     from .scheduler.fits import memory_problem
+    from .scheduler.listing import PASSES
     from .scheduler.plan_json import to_json
 
     other = None if args.diff is None else read_plan(args.diff)
@@ -208,6 +209,8 @@ def plan(args: argparse.Namespace) -> int:
         changes = difference(other, made)
         shown = json.dumps(changes) if args.json else "\n".join(changes or ("the plans do the same",))
         write(shown + "\n")
+    elif args.show:
+        write(PASSES[args.show](made).rstrip("\n") + "\n")
     else:
         write(text if args.json else made.explain(steps=args.steps) + "\n")
     if problem := memory_problem(asked, context=context):
@@ -278,7 +281,9 @@ def group_of(args: argparse.Namespace) -> Group:
     """The devices that flags name, and how they share."""
     from .frontends.session import Group
 
-    return Group(tuple(args.devices.split(",")), args.split_mode, args.tensor_split, tuple(args.place))
+    devices, place = tuple(args.devices.split(",")), tuple(args.place)
+    threads, exact = getattr(args, "threads", None), getattr(args, "exact", False)
+    return Group(devices, args.split_mode, args.tensor_split, place, threads=threads, exact=exact)
 
 
 def memory_text(session: Session) -> str:

@@ -111,6 +111,11 @@ class Comm(Protocol):
 
     rank: int
     size: int
+    timeout: float
+    """Seconds."""
+    board: npt.NDArray[np.int64] | None
+    """Memory that all members share for collectives of compiled code, ``16 + 8 * size`` words that begin as zeros; None
+    where they share none, or where not all of them are compiled.  Word 8 is set when a member fails."""
 
     def all_reduce(self, source: Array, into: Array, scratch: Array, sequence: int) -> None:
         """Write the sum of all sources into `into` (which may be `source`); `scratch` has the shape of `source`."""
@@ -134,6 +139,9 @@ class Backend(Protocol):
 
     name: str
 
+    def with_threads(self, threads: int) -> Backend:
+        """The backend with so many threads for each device; itself, if that is not for it to choose."""
+
     def devices(self) -> Sequence[Device]:
         """The devices that are there now (a kind that allows virtual ones accepts further numbers)."""
 
@@ -143,8 +151,9 @@ class Backend(Protocol):
     def supports(self, node: Node, on: Device) -> Support:
         """Whether `node` can run there."""
 
-    def stored(self, spec: Spec) -> Spec:
-        """The shape and dtype in which a value of `spec` is kept in memory."""
+    def stored(self, spec: Spec, kind: str = "value") -> Spec:
+        """The shape and dtype in which a value of `spec` is kept in memory; `kind` is the op of a leaf, or
+        ``value``."""
 
     def scratch(self, node: Node) -> int:
         """Bytes of temporary memory that `node` needs while it runs."""

@@ -7,19 +7,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..backends.base import Array
 from ..graph.errors import BackendError
 
 
 class Meeting:
-    """The place where the threads of a group meet; `member(rank)` is one end.
+    """The place where the threads of a group meet; `member(rank)` is one end.  `compiled`: all of them run compiled
+    code.
 
     Sums are taken in rank order and in the narrowest dtype anybody brings, so every device gets the same numbers.
     """
 
-    def __init__(self, size: int, timeout: float = 60.0) -> None:
+    def __init__(self, size: int, timeout: float = 60.0, *, compiled: bool = False) -> None:
         self.size, self.timeout = size, timeout
+        self.board = np.zeros(16 + 8 * size, np.int64) if compiled else None
         self.barrier = threading.Barrier(size)
         self.mail: dict[tuple[int, int, int], Array] = {}
         self.arrival = threading.Condition()
@@ -32,6 +35,8 @@ class Meeting:
     def abort(self, why: str) -> None:
         """Wake everybody who waits: a member failed."""
         self.failure = self.failure or why
+        if self.board is not None:
+            self.board[8] = 1
         self.barrier.abort()
         with self.arrival:
             self.arrival.notify_all()
@@ -53,6 +58,7 @@ class Member:
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.meeting, self.rank, self.size = meeting, rank, meeting.size
+        self.timeout, self.board = meeting.timeout, meeting.board
 
     def _exchange(self, source: Array, sequence: int) -> list[Array]:
         """Everybody's source, in rank order, once all are there."""
@@ -131,6 +137,8 @@ class Alone:
     """`Comm` of a group of one: every collective is a copy."""
 
     rank, size = 0, 1
+    timeout = 0.0
+    board: npt.NDArray[np.int64] | None = None
 
     def all_reduce(self, source: Array, into: Array, scratch: Array, sequence: int) -> None:
         np.copyto(into, source)

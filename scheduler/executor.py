@@ -40,7 +40,8 @@ class Executor:
 
     def _compile(self) -> None:
         lanes = self.plan.lanes
-        self._meeting = Meeting(len(lanes), self._timeout) if len(lanes) > 1 else None
+        alike = len({type(lane.backend) for lane in lanes}) == 1
+        self._meeting = Meeting(len(lanes), self._timeout, compiled=alike) if len(lanes) > 1 else None
         comms: list[Comm] = [self._meeting.member(i) for i in range(len(lanes))] if self._meeting else [Alone()]
         self._replays: list[Callable[[], None]] = [
             lane.backend.compile(lane.program, buffers, lane.device, comm)

@@ -11,8 +11,9 @@ from ..graph.text import names
 from ..ops import REGISTRY
 from .condense import repeats
 from .layout import Local, Shard
+from .listing import program_text
 from .stages import WORK, Stage, leaf_of, stages
-from .units import nbytes_text, time_text
+from .units import columns, nbytes_text, time_text
 
 if TYPE_CHECKING:
     from .plan import Lane, Plan
@@ -25,7 +26,7 @@ def explain(plan: Plan, *, steps: bool = False) -> str:
     lines += stage_table(plan)
     if steps:
         for lane in plan.lanes:
-            lines += ["", *_steps(lane)]
+            lines += ["", f"{lane.device}: {program_text(lane.program)}"]
     return "\n".join(lines)
 
 
@@ -75,16 +76,6 @@ def places(devices: Sequence[str]) -> str:
         else:
             found.append((kind, int(number), int(number)))
     return " ".join(f"{kind}:{a}" if a == b else f"{kind}:{a}-{b}" for kind, a, b in found)
-
-
-def columns(rows: Sequence[Sequence[str]], right: str) -> list[str]:
-    """Rows as text in columns; `right` names those that are aligned to the right by an ``r``."""
-    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
-    shown = []
-    for row in rows:
-        cells = zip(row, widths, right, strict=True)
-        shown.append("  ".join(t.rjust(w) if side == "r" else t.ljust(w) for t, w, side in cells).rstrip())
-    return shown
 
 
 def memory_table(plan: Plan) -> list[str]:
@@ -215,16 +206,3 @@ def _because(plan: Plan) -> dict[str, str]:
             if name in said:
                 found.setdefault(leaf.name, said[name])
     return found
-
-
-def _steps(lane: Lane) -> list[str]:
-    def where(buffer: int) -> str:
-        spec = lane.program.buffers[buffer]
-        return spec.name or spec.kind
-
-    lines = []
-    for step, i in enumerate(lane.program.instructions):
-        reads = ", ".join("_" if t is None else f"{where(t.buffer)}+{t.offset}" for t in i.src)
-        writes = ", ".join(f"{where(t.buffer)}+{t.offset} {t.spec}" for t in i.dst)
-        lines.append(f"{step:5}  {lane.device}  {i.op:16} %{i.node}: {reads} -> {writes}")
-    return lines

@@ -11,6 +11,7 @@ from ..graph.dtypes import DType
 from ..graph.errors import PlanError
 from ..graph.graph import Graph
 from ..graph.node import Node, Value
+from ..graph.spec import Spec
 from ..graph.text import names
 from ..ops import cont, op_of
 from .memory import Lifetime, place
@@ -131,8 +132,11 @@ class _Lowering:
 
     # ------------------------------------------------------------------------------------------------- placing
 
+    def _stored(self, value: Value) -> Spec:
+        return self.backend.stored(value.spec, value.node.op if value.node.is_leaf else "value")
+
     def _nbytes(self, value: Value) -> int:
-        return self.backend.stored(value.spec).nbytes
+        return self._stored(value).nbytes
 
     def _place(self) -> tuple[list[BufferSpec], dict[Value, tuple[int, int]], dict[Node, Tensor]]:
         """Buffers, (buffer, byte offset) of every base value that owns memory, and the scratch of nodes."""
@@ -156,14 +160,14 @@ class _Lowering:
         }
         for node in self.graph.nodes:
             if node.op in _OWN_BUFFER:
-                spec, stored = node.specs[0], self.backend.stored(node.specs[0])
+                spec, stored = node.specs[0], self._stored(Value(node))
                 places[Value(node)] = (len(buffers), 0)
                 buffers.append(BufferSpec(node.op, node.name, stored.nbytes, spec, stored))
         return buffers, places, scratch
 
     def _tensor(self, value: Value) -> Tensor:
         view = self.views[value]
-        dtype = self.backend.stored(view.base.spec).dtype
+        dtype = self._stored(view.base).dtype
         buffer, start = self.places[self.slots.slot_of.get(view.base, view.base)]
         offset = start + view.offset * dtype.block_bytes // dtype.block
         return Tensor(buffer, offset, view.shape, view.strides, dtype)

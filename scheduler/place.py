@@ -14,6 +14,7 @@ from ..graph.graph import Graph
 from ..graph.node import Node, Value
 from ..ops.collective import receive, send
 from .layout import REPLICATE, Layout, Local
+from .order import together
 from .shard import Sharded, unused
 
 Placement = Mapping[Node, int]
@@ -26,7 +27,7 @@ def layer_split(graph: Graph, proportions: Sequence[float], elsewhere: Container
     read `elsewhere` left aside."""
     live = [device for device, proportion in enumerate(proportions) if proportion > 0]
     shares = [proportions[device] / sum(proportions) for device in live]
-    nodes = [n for n in graph.nodes if not n.is_leaf]
+    nodes = [n for n in together(graph) if not n.is_leaf]
     seen: set[Value] = set()
     weights = []
     for node in nodes:

@@ -299,14 +299,20 @@ class _Request:
         """The fastest plan that fits into memory; if none does, the one that lacks least."""
         choice = search(self.graph, self.factors, len(self.group), self.hardware)
         best = self._cut(choice)
-        if best.placed or (best.cuts and best.cost.total > choice.alone):
-            # the search sees neither every copy that kernels need nor what is placed
+        # The search sees neither every copy that kernels need nor what is placed.
+        if best.placed or (best.cuts and best.cost.total > choice.alone and best.cost.total > self._time_of_one()):
             alone = self.given(frozenset(), "whole on each device: no cut is faster")
             first = [self.alone()] if best.placed else []
             best = min(best, alone, *first, key=lambda p: (shortage(p) > 0, p.cost.total))
         if not shortage(best) or len(self.group) == 1:
             return best
         return min((best, self.shards(), self.layers()), key=shortage)
+
+    def _time_of_one(self) -> float:
+        """The predicted time of one device, which is also that of many that all do the same."""
+        one = _Request(self.graph, self.group[:1], (), self.hardware)
+        one.factors = self.factors
+        return one.given(frozenset(), "").cost.total
 
     def _cut(self, choice: Choice, held: Pins | None = None) -> Plan:
         cuts = cuts_of(self.graph, self.factors, choice.factors)

@@ -316,7 +316,7 @@ def _check_stored(lane: Lane) -> None:
     """Buffers are what this machine's backend would make of the leaves."""
     for buffer in lane.program.buffers:
         if buffer.declared is not None:
-            stored = lane.backend.stored(buffer.declared)
+            stored = lane.backend.stored(buffer.declared, buffer.kind)
             same = buffer.stored == stored and buffer.nbytes == stored.nbytes
             _require(same, f"%{buffer.name!r:.60} is not stored as {lane.device} stores it")
 

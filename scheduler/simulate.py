@@ -76,6 +76,9 @@ class SimulatedBackend:
             raise PlanError(f"there is no hardware {kind!r} to simulate; known: {', '.join(MACHINES)}")
         self.kind = kind
 
+    def with_threads(self, threads: int) -> SimulatedBackend:
+        return self
+
     def devices(self) -> Sequence[Device]:
         return tuple(map(self.device, range(MOST_DEVICES)))
 
@@ -87,7 +90,7 @@ class SimulatedBackend:
     def supports(self, node: Node, on: Device) -> Support:
         return Support(True)
 
-    def stored(self, spec: Spec) -> Spec:
+    def stored(self, spec: Spec, kind: str = "value") -> Spec:
         return spec
 
     def scratch(self, node: Node) -> int:

@@ -112,7 +112,7 @@ class _DeviceStore:
 
     def load(self, wanted: BufferSpec, data: Array) -> Any:
         assert wanted.declared is not None
-        stored = self.backend.stored(wanted.declared)
+        stored = self.backend.stored(wanted.declared, wanted.kind)
         spec = BufferSpec(wanted.kind, wanted.name, stored.nbytes, wanted.declared, stored)
         buffer = self.backend.alloc(spec.nbytes, self.device)
         self.backend.load(data, wanted.declared, buffer)

@@ -15,10 +15,11 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from ..backends.base import Instruction
+from ..graph.dtypes import DType
 from ..graph.errors import GraphError, PlanError
 from ..graph.node import Node, Value
 from ..graph.text import names
-from ..ops import REGISTRY, verify
+from ..ops import REGISTRY, op_of, verify
 from ..ops.collective import COLLECTIVES
 from .check import faults
 from .indices import Index, entries, joined, whole
@@ -77,7 +78,7 @@ def _lane_faults(lane: Lane) -> Iterator[str]:
         spec = named.get((buffer.kind, buffer.name))
         if spec is None:
             continue
-        stored = lane.backend.stored(spec)
+        stored = lane.backend.stored(spec, buffer.kind)
         if buffer.declared != spec or buffer.stored != stored or buffer.nbytes < stored.nbytes:
             yield f"buffer of {buffer.kind} %{buffer.name} is for {buffer.declared}, and the graph has {spec}"
     for node, instruction in _run_by(lane):
@@ -86,8 +87,15 @@ def _lane_faults(lane: Lane) -> Iterator[str]:
             yield f"%{instruction.node} needs {need} bytes of scratch"
         places = (*zip(node.src, instruction.src, strict=False), *zip(node.results, instruction.dst, strict=False))
         for value, tensor in places:
-            if value is not None and tensor is not None and tensor.dtype is not lane.backend.stored(value.spec).dtype:
+            if value is not None and tensor is not None and tensor.dtype is not _kept(lane, value):
                 yield f"%{instruction.node}: {value!r} is kept as {tensor.dtype}"
+
+
+def _kept(lane: Lane, value: Value) -> DType:
+    """The dtype in which a device keeps a value, or what it is a view of."""
+    while not value.node.is_leaf and op_of(value.node).is_view:
+        value = value.node.inputs[0]
+    return lane.backend.stored(value.spec, value.node.op if value.node.is_leaf else "value").dtype
 
 
 def _run_by(lane: Lane) -> Iterator[tuple[Node, Instruction]]:

@@ -33,7 +33,7 @@ class Narrow(ReferenceBackend):
 
     name = "narrow"
 
-    def stored(self, spec):
+    def stored(self, spec, kind=""):
         return Spec(spec.shape, spec.dtype if spec.dtype.is_integer else DType.F32)
 
 

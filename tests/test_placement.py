@@ -58,6 +58,13 @@ def test_a_model_with_placed_parts_gives_the_logits_of_one_device(name, mode, pl
     assert nmse(stepped, one) <= 1e-10
 
 
+def test_where_results_are_to_be_exact_a_place_on_the_cpu_means_its_exact_backend():
+    model = load_model(open_gguf(FIXTURES / "llama" / "model.gguf"))
+    exact = Session(model, on=Group(devices(2), "tensor", (), (("ffn", "cpu:1"),), exact=True))
+    assert [str(device) for _, device in exact.group] == ["numpy:0", "numpy:1"]
+    assert exact._first.leaves["blk.0.ffn_up.weight"] == Local((1,))
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_what_is_placed_lies_and_runs_on_its_device_alone(mode):
     made = plan(decoder(), devices(3), split_mode=mode, place=[("^(gate|up)$", "cpu:2")])

@@ -234,7 +234,7 @@ def test_a_condensed_graph_has_each_repeated_part_twice_and_counts_the_rest():
 
 
 @pytest.mark.parametrize("hardware", ["h200:8", "cpu:3", "rtx3090:4,ethernet"])
-@pytest.mark.parametrize("name", ["deep", "llama", "qwen3moe", "qwen35moe"])
+@pytest.mark.parametrize("name", ["deep", "llama", "qwen3moe", "qwen3next", "qwen35moe"])
 def test_the_search_finds_in_the_condensed_graph_what_it_finds_in_the_whole(name, hardware, monkeypatch):
     graph, simulation = deep(12) if name == "deep" else decode_graph(name), simulate(hardware)
     found = plan_for(graph, simulation.group, split_mode="tensor", hardware=simulation.hardware)

@@ -58,6 +58,21 @@ def test_readers_of_the_old_value_run_before_the_writer():
     assert run.run({"rows": [[1, 0, 0, 0]], "ids": [5]})["old"][0, 3] == 1
 
 
+def test_what_only_a_new_state_needs_does_not_keep_memory_to_the_end():
+    """Each layer remembers its last rows, as convolutions do: the rows of all layers never lie there together."""
+
+    def arena(layers: int) -> int:
+        x, rows, updates = input("x", (3, 64)), input("rows", (3,), "i32"), {}
+        for layer in range(layers):
+            old = state(f"last.{layer}", (3, 64))
+            both = ops.concat(old, x, axis=0)
+            updates[old] = ops.get_rows(both, rows)
+            x = ops.silu(ops.ssm_conv(both, weight(f"w.{layer}", (64, 4))))
+        return plan(Graph({"y": x}, updates)).memory()["arena"]
+
+    assert arena(8) == arena(2)
+
+
 def test_a_reader_that_needs_the_new_value_forces_a_copy():
     """`late` reads both the old and the new value, so neither order works in place."""
     old, new = counter()

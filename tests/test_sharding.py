@@ -45,7 +45,7 @@ def nmse(got, want):
 @pytest.mark.parametrize("split", [(), (3, 1)], ids=["equal", "3,1"])
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 @pytest.mark.parametrize("mode", ["tensor", "layer"])
-@pytest.mark.parametrize("name", ["llama", "llama-rope-freqs", "qwen3", "qwen35", "qwen3-q4_k_m"])
+@pytest.mark.parametrize("name", ["llama", "llama-rope-freqs", "qwen3", "qwen3next", "qwen35", "qwen3-q4_k_m"])
 def test_a_model_on_several_devices_gives_the_logits_of_one(name, mode, n, split):
     model = load_model(open_gguf(FIXTURES / name / "model.gguf"))
     tokens = np.load(FIXTURES / name / "tokens.npy").tolist()
@@ -68,6 +68,16 @@ def test_a_decoder_meets_twice_a_layer(name, most):
     made = plan(model.graph(Step(1, 1, 256, 512, 1)), devices(2), split_mode="tensor")
     assert made.collectives() <= most
     assert all("all_reduce" in i.op or "gather" not in i.op for i in made.lanes[0].program.instructions)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3next", "qwen35"])
+def test_a_layer_split_sends_one_value_to_the_next_device(name):
+    """States stay with the layer that reads them, those of convolutions too, though their new values end the graph."""
+    model = load_model(open_gguf(FIXTURES / name / "model.gguf"))
+    made = plan(model.graph(Step(1, 1, 64, 64, 1)), devices(2), split_mode="layer")
+    sent = [i.node for lane in made.lanes for i in lane.program.instructions if i.op == "send"]
+    assert len(sent) == 1
+    assert "residual" in sent[0]
 
 
 def test_each_device_keeps_its_share_of_the_weights_and_of_the_cache():

@@ -78,6 +78,9 @@ class NullBackend:
         self.tracks: dict[str, list[Step]] = {}
         self._lock = threading.Lock()
 
+    def with_threads(self, threads: int) -> NullBackend:
+        return self
+
     def devices(self) -> Sequence[Device]:
         return (self.device(0),)
 
@@ -88,7 +91,7 @@ class NullBackend:
         known = node.op in REGISTRY
         return Support(known, "" if known else f"no op {node.op!r} is declared")
 
-    def stored(self, spec: Spec) -> Spec:
+    def stored(self, spec: Spec, kind: str = "value") -> Spec:
         return spec
 
     def scratch(self, node: Node) -> int:

@@ -61,7 +61,7 @@ class ToyBackend(HostBackend):
             return Support(False, "hocket_toy multiplies by one matrix only")
         return Support(True)
 
-    def stored(self, spec: Spec) -> Spec:
+    def stored(self, spec: Spec, kind: str = "value") -> Spec:
         """Floats, and quantised weights, are kept in float32."""
         return Spec(spec.shape, spec.dtype if spec.dtype.is_integer else DType.F32)
 
