@@ -97,9 +97,10 @@ def place(graph: Graph, placement: Placement, devices: int, held: Mapping[Value,
         for value in node.results:
             if not node.is_leaf:
                 home[value] = placement[node]
+    users = graph.users()
     for state in graph.states:
         new = graph.updates.get(state)
-        readers = [placement[n] for n in graph.nodes if state in n.inputs]
+        readers = [placement[n] for n in users[state]]
         home[state] = home[new] if new in home else (readers or [0])[0]
     home.update({value: layout.devices[0] for value, layout in held.items()})
     emitter = _Emitter(graph, placement, home, devices, held)

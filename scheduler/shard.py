@@ -148,7 +148,10 @@ class _Device:
         for number, value in reversed(list(enumerate(self.met))):  # what comes last may read what came before
             if value.node not in there:
                 missing[unused(f"met.{number}", graph.outputs)] = value
-                there.update(Graph({"": value}).nodes)
+                stack = [value.node]
+                while stack:
+                    there.add(node := stack.pop())
+                    stack += [s.node for s in node.inputs if s.node not in there]
         return Graph({**graph.outputs, **missing}, graph.updates) if missing else graph
 
     def _shape(self, value: Value, state: State) -> tuple[int, ...]:
