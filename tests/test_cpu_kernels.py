@@ -69,10 +69,13 @@ def rounded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     target = np.zeros(products.rounded_bytes(rows, columns), np.uint8)
     assert call(products.round_rows, x, 4 * columns, rows, columns, target) == 0
     codes = target[: rows * columns].view(np.int8).reshape(rows, -1, 32)
-    scales = target[rows * columns :][: rows * columns // 8].view(np.float32).reshape(rows, -1, 1)
-    sums = target[rows * columns + rows * columns // 8 :].view(np.float32).reshape(rows, -1, 2)
-    meant = codes.astype(np.float64) * scales
-    np.testing.assert_allclose(sums, meant.reshape(rows, -1, 2, 16).sum(-1), rtol=1e-5, atol=1e-5 * np.abs(x).max())
+    scales, sums, halves = np.split(
+        target[rows * columns :].view(np.float32), [rows * columns // 32, rows * columns // 16]
+    )
+    meant = codes.astype(np.float64) * scales.reshape(rows, -1, 1)
+    close = {"rtol": 1e-5, "atol": 1e-5 * np.abs(x).max()}
+    np.testing.assert_allclose(sums.reshape(rows, -1), meant.sum(-1), **close)
+    np.testing.assert_allclose(halves.reshape(rows, -1, 2), meant.reshape(rows, -1, 2, 16).sum(-1), **close)
     return target, meant.reshape(rows, columns)
 
 

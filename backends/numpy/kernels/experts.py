@@ -13,7 +13,7 @@ from ..steps import Bound, Operand, Steps
 from .dense import LOADS, put_four
 from .formats import COLUMNS, FORMATS, ROWS, Format
 from .packing import share
-from .products import add_block_of, put, rounded
+from .products import add_block_of, put, rounded, scales_of
 from .rows import lanes
 from .simd import LANES, fma, load_int, store_int, word, zeros
 
@@ -58,7 +58,8 @@ def row_of(slot, used, shared):
 def packed(form: Format) -> Kernel:
     """Words: packed experts, bytes of a row, rows of an expert in memory and in all, columns, rounded rows, how many of
     them, sorted slots, experts, slots of a token, rows of a token, the output with bytes between its rows."""
-    codes, scales, width, add_block = form.codes, form.scales, form.planes[0], add_block_of(form)
+    codes, scales, width = form.codes, form.scales, form.planes[0]
+    add_block, add_alone = add_block_of(form, alone=False), add_block_of(form, alone=True)
     high = form.planes[1] if len(form.planes) > 1 else 0
 
     def body(a, thread, threads):
@@ -80,8 +81,7 @@ def packed(form: Format) -> Kernel:
             word(a, 12),
         )
         n, slots = columns // COLUMNS, starts + 4 * (experts + 1)
-        d = q + count * columns
-        s = d + count * n * 4
+        d, s, h = scales_of(q, count, columns)
         lo, hi = share(padded // ROWS, thread, threads)
         for expert in range(experts):
             start, end = load_int(starts + 4 * expert), load_int(starts + 4 * (expert + 1))
@@ -104,14 +104,8 @@ def packed(form: Format) -> Kernel:
                     if end - i == 1:
                         for b in range(n):
                             v = codes(plane + b * 64 * width, second + b * 64 * high)
-                            a0 = add_block(
-                                v,
-                                q + r0 * columns + b * COLUMNS,
-                                scales(last, b),
-                                d + 4 * (r0 * n + b),
-                                s + 8 * (r0 * n + b),
-                                a0,
-                            )
+                            o, at = q + r0 * columns + b * COLUMNS, r0 * n + b
+                            a0 = add_alone(v, o, scales(last, b), d + 4 * at, s + 4 * at, h + 8 * at, a0)
                         put(y + s0 * step + group * ROWS * 4, a0, left)
                         break
                     r1, r2, r3 = row_of(s1, used, shared), row_of(s2, used, shared), row_of(s3, used, shared)
@@ -119,11 +113,11 @@ def packed(form: Format) -> Kernel:
                     for b in range(n):
                         v = codes(plane + b * 64 * width, second + b * 64 * high)
                         f, o = scales(last, b), q + b * COLUMNS
-                        e, g = d + 4 * b, s + 8 * b
-                        a0 = add_block(v, o + r0 * columns, f, e + 4 * r0 * n, g + 8 * r0 * n, a0)
-                        a1 = add_block(v, o + r1 * columns, f, e + 4 * r1 * n, g + 8 * r1 * n, a1)
-                        a2 = add_block(v, o + r2 * columns, f, e + 4 * r2 * n, g + 8 * r2 * n, a2)
-                        a3 = add_block(v, o + r3 * columns, f, e + 4 * r3 * n, g + 8 * r3 * n, a3)
+                        e, g, k = d + 4 * b, s + 4 * b, h + 8 * b
+                        a0 = add_block(v, o + r0 * columns, f, e + 4 * r0 * n, g + 4 * r0 * n, k + 8 * r0 * n, a0)
+                        a1 = add_block(v, o + r1 * columns, f, e + 4 * r1 * n, g + 4 * r1 * n, k + 8 * r1 * n, a1)
+                        a2 = add_block(v, o + r2 * columns, f, e + 4 * r2 * n, g + 4 * r2 * n, k + 8 * r2 * n, a2)
+                        a3 = add_block(v, o + r3 * columns, f, e + 4 * r3 * n, g + 4 * r3 * n, k + 8 * r3 * n, a3)
                     to = y + group * ROWS * 4
                     put(to + s0 * step, a0, left)
                     put(to + s1 * step, a1, left)

@@ -21,6 +21,8 @@ from .simd import (
     dot4,
     fma,
     four_everywhere,
+    lane_0,
+    lane_8,
     largest,
     load,
     maximum,
@@ -35,7 +37,7 @@ from .simd import (
     store_small,
     store_some,
     to_float,
-    total,
+    two_totals,
     word,
     zeros,
 )
@@ -50,8 +52,8 @@ CHUNK = 64
 
 
 @part
-def round_block(x, q, d, s, b):
-    """32 values to 8 bits: ``x ~ d[b] * q``, and the sums of both halves times d in ``s[2 b]`` and ``s[2 b + 1]``."""
+def round_block(x, q, d, s, h, b):
+    """32 values to 8 bits, ``x ~ d[b] q``; ``s[b]`` is d times the sum of q, ``h[2 b]`` and ``h[2 b + 1]`` of halves."""
     low, high = load(x + 128 * b), load(x + 128 * b + 64)
     top = largest(maximum(absolute(low), absolute(high)))
     scale = top / LIMIT
@@ -60,9 +62,12 @@ def round_block(x, q, d, s, b):
     i, j = round_to_int(mul(mul(low, raising), inverse)), round_to_int(mul(mul(high, raising), inverse))
     store_small(q + 32 * b, i)
     store_small(q + 32 * b + 16, j)
+    sums = mul(to_float(two_totals(i, j)), splat(scale))
+    first, second = lane_0(sums), lane_8(sums)
     store_scalar(d + 4 * b, scale)
-    store_scalar(s + 8 * b, scale * total(to_float(i)))
-    store_scalar(s + 8 * b + 4, scale * total(to_float(j)))
+    store_scalar(s + 4 * b, first + second)
+    store_scalar(h + 8 * b, first)
+    store_scalar(h + 8 * b + 4, second)
 
 
 @kernel
@@ -70,24 +75,31 @@ def round_rows(a, thread, threads):
     """Words: source, bytes between its rows, rows, columns, target as `rounded_bytes` lays it out."""
     source, step, rows, columns, q = word(a, 0), word(a, 1), word(a, 2), word(a, 3), word(a, 4)
     n = columns // COLUMNS
-    d = q + rows * columns
-    s = d + rows * n * 4
+    d, s, h = scales_of(q, rows, columns)
     lo, hi = share(rows, thread, threads)
     for i in range(lo, hi):
         for b in range(n):
-            round_block(source + i * step, q + i * columns, d + i * n * 4, s + i * n * 8, b)
+            round_block(source + i * step, q + i * columns, d + i * n * 4, s + i * n * 4, h + i * n * 8, b)
     return 0
 
 
 def rounded_bytes(rows: int, columns: int) -> int:
-    """Rounded activations: codes [rows, columns] int8, scales [rows, columns / 32] and sums [rows, columns / 16]
-    float32."""
-    return rows * (columns + columns // COLUMNS * 12)
+    """Rounded activations: codes [rows, columns] int8, then float32 scales and sums [rows, columns / 32], and sums of
+    halves [rows, columns / 16]."""
+    return rows * (columns + columns // COLUMNS * 16)
 
 
 @part
-def dots(w, q, scale, d, acc):
-    """`acc` plus the products of 32 columns with one row of activations, all columns under one scale."""
+def scales_of(q, rows, columns):
+    """Where scales, sums and sums of halves begin."""
+    each = rows * (columns // COLUMNS) * 4
+    d = q + rows * columns
+    return d, d + each, d + 2 * each
+
+
+@part
+def dots_apart(w, q):
+    """Products of 32 columns with one row of activations, as two chains: for a row that is alone."""
     a, b, c, e, f, g, h, i = w
     x = dot4(no_ints(), a, four_everywhere(q))
     y = dot4(no_ints(), b, four_everywhere(q + 4))
@@ -97,12 +109,26 @@ def dots(w, q, scale, d, acc):
     y = dot4(y, g, four_everywhere(q + 20))
     x = dot4(x, h, four_everywhere(q + 24))
     y = dot4(y, i, four_everywhere(q + 28))
-    return fma(mul(scale, splat_from(d)), to_float(add_int(x, y)), acc)
+    return add_int(x, y)
 
 
 @part
-def dots_in_halves(w, q, first, second, d, acc):
-    """The same with a scale for each 16 columns."""
+def dots_together(w, q):
+    """The same as one chain, which costs one addition less: for a row among others."""
+    a, b, c, e, f, g, h, i = w
+    x = dot4(no_ints(), a, four_everywhere(q))
+    x = dot4(x, b, four_everywhere(q + 4))
+    x = dot4(x, c, four_everywhere(q + 8))
+    x = dot4(x, e, four_everywhere(q + 12))
+    x = dot4(x, f, four_everywhere(q + 16))
+    x = dot4(x, g, four_everywhere(q + 20))
+    x = dot4(x, h, four_everywhere(q + 24))
+    return dot4(x, i, four_everywhere(q + 28))
+
+
+@part
+def dots_in_halves(w, q):
+    """The same, the sums of both halves of the columns apart."""
     a, b, c, e, f, g, h, i = w
     x = dot4(no_ints(), a, four_everywhere(q))
     y = dot4(no_ints(), f, four_everywhere(q + 16))
@@ -112,24 +138,25 @@ def dots_in_halves(w, q, first, second, d, acc):
     y = dot4(y, h, four_everywhere(q + 24))
     x = dot4(x, e, four_everywhere(q + 12))
     y = dot4(y, i, four_everywhere(q + 28))
-    one = splat_from(d)
-    return fma(mul(first, one), to_float(x), fma(mul(second, one), to_float(y), acc))
+    return x, y
 
 
-def add_block_of(form: Format) -> Part:
-    """``(w, q, scales, d, s, acc) -> acc``: what 32 columns add to the products with one row of activations."""
+def add_block_of(form: Format, *, alone: bool) -> Part:
+    """``(w, q, scales, d, s, h, acc) -> acc``: what 32 columns add to the products with one row of activations."""
     if form.halves:
 
-        def add_block(w, q, scales, d, s, acc):
+        def add_block(w, q, scales, d, s, h, acc):
             first, m, second, o = scales
-            acc = fma(m, splat_from(s), fma(o, splat_from(s + 4), acc))
-            return dots_in_halves(w, q, first, second, d, acc)
+            x, y = dots_in_halves(w, q)
+            one = splat_from(d)
+            acc = fma(m, splat_from(h), fma(o, splat_from(h + 4), acc))
+            return fma(mul(first, one), to_float(x), fma(mul(second, one), to_float(y), acc))
     else:
+        dots = dots_apart if alone else dots_together
 
-        def add_block(w, q, scales, d, s, acc):
+        def add_block(w, q, scales, d, s, h, acc):
             scale, m, _, _ = scales
-            acc = fma(m, splat_from(s), fma(m, splat_from(s + 4), acc))
-            return dots(w, q, scale, d, acc)
+            return fma(mul(scale, splat_from(d)), to_float(dots(w, q)), fma(m, splat_from(s), acc))
 
     return part(add_block)
 
@@ -150,15 +177,15 @@ AHEAD = 4096
 def product(form: Format) -> Kernel:
     """``y[i] = w @ x[i]``.  Words: packed w, bytes of a row, rows of w, columns, rounded x, rows of x, y, bytes between
     rows of y."""
-    codes, scales, width, add_block = form.codes, form.scales, form.planes[0], add_block_of(form)
+    codes, scales, width = form.codes, form.scales, form.planes[0]
+    add_block, add_alone = add_block_of(form, alone=False), add_block_of(form, alone=True)
     high = form.planes[1] if len(form.planes) > 1 else 0
 
     def body(a, thread, threads):
         w, stride, rows, columns = word(a, 0), word(a, 1), word(a, 2), word(a, 3)
         q, count, y, step = word(a, 4), word(a, 5), word(a, 6), word(a, 7)
         n = columns // COLUMNS
-        d = q + count * columns
-        s = d + count * n * 4
+        d, s, h = scales_of(q, count, columns)
         lo, hi = share((rows + ROWS - 1) // ROWS, thread, threads)
         whole = count // TILE * TILE
         for start in range(0, whole, CHUNK):
@@ -172,15 +199,16 @@ def product(form: Format) -> Kernel:
                     for b in range(n):
                         v = codes(plane + b * 64 * width, second + b * 64 * high)
                         f = scales(last, b)
-                        o, e, g = q + t * columns + b * COLUMNS, d + 4 * (t * n + b), s + 8 * (t * n + b)
-                        a0 = add_block(v, o, f, e, g, a0)
-                        a1 = add_block(v, o + columns, f, e + 4 * n, g + 8 * n, a1)
-                        a2 = add_block(v, o + 2 * columns, f, e + 8 * n, g + 16 * n, a2)
-                        a3 = add_block(v, o + 3 * columns, f, e + 12 * n, g + 24 * n, a3)
-                        a4 = add_block(v, o + 4 * columns, f, e + 16 * n, g + 32 * n, a4)
-                        a5 = add_block(v, o + 5 * columns, f, e + 20 * n, g + 40 * n, a5)
-                        a6 = add_block(v, o + 6 * columns, f, e + 24 * n, g + 48 * n, a6)
-                        a7 = add_block(v, o + 7 * columns, f, e + 28 * n, g + 56 * n, a7)
+                        o, at = q + t * columns + b * COLUMNS, t * n + b
+                        e, g, i = d + 4 * at, s + 4 * at, h + 8 * at
+                        a0 = add_block(v, o, f, e, g, i, a0)
+                        a1 = add_block(v, o + columns, f, e + 4 * n, g + 4 * n, i + 8 * n, a1)
+                        a2 = add_block(v, o + 2 * columns, f, e + 8 * n, g + 8 * n, i + 16 * n, a2)
+                        a3 = add_block(v, o + 3 * columns, f, e + 12 * n, g + 12 * n, i + 24 * n, a3)
+                        a4 = add_block(v, o + 4 * columns, f, e + 16 * n, g + 16 * n, i + 32 * n, a4)
+                        a5 = add_block(v, o + 5 * columns, f, e + 20 * n, g + 20 * n, i + 40 * n, a5)
+                        a6 = add_block(v, o + 6 * columns, f, e + 24 * n, g + 24 * n, i + 48 * n, a6)
+                        a7 = add_block(v, o + 7 * columns, f, e + 28 * n, g + 28 * n, i + 56 * n, a7)
                     left, to = rows - group * ROWS, y + t * step + group * ROWS * 4
                     put(to, a0, left)
                     put(to + step, a1, left)
@@ -196,13 +224,13 @@ def product(form: Format) -> Kernel:
             last = second + n * 64 * high
             for t in range(whole, count):
                 acc = zeros()
-                o, e, g = q + t * columns, d + 4 * t * n, s + 8 * t * n
+                o, e, g, i = q + t * columns, d + 4 * t * n, s + 4 * t * n, h + 8 * t * n
                 for b in range(n):
                     at = plane + b * 64 * width
                     for line in range(width):
                         prefetch(at + AHEAD + 64 * line)
                     v = codes(at, second + b * 64 * high)
-                    acc = add_block(v, o + b * COLUMNS, scales(last, b), e + 4 * b, g + 8 * b, acc)
+                    acc = add_alone(v, o + b * COLUMNS, scales(last, b), e + 4 * b, g + 4 * b, i + 8 * b, acc)
                 put(y + t * step + group * ROWS * 4, acc, rows - group * ROWS)
         return 0
 

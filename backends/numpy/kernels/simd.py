@@ -268,6 +268,24 @@ or_int = intrinsic(INTS, INTS, INTS)(lambda b, x, y: b.or_(x, y))
 shift_left = intrinsic(INTS, INTS, INTS)(lambda b, x, n: b.shl(x, n))
 shift_right = intrinsic(INTS, INTS, INTS)(lambda b, x, n: b.lshr(x, n))
 bits_to_float = intrinsic(FLOATS, INTS)(lambda b, x: b.bitcast(x, _F))
+lane_0 = intrinsic(FLOAT, FLOATS)(lambda b, x: b.extract_element(x, ir.Constant(_i32, 0)))
+lane_8 = intrinsic(FLOAT, FLOATS)(lambda b, x: b.extract_element(x, ir.Constant(_i32, 8)))
+
+
+@intrinsic(INTS, INTS, INTS)
+def two_totals(b, x, y):
+    """The sum of the lanes of x in lanes 0 to 7, of y in lanes 8 to 15."""
+
+    def lanes(order: list[int]) -> ir.Constant:
+        return ir.Constant(_I, order)
+
+    low, high = ([*range(s, s + 8), *range(s + 16, s + 24)] for s in (0, 8))
+    sums = b.add(b.shuffle_vector(x, y, lanes(low)), b.shuffle_vector(x, y, lanes(high)))
+    for distance in (4, 2, 1):
+        sums = b.add(sums, b.shuffle_vector(sums, sums, lanes([i ^ distance for i in range(16)])))
+    return sums
+
+
 total_int = intrinsic(INT, INTS)(lambda b, x: _call(b, "llvm.vector.reduce.add.v16i32", _i32, x))
 
 
