@@ -42,6 +42,15 @@ def share_flags(sub: argparse.ArgumentParser) -> None:
         "--split-mode", default="auto", metavar="MODE", help="how several devices share: none, layer, tensor or auto"
     )
     sub.add_argument("--tensor-split", type=shares, default=(), metavar="LIST", help="shares of the devices, as 3,1")
+    sub.add_argument(
+        "--place",
+        type=placement,
+        action="append",
+        default=[],
+        metavar="REGEX=DEVICE",
+        help="run nodes of this name, and those that read weights or states of this name, on one device, as "
+        "'ffn_up=cpu:1'; may be repeated, the first that matches counts",
+    )
 
 
 def context_flag(sub: argparse.ArgumentParser) -> None:
@@ -132,6 +141,13 @@ def shares(text: str) -> tuple[float, ...]:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need numbers, as 3,1") from None
+
+
+def placement(text: str) -> tuple[str, str]:
+    pattern, _, device = text.rpartition("=")
+    if not pattern or not device:
+        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need a regular expression and a device, as ffn_up=cpu:1")
+    return pattern, device
 
 
 def token_list(text: str) -> list[int]:

@@ -17,7 +17,7 @@ class Meeting:
     """The place where the threads of a group meet; `member(rank)` is one end.  `compiled`: all of them run compiled
     code.
 
-    Sums are taken in rank order, so every device gets the same bits.
+    Sums are taken in rank order and in the narrowest dtype anybody brings, so every device gets the same numbers.
     """
 
     def __init__(self, size: int, timeout: float = 60.0, *, compiled: bool = False) -> None:
@@ -83,15 +83,16 @@ class Member:
                     "the plans of the devices do not match"
                 )
             arrays.append(posted[1])
-        return arrays
+        return _alike(arrays)
 
     def all_reduce(self, source: Array, into: Array, scratch: Array, sequence: int) -> None:
         first, *others = self._exchange(source, sequence)
-        np.copyto(scratch, first)
+        total = _as_wide(scratch, first)
+        np.copyto(total, first)
         for other in others:
-            np.add(scratch, other, out=scratch)
+            np.add(total, other, out=total)
         self.meeting.wait(self.rank, sequence)  # nobody overwrites a source that another still reads
-        np.copyto(into, scratch)
+        np.copyto(into, total)
 
     def all_gather(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
         arrays = self._exchange(source, sequence)
@@ -102,10 +103,13 @@ class Member:
 
     def reduce_scatter(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
         first, *others = self._exchange(source, sequence)
+        total = _as_wide(into, first)
         for target, origin in parts:
-            np.copyto(into[target], first[origin])
+            np.copyto(total[target], first[origin])
             for other in others:
-                np.add(into[target], other[origin], out=into[target])
+                np.add(total[target], other[origin], out=total[target])
+        if total is not into:
+            np.copyto(into, total)
         self.meeting.wait(self.rank, sequence)
 
     def send(self, source: Array, to: int, sequence: int) -> None:
@@ -123,6 +127,21 @@ class Member:
             why = self.meeting.failure or f"device {source} sent nothing within {self.meeting.timeout:g} s"
             raise BackendError(f"copy {sequence} to device {self.rank} of {self.size}: {why}")
         np.copyto(into, self.meeting.mail[key])
+
+
+def _alike(arrays: list[Array]) -> list[Array]:
+    """Arrays as they go over the wire: where backends keep a value in several dtypes, in the narrowest of them, so
+    that everybody ends with the same numbers."""
+    dtypes = {a.dtype for a in arrays}
+    if len(dtypes) == 1:
+        return arrays
+    wire = min(dtypes, key=lambda d: (d.itemsize, d.str))
+    return [a.astype(wire) for a in arrays]
+
+
+def _as_wide(own: Array, wire: Array) -> Array:
+    """`own` to sum in, or an array like it if the others sum in a narrower dtype."""
+    return own if own.dtype == wire.dtype else np.empty(own.shape, wire.dtype)
 
 
 class Alone:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..graph.node import Node
+from ..graph.node import Node, quote
 from ..graph.text import names
 from ..ops import REGISTRY
 from .condense import repeats
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 def explain(plan: Plan, *, steps: bool = False) -> str:
     """The summary, what the search considered, memory and stages; with `steps` each instruction of each device."""
-    lines = [summary(plan), *(f"  {reason}" for reason in plan.reasons), "", *memory_table(plan), ""]
+    lines = [summary(plan), *(f"  {reason}" for reason in (*plan.reasons, *placement_lines(plan)))]
+    lines += ["", *memory_table(plan), ""]
     lines += stage_table(plan)
     if steps:
         for lane in plan.lanes:
@@ -48,10 +49,21 @@ def summary(plan: Plan) -> str:
     )
 
 
+def placement_lines(plan: Plan) -> list[str]:
+    """A line for each reason for which nodes run on one device alone."""
+    lines = []
+    for placed in plan.placed:
+        first, *others = (f"%{name if name.isdecimal() else quote(name)}" for name in placed.nodes)
+        shown = first if not others else f"{first}, {others[0]}" if len(others) == 1 else f"{first} to {others[-1]}"
+        count = f"{len(placed.nodes)} node{'s' if others else ''}"
+        lines.append(f"{plan.lanes[placed.device].device} alone runs {count} ({shown}): {placed.because}")
+    return lines
+
+
 def stages_of(plan: Plan) -> list[Stage]:
     """The stages of a plan, which follow from its programs."""
     whole = {v.node.name: v.spec.nbytes for v in (*plan.graph.weights, *plan.graph.states)}
-    return stages(plan.lanes, plan.hardware, whole)
+    return stages(plan.lanes, plan.speeds, whole)
 
 
 def places(devices: Sequence[str]) -> str:
@@ -125,6 +137,7 @@ class _Reasons:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self.because = _because(plan)
         self.nodes = {id(lane.graph): {n: node for node, n in names(lane.graph).items()} for lane in plan.lanes}
 
     def of(self, stage: Stage) -> str:
@@ -141,11 +154,12 @@ class _Reasons:
         kept = [n for n in leaves.values() if n.op in ("weight", "state") and n.name in self.plan.leaves]
         special = [n for n in kept if isinstance(self.plan.leaves[n.name], Shard | Local)]
         if not special:
-            return self._whole(nodes)
+            why = [self.because[n.name] for n in nodes if n.name in self.because]
+            return f"placed here: {why[0]}" if why else self._whole(nodes)
         most = max(special, key=lambda n: n.specs[0].nbytes)
         others = f" and {len(special) - 1} more" if len(special) > 1 else ""
         if isinstance(self.plan.leaves[most.name], Local):
-            return f"%{most.label}{others} placed here"
+            return f"%{most.label}{others} placed here: {self.because.get(most.name, 'nothing else reads it')}"
         return f"%{most.label}{others} cut on axis {self._axis(most)}"
 
     def _whole(self, nodes: Sequence[Node]) -> str:
@@ -186,3 +200,14 @@ class _Reasons:
             if len(seen) > 1000:
                 break
         return None
+
+
+def _because(plan: Plan) -> dict[str, str]:
+    """Why nodes are placed where they are, by their names and by those of the weights and states they read."""
+    said = {name: placed.because for placed in plan.placed for name in placed.nodes}
+    found = dict(said)
+    for node, name in names(plan.graph).items() if said else ():
+        for leaf in map(leaf_of, node.inputs):
+            if name in said:
+                found.setdefault(leaf.name, said[name])
+    return found

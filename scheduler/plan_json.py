@@ -25,6 +25,7 @@ from ..graph.text import names
 from ..ops import cont, get_rows, set_rows, verify
 from .cost import Hardware
 from .layout import PARTIAL, REPLICATE, Layout, Local, Shard, local_shape
+from .pins import Placed
 from .plan import Lane, Plan
 from .simulate import SIMULATED, SimulatedBackend
 from .verify import verify_plan
@@ -36,7 +37,10 @@ def to_json(plan: Plan) -> str:
     """One JSON object; `from_json` reads it back.  Devices that run the same share one program in it."""
     document = _running(plan)
     document["reasons"] = list(plan.reasons)
+    document["placed"] = [asdict(placed) for placed in plan.placed]
     document["hardware"] = asdict(plan.hardware)
+    document["shares"] = list(plan.shares)
+    document["host"] = None if plan.host is None else asdict(plan.host)
     document["cost"] = asdict(plan.cost)
     document["memory"] = [
         {"device": str(lane.device), **lane.memory(), "capacity": lane.device.memory} for lane in plan.lanes
@@ -161,7 +165,13 @@ def _plan(document: dict[str, Any]) -> Plan:
         MappingProxyType({name: _read_layout(v) for name, v in document["outputs"].items()}),
         frozenset((_text(n), _whole_number(a), _whole_number(s), _whole_number(i)) for n, a, s, i in document["cuts"]),
         tuple(map(_text, document["reasons"])),
-        Hardware(**{key: _speed(value) for key, value in document["hardware"].items()}),
+        _read_hardware(document["hardware"]),
+        tuple(
+            Placed(_whole_number(p["device"]), _text(p["because"]), tuple(map(_text, p["nodes"])))
+            for p in document["placed"]
+        ),
+        None if document["host"] is None else _read_hardware(document["host"]),
+        tuple(map(_share, document["shares"])),
     )
 
 
@@ -256,9 +266,19 @@ def _whole_number(value: Any) -> int:
     return value
 
 
+def _read_hardware(entry: Mapping[str, Any]) -> Hardware:
+    return Hardware(**{key: _speed(value) for key, value in entry.items()})
+
+
 def _speed(value: Any) -> float:
     if not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"{value!r:.60} is no speed")
+    return float(value)
+
+
+def _share(value: Any) -> float:
+    if not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{value!r:.60} is no share")
     return float(value)
 
 
@@ -285,6 +305,11 @@ def _check(plan: Plan) -> None:
             _check_stored(lane)
     _require(set(plan.leaves) == {n.name for n in plan.graph.nodes if n.is_leaf}, "its layouts are of other leaves")
     _require(set(plan.outputs) == set(plan.graph.outputs), "its layouts are of other outputs")
+    _require(len(plan.shares) in (0, len(plan.lanes)), "it has shares for other devices")
+    called = set(names(plan.graph).values())
+    for placed in plan.placed:
+        known = placed.device < len(plan.lanes) and called.issuperset(placed.nodes)
+        _require(known, "it places nodes or names devices that there are not")
     for leaf in (n for n in plan.graph.nodes if n.is_leaf):
         _check_leaf(plan, leaf)
     for name, value in plan.graph.outputs.items():

@@ -62,6 +62,9 @@ LINKS: Mapping[str, Link] = MappingProxyType(
     }
 )
 
+HOST_LINK = ("pcie4",)
+"""How the host of simulated devices reaches them."""
+
 
 class SimulatedBackend:
     """A backend that plans can be made for and nothing runs on: values keep their dtypes, kernels need no scratch."""
@@ -114,10 +117,12 @@ class SimulatedBackend:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """A group of simulated devices and the speeds that predict their time."""
+    """A group of simulated devices and the speeds that predict their time; the host they are in, and its speeds."""
 
     group: tuple[tuple[SimulatedBackend, Device], ...]
     hardware: Hardware
+    host: tuple[SimulatedBackend, Device]
+    host_hardware: Hardware
 
 
 def simulate(text: str) -> Simulation:
@@ -139,7 +144,9 @@ def simulate(text: str) -> Simulation:
         raise PlanError(_unknown(text, text))
     backends = {kind: SimulatedBackend(kind) for kind in counts}
     group = tuple((backends[kind], backends[kind].device(i)) for kind, n in counts.items() for i in range(n))
-    return Simulation(group, _slowest([MACHINES[kind] for kind in counts], links))
+    host = SimulatedBackend("cpu")
+    hardware = _slowest([MACHINES[kind] for kind in counts], links)
+    return Simulation(group, hardware, (host, host.device(0)), _slowest([MACHINES["cpu"]], HOST_LINK))
 
 
 def _slowest(machines: Sequence[Machine], links: Sequence[str]) -> Hardware:

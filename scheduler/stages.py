@@ -45,11 +45,12 @@ class Stage:
     source: int = 0
 
 
-def stages(lanes: Sequence[Lane], hardware: Hardware, whole: Mapping[str, int]) -> list[Stage]:
-    """All stages, in the order of the meetings; `whole` gives the bytes of weights and states before they were cut."""
+def stages(lanes: Sequence[Lane], speeds: Sequence[Hardware], whole: Mapping[str, int]) -> list[Stage]:
+    """All stages, in the order of the meetings; `speeds` are those of each device, `whole` gives the bytes of weights
+    and states before they were cut."""
     parts: dict[int, _Parts] = {}
     counts = Counts()
-    for lane in lanes:
+    for lane, hardware in zip(lanes, speeds, strict=True):
         if id(lane.graph) not in parts:
             parts[id(lane.graph)] = _Parts(lane.graph, lane.program, hardware, whole, counts, len(lanes))
     own = [parts[id(lane.graph)] for lane in lanes]

@@ -3,8 +3,9 @@ the devices' own graphs, by the declarations of ops, and compared with the user'
 
 It demands that each node of a device is a node of the user's graph on the entries its operands hold; that sums that
 are owed meet linear ops only and are then taken once, each term once; that devices meet in one order and nobody waits
-for ever; that leaves cover what they stand for, and outputs and states end as the plan says; and, by `check`, that
-each device's program is a way to run its graph.
+for ever; that leaves cover what they stand for, and outputs and states end as the plan says; that what is placed on a
+device is computed there only, and every node where it can run; and, by `check`, that each device's program is a way to
+run its graph.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from ..graph.dtypes import DType
 from ..graph.errors import GraphError, PlanError
 from ..graph.node import Node, Value
 from ..graph.text import names
-from ..ops import op_of, verify
+from ..ops import REGISTRY, op_of, verify
+from ..ops.collective import COLLECTIVES
 from .check import faults
 from .indices import Index, entries, joined, whole
 from .layout import Layout, Local, Partial, Shard
@@ -53,6 +55,10 @@ def plan_faults(plan: Plan) -> Iterator[str]:
         for why in seen[key]:
             sound = False
             yield f"device {number}: {why}"
+        for node in lane.graph.nodes:  # devices with one program may differ in what they can run
+            computes = node.op in REGISTRY and not node.is_leaf and not REGISTRY[node.op].is_view
+            if computes and not (answer := lane.backend.supports(node, lane.device)).ok:
+                yield f"device {number}: {node!r} cannot run on {lane.device}: {answer.why}"
     for why in meeting_faults([lane.program for lane in plan.lanes]):
         sound = False
         yield why
@@ -120,6 +126,29 @@ class _Whole:
         if not said:
             yield from self._outputs(trace)
             yield from self._updates(trace)
+            yield from self._places(trace)
+
+    def _places(self, trace: Trace) -> Iterator[str]:
+        """Nodes that are computed elsewhere than the plan says; what is computed alike may be, if either may."""
+        known = {name: node for node, name in names(self.plan.graph).items()}
+        allowed: dict[int, set[int]] = {}
+        said: dict[int, tuple[str, int]] = {}
+        for placed in self.plan.placed:
+            if not 0 <= placed.device < self.devices:
+                yield f"nodes are placed on device {placed.device} of {self.devices}"
+            for name in placed.nodes:
+                if name not in known:
+                    yield f"a node %{name} is placed that the graph does not have"
+                    continue
+                number = self.meaning.number[Value(known.pop(name))]
+                allowed.setdefault(number, set()).add(placed.device)
+                said[number] = (name, placed.device)
+        for node in (n for n in known.values() if not n.is_leaf):  # nobody said where these run
+            allowed.pop(self.meaning.number[Value(node)], None)
+        for number, devices in allowed.items():
+            if not (where := trace.computed.get(number, set())) <= devices:
+                name, device = said[number]
+                yield f"%{name} is placed on device {device}, and computed on {sorted(where - devices)}"
 
     # ---------------------------------------------------------------------------------------------------- layouts
 
@@ -184,8 +213,11 @@ class _Whole:
                 elif wanted is not None and local is not None:
                     yield from self._ends_as(trace, device, local, value, wanted, f"output {name!r}")
         for device, lane in enumerate(self.plan.lanes):
+            used = {s for node in lane.graph.nodes for s in node.inputs}
+            used |= {v for name, v in lane.graph.outputs.items() if name in self.plan.graph.outputs}
             for name, local in lane.graph.outputs.items():
-                if name not in self.plan.graph.outputs and local.node.op != "send":
+                attends = local.node.op in COLLECTIVES and local not in used  # it is there for others
+                if name not in self.plan.graph.outputs and not attends:
                     yield f"device {device} has an output {name!r}, which the graph does not have"
 
     def _updates(self, trace: Trace) -> Iterator[str]:
