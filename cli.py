@@ -39,6 +39,11 @@ if TYPE_CHECKING:
 OPENING = "It is a truth universally acknowledged, that"
 """What the embedded model continues if nobody says otherwise."""
 
+SHARING = (
+    "Commands that run or plan a model take --devices, --split-mode, --tensor-split and --place REGEX=DEVICE (what has "
+    "such a name, or reads a weight or state of such a name, runs on that device); see hocket COMMAND --help."
+)
+
 # ---------------------------------------------------------------------------------------------------- subcommands
 
 
@@ -189,12 +194,13 @@ def plan(args: argparse.Namespace) -> int:
     from .frontends.planning import plan_group, read_plan, step_graph
     from .scheduler.diff import difference
     from .scheduler.fits import memory_problem
+    from .scheduler.listing import PASSES
     from .scheduler.plan_json import to_json
 
     other = None if args.diff is None else read_plan(args.diff)
     tokens = 1 if args.phase == "decode" else args.batch
     graph, context = step_graph(args.model, context=args.context, tokens=tokens)
-    made = plan_group(graph, group_of(args), args.simulate)
+    asked, made = plan_group(graph, group_of(args), args.simulate)
     text = to_json(made) + "\n" if args.json or args.out else ""
     if args.out:
         with open(args.out, "w", encoding="utf-8") as file:
@@ -203,10 +209,13 @@ def plan(args: argparse.Namespace) -> int:
         changes = difference(other, made)
         shown = json.dumps(changes) if args.json else "\n".join(changes or ("the plans do the same",))
         write(shown + "\n")
+    elif args.show:
+        write(PASSES[args.show](made).rstrip("\n") + "\n")
     else:
         write(text if args.json else made.explain(steps=args.steps) + "\n")
-    if problem := memory_problem(made, context=context):
-        log(f"hocket: does not fit: {problem}")
+    if problem := memory_problem(asked, context=context):
+        rest = "" if memory_problem(made) else f"; in this plan the rest is on {made.lanes[-1].device}"
+        log(f"hocket: does not fit: {problem}{rest}")
         return 1
     return 0
 
@@ -272,7 +281,9 @@ def group_of(args: argparse.Namespace) -> Group:
     """The devices that flags name, and how they share."""
     from .frontends.session import Group
 
-    return Group(tuple(args.devices.split(",")), args.split_mode, args.tensor_split)
+    devices, place = tuple(args.devices.split(",")), tuple(args.place)
+    threads, exact = getattr(args, "threads", None), getattr(args, "exact", False)
+    return Group(devices, args.split_mode, args.tensor_split, place, threads=threads, exact=exact)
 
 
 def memory_text(session: Session) -> str:
@@ -308,7 +319,9 @@ def ops(args: argparse.Namespace) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """All subcommands with their flags."""
-    parser = Parser("hocket", description="Run GGUF language models as compiled graphs.", allow_abbrev=False)
+    parser = Parser(
+        "hocket", description="Run GGUF language models as compiled graphs.", epilog=SHARING, allow_abbrev=False
+    )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(metavar="COMMAND", parser_class=Parser)
 

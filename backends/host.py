@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ import numpy.typing as npt
 from ..graph.errors import BackendError
 from ..graph.node import Node
 from ..graph.spec import Spec
-from ..ops.quants import dequantise
+from ..ops.quants import dequantise, encoded
 from .base import Array, Device, Tensor, contiguous_strides, host_view
 
 ALIGNMENT = 64
@@ -23,6 +24,9 @@ class HostBackend(ABC):
 
     name: str
 
+    def with_threads(self, threads: int) -> Self:
+        return self
+
     def devices(self) -> Sequence[Device]:
         return (self.device(0),)
 
@@ -30,7 +34,7 @@ class HostBackend(ABC):
         return Device(self.name, index, _physical_memory(), f"{os.cpu_count()} processors")
 
     @abstractmethod
-    def stored(self, spec: Spec) -> Spec:
+    def stored(self, spec: Spec, kind: str = "value") -> Spec:
         """The shape and dtype in which a value is kept."""
 
     def reads_strided(self, node: Node, operand: int) -> bool:
@@ -48,10 +52,10 @@ class HostBackend(ABC):
         return host_view(buffer, tensor)
 
     def load(self, data: Array, declared: Spec, buffer: npt.NDArray[np.uint8]) -> None:
-        stored = self.stored(declared)
+        stored = self.stored(declared, "weight")
         target = host_view(buffer, Tensor(0, 0, stored.shape, contiguous_strides(stored.shape), stored.dtype))
         plain = data if declared.dtype.is_integer else dequantise(np.atleast_1d(data), declared.dtype)
-        target[...] = plain.reshape(stored.shape)
+        target[...] = encoded(plain.reshape(stored.shape), stored.dtype)
 
 
 def _physical_memory() -> int | None:

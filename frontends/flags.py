@@ -8,6 +8,8 @@ from typing import NoReturn
 CHUNK = 512
 """Tokens evaluated in one run, and tokens of context in measuring perplexity, unless asked otherwise."""
 NEW_TOKENS = 128
+PASSES = ("graph", "factors", "layouts", "shards", "memory", "steps")
+"""What `hocket plan` can show; each is a key of `scheduler.listing.PASSES`, which need not be loaded to read flags."""
 
 
 def one_line(text: str) -> str:
@@ -26,10 +28,12 @@ def session_flags(sub: argparse.ArgumentParser) -> None:
     """What every command that runs a model takes."""
     sub.add_argument("--devices", default="cpu:0", metavar="LIST", help="where to run, as cpu:0,cpu:1 (cpu:0)")
     share_flags(sub)
-    sub.add_argument("--exact", action="store_true", help="float32 throughout (this backend computes so anyway)")
+    sub.add_argument("--exact", action="store_true", help="float32 throughout, in plain NumPy: slower")
     context_flag(sub)
     sub.add_argument("-b", "--batch-size", dest="batch", type=positive, default=CHUNK, metavar="N", help="tokens a run")
-    sub.add_argument("-t", "--threads", type=positive, metavar="N", help="threads of matrix products (all processors)")
+    sub.add_argument(
+        "-t", "--threads", type=positive, metavar="N", help="threads of each device (its share of the processors)"
+    )
     sub.add_argument("--seed", type=natural, default=0, metavar="N", help="seed of the sampling (0)")
 
 
@@ -38,6 +42,15 @@ def share_flags(sub: argparse.ArgumentParser) -> None:
         "--split-mode", default="auto", metavar="MODE", help="how several devices share: none, layer, tensor or auto"
     )
     sub.add_argument("--tensor-split", type=shares, default=(), metavar="LIST", help="shares of the devices, as 3,1")
+    sub.add_argument(
+        "--place",
+        type=placement,
+        action="append",
+        default=[],
+        metavar="REGEX=DEVICE",
+        help="run nodes of this name, and those that read weights or states of this name, on one device, as "
+        "'ffn_up=cpu:1'; may be repeated, the first that matches counts",
+    )
 
 
 def context_flag(sub: argparse.ArgumentParser) -> None:
@@ -108,6 +121,7 @@ def plan_flags(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--phase", choices=("decode", "prefill"), default="decode", help="one token, or a batch (decode)")
     sub.add_argument("--steps", action="store_true", help="list every instruction of every device too")
+    sub.add_argument("--show", choices=PASSES, help="print what one pass made instead of the explanation")
     sub.add_argument("--diff", metavar="PLAN", help="print what differs from this plan in JSON instead")
     sub.add_argument("--json", action="store_true", help="print the plan as JSON, which --diff reads")
     sub.add_argument("-o", "--out", metavar="FILE", help="write the plan as JSON to a file too")
@@ -127,6 +141,13 @@ def shares(text: str) -> tuple[float, ...]:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need numbers, as 3,1") from None
+
+
+def placement(text: str) -> tuple[str, str]:
+    pattern, _, device = text.rpartition("=")
+    if not pattern or not device:
+        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need a regular expression and a device, as ffn_up=cpu:1")
+    return pattern, device
 
 
 def token_list(text: str) -> list[int]:

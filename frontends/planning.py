@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from ..backends.base import find
 from ..graph import Graph, PlanError
-from ..scheduler import Plan, plan_for
+from ..scheduler import Host, Plan, plan_for
 from ..scheduler.cost import CPU
+from ..scheduler.fits import shortage
 from ..scheduler.plan_json import from_json
 from ..scheduler.simulate import simulate
 from .errors import ModelError
@@ -15,7 +17,7 @@ from .gguf.reader import MAGIC
 from .graph_file import LARGEST, read_graph
 from .models import Step
 from .open import context_for, open_model
-from .session import Group
+from .session import HOST, Group
 
 
 def step_graph(path: str, *, context: int | None, tokens: int) -> tuple[Graph, int | None]:
@@ -33,14 +35,18 @@ def step_graph(path: str, *, context: int | None, tokens: int) -> tuple[Graph, i
     return model.graph(Step(1, min(tokens, context), context, context, 1)), context
 
 
-def plan_group(graph: Graph, on: Group, simulated: str | None = None) -> Plan:
-    """The plan of `graph` for devices, or for simulated ones."""
+def plan_group(graph: Graph, on: Group, simulated: str | None = None) -> tuple[Plan, Plan]:
+    """The plan of `graph` for devices, or for simulated ones, and what a session would do: the same if that fits (or
+    nothing does), else one in which the host takes the rest."""
     if simulated is None:
-        group, hardware = [find(name) for name in on.devices], CPU
+        group, hardware, host = [find(name) for name in on.devices], CPU, Host(*find(HOST))
     else:
         simulation = simulate(simulated)
         group, hardware = list(simulation.group), simulation.hardware
-    return plan_for(graph, group, split_mode=on.split_mode, tensor_split=on.tensor_split, hardware=hardware)
+        host = Host(*simulation.host, simulation.host_hardware)
+    options = partial(plan_for, split_mode=on.split_mode, tensor_split=on.tensor_split, place=on.place)
+    made = options(graph, group, hardware=hardware)
+    return made, options(graph, group, hardware=hardware, host=host) if shortage(made) else made
 
 
 def read_plan(path: str) -> Plan:

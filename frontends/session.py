@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from ..backends.base import find
+from ..backends.base import Backend, Device, find
 from ..graph.spec import Spec
-from ..scheduler import Executor, Plan, Store, plan_for
+from ..scheduler import Executor, Host, Plan, Store, plan_for
+from ..scheduler.fits import shortage
 from .errors import ModelError
 from .models import Batch, Model, Step
 
@@ -20,6 +23,8 @@ FEWEST_CELLS = 256
 """The smallest context bucket; the next ones double."""
 DEFAULT_CONTEXT = 4096
 DEFAULT_BATCH = 512
+HOST = "cpu:0"
+"""The device that takes what does not fit on others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +37,18 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The devices of a session and how they share the model; see `hocket.plan` for the modes."""
+    """The devices of a session and how they share the model; see `hocket.plan` for the modes.
+
+    `threads` is for each device; without it they share the processors.  `exact` computes in float32 throughout, where
+    ``cpu`` rounds activations to 8 bits before they meet quantised weights.
+    """
 
     devices: tuple[str, ...] = ("cpu:0",)
     split_mode: str = "auto"
     tensor_split: tuple[float, ...] = ()
+    place: tuple[tuple[str, str], ...] = ()
+    threads: int | None = None
+    exact: bool = False
 
 
 class Session:
@@ -63,13 +75,30 @@ class Session:
             if value < 1:
                 raise ModelError(f"{name} is {value}; it must be at least 1")
         check_context(self.context, model)
-        self.group = [find(name) for name in on.devices][: 1 if on.split_mode == "none" else None]
-        self._split = partial(plan_for, group=self.group, split_mode=on.split_mode, tensor_split=on.tensor_split)
-        self._first = self._split(model.graph(self._step(1, 1, sequences)))
+        self._place = tuple((pattern, spelled(device, on)) for pattern, device in on.place)
+        self._first = self._laid_out(on)
         self.store = Store(self.group)
         self.lengths = [0] * sequences
         self._executors: dict[Step, Executor] = {}
         self._load(on_progress)
+
+    def _laid_out(self, on: Group) -> Plan:
+        """The plan whose layout all others keep: that of one token, but where memory is too short for the largest step,
+        one over the layout of that step, in which the host takes what does not fit."""
+        asked = found(on)
+        options = partial(plan_for, split_mode=on.split_mode, tensor_split=on.tensor_split, place=self._place)
+        one = self.model.graph(self._step(1, 1, self.sequences))
+        first = options(one, asked)
+        self.group = first.group  # in mode none perhaps fewer than asked
+        host = Host(*found(replace(on, devices=(HOST,)))[0])
+        if host.device in (device for _, device in asked) or all(device.memory is None for _, device in asked):
+            return first
+        most = self.model.graph(self._step(_bucket(self.batch), self.context, self.sequences))
+        if not shortage(plan_for(most, self.group, place=self._place, like=first)):
+            return first
+        largest = options(most, asked, host=host)
+        self.group = largest.group
+        return plan_for(one, self.group, place=self._place, like=largest)
 
     def _load(self, on_progress: Callable[[Progress], None] | None) -> None:
         """Bind every weight of the model's graph, with word of each."""
@@ -136,7 +165,7 @@ class Session:
 
     def plan(self, step: Step) -> Plan:
         """The plan of a step, over the weights and states as they lie."""
-        return self._split(self.model.graph(step), like=self._first)
+        return plan_for(self.model.graph(step), self.group, place=self._place, like=self._first)
 
     def executor(self, step: Step) -> Executor:
         """The plan of a step, bound to this session's memory; built at its first use."""
@@ -156,6 +185,18 @@ class Session:
             state = self.store.state(name)
             rows = state.shape[0] // self.sequences
             state[sequence * rows : (sequence + 1) * rows] = 0
+
+
+def found(on: Group) -> list[tuple[Backend, Device]]:
+    """The devices of a group; each has its share of the processors as threads, unless a number is given."""
+    threads = on.threads or max(1, (os.cpu_count() or 1) // len(on.devices))
+    names = [spelled(name, on) for name in on.devices]
+    return [(backend.with_threads(threads), device) for backend, device in map(find, names)]
+
+
+def spelled(device: str, on: Group) -> str:
+    """The name of a device in a group: ``cpu:1`` is ``numpy:1`` where results are to be exact."""
+    return re.sub("^cpu(?=:|$)", "numpy", device) if on.exact else device
 
 
 def check_context(context: int, model: Model) -> None:

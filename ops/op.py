@@ -24,6 +24,7 @@ T = TypeVar("T")
 R = TypeVar("R", Value, tuple[Value, Value])
 Specs: TypeAlias = tuple[Spec | None, ...]
 Inplace: TypeAlias = "tuple[tuple[int, str], ...] | Callable[[Attrs], tuple[tuple[int, str], ...]]"
+Overwrites: TypeAlias = "tuple[str, int] | Callable[[Attrs], tuple[str, int] | None] | None"
 Linear: TypeAlias = "tuple[str, ...] | Callable[[Attrs], tuple[str, ...]]"
 Form: TypeAlias = "str | Callable[[Mapping[str, Attr]], str]"
 Localise: TypeAlias = Callable[[Attrs, tuple[int, ...], Callable[[int, int], int]], Mapping[str, Attr]]
@@ -39,7 +40,9 @@ class Op(Generic[R]):
     sum may pass through those, and through nothing else; it is a function where that depends on attributes.  `zeros`
     lists, in the same words, further operands whose zeros give zeros, index by index of the axes they share with the
     result: what is zero on all devices but one may pass through those.  `inplace` pairs a result with the operand whose
-    memory it may take.  `needs` says in words what an attribute or shape must satisfy beyond the signature.
+    memory it may take.  `overwrites` is what of that memory it then changes: the operand that numbers the entries, and
+    the axis along which they lie; everything where nothing is said.  `needs` says in words what an attribute or shape
+    must satisfy beyond the signature.
 
     For the conformance kit: `compare` is ``close`` (within rounding), ``exact`` or ``set`` (rows of numbers in any
     order); `infinite` lists operands that may hold infinities, ``"-mask"`` only negative ones; `sequential` is the
@@ -57,6 +60,7 @@ class Op(Generic[R]):
     linear: Linear
     zeros: tuple[str, ...]
     inplace: Inplace
+    overwrites: Overwrites
     where: Mapping[str, Callable[..., int]]
     needs: Callable[..., str | None] | None
     infer_shape: Infer | None
@@ -163,6 +167,10 @@ class Op(Generic[R]):
         """Pairs of a result and the operand whose memory it may take, under these attributes."""
         return self.inplace(attrs) if callable(self.inplace) else self.inplace
 
+    def overwrites_in(self, attrs: Attrs) -> tuple[str, int] | None:
+        """(operand, axis) if only those entries of an operand's memory change which another one numbers."""
+        return self.overwrites(attrs) if callable(self.overwrites) else self.overwrites
+
     def linear_in(self, attrs: Attrs) -> tuple[str, ...]:
         """Operands through which a partial sum may pass, under these attributes."""
         return self.linear(attrs) if callable(self.linear) else self.linear
@@ -247,6 +255,7 @@ def op(
     linear: Linear = (),
     zeros: tuple[str, ...] = (),
     inplace: str | Inplace = (),
+    overwrites: Overwrites = None,
     where: Mapping[str, Callable[..., int]] = MappingProxyType({}),
     needs: Callable[..., str | None] | None = None,
     infer: Infer | None = None,
@@ -283,6 +292,7 @@ def op(
         linear=linear,
         zeros=zeros,
         inplace=((0, inplace),) if isinstance(inplace, str) else inplace,
+        overwrites=overwrites,
         where=where,
         needs=needs,
         infer_shape=infer,

@@ -52,6 +52,11 @@ def state_inplace(attrs: Mapping[str, Attr]) -> tuple[tuple[int, str], ...]:
     return () if attrs.get("pool") == "read" else ((1, "state"),)
 
 
+def state_overwrites(attrs: Mapping[str, Attr]) -> tuple[str, int] | None:
+    """Of a pool only the rows of the sequences change."""
+    return ("slots_out", 0) if attrs.get("pool") == "update" else None
+
+
 def state_needs(snapshots: int, saved: int | None = None, **_: object) -> str | None:
     if snapshots < 1:
         return f"snapshots is {snapshots}; it must be at least 1"

@@ -10,6 +10,8 @@ from ..graph.graph import Graph
 from ..graph.node import Node, Value
 from ..ops import op_of
 from .factors import Factor, Factors, Uses
+from .layout import Local
+from .pins import Pins
 
 
 class Whole(Enum):
@@ -28,8 +30,9 @@ class Routed:
     ids: Value
 
 
-State = Factor | Whole | Routed
+State = Factor | Whole | Routed | Local
 R, P = Whole.REPLICATED, Whole.PARTIAL
+NO_PINS = Pins()
 
 
 def is_owed(state: State) -> bool:
@@ -55,8 +58,8 @@ class Conversion:
 @dataclass(slots=True)
 class Assignment:
     """`made[v]` is the layout a value is produced in; `by[n]` the factor a node is cut by, R if every device does all
-    of it, the kind of sum it is if it passes one on; `wants[n]` the layout in which the node reads each operand;
-    `dealt[n]` the numbers by which a node finds its rows of a table that is cut."""
+    of it, the kind of sum it is if it passes one on, Local if one device does it; `wants[n]` the layout in which the
+    node reads each operand; `dealt[n]` the numbers by which a node finds its rows of a table that is cut."""
 
     chosen: frozenset[Factor]
     made: dict[Value, State] = field(default_factory=dict)
@@ -81,7 +84,7 @@ def lookup(node: Node) -> tuple[str, Value, Sequence[str]]:
     return table.name, dict(operands(node))[dim.index], joint
 
 
-def assign(graph: Graph, factors: Factors, chosen: frozenset[Factor]) -> Assignment:
+def assign(graph: Graph, factors: Factors, chosen: frozenset[Factor], pins: Pins = NO_PINS) -> Assignment:
     """Lay `graph` out over the `chosen` factors.  Always succeeds: what does not fit is converted.
 
     A weight that some node needs whole stays whole on every device (nodes that can still take a slice of it).
@@ -89,8 +92,8 @@ def assign(graph: Graph, factors: Factors, chosen: frozenset[Factor]) -> Assignm
     users = graph.users()
     whole: set[Value] = set()
     while True:
-        found = _Pass(graph, factors, chosen, users, whole).run()
-        gathered = {c.value for c in found.conversions if c.value.node.op == "weight" and not c.is_free}
+        found = _Pass(graph, factors, chosen, users, whole, pins).run()
+        gathered = {c.value for c in found.conversions if c.value.node.op == "weight" and isinstance(c.before, Factor)}
         if not gathered:
             return found
         whole |= gathered
@@ -106,8 +109,9 @@ class _Pass:
         chosen: frozenset[Factor],
         users: Mapping[Value, list[Node]],
         whole: Iterable[Value],
+        pins: Pins,
     ) -> None:
-        self.graph, self.factors, self.users, self.whole = graph, factors, users, set(whole)
+        self.graph, self.factors, self.users, self.whole, self.pins = graph, factors, users, set(whole), pins
         self.out = Assignment(chosen)
         self.converted: set[tuple[Value, State]] = set()
         self.stored: set[Value] = set()  # weights, states and views of them: where a cut saves memory and reading
@@ -128,6 +132,9 @@ class _Pass:
 
     def _leaf(self, node: Node) -> None:
         value = Value(node)
+        if value in self.pins.leaves:
+            self.out.made[value] = self.pins.leaves[value]
+            return
         cuts = self._cuts(value)
         self.out.made[value] = cuts[0] if cuts and node.op in ("weight", "state") and value not in self.whole else R
         if node.op in ("weight", "state"):
@@ -140,8 +147,12 @@ class _Pass:
 
     def _node(self, node: Node) -> None:
         by: State
+        wants: tuple[State, ...]
         results: tuple[State, ...]
-        if (cut := self._factor_for(node)) is None:
+        if (pin := self.pins.nodes.get(node)) is not None:
+            by = Local((pin.device,))
+            wants, results = (by,) * len(node.inputs), (by,) * len(node.specs)
+        elif (cut := self._factor_for(node)) is None:
             wants, by = self._wants_whole(node)
             results = tuple(by for _ in node.results)
         elif cut is self.factors.uses(node).looked_up:
@@ -154,7 +165,7 @@ class _Pass:
         for source, want in zip(node.inputs, wants, strict=True):
             self._convert(source, want, node)
         self.out.made.update(zip(node.results, results, strict=True))
-        if op_of(node).is_view and node.inputs[0] in self.stored:
+        if op_of(node).is_view and node.inputs[0] in self.stored and not isinstance(by, Local):
             self.stored.add(Value(node))
 
     def _factor_for(self, node: Node) -> Factor | None:
@@ -249,6 +260,8 @@ class _Pass:
 
     def _passes(self, user: Node, value: Value) -> bool:
         """Whether `user` could take `value` as a partial sum."""
+        if user in self.pins.nodes:
+            return False
         declared, made = op_of(user), self.out.made[value]
         passing = declared.linear_in(user.attrs)
         if isinstance(made, Routed) and self._keeps(user, value, made):
@@ -265,7 +278,11 @@ class _Pass:
         made = self.out.made[value]
         if made == want or (value, want) in self.converted:
             return
-        if (value, R) in self.converted:
+        if isinstance(made, Local) and isinstance(want, Local) and set(want.devices) <= set(made.devices):
+            return
+        if isinstance(made, Local) != isinstance(want, Local) and want is not R:
+            self._convert(value, R, node)  # to one device and from one device it goes as a whole
+        if made is R or (value, R) in self.converted:
             made = R  # it is whole already: a slice of that is free
         self.converted.add((value, want))
         self.out.conversions.append(Conversion(value, made, want, node))

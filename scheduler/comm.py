@@ -7,19 +7,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..backends.base import Array
 from ..graph.errors import BackendError
 
 
 class Meeting:
-    """The place where the threads of a group meet; `member(rank)` is one end.
+    """The place where the threads of a group meet; `member(rank)` is one end.  `compiled`: all of them run compiled
+    code.
 
-    Sums are taken in rank order, so every device gets the same bits.
+    Sums are taken in rank order and in the narrowest dtype anybody brings, so every device gets the same numbers.
     """
 
-    def __init__(self, size: int, timeout: float = 60.0) -> None:
+    def __init__(self, size: int, timeout: float = 60.0, *, compiled: bool = False) -> None:
         self.size, self.timeout = size, timeout
+        self.board = np.zeros(16 + 8 * size, np.int64) if compiled else None
         self.barrier = threading.Barrier(size)
         self.mail: dict[tuple[int, int, int], Array] = {}
         self.arrival = threading.Condition()
@@ -32,20 +35,32 @@ class Meeting:
     def abort(self, why: str) -> None:
         """Wake everybody who waits: a member failed."""
         self.failure = self.failure or why
+        if self.board is not None:
+            self.board[8] = 1
         self.barrier.abort()
         with self.arrival:
             self.arrival.notify_all()
 
     def clear(self) -> None:
-        """Forget what was sent: a run is over."""
+        """Forget what was sent, and that somebody failed: a run is over, and nobody waits."""
         self.mail.clear()
+        self.posted[:] = [None] * self.size
+        if self.failure or self.barrier.broken:
+            self.failure = ""
+            self.barrier.reset()
+        if self.board is not None and self.board[8]:
+            self.board[:] = 0
 
     def wait(self, rank: int, sequence: int) -> None:
         try:
             self.barrier.wait(self.timeout)
         except threading.BrokenBarrierError:
-            why = self.failure or f"a device did not arrive within {self.timeout:g} s"
+            why = self.failure or f"{self._missing(sequence)} did not arrive within {self.timeout:g} s"
             raise BackendError(f"collective {sequence} on device {rank} of {self.size}: {why}") from None
+
+    def _missing(self, sequence: int) -> str:
+        late = [str(d) for d, posted in enumerate(self.posted) if posted is None or posted[0] != sequence]
+        return f"device {', '.join(late)}" if late else "a device"
 
 
 class Member:
@@ -53,6 +68,7 @@ class Member:
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.meeting, self.rank, self.size = meeting, rank, meeting.size
+        self.timeout, self.board = meeting.timeout, meeting.board
 
     def _exchange(self, source: Array, sequence: int) -> list[Array]:
         """Everybody's source, in rank order, once all are there."""
@@ -62,19 +78,21 @@ class Member:
         for rank, posted in enumerate(self.meeting.posted):
             assert posted is not None
             if posted[0] != sequence:
-                why = f"device {rank} is at collective {posted[0]}, device {self.rank} at {sequence}"
-                self.meeting.abort(why)
-                raise BackendError(f"{why}: the plans of the devices do not match")
+                raise BackendError(
+                    f"device {rank} is at collective {posted[0]}, device {self.rank} at {sequence}: "
+                    "the plans of the devices do not match"
+                )
             arrays.append(posted[1])
-        return arrays
+        return _alike(arrays)
 
     def all_reduce(self, source: Array, into: Array, scratch: Array, sequence: int) -> None:
         first, *others = self._exchange(source, sequence)
-        np.copyto(scratch, first)
+        total = _as_wide(scratch, first)
+        np.copyto(total, first)
         for other in others:
-            np.add(scratch, other, out=scratch)
+            np.add(total, other, out=total)
         self.meeting.wait(self.rank, sequence)  # nobody overwrites a source that another still reads
-        np.copyto(into, scratch)
+        np.copyto(into, total)
 
     def all_gather(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
         arrays = self._exchange(source, sequence)
@@ -85,10 +103,13 @@ class Member:
 
     def reduce_scatter(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
         first, *others = self._exchange(source, sequence)
+        total = _as_wide(into, first)
         for target, origin in parts:
-            np.copyto(into[target], first[origin])
+            np.copyto(total[target], first[origin])
             for other in others:
-                np.add(into[target], other[origin], out=into[target])
+                np.add(total[target], other[origin], out=total[target])
+        if total is not into:
+            np.copyto(into, total)
         self.meeting.wait(self.rank, sequence)
 
     def send(self, source: Array, to: int, sequence: int) -> None:
@@ -108,10 +129,27 @@ class Member:
         np.copyto(into, self.meeting.mail[key])
 
 
+def _alike(arrays: list[Array]) -> list[Array]:
+    """Arrays as they go over the wire: where backends keep a value in several dtypes, in the narrowest of them, so
+    that everybody ends with the same numbers."""
+    dtypes = {a.dtype for a in arrays}
+    if len(dtypes) == 1:
+        return arrays
+    wire = min(dtypes, key=lambda d: (d.itemsize, d.str))
+    return [a.astype(wire) for a in arrays]
+
+
+def _as_wide(own: Array, wire: Array) -> Array:
+    """`own` to sum in, or an array like it if the others sum in a narrower dtype."""
+    return own if own.dtype == wire.dtype else np.empty(own.shape, wire.dtype)
+
+
 class Alone:
     """`Comm` of a group of one: every collective is a copy."""
 
     rank, size = 0, 1
+    timeout = 0.0
+    board: npt.NDArray[np.int64] | None = None
 
     def all_reduce(self, source: Array, into: Array, scratch: Array, sequence: int) -> None:
         np.copyto(into, source)

@@ -11,8 +11,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..graph.graph import Graph, topological_order
+from ..graph.graph import Graph
 from ..graph.node import Node, Value
+from .order import together
 
 LONG = 0.25
 """A value that crosses this part of all points of a graph lives long: it belongs to no piece."""
@@ -45,7 +46,7 @@ def condense(graph: Graph) -> Condensed | None:
     The first stands for all but the last, so that every piece is followed by what follows it in the original: on that
     depends where a sum over devices has to be paid.
     """
-    nodes = _together(graph)
+    nodes = [n for n in together(graph) if not n.is_leaf]  # else what only a new state needs would live to the end
     spans = _spans(graph, nodes)
     lasting = frozenset(v for v, (a, b) in spans.items() if b - a > LONG * len(nodes))
     pieces = _pieces(nodes, spans, lasting)
@@ -72,19 +73,6 @@ def repeats(items: Sequence[object]) -> Iterator[tuple[int, int, int]]:
                 best = (length, times)
         yield (at, *best)
         at += best[0] * best[1]
-
-
-def _together(graph: Graph) -> list[Node]:
-    """The nodes in order, those that only a new state needs straight behind the last that they read.
-
-    In the graph they come at the end, where what they read would seem to live until then.
-    """
-    base: dict[Node, tuple[int, int]] = {}
-    for at, node in enumerate(topological_order(graph.outputs.values())):
-        base[node] = (at, -1)
-    for at, node in enumerate(n for n in graph.nodes if n not in base):
-        base[node] = (max((base[s.node][0] for s in node.inputs if not s.node.is_leaf), default=-1), at)
-    return sorted((n for n in graph.nodes if not n.is_leaf), key=base.__getitem__)
 
 
 def _spans(graph: Graph, nodes: Sequence[Node]) -> dict[Value, tuple[int, int]]:

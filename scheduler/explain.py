@@ -6,13 +6,14 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..graph.node import Node
+from ..graph.node import Node, quote
 from ..graph.text import names
 from ..ops import REGISTRY
 from .condense import repeats
 from .layout import Local, Shard
+from .listing import program_text
 from .stages import WORK, Stage, leaf_of, stages
-from .units import nbytes_text, time_text
+from .units import columns, nbytes_text, time_text
 
 if TYPE_CHECKING:
     from .plan import Lane, Plan
@@ -20,11 +21,12 @@ if TYPE_CHECKING:
 
 def explain(plan: Plan, *, steps: bool = False) -> str:
     """The summary, what the search considered, memory and stages; with `steps` each instruction of each device."""
-    lines = [summary(plan), *(f"  {reason}" for reason in plan.reasons), "", *memory_table(plan), ""]
+    lines = [summary(plan), *(f"  {reason}" for reason in (*plan.reasons, *placement_lines(plan)))]
+    lines += ["", *memory_table(plan), ""]
     lines += stage_table(plan)
     if steps:
         for lane in plan.lanes:
-            lines += ["", *_steps(lane)]
+            lines += ["", f"{lane.device}: {program_text(lane.program)}"]
     return "\n".join(lines)
 
 
@@ -47,10 +49,21 @@ def summary(plan: Plan) -> str:
     )
 
 
+def placement_lines(plan: Plan) -> list[str]:
+    """A line for each reason for which nodes run on one device alone."""
+    lines = []
+    for placed in plan.placed:
+        first, *others = (f"%{name if name.isdecimal() else quote(name)}" for name in placed.nodes)
+        shown = first if not others else f"{first}, {others[0]}" if len(others) == 1 else f"{first} to {others[-1]}"
+        count = f"{len(placed.nodes)} node{'s' if others else ''}"
+        lines.append(f"{plan.lanes[placed.device].device} alone runs {count} ({shown}): {placed.because}")
+    return lines
+
+
 def stages_of(plan: Plan) -> list[Stage]:
     """The stages of a plan, which follow from its programs."""
     whole = {v.node.name: v.spec.nbytes for v in (*plan.graph.weights, *plan.graph.states)}
-    return stages(plan.lanes, plan.hardware, whole)
+    return stages(plan.lanes, plan.speeds, whole)
 
 
 def places(devices: Sequence[str]) -> str:
@@ -65,19 +78,12 @@ def places(devices: Sequence[str]) -> str:
     return " ".join(f"{kind}:{a}" if a == b else f"{kind}:{a}-{b}" for kind, a, b in found)
 
 
-def columns(rows: Sequence[Sequence[str]], right: str) -> list[str]:
-    """Rows as text in columns; `right` names those that are aligned to the right by an ``r``."""
-    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
-    shown = []
-    for row in rows:
-        cells = zip(row, widths, right, strict=True)
-        shown.append("  ".join(t.rjust(w) if side == "r" else t.ljust(w) for t, w, side in cells).rstrip())
-    return shown
-
-
 def memory_table(plan: Plan) -> list[str]:
-    """Bytes on each device by kind, and what is left of its memory."""
-    rows: list[tuple[str, ...]] = [("device", "weights", "states", "constants", "compute", "free after")]
+    """Bytes on each device by kind, and what is left of its memory.
+
+    What is kept to undo a step that fails is a part of the memory to compute in.
+    """
+    rows: list[tuple[str, ...]] = [("device", "weights", "states", "constants", "compute", "to undo", "free after")]
     for lane in plan.lanes:
         held = lane.memory()
         free = "-"
@@ -85,8 +91,9 @@ def memory_table(plan: Plan) -> list[str]:
             left = lane.device.memory - sum(held.values())
             free = nbytes_text(left) if left >= 0 else f"{nbytes_text(-left)} short"
         kinds = ("weight", "state", "constant", "arena")
-        rows.append((str(lane.device), *(nbytes_text(held[k]) if held[k] else "-" for k in kinds), free))
-    return columns(rows, "lrrrrr")
+        sizes = (*(held[k] for k in kinds), lane.program.saved_bytes)
+        rows.append((str(lane.device), *(nbytes_text(n) if n else "-" for n in sizes), free))
+    return columns(rows, "lrrrrrr")
 
 
 def stage_table(plan: Plan) -> list[str]:
@@ -130,12 +137,14 @@ class _Reasons:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self.because = _because(plan)
         self.nodes = {id(lane.graph): {n: node for node, n in names(lane.graph).items()} for lane in plan.lanes}
 
     def of(self, stage: Stage) -> str:
         lane = self.plan.lanes[stage.source]
         instructions = lane.program.instructions[stage.first : stage.first + stage.count]
-        found = [self.nodes[id(lane.graph)].get(i.node) for i in instructions]
+        named, saves = self.nodes[id(lane.graph)], lane.program.saves
+        found = [None if at in saves else named.get(i.node) for at, i in enumerate(instructions, stage.first)]
         nodes = [n for n in found if n is not None]
         return self._work(nodes) if stage.op == WORK else self._meeting(lane, stage, nodes[0])
 
@@ -145,11 +154,12 @@ class _Reasons:
         kept = [n for n in leaves.values() if n.op in ("weight", "state") and n.name in self.plan.leaves]
         special = [n for n in kept if isinstance(self.plan.leaves[n.name], Shard | Local)]
         if not special:
-            return self._whole(nodes)
+            why = [self.because[n.name] for n in nodes if n.name in self.because]
+            return f"placed here: {why[0]}" if why else self._whole(nodes)
         most = max(special, key=lambda n: n.specs[0].nbytes)
         others = f" and {len(special) - 1} more" if len(special) > 1 else ""
         if isinstance(self.plan.leaves[most.name], Local):
-            return f"%{most.label}{others} placed here"
+            return f"%{most.label}{others} placed here: {self.because.get(most.name, 'nothing else reads it')}"
         return f"%{most.label}{others} cut on axis {self._axis(most)}"
 
     def _whole(self, nodes: Sequence[Node]) -> str:
@@ -192,14 +202,12 @@ class _Reasons:
         return None
 
 
-def _steps(lane: Lane) -> list[str]:
-    def where(buffer: int) -> str:
-        spec = lane.program.buffers[buffer]
-        return spec.name or spec.kind
-
-    lines = []
-    for step, i in enumerate(lane.program.instructions):
-        reads = ", ".join("_" if t is None else f"{where(t.buffer)}+{t.offset}" for t in i.src)
-        writes = ", ".join(f"{where(t.buffer)}+{t.offset} {t.spec}" for t in i.dst)
-        lines.append(f"{step:5}  {lane.device}  {i.op:16} %{i.node}: {reads} -> {writes}")
-    return lines
+def _because(plan: Plan) -> dict[str, str]:
+    """Why nodes are placed where they are, by their names and by those of the weights and states they read."""
+    said = {name: placed.because for placed in plan.placed for name in placed.nodes}
+    found = dict(said)
+    for node, name in names(plan.graph).items() if said else ():
+        for leaf in map(leaf_of, node.inputs):
+            if name in said:
+                found.setdefault(leaf.name, said[name])
+    return found

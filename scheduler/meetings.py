@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from ..backends.base import Instruction, Program
 from ..graph.node import Attr
+from ..graph.spec import Spec
 from ..ops.collective import COLLECTIVES
 
 PAIRED = ("send", "receive")
@@ -22,17 +23,22 @@ class Appointment:
     op: str
     sequence: int
     terms: Mapping[str, Attr]
-    shapes: tuple[object, ...]
+    shapes: tuple[Spec | None, ...]
     node: str
 
     @property
     def kind(self) -> tuple[object, ...]:
         """What all devices must say alike; each has a rank of its own, and shards have sizes of their own."""
         terms = tuple((k, v) for k, v in sorted(self.terms.items()) if k != "rank")
-        return self.op, terms, self.shapes if self.op == "all_reduce" else ()
+        return self.op, terms, on_wire(self.shapes) if self.op == "all_reduce" else ()
 
     def __str__(self) -> str:
         return f"{self.op} {self.sequence} (%{self.node}) of device {self.device}"
+
+
+def on_wire(specs: Sequence[Spec | None]) -> tuple[object, ...]:
+    """What of the specs all devices must say alike: how many bits each keeps of a float is its own affair."""
+    return tuple(None if s is None else (s.shape, "float" if s.dtype.is_float else s.dtype) for s in specs)
 
 
 def appointments(device: int, program: Program) -> list[Appointment]:
@@ -83,7 +89,7 @@ def _pair_faults(lanes: Sequence[Sequence[Appointment]]) -> Iterator[str]:
     for key, a in sent.items():
         if key not in received:
             yield f"{a}: device {key[1]!r} does not receive it"
-        elif received[key].shapes != a.shapes[-1:]:
+        elif on_wire(received[key].shapes) != on_wire(a.shapes[-1:]):
             yield f"{a} sends {a.shapes[-1]}, but {received[key]} receives {received[key].shapes[-1]}"
     for wanted, a in received.items():
         if wanted not in sent:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ..graph.graph import Graph
+from ..graph.graph import Graph, topological_order
 from ..graph.node import Node, Value
 from ..ops import cont, op_of
 from ..ops.collective import sequence_of
@@ -35,10 +35,7 @@ def schedule(graph: Graph, views: Mapping[Value, Strided]) -> Schedule:
         if not node.is_leaf and not op_of(node).is_view:
             for base in dict.fromkeys(views[s].base for s in node.inputs):
                 readers[base].append(node)
-    later: dict[Node, list[Node]] = defaultdict(list)  # node -> nodes that must come before it, though it reads none
-    meetings = [(number, n) for n in graph.nodes if (number := sequence_of(n.op, n.attrs)) is not None]
-    for (_, first), (_, second) in pairwise(sorted(meetings, key=lambda m: m[0])):
-        later[second].append(first)
+    waits = _Waits(graph)
     donated: dict[Value, Value] = {}
     copied: dict[Value, Value] = {}
     for state, new in graph.updates.items():
@@ -48,18 +45,19 @@ def schedule(graph: Graph, views: Mapping[Value, Strided]) -> Schedule:
             target.covers_base
             and target.base not in donated
             and may_overwrite(target.base, state, views)
-            and not _reaches(target.base.node, set(before), later)
+            and not waits.reaches(target.base.node, set(before))
         )
         if possible:
             donated[target.base] = state
-            later[target.base.node] += before
+            waits.add(target.base.node, before)
         else:
             copied[state] = new
-    return Schedule(_order(graph, later), donated, copied)
+    return Schedule(_order(graph, waits.later), donated, copied)
 
 
 def settle(graph: Graph) -> Graph:
-    """Give each new state that is only another leaf, and each output that is an old state, a copy of its own.
+    """Give each new state that is only another leaf, and each output that is an old state, a copy of its own; also each
+    output that is a quantised weight, whose elements have no addresses.
 
     Afterwards no leaf is read once the last node has run, so updates cannot disturb each other or an output.
     """
@@ -71,7 +69,8 @@ def settle(graph: Graph) -> Graph:
         return node
 
     updated = {state.node for state in graph.updates}
-    outputs = {k: cont(v, name=f"{v.node.label}.old") if base(v) in updated else v for k, v in graph.outputs.items()}
+    copied = {v for v in graph.outputs.values() if base(v) in updated or (base(v).is_leaf and v.dtype.is_quantised)}
+    outputs = {k: cont(v, name=f"{v.node.label}.old") if v in copied else v for k, v in graph.outputs.items()}
     updates = {
         k: cont(v, name=f"{k.node.label}.new") if base(v).is_leaf else v for k, v in graph.updates.items() if k != v
     }
@@ -100,24 +99,54 @@ def _elementwise(node: Node) -> bool:
     return all(not o.dims for o in op_of(node).signature_for(node.attrs).operands)
 
 
-def _reaches(start: Node, targets: set[Node], later: Mapping[Node, list[Node]]) -> bool:
-    """Whether any of `targets` needs a result of `start`, that is, whether `start` is among what they wait for."""
-    stack, seen = list(targets), set(targets)
-    while stack:
-        node = stack.pop()
-        if node is start:
-            return True
-        for source in (*(v.node for v in node.inputs), *later.get(node, ())):
-            if source not in seen:
-                seen.add(source)
-                stack.append(source)
-    return False
+class _Waits:
+    """Nodes that must come after others though they read nothing of them; collectives keep their sequence."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.place = {node: i for i, node in enumerate(graph.nodes)}
+        self.lowest = len(self.place)
+        """Below this place every node waits only for nodes at lower ones."""
+        self.later: dict[Node, list[Node]] = defaultdict(list)
+        meetings = [(number, n) for n in graph.nodes if (number := sequence_of(n.op, n.attrs)) is not None]
+        for (_, first), (_, second) in pairwise(sorted(meetings, key=lambda m: m[0])):
+            self.add(second, [first])
+
+    def add(self, node: Node, before: list[Node]) -> None:
+        self.later[node] += before
+        if any(self.place[n] > self.place[node] for n in before):
+            self.lowest = min(self.lowest, self.place[node])
+
+    def reaches(self, start: Node, targets: set[Node]) -> bool:
+        """Whether any of `targets` needs a result of `start`, that is, whether `start` is among what they wait for."""
+        stack, seen, floor = list(targets), set(targets), min(self.place[start], self.lowest)
+        while stack:
+            node = stack.pop()
+            if node is start:
+                return True
+            if self.place[node] < floor:
+                continue
+            for source in (*(v.node for v in node.inputs), *self.later.get(node, ())):
+                if source not in seen:
+                    seen.add(source)
+                    stack.append(source)
+        return False
+
+
+def together(graph: Graph) -> list[Node]:
+    """The nodes in order, those that only a new state needs straight behind the last that they read."""
+    place: dict[Node, tuple[int, int]] = {}
+    for at, node in enumerate(topological_order(graph.outputs.values())):
+        place[node] = (at, -1)
+    for at, node in enumerate(n for n in graph.nodes if n not in place):
+        place[node] = (max((place[s.node][0] for s in node.inputs if not s.node.is_leaf), default=-1), at)
+    return sorted(graph.nodes, key=place.__getitem__)
 
 
 def _order(graph: Graph, later: Mapping[Node, list[Node]]) -> tuple[Node, ...]:
-    """Graph order, but each writer of a state after the readers of its old value."""
+    """Graph order, but each writer of a state after the readers of its old value, and what only a new state needs
+    straight behind the last that it reads: at the end, where the graph has it, all that would still be kept."""
     done: dict[Node, None] = {}
-    for root in graph.nodes:
+    for root in together(graph):
         stack = [root]
         while stack:
             node = stack[-1]

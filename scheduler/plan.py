@@ -9,6 +9,7 @@ from functools import cached_property
 from ..backends.base import Backend, Device, Program, find
 from ..graph.errors import PlanError
 from ..graph.graph import Graph
+from ..graph.node import Node, Value
 from ..ops import REGISTRY, verify
 from ..ops.collective import COLLECTIVES
 from .assign import assign
@@ -20,8 +21,11 @@ from .factors import Factor, Factors
 from .fits import shortage
 from .layout import Layout, Local, Shares
 from .lower import check_support, lower
-from .place import Placement, layer_split, place, placed_like
+from .pins import Pin, Pins, Place, Placed, closed, decided, lying, placements, rescued, settled, unable, wished
+from .place import NOTHING_HELD, layer_split, placed_like
+from .place import place as place_nodes
 from .shard import Sharded, shard
+from .spill import by_memory, spilled
 from .stages import Stage
 from .stages import estimate as timed
 from .units import nbytes_text as nbytes_text
@@ -47,12 +51,23 @@ class Lane:
         return {kind: self.program.nbytes(kind) for kind in ("weight", "state", "constant", "arena")}
 
 
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The device that takes what does not fit on the others, and its speeds if they differ from theirs."""
+
+    backend: Backend
+    device: Device
+    hardware: Hardware | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """What `graph` becomes on a group of devices.  Nothing is allocated yet, so a plan costs no device.
 
     `leaves` and `outputs` say how each input, weight, state and output lies on the devices; `reasons` is what the
-    search considered; `cost` is predicted from the programs, for devices and links like `hardware`.
+    search considered; `placed` are the nodes that one device alone computes, and why; `cost` is predicted from the
+    programs, for devices and links like `hardware`, the last one like `host` if that is given; `shares` are those of
+    the tensor split, if one was asked for, which plans like this one follow.
     """
 
     graph: Graph
@@ -62,6 +77,19 @@ class Plan:
     cuts: Cuts
     reasons: tuple[str, ...]
     hardware: Hardware = CPU
+    placed: tuple[Placed, ...] = ()
+    host: Hardware | None = None
+    shares: tuple[float, ...] = ()
+
+    @property
+    def group(self) -> list[tuple[Backend, Device]]:
+        """The devices that take part, for plans over the same weights and states."""
+        return [(lane.backend, lane.device) for lane in self.lanes]
+
+    @property
+    def speeds(self) -> tuple[Hardware, ...]:
+        """What each device is like."""
+        return (*(self.hardware for _ in self.lanes[1:]), self.host or self.hardware)
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -105,17 +133,20 @@ def plan(
     *,
     split_mode: str = "auto",
     tensor_split: Sequence[float] = (),
+    place: Place = (),
     like: Plan | None = None,
 ) -> Plan:
     """Verify `graph` and plan it for devices by name (``"cpu:0,cpu:1"`` or a list).
 
     `split_mode` is ``none`` (the first device alone), ``layer`` (consecutive nodes on each device), ``tensor`` (cut
     wherever kernels get shorter) or ``auto`` (cut where the predicted time falls).  `tensor_split` gives the devices'
-    shares in any unit.  `like` is a plan over the same weights and states whose layout is kept.  Raises `GraphError`,
-    `PlanError` or `BackendError`.
+    shares in any unit.  `place` are pairs (regular expression, device): nodes whose name it matches, or that read a
+    weight or state it matches, run on that device alone; the first that matches counts.  `like` is a plan over the
+    same weights and states whose layout is kept.  Raises `GraphError`, `PlanError` or `BackendError`.
     """
     names = devices.split(",") if isinstance(devices, str) else devices
-    return plan_for(graph, [find(n) for n in names], split_mode=split_mode, tensor_split=tensor_split, like=like)
+    group = [find(n) for n in names]
+    return plan_for(graph, group, split_mode=split_mode, tensor_split=tensor_split, place=place, like=like)
 
 
 def plan_for(
@@ -124,25 +155,31 @@ def plan_for(
     *,
     split_mode: str = "auto",
     tensor_split: Sequence[float] = (),
+    place: Place = (),
     like: Plan | None = None,
     hardware: Hardware = CPU,
     choose: Chooser | None = None,
+    host: Host | None = None,
 ) -> Plan:
-    """`plan` for backends and devices that are already at hand; `choose` takes the place of the search."""
+    """`plan` for backends and devices that are already at hand; `choose` takes the place of the search.
+
+    Where the group's memory is short (and the mode is not ``tensor``), `host` takes what does not fit as one more
+    device.  In mode ``none`` devices that have nothing to do are left out of the plan.
+    """
     if split_mode not in SPLIT_MODES:
         raise PlanError(f"split mode is {split_mode!r}; one of {', '.join(SPLIT_MODES)}")
     if len({str(device) for _, device in group}) < len(group) or not group:
         raise PlanError(f"devices {', '.join(str(d) for _, d in group) or 'none'}: name each once, and at least one")
-    if split_mode == "none":
-        group = group[:1]
     from .verify import verify_plan  # it reads plans
 
     verify(graph)
     if strange := [n for n in graph.nodes if n.op in COLLECTIVES]:
         raise PlanError(f"{strange[0]!r}: collectives are put in by the planner; leave them out of the graph")
-    made = _answer(
-        _Request(graph, tuple(group), _proportions(tensor_split, len(group)), hardware), split_mode, like, choose
-    )
+    shares = _proportions(tensor_split, len(group))
+    request = _Request(graph, tuple(group), shares if tensor_split else (), hardware, place, like)
+    made = _answer(request, split_mode, like, choose)
+    if host is not None and like is None and split_mode != "tensor" and shortage(made):
+        made = request.with_host(host, alone=split_mode == "none") or made
     verify_plan(made)
     return made
 
@@ -150,6 +187,8 @@ def plan_for(
 def _answer(request: _Request, split_mode: str, like: Plan | None, choose: Chooser | None) -> Plan:
     if like is not None:
         return request.like(like)
+    if split_mode == "none":
+        return request.alone()
     if split_mode == "layer":
         return request.layers()
     if choose is not None and len(request.group) > 1:
@@ -160,8 +199,21 @@ def _answer(request: _Request, split_mode: str, like: Plan | None, choose: Choos
 class _Request:
     """One call of `plan_for`, checked: the ways to answer it."""
 
-    def __init__(self, graph: Graph, group: Group, proportions: Sequence[float], hardware: Hardware) -> None:
-        self.graph, self.group, self.proportions, self.hardware = graph, group, proportions, hardware
+    def __init__(
+        self,
+        graph: Graph,
+        group: Group,
+        shares: Sequence[float],
+        hardware: Hardware,
+        place: Place = (),
+        earlier: Plan | None = None,
+    ) -> None:
+        self.graph, self.group, self.hardware = graph, group, hardware
+        self.place = [(pattern, device if ":" in device else f"{device}:0") for pattern, device in place]
+        self.shares = shares or (() if earlier is None else earlier.shares)
+        self.proportions = self.shares or [1.0] * len(group)
+        self.names = [str(device) for _, device in group]
+        self.wished = wished(graph, self.place, self.names, strict=earlier is None)
 
     @cached_property
     def factors(self) -> Factors:
@@ -169,15 +221,72 @@ class _Request:
 
     def like(self, earlier: Plan) -> Plan:
         """Over weights and states that lie on the devices already."""
-        if any(isinstance(layout, Local) for layout in earlier.leaves.values()):
-            return self._placed(placed_like(self.graph, earlier.leaves))
-        return self.given(factors_at(self.graph, self.factors, earlier.cuts), "an earlier plan's layout")
+        held = lying(self.graph, earlier.leaves)
+        stored = [earlier.leaves[v.node.name] for v in (*earlier.graph.weights, *earlier.graph.states)]
+        if stored and all(isinstance(layout, Local) for layout in stored):
+            where = placed_like(self.graph, earlier.leaves)
+            base = {n: Pin(d, "its weights lie there, or what it reads is made there") for n, d in where.items()}
+            return self._placed(base, held.leaves)
+        chosen = factors_at(self.graph, self.factors, earlier.cuts)
+        return self._cut(Choice(chosen, assign(self.graph, self.factors, chosen), ("an earlier plan's layout",)), held)
+
+    def alone(self) -> Plan:
+        """All on the first device, but for what must run elsewhere; devices without work are left out."""
+        first = _Request(self.graph, self.group[:1], (), self.hardware)
+        if not self.wished and not unable([self.graph], [{}], self.group[:1]):
+            return first.shards()
+        base = {
+            n: Pin(0, f"split mode none: {self.group[0][1]} comes first") for n in self.graph.nodes if not n.is_leaf
+        }
+        return self._placed(base, trim=True)
 
     def layers(self) -> Plan:
-        return self._placed(layer_split(self.graph, self.proportions))
+        return self._layers(self.shares or by_memory([device for _, device in self.group]))
 
-    def _placed(self, placement: Placement) -> Plan:
-        return self._plan(place(self.graph, placement, len(self.group)), frozenset(), ())
+    def _layers(self, shares: Sequence[float], *, trim: bool = False, last: str = "") -> Plan:
+        """Consecutive nodes on each device by their shares; `last` is why the last device takes part."""
+        where = layer_split(self.graph, shares, self.wished)
+        because = [f"layer split, with {share / sum(shares):.0%} of the weights and states" for share in shares]
+        because[-1] = last or because[-1]
+        return self._placed({n: Pin(d, because[d]) for n, d in where.items()}, trim=trim)
+
+    def with_host(self, host: Host, *, alone: bool) -> Plan | None:
+        """A layer split in which one more device, the host, takes what does not fit on the others."""
+        if str(host.device) in {str(device) for _, device in self.group}:
+            return None
+        wider = _Request(self.graph, (*self.group, (host.backend, host.device)), (), self.hardware, self.place)
+        shares = self.shares or by_memory([device for _, device in self.group])
+        if alone:
+            shares = [1.0] + [0.0] * (len(self.group) - 1)
+        why = f"weights that do not fit stay on {host.device}"
+
+        def plan_with(share: float) -> Plan:
+            rest = [(1 - share) * s / sum(shares) for s in shares]
+            made = wider._layers([*rest, share], trim=alone, last=why)
+            return replace(made, host=host.hardware) if made.lanes[-1].device == host.device else made
+
+        first = self._layers(shares, trim=alone)
+        total = sum(first.memory()[kind] for kind in ("weight", "state"))
+        return spilled(shortage(first) / max(total, 1), plan_with) if shortage(first) else first
+
+    def _placed(
+        self, base: Mapping[Node, Pin], held: Mapping[Value, Local] = NOTHING_HELD, *, trim: bool = False
+    ) -> Plan:
+        """Whole nodes on devices: `base`, but for pins; with `trim` only devices that have work."""
+
+        def build(pins: Mapping[Node, Pin]) -> tuple[Mapping[Node, Pin], Sharded]:
+            where = {**base, **pins}
+            return where, place_nodes(self.graph, {n: p.device for n, p in where.items()}, len(self.group), held)
+
+        where, sharded = self._built(self.wished, build)
+        if not trim:
+            return self._plan(sharded, frozenset(), (), where)
+        kept = {device for _, device in self.place}
+        used = sorted({0, *(p.device for p in where.values()), *(i for i, n in enumerate(self.names) if n in kept)})
+        few = _Request(self.graph, tuple(self.group[d] for d in used), (), self.hardware)
+        where = {n: replace(p, device=used.index(p.device)) for n, p in where.items()}
+        placed = place_nodes(self.graph, {n: p.device for n, p in where.items()}, len(used))
+        return few._plan(placed, frozenset(), (), where)
 
     def given(self, chosen: frozenset[Factor], why: str) -> Plan:
         return self._cut(Choice(chosen, assign(self.graph, self.factors, chosen), (why,)))
@@ -190,22 +299,54 @@ class _Request:
         """The fastest plan that fits into memory; if none does, the one that lacks least."""
         choice = search(self.graph, self.factors, len(self.group), self.hardware)
         best = self._cut(choice)
-        if best.cuts and best.cost.total > choice.alone:  # the search does not see every copy that kernels need
+        # The search sees neither every copy that kernels need nor what is placed.
+        if best.placed or (best.cuts and best.cost.total > choice.alone and best.cost.total > self._time_of_one()):
             alone = self.given(frozenset(), "whole on each device: no cut is faster")
-            best = min(best, alone, key=lambda p: (shortage(p) > 0, p.cost.total))
+            first = [self.alone()] if best.placed else []
+            best = min(best, alone, *first, key=lambda p: (shortage(p) > 0, p.cost.total))
         if not shortage(best) or len(self.group) == 1:
             return best
         return min((best, self.shards(), self.layers()), key=shortage)
 
-    def _cut(self, choice: Choice) -> Plan:
+    def _time_of_one(self) -> float:
+        """The predicted time of one device, which is also that of many that all do the same."""
+        one = _Request(self.graph, self.group[:1], (), self.hardware)
+        one.factors = self.factors
+        return one.given(frozenset(), "").cost.total
+
+    def _cut(self, choice: Choice, held: Pins | None = None) -> Plan:
         cuts = cuts_of(self.graph, self.factors, choice.factors)
         shares = _deal(self.graph, self.factors, cuts, self.proportions)
-        sharded = shard(self.graph, self.factors, choice.assignment, shares)
-        return self._plan(sharded, cuts, choice.considered)
 
-    def _plan(self, sharded: Sharded, cuts: Cuts, reasons: tuple[str, ...]) -> Plan:
+        def build(nodes: Mapping[Node, Pin]) -> tuple[Mapping[Node, Pin], Sharded]:
+            pins = settled(self.graph, nodes) if held is None else Pins(nodes, held.leaves)
+            pinned = nodes or pins.leaves
+            laid = assign(self.graph, self.factors, choice.factors, pins) if pinned else choice.assignment
+            return nodes, shard(self.graph, self.factors, laid, shares)
+
+        first = {**decided(self.graph, self.group), **({} if held is None else held.nodes), **self.wished}
+        where, sharded = self._built(first, build)
+        note = ("what is placed on one device was left aside in the search",) if where and cuts else ()
+        return self._plan(sharded, cuts, (*choice.considered, *note), where)
+
+    def _built(
+        self, pins: Mapping[Node, Pin], build: Callable[[Mapping[Node, Pin]], tuple[Mapping[Node, Pin], Sharded]]
+    ) -> tuple[Mapping[Node, Pin], Sharded]:
+        """What `build` makes of the pins, more of which are added until every device can run what it is given."""
+        pins = dict(pins)
+        while True:
+            where, sharded = build(closed(self.graph, pins))
+            if not (found := unable(sharded.graphs, sharded.origins, self.group)):
+                return where, sharded
+            pins.update(rescued(found, where, self.group))
+
+    def _plan(self, sharded: Sharded, cuts: Cuts, reasons: tuple[str, ...], where: Mapping[Node, Pin]) -> Plan:
         lanes = _lanes(sharded, self.group)
-        return Plan(self.graph, lanes, sharded.leaves, sharded.outputs, cuts, reasons, self.hardware)
+        placed = placements(self.graph, where)
+        shares = tuple(self.shares)
+        return Plan(
+            self.graph, lanes, sharded.leaves, sharded.outputs, cuts, reasons, self.hardware, placed, shares=shares
+        )
 
 
 def _lanes(sharded: Sharded, group: Group) -> tuple[Lane, ...]:

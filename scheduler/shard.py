@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,17 +10,21 @@ from ..graph.graph import Graph
 from ..graph.node import Node, Value
 from ..graph.spec import Spec
 from ..ops import concat, fill, op_of, slice_
-from ..ops.collective import all_gather, all_reduce, all_to_all, reduce_scatter
+from ..ops.collective import all_gather, all_reduce, all_to_all, receive, reduce_scatter, send
 from .assign import Assignment, P, R, State, is_owed
 from .factors import Factor, Factors
-from .layout import PARTIAL, REPLICATE, Layout, Shard, Shares, local_shape, runs_of
+from .layout import PARTIAL, REPLICATE, Layout, Local, Shard, Shares, local_shape, runs_of
 
 
 @dataclass(frozen=True, eq=False)
 class Sharded:
-    """A graph for each device, and the layout in which leaves and outputs of the original lie on them."""
+    """A graph for each device, and the layout in which leaves and outputs of the original lie on them.
+
+    `origins` gives for each device the nodes of the original that nodes of its graph stand for.
+    """
 
     graphs: tuple[Graph, ...]
+    origins: tuple[Mapping[Node, Node], ...]
     leaves: Mapping[str, Layout]
     outputs: Mapping[str, Layout]
 
@@ -29,10 +33,31 @@ def shard(graph: Graph, factors: Factors, assignment: Assignment, shares: Shares
     """Emit the graph of every device.  With one device that is the graph itself."""
     layouts = _Layouts(graph, factors, assignment, shares)
     emitters = [_Device(d, layouts) for d in range(len(shares))]
-    leaves = {n.name: layouts.of(Value(n), assignment.made[Value(n)]) for n in graph.nodes if n.is_leaf}
     ends = {name: R if is_owed(assignment.made[v]) else assignment.made[v] for name, v in graph.outputs.items()}
     outputs = {name: layouts.of(v, ends[name]) for name, v in graph.outputs.items()}
-    return Sharded(tuple(e.emit(graph, ends) for e in emitters), leaves, outputs)
+    graphs = tuple(e.emit(graph, ends) for e in emitters)
+    leaves = {n.name: layouts.of(Value(n), assignment.made[Value(n)]) for n in graph.nodes if n.is_leaf}
+    leaves.update(_rarely_read(graph, graphs, leaves))
+    return Sharded(graphs, tuple(e.origins for e in emitters), leaves, outputs)
+
+
+def _rarely_read(graph: Graph, graphs: Sequence[Graph], leaves: Mapping[str, Layout]) -> dict[str, Layout]:
+    """Whole weights and states that some devices turn out not to read, as what they compute is placed elsewhere."""
+    read = [{n.name for n in local.nodes if n.is_leaf} for local in graphs]
+    found: dict[str, Layout] = {}
+    for node in graph.nodes:
+        if node.op in ("weight", "state") and leaves[node.name] is REPLICATE:
+            where = tuple(d for d, names in enumerate(read) if node.name in names)
+            if 0 < len(where) < len(graphs):
+                found[node.name] = Local(where)
+    return found
+
+
+def unused(name: str, taken: Container[str]) -> str:
+    """`name`, or one like it that no output of the user's has."""
+    while name in taken:
+        name += "~"
+    return name
 
 
 class _Layouts:
@@ -40,11 +65,25 @@ class _Layouts:
 
     def __init__(self, graph: Graph, factors: Factors, assignment: Assignment, shares: Shares) -> None:
         self.graph, self.factors, self.assignment, self.shares = graph, factors, assignment, shares
-        sent = [c for c in assignment.conversions if not c.is_free]
-        self.sequence = {(c.value, c.after): i for i, c in enumerate(sent)}
+        self.sequence: dict[tuple[Value, State], int] = {}
+        self.letters: dict[Value, dict[int, int]] = {}
+        count = 0
+        for conversion in (c for c in assignment.conversions if not c.is_free):
+            value, before, after = conversion.value, conversion.before, conversion.after
+            if not isinstance(before, Local):
+                self.sequence[value, after] = count
+                count += 1
+                continue
+            letters = self.letters.setdefault(value, {})  # to whom a value is sent that one device has, each once
+            for device in after.devices if isinstance(after, Local) else range(len(shares)):
+                if device not in before.devices and device not in letters:
+                    letters[device] = count
+                    count += 1
         self._cut: dict[tuple[Value, Factor], Shard] = {}
 
     def of(self, value: Value, state: State) -> Layout:
+        if isinstance(state, Local):
+            return state
         if not isinstance(state, Factor):
             return PARTIAL if is_owed(state) else REPLICATE
         if (value, state) not in self._cut:  # every device asks, at every use
@@ -65,16 +104,61 @@ class _Device:
     def __init__(self, device: int, layouts: _Layouts) -> None:
         self.device, self.layouts = device, layouts
         self.local: dict[tuple[Value, State], Value] = {}
+        self.origins: dict[Node, Node] = {}
+        self.met: list[Value] = []
 
     def emit(self, graph: Graph, ends: Mapping[str, State]) -> Graph:
-        made = self.layouts.assignment.made
+        assignment, made = self.layouts.assignment, self.layouts.assignment.made
         for node in graph.nodes:
+            by = made[Value(node)] if node.is_leaf else assignment.by[node]
+            if self._is_elsewhere(by):
+                for source in node.inputs:
+                    self._attend(source)
+                continue
             for value, new in zip(node.results, self._leaf(node) if node.is_leaf else self._node(node), strict=True):
-                self.local[value, made[value]] = new
-        return Graph(
-            {name: self._as(v, ends[name]) for name, v in graph.outputs.items()},
-            {self._as(old, made[old]): self._as(new, made[old]) for old, new in graph.updates.items()},
-        )
+                self._keep(value, made[value], new)
+        for old, new in graph.updates.items():
+            if self._is_elsewhere(made[old]):
+                self._attend(new)
+        outputs = {
+            name: self._as(v, ends[name]) for name, v in graph.outputs.items() if not self._is_elsewhere(ends[name])
+        }
+        updates = {
+            self._as(old, made[old]): self._as(new, made[old])
+            for old, new in graph.updates.items()
+            if not self._is_elsewhere(made[old])
+        }
+        return self._with_meetings(Graph(outputs, updates))
+
+    def _is_elsewhere(self, state: State) -> bool:
+        return isinstance(state, Local) and self.device not in state.devices
+
+    def _attend(self, source: Value) -> None:
+        """Take part in making whole what another device alone will read."""
+        made = self.layouts.assignment.made[source]
+        if made is P or isinstance(made, Factor):
+            self._as(source, R)
+
+    def _keep(self, value: Value, state: State, new: Value) -> None:
+        """A value is there; one device's own is sent to all who will read it."""
+        self.local[value, state] = new
+        if isinstance(state, Local):
+            self.local[value, R] = new
+            if self.device == state.devices[0]:
+                for to, number in self.layouts.letters.get(value, {}).items():
+                    self.met.append(send(new, to=to, sequence=number, name=f"{value.node.label}.to.{to}"))
+
+    def _with_meetings(self, graph: Graph) -> Graph:
+        """A device comes to its meetings even where nothing of its own depends on them."""
+        there, missing = set(graph.nodes), {}
+        for number, value in reversed(list(enumerate(self.met))):  # what comes last may read what came before
+            if value.node not in there:
+                missing[unused(f"met.{number}", graph.outputs)] = value
+                stack = [value.node]
+                while stack:
+                    there.add(node := stack.pop())
+                    stack += [s.node for s in node.inputs if s.node not in there]
+        return Graph({**graph.outputs, **missing}, graph.updates) if missing else graph
 
     def _shape(self, value: Value, state: State) -> tuple[int, ...]:
         return local_shape(value.shape, self.layouts.of(value, state), self.device)
@@ -99,6 +183,7 @@ class _Device:
             attrs = {**attrs, "first": self.layouts.shares.of(by)[self.device][0], "total": by.size}
         built = declared(*src, name=node.name, **attrs)
         results = (built,) if isinstance(built, Value) else built
+        self.origins[results[0].node] = node
         for value, new, state in zip(node.results, results, made, strict=True):
             assert new.shape == self._shape(value, state), f"{node!r} on device {self.device} gave {new!r}"
         return results
@@ -110,14 +195,26 @@ class _Device:
 
     def _as(self, value: Value, state: State) -> Value:
         """`value` on this device in the layout of `state`, converted at its first use."""
-        key = (value, state)
+        if isinstance(state, Local):
+            state = R  # here it is whole
+        key, made = (value, state), self.layouts.assignment.made[value]
+        if isinstance(made, Local) and (value, R) not in self.local:
+            self.local[value, R] = self._received(value, made)
         if key not in self.local:
-            made = self.layouts.assignment.made[value]
             if made is R or (value, R) in self.local:
                 self.local[key] = self._owed_once(value) if state is P else self._sliced(value, state)
             else:
                 self.local[key] = self._meeting(value, made, state)
+                self.met.append(self.local[key])
         return self.local[key]
+
+    def _received(self, value: Value, made: Local) -> Value:
+        """A value that one device alone has made."""
+        source, number = made.devices[0], self.layouts.letters[value][self.device]
+        name = f"{value.node.label}.from.{source}"
+        new = receive(shape=value.shape, dtype=value.dtype, source=source, sequence=number, name=name)
+        self.met.append(new)
+        return new
 
     def _meeting(self, value: Value, made: State, state: State) -> Value:
         """The collective that takes `value` from one layout to another."""

@@ -62,6 +62,9 @@ LINKS: Mapping[str, Link] = MappingProxyType(
     }
 )
 
+HOST_LINK = ("pcie4",)
+"""How the host of simulated devices reaches them."""
+
 
 class SimulatedBackend:
     """A backend that plans can be made for and nothing runs on: values keep their dtypes, kernels need no scratch."""
@@ -72,6 +75,9 @@ class SimulatedBackend:
         if kind not in MACHINES:
             raise PlanError(f"there is no hardware {kind!r} to simulate; known: {', '.join(MACHINES)}")
         self.kind = kind
+
+    def with_threads(self, threads: int) -> SimulatedBackend:
+        return self
 
     def devices(self) -> Sequence[Device]:
         return tuple(map(self.device, range(MOST_DEVICES)))
@@ -84,7 +90,7 @@ class SimulatedBackend:
     def supports(self, node: Node, on: Device) -> Support:
         return Support(True)
 
-    def stored(self, spec: Spec) -> Spec:
+    def stored(self, spec: Spec, kind: str = "value") -> Spec:
         return spec
 
     def scratch(self, node: Node) -> int:
@@ -111,10 +117,12 @@ class SimulatedBackend:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """A group of simulated devices and the speeds that predict their time."""
+    """A group of simulated devices and the speeds that predict their time; the host they are in, and its speeds."""
 
     group: tuple[tuple[SimulatedBackend, Device], ...]
     hardware: Hardware
+    host: tuple[SimulatedBackend, Device]
+    host_hardware: Hardware
 
 
 def simulate(text: str) -> Simulation:
@@ -136,7 +144,9 @@ def simulate(text: str) -> Simulation:
         raise PlanError(_unknown(text, text))
     backends = {kind: SimulatedBackend(kind) for kind in counts}
     group = tuple((backends[kind], backends[kind].device(i)) for kind, n in counts.items() for i in range(n))
-    return Simulation(group, _slowest([MACHINES[kind] for kind in counts], links))
+    host = SimulatedBackend("cpu")
+    hardware = _slowest([MACHINES[kind] for kind in counts], links)
+    return Simulation(group, hardware, (host, host.device(0)), _slowest([MACHINES["cpu"]], HOST_LINK))
 
 
 def _slowest(machines: Sequence[Machine], links: Sequence[str]) -> Hardware:

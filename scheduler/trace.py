@@ -18,6 +18,7 @@ import numpy as np
 
 from ..graph.graph import Graph
 from ..graph.node import Node, Value
+from ..ops import REGISTRY
 from ..ops.collective import COLLECTIVES, int_attr, runs_of
 from .indices import Digits, Index, agreed, entries, index_of, is_whole, joined, length, taken, whole
 from .passing import passed
@@ -105,6 +106,9 @@ class Trace:
     def __init__(self, meaning: Meaning, graphs: Sequence[Graph], leaves: Mapping[tuple[int, str], Held]) -> None:
         self.meaning, self.graphs, self.leaves = meaning, graphs, leaves
         self.held: dict[tuple[int, Value], list[Held]] = {}
+        self.computed: dict[int, set[int]] = {}
+        self._alike: dict[tuple[Held, ...], list[Held]] = {}
+        self._done: dict[tuple[Node, tuple[int, ...]], tuple[list[list[Held]], set[int]]] = {}
         self.sent: dict[tuple[object, ...], Place] = {}
         self.groups: dict[int, dict[int, Node]] = {}
         for device, graph in enumerate(graphs):
@@ -155,26 +159,49 @@ class Trace:
             return
         if node.op == "receive":
             sender = self.sent.get(self._letter(device, node))
+            if sender and sender[1].specs != node.specs:
+                yield f"device {device}: {node!r} receives {sender[1]!r}"
             self.held[device, Value(node)] = self.of(sender[0], sender[1].results[0]) if sender else []
             return
         known = [self.of(device, s) if s is not None else [] for s in node.src]
         if any(s is not None and not k for s, k in zip(node.src, known, strict=True)):
             return  # a source is wrong already, and was said to be
-        reasons: list[str] = []
+        key = (node, tuple(id(k) for k in known if k))  # devices that run one graph and hold the same get the same
+        if key not in self._done:
+            reasons: list[str] = []
+            found, computed = self._made(node, known, reasons)
+            if not found[0]:
+                why = "; ".join(dict.fromkeys(reasons)) or "it has no such node on these values"
+                yield f"device {device}: {node!r} is no part of the graph: {why}"
+                return
+            self._done[key] = found, computed
+        made, numbers = self._done[key]
+        for value, kept in zip(node.results, made, strict=True):
+            self.held[device, value] = kept
+        for number in numbers:
+            self.computed.setdefault(number, set()).add(device)
+
+    def _made(self, node: Node, known: Sequence[list[Held]], reasons: list[str]) -> tuple[list[list[Held]], set[int]]:
+        """What each result of `node` is; nothing, and why, if it is no node of the user's graph on such operands.  And
+        the values that are computed here, not only converted or viewed."""
         found: list[list[Held]] = [[] for _ in node.specs]
+        computed: set[int] = set()
         choices = [k if s is not None else [None] for s, k in zip(node.src, known, strict=True)]
         for number, operands in enumerate(product(*choices)):
             if number == MOST:
                 break
-            self._add(found[0], converted(node, operands))
+            as_before = converted(node, operands)
+            self._add(found[0], as_before)
             for results in self._matches(node, operands, reasons):
+                if not as_before and not REGISTRY[node.op].is_view:
+                    computed.add(results[0].number)
                 for kept, held in zip(found, results, strict=True):
                     self._add(kept, [held])
-        for value, kept in zip(node.results, found, strict=True):
-            self.held[device, value] = kept
-        if not found[0]:
-            why = "; ".join(dict.fromkeys(reasons)) or "it has no such node on these values"
-            yield f"device {device}: {node!r} is no part of the graph: {why}"
+        return found, computed
+
+    def _keep(self, device: int, value: Value, held: list[Held]) -> None:
+        """Equal holdings of several devices are one list, so that what follows from them is found once."""
+        self.held[device, value] = self._alike.setdefault(tuple(held), held)
 
     @staticmethod
     def _add(kept: list[Held], more: Sequence[Held]) -> None:
@@ -193,7 +220,7 @@ class Trace:
         elif tuple(map(length, held.axes)) != node.specs[0].shape:
             yield f"device {device}: {node!r}, but it is bound to entries {[show(i) for i in held.axes]}"
         else:
-            self.held[device, Value(node)] = [held]
+            self._keep(device, Value(node), [held])
 
     def _matches(self, node: Node, operands: Sequence[Held | None], reasons: list[str]) -> Iterator[list[Held]]:
         """What `node` is if its operands are these: results of nodes of the user's graph."""
@@ -245,6 +272,8 @@ class Trace:
                 met = True
                 for device, (node, held) in enumerate(zip(nodes, results, strict=True)):
                     self._add(self.held.setdefault((device, Value(node)), []), [held])
+        for device, node in enumerate(nodes):
+            self._keep(device, Value(node), self.of(device, Value(node)))
         if not met:
             yield f"{first!r}: {'; '.join(dict.fromkeys(reasons)) or 'the devices bring different values'}"
 

@@ -1,6 +1,8 @@
-"""Numbers for people: bytes and seconds."""
+"""Numbers and tables for people."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 def nbytes_text(n: float) -> str:
@@ -19,3 +21,13 @@ def time_text(seconds: float) -> str:
         if seconds < 999.5:
             return f"{seconds:.3g} {unit}"
     return f"{seconds / 1e3:.3g} s"
+
+
+def columns(rows: Sequence[Sequence[str]], right: str) -> list[str]:
+    """Rows as text in columns; `right` names those that are aligned to the right by an ``r``."""
+    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
+    shown = []
+    for row in rows:
+        cells = zip(row, widths, right, strict=True)
+        shown.append("  ".join(t.rjust(w) if side == "r" else t.ljust(w) for t, w, side in cells).rstrip())
+    return shown

@@ -3,8 +3,9 @@ the devices' own graphs, by the declarations of ops, and compared with the user'
 
 It demands that each node of a device is a node of the user's graph on the entries its operands hold; that sums that
 are owed meet linear ops only and are then taken once, each term once; that devices meet in one order and nobody waits
-for ever; that leaves cover what they stand for, and outputs and states end as the plan says; and, by `check`, that
-each device's program is a way to run its graph.
+for ever; that leaves cover what they stand for, and outputs and states end as the plan says; that what is placed on a
+device is computed there only, and every node where it can run; and, by `check`, that each device's program is a way to
+run its graph.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from ..backends.base import Instruction
+from ..graph.dtypes import DType
 from ..graph.errors import GraphError, PlanError
 from ..graph.node import Node, Value
 from ..graph.text import names
-from ..ops import verify
+from ..ops import REGISTRY, op_of, verify
+from ..ops.collective import COLLECTIVES
 from .check import faults
 from .indices import Index, entries, joined, whole
 from .layout import Layout, Local, Partial, Shard
@@ -41,7 +44,9 @@ def plan_faults(plan: Plan) -> Iterator[str]:
         program = lane.program
         key = (
             type(lane.backend),
-            *map(id, (lane.graph, program.buffers, program.instructions, program.inputs, program.outputs)),
+            *map(
+                id, (lane.graph, program.buffers, program.instructions, program.undo, program.inputs, program.outputs)
+            ),
         )
         if key not in seen:
             seen[key] = list(_lane_faults(lane))
@@ -50,6 +55,10 @@ def plan_faults(plan: Plan) -> Iterator[str]:
         for why in seen[key]:
             sound = False
             yield f"device {number}: {why}"
+        for node in lane.graph.nodes:  # devices with one program may differ in what they can run
+            computes = node.op in REGISTRY and not node.is_leaf and not REGISTRY[node.op].is_view
+            if computes and not (answer := lane.backend.supports(node, lane.device)).ok:
+                yield f"device {number}: {node!r} cannot run on {lane.device}: {answer.why}"
     for why in meeting_faults([lane.program for lane in plan.lanes]):
         sound = False
         yield why
@@ -71,7 +80,7 @@ def _lane_faults(lane: Lane) -> Iterator[str]:
         spec = named.get((buffer.kind, buffer.name))
         if spec is None:
             continue
-        stored = lane.backend.stored(spec)
+        stored = lane.backend.stored(spec, buffer.kind)
         if buffer.declared != spec or buffer.stored != stored or buffer.nbytes < stored.nbytes:
             yield f"buffer of {buffer.kind} %{buffer.name} is for {buffer.declared}, and the graph has {spec}"
     for node, instruction in _run_by(lane):
@@ -80,15 +89,22 @@ def _lane_faults(lane: Lane) -> Iterator[str]:
             yield f"%{instruction.node} needs {need} bytes of scratch"
         places = (*zip(node.src, instruction.src, strict=False), *zip(node.results, instruction.dst, strict=False))
         for value, tensor in places:
-            if value is not None and tensor is not None and tensor.dtype is not lane.backend.stored(value.spec).dtype:
+            if value is not None and tensor is not None and tensor.dtype is not _kept(lane, value):
                 yield f"%{instruction.node}: {value!r} is kept as {tensor.dtype}"
+
+
+def _kept(lane: Lane, value: Value) -> DType:
+    """The dtype in which a device keeps a value, or what it is a view of."""
+    while not value.node.is_leaf and op_of(value.node).is_view:
+        value = value.node.inputs[0]
+    return lane.backend.stored(value.spec, value.node.op if value.node.is_leaf else "value").dtype
 
 
 def _run_by(lane: Lane) -> Iterator[tuple[Node, Instruction]]:
     """The instructions of a lane with the nodes they compute."""
-    nodes = {name: node for node, name in names(lane.graph).items()}
-    for instruction in lane.program.instructions:
-        if instruction.node in nodes:
+    nodes, saves = {name: node for node, name in names(lane.graph).items()}, lane.program.saves
+    for at, instruction in enumerate(lane.program.instructions):
+        if instruction.node in nodes and at not in saves:
             yield nodes[instruction.node], instruction
 
 
@@ -110,6 +126,29 @@ class _Whole:
         if not said:
             yield from self._outputs(trace)
             yield from self._updates(trace)
+            yield from self._places(trace)
+
+    def _places(self, trace: Trace) -> Iterator[str]:
+        """Nodes that are computed elsewhere than the plan says; what is computed alike may be, if either may."""
+        known = {name: node for node, name in names(self.plan.graph).items()}
+        allowed: dict[int, set[int]] = {}
+        said: dict[int, tuple[str, int]] = {}
+        for placed in self.plan.placed:
+            if not 0 <= placed.device < self.devices:
+                yield f"nodes are placed on device {placed.device} of {self.devices}"
+            for name in placed.nodes:
+                if name not in known:
+                    yield f"a node %{name} is placed that the graph does not have"
+                    continue
+                number = self.meaning.number[Value(known.pop(name))]
+                allowed.setdefault(number, set()).add(placed.device)
+                said[number] = (name, placed.device)
+        for node in (n for n in known.values() if not n.is_leaf):  # nobody said where these run
+            allowed.pop(self.meaning.number[Value(node)], None)
+        for number, devices in allowed.items():
+            if not (where := trace.computed.get(number, set())) <= devices:
+                name, device = said[number]
+                yield f"%{name} is placed on device {device}, and computed on {sorted(where - devices)}"
 
     # ---------------------------------------------------------------------------------------------------- layouts
 
@@ -174,8 +213,11 @@ class _Whole:
                 elif wanted is not None and local is not None:
                     yield from self._ends_as(trace, device, local, value, wanted, f"output {name!r}")
         for device, lane in enumerate(self.plan.lanes):
+            used = {s for node in lane.graph.nodes for s in node.inputs}
+            used |= {v for name, v in lane.graph.outputs.items() if name in self.plan.graph.outputs}
             for name, local in lane.graph.outputs.items():
-                if name not in self.plan.graph.outputs and local.node.op != "send":
+                attends = local.node.op in COLLECTIVES and local not in used  # it is there for others
+                if name not in self.plan.graph.outputs and not attends:
                     yield f"device {device} has an output {name!r}, which the graph does not have"
 
     def _updates(self, trace: Trace) -> Iterator[str]:

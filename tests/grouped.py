@@ -8,9 +8,8 @@ import numpy as np
 
 from hocket import ops
 from hocket.backends.base import find
-from hocket.graph import DType, Graph, input, state, weight
-from hocket.ops.quants import f32_to_bf16
-from hocket.scheduler import Store, load, plan_for
+from hocket.graph import Graph, input, state, weight
+from hocket.scheduler import Executor, Store, load, plan_for
 
 from .random_graphs import bindings, seeded_graph
 from .test_sharding import devices, everything_that_fits, raw
@@ -22,11 +21,7 @@ def group_of(n: int, kind: str = "reference"):
 
 def weights_of(graph: Graph, values):
     """Weights as files hold them."""
-    found = {v.node.name: raw(values[v.node.name], v.dtype) for v in graph.weights}
-    for v in graph.weights:
-        if v.dtype is DType.BF16:
-            found[v.node.name] = f32_to_bf16(np.atleast_1d(found[v.node.name]).astype(np.float32)).reshape(v.shape)
-    return found
+    return {v.node.name: raw(values[v.node.name], v.dtype) for v in graph.weights}
 
 
 def run_of(made, values, feed=None):
@@ -50,9 +45,7 @@ def random_plan(seed: int, mode: str):
 def bound(graph: Graph, values, leaves):
     def bind(store: Store) -> None:
         for v in graph.weights:
-            data = raw(values[v.node.name], v.dtype)
-            stored = data if v.dtype.is_quantised else data.astype(v.dtype.storage)
-            store.bind(v.node.name, stored, v.spec, leaves[v.node.name])
+            store.bind(v.node.name, raw(values[v.node.name], v.dtype), v.spec, leaves[v.node.name])
 
     return bind
 
@@ -62,3 +55,26 @@ def cached_product(tokens: int) -> Graph:
     rows = ops.mul_mat(weight("k", (8, 4)), input("x", (tokens, 4)))
     new = ops.set_rows(cache, rows, input("ids", (tokens,), "i32"))
     return Graph({"y": ops.mul_mat(new, ops.silu(rows))}, {cache: new})
+
+
+def equal_to_one(graph, group, seed, *, mode, place=(), reference=None, tolerance=1e-9):
+    """Two runs of a graph on a group, the second by a plan over the same weights and states, equal those on one device
+    that does everything; states too."""
+    dice, options = random.Random(seed), {"place": place, "split_mode": mode}
+    if mode == "cut":
+        options = {"place": place, "choose": lambda g, f: everything_that_fits(g, f, dice)}
+    many = plan_for(graph, group, **options)
+    one = plan_for(graph, reference or group_of(1))
+    values, results = bindings(graph, np.random.default_rng(seed)), []
+    for made in (one, many):
+        run = load(made, weights_of(graph, values))
+        for v in graph.states:
+            run.store.state(v.node.name)[...] = values[v.node.name]
+        feed = {v.node.name: values[v.node.name] for v in graph.inputs}
+        later = plan_for(graph, made.group, like=made, place=place if made is many else ())
+        outputs = [run.run(feed), Executor(later, run.store).run(feed)]
+        results.append([*outputs, {name: np.array(run.store.state(name)) for name in run.store.states}])
+    for want, got in zip(*results, strict=True):
+        for name, array in want.items():
+            np.testing.assert_allclose(got[name], array, rtol=tolerance, atol=tolerance)
+    return many

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
 from hocket import ops
-from hocket.backends.base import find
+from hocket.backends.base import Support, find
 from hocket.graph import Graph, Node, Value, input, state, weight
 from hocket.scheduler import Plan, plan_for
 from hocket.scheduler.cost import Hardware
@@ -53,6 +54,13 @@ def tensor_plan() -> Plan:
 def layer_plan() -> Plan:
     """The decoder with attention on one device and the rest on the other."""
     return plan_for(decoder(), [find("cpu:0"), find("cpu:1")], split_mode="layer")
+
+
+@cache
+def placed_plan() -> Plan:
+    """The decoder cut over two devices, but for a gate that one computes alone and a norm that the other does."""
+    group, place = [find("cpu:0"), find("cpu:1")], [("^(gate|up)", "cpu:1"), ("normed3", "cpu:0")]
+    return plan_for(decoder(), group, split_mode="tensor", hardware=SLOW, place=place)
 
 
 @cache
@@ -162,6 +170,26 @@ def ending(plan: Plan, **layouts: Any) -> Plan:
     return dataclasses.replace(plan, outputs={**plan.outputs, **layouts})
 
 
+def said(plan: Plan, old: str, *new: str, device: int | None = None) -> Plan:
+    """`plan` that says other things of where the node `old` is placed."""
+    placed = tuple(
+        dataclasses.replace(p, nodes=new, device=p.device if device is None else device) if old in p.nodes else p
+        for p in plan.placed
+    )
+    assert placed != plan.placed
+    return dataclasses.replace(plan, placed=placed)
+
+
+def refusing(plan: Plan, device: int, op: str) -> Plan:
+    """`plan` with a device that cannot run an op."""
+    lanes = list(plan.lanes)
+    backend = copy.copy(lanes[device].backend)
+    able = backend.supports
+    backend.supports = lambda node, on: Support(False, "not here") if node.op == op else able(node, on)  # type: ignore[method-assign]
+    lanes[device] = dataclasses.replace(lanes[device], backend=backend)
+    return dataclasses.replace(plan, lanes=tuple(lanes))
+
+
 def programmed(plan: Plan, device: int, **changes: Any) -> Plan:
     """`plan` with parts of a device's program replaced."""
     lanes = list(plan.lanes)
@@ -175,6 +203,13 @@ def step(plan: Plan, device: int, name: str, change: Callable[[Any], Any]) -> Pl
     found = plan.lanes[device].program.instructions
     assert any(i.node == name for i in found), f"no step is called {name}: {[i.node for i in found]}"
     return programmed(plan, device, instructions=tuple(change(i) if i.node == name else i for i in found))
+
+
+def kept(plan: Plan, device: int, change: Callable[[dict[int, Any]], None]) -> Plan:
+    """`plan` with what undoes the step of a device changed: instructions by the position of their saves."""
+    undo = dict(plan.lanes[device].program.undo)
+    change(undo)
+    return programmed(plan, device, undo=tuple(undo.items()))
 
 
 def moved(tensor: Any, by: int) -> Any:

@@ -258,9 +258,11 @@ def test_bad_hyperparameters_are_refused(name: str, keys: dict[str, object], wor
 
 def test_an_unknown_architecture_names_the_known_ones() -> None:
     model = opened("llama")
-    with pytest.raises(ModelError, match="'mamba' is unknown; need one of llama, qwen3, qwen3moe, qwen35, qwen35moe"):
+    with pytest.raises(
+        ModelError, match="'mamba' is unknown; need one of llama, qwen3, qwen3moe, qwen3next, qwen35, qwen35moe"
+    ):
         load_model(replace(model, metadata={**model.metadata, "general.architecture": "mamba"}))
-    assert set(ARCHITECTURES) == {"llama", "qwen3", "qwen3moe", "qwen35", "qwen35moe"}
+    assert set(ARCHITECTURES) == {"llama", "qwen3", "qwen3moe", "qwen3next", "qwen35", "qwen35moe"}
 
 
 def test_a_missing_tensor_is_named() -> None:

@@ -21,8 +21,8 @@ from hocket.scheduler.factors import Factor, Factors
 
 from .test_models import F64, INDEX, SAME, STEP, Run, at_once, changed, golden, nmse, opened
 
-FAMILIES = ("llama-moe", "qwen3moe", "qwen35moe")
-LAYERS = {"llama-moe": 2, "qwen3moe": 2, "qwen35moe": 3}
+FAMILIES = ("llama-moe", "qwen3moe", "qwen3next", "qwen35moe")
+LAYERS = {"llama-moe": 2, "qwen3moe": 2, "qwen3next": 3, "qwen35moe": 3}
 
 
 def devices(n: int) -> tuple[str, ...]:
@@ -253,6 +253,8 @@ def test_devices_agree_on_the_experts_where_scores_are_equal() -> None:
         ("qwen3moe", {"expert_weights_norm": "yes"}, "expert_weights_norm"),
         ("qwen3moe", {"expert_gating_func": 2}, "expert_gating_func is 2; need 1, a softmax"),
         ("qwen3moe", {"expert_group_count": 4}, "expert_group_count is 4; only experts that are not grouped"),
+        ("qwen3next", {"expert_shared_feed_forward_length": None}, "expert_shared_feed_forward_length is missing"),
+        ("qwen3next", {"ssm__time_step_rank": 7}, "ssm.time_step_rank is 7; need a multiple of group_count 2"),
         ("qwen35moe", {"expert_shared_feed_forward_length": 0}, "expert_shared_feed_forward_length is 0"),
         ("qwen35moe", {"expert_shared_feed_forward_length": None}, "expert_shared_feed_forward_length is missing"),
     ],
@@ -270,6 +272,7 @@ def test_bad_hyperparameters_are_refused(name: str, keys: dict[str, object], wor
         ("llama-moe", {"expert_count": 4}, r"ffn_gate_inp\.weight has shape \[8, 64\]; need \[4, 64\]"),
         ("llama-moe", {"expert_count": 0}, r"ffn_gate\.weight is missing"),
         ("qwen3moe", {"expert_feed_forward_length": 8}, r"has shape \[8, 16, 64\]; need \[8, 8, 64\]"),
+        ("qwen3next", {"ssm__group_count": 4}, r"attn_qkv\.weight has shape \[192, 64\]; need \[256, 64\]"),
         ("qwen35moe", {"expert_feed_forward_length": 32}, r"has shape \[8, 32, 64\]; need \[8, 64, 64\]"),
         ("qwen35moe", {"expert_shared_feed_forward_length": 8}, r"shexp\.weight has shape \[16, 64\]; need \[8, 64\]"),
     ],

@@ -24,9 +24,12 @@ from .plan_faults import (
     moved,
     nodes,
     on,
+    placed_plan,
     programmed,
     reading,
+    refusing,
     renumbered,
+    said,
     step,
     tensor_plan,
 )
@@ -373,10 +376,52 @@ def _numbered(graph: Graph, name: str, numbers: str) -> Graph:
     return rebuilt(graph, {name: lambda n, s: ops.mul_mat_id(s[0], s[1], leaf, name=name, **n.attrs)})
 
 
-FAULTS = {**SUMS, **MEETINGS, **LAYOUTS, **NODES, **PROGRAMS, **ROUTING}
+def nothing(*shape: int):
+    return ops.cont(ops.broadcast(constant("nothing", [0.0]), shape=shape))
 
 
-@pytest.mark.parametrize("made", [tensor_plan, layer_plan, gather_plan, experts_plan])
+PLACES: Mapping[str, Fault] = {
+    "what one device alone made is read elsewhere without a copy": lambda: nodes(
+        placed_plan(), 0, act__from__1=lambda n, s: nothing(3, 12)
+    ),
+    "other entries of it are read": lambda: nodes(
+        placed_plan(),
+        0,
+        downed=lambda n, s: ops.mul_mat(s[0], ops.slice_(s[1].node.inputs[0], axis=1, start=1, stop=7)),
+    ),
+    "another value is copied to who reads it": lambda: nodes(
+        placed_plan(), 1, act__to__0=lambda n, s: send(ops.neg(s[0]), name="act.to.0", **n.attrs)
+    ),
+    "its copy arrives in another dtype": lambda: nodes(
+        placed_plan(), 0, act__from__1=lambda n, s: ops.cast(again(dtype=DType.F16)(n, s), dtype=DType.F32)
+    ),
+    "it goes to nobody": lambda: on(placed_plan(), 1, graph=lambda g: without_output(g, "act.to.0")),
+    "a device does not come where another alone needs the sum": lambda: on(
+        placed_plan(), 0, graph=lambda g: without_output(g, "mixed.sum")
+    ),
+    "a placed weight is bound to the other device": lambda: laid(placed_plan(), gate=Local((0,))),
+    "a placed weight is bound in shards": lambda: laid(placed_plan(), up=cut(0, ((0, 6),), ((6, 6),))),
+    "a node runs on a device that cannot run it": lambda: refusing(placed_plan(), 1, "swiglu"),
+    "a node is computed on another device than it is placed on": lambda: said(placed_plan(), "act", "act", device=0),
+    "a node is computed on two devices and placed on one": lambda: said(placed_plan(), "act", "act", "normed"),
+    "a copied value is computed where it was not placed": lambda: nodes(
+        placed_plan(), 1, normed3__from__0=lambda n, s: ops.neg(nothing(3, 8))
+    ),
+    "a node is placed that there is not": lambda: said(placed_plan(), "act", "nobody"),
+    "a node is placed on a device that there is not": lambda: said(placed_plan(), "act", "act", device=2),
+}
+
+
+def without_output(graph: Graph, node: str) -> Graph:
+    kept = {name: v for name, v in graph.outputs.items() if v.node.name != node}
+    assert len(kept) < len(graph.outputs)
+    return Graph(kept, graph.updates)
+
+
+FAULTS = {**SUMS, **MEETINGS, **LAYOUTS, **NODES, **PROGRAMS, **ROUTING, **PLACES}
+
+
+@pytest.mark.parametrize("made", [tensor_plan, layer_plan, gather_plan, experts_plan, placed_plan])
 def test_the_plans_in_which_faults_are_planted_are_right(made):
     assert not list(plan_faults(made()))
 

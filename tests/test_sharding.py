@@ -19,6 +19,7 @@ from hocket.frontends.models import Step, load_model
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
 from hocket.graph import BackendError, DType, Graph, PlanError, Value, input, state, weight
+from hocket.ops.quants import encoded
 from hocket.scheduler import load, plan, plan_for
 from hocket.scheduler.choose import clash, classes_of
 from hocket.scheduler.comm import Meeting
@@ -45,7 +46,7 @@ def nmse(got, want):
 @pytest.mark.parametrize("split", [(), (3, 1)], ids=["equal", "3,1"])
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 @pytest.mark.parametrize("mode", ["tensor", "layer"])
-@pytest.mark.parametrize("name", ["llama", "llama-rope-freqs", "qwen3", "qwen35", "qwen3-q4_k_m"])
+@pytest.mark.parametrize("name", ["llama", "llama-rope-freqs", "qwen3", "qwen3next", "qwen35", "qwen3-q4_k_m"])
 def test_a_model_on_several_devices_gives_the_logits_of_one(name, mode, n, split):
     model = load_model(open_gguf(FIXTURES / name / "model.gguf"))
     tokens = np.load(FIXTURES / name / "tokens.npy").tolist()
@@ -70,6 +71,16 @@ def test_a_decoder_meets_twice_a_layer(name, most):
     assert all("all_reduce" in i.op or "gather" not in i.op for i in made.lanes[0].program.instructions)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3next", "qwen35"])
+def test_a_layer_split_sends_one_value_to_the_next_device(name):
+    """States stay with the layer that reads them, those of convolutions too, though their new values end the graph."""
+    model = load_model(open_gguf(FIXTURES / name / "model.gguf"))
+    made = plan(model.graph(Step(1, 1, 64, 64, 1)), devices(2), split_mode="layer")
+    sent = [i.node for lane in made.lanes for i in lane.program.instructions if i.op == "send"]
+    assert len(sent) == 1
+    assert "residual" in sent[0]
+
+
 def test_each_device_keeps_its_share_of_the_weights_and_of_the_cache():
     graph = open_model(None).graph(Step(1, 8, 256, 512, 1))
     one, two = (plan(graph, devices(n), split_mode="tensor") for n in (1, 2))
@@ -87,7 +98,7 @@ def test_each_device_keeps_its_share_of_the_weights_and_of_the_cache():
 def raw(array, dtype: DType):
     """Bound as a file holds it; a quantised weight as zero blocks with scales of one or so."""
     if not dtype.is_quantised:
-        return array
+        return encoded(array, dtype)
     rng = np.random.default_rng(array.size)
     blocks = rng.integers(0, 255, (*array.shape[:-1], array.shape[-1] // dtype.block, dtype.block_bytes))
     blocks = blocks.astype(np.uint8)
@@ -285,7 +296,7 @@ def test_a_device_that_fails_stops_the_others_and_is_named():
 def test_a_member_that_does_not_come_is_an_error_and_not_a_hang():
     meeting = Meeting(2, timeout=0.05)
     x = np.ones(3, np.float32)
-    with pytest.raises(BackendError, match=r"collective 7 on device 0 of 2: a device did not arrive within 0\.05 s"):
+    with pytest.raises(BackendError, match=r"collective 7 on device 0 of 2: device 1 did not arrive within 0\.05 s"):
         meeting.member(0).all_reduce(x, x, x.copy(), 7)
 
 

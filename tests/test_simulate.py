@@ -68,7 +68,7 @@ def llama_70b(path, layers=80):
 
 
 def qwen_80b(path, layers=48):
-    """The shapes of Qwen3-Next-80B-A3B, in the words of Qwen3.5 MoE."""
+    """The shapes of Qwen3-Next-80B-A3B."""
     width, heads, kv_heads, size, experts, inner, vocabulary = 2048, 16, 2, 256, 512, 512, 151936
     keys, values, state = 16, 32, 128
     numbers = {
@@ -88,7 +88,7 @@ def qwen_80b(path, layers=48):
     }
     recurrent = {
         **{"attn_qkv": (channels, width), "attn_gate": (values * state, width), "ssm_out": (width, values * state)},
-        **{"ssm_beta": (values, width), "ssm_alpha": (values, width)},
+        "ssm_ba": (2 * values, width),
     }
     attention = {
         **{"attn_q": (2 * heads * size, width), "attn_k": (kv_heads * size, width)},
@@ -107,10 +107,10 @@ def qwen_80b(path, layers=48):
         small = vectors | (of_attention if attends else of_recurrent)
         tensors |= {f"blk.{i}.{name}.weight": (shape, Q.Q4_0) for name, shape in matrices.items()}
         tensors |= {f"blk.{i}.{name}": (shape, Q.F32) for name, shape in small.items()}
-    return write_header(path, "qwen35moe", numbers, tensors)
+    return write_header(path, "qwen3next", numbers, tensors)
 
 
-LARGE = {"llama": llama_70b, "qwen35moe": qwen_80b}
+LARGE = {"llama": llama_70b, "qwen3next": qwen_80b}
 
 
 @pytest.fixture(scope="module", params=LARGE)
@@ -127,6 +127,15 @@ def test_a_large_model_is_planned_for_eight_devices_in_five_seconds(large, capsy
     assert "a run estimated" in out
     assert re.search(r"h200:7 +\d", out)
     assert taken < SECONDS, f"{taken:.1f} s of processor time"
+
+
+def test_auto_predicts_for_eight_devices_no_more_than_for_one(large):
+    graph, _ = step_graph(large, context=4096, tokens=1)
+    simulation = simulate("h200:8,nvlink")
+    one = plan_for(graph, simulation.group[:1], hardware=simulation.hardware)
+    many = plan_for(graph, simulation.group, split_mode="auto", hardware=simulation.hardware)
+    assert memory_problem(one) is None
+    assert many.cost.total <= one.cost.total * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("devices", ["h200:2,nvlink", "h200:2,ethernet", "rtx4090:4,pcie4", "cpu:2"])

@@ -1,4 +1,4 @@
-"""The CPU backend in plain NumPy: float32 throughout, every kernel bound to its arrays once and replayed.
+"""The processor in plain NumPy, exact: float32 throughout, every kernel bound to its arrays once and replayed.
 
 Values declared in a narrower dtype are kept in float32 (quantised weights are expanded at load), so results are at
 least as exact as declared; only `cast` rounds, since that is what it is for.
@@ -15,18 +15,18 @@ from ...graph.dtypes import DType
 from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops.collective import COLLECTIVES
-from ..base import Comm, Device, Program, Support
+from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor, run_calls
 from ..host import HostBackend
 from .kernel import Call
 from .table import KERNELS
 
 
 class NumpyBackend(HostBackend):
-    """Runs on this machine's processor as ``cpu:0`` (and any number of virtual devices)."""
+    """Runs on this machine's processor as ``numpy:0`` (and any number of virtual devices)."""
 
-    name = "cpu"
+    name = "numpy"
 
-    def stored(self, spec: Spec) -> Spec:
+    def stored(self, spec: Spec, kind: str = "value") -> Spec:
         return Spec(spec.shape, spec.dtype if spec.dtype.is_integer else DType.F32)
 
     def supports(self, node: Node, on: Device) -> Support:
@@ -37,21 +37,27 @@ class NumpyBackend(HostBackend):
         return 4 * KERNELS[node.op].scratch(node)
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Callable[[], None]:
-        calls: list[Callable[[], object]] = []
-        for i in program.instructions:
-            src = [None if t is None else self.view(buffers[t.buffer], t) for t in i.src]
-            dst = [self.view(buffers[t.buffer], t) for t in i.dst]
-            scratch = np.empty(0, np.float32)
-            if i.scratch is not None:
-                start, end = i.scratch.offset, i.scratch.offset + i.scratch.shape[0]
-                scratch = buffers[i.scratch.buffer][start:end].view(np.float32)
-            if not any(d.size for d in dst) and i.op not in COLLECTIVES:
-                continue  # nothing to write
-            calls += KERNELS[i.op].bind(Call(src, dst, i.attrs, scratch, comm))
+        def view(tensor: Tensor) -> Array:
+            return self.view(buffers[tensor.buffer], tensor)
+
+        calls = [(n, call) for n, i in enumerate(program.instructions) for call in self.calls(i, buffers, view, comm)]
 
         def replay() -> None:
             with np.errstate(all="ignore"):  # IEEE results (inf, NaN) are results here
-                for call in calls:
-                    call()
+                run_calls(program, calls)
 
         return replay
+
+    def calls(
+        self, i: Instruction, buffers: Sequence[Any], view: Callable[[Tensor], Array], comm: Comm
+    ) -> list[Callable[[], object]]:
+        """What computes one instruction; `view` gives the array of a tensor."""
+        src = [None if t is None else view(t) for t in i.src]
+        dst = [view(t) for t in i.dst]
+        scratch = np.empty(0, np.float32)
+        if i.scratch is not None:
+            start, end = i.scratch.offset, i.scratch.offset + i.scratch.shape[0]
+            scratch = buffers[i.scratch.buffer][start:end].view(np.float32)
+        if not any(d.size for d in dst) and i.op not in COLLECTIVES:
+            return []  # nothing to write
+        return KERNELS[i.op].bind(Call(src, dst, i.attrs, scratch, comm))

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ...graph import Graph
 from ..errors import ModelError
 from ..gguf import Gguf
-from . import llama, qwen3, qwen3moe, qwen35, qwen35moe
+from . import llama, qwen3, qwen3moe, qwen3next, qwen35, qwen35moe
 from .step import Batch as Batch
 from .step import Step as Step
 from .step import step_inputs as step_inputs
@@ -53,6 +53,7 @@ ARCHITECTURES: Mapping[str, Family[Any]] = MappingProxyType(
         "llama": Family(llama.Hyper.from_gguf, llama.build),
         "qwen3": Family(qwen3.Hyper.from_gguf, qwen3.build),
         "qwen3moe": Family(qwen3moe.read, qwen3moe.build),
+        "qwen3next": Family(qwen3next.read, qwen3next.build),
         "qwen35": Family(qwen35.Hyper.from_gguf, qwen35.build),
         "qwen35moe": Family(qwen35moe.read, qwen35moe.build),
     }

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from ... import ops
 from ...graph import Value
+from .frame import Frame
 from .weights import Weights
 
 
@@ -22,6 +25,24 @@ def linear(weights: Weights, name: str, x: Value, features: int) -> Value:
     y = ops.mul_mat(weights(f"{name}.weight", (features, x.shape[-1])), x, name=name)
     bias = weights.optional(f"{name}.bias", (features,))
     return y if bias is None else ops.add(y, bias)
+
+
+def queries_keys_values(
+    weights: Weights, frame: Frame, block: str, x: Value, queries: tuple[int, int], keys: tuple[int, int]
+) -> list[Value]:
+    """q, k and v f32[B,T,heads,size] of ``x`` f32[B*T, E]; ``queries`` is (heads, size), ``keys`` that of k and v.
+
+    Their matrices, and biases if there are any, may be one tensor: rows of q first, then of k, then of v.
+    """
+    shapes = {"attn_q": queries, "attn_k": keys, "attn_v": keys}
+    widths = [heads * size for heads, size in shapes.values()]
+    ends = list(accumulate(widths))
+    if weights.optional(f"{block}.attn_qkv.weight", (ends[-1], x.shape[-1])) is None:
+        parts = [linear(weights, f"{block}.{name}", x, n) for name, n in zip(shapes, widths, strict=True)]
+    else:
+        whole = linear(weights, f"{block}.attn_qkv", x, ends[-1])
+        parts = [ops.slice_(whole, axis=-1, start=end - n, stop=end) for end, n in zip(ends, widths, strict=True)]
+    return [frame.split(part, *shape) for part, shape in zip(parts, shapes.values(), strict=True)]
 
 
 def feed_forward(weights: Weights, block: str, x: Value, features: int, suffix: str = "") -> Value:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ... import ops
 from ...graph import Graph, Value
 from ..gguf import Gguf
-from .blocks import linear
+from .blocks import linear, queries_keys_values
 from .decoder import decoder
 from .frame import Frame
 from .keys import Keys
@@ -74,9 +74,7 @@ def build(hyper: Hyper, weights: Weights, step: Step) -> Graph:
 def attention(hyper: Hyper, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
     """Causal attention over the cache, f32[B*T, E] to f32[B*T, E]; key/value heads serve groups of query heads."""
     block, size = f"blk.{layer}", hyper.head_size
-    q = frame.split(linear(weights, f"{block}.attn_q", x, hyper.heads * size), hyper.heads, size)
-    k = frame.split(linear(weights, f"{block}.attn_k", x, hyper.kv_heads * size), hyper.kv_heads, size)
-    v = frame.split(linear(weights, f"{block}.attn_v", x, hyper.kv_heads * size), hyper.kv_heads, size)
+    q, k, v = queries_keys_values(weights, frame, block, x, (hyper.heads, size), (hyper.kv_heads, size))
     # Llama 3.1 divides the speed of each pair by a number of its own.
     factors = weights.optional("rope_freqs.weight", (size // 2,))
     q = hyper.rope.rotate(q, frame.pos, factors, name=f"{block}.q_rope")

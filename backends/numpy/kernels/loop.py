@@ -1,0 +1,54 @@
+"""The loop that runs a program: every thread of a device walks the same table and does its share of each step."""
+
+from __future__ import annotations
+
+from ..compiler import kernel, part
+from .simd import call, fetch_add, give_way, load_long, load_shared, store_long, store_shared, word
+
+STEP = 4
+"""Words of a step: address of the kernel, address of its arguments, whether all threads meet before it, its number."""
+SPINS = 2000
+"""How often a thread looks before it gives its core away: longer than a meeting takes, shorter than a time slice."""
+
+ARRIVED, FAILED, STEP_FAILED = 0, 64, 72
+"""Bytes into the shared block: how many have arrived in all; the status of a thread that failed, and its step."""
+SHARED_BYTES = 128
+
+
+@part
+def meet(shared, threads):
+    """Wait until all threads have come; the status of one that failed, or 0."""
+    arrived = fetch_add(shared + ARRIVED, 1) + 1
+    target = (arrived + threads - 1) // threads * threads
+    spins = 0
+    while load_shared(shared + ARRIVED) < target:
+        if load_shared(shared + FAILED) != 0:
+            return load_shared(shared + FAILED)
+        spins += 1
+        if spins > SPINS:
+            give_way()
+    return 0
+
+
+@kernel
+def run(a, thread, threads):
+    """Words: steps, how many, shared block.  Returns 0, or the status of the step that stopped the run.
+
+    A thread may be ahead of another up to the next meeting; what saves a state and what writes it never are in between
+    the same two.
+    """
+    steps, count, shared = word(a, 0), word(a, 1), word(a, 2)
+    for i in range(count):
+        step = steps + i * 8 * STEP
+        if threads > 1 and load_long(step + 16) != 0:
+            status = meet(shared, threads)
+            if status != 0:
+                return status
+        status = call(load_long(step), load_long(step + 8), thread, threads)
+        if status != 0:
+            store_long(shared + STEP_FAILED, load_long(step + 24))
+            store_shared(shared + FAILED, status)
+            return status
+    if threads > 1:
+        return meet(shared, threads)
+    return 0

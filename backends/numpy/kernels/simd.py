@@ -1,0 +1,383 @@
+"""Vectors as kernels write them: 16 float32 or int32 lanes, 64 bytes, loaded from addresses.
+
+Each operation is a few lines of LLVM's builder.  They are plain vector code, legal on every target (LLVM splits what
+the
+processor has not), but for `dot4`, which is one instruction where there is VNNI.  Nothing here imports Numba:
+`compiler` makes functions of these declarations when a kernel has to be compiled.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+
+ADDRESS, FLOAT, DOUBLE, INT, NOTHING = "address", "f32", "f64", "i32", "nothing"
+FLOATS, INTS, BYTES = "f32x16", "i32x16", "i8x64"
+LANES = 16
+
+_i8, _i16, _i32, _i64, _half, _f32 = (*map(ir.IntType, (8, 16, 32, 64)), ir.HalfType(), ir.FloatType())
+_F, _I, _B = ir.VectorType(_f32, 16), ir.VectorType(_i32, 16), ir.VectorType(_i8, 64)
+LLVM_TYPES = {ADDRESS: _i64, FLOAT: _f32, DOUBLE: ir.DoubleType(), INT: _i32, FLOATS: _F, INTS: _I, BYTES: _B}
+
+
+@dataclass(frozen=True, slots=True)
+class Intrinsic:
+    """An operation: types of result and operands by name, and the body in terms of an LLVM builder."""
+
+    result: str
+    operands: tuple[str, ...]
+    body: Callable[..., Any]
+
+    def __call__(self, *values: Any) -> Any:
+        raise TypeError("an intrinsic runs in compiled kernels only")
+
+
+def intrinsic(result: str, *operands: str) -> Callable[[Callable[..., Any]], Intrinsic]:
+    """Decorator for a body ``(builder, *values) -> value``."""
+    return lambda body: Intrinsic(result, operands, body)
+
+
+def has_vnni() -> bool:
+    return bool(llvm.get_host_cpu_features().get("avx512vnni"))
+
+
+# ------------------------------------------------------------------------------------------- building blocks
+
+
+def _pointer(b: Any, address: Any, to: ir.Type) -> Any:
+    return b.inttoptr(address, to.as_pointer())
+
+
+def _load(b: Any, address: Any, kind: ir.Type, align: int) -> Any:
+    return b.load(_pointer(b, address, kind), align=align)
+
+
+def _store(b: Any, address: Any, value: Any, align: int) -> None:
+    b.store(value, _pointer(b, address, value.type), align=align)
+
+
+def _splat(b: Any, value: Any, kind: ir.VectorType) -> Any:
+    one = b.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(_i32, 0))
+    return b.shuffle_vector(one, one, ir.Constant(ir.VectorType(_i32, kind.count), [0] * kind.count))
+
+
+def _const(kind: ir.VectorType, value: Any) -> ir.Constant:
+    return ir.Constant(kind, [value] * kind.count)
+
+
+def _call(b: Any, name: str, result: ir.Type, *values: Any) -> Any:
+    kind = ir.FunctionType(result, [v.type for v in values])
+    function = b.module.globals.get(name) or ir.Function(b.module, kind, name)
+    return b.call(function, values)
+
+
+def _mask(b: Any, count: Any) -> Any:
+    """Lanes below `count` (an address-sized integer)."""
+    lanes = ir.Constant(_I, list(range(LANES)))
+    return b.icmp_signed("<", lanes, _splat(b, b.trunc(count, _i32), _I))
+
+
+# ------------------------------------------------------------------------------------- arguments and scalars
+
+
+@intrinsic(ADDRESS, ADDRESS, ADDRESS)
+def word(b, block, index):
+    """Word `index` of an argument block."""
+    return b.load(b.gep(_pointer(b, block, _i64), [index]))
+
+
+@intrinsic(FLOAT, ADDRESS, ADDRESS)
+def float_word(b, block, index):
+    """The float32 whose bits are the low half of a word."""
+    return b.bitcast(b.trunc(b.load(b.gep(_pointer(b, block, _i64), [index])), _i32), _f32)
+
+
+load_scalar = intrinsic(FLOAT, ADDRESS)(lambda b, a: _load(b, a, _f32, 4))
+load_double = intrinsic(DOUBLE, ADDRESS)(lambda b, a: _load(b, a, ir.DoubleType(), 8))
+load_half_scalar = intrinsic(FLOAT, ADDRESS)(lambda b, a: b.fpext(_load(b, a, _half, 2), _f32))
+load_int = intrinsic(ADDRESS, ADDRESS)(lambda b, a: b.sext(_load(b, a, _i32, 4), _i64))
+load_long = intrinsic(ADDRESS, ADDRESS)(lambda b, a: _load(b, a, _i64, 8))
+load_byte = intrinsic(ADDRESS, ADDRESS)(lambda b, a: b.zext(_load(b, a, _i8, 1), _i64))
+load_short = intrinsic(ADDRESS, ADDRESS)(lambda b, a: b.zext(_load(b, a, _i16, 1), _i64))
+store_scalar = intrinsic(NOTHING, ADDRESS, FLOAT)(lambda b, a, v: _store(b, a, v, 4))
+store_int = intrinsic(NOTHING, ADDRESS, ADDRESS)(lambda b, a, v: _store(b, a, b.trunc(v, _i32), 4))
+store_byte = intrinsic(NOTHING, ADDRESS, ADDRESS)(lambda b, a, v: _store(b, a, b.trunc(v, _i8), 1))
+store_long = intrinsic(NOTHING, ADDRESS, ADDRESS)(lambda b, a, v: _store(b, a, v, 8))
+store_half_scalar = intrinsic(NOTHING, ADDRESS, FLOAT)(lambda b, a, v: _store(b, a, b.fptrunc(v, _half), 2))
+sqrt_scalar = intrinsic(FLOAT, FLOAT)(lambda b, v: _call(b, "llvm.sqrt.f32", _f32, v))
+
+
+# ------------------------------------------------------------------------------------------ loads and stores
+
+load = intrinsic(FLOATS, ADDRESS)(lambda b, a: _load(b, a, _F, 4))
+load_bytes = intrinsic(BYTES, ADDRESS)(lambda b, a: _load(b, a, _B, 1))
+load_ints = intrinsic(INTS, ADDRESS)(lambda b, a: _load(b, a, _I, 4))
+load_half = intrinsic(FLOATS, ADDRESS)(lambda b, a: b.fpext(_load(b, a, ir.VectorType(_half, 16), 2), _F))
+store = intrinsic(NOTHING, ADDRESS, FLOATS)(lambda b, a, v: _store(b, a, v, 4))
+store_bytes = intrinsic(NOTHING, ADDRESS, BYTES)(lambda b, a, v: _store(b, a, v, 1))
+
+
+@intrinsic(FLOATS, ADDRESS)
+def load_bf16(b, a):
+    """16 bfloat16: the upper halves of float32."""
+    wide = b.zext(_load(b, a, ir.VectorType(_i16, 16), 2), _I)
+    return b.bitcast(b.shl(wide, _const(_I, 16)), _F)
+
+
+@intrinsic(INTS, ADDRESS)
+def load_small(b, a):
+    """16 unsigned bytes, a lane each."""
+    return b.zext(_load(b, a, ir.VectorType(_i8, 16), 1), _I)
+
+
+@intrinsic(INTS, ADDRESS)
+def load_small_signed(b, a):
+    """16 signed bytes, a lane each."""
+    return b.sext(_load(b, a, ir.VectorType(_i8, 16), 1), _I)
+
+
+@intrinsic(FLOATS, ADDRESS, ADDRESS)
+def load_some(b, a, count):
+    """The first `count` lanes; the others are zero, and their memory is not touched."""
+    mask = _mask(b, count)
+    where = _pointer(b, a, _F)
+    return _call(b, "llvm.masked.load.v16f32.p0", _F, where, ir.Constant(_i32, 4), mask, _const(_F, 0.0))
+
+
+@intrinsic(FLOATS, ADDRESS, ADDRESS, FLOATS)
+def load_some_or(b, a, count, otherwise):
+    """The first `count` lanes, the others from `otherwise`."""
+    where = _pointer(b, a, _F)
+    return _call(b, "llvm.masked.load.v16f32.p0", _F, where, ir.Constant(_i32, 4), _mask(b, count), otherwise)
+
+
+@intrinsic(NOTHING, ADDRESS, FLOATS, ADDRESS)
+def store_some(b, a, v, count):
+    """Only the first `count` lanes."""
+    where = _pointer(b, a, _F)
+    _call(b, "llvm.masked.store.v16f32.p0", ir.VoidType(), v, where, ir.Constant(_i32, 4), _mask(b, count))
+
+
+@intrinsic(NOTHING, ADDRESS, INTS)
+def store_small(b, a, v):
+    """The low bytes of 16 lanes."""
+    _store(b, a, b.trunc(v, ir.VectorType(_i8, 16)), 1)
+
+
+@intrinsic(NOTHING, ADDRESS, FLOATS)
+def store_half(b, a, v):
+    """16 lanes rounded to float16."""
+    _store(b, a, b.fptrunc(v, ir.VectorType(_half, 16)), 2)
+
+
+@intrinsic(NOTHING, ADDRESS)
+def prefetch(b, a):
+    values = [_pointer(b, a, _i8), *(ir.Constant(_i32, n) for n in (0, 3, 1))]
+    _call(b, "llvm.prefetch.p0", ir.VoidType(), *values)
+
+
+# --------------------------------------------------------------------------------------------------- floats
+
+splat = intrinsic(FLOATS, FLOAT)(lambda b, v: _splat(b, v, _F))
+splat_from = intrinsic(FLOATS, ADDRESS)(lambda b, a: _splat(b, _load(b, a, _f32, 4), _F))
+add = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: b.fadd(x, y))
+sub = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: b.fsub(x, y))
+mul = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: b.fmul(x, y))
+div = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: b.fdiv(x, y))
+fma = intrinsic(FLOATS, FLOATS, FLOATS, FLOATS)(lambda b, x, y, z: _call(b, "llvm.fma.v16f32", _F, x, y, z))
+maximum = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: _call(b, "llvm.maxnum.v16f32", _F, x, y))
+minimum = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: _call(b, "llvm.minnum.v16f32", _F, x, y))
+absolute = intrinsic(FLOATS, FLOATS)(lambda b, x: _call(b, "llvm.fabs.v16f32", _F, x))
+square_root = intrinsic(FLOATS, FLOATS)(lambda b, x: _call(b, "llvm.sqrt.v16f32", _F, x))
+largest = intrinsic(FLOAT, FLOATS)(lambda b, x: _call(b, "llvm.vector.reduce.fmax.v16f32", _f32, x))
+to_float = intrinsic(FLOATS, INTS)(lambda b, x: b.sitofp(x, _F))
+round_to_int = intrinsic(INTS, FLOATS)(lambda b, x: b.fptosi(_call(b, "llvm.rint.v16f32", _F, x), _I))
+
+
+@intrinsic(FLOATS)
+def zeros(b):
+    return _const(_F, 0.0)
+
+
+@intrinsic(FLOATS, FLOATS, FLOATS, FLOATS, FLOATS)
+def where_less(b, x, y, then, otherwise):
+    """Lanes of `then` where ``x < y``, else of `otherwise` (also for NaN)."""
+    return b.select(b.fcmp_ordered("<", x, y), then, otherwise)
+
+
+@intrinsic(FLOATS, INTS)
+def power_of_two(b, n):
+    """``2**n`` for n from -126 to 127."""
+    return b.bitcast(b.shl(b.add(n, _const(_I, 127)), _const(_I, 23)), _F)
+
+
+halve = intrinsic(INTS, INTS)(lambda b, n: b.ashr(n, _const(_I, 1)))
+
+
+@intrinsic(FLOATS, FLOATS, ADDRESS)
+def where_inside(b, x, count):
+    """The first `count` lanes, -inf in the others."""
+    return b.select(_mask(b, count), x, _const(_F, float("-inf")))
+
+
+def _fourth(j: int) -> Intrinsic:
+    """Every fourth of 64 numbers in four vectors, from number `j`."""
+
+    @intrinsic(FLOATS, FLOATS, FLOATS, FLOATS, FLOATS)
+    def take(b, p, q, r, s):
+        eight = ir.Constant(ir.VectorType(_i32, 8), [j + 4 * i for i in range(8)])
+        low, high = b.shuffle_vector(p, q, eight), b.shuffle_vector(r, s, eight)
+        return b.shuffle_vector(low, high, ir.Constant(_I, list(range(16))))
+
+    return take
+
+
+fourth_0, fourth_1, fourth_2, fourth_3 = (_fourth(j) for j in range(4))
+
+
+@intrinsic(FLOAT, FLOATS)
+def total(b, x):
+    """The sum of the lanes, in the order of a tree."""
+    n = LANES
+    while n > 1:
+        n //= 2
+        half = ir.VectorType(_i32, n)
+        low, high = (ir.Constant(half, list(range(start, start + n))) for start in (0, n))
+        x = b.fadd(b.shuffle_vector(x, x, low), b.shuffle_vector(x, x, high))
+    return b.extract_element(x, ir.Constant(_i32, 0))
+
+
+# --------------------------------------------------------------------------------------------------- integers
+
+
+@intrinsic(INTS)
+def no_ints(b):
+    return _const(_I, 0)
+
+
+splat_int = intrinsic(INTS, ADDRESS)(lambda b, v: _splat(b, b.trunc(v, _i32), _I))
+add_int = intrinsic(INTS, INTS, INTS)(lambda b, x, y: b.add(x, y))
+sub_int = intrinsic(INTS, INTS, INTS)(lambda b, x, y: b.sub(x, y))
+and_int = intrinsic(INTS, INTS, INTS)(lambda b, x, y: b.and_(x, y))
+or_int = intrinsic(INTS, INTS, INTS)(lambda b, x, y: b.or_(x, y))
+shift_left = intrinsic(INTS, INTS, INTS)(lambda b, x, n: b.shl(x, n))
+shift_right = intrinsic(INTS, INTS, INTS)(lambda b, x, n: b.lshr(x, n))
+bits_to_float = intrinsic(FLOATS, INTS)(lambda b, x: b.bitcast(x, _F))
+lane_0 = intrinsic(FLOAT, FLOATS)(lambda b, x: b.extract_element(x, ir.Constant(_i32, 0)))
+lane_8 = intrinsic(FLOAT, FLOATS)(lambda b, x: b.extract_element(x, ir.Constant(_i32, 8)))
+
+
+@intrinsic(INTS, INTS, INTS)
+def two_totals(b, x, y):
+    """The sum of the lanes of x in lanes 0 to 7, of y in lanes 8 to 15."""
+
+    def lanes(order: list[int]) -> ir.Constant:
+        return ir.Constant(_I, order)
+
+    low, high = ([*range(s, s + 8), *range(s + 16, s + 24)] for s in (0, 8))
+    sums = b.add(b.shuffle_vector(x, y, lanes(low)), b.shuffle_vector(x, y, lanes(high)))
+    for distance in (4, 2, 1):
+        sums = b.add(sums, b.shuffle_vector(sums, sums, lanes([i ^ distance for i in range(16)])))
+    return sums
+
+
+total_int = intrinsic(INT, INTS)(lambda b, x: _call(b, "llvm.vector.reduce.add.v16i32", _i32, x))
+
+
+# ------------------------------------------------------------------------------------------------------ bytes
+
+
+@intrinsic(BYTES, ADDRESS)
+def four_everywhere(b, a):
+    """The four bytes at an address, in every lane of four."""
+    return b.bitcast(_splat(b, _load(b, a, _i32, 1), _I), _B)
+
+
+low_nibbles = intrinsic(BYTES, BYTES)(lambda b, v: b.and_(v, _const(_B, 15)))
+high_nibbles = intrinsic(BYTES, BYTES)(lambda b, v: b.lshr(v, _const(_B, 4)))
+or_bytes = intrinsic(BYTES, BYTES, BYTES)(lambda b, x, y: b.or_(x, y))
+
+
+def table_of(values: list[int]) -> Intrinsic:
+    """16 bytes, four times over, as `look_up` wants them."""
+    return intrinsic(BYTES)(lambda b: ir.Constant(_B, values * 4))
+
+
+@intrinsic(BYTES, BYTES, ADDRESS, ADDRESS, ADDRESS)
+def bits(b, v, shift, mask, to):
+    """``((v >> shift) & mask) << to`` in each byte."""
+    kinds = [_splat(b, b.trunc(n, _i8), _B) for n in (shift, mask, to)]
+    return b.shl(b.and_(b.lshr(v, kinds[0]), kinds[1]), kinds[2])
+
+
+@intrinsic(BYTES, BYTES, BYTES)
+def look_up(b, table, index):
+    """Entry ``index[i]`` (0 to 15) of the table that each 16 bytes of `table` hold."""
+    if llvm.get_host_cpu_features().get("avx512bw"):
+        return _call(b, "llvm.x86.avx512.pshuf.b.512", _B, table, index)
+    found = _const(_B, 0)
+    for i in range(16):
+        entry = _splat(b, b.extract_element(table, ir.Constant(_i32, i)), _B)
+        found = b.select(b.icmp_unsigned("==", index, _const(_B, i)), entry, found)
+    return found
+
+
+@intrinsic(INTS, INTS, BYTES, BYTES)
+def dot4(b, acc, u, s):
+    """Add to each lane the sum of four neighbours of unsigned `u` times signed `s`."""
+    if has_vnni():
+        return _call(b, "llvm.x86.avx512.vpdpbusd.512", _I, acc, u, s)
+    # Even and odd bytes as 16-bit lanes, multiplied and added in pairs: vpmaddwd on x86, smull and smlal on Arm.
+    half, wide = ir.VectorType(_i16, 32), ir.VectorType(_i32, 32)
+    eight = _const(half, 8)
+    u, s = b.bitcast(u, half), b.bitcast(s, half)
+    even, odd = (ir.Constant(_I, list(range(j, 32, 2))) for j in (0, 1))
+    evens = b.and_(u, _const(half, 255)), b.ashr(b.shl(s, eight), eight)
+    odds = b.lshr(u, eight), b.ashr(s, eight)
+    for x, y in (evens, odds):
+        p = b.mul(b.sext(x, wide), b.sext(y, wide))
+        acc = b.add(acc, b.add(b.shuffle_vector(p, p, even), b.shuffle_vector(p, p, odd)))
+    return acc
+
+
+# -------------------------------------------------------------------------------------------- between threads
+
+
+@intrinsic(ADDRESS, ADDRESS, ADDRESS)
+def fetch_add(b, a, n):
+    return b.atomic_rmw("add", _pointer(b, a, _i64), n, "seq_cst")
+
+
+load_shared = intrinsic(ADDRESS, ADDRESS)(lambda b, a: b.load_atomic(_pointer(b, a, _i64), "acquire", 8))
+store_shared = intrinsic(NOTHING, ADDRESS, ADDRESS)(
+    lambda b, a, v: b.store_atomic(v, _pointer(b, a, _i64), "release", 8)
+)
+
+
+@intrinsic(ADDRESS)
+def give_way(b):
+    """Let another thread have the core."""
+    return b.sext(_call(b, "sched_yield", _i32), _i64)
+
+
+@intrinsic(ADDRESS)
+def now(b):
+    """Nanoseconds of a clock that only goes forward (``CLOCK_MONOTONIC``)."""
+    with b.goto_entry_block():
+        time = b.alloca(ir.ArrayType(_i64, 2))
+    clock = ir.Constant(_i32, 6 if sys.platform == "darwin" else 1)
+    _call(b, "clock_gettime", _i32, clock, time)
+    parts = [b.load(b.gep(time, [ir.Constant(_i32, 0), ir.Constant(_i32, i)])) for i in (0, 1)]
+    return b.add(b.mul(parts[0], ir.Constant(_i64, 10**9)), parts[1])
+
+
+@intrinsic(ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS)
+def call(b, function, arguments, thread, threads):
+    """Call the kernel at an address."""
+    kind = ir.FunctionType(_i64, [_i64] * 3)
+    return b.call(b.inttoptr(function, kind.as_pointer()), [arguments, thread, threads])

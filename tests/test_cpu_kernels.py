@@ -1,0 +1,199 @@
+"""The compiled kernels of the CPU backend, each against what NumPy says it must compute."""
+
+import hashlib
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import hocket
+from hocket import ops
+from hocket.backends.numpy import compiler
+from hocket.backends.numpy.compiler import REPLAY
+from hocket.backends.numpy.cpu import CpuBackend
+from hocket.backends.numpy.kernels import packing, products
+from hocket.backends.numpy.kernels.formats import FORMATS
+from hocket.graph.dtypes import DType
+from hocket.ops.quants import LAYOUT, dequantise
+
+RNG = np.random.default_rng(5)
+
+
+def random_rows(dtype: DType, rows: int, columns: int) -> np.ndarray:
+    """Random blocks with scales of ordinary size: uint8 [rows, row bytes]."""
+    raw = RNG.integers(0, 256, (rows * columns // dtype.block, dtype.block_bytes), dtype=np.uint8)
+    records = raw.view(LAYOUT[dtype])[:, 0]
+    for name in {"d", "dmin"} & set(records.dtype.names):
+        records[name] = RNG.standard_normal(len(records)) * 0.01
+    if dtype is DType.MXFP4:
+        records["e"] = RNG.integers(110, 130, len(records))
+    return records.view(np.uint8).reshape(rows, -1)
+
+
+def call(kernel: compiler.Kernel, *words: object, thread: int = 0, threads: int = 1) -> int:
+    block = np.array([w.ctypes.data if isinstance(w, np.ndarray) else w for w in words], np.int64)
+    return int(REPLAY(kernel.address)(block.ctypes.data, thread, threads))
+
+
+def packed(dtype: DType, raw: np.ndarray, columns: int, threads: int = 1) -> np.ndarray:
+    target = np.zeros(-(-len(raw) // 16) * 16 * raw.shape[1], np.uint8)
+    for thread in range(threads):
+        words = (raw, raw.shape[1], target, len(raw), columns)
+        assert call(packing.pack(FORMATS[dtype]), *words, thread=thread, threads=threads) == 0
+    return target
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_packing_loses_nothing(dtype: DType):
+    rows, columns = 37, 512
+    raw = random_rows(dtype, rows, columns)
+    weight = packed(dtype, raw, columns)
+    assert np.array_equal(weight, packed(dtype, raw, columns, threads=3))
+    ids, out, scratch = (
+        RNG.permutation(rows).astype(np.int32),
+        np.zeros((rows, columns), np.float32),
+        np.zeros(1024, np.uint8),
+    )
+    words = (weight, raw.shape[1], rows, columns, ids, out, 4 * columns, rows, scratch)
+    assert call(packing.unpack(FORMATS[dtype]), *words) == 0
+    assert np.array_equal(out, dequantise(raw, dtype)[ids])
+    ids[3] = rows
+    assert call(packing.unpack(FORMATS[dtype]), *words) == 1, "a row that is not there"
+
+
+def rounded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows as the kernel rounds them, and the numbers that its codes stand for."""
+    rows, columns = x.shape
+    target = np.zeros(products.rounded_bytes(rows, columns), np.uint8)
+    assert call(products.round_rows, x, 4 * columns, rows, columns, target) == 0
+    codes = target[: rows * columns].view(np.int8).reshape(rows, -1, 32)
+    scales, sums, halves = np.split(
+        target[rows * columns :].view(np.float32), [rows * columns // 32, rows * columns // 16]
+    )
+    meant = codes.astype(np.float64) * scales.reshape(rows, -1, 1)
+    close = {"rtol": 1e-5, "atol": 1e-5 * np.abs(x).max()}
+    np.testing.assert_allclose(sums.reshape(rows, -1), meant.sum(-1), **close)
+    np.testing.assert_allclose(halves.reshape(rows, -1, 2), meant.reshape(rows, -1, 2, 16).sum(-1), **close)
+    return target, meant.reshape(rows, columns)
+
+
+def test_activations_are_rounded_to_127_steps_of_the_largest_in_a_block():
+    x = RNG.standard_normal((5, 96)).astype(np.float32)
+    x[1, :32], x[2] = 0.0, x[2] * np.float32(1e-38)
+    _, meant = rounded(x)
+    step = np.abs(x.reshape(5, -1, 32)).max(-1, keepdims=True) / 127
+    assert (np.abs(meant - x).reshape(5, -1, 32) <= 0.5001 * step + 1e-45).all()
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 13, 70])
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_a_packed_product_is_exact_in_its_rounded_activations(dtype: DType, count: int):
+    rows, columns = 40, 512
+    raw, x = random_rows(dtype, rows, columns), RNG.standard_normal((count, columns)).astype(np.float32)
+    weight, (q, meant) = packed(dtype, raw, columns), rounded(x)
+    y = np.full((count, rows), np.nan, np.float32)
+    for thread in range(2):
+        words = (weight, raw.shape[1], rows, columns, q, count, y, 4 * rows)
+        assert call(products.product(FORMATS[dtype]), *words, thread=thread, threads=2) == 0
+    w = dequantise(raw, dtype).astype(np.float64)
+    np.testing.assert_array_less(np.abs(y - meant @ w.T), 1e-6 * (np.abs(meant) @ np.abs(w).T) + 1e-30)
+
+
+def weights_of(graph: hocket.Graph) -> dict[str, np.ndarray]:
+    return {w.node.name: random_rows(w.dtype, *w.shape) for w in graph.weights}
+
+
+def layers(count: int) -> hocket.Graph:
+    """Norm, quantised product and gated unit, some times over."""
+    x = hocket.input("x", (5, 64))
+    for i in range(count):
+        gate, up = (hocket.weight(f"{n}.{i}", (96, 64), DType.Q8_0) for n in ("gate", "up"))
+        down = hocket.weight(f"down.{i}", (64, 96), DType.Q4_0)
+        h = ops.rms_norm(x, eps=1e-6)
+        x = ops.add(x, ops.mul_mat(down, ops.swiglu(ops.mul_mat(gate, h), ops.mul_mat(up, h))))
+    return hocket.Graph({"y": x})
+
+
+@pytest.mark.parametrize("threads", [2, 3, 5])
+def test_any_number_of_threads_gives_the_same_bits(threads: int):
+    graph = layers(4)
+    weights, x = weights_of(graph), RNG.standard_normal((5, 64))
+    found = []
+    for count in (1, threads):
+        backend = CpuBackend(count)
+        run = hocket.load(hocket.scheduler.plan_for(graph, [(backend, backend.device(0))]), weights)
+        found += [run.run({"x": x})["y"] for _ in range(20)]
+    assert all(np.array_equal(f, found[0]) for f in found)
+
+
+def test_devices_of_several_threads_agree_with_one():
+    graph = layers(3)
+    weights, x = weights_of(graph), RNG.standard_normal((5, 64))
+    found = []
+    for devices in (1, 2, 3):
+        backend = CpuBackend(2)
+        group = [(CpuBackend(2), backend.device(i)) for i in range(devices)]
+        run = hocket.load(hocket.scheduler.plan_for(graph, group, split_mode="tensor"), weights)
+        found += [run.run({"x": x})["y"] for _ in range(10)]
+        assert all(np.array_equal(f, found[-1]) for f in found[-10:])
+    assert all(np.abs(f - found[0]).max() <= 1e-5 * np.abs(found[0]).max() for f in found)
+
+
+def test_an_id_that_is_no_row_stops_all_threads_with_an_error():
+    table, ids = hocket.weight("table", (8, 64), DType.Q8_0), hocket.input("ids", (3,), DType.I32)
+    backend = CpuBackend(3)
+    graph = hocket.Graph({"y": ops.get_rows(table, ids)})
+    run = hocket.load(hocket.scheduler.plan_for(graph, [(backend, backend.device(0))]), weights_of(graph))
+    good = run.run({"ids": [0, 7, 3]})["y"]
+    with pytest.raises(hocket.BackendError, match="names no row"):
+        run.run({"ids": [0, 8, 3]})
+    assert np.array_equal(run.run({"ids": [0, 7, 3]})["y"], good)
+
+
+# ------------------------------------------------------------------------------------------------ stored kernels
+
+SCRIPT = """
+import numpy as np, sys
+from hocket.backends.numpy.compiler import REPLAY
+from hocket.backends.numpy.kernels.products import round_rows
+x, q = np.arange(32, dtype=np.float32), np.zeros(64, np.uint8)
+words = np.array([x.ctypes.data, 128, 1, 32, q.ctypes.data], np.int64)
+assert REPLAY(round_rows.address)(words.ctypes.data, 0, 1) == 0
+print(q[:32].view(np.int8).tolist(), "numba" in sys.modules)
+"""
+
+
+def start(folder) -> subprocess.Popen:
+    environment = {**os.environ, "HOCKET_CACHE_DIR": str(folder)}
+    return subprocess.Popen([sys.executable, "-c", SCRIPT], env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen) -> tuple[str, bool]:
+    """The codes it printed, and whether it had to compile."""
+    out = process.communicate(timeout=120)[0]
+    assert process.returncode == 0
+    codes, _, compiled = out.strip().rpartition(" ")
+    return codes, compiled == "True"
+
+
+def test_kernels_are_compiled_once_and_a_damaged_file_is_made_anew(tmp_path):
+    first = [start(tmp_path) for _ in range(3)]  # at once: none may see half a file
+    answers = {finish(p) for p in first}
+    assert len(answers) == 1
+    ((codes, compiled),) = answers
+    assert compiled
+    assert finish(start(tmp_path)) == (codes, False)
+    (file,) = (tmp_path / "kernels").iterdir()
+    whole = file.read_bytes()
+    assert hashlib.sha256(whole[32:]).digest() == whole[:32]
+    file.write_bytes(whole[:-100])
+    assert finish(start(tmp_path)) == (codes, True)
+    assert file.read_bytes() == whole
+
+
+def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    assert finish(start(blocked))[1]
