@@ -45,8 +45,9 @@ class Segment:
     """Consecutive steps of compiled code."""
 
     def __init__(self, steps: Steps) -> None:
-        self.steps, self.threads = steps, steps.threads
-        table = [[k.address, block.ctypes.data, meets, number] for k, block, meets, number in steps.steps]
+        self.steps = steps
+        self.threads = 1 if all(s.alone for s in steps.steps) else steps.threads
+        table = [[s.kernel.address, s.words.ctypes.data, s.meets + 2 * s.alone, s.number] for s in steps.steps]
         self.table = np.array(table, np.int64).reshape(-1, STEP)
         self.shared = np.zeros(SHARED_BYTES // 8, np.int64)
         words = [self.table.ctypes.data, len(self.table), self.shared.ctypes.data]
@@ -83,10 +84,11 @@ class Crew:
 
     def run(self, segment: Segment) -> None:
         """Run a segment on all threads.  Raises `StoppedError` if a kernel stopped the run."""
-        for queue in self._queues:
+        helpers = self._queues if segment.threads > 1 else []
+        for queue in helpers:
             queue.put(segment)
         status = segment.part(0)
-        for _ in self._queues:
+        for _ in helpers:
             self._done.acquire()
         if status:
             number = int(segment.shared[STEP_FAILED // 8])
@@ -122,7 +124,7 @@ def calls(
     def close() -> None:
         nonlocal steps
         if steps.steps:
-            found.append((steps.steps[0][3], partial(crew.run, Segment(steps))))
+            found.append((steps.steps[0].number, partial(crew.run, Segment(steps))))
         steps = Steps(crew.threads, comm)
 
     for number, i in enumerate(program.instructions):

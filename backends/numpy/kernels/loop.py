@@ -6,7 +6,9 @@ from ..compiler import kernel, part
 from .simd import call, fetch_add, give_way, load_long, load_shared, store_long, store_shared, word
 
 STEP = 4
-"""Words of a step: address of the kernel, address of its arguments, whether all threads meet before it, its number."""
+"""Words of a step: address of the kernel, address of its arguments, MEETS and ALONE, the number of its instruction."""
+MEETS, ALONE = 1, 2
+"""All threads meet before a step; the first thread does it alone."""
 SPINS = 2000
 """How often a thread looks before it gives its core away: longer than a meeting takes, shorter than a time slice."""
 
@@ -40,11 +42,16 @@ def run(a, thread, threads):
     steps, count, shared = word(a, 0), word(a, 1), word(a, 2)
     for i in range(count):
         step = steps + i * 8 * STEP
-        if threads > 1 and load_long(step + 16) != 0:
+        how = load_long(step + 16)
+        if threads > 1 and how & MEETS:
             status = meet(shared, threads)
             if status != 0:
                 return status
-        status = call(load_long(step), load_long(step + 8), thread, threads)
+        status = 0
+        if how & ALONE == 0:
+            status = call(load_long(step), load_long(step + 8), thread, threads)
+        elif thread == 0:
+            status = call(load_long(step), load_long(step + 8), 0, 1)
         if status != 0:
             store_long(shared + STEP_FAILED, load_long(step + 24))
             store_shared(shared + FAILED, status)
