@@ -65,6 +65,7 @@ class _Layouts:
 
     def __init__(self, graph: Graph, factors: Factors, assignment: Assignment, shares: Shares) -> None:
         self.graph, self.factors, self.assignment, self.shares = graph, factors, assignment, shares
+        self.known: dict[tuple[Value, Factor], Shard] = {}
         self.sequence: dict[tuple[Value, State], int] = {}
         self.letters: dict[Value, dict[int, int]] = {}
         count = 0
@@ -85,6 +86,11 @@ class _Layouts:
             return state
         if not isinstance(state, Factor):
             return PARTIAL if state is P else REPLICATE
+        if (value, state) not in self.known:
+            self.known[value, state] = self._cut(value, state)
+        return self.known[value, state]
+
+    def _cut(self, value: Value, state: Factor) -> Shard:
         for axis, segments in enumerate(self.factors.axes(value)):
             if any(state in s for s in segments):
                 dealt = self.shares.of(state)
