@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from ..graph.dtypes import DType
-from ..graph.errors import BackendError
+from ..graph.errors import BackendError, HocketError, StepError
 from ..graph.node import Attrs, Node
 from ..graph.spec import Spec
 
@@ -90,13 +90,32 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Everything one device does in one run."""
+    """Everything one device does in one run.
+
+    `undo` takes a run back that failed.  Each entry is the position of an instruction that saves what later ones
+    overwrite in a state, and the instruction that puts it back; those whose save has finished are run in reverse.
+    """
 
     device: str
     buffers: tuple[BufferSpec, ...]
     instructions: tuple[Instruction, ...]
     inputs: Mapping[str, Tensor]
     outputs: Mapping[str, Tensor]
+    undo: tuple[tuple[int, Instruction], ...] = ()
+
+    @property
+    def saves(self) -> frozenset[int]:
+        """Positions of the instructions that compute nothing of the graph, but save what `undo` puts back."""
+        return frozenset(at for at, _ in self.undo)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of the arena that are kept until the end for `undo`."""
+        return sum(t.spec.nbytes for at in self.saves for t in self.instructions[at].dst)
+
+    def undoing(self, finished: int) -> Program:
+        """What takes a run back of which so many instructions had finished."""
+        return replace(self, instructions=tuple(back for at, back in reversed(self.undo) if at < finished), undo=())
 
     def nbytes(self, kind: str) -> int:
         """Bytes of all buffers of one kind."""
@@ -172,7 +191,21 @@ class Backend(Protocol):
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Callable[[], None]:
         """A function that runs `program` once on those buffers, given in the order of ``program.buffers``; its
-        collectives meet the other devices through `comm`."""
+        collectives meet the other devices through `comm`.
+
+        Where an instruction fails it raises `StepError`: all before it have finished, none behind it has begun.
+        """
+
+
+def run_calls(program: Program, calls: Iterable[tuple[int, Callable[[], object]]]) -> None:
+    """Make the calls in order, each given with the number of its instruction.  One that fails is a `StepError`."""
+    number = 0
+    try:
+        for number, call in calls:  # noqa: B007  # read below
+            call()
+    except BaseException as why:  # an interrupt, too, leaves a step half done
+        said = str(why) if isinstance(why, HocketError) else " ".join(f"{type(why).__name__}: {why}".split())
+        raise StepError(program.instructions[number].node, program.device, number, said) from why
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

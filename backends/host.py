@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ..graph.errors import BackendError
 from ..graph.node import Node
 from ..graph.spec import Spec
-from ..ops.quants import dequantise
+from ..ops.quants import dequantise, encoded
 from .base import Array, Device, Tensor, contiguous_strides, host_view
 
 ALIGNMENT = 64
@@ -55,7 +55,7 @@ class HostBackend(ABC):
         stored = self.stored(declared, "weight")
         target = host_view(buffer, Tensor(0, 0, stored.shape, contiguous_strides(stored.shape), stored.dtype))
         plain = data if declared.dtype.is_integer else dequantise(np.atleast_1d(data), declared.dtype)
-        target[...] = plain.reshape(stored.shape)
+        target[...] = encoded(plain.reshape(stored.shape), stored.dtype)
 
 
 def _physical_memory() -> int | None:

@@ -11,6 +11,7 @@ from zlib import crc32
 
 from ..graph.text import attr_text
 from ..ops import REGISTRY, Op
+from . import zeros
 from .case import Case
 from .grow import FEW_ELEMENTS, distinct_axes, points
 from .inputs import kinds_for
@@ -53,7 +54,7 @@ def full_cases(op: Op) -> tuple[Case, ...]:
                 if both or layout == "contiguous" or inputs == "normal":
                     found[point.but(layout=layout, inputs=inputs)] = None
         if small:
-            found.update((point.but(check=check), None) for check in checks_for(point))
+            found.update((point.but(check=check), None) for check in (*checks_for(point), *zeros.names_for(point)))
     return tuple(found)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..backends.base import Backend, BufferSpec, Device, Instruction, Program, Tensor
 from ..graph.dtypes import DType
-from ..ops.quants import bf16_to_f32, f32_to_bf16
+from ..ops.quants import decoded, encoded
 from ..scheduler.comm import Alone
 from ..scheduler.plan import Lane
 from .layouts import Array
@@ -139,9 +139,7 @@ class Guarded:
         for name, tensor in self.program.inputs.items():
             view = self.backend.view(self.buffers[tensor.buffer], tensor)
             data = inputs[name]
-            if tensor.dtype is DType.BF16:
-                data = f32_to_bf16(data.astype(np.float32))
-            view[...] = data if tensor.dtype.is_integer else data.astype(tensor.dtype.storage)
+            view[...] = encoded(data, tensor.dtype)
 
     def leaf_bytes(self, raw: Array) -> dict[str, bytes]:
         """What each input leaf holds, of the arena as `arena_bytes` gives it."""
@@ -178,7 +176,7 @@ class Guarded:
         found = {}
         for name, array in outputs.items():
             dtype = self.program.outputs[name].dtype
-            numbers = bf16_to_f32(array) if dtype is DType.BF16 else array
+            numbers = decoded(array, dtype)
             found[name] = numbers if dtype.is_integer else numbers.astype(np.float64)
         return found
 

@@ -1,15 +1,16 @@
 """Relations that hold whatever the numbers are: parts make the whole, tokens one by one make the batch.
 
 All of them follow from the signature.  A plain dimension may be cut and the results joined, a contracted one cut and
-the results added; along the dimension that the op declares as `sequential` it may run in two goes, the state of the
-first handed to the second.  (That a replay equals the first run is checked with every case.)
+the results added; rows of a table that is looked up may be dealt, and the results added; along the dimension that the
+op declares as `sequential` it may run in two goes, the state of the first handed to the second.  (That a replay equals
+the first run is checked with every case.)
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,13 +30,17 @@ class Part:
     """One smaller run: its case, which entries of which axis of each operand it reads, where its results belong.
 
     A result without a place is the same in all parts, or the last one's.  `carried` maps an operand to the result of
-    the part before that it is to be.
+    the part before that it is to be; those in `nothing` are zero.
     """
 
     case: Case
     reads: Mapping[str, Place]
     writes: tuple[Place | None, ...]
     carried: Mapping[str, int]
+    nothing: tuple[str, ...] = ()
+
+
+_CHECKS = {Role.PARALLEL: "cut", Role.CONTRACTED: "sum", Role.LOOKED_UP: "deal"}
 
 
 def checks_for(case: Case) -> tuple[str, ...]:
@@ -54,7 +59,7 @@ def checks_for(case: Case) -> tuple[str, ...]:
     for name, kinds in roles.items():
         if name.isdecimal() or sizes.get(name, 0) < 2 or name in whole:
             continue
-        check = {frozenset((Role.PARALLEL,)): "cut", frozenset((Role.CONTRACTED,)): "sum"}.get(frozenset(kinds))
+        check = _CHECKS.get(next(iter(kinds))) if len(kinds) == 1 else None
         check = "steps" if name == op.sequential else check
         if check and parts_of(case.but(check=f"{check}-{name}")):
             found.append(f"{check}-{name}")
@@ -72,6 +77,8 @@ def parts_of(case: Case) -> tuple[Part, ...]:
         return ()
     if check == "steps":
         return _steps(case, name, middle)
+    if check == "deal":
+        return _dealt(case, name, middle)
     signature = case.declared.signature_for(case.settled)
     if check == "cut" and not any(name in d.factors for r in signature.results for d in r.dims):
         return ()
@@ -156,6 +163,25 @@ def _steps(case: Case, name: str, middle: int) -> tuple[Part, ...]:
     return tuple(r for r in runs if r is not None) if None not in runs else ()
 
 
+def _dealt(case: Case, name: str, middle: int) -> tuple[Part, ...]:
+    """The first rows of a table, then the others; what is added to what is looked up is added once."""
+    lookup, size = case.declared.signature_for(case.settled).lookup, case.sizes[name]
+    assert lookup is not None
+    if case.settled["total"]:
+        return ()
+    table = lookup[0].name
+    joint = next(j.split("+") for j in case.declared.linear_in(case.settled) if table in j.split("+"))
+    found = []
+    for start, stop in ((0, middle), (middle, size)):
+        part = _part(case, {name: np.arange(start, stop)}, {})
+        if part is None:
+            return ()
+        attrs = (*case.attrs, *((k, v) for k, v in (("first", start), ("total", size)) if v))
+        nothing = tuple(n for n in joint if n != table and start)
+        found.append(replace(part, case=part.case.but(attrs=attrs), nothing=nothing))
+    return tuple(found)
+
+
 def _result_dims(op: Op, case: Case) -> Sequence[Dim]:
     return [d for r in op.signature_for(case.settled).results for d in r.dims]
 
@@ -168,7 +194,7 @@ def joined(case: Case, parts: Sequence[Part], outputs: Sequence[Sequence[Array]]
         made = np.zeros(spec.shape, bool)
         for part, results in zip(parts, outputs, strict=True):
             place = part.writes[i]
-            if case.check.startswith("sum"):
+            if case.check.startswith(("sum", "deal")):
                 whole += results[i]
                 made[...] = True
             elif place is None:

@@ -14,7 +14,7 @@ from ..backends.base import Backend, Device
 from ..graph.errors import GraphError, PlanError
 from ..graph.spec import Spec
 from ..ops import REGISTRY
-from . import composed
+from . import composed, zeros
 from .build import KEPT, RESULT, Built, build, lane_for
 from .case import Case
 from .compare import Difference, compare
@@ -86,6 +86,8 @@ def _checked(case: Case, backend: Backend, device: Device) -> Difference:
             raise _Unsupported(why)
         yardstick = Yardstick(case, operands, 4.0 * _arithmetic(build(case), backend))
         return _compared(case, composed.run(case, operands, backend, device), yardstick, [np.ones((), bool)])
+    if case.check.startswith(zeros.CHECK):
+        return _zeros(case, units, backend, device)
     parts = parts_of(case)
     if not parts:
         raise GraphError(f"{case} cannot be cut so")
@@ -93,10 +95,22 @@ def _checked(case: Case, backend: Backend, device: Device) -> Difference:
     for part in parts:
         mine = {n: _read(a, part.reads[n], case.specs[n]) if n in part.reads else a for n, a in units.items()}
         mine |= {n: outputs[-1][r] for n, r in part.carried.items()}
+        mine |= {n: np.zeros_like(mine[n]) for n in part.nothing}
         outputs.append(execute(part.case, mine, backend, device))
     yardstick = Yardstick(case, operands, 2.0 * _arithmetic(build(case), backend))
     pieces = joined(case, parts, outputs)
     return _compared(case, [w for w, _ in pieces], yardstick, [m for _, m in pieces])
+
+
+def _zeros(case: Case, units: Mapping[str, Array], backend: Backend, device: Device) -> Difference:
+    """Zeros must give zeros to the bit, and what is not zero what it gives otherwise."""
+    units, empty = zeros.zeroed(case, units)
+    got = execute(case, units, backend, device)
+    if (got[0][empty] != 0).any():
+        raise _Wrong(f"zeros in {case.check.removeprefix(f'{zeros.CHECK}-')} give no zeros")
+    operands = {n: exact(a, case.specs[n]) for n, a in units.items()}
+    yardstick = Yardstick(case, operands, _arithmetic(build(case), backend))
+    return _compared(case, got, yardstick, [np.ones(w.shape, bool) for w in yardstick.wanted])
 
 
 def _read(units: Array, place: Place, spec: Spec) -> Array:

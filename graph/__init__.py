@@ -5,6 +5,7 @@ from .errors import BackendError as BackendError
 from .errors import GraphError as GraphError
 from .errors import HocketError as HocketError
 from .errors import PlanError as PlanError
+from .errors import StepError as StepError
 from .export import from_json as from_json
 from .export import to_dot as to_dot
 from .export import to_json as to_json

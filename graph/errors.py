@@ -15,3 +15,11 @@ class PlanError(HocketError):
 
 class BackendError(HocketError):
     """A device cannot do what it was asked: missing, out of memory, a kernel that failed."""
+
+
+class StepError(BackendError):
+    """An instruction failed: the node it runs, the device, and how many instructions had finished there before it."""
+
+    def __init__(self, node: str, device: str, finished: int, why: str) -> None:
+        super().__init__(f"%{node} on {device}: {why}")
+        self.node, self.device, self.finished = node, device, finished

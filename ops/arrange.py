@@ -213,7 +213,7 @@ def _region_links(specs: Specs, attrs: Attrs) -> tuple[Link, ...]:
     return tuple(Link(operand, (i,), (i,)) for operand in (0, 1) for i in full)
 
 
-def _region_traffic(sources: Sequence[Spec | None], results: Sequence[Spec]) -> int:
+def _region_traffic(sources: Sequence[Spec | None], results: Sequence[Spec], attrs: Attrs) -> int:
     """In place only the region is touched: `b` is read and its like written."""
     return 2 * (sources[1].nbytes if sources[1] else 0)
 
@@ -263,7 +263,7 @@ def set_(a: Array, b: Array, *, offsets: tuple[int, ...]) -> Array:
     inplace="a",
     infer=_region,
     links=_region_links,
-    traffic=lambda sources, results: 3 * (sources[1].nbytes if sources[1] else 0),
+    traffic=lambda sources, results, attrs: 3 * (sources[1].nbytes if sources[1] else 0),
     samples=tuple(case.format(x=x) for case in _REGIONS for x in ("f32", "bf16")),
     errors=(*_REGION_ERRORS, ("a=i32[5], b=i32[3], offsets=(0,)", "a is i32")),
     must=False,

@@ -24,31 +24,62 @@ PAIR_ERRORS = (
 )
 
 
-@op(PAIR, linear=("up",), inplace="gate", flops=lambda **_: 2, samples=PAIR_SAMPLES, errors=PAIR_ERRORS, must=False)
+@op(
+    PAIR,
+    linear=("up",),
+    zeros=("gate",),
+    inplace="gate",
+    flops=lambda **_: 2,
+    samples=PAIR_SAMPLES,
+    errors=PAIR_ERRORS,
+    must=False,
+)
 def reglu(gate: Array, up: Array) -> Array:
     """``relu(gate) * up``.  ggml: ``GLU_OP_REGLU``; Shazeer, GLU variants, 2020."""
     return np.maximum(gate, 0.0) * up
 
 
-@op(PAIR, linear=("up",), inplace="gate", flops=lambda **_: 9, samples=PAIR_SAMPLES, errors=PAIR_ERRORS)
+@op(
+    PAIR, linear=("up",), zeros=("gate",), inplace="gate", flops=lambda **_: 9, samples=PAIR_SAMPLES, errors=PAIR_ERRORS
+)
 def geglu(gate: Array, up: Array) -> Array:
     """``gelu(gate) * up`` with the tanh approximation.  ggml: ``GLU_OP_GEGLU``; Shazeer, GLU variants, 2020."""
     return np.asarray(gelu.reference(gate) * up)
 
 
-@op(PAIR, linear=("up",), inplace="gate", flops=lambda **_: 9, samples=PAIR_SAMPLES, errors=PAIR_ERRORS, must=False)
+@op(
+    PAIR,
+    linear=("up",),
+    zeros=("gate",),
+    inplace="gate",
+    flops=lambda **_: 9,
+    samples=PAIR_SAMPLES,
+    errors=PAIR_ERRORS,
+    must=False,
+)
 def geglu_erf(gate: Array, up: Array) -> Array:
     """``gelu_erf(gate) * up``.  ggml: ``GLU_OP_GEGLU_ERF``."""
     return np.asarray(gelu_erf.reference(gate) * up)
 
 
-@op(PAIR, linear=("up",), inplace="gate", flops=lambda **_: 5, samples=PAIR_SAMPLES, errors=PAIR_ERRORS, must=False)
+@op(
+    PAIR,
+    linear=("up",),
+    zeros=("gate",),
+    inplace="gate",
+    flops=lambda **_: 5,
+    samples=PAIR_SAMPLES,
+    errors=PAIR_ERRORS,
+    must=False,
+)
 def geglu_quick(gate: Array, up: Array) -> Array:
     """``gelu_quick(gate) * up``.  ggml: ``GLU_OP_GEGLU_QUICK``."""
     return np.asarray(gelu_quick.reference(gate) * up)
 
 
-@op(PAIR, linear=("up",), inplace="gate", flops=lambda **_: 5, samples=PAIR_SAMPLES, errors=PAIR_ERRORS)
+@op(
+    PAIR, linear=("up",), zeros=("gate",), inplace="gate", flops=lambda **_: 5, samples=PAIR_SAMPLES, errors=PAIR_ERRORS
+)
 def swiglu(gate: Array, up: Array) -> Array:
     """``silu(gate) * up``.  ggml: ``GLU_OP_SWIGLU``; Shazeer, GLU variants, 2020."""
     return gate * logistic(gate) * up
@@ -64,6 +95,7 @@ def _limit(limit: float, **_: object) -> str | None:
 
 @op(
     PAIR,
+    zeros=("gate",),
     inplace="gate",
     flops=lambda **_: 9,
     ranges=_CLAMPED,
@@ -82,6 +114,7 @@ def swiglu_oai(gate: Array, up: Array, *, alpha: float = 1.702, limit: float = 7
 
 @op(
     PAIR,
+    zeros=("gate", "up"),
     inplace="gate",
     flops=lambda **_: 7,
     ranges=_CLAMPED,
@@ -111,6 +144,7 @@ _OF_KIND: Mapping[str, tuple[str, ...]] = {"swiglu_oai": ("alpha", "limit"), "sw
 @op(
     dict.fromkeys(KINDS, "x[..., (2 n)] -> [..., n]"),
     form="kind",
+    zeros=("x",),
     flops=lambda n, **_: 9 * n,
     ranges={"x": Range(-12.0, 12.0)},
     needs=_limit,

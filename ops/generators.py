@@ -53,7 +53,7 @@ def arange(*, start: float, stop: float, step: float = 1.0) -> Array:
     "x[...] -> [...]",
     inplace="x",
     flops=lambda **_: 0,
-    traffic=lambda sources, results: results[0].nbytes,
+    traffic=lambda sources, results, attrs: results[0].nbytes,
     samples=(
         *grid("x={x}[{shape}], value=2.5", x=("f32", "f16"), shape=("7", "2,0,4", "2,3,4,5")),
         "x=f32[], value=-1.0",

@@ -17,7 +17,7 @@ from .signature import Mismatch
 from .views import axis_of
 
 
-def _gather_traffic(sources: Sequence[Spec | None], results: Sequence[Spec]) -> int:
+def _gather_traffic(sources: Sequence[Spec | None], results: Sequence[Spec], attrs: Attrs) -> int:
     table, ids = sources
     assert table is not None
     assert ids is not None
@@ -46,7 +46,8 @@ def get_rows(table: Array, ids: Array) -> Array:
 @op(
     "into[..., *r, d]: float, rows[..., *k, d]: float, ids[/..., *k]: index -> [..., r, d]",
     inplace="into",
-    traffic=lambda sources, results: 2 * (sources[1].nbytes if sources[1] else 0),
+    overwrites=("ids", -2),
+    traffic=lambda sources, results, attrs: 2 * (sources[1].nbytes if sources[1] else 0),
     ranges={"ids": Range(0, "r", distinct=True)},
     samples=(
         *grid("into={x}[17,8], rows=f32[{k},8], ids={i}[{k}]", x=("f32", "f16"), k=(0, 1, 5), i=("i32", "i64")),

@@ -24,9 +24,11 @@ T = TypeVar("T")
 R = TypeVar("R", Value, tuple[Value, Value])
 Specs: TypeAlias = tuple[Spec | None, ...]
 Inplace: TypeAlias = "tuple[tuple[int, str], ...] | Callable[[Attrs], tuple[tuple[int, str], ...]]"
+Overwrites: TypeAlias = "tuple[str, int] | Callable[[Attrs], tuple[str, int] | None] | None"
 Linear: TypeAlias = "tuple[str, ...] | Callable[[Attrs], tuple[str, ...]]"
 Form: TypeAlias = "str | Callable[[Mapping[str, Attr]], str]"
 Localise: TypeAlias = Callable[[Attrs, tuple[int, ...], Callable[[int, int], int]], Mapping[str, Attr]]
+Traffic: TypeAlias = Callable[[Sequence[Spec | None], Sequence[Spec], Attrs], int]
 Infer: TypeAlias = Callable[[Specs, Attrs], Spec]
 
 
@@ -35,9 +37,12 @@ class Op(Generic[R]):
     """A declared op.  Calling it builds a node; `reference` computes it exactly in float64.
 
     `linear` lists the operands in which the op is linear, one at a time; ``"a+b"`` means in both together.  A partial
-    sum may pass through those, and through nothing else; it is a function where that depends on attributes.  `inplace`
-    pairs a result with the operand whose memory it may take.  `needs` says in words what an attribute or shape must
-    satisfy beyond the signature.
+    sum may pass through those, and through nothing else; it is a function where that depends on attributes.  `zeros`
+    lists, in the same words, further operands whose zeros give zeros, index by index of the axes they share with the
+    result: what is zero on all devices but one may pass through those.  `inplace` pairs a result with the operand whose
+    memory it may take.  `overwrites` is what of that memory it then changes: the operand that numbers the entries, and
+    the axis along which they lie; everything where nothing is said.  `needs` says in words what an attribute or shape
+    must satisfy beyond the signature.
 
     For the conformance kit: `compare` is ``close`` (within rounding), ``exact`` or ``set`` (rows of numbers in any
     order); `infinite` lists operands that may hold infinities, ``"-mask"`` only negative ones; `sequential` is the
@@ -53,13 +58,15 @@ class Op(Generic[R]):
     required: tuple[str, ...]
     kinds: Mapping[str, str]
     linear: Linear
+    zeros: tuple[str, ...]
     inplace: Inplace
+    overwrites: Overwrites
     where: Mapping[str, Callable[..., int]]
     needs: Callable[..., str | None] | None
     infer_shape: Infer | None
     links: Callable[[Specs, Attrs], tuple[Link, ...]] | None
-    flop_count: Callable[..., int] | None
-    traffic: Callable[..., int] | None
+    flop_count: Callable[..., float] | None
+    traffic: Traffic | None
     ranges: Mapping[str, Range]
     samples: tuple[str, ...]
     errors: tuple[tuple[str, str], ...]
@@ -160,9 +167,25 @@ class Op(Generic[R]):
         """Pairs of a result and the operand whose memory it may take, under these attributes."""
         return self.inplace(attrs) if callable(self.inplace) else self.inplace
 
+    def overwrites_in(self, attrs: Attrs) -> tuple[str, int] | None:
+        """(operand, axis) if only those entries of an operand's memory change which another one numbers."""
+        return self.overwrites(attrs) if callable(self.overwrites) else self.overwrites
+
     def linear_in(self, attrs: Attrs) -> tuple[str, ...]:
         """Operands through which a partial sum may pass, under these attributes."""
         return self.linear(attrs) if callable(self.linear) else self.linear
+
+    def zeros_in(self, attrs: Attrs) -> tuple[str, ...]:
+        """Operands whose zeros give zeros, under these attributes."""
+        return (*self.linear_in(attrs), *self.zeros)
+
+    def keeps(self, specs: Sequence[Spec | None], result: Spec, attrs: Attrs, operand: int, count: int) -> bool:
+        """Whether the first `count` axes of an operand are those of the result, index by index."""
+        source = specs[operand]
+        if self.links is not None or source is None or (self.whole and self.whole(attrs)):
+            return False
+        signature, sizes = self.signature_for(attrs), self.sizes(specs, attrs)
+        return signature.keeps(signature.operands[operand], source.shape, result.shape, sizes, count)
 
     def flops(self, node: Node) -> int:
         """Floating-point operations of one run of `node`."""
@@ -171,14 +194,14 @@ class Op(Generic[R]):
         if self.flop_count is None:
             return node.specs[0].size
         sizes = self.sizes([None if s is None else s.spec for s in node.src], node.attrs)
-        return sizes.batch * self.flop_count(**sizes.named)
+        return round(sizes.batch * self.flop_count(**sizes.named, batch=sizes.batch))
 
     def nbytes(self, node: Node) -> int:
         """Bytes read and written by one run of `node`: each operand and each result once, unless declared."""
         if self.is_view:
             return 0
         if self.traffic is not None:
-            return self.traffic([None if s is None else s.spec for s in node.src], node.specs)
+            return self.traffic([None if s is None else s.spec for s in node.src], node.specs, node.attrs)
         return sum(v.spec.nbytes for v in node.inputs) + sum(s.nbytes for s in node.specs)
 
     def run(self, arrays: Sequence[Array | None], attrs: Attrs) -> tuple[Array, ...]:
@@ -230,13 +253,15 @@ def op(
     *,
     form: Form = "",
     linear: Linear = (),
+    zeros: tuple[str, ...] = (),
     inplace: str | Inplace = (),
+    overwrites: Overwrites = None,
     where: Mapping[str, Callable[..., int]] = MappingProxyType({}),
     needs: Callable[..., str | None] | None = None,
     infer: Infer | None = None,
     links: Callable[[Specs, Attrs], tuple[Link, ...]] | None = None,
-    flops: Callable[..., int] | None = None,
-    traffic: Callable[..., int] | None = None,
+    flops: Callable[..., float] | None = None,
+    traffic: Traffic | None = None,
     ranges: Mapping[str, Range] = MappingProxyType({}),
     samples: tuple[str, ...] = (),
     errors: tuple[tuple[str, str], ...] = (),
@@ -253,19 +278,21 @@ def op(
     `signature` may be a mapping from values of the attribute `form`, or from what a function `form` of the attributes
     gives; operands that only some signatures have come last.  `where` computes further dimensions from known ones;
     `infer` and `links` replace the signature's result shape and sharding where names cannot say them (views).
-    `flops` takes the dimensions by name, for one leading index; `traffic` takes operand and result specs.  `ranges`
-    are the legal values of operands; `view` marks a view, whose reference moves no element (or is replaced by a
-    function that does not).  `whole` names parallel dimensions that may not be cut under these attributes; `localise`
-    gives the attributes of one shard from its result shape and ``count(axis, n)``, how many of the first n entries of
-    an operand's axis the device holds.  `samples` are cases ``"x=f32[2,3], eps=1e-06"``, `errors` pairs of a case and a
-    part of the message it must give.
+    `flops` takes the dimensions by name, for one leading index of `batch`; `traffic` takes operand and result specs and
+    attributes.  `ranges` are the legal values of operands; `view` marks a view, whose reference moves no element (or is
+    replaced by a function that does not).  `whole` names parallel dimensions that may not be cut under these
+    attributes; `localise` gives the attributes of one shard from its result shape and ``count(axis, n)``, how many of
+    the first n entries of an operand's axis the device holds.  `samples` are cases ``"x=f32[2,3], eps=1e-06"``,
+    `errors` pairs of a case and a part of the message it must give.
     """
     texts = {"": signature} if isinstance(signature, str) else dict(signature)
     return _Declare(
         signatures=MappingProxyType({k: parse_signature(v) for k, v in texts.items()}),
         form=form,
         linear=linear,
+        zeros=zeros,
         inplace=((0, inplace),) if isinstance(inplace, str) else inplace,
+        overwrites=overwrites,
         where=where,
         needs=needs,
         infer_shape=infer,

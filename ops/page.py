@@ -16,7 +16,8 @@ HEAD = """# Ops
 Every op, written from its declaration by `python -m hocket.ops.page`; a test keeps this page up to date.
 
 In a signature plain dimensions are parallel (a shard on one passes through), `+k` is contracted (shards give partial
-sums), `*c` is coupled (each device needs all of it); `(h g)` is a product, outer first; `...` are any leading axes,
+sums), `*c` is coupled (each device needs all of it), `e@ids` is looked up by the numbers in `ids` (shards give the
+entries whose row they have, and zeros); `(h g)` is a product, outer first; `...` are any leading axes,
 `~...` ones that repeat as tiles, `/...` ones whose entries serve a run of neighbours each, `+...` ones that are summed
 away; `?` marks an operand that may be left out.
 """
@@ -53,6 +54,8 @@ def _properties(op: Op[Any]) -> Iterator[str]:
         yield "linear under some attributes"
     elif op.linear:
         yield "linear in " + ", ".join(f"`{name}`" for name in op.linear)
+    if op.zeros:
+        yield "zeros give zeros in " + ", ".join(f"`{name}`" for name in op.zeros)
     if callable(op.inplace):
         yield "in place under some attributes"
     else:

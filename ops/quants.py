@@ -68,6 +68,19 @@ def f32_to_bf16(values: F32) -> npt.NDArray[np.uint16]:
     return np.where(nan, (bits >> 16) | 0x40, rounded).astype(np.uint16)
 
 
+def decoded(array: np.ndarray, dtype: DType) -> np.ndarray:
+    """The numbers in an array of a dtype that is not quantised.  NumPy has no bf16, so its bits come as uint16; numbers
+    that are numbers already stay what they are."""
+    return bf16_to_f32(array) if dtype is DType.BF16 and array.dtype == dtype.storage else array
+
+
+def encoded(numbers: np.ndarray, dtype: DType) -> np.ndarray:
+    """Numbers as memory of a dtype that is not quantised holds them: the inverse of `decoded`, rounding."""
+    if dtype is not DType.BF16:
+        return numbers.astype(dtype.storage, copy=False)
+    return f32_to_bf16(np.atleast_1d(numbers).astype(np.float32)).reshape(numbers.shape)
+
+
 def _as_bytes(raw: np.ndarray, dtype: DType) -> U8:
     if raw.ndim == 0 or raw.dtype not in (np.dtype(np.uint8), dtype.storage):
         raise GraphError(f"dequantise({dtype}): got {raw.dtype}{list(raw.shape)}; pass uint8 rows or {dtype.storage}")

@@ -11,7 +11,16 @@ from ..graph.node import Attr
 from .op import Array, op
 from .samples import Range, grid
 from .signature import Mismatch
-from .states import SLOT_RANGES, carry, state_form, state_inplace, state_needs, state_signatures, state_traffic
+from .states import (
+    SLOT_RANGES,
+    carry,
+    state_form,
+    state_inplace,
+    state_needs,
+    state_overwrites,
+    state_signatures,
+    state_traffic,
+)
 
 
 @op(
@@ -73,6 +82,7 @@ def _delta_needs(d: int, snapshots: int, saved: int | None = None, **_: object) 
     form=_delta_form,
     linear=("v+state",),
     inplace=state_inplace,
+    overwrites=state_overwrites,
     needs=_delta_needs,
     flops=lambda t, h, r, d, e, seqs=1, **_: seqs * t * h * r * e * (7 * d + 3),
     traffic=state_traffic(5),

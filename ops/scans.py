@@ -8,7 +8,16 @@ import numpy as np
 
 from .op import Array, op
 from .samples import Range, grid
-from .states import SLOT_RANGES, carry, state_form, state_inplace, state_needs, state_signatures, state_traffic
+from .states import (
+    SLOT_RANGES,
+    carry,
+    state_form,
+    state_inplace,
+    state_needs,
+    state_overwrites,
+    state_signatures,
+    state_traffic,
+)
 
 _SCAN = (
     "x=f32[{n}{t},{h},{e}], dt=f32[{n}{t},{h}], a=f32[{h},{a}], b=f32[{n}{t},{g},{d}], c=f32[{n}{t},{g},{d}],"
@@ -27,6 +36,7 @@ _MANY = _SCAN.format(n="2,", t=3, h=4, e=5, a=1, g=2, d=8, s="7,")
     form=state_form,
     linear=("x+state",),
     inplace=state_inplace,
+    overwrites=state_overwrites,
     needs=state_needs,
     flops=lambda t, g, r, e, d, seqs=1, **_: seqs * t * g * r * e * (6 * d + 1),
     traffic=state_traffic(5),

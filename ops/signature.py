@@ -6,6 +6,8 @@
   first, as einops writes it.  ``1|d`` is either 1 or `d`.
 * Its role: plain is parallel (a shard on it passes through), ``+k`` is contracted (sharded operands give a partial
   sum), ``*c`` is coupled (every element of the result may need all of it, so each device must hold it whole).
+  ``e@ids`` is looked up by the numbers in operand `ids` (`ops.routing`): on shards each entry of the result is computed
+  where the row that `ids` names is, and zero elsewhere.
 * ``...`` stands for any number of leading axes, parallel and equal in all operands.  ``~...`` is an operand whose
   leading axes repeat as tiles (index modulo size, ggml's rule for ``add``); ``/...`` one whose entries are each used
   for a run of neighbours (index divided by the ratio, ggml's rule for the weights of ``mul_mat``); ``+...`` one whose
@@ -41,6 +43,7 @@ class Role(Enum):
     PARALLEL = ""
     CONTRACTED = "+"
     COUPLED = "*"
+    LOOKED_UP = "@"
 
 
 class Leading(Enum):
@@ -55,11 +58,13 @@ class Leading(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """One named axis: its factors, outer first (one, unless it is a product), and its role."""
+    """One named axis: its factors, outer first (one, unless it is a product), and its role; `index` is the operand by
+    which it is looked up."""
 
     factors: tuple[str, ...]
     role: Role = Role.PARALLEL
     or_one: bool = False
+    index: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +106,30 @@ class Signature:
     def dims(self) -> tuple[Dim, ...]:
         """All dimensions of all operands."""
         return tuple(d for o in self.operands for d in o.dims)
+
+    @property
+    def lookup(self) -> tuple[Operand, Dim] | None:
+        """The operand with a dimension that is looked up, and that dimension; it is the first."""
+        return next(((o, o.dims[0]) for o in self.operands if o.dims and o.dims[0].index), None)
+
+    def keeps(self, operand: Operand, shape: Sequence[int], result: Sequence[int], sizes: Sizes, count: int) -> bool:
+        """Whether the first `count` axes of an operand are those of the (only) result, so that what lies at an index
+        there depends on what lies at that index here."""
+        mine = self._indices(operand, shape, sizes)[:count]
+        return len(self.results) == 1 and mine == self._indices(self.results[0], result, sizes)[:count]
+
+    def _indices(self, operand: Operand, shape: Sequence[int], sizes: Sizes) -> list[object]:
+        """A name for the index of each axis; equal names are one index."""
+        ahead = len(shape) - len(operand.dims)
+        shift = len(sizes.leading) - ahead
+        found: list[object] = []
+        for i, n in enumerate(shape[:ahead]):
+            shared = operand.leading is not Leading.CONTRACTED and n == sizes.leading[shift + i]
+            found.append(shift + i if shared else (operand.name, i))
+        for dim, n in zip(operand.dims, shape[ahead:], strict=True):
+            several = tuple(f for f in dim.factors if (int(f) if f.isdecimal() else sizes.named[f]) != 1)
+            found.append((dim.role, several if n != 1 else ()))
+        return found
 
     def bind(self, specs: Sequence[Spec | None]) -> Sizes:
         """Solve for every dimension.  Raises `Mismatch` with the reason, worded with the operands' names."""
@@ -215,7 +244,7 @@ class _Solver:
 _OPERAND = re.compile(r"\s*(?P<name>\w*)\[(?P<dims>[^\]]*)\](?P<optional>\?)?(?:\s*:\s*(?P<dtypes>[\w|]+))?\s*(?:,|$)")
 _DIM = re.compile(
     r"\s*(?:(?P<leading>[~/+]?\.\.\.)"
-    r"|(?P<or_one>1\|)?(?P<role>[+*]?)(?:(?P<name>\w+)|\((?P<product>[\w ]+)\)))\s*(?:,|$)"
+    r"|(?P<or_one>1\|)?(?P<role>[+*]?)(?:(?P<name>\w+)(?:@(?P<index>\w+))?|\((?P<product>[\w ]+)\)))\s*(?:,|$)"
 )
 
 
@@ -238,7 +267,8 @@ def _operand(match: re.Match[str], default: tuple[DType, ...]) -> Operand:
             leading = Leading(item["leading"])
         else:
             factors = tuple(item["product"].split()) if item["product"] else (item["name"],)
-            dims.append(Dim(factors, Role(item["role"]), bool(item["or_one"])))
+            role = Role.LOOKED_UP if item["index"] else Role(item["role"])
+            dims.append(Dim(factors, role, bool(item["or_one"]), item["index"] or ""))
     dtypes: list[DType] = []
     dtype_of = ""
     for word in (match["dtypes"] or "").split("|") if match["dtypes"] else ():

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from ..graph.errors import BackendError
-from ..graph.node import Attr
+from ..graph.node import Attr, Attrs
 from ..graph.spec import Spec
 from .op import Array
 from .samples import Range
@@ -52,6 +52,11 @@ def state_inplace(attrs: Mapping[str, Attr]) -> tuple[tuple[int, str], ...]:
     return () if attrs.get("pool") == "read" else ((1, "state"),)
 
 
+def state_overwrites(attrs: Mapping[str, Attr]) -> tuple[str, int] | None:
+    """Of a pool only the rows of the sequences change."""
+    return ("slots_out", 0) if attrs.get("pool") == "update" else None
+
+
 def state_needs(snapshots: int, saved: int | None = None, **_: object) -> str | None:
     if snapshots < 1:
         return f"snapshots is {snapshots}; it must be at least 1"
@@ -60,10 +65,10 @@ def state_needs(snapshots: int, saved: int | None = None, **_: object) -> str | 
     return None
 
 
-def state_traffic(index: int) -> Callable[[Sequence[Spec | None], Sequence[Spec]], int]:
+def state_traffic(index: int) -> Callable[[Sequence[Spec | None], Sequence[Spec], Attrs], int]:
     """Bytes moved by a recurrence whose operand `index` is the state: of a pool only the rows that are named."""
 
-    def traffic(sources: Sequence[Spec | None], results: Sequence[Spec]) -> int:
+    def traffic(sources: Sequence[Spec | None], results: Sequence[Spec], attrs: Attrs) -> int:
         state, *slots = (s for s in sources[index:] if s is not None)
         moved = sum(s.nbytes for s in (*sources[:index], *slots) if s is not None) + results[0].nbytes
         row = Spec(state.shape[1:], state.dtype).nbytes

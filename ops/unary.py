@@ -59,7 +59,7 @@ def step(x: Array) -> Array:
     return np.where(x > 0, 1.0, 0.0)
 
 
-@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, must=False)
+@op(UNARY, inplace="x", zeros=("x",), samples=UNARY_SAMPLES, errors=UNARY_ERRORS, must=False)
 def sqr(x: Array) -> Array:
     """``x * x``.  ggml: ``SQR``."""
     return x * x
@@ -177,7 +177,7 @@ def sigmoid(x: Array) -> Array:
     return logistic(x)
 
 
-@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS)
+@op(UNARY, inplace="x", zeros=("x",), samples=UNARY_SAMPLES, errors=UNARY_ERRORS)
 def silu(x: Array) -> Array:
     """``x * sigmoid(x)``.  ggml: ``UNARY_OP_SILU``."""
     return x * logistic(x)
@@ -189,13 +189,22 @@ def softplus(x: Array) -> Array:
     return np.logaddexp(0.0, x)
 
 
-@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, infinite=("x",))
+@op(UNARY, inplace="x", zeros=("x",), samples=UNARY_SAMPLES, errors=UNARY_ERRORS, infinite=("x",))
 def tanh(x: Array) -> Array:
     """Hyperbolic tangent.  ggml: ``UNARY_OP_TANH``."""
     return np.tanh(x)
 
 
-@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, must=False, compare="exact", infinite=("x",))
+@op(
+    UNARY,
+    inplace="x",
+    zeros=("x",),
+    samples=UNARY_SAMPLES,
+    errors=UNARY_ERRORS,
+    must=False,
+    compare="exact",
+    infinite=("x",),
+)
 def relu(x: Array) -> Array:
     """``max(x, 0)``.  ggml: ``UNARY_OP_RELU``."""
     return np.maximum(x, 0.0)
@@ -245,7 +254,7 @@ def xielu(x: Array, *, alpha_n: float, alpha_p: float, beta: float, eps: float) 
     return np.where(x > 0, p * x * x, n * (np.expm1(np.minimum(x, eps)) - x)) + beta * x
 
 
-@op(UNARY, inplace="x", flops=lambda **_: 8, samples=UNARY_SAMPLES, errors=UNARY_ERRORS)
+@op(UNARY, inplace="x", zeros=("x",), flops=lambda **_: 8, samples=UNARY_SAMPLES, errors=UNARY_ERRORS)
 def gelu(x: Array) -> Array:
     """Gaussian error linear unit, tanh approximation.  ggml: ``UNARY_OP_GELU``; Hendrycks and Gimpel, 2016.
 
@@ -254,7 +263,7 @@ def gelu(x: Array) -> Array:
     return x * logistic(2.0 * math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3))
 
 
-@op(UNARY, inplace="x", flops=lambda **_: 8, samples=UNARY_SAMPLES, errors=UNARY_ERRORS, must=False)
+@op(UNARY, inplace="x", zeros=("x",), flops=lambda **_: 8, samples=UNARY_SAMPLES, errors=UNARY_ERRORS, must=False)
 def gelu_erf(x: Array) -> Array:
     """Gaussian error linear unit, ``0.5 x (1 + erf(x / sqrt(2)))``.  ggml: ``UNARY_OP_GELU_ERF``.
 
@@ -263,7 +272,7 @@ def gelu_erf(x: Array) -> Array:
     return 0.5 * x * erfc(x * -math.sqrt(0.5))
 
 
-@op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, must=False)
+@op(UNARY, inplace="x", zeros=("x",), samples=UNARY_SAMPLES, errors=UNARY_ERRORS, must=False)
 def gelu_quick(x: Array) -> Array:
     """``x * sigmoid(1.702 x)``.  ggml: ``UNARY_OP_GELU_QUICK``; Hendrycks and Gimpel, 2016."""
     return x * logistic(1.702 * x)

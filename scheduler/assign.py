@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from ..graph.graph import Graph
 from ..graph.node import Node, Value
 from ..ops import op_of
-from .factors import Factor, Factors
+from .factors import Factor, Factors, Uses
 from .layout import Local
 from .pins import Pins
 
@@ -21,9 +21,23 @@ class Whole(Enum):
     PARTIAL = "P"
 
 
-State = Factor | Whole | Local
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """A partial sum of which each entry comes from one device: the one with the part of `factor` in which lies the row
+    that `ids` names at the first axes of the entry.  On all others it is zero."""
+
+    factor: Factor
+    ids: Value
+
+
+State = Factor | Whole | Routed | Local
 R, P = Whole.REPLICATED, Whole.PARTIAL
 NO_PINS = Pins()
+
+
+def is_owed(state: State) -> bool:
+    """Whether a sum over the devices has still to be taken."""
+    return state is P or isinstance(state, Routed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +58,30 @@ class Conversion:
 @dataclass(slots=True)
 class Assignment:
     """`made[v]` is the layout a value is produced in; `by[n]` the factor a node is cut by, R if every device does all
-    of it, P if it passes a partial sum on, Local if one device does it; `wants[n]` the layout in which the node reads
-    each operand."""
+    of it, the kind of sum it is if it passes one on, Local if one device does it; `wants[n]` the layout in which the
+    node reads each operand; `dealt[n]` the numbers by which a node finds its rows of a table that is cut."""
 
     chosen: frozenset[Factor]
     made: dict[Value, State] = field(default_factory=dict)
     by: dict[Node, State] = field(default_factory=dict)
     wants: dict[Node, tuple[State, ...]] = field(default_factory=dict)
+    dealt: dict[Node, Value] = field(default_factory=dict)
     conversions: list[Conversion] = field(default_factory=list)
+
+
+def operands(node: Node) -> list[tuple[str, Value]]:
+    """The operands that are there, by name."""
+    return [(n, s) for n, s in zip(op_of(node).operand_names, node.src, strict=False) if s is not None]
+
+
+def lookup(node: Node) -> tuple[str, Value, Sequence[str]]:
+    """The operand of a node that is looked up, the numbers by which, and what it is linear in together with that."""
+    declared = op_of(node)
+    found = declared.signature_for(node.attrs).lookup
+    assert found is not None
+    table, dim = found
+    joint = next(j for j in (k.split("+") for k in declared.linear_in(node.attrs)) if table.name in j)
+    return table.name, dict(operands(node))[dim.index], joint
 
 
 def assign(graph: Graph, factors: Factors, chosen: frozenset[Factor], pins: Pins = NO_PINS) -> Assignment:
@@ -94,7 +124,7 @@ class _Pass:
             else:
                 self._node(node)
         for value in self.graph.outputs.values():
-            if self.out.made[value] is P:
+            if is_owed(self.out.made[value]):
                 self._convert(value, R, None)
         for state, new in self.graph.updates.items():
             self._convert(new, self.out.made[state], None)
@@ -122,13 +152,15 @@ class _Pass:
         if (pin := self.pins.nodes.get(node)) is not None:
             by = Local((pin.device,))
             wants, results = (by,) * len(node.inputs), (by,) * len(node.specs)
-        elif (cut := self._factor_for(node)) is not None:
+        elif (cut := self._factor_for(node)) is None:
+            wants, by = self._wants_whole(node)
+            results = tuple(by for _ in node.results)
+        elif cut is self.factors.uses(node).looked_up:
+            wants, made = self._dealt(node, cut)
+            by, results = cut, (made,)
+        else:
             by, wants = cut, tuple(cut if cut in self.factors.of(s) else R for s in node.inputs)
             results = tuple(cut if cut in self.factors.of(v) else P for v in node.results)
-        else:
-            wants = self._wants_whole(node)
-            by = P if P in wants else R
-            results = tuple(by for _ in node.results)
         self.out.by[node], self.out.wants[node] = by, wants
         for source, want in zip(node.inputs, wants, strict=True):
             self._convert(source, want, node)
@@ -148,13 +180,20 @@ class _Pass:
         if not candidates:
             return None
         uses = self.factors.uses(node)
-        legal = [f for f in candidates - uses.coupled if self._is_legal(node, f, uses.contracted)]
+        legal = [f for f in candidates - uses.coupled if self._is_legal(node, f, uses)]
         return max(legal, key=lambda f: self._weight_of(node, f), default=None)
 
-    def _is_legal(self, node: Node, factor: Factor, contracted: frozenset[Factor]) -> bool:
-        """Every result has the factor, or it is summed over: then no result has it, and no entry is on two devices."""
+    def _is_legal(self, node: Node, factor: Factor, uses: Uses) -> bool:
+        """Every result has the factor, or it is summed over or looked up: then no result has it, and no entry is on two
+        devices."""
         has = [factor in self.factors.of(v) for v in node.results]
-        if any(has) or factor not in contracted or len(has) > 1:
+        if factor is uses.looked_up:
+            table, _, joint = lookup(node)
+            others = [s for n, s in operands(node) if n != table]
+            summed = [s for n, s in operands(node) if n in joint and n != table]
+            alone = not any(has) and not any(factor in self.factors.of(s) for s in others)
+            return alone and not any(isinstance(self.out.made[s], Factor) for s in summed)
+        if any(has) or factor not in uses.contracted or len(has) > 1:
             return all(has)
         axes = [axis for s in node.inputs for axis in self.factors.axes(s)]
         return all(factor in segment for axis in axes if any(factor in s for s in axis) for segment in axis)
@@ -162,32 +201,78 @@ class _Pass:
     def _weight_of(self, node: Node, factor: Factor) -> int:
         return sum(s.spec.nbytes for s in node.inputs if factor in self.factors.of(s))
 
-    def _wants_whole(self, node: Node) -> tuple[State, ...]:
-        """All operands whole; or, where the op is linear and nobody needs the sum yet, partial sums as they are."""
-        partial = {s for s in node.inputs if self.out.made[s] is P and (s, R) not in self.converted}
+    def _dealt(self, node: Node, cut: Factor) -> tuple[tuple[State, ...], State]:
+        """Each device looks up what lies in its part of the table, in operands that are there where it does.
+
+        What is added to that is owed too: counted once.
+        """
+        table, ids, joint = lookup(node)
+        self.out.dealt[node] = ids
+        routed = Routed(cut, ids)
+        found: list[State] = []
+        made: State = routed if self._keeps(node, ids, routed) else P
+        for name, source in operands(node):
+            state = self.out.made[source]
+            if name == table:
+                found.append(cut)
+            elif state == routed and self._keeps(node, source, routed):
+                found.append(routed)
+            elif name in joint:
+                found.append(state if is_owed(state) else P)
+                made = P
+            else:
+                found.append(R)
+        return tuple(found), made
+
+    @staticmethod
+    def _keeps(node: Node, source: Value, routed: Routed) -> bool:
+        """Whether `node` makes of what lies where `routed` says something that lies there."""
+        specs = [None if s is None else s.spec for s in node.src]
+        places = [i for i, s in enumerate(node.src) if s == source]
+        count = len(routed.ids.shape)
+        return all(op_of(node).keeps(specs, node.specs[0], node.attrs, i, count) for i in places)
+
+    def _wants_whole(self, node: Node) -> tuple[tuple[State, ...], State]:
+        """All operands whole; or, where the op is linear and nobody needs the sum yet, partial sums as they are; and
+        what the results are then."""
+        made, named = self.out.made, operands(node)
+        partial = {s for s in node.inputs if is_owed(made[s]) and (s, R) not in self.converted}
+        whole = tuple(R for _ in named)
         if not partial or not all(self._passes(user, s) for s in partial for user in self.users[s]):
-            return tuple(R for _ in node.inputs)
-        declared = op_of(node)
-        grows = max(v.spec.nbytes for v in node.results) > max(s.spec.nbytes for s in partial)
-        for joint in declared.linear_in(node.attrs):
+            return whole, R
+        if max(v.spec.nbytes for v in node.results) > max(s.spec.nbytes for s in partial):
+            return whole, R
+        if (routed := self._routing(node, partial)) is not None:
+            return tuple(routed if s in partial else R for _, s in named), routed
+        for joint in op_of(node).linear_in(node.attrs):
             together = joint.split("+")
-            named = [(n, s) for n, s in zip(declared.operand_names, node.src, strict=False) if s is not None]
-            if not grows and partial <= {s for n, s in named if n in together}:
-                if any(s in partial and n not in together for n, s in named):
-                    continue
-                return tuple(P if n in together else R for n, _ in named)
-        return tuple(R for _ in node.inputs)
+            if {n for n, s in named if s in partial} <= set(together):
+                return tuple((made[s] if is_owed(made[s]) else P) if n in together else R for n, s in named), P
+        return whole, R
+
+    def _routing(self, node: Node, partial: set[Value]) -> Routed | None:
+        """How all results of `node` are routed: as the operands in `partial` all are, if their zeros give zeros."""
+        routed, *others = {self.out.made[s] for s in partial}
+        if others or not isinstance(routed, Routed) or not all(self._keeps(node, s, routed) for s in partial):
+            return None
+        names = {n for n, s in operands(node) if s in partial}
+        return routed if any(names >= set(j.split("+")) for j in op_of(node).zeros_in(node.attrs)) else None
 
     def _passes(self, user: Node, value: Value) -> bool:
         """Whether `user` could take `value` as a partial sum."""
         if user in self.pins.nodes:
             return False
-        declared = op_of(user)
-        linear = {n for joint in declared.linear_in(user.attrs) for n in joint.split("+")}
-        places = [n for n, s in zip(declared.operand_names, user.src, strict=False) if s == value]
+        declared, made = op_of(user), self.out.made[value]
+        passing = declared.linear_in(user.attrs)
+        if isinstance(made, Routed) and self._keeps(user, value, made):
+            if made.factor is self.factors.uses(user).looked_up and lookup(user)[1] == made.ids:
+                return value not in self.ends
+            passing = declared.zeros_in(user.attrs)
+        names = {n for joint in passing for n in joint.split("+")}
+        places = [n for n, s in operands(user) if s == value]
         others = [s for s in user.inputs if s != value]
         cut_anyway = any(s in self.stored and self._cuts(s) for s in others)
-        return value not in self.ends and len(places) == 1 and places[0] in linear and not cut_anyway
+        return value not in self.ends and len(places) == 1 and places[0] in names and not cut_anyway
 
     def _convert(self, value: Value, want: State, node: Node | None) -> None:
         made = self.out.made[value]

@@ -18,7 +18,7 @@ from .assign import Assignment, assign
 from .condense import Condensed, condense
 from .cost import Costs, Estimate, Hardware
 from .factors import Factor, Factors
-from .units import time_text
+from .units import nbytes_text, time_text
 
 NO_TIMES: Mapping[Node, int] = MappingProxyType({})
 
@@ -34,7 +34,8 @@ class Choice:
 
 
 def choose(graph: Graph, factors: Factors, devices: int, hardware: Hardware, *, eager: bool = False) -> Choice:
-    """The best set of factors found: from none, add the class that saves most per collective while the total falls.
+    """The best set of factors found: from none, add the class that saves most per collective while the total falls; of
+    choices that take about as long, the one that leaves fewer bytes on each device.
 
     `eager` adds classes that shorten the kernels even where their collectives cost more: the user asked for shards.
     Parts that repeat are judged once.
@@ -68,12 +69,40 @@ def _search(graph: Graph, factors: Factors, costs: Costs, eager: bool) -> tuple[
         if not ranked or worth[ranked[0]] <= 0:
             notes += [f"no further cut pays: {n} gives {_shown(tried[n].cost)}" for n in ranked[:1]]
             break
-        name, *others = ranked
-        beaten = "".join(f"; beat {n}: {_shown(tried[n].cost)}" for n in others[:1])
+        name = ranked[0]
+        if not eager:
+            first, pays = tried[name], [n for n in ranked if worth[n] > 0]
+            alike = [n for n in pays if abs(tried[n].cost.total - first.cost.total) <= ALIKE * first.cost.total]
+            rivals = [n for n in alike if n == name or clash(graph, factors, first.factors | tried[n].factors)]
+            name = min(rivals, key=lambda n: tried[n].held)
+        said = "beat" if name == ranked[0] else "has fewer bytes on each device than"
+        beaten = "".join(f"; {said} {n}: {_shown(tried[n].cost)}" for n in [n for n in ranked if n != name][:1])
         notes.append(f"cut {name}: {_shown(tried[name].cost)}{beaten}")
         current = tried[name]
         del classes[name]
+    if not eager and current is not uncut:
+        most = min(current.cost.total * (1 + ALIKE), uncut.cost.total * (1 - ALIKE))
+        current, more = _lightened(graph, factors, costs, current, classes, most)
+        notes += more
     return current, tuple(notes), uncut.cost.total
+
+
+def _lightened(
+    graph: Graph, factors: Factors, costs: Costs, current: _Judged, classes: Mapping[str, list[Factor]], most: float
+) -> tuple[_Judged, list[str]]:
+    """`current` with whatever else takes bytes off the devices in at most so many seconds, and notes."""
+    left, notes = dict(classes), list[str]()
+    while True:
+        wanted = {name: current.factors | frozenset(members) for name, members in left.items()}
+        tried = {n: _judge(graph, factors, w, costs) for n, w in wanted.items() if not clash(graph, factors, w)}
+        left = {n: left[n] for n, j in tried.items() if j.cost.total <= most and j.held < current.held}
+        if not left:
+            return current, notes
+        name = min(left, key=lambda n: tried[n].held)
+        saved = nbytes_text(int(current.held - tried[name].held))
+        notes.append(f"cut {name}: {_shown(tried[name].cost)}, about as long with {saved} less on each device")
+        current = tried[name]
+        del left[name]
 
 
 def _spread(
@@ -96,13 +125,18 @@ def _spread(
 
 @dataclass(frozen=True, slots=True)
 class _Judged:
-    """A set of factors, the layout that follows, and its predicted cost."""
+    """A set of factors, the layout that follows, its predicted cost, and the bytes that each device keeps."""
 
     factors: frozenset[Factor]
     assignment: Assignment
     cost: Estimate
+    held: float
 
 
+ALIKE = 0.02
+"""Predicted times that differ by no more than this part of them are taken to be alike: fewer bytes on each device
+decide, as no cost is put on memory, unless shards are asked for anyway.  A plan that is about as fast as one device is
+not made slower for that."""
 RELUCTANCE = 0.1
 """How much of what its collectives cost a cut must save at least when shards are asked for."""
 
@@ -117,7 +151,7 @@ def _worth(now: Estimate, then: Estimate, eager: bool) -> float:
 
 def _judge(graph: Graph, factors: Factors, chosen: frozenset[Factor], costs: Costs) -> _Judged:
     assignment = assign(graph, factors, chosen)
-    return _Judged(chosen, assignment, costs.estimate(assignment))
+    return _Judged(chosen, assignment, costs.estimate(assignment), costs.held(assignment))
 
 
 def _shown(cost: Estimate) -> str:
@@ -147,7 +181,11 @@ def classes_of(graph: Graph, factors: Factors, times: Mapping[Node, int] = NO_TI
     for factor in first:
         if not factor.blocked and factor.size > 1:
             grouped[(factor.size, frozenset(uses[factor]))].append(factor)
-    classes = {f"{sum(counts[f] for f in m)} x {m[0].size} ({first[m[0]]})": m for m in grouped.values()}
+    classes = {}
+    for members in grouped.values():
+        one = members[0]
+        what = f"{sum(counts[f] for f in members)} x {one.size} {factors.word(one)}".rstrip()
+        classes[f"{what} ({first[one]})"] = members
     assert len(classes) == len(grouped), "a factor is named by where it first stands, so no two share a name"
     return classes
 

@@ -42,15 +42,25 @@ class Meeting:
             self.arrival.notify_all()
 
     def clear(self) -> None:
-        """Forget what was sent: a run is over."""
+        """Forget what was sent, and that somebody failed: a run is over, and nobody waits."""
         self.mail.clear()
+        self.posted[:] = [None] * self.size
+        if self.failure or self.barrier.broken:
+            self.failure = ""
+            self.barrier.reset()
+        if self.board is not None and self.board[8]:
+            self.board[:] = 0
 
     def wait(self, rank: int, sequence: int) -> None:
         try:
             self.barrier.wait(self.timeout)
         except threading.BrokenBarrierError:
-            why = self.failure or f"a device did not arrive within {self.timeout:g} s"
+            why = self.failure or f"{self._missing(sequence)} did not arrive within {self.timeout:g} s"
             raise BackendError(f"collective {sequence} on device {rank} of {self.size}: {why}") from None
+
+    def _missing(self, sequence: int) -> str:
+        late = [str(d) for d, posted in enumerate(self.posted) if posted is None or posted[0] != sequence]
+        return f"device {', '.join(late)}" if late else "a device"
 
 
 class Member:
@@ -68,9 +78,10 @@ class Member:
         for rank, posted in enumerate(self.meeting.posted):
             assert posted is not None
             if posted[0] != sequence:
-                why = f"device {rank} is at collective {posted[0]}, device {self.rank} at {sequence}"
-                self.meeting.abort(why)
-                raise BackendError(f"{why}: the plans of the devices do not match")
+                raise BackendError(
+                    f"device {rank} is at collective {posted[0]}, device {self.rank} at {sequence}: "
+                    "the plans of the devices do not match"
+                )
             arrays.append(posted[1])
         return _alike(arrays)
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..backends.base import Array, Comm
-from ..graph.errors import BackendError, HocketError, PlanError
+from ..backends.base import Array, Comm, Program
+from ..graph.errors import BackendError, PlanError, StepError
+from ..ops.quants import decoded, encoded
 from .comm import Alone, Meeting
 from .plan import Plan
 from .store import Store, assembled
@@ -19,8 +20,8 @@ from .store import Store, assembled
 class Executor:
     """One plan bound to its memory.
 
-    A collective that waits longer than `timeout` seconds is an error.  When a device fails, all stop and the error
-    names the device.
+    A collective that waits longer than `timeout` seconds is an error.  When a device fails, all stop, states become
+    what they were before the run, and the error names the node and the device.
     """
 
     def __init__(self, plan: Plan, store: Store, *, timeout: float = 60.0) -> None:
@@ -28,25 +29,25 @@ class Executor:
         self._specs = {v.node.name: v.spec for v in plan.graph.inputs}
         self._shapes = {name: v.shape for name, v in plan.graph.outputs.items()}
         self._timeout = timeout
-        self._meeting: Meeting | None = None
+        alike = len({type(lane.backend) for lane in plan.lanes}) == 1
+        self._meeting = Meeting(len(plan.lanes), timeout, compiled=alike)
+        self._failures: list[tuple[int | None, BaseException]] = []
+        self._lost: BackendError | None = None
         self._buffers = store.buffers(plan)
         self._inputs: list[dict[str, Any]] = []
         self._outputs: list[dict[str, Any]] = []
         for lane, buffers in zip(plan.lanes, self._buffers, strict=True):
             for views, tensors in ((self._inputs, lane.program.inputs), (self._outputs, lane.program.outputs)):
                 views.append({name: lane.backend.view(buffers[t.buffer], t) for name, t in tensors.items()})
-        self._compile()
+        self._replays = [
+            self._compiled(number, lane.program, self._meeting.member(number) if len(plan.lanes) > 1 else Alone())
+            for number, lane in enumerate(plan.lanes)
+        ]
         self._threads = ThreadPoolExecutor(len(plan.lanes) - 1, "hocket") if len(plan.lanes) > 1 else None
 
-    def _compile(self) -> None:
-        lanes = self.plan.lanes
-        alike = len({type(lane.backend) for lane in lanes}) == 1
-        self._meeting = Meeting(len(lanes), self._timeout, compiled=alike) if len(lanes) > 1 else None
-        comms: list[Comm] = [self._meeting.member(i) for i in range(len(lanes))] if self._meeting else [Alone()]
-        self._replays: list[Callable[[], None]] = [
-            lane.backend.compile(lane.program, buffers, lane.device, comm)
-            for lane, buffers, comm in zip(lanes, self._buffers, comms, strict=True)
-        ]
+    def _compiled(self, number: int, program: Program, comm: Comm) -> Callable[[], None]:
+        lane = self.plan.lanes[number]
+        return lane.backend.compile(program, self._buffers[number], lane.device, comm)
 
     def run(self, inputs: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
         """Outputs by name, as host arrays of their own.  States advance.
@@ -56,9 +57,15 @@ class Executor:
         self.bind(inputs)
         self.replay()
         return {
-            name: assembled(shape, self.plan.outputs[name], [views.get(name) for views in self._outputs])
+            name: assembled(shape, self.plan.outputs[name], [self._output(name, i) for i in range(len(self._outputs))])
             for name, shape in self._shapes.items()
         }
+
+    def _output(self, name: str, number: int) -> Any:
+        """What a device has of an output, None if nothing."""
+        if name not in self._outputs[number]:
+            return None
+        return decoded(self._outputs[number][name], self.plan.lanes[number].program.outputs[name].dtype)
 
     def bind(self, inputs: Mapping[str, npt.ArrayLike]) -> None:
         """Copy the inputs to all devices."""
@@ -72,34 +79,64 @@ class Executor:
                 raise PlanError(f"input %{name}: got shape {list(data.shape)}, need {spec}")
             if spec.dtype.is_integer and data.dtype.kind not in "iu":
                 raise PlanError(f"input %{name}: got {data.dtype}, need {spec}")
-            for views in self._inputs:
+            for views, lane in zip(self._inputs, self.plan.lanes, strict=True):
                 if name in views:
-                    views[name][...] = data
+                    views[name][...] = encoded(decoded(data, spec.dtype), lane.program.inputs[name].dtype)
 
     def replay(self) -> None:
-        """Run the programs on the inputs that are bound."""
-        if self._threads is None:
-            self._replays[0]()
-            return
-        futures = [self._threads.submit(self._guarded, i) for i in range(1, len(self._replays))]
-        errors = [self._guarded(0), *(f.result() for f in futures)]
-        found = [e for e in errors if e is not None]
-        assert self._meeting is not None
+        """Run the programs on the inputs that are bound.  Raises `BackendError` if a device fails."""
+        if self._lost is not None:
+            raise self._lost
+        self._failures.clear()
+        others = [self._threads.submit(self._guarded, i) for i in range(1, len(self._replays))] if self._threads else []
+        self._guarded(0)
+        for number, other in enumerate(others, 1):
+            self._await(number, other)
         self._meeting.clear()
-        if found:
-            self._compile()  # a broken barrier stays broken; the next run starts with a new one
-            raise next((e for e in found if not isinstance(e, BackendError)), found[0])
+        if self._failures:
+            self._fail()
 
-    def _guarded(self, number: int) -> Exception | None:
+    def _guarded(self, number: int) -> None:
         """Run one device; on failure wake the others, who may be waiting for it."""
         try:
             self._replays[number]()
-        except Exception as error:  # a thread's error is handed to the caller, whatever it is
-            device = self.plan.lanes[number].device
-            assert self._meeting is not None
-            self._meeting.abort(f"device {device} failed: {error}")
-            return error if isinstance(error, HocketError) else BackendError(f"device {device}: {error}")
-        return None
+        except BaseException as why:  # a thread's error is handed to the caller, whatever it is
+            self._stop(number, why)
+
+    def _stop(self, number: int | None, why: BaseException) -> None:
+        """Note a failure of a device (or an interrupt), before others hear of it and fail for that reason."""
+        self._failures.append((number, why))
+        self._meeting.abort(str(why) or type(why).__name__)
+
+    def _await(self, number: int, other: Future[None]) -> None:
+        """Wait for a device; once another has failed, not for ever."""
+        while not other.done():
+            failed = bool(self._failures)
+            try:
+                other.result(self._timeout)
+            except TimeoutError:
+                if failed:
+                    device, why = self.plan.lanes[number].device, self._failures[0][1]
+                    self._lost = BackendError(f"{why}; and {device} does not stop: states are lost, load anew")
+                    raise self._lost from why
+            except KeyboardInterrupt as why:
+                self._stop(None, why)
+
+    def _fail(self) -> None:
+        """Take the run back on all devices and raise what went wrong first."""
+        why, failed = self._failures[0][1], dict(self._failures)
+        for number, lane in enumerate(self.plan.lanes):
+            error, program = failed.get(number), lane.program
+            finished = len(program.instructions) if error is None else getattr(error, "finished", None)
+            try:
+                if program.undo and finished is None:
+                    raise BackendError("it does not say how far it came")
+                self._compiled(number, program.undoing(finished or 0), Alone())()
+            except Exception as fault:
+                raise BackendError(f"{why}; and states of {lane.device} are lost: {fault}") from why
+        if isinstance(why, StepError) and not isinstance(why.__cause__, Exception | None):
+            raise why.__cause__  # an interrupt
+        raise why
 
 
 def load(plan: Plan, weights: Mapping[str, npt.ArrayLike]) -> Executor:
@@ -111,6 +148,6 @@ def load(plan: Plan, weights: Mapping[str, npt.ArrayLike]) -> Executor:
             data = np.asarray(weights[name])
             if not spec.dtype.is_quantised and data.shape != spec.shape:
                 raise PlanError(f"weight %{name}: got shape {list(data.shape)}, need {spec}")
-            stored = data if spec.dtype.is_quantised else data.astype(spec.dtype.storage)
+            stored = data if spec.dtype.is_quantised else encoded(decoded(data, spec.dtype), spec.dtype)
             store.bind(name, stored, spec, plan.leaves[name])
     return Executor(plan, store)

@@ -79,8 +79,11 @@ def places(devices: Sequence[str]) -> str:
 
 
 def memory_table(plan: Plan) -> list[str]:
-    """Bytes on each device by kind, and what is left of its memory."""
-    rows: list[tuple[str, ...]] = [("device", "weights", "states", "constants", "compute", "free after")]
+    """Bytes on each device by kind, and what is left of its memory.
+
+    What is kept to undo a step that fails is a part of the memory to compute in.
+    """
+    rows: list[tuple[str, ...]] = [("device", "weights", "states", "constants", "compute", "to undo", "free after")]
     for lane in plan.lanes:
         held = lane.memory()
         free = "-"
@@ -88,8 +91,9 @@ def memory_table(plan: Plan) -> list[str]:
             left = lane.device.memory - sum(held.values())
             free = nbytes_text(left) if left >= 0 else f"{nbytes_text(-left)} short"
         kinds = ("weight", "state", "constant", "arena")
-        rows.append((str(lane.device), *(nbytes_text(held[k]) if held[k] else "-" for k in kinds), free))
-    return columns(rows, "lrrrrr")
+        sizes = (*(held[k] for k in kinds), lane.program.saved_bytes)
+        rows.append((str(lane.device), *(nbytes_text(n) if n else "-" for n in sizes), free))
+    return columns(rows, "lrrrrrr")
 
 
 def stage_table(plan: Plan) -> list[str]:
@@ -139,7 +143,8 @@ class _Reasons:
     def of(self, stage: Stage) -> str:
         lane = self.plan.lanes[stage.source]
         instructions = lane.program.instructions[stage.first : stage.first + stage.count]
-        found = [self.nodes[id(lane.graph)].get(i.node) for i in instructions]
+        named, saves = self.nodes[id(lane.graph)], lane.program.saves
+        found = [None if at in saves else named.get(i.node) for at, i in enumerate(instructions, stage.first)]
         nodes = [n for n in found if n is not None]
         return self._work(nodes) if stage.op == WORK else self._meeting(lane, stage, nodes[0])
 

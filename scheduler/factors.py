@@ -188,10 +188,12 @@ def multiply(axes: Sequence[Axis]) -> Axis | None:
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """How a node uses the factors of its axes: those that must be whole, and those that are summed over."""
+    """How a node uses the factors of its axes: those that must be whole, those that are summed over, and the one that
+    is looked up by numbers."""
 
     coupled: frozenset[Factor]
     contracted: frozenset[Factor]
+    looked_up: Factor | None
 
 
 class Factors:
@@ -201,6 +203,7 @@ class Factors:
         self.graph = graph
         self._axes: dict[Value, tuple[Axis, ...]] = {}
         self._roles: dict[Node, list[tuple[Role, Axis]]] = {}
+        self._ranges: dict[tuple[Value, int], tuple[Axis, str]] = {}
         for node in graph.nodes:
             if node.is_leaf:
                 self._leaf(node)
@@ -216,6 +219,7 @@ class Factors:
         self._known = {v: tuple(map(segments, axes)) for v, axes in self._axes.items()}
         self._all = {v: frozenset(f for axis in axes for s in axis for f in s) for v, axes in self._known.items()}
         self._uses = {node: self._used(roles) for node, roles in self._roles.items()}
+        self._words = {f: word for axis, word in self._ranges.values() for s in segments(axis) for f in s}
 
     # ------------------------------------------------------------------------------------------------ questions
 
@@ -230,12 +234,20 @@ class Factors:
     def uses(self, node: Node) -> Uses:
         return self._uses[node]
 
+    def word(self, factor: Factor) -> str:
+        """What a factor that is looked up counts, as the signature calls it; empty for others."""
+        return self._words.get(factor, "")
+
     @staticmethod
     def _used(roles: list[tuple[Role, Axis]]) -> Uses:
         found: dict[Role, set[Factor]] = {role: set() for role in Role}
         for role, axis in roles:
-            found[role].update(f for s in segments(axis) for f in s)
-        return Uses(frozenset(found[Role.COUPLED]), frozenset(found[Role.CONTRACTED]))
+            parts = segments(axis)
+            if role is Role.LOOKED_UP and (len(parts) > 1 or len(parts[0]) > 1):
+                role = Role.COUPLED  # a device has one run of rows
+            found[role].update(f for s in parts for f in s)
+        looked_up = next(iter(found[Role.LOOKED_UP] - found[Role.COUPLED]), None)
+        return Uses(frozenset(found[Role.COUPLED]), frozenset(found[Role.CONTRACTED]), looked_up)
 
     # ----------------------------------------------------------------------------------------------- building
 
@@ -265,7 +277,11 @@ class Factors:
                 if not (dim.or_one and size == 1):
                     self._equate(dim, axis, named, sizes.named)
                     role = Role.COUPLED if set(dim.factors) & set(whole) else dim.role
+                    if dim.index and node.attrs["total"]:
+                        role = Role.COUPLED  # part of a table already
                     roles.append((role, axis))
+                    if dim.index:
+                        self._look_up(node, declared, dim, axis, size)
         roles += self._summed(node, signature.operands)
         self._roles[node] = roles
         for name, size in sizes.named.items():
@@ -275,6 +291,12 @@ class Factors:
             self._axes[value] = (*leading, *own) if result.leading is Leading.EQUAL else own
             for axis, size in zip(self._axes[value], value.shape, strict=True):
                 assert sum(map(product_size, segments(axis))) == size, f"{node!r}: factors do not fit {value!r}"
+
+    def _look_up(self, node: Node, declared: Op[Any], dim: Dim, axis: Axis, size: int) -> None:
+        """What the same numbers look up is one index, and dealt alike."""
+        numbers = node.src[declared.operand_names.index(dim.index)]
+        assert numbers is not None
+        tie(axis, self._ranges.setdefault((numbers, size), (axis, dim.factors[0]))[0])
 
     def _equate(self, dim: Dim, axis: Axis, named: dict[str, Axis], sizes: Mapping[str, int]) -> None:
         if len(dim.factors) == 1 and dim.factors[0] not in named:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -17,6 +18,7 @@ from ..ops import cont, op_of
 from .memory import Lifetime, place
 from .order import Schedule, may_overwrite, schedule, settle
 from .strides import Strided, densify, resolve
+from .undo import Save, saves
 
 ARENA = 0
 _OWN_BUFFER = ("weight", "state", "constant")
@@ -58,24 +60,27 @@ class _Lowering:
     def __init__(
         self, graph: Graph, backend: Backend, on: Device, views: Mapping[Value, Strided], order: Schedule
     ) -> None:
-        self.graph, self.backend, self.on, self.views, self.order = graph, backend, on, views, order
-        self.called = names(graph)
+        self.graph, self.backend, self.on, self.order = graph, backend, on, order
+        self.called, self.views = names(graph), dict(views)
+        self.saves: dict[Node | None, list[Save]] = defaultdict(list)  # by the node that they precede
+        for save in saves(order, views, backend, on):
+            self.saves[save.writer].append(save)
+            self.views.update(save.views)
+            state = save.state.node.name
+            self.called.update({save.keep: f"{state}.save", save.back: f"{state}.undo"})
         self.work = [n for n in order.nodes if not n.is_leaf and not op_of(n).is_view]
         self.slots = self._share()
         self.buffers, self.places, self.scratch = self._place()
 
     def program(self) -> Program:
-        instructions = [
-            Instruction(
-                n.op,
-                tuple(None if s is None else self._tensor(s) for s in n.src),
-                tuple(self._tensor(v) for v in n.results),
-                n.attrs,
-                self.scratch.get(n),
-                self.called[n],
-            )
-            for n in self.work
-        ]
+        instructions: list[Instruction] = []
+        undo: list[tuple[int, Instruction]] = []
+        for node in (*self.work, None):
+            for save in self.saves.get(node, ()):
+                undo.append((len(instructions), self._instruction(save.back)))
+                instructions.append(self._instruction(save.keep))
+            if node is not None:
+                instructions.append(self._instruction(node))
         for state, new in self.order.copied.items():
             name = f"{self.called[state.node]}.update"
             source, target = self._tensor(new), self._tensor(state)
@@ -86,12 +91,21 @@ class _Lowering:
             tuple(instructions),
             MappingProxyType({v.node.name: self._tensor(v) for v in self.graph.inputs}),
             MappingProxyType({name: self._tensor(v) for name, v in self.graph.outputs.items()}),
+            tuple(undo),
         )
+
+    def _all_saves(self) -> Iterator[Save]:
+        return (save for saves in self.saves.values() for save in saves)
+
+    def _instruction(self, node: Node) -> Instruction:
+        src = tuple(None if s is None else self._tensor(s) for s in node.src)
+        dst = tuple(map(self._tensor, node.results))
+        return Instruction(node.op, src, dst, node.attrs, self.scratch.get(node), self.called[node])
 
     # ------------------------------------------------------------------------------------------------- sharing
 
     def _share(self) -> _Slots:
-        """Decide in-place results and how long each memory is read."""
+        """Decide in-place results and how long each memory is read; what undoes the step is read when it has ended."""
         step = {n: i for i, n in enumerate(self.work)}
         last_read: dict[Value, int] = {}
         for node in self.work:
@@ -101,6 +115,11 @@ class _Lowering:
         for value in (*self.graph.outputs.values(), *self.order.copied.values()):
             last_read[self.views[value].base] = end
         slot_of: dict[Value, Value] = dict(self.order.donated)
+        for save in self._all_saves():
+            step[save.keep], step[save.back] = end if save.writer is None else step[save.writer], end
+            slot_of[Value(save.back)] = save.state
+            for source in (*save.keep.inputs, *save.back.inputs):
+                last_read[self.views[source].base] = end
         for node in self.work:
             for index, _ in op_of(node).inplace_in(node.attrs):
                 result = Value(node, index)
@@ -144,12 +163,13 @@ class _Lowering:
         for value in self.graph.inputs:
             last = self.slots.last_read.get(value, 0)
             owners[value] = Lifetime(self._nbytes(value), -1, last)
-        for node in self.work:
+        for node in (*self.work, *(save.keep for save in self._all_saves())):
             now = self.slots.step[node]
             for value in node.results:
                 if value not in self.slots.slot_of:
                     owners[value] = Lifetime(self._nbytes(value), now, self.slots.last_read.get(value, now))
-        needs = {n: nbytes for n in self.work if (nbytes := self.backend.scratch(n))}
+        others = [node for save in self._all_saves() for node in (save.keep, save.back)]
+        needs = {n: nbytes for n in (*self.work, *others) if (nbytes := self.backend.scratch(n))}
         temporary = [Lifetime(nbytes, self.slots.step[n], self.slots.step[n]) for n, nbytes in needs.items()]
         arena = place([*owners.values(), *temporary])
         buffers = [BufferSpec("arena", "", arena.nbytes)]

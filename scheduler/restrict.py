@@ -17,7 +17,7 @@ from ..graph.spec import Spec
 from ..ops import REGISTRY
 from ..ops.links import Link
 from ..ops.op import Op
-from ..ops.signature import Dim, Leading, Mismatch, Role
+from ..ops.signature import Dim, Leading, Mismatch, Role, Signature
 from .indices import (
     Digits,
     Index,
@@ -45,6 +45,9 @@ Items: TypeAlias = tuple[tuple[str, Attr], ...]
 LOCAL_ATTRS = frozenset({"shape", "start", "stop"})
 """Attributes that say a size, and so differ between a node and its share, where the op declares `localise`."""
 
+PART_ATTRS = frozenset({"first", "total"})
+"""Attributes that say which rows of a table that is looked up are there (`ops.routing`)."""
+
 
 class Unfit(Exception):  # noqa: N818  (an internal signal; it becomes the text of a fault)
     """The device's node is not the user's node on some of its entries."""
@@ -68,11 +71,22 @@ def side(node: Node) -> Side:
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows `own` of the `size` that operand `table` has in the user's graph, looked up by operand `numbers`."""
+
+    table: str
+    numbers: str
+    own: Index
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
 class Made:
-    """The entries of each result, and what of a contraction they sum over."""
+    """The entries of each result, what of a contraction they sum over, and the rows of a table if not all are there."""
 
     axes: tuple[Axes, ...]
     owed: Owed
+    rows: Rows | None = None
 
 
 @lru_cache(maxsize=1 << 15)
@@ -99,8 +113,9 @@ def _some(n: int, m: int) -> Index:
 
 def _same_attrs(declared: Op[Any], user: Side, mine: Side) -> None:
     theirs = mine.settled
+    looks_up = any(s.lookup for s in declared.signatures.values())
     for name, value in user.attrs:
-        local = declared.localise is not None and name in LOCAL_ATTRS
+        local = (declared.localise is not None and name in LOCAL_ATTRS) or (looks_up and name in PART_ATTRS)
         if not local and theirs.get(name) != value:
             raise Unfit(f"attribute {name} is {theirs.get(name)!r} and not {value!r}")
 
@@ -172,10 +187,36 @@ def _signed(declared: Op[Any], user: Side, mine: Side, axes: tuple[Axes | None, 
         for r in signature.results
     )
     _check_shapes(mine, results)
+    rows = _rows(signature, user, mine, names)
     contracted = [(names.found[n][0], sizes[n]) for n, role in roles.items() if role is Role.CONTRACTED]
     summed = [s.shape for s, o in zip(user.src, signature.operands, strict=False) if s is not None]
     contracted += [(i, n) for (i, _), n in zip(names.summed, summed[0] if summed else (), strict=False)]
-    return Made(results, terms(tuple(i for i, _ in contracted), tuple(n for _, n in contracted)))
+    return Made(results, terms(tuple(i for i, _ in contracted), tuple(n for _, n in contracted)), rows)
+
+
+def _rows(signature: Signature, user: Side, mine: Side, names: _Names) -> Rows | None:
+    """Which rows of a table that is looked up are there; they must be those that the device's attributes say."""
+    if signature.lookup is None:
+        return None
+    table, dim = signature.lookup
+    (name,) = dim.factors
+    at = signature.operands.index(table)
+    spec = user.src[at]
+    assert spec is not None
+    size, (index, digits) = spec.shape[len(spec.shape) - len(table.dims)], names.found[name]
+    said, theirs = (tuple(s.settled[k] for k in ("first", "total")) for s in (mine, user))
+    if said == theirs and is_whole(index, digits, size):
+        return None
+    first, total = said
+    assert isinstance(first, int)
+    if theirs != (0, 0) or total != size:
+        raise Unfit(
+            f"rows of {table.name} are looked up as {first} of {total}, and in the graph as {theirs[0]!r} of {size}"
+        )
+    own = joined([((first, length(index)),)]) if index else ()
+    if agreed(index, digits, own, ()) is None:
+        raise Unfit(f"rows {show(index)} of {table.name} are looked up as {show(own)}")
+    return None if own == whole(size) else Rows(table.name, dim.index, own, size)
 
 
 def _split(dim: Dim, own: Part, sizes: Mapping[str, int], local: Mapping[str, int], names: _Names) -> None:

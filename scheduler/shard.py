@@ -11,7 +11,7 @@ from ..graph.node import Node, Value
 from ..graph.spec import Spec
 from ..ops import concat, fill, op_of, slice_
 from ..ops.collective import all_gather, all_reduce, all_to_all, receive, reduce_scatter, send
-from .assign import Assignment, P, R, State
+from .assign import Assignment, P, R, State, is_owed
 from .factors import Factor, Factors
 from .layout import PARTIAL, REPLICATE, Layout, Local, Shard, Shares, local_shape, runs_of
 
@@ -33,7 +33,7 @@ def shard(graph: Graph, factors: Factors, assignment: Assignment, shares: Shares
     """Emit the graph of every device.  With one device that is the graph itself."""
     layouts = _Layouts(graph, factors, assignment, shares)
     emitters = [_Device(d, layouts) for d in range(len(shares))]
-    ends = {name: R if assignment.made[v] is P else assignment.made[v] for name, v in graph.outputs.items()}
+    ends = {name: R if is_owed(assignment.made[v]) else assignment.made[v] for name, v in graph.outputs.items()}
     outputs = {name: layouts.of(v, ends[name]) for name, v in graph.outputs.items()}
     graphs = tuple(e.emit(graph, ends) for e in emitters)
     leaves = {n.name: layouts.of(Value(n), assignment.made[Value(n)]) for n in graph.nodes if n.is_leaf}
@@ -65,7 +65,6 @@ class _Layouts:
 
     def __init__(self, graph: Graph, factors: Factors, assignment: Assignment, shares: Shares) -> None:
         self.graph, self.factors, self.assignment, self.shares = graph, factors, assignment, shares
-        self.known: dict[tuple[Value, Factor], Shard] = {}
         self.sequence: dict[tuple[Value, State], int] = {}
         self.letters: dict[Value, dict[int, int]] = {}
         count = 0
@@ -80,17 +79,18 @@ class _Layouts:
                 if device not in before.devices and device not in letters:
                     letters[device] = count
                     count += 1
+        self._cut: dict[tuple[Value, Factor], Shard] = {}
 
     def of(self, value: Value, state: State) -> Layout:
         if isinstance(state, Local):
             return state
         if not isinstance(state, Factor):
-            return PARTIAL if state is P else REPLICATE
-        if (value, state) not in self.known:
-            self.known[value, state] = self._cut(value, state)
-        return self.known[value, state]
+            return PARTIAL if is_owed(state) else REPLICATE
+        if (value, state) not in self._cut:  # every device asks, at every use
+            self._cut[value, state] = self._shard(value, state)
+        return self._cut[value, state]
 
-    def _cut(self, value: Value, state: Factor) -> Shard:
+    def _shard(self, value: Value, state: Factor) -> Shard:
         for axis, segments in enumerate(self.factors.axes(value)):
             if any(state in s for s in segments):
                 dealt = self.shares.of(state)
@@ -178,6 +178,9 @@ class _Device:
             first, want = node.inputs[0], assignment.wants[node][0]
             count = partial(self._count, self.layouts.of(first, want))
             attrs = {**attrs, **declared.localise(attrs, self._shape(node.results[0], made[0]), count)}
+        by = assignment.by[node]
+        if isinstance(by, Factor) and by is self.layouts.factors.uses(node).looked_up:
+            attrs = {**attrs, "first": self.layouts.shares.of(by)[self.device][0], "total": by.size}
         built = declared(*src, name=node.name, **attrs)
         results = (built,) if isinstance(built, Value) else built
         self.origins[results[0].node] = node
@@ -217,13 +220,13 @@ class _Device:
         """The collective that takes `value` from one layout to another."""
         mine, number, label = self.local[value, made], self.layouts.sequence[value, state], value.node.label
         before, after = self.layouts.of(value, made), self.layouts.of(value, state)
-        if made is P and state is R:
+        if is_owed(made) and state is R:
             return all_reduce(mine, sequence=number, name=f"{label}.sum")
         if isinstance(before, Shard) and state is R:
             return all_gather(mine, axis=before.axis, runs=before.runs, sequence=number, name=f"{label}.whole")
         assert isinstance(after, Shard)
         cut = {"axis": after.axis, "runs": after.runs, "rank": self.device, "sequence": number}
-        if made is P:
+        if is_owed(made):
             return reduce_scatter(mine, **cut, name=f"{label}.part")
         assert isinstance(before, Shard)
         return all_to_all(mine, old_axis=before.axis, old_runs=before.runs, **cut, name=f"{label}.recut")

@@ -79,6 +79,17 @@ def estimate(found: Sequence[Stage], devices: int) -> Estimate:
     return Estimate(max(0.0, max(clock, default=0.0) - sent), sent, len(meetings))
 
 
+def saving(lanes: Sequence[Lane], hardware: Hardware) -> float:
+    """Seconds in which the busiest device saves what would undo the run."""
+    programs = [lane.program for lane in lanes]
+    return max(sum(hardware.compute(0.0, _copied(p.instructions[at])) for at in p.saves) for p in programs)
+
+
+def _copied(i: Instruction) -> float:
+    """Bytes read and written by an instruction that copies."""
+    return 2.0 * sum(t.spec.nbytes for t in i.dst)
+
+
 def _alike(work: Mapping[int, tuple[str, Stage]]) -> list[Stage]:
     """One stage for devices that do the same between two meetings; they differ at most in how much."""
     groups: dict[str, list[tuple[int, Stage]]] = defaultdict(list)
@@ -107,6 +118,7 @@ class _Parts:
     ) -> None:
         self.hardware, self.whole, self.counts, self.devices = hardware, whole, counts, devices
         self.nodes = {name: node for node, name in names(graph).items()}
+        self.saves = program.saves
         self.meetings: dict[int, Stage] = {}
         self.before: dict[int, tuple[str, Stage]] = {}
         start = 0
@@ -126,11 +138,10 @@ class _Parts:
         """The stage of the instructions from `start` to `stop`."""
         reads = seconds = uncut = 0.0
         cut = False
-        for i in program.instructions[start:stop]:
-            node = self.nodes.get(i.node)
-            if node is None:  # the copy of a new state over the old one
-                flops, nbytes, more = 0.0, float(sum(t.spec.nbytes for t in (*i.src, *i.dst) if t is not None)), 0.0
-                times = 1.0
+        for at, i in enumerate(program.instructions[start:stop], start):
+            node = None if at in self.saves else self.nodes.get(i.node)
+            if node is None:  # a copy of a state: of the new one over the old one, or to undo that
+                flops, nbytes, more, times = 0.0, _copied(i), 0.0, 1.0
             else:
                 flops, nbytes = self.counts.of(node)
                 times, more = self._missing(node)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..backends.base import Array, Backend, BufferSpec, Device, Tensor, contiguous_strides
+from ..graph.dtypes import DType
 from ..graph.errors import PlanError
 from ..graph.graph import Graph
 from ..graph.node import constant_array
 from ..graph.spec import Spec
+from ..ops.quants import decoded, encoded
 from .layout import REPLICATE, Layout, Local, Shard, local_shape
 from .plan import Lane, Plan
 
@@ -43,7 +46,7 @@ class Store:
         if name not in self.states:
             raise PlanError(f"there is no state %{name} yet; states appear with the first plan that has them")
         spec, layout = self._layouts[name]
-        parts = [d.array("state", name) if ("state", name) in d.held else None for d in self._devices]
+        parts = [d.part("state", name) if ("state", name) in d.held else None for d in self._devices]
         return StateView(spec, layout, parts)
 
     @property
@@ -69,15 +72,24 @@ class Store:
         return [device.buffers(lane) for device, lane in zip(self._devices, plan.lanes, strict=True)]
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one device has of a state: its view of the memory, and the dtype in which numbers lie there."""
+
+    array: Any
+    dtype: DType
+
+
 class StateView:
     """One state that may be cut over devices, as one NumPy-like array."""
 
-    def __init__(self, spec: Spec, layout: Layout, parts: list[Any]) -> None:
+    def __init__(self, spec: Spec, layout: Layout, parts: list[Part | None]) -> None:
         self.spec, self.layout, self.parts = spec, layout, parts
         self.shape = spec.shape
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        whole = assembled(self.spec.shape, self.layout, self.parts)
+        parts = [None if p is None else decoded(p.array, p.dtype) for p in self.parts]
+        whole = assembled(self.spec.shape, self.layout, parts)
         return whole if dtype is None else whole.astype(dtype)
 
     def __getitem__(self, index: Any) -> Array:
@@ -85,15 +97,15 @@ class StateView:
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Assign to `index`, an index that NumPy understands; every device gets its share."""
-        if not isinstance(self.layout, Shard):
-            for part in self.parts:
-                if part is not None:
-                    part[index] = value
-            return
-        whole = np.array(self)
-        whole[index] = value
+        numbers, cut = decoded(np.asarray(value), self.spec.dtype), isinstance(self.layout, Shard)
+        if cut:
+            whole = np.array(self)
+            whole[index] = numbers
+            numbers, index = whole, ...
         for number, part in enumerate(self.parts):
-            part[...] = _share(whole, self.spec, self.layout, number)
+            if part is not None:
+                mine = _share(numbers, self.spec, self.layout, number) if cut else numbers
+                part.array[index] = encoded(mine, part.dtype)
 
     def any(self) -> bool:
         return bool(np.asarray(self).any())
@@ -119,11 +131,11 @@ class _DeviceStore:
         self.held[spec.kind, spec.name] = (spec, buffer)
         return buffer
 
-    def array(self, kind: str, name: str) -> Any:
+    def part(self, kind: str, name: str) -> Part:
         spec, buffer = self.held[kind, name]
         assert spec.stored is not None
-        shape = spec.stored.shape
-        return self.backend.view(buffer, Tensor(0, 0, shape, contiguous_strides(shape), spec.stored.dtype))
+        shape, dtype = spec.stored.shape, spec.stored.dtype
+        return Part(self.backend.view(buffer, Tensor(0, 0, shape, contiguous_strides(shape), dtype)), dtype)
 
     def nbytes(self) -> dict[str, int]:
         total = {"weight": 0, "state": 0, "arena": self.arena[0]}

@@ -15,13 +15,16 @@ class Summand:
     """A device's part of a sum.
 
     ``none``: zeros.  ``terms``: the terms of a contraction whose indices lie in `box`, of `sizes` in all.  ``linear``:
-    a linear op of `parts`, which are sums owed themselves (None: the value itself, all of the sum).
+    a linear op of `parts`, which are sums owed themselves (None: the value itself, all of the sum).  `by`: the terms
+    are rows that are looked up by numbers, a value and how many axes it has; then what is at an index of the value's
+    first axes is zero, unless the row named there is in `box`.
     """
 
     kind: str
     box: tuple[Index, ...] = ()
     sizes: tuple[int, ...] = ()
     parts: tuple[Summand | None, ...] = ()
+    by: tuple[int, int] | None = None
 
 
 NOTHING = Summand("none")
@@ -82,10 +85,12 @@ def _parts_miscounted(summands: Sequence[Owed], seen: set[tuple[int, ...]]) -> s
 
 def _uncovered(boxes: Sequence[tuple[int, Summand]]) -> str | None:
     """Why boxes of indices are no disjoint cover of all of them."""
-    sizes = boxes[0][1].sizes
+    sizes, by = boxes[0][1].sizes, boxes[0][1].by
     for device, box in boxes:
         if box.sizes != sizes:
             return "the devices sum over different axes"
+        if box.by != by:
+            return "the devices look rows up by different numbers"
         if any(map(has_twice, box.box)):
             return f"device {device} has a term twice"
     for (d, one), (e, two) in combinations(boxes, 2):

@@ -21,8 +21,9 @@ from ..graph.node import Node, Value
 from ..ops import REGISTRY
 from ..ops.collective import COLLECTIVES, int_attr, runs_of
 from .indices import Digits, Index, agreed, entries, index_of, is_whole, joined, length, taken, whole
+from .passing import passed
 from .restrict import Axes, Made, Side, at_positions, restricted, show, side
-from .summands import NOTHING, Owed, linear, miscounted
+from .summands import NOTHING, Owed, miscounted
 
 Key: TypeAlias = tuple[object, ...]
 MOST = 64
@@ -235,13 +236,12 @@ class Trace:
             if isinstance(made, str):
                 reasons.append(made)
                 continue
-            owed = made.owed
-            if any(o is not None and o.owed is not None for o in operands):
-                try:
-                    owed = _passed(node, operands, made)
-                except ValueError as why:
-                    reasons.append(str(why))
-                    continue
+            try:
+                summands = [None if o is None else o.owed for o in operands]
+                owed = passed(node.op, user, summands, made, key[1])
+            except ValueError as why:
+                reasons.append(str(why))
+                continue
             yield [
                 Held(number, tuple(i for i, _ in result), owed)
                 for number, result in zip(numbers, made.axes, strict=True)
@@ -367,16 +367,3 @@ def converted(node: Node, operands: Sequence[Held | None]) -> list[Held]:
         return []
     index = joined([first.axes[axis], second.axes[axis]])
     return [Held(first.number, (*first.axes[:axis], index, *first.axes[axis + 1 :]), first.owed)]
-
-
-def _passed(node: Node, operands: Sequence[Held | None], made: Made) -> Owed:
-    """What is owed of the result if some operands are summands.  Raises ValueError unless the op is linear there."""
-    declared = REGISTRY[node.op]
-    named = [(n, o) for n, o in zip(declared.operand_names, operands, strict=False) if o is not None]
-    owed = {n for n, o in named if o.owed is not None}
-    if made.owed is not None:
-        raise ValueError(f"operands {', '.join(sorted(owed))} are sums still owed, and it sums over shards besides")
-    for joint in declared.linear_in(node.attrs):
-        if owed <= set(joint.split("+")):
-            return linear([o.owed for n, o in named if n in joint.split("+")])
-    raise ValueError(f"{node.op} is not linear in {' and '.join(sorted(owed))}, a sum that is still owed")

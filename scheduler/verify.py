@@ -44,7 +44,9 @@ def plan_faults(plan: Plan) -> Iterator[str]:
         program = lane.program
         key = (
             type(lane.backend),
-            *map(id, (lane.graph, program.buffers, program.instructions, program.inputs, program.outputs)),
+            *map(
+                id, (lane.graph, program.buffers, program.instructions, program.undo, program.inputs, program.outputs)
+            ),
         )
         if key not in seen:
             seen[key] = list(_lane_faults(lane))
@@ -100,9 +102,9 @@ def _kept(lane: Lane, value: Value) -> DType:
 
 def _run_by(lane: Lane) -> Iterator[tuple[Node, Instruction]]:
     """The instructions of a lane with the nodes they compute."""
-    nodes = {name: node for node, name in names(lane.graph).items()}
-    for instruction in lane.program.instructions:
-        if instruction.node in nodes:
+    nodes, saves = {name: node for node, name in names(lane.graph).items()}, lane.program.saves
+    for at, instruction in enumerate(lane.program.instructions):
+        if instruction.node in nodes and at not in saves:
             yield nodes[instruction.node], instruction
 
 

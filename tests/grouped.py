@@ -8,8 +8,7 @@ import numpy as np
 
 from hocket import ops
 from hocket.backends.base import find
-from hocket.graph import DType, Graph, input, state, weight
-from hocket.ops.quants import f32_to_bf16
+from hocket.graph import Graph, input, state, weight
 from hocket.scheduler import Executor, Store, load, plan_for
 
 from .random_graphs import bindings, seeded_graph
@@ -22,11 +21,7 @@ def group_of(n: int, kind: str = "reference"):
 
 def weights_of(graph: Graph, values):
     """Weights as files hold them."""
-    found = {v.node.name: raw(values[v.node.name], v.dtype) for v in graph.weights}
-    for v in graph.weights:
-        if v.dtype is DType.BF16:
-            found[v.node.name] = f32_to_bf16(np.atleast_1d(found[v.node.name]).astype(np.float32)).reshape(v.shape)
-    return found
+    return {v.node.name: raw(values[v.node.name], v.dtype) for v in graph.weights}
 
 
 def run_of(made, values, feed=None):
@@ -50,9 +45,7 @@ def random_plan(seed: int, mode: str):
 def bound(graph: Graph, values, leaves):
     def bind(store: Store) -> None:
         for v in graph.weights:
-            data = raw(values[v.node.name], v.dtype)
-            stored = data if v.dtype.is_quantised else data.astype(v.dtype.storage)
-            store.bind(v.node.name, stored, v.spec, leaves[v.node.name])
+            store.bind(v.node.name, raw(values[v.node.name], v.dtype), v.spec, leaves[v.node.name])
 
     return bind
 

@@ -75,6 +75,29 @@ def gather_plan() -> Plan:
     return plan_for(graph, [find("cpu:0"), find("cpu:1")], choose=columns)
 
 
+def experts() -> Graph:
+    """A mixture of six experts with a bias, one of them after what needs all of it, and a bias of what is whole."""
+    x, ids, others = input("x", (T, 1, E)), input("ids", (T, 2), "i32"), input("others", (T, 2), "i32")
+    g, u = (ops.mul_mat_id(weight(n, (6, F, E)), x, ids, name=f"{n}ed") for n in ("gate", "up"))
+    g = ops.add_id(g, weight("bg", (6, F)), ids, name="biased")
+    d = ops.mul_mat_id(weight("down", (6, E, F)), ops.swiglu(g, u, name="act"), ids, name="downed")
+    y = ops.mul_mat(ops.transpose(d, name="turned"), input("shares", (T, 1, 2)), name="combined")
+    open_ = ops.sigmoid(ops.mul_mat_id(weight("route", (6, E, E)), x, ids, name="routed"), name="opened")
+    z = ops.add_id(input("whole", (T, 2, E)), weight("bz", (6, E)), ids, name="z")
+    far = ops.mul_mat_id(weight("far", (6, E, E)), x, others, name="fared")
+    return Graph({"y": ops.rms_norm(y, name="normed"), "opened": open_, "z": z, "far": far})
+
+
+@cache
+def experts_plan(*shares: float) -> Plan:
+    """The mixture on two devices, each with some of the experts."""
+
+    def dealt(graph, factors):
+        return frozenset(f for v in graph.weights for f in factors.of(v) if factors.word(f) == "experts")
+
+    return plan_for(experts(), [find("cpu:0"), find("cpu:1")], choose=dealt, tensor_split=shares)
+
+
 # --------------------------------------------------------------------------------------------------------- editing
 
 
@@ -180,6 +203,13 @@ def step(plan: Plan, device: int, name: str, change: Callable[[Any], Any]) -> Pl
     found = plan.lanes[device].program.instructions
     assert any(i.node == name for i in found), f"no step is called {name}: {[i.node for i in found]}"
     return programmed(plan, device, instructions=tuple(change(i) if i.node == name else i for i in found))
+
+
+def kept(plan: Plan, device: int, change: Callable[[dict[int, Any]], None]) -> Plan:
+    """`plan` with what undoes the step of a device changed: instructions by the position of their saves."""
+    undo = dict(plan.lanes[device].program.undo)
+    change(undo)
+    return programmed(plan, device, undo=tuple(undo.items()))
 
 
 def moved(tensor: Any, by: int) -> Any:

@@ -65,7 +65,8 @@ def test_plans_of_the_search_are_verified_too(mode, n):
 def test_1_every_node_runs_once_on_each_device_that_has_it(seed, mode):
     made, _, _ = random_plan(seed, mode)
     for lane in made.lanes:
-        ran = Counter(i.node for i in lane.program.instructions)
+        saves = lane.program.saves
+        ran = Counter(i.node for at, i in enumerate(lane.program.instructions) if at not in saves)
         assert set(ran.values()) <= {1}
         work = [n for n in lane.graph.nodes if not n.is_leaf and not op_of(n).is_view]
         copies = sum(i.node.endswith(".update") for i in lane.program.instructions)
@@ -196,7 +197,10 @@ def test_15_and_12_every_read_finds_what_its_source_wrote_whole(seed, mode):
         number = {v: k for k, v in enumerate(v for n in lane.graph.nodes for v in n.results)}
         for name, tensor in lane.program.inputs.items():
             arena[slice(*_reach(tensor))] = number[Value(nodes[name])]
-        for i in lane.program.instructions:
+        for at, i in enumerate(lane.program.instructions):
+            if at in lane.program.saves:
+                arena[slice(*_reach(i.dst[0]))] = -2 - at
+                continue
             sources = nodes[i.node].src if i.node in nodes else (lane.graph.updates[_state(lane.graph, i.node)],)
             _found(arena, sources, i.src, number)
             for tensor in (i.scratch, *i.dst):
@@ -207,6 +211,8 @@ def test_15_and_12_every_read_finds_what_its_source_wrote_whole(seed, mode):
                     arena[slice(*_reach(tensor))] = number[value]
         ends = [(lane.graph.outputs[name], tensor) for name, tensor in lane.program.outputs.items()]
         _found(arena, [v for v, _ in ends], [t for _, t in ends], number)
+        for at in lane.program.saves:  # what undoes the run is there to its end
+            assert (arena[slice(*_reach(lane.program.instructions[at].dst[0]))] == -2 - at).all()
 
 
 def _state(graph: Graph, name: str) -> Value:

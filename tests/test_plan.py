@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from hocket.frontends.models import Step, load_model
 from hocket.graph import BackendError, Graph, HocketError, PlanError, input, to_json, weight
 from hocket.scheduler import load, plan, plan_for
 from hocket.scheduler.condense import condense, repeats
+from hocket.scheduler.cost import CPU
 from hocket.scheduler.diff import difference, drawn_together
 from hocket.scheduler.explain import places
 from hocket.scheduler.fits import memory_problem, pools
@@ -25,6 +27,7 @@ from hocket.scheduler.plan_json import from_json
 from hocket.scheduler.plan_json import to_json as plan_to_json
 from hocket.scheduler.simulate import simulate
 
+from .plan_faults import tensor_plan
 from .random_graphs import bindings, seeded_graph
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -143,6 +146,30 @@ def test_a_plan_whose_layout_is_not_that_of_its_programs_is_refused():
     document["leaves"]["up"] = "R"
     with pytest.raises(PlanError, match=r"%up is f32\[128,64\] on cpu:0, need f32\[256,64\]"):
         from_json(json.dumps(document))
+
+
+def exchange(entries):
+    """Let the first two entries of a list change places."""
+    entries[0], entries[1] = entries[1], entries[0]
+
+
+TAMPERED = {
+    "devices have each other's shards": lambda d: exchange(d["leaves"]["down"]["runs"]),
+    "a shard is there twice": lambda d: d["leaves"]["down"]["runs"].__setitem__(1, d["leaves"]["down"]["runs"][0]),
+    "two steps are exchanged": lambda d: exchange(d["programs"][0]["instructions"]),
+    "an output is a sum still owed": lambda d: d["outputs"].update(z="P"),
+    "what undoes a step is not there": lambda d: d["programs"][1]["undo"].clear(),
+    "what undoes a step is in another order": lambda d: exchange(d["programs"][0]["undo"]),
+    "what undoes a step is said of another": lambda d: d["programs"][0]["undo"][0].__setitem__(0, 0),
+}
+
+
+@pytest.mark.parametrize("tamper", TAMPERED.values(), ids=TAMPERED)
+def test_a_plan_that_was_tampered_with_is_refused(tamper):
+    document = json.loads(plan_to_json(replace(tensor_plan(), hardware=CPU)))
+    assert not refusal(json.dumps(document))
+    tamper(document)
+    assert refusal(json.dumps(document))
 
 
 def test_a_plan_for_a_device_that_is_not_there_is_refused():

@@ -17,6 +17,7 @@ from hocket.scheduler.verify import plan_faults, verify_plan
 from .plan_faults import (
     again,
     ending,
+    experts_plan,
     gather_plan,
     laid,
     layer_plan,
@@ -311,6 +312,69 @@ PROGRAMS: Mapping[str, Fault] = {
     "a program is for another device": lambda: other_device(),
 }
 
+TABLES = ("gate", "up", "bg", "down", "route", "bz")
+FIRST, LAST = ((0, 3),), ((3, 3),)
+
+
+def other_lane(plan: Plan, device: int, lane: int, *runs: tuple[tuple[int, int], ...]) -> Plan:
+    """The mixture of which one device has other experts, as in `plan`."""
+    lanes = list(experts_plan().lanes)
+    lanes[device] = dataclasses.replace(plan.lanes[lane], device=lanes[device].device)
+    whole = dataclasses.replace(experts_plan(), lanes=tuple(lanes))
+    return laid(whole, **dict.fromkeys((*TABLES, "far"), cut(0, *runs)))
+
+
+def exchanged(*tables: str, **products: int) -> Plan:
+    """The two devices' experts exchanged in some tables, and the nodes that look them up told so."""
+    found = laid(experts_plan(), **dict.fromkeys(tables, cut(0, LAST, FIRST)))
+    for device, first in enumerate((3, 0)):
+        found = nodes(found, device, **dict.fromkeys(products, again(first=first)))
+    return found
+
+
+ROUTING: Mapping[str, Fault] = {
+    "an expert lies on two devices": lambda: other_lane(experts_plan(2, 1), 0, 0, ((0, 4),), LAST),
+    "an expert lies on no device": lambda: other_lane(experts_plan(2, 1), 1, 1, FIRST, ((4, 2),)),
+    "an expert that no device has is said to lie on one": lambda: other_lane(experts_plan(2, 1), 1, 1, FIRST, LAST),
+    "numbers of experts are not shifted": lambda: nodes(experts_plan(), 1, gateed=again(first=0)),
+    "numbers of the last table are not shifted": lambda: nodes(experts_plan(), 1, downed=again(first=0)),
+    "numbers of a bias are not shifted": lambda: nodes(experts_plan(), 1, biased=again(first=0)),
+    "numbers are shifted by one": lambda: nodes(experts_plan(), 1, uped=again(first=2)),
+    "a part of the experts is taken for all": lambda: nodes(experts_plan(), 0, gateed=again(first=0, total=0)),
+    "there are said to be more experts": lambda: nodes(experts_plan(), 0, 1, gateed=again(total=7)),
+    "gates are dealt otherwise than what they gate": lambda: exchanged("up", uped=1),
+    "the last table is dealt otherwise than the first": lambda: exchanged("down", downed=1),
+    "a bias is dealt otherwise than what it is added to": lambda: exchanged("bg", biased=1),
+    "a bias of experts is added on one device only": lambda: nodes(experts_plan(), 1, biased=lambda n, s: s[0]),
+    "what is whole is counted on each device with a bias": lambda: nodes(
+        experts_plan(), 1, whole__zero=lambda n, s: s[0]
+    ),
+    "something is made of zeros": lambda: on(experts_plan(), 0, 1, graph=reading(opened="routed")),
+    "something is made of zeros on one device": lambda: on(experts_plan(), 1, graph=reading(opened="routed")),
+    "answers are not summed": lambda: nodes(experts_plan(), 0, 1, combined__sum=lambda n, s: s[0]),
+    "answers are not summed on one device": lambda: nodes(experts_plan(), 1, combined__sum=lambda n, s: s[0]),
+    "answers are summed twice": lambda: nodes(
+        experts_plan(),
+        *(0, 1),
+        combined__sum=lambda n, s: all_reduce(all_reduce(s[0], **n.attrs), sequence=9, name="combined.sum"),
+    ),
+    "answers are summed before they are combined and after": lambda: nodes(
+        experts_plan(), 0, 1, combined__sum=again(sequence=8), downed=lambda n, s: all_reduce(again()(n, s), sequence=0)
+    ),
+    "experts are looked up by other numbers": lambda: on(
+        experts_plan(), 0, 1, graph=lambda g: _numbered(g, "gateed", "others")
+    ),
+    "one device looks up by other numbers": lambda: on(experts_plan(), 1, graph=lambda g: _numbered(g, "fared", "ids")),
+}
+
+
+def _numbered(graph: Graph, name: str, numbers: str) -> Graph:
+    """One lookup by another input."""
+    from .plan_faults import rebuilt
+
+    (leaf,) = (v for v in graph.inputs if v.node.name == numbers)
+    return rebuilt(graph, {name: lambda n, s: ops.mul_mat_id(s[0], s[1], leaf, name=name, **n.attrs)})
+
 
 def nothing(*shape: int):
     return ops.cont(ops.broadcast(constant("nothing", [0.0]), shape=shape))
@@ -354,16 +418,16 @@ def without_output(graph: Graph, node: str) -> Graph:
     return Graph(kept, graph.updates)
 
 
-FAULTS = {**SUMS, **MEETINGS, **LAYOUTS, **NODES, **PROGRAMS, **PLACES}
+FAULTS = {**SUMS, **MEETINGS, **LAYOUTS, **NODES, **PROGRAMS, **ROUTING, **PLACES}
 
 
-@pytest.mark.parametrize("made", [tensor_plan, layer_plan, gather_plan, placed_plan])
+@pytest.mark.parametrize("made", [tensor_plan, layer_plan, gather_plan, experts_plan, placed_plan])
 def test_the_plans_in_which_faults_are_planted_are_right(made):
     assert not list(plan_faults(made()))
 
 
 def test_there_are_many_kinds_of_faults():
-    assert len(FAULTS) >= 80
+    assert len(FAULTS) >= 100
 
 
 @pytest.mark.parametrize("fault", FAULTS)

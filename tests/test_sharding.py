@@ -19,6 +19,7 @@ from hocket.frontends.models import Step, load_model
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
 from hocket.graph import BackendError, DType, Graph, PlanError, Value, input, state, weight
+from hocket.ops.quants import encoded
 from hocket.scheduler import load, plan, plan_for
 from hocket.scheduler.choose import clash, classes_of
 from hocket.scheduler.comm import Meeting
@@ -97,7 +98,7 @@ def test_each_device_keeps_its_share_of_the_weights_and_of_the_cache():
 def raw(array, dtype: DType):
     """Bound as a file holds it; a quantised weight as zero blocks with scales of one or so."""
     if not dtype.is_quantised:
-        return array
+        return encoded(array, dtype)
     rng = np.random.default_rng(array.size)
     blocks = rng.integers(0, 255, (*array.shape[:-1], array.shape[-1] // dtype.block, dtype.block_bytes))
     blocks = blocks.astype(np.uint8)
@@ -295,7 +296,7 @@ def test_a_device_that_fails_stops_the_others_and_is_named():
 def test_a_member_that_does_not_come_is_an_error_and_not_a_hang():
     meeting = Meeting(2, timeout=0.05)
     x = np.ones(3, np.float32)
-    with pytest.raises(BackendError, match=r"collective 7 on device 0 of 2: a device did not arrive within 0\.05 s"):
+    with pytest.raises(BackendError, match=r"collective 7 on device 0 of 2: device 1 did not arrive within 0\.05 s"):
         meeting.member(0).all_reduce(x, x, x.copy(), 7)
 
 

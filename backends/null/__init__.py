@@ -11,6 +11,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ from ...graph.node import Node, Value
 from ...graph.spec import Spec
 from ...ops import REGISTRY
 from ...ops.collective import COLLECTIVES, int_attr
-from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor
+from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor, run_calls
 
 
 class Speeds(Protocol):
@@ -118,8 +119,7 @@ class NullBackend:
 
         def replay() -> None:
             clock = _Clock(comm)
-            for instruction, seconds in priced:
-                clock.run(instruction, seconds)
+            run_calls(program, enumerate(partial(clock.run, i, seconds) for i, seconds in priced))
             self.tracks[str(on)] = clock.track
 
         return replay

@@ -15,7 +15,7 @@ from ...graph.dtypes import DType
 from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops.collective import COLLECTIVES
-from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor
+from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor, run_calls
 from ..host import HostBackend
 from .kernel import Call
 from .table import KERNELS
@@ -40,12 +40,11 @@ class NumpyBackend(HostBackend):
         def view(tensor: Tensor) -> Array:
             return self.view(buffers[tensor.buffer], tensor)
 
-        calls = [call for i in program.instructions for call in self.calls(i, buffers, view, comm)]
+        calls = [(n, call) for n, i in enumerate(program.instructions) for call in self.calls(i, buffers, view, comm)]
 
         def replay() -> None:
             with np.errstate(all="ignore"):  # IEEE results (inf, NaN) are results here
-                for call in calls:
-                    call()
+                run_calls(program, calls)
 
         return replay
 

@@ -13,16 +13,17 @@ from typing import Any, Self
 import numpy as np
 
 from ...graph.dtypes import DType
+from ...graph.errors import StepError
 from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops.quants import dequantise
-from ..base import Array, Comm, Device, Instruction, Program, Tensor, contiguous_strides, host_view
+from ..base import Array, Comm, Device, Instruction, Program, Tensor, contiguous_strides, host_view, run_calls
 from . import NumpyBackend
 from .compiler import REPLAY
 from .kernels.formats import FORMATS, ROWS
 from .kernels.packing import pack, unpack
 from .kernels.simd import LANES
-from .replay import Crew, Segment, segments
+from .replay import Crew, StoppedError, calls
 
 ROUNDED = frozenset(("mul_mat", "mul_mat_id"))
 """Ops whose activations are rounded to 8 bits, in blocks of 32, where their weight is packed."""
@@ -94,16 +95,16 @@ class CpuBackend(NumpyBackend):
 
         if self._crew is None:
             self._crew = Crew(self.threads)
-        crew = self._crew
-        work = segments(program, buffers, self.threads, comm, in_python)
+        work = calls(program, buffers, self._crew, comm, in_python)
 
         def replay() -> None:
-            with np.errstate(all="ignore"):
-                for one in work:
-                    if isinstance(one, Segment):
-                        crew.run(one)
-                    else:
-                        one()
+            try:
+                with np.errstate(all="ignore"):
+                    run_calls(program, work)
+            except StepError as error:
+                if not isinstance(why := error.__cause__, StoppedError):
+                    raise
+                raise StepError(program.instructions[why.number].node, program.device, why.number, str(why)) from why
 
         return replay
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
@@ -10,7 +10,8 @@ from itertools import pairwise
 import numpy as np
 
 from ...graph.node import Node
-from ...ops.states import legal_rows
+from ...ops.collective import int_attr
+from ...ops.routing import own_rows
 from ..base import Array
 from .elementwise import plain
 from .kernel import Call, Calls, Kernel
@@ -34,7 +35,8 @@ def mul_mat(call: Call) -> Calls:
 
 
 def mul_mat_id(call: Call) -> Calls:
-    """Expert by expert, those that are used only: their rows gathered, multiplied at once and scattered."""
+    """Expert by expert, those that are used only: their rows gathered, multiplied at once and scattered; zeros where
+    the expert lies on another device."""
     w, x, ids, out = call.operand(0), call.operand(1), call.operand(2), call.out
     if not x.shape[-1]:
         return [partial(np.copyto, out, np.float32(0))]  # sums of nothing
@@ -45,9 +47,11 @@ def mul_mat_id(call: Call) -> Calls:
     # Slot i of a token reads row i mod shared of it.
     entry = np.arange(ids.size)
     source = entry // used * shared + entry % used % shared
+    part = {name: int_attr(call.attrs[name]) for name in ("first", "total")}
+    own = partial(own_rows, ids, count=len(w), what="ids of experts", **part)
     return [
         *first,
-        partial(_experts, w, rows, ids, out.reshape(-1, w.shape[1], copy=False), source, gathered, products),
+        partial(_experts, w, rows, own, out.reshape(-1, w.shape[1], copy=False), source, gathered, products),
     ]
 
 
@@ -59,11 +63,16 @@ def _rows(x: Array) -> tuple[Array, Calls]:
     return dense.reshape(-1, x.shape[-1]), [partial(np.copyto, dense, x)]
 
 
-def _experts(w: Array, rows: Array, ids: Array, out: Array, source: Array, gathered: Array, products: Array) -> None:
-    chosen = legal_rows(ids, len(w), "ids of experts").reshape(-1)
+def _experts(
+    w: Array, rows: Array, own: Callable[[], Array], out: Array, source: Array, gathered: Array, products: Array
+) -> None:
+    chosen = own().reshape(-1)
     order = np.argsort(chosen, kind="stable")
     bounds = [0, *(np.flatnonzero(np.diff(chosen[order])) + 1).tolist(), len(order)]
     for start, stop in pairwise(bounds):
+        if chosen[order[start]] < 0:
+            out[order[start:stop]] = 0
+            continue
         matrix = w[chosen[order[start]]].T
         for at in range(start, stop, len(gathered)):
             mine = order[at : min(at + len(gathered), stop)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -17,7 +18,7 @@ from ...ops.collective import COLLECTIVES
 from ..base import Comm, Instruction, Program
 from .compiler import REPLAY
 from .kernels import attention, collective, experts, moves, norms, products, recurrent, reductions, rotary, rows
-from .kernels.loop import SHARED_BYTES, STEP, run
+from .kernels.loop import SHARED_BYTES, STEP, STEP_FAILED, run
 from .steps import Binding, Bound, Operand, Steps
 
 BINDINGS: Mapping[str, Binding] = {
@@ -48,14 +49,21 @@ class Segment:
         table = [[k.address, block.ctypes.data, meets, number] for k, block, meets, number in steps.steps]
         self.table = np.array(table, np.int64).reshape(-1, STEP)
         self.shared = np.zeros(SHARED_BYTES // 8, np.int64)
-        self.begun = np.zeros(1, np.int64)
-        words = [self.table.ctypes.data, len(self.table), self.shared.ctypes.data, self.begun.ctypes.data]
+        words = [self.table.ctypes.data, len(self.table), self.shared.ctypes.data]
         self.arguments = np.array(words, np.int64)
         self.call = REPLAY(run.address)
 
     def part(self, thread: int) -> int:
         """One thread's part of the run; the status."""
         return int(self.call(self.arguments.ctypes.data, thread, self.threads))
+
+
+class StoppedError(BackendError):
+    """A kernel stopped the run; `number` is that of its instruction."""
+
+    def __init__(self, number: int, why: str) -> None:
+        super().__init__(why)
+        self.number = number
 
 
 class Crew:
@@ -74,15 +82,16 @@ class Crew:
             self._done.release()
 
     def run(self, segment: Segment) -> None:
-        """Run a segment on all threads.  Raises `BackendError` if a kernel stopped the run."""
+        """Run a segment on all threads.  Raises `StoppedError` if a kernel stopped the run."""
         for queue in self._queues:
             queue.put(segment)
         status = segment.part(0)
         for _ in self._queues:
             self._done.acquire()
         if status:
+            number = int(segment.shared[STEP_FAILED // 8])
             segment.shared[:] = 0
-            raise BackendError(STATUS.get(status, f"status {status}"))
+            raise StoppedError(number, STATUS[status])
 
 
 def operand(tensor: Any, program: Program, buffers: Sequence[Any]) -> Operand:
@@ -95,22 +104,26 @@ def bound(number: int, i: Instruction, program: Program, buffers: Sequence[Any])
     return Bound(i.op, src, tuple(operand(t, program, buffers) for t in i.dst), i.attrs, number)
 
 
-def segments(
+Calls = list[tuple[int, Callable[[], object]]]
+"""What to run in order, each with the number of its (first) instruction."""
+
+
+def calls(
     program: Program,
     buffers: Sequence[Any],
-    threads: int,
+    crew: Crew,
     comm: Comm,
     in_python: Callable[[Instruction], list[Callable[[], object]]],
-) -> list[Segment | Callable[[], object]]:
-    """What to run, in order: compiled segments, and calls for instructions that have no kernel."""
-    found: list[Segment | Callable[[], object]] = []
-    steps = Steps(threads, comm)
+) -> Calls:
+    """Compiled segments, and calls for instructions that have no kernel."""
+    found: Calls = []
+    steps = Steps(crew.threads, comm)
 
     def close() -> None:
         nonlocal steps
         if steps.steps:
-            found.append(Segment(steps))
-        steps = Steps(threads, comm)
+            found.append((steps.steps[0][3], partial(crew.run, Segment(steps))))
+        steps = Steps(crew.threads, comm)
 
     for number, i in enumerate(program.instructions):
         bind = BINDINGS.get(i.op)
@@ -119,6 +132,6 @@ def segments(
             continue
         if bind is None or not bind(steps, bound(number, i, program, buffers)):
             close()
-            found += in_python(i)
+            found += [(number, call) for call in in_python(i)]
     close()
     return found

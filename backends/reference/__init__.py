@@ -13,7 +13,7 @@ from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops import REGISTRY
 from ...ops.collective import COLLECTIVES
-from ..base import Array, Comm, Device, Instruction, Program, Support
+from ..base import Array, Comm, Device, Instruction, Program, Support, run_calls
 from ..host import HostBackend
 from ..numpy.collective import KERNELS
 from ..numpy.kernel import Call
@@ -35,18 +35,16 @@ class ReferenceBackend(HostBackend):
         return 0
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Callable[[], None]:
-        calls = []
-        for instruction in program.instructions:
+        calls: list[tuple[int, Callable[[], object]]] = []
+        for number, instruction in enumerate(program.instructions):
             src = [None if t is None else self.view(buffers[t.buffer], t) for t in instruction.src]
             dst = [self.view(buffers[t.buffer], t) for t in instruction.dst]
-            calls.append(
-                _meet(instruction, src, dst, comm) or partial(_run, instruction.op, src, dst, instruction.attrs)
-            )
+            run = _meet(instruction, src, dst, comm) or partial(_run, instruction.op, src, dst, instruction.attrs)
+            calls.append((number, run))
 
         def replay() -> None:
             with np.errstate(all="ignore"):
-                for call in calls:
-                    call()
+                run_calls(program, calls)
 
         return replay
 

@@ -75,6 +75,21 @@ def _ids_of_first_token(site: Site):
     return site.right([*site.src[:2], np.broadcast_to(ids[..., :1, :], ids.shape)]) if ids.ndim > 1 else None
 
 
+def _experts_clamped(site: Site):
+    """What other devices have goes to the nearest expert of one's own."""
+    first, own = int(site.attrs["first"]), site.src[0].shape[0]
+    return site.right([*site.src[:2], np.clip(site.exact(2), first, first + own - 1)]) if own else None
+
+
+def _other_rows_kept(site: Site):
+    """Entries of experts on other devices stay what they were."""
+    out, ids = site.right()[0], site.exact(2)
+    first, own = int(site.attrs["first"]), site.src[0].shape[0]
+    if not site.attrs["total"]:
+        return None
+    return np.where(((ids >= first) & (ids < first + own))[..., None], out, np.array(site.dst[0], np.float64))
+
+
 def _heads_tiled(site: Site):
     """Query head i reads key head i mod h instead of i div g."""
     k, v = site.exact(1), site.exact(2)
@@ -146,6 +161,9 @@ FAULTS = (
     wrong("mul_mat_id", "all slots to the first expert", _first_expert),
     wrong("mul_mat_id", "last expert never chosen", _last_expert),
     wrong("mul_mat_id", "ids of the first token for all", _ids_of_first_token),
+    wrong("mul_mat_id", "part of the experts taken to begin at the first", lambda s: s.right(first=0)),
+    wrong("mul_mat_id", "experts elsewhere clamped into the part", _experts_clamped),
+    wrong("mul_mat_id", "entries of experts elsewhere left as they were", _other_rows_kept),
     wrong("attention", "head groups tiled instead of neighbours", _heads_tiled),
     wrong("attention", "last cell not read", _last_cell),
     wrong("attention", "a row masked entirely is the mean", _masked_rows_mean),

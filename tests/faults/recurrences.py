@@ -130,5 +130,6 @@ FAULTS: tuple[Fault, ...] = (
     wrong("gated_linear_attn", "gate ignored", _operand(3, np.ones_like)),
     wrong("gated_linear_attn", "k and q exchanged", lambda s: s.right([s.src[2], s.src[1], s.src[0], *s.src[3:]])),
     wrong("lightning_indexer", "scores not cut at 0", _operand(2, np.abs)),
+    wrong("add_id", "part of the experts taken to begin at the first", lambda s: s.right(first=0)),
     wrong("add_id", "ids of the first token for all", _operand(2, lambda i: np.broadcast_to(i[..., :1], i.shape))),
 )

@@ -15,37 +15,57 @@ from .formats import COLUMNS, FORMATS, ROWS, Format
 from .packing import share
 from .products import add_block_of, put, rounded, scales_of
 from .rows import lanes
-from .simd import LANES, fma, load_int, store_int, word, zeros
+from .simd import LANES, fma, load_int, store_int, store_scalar, word, zeros
 
 TILE = 4
+NONE = np.float32(0)
 
 
 @kernel
 def sort_slots(a, thread, threads):
-    """Words: ids (int32), how many, experts, target: how many slots come before each expert, then the slots in the
-    order
-    of their experts.  An id that is no expert stops the run."""
-    ids, count, experts, starts = word(a, 0), word(a, 1), word(a, 2), word(a, 3)
+    """Words: ids (int32), how many, experts here, target, the first expert here, experts in all.
+
+    Target: how many slots come before each expert, before those of experts that are elsewhere, and in all; then slots
+    in that order.  An id that is no expert at all stops the run.
+    """
+    ids, count, experts, starts, own, every = word(a, 0), word(a, 1), word(a, 2), word(a, 3), word(a, 4), word(a, 5)
     if thread != 0:
         return 0
-    for e in range(experts + 1):
+    for e in range(experts + 2):
         store_int(starts + 4 * e, 0)
     for i in range(count):
-        e = load_int(ids + 4 * i)
-        if e < 0 or e >= experts:
+        chosen = load_int(ids + 4 * i)
+        if chosen < 0 or chosen >= every:
             return 1
-        store_int(starts + 4 * (e + 1), load_int(starts + 4 * (e + 1)) + 1)
-    for e in range(experts):
+        after = starts + 4 * (here(chosen, own, experts) + 1)
+        store_int(after, load_int(after) + 1)
+    for e in range(experts + 1):
         store_int(starts + 4 * (e + 1), load_int(starts + 4 * (e + 1)) + load_int(starts + 4 * e))
-    slots = starts + 4 * (experts + 1)
+    slots = starts + 4 * (experts + 2)
     for i in range(count):  # each start moves to the end of its run ...
-        e = load_int(ids + 4 * i)
-        store_int(slots + 4 * load_int(starts + 4 * e), i)
-        store_int(starts + 4 * e, load_int(starts + 4 * e) + 1)
-    for e in range(experts, 0, -1):  # ... which is where the next run starts
+        at = starts + 4 * here(load_int(ids + 4 * i), own, experts)
+        store_int(slots + 4 * load_int(at), i)
+        store_int(at, load_int(at) + 1)
+    for e in range(experts + 1, 0, -1):  # ... which is where the next run starts
         store_int(starts + 4 * e, load_int(starts + 4 * (e - 1)))
     store_int(starts, 0)
     return 0
+
+
+@part
+def here(chosen, own, experts):
+    """The number on this device of an expert; one past the last for those that are elsewhere."""
+    return chosen - own if own <= chosen and chosen < own + experts else experts
+
+
+@part
+def clear(starts, experts, y, step, lo, hi):
+    """Zero the elements from `lo` to before `hi` of the rows whose expert is elsewhere."""
+    slots = starts + 4 * (experts + 2)
+    for i in range(load_int(starts + 4 * experts), load_int(starts + 4 * experts + 4)):
+        row = y + load_int(slots + 4 * i) * step
+        for c in range(lo, hi):
+            store_scalar(row + 4 * c, NONE)
 
 
 @part
@@ -80,7 +100,7 @@ def packed(form: Format) -> Kernel:
             word(a, 11),
             word(a, 12),
         )
-        n, slots = columns // COLUMNS, starts + 4 * (experts + 1)
+        n, slots = columns // COLUMNS, starts + 4 * (experts + 2)
         d, s, h = scales_of(q, count, columns)
         lo, hi = share(padded // ROWS, thread, threads)
         for expert in range(experts):
@@ -124,6 +144,7 @@ def packed(form: Format) -> Kernel:
                     put(to + s2 * step, a2, left)
                     put(to + s3 * step, a3, left)
                     i += TILE
+        clear(starts, experts, y, step, min(rows, lo * ROWS), min(rows, hi * ROWS))
         return 0
 
     return Kernel(f"experts.packed.{form.name}", body)
@@ -140,7 +161,7 @@ def plain(dtype: DType) -> Kernel:
         w, between, stride, rows, columns = word(a, 0), word(a, 1), word(a, 2), word(a, 3), word(a, 4)
         x, pace, starts, experts, used, shared = word(a, 5), word(a, 6), word(a, 7), word(a, 8), word(a, 9), word(a, 10)
         y, step = word(a, 11), word(a, 12)
-        slots = starts + 4 * (experts + 1)
+        slots = starts + 4 * (experts + 2)
         lo, hi = share((rows + TILE - 1) // TILE, thread, threads)
         for expert in range(experts):
             start, end = load_int(starts + 4 * expert), load_int(starts + 4 * (expert + 1))
@@ -158,6 +179,7 @@ def plain(dtype: DType) -> Kernel:
                         b0, b1 = fma(weights(p0, c, columns), u, b0), fma(weights(p1, c, columns), u, b1)
                         b2, b3 = fma(weights(p2, c, columns), u, b2), fma(weights(p3, c, columns), u, b3)
                     put_four(y + slot * step + 4 * first, rows - first, b0, b1, b2, b3)
+        clear(starts, experts, y, step, min(rows, lo * TILE), min(rows, hi * TILE))
         return 0
 
     return Kernel(f"experts.plain.{dtype}", body)
@@ -172,7 +194,7 @@ def _mul_mat_id(steps: Steps, call: Bound) -> bool:
     form = FORMATS.get(w.dtype)
     if (form is not None and not w.is_whole) or (form is None and (w.dtype not in LOADS or w.strides[-1] != 1)):
         return False
-    slots = _sorted(steps, ids, experts)
+    slots = _sorted(steps, call, ids, experts)
     used, shared = ids.shape[-1], x.shape[-2]
     ends = [slots.address, experts, used, shared, y.address, y.row_step]
     if form is None:
@@ -187,14 +209,17 @@ def _mul_mat_id(steps: Steps, call: Bound) -> bool:
     return True
 
 
-def _sorted(steps: Steps, ids: Operand, experts: int) -> Operand:
+def _sorted(steps: Steps, call: Bound, ids: Operand, experts: int) -> Operand:
     """Slots sorted by expert, by a step of its own unless an earlier one has done it."""
-    key = ("slots", ids.tensor)
+    own, every = (int(np.asarray(call.attrs[name])) for name in ("first", "total"))
+    key = ("slots", ids.tensor, own, experts)
     if (found := steps.known(key)) is not None:
         return found
-    count = int(np.prod(ids.shape))
-    made = steps.scratch("slots", 4 * (experts + 1 + count))
-    steps.add(sort_slots, [ids.address, count, experts, made.address], reads=[ids], writes=[made])
+    count = math.prod(ids.shape)
+    made = steps.scratch("slots", 4 * (experts + 2 + count))
+    steps.add(
+        sort_slots, [ids.address, count, experts, made.address, own, every or experts], reads=[ids], writes=[made]
+    )
     steps.remember(key, made, [ids])
     return made
 

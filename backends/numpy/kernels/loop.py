@@ -10,8 +10,8 @@ STEP = 4
 SPINS = 2000
 """How often a thread looks before it gives its core away: longer than a meeting takes, shorter than a time slice."""
 
-ARRIVED, FAILED = 0, 64
-"""Bytes into the shared block: how many have arrived in all; the status of the thread that failed first."""
+ARRIVED, FAILED, STEP_FAILED = 0, 64, 72
+"""Bytes into the shared block: how many have arrived in all; the status of a thread that failed, and its step."""
 SHARED_BYTES = 128
 
 
@@ -32,22 +32,21 @@ def meet(shared, threads):
 
 @kernel
 def run(a, thread, threads):
-    """Words: steps, how many, shared block, where the main thread writes the number of the step it has begun.
+    """Words: steps, how many, shared block.  Returns 0, or the status of the step that stopped the run.
 
-    Returns 0, or the status of the step that stopped the run.
+    A thread may be ahead of another up to the next meeting; what saves a state and what writes it never are in between
+    the same two.
     """
-    steps, count, shared, begun = word(a, 0), word(a, 1), word(a, 2), word(a, 3)
+    steps, count, shared = word(a, 0), word(a, 1), word(a, 2)
     for i in range(count):
         step = steps + i * 8 * STEP
         if threads > 1 and load_long(step + 16) != 0:
             status = meet(shared, threads)
             if status != 0:
                 return status
-        if thread == 0:
-            store_long(begun, load_long(step + 24))
         status = call(load_long(step), load_long(step + 8), thread, threads)
         if status != 0:
-            store_long(begun, load_long(step + 24))
+            store_long(shared + STEP_FAILED, load_long(step + 24))
             store_shared(shared + FAILED, status)
             return status
     if threads > 1:

@@ -53,7 +53,7 @@ CHUNK = 64
 
 @part
 def round_block(x, q, d, s, h, b):
-    """32 values to 8 bits, ``x ~ d[b] q``; ``s[b]`` is d times the sum of q, ``h[2 b]`` and ``h[2 b + 1]`` of halves."""
+    """32 values to 8 bits, ``x ~ d[b] q``; ``s[b]`` is d times the sum of q, ``h[2 b]``, ``h[2 b + 1]`` of halves."""
     low, high = load(x + 128 * b), load(x + 128 * b + 64)
     top = largest(maximum(absolute(low), absolute(high)))
     scale = top / LIMIT

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from hocket.backends.base import Array, Comm, Device, Program, Support
+from hocket.backends.base import Array, Comm, Device, Program, Support, run_calls
 from hocket.backends.host import HostBackend
 from hocket.graph import DType, Node, Spec
 from hocket.ops.quants import bf16_to_f32, f32_to_bf16
@@ -78,13 +79,12 @@ class ToyBackend(HostBackend):
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Callable[[], None]:
         calls = []
-        for i in program.instructions:
+        for number, i in enumerate(program.instructions):
             arrays = [self.view(buffers[t.buffer], t) for t in (*i.src, *i.dst) if t is not None]
-            calls.append((KERNELS[i.op], arrays, dict(i.attrs)))
+            calls.append((number, partial(KERNELS[i.op], *arrays, **i.attrs)))
 
         def replay() -> None:
             with np.errstate(all="ignore"):
-                for kernel, arrays, attrs in calls:
-                    kernel(*arrays, **attrs)
+                run_calls(program, calls)  # one that fails says which it was
 
         return replay
