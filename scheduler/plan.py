@@ -353,8 +353,9 @@ def _lanes(sharded: Sharded, group: Group) -> tuple[Lane, ...]:
     """The lane of each device; equal graphs on devices of one kind are lowered once."""
     known: dict[tuple[object, ...], Lane] = {}
     found = []
+    digests = {g: g.digest() for g in set(sharded.graphs)} if len(group) > 1 else {}
     for graph, (backend, device) in zip(sharded.graphs, group, strict=True):
-        key = (type(backend), backend.name, device.kind, graph.digest() if len(group) > 1 else "")
+        key = (type(backend), backend.name, device.kind, digests.get(graph))
         if key in known:
             check_support(graph, backend, device)
             twin = known[key]

@@ -19,6 +19,7 @@ from ..base import Comm, Instruction, Program
 from .compiler import REPLAY
 from .kernels import attention, collective, experts, moves, norms, products, recurrent, reductions, rotary, rows
 from .kernels.loop import SHARED_BYTES, STEP, STEP_FAILED, run
+from .kernels.packing import NO_ROW
 from .steps import Binding, Bound, Operand, Steps
 
 BINDINGS: Mapping[str, Binding] = {
@@ -34,7 +35,7 @@ BINDINGS: Mapping[str, Binding] = {
     **reductions.BINDINGS,
 }
 STATUS = {
-    1: "an id names no row of its table",
+    NO_ROW: "id {value} names no row of its table",
     collective.OTHER_FAILED: "another device failed",
     collective.LATE: "a device did not come to a collective in time",
     collective.OUT_OF_STEP: "devices are at different collectives: their plans do not match",
@@ -93,7 +94,7 @@ class Crew:
         if status:
             number = int(segment.shared[STEP_FAILED // 8])
             segment.shared[:] = 0
-            raise StoppedError(number, STATUS[status])
+            raise StoppedError(number, STATUS[status & 255].format(value=status >> 8))
 
 
 def operand(tensor: Any, program: Program, buffers: Sequence[Any]) -> Operand:

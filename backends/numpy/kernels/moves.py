@@ -12,7 +12,7 @@ from ..compiler import Kernel
 from ..steps import Bound, Operand, Steps
 from .dense import LOADS
 from .formats import FORMATS
-from .packing import share, unpack
+from .packing import NO_ROW, share, unpack
 from .rows import add_rows, put, unary
 from .simd import LANES, load_int, load_long, word
 
@@ -34,7 +34,7 @@ def move_rows(scatter: bool, dtype: DType = DType.F32) -> Kernel:
             mine = table + i // count * word(a, 10)
             row = load_int(ids + 4 * i) if size == 4 else load_long(ids + 8 * i)
             if row < 0 or row >= rows:
-                return 1
+                return NO_ROW | row << 8
             source, target = mine + row * step, other + i * pace
             if scatter:
                 source, target = target, source
