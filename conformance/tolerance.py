@@ -52,7 +52,8 @@ class Budget:
 def terms(case: Case) -> int:
     """How many numbers may meet in one element of a result."""
     signature = case.declared.signature_for(case.settled)
-    meeting = {f for d in signature.dims if d.role is not Role.PARALLEL for f in d.factors}
+    alone = (Role.PARALLEL, Role.LOOKED_UP)
+    meeting = {f for d in signature.dims if d.role not in alone for f in d.factors}
     sizes = case.sizes
     found = math.prod(int(f) if f.isdecimal() else sizes.get(f, 1) for f in meeting)
     for operand in signature.operands:

@@ -211,7 +211,7 @@ def _rows(signature: Signature, user: Side, mine: Side, names: _Names) -> Rows |
     assert isinstance(first, int)
     if theirs != (0, 0) or total != size:
         raise Unfit(
-            f"rows of {table.name} are looked up as {first} of {total}, and in the graph as {theirs[0]!r} of {size}"
+            f"rows of {table.name} are looked up as {first} of {total!r}, and in the graph as {theirs[0]!r} of {size}"
         )
     own = joined([((first, length(index)),)]) if index else ()
     if agreed(index, digits, own, ()) is None:

@@ -17,7 +17,7 @@ import pytest
 from hocket.backends import find
 from hocket.backends.base import Support
 from hocket.backends.numpy import NumpyBackend
-from hocket.conformance import Outcome, Suite, cases, check, parse_case, run_case, support_matrix
+from hocket.conformance import Outcome, Suite, cases, check, parse_case, run_case, support_matrix, zeros
 from hocket.conformance.build import build, lane_for
 from hocket.conformance.case import LAYOUTS, make_case
 from hocket.conformance.command import main
@@ -193,6 +193,16 @@ def test_metamorphic_checks_follow_from_the_signature():
     assert set(checks_for(parse_case(delta))) == {"steps-t", "cut-h", "cut-e", "cut-r"}
     assert "steps-s" in checks_for(parse_case("ssm_conv(x=f32[7,12], w=f32[12,4])"))
     assert checks_for(parse_case("rms_norm(x=f32[3,64])")) == ()
+    experts = "mul_mat_id(w=f32[5,6,8], x=f32[7,2,8], ids=i32[7,4])"
+    assert set(checks_for(parse_case(experts))) == {"deal-experts", "cut-n", "cut-v", "cut-r", "sum-k"}
+    assert "deal-experts" in checks_for(parse_case("add_id(a=f32[7,2,6], b=f32[5,6], ids=i32[7,2])"))
+    part = parse_case("mul_mat_id(w=f32[5,6,8], x=f32[7,2,8], ids=i32[7,4], first=1, total=7)")
+    assert "deal-experts" not in checks_for(part)
+
+
+def test_zeros_are_asked_for_where_the_op_declares_them():
+    assert zeros.names_for(parse_case("swiglu(gate=f32[3,5], up=f32[3,5])")) == ("zeros-gate",)
+    assert zeros.names_for(parse_case("sigmoid(x=f32[3,5])")) == ()
 
 
 # ------------------------------------------------------------------------------------------------------ outcomes

@@ -83,6 +83,13 @@ def test_an_op_is_declared_completely(op):
     assert len(op.errors) >= 2
     operands = set(op.operand_names)
     assert {name for text in op.linear_in(op.defaults or {"bias": 0}) for name in text.split("+")} <= operands
+    assert {name for text in op.zeros for name in text.split("+")} <= operands
+    for signature in op.signatures.values():
+        if signature.lookup:
+            table, dim = signature.lookup
+            assert {"first", "total"} <= set(op.defaults)
+            assert dim.index in operands
+            assert any(table.name in text.split("+") for text in op.linear_in(op.defaults))
     assert {name for _, name in op.inplace_in(op.defaults)} <= operands
     assert set(op.ranges) <= operands
     if op.infer_shape is not None and op.name != "cast":

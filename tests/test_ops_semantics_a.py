@@ -350,6 +350,27 @@ def test_what_is_declared_linear_is_linear(op, text):
         np.testing.assert_allclose(op.run(both, node.attrs)[0], parts, rtol=1e-9, atol=1e-9)
 
 
+ZEROS = [(op, text) for op, text in SAMPLES if op.zeros]
+
+
+@pytest.mark.parametrize(("op", "text"), ZEROS, ids=lambda x: x.name if isinstance(x, ops.Op) else x)
+def test_zeros_of_what_is_declared_so_give_zeros_there_and_change_nothing_elsewhere(op, text):
+    node = node_of(op, text)
+    rng = np.random.default_rng(5)
+    arrays = legal(op, node, rng)
+    (before,) = op.run(arrays, node.attrs)
+    specs = [None if s is None else s.spec for s in node.src]
+    for group in op.zeros:
+        at = [op.operand_names.index(name) for name in group.split("+")]
+        ranks = range(before.ndim + 1)
+        count = max(n for n in ranks if all(op.keeps(specs, node.specs[0], node.attrs, i, n) for i in at))
+        mask = rng.random(before.shape[:count]) < 0.5
+        over = [mask.reshape(mask.shape + (1,) * (a.ndim - count)) for a in (*arrays, before)]
+        zeroed = [np.where(over[i], 0.0, a) if i in at else a for i, a in enumerate(arrays)]
+        (after,) = op.run(zeroed, node.attrs)
+        np.testing.assert_array_equal(after, np.where(over[-1], 0.0, before))
+
+
 def axes_of(operand, rank, name):
     """Axes of an operand or result that are the dimension `name`; None is the first of the leading axes."""
     extra = rank - len(operand.dims)

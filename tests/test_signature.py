@@ -58,6 +58,36 @@ def test_every_part_of_the_notation_is_read():
     ]
 
 
+def test_a_dimension_that_is_looked_up_names_the_operand_by_which():
+    signature = parse_signature("w[rows@ids, n], ids[..., k]: index -> [..., k, n]")
+    assert signature.lookup == (signature.operands[0], signature.operands[0].dims[0])
+    assert (signature.operands[0].dims[0].role, signature.operands[0].dims[0].index) == (Role.LOOKED_UP, "ids")
+    assert parse_signature("w[rows, n], ids[k] -> [k, n]").lookup is None
+
+
+@pytest.mark.parametrize(
+    ("signature", "shapes", "result", "kept"),
+    [
+        ("x[...] -> [...]", [(2, 3, 4)], (2, 3, 4), [3]),
+        ("x[..., *n] -> [..., n]", [(2, 3, 4)], (2, 3, 4), [2]),
+        ("x[..., (2 n)] -> [..., n]", [(2, 3, 4)], (2, 3, 2), [2]),
+        ("a[...], b[~...] -> [...]", [(2, 3, 4), (3, 4)], (2, 3, 4), [3, 0]),
+        ("a[...], b[~...] -> [...]", [(2, 3, 4), (2, 1, 4)], (2, 3, 4), [3, 1]),
+        ("w[/..., n, +k], x[..., m, +k] -> [..., m, n]", [(3, 3), (2, 3, 3)], (2, 3, 3), [0, 2]),
+        ("x[..., v], ids[..., (r v)] -> [..., (r v)]", [(5, 2), (5, 6)], (5, 6), [1, 2]),
+        ("x[..., v], ids[..., (r v)] -> [..., (r v)]", [(5, 6), (5, 6)], (5, 6), [2, 2]),
+        ("x[+..., n] -> [n]", [(4, 4)], (4,), [0]),
+        ("a[n, m] -> [m, n]", [(4, 4)], (4, 4), [0]),
+    ],
+)
+def test_first_axes_of_an_operand_are_those_of_the_result_where_names_say_so(signature, shapes, result, kept):
+    parsed = parse_signature(signature)
+    sizes = parsed.bind([Spec(s, o.dtypes[0]) for s, o in zip(shapes, parsed.operands, strict=True)])
+    for operand, shape, most in zip(parsed.operands, shapes, kept, strict=True):
+        found = [n for n in range(len(shape) + 1) if parsed.keeps(operand, shape, result, sizes, n)]
+        assert found == list(range(most + 1))
+
+
 @pytest.mark.parametrize("text", ["x[n]", "x[n -> [n]", "x[n]; y[n] -> [n]", "x[n, ...] -> [n]", "x[n!] -> [n]"])
 def test_a_mistake_in_a_signature_is_ours(text):
     with pytest.raises(AssertionError):
