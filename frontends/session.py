@@ -73,7 +73,7 @@ class Session:
         check_context(self.context, model)
         self.group = found(on)[: 1 if on.split_mode == "none" else None]
         self._split = partial(plan_for, group=self.group, split_mode=on.split_mode, tensor_split=on.tensor_split)
-        self._first = self._split(model.graph(self._step(1, 1, sequences)))
+        self._first = self._split(model.graph(self.step(1, 1, sequences)))
         self.store = Store(self.group)
         self.lengths = [0] * sequences
         self._executors: dict[Step, Executor] = {}
@@ -117,7 +117,7 @@ class Session:
         count = _bucket(max(map(len, part)))
         longest = max(n + len(new) for n, new in zip(self.lengths, part, strict=True))
         wanted = [(i, t) for i, new in enumerate(part) for t in range(len(new))] if every_position else None
-        step = self._step(count, longest, self.sequences * count if every_position else self.sequences)
+        step = self.step(count, longest, self.sequences * count if every_position else self.sequences)
         inputs = self.model.inputs(step, Batch(part, self.lengths, wanted))
         logits = self.executor(step).run(inputs)["logits"]
         self.lengths = [n + len(new) for n, new in zip(self.lengths, part, strict=True)]
@@ -138,7 +138,8 @@ class Session:
 
     # -------------------------------------------------------------------------------------------------- plans
 
-    def _step(self, tokens: int, length: int, outputs: int = 1) -> Step:
+    def step(self, tokens: int, length: int, outputs: int = 1) -> Step:
+        """The step that runs so many new tokens (a bucket) where the longest sequence then has `length`."""
         cells = min(self.context, max(FEWEST_CELLS, _bucket(length)))
         return Step(self.sequences, tokens, cells, self.context, outputs)
 

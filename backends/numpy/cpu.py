@@ -22,7 +22,7 @@ from .compiler import REPLAY
 from .kernels.formats import FORMATS, ROWS
 from .kernels.packing import pack, unpack
 from .kernels.simd import LANES
-from .replay import Crew, Segment, segments
+from .replay import Crew, Replay, segments
 
 ROUNDED = frozenset(("mul_mat", "mul_mat_id"))
 """Ops whose activations are rounded to 8 bits, in blocks of 32, where their weight is packed."""
@@ -76,7 +76,7 @@ class CpuBackend(NumpyBackend):
                 words = np.array([matrix.ctypes.data, step, target, rows, columns], np.int64)
                 list(pool.map(lambda t, a=words: kernel(a.ctypes.data, t, workers), range(workers)))
 
-    def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Callable[[], None]:
+    def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Replay:
         copies: dict[Tensor, Array] = {}
 
         def view(tensor: Tensor) -> Array:
@@ -94,18 +94,7 @@ class CpuBackend(NumpyBackend):
 
         if self._crew is None:
             self._crew = Crew(self.threads)
-        crew = self._crew
-        work = segments(program, buffers, self.threads, comm, in_python)
-
-        def replay() -> None:
-            with np.errstate(all="ignore"):
-                for one in work:
-                    if isinstance(one, Segment):
-                        crew.run(one)
-                    else:
-                        one()
-
-        return replay
+        return Replay(segments(program, buffers, self.threads, comm, in_python), self._crew)
 
 
 def _dequantised(program: Program, buffers: Sequence[Any], tensor: Tensor) -> Array:

@@ -6,6 +6,7 @@ Threads of a device walk the same table, each doing its share; they are started 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
@@ -17,7 +18,7 @@ from ...ops.collective import COLLECTIVES
 from ..base import Comm, Instruction, Program
 from .compiler import REPLAY
 from .kernels import attention, collective, experts, moves, norms, products, recurrent, reductions, rotary, rows
-from .kernels.loop import SHARED_BYTES, STEP, run
+from .kernels.loop import SHARED_BYTES, STEP, run, timed
 from .steps import Binding, Bound, Operand, Steps
 
 BINDINGS: Mapping[str, Binding] = {
@@ -49,13 +50,23 @@ class Segment:
         self.table = np.array(table, np.int64).reshape(-1, STEP)
         self.shared = np.zeros(SHARED_BYTES // 8, np.int64)
         self.begun = np.zeros(1, np.int64)
-        words = [self.table.ctypes.data, len(self.table), self.shared.ctypes.data, self.begun.ctypes.data]
+        words = [self.table.ctypes.data, len(self.table), self.shared.ctypes.data, self.begun.ctypes.data, 0]
         self.arguments = np.array(words, np.int64)
         self.call = REPLAY(run.address)
 
     def part(self, thread: int) -> int:
         """One thread's part of the run; the status."""
         return int(self.call(self.arguments.ctypes.data, thread, self.threads))
+
+    def measured(self, crew: Crew) -> list[tuple[str, float]]:
+        """Run once; the name of each step's kernel, and the seconds it took the first thread."""
+        times = np.zeros(len(self.table) + 1, np.int64)
+        plain, self.arguments[4], self.call = self.call, times.ctypes.data, REPLAY(timed.address)
+        try:
+            crew.run(self)
+        finally:
+            self.call = plain
+        return [(k.name, s) for (k, *_), s in zip(self.steps.steps, np.diff(times) * 1e-9, strict=True)]
 
 
 class Crew:
@@ -83,6 +94,34 @@ class Crew:
         if status:
             segment.shared[:] = 0
             raise BackendError(STATUS.get(status, f"status {status}"))
+
+
+class Replay:
+    """A program ready to run: compiled segments and Python calls, in order."""
+
+    def __init__(self, work: Sequence[Segment | Callable[[], object]], crew: Crew) -> None:
+        self.work, self.crew = work, crew
+
+    def __call__(self) -> None:
+        with np.errstate(all="ignore"):
+            for one in self.work:
+                if isinstance(one, Segment):
+                    self.crew.run(one)
+                else:
+                    one()
+
+    def measured(self) -> list[tuple[str, float]]:
+        """Run once; what each step was, and its seconds."""
+        found: list[tuple[str, float]] = []
+        with np.errstate(all="ignore"):
+            for one in self.work:
+                if isinstance(one, Segment):
+                    found += one.measured(self.crew)
+                    continue
+                start = time.perf_counter()
+                one()
+                found.append(("NumPy", time.perf_counter() - start))
+        return found
 
 
 def operand(tensor: Any, program: Program, buffers: Sequence[Any]) -> Operand:
