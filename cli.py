@@ -392,7 +392,10 @@ def _guarded(args: argparse.Namespace) -> int:
             from .frontends.threads import set_threads
 
             set_threads(args.threads)
-        return args.command(args)
+        from .frontends.progress import compiling_shown
+
+        with compiling_shown():
+            return args.command(args)
     except BrokenPipeError:
         raise
     except (HocketError, OSError, MemoryError) as error:

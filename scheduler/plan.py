@@ -18,7 +18,7 @@ from .cost import CPU, Estimate, Hardware
 from .explain import explain, memory_table, stages_of, summary
 from .factors import Factor, Factors
 from .fits import shortage
-from .layout import Layout, Local, Shares
+from .layout import REPLICATE, Layout, Local, Shares
 from .lower import check_support, lower
 from .place import Placement, layer_split, place, placed_like
 from .shard import Sharded, shard
@@ -152,7 +152,9 @@ def _answer(request: _Request, split_mode: str, like: Plan | None, choose: Choos
         return request.like(like)
     if split_mode == "layer":
         return request.layers()
-    if choose is not None and len(request.group) > 1:
+    if len(request.group) == 1:
+        return request.whole()
+    if choose is not None:
         return request.given(choose(request.graph, request.factors), "chosen by the caller")
     return request.cheapest() if split_mode == "auto" else request.shards()
 
@@ -171,7 +173,16 @@ class _Request:
         """Over weights and states that lie on the devices already."""
         if any(isinstance(layout, Local) for layout in earlier.leaves.values()):
             return self._placed(placed_like(self.graph, earlier.leaves))
+        if len(self.group) == 1:
+            return self.whole("an earlier plan's layout")
         return self.given(factors_at(self.graph, self.factors, earlier.cuts), "an earlier plan's layout")
+
+    def whole(self, *reasons: str) -> Plan:
+        """One device does all: there is nothing to find out about axes, which for a large graph takes most of the
+        time."""
+        leaves = {n.name: REPLICATE for n in self.graph.nodes if n.is_leaf}
+        sharded = Sharded((self.graph,), leaves, dict.fromkeys(self.graph.outputs, REPLICATE))
+        return self._plan(sharded, frozenset(), reasons)
 
     def layers(self) -> Plan:
         return self._placed(layer_split(self.graph, self.proportions))
@@ -194,7 +205,7 @@ class _Request:
         if best.cuts and best.cost.total > choice.alone and best.cost.total > self._alone():
             alone = self.given(frozenset(), "whole on each device: no cut is faster")
             best = min(best, alone, key=lambda p: (shortage(p) > 0, p.cost.total))
-        if not shortage(best) or len(self.group) == 1:
+        if not shortage(best):
             return best
         return min((best, self.shards(), self.layers()), key=shortage)
 

@@ -26,6 +26,8 @@ from .replay import Crew, Replay, segments
 
 ROUNDED = frozenset(("mul_mat", "mul_mat_id"))
 """Ops whose activations are rounded to 8 bits, in blocks of 32, where their weight is packed."""
+PACKERS = os.cpu_count() or 1
+"""Threads that pack weights, whatever the number of those that run kernels."""
 HALVES = (DType.F16, DType.BF16)
 
 
@@ -36,6 +38,7 @@ class CpuBackend(NumpyBackend):
 
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads or 1
+        self._packers = ThreadPoolExecutor(PACKERS, "hocket.pack")
         self._crew: Crew | None = None
 
     def with_threads(self, threads: int) -> Self:
@@ -69,12 +72,10 @@ class CpuBackend(NumpyBackend):
         step = columns // declared.dtype.block * declared.dtype.block_bytes
         source = np.ascontiguousarray(data).reshape(int(np.prod(leading)), rows, step)
         kernel = REPLAY(pack(FORMATS[declared.dtype]).address)
-        workers = os.cpu_count() or 1
-        with ThreadPoolExecutor(workers) as pool:
-            for i, matrix in enumerate(source):
-                target = buffer.ctypes.data + i * stored.shape[-2] * step
-                words = np.array([matrix.ctypes.data, step, target, rows, columns], np.int64)
-                list(pool.map(lambda t, a=words: kernel(a.ctypes.data, t, workers), range(workers)))
+        for i, matrix in enumerate(source):
+            target = buffer.ctypes.data + i * stored.shape[-2] * step
+            words = np.array([matrix.ctypes.data, step, target, rows, columns], np.int64)
+            list(self._packers.map(lambda t, a=words: kernel(a.ctypes.data, t, PACKERS), range(PACKERS)))
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Replay:
         copies: dict[Tensor, Array] = {}
