@@ -86,6 +86,7 @@ class Session:
         done = 0
         for name, tensor in tensors.items():
             self.store.bind(name, tensor.raw, Spec(tensor.shape, tensor.dtype), self._first.leaves[name])
+            tensor.release()
             done += tensor.nbytes
             if on_progress:
                 on_progress(Progress(done, total))
