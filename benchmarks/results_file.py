@@ -41,7 +41,9 @@ def processor() -> str:
 
 def one_line(about: Mapping[str, object]) -> str:
     shared = "shared with other work" if about["shared"] else "otherwise idle"
-    return f"{about['date']}, {about['cpu']}, {about['cores']} cores, {shared} (load {about['load']}), {about['commit']}"
+    return (
+        f"{about['date']}, {about['cpu']}, {about['cores']} cores, {shared} (load {about['load']}), {about['commit']}"
+    )
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -64,7 +64,9 @@ class Bench:
         self.about = {"version": path}
 
     def seconds(self, test: Test) -> float:
-        counts = ("-p", str(test["tokens"]), "-n", "0") if test["kind"] == "pp" else ("-p", "0", "-n", str(test["tokens"]))
+        counts = (
+            ("-p", str(test["tokens"]), "-n", "0") if test["kind"] == "pp" else ("-p", "0", "-n", str(test["tokens"]))
+        )
         command = [*self.command, *counts, "-d", str(test["depth"])]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
         return json.loads(done.stdout)[0]["avg_ns"] / 1e9

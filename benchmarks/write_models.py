@@ -21,7 +21,17 @@ from hocket.ops.quants import LAYOUT, f32_to_bf16
 VOCABULARY = 49152
 SPREAD = 0.02
 """Standard deviation of a random weight, about."""
-LARGEST_CODE = {"q8_0": 127, "q4_0": 8, "q4_1": 15, "q5_0": 16, "q5_1": 31, "q2_K": 3, "q3_K": 4, "q4_K": 15, "q5_K": 31}
+LARGEST_CODE = {
+    "q8_0": 127,
+    "q4_0": 8,
+    "q4_1": 15,
+    "q5_0": 16,
+    "q5_1": 31,
+    "q2_K": 3,
+    "q3_K": 4,
+    "q4_K": 15,
+    "q5_K": 31,
+}
 LARGEST_CODE |= {"q6_K": 32, "iq4_nl": 127, "iq4_xs": 127}
 SUB_SCALE = {"q2_K": 8, "q3_K": 16, "q4_K": 32, "q5_K": 32, "q6_K": 64, "iq4_xs": 16}
 """A typical scale of a part of a K-quant's block, by which its `d` is multiplied."""
