@@ -1,7 +1,8 @@
-"""How fast each kernel of the CPU backend is, and what share of the machine's limits, measured in the same run, that is.
+"""How fast each kernel of the CPU backend is, as a share of the machine's limits measured in the same run.
 
 Run ``python benchmarks/kernels.py``.  A product for one token reads copies of its weight that together exceed the
-cache; times are taken inside the compiled loop, of the first thread.
+cache; times are taken inside the compiled loop, of the first thread.  What reads little (norms, one token of a delta
+net) stays in the cache and may exceed the memory's limit.
 """
 
 from __future__ import annotations

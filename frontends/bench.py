@@ -1,4 +1,4 @@
-"""How fast a model runs: prompts and new tokens, at a depth, as ``llama-bench`` counts them; and where the time goes."""
+"""How fast a model runs: prompts and new tokens at a depth, as ``llama-bench`` counts them; and where time goes."""
 
 from __future__ import annotations
 
@@ -165,7 +165,8 @@ OUTSIDE = "outside kernels"
 def profile(session: Session, test: Test, repeats: int) -> list[list[Share]]:
     """For each device where the median run of a test's step spends its time, the longest first.
 
-    The step is the whole prompt, or one token after it.
+    The step is the whole prompt, or one token.  What is outside kernels is the rest of a median run that is not timed
+    inside; noise can make it less than nothing.
     """
     tokens = random_tokens(session)
     many = test.tokens if test.kind == PROMPT else 1
@@ -175,15 +176,17 @@ def profile(session: Session, test: Test, repeats: int) -> list[list[Share]]:
     new = tokens[test.depth : test.depth + min(many, session.batch)]
     session.evaluate([new])
     step = session.step(1 << (len(new) - 1).bit_length(), test.depth + len(new))
-    executor, lengths = session.executor(step), [test.depth]
-    walls, runs = [], []
+    executor, walls, runs = session.executor(step), [], []
     for _ in range(1 + repeats):
-        executor.bind(session.model.inputs(step, Batch([new], lengths, None)))
+        session.lengths[0] = test.depth
         start = time.perf_counter()
-        runs.append(executor.measure())
+        session.evaluate([new])
         walls.append(time.perf_counter() - start)
-    middle = sorted(range(1, 1 + repeats), key=walls.__getitem__)[repeats // 2]
-    return [_shares(steps, walls[middle]) for steps in runs[middle]]
+        executor.bind(session.model.inputs(step, Batch([new], [test.depth], None)))
+        runs.append(executor.measure())
+    wall = median(walls[1:])
+    middle = sorted(runs[1:], key=lambda devices: sum(s for _, s in devices[0]))[repeats // 2]
+    return [_shares(steps, wall) for steps in middle]
 
 
 def _shares(steps: Iterable[tuple[str, float]], wall: float) -> list[Share]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import NoReturn
 
 CHUNK = 512
@@ -86,13 +87,11 @@ def tokenize_flags(sub: argparse.ArgumentParser) -> None:
 
 def bench_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("model", metavar="MODEL", help="GGUF file")
-    counts = {"type": number_list, "metavar": "LIST"}
-    sub.add_argument("-p", "--n-prompt", dest="prompts", **counts, default=[512], help="tokens of prompts (512)")
-    sub.add_argument("-n", "--n-gen", dest="new", **counts, default=[128], help="new tokens (128)")
-    sub.add_argument("-d", "--n-depth", dest="depths", **counts, default=[0], help="tokens before what is timed (0)")
-    sub.add_argument(
-        "-t", "--threads", dest="counts", **counts, help="threads of each device, in turn (its share of the processors)"
-    )
+    add = partial(sub.add_argument, type=number_list, metavar="LIST")
+    add("-p", "--n-prompt", dest="prompts", default=[512], help="tokens of prompts (512)")
+    add("-n", "--n-gen", dest="new", default=[128], help="new tokens (128)")
+    add("-d", "--n-depth", dest="depths", default=[0], help="tokens before what is timed (0)")
+    add("-t", "--threads", dest="counts", help="threads of each device, in turn (its share of the processors)")
     sub.add_argument("-r", "--repetitions", type=positive, default=5, metavar="N", help="timed runs of each test (5)")
     sub.add_argument("-b", "--batch-size", dest="batch", type=positive, default=CHUNK, metavar="N", help="tokens a run")
     sub.add_argument("--devices", default="cpu:0", metavar="LIST", help="where to run, as cpu:0,cpu:1 (cpu:0)")
