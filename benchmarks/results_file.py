@@ -56,5 +56,5 @@ def save(stem: Path, about: Mapping[str, object], rows: Sequence[Mapping[str, ob
     """``stem.json`` with all samples and ``stem.md`` with the table."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     body = ",\n ".join(map(json.dumps, rows))
-    stem.with_suffix(".json").write_text(f'{{"about": {json.dumps(about)},\n "rows": [\n {body}]}}\n')
-    stem.with_suffix(".md").write_text(f"{one_line(about)}\n\n{text}")
+    stem.with_name(f"{stem.name}.json").write_text(f'{{"about": {json.dumps(about)},\n "rows": [\n {body}]}}\n')
+    stem.with_name(f"{stem.name}.md").write_text(f"{one_line(about)}\n\n{text}")

@@ -112,7 +112,7 @@ class Session:
                 if mine and (every_position or ends):
                     rows.append(one)
         empty = np.zeros((0, self.model.vocabulary_size), np.float32)
-        return [np.concatenate(rows) if rows else empty for rows in found]
+        return [rows[0] if len(rows) == 1 else np.concatenate([empty, *rows]) for rows in found]
 
     def _run(self, part: list[list[int]], every_position: bool) -> list[F32]:
         count = _bucket(max(map(len, part)))
