@@ -1,6 +1,7 @@
 """The compiled kernels of the CPU backend, each against what NumPy says it must compute."""
 
 import hashlib
+import io
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from hocket.backends.numpy.compiler import REPLAY
 from hocket.backends.numpy.cpu import CpuBackend
 from hocket.backends.numpy.kernels import packing, products
 from hocket.backends.numpy.kernels.formats import FORMATS
+from hocket.frontends.progress import compiling_shown
 from hocket.graph.dtypes import DType
 from hocket.ops.quants import LAYOUT, dequantise
 
@@ -191,6 +193,24 @@ def test_kernels_are_compiled_once_and_a_damaged_file_is_made_anew(tmp_path):
     file.write_bytes(whole[:-100])
     assert finish(start(tmp_path)) == (codes, True)
     assert file.read_bytes() == whole
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_which_kernel_is_compiled_and_nothing_afterwards(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
+    terminal, other = Terminal(), io.StringIO()
+    with compiling_shown(terminal), compiling_shown(other):
+        for name in ("test.one", "test.two"):
+            assert call(compiler.Kernel(name, lambda a, thread, threads: threads)) == 1
+    shown = [part.strip() for part in terminal.getvalue().split("\r")]
+    assert "compiling kernels: 1 (test.one)" in shown
+    assert "compiling kernels: 2 (test.two)" in shown
+    assert shown[-1] == ""
+    assert not other.getvalue()
 
 
 def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..compiler import kernel, part
-from .simd import call, fetch_add, give_way, load_long, load_shared, store_long, store_shared, word
+from .simd import call, fetch_add, give_way, load_long, load_shared, now, store_long, store_shared, word
 
 STEP = 4
 """Words of a step: address of the kernel, address of its arguments, MEETS and ALONE, the number of its instruction."""
@@ -32,9 +32,9 @@ def meet(shared, threads):
     return 0
 
 
-@kernel
-def run(a, thread, threads):
-    """Words: steps, how many, shared block.  Returns 0, or the status of the step that stopped the run.
+@part
+def walk(a, thread, threads, times):
+    """Every step in turn; thread 0 writes when each began, and when all were done, unless `times` is 0.
 
     A thread may be ahead of another up to the next meeting; what saves a state and what writes it never are in between
     the same two.
@@ -43,6 +43,8 @@ def run(a, thread, threads):
     for i in range(count):
         step = steps + i * 8 * STEP
         how = load_long(step + 16)
+        if times != 0 and thread == 0:
+            store_long(times + 8 * i, now())
         if threads > 1 and how & MEETS:
             status = meet(shared, threads)
             if status != 0:
@@ -56,6 +58,20 @@ def run(a, thread, threads):
             store_long(shared + STEP_FAILED, load_long(step + 24))
             store_shared(shared + FAILED, status)
             return status
-    if threads > 1:
-        return meet(shared, threads)
-    return 0
+    status = meet(shared, threads) if threads > 1 else 0
+    if times != 0 and thread == 0:
+        store_long(times + 8 * count, now())
+    return status
+
+
+@kernel
+def run(a, thread, threads):
+    """Words: steps, how many, shared block.  Returns 0, or the status of the step that stopped the run."""
+    return walk(a, thread, threads, 0)
+
+
+@kernel
+def timed(a, thread, threads):
+    """The same; one word more: where to write nanoseconds, one more than there are steps.  Waiting counts to the step
+    that had to wait."""
+    return walk(a, thread, threads, word(a, 3))
