@@ -396,6 +396,8 @@ def _guarded(args: argparse.Namespace) -> int:
         encoding = getattr(sys.stdout, "encoding", None)  # none if a test or an embedding program collects the text
         if encoding and encoding.lower().replace("-", "") != "utf8":
             sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # typeshed has TextIO, which lacks it
+        if getattr(args, "cache_dir", None):
+            os.environ["HOCKET_CACHE_DIR"] = args.cache_dir  # read where the first kernel is compiled
         if getattr(args, "threads", None):
             from .frontends.threads import set_threads
 

@@ -35,6 +35,7 @@ def session_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "-t", "--threads", type=positive, metavar="N", help="threads of each device (its share of the processors)"
     )
+    sub.add_argument("--cache-dir", metavar="DIR", help="where compiled kernels are kept (~/.cache/hocket)")
     sub.add_argument("--seed", type=natural, default=0, metavar="N", help="seed of the sampling (0)")
 
 

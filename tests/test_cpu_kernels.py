@@ -154,6 +154,22 @@ def test_an_id_that_is_no_row_stops_all_threads_with_an_error():
     assert np.array_equal(run.run({"ids": [0, 7, 3]})["y"], good)
 
 
+def test_threads_of_a_device_end_with_it():
+    def helpers() -> int:
+        gc.collect()
+        time.sleep(0.05)
+        return sum(t.name.startswith("hocket.") for t in threading.enumerate())
+
+    graph = hocket.Graph({"y": ops.mul_mat(hocket.weight("w", (512, 512), DType.Q8_0), hocket.input("x", (3, 512)))})
+    before, backend = helpers(), CpuBackend(3)
+    run = hocket.load(hocket.scheduler.plan_for(graph, [(backend, backend.device(0))]), weights_of(graph))
+    assert helpers() == before, "nothing has run yet"
+    run.run({"x": np.ones((3, 512))})
+    assert helpers() == before + 2
+    del run, backend
+    assert helpers() == before
+
+
 # ------------------------------------------------------------------------------------------------ stored kernels
 
 SCRIPT = """

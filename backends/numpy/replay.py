@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
@@ -79,23 +80,39 @@ class StoppedError(BackendError):
         self.number = number
 
 
+def _serve(queue: SimpleQueue[Segment | None], done: threading.Semaphore, number: int) -> None:
+    """The life of a helper: its part of every segment it is given."""
+    while (segment := queue.get()) is not None:
+        segment.part(number)
+        del segment  # a helper that waits keeps nothing alive
+        done.release()
+
+
+def _dismiss(queues: Sequence[SimpleQueue[Segment | None]]) -> None:
+    for queue in queues:
+        queue.put(None)
+
+
 class Crew:
-    """The threads of one device besides the one that calls."""
+    """The threads of one device besides the one that calls; they start with the first work that is worth sharing, and
+    end with the crew."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self._queues: list[SimpleQueue[Segment]] = [SimpleQueue() for _ in range(threads - 1)]
+        self._queues: list[SimpleQueue[Segment | None]] = []
         self._done = threading.Semaphore(0)
-        for i, queue in enumerate(self._queues):
-            threading.Thread(target=self._serve, args=(queue, i + 1), name=f"hocket.{i + 1}", daemon=True).start()
 
-    def _serve(self, queue: SimpleQueue[Segment], number: int) -> None:
-        while True:
-            queue.get().part(number)
-            self._done.release()
+    def _start(self) -> None:
+        self._queues = [SimpleQueue() for _ in range(self.threads - 1)]
+        for i, queue in enumerate(self._queues):
+            given = (queue, self._done, i + 1)
+            threading.Thread(target=_serve, args=given, name=f"hocket.{i + 1}", daemon=True).start()
+        weakref.finalize(self, _dismiss, self._queues)
 
     def run(self, segment: Segment) -> None:
         """Run a segment on all threads.  Raises `StoppedError` if a kernel stopped the run."""
+        if segment.threads > 1 and not self._queues:
+            self._start()
         helpers = self._queues if segment.threads > 1 else []
         for queue in helpers:
             queue.put(segment)
