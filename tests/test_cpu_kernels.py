@@ -1,10 +1,13 @@
 """The compiled kernels of the CPU backend, each against what NumPy says it must compute."""
 
+import gc
 import hashlib
 import io
 import os
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
