@@ -132,8 +132,9 @@ Work = list[tuple[int, Segment | Callable[[], object]]]
 class Replay:
     """A program ready to run: compiled segments and Python calls, in order."""
 
-    def __init__(self, program: Program, work: Work, crew: Crew) -> None:
+    def __init__(self, program: Program, work: Work, crew: Crew, memory: Sequence[object]) -> None:
         self.program, self.work, self.crew = program, work, crew
+        self._memory = memory  # compiled steps know addresses only
         self._calls = [(n, partial(crew.run, one) if isinstance(one, Segment) else one) for n, one in work]
 
     def __call__(self) -> None:
