@@ -18,6 +18,7 @@ from .frontends.flags import (
     CHUNK,
     NEW_TOKENS,
     Parser,
+    bench_flags,
     devices_flags,
     dump_flags,
     logits_flags,
@@ -175,6 +176,18 @@ def perplexity(args: argparse.Namespace) -> int:
     return 0
 
 
+def bench(args: argparse.Namespace) -> int:
+    """Measure how fast a model reads prompts and writes new tokens."""
+    from .frontends.bench import Work, profiles, rows, tests, written
+    from .frontends.open import open_model
+
+    work = Work(open_model(args.model), tests(args.prompts, args.new, args.depths), args.repetitions, args.batch)
+    groups = [group_of(args, threads) for threads in args.counts or [None]]
+    for line in profiles(work, groups) if args.profile else written(rows(work, groups), args.output):
+        write(line + "\n")
+    return 0
+
+
 def dump(args: argparse.Namespace) -> int:
     """Print a graph."""
     from .frontends.graph_file import read_graph
@@ -277,12 +290,12 @@ def asked() -> Iterator[str]:
             yield said
 
 
-def group_of(args: argparse.Namespace) -> Group:
+def group_of(args: argparse.Namespace, threads: int | None = None) -> Group:
     """The devices that flags name, and how they share."""
     from .frontends.session import Group
 
-    devices, place = tuple(args.devices.split(",")), tuple(args.place)
-    threads, exact = getattr(args, "threads", None), getattr(args, "exact", False)
+    devices, place, exact = tuple(args.devices.split(",")), tuple(args.place), getattr(args, "exact", False)
+    threads = getattr(args, "threads", threads)
     return Group(devices, args.split_mode, args.tensor_split, place, threads=threads, exact=exact)
 
 
@@ -338,6 +351,7 @@ def build_parser() -> argparse.ArgumentParser:
     add(logits, logits_flags, session_flags)
     add(tokenize, tokenize_flags)
     add(perplexity, perplexity_flags, session_flags)
+    add(bench, bench_flags)
     add(dump, dump_flags)
     add(plan, plan_flags)
     add(devices, devices_flags)
@@ -382,11 +396,16 @@ def _guarded(args: argparse.Namespace) -> int:
         encoding = getattr(sys.stdout, "encoding", None)  # none if a test or an embedding program collects the text
         if encoding and encoding.lower().replace("-", "") != "utf8":
             sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # typeshed has TextIO, which lacks it
+        if getattr(args, "cache_dir", None):
+            os.environ["HOCKET_CACHE_DIR"] = args.cache_dir  # read where the first kernel is compiled
         if getattr(args, "threads", None):
             from .frontends.threads import set_threads
 
             set_threads(args.threads)
-        return args.command(args)
+        from .frontends.progress import compiling_shown
+
+        with compiling_shown():
+            return args.command(args)
     except BrokenPipeError:
         raise
     except (HocketError, OSError, MemoryError) as error:

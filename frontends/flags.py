@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import NoReturn
 
 CHUNK = 512
@@ -34,6 +35,7 @@ def session_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "-t", "--threads", type=positive, metavar="N", help="threads of each device (its share of the processors)"
     )
+    sub.add_argument("--cache-dir", metavar="DIR", help="where compiled kernels are kept (~/.cache/hocket)")
     sub.add_argument("--seed", type=natural, default=0, metavar="N", help="seed of the sampling (0)")
 
 
@@ -91,6 +93,21 @@ def tokenize_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--add-special", action="store_true", help="add BOS and EOS as the model asks")
     sub.add_argument("--parse-special", action="store_true", help="read the text of a special token as that token")
     sub.add_argument("--json", action="store_true", help="print a list of ids")
+
+
+def bench_flags(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("model", metavar="MODEL", help="GGUF file")
+    add = partial(sub.add_argument, type=number_list, metavar="LIST")
+    add("-p", "--n-prompt", dest="prompts", default=[512], help="tokens of prompts (512)")
+    add("-n", "--n-gen", dest="new", default=[128], help="new tokens (128)")
+    add("-d", "--n-depth", dest="depths", default=[0], help="tokens before what is timed (0)")
+    add("-t", "--threads", dest="counts", help="threads of each device, in turn (its share of the processors)")
+    sub.add_argument("-r", "--repetitions", type=positive, default=5, metavar="N", help="timed runs of each test (5)")
+    sub.add_argument("-b", "--batch-size", dest="batch", type=positive, default=CHUNK, metavar="N", help="tokens a run")
+    sub.add_argument("--devices", default="cpu:0", metavar="LIST", help="where to run, as cpu:0,cpu:1 (cpu:0)")
+    share_flags(sub)
+    sub.add_argument("-o", "--output", choices=("md", "json", "jsonl"), default="md", help="how to print (md)")
+    sub.add_argument("--profile", action="store_true", help="print how long each kernel takes in a run instead")
 
 
 def perplexity_flags(sub: argparse.ArgumentParser) -> None:
@@ -155,6 +172,10 @@ def token_list(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need token ids, as 1,2,3") from None
+
+
+def number_list(text: str) -> list[int]:
+    return [natural(part) for part in text.split(",")]
 
 
 def positive(text: str) -> int:

@@ -87,13 +87,13 @@ class Session:
         one over the layout of that step, in which the host takes what does not fit."""
         asked = found(on)
         options = partial(plan_for, split_mode=on.split_mode, tensor_split=on.tensor_split, place=self._place)
-        one = self.model.graph(self._step(1, 1, self.sequences))
+        one = self.model.graph(self.step(1, 1, self.sequences))
         first = options(one, asked)
         self.group = first.group  # in mode none perhaps fewer than asked
         host = Host(*found(replace(on, devices=(HOST,)))[0])
         if host.device in (device for _, device in asked) or all(device.memory is None for _, device in asked):
             return first
-        most = self.model.graph(self._step(_bucket(self.batch), self.context, self.sequences))
+        most = self.model.graph(self.step(_bucket(self.batch), self.context, self.sequences))
         if not shortage(plan_for(most, self.group, place=self._place, like=first)):
             return first
         largest = options(most, asked, host=host)
@@ -107,6 +107,7 @@ class Session:
         done = 0
         for name, tensor in tensors.items():
             self.store.bind(name, tensor.raw, Spec(tensor.shape, tensor.dtype), self._first.leaves[name])
+            tensor.release()
             done += tensor.nbytes
             if on_progress:
                 on_progress(Progress(done, total))
@@ -132,13 +133,13 @@ class Session:
                 if mine and (every_position or ends):
                     rows.append(one)
         empty = np.zeros((0, self.model.vocabulary_size), np.float32)
-        return [np.concatenate(rows) if rows else empty for rows in found]
+        return [rows[0] if len(rows) == 1 else np.concatenate([empty, *rows]) for rows in found]
 
     def _run(self, part: list[list[int]], every_position: bool) -> list[F32]:
         count = _bucket(max(map(len, part)))
         longest = max(n + len(new) for n, new in zip(self.lengths, part, strict=True))
         wanted = [(i, t) for i, new in enumerate(part) for t in range(len(new))] if every_position else None
-        step = self._step(count, longest, self.sequences * count if every_position else self.sequences)
+        step = self.step(count, longest, self.sequences * count if every_position else self.sequences)
         inputs = self.model.inputs(step, Batch(part, self.lengths, wanted))
         logits = self.executor(step).run(inputs)["logits"]
         self.lengths = [n + len(new) for n, new in zip(self.lengths, part, strict=True)]
@@ -159,7 +160,8 @@ class Session:
 
     # -------------------------------------------------------------------------------------------------- plans
 
-    def _step(self, tokens: int, length: int, outputs: int = 1) -> Step:
+    def step(self, tokens: int, length: int, outputs: int = 1) -> Step:
+        """The step that runs so many new tokens (a bucket) where the longest sequence then has `length`."""
         cells = min(self.context, max(FEWEST_CELLS, _bucket(length)))
         return Step(self.sequences, tokens, cells, self.context, outputs)
 

@@ -96,6 +96,27 @@ class Executor:
         if self._failures:
             self._fail()
 
+    def measure(self) -> list[list[tuple[str, float]]]:
+        """Run on the inputs that are bound; for each device what it did, step by step, and the seconds of each.
+
+        Raises `PlanError` if a backend cannot tell.
+        """
+        found: dict[int, list[tuple[str, float]]] = {}
+        plain = self._replays
+
+        def timed(number: int) -> Callable[[], None]:
+            measured = getattr(plain[number], "measured", None)
+            if measured is None:
+                raise PlanError(f"device {self.plan.lanes[number].device} cannot time its steps; cpu can")
+            return lambda: found.update({number: measured()})
+
+        self._replays = [timed(i) for i in range(len(plain))]
+        try:
+            self.replay()
+        finally:
+            self._replays = plain
+        return [found[i] for i in range(len(plain))]
+
     def _guarded(self, number: int) -> None:
         """Run one device; on failure wake the others, who may be waiting for it."""
         try:

@@ -172,6 +172,9 @@ def _lives(program: Program) -> list[_Life]:
     for name, tensor in program.outputs.items():
         if (life := at(tensor)) is not None:
             life.last, life.note = len(program.instructions), f"{life.note}, output {name}"
+    for _, back in program.undo:
+        for kept in (life for t in back.src if t is not None and (life := at(t)) is not None):
+            kept.last = len(program.instructions)
     return found
 
 

@@ -19,7 +19,7 @@ from .cost import CPU, Estimate, Hardware
 from .explain import explain, memory_table, stages_of, summary
 from .factors import Factor, Factors
 from .fits import shortage
-from .layout import Layout, Local, Shares
+from .layout import REPLICATE, Layout, Local, Shares
 from .lower import check_support, lower
 from .pins import Pin, Pins, Place, Placed, closed, decided, lying, placements, rescued, settled, unable, wished
 from .place import NOTHING_HELD, layer_split, placed_like
@@ -191,7 +191,9 @@ def _answer(request: _Request, split_mode: str, like: Plan | None, choose: Choos
         return request.alone()
     if split_mode == "layer":
         return request.layers()
-    if choose is not None and len(request.group) > 1:
+    if len(request.group) == 1 and not request.place:
+        return request.whole()
+    if choose is not None:
         return request.given(choose(request.graph, request.factors), "chosen by the caller")
     return request.cheapest() if split_mode == "auto" else request.shards()
 
@@ -227,6 +229,8 @@ class _Request:
             where = placed_like(self.graph, earlier.leaves)
             base = {n: Pin(d, "its weights lie there, or what it reads is made there") for n, d in where.items()}
             return self._placed(base, held.leaves)
+        if len(self.group) == 1 and not self.place:
+            return self.whole("an earlier plan's layout")
         chosen = factors_at(self.graph, self.factors, earlier.cuts)
         return self._cut(Choice(chosen, assign(self.graph, self.factors, chosen), ("an earlier plan's layout",)), held)
 
@@ -234,11 +238,19 @@ class _Request:
         """All on the first device, but for what must run elsewhere; devices without work are left out."""
         first = _Request(self.graph, self.group[:1], (), self.hardware)
         if not self.wished and not unable([self.graph], [{}], self.group[:1]):
-            return first.shards()
+            return first.whole()
         base = {
             n: Pin(0, f"split mode none: {self.group[0][1]} comes first") for n in self.graph.nodes if not n.is_leaf
         }
         return self._placed(base, trim=True)
+
+    def whole(self, *reasons: str) -> Plan:
+        """One device does all: there is nothing to find out about axes, which for a large graph takes most of the
+        time."""
+        leaves = {n.name: REPLICATE for n in self.graph.nodes if n.is_leaf}
+        same = {node: node for node in self.graph.nodes}
+        sharded = Sharded((self.graph,), (same,), leaves, dict.fromkeys(self.graph.outputs, REPLICATE))
+        return self._plan(sharded, frozenset(), reasons, {})
 
     def layers(self) -> Plan:
         return self._layers(self.shares or by_memory([device for _, device in self.group]))
@@ -304,7 +316,7 @@ class _Request:
             alone = self.given(frozenset(), "whole on each device: no cut is faster")
             first = [self.alone()] if best.placed else []
             best = min(best, alone, *first, key=lambda p: (shortage(p) > 0, p.cost.total))
-        if not shortage(best) or len(self.group) == 1:
+        if not shortage(best):
             return best
         return min((best, self.shards(), self.layers()), key=shortage)
 
@@ -353,8 +365,9 @@ def _lanes(sharded: Sharded, group: Group) -> tuple[Lane, ...]:
     """The lane of each device; equal graphs on devices of one kind are lowered once."""
     known: dict[tuple[object, ...], Lane] = {}
     found = []
+    digests = {g: g.digest() for g in set(sharded.graphs)} if len(group) > 1 else {}
     for graph, (backend, device) in zip(sharded.graphs, group, strict=True):
-        key = (type(backend), backend.name, device.kind, graph.digest() if len(group) > 1 else "")
+        key = (type(backend), backend.name, device.kind, digests.get(graph))
         if key in known:
             check_support(graph, backend, device)
             twin = known[key]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,13 +32,27 @@ class Sharded:
 def shard(graph: Graph, factors: Factors, assignment: Assignment, shares: Shares) -> Sharded:
     """Emit the graph of every device.  With one device that is the graph itself."""
     layouts = _Layouts(graph, factors, assignment, shares)
-    emitters = [_Device(d, layouts) for d in range(len(shares))]
     ends = {name: R if is_owed(assignment.made[v]) else assignment.made[v] for name, v in graph.outputs.items()}
     outputs = {name: layouts.of(v, ends[name]) for name, v in graph.outputs.items()}
-    graphs = tuple(e.emit(graph, ends) for e in emitters)
+    emitted: dict[Hashable, tuple[Graph, Mapping[Node, Node]]] = {}
+    for key in (keys := [_kind(d, assignment, shares) for d in range(len(shares))]):
+        if key not in emitted:
+            device = _Device(keys.index(key), layouts)
+            emitted[key] = device.emit(graph, ends), device.origins
+    graphs = tuple(emitted[key][0] for key in keys)
     leaves = {n.name: layouts.of(Value(n), assignment.made[Value(n)]) for n in graph.nodes if n.is_leaf}
     leaves.update(_rarely_read(graph, graphs, leaves))
-    return Sharded(graphs, tuple(e.origins for e in emitters), leaves, outputs)
+    return Sharded(graphs, tuple(emitted[key][1] for key in keys), leaves, outputs)
+
+
+def _kind(device: int, assignment: Assignment, shares: Shares) -> Hashable:
+    """Equal for devices whose graphs are equal: they have as much of every factor, and no node knows its device."""
+    for c in assignment.conversions:
+        if isinstance(c.after, Factor | Local) or isinstance(c.before, Local):
+            return device
+    if assignment.dealt or any(isinstance(by, Local) for by in assignment.by.values()):
+        return device
+    return device == 0, *(high - low for low, high in (shares.of(f)[device] for f in assignment.chosen))
 
 
 def _rarely_read(graph: Graph, graphs: Sequence[Graph], leaves: Mapping[str, Layout]) -> dict[str, Layout]:

@@ -64,7 +64,7 @@ def test_the_embedded_model_writes_what_llama_cpp_writes(capsys: Capture) -> Non
     prompts = json.loads((GOLDENS / "prompts.json").read_text())
     greedy = json.loads((GOLDENS / "greedy_dequantized.json").read_text())
     for prompt, golden in zip(prompts, greedy, strict=True):
-        assert main(["run", "-p", prompt["text"], "-n", "32"]) == 0
+        assert main(["run", "-p", prompt["text"], "-n", "32", "--exact"]) == 0
         assert capsys.readouterr().out == prompt["text"] + golden["greedy_text"] + "\n"
 
 
@@ -179,13 +179,13 @@ def test_the_fixtures_cover_what_they_should() -> None:
 )
 def test_the_embedded_model_has_the_logits_of_llama_cpp(flags: list[str], tmp_path: Path) -> None:
     out, text = tmp_path / "logits.npy", (GOLDENS / "text60.txt").read_text(encoding="utf-8")
-    assert main(["logits", TINY, "-p", text, "--out", str(out), *flags]) == 0
+    assert main(["logits", TINY, "-p", text, "--out", str(out), "--exact", *flags]) == 0
     assert nmse(out, np.load(GOLDENS / "logits60_q8_0_dequantized.npy")) <= 1e-8
 
 
 def test_tokens_may_be_listed(tmp_path: Path) -> None:
     out, tokens = tmp_path / "logits.npy", np.load(GOLDENS / "tokens60.npy")
-    assert main(["logits", TINY, "--tokens", ",".join(map(str, tokens)), "--out", str(out)]) == 0
+    assert main(["logits", TINY, "--tokens", ",".join(map(str, tokens)), "--out", str(out), "--exact"]) == 0
     assert nmse(out, np.load(GOLDENS / "logits60_q8_0_dequantized.npy")) <= 1e-8
 
 
@@ -255,9 +255,9 @@ def test_perplexity_scores_the_second_half_of_each_chunk(capsys: Capture, tmp_pa
     size, nll = 15, []
     for start in range(0, len(tokens) - size + 1, size):
         chunk = tokens[start : start + size]
-        main(["logits", TINY, "--tokens", ",".join(map(str, chunk)), "--out", str(tmp_path / "logits.npy")])
+        main(["logits", TINY, "--tokens", ",".join(map(str, chunk)), "--exact", "--out", str(tmp_path / "logits.npy")])
         nll.append(negative_log_likelihood(np.load(tmp_path / "logits.npy")[7:14], chunk[8:]))
-    assert main(["perplexity", TINY, str(tmp_path / "text.txt"), "-c", str(size)]) == 0
+    assert main(["perplexity", TINY, str(tmp_path / "text.txt"), "-c", str(size), "--exact"]) == 0
     out = capsys.readouterr().out
     assert f"{len(nll)} chunks of 15 tokens, {7 * len(nll)} tokens scored" in out
     assert f"perplexity {math.exp(np.mean(nll)):.3f}" in out

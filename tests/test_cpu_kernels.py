@@ -1,9 +1,13 @@
 """The compiled kernels of the CPU backend, each against what NumPy says it must compute."""
 
+import gc
 import hashlib
+import io
 import os
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -15,6 +19,7 @@ from hocket.backends.numpy.compiler import REPLAY
 from hocket.backends.numpy.cpu import CpuBackend
 from hocket.backends.numpy.kernels import packing, products
 from hocket.backends.numpy.kernels.formats import FORMATS
+from hocket.frontends.progress import compiling_shown
 from hocket.graph.dtypes import DType
 from hocket.ops.quants import LAYOUT, dequantise
 
@@ -60,7 +65,7 @@ def test_packing_loses_nothing(dtype: DType):
     assert call(packing.unpack(FORMATS[dtype]), *words) == 0
     assert np.array_equal(out, dequantise(raw, dtype)[ids])
     ids[3] = rows
-    assert call(packing.unpack(FORMATS[dtype]), *words) == 1, "a row that is not there"
+    assert call(packing.unpack(FORMATS[dtype]), *words) == packing.NO_ROW | rows << 8, "a row that is not there"
 
 
 def rounded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -147,9 +152,25 @@ def test_an_id_that_is_no_row_stops_all_threads_with_an_error():
     graph = hocket.Graph({"y": ops.get_rows(table, ids)})
     run = hocket.load(hocket.scheduler.plan_for(graph, [(backend, backend.device(0))]), weights_of(graph))
     good = run.run({"ids": [0, 7, 3]})["y"]
-    with pytest.raises(hocket.BackendError, match="names no row"):
+    with pytest.raises(hocket.BackendError, match="on cpu:0: id 8 names no row"):
         run.run({"ids": [0, 8, 3]})
     assert np.array_equal(run.run({"ids": [0, 7, 3]})["y"], good)
+
+
+def test_threads_of_a_device_end_with_it():
+    def helpers() -> int:
+        gc.collect()
+        time.sleep(0.05)
+        return sum(t.name in ("hocket.1", "hocket.2") for t in threading.enumerate())
+
+    graph = hocket.Graph({"y": ops.mul_mat(hocket.weight("w", (512, 512), DType.Q8_0), hocket.input("x", (3, 512)))})
+    before, backend = helpers(), CpuBackend(3)
+    run = hocket.load(hocket.scheduler.plan_for(graph, [(backend, backend.device(0))]), weights_of(graph))
+    assert helpers() == before, "nothing has run yet"
+    run.run({"x": np.ones((3, 512))})
+    assert helpers() == before + 2
+    del run, backend
+    assert helpers() == before
 
 
 # ------------------------------------------------------------------------------------------------ stored kernels
@@ -191,6 +212,24 @@ def test_kernels_are_compiled_once_and_a_damaged_file_is_made_anew(tmp_path):
     file.write_bytes(whole[:-100])
     assert finish(start(tmp_path)) == (codes, True)
     assert file.read_bytes() == whole
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_which_kernel_is_compiled_and_nothing_afterwards(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
+    terminal, other = Terminal(), io.StringIO()
+    with compiling_shown(terminal), compiling_shown(other):
+        for name in ("test.one", "test.two"):
+            assert call(compiler.Kernel(name, lambda a, thread, threads: threads)) == 1
+    shown = [part.strip() for part in terminal.getvalue().split("\r")]
+    assert "compiling kernels: 1 (test.one)" in shown
+    assert "compiling kernels: 2 (test.two)" in shown
+    assert shown[-1] == ""
+    assert not other.getvalue()
 
 
 def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path):

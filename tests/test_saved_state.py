@@ -17,17 +17,17 @@ from hocket.frontends.session import Group, Session
 FIXTURES = Path(__file__).parent / "fixtures"
 TOKENS = [5, 17, 33, 2, 60, 41, 8, 19, 77, 3]
 GROUPS = {
-    "one": Group(),
-    "two": Group(("cpu:0", "cpu:1"), "tensor"),
-    "three": Group(("cpu:0", "cpu:1", "cpu:2"), "tensor", (3, 1, 1)),
-    "layers": Group(("cpu:0", "cpu:1"), "layer"),
+    "one": Group(exact=True),
+    "two": Group(("cpu:0", "cpu:1"), "tensor", exact=True),
+    "three": Group(("cpu:0", "cpu:1", "cpu:2"), "tensor", (3, 1, 1), exact=True),
+    "layers": Group(("cpu:0", "cpu:1"), "layer", exact=True),
 }
 
 
 @pytest.fixture
 def saved(tmp_path):
     """A state after six tokens of the embedded model, and the logits of the four that follow."""
-    session = Session(open_model(None))
+    session = Session(open_model(None), on=GROUPS["one"])
     session.evaluate([TOKENS[:6]])
     path = tmp_path / "state.npz"
     save_state(session, [TOKENS[:6]], path)
@@ -51,7 +51,7 @@ def test_what_several_devices_save_one_can_load(saved, group, tmp_path):
     session = Session(open_model(None), on=group)
     session.evaluate([TOKENS[:6]])
     save_state(session, [TOKENS[:6]], tmp_path / "other.npz")
-    fresh = Session(open_model(None))
+    fresh = Session(open_model(None), on=GROUPS["one"])
     load_state(fresh, tmp_path / "other.npz")
     got = fresh.evaluate([TOKENS[6:]], every_position=True)[0]
     assert np.square(got - wanted).sum() / np.square(wanted).sum() < 1e-11

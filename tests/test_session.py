@@ -12,7 +12,7 @@ import pytest
 from hocket.frontends.errors import ModelError
 from hocket.frontends.models import Model
 from hocket.frontends.open import context_for, open_model
-from hocket.frontends.session import Progress, Session
+from hocket.frontends.session import Group, Progress, Session
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FAMILIES = ("llama", "llama-rope-freqs", "qwen3", "qwen35")
@@ -38,8 +38,11 @@ def nmse(got: npt.NDArray[np.float32], want: npt.NDArray[np.float32]) -> float:
     return float(((x - y) ** 2).sum() / (y**2).sum())
 
 
-def alone(model: Model, tokens: list[int]) -> npt.NDArray[np.float32]:
-    return Session(model).evaluate([tokens], every_position=True)[0]
+FAST, EXACT = Group(), Group(exact=True)
+
+
+def alone(model: Model, tokens: list[int], on: Group = FAST) -> npt.NDArray[np.float32]:
+    return Session(model, on=on).evaluate([tokens], every_position=True)[0]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -54,9 +57,9 @@ def test_sequences_of_different_length_in_one_batch_equal_each_alone(name: str) 
 def test_sequences_of_the_embedded_model_side_by_side_equal_each_alone() -> None:
     model = open_model(None)
     texts = [list(range(300, 340)), list(range(700, 711))]
-    both = Session(model, sequences=2, batch=16).evaluate(texts, every_position=True)
+    both = Session(model, on=EXACT, sequences=2, batch=16).evaluate(texts, every_position=True)
     for got, text in zip(both, texts, strict=True):
-        assert nmse(got, alone(model, text)) <= 1e-12
+        assert nmse(got, alone(model, text, EXACT)) <= 1e-12
 
 
 @pytest.mark.parametrize("name", FAMILIES)

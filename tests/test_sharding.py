@@ -51,8 +51,9 @@ def test_a_model_on_several_devices_gives_the_logits_of_one(name, mode, n, split
     model = load_model(open_gguf(FIXTURES / name / "model.gguf"))
     tokens = np.load(FIXTURES / name / "tokens.npy").tolist()
     golden = np.load(FIXTURES / name / "logits.npy")
-    one = Session(model).evaluate([tokens], every_position=True)[0]
-    many = Session(model, on=Group(devices(n), mode, split))
+    exact = "q4" in name  # what is rounded to 8 bits would differ wherever a sum differs in its last bit
+    one = Session(model, on=Group(exact=exact)).evaluate([tokens], every_position=True)[0]
+    many = Session(model, on=Group(devices(n), mode, split, exact=exact))
     batch = many.evaluate([tokens], every_position=True)[0]
     many.reset(0)
     parts = [tokens[: len(tokens) // 2], *([t] for t in tokens[len(tokens) // 2 :])]
@@ -85,8 +86,9 @@ def test_each_device_keeps_its_share_of_the_weights_and_of_the_cache():
     graph = open_model(None).graph(Step(1, 8, 256, 512, 1))
     one, two = (plan(graph, devices(n), split_mode="tensor") for n in (1, 2))
     for kind in ("weight", "state"):
-        whole = one.lanes[0].memory()[kind]
-        held = sum(v.spec.size * 4 for v in two.graph.leaves(kind) if isinstance(two.leaves[v.node.name], Shard))
+        whole, stored = one.lanes[0].memory()[kind], one.lanes[0].backend.stored
+        cut = (v for v in two.graph.leaves(kind) if isinstance(two.leaves[v.node.name], Shard))
+        held = sum(stored(v.spec, kind).nbytes for v in cut)
         assert held > 0.8 * whole
         for lane in two.lanes:
             assert lane.memory()[kind] == pytest.approx(held / 2 + (whole - held), rel=0.02)
@@ -288,7 +290,7 @@ def test_a_device_that_fails_stops_the_others_and_is_named():
     rows = ops.get_rows(table, input("ids", (2,), "i32"))
     made = plan(Graph({"y": ops.mul_mat(weight("w", (8, 4)), rows)}), devices(2), split_mode="tensor")
     run = load(made, {"table": np.ones((8, 4)), "w": np.ones((8, 4))})
-    with pytest.raises(BackendError, match="row ids run from 1 to 99"):
+    with pytest.raises(BackendError, match="id 99 names no row"):
         run.run({"ids": [1, 99]})
     assert run.run({"ids": [1, 2]})["y"].shape == (2, 8)
 

@@ -20,7 +20,7 @@ from hocket.frontends.gguf.tokenizer import tokenizer_from_metadata
 from hocket.frontends.open import open_model
 from hocket.frontends.perplexity import negative_log_likelihood
 from hocket.frontends.sampling import Sampling
-from hocket.frontends.session import Session
+from hocket.frontends.session import Group, Session
 
 GOLDEN = json.loads((Path(__file__).parent / "fixtures" / "smollm2.json").read_text())
 PATH = os.environ.get("HOCKET_SMOLLM2", "")
@@ -36,7 +36,7 @@ def by_name(kind: str) -> Any:
 
 @pytest.fixture(scope="module")
 def loaded() -> Session:
-    return Session(open_model(PATH), context=1024)
+    return Session(open_model(PATH), on=Group(exact=True), context=1024)
 
 
 @pytest.fixture
@@ -56,6 +56,15 @@ def test_the_likelihood_of_every_token_equals_that_of_llama_cpp(case: dict[str, 
     nll = negative_log_likelihood(logits[:-1], case["ids"][1:])
     assert np.abs(nll - case["nll_exact"]).max() <= 1e-3
     assert abs(nll.mean() - case["mean_nll_exact"]) <= 1e-4
+
+
+def test_activations_of_8_bits_change_the_perplexity_by_less_than_half_a_per_cent() -> None:
+    fast, ratio = Session(open_model(PATH), context=1024), []
+    for case in GOLDEN["nll"]:
+        fast.reset(0)
+        logits = fast.evaluate([case["ids"]], every_position=True)[0]
+        ratio.append(np.exp(negative_log_likelihood(logits[:-1], case["ids"][1:]).mean() - case["mean_nll_exact"]))
+    assert abs(np.mean(ratio) - 1) <= 0.005
 
 
 @by_name("prompts")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import sys
 import tempfile
@@ -70,6 +71,9 @@ def cache_folder() -> Path:
 
 
 _compiling = threading.RLock()
+log = logging.getLogger("hocket.kernels")
+COMPILING, COMPILED = "compiling %s", "compiled %s"
+"""What is logged, at level INFO, before and after a kernel is compiled."""
 
 
 @cache
@@ -156,6 +160,7 @@ def _store(wanted: Kernel, code: bytes) -> None:
 
 def _compiled(wanted: Kernel) -> bytes:
     """Compile with Numba; the object code has one symbol of ours."""
+    log.info(COMPILING, wanted.name)
     from numba import cfunc
 
     function = cfunc("intp(intp, intp, intp)", nogil=True, error_model="numpy", fastmath={"contract"})(
@@ -166,6 +171,7 @@ def _compiled(wanted: Kernel) -> bytes:
     module.verify()
     code: bytes = _target().emit_object(module)
     _store(wanted, code)
+    log.info(COMPILED, wanted.name)
     return code
 
 

@@ -13,20 +13,21 @@ from typing import Any, Self
 import numpy as np
 
 from ...graph.dtypes import DType
-from ...graph.errors import StepError
 from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops.quants import dequantise
-from ..base import Array, Comm, Device, Instruction, Program, Tensor, contiguous_strides, host_view, run_calls
+from ..base import Array, Comm, Device, Instruction, Program, Tensor, contiguous_strides, host_view
 from . import NumpyBackend
 from .compiler import REPLAY
 from .kernels.formats import FORMATS, ROWS
 from .kernels.packing import pack, unpack
 from .kernels.simd import LANES
-from .replay import Crew, StoppedError, calls
+from .replay import Crew, Replay, work_of
 
 ROUNDED = frozenset(("mul_mat", "mul_mat_id"))
 """Ops whose activations are rounded to 8 bits, in blocks of 32, where their weight is packed."""
+PACKERS = os.cpu_count() or 1
+"""Threads that pack weights, whatever the number of those that run kernels."""
 HALVES = (DType.F16, DType.BF16)
 
 
@@ -37,6 +38,7 @@ class CpuBackend(NumpyBackend):
 
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads or 1
+        self._packers = ThreadPoolExecutor(PACKERS, "hocket.pack")
         self._crew: Crew | None = None
 
     def with_threads(self, threads: int) -> Self:
@@ -70,14 +72,12 @@ class CpuBackend(NumpyBackend):
         step = columns // declared.dtype.block * declared.dtype.block_bytes
         source = np.ascontiguousarray(data).reshape(int(np.prod(leading)), rows, step)
         kernel = REPLAY(pack(FORMATS[declared.dtype]).address)
-        workers = os.cpu_count() or 1
-        with ThreadPoolExecutor(workers) as pool:
-            for i, matrix in enumerate(source):
-                target = buffer.ctypes.data + i * stored.shape[-2] * step
-                words = np.array([matrix.ctypes.data, step, target, rows, columns], np.int64)
-                list(pool.map(lambda t, a=words: kernel(a.ctypes.data, t, workers), range(workers)))
+        for i, matrix in enumerate(source):
+            target = buffer.ctypes.data + i * stored.shape[-2] * step
+            words = np.array([matrix.ctypes.data, step, target, rows, columns], np.int64)
+            list(self._packers.map(lambda t, a=words: kernel(a.ctypes.data, t, PACKERS), range(PACKERS)))
 
-    def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Callable[[], None]:
+    def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Replay:
         copies: dict[Tensor, Array] = {}
 
         def view(tensor: Tensor) -> Array:
@@ -95,18 +95,7 @@ class CpuBackend(NumpyBackend):
 
         if self._crew is None:
             self._crew = Crew(self.threads)
-        work = calls(program, buffers, self._crew, comm, in_python)
-
-        def replay() -> None:
-            try:
-                with np.errstate(all="ignore"):
-                    run_calls(program, work)
-            except StepError as error:
-                if not isinstance(why := error.__cause__, StoppedError):
-                    raise
-                raise StepError(program.instructions[why.number].node, program.device, why.number, str(why)) from why
-
-        return replay
+        return Replay(program, work_of(program, buffers, self._crew, comm, in_python), self._crew, (*buffers, comm))
 
 
 def _dequantised(program: Program, buffers: Sequence[Any], tensor: Tensor) -> Array:

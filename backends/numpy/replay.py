@@ -6,6 +6,8 @@ Threads of a device walk the same table, each doing its share; they are started 
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
@@ -13,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from ...graph.errors import BackendError
+from ...graph.errors import BackendError, StepError
 from ...ops.collective import COLLECTIVES
-from ..base import Comm, Instruction, Program
+from ..base import Comm, Instruction, Program, run_calls
 from .compiler import REPLAY
 from .kernels import attention, collective, experts, moves, norms, products, recurrent, reductions, rotary, rows
-from .kernels.loop import SHARED_BYTES, STEP, STEP_FAILED, run
+from .kernels.loop import SHARED_BYTES, STEP, STEP_FAILED, run, timed
+from .kernels.packing import NO_ROW
 from .steps import Binding, Bound, Operand, Steps
 
 BINDINGS: Mapping[str, Binding] = {
@@ -34,7 +37,7 @@ BINDINGS: Mapping[str, Binding] = {
     **reductions.BINDINGS,
 }
 STATUS = {
-    1: "an id names no row of its table",
+    NO_ROW: "id {value} names no row of its table",
     collective.OTHER_FAILED: "another device failed",
     collective.LATE: "a device did not come to a collective in time",
     collective.OUT_OF_STEP: "devices are at different collectives: their plans do not match",
@@ -45,17 +48,28 @@ class Segment:
     """Consecutive steps of compiled code."""
 
     def __init__(self, steps: Steps) -> None:
-        self.steps, self.threads = steps, steps.threads
-        table = [[k.address, block.ctypes.data, meets, number] for k, block, meets, number in steps.steps]
+        self.steps = steps
+        self.threads = 1 if all(s.alone for s in steps.steps) else steps.threads
+        table = [[s.kernel.address, s.words.ctypes.data, s.meets + 2 * s.alone, s.number] for s in steps.steps]
         self.table = np.array(table, np.int64).reshape(-1, STEP)
         self.shared = np.zeros(SHARED_BYTES // 8, np.int64)
-        words = [self.table.ctypes.data, len(self.table), self.shared.ctypes.data]
+        words = [self.table.ctypes.data, len(self.table), self.shared.ctypes.data, 0]
         self.arguments = np.array(words, np.int64)
         self.call = REPLAY(run.address)
 
     def part(self, thread: int) -> int:
         """One thread's part of the run; the status."""
         return int(self.call(self.arguments.ctypes.data, thread, self.threads))
+
+    def measured(self, crew: Crew) -> list[tuple[str, float]]:
+        """Run once; the name of each step's kernel, and the seconds it took the first thread."""
+        times = np.zeros(len(self.table) + 1, np.int64)
+        plain, self.arguments[3], self.call = self.call, times.ctypes.data, REPLAY(timed.address)
+        try:
+            crew.run(self)
+        finally:
+            self.call = plain
+        return [(step.kernel.name, s) for step, s in zip(self.steps.steps, np.diff(times) * 1e-9, strict=True)]
 
 
 class StoppedError(BackendError):
@@ -66,32 +80,85 @@ class StoppedError(BackendError):
         self.number = number
 
 
+def _serve(queue: SimpleQueue[Segment | None], done: threading.Semaphore, number: int) -> None:
+    """The life of a helper: its part of every segment it is given."""
+    while (segment := queue.get()) is not None:
+        segment.part(number)
+        del segment  # a helper that waits keeps nothing alive
+        done.release()
+
+
+def _dismiss(queues: Sequence[SimpleQueue[Segment | None]]) -> None:
+    for queue in queues:
+        queue.put(None)
+
+
 class Crew:
-    """The threads of one device besides the one that calls."""
+    """The threads of one device besides the one that calls; they start with the first work that is worth sharing, and
+    end with the crew."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self._queues: list[SimpleQueue[Segment]] = [SimpleQueue() for _ in range(threads - 1)]
+        self._queues: list[SimpleQueue[Segment | None]] = []
         self._done = threading.Semaphore(0)
-        for i, queue in enumerate(self._queues):
-            threading.Thread(target=self._serve, args=(queue, i + 1), name=f"hocket.{i + 1}", daemon=True).start()
 
-    def _serve(self, queue: SimpleQueue[Segment], number: int) -> None:
-        while True:
-            queue.get().part(number)
-            self._done.release()
+    def _start(self) -> None:
+        self._queues = [SimpleQueue() for _ in range(self.threads - 1)]
+        for i, queue in enumerate(self._queues):
+            given = (queue, self._done, i + 1)
+            threading.Thread(target=_serve, args=given, name=f"hocket.{i + 1}", daemon=True).start()
+        weakref.finalize(self, _dismiss, self._queues)
 
     def run(self, segment: Segment) -> None:
         """Run a segment on all threads.  Raises `StoppedError` if a kernel stopped the run."""
-        for queue in self._queues:
+        if segment.threads > 1 and not self._queues:
+            self._start()
+        helpers = self._queues if segment.threads > 1 else []
+        for queue in helpers:
             queue.put(segment)
         status = segment.part(0)
-        for _ in self._queues:
+        for _ in helpers:
             self._done.acquire()
         if status:
             number = int(segment.shared[STEP_FAILED // 8])
             segment.shared[:] = 0
-            raise StoppedError(number, STATUS[status])
+            raise StoppedError(number, STATUS[status & 255].format(value=status >> 8))
+
+
+Work = list[tuple[int, Segment | Callable[[], object]]]
+"""What to run in order, each with the number of its (first) instruction."""
+
+
+class Replay:
+    """A program ready to run: compiled segments and Python calls, in order."""
+
+    def __init__(self, program: Program, work: Work, crew: Crew, memory: Sequence[object]) -> None:
+        self.program, self.work, self.crew = program, work, crew
+        self._memory = memory  # compiled steps know addresses only
+        self._calls = [(n, partial(crew.run, one) if isinstance(one, Segment) else one) for n, one in work]
+
+    def __call__(self) -> None:
+        try:
+            with np.errstate(all="ignore"):
+                run_calls(self.program, self._calls)
+        except StepError as error:
+            if not isinstance(why := error.__cause__, StoppedError):
+                raise
+            node = self.program.instructions[why.number].node
+            raise StepError(node, self.program.device, why.number, str(why)) from why
+
+    def measured(self) -> list[tuple[str, float]]:
+        """Run once; what each step was, and its seconds."""
+        found: list[tuple[str, float]] = []
+        with np.errstate(all="ignore"):
+            for _, one in self.work:
+                if isinstance(one, Segment):
+                    found += one.measured(self.crew)
+                    continue
+                start = time.perf_counter()
+                one()
+                found.append(("NumPy", time.perf_counter() - start))
+        return found
 
 
 def operand(tensor: Any, program: Program, buffers: Sequence[Any]) -> Operand:
@@ -104,25 +171,21 @@ def bound(number: int, i: Instruction, program: Program, buffers: Sequence[Any])
     return Bound(i.op, src, tuple(operand(t, program, buffers) for t in i.dst), i.attrs, number)
 
 
-Calls = list[tuple[int, Callable[[], object]]]
-"""What to run in order, each with the number of its (first) instruction."""
-
-
-def calls(
+def work_of(
     program: Program,
     buffers: Sequence[Any],
     crew: Crew,
     comm: Comm,
     in_python: Callable[[Instruction], list[Callable[[], object]]],
-) -> Calls:
+) -> Work:
     """Compiled segments, and calls for instructions that have no kernel."""
-    found: Calls = []
+    found: Work = []
     steps = Steps(crew.threads, comm)
 
     def close() -> None:
         nonlocal steps
         if steps.steps:
-            found.append((steps.steps[0][3], partial(crew.run, Segment(steps))))
+            found.append((steps.steps[0].number, Segment(steps)))
         steps = Steps(crew.threads, comm)
 
     for number, i in enumerate(program.instructions):

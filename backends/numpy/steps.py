@@ -146,36 +146,65 @@ def float_bits(value: float) -> int:
     return int(struct.unpack("<I", struct.pack("<f", value))[0])
 
 
+SHARED = 32 * 1024
+"""Bytes that a step has to move before threads share it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One call of a kernel: its words, whether threads meet before it, whether one of them does it alone, and the
+    number of the instruction it belongs to."""
+
+    kernel: Kernel
+    words: npt.NDArray[np.int64]
+    meets: bool
+    alone: bool
+    number: int
+
+
 @dataclass(slots=True)
 class Steps:
     """Steps of one table, and memory that belongs to it.
 
-    Threads meet before a step that touches what others may still be writing, or writes what they may still be reading.
+    What moves few bytes one thread does alone: a meeting costs more than it would save.  Threads meet before a step
+    that touches what others may still be writing, or writes what they may still be reading.
     """
 
     threads: int
     comm: Comm | None = None
     number: int = 0
-    steps: list[tuple[Kernel, Memory, bool, int]] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     owned: list[Any] = field(default_factory=list)
-    _written: list[Region] = field(default_factory=list)
-    _read: list[Region] = field(default_factory=list)
+    _written: list[tuple[Region, bool]] = field(default_factory=list)
+    _read: list[tuple[Region, bool]] = field(default_factory=list)
     _made: dict[Hashable, tuple[Operand, list[Region]]] = field(default_factory=dict)
     _scratch: dict[tuple[str, int], Operand] = field(default_factory=dict)
     _private: int = -1
 
-    def add(self, kernel: Kernel, words: Sequence[int], *, reads: Sequence[Operand], writes: Sequence[Operand]) -> None:
-        """Append a step; `reads` and `writes` are everything it touches besides memory of its own."""
-        block = np.array(words, np.int64)
+    def add(
+        self,
+        kernel: Kernel,
+        words: Sequence[int],
+        *,
+        reads: Sequence[Operand],
+        writes: Sequence[Operand],
+        nbytes: int | None = None,
+    ) -> None:
+        """Append a step; `reads` and `writes` are everything it touches besides memory of its own, `nbytes` how much of
+        that it moves, if not all."""
         read, written = [o.region for o in reads], [o.region for o in writes]
-        meets = any(r.overlaps(w) for r in read for w in self._written) or any(
-            w.overlaps(r) for w in written for r in (*self._written, *self._read)
-        )
+        moved = sum(r.high - r.low for r in (*read, *written)) if nbytes is None else nbytes
+        alone = self.threads == 1 or moved < SHARED
+
+        def touched(regions: Sequence[Region], before: Sequence[tuple[Region, bool]]) -> bool:
+            return any(r.overlaps(other) for other, by_one in before if not (alone and by_one) for r in regions)
+
+        meets = touched(read, self._written) or touched(written, self._written) or touched(written, self._read)
         if meets:
             self._written, self._read = [], []
-        self._written += written
-        self._read += read
-        self.steps.append((kernel, block.view(np.uint8), meets, self.number))
+        self._written += [(r, alone) for r in written]
+        self._read += [(r, alone) for r in read]
+        self.steps.append(Step(kernel, np.array(words, np.int64), meets, alone, self.number))
         self._forget(written)
 
     def memory(self, nbytes: int) -> Operand:

@@ -6,6 +6,7 @@ rows of E values into rows of F values has shape [F, E], and its last axis is th
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -58,6 +59,13 @@ class Tensor:
             )
         last = self.row_bytes if self.dtype.is_quantised else self.shape[-1]
         return np.ndarray((*self.shape[:-1], last), self.dtype.storage, self.file.data, self.offset)
+
+    def release(self) -> None:
+        """Let the system take back the memory of the bytes that were read; whoever reads them again gets them again."""
+        if not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        start = self.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        self.file.data.madvise(mmap.MADV_DONTNEED, start, self.offset + self.nbytes - start)
 
     def dequantise(self) -> npt.NDArray[np.float32]:
         """The values, float32 [*shape]: read-only straight from the file for F32, a fresh array otherwise.

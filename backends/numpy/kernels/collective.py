@@ -1,4 +1,4 @@
-"""Sums over the devices of one process, met without the GIL: every thread of every device sums its part for all."""
+"""Sums over the devices of one process, met without the GIL: the first thread of each device sums its part for all."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OTHER_FAILED, LATE, OUT_OF_STEP = 2, 3, 4
 
 @part
 def meet_all(board, participants, patience):
-    """Wait for all threads of all devices, `patience` nanoseconds at most; 0 or why not."""
+    """Wait for all devices, `patience` nanoseconds at most; 0 or why not."""
     arrived = fetch_add(board + ARRIVED, 1) + 1
     target = (arrived + participants - 1) // participants * participants
     spins, since = 0, 0
@@ -58,18 +58,17 @@ def meet_all(board, participants, patience):
 def all_reduce(a, thread, threads):
     """Words: board, rank, devices, source, target, elements (float32), number of the collective, patience."""
     board, rank, devices, count, number = word(a, 0), word(a, 1), word(a, 2), word(a, 5), word(a, 6)
-    if thread == 0:
-        mine = board + SLOTS + rank * SLOT
-        store_long(mine, word(a, 3))
-        store_long(mine + 8, word(a, 4))
-        store_long(mine + 16, number)
-    status = meet_all(board, devices * threads, word(a, 7))
+    mine = board + SLOTS + rank * SLOT
+    store_long(mine, word(a, 3))
+    store_long(mine + 8, word(a, 4))
+    store_long(mine + 16, number)
+    status = meet_all(board, devices, word(a, 7))
     if status != 0:
         return status
     for d in range(devices):
         if load_long(board + SLOTS + d * SLOT + 16) != number:
             return OUT_OF_STEP
-    lo, hi = share((count + LANES - 1) // LANES, rank * threads + thread, devices * threads)
+    lo, hi = share((count + LANES - 1) // LANES, rank, devices)
     for block in range(lo, hi):
         at, left = 4 * LANES * block, count - LANES * block
         total = lanes_of(load_long(board + SLOTS) + at, left)
@@ -81,7 +80,7 @@ def all_reduce(a, thread, threads):
                 store(to, total)
             else:
                 store_some(to, total, left)
-    return meet_all(board, devices * threads, word(a, 7))
+    return meet_all(board, devices, word(a, 7))
 
 
 @part
@@ -99,7 +98,7 @@ def _all_reduce(steps: Steps, call: Bound) -> bool:
     count, number = math.prod(x.shape), call.attrs["sequence"]
     assert isinstance(number, int)
     words = [comm.board.ctypes.data, comm.rank, comm.size, x.address, y.address, count, number, int(comm.timeout * 1e9)]
-    steps.add(all_reduce, words, reads=[x], writes=[y])
+    steps.add(all_reduce, words, reads=[x], writes=[y], nbytes=0)
     return True
 
 

@@ -12,7 +12,7 @@ from ..compiler import Kernel, kernel, part
 from ..steps import Bound, Operand, Steps
 from .dense import LOADS, put_four
 from .formats import COLUMNS, FORMATS, ROWS, Format
-from .packing import share
+from .packing import NO_ROW, share
 from .products import add_block_of, put, rounded, scales_of
 from .rows import lanes
 from .simd import LANES, fma, load_int, store_int, store_scalar, word, zeros
@@ -36,7 +36,7 @@ def sort_slots(a, thread, threads):
     for i in range(count):
         chosen = load_int(ids + 4 * i)
         if chosen < 0 or chosen >= every:
-            return 1
+            return NO_ROW | chosen << 8
         after = starts + 4 * (here(chosen, own, experts) + 1)
         store_int(after, load_int(after) + 1)
     for e in range(experts + 1):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from ..compiler import kernel, part
-from .simd import call, fetch_add, give_way, load_long, load_shared, store_long, store_shared, word
+from .simd import call, fetch_add, give_way, load_long, load_shared, now, store_long, store_shared, word
 
 STEP = 4
-"""Words of a step: address of the kernel, address of its arguments, whether all threads meet before it, its number."""
+"""Words of a step: address of the kernel, address of its arguments, MEETS and ALONE, the number of its instruction."""
+MEETS, ALONE = 1, 2
+"""All threads meet before a step; the first thread does it alone."""
 SPINS = 2000
 """How often a thread looks before it gives its core away: longer than a meeting takes, shorter than a time slice."""
 
@@ -30,9 +32,9 @@ def meet(shared, threads):
     return 0
 
 
-@kernel
-def run(a, thread, threads):
-    """Words: steps, how many, shared block.  Returns 0, or the status of the step that stopped the run.
+@part
+def walk(a, thread, threads, times):
+    """Every step in turn; thread 0 writes when each began, and when all were done, unless `times` is 0.
 
     A thread may be ahead of another up to the next meeting; what saves a state and what writes it never are in between
     the same two.
@@ -40,15 +42,36 @@ def run(a, thread, threads):
     steps, count, shared = word(a, 0), word(a, 1), word(a, 2)
     for i in range(count):
         step = steps + i * 8 * STEP
-        if threads > 1 and load_long(step + 16) != 0:
+        how = load_long(step + 16)
+        if times != 0 and thread == 0:
+            store_long(times + 8 * i, now())
+        if threads > 1 and how & MEETS:
             status = meet(shared, threads)
             if status != 0:
                 return status
-        status = call(load_long(step), load_long(step + 8), thread, threads)
+        status = 0
+        if how & ALONE == 0:
+            status = call(load_long(step), load_long(step + 8), thread, threads)
+        elif thread == 0:
+            status = call(load_long(step), load_long(step + 8), 0, 1)
         if status != 0:
             store_long(shared + STEP_FAILED, load_long(step + 24))
             store_shared(shared + FAILED, status)
             return status
-    if threads > 1:
-        return meet(shared, threads)
-    return 0
+    status = meet(shared, threads) if threads > 1 else 0
+    if times != 0 and thread == 0:
+        store_long(times + 8 * count, now())
+    return status
+
+
+@kernel
+def run(a, thread, threads):
+    """Words: steps, how many, shared block.  Returns 0, or the status of the step that stopped the run."""
+    return walk(a, thread, threads, 0)
+
+
+@kernel
+def timed(a, thread, threads):
+    """The same; one word more: where to write nanoseconds, one more than there are steps.  Waiting counts to the step
+    that had to wait."""
+    return walk(a, thread, threads, word(a, 3))

@@ -12,7 +12,7 @@ from ..compiler import Kernel
 from ..steps import Bound, Operand, Steps
 from .dense import LOADS
 from .formats import FORMATS
-from .packing import share, unpack
+from .packing import NO_ROW, share, unpack
 from .rows import add_rows, put, unary
 from .simd import LANES, load_int, load_long, word
 
@@ -34,7 +34,7 @@ def move_rows(scatter: bool, dtype: DType = DType.F32) -> Kernel:
             mine = table + i // count * word(a, 10)
             row = load_int(ids + 4 * i) if size == 4 else load_long(ids + 8 * i)
             if row < 0 or row >= rows:
-                return 1
+                return NO_ROW | row << 8
             source, target = mine + row * step, other + i * pace
             if scatter:
                 source, target = target, source
@@ -64,14 +64,16 @@ def _get_rows(steps: Steps, call: Bound) -> bool:
         stride = columns // table.dtype.block * table.dtype.block_bytes
         scratch = steps.scratch("unpack", 1024 * steps.threads)
         words = [table.address, stride, rows, columns, ids.address, out.address, out.row_step, math.prod(ids.shape)]
-        steps.add(unpack(form), [*words, scratch.address], reads=[table, ids], writes=[out])
+        steps.add(
+            unpack(form), [*words, scratch.address], reads=[table, ids], writes=[out], nbytes=out.tensor.spec.nbytes
+        )
         return True
     if table.dtype not in LOADS or table.strides[-1] != 1 or len(leading) > 1 or not ids.shape[-1]:
         return False
     nbytes = table.dtype.storage.itemsize
     words = [table.address, nbytes * table.strides[-2], rows, columns, ids.address, size, out.address, out.row_step]
     words += [ids.shape[-1], *leading, nbytes * table.strides[0]] if leading else [math.prod(ids.shape), 1, 0]
-    steps.add(move_rows(False, table.dtype), words, reads=[table, ids], writes=[out])
+    steps.add(move_rows(False, table.dtype), words, reads=[table, ids], writes=[out], nbytes=out.tensor.spec.nbytes)
     return True
 
 
@@ -84,7 +86,7 @@ def _set_rows(steps: Steps, call: Bound) -> bool:
     if into.address != out.address and not add_rows(steps, unary("copy"), [into], out):
         return False
     words = [out.address, out.row_step, *out.shape, ids.address, size, rows.address, rows.row_step, rows.shape[0], 1, 0]
-    steps.add(move_rows(True), words, reads=[rows, ids, out], writes=[out])
+    steps.add(move_rows(True), words, reads=[rows, ids, out], writes=[out], nbytes=rows.tensor.spec.nbytes)
     return True
 
 

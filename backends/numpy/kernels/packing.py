@@ -17,6 +17,9 @@ from .simd import (
     word,
 )
 
+NO_ROW = 1
+"""Status of a run that an id stopped which names no row; the id itself stands above the low byte."""
+
 
 @part
 def share(n, thread, threads):
@@ -94,7 +97,7 @@ def unpack(form: Format) -> Kernel:
         for i in range(lo, hi):
             row = load_int(ids + 4 * i)
             if row < 0 or row >= rows:
-                return 1
+                return NO_ROW | row << 8
             planes, lane = packed + row // ROWS * ROWS * stride, row % ROWS
             second = planes + n * 64 * width
             last = second + n * 64 * high

@@ -1,0 +1,193 @@
+"""How fast each kernel of the CPU backend is, as a share of the machine's limits measured in the same run.
+
+Run ``python benchmarks/kernels.py``.  A product for one token reads copies of its weight that together exceed the
+cache; times are taken inside the compiled loop, of the first thread.  What reads little (norms, one token of a delta
+net) stays in the cache and may exceed the memory's limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import results_file as results
+from write_models import random_rows
+
+from hocket import ops
+from hocket.backends.numpy.cpu import HALVES, CpuBackend
+from hocket.backends.numpy.kernels.formats import FORMATS
+from hocket.backends.numpy.limits import dot_peak, multiply_peak, read_bandwidth
+from hocket.graph import Graph, Value, input, state, weight
+from hocket.graph.dtypes import DType
+from hocket.ops import op_of
+from hocket.scheduler import load
+from hocket.scheduler.plan import plan_for
+
+ROWS = COLUMNS = 2048
+MANY = 512
+"""Tokens of a prompt."""
+CELLS = 1024
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of so many threads: bytes a second from memory, float32 operations, operations of 8-bit dot products."""
+
+    threads: int
+    bandwidth: float
+    multiply: float
+    dot: float
+
+    @staticmethod
+    def measured(threads: int) -> Limits:
+        multiply = multiply_peak(threads)
+        return Limits(threads, read_bandwidth(threads), multiply, dot_peak(threads) or multiply)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A graph of one op, several times over with leaves of its own each time; `kernel` begins the names of its
+    kernels."""
+
+    title: str
+    kernel: str
+    op: str
+    build: Callable[[int], Value]
+    copies: int = 1
+    in_bytes: bool = False
+    """Whether it multiplies 8-bit numbers."""
+
+
+def product(dtype: DType, tokens: int, copies: int) -> Case:
+    x = input("x", (tokens, COLUMNS))
+
+    def build(i: int) -> Value:
+        return ops.mul_mat(weight(f"w{i}", (ROWS, COLUMNS), dtype), x)
+
+    packed = dtype in FORMATS
+    title = f"{dtype} {ROWS}×{COLUMNS}, {tokens} tokens"
+    return Case(title, "products.product" if packed else "dense.product", "mul_mat", build, copies, packed)
+
+
+def attention(tokens: int) -> Case:
+    heads, shared, size = 32, 8, 128
+    mask = ops.causal_mask(input("pos", (1, tokens), "i32"), cells=CELLS)
+
+    def build(i: int) -> Value:
+        q = input(f"q{i}", (1, tokens, heads, size))
+        k, v = (input(f"{n}{i}", (1, CELLS, shared, size)) for n in "kv")
+        return ops.attention(q, k, v, mask, scale=size**-0.5)
+
+    return Case(f"{heads} heads of {size} on {shared}, {tokens} tokens on {CELLS}", "attention.", "attention", build)
+
+
+def delta_net(tokens: int) -> Case:
+    heads, size = 16, 128
+
+    def build(i: int) -> Value:
+        q, k, v = (input(f"{n}{i}", (1, tokens, heads, size)) for n in "qkv")
+        decay, beta = input(f"decay{i}", (1, tokens, heads, 1)), input(f"beta{i}", (1, tokens, heads))
+        old = state(f"s{i}", (1, heads, size, size))
+        return ops.gated_delta_net(q, k, v, decay, beta, old, heads="tiled")[0]
+
+    return Case(f"{heads} heads of {size}, {tokens} tokens", "recurrent.", "gated_delta_net", build)
+
+
+def norm(tokens: int) -> Case:
+    def build(i: int) -> Value:
+        return ops.rms_norm(input(f"x{i}", (tokens, COLUMNS)), eps=1e-6)
+
+    return Case(f"{tokens}×{COLUMNS}", "norms.", "rms_norm", build, 8)
+
+
+def cases(cold: int) -> Iterator[Case]:
+    for dtype in (*FORMATS, *HALVES, DType.F32):
+        nbytes = ROWS * COLUMNS // dtype.block * dtype.block_bytes
+        yield product(dtype, 1, max(2, cold // nbytes))
+        yield product(dtype, MANY, 2)
+    for tokens in (1, MANY):
+        yield attention(tokens)
+        yield delta_net(tokens)
+        yield norm(tokens)
+
+
+def measured(case: Case, limits: Limits, repeats: int, seed: int = 5) -> Iterator[dict[str, object]]:
+    """A row for the op, and one for what rounds its activations."""
+    rng = np.random.default_rng(seed)
+    graph = Graph({f"y{i}": case.build(i) for i in range(case.copies)})
+    backend = CpuBackend(limits.threads)
+    raw: dict[DType, np.ndarray] = {}
+    for w in graph.weights:
+        raw.setdefault(w.dtype, random_rows(w.dtype, *w.shape, rng))
+    run = load(plan_for(graph, [(backend, backend.device(0))]), {w.node.name: raw[w.dtype] for w in graph.weights})
+    given = {
+        v.node.name: np.arange(v.shape[-1])[None] + CELLS - v.shape[-1]
+        if v.dtype.is_integer
+        else -rng.random(v.shape, np.float32) * np.float32(0.1)
+        for v in graph.inputs
+    }
+    times: dict[str, list[float]] = {}
+    for i in range(1 + repeats):
+        run.bind(given)
+        for kernel, seconds in run.measure()[0]:
+            if i:
+                times.setdefault(kernel, []).append(seconds)
+    if "NumPy" in times:
+        raise SystemExit(f"{case.op} {case.title}: has no compiled kernel")
+    node = next(n for n in graph.nodes if n.op == case.op)
+    known = {"threads": limits.threads, "case": case.title}
+    for kernel, samples in times.items():
+        if kernel.startswith(case.kernel):
+            peak = limits.dot if case.in_bytes else limits.multiply
+            rates = op_of(node).nbytes(node) / median(samples), op_of(node).flops(node) / median(samples)
+            share = max(rates[0] / limits.bandwidth, rates[1] / peak)
+        elif kernel == "products.round_rows" and case.title.endswith(f"{MANY} tokens"):
+            rates = MANY * COLUMNS * 5.5 / median(samples), 0.0
+            share = rates[0] / limits.bandwidth
+        else:
+            continue
+        found = {"seconds": median(samples), "gbs": rates[0] / 1e9, "gflops": rates[1] / 1e9, "share": share}
+        yield {**known, "kernel": kernel, **found}
+
+
+HEAD = ("kernel", "case", "threads", "µs", "GB/s", "GFLOP/s", "of the limit")
+
+
+def cells(row: dict[str, object]) -> list[str]:
+    numbers = [f"{row['seconds'] * 1e6:.1f}", f"{row['gbs']:.1f}", f"{row['gflops']:.0f}", f"{row['share']:.0%}"]
+    return [row["kernel"], row["case"], str(row["threads"]), *numbers]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-t", default="1,2", help="numbers of threads (1,2)")
+    parser.add_argument("-r", type=int, default=3, help="repetitions (3)")
+    parser.add_argument("--cold", type=int, default=512, help="MiB of copies of a weight (512)")
+    parser.add_argument("-k", default="", help="only cases whose name contains this")
+    parser.add_argument("--shared", action="store_true", help="say that others used the machine meanwhile")
+    parser.add_argument("--save", type=Path, metavar="STEM", help="write STEM.json and STEM.md")
+    args = parser.parse_args()
+    about, rows = results.circumstances(args.shared), []
+    for threads in map(int, args.t.split(",")):
+        limits = Limits.measured(threads)
+        known = f"{limits.bandwidth / 1e9:.1f} GB/s, {limits.multiply / 1e9:.0f} GFLOP/s, {limits.dot / 1e9:.0f} GOP/s"
+        about[f"limits_{threads}"] = known
+        print(f"limits of {threads} threads: {known}\n{results.table(HEAD, [])}", end="")
+        for case in cases(args.cold << 20):
+            if args.k in f"{case.kernel} {case.title}":
+                for row in measured(case, limits, args.r):
+                    rows.append(row)
+                    print(f"| {' | '.join(cells(row))} |", flush=True)
+    if args.save:
+        limits_text = "".join(
+            f"Limits of {k[7:]} threads: {v}.\n\n" for k, v in about.items() if k.startswith("limits")
+        )
+        results.save(args.save, about, rows, limits_text + results.table(HEAD, list(map(cells, rows))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""What every saved result says of its circumstances, and how it is saved: JSON, and a table in Markdown."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+def circumstances(shared: bool) -> dict[str, object]:
+    """Date, processor, commit, and whether others used the machine meanwhile."""
+    root = Path(__file__).parent.parent
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True)
+    dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=root, capture_output=True, text=True)
+    return {
+        "date": datetime.date.today().isoformat(),
+        "cpu": processor(),
+        "cores": os.cpu_count(),
+        "commit": (commit.stdout.strip() or "unknown") + ("+" if dirty.stdout.strip() else ""),
+        "shared": shared,
+        "load": round(os.getloadavg()[0], 1),
+        "python": platform.python_version(),
+    }
+
+
+def processor() -> str:
+    """The processor's name and, where its name says little, its family, model and best vector instructions."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    found = dict(reversed([tuple(map(str.strip, line.split(":", 1))) for line in lines if ":" in line]))
+    flags = set(found.get("flags", "").split()) & {"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8"}
+    where = f"family {found.get('cpu family')} model {found.get('model')}"
+    return f"{found.get('model name', platform.processor())}, {where}, {' '.join(sorted(flags))}"
+
+
+def one_line(about: Mapping[str, object]) -> str:
+    shared = "shared with other work" if about["shared"] else "otherwise idle"
+    return (
+        f"{about['date']}, {about['cpu']}, {about['cores']} cores, {shared} (load {about['load']}), {about['commit']}"
+    )
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """In Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"
+
+
+def save(stem: Path, about: Mapping[str, object], rows: Sequence[Mapping[str, object]], text: str) -> None:
+    """``stem.json`` with all samples and ``stem.md`` with the table."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    body = ",\n ".join(map(json.dumps, rows))
+    stem.with_name(f"{stem.name}.json").write_text(f'{{"about": {json.dumps(about)},\n "rows": [\n {body}]}}\n')
+    stem.with_name(f"{stem.name}.md").write_text(f"{one_line(about)}\n\n{text}")

@@ -1,0 +1,27 @@
+"""Hocket's side of ``vs_llama_cpp.py``: runs tests that come as JSON lines.
+
+Started as ``python worker_hocket.py MODEL THREADS CONTEXT``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import hocket
+from hocket.frontends.bench import Test, random_tokens, seconds
+from hocket.frontends.open import open_model
+from hocket.frontends.session import Group, Session
+
+
+def main() -> None:
+    path, threads, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    session = Session(open_model(path), on=Group(threads=threads), context=size)
+    tokens = random_tokens(session)
+    print(json.dumps({"version": hocket.__version__}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(seconds(session, Test(**json.loads(line)), tokens)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

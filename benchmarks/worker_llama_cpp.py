@@ -1,0 +1,71 @@
+"""llama.cpp's side of ``vs_llama_cpp.py``: runs tests that come as JSON lines, through llama-cpp-python.
+
+Started as ``python worker_llama_cpp.py MODEL THREADS CONTEXT``, by an interpreter that need not have hocket.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import random
+import sys
+import time
+
+import llama_cpp as lc
+
+
+@lc.llama_log_callback
+def silent(level: int, text: bytes, user: ctypes.c_void_p) -> None:
+    """Drop what the library logs."""
+
+
+def opened(path: str, threads: int, size: int) -> tuple[object, object]:
+    """Model and context, as ``llama-bench -fa 1`` makes them."""
+    lc.llama_log_set(silent, ctypes.c_void_p(0))
+    lc.llama_backend_init()
+    model = lc.llama_model_load_from_file(path.encode(), lc.llama_model_default_params())
+    if not model:
+        raise SystemExit(f"llama.cpp cannot load {path}")
+    wanted = lc.llama_context_default_params()
+    wanted.n_ctx, wanted.n_batch, wanted.n_ubatch = size, 2048, 512
+    wanted.n_threads = wanted.n_threads_batch = threads
+    wanted.flash_attn_type = lc.LLAMA_FLASH_ATTN_TYPE_ENABLED
+    context = lc.llama_init_from_model(model, wanted)
+    if not context:
+        raise SystemExit(f"llama.cpp makes no context of {size} tokens for {path}")
+    return model, context
+
+
+def evaluate(context: object, tokens: list[int]) -> None:
+    block = (lc.llama_token * len(tokens))(*tokens)
+    if lc.llama_decode(context, lc.llama_batch_get_one(block, len(tokens))):
+        raise SystemExit("llama.cpp failed to decode")
+    lc.llama_synchronize(context)
+
+
+def seconds(context: object, vocabulary: int, kind: str, count: int, depth: int) -> float:
+    """One test: a prompt at once or tokens one by one, after `depth` that are not timed."""
+    lc.llama_memory_clear(lc.llama_get_memory(context), True)
+    tokens = random.Random(0).choices(range(vocabulary), k=depth + count)
+    for start in range(0, depth, 512):
+        evaluate(context, tokens[start : min(depth, start + 512)])
+    parts = [tokens[depth:]] if kind == "pp" else [[token] for token in tokens[depth:]]
+    start = time.perf_counter()
+    for part in parts:
+        evaluate(context, part)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    path, threads, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    model, context = opened(path, threads, size)
+    vocabulary = lc.llama_vocab_n_tokens(lc.llama_model_get_vocab(model))
+    about = {"version": lc.__version__, "system": lc.llama_print_system_info().decode().strip()}
+    print(json.dumps(about), flush=True)
+    for line in sys.stdin:
+        test = json.loads(line)
+        print(json.dumps(seconds(context, vocabulary, test["kind"], test["tokens"], test["depth"])), flush=True)
+
+
+if __name__ == "__main__":
+    main()

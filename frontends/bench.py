@@ -1,0 +1,229 @@
+"""How fast a model runs: prompts and new tokens at a depth, as ``llama-bench`` counts them; and where time goes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median, stdev
+
+import numpy as np
+
+from ..backends.numpy.cpu import CpuBackend
+from ..backends.numpy.limits import read_bandwidth
+from ..graph.node import Node
+from ..ops import op_of
+from .errors import ModelError
+from .models import Batch, Model, Step
+from .open import open_session
+from .session import DEFAULT_BATCH, Group, Session, check_context
+
+
+@dataclass(frozen=True, slots=True)
+class Test:
+    """`tokens` at once (a prompt) or one by one, after `depth` others that are not timed."""
+
+    kind: str
+    tokens: int
+    depth: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}{self.tokens}" + (f" @ d{self.depth}" if self.depth else "")
+
+
+PROMPT, NEW = "pp", "tg"
+Row = Mapping[str, object]
+"""What is known of one test on so many threads, by the names under which JSON has it."""
+
+
+def tests(prompts: Sequence[int], new: Sequence[int], depths: Sequence[int]) -> list[Test]:
+    """Every prompt and every number of new tokens at every depth; 0 leaves one out."""
+    found = [Test(kind, n, d) for d in depths for kind, counts in ((PROMPT, prompts), (NEW, new)) for n in counts if n]
+    if not found:
+        raise ModelError("there is nothing to measure; ask for a prompt with -p or for new tokens with -n")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What to measure: tests of a model, each so many times, with at most `batch` tokens a run."""
+
+    model: Model
+    tests: Sequence[Test]
+    repeats: int
+    batch: int = DEFAULT_BATCH
+
+    def session(self, on: Group) -> Session:
+        """With the context that the longest test needs.  Raises `ModelError` if the model has not got it."""
+        context = max(t.depth + t.tokens for t in self.tests)
+        check_context(context, self.model)
+        return open_session(self.model, on=on, context=context, batch=self.batch)
+
+
+def rows(work: Work, groups: Sequence[Group]) -> Iterator[dict[str, object]]:
+    """One row for each test on each group of devices."""
+    nbytes = weight_bytes(work.model)
+    for on in groups:
+        session = work.session(on)
+        bandwidth = bandwidth_of(session)
+        threads = threads_of(session)
+        known = {"model": str(work.model.gguf.path), "devices": ",".join(on.devices), "threads": threads}
+        known |= {"split_mode": on.split_mode, "bandwidth": bandwidth, "weight_bytes": nbytes}
+        for test in work.tests:
+            yield {**known, **row(test, samples(session, test, work.repeats), nbytes=nbytes, bandwidth=bandwidth)}
+
+
+def profiles(work: Work, groups: Sequence[Group]) -> Iterator[str]:
+    """For each test on each group what every device spends its time on."""
+    for on in groups:
+        session = work.session(on)
+        for test in work.tests:
+            for (_, device), shares in zip(session.group, profile(session, test, work.repeats), strict=True):
+                yield f"{test.name}, {threads_of(session)} threads, {device}"
+                yield from profile_lines(shares)
+
+
+def threads_of(session: Session) -> int:
+    """Threads of each device."""
+    backend, _ = session.group[0]
+    return getattr(backend, "threads", 1)
+
+
+def bandwidth_of(session: Session) -> float | None:
+    """Bytes a second that all threads of all devices read together from memory; None unless all are ``cpu``."""
+    if not all(isinstance(backend, CpuBackend) for backend, _ in session.group):
+        return None
+    return read_bandwidth(threads_of(session) * len(session.group))
+
+
+def seconds(session: Session, test: Test, tokens: Sequence[int]) -> float:
+    """Run a test once on a session of one sequence."""
+    session.reset(0)
+    if test.depth:
+        session.evaluate([list(tokens[: test.depth])])
+    timed = list(tokens[test.depth : test.depth + test.tokens])
+    parts = [timed] if test.kind == PROMPT else [[token] for token in timed]
+    start = time.perf_counter()
+    for part in parts:
+        session.evaluate([part])
+    return time.perf_counter() - start
+
+
+def random_tokens(session: Session, seed: int = 0) -> list[int]:
+    """As many tokens as the context holds."""
+    return [int(t) for t in np.random.default_rng(seed).integers(0, session.model.vocabulary_size, session.context)]
+
+
+def samples(session: Session, test: Test, repeats: int) -> list[float]:
+    """Seconds of each run, after one to warm up that builds the plans."""
+    tokens = random_tokens(session)
+    return [seconds(session, test, tokens) for _ in range(1 + repeats)][1:]
+
+
+def weight_bytes(model: Model) -> int:
+    """Bytes of weights that one token reads: all of a matrix, of tables and experts what is chosen."""
+    graph = model.graph(Step(1, 1, 256, 256, 1))
+    return sum(_weight_bytes(node) for node in graph.nodes)
+
+
+def _weight_bytes(node: Node) -> int:
+    """Views pass a weight on and read nothing."""
+    read = sum(v.spec.nbytes for v in node.inputs if v.node.op == "weight")
+    return min(read, op_of(node).nbytes(node)) if read else 0
+
+
+def row(test: Test, times: Sequence[float], *, nbytes: int, bandwidth: float | None) -> dict[str, object]:
+    """What one test says, rates in tokens a second; of new tokens also the bytes of weights read in a second."""
+    rates = [test.tokens / s for s in times]
+    found: dict[str, object] = {"test": test.name, "kind": test.kind, "tokens": test.tokens, "depth": test.depth}
+    found |= {"mean": mean(rates), "sd": stdev(rates) if len(rates) > 1 else 0.0, "median": median(rates)}
+    found["samples"] = rates
+    if test.kind == NEW:
+        found["weight_bytes_per_second"] = median(rates) * nbytes
+        found["share_of_bandwidth"] = median(rates) * nbytes / bandwidth if bandwidth else None
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------- profile
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one kind of step took in a run of a device: how often it ran, and its seconds in all."""
+
+    kernel: str
+    count: int
+    seconds: float
+
+
+OUTSIDE = "outside kernels"
+
+
+def profile(session: Session, test: Test, repeats: int) -> list[list[Share]]:
+    """For each device where the median run of a test's step spends its time, the longest first.
+
+    The step is the whole prompt, or one token.  What is outside kernels is the rest of a median run that is not timed
+    inside; noise can make it less than nothing.
+    """
+    tokens = random_tokens(session)
+    many = test.tokens if test.kind == PROMPT else 1
+    session.reset(0)
+    if test.depth:
+        session.evaluate([tokens[: test.depth]])
+    new = tokens[test.depth : test.depth + min(many, session.batch)]
+    session.evaluate([new])
+    step = session.step(1 << (len(new) - 1).bit_length(), test.depth + len(new))
+    executor, walls, runs = session.executor(step), [], []
+    for _ in range(1 + repeats):
+        session.lengths[0] = test.depth
+        start = time.perf_counter()
+        session.evaluate([new])
+        walls.append(time.perf_counter() - start)
+        executor.bind(session.model.inputs(step, Batch([new], [test.depth], None)))
+        runs.append(executor.measure())
+    wall = median(walls[1:])
+    middle = sorted(runs[1:], key=lambda devices: sum(s for _, s in devices[0]))[repeats // 2]
+    return [_shares(steps, wall) for steps in middle]
+
+
+def _shares(steps: Iterable[tuple[str, float]], wall: float) -> list[Share]:
+    times: dict[str, list[float]] = {}
+    for kernel, spent in steps:
+        times.setdefault(kernel, []).append(spent)
+    inside = sum(map(sum, times.values()))
+    found = [Share(kernel, len(t), sum(t)) for kernel, t in times.items()]
+    return [*sorted(found, key=lambda s: -s.seconds), Share(OUTSIDE, 1, wall - inside)]
+
+
+def profile_lines(shares: Sequence[Share]) -> Iterator[str]:
+    """A table of what takes how long."""
+    whole = sum(s.seconds for s in shares)
+    for s in shares:
+        yield f"{s.seconds * 1e6:10.1f} µs  {s.seconds / whole:6.1%}  {s.count:5} ×  {s.kernel}"
+
+
+# -------------------------------------------------------------------------------------------------------- output
+
+HEAD = ("model", "devices", "threads", "test", "tok/s", "median", "GB/s", "of bandwidth")
+
+
+def written(rows: Iterable[Row], form: str) -> Iterator[str]:
+    """Lines of a table: Markdown or JSON objects as they come, or one JSON list."""
+    if form == "json":
+        yield json.dumps(list(rows), indent=1)
+    elif form == "jsonl":
+        yield from map(json.dumps, rows)
+    else:
+        yield f"| {' | '.join(HEAD)} |"
+        yield "|---|---|--:|---|--:|--:|--:|--:|"
+        yield from map(_markdown, rows)
+
+
+def _markdown(r: Row) -> str:
+    read, share = r.get("weight_bytes_per_second"), r.get("share_of_bandwidth")
+    cells = [Path(str(r["model"])).name, r["devices"], r["threads"], r["test"], f"{r['mean']:.2f} ± {r['sd']:.2f}"]
+    cells += [f"{r['median']:.2f}", "" if read is None else f"{read / 1e9:.1f}"]  # type: ignore[operator]
+    return f"| {' | '.join(map(str, cells))} | {'' if share is None else f'{share:.0%}'} |"
