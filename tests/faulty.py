@@ -40,6 +40,9 @@ class _Faulty:
     def plan_fault(self, device: Device, number: int, *, late: bool, what: Callable[[], None] = raises) -> None:
         self.where, self.late, self.what = (str(device), number), late, what
 
+    def with_threads(self, threads):
+        return self
+
     def compile(self, program, buffers, on, comm):
         single = [dataclasses.replace(program, instructions=(i,), undo=()) for i in program.instructions]
         steps = [super(_Faulty, self).compile(p, buffers, on, comm) for p in single]

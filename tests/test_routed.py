@@ -183,7 +183,7 @@ def test_a_number_that_is_no_expert_is_an_error_on_every_device():
     for wrong in (-1, 6):
         ids = np.array(feed["ids"])
         ids[1, 1] = wrong
-        with pytest.raises(BackendError, match="names no row|ids of experts run from"):
+        with pytest.raises(BackendError, match=r"names no row|ids of experts run from"):
             run.run({**feed, "ids": ids})
 
 

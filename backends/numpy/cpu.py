@@ -95,7 +95,7 @@ class CpuBackend(NumpyBackend):
 
         if self._crew is None:
             self._crew = Crew(self.threads)
-        return Replay(program, work_of(program, buffers, self._crew, comm, in_python), self._crew, (*buffers, comm))
+        return Replay(program, work_of(program, buffers, self._crew, comm, in_python), self._crew, comm, buffers)
 
 
 def _dequantised(program: Program, buffers: Sequence[Any], tensor: Tensor) -> Array:

@@ -75,9 +75,9 @@ class Segment:
 class StoppedError(BackendError):
     """A kernel stopped the run; `number` is that of its instruction."""
 
-    def __init__(self, number: int, why: str) -> None:
-        super().__init__(why)
-        self.number = number
+    def __init__(self, number: int, status: int) -> None:
+        super().__init__(STATUS[status & 255].format(value=status >> 8))
+        self.number, self.is_late = number, status == collective.LATE
 
 
 def _serve(queue: SimpleQueue[Segment | None], done: threading.Semaphore, number: int) -> None:
@@ -122,7 +122,18 @@ class Crew:
         if status:
             number = int(segment.shared[STEP_FAILED // 8])
             segment.shared[:] = 0
-            raise StoppedError(number, STATUS[status & 255].format(value=status >> 8))
+            raise StoppedError(number, status)
+
+
+def missing(comm: Comm, sequence: object) -> str:
+    """Who did not come to a collective."""
+    assert comm.board is not None
+    at = comm.board[collective.SLOTS // 8 :].reshape(comm.size, -1)[:, 2] - 1
+    late = ", ".join(str(d) for d in range(comm.size) if at[d] != sequence)
+    return (
+        f"collective {sequence} on device {comm.rank} of {comm.size}: device {late} did not arrive within "
+        f"{comm.timeout:g} s"
+    )
 
 
 Work = list[tuple[int, Segment | Callable[[], object]]]
@@ -132,8 +143,8 @@ Work = list[tuple[int, Segment | Callable[[], object]]]
 class Replay:
     """A program ready to run: compiled segments and Python calls, in order."""
 
-    def __init__(self, program: Program, work: Work, crew: Crew, memory: Sequence[object]) -> None:
-        self.program, self.work, self.crew = program, work, crew
+    def __init__(self, program: Program, work: Work, crew: Crew, comm: Comm, memory: Sequence[object]) -> None:
+        self.program, self.work, self.crew, self.comm = program, work, crew, comm
         self._memory = memory  # compiled steps know addresses only
         self._calls = [(n, partial(crew.run, one) if isinstance(one, Segment) else one) for n, one in work]
 
@@ -144,8 +155,9 @@ class Replay:
         except StepError as error:
             if not isinstance(why := error.__cause__, StoppedError):
                 raise
-            node = self.program.instructions[why.number].node
-            raise StepError(node, self.program.device, why.number, str(why)) from why
+            at = self.program.instructions[why.number]
+            said = missing(self.comm, at.attrs["sequence"]) if why.is_late else str(why)
+            raise StepError(at.node, self.program.device, why.number, said) from why
 
     def measured(self) -> list[tuple[str, float]]:
         """Run once; what each step was, and its seconds."""

@@ -28,7 +28,7 @@ from .simd import (
 
 ARRIVED, FAILED, SLOTS, SLOT = 0, 64, 128, 64
 """Bytes of the board: how many have arrived in all, whether somebody failed, then for each device a line with the
-addresses of its source and its target, and the number of the collective."""
+addresses of its source and its target, and one more than the number of the collective it is at."""
 OTHER_FAILED, LATE, OUT_OF_STEP = 2, 3, 4
 """Why a collective stops the run."""
 
@@ -61,12 +61,12 @@ def all_reduce(a, thread, threads):
     mine = board + SLOTS + rank * SLOT
     store_long(mine, word(a, 3))
     store_long(mine + 8, word(a, 4))
-    store_long(mine + 16, number)
+    store_long(mine + 16, number + 1)
     status = meet_all(board, devices, word(a, 7))
     if status != 0:
         return status
     for d in range(devices):
-        if load_long(board + SLOTS + d * SLOT + 16) != number:
+        if load_long(board + SLOTS + d * SLOT + 16) != number + 1:
             return OUT_OF_STEP
     lo, hi = share((count + LANES - 1) // LANES, rank, devices)
     for block in range(lo, hi):
@@ -80,7 +80,10 @@ def all_reduce(a, thread, threads):
                 store(to, total)
             else:
                 store_some(to, total, left)
-    return meet_all(board, devices, word(a, 7))
+    status = meet_all(board, devices, word(a, 7))
+    if status == 0:
+        store_long(mine + 16, 0)
+    return status
 
 
 @part
