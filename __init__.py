@@ -4,6 +4,9 @@ Build a graph from leaves (`input`, `weight`, `state`, `constant`) and ops (`hoc
 `load` the plan with weights, `run` it with inputs.  `hocket.frontends` runs GGUF language models on top.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from . import ops as ops
 from .graph import BackendError as BackendError
 from .graph import DType as DType
@@ -25,10 +28,27 @@ from .graph import to_json as to_json
 from .graph import to_networkx as to_networkx
 from .graph import weight as weight
 from .ops import verify as verify
-from .scheduler import Executor as Executor
-from .scheduler import Plan as Plan
-from .scheduler import Store as Store
-from .scheduler import load as load
-from .scheduler import plan as plan
+
+if TYPE_CHECKING:
+    from . import scheduler as scheduler
+    from .scheduler import Executor as Executor
+    from .scheduler import Plan as Plan
+    from .scheduler import Store as Store
+    from .scheduler import load as load
+    from .scheduler import plan as plan
 
 __version__ = "0.1.0"
+
+PLANNING = frozenset(("Executor", "Plan", "Store", "load", "plan"))
+"""Names of `hocket.scheduler`, which is imported when one of them is first used: it is half of the package."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in PLANNING and name != "scheduler":
+        raise AttributeError(f"module 'hocket' has no attribute {name!r}")
+    scheduler = import_module(".scheduler", __name__)
+    return scheduler if name == "scheduler" else getattr(scheduler, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *PLANNING, "scheduler"})
