@@ -25,7 +25,7 @@ from typing import Any
 
 import llvmlite.binding as llvm
 
-from .kernels.simd import ADDRESS, BYTES, DOUBLE, FLOAT, FLOATS, INT, INTS, LLVM_TYPES, NOTHING, Intrinsic
+from .kernels.simd import ADDRESS, BYTES, DOUBLE, FLOAT, FLOATS, INTS, LLVM_TYPES, NOTHING, Intrinsic
 
 Body = Callable[..., Any]
 
@@ -207,7 +207,6 @@ def _numba_types() -> dict[str, Any]:
         ADDRESS: types.intp,
         FLOAT: types.float32,
         DOUBLE: types.float64,
-        INT: types.int32,
         NOTHING: types.void,
     }
     for name in (FLOATS, INTS, BYTES):

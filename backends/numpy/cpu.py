@@ -15,6 +15,7 @@ import numpy as np
 from ...graph.dtypes import DType
 from ...graph.node import Node
 from ...graph.spec import Spec
+from ...ops.collective import COLLECTIVES
 from ...ops.quants import dequantise
 from ..base import Array, Comm, Device, Instruction, Program, Tensor, contiguous_strides, host_view
 from . import NumpyBackend
@@ -53,6 +54,10 @@ class CpuBackend(NumpyBackend):
             if spec.dtype in HALVES and columns % LANES == 0:
                 return spec
         return super().stored(spec)
+
+    def reads_strided(self, node: Node, operand: int) -> bool:
+        """Operands of collectives are dense: all devices have to choose the same, compiled code or Python."""
+        return node.op not in COLLECTIVES
 
     def tolerance(self, node: Node) -> float | None:
         """The relative error of what is rounded to 8 bits on its way; None for arithmetic in float32."""

@@ -18,8 +18,6 @@ from ...graph.spec import Spec
 from ..base import Comm, Tensor, contiguous_strides
 from .compiler import Kernel
 
-Memory = npt.NDArray[np.uint8]
-
 
 @dataclass(frozen=True, slots=True)
 class Region:
@@ -119,7 +117,6 @@ class Bound:
     src: tuple[Operand | None, ...]
     dst: tuple[Operand, ...]
     attrs: Attrs
-    number: int
 
     @property
     def out(self) -> Operand:
@@ -245,4 +242,4 @@ class Steps:
 
 
 Binding = Callable[[Steps, Bound], bool]
-"""Appends the steps of one instruction; False if the kernels cannot do it, and then nothing is appended."""
+"""Appends the steps of one instruction; False if the kernels cannot do it, and NumPy has to do all of it."""

@@ -16,13 +16,13 @@ from typing import Any
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-ADDRESS, FLOAT, DOUBLE, INT, NOTHING = "address", "f32", "f64", "i32", "nothing"
+ADDRESS, FLOAT, DOUBLE, NOTHING = "address", "f32", "f64", "nothing"
 FLOATS, INTS, BYTES = "f32x16", "i32x16", "i8x64"
 LANES = 16
 
 _i8, _i16, _i32, _i64, _half, _f32 = (*map(ir.IntType, (8, 16, 32, 64)), ir.HalfType(), ir.FloatType())
 _F, _I, _B = ir.VectorType(_f32, 16), ir.VectorType(_i32, 16), ir.VectorType(_i8, 64)
-LLVM_TYPES = {ADDRESS: _i64, FLOAT: _f32, DOUBLE: ir.DoubleType(), INT: _i32, FLOATS: _F, INTS: _I, BYTES: _B}
+LLVM_TYPES = {ADDRESS: _i64, FLOAT: _f32, DOUBLE: ir.DoubleType(), FLOATS: _F, INTS: _I, BYTES: _B}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +99,13 @@ def float_word(b, block, index):
 
 load_scalar = intrinsic(FLOAT, ADDRESS)(lambda b, a: _load(b, a, _f32, 4))
 load_double = intrinsic(DOUBLE, ADDRESS)(lambda b, a: _load(b, a, ir.DoubleType(), 8))
-load_half_scalar = intrinsic(FLOAT, ADDRESS)(lambda b, a: b.fpext(_load(b, a, _half, 2), _f32))
 load_int = intrinsic(ADDRESS, ADDRESS)(lambda b, a: b.sext(_load(b, a, _i32, 4), _i64))
 load_long = intrinsic(ADDRESS, ADDRESS)(lambda b, a: _load(b, a, _i64, 8))
 load_byte = intrinsic(ADDRESS, ADDRESS)(lambda b, a: b.zext(_load(b, a, _i8, 1), _i64))
-load_short = intrinsic(ADDRESS, ADDRESS)(lambda b, a: b.zext(_load(b, a, _i16, 1), _i64))
 store_scalar = intrinsic(NOTHING, ADDRESS, FLOAT)(lambda b, a, v: _store(b, a, v, 4))
 store_int = intrinsic(NOTHING, ADDRESS, ADDRESS)(lambda b, a, v: _store(b, a, b.trunc(v, _i32), 4))
 store_byte = intrinsic(NOTHING, ADDRESS, ADDRESS)(lambda b, a, v: _store(b, a, b.trunc(v, _i8), 1))
 store_long = intrinsic(NOTHING, ADDRESS, ADDRESS)(lambda b, a, v: _store(b, a, v, 8))
-store_half_scalar = intrinsic(NOTHING, ADDRESS, FLOAT)(lambda b, a, v: _store(b, a, b.fptrunc(v, _half), 2))
 sqrt_scalar = intrinsic(FLOAT, FLOAT)(lambda b, v: _call(b, "llvm.sqrt.f32", _f32, v))
 
 
@@ -116,7 +113,6 @@ sqrt_scalar = intrinsic(FLOAT, FLOAT)(lambda b, v: _call(b, "llvm.sqrt.f32", _f3
 
 load = intrinsic(FLOATS, ADDRESS)(lambda b, a: _load(b, a, _F, 4))
 load_bytes = intrinsic(BYTES, ADDRESS)(lambda b, a: _load(b, a, _B, 1))
-load_ints = intrinsic(INTS, ADDRESS)(lambda b, a: _load(b, a, _I, 4))
 load_half = intrinsic(FLOATS, ADDRESS)(lambda b, a: b.fpext(_load(b, a, ir.VectorType(_half, 16), 2), _F))
 store = intrinsic(NOTHING, ADDRESS, FLOATS)(lambda b, a, v: _store(b, a, v, 4))
 store_bytes = intrinsic(NOTHING, ADDRESS, BYTES)(lambda b, a, v: _store(b, a, v, 1))
@@ -167,12 +163,6 @@ def store_some(b, a, v, count):
 def store_small(b, a, v):
     """The low bytes of 16 lanes."""
     _store(b, a, b.trunc(v, ir.VectorType(_i8, 16)), 1)
-
-
-@intrinsic(NOTHING, ADDRESS, FLOATS)
-def store_half(b, a, v):
-    """16 lanes rounded to float16."""
-    _store(b, a, b.fptrunc(v, ir.VectorType(_half, 16)), 2)
 
 
 @intrinsic(NOTHING, ADDRESS)
@@ -284,9 +274,6 @@ def two_totals(b, x, y):
     for distance in (4, 2, 1):
         sums = b.add(sums, b.shuffle_vector(sums, sums, lanes([i ^ distance for i in range(16)])))
     return sums
-
-
-total_int = intrinsic(INT, INTS)(lambda b, x: _call(b, "llvm.vector.reduce.add.v16i32", _i32, x))
 
 
 # ------------------------------------------------------------------------------------------------------ bytes
