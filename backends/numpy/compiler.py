@@ -25,7 +25,7 @@ from typing import Any
 
 import llvmlite.binding as llvm
 
-from .kernels.simd import ADDRESS, BYTES, DOUBLE, FLOAT, FLOATS, INTS, LLVM_TYPES, NOTHING, Intrinsic
+from .kernels.simd import ADDRESS, DOUBLE, FLOAT, NOTHING, Intrinsic, llvm_type
 
 Body = Callable[..., Any]
 
@@ -198,33 +198,27 @@ def _for_numba(thing: Any) -> Any:
 
 
 @cache
-def _numba_types() -> dict[str, Any]:
-    """Numba's types by our names; vectors are types of our own."""
+def _numba_type(name: str) -> Any:
+    """Numba's type by our name; vectors, and several of them as one, are types of our own."""
     from numba import types
     from numba.extending import models, register_model
 
-    found: dict[str, Any] = {
-        ADDRESS: types.intp,
-        FLOAT: types.float32,
-        DOUBLE: types.float64,
-        NOTHING: types.void,
-    }
-    for name in (FLOATS, INTS, BYTES):
-        kind = type(f"Vector_{name}", (types.Type,), {})
+    known = {ADDRESS: types.intp, FLOAT: types.float32, DOUBLE: types.float64, NOTHING: types.void}
+    if name in known:
+        return known[name]
+    kind = type(f"Vector_{name}", (types.Type,), {})
 
-        def make(self: Any, manager: Any, front: Any, layout: Any = LLVM_TYPES[name]) -> None:
-            models.PrimitiveModel.__init__(self, manager, front, layout)
+    def make(self: Any, manager: Any, front: Any) -> None:
+        models.PrimitiveModel.__init__(self, manager, front, llvm_type(name))
 
-        register_model(kind)(type(f"Model_{name}", (models.PrimitiveModel,), {"__init__": make}))
-        found[name] = kind(name)
-    return found
+    register_model(kind)(type(f"Model_{name}", (models.PrimitiveModel,), {"__init__": make}))
+    return kind(name)
 
 
 def _intrinsic(declared: Intrinsic) -> Any:
     from numba.extending import intrinsic
 
-    kinds = _numba_types()
-    signature = kinds[declared.result](*(kinds[o] for o in declared.operands))
+    signature = _numba_type(declared.result)(*map(_numba_type, declared.operands))
 
     def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
         made = declared.body(builder, *values)
@@ -240,6 +234,8 @@ _WITH_OPERANDS: tuple[Callable[[Any], Body], ...] = (
     lambda made: lambda context, a, b: made,
     lambda made: lambda context, a, b, c: made,
     lambda made: lambda context, a, b, c, d: made,
+    lambda made: lambda context, a, b, c, d, e: made,
+    lambda made: lambda context, a, b, c, d, e, f: made,
 )
 
 

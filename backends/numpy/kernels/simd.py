@@ -22,7 +22,17 @@ LANES = 16
 
 _i8, _i16, _i32, _i64, _half, _f32 = (*map(ir.IntType, (8, 16, 32, 64)), ir.HalfType(), ir.FloatType())
 _F, _I, _B = ir.VectorType(_f32, 16), ir.VectorType(_i32, 16), ir.VectorType(_i8, 64)
-LLVM_TYPES = {ADDRESS: _i64, FLOAT: _f32, DOUBLE: ir.DoubleType(), FLOATS: _F, INTS: _I, BYTES: _B}
+_TYPES = {ADDRESS: _i64, FLOAT: _f32, DOUBLE: ir.DoubleType(), FLOATS: _F, INTS: _I, BYTES: _B}
+
+
+def several(kind: str, count: int) -> str:
+    """The type of `count` values of a type as one."""
+    return f"{kind}*{count}"
+
+
+def llvm_type(name: str) -> ir.Type:
+    one, _, count = name.partition("*")
+    return ir.ArrayType(_TYPES[one], int(count)) if count else _TYPES[one]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +78,10 @@ def _splat(b: Any, value: Any, kind: ir.VectorType) -> Any:
 
 def _const(kind: ir.VectorType, value: Any) -> ir.Constant:
     return ir.Constant(kind, [value] * kind.count)
+
+
+def bytes_of(value: int) -> ir.Constant:
+    return _const(_B, value)
 
 
 def _call(b: Any, name: str, result: ir.Type, *values: Any) -> Any:
@@ -189,6 +203,22 @@ to_float = intrinsic(FLOATS, INTS)(lambda b, x: b.sitofp(x, _F))
 round_to_int = intrinsic(INTS, FLOATS)(lambda b, x: b.fptosi(_call(b, "llvm.rint.v16f32", _F, x), _I))
 
 
+@intrinsic(INTS, FLOATS)
+def round_small(b, x):
+    """The nearest integers to numbers below 2**22, even ones on a tie: what is left of the mantissa of their sum with
+    1.5 * 2**23."""
+    shifted = b.fadd(x, _const(_F, 1.5 * 2**23))
+    return b.sub(b.bitcast(shifted, _I), _const(_I, 0x4B400000))
+
+
+@intrinsic(FLOAT, FLOATS, FLOATS)
+def largest_magnitude(b, x, y):
+    """Of two vectors; NaN where one of them is, whose bits are the largest integer."""
+    x, y = (b.and_(b.bitcast(v, _I), _const(_I, 0x7FFFFFFF)) for v in (x, y))
+    top = b.select(b.icmp_signed(">", x, y), x, y)
+    return b.bitcast(_call(b, "llvm.vector.reduce.smax.v16i32", _i32, top), _f32)
+
+
 @intrinsic(FLOATS)
 def zeros(b):
     return _const(_F, 0.0)
@@ -258,13 +288,13 @@ or_int = intrinsic(INTS, INTS, INTS)(lambda b, x, y: b.or_(x, y))
 shift_left = intrinsic(INTS, INTS, INTS)(lambda b, x, n: b.shl(x, n))
 shift_right = intrinsic(INTS, INTS, INTS)(lambda b, x, n: b.lshr(x, n))
 bits_to_float = intrinsic(FLOATS, INTS)(lambda b, x: b.bitcast(x, _F))
-lane_0 = intrinsic(FLOAT, FLOATS)(lambda b, x: b.extract_element(x, ir.Constant(_i32, 0)))
-lane_8 = intrinsic(FLOAT, FLOATS)(lambda b, x: b.extract_element(x, ir.Constant(_i32, 8)))
+float_to_bits = intrinsic(INTS, FLOATS)(lambda b, x: b.bitcast(x, _I))
+mul_int = intrinsic(INTS, INTS, INTS)(lambda b, x, y: b.mul(x, y))
 
 
 @intrinsic(INTS, INTS, INTS)
-def two_totals(b, x, y):
-    """The sum of the lanes of x in lanes 0 to 7, of y in lanes 8 to 15."""
+def totals(b, x, y):
+    """In lanes 1 to 3 the sum of all lanes of both, of x, and of y."""
 
     def lanes(order: list[int]) -> ir.Constant:
         return ir.Constant(_I, order)
@@ -273,7 +303,16 @@ def two_totals(b, x, y):
     sums = b.add(b.shuffle_vector(x, y, lanes(low)), b.shuffle_vector(x, y, lanes(high)))
     for distance in (4, 2, 1):
         sums = b.add(sums, b.shuffle_vector(sums, sums, lanes([i ^ distance for i in range(16)])))
-    return sums
+    both = b.add(sums, b.shuffle_vector(sums, sums, lanes([i ^ 8 for i in range(16)])))
+    return b.shuffle_vector(both, sums, lanes([0, 0, 16, 24, *[0] * 12]))
+
+
+@intrinsic(NOTHING, ADDRESS, FLOAT, INTS)
+def store_record(b, a, first, others):
+    """A float32, and after it lanes 1 to 3."""
+    lanes = b.insert_element(others, b.bitcast(first, _i32), ir.Constant(_i32, 0))
+    four = ir.Constant(ir.VectorType(_i32, 4), list(range(4)))
+    _store(b, a, b.shuffle_vector(lanes, lanes, four), 4)
 
 
 # ------------------------------------------------------------------------------------------------------ bytes
@@ -285,21 +324,9 @@ def four_everywhere(b, a):
     return b.bitcast(_splat(b, _load(b, a, _i32, 1), _I), _B)
 
 
-low_nibbles = intrinsic(BYTES, BYTES)(lambda b, v: b.and_(v, _const(_B, 15)))
-high_nibbles = intrinsic(BYTES, BYTES)(lambda b, v: b.lshr(v, _const(_B, 4)))
-or_bytes = intrinsic(BYTES, BYTES, BYTES)(lambda b, x, y: b.or_(x, y))
-
-
 def table_of(values: list[int]) -> Intrinsic:
     """16 bytes, four times over, as `look_up` wants them."""
     return intrinsic(BYTES)(lambda b: ir.Constant(_B, values * 4))
-
-
-@intrinsic(BYTES, BYTES, ADDRESS, ADDRESS, ADDRESS)
-def bits(b, v, shift, mask, to):
-    """``((v >> shift) & mask) << to`` in each byte."""
-    kinds = [_splat(b, b.trunc(n, _i8), _B) for n in (shift, mask, to)]
-    return b.shl(b.and_(b.lshr(v, kinds[0]), kinds[1]), kinds[2])
 
 
 @intrinsic(BYTES, BYTES, BYTES)
