@@ -15,7 +15,6 @@ from ...base import contiguous_strides
 from ..steps import SHARED, Bound, Operand, Steps, float_bits
 from . import attention_few, attention_many
 from .rows import rows_of, unary
-from .scores import HEAD_WORDS
 
 FEW = 8
 """Tokens from which lanes that are tokens pay."""
@@ -59,31 +58,36 @@ def _elements(x: Operand, leading: Sequence[int]) -> Operand:
     return replace(x, tensor=replace(x.tensor, shape=(*x.shape, 1), strides=(*x.strides, 1)))
 
 
-def _heads(call: Bound, q: Operand, k: Operand, v: Operand, mask: Operand | None, steps: Steps) -> Addresses:
-    """The words of each head of each sequence: int64[heads, HEAD_WORDS]."""
+def _heads(steps: Steps, call: Bound, q: Operand, k: Operand, v: Operand, mask: Operand | None) -> Addresses:
+    """The words of each head of each sequence, as `scores` names them."""
     *leading, _, heads, _ = q.shape
-    keys, shared, count = k.shape[-3], heads // k.shape[-2], len(leading)
+    keys, count = k.shape[-3], len(leading)
     outer = [(i, np.arange(n)) for i, n in enumerate(leading)]
-    every, groups = np.arange(heads), np.arange(heads) // shared
-    table = np.zeros((*leading, heads, HEAD_WORDS), np.int64)
-    table[..., 0] = _at(q, [*outer, (count + 1, every)])
-    table[..., 1] = _at(k, [*outer, (count + 1, groups)])
-    table[..., 2] = _at(v, [*outer, (count + 1, groups)])
+    every, sinks = np.arange(heads), call.optional(4)
+    group = every // (heads // k.shape[-2])
     if mask is None:
-        table[..., 3] = steps.keep(np.zeros(keys, np.float32))
+        seen = np.array(steps.keep(np.zeros(keys, np.float32)))
     else:
-        own = 0 if call.attrs["mask_heads"] == "one" else 1
-        ahead = count - (len(mask.shape) - 2 - own)
-        axes = [(i - ahead, index) for i, index in outer[ahead:]] + [(len(mask.shape) - 3, every)] * own
-        found = _at(mask, axes)
-        table[..., 3] = found if own else found[..., None]
-    table[..., 4] = _at(call.out, [*outer, (count + 1, every)])
-    max_bias, sinks = call.attrs["max_bias"], call.optional(4)
-    assert isinstance(max_bias, float | int)
-    table[..., 5] = [float_bits(slope * LOG2_E) for slope in alibi_slopes(heads, max_bias)]
+        own = call.attrs["mask_heads"] != "one"
+        missing = count - (len(mask.shape) - 2 - own)
+        axes = [(i - missing, index) for i, index in outer[missing:]]
+        seen = _at(mask, [*axes, (len(axes), every)]) if own else _at(mask, axes)[..., None]
+    slopes = [float_bits(slope * LOG2_E) for slope in alibi_slopes(heads, _number(call, "max_bias"))]
     none = np.full(1, -np.inf, np.float32)
-    table[..., 6] = steps.keep(none) if sinks is None else _at(sinks, [(0, every)])
-    return table
+    columns = (
+        _at(q, [*outer, (count + 1, every)]),
+        _at(k, [*outer, (count + 1, group)]),
+        _at(v, [*outer, (count + 1, group)]),
+        seen,
+        _at(call.out, [*outer, (count + 1, every)]),
+        np.array(slopes),
+        np.array(steps.keep(none)) if sinks is None else _at(sinks, [(0, every)]),
+    )
+    return np.stack(np.broadcast_arrays(*columns), -1).astype(np.int64)
+
+
+def _number(call: Bound, name: str) -> float:
+    return float(np.asarray(call.attrs[name]))
 
 
 def _together(shared: int) -> int:
@@ -105,18 +109,18 @@ def _attention(steps: Steps, call: Bound) -> bool:
     if not all(call.operand(1).shape[-3:]):
         return False
     q, k, v, mask = (x and _dense(steps, n, x) for n, x in zip(("q", "k", "v", "mask"), (*given, None), strict=False))
-    assert q is not None and k is not None and v is not None
+    assert q is not None
+    assert k is not None
+    assert v is not None
     *leading, tokens, heads, size = q.shape
     keys, width, shared = k.shape[-3], v.shape[-1], _together(heads // k.shape[-2])
     units = math.prod(leading) * heads // shared
-    cap, scale = call.attrs["softcap"], call.attrs["scale"]
-    assert isinstance(cap, float | int)
-    assert isinstance(scale, float | int)
+    cap, scale = _number(call, "softcap"), _number(call, "scale")
     words = [tokens, units, shared, keys, size, width]
     words += [4 * x.strides[len(leading)] for x in (q, k, v)]
     words += [4 * mask.strides[-2] if mask else 0, 4 * out.strides[len(leading)]]
     words += [float_bits(scale / cap if cap else scale * LOG2_E), float_bits(cap * LOG2_E)]
-    words += [steps.keep(_heads(call, q, k, v, mask, steps))]
+    words += [steps.keep(_heads(steps, call, q, k, v, mask))]
     reads = [x for x in (q, k, v, mask, sinks) if x is not None]
     if tokens >= FEW:
         scratch = attention_many.scratch_bytes(shared, size, width)
@@ -128,7 +132,7 @@ def _attention(steps: Steps, call: Bound) -> bool:
     scratch = attention_few.scratch_bytes(rows, keys, width)
     parts = steps.scratch("attention parts", units * rows * chunks * attention_few.part_bytes(width))
     words += [steps.scratch("attention", scratch * steps.threads).address, scratch, parts.address, chunks]
-    steps.add(attention_few.attend, words, reads=reads, writes=[out] if chunks == 1 else [parts])
+    steps.add(attention_few.attend, words, reads=reads, writes=[parts, out] if chunks == 1 else [parts])
     if chunks > 1:
         steps.add(attention_few.join, words, reads=[parts, *([sinks] if sinks else [])], writes=[out, parts])
     return True

@@ -12,7 +12,7 @@ from .scores import (
     CAP,
     CHUNKS,
     FACTOR,
-    HEAD_WORDS,
+    HEAD,
     HEADS,
     K_STEP,
     KEYS,
@@ -79,6 +79,8 @@ COLUMNS = 64
 """Elements of a value that are summed at once."""
 RUN = 32
 """Keys whose values are summed before the next head takes them."""
+KEYS_AHEAD = 2 * LANES
+"""Keys."""
 SUM, VALUES = 4, 64
 """Bytes into a partial result: the highest score, the sum of weights, the sum of weighted values."""
 
@@ -154,12 +156,16 @@ def four_to(p, values):
 
 
 @part
-def add_values(p, q, value, pace, n, to, on, left):
+def add_values(p, q, value, pace, n, ahead, to, on, left):
     """Values of `n` keys with the weights of two rows, added to 64 columns of each."""
     a, b, c, d = four(to, COLUMNS)
     e, f, g, h = four(on, COLUMNS)
     for r in range(n):
-        k, l, m, o = four(value + r * pace, left)
+        at = value + r * pace
+        if ahead != 0:
+            for line in range(0, 4 * COLUMNS, LINE):
+                prefetch(at + ahead + line)
+        k, l, m, o = four(at, left)
         u, v = splat_from(p + 4 * r), splat_from(q + 4 * r)
         a, b, c, d = fma(k, u, a), fma(l, u, b), fma(m, u, c), fma(o, u, d)
         e, f, g, h = fma(k, v, e), fma(l, v, f), fma(m, v, g), fma(o, v, h)
@@ -190,7 +196,7 @@ def seen_range(heads, shared, tokens, step, keys):
     """From the first to past the last key that any token may see in any head of a group."""
     low, high, known = keys, 0, 0
     for h in range(shared):
-        seen = load_long(heads + h * 8 * HEAD_WORDS + MASK)
+        seen = load_long(heads + h * HEAD + MASK)
         if seen != known:
             for t in range(tokens):
                 low = min(low, seen_from(seen + t * step, keys))
@@ -201,6 +207,7 @@ def seen_range(heads, shared, tokens, step, keys):
 
 @part
 def fetch(rows, step, count, nbytes):
+    """Rows that are needed soon."""
     for r in range(count):
         for c in range(0, nbytes, LINE):
             prefetch(rows + r * step + c)
@@ -246,7 +253,7 @@ def put_group(a, unit):
     span = VALUES + 4 * ((width + COLUMNS - 1) // COLUMNS * COLUMNS)
     for t in range(tokens):
         for h in range(shared):
-            head = word(a, HEADS) + (unit * shared + h) * 8 * HEAD_WORDS
+            head = word(a, HEADS) + (unit * shared + h) * HEAD
             parts = word(a, PARTS) + ((unit * tokens + t) * shared + h) * count * span
             put_row(parts, count, span, sink_of(head), load_long(head + OUT) + t * word(a, OUT_STEP), width)
 
@@ -270,7 +277,7 @@ def attend(a, thread, threads):
     lo, hi = share(word(a, UNITS) * chunks, thread, threads)
     for unit in range(lo, hi):
         group, chunk = unit // chunks, unit % chunks
-        heads = word(a, HEADS) + group * shared * 8 * HEAD_WORDS
+        heads = word(a, HEADS) + group * shared * HEAD
         low, high = seen_range(heads, shared, tokens, mask_step, keys)
         first, last = share((high - low + LANES - 1) // LANES, chunk, chunks)
         first, last = low + first * LANES, min(high, low + last * LANES)
@@ -279,13 +286,13 @@ def attend(a, thread, threads):
             store(states + r * pitch, splat(MINUS_INFINITY))
             for c in range(VALUES, span, 64):
                 store(states + r * pitch + c, zeros())
-        key, value = load_long(heads + K), load_long(heads + V)
+        key, value, each = load_long(heads + K), load_long(heads + V), (LANES + rows - 1) // rows
         for s in range(first, last, LANES):
-            fetch(key + (s + LANES) * k_step, k_step, LANES, 4 * size)
             at, to, state = key + s * k_step, scores + 4 * (s - first), states
+            soon, end = s + KEYS_AHEAD, min(last, s + KEYS_AHEAD + LANES)
             for t in range(tokens):
                 for h in range(shared):
-                    head = heads + h * 8 * HEAD_WORDS
+                    head = heads + h * HEAD
                     query, seen = load_long(head + Q) + t * q_step, load_long(head + MASK) + t * mask_step
                     x = fold_1(
                         eight_dots(query, at, k_step, 0, keys - 1 - s, size),
@@ -296,16 +303,18 @@ def attend(a, thread, threads):
                     store(state, greater(x, load(state)))
                     to += reach
                     state += pitch
+                    fetch(key + soon * k_step, k_step, min(each, end - soon), 4 * size)
+                    soon += each
         for r in range(rows):
             to_weights(scores + r * reach, last - first, states + r * pitch)
         for s in range(first, last, RUN):
             n, at = min(RUN, last - s), value + s * v_step
-            fetch(at + RUN * v_step, v_step, RUN, 4 * width)
             for r in range(0, rows, 2):
+                ahead = RUN * v_step if r == 0 and s + 2 * RUN <= last else 0
                 p, to = scores + r * reach + 4 * (s - first), states + r * pitch + VALUES
                 q, on = (p + reach, to + pitch) if r + 1 < rows else (p, unused + VALUES)
                 for c in range(0, width, COLUMNS):
-                    add_values(p, q, at + 4 * c, v_step, n, to + 4 * c, on + 4 * c, width - c)
+                    add_values(p, q, at + 4 * c, v_step, n, ahead, to + 4 * c, on + 4 * c, width - c)
         if chunks == 1:
             put_group(a, group)
     return 0

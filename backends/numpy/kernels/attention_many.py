@@ -11,7 +11,7 @@ from .rows import put
 from .scores import (
     CAP,
     FACTOR,
-    HEAD_WORDS,
+    HEAD,
     HEADS,
     K_STEP,
     KEYS,
@@ -222,10 +222,10 @@ def attend(a, thread, threads):
     states = turned + 4 * shared * BLOCK * deep
     results = states + 8 * shared * BLOCK
     for unit in range(thread, units * ((tokens + BLOCK - 1) // BLOCK), threads):
-        heads, first = word(a, HEADS) + unit % units * shared * 8 * HEAD_WORDS, unit // units * BLOCK
+        heads, first = word(a, HEADS) + unit % units * shared * HEAD, unit // units * BLOCK
         count = min(BLOCK, tokens - first)
         for h in range(shared):
-            head = heads + h * 8 * HEAD_WORDS
+            head = heads + h * HEAD
             query, sink = load_long(head + Q) + first * word(a, Q_STEP), sink_of(head)
             copy_rows(query, word(a, Q_STEP), count, size, key_tile, BLOCK, deep, zeros())
             for c in range(0, deep, LANES):
@@ -240,7 +240,7 @@ def attend(a, thread, threads):
         for s in range(0, keys, TILE):
             ready, known, union, plain = False, 0, 0, False
             for h in range(shared):
-                head = heads + h * 8 * HEAD_WORDS
+                head = heads + h * HEAD
                 seen = load_long(head + MASK) + first * step
                 if seen != known:
                     union, plain = survey(seen, step, count, s, keys, bits)
@@ -272,7 +272,7 @@ def attend(a, thread, threads):
                     for c in range(0, 4 * wide, 4 * BLOCK):
                         add_products(weights, 4, 4 * BLOCK, at + c, 4 * wide, high - low, to + c, 4 * wide, False)
         for h in range(shared):
-            target, state = load_long(heads + h * 8 * HEAD_WORDS + OUT), states + 8 * BLOCK * h
+            target, state = load_long(heads + h * HEAD + OUT), states + 8 * BLOCK * h
             for t in range(count):
                 weight = load_scalar(state + 128 + 4 * t)
                 f = splat(ONE / weight if weight > NONE else NONE)

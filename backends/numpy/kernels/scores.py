@@ -39,9 +39,10 @@ Q_STEP, K_STEP, V_STEP, MASK_STEP, OUT_STEP = range(6, 11)
 FACTOR, CAP, HEADS, SCRATCH, SCRATCH_BYTES, PARTS, CHUNKS = range(11, 18)
 """Scale and cap as float32; the heads; scratch and how much of it a thread has; partial results (`attention_few`) and
 into how many parts the keys are cut."""
-HEAD_WORDS = 8
 Q, K, V, MASK, OUT, SLOPE, SINK = range(0, 56, 8)
-"""Bytes into the words of a head: addresses for its first token and key, the slope as float32, and the address of the sink."""
+"""Bytes into the words of a head: addresses for its first token and key, the slope as float32, where its sink is."""
+HEAD = 56
+"""Bytes of a head."""
 
 LOWEST = np.float32(-3.0e38)
 """Below every score that is not masked."""
