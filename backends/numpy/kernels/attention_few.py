@@ -62,7 +62,7 @@ from .simd import (
     load_scalar,
     load_some,
     mul,
-    prefetch,
+    prefetch_far,
     splat,
     splat_from,
     store,
@@ -79,8 +79,9 @@ COLUMNS = 64
 """Elements of a value that are summed at once."""
 RUN = 32
 """Keys whose values are summed before the next head takes them."""
-KEYS_AHEAD = 2 * LANES
-"""Keys."""
+AHEAD = 64
+"""Keys ahead of their use at which they and their values are fetched, into the second cache: those of one head may lie
+so far apart that the first has few places for them."""
 SUM, VALUES = 4, 64
 """Bytes into a partial result: the highest score, the sum of weights, the sum of weighted values."""
 
@@ -163,8 +164,8 @@ def add_values(p, q, value, pace, n, ahead, to, on, left):
     for r in range(n):
         at = value + r * pace
         if ahead != 0:
-            for line in range(0, 4 * COLUMNS, LINE):
-                prefetch(at + ahead + line)
+            for line in range(0, min(4 * left, 4 * COLUMNS), LINE):
+                prefetch_far(at + ahead + line)
         k, l, m, o = four(at, left)
         u, v = splat_from(p + 4 * r), splat_from(q + 4 * r)
         a, b, c, d = fma(k, u, a), fma(l, u, b), fma(m, u, c), fma(o, u, d)
@@ -210,7 +211,7 @@ def fetch(rows, step, count, nbytes):
     """Rows that are needed soon."""
     for r in range(count):
         for c in range(0, nbytes, LINE):
-            prefetch(rows + r * step + c)
+            prefetch_far(rows + r * step + c)
 
 
 @part
@@ -286,31 +287,32 @@ def attend(a, thread, threads):
             store(states + r * pitch, splat(MINUS_INFINITY))
             for c in range(VALUES, span, 64):
                 store(states + r * pitch + c, zeros())
-        key, value, each = load_long(heads + K), load_long(heads + V), (LANES + rows - 1) // rows
+        key, value, each = load_long(heads + K), load_long(heads + V), (LANES // 2 + rows - 1) // rows
         for s in range(first, last, LANES):
-            at, to, state = key + s * k_step, scores + 4 * (s - first), states
-            soon, end = s + KEYS_AHEAD, min(last, s + KEYS_AHEAD + LANES)
-            for t in range(tokens):
-                for h in range(shared):
-                    head = heads + h * HEAD
-                    query, seen = load_long(head + Q) + t * q_step, load_long(head + MASK) + t * mask_step
-                    x = fold_1(
-                        eight_dots(query, at, k_step, 0, keys - 1 - s, size),
-                        eight_dots(query, at, k_step, 8, keys - 1 - s, size),
-                    )
-                    x = finished(x, mask_lanes(seen, s, keys), factor, cap, load_scalar(head + SLOPE))
-                    store(to, x)
-                    store(state, greater(x, load(state)))
-                    to += reach
-                    state += pitch
-                    fetch(key + soon * k_step, k_step, min(each, end - soon), 4 * size)
-                    soon += each
+            at = key + s * k_step
+            soon, end = s + AHEAD, min(last, s + AHEAD + LANES)
+            for half in range(0, LANES, LANES // 2):
+                to, state = scores + 4 * (s - first), states
+                for t in range(tokens):
+                    for h in range(shared):
+                        head = heads + h * HEAD
+                        query, seen = load_long(head + Q) + t * q_step, load_long(head + MASK) + t * mask_step
+                        x = eight_dots(query, at, k_step, half, keys - 1 - s, size)
+                        if half != 0:
+                            hidden = mask_lanes(seen, s, keys)
+                            x = finished(fold_1(load(to), x), hidden, factor, cap, load_scalar(head + SLOPE))
+                            store(state, greater(x, load(state)))
+                        store(to, x)
+                        to += reach
+                        state += pitch
+                        fetch(key + soon * k_step, k_step, min(each, end - soon), 4 * size)
+                        soon += each
         for r in range(rows):
             to_weights(scores + r * reach, last - first, states + r * pitch)
         for s in range(first, last, RUN):
             n, at = min(RUN, last - s), value + s * v_step
             for r in range(0, rows, 2):
-                ahead = RUN * v_step if r == 0 and s + 2 * RUN <= last else 0
+                ahead = AHEAD * v_step if r == 0 and s + AHEAD + RUN <= last else 0
                 p, to = scores + r * reach + 4 * (s - first), states + r * pitch + VALUES
                 q, on = (p + reach, to + pitch) if r + 1 < rows else (p, unused + VALUES)
                 for c in range(0, width, COLUMNS):

@@ -181,6 +181,13 @@ def prefetch(b, a):
     _call(b, "llvm.prefetch.p0", ir.VoidType(), *values)
 
 
+@intrinsic(NOTHING, ADDRESS)
+def prefetch_far(b, a):
+    """Into the second cache."""
+    values = [_pointer(b, a, _i8), *(ir.Constant(_i32, n) for n in (0, 2, 1))]
+    _call(b, "llvm.prefetch.p0", ir.VoidType(), *values)
+
+
 # --------------------------------------------------------------------------------------------------- floats
 
 splat = intrinsic(FLOATS, FLOAT)(lambda b, v: _splat(b, v, _F))
