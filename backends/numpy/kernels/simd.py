@@ -185,6 +185,13 @@ def prefetch(b, a):
     _call(b, "llvm.prefetch.p0", ir.VoidType(), *values)
 
 
+@intrinsic(NOTHING, ADDRESS)
+def prefetch_far(b, a):
+    """Into the second cache."""
+    values = [_pointer(b, a, _i8), *(ir.Constant(_i32, n) for n in (0, 2, 1))]
+    _call(b, "llvm.prefetch.p0", ir.VoidType(), *values)
+
+
 # --------------------------------------------------------------------------------------------------- floats
 
 splat = intrinsic(FLOATS, FLOAT)(lambda b, v: _splat(b, v, _F))
@@ -272,6 +279,58 @@ def total(b, x):
     return b.extract_element(x, ir.Constant(_i32, 0))
 
 
+def _fold(distance: int) -> Intrinsic:
+    """Sums of lanes `distance` apart, of x in each pair of runs first, then of y."""
+
+    @intrinsic(FLOATS, FLOATS, FLOATS)
+    def fold(b, x, y):
+        low = [i for i in range(2 * LANES) if not i & distance]
+        halves = (ir.Constant(_I, [i + shift for i in low]) for shift in (0, distance))
+        return b.fadd(*(b.shuffle_vector(x, y, lanes) for lanes in halves))
+
+    return fold
+
+
+fold_8, fold_4, fold_2, fold_1 = map(_fold, (8, 4, 2, 1))
+
+
+@intrinsic(NOTHING, ADDRESS, ADDRESS, ADDRESS, ADDRESS)
+def turn(b, source, step, to, pace):
+    """16 rows of 16 numbers, `step` bytes apart, as columns: 16 rows `pace` bytes apart."""
+
+    def at(base: Any, stride: Any, i: int) -> Any:
+        return b.add(base, b.mul(stride, ir.Constant(_i64, i)))
+
+    rows = [_load(b, at(source, step, i), _F, 4) for i in range(LANES)]
+    for distance in (8, 4, 2, 1):
+        lanes = range(LANES)
+        low = ir.Constant(_I, [i if not i & distance else i - distance + LANES for i in lanes])
+        high = ir.Constant(_I, [i + distance if not i & distance else i + LANES for i in lanes])
+        for i in (i for i in range(LANES) if not i & distance):
+            pair = rows[i], rows[i + distance]
+            rows[i], rows[i + distance] = (b.shuffle_vector(*pair, lanes) for lanes in (low, high))
+    for i, row in enumerate(rows):
+        _store(b, at(to, pace, i), row, 4)
+
+
+@intrinsic(ADDRESS, FLOATS, FLOATS)
+def lanes_above(b, x, y):
+    """A bit for each lane, from the lowest: whether ``x > y``."""
+    return b.zext(b.bitcast(b.fcmp_ordered(">", x, y), _i16), _i64)
+
+
+@intrinsic(ADDRESS, ADDRESS)
+def zeros_below(b, n):
+    """Zero bits below the lowest that is set; 64 of 0."""
+    return _call(b, "llvm.cttz.i64", _i64, n, ir.Constant(ir.IntType(1), 0))
+
+
+@intrinsic(ADDRESS, ADDRESS)
+def zeros_above(b, n):
+    """Zero bits above the highest that is set; 64 of 0."""
+    return _call(b, "llvm.ctlz.i64", _i64, n, ir.Constant(ir.IntType(1), 0))
+
+
 # --------------------------------------------------------------------------------------------------- integers
 
 
@@ -289,6 +348,7 @@ shift_left = intrinsic(INTS, INTS, INTS)(lambda b, x, n: b.shl(x, n))
 shift_right = intrinsic(INTS, INTS, INTS)(lambda b, x, n: b.lshr(x, n))
 bits_to_float = intrinsic(FLOATS, INTS)(lambda b, x: b.bitcast(x, _F))
 float_to_bits = intrinsic(INTS, FLOATS)(lambda b, x: b.bitcast(x, _I))
+lane_0 = intrinsic(FLOAT, FLOATS)(lambda b, x: b.extract_element(x, ir.Constant(_i32, 0)))
 mul_int = intrinsic(INTS, INTS, INTS)(lambda b, x, y: b.mul(x, y))
 
 
