@@ -1,7 +1,6 @@
 """Matrix products with packed weights: activations rounded to 8 bits a block, integer dot products, float32 sums.
 
-A tile is 32 rows of the weight by 4 rows of activations: no sum crosses lanes, and what is loaded is used at least
-twice, since processors broadcast from memory more slowly than they multiply.
+Every code is unpacked once for a chunk of rows of activations.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ import numpy as np
 from ..compiler import Kernel, Part, kernel, part
 from ..steps import Bound, Operand, Steps
 from . import dense
-from .formats import COLUMNS, FORMATS, ROWS, Format
+from .formats import COLUMNS, FORMATS, Format
+from .grouped import Blocks, Slots, add_product, in_order, product_of
 from .packing import share
 from .simd import (
     float_to_bits,
     largest_magnitude,
     load,
-    load_int,
     mul,
     mul_int,
     prefetch,
@@ -29,7 +28,6 @@ from .simd import (
     splat_int,
     store,
     store_record,
-    store_scalar,
     store_small,
     to_float,
     totals,
@@ -37,15 +35,9 @@ from .simd import (
 )
 from .tiles import HALVES, RECORD, SCALE, SUM, VECTORS, Tile, load_codes, store_codes, tile
 
-TILE = 4
-"""Rows of activations in a tile."""
-ALONE = 2
-"""So many rows go one by one: a tile would cost more."""
 LIMIT, NONE, STEP = np.float32(127), np.float32(0), np.float32(1 / 127)
 SMALLEST, RAISE = np.float32(1e-36), np.float32(2.0**64)
 """A block below it is raised first: the inverse of its scale would be no number."""
-CHUNK = 64
-"""Rows of activations that pass over a group of the weight before the next group: they stay in the cache."""
 AHEAD = 4096
 """Bytes ahead of their use at which weights are fetched where each is read once."""
 
@@ -84,23 +76,20 @@ def rounded_bytes(rows: int, columns: int) -> int:
     return rows * (columns // COLUMNS) * RECORD
 
 
-GROUPS, WIDE = 2, 16
-"""Groups of the weight in a tile, and blocks of 32 columns that are expanded at a time: they stay in the nearest cache.
-"""
 SCALES, BIASES, EXPANDED = 64 * VECTORS, 64 * VECTORS + 128, 64 * VECTORS + 256
 """An expanded block: codes as bytes, scales of both halves and biases of both as float32; its size."""
+WIDE = 16
 GROUP = WIDE * EXPANDED
-SCRATCH = GROUPS * (GROUP + CHUNK * ROWS * 4)
-"""Bytes that each thread needs: expanded blocks, and sums of a chunk."""
 
 
 def expand_of(form: Format) -> Part:
-    """``(to, group, n, first, count)``: expand so many blocks, of the `n` of a group, from the first."""
+    """Codes to bytes, and scales to float32."""
     codes, scales, biases, width = form.codes, form.scales, form.biases, form.planes[0]
     high = form.planes[1] if len(form.planes) > 1 else 0
     biased = form.zero == 0
 
-    def expand(to, group, n, first, count):
+    def expand(to, group, stride, left, columns, first, count):
+        n = columns // COLUMNS
         second = group + n * 64 * width
         last = second + n * 64 * high
         for b in range(first, first + count):
@@ -168,90 +157,38 @@ def add_alone_of(form: Format, row: Tile) -> Part:
 
 
 def alone_of(form: Format) -> Part:
-    """``(group, n, r) -> sums``: products of a group with one row of activations, whose records begin at `r`."""
     codes, scales, biases, width = form.codes, form.scales, form.biases, form.planes[0]
     high = form.planes[1] if len(form.planes) > 1 else 0
     one = tile(1, 1)
-    zeros, add = one.zeros, add_alone_of(form, one)
+    rows, zeros, put, add = one.rows, one.zeros, one.put, add_alone_of(form, one)
 
-    def alone(group, n, r):
+    def alone(to, group, stride, left, columns, x):
+        n = columns // COLUMNS
         second = group + n * 64 * width
         last = second + n * 64 * high
-        acc = zeros()
+        acc, r = zeros(), rows(x, 0, 1)
         for b in range(n):
             at = group + b * 64 * width
             for line in range(width):
                 prefetch(at + AHEAD + 64 * line)
             v = codes(at, second + b * 64 * high)
             acc = add(acc, v, scales(last, b), biases(last, b), r, b * RECORD)
-        return acc
+        put(rows(to, 0, 1), acc, left)
 
     return part(alone)
 
 
-@part
-def clear(starts, experts, y, step, lo, hi):
-    """Zero the elements from `lo` to before `hi` of the rows whose expert is elsewhere."""
-    slots = starts + 4 * (experts + 2)
-    for i in range(load_int(starts + 4 * experts), load_int(starts + 4 * experts + 4)):
-        row = y + load_int(slots + 4 * i) * step
-        for c in range(lo, hi):
-            store_scalar(row + 4 * c, NONE)
+@cache
+def blocks_of(form: Format) -> Blocks:
+    """A tile is 4 rows of activations by 2 groups: what is loaded is used at least twice, since processors broadcast
+    from memory more slowly than they multiply."""
+    expand, add, alone = expand_of(form), add_pair_of(form, tile(4, 2)), alone_of(form)
+    return Blocks(COLUMNS, RECORD, EXPANDED, WIDE, 4, 2, 2, expand, add, alone)
 
 
 @cache
 def product(form: Format) -> Kernel:
-    """``y[i] = w[expert of slot i] @ x[row of slot i]``.
-
-    Words: packed experts, bytes of a row, rows of an expert in memory and in all, columns, rounded x; how many slots
-    come before each expert, before those of experts that are elsewhere, and in all, then slots in that order (int32),
-    experts, slots of a token, rows of a token (slot i of a token reads row ``i mod rows``); y, bytes between its rows,
-    `SCRATCH` bytes for each thread.
-    """
-    many, one = tile(TILE, GROUPS), tile(1, 1)
-    chosen, zeros, put, save, saved = many.chosen, many.zeros, many.put, many.save, many.saved
-    choice, put_one = one.chosen, one.put
-    expand, add, alone = expand_of(form), add_pair_of(form, many), alone_of(form)
-
-    def body(a, thread, threads):
-        w, stride, padded, rows, columns = word(a, 0), word(a, 1), word(a, 2), word(a, 3), word(a, 4)
-        q, starts, experts, used, shared = word(a, 5), word(a, 6), word(a, 7), word(a, 8), word(a, 9)
-        y, step, expanded = word(a, 10), word(a, 11), word(a, 12) + thread * SCRATCH
-        n, groups, slots = columns // COLUMNS, padded // ROWS, starts + 4 * (experts + 2)
-        lo, hi = share((groups + GROUPS - 1) // GROUPS, thread, threads)
-        for expert in range(experts):
-            start, end = load_int(starts + 4 * expert), load_int(starts + 4 * (expert + 1))
-            matrix = w + expert * padded * stride
-            shared_end = end - (end - start) % TILE if (end - start) % TILE <= ALONE else end
-            for chunk in range(start, shared_end, CHUNK):
-                stop = min(shared_end, chunk + CHUNK)
-                for pair in range(lo, hi):
-                    group = pair * GROUPS
-                    for first in range(0, max(1, n), WIDE):
-                        blocks, sums = min(WIDE, n - first), expanded + GROUPS * GROUP
-                        for g in range(min(GROUPS, groups - group)):
-                            expand(expanded + g * GROUP, matrix + (group + g) * ROWS * stride, n, first, blocks)
-                        for i in range(chunk, stop, TILE):
-                            r = chosen(slots + 4 * i, stop - i, used, shared, q + first * RECORD, n * RECORD)
-                            acc = saved(sums) if first > 0 else zeros()
-                            for b in range(blocks):
-                                acc = add(acc, expanded + b * EXPANDED, r, b * RECORD)
-                            if first + WIDE < n:
-                                save(sums, acc)
-                            else:
-                                to = chosen(slots + 4 * i, stop - i, 1, 1, y + group * ROWS * 4, step)
-                                put(to, acc, rows - group * ROWS)
-                            sums += TILE * GROUPS * ROWS * 4
-            for group in range(lo * GROUPS, min(hi * GROUPS, groups)):
-                for i in range(shared_end, end):
-                    acc_one = alone(
-                        matrix + group * ROWS * stride, n, choice(slots + 4 * i, 1, used, shared, q, n * RECORD)
-                    )
-                    put_one(choice(slots + 4 * i, 1, 1, 1, y + group * ROWS * 4, step), acc_one, rows - group * ROWS)
-        clear(starts, experts, y, step, min(rows, lo * GROUPS * ROWS), min(rows, hi * GROUPS * ROWS))
-        return 0
-
-    return Kernel(f"products.product.{form.name}", body)
+    return product_of(f"products.product.{form.name}", blocks_of(form))
 
 
 # ----------------------------------------------------------------------------------------------------- binding
@@ -270,28 +207,26 @@ def rounded(steps: Steps, x: Operand, form: Format) -> Operand:
     return made
 
 
-def add_product(steps: Steps, call: Bound, slots: Operand, experts: int, used: int, shared: int) -> None:
-    """The step of `product` for a packed weight, and what rounds its activations; `slots` as its words say."""
-    w, x, y = call.operand(0), call.operand(1), call.out
+def bind_product(steps: Steps, call: Bound, slots: Slots) -> bool:
+    """A product with a weight of any type."""
+    w, x = call.operand(0), call.operand(1)
+    if w.dtype not in FORMATS:
+        return dense.bind(steps, call, slots)
+    if not w.is_whole or not x.has_rows or not call.out.has_rows or not x.is_float:
+        return False
     assert w.stored is not None
-    form, (rows, columns), padded = FORMATS[w.dtype], w.shape[-2:], w.stored.shape[-2]
-    q, stride = rounded(steps, x, form), columns // w.dtype.block * w.dtype.block_bytes
-    memory = steps.scratch("products", SCRATCH * steps.threads)
-    words = [w.address, stride, padded, rows, columns, q.address, slots.address, experts, used, shared]
-    words += [y.address, y.row_step, memory.address]
-    steps.add(product(form), words, reads=[w, q, slots], writes=[y])
+    form, blocks = FORMATS[w.dtype], w.shape[-1] // w.dtype.block
+    stride = blocks * w.dtype.block_bytes
+    q, pitch = rounded(steps, x, form), w.shape[-1] // COLUMNS * RECORD
+    add_product(steps, call, product(form), blocks_of(form), stride, w.stored.shape[-2] * stride, q, pitch, slots)
+    return True
 
 
 def _mul_mat(steps: Steps, call: Bound) -> bool:
-    w, x, y = call.operand(0), call.operand(1), call.out
-    if w.dtype not in FORMATS:
-        return dense.bind(steps, call)
-    if len(w.shape) != 2 or not w.is_whole or not x.has_rows or not y.has_rows or not x.is_float:
-        return False
-    count = math.prod(x.shape[:-1])
-    in_order = steps.constant(np.array([0, count, count, *range(count)], np.int32))
-    add_product(steps, call, in_order, 1, 1, 1)
-    return True
+    w, x = call.operand(0), call.operand(1)
+    if len(w.shape) == 3 and w.dtype not in FORMATS:
+        return dense.bind_columns(steps, call)
+    return len(w.shape) == 2 and bind_product(steps, call, in_order(steps, x))
 
 
 BINDINGS = {"mul_mat": _mul_mat}

@@ -9,7 +9,7 @@ processor has not), but for `dot4`, which is one instruction where there is VNNI
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -301,16 +301,41 @@ def turn(b, source, step, to, pace):
     def at(base: Any, stride: Any, i: int) -> Any:
         return b.add(base, b.mul(stride, ir.Constant(_i64, i)))
 
-    rows = [_load(b, at(source, step, i), _F, 4) for i in range(LANES)]
+    for i, column in enumerate(turned(b, [_load(b, at(source, step, i), _F, 4) for i in range(LANES)])):
+        _store(b, at(to, pace, i), column, 4)
+
+
+def _turn_some(load_row: Callable[[Any, Any, Any], Any]) -> Intrinsic:
+    """``(source, step, rows, columns, to)``: up to 16 rows `step` bytes apart, of up to 16 columns, as 16 dense columns
+    of float32.  The last row stands for rows that are not there, zeros for columns."""
+
+    @intrinsic(NOTHING, *[ADDRESS] * 5)
+    def turn_some(b, source, step, rows, columns, to):
+        last = b.sub(rows, ir.Constant(_i64, 1))
+        numbers = [ir.Constant(_i64, i) for i in range(LANES)]
+        present = [b.select(b.icmp_signed("<", i, last), i, last) for i in numbers]
+        found = [load_row(b, b.add(source, b.mul(step, i)), columns) for i in present]
+        for i, column in zip(numbers, turned(b, found), strict=True):
+            _store(b, b.add(to, b.mul(i, ir.Constant(_i64, 64))), column, 4)
+
+    return turn_some
+
+
+turn_floats = _turn_some(lambda b, a, columns: load_some.body(b, a, columns))
+turn_halves = _turn_some(lambda b, a, _: load_half.body(b, a))
+turn_bf16 = _turn_some(lambda b, a, _: load_bf16.body(b, a))
+
+
+def turned(b: Any, rows: Sequence[Any]) -> list[Any]:
+    """16 vectors, of which each holds a lane of all that are given."""
+    rows, lanes = list(rows), range(LANES)
     for distance in (8, 4, 2, 1):
-        lanes = range(LANES)
         low = ir.Constant(_I, [i if not i & distance else i - distance + LANES for i in lanes])
         high = ir.Constant(_I, [i + distance if not i & distance else i + LANES for i in lanes])
-        for i in (i for i in range(LANES) if not i & distance):
+        for i in (i for i in lanes if not i & distance):
             pair = rows[i], rows[i + distance]
-            rows[i], rows[i + distance] = (b.shuffle_vector(*pair, lanes) for lanes in (low, high))
-    for i, row in enumerate(rows):
-        _store(b, at(to, pace, i), row, 4)
+            rows[i], rows[i + distance] = (b.shuffle_vector(*pair, order) for order in (low, high))
+    return rows
 
 
 @intrinsic(ADDRESS, FLOATS, FLOATS)

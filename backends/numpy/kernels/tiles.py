@@ -99,6 +99,7 @@ class Tile:
     ``dots(codes..., rows, at)``: products with the records at `at`, in all columns; `dots_low`, `dots_high` in half of
     them; ``centred...``: begun with the negative share of what is subtracted from each code.
     ``scaled(acc, x, scales..., rows, at)``, ``biased(acc, biases..., rows, at)``: what these, and biases, add to sums.
+    ``outer(acc, weights..., rows, at)``: add products of one column of float32 weights with the float32 at `at`.
     ``put(rows, acc, left)``: store the lanes of which `left` exist; ``save(p, acc)``, ``saved(p)``: all side by side.
     """
 
@@ -113,6 +114,7 @@ class Tile:
     centred_high: Intrinsic
     scaled: Intrinsic
     biased: Intrinsic
+    outer: Intrinsic
     put: Intrinsic
     save: Intrinsic
     saved: Intrinsic
@@ -182,6 +184,13 @@ def tile(count: int, groups: int) -> Tile:
         pairs = zip(places, members(b, acc), strict=True)
         return bundle(b, [simd.fma.body(b, biases[g], sums[i], total) for (i, g), total in pairs])
 
+    @intrinsic(sums_of, sums_of, *[FLOATS] * groups, rows_of, ADDRESS)
+    def outer(b, acc, *given):
+        *weights, rows, at = given
+        ones = [simd.splat_from.body(b, _record(b, row, at)) for row in members(b, rows)]
+        pairs = zip(places, members(b, acc), strict=True)
+        return bundle(b, [simd.fma.body(b, weights[g], ones[i], total) for (i, g), total in pairs])
+
     def put_vectors(b: Any, rows: Any, acc: Any, store: Callable[[Any, int, Any], None]) -> None:
         starts = members(b, rows)
         for (i, g), total in zip(places, members(b, acc), strict=True):
@@ -219,6 +228,7 @@ def tile(count: int, groups: int) -> Tile:
         centred_high=dots(high, HALVES + 4),
         scaled=scaled,
         biased=biased,
+        outer=outer,
         put=put,
         save=save,
         saved=saved,
