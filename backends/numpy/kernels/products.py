@@ -13,7 +13,7 @@ import numpy as np
 from ..compiler import Kernel, Part, kernel, part
 from ..steps import Bound, Operand, Steps
 from . import dense
-from .formats import COLUMNS, FORMATS, Format
+from .formats import COLUMNS, FORMATS, ROWS, Format
 from .grouped import Blocks, Slots, add_product, in_order, product_of
 from .packing import share
 from .simd import (
@@ -212,11 +212,11 @@ def bind_product(steps: Steps, call: Bound, slots: Slots) -> bool:
     w, x = call.operand(0), call.operand(1)
     if w.dtype not in FORMATS:
         return dense.bind(steps, call, slots)
-    if not w.is_whole or not x.has_rows or not call.out.has_rows or not x.is_float:
-        return False
-    assert w.stored is not None
     form, blocks = FORMATS[w.dtype], w.shape[-1] // w.dtype.block
     stride = blocks * w.dtype.block_bytes
+    if not w.starts_row(ROWS, stride) or not x.has_rows or not call.out.has_rows or not x.is_float:
+        return False
+    assert w.stored is not None
     q, pitch = rounded(steps, x, form), w.shape[-1] // COLUMNS * RECORD
     add_product(steps, call, product(form), blocks_of(form), stride, w.stored.shape[-2] * stride, q, pitch, slots)
     return True
