@@ -8,13 +8,14 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import hocket
 from hocket import ops
-from hocket.backends.numpy import compiler
+from hocket.backends.numpy import compiler, processor
 from hocket.backends.numpy.compiler import REPLAY
 from hocket.backends.numpy.cpu import CpuBackend
 from hocket.backends.numpy.kernels import packing, products
@@ -254,3 +255,19 @@ def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
     assert finish(start(blocked))[1]
+
+
+def test_a_processor_without_wide_vectors_computes_the_same(tmp_path: Path):
+    """All packed types, and plain vector code, in what LLVM makes of it for 256 bits and no dot products of bytes."""
+    surroundings = {**os.environ, "HOCKET_WITHOUT": "avx512,avxvnni", "HOCKET_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "hocket", "check", "--backend", "cpu", "--op", "mul_mat|rms_norm|softmax"]
+    done = subprocess.run(command, env=surroundings, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 pass" not in done.stdout
+
+
+def test_features_that_are_left_out_are_not_used(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOCKET_WITHOUT", "avx")
+    found = processor.features.__wrapped__()
+    assert found
+    assert not any(there for name, there in found.items() if name.startswith("avx"))

@@ -25,6 +25,7 @@ from typing import Any
 
 import llvmlite.binding as llvm
 
+from . import processor
 from .kernels.simd import ADDRESS, DOUBLE, FLOAT, NOTHING, Intrinsic, llvm_type
 
 Body = Callable[..., Any]
@@ -96,8 +97,8 @@ def _target() -> llvm.TargetMachine:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     return llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(),
-        features=llvm.get_host_cpu_features().flatten(),
+        cpu=processor.name(),
+        features=processor.flattened(),
         opt=3,
         reloc="pic",
         codemodel="jitdefault",
@@ -116,7 +117,7 @@ def _surroundings() -> bytes:
     digest = hashlib.sha256()
     for source in sources:
         digest.update(source.read_bytes())
-    host = (llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten(), sys.platform)
+    host = (processor.name(), processor.flattened(), sys.platform)
     digest.update(repr((host, version("numba"), version("llvmlite"))).encode())
     return digest.digest()
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
+
+from ..processor import features
 
 ADDRESS, FLOAT, DOUBLE, NOTHING = "address", "f32", "f64", "nothing"
 FLOATS, INTS, BYTES = "f32x16", "i32x16", "i8x64"
@@ -52,7 +53,7 @@ def intrinsic(result: str, *operands: str) -> Callable[[Callable[..., Any]], Int
 
 
 def has_vnni() -> bool:
-    return bool(llvm.get_host_cpu_features().get("avx512vnni"))
+    return features().get("avx512vnni", False)
 
 
 # ------------------------------------------------------------------------------------------- building blocks
@@ -416,7 +417,7 @@ def table_of(values: list[int]) -> Intrinsic:
 @intrinsic(BYTES, BYTES, BYTES)
 def look_up(b, table, index):
     """Entry ``index[i]`` (0 to 15) of the table that each 16 bytes of `table` hold."""
-    if llvm.get_host_cpu_features().get("avx512bw"):
+    if features().get("avx512bw"):
         return _call(b, "llvm.x86.avx512.pshuf.b.512", _B, table, index)
     found = _const(_B, 0)
     for i in range(16):
