@@ -97,7 +97,7 @@ def test_any_number_of_heads_shares_a_key_head(heads):
 
 
 @pytest.mark.parametrize("threads", [2, 3, 4])
-@pytest.mark.parametrize("keys", [64, 127, 128, 1000, 5001])
+@pytest.mark.parametrize("keys", [64, 511, 512, 1000, 5001])
 def test_threads_share_the_keys_of_a_long_cache(keys, threads):
     assert close(1, (4, 1), keys, (64, 64), threads, batch=1, sinks=True)
     assert close(3, (3, 3), keys, (64, 64), threads, batch=1, window=keys // 2)

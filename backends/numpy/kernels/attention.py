@@ -20,7 +20,7 @@ FEW = 8
 """Tokens from which lanes that are tokens pay."""
 TOGETHER = 8
 """Heads of a group at most."""
-LEAST = 64
+LEAST = 256
 """Keys that are worth a part of their own."""
 LOG2_E = math.log2(math.e)
 
@@ -123,8 +123,9 @@ def _attention(steps: Steps, call: Bound) -> bool:
     words += [steps.keep(_heads(steps, call, q, k, v, mask))]
     reads = [x for x in (q, k, v, mask, sinks) if x is not None]
     if tokens >= FEW:
-        scratch = attention_many.scratch_bytes(shared, size, width)
-        words += [steps.scratch("attention", scratch * steps.threads).address, scratch]
+        span = attention_many.span(units, shared, tokens, steps.threads)
+        scratch = attention_many.scratch_bytes(shared * span, size, width)
+        words += [steps.scratch("attention", scratch * steps.threads).address, scratch, span]
         steps.add(attention_many.attend, words, reads=reads, writes=[out])
         return True
     chunks = _chunks(steps, units, keys, k.tensor.spec.nbytes)
