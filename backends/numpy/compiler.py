@@ -157,15 +157,16 @@ def _store(wanted: Kernel, code: bytes) -> None:
 
 # --------------------------------------------------------------------------------------------------- compiling
 
+OPTIONS = {"error_model": "numpy", "fastmath": {"contract"}, "no_rewrites": True, "_nrt": False}
+"""How Numba compiles kernels and their parts: they hold no objects and have no expressions of arrays to rewrite."""
+
 
 def _compiled(wanted: Kernel) -> bytes:
     """Compile with Numba; the object code has one symbol of ours."""
     log.info(COMPILING, wanted.name)
     from numba import cfunc
 
-    function = cfunc("intp(intp, intp, intp)", nogil=True, error_model="numpy", fastmath={"contract"})(
-        _resolved(wanted.body)
-    )
+    function = cfunc("intp(intp, intp, intp)", nogil=True, **OPTIONS)(_resolved(wanted.body))
     assembly = function.inspect_llvm().replace(function.native_name, _symbol(wanted))
     module = llvm.parse_assembly(assembly)
     module.verify()
@@ -193,7 +194,8 @@ def _for_numba(thing: Any) -> Any:
     if isinstance(thing, Part):
         from numba import njit
 
-        return njit(error_model="numpy", fastmath={"contract"}, forceinline=True)(_resolved(thing.body))
+        inlined = njit(forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)
+        return inlined(_resolved(thing.body))
     return thing
 
 
