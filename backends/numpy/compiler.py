@@ -157,8 +157,10 @@ def _store(wanted: Kernel, code: bytes) -> None:
 
 # --------------------------------------------------------------------------------------------------- compiling
 
-OPTIONS = {"error_model": "numpy", "fastmath": {"contract"}, "no_rewrites": True, "_nrt": False}
-"""How Numba compiles kernels and their parts: they hold no objects and have no expressions of arrays to rewrite."""
+OPTIONS: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract"}, "no_rewrites": True, "_nrt": False}
+"""How Numba compiles kernels: they hold no objects and have no expressions of arrays to rewrite."""
+INLINED = {**OPTIONS, "forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+"""Their parts, which nothing else calls."""
 
 
 def _compiled(wanted: Kernel) -> bytes:
@@ -194,8 +196,7 @@ def _for_numba(thing: Any) -> Any:
     if isinstance(thing, Part):
         from numba import njit
 
-        inlined = njit(forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)
-        return inlined(_resolved(thing.body))
+        return njit(**INLINED)(_resolved(thing.body))
     return thing
 
 
