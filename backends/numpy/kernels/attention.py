@@ -37,7 +37,7 @@ def _at(x: Operand, axes: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> Addres
 
 def _dense(steps: Steps, purpose: str, x: Operand) -> Operand:
     """`x`, or a copy if the elements of its rows lie apart."""
-    if x.shape[-1] == 1 or x.strides[-1] == 1:
+    if x.shape[-1] == 1 or x.strides[-1] == 1 or not all(x.shape):
         return x
     memory = steps.scratch(f"attention {purpose}", x.tensor.spec.nbytes)
     made = Operand(
@@ -105,8 +105,6 @@ def _chunks(steps: Steps, units: int, keys: int, nbytes: int) -> int:
 def _attention(steps: Steps, call: Bound) -> bool:
     given, sinks, out = call.src[:4], call.optional(4), call.out
     if not all(x is None or x.is_float for x in (*given, sinks)) or not out.is_float or out.strides[-1] != 1:
-        return False
-    if not all(call.operand(1).shape[-3:]):
         return False
     q, k, v, mask = (x and _dense(steps, n, x) for n, x in zip(("q", "k", "v", "mask"), (*given, None), strict=False))
     assert q is not None
