@@ -85,7 +85,7 @@ def test_every_variant_is_compiled_and_agrees_with_its_definition(variant, token
 
 
 @pytest.mark.parametrize("sizes", [(16, 16), (64, 64), (128, 128), (20, 7), (1, 1), (100, 72), (96, 130), (0, 16)])
-@pytest.mark.parametrize("tokens", [1, 3, 8, 33, 70])
+@pytest.mark.parametrize("tokens", [1, 3, 15, 16, 33, 70])
 def test_heads_of_any_size_are_compiled(tokens, sizes):
     assert close(tokens, (4, 4), tokens, sizes)
     assert close(tokens, (6, 2), tokens + 13, sizes, 2)

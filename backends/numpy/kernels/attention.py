@@ -16,7 +16,7 @@ from ..steps import SHARED, Bound, Operand, Steps, float_bits
 from . import attention_few, attention_many
 from .rows import rows_of, unary
 
-FEW = 8
+FEW = 16
 """Tokens from which lanes that are tokens pay."""
 TOGETHER = 8
 """Heads of a group at most."""
