@@ -62,7 +62,7 @@ def close(
             given["mask"][..., [0, tokens - 1], :] = -np.inf
     if sinks:
         given["sinks"] = rng.standard_normal(many).astype(np.float32)
-    attrs = {"scale": sizes[0] ** -0.5, "softcap": softcap, "max_bias": max_bias, "mask_heads": mask_heads}
+    attrs = {"scale": max(1, sizes[0]) ** -0.5, "softcap": softcap, "max_bias": max_bias, "mask_heads": mask_heads}
     leaves = [
         hocket.input(name, given[name].shape) if name in given else None for name in ("q", "k", "v", "mask", "sinks")
     ]
@@ -84,8 +84,8 @@ def test_every_variant_is_compiled_and_agrees_with_its_definition(variant, token
     assert close(tokens, (6, 2), 300, (40, 24), threads, **VARIANTS[variant])
 
 
-@pytest.mark.parametrize("sizes", [(16, 16), (64, 64), (128, 128), (20, 7), (1, 1), (100, 72), (96, 130)])
-@pytest.mark.parametrize("tokens", [1, 3, 8, 33, 70])
+@pytest.mark.parametrize("sizes", [(16, 16), (64, 64), (128, 128), (20, 7), (1, 1), (100, 72), (96, 130), (0, 16)])
+@pytest.mark.parametrize("tokens", [1, 3, 15, 16, 33, 70])
 def test_heads_of_any_size_are_compiled(tokens, sizes):
     assert close(tokens, (4, 4), tokens, sizes)
     assert close(tokens, (6, 2), tokens + 13, sizes, 2)
@@ -97,7 +97,7 @@ def test_any_number_of_heads_shares_a_key_head(heads):
 
 
 @pytest.mark.parametrize("threads", [2, 3, 4])
-@pytest.mark.parametrize("keys", [64, 127, 128, 1000, 5001])
+@pytest.mark.parametrize("keys", [64, 511, 512, 1000, 5001])
 def test_threads_share_the_keys_of_a_long_cache(keys, threads):
     assert close(1, (4, 1), keys, (64, 64), threads, batch=1, sinks=True)
     assert close(3, (3, 3), keys, (64, 64), threads, batch=1, window=keys // 2)
@@ -105,3 +105,8 @@ def test_threads_share_the_keys_of_a_long_cache(keys, threads):
 
 def test_tokens_far_into_a_cache_skip_what_a_window_hides():
     assert close(64, (6, 2), 3000, (64, 64), 2, window=500)
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_no_keys_at_all_give_zeros(tokens):
+    assert close(tokens, (6, 2), 0, (16, 16), mask=False, sinks=True)

@@ -158,15 +158,18 @@ def _store(wanted: Kernel, code: bytes) -> None:
 
 # --------------------------------------------------------------------------------------------------- compiling
 
+OPTIONS: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract"}, "no_rewrites": True, "_nrt": False}
+"""How Numba compiles kernels: they hold no objects and have no expressions of arrays to rewrite."""
+INLINED = {**OPTIONS, "forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+"""Their parts, which nothing else calls."""
+
 
 def _compiled(wanted: Kernel) -> bytes:
     """Compile with Numba; the object code has one symbol of ours."""
     log.info(COMPILING, wanted.name)
     from numba import cfunc
 
-    function = cfunc("intp(intp, intp, intp)", nogil=True, error_model="numpy", fastmath={"contract"})(
-        _resolved(wanted.body)
-    )
+    function = cfunc("intp(intp, intp, intp)", nogil=True, **OPTIONS)(_resolved(wanted.body))
     assembly = function.inspect_llvm().replace(function.native_name, _symbol(wanted))
     module = llvm.parse_assembly(assembly)
     module.verify()
@@ -194,7 +197,7 @@ def _for_numba(thing: Any) -> Any:
     if isinstance(thing, Part):
         from numba import njit
 
-        return njit(error_model="numpy", fastmath={"contract"}, forceinline=True)(_resolved(thing.body))
+        return njit(**INLINED)(_resolved(thing.body))
     return thing
 
 

@@ -16,11 +16,11 @@ from ..steps import SHARED, Bound, Operand, Steps, float_bits
 from . import attention_few, attention_many
 from .rows import rows_of, unary
 
-FEW = 8
+FEW = 16
 """Tokens from which lanes that are tokens pay."""
 TOGETHER = 8
 """Heads of a group at most."""
-LEAST = 64
+LEAST = 256
 """Keys that are worth a part of their own."""
 LOG2_E = math.log2(math.e)
 
@@ -37,7 +37,7 @@ def _at(x: Operand, axes: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> Addres
 
 def _dense(steps: Steps, purpose: str, x: Operand) -> Operand:
     """`x`, or a copy if the elements of its rows lie apart."""
-    if x.shape[-1] == 1 or x.strides[-1] == 1:
+    if x.shape[-1] == 1 or x.strides[-1] == 1 or not all(x.shape):
         return x
     memory = steps.scratch(f"attention {purpose}", x.tensor.spec.nbytes)
     made = Operand(
@@ -106,8 +106,6 @@ def _attention(steps: Steps, call: Bound) -> bool:
     given, sinks, out = call.src[:4], call.optional(4), call.out
     if not all(x is None or x.is_float for x in (*given, sinks)) or not out.is_float or out.strides[-1] != 1:
         return False
-    if not all(call.operand(1).shape[-3:]):
-        return False
     q, k, v, mask = (x and _dense(steps, n, x) for n, x in zip(("q", "k", "v", "mask"), (*given, None), strict=False))
     assert q is not None
     assert k is not None
@@ -123,8 +121,9 @@ def _attention(steps: Steps, call: Bound) -> bool:
     words += [steps.constant(_heads(steps, call, q, k, v, mask)).address]
     reads = [x for x in (q, k, v, mask, sinks) if x is not None]
     if tokens >= FEW:
-        scratch = attention_many.scratch_bytes(shared, size, width)
-        words += [steps.scratch("attention", scratch * steps.threads).address, scratch]
+        span = attention_many.span(units, shared, tokens, steps.threads)
+        scratch = attention_many.scratch_bytes(shared * span, size, width)
+        words += [steps.scratch("attention", scratch * steps.threads).address, scratch, span]
         steps.add(attention_many.attend, words, reads=reads, writes=[out])
         return True
     chunks = _chunks(steps, units, keys, k.tensor.spec.nbytes)

@@ -43,6 +43,7 @@ from .scores import (
     mask_lanes,
     power,
     power_of,
+    round_up,
     seen_lanes,
     sink_of,
     some,
@@ -251,7 +252,7 @@ def put_row(parts, count, span, sink, out, width):
 def put_group(a, unit):
     """The results of a group of heads from all parts."""
     tokens, shared, count, width = word(a, TOKENS), word(a, SHARED), word(a, CHUNKS), word(a, WIDTH)
-    span = VALUES + 4 * ((width + COLUMNS - 1) // COLUMNS * COLUMNS)
+    span = VALUES + 4 * round_up(width, COLUMNS)
     for t in range(tokens):
         for h in range(shared):
             head = word(a, HEADS) + (unit * shared + h) * HEAD
@@ -259,64 +260,69 @@ def put_group(a, unit):
             put_row(parts, count, span, sink_of(head), load_long(head + OUT) + t * word(a, OUT_STEP), width)
 
 
+@part
+def add_keys(a, heads, low, high, scores, states, pitch):
+    """Scores of all rows for keys from `low` to before `high`; the highest of each lane to their states."""
+    tokens, shared, keys, size = word(a, TOKENS), word(a, SHARED), word(a, KEYS), word(a, SIZE)
+    q_step, step, mask_step = word(a, Q_STEP), word(a, K_STEP), word(a, MASK_STEP)
+    factor, cap, reach = float_word(a, FACTOR), float_word(a, CAP), 4 * round_up(keys, LANES)
+    key, each = load_long(heads + K), round_up(LANES // 2, tokens * shared) // (tokens * shared)
+    for s in range(low, high, LANES):
+        soon, end = s + AHEAD, min(high, s + AHEAD + LANES)
+        for half in range(0, LANES, LANES // 2):  # so few keys stay in the first cache, however far apart they lie
+            to, state = scores + 4 * (s - low), states
+            for t in range(tokens):
+                for h in range(shared):
+                    head = heads + h * HEAD
+                    query, seen = load_long(head + Q) + t * q_step, load_long(head + MASK) + t * mask_step
+                    x = eight_dots(query, key + s * step, step, half, keys - 1 - s, size)
+                    if half != 0:
+                        x, hidden = mul(fold_1(load(to), x), splat(factor)), mask_lanes(seen, s, keys)
+                        x = finished(x, hidden, cap, load_scalar(head + SLOPE))
+                        store(state, greater(x, load(state)))
+                    store(to, x)
+                    to += reach
+                    state += pitch
+                    fetch(key + soon * step, step, min(each, end - soon), 4 * size)
+                    soon += each
+
+
+@part
+def add_all_values(a, value, rows, n, scores, states, pitch, unused):
+    """The weighted values of `n` keys, added to the states of all rows."""
+    step, width, reach = word(a, V_STEP), word(a, WIDTH), 4 * round_up(word(a, KEYS), LANES)
+    for s in range(0, n, RUN):
+        for r in range(0, rows, 2):
+            ahead = AHEAD * step if r == 0 and s + AHEAD + RUN <= n else 0
+            p, to = scores + r * reach + 4 * s, states + r * pitch + VALUES
+            q, on = (p + reach, to + pitch) if r + 1 < rows else (p, unused + VALUES)
+            for c in range(0, 4 * width, 4 * COLUMNS):
+                at, left = value + s * step + c, width - c // 4
+                add_values(p, q, at, step, min(RUN, n - s), ahead, to + c, on + c, left)
+
+
 @kernel
 def attend(a, thread, threads):
     """A part of the keys with a group of heads at a time."""
-    tokens, shared, keys, size, width, chunks = (
-        word(a, TOKENS),
-        word(a, SHARED),
-        word(a, KEYS),
-        word(a, SIZE),
-        word(a, WIDTH),
-        word(a, CHUNKS),
-    )
-    factor, cap, rows = float_word(a, FACTOR), float_word(a, CAP), tokens * shared
-    q_step, k_step, v_step, mask_step = word(a, Q_STEP), word(a, K_STEP), word(a, V_STEP), word(a, MASK_STEP)
-    reach, span = 4 * ((keys + LANES - 1) // LANES * LANES), VALUES + 4 * ((width + COLUMNS - 1) // COLUMNS * COLUMNS)
-    scores = word(a, SCRATCH) + thread * word(a, SCRATCH_BYTES)
-    unused = scores + rows * reach
+    tokens, shared, keys, chunks = word(a, TOKENS), word(a, SHARED), word(a, KEYS), word(a, CHUNKS)
+    rows, reach, span = tokens * shared, 4 * round_up(keys, LANES), VALUES + 4 * round_up(word(a, WIDTH), COLUMNS)
+    scores, pitch = word(a, SCRATCH) + thread * word(a, SCRATCH_BYTES), chunks * span
     lo, hi = share(word(a, UNITS) * chunks, thread, threads)
     for unit in range(lo, hi):
         group, chunk = unit // chunks, unit % chunks
-        heads = word(a, HEADS) + group * shared * HEAD
-        low, high = seen_range(heads, shared, tokens, mask_step, keys)
+        heads, states = word(a, HEADS) + group * shared * HEAD, word(a, PARTS) + (group * rows * chunks + chunk) * span
+        low, high = seen_range(heads, shared, tokens, word(a, MASK_STEP), keys)
         first, last = share((high - low + LANES - 1) // LANES, chunk, chunks)
-        first, last = low + first * LANES, min(high, low + last * LANES)
-        states, pitch = word(a, PARTS) + (group * rows * chunks + chunk) * span, chunks * span
+        low, high = low + first * LANES, min(high, low + last * LANES)
         for r in range(rows):
             store(states + r * pitch, splat(MINUS_INFINITY))
             for c in range(VALUES, span, 64):
                 store(states + r * pitch + c, zeros())
-        key, value, each = load_long(heads + K), load_long(heads + V), (LANES // 2 + rows - 1) // rows
-        for s in range(first, last, LANES):
-            at = key + s * k_step
-            soon, end = s + AHEAD, min(last, s + AHEAD + LANES)
-            for half in range(0, LANES, LANES // 2):
-                to, state = scores + 4 * (s - first), states
-                for t in range(tokens):
-                    for h in range(shared):
-                        head = heads + h * HEAD
-                        query, seen = load_long(head + Q) + t * q_step, load_long(head + MASK) + t * mask_step
-                        x = eight_dots(query, at, k_step, half, keys - 1 - s, size)
-                        if half != 0:
-                            hidden = mask_lanes(seen, s, keys)
-                            x = finished(fold_1(load(to), x), hidden, factor, cap, load_scalar(head + SLOPE))
-                            store(state, greater(x, load(state)))
-                        store(to, x)
-                        to += reach
-                        state += pitch
-                        fetch(key + soon * k_step, k_step, min(each, end - soon), 4 * size)
-                        soon += each
+        add_keys(a, heads, low, high, scores, states, pitch)
         for r in range(rows):
-            to_weights(scores + r * reach, last - first, states + r * pitch)
-        for s in range(first, last, RUN):
-            n, at = min(RUN, last - s), value + s * v_step
-            for r in range(0, rows, 2):
-                ahead = AHEAD * v_step if r == 0 and s + AHEAD + RUN <= last else 0
-                p, to = scores + r * reach + 4 * (s - first), states + r * pitch + VALUES
-                q, on = (p + reach, to + pitch) if r + 1 < rows else (p, unused + VALUES)
-                for c in range(0, width, COLUMNS):
-                    add_values(p, q, at + 4 * c, v_step, n, ahead, to + 4 * c, on + 4 * c, width - c)
+            to_weights(scores + r * reach, high - low, states + r * pitch)
+        value = load_long(heads + V) + low * word(a, V_STEP)
+        add_all_values(a, value, rows, high - low, scores, states, pitch, scores + rows * reach)
         if chunks == 1:
             put_group(a, group)
     return 0

@@ -6,6 +6,8 @@ and values of a tile are copied first, so that rows of any stride and length bec
 
 from __future__ import annotations
 
+import math
+
 from ..compiler import kernel, part
 from .rows import put
 from .scores import (
@@ -29,6 +31,7 @@ from .scores import (
     SHARED,
     SIZE,
     SLOPE,
+    SPAN,
     TOKENS,
     UNITS,
     V_STEP,
@@ -40,6 +43,7 @@ from .scores import (
     greater,
     mask_lanes,
     power,
+    round_up,
     seen_lanes,
     sink_of,
 )
@@ -76,19 +80,23 @@ ROWS = 8
 """Rows of a small matrix."""
 
 
-def padded(n: int, step: int) -> int:
-    return -(-n // step) * step
+def span(units: int, shared: int, tokens: int, threads: int) -> int:
+    """Tokens that a unit takes: more where few heads share the copy of a tile, unless threads would have too few."""
+    blocks = max(1, 8 // shared)
+    while blocks > 1 and units * math.ceil(tokens / (blocks * BLOCK)) < 4 * threads:
+        blocks -= 1
+    return blocks * BLOCK
 
 
-def scratch_bytes(shared: int, size: int, width: int) -> int:
-    """As `attend` lays it out."""
-    deep, wide = padded(size, LANES), padded(width, BLOCK)
-    return 4 * (TILE * (deep + wide + 2 * BLOCK) + 16 + BLOCK + shared * BLOCK * (deep + wide + 2))
+def scratch_bytes(rows: int, size: int, width: int) -> int:
+    """Of a thread, as `places` lays it out; `rows`: heads of a group times tokens of a unit."""
+    deep, wide = math.ceil(size / LANES) * LANES, math.ceil(width / BLOCK) * BLOCK
+    return 4 * (TILE * (deep + wide + 2 * BLOCK) + 16 + BLOCK + rows * (deep + wide + 2))
 
 
 @part
-def copy_rows(source, step, rows, size, to, count, wide, otherwise):
-    """`rows` rows of `size` numbers to `count` dense ones of `wide`; what is missing is `otherwise`."""
+def copy_rows(source, step, rows, size, factor, to, count, wide, otherwise):
+    """`rows` rows of `size` numbers times a factor to `count` dense ones of `wide`; what is missing is `otherwise`."""
     for r in range(count):
         for c in range(0, wide, LANES):
             left, at = size - c, source + r * step + 4 * c
@@ -98,20 +106,24 @@ def copy_rows(source, step, rows, size, to, count, wide, otherwise):
                 value = load(at)
             else:
                 value = load_some_or(at, left, otherwise)
-            store(to + 4 * (r * wide + c), value)
+            store(to + 4 * (r * wide + c), mul(value, splat(factor)))
 
 
 @part
-def add_products(a, row, column, b, step, n, to, pace, fresh):
-    """``to[j] += sum_i a[j, i] b[i]``: 8 rows j of 32 columns; `row` and `column` bytes between elements of a, `step`
-    and `pace` between rows of b and `to`.  `fresh`: what `to` held does not count."""
+def add_products(a, row, column, b, step, n, to, pace, fades):
+    """``to[j] = fades[j] to[j] + sum_i a[j, i] b[i]``: 8 rows j of 32 columns; `row` and `column`: bytes between
+    elements of a, `step` and `pace`: between rows of b and `to`.  Without `fades` (0) what `to` held does not count."""
     p0, p1, p2, p3, p4, p5, p6, p7 = zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros()
     q0, q1, q2, q3, q4, q5, q6, q7 = p0, p1, p2, p3, p4, p5, p6, p7
-    if not fresh:
-        p0, q0, p1, q1 = load(to), load(to + 64), load(to + pace), load(to + pace + 64)
-        p2, q2, p3, q3 = load(to + 2 * pace), load(to + 2 * pace + 64), load(to + 3 * pace), load(to + 3 * pace + 64)
-        p4, q4, p5, q5 = load(to + 4 * pace), load(to + 4 * pace + 64), load(to + 5 * pace), load(to + 5 * pace + 64)
-        p6, q6, p7, q7 = load(to + 6 * pace), load(to + 6 * pace + 64), load(to + 7 * pace), load(to + 7 * pace + 64)
+    if fades != 0:
+        p0, q0 = two_faded(to, fades)
+        p1, q1 = two_faded(to + pace, fades + 4)
+        p2, q2 = two_faded(to + 2 * pace, fades + 8)
+        p3, q3 = two_faded(to + 3 * pace, fades + 12)
+        p4, q4 = two_faded(to + 4 * pace, fades + 16)
+        p5, q5 = two_faded(to + 5 * pace, fades + 20)
+        p6, q6 = two_faded(to + 6 * pace, fades + 24)
+        p7, q7 = two_faded(to + 7 * pace, fades + 28)
     for _ in range(n):
         x, y = load(b), load(b + 64)
         u, v = splat_from(a), splat_from(a + row)
@@ -132,6 +144,12 @@ def add_products(a, row, column, b, step, n, to, pace, fresh):
     put_two(to + 5 * pace, p5, q5)
     put_two(to + 6 * pace, p6, q6)
     put_two(to + 7 * pace, p7, q7)
+
+
+@part
+def two_faded(rows, fade):
+    f = splat_from(fade)
+    return mul(load(rows), f), mul(load(rows + 64), f)
 
 
 @part
@@ -165,118 +183,163 @@ def reach(bits):
 
 
 @part
-def soften(p, hidden, low, high, factor, cap, slope, state, fades):
+def soften(p, hidden, low, high, cap, slope, state, fades):
     """Products of a tile to weights, in place; what earlier sums fade by.  `hidden`: the mask with tokens as lanes, or
     0.  State: the highest score and the sum of weights of each token."""
-    x, y, h, g = load(state), load(state + 64), zeros(), zeros()
-    before, other = x, y
-    for r in range(low, high):
-        at = p + 4 * BLOCK * r
-        if hidden != 0:
-            h, g = load(hidden + 4 * BLOCK * r), load(hidden + 4 * BLOCK * r + 64)
-        u, v = finished(load(at), h, factor, cap, slope), finished(load(at + 64), g, factor, cap, slope)
-        put_two(at, u, v)
+    before, other = load(state), load(state + 64)
+    x, y, h, g = before, other, zeros(), zeros()
+    for r in range(4 * BLOCK * low, 4 * BLOCK * high, 4 * BLOCK):
+        u, v = load(p + r), load(p + r + 64)
+        if cap > NONE or hidden != 0:
+            if hidden != 0:
+                h, g = load(hidden + r), load(hidden + r + 64)
+            u, v = finished(u, h, cap, slope), finished(v, g, cap, slope)
+            put_two(p + r, u, v)
         x, y = greater(u, x), greater(v, y)
     put_two(state, x, y)
-    sums, more = zeros(), zeros()
-    for r in range(low, high):
-        at = p + 4 * BLOCK * r
-        u, v = power(sub(load(at), x)), power(sub(load(at + 64), y))
-        put_two(at, u, v)
-        sums, more = add(sums, u), add(more, v)
     h, g = power(sub(before, x)), power(sub(other, y))
     put_two(fades, h, g)
-    put_two(state + 128, fma(load(state + 128), h, sums), fma(load(state + 192), g, more))
+    sums, more = mul(load(state + 128), h), mul(load(state + 192), g)
+    for r in range(4 * BLOCK * low, 4 * BLOCK * high, 4 * BLOCK):
+        u, v = power(sub(load(p + r), x)), power(sub(load(p + r + 64), y))
+        put_two(p + r, u, v)
+        sums, more = add(sums, u), add(more, v)
+    put_two(state + 128, sums, more)
 
 
 @part
-def fade_rows(rows, wide, tokens, fades):
-    for t in range(tokens):
-        if load_scalar(fades + 4 * t) != ONE:
-            f = splat_from(fades + 4 * t)
-            for c in range(0, 4 * wide, 64):
-                at = rows + 4 * t * wide + c
-                store(at, mul(load(at), f))
+def places(a, thread):
+    """Where a thread keeps what, in its scratch: tiles of keys, of values, of scores and of the mask; bits of keys
+    that are seen, fades; then of every block and head queries, states and results."""
+    deep, wide = round_up(word(a, SIZE), LANES), round_up(word(a, WIDTH), BLOCK)
+    rows = word(a, SHARED) * word(a, SPAN)
+    keys = word(a, SCRATCH) + thread * word(a, SCRATCH_BYTES)
+    values = keys + 4 * TILE * deep
+    p = values + 4 * TILE * wide
+    hidden = p + 4 * TILE * BLOCK
+    bits = hidden + 4 * TILE * BLOCK
+    fades = bits + 64
+    queries = fades + 4 * BLOCK
+    states = queries + 4 * rows * deep
+    return keys, values, p, hidden, bits, fades, queries, states, states + 8 * rows
+
+
+@part
+def take_queries(a, heads, start, end, place):
+    """Queries with tokens as lanes, and states that have seen no key but the sink."""
+    keys, _, _, _, _, _, queries, states, results = place
+    step, size, deep = word(a, Q_STEP), word(a, SIZE), round_up(word(a, SIZE), LANES)
+    for first in range(start, end, BLOCK):
+        for h in range(word(a, SHARED)):
+            head = heads + h * HEAD
+            query, sink = load_long(head + Q) + first * step, sink_of(head)
+            copy_rows(query, step, end - first, size, float_word(a, FACTOR), keys, BLOCK, deep, zeros())
+            for c in range(0, deep, LANES):
+                to = queries + 4 * BLOCK * c
+                turn(keys + 4 * c, 4 * deep, to, 4 * BLOCK)
+                turn(keys + 4 * (LANES * deep + c), 4 * deep, to + 64, 4 * BLOCK)
+            top = splat(max(sink, LOWEST))
+            put_two(states, top, top)
+            put_two(states + 128, power(sub(splat(sink), top)), power(sub(splat(sink), top)))
+            for c in range(0, 4 * BLOCK * round_up(word(a, WIDTH), BLOCK), 64):
+                store(results + c, zeros())
+            queries += 4 * BLOCK * deep
+            states += 8 * BLOCK
+            results += 4 * BLOCK * round_up(word(a, WIDTH), BLOCK)
+
+
+@part
+def take_tile(a, heads, s, place):
+    """Keys and values of a tile."""
+    keys, values, left = place[0], place[1], word(a, KEYS) - s
+    size, width, pace = word(a, SIZE), word(a, WIDTH), word(a, K_STEP)
+    copy_rows(load_long(heads + K) + s * pace, pace, left, size, ONE, keys, TILE, round_up(size, LANES), zeros())
+    pace = word(a, V_STEP)
+    copy_rows(load_long(heads + V) + s * pace, pace, left, width, ONE, values, TILE, round_up(width, BLOCK), zeros())
+
+
+@part
+def take_mask(seen, step, count, left, place):
+    """The mask of a tile with tokens as lanes."""
+    p, hidden = place[2], place[3]
+    copy_rows(seen, step, count, left, ONE, p, BLOCK, TILE, splat(MINUS_INFINITY))
+    for r in range(0, TILE, LANES):
+        turn(p + 4 * r, 4 * TILE, hidden + 4 * BLOCK * r, 4 * BLOCK)
+        turn(p + 4 * (LANES * TILE + r), 4 * TILE, hidden + 4 * BLOCK * r + 64, 4 * BLOCK)
+
+
+@part
+def meet(a, count, union, hidden, slope, queries, state, result, place):
+    """A block of tokens of one head meets a tile."""
+    keys, values, p, _, bits, fades, _, _, _ = place
+    size, wide = word(a, SIZE), round_up(word(a, WIDTH), BLOCK)
+    low, high = reach(union)
+    row = 4 * round_up(size, LANES)
+    for r in range(low, high, ROWS):
+        add_products(keys + r * row, row, 4, queries, 4 * BLOCK, size, p + 4 * BLOCK * r, 4 * BLOCK, 0)
+    soften(p, hidden, low, high, float_word(a, CAP), slope, state, fades)
+    for t in range(0, count, ROWS):
+        low, high = reach(load_long(bits + t))
+        at, to = values + 4 * low * wide, result + 4 * t * wide
+        for c in range(0, 4 * wide, 4 * BLOCK):
+            weights = p + 4 * (BLOCK * low + t)
+            add_products(weights, 4, 4 * BLOCK, at + c, 4 * wide, high - low, to + c, 4 * wide, fades + 4 * t)
+
+
+@part
+def meet_all(a, heads, start, end, s, place):
+    """All tokens of a unit meet a tile, which is copied when the first of them sees any of it."""
+    shared, keys, step = word(a, SHARED), word(a, KEYS), word(a, MASK_STEP)
+    _, _, _, hidden, bits, _, queries, states, results = place
+    deep, wide = round_up(word(a, SIZE), LANES), round_up(word(a, WIDTH), BLOCK)
+    ready = False
+    for first in range(start, end, BLOCK):
+        known, union, plain, count = 0, 0, False, min(BLOCK, end - first)
+        for h in range(shared):
+            head = heads + h * HEAD
+            seen = load_long(head + MASK) + first * step
+            if seen != known:
+                union, plain = survey(seen, step, count, s, keys, bits)
+                known = seen
+                if union != 0 and not plain:
+                    take_mask(seen + 4 * s, step, count, keys - s, place)
+            if union != 0:
+                if not ready:
+                    take_tile(a, heads, s, place)
+                    ready = True
+                slope = load_scalar(head + SLOPE)
+                meet(a, count, union, 0 if plain else hidden, slope, queries, states, results, place)
+            queries += 4 * BLOCK * deep
+            states += 8 * BLOCK
+            results += 4 * BLOCK * wide
+
+
+@part
+def put_results(a, heads, start, end, place):
+    width, states, results = word(a, WIDTH), place[7], place[8]
+    wide = round_up(width, BLOCK)
+    for first in range(start, end, BLOCK):
+        for h in range(word(a, SHARED)):
+            target = load_long(heads + h * HEAD + OUT) + first * word(a, OUT_STEP)
+            for t in range(min(BLOCK, end - first)):
+                weight = load_scalar(states + 128 + 4 * t)
+                f = splat(ONE / weight if weight > NONE else NONE)
+                for c in range(0, width, LANES):
+                    x = mul(load(results + 4 * (t * wide + c)), f)
+                    put(target + t * word(a, OUT_STEP), c, width, x)
+            states += 8 * BLOCK
+            results += 4 * BLOCK * wide
 
 
 @kernel
 def attend(a, thread, threads):
-    """A block of tokens of a group of heads at a time; the blocks go round the threads, since later ones see more."""
-    tokens, units, shared, keys, size, width = (
-        word(a, TOKENS),
-        word(a, UNITS),
-        word(a, SHARED),
-        word(a, KEYS),
-        word(a, SIZE),
-        word(a, WIDTH),
-    )
-    deep, wide = (size + LANES - 1) // LANES * LANES, (width + BLOCK - 1) // BLOCK * BLOCK
-    factor, cap, step = float_word(a, FACTOR), float_word(a, CAP), word(a, MASK_STEP)
-    key_tile = word(a, SCRATCH) + thread * word(a, SCRATCH_BYTES)
-    value_tile = key_tile + 4 * TILE * deep
-    p = value_tile + 4 * TILE * wide
-    hidden = p + 4 * TILE * BLOCK
-    bits = hidden + 4 * TILE * BLOCK
-    fades = bits + 64
-    turned = fades + 4 * BLOCK
-    states = turned + 4 * shared * BLOCK * deep
-    results = states + 8 * shared * BLOCK
-    for unit in range(thread, units * ((tokens + BLOCK - 1) // BLOCK), threads):
-        heads, first = word(a, HEADS) + unit % units * shared * HEAD, unit // units * BLOCK
-        count = min(BLOCK, tokens - first)
-        for h in range(shared):
-            head = heads + h * HEAD
-            query, sink = load_long(head + Q) + first * word(a, Q_STEP), sink_of(head)
-            copy_rows(query, word(a, Q_STEP), count, size, key_tile, BLOCK, deep, zeros())
-            for c in range(0, deep, LANES):
-                to = turned + 4 * BLOCK * (h * deep + c)
-                turn(key_tile + 4 * c, 4 * deep, to, 4 * BLOCK)
-                turn(key_tile + 4 * (LANES * deep + c), 4 * deep, to + 64, 4 * BLOCK)
-            top, state = max(sink, LOWEST), states + 8 * BLOCK * h
-            put_two(state, splat(top), splat(top))
-            put_two(state + 128, power(splat(sink - top)), power(splat(sink - top)))
-        for i in range(0, 4 * shared * BLOCK * wide, 64):
-            store(results + i, zeros())
-        for s in range(0, keys, TILE):
-            ready, known, union, plain = False, 0, 0, False
-            for h in range(shared):
-                head = heads + h * HEAD
-                seen = load_long(head + MASK) + first * step
-                if seen != known:
-                    union, plain = survey(seen, step, count, s, keys, bits)
-                    known = seen
-                    if union != 0 and not plain:
-                        copy_rows(seen + 4 * s, step, count, keys - s, p, BLOCK, TILE, splat(MINUS_INFINITY))
-                        for r in range(0, TILE, LANES):
-                            turn(p + 4 * r, 4 * TILE, hidden + 4 * BLOCK * r, 4 * BLOCK)
-                            turn(p + 4 * (LANES * TILE + r), 4 * TILE, hidden + 4 * BLOCK * r + 64, 4 * BLOCK)
-                if union == 0:
-                    continue
-                if not ready:
-                    source, pace = load_long(heads + K) + s * word(a, K_STEP), word(a, K_STEP)
-                    copy_rows(source, pace, keys - s, size, key_tile, TILE, deep, zeros())
-                    source, pace = load_long(heads + V) + s * word(a, V_STEP), word(a, V_STEP)
-                    copy_rows(source, pace, keys - s, width, value_tile, TILE, wide, zeros())
-                    ready = True
-                low, high = reach(union)
-                queries, result = turned + 4 * BLOCK * h * deep, results + 4 * BLOCK * h * wide
-                for r in range(low, high, ROWS):
-                    at, to = key_tile + 4 * r * deep, p + 4 * BLOCK * r
-                    add_products(at, 4 * deep, 4, queries, 4 * BLOCK, size, to, 4 * BLOCK, True)
-                masked, state = 0 if plain else hidden, states + 8 * BLOCK * h
-                soften(p, masked, low, high, factor, cap, load_scalar(head + SLOPE), state, fades)
-                fade_rows(result, wide, count, fades)
-                for t in range(0, count, ROWS):
-                    low, high = reach(load_long(bits + t))
-                    weights, at, to = p + 4 * (BLOCK * low + t), value_tile + 4 * low * wide, result + 4 * t * wide
-                    for c in range(0, 4 * wide, 4 * BLOCK):
-                        add_products(weights, 4, 4 * BLOCK, at + c, 4 * wide, high - low, to + c, 4 * wide, False)
-        for h in range(shared):
-            target, state = load_long(heads + h * HEAD + OUT), states + 8 * BLOCK * h
-            for t in range(count):
-                weight = load_scalar(state + 128 + 4 * t)
-                f = splat(ONE / weight if weight > NONE else NONE)
-                source, to = results + 4 * (h * BLOCK + t) * wide, target + (first + t) * word(a, OUT_STEP)
-                for c in range(0, width, LANES):
-                    put(to, c, width, mul(load(source + 4 * c), f))
+    """Some blocks of tokens of a group of heads at a time; units go round the threads, since later tokens see more."""
+    tokens, units, span, place = word(a, TOKENS), word(a, UNITS), word(a, SPAN), places(a, thread)
+    for unit in range(thread, units * ((tokens + span - 1) // span), threads):
+        heads, start = word(a, HEADS) + unit % units * word(a, SHARED) * HEAD, unit // units * span
+        end = min(tokens, start + span)
+        take_queries(a, heads, start, end, place)
+        for s in range(0, word(a, KEYS), TILE):
+            meet_all(a, heads, start, end, s, place)
+        put_results(a, heads, start, end, place)
     return 0

@@ -36,9 +36,10 @@ TOKENS, UNITS, SHARED, KEYS, SIZE, WIDTH = range(6)
 """Words: tokens; groups of heads, of all sequences; heads of a group; keys; elements of a key and of a value."""
 Q_STEP, K_STEP, V_STEP, MASK_STEP, OUT_STEP = range(6, 11)
 """Bytes from token to token, or from key to key."""
-FACTOR, CAP, HEADS, SCRATCH, SCRATCH_BYTES, PARTS, CHUNKS = range(11, 18)
-"""Scale and cap as float32; the heads; scratch and how much of it a thread has; partial results (`attention_few`) and
-into how many parts the keys are cut."""
+FACTOR, CAP, HEADS, SCRATCH, SCRATCH_BYTES = range(11, 16)
+"""Scale and cap as float32; the heads; scratch and how much of it a thread has."""
+PARTS, CHUNKS, SPAN = 16, 17, 16
+"""Of few tokens: partial results, and into how many parts the keys are cut; of many: tokens of a unit."""
 Q, K, V, MASK, OUT, SLOPE, SINK = range(0, 56, 8)
 """Bytes into the words of a head: addresses for its first token and key, the slope as float32, where its sink is."""
 HEAD = 56
@@ -76,15 +77,19 @@ def power_of(x):
 
 
 @part
+def round_up(n, step):
+    return (n + step - 1) // step * step
+
+
+@part
 def greater(x, y):
     """The larger of each lane, of y where x is NaN."""
     return where_less(y, x, x, y)
 
 
 @part
-def finished(products, hidden, factor, cap, slope):
-    """Scores of products of queries and keys: scaled, capped, and the mask added."""
-    x = mul(products, splat(factor))
+def finished(x, hidden, cap, slope):
+    """Scores of scaled products of queries and keys: capped, and the mask added."""
     if cap > NONE:
         x = mul(tanh(x), splat(cap))
     return fma(splat(slope), hidden, x)
