@@ -29,7 +29,9 @@ def compiler() -> str:
     """The path of g++.  Raises `BackendError` if there is none."""
     found = shutil.which("g++")
     if found is None:
-        raise BackendError("cuda-emulated compiles its kernels with g++, which is not installed; install g++ 12 or newer")
+        raise BackendError(
+            "cuda-emulated compiles its kernels with g++, which is not installed; install g++ 12 or newer"
+        )
     return found
 
 
