@@ -11,10 +11,10 @@ import numpy.typing as npt
 from ...graph.dtypes import DType
 from ...graph.spec import Spec
 from .driver import Source
-from .kernels import elementwise, moves
+from .kernels import elementwise, moves, rows
 from .launches import Binding
 
-FAMILIES: tuple[ModuleType, ...] = (elementwise, moves)
+FAMILIES: tuple[ModuleType, ...] = (elementwise, moves, rows)
 """Modules with ``BINDINGS``, how each op is bound, and ``SOURCES``, all they launch."""
 
 Packer = Callable[[npt.NDArray[np.uint8], Spec], npt.NDArray[np.uint8]]
