@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from ....graph.dtypes import DType
 from ....ops.attributes import number
 from ....ops.norms import alibi_slopes
 from ...base import contiguous_strides
@@ -134,7 +133,13 @@ def _sum(launches: Launches, call: Bound) -> None:
     parts = launches.scratch((max(1, columns),))
     rows = _relaid(x, 0, (columns, count // columns) if columns else (1, 0), (count // columns if columns else 0, 1))
     _launch(launches, SOURCE["sum_rows"], rows, _relaid(parts, 0, (rows.shape[0], 1), (1, 1)), 1.0)
-    _launch(launches, SOURCE["sum_rows"], _relaid(parts, 0, (1, rows.shape[0]), (0, 1)), _relaid(out, 0, (1, 1), (0, 0)), 1.0)
+    _launch(
+        launches,
+        SOURCE["sum_rows"],
+        _relaid(parts, 0, (1, rows.shape[0]), (0, 1)),
+        _relaid(out, 0, (1, 1), (0, 0)),
+        1.0,
+    )
 
 
 def _cumsum(launches: Launches, call: Bound) -> None:
