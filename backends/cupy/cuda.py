@@ -135,8 +135,7 @@ class CudaDriver:
 
     def _call(self, launch: Launch, on: Device, stream: Any) -> Callable[[], None]:
         """One launch into a stream; CUDA copies the words when it is made."""
-        from cupy_backends.cuda.api import driver
-
+        driver = _cupy().cuda.driver
         function = _function(launch.kernel, on.index)
         if launch.shared_bytes > NEAR_LIMIT:
             driver.funcSetAttribute(function.ptr, MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared_bytes)
