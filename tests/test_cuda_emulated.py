@@ -12,7 +12,7 @@ import pytest
 from hocket import ops
 from hocket.backends import find
 from hocket.backends.cupy import backend as cupy_backend
-from hocket.backends.cupy.cuda import CudaDriver
+from hocket.backends.cupy import cuda
 from hocket.backends.cupy.emulation import building
 from hocket.backends.cupy.emulation.emulated import EmulatedBackend
 from hocket.backends.cupy.table import BINDINGS, FAMILIES, SOURCES
@@ -24,7 +24,9 @@ from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
 from hocket.ops import REGISTRY
 from hocket.ops.collective import COLLECTIVES
-from hocket.scheduler import load, plan
+from hocket.scheduler import load, plan, plan_for
+
+from .fake_cupy import fake_cupy
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
 LATER = {"attention", "gated_delta_net", "ssm_scan", "rwkv_wkv6", "rwkv_wkv7", "gated_linear_attn", "mul_mat_id"}
@@ -110,6 +112,44 @@ def test_several_devices_compute_what_one_does(mode):
         np.testing.assert_allclose(many.run(given)["y"], exact, rtol=1e-5, atol=1e-7)
 
 
+# --------------------------------------------------------------------------------------------- the driver of devices
+
+
+@pytest.fixture
+def devices(monkeypatch):
+    """The backend of real devices, over a stand-in for CuPy that emulates launches."""
+    cupy = fake_cupy(SOURCES)
+    monkeypatch.setattr(cuda, "_cupy", lambda: cupy)
+    monkeypatch.setattr(cuda, "cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}))
+    cuda._module.cache_clear()
+    yield cuda.CudaBackend()
+    cuda._module.cache_clear()
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["add", "get_rows", "softmax", "mul_mat", "rope", "cast", "send", "all_reduce"])
+def test_the_driver_of_devices_makes_the_launches_of_the_emulated_one(name, devices):
+    cases = quick_cases(REGISTRY[name])
+    for case in cases[:: max(1, len(cases) // 8)]:
+        result = run_case(case, devices, devices.device(1))
+        assert result.outcome in (Outcome.PASS, Outcome.NO_REFERENCE), f"{case}: {result.outcome}: {result.why}"
+
+
+@needs_compiler
+def test_a_program_of_several_launches_is_one_graph_and_its_faults_are_reported(devices):
+    table, kept = weight("table", (4, 2), "f16"), state("kept", (3, 2))
+    new = ops.add(kept, ops.get_rows(table, input("ids", (3,), "i32"), name="rows"))
+    graph = Graph({"y": ops.scale(new, scale=2.0)}, updates={kept: new})
+    group = [(devices, devices.device(0))]
+    made = load(plan_for(graph, group), {"table": np.arange(8, dtype=np.float16).reshape(4, 2)})
+    assert made.run({"ids": [0, 1, 2]})["y"].tolist() == [[0, 2], [4, 6], [8, 10]]
+    with pytest.raises(BackendError, match="%rows on cuda:0: id -1 names no row"):
+        made.run({"ids": [0, -1, 2]})
+    assert made.run({"ids": [0, 0, 0]})["y"].tolist() == [[0, 4], [4, 8], [8, 12]]
+    with pytest.raises(BackendError, match="there is no device cuda:2; this machine has 2"):
+        devices.device(2)
+
+
 # ----------------------------------------------------------------------------------------------------------- faults
 
 
@@ -153,7 +193,7 @@ def test_without_a_compiler_it_is_said_what_to_install(monkeypatch):
 
 
 def test_a_cuda_device_that_is_not_there_is_explained():
-    if CudaDriver().devices():
+    if cuda.CudaDriver().devices():
         pytest.skip("there is one")
     with pytest.raises(BackendError) as caught:
         find("cuda:0")

@@ -50,8 +50,12 @@ class DeviceArray:
         return host
 
     def __setitem__(self, index: Any, value: Any) -> None:
+        host = np.asarray(value)
         with self.array.device:
-            self.array[index] = _cupy().asarray(np.asarray(value))
+            if index is ... and host.shape == self.shape and self.array.flags.c_contiguous:
+                self.array.set(np.asarray(host, self.dtype, order="C"))  # without a second array on the device
+            else:
+                self.array[index] = _cupy().asarray(host)
 
 
 class CudaDriver:
