@@ -1,0 +1,108 @@
+// The CUDA C++ that hocket's kernels use, for g++ on x86-64: a kernel runs as it would on a device, and what a device
+// lets pass is an error here.
+//
+// One operating-system thread runs a block.  Each of its CUDA threads is a fiber, but for as long as threads never wait
+// they run one after another on one stack, so that kernels without barriers cost no switch.  A wait (a barrier, a warp
+// operation) gives the turn to the next thread; the order of turns is chosen by the caller (0 forward, 1 backward, more:
+// shuffled from that seed), since threads that share memory without a barrier give other results in another order.
+//
+// Errors end the launch with a status and a text, and never the process: barriers and warp operations that not all come
+// to, different ones that meet, masks without the caller, lanes read outside of a mask, memory that is nobody's,
+// misaligned vectors, division of integers by 0, copies in flight at the end.  Shared memory begins as NaN.
+//
+// Not modelled: warps in lockstep, the order in which other threads see stores, anything newer than sm_80.
+#pragma once
+#define HOCKET_EMULATED 1
+
+#include <cmath>
+#include <cstring>
+
+#include "warp.h"
+
+#define __global__ static
+#define __device__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __noinline__ __attribute__((noinline))
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __constant__ static const
+#define __align__(n) __attribute__((aligned(n)))
+
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) int2 { int x, y; };
+struct alignas(16) int4 { int x, y, z, w; };
+struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+static inline float2 make_float2(float x, float y) { return {x, y}; }
+static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+static inline int2 make_int2(int x, int y) { return {x, y}; }
+static inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+// ----------------------------------------------------------------------------------------- CUDA's own names
+
+#define threadIdx (emulation::current->index)
+#define blockIdx (emulation::current->worker->block)
+#define blockDim (emulation::current->worker->shape)
+#define gridDim (emulation::current->worker->grid)
+#define __syncthreads() emulation::barrier(__LINE__)
+constexpr int warpSize = 32;
+
+static inline void __syncwarp(unsigned mask = ~0u) { emulation::meet("__syncwarp", mask, nullptr, [](void **) {}); }
+template <class T> T __shfl_sync(unsigned mask, T value, int from, int width = 32) {
+    const int lane = emulation::current->lane;
+    return emulation::shuffled(mask, value, (lane & ~(width - 1)) | (from & (width - 1)));
+}
+template <class T> T __shfl_xor_sync(unsigned mask, T value, int by, int width = 32) {
+    const int lane = emulation::current->lane, from = lane ^ by;
+    return emulation::shuffled(mask, value, (from & ~(width - 1)) == (lane & ~(width - 1)) ? from : lane);
+}
+template <class T> T __shfl_up_sync(unsigned mask, T value, unsigned by, int width = 32) {
+    const int lane = emulation::current->lane, from = lane - (int)by;
+    return emulation::shuffled(mask, value, from < (lane & ~(width - 1)) ? lane : from);
+}
+template <class T> T __shfl_down_sync(unsigned mask, T value, unsigned by, int width = 32) {
+    const int lane = emulation::current->lane, from = lane + (int)by;
+    return emulation::shuffled(mask, value, from > (lane | (width - 1)) ? lane : from);
+}
+static inline unsigned __ballot_sync(unsigned mask, int yes) { return emulation::vote(mask, yes != 0); }
+static inline int __any_sync(unsigned mask, int yes) { return emulation::vote(mask, yes != 0) != 0; }
+static inline int __all_sync(unsigned mask, int yes) { return emulation::vote(mask, yes != 0) == mask; }
+
+// Of integers only: sums of floats in any order are no results.
+template <class T> T atomicAdd(T *at, T by) { return __atomic_fetch_add(at, by, __ATOMIC_RELAXED); }
+template <class T> T atomicExch(T *at, T value) { return __atomic_exchange_n(at, value, __ATOMIC_RELAXED); }
+template <class T> T atomicCAS(T *at, T expected, T value) {
+    __atomic_compare_exchange_n(at, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+    return expected;
+}
+template <class T> T atomicMax(T *at, T value) {
+    T was = __atomic_load_n(at, __ATOMIC_RELAXED);
+    while (was < value && !__atomic_compare_exchange_n(at, &was, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+    return was;
+}
+static inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+
+static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+static inline int __popc(unsigned x) { return __builtin_popcount(x); }
+static inline int __ffs(int x) { return __builtin_ffs(x); }
+static inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
+static inline unsigned __float_as_uint(float x) { unsigned u; memcpy(&u, &x, 4); return u; }
+static inline float __uint_as_float(unsigned u) { float x; memcpy(&x, &u, 4); return x; }
+static inline int __float_as_int(float x) { int u; memcpy(&u, &x, 4); return u; }
+static inline float __int_as_float(int u) { float x; memcpy(&x, &u, 4); return x; }
+static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned s) {
+    const uint64_t both = (uint64_t)y << 32 | x;
+    unsigned found = 0;
+    for (int i = 0; i < 4; i++) found |= (unsigned)(both >> 8 * (s >> 4 * i & 7) & 0xff) << 8 * i;
+    return found;
+}
+#define HOCKET_MIN_MAX(T)                                            \
+    static inline T min(T a, T b) { return b < a ? b : a; }          \
+    static inline T max(T a, T b) { return a < b ? b : a; }
+HOCKET_MIN_MAX(int)
+HOCKET_MIN_MAX(unsigned)
+HOCKET_MIN_MAX(long long)
+HOCKET_MIN_MAX(unsigned long long)

@@ -1,0 +1,113 @@
+"""Memory that ends where nothing may be touched, and launches that see no more of it than their operands."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..driver import Launch, Span
+
+ALIGNMENT = 16
+Bytes = npt.NDArray[np.uint8]
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def guarded(nbytes: int) -> Bytes:
+    """Zeroed memory that begins at a multiple of 16 and ends, but for what that takes, at a page that faults.  Raises
+    `MemoryError`."""
+    pages = _pages(nbytes)
+    start = len(pages) - -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return pages[start : start + nbytes]
+
+
+def _pages(nbytes: int) -> Bytes:
+    """Whole pages for so many bytes, between two that fault."""
+    page = mmap.PAGESIZE
+    pages = -(-max(nbytes, 1) // page) * page
+    try:
+        room = mmap.mmap(-1, pages + 2 * page)
+    except OSError as why:
+        raise MemoryError from why
+    whole: Bytes = np.frombuffer(room, np.uint8)
+    for low in (0, page + pages):
+        _libc.mprotect(ctypes.c_void_p(whole.ctypes.data + low), ctypes.c_size_t(page), 0)
+    return whole[page : page + pages]
+
+
+def address_of(memory: Bytes) -> int:
+    return int(memory.ctypes.data)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Bytes of the program's memory from `low` to before `high`, and those that a launch sees in their stead."""
+
+    low: int
+    high: int
+    seen: int
+    memory: Bytes
+
+    def fill(self, pattern: int) -> None:
+        """Copy the operand in; the bytes around it, up to where memory faults, hold the pattern."""
+        ctypes.memset(address_of(self.memory), pattern, len(self.memory))
+        ctypes.memmove(self.seen, self.low, self.high - self.low)
+
+    def is_whole(self, pattern: int) -> bool:
+        """Whether the bytes around it are what they were."""
+        start = self.seen - address_of(self.memory)
+        before, after = self.memory[:start], self.memory[start + self.high - self.low :]
+        return bool((before == pattern).all() and (after == pattern).all())
+
+    def take(self) -> None:
+        """Copy the operand back."""
+        ctypes.memmove(self.low, self.seen, self.high - self.low)
+
+
+class Rooms:
+    """Memory that operands of one launch after another have for their own."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, int], Bytes] = {}
+
+    def room(self, number: int, nbytes: int) -> Bytes:
+        """Whole pages for operand `number` of a launch."""
+        key = (number, -(-nbytes // mmap.PAGESIZE))
+        if key not in self._made:
+            self._made[key] = _pages(nbytes)
+        return self._made[key]
+
+
+def places(spans: Sequence[Span], rooms: Rooms) -> list[Place]:
+    """Memory of its own for each operand of a launch, those that overlap together."""
+    merged: list[list[int]] = []
+    for span in sorted(spans, key=lambda s: s.low):
+        if merged and span.low < merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], span.high)
+        elif span.high > span.low:
+            merged.append([span.low, span.high])
+    found = []
+    for number, (low, high) in enumerate(merged):
+        before = low % ALIGNMENT
+        room = -(-(high - low + before) // ALIGNMENT) * ALIGNMENT
+        memory = rooms.room(number, room)
+        found.append(Place(low, high, address_of(memory) + len(memory) - room + before, memory))
+    return found
+
+
+def moved(launch: Launch, where: Sequence[Place]) -> list[int]:
+    """The words of a launch whose operands lie in these places."""
+    words = list(launch.words)
+    for span in launch.spans:
+        place = _of(span, where)
+        if place is not None:
+            words[span.word] += place.seen - place.low
+    return words
+
+
+def _of(span: Span, where: Sequence[Place]) -> Place | None:
+    return next((p for p in where if p.low <= span.low and span.high <= p.high and span.low < span.high), None)

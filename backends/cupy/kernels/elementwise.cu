@@ -1,0 +1,141 @@
+// Element by element, over operands of any strides that are repeated or tiled to the shape of the result.
+
+struct Numbers {
+    double a, b, c, d;
+};
+
+// ------------------------------------------------------------------------------------------------ functions
+
+__device__ __forceinline__ float silu(float x) { return x * logistic(x); }
+__device__ __forceinline__ float gelu(float x) {
+    return x * logistic(1.5957691216057308f * (x + 0.044715f * x * x * x));
+}
+__device__ __forceinline__ float gelu_erf(float x) { return 0.5f * x * erfcf(x * -0.70710678118654752f); }
+__device__ __forceinline__ float gelu_quick(float x) { return x * logistic(1.702f * x); }
+__device__ __forceinline__ float hardsigmoid(float x) { return fminf(fmaxf((x + 3.0f) / 6.0f, 0.0f), 1.0f); }
+// NaN stays NaN, which fminf and fmaxf would drop.
+__device__ __forceinline__ float clipped(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
+
+__device__ __forceinline__ float clamped_gate(float x, float alpha, float limit) {
+    const float gate = fminf(x, limit);
+    return gate * logistic(alpha * gate);
+}
+
+// Each under the name of its op; of a gated unit x is the gate, and y is multiplied by it.
+namespace function {
+#define UNARY(name, result)                                                      \
+    struct name {                                                                \
+        static __device__ __forceinline__ float of(float x, const Numbers &n) { \
+            return result;                                                       \
+        }                                                                        \
+    };
+UNARY(neg, -x)
+UNARY(abs, fabsf(x))
+UNARY(sgn, x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x)
+UNARY(step, x > 0.0f ? 1.0f : 0.0f)
+UNARY(sqr, x * x)
+UNARY(sqrt, sqrtf(x))
+UNARY(log, logf(x))
+UNARY(exp, expf(x))
+UNARY(expm1, expm1f(x))
+UNARY(sin, sinf(x))
+UNARY(cos, cosf(x))
+UNARY(tanh, tanhf(x))
+UNARY(floor, floorf(x))
+UNARY(ceil, ceilf(x))
+UNARY(round, roundf(x))
+UNARY(trunc, truncf(x))
+UNARY(sigmoid, logistic(x))
+UNARY(silu, ::silu(x))
+UNARY(softplus, fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))))
+UNARY(relu, x < 0.0f ? 0.0f : x)
+UNARY(leaky_relu, x > 0.0f ? x : (float)n.a * x)
+UNARY(elu, x > 0.0f ? x : expm1f(x))
+UNARY(xielu, (x > 0.0f ? (float)n.b * x * x : (float)n.a * (expm1f(fminf(x, (float)n.d)) - x)) + (float)n.c * x)
+UNARY(gelu, ::gelu(x))
+UNARY(gelu_erf, ::gelu_erf(x))
+UNARY(gelu_quick, ::gelu_quick(x))
+UNARY(hardsigmoid, ::hardsigmoid(x))
+UNARY(hardswish, x * ::hardsigmoid(x))
+UNARY(scale, x * (float)n.a + (float)n.b)
+UNARY(clamp, clipped(x, (float)n.a, (float)n.b))
+UNARY(fill, (float)n.a)
+
+#define BINARY(name, result)                                                               \
+    struct name {                                                                          \
+        static __device__ __forceinline__ float of(float x, float y, const Numbers &n) { \
+            return result;                                                                 \
+        }                                                                                  \
+    };
+BINARY(add, x + y)
+BINARY(sub, x - y)
+BINARY(mul, x * y)
+BINARY(div, x / y)
+BINARY(reglu, (x < 0.0f ? 0.0f : x) * y)
+BINARY(geglu, ::gelu(x) * y)
+BINARY(geglu_erf, ::gelu_erf(x) * y)
+BINARY(geglu_quick, ::gelu_quick(x) * y)
+BINARY(swiglu, ::silu(x) * y)
+BINARY(swiglu_oai, clamped_gate(x, (float)n.a, (float)n.b) * (clipped(y, -(float)n.b, (float)n.b) + 1.0f))
+BINARY(swiglu_clamp, clamped_gate(x, 1.0f, (float)n.b) * clipped(y, -(float)n.b, (float)n.b))
+}  // namespace function
+
+// -------------------------------------------------------------------------------------------------- kernels
+
+struct Unary {
+    i64 count;
+    Axes axes;
+    Walk<const float> x;
+    Walk<float> out;
+    Numbers numbers;
+};
+template <class F> __global__ void unary(const __grid_constant__ Unary a) {
+    const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= a.count) return;
+    const i64 *const steps[] = {a.x.step, a.out.step};
+    const Places<2> p = places(a.axes, steps, i);
+    a.out.at[p.at[1]] = F::of(a.x.at[p.at[0]], a.numbers);
+}
+
+struct Binary {
+    i64 count;
+    Axes axes;
+    Walk<const float> x, y;
+    Walk<float> out;
+    Numbers numbers;
+};
+template <class F> __global__ void binary(const __grid_constant__ Binary a) {
+    const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= a.count) return;
+    const i64 *const steps[] = {a.x.step, a.y.step, a.out.step};
+    const Places<3> p = places(a.axes, steps, i);
+    a.out.at[p.at[2]] = F::of(a.x.at[p.at[0]], a.y.at[p.at[1]], a.numbers);
+}
+
+// Any operand as another type: weights that are kept in 16 bits, and integers.
+template <class To> struct Convert {
+    template <class From> static __device__ __forceinline__ To of(From x, i64) { return (To)x; }
+    static __device__ __forceinline__ To of(half_bits x, i64) { return (To)to_float(x); }
+    static __device__ __forceinline__ To of(bf16_bits x, i64) { return (To)to_float(x); }
+};
+// A float is rounded to what half (1) or bfloat16 (2) can hold.
+template <> struct Convert<float> {
+    template <class From> static __device__ __forceinline__ float of(From from, i64 rounding) {
+        const float x = to_float(from);
+        if (rounding == 1) return half_to_float(float_to_half(x));
+        return rounding == 2 ? bf16_to_float(float_to_bf16(x)) : x;
+    }
+};
+template <class From, class To> struct Cast {
+    i64 count, rounding;
+    Axes axes;
+    Walk<const From> x;
+    Walk<To> out;
+};
+template <class From, class To> __global__ void cast(const __grid_constant__ Cast<From, To> a) {
+    const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= a.count) return;
+    const i64 *const steps[] = {a.x.step, a.out.step};
+    const Places<2> p = places(a.axes, steps, i);
+    a.out.at[p.at[1]] = Convert<To>::of(a.x.at[p.at[0]], a.rounding);
+}
