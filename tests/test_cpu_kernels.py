@@ -271,3 +271,11 @@ def test_features_that_are_left_out_are_not_used(monkeypatch: pytest.MonkeyPatch
     found = processor.features.__wrapped__()
     assert found
     assert not any(there for name, there in found.items() if name.startswith("avx"))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_a_constant_matrix_of_halves_is_read_as_what_it_is(dtype: type):
+    table = np.arange(64, dtype=dtype).reshape(2, 32)
+    rows = ops.cast(hocket.constant("table", table), dtype=DType.F32)
+    graph = hocket.Graph({"y": ops.add(hocket.input("x", (2, 32)), rows)})
+    assert np.array_equal(hocket.load(hocket.plan(graph, "cpu"), {}).run({"x": np.zeros((2, 32))})["y"], table)

@@ -30,6 +30,8 @@ ROUNDED = frozenset(("mul_mat", "mul_mat_id"))
 PACKERS = os.cpu_count() or 1
 """Threads that pack weights, whatever the number of those that run kernels."""
 HALVES = (DType.F16, DType.BF16)
+FILLED = ("weight", "constant")
+"""Leaves that `load` fills."""
 
 
 class CpuBackend(NumpyBackend):
@@ -47,7 +49,7 @@ class CpuBackend(NumpyBackend):
 
     def stored(self, spec: Spec, kind: str = "value") -> Spec:
         """Weights that are matrices keep their type, quantised ones in whole groups of rows; all else is float32."""
-        if kind == "weight" and len(spec.shape) >= 2:
+        if kind in FILLED and len(spec.shape) >= 2:
             *leading, rows, columns = spec.shape
             if spec.dtype in FORMATS:
                 return Spec((*leading, -(-rows // ROWS) * ROWS, columns), spec.dtype)
