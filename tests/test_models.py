@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 FIXTURES = HERE / "fixtures"
 GOLDENS = HERE / "goldens" / "hocket_tiny"
 INDEX = {entry["file"].split("/")[0]: entry for entry in json.loads((FIXTURES / "index.json").read_text())}
-FAMILIES = ("llama", "llama-rope-freqs", "qwen3", "qwen35")
+FAMILIES = ("llama", "llama-rope-freqs", "gemma3", "qwen2", "qwen3", "qwen35")
 SAME = 1e-20
 """NMSE of float64 results that differ in the order of additions alone."""
 
@@ -90,6 +90,13 @@ def test_logits_token_by_token_equal_those_of_llama_cpp(name: str) -> None:
     run, step = Run(load_model(opened(name))), Step(1, 1, 256, 256, 1)
     got = [run(step, Batch([[token]], [i]))[0] for i, token in enumerate(tokens)]
     assert nmse(np.array(got), want) <= INDEX[name]["tol_f32"]
+
+
+def test_a_gated_unit_of_gemma_is_the_one_with_tanh() -> None:
+    """llama.cpp has its GELU from a table of f16, so that its logits do not tell tanh from erf."""
+    tokens = golden("gemma3")[0]
+    want = np.load(FIXTURES / "gemma3" / "logits_f64.npy").astype(np.float64)
+    assert nmse(at_once(Run(load_model(opened("gemma3"))), tokens), want) <= INDEX["gemma3"]["tol_f32_vs_f64"]
 
 
 def test_the_embedded_model_has_the_logits_of_llama_cpp() -> None:
@@ -173,7 +180,8 @@ def test_a_model_built_twice_gives_the_same_graph(name: str) -> None:
     two = model.graph(step)
     assert one.digest() == two.digest()
     assert str(one) == str(two)
-    assert sum(node.op == "causal_mask" for node in one.nodes) == 1
+    masks = [node.attrs["window"] for node in one.nodes if node.op == "causal_mask"]
+    assert masks == ([16, 0] if name == "gemma3" else [0])
     assert set(model.graph(step).weights) == set(two.weights)
 
 
@@ -242,6 +250,8 @@ STEP = Step(1, 2, 8, 8, 1)
         ("qwen3", {"context_length": None}, "context_length is missing"),
         ("qwen3", {"context_length": 1 << 63}, "need at most 2147483647"),
         ("qwen3", {"rope__scaling__factor": 1e-300}, "need a positive number"),
+        ("gemma3", {"attention__sliding_window_pattern": 0}, "sliding_window_pattern is 0; need at least 1"),
+        ("gemma3", {"rope__freq_base_swa": 1.0}, "rope.freq_base_swa is 1.0; need a number above 1"),
         ("qwen35", {"nextn_predict_layers": 3}, "need fewer than block_count 3"),
         ("qwen35", {"full_attention_interval": 0}, "need at least 1"),
         ("qwen35", {"ssm__group_count": 3}, "need a multiple of group_count 3"),
@@ -258,11 +268,12 @@ def test_bad_hyperparameters_are_refused(name: str, keys: dict[str, object], wor
 
 def test_an_unknown_architecture_names_the_known_ones() -> None:
     model = opened("llama")
-    with pytest.raises(
-        ModelError, match="'mamba' is unknown; need one of llama, qwen3, qwen3moe, qwen3next, qwen35, qwen35moe"
-    ):
+    with pytest.raises(ModelError, match=f"'mamba' is unknown; need one of {', '.join(ARCHITECTURES)}"):
         load_model(replace(model, metadata={**model.metadata, "general.architecture": "mamba"}))
-    assert set(ARCHITECTURES) == {"llama", "qwen3", "qwen3moe", "qwen3next", "qwen35", "qwen35moe"}
+    assert set(ARCHITECTURES) == {
+        *("gemma3", "llama", "qwen2", "qwen3"),
+        *("qwen3moe", "qwen3next", "qwen35", "qwen35moe"),
+    }
 
 
 def test_a_missing_tensor_is_named() -> None:
@@ -348,6 +359,30 @@ def test_rope_scaling_reaches_every_rotation(keys: dict[str, object], attrs: dic
     assert len(nodes) == 4
     for node in nodes:
         assert {name: node.attrs[name] for name in attrs} == attrs
+
+
+@pytest.mark.parametrize(
+    ("keys", "windows"),
+    [
+        ({}, [16, 16, 16, 16, 16, 0]),
+        ({"attention__sliding_window_pattern": 2}, [16, 0, 16, 0, 16, 0]),
+        ({"attention__sliding_window": None}, [0, 0, 0, 0, 0, 0]),
+    ],
+)
+def test_layers_with_a_window_turn_at_a_base_of_their_own(keys: dict[str, object], windows: list[int]) -> None:
+    graph = load_model(changed("gemma3", rope__freq_base_swa=5e3, **keys)).graph(STEP)
+    masks = [n.src[3].node.attrs["window"] for n in graph.nodes if n.op == "attention"]
+    turns = [(n.attrs["base"], n.attrs["freq_scale"]) for n in graph.nodes if n.op == "rope" and "q_rope" in n.name]
+    assert masks == windows
+    assert turns == [(5e3, 1.0) if window else (1e6, 0.125) for window in windows]
+
+
+def test_logits_of_gemma_may_be_capped() -> None:
+    tokens = golden("gemma3")[0][:6]
+    free = at_once(Run(load_model(opened("gemma3"))), tokens)
+    capped = at_once(Run(load_model(changed("gemma3", final_logit_softcapping=2.0))), tokens)
+    assert nmse(capped, 2.0 * np.tanh(free / 2.0)) <= SAME
+    assert np.abs(free).max() > 2.0
 
 
 def test_the_attention_scale_can_be_given_and_zero_means_unset() -> None:
