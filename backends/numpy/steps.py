@@ -3,147 +3,22 @@ meet."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ...graph.dtypes import DType
-from ...graph.node import Attrs
-from ...graph.spec import Spec
-from ..base import Comm, Tensor, contiguous_strides
+from ..base import Comm, Tensor
+from ..operands import Bound as Bound
+from ..operands import Operand as Operand
+from ..operands import Region
+from ..operands import float_bits as float_bits
 from .compiler import Kernel
 
 Memory = npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """Bytes of one buffer, from `low` to before `high`."""
-
-    buffer: int
-    low: int
-    high: int
-
-    def overlaps(self, other: Region) -> bool:
-        return self.buffer == other.buffer and self.low < other.high and other.low < self.high
-
-
-@dataclass(frozen=True, slots=True)
-class Operand:
-    """A tensor at its address.  Of a weight, state or constant also what its whole buffer is declared as, and holds."""
-
-    address: int
-    tensor: Tensor
-    declared: Spec | None = None
-    stored: Spec | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.tensor.shape
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """In elements."""
-        return self.tensor.strides
-
-    @property
-    def dtype(self) -> DType:
-        return self.tensor.dtype
-
-    @property
-    def is_float(self) -> bool:
-        return self.tensor.dtype is DType.F32
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether this is all of its buffer, and no view of it."""
-        t = self.tensor
-        return self.declared is not None and t.shape == self.declared.shape and t.offset == 0 and self.is_dense
-
-    @property
-    def is_dense(self) -> bool:
-        return self.strides == contiguous_strides(self.shape)
-
-    def part(self, axis: int, start: int, count: int) -> Operand:
-        """`count` entries of an axis from `start`."""
-        t = self.tensor
-        skipped = start * t.strides[axis] * t.dtype.storage.itemsize
-        shape = (*t.shape[:axis], count, *t.shape[axis + 1 :])
-        return Operand(
-            self.address + skipped, replace(t, offset=t.offset + skipped, shape=shape), self.declared, self.stored
-        )
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether all rows are dense and lie evenly."""
-        return self._row_step() is not None
-
-    @property
-    def row_step(self) -> int:
-        """Bytes from row to row of an operand that has rows."""
-        step = self._row_step()
-        assert step is not None
-        return step
-
-    def _row_step(self) -> int | None:
-        *leading, n = self.shape
-        if n != 1 and self.strides[-1] != 1:
-            return None
-        axes = [(m, s) for m, s in zip(leading, self.strides, strict=False) if m != 1]
-        for (_, outer), (m, inner) in pairwise(axes):
-            if outer != m * inner:
-                return None
-        return 4 * (axes[-1][1] if axes else n)
-
-    @property
-    def region(self) -> Region:
-        t = self.tensor
-        if t.dtype.is_quantised:
-            assert self.stored is not None
-            return Region(t.buffer, 0, self.stored.nbytes)
-        size = t.dtype.storage.itemsize
-        reach = sum((n - 1) * s for n, s in zip(t.shape, t.strides, strict=True)) + 1
-        return Region(t.buffer, t.offset, t.offset + (reach * size if all(t.shape) else 0))
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """One instruction with its operands at their addresses."""
-
-    op: str
-    src: tuple[Operand | None, ...]
-    dst: tuple[Operand, ...]
-    attrs: Attrs
-    number: int
-
-    @property
-    def out(self) -> Operand:
-        return self.dst[0]
-
-    def operand(self, index: int) -> Operand:
-        """An operand that is always there."""
-        found = self.src[index]
-        assert found is not None
-        return found
-
-    def optional(self, index: int) -> Operand | None:
-        return self.src[index] if index < len(self.src) else None
-
-    def float(self, name: str) -> int:
-        """An attribute as a word: the bits of a float32."""
-        value = self.attrs[name]
-        assert isinstance(value, int | float)
-        return float_bits(value)
-
-
-def float_bits(value: float) -> int:
-    """The word that `float_word` reads as `value`."""
-    return int(struct.unpack("<I", struct.pack("<f", value))[0])
 
 
 SHARED = 32 * 1024

@@ -1,0 +1,247 @@
+"""The backend over CUDA devices, real or emulated: programs become launches, made once and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Self
+
+import numpy as np
+
+from ...graph.dtypes import DType
+from ...graph.errors import StepError
+from ...graph.node import Node, Value
+from ...graph.spec import Spec
+from ...ops import op_of
+from ...ops.collective import COLLECTIVES
+from ...ops.quants import dequantise, encoded
+from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor, contiguous_strides, run_calls
+from ..numpy.collective import KERNELS as MEETINGS
+from ..numpy.kernel import Call
+from ..operands import Bound, Operand
+from .driver import Driver, LaunchError
+from .launches import Launches, NoKernelError
+from .table import BINDINGS, PACKED
+
+HALVES = (DType.F16, DType.BF16)
+FAULT_BYTES = 16
+
+
+class DriverBackend:
+    """Runs programs on the devices of a driver.
+
+    Values are float32 (integers as declared); weights that are matrices keep their type where kernels read it.
+    """
+
+    name: str
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.name = driver.kind
+
+    def with_threads(self, threads: int) -> Self:
+        return self
+
+    def devices(self) -> Sequence[Device]:
+        return self.driver.devices()
+
+    def device(self, index: int) -> Device:
+        return self.driver.device(index)
+
+    # ------------------------------------------------------------------------------------------ what can be run
+
+    def supports(self, node: Node, on: Device) -> Support:
+        if node.op in COLLECTIVES:
+            return Support(True)
+        try:
+            self._tried(node)
+        except NoKernelError as why:
+            return Support(False, str(why))
+        return Support(True)
+
+    def scratch(self, node: Node) -> int:
+        if node.op in COLLECTIVES:
+            return 4 * MEETINGS[node.op].scratch(node)
+        return self._tried(node)
+
+    def reads_strided(self, node: Node, operand: int) -> bool:
+        if node.op in COLLECTIVES:
+            return True
+        try:
+            self._tried(node, operand)
+        except NoKernelError:
+            return False
+        return True
+
+    def _tried(self, node: Node, strided: int | None = None) -> int:
+        """Bind a node to no memory at all; the bytes of scratch that it asks for.  Raises `NoKernelError`."""
+        return _try(node.op, tuple(map(self._operand, node.src)), node.specs, tuple(node.attrs.items()), strided)
+
+    def _operand(self, value: Value | None) -> tuple[Spec, Spec | None, Spec | None] | None:
+        """What is known of an operand before it has an address: its spec as it is stored; of a leaf, or a view of one,
+        also what the whole buffer is declared as and holds."""
+        if value is None:
+            return None
+        base = value
+        while not base.node.is_leaf and op_of(base.node).is_view:
+            base = base.node.inputs[0]
+        kind = base.node.op if base.node.is_leaf else "value"
+        stored = self.stored(base.spec, kind)
+        own = kind in ("weight", "state", "constant")
+        return Spec(value.spec.shape, stored.dtype), base.spec if own else None, stored if own else None
+
+    def stored(self, spec: Spec, kind: str = "value") -> Spec:
+        keeps = spec.dtype in PACKED or spec.dtype in HALVES
+        if spec.dtype.is_integer or (kind == "weight" and len(spec.shape) >= 2 and keeps):
+            return spec
+        return Spec(spec.shape, DType.F32)
+
+    # ---------------------------------------------------------------------------------------------------- memory
+
+    def alloc(self, nbytes: int, on: Device) -> Any:
+        return self.driver.alloc(nbytes, on)
+
+    def view(self, buffer: Any, tensor: Tensor) -> Any:
+        return self.driver.view(buffer, tensor)
+
+    def load(self, data: Array, declared: Spec, buffer: Any) -> None:
+        stored = self.stored(declared, "weight")
+        if stored.dtype.is_quantised:
+            packed = PACKED[stored.dtype](np.ascontiguousarray(data).view(np.uint8).reshape(-1), declared)
+            self.view(buffer, Tensor(0, 0, packed.shape, (1,), DType.I8))[...] = packed.view(np.int8)
+            return
+        target = self.view(buffer, Tensor(0, 0, stored.shape, contiguous_strides(stored.shape), stored.dtype))
+        if stored.dtype in HALVES:
+            target[...] = np.atleast_1d(data).view(stored.dtype.storage).reshape(stored.shape)
+            return
+        plain = data if declared.dtype.is_integer else dequantise(np.atleast_1d(data), declared.dtype)
+        target[...] = encoded(plain.reshape(stored.shape), stored.dtype)
+
+    # --------------------------------------------------------------------------------------------------- programs
+
+    def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Replay:
+        return Replay(program, buffers, on, comm, self.driver)
+
+
+class Replay:
+    """A program ready to run: recorded launches, and meetings with other devices, in order.
+
+    A kernel that meets an illegal number notes it and goes on; the run then fails after its last instruction, so that
+    everything it did can be taken back.
+    """
+
+    def __init__(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm, driver: Driver) -> None:
+        self.program, self.on, self.driver = program, on, driver
+        self._memory: list[Any] = list(buffers)  # launches know addresses only
+        self._fault = self._keep(np.zeros(FAULT_BYTES // 8, np.int64))
+        self._bound = Launches(self._keep_at, fault_at=driver.address(self._fault))
+        self._calls: list[tuple[int, Callable[[], object]]] = []
+        for number, i in enumerate(program.instructions):
+            if i.op in COLLECTIVES:
+                self._close()
+                self._calls += [(number, call) for call in self._meeting(i, buffers, comm)]
+            elif any(t.spec.size for t in i.dst):
+                self._bind(number, i, buffers)
+        self._close()
+
+    def __call__(self) -> None:
+        try:
+            run_calls(self.program, self._calls)
+            self.driver.synchronise(self.on)
+        except StepError as error:
+            if not isinstance(why := error.__cause__, LaunchError):
+                raise
+            node = self.program.instructions[why.number].node
+            raise StepError(node, self.program.device, why.number, str(why)) from why
+        if self._bound.faults:
+            self._report()
+
+    def _report(self) -> None:
+        """Raise `StepError` if a kernel noted a fault."""
+        memory = self.driver.view(self._fault, Tensor(-1, 0, (2,), (1,), DType.I64))
+        which, value = np.array(memory).tolist()
+        if which:
+            memory[...] = np.zeros(2, np.int64)
+            number, text = self._bound.faults[which - 1]
+            node, finished = self.program.instructions[number].node, len(self.program.instructions)
+            raise StepError(node, self.program.device, finished, text.format(value=value))
+
+    def _keep(self, array: Array) -> Any:
+        """Memory of the device that holds `array`, as long as this program lives."""
+        data = np.ascontiguousarray(array).reshape(-1).view(np.int8)
+        buffer = self.driver.alloc(data.nbytes, self.on)
+        self.driver.view(buffer, Tensor(-1, 0, data.shape, (1,), DType.I8))[...] = data
+        self._memory.append(buffer)
+        return buffer
+
+    def _keep_at(self, array: Array) -> int:
+        return self.driver.address(self._keep(array))
+
+    def _close(self) -> None:
+        """Record what was bound since the last meeting."""
+        if launches := self._bound.items:
+            self._calls.append((launches[0].number, self.driver.record(launches, self.on)))
+            self._bound.items = []
+
+    def _bind(self, number: int, i: Instruction, buffers: Sequence[Any]) -> None:
+        def operand(t: Tensor) -> Operand:
+            spec = self.program.buffers[t.buffer]
+            return Operand(self.driver.address(buffers[t.buffer]) + t.offset, t, spec.declared, spec.stored)
+
+        bound = self._bound
+        bound.number, bound.taken = number, 0
+        bound.scratch_at = operand(i.scratch).address if i.scratch is not None else 0
+        src = tuple(None if t is None else operand(t) for t in i.src)
+        BINDINGS[i.op](bound, Bound(i.op, src, tuple(map(operand, i.dst)), i.attrs, number))
+        assert bound.taken <= (i.scratch.shape[0] if i.scratch is not None else 0), f"{i.op} takes more than it asked for"
+
+    def _meeting(self, i: Instruction, buffers: Sequence[Any], comm: Comm) -> list[Callable[[], object]]:
+        """A collective through host memory: what goes out is copied there, what comes in from there."""
+        src = [None if t is None else self.driver.view(buffers[t.buffer], t) for t in i.src]
+        dst = [self.driver.view(buffers[t.buffer], t) for t in i.dst]
+        there = [None if x is None else x if isinstance(x, np.ndarray) else np.array(x) for x in src]
+        here = [x if isinstance(x, np.ndarray) else np.array(x) for x in dst]
+        scratch = np.empty(sum(t.spec.size for t in i.dst), np.float32)
+        calls: list[Callable[[], object]] = [lambda: self.driver.synchronise(self.on)]
+        for device, host in zip(src, there, strict=True):
+            if host is not device:
+                calls.append(lambda d=device, h=host: np.copyto(h, d))
+        calls += MEETINGS[i.op].bind(Call(there, here, i.attrs, scratch, comm))
+        for device, host in zip(dst, here, strict=True):
+            if host is not device:
+                calls.append(lambda d=device, h=host: d.__setitem__(..., h))
+        return calls
+
+
+def _awkward(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of an array that lies with its axes the other way round, and with gaps."""
+    strides, step = [], 2
+    for n in shape:
+        strides.append(step)
+        step *= max(n, 1) + 1
+    return tuple(strides)
+
+
+@lru_cache(maxsize=4096)
+def _try(
+    op: str,
+    src: tuple[tuple[Spec, Spec | None, Spec | None] | None, ...],
+    results: tuple[Spec, ...],
+    attrs: tuple[tuple[str, Any], ...],
+    strided: int | None,
+) -> int:
+    """Bind an instruction at made-up addresses; the bytes of scratch that it takes.  Raises `NoKernelError`."""
+    if op not in BINDINGS:
+        raise NoKernelError(f"backends/cupy has no kernel for {op}")
+
+    def operand(number: int, spec: Spec, declared: Spec | None, stored: Spec | None) -> Operand:
+        awkward = number == strided and not spec.dtype.is_quantised
+        strides = _awkward(spec.shape) if awkward else contiguous_strides(spec.shape)
+        return Operand((number + 1) << 40, Tensor(number, 0, spec.shape, strides, spec.dtype), declared, stored)
+
+    launches = Launches(keep=lambda array: 1 << 20)
+    there = tuple(None if s is None else operand(n, *s) for n, s in enumerate(src))
+    values = [Spec(s.shape, s.dtype if s.dtype.is_integer else DType.F32) for s in results]
+    made = tuple(operand(len(src) + n, s, None, None) for n, s in enumerate(values))
+    BINDINGS[op](launches, Bound(op, there, made, dict(attrs), 0))
+    return launches.taken

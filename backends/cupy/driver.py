@@ -1,0 +1,113 @@
+"""What a CUDA device does for the backend, whether it is one or is emulated; and launches, which are plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from ...graph.errors import BackendError
+from ..base import Array, Device, Tensor
+
+KERNELS = Path(__file__).parent / "kernels"
+Three = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file of kernels, and those instantiations of it that bindings ask for: they are compiled together, once.
+
+    `file` lies in the folder ``kernels``; `names` are C++ expressions such as ``unary<Neg>``.
+    """
+
+    file: str
+    names: tuple[str, ...]
+
+    def __getitem__(self, name: str) -> Kernel:
+        assert name in self.names, f"{name} is not declared in the source of {self.file}"
+        return Kernel(self, name)
+
+    @property
+    def text(self) -> str:
+        """CUDA C++ that needs no header: the prelude, then the file."""
+        return "".join(f'#line 1 "{name}"\n{_read(name)}' for name in ("prelude.cuh", self.file))
+
+
+@cache
+def _read(name: str) -> str:
+    return (KERNELS / name).read_text("utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One instantiation of a source."""
+
+    source: Source
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.source.file}: {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A word of a launch that is an address, and the bytes that the kernel may touch through it."""
+
+    word: int
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch: its words are the fields of the kernel's struct, 64 bits each; `number` is that of the instruction it
+    belongs to."""
+
+    kernel: Kernel
+    grid: Three
+    block: Three
+    shared_bytes: int
+    words: tuple[int, ...]
+    spans: tuple[Span, ...]
+    number: int
+
+
+class LaunchError(BackendError):
+    """A launch failed; `number` is that of its instruction."""
+
+    def __init__(self, number: int, why: str) -> None:
+        super().__init__(why)
+        self.number = number
+
+
+class Driver(Protocol):
+    """Devices of one kind."""
+
+    kind: str
+
+    def devices(self) -> Sequence[Device]:
+        """The devices that are there.  Raises nothing: without any the list is empty."""
+
+    def device(self, index: int) -> Device:
+        """Device number `index`.  Raises `BackendError` if it does not exist, saying what to install or choose."""
+
+    def alloc(self, nbytes: int, on: Device) -> Any:
+        """A zeroed buffer, aligned to 16 bytes at least.  Raises `BackendError` when memory is out."""
+
+    def address(self, buffer: Any) -> int:
+        """Where a buffer begins on its device."""
+
+    def view(self, buffer: Any, tensor: Tensor) -> Any:
+        """The array of `tensor` within `buffer`, in place: it can be indexed, assigned and copied to the host."""
+
+    def host(self, buffer: Any, tensor: Tensor) -> Array:
+        """What `view` shows as an array in host memory: the memory itself where that is host memory, else a copy."""
+
+    def record(self, launches: Sequence[Launch], on: Device) -> Callable[[], None]:
+        """What makes these launches, in order, each time it is called.  Raises `BackendError` if a kernel does not
+        compile; the call raises `LaunchError`."""
+
+    def synchronise(self, on: Device) -> None:
+        """Wait until everything that was launched is done.  Raises `BackendError` if something failed."""

@@ -1,0 +1,1 @@
+"""CUDA devices emulated on the processor: the same kernel files, compiled by g++."""

@@ -1,0 +1,78 @@
+"""From a source of kernels to a library: g++ compiles it once a machine, a folder keeps it."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+from functools import cache
+from pathlib import Path
+
+from ....graph.errors import BackendError
+from ...numpy.compiler import COMPILED, COMPILING, cache_folder
+from ..driver import Source
+
+HEADER = Path(__file__).with_name("cuda.h")
+OPTIONS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fopenmp", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-w")
+log = logging.getLogger("hocket.kernels")
+_building = threading.Lock()
+
+
+def compiler() -> str:
+    """The path of g++.  Raises `BackendError` if there is none."""
+    found = shutil.which("g++")
+    if found is None:
+        raise BackendError("cuda-emulated compiles its kernels with g++, which is not installed; install g++ 12 or newer")
+    return found
+
+
+def translation(source: Source) -> str:
+    """The C++ of a source: one C function for each instantiation, ``launch_0``, ``launch_1``, ..."""
+    entries = (
+        f'extern "C" void launch_{i}(const emulation::Launch *l, emulation::Report *r)'
+        f" {{ emulation::launch(&{name}, *l, *r); }}\n"
+        for i, name in enumerate(source.names)
+    )
+    return f'#include "cuda.h"\n{source.text}\n#line 1 "launches"\n{"".join(entries)}'
+
+
+@cache
+def library(source: Source) -> ctypes.CDLL:
+    """The compiled library of a source.  Raises `BackendError` with the first error of the compiler."""
+    with _building:
+        return ctypes.CDLL(str(_built(source)))
+
+
+@cache
+def _surroundings(command: str) -> bytes:
+    """Everything besides the source that decides its code."""
+    version = subprocess.run([command, "--version"], capture_output=True, check=True).stdout
+    return b"\0".join((HEADER.read_bytes(), version, repr(OPTIONS).encode()))
+
+
+def _built(source: Source) -> Path:
+    command, text = compiler(), translation(source)
+    key = hashlib.sha256(_surroundings(command) + text.encode()).hexdigest()
+    target = cache_folder() / "emulated" / f"{Path(source.file).stem}-{key[:32]}.so"
+    if target.exists():
+        return target
+    log.info(COMPILING, source.file)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError:  # it cannot be kept
+        target = Path(tempfile.mkdtemp(prefix="hocket-")) / target.name
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder) / "kernels.so"
+        options = [*OPTIONS, f"-I{HEADER.parent}", "-x", "c++", "-", "-o", str(made)]
+        done = subprocess.run([command, *options], input=text, capture_output=True, text=True)
+        if done.returncode:
+            errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+            raise BackendError(f"{source.file} does not compile: {errors[0] if errors else 'g++ gives no reason'}")
+        os.replace(made, target)  # other processes see all of it or nothing
+    log.info(COMPILED, source.file)
+    return target

@@ -1,0 +1,156 @@
+"""The driver of emulated devices: host memory, one launch after the other on threads of the processor."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ....graph.errors import BackendError
+from ...base import Array, Device, Tensor, host_view
+from ..backend import DriverBackend
+from ..driver import Launch, LaunchError
+from .building import compiler, library
+from .guarded import Bytes, Place, address_of, guarded, moved, places
+
+WHOLE = 1 << 20
+"""Bytes from which an operand stays where it is: its copy would take longer than the launch."""
+WORKERS = 1 << 14
+"""Threads of a launch from which several processors share it."""
+FAULT = 1
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = (
+        ("grid", ctypes.c_int64 * 3),
+        ("block", ctypes.c_int64 * 3),
+        *((name, ctypes.c_int64) for name in ("shared_bytes", "words", "order", "workers")),
+        ("arguments", ctypes.c_void_p),
+    )
+
+
+class _Report(ctypes.Structure):
+    _fields_ = (
+        ("status", ctypes.c_int64),
+        ("block", ctypes.c_int64 * 3),
+        ("thread", ctypes.c_int64 * 3),
+        ("address", ctypes.c_uint64),
+        ("text", ctypes.c_char * 200),
+    )
+
+
+class EmulatedDriver:
+    """Any number of devices, all of them this machine.
+
+    Every operand of a launch lies in memory of its own that faults where it ends.  `order` is the order in which
+    threads of a block and blocks take turns (0 forward, 1 backward, more: shuffled); None for another one in every run,
+    so that a kernel whose result depends on it gives several.
+    """
+
+    kind = "cuda-emulated"
+
+    def __init__(self, order: int | None = None) -> None:
+        self.order = order
+
+    def devices(self) -> Sequence[Device]:
+        try:
+            return (self.device(0),)
+        except BackendError:
+            return ()
+
+    def device(self, index: int) -> Device:
+        compiler()
+        return Device(self.kind, index, None, "CUDA kernels emulated on the processor")
+
+    def alloc(self, nbytes: int, on: Device) -> Bytes:
+        try:
+            return guarded(nbytes)
+        except MemoryError:
+            raise BackendError(f"{on} cannot allocate {nbytes} bytes; use a smaller context or model") from None
+
+    def address(self, buffer: Bytes) -> int:
+        return address_of(buffer)
+
+    def view(self, buffer: Bytes, tensor: Tensor) -> Array:
+        return host_view(buffer, tensor)
+
+    def host(self, buffer: Bytes, tensor: Tensor) -> Array:
+        return host_view(buffer, tensor)
+
+    def record(self, launches: Sequence[Launch], on: Device) -> Callable[[], None]:
+        steps = [_Step(launch) for launch in launches]
+        runs = 0
+
+        def run() -> None:
+            nonlocal runs
+            order = runs % 4 if self.order is None else self.order
+            runs += 1
+            for step in steps:
+                step.run(order, 0xFF if runs % 2 else 0x5A)
+
+        return run
+
+    def synchronise(self, on: Device) -> None:
+        """Launches have ended when they return."""
+
+
+class _Step:
+    """One launch, ready to run."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+        source = launch.kernel.source
+        self.call = library(source)[f"launch_{source.names.index(launch.kernel.name)}"]
+        self.call.restype = None
+        small = [s for s in launch.spans if s.high - s.low < WHOLE]
+        self.places = places(Launch(launch.kernel, *([(1, 1, 1)] * 2), 0, (), tuple(small), 0))
+        self.words = np.array(moved(launch, self.places), np.uint64)
+        threads = int(np.prod(launch.grid)) * int(np.prod(launch.block))
+        self.shape = _Launch(launch.grid, launch.block, launch.shared_bytes, len(self.words))
+        self.shape.workers = min(4, os.cpu_count() or 1) if threads >= WORKERS else 1
+        self.shape.arguments = self.words.ctypes.data
+
+    def run(self, order: int, pattern: int) -> None:
+        """Raises `LaunchError` with what the emulation found."""
+        report = _Report()
+        self.shape.order = order
+        for place in self.places:
+            place.fill(pattern)
+        self.call(ctypes.byref(self.shape), ctypes.byref(report))
+        if report.status:
+            raise LaunchError(self.launch.number, self._words(report))
+        for place in self.places:
+            if not place.is_whole(pattern):
+                raise LaunchError(self.launch.number, f"{self.launch.kernel}: writes next to {self._operand(place.low)}")
+            place.take()
+
+    def _words(self, report: _Report) -> str:
+        said = report.text.decode()
+        if report.status == FAULT and report.address:
+            said += self._where(report.address)
+        block, thread = (", ".join(map(str, at)) for at in (report.block, report.thread))
+        return f"{self.launch.kernel}, block ({block}), thread ({thread}): {said}"
+
+    def _where(self, address: int) -> str:
+        """Where that is, counted from the nearest operand."""
+        spans = [(p.seen, p.seen + p.high - p.low, p.low) for p in self.places]
+        spans += [(s.low, s.high, s.low) for s in self.launch.spans if s.high - s.low >= WHOLE]
+        near = min(spans, key=lambda s: max(s[0] - address, address - s[1], 0), default=None)
+        if near is None or max(near[0] - address, address - near[1]) > 1 << 20:
+            return f", at {address:#x}"
+        low, high, name = near
+        if address >= high:
+            return f": {address - high} bytes past the end of {self._operand(name)}"
+        return f": {low - address} bytes before {self._operand(name)}"
+
+    def _operand(self, low: int) -> str:
+        return "word " + " and ".join(str(s.word) for s in self.launch.spans if s.low <= low < s.high)
+
+
+class EmulatedBackend(DriverBackend):
+    """Runs CUDA kernels on this machine's processor as ``cuda-emulated:0`` (and any number of virtual devices)."""
+
+    def __init__(self, order: int | None = None) -> None:
+        super().__init__(EmulatedDriver(order))

@@ -1,0 +1,92 @@
+"""Memory that ends where nothing may be touched, and launches that see no more of it than their operands."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..driver import Launch, Span
+
+ALIGNMENT = 16
+Bytes = npt.NDArray[np.uint8]
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def guarded(nbytes: int) -> Bytes:
+    """Zeroed memory that begins at a multiple of 16 and ends, but for what that takes, at a page that faults; before
+    it lies another one.  Raises `MemoryError`."""
+    page = mmap.PAGESIZE
+    pages = -(-max(nbytes, 1) // page) * page
+    try:
+        room = mmap.mmap(-1, pages + 2 * page)
+    except OSError as why:
+        raise MemoryError from why
+    whole: Bytes = np.frombuffer(room, np.uint8)
+    for low in (0, page + pages):
+        _libc.mprotect(ctypes.c_void_p(whole.ctypes.data + low), ctypes.c_size_t(page), 0)
+    start = page + pages - -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return whole[start : start + nbytes]
+
+
+def address_of(memory: Bytes) -> int:
+    return int(memory.ctypes.data)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Bytes of the program's memory from `low` to before `high`, and those that a launch sees in their stead."""
+
+    low: int
+    high: int
+    seen: int
+    memory: Bytes
+
+    def fill(self, pattern: int) -> None:
+        """Copy the operand in; the few bytes around it, up to a multiple of 16, hold the pattern."""
+        ctypes.memset(address_of(self.memory), pattern, len(self.memory))
+        ctypes.memmove(self.seen, self.low, self.high - self.low)
+
+    def is_whole(self, pattern: int) -> bool:
+        """Whether the bytes around it are what they were."""
+        start = self.seen - address_of(self.memory)
+        around = np.concatenate([self.memory[:start], self.memory[start + self.high - self.low :]])
+        return bool((around == pattern).all())
+
+    def take(self) -> None:
+        """Copy the operand back."""
+        ctypes.memmove(self.low, self.seen, self.high - self.low)
+
+
+def places(launch: Launch) -> list[Place]:
+    """Memory of its own for each operand of a launch, those that overlap together."""
+    merged: list[list[int]] = []
+    for span in sorted(launch.spans, key=lambda s: s.low):
+        if merged and span.low < merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], span.high)
+        elif span.high > span.low:
+            merged.append([span.low, span.high])
+    found = []
+    for low, high in merged:
+        before = low % ALIGNMENT
+        memory = guarded(high - low + before)
+        found.append(Place(low, high, address_of(memory) + before, memory))
+    return found
+
+
+def moved(launch: Launch, where: Sequence[Place]) -> list[int]:
+    """The words of a launch whose operands lie in these places."""
+    words = list(launch.words)
+    for span in launch.spans:
+        place = _of(span, where)
+        if place is not None:
+            words[span.word] += place.seen - place.low
+    return words
+
+
+def _of(span: Span, where: Sequence[Place]) -> Place | None:
+    return next((p for p in where if p.low <= span.low and span.high <= p.high and span.low < span.high), None)

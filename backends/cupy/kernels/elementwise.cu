@@ -1,0 +1,181 @@
+// Element by element, over operands of any strides that are repeated or tiled to the shape of the result.
+
+// As axes.py gives them: axes from the outermost, and the step of an operand along each.
+constexpr int MOST_AXES = 10;
+struct Axes {
+    i64 rank, size[MOST_AXES];
+};
+template <class T> struct Walk {
+    T *at;
+    i64 step[MOST_AXES];
+};
+
+// Where element `i` of the walked shape lies in each of N operands; elements are fewer than 2^32.
+template <int N> struct Places {
+    i64 at[N];
+};
+template <int N> __device__ __forceinline__ Places<N> places(const Axes &axes, const i64 *const (&steps)[N], u32 i) {
+    Places<N> p;
+#pragma unroll
+    for (int k = 0; k < N; k++) p.at[k] = 0;
+    for (int a = (int)axes.rank - 1; a > 0; a--) {
+        const u32 size = (u32)axes.size[a], next = i / size, here = i - next * size;
+#pragma unroll
+        for (int k = 0; k < N; k++) p.at[k] += here * steps[k][a];
+        i = next;
+    }
+#pragma unroll
+    for (int k = 0; k < N; k++) p.at[k] += i * steps[k][0];
+    return p;
+}
+
+struct Numbers {
+    double a, b, c, d;
+};
+
+// ------------------------------------------------------------------------------------------------ functions
+
+__device__ __forceinline__ float logistic(float x) {  // without overflow
+    const float e = expf(-fabsf(x));
+    return (x >= 0.0f ? 1.0f : e) / (1.0f + e);
+}
+__device__ __forceinline__ float silu(float x) { return x * logistic(x); }
+__device__ __forceinline__ float gelu(float x) {
+    return x * logistic(1.5957691216057308f * (x + 0.044715f * x * x * x));
+}
+__device__ __forceinline__ float gelu_erf(float x) { return 0.5f * x * erfcf(x * -0.70710678118654752f); }
+__device__ __forceinline__ float gelu_quick(float x) { return x * logistic(1.702f * x); }
+__device__ __forceinline__ float hardsigmoid(float x) { return fminf(fmaxf((x + 3.0f) / 6.0f, 0.0f), 1.0f); }
+// NaN stays NaN, which fminf and fmaxf would drop.
+__device__ __forceinline__ float clipped(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
+
+#define UNARY(name, result)                                                      \
+    struct name {                                                                \
+        static __device__ __forceinline__ float of(float x, const Numbers &n) { \
+            return result;                                                       \
+        }                                                                        \
+    };
+UNARY(neg, -x)
+UNARY(abs_, fabsf(x))
+UNARY(sgn, x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x)
+UNARY(step, x > 0.0f ? 1.0f : 0.0f)
+UNARY(sqr, x *x)
+UNARY(sqrt_, sqrtf(x))
+UNARY(log_, logf(x))
+UNARY(exp_, expf(x))
+UNARY(expm1_, expm1f(x))
+UNARY(sin_, sinf(x))
+UNARY(cos_, cosf(x))
+UNARY(tanh_, tanhf(x))
+UNARY(floor_, floorf(x))
+UNARY(ceil_, ceilf(x))
+UNARY(round_, roundf(x))
+UNARY(trunc_, truncf(x))
+UNARY(sigmoid_, logistic(x))
+UNARY(silu_, silu(x))
+UNARY(softplus, fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))))
+UNARY(relu, x < 0.0f ? 0.0f : x)
+UNARY(leaky_relu, x > 0.0f ? x : (float)n.a *x)
+UNARY(elu, x > 0.0f ? x : expm1f(x))
+UNARY(xielu, (x > 0.0f ? (float)n.b *x *x : (float)n.a * (expm1f(fminf(x, (float)n.d)) - x)) + (float)n.c *x)
+UNARY(gelu_, gelu(x))
+UNARY(gelu_erf_, gelu_erf(x))
+UNARY(gelu_quick_, gelu_quick(x))
+UNARY(hardsigmoid_, hardsigmoid(x))
+UNARY(hardswish, x *hardsigmoid(x))
+UNARY(scale, x *(float)n.a + (float)n.b)
+UNARY(clamp, clipped(x, (float)n.a, (float)n.b))
+UNARY(fill, (float)n.a)
+
+#define BINARY(name, result)                                                               \
+    struct name {                                                                          \
+        static __device__ __forceinline__ float of(float x, float y, const Numbers &n) { \
+            return result;                                                                 \
+        }                                                                                  \
+    };
+// A gated unit: x is the gate, y is multiplied by it.
+__device__ __forceinline__ float clamped_gate(float x, float alpha, float limit) {
+    const float gate = fminf(x, limit);
+    return gate * logistic(alpha * gate);
+}
+BINARY(add, x + y)
+BINARY(sub, x - y)
+BINARY(mul, x *y)
+BINARY(div_, x / y)
+BINARY(reglu, (x < 0.0f ? 0.0f : x) * y)
+BINARY(geglu, gelu(x) * y)
+BINARY(geglu_erf, gelu_erf(x) * y)
+BINARY(geglu_quick, gelu_quick(x) * y)
+BINARY(swiglu, silu(x) * y)
+BINARY(swiglu_oai, clamped_gate(x, (float)n.a, (float)n.b) * (clipped(y, -(float)n.b, (float)n.b) + 1.0f))
+BINARY(swiglu_clamp, clamped_gate(x, 1.0f, (float)n.b) * clipped(y, -(float)n.b, (float)n.b))
+
+// -------------------------------------------------------------------------------------------------- kernels
+
+struct Unary {
+    i64 count;
+    Axes axes;
+    Walk<const float> x;
+    Walk<float> out;
+    Numbers numbers;
+};
+template <class F> __global__ void unary(const __grid_constant__ Unary a) {
+    const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= a.count) return;
+    const i64 *const steps[] = {a.x.step, a.out.step};
+    const Places<2> p = places(a.axes, steps, i);
+    a.out.at[p.at[1]] = F::of(a.x.at[p.at[0]], a.numbers);
+}
+
+struct Binary {
+    i64 count;
+    Axes axes;
+    Walk<const float> x, y;
+    Walk<float> out;
+    Numbers numbers;
+};
+template <class F> __global__ void binary(const __grid_constant__ Binary a) {
+    const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= a.count) return;
+    const i64 *const steps[] = {a.x.step, a.y.step, a.out.step};
+    const Places<3> p = places(a.axes, steps, i);
+    a.out.at[p.at[2]] = F::of(a.x.at[p.at[0]], a.y.at[p.at[1]], a.numbers);
+}
+
+// Any operand as float32: weights that are kept in 16 bits, or integers.
+struct half_bits { u16 bits; };
+struct bf16_bits { u16 bits; };
+__device__ __forceinline__ float to_float(half_bits x) { return half_to_float(x.bits); }
+__device__ __forceinline__ float to_float(bf16_bits x) { return bf16_to_float(x.bits); }
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(i8 x) { return x; }
+__device__ __forceinline__ float to_float(i16 x) { return x; }
+__device__ __forceinline__ float to_float(i32 x) { return (float)x; }
+__device__ __forceinline__ float to_float(i64 x) { return (float)x; }
+
+template <class To> struct Convert {
+    template <class From> static __device__ __forceinline__ To of(From x, i64) { return (To)x; }
+    static __device__ __forceinline__ To of(half_bits x, i64) { return (To)to_float(x); }
+    static __device__ __forceinline__ To of(bf16_bits x, i64) { return (To)to_float(x); }
+};
+// A float is rounded to what half (1) or bfloat16 (2) can hold.
+template <> struct Convert<float> {
+    template <class From> static __device__ __forceinline__ float of(From from, i64 rounding) {
+        const float x = to_float(from);
+        if (rounding == 1) return half_to_float(float_to_half(x));
+        return rounding == 2 ? bf16_to_float(float_to_bf16(x)) : x;
+    }
+};
+template <class From, class To> struct Cast {
+    i64 count, rounding;
+    Axes axes;
+    Walk<const From> x;
+    Walk<To> out;
+};
+template <class From, class To> __global__ void cast(const __grid_constant__ Cast<From, To> a) {
+    const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= a.count) return;
+    const i64 *const steps[] = {a.x.step, a.out.step};
+    const Places<2> p = places(a.axes, steps, i);
+    a.out.at[p.at[1]] = Convert<To>::of(a.x.at[p.at[0]], a.rounding);
+}

@@ -1,0 +1,158 @@
+"""Element by element: arithmetic, activations, gated units, conversions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from ....graph.dtypes import DType
+from ....ops.attributes import number
+from ...operands import Bound, Operand
+from ..axes import axes_of
+from ..driver import Kernel, Source
+from ..launches import Binding, Launches, Word, blocks, need
+
+THREADS = 256
+MOST_ELEMENTS = 2**31
+Numbers = Callable[[Bound], Sequence[float]]
+
+
+def _attributes(*names: str) -> Numbers:
+    return lambda call: [float(number(call.attrs, n)) for n in names]
+
+
+def _xielu(call: Bound) -> Sequence[float]:
+    """n, p, beta, eps."""
+    alpha_n, alpha_p, beta, eps = _attributes("alpha_n", "alpha_p", "beta", "eps")(call)
+    softplus = [max(a, 0.0) + math.log1p(math.exp(-abs(a))) for a in (alpha_n, alpha_p)]
+    return beta + softplus[0], softplus[1], beta, eps
+
+
+def _clamped(call: Bound) -> Sequence[float]:
+    """alpha and limit, as far as the unit has them."""
+    return [float(number(call.attrs, n)) if n in call.attrs else 1.0 for n in ("alpha", "limit")]
+
+
+_NOTHING = _attributes()
+_PLAIN = "neg abs sgn step sqr sqrt log exp expm1 sin cos tanh floor ceil round trunc sigmoid silu softplus relu elu"
+_PLAIN += " gelu gelu_erf gelu_quick hardsigmoid hardswish"
+UNARY: Mapping[str, Numbers] = {
+    **dict.fromkeys(_PLAIN.split(), _NOTHING),
+    "leaky_relu": _attributes("negative_slope"),
+    "xielu": _xielu,
+    "scale": _attributes("scale", "bias"),
+    "clamp": _attributes("min", "max"),
+    "fill": _attributes("value"),
+}
+BINARY: Mapping[str, Numbers] = {
+    **dict.fromkeys("add sub mul div reglu geglu geglu_erf geglu_quick swiglu".split(), _NOTHING),
+    "swiglu_oai": _clamped,
+    "swiglu_clamp": _clamped,
+}
+_TAKEN = set("abs sqrt log exp expm1 sin cos tanh floor ceil round trunc".split()) | {"div"}
+_TAKEN |= set("sigmoid silu gelu gelu_erf gelu_quick hardsigmoid".split())
+
+
+def _functor(op: str) -> str:
+    """Its name in C++, where some names of ops are functions."""
+    return f"{op}_" if op in _TAKEN else op
+
+
+TYPES = {
+    DType.F32: "float",
+    DType.F16: "half_bits",
+    DType.BF16: "bf16_bits",
+    DType.I8: "i8",
+    DType.I16: "i16",
+    DType.I32: "i32",
+    DType.I64: "i64",
+}
+TARGETS = (DType.F32, DType.I8, DType.I16, DType.I32, DType.I64)
+ROUNDING = {DType.F16: 1, DType.BF16: 2}
+
+MAPS = Source(
+    "elementwise.cu",
+    (*(f"unary<{_functor(n)}>" for n in UNARY), *(f"binary<{_functor(n)}>" for n in BINARY)),
+)
+CASTS = Source("elementwise.cu", tuple(f"cast<{TYPES[s]}, {TYPES[t]}>" for s in TYPES for t in TARGETS))
+SOURCES = (MAPS, CASTS)
+
+
+def launch_map(
+    launches: Launches, kernel: Kernel, sources: Sequence[Operand], out: Operand, tail: Sequence[Word], *ahead: Word
+) -> None:
+    """A kernel of this file over all elements of `out`, to whose shape the sources are repeated."""
+    operands = [*sources, out]
+    axes = axes_of(out.shape, operands)
+    need(axes.count < MOST_ELEMENTS, f"a result of {axes.count} elements is too large for one launch")
+    walks = [word for k, o in enumerate(operands) for word in axes.walk(k, o)]
+    words = [axes.count, *ahead, *axes.words, *walks, *tail]
+    launches.add(kernel, blocks(axes.count, THREADS), THREADS, words)
+
+
+def as_float(launches: Launches, x: Operand) -> Operand:
+    """`x` as float32: itself, or a copy in scratch."""
+    if x.is_float:
+        return x
+    need(x.dtype in TYPES, f"kernels that read {x.dtype} here are missing")
+    copy = launches.scratch(x.shape)
+    launch_cast(launches, x, copy)
+    return copy
+
+
+def launch_cast(launches: Launches, x: Operand, out: Operand, rounding: DType | None = None) -> None:
+    """Convert `x` to the type of `out`, rounded to what another one holds."""
+    kernel = CASTS[f"cast<{TYPES[x.dtype]}, {TYPES[out.dtype]}>"]
+    launch_map(launches, kernel, [x], out, [], ROUNDING.get(rounding, 0) if rounding else 0)
+
+
+def _padded(numbers: Sequence[float]) -> list[float]:
+    return [*map(float, numbers), 0.0, 0.0, 0.0, 0.0][:4]
+
+
+def launch_unary(launches: Launches, op: str, x: Operand, out: Operand, numbers: Sequence[float] = ()) -> None:
+    source = as_float(launches, x)
+    launch_map(launches, MAPS[f"unary<{_functor(op)}>"], [source], out, _padded(numbers))
+
+
+def launch_binary(
+    launches: Launches, op: str, x: Operand, y: Operand, out: Operand, numbers: Sequence[float] = ()
+) -> None:
+    sources = [as_float(launches, x), as_float(launches, y)]
+    launch_map(launches, MAPS[f"binary<{_functor(op)}>"], sources, out, _padded(numbers))
+
+
+def _unary(numbers: Numbers) -> Binding:
+    return lambda launches, call: launch_unary(launches, call.op, call.operand(0), call.out, numbers(call))
+
+
+def _binary(numbers: Numbers) -> Binding:
+    def bind(launches: Launches, call: Bound) -> None:
+        launch_binary(launches, call.op, call.operand(0), call.operand(1), call.out, numbers(call))
+
+    return bind
+
+
+def _glu(launches: Launches, call: Bound) -> None:
+    """Both halves of one operand."""
+    x, kind, n = as_float(launches, call.operand(0)), str(call.attrs["kind"]), call.out.shape[-1]
+    axis = len(x.shape) - 1
+    halves = [x.part(axis, 0, n), x.part(axis, n, n)]
+    gate, up = halves[::-1] if call.attrs["swapped"] else halves
+    launch_binary(launches, kind, gate, up, call.out, BINARY[kind](call))
+
+
+def _cast(launches: Launches, call: Bound) -> None:
+    dtype = call.attrs["dtype"]
+    assert isinstance(dtype, DType)
+    x = call.operand(0)
+    need(x.dtype in TYPES, f"casts from {x.dtype} are missing")
+    launch_cast(launches, x, call.out, dtype)
+
+
+BINDINGS: Mapping[str, Binding] = {
+    **{name: _unary(numbers) for name, numbers in UNARY.items()},
+    **{name: _binary(numbers) for name, numbers in BINARY.items()},
+    "glu": _glu,
+    "cast": _cast,
+}
