@@ -5,25 +5,11 @@
 // state, so that one reduction serves the delta and the output:
 //     a = S k, b = S q:   delta = beta (v - e^g a),   o = (e^g b + delta (k.q)) / sqrt(d),   S = e^g S + delta k^T.
 
-struct Rows {  // a tensor [sequence, token, head, element]; strides in elements
-    float *at;
-    i64 sequence, token, head, element;
-    __device__ float *row(i64 n, i64 t, i64 h) const { return at + n * sequence + t * token + h * head; }
-};
-
-struct States {  // states [heads, value size, key size]; the one numbered i is row slots[i] of `count`, or row i
-    float *at;
-    const int *slots;
-    i64 count;
-    __device__ i64 row(i64 i) const { return slots ? slots[i] : i; }
-};
-
 struct DeltaNet {
     Rows q, k, v, g, beta, out;
-    States old, kept;
-    const float *const *origins;  // where each sequence begins, if a pool had to be sheltered; else null
-    i64 *fault;                   // becomes 1 when a slot is none of the pool
-    i64 old_step;                 // sequence n begins with old state n * old_step
+    Beginning from;
+    States kept;
+    Fault fault;
     i64 tokens, key_heads, value_heads, run, key_size, value_size;  // run: neighbouring heads that share a key; 0: tiled
     i64 snapshots, stored;        // of sequence n, snapshot s is kept state n * snapshots + s; `stored` of them are written
     i64 tile;                     // tokens brought to shared memory together
@@ -31,15 +17,6 @@ struct DeltaNet {
 };
 
 constexpr int THREADS = 128;
-
-__device__ __forceinline__ void operator*=(float4 &x, float y) { x.x *= y, x.y *= y, x.z *= y, x.w *= y; }
-__device__ __forceinline__ void operator*=(float4 &x, float4 y) { x.x *= y.x, x.y *= y.y, x.z *= y.z, x.w *= y.w; }
-__device__ __forceinline__ float dot(float4 x, float4 y, float sum) {
-    return fmaf(x.x, y.x, fmaf(x.y, y.y, fmaf(x.z, y.z, fmaf(x.w, y.w, sum))));
-}
-__device__ __forceinline__ float4 fma4(float x, float4 y, float4 z) {
-    return make_float4(fmaf(x, y.x, z.x), fmaf(x, y.y, z.y), fmaf(x, y.z, z.z), fmaf(x, y.w, z.w));
-}
 
 // Four elements of a row of which `left` exist.
 template <bool WHOLE>
@@ -71,6 +48,7 @@ template <class T, int D, bool CHANNELS, bool WHOLE>
 __device__ __forceinline__ void fetch(const DeltaNet &a, float *stage, i64 n, i64 h, i64 key_head, int row0, int first,
                                       int count) {
     constexpr int QUADS = T::SCALARS / 4;
+#pragma unroll 1
     for (int i = threadIdx.x; i < count * QUADS; i += THREADS) {
         const int t = i / QUADS, c = i % QUADS * 4;
         const bool is_v = c >= T::V, is_decay = CHANNELS && c >= T::DECAY && !is_v;
@@ -93,6 +71,7 @@ __device__ __forceinline__ void finish(float *stage, int count, float g, float b
     cp_async_wait<0>();
     if (CHANNELS) {
         constexpr int QUADS = T::SCALARS / 4;
+#pragma unroll 1
         for (int i = threadIdx.x; i < count * QUADS; i += THREADS) {
             const int t = i / QUADS, c = i % QUADS * 4;
             if (c < T::DECAY || c >= T::V) continue;
@@ -107,35 +86,19 @@ __device__ __forceinline__ void finish(float *stage, int count, float g, float b
 }
 
 template <int D, bool CHANNELS, bool WHOLE, int LANES, int ROWS>
-__global__ void __launch_bounds__(THREADS) delta_net(const __grid_constant__ DeltaNet a) {
+__global__ void __launch_bounds__(THREADS, D <= 128 ? 7 : 4) delta_net(const __grid_constant__ DeltaNet a) {
     constexpr int QUADS = D / LANES / 4, WARP_ROWS = 32 / LANES * ROWS, BLOCK_ROWS = THREADS / 32 * WARP_ROWS;
     using T = Token<D, CHANNELS, BLOCK_ROWS>;
     static_assert(QUADS * LANES * 4 == D && ROWS <= LANES, "a lane holds whole quads and stores at most one output");
-    float *shared = (float *)shared_memory();
+    DYNAMIC_SHARED(shared, float);
     const int lane = threadIdx.x % 32, sub = lane % LANES, row0 = blockIdx.x * BLOCK_ROWS;
     const int row = row0 + threadIdx.x / 32 * WARP_ROWS + lane / LANES * ROWS;
     const i64 n = blockIdx.z, h = blockIdx.y, key_head = a.run ? h / a.run : h % a.key_heads;
     const i64 state_size = a.value_heads * a.value_size * a.key_size;
-    const i64 inside = (h * a.value_size + row) * a.key_size;  // of a state, this lane's first row
+    const int inside = (int)((h * a.value_size + row) * a.key_size);  // of a state, this lane's first row
 
-    bool legal = true;
-    const float *old = a.old.at;
-    if (a.origins) {
-        old = a.origins[n];
-        legal = old != nullptr;
-    } else {
-        const i64 slot = a.old.row(n * a.old_step);
-        legal = slot >= 0 && slot < a.old.count;
-        old += slot * state_size;
-    }
-    for (i64 s = 0; s < a.stored; s++) {
-        const i64 slot = a.kept.row(n * a.snapshots + s);
-        legal = legal && slot >= 0 && slot < a.kept.count;
-    }
-    if (!legal) {  // the same for all threads of the block
-        if (threadIdx.x == 0) *a.fault = 1;
-        return;
-    }
+    if (!has_states(a.from, a.kept, n, n * a.snapshots, a.stored, a.fault)) return;
+    const float *old = a.from.at(n, state_size);
 
     const int tokens = (int)a.tokens, tile = (int)a.tile;
     float g = 0, beta = 0;
@@ -200,11 +163,11 @@ __global__ void __launch_bounds__(THREADS) delta_net(const __grid_constant__ Del
             }
 #pragma unroll
             for (int m = LANES / 2; m; m /= 2) {
-                overlap += __shfl_xor_sync(~0u, overlap, m);
+                overlap += __shfl_xor_sync(ALL_LANES, overlap, m);
 #pragma unroll
                 for (int r = 0; r < ROWS; r++) {
-                    with_k[r] += __shfl_xor_sync(~0u, with_k[r], m);
-                    with_q[r] += __shfl_xor_sync(~0u, with_q[r], m);
+                    with_k[r] += __shfl_xor_sync(ALL_LANES, with_k[r], m);
+                    with_q[r] += __shfl_xor_sync(ALL_LANES, with_q[r], m);
                 }
             }
             float result = 0;
@@ -225,29 +188,23 @@ __global__ void __launch_bounds__(THREADS) delta_net(const __grid_constant__ Del
     }
 }
 
-// Where each sequence's state begins in a pool that is updated in place.  A row that another sequence writes is copied
-// aside first, since blocks run in any order; all others are used where they are.  One block per sequence.
+// Before a pool is updated in place: a state that another sequence will overwrite is copied aside, since blocks run in any
+// order; all others stay where they are.  One block per sequence.
 struct Shelter {
-    States old, kept;  // slots per sequence: 1 and `snapshots`
-    i64 sequences, snapshots, stored, state_size;
+    States old, kept;  // slots of a sequence: one, and `snapshots`
     float *aside;
-    const float **origins;
+    int *moved;
+    i64 sequences, snapshots, stored, state_size;
 };
 
-__global__ void __launch_bounds__(256) delta_shelter(const __grid_constant__ Shelter a) {
+__global__ void __launch_bounds__(256) shelter(const __grid_constant__ Shelter a) {
+    SHARED(room, float[32]);
     const i64 n = blockIdx.x, slot = a.old.row(n);
-    if (slot < 0 || slot >= a.old.count) {
-        if (threadIdx.x == 0) a.origins[n] = nullptr;
-        return;
-    }
-    int others = 0;
+    float others = 0;
     for (i64 i = threadIdx.x; i < a.sequences * a.snapshots; i += blockDim.x)
-        others |= i / a.snapshots != n && i % a.snapshots < a.stored && a.kept.row(i) == slot;
-    const float *from = a.old.at + slot * a.state_size;
-    if (__syncthreads_or(others)) {
-        float *to = a.aside + n * a.state_size;
-        for (i64 i = threadIdx.x; i < a.state_size; i += blockDim.x) to[i] = from[i];
-        from = to;
-    }
-    if (threadIdx.x == 0) a.origins[n] = from;
+        if (i / a.snapshots != n && i % a.snapshots < a.stored && a.kept.row(i) == slot) others = 1;
+    const bool moves = block_max(others, room) > 0 && slot >= 0 && slot < a.old.count;
+    if (threadIdx.x == 0) a.moved[n] = moves;
+    if (!moves) return;
+    for (i64 i = threadIdx.x; i < a.state_size; i += blockDim.x) a.aside[n * a.state_size + i] = a.old.at[slot * a.state_size + i];
 }

@@ -33,10 +33,10 @@ struct Prepare {
 struct Scan {
     const char *keys, *heads;
     Rows v, out;
-    States old, kept;
-    const float *const *origins;
-    i64 *fault;
-    i64 old_step, kept_step;  // sequence n: from old state n * old_step to kept state n * kept_step
+    Beginning from;
+    States kept;
+    i64 kept_step;  // sequence n ends with kept state n * kept_step
+    Fault fault;
     i64 tokens, key_records, value_heads, run, value_size;
 };
 
@@ -205,7 +205,7 @@ template <int D, int C, bool EXACT>
 __global__ void __launch_bounds__(PREPARING<C>) delta_prepare(const __grid_constant__ Prepare a) {
     using R = Record<D, C, false, EXACT>;
     constexpr int THREADS_HERE = PREPARING<C>, UNITS = D / 8;
-    char *keys = shared_memory();
+    DYNAMIC_SHARED(keys, char);
     const Square<C> s(keys + R::KEYS);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = blockIdx.x * C;
     const int length = min(C, (int)a.tokens - first);
@@ -231,12 +231,12 @@ __global__ void __launch_bounds__(PREPARING<C>) delta_prepare(const __grid_const
             float sum = t < length ? *a.g.row(n, first + t, h) : 0.f;
 #pragma unroll
             for (int m = 1; m < 32; m *= 2) {
-                const float other = __shfl_up_sync(~0u, sum, m);
+                const float other = __shfl_up_sync(ALL_LANES, sum, m);
                 if (lane >= m) sum += other;
             }
             s.G[t] = sum + before;
             s.beta[t] = t < length ? *a.beta.row(n, first + t, h) : 0.f;
-            before += __shfl_sync(~0u, sum, 31);
+            before += __shfl_sync(ALL_LANES, sum, 31);
         }
     }
     __syncthreads();
@@ -289,7 +289,8 @@ template <int D, int C, bool EXACT>
 __global__ void __launch_bounds__(PREPARING<C>) delta_prepare_channels(const __grid_constant__ Prepare a) {
     using R = Record<D, C, true, EXACT>;
     constexpr int THREADS_HERE = PREPARING<C>, STEP = D + 4, QUADS = D / 32;
-    const Square<C> s(shared_memory());
+    DYNAMIC_SHARED(memory, char);
+    const Square<C> s(memory);
     float *K = (float *)(s.record + R::HEADS), *Q = K + C * STEP, *decay = Q + C * STEP, *G = decay + C * STEP;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = blockIdx.x * C;
     const int length = min(C, (int)a.tokens - first);
@@ -395,8 +396,8 @@ __global__ void __launch_bounds__(PREPARING<C>) delta_prepare_channels(const __g
             for (int m = 4; m; m /= 2)
 #pragma unroll
                 for (int j = 0; j < 2; j++) {
-                    with_k[j] += __shfl_xor_sync(~0u, with_k[j], m);
-                    with_q[j] += __shfl_xor_sync(~0u, with_q[j], m);
+                    with_k[j] += __shfl_xor_sync(ALL_LANES, with_k[j], m);
+                    with_q[j] += __shfl_xor_sync(ALL_LANES, with_q[j], m);
                 }
             if (sub == 0) {
                 put(false, r, c, r > c ? with_k[0] : 0.f, r > c + 1 ? with_k[1] : 0.f);
@@ -422,18 +423,13 @@ template <int D, int C, int BV, bool CHANNELS, bool EXACT>
 __global__ void __launch_bounds__(2 * BV, 1) delta_scan(const __grid_constant__ Scan a) {
     using R = Record<D, C, CHANNELS, EXACT>;
     constexpr int THREADS_HERE = 2 * BV, V_STEP = BV + 4, STAGE = R::KEYS + R::HEADS + 4 * C * V_STEP;
-    char *shared = shared_memory();
+    DYNAMIC_SHARED(shared, char);
     const int lane = threadIdx.x % 32, local = threadIdx.x / 32 * 16 + lane / 4, column = lane % 4 * 2;
     const int tokens = (int)a.tokens, chunks = (tokens + C - 1) / C, row = blockIdx.x * BV + local;
     const i64 h = blockIdx.y, n = blockIdx.z, key_record = a.run ? h / a.run : h % a.key_records;
     const i64 state_size = a.value_heads * a.value_size * D, inside = (h * a.value_size + row) * D;
 
-    const i64 from = a.old.row(n * a.old_step), to = a.kept.row(n * a.kept_step);
-    const float *old = a.origins ? a.origins[n] : from >= 0 && from < a.old.count ? a.old.at + from * state_size : nullptr;
-    if (!old || to < 0 || to >= a.kept.count) {  // the same for all threads of the block
-        if (threadIdx.x == 0) *a.fault = 1;
-        return;
-    }
+    if (!has_states(a.from, a.kept, n, n * a.kept_step, 1, a.fault)) return;
 
     auto fetch = [&](int chunk) {
         char *stage = shared + chunk % 2 * STAGE;
@@ -452,12 +448,13 @@ __global__ void __launch_bounds__(2 * BV, 1) delta_scan(const __grid_constant__ 
     };
     fetch(0);
 
+    const float *old = a.from.at(n, state_size) + inside;
     float S[D / 8][4];
 #pragma unroll
     for (int j = 0; j < D / 8; j++)
 #pragma unroll
         for (int e = 0; e < 4; e += 2) {
-            const float2 x = *(const float2 *)(old + inside + 4 * e * D + 8 * j + column);
+            const float2 x = *(const float2 *)(old + 4 * e * D + 8 * j + column);
             S[j][e] = x.x, S[j][e + 1] = x.y;
         }
 
@@ -527,7 +524,7 @@ __global__ void __launch_bounds__(2 * BV, 1) delta_scan(const __grid_constant__ 
             }
     }
 
-    float *kept = a.kept.at + to * state_size + inside;
+    float *kept = a.kept.at + a.kept.row(n * a.kept_step) * state_size + inside;
 #pragma unroll
     for (int j = 0; j < D / 8; j++)
 #pragma unroll
