@@ -193,7 +193,9 @@ class Replay:
         bound.scratch_at = operand(i.scratch).address if i.scratch is not None else 0
         src = tuple(None if t is None else operand(t) for t in i.src)
         BINDINGS[i.op](bound, Bound(i.op, src, tuple(map(operand, i.dst)), i.attrs, number))
-        assert bound.taken <= (i.scratch.shape[0] if i.scratch is not None else 0), f"{i.op} takes more than it asked for"
+        assert bound.taken <= (i.scratch.shape[0] if i.scratch is not None else 0), (
+            f"{i.op} takes more than it asked for"
+        )
 
     def _meeting(self, i: Instruction, buffers: Sequence[Any], comm: Comm) -> list[Callable[[], object]]:
         """A collective through host memory: what goes out is copied there, what comes in from there."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...graph.errors import BackendError
-from ..base import Array, Device, Tensor
+from ..base import Device, Tensor
 
 KERNELS = Path(__file__).parent / "kernels"
 Three = tuple[int, int, int]
@@ -103,9 +103,6 @@ class Driver(Protocol):
 
     def view(self, buffer: Any, tensor: Tensor) -> Any:
         """The array of `tensor` within `buffer`, in place: it can be indexed, assigned and copied to the host."""
-
-    def host(self, buffer: Any, tensor: Tensor) -> Array:
-        """What `view` shows as an array in host memory: the memory itself where that is host memory, else a copy."""
 
     def record(self, launches: Sequence[Launch], on: Device) -> Callable[[], None]:
         """What makes these launches, in order, each time it is called.  Raises `BackendError` if a kernel does not

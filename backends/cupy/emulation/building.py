@@ -19,6 +19,8 @@ from ..driver import Source
 
 HEADER = Path(__file__).with_name("cuda.h")
 OPTIONS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fopenmp", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-w")
+CHECKS = ("-fsanitize=alignment,bounds", "-fsanitize-undefined-trap-on-error")
+"""What a device traps, or would not notice, and cuda.h reports."""
 log = logging.getLogger("hocket.kernels")
 _building = threading.Lock()
 
@@ -27,7 +29,9 @@ def compiler() -> str:
     """The path of g++.  Raises `BackendError` if there is none."""
     found = shutil.which("g++")
     if found is None:
-        raise BackendError("cuda-emulated compiles its kernels with g++, which is not installed; install g++ 12 or newer")
+        raise BackendError(
+            "cuda-emulated compiles its kernels with g++, which is not installed; install g++ 12 or newer"
+        )
     return found
 
 
@@ -52,7 +56,7 @@ def library(source: Source) -> ctypes.CDLL:
 def _surroundings(command: str) -> bytes:
     """Everything besides the source that decides its code."""
     version = subprocess.run([command, "--version"], capture_output=True, check=True).stdout
-    return b"\0".join((HEADER.read_bytes(), version, repr(OPTIONS).encode()))
+    return b"\0".join((HEADER.read_bytes(), version, repr((OPTIONS, CHECKS)).encode()))
 
 
 def _built(source: Source) -> Path:
@@ -68,7 +72,7 @@ def _built(source: Source) -> Path:
         target = Path(tempfile.mkdtemp(prefix="hocket-")) / target.name
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / "kernels.so"
-        options = [*OPTIONS, f"-I{HEADER.parent}", "-x", "c++", "-", "-o", str(made)]
+        options = [*OPTIONS, *CHECKS, f"-I{HEADER.parent}", "-x", "c++", "-", "-o", str(made)]
         done = subprocess.run([command, *options], input=text, capture_output=True, text=True)
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()

@@ -24,6 +24,7 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 #include <unistd.h>
+#include <utility>
 #include <vector>
 
 #define __global__ static
@@ -118,6 +119,7 @@ struct Worker {  // one operating-system thread, and the block it runs
     std::vector<Thread> all;
     std::vector<Warp> warps;
     std::vector<int> order, idle;
+    std::vector<std::pair<char *, size_t>> declared;  // shared memory of declarations
 };
 
 #define HOCKET_NEAR __attribute__((tls_model("initial-exec")))
@@ -147,22 +149,34 @@ template <class... Values> [[noreturn]] static void fail(const char *form, Value
     __builtin_unreachable();
 }
 
-static struct sigaction earlier_fault, earlier_division;
+static bool is_near(const char *low, size_t bytes, const char *at) { return low && at >= low - PAGE && at < low + bytes + PAGE; }
+static void say_fault(const char *at) {
+    const Worker &w = *worker;
+    if (is_near(w.stacks - 15 * PAGE, w.stack_count * STACK, at)) return note(FAILED, "needs more than 64 KiB of local memory");
+    if (is_near(w.shared, w.shared_bytes, at)) return note(FAILED, "touches shared memory outside of its %zu bytes", w.shared_bytes);
+    for (auto &d : w.declared)
+        if (is_near(d.first, d.second, at)) return note(FAILED, "touches shared memory outside of its %zu bytes", d.second);
+    note(FAULT, "touches memory that is not its own");
+    worker->report->address = (uint64_t)at;
+}
+
+constexpr int SIGNALS[] = {SIGSEGV, SIGFPE, SIGILL};
+static struct sigaction earlier[3];
 
 static void on_signal(int number, siginfo_t *info, void *context) {
     if (worker == nullptr) {  // not a kernel: whoever was there before us
-        const struct sigaction &earlier = number == SIGFPE ? earlier_division : earlier_fault;
-        if (earlier.sa_flags & SA_SIGINFO) return earlier.sa_sigaction(number, info, context);
-        if (earlier.sa_handler != SIG_DFL && earlier.sa_handler != SIG_IGN) return earlier.sa_handler(number);
+        const struct sigaction &e = earlier[number == SIGSEGV ? 0 : number == SIGFPE ? 1 : 2];
+        if (e.sa_flags & SA_SIGINFO) return e.sa_sigaction(number, info, context);
+        if (e.sa_handler != SIG_DFL && e.sa_handler != SIG_IGN) return e.sa_handler(number);
         signal(number, SIG_DFL);
         return;
     }
-    auto &registers = ((ucontext_t *)context)->uc_mcontext.gregs;
-    if (number == SIGFPE) note(FAULT, "divides an integer by 0");
-    else if (info->si_code == SI_KERNEL) note(FAULT, "touches memory through a misaligned vector or a wild pointer");
-    else note(FAULT, "touches memory that is not its own");
-    worker->report->address = number == SIGFPE ? 0 : (uint64_t)info->si_addr;
+    if (number == SIGFPE) note(FAILED, "divides an integer by 0");
+    else if (number == SIGILL) note(FAILED, "reads or writes through a misaligned pointer, or an array outside of its bounds");
+    else if (info->si_code == SI_KERNEL) note(FAILED, "touches memory through a wild pointer");
+    else say_fault((const char *)info->si_addr);
     // Go on at `leave`, from the top of this fiber's stack, of which nothing is needed any more.
+    auto &registers = ((ucontext_t *)context)->uc_mcontext.gregs;
     registers[REG_RSP] = (greg_t)(worker->stacks + (current->stack + 1) * STACK - 256 - 8);
     registers[REG_RIP] = (greg_t)(void (*)())[] { leave(); };
 }
@@ -171,8 +185,7 @@ static void catch_faults() {
         struct sigaction mine = {};
         mine.sa_sigaction = on_signal;
         mine.sa_flags = SA_SIGINFO | SA_ONSTACK;
-        sigaction(SIGSEGV, &mine, &earlier_fault);
-        sigaction(SIGFPE, &mine, &earlier_division);
+        for (int i = 0; i < 3; i++) sigaction(SIGNALS[i], &mine, &earlier[i]);
         return true;
     }();
     (void)caught;
@@ -430,7 +443,10 @@ template <class T> struct Shared {  // of one declaration and operating-system t
     uint64_t serial;
     T &get() {
         if (serial != worker->serial) {
-            if (memory == nullptr) memory = guarded(sizeof(T));
+            if (memory == nullptr) {
+                memory = guarded(sizeof(T));
+                worker->declared.push_back({memory, sizeof(T)});
+            }
             memset(memory, 0xff, sizeof(T));
             serial = worker->serial;
         }

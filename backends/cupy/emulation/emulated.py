@@ -76,9 +76,6 @@ class EmulatedDriver:
     def view(self, buffer: Bytes, tensor: Tensor) -> Array:
         return host_view(buffer, tensor)
 
-    def host(self, buffer: Bytes, tensor: Tensor) -> Array:
-        return host_view(buffer, tensor)
-
     def record(self, launches: Sequence[Launch], on: Device) -> Callable[[], None]:
         steps = [_Step(launch) for launch in launches]
         runs = 0
@@ -123,7 +120,9 @@ class _Step:
             raise LaunchError(self.launch.number, self._words(report))
         for place in self.places:
             if not place.is_whole(pattern):
-                raise LaunchError(self.launch.number, f"{self.launch.kernel}: writes next to {self._operand(place.low)}")
+                raise LaunchError(
+                    self.launch.number, f"{self.launch.kernel}: writes next to {self._operand(place.low)}"
+                )
             place.take()
 
     def _words(self, report: _Report) -> str:

@@ -18,8 +18,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def guarded(nbytes: int) -> Bytes:
-    """Zeroed memory that begins at a multiple of 16 and ends, but for what that takes, at a page that faults; before
-    it lies another one.  Raises `MemoryError`."""
+    """Zeroed memory that begins at a multiple of 16 and ends, but for what that takes, at a page that faults.  Raises
+    `MemoryError`."""
+    pages = _pages(nbytes)
+    start = len(pages) - -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return pages[start : start + nbytes]
+
+
+def _pages(nbytes: int) -> Bytes:
+    """Whole pages for so many bytes, between two that fault."""
     page = mmap.PAGESIZE
     pages = -(-max(nbytes, 1) // page) * page
     try:
@@ -29,8 +36,7 @@ def guarded(nbytes: int) -> Bytes:
     whole: Bytes = np.frombuffer(room, np.uint8)
     for low in (0, page + pages):
         _libc.mprotect(ctypes.c_void_p(whole.ctypes.data + low), ctypes.c_size_t(page), 0)
-    start = page + pages - -(-nbytes // ALIGNMENT) * ALIGNMENT
-    return whole[start : start + nbytes]
+    return whole[page : page + pages]
 
 
 def address_of(memory: Bytes) -> int:
@@ -47,15 +53,15 @@ class Place:
     memory: Bytes
 
     def fill(self, pattern: int) -> None:
-        """Copy the operand in; the few bytes around it, up to a multiple of 16, hold the pattern."""
+        """Copy the operand in; the bytes around it, up to where memory faults, hold the pattern."""
         ctypes.memset(address_of(self.memory), pattern, len(self.memory))
         ctypes.memmove(self.seen, self.low, self.high - self.low)
 
     def is_whole(self, pattern: int) -> bool:
         """Whether the bytes around it are what they were."""
         start = self.seen - address_of(self.memory)
-        around = np.concatenate([self.memory[:start], self.memory[start + self.high - self.low :]])
-        return bool((around == pattern).all())
+        before, after = self.memory[:start], self.memory[start + self.high - self.low :]
+        return bool((before == pattern).all() and (after == pattern).all())
 
     def take(self) -> None:
         """Copy the operand back."""
@@ -73,8 +79,9 @@ def places(launch: Launch) -> list[Place]:
     found = []
     for low, high in merged:
         before = low % ALIGNMENT
-        memory = guarded(high - low + before)
-        found.append(Place(low, high, address_of(memory) + before, memory))
+        room = -(-(high - low + before) // ALIGNMENT) * ALIGNMENT
+        memory = _pages(room)
+        found.append(Place(low, high, address_of(memory) + len(memory) - room + before, memory))
     return found
 
 
