@@ -122,9 +122,9 @@ struct Worker {  // one operating-system thread, and the block it runs
     std::vector<std::pair<char *, size_t>> declared;  // shared memory of declarations
 };
 
-#define HOCKET_NEAR __attribute__((tls_model("initial-exec")))
-static thread_local Worker *worker HOCKET_NEAR = nullptr;  // null while no kernel runs
-static thread_local Thread *current HOCKET_NEAR = nullptr;
+// Not in the static block of the process, which has room for a few libraries only.
+static thread_local Worker *worker = nullptr;  // null while no kernel runs
+static thread_local Thread *current = nullptr;
 
 // ---------------------------------------------------------------------------------------------------- errors
 
