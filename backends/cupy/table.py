@@ -11,10 +11,10 @@ import numpy.typing as npt
 from ...graph.dtypes import DType
 from ...graph.spec import Spec
 from .driver import Source
-from .kernels import elementwise, gated_delta_net
+from .kernels import elementwise, gated_delta_net, recurrences, short_convolution
 from .launches import Binding
 
-FAMILIES: tuple[ModuleType, ...] = (elementwise, gated_delta_net)
+FAMILIES: tuple[ModuleType, ...] = (elementwise, gated_delta_net, recurrences, short_convolution)
 """Modules with ``BINDINGS``, how each op is bound, and ``SOURCES``, all they launch."""
 
 Packer = Callable[[npt.NDArray[np.uint8], Spec], npt.NDArray[np.uint8]]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ....graph.dtypes import DType
 from ....ops.attributes import number
+from ...base import contiguous_strides
 from ...operands import Bound, Operand
 from ..driver import Source
 from ..launches import Launches, Word, need
@@ -23,6 +24,12 @@ def rows(x: Operand, inner: int = 3) -> list[Word]:
     lead = len(x.shape) - inner
     steps = x.strides[lead:] if inner == 3 else (*x.strides[lead:], 0)
     return [x, _even(x.shape[:lead], x.strides[:lead]), *steps]
+
+
+def is_dense(x: Operand) -> bool:
+    """Whether the elements lie without gaps, whatever the strides of axes that have one entry."""
+    wanted = contiguous_strides(x.shape)
+    return 0 in x.shape or all(n == 1 or a == b for n, a, b in zip(x.shape, x.strides, wanted, strict=True))
 
 
 def _even(sizes: Sequence[int], strides: Sequence[int]) -> int:
@@ -65,18 +72,18 @@ class Carried:
         return [*self.kept(snapshot), self.snapshots, 0, 0]
 
 
-def carry(launches: Launches, call: Bound, sequences: int, tokens: int) -> Carried:
-    """Bind the states of a recurrence: operand 5, slots behind it, the second result.
+def carry(launches: Launches, call: Bound, sequences: int, tokens: int, operand: int = 5) -> Carried:
+    """Bind the states of a recurrence: that operand, slots behind it, the second result.
 
     Launches whatever has to happen before: of a pool that becomes another buffer a copy, of one that is updated in
     place copies of the states that one sequence reads and another writes.
     """
-    state, new = call.operand(5), call.dst[1]
-    slots_in, slots_out = call.optional(6), call.optional(7)
+    state, new = call.operand(operand), call.dst[1]
+    slots_in, slots_out = call.optional(operand + 1), call.optional(operand + 2)
     snapshots = int(number(call.attrs, "snapshots")) if "snapshots" in call.attrs else 1
-    need(state.is_float and state.is_dense and new.is_dense, "states have to be dense and in float32")
+    need(state.is_float and is_dense(state) and is_dense(new), "states have to be dense and in float32")
     for slots in (slots_in, slots_out):
-        need(slots is None or (slots.is_dense and slots.dtype is DType.I32), "slots have to be dense")
+        need(slots is None or (is_dense(slots) and slots.dtype is DType.I32), "slots have to be dense")
     size = math.prod(state.shape[-3:])
     need(size < 2**31, "a state is too large for one launch")
     stored = min(snapshots, max(tokens, 1))
