@@ -58,7 +58,9 @@ class Operand:
 
     @property
     def is_dense(self) -> bool:
-        return self.strides == contiguous_strides(self.shape)
+        """Whether elements follow each other in row-major order."""
+        dense = contiguous_strides(self.shape)
+        return 0 in self.shape or all(n == 1 or s == d for n, s, d in zip(self.shape, self.strides, dense, strict=True))
 
     def part(self, axis: int, start: int, count: int) -> Operand:
         """`count` entries of an axis from `start`."""

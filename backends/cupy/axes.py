@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..operands import Operand
 from .launches import Word, need
@@ -76,3 +76,36 @@ def _merged(axes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
         else:
             merged.append((n, *steps))
     return merged
+
+
+def row_heads(x: Operand) -> Operand:
+    """Where the rows of `x` begin: all axes but the last."""
+    return replace(x, tensor=replace(x.tensor, shape=x.shape[:-1], strides=x.strides[:-1]))
+
+
+def expanded(shape: Sequence[int], operands: Sequence[Operand], divides: int) -> tuple[tuple[int, ...], list[Operand]]:
+    """`shape` and operands of as many axes (or fewer) with axes of shape cut in two where that of operand number
+    `divides` is a divisor: an outer axis along which it walks, and an inner one, neighbours that all have one of its
+    entries."""
+    ahead = len(shape) - len(operands[divides].shape)
+    sizes = (1,) * ahead + operands[divides].shape
+    cut = [i for i, (n, m) in enumerate(zip(sizes, shape, strict=True)) if n not in (1, m)]
+    new: list[int] = []
+    for i, m in enumerate(shape):
+        new += [sizes[i], m // sizes[i]] if i in cut else [m]
+    return tuple(new), [_cut(o, shape, sizes, cut, own=k == divides) for k, o in enumerate(operands)]
+
+
+def _cut(x: Operand, shape: Sequence[int], sizes: Sequence[int], cut: Sequence[int], *, own: bool) -> Operand:
+    ahead = len(shape) - len(x.shape)
+    new: list[tuple[int, int]] = []
+    for i, (m, s) in enumerate(zip((1,) * ahead + x.shape, (0,) * ahead + x.strides, strict=True)):
+        if i not in cut:
+            new.append((m, s))
+        elif own:
+            new += [(m, s), (1, 0)]
+        else:
+            ratio = shape[i] // sizes[i]
+            new += [(sizes[i], s * ratio), (ratio, s)] if m != 1 else [(1, 0), (1, 0)]
+    strides = tuple(s for _, s in new)
+    return replace(x, tensor=replace(x.tensor, shape=tuple(n for n, _ in new), strides=strides))

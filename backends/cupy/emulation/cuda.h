@@ -122,7 +122,6 @@ struct Worker {  // one operating-system thread, and the block it runs
     std::vector<std::pair<char *, size_t>> declared;  // shared memory of declarations
 };
 
-// Not in the static block of the process, which has room for a few libraries only.
 static thread_local Worker *worker = nullptr;  // null while no kernel runs
 static thread_local Thread *current = nullptr;
 

@@ -13,7 +13,7 @@ from ...base import Array, Device, Tensor, host_view
 from ..backend import DriverBackend
 from ..driver import Launch, LaunchError
 from .building import compiler, library
-from .guarded import Bytes, Place, address_of, guarded, moved, places
+from .guarded import Bytes, address_of, guarded, moved, places
 
 WHOLE = 1 << 20
 """Bytes from which an operand stays where it is: its copy would take longer than the launch."""

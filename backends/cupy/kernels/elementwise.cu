@@ -1,44 +1,11 @@
 // Element by element, over operands of any strides that are repeated or tiled to the shape of the result.
 
-// As axes.py gives them: axes from the outermost, and the step of an operand along each.
-constexpr int MOST_AXES = 10;
-struct Axes {
-    i64 rank, size[MOST_AXES];
-};
-template <class T> struct Walk {
-    T *at;
-    i64 step[MOST_AXES];
-};
-
-// Where element `i` of the walked shape lies in each of N operands; elements are fewer than 2^32.
-template <int N> struct Places {
-    i64 at[N];
-};
-template <int N> __device__ __forceinline__ Places<N> places(const Axes &axes, const i64 *const (&steps)[N], u32 i) {
-    Places<N> p;
-#pragma unroll
-    for (int k = 0; k < N; k++) p.at[k] = 0;
-    for (int a = (int)axes.rank - 1; a > 0; a--) {
-        const u32 size = (u32)axes.size[a], next = i / size, here = i - next * size;
-#pragma unroll
-        for (int k = 0; k < N; k++) p.at[k] += here * steps[k][a];
-        i = next;
-    }
-#pragma unroll
-    for (int k = 0; k < N; k++) p.at[k] += i * steps[k][0];
-    return p;
-}
-
 struct Numbers {
     double a, b, c, d;
 };
 
 // ------------------------------------------------------------------------------------------------ functions
 
-__device__ __forceinline__ float logistic(float x) {  // without overflow
-    const float e = expf(-fabsf(x));
-    return (x >= 0.0f ? 1.0f : e) / (1.0f + e);
-}
 __device__ __forceinline__ float silu(float x) { return x * logistic(x); }
 __device__ __forceinline__ float gelu(float x) {
     return x * logistic(1.5957691216057308f * (x + 0.044715f * x * x * x));
@@ -142,17 +109,7 @@ template <class F> __global__ void binary(const __grid_constant__ Binary a) {
     a.out.at[p.at[2]] = F::of(a.x.at[p.at[0]], a.y.at[p.at[1]], a.numbers);
 }
 
-// Any operand as float32: weights that are kept in 16 bits, or integers.
-struct half_bits { u16 bits; };
-struct bf16_bits { u16 bits; };
-__device__ __forceinline__ float to_float(half_bits x) { return half_to_float(x.bits); }
-__device__ __forceinline__ float to_float(bf16_bits x) { return bf16_to_float(x.bits); }
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(i8 x) { return x; }
-__device__ __forceinline__ float to_float(i16 x) { return x; }
-__device__ __forceinline__ float to_float(i32 x) { return (float)x; }
-__device__ __forceinline__ float to_float(i64 x) { return (float)x; }
-
+// Any operand as another type: weights that are kept in 16 bits, and integers.
 template <class To> struct Convert {
     template <class From> static __device__ __forceinline__ To of(From x, i64) { return (To)x; }
     static __device__ __forceinline__ To of(half_bits x, i64) { return (To)to_float(x); }

@@ -45,12 +45,12 @@ UNARY: Mapping[str, Numbers] = {
     "fill": _attributes("value"),
 }
 BINARY: Mapping[str, Numbers] = {
-    **dict.fromkeys("add sub mul div reglu geglu geglu_erf geglu_quick swiglu".split(), _NOTHING),
+    **dict.fromkeys(["add", "sub", "mul", "div", "reglu", "geglu", "geglu_erf", "geglu_quick", "swiglu"], _NOTHING),
     "swiglu_oai": _clamped,
     "swiglu_clamp": _clamped,
 }
-_TAKEN = set("abs sqrt log exp expm1 sin cos tanh floor ceil round trunc".split()) | {"div"}
-_TAKEN |= set("sigmoid silu gelu gelu_erf gelu_quick hardsigmoid".split())
+_TAKEN = set(["abs", "sqrt", "log", "exp", "expm1", "sin", "cos", "tanh", "floor", "ceil", "round", "trunc"]) | {"div"}
+_TAKEN |= set(["sigmoid", "silu", "gelu", "gelu_erf", "gelu_quick", "hardsigmoid"])
 
 
 def _functor(op: str) -> str:

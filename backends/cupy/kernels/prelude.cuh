@@ -225,3 +225,53 @@ struct Fault {
 __device__ __forceinline__ void note_fault(const Fault &f, i64 value) {
     if (atomicCAS(&f.found[0], (u64)0, (u64)(f.which + 1)) == 0) f.found[1] = (u64)value;
 }
+
+// --------------------------------------------------------------------------------------------------- strides
+
+// As axes.py gives them: axes from the outermost, and the step of an operand along each.
+constexpr int MOST_AXES = 10;
+struct Axes {
+    i64 rank, size[MOST_AXES];
+};
+template <class T> struct Walk {
+    T *at;
+    i64 step[MOST_AXES];
+};
+
+// Where element `i` of the walked shape lies in each of N operands; elements are fewer than 2^32.
+template <int N> struct Places {
+    i64 at[N];
+};
+template <int N> __device__ __forceinline__ Places<N> places(const Axes &axes, const i64 *const (&steps)[N], u32 i) {
+    Places<N> p;
+#pragma unroll
+    for (int k = 0; k < N; k++) p.at[k] = 0;
+    for (int a = (int)axes.rank - 1; a > 0; a--) {
+        const u32 size = (u32)axes.size[a], next = i / size, here = i - next * size;
+#pragma unroll
+        for (int k = 0; k < N; k++) p.at[k] += here * steps[k][a];
+        i = next;
+    }
+#pragma unroll
+    for (int k = 0; k < N; k++) p.at[k] += i * steps[k][0];
+    return p;
+}
+
+// Weights that are kept in 16 bits, told apart by their type.
+struct half_bits {
+    u16 bits;
+};
+struct bf16_bits {
+    u16 bits;
+};
+__device__ __forceinline__ float to_float(half_bits x) { return half_to_float(x.bits); }
+__device__ __forceinline__ float to_float(bf16_bits x) { return bf16_to_float(x.bits); }
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(i8 x) { return x; }
+__device__ __forceinline__ float to_float(i16 x) { return x; }
+__device__ __forceinline__ float to_float(i32 x) { return (float)x; }
+__device__ __forceinline__ float to_float(i64 x) { return (float)x; }
+__device__ __forceinline__ float logistic(float x) {  // without overflow
+    const float e = expf(-fabsf(x));
+    return (x >= 0.0f ? 1.0f : e) / (1.0f + e);
+}

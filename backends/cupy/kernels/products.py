@@ -1,0 +1,81 @@
+"""Products of matrices whose weights are kept as floats; triangular systems; short convolutions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ....graph.dtypes import DType
+from ...operands import Bound, Operand
+from ..axes import Axes, axes_of, expanded
+from ..driver import Source
+from ..launches import Binding, Launches, blocks, need
+from .elementwise import MOST_ELEMENTS, THREADS, TYPES, as_float
+
+WEIGHTS = (DType.F32, DType.F16, DType.BF16)
+SOURCE = Source(
+    "products.cu",
+    (
+        *(f"{kernel}<{TYPES[w]}>" for kernel in ("matvec", "matmul") for w in WEIGHTS),
+        *("solve_triangular", "convolution"),
+    ),
+)
+SOURCES = (SOURCE,)
+FEW, ROWS = 16, 4
+"""Rows of x up to which each is multiplied by itself, so many at a time."""
+TILE = 64
+MOST_MATRICES = 65535
+
+
+def matrix_heads(x: Operand) -> Operand:
+    """Where the matrices of `x` begin: all axes but the last two."""
+    return replace(x, tensor=replace(x.tensor, shape=x.shape[:-2], strides=x.strides[:-2]))
+
+
+def grouped_axes(w: Operand, x: Operand, out: Operand) -> Axes:
+    """The leading axes of a product: each matrix of `w` serves a run of neighbours in `x`."""
+    heads = [matrix_heads(o) for o in (w, x, out)]
+    return axes_of(*expanded(x.shape[:-2], heads, divides=0))
+
+
+def _mul_mat(launches: Launches, call: Bound) -> None:
+    w, x, out = call.operand(0), as_float(launches, call.operand(1)), call.out
+    if w.dtype not in WEIGHTS:
+        w = as_float(launches, w)
+    m, k = x.shape[-2:]
+    n = w.shape[-2]
+    axes = grouped_axes(w, x, out)
+    need(axes.count <= MOST_MATRICES, f"{axes.count} matrices are too many for one launch")
+    words = [m, n, k, *w.strides[-2:], *x.strides[-2:], *axes.words]
+    words += [word for i, o in enumerate((w, x, out)) for word in axes.walk(i, o)]
+    if m <= FEW:
+        grid = (blocks(n, 4), blocks(m, ROWS), axes.count)
+        launches.add(SOURCE[f"matvec<{TYPES[w.dtype]}>"], grid, 128, words)
+    else:
+        grid = (blocks(n, TILE), blocks(m, TILE), axes.count)
+        launches.add(SOURCE[f"matmul<{TYPES[w.dtype]}>"], grid, 256, words)
+
+
+def _solve_tri(launches: Launches, call: Bound) -> None:
+    a, b, out = as_float(launches, call.operand(0)), as_float(launches, call.operand(1)), call.out
+    n, m = out.shape[-2:]
+    axes = axes_of(out.shape[:-2], [matrix_heads(o) for o in (a, b, out)])
+    count = axes.count * m
+    need(count < MOST_ELEMENTS, f"{count} columns are too many for one launch")
+    words = [count, n, m, *a.strides[-2:], *b.strides[-2:], *axes.words]
+    words += [word for i, o in enumerate((a, b, out)) for word in axes.walk(i, o)]
+    launches.add(SOURCE["solve_triangular"], blocks(count, 64), 64, words)
+
+
+def _ssm_conv(launches: Launches, call: Bound) -> None:
+    x, w, out = as_float(launches, call.operand(0)), as_float(launches, call.operand(1)), call.out
+    tokens, channels = out.shape[-2:]
+    axes, count = axes_of(out.shape[:-2], [matrix_heads(x), matrix_heads(out)]), math.prod(out.shape)
+    need(count < MOST_ELEMENTS, f"a result of {count} elements is too large for one launch")
+    words = [count, tokens, channels, w.shape[-1], *x.strides[-2:], *w.strides, *axes.words]
+    words += [*axes.walk(0, x), w, *axes.walk(1, out)]
+    launches.add(SOURCE["convolution"], blocks(count, THREADS), THREADS, words)
+
+
+BINDINGS: Mapping[str, Binding] = {"mul_mat": _mul_mat, "solve_tri": _solve_tri, "ssm_conv": _ssm_conv}

@@ -1,0 +1,187 @@
+// Rows: norms, softmax, sums, order.  One block makes one row, unless something else is said.
+
+struct Rows {
+    i64 columns, step;  // entries of a row, and the step between them in the source
+    Axes axes;          // of the rows
+    Walk<const float> x;
+    Walk<float> out;
+    double number;
+};
+template <class Of> __device__ __forceinline__ float sum_over(i64 columns, float *room, Of of) {
+    float sum = 0.0f;
+    for (i64 c = threadIdx.x; c < columns; c += blockDim.x) sum += of(c);
+    return block_sum(sum, room);
+}
+
+// ----------------------------------------------------------------------------------------------------- norms
+
+struct Rms {
+    static __device__ float factor(float squares, i64 n, float eps) { return 1.0f / sqrtf(squares / (float)n + eps); }
+};
+struct L2 {
+    static __device__ float factor(float squares, i64 n, float eps) { return 1.0f / sqrtf(squares + eps); }
+};
+struct L2Clamped {
+    static __device__ float factor(float squares, i64 n, float eps) { return 1.0f / fmaxf(sqrtf(squares), eps); }
+};
+template <class F> __global__ void norm_by(const __grid_constant__ Rows a) {
+    SHARED(room, float[32]);
+    const i64 *const steps[] = {a.x.step, a.out.step};
+    const Places<2> p = places(a.axes, steps, blockIdx.x);
+    const float *x = a.x.at + p.at[0];
+    float *out = a.out.at + p.at[1];
+    const float squares = sum_over(a.columns, room, [&](i64 c) { return x[c * a.step] * x[c * a.step]; });
+    const float factor = F::factor(squares, a.columns, (float)a.number);
+    for (i64 c = threadIdx.x; c < a.columns; c += blockDim.x) out[c] = x[c * a.step] * factor;
+}
+__global__ void centred_norm(const __grid_constant__ Rows a) {
+    SHARED(room, float[32]);
+    const i64 *const steps[] = {a.x.step, a.out.step};
+    const Places<2> p = places(a.axes, steps, blockIdx.x);
+    const float *x = a.x.at + p.at[0];
+    float *out = a.out.at + p.at[1];
+    const float n = (float)a.columns;
+    const float mean = sum_over(a.columns, room, [&](i64 c) { return x[c * a.step]; }) / n;
+    const float squares = sum_over(a.columns, room, [&](i64 c) {
+        const float d = x[c * a.step] - mean;
+        return d * d;
+    });
+    const float factor = 1.0f / sqrtf(squares / n + (float)a.number);
+    for (i64 c = threadIdx.x; c < a.columns; c += blockDim.x) out[c] = (x[c * a.step] - mean) * factor;
+}
+
+// --------------------------------------------------------------------------------------------------- softmax
+
+struct Softmax {
+    i64 columns, step, mask_step;
+    double scale;
+    Axes axes;
+    Walk<const float> x;
+    Walk<float> out;
+    Walk<const float> mask, slopes, sinks;  // null where there is none
+};
+__global__ void softmax(const __grid_constant__ Softmax a) {
+    SHARED(room, float[32]);
+    const i64 *const steps[] = {a.x.step, a.out.step, a.mask.step, a.slopes.step, a.sinks.step};
+    const Places<5> p = places(a.axes, steps, blockIdx.x);
+    const float *x = a.x.at + p.at[0], *mask = a.mask.at + p.at[2];
+    float *out = a.out.at + p.at[1];
+    const float scale = (float)a.scale, slope = a.slopes.at ? a.slopes.at[p.at[3]] : 1.0f;
+    const float sink = a.sinks.at ? a.sinks.at[p.at[4]] : -INFINITY;
+    auto score = [&](i64 c) { return x[c * a.step] * scale + (a.mask.at ? slope * mask[c * a.mask_step] : 0.0f); };
+    float top = -INFINITY;
+    for (i64 c = threadIdx.x; c < a.columns; c += blockDim.x) top = fmaxf(top, score(c));
+    top = fmaxf(block_max(top, room), sink);
+    const float held = top == -INFINITY ? 0.0f : top;  // a row that is masked entirely gives zeros
+    const float sum = sum_over(a.columns, room, [&](i64 c) { return expf(score(c) - held); }) + expf(sink - held);
+    const float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
+    for (i64 c = threadIdx.x; c < a.columns; c += blockDim.x) out[c] = expf(score(c) - held) * factor;
+}
+
+// ------------------------------------------------------------------------------------------------------ sums
+
+// The sum of each row times a number.
+__global__ void sum_rows(const __grid_constant__ Rows a) {
+    SHARED(room, float[32]);
+    const i64 *const steps[] = {a.x.step, a.out.step};
+    const Places<2> p = places(a.axes, steps, blockIdx.x);
+    const float *x = a.x.at + p.at[0];
+    const float sum = sum_over(a.columns, room, [&](i64 c) { return x[c * a.step]; });
+    if (threadIdx.x == 0) a.out.at[p.at[1]] = sum * (float)a.number;
+}
+// Running sums, by one warp.
+__global__ void cumsum(const __grid_constant__ Rows a) {
+    const i64 *const steps[] = {a.x.step, a.out.step};
+    const Places<2> p = places(a.axes, steps, blockIdx.x);
+    const float *x = a.x.at + p.at[0];
+    float *out = a.out.at + p.at[1], before = 0.0f;
+    const int lane = threadIdx.x;
+    for (i64 start = 0; start < a.columns; start += 32) {
+        const bool inside = start + lane < a.columns;
+        float sum = inside ? x[(start + lane) * a.step] : 0.0f;
+#pragma unroll
+        for (int by = 1; by < 32; by <<= 1) {
+            const float other = __shfl_up_sync(ALL_LANES, sum, by);
+            if (lane >= by) sum += other;
+        }
+        if (inside) out[start + lane] = before + sum;
+        before += __shfl_sync(ALL_LANES, sum, 31);
+    }
+}
+struct CountEqual {
+    i64 count;
+    const i32 *a, *b;
+    i64 *out;
+};
+__global__ void count_equal(const __grid_constant__ CountEqual a) {  // one block
+    SHARED(room, i64[32]);
+    i64 equal = 0;
+    for (i64 i = threadIdx.x; i < a.count; i += blockDim.x) equal += a.a[i] == a.b[i];
+#pragma unroll
+    for (int by = 16; by > 0; by >>= 1) equal += __shfl_xor_sync(ALL_LANES, equal, by);
+    if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = equal;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (u32 w = 1; w < blockDim.x / 32; w++) equal += room[w];
+        a.out[0] = equal;
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------- order
+
+struct Order {
+    i64 columns, step, kept;
+    Axes axes;
+    Walk<const float> x;
+    Walk<i32> out;
+};
+// The first of the largest entries.
+__global__ void argmax(const __grid_constant__ Order a) {
+    SHARED(best, float[32]);
+    SHARED(where, i64[32]);
+    const i64 *const steps[] = {a.x.step, a.out.step};
+    const Places<2> p = places(a.axes, steps, blockIdx.x);
+    const float *x = a.x.at + p.at[0];
+    float most = -INFINITY;
+    i64 at = a.columns;
+    for (i64 c = threadIdx.x; c < a.columns; c += blockDim.x)
+        if (at == a.columns || x[c * a.step] > most) most = x[c * a.step], at = c;
+    auto take = [&](float other, i64 from) {
+        if (from < a.columns && (at == a.columns || other > most || (other == most && from < at))) most = other, at = from;
+    };
+#pragma unroll
+    for (int by = 16; by > 0; by >>= 1) {
+        const float other = __shfl_xor_sync(ALL_LANES, most, by);
+        const i64 from = __shfl_xor_sync(ALL_LANES, at, by);
+        take(other, from);
+    }
+    if (threadIdx.x % 32 == 0) best[threadIdx.x / 32] = most, where[threadIdx.x / 32] = at;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (u32 w = 1; w < blockDim.x / 32; w++) take(best[w], where[w]);
+        a.out.at[p.at[1]] = (i32)at;
+    }
+}
+// Where each entry comes: after all that are smaller (or larger), and equal ones before it.  A block has 256 entries of a
+// row; only the first `kept` places are written.
+template <bool descending> __global__ void __launch_bounds__(256) argsort(const __grid_constant__ Order a) {
+    SHARED(others, float[256]);
+    const i64 *const steps[] = {a.x.step, a.out.step};
+    const Places<2> p = places(a.axes, steps, blockIdx.y);
+    const float *x = a.x.at + p.at[0];
+    const i64 mine = (i64)blockIdx.x * 256 + threadIdx.x;
+    const float value = mine < a.columns ? x[mine * a.step] : 0.0f;
+    i64 place = 0;
+    for (i64 start = 0; start < a.columns; start += 256) {
+        const i64 c = start + threadIdx.x;
+        if (c < a.columns) others[threadIdx.x] = x[c * a.step];
+        __syncthreads();
+        const int count = (int)min((i64)256, a.columns - start);
+        for (int i = 0; i < count; i++) {
+            const bool before = descending ? others[i] > value : others[i] < value;
+            place += before || (others[i] == value && start + i < mine);
+        }
+        __syncthreads();
+    }
+    if (mine < a.columns && place < a.kept) a.out.at[p.at[1] + place] = (i32)mine;
+}
