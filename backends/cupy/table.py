@@ -11,7 +11,17 @@ import numpy.typing as npt
 from ...graph.dtypes import DType
 from ...graph.spec import Spec
 from .driver import Source
-from .kernels import elementwise, gated_delta_net, indexer, moves, products, recurrences, rotary, rows, short_convolution
+from .kernels import (
+    elementwise,
+    gated_delta_net,
+    indexer,
+    moves,
+    products,
+    recurrences,
+    rotary,
+    rows,
+    short_convolution,
+)
 from .launches import Binding
 
 FAMILIES: tuple[ModuleType, ...] = (

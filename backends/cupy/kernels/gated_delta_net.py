@@ -23,7 +23,7 @@ FILLED = 264
 SHAPES: Mapping[int, tuple[tuple[int, int], ...]] = MappingProxyType(
     {16: ((4, 1),), 32: ((8, 1),), 64: ((8, 2), (8, 1)), 128: ((8, 2), (8, 1)), 256: ((16, 2),)}
 )
-"""By key size: lanes that share a row of a state, and rows that a lane holds; the second for few sequences and heads."""
+"""By key size: lanes that share a row of a state, and rows that a lane holds; the second pair for few heads."""
 PLAIN = (8, 1)
 """The same for operands that cannot be read 16 bytes at a time, and key sizes between those."""
 

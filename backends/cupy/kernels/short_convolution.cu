@@ -10,18 +10,18 @@ __device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
 struct Convolution {
     Rows x, out;  // [sequence, row, -, channel]
     const float *w;  // [channels, taps]
-    i64 tokens, channels, taps;
+    i64 w_channel, w_tap, tokens, channels, taps;
 };
 
 // out[t, c] = sum over j of w[c, j] x[t + j, c].
 __global__ void __launch_bounds__(THREADS) short_convolution(const __grid_constant__ Convolution a) {
     const i64 c = (i64)blockIdx.x * THREADS + threadIdx.x, first = (i64)blockIdx.y * RUN, n = blockIdx.z;
     if (c >= a.channels) return;
-    const float *x = a.x.row(n, first, 0) + c * a.x.element, *w = a.w + c * a.taps;
+    const float *x = a.x.row(n, first, 0) + c * a.x.element, *w = a.w + c * a.w_channel;
     float *out = a.out.row(n, first, 0) + c * a.out.element;
     const int count = (int)min((i64)RUN, a.tokens - first), taps = (int)a.taps;
     if (taps == 4) {
-        const float w0 = w[0], w1 = w[1], w2 = w[2], w3 = w[3];
+        const float w0 = w[0], w1 = w[a.w_tap], w2 = w[2 * a.w_tap], w3 = w[3 * a.w_tap];
         float x0 = x[0], x1 = x[a.x.token], x2 = x[2 * a.x.token];
 #pragma unroll 4
         for (int t = 0; t < count; t++) {
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(THREADS) short_convolution(const __grid_consta
     }
     for (int t = 0; t < count; t++) {
         float sum = 0;
-        for (int j = 0; j < taps; j++) sum = fmaf(w[j], x[(t + j) * a.x.token], sum);
+        for (int j = 0; j < taps; j++) sum = fmaf(w[j * a.w_tap], x[(t + j) * a.x.token], sum);
         out[t * a.out.token] = sum;
     }
 }

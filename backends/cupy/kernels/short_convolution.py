@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
 
-from ....graph.dtypes import DType
 from ...operands import Bound, Operand
 from ..driver import Source
 from ..launches import Binding, Launches, blocks, need
 from .elementwise import as_float
-from .states import RECURRENT, is_dense, rows
+from .states import RECURRENT, rows
 
 THREADS = 256
 RUN = 16
@@ -35,9 +34,8 @@ def _with_heads(x: Operand) -> Operand:
 
 def _ssm_conv(launches: Launches, call: Bound) -> None:
     x, w, out = as_float(launches, call.operand(0)), as_float(launches, call.operand(1)), call.out
-    need(is_dense(w), "weights of a convolution have to be dense")
     *leading, tokens, channels = out.shape
-    words = [*rows(_with_heads(x)), *rows(_with_heads(out)), w, tokens, channels, w.shape[-1]]
+    words = [*rows(_with_heads(x)), *rows(_with_heads(out)), w, *w.strides, tokens, channels, w.shape[-1]]
     grid = blocks(channels, THREADS), blocks(tokens, RUN), prod(leading)
     launches.add(CONVOLUTION["short_convolution"], grid, THREADS, words)
 

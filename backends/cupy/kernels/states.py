@@ -21,6 +21,8 @@ SHELTER_THREADS = 256
 
 def rows(x: Operand, inner: int = 3) -> list[Word]:
     """The fields of `Rows` for x [..., tokens, heads, elements], or without the last axis where `inner` is 2."""
+    if 0 in x.shape:
+        return [x, 0, 0, 0, 0]
     lead = len(x.shape) - inner
     steps = x.strides[lead:] if inner == 3 else (*x.strides[lead:], 0)
     return [x, _even(x.shape[:lead], x.strides[:lead]), *steps]
