@@ -67,11 +67,11 @@ class Problem:
 
 def problem(seed: int, size: int, key_heads: int, heads: int, tokens: int, batch: int = 1, **kind) -> Problem:
     """Data as ggml's tests draw it; options: `channels` (a decay per key channel), `permuted`, `values` (their size),
-    `gated` (the share of decays that are none, since with all of them nothing is left of a state), `hard` (keys almost
-    parallel, all written in full, no decay), and fields of `Problem`."""
+    `strong` (the share of decays as strong as ggml's; others leave something of a state for the next chunks), `hard`
+    (keys almost parallel, all written in full, no decay), and fields of `Problem`."""
     rng = np.random.default_rng(seed)
     channels, permuted = kind.pop("channels", False), kind.pop("permuted", False)
-    values, gated, hard = kind.pop("values", size), kind.pop("gated", 0.3), kind.pop("hard", False)
+    values, strong, hard = kind.pop("values", size), kind.pop("strong", 0.01), kind.pop("hard", False)
 
     def unit(*shape: int) -> np.ndarray:
         x = rng.uniform(-1, 1, shape)
@@ -84,7 +84,7 @@ def problem(seed: int, size: int, key_heads: int, heads: int, tokens: int, batch
         "g": rng.uniform(-20, -1e-4, (batch, tokens, heads, size if channels else 1)),
         "beta": rng.uniform(0, 1, (batch, tokens, heads)),
     }
-    drawn["g"] *= rng.random(drawn["g"].shape) < gated
+    drawn["g"] *= np.where(rng.random(drawn["g"].shape) < strong, 1, 0.01)
     if hard:
         keys = unit(batch, 1, key_heads, size) + 0.1 * drawn["k"]
         drawn["k"] = keys / np.linalg.norm(keys, axis=-1, keepdims=True)
