@@ -104,8 +104,8 @@ class Rule:
         def cut(x: Operand, inner: int = 3) -> Operand:
             return x.part(len(x.shape) - inner, start, count)
 
-        threes = {name: cut(getattr(self, name)) for name in ("q", "k", "v", "g", "out")}
-        return replace(self, **threes, beta=cut(self.beta, 2))
+        q, k, v, g, out = (cut(x) for x in (self.q, self.k, self.v, self.g, self.out))
+        return replace(self, q=q, k=k, v=v, g=g, out=out, beta=cut(self.beta, 2))
 
 
 def _has_quads(x: Operand) -> bool:
@@ -261,8 +261,8 @@ def _slice(rule: Rule) -> int:
 
 
 def _gated_delta_net(launches: Launches, call: Bound) -> None:
-    operands = [as_float(launches, call.operand(i)) for i in range(5)]
-    launch_rule(launches, call, Rule(*operands, call.out, call.attrs["heads"] == "tiled"), exact=True)
+    q, k, v, g, beta = (as_float(launches, call.operand(i)) for i in range(5))
+    launch_rule(launches, call, Rule(q, k, v, g, beta, call.out, call.attrs["heads"] == "tiled"), exact=True)
 
 
 def launch_rule(launches: Launches, call: Bound, rule: Rule, exact: bool) -> None:

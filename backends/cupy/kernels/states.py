@@ -98,7 +98,7 @@ def carry(launches: Launches, call: Bound, sequences: int, tokens: int, operand:
             launch_cast(launches, state, new)
         elif copies is not None and moved is not None:
             aside = copies, moved
-            words = [state, slots_in, state.shape[0], new, slots_out, new.shape[0]]
+            words: list[Word] = [state, slots_in, state.shape[0], new, slots_out, new.shape[0]]
             words += [copies, moved, sequences, snapshots, stored, size]
             launches.add(STATES["shelter"], sequences, SHELTER_THREADS, words)
     elif snapshots > stored:
