@@ -9,7 +9,7 @@ from ....graph.dtypes import DType
 from ...operands import Bound, Operand
 from ..axes import Axes, axes_of, expanded
 from ..driver import Source
-from ..launches import Binding, Launches, blocks, need
+from ..launches import Binding, Launches, Word, blocks, need
 from .elementwise import MOST_ELEMENTS, TYPES, as_float
 
 WEIGHTS = (DType.F32, DType.F16, DType.BF16)
@@ -46,7 +46,7 @@ def _mul_mat(launches: Launches, call: Bound) -> None:
     n = w.shape[-2]
     axes = grouped_axes(w, x, out)
     need(axes.count <= MOST_MATRICES, f"{axes.count} matrices are too many for one launch")
-    words = [m, n, k, *w.strides[-2:], *x.strides[-2:], *axes.words]
+    words: list[Word] = [m, n, k, *w.strides[-2:], *x.strides[-2:], *axes.words]
     words += [word for i, o in enumerate((w, x, out)) for word in axes.walk(i, o)]
     if m <= FEW:
         grid = (blocks(n, 4), blocks(m, ROWS), axes.count)
@@ -62,7 +62,7 @@ def _solve_tri(launches: Launches, call: Bound) -> None:
     axes = axes_of(out.shape[:-2], [matrix_heads(o) for o in (a, b, out)])
     count = axes.count * m
     need(count < MOST_ELEMENTS, f"{count} columns are too many for one launch")
-    words = [count, n, m, *a.strides[-2:], *b.strides[-2:], *axes.words]
+    words: list[Word] = [count, n, m, *a.strides[-2:], *b.strides[-2:], *axes.words]
     words += [word for i, o in enumerate((a, b, out)) for word in axes.walk(i, o)]
     launches.add(SOURCE["solve_triangular"], blocks(count, 64), 64, words)
 
