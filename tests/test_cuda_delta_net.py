@@ -258,25 +258,15 @@ def test_lanes_with_fewer_rows_give_the_same():
 # ---------------------------------------------------------------------------------------------------------- NVRTC
 
 
-def _resources(source, arch: str = "sm_90a"):
+def test_a_step_of_128_keys_spills_nothing_and_takes_at_most_80_registers():
+    """That nothing else spills, test_nvrtc.py says."""
     try:
         nvrtc.nvrtc()
     except BackendError as why:
         pytest.skip(str(why))
-    return nvrtc.compile(source, arch).resources
-
-
-def test_a_step_of_128_keys_spills_nothing_and_takes_at_most_80_registers():
-    for name, used in _resources(binding.STEPS[128]).items():
+    for name, used in nvrtc.compile(binding.STEPS[128], "sm_90a").resources.items():
         assert used.spilled == 0, name
         assert used.registers <= 80, name
-
-
-@pytest.mark.parametrize("chunk", binding.CHUNKS, ids=str)
-def test_a_scan_spills_nothing(chunk: binding.Chunk):
-    for source in (binding.SCAN[chunk], binding.PREPARE[chunk]):
-        for name, used in _resources(source).items():
-            assert used.spilled == 0, name
 
 
 def test_sizes_in_bytes_fit_a_block_of_a_device():

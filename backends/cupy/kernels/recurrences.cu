@@ -1,7 +1,7 @@
 // Recurrences with a matrix as state besides the gated delta net: selective state spaces, RWKV 6 and 7, gated linear
 // attention.  The state stays in registers for all tokens.
 
-constexpr int WARPS = 8;
+constexpr int WARPS = 8, COLUMN_WARPS = 16;
 
 __device__ __forceinline__ float softplus(float x) { return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))); }
 
@@ -84,46 +84,53 @@ struct ByKey {
     double scale;
 };
 
-// A lane has a column of the state, a warp every WARPS-th row; their sums meet in shared memory.
+// A lane has a column of the state, a warp every 16th row; their sums meet in shared memory.
 //     RWKV 6: y = (S + (bonus * k) v^T)^T q, S = decay * S + k v^T       attention: S = decay * S + k v^T, y = S^T q
 template <int EACH, bool BONUS>
-__global__ void __launch_bounds__(32 * WARPS) recurrence_by_key(const __grid_constant__ ByKey a) {
-    SHARED(sums, float[2][WARPS][32]);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+__global__ void __launch_bounds__(32 * COLUMN_WARPS) recurrence_by_key(const __grid_constant__ ByKey a) {
+    SHARED(sums, float[COLUMN_WARPS][32]);
+    SHARED(token, float[3][COLUMN_WARPS * EACH]);  // k, q, decay
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, keys = (int)a.key_size;
     const i64 n = blockIdx.z, h = blockIdx.y, column = (i64)blockIdx.x * 32 + lane;
     const i64 inside = (n * a.heads + h) * a.key_size * a.value_size + column;
     const bool is_there = column < a.value_size;
-    float S[EACH];
+    float S[EACH], bonus[EACH];
 #pragma unroll
     for (int j = 0; j < EACH; j++) {
-        const i64 i = WARPS * j + warp;
-        S[j] = is_there && i < a.key_size ? a.old[inside + i * a.value_size] : 0.0f;
+        const int i = COLUMN_WARPS * j + warp;
+        bonus[j] = BONUS && i < keys ? a.bonus[h * keys + i] : 0.0f;
+        S[j] = is_there && i < keys ? a.old[inside + i * a.value_size] : 0.0f;
     }
     for (i64 t = 0; t < a.tokens; t++) {
-        const float *k = a.k.row(n, t, h), *q = a.q.row(n, t, h), *decay = a.decay.row(n, t, h);
+        if ((int)threadIdx.x < keys) {
+            const int i = threadIdx.x;
+            token[0][i] = a.k.row(n, t, h)[i * a.k.element];
+            token[1][i] = a.q.row(n, t, h)[i * a.q.element];
+            token[2][i] = a.decay.row(n, t, h)[i * a.decay.element];
+        }
         const float v = is_there ? a.v.row(n, t, h)[column * a.v.element] : 0.0f;
         float y = 0;
+        __syncthreads();
 #pragma unroll
         for (int j = 0; j < EACH; j++) {
-            const i64 i = WARPS * j + warp;
-            if (i >= a.key_size) continue;
-            const float write = k[i * a.k.element] * v, before = S[j];
-            S[j] = fmaf(before, decay[i * a.decay.element], write);
-            y = fmaf(BONUS ? fmaf(a.bonus[h * a.key_size + i], write, before) : S[j], q[i * a.q.element], y);
+            const int i = COLUMN_WARPS * j + warp;
+            if (i >= keys) continue;
+            const float write = token[0][i] * v, before = S[j];
+            S[j] = fmaf(before, token[2][i], write);
+            y = fmaf(BONUS ? fmaf(bonus[j], write, before) : S[j], token[1][i], y);
         }
-        float(&room)[WARPS][32] = sums[t % 2];
-        room[warp][lane] = y;
-        __syncthreads();  // the other room is read by nobody any more when it is written again
+        sums[warp][lane] = y;
+        __syncthreads();
         if (warp == 0 && is_there) {
             y = 0;
 #pragma unroll
-            for (int w = 0; w < WARPS; w++) y += room[w][lane];
+            for (int w = 0; w < COLUMN_WARPS; w++) y += sums[w][lane];
             a.out.row(n, t, h)[column * a.out.element] = (float)a.scale * y;
         }
     }
 #pragma unroll
     for (int j = 0; j < EACH; j++) {
-        const i64 i = WARPS * j + warp;
-        if (is_there && i < a.key_size) a.kept[inside + i * a.value_size] = S[j];
+        const int i = COLUMN_WARPS * j + warp;
+        if (is_there && i < keys) a.kept[inside + i * a.value_size] = S[j];
     }
 }

@@ -13,9 +13,9 @@ from ..launches import Binding, Launches, Word, blocks, need
 from .elementwise import as_float
 from .states import RECURRENT, carry, is_dense, rows
 
-WARPS = 8
+WARPS, COLUMN_WARPS = 8, 16
 EACH = (1, 2, 4, 8)
-"""Elements of a state's row that a lane holds, or 4 times as many of a column."""
+"""Elements of a state's row that a lane holds, or half of those that it holds of a column."""
 
 
 def _name(kind: str, each: int, flag: bool) -> str:
@@ -27,7 +27,7 @@ def _source(kind: str, each: tuple[int, ...]) -> Source:
 
 
 BY_VALUE = _source("recurrence_by_value", EACH)
-BY_KEY = _source("recurrence_by_key", tuple(4 * n for n in EACH))
+BY_KEY = _source("recurrence_by_key", tuple(2 * n for n in EACH))
 
 
 def _each(size: int) -> int:
@@ -88,8 +88,8 @@ def _by_key(
     words = [word for x in (*walked, call.out) for word in rows(x)]
     words += [0 if bonus is None else bonus, state, new, tokens, heads, keys, values, scale]
     grid = blocks(values, 32), heads, prod(leading)
-    kernel = BY_KEY[_name("recurrence_by_key", 4 * _each(keys), bonus is not None)]
-    launches.add(kernel, grid, 32 * WARPS, words)
+    kernel = BY_KEY[_name("recurrence_by_key", 2 * _each(keys), bonus is not None)]
+    launches.add(kernel, grid, 32 * COLUMN_WARPS, words)
 
 
 BINDINGS: Mapping[str, Binding] = MappingProxyType(
