@@ -11,10 +11,30 @@ import numpy.typing as npt
 from ...graph.dtypes import DType
 from ...graph.spec import Spec
 from .driver import Source
-from .kernels import elementwise, indexer, moves, products, rotary, rows
+from .kernels import (
+    elementwise,
+    gated_delta_net,
+    indexer,
+    moves,
+    products,
+    recurrences,
+    rotary,
+    rows,
+    short_convolution,
+)
 from .launches import Binding
 
-FAMILIES: tuple[ModuleType, ...] = (elementwise, moves, products, rotary, rows, indexer)
+FAMILIES: tuple[ModuleType, ...] = (
+    elementwise,
+    moves,
+    products,
+    rotary,
+    rows,
+    indexer,
+    short_convolution,
+    gated_delta_net,
+    recurrences,
+)
 """Modules with ``BINDINGS``, how each op is bound, and ``SOURCES``, all they launch."""
 
 Packer = Callable[[npt.NDArray[np.uint8], Spec], npt.NDArray[np.uint8]]
