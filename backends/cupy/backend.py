@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Self
 
 import numpy as np
@@ -199,20 +199,19 @@ class Replay:
 
     def _meeting(self, i: Instruction, buffers: Sequence[Any], comm: Comm) -> list[Callable[[], object]]:
         """A collective through host memory: what goes out is copied there, what comes in from there."""
-        src = [None if t is None else self.driver.view(buffers[t.buffer], t) for t in i.src]
+        src: list[Any] = [None if t is None else self.driver.view(buffers[t.buffer], t) for t in i.src]
         dst = [self.driver.view(buffers[t.buffer], t) for t in i.dst]
-        there = [None if x is None else x if isinstance(x, np.ndarray) else np.array(x) for x in src]
-        here = [x if isinstance(x, np.ndarray) else np.array(x) for x in dst]
+        there, here = [None if x is None else _on_host(x) for x in src], [_on_host(x) for x in dst]
         scratch = np.empty(sum(t.spec.size for t in i.dst), np.float32)
-        calls: list[Callable[[], object]] = [lambda: self.driver.synchronise(self.on)]
-        for device, host in zip(src, there, strict=True):
-            if host is not device:
-                calls.append(lambda d=device, h=host: np.copyto(h, d))
-        calls += MEETINGS[i.op].bind(Call(there, here, i.attrs, scratch, comm))
-        for device, host in zip(dst, here, strict=True):
-            if host is not device:
-                calls.append(lambda d=device, h=host: d.__setitem__(..., h))
-        return calls
+        outgoing = [partial(np.copyto, h, d) for d, h in zip(src, there, strict=True) if h is not d and h is not None]
+        incoming = [partial(d.__setitem__, ..., h) for d, h in zip(dst, here, strict=True) if h is not d]
+        meet = MEETINGS[i.op].bind(Call(there, here, i.attrs, scratch, comm))
+        return [partial(self.driver.synchronise, self.on), *outgoing, *meet, *incoming]
+
+
+def _on_host(view: Any) -> Array:
+    """An array of host memory: the view itself, or a copy of it."""
+    return view if isinstance(view, np.ndarray) else np.array(view)
 
 
 def _awkward(shape: Sequence[int]) -> tuple[int, ...]:

@@ -109,7 +109,9 @@ def _lowered(program: ctypes.c_void_p, expression: str) -> str:
 
 
 _ENTRY = re.compile(
-    r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers([^\n]*)",
+    r"Compiling entry function '(\w+)'"
+    r".*?(\d+) bytes spill stores, (\d+) bytes spill loads"
+    r".*?Used (\d+) registers([^\n]*)",
     re.DOTALL,
 )
 _SHARED = re.compile(r"(\d+) bytes smem")

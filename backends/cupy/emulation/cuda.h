@@ -83,7 +83,7 @@ hocket_switch:
 .size hocket_switch,.-hocket_switch
 )");
 
-constexpr size_t PAGE = 4096, STACK = 64 << 10, MOST_THREADS = 1024, MOST_SHARED = 232448;
+constexpr size_t PAGE = 4096, STACK = 64 << 10, BELOW = 1 << 20, MOST_THREADS = 1024, MOST_SHARED = 232448;
 constexpr uint64_t CANARY = 0x5afe57acc0ffee00;
 
 struct Copy { void *to; const void *from; int bytes, group; };
@@ -151,7 +151,7 @@ template <class... Values> [[noreturn]] static void fail(const char *form, Value
 static bool is_near(const char *low, size_t bytes, const char *at) { return low && at >= low - PAGE && at < low + bytes + PAGE; }
 static void say_fault(const char *at) {
     const Worker &w = *worker;
-    if (is_near(w.stacks - 15 * PAGE, w.stack_count * STACK, at)) return note(FAILED, "needs more than 64 KiB of local memory");
+    if (is_near(w.stacks - BELOW, BELOW, at)) return note(FAILED, "needs more than 64 KiB of local memory");
     if (is_near(w.shared, w.shared_bytes, at)) return note(FAILED, "touches shared memory outside of its %zu bytes", w.shared_bytes);
     for (auto &d : w.declared)
         if (is_near(d.first, d.second, at)) return note(FAILED, "touches shared memory outside of its %zu bytes", d.second);
@@ -317,10 +317,11 @@ static void prepare(Worker &w, const Launch &l) {
     w.arguments = l.arguments;
     w.failed = false;
     if (w.stack_count < w.threads) {
-        if (w.stacks) munmap(w.stacks, w.stack_count * STACK);
+        if (w.stacks) munmap(w.stacks - BELOW, BELOW + w.stack_count * STACK);
         const int how = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-        w.stacks = (char *)mmap(nullptr, w.threads * STACK, PROT_READ | PROT_WRITE, how, -1, 0);
-        if (w.stacks == MAP_FAILED) abort();
+        w.stacks = (char *)mmap(nullptr, BELOW + w.threads * STACK, PROT_READ | PROT_WRITE, how, -1, 0) + BELOW;
+        if (w.stacks - BELOW == MAP_FAILED) abort();
+        mprotect(w.stacks - BELOW, BELOW, PROT_NONE);
         w.stack_count = w.threads;
     }
     if (w.shared == nullptr || w.shared_bytes != (size_t)l.shared_bytes) {

@@ -101,8 +101,7 @@ class _Step:
         source = launch.kernel.source
         self.call = library(source)[f"launch_{source.names.index(launch.kernel.name)}"]
         self.call.restype = None
-        small = [s for s in launch.spans if s.high - s.low < WHOLE]
-        self.places = places(Launch(launch.kernel, *([(1, 1, 1)] * 2), 0, (), tuple(small), 0))
+        self.places = places([s for s in launch.spans if s.high - s.low < WHOLE])
         self.words = np.array(moved(launch, self.places), np.uint64)
         threads = int(np.prod(launch.grid)) * int(np.prod(launch.block))
         self.shape = _Launch(launch.grid, launch.block, launch.shared_bytes, len(self.words))

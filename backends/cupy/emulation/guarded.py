@@ -68,10 +68,10 @@ class Place:
         ctypes.memmove(self.low, self.seen, self.high - self.low)
 
 
-def places(launch: Launch) -> list[Place]:
+def places(spans: Sequence[Span]) -> list[Place]:
     """Memory of its own for each operand of a launch, those that overlap together."""
     merged: list[list[int]] = []
-    for span in sorted(launch.spans, key=lambda s: s.low):
+    for span in sorted(spans, key=lambda s: s.low):
         if merged and span.low < merged[-1][1]:
             merged[-1][1] = max(merged[-1][1], span.high)
         elif span.high > span.low:

@@ -16,6 +16,13 @@ __device__ __forceinline__ float hardsigmoid(float x) { return fminf(fmaxf((x + 
 // NaN stays NaN, which fminf and fmaxf would drop.
 __device__ __forceinline__ float clipped(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
 
+__device__ __forceinline__ float clamped_gate(float x, float alpha, float limit) {
+    const float gate = fminf(x, limit);
+    return gate * logistic(alpha * gate);
+}
+
+// Each under the name of its op; of a gated unit x is the gate, and y is multiplied by it.
+namespace function {
 #define UNARY(name, result)                                                      \
     struct name {                                                                \
         static __device__ __forceinline__ float of(float x, const Numbers &n) { \
@@ -23,34 +30,34 @@ __device__ __forceinline__ float clipped(float x, float low, float high) { retur
         }                                                                        \
     };
 UNARY(neg, -x)
-UNARY(abs_, fabsf(x))
+UNARY(abs, fabsf(x))
 UNARY(sgn, x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x)
 UNARY(step, x > 0.0f ? 1.0f : 0.0f)
-UNARY(sqr, x *x)
-UNARY(sqrt_, sqrtf(x))
-UNARY(log_, logf(x))
-UNARY(exp_, expf(x))
-UNARY(expm1_, expm1f(x))
-UNARY(sin_, sinf(x))
-UNARY(cos_, cosf(x))
-UNARY(tanh_, tanhf(x))
-UNARY(floor_, floorf(x))
-UNARY(ceil_, ceilf(x))
-UNARY(round_, roundf(x))
-UNARY(trunc_, truncf(x))
-UNARY(sigmoid_, logistic(x))
-UNARY(silu_, silu(x))
+UNARY(sqr, x * x)
+UNARY(sqrt, sqrtf(x))
+UNARY(log, logf(x))
+UNARY(exp, expf(x))
+UNARY(expm1, expm1f(x))
+UNARY(sin, sinf(x))
+UNARY(cos, cosf(x))
+UNARY(tanh, tanhf(x))
+UNARY(floor, floorf(x))
+UNARY(ceil, ceilf(x))
+UNARY(round, roundf(x))
+UNARY(trunc, truncf(x))
+UNARY(sigmoid, logistic(x))
+UNARY(silu, ::silu(x))
 UNARY(softplus, fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))))
 UNARY(relu, x < 0.0f ? 0.0f : x)
-UNARY(leaky_relu, x > 0.0f ? x : (float)n.a *x)
+UNARY(leaky_relu, x > 0.0f ? x : (float)n.a * x)
 UNARY(elu, x > 0.0f ? x : expm1f(x))
-UNARY(xielu, (x > 0.0f ? (float)n.b *x *x : (float)n.a * (expm1f(fminf(x, (float)n.d)) - x)) + (float)n.c *x)
-UNARY(gelu_, gelu(x))
-UNARY(gelu_erf_, gelu_erf(x))
-UNARY(gelu_quick_, gelu_quick(x))
-UNARY(hardsigmoid_, hardsigmoid(x))
-UNARY(hardswish, x *hardsigmoid(x))
-UNARY(scale, x *(float)n.a + (float)n.b)
+UNARY(xielu, (x > 0.0f ? (float)n.b * x * x : (float)n.a * (expm1f(fminf(x, (float)n.d)) - x)) + (float)n.c * x)
+UNARY(gelu, ::gelu(x))
+UNARY(gelu_erf, ::gelu_erf(x))
+UNARY(gelu_quick, ::gelu_quick(x))
+UNARY(hardsigmoid, ::hardsigmoid(x))
+UNARY(hardswish, x * ::hardsigmoid(x))
+UNARY(scale, x * (float)n.a + (float)n.b)
 UNARY(clamp, clipped(x, (float)n.a, (float)n.b))
 UNARY(fill, (float)n.a)
 
@@ -60,22 +67,18 @@ UNARY(fill, (float)n.a)
             return result;                                                                 \
         }                                                                                  \
     };
-// A gated unit: x is the gate, y is multiplied by it.
-__device__ __forceinline__ float clamped_gate(float x, float alpha, float limit) {
-    const float gate = fminf(x, limit);
-    return gate * logistic(alpha * gate);
-}
 BINARY(add, x + y)
 BINARY(sub, x - y)
-BINARY(mul, x *y)
-BINARY(div_, x / y)
+BINARY(mul, x * y)
+BINARY(div, x / y)
 BINARY(reglu, (x < 0.0f ? 0.0f : x) * y)
-BINARY(geglu, gelu(x) * y)
-BINARY(geglu_erf, gelu_erf(x) * y)
-BINARY(geglu_quick, gelu_quick(x) * y)
-BINARY(swiglu, silu(x) * y)
+BINARY(geglu, ::gelu(x) * y)
+BINARY(geglu_erf, ::gelu_erf(x) * y)
+BINARY(geglu_quick, ::gelu_quick(x) * y)
+BINARY(swiglu, ::silu(x) * y)
 BINARY(swiglu_oai, clamped_gate(x, (float)n.a, (float)n.b) * (clipped(y, -(float)n.b, (float)n.b) + 1.0f))
 BINARY(swiglu_clamp, clamped_gate(x, 1.0f, (float)n.b) * clipped(y, -(float)n.b, (float)n.b))
+}  // namespace function
 
 // -------------------------------------------------------------------------------------------------- kernels
 

@@ -34,10 +34,13 @@ def _clamped(call: Bound) -> Sequence[float]:
 
 
 _NOTHING = _attributes()
-_PLAIN = "neg abs sgn step sqr sqrt log exp expm1 sin cos tanh floor ceil round trunc sigmoid silu softplus relu elu"
-_PLAIN += " gelu gelu_erf gelu_quick hardsigmoid hardswish"
+_PLAIN = (
+    *("neg", "abs", "sgn", "step", "sqr", "sqrt", "log", "exp", "expm1", "sin", "cos", "tanh"),
+    *("floor", "ceil", "round", "trunc", "sigmoid", "silu", "softplus", "relu", "elu"),
+    *("gelu", "gelu_erf", "gelu_quick", "hardsigmoid", "hardswish"),
+)
 UNARY: Mapping[str, Numbers] = {
-    **dict.fromkeys(_PLAIN.split(), _NOTHING),
+    **dict.fromkeys(_PLAIN, _NOTHING),
     "leaky_relu": _attributes("negative_slope"),
     "xielu": _xielu,
     "scale": _attributes("scale", "bias"),
@@ -45,19 +48,10 @@ UNARY: Mapping[str, Numbers] = {
     "fill": _attributes("value"),
 }
 BINARY: Mapping[str, Numbers] = {
-    **dict.fromkeys(["add", "sub", "mul", "div", "reglu", "geglu", "geglu_erf", "geglu_quick", "swiglu"], _NOTHING),
+    **dict.fromkeys(("add", "sub", "mul", "div", "reglu", "geglu", "geglu_erf", "geglu_quick", "swiglu"), _NOTHING),
     "swiglu_oai": _clamped,
     "swiglu_clamp": _clamped,
 }
-_TAKEN = set(["abs", "sqrt", "log", "exp", "expm1", "sin", "cos", "tanh", "floor", "ceil", "round", "trunc"]) | {"div"}
-_TAKEN |= set(["sigmoid", "silu", "gelu", "gelu_erf", "gelu_quick", "hardsigmoid"])
-
-
-def _functor(op: str) -> str:
-    """Its name in C++, where some names of ops are functions."""
-    return f"{op}_" if op in _TAKEN else op
-
-
 TYPES = {
     DType.F32: "float",
     DType.F16: "half_bits",
@@ -72,7 +66,7 @@ ROUNDING = {DType.F16: 1, DType.BF16: 2}
 
 MAPS = Source(
     "elementwise.cu",
-    (*(f"unary<{_functor(n)}>" for n in UNARY), *(f"binary<{_functor(n)}>" for n in BINARY)),
+    (*(f"unary<function::{n}>" for n in UNARY), *(f"binary<function::{n}>" for n in BINARY)),
 )
 CASTS = Source("elementwise.cu", tuple(f"cast<{TYPES[s]}, {TYPES[t]}>" for s in TYPES for t in TARGETS))
 SOURCES = (MAPS, CASTS)
@@ -112,14 +106,14 @@ def _padded(numbers: Sequence[float]) -> list[float]:
 
 def launch_unary(launches: Launches, op: str, x: Operand, out: Operand, numbers: Sequence[float] = ()) -> None:
     source = as_float(launches, x)
-    launch_map(launches, MAPS[f"unary<{_functor(op)}>"], [source], out, _padded(numbers))
+    launch_map(launches, MAPS[f"unary<function::{op}>"], [source], out, _padded(numbers))
 
 
 def launch_binary(
     launches: Launches, op: str, x: Operand, y: Operand, out: Operand, numbers: Sequence[float] = ()
 ) -> None:
     sources = [as_float(launches, x), as_float(launches, y)]
-    launch_map(launches, MAPS[f"binary<{_functor(op)}>"], sources, out, _padded(numbers))
+    launch_map(launches, MAPS[f"binary<function::{op}>"], sources, out, _padded(numbers))
 
 
 def _unary(numbers: Numbers) -> Binding:

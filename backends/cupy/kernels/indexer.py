@@ -49,7 +49,15 @@ def _indexer(launches: Launches, call: Bound) -> None:
     axes = axes_of(out.shape[:-1], walked)
     count = axes.count * keys
     need(count < MOST_ELEMENTS, f"a result of {count} elements is too large for one launch")
-    words = [count, *q.shape[-2:], keys, *q.strides[-2:], *k.strides[-2:], weights.strides[-1], mask.strides[-1]]
+    words: list[Word] = [
+        count,
+        *q.shape[-2:],
+        keys,
+        *q.strides[-2:],
+        *k.strides[-2:],
+        weights.strides[-1],
+        mask.strides[-1],
+    ]
     words += [*axes.words, *(w for i, o in enumerate((q, k, weights, mask, out)) for w in axes.walk(i, o))]
     launches.add(SOURCE["lightning_indexer"], blocks(count, 4), 128, words)
 
@@ -58,7 +66,15 @@ def _comb(launches: Launches, call: Bound) -> None:
     mixes, scale, base = (as_float(launches, call.operand(i)) for i in range(3))
     axes = axes_of(mixes.shape[:-1], [row_heads(mixes), without(call.out, -1, -2)])
     turns, eps = int(number(call.attrs, "n_iter")), float(number(call.attrs, "eps"))
-    words = [axes.count, call.out.shape[-1], turns, mixes.strides[-1], base.strides[-1], scale.strides[-1], eps]
+    words: list[Word] = [
+        axes.count,
+        call.out.shape[-1],
+        turns,
+        mixes.strides[-1],
+        base.strides[-1],
+        scale.strides[-1],
+        eps,
+    ]
     words += [*axes.words, *axes.walk(0, mixes), *axes.walk(1, call.out), scale, base]
     launches.add(SOURCE["hyper_comb"], blocks(axes.count, 64), 64, words)
 
@@ -69,7 +85,7 @@ def _pre(launches: Launches, call: Bound) -> None:
     per_stream = without(weights, -2) if gated else repeated(row_heads(weights), -1)
     axes = axes_of(out.shape, [without(x, -2), per_stream, out])
     need(axes.count < MOST_ELEMENTS, f"a result of {axes.count} elements is too large for one launch")
-    words = [axes.count, x.shape[-2], gated, x.strides[-2], weights.strides[-2 if gated else -1]]
+    words: list[Word] = [axes.count, x.shape[-2], gated, x.strides[-2], weights.strides[-2 if gated else -1]]
     words += [float(number(call.attrs, "scale")), *axes.words]
     words += [w for i, o in enumerate((x, weights, out)) for w in axes.walk(i, o)]
     launches.add(SOURCE["hyper_pre"], blocks(axes.count, THREADS), THREADS, words)
@@ -101,7 +117,14 @@ def _causal_mask(launches: Launches, call: Bound) -> None:
     need(positions.dtype is DType.I32, f"positions of type {positions.dtype} are missing")
     axes, count = axes_of(positions.shape, [positions]), math.prod(out.shape)
     need(count < MOST_ELEMENTS, f"a result of {count} elements is too large for one launch")
-    words = [count, out.shape[-1], int(number(call.attrs, "window")), *axes.words, *axes.walk(0, positions), out]
+    words: list[Word] = [
+        count,
+        out.shape[-1],
+        int(number(call.attrs, "window")),
+        *axes.words,
+        *axes.walk(0, positions),
+        out,
+    ]
     launches.add(SOURCE["causal_mask"], blocks(count, THREADS), THREADS, words)
 
 

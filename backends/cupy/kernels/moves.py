@@ -14,7 +14,7 @@ from ....ops.views import ints_of
 from ...operands import Bound, Operand
 from ..axes import axes_of, expanded, row_heads
 from ..driver import Source
-from ..launches import Binding, Launches, blocks, need
+from ..launches import Binding, Launches, Word, blocks, need
 from .elementwise import MOST_ELEMENTS, THREADS, TYPES, as_float, launch_binary, launch_cast, launch_map
 
 BITS = {1: "u8", 2: "u16", 4: "u32", 8: "u64"}
@@ -65,7 +65,7 @@ def _launch_shifted(launches: Launches, x: Operand, out: Operand, shifts: Sequen
     count, rank = math.prod(out.shape), len(out.shape)
     need(count < MOST_ELEMENTS, f"a result of {count} elements is too large for one launch")
     filled = [(*values, *([1] * (5 - rank))) for values in (out.shape, x.shape, shifts, x.strides)]
-    words = [count, rank, how, *(word for values in filled for word in values), x, out]
+    words: list[Word] = [count, rank, how, *(word for values in filled for word in values), x, out]
     launches.add(SOURCE[f"shifted<{_bits(x)}>"], blocks(count, THREADS), THREADS, words)
 
 
@@ -126,7 +126,7 @@ def _get_rows(launches: Launches, call: Bound) -> None:
     *leading, rows, columns = table.shape
     heads = _with_axes(table, (*leading, 1), (*table.strides[:-2], 0))
     axes = axes_of(ids.shape, [heads, ids, row_heads(out)])
-    words = [rows, columns, *table.strides[-2:], *axes.words, *axes.walk(0, table), *axes.walk(1, ids)]
+    words: list[Word] = [rows, columns, *table.strides[-2:], *axes.words, *axes.walk(0, table), *axes.walk(1, ids)]
     words += [*axes.walk(2, out), *launches.fault(f"id {{value}} names no row of its table, which has {rows}")]
     kernel = SOURCE[f"gather<{TYPES[table.dtype]}, {IDS[ids.dtype]}>"]
     launches.add(kernel, axes.count, _row_threads(columns), words)
@@ -145,7 +145,14 @@ def _set_rows(launches: Launches, call: Bound) -> None:
     table = _with_axes(out, (*out.shape[:-2], 1), (*out.strides[:-2], 0))
     shape, (table_of, ids_of, rows_of) = expanded(heads.shape, [table, ids, heads], divides=1)
     axes = axes_of(shape, [table_of, ids_of, rows_of])
-    words = [out.shape[-2], out.shape[-1], out.strides[-2], rows.strides[-1], *axes.words, *axes.walk(0, out)]
+    words: list[Word] = [
+        out.shape[-2],
+        out.shape[-1],
+        out.strides[-2],
+        rows.strides[-1],
+        *axes.words,
+        *axes.walk(0, out),
+    ]
     words += [*axes.walk(1, ids), *axes.walk(2, rows)]
     words += launches.fault(f"id {{value}} names no row of its table, which has {out.shape[-2]}")
     launches.add(SOURCE[f"scatter<{IDS[ids.dtype]}>"], axes.count, _row_threads(out.shape[-1]), words)
@@ -157,7 +164,7 @@ def _add_id(launches: Launches, call: Bound) -> None:
     first, total = (int(np.asarray(call.attrs[name])) for name in ("first", "total"))
     axes = axes_of(ids.shape, [row_heads(x), ids, row_heads(out)])
     own, columns = table.shape
-    words = [first, own, total or own, columns, x.strides[-1], *table.strides, *axes.words]
+    words: list[Word] = [first, own, total or own, columns, x.strides[-1], *table.strides, *axes.words]
     words += [*axes.walk(0, x), *axes.walk(1, ids), *axes.walk(2, out), table]
     words += launches.fault(f"id {{value}} is none of {total or own} experts")
     launches.add(SOURCE["add_rows"], axes.count, _row_threads(columns), words)
@@ -173,7 +180,16 @@ def _launch_band(launches: Launches, x: Operand, out: Operand, low: int, high: i
     x = as_float(launches, x)
     axes = axes_of(out.shape, [x, out])
     need(axes.count < MOST_ELEMENTS, f"a result of {axes.count} elements is too large for one launch")
-    words = [axes.count, *out.shape[-2:], low, high, float(other), *axes.words, *axes.walk(0, x), *axes.walk(1, out)]
+    words: list[Word] = [
+        axes.count,
+        *out.shape[-2:],
+        low,
+        high,
+        float(other),
+        *axes.words,
+        *axes.walk(0, x),
+        *axes.walk(1, out),
+    ]
     launches.add(SOURCE["band"], blocks(axes.count, THREADS), THREADS, words)
 
 

@@ -10,7 +10,7 @@ from ....graph.dtypes import DType
 from ...operands import Bound, Operand
 from ..axes import Axes, axes_of, expanded
 from ..driver import Source
-from ..launches import Binding, Launches, blocks, need
+from ..launches import Binding, Launches, Word, blocks, need
 from .elementwise import MOST_ELEMENTS, THREADS, TYPES, as_float
 
 WEIGHTS = (DType.F32, DType.F16, DType.BF16)
@@ -47,7 +47,7 @@ def _mul_mat(launches: Launches, call: Bound) -> None:
     n = w.shape[-2]
     axes = grouped_axes(w, x, out)
     need(axes.count <= MOST_MATRICES, f"{axes.count} matrices are too many for one launch")
-    words = [m, n, k, *w.strides[-2:], *x.strides[-2:], *axes.words]
+    words: list[Word] = [m, n, k, *w.strides[-2:], *x.strides[-2:], *axes.words]
     words += [word for i, o in enumerate((w, x, out)) for word in axes.walk(i, o)]
     if m <= FEW:
         grid = (blocks(n, 4), blocks(m, ROWS), axes.count)
@@ -63,7 +63,7 @@ def _solve_tri(launches: Launches, call: Bound) -> None:
     axes = axes_of(out.shape[:-2], [matrix_heads(o) for o in (a, b, out)])
     count = axes.count * m
     need(count < MOST_ELEMENTS, f"{count} columns are too many for one launch")
-    words = [count, n, m, *a.strides[-2:], *b.strides[-2:], *axes.words]
+    words: list[Word] = [count, n, m, *a.strides[-2:], *b.strides[-2:], *axes.words]
     words += [word for i, o in enumerate((a, b, out)) for word in axes.walk(i, o)]
     launches.add(SOURCE["solve_triangular"], blocks(count, 64), 64, words)
 
@@ -73,7 +73,7 @@ def _ssm_conv(launches: Launches, call: Bound) -> None:
     tokens, channels = out.shape[-2:]
     axes, count = axes_of(out.shape[:-2], [matrix_heads(x), matrix_heads(out)]), math.prod(out.shape)
     need(count < MOST_ELEMENTS, f"a result of {count} elements is too large for one launch")
-    words = [count, tokens, channels, w.shape[-1], *x.strides[-2:], *w.strides, *axes.words]
+    words: list[Word] = [count, tokens, channels, w.shape[-1], *x.strides[-2:], *w.strides, *axes.words]
     words += [*axes.walk(0, x), w, *axes.walk(1, out)]
     launches.add(SOURCE["convolution"], blocks(count, THREADS), THREADS, words)
 

@@ -16,7 +16,7 @@ from ....ops.views import ints_of
 from ...operands import Bound, Operand
 from ..axes import axes_of, row_heads
 from ..driver import Source
-from ..launches import Binding, Launches, blocks, need
+from ..launches import Binding, Launches, Word, blocks, need
 from .elementwise import MOST_ELEMENTS, THREADS, as_float
 from .moves import launch_copy
 
@@ -64,7 +64,15 @@ def _launch(
     axes = axes_of(x.shape[:-1], [row_heads(x), row_heads(out), of_rows])
     count = axes.count * pairs
     need(count < MOST_ELEMENTS, f"{count} pairs are too many for one launch")
-    words = [count, pairs, offset, 2 if neighbours else 1, 1 if neighbours else pairs, x.strides[-1], out.strides[-1]]
+    words: list[Word] = [
+        count,
+        pairs,
+        offset,
+        2 if neighbours else 1,
+        1 if neighbours else pairs,
+        x.strides[-1],
+        out.strides[-1],
+    ]
     words += [position_step, magnitude, launches.constant(inverse), launches.constant(plane)]
     words += [0, 0] if factors is None else [factors, factors.strides[-1]]
     words += [*axes.words, *axes.walk(0, x), *axes.walk(1, out), *axes.walk(2, call.operand(1))]
@@ -88,7 +96,7 @@ def _timesteps(launches: Launches, call: Bound) -> None:
     axes = axes_of(x.shape, [x])
     count = axes.count * width
     need(count < MOST_ELEMENTS, f"a result of {count} elements is too large for one launch")
-    words = [count, width, half, launches.constant(inverse), *axes.words, *axes.walk(0, x), call.out]
+    words: list[Word] = [count, width, half, launches.constant(inverse), *axes.words, *axes.walk(0, x), call.out]
     launches.add(SOURCE["timesteps"], blocks(count, THREADS), THREADS, words)
 
 

@@ -44,7 +44,7 @@ def _rows(x: Operand, out: Operand) -> Axes:
 def _launch(launches: Launches, kernel: Kernel, x: Operand, out: Operand, value: float, threads: int = 0) -> None:
     """A kernel over `Rows`."""
     axes = _rows(x, out)
-    words = [x.shape[-1], x.strides[-1], *axes.words, *axes.walk(0, x), *axes.walk(1, out), float(value)]
+    words: list[Word] = [x.shape[-1], x.strides[-1], *axes.words, *axes.walk(0, x), *axes.walk(1, out), float(value)]
     launches.add(kernel, axes.count, threads or row_threads(x.shape[-1]), words)
 
 
@@ -158,7 +158,7 @@ def _count_equal(launches: Launches, call: Bound) -> None:
 def _argmax(launches: Launches, call: Bound) -> None:
     x, out = as_float(launches, call.operand(0)), call.out
     axes = axes_of(x.shape[:-1], [row_heads(x), out])
-    words = [x.shape[-1], x.strides[-1], 1, *axes.words, *axes.walk(0, x), *axes.walk(1, out)]
+    words: list[Word] = [x.shape[-1], x.strides[-1], 1, *axes.words, *axes.walk(0, x), *axes.walk(1, out)]
     launches.add(SOURCE["argmax"], axes.count, row_threads(x.shape[-1]), words)
 
 
@@ -171,7 +171,7 @@ def _launch_sort(launches: Launches, x: Operand, out: Operand, descending: bool,
         source = _relaid(x, start * columns, (rows, columns), contiguous_strides((rows, columns)))
         target = _relaid(out, start * kept, (rows, kept), contiguous_strides((rows, kept)))
         axes = _rows(source, target)
-        words = [columns, 1, kept, *axes.words, *axes.walk(0, source), *axes.walk(1, target)]
+        words: list[Word] = [columns, 1, kept, *axes.words, *axes.walk(0, source), *axes.walk(1, target)]
         kernel = SOURCE[f"argsort<{'true' if descending else 'false'}>"]
         launches.add(kernel, (blocks(columns, SORTED), rows), SORTED, words)
 
