@@ -1,7 +1,7 @@
 // Few rows: key by key, each key by some lanes of a warp.
 
 // Four columns from `c` of a row of `n`; vectors where rows are dense and aligned.
-template <bool dense> __device__ __forceinline__ float4 four(const float *row, i64 step, i64 c, i64 n) {
+template <bool dense> __device__ __forceinline__ float4 four(const float *row, i64 step, int c, int n) {
     if (dense) return c < n ? *(const float4 *)(row + c) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     float x[4];
 #pragma unroll
@@ -15,41 +15,48 @@ __device__ __forceinline__ float dot(float4 x, float4 y, float sum) {
 // `lanes` lanes share a key, of which each holds `k4` fours of columns, and `v4` of a value; k4 is 0 for any size.  Blocks
 // are splits; row groups, key heads and, where values are wider than `lanes` hold, runs of columns; batches.
 template <int lanes, int k4, int v4, int rows, bool dense>
-__global__ void __launch_bounds__(THREADS) attend_few(const __grid_constant__ Args a) {
+__global__ void __launch_bounds__(THREADS, 1) attend_few(const __grid_constant__ Args a) {
     constexpr int at_once = 32 / lanes, unroll = rows * v4 >= 32 ? 1 : 2, step = at_once * unroll, columns = 4 * lanes * v4;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, mine = 4 * (lane % lanes), sub = lane / lanes;
-    const i64 row_groups = (a.tokens * a.shared + rows - 1) / rows, first_row = blockIdx.y % row_groups * rows;
-    const i64 group = blockIdx.y / row_groups % a.groups, first_column = blockIdx.y / row_groups / a.groups * columns;
-    const i64 batch = blockIdx.z, split = blockIdx.x;
+    const int row_groups = ((int)(a.tokens * a.shared) + rows - 1) / rows, first_row = blockIdx.y % row_groups * rows;
+    const int group = blockIdx.y / row_groups % (int)a.groups, first_column = blockIdx.y / row_groups / (int)a.groups * columns;
+    const int batch = blockIdx.z, split = blockIdx.x, size = (int)a.size, width = (int)a.width, key_count = (int)a.keys;
     const float *keys = a.k.at + batch * a.k.batch + group * a.k.head;
     const float *values = a.v.at + batch * a.v.batch + group * a.v.head;
+    const float scale = (float)a.scale, cap = (float)a.cap;
 
     SHARED(queries, float[rows][k4 ? 4 * lanes * k4 : 4]);
-    const float *query[rows], *mask[rows];
-    float slope[rows], top[rows], sum[rows];
+    SHARED(query, const float *[rows]);
+    SHARED(biases, Bias[rows]);
+    if (threadIdx.x < rows) {
+        const Row row = row_of(a, batch, group, first_row + threadIdx.x);
+        query[threadIdx.x] = query_of(a, batch, row);
+        biases[threadIdx.x] = bias_of(a, batch, row);
+    }
+    __syncthreads();
+    if (k4) {
+        for (int i = threadIdx.x; i < rows * 4 * lanes * k4; i += THREADS) {
+            const int r = i / (4 * lanes * max(k4, 1)), c = i % (4 * lanes * max(k4, 1));
+            queries[r][c] = c < size ? query[r][c * a.q.column] : 0.0f;
+        }
+        __syncthreads();
+    }
+    float top[rows], sum[rows];
     float4 acc[rows][v4];
 #pragma unroll
     for (int r = 0; r < rows; r++) {
-        const Row row = row_of(a, batch, group, first_row + r);
-        query[r] = a.q.at + batch * a.q.batch + row.token * a.q.row + row.head * a.q.head;
-        mask[r] = mask_of(a, batch, row);
-        slope[r] = slope_of(a, row);
         top[r] = LOWEST, sum[r] = 0.0f;
 #pragma unroll
         for (int c = 0; c < v4; c++) acc[r][c] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (k4)
-            for (int c = threadIdx.x; c < 4 * lanes * k4; c += THREADS)
-                queries[r][c] = c < a.size ? query[r][c * a.q.column] : 0.0f;
     }
-    __syncthreads();
 
-    const i64 fours = k4 ? k4 : (a.size + 4 * lanes - 1) / (4 * lanes);
-    for (i64 first = 32 * (WARPS * split + warp); first < a.keys; first += 32 * WARPS * a.splits) {
+    const int fours = k4 ? k4 : (size + 4 * lanes - 1) / (4 * lanes);
+    for (int first = 32 * (WARPS * split + warp); first < key_count; first += 32 * WARPS * (int)a.splits) {
         float bias[rows];  // of key `lane`
         bool sees = false;
 #pragma unroll
         for (int r = 0; r < rows; r++) {
-            bias[r] = bias_of(a, mask[r], slope[r], first + lane);
+            bias[r] = bias_at(a, biases[r], first + lane);
             sees |= bias[r] != -INFINITY;
         }
         const u32 seen = __ballot_sync(ALL_LANES, sees);
@@ -60,21 +67,21 @@ __global__ void __launch_bounds__(THREADS) attend_few(const __grid_constant__ Ar
             float score[unroll][rows] = {};
 #pragma unroll
             for (int u = 0; u < unroll; u++) {
-                const i64 which = min(first + s + u * at_once + sub, a.keys - 1);
+                const i64 which = min(first + s + u * at_once + sub, key_count - 1);
                 key[u] = keys + which * a.k.row;
 #pragma unroll
                 for (int c = 0; c < v4; c++)
-                    value[u][c] = four<dense>(values + which * a.v.row, a.v.column, first_column + mine + 4 * lanes * c, a.width);
+                    value[u][c] = four<dense>(values + which * a.v.row, a.v.column, first_column + mine + 4 * lanes * c, width);
             }
-#pragma unroll
-            for (i64 c = 0; c < fours; c++) {
-                const i64 at = mine + 4 * lanes * c;
+#pragma unroll(k4 == 0 ? 1 : rows == 8 ? 2 : 8)
+            for (int c = 0; c < fours; c++) {
+                const int at = mine + 4 * lanes * c;
                 float4 k[unroll];
 #pragma unroll
-                for (int u = 0; u < unroll; u++) k[u] = four<dense>(key[u], a.k.column, at, a.size);
+                for (int u = 0; u < unroll; u++) k[u] = four<dense>(key[u], a.k.column, at, size);
 #pragma unroll
                 for (int r = 0; r < rows; r++) {
-                    const float4 q = k4 ? *(const float4 *)&queries[r][at] : four<false>(query[r], a.q.column, at, a.size);
+                    const float4 q = k4 ? *(const float4 *)&queries[r][at] : four<false>(query[r], a.q.column, at, size);
 #pragma unroll
                     for (int u = 0; u < unroll; u++) score[u][r] = dot(q, k[u], score[u][r]);
                 }
@@ -87,7 +94,9 @@ __global__ void __launch_bounds__(THREADS) attend_few(const __grid_constant__ Ar
 #pragma unroll
                     for (int by = lanes / 2; by > 0; by >>= 1) score[u][r] += __shfl_xor_sync(ALL_LANES, score[u][r], by);
                     const float extra = __shfl_sync(ALL_LANES, bias[r], s + u * at_once + sub);
-                    score[u][r] = capped(a, score[u][r] * (float)a.scale) + extra;
+                    score[u][r] *= scale;
+                    if (cap > 0.0f) score[u][r] = cap * tanhf(score[u][r]);
+                    score[u][r] += extra;
                     high = fmaxf(high, score[u][r]);
                 }
                 if (high > top[r]) {
@@ -142,30 +151,12 @@ __global__ void __launch_bounds__(THREADS) attend_few(const __grid_constant__ Ar
         for (int w = 0; w < WARPS; w++) part[w] = grown(states[w].x - all), total += part[w] * states[w].y;
         const float share = a.splits > 1 ? 1.0f : share_of(a, row.head, all, total);
         float *target = target_of(a, batch, row, split);
-        for (int c = threadIdx.x; row.real && c < columns && first_column + c < a.width; c += THREADS) {
+        for (int c = threadIdx.x; row.real && c < columns && first_column + c < width; c += THREADS) {
             float x = 0.0f;
             for (int w = 0; w < WARPS; w++) x = fmaf(part[w], sums[w][c], x);
             target[first_column + c] = x * share;
         }
         if (row.real && a.splits > 1 && threadIdx.x == 0 && first_column == 0) keep_state(a, row, split, all, total);
         __syncthreads();
-    }
-}
-
-// A block for each row of the result.
-__global__ void __launch_bounds__(THREADS) attention_combine(const __grid_constant__ Args a) {
-    const i64 heads = a.groups * a.shared, number = blockIdx.x, head = number % heads, token = number / heads % a.tokens;
-    const i64 batch = number / heads / a.tokens;
-    const float *state = a.state + 2 * number * a.splits, *sums = a.sums + number * a.splits * a.width;
-    float top = LOWEST, total = 0.0f;
-    for (i64 s = 0; s < a.splits; s++) top = fmaxf(top, state[2 * s]);
-    for (i64 s = 0; s < a.splits; s++) total += grown(state[2 * s] - top) * state[2 * s + 1];
-    const float share = share_of(a, head, top, total);
-    float *out = a.out.at + batch * a.out.batch + token * a.out.row + head * a.out.head;
-    for (i64 c = threadIdx.x; c < a.width; c += THREADS) {
-        float x = 0.0f;
-#pragma unroll 4
-        for (i64 s = 0; s < a.splits; s++) x = fmaf(grown(state[2 * s] - top), sums[s * a.width + c], x);
-        out[c] = x * share;
     }
 }
