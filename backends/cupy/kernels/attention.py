@@ -23,6 +23,8 @@ MANY = 64
 BLOCKS, MOST_SPLITS = 512, 64
 """Blocks that keep any device busy, to which keys are shared out among splits, and the most of these."""
 MOST_GRID = 65535
+MOST_WIDTH = 512
+"""Columns of values that a block of few rows adds up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,9 @@ class Few:
     def rows(self) -> tuple[int, ...]:
         """How many may be taken together."""
         return (1, 2, 4, 8) if self.values * self.lanes <= 64 else (1, 2, 4)
+
+    def together(self, rows: int) -> int:
+        return next((r for r in self.rows if r >= rows), self.rows[-1])
 
     def name(self, rows: int) -> str:
         return f"attend_few<{self.lanes}, {self.keys}, {self.values}, {rows}, {str(self.keys > 0).lower()}>"
@@ -121,6 +126,8 @@ def _attention(launches: Launches, call: Bound) -> None:
     mask, sinks = (None if (o := call.optional(i)) is None else as_float(launches, o) for i in (3, 4))
     one_mask = call.attrs["mask_heads"] == "one"
     *leading, tokens, heads, size = q.shape
+    if 0 in call.out.shape:
+        return
     keys, groups, width = v.shape[-3:]
     shape = Shape(
         math.prod(leading),
@@ -189,7 +196,7 @@ def _steps(x: Operand) -> list[int]:
 def _in_vectors(x: Operand, columns: int) -> bool:
     """Whether so many columns of any row can be loaded together."""
     *steps, last = _steps(x)
-    return last in (0, 1) and x.shape[-1] % columns == 0 and x.address % 16 == 0 and all(s % 4 == 0 for s in steps)
+    return last == 1 and x.shape[-1] % columns == 0 and x.address % 16 == 0 and all(s % 4 == 0 for s in steps)
 
 
 class _Attention:
@@ -226,30 +233,24 @@ class _Attention:
 
     def _combine(self, batch: Operands, words: list[Word], splits: int) -> None:
         if splits > 1:
-            count = len(batch[4].shape) and batch[4].shape[0] * self.shape.tokens * self.shape.heads
+            count = batch[4].shape[0] * self.shape.tokens * self.shape.heads
             self.launches.add(AROUND["attention_combine"], count, THREADS, words)
 
     def _few(self, operands: Operands, leading: Sequence[int]) -> None:
         s = self.shape
         kind = next((f for f in FEW if f.takes(s.size, s.width)), ANY)
-        rows = next((r for r in kind.rows if r >= s.rows), kind.rows[-1])
-        row_blocks = blocks(s.rows, rows)
-        splits = s.splits(row_blocks, 32 * WARPS)
+        splits = s.splits(blocks(s.rows, kind.together(s.rows)), 32 * WARPS)
         sums = self._sums(splits)
         for batch in _batches(leading, operands):
             _, k, v, _, out = batch
-            dense = kind is not ANY and _in_vectors(k, 4) and _in_vectors(v, 4)
-            kernel = self._few_kernel(kind if dense else ANY, rows)
-            columns = blocks(s.width, 512)
+            used = kind if _in_vectors(k, 4) and _in_vectors(v, 4) else ANY
+            rows = used.together(s.rows)
             words = self._words(batch, splits, sums)
-            grid = (splits, row_blocks * s.groups * columns, out.shape[0])
-            need(max(grid[1:]) <= MOST_GRID, f"{grid[1]} rows of queries in {grid[2]} batches are too many for a grid")
-            self.launches.add(kernel, grid, THREADS, words)
+            row_blocks = blocks(s.rows, rows) * s.groups * blocks(s.width, MOST_WIDTH)
+            need(max(row_blocks, out.shape[0]) <= MOST_GRID, f"{s.rows} rows of {out.shape[0]} batches are too many")
+            source = ANY_SOURCE if used is ANY else FEW[used]
+            self.launches.add(source[used.name(rows)], (splits, row_blocks, out.shape[0]), THREADS, words)
             self._combine(batch, words, splits)
-
-    @staticmethod
-    def _few_kernel(kind: Few, rows: int) -> Kernel:
-        return (ANY_SOURCE if kind is ANY else FEW[kind])[kind.name(rows)]
 
     def _tiles(self, kind: Tiled, operands: Operands, leading: Sequence[int]) -> None:
         s, launches = self.shape, self.launches
@@ -274,7 +275,7 @@ class _Attention:
                 launches.add(AROUND["attention_seen"], (tiles, row_tiles, masks), THREADS, words)
             grid = (row_tiles, out.shape[0] * s.groups, splits)
             launches.add(TILED[kind][kind.name], grid, THREADS, words, shared_bytes=kind.shared_bytes)
-            self._combine(batch, words[: -11], splits)
+            self._combine(batch, words[:-11], splits)
 
     def _seen_steps(self, mask: Operand, tiles: int) -> list[int]:
         """From batch to batch, and from key head to key head, as far as masks differ."""
