@@ -81,7 +81,12 @@ ANY = Few(32, 0, 4)
 ANY_SOURCE = ANY.source()
 TILED = {
     t: t.source()
-    for t in (Tiled(64, 64, 64, True), Tiled(128, 128, 64, True), Tiled(192, 128, 32, False), Tiled(256, 256, 16, False))
+    for t in (
+        Tiled(64, 64, 64, True),
+        Tiled(128, 128, 64, True),
+        Tiled(192, 128, 32, False),
+        Tiled(256, 256, 16, False),
+    )
 }
 _AROUND = ("attention_seen", "attention_split", "attention_combine")
 AROUND = Source("attention_around.cu", _AROUND, before=("attention.cuh",))
@@ -178,9 +183,7 @@ def _batches(leading: Sequence[int], operands: Operands) -> Iterator[Operands]:
 
 def _batch(x: Operand, count: int, step: int, skipped: int) -> Operand:
     t, skipped = x.tensor, 4 * skipped
-    tensor = replace(
-        t, offset=t.offset + skipped, shape=(count, *t.shape[-3:]), strides=(step, *t.strides[-3:])
-    )
+    tensor = replace(t, offset=t.offset + skipped, shape=(count, *t.shape[-3:]), strides=(step, *t.strides[-3:]))
     return replace(x, address=x.address + skipped, tensor=tensor)
 
 
@@ -267,15 +270,24 @@ class _Attention:
             need(max(row_tiles, tiles) <= MOST_GRID, f"{s.rows} rows or {s.keys} keys are too many for a grid")
             for x, n, half, unit in zip((k, v), (kind.size, kind.width), halves, units, strict=True):
                 self._split(x, n, kind.tile, half, unit)
-            words = self._words(batch, splits, sums) + [*halves, *units]
+            words = self._words(batch, splits, sums)
             step = [0, 0] if mask is None else self._seen_steps(mask, row_tiles * tiles)
-            words += [seen if seen is not None else 0, *step, tiles, kind.tile, _in_vectors(q, 8)]
+            with_tiles = [
+                *words,
+                *halves,
+                *units,
+                0 if seen is None else seen,
+                *step,
+                tiles,
+                kind.tile,
+                _in_vectors(q, 8),
+            ]
             if mask is not None:
                 masks = (out.shape[0] if step[0] else 1) * (s.groups if step[1] else 1)
-                launches.add(AROUND["attention_seen"], (tiles, row_tiles, masks), THREADS, words)
+                launches.add(AROUND["attention_seen"], (tiles, row_tiles, masks), THREADS, with_tiles)
             grid = (row_tiles, out.shape[0] * s.groups, splits)
-            launches.add(TILED[kind][kind.name], grid, THREADS, words, shared_bytes=kind.shared_bytes)
-            self._combine(batch, words[:-11], splits)
+            launches.add(TILED[kind][kind.name], grid, THREADS, with_tiles, shared_bytes=kind.shared_bytes)
+            self._combine(batch, words, splits)
 
     def _seen_steps(self, mask: Operand, tiles: int) -> list[int]:
         """From batch to batch, and from key head to key head, as far as masks differ."""

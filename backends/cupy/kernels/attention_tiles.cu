@@ -1,5 +1,7 @@
 // Many rows: tiles of them and of keys meet on tensor cores, as halves.
 
+constexpr float LEAST = 0x1p-100f;  // unit of weights
+
 // Sum of three products of a tile of A, high and low, with two tiles of B beside each other.
 __device__ __forceinline__ void multiply(float *d, float *e, const u32 *high, const u32 *low, const u32 *h, const u32 *l) {
     mma_f16(d, high, l), mma_f16(e, high, l + 2);
@@ -64,7 +66,8 @@ __global__ void __launch_bounds__(THREADS) attend_tiles(const __grid_constant__ 
     SHARED(biases, Bias[ROWS]);
     if (threadIdx.x < ROWS) biases[threadIdx.x] = bias_of(a, batch, row_of(a, batch, group, rows * ROWS + threadIdx.x));
 
-    float acc[E / 8][4] = {}, top[2] = {LOWEST, LOWEST}, sum[2] = {0.0f, 0.0f}, run = 0x1p-100f;  // acc is in units of run / 2^14
+    float acc[E / 8][4] = {}, top[2] = {LOWEST, LOWEST}, sum[2] = {0.0f, 0.0f};
+    float run[2] = {LEAST, LEAST};  // a power of two: acc is in units of run / 2^14
     int tile = next_tile(seen, number, splits, tiles);
     if (tile < tiles) copy_tile(k, keys + (i64)tile * 2 * KEYS * D, 2 * KEYS * D);
     cp_async_commit();
@@ -112,28 +115,17 @@ __global__ void __launch_bounds__(THREADS) attend_tiles(const __grid_constant__ 
                 for (int i = 0; i < KEYS / 4; i++)
                     s[i / 2][2 * r + i % 2] += bias_at(a, bias, first + 8 * (i / 2) + 2 * t + i % 2);
             }
-        float high[2] = {top[0], top[1]}, most = run;
+        float high[2] = {top[0], top[1]}, fade[2], most[2];
 #pragma unroll
-        for (int n = 0; n < KEYS / 8; n++) {
+        for (int n = 0; n < KEYS / 8; n++)
             high[0] = fmaxf(high[0], fmaxf(s[n][0], s[n][1])), high[1] = fmaxf(high[1], fmaxf(s[n][2], s[n][3]));
-            const float2 u = *(const float2 *)(v_units + first + 8 * n + 2 * t);
-            most = fmaxf(most, fmaxf(u.x, u.y));
-        }
-#pragma unroll
-        for (int by = 1; by < 4; by <<= 1) {
-            high[0] = fmaxf(high[0], __shfl_xor_sync(ALL_LANES, high[0], by));
-            high[1] = fmaxf(high[1], __shfl_xor_sync(ALL_LANES, high[1], by));
-            most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, by));
-        }
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const float fade = grown(top[r] - high[r]), turned = fade * (run / most);
-            top[r] = high[r], sum[r] *= fade;
-#pragma unroll
-            for (int e = 0; e < E / 8; e++) acc[e][2 * r] *= turned, acc[e][2 * r + 1] *= turned;
+            for (int by = 1; by < 4; by <<= 1) high[r] = fmaxf(high[r], __shfl_xor_sync(ALL_LANES, high[r], by));
+            fade[r] = grown(top[r] - high[r]);
+            top[r] = high[r], sum[r] *= fade[r];
+            most[r] = fmaxf(run[r] * fade[r], LEAST);
         }
-        run = most;
-        const float down = 16384.0f / run;
 #pragma unroll
         for (int n = 0; n < KEYS / 8; n++) {
             const float2 u = *(const float2 *)(v_units + first + 8 * n + 2 * t);
@@ -141,8 +133,21 @@ __global__ void __launch_bounds__(THREADS) attend_tiles(const __grid_constant__ 
             for (int i = 0; i < 4; i++) {
                 const float p = grown(s[n][i] - top[i / 2]);
                 sum[i / 2] += p;
-                s[n][i] = p * ((i % 2 ? u.y : u.x) * down);
+                s[n][i] = p * (i % 2 ? u.y : u.x);
+                most[i / 2] = fmaxf(most[i / 2], s[n][i]);
             }
+        }
+        // Weights as halves: the largest, times the unit of its value, becomes 2^14 or more.
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            for (int by = 1; by < 4; by <<= 1) most[r] = fmaxf(most[r], __shfl_xor_sync(ALL_LANES, most[r], by));
+            most[r] = __uint_as_float(__float_as_uint(most[r]) & 0xff800000u);
+            const float turned = fade[r] * (run[r] / most[r]), up = 16384.0f / most[r];
+            run[r] = most[r];
+#pragma unroll
+            for (int e = 0; e < E / 8; e++) acc[e][2 * r] *= turned, acc[e][2 * r + 1] *= turned;
+#pragma unroll
+            for (int n = 0; n < KEYS / 8; n++) s[n][2 * r] *= up, s[n][2 * r + 1] *= up;
         }
         cp_async_wait<1>();
         __syncthreads();
@@ -170,7 +175,7 @@ __global__ void __launch_bounds__(THREADS) attend_tiles(const __grid_constant__ 
     for (int r = 0; r < 2; r++) {
         for (int by = 1; by < 4; by <<= 1) sum[r] += __shfl_xor_sync(ALL_LANES, sum[r], by);
         const Row row = row_of(a, batch, group, rows * ROWS + 16 * warp + g + 8 * r);
-        const float share = (splits > 1 ? 1.0f : share_of(a, row.head, top[r], sum[r])) * (run / 16384.0f);
+        const float share = (splits > 1 ? 1.0f : share_of(a, row.head, top[r], sum[r])) * (run[r] / 16384.0f);
         float *target = target_of(a, batch, row, number);
         if (!row.real) continue;
 #pragma unroll
