@@ -24,6 +24,8 @@ from .launches import Launches, NoKernelError
 from .table import BINDINGS, PACKED
 
 HALVES = (DType.F16, DType.BF16)
+FIXED = ("weight", "constant")
+"""Leaves that `load` fills."""
 FAULT_BYTES = 16
 
 
@@ -92,7 +94,7 @@ class DriverBackend:
 
     def stored(self, spec: Spec, kind: str = "value") -> Spec:
         keeps = spec.dtype in PACKED or spec.dtype in HALVES
-        if spec.dtype.is_integer or (kind == "weight" and len(spec.shape) >= 2 and keeps):
+        if spec.dtype.is_integer or (kind in FIXED and len(spec.shape) >= 2 and keeps):
             return spec
         return Spec(spec.shape, DType.F32)
 
@@ -133,6 +135,7 @@ class Replay:
     def __init__(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm, driver: Driver) -> None:
         self.program, self.on, self.driver = program, on, driver
         self._memory: list[Any] = list(buffers)  # launches know addresses only
+        self._constants: dict[bytes, int] = {}
         self._fault = self._keep(np.zeros(FAULT_BYTES // 8, np.int64))
         self._bound = Launches(self._keep_at, fault_at=driver.address(self._fault))
         self._calls: list[tuple[int, Callable[[], object]]] = []
@@ -175,7 +178,11 @@ class Replay:
         return buffer
 
     def _keep_at(self, array: Array) -> int:
-        return self.driver.address(self._keep(array))
+        """The address of a constant, of which there is one however many instructions have it."""
+        key = array.tobytes()
+        if key not in self._constants:
+            self._constants[key] = self.driver.address(self._keep(array))
+        return self._constants[key]
 
     def _close(self) -> None:
         """Record what was bound since the last meeting."""

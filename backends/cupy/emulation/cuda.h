@@ -74,23 +74,27 @@ extern "C" void hocket_switch(void **save, void *go_on);
 asm(R"(
 .text
 .weak hocket_switch
+.hidden hocket_switch
 .type hocket_switch,@function
 hocket_switch:
   pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15
   movq %rsp,(%rdi)
   movq %rsi,%rsp
   popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp
-  ret
+  popq %rdx
+  jmp *%rdx
 .size hocket_switch,.-hocket_switch
 )");
 
 constexpr size_t PAGE = 4096, STACK = 64 << 10, BELOW = 1 << 20, MOST_THREADS = 1024, MOST_SHARED = 232448;
 constexpr uint64_t CANARY = 0x5afe57acc0ffee00;
 
+struct Worker;
 struct Copy { void *to; const void *from; int bytes, group; };
 struct Thread {
     dim3 index;
-    int number, warp, lane, stack;
+    Worker *worker;
+    int warp, lane, stack;
     void *stack_pointer;
     const unsigned *generation;  // waits while this is
     unsigned since;              // equal to that; null if it does not wait
@@ -107,7 +111,7 @@ struct Warp { Meeting meetings[32]; };  // by the lowest lane of the mask
 
 struct Worker {  // one operating-system thread, and the block it runs
     dim3 grid, shape, block;
-    unsigned threads, live, next, arrived, generation;
+    unsigned threads, live, next, arrived, generation, stacks_used;
     int line;
     uint64_t serial;  // of the block, over all launches
     void (*enter)(const void *, const void *);
@@ -123,48 +127,48 @@ struct Worker {  // one operating-system thread, and the block it runs
     std::vector<std::pair<char *, size_t>> declared;  // shared memory of declarations
 };
 
-static thread_local Worker *worker = nullptr;  // null while no kernel runs
-static thread_local Thread *current = nullptr;
+static thread_local Thread *current = nullptr;  // null while no kernel runs
 
 // ---------------------------------------------------------------------------------------------------- errors
 
-static inline void leave() { hocket_switch(&current->stack_pointer, worker->scheduler); }
+static inline void leave(Thread *me) { hocket_switch(&me->stack_pointer, me->worker->scheduler); }
 
 static void note(int status, const char *form, ...) {
-    Report &r = *worker->report;
+    Worker &w = *current->worker;
+    Report &r = *w.report;
     r.status = status;
-    const dim3 &b = worker->block, &t = current->index;
+    const dim3 &b = w.block, &t = current->index;
     const unsigned at[6] = {b.x, b.y, b.z, t.x, t.y, t.z};
     for (int i = 0; i < 3; i++) r.block[i] = at[i], r.thread[i] = at[3 + i];
     va_list values;
     va_start(values, form);
     vsnprintf(r.text, sizeof r.text, form, values);
     va_end(values);
-    worker->failed = true;
+    w.failed = true;
 }
 // Say what is wrong and give up the block; the fibers are left as they are.
 template <class... Values> [[noreturn]] static void fail(const char *form, Values... values) {
     note(FAILED, form, values...);
-    leave();
+    leave(current);
     __builtin_unreachable();
 }
 
 static bool is_near(const char *low, size_t bytes, const char *at) { return low && at >= low - PAGE && at < low + bytes + PAGE; }
 static void say_fault(const char *at) {
-    const Worker &w = *worker;
+    const Worker &w = *current->worker;
     if (is_near(w.stacks - BELOW, BELOW, at)) return note(FAILED, "needs more than 64 KiB of local memory");
     if (is_near(w.shared, w.shared_bytes, at)) return note(FAILED, "touches shared memory outside of its %zu bytes", w.shared_bytes);
     for (auto &d : w.declared)
         if (is_near(d.first, d.second, at)) return note(FAILED, "touches shared memory outside of its %zu bytes", d.second);
     note(FAULT, "touches memory that is not its own");
-    worker->report->address = (uint64_t)at;
+    w.report->address = (uint64_t)at;
 }
 
 constexpr int SIGNALS[] = {SIGSEGV, SIGFPE, SIGILL};
 static struct sigaction earlier[3];
 
 static void on_signal(int number, siginfo_t *info, void *context) {
-    if (worker == nullptr) {  // not a kernel: whoever was there before us
+    if (current == nullptr) {  // not a kernel: whoever was there before us
         const struct sigaction &e = earlier[number == SIGSEGV ? 0 : number == SIGFPE ? 1 : 2];
         if (e.sa_flags & SA_SIGINFO) return e.sa_sigaction(number, info, context);
         if (e.sa_handler != SIG_DFL && e.sa_handler != SIG_IGN) return e.sa_handler(number);
@@ -177,8 +181,8 @@ static void on_signal(int number, siginfo_t *info, void *context) {
     else say_fault((const char *)info->si_addr);
     // Go on at `leave`, from the top of this fiber's stack, of which nothing is needed any more.
     auto &registers = ((ucontext_t *)context)->uc_mcontext.gregs;
-    registers[REG_RSP] = (greg_t)(worker->stacks + (current->stack + 1) * STACK - 256 - 8);
-    registers[REG_RIP] = (greg_t)(void (*)())[] { leave(); };
+    registers[REG_RSP] = (greg_t)(current->worker->stacks + (current->stack + 1) * STACK - 256 - 8);
+    registers[REG_RIP] = (greg_t)(void (*)())[] { leave(current); };
 }
 static void catch_faults() {
     static bool caught = [] {
@@ -205,23 +209,26 @@ static inline void wait(const unsigned *generation, unsigned since) {
     Thread *me = current;
     me->generation = generation;
     me->since = since;
-    leave();
+    leave(me);
 }
 // Runs threads that have not begun, until one waits: then this stack is that thread's.
 static void carry() {
+    Worker &w = *current->worker;
     for (;;) {
-        Worker &w = *worker;
         if (w.next == w.threads) {
             w.idle.push_back(current->stack);
-            leave();
+            leave(current);
         }
         Thread &t = w.all[w.order[w.next++]];
         t.stack = current->stack;
+        t.generation = nullptr;
+        t.done = false;
+        t.group = 0;
         current = &t;
         w.enter(w.kernel, w.arguments);
-        if (!current->copies.empty()) fail("ends with copies to shared memory in flight; wait for them");
-        current->done = true;
-        worker->live--;
+        if (!t.copies.empty()) fail("ends with copies to shared memory in flight; wait for them");
+        t.done = true;
+        w.live--;
     }
 }
 static void say_deadlock(Worker &w) {
@@ -235,19 +242,21 @@ static void say_deadlock(Worker &w) {
     note(FAILED, "deadlock: of %u threads %u wait at a barrier (line %d), %u in a warp operation (%s), %u have ended", w.threads,
          at_barrier, at_barrier ? w.line : 0, w.live - at_barrier, w.live > at_barrier ? what : "none", ended);
 }
-static void check_stack(Worker &w, const Thread &t) {
-    if (*(uint64_t *)(w.stacks + t.stack * STACK) != CANARY && !w.failed) note(FAILED, "needs more than 64 KiB of local memory");
+static void check_stacks(Worker &w) {
+    for (unsigned i = 0; i < w.stacks_used && !w.failed; i++)
+        if (*(uint64_t *)(w.stacks + i * STACK) != CANARY) note(FAILED, "needs more than 64 KiB of local memory");
 }
 static void start(Worker &w, int stack) {
-    void **top = (void **)(w.stacks + (stack + 1) * STACK) - 1;
+    const size_t apart = stack % 61 * 64;  // or all of them would meet in the same lines of the cache
+    void **top = (void **)(w.stacks + (stack + 1) * STACK - apart) - 1;
     *--top = (void *)carry;  // begins with the stack as after a call
     top -= 6;
     *(uint64_t *)(w.stacks + stack * STACK) = CANARY;
-    static thread_local Thread nobody;
+    Thread nobody = {};
+    nobody.worker = &w;
     nobody.stack = stack;
     current = &nobody;
     hocket_switch(&w.scheduler, top);
-    check_stack(w, *current);
 }
 static inline uint64_t random_from(uint64_t &state) {  // SplitMix64
     uint64_t z = (state += 0x9e3779b97f4a7c15);
@@ -260,26 +269,16 @@ static void shuffle(std::vector<int> &order, uint64_t &state) {
 }
 static void run_block(Worker &w, int64_t order) {
     uint64_t random = order * 1000003 + w.block.x + 7919 * w.block.y + 104729 * w.block.z;
-    for (unsigned i = 0; i < w.threads; i++) {
-        Thread &t = w.all[i];
-        t.generation = nullptr;
-        t.done = false;
-        t.group = 0;
-        t.copies.clear();
-        w.order[i] = order == 1 ? w.threads - 1 - i : i;
-    }
     if (order > 1) shuffle(w.order, random);
-    for (auto &warp : w.warps)
-        for (auto &m : warp.meetings) m.mask = m.arrived = m.generation = 0;
     w.live = w.threads;
-    w.next = w.arrived = w.generation = 0;
+    w.next = w.arrived = w.generation = w.stacks_used = 0;
     w.hasty = order == 1;
     w.serial++;
-    memset(w.shared, 0xff, w.shared_bytes);
     w.idle.clear();
-    for (int i = w.stack_count; i-- > 0;) w.idle.push_back(i);
+    memset(w.shared, 0xff, w.shared_bytes);
     while (w.next < w.threads && !w.failed) {
-        int stack = w.idle.back();
+        if (w.idle.empty()) w.idle.push_back(w.stacks_used++);
+        const int stack = w.idle.back();
         w.idle.pop_back();
         start(w, stack);
     }
@@ -293,13 +292,13 @@ static void run_block(Worker &w, int64_t order) {
                 any = again = true;
                 current = &t;
                 hocket_switch(&w.scheduler, t.stack_pointer);
-                check_stack(w, t);
                 if (w.failed) return;
             }
             if (w.hasty && n % 32 == 31 && std::exchange(again, false)) n -= 32;  // this warp goes on
         }
         if (!any) say_deadlock(w);
     }
+    check_stacks(w);
 }
 
 // Memory that ends where nothing may be touched.
@@ -335,10 +334,12 @@ static void prepare(Worker &w, const Launch &l) {
     }
     w.all.resize(w.threads);
     w.order.resize(w.threads);
-    w.warps.resize((w.threads + 31) / 32);
+    w.warps.assign((w.threads + 31) / 32, {});
     for (unsigned i = 0; i < w.threads; i++) {
         Thread &t = w.all[i];
-        t.number = i;
+        t.worker = &w;
+        t.copies.clear();
+        w.order[i] = l.order == 1 ? w.threads - 1 - i : i;
         t.warp = i / 32;
         t.lane = i % 32;
         t.index = {i % w.shape.x, i / w.shape.x % w.shape.y, i / (w.shape.x * w.shape.y)};
@@ -369,9 +370,8 @@ static void run_grid(void (*enter)(const void *, const void *), const void *kern
             if (__atomic_load_n(&stop, __ATOMIC_RELAXED)) continue;
             const int64_t i = l.order == 1 ? blocks - 1 - n : n;
             mine.block = {unsigned(i % l.grid[0]), unsigned(i / l.grid[0] % l.grid[1]), unsigned(i / (l.grid[0] * l.grid[1]))};
-            worker = &mine;
             run_block(mine, l.order);
-            worker = nullptr;
+            current = nullptr;
             if (mine.failed && !__atomic_exchange_n(&stop, true, __ATOMIC_RELAXED)) report = own;
         }
     }
@@ -390,7 +390,7 @@ template <class Arguments> void launch(void (*kernel)(Arguments), const Launch &
 // -------------------------------------------------------------------------------------- barriers and warps
 
 static inline void barrier(int line) {
-    Worker &w = *worker;
+    Worker &w = *current->worker;
     if (w.arrived == 0) w.line = line;
     else if (w.line != line) fail("threads of one block meet at the barriers of lines %d and %d", w.line, line);
     const unsigned since = w.generation;
@@ -401,7 +401,7 @@ static inline void barrier(int line) {
 template <class Act> inline void meet(const char *what, unsigned mask, void *brought, Act act) {
     Thread *me = current;
     if (!(mask >> me->lane & 1)) fail("%s with the mask %08x, in which lane %d is not", what, mask, me->lane);
-    Meeting &m = worker->warps[me->warp].meetings[__builtin_ctz(mask)];
+    Meeting &m = me->worker->warps[me->warp].meetings[__builtin_ctz(mask)];
     if (m.arrived && m.mask != mask) fail("%s with the masks %08x and %08x", what, m.mask, mask);
     if (m.arrived && m.what != what) fail("%s meets %s", what, m.what);
     m.mask = mask;
@@ -446,13 +446,14 @@ template <class T> struct Shared {  // of one declaration and operating-system t
     char *memory;
     uint64_t serial;
     T &get() {
-        if (serial != worker->serial) {
+        Worker &w = *current->worker;
+        if (serial != w.serial) {
             if (memory == nullptr) {
                 memory = guarded(sizeof(T));
-                worker->declared.push_back({memory, sizeof(T)});
+                w.declared.push_back({memory, sizeof(T)});
             }
             memset(memory, 0xff, sizeof(T));
-            serial = worker->serial;
+            serial = w.serial;
         }
         return *(T *)memory;
     }
@@ -477,11 +478,13 @@ static inline void wait_for_copies(int pending) {
     copies.resize(kept);
 }
 // Fragments as the PTX manual draws them: g = lane / 4, t = lane % 4.
+typedef float Eight __attribute__((vector_size(32)));
 struct Product { float *d; const unsigned *a, *b; };
 template <class Number> inline void multiply_16_8_16(float *d, const unsigned *a, const unsigned *b, Number number) {
     Product mine{d, a, b};
     meet("mma", ~0u, &mine, [number](void **all) {
-        float A[16][16], B[16][8];
+        float A[16][16];
+        Eight B[16];
         for (int lane = 0; lane < 32; lane++) {
             auto *x = (Product *)all[lane];
             const int g = lane / 4, t = lane % 4;
@@ -490,16 +493,11 @@ template <class Number> inline void multiply_16_8_16(float *d, const unsigned *a
             for (int r = 0; r < 2; r++)
                 for (int e = 0; e < 2; e++) B[2 * t + e + 8 * r][g] = number(x->b[r] >> (16 * e) & 0xffff);
         }
-        for (int lane = 0; lane < 32; lane++) {
-            auto *x = (Product *)all[lane];
-            const int g = lane / 4, t = lane % 4;
-            for (int r = 0; r < 4; r++) {
-                const int i = g + 8 * (r >> 1), j = 2 * t + (r & 1);
-                float sum = 0;
-                for (int k = 0; k < 16; k++) sum += A[i][k] * B[k][j];
-                x->d[r] += sum;
-            }
-        }
+        Eight sum[16] = {};
+        for (int i = 0; i < 16; i++)
+            for (int k = 0; k < 16; k++) sum[i] += A[i][k] * B[k];
+        for (int lane = 0; lane < 32; lane++)
+            for (int r = 0; r < 4; r++) ((Product *)all[lane])->d[r] += sum[lane / 4 + 8 * (r >> 1)][2 * (lane % 4) + (r & 1)];
     });
 }
 // The same of signed bytes: m16n8k32, whose sums are integers.
@@ -549,9 +547,9 @@ static inline void load_matrices(unsigned *got, const void *row, bool transposed
 // ----------------------------------------------------------------------------------------- CUDA's own names
 
 #define threadIdx (emulation::current->index)
-#define blockIdx (emulation::worker->block)
-#define blockDim (emulation::worker->shape)
-#define gridDim (emulation::worker->grid)
+#define blockIdx (emulation::current->worker->block)
+#define blockDim (emulation::current->worker->shape)
+#define gridDim (emulation::current->worker->grid)
 #define __syncthreads() emulation::barrier(__LINE__)
 constexpr int warpSize = 32;
 
