@@ -12,6 +12,7 @@ from ...graph.dtypes import DType
 from ...graph.spec import Spec
 from .driver import Source
 from .kernels import (
+    attention,
     elementwise,
     gated_delta_net,
     indexer,
@@ -34,6 +35,7 @@ FAMILIES: tuple[ModuleType, ...] = (
     short_convolution,
     gated_delta_net,
     recurrences,
+    attention,
 )
 """Modules with ``BINDINGS``, how each op is bound, and ``SOURCES``, all they launch."""
 
