@@ -21,9 +21,12 @@ from ..numpy.kernel import Call
 from ..operands import Bound, Operand
 from .driver import Driver, LaunchError
 from .launches import Launches, NoKernelError
-from .table import BINDINGS, PACKED
+from .packing import PACKINGS, pack, padded
+from .table import BINDINGS
 
 HALVES = (DType.F16, DType.BF16)
+ROUNDED = frozenset(("mul_mat", "mul_mat_id"))
+"""Ops whose activations are rounded to 8 bits, in blocks of 32, where their weight is packed."""
 FAULT_BYTES = 16
 
 
@@ -91,10 +94,16 @@ class DriverBackend:
         return Spec(value.spec.shape, stored.dtype), base.spec if own else None, stored if own else None
 
     def stored(self, spec: Spec, kind: str = "value") -> Spec:
-        keeps = spec.dtype in PACKED or spec.dtype in HALVES
-        if spec.dtype.is_integer or (kind == "weight" and len(spec.shape) >= 2 and keeps):
+        matrix = kind == "weight" and len(spec.shape) >= 2
+        if matrix and spec.dtype in PACKINGS:
+            return padded(spec)
+        if spec.dtype.is_integer or (matrix and spec.dtype in HALVES):
             return spec
         return Spec(spec.shape, DType.F32)
+
+    def tolerance(self, node: Node) -> float | None:
+        """The relative error of what is rounded to 8 bits on its way; None for arithmetic in float32."""
+        return 2.0**-8 if node.op in ROUNDED and node.inputs[0].dtype in PACKINGS else None
 
     # ---------------------------------------------------------------------------------------------------- memory
 
@@ -107,7 +116,7 @@ class DriverBackend:
     def load(self, data: Array, declared: Spec, buffer: Any) -> None:
         stored = self.stored(declared, "weight")
         if stored.dtype.is_quantised:
-            packed = PACKED[stored.dtype](np.ascontiguousarray(data).view(np.uint8).reshape(-1), declared)
+            packed = pack(np.ascontiguousarray(data).view(np.uint8).reshape(-1), declared)
             self.view(buffer, Tensor(0, 0, packed.shape, (1,), DType.I8))[...] = packed.view(np.int8)
             return
         target = self.view(buffer, Tensor(0, 0, stored.shape, contiguous_strides(stored.shape), stored.dtype))

@@ -15,6 +15,7 @@ from ...operands import Bound, Operand
 from ..axes import axes_of, expanded, row_heads
 from ..driver import Source
 from ..launches import Binding, Launches, Word, blocks, need
+from . import packed
 from .elementwise import MOST_ELEMENTS, THREADS, TYPES, as_float, launch_binary, launch_cast, launch_map
 
 BITS = {1: "u8", 2: "u16", 4: "u32", 8: "u64"}
@@ -121,6 +122,8 @@ def _row_threads(columns: int) -> int:
 
 def _get_rows(launches: Launches, call: Bound) -> None:
     table, ids, out = call.operand(0), call.operand(1), call.out
+    if table.dtype.is_quantised:
+        return packed.get_rows(launches, call)
     need(table.dtype in TYPES, f"rows of {table.dtype} are missing")
     need(ids.dtype in IDS, f"ids of type {ids.dtype} are missing")
     *leading, rows, columns = table.shape

@@ -11,6 +11,7 @@ from ...operands import Bound, Operand
 from ..axes import Axes, axes_of, expanded
 from ..driver import Source
 from ..launches import Binding, Launches, Word, blocks, need
+from . import packed
 from .elementwise import MOST_ELEMENTS, THREADS, TYPES, as_float
 
 WEIGHTS = (DType.F32, DType.F16, DType.BF16)
@@ -40,6 +41,8 @@ def grouped_axes(w: Operand, x: Operand, out: Operand) -> Axes:
 
 
 def _mul_mat(launches: Launches, call: Bound) -> None:
+    if call.operand(0).dtype.is_quantised:
+        return packed.mul_mat(launches, call)
     w, x, out = call.operand(0), as_float(launches, call.operand(1)), call.out
     if w.dtype not in WEIGHTS:
         w = as_float(launches, w)
