@@ -54,7 +54,7 @@ FAULTS = {
     },
     ("summed", 64, 1, 64, 64): {
         "WRONG_LANE": "",
-        "WRONG_MASK": "shuffle with the mask 0000ffff, in which lane",
+        "WRONG_MASK": "0000ffff",
         "LANE_OUTSIDE": "reads lane 16, which the mask 0000ffff lacks",
         "HALF_WARP": "32 in a warp operation (shuffle)",
         "OTHER_OPERATION": "__syncwarp",

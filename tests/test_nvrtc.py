@@ -1,4 +1,4 @@
-"""Every kernel that a binding can ask for compiles for every architecture, without a GPU, and takes no more than before."""
+"""Every kernel that a binding can ask for compiles for every architecture, and takes no more than before."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Self
 
@@ -25,9 +26,23 @@ from .packing import PACKINGS, pack, padded
 from .table import BINDINGS
 
 HALVES = (DType.F16, DType.BF16)
-ROUNDED = frozenset(("mul_mat", "mul_mat_id"))
-"""Ops whose activations are rounded to 8 bits, in blocks of 32, where their weight is packed."""
+PRODUCTS = frozenset(("mul_mat", "mul_mat_id"))
+"""Ops whose activations are rounded: where the weight is packed, to 8 bits in blocks of 32; where it is kept in 16 bits and
+tokens are many, to two terms of bfloat16."""
+FIXED = ("weight", "constant")
+"""Leaves that `load` fills."""
 FAULT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """An operand without an address: its spec as it is stored; of a leaf, or a view of one, also what the whole buffer is
+    declared as and holds, and whether this is all of it."""
+
+    spec: Spec
+    declared: Spec | None = None
+    stored: Spec | None = None
+    whole: bool = True
 
 
 class DriverBackend:
@@ -80,9 +95,8 @@ class DriverBackend:
         """Bind a node to no memory at all; the bytes of scratch that it asks for.  Raises `NoKernelError`."""
         return _try(node.op, tuple(map(self._operand, node.src)), node.specs, tuple(node.attrs.items()), strided)
 
-    def _operand(self, value: Value | None) -> tuple[Spec, Spec | None, Spec | None] | None:
-        """What is known of an operand before it has an address: its spec as it is stored; of a leaf, or a view of one,
-        also what the whole buffer is declared as and holds."""
+    def _operand(self, value: Value | None) -> Known | None:
+        """What is known of an operand before it has an address."""
         if value is None:
             return None
         base = value
@@ -91,10 +105,11 @@ class DriverBackend:
         kind = base.node.op if base.node.is_leaf else "value"
         stored = self.stored(base.spec, kind)
         own = kind in ("weight", "state", "constant")
-        return Spec(value.spec.shape, stored.dtype), base.spec if own else None, stored if own else None
+        spec = Spec(value.spec.shape, stored.dtype)
+        return Known(spec, base.spec if own else None, stored if own else None, value is base)
 
     def stored(self, spec: Spec, kind: str = "value") -> Spec:
-        matrix = kind == "weight" and len(spec.shape) >= 2
+        matrix = kind in FIXED and len(spec.shape) >= 2
         if matrix and spec.dtype in PACKINGS:
             return padded(spec)
         if spec.dtype.is_integer or (matrix and spec.dtype in HALVES):
@@ -102,8 +117,9 @@ class DriverBackend:
         return Spec(spec.shape, DType.F32)
 
     def tolerance(self, node: Node) -> float | None:
-        """The relative error of what is rounded to 8 bits on its way; None for arithmetic in float32."""
-        return 2.0**-8 if node.op in ROUNDED and node.inputs[0].dtype in PACKINGS else None
+        """The relative error of what is rounded on its way; None for arithmetic in float32."""
+        dtype = node.inputs[0].dtype if node.op in PRODUCTS else DType.F32
+        return 2.0**-8 if dtype in PACKINGS else 2.0**-16 if dtype in HALVES else None
 
     # ---------------------------------------------------------------------------------------------------- memory
 
@@ -142,6 +158,7 @@ class Replay:
     def __init__(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm, driver: Driver) -> None:
         self.program, self.on, self.driver = program, on, driver
         self._memory: list[Any] = list(buffers)  # launches know addresses only
+        self._constants: dict[bytes, int] = {}
         self._fault = self._keep(np.zeros(FAULT_BYTES // 8, np.int64))
         self._bound = Launches(self._keep_at, fault_at=driver.address(self._fault))
         self._calls: list[tuple[int, Callable[[], object]]] = []
@@ -184,7 +201,11 @@ class Replay:
         return buffer
 
     def _keep_at(self, array: Array) -> int:
-        return self.driver.address(self._keep(array))
+        """The address of a constant, of which there is one however many instructions have it."""
+        key = array.tobytes()
+        if key not in self._constants:
+            self._constants[key] = self.driver.address(self._keep(array))
+        return self._constants[key]
 
     def _close(self) -> None:
         """Record what was bound since the last meeting."""
@@ -235,7 +256,7 @@ def _awkward(shape: Sequence[int]) -> tuple[int, ...]:
 @lru_cache(maxsize=4096)
 def _try(
     op: str,
-    src: tuple[tuple[Spec, Spec | None, Spec | None] | None, ...],
+    src: tuple[Known | None, ...],
     results: tuple[Spec, ...],
     attrs: tuple[tuple[str, Any], ...],
     strided: int | None,
@@ -244,14 +265,16 @@ def _try(
     if op not in BINDINGS:
         raise NoKernelError(f"backends/cupy has no kernel for {op}")
 
-    def operand(number: int, spec: Spec, declared: Spec | None, stored: Spec | None) -> Operand:
-        awkward = number == strided and not spec.dtype.is_quantised
-        strides = _awkward(spec.shape) if awkward else contiguous_strides(spec.shape)
-        return Operand((number + 1) << 40, Tensor(number, 0, spec.shape, strides, spec.dtype), declared, stored)
+    def operand(number: int, known: Known) -> Operand:
+        spec, packed = known.spec, known.spec.dtype.is_quantised
+        strides = _awkward(spec.shape) if number == strided and not packed else contiguous_strides(spec.shape)
+        offset = spec.dtype.block_bytes if packed and not known.whole else 0
+        tensor = Tensor(number, offset, spec.shape, strides, spec.dtype)
+        return Operand(((number + 1) << 40) + offset, tensor, known.declared, known.stored)
 
     launches = Launches(keep=lambda array: 1 << 20)
-    there = tuple(None if s is None else operand(n, *s) for n, s in enumerate(src))
+    there = tuple(None if s is None else operand(n, s) for n, s in enumerate(src))
     values = [Spec(s.shape, s.dtype if s.dtype.is_integer else DType.F32) for s in results]
-    made = tuple(operand(len(src) + n, s, None, None) for n, s in enumerate(values))
+    made = tuple(operand(len(src) + n, Known(s)) for n, s in enumerate(values))
     BINDINGS[op](launches, Bound(op, there, made, dict(attrs), 0))
     return launches.taken

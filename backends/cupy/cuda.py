@@ -50,8 +50,12 @@ class DeviceArray:
         return host
 
     def __setitem__(self, index: Any, value: Any) -> None:
+        host = np.asarray(value)
         with self.array.device:
-            self.array[index] = _cupy().asarray(np.asarray(value))
+            if index is ... and host.shape == self.shape and self.array.flags.c_contiguous:
+                self.array.set(np.asarray(host, self.dtype, order="C"))  # without a second array on the device
+            else:
+                self.array[index] = _cupy().asarray(host)
 
 
 class CudaDriver:
@@ -135,8 +139,7 @@ class CudaDriver:
 
     def _call(self, launch: Launch, on: Device, stream: Any) -> Callable[[], None]:
         """One launch into a stream; CUDA copies the words when it is made."""
-        from cupy_backends.cuda.api import driver
-
+        driver = _cupy().cuda.driver
         function = _function(launch.kernel, on.index)
         if launch.shared_bytes > NEAR_LIMIT:
             driver.funcSetAttribute(function.ptr, MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared_bytes)

@@ -76,7 +76,9 @@ def _crumbs_of(field: str, flip: int) -> Callable[[Blocks], U8]:
 
     def plane(blocks: Blocks) -> U8:
         q = np.ascontiguousarray(blocks[field]).reshape(len(blocks), 2, 2, 2, 2, 4)  # part, half, word, t % 2, byte
-        x = np.ascontiguousarray(q.transpose(0, 1, 3, 5, 4, 2)).reshape(-1).view(np.uint32)  # fields of 2 (t % 2) + half
+        x = (
+            np.ascontiguousarray(q.transpose(0, 1, 3, 5, 4, 2)).reshape(-1).view(np.uint32)
+        )  # fields of 2 (t % 2) + half
         x = _swapped(x, 12, 0x0000F0F0)
         x = _swapped(x, 6, 0x00CC00CC)
         x ^= np.uint32(flip * 0x01010101)

@@ -1,4 +1,4 @@
-"""What every kernel takes of a device, as NVRTC compiles it: ``python -m hocket.backends.cupy.resources`` writes it anew.
+"""What every kernel takes of a device: ``python -m hocket.backends.cupy.resources`` writes it anew with NVRTC.
 
 The file ``resources.json`` beside this one has a line for each kernel: registers of a thread and declared bytes of
 shared memory, for each architecture.  No kernel spills registers.

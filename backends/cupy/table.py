@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from types import MappingProxyType, ModuleType
 
 from .driver import Source
-from .kernels import elementwise, indexer, moves, packed, products, rotary, rows
+from .kernels import elementwise, indexer, matmul, moves, products, rotary, rows
 from .launches import Binding
 
-FAMILIES: tuple[ModuleType, ...] = (elementwise, moves, products, packed, rotary, rows, indexer)
+FAMILIES: tuple[ModuleType, ...] = (elementwise, moves, matmul, products, rotary, rows, indexer)
 """Modules with ``BINDINGS``, how each op is bound, and ``SOURCES``, all they launch."""
+
 
 def _merged() -> Mapping[str, Binding]:
     merged: dict[str, Binding] = {}

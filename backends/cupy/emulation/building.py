@@ -49,7 +49,12 @@ def translation(source: Source) -> str:
 def library(source: Source) -> ctypes.CDLL:
     """The compiled library of a source.  Raises `BackendError` with the first error of the compiler."""
     with _building:
-        return ctypes.CDLL(str(_built(source)))
+        path = _built(source)
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError:  # damaged
+            path.unlink()
+            return ctypes.CDLL(str(_built(source)))
 
 
 @cache

@@ -13,7 +13,7 @@ from ...base import Array, Device, Tensor, host_view
 from ..backend import DriverBackend
 from ..driver import Launch, LaunchError
 from .building import compiler, library
-from .guarded import Bytes, address_of, guarded, moved, places
+from .guarded import Bytes, Rooms, address_of, guarded, moved, places
 
 WHOLE = 1 << 20
 """Bytes from which an operand stays where it is: its copy would take longer than the launch."""
@@ -77,7 +77,8 @@ class EmulatedDriver:
         return host_view(buffer, tensor)
 
     def record(self, launches: Sequence[Launch], on: Device) -> Callable[[], None]:
-        steps = [_Step(launch) for launch in launches]
+        rooms = Rooms()
+        steps = [_Step(launch, rooms) for launch in launches]
         runs = 0
 
         def run() -> None:
@@ -96,12 +97,12 @@ class EmulatedDriver:
 class _Step:
     """One launch, ready to run."""
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: Launch, rooms: Rooms) -> None:
         self.launch = launch
         source = launch.kernel.source
         self.call = library(source)[f"launch_{source.names.index(launch.kernel.name)}"]
         self.call.restype = None
-        self.places = places([s for s in launch.spans if s.high - s.low < WHOLE])
+        self.places = places([s for s in launch.spans if s.high - s.low < WHOLE], rooms)
         self.words = np.array(moved(launch, self.places), np.uint64)
         threads = int(np.prod(launch.grid)) * int(np.prod(launch.block))
         self.shape = _Launch(launch.grid, launch.block, launch.shared_bytes, len(self.words))

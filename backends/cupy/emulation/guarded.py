@@ -68,7 +68,21 @@ class Place:
         ctypes.memmove(self.low, self.seen, self.high - self.low)
 
 
-def places(spans: Sequence[Span]) -> list[Place]:
+class Rooms:
+    """Memory that operands of one launch after another have for their own."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, int], Bytes] = {}
+
+    def room(self, number: int, nbytes: int) -> Bytes:
+        """Whole pages for operand `number` of a launch."""
+        key = (number, -(-nbytes // mmap.PAGESIZE))
+        if key not in self._made:
+            self._made[key] = _pages(nbytes)
+        return self._made[key]
+
+
+def places(spans: Sequence[Span], rooms: Rooms) -> list[Place]:
     """Memory of its own for each operand of a launch, those that overlap together."""
     merged: list[list[int]] = []
     for span in sorted(spans, key=lambda s: s.low):
@@ -77,10 +91,10 @@ def places(spans: Sequence[Span]) -> list[Place]:
         elif span.high > span.low:
             merged.append([span.low, span.high])
     found = []
-    for low, high in merged:
+    for number, (low, high) in enumerate(merged):
         before = low % ALIGNMENT
         room = -(-(high - low + before) // ALIGNMENT) * ALIGNMENT
-        memory = _pages(room)
+        memory = rooms.room(number, room)
         found.append(Place(low, high, address_of(memory) + len(memory) - room + before, memory))
     return found
 

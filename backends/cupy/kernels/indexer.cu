@@ -8,7 +8,7 @@ struct Indexer {
     Walk<const float> q, k, weights, mask;
     Walk<float> out;
 };
-__global__ void __launch_bounds__(128) lightning_indexer(const __grid_constant__ Indexer a) {
+__global__ void lightning_indexer(const __grid_constant__ Indexer a) {
     const u32 i = blockIdx.x * 4 + threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
     if (i >= a.count) return;  // a whole warp

@@ -38,9 +38,6 @@ __device__ __forceinline__ Rounded round_four(const float *row, i64 block, i64 b
         for (int i = 0; i < 4; i++) x[i] = row[32 * block + 4 * lane + i];
     return round_block(x);
 }
-// To row i: row i / used * shared + i % used % shared, of slots that use few rows of their token.
-__device__ __forceinline__ i64 row_of(i64 slot, i64 used, i64 shared) { return slot / used * shared + slot % used % shared; }
-
 struct Round {
     const float *x;
     i64 step, rows, blocks;
@@ -90,11 +87,9 @@ struct Few {
     const u8 *w;
     const float *x;
     float *out;
-    const i32 *chosen;  // the matrix of each entry
-    i64 blocks, row_bytes, units, rows, tokens, x_step, out_step;
-    i64 first, matrices, total;  // matrices from `first` on are here, of so many
-    i64 used, shared;            // entries of a token, and rows of x that they share
-    Fault fault;
+    i64 blocks, row_bytes, units, rows, tokens, x_step, out_step;  // `tokens` rows of x for each entry
+    i64 used, shared;
+    Choice choice;
 };
 // A thread has a row of 32, the warps of a block share its columns: each takes chunks of 4 blocks, rounds what it needs of
 // the N rows of x itself, and the sums of warps are added in order.
@@ -108,12 +103,11 @@ template <class F, int N> __global__ void __launch_bounds__(512, N == 1 ? 2 : 1)
     SHARED(scales, float4[16][N][4]);
     SHARED(sums, float[16][N][32]);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-    const i64 entry = blockIdx.y, id = a.chosen[entry], matrix = id - a.first;
-    const bool legal = id >= 0 && id < a.total;
-    if (!legal && blockIdx.x == 0 && threadIdx.x == 0) note_fault(a.fault, id);
+    const i64 entry = blockIdx.y, matrix = a.choice.matrix_of(entry);
+    if (blockIdx.x == 0 && threadIdx.x == 0) a.choice.check(entry);
     const float *x = a.x + row_of(entry, a.used, a.shared) * a.tokens * a.x_step;
-    const i64 end = legal && matrix >= 0 && matrix < a.matrices ? a.blocks : 0;  // a matrix of elsewhere adds nothing
-    const Unit<F> unit(a.w, matrix * a.units + blockIdx.x, a.blocks, a.row_bytes);
+    const i64 end = matrix < 0 ? 0 : a.blocks;  // one of elsewhere adds nothing
+    const Unit<F> unit(a.w, max(matrix, (i64)0) * a.units + blockIdx.x, a.blocks, a.row_bytes);
     float sum[N] = {};
     for (i64 block = 4 * warp; block < end; block += 4 * warps) {
         constexpr int RECORDS = F::SUPER == 1 ? 4 : 1;
@@ -336,62 +330,27 @@ template <class F, int G, int WR, int WK> __global__ void __launch_bounds__(32 *
     }
 }
 
-// ------------------------------------------------------------------------------------------------------ experts
-
-// Slots sorted by expert, and the tiles of up to `size` that they make; an expert of elsewhere is number -1.
-struct Routes {
-    const i32 *ids;
-    i64 slots, first, experts, total, size, count;
-    int4 *tiles;
-    i32 *order;
-    Fault fault;
-};
-__device__ __forceinline__ int place_of(const Routes &a, i64 id) {
-    return id >= a.first && id < a.first + a.experts && id < a.total ? (int)(id - a.first) : (int)a.experts;
-}
-__global__ void __launch_bounds__(1024) routes(const __grid_constant__ Routes a) {
-    DYNAMIC_SHARED(counts, i32);  // of each expert, then where the next slot goes
-    i32 *next = counts + a.experts + 1;
-    for (i64 i = threadIdx.x; i <= a.experts; i += blockDim.x) counts[i] = 0;
-    for (i64 i = threadIdx.x; i < a.count; i += blockDim.x) a.tiles[i] = make_int4(0, 0, 0, 0);
-    __syncthreads();
-    for (i64 i = threadIdx.x; i < a.slots; i += blockDim.x) {
-        const i64 id = a.ids[i];
-        if (id < 0 || id >= a.total) note_fault(a.fault, id);
-        atomicAdd(&counts[place_of(a, id)], 1);
-    }
-    __syncthreads();
-    for (i64 e = threadIdx.x; e <= a.experts; e += blockDim.x) {
-        i32 start = 0, tile = 0;
-        for (i64 i = 0; i < e; i++) start += counts[i], tile += (counts[i] + (i32)a.size - 1) / (i32)a.size;
-        next[e] = start;
-        for (i32 i = 0; i < counts[e]; i += (i32)a.size)
-            a.tiles[tile++] = make_int4(e < a.experts ? (int)e : -1, start + i, min((i32)a.size, counts[e] - i), 0);
-    }
-    __syncthreads();
-    for (i64 i = threadIdx.x; i < a.slots; i += blockDim.x) a.order[atomicAdd(&next[place_of(a, a.ids[i])], 1)] = (i32)i;
-}
-
 // --------------------------------------------------------------------------------------------------------- rows
 
-// One block for each number: row `ids[i]` of a packed table becomes row i.
+// One block for each row: number `ids[i]` of a packed table, or all of them, becomes row i.
 template <class Id> struct Unpack {
     const u8 *w;
-    i64 blocks, row_bytes, rows, out_step;
-    Axes axes;  // of the ids
+    i64 blocks, row_bytes, rows, units, total, out_step;  // rows and units of a matrix, rows of all
+    Axes axes;                                            // of the ids
     Walk<const Id> ids;
     float *out;
     Fault fault;
 };
 template <class F, class Id> __global__ void unpack(const __grid_constant__ Unpack<Id> a) {
     const i64 *const steps[] = {a.ids.step};
-    const i64 id = a.ids.at[places(a.axes, steps, blockIdx.x).at[0]];
-    if (id < 0 || id >= a.rows) {
+    const i64 id = a.ids.at ? a.ids.at[places(a.axes, steps, blockIdx.x).at[0]] : blockIdx.x;
+    if (id < 0 || id >= a.total) {
         if (threadIdx.x == 0) note_fault(a.fault, id);
         return;
     }
-    const Unit<F> unit(a.w, id / 32, a.blocks, a.row_bytes);
-    const int row = (int)(id % 32);
+    const i64 within = id % a.rows;
+    const Unit<F> unit(a.w, id / a.rows * a.units + within / 32, a.blocks, a.row_bytes);
+    const int row = (int)(within % 32);
     for (i64 i = threadIdx.x; i < 4 * a.blocks; i += blockDim.x) {
         const i64 block = i / 4;
         const int t = (int)(i % 4);

@@ -28,8 +28,9 @@ template <class T> __global__ void __launch_bounds__(128) matvec(const __grid_co
     }
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
+        if (r >= rows) break;  // a whole warp
         const float total = warp_sum(sum[r]);
-        if (lane == 0 && r < rows) a.out.at[p.at[2] + (first + r) * a.n + row] = total;
+        if (lane == 0) a.out.at[p.at[2] + (first + r) * a.n + row] = total;
     }
 }
 // A block makes 64 x 64 entries; a thread 4 x 4 of them, 16 apart.

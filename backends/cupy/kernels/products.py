@@ -11,7 +11,6 @@ from ...operands import Bound, Operand
 from ..axes import Axes, axes_of, expanded
 from ..driver import Source
 from ..launches import Binding, Launches, Word, blocks, need
-from . import packed
 from .elementwise import MOST_ELEMENTS, THREADS, TYPES, as_float
 
 WEIGHTS = (DType.F32, DType.F16, DType.BF16)
@@ -40,10 +39,8 @@ def grouped_axes(w: Operand, x: Operand, out: Operand) -> Axes:
     return axes_of(*expanded(x.shape[:-2], heads, divides=0))
 
 
-def _mul_mat(launches: Launches, call: Bound) -> None:
-    if call.operand(0).dtype.is_quantised:
-        return packed.mul_mat(launches, call)
-    w, x, out = call.operand(0), as_float(launches, call.operand(1)), call.out
+def launch_any(launches: Launches, w: Operand, x: Operand, out: Operand) -> None:
+    """A product of operands with any strides."""
     if w.dtype not in WEIGHTS:
         w = as_float(launches, w)
     m, k = x.shape[-2:]
@@ -81,4 +78,4 @@ def _ssm_conv(launches: Launches, call: Bound) -> None:
     launches.add(SOURCE["convolution"], blocks(count, THREADS), THREADS, words)
 
 
-BINDINGS: Mapping[str, Binding] = {"mul_mat": _mul_mat, "solve_tri": _solve_tri, "ssm_conv": _ssm_conv}
+BINDINGS: Mapping[str, Binding] = {"solve_tri": _solve_tri, "ssm_conv": _ssm_conv}
