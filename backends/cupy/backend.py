@@ -27,8 +27,8 @@ from .table import BINDINGS
 
 HALVES = (DType.F16, DType.BF16)
 PRODUCTS = frozenset(("mul_mat", "mul_mat_id"))
-"""Ops whose activations are rounded: where the weight is packed, to 8 bits in blocks of 32; where it is kept in 16 bits and
-tokens are many, to two terms of bfloat16."""
+"""Ops whose activations are rounded: where the weight is packed, to 8 bits in blocks of 32; where it is kept in 16 bits
+and tokens are many, to two terms of bfloat16."""
 FIXED = ("weight", "constant")
 """Leaves that `load` fills."""
 FAULT_BYTES = 16
@@ -36,8 +36,8 @@ FAULT_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """An operand without an address: its spec as it is stored; of a leaf, or a view of one, also what the whole buffer is
-    declared as and holds, and whether this is all of it."""
+    """An operand without an address: its spec as it is stored; of a leaf, or a view of one, also what the whole buffer
+    is declared as and holds, and whether this is all of it."""
 
     spec: Spec
     declared: Spec | None = None

@@ -1,13 +1,15 @@
 """Quantised weights from the bytes of a file to those that kernels read, which are as many.
 
-Rows go in units of 32, each of which holds planes: of the low bits of all codes, of their high bits, and of what a block
-keeps besides.  A plane is an array [block or super-block][row][bytes]; ``kernels/packed.cuh`` says where each bit lies.
+Rows go in units of 32, each of which holds planes: of the low bits of all codes, of their high bits, and of what a
+block keeps besides.  A plane is an array [block or super-block][row][bytes]; ``kernels/packed.cuh`` says where each bit lies.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -22,8 +24,10 @@ from ...ops.quants import LAYOUT
 U8 = npt.NDArray[np.uint8]
 Blocks = npt.NDArray[Any]
 ROWS = 32
-CHUNK = 1 << 20
+CHUNK = 1 << 18
 """Bytes packed at a time: temporaries stay in the cache."""
+PACKERS = os.cpu_count() or 1
+"""Threads that pack the chunks of a weight."""
 NIBBLE = np.uint8(15)
 
 
@@ -180,10 +184,16 @@ def pack(data: U8, spec: Spec) -> U8:
     width = columns // spec.dtype.block * spec.dtype.block_bytes
     units, count = -(-rows // ROWS), math.prod(leading)
     out = np.zeros((count, units, ROWS * width), np.uint8)
-    step = max(1, CHUNK // max(1, ROWS * width))
-    for source, target in zip(data.reshape(count, rows, width), out, strict=True):
-        for first in range(0, units, step):
-            _pack_units(source[first * ROWS : (first + step) * ROWS], spec.dtype, target[first : first + step])
+    if not width:
+        return out.reshape(-1)
+    step = max(1, CHUNK // (ROWS * width))
+    parts = [
+        (source[first * ROWS : (first + step) * ROWS], target[first : first + step])
+        for source, target in zip(data.reshape(count, rows, width), out, strict=True)
+        for first in range(0, units, step)
+    ]
+    with ThreadPoolExecutor(min(PACKERS, len(parts)) or 1, "hocket.pack") as pool:
+        list(pool.map(lambda part: _pack_units(part[0], spec.dtype, part[1]), parts))
     return out.reshape(-1)
 
 

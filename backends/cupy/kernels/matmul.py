@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -98,7 +99,7 @@ def _mul_mat(launches: Launches, call: Bound) -> None:
 def _lies_evenly(w: Operand) -> bool:
     """Whether its matrices are one step apart."""
     axes = [(n, s) for n, s in zip(w.shape[:-2], w.strides[:-2], strict=True) if n != 1]
-    return all(outer == n * inner for (_, outer), (n, inner) in zip(axes, axes[1:], strict=False))
+    return all(outer == n * inner for (_, outer), (n, inner) in pairwise(axes))
 
 
 # ----------------------------------------------------------------------------------------------------- mul_mat_id
