@@ -19,13 +19,13 @@ Three = tuple[int, int, int]
 class Source:
     """A file of kernels, and those instantiations of it that bindings ask for: they are compiled together, once.
 
-    `file` lies in the folder ``kernels``, as do the `headers` that go before it; `names` are C++ expressions such as
-    ``unary<Neg>``.
+    `file` lies in the folder ``kernels``; `names` are C++ expressions such as ``unary<Neg>``; `before` are files that
+    others share with it.
     """
 
     file: str
     names: tuple[str, ...]
-    headers: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> Kernel:
         assert name in self.names, f"{name} is not declared in the source of {self.file}"
@@ -33,8 +33,8 @@ class Source:
 
     @property
     def text(self) -> str:
-        """CUDA C++ that needs no header of the compiler: the prelude, headers, then the file."""
-        return "".join(f'#line 1 "{name}"\n{_read(name)}' for name in ("prelude.cuh", *self.headers, self.file))
+        """CUDA C++ that needs no header: the prelude, the files before, then the file."""
+        return "".join(f'#line 1 "{name}"\n{_read(name)}' for name in ("prelude.cuh", *self.before, self.file))
 
 
 @cache
