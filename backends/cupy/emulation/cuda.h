@@ -4,7 +4,7 @@
 // One operating-system thread runs a block.  Each of its CUDA threads is a fiber, but for as long as threads never wait
 // they run one after another on one stack, so that kernels without barriers cost no switch.  A wait (a barrier, a warp
 // operation) gives the turn to the next thread; the order of turns is chosen by the caller (0 forward, 1 backward, more:
-// shuffled from that seed), since threads that share memory without a barrier give other results in another order.
+// shuffled from that seed, and where it is odd a warp goes on as long as it can), since threads that share memory without a barrier give other results in another order.
 //
 // Errors end the launch with a status and a text, and never the process: barriers and warp operations that not all come
 // to, different ones that meet, masks without the caller, lanes read outside of a mask, memory that is nobody's,
@@ -257,6 +257,15 @@ static inline uint64_t random_from(uint64_t &state) {  // SplitMix64
 static void shuffle(std::vector<int> &order, uint64_t &state) {
     for (size_t i = order.size(); i > 1; i--) std::swap(order[i - 1], order[random_from(state) % i]);
 }
+// Let a thread run until it waits again; whether it could.
+static bool turn(Worker &w, Thread &t) {
+    if (w.failed || t.done || (t.generation && *t.generation == t.since)) return false;
+    t.generation = nullptr;
+    current = &t;
+    hocket_switch(&w.scheduler, t.stack_pointer);
+    check_stack(w, t);
+    return true;
+}
 static void run_block(Worker &w, int64_t order) {
     uint64_t random = order * 1000003 + w.block.x + 7919 * w.block.y + 104729 * w.block.z;
     for (unsigned i = 0; i < w.threads; i++) {
@@ -285,13 +294,12 @@ static void run_block(Worker &w, int64_t order) {
         bool any = false;
         if (order > 1) shuffle(w.order, random);
         for (int i : w.order) {
-            Thread &t = w.all[i];
-            if (t.done || (t.generation && *t.generation == t.since)) continue;
-            t.generation = nullptr;
-            any = true;
-            current = &t;
-            hocket_switch(&w.scheduler, t.stack_pointer);
-            check_stack(w, t);
+            bool again = turn(w, w.all[i]);
+            any |= again;
+            while (again && order > 1 && order % 2 && !w.failed) {  // this warp goes on alone, as far as it comes
+                again = false;
+                for (unsigned l = i / 32 * 32; l < i / 32 * 32 + 32 && l < w.threads; l++) again |= turn(w, w.all[l]);
+            }
             if (w.failed) return;
         }
         if (!any) say_deadlock(w);
