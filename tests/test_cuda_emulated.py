@@ -189,16 +189,19 @@ def test_without_a_compiler_it_is_said_what_to_install(monkeypatch):
     monkeypatch.setattr(building.shutil, "which", lambda name: None)
     with pytest.raises(BackendError, match="install g\\+\\+"):
         find("cuda-emulated:0")
-    assert EmulatedBackend().devices() == ()
+    with pytest.raises(BackendError, match="install g\\+\\+"):
+        EmulatedBackend().devices()
 
 
 def test_a_cuda_device_that_is_not_there_is_explained():
-    if cuda.CudaDriver().devices():
-        pytest.skip("there is one")
-    with pytest.raises(BackendError) as caught:
+    try:
         find("cuda:0")
-    assert "pip install" in str(caught.value) or "cuda-emulated:0 runs anywhere" in str(caught.value)
-    assert "\n" not in str(caught.value)
+    except BackendError as why:
+        said = str(why)
+    else:
+        pytest.skip("there is one")
+    assert "pip install" in said or "cuda-emulated:0 runs anywhere" in said
+    assert "\n" not in said
 
 
 @needs_compiler

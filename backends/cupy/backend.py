@@ -175,22 +175,25 @@ class Replay:
             run_calls(self.program, self._calls)
             self.driver.synchronise(self.on)
         except StepError as error:
+            self._noted()
             if not isinstance(why := error.__cause__, LaunchError):
                 raise
             node = self.program.instructions[why.number].node
             raise StepError(node, self.program.device, why.number, str(why)) from why
-        if self._bound.faults:
-            self._report()
+        if self._bound.faults and (noted := self._noted()) is not None:
+            number, said = noted
+            node, finished = self.program.instructions[number].node, len(self.program.instructions)
+            raise StepError(node, self.program.device, finished, said)
 
-    def _report(self) -> None:
-        """Raise `StepError` if a kernel noted a fault."""
+    def _noted(self) -> tuple[int, str] | None:
+        """The instruction and the words of the first fault that a kernel noted, which is forgotten."""
         memory = self.driver.view(self._fault, Tensor(-1, 0, (2,), (1,), DType.I64))
         which, value = np.array(memory).tolist()
-        if which:
-            memory[...] = np.zeros(2, np.int64)
-            number, text = self._bound.faults[which - 1]
-            node, finished = self.program.instructions[number].node, len(self.program.instructions)
-            raise StepError(node, self.program.device, finished, text.format(value=value))
+        if not which:
+            return None
+        memory[...] = np.zeros(2, np.int64)
+        number, text = self._bound.faults[which - 1]
+        return number, text.format(value=value)
 
     def _keep(self, array: Array) -> Any:
         """Memory of the device that holds `array`, as long as this program lives."""

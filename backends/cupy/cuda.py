@@ -71,10 +71,7 @@ class CudaDriver:
         self._streams: dict[int, Any] = {}
 
     def devices(self) -> Sequence[Device]:
-        try:
-            return tuple(map(self.device, range(self._count())))
-        except BackendError:
-            return ()
+        return tuple(map(self.device, range(self._count())))
 
     def _count(self) -> int:
         """How many devices there are.  Raises `BackendError` if none can be used."""

@@ -90,7 +90,7 @@ class Driver(Protocol):
     kind: str
 
     def devices(self) -> Sequence[Device]:
-        """The devices that are there.  Raises nothing: without any the list is empty."""
+        """The devices that are there.  Raises `BackendError` if there can be none, saying what to install."""
 
     def device(self, index: int) -> Device:
         """Device number `index`.  Raises `BackendError` if it does not exist, saying what to install or choose."""

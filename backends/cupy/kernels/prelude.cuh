@@ -22,7 +22,7 @@ template <class T> using Same = T;
 #define SHARED(name, ...)                                                   \
     static thread_local emulation::Shared<Same<__VA_ARGS__>> name##_memory; \
     auto &name = name##_memory.get()
-#define DYNAMIC_SHARED(name, ...) auto *name = (Same<__VA_ARGS__> *)emulation::worker->shared
+#define DYNAMIC_SHARED(name, ...) auto *name = (Same<__VA_ARGS__> *)emulation::current->worker->shared
 #else
 #define INFINITY __int_as_float(0x7f800000)
 #define SHARED(name, ...) __shared__ __align__(16) Same<__VA_ARGS__> name
