@@ -235,7 +235,6 @@ static bool turn(Worker &w, Thread &t) {
     t.generation = nullptr;
     current = &t;
     hocket_switch(&w.scheduler, t.stack_pointer);
-    check_stack(w, t);
     return true;
 }
 static void run_block(Worker &w, int64_t order) {
