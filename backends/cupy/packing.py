@@ -64,6 +64,41 @@ def _for_books(blocks: Blocks) -> U8:
     return made.view(np.uint8)
 
 
+def _nibbles_of(field: str, width: int) -> Callable[[Blocks], U8]:
+    """Nibbles of twice `width` columns in so many bytes, the low ones first: to blocks of 32 columns."""
+
+    def plane(blocks: Blocks) -> U8:
+        q = np.ascontiguousarray(blocks[field]).reshape(len(blocks), -1, width // 32, 2, 16)
+        out = np.empty((*q.shape[:2], 2, width // 32, 16), np.uint8)
+        np.bitwise_or(q[..., 0, :] & NIBBLE, q[..., 1, :] << 4, out=out[:, :, 0])
+        np.bitwise_or(q[..., 0, :] >> 4, q[..., 1, :] & ~NIBBLE, out=out[:, :, 1])
+        return out.reshape(len(blocks), -1, 16)
+
+    return plane
+
+
+def _crumbs_of(field: str, flip: int) -> Callable[[Blocks], U8]:
+    """Two bits of 128 columns in 32 bytes: to 8 bytes for each 32 columns, by a transposition of 4 x 4 fields."""
+
+    def plane(blocks: Blocks) -> U8:
+        q = np.ascontiguousarray(blocks[field]).reshape(len(blocks), 2, 2, 2, 2, 4)  # part, half, word, t % 2, byte
+        fields = np.ascontiguousarray(q.transpose(0, 1, 3, 5, 4, 2))  # number 2 (t % 2) + half
+        x = fields.reshape(-1).view(np.uint32)
+        x = _swapped(x, 12, 0x0000F0F0)
+        x = _swapped(x, 6, 0x00CC00CC)
+        x ^= np.uint32(flip * 0x01010101)
+        bytes_ = x.view(np.uint8).reshape(len(blocks), 2, 2, 4, 4)  # part, word, byte, block
+        return np.ascontiguousarray(bytes_.transpose(0, 1, 4, 2, 3)).reshape(len(blocks), 8, 8)
+
+    return plane
+
+
+def _swapped(x: npt.NDArray[Any], by: int, mask: int) -> npt.NDArray[Any]:
+    """Exchange the bits of `mask` with those `by` above them."""
+    t = (x ^ x >> x.dtype.type(by)) & x.dtype.type(mask)
+    return x ^ t ^ t << x.dtype.type(by)
+
+
 # ------------------------------------------------------------------------------------------------ high bits
 
 
@@ -106,10 +141,9 @@ def _fields(*names: str) -> Callable[[Blocks], U8]:
     def plane(blocks: Blocks) -> U8:
         fields = blocks.dtype.fields
         assert fields is not None
-        offsets = [fields[n][1] for n in names]
-        end = offsets[-1] + fields[names[-1]][0].itemsize
+        end = fields[names[-1]][1] + blocks.dtype[names[-1]].itemsize
         raw = blocks.view(np.uint8).reshape(len(blocks), -1)
-        return np.ascontiguousarray(raw[:, offsets[0] : end])[:, None]
+        return np.ascontiguousarray(raw[:, fields[names[0]][1] : end])[:, None]
 
     return plane
 
