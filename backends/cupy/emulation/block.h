@@ -229,6 +229,14 @@ static inline uint64_t random_from(uint64_t &state) {  // SplitMix64
 static void shuffle(std::vector<int> &order, uint64_t &state) {
     for (size_t i = order.size(); i > 1; i--) std::swap(order[i - 1], order[random_from(state) % i]);
 }
+// Let a thread run until it waits again; whether it could.
+static bool turn(Worker &w, Thread &t) {
+    if (w.failed || t.done || (t.generation && *t.generation == t.since)) return false;
+    t.generation = nullptr;
+    current = &t;
+    hocket_switch(&w.scheduler, t.stack_pointer);
+    return true;
+}
 static void run_block(Worker &w, int64_t order) {
     uint64_t random = order * 1000003 + w.block.x + 7919 * w.block.y + 104729 * w.block.z;
     if (order > 1) shuffle(w.order, random);
@@ -248,14 +256,8 @@ static void run_block(Worker &w, int64_t order) {
         bool any = false, again = false;
         if (order > 1) shuffle(w.order, random);
         for (size_t n = 0; n < w.order.size(); n++) {
-            Thread &t = w.all[w.order[n]];
-            if (!t.done && !(t.generation && *t.generation == t.since)) {
-                t.generation = nullptr;
-                any = again = true;
-                current = &t;
-                hocket_switch(&w.scheduler, t.stack_pointer);
-                if (w.failed) return;
-            }
+            if (turn(w, w.all[w.order[n]])) any = again = true;
+            if (w.failed) return;
             if (w.hasty && n % 32 == 31 && std::exchange(again, false)) n -= 32;  // this warp goes on
         }
         if (!any) say_deadlock(w);
