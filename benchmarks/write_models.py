@@ -1,7 +1,8 @@
 """Models to measure with: SmolLM2 in other types, and random weights in the shapes of larger models.
 
 Run ``python benchmarks/write_models.py SMOLLM2.gguf FOLDER [NAME ...]``.  Every file has SmolLM2's vocabulary, so that
-it loads in llama.cpp too; where the larger model has more tokens, unused ones fill it up.  What random models say is nonsense; what a token costs depends on shapes and types alone.
+it loads in llama.cpp too; where the larger model has more tokens, unused ones fill it up.  What random models say is
+nonsense; what a token costs depends on shapes and types alone.
 """
 
 from __future__ import annotations
