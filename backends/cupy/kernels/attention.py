@@ -13,7 +13,7 @@ from ....ops.attributes import number
 from ....ops.norms import alibi_slopes
 from ...operands import Bound, Operand
 from ..axes import axes_of
-from ..driver import Kernel, Source
+from ..driver import Source
 from ..launches import Binding, Launches, Word, blocks, need
 from .elementwise import as_float
 
@@ -83,7 +83,7 @@ TILED = {
     t: t.source()
     for t in (
         Tiled(64, 64, 64, True),
-        Tiled(128, 128, 64, True),
+        Tiled(128, 128, 32, True),
         Tiled(192, 128, 32, False),
         Tiled(256, 256, 16, False),
     )
