@@ -225,7 +225,7 @@ class Replay:
         bound.number, bound.taken = number, 0
         bound.scratch_at = operand(i.scratch).address if i.scratch is not None else 0
         src = tuple(None if t is None else operand(t) for t in i.src)
-        BINDINGS[i.op](bound, Bound(i.op, src, tuple(map(operand, i.dst)), i.attrs, number))
+        BINDINGS[i.op](bound, Bound(i.op, src, tuple(map(operand, i.dst)), i.attrs))
         assert bound.taken <= (i.scratch.shape[0] if i.scratch is not None else 0), (
             f"{i.op} takes more than it asked for"
         )
@@ -279,5 +279,5 @@ def _try(
     there = tuple(None if s is None else operand(n, s) for n, s in enumerate(src))
     values = [Spec(s.shape, s.dtype if s.dtype.is_integer else DType.F32) for s in results]
     made = tuple(operand(len(src) + n, Known(s)) for n, s in enumerate(values))
-    BINDINGS[op](launches, Bound(op, there, made, dict(attrs), 0))
+    BINDINGS[op](launches, Bound(op, there, made, dict(attrs)))
     return launches.taken

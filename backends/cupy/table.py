@@ -6,10 +6,34 @@ from collections.abc import Mapping
 from types import MappingProxyType, ModuleType
 
 from .driver import Source
-from .kernels import elementwise, indexer, matmul, moves, products, rotary, rows
+from .kernels import (
+    attention,
+    elementwise,
+    gated_delta_net,
+    indexer,
+    matmul,
+    moves,
+    products,
+    recurrences,
+    rotary,
+    rows,
+    short_convolution,
+)
 from .launches import Binding
 
-FAMILIES: tuple[ModuleType, ...] = (elementwise, moves, matmul, products, rotary, rows, indexer)
+FAMILIES: tuple[ModuleType, ...] = (
+    elementwise,
+    moves,
+    matmul,
+    products,
+    rotary,
+    rows,
+    indexer,
+    short_convolution,
+    gated_delta_net,
+    recurrences,
+    attention,
+)
 """Modules with ``BINDINGS``, how each op is bound, and ``SOURCES``, all they launch."""
 
 

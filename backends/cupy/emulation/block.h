@@ -79,7 +79,7 @@ struct Worker {  // one operating-system thread, and the block it runs
     void (*enter)(const void *, const void *);
     const void *kernel, *arguments;
     void *scheduler;
-    bool failed;
+    bool failed, hasty;  // warps go on until they wait for others
     Report *report;
     char *stacks, *shared;
     size_t stack_count, shared_bytes;
@@ -242,6 +242,7 @@ static void run_block(Worker &w, int64_t order) {
     if (order > 1) shuffle(w.order, random);
     w.live = w.threads;
     w.next = w.arrived = w.generation = w.stacks_used = 0;
+    w.hasty = order == 1;
     w.serial++;
     w.idle.clear();
     memset(w.shared, 0xff, w.shared_bytes);
@@ -252,16 +253,12 @@ static void run_block(Worker &w, int64_t order) {
         start(w, stack);
     }
     while (w.live && !w.failed) {
-        bool any = false;
+        bool any = false, again = false;
         if (order > 1) shuffle(w.order, random);
-        for (int i : w.order) {
-            bool again = turn(w, w.all[i]);
-            any |= again;
-            while (again && order > 1 && order % 2 && !w.failed) {  // this warp goes on alone, as far as it comes
-                again = false;
-                for (unsigned l = i / 32 * 32; l < i / 32 * 32 + 32 && l < w.threads; l++) again |= turn(w, w.all[l]);
-            }
+        for (size_t n = 0; n < w.order.size(); n++) {
+            if (turn(w, w.all[w.order[n]])) any = again = true;
             if (w.failed) return;
+            if (w.hasty && n % 32 == 31 && std::exchange(again, false)) n -= 32;  // this warp goes on
         }
         if (!any) say_deadlock(w);
     }

@@ -3,9 +3,9 @@
 //
 // One operating-system thread runs a block.  Each of its CUDA threads is a fiber, but for as long as threads never wait
 // they run one after another on one stack, so that kernels without barriers cost no switch.  A wait (a barrier, a warp
-// operation) gives the turn to the next thread; the order of turns is chosen by the caller (0 forward, 1 backward, more:
-// shuffled from that seed, and where it is odd a warp goes on as far as it comes), since threads that share memory
-// without a barrier give other results in another order.
+// operation) gives the turn to the next thread; the order of turns is chosen by the caller (0 forward, 1 backward, each
+// warp as far as it gets before the next, more: shuffled from that seed), since threads that share memory without a
+// barrier give other results in another order.
 //
 // Errors end the launch with a status and a text, and never the process: barriers and warp operations that not all come
 // to, different ones that meet, masks without the caller, lanes read outside of a mask, memory that is nobody's,

@@ -79,10 +79,12 @@ template <class T> struct Shared {  // of one declaration and operating-system t
 
 // ------------------------------------------------------------------------------------------ what prelude.cuh wraps
 
-// A copy is made only when it is waited for, so that who forgets to wait reads NaN or what was there before.
+// A copy is made only when it is waited for, so that who forgets to wait reads NaN or what was there before; of hasty
+// warps it is made at once as well, so that nobody may still read what it overwrites.
 static inline void copy_later(void *to, const void *from, int bytes) {
     if ((uintptr_t)to % bytes || (uintptr_t)from % bytes) fail("copies %d bytes to shared memory, which are not aligned to it", bytes);
     current->copies.push_back({to, from, bytes, current->group});
+    if (current->worker->hasty) memcpy(to, from, bytes);
 }
 static inline void wait_for_copies(int pending) {
     auto &copies = current->copies;

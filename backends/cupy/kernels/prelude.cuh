@@ -63,7 +63,13 @@ __device__ __forceinline__ u16 float_to_bf16(float x) {
     return (u16)((u + 0x7fffu + (u >> 16 & 1)) >> 16);
 }
 __device__ __forceinline__ u32 pack_bf16(float low, float high) {
+#ifdef HOCKET_EMULATED
     return (u32)float_to_bf16(low) | (u32)float_to_bf16(high) << 16;
+#else
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+#endif
 }
 
 // ------------------------------------------------------------------------------------------------- products
@@ -84,7 +90,7 @@ __device__ __forceinline__ void mma_bf16(float d[4], const u32 a[4], const u32 b
 #ifdef HOCKET_EMULATED
     emulation::multiply_16_8_16(d, a, b, [](u32 bits) { return bf16_to_float((u16)bits); });
 #else
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 #endif
@@ -93,7 +99,7 @@ __device__ __forceinline__ void mma_f16(float d[4], const u32 a[4], const u32 b[
 #ifdef HOCKET_EMULATED
     emulation::multiply_16_8_16(d, a, b, [](u32 bits) { return half_to_float((u16)bits); });
 #else
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 #endif
@@ -104,7 +110,7 @@ __device__ __forceinline__ void mma_s8(i32 d[4], const u32 a[4], const u32 b[2])
 #ifdef HOCKET_EMULATED
     emulation::multiply_16_8_32(d, a, b);
 #else
-    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 #endif

@@ -1,4 +1,4 @@
-// Products of matrices whose weights are kept as float32, half or bfloat16; triangular systems; short convolutions.
+// Products of matrices whose weights are kept as float32, half or bfloat16; triangular systems.
 
 // out[m, n] = sum over k of x[m, k] w[n, k], for each entry of the leading axes.
 template <class T> struct Product {
@@ -91,24 +91,4 @@ __global__ void solve_triangular(const __grid_constant__ Triangular t) {
         for (i64 c = 0; c < r; c++) rest -= a[r * t.a_step + c * t.a_column] * out[c * t.m];
         out[r * t.m] = rest / a[r * t.a_step + r * t.a_column];
     }
-}
-
-// out[t, c] = sum over j of w[c, j] x[t + j, c].
-struct Convolution {
-    i64 count, tokens, channels, taps, x_row, x_column, w_step, w_column;
-    Axes axes;
-    Walk<const float> x;
-    const float *w;
-    Walk<float> out;
-};
-__global__ void convolution(const __grid_constant__ Convolution a) {
-    const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= a.count) return;
-    const u32 c = i % (u32)a.channels, rest = i / (u32)a.channels, t = rest % (u32)a.tokens;
-    const i64 *const steps[] = {a.x.step, a.out.step};
-    const Places<2> p = places(a.axes, steps, rest / (u32)a.tokens);
-    const float *x = a.x.at + p.at[0] + t * a.x_row + c * a.x_column, *w = a.w + c * a.w_step;
-    float sum = 0.0f;
-    for (i64 j = 0; j < a.taps; j++) sum += w[j * a.w_column] * x[j * a.x_row];
-    a.out.at[p.at[1] + (i64)t * a.channels + c] = sum;
 }

@@ -1,8 +1,7 @@
-"""Products of matrices whose weights are kept as floats; triangular systems; short convolutions."""
+"""Products of matrices whose weights are kept as floats; triangular systems."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -11,14 +10,14 @@ from ...operands import Bound, Operand
 from ..axes import Axes, axes_of, expanded
 from ..driver import Source
 from ..launches import Binding, Launches, Word, blocks, need
-from .elementwise import MOST_ELEMENTS, THREADS, TYPES, as_float
+from .elementwise import MOST_ELEMENTS, TYPES, as_float
 
 WEIGHTS = (DType.F32, DType.F16, DType.BF16)
 SOURCE = Source(
     "products.cu",
     (
         *(f"{kernel}<{TYPES[w]}>" for kernel in ("matvec", "matmul") for w in WEIGHTS),
-        *("solve_triangular", "convolution"),
+        "solve_triangular",
     ),
 )
 SOURCES = (SOURCE,)
@@ -68,14 +67,4 @@ def _solve_tri(launches: Launches, call: Bound) -> None:
     launches.add(SOURCE["solve_triangular"], blocks(count, 64), 64, words)
 
 
-def _ssm_conv(launches: Launches, call: Bound) -> None:
-    x, w, out = as_float(launches, call.operand(0)), as_float(launches, call.operand(1)), call.out
-    tokens, channels = out.shape[-2:]
-    axes, count = axes_of(out.shape[:-2], [matrix_heads(x), matrix_heads(out)]), math.prod(out.shape)
-    need(count < MOST_ELEMENTS, f"a result of {count} elements is too large for one launch")
-    words: list[Word] = [count, tokens, channels, w.shape[-1], *x.strides[-2:], *w.strides, *axes.words]
-    words += [*axes.walk(0, x), w, *axes.walk(1, out)]
-    launches.add(SOURCE["convolution"], blocks(count, THREADS), THREADS, words)
-
-
-BINDINGS: Mapping[str, Binding] = {"solve_tri": _solve_tri, "ssm_conv": _ssm_conv}
+BINDINGS: Mapping[str, Binding] = {"solve_tri": _solve_tri}

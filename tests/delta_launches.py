@@ -1,0 +1,195 @@
+"""The delta net's launches on arrays of this process, and its recurrence in float64, said as plainly as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hocket.backends.base import Tensor
+from hocket.backends.cupy.driver import Launch
+from hocket.backends.cupy.emulation.emulated import EmulatedDriver
+from hocket.backends.cupy.kernels import gated_delta_net as binding
+from hocket.backends.cupy.launches import Launches
+from hocket.backends.operands import Bound, Operand
+from hocket.graph.dtypes import DType
+
+DTYPES = {"f": DType.F32, "i": DType.I32}
+ORDERS = (0, 1, 7)
+NOTHING = -123.0
+"""What results hold before a run."""
+
+
+def aligned(array: np.ndarray) -> np.ndarray:
+    """A copy that begins at a multiple of 64 bytes."""
+    raw = np.zeros(array.nbytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    copy = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+def operand(x: np.ndarray) -> Operand:
+    strides = tuple(s // x.itemsize for s in x.strides)
+    return Operand(x.ctypes.data, Tensor(0, 0, x.shape, strides, DTYPES[x.dtype.kind]))
+
+
+def run(items: Sequence[Launch], order: int = 0) -> None:
+    driver = EmulatedDriver(order)
+    driver.record(items, driver.device(0))()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Operands of the rule, float32: q, k [B,T,Hk,d], v [B,T,Hv,e], g [B,T,Hv,1 or d], beta [B,T,Hv], and states
+    [B or slots,Hv,e,d]."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    g: np.ndarray
+    beta: np.ndarray
+    state: np.ndarray
+    mapping: str = "tiled"
+    snapshots: int = 1
+    slots_in: np.ndarray | None = None
+    slots_out: np.ndarray | None = None
+
+    @property
+    def pool(self) -> str:
+        return "none" if self.slots_in is None else "read" if self.slots_out is None else "update"
+
+    @property
+    def tokens(self) -> int:
+        return self.v.shape[1]
+
+
+def problem(seed: int, size: int, key_heads: int, heads: int, tokens: int, batch: int = 1, **kind) -> Problem:
+    """Data as ggml's tests draw it; options: `channels` (a decay per key channel), `permuted`, `values` (their size),
+    `strong` (the share of decays as strong as ggml's; others leave something of a state for the next chunks), `hard`
+    (keys almost parallel, all written in full, no decay), and fields of `Problem`."""
+    rng = np.random.default_rng(seed)
+    channels, permuted = kind.pop("channels", False), kind.pop("permuted", False)
+    values, strong, hard = kind.pop("values", size), kind.pop("strong", 0.01), kind.pop("hard", False)
+
+    def unit(*shape: int) -> np.ndarray:
+        x = rng.uniform(-1, 1, shape)
+        return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+    drawn = {
+        "q": unit(batch, tokens, key_heads, size),
+        "k": unit(batch, tokens, key_heads, size),
+        "v": rng.uniform(-0.3, 5, (batch, tokens, heads, values)),
+        "g": rng.uniform(-20, -1e-4, (batch, tokens, heads, size if channels else 1)),
+        "beta": rng.uniform(0, 1, (batch, tokens, heads)),
+    }
+    drawn["g"] *= np.where(rng.random(drawn["g"].shape) < strong, 1, 0.01)
+    if hard:
+        keys = unit(batch, 1, key_heads, size) + 0.1 * drawn["k"]
+        drawn["k"] = keys / np.linalg.norm(keys, axis=-1, keepdims=True)
+        drawn["g"], drawn["beta"] = -1e-3 * rng.random(drawn["g"].shape), rng.uniform(0.95, 1, drawn["beta"].shape)
+    if kind.get("slots_in") is None:
+        kind.setdefault("state", rng.uniform(-1, 1, (batch, heads, values, size)))
+    arrays = {name: aligned(x.astype(np.float32)) for name, x in drawn.items()}
+    arrays["state"] = aligned(np.asarray(kind.pop("state"), np.float32))
+    if permuted:  # heads lie outside of tokens
+        arrays |= {n: aligned(arrays[n].swapaxes(1, 2)).swapaxes(1, 2) for n in "qkv"}
+    return Problem(**arrays, **kind)
+
+
+def reference(p: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """Outputs [B,T,Hv,e] and states as the op gives them, in float64."""
+    q, k, v, g, beta, pool = (x.astype(np.float64) for x in (p.q, p.k, p.v, p.g, p.beta, p.state))
+    batch, tokens, heads, _ = v.shape
+    repeat = heads // q.shape[2]
+    of = [h % q.shape[2] if p.mapping == "tiled" else h // repeat for h in range(heads)]
+    s = pool[p.slots_in] if p.slots_in is not None else pool.copy()
+    out, past = np.zeros_like(v), [s.copy()]
+    for t in range(tokens):
+        s = s * np.exp(g[:, t])[:, :, None, :]
+        delta = (v[:, t] - np.einsum("bhed,bhd->bhe", s, k[:, t, of])) * beta[:, t, :, None]
+        s = s + delta[..., None] * k[:, t, of][:, :, None, :]
+        out[:, t] = np.einsum("bhed,bhd->bhe", s, q[:, t, of]) / np.sqrt(q.shape[-1])
+        past.append(s.copy())
+    last = past[:0:-1] or past
+    if p.slots_out is not None:
+        for i in range(min(p.snapshots, len(last))):
+            pool[p.slots_out.reshape(batch, -1)[:, i]] = last[i]
+        return out, pool
+    kept = [last[i] if i < len(last) else np.zeros_like(s) for i in range(p.snapshots)]
+    return out, np.stack(kept, axis=1) if p.snapshots > 1 else kept[0]
+
+
+@dataclass(frozen=True)
+class Bindings:
+    """Launches of one problem, and where they leave their results."""
+
+    items: list[Launch]
+    out: np.ndarray
+    new: np.ndarray
+    fault: np.ndarray
+
+    @property
+    def kernels(self) -> list[str]:
+        return [launch.kernel.name.split("<")[0] for launch in self.items]
+
+
+def bind(p: Problem, *, exact: bool = True, in_place: bool = False, launch: Callable | None = None) -> Bindings:
+    """The launches of the op; `launch` replaces ``launch_rule``."""
+    out = aligned(np.full(p.v.shape, NOTHING, np.float32))
+    kept = (p.v.shape[0], *([p.snapshots] if p.snapshots > 1 else []), *p.state.shape[1:])
+    new = p.state if in_place else aligned(np.full(p.state.shape if p.pool == "update" else kept, NOTHING, np.float32))
+    slots = [None if x is None else operand(x) for x in (p.slots_in, p.slots_out)]
+    src = (*(operand(x) for x in (p.q, p.k, p.v, p.g, p.beta, p.state)), *slots)
+    attrs = {"heads": p.mapping, "snapshots": p.snapshots, "pool": p.pool}
+    call = Bound("gated_delta_net", src, (operand(out), operand(new)), attrs, 0)
+    rule = binding.Rule(*src[:5], operand(out), p.mapping == "tiled")
+    room, fault = aligned(np.zeros(scratch_bytes(call, rule, exact), np.uint8)), np.zeros(2, np.int64)
+    launches = Launches(keep=lambda array: array.ctypes.data, scratch_at=room.ctypes.data, fault_at=fault.ctypes.data)
+    (launch or binding.launch_rule)(launches, call, rule, exact)
+    KEPT.extend((room, p))
+    return Bindings(launches.items, out, new, fault)
+
+
+KEPT: list[object] = []
+"""Memory that launches know by its address only."""
+
+
+def scratch_bytes(call: Bound, rule: binding.Rule, exact: bool) -> int:
+    launches = Launches(keep=lambda array: 1)
+    binding.launch_rule(launches, call, rule, exact)
+    return launches.taken
+
+
+def worst(got: np.ndarray, wanted: np.ndarray) -> tuple[float, float, float]:
+    """Normalised mean square error of all, of the worst row, and the worst element against the mean size of its head.
+
+    Rows and elements much smaller than others of their head count as a hundredth of these: they are differences."""
+    got, error = got.astype(np.float64), (got - wanted) ** 2
+    if not np.isfinite(got).all():
+        return np.inf, np.inf, np.inf
+    head = np.mean(wanted**2, axis=tuple(range(1, wanted.ndim - 1)) if wanted.ndim == 4 else -1, keepdims=True) + 1e-30
+    head = head.mean(axis=-1, keepdims=True)
+    rows = error.mean(axis=-1) / np.maximum((wanted**2).mean(axis=-1), head[..., 0] * 1e-2)
+    return error.sum() / max((wanted**2).sum(), 1e-30), rows.max(initial=0), np.sqrt((error / head).max(initial=0))
+
+
+def check(p: Problem, bound: Bindings, limit: float, order: int = 0) -> float:
+    """Run the launches and compare; the worst error.  Everything that is not NaN before may be after."""
+    wanted_out, wanted_new = reference(p)
+    run(bound.items, order)
+    found = [worst(bound.out, wanted_out), worst(bound.new, wanted_new)]
+    for whole, row, element in found:
+        assert whole <= limit, f"{p.tokens} tokens: {whole:.1e}"
+        assert row <= 30 * limit, f"{p.tokens} tokens, a row: {row:.1e}"
+        assert element <= 30 * np.sqrt(limit), f"{p.tokens} tokens, an element: {element:.1e}"
+    assert not bound.fault.any()
+    return max(f[0] for f in found)
+
+
+def with_slots(p: Problem, slots: int, slots_in: Sequence[int], slots_out: object = None, seed: int = 1) -> Problem:
+    """The problem on a pool of so many states."""
+    pool = np.random.default_rng(seed).uniform(-1, 1, (slots, *p.state.shape[1:])).astype(np.float32)
+    out = None if slots_out is None else np.array(slots_out, np.int32)
+    return replace(p, state=aligned(pool), slots_in=np.array(slots_in, np.int32), slots_out=out)
