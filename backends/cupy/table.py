@@ -11,10 +11,10 @@ import numpy.typing as npt
 from ...graph.dtypes import DType
 from ...graph.spec import Spec
 from .driver import Source
-from .kernels import elementwise, indexer, moves, products, rotary, rows
+from .kernels import collective, elementwise, indexer, moves, products, rotary, rows
 from .launches import Binding
 
-FAMILIES: tuple[ModuleType, ...] = (elementwise, moves, products, rotary, rows, indexer)
+FAMILIES: tuple[ModuleType, ...] = (elementwise, moves, products, rotary, rows, indexer, collective)
 """Modules with ``BINDINGS``, how each op is bound, and ``SOURCES``, all they launch."""
 
 Packer = Callable[[npt.NDArray[np.uint8], Spec], npt.NDArray[np.uint8]]
