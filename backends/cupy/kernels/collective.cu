@@ -88,11 +88,12 @@ __device__ u64 wait_for(const Group &g, const u64 *word, u64 ticket, i64 who) {
 }
 // All threads of one block; whether everybody came.
 __device__ bool meet(const Group &g, u64 has_results) {
+    const i64 peer = threadIdx.x;
+    const u64 mine = ticket(g, has_results);
     __syncthreads();
-    if (threadIdx.x < g.devices) {
-        const i64 peer = threadIdx.x;
-        const u64 mine = ticket(g, has_results);
-        store_release(&g.signals[peer][ARRIVED + APART * g.rank], mine);
+    if (peer < g.devices) store_release(&g.signals[peer][ARRIVED + APART * g.rank], mine);
+    __syncthreads();  // threads need not take turns: all are told before anybody waits
+    if (peer < g.devices) {
         const u64 theirs = wait_for(g, &g.signals[g.rank][ARRIVED + APART * peer], mine, peer);
         // Nobody goes on to another meeting before all results are there.
         if (!has_results && theirs > (mine | 1)) stop(g, OUT_OF_STEP, peer);
