@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import time
 from dataclasses import dataclass
@@ -10,12 +11,15 @@ import numpy as np
 import pytest
 
 from hocket.backends.cupy import backend as cupy_backend
+from hocket.backends.cupy import cuda
 from hocket.backends.cupy.driver import Source
 from hocket.backends.cupy.emulation.emulated import EmulatedBackend
 from hocket.backends.cupy.kernels import collective
+from hocket.backends.cupy.table import SOURCES
 from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
 
+from .fake_cupy import fake_cupy
 from .devices_meet import Part, Rig, summands
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
@@ -207,6 +211,36 @@ def _come_in_different_orders():
     parts = [[Part("all_reduce", x[d], (4,), {"sequence": s}) for s in orders[d]] for d in range(2)]
     with pytest.raises(BackendError, match="is at another one: the plans of the devices do not match|another device"):
         Rig(EmulatedBackend(), parts, timeout=5).run()
+
+
+# --------------------------------------------------------------------------------------------- the driver of devices
+
+
+@pytest.fixture(params=[True, False], ids=["peers", "no peers"])
+def devices(request, monkeypatch):
+    """The backend of real devices, over a stand-in for CuPy that emulates launches."""
+    cupy = fake_cupy(SOURCES, request.param)
+    monkeypatch.setattr(cuda, "_cupy", lambda: cupy)
+    monkeypatch.setattr(cuda, "cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}))
+    cuda._module.cache_clear()
+    yield cuda.CudaBackend(), cupy.cuda.runtime, request.param
+    cuda._module.cache_clear()
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_real_devices_meet_in_one_graph_where_they_reach_each_other(case, n, devices, monkeypatch):
+    backend, runtime, are_peers = devices
+    parts = CASES[case](n)
+    rig = Rig(backend, parts)
+    for _ in range(2):
+        same(rig.run(), through_the_host(monkeypatch, parts))
+    assert runtime.enabled == {(a, b) for a in range(n) for b in range(n) if a != b and are_peers}
+    assert len(runtime.pinned) == are_peers
+    assert not are_peers or all(len(replay._calls) == 1 for replay in rig.replays)
+    del rig
+    gc.collect()
+    assert not runtime.pinned
 
 
 # ------------------------------------------------------------------------------------------------------------ faults
