@@ -22,7 +22,8 @@ class Meeting:
     """
 
     def __init__(self, size: int, timeout: float = 60.0, *, devices: Sequence[Device] = ()) -> None:
-        self.size, self.timeout, self.devices = size, timeout, tuple(devices)
+        self.size, self.timeout = size, timeout
+        self.devices: Sequence[Device] = tuple(devices)
         words = 16 + 8 * size  # in pages of their own, which a driver may pin
         self.board = np.frombuffer(mmap.mmap(-1, 8 * words), np.int64) if devices else None
         self.barrier = threading.Barrier(size)

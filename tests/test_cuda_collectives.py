@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import gc
+import random
 import shutil
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from hocket import ops
 from hocket.backends.cupy import backend as cupy_backend
 from hocket.backends.cupy import cuda
 from hocket.backends.cupy.driver import Source
 from hocket.backends.cupy.emulation.emulated import EmulatedBackend
 from hocket.backends.cupy.kernels import collective
-from hocket.backends.cupy.table import SOURCES
+from hocket.backends.cupy.table import BINDINGS, SOURCES
+from hocket.frontends.open import open_model
+from hocket.frontends.session import Group, Session
+from hocket.graph import Graph, input, weight
 from hocket.graph.dtypes import DType
-from hocket.graph.errors import BackendError
+from hocket.graph.errors import BackendError, PlanError
+from hocket.ops import op_of
+from hocket.ops.collective import COLLECTIVES
+from hocket.scheduler import load, plan_for
 
-from .fake_cupy import fake_cupy
 from .devices_meet import Part, Rig, summands
+from .fake_cupy import fake_cupy
+from .grouped import weights_of
+from .random_graphs import bindings, seeded_graph
+from .test_sharding import everything_that_fits
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
 
@@ -209,8 +221,65 @@ def _come_in_different_orders():
     x = summands(2, (4,))
     orders = ((1, 2), (2, 1))
     parts = [[Part("all_reduce", x[d], (4,), {"sequence": s}) for s in orders[d]] for d in range(2)]
-    with pytest.raises(BackendError, match="is at another one: the plans of the devices do not match|another device"):
+    with pytest.raises(BackendError, match=r"is at another one: the plans of the devices do not match|another device"):
         Rig(EmulatedBackend(), parts, timeout=5).run()
+
+
+# ------------------------------------------------------------------------------------------------------ whole plans
+
+
+def _can_run(seed):
+    computed = {n.op for n in seeded_graph(seed).nodes if not n.is_leaf and not op_of(n).is_view}
+    return computed <= BINDINGS.keys()
+
+
+SEEDS = [seed for seed in range(120) if _can_run(seed)][:12]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_random_graph_cut_wherever_it_can_be_gives_the_bits_of_the_host(seed, monkeypatch):
+    graph, dice, backend = seeded_graph(seed), random.Random(seed), EmulatedBackend()
+    group = [(backend, backend.device(d)) for d in range(dice.choice([2, 3, 4]))]
+    made = plan_for(graph, group, choose=lambda g, f: everything_that_fits(g, f, dice))
+    values = bindings(graph, np.random.default_rng(seed))
+    feed = {v.node.name: values[v.node.name] for v in graph.inputs}
+
+    def outputs():
+        run = load(made, weights_of(graph, values))
+        return [{name: out.tobytes() for name, out in run.run(feed).items()} for _ in range(3)]
+
+    over_peers = outputs()
+    monkeypatch.setattr(cupy_backend, "meets_on_devices", lambda comm, driver: False)
+    assert over_peers == outputs()
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-moe", "qwen3", "qwen35", "qwen35moe"])
+def test_a_model_split_over_two_devices_gives_the_bits_of_the_host(name, monkeypatch):
+    folder = Path(__file__).parent / "fixtures" / name
+    tokens = np.load(folder / "tokens.npy").tolist()[:6]
+
+    def logits():
+        session = Session(open_model(folder / "model.gguf"), on=Group(("cuda-emulated:0", "cuda-emulated:1"), "tensor"))
+        return [session.evaluate([part])[0].tobytes() for part in (tokens[:4], tokens[4:5], tokens[5:])]
+
+    try:
+        over_peers = logits()
+    except PlanError as why:
+        pytest.skip(f"an op has no kernel yet: {why}")
+    monkeypatch.setattr(cupy_backend, "meets_on_devices", lambda comm, driver: False)
+    assert over_peers == logits()
+
+
+def test_a_plan_of_several_devices_is_one_recorded_program_each():
+    w = {"up": np.ones((12, 8), np.float32), "down": np.ones((8, 12), np.float32)}
+    hidden = ops.relu(ops.mul_mat(weight("up", (12, 8)), input("x", (5, 8))))
+    graph = Graph({"y": ops.mul_mat(weight("down", (8, 12)), hidden)})
+    backend, dice = EmulatedBackend(), random.Random(0)
+    group = [(backend, backend.device(d)) for d in range(2)]
+    run = load(plan_for(graph, group, choose=lambda g, f: everything_that_fits(g, f, dice)), w)
+    assert any(i.op in COLLECTIVES for i in run.plan.lanes[0].program.instructions)
+    assert (run.run({"x": np.ones((5, 8), np.float32)})["y"] == 96).all()
+    assert [len(replay._calls) for replay in run._replays] == [1, 1]
 
 
 # --------------------------------------------------------------------------------------------- the driver of devices

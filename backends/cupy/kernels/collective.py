@@ -107,7 +107,8 @@ def _group(launches: Launches, call: Bound, group: Group) -> list[Word]:
 
 def _filled(addresses: Iterable[int]) -> list[Word]:
     """Of all devices; there is room for more."""
-    return [*addresses, *[0] * MOST_DEVICES][:MOST_DEVICES]
+    words: list[Word] = list(addresses)
+    return words + [0] * (MOST_DEVICES - len(words))
 
 
 def _all_reduce(launches: Launches, call: Bound, group: Group) -> None:
