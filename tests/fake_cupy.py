@@ -6,7 +6,8 @@ It knows the order of calls that CUDA asks for (launches within a capture wait f
 from __future__ import annotations
 
 import ctypes
-from contextlib import nullcontext
+import threading
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -63,7 +64,7 @@ class FakeArray:
 
 class Stream:
     ptr = 7
-    capturing: ClassVar[list[Stream]] = []
+    of_thread: ClassVar[threading.local] = threading.local()
 
     def __init__(self, non_blocking=False):
         self.recorded, self.is_capturing, self.calls = [], False, 0
@@ -76,11 +77,11 @@ class Stream:
 
     def begin_capture(self):
         self.is_capturing, self.recorded = True, []
-        Stream.capturing.append(self)
+        Stream.of_thread.capturing = self
 
     def end_capture(self):
         self.is_capturing = False
-        Stream.capturing.remove(self)
+        Stream.of_thread.capturing = None
         recorded = self.recorded
         return SimpleNamespace(launch=lambda stream: [run() for run in recorded])
 
@@ -88,8 +89,9 @@ class Stream:
         assert not self.is_capturing
 
 
-def fake_cupy(sources):
+def fake_cupy(sources, are_peers=True):
     """The module; `sources` is what kernels may be launched of."""
+    enabled, pinned, current = set(), set(), threading.local()
     functions: dict[int, Kernel] = {}
 
     class Module:
@@ -105,16 +107,43 @@ def fake_cupy(sources):
         kernel = functions[function]
         assert (stream, extra) == (Stream.ptr, 0)
         run = _emulated(kernel, (gx, gy, gz), (bx, by, bz), shared, at)
-        if Stream.capturing:
-            Stream.capturing[-1].recorded.append(run)
-        else:
-            run()
+        capturing = getattr(Stream.of_thread, "capturing", None)
+        capturing.recorded.append(run) if capturing else run()
 
     class DriverError(Exception):
-        pass
+        status = 704
+
+    @contextmanager
+    def entered(index):
+        before, current.index = getattr(current, "index", 0), index
+        yield device
+        current.index = before
+
+    def enable_peer(other):
+        pair = (current.index, other)
+        if pair in enabled:
+            raise DriverError("peer access is already enabled")
+        enabled.add(pair)
+
+    def register(address, nbytes, flags):
+        assert address % 4096 == 0
+        assert address not in pinned
+        assert flags == 3
+        pinned.add(address)
+
+    def attributes(address):
+        assert address in pinned
+        return SimpleNamespace(devicePointer=address)
 
     runtime = SimpleNamespace(
-        getDeviceCount=lambda: 2,
+        enabled=enabled,
+        pinned=pinned,
+        deviceCanAccessPeer=lambda own, other: are_peers,
+        deviceEnablePeerAccess=enable_peer,
+        hostRegister=register,
+        hostUnregister=pinned.remove,
+        pointerGetAttributes=attributes,
+        getDeviceCount=lambda: 4,
         getDeviceProperties=lambda index: {"totalGlobalMem": 1 << 30, "name": b"no GPU"},
         CUDARuntimeError=DriverError,
     )
@@ -123,7 +152,7 @@ def fake_cupy(sources):
     cuda = SimpleNamespace(
         runtime=runtime,
         driver=driver,
-        Device=lambda index: nullcontext(device),
+        Device=entered,
         Stream=Stream,
         memory=SimpleNamespace(OutOfMemoryError=MemoryError),
         function=SimpleNamespace(Module=Module),
