@@ -29,7 +29,7 @@ from hocket.scheduler import load, plan, plan_for
 from .fake_cupy import fake_cupy
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
-LATER = {"attention", "gated_delta_net", "ssm_scan", "rwkv_wkv6", "rwkv_wkv7", "gated_linear_attn", "mul_mat_id"}
+LATER = {"attention", "gated_delta_net", "ssm_scan", "rwkv_wkv6", "rwkv_wkv7", "gated_linear_attn"}
 """Ops without kernels."""
 
 

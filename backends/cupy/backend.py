@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Self
 
@@ -21,12 +22,27 @@ from ..numpy.kernel import Call
 from ..operands import Bound, Operand
 from .driver import Driver, LaunchError
 from .launches import Launches, NoKernelError
-from .table import BINDINGS, PACKED
+from .packing import PACKINGS, pack, padded
+from .table import BINDINGS
 
 HALVES = (DType.F16, DType.BF16)
+PRODUCTS = frozenset(("mul_mat", "mul_mat_id"))
+"""Ops whose activations are rounded: where the weight is packed, to 8 bits in blocks of 32; where it is kept in 16 bits
+and tokens are many, to two terms of bfloat16."""
 FIXED = ("weight", "constant")
 """Leaves that `load` fills."""
 FAULT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """An operand without an address: its spec as it is stored; of a leaf, or a view of one, also what the whole buffer
+    is declared as and holds, and whether this is all of it."""
+
+    spec: Spec
+    declared: Spec | None = None
+    stored: Spec | None = None
+    whole: bool = True
 
 
 class DriverBackend:
@@ -79,9 +95,8 @@ class DriverBackend:
         """Bind a node to no memory at all; the bytes of scratch that it asks for.  Raises `NoKernelError`."""
         return _try(node.op, tuple(map(self._operand, node.src)), node.specs, tuple(node.attrs.items()), strided)
 
-    def _operand(self, value: Value | None) -> tuple[Spec, Spec | None, Spec | None] | None:
-        """What is known of an operand before it has an address: its spec as it is stored; of a leaf, or a view of one,
-        also what the whole buffer is declared as and holds."""
+    def _operand(self, value: Value | None) -> Known | None:
+        """What is known of an operand before it has an address."""
         if value is None:
             return None
         base = value
@@ -90,13 +105,21 @@ class DriverBackend:
         kind = base.node.op if base.node.is_leaf else "value"
         stored = self.stored(base.spec, kind)
         own = kind in ("weight", "state", "constant")
-        return Spec(value.spec.shape, stored.dtype), base.spec if own else None, stored if own else None
+        spec = Spec(value.spec.shape, stored.dtype)
+        return Known(spec, base.spec if own else None, stored if own else None, value is base)
 
     def stored(self, spec: Spec, kind: str = "value") -> Spec:
-        keeps = spec.dtype in PACKED or spec.dtype in HALVES
-        if spec.dtype.is_integer or (kind in FIXED and len(spec.shape) >= 2 and keeps):
+        matrix = kind in FIXED and len(spec.shape) >= 2
+        if matrix and spec.dtype in PACKINGS:
+            return padded(spec)
+        if spec.dtype.is_integer or (matrix and spec.dtype in HALVES):
             return spec
         return Spec(spec.shape, DType.F32)
+
+    def tolerance(self, node: Node) -> float | None:
+        """The relative error of what is rounded on its way; None for arithmetic in float32."""
+        dtype = node.inputs[0].dtype if node.op in PRODUCTS else DType.F32
+        return 2.0**-8 if dtype in PACKINGS else 2.0**-16 if dtype in HALVES else None
 
     # ---------------------------------------------------------------------------------------------------- memory
 
@@ -109,7 +132,7 @@ class DriverBackend:
     def load(self, data: Array, declared: Spec, buffer: Any) -> None:
         stored = self.stored(declared, "weight")
         if stored.dtype.is_quantised:
-            packed = PACKED[stored.dtype](np.ascontiguousarray(data).view(np.uint8).reshape(-1), declared)
+            packed = pack(np.ascontiguousarray(data).view(np.uint8).reshape(-1), declared)
             self.view(buffer, Tensor(0, 0, packed.shape, (1,), DType.I8))[...] = packed.view(np.int8)
             return
         target = self.view(buffer, Tensor(0, 0, stored.shape, contiguous_strides(stored.shape), stored.dtype))
@@ -233,7 +256,7 @@ def _awkward(shape: Sequence[int]) -> tuple[int, ...]:
 @lru_cache(maxsize=4096)
 def _try(
     op: str,
-    src: tuple[tuple[Spec, Spec | None, Spec | None] | None, ...],
+    src: tuple[Known | None, ...],
     results: tuple[Spec, ...],
     attrs: tuple[tuple[str, Any], ...],
     strided: int | None,
@@ -242,14 +265,16 @@ def _try(
     if op not in BINDINGS:
         raise NoKernelError(f"backends/cupy has no kernel for {op}")
 
-    def operand(number: int, spec: Spec, declared: Spec | None, stored: Spec | None) -> Operand:
-        awkward = number == strided and not spec.dtype.is_quantised
-        strides = _awkward(spec.shape) if awkward else contiguous_strides(spec.shape)
-        return Operand((number + 1) << 40, Tensor(number, 0, spec.shape, strides, spec.dtype), declared, stored)
+    def operand(number: int, known: Known) -> Operand:
+        spec, packed = known.spec, known.spec.dtype.is_quantised
+        strides = _awkward(spec.shape) if number == strided and not packed else contiguous_strides(spec.shape)
+        offset = spec.dtype.block_bytes if packed and not known.whole else 0
+        tensor = Tensor(number, offset, spec.shape, strides, spec.dtype)
+        return Operand(((number + 1) << 40) + offset, tensor, known.declared, known.stored)
 
     launches = Launches(keep=lambda array: 1 << 20)
-    there = tuple(None if s is None else operand(n, *s) for n, s in enumerate(src))
+    there = tuple(None if s is None else operand(n, s) for n, s in enumerate(src))
     values = [Spec(s.shape, s.dtype if s.dtype.is_integer else DType.F32) for s in results]
-    made = tuple(operand(len(src) + n, s, None, None) for n, s in enumerate(values))
+    made = tuple(operand(len(src) + n, Known(s)) for n, s in enumerate(values))
     BINDINGS[op](launches, Bound(op, there, made, dict(attrs), 0))
     return launches.taken

@@ -116,3 +116,9 @@ def need(condition: object, why: str) -> None:
     """Raise `NoKernelError` unless the condition holds."""
     if not condition:
         raise NoKernelError(why)
+
+
+def rows_of(x: Operand) -> int:
+    """The step between rows of a float operand, in elements.  Raises `NoKernelError` if they do not lie evenly."""
+    need(x.is_float and x.has_rows, "rows do not lie evenly")
+    return x.row_step // 4

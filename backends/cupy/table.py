@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType, ModuleType
 
-import numpy as np
-import numpy.typing as npt
-
-from ...graph.dtypes import DType
-from ...graph.spec import Spec
 from .driver import Source
 from .kernels import (
     elementwise,
     gated_delta_net,
     indexer,
+    matmul,
     moves,
     products,
     recurrences,
@@ -27,6 +23,7 @@ from .launches import Binding
 FAMILIES: tuple[ModuleType, ...] = (
     elementwise,
     moves,
+    matmul,
     products,
     rotary,
     rows,
@@ -36,11 +33,6 @@ FAMILIES: tuple[ModuleType, ...] = (
     recurrences,
 )
 """Modules with ``BINDINGS``, how each op is bound, and ``SOURCES``, all they launch."""
-
-Packer = Callable[[npt.NDArray[np.uint8], Spec], npt.NDArray[np.uint8]]
-"""The bytes of a quantised weight as a file holds them, and its spec, to as many bytes as kernels want them."""
-PACKED: Mapping[DType, Packer] = MappingProxyType({})
-"""Quantised types that weights keep; others become float32."""
 
 
 def _merged() -> Mapping[str, Binding]:

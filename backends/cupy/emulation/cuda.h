@@ -583,6 +583,9 @@ template <class T> T atomicMax(T *at, T value) {
 static inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+static inline float __fmul_rn(float x, float y) { return x * y; }
+static inline float __fadd_rn(float x, float y) { return x + y; }
+static inline int __float2int_rn(float x) { return x != x ? 0 : (int)lrintf(fminf(fmaxf(x, -2147483648.0f), 2147483520.0f)); }
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int __ffs(int x) { return __builtin_ffs(x); }
 static inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }

@@ -11,6 +11,8 @@ from ...operands import Bound, Operand
 from ..axes import axes_of
 from ..driver import Kernel, Source
 from ..launches import Binding, Launches, Word, blocks, need
+from ..packing import PACKINGS
+from . import packed
 
 THREADS = 256
 MOST_ELEMENTS = 2**31
@@ -88,6 +90,8 @@ def as_float(launches: Launches, x: Operand) -> Operand:
     """`x` as float32: itself, or a copy in scratch."""
     if x.is_float:
         return x
+    if x.dtype in PACKINGS:
+        return packed.expanded(launches, x)
     need(x.dtype in TYPES, f"kernels that read {x.dtype} here are missing")
     copy = launches.scratch(x.shape)
     launch_cast(launches, x, copy)

@@ -15,6 +15,8 @@ from ...operands import Bound, Operand
 from ..axes import axes_of, expanded, row_heads
 from ..driver import Source
 from ..launches import Binding, Launches, Word, blocks, need
+from ..packing import PACKINGS
+from . import packed
 from .elementwise import MOST_ELEMENTS, THREADS, TYPES, as_float, launch_binary, launch_cast, launch_map
 
 BITS = {1: "u8", 2: "u16", 4: "u32", 8: "u64"}
@@ -121,6 +123,10 @@ def _row_threads(columns: int) -> int:
 
 def _get_rows(launches: Launches, call: Bound) -> None:
     table, ids, out = call.operand(0), call.operand(1), call.out
+    if table.dtype in PACKINGS and table.is_whole and len(table.shape) == 2:
+        return packed.get_rows(launches, call)
+    if table.dtype in PACKINGS:
+        table = packed.expanded(launches, table)
     need(table.dtype in TYPES, f"rows of {table.dtype} are missing")
     need(ids.dtype in IDS, f"ids of type {ids.dtype} are missing")
     *leading, rows, columns = table.shape

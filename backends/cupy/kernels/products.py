@@ -38,8 +38,8 @@ def grouped_axes(w: Operand, x: Operand, out: Operand) -> Axes:
     return axes_of(*expanded(x.shape[:-2], heads, divides=0))
 
 
-def _mul_mat(launches: Launches, call: Bound) -> None:
-    w, x, out = call.operand(0), as_float(launches, call.operand(1)), call.out
+def launch_any(launches: Launches, w: Operand, x: Operand, out: Operand) -> None:
+    """A product of operands with any strides."""
     if w.dtype not in WEIGHTS:
         w = as_float(launches, w)
     m, k = x.shape[-2:]
@@ -67,4 +67,4 @@ def _solve_tri(launches: Launches, call: Bound) -> None:
     launches.add(SOURCE["solve_triangular"], blocks(count, 64), 64, words)
 
 
-BINDINGS: Mapping[str, Binding] = {"mul_mat": _mul_mat, "solve_tri": _solve_tri}
+BINDINGS: Mapping[str, Binding] = {"solve_tri": _solve_tri}

@@ -1,0 +1,47 @@
+"""Products with weights that are kept as floats, whose rows are dense."""
+
+from __future__ import annotations
+
+from ....graph.dtypes import DType
+from ...operands import Operand
+from ..driver import Source
+from ..launches import Launches, Word, blocks, rows_of
+from .elementwise import TYPES
+
+TILE = 64
+"""Rows and entries of a tile of tensor cores."""
+OWN = 16
+"""Rows of a block for few tokens."""
+COUNTS = (1, 2, 4)
+SOURCES = tuple(
+    Source(
+        "dense.cu",
+        (
+            *(f"few<{TYPES[dtype]}, {n}>" for n in COUNTS),
+            *([f"many<{TYPES[dtype]}>"] if dtype is not DType.F32 else []),
+        ),
+        ("routes.cuh",),
+    )
+    for dtype in (DType.F32, DType.F16, DType.BF16)
+)
+BY_TYPE = dict(zip((DType.F32, DType.F16, DType.BF16), SOURCES, strict=True))
+
+
+def _matrices(w: Operand) -> list[Word]:
+    """Columns and rows, the steps between matrices and between rows."""
+    steps = [s for n, s in zip(w.shape[:-2], w.strides[:-2], strict=True) if n != 1]
+    return [w.shape[-1], w.shape[-2], steps[-1] if steps else 0, w.strides[-2]]
+
+
+def few(launches: Launches, w: Operand, x: Operand, out: Operand, entries: int, tokens: int, route: list[Word]) -> None:
+    """All entries in one launch, each of at most 4 rows of x."""
+    count = next(n for n in COUNTS if n >= tokens)
+    words: list[Word] = [w, x, out, *_matrices(w), tokens, rows_of(x), rows_of(out), *route]
+    kernel = BY_TYPE[w.dtype][f"few<{TYPES[w.dtype]}, {count}>"]
+    launches.add(kernel, (blocks(w.shape[-2], OWN), entries), 256, words)
+
+
+def many(launches: Launches, w: Operand, x: Operand, out: Operand, tiles: Operand, route: list[Word]) -> None:
+    """One launch for a table of tiles."""
+    words: list[Word] = [w, x, out, *_matrices(w), rows_of(x), rows_of(out), tiles, *route]
+    launches.add(BY_TYPE[w.dtype][f"many<{TYPES[w.dtype]}>"], (blocks(w.shape[-2], TILE), tiles.shape[0]), 128, words)

@@ -1,0 +1,218 @@
+// Packed weights: what kernels need to know of each quantised type.  ../packing.py lays them out.
+//
+// Rows lie in units of 32, columns in blocks of 32; a thread of 32 has a row.  A unit takes the bytes that its rows take
+// in a file: first a plane of the codes' LOW bits, then one of their HIGH bits, [block][row] of 4 LOW and 4 HIGH bytes, then
+// the records, [record][row], which hold the scales of SUPER blocks.  (Of 8 bits the plane is [block][half][row] of 16.)
+//
+// The 32 codes of a row and block are 8 registers of 4 bytes: register 2 t + h has columns 16 h + 4 t to 16 h + 4 t + 3,
+// which is what lane t of a fragment of mma_s8 holds in half h.  A plane of W bits keeps register r in bits
+// W (r % (8 / W)) ... of all bytes of word r W / 8.
+//
+// Every weight is scale * code + bias.  Codes are signed bytes without a bias, or unsigned with one.  Signed ones of fewer
+// bits stand at the upper end of their byte, so that they need no extension, and their scales are divided by 2^UP.
+
+struct Codes {  // of a row and block, as lane t of four sees them
+    u32 low[2], high;
+};
+
+// Bits W `at` ... of each byte, moved to bit `to`.
+template <int W> __device__ __forceinline__ u32 field(u32 word, int at, int to) {
+    const int by = to - W * at;
+    return (by >= 0 ? word << by : word >> -by) & 0x01010101u * ((1u << W) - 1) << to;
+}
+// Linear codes; `half` is known when this is compiled.
+template <int LOW_, int HIGH_, bool SIGNED> struct Linear {
+    static constexpr int LOW = LOW_, HIGH = HIGH_, UP = SIGNED ? 8 - LOW - HIGH : 0;
+    static __device__ __forceinline__ u32 codes(const Codes &c, int half) {
+        if (LOW == 8) return c.low[half];
+        u32 found = field<LOW>(c.low[0], half, UP);
+        if (HIGH) found |= field<HIGH == 0 ? 1 : HIGH>(c.high, half, UP + LOW);
+        return found;
+    }
+};
+// Codes through a book of 16 bytes.  Its 4 codes of a half stand side by side, as __byte_perm wants its selectors.
+template <u32 A, u32 B, u32 C, u32 D> struct Book {
+    static constexpr int LOW = 4, HIGH = 0, UP = 0;
+    static __device__ __forceinline__ u32 codes(const Codes &c, int half) {
+        const u32 s = c.low[0] >> 16 * half, first = __byte_perm(A, B, s & 0x7777), second = __byte_perm(C, D, s & 0x7777);
+        return __byte_perm(first, second, 0x3210 | (s >> 1 & 0x4444));
+    }
+};
+using Nonlinear = Book<0xbfad9881u, 0xf6eaddcfu, 0x26190d01u, 0x71594535u>;
+using TwiceE2M1 = Book<0x03020100u, 0x0c080604u, 0xfdfeff00u, 0xf4f8fafcu>;
+
+// ------------------------------------------------------------------------------------------------------ records
+
+struct Scales {  // of the two halves of a block, if they differ; else of both
+    float scale[2], bias[2];
+};
+// Record `i` of `count`, of which the parts before this one take `before` bytes.
+template <class T> __device__ __forceinline__ T part(const u8 *records, i64 count, int before, i64 i, int row) {
+    return ((const T *)(records + 32 * count * before))[32 * i + row];
+}
+__device__ __forceinline__ float byte_of(u32 word, int i) { return (float)(word >> 8 * i & 0xff); }
+
+struct OneScale {
+    static constexpr int SUPER = 1;
+    static constexpr bool HALVES = false, BIAS = false;
+    using Record = u16;
+    static __device__ __forceinline__ Record load(const u8 *at, i64 count, i64 i, int row) {
+        return part<u16>(at, count, 0, i, row);
+    }
+    static __device__ __forceinline__ Scales scales(const Record &d, int) { return {{half_to_float(d)}, {}}; }
+};
+struct ScaleAndBias {
+    static constexpr int SUPER = 1;
+    static constexpr bool HALVES = false, BIAS = true;
+    using Record = u32;
+    static __device__ __forceinline__ Record load(const u8 *at, i64 count, i64 i, int row) {
+        return part<u32>(at, count, 0, i, row);
+    }
+    static __device__ __forceinline__ Scales scales(const Record &r, int) {
+        return {{half_to_float((u16)r)}, {half_to_float((u16)(r >> 16))}};
+    }
+};
+struct Exponent {  // 2^(e - 128), whose two smallest are subnormal: the book is doubled
+    static constexpr int SUPER = 1;
+    static constexpr bool HALVES = false, BIAS = false;
+    using Record = u8;
+    static __device__ __forceinline__ Record load(const u8 *at, i64 count, i64 i, int row) {
+        return part<u8>(at, count, 0, i, row);
+    }
+    static __device__ __forceinline__ Scales scales(const Record &e, int) {
+        return {{__uint_as_float(e < 2 ? 0x00200000u << e : (u32)(e - 1) << 23)}, {}};
+    }
+};
+struct SixBitPairs {  // Q4_K and Q5_K: d, dmin, and 8 pairs of 6 bits in 12 bytes
+    static constexpr int SUPER = 8;
+    static constexpr bool HALVES = false, BIAS = true;
+    using Record = uint4;
+    static __device__ __forceinline__ Record load(const u8 *at, i64 count, i64 i, int row) {
+        return part<uint4>(at, count, 0, i, row);
+    }
+    static __device__ __forceinline__ Scales scales(const Record &r, int block) {
+        const bool early = block < 4;
+        const u32 scale = early ? r.y & 0x3f3f3f3fu : (r.w & 0x0f0f0f0fu) | (r.y >> 2 & 0x30303030u);
+        const u32 least = early ? r.z & 0x3f3f3f3fu : (r.w >> 4 & 0x0f0f0f0fu) | (r.z >> 2 & 0x30303030u);
+        const float d = half_to_float((u16)r.x), m = half_to_float((u16)(r.x >> 16));
+        return {{d * byte_of(scale, block % 4)}, {-m * byte_of(least, block % 4)}};
+    }
+};
+struct FourBitPairs {  // Q2_K: 16 pairs of 4 bits, d, dmin
+    struct Record {
+        uint4 pairs;
+        u32 d;
+    };
+    static constexpr int SUPER = 8;
+    static constexpr bool HALVES = true, BIAS = true;
+    static __device__ __forceinline__ Record load(const u8 *at, i64 count, i64 i, int row) {
+        return {part<uint4>(at, count, 0, i, row), part<u32>(at, count, 16, i, row)};
+    }
+    static __device__ __forceinline__ Scales scales(const Record &r, int block) {
+        const uint4 p = r.pairs;
+        const u32 word = (block < 4 ? block < 2 ? p.x : p.y : block < 6 ? p.z : p.w) >> 16 * (block % 2);
+        const float d = half_to_float((u16)r.d), m = half_to_float((u16)(r.d >> 16));
+        return {{d * (float)(word & 15), d * (float)(word >> 8 & 15)}, {-m * (float)(word >> 4 & 15), -m * (float)(word >> 12 & 15)}};
+    }
+};
+struct SixBits {  // Q3_K: 16 scales of 6 bits in 12 bytes, d
+    struct Record {
+        uint2 low;
+        u32 high;
+        u16 d;
+    };
+    static constexpr int SUPER = 8;
+    static constexpr bool HALVES = true, BIAS = false;
+    static __device__ __forceinline__ Record load(const u8 *at, i64 count, i64 i, int row) {
+        return {part<uint2>(at, count, 0, i, row), part<u32>(at, count, 8, i, row), part<u16>(at, count, 12, i, row)};
+    }
+    static __device__ __forceinline__ Scales scales(const Record &r, int block) {
+        const u32 low = (block / 2 % 2 ? r.low.y : r.low.x) >> block / 4 * 4, high = r.high >> block / 2 * 2;
+        const u32 word = ((low & 0x0f0f0f0fu) | (high & 0x03030303u) << 4) >> 16 * (block % 2);
+        const float d = half_to_float(r.d);
+        return {{d * (byte_of(word, 0) - 32.0f), d * (byte_of(word, 1) - 32.0f)}, {}};
+    }
+};
+struct Bytes {  // Q6_K: 16 signed bytes, d
+    struct Record {
+        uint4 scales;
+        u16 d;
+    };
+    static constexpr int SUPER = 8;
+    static constexpr bool HALVES = true, BIAS = false;
+    static __device__ __forceinline__ Record load(const u8 *at, i64 count, i64 i, int row) {
+        return {part<uint4>(at, count, 0, i, row), part<u16>(at, count, 16, i, row)};
+    }
+    static __device__ __forceinline__ Scales scales(const Record &r, int block) {
+        const uint4 s = r.scales;
+        const u32 word = (block < 4 ? block < 2 ? s.x : s.y : block < 6 ? s.z : s.w) >> 16 * (block % 2);
+        const float d = half_to_float(r.d);
+        return {{d * (float)(i8)word, d * (float)(i8)(word >> 8)}, {}};
+    }
+};
+struct SixBitsApart {  // IQ4_XS: d, 8 times 2 bits, 8 times 4 bits
+    static constexpr int SUPER = 8;
+    static constexpr bool HALVES = false, BIAS = false;
+    using Record = uint2;
+    static __device__ __forceinline__ Record load(const u8 *at, i64 count, i64 i, int row) {
+        return part<uint2>(at, count, 0, i, row);
+    }
+    static __device__ __forceinline__ Scales scales(const Record &r, int block) {
+        const u32 s = (r.y >> 4 * block & 15) | (r.x >> 16 >> 2 * block & 3) << 4;
+        return {{half_to_float((u16)r.x) * ((float)s - 32.0f)}, {}};
+    }
+};
+
+template <class Code, class Scale> struct Format : Code, Scale {
+    static __device__ __forceinline__ Scales scales(const typename Scale::Record &r, int block) {
+        Scales s = Scale::scales(r, block);
+        s.scale[0] *= 1.0f / (1 << Code::UP);
+        s.scale[1] *= 1.0f / (1 << Code::UP);
+        return s;
+    }
+};
+using Q4_0 = Format<Linear<4, 0, true>, OneScale>;
+using Q4_1 = Format<Linear<4, 0, false>, ScaleAndBias>;
+using Q5_0 = Format<Linear<4, 1, true>, OneScale>;
+using Q5_1 = Format<Linear<4, 1, false>, ScaleAndBias>;
+using Q8_0 = Format<Linear<8, 0, true>, OneScale>;
+using Q2_K = Format<Linear<2, 0, false>, FourBitPairs>;
+using Q3_K = Format<Linear<2, 1, true>, SixBits>;
+using Q4_K = Format<Linear<4, 0, false>, SixBitPairs>;
+using Q5_K = Format<Linear<4, 1, false>, SixBitPairs>;
+using Q6_K = Format<Linear<4, 2, true>, Bytes>;
+using IQ4_NL = Format<Nonlinear, OneScale>;
+using IQ4_XS = Format<Nonlinear, SixBitsApart>;
+using MXFP4 = Format<TwiceE2M1, Exponent>;
+
+// ------------------------------------------------------------------------------------------------ where codes lie
+
+template <class F> struct Unit {
+    const u8 *low, *high, *records;
+    i64 count;  // of records
+    __device__ __forceinline__ Unit(const u8 *w, i64 unit, i64 blocks, i64 row_bytes) {
+        low = w + 32 * unit * row_bytes;
+        high = low + 128 * blocks * F::LOW;
+        records = high + 128 * blocks * F::HIGH;
+        count = blocks / F::SUPER;
+    }
+    __device__ __forceinline__ typename F::Record record(i64 block, int row) const {
+        return F::load(records, count, block / F::SUPER, row);
+    }
+    // What lane t of four needs of a row: two halves of 4 columns.
+    __device__ __forceinline__ Codes codes(i64 block, int row, int t) const {
+        Codes c;
+        if (F::LOW == 8) {
+            const u32 *word = (const u32 *)(low + 1024 * block + 16 * row) + t;
+            c.low[0] = word[0];
+            c.low[1] = word[128];
+        } else {
+            c.low[0] = window<F::LOW>(low, block, row, t);
+        }
+        if (F::HIGH) c.high = window<F::HIGH == 0 ? 1 : F::HIGH>(high, block, row, t);
+        return c;
+    }
+    template <int W> static __device__ __forceinline__ u32 window(const u8 *plane, i64 block, int row, int t) {
+        return ((const u32 *)(plane + 128 * W * block + 4 * W * row))[t * W / 4] >> W * (2 * t % (8 / W));
+    }
+};

@@ -1,0 +1,151 @@
+"""Products with packed weights; rows of them as float32."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from ....graph.dtypes import DType
+from ...base import Tensor, contiguous_strides
+from ...operands import Bound, Operand
+from ..axes import axes_of
+from ..driver import Source
+from ..launches import Launches, Word, blocks, need, rows_of
+from ..packing import PACKINGS, ROWS
+
+HEADERS = ("routes.cuh", "packed.cuh")
+COLUMNS = 32
+WARPS, CHUNK = 16, 4
+"""Warps of a block that share the columns of a row, and the blocks of columns that each takes at a time."""
+MANY_UNITS = 512
+"""Units of rows from which blocks of half as many warps fill a device."""
+SMALL, LARGE = (4, 1, 8), (8, 4, 1)
+"""Tiles of many entries: groups of 8 entries, units of 32 rows, and warps that share the columns."""
+BUSY = 48
+"""Entries of a matrix from which large tiles are better filled than small ones."""
+COUNTS = (1, 2, 4)
+IDS = {DType.I32: "i32", DType.I64: "i64"}
+
+
+def _of(dtype: DType) -> Source:
+    name = dtype.name
+    tiles = (f"many<{name}, {', '.join(map(str, tile))}>" for tile in (SMALL, LARGE))
+    names = (*(f"few<{name}, {n}>" for n in COUNTS), *tiles, *(f"unpack<{name}, {i}>" for i in IDS.values()))
+    return Source("packed.cu", names, HEADERS)
+
+
+BY_TYPE = {dtype: _of(dtype) for dtype in PACKINGS}
+SHARED = Source("packed.cu", ("round_rows",), HEADERS)
+SOURCES = (SHARED, *BY_TYPE.values())
+
+
+# ---------------------------------------------------------------------------------------------------- operands
+
+
+def _whole(w: Operand) -> list[Word]:
+    """Blocks and bytes of a row."""
+    assert w.is_whole
+    columns = w.shape[-1]
+    return [columns // COLUMNS, columns // w.dtype.block * w.dtype.block_bytes]
+
+
+def _rounded(launches: Launches, x: Operand) -> tuple[Operand, Operand]:
+    """Codes and scales of activations."""
+    count, step, columns = math.prod(x.shape[:-1]), rows_of(x), x.shape[-1]
+    per_row = columns // COLUMNS
+    codes = launches.scratch((count, columns), DType.I8)
+    scales = launches.scratch((count, per_row, 4))
+    grid = blocks(count * blocks(per_row, CHUNK), 8)
+    launches.add(SHARED["round_rows"], grid, 256, [x, step, count, per_row, codes, scales])
+    return codes, scales
+
+
+def _units(w: Operand) -> int:
+    return blocks(w.shape[-2], ROWS)
+
+
+# ----------------------------------------------------------------------------------------------------- products
+
+
+def _warps(units: int, columns: int) -> int:
+    """Of a block: as many as do not idle while others take a last chunk."""
+    chunks = max(1, blocks(columns, CHUNK * COLUMNS))
+    return blocks(chunks, blocks(chunks, WARPS if units < MANY_UNITS else WARPS // 2))
+
+
+def few(launches: Launches, w: Operand, x: Operand, out: Operand, entries: int, tokens: int, route: list[Word]) -> None:
+    """All entries in one launch, each of at most 4 rows of x."""
+    count, units = next(n for n in COUNTS if n >= tokens), _units(w)
+    words = [w, x, out, *_whole(w), units, w.shape[-2], tokens, rows_of(x), rows_of(out), *route]
+    kernel = BY_TYPE[w.dtype][f"few<{w.dtype.name}, {count}>"]
+    launches.add(kernel, (units, entries), 32 * _warps(units, w.shape[-1]), words)
+
+
+def shape_of_tiles(entries: float) -> tuple[int, int, int]:
+    """For so many entries of a matrix."""
+    return LARGE if entries >= BUSY else SMALL
+
+
+def many(
+    launches: Launches,
+    w: Operand,
+    x: Operand,
+    out: Operand,
+    tiles: Operand,
+    shape: tuple[int, int, int],
+    route: list[Word],
+) -> None:
+    """One launch for a table of tiles, and one that rounds x."""
+    codes, scales = _rounded(launches, x)
+    groups, warps_of_rows, sharing = shape
+    units = _units(w)
+    words = [w, codes, scales, out, *_whole(w), units, w.shape[-2], rows_of(out), tiles, *route]
+    stage = 3 * 16 * max(sharing, CHUNK) * 8 * groups
+    grid = (blocks(units, warps_of_rows), tiles.shape[0])
+    kernel = BY_TYPE[w.dtype][f"many<{w.dtype.name}, {', '.join(map(str, shape))}>"]
+    launches.add(kernel, grid, 32 * warps_of_rows * sharing, words, shared_bytes=2 * stage)
+
+
+# --------------------------------------------------------------------------------------------------------- rows
+
+
+def get_rows(launches: Launches, call: Bound) -> None:
+    """Rows of a packed table by number; there is one table, and no view of one."""
+    table, ids, out = call.operand(0), call.operand(1), call.out
+    need(ids.dtype in IDS, f"ids of type {ids.dtype} are missing")
+    fault = launches.fault(f"id {{value}} names no row of its table, which has {table.shape[0]}")
+    _launch_unpack(launches, table, ids, out, fault)
+
+
+def expanded(launches: Launches, w: Operand) -> Operand:
+    """A packed weight, or a view of one, as float32 in scratch: all of its buffer, for kernels that know no better."""
+    assert w.declared is not None
+    whole = replace(w, address=w.address - w.tensor.offset, tensor=_dense_tensor(w.tensor, w.declared.shape))
+    copy = launches.scratch(w.declared.shape)
+    rows = replace(copy, tensor=_dense_tensor(copy.tensor, (math.prod(copy.shape[:-1]), copy.shape[-1])))
+    _launch_unpack(launches, whole, None, rows, [0, 0])
+    skipped = w.tensor.offset // w.dtype.block_bytes * w.dtype.block
+    place = copy.tensor.offset + 4 * skipped
+    return replace(
+        copy,
+        address=copy.address + 4 * skipped,
+        tensor=replace(copy.tensor, offset=place, shape=w.shape, strides=w.strides),
+    )
+
+
+def _dense_tensor(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    offset = 0 if tensor.dtype.is_quantised else tensor.offset
+    return replace(tensor, offset=offset, shape=shape, strides=contiguous_strides(shape))
+
+
+def _launch_unpack(launches: Launches, table: Operand, ids: Operand | None, out: Operand, fault: list[Word]) -> None:
+    """Rows by number, or all of them; those of several matrices follow each other."""
+    columns = table.shape[-1]
+    count = math.prod(out.shape[:-1])
+    axes = axes_of((count,), []) if ids is None else axes_of(ids.shape, [ids])
+    walk: list[Word] = [0] * 11 if ids is None else axes.walk(0, ids)
+    words = [table, *_whole(table), table.shape[-2], _units(table), math.prod(table.shape[:-1]), rows_of(out)]
+    words += [*axes.words, *walk, out, *fault]
+    threads = min(256, blocks(max(1, columns // 8), 32) * 32)
+    kernel = BY_TYPE[table.dtype][f"unpack<{table.dtype.name}, {IDS[ids.dtype] if ids is not None else 'i32'}>"]
+    launches.add(kernel, count, threads, words)
