@@ -79,7 +79,7 @@ FAULTS = {
 }
 CASES = [(*how, fault, said) for how, faults in FAULTS.items() for fault, said in {"NONE": None, **faults}.items()]
 NAMES = tuple(f"{kernel}<{fault}>" for kernel, *_, fault, _ in CASES)
-SOURCE = Text("planted.cu", NAMES, PLANTED)
+SOURCE = Text("planted.cu", NAMES, body=PLANTED)
 
 
 def wanted(kernel, x):
@@ -298,7 +298,7 @@ class PlantedDriver(EmulatedDriver):
             return kernel
         assert text.count(self.plant.old) >= 1, f"{self.plant}: the file has changed"
         return Kernel(
-            Whole(kernel.source.file, (kernel.name,), text.replace(self.plant.old, self.plant.new)), kernel.name
+            Whole(kernel.source.file, (kernel.name,), body=text.replace(self.plant.old, self.plant.new)), kernel.name
         )
 
 

@@ -7,6 +7,7 @@ from types import MappingProxyType, ModuleType
 
 from .driver import Source
 from .kernels import (
+    attention,
     elementwise,
     gated_delta_net,
     indexer,
@@ -28,6 +29,7 @@ FAMILIES: tuple[ModuleType, ...] = (
     rotary,
     rows,
     indexer,
+    attention,
     short_convolution,
     gated_delta_net,
     recurrences,

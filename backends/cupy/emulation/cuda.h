@@ -3,8 +3,9 @@
 //
 // One operating-system thread runs a block.  Each of its CUDA threads is a fiber, but for as long as threads never wait
 // they run one after another on one stack, so that kernels without barriers cost no switch.  A wait (a barrier, a warp
-// operation) gives the turn to the next thread; the order of turns is chosen by the caller (0 forward, 1 backward, more:
-// shuffled from that seed), since threads that share memory without a barrier give other results in another order.
+// operation) gives the turn to the next thread; the order of turns is chosen by the caller (0 forward, 1 backward and
+// each warp as far as it gets before the next, more: shuffled from that seed), since threads that share memory without a
+// barrier give other results in another order.
 //
 // Errors end the launch with a status and a text, and never the process: barriers and warp operations that not all come
 // to, different ones that meet, masks without the caller, lanes read outside of a mask, memory that is nobody's,
@@ -116,7 +117,7 @@ struct Worker {  // one operating-system thread, and the block it runs
     void (*enter)(const void *, const void *);
     const void *kernel, *arguments;
     void *scheduler;
-    bool failed;
+    bool failed, hasty;  // warps go on until they wait for others
     Report *report;
     char *stacks, *shared;
     size_t stack_count, shared_bytes;
@@ -271,6 +272,7 @@ static void run_block(Worker &w, int64_t order) {
     if (order > 1) shuffle(w.order, random);
     w.live = w.threads;
     w.next = w.arrived = w.generation = w.stacks_used = 0;
+    w.hasty = order == 1;
     w.serial++;
     w.idle.clear();
     memset(w.shared, 0xff, w.shared_bytes);
@@ -281,16 +283,18 @@ static void run_block(Worker &w, int64_t order) {
         start(w, stack);
     }
     while (w.live && !w.failed) {
-        bool any = false;
+        bool any = false, again = false;
         if (order > 1) shuffle(w.order, random);
-        for (int i : w.order) {
-            Thread &t = w.all[i];
-            if (t.done || (t.generation && *t.generation == t.since)) continue;
-            t.generation = nullptr;
-            any = true;
-            current = &t;
-            hocket_switch(&w.scheduler, t.stack_pointer);
-            if (w.failed) return;
+        for (size_t n = 0; n < w.order.size(); n++) {
+            Thread &t = w.all[w.order[n]];
+            if (!t.done && !(t.generation && *t.generation == t.since)) {
+                t.generation = nullptr;
+                any = again = true;
+                current = &t;
+                hocket_switch(&w.scheduler, t.stack_pointer);
+                if (w.failed) return;
+            }
+            if (w.hasty && n % 32 == 31 && std::exchange(again, false)) n -= 32;  // this warp goes on
         }
         if (!any) say_deadlock(w);
     }
@@ -457,10 +461,12 @@ template <class T> struct Shared {  // of one declaration and operating-system t
 
 // ------------------------------------------------------------------------------------------ what prelude.cuh wraps
 
-// A copy is made only when it is waited for, so that who forgets to wait reads NaN or what was there before.
+// A copy is made only when it is waited for, so that who forgets to wait reads NaN or what was there before; of
+// hasty warps it is made at once as well, so that nobody may still read what it overwrites.
 static inline void copy_later(void *to, const void *from, int bytes) {
     if ((uintptr_t)to % bytes || (uintptr_t)from % bytes) fail("copies %d bytes to shared memory, which are not aligned to it", bytes);
     current->copies.push_back({to, from, bytes, current->group});
+    if (current->worker->hasty) memcpy(to, from, bytes);
 }
 static inline void wait_for_copies(int pending) {
     auto &copies = current->copies;

@@ -1,0 +1,129 @@
+// Attention with a streaming softmax.  A key head serves `shared` heads of the queries; the rows that meet its keys, a
+// token and one of these heads each, are taken together, so that keys and values are read once for all of them.
+//
+// Few rows: `attend_few`, key by key.  Many: `attend_tiles` on tensor cores, with every float as two halves (times a
+// power of two for each row), of which three products are as near as float32.  Either may share the keys among blocks
+// (`splits`), whose sums of values `attention_combine` adds up in order.
+
+constexpr float LOWEST = -1e38f;  // below every score that is not masked
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr int THREADS = 128;
+constexpr int WARPS = THREADS / 32;
+
+struct View {  // of q, k, v, mask and out; a row is a token or a key, a column of the mask a key
+    float *at;
+    i64 batch, row, head, column;
+};
+struct Args {
+    View q, k, v, mask, out;
+    const float *sinks;
+    i64 sink_step;
+    const float *slopes;  // of each head, or null for 1
+    i64 tokens, shared, groups, keys, size, width, mask_heads, splits;
+    double scale, cap;    // scores are scale q k, or cap tanh(scale q k) where cap is not 0
+    float *sums, *state;  // of each split: values added up; highest score and sum of weights
+};
+
+__device__ __forceinline__ float grown(float x) { return exp2f(x * LOG2_E); }
+
+struct Row {
+    int token, head;
+    i64 number;  // of the result
+    bool real;
+};
+// Row `i` of those that share a key head; the last one again where there are fewer.
+__device__ __forceinline__ Row row_of(const Args &a, int batch, int group, int i) {
+    const int shared = (int)a.shared, count = (int)a.tokens * shared, there = min(i, count - 1), token = there / shared;
+    const int head = group * shared + there % shared;
+    return {token, head, (batch * a.tokens + token) * a.groups * shared + head, i < count};
+}
+__device__ __forceinline__ const float *query_of(const Args &a, int batch, const Row &row) {
+    return a.q.at + batch * a.q.batch + row.token * a.q.row + row.head * a.q.head;
+}
+struct Bias {  // of the keys of a row
+    const float *mask;
+    float slope;
+};
+__device__ __forceinline__ Bias bias_of(const Args &a, int batch, const Row &row) {
+    if (a.mask.at == nullptr) return {nullptr, 1.0f};
+    const float *mask = a.mask.at + batch * a.mask.batch + row.token * a.mask.row + row.head % (int)a.mask_heads * a.mask.head;
+    return {mask, a.slopes ? a.slopes[row.head] : 1.0f};
+}
+// What is added to the score of a key.
+__device__ __forceinline__ float bias_at(const Args &a, const Bias &bias, int key) {
+    if (key >= a.keys) return -INFINITY;
+    return bias.mask ? bias.slope * bias.mask[key * a.mask.column] : 0.0f;
+}
+// What sums of values are multiplied by once all keys and the sink have joined; 0 for a row that sees nothing.
+__device__ __forceinline__ float share_of(const Args &a, int head, float top, float sum) {
+    if (a.sinks == nullptr) return sum > 0.0f ? 1.0f / sum : 0.0f;
+    const float sink = a.sinks[head * a.sink_step], high = fmaxf(top, sink), fade = grown(top - high);
+    const float total = sum * fade + grown(sink - high);
+    return total > 0.0f ? fade / total : 0.0f;
+}
+// Where a row's result goes, or its sum over a split.
+__device__ __forceinline__ float *target_of(const Args &a, int batch, const Row &row, int split) {
+    if (a.splits > 1) return a.sums + (row.number * a.splits + split) * a.width;
+    return a.out.at + batch * a.out.batch + row.token * a.out.row + row.head * a.out.head;
+}
+__device__ __forceinline__ void keep_state(const Args &a, const Row &row, int split, float top, float sum) {
+    float *state = a.state + 2 * (row.number * a.splits + split);
+    state[0] = top, state[1] = sum;
+}
+
+// ----------------------------------------------------------------------------------------------------------- tiles
+
+constexpr int ROWS = 64;  // of a tile
+
+enum { HIDDEN, MIXED, OPEN };  // no key of a tile is seen by any row; all are by all, and nothing is added
+
+struct Tiles {
+    Args a;
+    u16 *k, *v;               // of each batch, key head and tile of keys: high halves, then low ones
+    float *k_units, *v_units; // of each batch, key head and key: what its halves are multiples of
+    i32 *seen;                // of each batch, key head, tile of rows and tile of keys; null if all is
+    i64 seen_batch, seen_head, tiles, tile, dense;
+};
+
+__device__ __forceinline__ u32 pack_half(float low, float high) {
+#ifdef HOCKET_EMULATED
+    return (u32)float_to_half(low) | (u32)float_to_half(high) << 16;
+#else
+    u32 both;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+#endif
+}
+// Two floats as halves, and as halves what those lack.
+__device__ __forceinline__ void split(float x, float y, u32 &high, u32 &low) {
+    high = pack_half(x, y);
+    low = pack_half(x - half_to_float((u16)high), y - half_to_float((u16)(high >> 16)));
+}
+// Where eight columns of a row lie in a tile of `columns`: rows that are read together lie in different banks.
+__device__ __forceinline__ int chunk(int row, int c, int columns) { return row * columns + 8 * (c ^ (row & 7)); }
+
+// Lane `c` of the `lanes` that share a row turns its columns 8 c to 8 c + 7 into halves, multiples of a power of two for
+// the row, which all of them get.  A row that is null is zeros.
+__device__ __forceinline__ float split_row(const float *row, i64 step, bool dense, int size, int lanes, int c, u16 *high, u16 *low, bool writes) {
+    float x[8], most = 0.0f;
+    if (dense && row && 8 * c < size) {
+        const float4 one = *(const float4 *)(row + 8 * c), two = *(const float4 *)(row + 8 * c + 4);
+        x[0] = one.x, x[1] = one.y, x[2] = one.z, x[3] = one.w, x[4] = two.x, x[5] = two.y, x[6] = two.z, x[7] = two.w;
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; i++) x[i] = row && 8 * c + i < size ? row[(8 * c + i) * step] : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(x[i]));
+    for (int by = lanes / 2; by > 0; by >>= 1) most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, by));
+    const int exponent = min(max((int)(__float_as_uint(most) >> 23), 15), 254) - 14;  // the largest becomes 2^14 or more
+    const float up = __uint_as_float((u32)(254 - exponent) << 23), unit = __uint_as_float((u32)exponent << 23);
+    u32 h[4], l[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) split(x[2 * i] * up, x[2 * i + 1] * up, h[i], l[i]);
+    if (writes) {
+        *(uint4 *)high = make_uint4(h[0], h[1], h[2], h[3]);
+        *(uint4 *)low = make_uint4(l[0], l[1], l[2], l[3]);
+    }
+    return row ? unit : 0.0f;
+}

@@ -1,0 +1,306 @@
+"""Attention: few rows of queries key by key, many in tiles on tensor cores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ....graph.dtypes import DType
+from ....ops.attributes import number
+from ....ops.norms import alibi_slopes
+from ...operands import Bound, Operand
+from ..axes import axes_of
+from ..driver import Kernel, Source
+from ..launches import Binding, Launches, Word, blocks, need
+from .elementwise import as_float
+
+THREADS, WARPS, ROWS = 128, 4, 64
+MANY = 64
+"""Rows that share a key head from which tiles are worth what it takes to split keys and values into halves."""
+BLOCKS, MOST_SPLITS = 512, 64
+"""Blocks that keep any device busy, to which keys are shared out among splits, and the most of these."""
+MOST_GRID = 65535
+MOST_WIDTH = 512
+"""Columns of values that a block of few rows adds up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Few:
+    """`attend_few` for keys and values up to some sizes, 0 for any: lanes that share a key, and the fours of columns
+    that each holds of a key and of a value."""
+
+    lanes: int
+    keys: int
+    values: int
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """How many may be taken together."""
+        return (1, 2, 4, 8) if self.values * self.lanes <= 64 else (1, 2, 4)
+
+    def together(self, rows: int) -> int:
+        return next((r for r in self.rows if r >= rows), self.rows[-1])
+
+    def name(self, rows: int) -> str:
+        return f"attend_few<{self.lanes}, {self.keys}, {self.values}, {rows}, {str(self.keys > 0).lower()}>"
+
+    def source(self) -> Source:
+        return Source("attention_few.cu", tuple(map(self.name, self.rows)), before=("attention.cuh",))
+
+    def takes(self, size: int, width: int) -> bool:
+        return size <= 4 * self.lanes * self.keys and width <= 4 * self.lanes * self.values
+
+
+@dataclass(frozen=True, slots=True)
+class Tiled:
+    """`attend_tiles` for keys and values of up to so many columns, in tiles of `tile` keys; queries are `held` in
+    registers or lie in shared memory, of which no block takes more than 96 KiB."""
+
+    size: int
+    width: int
+    tile: int
+    held: bool
+
+    @property
+    def name(self) -> str:
+        return f"attend_tiles<{self.size}, {self.width}, {self.tile}, {str(self.held).lower()}>"
+
+    @property
+    def shared_bytes(self) -> int:
+        return 4 * (self.tile * (self.size + self.width) + (0 if self.held else ROWS * self.size))
+
+    def source(self) -> Source:
+        return Source("attention_tiles.cu", (self.name,), before=("attention.cuh",))
+
+
+FEW = {f: f.source() for f in (Few(8, 2, 2), Few(8, 4, 4), Few(16, 4, 4), Few(32, 5, 4))}
+ANY = Few(32, 0, 4)
+ANY_SOURCE = ANY.source()
+TILED = {
+    t: t.source()
+    for t in (
+        Tiled(64, 64, 64, True),
+        Tiled(128, 128, 64, True),
+        Tiled(192, 128, 32, False),
+        Tiled(256, 256, 16, False),
+    )
+}
+_AROUND = ("attention_seen", "attention_split", "attention_combine")
+AROUND = Source("attention_around.cu", _AROUND, before=("attention.cuh",))
+SOURCES = (*FEW.values(), ANY_SOURCE, *TILED.values(), AROUND)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of an instruction: batches, tokens, heads that share a key head, key heads, keys, columns of keys and
+    of values; heads of the mask."""
+
+    batch: int
+    tokens: int
+    shared: int
+    groups: int
+    keys: int
+    size: int
+    width: int
+    mask_heads: int
+
+    @property
+    def rows(self) -> int:
+        """That meet the keys of a key head."""
+        return self.tokens * self.shared
+
+    @property
+    def heads(self) -> int:
+        return self.shared * self.groups
+
+    def splits(self, row_blocks: int, keys: int) -> int:
+        """Among how many blocks the keys are shared out, each of which takes `keys` at once."""
+        wanted = blocks(BLOCKS, max(1, self.batch * self.groups * row_blocks))
+        return max(1, min(MOST_SPLITS, wanted, blocks(self.keys, keys)))
+
+
+Operands = tuple[Operand, Operand, Operand, Operand | None, Operand]
+"""q [n, t, h, d], k [n, s, h, d], v [n, s, h, e], mask [n, t, m, s] and out [n, t, h, e]."""
+
+
+def _attention(launches: Launches, call: Bound) -> None:
+    q, k, v = (as_float(launches, call.operand(i)) for i in range(3))
+    mask, sinks = (None if (o := call.optional(i)) is None else as_float(launches, o) for i in (3, 4))
+    one_mask = call.attrs["mask_heads"] == "one"
+    *leading, tokens, heads, size = q.shape
+    if 0 in call.out.shape:
+        return
+    keys, groups, width = v.shape[-3:]
+    shape = Shape(
+        math.prod(leading),
+        tokens,
+        heads // groups,
+        groups,
+        keys,
+        size,
+        width,
+        1 if mask is None or one_mask else mask.shape[-3],
+    )
+    mask = None if mask is None else _with_heads(mask) if one_mask else _swapped(mask, -3, -2)
+    bound = _Attention(launches, call, shape, sinks)
+    bound.add((q, k, v, mask, call.out), leading)
+
+
+def _with_heads(mask: Operand) -> Operand:
+    """[..., t, s] as [..., t, 1, s]."""
+    t = mask.tensor
+    return replace(
+        mask,
+        tensor=replace(t, shape=(*t.shape[:-1], 1, t.shape[-1]), strides=(*t.strides[:-1], 0, t.strides[-1])),
+    )
+
+
+def _swapped(x: Operand, one: int, other: int) -> Operand:
+    shape, strides = list(x.shape), list(x.strides)
+    for axes in (shape, strides):
+        axes[one], axes[other] = axes[other], axes[one]
+    return replace(x, tensor=replace(x.tensor, shape=tuple(shape), strides=tuple(strides)))
+
+
+def _batches(leading: Sequence[int], operands: Operands) -> Iterator[Operands]:
+    """Operands with one leading axis, so often as their leading axes ask for that."""
+    there = [o for o in operands if o is not None]
+    heads = [replace(o, tensor=replace(o.tensor, shape=o.shape[:-3], strides=o.strides[:-3])) for o in there]
+    axes = axes_of(leading, heads)
+    sizes = axes.sizes or (1,)
+    for index in np.ndindex(sizes[:-1]):
+        found = iter(
+            _batch(o, sizes[-1], s[-1] if s else 0, sum(i * n for i, n in zip(index, s, strict=False)))
+            for o, s in zip(there, axes.steps, strict=True)
+        )
+        q, k, v, mask, out = (None if o is None else next(found) for o in operands)
+        assert q is not None and k is not None and v is not None and out is not None  # noqa: PT018
+        yield q, k, v, mask, out
+
+
+def _batch(x: Operand, count: int, step: int, skipped: int) -> Operand:
+    t, skipped = x.tensor, 4 * skipped
+    tensor = replace(t, offset=t.offset + skipped, shape=(count, *t.shape[-3:]), strides=(step, *t.strides[-3:]))
+    return replace(x, address=x.address + skipped, tensor=tensor)
+
+
+def _view(x: Operand | None) -> list[Word]:
+    """The fields of a `View`."""
+    return [0] * 5 if x is None else [x, *_steps(x)]
+
+
+def _steps(x: Operand) -> list[int]:
+    return [0 if n == 1 else s for n, s in zip(x.shape, x.strides, strict=True)]
+
+
+def _in_vectors(x: Operand, columns: int) -> bool:
+    """Whether so many columns of any row can be loaded together."""
+    *steps, last = _steps(x)
+    return last == 1 and x.shape[-1] % columns == 0 and x.address % 16 == 0 and all(s % 4 == 0 for s in steps)
+
+
+class _Attention:
+    """The launches of one instruction."""
+
+    def __init__(self, launches: Launches, call: Bound, shape: Shape, sinks: Operand | None) -> None:
+        self.launches, self.shape = launches, shape
+        scale, cap = (float(number(call.attrs, n)) for n in ("scale", "softcap"))
+        bias = float(number(call.attrs, "max_bias"))
+        slopes = launches.constant(alibi_slopes(shape.heads, bias).astype(np.float32)) if bias > 0 else 0
+        self._ahead: list[Word] = [0, 0] if sinks is None else [sinks, *_steps(sinks)]
+        self._ahead += [slopes, shape.tokens, shape.shared, shape.groups, shape.keys, shape.size, shape.width]
+        self._ahead += [shape.mask_heads]
+        self._behind: list[Word] = [scale / (cap or 1.0), cap]
+
+    def add(self, operands: Operands, leading: Sequence[int]) -> None:
+        tiled = next((t for t in TILED if self.shape.size <= t.size and self.shape.width <= t.width), None)
+        if self.shape.rows >= MANY and tiled is not None:
+            self._tiles(tiled, operands, leading)
+        else:
+            self._few(operands, leading)
+
+    def _words(self, operands: Operands, splits: int, sums: list[Word]) -> list[Word]:
+        """The fields of `Args`."""
+        return [*(w for o in operands for w in _view(o)), *self._ahead, splits, *self._behind, *sums]
+
+    def _sums(self, splits: int) -> list[Word]:
+        """Room for what splits leave."""
+        if splits == 1:
+            return [0, 0]
+        s = self.shape
+        count = s.batch * s.tokens * s.heads * splits
+        return [self.launches.scratch((count, s.width)), self.launches.scratch((count, 2))]
+
+    def _combine(self, batch: Operands, words: list[Word], splits: int) -> None:
+        if splits > 1:
+            count = batch[4].shape[0] * self.shape.tokens * self.shape.heads
+            self.launches.add(AROUND["attention_combine"], count, THREADS, words)
+
+    def _few(self, operands: Operands, leading: Sequence[int]) -> None:
+        s = self.shape
+        kind = next((f for f in FEW if f.takes(s.size, s.width)), ANY)
+        splits = s.splits(blocks(s.rows, kind.together(s.rows)), 32 * WARPS)
+        sums = self._sums(splits)
+        for batch in _batches(leading, operands):
+            _, k, v, _, out = batch
+            used = kind if _in_vectors(k, 4) and _in_vectors(v, 4) else ANY
+            rows = used.together(s.rows)
+            words = self._words(batch, splits, sums)
+            row_blocks = blocks(s.rows, rows) * s.groups * blocks(s.width, MOST_WIDTH)
+            need(max(row_blocks, out.shape[0]) <= MOST_GRID, f"{s.rows} rows of {out.shape[0]} batches are too many")
+            source = ANY_SOURCE if used is ANY else FEW[used]
+            self.launches.add(source[used.name(rows)], (splits, row_blocks, out.shape[0]), THREADS, words)
+            self._combine(batch, words, splits)
+
+    def _tiles(self, kind: Tiled, operands: Operands, leading: Sequence[int]) -> None:
+        s, launches = self.shape, self.launches
+        row_tiles, tiles = blocks(s.rows, ROWS), blocks(s.keys, kind.tile)
+        splits = s.splits(row_tiles, 4 * kind.tile)
+        sums = self._sums(splits)
+        count = s.batch * s.groups * tiles * kind.tile
+        halves = [launches.scratch((count, n)) for n in (kind.size, kind.width)]
+        units = [launches.scratch((count,)) for _ in halves]
+        seen = None if operands[3] is None else launches.scratch((s.batch, s.groups, row_tiles, tiles), DType.I32)
+        for batch in _batches(leading, operands):
+            q, k, v, mask, out = batch
+            need(out.shape[0] * s.groups <= MOST_GRID, f"{out.shape[0]} batches are too many for a grid")
+            need(max(row_tiles, tiles) <= MOST_GRID, f"{s.rows} rows or {s.keys} keys are too many for a grid")
+            for x, n, half, unit in zip((k, v), (kind.size, kind.width), halves, units, strict=True):
+                self._split(x, n, kind.tile, half, unit)
+            words = self._words(batch, splits, sums)
+            step = [0, 0] if mask is None else self._seen_steps(mask, row_tiles * tiles)
+            with_tiles = [
+                *words,
+                *halves,
+                *units,
+                0 if seen is None else seen,
+                *step,
+                tiles,
+                kind.tile,
+                _in_vectors(q, 8),
+            ]
+            if mask is not None:
+                masks = (out.shape[0] if step[0] else 1) * (s.groups if step[1] else 1)
+                launches.add(AROUND["attention_seen"], (tiles, row_tiles, masks), THREADS, with_tiles)
+            grid = (row_tiles, out.shape[0] * s.groups, splits)
+            launches.add(TILED[kind][kind.name], grid, THREADS, with_tiles, shared_bytes=kind.shared_bytes)
+            self._combine(batch, words, splits)
+
+    def _seen_steps(self, mask: Operand, tiles: int) -> list[int]:
+        """From batch to batch, and from key head to key head, as far as masks differ."""
+        groups = self.shape.groups if self.shape.mask_heads > 1 else 1
+        return [tiles * groups if _steps(mask)[0] else 0, tiles if groups > 1 else 0]
+
+    def _split(self, x: Operand, columns: int, tile: int, halves: Operand, units: Operand) -> None:
+        """Keys or values, of `columns` with the padding, into halves and their units."""
+        s, lanes = self.shape, 8 if columns <= 64 else 16 if columns <= 128 else 32
+        count = x.shape[0] * s.groups * blocks(s.keys, tile) * tile
+        words = [*_view(x), halves, units, s.keys, s.groups, x.shape[-1], columns, blocks(s.keys, tile), tile, count]
+        words += [lanes, _in_vectors(x, 8)]
+        self.launches.add(AROUND["attention_split"], blocks(count, THREADS // lanes), THREADS, words)
+
+
+BINDINGS: Mapping[str, Binding] = {"attention": _attention}

@@ -1,0 +1,62 @@
+// Before tiles: which of them are seen, keys and values as halves.  After splits: their sums.
+
+// Blocks are tiles of keys, tiles of rows, and batches times key heads as far as masks differ.
+__global__ void __launch_bounds__(THREADS) attention_seen(const __grid_constant__ Tiles x) {
+    const Args &a = x.a;
+    const int groups = x.seen_head ? (int)a.groups : 1, batch = blockIdx.z / groups, group = blockIdx.z % groups, tile = (int)x.tile;
+    const int shared = (int)a.shared, heads = x.seen_head ? shared : 1, count = (int)a.tokens * shared;
+    const int first = blockIdx.y * ROWS / shared, end = min((int)blockIdx.y * ROWS + ROWS, count) - 1;
+    bool hidden = true, open = true;
+    for (int i = threadIdx.x; i < (end / shared - first + 1) * heads * tile; i += THREADS) {
+        const Row row = {first + i / tile / heads, group * shared + i / tile % heads, 0, true};
+        const float bias = bias_at(a, bias_of(a, batch, row), blockIdx.x * tile + i % tile);
+        hidden &= bias == -INFINITY, open &= bias == 0.0f;
+    }
+    SHARED(found, int[WARPS]);
+    hidden = __all_sync(ALL_LANES, hidden), open = __all_sync(ALL_LANES, open);
+    if (threadIdx.x % 32 == 0) found[threadIdx.x / 32] = hidden | open << 1;
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    int all = 3;
+    for (int w = 0; w < WARPS; w++) all &= found[w];
+    const i64 at = batch * x.seen_batch + group * x.seen_head + blockIdx.y * x.tiles + blockIdx.x;
+    x.seen[at] = all & 1 ? HIDDEN : all & 2 ? OPEN : MIXED;
+}
+
+// The keys (or values) as halves, 32 / lanes of them a warp; those past the last are zeros.
+struct Split {
+    View x;
+    u16 *halves;
+    float *units;
+    i64 keys, groups, size, columns, tiles, tile, count, lanes, dense;
+};
+__global__ void __launch_bounds__(THREADS) attention_split(const __grid_constant__ Split a) {
+    const int lane = threadIdx.x % 32, lanes = (int)a.lanes, c = lane % lanes, columns = (int)a.columns, tile = (int)a.tile;
+    const i64 number = (i64)blockIdx.x * (THREADS / lanes) + threadIdx.x / lanes, all = a.tiles * tile, key = number % all;
+    const i64 head = number / all, place = number / tile;
+    const bool real = number < a.count;
+    const float *row = a.x.at + head / a.groups * a.x.batch + head % a.groups * a.x.head + key * a.x.row;
+    u16 *halves = a.halves + place * 2 * tile * columns + chunk((int)(key % tile), c, columns);
+    const bool there = real && key < a.keys;
+    const float unit = split_row(there ? row : nullptr, a.x.column, a.dense, (int)a.size, lanes, c, halves, halves + tile * columns, real && 8 * c < columns);
+    if (real && c == 0) a.units[number] = unit;
+}
+
+// A block for each row of the result.
+__global__ void __launch_bounds__(THREADS) attention_combine(const __grid_constant__ Args a) {
+    const i64 heads = a.groups * a.shared, number = blockIdx.x, token = number / heads % a.tokens;
+    const int head = (int)(number % heads);
+    const i64 batch = number / heads / a.tokens;
+    const float *state = a.state + 2 * number * a.splits, *sums = a.sums + number * a.splits * a.width;
+    float top = LOWEST, total = 0.0f;
+    for (i64 s = 0; s < a.splits; s++) top = fmaxf(top, state[2 * s]);
+    for (i64 s = 0; s < a.splits; s++) total += grown(state[2 * s] - top) * state[2 * s + 1];
+    const float share = share_of(a, head, top, total);
+    float *out = a.out.at + batch * a.out.batch + token * a.out.row + head * a.out.head;
+    for (i64 c = threadIdx.x; c < a.width; c += THREADS) {
+        float x = 0.0f;
+#pragma unroll 4
+        for (i64 s = 0; s < a.splits; s++) x = fmaf(grown(state[2 * s] - top), sums[s * a.width + c], x);
+        out[c] = x * share;
+    }
+}
