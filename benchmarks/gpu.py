@@ -140,6 +140,8 @@ class Worker:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.process.kill()
         self.last_words()
+        for pipe in (self.process.stdout, self.process.stderr):
+            pipe.close()
 
 
 def rows_of(name: str, words: list[str], until: float) -> Iterator[Row]:
@@ -197,9 +199,12 @@ def main() -> None:
     parser.add_argument("--kind", default="cuda", help="the device: cuda, cuda:1, cuda-emulated (cuda)")
     parser.add_argument("--tiny", action="store_true", help="the smallest sizes of everything")
     parser.add_argument("--seconds", type=float, default=540.0, help="for all parts together (540)")
-    parser.add_argument("--model", type=Path, action="append", default=[], metavar="FILE", help="a GGUF file; repeatable")
+    parser.add_argument(
+        "--model", type=Path, action="append", default=[], metavar="FILE", help="a GGUF file; repeatable"
+    )
     parser.add_argument("--scratch", metavar="FOLDER", help="where random models are written (the system's)")
     parser.add_argument("--shared", action="store_true", help="say that others used the machine meanwhile")
+    parser.add_argument("--commit", help="what is measured, where there is no git to tell")
     parser.add_argument("--save", type=Path, metavar="STEM", help="write STEM.json and STEM.md")
     parser.add_argument("--work", type=int, metavar="CASE", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -212,11 +217,13 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """All parts."""
+    """All parts.  Raises `BackendError` without such a device."""
+    find(args.kind)
     find(args.kind)
     words = ["--kind", args.kind, *["--tiny"] * args.tiny, *(w for m in args.model for w in ("--model", str(m)))]
     words += ["--scratch", args.scratch] if args.scratch else []
     about, rows = {**results.circumstances(args.shared), "device": args.kind, "tiny": args.tiny}, []
+    about |= {"commit": args.commit} if args.commit else {}
     end, left = time.monotonic() + args.seconds, list(args.parts or PARTS)
     while left:
         share = PARTS[left[0]].weight / sum(PARTS[name].weight for name in left)

@@ -6,6 +6,7 @@ It knows the order of calls that CUDA asks for (launches within a capture wait f
 from __future__ import annotations
 
 import ctypes
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import ClassVar
@@ -88,6 +89,37 @@ class Stream:
         assert not self.is_capturing
 
 
+class Event:
+    """``cupy.cuda.Event``: when the stream came to it; emulated streams are always done."""
+
+    def __init__(self, block=False, disable_timing=False, interprocess=False):
+        assert not disable_timing
+        self.at = None
+
+    def record(self, stream=None):
+        assert isinstance(stream, Stream)
+        assert not Stream.capturing, "an event within a capture has no time"
+        self.at = time.perf_counter()
+
+    def synchronize(self):
+        assert self.at is not None
+
+
+def elapsed(start, end):
+    """Milliseconds."""
+    assert start.at is not None
+    return (end.at - start.at) * 1e3
+
+
+def copy(into, source, nbytes, kind, stream):
+    assert (kind, stream) == (DEVICE_TO_DEVICE, Stream.ptr)
+    ctypes.memmove(into, source, nbytes)
+
+
+DEVICE_TO_DEVICE = 3
+PROPERTIES = {"totalGlobalMem": 1 << 30, "multiProcessorCount": 1, "l2CacheSize": 1 << 20}
+
+
 def fake_cupy(sources):
     """The module; `sources` is what kernels may be launched of."""
     functions: dict[int, Kernel] = {}
@@ -115,7 +147,11 @@ def fake_cupy(sources):
 
     runtime = SimpleNamespace(
         getDeviceCount=lambda: 2,
-        getDeviceProperties=lambda index: {"totalGlobalMem": 1 << 30, "name": b"no GPU"},
+        getDeviceProperties=lambda index: {**PROPERTIES, "name": b"no GPU"},
+        driverGetVersion=lambda: 13000,
+        runtimeGetVersion=lambda: 13000,
+        memcpyAsync=copy,
+        memcpyDeviceToDevice=DEVICE_TO_DEVICE,
         CUDARuntimeError=DriverError,
     )
     driver = SimpleNamespace(launchKernel=launch_kernel, funcSetAttribute=lambda *_: None, CUDADriverError=DriverError)
@@ -125,10 +161,14 @@ def fake_cupy(sources):
         driver=driver,
         Device=lambda index: nullcontext(device),
         Stream=Stream,
+        Event=Event,
+        get_elapsed_time=elapsed,
         memory=SimpleNamespace(OutOfMemoryError=MemoryError),
         function=SimpleNamespace(Module=Module),
     )
     return SimpleNamespace(
+        __version__="none",
+        get_default_memory_pool=lambda: SimpleNamespace(free_all_blocks=lambda: None),
         cuda=cuda,
         ndarray=FakeArray,
         zeros=lambda shape, dtype: FakeArray(shape, dtype),

@@ -143,7 +143,9 @@ class Bench:
 
     def over(self, driver: Driver) -> Bench:
         """The same device through another driver, whose launches go through a stream of their own."""
-        found = Bench(driver, self.machine.over(driver), self.on, tiny=self.tiny, models=self.models, folder=self.folder)
+        found = Bench(
+            driver, self.machine.over(driver), self.on, tiny=self.tiny, models=self.models, folder=self.folder
+        )
         found.copy_bandwidth = self.copy_bandwidth
         return found
 

@@ -20,7 +20,17 @@ from hocket.ops.collective import COLLECTIVES
 
 from .bench import Bench, Case, Row, normalised_error
 
-FIRST = ("gated_delta_net", "attention", "mul_mat", "mul_mat_id", "rms_norm", "rope", "get_rows", "set_rows", "ssm_conv")
+FIRST = (
+    "gated_delta_net",
+    "attention",
+    "mul_mat",
+    "mul_mat_id",
+    "rms_norm",
+    "rope",
+    "get_rows",
+    "set_rows",
+    "ssm_conv",
+)
 """Ops that are checked first, in case the time runs out."""
 FIXTURES = Path(__file__).parents[2] / "tests" / "fixtures"
 

@@ -75,7 +75,9 @@ def problem(bench: Bench, shape: Shape, batch: int, tokens: int) -> Problem:
 
     decays = (shape.heads, shape.size if shape.channels else 1)
     q, k = unit(shape.key_heads), unit(shape.key_heads)
-    v = memory.filled((*lead, shape.heads, shape.size), rng.uniform(-1, 1, (most, shape.heads, shape.size)).astype("f4"))
+    v = memory.filled(
+        (*lead, shape.heads, shape.size), rng.uniform(-1, 1, (most, shape.heads, shape.size)).astype("f4")
+    )
     g = memory.filled((*lead, *decays), -rng.exponential(0.05, (most, *decays)).astype("f4"))
     beta = memory.filled((*lead, shape.heads), rng.uniform(0.1, 1, (most, shape.heads)).astype("f4"))
     out = memory.empty((*lead, shape.heads, shape.size))
@@ -83,7 +85,7 @@ def problem(bench: Bench, shape: Shape, batch: int, tokens: int) -> Problem:
     return Problem(shape, kernels.Rule(q, k, v, g, beta, out, tiled=True), state, memory)
 
 
-def steps(bench: Bench, p: Problem, state: Operand, variant: tuple[int, int] | None) -> list[Launch]:
+def steps(bench: Bench, p: Problem, state: Operand, variant: tuple[int, int] | None = None) -> list[Launch]:
     """One token after the other."""
 
     def bind(to: Launches) -> None:
@@ -93,13 +95,15 @@ def steps(bench: Bench, p: Problem, state: Operand, variant: tuple[int, int] | N
     return bench.bound(p.memory, bind)
 
 
-def chunks(bench: Bench, p: Problem, state: Operand, exact: bool, values: int | None) -> list[Launch]:
+def chunks(bench: Bench, p: Problem, state: Operand, exact: bool, values: int | None = None) -> list[Launch]:
     """By chunks: what is prepared, and the scan."""
     chunk = kernels.chunk_of(p.shape.size, p.shape.channels, exact)
 
     def bind(to: Launches) -> None:
         carried = carry(to, p.call(state), p.rule.sequences, p.rule.tokens)
-        kernels.launch_chunks(to, p.rule, carried, kernels.chunk_memory(to, p.rule, p.rule.tokens, chunk), chunk, values)
+        kernels.launch_chunks(
+            to, p.rule, carried, kernels.chunk_memory(to, p.rule, p.rule.tokens, chunk), chunk, values
+        )
 
     return bench.bound(p.memory, bind)
 
@@ -125,7 +129,7 @@ def _decode(bench: Bench, shape: Shape, batch: int, tokens: int = 1) -> Iterator
     count = min(wanted, max(2, ROOM // (batch * shape.state_bytes)))
     values = bench.random.uniform(-1, 1, 1 << 16).astype(np.float32)
     states = [p.state, *(p.memory.filled(p.state.shape, values) for _ in range(count - 1))]
-    chosen = steps(bench, p, p.state, None)[0].kernel.name
+    chosen = steps(bench, p, p.state)[0].kernel.name
     for variant in kernels.SHAPES[shape.size]:
         bound = [steps(bench, p, state, variant)[0] for state in states]
         graphs = -(-count // inside)
@@ -153,26 +157,26 @@ def prefill_cases(bench: Bench) -> Iterator[Case]:
 
 def _prefill(bench: Bench, shape: Shape, batch: int, tokens: int) -> Iterator[Row]:
     """Every mode and slice; the error is that against the tokens one by one, on the same device."""
-    p = problem(bench, shape, batch, tokens)
+    p, each = problem(bench, shape, batch, tokens), bench.choose(max(1, 4096 // tokens), 1)
     nbytes = 2 * batch * shape.state_bytes + batch * tokens * shape.token_bytes()
     numbers = {"nbytes": nbytes, "flops": batch * shape.flops(tokens), "copy": bench.copy_bandwidth}
     exactly = None
     if tokens <= 8192:
-        plain = steps(bench, p, p.state, None)
-        exactly = _result(bench, p, lambda state: steps(bench, p, state, None))
-        yield {"mode": "one by one", **bench.time_launches([plain]).row(**numbers)}
+        plain = steps(bench, p, p.state)
+        exactly = _result(bench, p, partial(steps, bench, p))
+        yield {"mode": "one by one", **bench.time_launches([plain * each], each).row(**numbers)}
     for exact in (True, False):
-        error = None
-        if exactly is not None:
-            error = normalised_error(_result(bench, p, lambda state: chunks(bench, p, state, exact, None)), exactly)
+        bind = partial(chunks, bench, p, exact=exact)
+        error: Row = {} if exactly is None else {"NMSE": normalised_error(_result(bench, p, bind), exactly)}
+        ours = bind(p.state)[1].kernel.name
         for values in bench.choose(kernels.SLICES, kernels.SLICES[-1:]):
-            launches = chunks(bench, p, p.state, exact, values)
+            launches = bind(p.state, values=values)
             found: Row = {"mode": "exact" if exact else "fast", "slice": values}
-            found["ours"] = launches[1].kernel.name == chunks(bench, p, p.state, exact, None)[1].kernel.name
-            found |= bench.time_launches([launches]).row(**numbers)
+            found["ours"] = launches[1].kernel.name == ours
+            found |= bench.time_launches([launches * each], each).row(**numbers)
             for name, launch in zip(("prepare µs", "scan µs"), launches, strict=True):
-                found[name] = bench.time_launches([[launch]]).seconds * 1e6
-            yield found | ({} if error is None else {"NMSE": error})
+                found[name] = bench.time_launches([[launch] * each], each).seconds * 1e6
+            yield found | error
 
 
 def _result(bench: Bench, p: Problem, bind: Callable[[Operand], list[Launch]]) -> np.ndarray:
@@ -193,9 +197,9 @@ def crossover_cases(bench: Bench) -> Iterator[Case]:
 def _crossover(bench: Bench, shape: Shape, tokens: int) -> Iterator[Row]:
     p, repeat = problem(bench, shape, 1, tokens), bench.choose(8, 1)
     ways = {
-        "one by one": steps(bench, p, p.state, None),
-        "exact": chunks(bench, p, p.state, True, None),
-        "fast": chunks(bench, p, p.state, False, None),
+        "one by one": steps(bench, p, p.state),
+        "exact": chunks(bench, p, p.state, True),
+        "fast": chunks(bench, p, p.state, False),
     }
     times = {f"{name} µs": bench.time_launches([ways[name] * repeat], repeat).seconds * 1e6 for name in ways}
     yield {**times, "fastest": min(times, key=lambda name: times[name]).removesuffix(" µs")}

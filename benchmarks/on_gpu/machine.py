@@ -62,7 +62,8 @@ class CudaMachine:
     def about(self) -> dict[str, object]:
         runtime = self.cupy.cuda.runtime
         known = runtime.getDeviceProperties(self.on.index)
-        capability = self.cupy.cuda.Device(self.on.index).compute_capability
+        with self.cupy.cuda.Device(self.on.index) as device:
+            capability = device.compute_capability
         return {
             "gpu": known["name"].decode(),
             "memory_gb": round(known["totalGlobalMem"] / 1e9, 1),
@@ -101,8 +102,12 @@ class CudaMachine:
 
     def copier(self, into: int, source: int, nbytes: int) -> Run:
         runtime, stream = self.cupy.cuda.runtime, self.driver.stream(self.on)
-        kind = runtime.memcpyDeviceToDevice
-        return lambda: runtime.memcpyAsync(into, source, nbytes, kind, stream.ptr)
+
+        def run() -> None:
+            with self.cupy.cuda.Device(self.on.index):
+                runtime.memcpyAsync(into, source, nbytes, runtime.memcpyDeviceToDevice, stream.ptr)
+
+        return run
 
     def release(self) -> None:
         self.cupy.get_default_memory_pool().free_all_blocks()

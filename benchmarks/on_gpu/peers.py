@@ -108,18 +108,21 @@ def _operands(bench: Bench, torch: Any, batch: int, tokens: int) -> dict[str, An
     }
 
 
+def _theirs(bench: Bench, torch: Any, rule: Any, batch: int, tokens: int, each: int = 1) -> float:
+    given = _operands(bench, torch, batch, tokens)
+    with torch.no_grad():
+        return _seconds(bench, torch, lambda: rule(**given, output_final_state=True), each)
+
+
 def _prefill(bench: Bench, batch: int, tokens: int) -> Iterator[Row]:
     """Theirs with bfloat16 operands, ours with float32 ones and bfloat16 products (fast), or pairs of these (exact)."""
     torch, chunked, _ = _rules(bench)
-    given = _operands(bench, torch, batch, tokens)
-    with torch.no_grad():
-        theirs = _seconds(bench, torch, lambda: chunked(**given, output_final_state=True))
-    del given
+    theirs = _theirs(bench, torch, chunked, batch, tokens)
     torch.cuda.empty_cache()
     p = delta_net.problem(bench, delta_net.Shape(KEY_HEADS, HEADS, SIZE), batch, tokens)
     found: Row = {"theirs µs": theirs * 1e6}
     for name, exact in (("fast", False), ("exact", True)):
-        ours = bench.time_launches([delta_net.chunks(bench, p, p.state, exact, None)]).seconds
+        ours = bench.time_launches([delta_net.chunks(bench, p, p.state, exact)]).seconds
         found |= {f"{name} µs": ours * 1e6, f"{name}: theirs / ours": theirs / ours}
     yield found
 
@@ -127,11 +130,9 @@ def _prefill(bench: Bench, batch: int, tokens: int) -> Iterator[Row]:
 def _decode(bench: Bench, batch: int) -> Iterator[Row]:
     """In graphs of 8 on one state, with which theirs keeps its last one in memory of its own."""
     torch, _, recurrent = _rules(bench)
-    given = _operands(bench, torch, batch, 1)
-    with torch.no_grad():
-        theirs = _seconds(bench, torch, lambda: recurrent(**given, output_final_state=True), 8)
+    theirs = _theirs(bench, torch, recurrent, batch, 1, 8)
     p = delta_net.problem(bench, delta_net.Shape(KEY_HEADS, HEADS, SIZE), batch, 1)
-    ours = bench.time_launches([delta_net.steps(bench, p, p.state, None) * 8], 8).seconds
+    ours = bench.time_launches([delta_net.steps(bench, p, p.state) * 8], 8).seconds
     yield {"theirs µs": theirs * 1e6, "ours µs": ours * 1e6, "theirs / ours": theirs / ours}
 
 

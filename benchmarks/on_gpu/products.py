@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import numpy as np
+from write_models import random_rows
 
 from hocket import ops
 from hocket.backends.cupy.packing import PACKINGS
@@ -17,9 +16,6 @@ from hocket.graph.node import Node
 from hocket.ops import op_of
 
 from .bench import Bench, Case, Row
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from write_models import random_rows  # noqa: E402
 
 SQUARE = (4096, 4096)
 OF_A_4B = ((9216, 2560), (2560, 9216), (8192, 2560), (2560, 4096))
@@ -78,9 +74,7 @@ def _activations(bench: Bench, tokens: int, columns: int) -> np.ndarray:
     return bench.random.standard_normal((tokens, columns), dtype="f4")
 
 
-def _timed(
-    bench: Bench, graph: Graph, weights: dict[str, np.ndarray], inputs: dict[str, np.ndarray]
-) -> Iterator[Row]:
+def _timed(bench: Bench, graph: Graph, weights: dict[str, np.ndarray], inputs: dict[str, np.ndarray]) -> Iterator[Row]:
     """One of the products of a graph; all it launches counts, the rounding of activations too."""
     _held, launches = bench.planned(graph, weights, inputs)
     products = [n for n in graph.nodes if n.op.startswith("mul_mat")]

@@ -3,28 +3,50 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from gguf import GGMLQuantizationType as Q
+from write_models import random_rows
 
 from hocket.frontends.gguf import open_gguf
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
-from tests.large_headers import qwen_80b, write_header  # noqa: E402
-from write_models import random_rows  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.large_headers import qwen_80b, write_header
+
+sys.path.pop(0)
 
 PIECE = 1 << 22
 """Numbers that are drawn for a type and repeated."""
 LAYERS_OF_NEXT = 8
 
 
-def qwen35_header(path: Path, layers: int = 32, width: int = 2560, inner: int = 9216, vocabulary: int = 248320) -> str:
-    """The shapes of Qwen3.5-4B, matrices in Q4_K, the table of tokens in Q6_K."""
-    heads, kv_heads, size, keys, values, state = 16, 4, 256, 16, 32, 128
+@dataclass(frozen=True)
+class Size:
+    """What makes a Qwen3.5 large."""
+
+    layers: int
+    width: int
+    inner: int
+    vocabulary: int
+    heads: tuple[int, int]
+    """Of queries, of keys and values."""
+    delta_heads: tuple[int, int]
+    """Of keys, of values."""
+
+
+OF_4B = Size(32, 2560, 9216, 248320, (16, 4), (16, 32))
+TINY = Size(4, 256, 256, 64, (2, 1), (1, 2))
+
+
+def qwen35_header(path: Path, of: Size) -> str:
+    """The shapes of a Qwen3.5, matrices in Q4_K, the table of tokens in Q6_K."""
+    width, inner, size, state = of.width, of.inner, 256, 128
+    (heads, kv_heads), (keys, values) = of.heads, of.delta_heads
     numbers = {
-        **{"block_count": layers, "context_length": 32768, "embedding_length": width, "feed_forward_length": inner},
-        **{"attention.head_count": heads, "attention.head_count_kv": kv_heads, "vocab_size": vocabulary},
+        **{"block_count": of.layers, "context_length": 32768, "embedding_length": width, "feed_forward_length": inner},
+        **{"attention.head_count": heads, "attention.head_count_kv": kv_heads, "vocab_size": of.vocabulary},
         **{"attention.key_length": size, "attention.value_length": size, "attention.layer_norm_rms_epsilon": 1e-6},
         **{"rope.freq_base": 1e7, "rope.dimension_count": 64, "rope.dimension_sections": [11, 11, 10, 0]},
         **{"ssm.conv_kernel": 4, "ssm.inner_size": values * state, "ssm.state_size": state},
@@ -32,7 +54,11 @@ def qwen35_header(path: Path, layers: int = 32, width: int = 2560, inner: int = 
     }
     channels = (2 * keys + values) * state
     always = {"ffn_gate": (inner, width), "ffn_up": (inner, width), "ffn_down": (width, inner)}
-    recurrent = {"attn_qkv": (channels, width), "attn_gate": (values * state, width), "ssm_out": (width, values * state)}
+    recurrent = {
+        "attn_qkv": (channels, width),
+        "attn_gate": (values * state, width),
+        "ssm_out": (width, values * state),
+    }
     attention = {
         **{"attn_q": (2 * heads * size, width), "attn_k": (kv_heads * size, width)},
         **{"attn_v": (kv_heads * size, width), "attn_output": (width, heads * size)},
@@ -42,8 +68,8 @@ def qwen35_header(path: Path, layers: int = 32, width: int = 2560, inner: int = 
     of_recurrent |= {"ssm_beta.weight": (values, width), "ssm_alpha.weight": (values, width)}
     of_recurrent |= {"ssm_norm.weight": (state,)}
     of_attention = {"attn_q_norm.weight": (size,), "attn_k_norm.weight": (size,)}
-    tensors = {"token_embd.weight": ((vocabulary, width), Q.Q6_K), "output_norm.weight": ((width,), Q.F32)}
-    for i in range(layers):
+    tensors = {"token_embd.weight": ((of.vocabulary, width), Q.Q6_K), "output_norm.weight": ((width,), Q.F32)}
+    for i in range(of.layers):
         attends = i % 4 == 3
         matrices, small = (attention, of_attention) if attends else (recurrent, of_recurrent)
         tensors |= {f"blk.{i}.{name}.weight": (shape, Q.Q4_K) for name, shape in (always | matrices).items()}
@@ -52,11 +78,11 @@ def qwen35_header(path: Path, layers: int = 32, width: int = 2560, inner: int = 
 
 
 def qwen35_4b(folder: Path) -> Path:
-    return filled(Path(qwen35_header(folder / "qwen3.5-4b-random.gguf")))
+    return filled(Path(qwen35_header(folder / "qwen3.5-4b-random.gguf", OF_4B)))
 
 
 def qwen35_tiny(folder: Path) -> Path:
-    return filled(Path(qwen35_header(folder / "qwen3.5-tiny-random.gguf", 4, 256, 256, 64)))
+    return filled(Path(qwen35_header(folder / "qwen3.5-tiny-random.gguf", TINY)))
 
 
 def qwen3_next(folder: Path) -> Path:
