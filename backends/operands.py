@@ -56,6 +56,12 @@ class Operand:
         t = self.tensor
         return self.declared is not None and t.shape == self.declared.shape and t.offset == 0 and self.is_dense
 
+    def starts_row(self, multiple: int, nbytes: int) -> bool:
+        """Whether this is all of its buffer, or rows of a matrix, `nbytes` each, from a multiple of `multiple` on."""
+        t = self.tensor
+        rows = self.declared is not None and len(t.shape) == 2 and t.shape[1:] == self.declared.shape[1:]
+        return self.is_whole or (rows and self.is_dense and t.offset % (multiple * nbytes) == 0)
+
     @property
     def is_dense(self) -> bool:
         """Whether elements follow each other in row-major order."""
@@ -112,7 +118,6 @@ class Bound:
     src: tuple[Operand | None, ...]
     dst: tuple[Operand, ...]
     attrs: Attrs
-    number: int
 
     @property
     def out(self) -> Operand:

@@ -82,7 +82,7 @@ def attention(tokens: int) -> Case:
         k, v = (input(f"{n}{i}", (1, CELLS, shared, size)) for n in "kv")
         return ops.attention(q, k, v, mask, scale=size**-0.5)
 
-    return Case(f"{heads} heads of {size} on {shared}, {tokens} tokens on {CELLS}", "attention.", "attention", build)
+    return Case(f"{heads} heads of {size} on {shared}, {tokens} tokens on {CELLS}", "attention", "attention", build)
 
 
 def delta_net(tokens: int) -> Case:

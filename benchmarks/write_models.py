@@ -1,7 +1,8 @@
 """Models to measure with: SmolLM2 in other types, and random weights in the shapes of larger models.
 
 Run ``python benchmarks/write_models.py SMOLLM2.gguf FOLDER [NAME ...]``.  Every file has SmolLM2's vocabulary, so that
-it loads in llama.cpp too.  What random models say is nonsense; what a token costs depends on shapes and types alone.
+it loads in llama.cpp too; where the larger model has more tokens, unused ones fill it up.  What random models say is
+nonsense; what a token costs depends on shapes and types alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from gguf import GGUFReader, GGUFWriter, dequantize, quantize
 from hocket.graph.dtypes import BY_GGML, DType
 from hocket.ops.quants import LAYOUT, f32_to_bf16
 
-VOCABULARY = 49152
+VOCABULARY, GEMMA_VOCABULARY = 49152, 262144
+UNUSED = 5
+"""What ``tokenizer.ggml.token_type`` says of a token that no text has."""
 SPREAD = 0.02
 """Standard deviation of a random weight, about."""
 LARGEST_CODE = {
@@ -70,6 +73,7 @@ class Shape:
     architecture: str
     metadata: Mapping[str, int | float | list[int]]
     tensors: Callable[[str], Tensors]
+    vocabulary: int = VOCABULARY
 
 
 def llama_tensors(kind: str) -> Tensors:
@@ -144,6 +148,30 @@ def experts_tensors(kind: str) -> Tensors:
         yield b + "ffn_down_exps.weight", (count, width, inner), kind
 
 
+def gemma_tensors(kind: str) -> Tensors:
+    """Gemma-3-270m as llama.cpp's ``Q4_K_M`` stores it: some matrices in Q6_K, and of either another type where rows
+    are no multiple of 256."""
+    width, inner, heads, size, layers = 640, 2048, 4, 256, 18
+    narrow = {"q4_K": "q5_0", "q6_K": "q8_0"}
+    yield "token_embd.weight", (GEMMA_VOCABULARY, width), narrow["q6_K"]
+    yield "output_norm.weight", (width,), "f32"
+    for i in range(layers):
+        b = f"blk.{i}."
+        eighth = layers // 8
+        finer = "q6_K" if i < eighth or i >= 7 * layers // 8 or (i - eighth) % 3 == 2 else kind
+        for name in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
+            yield f"{b}{name}.weight", (width,), "f32"
+        for name in ("attn_q_norm", "attn_k_norm"):
+            yield f"{b}{name}.weight", (size,), "f32"
+        yield b + "attn_q.weight", (heads * size, width), narrow[kind]
+        yield b + "attn_k.weight", (size, width), narrow[kind]
+        yield b + "attn_v.weight", (size, width), narrow[finer]
+        yield b + "attn_output.weight", (width, heads * size), kind
+        yield b + "ffn_gate.weight", (inner, width), narrow[kind]
+        yield b + "ffn_up.weight", (inner, width), narrow[kind]
+        yield b + "ffn_down.weight", (width, inner), finer
+
+
 LLAMA = Shape(
     "llama",
     {
@@ -203,12 +231,31 @@ EXPERTS = Shape(
     },
     experts_tensors,
 )
+GEMMA = Shape(
+    "gemma3",
+    {
+        "block_count": 18,
+        "context_length": 32768,
+        "embedding_length": 640,
+        "feed_forward_length": 2048,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 1,
+        "attention.key_length": 256,
+        "attention.value_length": 256,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "attention.sliding_window": 512,
+        "rope.freq_base": 1000000.0,
+    },
+    gemma_tensors,
+    GEMMA_VOCABULARY,
+)
 
 MODELS: dict[str, tuple[Shape | None, str]] = {
     **{f"smollm2-{kind}": (None, kind) for kind in ("q4_0", "q8_0", "f16", "bf16")},
     **{f"llama-500m-{kind}": (LLAMA, kind) for kind in ("q4_K", "q6_K", "q8_0")},
     "qwen35-0.8b-q4_0": (HYBRID, "q4_0"),
     "qwen3moe-q4_K": (EXPERTS, "q4_K"),
+    "gemma3-270m-q4_K_M": (GEMMA, "q4_K"),
 }
 """By name: a shape to fill with random weights, or none for SmolLM2's own, and the type of its matrices."""
 
@@ -220,13 +267,20 @@ def ggml(dtype: DType) -> Type:
     return Type(dtype.ggml)
 
 
-def writer_with_vocabulary(path: Path, architecture: str, source: GGUFReader, *prefixes: str) -> GGUFWriter:
-    """A file that begins with the source's metadata under some prefixes."""
+def writer_with_vocabulary(
+    path: Path, architecture: str, source: GGUFReader, *prefixes: str, size: int = VOCABULARY
+) -> GGUFWriter:
+    """A file that begins with the source's metadata under some prefixes, and has `size` tokens."""
     writer = GGUFWriter(path, architecture)
+    more = size - VOCABULARY
+    added = {"tokens": [f"<unused{i}>" for i in range(more)], "token_type": [UNUSED] * more, "scores": [0.0] * more}
     for field in source.fields.values():
         if field.name.startswith(prefixes):
             kind, *inner = field.types
-            writer.add_key_value(field.name, field.contents(), kind, inner[0] if inner else None)
+            value = field.contents()
+            if inner:
+                value = [*value, *added.get(field.name.removeprefix("tokenizer.ggml."), ())]
+            writer.add_key_value(field.name, value, kind, inner[0] if inner else None)
     return writer
 
 
@@ -251,9 +305,9 @@ def write_converted(path: Path, source: GGUFReader, dtype: DType) -> None:
 
 def write_random(path: Path, source: GGUFReader, shape: Shape, kind: str) -> None:
     """Random weights; norms are ones."""
-    writer = writer_with_vocabulary(path, shape.architecture, source, "tokenizer.")
+    writer = writer_with_vocabulary(path, shape.architecture, source, "tokenizer.", size=shape.vocabulary)
     add = {int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
-    for key, value in (*shape.metadata.items(), ("vocab_size", VOCABULARY)):
+    for key, value in (*shape.metadata.items(), ("vocab_size", shape.vocabulary)):
         add[type(value)](f"{shape.architecture}.{key}", value)
     rng = np.random.default_rng(5)
     by_text = {str(d): d for d in BY_GGML.values()}

@@ -225,5 +225,5 @@ def written(rows: Iterable[Row], form: str) -> Iterator[str]:
 def _markdown(r: Row) -> str:
     read, share = r.get("weight_bytes_per_second"), r.get("share_of_bandwidth")
     cells = [Path(str(r["model"])).name, r["devices"], r["threads"], r["test"], f"{r['mean']:.2f} ± {r['sd']:.2f}"]
-    cells += [f"{r['median']:.2f}", "" if read is None else f"{read / 1e9:.1f}"]  # type: ignore[operator]
+    cells += [f"{r['median']:.2f}", f"{read / 1e9:.1f}" if isinstance(read, float) else ""]
     return f"| {' | '.join(map(str, cells))} | {'' if share is None else f'{share:.0%}'} |"

@@ -130,6 +130,7 @@ def to_dot(graph: Graph) -> str:
     called = names(graph)
     number = {node: i for i, node in enumerate(graph.nodes)}
     lines = ["digraph hocket {", '  node [shape=box, fontname="Helvetica"];']
+    lines += ['  edge [fontname="Helvetica", fontsize=10];']
     for node in graph.nodes:
         label = json.dumps(f"{node.op}\n{called[node]}", ensure_ascii=False)
         lines.append(f"  n{number[node]} [label={label}, shape={_SHAPES.get(node.op, 'box')}];")

@@ -153,7 +153,7 @@ class Executor:
                 if program.undo and finished is None:
                     raise BackendError("it does not say how far it came")
                 self._compiled(number, program.undoing(finished or 0), Alone())()
-            except Exception as fault:
+            except Exception as fault:  # whatever a backend raises here, the states are lost
                 raise BackendError(f"{why}; and states of {lane.device} are lost: {fault}") from why
         if isinstance(why, StepError) and not isinstance(why.__cause__, Exception | None):
             raise why.__cause__  # an interrupt

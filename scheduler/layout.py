@@ -99,6 +99,10 @@ def joined(runs: Sequence[Run]) -> tuple[Run, ...]:
     return tuple(found)
 
 
+GRAIN, MANY = 32, 8
+"""What has this many grains or more for each device is dealt in whole ones: kernels take 16 or 32 rows at a time."""
+
+
 class Shares:
     """Deals factors over devices in given proportions, by largest remainder.
 
@@ -118,15 +122,19 @@ class Shares:
     def of(self, factor: Factor) -> tuple[tuple[int, int], ...]:
         """For each device the indices [low, high) of `factor` that it has."""
         if factor not in self._dealt:
-            owed = self._owed.setdefault(factor.size, [0.0] * len(self))
-            ideal = [factor.size * p + o for p, o in zip(self.proportions, owed, strict=True)]
+            grain = self._grain(factor.size)
+            size, owed = factor.size // grain, self._owed.setdefault(factor.size, [0.0] * len(self))
+            ideal = [size * p + o for p, o in zip(self.proportions, owed, strict=True)]
             counts = [max(0, int(x + 1e-9)) for x in ideal]
             order = sorted(range(len(self)), key=lambda d: (counts[d] - ideal[d], d))
-            missing = factor.size - sum(counts)
+            missing = size - sum(counts)
             for i in range(abs(missing)):
                 device = order[i % len(self)] if missing > 0 else max(range(len(self)), key=lambda d: counts[d])
                 counts[device] += 1 if missing > 0 else -1
             self._owed[factor.size] = [x - c for x, c in zip(ideal, counts, strict=True)]
-            ends = [sum(counts[: d + 1]) for d in range(len(self))]
-            self._dealt[factor] = tuple((end - n, end) for end, n in zip(ends, counts, strict=True))
+            ends = [grain * sum(counts[: d + 1]) for d in range(len(self))]
+            self._dealt[factor] = tuple((end - grain * n, end) for end, n in zip(ends, counts, strict=True))
         return self._dealt[factor]
+
+    def _grain(self, size: int) -> int:
+        return GRAIN if size % GRAIN == 0 and size >= GRAIN * MANY * len(self) else 1

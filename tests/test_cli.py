@@ -170,7 +170,7 @@ def test_logits_equal_those_of_llama_cpp(name: str, step: list[str], tmp_path: P
 
 
 def test_the_fixtures_cover_what_they_should() -> None:
-    assert {"llama", "llama-rope-freqs", "qwen3", "qwen35"} < set(SUPPORTED)
+    assert {"llama", "llama-rope-freqs", "gemma3", "qwen2", "qwen3", "qwen35"} < set(SUPPORTED)
     assert sum(name.startswith("qwen3-") for name in SUPPORTED) == 12
 
 

@@ -8,13 +8,14 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import hocket
 from hocket import ops
-from hocket.backends.numpy import compiler
+from hocket.backends.numpy import compiler, processor
 from hocket.backends.numpy.compiler import REPLAY
 from hocket.backends.numpy.cpu import CpuBackend
 from hocket.backends.numpy.kernels import packing, products
@@ -68,40 +69,58 @@ def test_packing_loses_nothing(dtype: DType):
     assert call(packing.unpack(FORMATS[dtype]), *words) == packing.NO_ROW | rows << 8, "a row that is not there"
 
 
-def rounded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+RECORD = np.dtype([("codes", np.int8, 32), ("scale", np.float32), ("sums", np.int32, 3)])
+"""32 rounded activations as a kernel leaves them."""
+
+
+def rounded(x: np.ndarray, zero: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Rows as the kernel rounds them, and the numbers that its codes stand for."""
     rows, columns = x.shape
     target = np.zeros(products.rounded_bytes(rows, columns), np.uint8)
-    assert call(products.round_rows, x, 4 * columns, rows, columns, target) == 0
-    codes = target[: rows * columns].view(np.int8).reshape(rows, -1, 32)
-    scales, sums, halves = np.split(
-        target[rows * columns :].view(np.float32), [rows * columns // 32, rows * columns // 16]
-    )
-    meant = codes.astype(np.float64) * scales.reshape(rows, -1, 1)
-    close = {"rtol": 1e-5, "atol": 1e-5 * np.abs(x).max()}
-    np.testing.assert_allclose(sums.reshape(rows, -1), meant.sum(-1), **close)
-    np.testing.assert_allclose(halves.reshape(rows, -1, 2), meant.reshape(rows, -1, 2, 16).sum(-1), **close)
-    return target, meant.reshape(rows, columns)
+    assert call(products.round_rows, x, 4 * columns, rows, columns, target, zero) == 0
+    found = target.view(RECORD).reshape(rows, -1)
+    codes, scales = found["codes"].astype(np.int64), found["scale"][..., None].astype(np.float64)
+    halves = codes.reshape(*codes.shape[:2], 2, 16).sum(-1)
+    sums = np.concatenate([codes.sum(-1, keepdims=True), halves], -1)
+    if zero:
+        assert np.array_equal(found["sums"], -zero * sums)
+    else:
+        np.testing.assert_allclose(found["sums"].view(np.float32), sums * scales, rtol=1e-6, atol=1e-44)
+    return target, (codes * scales).reshape(rows, columns)
 
 
-def test_activations_are_rounded_to_127_steps_of_the_largest_in_a_block():
+@pytest.mark.parametrize("zero", [0, 8])
+def test_activations_are_rounded_to_127_steps_of_the_largest_in_a_block(zero: int):
     x = RNG.standard_normal((5, 96)).astype(np.float32)
     x[1, :32], x[2] = 0.0, x[2] * np.float32(1e-38)
-    _, meant = rounded(x)
+    _, meant = rounded(x, zero)
     step = np.abs(x.reshape(5, -1, 32)).max(-1, keepdims=True) / 127
     assert (np.abs(meant - x).reshape(5, -1, 32) <= 0.5001 * step + 1e-45).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_number_that_is_none_makes_its_whole_block_so(bad: float):
+    x = RNG.standard_normal((2, 64)).astype(np.float32)
+    x[1, 40] = bad
+    target = np.zeros(products.rounded_bytes(2, 64), np.uint8)
+    assert call(products.round_rows, x, 4 * 64, 2, 64, target, 0) == 0
+    found = target.view(RECORD).reshape(2, 2)
+    assert np.isfinite(found["scale"][0]).all()
+    assert np.isfinite(found["scale"][1]).tolist() == [True, False]
 
 
 @pytest.mark.parametrize("count", [1, 3, 8, 13, 70])
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_a_packed_product_is_exact_in_its_rounded_activations(dtype: DType, count: int):
-    rows, columns = 40, 512
+    rows, columns = 72, 768
     raw, x = random_rows(dtype, rows, columns), RNG.standard_normal((count, columns)).astype(np.float32)
-    weight, (q, meant) = packed(dtype, raw, columns), rounded(x)
+    weight, (q, meant) = packed(dtype, raw, columns), rounded(x, FORMATS[dtype].zero)
     y = np.full((count, rows), np.nan, np.float32)
+    form, blocks = FORMATS[dtype], products.blocks_of(FORMATS[dtype])
+    slots, scratch = np.array([0, count, count, *range(count)], np.int32), np.zeros(2 * blocks.scratch, np.uint8)
     for thread in range(2):
-        words = (weight, raw.shape[1], rows, columns, q, count, y, 4 * rows)
-        assert call(products.product(FORMATS[dtype]), *words, thread=thread, threads=2) == 0
+        words = (weight, raw.shape[1], 0, rows, columns, q, q.nbytes // count, slots, 1, 1, 1, y, 4 * rows, scratch)
+        assert call(products.product(form), *words, thread=thread, threads=2) == 0
     w = dequantise(raw, dtype).astype(np.float64)
     np.testing.assert_array_less(np.abs(y - meant @ w.T), 1e-6 * (np.abs(meant) @ np.abs(w).T) + 1e-30)
 
@@ -236,3 +255,27 @@ def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
     assert finish(start(blocked))[1]
+
+
+def test_a_processor_without_wide_vectors_computes_the_same(tmp_path: Path):
+    """All packed types, and plain vector code, in what LLVM makes of it for 256 bits and no dot products of bytes."""
+    surroundings = {**os.environ, "HOCKET_WITHOUT": "avx512,avxvnni", "HOCKET_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "hocket", "check", "--backend", "cpu", "--op", "mul_mat|rms_norm|softmax"]
+    done = subprocess.run(command, env=surroundings, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 pass" not in done.stdout
+
+
+def test_features_that_are_left_out_are_not_used(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOCKET_WITHOUT", "avx")
+    found = processor.features.__wrapped__()
+    assert found
+    assert not any(there for name, there in found.items() if name.startswith("avx"))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_a_constant_matrix_of_halves_is_read_as_what_it_is(dtype: type):
+    table = np.arange(64, dtype=dtype).reshape(2, 32)
+    rows = ops.cast(hocket.constant("table", table), dtype=DType.F32)
+    graph = hocket.Graph({"y": ops.add(hocket.input("x", (2, 32)), rows)})
+    assert np.array_equal(hocket.load(hocket.plan(graph, "cpu"), {}).run({"x": np.zeros((2, 32))})["y"], table)

@@ -251,7 +251,12 @@ FAULTS = {
         "(16 * n + lane % 16) * E + 8 * (2 * e + lane / 16)",
         TILE,
     ),
-    "values keep the unit of an earlier tile": (TILES, "turned = fade[r] * (run[r] / most[r])", "turned = fade[r]", WIDE),
+    "values keep the unit of an earlier tile": (
+        TILES,
+        "turned = fade[r] * (run[r] / most[r])",
+        "turned = fade[r]",
+        WIDE,
+    ),
     "the other token's mask": (TILES, "biases[16 * warp + g + 8 * r]", "biases[16 * warp + g]", TILE),
     "columns past the last one are written": (TILES, "if (8 * e + 2 * t + i < width)", "", case(66, 1, 1, 20, 60)),
 }

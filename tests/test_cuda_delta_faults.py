@@ -198,7 +198,7 @@ FAULTS = {
     "decays behind the last token": (
         chunks,
         PREPARE,
-        "float sum = t < length ? *a.g.row(n, first + t, h) : 0.f;",
+        "float sum = t < length ? bounded(*a.g.row(n, first + t, h)) : 0.f;",
         "float sum = *a.g.row(n, first + t, h);",
     ),
     "sums of decays leave a lane out": (chunks, PREPARE, "if (lane >= m) sum += other;", "if (lane > m) sum += other;"),
@@ -230,12 +230,12 @@ FAULTS = {
         "char *stage = shared + chunk % 2 * STAGE;",
         "char *stage = shared;",
     ),
-    "outputs behind the last token": (chunks, SCAN, "if (t < tokens) a.out", "if (t <= tokens) a.out"),
+    "outputs behind the last token": (chunks, SCAN, "if (t < left) out", "if (t <= left) out"),
     "values behind the last token": (
         chunks,
         SCAN,
-        "            if (t < tokens)\n                cp_async",
-        "            if (t <= tokens)\n                cp_async",
+        "            if (r < left)\n                cp_async",
+        "            if (r <= left)\n                cp_async",
     ),
     "the last token does not decay the state": (
         chunks,

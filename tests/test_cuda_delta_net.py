@@ -76,6 +76,13 @@ def test_decays_of_twenty_a_token_neither_overflow_nor_give_nan(channels: bool):
 
 
 @KINDS
+def test_a_decay_to_nothing_forgets_the_state(channels: bool):
+    p = problem(13, 64, 1, 1, 100, channels=channels)
+    p.g[:, [0, 40, 41, 96]] = -np.inf
+    check(p, bind(p), EXACT)
+
+
+@KINDS
 def test_keys_almost_parallel_and_no_decay_cost_no_more_than_is_allowed(channels: bool):
     p = problem(8, 128, 1, 1, 128, channels=channels, hard=True)
     check(p, bind(p), 1e-8)

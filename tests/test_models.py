@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 FIXTURES = HERE / "fixtures"
 GOLDENS = HERE / "goldens" / "hocket_tiny"
 INDEX = {entry["file"].split("/")[0]: entry for entry in json.loads((FIXTURES / "index.json").read_text())}
-FAMILIES = ("llama", "llama-rope-freqs", "qwen3", "qwen35")
+FAMILIES = ("llama", "llama-rope-freqs", "gemma3", "qwen2", "qwen3", "qwen35")
 SAME = 1e-20
 """NMSE of float64 results that differ in the order of additions alone."""
 
@@ -173,7 +173,8 @@ def test_a_model_built_twice_gives_the_same_graph(name: str) -> None:
     two = model.graph(step)
     assert one.digest() == two.digest()
     assert str(one) == str(two)
-    assert sum(node.op == "causal_mask" for node in one.nodes) == 1
+    masks = [node.attrs["window"] for node in one.nodes if node.op == "causal_mask"]
+    assert masks == ([16, 0] if name == "gemma3" else [0])
     assert set(model.graph(step).weights) == set(two.weights)
 
 
@@ -242,6 +243,8 @@ STEP = Step(1, 2, 8, 8, 1)
         ("qwen3", {"context_length": None}, "context_length is missing"),
         ("qwen3", {"context_length": 1 << 63}, "need at most 2147483647"),
         ("qwen3", {"rope__scaling__factor": 1e-300}, "need a positive number"),
+        ("gemma3", {"attention__sliding_window_pattern": 0}, "sliding_window_pattern is 0; need at least 1"),
+        ("gemma3", {"rope__freq_base_swa": 1.0}, "rope.freq_base_swa is 1.0; need a number above 1"),
         ("qwen35", {"nextn_predict_layers": 3}, "need fewer than block_count 3"),
         ("qwen35", {"full_attention_interval": 0}, "need at least 1"),
         ("qwen35", {"ssm__group_count": 3}, "need a multiple of group_count 3"),
@@ -258,11 +261,12 @@ def test_bad_hyperparameters_are_refused(name: str, keys: dict[str, object], wor
 
 def test_an_unknown_architecture_names_the_known_ones() -> None:
     model = opened("llama")
-    with pytest.raises(
-        ModelError, match="'mamba' is unknown; need one of llama, qwen3, qwen3moe, qwen3next, qwen35, qwen35moe"
-    ):
+    with pytest.raises(ModelError, match=f"'mamba' is unknown; need one of {', '.join(ARCHITECTURES)}"):
         load_model(replace(model, metadata={**model.metadata, "general.architecture": "mamba"}))
-    assert set(ARCHITECTURES) == {"llama", "qwen3", "qwen3moe", "qwen3next", "qwen35", "qwen35moe"}
+    assert set(ARCHITECTURES) == {
+        *("gemma3", "llama", "qwen2", "qwen3"),
+        *("qwen3moe", "qwen3next", "qwen35", "qwen35moe"),
+    }
 
 
 def test_a_missing_tensor_is_named() -> None:

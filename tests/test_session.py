@@ -15,7 +15,7 @@ from hocket.frontends.open import context_for, open_model
 from hocket.frontends.session import Group, Progress, Session
 
 FIXTURES = Path(__file__).parent / "fixtures"
-FAMILIES = ("llama", "llama-rope-freqs", "qwen3", "qwen35")
+FAMILIES = ("llama", "llama-rope-freqs", "gemma3", "qwen2", "qwen3", "qwen35")
 INDEX = {entry["file"].split("/")[0]: entry for entry in json.loads((FIXTURES / "index.json").read_text())}
 
 

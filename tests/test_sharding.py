@@ -29,6 +29,7 @@ from hocket.scheduler.layout import Shard, Shares, joined, runs_of
 from .random_graphs import bindings, seeded_graph
 
 FIXTURES = Path(__file__).parent / "fixtures"
+MODELS = ("llama", "llama-rope-freqs", "gemma3", "qwen2", "qwen3", "qwen3next", "qwen35")
 LIMITS = {Path(row["file"]).parent.name: row["tol_f32"] for row in json.loads((FIXTURES / "index.json").read_text())}
 
 
@@ -46,7 +47,7 @@ def nmse(got, want):
 @pytest.mark.parametrize("split", [(), (3, 1)], ids=["equal", "3,1"])
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 @pytest.mark.parametrize("mode", ["tensor", "layer"])
-@pytest.mark.parametrize("name", ["llama", "llama-rope-freqs", "qwen3", "qwen3next", "qwen35", "qwen3-q4_k_m"])
+@pytest.mark.parametrize("name", [*MODELS, "qwen3-q4_k_m"])
 def test_a_model_on_several_devices_gives_the_logits_of_one(name, mode, n, split):
     model = load_model(open_gguf(FIXTURES / name / "model.gguf"))
     tokens = np.load(FIXTURES / name / "tokens.npy").tolist()
@@ -63,7 +64,9 @@ def test_a_model_on_several_devices_gives_the_logits_of_one(name, mode, n, split
         assert nmse(logits, golden) <= LIMITS[name]
 
 
-@pytest.mark.parametrize(("name", "most"), [("llama", 4), ("llama-rope-freqs", 4), ("qwen3", 4), ("qwen35", 6)])
+@pytest.mark.parametrize(
+    ("name", "most"), [("llama", 4), ("llama-rope-freqs", 4), ("gemma3", 12), ("qwen2", 4), ("qwen3", 4), ("qwen35", 6)]
+)
 def test_a_decoder_meets_twice_a_layer(name, most):
     """One reduction after the mixer, one after the feed-forward; the residual and the logits cost none."""
     model = load_model(open_gguf(FIXTURES / name / "model.gguf"))

@@ -175,22 +175,25 @@ class Replay:
             run_calls(self.program, self._calls)
             self.driver.synchronise(self.on)
         except StepError as error:
+            self._noted()
             if not isinstance(why := error.__cause__, LaunchError):
                 raise
             node = self.program.instructions[why.number].node
             raise StepError(node, self.program.device, why.number, str(why)) from why
-        if self._bound.faults:
-            self._report()
+        if self._bound.faults and (noted := self._noted()) is not None:
+            number, said = noted
+            node, finished = self.program.instructions[number].node, len(self.program.instructions)
+            raise StepError(node, self.program.device, finished, said)
 
-    def _report(self) -> None:
-        """Raise `StepError` if a kernel noted a fault."""
+    def _noted(self) -> tuple[int, str] | None:
+        """The instruction and the words of the first fault that a kernel noted, which is forgotten."""
         memory = self.driver.view(self._fault, Tensor(-1, 0, (2,), (1,), DType.I64))
         which, value = np.array(memory).tolist()
-        if which:
-            memory[...] = np.zeros(2, np.int64)
-            number, text = self._bound.faults[which - 1]
-            node, finished = self.program.instructions[number].node, len(self.program.instructions)
-            raise StepError(node, self.program.device, finished, text.format(value=value))
+        if not which:
+            return None
+        memory[...] = np.zeros(2, np.int64)
+        number, text = self._bound.faults[which - 1]
+        return number, text.format(value=value)
 
     def _keep(self, array: Array) -> Any:
         """Memory of the device that holds `array`, as long as this program lives."""
@@ -222,7 +225,7 @@ class Replay:
         bound.number, bound.taken = number, 0
         bound.scratch_at = operand(i.scratch).address if i.scratch is not None else 0
         src = tuple(None if t is None else operand(t) for t in i.src)
-        BINDINGS[i.op](bound, Bound(i.op, src, tuple(map(operand, i.dst)), i.attrs, number))
+        BINDINGS[i.op](bound, Bound(i.op, src, tuple(map(operand, i.dst)), i.attrs))
         assert bound.taken <= (i.scratch.shape[0] if i.scratch is not None else 0), (
             f"{i.op} takes more than it asked for"
         )
@@ -276,5 +279,5 @@ def _try(
     there = tuple(None if s is None else operand(n, s) for n, s in enumerate(src))
     values = [Spec(s.shape, s.dtype if s.dtype.is_integer else DType.F32) for s in results]
     made = tuple(operand(len(src) + n, Known(s)) for n, s in enumerate(values))
-    BINDINGS[op](launches, Bound(op, there, made, dict(attrs), 0))
+    BINDINGS[op](launches, Bound(op, there, made, dict(attrs)))
     return launches.taken

@@ -1,7 +1,8 @@
 """Quantised weights from the bytes of a file to those that kernels read, which are as many.
 
 Rows go in units of 32, each of which holds planes: of the low bits of all codes, of their high bits, and of what a
-block keeps besides.  A plane is an array [block or super-block][row][bytes]; ``kernels/packed.cuh`` says where each bit lies.
+block keeps besides.  A plane is an array [block or super-block][row][bytes]; ``kernels/packed.cuh`` says where each
+bit lies.
 """
 
 from __future__ import annotations
@@ -54,12 +55,13 @@ def _signed(blocks: Blocks) -> U8:
 def _for_books(blocks: Blocks) -> U8:
     """The four nibbles of each half side by side."""
 
-    def together(x: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    def together(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
         x = (x | x >> 4) & np.uint32(0x00FF00FF)
         return (x | x >> 8) & np.uint32(0xFFFF)
 
     words, low = _as_is(blocks).view(np.uint32), np.uint32(0x0F0F0F0F)
-    return (together(words & low) | together(words >> 4 & low) << 16).view(np.uint8)
+    made: Blocks = together(words & low) | together(words >> 4 & low) << 16
+    return made.view(np.uint8)
 
 
 def _nibbles_of(field: str, width: int) -> Callable[[Blocks], U8]:
@@ -80,9 +82,8 @@ def _crumbs_of(field: str, flip: int) -> Callable[[Blocks], U8]:
 
     def plane(blocks: Blocks) -> U8:
         q = np.ascontiguousarray(blocks[field]).reshape(len(blocks), 2, 2, 2, 2, 4)  # part, half, word, t % 2, byte
-        x = (
-            np.ascontiguousarray(q.transpose(0, 1, 3, 5, 4, 2)).reshape(-1).view(np.uint32)
-        )  # fields of 2 (t % 2) + half
+        fields = np.ascontiguousarray(q.transpose(0, 1, 3, 5, 4, 2))  # number 2 (t % 2) + half
+        x = fields.reshape(-1).view(np.uint32)
         x = _swapped(x, 12, 0x0000F0F0)
         x = _swapped(x, 6, 0x00CC00CC)
         x ^= np.uint32(flip * 0x01010101)
@@ -138,10 +139,11 @@ def _fields(*names: str) -> Callable[[Blocks], U8]:
     """Fields that follow each other, as they are."""
 
     def plane(blocks: Blocks) -> U8:
-        offsets = [blocks.dtype.fields[n][1] for n in names]
-        end = offsets[-1] + blocks.dtype[names[-1]].itemsize
+        fields = blocks.dtype.fields
+        assert fields is not None
+        end = fields[names[-1]][1] + blocks.dtype[names[-1]].itemsize
         raw = blocks.view(np.uint8).reshape(len(blocks), -1)
-        return np.ascontiguousarray(raw[:, offsets[0] : end])[:, None]
+        return np.ascontiguousarray(raw[:, fields[names[0]][1] : end])[:, None]
 
     return plane
 

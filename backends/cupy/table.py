@@ -33,6 +33,7 @@ FAMILIES: tuple[ModuleType, ...] = (
     short_convolution,
     gated_delta_net,
     recurrences,
+    attention,
 )
 """Modules with ``BINDINGS``, how each op is bound, and ``SOURCES``, all they launch."""
 

@@ -25,7 +25,8 @@ from typing import Any
 
 import llvmlite.binding as llvm
 
-from .kernels.simd import ADDRESS, BYTES, DOUBLE, FLOAT, FLOATS, INT, INTS, LLVM_TYPES, NOTHING, Intrinsic
+from . import processor
+from .kernels.simd import ADDRESS, DOUBLE, FLOAT, NOTHING, Intrinsic, llvm_type
 
 Body = Callable[..., Any]
 
@@ -96,8 +97,8 @@ def _target() -> llvm.TargetMachine:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     return llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(),
-        features=llvm.get_host_cpu_features().flatten(),
+        cpu=processor.name(),
+        features=processor.flattened(),
         opt=3,
         reloc="pic",
         codemodel="jitdefault",
@@ -116,7 +117,7 @@ def _surroundings() -> bytes:
     digest = hashlib.sha256()
     for source in sources:
         digest.update(source.read_bytes())
-    host = (llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten(), sys.platform)
+    host = (processor.name(), processor.flattened(), sys.platform)
     digest.update(repr((host, version("numba"), version("llvmlite"))).encode())
     return digest.digest()
 
@@ -157,15 +158,18 @@ def _store(wanted: Kernel, code: bytes) -> None:
 
 # --------------------------------------------------------------------------------------------------- compiling
 
+OPTIONS: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract"}, "no_rewrites": True, "_nrt": False}
+"""How Numba compiles kernels: they hold no objects and have no expressions of arrays to rewrite."""
+INLINED = {**OPTIONS, "forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+"""Their parts, which nothing else calls."""
+
 
 def _compiled(wanted: Kernel) -> bytes:
     """Compile with Numba; the object code has one symbol of ours."""
     log.info(COMPILING, wanted.name)
     from numba import cfunc
 
-    function = cfunc("intp(intp, intp, intp)", nogil=True, error_model="numpy", fastmath={"contract"})(
-        _resolved(wanted.body)
-    )
+    function = cfunc("intp(intp, intp, intp)", nogil=True, **OPTIONS)(_resolved(wanted.body))
     assembly = function.inspect_llvm().replace(function.native_name, _symbol(wanted))
     module = llvm.parse_assembly(assembly)
     module.verify()
@@ -193,39 +197,32 @@ def _for_numba(thing: Any) -> Any:
     if isinstance(thing, Part):
         from numba import njit
 
-        return njit(error_model="numpy", fastmath={"contract"}, forceinline=True)(_resolved(thing.body))
+        return njit(**INLINED)(_resolved(thing.body))
     return thing
 
 
 @cache
-def _numba_types() -> dict[str, Any]:
-    """Numba's types by our names; vectors are types of our own."""
+def _numba_type(name: str) -> Any:
+    """Numba's type by our name; vectors, and several of them as one, are types of our own."""
     from numba import types
     from numba.extending import models, register_model
 
-    found: dict[str, Any] = {
-        ADDRESS: types.intp,
-        FLOAT: types.float32,
-        DOUBLE: types.float64,
-        INT: types.int32,
-        NOTHING: types.void,
-    }
-    for name in (FLOATS, INTS, BYTES):
-        kind = type(f"Vector_{name}", (types.Type,), {})
+    known = {ADDRESS: types.intp, FLOAT: types.float32, DOUBLE: types.float64, NOTHING: types.void}
+    if name in known:
+        return known[name]
+    kind = type(f"Vector_{name}", (types.Type,), {})
 
-        def make(self: Any, manager: Any, front: Any, layout: Any = LLVM_TYPES[name]) -> None:
-            models.PrimitiveModel.__init__(self, manager, front, layout)
+    def make(self: Any, manager: Any, front: Any) -> None:
+        models.PrimitiveModel.__init__(self, manager, front, llvm_type(name))
 
-        register_model(kind)(type(f"Model_{name}", (models.PrimitiveModel,), {"__init__": make}))
-        found[name] = kind(name)
-    return found
+    register_model(kind)(type(f"Model_{name}", (models.PrimitiveModel,), {"__init__": make}))
+    return kind(name)
 
 
 def _intrinsic(declared: Intrinsic) -> Any:
     from numba.extending import intrinsic
 
-    kinds = _numba_types()
-    signature = kinds[declared.result](*(kinds[o] for o in declared.operands))
+    signature = _numba_type(declared.result)(*map(_numba_type, declared.operands))
 
     def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
         made = declared.body(builder, *values)
@@ -241,6 +238,8 @@ _WITH_OPERANDS: tuple[Callable[[Any], Body], ...] = (
     lambda made: lambda context, a, b: made,
     lambda made: lambda context, a, b, c: made,
     lambda made: lambda context, a, b, c, d: made,
+    lambda made: lambda context, a, b, c, d, e: made,
+    lambda made: lambda context, a, b, c, d, e, f: made,
 )
 
 

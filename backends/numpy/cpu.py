@@ -15,6 +15,7 @@ import numpy as np
 from ...graph.dtypes import DType
 from ...graph.node import Node
 from ...graph.spec import Spec
+from ...ops.collective import COLLECTIVES
 from ...ops.quants import dequantise
 from ..base import Array, Comm, Device, Instruction, Program, Tensor, contiguous_strides, host_view
 from . import NumpyBackend
@@ -29,6 +30,8 @@ ROUNDED = frozenset(("mul_mat", "mul_mat_id"))
 PACKERS = os.cpu_count() or 1
 """Threads that pack weights, whatever the number of those that run kernels."""
 HALVES = (DType.F16, DType.BF16)
+FILLED = ("weight", "constant")
+"""Leaves that `load` fills."""
 
 
 class CpuBackend(NumpyBackend):
@@ -46,13 +49,17 @@ class CpuBackend(NumpyBackend):
 
     def stored(self, spec: Spec, kind: str = "value") -> Spec:
         """Weights that are matrices keep their type, quantised ones in whole groups of rows; all else is float32."""
-        if kind == "weight" and len(spec.shape) >= 2:
+        if kind in FILLED and len(spec.shape) >= 2:
             *leading, rows, columns = spec.shape
             if spec.dtype in FORMATS:
                 return Spec((*leading, -(-rows // ROWS) * ROWS, columns), spec.dtype)
             if spec.dtype in HALVES and columns % LANES == 0:
                 return spec
         return super().stored(spec)
+
+    def reads_strided(self, node: Node, operand: int) -> bool:
+        """Operands of collectives are dense: all devices have to choose the same, compiled code or Python."""
+        return node.op not in COLLECTIVES
 
     def tolerance(self, node: Node) -> float | None:
         """The relative error of what is rounded to 8 bits on its way; None for arithmetic in float32."""

@@ -20,7 +20,7 @@ from ...ops.collective import COLLECTIVES
 from ..base import Comm, Instruction, Program, run_calls
 from .compiler import REPLAY
 from .kernels import attention, collective, experts, moves, norms, products, recurrent, reductions, rotary, rows
-from .kernels.loop import SHARED_BYTES, STEP, STEP_FAILED, run, timed
+from .kernels.loop import ALONE, MEETS, SHARED_BYTES, STEP, STEP_FAILED, run, timed
 from .kernels.packing import NO_ROW
 from .steps import Binding, Bound, Operand, Steps
 
@@ -50,7 +50,9 @@ class Segment:
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
         self.threads = 1 if all(s.alone for s in steps.steps) else steps.threads
-        table = [[s.kernel.address, s.words.ctypes.data, s.meets + 2 * s.alone, s.number] for s in steps.steps]
+        table = [
+            (s.kernel.address, s.words.ctypes.data, MEETS * s.meets | ALONE * s.alone, s.number) for s in steps.steps
+        ]
         self.table = np.array(table, np.int64).reshape(-1, STEP)
         self.shared = np.zeros(SHARED_BYTES // 8, np.int64)
         words = [self.table.ctypes.data, len(self.table), self.shared.ctypes.data, 0]
@@ -130,10 +132,8 @@ def missing(comm: Comm, sequence: object) -> str:
     assert comm.board is not None
     at = comm.board[collective.SLOTS // 8 :].reshape(comm.size, -1)[:, 2] - 1
     late = ", ".join(str(d) for d in range(comm.size) if at[d] != sequence)
-    return (
-        f"collective {sequence} on device {comm.rank} of {comm.size}: device {late} did not arrive within "
-        f"{comm.timeout:g} s"
-    )
+    who = f"device {late}" if late else "a device"  # it may have come since
+    return f"collective {sequence} on device {comm.rank} of {comm.size}: {who} did not arrive within {comm.timeout:g} s"
 
 
 Work = list[tuple[int, Segment | Callable[[], object]]]
@@ -178,9 +178,9 @@ def operand(tensor: Any, program: Program, buffers: Sequence[Any]) -> Operand:
     return Operand(buffers[tensor.buffer].ctypes.data + tensor.offset, tensor, spec.declared, spec.stored)
 
 
-def bound(number: int, i: Instruction, program: Program, buffers: Sequence[Any]) -> Bound:
+def bound(i: Instruction, program: Program, buffers: Sequence[Any]) -> Bound:
     src = tuple(None if t is None else operand(t, program, buffers) for t in i.src)
-    return Bound(i.op, src, tuple(operand(t, program, buffers) for t in i.dst), i.attrs, number)
+    return Bound(i.op, src, tuple(operand(t, program, buffers) for t in i.dst), i.attrs)
 
 
 def work_of(
@@ -205,7 +205,7 @@ def work_of(
         steps.number = number
         if not any(t.spec.size for t in i.dst) and i.op not in COLLECTIVES:
             continue
-        if bind is None or not bind(steps, bound(number, i, program, buffers)):
+        if bind is None or not bind(steps, bound(i, program, buffers)):
             close()
             found += [(number, call) for call in in_python(i)]
     close()

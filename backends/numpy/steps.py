@@ -3,6 +3,7 @@ meet."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,9 +18,6 @@ from ..operands import Operand as Operand
 from ..operands import Region
 from ..operands import float_bits as float_bits
 from .compiler import Kernel
-
-Memory = npt.NDArray[np.uint8]
-
 
 SHARED = 32 * 1024
 """Bytes that a step has to move before threads share it."""
@@ -54,6 +52,7 @@ class Steps:
     _read: list[tuple[Region, bool]] = field(default_factory=list)
     _made: dict[Hashable, tuple[Operand, list[Region]]] = field(default_factory=dict)
     _scratch: dict[tuple[str, int], Operand] = field(default_factory=dict)
+    _constants: dict[bytes, Operand] = field(default_factory=dict)
     _private: int = -1
 
     def add(
@@ -99,10 +98,13 @@ class Steps:
             found = self._scratch[purpose, nbytes] = self.memory(nbytes)
         return found
 
-    def keep(self, array: npt.NDArray[Any]) -> int:
-        """Keep an array as long as the table; its address."""
-        self.owned.append(array)
-        return int(array.ctypes.data)
+    def constant(self, array: npt.NDArray[Any]) -> Operand:
+        """Memory that holds what `array` does; the same for all who ask for the same bytes."""
+        data = array.tobytes()
+        if data not in self._constants:
+            self._constants[data] = made = self.memory(len(data))
+            ctypes.memmove(made.address, data, len(data))
+        return self._constants[data]
 
     def known(self, key: Hashable) -> Operand | None:
         """What an earlier step made under `key`, if its sources still hold what it was made of."""
@@ -120,4 +122,4 @@ class Steps:
 
 
 Binding = Callable[[Steps, Bound], bool]
-"""Appends the steps of one instruction; False if the kernels cannot do it, and then nothing is appended."""
+"""Appends the steps of one instruction; False if the kernels cannot do it, and NumPy has to do all of it."""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ...graph import Graph
 from ..errors import ModelError
 from ..gguf import Gguf
-from . import llama, qwen3, qwen3moe, qwen3next, qwen35, qwen35moe
+from . import gemma3, llama, qwen2, qwen3, qwen3moe, qwen3next, qwen35, qwen35moe
 from .step import Batch as Batch
 from .step import Step as Step
 from .step import step_inputs as step_inputs
@@ -50,7 +50,9 @@ class Family(Generic[H]):
 
 ARCHITECTURES: Mapping[str, Family[Any]] = MappingProxyType(
     {
+        "gemma3": Family(gemma3.Hyper.from_gguf, gemma3.build),
         "llama": Family(llama.Hyper.from_gguf, llama.build),
+        "qwen2": Family(qwen2.read, qwen2.build),
         "qwen3": Family(qwen3.Hyper.from_gguf, qwen3.build),
         "qwen3moe": Family(qwen3moe.read, qwen3moe.build),
         "qwen3next": Family(qwen3next.read, qwen3next.build),

@@ -6,6 +6,7 @@ from itertools import accumulate
 
 from ... import ops
 from ...graph import Value
+from ...ops.op import Op
 from .frame import Frame
 from .weights import Weights
 
@@ -45,14 +46,16 @@ def queries_keys_values(
     return [frame.split(part, *shape) for part, shape in zip(parts, shapes.values(), strict=True)]
 
 
-def feed_forward(weights: Weights, block: str, x: Value, features: int, suffix: str = "") -> Value:
-    """SwiGLU between two widths: f32[n, E] to f32[n, E]; ``suffix`` tells such layers of one block apart.
+def feed_forward(
+    weights: Weights, block: str, x: Value, features: int, suffix: str = "", *, unit: Op[Value] = ops.swiglu
+) -> Value:
+    """A gated linear unit between two widths: f32[n, E] to f32[n, E]; ``suffix`` tells such layers of a block apart.
 
     Shazeer, GLU variants, 2020.
     """
     gate = linear(weights, f"{block}.ffn_gate{suffix}", x, features)
     up = linear(weights, f"{block}.ffn_up{suffix}", x, features)
-    inner = ops.swiglu(gate, up, name=f"{block}.ffn_glu{suffix}")
+    inner = unit(gate, up, name=f"{block}.ffn_glu{suffix}")
     return linear(weights, f"{block}.ffn_down{suffix}", inner, x.shape[-1])
 
 

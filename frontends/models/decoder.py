@@ -13,7 +13,7 @@ from .moe import Experts, feed_forward
 from .weights import Weights
 
 Mixer = Callable[[int, Value], Value]
-"""What a layer, given its number, makes of its normalised input: f32[B*T, E] to f32[B*T, E]."""
+"""What a mixer or a feed-forward, given its layer, makes of its normalised input: f32[B*T, E] to f32[B*T, E]."""
 
 
 class Widths(Protocol):
@@ -31,12 +31,30 @@ class Widths(Protocol):
     def eps(self) -> float: ...
 
 
-def decoder(hyper: Widths, weights: Weights, frame: Frame, mix: Mixer, second_norm: str = "ffn_norm") -> Graph:
+def decoder(
+    hyper: Widths,
+    weights: Weights,
+    frame: Frame,
+    mix: Mixer,
+    feed: Mixer | None = None,
+    *,
+    second_norm: str = "ffn_norm",
+    embedding_scale: float = 1.0,
+    softcap: float = 0.0,
+) -> Graph:
     """The graph of all layers: output ``logits`` f32[outputs, vocabulary], and the states that `mix` updates.
 
-    ``second_norm`` names the norm before the feed-forward.  After the last mixer only the wanted rows go on.
+    ``feed`` is the feed-forward if it is not SwiGLU or experts, and ``second_norm`` names the norm before it.  After
+    the last mixer only the wanted rows go on.  ``softcap`` bounds the logits unless it is 0.
     """
+
+    def plain(layer: int, h: Value) -> Value:
+        return feed_forward(weights, f"blk.{layer}", h, hyper.feed_forward)
+
+    feed = feed or plain
     x = embed(weights, frame.tokens, hyper.vocabulary_size, hyper.width)
+    if embedding_scale != 1.0:
+        x = ops.scale(x, scale=embedding_scale, name="embed_scaled")
     for layer in range(hyper.layers):
         block = f"blk.{layer}"
         mixed = mix(layer, norm(weights, f"{block}.attn_norm", x, hyper.eps))
@@ -44,5 +62,11 @@ def decoder(hyper: Widths, weights: Weights, frame: Frame, mix: Mixer, second_no
         if layer == hyper.layers - 1:
             x = frame.wanted(x)
         h = norm(weights, f"{block}.{second_norm}", x, hyper.eps)
-        x = ops.add(x, feed_forward(weights, block, h, hyper.feed_forward), name=f"{block}.ffn_residual")
-    return frame.graph(logits(weights, x, hyper.vocabulary_size, hyper.eps))
+        x = ops.add(x, feed(layer, h), name=f"{block}.ffn_residual")
+    y = logits(weights, x, hyper.vocabulary_size, hyper.eps)
+    return frame.graph(capped(y, softcap) if softcap else y)
+
+
+def capped(x: Value, most: float) -> Value:
+    """``x`` bent so that it stays within ``most`` of 0, in its shape."""
+    return ops.scale(ops.tanh(ops.scale(x, scale=1.0 / most)), scale=most, name="logits_capped")

@@ -24,12 +24,15 @@ class Frame:
         self.slot = input("slot", (step.rows,), DType.I32)
         self.out_ids = input("out_ids", (step.outputs,), DType.I32)
         self.valid = input("valid", (step.sequences, step.tokens, 1))
+        self._masks: dict[int, Value] = {}
         self._updates: dict[Value, Value] = {}
 
-    @cached_property
-    def mask(self) -> Value:
-        """f32[B, T, cells]: which cells each token may see."""
-        return ops.causal_mask(self.pos, cells=self.step.cells, name="mask")
+    def mask(self, window: int = 0) -> Value:
+        """f32[B, T, cells]: which cells each token may see, of the last ``window`` unless that is 0."""
+        if window not in self._masks:
+            name = "window_mask" if window else "mask"
+            self._masks[window] = ops.causal_mask(self.pos, cells=self.step.cells, window=window, name=name)
+        return self._masks[window]
 
     @cached_property
     def conv_rows(self) -> Value:

@@ -41,13 +41,17 @@ class Hyper:
     @classmethod
     def from_gguf(cls, gguf: Gguf) -> Hyper:
         """ModelError for a missing or absurd value."""
-        keys = Keys(gguf, "llama")
+        return cls.from_keys(Keys(gguf, "llama"), "normal")
+
+    @classmethod
+    def from_keys(cls, keys: Keys, mode: str) -> Hyper:
+        """The same for a family that differs in its pairs of rotated columns alone."""
         layers, width = keys.blocks(), keys.count("embedding_length")
         features = keys.same("feed_forward_length", layers)
         has_experts = keys.count("expert_count", 0, least=0) > 0
         heads = keys.same("attention.head_count", layers)
         head_size = keys.head_size(width, heads)
-        rope = Rope.from_keys(keys, "normal", head_size)
+        rope = Rope.from_keys(keys, mode, head_size)
         if rope.n_dims != head_size:
             raise keys.error("rope.dimension_count", f"is {rope.n_dims}; need the head size {head_size}")
         return cls(
@@ -80,5 +84,5 @@ def attention(hyper: Hyper, weights: Weights, frame: Frame, layer: int, x: Value
     q = hyper.rope.rotate(q, frame.pos, factors, name=f"{block}.q_rope")
     k = hyper.rope.rotate(k, frame.pos, factors, name=f"{block}.k_rope")
     k, v = frame.cached(f"cache_k.{layer}", k), frame.cached(f"cache_v.{layer}", v)
-    mixed = ops.attention(q, k, v, frame.mask, scale=hyper.scale, name=f"{block}.attn")
+    mixed = ops.attention(q, k, v, frame.mask(), scale=hyper.scale, name=f"{block}.attn")
     return linear(weights, f"{block}.attn_output", frame.rows(mixed), hyper.width)

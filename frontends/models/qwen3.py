@@ -79,5 +79,5 @@ def attention(hyper: Hyper, weights: Weights, frame: Frame, layer: int, x: Value
     q = hyper.rope.rotate(q, frame.pos, name=f"{block}.q_rope")
     k = hyper.rope.rotate(k, frame.pos, name=f"{block}.k_rope")
     k, v = frame.cached(f"cache_k.{layer}", k), frame.cached(f"cache_v.{layer}", v)
-    mixed = ops.attention(q, k, v, frame.mask, scale=hyper.scale, name=f"{block}.attn")
+    mixed = ops.attention(q, k, v, frame.mask(), scale=hyper.scale, name=f"{block}.attn")
     return linear(weights, f"{block}.attn_output", frame.rows(mixed), hyper.width)

@@ -111,7 +111,7 @@ def hybrid(hyper: Hyper, weights: Weights, step: Step, recurrent: Mixer) -> Grap
         mixer = recurrent if hyper.recurrent[layer] else gated_attention
         return mixer(hyper, weights, frame, layer, x)
 
-    return decoder(hyper, weights, frame, mix, "post_attention_norm")
+    return decoder(hyper, weights, frame, mix, second_norm="post_attention_norm")
 
 
 def gated_attention(hyper: Hyper, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
@@ -125,7 +125,7 @@ def gated_attention(hyper: Hyper, weights: Weights, frame: Frame, layer: int, x:
     q = hyper.rope.rotate(q, frame.pos, name=f"{block}.q_rope")
     k = hyper.rope.rotate(k, frame.pos, name=f"{block}.k_rope")
     k, v = frame.cached(f"cache_k.{layer}", k), frame.cached(f"cache_v.{layer}", v)
-    mixed = ops.attention(q, k, v, frame.mask, scale=hyper.scale, name=f"{block}.attn")
+    mixed = ops.attention(q, k, v, frame.mask(), scale=hyper.scale, name=f"{block}.attn")
     mixed = ops.mul(mixed, ops.sigmoid(gate), name=f"{block}.attn_gated")
     return linear(weights, f"{block}.attn_output", frame.rows(mixed), hyper.width)
 

@@ -14,7 +14,7 @@ SCALINGS = ("none", "linear", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Parameters of `ops.rope`, which all layers share.  Su et al., 2021; YaRN: Peng et al., 2023."""
+    """Parameters of `ops.rope`, which layers share.  Su et al., 2021; YaRN: Peng et al., 2023."""
 
     n_dims: int
     mode: str
@@ -32,9 +32,7 @@ class Rope:
         n_dims = keys.count("rope.dimension_count", head_size)
         if n_dims % 2 or n_dims > head_size:
             raise keys.error("rope.dimension_count", f"is {n_dims}; need an even number of at most {head_size}")
-        base = keys.positive("rope.freq_base", 10000.0)
-        if base <= 1.0:
-            raise keys.error("rope.freq_base", f"is {base}; need a number above 1")
+        base = cls.base_from(keys, "rope.freq_base")
         scaling = keys.choice("rope.scaling.type", "linear", SCALINGS)
         factor = keys.optional("rope.scaling.factor") or keys.optional("rope.scale_linear") or 1.0
         attn_factor = keys.optional("rope.scaling.attn_factor") or 1.0
@@ -56,6 +54,14 @@ class Rope:
             original_context=keys.count("rope.scaling.original_context_length", 0, least=0)
             or keys.count("context_length"),
         )
+
+    @staticmethod
+    def base_from(keys: Keys, name: str) -> float:
+        """The base that the key ``name`` gives; ModelError unless it is above 1."""
+        base = keys.positive(name, 10000.0)
+        if base <= 1.0:
+            raise keys.error(name, f"is {base}; need a number above 1")
+        return base
 
     def rotate(self, x: Value, pos: Value, factors: Value | None = None, *, name: str) -> Value:
         """``x`` f32[B,T,heads,size] turned by its positions i32[B,T]; ``factors`` f32[n_dims/2] divide the speeds."""

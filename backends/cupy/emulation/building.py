@@ -17,7 +17,7 @@ from ....graph.errors import BackendError
 from ...numpy.compiler import COMPILED, COMPILING, cache_folder
 from ..driver import Source
 
-HEADER = Path(__file__).with_name("cuda.h")
+HEADERS = Path(__file__).parent
 OPTIONS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fopenmp", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-w")
 CHECKS = ("-fsanitize=alignment,bounds", "-fsanitize-undefined-trap-on-error")
 """What a device traps, or would not notice, and cuda.h reports."""
@@ -61,7 +61,9 @@ def library(source: Source) -> ctypes.CDLL:
 def _surroundings(command: str) -> bytes:
     """Everything besides the source that decides its code."""
     version = subprocess.run([command, "--version"], capture_output=True, check=True).stdout
-    return b"\0".join((HEADER.read_bytes(), version, repr((OPTIONS, CHECKS)).encode()))
+    return b"\0".join(
+        (*(h.read_bytes() for h in sorted(HEADERS.glob("*.h"))), version, repr((OPTIONS, CHECKS)).encode())
+    )
 
 
 def _built(source: Source) -> Path:
@@ -77,7 +79,7 @@ def _built(source: Source) -> Path:
         target = Path(tempfile.mkdtemp(prefix="hocket-")) / target.name
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / "kernels.so"
-        options = [*OPTIONS, *CHECKS, f"-I{HEADER.parent}", "-x", "c++", "-", "-o", str(made)]
+        options = [*OPTIONS, *CHECKS, f"-I{HEADERS}", "-x", "c++", "-", "-o", str(made)]
         done = subprocess.run([command, *options], input=text, capture_output=True, text=True)
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()

@@ -13,7 +13,7 @@ from ....ops.attributes import number
 from ....ops.norms import alibi_slopes
 from ...operands import Bound, Operand
 from ..axes import axes_of
-from ..driver import Kernel, Source
+from ..driver import Source
 from ..launches import Binding, Launches, Word, blocks, need
 from .elementwise import as_float
 

@@ -1,5 +1,8 @@
 // The gated delta rule by chunks, first part: all that needs no state, for every chunk at once.
 
+// A log decay whose sums have differences, also where it is -infinity: e^-128 is nothing in float32.
+__device__ __forceinline__ float bounded(float g) { return g < -128.0f ? -128.0f : g; }
+
 struct Prepare {
     Rows q, k, g, beta;
     char *keys, *heads;  // records [sequence, chunk, head]
@@ -114,7 +117,7 @@ __global__ void __launch_bounds__(PREPARING<C>) delta_prepare(const __grid_const
     if (warp == 0) {
         float before = 0;
         for (int t = lane; t < C; t += 32) {
-            float sum = t < length ? *a.g.row(n, first + t, h) : 0.f;
+            float sum = t < length ? bounded(*a.g.row(n, first + t, h)) : 0.f;
 #pragma unroll
             for (int m = 1; m < 32; m *= 2) {
                 const float other = __shfl_up_sync(ALL_LANES, sum, m);
@@ -191,7 +194,8 @@ __global__ void __launch_bounds__(PREPARING<C>) delta_prepare_channels(const __g
         q *= (float)a.scale;
         *(float4 *)(Q + r * STEP + c) = q;
         *(float4 *)(K + r * STEP + c) = is_there ? *(const float4 *)(a.k.row(n, first + r, key_head) + c) : zero;
-        const float4 g = is_there ? *(const float4 *)(a.g.row(n, first + r, h) + c) : zero;
+        float4 g = is_there ? *(const float4 *)(a.g.row(n, first + r, h) + c) : zero;
+        g = make_float4(bounded(g.x), bounded(g.y), bounded(g.z), bounded(g.w));
         *(float4 *)(G + r * STEP + c) = g;
         *(float4 *)(decay + r * STEP + c) = make_float4(expf(g.x), expf(g.y), expf(g.z), expf(g.w));
     }

@@ -37,10 +37,12 @@ __global__ void __launch_bounds__(2 * BV, 1) delta_scan(const __grid_constant__ 
         copy_async<THREADS_HERE>(stage, a.keys + (at * a.key_records + key_record) * R::KEYS, R::KEYS);
         copy_async<THREADS_HERE>(stage + R::KEYS, a.heads + (at * a.value_heads + h) * R::HEADS, R::HEADS);
         float *V = (float *)(stage + R::KEYS + R::HEADS);
+        const float *values = a.v.row(n, chunk * C, h) + blockIdx.x * BV;
+        const int left = tokens - chunk * C;
         for (int i = threadIdx.x; i < C * BV / 4; i += THREADS_HERE) {
-            const int r = i / (BV / 4), c = i % (BV / 4) * 4, t = chunk * C + r;
-            if (t < tokens)
-                cp_async_16(V + r * V_STEP + c, a.v.row(n, t, h) + blockIdx.x * BV + c);
+            const int r = i / (BV / 4), c = i % (BV / 4) * 4;
+            if (r < left)
+                cp_async_16(V + r * V_STEP + c, values + r * a.v.token + c);
             else
                 *(float4 *)(V + r * V_STEP + c) = make_float4(0, 0, 0, 0);
         }
@@ -115,12 +117,15 @@ __global__ void __launch_bounds__(2 * BV, 1) delta_scan(const __grid_constant__ 
             for (int p = 0; p < D / 16; p++)
                 multiply_columns<EXACT, D / 8>(S[2 * p], S[2 * p + 1], f, keys + R::RECEIVED, R::TILE, 16 * k, 16 * p);
         }
+        float *out = a.out.row(n, chunk * C + column, h) + row * a.out.element;
+        const i64 next = a.out.token, below = 8 * a.out.element;
+        const int left = tokens - chunk * C - column;
 #pragma unroll
         for (int j = 0; j < C / 8; j++)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                const int t = chunk * C + 8 * j + column + e % 2;
-                if (t < tokens) a.out.row(n, t, h)[(row + e / 2 * 8) * a.out.element] = O[j][e];
+                const int t = 8 * j + e % 2;
+                if (t < left) out[t * next + e / 2 * below] = O[j][e];
             }
     }
 

@@ -307,18 +307,17 @@ template <class F, int G, int WR, int WK> __global__ void __launch_bounds__(32 *
         T::fetch(a, room, rows, 0);
         cp_async_commit();
         for (i64 first = 0, s = 0; first < a.blocks; first += T::STEP, s ^= 1) {
+            cp_async_wait<0>();
+            __syncthreads();  // this stage is there, and nobody reads the one before
             T::fetch(a, room + (s ^ 1) * T::STAGE, rows, first + T::STEP);
             cp_async_commit();
-            cp_async_wait<1>();
-            __syncthreads();
             for (int k = made.warp_k; k < T::STEP && block < end; k += WK, block += WK) {
                 now = next;
                 if (block + WK < end) next.load(unit, block + WK);
                 made.add(now, room + s * T::STAGE, k, (int)(block % F::SUPER));
             }
-            __syncthreads();
         }
-        cp_async_wait<0>();
+        __syncthreads();
         made.reduce((float *)room);
     }
     if (made.warp_k > 0 || number >= a.units) return;

@@ -9,22 +9,8 @@ from ..compiler import kernel, part
 from ..steps import Bound, Steps
 from .loop import SPINS
 from .packing import share
-from .simd import (
-    LANES,
-    add,
-    fetch_add,
-    give_way,
-    load,
-    load_long,
-    load_shared,
-    load_some,
-    now,
-    store,
-    store_long,
-    store_shared,
-    store_some,
-    word,
-)
+from .simd import LANES, add, load, load_long, load_some, store, store_long, store_some, word
+from .threads import fetch_add, give_way, load_shared, now, store_shared
 
 ARRIVED, FAILED, SLOTS, SLOT = 0, 64, 128, 64
 """Bytes of the board: how many have arrived in all, whether somebody failed, then for each device a line with the

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-import math
 from functools import cache
 
 from ....graph.dtypes import DType
-from ..compiler import Kernel, kernel, part
+from ..compiler import Kernel, Part, kernel, part
 from ..steps import Bound, Steps
+from .grouped import Blocks, Slots, add_product, product_of
 from .packing import share
 from .rows import lanes, put
-from .simd import LANES, fma, load_bf16, load_half, prefetch, splat_from, store_scalar, total, word, zeros
+from .simd import (
+    LANES,
+    add,
+    fma,
+    load,
+    load_bf16,
+    load_half,
+    prefetch,
+    splat_from,
+    store_scalar,
+    total,
+    turn_bf16,
+    turn_floats,
+    turn_halves,
+    word,
+    zeros,
+)
+from .tiles import Tile, tile
 
-TILE = 4
-"""Rows of the weight, and of the activations, whose sums are kept in registers."""
-AHEAD = 2048
+AHEAD = 4096
+"""Bytes ahead of their use at which weights are fetched where each is read once."""
+WIDE, COLUMN = 128, 64
+"""Columns that are expanded at a time, and bytes of one of a group."""
 
 
 @part
@@ -33,80 +51,63 @@ def bf16_lanes(p, c, n):
 
 
 LOADS = {DType.F32: f32_lanes, DType.F16: f16_lanes, DType.BF16: bf16_lanes}
+SQUARES = {DType.F32: turn_floats, DType.F16: turn_halves, DType.BF16: turn_bf16}
+
+
+def _expand(dtype: DType) -> Part:
+    """Rows to columns of float32."""
+    turn, size = SQUARES[dtype], dtype.storage.itemsize
+
+    def expand(to, group, stride, left, columns, first, count):
+        for c in range(first, first + count, LANES):
+            turn(group + c * size, stride, left, columns - c, to + (c - first) * COLUMN)
+
+    return part(expand)
+
+
+def _add(some: Tile) -> Part:
+    outer, second, third = some.outer, WIDE * COLUMN, 2 * WIDE * COLUMN
+
+    def add(acc, p, r, at):
+        return outer(acc, load(p), load(p + second), load(p + third), r, at)
+
+    return part(add)
+
+
+def _alone(dtype: DType) -> Part:
+    """Row after row as they lie in memory, in four chains."""
+    weights, size = LOADS[dtype], dtype.storage.itemsize
+
+    def alone(to, group, stride, left, columns, x):
+        for i in range(min(LANES, left)):
+            row, c = group + i * stride, 0
+            first, second, third, fourth = zeros(), zeros(), zeros(), zeros()
+            while c + 4 * LANES <= columns:
+                for line in range(size):
+                    prefetch(row + c * size + AHEAD + 64 * line)
+                first = fma(weights(row, c, columns), load(x + 4 * c), first)
+                second = fma(weights(row, c + 16, columns), load(x + 4 * c + 64), second)
+                third = fma(weights(row, c + 32, columns), load(x + 4 * c + 128), third)
+                fourth = fma(weights(row, c + 48, columns), load(x + 4 * c + 192), fourth)
+                c += 4 * LANES
+            while c < columns:
+                first = fma(weights(row, c, columns), lanes(x, c, columns, 4), first)
+                c += LANES
+            store_scalar(to + 4 * i, total(add(add(first, second), add(third, fourth))))
+
+    return part(alone)
+
+
+@cache
+def blocks_of(dtype: DType) -> Blocks:
+    """A tile is 8 rows of activations by 3 groups: as many sums as there are registers for."""
+    return Blocks(1, 4, COLUMN, WIDE, 8, 3, 3, _expand(dtype), _add(tile(8, 3)), _alone(dtype))
 
 
 @cache
 def product(dtype: DType) -> Kernel:
-    """``y[i] = w @ x[i]``.  Words: w, bytes between its rows, rows, columns (of halves a multiple of 16), x, bytes
-    between its rows, how many, y, bytes between its rows."""
-    weights, size = LOADS[dtype], dtype.storage.itemsize
-
-    def body(a, thread, threads):
-        w, stride, rows, columns = word(a, 0), word(a, 1), word(a, 2), word(a, 3)
-        x, step, count, y, pace = word(a, 4), word(a, 5), word(a, 6), word(a, 7), word(a, 8)
-        lo, hi = share((rows + TILE - 1) // TILE, thread, threads)
-        for tile in range(lo, hi):
-            first = tile * TILE
-            p0 = w + first * stride
-            p1 = w + min(first + 1, rows - 1) * stride
-            p2 = w + min(first + 2, rows - 1) * stride
-            p3 = w + min(first + 3, rows - 1) * stride
-            i = 0
-            while i + TILE <= count:
-                x0, x1, x2, x3 = x + i * step, x + (i + 1) * step, x + (i + 2) * step, x + (i + 3) * step
-                a00, a01, a02, a03 = zeros(), zeros(), zeros(), zeros()
-                a10, a11, a12, a13 = zeros(), zeros(), zeros(), zeros()
-                a20, a21, a22, a23 = zeros(), zeros(), zeros(), zeros()
-                a30, a31, a32, a33 = zeros(), zeros(), zeros(), zeros()
-                for c in range(0, columns, LANES):
-                    v0, v1, v2, v3 = (
-                        weights(p0, c, columns),
-                        weights(p1, c, columns),
-                        weights(p2, c, columns),
-                        weights(p3, c, columns),
-                    )
-                    u = lanes(x0, c, columns, 4)
-                    a00, a10, a20, a30 = fma(v0, u, a00), fma(v1, u, a10), fma(v2, u, a20), fma(v3, u, a30)
-                    u = lanes(x1, c, columns, 4)
-                    a01, a11, a21, a31 = fma(v0, u, a01), fma(v1, u, a11), fma(v2, u, a21), fma(v3, u, a31)
-                    u = lanes(x2, c, columns, 4)
-                    a02, a12, a22, a32 = fma(v0, u, a02), fma(v1, u, a12), fma(v2, u, a22), fma(v3, u, a32)
-                    u = lanes(x3, c, columns, 4)
-                    a03, a13, a23, a33 = fma(v0, u, a03), fma(v1, u, a13), fma(v2, u, a23), fma(v3, u, a33)
-                to = y + i * pace + 4 * first
-                put_four(to, rows - first, a00, a10, a20, a30)
-                put_four(to + pace, rows - first, a01, a11, a21, a31)
-                put_four(to + 2 * pace, rows - first, a02, a12, a22, a32)
-                put_four(to + 3 * pace, rows - first, a03, a13, a23, a33)
-                i += TILE
-            while i < count:
-                q, b0, b1, b2, b3 = x + i * step, zeros(), zeros(), zeros(), zeros()
-                for c in range(0, columns, LANES):
-                    ahead = c * size + AHEAD
-                    prefetch(p0 + ahead)
-                    prefetch(p1 + ahead)
-                    prefetch(p2 + ahead)
-                    prefetch(p3 + ahead)
-                    u = lanes(q, c, columns, 4)
-                    b0, b1 = fma(weights(p0, c, columns), u, b0), fma(weights(p1, c, columns), u, b1)
-                    b2, b3 = fma(weights(p2, c, columns), u, b2), fma(weights(p3, c, columns), u, b3)
-                put_four(y + i * pace + 4 * first, rows - first, b0, b1, b2, b3)
-                i += 1
-        return 0
-
-    return Kernel(f"dense.product.{dtype}", body)
-
-
-@part
-def put_four(to, left, a, b, c, d):
-    """The sums of four rows, of which `left` exist."""
-    store_scalar(to, total(a))
-    if left > 1:
-        store_scalar(to + 4, total(b))
-    if left > 2:
-        store_scalar(to + 8, total(c))
-    if left > 3:
-        store_scalar(to + 12, total(d))
+    """Halves have a multiple of 16 columns."""
+    return product_of(f"dense.product.{dtype}", blocks_of(dtype))
 
 
 @kernel
@@ -130,7 +131,7 @@ def columns(a, thread, threads):
     return 0
 
 
-def _bind_columns(steps: Steps, call: Bound) -> bool:
+def bind_columns(steps: Steps, call: Bound) -> bool:
     """Matrices, one for each matrix of x, whose columns lie densely."""
     w, x, y = call.operand(0), call.operand(1), call.out
     alike = len(w.shape) == len(x.shape) == 3 and w.shape[0] == x.shape[0]
@@ -142,16 +143,13 @@ def _bind_columns(steps: Steps, call: Bound) -> bool:
     return True
 
 
-def bind(steps: Steps, call: Bound) -> bool:
-    """``mul_mat`` with a weight that is not packed."""
-    w, x, y = call.operand(0), call.operand(1), call.out
-    if len(w.shape) == 3:
-        return _bind_columns(steps, call)
-    if w.dtype not in LOADS or len(w.shape) != 2 or w.strides[-1] != 1 or not x.is_float:
+def bind(steps: Steps, call: Bound, slots: Slots) -> bool:
+    """A product with a weight that is not packed."""
+    w, x = call.operand(0), call.operand(1)
+    if w.dtype not in LOADS or w.strides[-1] != 1 or not x.is_float or not x.has_rows or not call.out.has_rows:
         return False
-    if not x.has_rows or not y.has_rows or (w.dtype is not DType.F32 and w.shape[1] % LANES):
+    if w.dtype is not DType.F32 and w.shape[-1] % LANES:
         return False
-    stride = w.strides[0] * w.dtype.storage.itemsize
-    words = [w.address, stride, *w.shape, x.address, x.row_step, math.prod(x.shape[:-1]), y.address, y.row_step]
-    steps.add(product(w.dtype), words, reads=[w, x], writes=[y])
+    *between, stride, _ = (w.dtype.storage.itemsize * s for s in w.strides)
+    add_product(steps, call, product(w.dtype), blocks_of(w.dtype), stride, sum(between), x, x.row_step, slots)
     return True

@@ -1,20 +1,17 @@
 """Packed weights: what kernels need to know of each quantised type.
 
 Rows lie in groups of 16, a lane each, columns in blocks of 32.  A group holds first its codes, then its scales, in as
-many
-bytes as the same rows take in a GGUF file: packing moves bits and loses none.  Codes are split into planes of 8, 4, 2
-or 1
-bits; byte ``4 * row + k`` of a 64-byte vector belongs to column ``4 * j + k`` of the block, where `j` counts first
-the bit
-fields of a byte and then the vectors.  Every weight is ``scale * code + bias`` with an unsigned code, and scale and
-bias
-shared by 16 or 32 columns.
+many bytes as the same rows take in a GGUF file: packing moves bits and loses none.  Codes are split into planes of 8,
+4, 2 or 1 bits; byte ``4 * row + k`` of a 64-byte vector belongs to column ``4 * j + k`` of the block, where `j` counts
+first the bit fields of a byte and then the vectors.  Every weight is ``scale * code + bias`` with an unsigned code, and
+scale and bias shared by 16 or 32 columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 import numpy as np
@@ -22,15 +19,14 @@ import numpy as np
 from ....graph.dtypes import DType
 from ....ops.quants import E2M1, NONLINEAR
 from ..compiler import Part, part
-from .codes import codes_2, codes_3, codes_4, codes_5, codes_6, codes_8
 from .simd import (
+    Intrinsic,
     and_int,
     bits_to_float,
     load_byte,
     load_half,
     load_small,
     load_small_signed,
-    look_up,
     mul,
     or_int,
     shift_left,
@@ -43,6 +39,7 @@ from .simd import (
     to_float,
     where_less,
 )
+from .tiles import codes_of
 
 ROWS, COLUMNS = 16, 32
 
@@ -51,13 +48,10 @@ ROWS, COLUMNS = 16, 32
 class Format:
     """One quantised type.
 
-    ``code(row, c)`` is the unsigned code of column `c` in a row of a file, ``split(row, to, lane, s)`` moves the
-    scales of
-    block `s` of a file to lane `lane` of theirs.  ``codes(p, h)`` are the 8 code vectors of 32 columns, from where
-    these
-    stand in the one or two planes; ``scales(p, b)`` are scale and bias of columns 32 b to 32 b + 15, and of the 16
-    after
-    them, which differ if `halves`.
+    ``code(row, c)`` is the unsigned code of column `c` in a row of a file, ``split(row, to, lane, s)`` moves the scales
+    of block `s` of a file to lane `lane` of theirs.  ``codes(p, h)`` are the code vectors of 32 columns, from where
+    these stand in the one or two planes; ``scales(p, b)`` are the scales of columns 32 b to 32 b + 15 and of the 16
+    after them, which differ if `halves`; ``biases(p, b)`` likewise; where `zero` is not 0, ``-zero * scale``.
     """
 
     name: str
@@ -65,9 +59,11 @@ class Format:
     planes: tuple[int, ...]
     code: Part
     split: Part
-    codes: Part
+    codes: Intrinsic
     scales: Part
-    halves: bool = False
+    biases: Part
+    zero: int
+    halves: bool
 
 
 # ----------------------------------------------------------------------------------------------- types of one block
@@ -140,19 +136,32 @@ def _scale_and_bias(nbytes: int) -> Part:
     return part(split)
 
 
-def _centred(zero: int) -> Part:
-    def scales(p, b):
-        d = load_half(p + 32 * b)
-        m = mul(d, splat(-zero))
-        return d, m, d, m
+def _centred(scales: Part, zero: int) -> Part:
+    """The biases of a type whose codes have a fixed zero."""
 
-    return part(scales)
+    def biases(p, b):
+        d, e = scales(p, b)
+        return mul(d, splat(-zero)), mul(e, splat(-zero))
+
+    return part(biases)
 
 
 @part
-def scale_and_bias(p, b):
-    d, m = load_half(p + 64 * b), load_half(p + 64 * b + 32)
-    return d, m, d, m
+def half_scales(p, b):
+    d = load_half(p + 32 * b)
+    return d, d
+
+
+@part
+def scales_beside_biases(p, b):
+    d = load_half(p + 64 * b)
+    return d, d
+
+
+@part
+def biases_beside_scales(p, b):
+    m = load_half(p + 64 * b + 32)
+    return m, m
 
 
 @part
@@ -166,37 +175,20 @@ def mxfp4_scales(p, b):
     e = load_small(p + 16 * b)
     small = bits_to_float(shift_left(splat_int(0x200000), e))
     d = where_less(to_float(e), splat(2.0), small, bits_to_float(shift_left(sub_int(e, splat_int(1)), splat_int(23))))
-    m = mul(d, splat(-12.0))
-    return d, m, d, m
+    return d, d
 
 
 # --------------------------------------------------------------------------------------------- code books of 16
 
 
-def _looked_up(values: np.ndarray) -> tuple[Part, int]:
+def _looked_up(values: np.ndarray) -> tuple[Intrinsic, int]:
     """Codes through a book of 16 signed values; made unsigned by what is added, which is returned as well."""
     zero = -int(values.min())
-    table = table_of([int(v) + zero for v in values])
-
-    def codes(p, h):
-        a, b, c, d, e, f, g, i = codes_4(p, h)
-        t = table()
-        return (
-            look_up(t, a),
-            look_up(t, b),
-            look_up(t, c),
-            look_up(t, d),
-            look_up(t, e),
-            look_up(t, f),
-            look_up(t, g),
-            look_up(t, i),
-        )
-
-    return part(codes), zero
+    return codes_of((4,), table=table_of([int(v) + zero for v in values])), zero
 
 
 nonlinear_codes, NONLINEAR_ZERO = _looked_up(NONLINEAR)
-mxfp4_codes, _ = _looked_up(E2M1)
+mxfp4_codes, MXFP4_ZERO = _looked_up(E2M1)
 
 
 # ------------------------------------------------------------------------------------------------ types of 256 columns
@@ -287,16 +279,28 @@ def _k_split(nbytes: int) -> Part:
 
 
 @part
+def six_high_bits(at, j):
+    """The byte of block `j` that holds the two highest bits of its scale, and above them those of its minimum."""
+    return shift_right(load_small(at + 128 + 16 * (j // 2)), splat_int(j % 2 * 4))
+
+
+@part
 def k_scales(p, b):
-    """Of Q4_K and Q5_K: 6-bit scale and minimum of 32 columns, each times a float16 of 256."""
+    """Of Q4_K and Q5_K: the 6-bit scale of 32 columns times a float16 of 256."""
     at, j = p + b // 8 * 256, b % 8
-    low, high = load_small(at + 16 * j), shift_right(load_small(at + 128 + 16 * (j // 2)), splat_int(j % 2 * 4))
-    four, three = splat_int(4), splat_int(3)
-    scale = or_int(and_int(low, splat_int(15)), shift_left(and_int(high, three), four))
-    minimum = or_int(shift_right(low, four), shift_left(and_int(shift_right(high, splat_int(2)), three), four))
-    d = mul(load_half(at + 192), to_float(scale))
-    m = mul(mul(load_half(at + 224), splat(-1.0)), to_float(minimum))
-    return d, m, d, m
+    low, high = and_int(load_small(at + 16 * j), splat_int(15)), and_int(six_high_bits(at, j), splat_int(3))
+    d = mul(load_half(at + 192), to_float(or_int(low, shift_left(high, splat_int(4)))))
+    return d, d
+
+
+@part
+def k_biases(p, b):
+    """The negative 6-bit minimum times another float16."""
+    at, j = p + b // 8 * 256, b % 8
+    low, four = shift_right(load_small(at + 16 * j), splat_int(4)), splat_int(4)
+    high = and_int(shift_right(six_high_bits(at, j), splat_int(2)), splat_int(3))
+    m = mul(mul(load_half(at + 224), splat(-1.0)), to_float(or_int(low, shift_left(high, four))))
+    return m, m
 
 
 @part
@@ -309,19 +313,19 @@ def q2_k_split(row, to, lane, s):
 
 
 @part
-def q2_k_scale(at, j):
-    both = load_small(at + 16 * j)
-    d = mul(load_half(at + 256), to_float(and_int(both, splat_int(15))))
-    m = mul(mul(load_half(at + 288), splat(-1.0)), to_float(shift_right(both, splat_int(4))))
-    return d, m
+def q2_k_scales(p, b):
+    at, j, four = p + b // 8 * 320, b % 8 * 2, splat_int(15)
+    d = load_half(at + 256)
+    first, second = and_int(load_small(at + 16 * j), four), and_int(load_small(at + 16 * j + 16), four)
+    return mul(d, to_float(first)), mul(d, to_float(second))
 
 
 @part
-def q2_k_scales(p, b):
-    at, j = p + b // 8 * 320, b % 8 * 2
-    d, m = q2_k_scale(at, j)
-    e, n = q2_k_scale(at, j + 1)
-    return d, m, e, n
+def q2_k_biases(p, b):
+    at, j, four = p + b // 8 * 320, b % 8 * 2, splat_int(4)
+    m = mul(load_half(at + 288), splat(-1.0))
+    first, second = shift_right(load_small(at + 16 * j), four), shift_right(load_small(at + 16 * j + 16), four)
+    return mul(m, to_float(first)), mul(m, to_float(second))
 
 
 @part
@@ -346,9 +350,7 @@ def q3_k_scale(at, j):
 @part
 def q3_k_scales(p, b):
     at, j = p + b // 8 * 224, b % 8 * 2
-    d, e = q3_k_scale(at, j), q3_k_scale(at, j + 1)
-    four = splat(-4.0)
-    return d, mul(d, four), e, mul(e, four)
+    return q3_k_scale(at, j), q3_k_scale(at, j + 1)
 
 
 @part
@@ -365,8 +367,7 @@ def q6_k_scales(p, b):
     whole = load_half(at + 256)
     d = mul(whole, to_float(load_small_signed(at + 16 * j)))
     e = mul(whole, to_float(load_small_signed(at + 16 * j + 16)))
-    zero = splat(-32.0)
-    return d, mul(d, zero), e, mul(e, zero)
+    return d, e
 
 
 @part
@@ -386,24 +387,49 @@ def iq4_xs_scales(p, b):
     high = shift_right(load_small(at + 64 + 16 * (j // 4)), splat_int(j % 4 * 2))
     whole = or_int(and_int(low, splat_int(15)), shift_left(and_int(high, splat_int(3)), splat_int(4)))
     d = mul(load_half(at + 96), to_float(sub_int(whole, splat_int(32))))
-    m = mul(d, splat(-NONLINEAR_ZERO))
-    return d, m, d, m
+    return d, d
 
+
+def _format(
+    name: str,
+    widths: tuple[int, ...],
+    code: Part,
+    split: Part,
+    scales: Part,
+    biases: Part | int,
+    *,
+    codes: Intrinsic | None = None,
+    block: int = 32,
+    halves: bool = False,
+) -> Format:
+    """A format of which `biases` are a number where its codes have a fixed zero."""
+    zero = biases if isinstance(biases, int) else 0
+    found = biases if isinstance(biases, Part) else _centred(scales, zero)
+    return Format(name, block, widths, code, split, codes or codes_of(widths), scales, found, zero, halves)
+
+
+def _k_format(name: str, widths: tuple[int, ...], code: Part, split: Part, scales: Part, biases: Part | int) -> Format:
+    """A format of 256 columns with a scale for each 16."""
+    return _format(name, widths, code, split, scales, biases, block=256, halves=True)
+
+
+_BESIDE = scales_beside_biases, biases_beside_scales
+_NONLINEAR = partial(_format, codes=nonlinear_codes)
 
 FORMATS: Mapping[DType, Format] = MappingProxyType(
     {
-        DType.Q4_0: Format("q4_0", 32, (4,), q4_0_code, _one_scale(18), codes_4, _centred(8)),
-        DType.Q4_1: Format("q4_1", 32, (4,), q4_1_code, _scale_and_bias(20), codes_4, scale_and_bias),
-        DType.Q5_0: Format("q5_0", 32, (4, 1), q5_0_code, _one_scale(22), codes_5, _centred(16)),
-        DType.Q5_1: Format("q5_1", 32, (4, 1), q5_1_code, _scale_and_bias(24), codes_5, scale_and_bias),
-        DType.Q8_0: Format("q8_0", 32, (8,), q8_0_code, _one_scale(34), codes_8, _centred(128)),
-        DType.IQ4_NL: Format("iq4_nl", 32, (4,), q4_0_code, _one_scale(18), nonlinear_codes, _centred(NONLINEAR_ZERO)),
-        DType.MXFP4: Format("mxfp4", 32, (4,), mxfp4_code, mxfp4_split, mxfp4_codes, mxfp4_scales),
-        DType.Q2_K: Format("q2_k", 256, (2,), q2_k_code, q2_k_split, codes_2, q2_k_scales, True),
-        DType.Q3_K: Format("q3_k", 256, (2, 1), q3_k_code, q3_k_split, codes_3, q3_k_scales, True),
-        DType.Q4_K: Format("q4_k", 256, (4,), q4_k_code, _k_split(144), codes_4, k_scales),
-        DType.Q5_K: Format("q5_k", 256, (4, 1), q5_k_code, _k_split(176), codes_5, k_scales),
-        DType.Q6_K: Format("q6_k", 256, (4, 2), q6_k_code, q6_k_split, codes_6, q6_k_scales, True),
-        DType.IQ4_XS: Format("iq4_xs", 256, (4,), iq4_xs_code, iq4_xs_split, nonlinear_codes, iq4_xs_scales),
+        DType.Q4_0: _format("q4_0", (4,), q4_0_code, _one_scale(18), half_scales, 8),
+        DType.Q4_1: _format("q4_1", (4,), q4_1_code, _scale_and_bias(20), *_BESIDE),
+        DType.Q5_0: _format("q5_0", (4, 1), q5_0_code, _one_scale(22), half_scales, 16),
+        DType.Q5_1: _format("q5_1", (4, 1), q5_1_code, _scale_and_bias(24), *_BESIDE),
+        DType.Q8_0: _format("q8_0", (8,), q8_0_code, _one_scale(34), half_scales, 128),
+        DType.MXFP4: _format("mxfp4", (4,), mxfp4_code, mxfp4_split, mxfp4_scales, MXFP4_ZERO, codes=mxfp4_codes),
+        DType.Q4_K: _format("q4_k", (4,), q4_k_code, _k_split(144), k_scales, k_biases, block=256),
+        DType.Q5_K: _format("q5_k", (4, 1), q5_k_code, _k_split(176), k_scales, k_biases, block=256),
+        DType.Q2_K: _k_format("q2_k", (2,), q2_k_code, q2_k_split, q2_k_scales, q2_k_biases),
+        DType.Q3_K: _k_format("q3_k", (2, 1), q3_k_code, q3_k_split, q3_k_scales, 4),
+        DType.Q6_K: _k_format("q6_k", (4, 2), q6_k_code, q6_k_split, q6_k_scales, 32),
+        DType.IQ4_NL: _NONLINEAR("iq4_nl", (4,), q4_0_code, _one_scale(18), half_scales, NONLINEAR_ZERO),
+        DType.IQ4_XS: _NONLINEAR("iq4_xs", (4,), iq4_xs_code, iq4_xs_split, iq4_xs_scales, NONLINEAR_ZERO, block=256),
     }
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ..compiler import kernel, part
-from .simd import call, fetch_add, give_way, load_long, load_shared, now, store_long, store_shared, word
+from .simd import load_long, store_long, word
+from .threads import call, fetch_add, give_way, load_shared, now, store_shared
 
 STEP = 4
 """Words of a step: address of the kernel, address of its arguments, MEETS and ALONE, the number of its instruction."""

@@ -12,10 +12,10 @@ from .simd import (
     load_scalar,
     store,
     store_byte,
-    store_bytes,
     store_scalar,
     word,
 )
+from .tiles import store_codes
 
 NO_ROW = 1
 """Status of a run that an id stopped which names no row; the id itself stands above the low byte."""
@@ -68,25 +68,11 @@ def put(plane, b, j, byte, u, width):
     store_byte(at, load_byte(at) | (u & ((1 << width) - 1)) << j % fields * width)
 
 
-@part
-def spill(to, vectors):
-    """Eight vectors to memory (indexing the tuple by a variable crashes: its vectors are not aligned on the stack)."""
-    a, b, c, d, e, f, g, h = vectors
-    store_bytes(to, a)
-    store_bytes(to + 64, b)
-    store_bytes(to + 128, c)
-    store_bytes(to + 192, d)
-    store_bytes(to + 256, e)
-    store_bytes(to + 320, f)
-    store_bytes(to + 384, g)
-    store_bytes(to + 448, h)
-
-
 @cache
 def unpack(form: Format) -> Kernel:
     """Rows by number.  Words: packed weight, bytes of a row, rows there, columns, ids (int32), target, bytes between
     target rows, how many, 1,024 bytes of scratch for each thread.  An id that is no row stops the run."""
-    codes, scales, width = form.codes, form.scales, form.planes[0]
+    codes, scales, biases, width = form.codes, form.scales, form.biases, form.planes[0]
     high = form.planes[1] if len(form.planes) > 1 else 0
 
     def body(a, thread, threads):
@@ -102,8 +88,9 @@ def unpack(form: Format) -> Kernel:
             second = planes + n * 64 * width
             last = second + n * 64 * high
             for b in range(n):
-                spill(scratch, codes(planes + b * 64 * width, second + b * 64 * high))
-                d, m, e, o = scales(last, b)
+                store_codes(scratch, codes(planes + b * 64 * width, second + b * 64 * high))
+                d, e = scales(last, b)
+                m, o = biases(last, b)
                 store(scratch + 512, d)
                 store(scratch + 576, m)
                 store(scratch + 640, e)

@@ -9,7 +9,6 @@ import numpy as np
 
 from ..compiler import Kernel, part
 from ..steps import Bound, Operand, Steps
-from .attention import exp_of
 from .packing import share
 from .rows import exp, lanes, put
 from .simd import (
@@ -19,10 +18,12 @@ from .simd import (
     fourth_1,
     fourth_2,
     fourth_3,
+    lane_0,
     load,
     load_scalar,
     mul,
     splat,
+    splat_from,
     store,
     store_scalar,
     total,
@@ -67,7 +68,7 @@ def delta_net(per_channel: bool, tiled: bool) -> Kernel:
                 g = word(a, 18) + n * word(a, 19) + t * word(a, 20) + h * word(a, 21)
                 beta = load_scalar(word(a, 22) + n * word(a, 23) + t * word(a, 24) + h * word(a, 25))
                 out = word(a, 26) + n * word(a, 27) + t * word(a, 28) + h * word(a, 29)
-                decay = np.float32(1) if per_channel else exp_of(load_scalar(g))
+                decay = np.float32(1) if per_channel else lane_0(exp(splat_from(g)))
                 both = zeros()
                 for c in range(0, size, LANES):
                     both = fma(load(q + 4 * c), load(k + 4 * c), both)

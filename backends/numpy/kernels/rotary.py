@@ -92,7 +92,7 @@ def _turns(steps: Steps, call: Bound, pos: Operand, pairs: int) -> tuple[Operand
     inverse, magnitude = frequencies(pairs, call.attrs)
     count = math.prod(pos.shape)
     cosines, sines = steps.memory(4 * count * pairs), steps.memory(4 * count * pairs)
-    frequency = steps.keep(np.ascontiguousarray(inverse, np.float64))
+    frequency = steps.constant(np.asarray(inverse, np.float64)).address
     words = [pos.address, count, frequency, pairs, float_bits(magnitude), cosines.address, sines.address]
     steps.add(turns, words, reads=[pos], writes=[cosines, sines])
     for key, made in zip(keys, (cosines, sines), strict=True):

@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 
-from ..compiler import Kernel, Part, part
+from ..compiler import Kernel, Part, kernel, part
 from ..steps import Binding, Bound, Operand, Steps
 from .packing import share
 from .simd import (
@@ -284,6 +284,17 @@ def with_numbers(name: str) -> Kernel:
     return Kernel(f"rows.with_numbers.{name}", body)
 
 
+@kernel
+def fill(a, thread, threads):
+    """Words: HEAD, target, then the number."""
+    n, value = word(a, 0), splat(float_word(a, HEAD + OPERAND))
+    lo, hi = share(word(a, 1) * word(a, 2) * word(a, 3), thread, threads)
+    for i in range(lo, hi):
+        for c in range(0, n, LANES):
+            put(row_address(a, 0, i), c, n, value)
+    return 0
+
+
 # ----------------------------------------------------------------------------------------------------- binding
 
 LONGEST = 2048
@@ -361,6 +372,10 @@ def _with_numbers(name: str, first: str, second: str) -> Binding:
     )
 
 
+def _fill(steps: Steps, call: Bound) -> bool:
+    return add_rows(steps, fill, [], call.out, [call.float("value")])
+
+
 def _glu(steps: Steps, call: Bound) -> bool:
     """Both halves of one operand."""
     x, kind = call.operand(0), str(call.attrs["kind"])
@@ -374,6 +389,7 @@ def _glu(steps: Steps, call: Bound) -> bool:
 BINDINGS = {
     "scale": _with_numbers("scale", "scale", "bias"),
     "clamp": _with_numbers("clamp", "min", "max"),
+    "fill": _fill,
     "glu": _glu,
     **{n: _unary(n) for n in UNARY if n != "copy"},
     **{n: _binary(n) for n in BINARY},

@@ -8,21 +8,31 @@ processor has not), but for `dot4`, which is one instruction where there is VNNI
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 
-ADDRESS, FLOAT, DOUBLE, INT, NOTHING = "address", "f32", "f64", "i32", "nothing"
+from ..processor import features
+
+ADDRESS, FLOAT, DOUBLE, NOTHING = "address", "f32", "f64", "nothing"
 FLOATS, INTS, BYTES = "f32x16", "i32x16", "i8x64"
 LANES = 16
 
 _i8, _i16, _i32, _i64, _half, _f32 = (*map(ir.IntType, (8, 16, 32, 64)), ir.HalfType(), ir.FloatType())
 _F, _I, _B = ir.VectorType(_f32, 16), ir.VectorType(_i32, 16), ir.VectorType(_i8, 64)
-LLVM_TYPES = {ADDRESS: _i64, FLOAT: _f32, DOUBLE: ir.DoubleType(), INT: _i32, FLOATS: _F, INTS: _I, BYTES: _B}
+_TYPES = {ADDRESS: _i64, FLOAT: _f32, DOUBLE: ir.DoubleType(), FLOATS: _F, INTS: _I, BYTES: _B}
+
+
+def several(kind: str, count: int) -> str:
+    """The type of `count` values of a type as one."""
+    return f"{kind}*{count}"
+
+
+def llvm_type(name: str) -> ir.Type:
+    one, _, count = name.partition("*")
+    return ir.ArrayType(_TYPES[one], int(count)) if count else _TYPES[one]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +53,7 @@ def intrinsic(result: str, *operands: str) -> Callable[[Callable[..., Any]], Int
 
 
 def has_vnni() -> bool:
-    return bool(llvm.get_host_cpu_features().get("avx512vnni"))
+    return features().get("avx512vnni", False)
 
 
 # ------------------------------------------------------------------------------------------- building blocks
@@ -68,6 +78,10 @@ def _splat(b: Any, value: Any, kind: ir.VectorType) -> Any:
 
 def _const(kind: ir.VectorType, value: Any) -> ir.Constant:
     return ir.Constant(kind, [value] * kind.count)
+
+
+def bytes_of(value: int) -> ir.Constant:
+    return _const(_B, value)
 
 
 def _call(b: Any, name: str, result: ir.Type, *values: Any) -> Any:
@@ -99,16 +113,13 @@ def float_word(b, block, index):
 
 load_scalar = intrinsic(FLOAT, ADDRESS)(lambda b, a: _load(b, a, _f32, 4))
 load_double = intrinsic(DOUBLE, ADDRESS)(lambda b, a: _load(b, a, ir.DoubleType(), 8))
-load_half_scalar = intrinsic(FLOAT, ADDRESS)(lambda b, a: b.fpext(_load(b, a, _half, 2), _f32))
 load_int = intrinsic(ADDRESS, ADDRESS)(lambda b, a: b.sext(_load(b, a, _i32, 4), _i64))
 load_long = intrinsic(ADDRESS, ADDRESS)(lambda b, a: _load(b, a, _i64, 8))
 load_byte = intrinsic(ADDRESS, ADDRESS)(lambda b, a: b.zext(_load(b, a, _i8, 1), _i64))
-load_short = intrinsic(ADDRESS, ADDRESS)(lambda b, a: b.zext(_load(b, a, _i16, 1), _i64))
 store_scalar = intrinsic(NOTHING, ADDRESS, FLOAT)(lambda b, a, v: _store(b, a, v, 4))
 store_int = intrinsic(NOTHING, ADDRESS, ADDRESS)(lambda b, a, v: _store(b, a, b.trunc(v, _i32), 4))
 store_byte = intrinsic(NOTHING, ADDRESS, ADDRESS)(lambda b, a, v: _store(b, a, b.trunc(v, _i8), 1))
 store_long = intrinsic(NOTHING, ADDRESS, ADDRESS)(lambda b, a, v: _store(b, a, v, 8))
-store_half_scalar = intrinsic(NOTHING, ADDRESS, FLOAT)(lambda b, a, v: _store(b, a, b.fptrunc(v, _half), 2))
 sqrt_scalar = intrinsic(FLOAT, FLOAT)(lambda b, v: _call(b, "llvm.sqrt.f32", _f32, v))
 
 
@@ -116,7 +127,6 @@ sqrt_scalar = intrinsic(FLOAT, FLOAT)(lambda b, v: _call(b, "llvm.sqrt.f32", _f3
 
 load = intrinsic(FLOATS, ADDRESS)(lambda b, a: _load(b, a, _F, 4))
 load_bytes = intrinsic(BYTES, ADDRESS)(lambda b, a: _load(b, a, _B, 1))
-load_ints = intrinsic(INTS, ADDRESS)(lambda b, a: _load(b, a, _I, 4))
 load_half = intrinsic(FLOATS, ADDRESS)(lambda b, a: b.fpext(_load(b, a, ir.VectorType(_half, 16), 2), _F))
 store = intrinsic(NOTHING, ADDRESS, FLOATS)(lambda b, a, v: _store(b, a, v, 4))
 store_bytes = intrinsic(NOTHING, ADDRESS, BYTES)(lambda b, a, v: _store(b, a, v, 1))
@@ -169,15 +179,16 @@ def store_small(b, a, v):
     _store(b, a, b.trunc(v, ir.VectorType(_i8, 16)), 1)
 
 
-@intrinsic(NOTHING, ADDRESS, FLOATS)
-def store_half(b, a, v):
-    """16 lanes rounded to float16."""
-    _store(b, a, b.fptrunc(v, ir.VectorType(_half, 16)), 2)
-
-
 @intrinsic(NOTHING, ADDRESS)
 def prefetch(b, a):
     values = [_pointer(b, a, _i8), *(ir.Constant(_i32, n) for n in (0, 3, 1))]
+    _call(b, "llvm.prefetch.p0", ir.VoidType(), *values)
+
+
+@intrinsic(NOTHING, ADDRESS)
+def prefetch_far(b, a):
+    """Into the second cache."""
+    values = [_pointer(b, a, _i8), *(ir.Constant(_i32, n) for n in (0, 2, 1))]
     _call(b, "llvm.prefetch.p0", ir.VoidType(), *values)
 
 
@@ -197,6 +208,22 @@ square_root = intrinsic(FLOATS, FLOATS)(lambda b, x: _call(b, "llvm.sqrt.v16f32"
 largest = intrinsic(FLOAT, FLOATS)(lambda b, x: _call(b, "llvm.vector.reduce.fmax.v16f32", _f32, x))
 to_float = intrinsic(FLOATS, INTS)(lambda b, x: b.sitofp(x, _F))
 round_to_int = intrinsic(INTS, FLOATS)(lambda b, x: b.fptosi(_call(b, "llvm.rint.v16f32", _F, x), _I))
+
+
+@intrinsic(INTS, FLOATS)
+def round_small(b, x):
+    """The nearest integers to numbers below 2**22, even ones on a tie: what is left of the mantissa of their sum with
+    1.5 * 2**23."""
+    shifted = b.fadd(x, _const(_F, 1.5 * 2**23))
+    return b.sub(b.bitcast(shifted, _I), _const(_I, 0x4B400000))
+
+
+@intrinsic(FLOAT, FLOATS, FLOATS)
+def largest_magnitude(b, x, y):
+    """Of two vectors; NaN where one of them is, whose bits are the largest integer."""
+    x, y = (b.and_(b.bitcast(v, _I), _const(_I, 0x7FFFFFFF)) for v in (x, y))
+    top = b.select(b.icmp_signed(">", x, y), x, y)
+    return b.bitcast(_call(b, "llvm.vector.reduce.smax.v16i32", _i32, top), _f32)
 
 
 @intrinsic(FLOATS)
@@ -252,6 +279,83 @@ def total(b, x):
     return b.extract_element(x, ir.Constant(_i32, 0))
 
 
+def _fold(distance: int) -> Intrinsic:
+    """Sums of lanes `distance` apart, of x in each pair of runs first, then of y."""
+
+    @intrinsic(FLOATS, FLOATS, FLOATS)
+    def fold(b, x, y):
+        low = [i for i in range(2 * LANES) if not i & distance]
+        halves = (ir.Constant(_I, [i + shift for i in low]) for shift in (0, distance))
+        return b.fadd(*(b.shuffle_vector(x, y, lanes) for lanes in halves))
+
+    return fold
+
+
+fold_8, fold_4, fold_2, fold_1 = map(_fold, (8, 4, 2, 1))
+
+
+@intrinsic(NOTHING, ADDRESS, ADDRESS, ADDRESS, ADDRESS)
+def turn(b, source, step, to, pace):
+    """16 rows of 16 numbers, `step` bytes apart, as columns: 16 rows `pace` bytes apart."""
+
+    def at(base: Any, stride: Any, i: int) -> Any:
+        return b.add(base, b.mul(stride, ir.Constant(_i64, i)))
+
+    for i, column in enumerate(turned(b, [_load(b, at(source, step, i), _F, 4) for i in range(LANES)])):
+        _store(b, at(to, pace, i), column, 4)
+
+
+def _turn_some(load_row: Callable[[Any, Any, Any], Any]) -> Intrinsic:
+    """``(source, step, rows, columns, to)``: up to 16 rows `step` bytes apart, of up to 16 columns, as 16 dense columns
+    of float32.  The last row stands for rows that are not there, zeros for columns."""
+
+    @intrinsic(NOTHING, *[ADDRESS] * 5)
+    def turn_some(b, source, step, rows, columns, to):
+        last = b.sub(rows, ir.Constant(_i64, 1))
+        numbers = [ir.Constant(_i64, i) for i in range(LANES)]
+        present = [b.select(b.icmp_signed("<", i, last), i, last) for i in numbers]
+        found = [load_row(b, b.add(source, b.mul(step, i)), columns) for i in present]
+        for i, column in zip(numbers, turned(b, found), strict=True):
+            _store(b, b.add(to, b.mul(i, ir.Constant(_i64, 64))), column, 4)
+
+    return turn_some
+
+
+turn_floats = _turn_some(lambda b, a, columns: load_some.body(b, a, columns))
+turn_halves = _turn_some(lambda b, a, _: load_half.body(b, a))
+turn_bf16 = _turn_some(lambda b, a, _: load_bf16.body(b, a))
+
+
+def turned(b: Any, rows: Sequence[Any]) -> list[Any]:
+    """16 vectors, of which each holds a lane of all that are given."""
+    rows, lanes = list(rows), range(LANES)
+    for distance in (8, 4, 2, 1):
+        low = ir.Constant(_I, [i if not i & distance else i - distance + LANES for i in lanes])
+        high = ir.Constant(_I, [i + distance if not i & distance else i + LANES for i in lanes])
+        for i in (i for i in lanes if not i & distance):
+            pair = rows[i], rows[i + distance]
+            rows[i], rows[i + distance] = (b.shuffle_vector(*pair, order) for order in (low, high))
+    return rows
+
+
+@intrinsic(ADDRESS, FLOATS, FLOATS)
+def lanes_above(b, x, y):
+    """A bit for each lane, from the lowest: whether ``x > y``."""
+    return b.zext(b.bitcast(b.fcmp_ordered(">", x, y), _i16), _i64)
+
+
+@intrinsic(ADDRESS, ADDRESS)
+def zeros_below(b, n):
+    """Zero bits below the lowest that is set; 64 of 0."""
+    return _call(b, "llvm.cttz.i64", _i64, n, ir.Constant(ir.IntType(1), 0))
+
+
+@intrinsic(ADDRESS, ADDRESS)
+def zeros_above(b, n):
+    """Zero bits above the highest that is set; 64 of 0."""
+    return _call(b, "llvm.ctlz.i64", _i64, n, ir.Constant(ir.IntType(1), 0))
+
+
 # --------------------------------------------------------------------------------------------------- integers
 
 
@@ -268,13 +372,14 @@ or_int = intrinsic(INTS, INTS, INTS)(lambda b, x, y: b.or_(x, y))
 shift_left = intrinsic(INTS, INTS, INTS)(lambda b, x, n: b.shl(x, n))
 shift_right = intrinsic(INTS, INTS, INTS)(lambda b, x, n: b.lshr(x, n))
 bits_to_float = intrinsic(FLOATS, INTS)(lambda b, x: b.bitcast(x, _F))
+float_to_bits = intrinsic(INTS, FLOATS)(lambda b, x: b.bitcast(x, _I))
 lane_0 = intrinsic(FLOAT, FLOATS)(lambda b, x: b.extract_element(x, ir.Constant(_i32, 0)))
-lane_8 = intrinsic(FLOAT, FLOATS)(lambda b, x: b.extract_element(x, ir.Constant(_i32, 8)))
+mul_int = intrinsic(INTS, INTS, INTS)(lambda b, x, y: b.mul(x, y))
 
 
 @intrinsic(INTS, INTS, INTS)
-def two_totals(b, x, y):
-    """The sum of the lanes of x in lanes 0 to 7, of y in lanes 8 to 15."""
+def totals(b, x, y):
+    """In lanes 1 to 3 the sum of all lanes of both, of x, and of y."""
 
     def lanes(order: list[int]) -> ir.Constant:
         return ir.Constant(_I, order)
@@ -283,10 +388,16 @@ def two_totals(b, x, y):
     sums = b.add(b.shuffle_vector(x, y, lanes(low)), b.shuffle_vector(x, y, lanes(high)))
     for distance in (4, 2, 1):
         sums = b.add(sums, b.shuffle_vector(sums, sums, lanes([i ^ distance for i in range(16)])))
-    return sums
+    both = b.add(sums, b.shuffle_vector(sums, sums, lanes([i ^ 8 for i in range(16)])))
+    return b.shuffle_vector(both, sums, lanes([0, 0, 16, 24, *[0] * 12]))
 
 
-total_int = intrinsic(INT, INTS)(lambda b, x: _call(b, "llvm.vector.reduce.add.v16i32", _i32, x))
+@intrinsic(NOTHING, ADDRESS, FLOAT, INTS)
+def store_record(b, a, first, others):
+    """A float32, and after it lanes 1 to 3."""
+    lanes = b.insert_element(others, b.bitcast(first, _i32), ir.Constant(_i32, 0))
+    four = ir.Constant(ir.VectorType(_i32, 4), list(range(4)))
+    _store(b, a, b.shuffle_vector(lanes, lanes, four), 4)
 
 
 # ------------------------------------------------------------------------------------------------------ bytes
@@ -298,27 +409,15 @@ def four_everywhere(b, a):
     return b.bitcast(_splat(b, _load(b, a, _i32, 1), _I), _B)
 
 
-low_nibbles = intrinsic(BYTES, BYTES)(lambda b, v: b.and_(v, _const(_B, 15)))
-high_nibbles = intrinsic(BYTES, BYTES)(lambda b, v: b.lshr(v, _const(_B, 4)))
-or_bytes = intrinsic(BYTES, BYTES, BYTES)(lambda b, x, y: b.or_(x, y))
-
-
 def table_of(values: list[int]) -> Intrinsic:
     """16 bytes, four times over, as `look_up` wants them."""
     return intrinsic(BYTES)(lambda b: ir.Constant(_B, values * 4))
 
 
-@intrinsic(BYTES, BYTES, ADDRESS, ADDRESS, ADDRESS)
-def bits(b, v, shift, mask, to):
-    """``((v >> shift) & mask) << to`` in each byte."""
-    kinds = [_splat(b, b.trunc(n, _i8), _B) for n in (shift, mask, to)]
-    return b.shl(b.and_(b.lshr(v, kinds[0]), kinds[1]), kinds[2])
-
-
 @intrinsic(BYTES, BYTES, BYTES)
 def look_up(b, table, index):
     """Entry ``index[i]`` (0 to 15) of the table that each 16 bytes of `table` hold."""
-    if llvm.get_host_cpu_features().get("avx512bw"):
+    if features().get("avx512bw"):
         return _call(b, "llvm.x86.avx512.pshuf.b.512", _B, table, index)
     found = _const(_B, 0)
     for i in range(16):
@@ -343,41 +442,3 @@ def dot4(b, acc, u, s):
         p = b.mul(b.sext(x, wide), b.sext(y, wide))
         acc = b.add(acc, b.add(b.shuffle_vector(p, p, even), b.shuffle_vector(p, p, odd)))
     return acc
-
-
-# -------------------------------------------------------------------------------------------- between threads
-
-
-@intrinsic(ADDRESS, ADDRESS, ADDRESS)
-def fetch_add(b, a, n):
-    return b.atomic_rmw("add", _pointer(b, a, _i64), n, "seq_cst")
-
-
-load_shared = intrinsic(ADDRESS, ADDRESS)(lambda b, a: b.load_atomic(_pointer(b, a, _i64), "acquire", 8))
-store_shared = intrinsic(NOTHING, ADDRESS, ADDRESS)(
-    lambda b, a, v: b.store_atomic(v, _pointer(b, a, _i64), "release", 8)
-)
-
-
-@intrinsic(ADDRESS)
-def give_way(b):
-    """Let another thread have the core."""
-    return b.sext(_call(b, "sched_yield", _i32), _i64)
-
-
-@intrinsic(ADDRESS)
-def now(b):
-    """Nanoseconds of a clock that only goes forward (``CLOCK_MONOTONIC``)."""
-    with b.goto_entry_block():
-        time = b.alloca(ir.ArrayType(_i64, 2))
-    clock = ir.Constant(_i32, 6 if sys.platform == "darwin" else 1)
-    _call(b, "clock_gettime", _i32, clock, time)
-    parts = [b.load(b.gep(time, [ir.Constant(_i32, 0), ir.Constant(_i32, i)])) for i in (0, 1)]
-    return b.add(b.mul(parts[0], ir.Constant(_i64, 10**9)), parts[1])
-
-
-@intrinsic(ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS)
-def call(b, function, arguments, thread, threads):
-    """Call the kernel at an address."""
-    kind = ir.FunctionType(_i64, [_i64] * 3)
-    return b.call(b.inttoptr(function, kind.as_pointer()), [arguments, thread, threads])

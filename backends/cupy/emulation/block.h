@@ -1,0 +1,354 @@
+// One launch: blocks on operating-system threads, CUDA threads on fibers, and what is wrong with a kernel as a report.
+#pragma once
+
+#include <csignal>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <sys/mman.h>
+#include <ucontext.h>
+#include <unistd.h>
+#include <utility>
+#include <vector>
+
+struct dim3 {
+    unsigned x, y, z;
+};
+
+namespace emulation {
+
+struct Launch {  // as emulated.py fills it in
+    int64_t grid[3], block[3];
+    int64_t shared_bytes, words, order, workers;
+    const void *arguments;
+};
+struct Report {
+    int64_t status;  // 0, or one of the following
+    int64_t block[3], thread[3];
+    uint64_t address;  // of a fault
+    char text[200];
+};
+enum { FAULT = 1, FAILED = 2 };
+
+extern "C" void hocket_switch(void **save, void *go_on);
+asm(R"(
+.text
+.weak hocket_switch
+.hidden hocket_switch
+.type hocket_switch,@function
+hocket_switch:
+  pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15
+  movq %rsp,(%rdi)
+  movq %rsi,%rsp
+  popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp
+  popq %rdx
+  jmp *%rdx
+.size hocket_switch,.-hocket_switch
+)");
+
+constexpr size_t PAGE = 4096, STACK = 64 << 10, BELOW = 1 << 20, MOST_THREADS = 1024, MOST_SHARED = 232448;
+constexpr uint64_t CANARY = 0x5afe57acc0ffee00;
+
+struct Worker;
+struct Copy { void *to; const void *from; int bytes, group; };
+struct Thread {
+    dim3 index;
+    Worker *worker;
+    int warp, lane, stack;
+    void *stack_pointer;
+    const unsigned *generation;  // waits while this is
+    unsigned since;              // equal to that; null if it does not wait
+    bool done;
+    int group;                   // of copies
+    std::vector<Copy> copies;
+};
+struct Meeting {  // of lanes of a warp
+    unsigned mask, arrived, generation;
+    const char *what;
+    void *brought[32];
+};
+struct Warp { Meeting meetings[32]; };  // by the lowest lane of the mask
+
+struct Worker {  // one operating-system thread, and the block it runs
+    dim3 grid, shape, block;
+    unsigned threads, live, next, arrived, generation, stacks_used;
+    int line;
+    uint64_t serial;  // of the block, over all launches
+    void (*enter)(const void *, const void *);
+    const void *kernel, *arguments;
+    void *scheduler;
+    bool failed, hasty;  // warps go on until they wait for others
+    Report *report;
+    char *stacks, *shared;
+    size_t stack_count, shared_bytes;
+    std::vector<Thread> all;
+    std::vector<Warp> warps;
+    std::vector<int> order, idle;
+    std::vector<std::pair<char *, size_t>> declared;  // shared memory of declarations
+};
+
+static thread_local Thread *current = nullptr;  // null while no kernel runs
+
+// ---------------------------------------------------------------------------------------------------- errors
+
+static inline void leave(Thread *me) { hocket_switch(&me->stack_pointer, me->worker->scheduler); }
+
+static void note(int status, const char *form, ...) {
+    Worker &w = *current->worker;
+    Report &r = *w.report;
+    r.status = status;
+    const dim3 &b = w.block, &t = current->index;
+    const unsigned at[6] = {b.x, b.y, b.z, t.x, t.y, t.z};
+    for (int i = 0; i < 3; i++) r.block[i] = at[i], r.thread[i] = at[3 + i];
+    va_list values;
+    va_start(values, form);
+    vsnprintf(r.text, sizeof r.text, form, values);
+    va_end(values);
+    w.failed = true;
+}
+// Say what is wrong and give up the block; the fibers are left as they are.
+template <class... Values> [[noreturn]] static void fail(const char *form, Values... values) {
+    note(FAILED, form, values...);
+    leave(current);
+    __builtin_unreachable();
+}
+
+static bool is_near(const char *low, size_t bytes, const char *at) { return low && at >= low - PAGE && at < low + bytes + PAGE; }
+static void say_fault(const char *at) {
+    const Worker &w = *current->worker;
+    if (is_near(w.stacks - BELOW, BELOW, at)) return note(FAILED, "needs more than 64 KiB of local memory");
+    if (is_near(w.shared, w.shared_bytes, at)) return note(FAILED, "touches shared memory outside of its %zu bytes", w.shared_bytes);
+    for (auto &d : w.declared)
+        if (is_near(d.first, d.second, at)) return note(FAILED, "touches shared memory outside of its %zu bytes", d.second);
+    note(FAULT, "touches memory that is not its own");
+    w.report->address = (uint64_t)at;
+}
+
+constexpr int SIGNALS[] = {SIGSEGV, SIGFPE, SIGILL};
+static struct sigaction earlier[3];
+
+static void on_signal(int number, siginfo_t *info, void *context) {
+    if (current == nullptr) {  // not a kernel: whoever was there before us
+        const struct sigaction &e = earlier[number == SIGSEGV ? 0 : number == SIGFPE ? 1 : 2];
+        if (e.sa_flags & SA_SIGINFO) return e.sa_sigaction(number, info, context);
+        if (e.sa_handler != SIG_DFL && e.sa_handler != SIG_IGN) return e.sa_handler(number);
+        signal(number, SIG_DFL);
+        return;
+    }
+    if (number == SIGFPE) note(FAILED, "divides an integer by 0");
+    else if (number == SIGILL) note(FAILED, "reads or writes through a misaligned pointer, or an array outside of its bounds");
+    else if (info->si_code == SI_KERNEL) note(FAILED, "touches memory through a wild pointer");
+    else say_fault((const char *)info->si_addr);
+    // Go on at `leave`, from the top of this fiber's stack, of which nothing is needed any more.
+    auto &registers = ((ucontext_t *)context)->uc_mcontext.gregs;
+    registers[REG_RSP] = (greg_t)(current->worker->stacks + (current->stack + 1) * STACK - 256 - 8);
+    registers[REG_RIP] = (greg_t)(void (*)())[] { leave(current); };
+}
+static void catch_faults() {
+    static bool caught = [] {
+        struct sigaction mine = {};
+        mine.sa_sigaction = on_signal;
+        mine.sa_flags = SA_SIGINFO | SA_ONSTACK;
+        for (int i = 0; i < 3; i++) sigaction(SIGNALS[i], &mine, &earlier[i]);
+        return true;
+    }();
+    (void)caught;
+    stack_t stack = {};  // handlers must not run on a fiber's stack, which may be what overflowed
+    sigaltstack(nullptr, &stack);
+    if (stack.ss_flags & SS_DISABLE) {
+        stack.ss_size = 64 << 10;
+        stack.ss_sp = malloc(stack.ss_size);
+        stack.ss_flags = 0;
+        sigaltstack(&stack, nullptr);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------- blocks
+
+static inline void wait(const unsigned *generation, unsigned since) {
+    Thread *me = current;
+    me->generation = generation;
+    me->since = since;
+    leave(me);
+}
+// Runs threads that have not begun, until one waits: then this stack is that thread's.
+static void carry() {
+    Worker &w = *current->worker;
+    for (;;) {
+        if (w.next == w.threads) {
+            w.idle.push_back(current->stack);
+            leave(current);
+        }
+        Thread &t = w.all[w.order[w.next++]];
+        t.stack = current->stack;
+        t.generation = nullptr;
+        t.done = false;
+        t.group = 0;
+        current = &t;
+        w.enter(w.kernel, w.arguments);
+        if (!t.copies.empty()) fail("ends with copies to shared memory in flight; wait for them");
+        t.done = true;
+        w.live--;
+    }
+}
+static void say_deadlock(Worker &w) {
+    unsigned at_barrier = w.arrived, ended = w.threads - w.live;
+    for (auto &t : w.all)
+        if (!t.done) { current = &t; break; }
+    const char *what = "a barrier";
+    for (auto &warp : w.warps)
+        for (auto &m : warp.meetings)
+            if (m.arrived) what = m.what;
+    note(FAILED, "deadlock: of %u threads %u wait at a barrier (line %d), %u in a warp operation (%s), %u have ended", w.threads,
+         at_barrier, at_barrier ? w.line : 0, w.live - at_barrier, w.live > at_barrier ? what : "none", ended);
+}
+static void check_stacks(Worker &w) {
+    for (unsigned i = 0; i < w.stacks_used && !w.failed; i++)
+        if (*(uint64_t *)(w.stacks + i * STACK) != CANARY) note(FAILED, "needs more than 64 KiB of local memory");
+}
+static void start(Worker &w, int stack) {
+    const size_t apart = stack % 61 * 64;  // or all of them would meet in the same lines of the cache
+    void **top = (void **)(w.stacks + (stack + 1) * STACK - apart) - 1;
+    *--top = (void *)carry;  // begins with the stack as after a call
+    top -= 6;
+    *(uint64_t *)(w.stacks + stack * STACK) = CANARY;
+    Thread nobody = {};
+    nobody.worker = &w;
+    nobody.stack = stack;
+    current = &nobody;
+    hocket_switch(&w.scheduler, top);
+}
+static inline uint64_t random_from(uint64_t &state) {  // SplitMix64
+    uint64_t z = (state += 0x9e3779b97f4a7c15);
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
+    return z ^ (z >> 31);
+}
+static void shuffle(std::vector<int> &order, uint64_t &state) {
+    for (size_t i = order.size(); i > 1; i--) std::swap(order[i - 1], order[random_from(state) % i]);
+}
+// Let a thread run until it waits again; whether it could.
+static bool turn(Worker &w, Thread &t) {
+    if (w.failed || t.done || (t.generation && *t.generation == t.since)) return false;
+    t.generation = nullptr;
+    current = &t;
+    hocket_switch(&w.scheduler, t.stack_pointer);
+    return true;
+}
+static void run_block(Worker &w, int64_t order) {
+    uint64_t random = order * 1000003 + w.block.x + 7919 * w.block.y + 104729 * w.block.z;
+    if (order > 1) shuffle(w.order, random);
+    w.live = w.threads;
+    w.next = w.arrived = w.generation = w.stacks_used = 0;
+    w.hasty = order == 1;
+    w.serial++;
+    w.idle.clear();
+    memset(w.shared, 0xff, w.shared_bytes);
+    while (w.next < w.threads && !w.failed) {
+        if (w.idle.empty()) w.idle.push_back(w.stacks_used++);
+        const int stack = w.idle.back();
+        w.idle.pop_back();
+        start(w, stack);
+    }
+    while (w.live && !w.failed) {
+        bool any = false, again = false;
+        if (order > 1) shuffle(w.order, random);
+        for (size_t n = 0; n < w.order.size(); n++) {
+            if (turn(w, w.all[w.order[n]])) any = again = true;
+            if (w.failed) return;
+            if (w.hasty && n % 32 == 31 && std::exchange(again, false)) n -= 32;  // this warp goes on
+        }
+        if (!any) say_deadlock(w);
+    }
+    check_stacks(w);
+}
+
+// Memory that ends where nothing may be touched.
+static char *guarded(size_t bytes) {
+    size_t pages = (bytes + PAGE - 1) / PAGE * PAGE;
+    char *low = (char *)mmap(nullptr, pages + 2 * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (low == MAP_FAILED) abort();
+    mprotect(low + PAGE, pages, PROT_READ | PROT_WRITE);
+    return low + PAGE + pages - (bytes + 15) / 16 * 16;
+}
+static void forget_guarded(char *memory, size_t bytes) {
+    size_t pages = (bytes + PAGE - 1) / PAGE * PAGE;
+    munmap(memory + (bytes + 15) / 16 * 16 - pages - PAGE, pages + 2 * PAGE);
+}
+static void prepare(Worker &w, const Launch &l) {
+    w.grid = {(unsigned)l.grid[0], (unsigned)l.grid[1], (unsigned)l.grid[2]};
+    w.shape = {(unsigned)l.block[0], (unsigned)l.block[1], (unsigned)l.block[2]};
+    w.threads = l.block[0] * l.block[1] * l.block[2];
+    w.arguments = l.arguments;
+    w.failed = false;
+    if (w.stack_count < w.threads) {
+        if (w.stacks) munmap(w.stacks - BELOW, BELOW + w.stack_count * STACK);
+        const int how = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+        w.stacks = (char *)mmap(nullptr, BELOW + w.threads * STACK, PROT_READ | PROT_WRITE, how, -1, 0) + BELOW;
+        if (w.stacks - BELOW == MAP_FAILED) abort();
+        mprotect(w.stacks - BELOW, BELOW, PROT_NONE);
+        w.stack_count = w.threads;
+    }
+    if (w.shared == nullptr || w.shared_bytes != (size_t)l.shared_bytes) {
+        if (w.shared) forget_guarded(w.shared, w.shared_bytes);
+        w.shared = guarded(l.shared_bytes);
+        w.shared_bytes = l.shared_bytes;
+    }
+    w.all.resize(w.threads);
+    w.order.resize(w.threads);
+    w.warps.assign((w.threads + 31) / 32, {});
+    for (unsigned i = 0; i < w.threads; i++) {
+        Thread &t = w.all[i];
+        t.worker = &w;
+        t.copies.clear();
+        w.order[i] = l.order == 1 ? w.threads - 1 - i : i;
+        t.warp = i / 32;
+        t.lane = i % 32;
+        t.index = {i % w.shape.x, i / w.shape.x % w.shape.y, i / (w.shape.x * w.shape.y)};
+    }
+}
+static void run_grid(void (*enter)(const void *, const void *), const void *kernel, const Launch &l, Report &report) {
+    const int64_t blocks = l.grid[0] * l.grid[1] * l.grid[2], threads = l.block[0] * l.block[1] * l.block[2];
+    bool legal = threads >= 1 && threads <= (int64_t)MOST_THREADS && l.block[2] <= 64 && l.grid[0] <= 0x7fffffff;
+    legal = legal && blocks >= 1 && l.grid[1] <= 65535 && l.grid[2] <= 65535 && l.shared_bytes <= (int64_t)MOST_SHARED;
+    if (!legal) {
+        report.status = FAILED;
+        snprintf(report.text, sizeof report.text, "no device has a grid of %ld x %ld x %ld blocks of %ld threads and %ld bytes",
+                 l.grid[0], l.grid[1], l.grid[2], threads, l.shared_bytes);
+        return;
+    }
+    bool stop = false;
+#pragma omp parallel num_threads(l.workers) if (l.workers > 1 && blocks > 1)
+    {
+        static thread_local Worker mine;
+        Report own = {};
+        catch_faults();
+        prepare(mine, l);
+        mine.enter = enter;
+        mine.kernel = kernel;
+        mine.report = &own;
+#pragma omp for schedule(dynamic)
+        for (int64_t n = 0; n < blocks; n++) {
+            if (__atomic_load_n(&stop, __ATOMIC_RELAXED)) continue;
+            const int64_t i = l.order == 1 ? blocks - 1 - n : n;
+            mine.block = {unsigned(i % l.grid[0]), unsigned(i / l.grid[0] % l.grid[1]), unsigned(i / (l.grid[0] * l.grid[1]))};
+            run_block(mine, l.order);
+            current = nullptr;
+            if (mine.failed && !__atomic_exchange_n(&stop, true, __ATOMIC_RELAXED)) report = own;
+        }
+    }
+}
+template <class Arguments> void launch(void (*kernel)(Arguments), const Launch &l, Report &report) {
+    static_assert(sizeof(Arguments) % 8 == 0, "all fields of the arguments of a kernel are 8 bytes");
+    if ((int64_t)sizeof(Arguments) != 8 * l.words) {
+        report.status = FAILED;
+        snprintf(report.text, sizeof report.text, "takes %ld words, the launch gives %ld", sizeof(Arguments) / 8, l.words);
+        return;
+    }
+    using Kernel = void (*)(Arguments);
+    run_grid([](const void *k, const void *a) { (*(const Kernel *)k)(*(const Arguments *)a); }, &kernel, l, report);
+}
+
+}  // namespace emulation

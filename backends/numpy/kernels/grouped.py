@@ -1,0 +1,168 @@
+"""The loops of a matrix product, whatever the weight's type: experts, rows of activations, groups of the weight.
+
+Groups of 16 rows of the weight are expanded, some columns at a time, to what a tile multiplies: that stays in the
+nearest cache while many rows of activations pass.  A few rows alone meet the weight as it lies.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..compiler import Kernel, Part, part
+from ..steps import Bound, Operand, Steps
+from .packing import share
+from .simd import LANES, load_int, store_scalar, word
+from .tiles import tile
+
+ROWS = LANES
+"""Rows of the weight in a group: a lane each, so that no sum crosses lanes."""
+CHUNK = 64
+"""Rows of activations that meet what is expanded before it is expanded again."""
+NONE = np.float32(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How weights of one type meet activations.
+
+    A block is `columns` of a group.  ``expand(to, group, stride, left, columns, first, count)`` writes so many blocks
+    from the first to `to`, `size` bytes each, of a group whose rows are `stride` bytes long and of which `left` exist.
+    ``add(acc, p, r, at)`` adds to the sums of a tile (`rows` rows of activations by `groups`) the products with a
+    block that is expanded at `p`, and `span` bytes on for the next group, and begins at byte `at` of the rows `r`.
+    ``alone(to, group, stride, left, columns, x)`` stores the products of a group with one row of activations.
+
+    At most `wide` blocks are expanded at a time, and up to `few` rows go alone that would not fill a tile.
+    """
+
+    columns: int
+    record: int
+    size: int
+    wide: int
+    rows: int
+    groups: int
+    few: int
+    expand: Part
+    add: Part
+    alone: Part
+
+    @property
+    def span(self) -> int:
+        return self.wide * self.size
+
+    @property
+    def scratch(self) -> int:
+        """Bytes that each thread needs: expanded blocks, and the sums of a chunk."""
+        return self.groups * (self.span + CHUNK * ROWS * 4)
+
+
+@part
+def clear(starts, experts, y, step, lo, hi):
+    """Zero the elements from `lo` to before `hi` of the rows whose expert is elsewhere."""
+    slots = starts + 4 * (experts + 2)
+    for i in range(load_int(starts + 4 * experts), load_int(starts + 4 * experts + 4)):
+        row = y + load_int(slots + 4 * i) * step
+        for c in range(lo, hi):
+            store_scalar(row + 4 * c, NONE)
+
+
+@part
+def row_of(slot, used, shared):
+    """The row of activations that a slot reads: slot i of a token takes row ``i mod shared`` of it."""
+    return slot // used * shared + slot % used % shared
+
+
+def product_of(name: str, blocks: Blocks) -> Kernel:
+    """``y[i] = w[expert of slot i] @ x[row of slot i]``.
+
+    Words: w, bytes of a row and of an expert, rows, columns; x, bytes between its rows; how many slots come before each
+    expert, before those of experts that are elsewhere, and in all, then slots in that order (int32), experts, slots of
+    a token, rows of a token; y, bytes between its rows; `Blocks.scratch` bytes for each thread.
+    """
+    some = tile(blocks.rows, blocks.groups)
+    chosen, zeros, put, save, saved = some.chosen, some.zeros, some.put, some.save, some.saved
+    expand, add, alone = blocks.expand, blocks.add, blocks.alone
+    width, record, size, wide = blocks.columns, blocks.record, blocks.size, blocks.wide
+    span, scratch = blocks.span, blocks.scratch
+    tall, tile_groups, few = blocks.rows, blocks.groups, blocks.few
+
+    def body(a, thread, threads):
+        w, stride, between, rows, columns = word(a, 0), word(a, 1), word(a, 2), word(a, 3), word(a, 4)
+        x, pitch, starts, experts = word(a, 5), word(a, 6), word(a, 7), word(a, 8)
+        used, shared = word(a, 9), word(a, 10)
+        y, step, expanded = word(a, 11), word(a, 12), word(a, 13) + thread * scratch
+        n, groups, slots = (columns + width - 1) // width, (rows + ROWS - 1) // ROWS, starts + 4 * (experts + 2)
+        lo, hi = share((groups + tile_groups - 1) // tile_groups, thread, threads)
+        lo, hi = lo * tile_groups, min(groups, hi * tile_groups)
+        for expert in range(experts):
+            start, end = load_int(starts + 4 * expert), load_int(starts + 4 * (expert + 1))
+            matrix, last = w + expert * between, end
+            if (end - start) % tall <= few:
+                last -= (end - start) % tall
+            for chunk in range(start, last, CHUNK):
+                stop = min(last, chunk + CHUNK)
+                for group in range(lo, hi, tile_groups):
+                    for first in range(0, max(1, n), wide):
+                        count, sums = min(wide, n - first), expanded + tile_groups * span
+                        for g in range(min(tile_groups, groups - group)):
+                            at, left = matrix + (group + g) * ROWS * stride, rows - (group + g) * ROWS
+                            expand(expanded + g * span, at, stride, left, columns, first, count)
+                        for i in range(chunk, stop, tall):
+                            r = chosen(slots + 4 * i, stop - i, used, shared, x + first * record, pitch)
+                            acc = saved(sums) if first > 0 else zeros()
+                            for b in range(count):
+                                acc = add(acc, expanded + b * size, r, b * record)
+                            if first + wide < n:
+                                save(sums, acc)
+                            else:
+                                to = chosen(slots + 4 * i, stop - i, 1, 1, y + group * ROWS * 4, step)
+                                put(to, acc, rows - group * ROWS)
+                            sums += tall * tile_groups * ROWS * 4
+            for i in range(last, end):
+                slot = load_int(slots + 4 * i)
+                row, to = x + row_of(slot, used, shared) * pitch, y + slot * step
+                for group in range(lo, hi):
+                    left = rows - group * ROWS
+                    alone(to + group * ROWS * 4, matrix + group * ROWS * stride, stride, left, columns, row)
+        clear(starts, experts, y, step, lo * ROWS, min(rows, hi * ROWS))
+        return 0
+
+    return Kernel(name, body)
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Which rows meet which expert: sorted slots as `product_of` reads them, experts, slots of a token, rows of it."""
+
+    operand: Operand
+    experts: int
+    used: int
+    shared: int
+
+
+def in_order(steps: Steps, x: Operand) -> Slots:
+    """Rows that all meet the same weight."""
+    count = math.prod(x.shape[:-1])
+    return Slots(steps.constant(np.array([0, count, count, *range(count)], np.int32)), 1, 1, 1)
+
+
+def add_product(
+    steps: Steps,
+    call: Bound,
+    kernel: Kernel,
+    blocks: Blocks,
+    stride: int,
+    between: int,
+    x: Operand,
+    pitch: int,
+    to: Slots,
+) -> None:
+    """The step: the weight's rows are `stride` bytes and its experts `between`; `x` has a row every `pitch` bytes."""
+    w, y = call.operand(0), call.out
+    rows, columns = w.shape[-2:]
+    memory = steps.scratch(f"product {blocks.scratch}", blocks.scratch * steps.threads)
+    words = [w.address, stride, between, rows, columns, x.address, pitch]
+    words += [to.operand.address, to.experts, to.used, to.shared, y.address, y.row_step, memory.address]
+    steps.add(kernel, words, reads=[w, x, to.operand], writes=[y])

@@ -1,0 +1,242 @@
+"""Several vectors as one value, and products of a packed block with several rows of activations at once.
+
+Rows take turns, dot product by dot product: an instruction that adds to the result of the last one waits for it, and
+only other rows have work meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+
+from . import simd
+from .simd import ADDRESS, BYTES, FLOATS, INTS, LANES, NOTHING, Intrinsic, intrinsic, several
+
+VECTORS = 8
+"""Vectors of codes in 32 columns."""
+CODES = several(BYTES, VECTORS)
+_CHAR = ir.IntType(8).as_pointer()
+
+RECORD, SCALE, SUM, HALVES = 48, 32, 36, 40
+"""Bytes of 32 rounded activations, and where what follows the codes stands in them: the scale, then the sum of codes
+and the sums of either half of them: float32 times the scale, or int32 times what is subtracted from a weight's code."""
+
+
+def bundle(b: Any, values: Sequence[Any]) -> Any:
+    whole = ir.Constant(ir.ArrayType(values[0].type, len(values)), ir.Undefined)
+    for i, value in enumerate(values):
+        whole = b.insert_value(whole, value, i)
+    return whole
+
+
+def members(b: Any, whole: Any) -> list[Any]:
+    return [b.extract_value(whole, i) for i in range(whole.type.count)]
+
+
+def _at(b: Any, address: Any, offset: int) -> Any:
+    """So many bytes on.  As a pointer on its way: sums of integers LLVM turns around, until each is a register."""
+    pointer = b.gep(b.inttoptr(address, _CHAR), [ir.Constant(address.type, offset)], inbounds=True)
+    return b.ptrtoint(pointer, address.type)
+
+
+def _record(b: Any, row: Any, at: Any, offset: int = 0) -> Any:
+    pointer = b.gep(b.inttoptr(row, _CHAR), [at], inbounds=True)
+    return b.ptrtoint(b.gep(pointer, [ir.Constant(at.type, offset)], inbounds=True), at.type)
+
+
+# -------------------------------------------------------------------------------------------------------- codes
+
+
+def codes_of(widths: tuple[int, ...], table: Intrinsic | None = None) -> Intrinsic:
+    """``(p, h) -> codes``: of as many bits each as the first width says from the plane at `p`, with those of a second
+    one on top from the plane at `h`, or looked up in a table."""
+
+    @intrinsic(CODES, ADDRESS, ADDRESS)
+    def codes(b, p, h):
+        found = _fields(b, p, widths[0])
+        for high in widths[1:]:
+            tops = [b.shl(x, simd.bytes_of(widths[0])) for x in _fields(b, h, high)]
+            found = [b.or_(x, y) for x, y in zip(found, tops, strict=True)]
+        if table is not None:
+            found = [simd.look_up.body(b, table.body(b), x) for x in found]
+        return bundle(b, found)
+
+    return codes
+
+
+def _fields(b: Any, plane: Any, width: int) -> list[Any]:
+    """Vector j is field ``j % fields`` of each byte of vector ``j // fields`` of the plane."""
+    fields, mask = 8 // width, simd.bytes_of((1 << width) - 1)
+    vectors = [simd.load_bytes.body(b, _at(b, plane, 64 * i)) for i in range(width)]
+    return [b.and_(b.lshr(vectors[j // fields], simd.bytes_of(j % fields * width)), mask) for j in range(VECTORS)]
+
+
+@intrinsic(NOTHING, ADDRESS, CODES)
+def store_codes(b, to, codes):
+    for i, vector in enumerate(members(b, codes)):
+        simd.store_bytes.body(b, _at(b, to, 64 * i), vector)
+
+
+@intrinsic(CODES, ADDRESS)
+def load_codes(b, p):
+    return bundle(b, [simd.load_bytes.body(b, _at(b, p, 64 * i)) for i in range(VECTORS)])
+
+
+# ------------------------------------------------------------------------------------------------ rows at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Intrinsics for some rows of activations, whose addresses are one value, and one or two groups of the weight,
+    whose codes, scales and biases are arguments of their own.
+
+    ``rows(p, step, n)``: every `step` bytes from `p`, the last of `n` again where fewer are left.
+    ``chosen(slots, n, used, shared, p, step)``: of the rows that slots of a mixture read.
+    ``dots(codes..., rows, at)``: products with the records at `at`, in all columns; `dots_low`, `dots_high` in half of
+    them; ``centred...``: begun with the negative share of what is subtracted from each code.
+    ``scaled(acc, x, scales..., rows, at)``, ``biased(acc, biases..., rows, at)``: what these, and biases, add to sums.
+    ``outer(acc, weights..., rows, at)``: add products of one column of float32 weights with the float32 at `at`.
+    ``put(rows, acc, left)``: store the lanes of which `left` exist; ``save(p, acc)``, ``saved(p)``: all side by side.
+    """
+
+    rows: Intrinsic
+    chosen: Intrinsic
+    zeros: Intrinsic
+    dots: Intrinsic
+    dots_low: Intrinsic
+    dots_high: Intrinsic
+    centred: Intrinsic
+    centred_low: Intrinsic
+    centred_high: Intrinsic
+    scaled: Intrinsic
+    biased: Intrinsic
+    outer: Intrinsic
+    put: Intrinsic
+    save: Intrinsic
+    saved: Intrinsic
+
+
+@cache
+def tile(count: int, groups: int) -> Tile:
+    """A tile of `count` rows of activations by `groups` of 16 rows of the weight.  The sums of the first row come
+    first."""
+    rows_of = several(ADDRESS, count)
+    sums_of, ints_of = several(FLOATS, count * groups), several(INTS, count * groups)
+    places = [(i, g) for i in range(count) for g in range(groups)]
+
+    def smaller(b: Any, i: int, n: Any) -> Any:
+        last, number = b.sub(n, ir.Constant(n.type, 1)), ir.Constant(n.type, i)
+        return b.select(b.icmp_signed("<", number, last), number, last)
+
+    @intrinsic(rows_of, ADDRESS, ADDRESS, ADDRESS)
+    def rows(b, p, step, n):
+        return bundle(b, [b.add(p, b.mul(step, smaller(b, i, n))) for i in range(count)])
+
+    @intrinsic(rows_of, *[ADDRESS] * 6)
+    def chosen(b, slots, n, used, shared, p, step):
+        found = []
+        for i in range(count):
+            slot = simd.load_int.body(b, b.add(slots, b.mul(smaller(b, i, n), ir.Constant(n.type, 4))))
+            token, place = b.udiv(slot, used), b.urem(b.urem(slot, used), shared)
+            found.append(b.add(p, b.mul(step, b.add(b.mul(token, shared), place))))
+        return bundle(b, found)
+
+    @intrinsic(sums_of)
+    def zeros(b):
+        return bundle(b, [simd.zeros.body(b)] * len(places))
+
+    def dots(columns: range, start: int | None) -> Intrinsic:
+        @intrinsic(ints_of, *[CODES] * groups, rows_of, ADDRESS)
+        def made(b, *given):
+            *codes, rows, at = given
+            vectors, records = [members(b, c) for c in codes], [_record(b, row, at) for row in members(b, rows)]
+            first = [_first(b, record, start) for record in records]
+            sums = {(i, g): first[i] for i, g in places}
+            if alone := len(places) == 1:  # nobody to take turns with: a second chain does
+                sums[1, 0] = simd.no_ints.body(b)
+            for j in columns:
+                for i, record in enumerate(records):
+                    four = simd.four_everywhere.body(b, _at(b, record, 4 * j))
+                    for g in range(groups):
+                        turn = (j % 2, 0) if alone else (i, g)
+                        sums[turn] = simd.dot4.body(b, sums[turn], vectors[g][j], four)
+            return bundle(b, [b.add(*sums.values())] if alone else [sums[place] for place in places])
+
+        return made
+
+    @intrinsic(sums_of, sums_of, ints_of, *[FLOATS] * groups, rows_of, ADDRESS)
+    def scaled(b, acc, x, *given):
+        *scales, rows, at = given
+        ones = [simd.splat_from.body(b, _record(b, row, at, SCALE)) for row in members(b, rows)]
+        found = []
+        for (i, g), total, ints in zip(places, members(b, acc), members(b, x), strict=True):
+            found.append(simd.fma.body(b, b.fmul(scales[g], ones[i]), simd.to_float.body(b, ints), total))
+        return bundle(b, found)
+
+    @intrinsic(sums_of, sums_of, *[FLOATS] * groups, rows_of, ADDRESS)
+    def biased(b, acc, *given):
+        *biases, rows, at = given
+        sums = [simd.splat_from.body(b, _record(b, row, at)) for row in members(b, rows)]
+        pairs = zip(places, members(b, acc), strict=True)
+        return bundle(b, [simd.fma.body(b, biases[g], sums[i], total) for (i, g), total in pairs])
+
+    @intrinsic(sums_of, sums_of, *[FLOATS] * groups, rows_of, ADDRESS)
+    def outer(b, acc, *given):
+        *weights, rows, at = given
+        ones = [simd.splat_from.body(b, _record(b, row, at)) for row in members(b, rows)]
+        pairs = zip(places, members(b, acc), strict=True)
+        return bundle(b, [simd.fma.body(b, weights[g], ones[i], total) for (i, g), total in pairs])
+
+    def put_vectors(b: Any, rows: Any, acc: Any, store: Callable[[Any, int, Any], None]) -> None:
+        starts = members(b, rows)
+        for (i, g), total in zip(places, members(b, acc), strict=True):
+            store(_at(b, starts[i], 4 * LANES * g), g, total)
+
+    @intrinsic(NOTHING, rows_of, sums_of, ADDRESS)
+    def put(b, rows, acc, left):
+        whole = b.icmp_signed(">=", left, ir.Constant(left.type, LANES * groups))
+        with b.if_else(whole) as (then, otherwise):
+            with then:
+                put_vectors(b, rows, acc, lambda to, _, total: simd.store.body(b, to, total))
+            with otherwise:
+                lefts = [b.sub(left, ir.Constant(left.type, LANES * g)) for g in range(groups)]
+                put_vectors(b, rows, acc, lambda to, g, total: simd.store_some.body(b, to, total, lefts[g]))
+
+    @intrinsic(NOTHING, ADDRESS, sums_of)
+    def save(b, p, acc):
+        for i, total in enumerate(members(b, acc)):
+            simd.store.body(b, _at(b, p, 4 * LANES * i), total)
+
+    @intrinsic(sums_of, ADDRESS)
+    def saved(b, p):
+        return bundle(b, [simd.load.body(b, _at(b, p, 4 * LANES * i)) for i in range(len(places))])
+
+    every, low, high = range(VECTORS), range(VECTORS // 2), range(VECTORS // 2, VECTORS)
+    return Tile(
+        rows=rows,
+        chosen=chosen,
+        zeros=zeros,
+        dots=dots(every, None),
+        dots_low=dots(low, None),
+        dots_high=dots(high, None),
+        centred=dots(every, SUM),
+        centred_low=dots(low, HALVES),
+        centred_high=dots(high, HALVES + 4),
+        scaled=scaled,
+        biased=biased,
+        outer=outer,
+        put=put,
+        save=save,
+        saved=saved,
+    )
+
+
+def _first(b: Any, record: Any, start: int | None) -> Any:
+    """What a chain of dot products begins with: nothing, or the int32 that stands `start` bytes into its record."""
+    if start is None:
+        return simd.no_ints.body(b)
+    return simd.splat_int.body(b, simd.load_int.body(b, _at(b, record, start)))

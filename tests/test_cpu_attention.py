@@ -1,0 +1,112 @@
+"""Attention on the CPU backend: all variants against the definition in float64, few tokens and many, on any threads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import hocket
+from hocket import ops
+from hocket.backends.numpy.cpu import CpuBackend
+from hocket.ops import REGISTRY
+
+VARIANTS = {
+    "causal": {},
+    "sinks": {"sinks": True},
+    "softcap": {"softcap": 2.0},
+    "alibi": {"max_bias": 8.0},
+    "a mask each": {"mask_heads": "each"},
+    "masks tiled": {"mask_heads": "tiled", "max_bias": 8.0},
+    "window": {"window": 20},
+    "no mask": {"mask": False},
+    "no mask, sinks and softcap": {"mask": False, "sinks": True, "softcap": 1.5},
+    "rows masked entirely": {"hidden": True},
+    "rows masked entirely, sinks": {"hidden": True, "sinks": True},
+}
+ERROR = 4e-6
+"""What float32 costs values of size 1 that are averaged."""
+
+
+def close(
+    tokens: int,
+    heads: tuple[int, int],
+    keys: int,
+    sizes: tuple[int, int],
+    threads: int = 1,
+    *,
+    batch: int = 2,
+    mask: bool = True,
+    window: int = 0,
+    hidden: bool = False,
+    sinks: bool = False,
+    mask_heads: str = "one",
+    softcap: float = 0.0,
+    max_bias: float = 0.0,
+) -> bool:
+    """Whether compiled kernels alone compute attention of the last `tokens` of `keys` positions, twice the same."""
+    rng = np.random.default_rng(tokens + keys)
+    many, shared = heads
+    shapes = {
+        "q": (batch, tokens, many, sizes[0]),
+        "k": (batch, keys, shared, sizes[0]),
+        "v": (batch, keys, shared, sizes[1]),
+    }
+    given = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    if mask:
+        distance = np.arange(keys - tokens, keys)[:, None] - np.arange(keys)
+        seen = (distance >= 0) & (distance < (window or keys))
+        own = {"one": (), "each": (many,), "tiled": (2,)}[mask_heads]
+        values = rng.standard_normal((batch, *own, tokens, keys)) if own or max_bias else 0.0
+        given["mask"] = np.where(np.broadcast_to(seen, (batch, *own, tokens, keys)), values, -np.inf).astype(np.float32)
+        if hidden:
+            given["mask"][..., [0, tokens - 1], :] = -np.inf
+    if sinks:
+        given["sinks"] = rng.standard_normal(many).astype(np.float32)
+    attrs = {"scale": max(1, sizes[0]) ** -0.5, "softcap": softcap, "max_bias": max_bias, "mask_heads": mask_heads}
+    leaves = [
+        hocket.input(name, given[name].shape) if name in given else None for name in ("q", "k", "v", "mask", "sinks")
+    ]
+    backend = CpuBackend(threads)
+    graph = hocket.Graph({"y": ops.attention(*leaves, **attrs)})
+    run = hocket.load(hocket.scheduler.plan_for(graph, [(backend, backend.device(0))]), {})
+    found, again = (run.run(given)["y"] for _ in range(2))
+    exact = [None if leaf is None else given[leaf.node.name].astype(np.float64) for leaf in leaves]
+    assert "NumPy" not in {kernel for kernel, _ in run.measure()[0]}
+    return (
+        np.array_equal(found, again) and np.abs(found - REGISTRY["attention"].reference(*exact, **attrs)).max() < ERROR
+    )
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_is_compiled_and_agrees_with_its_definition(variant, tokens, threads):
+    assert close(tokens, (6, 2), 300, (40, 24), threads, **VARIANTS[variant])
+
+
+@pytest.mark.parametrize("sizes", [(16, 16), (64, 64), (128, 128), (20, 7), (1, 1), (100, 72), (96, 130), (0, 16)])
+@pytest.mark.parametrize("tokens", [1, 3, 15, 16, 33, 70])
+def test_heads_of_any_size_are_compiled(tokens, sizes):
+    assert close(tokens, (4, 4), tokens, sizes)
+    assert close(tokens, (6, 2), tokens + 13, sizes, 2)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (9, 3), (16, 1), (22, 2), (71, 1)])
+def test_any_number_of_heads_shares_a_key_head(heads):
+    assert all(close(tokens, heads, 70, (16, 16), 2) for tokens in (1, 2, 20))
+
+
+@pytest.mark.parametrize("threads", [2, 3, 4])
+@pytest.mark.parametrize("keys", [64, 511, 512, 1000, 5001])
+def test_threads_share_the_keys_of_a_long_cache(keys, threads):
+    assert close(1, (4, 1), keys, (64, 64), threads, batch=1, sinks=True)
+    assert close(3, (3, 3), keys, (64, 64), threads, batch=1, window=keys // 2)
+
+
+def test_tokens_far_into_a_cache_skip_what_a_window_hides():
+    assert close(64, (6, 2), 3000, (64, 64), 2, window=500)
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_no_keys_at_all_give_zeros(tokens):
+    assert close(tokens, (6, 2), 0, (16, 16), mask=False, sinks=True)
