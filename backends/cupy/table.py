@@ -29,7 +29,6 @@ FAMILIES: tuple[ModuleType, ...] = (
     rotary,
     rows,
     indexer,
-    attention,
     short_convolution,
     gated_delta_net,
     recurrences,
