@@ -61,7 +61,7 @@ class Problem:
         r = self.rule
         src = (r.q, r.k, r.v, r.g, r.beta, state)
         attrs = {"heads": "tiled", "snapshots": 1, "pool": "none"}
-        return Bound("gated_delta_net", src, (r.out, state), attrs, 0)
+        return Bound("gated_delta_net", src, (r.out, state), attrs)
 
 
 def problem(bench: Bench, shape: Shape, batch: int, tokens: int) -> Problem:

@@ -31,7 +31,7 @@ def _copy(bench: Bench, nbytes: int) -> Iterator[Row]:
     yield {"by": "the driver", "GB/s": bench.copied(nbytes) / 1e9}
     memory = Memory(bench)
     x, out = memory.filled((nbytes // 4,), bench.random.standard_normal(4096, dtype="f4")), memory.empty((nbytes // 4,))
-    launches = bench.bound(memory, lambda to: BINDINGS["cont"](to, Bound("cont", (x,), (out,), {}, 0)))
+    launches = bench.bound(memory, lambda to: BINDINGS["cont"](to, Bound("cont", (x,), (out,), {})))
     yield {"by": "hocket's cont", **bench.time_launches([launches]).row(2 * nbytes, copy=bench.copy_bandwidth)}
 
 
@@ -39,7 +39,7 @@ def _launches(bench: Bench) -> Iterator[Row]:
     """The smallest launch there is: of Python, of the device, within a graph."""
     memory = Memory(bench)
     x, out = memory.empty((1,)), memory.empty((1,))
-    (one,) = bench.bound(memory, lambda to: BINDINGS["neg"](to, Bound("neg", (x,), (out,), {}, 0)))
+    (one,) = bench.bound(memory, lambda to: BINDINGS["neg"](to, Bound("neg", (x,), (out,), {})))
     record = partial(bench.driver.driver.record, on=bench.on)
     count = bench.choose(2000, 3)
     single = record([one])
