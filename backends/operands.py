@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -14,14 +15,21 @@ from .base import Tensor, contiguous_strides
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Bytes of one buffer, from `low` to before `high`."""
+    """Bytes of one buffer, from `low` to before `high`: all of them, or `width` every `pitch` bytes."""
 
     buffer: int
     low: int
     high: int
+    pitch: int = 0
+    width: int = 0
 
     def overlaps(self, other: Region) -> bool:
-        return self.buffer == other.buffer and self.low < other.high and other.low < self.high
+        if self.buffer != other.buffer or self.low >= other.high or other.low >= self.high:
+            return False
+        if not self.pitch or self.pitch != other.pitch:
+            return True
+        apart = (other.low - self.low) % self.pitch
+        return apart < self.width or apart + other.width > self.pitch
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +115,11 @@ class Operand:
             return Region(t.buffer, 0, self.stored.nbytes)
         size = t.dtype.storage.itemsize
         reach = sum((n - 1) * s for n, s in zip(t.shape, t.strides, strict=True)) + 1
-        return Region(t.buffer, t.offset, t.offset + (reach * size if all(t.shape) else 0))
+        high = t.offset + (reach * size if all(t.shape) else 0)
+        pitch, width = (self._row_step() if t.shape and size == 4 else None), size * (t.shape[-1] if t.shape else 1)
+        if pitch is None or pitch <= width or high - t.offset <= width:
+            return Region(t.buffer, t.offset, high)
+        return Region(t.buffer, t.offset, high, pitch, width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +130,8 @@ class Bound:
     src: tuple[Operand | None, ...]
     dst: tuple[Operand, ...]
     attrs: Attrs
+    readers: Callable[[], Sequence[Bound] | None] = lambda: None
+    """All instructions that read the result; None if others may, too: it is kept, or goes out of the program."""
 
     @property
     def out(self) -> Operand:

@@ -230,7 +230,7 @@ FAULTS = {
         "char *stage = shared + chunk % 2 * STAGE;",
         "char *stage = shared;",
     ),
-    "outputs behind the last token": (chunks, SCAN, "if (t < left) out", "if (t <= left) out"),
+    "outputs behind the last token": (chunks, SCAN, "if (8 * j + e % 2 < left) out", "if (8 * j + e % 2 <= left) out"),
     "values behind the last token": (
         chunks,
         SCAN,

@@ -1,6 +1,6 @@
 """Programs of one device compiled: tables that a loop without the GIL replays, and Python calls for what has no kernel.
 
-Threads of a device walk the same table, each doing its share; they are started once and woken for every run.
+Threads of a device walk tables of equal length, each doing its share; they are started once and woken for every run.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from ...ops.collective import COLLECTIVES
 from ..base import Comm, Instruction, Program, run_calls
 from .compiler import REPLAY
 from .kernels import attention, collective, experts, moves, norms, products, recurrent, reductions, rotary, rows
-from .kernels.loop import ALONE, MEETS, SHARED_BYTES, STEP, STEP_FAILED, run, timed
+from .kernels.loop import MEETS, SHARED_BYTES, STEP, STEP_FAILED, WHOLE, run, timed
 from .kernels.packing import NO_ROW
-from .steps import Binding, Bound, Operand, Steps
+from .liveness import Readers
+from .steps import Binding, Bound, Fused, Operand, Step, Steps
 
 BINDINGS: Mapping[str, Binding] = {
     **rows.BINDINGS,
@@ -36,6 +37,8 @@ BINDINGS: Mapping[str, Binding] = {
     **recurrent.BINDINGS,
     **reductions.BINDINGS,
 }
+FUSED: Mapping[tuple[str, ...], Fused] = {**norms.FUSED, **moves.FUSED}
+"""Ops in a row that are bound together, if they can be; tried before one by one."""
 STATUS = {
     NO_ROW: "id {value} names no row of its table",
     collective.OTHER_FAILED: "another device failed",
@@ -47,16 +50,19 @@ STATUS = {
 class Segment:
     """Consecutive steps of compiled code."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: Sequence[Step], threads: int, memory: object) -> None:
         self.steps = steps
-        self.threads = 1 if all(s.alone for s in steps.steps) else steps.threads
-        table = [
-            (s.kernel.address, s.words.ctypes.data, MEETS * s.meets | ALONE * s.alone, s.number) for s in steps.steps
-        ]
-        self.table = np.array(table, np.int64).reshape(-1, STEP)
+        self._memory = memory  # words know addresses only
+        self.threads = threads if any(w is not None for s in steps for w in s.words[1:]) else 1
+        self.table = np.zeros((self.threads, len(steps), STEP), np.int64)
+        for thread, row in np.ndindex(self.table.shape[:2]):
+            step = steps[row]
+            words = step.words[thread]
+            called = (0, 0) if words is None else (step.kernel.address, words.ctypes.data)
+            self.table[thread, row] = *called, MEETS * step.meets | WHOLE * step.whole, step.number
         self.shared = np.zeros(SHARED_BYTES // 8, np.int64)
-        words = [self.table.ctypes.data, len(self.table), self.shared.ctypes.data, 0]
-        self.arguments = np.array(words, np.int64)
+        given = [self.table.ctypes.data, len(steps), self.shared.ctypes.data, 0]
+        self.arguments = np.array(given, np.int64)
         self.call = REPLAY(run.address)
 
     def part(self, thread: int) -> int:
@@ -65,13 +71,13 @@ class Segment:
 
     def measured(self, crew: Crew) -> list[tuple[str, float]]:
         """Run once; the name of each step's kernel, and the seconds it took the first thread."""
-        times = np.zeros(len(self.table) + 1, np.int64)
+        times = np.zeros(len(self.steps) + 1, np.int64)
         plain, self.arguments[3], self.call = self.call, times.ctypes.data, REPLAY(timed.address)
         try:
             crew.run(self)
         finally:
             self.call = plain
-        return [(step.kernel.name, s) for step, s in zip(self.steps.steps, np.diff(times) * 1e-9, strict=True)]
+        return [(step.kernel.name, s) for step, s in zip(self.steps, np.diff(times) * 1e-9, strict=True)]
 
 
 class StoppedError(BackendError):
@@ -178,9 +184,18 @@ def operand(tensor: Any, program: Program, buffers: Sequence[Any]) -> Operand:
     return Operand(buffers[tensor.buffer].ctypes.data + tensor.offset, tensor, spec.declared, spec.stored)
 
 
-def bound(i: Instruction, program: Program, buffers: Sequence[Any]) -> Bound:
-    src = tuple(None if t is None else operand(t, program, buffers) for t in i.src)
-    return Bound(i.op, src, tuple(operand(t, program, buffers) for t in i.dst), i.attrs)
+def readers_of(program: Program, buffers: Sequence[Any]) -> Readers:
+    """The instructions of a program, bound to its memory."""
+
+    def bind(number: int) -> Bound:
+        i = program.instructions[number]
+        src = tuple(None if t is None else operand(t, program, buffers) for t in i.src)
+        dst = tuple(operand(t, program, buffers) for t in i.dst)
+        return Bound(i.op, src, dst, i.attrs, lambda: readers.calls(number, dst[0]))
+
+    kept = [*program.outputs.values(), *(t for _, back in program.undo for t in back.src if t is not None)]
+    readers = Readers(program, bind, [operand(t, program, buffers).region for t in kept])
+    return readers
 
 
 def work_of(
@@ -192,21 +207,38 @@ def work_of(
 ) -> Work:
     """Compiled segments, and calls for instructions that have no kernel."""
     found: Work = []
-    steps = Steps(crew.threads, comm)
+    steps, readers = Steps(crew.threads, comm), readers_of(program, buffers)
+    number = 0
 
     def close() -> None:
-        nonlocal steps
-        if steps.steps:
-            found.append((steps.steps[0].number, Segment(steps)))
-        steps = Steps(crew.threads, comm)
+        if taken := steps.take():
+            found.append((taken[0].number, Segment(taken, crew.threads, steps.owned)))
 
-    for number, i in enumerate(program.instructions):
-        bind = BINDINGS.get(i.op)
+    while number < len(program.instructions):
         steps.number = number
-        if not any(t.spec.size for t in i.dst) and i.op not in COLLECTIVES:
+        if count := bind_fused(steps, readers, number) or bind_one(steps, readers.bound(number)):
+            number += count
             continue
-        if bind is None or not bind(steps, bound(i, program, buffers)):
-            close()
-            found += [(number, call) for call in in_python(i)]
+        close()
+        found += [(number, call) for call in in_python(program.instructions[number])]
+        steps.forget([out.region for out in readers.bound(number).dst])
+        number += 1
     close()
     return found
+
+
+def bind_one(steps: Steps, call: Bound) -> int:
+    """Bind an instruction; how many that were, 0 if there is no kernel for it."""
+    if not any(t.tensor.spec.size for t in call.dst) and call.op not in COLLECTIVES:
+        return 1
+    bind = BINDINGS.get(call.op)
+    return int(bind is not None and bind(steps, call))
+
+
+def bind_fused(steps: Steps, readers: Readers, number: int) -> int:
+    """Bind instructions that have one kernel together; how many."""
+    for ops, bind in FUSED.items():
+        calls = readers.chain(number, ops)
+        if calls is not None and bind(steps, calls):
+            return len(ops)
+    return 0

@@ -1,11 +1,11 @@
-"""A program on its way to the table that compiled code replays: operands with addresses, steps, and where threads
-meet."""
+"""A program on its way to the table that compiled code replays: steps, who does them, and where threads meet."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -19,28 +19,54 @@ from ..operands import Region
 from ..operands import float_bits as float_bits
 from .compiler import Kernel
 
+RUN = Region(0, -1, 0)
+"""Whether the run goes on, as if it lay in memory: a step that may stop it writes this, one that writes a state reads
+it.  So no thread writes a state that would not be put back, because another has stopped at an earlier instruction."""
+
+
 SHARED = 32 * 1024
 """Bytes that a step has to move before threads share it."""
+REPEATED = 16 * 1024
+"""Bytes that every thread rather goes through for itself than waits for another to do it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one thread does of a step: the words of the kernel, and all it touches besides memory of its own."""
+
+    words: Sequence[int]
+    reads: Sequence[Operand]
+    writes: Sequence[Operand]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One call of a kernel: its words, whether threads meet before it, whether one of them does it alone, and the
-    number of the instruction it belongs to."""
+    """One call of a kernel: the words of each thread, None for those that have nothing to do; whether each does all
+    that its words say, or the kernel cuts it up; whether threads meet before it; the number of its instruction."""
 
     kernel: Kernel
-    words: npt.NDArray[np.int64]
+    words: Sequence[npt.NDArray[np.int64] | None]
+    whole: bool
     meets: bool
-    alone: bool
     number: int
+
+
+ALL = -1
+"""In place of a thread: each of them touches it."""
+Touched = list[tuple[Region, int]]
 
 
 @dataclass(slots=True)
 class Steps:
-    """Steps of one table, and memory that belongs to it.
+    """Steps of a table, and memory that belongs to it and the tables before and after.
 
-    What moves few bytes one thread does alone: a meeting costs more than it would save.  Threads meet before a step
-    that touches what others may still be writing, or writes what they may still be reading.
+    Threads meet before a step in which one of them touches what another may still be writing, or writes what another
+    may still be reading.  Few meetings come of how a step is done:
+
+    * by all threads, as the kernel cuts it up, if it moves many bytes (`add`);
+    * by the first alone, if it moves few (`add`);
+    * in parts (`deal`): what goes through the columns of a product goes on with the columns that a thread has of it
+      (`columns_of`), and what all threads need next each makes for itself (`copies`).
     """
 
     threads: int
@@ -48,9 +74,10 @@ class Steps:
     number: int = 0
     steps: list[Step] = field(default_factory=list)
     owned: list[Any] = field(default_factory=list)
-    _written: list[tuple[Region, bool]] = field(default_factory=list)
-    _read: list[tuple[Region, bool]] = field(default_factory=list)
-    _made: dict[Hashable, tuple[Operand, list[Region]]] = field(default_factory=dict)
+    _written: Touched = field(default_factory=list)
+    _read: Touched = field(default_factory=list)
+    _columns: dict[Region, Sequence[int]] = field(default_factory=dict)
+    _made: dict[Hashable, tuple[Sequence[Operand], list[Region]]] = field(default_factory=dict)
     _scratch: dict[tuple[str, int], Operand] = field(default_factory=dict)
     _constants: dict[bytes, Operand] = field(default_factory=dict)
     _private: int = -1
@@ -63,26 +90,63 @@ class Steps:
         reads: Sequence[Operand],
         writes: Sequence[Operand],
         nbytes: int | None = None,
+        stops: bool = False,
     ) -> None:
         """Append a step; `reads` and `writes` are everything it touches besides memory of its own, `nbytes` how much of
-        that it moves, if not all."""
-        read, written = [o.region for o in reads], [o.region for o in writes]
-        moved = sum(r.high - r.low for r in (*read, *written)) if nbytes is None else nbytes
-        alone = self.threads == 1 or moved < SHARED
+        that it moves, if not all; `stops` says that it may stop the run."""
+        part, moved = Share(words, reads, writes), _moved(reads, writes) if nbytes is None else nbytes
+        self._append(kernel, {ALL if self.threads > 1 and moved >= SHARED else 0: part}, stops)
 
-        def touched(regions: Sequence[Region], before: Sequence[tuple[Region, bool]]) -> bool:
-            return any(r.overlaps(other) for other, by_one in before if not (alone and by_one) for r in regions)
+    def deal(self, kernel: Kernel, parts: Sequence[Share | None]) -> None:
+        """Append a step of which each thread does a part that is its own; None for one that has none."""
+        self._append(kernel, {thread: part for thread, part in enumerate(parts) if part is not None}, False)
 
-        meets = touched(read, self._written) or touched(written, self._written) or touched(written, self._read)
+    def deal_columns(self, kernel: Kernel, parts: Sequence[Share | None], out: Operand, bounds: Sequence[int]) -> None:
+        """The same, and thread i writes the columns of `out` from ``bounds[i]`` to before ``bounds[i + 1]``."""
+        self.deal(kernel, parts)
+        if self.threads > 1:
+            self._columns[out.region] = bounds
+
+    def columns_of(self, operands: Sequence[Operand]) -> Sequence[int] | None:
+        """The columns that each thread has of one of `operands` since they last met, as bounds; None if of none."""
+        found = (self._columns.get(o.region) for o in operands)
+        return next((b for b in found if b is not None), None)
+
+    def is_repeated(self, reads: Sequence[Operand]) -> bool:
+        """Whether each thread should do for itself what makes little of this."""
+        return sum(o.tensor.spec.nbytes for o in reads) <= REPEATED
+
+    def _waits(self, read: Touched, written: Touched) -> bool:
+        return any(
+            (thread != other or thread == ALL) and region.overlaps(before)
+            for mine, theirs in ((read, self._written), (written, self._written), (written, self._read))
+            for before, other in theirs
+            for region, thread in mine
+        )
+
+    def _append(self, kernel: Kernel, parts: Mapping[int, Share], stops: bool) -> None:
+        read, written = _touches(parts, stops)
+        meets = self.threads > 1 and self._waits(read, written)
         if meets:
-            self._written, self._read = [], []
-        self._written += [(r, alone) for r in written]
-        self._read += [(r, alone) for r in read]
-        self.steps.append(Step(kernel, np.array(words, np.int64), meets, alone, self.number))
-        self._forget(written)
+            self._written, self._read, self._columns = [], [], {}
+        self._written += written
+        self._read += read
+        if ALL in parts:
+            given: list[Share | None] = [parts[ALL]] * self.threads
+        else:
+            given = [parts.get(thread) for thread in range(self.threads)]
+        words = [None if part is None else np.array(part.words, np.int64) for part in given]
+        self.steps.append(Step(kernel, words, ALL not in parts, meets, self.number))
+        self.forget([region for region, _ in written])
+
+    def take(self) -> list[Step]:
+        """The steps so far; those that follow will be of another table."""
+        taken, self.steps = self.steps, []
+        self._written, self._read, self._columns = [], [], {}
+        return taken
 
     def memory(self, nbytes: int) -> Operand:
-        """Memory that lives as long as the table, aligned to a cache line."""
+        """Memory that lives as long as the tables, aligned to a cache line."""
         raw = np.zeros(nbytes + 64, np.uint8)
         start = -raw.ctypes.data % 64
         self.owned.append(raw)
@@ -106,20 +170,67 @@ class Steps:
             ctypes.memmove(made.address, data, len(data))
         return self._constants[data]
 
-    def known(self, key: Hashable) -> Operand | None:
-        """What an earlier step made under `key`, if its sources still hold what it was made of."""
+    def copies(self, purpose: str, nbytes: int) -> Sequence[Operand]:
+        """Memory of its own for each thread, that holds nothing which is still known."""
+        held = {o.tensor.buffer for made, _ in self._made.values() for o in made}
+        for number in count():
+            found = [self.scratch(f"{purpose} {number} of thread {t}", nbytes) for t in range(self.threads)]
+            if not any(o.tensor.buffer in held for o in found):
+                return found
+        raise AssertionError("never")
+
+    def known(self, key: Hashable) -> Sequence[Operand] | None:
+        """What an earlier step made under `key`, for each thread, if its sources still hold what it was made of."""
         found = self._made.get(key)
         return None if found is None else found[0]
 
-    def remember(self, key: Hashable, made: Operand, sources: Sequence[Operand]) -> None:
+    def remember(self, key: Hashable, made: Sequence[Operand], sources: Sequence[Operand]) -> None:
         """Let later steps use `made` as long as nobody writes over it or over what it was made of."""
-        self._made[key] = (made, [made.region, *(o.region for o in sources)])
+        self._made[key] = (made, [o.region for o in (*made, *sources)])
 
-    def _forget(self, written: Sequence[Region]) -> None:
+    def stand_in(self, made: Sequence[Operand], value: Operand) -> None:
+        """Let `made`, one for each thread, hold what `value` would, in whose place nothing is written."""
+        self.forget([value.region])
+        self.remember(("own", value.region), made, [value])
+
+    def stand_ins(self, value: Operand) -> Sequence[Operand] | None:
+        """What each thread has instead of `value`."""
+        found = self.known(("own", value.region))
+        return None if found is None else [like(o, value) for o in found]
+
+    def forget(self, written: Sequence[Region]) -> None:
+        """What was made of these, or lies there, is no longer known."""
+        for region in [r for r in self._columns if any(w.overlaps(r) for w in written)]:
+            del self._columns[region]
         gone = [k for k, (_, regions) in self._made.items() if any(w.overlaps(r) for w in written for r in regions)]
         for key in gone:
             del self._made[key]
 
 
+def like(memory: Operand, value: Operand) -> Operand:
+    """`memory` as a tensor that lies as `value` does."""
+    t = value.tensor
+    return Operand(memory.address, replace(memory.tensor, shape=t.shape, strides=t.strides, dtype=t.dtype))
+
+
+def _moved(reads: Sequence[Operand], writes: Sequence[Operand]) -> int:
+    """Bytes of what is not scratch."""
+    return sum(o.region.high - o.region.low for o in (*reads, *writes) if o.tensor.buffer >= 0)
+
+
+def _touches(parts: Mapping[int, Share], stops: bool) -> tuple[Touched, Touched]:
+    """What each thread reads, and what it writes."""
+    read = [(o.region, thread) for thread, part in parts.items() for o in part.reads]
+    written = [(o.region, thread) for thread, part in parts.items() for o in part.writes]
+    for thread, part in parts.items():
+        if stops or any(o.declared is not None for o in part.writes):
+            read.append((RUN, thread))
+        if stops:
+            written.append((RUN, thread))
+    return read, written
+
+
 Binding = Callable[[Steps, Bound], bool]
 """Appends the steps of one instruction; False if the kernels cannot do it, and NumPy has to do all of it."""
+Fused = Callable[[Steps, Sequence[Bound]], bool]
+"""The same for several in a row."""

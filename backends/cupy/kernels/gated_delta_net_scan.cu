@@ -118,15 +118,12 @@ __global__ void __launch_bounds__(2 * BV, 1) delta_scan(const __grid_constant__ 
                 multiply_columns<EXACT, D / 8>(S[2 * p], S[2 * p + 1], f, keys + R::RECEIVED, R::TILE, 16 * k, 16 * p);
         }
         float *out = a.out.row(n, chunk * C + column, h) + row * a.out.element;
-        const i64 next = a.out.token, below = 8 * a.out.element;
         const int left = tokens - chunk * C - column;
 #pragma unroll
-        for (int j = 0; j < C / 8; j++)
+        for (int j = 0; j < C / 8; j++, out += 8 * a.out.token)
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const int t = 8 * j + e % 2;
-                if (t < left) out[t * next + e / 2 * below] = O[j][e];
-            }
+            for (int e = 0; e < 4; e++)
+                if (8 * j + e % 2 < left) out[e % 2 * a.out.token + e / 2 * 8 * a.out.element] = O[j][e];
     }
 
     float *kept = a.kept.at + a.kept.row(n * a.kept_step) * state_size + inside;

@@ -12,9 +12,11 @@ import numpy.typing as npt
 
 from ....ops.norms import alibi_slopes
 from ...base import contiguous_strides
-from ..steps import SHARED, Bound, Operand, Steps, float_bits
+from ..steps import SHARED, Bound, Operand, Share, Steps, float_bits
 from . import attention_few, attention_many
+from .products import stand_ins
 from .rows import rows_of, unary
+from .scores import HEADS, OUT, SCRATCH, SCRATCH_BYTES
 
 FEW = 16
 """Tokens from which lanes that are tokens pay."""
@@ -118,23 +120,47 @@ def _attention(steps: Steps, call: Bound) -> bool:
     words += [4 * x.strides[len(leading)] for x in (q, k, v)]
     words += [4 * mask.strides[-2] if mask else 0, 4 * out.strides[len(leading)]]
     words += [float_bits(scale / cap if cap else scale * LOG2_E), float_bits(cap * LOG2_E)]
-    words += [steps.constant(_heads(steps, call, q, k, v, mask)).address]
+    heads_words = _heads(steps, call, q, k, v, mask)
+    words += [steps.constant(heads_words).address]
     reads = [x for x in (q, k, v, mask, sinks) if x is not None]
     if tokens >= FEW:
         span = attention_many.span(units, shared, tokens, steps.threads)
-        scratch = attention_many.scratch_bytes(shared * span, size, width)
-        words += [steps.scratch("attention", scratch * steps.threads).address, scratch, span]
-        steps.add(attention_many.attend, words, reads=reads, writes=[out])
+        each = attention_many.scratch_bytes(shared * span, size, width)
+        scratch = steps.scratch("attention", each * steps.threads)
+        words += [scratch.address, each, span]
+        steps.add(attention_many.attend, words, reads=reads, writes=[out, scratch])
         return True
     chunks = _chunks(steps, units, keys, k.tensor.spec.nbytes)
     rows = tokens * shared
-    scratch = attention_few.scratch_bytes(rows, keys, width)
+    each = attention_few.scratch_bytes(rows, keys, width)
     parts = steps.scratch("attention parts", units * rows * chunks * attention_few.part_bytes(width))
-    words += [steps.scratch("attention", scratch * steps.threads).address, scratch, parts.address, chunks]
-    steps.add(attention_few.attend, words, reads=reads, writes=[parts, out] if chunks == 1 else [parts])
+    scratch = steps.scratch("attention", each * steps.threads)
+    words += [scratch.address, each, parts.address, chunks]
+    writes = [parts, scratch, out] if chunks == 1 else [parts, scratch]
+    steps.add(attention_few.attend, words, reads=reads, writes=writes)
     if chunks > 1:
-        steps.add(attention_few.join, words, reads=[parts, *([sinks] if sinks else [])], writes=[out, parts])
+        _join(steps, call, words, heads_words, [parts, *([sinks] if sinks else [])], scratch)
     return True
+
+
+def _join(
+    steps: Steps, call: Bound, words: Sequence[int], heads: Addresses, reads: Sequence[Operand], scratch: Operand
+) -> None:
+    """Put parts together, by each thread for itself where only products follow."""
+    own = stand_ins(steps, call)
+    if own is None:
+        steps.add(attention_few.join, words, reads=reads, writes=[call.out, scratch])
+        return
+
+    def share(thread: int, out: Operand) -> Share:
+        moved = heads.copy()
+        moved[..., OUT // 8] += out.address - call.out.address
+        mine = [*words]
+        mine[HEADS], mine[SCRATCH] = steps.constant(moved).address, mine[SCRATCH] + thread * mine[SCRATCH_BYTES]
+        return Share(mine, reads, [out])
+
+    steps.deal(attention_few.join, [share(thread, out) for thread, out in enumerate(own)])
+    steps.stand_in(own, call.out)
 
 
 BINDINGS = {"attention": _attention}

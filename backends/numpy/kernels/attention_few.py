@@ -230,26 +230,26 @@ def to_weights(scores, n, state):
 
 
 @part
-def put_row(parts, count, span, sink, out, width):
-    """The result of a row from `count` parts of it."""
+def put_row(parts, count, span, factors, sink, out, width):
+    """The result of a row from `count` parts of it; `factors` is scratch for as many numbers."""
     top, weight = max(sink, LOWEST), NONE
     for i in range(count):
         top = max(top, load_scalar(parts + i * span))
     for i in range(count):
         f = power_of(load_scalar(parts + i * span) - top)
-        store_scalar(parts + i * span, f)
+        store_scalar(factors + 4 * i, f)
         weight += f * load_scalar(parts + i * span + SUM)
     weight += power_of(sink - top)
     f = splat(ONE / weight if weight > NONE else NONE)
     for c in range(0, width, LANES):
         acc = zeros()
         for i in range(count):
-            acc = fma(load(parts + i * span + VALUES + 4 * c), splat_from(parts + i * span), acc)
+            acc = fma(load(parts + i * span + VALUES + 4 * c), splat_from(factors + 4 * i), acc)
         put(out, c, width, mul(acc, f))
 
 
 @part
-def put_group(a, unit):
+def put_group(a, unit, scratch):
     """The results of a group of heads from all parts."""
     tokens, shared, count, width = word(a, TOKENS), word(a, SHARED), word(a, CHUNKS), word(a, WIDTH)
     span = VALUES + 4 * round_up(width, COLUMNS)
@@ -257,7 +257,8 @@ def put_group(a, unit):
         for h in range(shared):
             head = word(a, HEADS) + (unit * shared + h) * HEAD
             parts = word(a, PARTS) + ((unit * tokens + t) * shared + h) * count * span
-            put_row(parts, count, span, sink_of(head), load_long(head + OUT) + t * word(a, OUT_STEP), width)
+            out = load_long(head + OUT) + t * word(a, OUT_STEP)
+            put_row(parts, count, span, scratch, sink_of(head), out, width)
 
 
 @part
@@ -324,7 +325,7 @@ def attend(a, thread, threads):
         value = load_long(heads + V) + low * word(a, V_STEP)
         add_all_values(a, value, rows, high - low, scores, states, pitch, scores + rows * reach)
         if chunks == 1:
-            put_group(a, group)
+            put_group(a, group, scores)
     return 0
 
 
@@ -333,5 +334,5 @@ def join(a, thread, threads):
     """The parts of every group of heads put together."""
     lo, hi = share(word(a, UNITS), thread, threads)
     for unit in range(lo, hi):
-        put_group(a, unit)
+        put_group(a, unit, word(a, SCRATCH) + thread * word(a, SCRATCH_BYTES))
     return 0

@@ -87,7 +87,7 @@ def _all_reduce(steps: Steps, call: Bound) -> bool:
     count, number = math.prod(x.shape), call.attrs["sequence"]
     assert isinstance(number, int)
     words = [comm.board.ctypes.data, comm.rank, comm.size, x.address, y.address, count, number, int(comm.timeout * 1e9)]
-    steps.add(all_reduce, words, reads=[x], writes=[y], nbytes=0)
+    steps.add(all_reduce, words, reads=[x], writes=[y], nbytes=0, stops=True)
     return True
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 from ....graph.dtypes import DType
 from ..compiler import Kernel, Part, kernel, part
-from ..steps import Bound, Steps
+from ..steps import Bound, Operand, Steps
 from .grouped import Blocks, Slots, add_product, product_of
 from .packing import share
 from .rows import lanes, put
@@ -143,13 +144,13 @@ def bind_columns(steps: Steps, call: Bound) -> bool:
     return True
 
 
-def bind(steps: Steps, call: Bound, slots: Slots) -> bool:
-    """A product with a weight that is not packed."""
-    w, x = call.operand(0), call.operand(1)
-    if w.dtype not in LOADS or w.strides[-1] != 1 or not x.is_float or not x.has_rows or not call.out.has_rows:
-        return False
-    if w.dtype is not DType.F32 and w.shape[-1] % LANES:
-        return False
+def fits(w: Operand) -> bool:
+    """Whether the weight of a product lies as kernels read it."""
+    return w.dtype in LOADS and w.strides[-1] == 1 and (w.dtype is DType.F32 or w.shape[-1] % LANES == 0)
+
+
+def bind(steps: Steps, call: Bound, x: Sequence[Operand], slots: Slots) -> None:
+    """A product with a weight that is not packed; `x` for each thread."""
+    w = call.operand(0)
     *between, stride, _ = (w.dtype.storage.itemsize * s for s in w.strides)
-    add_product(steps, call, product(w.dtype), blocks_of(w.dtype), stride, sum(between), x, x.row_step, slots)
-    return True
+    add_product(steps, call, product(w.dtype), blocks_of(w.dtype), stride, sum(between), x, x[0].row_step, slots)

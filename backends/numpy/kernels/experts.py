@@ -6,12 +6,11 @@ import math
 
 import numpy as np
 
-from ....graph.dtypes import DType
 from ..compiler import kernel, part
 from ..steps import Bound, Operand, Steps
 from .grouped import Slots
 from .packing import NO_ROW
-from .products import bind_product
+from .products import bind_product, is_compiled
 from .simd import load_int, store_int, word
 
 
@@ -54,10 +53,12 @@ def here(chosen, own, experts):
 
 def _mul_mat_id(steps: Steps, call: Bound) -> bool:
     w, x, ids = call.operand(0), call.operand(1), call.operand(2)
-    if not ids.is_dense or ids.dtype is not DType.I32 or len(w.shape) != 3 or not x.shape[-1]:
+    if not is_compiled(call):
         return False
     experts = w.shape[0]
-    return bind_product(steps, call, Slots(_sorted(steps, call, ids, experts), experts, ids.shape[-1], x.shape[-2]))
+    slots = Slots(_sorted(steps, call, ids, experts), experts, ids.shape[-1], x.shape[-2])
+    bind_product(steps, call, slots)
+    return True
 
 
 def _sorted(steps: Steps, call: Bound, ids: Operand, experts: int) -> Operand:
@@ -65,13 +66,12 @@ def _sorted(steps: Steps, call: Bound, ids: Operand, experts: int) -> Operand:
     own, every = (int(np.asarray(call.attrs[name])) for name in ("first", "total"))
     key = ("slots", ids.tensor, own, experts)
     if (found := steps.known(key)) is not None:
-        return found
+        return found[0]
     count = math.prod(ids.shape)
     made = steps.scratch("slots", 4 * (experts + 2 + count))
-    steps.add(
-        sort_slots, [ids.address, count, experts, made.address, own, every or experts], reads=[ids], writes=[made]
-    )
-    steps.remember(key, made, [ids])
+    words = [ids.address, count, experts, made.address, own, every or experts]
+    steps.add(sort_slots, words, reads=[ids], writes=[made], stops=True)
+    steps.remember(key, [made], [ids])
     return made
 
 

@@ -7,12 +7,13 @@ nearest cache while many rows of activations pass.  A few rows alone meet the we
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..compiler import Kernel, Part, part
-from ..steps import Bound, Operand, Steps
+from ..steps import Bound, Operand, Share, Steps
 from .packing import share
 from .simd import LANES, load_int, store_scalar, word
 from .tiles import tile
@@ -155,14 +156,44 @@ def add_product(
     blocks: Blocks,
     stride: int,
     between: int,
-    x: Operand,
+    x: Sequence[Operand],
     pitch: int,
     to: Slots,
 ) -> None:
-    """The step: the weight's rows are `stride` bytes and its experts `between`; `x` has a row every `pitch` bytes."""
+    """The step: the weight's rows are `stride` bytes and its experts `between`; `x` is for each thread where it finds
+    the activations, a row every `pitch` bytes.  Threads have whole tiles of the weight's rows, so columns of y."""
     w, y = call.operand(0), call.out
-    rows, columns = w.shape[-2:]
+    columns = w.shape[-1]
     memory = steps.scratch(f"product {blocks.scratch}", blocks.scratch * steps.threads)
-    words = [w.address, stride, between, rows, columns, x.address, pitch]
-    words += [to.operand.address, to.experts, to.used, to.shared, y.address, y.row_step, memory.address]
-    steps.add(kernel, words, reads=[w, x, to.operand], writes=[y])
+    bounds = _bounds(call, blocks.groups * ROWS, steps.threads)
+
+    def part(thread: int) -> Share | None:
+        first, count = bounds[thread], bounds[thread + 1] - bounds[thread]
+        if not count:
+            return None
+        mine, own = y.part(len(y.shape) - 1, first, count), x[thread]
+        words = [w.address + first * stride, stride, between, count, columns, own.address, pitch]
+        words += [to.operand.address, to.experts, to.used, to.shared]
+        words += [mine.address, y.row_step, memory.address + thread * blocks.scratch]
+        return Share(words, [w, own, to.operand], [mine])
+
+    steps.deal_columns(kernel, [part(thread) for thread in range(steps.threads)], y, bounds)
+
+
+def _bounds(call: Bound, unit: int, threads: int) -> Sequence[int]:
+    """Which columns of the result each thread has: whole tiles, and whole heads where these are read and all threads
+    get as many."""
+    y = call.out
+    rows, readers = y.shape[-1], call.readers() if threads > 1 else None
+    sizes = {o.shape[-1] for r in readers or () for o in r.src if o and o.shape and o.region == y.region}
+    for size in sorted(sizes - {rows}):
+        whole = math.lcm(unit, size)
+        if rows % (whole * threads) == 0:
+            return even_bounds(rows, whole, threads)
+    return even_bounds(rows, unit, threads)
+
+
+def even_bounds(n: int, unit: int, threads: int) -> Sequence[int]:
+    """Where the share of each thread begins, and `n`: whole units, as many for each as can be."""
+    each = -(-n // unit // threads) * unit
+    return [min(n, each * thread) for thread in range(threads + 1)]

@@ -1,4 +1,4 @@
-"""The loop that runs a program: every thread of a device walks the same table and does its share of each step."""
+"""The loop that runs a program: every thread of a device walks a table of its own, and does its share of each step."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from .simd import load_long, store_long, word
 from .threads import call, fetch_add, give_way, load_shared, now, store_shared
 
 STEP = 4
-"""Words of a step: address of the kernel, address of its arguments, MEETS and ALONE, the number of its instruction."""
-MEETS, ALONE = 1, 2
-"""All threads meet before a step; the first thread does it alone."""
+"""Words of a step: address of the kernel, 0 where this thread has nothing to do; address of its arguments; MEETS and
+WHOLE; the number of its instruction."""
+MEETS, WHOLE = 1, 2
+"""All threads meet before a step; the arguments are this thread's, who does all that they say."""
 SPINS = 2000
 """How often a thread looks before it gives its core away: longer than a meeting takes, shorter than a time slice."""
 
@@ -37,10 +38,10 @@ def meet(shared, threads):
 def walk(a, thread, threads, times):
     """Every step in turn; thread 0 writes when each began, and when all were done, unless `times` is 0.
 
-    A thread may be ahead of another up to the next meeting; what saves a state and what writes it never are in between
-    the same two.
+    A thread may be ahead of another up to the next meeting: `steps.RUN` is why that does no harm when one stops.
     """
-    steps, count, shared = word(a, 0), word(a, 1), word(a, 2)
+    count, shared = word(a, 1), word(a, 2)
+    steps = word(a, 0) + thread * count * 8 * STEP
     for i in range(count):
         step = steps + i * 8 * STEP
         how = load_long(step + 16)
@@ -51,10 +52,9 @@ def walk(a, thread, threads, times):
             if status != 0:
                 return status
         status = 0
-        if how & ALONE == 0:
-            status = call(load_long(step), load_long(step + 8), thread, threads)
-        elif thread == 0:
-            status = call(load_long(step), load_long(step + 8), 0, 1)
+        if load_long(step) != 0:
+            whole = how & WHOLE != 0
+            status = call(load_long(step), load_long(step + 8), 0 if whole else thread, 1 if whole else threads)
         if status != 0:
             store_long(shared + STEP_FAILED, load_long(step + 24))
             store_shared(shared + FAILED, status)
@@ -67,7 +67,8 @@ def walk(a, thread, threads, times):
 
 @kernel
 def run(a, thread, threads):
-    """Words: steps, how many, shared block.  Returns 0, or the status of the step that stopped the run."""
+    """Words: a table of steps for each thread, how many steps, shared block.  Returns 0, or the status of the step that
+    stopped the run."""
     return walk(a, thread, threads, 0)
 
 

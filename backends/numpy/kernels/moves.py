@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 
 from ....graph.dtypes import DType
 from ..compiler import Kernel
-from ..steps import Bound, Operand, Steps
+from ..steps import Bound, Fused, Operand, Share, Steps
 from .dense import LOADS
 from .formats import FORMATS
 from .packing import NO_ROW, share, unpack
@@ -64,16 +66,14 @@ def _get_rows(steps: Steps, call: Bound) -> bool:
         stride = columns // table.dtype.block * table.dtype.block_bytes
         scratch = steps.scratch("unpack", 1024 * steps.threads)
         words = [table.address, stride, rows, columns, ids.address, out.address, out.row_step, math.prod(ids.shape)]
-        steps.add(
-            unpack(form), [*words, scratch.address], reads=[table, ids], writes=[out], nbytes=out.tensor.spec.nbytes
-        )
+        _add(steps, unpack(form), [*words, scratch.address], [table, ids], [out, scratch], out)
         return True
     if table.dtype not in LOADS or table.strides[-1] != 1 or len(leading) > 1 or not ids.shape[-1]:
         return False
     nbytes = table.dtype.storage.itemsize
     words = [table.address, nbytes * table.strides[-2], rows, columns, ids.address, size, out.address, out.row_step]
     words += [ids.shape[-1], *leading, nbytes * table.strides[0]] if leading else [math.prod(ids.shape), 1, 0]
-    steps.add(move_rows(False, table.dtype), words, reads=[table, ids], writes=[out], nbytes=out.tensor.spec.nbytes)
+    _add(steps, move_rows(False, table.dtype), words, [table, ids], [out], out)
     return True
 
 
@@ -86,8 +86,50 @@ def _set_rows(steps: Steps, call: Bound) -> bool:
     if into.address != out.address and not add_rows(steps, unary("copy"), [into], out):
         return False
     words = [out.address, out.row_step, *out.shape, ids.address, size, rows.address, rows.row_step, rows.shape[0], 1, 0]
-    steps.add(move_rows(True), words, reads=[rows, ids, out], writes=[out], nbytes=rows.tensor.spec.nbytes)
+    _add(steps, move_rows(True), words, [rows, ids, out], [out], rows)
     return True
+
+
+def _save_and_set_rows(steps: Steps, calls: Sequence[Bound]) -> bool:
+    """Rows of a table, to be kept, and others in their place: each thread moves the columns that it has of these.
+
+    Every thread looks at all ids, so all stop at one that is no row, and none sets any.
+    """
+    save, change = calls
+    table, ids, kept = save.operand(0), save.operand(1), save.out
+    into, rows, out = change.operand(0), change.operand(1), change.out
+    alike = ids.tensor == change.operand(2).tensor and table.tensor == into.tensor == out.tensor
+    plain = all(o.is_float and o.has_rows and len(o.shape) == 2 for o in (table, rows, kept)) and len(ids.shape) == 1
+    size, bounds = _ids_size(ids), steps.columns_of([rows])
+    if not alike or not plain or size is None or bounds is None or bounds[-1] != table.shape[1]:
+        return False
+    if 0 in np.diff(bounds):
+        return False  # a thread that moves nothing would not stop
+    parts = [[o.part(1, low, high - low) for o in (table, rows, kept)] for low, high in pairwise(bounds)]
+
+    def share(table: Operand, other: Operand, count: int) -> list[int]:
+        words = [table.address, table.row_step, *table.shape, ids.address, size]
+        return [*words, other.address, other.row_step, count, 1, 0]
+
+    count, number = rows.shape[0], steps.number
+    saves = [Share(share(table, kept, count), [table, ids], [kept]) for table, _, kept in parts]
+    steps.deal_columns(move_rows(False), saves, kept, bounds)
+    steps.number = number + 1
+    changes = [Share(share(table, rows, count), [rows, ids, table], [table]) for table, rows, _ in parts]
+    steps.deal(move_rows(True), changes)
+    return True
+
+
+def _add(
+    steps: Steps,
+    kernel: Kernel,
+    words: Sequence[int],
+    reads: Sequence[Operand],
+    writes: Sequence[Operand],
+    moved: Operand,
+) -> None:
+    """A step that moves `moved` to or from where ids say, and stops at one that is none."""
+    steps.add(kernel, words, reads=reads, writes=writes, nbytes=moved.tensor.spec.nbytes, stops=True)
 
 
 def _concat(steps: Steps, call: Bound) -> bool:
@@ -98,3 +140,4 @@ def _concat(steps: Steps, call: Bound) -> bool:
 
 
 BINDINGS = {"get_rows": _get_rows, "set_rows": _set_rows, "concat": _concat}
+FUSED: Mapping[tuple[str, ...], Fused] = {("get_rows", "set_rows"): _save_and_set_rows}

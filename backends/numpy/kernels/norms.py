@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import numpy as np
 
-from ..compiler import Kernel, part
-from ..steps import Binding, Bound, Steps
+from ..compiler import Kernel, kernel, part
+from ..steps import Binding, Bound, Fused, Operand, Share, Steps
 from .packing import share
+from .pieces import pieces_of
+from .products import stand_ins
 from .rows import HEAD, OPERAND, lanes, put, row_address, rows_of
 from .simd import LANES, add, fma, mul, splat, sqrt_scalar, total, word, zeros
 from .simd import float_word as number
@@ -70,6 +73,19 @@ def norm(name: str) -> Kernel:
     return Kernel(f"norms.norm.{name}", body)
 
 
+@kernel
+def scaled_rms_norm(a, thread, threads):
+    """RMS norm, and the product with what stands beside.  Words: HEAD, source, factors, target, eps."""
+    n, step, eps = word(a, 0), word(a, HEAD + OPERAND + 4), number(a, EPS + OPERAND)
+    lo, hi = share(word(a, 1) * word(a, 2) * word(a, 3), thread, threads)
+    for i in range(lo, hi):
+        x, w, y = row_address(a, 0, i), row_address(a, 1, i), row_address(a, 2, i)
+        f = splat(rms_factor(sum_of_squares(x, n), n, eps))
+        for c in range(0, n, LANES):
+            put(y, c, n, mul(mul(lanes(x, c, n, 4), f), lanes(w, c, n, step)))
+    return 0
+
+
 def _bind(name: str) -> Binding:
     def bind(steps: Steps, call: Bound) -> bool:
         x, y = call.operand(0), call.out
@@ -83,4 +99,33 @@ def _bind(name: str) -> Binding:
     return bind
 
 
+def _scaled(steps: Steps, calls: Sequence[Bound]) -> bool:
+    """By each thread for itself where only products follow."""
+    norm, product = calls
+    x, y, factors = norm.operand(0), product.out, [o for o in product.src if o and o.tensor != norm.out.tensor]
+    if len(factors) != 1 or norm.out.shape != y.shape or not (x.is_float and factors[0].is_float):
+        return False
+    whole = _share(norm, x, factors[0], y)
+    if whole is None or norm.readers() != [product]:
+        return False
+    if (pieces := pieces_of(steps, [x], y, whole_rows=True)) is not None:
+        cut = zip(*(pieces.of(o) for o in (x, factors[0], y)), strict=True)
+        shares = [None if None in each else _share(norm, *each) for each in cut]
+        steps.deal_columns(scaled_rms_norm, shares, y, pieces.bounds)
+    elif (own := stand_ins(steps, product)) is not None:
+        steps.deal(scaled_rms_norm, [_share(norm, x, factors[0], to) for to in own])
+        steps.stand_in(own, y)
+    else:
+        steps.add(scaled_rms_norm, whole.words, reads=whole.reads, writes=whole.writes)
+    return True
+
+
+def _share(norm: Bound, x: Operand, factors: Operand, y: Operand) -> Share | None:
+    words = rows_of(y.shape, [x, factors, y], whole_rows=True)
+    if words is None or words[HEAD + 4] != 4 or words[HEAD + 2 * OPERAND + 4] != 4:
+        return None
+    return Share([*words, norm.float("eps")], [x, factors], [y])
+
+
+FUSED: Mapping[tuple[str, ...], Fused] = {("rms_norm", "mul"): _scaled}
 BINDINGS = {name: _bind(name) for name in ("rms_norm", "l2_norm")}

@@ -6,15 +6,18 @@ Every code is unpacked once for a chunk of rows of activations.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 
+from ....graph.dtypes import DType
 from ..compiler import Kernel, Part, kernel, part
-from ..steps import Bound, Operand, Steps
+from ..steps import Bound, Operand, Share, Steps, like
 from . import dense
 from .formats import COLUMNS, FORMATS, ROWS, Format
-from .grouped import Blocks, Slots, add_product, in_order, product_of
+from .grouped import Blocks, Slots, add_product, even_bounds, in_order, product_of
 from .packing import share
 from .simd import (
     float_to_bits,
@@ -194,39 +197,101 @@ def product(form: Format) -> Kernel:
 # ----------------------------------------------------------------------------------------------------- binding
 
 
-def rounded(steps: Steps, x: Operand, form: Format) -> Operand:
-    """`x` rounded to 8 bits for weights of a type, by a step of its own unless an earlier one has done it."""
+def rounded(steps: Steps, x: Operand, form: Format) -> Sequence[Operand]:
+    """`x` rounded to 8 bits for weights of a type, where each thread finds it; by a step of its own unless an earlier
+    one has done it.
+
+    Threads round the columns that they have of `x`, or all of few rows each for itself, or share the rows.
+    """
     key = ("rounded", x.tensor, form.zero)
     if (found := steps.known(key)) is not None:
         return found
-    columns, step = x.shape[-1], x.row_step
-    rows = math.prod(x.shape[:-1])
-    made = steps.scratch(f"rounded {form.zero}", rounded_bytes(rows, columns))
-    steps.add(round_rows, [x.address, step, rows, columns, made.address, form.zero], reads=[x], writes=[made])
+    rows, columns, name = math.prod(x.shape[:-1]), x.shape[-1], f"rounded {form.zero}"
+    nbytes, own, bounds = rounded_bytes(rows, columns), steps.stand_ins(x), steps.columns_of([x])
+    if bounds is not None and (rows > 1 or any(b % COLUMNS for b in bounds)):
+        bounds = None
+    if own is not None or (bounds is None and steps.is_repeated([x])):
+        made = steps.copies(name, nbytes)
+        parts = [_rounding(o, to, rows, form, 0, columns) for o, to in zip(own or [x] * len(made), made, strict=True)]
+        steps.deal(round_rows, parts)
+    elif rows == 1:
+        made = [steps.scratch(name, nbytes)] * steps.threads
+        bounds = bounds or even_bounds(columns, COLUMNS, steps.threads)
+        steps.deal(round_rows, [_rounding(x, made[0], 1, form, *pair) for pair in pairwise(bounds)])
+    else:
+        made = [steps.scratch(name, nbytes)] * steps.threads
+        share = _rounding(x, made[0], rows, form, 0, columns)
+        steps.add(round_rows, share.words, reads=share.reads, writes=share.writes)
     steps.remember(key, made, [x])
     return made
 
 
-def bind_product(steps: Steps, call: Bound, slots: Slots) -> bool:
+def _rounding(x: Operand, to: Operand, rows: int, form: Format, first: int, last: int) -> Share:
+    """Columns from `first` to before `last`: of one row, or all of them."""
+    source, skipped = x.part(len(x.shape) - 1, first, last - first), rounded_bytes(1, first)
+    target = to.part(0, skipped, rounded_bytes(rows, last - first))
+    words = [source.address, source.row_step, rows, last - first, target.address, form.zero]
+    return Share(words, [source], [target])
+
+
+def stand_ins(steps: Steps, call: Bound) -> Sequence[Operand] | None:
+    """Where each thread may write a result for itself instead of into its tensor, because nothing but products reads
+    it; None if the tensor it has to be, or if it is too much for each to do it all."""
+    y = call.out
+    if steps.threads == 1 or not steps.is_repeated([y]) or not y.is_dense:
+        return None
+    readers = call.readers()
+    if not readers or not all(_reads_stand_ins(r, y) for r in readers):
+        return None
+    return [like(o, y) for o in steps.copies("own", y.tensor.spec.nbytes)]
+
+
+def _reads_stand_ins(call: Bound, y: Operand) -> bool:
+    x = call.optional(1)
+    if x is None or x.region != y.region or not x.is_dense or not is_compiled(call):
+        return False
+    return not any(o is not None and o is not x and o.region.overlaps(y.region) for o in call.src)
+
+
+def is_compiled(call: Bound) -> bool:
+    """Whether this is a product that `bind_product` binds, of rows that may lie anywhere."""
+    if call.op not in ("mul_mat", "mul_mat_id"):
+        return False
+    w, x = call.operand(0), call.operand(1)
+    experts = call.op == "mul_mat_id"
+    if len(w.shape) != 2 + experts or not (x.is_float and x.has_rows and call.out.has_rows):
+        return False
+    if experts and not slots_fit(call):
+        return False
+    if w.dtype in FORMATS:
+        return w.starts_row(ROWS, w.shape[-1] // w.dtype.block * w.dtype.block_bytes)
+    return dense.fits(w)
+
+
+def slots_fit(call: Bound) -> bool:
+    """Whether ids of experts lie as kernels read them."""
+    x, ids = call.operand(1), call.operand(2)
+    return ids.is_dense and ids.dtype is DType.I32 and bool(x.shape[-1])
+
+
+def bind_product(steps: Steps, call: Bound, slots: Slots) -> None:
     """A product with a weight of any type."""
     w, x = call.operand(0), call.operand(1)
     if w.dtype not in FORMATS:
-        return dense.bind(steps, call, slots)
+        dense.bind(steps, call, steps.stand_ins(x) or [x] * steps.threads, slots)
+        return
     form, blocks = FORMATS[w.dtype], w.shape[-1] // w.dtype.block
     stride = blocks * w.dtype.block_bytes
-    if not w.starts_row(ROWS, stride) or not x.has_rows or not call.out.has_rows or not x.is_float:
-        return False
     assert w.stored is not None
     q, pitch = rounded(steps, x, form), w.shape[-1] // COLUMNS * RECORD
     add_product(steps, call, product(form), blocks_of(form), stride, w.stored.shape[-2] * stride, q, pitch, slots)
-    return True
 
 
 def _mul_mat(steps: Steps, call: Bound) -> bool:
-    w, x = call.operand(0), call.operand(1)
-    if len(w.shape) == 3 and w.dtype not in FORMATS:
-        return dense.bind_columns(steps, call)
-    return len(w.shape) == 2 and bind_product(steps, call, in_order(steps, x))
+    if is_compiled(call):
+        bind_product(steps, call, in_order(steps, call.operand(1)))
+        return True
+    return len(call.operand(0).shape) == 3 and dense.bind_columns(steps, call)
 
 
 BINDINGS = {"mul_mat": _mul_mat}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 
 from ..compiler import Kernel, Part, kernel, part
-from ..steps import Binding, Bound, Operand, Steps
+from ..steps import Binding, Bound, Operand, Share, Steps
 from .packing import share
+from .pieces import pieces_of
 from .simd import (
     LANES,
     Intrinsic,
@@ -350,12 +352,28 @@ def add_rows(
     steps: Steps, kernel: Kernel, sources: Sequence[Operand], out: Operand, numbers: Sequence[int] = ()
 ) -> bool:
     """Append a kernel of this file; False if the operands have no rows that it can walk."""
-    operands = [*sources, out]
-    words = rows_of(out.shape, operands) if all(o.is_float for o in operands) else None
-    if words is None or words[-1] != 4 or (len(sources) == 1 and words[HEAD + 4] != 4):
+    whole = _share(sources, out, numbers)
+    if whole is None:
         return False
-    steps.add(kernel, [*words, *numbers], reads=sources, writes=[out])
+    if (pieces := pieces_of(steps, sources, out)) is not None:
+        cut = zip(*(pieces.of(o) for o in (*sources, out)), strict=True)
+        parts = [None if None in each else _share(each[:-1], each[-1], numbers) for each in cut]
+        if all(
+            part is not None for part, (first, last) in zip(parts, pairwise(pieces.ends), strict=True) if first < last
+        ):
+            steps.deal_columns(kernel, parts, out, pieces.bounds)
+            return True
+    steps.add(kernel, whole.words, reads=sources, writes=[out])
     return True
+
+
+def _share(sources: Sequence[Operand], out: Operand, numbers: Sequence[int]) -> Share | None:
+    """The words for such a kernel; None if there are none, or nothing to do."""
+    operands = [*sources, out]
+    words = rows_of(out.shape, operands) if all(o.is_float for o in operands) and out.tensor.spec.size else None
+    if words is None or words[-1] != 4 or (len(sources) == 1 and words[HEAD + 4] != 4):
+        return None
+    return Share([*words, *numbers], sources, [out])
 
 
 def _unary(name: str) -> Binding:

@@ -1,0 +1,67 @@
+"""Who reads what an instruction computes, before something else stands in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..base import Program
+from .steps import Bound, Operand, Region
+
+Ranges = list[tuple[int, int]]
+
+
+class Readers:
+    """The instructions of a program, bound; and which of them read a result."""
+
+    def __init__(self, program: Program, bind: Callable[[int], Bound], kept: Sequence[Region]) -> None:
+        """`kept` is what is read after the last instruction."""
+        self.program, self.kept = program, kept
+        self._bind = bind
+        self._bound: dict[int, Bound] = {}
+
+    def bound(self, number: int) -> Bound:
+        if number not in self._bound:
+            self._bound[number] = self._bind(number)
+        return self._bound[number]
+
+    def calls(self, number: int, value: Operand) -> list[Bound] | None:
+        """The instructions of `of`."""
+        found = self.of(number, value)
+        return None if found is None else [self.bound(n) for n in found]
+
+    def chain(self, number: int, ops: Sequence[str]) -> list[Bound] | None:
+        """The instructions from `number` on, if they are these."""
+        instructions = self.program.instructions[number : number + len(ops)]
+        if [i.op for i in instructions] != [*ops] or not all(t.spec.size for i in instructions for t in i.dst):
+            return None
+        return [self.bound(number + i) for i in range(len(ops))]
+
+    def of(self, number: int, value: Operand) -> list[int] | None:
+        """The numbers of all instructions that read `value`, which instruction `number` computes, in order; None if it
+        is read after the last, or lies in memory that is kept."""
+        whole = value.region
+        if whole.pitch or value.declared is not None:
+            return None
+        left: Ranges = [(whole.low, whole.high)]
+        found = []
+        for later in range(number + 1, len(self.program.instructions)):
+            call = self.bound(later)
+            if any(o is not None and _meets(o.region, whole.buffer, left) for o in call.src):
+                found.append(later)
+            for out in call.dst:
+                left = _without(left, out.region) if out.region.buffer == whole.buffer else left
+            if not left:
+                return found
+        return None if any(_meets(region, whole.buffer, left) for region in self.kept) else found
+
+
+def _meets(region: Region, buffer: int, ranges: Ranges) -> bool:
+    return region.buffer == buffer and any(region.low < high and low < region.high for low, high in ranges)
+
+
+def _without(ranges: Ranges, written: Region) -> Ranges:
+    """What is left of ranges when a region is written; all of it, if the region has holes."""
+    if written.pitch:
+        return ranges
+    cut = [((low, min(high, written.low)), (max(low, written.high), high)) for low, high in ranges]
+    return [(low, high) for pair in cut for low, high in pair if low < high]
