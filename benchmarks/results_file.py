@@ -13,18 +13,25 @@ from pathlib import Path
 
 def circumstances(shared: bool) -> dict[str, object]:
     """Date, processor, commit, and whether others used the machine meanwhile."""
-    root = Path(__file__).parent.parent
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True)
-    dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=root, capture_output=True, text=True)
+    commit, changes = _git("rev-parse", "--short", "HEAD"), _git("status", "--porcelain", "-uno")
     return {
         "date": datetime.date.today().isoformat(),
         "cpu": processor(),
         "cores": os.cpu_count(),
-        "commit": (commit.stdout.strip() or "unknown") + ("+" if dirty.stdout.strip() else ""),
+        "commit": (commit or "unknown") + ("+" if changes else ""),
         "shared": shared,
         "load": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
     }
+
+
+def _git(*words: str) -> str:
+    """What git says of this repository; nothing where there is no git."""
+    try:
+        done = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True)
+    except OSError:
+        return ""
+    return done.stdout.strip()
 
 
 def processor() -> str:

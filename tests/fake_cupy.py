@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import ClassVar
@@ -89,6 +90,37 @@ class Stream:
         assert not self.is_capturing
 
 
+class Event:
+    """``cupy.cuda.Event``: when the stream came to it; emulated streams are always done."""
+
+    def __init__(self, block=False, disable_timing=False, interprocess=False):
+        assert not disable_timing
+        self.at = None
+
+    def record(self, stream=None):
+        assert isinstance(stream, Stream)
+        assert getattr(Stream.of_thread, "capturing", None) is None, "an event within a capture has no time"
+        self.at = time.perf_counter()
+
+    def synchronize(self):
+        assert self.at is not None
+
+
+def elapsed(start, end):
+    """Milliseconds."""
+    assert start.at is not None
+    return (end.at - start.at) * 1e3
+
+
+def copy(into, source, nbytes, kind, stream):
+    assert (kind, stream) == (DEVICE_TO_DEVICE, Stream.ptr)
+    ctypes.memmove(into, source, nbytes)
+
+
+DEVICE_TO_DEVICE = 3
+PROPERTIES = {"totalGlobalMem": 1 << 30, "multiProcessorCount": 1, "l2CacheSize": 1 << 20}
+
+
 def fake_cupy(sources, are_peers=True):
     """The module; `sources` is what kernels may be launched of."""
     enabled, pinned, current = set(), set(), threading.local()
@@ -144,7 +176,11 @@ def fake_cupy(sources, are_peers=True):
         hostUnregister=pinned.remove,
         pointerGetAttributes=attributes,
         getDeviceCount=lambda: 4,
-        getDeviceProperties=lambda index: {"totalGlobalMem": 1 << 30, "name": b"no GPU"},
+        getDeviceProperties=lambda index: {**PROPERTIES, "name": b"no GPU"},
+        driverGetVersion=lambda: 13000,
+        runtimeGetVersion=lambda: 13000,
+        memcpyAsync=copy,
+        memcpyDeviceToDevice=DEVICE_TO_DEVICE,
         CUDARuntimeError=DriverError,
     )
     driver = SimpleNamespace(launchKernel=launch_kernel, funcSetAttribute=lambda *_: None, CUDADriverError=DriverError)
@@ -154,10 +190,14 @@ def fake_cupy(sources, are_peers=True):
         driver=driver,
         Device=entered,
         Stream=Stream,
+        Event=Event,
+        get_elapsed_time=elapsed,
         memory=SimpleNamespace(OutOfMemoryError=MemoryError),
         function=SimpleNamespace(Module=Module),
     )
     return SimpleNamespace(
+        __version__="none",
+        get_default_memory_pool=lambda: SimpleNamespace(free_all_blocks=lambda: None),
         cuda=cuda,
         ndarray=FakeArray,
         zeros=lambda shape, dtype: FakeArray(shape, dtype),

@@ -10,7 +10,7 @@ from gguf import GGUFWriter, quant_shape_to_byte_shape
 def write_header(path, architecture, numbers, tensors):
     """A GGUF file without its weights: `tensors` gives shape (in NumPy order) and type by name."""
     writer = GGUFWriter(path, architecture)
-    add = {int: writer.add_uint32, float: writer.add_float32}
+    add = {int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
     for key, value in numbers.items():
         add[type(value)](f"{architecture}.{key}", value)
     for name, (shape, kind) in tensors.items():

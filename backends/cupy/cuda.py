@@ -137,7 +137,7 @@ class CudaDriver:
 
     def record(self, launches: Sequence[Launch], on: Device) -> Callable[[], None]:
         """Several launches become a CUDA graph."""
-        cupy, stream = _cupy(), self._stream(on)
+        cupy, stream = _cupy(), self.stream(on)
         with cupy.cuda.Device(on.index):
             if len(launches) == 1:
                 replay = self._call(launches[0], on, stream)
@@ -159,7 +159,8 @@ class CudaDriver:
 
         return run
 
-    def _stream(self, on: Device) -> Any:
+    def stream(self, on: Device) -> Any:
+        """The stream that launches go to."""
         if on.index not in self._streams:
             with (cupy := _cupy()).cuda.Device(on.index):
                 self._streams[on.index] = cupy.cuda.Stream()
@@ -193,7 +194,7 @@ class CudaDriver:
     def synchronise(self, on: Device) -> None:
         cupy = _cupy()
         try:
-            self._stream(on).synchronize()
+            self.stream(on).synchronize()
         except cupy.cuda.runtime.CUDARuntimeError as why:
             raise BackendError(f"{on}: {why}") from None
 

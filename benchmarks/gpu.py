@@ -1,0 +1,240 @@
+"""One run on a machine with a GPU: what the device can do, whether hocket is right on it, and how fast.
+
+    python benchmarks/gpu.py [PART ...] --seconds 540 --save STEM [--model FILE.gguf]
+
+Parts run one after the other, each in a process of its own and for at most its share of the time that is left; rows
+are printed and saved as they come.  A case that raises, hangs or breaks the device is a row that says so: its part goes
+on with the next case in a new process.  All parts together take more than ten minutes, so a lent machine gets some of
+them a time, as ``device compile delta-decode delta-prefill delta-crossover``.
+
+``--kind cuda-emulated --tiny`` runs every part on this machine's processor with the smallest sizes, where times say
+nothing.  Beside hocket (installed, since backends are found by their entry points; without a network ``pip install
+--no-deps --no-build-isolation -e .``) a machine needs CuPy, NVRTC and the package ``gguf``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import results_file as results
+from on_gpu import attention, checks, delta_net, device, models, peers, products
+from on_gpu.bench import Bench, Case, LeftOut, Row
+from on_gpu.machine import machine_for
+
+from hocket.backends import find
+from hocket.graph.errors import BackendError
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something to run; of the time that is left it gets `weight` against the parts that follow, and one case may take
+    `limit` seconds."""
+
+    cases: Callable[[Bench], Iterator[Case]]
+    weight: float
+    limit: float = 60.0
+
+
+PARTS = {
+    "device": Part(device.cases, 1),
+    "compile": Part(device.compile_cases, 3, 300.0),
+    "delta-decode": Part(delta_net.decode_cases, 3),
+    "delta-prefill": Part(delta_net.prefill_cases, 3),
+    "delta-crossover": Part(delta_net.crossover_cases, 2),
+    "products": Part(products.cases, 4),
+    "attention": Part(attention.cases, 3),
+    "models": Part(models.cases, 6, 150.0),
+    "sharded": Part(models.sharded_cases, 2, 90.0),
+    "fixtures": Part(checks.fixture_cases, 2),
+    "conformance": Part(checks.conformance_cases, 5, 120.0),
+    "peers": Part(peers.cases, 4, 120.0),
+}
+
+# ---------------------------------------------------------------------------------------- one part, in its process
+
+
+def run_part(part: Part, bench: Bench, first: int = 0) -> Iterator[Row]:
+    """The rows of all cases from one on.  After a case that raised there are no more: the device may be broken."""
+    for number, case in enumerate(part.cases(bench)):
+        if number < first:
+            continue
+        yield {"begins": number, "case": case.title}
+        try:
+            for row in case.rows():
+                yield {"case": case.title, **row}
+        except LeftOut as why:
+            yield {"case": case.title, "left out": str(why)}
+        except Exception as why:
+            yield {"case": case.title, "error": f"{type(why).__name__}: {' '.join(str(why).split())}"}
+            yield {"fails": number}
+            return
+        bench.machine.release()
+    yield {"ends": bench.machine.state()}
+
+
+def bench_for(args: argparse.Namespace, folder: str) -> Bench:
+    """Raises `BackendError` without such a device."""
+    backend, on = find(args.kind)
+    driver = backend.driver
+    return Bench(driver, machine_for(driver, on), on, tiny=args.tiny, models=args.model, folder=folder)
+
+
+def work(args: argparse.Namespace) -> None:
+    """Print the rows of one part as lines of JSON."""
+    with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
+        for row in run_part(PARTS[args.parts[0]], bench_for(args, folder), args.work):
+            print(json.dumps(row, default=str), flush=True)
+
+
+# ------------------------------------------------------------------------------------------------- all of the parts
+
+
+class Worker:
+    """A process that runs a part from one case on."""
+
+    def __init__(self, words: list[str], name: str, first: int) -> None:
+        command = [sys.executable, __file__, name, "--work", str(first), *words]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.lines: queue.Queue[str] = queue.Queue()
+        self.said: list[str] = []
+        self.threads = [threading.Thread(target=self._read), threading.Thread(target=self._hear)]
+        for thread in self.threads:
+            thread.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.put(line)
+        self.lines.put("")
+
+    def _hear(self) -> None:
+        assert self.process.stderr is not None
+        self.said.extend(self.process.stderr)
+
+    def row(self, seconds: float) -> Row | None:
+        """The next one, None where there is no more.  Raises `queue.Empty` if it takes longer than that."""
+        line = self.lines.get(timeout=max(0.0, seconds))
+        return json.loads(line) if line else None
+
+    def last_words(self) -> str:
+        """Of a process that has ended: what it said of its troubles."""
+        code = self.process.wait()
+        for thread in self.threads:
+            thread.join()
+        return self.said[-1].strip() if self.said else f"exit code {code}"
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.process.kill()
+        self.last_words()
+        for pipe in (self.process.stdout, self.process.stderr):
+            pipe.close()
+
+
+def rows_of(name: str, words: list[str], until: float) -> Iterator[Row]:
+    """The rows of a part until some time, with a new process behind each case that failed."""
+    following: int | None = 0
+    while following is not None:
+        following = yield from rows_from(name, words, until, following)
+
+
+def rows_from(name: str, words: list[str], until: float, first: int) -> Generator[Row, None, int | None]:
+    """The rows of one process; gives the case to go on with in another, None if there is none."""
+    limit, case, following = PARTS[name].limit, "start", None
+    with Worker(words, name, first) as worker:
+        while True:
+            try:
+                row = worker.row(min(limit, until - time.monotonic()))
+            except queue.Empty:
+                over = time.monotonic() >= until
+                why = {"left out": "the time of the part is over"} if over else {"error": f"nothing for {limit:g} s"}
+                yield {"case": case, **why}
+                return None if over else following
+            if row is None:
+                yield {"case": case, "error": f"the process ended: {worker.last_words()}"}
+                return following
+            match row:
+                case {"begins": int(number), "case": str(case)}:
+                    following = number + 1
+                case {"fails": _}:
+                    return following
+                case {"ends": state}:
+                    if state:
+                        yield {"case": "at the end", **state}
+                    return None
+                case _:
+                    yield row
+
+
+def cell(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def written(rows: list[Row]) -> str:
+    """A table for each part, with a column for each name that its rows have."""
+    text = ""
+    for name in dict.fromkeys(str(row["part"]) for row in rows):
+        mine = [{k: v for k, v in row.items() if k != "part"} for row in rows if row["part"] == name]
+        head = list(dict.fromkeys(k for row in mine for k in row))
+        text += f"## {name}\n\n{results.table(head, [[cell(row.get(k, '')) for k in head] for row in mine])}\n"
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)} (all, in this order)")
+    parser.add_argument("--kind", default="cuda", help="the device: cuda, cuda:1, cuda-emulated (cuda)")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes of everything")
+    parser.add_argument("--seconds", type=float, default=540.0, help="for all parts together (540)")
+    parser.add_argument(
+        "--model", type=Path, action="append", default=[], metavar="FILE", help="a GGUF file; repeatable"
+    )
+    parser.add_argument("--scratch", metavar="FOLDER", help="where random models are written (the system's)")
+    parser.add_argument("--shared", action="store_true", help="say that others used the machine meanwhile")
+    parser.add_argument("--commit", help="what is measured, where there is no git to tell")
+    parser.add_argument("--save", type=Path, metavar="STEM", help="write STEM.json and STEM.md")
+    parser.add_argument("--work", type=int, metavar="CASE", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if unknown := set(args.parts) - PARTS.keys():
+        parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    try:
+        work(args) if args.work is not None else run(args)
+    except BackendError as why:
+        sys.exit(f"gpu.py: {why}")
+
+
+def run(args: argparse.Namespace) -> None:
+    """All parts.  Raises `BackendError` without such a device."""
+    find(args.kind)
+    find(args.kind)
+    words = ["--kind", args.kind, *["--tiny"] * args.tiny, *(w for m in args.model for w in ("--model", str(m)))]
+    words += ["--scratch", args.scratch] if args.scratch else []
+    about, rows = {**results.circumstances(args.shared), "device": args.kind, "tiny": args.tiny}, []
+    about |= {"commit": args.commit} if args.commit else {}
+    end, left = time.monotonic() + args.seconds, list(args.parts or PARTS)
+    while left:
+        share = PARTS[left[0]].weight / sum(PARTS[name].weight for name in left)
+        name, now = left.pop(0), time.monotonic()
+        print(f"\n{name}, {max(0.0, (end - now) * share):.0f} s at most", flush=True)
+        for row in rows_of(name, words, now + (end - now) * share):
+            rows.append({"part": name, **row})
+            print("  " + ", ".join(f"{k} {cell(v)}" if k != "case" else str(v) for k, v in row.items()), flush=True)
+            if args.save:
+                results.save(args.save, about, rows, written(rows))
+
+
+if __name__ == "__main__":
+    main()

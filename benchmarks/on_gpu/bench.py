@@ -1,0 +1,220 @@
+"""What every part of the benchmark stands on: a device whose launches are watched, memory on it, and how a time is
+taken."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hocket.backends.base import Device, Tensor, contiguous_strides
+from hocket.backends.cupy.backend import DriverBackend
+from hocket.backends.cupy.driver import Driver, Launch
+from hocket.backends.cupy.launches import Launches
+from hocket.backends.operands import Operand
+from hocket.graph import Graph
+from hocket.graph.dtypes import DType
+from hocket.scheduler import Executor, load, plan_for
+
+from .machine import Machine, Run
+
+Row = dict[str, object]
+"""What is known of one measurement; names of numbers carry their unit."""
+
+
+class LeftOut(Exception):  # noqa: N818  (no error)
+    """There is nothing to measure, and why."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure, which may say several rows; what it raises is its own misfortune."""
+
+    title: str
+    rows: Callable[[], Iterable[Row]]
+
+
+class Watched:
+    """A driver that remembers what is recorded, so that it can be timed without what is around it."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver, self.kind = driver, driver.kind
+        self.recorded: list[tuple[tuple[Launch, ...], Run]] = []
+
+    def record(self, launches: Sequence[Launch], on: Device) -> Run:
+        run = self.driver.record(launches, on)
+        self.recorded.append((tuple(launches), run))
+        return run
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.driver, name)
+
+    @contextmanager
+    def watching(self) -> Iterator[list[tuple[tuple[Launch, ...], Run]]]:
+        """What is recorded inside, which is forgotten outside."""
+        self.recorded = []
+        try:
+            yield self.recorded
+        finally:
+            self.recorded = []
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of one of several equal things: the median, and how far the middle half of the samples is spread."""
+
+    seconds: float
+    spread: float
+
+    def row(self, nbytes: float = 0.0, flops: float = 0.0, copy: float = 0.0) -> Row:
+        """Its numbers; `copy` is the bandwidth that bytes are compared with."""
+        found: Row = {"µs": self.seconds * 1e6, "±µs": self.spread * 1e6}
+        if nbytes:
+            found["GB/s"] = nbytes / self.seconds / 1e9
+        if nbytes and copy:
+            found["of copy"] = nbytes / self.seconds / copy
+        if flops:
+            found["TFLOP/s"] = flops / self.seconds / 1e12
+        return found
+
+
+@dataclass
+class Memory:
+    """Memory of the device that lives as long as this."""
+
+    bench: Bench
+    held: list[Any] = field(default_factory=list)
+
+    def empty(self, shape: Sequence[int], dtype: DType = DType.F32) -> Operand:
+        """Zeros, dense."""
+        tensor = Tensor(0, 0, tuple(shape), contiguous_strides(shape), dtype)
+        buffer = self.bench.driver.alloc(tensor.spec.nbytes, self.bench.on)
+        self.held.append(buffer)
+        return Operand(self.bench.driver.address(buffer), tensor)
+
+    def array(self, values: npt.NDArray[Any], dtype: DType = DType.F32) -> Operand:
+        found = self.empty(values.shape, dtype)
+        self.view(found)[...] = values
+        return found
+
+    def view(self, x: Operand) -> Any:
+        """The array of what this made, to be read and assigned."""
+        buffer = next(b for b in self.held if self.bench.driver.address(b) == x.address)
+        return self.bench.driver.view(buffer, x.tensor)
+
+    def filled(self, shape: Sequence[int], values: npt.NDArray[np.float32]) -> Operand:
+        """Some values over and over, copied on the device: what is timed must not be zeros."""
+        found = self.empty(shape)
+        whole = 4 * found.tensor.spec.size
+        first = self.array(values.reshape(-1)[: found.tensor.spec.size])
+        done = 4 * first.tensor.spec.size
+        self.bench.machine.copier(found.address, first.address, done)()
+        while done < whole:
+            part = min(done, whole - done)
+            self.bench.machine.copier(found.address + done, found.address, part)()
+            done += part
+        self.bench.driver.synchronise(self.bench.on)
+        return found
+
+
+class Bench:
+    """A device to measure; `tiny` runs every part with the smallest sizes, as the emulation needs it."""
+
+    def __init__(self, driver: Driver, machine: Machine, on: Device, *, tiny: bool = False, **given: Any) -> None:
+        self.driver, self.machine, self.on, self.tiny = Watched(driver), machine, on, tiny
+        self.backend = DriverBackend(self.driver)
+        self.models: tuple[Path, ...] = tuple(given.get("models", ()))
+        self.folder = Path(given.get("folder", "."))
+        self.random = np.random.default_rng(5)
+        self.enough = 1 << (16 if tiny else 30)
+        """Bytes of buffers that are walked through, so that no cache holds them."""
+
+    def choose(self, real: Any, tiny: Any) -> Any:
+        """A size for a device, or for its emulation."""
+        return tiny if self.tiny else real
+
+    def over(self, driver: Driver) -> Bench:
+        """The same device through another driver, whose launches go through a stream of their own."""
+        found = Bench(
+            driver, self.machine.over(driver), self.on, tiny=self.tiny, models=self.models, folder=self.folder
+        )
+        found.copy_bandwidth = self.copy_bandwidth
+        return found
+
+    # ------------------------------------------------------------------------------------------------------ times
+
+    def time(self, runs: Sequence[Run], each: int = 1) -> Measured:
+        """Of one of `each` equal things that a run does: many runs of a tenth of a second in all, at least five."""
+        first = median(self.machine.seconds(runs, 1 if self.tiny else 3))
+        repeats = 2 if self.tiny else max(5, min(300, int(0.1 / max(first, 1e-6))))
+        times = np.array(self.machine.seconds(runs, repeats)) / each
+        low, middle, high = np.percentile(times, [25, 50, 75])
+        return Measured(float(middle), float(high - low) / 2)
+
+    def time_launches(self, sets: Sequence[Sequence[Launch]], each: int = 1) -> Measured:
+        """Each set becomes one graph."""
+        return self.time([self.driver.driver.record(launches, self.on) for launches in sets], each)
+
+    def host_seconds(self, run: Run, count: int) -> float:
+        """What one run costs the host while it does not wait."""
+        run()
+        self.driver.synchronise(self.on)
+        start = time.perf_counter()
+        for _ in range(count):
+            run()
+        taken = time.perf_counter() - start
+        self.driver.synchronise(self.on)
+        return taken / count
+
+    @cached_property
+    def copy_bandwidth(self) -> float:
+        """Bytes read and written a second by the device's own copy of a gigabyte."""
+        return self.copied(self.enough)
+
+    def copied(self, nbytes: int) -> float:
+        memory = Memory(self)
+        values = self.random.standard_normal(min(nbytes, 1 << 24) // 4).astype(np.float32)
+        source = memory.filled((nbytes // 4,), values)
+        into = memory.empty((nbytes // 4,))
+        return 2 * nbytes / self.time([self.machine.copier(into.address, source.address, nbytes)]).seconds
+
+    # --------------------------------------------------------------------------------------------------- launches
+
+    def bound(self, memory: Memory, bind: Callable[[Launches], object]) -> list[Launch]:
+        """The launches that a binding makes, with the scratch memory that it asks for."""
+
+        def keep(array: npt.NDArray[Any]) -> int:
+            return memory.array(array.reshape(-1).view(np.int8), DType.I8).address
+
+        fault = memory.empty((2,), DType.I64).address
+        tried = Launches(keep=lambda array: 1 << 20)
+        bind(tried)
+        room = memory.empty((max(tried.taken, 1),), DType.I8).address
+        made = Launches(keep=keep, scratch_at=room, fault_at=fault)
+        bind(made)
+        return made.items
+
+    def planned(
+        self, graph: Graph, weights: Mapping[str, npt.NDArray[Any]], inputs: Mapping[str, npt.NDArray[Any]]
+    ) -> tuple[Executor, list[Launch]]:
+        """A graph as a session would run it, and its launches; there is nothing but launches in it."""
+        with self.driver.watching() as recorded:
+            made = load(plan_for(graph, [(self.backend, self.on)]), weights)
+            found = [launch for launches, _ in recorded for launch in launches]
+        made.bind(inputs)
+        made.replay()
+        return made, found
+
+
+def normalised_error(got: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> float:
+    """Mean square error over the mean square of what is wanted."""
+    exact = wanted.astype(np.float64)
+    return float(np.square(got - exact).sum() / np.square(exact).sum())

@@ -1,0 +1,76 @@
+"""What the device itself does: its limits, what a launch costs, and that every kernel compiles for it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from hocket.backends.cupy.driver import Launch, Source
+from hocket.backends.cupy.table import BINDINGS, SOURCES
+from hocket.backends.operands import Bound
+
+from .bench import Bench, Case, Memory, Row
+
+MEBI = 1 << 20
+IN_A_GRAPH = 36
+"""Layers with a delta net in Qwen3-Next."""
+
+
+def cases(bench: Bench) -> Iterator[Case]:
+    yield Case("device", lambda: [bench.machine.about()])
+    for mebibytes in bench.choose((16, 256, 1024, 4096), (1,)):
+        yield Case(f"copy of {mebibytes} MiB", partial(_copy, bench, mebibytes * MEBI))
+    yield Case("launch of one element", partial(_launches, bench))
+
+
+def _copy(bench: Bench, nbytes: int) -> Iterator[Row]:
+    """The copy of the driver, and ours."""
+    yield {"by": "the driver", "GB/s": bench.copied(nbytes) / 1e9}
+    memory = Memory(bench)
+    x, out = memory.filled((nbytes // 4,), bench.random.standard_normal(4096, dtype="f4")), memory.empty((nbytes // 4,))
+    launches = bench.bound(memory, lambda to: BINDINGS["cont"](to, Bound("cont", (x,), (out,), {})))
+    yield {"by": "hocket's cont", **bench.time_launches([launches]).row(2 * nbytes, copy=bench.copy_bandwidth)}
+
+
+def _launches(bench: Bench) -> Iterator[Row]:
+    """The smallest launch there is: of Python, of the device, within a graph."""
+    memory = Memory(bench)
+    x, out = memory.empty((1,)), memory.empty((1,))
+    (one,) = bench.bound(memory, lambda to: BINDINGS["neg"](to, Bound("neg", (x,), (out,), {})))
+    record = partial(bench.driver.driver.record, on=bench.on)
+    count = bench.choose(2000, 3)
+    single = record([one])
+    host = bench.host_seconds(single, count) * 1e6
+    yield {"how": "plain", **bench.time([single]).row(), "host µs": host}
+    for inside in (2, IN_A_GRAPH, bench.choose(500, 40)):
+        graph = record([one] * inside)
+        host = bench.host_seconds(graph, bench.choose(200, 2)) * 1e6
+        yield {"how": f"in a graph of {inside}", **bench.time([graph], inside).row(), "host µs of a graph": host}
+
+
+# ---------------------------------------------------------------------------------------------------- compilation
+
+
+def compile_cases(bench: Bench) -> Iterator[Case]:
+    """All kernels at once, so that later parts find them in the cache on disk."""
+    sources = bench.choose(SOURCES, SOURCES[:2])
+    yield Case(f"{len(sources)} sources", partial(_compiled, bench, sources))
+
+
+def _compiled(bench: Bench, sources: tuple[Source, ...]) -> Iterator[Row]:
+    def compiled(source: Source) -> Row | None:
+        kernel, start = source[source.names[0]], time.perf_counter()
+        try:
+            bench.driver.driver.record([Launch(kernel, (1, 1, 1), (32, 1, 1), 0, (0,), (), 0)], bench.on)
+        except Exception as why:  # each source for itself
+            return {"source": str(kernel), "error": f"{type(why).__name__}: {why}"}
+        taken = time.perf_counter() - start
+        return {"source": str(kernel), "s": taken} if taken > 1 else None
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield from filter(None, pool.map(compiled, sources))
+    yield {"source": "all", "s": time.perf_counter() - start, "threads": os.cpu_count()}

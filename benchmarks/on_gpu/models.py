@@ -1,0 +1,194 @@
+"""Whole models: decoding and prompts as a user has them, and what of that is the device; one model on two devices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from hocket.backends.base import Device
+from hocket.backends.cupy.backend import DriverBackend
+from hocket.backends.cupy.driver import Driver, Launch
+from hocket.frontends import bench as counting
+from hocket.frontends.models import Batch, Model, Step
+from hocket.frontends.open import open_model
+from hocket.frontends.session import Group, Session
+from hocket.graph.dtypes import DType
+from hocket.graph.spec import Spec
+from hocket.scheduler import Executor, Store, plan_for
+
+from . import random_models
+from .bench import Bench, Case, Measured, Memory, Row, Watched, normalised_error
+from .machine import Run
+
+KERNELS = 8
+"""Of which the times are told."""
+DEEP = 4096
+
+
+def cases(bench: Bench) -> Iterator[Case]:
+    sizes = bench.choose((64, (512,)), (1, (2,)))
+    yield Case("hocket's embedded model", partial(_model, bench, lambda: None, sizes))
+    for path in bench.models:
+        yield Case(path.name, partial(_model, bench, lambda path=path: path, sizes))
+    if bench.tiny:
+        yield Case("random, tiny", partial(_model, bench, lambda: random_models.qwen35_tiny(bench.folder), sizes))
+        return
+    large = (64, (512, 2048, 8192), DEEP)
+    make = random_models.qwen35_4b, random_models.qwen3_next
+    yield Case("Qwen3.5-4B, random Q4_K", partial(_model, bench, lambda: make[0](bench.folder), large))
+    title = f"Qwen3-Next-80B-A3B, {random_models.LAYERS_OF_NEXT} of 48 layers, random Q4_0"
+    yield Case(title, partial(_model, bench, lambda: make[1](bench.folder), large))
+
+
+def _model(bench: Bench, find: Callable[[], Path | None], sizes: tuple[Any, ...]) -> Iterator[Row]:
+    new, prompts, deep = (*sizes, 0)[:3]
+    start = time.perf_counter()
+    path = find()
+    if path is not None and "random" in path.name:
+        yield {"what": "written", "s": time.perf_counter() - start, "GB": path.stat().st_size / 1e9}
+    start, model = time.perf_counter(), open_model(path)
+    context = min(model.context_length, max(*prompts, new + deep) + 8)
+    session = Session(model, on=Group((str(bench.on),)), context=context, batch=max(prompts))
+    nbytes = counting.weight_bytes(model)
+    yield {"what": "loaded", "s": time.perf_counter() - start, "GB of weights a token": nbytes / 1e9}
+    tokens = counting.random_tokens(session)
+    for depth in (0, deep) if deep else (0,):
+        yield from _measured(bench, session, counting.Test("tg", new, depth), tokens, nbytes)
+    for count in prompts:
+        yield from _measured(bench, session, counting.Test("pp", min(count, context), 0), tokens, 0)
+    if path is not None and "random" in path.name:
+        path.unlink()
+
+
+def _measured(bench: Bench, session: Session, test: counting.Test, tokens: list[int], nbytes: int) -> Iterator[Row]:
+    """As a user has it, then one step again and again without the host; `nbytes` are those a token has to read."""
+    ((backend, _),) = session.group
+    many, copy = (1 if test.kind == counting.NEW else test.tokens), bench.copy_bandwidth if nbytes else 0.0
+    new = tokens[test.depth : test.depth + many]
+    step = session.step(1 << (many - 1).bit_length(), test.depth + many)
+    plain, watched = backend.driver, Watched(backend.driver)
+    backend.driver = watched
+    with watched.watching() as recorded:
+        executor = session.executor(step)
+        launches = [launch for group, _ in recorded for launch in group]
+        runs = [run for _, run in recorded]
+    backend.driver = plain
+    counting.seconds(session, test, tokens)
+    taken = median(counting.seconds(session, test, tokens) for _ in range(bench.choose(3, 1)))
+    yield {
+        "what": test.name,
+        "tok/s": test.tokens / taken,
+        **Measured(taken / (test.tokens / many), 0.0).row(nbytes, 0, copy),
+    }
+    own = bench.over(plain)
+    executor.bind(session.model.inputs(step, Batch([new], [test.depth], None)))
+    memory = Memory(own)
+    again = _again(own, memory, session, executor)
+    whole = own.time([lambda: [run() for run in (again, *runs)] and None])
+    row = {**whole.row(nbytes, 0, copy), "launches": len(launches), "graphs": len(runs)}
+    yield {"what": f"{test.name}, the device", "tok/s": many / whole.seconds, **row}
+    yield from _kernels(own, launches, whole.seconds)
+
+
+def _again(bench: Bench, memory: Memory, session: Session, executor: Executor) -> Run:
+    """What puts the inputs back into the memory where later values of a step lie: one copy, for they lie together."""
+    (lane,), ((*buffers,),) = executor.plan.lanes, session.store.buffers(executor.plan)
+    inputs = lane.program.inputs.values()
+    ((which,),) = [{t.buffer for t in inputs}]
+    low, high = min(t.offset for t in inputs), max(t.offset + t.spec.nbytes for t in inputs)
+    at = bench.driver.address(buffers[which]) + low
+    saved = memory.empty((high - low,), DType.I8).address
+    bench.machine.copier(saved, at, high - low)()
+    return bench.machine.copier(at, saved, high - low)
+
+
+def _kernels(bench: Bench, launches: Sequence[Launch], whole: float) -> Iterator[Row]:
+    """Those that take longest: all launches of one, of all layers, by themselves."""
+    kernels: dict[str, list[Launch]] = {}
+    for launch in launches:
+        kernels.setdefault(str(launch.kernel), []).append(launch)
+    chosen = list(kernels)[: bench.choose(None, 2)]
+    times = {name: bench.time_launches([kernels[name]]).seconds for name in chosen}
+    for name in sorted(times, key=lambda name: -times[name])[:KERNELS]:
+        seconds = times[name]
+        yield {"what": f"- {name}", "µs": seconds * 1e6, "launches": len(kernels[name]), "of the step": seconds / whole}
+
+
+# ---------------------------------------------------------------------------------------------- two devices in one
+
+
+class OneDevice:
+    """A driver whose devices, of any number, are all the same one."""
+
+    def __init__(self, driver: Driver, real: Device) -> None:
+        self.driver, self.real, self.kind = driver, real, driver.kind
+
+    def devices(self) -> Sequence[Device]:
+        return (self.device(0),)
+
+    def device(self, index: int) -> Device:
+        return replace(self.real, index=index)
+
+    def alloc(self, nbytes: int, on: Device) -> Any:
+        return self.driver.alloc(nbytes, self.real)
+
+    def address(self, buffer: Any) -> int:
+        return self.driver.address(buffer)
+
+    def view(self, buffer: Any, tensor: Any) -> Any:
+        return self.driver.view(buffer, tensor)
+
+    def record(self, launches: Sequence[Launch], on: Device) -> Run:
+        return self.driver.record(launches, self.real)
+
+    def synchronise(self, on: Device) -> None:
+        self.driver.synchronise(self.real)
+
+
+def sharded_cases(bench: Bench) -> Iterator[Case]:
+    count = bench.choose(64, 2)
+    yield Case("hocket's embedded model", partial(_sharded, bench, lambda: None, count))
+    for path in bench.models:
+        yield Case(path.name, partial(_sharded, bench, lambda path=path: path, count))
+    if not bench.tiny:
+        find = partial(random_models.qwen35_4b, bench.folder)
+        yield Case("Qwen3.5-4B, random Q4_K", partial(_sharded, bench, find, 16))
+
+
+def _sharded(bench: Bench, find: Callable[[], Path | None], count: int) -> Iterator[Row]:
+    """The same tokens on one device and on two that are the same one; collectives go through the host."""
+    model = open_model(find())
+    tokens = bench.random.integers(0, model.vocabulary_size, count + 1).tolist()
+    one = None
+    for devices in (1, 2):
+        # A driver for each, so that each has a stream of its own.
+        drivers = [OneDevice(type(bench.driver.driver)(), bench.on) for _ in range(devices)]
+        group = [(DriverBackend(d), d.device(i)) for i, d in enumerate(drivers)]
+        run, step = _executor(model, group, count + 1)
+        found, times = [], []
+        for n, token in enumerate(tokens):
+            start = time.perf_counter()
+            found.append(run.run(model.inputs(step, Batch([[token]], [n], None)))["logits"])
+            times.append(time.perf_counter() - start)
+        logits, row = np.concatenate(found), {"devices": devices, "µs a token": median(times[1:]) * 1e6}
+        yield row if one is None else row | {"NMSE against one": normalised_error(logits, one)}
+        one = logits
+
+
+def _executor(model: Model, group: Sequence[tuple[DriverBackend, Device]], count: int) -> tuple[Executor, Step]:
+    """One token at a time in a context of so many."""
+    context = max(64, count)
+    step = Step(1, 1, context, context, 1)
+    plan = plan_for(model.graph(step), group, split_mode="tensor" if len(group) > 1 else "auto")
+    store = Store(group)
+    for value in plan.graph.weights:
+        tensor = model.gguf.tensors[value.node.name]
+        store.bind(value.node.name, tensor.raw, Spec(tensor.shape, tensor.dtype), plan.leaves[value.node.name])
+    return Executor(plan, store), step

@@ -1,0 +1,92 @@
+"""Products with weights of every type: for few tokens as a share of the bandwidth of a copy, for many in operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+from write_models import random_rows
+
+from hocket import ops
+from hocket.backends.cupy.packing import PACKINGS
+from hocket.graph import Graph, constant, input, weight
+from hocket.graph.dtypes import DType
+from hocket.graph.node import Node
+from hocket.ops import op_of
+
+from .bench import Bench, Case, Row
+
+SQUARE = (4096, 4096)
+OF_A_4B = ((9216, 2560), (2560, 9216), (8192, 2560), (2560, 4096))
+"""Rows and columns of matrices of Qwen3.5-4B."""
+COMMON = (DType.Q4_0, DType.Q4_K, DType.Q6_K, DType.Q8_0)
+
+
+def cases(bench: Bench) -> Iterator[Case]:
+    if bench.tiny:
+        for tokens in (1, 5):
+            yield Case(f"q8_0 64×64, {tokens} tokens", partial(_products, bench, DType.Q8_0, (64, 64), tokens))
+        yield Case("q8_0, 2 of 4 experts", partial(_experts, bench, DType.Q8_0, 4, 2, (32, 64), 1))
+        return
+    for dtype in (*PACKINGS, DType.F16, DType.BF16):
+        yield Case(f"{dtype} {SQUARE[0]}×{SQUARE[1]}, 1 token", partial(_products, bench, dtype, SQUARE, 1))
+    for shape in OF_A_4B:
+        yield Case(f"q4_K {shape[0]}×{shape[1]}, 1 token", partial(_products, bench, DType.Q4_K, shape, 1))
+    yield Case("q6_K 248320×2560, 1 token", partial(_products, bench, DType.Q6_K, (248320, 2560), 1))
+    for tokens in (2, 4, 8, 16, 32, 64, 512, 4096):
+        for dtype in (DType.Q4_K, DType.Q8_0, DType.BF16):
+            yield Case(f"{dtype} 4096×4096, {tokens} tokens", partial(_products, bench, dtype, SQUARE, tokens))
+    for tokens in (1, 8, 512):
+        title = f"q4_K, 10 of 512 experts of 512×2048, {tokens} tokens"
+        yield Case(title, partial(_experts, bench, DType.Q4_K, 512, 10, (512, 2048), tokens))
+    for dtype in COMMON:
+        yield Case(f"{dtype} 4096×4096, 512 tokens", partial(_products, bench, dtype, SQUARE, 512))
+
+
+def _products(bench: Bench, dtype: DType, shape: tuple[int, int], tokens: int) -> Iterator[Row]:
+    """Of copies of a weight that no cache holds together; of many tokens there are three."""
+    rows, columns = shape
+    raw = random_rows(dtype, rows, columns, bench.random)
+    few = tokens <= 16
+    copies = bench.choose(max(3, min(64, -(-bench.enough // 2 // raw.nbytes))) if few else 3, 2)
+    x = input("x", (tokens, columns))
+    graph = Graph({f"y{i}": ops.mul_mat(weight(f"w{i}", shape, dtype), x) for i in range(copies)})
+    yield from _timed(bench, graph, {f"w{i}": raw for i in range(copies)}, {"x": _activations(bench, tokens, columns)})
+
+
+def _experts(
+    bench: Bench, dtype: DType, experts: int, chosen: int, shape: tuple[int, int], tokens: int
+) -> Iterator[Row]:
+    rows, columns = shape
+    raw = random_rows(dtype, experts * rows, columns, bench.random).reshape(experts, rows, -1)
+    copies = 2 if bench.tiny else 4
+    x = ops.reshape(input("x", (tokens, columns)), shape=(tokens, 1, columns))
+    made, given = {}, {"x": _activations(bench, tokens, columns)}
+    for i in range(copies):
+        order = [bench.random.permutation(experts)[:chosen] for _ in range(tokens)]
+        ids = constant(f"ids{i}", np.array(order, np.int32))  # nothing is put in its place when it was read
+        made[f"y{i}"] = ops.mul_mat_id(weight(f"w{i}", (experts, *shape), dtype), x, ids)
+    yield from _timed(bench, Graph(made), {f"w{i}": raw for i in range(copies)}, given)
+
+
+def _activations(bench: Bench, tokens: int, columns: int) -> np.ndarray:
+    return bench.random.standard_normal((tokens, columns), dtype="f4")
+
+
+def _timed(bench: Bench, graph: Graph, weights: dict[str, np.ndarray], inputs: dict[str, np.ndarray]) -> Iterator[Row]:
+    """One of the products of a graph; all it launches counts, the rounding of activations too."""
+    _held, launches = bench.planned(graph, weights, inputs)
+    products = [n for n in graph.nodes if n.op.startswith("mul_mat")]
+    flops, nbytes = (sum(of(n) for n in products) for of in (_flops, _nbytes))
+    count = len(products)
+    row = bench.time_launches([launches], count).row(nbytes / count, flops / count, bench.copy_bandwidth)
+    yield {**row, "launches": len(launches) / count, "kernel": launches[-1].kernel.name}
+
+
+def _flops(node: Node) -> int:
+    return op_of(node).flops(node)
+
+
+def _nbytes(node: Node) -> int:
+    return op_of(node).nbytes(node)

@@ -1,0 +1,111 @@
+"""Models of large shapes with random weights, made in seconds: a header, then a few random rows over and over."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from gguf import GGMLQuantizationType as Q
+from write_models import random_rows
+
+from hocket.frontends.gguf import open_gguf
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.large_headers import qwen_80b, write_header
+
+sys.path.pop(0)
+
+PIECE = 1 << 22
+"""Numbers that are drawn for a type and repeated."""
+LAYERS_OF_NEXT = 8
+
+
+@dataclass(frozen=True)
+class Size:
+    """What makes a Qwen3.5 large."""
+
+    layers: int
+    width: int
+    inner: int
+    vocabulary: int
+    heads: tuple[int, int]
+    """Of queries, of keys and values."""
+    delta_heads: tuple[int, int]
+    """Of keys, of values."""
+
+
+OF_4B = Size(32, 2560, 9216, 248320, (16, 4), (16, 32))
+TINY = Size(4, 256, 256, 64, (2, 1), (1, 2))
+
+
+def qwen35_header(path: Path, of: Size) -> str:
+    """The shapes of a Qwen3.5, matrices in Q4_K, the table of tokens in Q6_K."""
+    width, inner, size, state = of.width, of.inner, 256, 128
+    (heads, kv_heads), (keys, values) = of.heads, of.delta_heads
+    numbers = {
+        **{"block_count": of.layers, "context_length": 32768, "embedding_length": width, "feed_forward_length": inner},
+        **{"attention.head_count": heads, "attention.head_count_kv": kv_heads, "vocab_size": of.vocabulary},
+        **{"attention.key_length": size, "attention.value_length": size, "attention.layer_norm_rms_epsilon": 1e-6},
+        **{"rope.freq_base": 1e7, "rope.dimension_count": 64, "rope.dimension_sections": [11, 11, 10, 0]},
+        **{"ssm.conv_kernel": 4, "ssm.inner_size": values * state, "ssm.state_size": state},
+        **{"ssm.time_step_rank": values, "ssm.group_count": keys, "full_attention_interval": 4},
+    }
+    channels = (2 * keys + values) * state
+    always = {"ffn_gate": (inner, width), "ffn_up": (inner, width), "ffn_down": (width, inner)}
+    recurrent = {
+        "attn_qkv": (channels, width),
+        "attn_gate": (values * state, width),
+        "ssm_out": (width, values * state),
+    }
+    attention = {
+        **{"attn_q": (2 * heads * size, width), "attn_k": (kv_heads * size, width)},
+        **{"attn_v": (kv_heads * size, width), "attn_output": (width, heads * size)},
+    }
+    vectors = {"attn_norm.weight": (width,), "post_attention_norm.weight": (width,)}
+    of_recurrent = {"ssm_conv1d.weight": (channels, 4), "ssm_dt.bias": (values,), "ssm_a": (values,)}
+    of_recurrent |= {"ssm_beta.weight": (values, width), "ssm_alpha.weight": (values, width)}
+    of_recurrent |= {"ssm_norm.weight": (state,)}
+    of_attention = {"attn_q_norm.weight": (size,), "attn_k_norm.weight": (size,)}
+    tensors = {"token_embd.weight": ((of.vocabulary, width), Q.Q6_K), "output_norm.weight": ((width,), Q.F32)}
+    for i in range(of.layers):
+        attends = i % 4 == 3
+        matrices, small = (attention, of_attention) if attends else (recurrent, of_recurrent)
+        tensors |= {f"blk.{i}.{name}.weight": (shape, Q.Q4_K) for name, shape in (always | matrices).items()}
+        tensors |= {f"blk.{i}.{name}": (shape, Q.F32) for name, shape in (vectors | small).items()}
+    return write_header(path, "qwen35", numbers, tensors)
+
+
+def qwen35_4b(folder: Path) -> Path:
+    return filled(Path(qwen35_header(folder / "qwen3.5-4b-random.gguf", OF_4B)))
+
+
+def qwen35_tiny(folder: Path) -> Path:
+    return filled(Path(qwen35_header(folder / "qwen3.5-tiny-random.gguf", TINY)))
+
+
+def qwen3_next(folder: Path) -> Path:
+    """The first layers of Qwen3-Next-80B-A3B."""
+    path = folder / f"qwen3-next-{LAYERS_OF_NEXT}-layers-random.gguf"
+    return filled(Path(qwen_80b(path, LAYERS_OF_NEXT)))
+
+
+def filled(path: Path) -> Path:
+    """Write the weights behind a header: norms are ones, decays negative, all else is small and random."""
+    rng, pieces = np.random.default_rng(5), {}
+    with path.open("r+b") as file:
+        for name, tensor in open_gguf(path, header_only=True).tensors.items():
+            file.seek(tensor.offset)
+            if "norm" in name:
+                file.write(np.ones(tensor.shape, np.float32))
+            elif name.endswith("ssm_a"):
+                file.write(-rng.uniform(0.5, 2.0, tensor.shape).astype(np.float32))
+            else:
+                if tensor.dtype not in pieces:
+                    pieces[tensor.dtype] = random_rows(tensor.dtype, PIECE // 1024, 1024, rng).tobytes()
+                piece, left = pieces[tensor.dtype], tensor.nbytes
+                while left > 0:
+                    file.write(piece[:left])
+                    left -= len(piece)
+    return path
