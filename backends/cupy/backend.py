@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Self
 
@@ -21,6 +21,7 @@ from ..numpy.collective import KERNELS as MEETINGS
 from ..numpy.kernel import Call
 from ..operands import Bound, Operand
 from .driver import Driver, LaunchError
+from .kernels.packed import expanded
 from .launches import Launches, NoKernelError
 from .packing import PACKINGS, pack, padded
 from .table import BINDINGS
@@ -165,6 +166,7 @@ class Replay:
         for number, i in enumerate(program.instructions):
             if i.op in COLLECTIVES:
                 self._close()
+                self._bound.number = number
                 self._calls += [(number, call) for call in self._meeting(i, buffers, comm)]
             elif any(t.spec.size for t in i.dst):
                 self._bind(number, i, buffers)
@@ -217,10 +219,7 @@ class Replay:
             self._bound.items = []
 
     def _bind(self, number: int, i: Instruction, buffers: Sequence[Any]) -> None:
-        def operand(t: Tensor) -> Operand:
-            spec = self.program.buffers[t.buffer]
-            return Operand(self.driver.address(buffers[t.buffer]) + t.offset, t, spec.declared, spec.stored)
-
+        operand = partial(self._operand, buffers)
         bound = self._bound
         bound.number, bound.taken = number, 0
         bound.scratch_at = operand(i.scratch).address if i.scratch is not None else 0
@@ -230,9 +229,26 @@ class Replay:
             f"{i.op} takes more than it asked for"
         )
 
+    def _operand(self, buffers: Sequence[Any], t: Tensor) -> Operand:
+        spec = self.program.buffers[t.buffer]
+        return Operand(self.driver.address(buffers[t.buffer]) + t.offset, t, spec.declared, spec.stored)
+
+    def _plain(self, buffers: Sequence[Any], t: Tensor) -> Any:
+        """The array of a tensor; of a packed weight one of float32, made anew by launches."""
+        if not t.dtype.is_quantised:
+            return self.driver.view(buffers[t.buffer], t)
+        weight = self._operand(buffers, t)
+        assert weight.declared is not None
+        room = self._keep(np.zeros(weight.declared.size, np.float32))
+        bound = self._bound
+        bound.scratch_at, bound.taken = self.driver.address(room), 0
+        made = expanded(bound, weight)
+        return self.driver.view(room, replace(made.tensor, offset=made.address - bound.scratch_at))
+
     def _meeting(self, i: Instruction, buffers: Sequence[Any], comm: Comm) -> list[Callable[[], object]]:
         """A collective through host memory: what goes out is copied there, what comes in from there."""
-        src: list[Any] = [None if t is None else self.driver.view(buffers[t.buffer], t) for t in i.src]
+        src: list[Any] = [None if t is None else self._plain(buffers, t) for t in i.src]
+        self._close()
         dst = [self.driver.view(buffers[t.buffer], t) for t in i.dst]
         there, here = [None if x is None else _on_host(x) for x in src], [_on_host(x) for x in dst]
         scratch = np.empty(sum(t.spec.size for t in i.dst), np.float32)
