@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Self
 
@@ -22,6 +22,7 @@ from ..numpy.kernel import Call
 from ..operands import Bound, Operand
 from .driver import Driver, Launch, LaunchError
 from .kernels import collective
+from .kernels.packed import expanded
 from .launches import Launches, NoKernelError
 from .packing import PACKINGS, pack, padded
 from .peers import confirm, introduce, meets_on_devices
@@ -221,6 +222,7 @@ class Replay:
                 self._bound.items.append(part)
             elif group is None or not self._launch_meeting(part, group):
                 self._close()
+                self._bound.number = part.number
                 self._calls += [(part.number, call) for call in self._meeting(part.instruction)]
         self._close()
 
@@ -302,9 +304,22 @@ class Replay:
         spec = self.program.buffers[t.buffer]
         return Operand(self.driver.address(self._buffers[t.buffer]) + t.offset, t, spec.declared, spec.stored)
 
+    def _plain(self, t: Tensor) -> Any:
+        """The array of a tensor; of a packed weight one of float32, made anew by launches."""
+        if not t.dtype.is_quantised:
+            return self.driver.view(self._buffers[t.buffer], t)
+        weight = self._operand(t)
+        assert weight.declared is not None
+        room = self._keep(np.zeros(weight.declared.size, np.float32))
+        bound = self._bound
+        bound.scratch_at, bound.taken = self.driver.address(room), 0
+        made = expanded(bound, weight)
+        return self.driver.view(room, replace(made.tensor, offset=made.address - bound.scratch_at))
+
     def _meeting(self, i: Instruction) -> list[Callable[[], object]]:
         """A collective through host memory: what goes out is copied there, what comes in from there."""
-        src: list[Any] = [None if t is None else self.driver.view(self._buffers[t.buffer], t) for t in i.src]
+        src: list[Any] = [None if t is None else self._plain(t) for t in i.src]
+        self._close()
         dst = [self.driver.view(self._buffers[t.buffer], t) for t in i.dst]
         there, here = [None if x is None else _on_host(x) for x in src], [_on_host(x) for x in dst]
         scratch = np.empty(sum(t.spec.size for t in i.dst), np.float32)

@@ -99,7 +99,10 @@ def as_float(launches: Launches, x: Operand) -> Operand:
 
 
 def launch_cast(launches: Launches, x: Operand, out: Operand, rounding: DType | None = None) -> None:
-    """Convert `x` to the type of `out`, rounded to what another one holds."""
+    """Convert `x` to the type of `out`, rounded to what another one holds.  Raises `NoKernelError`."""
+    if x.dtype in PACKINGS:
+        x = packed.expanded(launches, x)
+    need(x.dtype in TYPES, f"casts from {x.dtype} are missing")
     kernel = CASTS[f"cast<{TYPES[x.dtype]}, {TYPES[out.dtype]}>"]
     launch_map(launches, kernel, [x], out, [], ROUNDING.get(rounding, 0) if rounding else 0)
 
@@ -143,9 +146,7 @@ def _glu(launches: Launches, call: Bound) -> None:
 def _cast(launches: Launches, call: Bound) -> None:
     dtype = call.attrs["dtype"]
     assert isinstance(dtype, DType)
-    x = call.operand(0)
-    need(x.dtype in TYPES, f"casts from {x.dtype} are missing")
-    launch_cast(launches, x, call.out, dtype)
+    launch_cast(launches, call.operand(0), call.out, dtype)
 
 
 BINDINGS: Mapping[str, Binding] = {
