@@ -24,7 +24,8 @@ NONE = -1
 def meets_on_devices(comm: Comm, driver: Driver) -> bool:
     """Whether collectives are launches over peer addresses; else they go through memory of the host.
 
-    That takes a group of this driver alone, of at most eight devices all of which can reach each other's memory.
+    That takes a group of this driver alone, of at most eight devices, all of which reach each other's memory.  Values
+    go over the wire as they are stored, in float32: all devices, and the host path, then have the same bits.
     """
     return comm.board is not None and 1 < comm.size <= MOST_DEVICES and driver.are_peers(comm.devices)
 
