@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 Array: TypeAlias = npt.NDArray[Any]
+BOARD_FAILED, BOARD_RUN = 8, 9
+"""Words of a group's board (`Comm.board`)."""
 GROUP = "hocket.backends"
 """The entry-point group in which packages register backends; an entry's name is the device kind."""
 
@@ -134,7 +136,10 @@ class Comm(Protocol):
     """Seconds."""
     board: npt.NDArray[np.int64] | None
     """Memory that all members share for collectives of compiled code, ``16 + 8 * size`` words that begin as zeros; None
-    where they share none, or where not all of them are compiled.  Word 8 is set when a member fails."""
+    where they share none, or where not all of them are compiled.  Word `BOARD_FAILED` is set when a member fails, word
+    `BOARD_RUN` counts the runs that have ended."""
+    devices: Sequence[Device]
+    """The members' devices; they are known where there is a board."""
 
     def all_reduce(self, source: Array, into: Array, scratch: Array, sequence: int) -> None:
         """Write the sum of all sources into `into` (which may be `source`); `scratch` has the shape of `source`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -9,20 +10,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..backends.base import Array
+from ..backends.base import BOARD_FAILED, BOARD_RUN, Array, Device
 from ..graph.errors import BackendError
 
 
 class Meeting:
-    """The place where the threads of a group meet; `member(rank)` is one end.  `compiled`: all of them run compiled
-    code.
+    """The place where the threads of a group meet; `member(rank)` is one end.  `devices` are those of one backend that
+    all of them belong to, none if there are several.
 
     Sums are taken in rank order and in the narrowest dtype anybody brings, so every device gets the same numbers.
     """
 
-    def __init__(self, size: int, timeout: float = 60.0, *, compiled: bool = False) -> None:
+    def __init__(self, size: int, timeout: float = 60.0, *, devices: Sequence[Device] = ()) -> None:
         self.size, self.timeout = size, timeout
-        self.board = np.zeros(16 + 8 * size, np.int64) if compiled else None
+        self.devices: Sequence[Device] = tuple(devices)
+        words = 16 + 8 * size  # in pages of their own, which a driver may pin
+        self.board = np.frombuffer(mmap.mmap(-1, 8 * words), np.int64) if devices else None
         self.barrier = threading.Barrier(size)
         self.mail: dict[tuple[int, int, int], Array] = {}
         self.arrival = threading.Condition()
@@ -36,7 +39,7 @@ class Meeting:
         """Wake everybody who waits: a member failed."""
         self.failure = self.failure or why
         if self.board is not None:
-            self.board[8] = 1
+            self.board[BOARD_FAILED] = 1
         self.barrier.abort()
         with self.arrival:
             self.arrival.notify_all()
@@ -48,8 +51,11 @@ class Meeting:
         if self.failure or self.barrier.broken:
             self.failure = ""
             self.barrier.reset()
-        if self.board is not None and self.board[8]:
-            self.board[:] = 0
+        if self.board is not None:
+            run = self.board[BOARD_RUN] + 1
+            if self.board[BOARD_FAILED]:
+                self.board[:] = 0
+            self.board[BOARD_RUN] = run
 
     def wait(self, rank: int, sequence: int) -> None:
         try:
@@ -68,7 +74,7 @@ class Member:
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.meeting, self.rank, self.size = meeting, rank, meeting.size
-        self.timeout, self.board = meeting.timeout, meeting.board
+        self.timeout, self.board, self.devices = meeting.timeout, meeting.board, meeting.devices
 
     def _exchange(self, source: Array, sequence: int) -> list[Array]:
         """Everybody's source, in rank order, once all are there."""
@@ -150,6 +156,7 @@ class Alone:
     rank, size = 0, 1
     timeout = 0.0
     board: npt.NDArray[np.int64] | None = None
+    devices: Sequence[Device] = ()
 
     def all_reduce(self, source: Array, into: Array, scratch: Array, sequence: int) -> None:
         np.copyto(into, source)

@@ -30,7 +30,8 @@ class Executor:
         self._shapes = {name: v.shape for name, v in plan.graph.outputs.items()}
         self._timeout = timeout
         alike = len({type(lane.backend) for lane in plan.lanes}) == 1
-        self._meeting = Meeting(len(plan.lanes), timeout, compiled=alike)
+        devices = [lane.device for lane in plan.lanes] if alike else []
+        self._meeting = Meeting(len(plan.lanes), timeout, devices=devices)
         self._failures: list[tuple[int | None, BaseException]] = []
         self._lost: BackendError | None = None
         self._buffers = store.buffers(plan)

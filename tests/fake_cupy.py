@@ -6,8 +6,9 @@ It knows the order of calls that CUDA asks for (launches within a capture wait f
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -64,7 +65,7 @@ class FakeArray:
 
 class Stream:
     ptr = 7
-    capturing: ClassVar[list[Stream]] = []
+    of_thread: ClassVar[threading.local] = threading.local()
 
     def __init__(self, non_blocking=False):
         self.recorded, self.is_capturing, self.calls = [], False, 0
@@ -77,11 +78,11 @@ class Stream:
 
     def begin_capture(self):
         self.is_capturing, self.recorded = True, []
-        Stream.capturing.append(self)
+        Stream.of_thread.capturing = self
 
     def end_capture(self):
         self.is_capturing = False
-        Stream.capturing.remove(self)
+        Stream.of_thread.capturing = None
         recorded = self.recorded
         return SimpleNamespace(launch=lambda stream: [run() for run in recorded])
 
@@ -98,7 +99,7 @@ class Event:
 
     def record(self, stream=None):
         assert isinstance(stream, Stream)
-        assert not Stream.capturing, "an event within a capture has no time"
+        assert getattr(Stream.of_thread, "capturing", None) is None, "an event within a capture has no time"
         self.at = time.perf_counter()
 
     def synchronize(self):
@@ -120,8 +121,9 @@ DEVICE_TO_DEVICE = 3
 PROPERTIES = {"totalGlobalMem": 1 << 30, "multiProcessorCount": 1, "l2CacheSize": 1 << 20}
 
 
-def fake_cupy(sources):
+def fake_cupy(sources, are_peers=True):
     """The module; `sources` is what kernels may be launched of."""
+    enabled, pinned, current = set(), set(), threading.local()
     functions: dict[int, Kernel] = {}
 
     class Module:
@@ -137,16 +139,43 @@ def fake_cupy(sources):
         kernel = functions[function]
         assert (stream, extra) == (Stream.ptr, 0)
         run = _emulated(kernel, (gx, gy, gz), (bx, by, bz), shared, at)
-        if Stream.capturing:
-            Stream.capturing[-1].recorded.append(run)
-        else:
-            run()
+        capturing = getattr(Stream.of_thread, "capturing", None)
+        capturing.recorded.append(run) if capturing else run()
 
     class DriverError(Exception):
-        pass
+        status = 704
+
+    @contextmanager
+    def entered(index):
+        before, current.index = getattr(current, "index", 0), index
+        yield device
+        current.index = before
+
+    def enable_peer(other):
+        pair = (current.index, other)
+        if pair in enabled:
+            raise DriverError("peer access is already enabled")
+        enabled.add(pair)
+
+    def register(address, nbytes, flags):
+        assert address % 4096 == 0
+        assert address not in pinned
+        assert flags == 3
+        pinned.add(address)
+
+    def attributes(address):
+        assert address in pinned
+        return SimpleNamespace(devicePointer=address)
 
     runtime = SimpleNamespace(
-        getDeviceCount=lambda: 2,
+        enabled=enabled,
+        pinned=pinned,
+        deviceCanAccessPeer=lambda own, other: are_peers,
+        deviceEnablePeerAccess=enable_peer,
+        hostRegister=register,
+        hostUnregister=pinned.remove,
+        pointerGetAttributes=attributes,
+        getDeviceCount=lambda: 4,
         getDeviceProperties=lambda index: {**PROPERTIES, "name": b"no GPU"},
         driverGetVersion=lambda: 13000,
         runtimeGetVersion=lambda: 13000,
@@ -159,7 +188,7 @@ def fake_cupy(sources):
     cuda = SimpleNamespace(
         runtime=runtime,
         driver=driver,
-        Device=lambda index: nullcontext(device),
+        Device=entered,
         Stream=Stream,
         Event=Event,
         get_elapsed_time=elapsed,

@@ -26,10 +26,10 @@ FIXTURES = Path(__file__).parent / "fixtures"
 
 def layers(count: int, rows: int, dtype: DType) -> hocket.Graph:
     """Scaled norms, products and gated units, some times over."""
-    x = hocket.input("x", (rows, 96))
+    x = hocket.input("x", (rows, 192))
     for i in range(count):
-        gate, up = (hocket.weight(f"{n}.{i}", (160, 96), dtype) for n in ("gate", "up"))
-        down, scale = hocket.weight(f"down.{i}", (96, 160), DType.Q4_0), hocket.weight(f"scale.{i}", (96,))
+        gate, up = (hocket.weight(f"{n}.{i}", (544, 192), dtype) for n in ("gate", "up"))
+        down, scale = hocket.weight(f"down.{i}", (192, 544), DType.Q4_0), hocket.weight(f"scale.{i}", (192,))
         h = ops.mul(ops.rms_norm(x, eps=1e-6), scale)
         x = ops.add(x, ops.mul_mat(down, ops.swiglu(ops.mul_mat(gate, h), ops.mul_mat(up, h))))
     return hocket.Graph({"y": x})
@@ -53,7 +53,7 @@ def loaded(graph: hocket.Graph, values: dict[str, np.ndarray], threads: int):
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_threads_with_pieces_and_copies_of_their_own_compute_the_bits_of_one(rows: int, dtype: DType, monkeypatch):
     graph = layers(3, rows, dtype)
-    values, x = values_of(graph), RNG.standard_normal((rows, 96))
+    values, x = values_of(graph), RNG.standard_normal((rows, 192))
     found = [loaded(graph, values, threads).run({"x": x})["y"] for threads in (1, 2, 3, 7) for _ in range(3)]
     monkeypatch.setattr(replay, "FUSED", {})
     found += [loaded(graph, values, threads).run({"x": x})["y"] for threads in (1, 2)]
@@ -79,25 +79,26 @@ def test_threads_meet_twice_in_a_gated_unit_of_one_token():
     """Before the norm, which needs all of the sum, and before the last product, which needs all of the unit."""
     graph = layers(5, 1, DType.Q8_0)
     run = loaded(graph, values_of(graph), 2)
-    run.run({"x": RNG.standard_normal((1, 96))})
+    run.run({"x": RNG.standard_normal((1, 192))})
     segments = [s for s in gc.get_objects() if type(s) is replay.Segment and len(s.steps) > 20]
     assert [sum(step.meets for step in s.steps) for s in segments] == [2 * 5 - 1]
 
 
 @pytest.mark.parametrize("threads", [2, 3])
 def test_no_thread_writes_a_state_before_it_is_certain_that_no_other_has_stopped(threads: int):
-    """The first thread stops at an id while others could go on to write what they have of the sum into the state."""
-    total, table = hocket.state("total", (1, 512)), hocket.weight("table", (8, 32))
-    w, x, ids = hocket.weight("w", (512, 32)), hocket.input("x", (1, 32)), hocket.input("ids", (3,), "i32")
-    new = ops.add(total, ops.mul_mat(w, x))
-    graph = hocket.Graph({"rows": ops.get_rows(table, ids)}, {total: new})
-    run = loaded(graph, {"table": np.ones((8, 32), np.float32), "w": np.ones((512, 32), np.float32)}, threads)
-    for _ in range(50):
-        with pytest.raises(hocket.BackendError, match="names no row"):
-            run.run({"ids": [0, 99, 1], "x": np.ones((1, 32))})
-        assert not np.asarray(run.store.state("total")[...]).any()
-    run.run({"ids": [0, 1, 2], "x": np.ones((1, 32))})
-    assert (np.asarray(run.store.state("total")[...]) == 32).all()
+    """The first thread stops at an id while others could go on to write what they have of a row into the state."""
+    first, cache = hocket.state("first", (8, 32)), hocket.state("cache", (4, 512))
+    w, x, ids = hocket.weight("w", (512, 32)), hocket.input("x", (1, 32)), hocket.input("ids", (1,), "i32")
+    new = ops.set_rows(cache, ops.mul_mat(w, x), hocket.input("at", (1,), "i32"))
+    updates = {first: ops.set_rows(first, x, ids), cache: new}
+    run = loaded(hocket.Graph({"y": ops.neg(x)}, updates), {"w": np.ones((512, 32), np.float32)}, threads)
+    for bad in ({"ids": [99], "at": [2]}, {"ids": [1], "at": [4]}):
+        for _ in range(50):
+            with pytest.raises(hocket.BackendError, match="names no row"):
+                run.run({**bad, "x": np.ones((1, 32))})
+            assert not any(np.asarray(run.store.state(name)[...]).any() for name in ("first", "cache"))
+    run.run({"ids": [1], "at": [2], "x": np.ones((1, 32))})
+    assert (np.asarray(run.store.state("cache")[...]).sum(-1) == [0, 0, 32 * 512, 0]).all()
 
 
 def test_what_may_stop_the_run_and_what_writes_a_state_are_apart_unless_one_thread_does_both():

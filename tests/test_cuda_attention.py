@@ -247,7 +247,7 @@ FAULTS = {
     ),
     "a row in another bank": (
         TILES,
-        "chunk(16 * n + lane % 16, 2 * e + lane / 16, E)",
+        "pair(16 * n + lane % 16, 2 * e, turned, E)",
         "(16 * n + lane % 16) * E + 8 * (2 * e + lane / 16)",
         TILE,
     ),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from hocket.backends.cupy import nvrtc
@@ -23,11 +26,20 @@ def _compiler():
         pytest.skip(str(why))
 
 
+@pytest.fixture(scope="module")
+def compiled(request):
+    """What the tests that were chosen need, by number of the source and architecture: compiled on all processors."""
+    chosen = [i.callspec.params for i in request.session.items if "arch" in getattr(i, "fixturenames", ())]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        keys = [(c["number"], c["arch"]) for c in chosen]
+        yield {key: pool.submit(measured, SOURCES[key[0]], key[1]) for key in keys}
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("number", range(len(SOURCES)), ids=[f"{i}-{s.file}" for i, s in enumerate(SOURCES)])
-def test_a_source_compiles_and_takes_what_is_recorded(number, arch):
+def test_a_source_compiles_and_takes_what_is_recorded(compiled, number, arch):
     """Where a kernel changed on purpose: ``python -m hocket.backends.cupy.resources``."""
-    found, table = measured(SOURCES[number], arch), recorded()
+    found, table = compiled[number, arch].result(), recorded()
     assert len(found) == len(SOURCES[number].names)
     for name, resources in found.items():
         assert not resources.spilled, f"{name} spills {resources.spilled} bytes for {arch}"

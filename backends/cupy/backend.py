@@ -14,15 +14,17 @@ from ...graph.errors import StepError
 from ...graph.node import Node, Value
 from ...graph.spec import Spec
 from ...ops import op_of
-from ...ops.collective import COLLECTIVES
+from ...ops.collective import COLLECTIVES, int_attr
 from ...ops.quants import dequantise, encoded
 from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor, contiguous_strides, run_calls
 from ..numpy.collective import KERNELS as MEETINGS
 from ..numpy.kernel import Call
 from ..operands import Bound, Operand
-from .driver import Driver, LaunchError
+from .driver import Driver, Launch, LaunchError
+from .kernels import collective
 from .launches import Launches, NoKernelError
 from .packing import PACKINGS, pack, padded
+from .peers import confirm, introduce, meets_on_devices
 from .table import BINDINGS
 
 HALVES = (DType.F16, DType.BF16)
@@ -78,9 +80,7 @@ class DriverBackend:
         return Support(True)
 
     def scratch(self, node: Node) -> int:
-        if node.op in COLLECTIVES:
-            return 4 * MEETINGS[node.op].scratch(node)
-        return self._tried(node)
+        return 0 if node.op in COLLECTIVES else self._tried(node)
 
     def reads_strided(self, node: Node, operand: int) -> bool:
         if node.op in COLLECTIVES:
@@ -148,30 +148,97 @@ class DriverBackend:
         return Replay(program, buffers, on, comm, self.driver)
 
 
+@dataclass(frozen=True, slots=True)
+class Met:
+    """A collective between launches."""
+
+    number: int
+    instruction: Instruction
+    bound: Bound
+
+    @property
+    def sequence(self) -> int:
+        return int_attr(self.instruction.attrs["sequence"])
+
+
 class Replay:
     """A program ready to run: recorded launches, and meetings with other devices, in order.
 
-    A kernel that meets an illegal number notes it and goes on; the run then fails after its last instruction, so that
-    everything it did can be taken back.
+    Devices that reach each other's memory meet within the launches; where that is, they learn before their first run.
+    Others meet through memory of the host, and launches between two meetings are recorded together.
+
+    A kernel that meets an illegal number, or waits for a device in vain, notes it and goes on; the run then fails after
+    its last instruction, so that everything it did can be taken back.
     """
 
     def __init__(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm, driver: Driver) -> None:
         self.program, self.on, self.driver = program, on, driver
+        self._buffers, self._comm = buffers, comm
         self._memory: list[Any] = list(buffers)  # launches know addresses only
         self._constants: dict[bytes, int] = {}
         self._fault = self._keep(np.zeros(FAULT_BYTES // 8, np.int64))
         self._bound = Launches(self._keep_at, fault_at=driver.address(self._fault))
-        self._calls: list[tuple[int, Callable[[], object]]] = []
+        self._parts: list[Launch | Met] = []
         for number, i in enumerate(program.instructions):
             if i.op in COLLECTIVES:
-                self._close()
-                self._calls += [(number, call) for call in self._meeting(i, buffers, comm)]
+                self._parts.append(Met(number, i, self._operands(i)))
             elif any(t.spec.size for t in i.dst):
-                self._bind(number, i, buffers)
+                self._bind(number, i)
+        self._own_faults = len(self._bound.faults)
+        for kernel in {part.kernel for part in self._parts if isinstance(part, Launch)}:
+            driver.prepare(kernel, on)
+        self._calls: list[tuple[int, Callable[[], object]]] = []
+        self._is_ready = not meets_on_devices(comm, driver)
+        if self._is_ready:
+            self._record(None)
+        else:
+            self._prepare_to_meet()
+
+    def _prepare_to_meet(self) -> None:
+        """Everything but what only the others can tell, so that nobody waits for a compiler."""
+        assert self._comm.board is not None
+        self._board = self.driver.share(self._comm.board, self._comm.rank)
+        self._signals = self.driver.address(self._keep(np.zeros(collective.SIGNAL_WORDS, np.int64)))
+        for name in collective.SOURCE.names:
+            self.driver.prepare(collective.SOURCE[name], self.on)
+
+    def _meet_first(self) -> None:
+        """Learn where the memory of the others is."""
+        offers = {p.sequence: collective.offer_of(p.bound) for p in self._parts if isinstance(p, Met)}
+        self._record(introduce(self._comm, self._signals, self._board, offers))
+        confirm(self._comm)
+        self._is_ready = True
+
+    def _record(self, group: collective.Group | None) -> None:
+        """Launches up to where devices meet through memory of the host are recorded together."""
+        self._calls = []
+        del self._bound.faults[self._own_faults :]
+        if group is not None:
+            self._bound.number = 0
+            collective.launch_begin(self._bound, group)
+        for part in self._parts:
+            if isinstance(part, Launch):
+                self._bound.items.append(part)
+            elif group is None or not self._launch_meeting(part, group):
+                self._close()
+                self._calls += [(part.number, call) for call in self._meeting(part.instruction)]
         self._close()
+
+    def _launch_meeting(self, met: Met, group: collective.Group) -> bool:
+        """Whether there are kernels for it; all devices get the same answer."""
+        self._bound.number = met.number
+        try:
+            collective.bind(self._bound, met.bound, group)
+        except NoKernelError:
+            return False
+        return True
 
     def __call__(self) -> None:
         try:
+            if not self._is_ready and self.program.instructions:
+                run_calls(self.program, [(0, self._meet_first)])
+            elif not self._is_ready:  # others still ask where its memory is
+                self._meet_first()
             run_calls(self.program, self._calls)
             self.driver.synchronise(self.on)
         except StepError as error:
@@ -216,29 +283,34 @@ class Replay:
             self._calls.append((launches[0].number, self.driver.record(launches, self.on)))
             self._bound.items = []
 
-    def _bind(self, number: int, i: Instruction, buffers: Sequence[Any]) -> None:
-        def operand(t: Tensor) -> Operand:
-            spec = self.program.buffers[t.buffer]
-            return Operand(self.driver.address(buffers[t.buffer]) + t.offset, t, spec.declared, spec.stored)
-
+    def _bind(self, number: int, i: Instruction) -> None:
         bound = self._bound
         bound.number, bound.taken = number, 0
-        bound.scratch_at = operand(i.scratch).address if i.scratch is not None else 0
-        src = tuple(None if t is None else operand(t) for t in i.src)
-        BINDINGS[i.op](bound, Bound(i.op, src, tuple(map(operand, i.dst)), i.attrs))
+        bound.scratch_at = self._operand(i.scratch).address if i.scratch is not None else 0
+        BINDINGS[i.op](bound, self._operands(i))
         assert bound.taken <= (i.scratch.shape[0] if i.scratch is not None else 0), (
             f"{i.op} takes more than it asked for"
         )
+        self._parts += bound.items
+        bound.items = []
 
-    def _meeting(self, i: Instruction, buffers: Sequence[Any], comm: Comm) -> list[Callable[[], object]]:
+    def _operands(self, i: Instruction) -> Bound:
+        src = tuple(None if t is None else self._operand(t) for t in i.src)
+        return Bound(i.op, src, tuple(map(self._operand, i.dst)), i.attrs)
+
+    def _operand(self, t: Tensor) -> Operand:
+        spec = self.program.buffers[t.buffer]
+        return Operand(self.driver.address(self._buffers[t.buffer]) + t.offset, t, spec.declared, spec.stored)
+
+    def _meeting(self, i: Instruction) -> list[Callable[[], object]]:
         """A collective through host memory: what goes out is copied there, what comes in from there."""
-        src: list[Any] = [None if t is None else self.driver.view(buffers[t.buffer], t) for t in i.src]
-        dst = [self.driver.view(buffers[t.buffer], t) for t in i.dst]
+        src: list[Any] = [None if t is None else self.driver.view(self._buffers[t.buffer], t) for t in i.src]
+        dst = [self.driver.view(self._buffers[t.buffer], t) for t in i.dst]
         there, here = [None if x is None else _on_host(x) for x in src], [_on_host(x) for x in dst]
         scratch = np.empty(sum(t.spec.size for t in i.dst), np.float32)
         outgoing = [partial(np.copyto, h, d) for d, h in zip(src, there, strict=True) if h is not d and h is not None]
         incoming = [partial(d.__setitem__, ..., h) for d, h in zip(dst, here, strict=True) if h is not d]
-        meet = MEETINGS[i.op].bind(Call(there, here, i.attrs, scratch, comm))
+        meet = MEETINGS[i.op].bind(Call(there, here, i.attrs, scratch, self._comm))
         return [partial(self.driver.synchronise, self.on), *outgoing, *meet, *incoming]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,8 @@ NEAR_LIMIT = 48 * 1024
 """Bytes of shared memory that a launch may size without asking first."""
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 """Number of that CUfunction_attribute."""
+PEER_ACCESS_ALREADY_ENABLED, PORTABLE_AND_MAPPED = 704, 3
+"""Of the CUDA runtime: an error, and flags of cudaHostRegister."""
 SPECIFIC = frozenset(("90", "100", "103", "120"))
 """Compute capabilities whose own instructions need an architecture with the letter a."""
 
@@ -103,6 +107,33 @@ class CudaDriver:
         strides = [s * dtype.itemsize for s in tensor.strides]
         with buffer.device:
             return DeviceArray(_cupy().ndarray(tensor.shape, dtype, buffer.data + tensor.offset, strides))
+
+    def are_peers(self, devices: Sequence[Device]) -> bool:
+        """Device memory is from cudaMalloc, which peer access opens to a device as a whole."""
+        cupy = _cupy()
+        runtime, pairs = cupy.cuda.runtime, list(permutations([d.index for d in devices], 2))
+        if not all(runtime.deviceCanAccessPeer(own, other) for own, other in pairs):
+            return False
+        for own, other in pairs:
+            with cupy.cuda.Device(own):
+                try:
+                    runtime.deviceEnablePeerAccess(other)
+                except runtime.CUDARuntimeError as why:
+                    if why.status != PEER_ACCESS_ALREADY_ENABLED:
+                        raise BackendError(f"cuda:{own} cannot reach memory of cuda:{other}: {why}") from None
+        return True
+
+    def share(self, board: Array, rank: int) -> int:
+        """The board is pinned by the first device, for all of them and for as long as it lives."""
+        runtime, address = _cupy().cuda.runtime, int(board.ctypes.data)
+        if rank == 0:
+            runtime.hostRegister(address, board.nbytes, PORTABLE_AND_MAPPED)
+            weakref.finalize(board, runtime.hostUnregister, address)
+        return int(runtime.pointerGetAttributes(address).devicePointer)
+
+    def prepare(self, kernel: Kernel, on: Device) -> None:
+        with _cupy().cuda.Device(on.index):
+            _function(kernel, on.index)
 
     def record(self, launches: Sequence[Launch], on: Device) -> Callable[[], None]:
         """Several launches become a CUDA graph."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...graph.errors import BackendError
-from ..base import Device, Tensor
+from ..base import Array, Device, Tensor
 
 KERNELS = Path(__file__).parent / "kernels"
 Three = tuple[int, int, int]
@@ -103,6 +103,15 @@ class Driver(Protocol):
 
     def view(self, buffer: Any, tensor: Tensor) -> Any:
         """The array of `tensor` within `buffer`, in place: it can be indexed, assigned and copied to the host."""
+
+    def are_peers(self, devices: Sequence[Device]) -> bool:
+        """Whether kernels of each of these devices can read and write memory of all of them, from now on."""
+
+    def share(self, board: Array, rank: int) -> int:
+        """Where kernels of all devices find memory of the host, which begins a page; device 0 of a group asks first."""
+
+    def prepare(self, kernel: Kernel, on: Device) -> None:
+        """Compile a kernel ahead of time.  Raises `BackendError` if it does not."""
 
     def record(self, launches: Sequence[Launch], on: Device) -> Callable[[], None]:
         """What makes these launches, in order, each time it is called.  Raises `BackendError` if a kernel does not

@@ -8,6 +8,7 @@ from types import MappingProxyType, ModuleType
 from .driver import Source
 from .kernels import (
     attention,
+    collective,
     elementwise,
     gated_delta_net,
     indexer,
@@ -33,6 +34,7 @@ FAMILIES: tuple[ModuleType, ...] = (
     gated_delta_net,
     recurrences,
     attention,
+    collective,
 )
 """Modules with ``BINDINGS``, how each op is bound, and ``SOURCES``, all they launch."""
 

@@ -20,24 +20,35 @@ def all_reduce(call: Call) -> Calls:
 
 
 def all_gather(call: Call) -> Calls:
-    axis = int_attr(call.attrs["axis"])
-    parts: list[Pairs] = [
-        [(_at({axis: (offset, n)}), _at({axis: (start, n)})) for start, offset, n in _placed(runs)]
-        for runs in runs_of(call.attrs["runs"])
-    ]
-    return [partial(call.comm.all_gather, call.operand(0), call.out, parts, _sequence(call))]
+    return [partial(call.comm.all_gather, call.operand(0), call.out, gathered(call.attrs), _sequence(call))]
 
 
 def reduce_scatter(call: Call) -> Calls:
-    axis = int_attr(call.attrs["axis"])
-    mine = _placed(own_runs(call.attrs))
-    parts = [(_at({axis: (start, n)}), _at({axis: (offset, n)})) for start, offset, n in mine]
-    return [partial(call.comm.reduce_scatter, call.operand(0), call.out, parts, _sequence(call))]
+    return [partial(call.comm.reduce_scatter, call.operand(0), call.out, scattered(call.attrs), _sequence(call))]
 
 
 def all_to_all(call: Call) -> Calls:
-    parts = [list(_exchange(call.attrs, theirs)) for theirs in runs_of(call.attrs["old_runs"])]
-    return [partial(call.comm.all_gather, call.operand(0), call.out, parts, _sequence(call))]
+    return [partial(call.comm.all_gather, call.operand(0), call.out, exchanged(call.attrs), _sequence(call))]
+
+
+def gathered(attrs: Attrs) -> list[Pairs]:
+    """For each device where its entries go, and where it has them."""
+    axis = int_attr(attrs["axis"])
+    return [
+        [(_at({axis: (offset, n)}), _at({axis: (start, n)})) for start, offset, n in _placed(runs)]
+        for runs in runs_of(attrs["runs"])
+    ]
+
+
+def scattered(attrs: Attrs) -> Pairs:
+    """Where the device's own sums go, and where every device has the summands."""
+    axis = int_attr(attrs["axis"])
+    return [(_at({axis: (start, n)}), _at({axis: (offset, n)})) for start, offset, n in _placed(own_runs(attrs))]
+
+
+def exchanged(attrs: Attrs) -> list[Pairs]:
+    """For each device where what it has of the own new shard goes, and where it has it."""
+    return [list(_exchange(attrs, theirs)) for theirs in runs_of(attrs["old_runs"])]
 
 
 def _exchange(attrs: Attrs, theirs: tuple[tuple[int, int], ...]) -> Iterator[tuple[Index, Index]]:

@@ -97,6 +97,10 @@ class Steps:
         part, moved = Share(words, reads, writes), _moved(reads, writes) if nbytes is None else nbytes
         self._append(kernel, {ALL if self.threads > 1 and moved >= SHARED else 0: part}, stops)
 
+    def is_shared(self, reads: Sequence[Operand], writes: Sequence[Operand]) -> bool:
+        """Whether threads share what touches this."""
+        return self.threads > 1 and _moved(reads, writes) >= SHARED
+
     def deal(self, kernel: Kernel, parts: Sequence[Share | None]) -> None:
         """Append a step of which each thread does a part that is its own; None for one that has none."""
         self._append(kernel, {thread: part for thread, part in enumerate(parts) if part is not None}, False)

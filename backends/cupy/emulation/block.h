@@ -7,7 +7,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <sched.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <ucontext.h>
 #include <unistd.h>
 #include <utility>
@@ -263,6 +265,14 @@ static void run_block(Worker &w, int64_t order) {
         if (!any) say_deadlock(w);
     }
     check_stacks(w);
+}
+
+// A kernel that waits for another device, which runs on another thread of the operating system.
+static inline void give_way() { sched_yield(); }
+static inline unsigned long long nanoseconds() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000ull + now.tv_nsec;
 }
 
 // Memory that ends where nothing may be touched.

@@ -11,7 +11,7 @@ import numpy as np
 from ....graph.errors import BackendError
 from ...base import Array, Device, Tensor, host_view
 from ..backend import DriverBackend
-from ..driver import Launch, LaunchError
+from ..driver import Kernel, Launch, LaunchError
 from .building import compiler, library
 from .guarded import Bytes, Rooms, address_of, guarded, moved, places
 
@@ -72,6 +72,15 @@ class EmulatedDriver:
 
     def view(self, buffer: Bytes, tensor: Tensor) -> Array:
         return host_view(buffer, tensor)
+
+    def are_peers(self, devices: Sequence[Device]) -> bool:
+        return True
+
+    def share(self, board: Array, rank: int) -> int:
+        return int(board.ctypes.data)
+
+    def prepare(self, kernel: Kernel, on: Device) -> None:
+        library(kernel.source)
 
     def record(self, launches: Sequence[Launch], on: Device) -> Callable[[], None]:
         rooms = Rooms()

@@ -83,7 +83,7 @@ TILED = {
     t: t.source()
     for t in (
         Tiled(64, 64, 64, True),
-        Tiled(128, 128, 64, True),
+        Tiled(128, 128, 32, True),
         Tiled(192, 128, 32, False),
         Tiled(256, 256, 16, False),
     )

@@ -62,18 +62,24 @@ __global__ void __launch_bounds__(THREADS, 1) attend_few(const __grid_constant__
         const u32 seen = __ballot_sync(ALL_LANES, sees);
         for (int s = 0; s < 32; s += step) {
             if ((seen >> s & (u32)((1ull << step) - 1)) == 0) continue;
-            const float *key[unroll];
+            const float *key[unroll], *from[unroll];
             float4 value[unroll][v4];
+            const auto fetch = [&] {
+#pragma unroll
+                for (int u = 0; u < unroll; u++)
+#pragma unroll
+                    for (int c = 0; c < v4; c++)
+                        value[u][c] = four<dense>(from[u], a.v.column, first_column + mine + 4 * lanes * c, width);
+            };
             float score[unroll][rows] = {};
 #pragma unroll
             for (int u = 0; u < unroll; u++) {
                 const i64 which = min(first + s + u * at_once + sub, key_count - 1);
                 key[u] = keys + which * a.k.row;
-#pragma unroll
-                for (int c = 0; c < v4; c++)
-                    value[u][c] = four<dense>(values + which * a.v.row, a.v.column, first_column + mine + 4 * lanes * c, width);
+                from[u] = values + which * a.v.row;
             }
-#pragma unroll(k4 == 0 ? 1 : rows == 8 ? 2 : 8)
+            if (rows < 8) fetch();  // on its way while scores are made, where registers allow
+#pragma unroll(k4 == 0 || rows == 8 ? 1 : 8)
             for (int c = 0; c < fours; c++) {
                 const int at = mine + 4 * lanes * c;
                 float4 k[unroll];
@@ -86,6 +92,7 @@ __global__ void __launch_bounds__(THREADS, 1) attend_few(const __grid_constant__
                     for (int u = 0; u < unroll; u++) score[u][r] = dot(q, k[u], score[u][r]);
                 }
             }
+            if (rows == 8) fetch();
 #pragma unroll
             for (int r = 0; r < rows; r++) {
                 float high = top[r];

@@ -2,6 +2,10 @@
 
 constexpr float LEAST = 0x1p-100f;  // unit of weights
 
+// `chunk` of one of two neighbours, for the lane: `turned` is which of them, by the lowest bit of its own, and its row.
+__device__ __forceinline__ int pair(int row, int even, int turned, int columns) {
+    return row * columns + 8 * ((even & ~7) + ((even & 6) ^ turned));
+}
 // Sum of three products of a tile of A, high and low, with two tiles of B beside each other.
 __device__ __forceinline__ void multiply(float *d, float *e, const u32 *high, const u32 *low, const u32 *h, const u32 *l) {
     mma_f16(d, high, l), mma_f16(e, high, l + 2);
@@ -54,12 +58,13 @@ __global__ void __launch_bounds__(THREADS) attend_tiles(const __grid_constant__ 
     }
     __syncwarp();
     u32 q_high[held ? D / 16 : 1][4], q_low[held ? D / 16 : 1][4];
-    const int q_row = 16 * warp + lane % 16;
+    const int q_row = 16 * warp + lane % 16, turned = lane / 16 ^ lane % 8;
+    const int k_row = lane % 8 + lane / 16 * 8, k_turned = lane / 8 % 2 ^ lane % 8;
     if (held) {
 #pragma unroll
         for (int d = 0; d < D / 16; d++) {
-            ldmatrix_x4(q_high[d], q + chunk(q_row, 2 * d + lane / 16, D));
-            ldmatrix_x4(q_low[d], q + ROWS * D + chunk(q_row, 2 * d + lane / 16, D));
+            ldmatrix_x4(q_high[d], q + pair(q_row, 2 * d, turned, D));
+            ldmatrix_x4(q_low[d], q + ROWS * D + pair(q_row, 2 * d, turned, D));
         }
         __syncthreads();
     }
@@ -81,13 +86,13 @@ __global__ void __launch_bounds__(THREADS) attend_tiles(const __grid_constant__ 
         for (int d = 0; d < D / 16; d++) {
             u32 high[4], low[4];
             if (!held) {
-                ldmatrix_x4(high, q + chunk(q_row, 2 * d + lane / 16, D));
-                ldmatrix_x4(low, q + ROWS * D + chunk(q_row, 2 * d + lane / 16, D));
+                ldmatrix_x4(high, q + pair(q_row, 2 * d, turned, D));
+                ldmatrix_x4(low, q + ROWS * D + pair(q_row, 2 * d, turned, D));
             }
 #pragma unroll
             for (int n = 0; n < KEYS / 16; n++) {
                 u32 h[4], l[4];
-                const int at = chunk(16 * n + lane % 8 + lane / 16 * 8, 2 * d + lane / 8 % 2, D);
+                const int at = pair(16 * n + k_row, 2 * d, k_turned, D);
                 ldmatrix_x4(h, k + at);
                 ldmatrix_x4(l, k + KEYS * D + at);
                 multiply(s[2 * n], s[2 * n + 1], held ? q_high[d] : high, held ? q_low[d] : low, h, l);
@@ -142,10 +147,10 @@ __global__ void __launch_bounds__(THREADS) attend_tiles(const __grid_constant__ 
         for (int r = 0; r < 2; r++) {
             for (int by = 1; by < 4; by <<= 1) most[r] = fmaxf(most[r], __shfl_xor_sync(ALL_LANES, most[r], by));
             most[r] = __uint_as_float(__float_as_uint(most[r]) & 0xff800000u);
-            const float turned = fade[r] * (run[r] / most[r]), up = 16384.0f / most[r];
+            const float change = fade[r] * (run[r] / most[r]), up = 16384.0f / most[r];
             run[r] = most[r];
 #pragma unroll
-            for (int e = 0; e < E / 8; e++) acc[e][2 * r] *= turned, acc[e][2 * r + 1] *= turned;
+            for (int e = 0; e < E / 8; e++) acc[e][2 * r] *= change, acc[e][2 * r + 1] *= change;
 #pragma unroll
             for (int n = 0; n < KEYS / 8; n++) s[n][2 * r] *= up, s[n][2 * r + 1] *= up;
         }
@@ -160,7 +165,7 @@ __global__ void __launch_bounds__(THREADS) attend_tiles(const __grid_constant__ 
 #pragma unroll
             for (int e = 0; e < E / 16; e++) {
                 u32 h[4], l[4];
-                const int at = chunk(16 * n + lane % 16, 2 * e + lane / 16, E);
+                const int at = pair(16 * n + lane % 16, 2 * e, turned, E);
                 ldmatrix_x4_trans(h, v + at);
                 ldmatrix_x4_trans(l, v + KEYS * E + at);
                 multiply(acc[2 * e], acc[2 * e + 1], p_high, p_low, h, l);

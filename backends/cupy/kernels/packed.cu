@@ -187,6 +187,7 @@ struct Many {
 template <class F, int G, int WR, int WK> struct Tile {
     static constexpr int STEP = WK > 4 ? WK : 4, ENTRIES = 8 * G, THREADS = 32 * WR * WK;
     static constexpr int STAGE = 3 * STEP * ENTRIES;  // pieces of 16 bytes
+    static constexpr int BLOCKS = F::HALVES ? 1 : WK > 1 ? 2 : 3;  // on a multiprocessor at once: no more registers than that
     float sum[2][G][4];
     int t, g, warp_k, groups;
     __device__ __forceinline__ Tile() {
@@ -281,7 +282,7 @@ template <class F, int G, int WR, int WK> struct Tile {
         }
     }
 };
-template <class F, int G, int WR, int WK> __global__ void __launch_bounds__(32 * WR * WK) many(const __grid_constant__ Many a) {
+template <class F, int G, int WR, int WK> __global__ void __launch_bounds__(32 * WR * WK, Tile<F, G, WR, WK>::BLOCKS) many(const __grid_constant__ Many a) {
     using T = Tile<F, G, WR, WK>;
     DYNAMIC_SHARED(room, float4);  // two stages
     SHARED(rows, i32[T::ENTRIES]);

@@ -165,7 +165,7 @@ def add_product(
     w, y = call.operand(0), call.out
     columns = w.shape[-1]
     memory = steps.scratch(f"product {blocks.scratch}", blocks.scratch * steps.threads)
-    bounds = _bounds(call, blocks.groups * ROWS, steps.threads)
+    bounds = _bounds(call, blocks.groups * ROWS, steps.threads if is_dealt(steps, call) else 1)
 
     def part(thread: int) -> Share | None:
         first, count = bounds[thread], bounds[thread + 1] - bounds[thread]
@@ -177,7 +177,15 @@ def add_product(
         words += [mine.address, y.row_step, memory.address + thread * blocks.scratch]
         return Share(words, [w, own, to.operand], [mine])
 
-    steps.deal_columns(kernel, [part(thread) for thread in range(steps.threads)], y, bounds)
+    if len(bounds) > 2:
+        steps.deal_columns(kernel, [part(thread) for thread in range(steps.threads)], y, bounds)
+    elif (whole := part(0)) is not None:
+        steps.deal(kernel, [whole])
+
+
+def is_dealt(steps: Steps, call: Bound) -> bool:
+    """Whether threads share a product."""
+    return steps.is_shared([call.operand(0), call.operand(1)], [call.out])
 
 
 def _bounds(call: Bound, unit: int, threads: int) -> Sequence[int]:

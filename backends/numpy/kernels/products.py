@@ -17,7 +17,7 @@ from ..compiler import Kernel, Part, kernel, part
 from ..steps import Bound, Operand, Share, Steps, like
 from . import dense
 from .formats import COLUMNS, FORMATS, ROWS, Format
-from .grouped import Blocks, Slots, add_product, even_bounds, in_order, product_of
+from .grouped import Blocks, Slots, add_product, even_bounds, in_order, is_dealt, product_of
 from .packing import share
 from .simd import (
     float_to_bits,
@@ -197,11 +197,12 @@ def product(form: Format) -> Kernel:
 # ----------------------------------------------------------------------------------------------------- binding
 
 
-def rounded(steps: Steps, x: Operand, form: Format) -> Sequence[Operand]:
+def rounded(steps: Steps, x: Operand, form: Format, *, for_all: bool) -> Sequence[Operand]:
     """`x` rounded to 8 bits for weights of a type, where each thread finds it; by a step of its own unless an earlier
     one has done it.
 
-    Threads round the columns that they have of `x`, or all of few rows each for itself, or share the rows.
+    For a product that all threads share they round the columns that they have of `x`, or all of few rows each for
+    itself, or share the rows.
     """
     key = ("rounded", x.tensor, form.zero)
     if (found := steps.known(key)) is not None:
@@ -210,11 +211,11 @@ def rounded(steps: Steps, x: Operand, form: Format) -> Sequence[Operand]:
     nbytes, own, bounds = rounded_bytes(rows, columns), steps.stand_ins(x), steps.columns_of([x])
     if bounds is not None and (rows > 1 or any(b % COLUMNS for b in bounds)):
         bounds = None
-    if own is not None or (bounds is None and steps.is_repeated([x])):
+    if own is not None or (for_all and bounds is None and steps.is_repeated([x])):
         made = steps.copies(name, nbytes)
         parts = [_rounding(o, to, rows, form, 0, columns) for o, to in zip(own or [x] * len(made), made, strict=True)]
         steps.deal(round_rows, parts)
-    elif rows == 1:
+    elif rows == 1 and for_all:
         made = [steps.scratch(name, nbytes)] * steps.threads
         bounds = bounds or even_bounds(columns, COLUMNS, steps.threads)
         steps.deal(round_rows, [_rounding(x, made[0], 1, form, *pair) for pair in pairwise(bounds)])
@@ -242,6 +243,8 @@ def stand_ins(steps: Steps, call: Bound) -> Sequence[Operand] | None:
         return None
     readers = call.readers()
     if not readers or not all(_reads_stand_ins(r, y) for r in readers):
+        return None
+    if not any(is_dealt(steps, r) for r in readers):
         return None
     return [like(o, y) for o in steps.copies("own", y.tensor.spec.nbytes)]
 
@@ -283,7 +286,7 @@ def bind_product(steps: Steps, call: Bound, slots: Slots) -> None:
     form, blocks = FORMATS[w.dtype], w.shape[-1] // w.dtype.block
     stride = blocks * w.dtype.block_bytes
     assert w.stored is not None
-    q, pitch = rounded(steps, x, form), w.shape[-1] // COLUMNS * RECORD
+    q, pitch = rounded(steps, x, form, for_all=is_dealt(steps, call)), w.shape[-1] // COLUMNS * RECORD
     add_product(steps, call, product(form), blocks_of(form), stride, w.stored.shape[-2] * stride, q, pitch, slots)
 
 

@@ -1,0 +1,209 @@
+"""Collectives of devices that reach each other's memory: launches like any other, among them those that wait."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+
+from ....graph.dtypes import DType
+from ....graph.errors import BackendError
+from ....ops.collective import int_attr
+from ...numpy.collective import Index, Pairs, exchanged, gathered, scattered
+from ...operands import Bound, Operand
+from ..axes import MOST, axes_of
+from ..driver import Source
+from ..launches import Binding, Launches, Word, blocks, need
+from .elementwise import MOST_ELEMENTS
+from .moves import launch_copy
+
+MOST_DEVICES, THREADS = 8, 256
+SIGNAL_WORDS = 16 + 2 * 16 * MOST_DEVICES
+"""Of 8 bytes, for each device, that the others write; they begin as zeros."""
+ONE_BLOCK = 64 * 1024
+"""Bytes up to which one block does a whole sum: waiting for others costs more than adding."""
+MOST_BLOCKS = 128
+PACK = 16
+TYPES = {DType.F32: "float", DType.I8: "i8", DType.I16: "i16", DType.I32: "i32", DType.I64: "i64"}
+SOURCE = Source(
+    "collective.cu",
+    (
+        *(f"{kernel}<{t}>" for kernel in ("all_reduce", "sum_parts", "take") for t in TYPES.values()),
+        *("begin_run", "meet_all", "tell_one", "await_one"),
+    ),
+)
+SOURCES = (SOURCE,)
+BINDINGS: Mapping[str, Binding] = {}  # a collective is bound to its group, below
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a device brings to a collective, and where it wants the result."""
+
+    source: Operand
+    target: Operand
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A device as the others know it: where its signals are, its offers by the number of the collective."""
+
+    signals: int
+    offers: Mapping[int, Offer]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The devices that meet, by rank, as one of them sees them; `board` is the address of the group's board."""
+
+    rank: int
+    board: int
+    timeout: float
+    peers: tuple[Peer, ...]
+
+    def offers(self, sequence: int) -> list[Offer]:
+        """What everybody brings.  Raises `BackendError` if somebody brings nothing."""
+        return [self.offer(device, sequence) for device in range(len(self.peers))]
+
+    def offer(self, device: int, sequence: int) -> Offer:
+        if sequence not in (known := self.peers[device].offers):
+            raise BackendError(
+                f"device {self.rank} is at collective {sequence}, which device {device} does not have: "
+                "the plans of the devices do not match"
+            )
+        return known[sequence]
+
+
+def offer_of(call: Bound) -> Offer:
+    """A sender offers its result, which nobody overwrites before the run ends."""
+    return Offer(call.out if call.op in ("send", "receive") else call.operand(0), call.out)
+
+
+def launch_begin(launches: Launches, group: Group) -> None:
+    """To be launched before the first collective of a run."""
+    launches.add(SOURCE["begin_run"], 1, 1, [group.peers[group.rank].signals, group.board])
+
+
+def bind(launches: Launches, call: Bound, group: Group) -> None:
+    """Append a collective.  Raises `NoKernelError` on all devices of the group, or on none."""
+    MEETINGS[call.op](launches, call, group)
+
+
+def _sequence(call: Bound) -> int:
+    return int_attr(call.attrs["sequence"])
+
+
+def _group(launches: Launches, call: Bound, group: Group) -> list[Word]:
+    """The fields of a kernel's `Group`."""
+    size, sequence = len(group.peers), _sequence(call)
+    at = f"collective {sequence} on device {group.rank} of {size}"
+    late = launches.fault(f"{at}: device {{value}} did not arrive within {group.timeout:g} s")
+    launches.fault(f"{at}: device {{value}} is at another one: the plans of the devices do not match")
+    launches.fault(f"{at}: another device failed")
+    signals = _filled(p.signals for p in group.peers)
+    return [*signals, group.board, group.rank, size, sequence, int(group.timeout * 1e9), *late]
+
+
+def _filled(addresses: Iterable[int]) -> list[Word]:
+    """Of all devices; there is room for more."""
+    words: list[Word] = list(addresses)
+    return words + [0] * (MOST_DEVICES - len(words))
+
+
+def _all_reduce(launches: Launches, call: Bound, group: Group) -> None:
+    offers, dtype, count = group.offers(_sequence(call)), call.out.dtype, math.prod(call.out.shape)
+    everything = list(chain.from_iterable((o.source, o.target) for o in offers))
+    need(_one_type(offers) and all(o.is_dense and o.address % PACK == 0 for o in everything), "operands are not dense")
+    words = _group(launches, call, group)
+    summing = [*_filled(o.source.address for o in offers), *_filled(o.target.address for o in offers), count, *words]
+    nbytes = count * dtype.storage.itemsize
+    if nbytes <= ONE_BLOCK:
+        launches.add(SOURCE[f"all_reduce<{TYPES[dtype]}>"], 1, THREADS, summing)
+        return
+    grid = min(MOST_BLOCKS, blocks(blocks(nbytes, PACK * len(offers)), THREADS))
+    launches.add(SOURCE["meet_all"], 1, 32, [*words, 0])
+    launches.add(SOURCE[f"sum_parts<{TYPES[dtype]}>"], grid, THREADS, summing)
+    launches.add(SOURCE["meet_all"], 1, 32, [*words, 1])
+
+
+def _one_type(offers: Iterable[Offer]) -> bool:
+    types = {o.dtype for offer in offers for o in (offer.source, offer.target)}
+    return len(types) == 1 and types <= TYPES.keys()
+
+
+def _met(parts: Callable[[Bound], Iterable[tuple[Index, list[tuple[int, Index]]]]]) -> Meeting:
+    """A collective in which everybody takes pieces out of what the others have: `parts` are pairs (where a piece goes,
+    whose summands it has, and where these are)."""
+
+    def bound(launches: Launches, call: Bound, group: Group) -> None:
+        offers = group.offers(_sequence(call))
+        whole = max(math.prod(x.shape) for o in offers for x in (o.source, o.target))
+        need(_one_type(offers) and whole < MOST_ELEMENTS, "operands are of several types, or too large")
+        words = _group(launches, call, group)
+        launches.add(SOURCE["meet_all"], 1, 32, [*words, 0])
+        for into, summands in parts(call):
+            sources = [_piece(offers[device].source, index) for device, index in summands]
+            _launch_take(launches, sources, _piece(call.out, into), group)
+        launches.add(SOURCE["meet_all"], 1, 32, [*words, 1])
+
+    return bound
+
+
+def _launch_take(launches: Launches, sources: list[Operand], out: Operand, group: Group) -> None:
+    axes = axes_of(out.shape, [out, *sources])
+    walks: list[Word] = []
+    for k, source in enumerate(sources, 1):
+        walks += [source.address, *axes.walk(k, source)[1:]]  # memory of another device: nothing to be guarded here
+    walks += [0] * ((MOST_DEVICES - len(sources)) * (1 + MOST))
+    mine = group.peers[group.rank].signals
+    words = [axes.count, len(sources), *axes.words, *axes.walk(0, out), *walks, mine]
+    launches.add(SOURCE[f"take<{TYPES[out.dtype]}>"], blocks(axes.count, THREADS), THREADS, words)
+
+
+def _piece(x: Operand, index: Index) -> Operand:
+    for axis, along in enumerate(index):
+        if along != slice(None):
+            x = x.part(axis, along.start, along.stop - along.start)
+    return x
+
+
+def _one_by_one(parts: list[Pairs]) -> list[tuple[Index, list[tuple[int, Index]]]]:
+    return [(into, [(device, index)]) for device, pairs in enumerate(parts) for into, index in pairs]
+
+
+def _summed(call: Bound) -> list[tuple[Index, list[tuple[int, Index]]]]:
+    devices = range(len(call.attrs["runs"]))  # type: ignore[arg-type]  # runs of every device
+    return [(into, [(device, index) for device in devices]) for into, index in scattered(call.attrs)]
+
+
+def _send(launches: Launches, call: Bound, group: Group) -> None:
+    to = int_attr(call.attrs["to"])
+    need(_is_movable(call.out), "kernels that copy this type are missing")
+    if call.operand(0).address != call.out.address:
+        launch_copy(launches, call.operand(0), call.out)
+    launches.add(SOURCE["tell_one"], 1, 1, [*_group(launches, call, group), to])
+
+
+def _receive(launches: Launches, call: Bound, group: Group) -> None:
+    source = int_attr(call.attrs["source"])
+    theirs = group.offer(source, _sequence(call)).source
+    need(_is_movable(theirs), "kernels that copy this type are missing")
+    launches.add(SOURCE["await_one"], 1, 1, [*_group(launches, call, group), source])
+    _launch_take(launches, [theirs], call.out, group)
+
+
+def _is_movable(sent: Operand) -> bool:
+    """Decided by what is sent, which both know."""
+    return sent.dtype in TYPES and math.prod(sent.shape) < MOST_ELEMENTS
+
+
+Meeting = Callable[[Launches, Bound, Group], None]
+MEETINGS: Mapping[str, Meeting] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _met(lambda call: _one_by_one(gathered(call.attrs))),
+    "all_to_all": _met(lambda call: _one_by_one(exchanged(call.attrs))),
+    "reduce_scatter": _met(_summed),
+    "send": _send,
+    "receive": _receive,
+}

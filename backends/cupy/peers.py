@@ -1,0 +1,78 @@
+"""How the devices of a group learn of each other's memory, before their first run together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ...graph.dtypes import DType
+from ..base import Comm, Tensor
+from ..operands import Operand
+from .driver import Driver
+from .kernels.collective import MOST_DEVICES, Group, Offer, Peer
+
+Words = npt.NDArray[np.int64]
+MOST_AXES = 8
+OPERAND = 3 + 2 * MOST_AXES
+"""Words: address, dtype, number of axes, then sizes and strides."""
+DTYPES = tuple(DType)
+NONE = -1
+
+
+def meets_on_devices(comm: Comm, driver: Driver) -> bool:
+    """Whether collectives are launches over peer addresses; else they go through memory of the host.
+
+    That takes a group of this driver alone, of at most eight devices all of which can reach each other's memory.
+    """
+    return comm.board is not None and 1 < comm.size <= MOST_DEVICES and driver.are_peers(comm.devices)
+
+
+def introduce(comm: Comm, signals: int, board: int, offers: Mapping[int, Offer]) -> Group:
+    """Tell all others where this device's signals and operands are, and hear it of them.  Raises `BackendError`."""
+    mine = _written(signals, offers)
+    rows = int(_everybodys(comm, np.array([len(mine)], np.int64), -1).max())
+    padded = np.full((rows, mine.shape[1]), NONE, np.int64)
+    padded[: len(mine)] = mine
+    peers = tuple(map(_read, _everybodys(comm, padded, -2)))
+    return Group(comm.rank, board, comm.timeout, peers)
+
+
+def confirm(comm: Comm) -> None:
+    """Wait until everybody is ready to run.  Raises `BackendError`."""
+    _everybodys(comm, np.zeros(1, np.int64), -3)
+
+
+def _everybodys(comm: Comm, mine: Words, sequence: int) -> Words:
+    into = np.empty((comm.size, *mine.shape), np.int64)
+    comm.all_gather(mine, into, [[(d, ...)] for d in range(comm.size)], sequence)
+    return into
+
+
+def _written(signals: int, offers: Mapping[int, Offer]) -> Words:
+    """First where the signals are, then a row for each offer: number, source, target."""
+    table = np.full((1 + len(offers), 1 + 2 * OPERAND), NONE, np.int64)
+    table[0, 0] = signals
+    for row, (sequence, offer) in zip(table[1:], offers.items(), strict=True):
+        row[0] = sequence
+        row[1 : 1 + OPERAND] = _words(offer.source)
+        row[1 + OPERAND :] = _words(offer.target)
+    return table
+
+
+def _words(x: Operand) -> list[int]:
+    room = [0] * (MOST_AXES - len(x.shape))
+    return [x.address, DTYPES.index(x.dtype), len(x.shape), *x.shape, *room, *x.strides, *room]
+
+
+def _read(table: Words) -> Peer:
+    first, *rows = table.tolist()
+    offers = {r[0]: Offer(_operand(r[1 : 1 + OPERAND]), _operand(r[1 + OPERAND :])) for r in rows if r[0] != NONE}
+    return Peer(first[0], offers)
+
+
+def _operand(words: Sequence[int]) -> Operand:
+    address, dtype, rank, *rest = words
+    shape, strides = tuple(rest[:rank]), tuple(rest[MOST_AXES : MOST_AXES + rank])
+    return Operand(address, Tensor(-1, 0, shape, strides, DTYPES[dtype]))
