@@ -28,7 +28,7 @@ finally:
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
 PARTS = sorted(gpu.PARTS)
-THROUGH_CUPY = ("device", "delta-decode", "products", "models")
+THROUGH_CUPY = ("device", "compile", "delta-decode", "products", "models", "sharded")
 """Parts that use all of what the stand-in does; the others make the same calls."""
 
 
