@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hocket.backends.base import Device
 from hocket.backends.cupy import cuda, nvrtc
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver
 from hocket.backends.cupy.table import SOURCES
@@ -27,7 +28,7 @@ finally:
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
 PARTS = sorted(gpu.PARTS)
-THROUGH_CUPY = ("device", "delta-decode", "products", "models")
+THROUGH_CUPY = ("device", "compile", "delta-decode", "products", "models", "sharded")
 """Parts that use all of what the stand-in does; the others make the same calls."""
 
 
@@ -56,6 +57,14 @@ def test_every_part_runs_on_the_emulation(part, tmp_path):
     driver = EmulatedDriver(0)
     bench = Bench(driver, machine_for(driver, driver.device(0)), driver.device(0), tiny=True, folder=tmp_path)
     judged(part, rows_of(part, bench))
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_case_of_full_size_has_a_name_of_its_own(part):
+    driver = EmulatedDriver(0)
+    on = Device("cuda-emulated", 0)
+    titles = [case.title for case in gpu.PARTS[part].cases(Bench(driver, machine_for(driver, on), on))]
+    assert len(set(titles)) == len(titles) > 0
 
 
 @pytest.fixture

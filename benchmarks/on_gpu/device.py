@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from hocket.backends.cupy.driver import Launch, Source
+from hocket.backends.cupy.driver import Source
 from hocket.backends.cupy.table import BINDINGS, SOURCES
 from hocket.backends.operands import Bound
 
@@ -64,7 +64,7 @@ def _compiled(bench: Bench, sources: tuple[Source, ...]) -> Iterator[Row]:
     def compiled(source: Source) -> Row | None:
         kernel, start = source[source.names[0]], time.perf_counter()
         try:
-            bench.driver.driver.record([Launch(kernel, (1, 1, 1), (32, 1, 1), 0, (0,), (), 0)], bench.on)
+            bench.driver.prepare(kernel, bench.on)
         except Exception as why:  # each source for itself
             return {"source": str(kernel), "error": f"{type(why).__name__}: {why}"}
         taken = time.perf_counter() - start

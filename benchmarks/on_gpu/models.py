@@ -14,7 +14,7 @@ import numpy as np
 
 from hocket.backends.base import Device
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.driver import Driver, Launch
+from hocket.backends.cupy.driver import Driver, Kernel, Launch
 from hocket.frontends import bench as counting
 from hocket.frontends.models import Batch, Model, Step
 from hocket.frontends.open import open_model
@@ -125,13 +125,14 @@ def _kernels(bench: Bench, launches: Sequence[Launch], whole: float) -> Iterator
 
 
 class OneDevice:
-    """A driver whose devices, of any number, are all the same one."""
+    """A driver whose devices, of any number, are all the same one; they meet in its memory if they are `peers`, else
+    through the host."""
 
-    def __init__(self, driver: Driver, real: Device) -> None:
-        self.driver, self.real, self.kind = driver, real, driver.kind
+    def __init__(self, driver: Driver, real: Device, *, peers: bool) -> None:
+        self.driver, self.real, self.peers, self.kind = driver, real, peers, driver.kind
 
-    def devices(self) -> Sequence[Device]:
-        return (self.device(0),)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.driver, name)
 
     def device(self, index: int) -> Device:
         return replace(self.real, index=index)
@@ -139,11 +140,11 @@ class OneDevice:
     def alloc(self, nbytes: int, on: Device) -> Any:
         return self.driver.alloc(nbytes, self.real)
 
-    def address(self, buffer: Any) -> int:
-        return self.driver.address(buffer)
+    def are_peers(self, devices: Sequence[Device]) -> bool:
+        return self.peers
 
-    def view(self, buffer: Any, tensor: Any) -> Any:
-        return self.driver.view(buffer, tensor)
+    def prepare(self, kernel: Kernel, on: Device) -> None:
+        self.driver.prepare(kernel, self.real)
 
     def record(self, launches: Sequence[Launch], on: Device) -> Run:
         return self.driver.record(launches, self.real)
@@ -153,23 +154,22 @@ class OneDevice:
 
 
 def sharded_cases(bench: Bench) -> Iterator[Case]:
-    count = bench.choose(64, 2)
-    yield Case("hocket's embedded model", partial(_sharded, bench, lambda: None, count))
-    for path in bench.models:
-        yield Case(path.name, partial(_sharded, bench, lambda path=path: path, count))
+    models: dict[str, Callable[[], Path | None]] = {"hocket's embedded model": lambda: None}
+    models |= {path.name: lambda path=path: path for path in bench.models}
     if not bench.tiny:
-        find = partial(random_models.qwen35_4b, bench.folder)
-        yield Case("Qwen3.5-4B, random Q4_K", partial(_sharded, bench, find, 16))
+        models["Qwen3.5-4B, random Q4_K"] = partial(random_models.qwen35_4b, bench.folder)
+    for name, find in models.items():
+        yield Case(name, partial(_sharded, bench, find, bench.choose(32, 2)))
 
 
 def _sharded(bench: Bench, find: Callable[[], Path | None], count: int) -> Iterator[Row]:
-    """The same tokens on one device and on two that are the same one; collectives go through the host."""
+    """The same tokens on one device, and on two that are the same one."""
     model = open_model(find())
     tokens = bench.random.integers(0, model.vocabulary_size, count + 1).tolist()
     one = None
-    for devices in (1, 2):
+    for how, devices, peers in (("one", 1, False), ("two, through the host", 2, False), ("two, as peers", 2, True)):
         # A driver for each, so that each has a stream of its own.
-        drivers = [OneDevice(type(bench.driver.driver)(), bench.on) for _ in range(devices)]
+        drivers = [OneDevice(type(bench.driver.driver)(), bench.on, peers=peers) for _ in range(devices)]
         group = [(DriverBackend(d), d.device(i)) for i, d in enumerate(drivers)]
         run, step = _executor(model, group, count + 1)
         found, times = [], []
@@ -177,9 +177,9 @@ def _sharded(bench: Bench, find: Callable[[], Path | None], count: int) -> Itera
             start = time.perf_counter()
             found.append(run.run(model.inputs(step, Batch([[token]], [n], None)))["logits"])
             times.append(time.perf_counter() - start)
-        logits, row = np.concatenate(found), {"devices": devices, "µs a token": median(times[1:]) * 1e6}
+        logits, row = np.concatenate(found), {"devices": how, "µs a token": median(times[1:]) * 1e6}
         yield row if one is None else row | {"NMSE against one": normalised_error(logits, one)}
-        one = logits
+        one = logits if one is None else one
 
 
 def _executor(model: Model, group: Sequence[tuple[DriverBackend, Device]], count: int) -> tuple[Executor, Step]:
