@@ -46,6 +46,8 @@ class Part:
     limit: float = 60.0
 
 
+STARTUP = 120.0
+"""Seconds in which a process has to come to its first case."""
 PARTS = {
     "device": Part(device.cases, 1),
     "compile": Part(device.compile_cases, 3, 300.0),
@@ -153,7 +155,7 @@ def rows_of(name: str, words: list[str], until: float) -> Iterator[Row]:
 
 def rows_from(name: str, words: list[str], until: float, first: int) -> Generator[Row, None, int | None]:
     """The rows of one process; gives the case to go on with in another, None if there is none."""
-    limit, case, following = PARTS[name].limit, "start", None
+    limit, case, following = STARTUP, "start", None
     with Worker(words, name, first) as worker:
         while True:
             try:
@@ -168,7 +170,7 @@ def rows_from(name: str, words: list[str], until: float, first: int) -> Generato
                 return following
             match row:
                 case {"begins": int(number), "case": str(case)}:
-                    following = number + 1
+                    limit, following = PARTS[name].limit, number + 1
                 case {"fails": _}:
                     return following
                 case {"ends": state}:

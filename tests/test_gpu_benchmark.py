@@ -118,24 +118,20 @@ def broken(tmp_path, monkeypatch):
     script = tmp_path / "broken.py"
     script.write_text(BROKEN, "utf-8")
     monkeypatch.setattr(gpu, "__file__", str(script))
-    monkeypatch.setenv("LIMIT", "20")
-    return gpu.Part(lambda bench: iter(()), 1, 20.0)
+    monkeypatch.setenv("LIMIT", "5")
+    return gpu.Part(lambda bench: iter(()), 1, 5.0)
 
 
 @needs_compiler
 def test_a_case_that_fails_dies_or_hangs_costs_no_other(broken, monkeypatch):
     monkeypatch.setitem(gpu.PARTS, "broken", broken)
-    found = []
-    for row in gpu.rows_of("broken", ["--kind", "cuda-emulated"], time.monotonic() + 500):
-        found.append(row)
-        if "exit code" in str(row):  # what hangs need not hang for long
-            monkeypatch.setitem(gpu.PARTS, "broken", gpu.Part(broken.cases, 1, 6.0))
+    found = list(gpu.rows_of("broken", ["--kind", "cuda-emulated"], time.monotonic() + 500))
     assert found == [
         {"case": "good", "x": 1},
         {"case": "fails", "x": 1.5},
         {"case": "fails", "error": "ValueError: no such thing"},
         {"case": "dies", "error": "the process ended: exit code 3"},
-        {"case": "hangs", "error": "nothing for 6 s"},
+        {"case": "hangs", "error": "nothing for 5 s"},
         {"case": "left out", "left out": "not here"},
         {"case": "last", "x": 2},
     ]
@@ -159,7 +155,7 @@ def test_rows_are_saved_as_they_come(tmp_path, monkeypatch, capsys):
         "--save",
         str(tmp_path / "out"),
         "--seconds",
-        "90",
+        "300",
     ]
     monkeypatch.setattr(sys, "argv", words)
     gpu.main()
