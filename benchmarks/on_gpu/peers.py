@@ -41,7 +41,7 @@ def _torch(bench: Bench) -> Any:
         import torch
     except ImportError:
         raise LeftOut("PyTorch is not installed") from None
-    if bench.on.kind == "cuda" and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         raise LeftOut("PyTorch sees no CUDA device")
     return torch
 
