@@ -36,7 +36,7 @@ def _versions() -> Iterator[Row]:
             yield {"package": name, "version": "not installed"}
 
 
-def _torch(bench: Bench) -> Any:
+def _torch() -> Any:
     try:
         import torch
     except ImportError:
@@ -47,7 +47,7 @@ def _torch(bench: Bench) -> Any:
 
 
 def _rules(bench: Bench) -> tuple[Any, Any, Any]:
-    torch = _torch(bench)
+    torch = _torch()
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
     except ImportError as why:
@@ -79,7 +79,7 @@ def _seconds(bench: Bench, torch: Any, work: Callable[[], object], each: int = 1
 
 
 def _copy(bench: Bench) -> Iterator[Row]:
-    torch = _torch(bench)
+    torch = _torch()
     x = torch.randn(bench.enough // 4, device="cuda")
     into = torch.empty_like(x)
     yield {"GB/s": 2 * bench.enough / _seconds(bench, torch, lambda: into.copy_(x)) / 1e9}
@@ -87,7 +87,7 @@ def _copy(bench: Bench) -> Iterator[Row]:
 
 
 def _product(bench: Bench) -> Iterator[Row]:
-    torch, n = _torch(bench), bench.choose(8192, 64)
+    torch, n = _torch(), bench.choose(8192, 64)
     x, w = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     yield {"TFLOP/s": 2 * n**3 / _seconds(bench, torch, lambda: x @ w) / 1e12}
 
@@ -138,7 +138,7 @@ def _decode(bench: Bench, batch: int) -> Iterator[Row]:
 
 def _attention(bench: Bench, tokens: int) -> Iterator[Row]:
     """32 heads on 8 of 128, causal, in bfloat16; ours stands in the part on attention."""
-    torch = _torch(bench)
+    torch = _torch()
     q = torch.randn(1, 32, tokens, 128, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(1, 8, tokens, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     attend = torch.nn.functional.scaled_dot_product_attention
