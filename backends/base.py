@@ -206,7 +206,7 @@ def run_calls(program: Program, calls: Iterable[tuple[int, Callable[[], object]]
     """Make the calls in order, each given with the number of its instruction.  One that fails is a `StepError`."""
     number = 0
     try:
-        for number, call in calls:  # noqa: B007  # the except clause names it
+        for number, call in calls:  # noqa: B007  # read after the loop, by the except clause
             call()
     except BaseException as why:  # an interrupt, too, leaves a step half done
         said = str(why) if isinstance(why, HocketError) else " ".join(f"{type(why).__name__}: {why}".split())

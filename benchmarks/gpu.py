@@ -77,7 +77,7 @@ def run_part(part: Part, bench: Bench, first: int = 0) -> Iterator[Row]:
                 yield {"case": case.title, **row}
         except LeftOut as why:
             yield {"case": case.title, "left out": str(why)}
-        except Exception as why:
+        except Exception as why:  # whatever a case raises becomes a row, and the other cases go on
             yield {"case": case.title, "error": f"{type(why).__name__}: {' '.join(str(why).split())}"}
             yield {"fails": number}
             return

@@ -186,7 +186,7 @@ def refusing(plan: Plan, device: int, op: str) -> Plan:
     backend = copy.copy(lanes[device].backend)
     able = backend.supports
     refusal = Support(False, "not here")
-    setattr(backend, "supports", lambda node, on: refusal if node.op == op else able(node, on))  # noqa: B010  # a double
+    setattr(backend, "supports", lambda node, on: refusal if node.op == op else able(node, on))  # noqa: B010  # mypy refuses the plain assignment
     lanes[device] = dataclasses.replace(lanes[device], backend=backend)
     return dataclasses.replace(plan, lanes=tuple(lanes))
 

@@ -30,7 +30,7 @@ Row = dict[str, object]
 """What is known of one measurement; names of numbers carry their unit."""
 
 
-class LeftOut(Exception):  # noqa: N818  (no error)
+class LeftOut(Exception):  # noqa: N818  (an outcome, not an error)
     """There is nothing to measure, and why."""
 
 

@@ -65,7 +65,7 @@ def _compiled(bench: Bench, sources: tuple[Source, ...]) -> Iterator[Row]:
         kernel, start = source[source.names[0]], time.perf_counter()
         try:
             bench.driver.prepare(kernel, bench.on)
-        except Exception as why:  # each source for itself
+        except Exception as why:  # compilers and drivers raise what they like; the other sources go on
             return {"source": str(kernel), "error": f"{type(why).__name__}: {why}"}
         taken = time.perf_counter() - start
         return {"source": str(kernel), "s": taken} if taken > 1 else None

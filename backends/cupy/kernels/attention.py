@@ -177,7 +177,10 @@ def _batches(leading: Sequence[int], operands: Operands) -> Iterator[Operands]:
             for o, s in zip(there, axes.steps, strict=True)
         )
         q, k, v, mask, out = (None if o is None else next(found) for o in operands)
-        assert q is not None and k is not None and v is not None and out is not None  # noqa: PT018
+        assert q is not None
+        assert k is not None
+        assert v is not None
+        assert out is not None
         yield q, k, v, mask, out
 
 

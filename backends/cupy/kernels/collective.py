@@ -173,7 +173,9 @@ def _one_by_one(parts: list[Pairs]) -> list[tuple[Index, list[tuple[int, Index]]
 
 
 def _summed(call: Bound) -> list[tuple[Index, list[tuple[int, Index]]]]:
-    devices = range(len(call.attrs["runs"]))  # type: ignore[arg-type]  # runs of every device
+    runs = call.attrs["runs"]
+    assert isinstance(runs, tuple)  # those of every device
+    devices = range(len(runs))
     return [(into, [(device, index) for device in devices]) for into, index in scattered(call.attrs)]
 
 
