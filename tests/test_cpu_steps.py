@@ -13,7 +13,8 @@ from hocket import ops
 from hocket.backends.numpy import replay
 from hocket.backends.numpy.cpu import CpuBackend
 from hocket.backends.numpy.kernels.rows import unary
-from hocket.backends.numpy.steps import RUN, Region, Steps
+from hocket.backends.numpy.steps import RUN, Steps
+from hocket.backends.operands import Region
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
 from hocket.graph.dtypes import DType

@@ -18,12 +18,13 @@ import numpy as np
 from ...graph.errors import BackendError, StepError
 from ...ops.collective import COLLECTIVES
 from ..base import Comm, Instruction, Program, run_calls
+from ..liveness import Readers
+from ..operands import Bound, Operand
 from .compiler import REPLAY
 from .kernels import attention, collective, experts, moves, norms, products, recurrent, reductions, rotary, rows
 from .kernels.loop import MEETS, SHARED_BYTES, STEP, STEP_FAILED, WHOLE, run, timed
 from .kernels.packing import NO_ROW
-from .liveness import Readers
-from .steps import Binding, Bound, Fused, Operand, Step, Steps
+from .steps import Binding, Fused, Step, Steps
 
 BINDINGS: Mapping[str, Binding] = {
     **rows.BINDINGS,

@@ -13,10 +13,7 @@ import numpy.typing as npt
 
 from ...graph.dtypes import DType
 from ..base import Comm, Tensor
-from ..operands import Bound as Bound
-from ..operands import Operand as Operand
-from ..operands import Region
-from ..operands import float_bits as float_bits
+from ..operands import Bound, Operand, Region
 from .compiler import Kernel
 
 RUN = Region(0, -1, 0)

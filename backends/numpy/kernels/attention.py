@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from ....ops.norms import alibi_slopes
 from ...base import contiguous_strides
-from ..steps import SHARED, Bound, Operand, Share, Steps, float_bits
+from ...operands import Bound, Operand, float_bits
+from ..steps import SHARED, Share, Steps
 from . import attention_few, attention_many
 from .products import stand_ins
 from .rows import rows_of, unary

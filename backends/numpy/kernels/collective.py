@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 from ...base import Comm
+from ...operands import Bound
 from ..compiler import kernel, part
-from ..steps import Bound, Steps
+from ..steps import Steps
 from .loop import SPINS
 from .packing import share
 from .simd import LANES, add, load, load_long, load_some, store, store_long, store_some, word

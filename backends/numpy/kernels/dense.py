@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from functools import cache
 
 from ....graph.dtypes import DType
+from ...operands import Bound, Operand
 from ..compiler import Kernel, Part, kernel, part
-from ..steps import Bound, Operand, Steps
+from ..steps import Steps
 from .grouped import Blocks, Slots, add_product, product_of
 from .packing import share
 from .rows import lanes, put

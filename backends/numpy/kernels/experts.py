@@ -6,8 +6,9 @@ import math
 
 import numpy as np
 
+from ...operands import Bound, Operand
 from ..compiler import kernel, part
-from ..steps import Bound, Operand, Steps
+from ..steps import Steps
 from .grouped import Slots
 from .packing import NO_ROW
 from .products import bind_product, is_compiled

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...operands import Bound, Operand
 from ..compiler import Kernel, Part, part
-from ..steps import Bound, Operand, Share, Steps
+from ..steps import Share, Steps
 from .packing import share
 from .simd import LANES, load_int, store_scalar, word
 from .tiles import tile

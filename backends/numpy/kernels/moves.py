@@ -10,8 +10,9 @@ from itertools import pairwise
 import numpy as np
 
 from ....graph.dtypes import DType
+from ...operands import Bound, Operand
 from ..compiler import Kernel
-from ..steps import Bound, Fused, Operand, Share, Steps
+from ..steps import Fused, Share, Steps
 from .dense import LOADS
 from .formats import FORMATS
 from .packing import NO_ROW, share, unpack

@@ -7,8 +7,9 @@ from functools import cache
 
 import numpy as np
 
+from ...operands import Bound, Operand
 from ..compiler import Kernel, kernel, part
-from ..steps import Binding, Bound, Fused, Operand, Share, Steps
+from ..steps import Binding, Fused, Share, Steps
 from .packing import share
 from .pieces import pieces_of
 from .products import stand_ins

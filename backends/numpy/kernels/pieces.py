@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ..steps import Operand, Steps
+from ...operands import Operand
+from ..steps import Steps
 
 
 @dataclass(frozen=True, slots=True)

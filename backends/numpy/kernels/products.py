@@ -13,8 +13,9 @@ from itertools import pairwise
 import numpy as np
 
 from ....graph.dtypes import DType
+from ...operands import Bound, Operand
 from ..compiler import Kernel, Part, kernel, part
-from ..steps import Bound, Operand, Share, Steps, like
+from ..steps import Share, Steps, like
 from . import dense
 from .formats import COLUMNS, FORMATS, ROWS, Format
 from .grouped import Blocks, Slots, add_product, even_bounds, in_order, is_dealt, product_of

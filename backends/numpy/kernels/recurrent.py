@@ -7,8 +7,9 @@ from functools import cache
 
 import numpy as np
 
+from ...operands import Bound, Operand
 from ..compiler import Kernel, part
-from ..steps import Bound, Operand, Steps
+from ..steps import Steps
 from .packing import share
 from .rows import exp, lanes, put
 from .simd import (

@@ -7,8 +7,9 @@ from functools import cache
 import numpy as np
 
 from ....graph.dtypes import DType
+from ...operands import Bound
 from ..compiler import Kernel, kernel, part
-from ..steps import Bound, Steps
+from ..steps import Steps
 from .packing import share
 from .rows import HEAD, OPERAND, exp, lanes, put, row_address, rows_of
 from .simd import (

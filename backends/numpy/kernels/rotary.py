@@ -9,8 +9,9 @@ from functools import cache
 import numpy as np
 
 from ....ops.rotary import frequencies
+from ...operands import Bound, Operand, float_bits
 from ..compiler import Kernel, kernel
-from ..steps import Bound, Operand, Share, Steps, float_bits
+from ..steps import Share, Steps
 from .packing import share as share_of
 from .pieces import pieces_of
 from .rows import HEAD, OPERAND, row_address, rows_of

@@ -8,8 +8,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from ...operands import Bound, Operand
 from ..compiler import Kernel, Part, kernel, part
-from ..steps import Binding, Bound, Operand, Share, Steps
+from ..steps import Binding, Share, Steps
 from .packing import share
 from .pieces import pieces_of
 from .simd import (

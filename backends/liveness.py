@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..base import Program
-from .steps import Bound, Operand, Region
+from .base import Program
+from .operands import Bound, Operand, Region
 
 Ranges = list[tuple[int, int]]
 
