@@ -16,15 +16,16 @@ from . import dense
 from .formats import COLUMNS, FORMATS, ROWS, Format
 from .grouped import Blocks, Slots, add_product, in_order, is_dealt, product_of
 from .rounding import Wanted, rounded
-from .simd import load, prefetch, store
-from .tiles import HALVES, RECORD, SUM, VECTORS, Tile, load_codes, store_codes, tile
+from .simd import load, prefetch, store, sub
+from .tiles import RECORD, SUMS, VECTORS, Tile, load_codes, store_codes, tile
 
 AHEAD = 4096
 """Bytes ahead of their use at which weights are fetched where each is read once."""
 
 
 SCALES, BIASES, EXPANDED = 64 * VECTORS, 64 * VECTORS + 128, 64 * VECTORS + 256
-"""An expanded block: codes as bytes, scales of both halves and biases of both as float32; its size."""
+"""An expanded block: codes as bytes, scales of both halves, the bias of the first and what that of the second is more,
+as float32; its size."""
 WIDE = 16
 GROUP = WIDE * EXPANDED
 
@@ -47,7 +48,7 @@ def expand_of(form: Format) -> Part:
             if biased:
                 m, o = biases(last, b)
                 store(to + BIASES, m)
-                store(to + BIASES + 64, o)
+                store(to + BIASES + 64, sub(o, m))
             to += EXPANDED
 
     return part(expand)
@@ -57,25 +58,24 @@ def add_pair_of(form: Format, rows: Tile) -> Part:
     """``(acc, p, r, at) -> acc``: what a block of two groups, expanded at `p`, adds to products with the rows `r`
     (their records of the same columns stand at `at`)."""
     scaled, biased, centred = rows.scaled, rows.biased, form.zero != 0
-    every = rows.centred if centred else rows.dots
-    low = rows.centred_low if centred else rows.dots_low
-    high = rows.centred_high if centred else rows.dots_high
+    low, high = rows.centred if centred else rows.dots
+    scaled_low, scaled_high = rows.scaled_half
     if form.halves:
 
         def add(acc, p, r, at):
             u, v, s, f, b = load_codes(p), load_codes(p + GROUP), p + SCALES, p + GROUP + SCALES, p + GROUP + BIASES
-            acc = scaled(acc, low(u, v, r, at), load(s), load(f), r, at)
-            acc = scaled(acc, high(u, v, r, at), load(s + 64), load(f + 64), r, at)
+            acc = scaled_low(acc, low(u, v, r, at), load(s), load(f), r, at)
+            acc = scaled_high(acc, high(u, v, r, at), load(s + 64), load(f + 64), r, at)
             if centred:
                 return acc
-            acc = biased(acc, load(p + BIASES), load(b), r, at + HALVES)
-            return biased(acc, load(p + BIASES + 64), load(b + 64), r, at + HALVES + 4)
+            acc = biased(acc, load(p + BIASES), load(b), r, at + SUMS)
+            return biased(acc, load(p + BIASES + 64), load(b + 64), r, at + SUMS + 4)
     else:
 
         def add(acc, p, r, at):
-            x = every(load_codes(p), load_codes(p + GROUP), r, at)
-            acc = scaled(acc, x, load(p + SCALES), load(p + GROUP + SCALES), r, at)
-            return acc if centred else biased(acc, load(p + BIASES), load(p + GROUP + BIASES), r, at + SUM)
+            u, v = load_codes(p), load_codes(p + GROUP)
+            acc = scaled(acc, low(u, v, r, at), high(u, v, r, at), load(p + SCALES), load(p + GROUP + SCALES), r, at)
+            return acc if centred else biased(acc, load(p + BIASES), load(p + GROUP + BIASES), r, at + SUMS)
 
     return part(add)
 
@@ -83,22 +83,21 @@ def add_pair_of(form: Format, rows: Tile) -> Part:
 def add_alone_of(form: Format, row: Tile) -> Part:
     """``(acc, codes, scales, biases, r, at) -> acc``: the same of a block of one group, that is not expanded."""
     scaled, biased, centred = row.scaled, row.biased, form.zero != 0
-    every = row.centred if centred else row.dots
-    low = row.centred_low if centred else row.dots_low
-    high = row.centred_high if centred else row.dots_high
+    low, high = row.centred if centred else row.dots
+    scaled_low, scaled_high = row.scaled_half
     if form.halves:
 
         def add(acc, codes, scales, biases, r, at):
-            acc = scaled(acc, low(codes, r, at), scales[0], r, at)
-            acc = scaled(acc, high(codes, r, at), scales[1], r, at)
+            acc = scaled_low(acc, low(codes, r, at), scales[0], r, at)
+            acc = scaled_high(acc, high(codes, r, at), scales[1], r, at)
             if centred:
                 return acc
-            return biased(biased(acc, biases[0], r, at + HALVES), biases[1], r, at + HALVES + 4)
+            return biased(biased(acc, biases[0], r, at + SUMS), sub(biases[1], biases[0]), r, at + SUMS + 4)
     else:
 
         def add(acc, codes, scales, biases, r, at):
-            acc = scaled(acc, every(codes, r, at), scales[0], r, at)
-            return acc if centred else biased(acc, biases[0], r, at + SUM)
+            acc = scaled(acc, low(codes, r, at), high(codes, r, at), scales[0], r, at)
+            return acc if centred else biased(acc, biases[0], r, at + SUMS)
 
     return part(add)
 

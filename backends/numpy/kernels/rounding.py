@@ -1,4 +1,4 @@
-"""Activations rounded to 8 bits in blocks of 32, as products with packed weights read them: alone, or while they are
+"""Activations rounded to 8 bits in blocks of 16, as products with packed weights read them: alone, or while they are
 made."""
 
 from __future__ import annotations
@@ -17,44 +17,49 @@ from ..compiler import kernel, part
 from ..steps import Share, Steps
 from .formats import COLUMNS
 from .grouped import even_bounds
+from .halves import both_and_second, largest_magnitudes, of_first, of_second, store_pair, totals
 from .packing import share
 from .simd import (
-    float_to_bits,
-    largest_magnitude,
+    bits_to_float,
+    div,
     load,
     mul,
     mul_int,
     round_small,
     splat,
     splat_int,
-    store_record,
     store_small,
     to_float,
-    totals,
+    where_less,
     word,
+    zeros,
 )
-from .tiles import RECORD, SCALE
+from .tiles import RECORD, SCALES, SUMS
 
-LIMIT, NONE, STEP = np.float32(127), np.float32(0), np.float32(1 / 127)
+LIMIT, ONE, STEP = np.float32(127), np.float32(1), np.float32(1 / 127)
 SMALLEST, RAISE = np.float32(1e-36), np.float32(2.0**64)
 """A block below it is raised first: the inverse of its scale would be no number."""
 
 
 @part
 def round_block(x, record, zero):
-    """32 values to 8 bits and what belongs to them, as `tiles.RECORD` says.  Where one is NaN so is the scale."""
+    """32 values to 8 bits and what belongs to them, as `tiles.RECORD` says.  Where one is NaN so is the scale of its
+    half."""
     low, high = load(x), load(x + 64)
-    top = largest_magnitude(low, high)
-    scale = top * STEP
-    if top < SMALLEST:
-        low, high, top = mul(low, splat(RAISE)), mul(high, splat(RAISE)), top * RAISE
-    inverse = splat(LIMIT / top if top > NONE else NONE)
-    i, j = round_small(mul(low, inverse)), round_small(mul(high, inverse))
+    tops = largest_magnitudes(low, high)
+    scales = mul(tops, splat(STEP))
+    raised = where_less(tops, splat(SMALLEST), splat(RAISE), splat(ONE))
+    inverse = where_less(zeros(), tops, div(splat(LIMIT), mul(tops, raised)), zeros())
+    i = round_small(mul(mul(low, of_first(raised)), of_first(inverse)))
+    j = round_small(mul(mul(high, of_second(raised)), of_second(inverse)))
     store_small(record, i)
     store_small(record + 16, j)
-    ints = totals(i, j)
-    sums = mul_int(ints, splat_int(-zero)) if zero else float_to_bits(mul(to_float(ints), splat(scale)))
-    store_record(record + SCALE, scale, sums)
+    sums = totals(i, j)
+    store_pair(record + SCALES, scales)
+    if zero:
+        store_pair(record + SUMS, bits_to_float(mul_int(sums, splat_int(-zero))))
+    else:
+        store_pair(record + SUMS, both_and_second(mul(to_float(sums), scales)))
 
 
 @kernel
