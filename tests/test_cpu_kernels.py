@@ -18,7 +18,7 @@ from hocket import ops
 from hocket.backends.numpy import compiler, processor
 from hocket.backends.numpy.compiler import REPLAY
 from hocket.backends.numpy.cpu import CpuBackend
-from hocket.backends.numpy.kernels import packing, products
+from hocket.backends.numpy.kernels import packing, products, rounding
 from hocket.backends.numpy.kernels.formats import FORMATS
 from hocket.frontends.progress import compiling_shown
 from hocket.graph.dtypes import DType
@@ -69,44 +69,44 @@ def test_packing_loses_nothing(dtype: DType):
     assert call(packing.unpack(FORMATS[dtype]), *words) == packing.NO_ROW | rows << 8, "a row that is not there"
 
 
-RECORD = np.dtype([("codes", np.int8, 32), ("scale", np.float32), ("sums", np.int32, 3)])
+RECORD = np.dtype([("codes", np.int8, (2, 16)), ("scales", np.float32, 2), ("sums", np.int32, 2)])
 """32 rounded activations as a kernel leaves them."""
 
 
 def rounded(x: np.ndarray, zero: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Rows as the kernel rounds them, and the numbers that its codes stand for."""
     rows, columns = x.shape
-    target = np.zeros(products.rounded_bytes(rows, columns), np.uint8)
-    assert call(products.round_rows, x, 4 * columns, rows, columns, target, zero) == 0
+    target = np.zeros(rounding.rounded_bytes(rows, columns), np.uint8)
+    assert call(rounding.round_rows, x, 4 * columns, rows, columns, target, zero) == 0
     found = target.view(RECORD).reshape(rows, -1)
-    codes, scales = found["codes"].astype(np.int64), found["scale"][..., None].astype(np.float64)
-    halves = codes.reshape(*codes.shape[:2], 2, 16).sum(-1)
-    sums = np.concatenate([codes.sum(-1, keepdims=True), halves], -1)
+    codes, scales = found["codes"].astype(np.int64), found["scales"][..., None].astype(np.float64)
     if zero:
-        assert np.array_equal(found["sums"], -zero * sums)
+        assert np.array_equal(found["sums"], -zero * codes.sum(-1))
     else:
-        np.testing.assert_allclose(found["sums"].view(np.float32), sums * scales, rtol=1e-6, atol=1e-44)
+        sums = (codes * scales).sum(-1)
+        want, size = np.stack([sums.sum(-1), sums[..., 1]], -1), np.abs(codes * scales).sum((-2, -1))
+        assert (np.abs(found["sums"].view(np.float32) - want) <= 1e-6 * size[..., None] + 1e-44).all()
     return target, (codes * scales).reshape(rows, columns)
 
 
 @pytest.mark.parametrize("zero", [0, 8])
 def test_activations_are_rounded_to_127_steps_of_the_largest_in_a_block(zero: int):
     x = RNG.standard_normal((5, 96)).astype(np.float32)
-    x[1, :32], x[2] = 0.0, x[2] * np.float32(1e-38)
+    x[1, :32], x[1, 40:48], x[2] = 0.0, 0.0, x[2] * np.float32(1e-38)
     _, meant = rounded(x, zero)
-    step = np.abs(x.reshape(5, -1, 32)).max(-1, keepdims=True) / 127
-    assert (np.abs(meant - x).reshape(5, -1, 32) <= 0.5001 * step + 1e-45).all()
+    step = np.abs(x.reshape(5, -1, 16)).max(-1, keepdims=True) / 127
+    assert (np.abs(meant - x).reshape(5, -1, 16) <= 0.5001 * step + 1e-45).all()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_number_that_is_none_makes_its_whole_block_so(bad: float):
     x = RNG.standard_normal((2, 64)).astype(np.float32)
     x[1, 40] = bad
-    target = np.zeros(products.rounded_bytes(2, 64), np.uint8)
-    assert call(products.round_rows, x, 4 * 64, 2, 64, target, 0) == 0
+    target = np.zeros(rounding.rounded_bytes(2, 64), np.uint8)
+    assert call(rounding.round_rows, x, 4 * 64, 2, 64, target, 0) == 0
     found = target.view(RECORD).reshape(2, 2)
-    assert np.isfinite(found["scale"][0]).all()
-    assert np.isfinite(found["scale"][1]).tolist() == [True, False]
+    assert np.isfinite(found["scales"][0]).all()
+    assert np.isfinite(found["scales"][1]).tolist() == [[True, True], [False, True]]
 
 
 @pytest.mark.parametrize("count", [1, 3, 8, 13, 70])
@@ -197,7 +197,7 @@ def test_threads_of_a_device_end_with_it():
 SCRIPT = """
 import numpy as np, sys
 from hocket.backends.numpy.compiler import REPLAY
-from hocket.backends.numpy.kernels.products import round_rows
+from hocket.backends.numpy.kernels.rounding import round_rows
 x, q = np.arange(32, dtype=np.float32), np.zeros(64, np.uint8)
 words = np.array([x.ctypes.data, 128, 1, 32, q.ctypes.data], np.int64)
 assert REPLAY(round_rows.address)(words.ctypes.data, 0, 1) == 0

@@ -240,6 +240,7 @@ _WITH_OPERANDS: tuple[Callable[[Any], Body], ...] = (
     lambda made: lambda context, a, b, c, d: made,
     lambda made: lambda context, a, b, c, d, e: made,
     lambda made: lambda context, a, b, c, d, e, f: made,
+    lambda made: lambda context, a, b, c, d, e, f, g: made,
 )
 
 

@@ -26,7 +26,7 @@ from .kernels.simd import LANES
 from .replay import Crew, Replay, work_of
 
 ROUNDED = frozenset(("mul_mat", "mul_mat_id"))
-"""Ops whose activations are rounded to 8 bits, in blocks of 32, where their weight is packed."""
+"""Ops whose activations are rounded to 8 bits, in blocks of 16, where their weight is packed."""
 PACKERS = os.cpu_count() or 1
 """Threads that pack weights, whatever the number of those that run kernels."""
 HALVES = (DType.F16, DType.BF16)

@@ -21,7 +21,7 @@ from ..base import Comm, Instruction, Program, run_calls
 from ..liveness import Readers
 from ..operands import Bound, Operand
 from .compiler import REPLAY
-from .kernels import attention, collective, experts, moves, norms, products, recurrent, reductions, rotary, rows
+from .kernels import attention, collective, experts, gated, moves, norms, products, recurrent, reductions, rotary, rows
 from .kernels.loop import MEETS, SHARED_BYTES, STEP, STEP_FAILED, WHOLE, run, timed
 from .kernels.packing import NO_ROW
 from .steps import Binding, Fused, Step, Steps
@@ -29,6 +29,7 @@ from .steps import Binding, Fused, Step, Steps
 BINDINGS: Mapping[str, Binding] = {
     **rows.BINDINGS,
     **norms.BINDINGS,
+    **gated.BINDINGS,
     **products.BINDINGS,
     **moves.BINDINGS,
     **rotary.BINDINGS,
@@ -38,8 +39,8 @@ BINDINGS: Mapping[str, Binding] = {
     **recurrent.BINDINGS,
     **reductions.BINDINGS,
 }
-FUSED: Mapping[tuple[str, ...], Fused] = {**norms.FUSED, **moves.FUSED}
-"""Ops in a row that are bound together, if they can be; tried before one by one."""
+FUSED: Mapping[tuple[str, ...], Fused] = {**norms.FUSED, **gated.FUSED, **moves.FUSED}
+"""Ops in a row that are bound together, or so that others are spared, if they can be; tried before one by one."""
 STATUS = {
     NO_ROW: "id {value} names no row of its table",
     collective.OTHER_FAILED: "another device failed",

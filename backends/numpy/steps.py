@@ -171,11 +171,12 @@ class Steps:
             ctypes.memmove(made.address, data, len(data))
         return self._constants[data]
 
-    def copies(self, purpose: str, nbytes: int) -> Sequence[Operand]:
-        """Memory of its own for each thread, that holds nothing which is still known."""
+    def copies(self, purpose: str, nbytes: int, *, shared: bool = False) -> Sequence[Operand]:
+        """Memory of its own for each thread, or one for all, that holds nothing which is still known."""
         held = {o.tensor.buffer for made, _ in self._made.values() for o in made}
         for number in count():
-            found = [self.scratch(f"{purpose} {number} of thread {t}", nbytes) for t in range(self.threads)]
+            whose = ["all"] * self.threads if shared else [f"thread {t}" for t in range(self.threads)]
+            found = [self.scratch(f"{purpose} {number} of {who}", nbytes) for who in whose]
             if not any(o.tensor.buffer in held for o in found):
                 return found
         raise AssertionError("never")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -12,13 +13,16 @@ from ..compiler import Kernel, kernel, part
 from ..steps import Binding, Fused, Share, Steps
 from .packing import share
 from .pieces import pieces_of
-from .products import stand_ins
+from .products import stand_ins, wanted_of
+from .rounding import round_row
 from .rows import HEAD, OPERAND, lanes, put, row_address, rows_of
 from .simd import LANES, add, fma, mul, splat, sqrt_scalar, total, word, zeros
 from .simd import float_word as number
 
 EPS = HEAD + 2 * OPERAND
 """The word after the operands."""
+AFTER, NOT_ROUNDED = EPS + OPERAND + 1, (0, 0)
+"""The word after the scaled norm's own, and those that follow where nothing is rounded."""
 ONE = np.float32(1)
 
 
@@ -76,14 +80,16 @@ def norm(name: str) -> Kernel:
 
 @kernel
 def scaled_rms_norm(a, thread, threads):
-    """RMS norm, and the product with what stands beside.  Words: HEAD, source, factors, target, eps."""
+    """RMS norm, and the product with what stands beside, also rounded.  Words: HEAD, source, factors, target, eps,
+    bytes from thread to thread of the target, how to round (`rounding.round_row`)."""
     n, step, eps = word(a, 0), word(a, HEAD + OPERAND + 4), number(a, EPS + OPERAND)
     lo, hi = share(word(a, 1) * word(a, 2) * word(a, 3), thread, threads)
     for i in range(lo, hi):
-        x, w, y = row_address(a, 0, i), row_address(a, 1, i), row_address(a, 2, i)
+        x, w, y = row_address(a, 0, i), row_address(a, 1, i), row_address(a, 2, i) + thread * word(a, AFTER)
         f = splat(rms_factor(sum_of_squares(x, n), n, eps))
         for c in range(0, n, LANES):
             put(y, c, n, mul(mul(lanes(x, c, n, 4), f), lanes(w, c, n, step)))
+        round_row(a, AFTER + 1, i, y, n)
     return 0
 
 
@@ -101,7 +107,7 @@ def _bind(name: str) -> Binding:
 
 
 def _scaled(steps: Steps, calls: Sequence[Bound]) -> bool:
-    """By each thread for itself where only products follow."""
+    """Rounded at once for products with packed weights; by each thread for itself where only products follow."""
     norm, product = calls
     x, y, factors = norm.operand(0), product.out, [o for o in product.src if o and o.tensor != norm.out.tensor]
     if len(factors) != 1 or norm.out.shape != y.shape or not (x.is_float and factors[0].is_float):
@@ -113,6 +119,8 @@ def _scaled(steps: Steps, calls: Sequence[Bound]) -> bool:
         cut = zip(*(pieces.of(o) for o in (x, factors[0], y)), strict=True)
         shares = [None if None in each else _share(norm, *each) for each in cut]
         steps.deal_columns(scaled_rms_norm, shares, y, pieces.bounds)
+    elif _rounded(steps, norm, product, factors[0]):
+        pass
     elif (own := stand_ins(steps, product)) is not None:
         steps.deal(scaled_rms_norm, [_share(norm, x, factors[0], to) for to in own])
         steps.stand_in(own, y)
@@ -121,11 +129,42 @@ def _scaled(steps: Steps, calls: Sequence[Bound]) -> bool:
     return True
 
 
-def _share(norm: Bound, x: Operand, factors: Operand, y: Operand) -> Share | None:
+def _rounded(steps: Steps, norm: Bound, product: Bound, factors: Operand) -> bool:
+    """The same, rounded; False if rounding is better done by a step of its own, or nobody wants it."""
+    wanted, x, y = wanted_of(steps, product), norm.operand(0), product.out
+    if wanted is None:
+        return False
+    each = steps.threads > 1 and wanted.for_all and steps.is_repeated([y])
+    own = stand_ins(steps, product) if each and wanted.floats else None
+    if each and wanted.floats and own is None and any(y.region.overlaps(o.region) for o in (x, factors)):
+        return False  # one thread would write where others still read
+    if not each and steps.threads > 1 and wanted.for_all and wanted.rows == 1:
+        return False  # threads share the columns
+    records, passing = wanted.records(steps, shared=not each), wanted.passing(steps)
+    floats = own or ([y, *passing[1:]] if wanted.floats else passing)
+    parts = []
+    for to, *mine in zip(floats, *records, strict=True):
+        share = _share(norm, x, factors, to, [0 if wanted.floats else 4 * wanted.columns, *wanted.words(mine)])
+        assert share is not None
+        parts.append(replace(share, writes=mine if to in passing else [to, *mine]))
+    if each:
+        steps.deal(scaled_rms_norm, parts)
+    else:
+        moved = x.tensor.spec.nbytes + y.tensor.spec.nbytes
+        steps.add(scaled_rms_norm, parts[0].words, reads=parts[0].reads, writes=parts[0].writes, nbytes=moved)
+    if own is not None:
+        steps.stand_in(own, y)
+    wanted.remember(steps, records)
+    return True
+
+
+def _share(
+    norm: Bound, x: Operand, factors: Operand, y: Operand, rounding: Sequence[int] = NOT_ROUNDED
+) -> Share | None:
     words = rows_of(y.shape, [x, factors, y], whole_rows=True)
     if words is None or words[HEAD + 4] != 4 or words[HEAD + 2 * OPERAND + 4] != 4:
         return None
-    return Share([*words, norm.float("eps")], [x, factors], [y])
+    return Share([*words, norm.float("eps"), *rounding], [x, factors], [y])
 
 
 FUSED: Mapping[tuple[str, ...], Fused] = {("rms_norm", "mul"): _scaled}

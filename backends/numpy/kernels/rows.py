@@ -211,15 +211,18 @@ UNARY: dict[str, Part | Intrinsic] = {
     "gelu": gelu,
     "gelu_quick": gelu_quick,
 }
+GATED: dict[str, Part | Intrinsic] = {
+    "swiglu": swiglu,
+    "reglu": reglu,
+    "geglu": geglu,
+    "geglu_quick": geglu_quick,
+}
 BINARY: dict[str, Part | Intrinsic] = {
     "add": add,
     "sub": sub,
     "mul": mul,
     "div": div,
-    "swiglu": swiglu,
-    "reglu": reglu,
-    "geglu": geglu,
-    "geglu_quick": geglu_quick,
+    **GATED,
 }
 
 
@@ -395,22 +398,11 @@ def _fill(steps: Steps, call: Bound) -> bool:
     return add_rows(steps, fill, [], call.out, [call.float("value")])
 
 
-def _glu(steps: Steps, call: Bound) -> bool:
-    """Both halves of one operand."""
-    x, kind = call.operand(0), str(call.attrs["kind"])
-    if kind not in BINARY:
-        return False
-    axis, n = len(x.shape) - 1, call.out.shape[-1]
-    halves = [x.part(axis, 0, n), x.part(axis, n, n)]
-    return add_rows(steps, binary(kind), halves[::-1] if call.attrs["swapped"] else halves, call.out)
-
-
 BINDINGS = {
     "scale": _with_numbers("scale", "scale", "bias"),
     "clamp": _with_numbers("clamp", "min", "max"),
     "fill": _fill,
-    "glu": _glu,
     **{n: _unary(n) for n in UNARY if n != "copy"},
-    **{n: _binary(n) for n in BINARY},
+    **{n: _binary(n) for n in BINARY if n not in GATED},
     "cont": _unary("copy"),
 }

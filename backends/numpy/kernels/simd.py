@@ -218,14 +218,6 @@ def round_small(b, x):
     return b.sub(b.bitcast(shifted, _I), _const(_I, 0x4B400000))
 
 
-@intrinsic(FLOAT, FLOATS, FLOATS)
-def largest_magnitude(b, x, y):
-    """Of two vectors; NaN where one of them is, whose bits are the largest integer."""
-    x, y = (b.and_(b.bitcast(v, _I), _const(_I, 0x7FFFFFFF)) for v in (x, y))
-    top = b.select(b.icmp_signed(">", x, y), x, y)
-    return b.bitcast(_call(b, "llvm.vector.reduce.smax.v16i32", _i32, top), _f32)
-
-
 @intrinsic(FLOATS)
 def zeros(b):
     return _const(_F, 0.0)
@@ -375,29 +367,6 @@ bits_to_float = intrinsic(FLOATS, INTS)(lambda b, x: b.bitcast(x, _F))
 float_to_bits = intrinsic(INTS, FLOATS)(lambda b, x: b.bitcast(x, _I))
 lane_0 = intrinsic(FLOAT, FLOATS)(lambda b, x: b.extract_element(x, ir.Constant(_i32, 0)))
 mul_int = intrinsic(INTS, INTS, INTS)(lambda b, x, y: b.mul(x, y))
-
-
-@intrinsic(INTS, INTS, INTS)
-def totals(b, x, y):
-    """In lanes 1 to 3 the sum of all lanes of both, of x, and of y."""
-
-    def lanes(order: list[int]) -> ir.Constant:
-        return ir.Constant(_I, order)
-
-    low, high = ([*range(s, s + 8), *range(s + 16, s + 24)] for s in (0, 8))
-    sums = b.add(b.shuffle_vector(x, y, lanes(low)), b.shuffle_vector(x, y, lanes(high)))
-    for distance in (4, 2, 1):
-        sums = b.add(sums, b.shuffle_vector(sums, sums, lanes([i ^ distance for i in range(16)])))
-    both = b.add(sums, b.shuffle_vector(sums, sums, lanes([i ^ 8 for i in range(16)])))
-    return b.shuffle_vector(both, sums, lanes([0, 0, 16, 24, *[0] * 12]))
-
-
-@intrinsic(NOTHING, ADDRESS, FLOAT, INTS)
-def store_record(b, a, first, others):
-    """A float32, and after it lanes 1 to 3."""
-    lanes = b.insert_element(others, b.bitcast(first, _i32), ir.Constant(_i32, 0))
-    four = ir.Constant(ir.VectorType(_i32, 4), list(range(4)))
-    _store(b, a, b.shuffle_vector(lanes, lanes, four), 4)
 
 
 # ------------------------------------------------------------------------------------------------------ bytes

@@ -21,9 +21,10 @@ VECTORS = 8
 CODES = several(BYTES, VECTORS)
 _CHAR = ir.IntType(8).as_pointer()
 
-RECORD, SCALE, SUM, HALVES = 48, 32, 36, 40
-"""Bytes of 32 rounded activations, and where what follows the codes stands in them: the scale, then the sum of codes
-and the sums of either half of them: float32 times the scale, or int32 times what is subtracted from a weight's code."""
+RECORD, SCALES, SUMS = 48, 32, 40
+"""Bytes of 32 rounded activations, and where what follows the codes stands in them: the scales of both halves, then two
+sums.  These are of what the codes stand for, in all columns and in the second half; or, as int32, of the codes in
+either half, times what is subtracted from a weight's code."""
 
 
 def bundle(b: Any, values: Sequence[Any]) -> Any:
@@ -96,9 +97,11 @@ class Tile:
 
     ``rows(p, step, n)``: every `step` bytes from `p`, the last of `n` again where fewer are left.
     ``chosen(slots, n, used, shared, p, step)``: of the rows that slots of a mixture read.
-    ``dots(codes..., rows, at)``: products with the records at `at`, in all columns; `dots_low`, `dots_high` in half of
-    them; ``centred...``: begun with the negative share of what is subtracted from each code.
-    ``scaled(acc, x, scales..., rows, at)``, ``biased(acc, biases..., rows, at)``: what these, and biases, add to sums.
+    ``dots[half](codes..., rows, at)``: products with the records at `at` in one half of the columns; ``centred[half]``:
+    begun with the negative share of what is subtracted from each code.
+    ``scaled(acc, low, high, scales..., rows, at)``: what the products of both halves add to sums, where the weight has
+    one scale for both; ``scaled_half[half](acc, x, scales..., rows, at)`` where it has two.
+    ``biased(acc, biases..., rows, at)``: what biases add, times the float32 at `at`.
     ``outer(acc, weights..., rows, at)``: add products of one column of float32 weights with the float32 at `at`.
     ``put(rows, acc, left)``: store the lanes of which `left` exist; ``save(p, acc)``, ``saved(p)``: all side by side.
     """
@@ -106,13 +109,10 @@ class Tile:
     rows: Intrinsic
     chosen: Intrinsic
     zeros: Intrinsic
-    dots: Intrinsic
-    dots_low: Intrinsic
-    dots_high: Intrinsic
-    centred: Intrinsic
-    centred_low: Intrinsic
-    centred_high: Intrinsic
+    dots: Sequence[Intrinsic]
+    centred: Sequence[Intrinsic]
     scaled: Intrinsic
+    scaled_half: Sequence[Intrinsic]
     biased: Intrinsic
     outer: Intrinsic
     put: Intrinsic
@@ -168,28 +168,45 @@ def tile(count: int, groups: int) -> Tile:
 
         return made
 
-    @intrinsic(sums_of, sums_of, ints_of, *[FLOATS] * groups, rows_of, ADDRESS)
-    def scaled(b, acc, x, *given):
+    def ones(b: Any, rows: Any, at: Any, offset: int = 0) -> list[Any]:
+        return [simd.splat_from.body(b, _record(b, row, at, offset)) for row in members(b, rows)]
+
+    @intrinsic(sums_of, sums_of, ints_of, ints_of, *[FLOATS] * groups, rows_of, ADDRESS)
+    def scaled(b, acc, low, high, *given):
         *scales, rows, at = given
-        ones = [simd.splat_from.body(b, _record(b, row, at, SCALE)) for row in members(b, rows)]
+        first, second = (ones(b, rows, at, SCALES + 4 * half) for half in range(2))
         found = []
-        for (i, g), total, ints in zip(places, members(b, acc), members(b, x), strict=True):
-            found.append(simd.fma.body(b, b.fmul(scales[g], ones[i]), simd.to_float.body(b, ints), total))
+        for (i, g), total, x, y in zip(places, *(members(b, v) for v in (acc, low, high)), strict=True):
+            both = b.fmul(simd.to_float.body(b, x), first[i])
+            both = simd.fma.body(b, simd.to_float.body(b, y), second[i], both)
+            found.append(simd.fma.body(b, scales[g], both, total))
         return bundle(b, found)
+
+    def scaled_half(half: int) -> Intrinsic:
+        @intrinsic(sums_of, sums_of, ints_of, *[FLOATS] * groups, rows_of, ADDRESS)
+        def made(b, acc, x, *given):
+            *scales, rows, at = given
+            factors = ones(b, rows, at, SCALES + 4 * half)
+            found = []
+            for (i, g), total, ints in zip(places, members(b, acc), members(b, x), strict=True):
+                found.append(simd.fma.body(b, b.fmul(scales[g], factors[i]), simd.to_float.body(b, ints), total))
+            return bundle(b, found)
+
+        return made
 
     @intrinsic(sums_of, sums_of, *[FLOATS] * groups, rows_of, ADDRESS)
     def biased(b, acc, *given):
         *biases, rows, at = given
-        sums = [simd.splat_from.body(b, _record(b, row, at)) for row in members(b, rows)]
+        sums = ones(b, rows, at)
         pairs = zip(places, members(b, acc), strict=True)
         return bundle(b, [simd.fma.body(b, biases[g], sums[i], total) for (i, g), total in pairs])
 
     @intrinsic(sums_of, sums_of, *[FLOATS] * groups, rows_of, ADDRESS)
     def outer(b, acc, *given):
         *weights, rows, at = given
-        ones = [simd.splat_from.body(b, _record(b, row, at)) for row in members(b, rows)]
+        values = ones(b, rows, at)
         pairs = zip(places, members(b, acc), strict=True)
-        return bundle(b, [simd.fma.body(b, weights[g], ones[i], total) for (i, g), total in pairs])
+        return bundle(b, [simd.fma.body(b, weights[g], values[i], total) for (i, g), total in pairs])
 
     def put_vectors(b: Any, rows: Any, acc: Any, store: Callable[[Any, int, Any], None]) -> None:
         starts = members(b, rows)
@@ -215,18 +232,15 @@ def tile(count: int, groups: int) -> Tile:
     def saved(b, p):
         return bundle(b, [simd.load.body(b, _at(b, p, 4 * LANES * i)) for i in range(len(places))])
 
-    every, low, high = range(VECTORS), range(VECTORS // 2), range(VECTORS // 2, VECTORS)
+    halves = range(VECTORS // 2), range(VECTORS // 2, VECTORS)
     return Tile(
         rows=rows,
         chosen=chosen,
         zeros=zeros,
-        dots=dots(every, None),
-        dots_low=dots(low, None),
-        dots_high=dots(high, None),
-        centred=dots(every, SUM),
-        centred_low=dots(low, HALVES),
-        centred_high=dots(high, HALVES + 4),
+        dots=[dots(half, None) for half in halves],
+        centred=[dots(half, SUMS + 4 * i) for i, half in enumerate(halves)],
         scaled=scaled,
+        scaled_half=[scaled_half(i) for i in range(2)],
         biased=biased,
         outer=outer,
         put=put,

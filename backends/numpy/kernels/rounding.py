@@ -1,0 +1,188 @@
+"""Activations rounded to 8 bits in blocks of 16, as products with packed weights read them: alone, or while they are
+made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from ....graph.dtypes import DType
+from ...base import Tensor
+from ...operands import Operand
+from ..compiler import kernel, part
+from ..steps import Share, Steps
+from .formats import COLUMNS
+from .grouped import even_bounds
+from .halves import both_and_second, largest_magnitudes, of_first, of_second, store_pair, totals
+from .packing import share
+from .simd import (
+    bits_to_float,
+    div,
+    load,
+    mul,
+    mul_int,
+    round_small,
+    splat,
+    splat_int,
+    store_small,
+    to_float,
+    where_less,
+    word,
+    zeros,
+)
+from .tiles import RECORD, SCALES, SUMS
+
+LIMIT, ONE, STEP = np.float32(127), np.float32(1), np.float32(1 / 127)
+SMALLEST, RAISE = np.float32(1e-36), np.float32(2.0**64)
+"""A block below it is raised first: the inverse of its scale would be no number."""
+
+
+@part
+def round_block(x, record, zero):
+    """32 values to 8 bits and what belongs to them, as `tiles.RECORD` says.  Where one is NaN so is the scale of its
+    half."""
+    low, high = load(x), load(x + 64)
+    tops = largest_magnitudes(low, high)
+    scales = mul(tops, splat(STEP))
+    raised = where_less(tops, splat(SMALLEST), splat(RAISE), splat(ONE))
+    inverse = where_less(zeros(), tops, div(splat(LIMIT), mul(tops, raised)), zeros())
+    i = round_small(mul(mul(low, of_first(raised)), of_first(inverse)))
+    j = round_small(mul(mul(high, of_second(raised)), of_second(inverse)))
+    store_small(record, i)
+    store_small(record + 16, j)
+    sums = totals(i, j)
+    store_pair(record + SCALES, scales)
+    if zero:
+        store_pair(record + SUMS, bits_to_float(mul_int(sums, splat_int(-zero))))
+    else:
+        store_pair(record + SUMS, both_and_second(mul(to_float(sums), scales)))
+
+
+@kernel
+def round_rows(a, thread, threads):
+    """Words: source, bytes between its rows, rows, columns, target, what is subtracted from each code of the weight."""
+    source, step, rows, columns, target, zero = word(a, 0), word(a, 1), word(a, 2), word(a, 3), word(a, 4), word(a, 5)
+    n = columns // COLUMNS
+    lo, hi = share(rows, thread, threads)
+    for i in range(lo, hi):
+        for b in range(n):
+            round_block(source + i * step + 4 * COLUMNS * b, target + (i * n + b) * RECORD, zero)
+    return 0
+
+
+@part
+def round_row(a, at, i, y, n):
+    """Round the `n` columns of row `i`, that stands at `y`, as the words from `at` on say (`Wanted.words`)."""
+    for k in range(word(a, at)):
+        record, zero = word(a, at + 2 + 2 * k) + i * word(a, at + 1), word(a, at + 3 + 2 * k)
+        for b in range(n // COLUMNS):
+            round_block(y + 4 * COLUMNS * b, record + b * RECORD, zero)
+
+
+# ----------------------------------------------------------------------------------------------------- binding
+
+
+def rounded_bytes(rows: int, columns: int) -> int:
+    """Records [rows, columns / 32]."""
+    return rows * (columns // COLUMNS) * RECORD
+
+
+def rounded(steps: Steps, x: Operand, zero: int, *, for_all: bool) -> Sequence[Operand]:
+    """`x` rounded to 8 bits for weights from whose codes `zero` is subtracted, where each thread finds it; by a step of
+    its own unless an earlier one has done it.
+
+    For a product that all threads share they round the columns that they have of `x`, or all of few rows each for
+    itself, or share the rows.
+    """
+    key = ("rounded", x.tensor, zero)
+    if (found := steps.known(key)) is not None:
+        return found
+    rows, columns, name = math.prod(x.shape[:-1]), x.shape[-1], f"rounded {zero}"
+    nbytes, own, bounds = rounded_bytes(rows, columns), steps.stand_ins(x), steps.columns_of([x])
+    if bounds is not None and (rows > 1 or any(b % COLUMNS for b in bounds)):
+        bounds = None
+    if own is not None or (for_all and bounds is None and steps.is_repeated([x])):
+        made = steps.copies(name, nbytes)
+        parts = [_rounding(o, to, rows, zero, 0, columns) for o, to in zip(own or [x] * len(made), made, strict=True)]
+        steps.deal(round_rows, parts)
+    elif rows == 1 and for_all:
+        made = [steps.scratch(name, nbytes)] * steps.threads
+        bounds = bounds or even_bounds(columns, COLUMNS, steps.threads)
+        steps.deal(round_rows, [_rounding(x, made[0], 1, zero, *pair) for pair in pairwise(bounds)])
+    else:
+        made = [steps.scratch(name, nbytes)] * steps.threads
+        share = _rounding(x, made[0], rows, zero, 0, columns)
+        steps.add(round_rows, share.words, reads=share.reads, writes=share.writes)
+    steps.remember(key, made, [x])
+    return made
+
+
+def _rounding(x: Operand, to: Operand, rows: int, zero: int, first: int, last: int) -> Share:
+    """Columns from `first` to before `last`: of one row, or all of them."""
+    source, skipped = x.part(len(x.shape) - 1, first, last - first), rounded_bytes(1, first)
+    target = to.part(0, skipped, rounded_bytes(rows, last - first))
+    words = [source.address, source.row_step, rows, last - first, target.address, zero]
+    return Share(words, [source], [target])
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is read of a result: by products with packed weights it rounded, as these tensors, less so much from each
+    code of the weight; whether others read it as float32, and whether threads share one of the products.
+
+    A kernel that rounds what it makes leaves rows that are not read as float32 in one row's memory, over and over.
+    """
+
+    value: Operand
+    rounded: Sequence[tuple[Tensor, int]]
+    floats: bool
+    for_all: bool
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.value.shape[:-1])
+
+    @property
+    def columns(self) -> int:
+        return self.value.shape[-1]
+
+    @property
+    def zeros(self) -> Sequence[int]:
+        return list(dict.fromkeys(zero for _, zero in self.rounded))
+
+    def records(self, steps: Steps, *, shared: bool) -> Sequence[Sequence[Operand]]:
+        """Memory for what is rounded, for each of `zeros` that of each thread or one for all, as rows of float32."""
+        steps.forget([self.value.region])
+        width = rounded_bytes(1, self.columns) // 4
+        found = []
+        for zero in self.zeros:
+            made = steps.copies(f"rounded {zero} at once", 4 * self.rows * width, shared=shared)
+            found.append([_laid(o, (self.rows, width), (width, 1)) for o in made])
+        return found
+
+    def passing(self, steps: Steps) -> Sequence[Operand]:
+        """For each thread memory of one row, that lies as if it were all of them."""
+        shape, nbytes = self.value.shape, 4 * self.columns
+        memory = steps.scratch(f"row of {nbytes}", nbytes * steps.threads)
+        strides = (*(0 for _ in shape[1:]), 1)
+        return [_laid(memory.part(0, nbytes * t, nbytes), shape, strides) for t in range(steps.threads)]
+
+    def words(self, records: Sequence[Operand]) -> list[int]:
+        """What `round_row` reads, for these of a thread."""
+        pairs = zip(records, self.zeros, strict=True)
+        return [len(records), rounded_bytes(1, self.columns), *(w for o, zero in pairs for w in (o.address, zero))]
+
+    def remember(self, steps: Steps, records: Sequence[Sequence[Operand]]) -> None:
+        """Let products find what has been rounded."""
+        made = dict(zip(self.zeros, records, strict=True))
+        for tensor, zero in self.rounded:
+            steps.remember(("rounded", tensor, zero), made[zero], [self.value])
+
+
+def _laid(memory: Operand, shape: tuple[int, ...], strides: tuple[int, ...]) -> Operand:
+    tensor = replace(memory.tensor, shape=shape, strides=strides, dtype=DType.F32)
+    return Operand(memory.address, tensor)
