@@ -101,11 +101,11 @@ class Session:
         return plan_for(one, self.group, place=self._place, like=largest)
 
     def _load(self, on_progress: Callable[[Progress], None] | None) -> None:
-        """Bind every weight of the model's graph, with word of each; the largest first, while little else is in memory
-        beside both it and what of the file is being read."""
+        """Bind every weight of the model's graph, with word of each: large ones first, while little else is in memory
+        beside them and what of the file is being read, and the others as they follow each other in the graph."""
         found = {w.node.name: self.model.gguf.tensors[w.node.name] for w in self._first.graph.weights}
-        tensors = dict(sorted(found.items(), key=lambda item: -item[1].nbytes))
-        total = sum(t.nbytes for t in tensors.values())
+        total = sum(t.nbytes for t in found.values())
+        tensors = dict(sorted(found.items(), key=lambda item: -max(item[1].nbytes, total // 16)))
         done = 0
         for name, tensor in tensors.items():
             self.store.bind(name, tensor.raw, Spec(tensor.shape, tensor.dtype), self._first.leaves[name])

@@ -126,7 +126,7 @@ class _DeviceStore:
         assert wanted.declared is not None
         stored = self.backend.stored(wanted.declared, wanted.kind)
         spec = BufferSpec(wanted.kind, wanted.name, stored.nbytes, wanted.declared, stored)
-        buffer = self.backend.alloc(spec.nbytes, self.device)
+        buffer = self.backend.alloc(spec.nbytes, self.device, lasting=True)
         self.backend.load(data, wanted.declared, buffer)
         self.held[spec.kind, spec.name] = (spec, buffer)
         return buffer

@@ -124,7 +124,7 @@ class DriverBackend:
 
     # ---------------------------------------------------------------------------------------------------- memory
 
-    def alloc(self, nbytes: int, on: Device) -> Any:
+    def alloc(self, nbytes: int, on: Device, lasting: bool = False) -> Any:
         return self.driver.alloc(nbytes, on)
 
     def view(self, buffer: Any, tensor: Tensor) -> Any:

@@ -101,7 +101,7 @@ class NullBackend:
     def reads_strided(self, node: Node, operand: int) -> bool:
         return True
 
-    def alloc(self, nbytes: int, on: Device) -> NullBuffer:
+    def alloc(self, nbytes: int, on: Device, lasting: bool = False) -> NullBuffer:
         with self._lock:
             self.allocated[str(on)] += nbytes
         return NullBuffer(nbytes)

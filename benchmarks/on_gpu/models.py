@@ -137,7 +137,7 @@ class OneDevice:
     def device(self, index: int) -> Device:
         return replace(self.real, index=index)
 
-    def alloc(self, nbytes: int, on: Device) -> Any:
+    def alloc(self, nbytes: int, on: Device, lasting: bool = False) -> Any:
         return self.driver.alloc(nbytes, self.real)
 
     def are_peers(self, devices: Sequence[Device]) -> bool:
