@@ -99,7 +99,7 @@ class SimulatedBackend:
     def reads_strided(self, node: Node, operand: int) -> bool:
         return True
 
-    def alloc(self, nbytes: int, on: Device) -> Any:
+    def alloc(self, nbytes: int, on: Device, lasting: bool = False) -> Any:
         self._refuse(f"allocate {nbytes} bytes on {on}")
 
     def view(self, buffer: Any, tensor: Tensor) -> Any:
