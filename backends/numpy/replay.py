@@ -21,7 +21,20 @@ from ..base import Comm, Instruction, Program, run_calls
 from ..liveness import Readers
 from ..operands import Bound, Operand
 from .compiler import REPLAY
-from .kernels import attention, collective, experts, gated, moves, norms, products, recurrent, reductions, rotary, rows
+from .kernels import (
+    attention,
+    collective,
+    experts,
+    gated,
+    moves,
+    norms,
+    pairs,
+    products,
+    recurrent,
+    reductions,
+    rotary,
+    rows,
+)
 from .kernels.loop import MEETS, SHARED_BYTES, STEP, STEP_FAILED, WHOLE, run, timed
 from .kernels.packing import NO_ROW
 from .steps import Binding, Fused, Step, Steps
@@ -39,7 +52,7 @@ BINDINGS: Mapping[str, Binding] = {
     **recurrent.BINDINGS,
     **reductions.BINDINGS,
 }
-FUSED: Mapping[tuple[str, ...], Fused] = {**norms.FUSED, **gated.FUSED, **moves.FUSED}
+FUSED: Mapping[tuple[str, ...], Fused] = {**norms.FUSED, **pairs.FUSED, **gated.FUSED, **moves.FUSED}
 """Ops in a row that are bound together, or so that others are spared, if they can be; tried before one by one."""
 STATUS = {
     NO_ROW: "id {value} names no row of its table",

@@ -53,17 +53,19 @@ def here(chosen, own, experts):
 
 
 def _mul_mat_id(steps: Steps, call: Bound) -> bool:
-    w, x, ids = call.operand(0), call.operand(1), call.operand(2)
     if not is_compiled(call):
         return False
-    experts = w.shape[0]
-    slots = Slots(_sorted(steps, call, ids, experts), experts, ids.shape[-1], x.shape[-2])
-    bind_product(steps, call, slots)
+    bind_product(steps, call, sorted_slots(steps, call))
     return True
 
 
-def _sorted(steps: Steps, call: Bound, ids: Operand, experts: int) -> Operand:
+def sorted_slots(steps: Steps, call: Bound) -> Slots:
     """Slots sorted by expert, by a step of its own unless an earlier one has done it."""
+    x, ids, experts = call.operand(1), call.operand(2), call.operand(0).shape[0]
+    return Slots(_sorted(steps, call, ids, experts), experts, ids.shape[-1], x.shape[-2])
+
+
+def _sorted(steps: Steps, call: Bound, ids: Operand, experts: int) -> Operand:
     own, every = (int(np.asarray(call.attrs[name])) for name in ("first", "total"))
     key = ("slots", ids.tensor, own, experts)
     if (found := steps.known(key)) is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -13,7 +12,7 @@ from ..steps import Binding, Fused, Share, Steps
 from .formats import COLUMNS
 from .packing import share
 from .products import wanted_of
-from .rounding import round_row, rounded_bytes
+from .rounding import Target, round_row
 from .rows import GATED, HEAD, OPERAND, add_rows, binary, lanes, put, row_address, rows_of
 from .simd import LANES, word
 
@@ -58,50 +57,35 @@ def _unit(steps: Steps, call: Bound) -> bool:
 def _rounded(steps: Steps, calls: Sequence[Bound]) -> bool:
     """By each thread the columns that it has, or rows; False if a step of its own rounds better, or nobody wants it."""
     (call,) = calls
-    (kind, gate, up), y, wanted = operands_of(call), call.out, wanted_of(steps, call)
-    bounds = steps.columns_of([gate, up])
-    if (
-        wanted is None
-        or kind not in GATED
-        or not gate.shape == up.shape == y.shape
-        or _share([gate, up], y, []) is None
-    ):
+    (kind, *sources), y, wanted = operands_of(call), call.out, wanted_of(steps, call)
+    if not wanted.rounded or kind not in GATED or any(o.shape != y.shape for o in sources):
         return False
-    if bounds is None and steps.threads > 1 and wanted.rows == 1:
+    bounds = steps.columns_of(sources)
+    shares_columns = bounds is None and steps.threads > 1 and wanted.rows == 1
+    cut = bounds is not None and (bounds[-1] != wanted.columns or any(b % COLUMNS for b in bounds))
+    if shares_columns or cut or _share(sources, Target(y, [y], [])) is None:
         return False
-    if bounds is not None and (bounds[-1] != wanted.columns or any(b % COLUMNS for b in bounds)):
-        return False
-    axis, records, passing = len(y.shape) - 1, wanted.records(steps, shared=True), wanted.passing(steps)
-
-    def share(thread: int, first: int, last: int) -> Share | None:
-        count = last - first
-        table = [made[thread].part(1, *(rounded_bytes(1, n) // 4 for n in (first, count))) for made in records]
-        to = (y if wanted.floats else passing[thread]).part(axis, first, count)
-        sources = [o.part(axis, first, count) for o in (gate, up)]
-        found = _share(sources, to, [0 if wanted.floats else 4 * wanted.columns, *wanted.words(table)])
-        return found and replace(found, writes=[*table, to] if wanted.floats else table)
-
-    if bounds is None:
-        whole = share(0, 0, wanted.columns)
-        assert whole is not None
+    records = wanted.records(steps, shared=True)
+    targets = wanted.targets(steps, records, bounds or [0, wanted.columns])
+    axis, shares = len(y.shape) - 1, list[Share | None]()
+    for to, (first, last) in zip(targets, pairwise(bounds or [0, wanted.columns]), strict=True):
+        some = [o.part(axis, first, last - first) for o in sources]
+        shares.append(None if to is None else _share(some, to))
+    if bounds is None and (whole := shares[0]) is not None:
         moved = 3 * y.tensor.spec.nbytes
         steps.add(gated(kind), whole.words, reads=whole.reads, writes=whole.writes, nbytes=moved)
-    else:
-        parts = [share(t, *pair) if pair[0] < pair[1] else None for t, pair in enumerate(pairwise(bounds))]
-        if wanted.floats:
-            steps.deal_columns(gated(kind), parts, y, bounds)
-        else:
-            steps.deal(gated(kind), parts)
+    elif bounds is not None:
+        steps.deal_columns(gated(kind), shares, y, bounds)
     wanted.remember(steps, records)
     return True
 
 
-def _share(sources: Sequence[Operand], y: Operand, rounding: Sequence[int]) -> Share | None:
-    operands = [*sources, y]
-    words = rows_of(y.shape, operands, whole_rows=True) if all(o.is_float for o in operands) else None
+def _share(sources: Sequence[Operand], to: Target) -> Share | None:
+    operands = [*sources, to.floats]
+    words = rows_of(to.floats.shape, operands, whole_rows=True) if all(o.is_float for o in operands) else None
     if words is None or any(words[HEAD + OPERAND * k + 4] != 4 for k in range(3)):
         return None
-    return Share([*words, *rounding], sources, [y])
+    return Share([*words, *to.words], sources, to.writes)
 
 
 UNITS = ("glu", *GATED)

@@ -166,7 +166,7 @@ def add_product(
     w, y = call.operand(0), call.out
     columns = w.shape[-1]
     memory = steps.scratch(f"product {blocks.scratch}", blocks.scratch * steps.threads)
-    bounds = _bounds(call, blocks.groups * ROWS, steps.threads if is_dealt(steps, call) else 1)
+    bounds = bounds_of(call, blocks.groups * ROWS, steps.threads if is_dealt(steps, call) else 1)
 
     def part(thread: int) -> Share | None:
         first, count = bounds[thread], bounds[thread + 1] - bounds[thread]
@@ -189,7 +189,7 @@ def is_dealt(steps: Steps, call: Bound) -> bool:
     return steps.is_shared([call.operand(0), call.operand(1)], [call.out])
 
 
-def _bounds(call: Bound, unit: int, threads: int) -> Sequence[int]:
+def bounds_of(call: Bound, unit: int, threads: int) -> Sequence[int]:
     """Which columns of the result each thread has: whole tiles, and whole heads where these are read and all threads
     get as many."""
     y = call.out

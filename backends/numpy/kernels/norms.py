@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -14,7 +13,7 @@ from ..steps import Binding, Fused, Share, Steps
 from .packing import share
 from .pieces import pieces_of
 from .products import stand_ins, wanted_of
-from .rounding import round_row
+from .rounding import Target, round_row
 from .rows import HEAD, OPERAND, lanes, put, row_address, rows_of
 from .simd import LANES, add, fma, mul, splat, sqrt_scalar, total, word, zeros
 from .simd import float_word as number
@@ -132,39 +131,34 @@ def _scaled(steps: Steps, calls: Sequence[Bound]) -> bool:
 def _rounded(steps: Steps, norm: Bound, product: Bound, factors: Operand) -> bool:
     """The same, rounded; False if rounding is better done by a step of its own, or nobody wants it."""
     wanted, x, y = wanted_of(steps, product), norm.operand(0), product.out
-    if wanted is None:
-        return False
     each = steps.threads > 1 and wanted.for_all and steps.is_repeated([y])
+    shares_columns = steps.threads > 1 and wanted.for_all and wanted.rows == 1 and not each
+    if not wanted.rounded or shares_columns:
+        return False
     own = stand_ins(steps, product) if each and wanted.floats else None
     if each and wanted.floats and own is None and any(y.region.overlaps(o.region) for o in (x, factors)):
         return False  # one thread would write where others still read
-    if not each and steps.threads > 1 and wanted.for_all and wanted.rows == 1:
-        return False  # threads share the columns
     records, passing = wanted.records(steps, shared=not each), wanted.passing(steps)
-    floats = own or ([y, *passing[1:]] if wanted.floats else passing)
-    parts = []
-    for to, *mine in zip(floats, *records, strict=True):
-        share = _share(norm, x, factors, to, [0 if wanted.floats else 4 * wanted.columns, *wanted.words(mine)])
-        assert share is not None
-        parts.append(replace(share, writes=mine if to in passing else [to, *mine]))
+    alone: Sequence[Operand | None] = [y if wanted.floats else None, *[None] * (steps.threads - 1)]
+    targets = [wanted.target(*given) for given in zip(own or alone, passing, records, strict=True)]
+    shares = [_share(norm, x, factors, to.floats, to) for to in targets]
     if each:
-        steps.deal(scaled_rms_norm, parts)
-    else:
+        steps.deal(scaled_rms_norm, shares)
+    elif (whole := shares[0]) is not None:
         moved = x.tensor.spec.nbytes + y.tensor.spec.nbytes
-        steps.add(scaled_rms_norm, parts[0].words, reads=parts[0].reads, writes=parts[0].writes, nbytes=moved)
+        steps.add(scaled_rms_norm, whole.words, reads=whole.reads, writes=whole.writes, nbytes=moved)
     if own is not None:
         steps.stand_in(own, y)
     wanted.remember(steps, records)
     return True
 
 
-def _share(
-    norm: Bound, x: Operand, factors: Operand, y: Operand, rounding: Sequence[int] = NOT_ROUNDED
-) -> Share | None:
+def _share(norm: Bound, x: Operand, factors: Operand, y: Operand, to: Target | None = None) -> Share | None:
     words = rows_of(y.shape, [x, factors, y], whole_rows=True)
     if words is None or words[HEAD + 4] != 4 or words[HEAD + 2 * OPERAND + 4] != 4:
         return None
-    return Share([*words, norm.float("eps"), *rounding], [x, factors], [y])
+    words += [norm.float("eps"), *(to.words if to else NOT_ROUNDED)]
+    return Share(words, [x, factors], to.writes if to else [y])
 
 
 FUSED: Mapping[tuple[str, ...], Fused] = {("rms_norm", "mul"): _scaled}

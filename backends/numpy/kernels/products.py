@@ -15,7 +15,7 @@ from ..steps import Steps, like
 from . import dense
 from .formats import COLUMNS, FORMATS, ROWS, Format
 from .grouped import Blocks, Slots, add_product, in_order, is_dealt, product_of
-from .rounding import Wanted, rounded
+from .rounding import Wanted, rounded, rounded_bytes
 from .simd import load, prefetch, store, sub
 from .tiles import RECORD, SUMS, VECTORS, Tile, load_codes, store_codes, tile
 
@@ -154,13 +154,13 @@ def stand_ins(steps: Steps, call: Bound) -> Sequence[Operand] | None:
     return [like(o, y) for o in steps.copies("own", y.tensor.spec.nbytes)]
 
 
-def wanted_of(steps: Steps, call: Bound) -> Wanted | None:
-    """What is read of a result, if products with packed weights read it; None if none does, or nobody knows."""
-    y, readers = call.out, call.readers() or ()
+def wanted_of(steps: Steps, call: Bound) -> Wanted:
+    """What is read of a result."""
+    y, readers = call.out, call.readers()
+    if readers is None or not y.is_dense:
+        return Wanted(y, (), True, False)
     packed = [r for r in readers if _reads_stand_ins(r, y) and r.operand(0).dtype in FORMATS]
     packed = [r for r in packed if r.operand(1).shape[-1] == y.shape[-1]]
-    if not packed or not y.is_dense:
-        return None
     found = tuple((r.operand(1).tensor, FORMATS[r.operand(0).dtype].zero) for r in packed)
     return Wanted(y, found, len(packed) < len(readers), any(is_dealt(steps, r) for r in packed))
 
@@ -199,11 +199,16 @@ def bind_product(steps: Steps, call: Bound, slots: Slots) -> None:
     if w.dtype not in FORMATS:
         dense.bind(steps, call, steps.stand_ins(x) or [x] * steps.threads, slots)
         return
-    form, blocks = FORMATS[w.dtype], w.shape[-1] // w.dtype.block
-    stride = blocks * w.dtype.block_bytes
+    form = FORMATS[w.dtype]
+    q, pitch = rounded(steps, x, form.zero, for_all=is_dealt(steps, call)), rounded_bytes(1, w.shape[-1])
+    add_product(steps, call, product(form), blocks_of(form), *bytes_of(w), q, pitch, slots)
+
+
+def bytes_of(w: Operand) -> tuple[int, int]:
+    """Of a row, and of a matrix with whole groups of rows, of a packed weight."""
     assert w.stored is not None
-    q, pitch = rounded(steps, x, form.zero, for_all=is_dealt(steps, call)), w.shape[-1] // COLUMNS * RECORD
-    add_product(steps, call, product(form), blocks_of(form), stride, w.stored.shape[-2] * stride, q, pitch, slots)
+    stride = w.shape[-1] // w.dtype.block * w.dtype.block_bytes
+    return stride, w.stored.shape[-2] * stride
 
 
 def _mul_mat(steps: Steps, call: Bound) -> bool:

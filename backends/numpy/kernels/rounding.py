@@ -129,13 +129,28 @@ def _rounding(x: Operand, to: Operand, rows: int, zero: int, first: int, last: i
     return Share(words, [source], [target])
 
 
+# ------------------------------------------------------------------------------------------ rounded where it is made
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a thread leaves rows of a result: as float32, in one row's memory over and over if nobody reads them, and
+    rounded.  `words` are bytes from thread to thread of that one row, then how to round (`round_row`)."""
+
+    floats: Operand
+    writes: Sequence[Operand]
+    words: Sequence[int]
+
+    @property
+    def step(self) -> int:
+        """Bytes from row to row of float32."""
+        return self.floats.row_step if self.floats in self.writes else 0
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """What is read of a result: by products with packed weights it rounded, as these tensors, less so much from each
-    code of the weight; whether others read it as float32, and whether threads share one of the products.
-
-    A kernel that rounds what it makes leaves rows that are not read as float32 in one row's memory, over and over.
-    """
+    code of the weight; whether others read it as float32, and whether threads share one of the products."""
 
     value: Operand
     rounded: Sequence[tuple[Tensor, int]]
@@ -155,13 +170,33 @@ class Wanted:
         return list(dict.fromkeys(zero for _, zero in self.rounded))
 
     def records(self, steps: Steps, *, shared: bool) -> Sequence[Sequence[Operand]]:
-        """Memory for what is rounded, for each of `zeros` that of each thread or one for all, as rows of float32."""
-        steps.forget([self.value.region])
-        width = rounded_bytes(1, self.columns) // 4
-        found = []
+        """For each thread memory of its own or for all, for each of `zeros`, as rows of float32; none that a source of
+        the result may still be in."""
+        width, found = rounded_bytes(1, self.columns) // 4, []
         for zero in self.zeros:
             made = steps.copies(f"rounded {zero} at once", 4 * self.rows * width, shared=shared)
             found.append([_laid(o, (self.rows, width), (width, 1)) for o in made])
+        steps.forget([self.value.region])
+        return [[made[thread] for made in found] for thread in range(steps.threads)]
+
+    def target(self, floats: Operand | None, passing: Operand, records: Sequence[Operand]) -> Target:
+        """For all columns or some; `passing` takes the rows if there is no place for them all."""
+        pitch, pairs = rounded_bytes(1, self.columns), zip(records, self.zeros, strict=True)
+        words = [len(records), pitch, *(w for o, zero in pairs for w in (o.address, zero))]
+        if floats is None:
+            return Target(passing, records, [4 * self.columns, *words])
+        return Target(floats, [floats, *records], [0, *words])
+
+    def targets(self, steps: Steps, records: Sequence[Sequence[Operand]], bounds: Sequence[int]) -> list[Target | None]:
+        """For each thread, which makes the columns from ``bounds[i]`` to before ``bounds[i + 1]``; None if that is
+        none."""
+        found: list[Target | None] = []
+        axis, places = len(self.value.shape) - 1, self.passing(steps)
+        for place, made, (first, last) in zip(places, records, pairwise(bounds), strict=False):
+            skipped, width = (rounded_bytes(1, n) // 4 for n in (first, last - first))
+            some = [o.part(1, skipped, width) for o in made]
+            floats = self.value.part(axis, first, last - first) if self.floats else None
+            found.append(self.target(floats, place.part(axis, first, last - first), some) if first < last else None)
         return found
 
     def passing(self, steps: Steps) -> Sequence[Operand]:
@@ -171,16 +206,11 @@ class Wanted:
         strides = (*(0 for _ in shape[1:]), 1)
         return [_laid(memory.part(0, nbytes * t, nbytes), shape, strides) for t in range(steps.threads)]
 
-    def words(self, records: Sequence[Operand]) -> list[int]:
-        """What `round_row` reads, for these of a thread."""
-        pairs = zip(records, self.zeros, strict=True)
-        return [len(records), rounded_bytes(1, self.columns), *(w for o, zero in pairs for w in (o.address, zero))]
-
     def remember(self, steps: Steps, records: Sequence[Sequence[Operand]]) -> None:
         """Let products find what has been rounded."""
-        made = dict(zip(self.zeros, records, strict=True))
         for tensor, zero in self.rounded:
-            steps.remember(("rounded", tensor, zero), made[zero], [self.value])
+            at = self.zeros.index(zero)
+            steps.remember(("rounded", tensor, zero), [made[at] for made in records], [self.value])
 
 
 def _laid(memory: Operand, shape: tuple[int, ...], strides: tuple[int, ...]) -> Operand:
