@@ -1,4 +1,4 @@
-"""Chains of instructions that have one kernel: the bits of the single ones, and only where nobody else reads between."""
+"""Chains of instructions with one kernel: the bits of the single ones, and only where nobody else reads between."""
 
 from __future__ import annotations
 
