@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
 
 import numpy as np
@@ -23,10 +22,9 @@ def loaded(graph: hocket.Graph, values: Values, backend: str | int):
     return hocket.load(hocket.scheduler.plan_for(graph, [(chosen, chosen.device(0))]), values)
 
 
-def kernels(run: object) -> list[str]:
-    """The kernels of the newest program, in order; what runs in Python is one of them."""
-    newest = [r for r in gc.get_objects() if type(r) is replay.Replay][-1]
-    segments = [(w.steps if type(w) is replay.Segment else [None]) for _, w in newest.work]
+def kernels(run: hocket.scheduler.Executor) -> list[str]:
+    """The kernels of what the first device runs, in order; what runs in Python is one of them."""
+    segments = [(w.steps if type(w) is replay.Segment else [None]) for _, w in run._replays[0].work]
     return ["Python" if step is None else step.kernel.name for steps in segments for step in steps]
 
 
@@ -74,3 +72,82 @@ def test_a_rotation_in_place_leaves_what_does_not_turn(mode: str, pairs: int):
     np.testing.assert_allclose(got, wanted, rtol=2e-6, atol=2e-6)
     assert np.array_equal(got[..., :4], -inputs["x"][..., :4])
     assert np.array_equal(got[..., 4 + 2 * pairs :], -inputs["x"][..., 4 + 2 * pairs :])
+
+
+# --------------------------------------------------------------------------------------------------- delta layers
+
+
+SIZE, CHANNELS = 32, 8 * 32
+
+
+def delta_layer(sequences: int, tokens: int, seen: str = "") -> hocket.Graph:
+    """A short convolution with its state, the norms of two heads each of queries and keys, and the delta rule.
+
+    `seen` is the value that something else reads, too.
+    """
+    shape = (sequences, tokens)
+    new = ops.neg(hocket.input("x", (*shape, CHANNELS)))
+    ids, old = hocket.input("rows", (sequences, 3), "i32"), hocket.state("conv", (sequences, 3, CHANNELS))
+    both = ops.concat(old, new, axis=1)
+    mixed = ops.ssm_conv(both, hocket.weight("w", (CHANNELS, 4)))
+    active = ops.silu(mixed)
+
+    def heads(start: int, count: int) -> hocket.Value:
+        part = ops.slice_(active, axis=-1, start=start * SIZE, stop=(start + count) * SIZE)
+        return ops.reshape(part, shape=(*shape, count, SIZE))
+
+    q, k = (ops.l2_norm(heads(start, 2), eps=1e-5) for start in (0, 2))
+    g, beta, state = (
+        hocket.input("g", (*shape, 4, 1)),
+        hocket.input("beta", (*shape, 4)),
+        hocket.state("delta", (sequences, 4, SIZE, SIZE)),
+    )
+    y, after = ops.gated_delta_net(q, k, heads(4, 4), g, beta, state)
+    others = {"new": new, "both": both, "mixed": mixed, "active": active}
+    outputs = {"y": y, **({"seen": ops.neg(others[seen])} if seen else {})}
+    return hocket.Graph(outputs, {old: ops.get_rows(both, ids), state: after})
+
+
+def stepped(graph: hocket.Graph, threads: int) -> tuple[list[bytes], list[str]]:
+    """What two runs in a row leave in outputs and states, and the kernels."""
+    rng = np.random.default_rng(3)
+    run = loaded(graph, {"w": rng.standard_normal((CHANNELS, 4)).astype(np.float32)}, threads)
+    found, specs = [], {v.node.name: v.spec for v in graph.inputs}
+    for _ in range(2):
+        inputs = {n: rng.standard_normal(s.shape).astype(np.float32) for n, s in specs.items()}
+        inputs["rows"] = rng.integers(0, specs["x"].shape[1] + 3, specs["rows"].shape).astype(np.int32)
+        inputs["g"] = -np.abs(inputs["g"])
+        found += [a.tobytes() for a in run.run(inputs).values()]
+        found += [np.asarray(run.store.state(name)[...]).tobytes() for name in ("conv", "delta")]
+    return found, kernels(run)
+
+
+@pytest.mark.parametrize("seen", ["", "new", "both", "mixed", "active"])
+@pytest.mark.parametrize("tokens", [1, 2, 8, 29])
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_a_delta_layer_computes_the_same_bits_with_and_without_fused_kernels(
+    sequences: int, tokens: int, seen: str, monkeypatch
+):
+    graph = delta_layer(sequences, tokens, seen)
+    fused = {threads: stepped(graph, threads) for threads in (1, 2, 5)}
+    monkeypatch.setattr(replay, "FUSED", {})
+    alone, single = stepped(graph, 1)
+    assert all(found == alone for found, _ in fused.values())
+    for _, names in fused.values():
+        one = "short_convolution.heads.l2_norm_added" in names
+        assert one == (seen == "new" or (not seen and tokens < 8)), "otherwise the state is kept where x was"
+        assert names.count("rows.unary.copy") == single.count("rows.unary.copy") - (4 if one else 1)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_row_that_is_none_leaves_the_state_of_a_convolution_as_it_was(threads: int):
+    run = loaded(delta_layer(2, 40, "new"), {"w": drawn(CHANNELS, 4)}, threads)
+    inputs = {"x": drawn(2, 40, CHANNELS), "g": -np.ones((2, 40, 4, 1)), "beta": np.ones((2, 40, 4))}
+    assert "short_convolution.heads.l2_norm_added" in kernels(run)
+    run.run({**inputs, "rows": np.array([[40, 41, 42], [0, 1, 2]])})
+    before = [np.asarray(run.store.state(name)[...]).copy() for name in ("conv", "delta")]
+    for bad in (-1, 43):
+        with pytest.raises(hocket.BackendError, match=f"id {bad} names no row"):
+            run.run({**inputs, "rows": np.array([[40, 41, 42], [0, 1, bad]])})
+        after = [np.asarray(run.store.state(name)[...]) for name in ("conv", "delta")]
+        assert all(np.array_equal(a, b) for a, b in zip(after, before, strict=True))

@@ -21,7 +21,19 @@ from ..base import Comm, Instruction, Program, run_calls
 from ..liveness import Readers
 from ..operands import Bound, Operand
 from .compiler import REPLAY
-from .kernels import attention, collective, experts, moves, norms, products, recurrent, reductions, rotary, rows
+from .kernels import (
+    attention,
+    collective,
+    experts,
+    moves,
+    norms,
+    products,
+    recurrent,
+    reductions,
+    rotary,
+    rows,
+    short_convolution,
+)
 from .kernels.loop import MEETS, SHARED_BYTES, STEP, STEP_FAILED, WHOLE, run, timed
 from .kernels.packing import NO_ROW
 from .steps import Binding, Fused, Step, Steps
@@ -36,9 +48,10 @@ BINDINGS: Mapping[str, Binding] = {
     **collective.BINDINGS,
     **experts.BINDINGS,
     **recurrent.BINDINGS,
+    **short_convolution.BINDINGS,
     **reductions.BINDINGS,
 }
-FUSED: Mapping[tuple[str, ...], Fused] = {**norms.FUSED, **moves.FUSED}
+FUSED: Mapping[tuple[str, ...], Fused] = {**norms.FUSED, **moves.FUSED, **recurrent.FUSED, **short_convolution.FUSED}
 """Ops in a row that are bound together, if they can be; tried before one by one."""
 STATUS = {
     NO_ROW: "id {value} names no row of its table",
