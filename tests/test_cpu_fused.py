@@ -11,6 +11,9 @@ import hocket
 from hocket import ops
 from hocket.backends.numpy import replay
 from hocket.backends.numpy.cpu import CpuBackend
+from hocket.graph.dtypes import DType
+
+from .test_cpu_kernels import random_rows
 
 RNG = np.random.default_rng(11)
 Values = Mapping[str, np.ndarray]
@@ -72,6 +75,37 @@ def test_a_rotation_in_place_leaves_what_does_not_turn(mode: str, pairs: int):
     np.testing.assert_allclose(got, wanted, rtol=2e-6, atol=2e-6)
     assert np.array_equal(got[..., :4], -inputs["x"][..., :4])
     assert np.array_equal(got[..., 4 + 2 * pairs :], -inputs["x"][..., 4 + 2 * pairs :])
+
+
+def head(shape: tuple[int, int, int], n_dims: int, mode: str, seen: str = "") -> hocket.Graph:
+    """What a head of queries goes through; `seen` is the value that something else reads, too."""
+    rows, heads, size = shape
+    x = ops.mul_mat(hocket.weight("w", (heads * size, 32), "q8_0"), hocket.input("x", (rows, 32)))
+    x = ops.reshape(x, shape=(1, *shape))
+    normed = ops.rms_norm(x, eps=1e-6)
+    scaled = ops.mul(normed, hocket.weight("scale", (size,)))
+    y = ops.rope(scaled, hocket.input("pos", (1, rows), "i32"), n_dims=n_dims, mode=mode)
+    others = {"x": x, "normed": normed, "scaled": scaled}
+    return hocket.Graph({"y": y, **({"seen": ops.neg(others[seen])} if seen else {})})
+
+
+@pytest.mark.parametrize("seen", ["", "x", "normed", "scaled"])
+@pytest.mark.parametrize("mode", ["normal", "neox"])
+@pytest.mark.parametrize(("shape", "n_dims"), [((1, 4, 64), 64), ((1, 3, 48), 32), ((37, 2, 80), 66), ((9, 5, 16), 6)])
+def test_a_head_is_normed_and_turned_to_the_same_bits_by_one_kernel(
+    shape: tuple[int, int, int], n_dims: int, mode: str, seen: str, monkeypatch
+):
+    graph = head(shape, n_dims, mode, seen)
+    values = {"w": random_rows(DType.Q8_0, shape[1] * shape[2], 32), "scale": drawn(shape[2])}
+    inputs = {"x": drawn(shape[0], 32), "pos": RNG.integers(0, 99, (1, shape[0])).astype(np.int32)}
+    runs = [loaded(graph, values, threads) for threads in (1, 2, 3)]
+    monkeypatch.setattr(replay, "FUSED", {})
+    single = loaded(graph, values, 1).run(inputs)
+    for run in runs:
+        one = any(name.startswith("rotary.scaled_and_rotated") for name in kernels(run))
+        assert one == (seen in ("", "x"))
+        found = run.run(inputs)
+        assert all(np.array_equal(found[name], single[name]) for name in single)
 
 
 # --------------------------------------------------------------------------------------------------- delta layers

@@ -51,8 +51,14 @@ BINDINGS: Mapping[str, Binding] = {
     **short_convolution.BINDINGS,
     **reductions.BINDINGS,
 }
-FUSED: Mapping[tuple[str, ...], Fused] = {**norms.FUSED, **moves.FUSED, **recurrent.FUSED, **short_convolution.FUSED}
-"""Ops in a row that are bound together, if they can be; tried before one by one."""
+FUSED: Mapping[tuple[str, ...], Fused] = {
+    **rotary.FUSED,
+    **norms.FUSED,
+    **moves.FUSED,
+    **recurrent.FUSED,
+    **short_convolution.FUSED,
+}
+"""Ops in a row that are bound together, if they can be: longer rows first, and all of them before one by one."""
 STATUS = {
     NO_ROW: "id {value} names no row of its table",
     collective.OTHER_FAILED: "another device failed",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, cast
@@ -16,7 +16,8 @@ from ....graph.dtypes import DType
 from ....ops.rotary import frequencies, planes
 from ...operands import Bound, Operand, float_bits
 from ..compiler import Kernel, Part, kernel, part
-from ..steps import Share, Steps
+from ..steps import Fused, Share, Steps
+from .norms import rms_factor, sum_of_squares
 from .packing import share as share_of
 from .pieces import pieces_of
 from .rows import HEAD, OPERAND, add_rows, lanes, put, row_address, rows_of, unary
@@ -32,6 +33,7 @@ from .simd import (
     load_long,
     load_scalar,
     mul,
+    splat,
     store_scalar,
     sub,
     word,
@@ -122,6 +124,29 @@ def rotate(neighbours: bool) -> Kernel:
         return 0
 
     return Kernel(f"rotary.rotate.{'neighbours' if neighbours else 'halves'}", body)
+
+
+@cache
+def scaled_and_rotated(neighbours: bool) -> Kernel:
+    """RMS norm of each row, the product with what stands beside, and the rotation.  Words: HEAD, source, factors,
+    target, eps, cosines, sines, pairs, offset, rows of a position, number of the first row."""
+    turned = turn(neighbours)
+
+    def body(a, thread, threads):
+        n, step, at = word(a, 0), word(a, HEAD + OPERAND + 4), HEAD + 3 * OPERAND
+        eps, cosines, sines, pairs = float_word(a, at), word(a, at + 1), word(a, at + 2), word(a, at + 3)
+        offset, rows, first = word(a, at + 4), word(a, at + 5), word(a, at + 6)
+        lo, hi = share_of(word(a, 1) * word(a, 2) * word(a, 3), thread, threads)
+        for i in range(lo, hi):
+            x, w, y = row_address(a, 0, i), row_address(a, 1, i), row_address(a, 2, i)
+            f = splat(rms_factor(sum_of_squares(x, n), n, eps))
+            for c in range(0, n, LANES):
+                put(y, c, n, mul(mul(lanes(x, c, n, 4), f), lanes(w, c, n, step)))
+            at = 4 * pairs * ((first + i) // rows)
+            turned(y, y, offset, pairs, cosines + at, sines + at)
+        return 0
+
+    return Kernel(f"rotary.scaled_and_rotated.{'neighbours' if neighbours else 'halves'}", body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,4 +252,44 @@ def _turns(
     return cosines, sines
 
 
+def _scaled_and_rotated(steps: Steps, calls: Sequence[Bound]) -> bool:
+    """The norm of each head, its factors, and the rotation, where nobody else reads what is between."""
+    norm, product, rope = calls
+    x, y, factors = norm.operand(0), rope.out, [o for o in product.src if o and o.tensor != norm.out.tensor]
+    linked = rope.operand(0).tensor == product.out.tensor and norm.out.shape == product.out.shape == y.shape
+    if not linked or len(factors) != 1 or norm.readers() != [product] or product.readers() != [rope]:
+        return False
+    if not (x.is_float and factors[0].is_float) or not _number(rope, "n_dims"):
+        return False
+    lying = [(o.address, o.shape, o.strides) for o in (x, factors[0], y)]
+    if any(o.region.overlaps(y.region) and at != lying[2] for o, at in zip((x, factors[0]), lying, strict=False)):
+        return False  # memory that was free after the norm
+    if _scaled(norm, x, factors[0], y) is None or (turning := turning_of(steps, rope)) is None:
+        return False
+
+    def share(x: Operand, factors: Operand, y: Operand, first: int) -> Share:
+        words = _scaled(norm, x, factors, y)
+        assert words is not None
+        words += [turning.cosines.address, turning.sines.address, turning.pairs, turning.offset]
+        return Share([*words, rope.out.shape[-2], first], [x, factors, turning.cosines, turning.sines], [y])
+
+    kernel = scaled_and_rotated(turning.neighbours)
+    if (pieces := pieces_of(steps, [x], y, whole_rows=True)) is not None:
+        cut = zip(*(pieces.of(o) for o in (x, factors[0], y)), pieces.ends, strict=False)
+        shares = [share(x, w, y, first) if x and w and y else None for x, w, y, first in cut]
+        steps.deal_columns(kernel, shares, y, pieces.bounds)
+    else:
+        whole = share(x, factors[0], y, 0)
+        steps.add(kernel, whole.words, reads=whole.reads, writes=whole.writes)
+    return True
+
+
+def _scaled(norm: Bound, x: Operand, factors: Operand, y: Operand) -> list[int] | None:
+    words = rows_of(y.shape, [x, factors, y], whole_rows=True)
+    if words is None or words[HEAD + 4] != 4 or words[HEAD + 2 * OPERAND + 4] != 4:
+        return None
+    return [*words, norm.float("eps")]
+
+
+FUSED: Mapping[tuple[str, ...], Fused] = {("rms_norm", "mul", "rope"): _scaled_and_rotated}
 BINDINGS = {"rope": _rope, "rope_multi": _rope}
