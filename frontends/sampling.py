@@ -7,7 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ..backends.numpy.choices import descending, largest
 from .errors import ModelError
+
+FEW = 256
+"""More candidates than that are sorted with all others instead of picked out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +52,8 @@ class Sampling:
 
     def candidates(self, logits: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """Ids that survive the filters, most likely first, with their logits; at least one always does."""
-        ids = np.argsort(-logits, kind="stable")
-        if self.top_k:
-            ids = ids[: self.top_k]
+        few = 0 < self.top_k <= FEW and self.top_k < len(logits)
+        ids = largest(logits, self.top_k) if few else descending(logits)[: self.top_k or None]
         kept = logits[ids].astype(np.float64)
         p = softmax(kept)
         count = int(np.searchsorted(np.cumsum(p), self.top_p)) + 1 if self.top_p < 1 else len(p)

@@ -55,6 +55,19 @@ def test_each_filter_keeps_what_its_definition_says() -> None:
     assert survivors(logits, top_k=2, top_p=0.5) == [1]
 
 
+@pytest.mark.parametrize("kept", [0, 1, 16, 40, 256, 257, 5000])
+@pytest.mark.parametrize("n", [1, 15, 33, 257, 3000])
+def test_candidates_come_in_falling_order_and_equals_as_they_stand(n: int, kept: int) -> None:
+    rng = np.random.default_rng(n)
+    plain = rng.standard_normal(n).astype(np.float32)
+    zeros = np.where(rng.random(n) < 0.5, np.float32(0), np.float32(-0.0))
+    few = np.where(rng.random(n) < 0.9, np.float32(-np.inf), plain)
+    few[-1] = 0
+    for logits in (plain, np.round(plain), np.sort(plain * np.float32(1e-39)), zeros, few):
+        wanted = np.argsort(-logits, kind="stable")[: kept or None].tolist()
+        assert survivors(logits, top_k=kept) == wanted
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_tokens_are_drawn_as_often_as_their_probability_says(temperature: float) -> None:
     rng, logits = np.random.default_rng(1), log(0.5, 0.3, 0.15, 0.05)

@@ -34,6 +34,7 @@ from .kernels import (
     reductions,
     rotary,
     rows,
+    short_convolution,
 )
 from .kernels.loop import MEETS, SHARED_BYTES, STEP, STEP_FAILED, WHOLE, run, timed
 from .kernels.packing import NO_ROW
@@ -50,10 +51,20 @@ BINDINGS: Mapping[str, Binding] = {
     **collective.BINDINGS,
     **experts.BINDINGS,
     **recurrent.BINDINGS,
+    **short_convolution.BINDINGS,
     **reductions.BINDINGS,
 }
-FUSED: Mapping[tuple[str, ...], Fused] = {**norms.FUSED, **pairs.FUSED, **gated.FUSED, **moves.FUSED}
-"""Ops in a row that are bound together, or so that others are spared, if they can be; tried before one by one."""
+FUSED: Mapping[tuple[str, ...], Fused] = {
+    **rotary.FUSED,
+    **norms.FUSED,
+    **pairs.FUSED,
+    **gated.FUSED,
+    **moves.FUSED,
+    **recurrent.FUSED,
+    **short_convolution.FUSED,
+}
+"""Ops in a row that are bound together, or so that others are spared, if they can be: longer rows first, and all of
+them before one by one."""
 STATUS = {
     NO_ROW: "id {value} names no row of its table",
     collective.OTHER_FAILED: "another device failed",

@@ -92,14 +92,18 @@ def scaled_rms_norm(a, thread, threads):
     return 0
 
 
+def kind_of(call: Bound) -> str:
+    """Which of FACTORS a norm has."""
+    return "l2_norm_added" if call.op == "l2_norm" and not call.attrs["clamp"] else call.op
+
+
 def _bind(name: str) -> Binding:
     def bind(steps: Steps, call: Bound) -> bool:
         x, y = call.operand(0), call.out
-        kind = "l2_norm_added" if name == "l2_norm" and not call.attrs["clamp"] else name
         words = rows_of(y.shape, [x, y], whole_rows=True) if x.is_float else None
         if words is None or words[HEAD + 4] != 4 or words[HEAD + OPERAND + 4] != 4:
             return False
-        steps.add(norm(kind), [*words, call.float("eps")], reads=[x], writes=[y])
+        steps.add(norm(kind_of(call)), [*words, call.float("eps")], reads=[x], writes=[y])
         return True
 
     return bind

@@ -1,28 +1,31 @@
-"""The gated delta rule, and the short convolution before it."""
+"""The gated delta rule."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import numpy as np
+from llvmlite import ir
 
 from ...operands import Bound, Operand
 from ..compiler import Kernel, part
-from ..steps import Steps
+from ..steps import Fused, Steps
 from .packing import share
-from .rows import exp, lanes, put
+from .rows import exp
 from .simd import (
+    ADDRESS,
+    FLOATS,
     LANES,
+    NOTHING,
     fma,
-    fourth_0,
-    fourth_1,
-    fourth_2,
-    fourth_3,
+    intrinsic,
     lane_0,
     load,
     load_scalar,
     mul,
+    prefetch_far,
     splat,
     splat_from,
     store,
@@ -31,6 +34,14 @@ from .simd import (
     word,
     zeros,
 )
+
+
+@intrinsic(NOTHING, ADDRESS, FLOATS)
+def store_past(b, a, v):
+    """To an address that is a multiple of 64, past the caches: for what nobody reads soon."""
+    done = b.store(v, b.inttoptr(a, v.type.as_pointer()), align=64)
+    done.set_metadata("nontemporal", b.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+
 
 BLOCK = 32
 """Rows of a state that see all tokens before the next rows do: they stay in the first cache."""
@@ -45,7 +56,8 @@ def decayed(s, g, c):
 @cache
 def delta_net(per_channel: bool, tiled: bool) -> Kernel:
     """Words: sequences, tokens, key heads, value heads, size of keys, of values; address and byte strides (sequence,
-    token, head) of q, k, v, g, beta and the output; address of the old state and of the new one, both dense."""
+    token, head) of q, k, v, g, beta and the output; address of the old state, of the new one, and of where to keep the
+    old one (0: nowhere), all dense."""
 
     def body(a, thread, threads):
         tokens, keyed, heads, size, width = word(a, 1), word(a, 2), word(a, 3), word(a, 4), word(a, 5)
@@ -59,6 +71,11 @@ def delta_net(per_channel: bool, tiled: bool) -> Kernel:
             last = min(width, first + BLOCK)
             old = word(a, 30) + 4 * size * ((n * heads + h) * width)
             new = word(a, 31) + 4 * size * ((n * heads + h) * width)
+            if word(a, 32) != 0:
+                kept = word(a, 32) + 4 * size * ((n * heads + h) * width)
+                for c in range(first * size, last * size, LANES):
+                    prefetch_far(old + 4 * (c + BLOCK * size))  # the next block
+                    store_past(kept + 4 * c, load(old + 4 * c))
             if old != new:
                 for c in range(first * size, last * size, LANES):
                     store(new + 4 * c, load(old + 4 * c))
@@ -90,7 +107,7 @@ def delta_net(per_channel: bool, tiled: bool) -> Kernel:
     return Kernel(f"recurrent.delta_net.{'channels' if per_channel else 'heads'}.{'tiled' if tiled else 'runs'}", body)
 
 
-def _delta_net(steps: Steps, call: Bound) -> bool:
+def _delta_net(steps: Steps, call: Bound, kept: Operand | None = None) -> bool:
     q, k, v, g, beta, state = (call.operand(i) for i in range(6))
     out, new = call.dst
     plain = all(o.is_float for o in (q, k, v, g, beta, state, out, new)) and state.is_dense and new.is_dense
@@ -104,10 +121,19 @@ def _delta_net(steps: Steps, call: Bound) -> bool:
     words = [sequences, q.shape[-3], q.shape[-2], v.shape[-2], size, width]
     for operand, axes in ((q, 3), (k, 3), (v, 3), (g, 3), (beta, 2), (out, 3)):
         words += _strides(operand, axes, len(q.shape) == 4)
-    words += [state.address, new.address]
+    words += [state.address, new.address, 0 if kept is None else kept.address]
     kernel = delta_net(g.shape[-1] != 1, call.attrs["heads"] == "tiled")
-    steps.add(kernel, words, reads=[q, k, v, g, beta, state], writes=[out, new])
+    writes = [out, new] if kept is None else [out, new, kept]
+    steps.add(kernel, words, reads=[q, k, v, g, beta, state], writes=writes)
     return True
+
+
+def _kept_and_delta_net(steps: Steps, calls: Sequence[Bound]) -> bool:
+    """A state is kept block by block, while it is in the first cache to be changed."""
+    save, change = calls
+    kept, alike = save.out, save.operand(0).tensor == change.operand(5).tensor
+    plain = kept.is_float and kept.is_dense and kept.address % 64 == 0  # rows of whole vectors keep to that
+    return alike and plain and _delta_net(steps, change, kept)
 
 
 def _strides(operand: Operand, axes: int, batched: bool) -> list[int]:
@@ -120,45 +146,5 @@ def _strides(operand: Operand, axes: int, batched: bool) -> list[int]:
     return [operand.address, 4 * operand.strides[0] if batched else 0, *steps]
 
 
-@cache
-def convolution() -> Kernel:
-    """Four taps.  Words: sequences, tokens, channels; x with byte strides of sequence and row; weights [channels, 4];
-    the output with its strides."""
-
-    def body(a, thread, threads):
-        tokens, channels = word(a, 1), word(a, 2)
-        blocks = (channels + LANES - 1) // LANES
-        lo, hi = share(word(a, 0) * blocks, thread, threads)
-        for unit in range(lo, hi):
-            n, c = unit // blocks, unit % blocks * LANES
-            x, y = word(a, 3) + n * word(a, 4), word(a, 7) + n * word(a, 8)
-            w = word(a, 6) + 16 * c
-            w0, w1 = lanes(w, 0, 4 * (channels - c), 4), lanes(w, LANES, 4 * (channels - c), 4)
-            w2, w3 = lanes(w, 2 * LANES, 4 * (channels - c), 4), lanes(w, 3 * LANES, 4 * (channels - c), 4)
-            k0, k1 = fourth_0(w0, w1, w2, w3), fourth_1(w0, w1, w2, w3)
-            k2, k3 = fourth_2(w0, w1, w2, w3), fourth_3(w0, w1, w2, w3)
-            step = word(a, 5)
-            x0, x1, x2 = lanes(x, c, channels, 4), lanes(x + step, c, channels, 4), lanes(x + 2 * step, c, channels, 4)
-            for t in range(tokens):
-                x3 = lanes(x + (t + 3) * step, c, channels, 4)
-                put(y + t * word(a, 9), c, channels, fma(x0, k0, fma(x1, k1, fma(x2, k2, mul(x3, k3)))))
-                x0, x1, x2 = x1, x2, x3
-        return 0
-
-    return Kernel("recurrent.convolution", body)
-
-
-def _convolution(steps: Steps, call: Bound) -> bool:
-    x, w, y = call.operand(0), call.operand(1), call.out
-    plain = all(o.is_float and o.strides[-1] == 1 for o in (x, y)) and w.is_float and w.is_dense
-    if not plain or w.shape[-1] != 4 or len(x.shape) not in (2, 3):
-        return False
-    batched = len(x.shape) == 3
-    words = [x.shape[0] if batched else 1, y.shape[-2], y.shape[-1]]
-    words += [x.address, 4 * x.strides[0] if batched else 0, 4 * x.strides[-2], w.address]
-    words += [y.address, 4 * y.strides[0] if batched else 0, 4 * y.strides[-2]]
-    steps.add(convolution(), words, reads=[x, w], writes=[y])
-    return True
-
-
-BINDINGS = {"gated_delta_net": _delta_net, "ssm_conv": _convolution}
+FUSED: Mapping[tuple[str, ...], Fused] = {("cont", "gated_delta_net"): _kept_and_delta_net}
+BINDINGS = {"gated_delta_net": _delta_net}

@@ -16,6 +16,7 @@ from .simd import (
     LANES,
     add,
     float_word,
+    lanes_above,
     largest,
     load,
     load_int,
@@ -24,6 +25,7 @@ from .simd import (
     maximum,
     mul,
     splat,
+    splat_from,
     store_int,
     store_scalar,
     sub,
@@ -95,23 +97,29 @@ def tail(x, c, n, factor):
 
 @kernel
 def top_k(a, thread, threads):
-    """The largest first, equal ones in order.  Words: rows, source, bytes between rows, elements, target, bytes between
-    rows, how many."""
+    """The largest first, equal ones in order; 16 at a time are passed over once there are as many as wanted.  Words:
+    rows, source, bytes between rows, elements, target, bytes between rows, how many."""
     x, step, n, y, pace, k = word(a, 1), word(a, 2), word(a, 3), word(a, 4), word(a, 5), word(a, 6)
     lo, hi = share(word(a, 0), thread, threads)
     for i in range(lo, hi):
         row, out = x + i * step, y + i * pace
         count = 0
-        for c in range(n):
-            value = load_scalar(row + 4 * c)
-            at = count
-            while at > 0 and load_scalar(row + 4 * load_int(out + 4 * (at - 1))) < value:
-                at -= 1
-            if at < k:
-                count = min(count + 1, k)
-                for j in range(count - 1, at, -1):
-                    store_int(out + 4 * j, load_int(out + 4 * (j - 1)))
-                store_int(out + 4 * at, c)
+        for first in range(0, n, LANES):
+            if (
+                count == k
+                and lanes_above(lanes(row, first, n, 4), splat_from(row + 4 * load_int(out + 4 * k - 4))) == 0
+            ):
+                continue
+            for c in range(first, min(n, first + LANES)):
+                value = load_scalar(row + 4 * c)
+                at = count
+                while at > 0 and load_scalar(row + 4 * load_int(out + 4 * (at - 1))) < value:
+                    at -= 1
+                if at < k:
+                    count = min(count + 1, k)
+                    for j in range(count - 1, at, -1):
+                        store_int(out + 4 * j, load_int(out + 4 * (j - 1)))
+                    store_int(out + 4 * at, c)
     return 0
 
 
