@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from hocket import ops
-from hocket.backends.cupy import backend as cupy_backend
-from hocket.backends.cupy import cuda
+from hocket.backends.cupy import cuda, meetings
 from hocket.backends.cupy.driver import Source
 from hocket.backends.cupy.emulation.emulated import EmulatedBackend
 from hocket.backends.cupy.kernels import collective
 from hocket.backends.cupy.table import BINDINGS, SOURCES
+from hocket.backends.cupy.transport import THROUGH_HOST
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
 from hocket.graph import Graph, input, weight
@@ -109,7 +109,7 @@ CASES = {
 
 def through_the_host(monkeypatch, parts):
     with monkeypatch.context() as patched:
-        patched.setattr(cupy_backend, "meets_on_devices", lambda comm, driver: False)
+        patched.setattr(meetings, "transport_for", lambda comm, driver: THROUGH_HOST)
         rig = Rig(EmulatedBackend(), parts)
     return rig.run()
 
@@ -249,7 +249,7 @@ def test_a_random_graph_cut_wherever_it_can_be_gives_the_bits_of_the_host(seed, 
         return [{name: out.tobytes() for name, out in run.run(feed).items()} for _ in range(3)]
 
     over_peers = outputs()
-    monkeypatch.setattr(cupy_backend, "meets_on_devices", lambda comm, driver: False)
+    monkeypatch.setattr(meetings, "transport_for", lambda comm, driver: THROUGH_HOST)
     assert over_peers == outputs()
 
 
@@ -263,7 +263,7 @@ def test_a_model_split_over_two_devices_gives_the_bits_of_the_host(name, monkeyp
         return [session.evaluate([part])[0].tobytes() for part in (tokens[:4], tokens[4:5], tokens[5:])]
 
     over_peers = logits()
-    monkeypatch.setattr(cupy_backend, "meets_on_devices", lambda comm, driver: False)
+    monkeypatch.setattr(meetings, "transport_for", lambda comm, driver: THROUGH_HOST)
     assert over_peers == logits()
 
 

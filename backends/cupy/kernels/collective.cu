@@ -108,6 +108,15 @@ struct Begin {
 // Before the first meeting of a run.
 __global__ void begin_run(const __grid_constant__ Begin a) { a.signals[RUN] = load_acquire(&a.board[BOARD_RUN]); }
 
+struct Mark {
+    u64 *signals, *word;
+    i64 sequence, has_results;
+};
+// For the host, which cannot see how far a stream has come.
+__global__ void mark(const __grid_constant__ Mark a) {
+    store_release(a.word, a.signals[RUN] << 32 | (u64)(a.sequence + 1) << 1 | (u64)a.has_results);
+}
+
 struct Meet {
     Group group;
     i64 has_results;

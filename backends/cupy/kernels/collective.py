@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
+import numpy as np
+import numpy.typing as npt
+
 from ....graph.dtypes import DType
 from ....graph.errors import BackendError
 from ....ops.collective import int_attr
@@ -21,6 +24,8 @@ from .moves import launch_copy
 MOST_DEVICES, THREADS = 8, 256
 SIGNAL_WORDS = 16 + 2 * 16 * MOST_DEVICES
 """Of 8 bytes, for each device, that the others write; they begin as zeros."""
+FIRST_MARK, MARK_STEP = 16, 8
+"""Words of the board in which devices tell the host where they are."""
 ONE_BLOCK = 64 * 1024
 """Bytes up to which one block does a whole sum: waiting for others costs more than adding."""
 MOST_BLOCKS = 128
@@ -30,7 +35,7 @@ SOURCE = Source(
     "collective.cu",
     (
         *(f"{kernel}<{t}>" for kernel in ("all_reduce", "sum_parts", "take") for t in TYPES.values()),
-        *("begin_run", "meet_all", "tell_one", "await_one"),
+        *("begin_run", "meet_all", "tell_one", "await_one", "mark"),
     ),
 )
 SOURCES = (SOURCE,)
@@ -83,6 +88,28 @@ def offer_of(call: Bound) -> Offer:
 def launch_begin(launches: Launches, group: Group) -> None:
     """To be launched before the first collective of a run."""
     launches.add(SOURCE["begin_run"], 1, 1, [group.peers[group.rank].signals, group.board])
+
+
+def launch_mark(launches: Launches, call: Bound, group: Group, *, has_results: int) -> None:
+    """Tell the host that the device comes to a collective, or has its results: `mark_of` reads it."""
+    word = group.board + 8 * (FIRST_MARK + MARK_STEP * group.rank)
+    words = [group.peers[group.rank].signals, word, _sequence(call), has_results]
+    launches.add(SOURCE["mark"], 1, 1, words)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where a device is: the number of its run and of its collective, and whether that has ended."""
+
+    run: int
+    sequence: int
+    has_results: bool
+
+
+def mark_of(board: npt.NDArray[np.int64], rank: int) -> Mark | None:
+    """What device `rank` marked last; None before its first mark."""
+    found = int(board[FIRST_MARK + MARK_STEP * rank])
+    return Mark(found >> 32, ((found & 0xFFFFFFFF) >> 1) - 1, bool(found & 1)) if found else None
 
 
 def bind(launches: Launches, call: Bound, group: Group) -> None:
@@ -143,14 +170,15 @@ def _met(parts: Callable[[Bound], Iterable[tuple[Index, list[tuple[int, Index]]]
         words = _group(launches, call, group)
         launches.add(SOURCE["meet_all"], 1, 32, [*words, 0])
         for into, summands in parts(call):
-            sources = [_piece(offers[device].source, index) for device, index in summands]
-            _launch_take(launches, sources, _piece(call.out, into), group)
+            sources = [piece(offers[device].source, index) for device, index in summands]
+            launch_take(launches, sources, piece(call.out, into), group)
         launches.add(SOURCE["meet_all"], 1, 32, [*words, 1])
 
     return bound
 
 
-def _launch_take(launches: Launches, sources: list[Operand], out: Operand, group: Group) -> None:
+def launch_take(launches: Launches, sources: list[Operand], out: Operand, group: Group) -> None:
+    """The sum of some operands, of any device; of one: a copy."""
     axes = axes_of(out.shape, [out, *sources])
     walks: list[Word] = []
     for k, source in enumerate(sources, 1):
@@ -161,7 +189,8 @@ def _launch_take(launches: Launches, sources: list[Operand], out: Operand, group
     launches.add(SOURCE[f"take<{TYPES[out.dtype]}>"], blocks(axes.count, THREADS), THREADS, words)
 
 
-def _piece(x: Operand, index: Index) -> Operand:
+def piece(x: Operand, index: Index) -> Operand:
+    """The part of an operand at an index of slices."""
     for axis, along in enumerate(index):
         if along != slice(None):
             x = x.part(axis, along.start, along.stop - along.start)
@@ -192,7 +221,7 @@ def _receive(launches: Launches, call: Bound, group: Group) -> None:
     theirs = group.offer(source, _sequence(call)).source
     need(_is_movable(theirs), "kernels that copy this type are missing")
     launches.add(SOURCE["await_one"], 1, 1, [*_group(launches, call, group), source])
-    _launch_take(launches, [theirs], call.out, group)
+    launch_take(launches, [theirs], call.out, group)
 
 
 def _is_movable(sent: Operand) -> bool:
