@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import deque
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import count
 from types import SimpleNamespace
 from typing import ClassVar
@@ -24,15 +25,26 @@ from hocket.backends.cupy.emulation.emulated import EmulatedDriver
 GARBAGE = 0xA5
 
 
+class Block:
+    """Memory of the pool, which gives it to nobody before the stream it was made for has come to where it was freed."""
+
+    def __init__(self, nbytes):
+        self.memory, self.stream = EmulatedDriver().alloc(max(16, nbytes), None), Stream.current()
+        self.memory[...] = GARBAGE
+
+    def __del__(self):
+        self.stream.hold(self.memory)
+
+
 class Pointer:
     """``cupy.cuda.MemoryPointer``."""
 
-    def __init__(self, memory, offset=0):
-        self.memory, self.offset = memory, offset
-        self.ptr = memory.ctypes.data + offset
+    def __init__(self, block, offset=0):
+        self.block, self.offset = block, offset
+        self.ptr = block.memory.ctypes.data + offset
 
     def __add__(self, offset):
-        return Pointer(self.memory, self.offset + offset)
+        return Pointer(self.block, self.offset + offset)
 
 
 class FakeArray:
@@ -43,11 +55,9 @@ class FakeArray:
     def __init__(self, shape, dtype=float, memptr=None, strides=None):
         dtype = np.dtype(dtype)
         if memptr is None:
-            size = max(16, int(np.prod(shape)) * dtype.itemsize)
-            memptr = Pointer(EmulatedDriver().alloc(size, None))
-            memptr.memory[...] = GARBAGE
+            memptr = Pointer(Block(int(np.prod(shape)) * dtype.itemsize))
         self.data = memptr
-        self.held = np.ndarray(shape, dtype, memptr.memory.data, memptr.offset, strides)
+        self.held = np.ndarray(shape, dtype, memptr.block.memory.data, memptr.offset, strides)
         self.shape, self.dtype, self.flags = self.held.shape, dtype, self.held.flags
 
     def __array__(self, *_, **__):
@@ -55,8 +65,8 @@ class FakeArray:
 
     def __getitem__(self, index):
         held = self.held[index]
-        offset = held.__array_interface__["data"][0] - self.data.memory.ctypes.data
-        return FakeArray(held.shape, held.dtype, Pointer(self.data.memory, offset), held.strides)
+        offset = held.__array_interface__["data"][0] - self.data.block.memory.ctypes.data
+        return FakeArray(held.shape, held.dtype, Pointer(self.data.block, offset), held.strides)
 
     def __setitem__(self, index, value):
         assert isinstance(value, FakeArray)
@@ -122,6 +132,12 @@ class Stream:
             if not self.is_busy:
                 self.is_busy = True
                 threading.Thread(target=self._work, daemon=True).start()
+
+    def hold(self, memory):
+        """As long as anything runs that may use it."""
+        with self.changed:
+            if self.is_busy:
+                self.queue.append(partial(id, memory))
 
     def _work(self):
         while True:
