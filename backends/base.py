@@ -144,6 +144,10 @@ class Comm(Protocol):
     `BOARD_RUN` counts the runs that have ended."""
     devices: Sequence[Device]
     """The members' devices; they are known where there is a board."""
+    wire: DType
+    """What large sums of float32 may be sent in between devices with memories of their own: `F32`, or `BF16`, each of
+    whose roundings takes up to 2**-8 of a value.  With N devices a sum is then off by at most ``(N + 1) * 2**-8`` of
+    the sum of absolute values, and is the same on all of them."""
 
     def all_reduce(self, source: Array, into: Array, scratch: Array, sequence: int) -> None:
         """Write the sum of all sources into `into` (which may be `source`); `scratch` has the shape of `source`."""

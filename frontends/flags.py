@@ -31,6 +31,7 @@ def session_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--devices", default="cpu:0", metavar="LIST", help=DEVICES)
     share_flags(sub)
     sub.add_argument("--exact", action="store_true", help="float32 throughout, in plain NumPy: slower")
+    wire_flag(sub)
     context_flag(sub)
     sub.add_argument("-b", "--batch-size", dest="batch", type=positive, default=CHUNK, metavar="N", help="tokens a run")
     sub.add_argument(
@@ -53,6 +54,12 @@ def share_flags(sub: argparse.ArgumentParser) -> None:
         metavar="REGEX=DEVICE",
         help="run nodes of this name, and those that read weights or states of this name, on one device, as "
         "'ffn_up=cpu:1'; may be repeated, the first that matches counts",
+    )
+
+
+def wire_flag(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--wire", choices=("f32", "bf16"), default="f32", help="what large sums are sent in between GPUs (f32)"
     )
 
 
@@ -107,6 +114,7 @@ def bench_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("-b", "--batch-size", dest="batch", type=positive, default=CHUNK, metavar="N", help="tokens a run")
     sub.add_argument("--devices", default="cpu:0", metavar="LIST", help=DEVICES)
     share_flags(sub)
+    wire_flag(sub)
     sub.add_argument("-o", "--output", choices=("md", "json", "jsonl"), default="md", help="how to print (md)")
     sub.add_argument("--profile", action="store_true", help="print how long each kernel takes in a run instead")
 

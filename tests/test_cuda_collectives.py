@@ -311,6 +311,10 @@ def test_real_devices_meet_in_one_graph_where_they_reach_each_other(case, n, dev
 
 # ------------------------------------------------------------------------------------------------------------ faults
 
+_START = """            decltype(widened(pack.at[0])) total[N];
+#pragma unroll
+            for (int e = 0; e < N; e++) total[e] = widened(pack.at[e]);
+            """
 # What is written in the file, and what in its stead.
 PLANTS = {
     "nobody waits for the operands": (
@@ -346,13 +350,14 @@ PLANTS = {
         "for (i64 i = p * N; i + 1 < a.count; i++) {",
     ),
     "sums go to the device itself alone": (
-        "for (int d = 0; d < devices; d++) ((Pack<T> *)a.target[d])[p] = total;",
-        "((Pack<T> *)a.target[a.group.rank])[p] = total;",
+        "for (int d = 0; d < devices; d++) ((Pack<T> *)a.target[d])[p] = pack;",
+        "((Pack<T> *)a.target[a.group.rank])[p] = pack;",
     ),
     "summands come in an order of their own": (
-        "Pack<T> total = ((const Pack<T> *)a.source[0])[p];\n            for (int d = 1; d < devices; d++) {",
-        "Pack<T> total = ((const Pack<T> *)a.source[devices - 1])[p];\n"
-        "            for (int d = devices - 2; d >= 0; d--) {",
+        "Pack<T> pack = ((const Pack<T> *)a.source[0])[p];\n" + _START + "for (int d = 1; d < devices; d++) {",
+        "Pack<T> pack = ((const Pack<T> *)a.source[devices - 1])[p];\n"
+        + _START
+        + "for (int d = devices - 2; d >= 0; d--) {",
     ),
     "a wait that has failed is forgotten": (
         "    return !is_stopped(g.signals[g.rank]);",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from ...graph.dtypes import DType
 from ...ops.collective import int_attr
 from ..base import Array, Comm, Device
 from ..operands import Bound
@@ -16,7 +18,7 @@ from .kernels import collective, moves
 from .launches import Launches, NoKernelError
 from .peers import confirm, introduce
 from .rings import bind as bind_exchange
-from .transport import transport_for
+from .transport import NARROW_FROM, transport_for
 from .watch import Membership, Memberships, Watch, within
 
 
@@ -42,16 +44,18 @@ class Meetings:
         assert self.comm.board is not None
         self._board = self.driver.share(self.comm.board, self.comm.rank)
         self._signals = self.driver.address(self.keep(np.zeros(collective.SIGNAL_WORDS, np.int64)))
+        self._narrow_from = NARROW_FROM if self.comm.wire is DType.BF16 else None
         for source in (collective.SOURCE, moves.SOURCE):  # the last copies
             for name in source.names:
                 self.driver.prepare(source[name], self.on)
 
-    def learn(self, calls: Iterable[Bound], record: Callable[[], None]) -> None:
+    def learn(self, calls: Sequence[Bound], record: Callable[[], None]) -> None:
         """Meet all others and hear where their memory is, then record what is launched.  Raises `BackendError`."""
         comm, library = self.comm, self.transport.library
         offers = {int_attr(call.attrs["sequence"]): collective.offer_of(call) for call in calls}
+        me = collective.Peer(self._signals, self._wire(calls), offers)
         self.driver.synchronise(self.on)  # the signals are zeros from now on, whoever asks
-        self._group = introduce(comm, self._signals, self._board, offers)
+        self._group = introduce(comm, me, self._board, self._narrow_from)
         if library is None:
             record()
         else:
@@ -60,6 +64,12 @@ class Meetings:
             within(comm.timeout, record, f"{self.on}, recording with {library.name}")
         confirm(comm)
         self.is_ready = True
+
+    def _wire(self, calls: Sequence[Bound]) -> int:
+        """Where the device has room for the largest sum that is sent in 16 bits; 0 if there is none."""
+        sums = [math.prod(call.out.shape) for call in calls if call.op == "all_reduce" and call.out.is_float]
+        counts = [n for n in sums if self._narrow_from is not None and n >= self._narrow_from]
+        return self.driver.address(self.keep(np.zeros(max(counts), np.int16))) if counts else 0
 
     def begin(self, launches: Launches) -> None:
         """Append what is launched at the beginning of a run."""

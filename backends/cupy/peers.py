@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,14 +20,14 @@ DTYPES = tuple(DType)
 NONE = -1
 
 
-def introduce(comm: Comm, signals: int, board: int, offers: Mapping[int, Offer]) -> Group:
+def introduce(comm: Comm, me: Peer, board: int, narrow_from: int | None) -> Group:
     """Tell all others where this device's signals and operands are, and hear it of them.  Raises `BackendError`."""
-    mine = _written(signals, offers)
+    mine = _written(me)
     rows = int(everybodys(comm, np.array([len(mine)], np.int64), -1).max())
     padded = np.full((rows, mine.shape[1]), NONE, np.int64)
     padded[: len(mine)] = mine
     peers = tuple(map(_read, everybodys(comm, padded, -2)))
-    return Group(comm.rank, board, comm.timeout, peers)
+    return Group(comm.rank, board, comm.timeout, peers, narrow_from)
 
 
 def confirm(comm: Comm) -> None:
@@ -42,11 +42,11 @@ def everybodys(comm: Comm, mine: Words, sequence: int) -> Words:
     return into
 
 
-def _written(signals: int, offers: Mapping[int, Offer]) -> Words:
-    """First where the signals are, then a row for each offer: number, source, target."""
-    table = np.full((1 + len(offers), 1 + 2 * OPERAND), NONE, np.int64)
-    table[0, 0] = signals
-    for row, (sequence, offer) in zip(table[1:], offers.items(), strict=True):
+def _written(me: Peer) -> Words:
+    """First where the signals and the room for the wire are, then a row for each offer: number, source, target."""
+    table = np.full((1 + len(me.offers), 1 + 2 * OPERAND), NONE, np.int64)
+    table[0, :2] = me.signals, me.wire
+    for row, (sequence, offer) in zip(table[1:], me.offers.items(), strict=True):
         row[0] = sequence
         row[1 : 1 + OPERAND] = _words(offer.source)
         row[1 + OPERAND :] = _words(offer.target)
@@ -61,7 +61,7 @@ def _words(x: Operand) -> list[int]:
 def _read(table: Words) -> Peer:
     first, *rows = table.tolist()
     offers = {r[0]: Offer(_operand(r[1 : 1 + OPERAND]), _operand(r[1 + OPERAND :])) for r in rows if r[0] != NONE}
-    return Peer(first[0], offers)
+    return Peer(first[0], first[1], offers)
 
 
 def _operand(words: Sequence[int]) -> Operand:

@@ -18,7 +18,7 @@ from ..base import Tensor, contiguous_strides
 from ..numpy.collective import Index, Pairs, exchanged, gathered, scattered
 from ..operands import Bound, Operand
 from .driver import Exchange, Ring, Transfer
-from .kernels.collective import MOST_DEVICES, TYPES, Group, launch_mark, launch_take, piece
+from .kernels.collective import MOST_DEVICES, TYPES, Group, launch_mark, launch_narrow, launch_take, launch_widen, piece
 from .kernels.elementwise import MOST_ELEMENTS
 from .kernels.moves import launch_copy
 from .launches import Launches, need
@@ -55,13 +55,16 @@ def _all_reduce(launches: Launches, call: Bound, group: Group, ring: Ring) -> No
     need(math.prod(out.shape) < MOST_ELEMENTS, "operands are too large")
     own = _packed(launches, [source])
     total = out if out.is_dense else launches.scratch(out.shape, out.dtype)
-    _exchange(
-        launches,
-        call,
-        group,
-        ring,
-        [Transfer("all_reduce", own.address, total.address, math.prod(out.shape), out.dtype)],
-    )
+    count = math.prod(out.shape)
+    if group.narrows(out):
+        wire = launches.scratch((count,), DType.BF16)
+        launch_narrow(launches, own, wire)
+        sums = Transfer("all_reduce", wire.address, wire.address, count, DType.BF16)
+        _exchange(launches, call, group, ring, [sums])
+        launch_widen(launches, wire, total, group)
+    else:
+        sums = Transfer("all_reduce", own.address, total.address, count, out.dtype)
+        _exchange(launches, call, group, ring, [sums])
     if total is not out:
         launch_copy(launches, total, out)
 

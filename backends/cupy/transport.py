@@ -12,6 +12,9 @@ from .kernels.collective import MOST_DEVICES
 LIBRARY_FROM = 8 << 20
 """Bytes of a value from which a library is preferred to kernels over each other's memory.  A guess, not measured yet:
 up to some MiB what counts is when a message arrives, not how many bytes of it pass a second."""
+NARROW_FROM = 1 << 15
+"""Elements from which a sum is sent in 16 bits, if that is asked for (`Comm.wire`); where a token is decoded, none are.
+Not measured yet, either."""
 
 
 @dataclass(frozen=True, slots=True)

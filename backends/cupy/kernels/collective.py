@@ -36,6 +36,7 @@ SOURCE = Source(
     (
         *(f"{kernel}<{t}>" for kernel in ("all_reduce", "sum_parts", "take") for t in TYPES.values()),
         *("begin_run", "meet_all", "tell_one", "await_one", "mark"),
+        *("sum_parts<bf16_bits>", "narrow", "widen"),
     ),
 )
 SOURCES = (SOURCE,)
@@ -52,20 +53,30 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A device as the others know it: where its signals are, its offers by the number of the collective."""
+    """A device as the others know it: where its signals are, and room for what it sends in 16 bits (0: none), its
+    offers by the number of the collective."""
 
     signals: int
+    wire: int
     offers: Mapping[int, Offer]
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The devices that meet, by rank, as one of them sees them; `board` is the address of the group's board."""
+    """The devices that meet, by rank, as one of them sees them; `board` is the address of the group's board.
+
+    Sums of so many float32 values as `narrow_from` and more are sent in bfloat16; none are where it is None.
+    """
 
     rank: int
     board: int
     timeout: float
     peers: tuple[Peer, ...]
+    narrow_from: int | None = None
+
+    def narrows(self, x: Operand) -> bool:
+        """Whether the sum of operands like `x` is sent in bfloat16."""
+        return x.is_float and self.narrow_from is not None and math.prod(x.shape) >= self.narrow_from
 
     def offers(self, sequence: int) -> list[Offer]:
         """What everybody brings.  Raises `BackendError` if somebody brings nothing."""
@@ -143,15 +154,46 @@ def _all_reduce(launches: Launches, call: Bound, group: Group) -> None:
     everything = list(chain.from_iterable((o.source, o.target) for o in offers))
     need(_one_type(offers) and all(o.is_dense and o.address % PACK == 0 for o in everything), "operands are not dense")
     words = _group(launches, call, group)
+    if group.narrows(call.out):
+        _narrow_all_reduce(launches, call, group, words)
+        return
     summing = [*_filled(o.source.address for o in offers), *_filled(o.target.address for o in offers), count, *words]
     nbytes = count * dtype.storage.itemsize
     if nbytes <= ONE_BLOCK:
         launches.add(SOURCE[f"all_reduce<{TYPES[dtype]}>"], 1, THREADS, summing)
         return
-    grid = min(MOST_BLOCKS, blocks(blocks(nbytes, PACK * len(offers)), THREADS))
+    _sum_parts(launches, TYPES[dtype], nbytes, summing, group, words)
+
+
+def _sum_parts(
+    launches: Launches, dtype: str, nbytes: int, summing: list[Word], group: Group, words: list[Word]
+) -> None:
+    grid = min(MOST_BLOCKS, blocks(blocks(nbytes, PACK * len(group.peers)), THREADS))
     launches.add(SOURCE["meet_all"], 1, 32, [*words, 0])
-    launches.add(SOURCE[f"sum_parts<{TYPES[dtype]}>"], grid, THREADS, summing)
+    launches.add(SOURCE[f"sum_parts<{dtype}>"], grid, THREADS, summing)
     launches.add(SOURCE["meet_all"], 1, 32, [*words, 1])
+
+
+def _narrow_all_reduce(launches: Launches, call: Bound, group: Group, words: list[Word]) -> None:
+    """Summands lie in everybody's room for the wire, and then their sum, in bfloat16."""
+    mine, count = group.peers[group.rank], math.prod(call.out.shape)
+    wires = _filled(p.wire for p in group.peers)
+    launch_narrow(launches, call.operand(0), mine.wire)
+    _sum_parts(launches, "bf16_bits", 2 * count, [*wires, *wires, count, *words], group, words)
+    launch_widen(launches, mine.wire, call.out, group)
+
+
+def launch_narrow(launches: Launches, x: Operand, wire: Word) -> None:
+    """Round a dense operand of float32 to bfloat16, to the nearest and of two to the even one."""
+    count = math.prod(x.shape)
+    launches.add(SOURCE["narrow"], blocks(count, THREADS), THREADS, [x, wire, count])
+
+
+def launch_widen(launches: Launches, wire: Word, out: Operand, group: Group) -> None:
+    """The reverse, unless the run has failed."""
+    count = math.prod(out.shape)
+    mine = group.peers[group.rank].signals
+    launches.add(SOURCE["widen"], blocks(count, THREADS), THREADS, [wire, out, count, mine])
 
 
 def _one_type(offers: Iterable[Offer]) -> bool:
