@@ -103,7 +103,9 @@ def memory_table(plan: Plan) -> list[str]:
         held = lane.memory()
         free = "-"
         if lane.device.memory is not None:
-            left = lane.device.memory - sum(held.values())
+            own = (lane.device.kind, lane.device.index)
+            parts = [other for other in plan.lanes if (other.device.kind, other.device.index) == own]
+            left = lane.device.memory - sum(sum(part.memory().values()) for part in parts)
             free = nbytes_text(left) if left >= 0 else f"{nbytes_text(-left)} short"
         kinds = ("weight", "state", "constant", "arena")
         sizes = (*(held[k] for k in kinds), lane.program.saved_bytes)

@@ -150,9 +150,10 @@ class Stream:
             if self.lag:
                 time.sleep(self.lag)
             try:
-                run()
+                if self.error is None:  # nothing runs after a failure
+                    run()
             except Exception as why:  # kept for who waits, as a device does
-                self.error = self.error or why
+                self.error = why
 
     def begin_capture(self):
         assert not self.is_capturing
@@ -162,11 +163,10 @@ class Stream:
         self.is_capturing = False
         return Graph(self.recorded, self.used)
 
-    @property
-    def done(self):
+    def query(self):
+        """0 where all is done, 600 where it is not, or the error."""
         with self.changed:
-            self._check()
-            return not self.is_busy
+            return 600 if self.is_busy else 0 if self.error is None else 700
 
     def synchronize(self):
         assert not self.is_capturing
@@ -297,6 +297,7 @@ def fake_cupy(sources, are_peers=True, nccl=None):
         driverGetVersion=lambda: 13000,
         runtimeGetVersion=lambda: 13000,
         memcpyAsync=copy,
+        streamQuery=lambda pointer: Stream.known[pointer].query(),
         memcpyHostToDevice=HOST_TO_DEVICE,
         memcpyDeviceToHost=DEVICE_TO_HOST,
         memcpyDeviceToDevice=DEVICE_TO_DEVICE,

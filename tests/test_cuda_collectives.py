@@ -431,7 +431,10 @@ class Altered(Source):
 
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_fault_that_is_planted_in_a_collective_is_found(name, monkeypatch):
-    names = ("all_reduce<float>", *collective.SOURCE.names[-4:])
-    monkeypatch.setattr(collective, "SOURCE", Altered("collective.cu", names, *PLANTS[name]))
+    names = ("all_reduce<float>", "begin_run", "meet_all", "tell_one", "await_one")
+    old, new = PLANTS[name]
+    altered = Altered("collective.cu", names, old=old, new=new)
+    assert new in altered.text
+    monkeypatch.setattr(collective, "SOURCE", altered)
     with pytest.raises((AssertionError, BackendError, pytest.fail.Exception)):
         _right(SUMS)

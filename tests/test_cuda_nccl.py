@@ -161,6 +161,26 @@ def test_a_device_that_fails_ends_the_waits_of_all_others_at_once(joined):
     settled(nccl, {0, 1})
 
 
+@pytest.mark.parametrize("links", ["joined", "both"])
+def test_a_device_that_breaks_is_named_and_ends_the_waits_of_all_others(links, request):
+    """As after an illegal address: nothing of its stream runs any more, and every call says so."""
+    backend, nccl = request.getfixturevalue(links)
+    rig = Rig(backend, reduced(3, (400,)), timeout=60)
+    rig.run()
+
+    def breaks(rank):
+        if rank == 1:
+            backend.driver.stream(Device("cuda", 1)).put(lambda: 1 / 0)
+
+    start = time.monotonic()
+    with pytest.raises(BackendError, match=r"^cuda:1: division by zero$"):
+        rig.run(ahead=breaks)
+    assert time.monotonic() - start < 5
+    assert {rank for rank, _ in rig.failures} == {0, 1, 2}
+    assert all("another device failed" in str(why) for rank, why in rig.failures if rank != 1)
+    settled(nccl, {0, 2})
+
+
 def test_a_device_that_does_not_come_to_the_first_run_costs_nothing_but_that_run(joined):
     rig = Rig(joined[0], reduced(2, (4,)), timeout=0.5)
     with pytest.raises(BackendError, match=r"device 1 did not arrive within 0\.5 s"):

@@ -9,6 +9,7 @@ import pytest
 
 from hocket.backends.cupy import cuda, meetings
 from hocket.backends.cupy.emulation.emulated import EmulatedBackend
+from hocket.backends.cupy.kernels import collective
 from hocket.frontends.errors import ModelError
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
@@ -17,7 +18,7 @@ from hocket.graph.errors import BackendError
 from hocket.ops.quants import decoded, encoded
 
 from .devices_meet import Rig
-from .test_cuda_collectives import reduced, same, through_the_host
+from .test_cuda_collectives import Altered, reduced, same, through_the_host
 from .test_cuda_nccl import backend_of
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
@@ -71,6 +72,31 @@ def test_small_sums_and_those_of_integers_keep_all_their_bits(dtype, backend, mo
 def test_nothing_is_rounded_unless_asked_for(backend, monkeypatch):
     parts = reduced(2, (999,))
     same(Rig(backend, parts).run(), through_the_host(monkeypatch, parts))
+
+
+PLANTS = {
+    "values are cut off, not rounded": (
+        "put(a.to[i], a.from[i]);",
+        "a.to[i].bits = (u16)(__float_as_uint(a.from[i]) >> 16);",
+    ),
+    "the last value stays behind": ("if (i < a.count) put(", "if (i + 1 < a.count) put("),
+    "sums are rounded after every term": (
+        "total[e] = plus(total[e], widened(x.at[e]));",
+        "put(pack.at[e], plus(total[e], widened(x.at[e]))), total[e] = widened(pack.at[e]);",
+    ),
+    "a result is read before it is there": ("a.to[i] = to_float(a.from[i]);", "a.to[i] = to_float(a.from[i ^ 1]);"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_fault_that_is_planted_in_rounded_sums_is_found(name, monkeypatch):
+    source = collective.SOURCE
+    old, new = PLANTS[name]
+    altered = Altered(source.file, source.names, old=old, new=new)
+    assert new in altered.text
+    monkeypatch.setattr(collective, "SOURCE", altered)
+    with pytest.raises(AssertionError):
+        test_over_peer_addresses_only_terms_and_their_sum_are_rounded(monkeypatch)
 
 
 def test_a_lost_device_leaves_no_result_of_a_rounded_sum(monkeypatch):

@@ -24,8 +24,8 @@ NEAR_LIMIT = 48 * 1024
 """Bytes of shared memory that a launch may size without asking first."""
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 """Number of that CUfunction_attribute."""
-PEER_ACCESS_ALREADY_ENABLED, PORTABLE_AND_MAPPED = 704, 3
-"""Of the CUDA runtime: an error, and flags of cudaHostRegister."""
+PEER_ACCESS_ALREADY_ENABLED, NOT_READY, PORTABLE_AND_MAPPED = 704, 600, 3
+"""Of the CUDA runtime: an error, the state of a stream, and flags of cudaHostRegister."""
 SPECIFIC = frozenset(("90", "100", "103", "120"))
 """Compute capabilities whose own instructions need an architecture with the letter a."""
 
@@ -194,12 +194,7 @@ class CudaDriver:
         return call
 
     def is_done(self, on: Device) -> bool:
-        cupy = _cupy()
-        try:
-            with cupy.cuda.Device(on.index):
-                return bool(self.stream(on).done)
-        except cupy.cuda.runtime.CUDARuntimeError:  # which the next call says
-            return True
+        return int(_cupy().cuda.runtime.streamQuery(self.stream(on).ptr)) != NOT_READY  # but done, or failed
 
     def synchronise(self, on: Device) -> None:
         cupy = _cupy()
