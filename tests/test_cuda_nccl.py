@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import shutil
+import threading
 import time
 from types import SimpleNamespace
 
@@ -179,6 +180,26 @@ def test_a_device_that_breaks_is_named_and_ends_the_waits_of_all_others(links, r
     assert {rank for rank, _ in rig.failures} == {0, 1, 2}
     assert all("another device failed" in str(why) for rank, why in rig.failures if rank != 1)
     settled(nccl, {0, 2})
+
+
+@pytest.mark.parametrize("stuck", [0, 1])
+def test_a_device_that_never_stops_is_named_and_nobody_waits_for_it(stuck, joined):
+    backend, _ = joined
+    rig = Rig(backend, reduced(2, (9,)), timeout=0.4)
+    rig.meeting.timeout = 30
+    rig.run()
+    free = threading.Event()
+
+    def hang(rank):
+        if rank == stuck:
+            backend.driver.stream(Device("cuda", stuck)).put(free.wait)
+
+    start = time.monotonic()
+    with pytest.raises(BackendError, match=f"device {stuck} did not arrive within 0\\.4 s; load the model anew"):
+        rig.run(ahead=hang)
+    assert time.monotonic() - start < 3
+    assert {str(why) for rank, why in rig.failures if rank == stuck} == {f"cuda:{stuck} does not stop; end the process"}
+    free.set()
 
 
 def test_a_device_that_does_not_come_to_the_first_run_costs_nothing_but_that_run(joined):

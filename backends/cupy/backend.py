@@ -235,7 +235,8 @@ class Replay:
             elif not self._meetings.is_ready:  # others still ask where its memory is
                 self._meet_first()
             run_calls(self.program, self._calls)
-            self._meetings.wait()
+            if self._calls:
+                self._meetings.wait()
         except LostError as error:
             raise self._lost(error) from error
         except StepError as error:

@@ -69,8 +69,9 @@ class Watch:
             raise BackendError(f"{self.on}: devices were lost in an earlier run; load the model anew to go on")
 
     def wait(self) -> None:
-        """Until everything that was launched is done.  Raises `LostError` where another device does not come."""
-        start, since, seen = time.monotonic(), 0.0, None
+        """Until everything that was launched is done.  Raises `LostError` where another device does not come, and
+        `BackendError` where this one does not stop though another failed."""
+        start, since, seen, failed = time.monotonic(), 0.0, None, None
         while not self.driver.is_done(self.on):
             now, mark = time.monotonic(), self._mark(self.comm.rank)
             if mark != seen:
@@ -78,9 +79,20 @@ class Watch:
             if mark is not None and not mark.has_results and (why := self._trouble(mark, now - since)):
                 self._give_up()
                 raise LostError(mark.sequence, f"{self._at(mark)}: {why}; load the model anew to go on")
+            if self._has_failed and now - (failed := failed or now) > self.comm.timeout:
+                raise self._stuck()
             if now - start > AT_ONCE:
                 time.sleep(POLL)
         self.driver.synchronise(self.on)
+
+    @property
+    def _has_failed(self) -> bool:
+        assert self.comm.board is not None
+        return bool(self.comm.board[BOARD_FAILED])
+
+    def _stuck(self) -> BackendError:
+        self.membership.is_lost = True
+        return BackendError(f"{self.on} does not stop; end the process")
 
     def _at(self, mark: Mark) -> str:
         return f"collective {mark.sequence} on device {self.comm.rank} of {self.comm.size}"
@@ -94,8 +106,7 @@ class Watch:
 
     def _trouble(self, mine: Mark, waited: float) -> str | None:
         """Why a collective in which this device waits will never end, if that is known."""
-        assert self.comm.board is not None
-        if self.comm.board[BOARD_FAILED]:
+        if self._has_failed:
             return "another device failed"
         if trouble := self.membership.ring.trouble():
             return trouble
@@ -113,7 +124,7 @@ class Watch:
         until = time.monotonic() + self.comm.timeout
         while not self.driver.is_done(self.on):
             if time.monotonic() > until:
-                raise BackendError(f"{self.on} does not stop: end the process")
+                raise self._stuck()
             time.sleep(POLL)
 
 
