@@ -296,7 +296,15 @@ def group_of(args: argparse.Namespace, threads: int | None = None) -> Group:
 
     devices, place, exact = tuple(args.devices.split(",")), tuple(args.place), getattr(args, "exact", False)
     threads = getattr(args, "threads", threads)
-    return Group(devices, args.split_mode, args.tensor_split, place, threads=threads, exact=exact)
+    return Group(
+        devices,
+        args.split_mode,
+        args.tensor_split,
+        place,
+        threads=threads,
+        exact=exact,
+        wire=getattr(args, "wire", "f32"),
+    )
 
 
 def memory_text(session: Session) -> str:

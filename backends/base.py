@@ -26,15 +26,19 @@ GROUP = "hocket.backends"
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One thing that runs programs: ``cpu:0``.  `memory` is in bytes, None where unknown."""
+    """One thing that runs programs: ``cpu:0``; or a part of one, ``cuda:0.1``, which shares its memory with the others.
+
+    `memory` is in bytes and of the whole, None where unknown.
+    """
 
     kind: str
     index: int
     memory: int | None = None
     description: str = ""
+    part: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.kind}:{self.index}"
+        return f"{self.kind}:{self.index}" + ("" if self.part is None else f".{self.part}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +144,10 @@ class Comm(Protocol):
     `BOARD_RUN` counts the runs that have ended."""
     devices: Sequence[Device]
     """The members' devices; they are known where there is a board."""
+    wire: DType
+    """What large sums of float32 may be sent in between devices with memories of their own: `F32`, or `BF16`, each of
+    whose roundings takes up to 2**-8 of a value.  With N devices a sum is then off by at most ``(N + 1) * 2**-8`` of
+    the sum of absolute values, and is the same on all of them."""
 
     def all_reduce(self, source: Array, into: Array, scratch: Array, sequence: int) -> None:
         """Write the sum of all sources into `into` (which may be `source`); `scratch` has the shape of `source`."""
@@ -256,9 +264,14 @@ def load(kind: str) -> Backend:
 
 
 def find(name: str) -> tuple[Backend, Device]:
-    """Backend and device of a name like ``cpu:0`` (or ``cpu``, its first).  Raises `BackendError`."""
-    kind, _, number = name.partition(":")
-    if not number.isdecimal() and number:
-        raise BackendError(f"device {name!r}: after the colon comes a number, as in {kind}:0")
+    """Backend and device of a name like ``cpu:0`` (or ``cpu``, its first), or of a part, as ``cuda:0.1``.
+
+    Raises `BackendError`.
+    """
+    kind, _, numbers = name.partition(":")
+    index, dot, part = numbers.partition(".")
+    if (numbers and not index.isdecimal()) or (dot and not part.isdecimal()):
+        raise BackendError(f"device {name!r}: after the colon comes a number, as in {kind}:0, or {kind}:0.1 for a part")
     backend = load(kind)
-    return backend, backend.device(int(number or 0))
+    device = backend.device(int(index or 0))
+    return backend, replace(device, part=int(part)) if dot else device

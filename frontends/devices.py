@@ -27,6 +27,8 @@ class Found:
     device: Device | None = None
     why: str = ""
     is_host: bool = False
+    meeting: str = ""
+    """How it meets all others of its kind, where there are several ways and several devices."""
 
     @property
     def name(self) -> str:
@@ -38,7 +40,9 @@ class Found:
 
     @property
     def description(self) -> str:
-        return self.why if self.device is None else self.device.description
+        if self.device is None:
+            return self.why
+        return self.device.description + (f"; meets others {self.meeting}" if self.meeting else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +58,10 @@ def find_devices() -> Iterator[Found]:
     for kind in sorted(registered()):
         try:
             backend = load(kind)
-            for device in backend.devices():
-                yield Found(kind, device, is_host=isinstance(backend, HostBackend))
+            devices, meeting = backend.devices(), getattr(backend, "meeting", None)
+            how = meeting(devices) if meeting is not None and len(devices) > 1 else ""
+            for device in devices:
+                yield Found(kind, device, is_host=isinstance(backend, HostBackend), meeting=how)
         except BackendError as why:
             yield Found(kind, why=str(why))
 

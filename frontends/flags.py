@@ -9,6 +9,7 @@ from typing import NoReturn
 CHUNK = 512
 """Tokens evaluated in one run, and tokens of context in measuring perplexity, unless asked otherwise."""
 NEW_TOKENS = 128
+DEVICES = "where to run, as cpu:0,cpu:1; parts of one device are cuda:0.0,cuda:0.1 (cpu:0)"
 PASSES = ("graph", "factors", "layouts", "shards", "memory", "steps")
 """What `hocket plan` can show; each is a key of `scheduler.listing.PASSES`, which need not be loaded to read flags."""
 
@@ -27,9 +28,10 @@ class Parser(argparse.ArgumentParser):
 
 def session_flags(sub: argparse.ArgumentParser) -> None:
     """What every command that runs a model takes."""
-    sub.add_argument("--devices", default="cpu:0", metavar="LIST", help="where to run, as cpu:0,cpu:1 (cpu:0)")
+    sub.add_argument("--devices", default="cpu:0", metavar="LIST", help=DEVICES)
     share_flags(sub)
     sub.add_argument("--exact", action="store_true", help="float32 throughout, in plain NumPy: slower")
+    wire_flag(sub)
     context_flag(sub)
     sub.add_argument("-b", "--batch-size", dest="batch", type=positive, default=CHUNK, metavar="N", help="tokens a run")
     sub.add_argument(
@@ -52,6 +54,12 @@ def share_flags(sub: argparse.ArgumentParser) -> None:
         metavar="REGEX=DEVICE",
         help="run nodes of this name, and those that read weights or states of this name, on one device, as "
         "'ffn_up=cpu:1'; may be repeated, the first that matches counts",
+    )
+
+
+def wire_flag(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--wire", choices=("f32", "bf16"), default="f32", help="what large sums are sent in between GPUs (f32)"
     )
 
 
@@ -104,8 +112,9 @@ def bench_flags(sub: argparse.ArgumentParser) -> None:
     add("-t", "--threads", dest="counts", help="threads of each device, in turn (its share of the processors)")
     sub.add_argument("-r", "--repetitions", type=positive, default=5, metavar="N", help="timed runs of each test (5)")
     sub.add_argument("-b", "--batch-size", dest="batch", type=positive, default=CHUNK, metavar="N", help="tokens a run")
-    sub.add_argument("--devices", default="cpu:0", metavar="LIST", help="where to run, as cpu:0,cpu:1 (cpu:0)")
+    sub.add_argument("--devices", default="cpu:0", metavar="LIST", help=DEVICES)
     share_flags(sub)
+    wire_flag(sub)
     sub.add_argument("-o", "--output", choices=("md", "json", "jsonl"), default="md", help="how to print (md)")
     sub.add_argument("--profile", action="store_true", help="print how long each kernel takes in a run instead")
 
@@ -129,7 +138,7 @@ def dump_flags(sub: argparse.ArgumentParser) -> None:
 def plan_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("model", metavar="MODEL|GRAPH", help="GGUF file (only its header is read), or a dumped graph")
     where = sub.add_mutually_exclusive_group()
-    where.add_argument("--devices", default="cpu:0", metavar="LIST", help="where to run, as cpu:0,cpu:1 (cpu:0)")
+    where.add_argument("--devices", default="cpu:0", metavar="LIST", help=DEVICES)
     where.add_argument("--simulate", metavar="SPEC", help="devices that are not there, as h200:8,nvlink or rtx3090:2")
     share_flags(sub)
     context_flag(sub)

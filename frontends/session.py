@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..backends.base import Backend, Device, find
+from ..graph.dtypes import DType
 from ..graph.spec import Spec
 from ..scheduler import Executor, Host, Plan, Store, plan_for
 from ..scheduler.fits import shortage
@@ -19,6 +20,7 @@ from .errors import ModelError
 from .models import Batch, Model, Step
 
 F32 = npt.NDArray[np.float32]
+WIRES = {str(dtype): dtype for dtype in (DType.F32, DType.BF16)}
 FEWEST_CELLS = 256
 """The smallest context bucket; the next ones double."""
 DEFAULT_CONTEXT = 4096
@@ -40,7 +42,8 @@ class Group:
     """The devices of a session and how they share the model; see `hocket.plan` for the modes.
 
     `threads` is for each device; without it they share the processors.  `exact` computes in float32 throughout, where
-    ``cpu`` rounds activations to 8 bits before they meet quantised weights.
+    ``cpu`` rounds activations to 8 bits before they meet quantised weights.  `wire` is what large sums are sent in
+    between GPUs: ``f32``, or ``bf16``, which is half as much and not exact (`hocket.backends.base.Comm.wire`).
     """
 
     devices: tuple[str, ...] = ("cpu:0",)
@@ -49,6 +52,7 @@ class Group:
     place: tuple[tuple[str, str], ...] = ()
     threads: int | None = None
     exact: bool = False
+    wire: str = "f32"
 
 
 class Session:
@@ -75,6 +79,9 @@ class Session:
             if value < 1:
                 raise ModelError(f"{name} is {value}; it must be at least 1")
         check_context(self.context, model)
+        if on.exact and on.wire != "f32":
+            raise ModelError(f"results that are to be exact are not sent as {on.wire}; leave out one of the two")
+        self._wire = WIRES[on.wire]
         self._place = tuple((pattern, spelled(device, on)) for pattern, device in on.place)
         self._first = self._laid_out(on)
         self.store = Store(self.group)
@@ -174,7 +181,7 @@ class Session:
     def executor(self, step: Step) -> Executor:
         """The plan of a step, bound to this session's memory; built at its first use."""
         if step not in self._executors:
-            self._executors[step] = Executor(self.plan(step), self.store)
+            self._executors[step] = Executor(self.plan(step), self.store, wire=self._wire)
         return self._executors[step]
 
     @property

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..backends.base import BOARD_FAILED, BOARD_RUN, Array, Device
+from ..graph.dtypes import DType
 from ..graph.errors import BackendError
 
 
@@ -21,8 +22,10 @@ class Meeting:
     Sums are taken in rank order and in the narrowest dtype anybody brings, so every device gets the same numbers.
     """
 
-    def __init__(self, size: int, timeout: float = 60.0, *, devices: Sequence[Device] = ()) -> None:
-        self.size, self.timeout = size, timeout
+    def __init__(
+        self, size: int, timeout: float = 60.0, *, devices: Sequence[Device] = (), wire: DType = DType.F32
+    ) -> None:
+        self.size, self.timeout, self.wire = size, timeout, wire
         self.devices: Sequence[Device] = tuple(devices)
         words = 16 + 8 * size  # in pages of their own, which a driver may pin
         self.board = np.frombuffer(mmap.mmap(-1, 8 * words), np.int64) if devices else None
@@ -75,6 +78,7 @@ class Member:
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.meeting, self.rank, self.size = meeting, rank, meeting.size
         self.timeout, self.board, self.devices = meeting.timeout, meeting.board, meeting.devices
+        self.wire = meeting.wire
 
     def _exchange(self, source: Array, sequence: int) -> list[Array]:
         """Everybody's source, in rank order, once all are there."""
@@ -157,6 +161,7 @@ class Alone:
     timeout = 0.0
     board: npt.NDArray[np.int64] | None = None
     devices: Sequence[Device] = ()
+    wire = DType.F32
 
     def all_reduce(self, source: Array, into: Array, scratch: Array, sequence: int) -> None:
         np.copyto(into, source)

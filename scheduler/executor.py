@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..backends.base import Array, Comm, Program
+from ..graph.dtypes import DType
 from ..graph.errors import BackendError, PlanError, StepError
 from ..ops.quants import decoded, encoded
 from .comm import Alone, Meeting
@@ -20,18 +21,19 @@ from .store import Store, assembled
 class Executor:
     """One plan bound to its memory.
 
-    A collective that waits longer than `timeout` seconds is an error.  When a device fails, all stop, states become
+    Between devices with memories of their own large sums are sent as `wire`, float32 or bfloat16 (`Comm.wire`).  A
+    collective that waits longer than `timeout` seconds is an error.  When a device fails, all stop, states become
     what they were before the run, and the error names the node and the device.
     """
 
-    def __init__(self, plan: Plan, store: Store, *, timeout: float = 60.0) -> None:
+    def __init__(self, plan: Plan, store: Store, *, timeout: float = 60.0, wire: DType = DType.F32) -> None:
         self.plan, self.store = plan, store
         self._specs = {v.node.name: v.spec for v in plan.graph.inputs}
         self._shapes = {name: v.shape for name, v in plan.graph.outputs.items()}
         self._timeout = timeout
         alike = len({type(lane.backend) for lane in plan.lanes}) == 1
         devices = [lane.device for lane in plan.lanes] if alike else []
-        self._meeting = Meeting(len(plan.lanes), timeout, devices=devices)
+        self._meeting = Meeting(len(plan.lanes), timeout, devices=devices, wire=wire)
         self._failures: list[tuple[int | None, BaseException]] = []
         self._lost: BackendError | None = None
         self._buffers = store.buffers(plan)

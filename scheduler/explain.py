@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 def explain(plan: Plan, *, steps: bool = False) -> str:
     """The summary, what the search considered, memory and stages; with `steps` each instruction of each device."""
-    lines = [summary(plan), *(f"  {reason}" for reason in (*plan.reasons, *placement_lines(plan)))]
+    reasons = (*plan.reasons, *placement_lines(plan), *meeting_lines(plan))
+    lines = [summary(plan), *(f"  {reason}" for reason in reasons)]
     lines += ["", *memory_table(plan), ""]
     lines += stage_table(plan)
     if steps:
@@ -60,6 +61,20 @@ def placement_lines(plan: Plan) -> list[str]:
     return lines
 
 
+def meeting_lines(plan: Plan) -> list[str]:
+    """How devices of one backend meet, where there are several ways."""
+    kinds: dict[type, list[Lane]] = {}
+    for lane in plan.lanes:
+        kinds.setdefault(type(lane.backend), []).append(lane)
+    lines = []
+    for lanes in kinds.values():
+        devices, meeting = [lane.device for lane in lanes], getattr(lanes[0].backend, "meeting", None)
+        if meeting is not None and len(devices) > 1:
+            how = meeting(devices) if len(kinds) == 1 else "through memory of the host, as devices of several kinds do"
+            lines.append(f"{places(list(map(str, devices)))} meet {how}")
+    return lines
+
+
 def stages_of(plan: Plan) -> list[Stage]:
     """The stages of a plan, which follow from its programs."""
     whole = {v.node.name: v.spec.nbytes for v in (*plan.graph.weights, *plan.graph.states)}
@@ -67,15 +82,15 @@ def stages_of(plan: Plan) -> list[Stage]:
 
 
 def places(devices: Sequence[str]) -> str:
-    """Names of devices, consecutive numbers of one kind drawn together: ``cpu:0-3``."""
+    """Names of devices, consecutive numbers of one kind drawn together: ``cpu:0-3``, of one device: ``cuda:0.0-1``."""
     found: list[tuple[str, int, int]] = []
     for name in devices:
-        kind, _, number = name.partition(":")
-        if found and found[-1][0] == kind and found[-1][2] + 1 == int(number):
-            found[-1] = (kind, found[-1][1], int(number))
+        head, number = name.rstrip("0123456789"), int(re.findall(r"\d+", name)[-1])
+        if found and found[-1][0] == head and found[-1][2] + 1 == number:
+            found[-1] = (head, found[-1][1], number)
         else:
-            found.append((kind, int(number), int(number)))
-    return " ".join(f"{kind}:{a}" if a == b else f"{kind}:{a}-{b}" for kind, a, b in found)
+            found.append((head, number, number))
+    return " ".join(f"{head}{a}" if a == b else f"{head}{a}-{b}" for head, a, b in found)
 
 
 def memory_table(plan: Plan) -> list[str]:
@@ -88,7 +103,9 @@ def memory_table(plan: Plan) -> list[str]:
         held = lane.memory()
         free = "-"
         if lane.device.memory is not None:
-            left = lane.device.memory - sum(held.values())
+            own = (lane.device.kind, lane.device.index)
+            parts = [other for other in plan.lanes if (other.device.kind, other.device.index) == own]
+            left = lane.device.memory - sum(sum(part.memory().values()) for part in parts)
             free = nbytes_text(left) if left >= 0 else f"{nbytes_text(-left)} short"
         kinds = ("weight", "state", "constant", "arena")
         sizes = (*(held[k] for k in kinds), lane.program.saved_bytes)

@@ -20,7 +20,7 @@ STEP = 64
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Devices that share one memory: each its own, but for `virtual` ones, which are all one machine."""
+    """Devices that share one memory: each its own, but for `virtual` ones, which are parts of one device or machine."""
 
     lanes: tuple[Lane, ...]
     memory: int
@@ -43,15 +43,16 @@ class Pool:
 
 def pools(plan: Plan) -> list[Pool]:
     """The memories of a plan; devices that do not say how much they have are left out."""
-    kinds: dict[str, list[Lane]] = {}
+    groups: dict[tuple[str, int | None], list[Lane]] = {}
+    virtual = {lane.device.kind: _accepts_any_number(lane) for lane in plan.lanes}
     for lane in plan.lanes:
-        kinds.setdefault(lane.device.kind, []).append(lane)
-    found = []
-    for lanes in kinds.values():
-        virtual = _accepts_any_number(lanes[0])
-        groups = [tuple(lanes)] if virtual else [(lane,) for lane in lanes]
-        found += [Pool(g, m, virtual) for g in groups if (m := g[0].device.memory) is not None]
-    return found
+        device = lane.device
+        groups.setdefault((device.kind, None if virtual[device.kind] else device.index), []).append(lane)
+    return [
+        Pool(tuple(lanes), memory, virtual[kind] or len(lanes) > 1)
+        for (kind, _), lanes in groups.items()
+        if (memory := lanes[0].device.memory) is not None
+    ]
 
 
 def _accepts_any_number(lane: Lane) -> bool:

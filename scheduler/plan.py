@@ -169,7 +169,10 @@ def plan_for(
     if split_mode not in SPLIT_MODES:
         raise PlanError(f"split mode is {split_mode!r}; one of {', '.join(SPLIT_MODES)}")
     if len({str(device) for _, device in group}) < len(group) or not group:
-        raise PlanError(f"devices {', '.join(str(d) for _, d in group) or 'none'}: name each once, and at least one")
+        raise PlanError(
+            f"devices {', '.join(str(d) for _, d in group) or 'none'}: name each once, and at least one; "
+            "parts of one device are named as cuda:0.0,cuda:0.1"
+        )
     from .verify import verify_plan  # it reads plans
 
     verify(graph)

@@ -95,6 +95,7 @@ def _running(plan: Plan) -> dict[str, Any]:
                 "backend": lane.backend.name,
                 "kind": lane.device.kind,
                 "index": lane.device.index,
+                **({} if lane.device.part is None else {"part": lane.device.part}),
                 "program": programs[id(lane.graph)],
             }
             for lane in plan.lanes
@@ -184,7 +185,7 @@ def _device(entry: Mapping[str, Any]) -> tuple[Backend, Device]:
     if entry["backend"] == SIMULATED:
         simulated = SimulatedBackend(kind)
         return simulated, simulated.device(index)
-    backend, device = find(f"{kind}:{index}")
+    backend, device = find(str(Device(kind, index, part=_whole_number(entry["part"]) if "part" in entry else None)))
     if backend.name != entry["backend"]:
         raise BackendError(f"the plan is for backend {entry['backend']!r:.60}, but {device} is of {backend.name!r}")
     return backend, device

@@ -31,12 +31,13 @@ class Part:
 
 
 class Rig:
-    """`parts[rank]` are what a device does in order; each starts from its own source."""
+    """`parts[rank]` are what a device does in order; each starts from its own source.  `devices` are those of these
+    numbers, unless given."""
 
-    def __init__(self, backend, parts, timeout=5.0):
+    def __init__(self, backend, parts, timeout=5.0, *, wire=DType.F32, devices=None):
         self.backend, self.parts = backend, parts
-        devices = [backend.device(rank) for rank in range(len(parts))]
-        self.meeting = Meeting(len(parts), timeout, devices=devices)
+        devices = devices or [backend.device(rank) for rank in range(len(parts))]
+        self.meeting = Meeting(len(parts), timeout, devices=devices, wire=wire)
         self.buffers, self.replays, self.tensors = [], [], []
         for rank, own in enumerate(parts):
             program, tensors = _program(str(devices[rank]), own)

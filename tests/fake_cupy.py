@@ -1,6 +1,7 @@
-"""A stand-in for CuPy: what `hocket.backends.cupy.cuda` calls of it, over host memory and emulated launches.
+"""A stand-in for CuPy: what `hocket.backends.cupy` calls of it, over host memory and emulated launches.
 
-It knows the order of calls that CUDA asks for (launches within a capture wait for the graph), and nothing of speed.
+It knows the order of calls that CUDA asks for: what is put into a stream runs later, on a thread of the stream;
+launches within a capture wait for the graph; asynchronous copies need pinned memory.  It knows nothing of speed.
 """
 
 from __future__ import annotations
@@ -8,7 +9,11 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+import weakref
+from collections import deque
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import count
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -17,16 +22,29 @@ import numpy as np
 from hocket.backends.cupy.driver import Kernel, Launch
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver
 
+GARBAGE = 0xA5
+
+
+class Block:
+    """Memory of the pool, which gives it to nobody before the stream it was made for has come to where it was freed."""
+
+    def __init__(self, nbytes):
+        self.memory, self.stream = EmulatedDriver().alloc(max(16, nbytes), None), Stream.current()
+        self.memory[...] = GARBAGE
+
+    def __del__(self):
+        self.stream.hold(self.memory)
+
 
 class Pointer:
     """``cupy.cuda.MemoryPointer``."""
 
-    def __init__(self, memory, offset=0):
-        self.memory, self.offset = memory, offset
-        self.ptr = memory.ctypes.data + offset
+    def __init__(self, block, offset=0):
+        self.block, self.offset = block, offset
+        self.ptr = block.memory.ctypes.data + offset
 
     def __add__(self, offset):
-        return Pointer(self.memory, self.offset + offset)
+        return Pointer(self.block, self.offset + offset)
 
 
 class FakeArray:
@@ -37,93 +55,185 @@ class FakeArray:
     def __init__(self, shape, dtype=float, memptr=None, strides=None):
         dtype = np.dtype(dtype)
         if memptr is None:
-            size = max(16, int(np.prod(shape)) * dtype.itemsize)
-            memptr = Pointer(EmulatedDriver().alloc(size, None))
+            memptr = Pointer(Block(int(np.prod(shape)) * dtype.itemsize))
         self.data = memptr
-        self.held = np.ndarray(shape, dtype, memptr.memory.data, memptr.offset, strides)
+        self.held = np.ndarray(shape, dtype, memptr.block.memory.data, memptr.offset, strides)
         self.shape, self.dtype, self.flags = self.held.shape, dtype, self.held.flags
 
     def __array__(self, *_, **__):
         raise TypeError("implicit conversion to a NumPy array is not allowed")
 
-    def get(self):
-        return self.held.copy()
-
-    def set(self, host):
-        assert isinstance(host, np.ndarray)
-        assert host.shape == self.shape
-        assert host.dtype == self.dtype
-        self.held[...] = host
-
     def __getitem__(self, index):
-        return SimpleNamespace(get=lambda: np.array(self.held[index]))
+        held = self.held[index]
+        offset = held.__array_interface__["data"][0] - self.data.block.memory.ctypes.data
+        return FakeArray(held.shape, held.dtype, Pointer(self.data.block, offset), held.strides)
 
     def __setitem__(self, index, value):
         assert isinstance(value, FakeArray)
-        self.held[index] = value.held
+        Stream.current().put(lambda: self.held.__setitem__(index, value.held))
+
+
+def zeros(shape, dtype):
+    made = FakeArray(shape, dtype)
+    Stream.current().put(lambda: made.held.fill(0))
+    return made
+
+
+def dense(array):
+    if array.flags.c_contiguous:
+        return array
+    made = FakeArray(array.shape, array.dtype)
+    Stream.current().put(lambda: np.copyto(made.held, array.held))
+    return made
+
+
+class StreamError(Exception):
+    """``cupy.cuda.runtime.CUDARuntimeError``."""
+
+    def __init__(self, why, status=700):
+        super().__init__(why)
+        self.status = status
 
 
 class Stream:
-    ptr = 7
+    """What is put into it runs in order, `lag` seconds after it could."""
+
+    lag: ClassVar[float] = 0.0
+    numbers: ClassVar[count] = count(7)
+    known: ClassVar[weakref.WeakValueDictionary] = weakref.WeakValueDictionary()
     of_thread: ClassVar[threading.local] = threading.local()
 
     def __init__(self, non_blocking=False):
-        self.recorded, self.is_capturing, self.calls = [], False, 0
+        assert non_blocking, "it would wait for the default stream, and that for all devices' parts"
+        self.ptr = next(self.numbers)
+        self.known[self.ptr] = self
+        self.recorded, self.is_capturing, self.used = [], False, set()
+        self.queue, self.changed, self.is_busy, self.error = deque(), threading.Condition(), False, None
+
+    @classmethod
+    def current(cls):
+        stack = getattr(cls.of_thread, "stack", [])
+        assert stack, "this goes through the default stream"
+        return stack[-1]
 
     def __enter__(self):
+        Stream.of_thread.stack = [*getattr(Stream.of_thread, "stack", []), self]
         return self
 
     def __exit__(self, *_):
-        return None
+        Stream.of_thread.stack.pop()
+
+    def put(self, run):
+        if self.is_capturing:
+            self.recorded.append(run)
+            return
+        with self.changed:
+            self.queue.append(run)
+            if not self.is_busy:
+                self.is_busy = True
+                threading.Thread(target=self._work, daemon=True).start()
+
+    def hold(self, memory):
+        """As long as anything runs that may use it."""
+        with self.changed:
+            if self.is_busy:
+                self.queue.append(partial(id, memory))
+
+    def _work(self):
+        while True:
+            with self.changed:
+                if not self.queue:
+                    self.is_busy = False
+                    self.changed.notify_all()
+                    return
+                run = self.queue.popleft()
+            if self.lag:
+                time.sleep(self.lag)
+            try:
+                if self.error is None:  # nothing runs after a failure
+                    run()
+            except Exception as why:  # kept for who waits, as a device does
+                self.error = why
 
     def begin_capture(self):
-        self.is_capturing, self.recorded = True, []
-        Stream.of_thread.capturing = self
+        assert not self.is_capturing
+        self.is_capturing, self.recorded, self.used = True, [], set()
 
     def end_capture(self):
         self.is_capturing = False
-        Stream.of_thread.capturing = None
-        recorded = self.recorded
-        return SimpleNamespace(launch=lambda stream: [run() for run in recorded])
+        return Graph(self.recorded, self.used)
+
+    def query(self):
+        """0 where all is done, 600 where it is not, or the error."""
+        with self.changed:
+            return 600 if self.is_busy else 0 if self.error is None else 700
 
     def synchronize(self):
         assert not self.is_capturing
+        with self.changed:
+            assert self.changed.wait_for(lambda: not self.is_busy, 60), "the stream does not end"
+            self._check()
+
+    def _check(self):
+        if self.error is not None:
+            raise StreamError(str(self.error))
+
+
+class Graph:
+    """``cupy.cuda.Graph``; `used` are the communicators of NCCL in it."""
+
+    def __init__(self, recorded, used):
+        self.recorded, self.used = recorded, used
+        for communicator in used:
+            communicator.graphs += 1
+
+    def launch(self, stream):
+        assert not stream.is_capturing
+        for run in self.recorded:
+            stream.put(run)
+
+    def __del__(self):
+        for communicator in self.used:
+            communicator.graphs -= 1
 
 
 class Event:
-    """``cupy.cuda.Event``: when the stream came to it; emulated streams are always done."""
+    """``cupy.cuda.Event``: when the stream came to it."""
 
     def __init__(self, block=False, disable_timing=False, interprocess=False):
-        assert not disable_timing
-        self.at = None
+        self.has_time, self.at, self.passed = not disable_timing, None, threading.Event()
+        self.passed.set()  # nothing to wait for before it is recorded
 
     def record(self, stream=None):
         assert isinstance(stream, Stream)
-        assert getattr(Stream.of_thread, "capturing", None) is None, "an event within a capture has no time"
-        self.at = time.perf_counter()
+        assert not stream.is_capturing, "an event within a capture has no time"
+        passed = self.passed = threading.Event()
+
+        def pass_it():
+            self.at = time.perf_counter()
+            passed.set()
+
+        stream.put(pass_it)
 
     def synchronize(self):
-        assert self.at is not None
+        assert self.passed.wait(60)
 
 
 def elapsed(start, end):
     """Milliseconds."""
-    assert start.at is not None
+    assert start.has_time
+    assert end.has_time
     return (end.at - start.at) * 1e3
 
 
-def copy(into, source, nbytes, kind, stream):
-    assert (kind, stream) == (DEVICE_TO_DEVICE, Stream.ptr)
-    ctypes.memmove(into, source, nbytes)
-
-
-DEVICE_TO_DEVICE = 3
+HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3
 PROPERTIES = {"totalGlobalMem": 1 << 30, "multiProcessorCount": 1, "l2CacheSize": 1 << 20}
 
 
-def fake_cupy(sources, are_peers=True):
+def fake_cupy(sources, are_peers=True, nccl=None):
     """The module; `sources` is what kernels may be launched of."""
     enabled, pinned, current = set(), set(), threading.local()
+    staged: list[np.ndarray] = []
     functions: dict[int, Kernel] = {}
 
     class Module:
@@ -136,25 +246,32 @@ def fake_cupy(sources, are_peers=True):
 
     def launch_kernel(function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra):
         at = ctypes.c_void_p.from_address(parameters).value
-        kernel = functions[function]
-        assert (stream, extra) == (Stream.ptr, 0)
-        run = _emulated(kernel, (gx, gy, gz), (bx, by, bz), shared, at)
-        capturing = getattr(Stream.of_thread, "capturing", None)
-        capturing.recorded.append(run) if capturing else run()
+        assert extra == 0
+        Stream.known[stream].put(_emulated(functions[function], (gx, gy, gz), (bx, by, bz), shared, at))
 
-    class DriverError(Exception):
-        status = 704
+    def copy(into, source, nbytes, kind, stream):
+        ends = {HOST_TO_DEVICE: [source], DEVICE_TO_HOST: [into], DEVICE_TO_DEVICE: []}[kind]
+        for host in ends:
+            at = [(a.ctypes.data, a.ctypes.data + a.nbytes) for a in staged]
+            assert any(low <= host and host + nbytes <= high for low, high in at), "this memory is not pinned"
+        Stream.known[stream].put(lambda: ctypes.memmove(into, source, nbytes))
+
+    def alloc_pinned(nbytes):
+        staged.append(np.zeros(nbytes, np.uint8))
+        return staged[-1]
 
     @contextmanager
     def entered(index):
         before, current.index = getattr(current, "index", 0), index
-        yield device
-        current.index = before
+        try:
+            yield device
+        finally:
+            current.index = before
 
     def enable_peer(other):
         pair = (current.index, other)
         if pair in enabled:
-            raise DriverError("peer access is already enabled")
+            raise StreamError("peer access is already enabled", 704)
         enabled.add(pair)
 
     def register(address, nbytes, flags):
@@ -170,7 +287,7 @@ def fake_cupy(sources, are_peers=True):
     runtime = SimpleNamespace(
         enabled=enabled,
         pinned=pinned,
-        deviceCanAccessPeer=lambda own, other: are_peers,
+        deviceCanAccessPeer=lambda own, other: are_peers and own != other,
         deviceEnablePeerAccess=enable_peer,
         hostRegister=register,
         hostUnregister=pinned.remove,
@@ -180,10 +297,13 @@ def fake_cupy(sources, are_peers=True):
         driverGetVersion=lambda: 13000,
         runtimeGetVersion=lambda: 13000,
         memcpyAsync=copy,
+        streamQuery=lambda pointer: Stream.known[pointer].query(),
+        memcpyHostToDevice=HOST_TO_DEVICE,
+        memcpyDeviceToHost=DEVICE_TO_HOST,
         memcpyDeviceToDevice=DEVICE_TO_DEVICE,
-        CUDARuntimeError=DriverError,
+        CUDARuntimeError=StreamError,
     )
-    driver = SimpleNamespace(launchKernel=launch_kernel, funcSetAttribute=lambda *_: None, CUDADriverError=DriverError)
+    driver = SimpleNamespace(launchKernel=launch_kernel, funcSetAttribute=lambda *_: None, CUDADriverError=StreamError)
     device = SimpleNamespace(compute_capability="90")
     cuda = SimpleNamespace(
         runtime=runtime,
@@ -192,23 +312,20 @@ def fake_cupy(sources, are_peers=True):
         Stream=Stream,
         Event=Event,
         get_elapsed_time=elapsed,
+        alloc_pinned_memory=alloc_pinned,
         memory=SimpleNamespace(OutOfMemoryError=MemoryError),
         function=SimpleNamespace(Module=Module),
+        nccl=nccl(lambda: current.index) if nccl else SimpleNamespace(available=False),
     )
     return SimpleNamespace(
         __version__="none",
         get_default_memory_pool=lambda: SimpleNamespace(free_all_blocks=lambda: None),
         cuda=cuda,
         ndarray=FakeArray,
-        zeros=lambda shape, dtype: FakeArray(shape, dtype),
-        asarray=lambda host: _held(host),
+        zeros=zeros,
+        empty=FakeArray,
+        ascontiguousarray=dense,
     )
-
-
-def _held(host):
-    made = FakeArray(host.shape, host.dtype)
-    made.held[...] = host
-    return made
 
 
 def _emulated(kernel, grid, block, shared, at):

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from hocket import ops
-from hocket.backends.cupy import backend as cupy_backend
-from hocket.backends.cupy import cuda
+from hocket.backends.cupy import cuda, meetings
 from hocket.backends.cupy.driver import Source
 from hocket.backends.cupy.emulation.emulated import EmulatedBackend
 from hocket.backends.cupy.kernels import collective
 from hocket.backends.cupy.table import BINDINGS, SOURCES
+from hocket.backends.cupy.transport import THROUGH_HOST
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
 from hocket.graph import Graph, input, weight
@@ -109,7 +109,7 @@ CASES = {
 
 def through_the_host(monkeypatch, parts):
     with monkeypatch.context() as patched:
-        patched.setattr(cupy_backend, "meets_on_devices", lambda comm, driver: False)
+        patched.setattr(meetings, "transport_for", lambda comm, driver: THROUGH_HOST)
         rig = Rig(EmulatedBackend(), parts)
     return rig.run()
 
@@ -249,7 +249,7 @@ def test_a_random_graph_cut_wherever_it_can_be_gives_the_bits_of_the_host(seed, 
         return [{name: out.tobytes() for name, out in run.run(feed).items()} for _ in range(3)]
 
     over_peers = outputs()
-    monkeypatch.setattr(cupy_backend, "meets_on_devices", lambda comm, driver: False)
+    monkeypatch.setattr(meetings, "transport_for", lambda comm, driver: THROUGH_HOST)
     assert over_peers == outputs()
 
 
@@ -263,7 +263,7 @@ def test_a_model_split_over_two_devices_gives_the_bits_of_the_host(name, monkeyp
         return [session.evaluate([part])[0].tobytes() for part in (tokens[:4], tokens[4:5], tokens[5:])]
 
     over_peers = logits()
-    monkeypatch.setattr(cupy_backend, "meets_on_devices", lambda comm, driver: False)
+    monkeypatch.setattr(meetings, "transport_for", lambda comm, driver: THROUGH_HOST)
     assert over_peers == logits()
 
 
@@ -311,6 +311,10 @@ def test_real_devices_meet_in_one_graph_where_they_reach_each_other(case, n, dev
 
 # ------------------------------------------------------------------------------------------------------------ faults
 
+_START = """            decltype(widened(pack.at[0])) total[N];
+#pragma unroll
+            for (int e = 0; e < N; e++) total[e] = widened(pack.at[e]);
+            """
 # What is written in the file, and what in its stead.
 PLANTS = {
     "nobody waits for the operands": (
@@ -346,13 +350,14 @@ PLANTS = {
         "for (i64 i = p * N; i + 1 < a.count; i++) {",
     ),
     "sums go to the device itself alone": (
-        "for (int d = 0; d < devices; d++) ((Pack<T> *)a.target[d])[p] = total;",
-        "((Pack<T> *)a.target[a.group.rank])[p] = total;",
+        "for (int d = 0; d < devices; d++) ((Pack<T> *)a.target[d])[p] = pack;",
+        "((Pack<T> *)a.target[a.group.rank])[p] = pack;",
     ),
     "summands come in an order of their own": (
-        "Pack<T> total = ((const Pack<T> *)a.source[0])[p];\n            for (int d = 1; d < devices; d++) {",
-        "Pack<T> total = ((const Pack<T> *)a.source[devices - 1])[p];\n"
-        "            for (int d = devices - 2; d >= 0; d--) {",
+        "Pack<T> pack = ((const Pack<T> *)a.source[0])[p];\n" + _START + "for (int d = 1; d < devices; d++) {",
+        "Pack<T> pack = ((const Pack<T> *)a.source[devices - 1])[p];\n"
+        + _START
+        + "for (int d = devices - 2; d >= 0; d--) {",
     ),
     "a wait that has failed is forgotten": (
         "    return !is_stopped(g.signals[g.rank]);",
@@ -426,7 +431,10 @@ class Altered(Source):
 
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_fault_that_is_planted_in_a_collective_is_found(name, monkeypatch):
-    names = ("all_reduce<float>", *collective.SOURCE.names[-4:])
-    monkeypatch.setattr(collective, "SOURCE", Altered("collective.cu", names, *PLANTS[name]))
+    names = ("all_reduce<float>", "begin_run", "meet_all", "tell_one", "await_one")
+    old, new = PLANTS[name]
+    altered = Altered("collective.cu", names, old=old, new=new)
+    assert new in altered.text
+    monkeypatch.setattr(collective, "SOURCE", altered)
     with pytest.raises((AssertionError, BackendError, pytest.fail.Exception)):
         _right(SUMS)

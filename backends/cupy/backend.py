@@ -20,13 +20,14 @@ from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor, c
 from ..numpy.collective import KERNELS as MEETINGS
 from ..numpy.kernel import Call
 from ..operands import Bound, Operand
-from .driver import Driver, Launch, LaunchError
-from .kernels import collective
+from .driver import Driver, Launch, LaunchError, Step
 from .kernels.packed import expanded
 from .launches import Launches, NoKernelError
+from .meetings import Meetings
 from .packing import PACKINGS, pack, padded
-from .peers import confirm, introduce, meets_on_devices
 from .table import BINDINGS
+from .transport import transport_of
+from .watch import LostError, Memberships
 
 HALVES = (DType.F16, DType.BF16)
 PRODUCTS = frozenset(("mul_mat", "mul_mat_id"))
@@ -59,6 +60,7 @@ class DriverBackend:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.name = driver.kind
+        self._memberships = Memberships()
 
     def with_threads(self, threads: int) -> Self:
         return self
@@ -146,7 +148,11 @@ class DriverBackend:
     # --------------------------------------------------------------------------------------------------- programs
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Replay:
-        return Replay(program, buffers, on, comm, self.driver)
+        return Replay(program, buffers, on, comm, self.driver, self._memberships)
+
+    def meeting(self, devices: Sequence[Device]) -> str:
+        """How `devices` of this backend meet, and why so."""
+        return transport_of(devices, self.driver).why
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,21 +171,29 @@ class Met:
 class Replay:
     """A program ready to run: recorded launches, and meetings with other devices, in order.
 
-    Devices that reach each other's memory meet within the launches; where that is, they learn before their first run.
-    Others meet through memory of the host, and launches between two meetings are recorded together.
+    Devices that reach each other's memory, or that a library joins, meet within the launches.  Others meet through
+    memory of the host, and launches between two meetings are recorded together.
 
     A kernel that meets an illegal number, or waits for a device in vain, notes it and goes on; the run then fails after
     its last instruction, so that everything it did can be taken back.
     """
 
-    def __init__(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm, driver: Driver) -> None:
+    def __init__(
+        self,
+        program: Program,
+        buffers: Sequence[Any],
+        on: Device,
+        comm: Comm,
+        driver: Driver,
+        memberships: Memberships,
+    ) -> None:
         self.program, self.on, self.driver = program, on, driver
         self._buffers, self._comm = buffers, comm
         self._memory: list[Any] = list(buffers)  # launches know addresses only
         self._constants: dict[bytes, int] = {}
         self._fault = self._keep(np.zeros(FAULT_BYTES // 8, np.int64))
         self._bound = Launches(self._keep_at, fault_at=driver.address(self._fault))
-        self._parts: list[Launch | Met] = []
+        self._parts: list[Step | Met] = []
         for number, i in enumerate(program.instructions):
             if i.op in COLLECTIVES:
                 self._parts.append(Met(number, i, self._operands(i)))
@@ -189,63 +203,47 @@ class Replay:
         for kernel in {part.kernel for part in self._parts if isinstance(part, Launch)}:
             driver.prepare(kernel, on)
         self._calls: list[tuple[int, Callable[[], object]]] = []
-        self._is_ready = not meets_on_devices(comm, driver)
-        if self._is_ready:
-            self._record(None)
+        self._meetings = Meetings(comm, driver, on, self._keep, memberships)
+        if self._meetings.is_ready:
+            self._record()
         else:
-            self._prepare_to_meet()
-
-    def _prepare_to_meet(self) -> None:
-        """Everything but what only the others can tell, so that nobody waits for a compiler."""
-        assert self._comm.board is not None
-        self._board = self.driver.share(self._comm.board, self._comm.rank)
-        self._signals = self.driver.address(self._keep(np.zeros(collective.SIGNAL_WORDS, np.int64)))
-        for name in collective.SOURCE.names:
-            self.driver.prepare(collective.SOURCE[name], self.on)
+            self._meetings.prepare()
 
     def _meet_first(self) -> None:
-        """Learn where the memory of the others is."""
-        offers = {p.sequence: collective.offer_of(p.bound) for p in self._parts if isinstance(p, Met)}
-        self._record(introduce(self._comm, self._signals, self._board, offers))
-        confirm(self._comm)
-        self._is_ready = True
+        self._meetings.learn([part.bound for part in self._parts if isinstance(part, Met)], self._record)
 
-    def _record(self, group: collective.Group | None) -> None:
+    def _record(self) -> None:
         """Launches up to where devices meet through memory of the host are recorded together."""
         self._calls = []
         del self._bound.faults[self._own_faults :]
-        if group is not None:
-            self._bound.number = 0
-            collective.launch_begin(self._bound, group)
+        self._meetings.begin(self._bound)
         for part in self._parts:
-            if isinstance(part, Launch):
+            if not isinstance(part, Met):
                 self._bound.items.append(part)
-            elif group is None or not self._launch_meeting(part, group):
+                continue
+            self._bound.number = part.number
+            if not self._meetings.launch(self._bound, part.bound):
                 self._close()
-                self._bound.number = part.number
                 self._calls += [(part.number, call) for call in self._meeting(part.instruction)]
         self._close()
 
-    def _launch_meeting(self, met: Met, group: collective.Group) -> bool:
-        """Whether there are kernels for it; all devices get the same answer."""
-        self._bound.number = met.number
-        try:
-            collective.bind(self._bound, met.bound, group)
-        except NoKernelError:
-            return False
-        return True
-
     def __call__(self) -> None:
         try:
-            if not self._is_ready and self.program.instructions:
+            self._meetings.check()
+            if not self._meetings.is_ready and self.program.instructions:
                 run_calls(self.program, [(0, self._meet_first)])
-            elif not self._is_ready:  # others still ask where its memory is
+            elif not self._meetings.is_ready:  # others still ask where its memory is
                 self._meet_first()
             run_calls(self.program, self._calls)
-            self.driver.synchronise(self.on)
+            if self._calls:
+                self._meetings.wait()
+        except LostError as error:
+            raise self._lost(error) from error
         except StepError as error:
             self._noted()
-            if not isinstance(why := error.__cause__, LaunchError):
+            if isinstance(why := error.__cause__, LostError):
+                raise self._lost(why) from why
+            if not isinstance(why, LaunchError):
                 raise
             node = self.program.instructions[why.number].node
             raise StepError(node, self.program.device, why.number, str(why)) from why
@@ -253,6 +251,13 @@ class Replay:
             number, said = noted
             node, finished = self.program.instructions[number].node, len(self.program.instructions)
             raise StepError(node, self.program.device, finished, said)
+
+    def _lost(self, why: LostError) -> StepError:
+        """Of a run that waited in vain: everything in it ended, with results of nothing."""
+        self._calls = []  # graphs go before the communicator that they use
+        self._noted()
+        (node,) = (p.instruction.node for p in self._parts if isinstance(p, Met) and p.sequence == why.sequence)
+        return StepError(node, self.program.device, len(self.program.instructions), str(why))
 
     def _noted(self) -> tuple[int, str] | None:
         """The instruction and the words of the first fault that a kernel noted, which is forgotten."""
@@ -326,7 +331,7 @@ class Replay:
         outgoing = [partial(np.copyto, h, d) for d, h in zip(src, there, strict=True) if h is not d and h is not None]
         incoming = [partial(d.__setitem__, ..., h) for d, h in zip(dst, here, strict=True) if h is not d]
         meet = MEETINGS[i.op].bind(Call(there, here, i.attrs, scratch, self._comm))
-        return [partial(self.driver.synchronise, self.on), *outgoing, *meet, *incoming]
+        return [self._meetings.wait, *outgoing, *meet, *incoming]
 
 
 def _on_host(view: Any) -> Array:

@@ -1,9 +1,10 @@
-"""The driver of CUDA devices: memory, streams, graphs and modules through CuPy, which is imported when it is used."""
+"""The driver of CUDA devices: memory, graphs and modules through CuPy, which is imported when it is used."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import permutations
 from typing import Any
@@ -14,15 +15,17 @@ from ...graph.errors import BackendError
 from ..base import Array, Device, Tensor
 from .backend import DriverBackend
 from .cubins import cubin
-from .driver import Kernel, Launch, LaunchError, Source
+from .driver import Exchange, Kernel, Launch, LaunchError, Library, Ring, Source, Step
+from .nccl import nccl
+from .staging import DeviceArray, Staging
 
 INSTALL = "pip install hocket[cuda13] (or hocket[cuda12], for drivers before 580)"
 NEAR_LIMIT = 48 * 1024
 """Bytes of shared memory that a launch may size without asking first."""
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 """Number of that CUfunction_attribute."""
-PEER_ACCESS_ALREADY_ENABLED, PORTABLE_AND_MAPPED = 704, 3
-"""Of the CUDA runtime: an error, and flags of cudaHostRegister."""
+PEER_ACCESS_ALREADY_ENABLED, NOT_READY, PORTABLE_AND_MAPPED = 704, 600, 3
+"""Of the CUDA runtime: an error, the state of a stream, and flags of cudaHostRegister."""
 SPECIFIC = frozenset(("90", "100", "103", "120"))
 """Compute capabilities whose own instructions need an architecture with the letter a."""
 
@@ -35,44 +38,30 @@ def _cupy() -> Any:
     return cupy
 
 
-class DeviceArray:
-    """An array in the memory of a device, as NumPy code sees it: assigning copies there, reading copies back."""
+def _nccl() -> Any:
+    from cupy.cuda import nccl
 
-    def __init__(self, array: Any) -> None:
-        self.array = array
-        self.shape, self.dtype = array.shape, array.dtype
+    return nccl
 
-    def get(self) -> Array:
-        host: Array = self.array.get()
-        return host
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        return self.get() if dtype is None else self.get().astype(dtype)
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Memory of a device, and how the host reaches it."""
 
-    def __getitem__(self, index: Any) -> Array:
-        host: Array = self.array[index].get()
-        return host
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        host = np.asarray(value)
-        with self.array.device:
-            if index is ... and host.shape == self.shape and self.array.flags.c_contiguous:
-                self.array.set(np.asarray(host, self.dtype, order="C"))  # without a second array on the device
-            else:
-                self.array[index] = _cupy().asarray(host)
+    array: Any
+    staging: Staging
 
 
 class CudaDriver:
     """The CUDA devices of this machine.
 
-    Copies go through the default stream, launches through one stream a device that waits for it, so that both keep
-    their order.
+    Launches and copies of a device, or of a part of one, go through one stream, so that they keep their order.
     """
 
     kind = "cuda"
 
     def __init__(self) -> None:
-        self._streams: dict[int, Any] = {}
+        self._staged: dict[str, Staging] = {}
 
     def devices(self) -> Sequence[Device]:
         return tuple(map(self.device, range(self._count())))
@@ -94,24 +83,30 @@ class CudaDriver:
     def alloc(self, nbytes: int, on: Device) -> Any:
         cupy = _cupy()
         try:
-            with cupy.cuda.Device(on.index):
-                return cupy.zeros(max(nbytes, 16), np.uint8)
+            staging = self._staging(on)
+            return Memory(staging.zeros(max(nbytes, 16)), staging)
         except cupy.cuda.memory.OutOfMemoryError:
             raise BackendError(f"{on} cannot allocate {nbytes} bytes; use a smaller context or model") from None
 
-    def address(self, buffer: Any) -> int:
-        return int(buffer.data.ptr)
+    def _staging(self, on: Device) -> Staging:
+        if str(on) not in self._staged:
+            self._staged[str(on)] = Staging(_cupy(), on.index)
+        return self._staged[str(on)]
 
-    def view(self, buffer: Any, tensor: Tensor) -> DeviceArray:
-        dtype = tensor.dtype.storage
+    def address(self, buffer: Memory) -> int:
+        return int(buffer.array.data.ptr)
+
+    def view(self, buffer: Memory, tensor: Tensor) -> DeviceArray:
+        dtype, whole = tensor.dtype.storage, buffer.array
         strides = [s * dtype.itemsize for s in tensor.strides]
-        with buffer.device:
-            return DeviceArray(_cupy().ndarray(tensor.shape, dtype, buffer.data + tensor.offset, strides))
+        with whole.device:
+            array = _cupy().ndarray(tensor.shape, dtype, whole.data + tensor.offset, strides)
+        return DeviceArray(array, buffer.staging)
 
     def are_peers(self, devices: Sequence[Device]) -> bool:
         """Device memory is from cudaMalloc, which peer access opens to a device as a whole."""
         cupy = _cupy()
-        runtime, pairs = cupy.cuda.runtime, list(permutations([d.index for d in devices], 2))
+        runtime, pairs = cupy.cuda.runtime, list(permutations(dict.fromkeys(d.index for d in devices), 2))
         if not all(runtime.deviceCanAccessPeer(own, other) for own, other in pairs):
             return False
         for own, other in pairs:
@@ -122,6 +117,11 @@ class CudaDriver:
                     if why.status != PEER_ACCESS_ALREADY_ENABLED:
                         raise BackendError(f"cuda:{own} cannot reach memory of cuda:{other}: {why}") from None
         return True
+
+    def library(self, devices: Sequence[Device]) -> Library | str:
+        if len({d.index for d in devices}) < len(devices):
+            return "NCCL joins no parts of one device"
+        return nccl(_cupy(), _nccl)
 
     def share(self, board: Array, rank: int) -> int:
         """The board is pinned by the first device, for all of them and for as long as it lives."""
@@ -135,15 +135,20 @@ class CudaDriver:
         with _cupy().cuda.Device(on.index):
             _function(kernel, on.index)
 
-    def record(self, launches: Sequence[Launch], on: Device) -> Callable[[], None]:
-        """Several launches become a CUDA graph."""
-        cupy, stream = _cupy(), self.stream(on)
+    def record(self, steps: Sequence[Step], on: Device) -> Callable[[], None]:
+        """All but a single launch becomes a CUDA graph; exchanges do so on all devices, or on none, as NCCL asks."""
+        cupy, stream, first = _cupy(), self.stream(on), steps[0]
         with cupy.cuda.Device(on.index):
-            if len(launches) == 1:
-                replay = self._call(launches[0], on, stream)
+            if len(steps) == 1 and isinstance(first, Launch):
+                replay = self._call(first, on, stream)
             else:
                 capturing = cupy.cuda.Stream(non_blocking=True)
-                calls = [self._call(launch, on, capturing) for launch in launches]
+                calls = [
+                    self._call(step, on, capturing)
+                    if isinstance(step, Launch)
+                    else partial(step.ring.transfer, step.transfers, capturing.ptr)
+                    for step in steps
+                ]
                 with capturing:
                     capturing.begin_capture()
                     for call in calls:
@@ -155,16 +160,13 @@ class CudaDriver:
                 with cupy.cuda.Device(on.index):
                     replay()
             except cupy.cuda.runtime.CUDARuntimeError as why:
-                raise LaunchError(launches[0].number, str(why)) from None
+                raise LaunchError(first.number, str(why)) from None
 
-        return run
+        return Recorded(run, tuple(step.ring for step in steps if isinstance(step, Exchange)))
 
     def stream(self, on: Device) -> Any:
-        """The stream that launches go to."""
-        if on.index not in self._streams:
-            with (cupy := _cupy()).cuda.Device(on.index):
-                self._streams[on.index] = cupy.cuda.Stream()
-        return self._streams[on.index]
+        """The stream that launches and copies go to."""
+        return self._staging(on).stream
 
     def _call(self, launch: Launch, on: Device, stream: Any) -> Callable[[], None]:
         """One launch into a stream; CUDA copies the words when it is made."""
@@ -191,12 +193,30 @@ class CudaDriver:
 
         return call
 
+    def is_done(self, on: Device) -> bool:
+        return int(_cupy().cuda.runtime.streamQuery(self.stream(on).ptr)) != NOT_READY  # but done, or failed
+
     def synchronise(self, on: Device) -> None:
         cupy = _cupy()
         try:
             self.stream(on).synchronize()
         except cupy.cuda.runtime.CUDARuntimeError as why:
             raise BackendError(f"{on}: {why}") from None
+
+
+class Recorded:
+    """A graph and the communicators in it, which wait for ever in their end if the graph is still there."""
+
+    def __init__(self, run: Callable[[], None], rings: tuple[Ring, ...]) -> None:
+        self.run: Callable[[], None] | None = run
+        self.rings = rings
+
+    def __call__(self) -> None:
+        assert self.run is not None
+        self.run()
+
+    def __del__(self) -> None:
+        self.run = None
 
 
 @cache

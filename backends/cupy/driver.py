@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from ...graph.dtypes import DType
 from ...graph.errors import BackendError
 from ..base import Array, Device, Tensor
 
@@ -76,6 +77,60 @@ class Launch:
     number: int
 
 
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What a device gives to and takes of a library of collectives: ``all_reduce`` sums `source` of all devices into
+    everybody's `target`, ``send`` gives `source` to device `other`, whose ``receive`` takes it into `target`.
+
+    `source` and `target` are addresses, `count` is in elements of `dtype`.
+    """
+
+    op: str
+    source: int
+    target: int
+    count: int
+    dtype: DType
+    other: int = -1
+
+
+class Ring(Protocol):
+    """One device's end of the communicator of a library of collectives.  Calls raise `BackendError`."""
+
+    def transfer(self, transfers: Sequence[Transfer], stream: int) -> None:
+        """Put transfers into a stream of the device, as one group: none waits for another."""
+
+    def trouble(self) -> str | None:
+        """What went wrong since, if anything."""
+
+    def abort(self) -> None:
+        """End all that waits for other devices, now and later, without a result; the communicator is lost.  It may
+        return late: once nothing is recorded any more that uses it."""
+
+
+class Library(Protocol):
+    """A library of collectives, such as NCCL."""
+
+    name: str
+
+    def identity(self) -> Array:
+        """What one device of a group tells all others, so that they find each other: some words of 64 bits."""
+
+    def join(self, identity: Array, rank: int, size: int, on: Device) -> Ring:
+        """Become member `rank` of a group; it waits until all have called.  Raises `BackendError`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Transfers between launches."""
+
+    ring: Ring
+    transfers: tuple[Transfer, ...]
+    number: int
+
+
+Step = Launch | Exchange
+
+
 class LaunchError(BackendError):
     """A launch failed; `number` is that of its instruction."""
 
@@ -85,7 +140,7 @@ class LaunchError(BackendError):
 
 
 class Driver(Protocol):
-    """Devices of one kind."""
+    """Devices of one kind, and parts of them: each of these has a stream of its own."""
 
     kind: str
 
@@ -107,15 +162,23 @@ class Driver(Protocol):
     def are_peers(self, devices: Sequence[Device]) -> bool:
         """Whether kernels of each of these devices can read and write memory of all of them, from now on."""
 
+    def library(self, devices: Sequence[Device]) -> Library | str:
+        """The library of collectives that can join these devices, or why there is none."""
+
     def share(self, board: Array, rank: int) -> int:
         """Where kernels of all devices find memory of the host, which begins a page; device 0 of a group asks first."""
 
     def prepare(self, kernel: Kernel, on: Device) -> None:
         """Compile a kernel ahead of time.  Raises `BackendError` if it does not."""
 
-    def record(self, launches: Sequence[Launch], on: Device) -> Callable[[], None]:
-        """What makes these launches, in order, each time it is called.  Raises `BackendError` if a kernel does not
-        compile; the call raises `LaunchError`."""
+    def record(self, steps: Sequence[Step], on: Device) -> Callable[[], None]:
+        """What makes these launches and exchanges, in order, each time it is called.
+
+        Raises `BackendError` if a kernel does not compile; the call raises `LaunchError`.
+        """
+
+    def is_done(self, on: Device) -> bool:
+        """Whether everything that was launched is done, or has failed."""
 
     def synchronise(self, on: Device) -> None:
         """Wait until everything that was launched is done.  Raises `BackendError` if something failed."""

@@ -14,7 +14,7 @@ from ...graph.dtypes import DType
 from ...graph.errors import BackendError
 from ..base import Tensor, contiguous_strides
 from ..operands import Bound, Operand
-from .driver import Kernel, Launch, Span, Three
+from .driver import Kernel, Launch, Span, Step, Three
 
 Word = Operand | int | float
 """A word of a launch by its Python type: an address, an i64, a double."""
@@ -38,7 +38,7 @@ class Launches:
     scratch_at: int = 0
     number: int = 0
     taken: int = 0
-    items: list[Launch] = field(default_factory=list)
+    items: list[Step] = field(default_factory=list)
     faults: list[tuple[int, str]] = field(default_factory=list)
     fault_at: int = 0
 

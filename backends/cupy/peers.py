@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -10,8 +10,7 @@ import numpy.typing as npt
 from ...graph.dtypes import DType
 from ..base import Comm, Tensor
 from ..operands import Operand
-from .driver import Driver
-from .kernels.collective import MOST_DEVICES, Group, Offer, Peer
+from .kernels.collective import Group, Offer, Peer
 
 Words = npt.NDArray[np.int64]
 MOST_AXES = 8
@@ -21,41 +20,33 @@ DTYPES = tuple(DType)
 NONE = -1
 
 
-def meets_on_devices(comm: Comm, driver: Driver) -> bool:
-    """Whether collectives are launches over peer addresses; else they go through memory of the host.
-
-    That takes a group of this driver alone, of at most eight devices, all of which reach each other's memory.  Values
-    go over the wire as they are stored, in float32: all devices, and the host path, then have the same bits.
-    """
-    return comm.board is not None and 1 < comm.size <= MOST_DEVICES and driver.are_peers(comm.devices)
-
-
-def introduce(comm: Comm, signals: int, board: int, offers: Mapping[int, Offer]) -> Group:
+def introduce(comm: Comm, me: Peer, board: int, narrow_from: int | None) -> Group:
     """Tell all others where this device's signals and operands are, and hear it of them.  Raises `BackendError`."""
-    mine = _written(signals, offers)
-    rows = int(_everybodys(comm, np.array([len(mine)], np.int64), -1).max())
+    mine = _written(me)
+    rows = int(everybodys(comm, np.array([len(mine)], np.int64), -1).max())
     padded = np.full((rows, mine.shape[1]), NONE, np.int64)
     padded[: len(mine)] = mine
-    peers = tuple(map(_read, _everybodys(comm, padded, -2)))
-    return Group(comm.rank, board, comm.timeout, peers)
+    peers = tuple(map(_read, everybodys(comm, padded, -2)))
+    return Group(comm.rank, board, comm.timeout, peers, narrow_from)
 
 
 def confirm(comm: Comm) -> None:
     """Wait until everybody is ready to run.  Raises `BackendError`."""
-    _everybodys(comm, np.zeros(1, np.int64), -3)
+    everybodys(comm, np.zeros(1, np.int64), -3)
 
 
-def _everybodys(comm: Comm, mine: Words, sequence: int) -> Words:
+def everybodys(comm: Comm, mine: Words, sequence: int) -> Words:
+    """What each device says, in order of the devices; all say as many words.  Raises `BackendError`."""
     into = np.empty((comm.size, *mine.shape), np.int64)
     comm.all_gather(mine, into, [[(d, ...)] for d in range(comm.size)], sequence)
     return into
 
 
-def _written(signals: int, offers: Mapping[int, Offer]) -> Words:
-    """First where the signals are, then a row for each offer: number, source, target."""
-    table = np.full((1 + len(offers), 1 + 2 * OPERAND), NONE, np.int64)
-    table[0, 0] = signals
-    for row, (sequence, offer) in zip(table[1:], offers.items(), strict=True):
+def _written(me: Peer) -> Words:
+    """First where the signals and the room for the wire are, then a row for each offer: number, source, target."""
+    table = np.full((1 + len(me.offers), 1 + 2 * OPERAND), NONE, np.int64)
+    table[0, :2] = me.signals, me.wire
+    for row, (sequence, offer) in zip(table[1:], me.offers.items(), strict=True):
         row[0] = sequence
         row[1 : 1 + OPERAND] = _words(offer.source)
         row[1 + OPERAND :] = _words(offer.target)
@@ -70,7 +61,7 @@ def _words(x: Operand) -> list[int]:
 def _read(table: Words) -> Peer:
     first, *rows = table.tolist()
     offers = {r[0]: Offer(_operand(r[1 : 1 + OPERAND]), _operand(r[1 + OPERAND :])) for r in rows if r[0] != NONE}
-    return Peer(first[0], offers)
+    return Peer(first[0], first[1], offers)
 
 
 def _operand(words: Sequence[int]) -> Operand:

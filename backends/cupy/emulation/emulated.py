@@ -11,7 +11,7 @@ import numpy as np
 from ....graph.errors import BackendError
 from ...base import Array, Device, Tensor, host_view
 from ..backend import DriverBackend
-from ..driver import Kernel, Launch, LaunchError
+from ..driver import Kernel, Launch, LaunchError, Library, Step
 from .building import compiler, library
 from .guarded import Bytes, Rooms, address_of, guarded, moved, places
 
@@ -76,25 +76,33 @@ class EmulatedDriver:
     def are_peers(self, devices: Sequence[Device]) -> bool:
         return True
 
+    def library(self, devices: Sequence[Device]) -> Library | str:
+        return "emulated devices need no library"
+
     def share(self, board: Array, rank: int) -> int:
         return int(board.ctypes.data)
 
     def prepare(self, kernel: Kernel, on: Device) -> None:
         library(kernel.source)
 
-    def record(self, launches: Sequence[Launch], on: Device) -> Callable[[], None]:
+    def record(self, steps: Sequence[Step], on: Device) -> Callable[[], None]:
         rooms = Rooms()
-        steps = [_Step(launch, rooms) for launch in launches]
+        launches = [step for step in steps if isinstance(step, Launch)]
+        assert len(launches) == len(steps), "there is no library"
+        ready = [_Step(launch, rooms) for launch in launches]
         runs = 0
 
         def run() -> None:
             nonlocal runs
             order = runs % 4 if self.order is None else self.order
             runs += 1
-            for step in steps:
+            for step in ready:
                 step.run(order, 0xFF if runs % 2 else 0x5A)
 
         return run
+
+    def is_done(self, on: Device) -> bool:
+        return True
 
     def synchronise(self, on: Device) -> None:
         """Launches have ended when they return."""

@@ -108,6 +108,15 @@ struct Begin {
 // Before the first meeting of a run.
 __global__ void begin_run(const __grid_constant__ Begin a) { a.signals[RUN] = load_acquire(&a.board[BOARD_RUN]); }
 
+struct Mark {
+    u64 *signals, *word;
+    i64 sequence, has_results;
+};
+// For the host, which cannot see how far a stream has come.
+__global__ void mark(const __grid_constant__ Mark a) {
+    store_release(a.word, a.signals[RUN] << 32 | (u64)(a.sequence + 1) << 1 | (u64)a.has_results);
+}
+
 struct Meet {
     Group group;
     i64 has_results;
@@ -135,6 +144,12 @@ __global__ void await_one(const __grid_constant__ Pair a) {
 
 __device__ __forceinline__ float plus(float x, float y) { return x + y; }
 template <class T> __device__ __forceinline__ T plus(T x, T y) { return (T)((u64)x + (u64)y); }
+// What sums are taken in: of values that went over the wire in bfloat16, float32.
+template <class T> __device__ __forceinline__ T widened(T x) { return x; }
+__device__ __forceinline__ float widened(bf16_bits x) { return to_float(x); }
+__device__ __forceinline__ void put(float &to, float x) { to = x; }
+__device__ __forceinline__ void put(bf16_bits &to, float x) { to.bits = float_to_bf16(x); }
+template <class T> __device__ __forceinline__ void put(T &to, T x) { to = x; }
 template <class T> struct __align__(16) Pack {
     T at[16 / sizeof(T)];
 };
@@ -153,18 +168,23 @@ template <class T> __device__ void sum_part(const AllReduce<T> &a, i64 thread, i
     const i64 low = packs * a.group.rank / devices, high = packs * (a.group.rank + 1) / devices;
     for (i64 p = low + thread; p < high; p += threads) {
         if (p * N + N <= a.count) {
-            Pack<T> total = ((const Pack<T> *)a.source[0])[p];
+            Pack<T> pack = ((const Pack<T> *)a.source[0])[p];
+            decltype(widened(pack.at[0])) total[N];
+#pragma unroll
+            for (int e = 0; e < N; e++) total[e] = widened(pack.at[e]);
             for (int d = 1; d < devices; d++) {
                 const Pack<T> x = ((const Pack<T> *)a.source[d])[p];
 #pragma unroll
-                for (int e = 0; e < N; e++) total.at[e] = plus(total.at[e], x.at[e]);
+                for (int e = 0; e < N; e++) total[e] = plus(total[e], widened(x.at[e]));
             }
-            for (int d = 0; d < devices; d++) ((Pack<T> *)a.target[d])[p] = total;
+#pragma unroll
+            for (int e = 0; e < N; e++) put(pack.at[e], total[e]);
+            for (int d = 0; d < devices; d++) ((Pack<T> *)a.target[d])[p] = pack;
         } else {
             for (i64 i = p * N; i < a.count; i++) {
-                T total = a.source[0][i];
-                for (int d = 1; d < devices; d++) total = plus(total, a.source[d][i]);
-                for (int d = 0; d < devices; d++) a.target[d][i] = total;
+                auto total = widened(a.source[0][i]);
+                for (int d = 1; d < devices; d++) total = plus(total, widened(a.source[d][i]));
+                for (int d = 0; d < devices; d++) put(a.target[d][i], total);
             }
         }
     }
@@ -201,4 +221,26 @@ template <class T> __global__ void __launch_bounds__(THREADS) take(const __grid_
         total = plus(total, a.in[d].at[places(a.axes, step, i).at[0]]);
     }
     a.out.at[p.at[0]] = total;
+}
+
+// ----------------------------------------------------------------------------------------------------- the wire
+
+struct Narrow {
+    const float *from;
+    bf16_bits *to;
+    i64 count;
+};
+__global__ void __launch_bounds__(THREADS) narrow(const __grid_constant__ Narrow a) {
+    const i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;
+    if (i < a.count) put(a.to[i], a.from[i]);
+}
+struct Widen {
+    const bf16_bits *from;
+    float *to;
+    i64 count;
+    const u64 *mine;
+};
+__global__ void __launch_bounds__(THREADS) widen(const __grid_constant__ Widen a) {
+    const i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;
+    if (i < a.count && !is_stopped(a.mine)) a.to[i] = to_float(a.from[i]);
 }

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
+import numpy as np
+import numpy.typing as npt
+
 from ....graph.dtypes import DType
 from ....graph.errors import BackendError
 from ....ops.collective import int_attr
@@ -21,6 +24,8 @@ from .moves import launch_copy
 MOST_DEVICES, THREADS = 8, 256
 SIGNAL_WORDS = 16 + 2 * 16 * MOST_DEVICES
 """Of 8 bytes, for each device, that the others write; they begin as zeros."""
+FIRST_MARK, MARK_STEP = 16, 8
+"""Words of the board in which devices tell the host where they are."""
 ONE_BLOCK = 64 * 1024
 """Bytes up to which one block does a whole sum: waiting for others costs more than adding."""
 MOST_BLOCKS = 128
@@ -30,7 +35,8 @@ SOURCE = Source(
     "collective.cu",
     (
         *(f"{kernel}<{t}>" for kernel in ("all_reduce", "sum_parts", "take") for t in TYPES.values()),
-        *("begin_run", "meet_all", "tell_one", "await_one"),
+        *("begin_run", "meet_all", "tell_one", "await_one", "mark"),
+        *("sum_parts<bf16_bits>", "narrow", "widen"),
     ),
 )
 SOURCES = (SOURCE,)
@@ -47,20 +53,30 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A device as the others know it: where its signals are, its offers by the number of the collective."""
+    """A device as the others know it: where its signals are, and room for what it sends in 16 bits (0: none), its
+    offers by the number of the collective."""
 
     signals: int
+    wire: int
     offers: Mapping[int, Offer]
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The devices that meet, by rank, as one of them sees them; `board` is the address of the group's board."""
+    """The devices that meet, by rank, as one of them sees them; `board` is the address of the group's board.
+
+    Sums of so many float32 values as `narrow_from` and more are sent in bfloat16; none are where it is None.
+    """
 
     rank: int
     board: int
     timeout: float
     peers: tuple[Peer, ...]
+    narrow_from: int | None = None
+
+    def narrows(self, x: Operand) -> bool:
+        """Whether the sum of operands like `x` is sent in bfloat16."""
+        return x.is_float and self.narrow_from is not None and math.prod(x.shape) >= self.narrow_from
 
     def offers(self, sequence: int) -> list[Offer]:
         """What everybody brings.  Raises `BackendError` if somebody brings nothing."""
@@ -83,6 +99,28 @@ def offer_of(call: Bound) -> Offer:
 def launch_begin(launches: Launches, group: Group) -> None:
     """To be launched before the first collective of a run."""
     launches.add(SOURCE["begin_run"], 1, 1, [group.peers[group.rank].signals, group.board])
+
+
+def launch_mark(launches: Launches, call: Bound, group: Group, *, has_results: int) -> None:
+    """Tell the host that the device comes to a collective, or has its results: `mark_of` reads it."""
+    word = group.board + 8 * (FIRST_MARK + MARK_STEP * group.rank)
+    words = [group.peers[group.rank].signals, word, _sequence(call), has_results]
+    launches.add(SOURCE["mark"], 1, 1, words)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where a device is: the number of its run and of its collective, and whether that has ended."""
+
+    run: int
+    sequence: int
+    has_results: bool
+
+
+def mark_of(board: npt.NDArray[np.int64], rank: int) -> Mark | None:
+    """What device `rank` marked last; None before its first mark."""
+    found = int(board[FIRST_MARK + MARK_STEP * rank])
+    return Mark(found >> 32, ((found & 0xFFFFFFFF) >> 1) - 1, bool(found & 1)) if found else None
 
 
 def bind(launches: Launches, call: Bound, group: Group) -> None:
@@ -116,15 +154,46 @@ def _all_reduce(launches: Launches, call: Bound, group: Group) -> None:
     everything = list(chain.from_iterable((o.source, o.target) for o in offers))
     need(_one_type(offers) and all(o.is_dense and o.address % PACK == 0 for o in everything), "operands are not dense")
     words = _group(launches, call, group)
+    if group.narrows(call.out):
+        _narrow_all_reduce(launches, call, group, words)
+        return
     summing = [*_filled(o.source.address for o in offers), *_filled(o.target.address for o in offers), count, *words]
     nbytes = count * dtype.storage.itemsize
     if nbytes <= ONE_BLOCK:
         launches.add(SOURCE[f"all_reduce<{TYPES[dtype]}>"], 1, THREADS, summing)
         return
-    grid = min(MOST_BLOCKS, blocks(blocks(nbytes, PACK * len(offers)), THREADS))
+    _sum_parts(launches, TYPES[dtype], nbytes, summing, group, words)
+
+
+def _sum_parts(
+    launches: Launches, dtype: str, nbytes: int, summing: list[Word], group: Group, words: list[Word]
+) -> None:
+    grid = min(MOST_BLOCKS, blocks(blocks(nbytes, PACK * len(group.peers)), THREADS))
     launches.add(SOURCE["meet_all"], 1, 32, [*words, 0])
-    launches.add(SOURCE[f"sum_parts<{TYPES[dtype]}>"], grid, THREADS, summing)
+    launches.add(SOURCE[f"sum_parts<{dtype}>"], grid, THREADS, summing)
     launches.add(SOURCE["meet_all"], 1, 32, [*words, 1])
+
+
+def _narrow_all_reduce(launches: Launches, call: Bound, group: Group, words: list[Word]) -> None:
+    """Summands lie in everybody's room for the wire, and then their sum, in bfloat16."""
+    mine, count = group.peers[group.rank], math.prod(call.out.shape)
+    wires = _filled(p.wire for p in group.peers)
+    launch_narrow(launches, call.operand(0), mine.wire)
+    _sum_parts(launches, "bf16_bits", 2 * count, [*wires, *wires, count, *words], group, words)
+    launch_widen(launches, mine.wire, call.out, group)
+
+
+def launch_narrow(launches: Launches, x: Operand, wire: Word) -> None:
+    """Round a dense operand of float32 to bfloat16, to the nearest and of two to the even one."""
+    count = math.prod(x.shape)
+    launches.add(SOURCE["narrow"], blocks(count, THREADS), THREADS, [x, wire, count])
+
+
+def launch_widen(launches: Launches, wire: Word, out: Operand, group: Group) -> None:
+    """The reverse, unless the run has failed."""
+    count = math.prod(out.shape)
+    mine = group.peers[group.rank].signals
+    launches.add(SOURCE["widen"], blocks(count, THREADS), THREADS, [wire, out, count, mine])
 
 
 def _one_type(offers: Iterable[Offer]) -> bool:
@@ -143,14 +212,15 @@ def _met(parts: Callable[[Bound], Iterable[tuple[Index, list[tuple[int, Index]]]
         words = _group(launches, call, group)
         launches.add(SOURCE["meet_all"], 1, 32, [*words, 0])
         for into, summands in parts(call):
-            sources = [_piece(offers[device].source, index) for device, index in summands]
-            _launch_take(launches, sources, _piece(call.out, into), group)
+            sources = [piece(offers[device].source, index) for device, index in summands]
+            launch_take(launches, sources, piece(call.out, into), group)
         launches.add(SOURCE["meet_all"], 1, 32, [*words, 1])
 
     return bound
 
 
-def _launch_take(launches: Launches, sources: list[Operand], out: Operand, group: Group) -> None:
+def launch_take(launches: Launches, sources: list[Operand], out: Operand, group: Group) -> None:
+    """The sum of some operands, of any device; of one: a copy."""
     axes = axes_of(out.shape, [out, *sources])
     walks: list[Word] = []
     for k, source in enumerate(sources, 1):
@@ -161,7 +231,8 @@ def _launch_take(launches: Launches, sources: list[Operand], out: Operand, group
     launches.add(SOURCE[f"take<{TYPES[out.dtype]}>"], blocks(axes.count, THREADS), THREADS, words)
 
 
-def _piece(x: Operand, index: Index) -> Operand:
+def piece(x: Operand, index: Index) -> Operand:
+    """The part of an operand at an index of slices."""
     for axis, along in enumerate(index):
         if along != slice(None):
             x = x.part(axis, along.start, along.stop - along.start)
@@ -192,7 +263,7 @@ def _receive(launches: Launches, call: Bound, group: Group) -> None:
     theirs = group.offer(source, _sequence(call)).source
     need(_is_movable(theirs), "kernels that copy this type are missing")
     launches.add(SOURCE["await_one"], 1, 1, [*_group(launches, call, group), source])
-    _launch_take(launches, [theirs], call.out, group)
+    launch_take(launches, [theirs], call.out, group)
 
 
 def _is_movable(sent: Operand) -> bool:
