@@ -238,20 +238,6 @@ PLANTS = (
         "sum += other;",
     ),
     Plant(
-        "argsort",
-        "equal entries take one place",
-        "rows.cu",
-        "start + i < mine",
-        "start + i < start",
-    ),
-    Plant(
-        "argsort",
-        "no barrier before the next entries come",
-        "rows.cu",
-        "}\n        __syncthreads();\n    }\n    if (mine",
-        "}\n    }\n    if (mine",
-    ),
-    Plant(
         "get_rows",
         "a row too far is legal",
         "moves.cu",
