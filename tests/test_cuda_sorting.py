@@ -1,5 +1,5 @@
-"""Orders of rows of any length on emulated devices: ties, NaN and infinities as the ops declare them; mistakes planted in
-the kernels are found."""
+"""Orders of rows of any length on emulated devices: ties, NaN and infinities as the ops declare them; mistakes planted
+in the kernels are found."""
 
 from __future__ import annotations
 
