@@ -208,7 +208,12 @@ FAULTS = {
         "\n                    for",
         SHORT,
     ),
-    "half of the lanes add up": (FEW_CU, "by = lanes / 2; by > 0", "by = lanes / 2; by > 1", SHORT),
+    "half of the lanes add up": (
+        FEW_CU,
+        "by = lanes / 2; by > 0; by >>= 1) score",
+        "by = lanes / 2; by > 1; by >>= 1) score",
+        SHORT,
+    ),
     "no barrier before the next row": (FEW_CU, "all, total);\n        __syncthreads();", "all, total);", SHORT),
     "a warp leaves tiles out": (
         FEW_CU,
@@ -248,8 +253,8 @@ FAULTS = {
     "low halves are left out": (TILES, "mma_f16(d, high, l), mma_f16(e, high, l + 2);", "", TILE),
     "queries of another warp": (
         TILES,
-        "const int q_row = 16 * warp + lane % 16;",
-        "const int q_row = lane % 16;",
+        "q_row = 16 * warp + lane % 16",
+        "q_row = lane % 16",
         TILE,
     ),
     "a row in another bank": (
