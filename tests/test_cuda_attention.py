@@ -57,6 +57,12 @@ TILED = (
         for d, e in ((128, 128), (192, 128), (256, 250), (7, 129))
     ),
     *(case(9, 8, 2, 70, 128, mask="", layout=how) for how in ("offset", "sliced", "permuted", "broadcast")),
+    case(
+        33, 2, 2, 70, 576, 512, mask="", inputs="infinities"
+    ),  # latent attention: rows, half rows and keys that are left
+    *(case(2, 33, 1, s, 576, 512, rest="sinks=f32[33]") for s in (1, 17)),
+    case(1, 64, 1, 300, 576, 512, mask=""),  # splits
+    case(64, 1, 1, 33, 300, 260, ahead="2,", mask="", layout="permuted"),
 )
 VARIANTS = tuple(
     case(t, 2, 2, 75, 64, ahead=ahead, mask=mask, inputs=inputs, rest=", ".join(rest))
@@ -174,13 +180,14 @@ class FaultyDriver(EmulatedDriver):
         )
 
 
-FEW_CU, AROUND, TILES = (f"attention_{name}.cu" for name in ("few", "around", "tiles"))
+FEW_CU, AROUND, TILES, WIDE_CU = (f"attention_{name}.cu" for name in ("few", "around", "tiles", "wide"))
 SHORT = case(2, 3, 2, 45, 64, mask="")
 LONG = case(2, 1, 1, 700, 64, mask="", inputs="infinities")
 TILE = case(33, 2, 2, 75, 64, mask="", inputs="infinities")
 HEADS = case(1, 1, 512, 300, 8)
 SPLIT = case(64, 1, 1, 600, 64, mask="", inputs="infinities")
 WIDE = case(66, 1, 1, 70, 256)
+LATENT = case(2, 33, 1, 45, 576, 512, mask="", inputs="infinities")
 FAULTS = {
     "queries are read before they are there": (
         FEW_CU,
@@ -201,7 +208,12 @@ FAULTS = {
         "\n                    for",
         SHORT,
     ),
-    "half of the lanes add up": (FEW_CU, "by = lanes / 2; by > 0", "by = lanes / 2; by > 1", SHORT),
+    "half of the lanes add up": (
+        FEW_CU,
+        "by = lanes / 2; by > 0; by >>= 1) score",
+        "by = lanes / 2; by > 1; by >>= 1) score",
+        SHORT,
+    ),
     "no barrier before the next row": (FEW_CU, "all, total);\n        __syncthreads();", "all, total);", SHORT),
     "a warp leaves tiles out": (
         FEW_CU,
@@ -213,7 +225,7 @@ FAULTS = {
     "the last split is left out": (AROUND, "s < a.splits; s++) x", "s + 1 < a.splits; s++) x", SPLIT),
     "a tile of which some is seen is hidden": (AROUND, "hidden &= bias == -INFINITY", "hidden &= bias < 9.0f", TILE),
     "a tile of which some is hidden is open": (AROUND, "open &= bias == 0.0f", "open &= true", TILE),
-    "keys past the last one are halves": (AROUND, "real && key < a.keys", "real", TILE),
+    "keys past the last one are halves": (AROUND, "if (!real || key >= a.keys) row", "if (!real) row", TILE),
     "no wait for keys": (
         TILES,
         "cp_async_wait<1>();\n        __syncthreads();\n        float s",
@@ -241,8 +253,8 @@ FAULTS = {
     "low halves are left out": (TILES, "mma_f16(d, high, l), mma_f16(e, high, l + 2);", "", TILE),
     "queries of another warp": (
         TILES,
-        "const int q_row = 16 * warp + lane % 16;",
-        "const int q_row = lane % 16;",
+        "q_row = 16 * warp + lane % 16",
+        "q_row = lane % 16",
         TILE,
     ),
     "a row in another bank": (
@@ -253,12 +265,61 @@ FAULTS = {
     ),
     "values keep the unit of an earlier tile": (
         TILES,
-        "turned = fade[r] * (run[r] / most[r])",
-        "turned = fade[r]",
+        "change[r] = fade[r] * (run[r] / most[r])",
+        "change[r] = fade[r]",
         WIDE,
     ),
-    "the other token's mask": (TILES, "biases[16 * warp + g + 8 * r]", "biases[16 * warp + g]", TILE),
+    "the other token's mask": (TILES, "const Bias bias = biases[8 * r]", "const Bias bias = biases[0]", TILE),
     "columns past the last one are written": (TILES, "if (8 * e + 2 * t + i < width)", "", case(66, 1, 1, 20, 60)),
+    "queries are read before all columns are there": (
+        WIDE_CU,
+        "bias_of(a, batch, row);\n    }\n    __syncthreads();",
+        "bias_of(a, batch, row);\n    }",
+        LATENT,
+    ),
+    "keys come while queries are read": (
+        WIDE_CU,
+        "units[mine + g + 8]};\n    __syncthreads();",
+        "units[mine + g + 8]};",
+        LATENT,
+    ),
+    "a quarter of the scores is left out": (
+        WIDE_CU,
+        "for (int w = 1; w < SHARING",
+        "for (int w = 1; w < SHARING - 1",
+        LATENT,
+    ),
+    "scores are read before they are there": (
+        WIDE_CU,
+        "__syncthreads();\n        const int first",
+        "const int first",
+        LATENT,
+    ),
+    "scores of the other rows": (WIDE_CU, "scores[warp - part][n]", "scores[0][n]", LATENT),
+    "every warp has the first columns of the keys": (
+        WIDE_CU,
+        "pair(k_row, 2 * (part * OWN_D + d)",
+        "pair(k_row, 2 * d",
+        LATENT,
+    ),
+    "every warp has the first columns of the values": (
+        WIDE_CU,
+        "2 * (part * OWN_E / 16 + e), turned",
+        "2 * e, turned",
+        LATENT,
+    ),
+    "values are overwritten while other warps read them": (
+        WIDE_CU,
+        "        __syncthreads();\n        tile = next;",
+        "        tile = next;",
+        LATENT,
+    ),
+    "no wait for values": (
+        WIDE_CU,
+        "p_low);\n        cp_async_wait<1>();",
+        "p_low);",
+        LATENT,
+    ),
 }
 
 
@@ -269,4 +330,5 @@ def test_a_fault_in_a_kernel_is_found(name):
     result = run_case(found_by, backend, backend.device(0))
     wrong = result.outcome is Outcome.FAIL or result.difference.nmse > NEAR
     assert "does not compile" not in result.why
+    assert "times" not in result.why, "the file has changed"
     assert wrong, str(result.difference)

@@ -203,27 +203,6 @@ PLANTS = (
         "if (i > a.count) return;\n    const i64 *const steps[] = {a.x.step, a.y.step",
     ),
     Plant(
-        "mul_mat",
-        "no barrier after the tile is read",
-        "products.cu",
-        "sum[i][j] += xs[k][row + 16 * i] * ws[k][column + 16 * j];\n        __syncthreads();",
-        "sum[i][j] += xs[k][row + 16 * i] * ws[k][column + 16 * j];",
-    ),
-    Plant(
-        "mul_mat",
-        "the tile's edge is not zeros",
-        "products.cu",
-        "inside && n0 + r < a.n ? ",
-        "n0 + r < a.n ? ",
-    ),
-    Plant(
-        "mul_mat",
-        "entries past the last column",
-        "products.cu",
-        "if (m < a.m && n < a.n)",
-        "if (m < a.m)",
-    ),
-    Plant(
         "cumsum",
         "the sum of earlier entries is of the wrong lane",
         "rows.cu",
@@ -236,20 +215,6 @@ PLANTS = (
         "rows.cu",
         "if (lane >= by) sum += other;",
         "sum += other;",
-    ),
-    Plant(
-        "argsort",
-        "equal entries take one place",
-        "rows.cu",
-        "start + i < mine",
-        "start + i < start",
-    ),
-    Plant(
-        "argsort",
-        "no barrier before the next entries come",
-        "rows.cu",
-        "}\n        __syncthreads();\n    }\n    if (mine",
-        "}\n    }\n    if (mine",
     ),
     Plant(
         "get_rows",

@@ -19,6 +19,7 @@ from .kernels import (
     rotary,
     rows,
     short_convolution,
+    sorting,
 )
 from .launches import Binding
 
@@ -29,6 +30,7 @@ FAMILIES: tuple[ModuleType, ...] = (
     products,
     rotary,
     rows,
+    sorting,
     indexer,
     short_convolution,
     gated_delta_net,

@@ -102,28 +102,39 @@ __device__ __forceinline__ void split(float x, float y, u32 &high, u32 &low) {
 // Where eight columns of a row lie in a tile of `columns`: rows that are read together lie in different banks.
 __device__ __forceinline__ int chunk(int row, int c, int columns) { return row * columns + 8 * (c ^ (row & 7)); }
 
-// Lane `c` of the `lanes` that share a row turns its columns 8 c to 8 c + 7 into halves, multiples of a power of two for
-// the row, which all of them get.  A row that is null is zeros.
-__device__ __forceinline__ float split_row(const float *row, i64 step, bool dense, int size, int lanes, int c, u16 *high, u16 *low, bool writes) {
-    float x[8], most = 0.0f;
-    if (dense && row && 8 * c < size) {
-        const float4 one = *(const float4 *)(row + 8 * c), two = *(const float4 *)(row + 8 * c + 4);
-        x[0] = one.x, x[1] = one.y, x[2] = one.z, x[3] = one.w, x[4] = two.x, x[5] = two.y, x[6] = two.z, x[7] = two.w;
-    } else {
+// The `lanes` that share a row turn it into halves, multiples of a power of two for the row, which all of them get.  Lane
+// `first` has eight columns from 8 first on, and those 8 lanes further, up to EIGHTS times; they go to row `number` of a tile
+// of `columns`.  A row that is null is zeros.
+template <int EIGHTS>
+__device__ __forceinline__ float split_row(const float *row, i64 step, bool dense, int size, int lanes, int first, int columns, int number, u16 *high, u16 *low, bool writes) {
+    float x[EIGHTS][8], most = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 8; i++) x[i] = row && 8 * c + i < size ? row[(8 * c + i) * step] : 0.0f;
+    for (int j = 0; j < EIGHTS; j++) {
+        const int at = 8 * (first + j * lanes);
+        if (dense && row && at < size) {
+            const float4 one = *(const float4 *)(row + at), two = *(const float4 *)(row + at + 4);
+            x[j][0] = one.x, x[j][1] = one.y, x[j][2] = one.z, x[j][3] = one.w;
+            x[j][4] = two.x, x[j][5] = two.y, x[j][6] = two.z, x[j][7] = two.w;
+        } else {
+#pragma unroll
+            for (int i = 0; i < 8; i++) x[j][i] = row && at + i < size ? row[(at + i) * step] : 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(x[j][i]));
     }
-#pragma unroll
-    for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(x[i]));
     for (int by = lanes / 2; by > 0; by >>= 1) most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, by));
     const int exponent = min(max((int)(__float_as_uint(most) >> 23), 15), 254) - 14;  // the largest becomes 2^14 or more
     const float up = __uint_as_float((u32)(254 - exponent) << 23), unit = __uint_as_float((u32)exponent << 23);
-    u32 h[4], l[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) split(x[2 * i] * up, x[2 * i + 1] * up, h[i], l[i]);
-    if (writes) {
-        *(uint4 *)high = make_uint4(h[0], h[1], h[2], h[3]);
-        *(uint4 *)low = make_uint4(l[0], l[1], l[2], l[3]);
+    for (int j = 0; j < EIGHTS; j++) {
+        const int c = first + j * lanes, to = chunk(number, c, columns);
+        u32 h[4], l[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) split(x[j][2 * i] * up, x[j][2 * i + 1] * up, h[i], l[i]);
+        if (writes && 8 * c < columns) {
+            *(uint4 *)(high + to) = make_uint4(h[0], h[1], h[2], h[3]);
+            *(uint4 *)(low + to) = make_uint4(l[0], l[1], l[2], l[3]);
+        }
     }
     return row ? unit : 0.0f;
 }

@@ -63,6 +63,12 @@ class Tiled:
     width: int
     tile: int
     held: bool
+    rows: int = ROWS
+    threads: int = THREADS
+
+    @property
+    def file(self) -> str:
+        return "attention_tiles.cu"
 
     @property
     def name(self) -> str:
@@ -73,7 +79,27 @@ class Tiled:
         return 4 * (self.tile * (self.size + self.width) + (0 if self.held else ROWS * self.size))
 
     def source(self) -> Source:
-        return Source("attention_tiles.cu", (self.name,), before=("attention.cuh",))
+        return Source(self.file, (self.name,), before=("attention.cuh", "attention_scores.cuh"))
+
+
+@dataclass(frozen=True, slots=True)
+class Wide(Tiled):
+    """`attend_wide`, whose queries come through shared memory before keys and values do."""
+
+    rows: int = 32
+    threads: int = 256
+
+    @property
+    def file(self) -> str:
+        return "attention_wide.cu"
+
+    @property
+    def name(self) -> str:
+        return f"attend_wide<{self.size}, {self.width}>"
+
+    @property
+    def shared_bytes(self) -> int:
+        return 4 * max(self.tile * (self.size + self.width), self.rows * self.size)
 
 
 FEW = {f: f.source() for f in (Few(8, 2, 2), Few(8, 4, 4), Few(16, 4, 4), Few(32, 5, 4))}
@@ -86,6 +112,7 @@ TILED = {
         Tiled(128, 128, 32, True),
         Tiled(192, 128, 32, False),
         Tiled(256, 256, 16, False),
+        Wide(576, 512, 16, held=True),
     )
 }
 _AROUND = ("attention_seen", "attention_split", "attention_combine")
@@ -260,8 +287,8 @@ class _Attention:
 
     def _tiles(self, kind: Tiled, operands: Operands, leading: Sequence[int]) -> None:
         s, launches = self.shape, self.launches
-        row_tiles, tiles = blocks(s.rows, ROWS), blocks(s.keys, kind.tile)
-        splits = s.splits(row_tiles, 4 * kind.tile)
+        row_tiles, row_blocks, tiles = blocks(s.rows, ROWS), blocks(s.rows, kind.rows), blocks(s.keys, kind.tile)
+        splits = s.splits(row_blocks, 4 * kind.tile)
         sums = self._sums(splits)
         count = s.batch * s.groups * tiles * kind.tile
         halves = [launches.scratch((count, n)) for n in (kind.size, kind.width)]
@@ -270,7 +297,7 @@ class _Attention:
         for batch in _batches(leading, operands):
             q, k, v, mask, out = batch
             need(out.shape[0] * s.groups <= MOST_GRID, f"{out.shape[0]} batches are too many for a grid")
-            need(max(row_tiles, tiles) <= MOST_GRID, f"{s.rows} rows or {s.keys} keys are too many for a grid")
+            need(max(row_blocks, tiles) <= MOST_GRID, f"{s.rows} rows or {s.keys} keys are too many for a grid")
             for x, n, half, unit in zip((k, v), (kind.size, kind.width), halves, units, strict=True):
                 self._split(x, n, kind.tile, half, unit)
             words = self._words(batch, splits, sums)
@@ -288,8 +315,8 @@ class _Attention:
             if mask is not None:
                 masks = (out.shape[0] if step[0] else 1) * (s.groups if step[1] else 1)
                 launches.add(AROUND["attention_seen"], (tiles, row_tiles, masks), THREADS, with_tiles)
-            grid = (row_tiles, out.shape[0] * s.groups, splits)
-            launches.add(TILED[kind][kind.name], grid, THREADS, with_tiles, shared_bytes=kind.shared_bytes)
+            grid = (row_blocks, out.shape[0] * s.groups, splits)
+            launches.add(TILED[kind][kind.name], grid, kind.threads, with_tiles, shared_bytes=kind.shared_bytes)
             self._combine(batch, words, splits)
 
     def _seen_steps(self, mask: Operand, tiles: int) -> list[int]:

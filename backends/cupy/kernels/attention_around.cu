@@ -36,9 +36,12 @@ __global__ void __launch_bounds__(THREADS) attention_split(const __grid_constant
     const i64 head = number / all, place = number / tile;
     const bool real = number < a.count;
     const float *row = a.x.at + head / a.groups * a.x.batch + head % a.groups * a.x.head + key * a.x.row;
-    u16 *halves = a.halves + place * 2 * tile * columns + chunk((int)(key % tile), c, columns);
-    const bool there = real && key < a.keys;
-    const float unit = split_row(there ? row : nullptr, a.x.column, a.dense, (int)a.size, lanes, c, halves, halves + tile * columns, real && 8 * c < columns);
+    if (!real || key >= a.keys) row = nullptr;
+    u16 *high = a.halves + place * 2 * tile * columns, *low = high + tile * columns;
+    const int here = (int)(key % tile), size = (int)a.size;
+    const float unit = columns <= 8 * lanes
+                           ? split_row<1>(row, a.x.column, a.dense, size, lanes, c, columns, here, high, low, real)
+                           : split_row<3>(row, a.x.column, a.dense, size, lanes, c, columns, here, high, low, real);
     if (real && c == 0) a.units[number] = unit;
 }
 

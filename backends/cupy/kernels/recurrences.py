@@ -14,8 +14,8 @@ from .elementwise import as_float
 from .states import RECURRENT, carry, is_dense, rows
 
 WARPS, COLUMN_WARPS = 8, 16
-EACH = (1, 2, 4, 8)
-"""Elements of a state's row that a lane holds, or half of those that it holds of a column."""
+EACH = (1, 2, 4, 8, 0)
+"""Elements of a state's row that a lane holds, or half of what it holds of a column; 0 for any number, in memory."""
 
 
 def _name(kind: str, each: int, flag: bool) -> str:
@@ -31,10 +31,8 @@ BY_KEY = _source("recurrence_by_key", tuple(2 * n for n in EACH))
 
 
 def _each(size: int) -> int:
-    """How many registers a lane needs for a row of so many keys."""
-    found = next((n for n in EACH if 32 * n >= size), 0)
-    need(found, f"states with {size} keys are too large")
-    return found
+    """How many registers a lane needs for a row of so many keys; 0 if it has too few."""
+    return next((n for n in EACH if 32 * n >= size), 0)
 
 
 def _floats(launches: Launches, call: Bound, count: int) -> list[Operand]:

@@ -127,10 +127,10 @@ __global__ void count_equal(const __grid_constant__ CountEqual a) {  // one bloc
     }
 }
 
-// ----------------------------------------------------------------------------------------------------- order
+// ---------------------------------------------------------------------------------------------------- largest
 
 struct Order {
-    i64 columns, step, kept;
+    i64 columns, step;
     Axes axes;
     Walk<const float> x;
     Walk<i32> out;
@@ -161,27 +161,4 @@ __global__ void argmax(const __grid_constant__ Order a) {
         for (u32 w = 1; w < blockDim.x / 32; w++) take(best[w], where[w]);
         a.out.at[p.at[1]] = (i32)at;
     }
-}
-// Where each entry comes: after all that are smaller (or larger), and equal ones before it.  A block has 256 entries of a
-// row; only the first `kept` places are written.
-template <bool descending> __global__ void __launch_bounds__(256) argsort(const __grid_constant__ Order a) {
-    SHARED(others, float[256]);
-    const i64 *const steps[] = {a.x.step, a.out.step};
-    const Places<2> p = places(a.axes, steps, blockIdx.y);
-    const float *x = a.x.at + p.at[0];
-    const i64 mine = (i64)blockIdx.x * 256 + threadIdx.x;
-    const float value = mine < a.columns ? x[mine * a.step] : 0.0f;
-    i64 place = 0;
-    for (i64 start = 0; start < a.columns; start += 256) {
-        const i64 c = start + threadIdx.x;
-        if (c < a.columns) others[threadIdx.x] = x[c * a.step];
-        __syncthreads();
-        const int count = (int)min((i64)256, a.columns - start);
-        for (int i = 0; i < count; i++) {
-            const bool before = descending ? others[i] > value : others[i] < value;
-            place += before || (others[i] == value && start + i < mine);
-        }
-        __syncthreads();
-    }
-    if (mine < a.columns && place < a.kept) a.out.at[p.at[1] + place] = (i32)mine;
 }

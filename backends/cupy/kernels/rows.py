@@ -1,4 +1,4 @@
-"""Rows: norms, softmax, sums, order."""
+"""Rows: norms, softmax, sums, largest entries."""
 
 from __future__ import annotations
 
@@ -10,23 +10,19 @@ import numpy as np
 
 from ....ops.attributes import number
 from ....ops.norms import alibi_slopes
-from ...base import contiguous_strides
 from ...operands import Bound, Operand
 from ..axes import MOST, Axes, axes_of, row_heads
 from ..driver import Kernel, Source
 from ..launches import Binding, Launches, Word, blocks, need
 from .elementwise import as_float
 
-SORTED = 256
-MOST_ROWS = 65535
-"""Rows that a second axis of the grid has."""
+COMPARED = 256
 NORMS = ("Rms", "L2", "L2Clamped")
 SOURCE = Source(
     "rows.cu",
     (
         *(f"norm_by<{n}>" for n in NORMS),
         *("centred_norm", "softmax", "sum_rows", "cumsum", "count_equal", "argmax"),
-        *("argsort<false>", "argsort<true>"),
     ),
 )
 SOURCES = (SOURCE,)
@@ -149,40 +145,17 @@ def _cumsum(launches: Launches, call: Bound) -> None:
 def _count_equal(launches: Launches, call: Bound) -> None:
     a, b = call.operand(0), call.operand(1)
     need(a.is_dense and b.is_dense, "what is compared is not dense")
-    launches.add(SOURCE["count_equal"], 1, SORTED, [math.prod(a.shape), a, b, call.out])
+    launches.add(SOURCE["count_equal"], 1, COMPARED, [math.prod(a.shape), a, b, call.out])
 
 
-# -------------------------------------------------------------------------------------------------------- order
+# ------------------------------------------------------------------------------------------------------ largest
 
 
 def _argmax(launches: Launches, call: Bound) -> None:
     x, out = as_float(launches, call.operand(0)), call.out
     axes = axes_of(x.shape[:-1], [row_heads(x), out])
-    words: list[Word] = [x.shape[-1], x.strides[-1], 1, *axes.words, *axes.walk(0, x), *axes.walk(1, out)]
+    words: list[Word] = [x.shape[-1], x.strides[-1], *axes.words, *axes.walk(0, x), *axes.walk(1, out)]
     launches.add(SOURCE["argmax"], axes.count, row_threads(x.shape[-1]), words)
-
-
-def _launch_sort(launches: Launches, x: Operand, out: Operand, descending: bool, kept: int) -> None:
-    """At most as many rows at a time as the grid has."""
-    columns, count = x.shape[-1], math.prod(x.shape[:-1])
-    need(x.is_dense, "rows that are sorted are not dense")
-    for start in range(0, count, MOST_ROWS):
-        rows = min(MOST_ROWS, count - start)
-        source = _relaid(x, start * columns, (rows, columns), contiguous_strides((rows, columns)))
-        target = _relaid(out, start * kept, (rows, kept), contiguous_strides((rows, kept)))
-        axes = _rows(source, target)
-        words: list[Word] = [columns, 1, kept, *axes.words, *axes.walk(0, source), *axes.walk(1, target)]
-        kernel = SOURCE[f"argsort<{'true' if descending else 'false'}>"]
-        launches.add(kernel, (blocks(columns, SORTED), rows), SORTED, words)
-
-
-def _argsort(launches: Launches, call: Bound) -> None:
-    x = as_float(launches, call.operand(0))
-    _launch_sort(launches, x, call.out, bool(call.attrs["descending"]), x.shape[-1])
-
-
-def _top_k(launches: Launches, call: Bound) -> None:
-    _launch_sort(launches, as_float(launches, call.operand(0)), call.out, True, int(_number(call, "k")))
 
 
 BINDINGS: Mapping[str, Binding] = {
@@ -197,6 +170,4 @@ BINDINGS: Mapping[str, Binding] = {
     "cumsum": _cumsum,
     "count_equal": _count_equal,
     "argmax": _argmax,
-    "argsort": _argsort,
-    "top_k": _top_k,
 }

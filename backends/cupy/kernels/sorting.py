@@ -1,0 +1,89 @@
+"""Orders of the entries of rows: runs that are sorted in shared memory, and merged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ....graph.dtypes import DType
+from ....ops.attributes import number
+from ...operands import Bound, Operand
+from ..driver import Source
+from ..launches import Binding, Launches, Word, blocks, need
+from .elementwise import as_float
+
+EACH, TILE = 8, 2048
+"""Items of a thread, and of a block that merges or, where a row needs several, sorts."""
+LONGEST = 4096
+"""Items that one block sorts where that makes it the only one of its row."""
+SOURCE = Source("sorting.cu", ("sort_runs", "merge_runs"))
+SOURCES = (SOURCE,)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Each row of `columns` becomes `runs` sorted runs of `kept` items: it is cut after every `length` columns, or runs
+    that have this length are merged two by two."""
+
+    columns: int
+    length: int
+    kept: int
+    runs: int
+    merges: bool
+
+
+def rounds(columns: int, kept: int) -> Iterator[Round]:
+    """What gives the first `kept` of so many entries of a row, in order."""
+    made = _sorting(columns, 1, kept)
+    yield made
+    while made.runs > 1:
+        many, length = made.runs * made.kept, made.kept
+        if 2 * length <= TILE:
+            made = _sorting(many, length, kept)
+        else:
+            made = Round(many, length, min(kept, 2 * length), blocks(made.runs, 2), merges=True)
+        yield made
+
+
+def _sorting(columns: int, unit: int, kept: int) -> Round:
+    """Runs of whole units are sorted."""
+    length = columns if columns <= LONGEST else TILE // unit * unit
+    return Round(columns, length, min(kept, length), blocks(columns, length), merges=False)
+
+
+def _sort(launches: Launches, x: Operand, out: Operand, kept: int, *, descending: bool) -> None:
+    columns, rows = x.shape[-1], math.prod(x.shape[:-1])
+    need(x.is_dense, "rows that are sorted are not dense")
+    need(columns < 2**31, f"rows of {columns} entries are too long")
+    if 0 in (rows, kept):
+        return
+    all_rounds = list(rounds(columns, kept))
+    *sizes, _ = (rows * r.runs * r.kept for r in all_rounds)
+    rooms = [launches.scratch((max(part),), DType.I64) for part in (sizes[::2], sizes[1::2]) if part]
+    source: Operand | int = 0  # the entries themselves
+    for at, made in enumerate(all_rounds):
+        last = made is all_rounds[-1]
+        target: list[Word] = [0, out] if last else [rooms[at % 2], 0]
+        if made.merges:
+            tiles = blocks(made.kept, TILE)
+            words: list[Word] = [made.columns // made.length, made.length, made.kept, tiles, source, *target]
+            launches.add(SOURCE["merge_runs"], rows * made.runs * tiles, TILE // EACH, words)
+        else:
+            bits = max(3, (made.length - 1).bit_length())
+            words = [made.columns, made.runs, made.length, bits, made.kept, descending, 0 if at else x, source, *target]
+            launches.add(SOURCE["sort_runs"], rows * made.runs, max(32, 2**bits // EACH), words, 8 * 2**bits)
+        source = target[0] if isinstance(target[0], Operand) else 0
+
+
+def _argsort(launches: Launches, call: Bound) -> None:
+    x = as_float(launches, call.operand(0))
+    _sort(launches, x, call.out, x.shape[-1], descending=bool(call.attrs["descending"]))
+
+
+def _top_k(launches: Launches, call: Bound) -> None:
+    _sort(launches, as_float(launches, call.operand(0)), call.out, int(number(call.attrs, "k")), descending=True)
+
+
+BINDINGS: Mapping[str, Binding] = MappingProxyType({"argsort": _argsort, "top_k": _top_k})
