@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,7 +17,9 @@ from hocket.conformance.inputs import draw
 from hocket.conformance.run import execute
 from hocket.ops import attention
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
+from .emulation import needs_compiler
+
+pytestmark = needs_compiler
 
 NEAR = 5e-12
 """Of the worst row, in the normalised mean square: errors of 2e-6.  Products of halves alone are off by 1e-4."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +28,13 @@ from hocket.ops.collective import COLLECTIVES
 from hocket.scheduler import load, plan_for
 
 from .devices_meet import Part, Rig, summands
+from .emulation import needs_compiler
 from .fake_cupy import fake_cupy
 from .grouped import weights_of
 from .random_graphs import bindings, seeded_graph
 from .test_sharding import everything_that_fits
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
+pytestmark = needs_compiler
 
 
 def reduced(n, shape, dtype=np.float32, **options):

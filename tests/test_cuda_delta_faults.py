@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,8 +12,9 @@ from hocket.backends.cupy.driver import Kernel, Launch, LaunchError, Source
 from hocket.backends.cupy.kernels import gated_delta_net as binding
 
 from .delta_launches import ORDERS, Problem, bind, problem, reference, run, with_slots, worst
+from .emulation import needs_compiler
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
+pytestmark = needs_compiler
 
 STEP, CHUNKS, PREPARE, SCAN = (
     f"gated_delta_net{name}" for name in (".cu", "_chunks.cuh", "_prepare.cu", "_scan.cu")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,9 +13,10 @@ from hocket.backends.cupy.kernels.short_convolution import Layer, Made, launch_g
 from hocket.backends.cupy.launches import Launches
 
 from .delta_launches import NOTHING, ORDERS, aligned, operand, run, worst
+from .emulation import needs_compiler
 from .test_cuda_delta_faults import with_fault
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
+pytestmark = needs_compiler
 
 EPS, LIMIT = 1e-6, 1e-12
 

@@ -4,7 +4,6 @@ cannot."""
 from __future__ import annotations
 
 import dataclasses
-import shutil
 
 import numpy as np
 import pytest
@@ -26,9 +25,9 @@ from hocket.ops import REGISTRY
 from hocket.ops.collective import COLLECTIVES
 from hocket.scheduler import load, plan, plan_for
 
+from .emulation import needs_compiler
 from .fake_cupy import fake_cupy
 
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
 """Ops without kernels."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +19,9 @@ from hocket.conformance.generate import quick_cases
 from hocket.graph import DType
 from hocket.ops import REGISTRY
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
+from .emulation import needs_compiler
+
+pytestmark = needs_compiler
 PLANTED = Path(__file__).with_name("planted.cu").read_text("utf-8")
 
 

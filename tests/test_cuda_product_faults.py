@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -19,9 +18,11 @@ from hocket.graph.errors import BackendError
 from hocket.ops.quants import dequantise
 from hocket.scheduler import load, plan_for
 
-from .test_cuda_products import RNG, product, random_rows
+from .emulation import needs_compiler
+from .random_rows import random_rows
+from .test_cuda_products import RNG, product
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
+pytestmark = needs_compiler
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def dense_product(backend: DriverBackend) -> bool:
 
 def routed(tokens: int) -> Callable[[DriverBackend], bool]:
     def is_right(backend: DriverBackend) -> bool:
-        raw = random_rows(DType.Q8_0, 3 * 32, 32).reshape(3, 32, -1)
+        raw = random_rows(DType.Q8_0, 3 * 32, 32, RNG).reshape(3, 32, -1)
         x = RNG.standard_normal((tokens, 1, 32)).astype(np.float32)
         ids = RNG.integers(0, 6, (tokens, 2)).astype(np.int32)
         w = weight("w", (3, 32, 32), DType.Q8_0)
