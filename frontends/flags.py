@@ -30,6 +30,7 @@ def session_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--devices", default="cpu:0", metavar="LIST", help="where to run, as cpu:0,cpu:1 (cpu:0)")
     share_flags(sub)
     sub.add_argument("--exact", action="store_true", help="float32 throughout, in plain NumPy: slower")
+    sub.add_argument("--fast", action="store_true", help="bfloat16 in the delta rule's products, where that is faster")
     context_flag(sub)
     sub.add_argument("-b", "--batch-size", dest="batch", type=positive, default=CHUNK, metavar="N", help="tokens a run")
     sub.add_argument(

@@ -117,5 +117,9 @@ class Driver(Protocol):
         """What makes these launches, in order, each time it is called.  Raises `BackendError` if a kernel does not
         compile; the call raises `LaunchError`."""
 
+    def timed(self, runs: Sequence[Callable[[], None]], on: Device) -> list[float]:
+        """Make `runs`, which `record` gave, one after the other; the seconds that each takes on the device.  One that
+        the device ends before the host has made the next takes as long as that."""
+
     def synchronise(self, on: Device) -> None:
         """Wait until everything that was launched is done.  Raises `BackendError` if something failed."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -95,6 +97,14 @@ class EmulatedDriver:
                 step.run(order, 0xFF if runs % 2 else 0x5A)
 
         return run
+
+    def timed(self, runs: Sequence[Callable[[], None]], on: Device) -> list[float]:
+        """By the clock of the host."""
+        marks = [time.perf_counter()]
+        for run in runs:
+            run()
+            marks.append(time.perf_counter())
+        return [end - start for start, end in pairwise(marks)]
 
     def synchronise(self, on: Device) -> None:
         """Launches have ended when they return."""
