@@ -24,6 +24,7 @@ HEADERS = Path(__file__).parent
 OPTIONS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fopenmp", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-w")
 CHECKS = ("-fsanitize=alignment,bounds", "-fsanitize-undefined-trap-on-error")
 """What a device traps, or would not notice, and cuda.h reports."""
+LOCK = ".lock"
 log = logging.getLogger("hocket.kernels")
 _building = threading.Lock()
 
@@ -75,6 +76,7 @@ def _built(source: Source, options: Sequence[str] = OPTIONS) -> Path:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (target.parent / LOCK).touch()
     except OSError:  # it cannot be kept
         target = Path(tempfile.mkdtemp(prefix="hocket-")) / target.name
     with _alone(target.parent, int(key[:8], 16)):
@@ -86,7 +88,7 @@ def _built(source: Source, options: Sequence[str] = OPTIONS) -> Path:
 @contextmanager
 def _alone(folder: Path, number: int) -> Iterator[None]:
     """No other process is here for the same folder and number."""
-    with open(folder / ".lock", "ab") as file:
+    with open(folder / LOCK, "ab") as file:
         fcntl.lockf(file, fcntl.LOCK_EX, 1, number)
         yield
 
