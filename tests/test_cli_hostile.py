@@ -318,7 +318,7 @@ def test_an_empty_prompt_is_refused() -> None:
     [
         "",
         "fly",
-        "run --fast",
+        "run --swift",
         "run --devices cpu:0,cpu:0",
         "run --devices cpu:0,cpu:1 --split-mode rows",
         "run --devices cpu:0,cpu:1 --tensor-split 1,x",
