@@ -294,17 +294,11 @@ def group_of(args: argparse.Namespace, threads: int | None = None) -> Group:
     """The devices that flags name, and how they share."""
     from .frontends.session import Group
 
-    devices, place, exact = tuple(args.devices.split(",")), tuple(args.place), getattr(args, "exact", False)
+    devices, place = tuple(args.devices.split(",")), tuple(args.place)
+    modes = {name: getattr(args, name, False) for name in ("exact", "fast")}
     threads = getattr(args, "threads", threads)
-    return Group(
-        devices,
-        args.split_mode,
-        args.tensor_split,
-        place,
-        threads=threads,
-        exact=exact,
-        wire=getattr(args, "wire", "f32"),
-    )
+    wire = getattr(args, "wire", "f32")
+    return Group(devices, args.split_mode, args.tensor_split, place, threads=threads, wire=wire, **modes)
 
 
 def memory_text(session: Session) -> str:

@@ -7,8 +7,11 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import combinations
+from typing import TypeAlias
 from zlib import crc32
 
+from ..graph.node import Attr
+from ..graph.spec import Spec
 from ..graph.text import attr_text
 from ..ops import REGISTRY, Op
 from . import zeros
@@ -18,6 +21,7 @@ from .inputs import kinds_for
 from .layouts import placed, twins
 from .metamorphic import checks_for
 
+Operands: TypeAlias = tuple[tuple[str, Spec], ...]
 PAIRS_OF_LAYOUT = 12
 """Points, at most, at which every layout meets every kind of input."""
 QUICK_ELEMENTS = 1 << 15
@@ -80,19 +84,24 @@ def _order(case: Case) -> tuple[int, int, int]:
     return (size > QUICK_ELEMENTS) + 2 * (size <= 4 or empty), -len(case.operands), crc32(case.text.encode())
 
 
-def _traits(case: Case) -> list[object]:
-    """Dtypes and attributes of a case, and which operands it has."""
-    found: list[object] = [("dtype", k, s.dtype) for k, s in case.operands]
-    found += [("attr", k, attr_text(v)) for k, v in case.attrs]
-    found += [("default", k) for k in case.declared.defaults if k not in dict(case.attrs)]
-    return [*found, ("operands", tuple(k for k, _ in case.operands))]
+@lru_cache(maxsize=1024)
+def _traits(op: Op, operands: Operands, attrs: tuple[tuple[str, Attr], ...]) -> tuple[tuple[object, ...], ...]:
+    """Dtypes and attributes of a point, and which operands it has."""
+    found: list[tuple[object, ...]] = [("dtype", k, s.dtype) for k, s in operands]
+    found += [("attr", k, attr_text(v)) for k, v in attrs]
+    found += [("default", k) for k in op.defaults if k not in dict(attrs)]
+    return (*found, ("operands", tuple(k for k, _ in operands)))
+
+
+def _traits_of(case: Case) -> tuple[tuple[object, ...], ...]:
+    return _traits(case.declared, case.operands, case.attrs)
 
 
 def _alone(case: Case) -> set[object]:
     """What a case shows, each thing by itself; of a metamorphic check only that it is made."""
     if case.check != "reference":
         return {("check", case.check)}
-    return {*_traits(case), *_shapes(case), (case.layout, case.inputs)}
+    return {*_traits_of(case), *_shapes(case.operands), (case.layout, case.inputs)}
 
 
 def _by_layout(case: Case) -> set[object]:
@@ -104,32 +113,33 @@ def _by_layout(case: Case) -> set[object]:
 
 def _paired(case: Case) -> set[object]:
     """What it shows in pairs."""
-    traits = _traits(case)
-    attrs = [t for t in traits if t[0] in ("attr", "default")]  # type: ignore[index]  # traits are tuples
+    traits = _traits_of(case)
+    attrs = [t for t in traits if t[0] in ("attr", "default")]
     if case.check != "reference":
         return {(case.check, t) for t in attrs}
-    shapes = [s for s in _shapes(case) if s[0] in ("rank", "meet")]  # type: ignore[index]  # traits are tuples
+    shapes = [s for s in _shapes(case.operands) if s[0] in ("rank", "meet")]
     found: set[object] = {(setting, t) for setting in (case.layout, case.inputs) for t in traits}
     return found | {(case.layout, s) for s in shapes} | set(combinations(attrs, 2))
 
 
-def _shapes(case: Case) -> list[object]:
+@lru_cache(maxsize=1024)
+def _shapes(operands: Operands) -> tuple[tuple[object, ...], ...]:
     """Traits of the shapes: their ranks, axes of size 0 and 1, odd sizes, many rows; how operands compare."""
-    found: list[object] = []
-    for name, spec in case.operands:
+    found: list[tuple[object, ...]] = []
+    for name, spec in operands:
         shape = spec.shape
         last = shape[-1] if shape else -1
         found.append(("rank", name, len(shape)))
         found.append(("last", name, "0" if not last else "1" if last == 1 else last % 2, last > 64))
         found.append(("tall", name, math.prod(shape[:-1]) > 4096, last > 1024, last > 4096))
         found.append(("size", name, spec.size.bit_length() // 4, 1 in shape, 0 in shape))
-    for (one, a), (two, b) in combinations(case.operands, 2):
+    for (one, a), (two, b) in combinations(operands, 2):
         meet = tuple(
             "=" if n == m else "1" if 1 in (n, m) else "<" if n < m else ">"
             for n, m in zip(a.shape[::-1], b.shape[::-1], strict=False)
         )
         found.append(("meet", one, two, meet))
-    return found
+    return tuple(found)
 
 
 def cases(pattern: str = "", *, full: bool = False, seed: int = 0, only: Sequence[str] | None = None) -> Iterator[Case]:

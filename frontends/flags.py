@@ -32,6 +32,7 @@ def session_flags(sub: argparse.ArgumentParser) -> None:
     share_flags(sub)
     sub.add_argument("--exact", action="store_true", help="float32 throughout, in plain NumPy: slower")
     wire_flag(sub)
+    sub.add_argument("--fast", action="store_true", help="bfloat16 in the delta rule's products, where that is faster")
     context_flag(sub)
     sub.add_argument("-b", "--batch-size", dest="batch", type=positive, default=CHUNK, metavar="N", help="tokens a run")
     sub.add_argument(

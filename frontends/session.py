@@ -13,6 +13,9 @@ import numpy.typing as npt
 
 from ..backends.base import Backend, Device, find
 from ..graph.dtypes import DType
+from ..graph.graph import Graph
+from ..graph.node import Node, Value
+from ..graph.rewrite import rewrite
 from ..graph.spec import Spec
 from ..scheduler import Executor, Host, Plan, Store, plan_for
 from ..scheduler.fits import shortage
@@ -42,8 +45,10 @@ class Group:
     """The devices of a session and how they share the model; see `hocket.plan` for the modes.
 
     `threads` is for each device; without it they share the processors.  `exact` computes in float32 throughout, where
-    ``cpu`` rounds activations to 8 bits before they meet quantised weights.  `wire` is what large sums are sent in
-    between GPUs: ``f32``, or ``bf16``, which is half as much and not exact (`hocket.backends.base.Comm.wire`).
+    ``cpu`` rounds activations to 8 bits before they meet quantised weights.  `fast` lets backends round to bfloat16
+    what they compute exactly unless they are asked: factors of the products in the delta rule.  `wire` is what large
+    sums are sent in between GPUs: ``f32``, or ``bf16``, which is half as much and not exact
+    (`hocket.backends.base.Comm.wire`).
     """
 
     devices: tuple[str, ...] = ("cpu:0",)
@@ -53,6 +58,7 @@ class Group:
     threads: int | None = None
     exact: bool = False
     wire: str = "f32"
+    fast: bool = False
 
 
 class Session:
@@ -82,6 +88,9 @@ class Session:
         if on.exact and on.wire != "f32":
             raise ModelError(f"results that are to be exact are not sent as {on.wire}; leave out one of the two")
         self._wire = WIRES[on.wire]
+        if on.exact and on.fast:
+            raise ModelError("results that are to be exact are not rounded to bfloat16; leave out one of the two")
+        self._graph = partial(hurried, model) if on.fast else model.graph
         self._place = tuple((pattern, spelled(device, on)) for pattern, device in on.place)
         self._first = self._laid_out(on)
         self.store = Store(self.group)
@@ -94,13 +103,13 @@ class Session:
         one over the layout of that step, in which the host takes what does not fit."""
         asked = found(on)
         options = partial(plan_for, split_mode=on.split_mode, tensor_split=on.tensor_split, place=self._place)
-        one = self.model.graph(self.step(1, 1, self.sequences))
+        one = self._graph(self.step(1, 1, self.sequences))
         first = options(one, asked)
         self.group = first.group  # in mode none perhaps fewer than asked
         host = Host(*found(replace(on, devices=(HOST,)))[0])
         if host.device in (device for _, device in asked) or all(device.memory is None for _, device in asked):
             return first
-        most = self.model.graph(self.step(_bucket(self.batch), self.context, self.sequences))
+        most = self._graph(self.step(_bucket(self.batch), self.context, self.sequences))
         if not shortage(plan_for(most, self.group, place=self._place, like=first)):
             return first
         largest = options(most, asked, host=host)
@@ -176,7 +185,7 @@ class Session:
 
     def plan(self, step: Step) -> Plan:
         """The plan of a step, over the weights and states as they lie."""
-        return plan_for(self.model.graph(step), self.group, place=self._place, like=self._first)
+        return plan_for(self._graph(step), self.group, place=self._place, like=self._first)
 
     def executor(self, step: Step) -> Executor:
         """The plan of a step, bound to this session's memory; built at its first use."""
@@ -208,6 +217,15 @@ def found(on: Group) -> list[tuple[Backend, Device]]:
 def spelled(device: str, on: Group) -> str:
     """The name of a device in a group: ``cpu:1`` is ``numpy:1`` where results are to be exact."""
     return re.sub("^cpu(?=:|$)", "numpy", device) if on.exact else device
+
+
+def hurried(model: Model, step: Step) -> Graph:
+    """The graph of a step in which no op has to be exact that need not be."""
+
+    def rule(node: Node) -> Sequence[Value] | None:
+        return replace(node, attrs={**node.attrs, "exact": False}).results if node.attrs.get("exact") else None
+
+    return rewrite(model.graph(step), rule)
 
 
 def check_context(context: int, model: Model) -> None:

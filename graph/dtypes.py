@@ -58,6 +58,8 @@ class DType(Enum):
         self.block_bytes = block_bytes
         self.storage: np.dtype = np.dtype(storage)
 
+    __hash__ = object.__hash__  # each type is one object; Enum would hash its name, in Python
+
     def __str__(self) -> str:
         return self.text
 

@@ -116,6 +116,7 @@ def _delta_needs(d: int, snapshots: int, saved: int | None = None, **_: object) 
             g=(1,),
             k=(1, 2),
         ),
+        *grid(_DELTA_CASE + ", exact=false", t=(70,), h=(2,), d=(64,), e=(16,), g=(1, 64), m=("tiled",)),
     ),
     errors=(
         ("q=f32[3,2,8], k=f32[3,2,8], v=f32[3,3,8], g=f32[3,3,1], beta=f32[3,3], state=f32[3,8,8]", "no product"),
@@ -145,6 +146,7 @@ def gated_delta_net(
     heads: str = "tiled",
     snapshots: int = 1,
     pool: str = "none",
+    exact: bool = True,
 ) -> tuple[Array, Array]:
     """The gated delta rule over all tokens; returns the outputs and the state after the last token.
 
@@ -155,6 +157,8 @@ def gated_delta_net(
     With `snapshots` K > 1 the second result is [..., K, heads, e, d]: snapshot s is the state s tokens before the
     end, zeros where that is before the first token (ggml leaves those unwritten).  With `pool` ``"update"``, state
     is a pool of states and result the pool in which row ``slots_out[i]`` (or ``[i, s]``) is new; module `states`.
+
+    Where it need not be `exact`, a backend may round the factors of its products to bfloat16.
     """
     repeat = v.shape[-2] // q.shape[-2] if q.shape[-2] else 1
 

@@ -168,7 +168,7 @@ class _Solver:
         self.named: dict[str, int] = {}
         self.source: dict[str, str] = {}
         self.products: list[tuple[Operand, Dim, int]] = []
-        self.leading: dict[Operand, tuple[int, ...]] = {}
+        self.leading: list[tuple[Operand, tuple[int, ...]]] = []
 
     def add(self, operand: Operand, shape: tuple[int, ...]) -> None:
         extra = len(shape) - len(operand.dims)
@@ -176,7 +176,7 @@ class _Solver:
             least = "at least " if operand.leading is not Leading.NONE else ""
             raise Mismatch(f"{operand.name} has rank {len(shape)}; {operand.text} needs {least}{len(operand.dims)}")
         if operand.leading is not Leading.NONE:
-            self.leading[operand] = shape[:extra]
+            self.leading.append((operand, shape[:extra]))
         for dim, size in zip(operand.dims, shape[extra:], strict=True):
             if dim.or_one and size == 1:
                 continue
@@ -219,15 +219,15 @@ class _Solver:
         return True
 
     def _shared_leading(self) -> tuple[int, ...]:
-        equal = {o: shape for o, shape in self.leading.items() if o.leading in (Leading.EQUAL, Leading.CONTRACTED)}
+        equal = [(o, shape) for o, shape in self.leading if o.leading in (Leading.EQUAL, Leading.CONTRACTED)]
         if not equal:
             return ()
-        first, shared = next(iter(equal.items()))
-        for operand, shape in equal.items():
+        first, shared = equal[0]
+        for operand, shape in equal:
             if shape != shared:
                 raise Mismatch(f"leading axes are {list(shared)} in {first.text} but {list(shape)} in {operand.text}")
-        for operand, shape in self.leading.items():
-            if operand in equal:
+        for operand, shape in self.leading:
+            if operand.leading in (Leading.EQUAL, Leading.CONTRACTED):
                 continue
             if len(shape) > len(shared):
                 raise Mismatch(

@@ -110,7 +110,7 @@ class Executor:
         def timed(number: int) -> Callable[[], None]:
             measured = getattr(plain[number], "measured", None)
             if measured is None:
-                raise PlanError(f"device {self.plan.lanes[number].device} cannot time its steps; cpu can")
+                raise PlanError(f"device {self.plan.lanes[number].device} cannot time its steps; cpu and cuda can")
             return lambda: found.update({number: measured()})
 
         self._replays = [timed(i) for i in range(len(plain))]

@@ -21,7 +21,7 @@ from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
 from hocket.graph.dtypes import DType
 
-from .test_cpu_kernels import random_rows
+from .random_rows import random_rows
 
 RNG = np.random.default_rng(7)
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -41,7 +41,7 @@ def layers(count: int, rows: int, dtype: DType) -> hocket.Graph:
 def values_of(graph: hocket.Graph) -> dict[str, np.ndarray]:
     def drawn(w: hocket.Value) -> np.ndarray:
         if w.dtype.is_quantised:
-            return random_rows(w.dtype, math.prod(w.shape[:-1]), w.shape[-1]).reshape(*w.shape[:-1], -1)
+            return random_rows(w.dtype, math.prod(w.shape[:-1]), w.shape[-1], RNG).reshape(*w.shape[:-1], -1)
         return RNG.standard_normal(w.shape).astype(w.dtype.storage)
 
     return {w.node.name: drawn(w) for w in graph.weights}

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-from dataclasses import dataclass, replace
-
 import numpy as np
 import pytest
 
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.driver import Kernel, Source
 from hocket.backends.cupy.emulation.emulated import EmulatedBackend, EmulatedDriver
 from hocket.backends.cupy.kernels import attention as binding
 from hocket.conformance import Outcome, run_case
@@ -18,7 +14,9 @@ from hocket.conformance.inputs import draw
 from hocket.conformance.run import execute
 from hocket.ops import attention
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
+from .emulation import FaultyDriver, needs_compiler
+
+pytestmark = needs_compiler
 
 NEAR = 5e-12
 """Of the worst row, in the normalised mean square: errors of 2e-6.  Products of halves alone are off by 1e-4."""
@@ -147,37 +145,6 @@ def test_shared_memory_fits_every_device():
 
 
 # ---------------------------------------------------------------------------------------------------- planted faults
-
-
-@dataclass(frozen=True)
-class Edited(Source):
-    """A source in whose text one place is another one."""
-
-    good: str = ""
-    bad: str = ""
-
-    @property
-    def text(self) -> str:
-        whole = Source(self.file, self.names, self.before).text
-        assert whole.count(self.good) == 1, f"{self.good!r} is there {whole.count(self.good)} times"
-        return whole.replace(self.good, self.bad)
-
-
-class FaultyDriver(EmulatedDriver):
-    """Launches kernels of one file with an edit."""
-
-    def __init__(self, file: str, good: str, bad: str) -> None:
-        super().__init__()
-        self.edit = file, good, bad
-
-    def record(self, launches, on):
-        return super().record([replace(x, kernel=self.faulty(x.kernel)) for x in launches], on)
-
-    def faulty(self, kernel):
-        (file, *edit), source = self.edit, kernel.source
-        return (
-            Kernel(Edited(file, (kernel.name,), source.before, *edit), kernel.name) if source.file == file else kernel
-        )
 
 
 FEW_CU, AROUND, TILES, WIDE_CU = (f"attention_{name}.cu" for name in ("few", "around", "tiles", "wide"))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-import shutil
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -29,12 +27,13 @@ from hocket.ops.collective import COLLECTIVES
 from hocket.scheduler import load, plan_for
 
 from .devices_meet import Part, Rig, summands
+from .emulation import edited, needs_compiler
 from .fake_cupy import fake_cupy
 from .grouped import weights_of
 from .random_graphs import bindings, seeded_graph
 from .test_sharding import everything_that_fits
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
+pytestmark = needs_compiler
 
 
 def reduced(n, shape, dtype=np.float32, **options):
@@ -415,26 +414,9 @@ def test_what_is_right_is_found_right():
     _right(SUMS)
 
 
-@dataclass(frozen=True)
-class Altered(Source):
-    """A file in which some text is replaced."""
-
-    old: str = ""
-    new: str = ""
-
-    @property
-    def text(self) -> str:
-        plain = Source(self.file, self.names).text
-        assert plain.count(self.old) == 1
-        return plain.replace(self.old, self.new)
-
-
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_fault_that_is_planted_in_a_collective_is_found(name, monkeypatch):
     names = ("all_reduce<float>", "begin_run", "meet_all", "tell_one", "await_one")
-    old, new = PLANTS[name]
-    altered = Altered("collective.cu", names, old=old, new=new)
-    assert new in altered.text
-    monkeypatch.setattr(collective, "SOURCE", altered)
+    monkeypatch.setattr(collective, "SOURCE", edited(Source("collective.cu", names), *PLANTS[name]))
     with pytest.raises((AssertionError, BackendError, pytest.fail.Exception)):
         _right(SUMS)

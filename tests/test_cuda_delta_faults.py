@@ -2,52 +2,23 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from hocket.backends.cupy.driver import Kernel, Launch, LaunchError, Source
+from hocket.backends.cupy.driver import LaunchError
 from hocket.backends.cupy.kernels import gated_delta_net as binding
 
 from .delta_launches import ORDERS, Problem, bind, problem, reference, run, with_slots, worst
+from .emulation import needs_compiler, with_fault
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
+pytestmark = needs_compiler
 
 STEP, CHUNKS, PREPARE, SCAN = (
     f"gated_delta_net{name}" for name in (".cu", "_chunks.cuh", "_prepare.cu", "_scan.cu")
 )  # fmt: skip
 STATES = "states.cu"
-
-
-@dataclass(frozen=True)
-class Edited(Source):
-    """A source in whose text one place is another one."""
-
-    good: str = ""
-    bad: str = ""
-
-    @property
-    def text(self) -> str:
-        whole = Source.text.fget(self)
-        assert whole.count(self.good) == 1, f"{self.good!r} is there {whole.count(self.good)} times"
-        return whole.replace(self.good, self.bad)
-
-
-def with_fault(items: Sequence[Launch], file: str, good: str, bad: str) -> list[Launch]:
-    """The launches, those of kernels that see the file with the edit."""
-
-    def faulty(launch: Launch) -> Launch:
-        source, name = launch.kernel.source, launch.kernel.name
-        if file not in (*source.before, source.file):
-            return launch
-        return replace(launch, kernel=Kernel(Edited(source.file, (name,), source.before, good, bad), name))
-
-    edited = [faulty(launch) for launch in items]
-    assert edited != list(items), f"no launch uses {file}"
-    return edited
 
 
 def steps() -> Problem:
@@ -79,7 +50,7 @@ def found(make: Callable[[], Problem], file: str = "", good: str = "", bad: str 
     for order in ORDERS:
         p = make()
         bound = bind(p, in_place=p.pool == "update")
-        items = with_fault(bound.items, file, good, bad) if file else bound.items
+        items = [with_fault(launch, file, good, bad) for launch in bound.items] if file else bound.items
         try:
             run(items, order)
         except LaunchError as why:

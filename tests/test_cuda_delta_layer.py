@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,9 +13,9 @@ from hocket.backends.cupy.kernels.short_convolution import Layer, Made, launch_g
 from hocket.backends.cupy.launches import Launches
 
 from .delta_launches import NOTHING, ORDERS, aligned, operand, run, worst
-from .test_cuda_delta_faults import with_fault
+from .emulation import needs_compiler, with_fault
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
+pytestmark = needs_compiler
 
 EPS, LIMIT = 1e-6, 1e-12
 
@@ -76,10 +75,10 @@ def bind_inputs(p: Parts, in_place: bool = False) -> tuple[list, dict[str, np.nd
     return launches.items, made
 
 
-def difference(p: Parts, order: int = 0, edit: Callable = lambda items: items, in_place: bool = False) -> float:
+def difference(p: Parts, order: int = 0, edit: Callable = lambda launch: launch, in_place: bool = False) -> float:
     wanted = expected(p)
     items, made = bind_inputs(p, in_place)
-    run(edit(items), order)
+    run([edit(launch) for launch in items], order)
     return max(worst(made[name], wanted[name])[0] for name in wanted)
 
 
@@ -129,7 +128,7 @@ def test_a_fault_planted_in_the_inputs_is_found(name: str):
     def seen(order: int) -> bool:
         p = parts(64, 1, 2, 2, 35)
         try:
-            return difference(p, order, lambda items: with_fault(items, "short_convolution.cu", good, bad)) > LIMIT
+            return difference(p, order, lambda launch: with_fault(launch, "short_convolution.cu", good, bad)) > LIMIT
         except LaunchError:
             return True
 

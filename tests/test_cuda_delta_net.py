@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -13,8 +12,8 @@ from hocket.backends.cupy.kernels import gated_delta_net as binding
 from hocket.graph.errors import BackendError
 
 from .delta_launches import ORDERS, Problem, aligned, bind, check, problem, reference, run, with_slots, worst
+from .emulation import needs_compiler
 
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
 pytestmark = needs_compiler
 
 STEPS, EXACT, FAST = 1e-12, 2e-9, 1e-4

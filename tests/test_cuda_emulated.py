@@ -4,7 +4,7 @@ cannot."""
 from __future__ import annotations
 
 import dataclasses
-import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,9 +16,13 @@ from hocket.backends.cupy import cuda
 from hocket.backends.cupy.emulation import building
 from hocket.backends.cupy.emulation.emulated import EmulatedBackend
 from hocket.backends.cupy.table import BINDINGS, FAMILIES, SOURCES
+from hocket.cli import main
 from hocket.conformance import Outcome, parse_case, run_case
 from hocket.conformance.build import build, lane_for
 from hocket.conformance.generate import quick_cases
+from hocket.frontends.errors import ModelError
+from hocket.frontends.open import open_model
+from hocket.frontends.session import Group, Session
 from hocket.graph import Graph, Spec, constant, input, state, weight
 from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
@@ -26,10 +30,10 @@ from hocket.ops import REGISTRY
 from hocket.ops.collective import COLLECTIVES
 from hocket.scheduler import load, plan, plan_for
 
+from .emulation import needs_compiler
 from .fake_cupy import fake_cupy
 
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
-"""Ops without kernels."""
+FIXTURES = Path(__file__).parent / "fixtures"
 
 
 @needs_compiler
@@ -93,6 +97,33 @@ def test_a_constant_of_16_bits_is_read_as_what_it_is():
     assert (made.run({"x": x})["y"] == x + table).all()
 
 
+# -------------------------------------------------------------------------------------------------- exact or fast
+
+DELTA = "q=f32[{t},2,{d}], k=f32[{t},2,{d}], v=f32[{t},4,32], g=f32[{t},4,{g}], beta=f32[{t},4], state=f32[4,32,{d}]"
+
+
+@needs_compiler
+@pytest.mark.parametrize("more", ["", ", snapshots=3"])
+@pytest.mark.parametrize(("t", "d", "g"), [(68, 64, 1), (130, 64, 1), (97, 64, 64)])
+def test_a_delta_rule_that_need_not_be_exact_is_as_exact_as_bfloat16(t, d, g, more):
+    backend, text = EmulatedBackend(), DELTA.format(t=t, d=d, g=g) + more
+    exact, fast = (
+        run_case(parse_case(f"gated_delta_net({text}{mode})"), backend, backend.device(0))
+        for mode in ("", ", exact=false")
+    )
+    assert (exact.outcome, fast.outcome) == (Outcome.PASS, Outcome.PASS), f"{exact.why} {fast.why}"
+    assert exact.difference.nmse < 1e-7 < fast.difference.nmse < 1e-3
+
+
+@needs_compiler
+def test_a_delta_rule_over_few_tokens_is_exact_whatever_is_asked():
+    backend = EmulatedBackend()
+    result = run_case(
+        parse_case(f"gated_delta_net({DELTA.format(t=9, d=64, g=1)}, exact=false)"), backend, backend.device(0)
+    )
+    assert result.difference.nmse < 1e-12
+
+
 # ------------------------------------------------------------------------------------------------- several devices
 
 
@@ -147,6 +178,75 @@ def test_a_program_of_several_launches_is_one_graph_and_its_faults_are_reported(
     assert made.run({"ids": [0, 0, 0]})["y"].tolist() == [[0, 4], [4, 8], [8, 12]]
     with pytest.raises(BackendError, match="there is no device cuda:4; this machine has 4"):
         devices.device(4)
+
+
+def test_a_session_that_may_be_fast_asks_for_it_and_says_no_where_it_is_to_be_exact():
+    model = open_model(FIXTURES / "qwen35" / "model.gguf")
+    for fast in (False, True):
+        made = Session(model, on=Group(("numpy:0",), fast=fast))
+        (lane,) = made.plan(made.step(4, 4)).lanes
+        asked = [i.attrs["exact"] for i in lane.program.instructions if i.op == "gated_delta_net"]
+        assert asked
+        assert asked == [not fast] * len(asked)
+    with pytest.raises(ModelError, match="leave out one of the two"):
+        Session(model, on=Group(fast=True, exact=True))
+
+
+@needs_compiler
+def test_the_command_takes_a_model_fast(tmp_path):
+    model, logits = FIXTURES / "qwen35", []
+    tokens = ",".join(map(str, np.load(model / "tokens.npy").tolist()))
+    for number, flags in enumerate(((), ("--fast",))):
+        out = str(tmp_path / f"{number}.npy")
+        words = ["logits", str(model / "model.gguf"), "--tokens", tokens, "--out", out, "--devices", "cuda-emulated:0"]
+        assert main([*words, *flags]) == 0
+        logits.append(np.load(out))
+    assert np.square(logits[1] - logits[0]).sum() <= 1e-3 * np.square(logits[0]).sum()
+
+
+# ------------------------------------------------------------------------------------------------- what takes how long
+
+
+def counting(group, **options):
+    """A state that grows, ready to run."""
+    kept, x = state("kept", (3, 8)), input("x", (3, 8))
+    new = ops.add(kept, ops.mul_mat(weight("w", (8, 8)), x))
+    graph = Graph({"y": ops.rms_norm(new, eps=1e-6)}, updates={kept: new})
+    return load(plan_for(graph, group, **options), {"w": np.eye(8, dtype=np.float32)})
+
+
+@needs_compiler
+@pytest.mark.parametrize("real", [False, True], ids=["emulated", "cuda"])
+def test_a_run_is_measured_launch_by_launch(real, devices):
+    backend = devices if real else EmulatedBackend()
+    made, names = counting([(backend, backend.device(0))]), []
+    for _ in range(2):
+        made.bind({"x": np.ones((3, 8))})
+        (steps,) = made.measure()
+        assert all(seconds > 0 for _, seconds in steps)
+        names.append([name for name, _ in steps])
+    assert len(names[0]) >= 2
+    assert names[0] == names[1]
+    made.run({"x": np.ones((3, 8))})
+    assert (np.asarray(made.store.state("kept")) == 3).all()  # each of them was one run
+
+
+@needs_compiler
+def test_what_devices_do_together_is_measured_too():
+    backend = EmulatedBackend()
+    made = counting([(backend, backend.device(i)) for i in range(2)], split_mode="tensor")
+    made.bind({"x": np.ones((3, 8))})
+    steps = made.measure()
+    assert len(steps) == 2
+    assert all(seconds >= 0 for device in steps for _, seconds in device)
+    assert {name.partition("<")[0] for name, _ in steps[0]} & {"begin_run", "all_reduce"}, steps[0]
+
+
+@needs_compiler
+def test_the_command_shows_what_takes_how_long_on_a_device(capsys):
+    words = ["bench", str(FIXTURES / "llama" / "model.gguf"), "-p", "4", "-n", "0", "-r", "1", "--profile"]
+    assert main([*words, "--devices", "cuda-emulated:0"]) == 0
+    assert "softmax" in (out := capsys.readouterr().out) or "attend" in out
 
 
 # ----------------------------------------------------------------------------------------------------------- faults
@@ -210,7 +310,7 @@ def test_a_library_is_built_once_and_again_when_it_is_damaged(tmp_path, monkeypa
     building.library.cache_clear()
     try:
         building.library(source)
-        (built,) = (tmp_path / "emulated").iterdir()
+        (built,) = (tmp_path / "emulated").glob("*.so")
         before = built.stat().st_mtime_ns
         building.library.cache_clear()
         building.library(source)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 
 from hocket.backends.base import Tensor
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.driver import Kernel, LaunchError, Source
+from hocket.backends.cupy.driver import KERNELS, LaunchError
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver
 from hocket.backends.cupy.launches import Launches
 from hocket.backends.operands import Operand
@@ -20,21 +19,11 @@ from hocket.conformance.generate import quick_cases
 from hocket.graph import DType
 from hocket.ops import REGISTRY
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
+from .emulation import FaultyDriver, Written, needs_compiler
+
+pytestmark = needs_compiler
+PRELUDE = (KERNELS / "prelude.cuh").read_text("utf-8")
 PLANTED = Path(__file__).with_name("planted.cu").read_text("utf-8")
-
-
-@dataclass(frozen=True)
-class Text(Source):
-    """Kernels that lie in no file of the package."""
-
-    body: str = ""
-
-    @property
-    def text(self) -> str:
-        prelude = Source("prelude.cuh", ()).text.partition("#line")[2].partition('#line 1 "prelude.cuh"\n')[0]
-        return f"#line{prelude}\n#line 1 {self.file!r}\n{self.body}".replace("'", '"')
-
 
 # kernel, threads, blocks, elements of x and of out, and its faults: name, what is said (a wrong result if nothing is)
 FAULTS = {
@@ -79,7 +68,7 @@ FAULTS = {
 }
 CASES = [(*how, fault, said) for how, faults in FAULTS.items() for fault, said in {"NONE": None, **faults}.items()]
 NAMES = tuple(f"{kernel}<{fault}>" for kernel, *_, fault, _ in CASES)
-SOURCE = Text("planted.cu", NAMES, body=PLANTED)
+SOURCE = Written("planted.cu", NAMES, body=f'#line 1 "prelude.cuh"\n{PRELUDE}#line 1 "planted.cu"\n{PLANTED}')
 
 
 def wanted(kernel, x):
@@ -247,37 +236,8 @@ PLANTS = (
 )
 
 
-class PlantedDriver(EmulatedDriver):
-    """Launches the kernels of one file with a mistake in them."""
-
-    def __init__(self, plant: Plant) -> None:
-        super().__init__()
-        self.plant = plant
-
-    def record(self, launches, on):
-        return super().record([replace(launch, kernel=self._planted(launch.kernel)) for launch in launches], on)
-
-    def _planted(self, kernel):
-        text = kernel.source.text
-        if self.plant.file not in ("prelude.cuh", kernel.source.file):
-            return kernel
-        assert text.count(self.plant.old) >= 1, f"{self.plant}: the file has changed"
-        return Kernel(
-            Whole(kernel.source.file, (kernel.name,), body=text.replace(self.plant.old, self.plant.new)), kernel.name
-        )
-
-
-@dataclass(frozen=True)
-class Whole(Source):
-    body: str = ""
-
-    @property
-    def text(self) -> str:
-        return self.body
-
-
 @pytest.mark.parametrize("plant", PLANTS, ids=str)
 def test_a_mistake_in_a_kernel_of_ours_is_found(plant):
-    backend = DriverBackend(PlantedDriver(plant))
+    backend = DriverBackend(FaultyDriver(plant.file, plant.old, plant.new))
     cases = quick_cases(REGISTRY[plant.op])
     assert any(run_case(case, backend, backend.device(0)).outcome is Outcome.FAIL for case in cases)

@@ -3,7 +3,6 @@ kernel are found."""
 
 from __future__ import annotations
 
-import shutil
 from functools import partial
 
 import numpy as np
@@ -17,9 +16,10 @@ from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
 from hocket.scheduler import load, plan_for
 
+from .emulation import needs_compiler
 from .test_cuda_product_faults import PlantedDriver
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
+pytestmark = needs_compiler
 
 
 def is_right(rows, columns, tokens, matrices=1, dtype=DType.F32, *, turned=False, backend=None):

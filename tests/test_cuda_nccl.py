@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-import shutil
 import threading
 import time
 from types import SimpleNamespace
@@ -22,12 +21,13 @@ from hocket.graph.errors import BackendError
 from hocket.scheduler import load, plan_for
 
 from .devices_meet import Part, Rig, summands
+from .emulation import needs_compiler
 from .fake_cupy import Stream, fake_cupy
 from .fake_nccl import FakeNccl
 from .test_cuda_collectives import CASES, reduced, same, through_the_host
 from .test_sharding import everything_that_fits
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
+pytestmark = needs_compiler
 
 
 def backend_of(monkeypatch, are_peers, nccl=FakeNccl):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
 from hocket import ops
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.driver import Kernel, Source
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver
 from hocket.graph import Graph, input, weight
 from hocket.graph.dtypes import DType
@@ -19,36 +16,11 @@ from hocket.graph.errors import BackendError
 from hocket.ops.quants import dequantise
 from hocket.scheduler import load, plan_for
 
-from .test_cuda_products import RNG, product, random_rows
+from .emulation import FaultyDriver, needs_compiler
+from .random_rows import random_rows
+from .test_cuda_products import RNG, product
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
-
-
-@dataclass(frozen=True)
-class Text(Source):
-    body: str = ""
-
-    @property
-    def text(self) -> str:
-        return self.body
-
-
-class PlantedDriver(EmulatedDriver):
-    """Launches kernels of one file with a mistake in them."""
-
-    def __init__(self, file: str, old: str, new: str) -> None:
-        super().__init__()
-        self.file, self.old, self.new = file, old, new
-
-    def record(self, launches, on):
-        return super().record([replace(launch, kernel=self._planted(launch.kernel)) for launch in launches], on)
-
-    def _planted(self, kernel: Kernel) -> Kernel:
-        if kernel.source.file != self.file:
-            return kernel
-        text = kernel.source.text
-        assert text.count(self.old) == 1, f"{text.count(self.old)} times in {self.file}: {self.old}"
-        return Kernel(Text(self.file, (kernel.name,), body=text.replace(self.old, self.new)), kernel.name)
+pytestmark = needs_compiler
 
 
 def packed_product(dtype: DType, rows: int, columns: int, tokens: int) -> Callable[[DriverBackend], bool]:
@@ -72,7 +44,7 @@ def dense_product(backend: DriverBackend) -> bool:
 
 def routed(tokens: int) -> Callable[[DriverBackend], bool]:
     def is_right(backend: DriverBackend) -> bool:
-        raw = random_rows(DType.Q8_0, 3 * 32, 32).reshape(3, 32, -1)
+        raw = random_rows(DType.Q8_0, 3 * 32, 32, RNG).reshape(3, 32, -1)
         x = RNG.standard_normal((tokens, 1, 32)).astype(np.float32)
         ids = RNG.integers(0, 6, (tokens, 2)).astype(np.int32)
         w = weight("w", (3, 32, 32), DType.Q8_0)
@@ -179,7 +151,7 @@ PLANTS = {
 def test_a_mistake_in_a_product_is_found(name):
     file, old, new, is_right = PLANTS[name]
     try:
-        right = is_right(DriverBackend(PlantedDriver(file, old, new)))
+        right = is_right(DriverBackend(FaultyDriver(file, old, new)))
     except BackendError:
         return
     assert not right

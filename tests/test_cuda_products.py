@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import numpy as np
 import pytest
 
@@ -17,22 +15,14 @@ from hocket.backends.operands import Operand
 from hocket.graph import Graph, Spec, input, weight
 from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
-from hocket.ops.quants import LAYOUT, dequantise
+from hocket.ops.quants import dequantise
 from hocket.scheduler import load, plan_for
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
+from .emulation import needs_compiler
+from .random_rows import random_rows
+
+pytestmark = needs_compiler
 RNG = np.random.default_rng(11)
-
-
-def random_rows(dtype: DType, rows: int, columns: int) -> np.ndarray:
-    """Random blocks with scales of ordinary size: uint8 [rows, row bytes]."""
-    raw = RNG.integers(0, 256, (rows * columns // dtype.block, dtype.block_bytes), dtype=np.uint8)
-    records = raw.view(LAYOUT[dtype])[:, 0]
-    for name in {"d", "dmin"} & set(records.dtype.names):
-        records[name] = RNG.standard_normal(len(records)) * 0.01
-    if dtype is DType.MXFP4:
-        records["e"] = RNG.integers(110, 130, len(records))
-    return records.view(np.uint8).reshape(rows, -1)
 
 
 def operand(array: np.ndarray) -> Operand:
@@ -80,7 +70,7 @@ def test_what_is_no_number_stays_so_in_its_block_alone():
 @pytest.mark.parametrize("dtype", PACKINGS, ids=str)
 def test_packing_loses_nothing(dtype):
     spec = Spec((2, 37, 512), dtype)
-    raw = random_rows(dtype, 74, 512)
+    raw = random_rows(dtype, 74, 512, RNG)
     assert len(pack(raw.reshape(-1), spec)) == padded(spec).nbytes == 2 * 64 * raw.shape[1]
     table = weight("w", (37, 512), dtype)
     ids = RNG.permutation(37).astype(np.int32)
@@ -94,7 +84,7 @@ def test_packing_loses_nothing(dtype):
 
 def product(dtype: DType, rows: int, columns: int, tokens: int, backend: EmulatedBackend):
     """A product, and what it must be: exact in the rounded activations."""
-    raw, x = random_rows(dtype, rows, columns), RNG.standard_normal((tokens, columns)).astype(np.float32)
+    raw, x = random_rows(dtype, rows, columns, RNG), RNG.standard_normal((tokens, columns)).astype(np.float32)
     graph = Graph({"y": ops.mul_mat(weight("w", (rows, columns), dtype), input("x", (tokens, columns)))})
     run = load(plan_for(graph, [(backend, backend.device(0))]), {"w": raw})
     meant = rounded(x, EmulatedDriver())[2].reshape(tokens, columns)
@@ -125,7 +115,7 @@ def test_any_number_of_columns_is_shared_by_warps(columns, tokens):
 def test_experts_take_the_slots_that_chose_them(tokens, first):
     """Slots of experts that are elsewhere are zero; an id that is none is an error."""
     rows, columns, experts, total, used = 33, 64, 3, 6, 2
-    raw = random_rows(DType.Q8_0, experts * rows, columns).reshape(experts, rows, -1)
+    raw = random_rows(DType.Q8_0, experts * rows, columns, RNG).reshape(experts, rows, -1)
     x = RNG.standard_normal((tokens, 1, columns)).astype(np.float32)
     ids = RNG.integers(0, total, (tokens, used)).astype(np.int32)
     backend = EmulatedBackend()
@@ -172,7 +162,7 @@ def test_weights_of_16_bits_lose_no_more_than_their_terms(dtype, shape):
 
 
 def test_views_of_packed_weights_are_read_as_float32():
-    raw = random_rows(DType.Q4_K, 40, 512)
+    raw = random_rows(DType.Q4_K, 40, 512, RNG)
     x = RNG.standard_normal((3, 256)).astype(np.float32)
     part = ops.slice_(weight("w", (40, 512), DType.Q4_K), axis=-1, start=256, stop=512)
     backend = EmulatedBackend()

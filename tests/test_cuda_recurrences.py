@@ -3,8 +3,6 @@ planted in the kernels are found."""
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 
 from hocket.backends.cupy.backend import DriverBackend
@@ -12,9 +10,10 @@ from hocket.backends.cupy.emulation.emulated import EmulatedDriver
 from hocket.conformance import Outcome, parse_case, run_case
 from hocket.graph.errors import BackendError
 
+from .emulation import needs_compiler
 from .test_cuda_product_faults import PlantedDriver
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
+pytestmark = needs_compiler
 SIX = "k=f32[2,{t},3,{d}], v=f32[2,{t},3,{e}], r=f32[2,{t},3,{d}], bonus=f32[3,{d}], decay=f32[2,{t},3,{d}]"
 CASES = {
     "rwkv_wkv6": SIX + ", state=f32[2,3,{d},{e}]",

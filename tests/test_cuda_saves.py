@@ -3,8 +3,6 @@ back with what was saved."""
 
 from __future__ import annotations
 
-import shutil
-
 import numpy as np
 import pytest
 
@@ -20,9 +18,10 @@ from hocket.graph.errors import BackendError
 from hocket.scheduler import load, plan_for
 from hocket.scheduler.verify import verify_plan
 
+from .emulation import needs_compiler
 from .test_cuda_product_faults import PlantedDriver
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
+pytestmark = needs_compiler
 
 
 class Counted(EmulatedDriver):

@@ -3,7 +3,6 @@ in the kernels are found."""
 
 from __future__ import annotations
 
-import shutil
 from functools import partial
 
 import numpy as np
@@ -17,9 +16,10 @@ from hocket.graph import Graph, input
 from hocket.graph.errors import BackendError
 from hocket.scheduler import load, plan_for
 
+from .emulation import needs_compiler
 from .test_cuda_product_faults import PlantedDriver
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
+pytestmark = needs_compiler
 SHAPES = [(3, n) for n in (1, 2, 31, 32, 33, 255, 257, 1023, 1024, 1025)]
 SHAPES += [(1, n) for n in (4095, 4096, 4097, 6145, 8193, 100_000)]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import numpy as np
 import pytest
 
@@ -18,10 +16,11 @@ from hocket.graph.errors import BackendError
 from hocket.ops.quants import decoded, encoded
 
 from .devices_meet import Rig
-from .test_cuda_collectives import Altered, reduced, same, through_the_host
+from .emulation import edited, needs_compiler
+from .test_cuda_collectives import reduced, same, through_the_host
 from .test_cuda_nccl import backend_of
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
+pytestmark = needs_compiler
 LEAST = 64
 
 
@@ -92,7 +91,7 @@ PLANTS = {
 def test_a_fault_that_is_planted_in_rounded_sums_is_found(name, monkeypatch):
     source = collective.SOURCE
     old, new = PLANTS[name]
-    altered = Altered(source.file, source.names, old=old, new=new)
+    altered = edited(source, old, new)
     assert new in altered.text
     monkeypatch.setattr(collective, "SOURCE", altered)
     with pytest.raises(AssertionError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +23,9 @@ from hocket.scheduler.fits import memory_problem, pools
 from hocket.scheduler.plan_json import from_json, to_json
 
 from .devices_meet import Rig
+from .emulation import needs_compiler
 from .fake_cupy import fake_cupy
 from .test_cuda_collectives import CASES, reduced, same, through_the_host
-
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
 
 
 @pytest.fixture

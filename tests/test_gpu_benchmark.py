@@ -15,6 +15,7 @@ from hocket.backends.cupy import cuda, nvrtc
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver
 from hocket.backends.cupy.table import SOURCES
 
+from .emulation import needs_compiler
 from .fake_cupy import fake_cupy
 
 BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
@@ -26,7 +27,6 @@ try:
 finally:
     sys.path.remove(BENCHMARKS)
 
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
 PARTS = sorted(gpu.PARTS)
 THROUGH_CUPY = ("device", "compile", "delta-decode", "products", "models", "sharded")
 """Parts that use all of what the stand-in does; the others make the same calls."""

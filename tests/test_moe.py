@@ -20,6 +20,7 @@ from hocket.scheduler import Plan, load, plan, plan_for
 from hocket.scheduler.factors import Factor, Factors
 
 from .test_models import F64, INDEX, SAME, STEP, Run, at_once, changed, golden, nmse, opened
+from .test_sharding import alone
 
 FAMILIES = ("llama-moe", "qwen3moe", "qwen3next", "qwen35moe")
 LAYERS = {"llama-moe": 2, "qwen3moe": 2, "qwen3next": 3, "qwen35moe": 3}
@@ -72,8 +73,8 @@ def test_ragged_sequences_side_by_side_equal_each_alone(name: str) -> None:
         for (i, _), row in zip(wanted, logits, strict=False):
             got[i].append(row)
         lengths = [at + n for at, n in zip(lengths, counts, strict=True)]
-    for one, alone in zip(got, want, strict=True):
-        assert nmse(np.array(one), alone) <= SAME
+    for one, single in zip(got, want, strict=True):
+        assert nmse(np.array(one), single) <= SAME
 
 
 # ---------------------------------------------------------------------------------------- against sums written out
@@ -165,7 +166,7 @@ def test_the_divisor_of_the_shares_is_held_above_that_of_llama_cpp() -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_mixture_on_several_devices_gives_the_logits_of_one(name: str, mode: str, n: int) -> None:
     model, (tokens, want) = load_model(opened(name)), golden(name)
-    one = Session(model).evaluate([tokens], every_position=True)[0].astype(np.float64)
+    one = alone(name).astype(np.float64)
     many = Session(model, on=Group(devices(n), mode))
     parts = [tokens[: len(tokens) // 2], *([t] for t in tokens[len(tokens) // 2 :])]
     stepped = np.concatenate([many.evaluate([part], every_position=True)[0] for part in parts])

@@ -1,16 +1,14 @@
-"""Every kernel that a binding can ask for compiles for every architecture, and takes no more than before."""
+"""Every kernel that a binding can ask for compiles, and takes no more than before: each for one architecture, and with
+``--every-architecture`` for all."""
 
 from __future__ import annotations
-
-import os
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from hocket.backends.cupy import nvrtc
 from hocket.backends.cupy.cubins import cubin
 from hocket.backends.cupy.driver import Source
-from hocket.backends.cupy.resources import ARCHITECTURES, measured, recorded
+from hocket.backends.cupy.resources import ARCHITECTURES, digest, measured, recorded
 from hocket.backends.cupy.table import SOURCES
 from hocket.graph.errors import BackendError
 
@@ -18,7 +16,7 @@ SLACK = 8
 """Registers by which compilers of other versions may differ."""
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def _compiler():
     try:
         nvrtc.nvrtc()
@@ -26,20 +24,28 @@ def _compiler():
         pytest.skip(str(why))
 
 
-@pytest.fixture(scope="module")
-def compiled(request):
-    """What the tests that were chosen need, by number of the source and architecture: compiled on all processors."""
-    chosen = [i.callspec.params for i in request.session.items if "arch" in getattr(i, "fixturenames", ())]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        keys = [(c["number"], c["arch"]) for c in chosen]
-        yield {key: pool.submit(measured, SOURCES[key[0]], key[1]) for key in keys}
+def test_the_table_is_of_these_sources():
+    """Whoever wrote it has compiled them for every architecture; ``python -m hocket.backends.cupy.resources`` does."""
+    table = recorded()
+    assert list(table.digests) == [digest(source) for source in SOURCES], "write resources.json anew"
+    assert table.kernels.keys() == {f"{s.file}: {name}" for s in SOURCES for name in s.names}
+    assert all(tuple(rows) == ARCHITECTURES for rows in table.kernels.values())
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("number", range(len(SOURCES)), ids=[f"{i}-{s.file}" for i, s in enumerate(SOURCES)])
-def test_a_source_compiles_and_takes_what_is_recorded(compiled, number, arch):
+def pytest_generate_tests(metafunc):
+    """Every source for one architecture, each for another one than the source before; or for all."""
+    if "arch" not in metafunc.fixturenames:
+        return
+    every = metafunc.config.getoption("--every-architecture")
+    chosen = [ARCHITECTURES if every else ARCHITECTURES[i % 4 :][:1] for i in range(len(SOURCES))]
+    cases = [(i, arch) for i, some in enumerate(chosen) for arch in some]
+    metafunc.parametrize(("number", "arch"), cases, ids=[f"{i}-{SOURCES[i].file}-{arch}" for i, arch in cases])
+
+
+@pytest.mark.usefixtures("_compiler")
+def test_a_source_compiles_and_takes_what_is_recorded(number, arch):
     """Where a kernel changed on purpose: ``python -m hocket.backends.cupy.resources``."""
-    found, table = compiled[number, arch].result(), recorded()
+    found, table = measured(SOURCES[number], arch), recorded().kernels
     assert len(found) == len(SOURCES[number].names)
     for name, resources in found.items():
         assert not resources.spilled, f"{name} spills {resources.spilled} bytes for {arch}"
@@ -49,10 +55,7 @@ def test_a_source_compiles_and_takes_what_is_recorded(compiled, number, arch):
         assert resources.shared == shared, f"{name} took {shared} bytes of shared memory for {arch}"
 
 
-def test_nothing_is_recorded_of_kernels_that_are_gone():
-    assert recorded().keys() == {f"{s.file}: {name}" for s in SOURCES for name in s.names}
-
-
+@pytest.mark.usefixtures("_compiler")
 def test_what_does_not_compile_is_named():
     with pytest.raises(BackendError) as caught:
         nvrtc.compile(Source("rows.cu", ("no_such_kernel",)), "sm_90a")
@@ -60,6 +63,7 @@ def test_what_does_not_compile_is_named():
     assert "no_such_kernel" in str(caught.value)
 
 
+@pytest.mark.usefixtures("_compiler")
 def test_machine_code_is_kept_on_disk(tmp_path, monkeypatch):
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
     source = Source("rotary.cu", ("timesteps",))

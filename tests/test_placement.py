@@ -28,7 +28,7 @@ from hocket.scheduler.plan_json import from_json, to_json
 from .grouped import equal_to_one, group_of
 from .plan_faults import SLOW, decoder
 from .random_graphs import seeded_graph
-from .test_sharding import devices, nmse
+from .test_sharding import alone, devices, nmse
 
 FIXTURES = Path(__file__).parent / "fixtures"
 MODES = ("none", "layer", "tensor", "auto")
@@ -50,7 +50,7 @@ PLACES = {
 def test_a_model_with_placed_parts_gives_the_logits_of_one_device(name, mode, place):
     model = load_model(open_gguf(FIXTURES / name / "model.gguf"))
     tokens = np.load(FIXTURES / name / "tokens.npy").tolist()
-    one = Session(model).evaluate([tokens], every_position=True)[0]
+    one = alone(name)
     many = Session(model, on=Group(devices(3), mode, (), place))
     half = len(tokens) // 2
     parts = [tokens[:half], *([t] for t in tokens[half:])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -44,8 +45,16 @@ def nmse(got, want):
 # ---------------------------------------------------------------------------------------------------------- models
 
 
-@pytest.mark.parametrize("split", [(), (3, 1)], ids=["equal", "3,1"])
-@pytest.mark.parametrize("n", [2, 3, 4, 8])
+@cache
+def alone(name: str, exact: bool = False) -> np.ndarray:
+    """The logits of one device, all tokens in one batch."""
+    tokens = np.load(FIXTURES / name / "tokens.npy").tolist()
+    session = Session(load_model(open_gguf(FIXTURES / name / "model.gguf")), on=Group(exact=exact))
+    return session.evaluate([tokens], every_position=True)[0]
+
+
+# random graphs are cut by any shares over any number of devices further down, and in test_invariants_sharding.py
+@pytest.mark.parametrize(("n", "split"), [(2, (3, 1)), (3, ()), (4, (3, 1)), (8, ())], ids=["2-3,1", "3", "4-3,1", "8"])
 @pytest.mark.parametrize("mode", ["tensor", "layer"])
 @pytest.mark.parametrize("name", [*MODELS, "qwen3-q4_k_m"])
 def test_a_model_on_several_devices_gives_the_logits_of_one(name, mode, n, split):
@@ -53,7 +62,7 @@ def test_a_model_on_several_devices_gives_the_logits_of_one(name, mode, n, split
     tokens = np.load(FIXTURES / name / "tokens.npy").tolist()
     golden = np.load(FIXTURES / name / "logits.npy")
     exact = "q4" in name  # what is rounded to 8 bits would differ wherever a sum differs in its last bit
-    one = Session(model, on=Group(exact=exact)).evaluate([tokens], every_position=True)[0]
+    one = alone(name, exact)
     many = Session(model, on=Group(devices(n), mode, split, exact=exact))
     batch = many.evaluate([tokens], every_position=True)[0]
     many.reset(0)

@@ -67,7 +67,7 @@ def test_a_context_that_does_not_fit_comes_with_one_that_does(tmp_path, capsys):
 
 
 def test_weights_that_do_not_fit_come_with_the_number_of_devices_that_would_do(tmp_path, capsys):
-    path = llama_70b(tmp_path / "model.gguf")
+    path = llama_70b(tmp_path / "model.gguf", layers=56)
     assert main(["plan", path, "--simulate", "rtx3090:1", "-c", "1024"]) == 1
     said = capsys.readouterr().err
     number = int(re.search(r"use (\d+) such devices", said)[1])
@@ -76,7 +76,7 @@ def test_weights_that_do_not_fit_come_with_the_number_of_devices_that_would_do(t
 
 
 def test_devices_of_no_split_are_told_of_the_modes_that_split(tmp_path, capsys):
-    path = llama_70b(tmp_path / "model.gguf")
+    path = llama_70b(tmp_path / "model.gguf", layers=56)
     assert main(["plan", path, "--simulate", "rtx3090:2", "-c", "1024", "--split-mode", "none"]) == 1
     assert "--split-mode tensor" in capsys.readouterr().err
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -38,6 +39,8 @@ and tokens are many, to two terms of bfloat16."""
 FIXED = ("weight", "constant")
 """Leaves that `load` fills."""
 FAULT_BYTES = 16
+NumberedCall = tuple[int, Callable[[], object]]
+"""What is called for an instruction and perhaps others after it, and the number of that instruction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,8 @@ class DriverBackend:
 
     def tolerance(self, node: Node) -> float | None:
         """The relative error of what is rounded on its way; None for arithmetic in float32."""
+        if node.attrs.get("exact") is False:
+            return 2.0**-8
         dtype = node.inputs[0].dtype if node.op in PRODUCTS else DType.F32
         return 2.0**-8 if dtype in PACKINGS else 2.0**-16 if dtype in HALVES else None
 
@@ -210,7 +215,9 @@ class Replay:
         self._own_faults = len(self._bound.faults)
         for kernel in {part.kernel for part in self._parts if isinstance(part, Launch)}:
             driver.prepare(kernel, on)
-        self._calls: list[tuple[int, Callable[[], object]]] = []
+        self._calls: list[NumberedCall] = []
+        self._launched: dict[object, Sequence[Step]] = {}
+        self._as_asked: Callable[[NumberedCall], NumberedCall] = lambda call: call
         self._meetings = Meetings(comm, driver, on, self._keep, memberships)
         if self._meetings.is_ready:
             self._record()
@@ -222,7 +229,7 @@ class Replay:
 
     def _record(self) -> None:
         """Launches up to where devices meet through memory of the host are recorded together."""
-        self._calls = []
+        self._calls, self._launched = [], {}
         del self._bound.faults[self._own_faults :]
         self._meetings.begin(self._bound)
         for part in self._parts:
@@ -242,7 +249,7 @@ class Replay:
                 run_calls(self.program, [(0, self._meet_first)])
             elif not self._meetings.is_ready:  # others still ask where its memory is
                 self._meet_first()
-            run_calls(self.program, self._calls)
+            run_calls(self.program, map(self._as_asked, self._calls))
             if self._calls:
                 self._meetings.wait()
         except LostError as error:
@@ -266,6 +273,33 @@ class Replay:
         self._noted()
         (node,) = (p.instruction.node for p in self._parts if isinstance(p, Met) and p.sequence == why.sequence)
         return StepError(node, self.program.device, len(self.program.instructions), str(why))
+
+    def measured(self) -> list[tuple[str, float]]:
+        """Run once, launch by launch; the kernel of each, or the op for which devices met through memory of the host,
+        and its seconds."""
+        found: list[tuple[str, float]] = []
+        plain, self._as_asked = self._as_asked, partial(self._timed, found)
+        try:
+            self()
+        finally:
+            self._as_asked = plain
+        return found
+
+    def _timed(self, found: list[tuple[str, float]], call: NumberedCall) -> NumberedCall:
+        """The call, which adds what it takes to `found`."""
+        number, run = call
+
+        def meeting() -> None:
+            start = time.perf_counter()
+            run()
+            found.append((self.program.instructions[number].op, time.perf_counter() - start))
+
+        def steps(of: Sequence[Step]) -> None:
+            alone = [self.driver.record([step], self.on) for step in of]
+            names = [x.kernel.name if isinstance(x, Launch) else "exchange" for x in of]
+            found.extend(zip(names, self.driver.timed(alone, self.on), strict=True))
+
+        return number, partial(steps, self._launched[run]) if run in self._launched else meeting
 
     def _noted(self) -> tuple[int, str] | None:
         """The instruction and the words of the first fault that a kernel noted, which is forgotten."""
@@ -295,7 +329,8 @@ class Replay:
     def _close(self) -> None:
         """Record what was bound since the last meeting."""
         if launches := self._bound.items:
-            self._calls.append((launches[0].number, self.driver.record(launches, self.on)))
+            self._calls.append((launches[0].number, run := self.driver.record(launches, self.on)))
+            self._launched[run] = launches
             self._bound.items = []
 
     def _bind(self, number: int, i: Instruction) -> None:

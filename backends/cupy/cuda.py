@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import permutations
+from itertools import pairwise, permutations
 from typing import Any
 
 import numpy as np
@@ -195,6 +195,18 @@ class CudaDriver:
 
     def is_done(self, on: Device) -> bool:
         return int(_cupy().cuda.runtime.streamQuery(self.stream(on).ptr)) != NOT_READY  # but done, or failed
+
+    def timed(self, runs: Sequence[Callable[[], None]], on: Device) -> list[float]:
+        """By events between them in the stream."""
+        events, stream = _cupy().cuda, self.stream(on)
+        with events.Device(on.index):
+            marks = [events.Event() for _ in range(len(runs) + 1)]
+            marks[0].record(stream)
+            for run, mark in zip(runs, marks[1:], strict=True):
+                run()
+                mark.record(stream)
+            self.synchronise(on)
+            return [events.get_elapsed_time(start, end) * 1e-3 for start, end in pairwise(marks)]
 
     def synchronise(self, on: Device) -> None:
         cupy = _cupy()

@@ -180,5 +180,9 @@ class Driver(Protocol):
     def is_done(self, on: Device) -> bool:
         """Whether everything that was launched is done, or has failed."""
 
+    def timed(self, runs: Sequence[Callable[[], None]], on: Device) -> list[float]:
+        """Make `runs`, which `record` gave, one after the other; the seconds that each takes on the device.  One that
+        the device ends before the host has made the next takes as long as that."""
+
     def synchronise(self, on: Device) -> None:
         """Wait until everything that was launched is done.  Raises `BackendError` if something failed."""

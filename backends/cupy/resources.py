@@ -1,30 +1,46 @@
 """What every kernel takes of a device: ``python -m hocket.backends.cupy.resources`` writes it anew with NVRTC.
 
-The file ``resources.json`` beside this one has a line for each kernel: registers of a thread and declared bytes of
-shared memory, for each architecture.  No kernel spills registers.
+The file ``resources.json`` beside this one has a line for each source, the digest of what was compiled for every
+architecture, and one for each kernel: registers of a thread and declared bytes of shared memory, for each architecture.
+No kernel spills registers.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from .driver import Source
-from .nvrtc import Resources, compile
+from .nvrtc import OPTIONS, Resources, compile
 from .table import SOURCES
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100")
 FILE = Path(__file__).with_suffix(".json")
-Table = Mapping[str, Mapping[str, tuple[int, int]]]
-"""By ``file: kernel``, then by architecture: registers, bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """By ``file: kernel``, then by architecture: registers, bytes; and digests of the sources that were compiled."""
+
+    kernels: Mapping[str, Mapping[str, tuple[int, int]]]
+    digests: Sequence[str]
 
 
 def recorded() -> Table:
     """The table as it was last written."""
-    lines = json.loads(FILE.read_text("utf-8"))
-    return {name: {arch: (row[0], row[1]) for arch, row in rows.items()} for name, rows in lines.items()}
+    found = json.loads(FILE.read_text("utf-8"))
+    kernels = {name: {arch: (row[0], row[1]) for arch, row in rows.items()} for name, rows in found["kernels"].items()}
+    return Table(kernels, found["digests"])
+
+
+def digest(source: Source) -> str:
+    """Changes with everything of ours that decides the code of a source."""
+    parts = (source.text, *source.names, *OPTIONS)
+    return f"{source.file} {hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}"
 
 
 def measured(source: Source, arch: str) -> dict[str, Resources]:
@@ -40,8 +56,9 @@ def write() -> None:
         for (_, arch), found in zip(jobs, pool.map(lambda job: measured(*job), jobs), strict=True):
             for name, r in found.items():
                 table.setdefault(name, {})[arch] = [r.registers, r.shared]
-    lines = (f"{json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(table.items()))
-    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
+    digests = ",\n".join(map(json.dumps, map(digest, SOURCES)))
+    kernels = ",\n".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(table.items()))
+    FILE.write_text(f'{{"digests": [\n{digests}\n], "kernels": {{\n{kernels}\n}}}}\n', "utf-8")
 
 
 if __name__ == "__main__":

@@ -7,9 +7,7 @@ import ctypes
 import platform
 import shutil
 import subprocess
-import time
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,9 +34,6 @@ class Machine(Protocol):
     def state(self) -> dict[str, object]:
         """Clocks, power and temperature just now; empty where nobody can tell."""
 
-    def seconds(self, runs: Sequence[Run], repeats: int) -> list[float]:
-        """Make the runs in turn, once each to warm up, then `repeats` of them; the seconds of each on the device."""
-
     def copier(self, into: int, source: int, nbytes: int) -> Run:
         """What copies between two addresses of the device, in order with launches."""
 
@@ -50,11 +45,7 @@ class Machine(Protocol):
 
 
 class CudaMachine:
-    """A device of CUDA through CuPy.
-
-    Times are those between events recorded in the stream of the launches: as long as the host is ahead of the device,
-    nothing of what the host does counts.
-    """
+    """A device of CUDA through CuPy."""
 
     def __init__(self, driver: CudaDriver, on: Device, cupy: Any) -> None:
         self.driver, self.on, self.cupy = driver, on, cupy
@@ -86,20 +77,6 @@ class CudaMachine:
         values = [value.strip() for value in done.stdout.strip().split(",")]
         return dict(zip(SMI_FIELDS, values, strict=True)) if len(values) == len(SMI_FIELDS) else {}
 
-    def seconds(self, runs: Sequence[Run], repeats: int) -> list[float]:
-        events = self.cupy.cuda
-        stream = self.driver.stream(self.on)
-        with events.Device(self.on.index):
-            for run in runs:
-                run()
-            marks = [events.Event() for _ in range(repeats + 1)]
-            marks[0].record(stream)
-            for i, mark in enumerate(marks[1:]):
-                runs[i % len(runs)]()
-                mark.record(stream)
-            marks[-1].synchronize()
-            return [events.get_elapsed_time(start, end) / 1e3 for start, end in pairwise(marks)]
-
     def copier(self, into: int, source: int, nbytes: int) -> Run:
         runtime, stream = self.cupy.cuda.runtime, self.driver.stream(self.on)
 
@@ -128,18 +105,6 @@ class EmulatedMachine:
 
     def state(self) -> dict[str, object]:
         return {}
-
-    def seconds(self, runs: Sequence[Run], repeats: int) -> list[float]:
-        for run in runs:
-            run()
-        self.driver.synchronise(self.on)
-        found = []
-        for i in range(repeats):
-            start = time.perf_counter()
-            runs[i % len(runs)]()
-            self.driver.synchronise(self.on)
-            found.append(time.perf_counter() - start)
-        return found
 
     def copier(self, into: int, source: int, nbytes: int) -> Run:
         return lambda: ctypes.memmove(into, source, nbytes) and None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
@@ -10,6 +11,8 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +24,7 @@ HEADERS = Path(__file__).parent
 OPTIONS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fopenmp", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-w")
 CHECKS = ("-fsanitize=alignment,bounds", "-fsanitize-undefined-trap-on-error")
 """What a device traps, or would not notice, and cuda.h reports."""
+LOCK = ".lock"
 log = logging.getLogger("hocket.kernels")
 _building = threading.Lock()
 
@@ -59,31 +63,44 @@ def library(source: Source) -> ctypes.CDLL:
 
 @cache
 def _surroundings(command: str) -> bytes:
-    """Everything besides the source that decides its code."""
+    """Everything besides the source and the options that decides its code."""
     version = subprocess.run([command, "--version"], capture_output=True, check=True).stdout
-    return b"\0".join(
-        (*(h.read_bytes() for h in sorted(HEADERS.glob("*.h"))), version, repr((OPTIONS, CHECKS)).encode())
-    )
+    return b"\0".join((*(h.read_bytes() for h in sorted(HEADERS.glob("*.h"))), version))
 
 
-def _built(source: Source) -> Path:
-    command, text = compiler(), translation(source)
-    key = hashlib.sha256(_surroundings(command) + text.encode()).hexdigest()
+def _built(source: Source, options: Sequence[str] = OPTIONS) -> Path:
+    command, text, options = compiler(), translation(source), (*options, *CHECKS)
+    key = hashlib.sha256(_surroundings(command) + repr(options).encode() + text.encode()).hexdigest()
     target = cache_folder() / "emulated" / f"{Path(source.file).stem}-{key[:32]}.so"
     if target.exists():
         return target
-    log.info(COMPILING, source.file)
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (target.parent / LOCK).touch()
     except OSError:  # it cannot be kept
         target = Path(tempfile.mkdtemp(prefix="hocket-")) / target.name
+    with _alone(target.parent, int(key[:8], 16)):
+        if not target.exists():  # no other process was first
+            _compile(source, (command, *options), text, target)
+    return target
+
+
+@contextmanager
+def _alone(folder: Path, number: int) -> Iterator[None]:
+    """No other process is here for the same folder and number."""
+    with open(folder / LOCK, "ab") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX, 1, number)
+        yield
+
+
+def _compile(source: Source, command: Sequence[str], text: str, target: Path) -> None:
+    log.info(COMPILING, source.file)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / "kernels.so"
-        options = [*OPTIONS, *CHECKS, f"-I{HEADERS}", "-x", "c++", "-", "-o", str(made)]
-        done = subprocess.run([command, *options], input=text, capture_output=True, text=True)
+        files = [f"-I{HEADERS}", "-x", "c++", "-", "-o", str(made)]
+        done = subprocess.run([*command, *files], input=text, capture_output=True, text=True)
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
             raise BackendError(f"{source.file} does not compile: {errors[0] if errors else 'g++ gives no reason'}")
         os.replace(made, target)  # other processes see all of it or nothing
     log.info(COMPILED, source.file)
-    return target

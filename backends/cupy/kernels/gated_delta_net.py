@@ -262,7 +262,8 @@ def _slice(rule: Rule) -> int:
 
 def _gated_delta_net(launches: Launches, call: Bound) -> None:
     q, k, v, g, beta = (as_float(launches, call.operand(i)) for i in range(5))
-    launch_rule(launches, call, Rule(q, k, v, g, beta, call.out, call.attrs["heads"] == "tiled"), exact=True)
+    rule = Rule(q, k, v, g, beta, call.out, call.attrs["heads"] == "tiled")
+    launch_rule(launches, call, rule, bool(call.attrs["exact"]))
 
 
 def launch_rule(launches: Launches, call: Bound, rule: Rule, exact: bool) -> None:

@@ -1,0 +1,52 @@
+"""What tests of the emulated CUDA devices share: what they need of the machine, and kernels with mistakes in them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+
+from hocket.backends.base import Device
+from hocket.backends.cupy.driver import Launch, Source
+from hocket.backends.cupy.emulation.emulated import EmulatedDriver
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
+
+
+@dataclass(frozen=True)
+class Written(Source):
+    """A source whose text a test has written or changed: it runs a few times, so ``conftest`` has it compiled fast."""
+
+    body: str = ""
+
+    @property
+    def text(self) -> str:
+        return self.body
+
+
+def edited(source: Source, good: str, bad: str) -> Written:
+    """The source where `good`, which is there once, is `bad`."""
+    assert source.text.count(good) == 1, f"{source.text.count(good)} times in {source.file}: {good}"
+    return Written(source.file, source.names, body=source.text.replace(good, bad))
+
+
+def with_fault(launch: Launch, file: str, good: str, bad: str) -> Launch:
+    """The launch with a mistake in its kernel, if that sees the file."""
+    source, name = launch.kernel.source, launch.kernel.name
+    if file not in ("prelude.cuh", *source.before, source.file):
+        return launch
+    alone = Source(source.file, (name,), source.before)
+    return replace(launch, kernel=edited(alone, good, bad)[name])
+
+
+class FaultyDriver(EmulatedDriver):
+    """Launches the kernels that see one file with a mistake in them."""
+
+    def __init__(self, file: str, good: str, bad: str) -> None:
+        super().__init__()
+        self.edit = file, good, bad
+
+    def record(self, launches: Sequence[Launch], on: Device) -> Callable[[], None]:
+        return super().record([with_fault(launch, *self.edit) for launch in launches], on)

@@ -1,0 +1,19 @@
+"""Weights of random numbers in packed types."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hocket.graph.dtypes import DType
+from hocket.ops.quants import LAYOUT
+
+
+def random_rows(dtype: DType, rows: int, columns: int, rng: np.random.Generator) -> np.ndarray:
+    """Random blocks with scales of ordinary size: uint8 [rows, row bytes]."""
+    raw = rng.integers(0, 256, (rows * columns // dtype.block, dtype.block_bytes), dtype=np.uint8)
+    records = raw.view(LAYOUT[dtype])[:, 0]
+    for name in {"d", "dmin"} & set(records.dtype.names):
+        records[name] = rng.standard_normal(len(records)) * 0.01
+    if dtype is DType.MXFP4:
+        records["e"] = rng.integers(110, 130, len(records))
+    return records.view(np.uint8).reshape(rows, -1)
