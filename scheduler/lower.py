@@ -64,7 +64,7 @@ class _Lowering:
         self.called, self.views = names(graph), dict(views)
         self.saves: dict[Node | None, list[Save]] = defaultdict(list)  # by the node that they precede
         for save in saves(order, views, backend, on):
-            self.saves[save.ahead_of].append(save)
+            self.saves[save.writer].append(save)
             self.views.update(save.views)
             state = save.state.node.name
             self.called.update({save.keep: f"{state}.save", save.back: f"{state}.undo"})
@@ -116,7 +116,7 @@ class _Lowering:
             last_read[self.views[value].base] = end
         slot_of: dict[Value, Value] = dict(self.order.donated)
         for save in self._all_saves():
-            step[save.keep], step[save.back] = end if save.ahead_of is None else step[save.ahead_of], end
+            step[save.keep], step[save.back] = end if save.writer is None else step[save.writer], end
             slot_of[Value(save.back)] = save.state
             for source in (*save.keep.inputs, *save.back.inputs):
                 last_read[self.views[source].base] = end

@@ -1,16 +1,15 @@
 """What a step overwrites in its states, and how that is put back if the step fails.
 
 Before a node writes over a state, what it will change is saved: the rows that one of its operands numbers, where the op
-declares that it changes no others, else the whole state.  A backend may want whole states all saved together, before
-the first node.  What is saved stays in the arena, and the numbers of the rows stay where they are, until the step has
-ended.
+declares that it changes no others, else the whole state.  What is saved stays in the arena, and the numbers of the rows
+stay where they are, until the step has ended.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..backends.base import Backend, Device
 from ..graph.dtypes import FLOATS, DType
@@ -22,14 +21,13 @@ from .strides import Strided, through_view, whole
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Run `keep` before the node `ahead_of` (None: before the copies at the end), which writes over `state` or comes
-    before the one that does; `back` undoes that.
+    """Run `keep` before `writer` writes over `state` (None: before the copies at the end); `back` undoes that.
 
     `views` are the values of the two that the graph does not have.
     """
 
     state: Value
-    ahead_of: Node | None
+    writer: Node | None
     keep: Node
     back: Node
     views: Mapping[Value, Strided]
@@ -39,18 +37,7 @@ def saves(order: Schedule, views: Mapping[Value, Strided], backend: Backend, on:
     """A save for every state that the step changes."""
     changed = [(result, state) for result, state in order.donated.items() if state.spec.size]
     found = [_of_rows(new, state, views, backend, on) or _of_all(new.node, state) for new, state in changed]
-    found += [_of_all(None, state) for state in order.copied if state.spec.size]
-    first = next((n for n in order.nodes if not n.is_leaf and not op_of(n).is_view), None)
-    # What numbers rows is put back before they are, so it is saved after them.
-    fixed = {v for save in found for v in _numbers(save, views)}
-    if not getattr(backend, "saves_together", False):
-        return tuple(found)
-    return tuple(s if _numbers(s, views) or s.state in fixed else replace(s, ahead_of=first) for s in found)
-
-
-def _numbers(save: Save, views: Mapping[Value, Strided]) -> tuple[Value, ...]:
-    """The value whose entries number the rows that are saved; none where all are."""
-    return tuple({**views, **save.views}[index].base for index in save.keep.inputs[1:])
+    return (*found, *(_of_all(None, state) for state in order.copied if state.spec.size))
 
 
 def _of_all(writer: Node | None, state: Value) -> Save:

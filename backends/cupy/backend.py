@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import takewhile
 from typing import Any, Self
 
 import numpy as np
@@ -23,7 +22,6 @@ from ..numpy.collective import KERNELS as MEETINGS
 from ..numpy.kernel import Call
 from ..operands import Bound, Operand
 from .driver import Driver, Launch, LaunchError, Step
-from .kernels import moves
 from .kernels.packed import expanded
 from .launches import Launches, NoKernelError
 from .meetings import Meetings
@@ -61,9 +59,6 @@ class DriverBackend:
     """
 
     name: str
-    saves_together = True
-    """What a step overwrites in whole states is saved before it begins: a launch for each would cost more than reading
-    a state twice."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
@@ -204,10 +199,7 @@ class Replay:
         self._fault = self._keep(np.zeros(FAULT_BYTES // 8, np.int64))
         self._bound = Launches(self._keep_at, fault_at=driver.address(self._fault))
         self._parts: list[Step | Met] = []
-        saved = self._save_together()
         for number, i in enumerate(program.instructions):
-            if number < saved:
-                continue
             if i.op in COLLECTIVES:
                 self._parts.append(Met(number, i, self._operands(i)))
             elif any(t.spec.size for t in i.dst):
@@ -344,18 +336,6 @@ class Replay:
         self._parts += bound.items
         bound.items = []
 
-    def _save_together(self) -> int:
-        """Make the saves of whole states that come before all else one launch; how many they are.  Nothing is
-        overwritten before it has ended, so that a step which fails in it leaves nothing to be undone."""
-        saves = self.program.saves
-        ahead = takewhile(lambda at: at[0] in saves and at[1].op == "cont", enumerate(self.program.instructions))
-        pairs = [(self._operand(_only(i.src)), self._operand(_only(i.dst))) for _, i in ahead]
-        pairs = list(takewhile(lambda p: p[0].is_dense and p[1].is_dense and p[0].dtype is p[1].dtype, pairs))
-        moves.launch_copies(self._bound, pairs)
-        self._parts += self._bound.items
-        self._bound.items = []
-        return len(pairs)
-
     def _operands(self, i: Instruction) -> Bound:
         src = tuple(None if t is None else self._operand(t) for t in i.src)
         return Bound(i.op, src, tuple(map(self._operand, i.dst)), i.attrs)
@@ -387,13 +367,6 @@ class Replay:
         incoming = [partial(d.__setitem__, ..., h) for d, h in zip(dst, here, strict=True) if h is not d]
         meet = MEETINGS[i.op].bind(Call(there, here, i.attrs, scratch, self._comm))
         return [self._meetings.wait, *outgoing, *meet, *incoming]
-
-
-def _only(tensors: Sequence[Tensor | None]) -> Tensor:
-    """The one tensor that a copy reads, or writes."""
-    (tensor,) = tensors
-    assert tensor is not None
-    return tensor
 
 
 def _on_host(view: Any) -> Array:

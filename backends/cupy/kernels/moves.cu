@@ -16,29 +16,6 @@ template <class T> __global__ void copied(const __grid_constant__ Copied<T> a) {
     a.out.at[p.at[1]] = a.x.at[p.at[0]];
 }
 
-// Several pieces of memory at once; a block copies RUN bytes of one of them.
-constexpr int MOST_PIECES = 64, RUN = 256 * 8 * 16;
-struct Pieces {
-    i64 count;
-    struct { const u8 *from; u8 *to; i64 bytes, first; } of[MOST_PIECES];  // first: of its blocks
-};
-__global__ void __launch_bounds__(256) copied_together(const __grid_constant__ Pieces a) {
-    int piece = 0;
-    while (piece + 1 < a.count && a.of[piece + 1].first <= blockIdx.x) piece++;
-    const i64 begin = (blockIdx.x - a.of[piece].first) * RUN, size = min((i64)RUN, a.of[piece].bytes - begin);
-    const u8 *from = a.of[piece].from + begin;
-    u8 *to = a.of[piece].to + begin;
-    const i64 vectors = (((u64)from | (u64)to) & 15) == 0 ? size / 16 : 0;
-    uint4 held[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++)
-        if (256 * i + threadIdx.x < vectors) held[i] = load_stream((const uint4 *)from + 256 * i + threadIdx.x);
-#pragma unroll
-    for (int i = 0; i < 8; i++)
-        if (256 * i + threadIdx.x < vectors) store_stream((uint4 *)to + 256 * i + threadIdx.x, held[i]);
-    for (i64 i = 16 * vectors + threadIdx.x; i < size; i += 256) to[i] = from[i];
-}
-
 // Entry i of an axis of the result is entry i - shift of the source; past its ends come zeros, its own entries in turn,
 // or its mirror image.
 enum { ZEROS, AROUND, MIRRORED };

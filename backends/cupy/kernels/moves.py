@@ -28,12 +28,10 @@ SOURCE = Source(
         *(f"{kernel}<{t}>" for kernel in ("copied", "shifted") for t in BITS.values()),
         *(f"gather<{t}, {i}>" for t in TYPES.values() for i in IDS.values()),
         *(f"scatter<{i}>" for i in IDS.values()),
-        *("copied_together", "add_rows", "band"),
+        *("add_rows", "band"),
     ),
 )
 SOURCES = (SOURCE,)
-MOST_PIECES, RUN = 64, 32768
-"""Copies that one launch makes, and bytes that a block copies."""
 
 
 def launch_copy(launches: Launches, x: Operand, out: Operand) -> None:
@@ -50,18 +48,6 @@ def _bits(x: Operand) -> str:
 
 def _copy(launches: Launches, call: Bound) -> None:
     launch_copy(launches, call.operand(0), call.out)
-
-
-def launch_copies(launches: Launches, pairs: Sequence[tuple[Operand, Operand]]) -> None:
-    """Copies of dense operands, as many as may be in one launch."""
-    for start in range(0, len(pairs), MOST_PIECES):
-        group, words, first = pairs[start : start + MOST_PIECES], list[Word](), 0
-        for x, out in group:
-            size = x.region.high - x.region.low
-            words += [x, out, size, first]
-            first += blocks(size, RUN)
-        words += [0] * (4 * (MOST_PIECES - len(group)))
-        launches.add(SOURCE["copied_together"], first, 256, [len(group), *words])
 
 
 def _concat(launches: Launches, call: Bound) -> None:
