@@ -18,11 +18,19 @@ class Readers:
         self.program, self.kept = program, kept
         self._bind = bind
         self._bound: dict[int, Bound] = {}
+        self._touched: dict[int, tuple[list[Region], list[Region]]] = {}
 
     def bound(self, number: int) -> Bound:
         if number not in self._bound:
             self._bound[number] = self._bind(number)
         return self._bound[number]
+
+    def touched(self, number: int) -> tuple[list[Region], list[Region]]:
+        """What an instruction reads, and what it writes."""
+        if number not in self._touched:
+            call = self.bound(number)
+            self._touched[number] = ([o.region for o in call.src if o is not None], [o.region for o in call.dst])
+        return self._touched[number]
 
     def calls(self, number: int, value: Operand) -> list[Bound] | None:
         """The instructions of `of`."""
@@ -45,11 +53,11 @@ class Readers:
         left: Ranges = [(whole.low, whole.high)]
         found = []
         for later in range(number + 1, len(self.program.instructions)):
-            call = self.bound(later)
-            if any(o is not None and _meets(o.region, whole.buffer, left) for o in call.src):
+            read, written = self.touched(later)
+            if any(_meets(region, whole.buffer, left) for region in read):
                 found.append(later)
-            for out in call.dst:
-                left = _without(left, out.region) if out.region.buffer == whole.buffer else left
+            for region in written:
+                left = _without(left, region) if region.buffer == whole.buffer else left
             if not left:
                 return found
         return None if any(_meets(region, whole.buffer, left) for region in self.kept) else found

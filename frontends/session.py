@@ -101,8 +101,10 @@ class Session:
         return plan_for(one, self.group, place=self._place, like=largest)
 
     def _load(self, on_progress: Callable[[Progress], None] | None) -> None:
-        """Bind every weight of the model's graph, with word of each."""
-        tensors = {w.node.name: self.model.gguf.tensors[w.node.name] for w in self._first.graph.weights}
+        """Bind every weight of the model's graph, with word of each; the largest first, while little else is in memory
+        beside both it and what of the file is being read."""
+        found = {w.node.name: self.model.gguf.tensors[w.node.name] for w in self._first.graph.weights}
+        tensors = dict(sorted(found.items(), key=lambda item: -item[1].nbytes))
         total = sum(t.nbytes for t in tensors.values())
         done = 0
         for name, tensor in tensors.items():
