@@ -12,7 +12,7 @@ from ...operands import Bound, Operand
 from ..driver import Kernel, Source
 from ..launches import Binding, Launches, Word, blocks, need
 from .elementwise import as_float
-from .states import RECURRENT, STATES, Carried, carry, rows
+from .states import RECURRENT, STATES, Carried, carry, has_quads, rows
 
 THREADS = 128
 TILE = 8
@@ -96,7 +96,7 @@ class Rule:
     def has_quads(self) -> bool:
         """Whether every row is dense and begins at a multiple of 16 bytes."""
         read = (self.q, self.k, self.v, *([self.g] if self.channels else []))
-        return self.value_size % 4 == 0 and all(_has_quads(x) for x in read)
+        return self.value_size % 4 == 0 and all(has_quads(x) for x in read)
 
     def part(self, start: int, count: int) -> Rule:
         """`count` tokens from `start`."""
@@ -106,12 +106,6 @@ class Rule:
 
         q, k, v, g, out = (cut(x) for x in (self.q, self.k, self.v, self.g, self.out))
         return replace(self, q=q, k=k, v=v, g=g, out=out, beta=cut(self.beta, 2))
-
-
-def _has_quads(x: Operand) -> bool:
-    *outer, elements = x.strides
-    even = all(step % 4 == 0 for n, step in zip(x.shape, outer, strict=False) if n > 1)
-    return x.address % 16 == 0 and elements == 1 and even
 
 
 # ---------------------------------------------------------------------------------------------- token by token
