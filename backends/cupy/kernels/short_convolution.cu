@@ -5,8 +5,6 @@ constexpr int THREADS = 256;
 // Tokens that a thread convolves one after the other; the rows before the first are read again by the next run.
 constexpr int RUN = 16;
 
-__device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
-
 struct Convolution {
     Rows x, out;  // [sequence, row, -, channel]
     const float *w;  // [channels, taps]
