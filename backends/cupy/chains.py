@@ -89,6 +89,11 @@ class Flow:
                 return number
         return None
 
+    def writers(self, state: Operand, after: int) -> list[int]:
+        """The instructions that write into the memory of a state, after that one."""
+        later = range(after + 1, len(self._place))
+        return [n for n in later if any(r.overlaps(state.region) for r in self.readers.touched(n)[1])]
+
     # ---------------------------------------------------------------------------------------------------------- order
 
     def has_moved(self, number: int) -> bool:
