@@ -25,7 +25,7 @@ template <class T> struct Few {
     struct Product {
         const T *w;
         float *out;
-        i64 blocks, rows, matrix_step, row_step, out_step;
+        i64 first, rows, matrix_step, row_step, out_step;  // the first of its blocks
     } product[MOST_PRODUCTS];
     i64 products, unit;  // a unit has two products, and makes one result of them
     const float *x;
@@ -41,12 +41,11 @@ template <class T, int N> __global__ void __launch_bounds__(256) few(const __gri
     const int lane = threadIdx.x % 32;
     const i64 entry = blockIdx.y, matrix = a.choice.matrix_of(entry);
     if (blockIdx.x == 0 && threadIdx.x == 0) a.choice.check(entry);
-    i64 number = blockIdx.x;
     int which = 0;
     if (!a.unit)
-        for (; which + 1 < a.products && number >= a.product[which].blocks; which++) number -= a.product[which].blocks;
+        while (which + 1 < a.products && blockIdx.x >= a.product[which + 1].first) which++;
     const auto &made = a.product[which];
-    const i64 first = (number * 8 + threadIdx.x / 32) * (a.unit ? 1 : OWN);
+    const i64 first = ((blockIdx.x - made.first) * 8 + threadIdx.x / 32) * (a.unit ? 1 : OWN);
     if (first >= made.rows) return;  // a whole warp
     const T *w[OWN];
     const float *x[N];
@@ -60,7 +59,7 @@ template <class T, int N> __global__ void __launch_bounds__(256) few(const __gri
     const bool aligned = (((u64)w[0] | (u64)w[1] | (u64)x[0] | (u64)(a.x_step * 4)) & 15) == 0;
     const i64 end = matrix < 0 ? 0 : a.columns, pieces = aligned ? end / SIZE * SIZE : 0;
     float sum[OWN][N] = {};
-#pragma unroll 4
+#pragma unroll(N > 2 ? 2 : 4)
     for (i64 c = lane * SIZE; c < pieces; c += 32 * SIZE) {
         float v[OWN][SIZE];
 #pragma unroll

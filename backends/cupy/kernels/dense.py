@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from ....graph.dtypes import DType
 from ...operands import Operand
 from ..driver import Source
@@ -45,7 +47,8 @@ def few(
     count = next(n for n in COUNTS if n >= tokens)
     w = products[0][0]
     taken = [blocks(matrix.shape[-2], OWN // (2 if unit else 1)) for matrix, _ in products]
-    fields = [[w, out, n, *_steps(w), rows_of(out)] for (w, out), n in zip(products, taken, strict=True)]
+    first = [0 if unit else n for n in accumulate(taken, initial=0)][:-1]
+    fields = [[w, out, n, *_steps(w), rows_of(out)] for (w, out), n in zip(products, first, strict=True)]
     words = [*filled(fields), len(products), unit, x, w.shape[-1], tokens, rows_of(x), *route]
     kernel = BY_TYPE[w.dtype][f"few<{TYPES[w.dtype]}, {count}>"]
     launches.add(kernel, (taken[0] if unit else sum(taken), entries), 256, words)

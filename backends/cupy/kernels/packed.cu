@@ -87,7 +87,7 @@ struct Few {
     struct Product {
         const u8 *w;
         float *out;
-        i64 units, rows, out_step;
+        i64 first, units, rows, out_step;  // the first of its blocks
     } product[MOST_PRODUCTS];
     i64 products, unit;  // a unit has two products, and makes one result of them
     const float *x;
@@ -111,16 +111,16 @@ template <class F, int N> __global__ void __launch_bounds__(512, N == 1 ? 2 : 1)
     const i64 entry = blockIdx.y, matrix = a.choice.matrix_of(entry);
     if (blockIdx.x == 0 && threadIdx.x == 0) a.choice.check(entry);
     const float *x = a.x + row_of(entry, a.used, a.shared) * a.tokens * a.x_step;
-    const i64 end = matrix < 0 ? 0 : a.blocks;  // one of elsewhere adds nothing
+    const int end = matrix < 0 ? 0 : (int)a.blocks;  // one of elsewhere adds nothing
     const bool second = warp >= warps;
-    i64 number = blockIdx.x;
     int which = second;
     if (!a.unit)
-        for (; which + 1 < a.products && number >= a.product[which].units; which++) number -= a.product[which].units;
+        while (which + 1 < a.products && blockIdx.x >= a.product[which + 1].first) which++;
     const Few::Product &product = a.product[which];
-    const Unit<F> unit(product.w, max(matrix, (i64)0) * product.units + number, a.blocks, a.row_bytes);
+    const i64 number = max(matrix, (i64)0) * product.units + blockIdx.x - product.first;
+    const Unit<F> unit(product.w, number, a.blocks, a.row_bytes);
     float sum[N] = {};
-    for (i64 block = 4 * (second ? warp - warps : warp); block < end; block += 4 * warps) {
+    for (int block = 4 * (second ? warp - warps : warp); block < end; block += 4 * warps) {
         constexpr int RECORDS = F::SUPER == 1 ? 4 : 1;
         RowCodes<F> w[4];
         typename F::Record records[RECORDS];
@@ -170,7 +170,7 @@ template <class F, int N> __global__ void __launch_bounds__(512, N == 1 ? 2 : 1)
     __syncthreads();
     for (int i = threadIdx.x; i < 32 * N; i += blockDim.x) {
         const Few::Product &made = a.product[a.unit ? 0 : which];
-        const i64 row = 32 * number + i % 32;
+        const i64 row = 32 * (blockIdx.x - made.first) + i % 32;
         if (row >= made.rows || i / 32 >= a.tokens) continue;
         float total = 0.0f, up = 0.0f;
         for (int w = 0; w < warps; w++) total += sums[w][i / 32][i % 32];

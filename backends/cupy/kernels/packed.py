@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import accumulate
 
 from ....graph.dtypes import DType
 from ...base import Tensor, contiguous_strides
@@ -80,7 +81,8 @@ def few(
     """All entries in one launch, each of at most 4 rows of x."""
     count, w = next(n for n in COUNTS if n >= tokens), products[0][0]
     units = [_units(matrix) for matrix, _ in products]
-    fields = [[w, out, n, w.shape[-2], rows_of(out)] for (w, out), n in zip(products, units, strict=True)]
+    first = [0 if unit else n for n in accumulate(units, initial=0)]
+    fields = [[w, out, n, _units(w), w.shape[-2], rows_of(out)] for (w, out), n in zip(products, first, strict=False)]
     words = [*filled(fields), len(products), unit, x, *_whole(w), tokens, rows_of(x), *route]
     kernel = BY_TYPE[w.dtype][f"few<{w.dtype.name}, {count}>"]
     if unit:
