@@ -30,7 +30,7 @@ __device__ __forceinline__ Rounded round_block(const float (&x)[4]) {
     return {codes, {d, -MAGIC * d, d * (half + other), d * (threadIdx.x % 8 < 4 ? half : other)}};
 }
 // Lane l brings columns 4 l ... of four blocks from `block` on; those past the last block are 0.
-__device__ __forceinline__ Rounded round_four(const float *row, i64 block, i64 blocks) {
+__device__ __forceinline__ Rounded round_four(const float *row, int block, int blocks) {
     const int lane = threadIdx.x % 32;
     float x[4] = {};
     if (block + lane / 8 < blocks)
@@ -100,10 +100,11 @@ struct Few {
 // what it gates.
 //
 // A warp asks for all codes of a chunk (4-bit: 4 x 16 bytes a lane, 2 KiB) before it rounds; with 32 warps on a
-// multiprocessor 64 KiB are in flight, of some 25 KiB that hide 700 ns at 4.8 TB/s.  A block of 18 bytes (4 bits, a scale)
+// multiprocessor 64 KiB are in flight, of some 25 KiB that hide 700 ns at 4.8 TB/s (8-bit: 4 KiB, with 16 warps, which have
+// twice the registers).  A block of 18 bytes (4 bits, a scale)
 // costs a thread about 12 instructions of unpacking, 8 dp4a, 2 + 1 broadcast loads, 4 for the scale and 4 for the sum of
 // each token, and 11 for its part of the rounding: 11 bytes a warp's instruction at one token, where 5.2 keep up with memory.
-template <class F, int N> __global__ void __launch_bounds__(512, N == 1 ? 2 : 1) few(const __grid_constant__ Few a) {
+template <class F, int N> __global__ void __launch_bounds__(512, N == 1 && F::LOW < 8 ? 2 : 1) few(const __grid_constant__ Few a) {
     SHARED(codes, uint4[16][N][4][2]);
     SHARED(scales, float4[16][N][4]);
     SHARED(sums, float[16][N][32]);
@@ -133,7 +134,7 @@ template <class F, int N> __global__ void __launch_bounds__(512, N == 1 ? 2 : 1)
         __syncwarp();  // all have done with the chunk before
 #pragma unroll
         for (int n = 0; n < N; n++) {
-            const Rounded r = round_four(x + min((i64)n, a.tokens - 1) * a.x_step, block, end);
+            const Rounded r = round_four(N == 1 ? x : x + min((i64)n, a.tokens - 1) * a.x_step, block, end);
             ((u32 *)codes[warp][n])[lane] = r.codes;
             if (lane % 8 == 0) scales[warp][n][lane / 8] = r.scale;
         }
