@@ -141,7 +141,9 @@ def _mul_mat_id(launches: Launches, call: Bound) -> None:
 # --------------------------------------------------------------------------------------------------------- chains
 
 
-def _launch_together(launches: Launches, flow: Flow, numbers: Sequence[int], outs: Sequence[Operand], unit: int) -> None:
+def _launch_together(
+    launches: Launches, flow: Flow, numbers: Sequence[int], outs: Sequence[Operand], unit: int
+) -> None:
     """Products of the same few rows."""
     calls = [flow.call(n) for n in numbers]
     w, x = calls[0].operand(0), calls[0].operand(1)
@@ -151,7 +153,9 @@ def _launch_together(launches: Launches, flow: Flow, numbers: Sequence[int], out
         matrix = call.operand(0)
         need(call.op == "mul_mat" and lies_as(call.operand(1), x), "other rows are multiplied")
         need(matrix.dtype is w.dtype and matrix.shape[-1] == w.shape[-1] and len(matrix.shape) == 2, "weights differ")
-        need(_is_packed(matrix) or (matrix.dtype in dense.BY_TYPE and matrix.strides[-1] == 1), "weights are not read so")
+        need(
+            _is_packed(matrix) or (matrix.dtype in dense.BY_TYPE and matrix.strides[-1] == 1), "weights are not read so"
+        )
     for out in outs:
         need(out.is_dense, "results are not dense")
         apart(out, [x])

@@ -48,13 +48,20 @@ class Turned:
         inverse, magnitude = frequencies(n_dims // 2, call.attrs, index)
         tensor = positions.tensor
         strides = tensor.strides[:-2] + tensor.strides[-1:]
-        of_tokens = replace(positions, tensor=replace(tensor, shape=tensor.shape[:-2] + tensor.shape[-1:], strides=strides))
+        of_tokens = replace(
+            positions, tensor=replace(tensor, shape=tensor.shape[:-2] + tensor.shape[-1:], strides=strides)
+        )
         return cls(of_tokens, tensor.strides[-2], plane.astype(np.int32), inverse, magnitude)
 
     def words(self, launches: Launches, call: Bound, factors: Operand | None) -> list[Word]:
         """The fields of `Turns`."""
         pairs, neighbours = len(self.inverse), call.attrs["mode"] == "normal"
-        words: list[Word] = [pairs, int(number(call.attrs, "offset")), 2 if neighbours else 1, 1 if neighbours else pairs]
+        words: list[Word] = [
+            pairs,
+            int(number(call.attrs, "offset")),
+            2 if neighbours else 1,
+            1 if neighbours else pairs,
+        ]
         words += [self.step, self.magnitude, launches.constant(self.inverse), launches.constant(self.plane)]
         return [*words, *([0, 0] if factors is None else [factors, factors.strides[-1]])]
 
