@@ -17,9 +17,9 @@ from ...ops import op_of
 from ...ops.collective import COLLECTIVES, int_attr
 from ...ops.quants import dequantise, encoded
 from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor, contiguous_strides, run_calls
+from ..liveness import readers_of
 from ..numpy.collective import KERNELS as MEETINGS
 from ..numpy.kernel import Call
-from ..liveness import readers_of
 from ..operands import Bound, Operand
 from .chains import Flow, fuse
 from .driver import Driver, Launch, LaunchError

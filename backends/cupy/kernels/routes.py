@@ -1,4 +1,4 @@
-"""Several products of the same rows in one launch, as their kernels take them: fields of the structs in ``routes.cuh``."""
+"""Several products of the same rows in one launch, as their kernels take them; see ``routes.cuh``."""
 
 from __future__ import annotations
 
