@@ -82,7 +82,9 @@ def few(
     count, w = next(n for n in COUNTS if n >= tokens), products[0][0]
     units = [_units(matrix) for matrix, _ in products]
     first = [0 if unit else n for n in accumulate(units, initial=0)]
-    fields = [[w, out, n, _units(w), w.shape[-2], rows_of(out)] for (w, out), n in zip(products, first, strict=False)]
+    fields: list[list[Word]] = [
+        [w, out, n, _units(w), w.shape[-2], rows_of(out)] for (w, out), n in zip(products, first, strict=False)
+    ]
     words = [*filled(fields), len(products), unit, x, *_whole(w), tokens, rows_of(x), *route]
     kernel = BY_TYPE[w.dtype][f"few<{w.dtype.name}, {count}>"]
     if unit:

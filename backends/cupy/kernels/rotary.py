@@ -111,7 +111,7 @@ def _timesteps(launches: Launches, call: Bound) -> None:
 
 # --------------------------------------------------------------------------------------------------------- chains
 
-NO_TURNS: list[Word] = [0] * 5 + [0.0] + [0] * 4
+NO_TURNS: Sequence[Word] = (*[0] * 5, 0.0, *[0] * 4)
 MOST_COLUMNS = 8192
 """Of a row that a block keeps in shared memory."""
 
@@ -173,7 +173,7 @@ def _launch_heads(launches: Launches, flow: Flow, chain: _Chain, x: Operand, fir
     if "factor" in calls:
         w, eps = calls["factor"].operand(1), float(number(calls["norm"].attrs, "eps"))
         need(w.is_float and w.tensor.spec.size == columns == w.shape[-1], "a row is not multiplied by a vector")
-    positions, turns = None, NO_TURNS
+    positions, turns = None, list[Word](NO_TURNS)
     if "rope" in calls:
         turned, factors = Turned.of(calls["rope"]), calls["rope"].optional(2)
         need(turned.positions.dtype is DType.I32 and len(turned.inverse), "positions are of another type")
