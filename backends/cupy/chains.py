@@ -37,6 +37,7 @@ class Flow:
         self._place = list(range(len(program.instructions)))
         self._there = [[number] for number in self._place]
         self._touched: dict[int, Touched] = {}
+        self._found: dict[int, list[int] | None] = {}
 
     def call(self, number: int) -> Bound:
         return self.readers.bound(number)
@@ -45,9 +46,15 @@ class Flow:
 
     def readers_of(self, number: int) -> list[int]:
         """All instructions that read what this one computes; nothing else does."""
-        found = self.readers.of(number, self.call(number).out)
+        found = self.found(number)
         need(found is not None, "a result is kept")
         return found or []
+
+    def found(self, number: int) -> list[int] | None:
+        """The same; None if the result is kept."""
+        if number not in self._found:
+            self._found[number] = self.readers.of(number, self.call(number).out)
+        return self._found[number]
 
     def reader(self, number: int, op: str, index: int = 0) -> int:
         """The only instruction that reads what this one computes, all of it, as that operand."""
@@ -123,7 +130,7 @@ class Flow:
         """What each of them still reads and writes: not what only they read of each other."""
         found = {n: self._alone(n) for n in numbers}
         for n in numbers:
-            readers = self.readers.of(n, self.call(n).out) if len(self.call(n).dst) == 1 else None
+            readers = self.found(n) if len(self.call(n).dst) == 1 else None
             if readers is None or not set(readers) <= {*numbers}:
                 continue
             out = self.call(n).out.region

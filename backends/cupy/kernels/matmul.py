@@ -174,7 +174,7 @@ def _by_row(out: Operand) -> Operand:
 
 def _unit_of(flow: Flow, number: int) -> int | None:
     """The gated unit that alone reads a product."""
-    readers = flow.readers.of(number, flow.call(number).out)
+    readers = flow.found(number)
     return readers[0] if readers and len(readers) == 1 and flow.call(readers[0]).op in UNITS else None
 
 

@@ -134,7 +134,7 @@ class _Chain:
 
 def _stored(flow: Flow, number: int) -> tuple[int | None, int | None]:
     """What puts the result of an instruction into a cache, and what saves the row that was there."""
-    readers = flow.readers.of(number, flow.call(number).out) or []
+    readers = flow.found(number) or []
     if len(readers) != 1 or flow.call(readers[0]).op != "set_rows" or not flow.makes(number, readers[0], 1):
         return None, None
     store = flow.call(readers[0])
