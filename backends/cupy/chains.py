@@ -47,7 +47,7 @@ class Flow:
     def readers_of(self, number: int) -> list[int]:
         """All instructions that read what this one computes; nothing else does."""
         found = self.found(number)
-        need(found is not None, "a result is kept")
+        need(found, "a result is kept, or nobody reads it")
         return found or []
 
     def found(self, number: int) -> list[int] | None:
