@@ -146,12 +146,13 @@ def _launch_together(
 ) -> None:
     """Products of the same few rows."""
     calls = [flow.call(n) for n in numbers]
+    need(all(call.op == "mul_mat" for call in calls), "something else makes a result")
     w, x = calls[0].operand(0), calls[0].operand(1)
     tokens = math.prod(x.shape[:-1])
     need(x.is_float and x.has_rows and 0 < tokens <= FEW, "rows of x are many, or do not lie evenly")
     for call in calls:
         matrix = call.operand(0)
-        need(call.op == "mul_mat" and lies_as(call.operand(1), x), "other rows are multiplied")
+        need(lies_as(call.operand(1), x), "other rows are multiplied")
         need(matrix.dtype is w.dtype and matrix.shape[-1] == w.shape[-1] and len(matrix.shape) == 2, "weights differ")
         need(
             _is_packed(matrix) or (matrix.dtype in dense.BY_TYPE and matrix.strides[-1] == 1), "weights are not read so"
