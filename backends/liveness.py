@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .base import Program
+from .base import Program, Tensor
 from .operands import Bound, Operand, Region
 
 Ranges = list[tuple[int, int]]
@@ -61,6 +61,20 @@ class Readers:
             if not left:
                 return found
         return None if any(_meets(region, whole.buffer, left) for region in self.kept) else found
+
+
+def readers_of(program: Program, operand: Callable[[Tensor], Operand]) -> Readers:
+    """The instructions of a program; `operand` gives a tensor its address."""
+
+    def bind(number: int) -> Bound:
+        i = program.instructions[number]
+        src = tuple(None if t is None else operand(t) for t in i.src)
+        dst = tuple(map(operand, i.dst))
+        return Bound(i.op, src, dst, i.attrs, lambda: readers.calls(number, dst[0]))
+
+    kept = [*program.outputs.values(), *(t for _, back in program.undo for t in back.src if t is not None)]
+    readers = Readers(program, bind, [operand(t).region for t in kept])
+    return readers
 
 
 def _meets(region: Region, buffer: int, ranges: Ranges) -> bool:

@@ -77,7 +77,7 @@ PLANTS = {
         "sums[warp][n][lane] = sum[n];",
         LONG,
     ),
-    "a row past the last is written": ("packed.cu", "if (row >= a.rows || i / 32", "if (i / 32", WIDE),
+    "a row past the last is written": ("packed.cu", "if (row >= made.rows || i / 32", "if (i / 32", WIDE),
     "a high bit of the wrong column": (
         "packed.cu",
         "high[t * HIGH / 4] >> HIGH * (2 * t",

@@ -18,15 +18,17 @@ from ...ops import op_of
 from ...ops.collective import COLLECTIVES, int_attr
 from ...ops.quants import dequantise, encoded
 from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor, contiguous_strides, run_calls
+from ..liveness import readers_of
 from ..numpy.collective import KERNELS as MEETINGS
 from ..numpy.kernel import Call
 from ..operands import Bound, Operand
+from .chains import Flow, fuse
 from .driver import Driver, Launch, LaunchError, Step
 from .kernels.packed import expanded
 from .launches import Launches, NoKernelError
 from .meetings import Meetings
 from .packing import PACKINGS, pack, padded
-from .table import BINDINGS
+from .table import BINDINGS, FUSED
 from .transport import transport_of
 from .watch import LostError, Memberships
 
@@ -199,11 +201,9 @@ class Replay:
         self._fault = self._keep(np.zeros(FAULT_BYTES // 8, np.int64))
         self._bound = Launches(self._keep_at, fault_at=driver.address(self._fault))
         self._parts: list[Step | Met] = []
-        for number, i in enumerate(program.instructions):
-            if i.op in COLLECTIVES:
-                self._parts.append(Met(number, i, self._operands(i)))
-            elif any(t.spec.size for t in i.dst):
-                self._bind(number, i)
+        self._readers = readers_of(program, self._operand)
+        self._flow = Flow(program, self._readers, _fixed(program))
+        self._bind_all()
         self._own_faults = len(self._bound.faults)
         for kernel in {part.kernel for part in self._parts if isinstance(part, Launch)}:
             driver.prepare(kernel, on)
@@ -252,8 +252,8 @@ class Replay:
                 raise self._lost(why) from why
             if not isinstance(why, LaunchError):
                 raise
-            node = self.program.instructions[why.number].node
-            raise StepError(node, self.program.device, why.number, str(why)) from why
+            node, finished = self.program.instructions[why.number].node, self._flow.unfinished(why.number)
+            raise StepError(node, self.program.device, finished, str(why)) from why
         if self._bound.faults and (noted := self._noted()) is not None:
             number, said = noted
             node, finished = self.program.instructions[number].node, len(self.program.instructions)
@@ -325,20 +325,34 @@ class Replay:
             self._launched[run] = launches
             self._bound.items = []
 
+    def _bind_all(self) -> None:
+        """Bind chains, then what is left; each runs in its place."""
+        chains: dict[int, list[Step]] = {}
+        fixed = _fixed(self.program)
+        for number in range(len(self.program.instructions)):
+            if number in fixed or self._flow.has_moved(number):
+                continue
+            at = fuse(self._flow, self._bound, FUSED, number)
+            if at is not None:
+                chains[at], self._bound.items = self._bound.items, []
+        for number, i in enumerate(self.program.instructions):
+            if number in chains:
+                self._parts += chains[number]
+            elif i.op in COLLECTIVES:
+                self._parts.append(Met(number, i, self._readers.bound(number)))
+            elif self._flow.at(number) and number not in fixed:
+                self._bind(number, i)
+
     def _bind(self, number: int, i: Instruction) -> None:
         bound = self._bound
         bound.number, bound.taken = number, 0
         bound.scratch_at = self._operand(i.scratch).address if i.scratch is not None else 0
-        BINDINGS[i.op](bound, self._operands(i))
+        BINDINGS[i.op](bound, self._readers.bound(number))
         assert bound.taken <= (i.scratch.shape[0] if i.scratch is not None else 0), (
             f"{i.op} takes more than it asked for"
         )
         self._parts += bound.items
         bound.items = []
-
-    def _operands(self, i: Instruction) -> Bound:
-        src = tuple(None if t is None else self._operand(t) for t in i.src)
-        return Bound(i.op, src, tuple(map(self._operand, i.dst)), i.attrs)
 
     def _operand(self, t: Tensor) -> Operand:
         spec = self.program.buffers[t.buffer]
@@ -367,6 +381,12 @@ class Replay:
         incoming = [partial(d.__setitem__, ..., h) for d, h in zip(dst, here, strict=True) if h is not d]
         meet = MEETINGS[i.op].bind(Call(there, here, i.attrs, scratch, self._comm))
         return [self._meetings.wait, *outgoing, *meet, *incoming]
+
+
+def _fixed(program: Program) -> frozenset[int]:
+    """Instructions that are not launched: collectives, and those that compute nothing."""
+    found = enumerate(program.instructions)
+    return frozenset(n for n, i in found if i.op in COLLECTIVES or not any(t.spec.size for t in i.dst))
 
 
 def _on_host(view: Any) -> Array:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType, ModuleType
 
+from .chains import Fused
 from .driver import Source
 from .kernels import (
     attention,
@@ -38,7 +39,8 @@ FAMILIES: tuple[ModuleType, ...] = (
     attention,
     collective,
 )
-"""Modules with ``BINDINGS``, how each op is bound, and ``SOURCES``, all they launch."""
+"""Modules with ``BINDINGS``, how each op is bound, and ``SOURCES``, all they launch; some with ``FUSED``, how
+chains that begin with an op are."""
 
 
 def _merged() -> Mapping[str, Binding]:
@@ -49,5 +51,15 @@ def _merged() -> Mapping[str, Binding]:
     return MappingProxyType(merged)
 
 
+def _chains() -> Mapping[str, Sequence[Fused]]:
+    found: dict[str, list[Fused]] = {}
+    for family in FAMILIES:
+        for op, binds in getattr(family, "FUSED", {}).items():
+            found.setdefault(op, []).extend(binds)
+    return MappingProxyType(found)
+
+
 BINDINGS = _merged()
+FUSED = _chains()
+"""Tried in this order, before an instruction is bound by itself."""
 SOURCES: tuple[Source, ...] = tuple(source for family in FAMILIES for source in family.SOURCES)

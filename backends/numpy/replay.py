@@ -18,7 +18,7 @@ import numpy as np
 from ...graph.errors import BackendError, StepError
 from ...ops.collective import COLLECTIVES
 from ..base import Comm, Instruction, Program, run_calls
-from ..liveness import Readers
+from ..liveness import Readers, readers_of
 from ..operands import Bound, Operand
 from .compiler import REPLAY
 from .kernels import (
@@ -210,20 +210,6 @@ def operand(tensor: Any, program: Program, buffers: Sequence[Any]) -> Operand:
     return Operand(buffers[tensor.buffer].ctypes.data + tensor.offset, tensor, spec.declared, spec.stored)
 
 
-def readers_of(program: Program, buffers: Sequence[Any]) -> Readers:
-    """The instructions of a program, bound to its memory."""
-
-    def bind(number: int) -> Bound:
-        i = program.instructions[number]
-        src = tuple(None if t is None else operand(t, program, buffers) for t in i.src)
-        dst = tuple(operand(t, program, buffers) for t in i.dst)
-        return Bound(i.op, src, dst, i.attrs, lambda: readers.calls(number, dst[0]))
-
-    kept = [*program.outputs.values(), *(t for _, back in program.undo for t in back.src if t is not None)]
-    readers = Readers(program, bind, [operand(t, program, buffers).region for t in kept])
-    return readers
-
-
 def work_of(
     program: Program,
     buffers: Sequence[Any],
@@ -233,7 +219,7 @@ def work_of(
 ) -> Work:
     """Compiled segments, and calls for instructions that have no kernel."""
     found: Work = []
-    steps, readers = Steps(crew.threads, comm), readers_of(program, buffers)
+    steps, readers = Steps(crew.threads, comm), readers_of(program, partial(operand, program=program, buffers=buffers))
     number = 0
 
     def close() -> None:

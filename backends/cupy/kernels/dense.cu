@@ -22,32 +22,44 @@ template <class T> struct Piece {
 };
 
 template <class T> struct Few {
-    const T *w;
+    struct Product {
+        const T *w;
+        float *out;
+        i64 first, rows, matrix_step, row_step, out_step;  // the first of its blocks
+    } product[MOST_PRODUCTS];
+    i64 products, unit;  // a unit has two products, and makes one result of them
     const float *x;
-    float *out;
-    i64 columns, rows, matrix_step, row_step, tokens, x_step, out_step;  // `tokens` rows of x for each entry
+    i64 columns, tokens, x_step;  // `tokens` rows of x for each entry
     i64 used, shared;
     Choice choice;
 };
-// A warp has two rows and all their columns: it asks for 1 KiB of 16-bit weights at a time, 4 times unrolled, and multiplies
+// A warp has two rows, of a gated unit one of each product, and all their columns: it asks for 1 KiB of 16-bit weights at a time, 4 times unrolled, and multiplies
 // 1024 of them in some 70 instructions at one token.
 constexpr int OWN = 2;
 template <class T, int N> __global__ void __launch_bounds__(256) few(const __grid_constant__ Few<T> a) {
     constexpr int SIZE = Piece<T>::SIZE;
     const int lane = threadIdx.x % 32;
-    const i64 entry = blockIdx.y, matrix = a.choice.matrix_of(entry), first = ((i64)blockIdx.x * 8 + threadIdx.x / 32) * OWN;
+    const i64 entry = blockIdx.y, matrix = a.choice.matrix_of(entry);
     if (blockIdx.x == 0 && threadIdx.x == 0) a.choice.check(entry);
-    if (first >= a.rows) return;  // a whole warp
+    int which = 0;
+    if (!a.unit)
+        while (which + 1 < a.products && blockIdx.x >= a.product[which + 1].first) which++;
+    const auto &made = a.product[which];
+    const i64 first = ((blockIdx.x - made.first) * 8 + threadIdx.x / 32) * (a.unit ? 1 : OWN);
+    if (first >= made.rows) return;  // a whole warp
     const T *w[OWN];
     const float *x[N];
 #pragma unroll
-    for (int r = 0; r < OWN; r++) w[r] = a.w + max(matrix, (i64)0) * a.matrix_step + min(first + r, a.rows - 1) * a.row_step;
+    for (int r = 0; r < OWN; r++) {
+        const auto &p = a.product[a.unit ? r : which];
+        w[r] = p.w + max(matrix, (i64)0) * p.matrix_step + min(first + (a.unit ? 0 : r), p.rows - 1) * p.row_step;
+    }
 #pragma unroll
     for (int n = 0; n < N; n++) x[n] = a.x + (row_of(entry, a.used, a.shared) * a.tokens + min((i64)n, a.tokens - 1)) * a.x_step;
     const bool aligned = (((u64)w[0] | (u64)w[1] | (u64)x[0] | (u64)(a.x_step * 4)) & 15) == 0;
     const i64 end = matrix < 0 ? 0 : a.columns, pieces = aligned ? end / SIZE * SIZE : 0;
     float sum[OWN][N] = {};
-#pragma unroll 4
+#pragma unroll(N > 2 ? 2 : 4)
     for (i64 c = lane * SIZE; c < pieces; c += 32 * SIZE) {
         float v[OWN][SIZE];
 #pragma unroll
@@ -68,12 +80,19 @@ template <class T, int N> __global__ void __launch_bounds__(256) few(const __gri
 #pragma unroll
             for (int n = 0; n < N; n++) sum[r][n] = fmaf(to_float(w[r][c]), x[n][c], sum[r][n]);
 #pragma unroll
-    for (int r = 0; r < OWN; r++)
+    for (int n = 0; n < N; n++) {
+        float total[OWN];
 #pragma unroll
-        for (int n = 0; n < N; n++) {
-            const float total = warp_sum(sum[r][n]);
-            if (lane == 0 && first + r < a.rows && n < a.tokens) a.out[(entry * a.tokens + n) * a.out_step + first + r] = total;
-        }
+        for (int r = 0; r < OWN; r++) total[r] = warp_sum(sum[r][n]);
+        if (lane > 0 || n >= a.tokens) continue;
+        float *out = made.out + (entry * a.tokens + n) * made.out_step + first;
+        if (a.unit)
+            out[0] = gated(a.unit, total[0], total[1]);
+        else
+#pragma unroll
+            for (int r = 0; r < OWN; r++)
+                if (first + r < made.rows) out[r] = total[r];
+    }
 }
 
 // ----------------------------------------------------------------------------------------------------- many tokens

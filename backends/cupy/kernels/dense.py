@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from ....graph.dtypes import DType
 from ...operands import Operand
 from ..driver import Source
 from ..launches import Launches, Word, blocks, rows_of
 from .elementwise import TYPES
+from .routes import ALONE, Products, filled
 
 TILE = 64
 """Rows and entries of a tile of tensor cores."""
@@ -29,16 +32,26 @@ BY_TYPE = dict(zip((DType.F32, DType.F16, DType.BF16), SOURCES, strict=True))
 
 def _matrices(w: Operand) -> list[Word]:
     """Columns and rows, the steps between matrices and between rows."""
+    return [w.shape[-1], *_steps(w)]
+
+
+def _steps(w: Operand) -> list[Word]:
     steps = [s for n, s in zip(w.shape[:-2], w.strides[:-2], strict=True) if n != 1]
-    return [w.shape[-1], w.shape[-2], steps[-1] if steps else 0, w.strides[-2]]
+    return [w.shape[-2], steps[-1] if steps else 0, w.strides[-2]]
 
 
-def few(launches: Launches, w: Operand, x: Operand, out: Operand, entries: int, tokens: int, route: list[Word]) -> None:
+def few(
+    launches: Launches, products: Products, x: Operand, entries: int, tokens: int, route: list[Word], unit: int = ALONE
+) -> None:
     """All entries in one launch, each of at most 4 rows of x."""
     count = next(n for n in COUNTS if n >= tokens)
-    words: list[Word] = [w, x, out, *_matrices(w), tokens, rows_of(x), rows_of(out), *route]
+    w = products[0][0]
+    taken = [blocks(matrix.shape[-2], OWN // (2 if unit else 1)) for matrix, _ in products]
+    first = [0 if unit else n for n in accumulate(taken, initial=0)][:-1]
+    fields = [[w, out, n, *_steps(w), rows_of(out)] for (w, out), n in zip(products, first, strict=True)]
+    words = [*filled(fields), len(products), unit, x, w.shape[-1], tokens, rows_of(x), *route]
     kernel = BY_TYPE[w.dtype][f"few<{TYPES[w.dtype]}, {count}>"]
-    launches.add(kernel, (blocks(w.shape[-2], OWN), entries), 256, words)
+    launches.add(kernel, (taken[0] if unit else sum(taken), entries), 256, words)
 
 
 def many(launches: Launches, w: Operand, x: Operand, out: Operand, tiles: Operand, route: list[Word]) -> None:

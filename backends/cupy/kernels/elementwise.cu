@@ -6,10 +6,6 @@ struct Numbers {
 
 // ------------------------------------------------------------------------------------------------ functions
 
-__device__ __forceinline__ float silu(float x) { return x * logistic(x); }
-__device__ __forceinline__ float gelu(float x) {
-    return x * logistic(1.5957691216057308f * (x + 0.044715f * x * x * x));
-}
 __device__ __forceinline__ float gelu_erf(float x) { return 0.5f * x * erfcf(x * -0.70710678118654752f); }
 __device__ __forceinline__ float gelu_quick(float x) { return x * logistic(1.702f * x); }
 __device__ __forceinline__ float hardsigmoid(float x) { return fminf(fmaxf((x + 3.0f) / 6.0f, 0.0f), 1.0f); }
@@ -71,6 +67,7 @@ BINARY(add, x + y)
 BINARY(sub, x - y)
 BINARY(mul, x * y)
 BINARY(div, x / y)
+BINARY(mul_sigmoid, x * logistic(y))
 BINARY(reglu, (x < 0.0f ? 0.0f : x) * y)
 BINARY(geglu, ::gelu(x) * y)
 BINARY(geglu_erf, ::gelu_erf(x) * y)

@@ -9,6 +9,7 @@ from ....graph.dtypes import DType
 from ....ops.attributes import number
 from ...operands import Bound, Operand
 from ..axes import axes_of
+from ..chains import Flow, Fused, apart
 from ..driver import Kernel, Source
 from ..launches import Binding, Launches, Word, blocks, need
 from ..packing import PACKINGS
@@ -68,7 +69,7 @@ ROUNDING = {DType.F16: 1, DType.BF16: 2}
 
 MAPS = Source(
     "elementwise.cu",
-    (*(f"unary<function::{n}>" for n in UNARY), *(f"binary<function::{n}>" for n in BINARY)),
+    (*(f"unary<function::{n}>" for n in UNARY), *(f"binary<function::{n}>" for n in (*BINARY, "mul_sigmoid"))),
 )
 CASTS = Source("elementwise.cu", tuple(f"cast<{TYPES[s]}, {TYPES[t]}>" for s in TYPES for t in TARGETS))
 SOURCES = (MAPS, CASTS)
@@ -149,6 +150,30 @@ def _cast(launches: Launches, call: Bound) -> None:
     launch_cast(launches, call.operand(0), call.out, dtype)
 
 
+def _multiplied(launches: Launches, flow: Flow, number: int) -> tuple[Operand, Operand, Bound, Sequence[int]]:
+    """What goes through an activation, what that is multiplied by, the product, and the instructions."""
+    product = flow.readers_of(number)[0]
+    index = 1 if flow.makes(number, product, 1) else 0
+    need(flow.reader(number, "mul", index) == product, "it is not a factor of one product")
+    gate, other, found = flow.call(number).operand(0), flow.call(product).operand(1 - index), flow.call(product)
+    need(gate.is_float and other.is_float and gate.shape == other.shape == found.out.shape, "the factors differ")
+    apart(found.out, [], [gate, other])
+    return gate, other, found, (number, product)
+
+
+def _times_sigmoid(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
+    gate, other, product, numbers = _multiplied(launches, flow, number)
+    launch_binary(launches, "mul_sigmoid", other, gate, product.out)
+    return numbers
+
+
+def _times_silu(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
+    gate, other, product, numbers = _multiplied(launches, flow, number)
+    launch_binary(launches, "swiglu", gate, other, product.out)
+    return numbers
+
+
+FUSED: Mapping[str, Sequence[Fused]] = {"sigmoid": (_times_sigmoid,), "silu": (_times_silu,)}
 BINDINGS: Mapping[str, Binding] = {
     **{name: _unary(numbers) for name, numbers in UNARY.items()},
     **{name: _binary(numbers) for name, numbers in BINARY.items()},

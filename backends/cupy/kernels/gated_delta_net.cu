@@ -14,6 +14,7 @@ struct DeltaNet {
     i64 snapshots, stored;        // of sequence n, snapshot s is kept state n * snapshots + s; `stored` of them are written
     i64 tile;                     // tokens brought to shared memory together
     double scale;
+    float *saved;  // the old states, if they are asked for; sequence n begins with state n then
 };
 
 constexpr int THREADS = 128;
@@ -125,8 +126,8 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 4 : CHANNELS ? 7 : 6) delta
                 S[r][c] = WHOLE ? load_stream((const float4 *)from) : load_some<false>(from, a.key_size - e, 1);
         }
 
-    auto keep = [&](i64 snapshot) {
-        float *to = a.kept.at + a.kept.row(n * a.snapshots + snapshot) * state_size + inside;
+    auto keep_at = [&](float *states, i64 number) {
+        float *to = states + number * state_size + inside;
 #pragma unroll
         for (int r = 0; r < ROWS; r++)
 #pragma unroll
@@ -135,6 +136,8 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 4 : CHANNELS ? 7 : 6) delta
                 if (row + r < a.value_size) store_some<WHOLE>(to + r * a.key_size + e, S[r][c], a.key_size - e);
             }
     };
+    auto keep = [&](i64 snapshot) { keep_at(a.kept.at, a.kept.row(n * a.snapshots + snapshot)); };
+    if (a.saved) keep_at(a.saved, n);
     if (tokens == 0) keep(0);
 
     for (int first = 0; first < tokens; first += tile) {

@@ -9,10 +9,11 @@ from types import MappingProxyType
 
 from ....graph.dtypes import DType
 from ...operands import Bound, Operand
+from ..chains import Flow, Fused, apart, lies_as
 from ..driver import Kernel, Source
 from ..launches import Binding, Launches, Word, blocks, need
 from .elementwise import as_float
-from .states import RECURRENT, STATES, Carried, carry, rows
+from .states import RECURRENT, STATES, Carried, carry, has_quads, rows
 
 THREADS = 128
 TILE = 8
@@ -96,7 +97,7 @@ class Rule:
     def has_quads(self) -> bool:
         """Whether every row is dense and begins at a multiple of 16 bytes."""
         read = (self.q, self.k, self.v, *([self.g] if self.channels else []))
-        return self.value_size % 4 == 0 and all(_has_quads(x) for x in read)
+        return self.value_size % 4 == 0 and all(has_quads(x) for x in read)
 
     def part(self, start: int, count: int) -> Rule:
         """`count` tokens from `start`."""
@@ -108,19 +109,15 @@ class Rule:
         return replace(self, q=q, k=k, v=v, g=g, out=out, beta=cut(self.beta, 2))
 
 
-def _has_quads(x: Operand) -> bool:
-    *outer, elements = x.strides
-    even = all(step % 4 == 0 for n, step in zip(x.shape, outer, strict=False) if n > 1)
-    return x.address % 16 == 0 and elements == 1 and even
-
-
 # ---------------------------------------------------------------------------------------------- token by token
 
 
 def launch_steps(
-    launches: Launches, rule: Rule, begin: Sequence[Word], carried: Carried, stored: int, shape: tuple[int, int] | None
-) -> None:
-    """All tokens one after the other; `stored` snapshots are kept.  `shape` is one of `SHAPES`, or None to choose."""
+    launches: Launches, rule: Rule, begin: Sequence[Word], carried: Carried, stored: int, shape: tuple[int, int] | None,
+    saved: Operand | None = None,
+) -> None:  # fmt: skip
+    """All tokens one after the other; `stored` snapshots are kept, and the states before the first token if `saved` is
+    there.  `shape` is one of `SHAPES`, or None to choose."""
     size = next((n for n in SHAPES if n >= rule.key_size), 0)
     need(size, f"keys of {rule.key_size} are too long")
     whole = size == rule.key_size and rule.has_quads
@@ -131,7 +128,7 @@ def launch_steps(
     token = 2 * size + (size if rule.channels else 0) + block_rows + 4
     words = [*rows(rule.q), *rows(rule.k), *rows(rule.v), *rows(rule.g), *rows(rule.beta, 2), *rows(rule.out)]
     words += [*begin, *carried.kept(), *carried.faults, rule.tokens, rule.k.shape[-2], rule.value_heads, rule.run]
-    words += [rule.key_size, rule.value_size, carried.snapshots, stored, tile, rule.scale]
+    words += [rule.key_size, rule.value_size, carried.snapshots, stored, tile, rule.scale, saved or 0]
     grid = blocks(rule.value_size, block_rows), rule.value_heads, rule.sequences
     shared = 4 * token * tile * (2 if rule.tokens > tile else 1)
     launches.add(STEPS[size][_step_name(size, rule.channels, whole, (lanes, held))], grid, THREADS, words, shared)
@@ -282,5 +279,27 @@ def launch_rule(launches: Launches, call: Bound, rule: Rule, exact: bool) -> Non
     launch_steps(launches, rule, carried.begin, carried, carried.stored, None)
 
 
+def _with_save(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
+    """A state that is saved, and the rule that changes it in place."""
+    save = flow.call(number)
+    state = save.operand(0)
+    need(number in flow.saves, "it saves nothing")
+    writer = next(iter(flow.writers(state, number)), number)
+    call = flow.call(writer)
+    need(call.op == "gated_delta_net" and call.optional(6) is None, "another op, or one with slots, changes the state")
+    need(len(call.dst) == 2 and lies_as(call.operand(5), call.dst[1]), "the state is not changed in place")
+    need(lies_as(state, call.operand(5)) and save.out.is_dense, "not all of the state is saved")
+    q, k, v, g, beta = sources = [call.operand(i) for i in range(5)]
+    need(all(x.is_float for x in sources), "operands are of other types")
+    rule = Rule(q, k, v, g, beta, call.out, call.attrs["heads"] == "tiled")
+    need(not in_chunks(rule.tokens, rule.key_size, rule.value_size), "prompts go by chunks")
+    apart(save.out, [*sources, state])
+    launches.number = writer
+    carried = carry(launches, call, rule.sequences, rule.tokens)
+    launch_steps(launches, rule, carried.begin, carried, carried.stored, None, save.out)
+    return number, writer
+
+
+FUSED: Mapping[str, Sequence[Fused]] = MappingProxyType({"cont": (_with_save,)})
 BINDINGS: Mapping[str, Binding] = {"gated_delta_net": _gated_delta_net}
 SOURCES = (STATES, *STEPS.values(), *PREPARE.values(), *SCAN.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,12 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ....graph.dtypes import DType
+from ...base import contiguous_strides
 from ...operands import Bound, Operand
+from ..chains import Flow, Fused, apart, lies_as
 from ..driver import Source
 from ..launches import Binding, Launches, Word, blocks, need, rows_of
 from ..packing import PACKINGS
 from . import dense, packed, products
 from .elementwise import as_float
+from .routes import ALONE, MOST_PRODUCTS, UNITS, Products
 
 ROUTES = Source("routes.cu", ("routes",), ("routes.cuh",))
 SOURCES = (ROUTES, *dense.SOURCES, *packed.SOURCES)
@@ -55,8 +58,10 @@ def _many(
         dense.many(launches, w, x, out, tiles, route)
 
 
-def _few(launches: Launches, w: Operand, x: Operand, out: Operand, n: int, tokens: int, route: list[Word]) -> None:
-    (packed if _is_packed(w) else dense).few(launches, w, x, out, n, tokens, route)
+def _few(
+    launches: Launches, products: Products, x: Operand, n: int, tokens: int, route: list[Word], unit: int = ALONE
+) -> None:
+    (packed if _is_packed(products[0][0]) else dense).few(launches, products, x, n, tokens, route, unit)
 
 
 # -------------------------------------------------------------------------------------------------------- mul_mat
@@ -85,7 +90,7 @@ def _mul_mat(launches: Launches, call: Bound) -> None:
         count = math.prod(w.shape[:-2])
         # All of them are there, so that nothing can be wrong.
         route: list[Word] = [1, 1, launches.constant(matrices), 0, count, count, 0, 0]
-        return _few(launches, w, x, out, len(matrices), tokens, route)
+        return _few(launches, [(w, out)], x, len(matrices), tokens, route)
     size = _tile_size(w, tokens)
     tiles = [
         (matrix, entry * tokens + first, min(size, tokens - first), 0)
@@ -123,7 +128,7 @@ def _mul_mat_id(launches: Launches, call: Bound) -> None:
     choice = [flat, first, experts, total, *launches.fault(f"id {{value}} is none of {total} experts")]
     if slots <= max(FEW, total // 2) or not _has_tiles(w):  # hardly two of one expert
         need(slots <= MOST, f"{slots} slots are too many for one launch")
-        return _few(launches, w, x, out, slots, 1, [*spread, *choice])
+        return _few(launches, [(w, out)], x, slots, 1, [*spread, *choice])
     size = _tile_size(w, slots / total)
     count = experts + 1 + slots // size
     need(count <= MOST, f"{count} tiles are too many for one launch")
@@ -133,4 +138,78 @@ def _mul_mat_id(launches: Launches, call: Bound) -> None:
     _many(launches, w, x, out, tiles, slots / total, [order, *spread])
 
 
+# --------------------------------------------------------------------------------------------------------- chains
+
+
+def _launch_together(
+    launches: Launches, flow: Flow, numbers: Sequence[int], outs: Sequence[Operand], unit: int
+) -> None:
+    """Products of the same few rows."""
+    calls = [flow.call(n) for n in numbers]
+    need(all(call.op == "mul_mat" for call in calls), "something else makes a result")
+    w, x = calls[0].operand(0), calls[0].operand(1)
+    tokens = math.prod(x.shape[:-1])
+    need(x.is_float and x.has_rows and 0 < tokens <= FEW, "rows of x are many, or do not lie evenly")
+    for call in calls:
+        matrix = call.operand(0)
+        need(lies_as(call.operand(1), x), "other rows are multiplied")
+        need(matrix.dtype is w.dtype and matrix.shape[-1] == w.shape[-1] and len(matrix.shape) == 2, "weights differ")
+        need(
+            _is_packed(matrix) or (matrix.dtype in dense.BY_TYPE and matrix.strides[-1] == 1), "weights are not read so"
+        )
+    for out in outs:
+        need(out.is_dense, "results are not dense")
+        apart(out, [x])
+    route: list[Word] = [1, 1, launches.constant(np.zeros(1, np.int32)), 0, 1, 1, 0, 0]
+    # The second result of a unit is not written.
+    results = [*outs, *[call.out for call in calls[len(outs) :]]]
+    products = [(call.operand(0), _by_row(out)) for call, out in zip(calls, results, strict=True)]
+    _few(launches, products, x, 1, tokens, route, unit)
+
+
+def _by_row(out: Operand) -> Operand:
+    """Dense `out` as a matrix."""
+    shape = math.prod(out.shape[:-1]), out.shape[-1]
+    return replace(out, tensor=replace(out.tensor, shape=shape, strides=contiguous_strides(shape)))
+
+
+def _unit_of(flow: Flow, number: int) -> int | None:
+    """The gated unit that alone reads a product."""
+    readers = flow.found(number)
+    return readers[0] if readers and len(readers) == 1 and flow.call(readers[0]).op in UNITS else None
+
+
+def _gated_unit(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
+    """Two products and what joins them."""
+    unit = _unit_of(flow, number)
+    need(unit is not None, "no gated unit reads it")
+    assert unit is not None
+    call = flow.call(unit)
+    gate, up = flow.maker(unit, 0), flow.maker(unit, 1)
+    for index, product in enumerate((gate, up)):
+        need(flow.reader(product, call.op, index) == unit, "something else reads a product")
+    need(gate != up and flow.call(gate).out.shape == flow.call(up).out.shape == call.out.shape, "shapes differ")
+    _launch_together(launches, flow, (gate, up), [call.out], UNITS[call.op])
+    return gate, up, unit
+
+
+def _of_the_same_rows(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
+    """As many products of the same rows as can run together, but none that belongs to a gated unit."""
+    own = flow.call(number)
+    need(_unit_of(flow, number) is None, "it belongs to a gated unit")
+    chosen = [number]
+    for other in flow.readers_of(flow.maker(number, 1)):
+        call = flow.call(other)
+        alike = other > number and call.op == "mul_mat" and lies_as(call.operand(1), own.operand(1))
+        if not alike or len(chosen) == MOST_PRODUCTS or _unit_of(flow, other) is not None:
+            continue
+        same = call.operand(0).dtype is own.operand(0).dtype and len(call.operand(0).shape) == 2
+        if same and flow.place_for([*chosen, other]) is not None:
+            chosen.append(other)
+    need(len(chosen) > 1, "no other product has these rows")
+    _launch_together(launches, flow, chosen, [flow.call(n).out for n in chosen], ALONE)
+    return chosen
+
+
+FUSED: Mapping[str, Sequence[Fused]] = {"mul_mat": (_gated_unit, _of_the_same_rows)}
 BINDINGS: Mapping[str, Binding] = {"mul_mat": _mul_mat, "mul_mat_id": _mul_mat_id}

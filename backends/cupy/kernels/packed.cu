@@ -30,7 +30,7 @@ __device__ __forceinline__ Rounded round_block(const float (&x)[4]) {
     return {codes, {d, -MAGIC * d, d * (half + other), d * (threadIdx.x % 8 < 4 ? half : other)}};
 }
 // Lane l brings columns 4 l ... of four blocks from `block` on; those past the last block are 0.
-__device__ __forceinline__ Rounded round_four(const float *row, i64 block, i64 blocks) {
+__device__ __forceinline__ Rounded round_four(const float *row, int block, int blocks) {
     const int lane = threadIdx.x % 32;
     float x[4] = {};
     if (block + lane / 8 < blocks)
@@ -84,32 +84,44 @@ template <class F> struct RowCodes {  // of a row and block, all in one thread
 };
 
 struct Few {
-    const u8 *w;
+    struct Product {
+        const u8 *w;
+        float *out;
+        i64 first, units, rows, out_step;  // the first of its blocks
+    } product[MOST_PRODUCTS];
+    i64 products, unit;  // a unit has two products, and makes one result of them
     const float *x;
-    float *out;
-    i64 blocks, row_bytes, units, rows, tokens, x_step, out_step;  // `tokens` rows of x for each entry
+    i64 blocks, row_bytes, tokens, x_step;  // `tokens` rows of x for each entry
     i64 used, shared;
     Choice choice;
 };
 // A thread has a row of 32, the warps of a block share its columns: each takes chunks of 4 blocks, rounds what it needs of
-// the N rows of x itself, and the sums of warps are added in order.
+// the N rows of x itself, and the sums of warps are added in order.  Of a gated unit half of the warps have the gate, half
+// what it gates.
 //
 // A warp asks for all codes of a chunk (4-bit: 4 x 16 bytes a lane, 2 KiB) before it rounds; with 32 warps on a
-// multiprocessor 64 KiB are in flight, of some 25 KiB that hide 700 ns at 4.8 TB/s.  A block of 18 bytes (4 bits, a scale)
+// multiprocessor 64 KiB are in flight, of some 25 KiB that hide 700 ns at 4.8 TB/s (8-bit: 4 KiB, with 16 warps, which have
+// twice the registers).  A block of 18 bytes (4 bits, a scale)
 // costs a thread about 12 instructions of unpacking, 8 dp4a, 2 + 1 broadcast loads, 4 for the scale and 4 for the sum of
 // each token, and 11 for its part of the rounding: 11 bytes a warp's instruction at one token, where 5.2 keep up with memory.
-template <class F, int N> __global__ void __launch_bounds__(512, N == 1 ? 2 : 1) few(const __grid_constant__ Few a) {
+template <class F, int N> __global__ void __launch_bounds__(512, N == 1 && F::LOW < 8 ? 2 : 1) few(const __grid_constant__ Few a) {
     SHARED(codes, uint4[16][N][4][2]);
     SHARED(scales, float4[16][N][4]);
     SHARED(sums, float[16][N][32]);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = a.unit ? blockDim.x / 64 : blockDim.x / 32;
     const i64 entry = blockIdx.y, matrix = a.choice.matrix_of(entry);
     if (blockIdx.x == 0 && threadIdx.x == 0) a.choice.check(entry);
     const float *x = a.x + row_of(entry, a.used, a.shared) * a.tokens * a.x_step;
-    const i64 end = matrix < 0 ? 0 : a.blocks;  // one of elsewhere adds nothing
-    const Unit<F> unit(a.w, max(matrix, (i64)0) * a.units + blockIdx.x, a.blocks, a.row_bytes);
+    const int end = matrix < 0 ? 0 : (int)a.blocks;  // one of elsewhere adds nothing
+    const bool second = warp >= warps;
+    int which = second;
+    if (!a.unit)
+        while (which + 1 < a.products && blockIdx.x >= a.product[which + 1].first) which++;
+    const Few::Product &product = a.product[which];
+    const i64 number = max(matrix, (i64)0) * product.units + blockIdx.x - product.first;
+    const Unit<F> unit(product.w, number, a.blocks, a.row_bytes);
     float sum[N] = {};
-    for (i64 block = 4 * warp; block < end; block += 4 * warps) {
+    for (int block = 4 * (second ? warp - warps : warp); block < end; block += 4 * warps) {
         constexpr int RECORDS = F::SUPER == 1 ? 4 : 1;
         RowCodes<F> w[4];
         typename F::Record records[RECORDS];
@@ -122,7 +134,7 @@ template <class F, int N> __global__ void __launch_bounds__(512, N == 1 ? 2 : 1)
         __syncwarp();  // all have done with the chunk before
 #pragma unroll
         for (int n = 0; n < N; n++) {
-            const Rounded r = round_four(x + min((i64)n, a.tokens - 1) * a.x_step, block, end);
+            const Rounded r = round_four(N == 1 ? x : x + min((i64)n, a.tokens - 1) * a.x_step, block, end);
             ((u32 *)codes[warp][n])[lane] = r.codes;
             if (lane % 8 == 0) scales[warp][n][lane / 8] = r.scale;
         }
@@ -158,11 +170,16 @@ template <class F, int N> __global__ void __launch_bounds__(512, N == 1 ? 2 : 1)
     for (int n = 0; n < N; n++) sums[warp][n][lane] = sum[n];
     __syncthreads();
     for (int i = threadIdx.x; i < 32 * N; i += blockDim.x) {
-        const i64 row = 32 * (i64)blockIdx.x + i % 32;
-        if (row >= a.rows || i / 32 >= a.tokens) continue;
-        float total = 0.0f;
+        const Few::Product &made = a.product[a.unit ? 0 : which];
+        const i64 row = 32 * (blockIdx.x - made.first) + i % 32;
+        if (row >= made.rows || i / 32 >= a.tokens) continue;
+        float total = 0.0f, up = 0.0f;
         for (int w = 0; w < warps; w++) total += sums[w][i / 32][i % 32];
-        a.out[(entry * a.tokens + i / 32) * a.out_step + row] = total;
+        if (a.unit) {
+            for (int w = warps; w < 2 * warps; w++) up += sums[w][i / 32][i % 32];
+            total = gated(a.unit, total, up);
+        }
+        made.out[(entry * a.tokens + i / 32) * made.out_step + row] = total;
     }
 }
 

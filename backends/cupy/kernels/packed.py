@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import accumulate
 
 from ....graph.dtypes import DType
 from ...base import Tensor, contiguous_strides
@@ -12,6 +13,7 @@ from ..axes import axes_of
 from ..driver import Source
 from ..launches import Launches, Word, blocks, need, rows_of
 from ..packing import PACKINGS, ROWS
+from .routes import ALONE, Products, filled
 
 HEADERS = ("routes.cuh", "packed.cuh")
 COLUMNS = 32
@@ -67,18 +69,29 @@ def _units(w: Operand) -> int:
 # ----------------------------------------------------------------------------------------------------- products
 
 
-def _warps(units: int, columns: int) -> int:
-    """Of a block: as many as do not idle while others take a last chunk."""
+def _warps(units: int, columns: int, most: int = WARPS) -> int:
+    """That share the columns of a row: as many as do not idle while others take a last chunk."""
     chunks = max(1, blocks(columns, CHUNK * COLUMNS))
-    return blocks(chunks, blocks(chunks, WARPS if units < MANY_UNITS else WARPS // 2))
+    return blocks(chunks, blocks(chunks, most if units < MANY_UNITS else WARPS // 2))
 
 
-def few(launches: Launches, w: Operand, x: Operand, out: Operand, entries: int, tokens: int, route: list[Word]) -> None:
+def few(
+    launches: Launches, products: Products, x: Operand, entries: int, tokens: int, route: list[Word], unit: int = ALONE
+) -> None:
     """All entries in one launch, each of at most 4 rows of x."""
-    count, units = next(n for n in COUNTS if n >= tokens), _units(w)
-    words = [w, x, out, *_whole(w), units, w.shape[-2], tokens, rows_of(x), rows_of(out), *route]
+    count, w = next(n for n in COUNTS if n >= tokens), products[0][0]
+    units = [_units(matrix) for matrix, _ in products]
+    first = [0 if unit else n for n in accumulate(units, initial=0)]
+    fields: list[list[Word]] = [
+        [w, out, n, _units(w), w.shape[-2], rows_of(out)] for (w, out), n in zip(products, first, strict=False)
+    ]
+    words = [*filled(fields), len(products), unit, x, *_whole(w), tokens, rows_of(x), *route]
     kernel = BY_TYPE[w.dtype][f"few<{w.dtype.name}, {count}>"]
-    launches.add(kernel, (units, entries), 32 * _warps(units, w.shape[-1]), words)
+    if unit:
+        warps, taken = 2 * _warps(units[0], w.shape[-1], WARPS // 2), units[0]
+    else:
+        warps, taken = _warps(sum(units), w.shape[-1]), sum(units)
+    launches.add(kernel, (taken, entries), 32 * warps, words)
 
 
 def shape_of_tiles(entries: float) -> tuple[int, int, int]:

@@ -275,3 +275,5 @@ __device__ __forceinline__ float logistic(float x) {  // without overflow
     const float e = expf(-fabsf(x));
     return (x >= 0.0f ? 1.0f : e) / (1.0f + e);
 }
+__device__ __forceinline__ float silu(float x) { return x * logistic(x); }
+__device__ __forceinline__ float gelu(float x) { return x * logistic(1.5957691216057308f * (x + 0.044715f * x * x * x)); }

@@ -8,15 +8,32 @@ __device__ __forceinline__ void turn(double angle, float *sine, float *cosine) {
     *cosine = cosf(x);
 }
 
-struct Rope {
-    i64 count, pairs, low, low_step, high, step, out_step;  // pair j: entries low + j low_step, and `high` behind it
-    i64 position_step;                                      // between the positions of one token
+struct Turns {
+    i64 pairs, low, low_step, high;  // pair j: entries low + j low_step, and `high` behind it
+    i64 position_step;               // between the positions of one token
     double magnitude;
     const double *inverse;  // of each pair
     const i32 *plane;       // which of the positions turns a pair
     const float *factors;   // that divide the angles; or null
     i64 factor_step;
-    Axes axes;              // of the rows
+    // Pair j of a row whose entries are read and written by number.
+    template <class From, class To> __device__ __forceinline__ void pair(i64 j, const i32 *positions, From from, To to) const {
+        const i32 position = positions[plane[j] * position_step];
+        const double by = factors ? inverse[j] / (double)factors[j * factor_step] : inverse[j];
+        float sine, cosine;
+        turn(position * by, &sine, &cosine);
+        sine *= (float)magnitude;
+        cosine *= (float)magnitude;
+        const i64 first = low + j * low_step, second = first + high;
+        const float x = from(first), y = from(second);
+        to(first, x * cosine - y * sine);
+        to(second, x * sine + y * cosine);
+    }
+};
+struct Rope {
+    i64 count, step, out_step;
+    Turns turns;
+    Axes axes;  // of the rows
     Walk<const float> x;
     Walk<float> out;
     Walk<const i32> positions;
@@ -24,19 +41,66 @@ struct Rope {
 __global__ void rope(const __grid_constant__ Rope a) {
     const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= a.count) return;
-    const u32 row = i / (u32)a.pairs, j = i % (u32)a.pairs;
+    const u32 row = i / (u32)a.turns.pairs, j = i % (u32)a.turns.pairs;
     const i64 *const steps[] = {a.x.step, a.out.step, a.positions.step};
     const Places<3> p = places(a.axes, steps, row);
-    const i32 position = a.positions.at[p.at[2] + a.plane[j] * a.position_step];
-    const double inverse = a.factors ? a.inverse[j] / (double)a.factors[j * a.factor_step] : a.inverse[j];
-    float sine, cosine;
-    turn(position * inverse, &sine, &cosine);
-    sine *= (float)a.magnitude;
-    cosine *= (float)a.magnitude;
-    const i64 low = a.low + j * a.low_step, high = low + a.high;
-    const float x = a.x.at[p.at[0] + low * a.step], y = a.x.at[p.at[0] + high * a.step];
-    a.out.at[p.at[1] + low * a.out_step] = x * cosine - y * sine;
-    a.out.at[p.at[1] + high * a.out_step] = x * sine + y * cosine;
+    const float *x = a.x.at + p.at[0];
+    float *out = a.out.at + p.at[1];
+    a.turns.pair(j, a.positions.at + p.at[2], [&](i64 c) { return x[c * a.step]; },
+                 [&](i64 c, float value) { out[c * a.out_step] = value; });
+}
+
+// A head on its way to attention, by one block: divided by its root mean square and multiplied by w, turned, and put where
+// it goes, or into a row of a cache, of which the entries that were there are saved.  Each of it only if it is asked for.
+struct Head {
+    i64 columns, heads, step, w_step;  // `heads` of a token fill a row of the cache
+    double eps;
+    const float *w;  // or null
+    Turns turns;     // of no pairs
+    Axes axes;       // of the heads
+    Walk<const float> x;
+    Walk<const i32> positions;
+    float *out;  // dense, or the cache
+    const i32 *ids;
+    i64 cache_rows;
+    float *saved;  // dense; or null
+    Fault fault;
+};
+__global__ void __launch_bounds__(512) place_head(const __grid_constant__ Head a) {
+    SHARED(room, float[32]);
+    DYNAMIC_SHARED(row, float);
+    const i64 *const steps[] = {a.x.step, a.positions.step};
+    const Places<2> p = places(a.axes, steps, blockIdx.x);
+    const float *x = a.x.at + p.at[0];
+    float squares = 0.0f;
+    for (i64 c = threadIdx.x; c < a.columns; c += blockDim.x) {
+        const float value = row[c] = x[c * a.step];
+        squares += value * value;
+    }
+    if (a.w) {  // each thread for the entries that it has brought
+        const float factor = 1.0f / sqrtf(block_sum(squares, room) / (float)a.columns + (float)a.eps);
+        for (i64 c = threadIdx.x; c < a.columns; c += blockDim.x) row[c] = row[c] * factor * a.w[c * a.w_step];
+    }
+    __syncthreads();
+    i64 number = blockIdx.x;
+    if (a.ids) {
+        const i64 id = a.ids[number / a.heads];
+        if (id < 0 || id >= a.cache_rows) {
+            if (threadIdx.x == 0) note_fault(a.fault, id);
+            return;
+        }
+        number = id * a.heads + number % a.heads;
+    }
+    float *out = a.out + number * a.columns, *saved = a.saved + blockIdx.x * a.columns;
+    auto put = [&](i64 c, float value) {
+        if (a.saved) saved[c] = out[c];
+        out[c] = value;
+    };
+    for (i64 j = threadIdx.x; j < a.turns.pairs; j += blockDim.x)
+        a.turns.pair(j, a.positions.at + p.at[1], [&](i64 c) { return row[c]; }, put);
+    const i64 end = a.turns.low + 2 * a.turns.pairs;
+    for (i64 c = threadIdx.x; c < a.columns; c += blockDim.x)
+        if (c < a.turns.low || c >= end) put(c, row[c]);
 }
 
 struct Timesteps {

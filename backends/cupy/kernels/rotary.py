@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,67 +14,76 @@ from ....ops.attributes import number
 from ....ops.rotary import frequencies, planes
 from ....ops.views import ints_of
 from ...operands import Bound, Operand
-from ..axes import axes_of, row_heads
+from ..axes import MOST, axes_of, row_heads
+from ..chains import Flow, Fused, apart, lies_as
 from ..driver import Source
 from ..launches import Binding, Launches, Word, blocks, need
 from .elementwise import MOST_ELEMENTS, THREADS, as_float
 from .moves import launch_copy
+from .rows import row_threads
 
-SOURCE = Source("rotary.cu", ("rope", "timesteps"))
+SOURCE = Source("rotary.cu", ("rope", "place_head", "timesteps"))
 SOURCES = (SOURCE,)
 
 
+@dataclass(frozen=True, slots=True)
+class Turned:
+    """What a RoPE turns its pairs by: the positions of each token, `step` apart if there are several, which of them a
+    pair has, and its frequency."""
+
+    positions: Operand
+    step: int
+    plane: npt.NDArray[np.int32]
+    inverse: npt.NDArray[np.float64]
+    magnitude: float
+
+    @classmethod
+    def of(cls, call: Bound) -> Turned:
+        n_dims, positions = int(number(call.attrs, "n_dims")), call.operand(1)
+        if call.op == "rope":
+            inverse, magnitude = frequencies(n_dims // 2, call.attrs)
+            return cls(positions, 0, np.zeros(n_dims // 2, np.int32), inverse, magnitude)
+        mode = str(call.attrs["mode"])
+        plane, index = planes(n_dims if mode == "vision" else n_dims // 2, ints_of(call.attrs, "sections"), mode)
+        inverse, magnitude = frequencies(n_dims // 2, call.attrs, index)
+        tensor = positions.tensor
+        strides = tensor.strides[:-2] + tensor.strides[-1:]
+        of_tokens = replace(
+            positions, tensor=replace(tensor, shape=tensor.shape[:-2] + tensor.shape[-1:], strides=strides)
+        )
+        return cls(of_tokens, tensor.strides[-2], plane.astype(np.int32), inverse, magnitude)
+
+    def words(self, launches: Launches, call: Bound, factors: Operand | None) -> list[Word]:
+        """The fields of `Turns`."""
+        pairs, neighbours = len(self.inverse), call.attrs["mode"] == "normal"
+        words: list[Word] = [
+            pairs,
+            int(number(call.attrs, "offset")),
+            2 if neighbours else 1,
+            1 if neighbours else pairs,
+        ]
+        words += [self.step, self.magnitude, launches.constant(self.inverse), launches.constant(self.plane)]
+        return [*words, *([0, 0] if factors is None else [factors, factors.strides[-1]])]
+
+    @property
+    def by_row(self) -> Operand:
+        """The positions of all heads."""
+        tensor = self.positions.tensor
+        return replace(self.positions, tensor=replace(tensor, shape=(*tensor.shape, 1), strides=(*tensor.strides, 0)))
+
+
 def _rope(launches: Launches, call: Bound) -> None:
-    """One position for each token."""
-    half = int(number(call.attrs, "n_dims")) // 2
-    inverse, magnitude = frequencies(half, call.attrs)
-    _launch(launches, call, call.operand(1), 0, np.zeros(half, np.int32), inverse, magnitude)
-
-
-def _rope_multi(launches: Launches, call: Bound) -> None:
-    """Four positions for each token, of which every pair has its own."""
-    n_dims, mode, positions = int(number(call.attrs, "n_dims")), str(call.attrs["mode"]), call.operand(1)
-    plane, index = planes(n_dims if mode == "vision" else n_dims // 2, ints_of(call.attrs, "sections"), mode)
-    inverse, magnitude = frequencies(n_dims // 2, call.attrs, index)
-    tensor = positions.tensor
-    strides = tensor.strides[:-2] + tensor.strides[-1:]
-    of_tokens = replace(positions, tensor=replace(tensor, shape=tensor.shape[:-2] + tensor.shape[-1:], strides=strides))
-    _launch(launches, call, of_tokens, tensor.strides[-2], plane.astype(np.int32), inverse, magnitude)
-
-
-def _launch(
-    launches: Launches,
-    call: Bound,
-    positions: Operand,
-    position_step: int,
-    plane: npt.NDArray[np.int32],
-    inverse: npt.NDArray[np.float64],
-    magnitude: float,
-) -> None:
-    x, out, factors = as_float(launches, call.operand(0)), call.out, call.optional(2)
-    need(positions.dtype is DType.I32, f"positions of type {positions.dtype} are missing")
+    x, out, factors, turned = as_float(launches, call.operand(0)), call.out, call.optional(2), Turned.of(call)
+    need(turned.positions.dtype is DType.I32, f"positions of type {turned.positions.dtype} are missing")
     factors = None if factors is None else as_float(launches, factors)
-    pairs, offset = len(inverse), int(number(call.attrs, "offset"))
+    pairs, offset = len(turned.inverse), int(number(call.attrs, "offset"))
     _copy_others(launches, x, out, offset, 2 * pairs)
     if not pairs:
         return
-    neighbours = call.attrs["mode"] == "normal"
-    tensor = positions.tensor
-    of_rows = replace(positions, tensor=replace(tensor, shape=(*tensor.shape, 1), strides=(*tensor.strides, 0)))
-    axes = axes_of(x.shape[:-1], [row_heads(x), row_heads(out), of_rows])
+    axes = axes_of(x.shape[:-1], [row_heads(x), row_heads(out), turned.by_row])
     count = axes.count * pairs
     need(count < MOST_ELEMENTS, f"{count} pairs are too many for one launch")
-    words: list[Word] = [
-        count,
-        pairs,
-        offset,
-        2 if neighbours else 1,
-        1 if neighbours else pairs,
-        x.strides[-1],
-        out.strides[-1],
-    ]
-    words += [position_step, magnitude, launches.constant(inverse), launches.constant(plane)]
-    words += [0, 0] if factors is None else [factors, factors.strides[-1]]
+    words: list[Word] = [count, x.strides[-1], out.strides[-1], *turned.words(launches, call, factors)]
     words += [*axes.words, *axes.walk(0, x), *axes.walk(1, out), *axes.walk(2, call.operand(1))]
     launches.add(SOURCE["rope"], blocks(count, THREADS), THREADS, words)
 
@@ -100,4 +109,118 @@ def _timesteps(launches: Launches, call: Bound) -> None:
     launches.add(SOURCE["timesteps"], blocks(count, THREADS), THREADS, words)
 
 
-BINDINGS: Mapping[str, Binding] = {"rope": _rope, "rope_multi": _rope_multi, "timestep_embedding": _timesteps}
+# --------------------------------------------------------------------------------------------------------- chains
+
+NO_TURNS: Sequence[Word] = (*[0] * 5, 0.0, *[0] * 4)
+MOST_COLUMNS = 8192
+"""Of a row that a block keeps in shared memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """The numbers of the instructions that a head goes through, as far as there are such."""
+
+    norm: int | None = None
+    factor: int | None = None
+    rope: int | None = None
+    store: int | None = None
+    save: int | None = None
+
+    @property
+    def numbers(self) -> list[int]:
+        found = (self.norm, self.factor, self.rope, self.store, self.save)
+        return [n for n in found if n is not None]
+
+
+def _stored(flow: Flow, number: int) -> tuple[int | None, int | None]:
+    """What puts the result of an instruction into a cache, and what saves the row that was there."""
+    readers = flow.found(number) or []
+    if len(readers) != 1 or flow.call(readers[0]).op != "set_rows" or not flow.makes(number, readers[0], 1):
+        return None, None
+    store = flow.call(readers[0])
+    save = flow.save(store.operand(0), readers[0])
+    return readers[0], save if save is not None and _saves(flow.call(save), store) else None
+
+
+def _saves(save: Bound, store: Bound) -> bool:
+    """Whether it saves the one row that is set: of several, two may be the same."""
+    ids, there = store.operand(2), save.optional(1)
+    same = there is not None and lies_as(there, ids) and lies_as(save.operand(0), store.operand(0))
+    return save.op == "get_rows" and same and ids.tensor.spec.size == 1
+
+
+def _launch_heads(launches: Launches, flow: Flow, chain: _Chain, x: Operand, first: int) -> Sequence[int]:
+    """One block for each row of x."""
+    calls = {name: flow.call(n) for name in _Chain.__slots__ if (n := getattr(chain, name)) is not None}
+    last = calls.get("store") or calls["rope"]
+    out, columns = last.out, x.shape[-1]
+    need(x.is_float and out.is_float and out.is_dense, "heads do not lie densely")
+    need(columns <= MOST_COLUMNS, "a row is too long for shared memory")
+    heads, ids, saved, fault = 1, None, None, list[Word]([0, 0])
+    if chain.store is not None:
+        into, ids = last.operand(0), last.operand(2)
+        heads = out.shape[-1] // columns
+        need(lies_as(into, out) and len(out.shape) == 2 and out.shape[-1] % columns == 0, "the cache is copied")
+        need(ids.is_dense and ids.dtype is DType.I32, "rows of the cache are numbered otherwise")
+        need(ids.tensor.spec.size * heads == math.prod(x.shape[:-1]), "heads of a token do not fill a row")
+        launches.number = chain.store
+        fault = launches.fault(f"id {{value}} names no row of its table, which has {out.shape[-2]}")
+        launches.number = first
+        saved = calls["save"].out if "save" in calls else None
+    else:
+        need(out.shape == x.shape, "heads are put elsewhere")
+    w, eps = None, 0.0
+    if "factor" in calls:
+        w, eps = calls["factor"].operand(1), float(number(calls["norm"].attrs, "eps"))
+        need(w.is_float and w.tensor.spec.size == columns == w.shape[-1], "a row is not multiplied by a vector")
+    positions, turns = None, list[Word](NO_TURNS)
+    if "rope" in calls:
+        turned, factors = Turned.of(calls["rope"]), calls["rope"].optional(2)
+        need(turned.positions.dtype is DType.I32 and len(turned.inverse), "positions are of another type")
+        need(factors is None or factors.is_float, "factors are of another type")
+        positions, turns = turned.by_row, turned.words(launches, calls["rope"], factors)
+    for result in (out, saved):
+        if result is not None:
+            apart(result, [w, positions, ids, *([x] if chain.store is not None else [])], [x] * (chain.store is None))
+    axes = axes_of(x.shape[:-1], [row_heads(x), *([] if positions is None else [positions])])
+    words: list[Word] = [columns, heads, x.strides[-1], 0 if w is None else w.strides[-1], eps, w or 0, *turns]
+    words += [*axes.words, *axes.walk(0, x), *([0] * (1 + MOST) if positions is None else axes.walk(1, positions))]
+    words += [out, ids or 0, out.shape[-2] if chain.store is not None else 0, saved or 0, *fault]
+    launches.add(SOURCE["place_head"], axes.count, row_threads(columns), words, 4 * columns)
+    return chain.numbers
+
+
+def _normed_heads(launches: Launches, flow: Flow, first: int) -> Sequence[int]:
+    """rms_norm(x) w, turned, perhaps stored."""
+    factor = flow.reader(first, "mul")
+    rope = flow.readers_of(factor)[0]
+    need(flow.call(rope).op in ROPES and flow.reader(factor, flow.call(rope).op) == rope, "it is not turned")
+    store, save = _stored(flow, rope)
+    return _launch_heads(launches, flow, _Chain(first, factor, rope, store, save), flow.call(first).operand(0), first)
+
+
+def _turned_heads(launches: Launches, flow: Flow, first: int) -> Sequence[int]:
+    """Turned and stored."""
+    store, save = _stored(flow, first)
+    need(store is not None, "it goes into no cache")
+    return _launch_heads(launches, flow, _Chain(rope=first, store=store, save=save), flow.call(first).operand(0), first)
+
+
+def _stored_row(launches: Launches, flow: Flow, first: int) -> Sequence[int]:
+    """A row that is saved and set."""
+    save = flow.call(first)
+    store = next((n for n in flow.writers(save.operand(0), first) if flow.call(n).op == "set_rows"), None)
+    need(first in flow.saves and store is not None and _saves(save, flow.call(store)), "it saves no single row")
+    assert store is not None
+    x = flow.call(store).operand(1)
+    need(flow.save(flow.call(store).operand(0), store) == first, "another instruction saves the row")
+    return _launch_heads(launches, flow, _Chain(store=store, save=first), x, first)
+
+
+ROPES = ("rope", "rope_multi")
+FUSED: Mapping[str, Sequence[Fused]] = {
+    "rms_norm": (_normed_heads,),
+    **dict.fromkeys(ROPES, (_turned_heads,)),
+    "get_rows": (_stored_row,),
+}
+BINDINGS: Mapping[str, Binding] = {"rope": _rope, "rope_multi": _rope, "timestep_embedding": _timesteps}

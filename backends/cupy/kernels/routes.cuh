@@ -19,3 +19,7 @@ struct Choice {
         if (id < 0 || id >= total) note_fault(fault, id);
     }
 };
+// Several products of the same rows, in one launch: they share its blocks, or two of them those of a gated unit.
+constexpr int MOST_PRODUCTS = 4;
+enum { ALONE, SWIGLU, GEGLU };
+__device__ __forceinline__ float gated(i64 unit, float gate, float up) { return (unit == SWIGLU ? silu(gate) : gelu(gate)) * up; }

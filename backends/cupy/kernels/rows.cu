@@ -34,6 +34,33 @@ template <class F> __global__ void norm_by(const __grid_constant__ Rows a) {
     const float factor = F::factor(squares, a.columns, (float)a.number);
     for (i64 c = threadIdx.x; c < a.columns; c += blockDim.x) out[c] = x[c * a.step] * factor;
 }
+// x, or x + y, which becomes `sum`, divided by its root mean square and multiplied by w.
+struct ScaledNorm {
+    i64 columns, step, w_step;
+    double eps;
+    const float *w;
+    Axes axes;  // of the rows
+    Walk<const float> x, y;  // y and sum: null where there is one operand; dense rows, as out
+    Walk<float> sum, out;
+};
+__global__ void scaled_norm(const __grid_constant__ ScaledNorm a) {
+    SHARED(room, float[32]);
+    const i64 *const steps[] = {a.x.step, a.y.step, a.sum.step, a.out.step};
+    const Places<4> p = places(a.axes, steps, blockIdx.x);
+    const float *x = a.x.at + p.at[0], *y = a.y.at + p.at[1];
+    float *sum = a.sum.at + p.at[2], *out = a.out.at + p.at[3];
+    const bool adds = a.y.at;
+    const float squares = sum_over(a.columns, room, [&](i64 c) {
+        float value = x[c * a.step];
+        if (adds) sum[c] = value = value + y[c];
+        return value * value;
+    });
+    const float factor = Rms::factor(squares, a.columns, (float)a.eps);
+    for (i64 c = threadIdx.x; c < a.columns; c += blockDim.x) {  // each thread reads what it has written itself
+        const float value = adds ? sum[c] : x[c * a.step];
+        out[c] = value * factor * a.w[c * a.w_step];
+    }
+}
 __global__ void centred_norm(const __grid_constant__ Rows a) {
     SHARED(room, float[32]);
     const i64 *const steps[] = {a.x.step, a.out.step};

@@ -12,6 +12,7 @@ from ....ops.attributes import number
 from ....ops.norms import alibi_slopes
 from ...operands import Bound, Operand
 from ..axes import MOST, Axes, axes_of, row_heads
+from ..chains import Flow, Fused, apart
 from ..driver import Kernel, Source
 from ..launches import Binding, Launches, Word, blocks, need
 from .elementwise import as_float
@@ -22,7 +23,7 @@ SOURCE = Source(
     "rows.cu",
     (
         *(f"norm_by<{n}>" for n in NORMS),
-        *("centred_norm", "softmax", "sum_rows", "cumsum", "count_equal", "argmax"),
+        *("scaled_norm", "centred_norm", "softmax", "sum_rows", "cumsum", "count_equal", "argmax"),
     ),
 )
 SOURCES = (SOURCE,)
@@ -50,6 +51,47 @@ def _number(call: Bound, name: str) -> float:
 
 def _rms_norm(launches: Launches, call: Bound) -> None:
     _launch(launches, SOURCE["norm_by<Rms>"], as_float(launches, call.operand(0)), call.out, _number(call, "eps"))
+
+
+def _launch_scaled(launches: Launches, x: Operand, y: Operand | None, scaled: Bound, norm: Bound, w: Operand) -> None:
+    """The norm of x, or of a sum, times w; `norm` reads the sum."""
+    out = scaled.out
+    total = None if y is None else norm.operand(0)
+    need(x.is_float and w.is_float and math.prod(w.shape[:-1]) == 1, "rows are not multiplied by one float vector each")
+    need(w.shape[-1:] == x.shape[-1:], "a row is multiplied by one number")
+    dense = [o for o in (y, total, out) if o is not None]
+    need(all(o.is_float and o.shape == x.shape and o.is_dense for o in dense), "operands differ, or are not dense")
+    apart(out, [w], [x, y])
+    if total is not None:
+        apart(total, [w, out], [x, y])
+    heads = [row_heads(o or out) for o in (x, y, total, out)]
+    axes = axes_of(x.shape[:-1], heads)
+    words: list[Word] = [x.shape[-1], x.strides[-1], w.strides[-1], _number(norm, "eps"), w, *axes.words]
+    for k, operand in enumerate((x, y, total, out)):
+        words += [0] * (1 + MOST) if operand is None else axes.walk(k, operand)
+    launches.add(SOURCE["scaled_norm"], axes.count, row_threads(x.shape[-1]), words)
+
+
+def _norm_and_factor(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
+    """rms_norm(x) w."""
+    factor = flow.reader(number, "mul")
+    norm, scaled = flow.call(number), flow.call(factor)
+    _launch_scaled(launches, norm.operand(0), None, scaled, norm, scaled.operand(1))
+    return number, factor
+
+
+def _sum_norm_and_factor(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
+    """rms_norm(x + y) w, and the sum itself."""
+    norm = flow.any_reader(number, "rms_norm")
+    factor = flow.reader(norm, "mul")
+    total, scaled = flow.call(number), flow.call(factor)
+    need(len(flow.readers_of(number)) > 1, "nobody else reads the sum")
+    need(total.operand(0).shape == total.operand(1).shape, "the operands of a sum differ")
+    x, y = total.operand(0), total.operand(1)
+    if not y.is_dense:
+        x, y = y, x
+    _launch_scaled(launches, x, y, scaled, flow.call(norm), scaled.operand(1))
+    return number, norm, factor
 
 
 def _l2_norm(launches: Launches, call: Bound) -> None:
@@ -158,6 +200,7 @@ def _argmax(launches: Launches, call: Bound) -> None:
     launches.add(SOURCE["argmax"], axes.count, row_threads(x.shape[-1]), words)
 
 
+FUSED: Mapping[str, Sequence[Fused]] = {"add": (_sum_norm_and_factor,), "rms_norm": (_norm_and_factor,)}
 BINDINGS: Mapping[str, Binding] = {
     "rms_norm": _rms_norm,
     "l2_norm": _l2_norm,

@@ -5,8 +5,6 @@ constexpr int THREADS = 256;
 // Tokens that a thread convolves one after the other; the rows before the first are read again by the next run.
 constexpr int RUN = 16;
 
-__device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
-
 struct Convolution {
     Rows x, out;  // [sequence, row, -, channel]
     const float *w;  // [channels, taps]
@@ -57,8 +55,11 @@ struct DeltaInputs {
     const float *valid;      // [sequence, token], or null: 0 for padding, which leaves the state alone
     const float *a, *dt;     // [value heads]
     const float *old;        // [sequences, 3, channels]: the rows before the first
-    float *kept;             // the last rows, dense; may be `old`
-    float *q, *k, *v, *g, *strength;  // dense [sequence, token, head(, D)]
+    const int *ids;          // [sequences, 3]: which rows are kept, 0 for the first of `old`; null: the last ones
+    float *kept, *saved;     // those rows, dense, may be `old`; and what `old` was, or null
+    float *q, *k, *g, *strength;  // dense [sequence, token, head(, D)]
+    Rows v;
+    Fault fault;
     i64 tokens, key_heads, value_heads;
     double eps;
 };
@@ -86,8 +87,8 @@ __global__ void __launch_bounds__(THREADS) delta_inputs(const __grid_constant__ 
     const i64 mine = is_there ? head : 0;  // lanes of no head go along, since sums need all lanes
     const bool is_q = mine < a.key_heads, is_v = mine >= 2 * a.key_heads;
     const i64 own = is_q ? mine : is_v ? mine - 2 * a.key_heads : mine - a.key_heads;
-    float *out = (is_q ? a.q : is_v ? a.v : a.k) + own * D;
-    const i64 step = (is_v ? a.value_heads : a.key_heads) * D;
+    const i64 step = is_v ? a.v.token : a.key_heads * D;
+    float *out = is_v ? a.v.row(n, 0, own) : (is_q ? a.q : a.k) + (n * tokens * a.key_heads + own) * D;
     const i64 channel = mine * D + 4 * lane;
     auto row = [&](int t) {
         if (t < 0) return *(const float4 *)(a.old + (n * 3 + t + 3) * channels + channel);
@@ -100,7 +101,13 @@ __global__ void __launch_bounds__(THREADS) delta_inputs(const __grid_constant__ 
     if (first == 0 && is_there) {  // who reads the old rows writes the new ones, so that they may be the same
         float4 rows[3];
 #pragma unroll
-        for (int i = 0; i < 3; i++) rows[i] = row(tokens - 3 + i);
+        for (int i = 0; i < 3; i++) {
+            const int id = a.ids ? a.ids[3 * n + i] : tokens + i;
+            const bool is_row = id >= 0 && id < tokens + 3;
+            if (!is_row && mine == 0 && lane == 0) note_fault(a.fault, id);
+            rows[i] = row(is_row ? id - 3 : -1);
+            if (a.saved) *(float4 *)(a.saved + (n * 3 + i) * channels + channel) = row(i - 3);
+        }
 #pragma unroll
         for (int i = 0; i < 3; i++) *(float4 *)(a.kept + (n * 3 + i) * channels + channel) = rows[i];
     }
@@ -114,7 +121,7 @@ __global__ void __launch_bounds__(THREADS) delta_inputs(const __grid_constant__ 
         y.w = silu(fmaf(w[3].x, x0.w, fmaf(w[3].y, x1.w, fmaf(w[3].z, x2.w, w[3].w * x3.w))));
         const float square = H::sum(dot(y, y, 0.0f));
         if (!is_v) y *= 1.0f / sqrtf(square + (float)a.eps);
-        if (is_there) *(float4 *)(out + (n * tokens + t) * step + 4 * lane) = y;
+        if (is_there) *(float4 *)(out + t * step + 4 * lane) = y;
         x0 = x1, x1 = x2, x2 = x3;
     }
 }

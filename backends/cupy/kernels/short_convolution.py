@@ -3,16 +3,20 @@ norm of its output."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
 
+from ....graph.dtypes import DType
+from ....ops.attributes import number as attribute
+from ...base import contiguous_strides
 from ...operands import Bound, Operand
+from ..chains import Flow, Fused, apart, lies_as
 from ..driver import Source
-from ..launches import Binding, Launches, blocks, need
+from ..launches import Binding, Launches, Word, blocks, need
 from .elementwise import as_float
-from .states import RECURRENT, rows
+from .states import RECURRENT, has_quads, rows
 
 THREADS = 256
 RUN = 16
@@ -42,8 +46,9 @@ def _ssm_conv(launches: Launches, call: Bound) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What the delta rule reads, dense: q, k [B, T, key heads, size], v [B, T, value heads, size], log decays and
-    learning rates [B, T, value heads]; and the last three rows of the convolution [B, 3, channels]."""
+    """What the delta rule reads: q, k [B, T, key heads, size], v [B, T, value heads, size], log decays and learning
+    rates [B, T, value heads]; rows of the convolution [B, 3, channels], and what they were if that is asked for.  All
+    are dense but v, whose heads are."""
 
     q: Operand
     k: Operand
@@ -51,6 +56,7 @@ class Made:
     g: Operand
     beta: Operand
     kept: Operand
+    saved: Operand | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +70,20 @@ class Layer:
 
 def launch_inputs(
     launches: Launches, x: Operand, alpha: Operand, beta: Operand, valid: Operand | None, old: Operand, layer: Layer,
-    made: Made, eps: float,
+    made: Made, eps: float, ids: Operand | None = None, fault: Sequence[Word] = (0, 0),
 ) -> None:  # fmt: skip
     """The convolution of x [B, T, channels] with SiLU, norms of keys and queries, and gates, as
-    ``frontends/models/delta.py`` spells them out.  `old` [B, 3, channels] may be what `made` keeps.  `alpha`, `beta`
-    [B, T, value heads] are what linear layers give; `valid` [B, T] is 0 for padding."""
+    ``frontends/models/delta.py`` spells them out.  `old` [B, 3, channels] may be what `made` keeps: the last rows, or
+    those numbered by `ids` [B, 3], 0 for the first of `old`.  `alpha`, `beta` [B, T, value heads] are what linear
+    layers give; `valid` [B, T] is 0 for padding."""
     size = made.k.shape[-1]
     need(size in INPUT_SIZES and made.v.shape[-1] == size, f"heads of {size} are not convolved together")
     sequences, tokens, key_heads, _ = made.k.shape
     value_heads = made.v.shape[-2]
     heads_of_block = THREADS * 4 // size
     words = [*rows(_with_heads(x)), *rows(alpha, 2), *rows(beta, 2), layer.w, 0 if valid is None else valid]
-    words += [layer.a, layer.dt, old, made.kept, made.q, made.k, made.v, made.g, made.beta]
-    words += [tokens, key_heads, value_heads, eps]
+    words += [layer.a, layer.dt, old, ids or 0, made.kept, made.saved or 0, made.q, made.k, made.g, made.beta]
+    words += [*rows(made.v), *fault, tokens, key_heads, value_heads, eps]
     grid = blocks(tokens, RUN), blocks(2 * key_heads + value_heads, heads_of_block) + 1, sequences
     launches.add(INPUTS[f"delta_inputs<{size}>"], grid, THREADS, words)
 
@@ -92,5 +99,153 @@ def launch_gated_norm(launches: Launches, x: Operand, z: Operand, w: Operand, ou
     launches.add(NORMS[f"gated_norm<{size}>"], grid, THREADS, words)
 
 
+# ---------------------------------------------------------------------------------------------------------- chains
+
+
+@dataclass(frozen=True, slots=True)
+class _Gates:
+    """The instructions that make log decays and learning rates."""
+
+    shifted: int
+    steps: int
+    rates: int
+    decay: int
+    logistic: int
+    beta: int
+
+
+def _gates(flow: Flow, rule: int) -> _Gates:
+    decay, beta = flow.maker(rule, 3), flow.maker(rule, 4)
+    rates, logistic = flow.maker(decay, 0), flow.maker(beta, 0)
+    steps = flow.maker(rates, 0)
+    found = _Gates(flow.maker(steps, 0), steps, rates, decay, logistic, beta)
+    need(flow.reader(found.shifted, "softplus") == steps, "the steps are made otherwise")
+    need(flow.reader(steps, "mul") == rates and flow.reader(rates, "mul") == decay, "decays are made otherwise")
+    need(flow.reader(logistic, "mul") == beta, "learning rates are made otherwise")
+    need(flow.call(found.shifted).op == "add" and flow.call(logistic).op == "sigmoid", "gates are made otherwise")
+    return found
+
+
+def _delta_inputs(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
+    """All between the linear layers and the rule: from the rows before the first to learning rates."""
+    both = flow.call(number)
+    conv = next((n for n in flow.readers_of(number) if flow.call(n).op == "ssm_conv"), number)
+    (last,) = _others(flow.readers_of(number), conv)
+    silu = flow.reader(conv, "silu")
+    rule = next((n for n in flow.readers_of(silu) if flow.call(n).op == "gated_delta_net"), silu)
+    q, k = flow.maker(rule, 0), flow.maker(rule, 1)
+    need(flow.call(last).op == "get_rows" and flow.makes(number, last, 0), "rows are kept otherwise")
+    need([*flow.readers_of(silu)] == [*sorted((q, k)), rule] and q != k, "the convolution is read otherwise")
+    need(all(flow.call(n).op == "l2_norm" for n in (q, k)), "keys are of any length")
+    gates, old, kept = _gates(flow, rule), both.operand(0), flow.call(last)
+    save = flow.save(old, last)
+    saved = None if save is None else flow.call(save)
+    need(saved is None or (saved.op == "cont" and lies_as(saved.operand(0), old)), "a state is saved otherwise")
+    read = flow.call(rule)
+    made = Made(
+        read.operand(0), read.operand(1), read.operand(2), flow.call(gates.decay).out, flow.call(gates.beta).out,
+        kept.out, None if saved is None else saved.out,
+    )  # fmt: skip
+    launches.number = last
+    fault = launches.fault(f"id {{value}} names no row of its table, which has {both.out.shape[-2]}")
+    launches.number = number
+    _launch_chain(launches, flow, _Chain(both, flow.call(conv), kept, gates), made, (silu, q, k), fault)
+    numbers = [number, last, conv, silu, q, k, *(getattr(gates, name) for name in _Gates.__slots__)]
+    return numbers if save is None else [*numbers, save]
+
+
+def _others(numbers: Sequence[int], one: int) -> Sequence[int]:
+    found = [n for n in numbers if n != one]
+    need(len(found) == 1, "the rows of a convolution are read otherwise")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """Instructions whose operands the kernel reads."""
+
+    both: Bound
+    conv: Bound
+    kept: Bound
+    gates: _Gates
+
+
+def _launch_chain(
+    launches: Launches, flow: Flow, chain: _Chain, made: Made, normed: tuple[int, int, int], fault: Sequence[Word]
+) -> None:
+    """Launch it if all operands lie as the kernel reads and writes them."""
+    old, x, w, ids = chain.both.operand(0), chain.both.operand(1), chain.conv.operand(1), chain.kept.operand(1)
+    sequences, tokens, key_heads, size = made.k.shape
+    value_heads, channels = made.v.shape[-2], x.shape[-1]
+    shifted, rates, decay, logistic, beta = (
+        flow.call(getattr(chain.gates, n)) for n in ("shifted", "rates", "decay", "logistic", "beta")
+    )
+    valid, layer = decay.operand(1), Layer(w, rates.operand(1), shifted.operand(1))
+    by_token = sequences, tokens, value_heads
+    alpha, strength = _relaid(shifted.operand(0), by_token), _relaid(logistic.operand(0), by_token)
+    need(len(x.shape) == 3 and x.shape[:2] == (sequences, tokens) and w.shape == (channels, 4), "shapes differ")
+    need(channels == (2 * key_heads + value_heads) * size and made.q.shape == made.k.shape, "heads differ in size")
+    need(lies_as(valid, beta.operand(1)) and valid.tensor.spec.size == sequences * tokens, "padding differs")
+    need(layer.a.tensor.spec.size == layer.dt.tensor.spec.size == value_heads, "heads share rates")
+    need(ids.dtype is DType.I32 and ids.shape == (sequences, 3), "rows are numbered otherwise")
+    dense = [old, valid, layer.w, layer.a, layer.dt, made.q, made.k, made.g, made.beta, made.kept, ids]
+    need(all(o.is_dense for o in dense) and (made.saved is None or made.saved.is_dense), "operands are not dense")
+    need(all(o.is_float for o in (*dense[:-1], x, alpha, strength, made.v)), "operands are not float32")
+    need(all(map(has_quads, (x, old, w, made.q, made.k, made.v, made.kept))), "operands are not aligned")
+    need(made.v.strides[-2] == size, "heads are not dense")
+    silu, q, k = map(flow.call, normed)
+    parts = [q.operand(0), k.operand(0), made.v]
+    places = [silu.out.address + 4 * n * size for n in (0, key_heads, 2 * key_heads)]
+    need([p.address for p in parts] == places and silu.out.shape[-1] == channels, "heads lie otherwise")
+    need(not q.attrs["clamp"] and dict(q.attrs) == dict(k.attrs), "norms differ")
+    _need_apart(made, tokens, x, old, [w, ids, valid, layer.a, layer.dt], alpha, strength)
+    eps = float(attribute(q.attrs, "eps"))
+    launch_inputs(launches, x, alpha, strength, valid, old, layer, made, eps, ids, fault)
+
+
+def _need_apart(
+    made: Made, tokens: int, x: Operand, old: Operand, others: Sequence[Operand], alpha: Operand, beta: Operand
+) -> None:
+    """Threads write only where nobody reads any more: keeps over old rows, values over what they come from within
+    a run, and gates over theirs."""
+    rest = [*others, alpha, beta]
+    apart(made.kept, [x, *rest], [old])
+    for out in (made.q, made.k, *([] if made.saved is None else [made.saved])):
+        apart(out, [x, old, *rest])
+    size, heads = made.v.shape[-1], made.v.shape[-2]
+    tail = x.part(2, x.shape[-1] - heads * size, heads * size)
+    tensor = replace(tail.tensor, shape=made.v.shape, strides=(*x.strides[:2], size, 1))
+    before = [x.part(2, 0, x.shape[-1] - heads * size), old, *rest]
+    own = replace(tail, tensor=tensor)
+    apart(made.v, before if tokens <= RUN else [x, *before], [own])
+    apart(made.g, [x, old, *others, beta], [alpha])
+    apart(made.beta, [x, old, *others, alpha], [beta])
+
+
+def _relaid(x: Operand, shape: tuple[int, ...]) -> Operand:
+    """Dense x under another shape."""
+    need(x.is_dense and x.tensor.spec.size == prod(shape), "gates do not lie by token")
+    return replace(x, tensor=replace(x.tensor, shape=shape, strides=contiguous_strides(shape)))
+
+
+def _gated_norm(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
+    """rms_norm(x) w silu(z)."""
+    factor = flow.reader(number, "mul")
+    gated = flow.reader(factor, "mul")
+    silu = flow.maker(gated, 1)
+    need(flow.call(silu).op == "silu" and flow.reader(silu, "mul", 1) == gated, "the gate is another")
+    x, w, out = flow.call(number).operand(0), flow.call(factor).operand(1), flow.call(gated).out
+    z = flow.call(gated).operand(1)
+    source = flow.call(silu).operand(0)
+    need(source.is_dense and z.is_dense and len(x.shape) == 4, "gates do not lie by head")
+    z = _relaid(source, x.shape)
+    need(z.shape == x.shape == out.shape and w.tensor.spec.size == x.shape[-1], "the gate differs in shape")
+    need(all(o.is_float and has_quads(o) for o in (x, z, out, w)) and w.is_dense, "rows are not aligned")
+    apart(out, [w], [x, z])
+    launch_gated_norm(launches, x, z, w, out, float(attribute(flow.call(number).attrs, "eps")))
+    return number, factor, silu, gated
+
+
+FUSED: Mapping[str, Sequence[Fused]] = MappingProxyType({"concat": (_delta_inputs,), "rms_norm": (_gated_norm,)})
 BINDINGS: Mapping[str, Binding] = MappingProxyType({"ssm_conv": _ssm_conv})
 SOURCES = (CONVOLUTION, INPUTS, NORMS)

@@ -34,6 +34,13 @@ def is_dense(x: Operand) -> bool:
     return 0 in x.shape or all(n == 1 or a == b for n, a, b in zip(x.shape, x.strides, wanted, strict=True))
 
 
+def has_quads(x: Operand) -> bool:
+    """Whether every row is dense and begins at a multiple of 16 bytes."""
+    *outer, elements = x.strides
+    even = all(step % 4 == 0 for n, step in zip(x.shape, outer, strict=False) if n > 1)
+    return x.address % 16 == 0 and elements == 1 and even
+
+
 def _even(sizes: Sequence[int], strides: Sequence[int]) -> int:
     """The stride of several axes walked as one."""
     step, reach = 0, 0
