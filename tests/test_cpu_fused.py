@@ -13,7 +13,7 @@ from hocket.backends.numpy import replay
 from hocket.backends.numpy.cpu import CpuBackend
 from hocket.graph.dtypes import DType
 
-from .test_cpu_kernels import random_rows
+from .random_rows import random_rows
 
 RNG = np.random.default_rng(11)
 Values = Mapping[str, np.ndarray]
@@ -96,7 +96,7 @@ def test_a_head_is_normed_and_turned_to_the_same_bits_by_one_kernel(
     shape: tuple[int, int, int], n_dims: int, mode: str, seen: str, monkeypatch
 ):
     graph = head(shape, n_dims, mode, seen)
-    values = {"w": random_rows(DType.Q8_0, shape[1] * shape[2], 32), "scale": drawn(shape[2])}
+    values = {"w": random_rows(DType.Q8_0, shape[1] * shape[2], 32, RNG), "scale": drawn(shape[2])}
     inputs = {"x": drawn(shape[0], 32), "pos": RNG.integers(0, 99, (1, shape[0])).astype(np.int32)}
     runs = [loaded(graph, values, threads) for threads in (1, 2, 3)]
     monkeypatch.setattr(replay, "FUSED", {})

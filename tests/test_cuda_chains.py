@@ -25,7 +25,7 @@ from hocket.graph import BackendError, DType, Graph, StepError, Value, input, st
 from hocket.scheduler import load, plan_for
 
 from . import test_cuda_products
-from .test_cuda_products import random_rows
+from .random_rows import random_rows
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -158,7 +158,7 @@ def ran(graph: Graph, fused: bool, devices: int = 1) -> Ran:
     backend = cupy_backend.DriverBackend(driver := Watched())
     weights = {}
     for w in graph.weights:
-        raw = random_rows(w.dtype, *w.shape) if w.dtype.is_quantised else rng.standard_normal(w.shape)
+        raw = random_rows(w.dtype, *w.shape, rng) if w.dtype.is_quantised else rng.standard_normal(w.shape)
         weights[w.node.name] = raw if w.dtype.is_quantised else raw.astype(np.float32)
     with pytest.MonkeyPatch.context() as patch:
         if not fused:

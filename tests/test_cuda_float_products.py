@@ -16,8 +16,7 @@ from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
 from hocket.scheduler import load, plan_for
 
-from .emulation import needs_compiler
-from .test_cuda_product_faults import PlantedDriver
+from .emulation import FaultyDriver, needs_compiler
 
 pytestmark = needs_compiler
 
@@ -77,7 +76,7 @@ PLANTS = {
 def test_a_mistake_in_a_product_is_found(name):
     old, new, right = PLANTS[name]
     try:
-        assert not right(backend=DriverBackend(PlantedDriver("products.cu", old, new)))
+        assert not right(backend=DriverBackend(FaultyDriver("products.cu", old, new)))
     except BackendError:
         return
 

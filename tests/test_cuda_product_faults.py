@@ -115,8 +115,8 @@ PLANTS = {
     ),
     "an expert of elsewhere is the first one": (
         "packed.cu",
-        "matrix < 0 ? 0 : a.blocks",
-        "a.blocks",
+        "matrix < 0 ? 0 : (int)a.blocks",
+        "(int)a.blocks",
         routed(1),
     ),
     "counts are read before all are counted": (

@@ -10,8 +10,7 @@ from hocket.backends.cupy.emulation.emulated import EmulatedDriver
 from hocket.conformance import Outcome, parse_case, run_case
 from hocket.graph.errors import BackendError
 
-from .emulation import needs_compiler
-from .test_cuda_product_faults import PlantedDriver
+from .emulation import FaultyDriver, needs_compiler
 
 pytestmark = needs_compiler
 SIX = "k=f32[2,{t},3,{d}], v=f32[2,{t},3,{e}], r=f32[2,{t},3,{d}], bonus=f32[3,{d}], decay=f32[2,{t},3,{d}]"
@@ -93,7 +92,7 @@ PLANTS = {
 def test_a_mistake_in_a_recurrence_is_found(name):
     old, new, text = PLANTS[name]
     try:
-        planted = DriverBackend(PlantedDriver("recurrences.cu", old, new))
+        planted = DriverBackend(FaultyDriver("recurrences.cu", old, new))
         assert not all(passes(text, planted) for _ in range(4))
     except BackendError:
         return

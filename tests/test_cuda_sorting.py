@@ -16,8 +16,7 @@ from hocket.graph import Graph, input
 from hocket.graph.errors import BackendError
 from hocket.scheduler import load, plan_for
 
-from .emulation import needs_compiler
-from .test_cuda_product_faults import PlantedDriver
+from .emulation import FaultyDriver, needs_compiler
 
 pytestmark = needs_compiler
 SHAPES = [(3, n) for n in (1, 2, 31, 32, 33, 255, 257, 1023, 1024, 1025)]
@@ -146,7 +145,7 @@ PLANTS = {
 def test_a_mistake_in_the_order_is_found(name):
     old, new, right = PLANTS[name]
     try:
-        assert not right(DriverBackend(PlantedDriver("sorting.cu", old, new)))
+        assert not right(DriverBackend(FaultyDriver("sorting.cu", old, new)))
     except BackendError:
         return
 
