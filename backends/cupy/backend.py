@@ -261,7 +261,7 @@ class Replay:
 
     def _lost(self, why: LostError) -> StepError:
         """Of a run that waited in vain: everything in it ended, with results of nothing."""
-        self._calls = []  # graphs go before the communicator that they use
+        self._calls, self._launched = [], {}  # graphs go before the communicator that they use
         self._noted()
         (node,) = (p.instruction.node for p in self._parts if isinstance(p, Met) and p.sequence == why.sequence)
         return StepError(node, self.program.device, len(self.program.instructions), str(why))
