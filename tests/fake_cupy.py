@@ -99,6 +99,8 @@ class Stream:
     """What is put into it runs in order, `lag` seconds after it could."""
 
     lag: ClassVar[float] = 0.0
+    linger: ClassVar[float] = 0.2
+    """How long its thread waits for more: a new thread makes fibers of its own for the emulation."""
     numbers: ClassVar[count] = count(7)
     known: ClassVar[weakref.WeakValueDictionary] = weakref.WeakValueDictionary()
     of_thread: ClassVar[threading.local] = threading.local()
@@ -109,6 +111,7 @@ class Stream:
         self.known[self.ptr] = self
         self.recorded, self.is_capturing, self.used = [], False, set()
         self.queue, self.changed, self.is_busy, self.error = deque(), threading.Condition(), False, None
+        self.worker = None
 
     @classmethod
     def current(cls):
@@ -129,9 +132,11 @@ class Stream:
             return
         with self.changed:
             self.queue.append(run)
-            if not self.is_busy:
-                self.is_busy = True
-                threading.Thread(target=self._work, daemon=True).start()
+            self.is_busy = True
+            self.changed.notify_all()
+            if self.worker is None:
+                self.worker = threading.Thread(target=self._work, daemon=True)
+                self.worker.start()
 
     def hold(self, memory):
         """As long as anything runs that may use it."""
@@ -145,7 +150,9 @@ class Stream:
                 if not self.queue:
                     self.is_busy = False
                     self.changed.notify_all()
-                    return
+                    if not self.changed.wait_for(lambda: self.queue, self.linger):
+                        self.worker = None
+                        return
                 run = self.queue.popleft()
             if self.lag:
                 time.sleep(self.lag)
