@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     seen: Counter[str] = Counter()
     for item in items:
         name = getattr(item, "originalname", "")
-        planted = name.endswith("is_found") or "is_found_" in name
+        planted = ("fault" in name or "mistake" in name) and "is_found" in name and "nothing" not in name
         if planted and item.path.name.startswith("test_cuda_") and name != item.name:
             if seen[name] % 3 and not config.getoption("--every-fault"):
                 item.add_marker(pytest.mark.skip(reason="every third planted fault runs; all with --every-fault"))
