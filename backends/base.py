@@ -213,13 +213,14 @@ class Backend(Protocol):
 
 def run_calls(program: Program, calls: Iterable[tuple[int, Callable[[], object]]]) -> None:
     """Make the calls in order, each given with the number of its instruction.  One that fails is a `StepError`."""
-    number = 0
+    at = 0
     try:
-        for number, call in calls:  # noqa: B007  # read after the loop, by the except clause
+        for number, call in calls:
+            at = number
             call()
     except BaseException as why:  # an interrupt, too, leaves a step half done
         said = str(why) if isinstance(why, HocketError) else " ".join(f"{type(why).__name__}: {why}".split())
-        raise StepError(program.instructions[number].node, program.device, number, said) from why
+        raise StepError(program.instructions[at].node, program.device, at, said) from why
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,19 +16,6 @@ for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write golden files anew instead of comparing")
     parser.addoption("--every-architecture", action="store_true", help="compile CUDA kernels for all architectures")
-    parser.addoption("--every-fault", action="store_true", help="plant all mistakes in CUDA kernels, not every third")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A mistake in a kernel costs a compilation; all of them more time than the rest of the tests together."""
-    seen: Counter[str] = Counter()
-    for item in items:
-        name = getattr(item, "originalname", "")
-        planted = ("fault" in name or "mistake" in name) and "is_found" in name and "nothing" not in name
-        if planted and item.path.name.startswith("test_cuda_") and name != item.name:
-            if seen[name] % 3 and not config.getoption("--every-fault"):
-                item.add_marker(pytest.mark.skip(reason="every third planted fault runs; all with --every-fault"))
-            seen[name] += 1
 
 
 @pytest.fixture

@@ -10,7 +10,9 @@ import pytest
 
 from hocket.backends.base import Device
 from hocket.backends.cupy.driver import Launch, Source
+from hocket.backends.cupy.emulation.building import library
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver
+from hocket.graph.errors import BackendError
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
 
@@ -27,9 +29,19 @@ class Written(Source):
 
 
 def edited(source: Source, good: str, bad: str) -> Written:
-    """The source where `good`, which is there once, is `bad`."""
-    assert source.text.count(good) == 1, f"{source.text.count(good)} times in {source.file}: {good}"
-    return Written(source.file, source.names, body=source.text.replace(good, bad))
+    """The source where `good`, which is there once, is `bad`.
+
+    Where it is not there, or does not compile, the test fails at once: nothing that catches errors takes that for a
+    mistake that was found.
+    """
+    if (count := source.text.count(good)) != 1:
+        pytest.fail(f"{count} times in {source.file}: {good}")
+    made = Written(source.file, source.names, body=source.text.replace(good, bad))
+    try:
+        library(made)
+    except BackendError as why:
+        pytest.fail(str(why))
+    return made
 
 
 def with_fault(launch: Launch, file: str, good: str, bad: str) -> Launch:

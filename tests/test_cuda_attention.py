@@ -296,6 +296,4 @@ def test_a_fault_in_a_kernel_is_found(name):
     backend = DriverBackend(FaultyDriver(file, good, bad))
     result = run_case(found_by, backend, backend.device(0))
     wrong = result.outcome is Outcome.FAIL or result.difference.nmse > NEAR
-    assert "does not compile" not in result.why
-    assert "times" not in result.why, "the file has changed"
     assert wrong, str(result.difference)

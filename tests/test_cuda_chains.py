@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,9 +24,10 @@ from hocket.graph import BackendError, DType, Graph, StepError, Value, input, st
 from hocket.scheduler import load, plan_for
 
 from . import test_cuda_products
+from .emulation import needs_compiler
 from .random_rows import random_rows
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
+pytestmark = needs_compiler
 FIXTURES = Path(__file__).parent / "fixtures"
 INDEX = {Path(entry["file"]).parent.name: entry for entry in json.loads((FIXTURES / "index.json").read_text())}
 
