@@ -54,7 +54,7 @@ class FakeNccl:
             number = next(self.numbers)
         return (-1, number, *([7] * 126))
 
-    def NcclCommunicator(self, size, identity, rank):  # noqa: N802  # NCCL's name
+    def NcclCommunicator(self, size, identity, rank):
         assert len(identity) == 128
         with self.lock:
             world = self.worlds.setdefault(identity, World(size))
@@ -66,11 +66,11 @@ class FakeNccl:
             world.changed.wait_for(lambda: len(world.devices) == size)
         return Communicator(self, world, rank)
 
-    def groupStart(self):  # noqa: N802  # NCCL's name
+    def groupStart(self):
         assert not getattr(self.group, "calls", None)
         self.group.calls = []
 
-    def groupEnd(self):  # noqa: N802  # NCCL's name
+    def groupEnd(self):
         calls, self.group.calls = self.group.calls, None
         if calls:
             self.launch(calls)
@@ -100,7 +100,7 @@ class Communicator:
         else:
             self.nccl.group.calls.append((self, stream, *what))
 
-    def allReduce(self, source, target, n, dtype, op, stream):  # noqa: N802  # NCCL's name
+    def allReduce(self, source, target, n, dtype, op, stream):
         assert op == self.nccl.NCCL_SUM
         self._call(stream, "sum", source, target, n, dtype)
 

@@ -216,8 +216,8 @@ PLANTS = (
         "rope",
         "the position of another token",
         "rotary.cu",
-        "a.positions.at[p.at[2] + ",
-        "a.positions.at[",
+        "a.positions.at + p.at[2]",
+        "a.positions.at",
     ),
     Plant(
         "argmax",

@@ -324,7 +324,7 @@ def test_nccl_that_refuses_a_device_is_one_line(monkeypatch):
     class Refused(SimpleNamespace):
         NcclError = RuntimeError
 
-        def NcclCommunicator(self, *_):  # noqa: N802  # NCCL's name
+        def NcclCommunicator(self, *_):
             raise RuntimeError("unhandled cuda error")
 
     nccl.nccl = Refused()
