@@ -92,6 +92,7 @@ class Session:
             raise ModelError("results that are to be exact are not rounded to bfloat16; leave out one of the two")
         self._graph = partial(hurried, model) if on.fast else model.graph
         self._place = tuple((pattern, spelled(device, on)) for pattern, device in on.place)
+        self._one = self.step(1, 1, sequences)
         self._first = self._laid_out(on)
         self.store = Store(self.group)
         self.lengths = [0] * sequences
@@ -103,7 +104,7 @@ class Session:
         one over the layout of that step, in which the host takes what does not fit."""
         asked = found(on)
         options = partial(plan_for, split_mode=on.split_mode, tensor_split=on.tensor_split, place=self._place)
-        one = self._graph(self.step(1, 1, self.sequences))
+        one = self._graph(self._one)
         first = options(one, asked)
         self.group = first.group  # in mode none perhaps fewer than asked
         host = Host(*found(replace(on, devices=(HOST,)))[0])
@@ -185,6 +186,8 @@ class Session:
 
     def plan(self, step: Step) -> Plan:
         """The plan of a step, over the weights and states as they lie."""
+        if step == self._one:
+            return self._first
         return plan_for(self._graph(step), self.group, place=self._place, like=self._first)
 
     def executor(self, step: Step) -> Executor:

@@ -24,6 +24,7 @@ from .simd import (
     and_int,
     bits_to_float,
     load_byte,
+    load_four,
     load_half,
     load_small,
     load_small_signed,
@@ -48,16 +49,18 @@ ROWS, COLUMNS = 16, 32
 class Format:
     """One quantised type.
 
-    ``code(row, c)`` is the unsigned code of column `c` in a row of a file, ``split(row, to, lane, s)`` moves the scales
-    of block `s` of a file to lane `lane` of theirs.  ``codes(p, h)`` are the code vectors of 32 columns, from where
-    these stand in the one or two planes; ``scales(p, b)`` are the scales of columns 32 b to 32 b + 15 and of the 16
-    after them, which differ if `halves`; ``biases(p, b)`` likewise; where `zero` is not 0, ``-zero * scale``.
+    ``four(row, c)`` are the unsigned codes of columns `c` to c + 3 in a row of a file, a byte each; `c` is a multiple
+    of 4.  ``split(row, to, lane, s)`` moves the scales of block `s` of a file to lane `lane` of theirs.
+
+    ``codes(p, h)`` are the code vectors of 32 columns, from where these stand in the one or two planes; ``scales(p,
+    b)`` are the scales of columns 32 b to 32 b + 15 and of the 16 after them, which differ if `halves`; ``biases(p,
+    b)`` likewise; where `zero` is not 0, ``-zero * scale``.
     """
 
     name: str
     block: int
     planes: tuple[int, ...]
-    code: Part
+    four: Part
     split: Part
     codes: Intrinsic
     scales: Part
@@ -69,17 +72,21 @@ class Format:
 # ----------------------------------------------------------------------------------------------- types of one block
 
 
-@part
-def nibble_code(row, c, head, nbytes):
-    """Nibbles of a 32-column block: the low ones are its first 16 columns."""
-    byte = load_byte(row + c // 32 * nbytes + head + c % 16)
-    return byte >> 4 if c % 32 >= 16 else byte & 15
+NIBBLES, CRUMBS, BITS = 0x0F0F0F0F, 0x03030303, 0x01010101
+"""The lowest bits of four bytes."""
 
 
 @part
-def fifth_bit(row, c, head, nbytes):
-    at = row + c // 32 * nbytes + head + c % 32 // 8
-    return (load_byte(at) >> c % 8 & 1) << 4
+def nibbles(row, c, head, nbytes):
+    """Of a 32-column block: the low ones are its first 16 columns."""
+    return load_four(row + c // 32 * nbytes + head + c % 16) >> c % 32 // 16 * 4 & NIBBLES
+
+
+@part
+def fifth_bits(row, c, head, nbytes):
+    """A bit for each of 32 columns in 4 bytes; a product moves four neighbours apart."""
+    four = load_byte(row + c // 32 * nbytes + head + c % 32 // 8) >> c % 8 & 15
+    return (four * 0x204081 & BITS) << 4
 
 
 @part
@@ -90,33 +97,33 @@ def move_half(row, to, lane):
 
 
 @part
-def q4_0_code(row, c):
-    return nibble_code(row, c, 2, 18)
+def q4_0_four(row, c):
+    return nibbles(row, c, 2, 18)
 
 
 @part
-def q4_1_code(row, c):
-    return nibble_code(row, c, 4, 20)
+def q4_1_four(row, c):
+    return nibbles(row, c, 4, 20)
 
 
 @part
-def q5_0_code(row, c):
-    return nibble_code(row, c, 6, 22) | fifth_bit(row, c, 2, 22)
+def q5_0_four(row, c):
+    return nibbles(row, c, 6, 22) | fifth_bits(row, c, 2, 22)
 
 
 @part
-def q5_1_code(row, c):
-    return nibble_code(row, c, 8, 24) | fifth_bit(row, c, 4, 24)
+def q5_1_four(row, c):
+    return nibbles(row, c, 8, 24) | fifth_bits(row, c, 4, 24)
 
 
 @part
-def q8_0_code(row, c):
-    return load_byte(row + c // 32 * 34 + 2 + c % 32) ^ 0x80
+def q8_0_four(row, c):
+    return load_four(row + c // 32 * 34 + 2 + c % 32) ^ 0x80808080
 
 
 @part
-def mxfp4_code(row, c):
-    return nibble_code(row, c, 1, 17)
+def mxfp4_four(row, c):
+    return nibbles(row, c, 1, 17)
 
 
 def _one_scale(nbytes: int) -> Part:
@@ -195,57 +202,56 @@ mxfp4_codes, MXFP4_ZERO = _looked_up(E2M1)
 
 
 @part
-def nibble_of_64(row, c):
-    """Nibbles of 64 columns in 32 bytes: the low ones are the first half."""
-    byte = load_byte(row + c // 64 * 32 + c % 32)
-    return byte >> 4 if c % 64 >= 32 else byte & 15
+def nibbles_of_64(row, c):
+    """Of 64 columns in 32 bytes: the low ones are the first half."""
+    return load_four(row + c // 64 * 32 + c % 32) >> c % 64 // 32 * 4 & NIBBLES
 
 
 @part
-def crumb_of_128(row, c):
+def crumbs_of_128(row, c):
     """Two bits of 128 columns in 32 bytes, lowest first."""
-    return load_byte(row + c // 128 * 32 + c % 32) >> c // 32 % 4 * 2 & 3
+    return load_four(row + c // 128 * 32 + c % 32) >> c // 32 % 4 * 2 & CRUMBS
 
 
 @part
-def bit_of_256(row, c):
+def bits_of_256(row, c):
     """One bit of 256 columns in 32 bytes, lowest first."""
-    return load_byte(row + c % 32) >> c // 32 & 1
+    return load_four(row + c % 32) >> c // 32 & BITS
 
 
 @part
-def q2_k_code(row, c):
-    return crumb_of_128(row + c // 256 * 84 + 16, c % 256)
+def q2_k_four(row, c):
+    return crumbs_of_128(row + c // 256 * 84 + 16, c % 256)
 
 
 @part
-def q3_k_code(row, c):
+def q3_k_four(row, c):
     block = row + c // 256 * 110
-    return crumb_of_128(block + 32, c % 256) | bit_of_256(block, c % 256) << 2
+    return crumbs_of_128(block + 32, c % 256) | bits_of_256(block, c % 256) << 2
 
 
 @part
-def q4_k_code(row, c):
-    return nibble_of_64(row + c // 256 * 144 + 16, c % 256)
+def q4_k_four(row, c):
+    return nibbles_of_64(row + c // 256 * 144 + 16, c % 256)
 
 
 @part
-def q5_k_code(row, c):
+def q5_k_four(row, c):
     block = row + c // 256 * 176
-    return nibble_of_64(block + 48, c % 256) | bit_of_256(block + 16, c % 256) << 4
+    return nibbles_of_64(block + 48, c % 256) | bits_of_256(block + 16, c % 256) << 4
 
 
 @part
-def q6_k_code(row, c):
+def q6_k_four(row, c):
     """Nibbles of 128 columns in 64 bytes, and two bits of them in 32."""
     block, i = row + c // 256 * 210, c % 256
-    byte = load_byte(block + i // 128 * 64 + i % 64)
-    return (byte >> 4 if i % 128 >= 64 else byte & 15) | crumb_of_128(block + 128, i) << 4
+    low = load_four(block + i // 128 * 64 + i % 64) >> i % 128 // 64 * 4 & NIBBLES
+    return low | crumbs_of_128(block + 128, i) << 4
 
 
 @part
-def iq4_xs_code(row, c):
-    return nibble_code(row + c // 256 * 136 + 8, c % 256, 0, 16)
+def iq4_xs_four(row, c):
+    return nibbles(row + c // 256 * 136 + 8, c % 256, 0, 16)
 
 
 @part
@@ -393,7 +399,7 @@ def iq4_xs_scales(p, b):
 def _format(
     name: str,
     widths: tuple[int, ...],
-    code: Part,
+    four: Part,
     split: Part,
     scales: Part,
     biases: Part | int,
@@ -405,12 +411,12 @@ def _format(
     """A format of which `biases` are a number where its codes have a fixed zero."""
     zero = biases if isinstance(biases, int) else 0
     found = biases if isinstance(biases, Part) else _centred(scales, zero)
-    return Format(name, block, widths, code, split, codes or codes_of(widths), scales, found, zero, halves)
+    return Format(name, block, widths, four, split, codes or codes_of(widths), scales, found, zero, halves)
 
 
-def _k_format(name: str, widths: tuple[int, ...], code: Part, split: Part, scales: Part, biases: Part | int) -> Format:
+def _k_format(name: str, widths: tuple[int, ...], four: Part, split: Part, scales: Part, biases: Part | int) -> Format:
     """A format of 256 columns with a scale for each 16."""
-    return _format(name, widths, code, split, scales, biases, block=256, halves=True)
+    return _format(name, widths, four, split, scales, biases, block=256, halves=True)
 
 
 _BESIDE = scales_beside_biases, biases_beside_scales
@@ -418,18 +424,18 @@ _NONLINEAR = partial(_format, codes=nonlinear_codes)
 
 FORMATS: Mapping[DType, Format] = MappingProxyType(
     {
-        DType.Q4_0: _format("q4_0", (4,), q4_0_code, _one_scale(18), half_scales, 8),
-        DType.Q4_1: _format("q4_1", (4,), q4_1_code, _scale_and_bias(20), *_BESIDE),
-        DType.Q5_0: _format("q5_0", (4, 1), q5_0_code, _one_scale(22), half_scales, 16),
-        DType.Q5_1: _format("q5_1", (4, 1), q5_1_code, _scale_and_bias(24), *_BESIDE),
-        DType.Q8_0: _format("q8_0", (8,), q8_0_code, _one_scale(34), half_scales, 128),
-        DType.MXFP4: _format("mxfp4", (4,), mxfp4_code, mxfp4_split, mxfp4_scales, MXFP4_ZERO, codes=mxfp4_codes),
-        DType.Q4_K: _format("q4_k", (4,), q4_k_code, _k_split(144), k_scales, k_biases, block=256),
-        DType.Q5_K: _format("q5_k", (4, 1), q5_k_code, _k_split(176), k_scales, k_biases, block=256),
-        DType.Q2_K: _k_format("q2_k", (2,), q2_k_code, q2_k_split, q2_k_scales, q2_k_biases),
-        DType.Q3_K: _k_format("q3_k", (2, 1), q3_k_code, q3_k_split, q3_k_scales, 4),
-        DType.Q6_K: _k_format("q6_k", (4, 2), q6_k_code, q6_k_split, q6_k_scales, 32),
-        DType.IQ4_NL: _NONLINEAR("iq4_nl", (4,), q4_0_code, _one_scale(18), half_scales, NONLINEAR_ZERO),
-        DType.IQ4_XS: _NONLINEAR("iq4_xs", (4,), iq4_xs_code, iq4_xs_split, iq4_xs_scales, NONLINEAR_ZERO, block=256),
+        DType.Q4_0: _format("q4_0", (4,), q4_0_four, _one_scale(18), half_scales, 8),
+        DType.Q4_1: _format("q4_1", (4,), q4_1_four, _scale_and_bias(20), *_BESIDE),
+        DType.Q5_0: _format("q5_0", (4, 1), q5_0_four, _one_scale(22), half_scales, 16),
+        DType.Q5_1: _format("q5_1", (4, 1), q5_1_four, _scale_and_bias(24), *_BESIDE),
+        DType.Q8_0: _format("q8_0", (8,), q8_0_four, _one_scale(34), half_scales, 128),
+        DType.MXFP4: _format("mxfp4", (4,), mxfp4_four, mxfp4_split, mxfp4_scales, MXFP4_ZERO, codes=mxfp4_codes),
+        DType.Q4_K: _format("q4_k", (4,), q4_k_four, _k_split(144), k_scales, k_biases, block=256),
+        DType.Q5_K: _format("q5_k", (4, 1), q5_k_four, _k_split(176), k_scales, k_biases, block=256),
+        DType.Q2_K: _k_format("q2_k", (2,), q2_k_four, q2_k_split, q2_k_scales, q2_k_biases),
+        DType.Q3_K: _k_format("q3_k", (2, 1), q3_k_four, q3_k_split, q3_k_scales, 4),
+        DType.Q6_K: _k_format("q6_k", (4, 2), q6_k_four, q6_k_split, q6_k_scales, 32),
+        DType.IQ4_NL: _NONLINEAR("iq4_nl", (4,), q4_0_four, _one_scale(18), half_scales, NONLINEAR_ZERO),
+        DType.IQ4_XS: _NONLINEAR("iq4_xs", (4,), iq4_xs_four, iq4_xs_split, iq4_xs_scales, NONLINEAR_ZERO, block=256),
     }
 )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from functools import cache
 
-from ..compiler import Kernel, part
+from ..compiler import Kernel, Part, part
 from .formats import COLUMNS, ROWS, Format
 from .simd import (
     load_byte,
     load_int,
     load_scalar,
     store,
-    store_byte,
+    store_int,
     store_scalar,
     word,
 )
@@ -28,14 +28,30 @@ def share(n, thread, threads):
     return min(n, each * thread), min(n, each * (thread + 1))
 
 
+def _moved(four: Part, first: int, width: int) -> Part:
+    """``(row, c, to)``: bits `first` to `first + width` of the codes of a row's columns from `c` on to its lane of a
+    block of a plane, the first four columns to the lowest bits of the first vector."""
+    fields, mask = 8 // width, ((1 << width) - 1) * 0x01010101
+
+    def moved(row, c, to):
+        for vector in range(width):
+            bits = 0
+            for field in range(fields):
+                bits |= (four(row, c + 4 * (vector * fields + field)) >> first & mask) << field * width
+            store_int(to + 64 * vector, bits)
+
+    return part(moved)
+
+
 @cache
 def pack(form: Format) -> Kernel:
     """Words: source, bytes of a row there, target, rows, columns.
 
     Rows that the last group lacks are left as they are.
     """
-    code, split, width, block = form.code, form.split, form.planes[0], form.block
+    split, block, width = form.split, form.block, form.planes[0]
     high = form.planes[1] if len(form.planes) > 1 else 0
+    low_bits, high_bits = _moved(form.four, 0, width), _moved(form.four, width, high or width)
 
     def body(a, thread, threads):
         source, stride, target, rows, columns = word(a, 0), word(a, 1), word(a, 2), word(a, 3), word(a, 4)
@@ -47,25 +63,15 @@ def pack(form: Format) -> Kernel:
             scales = second + n * 64 * high
             for lane in range(min(ROWS, rows - group * ROWS)):
                 row = source + (group * ROWS + lane) * stride
-                for c in range(columns):
-                    u = code(row, c)
-                    j, byte = c % COLUMNS // 4, lane * 4 + c % 4
-                    put(planes, c // COLUMNS, j, byte, u, width)
+                for b in range(n):
+                    low_bits(row, b * COLUMNS, planes + b * 64 * width + 4 * lane)
                     if high:
-                        put(second, c // COLUMNS, j, byte, u >> width, high)
+                        high_bits(row, b * COLUMNS, second + b * 64 * high + 4 * lane)
                 for s in range(columns // block):
                     split(row, scales, lane, s)
         return 0
 
     return Kernel(f"packing.pack.{form.name}", body)
-
-
-@part
-def put(plane, b, j, byte, u, width):
-    """Or the low `width` bits of a code into its place: field ``j % fields`` of a byte of vector ``j // fields``."""
-    fields = 8 // width
-    at = plane + b * 64 * width + j // fields * 64 + byte
-    store_byte(at, load_byte(at) | (u & ((1 << width) - 1)) << j % fields * width)
 
 
 @cache

@@ -116,6 +116,7 @@ load_double = intrinsic(DOUBLE, ADDRESS)(lambda b, a: _load(b, a, ir.DoubleType(
 load_int = intrinsic(ADDRESS, ADDRESS)(lambda b, a: b.sext(_load(b, a, _i32, 4), _i64))
 load_long = intrinsic(ADDRESS, ADDRESS)(lambda b, a: _load(b, a, _i64, 8))
 load_byte = intrinsic(ADDRESS, ADDRESS)(lambda b, a: b.zext(_load(b, a, _i8, 1), _i64))
+load_four = intrinsic(ADDRESS, ADDRESS)(lambda b, a: b.zext(_load(b, a, _i32, 1), _i64))
 store_scalar = intrinsic(NOTHING, ADDRESS, FLOAT)(lambda b, a, v: _store(b, a, v, 4))
 store_int = intrinsic(NOTHING, ADDRESS, ADDRESS)(lambda b, a, v: _store(b, a, b.trunc(v, _i32), 4))
 store_byte = intrinsic(NOTHING, ADDRESS, ADDRESS)(lambda b, a, v: _store(b, a, b.trunc(v, _i8), 1))
