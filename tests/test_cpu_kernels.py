@@ -59,7 +59,9 @@ def test_packing_loses_nothing(dtype: DType):
     assert call(packing.unpack(FORMATS[dtype]), *words) == packing.NO_ROW | rows << 8, "a row that is not there"
 
 
-RECORD = np.dtype([("codes", np.int8, (2, 16)), ("scales", np.float32, 2), ("sums", np.int32, 2)])
+RECORD = np.dtype(
+    [("codes", np.int8, (2, 16)), ("scales", np.float32, 2), ("starts", np.float32, 2), ("sums", np.int32, 2)]
+)
 """32 rounded activations as a kernel leaves them."""
 
 
@@ -70,8 +72,10 @@ def rounded(x: np.ndarray, zero: int = 0) -> tuple[np.ndarray, np.ndarray]:
     assert call(rounding.round_rows, x, 4 * columns, rows, columns, target, zero) == 0
     found = target.view(RECORD).reshape(rows, -1)
     codes, scales = found["codes"].astype(np.int64), found["scales"][..., None].astype(np.float64)
+    begin = 1.5 * 2**23
+    assert np.array_equal(found["starts"].astype(np.float64), -begin * scales[..., 0]), "these are exact"
     if zero:
-        assert np.array_equal(found["sums"], -zero * codes.sum(-1))
+        assert np.array_equal(found["sums"].view(np.float32), begin - zero * codes.sum(-1))
     else:
         sums = (codes * scales).sum(-1)
         want, size = np.stack([sums.sum(-1), sums[..., 1]], -1), np.abs(codes * scales).sum((-2, -1))

@@ -20,8 +20,11 @@ from .grouped import even_bounds
 from .halves import both_and_second, largest_magnitudes, of_first, of_second, store_pair, totals
 from .packing import share
 from .simd import (
+    add_int,
+    and_int,
     bits_to_float,
     div,
+    float_to_bits,
     load,
     mul,
     mul_int,
@@ -34,11 +37,13 @@ from .simd import (
     word,
     zeros,
 )
-from .tiles import RECORD, SCALES, SUMS
+from .tiles import ITS_BITS, ONE_AND_A_HALF, RECORD, SCALES, STARTS, SUMS
 
-LIMIT, ONE, STEP = np.float32(127), np.float32(1), np.float32(1 / 127)
-SMALLEST, RAISE = np.float32(1e-36), np.float32(2.0**64)
-"""A block below it is raised first: the inverse of its scale would be no number."""
+ONE, STEP, START = np.float32(1), np.float32(1 / 127), np.float32(-ONE_AND_A_HALF)
+SHORT = 0xFFFFFFFC
+"""Scales have 22 bits, so that three times a scale, and with it `START` times it, is a float32 exactly."""
+SMALLEST, RAISE = np.float32(1e-38), np.float32(2.0**64)
+"""A scale below it is raised before it is inverted: its inverse would be no number."""
 
 
 @part
@@ -46,18 +51,19 @@ def round_block(x, record, zero):
     """32 values to 8 bits and what belongs to them, as `tiles.RECORD` says.  Where one is NaN so is the scale of its
     half."""
     low, high = load(x), load(x + 64)
-    tops = largest_magnitudes(low, high)
-    scales = mul(tops, splat(STEP))
-    raised = where_less(tops, splat(SMALLEST), splat(RAISE), splat(ONE))
-    inverse = where_less(zeros(), tops, div(splat(LIMIT), mul(tops, raised)), zeros())
+    scales = mul(largest_magnitudes(low, high), splat(STEP))
+    scales = bits_to_float(and_int(float_to_bits(scales), splat_int(SHORT)))
+    raised = where_less(scales, splat(SMALLEST), splat(RAISE), splat(ONE))
+    inverse = where_less(zeros(), scales, div(splat(ONE), mul(scales, raised)), zeros())
     i = round_small(mul(mul(low, of_first(raised)), of_first(inverse)))
     j = round_small(mul(mul(high, of_second(raised)), of_second(inverse)))
     store_small(record, i)
     store_small(record + 16, j)
     sums = totals(i, j)
     store_pair(record + SCALES, scales)
+    store_pair(record + STARTS, mul(scales, splat(START)))
     if zero:
-        store_pair(record + SUMS, bits_to_float(mul_int(sums, splat_int(-zero))))
+        store_pair(record + SUMS, bits_to_float(add_int(mul_int(sums, splat_int(-zero)), splat_int(ITS_BITS))))
     else:
         store_pair(record + SUMS, both_and_second(mul(to_float(sums), scales)))
 

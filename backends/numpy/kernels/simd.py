@@ -84,6 +84,10 @@ def bytes_of(value: int) -> ir.Constant:
     return _const(_B, value)
 
 
+def ints_of(value: int) -> ir.Constant:
+    return _const(_I, value)
+
+
 def _call(b: Any, name: str, result: ir.Type, *values: Any) -> Any:
     kind = ir.FunctionType(result, [v.type for v in values])
     function = b.module.globals.get(name) or ir.Function(b.module, kind, name)

@@ -21,10 +21,15 @@ VECTORS = 8
 CODES = several(BYTES, VECTORS)
 _CHAR = ir.IntType(8).as_pointer()
 
-RECORD, SCALES, SUMS = 48, 32, 40
-"""Bytes of 32 rounded activations, and where what follows the codes stands in them: the scales of both halves, then two
-sums.  These are of what the codes stand for, in all columns and in the second half; or, as int32, of the codes in
-either half, times what is subtracted from a weight's code."""
+RECORD, SCALES, STARTS, SUMS = 56, 32, 40, 48
+"""Bytes of 32 rounded activations, and where what follows the codes stands in them: the scales of both halves, minus
+`ONE_AND_A_HALF` times these, then two sums.  The sums are of what the codes stand for, in all columns and in the second
+half; or, as int32, what products of either half begin with: minus the sum of the codes times what is subtracted from a
+weight's code."""
+
+ONE_AND_A_HALF, ITS_BITS = 1.5 * 2**23, 0x4B400000
+"""Products are added up in the lowest bits of this float32, in which they count ones: what it is more can be read as a
+float32, without a conversion, which has to wait for the unit that multiplies."""
 
 
 def bundle(b: Any, values: Sequence[Any]) -> Any:
@@ -97,8 +102,8 @@ class Tile:
 
     ``rows(p, step, n)``: every `step` bytes from `p`, the last of `n` again where fewer are left.
     ``chosen(slots, n, used, shared, p, step)``: of the rows that slots of a mixture read.
-    ``dots[half](codes..., rows, at)``: products with the records at `at` in one half of the columns; ``centred[half]``:
-    begun with the negative share of what is subtracted from each code.
+    ``dots[half](codes..., rows, at)``: products with the records at `at` in one half of the columns, in the low bits of
+    `ONE_AND_A_HALF`; ``centred[half]``: begun with the negative share of what is subtracted from each code.
     ``scaled(acc, low, high, scales..., rows, at)``: what the products of both halves add to sums, where the weight has
     one scale for both; ``scaled_half[half](acc, x, scales..., rows, at)`` where it has two.
     ``biased(acc, biases..., rows, at)``: what biases add, times the float32 at `at`.
@@ -171,25 +176,32 @@ def tile(count: int, groups: int) -> Tile:
     def ones(b: Any, rows: Any, at: Any, offset: int = 0) -> list[Any]:
         return [simd.splat_from.body(b, _record(b, row, at, offset)) for row in members(b, rows)]
 
+    def scalings(b: Any, rows: Any, at: Any, half: int) -> list[Callable[[Any], Any]]:
+        """For each row the products of codes times its scale.  That is exact up to one rounding: `STARTS` are."""
+        factors, starts = ones(b, rows, at, SCALES + 4 * half), ones(b, rows, at, STARTS + 4 * half)
+
+        def scaling(factor: Any, start: Any) -> Callable[[Any], Any]:
+            return lambda ints: simd.fma.body(b, simd.bits_to_float.body(b, ints), factor, start)
+
+        return list(map(scaling, factors, starts))
+
     @intrinsic(sums_of, sums_of, ints_of, ints_of, *[FLOATS] * groups, rows_of, ADDRESS)
     def scaled(b, acc, low, high, *given):
         *scales, rows, at = given
-        first, second = (ones(b, rows, at, SCALES + 4 * half) for half in range(2))
+        first, second = (scalings(b, rows, at, half) for half in range(2))
         found = []
         for (i, g), total, x, y in zip(places, *(members(b, v) for v in (acc, low, high)), strict=True):
-            both = b.fmul(simd.to_float.body(b, x), first[i])
-            both = simd.fma.body(b, simd.to_float.body(b, y), second[i], both)
-            found.append(simd.fma.body(b, scales[g], both, total))
+            found.append(simd.fma.body(b, scales[g], b.fadd(first[i](x), second[i](y)), total))
         return bundle(b, found)
 
     def scaled_half(half: int) -> Intrinsic:
         @intrinsic(sums_of, sums_of, ints_of, *[FLOATS] * groups, rows_of, ADDRESS)
         def made(b, acc, x, *given):
             *scales, rows, at = given
-            factors = ones(b, rows, at, SCALES + 4 * half)
+            scalings_of = scalings(b, rows, at, half)
             found = []
             for (i, g), total, ints in zip(places, members(b, acc), members(b, x), strict=True):
-                found.append(simd.fma.body(b, b.fmul(scales[g], factors[i]), simd.to_float.body(b, ints), total))
+                found.append(simd.fma.body(b, scales[g], scalings_of[i](ints), total))
             return bundle(b, found)
 
         return made
@@ -250,7 +262,7 @@ def tile(count: int, groups: int) -> Tile:
 
 
 def _first(b: Any, record: Any, start: int | None) -> Any:
-    """What a chain of dot products begins with: nothing, or the int32 that stands `start` bytes into its record."""
+    """What a chain of dot products begins with: no products, or the int32 that stands `start` bytes into its record."""
     if start is None:
-        return simd.no_ints.body(b)
+        return simd.ints_of(ITS_BITS)
     return simd.splat_int.body(b, simd.load_int.body(b, _at(b, record, start)))
