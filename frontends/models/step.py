@@ -7,7 +7,7 @@ so that one plan per `Step` serves every batch that fits into it; sequences that
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -34,10 +34,10 @@ class Step:
     outputs: int
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            size = getattr(self, field.name)
+        for name in self.__slots__:
+            size = getattr(self, name)
             if type(size) is not int or size < 1:
-                raise ModelError(f"step: {field.name} is {size!r}; need an integer of at least 1")
+                raise ModelError(f"step: {name} is {size!r}; need an integer of at least 1")
         if self.cells > self.context:
             raise ModelError(f"step: reads {self.cells} cells of {self.context}; need cells of at most the context")
         if self.sequences * self.context > LARGEST_ROW:
@@ -75,22 +75,21 @@ def step_inputs(step: Step, batch: Batch, *, taps: int = 0) -> dict[str, npt.NDA
     become the next convolution state.  ModelError if the batch does not fit the step.
     """
     _check_fit(step, batch)
-    counts = np.array([len(new) for new in batch.tokens], np.int32)[:, None]
-    column = np.arange(step.tokens, dtype=np.int32)
-    real = column < counts
-    pos = np.where(real, np.array(batch.lengths, np.int32)[:, None] + column, 0).astype(np.int32)
-    first_cell = np.arange(step.sequences, dtype=np.int32)[:, None] * np.int32(step.context)
-    tokens = np.zeros(real.shape, np.int32)
-    tokens[real] = [int(token) for new in batch.tokens for token in new]
+    shape, spare = (step.sequences, step.tokens), step.sequences * step.context
+    tokens, pos, slot = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.full(shape, spare, np.int32)
+    counts = [len(new) for new in batch.tokens]
+    for i, (new, length, count) in enumerate(zip(batch.tokens, batch.lengths, counts, strict=True)):
+        here = np.arange(length, length + count, dtype=np.int32)
+        tokens[i, :count], pos[i, :count], slot[i, :count] = new, here, here + i * step.context
     arrays: dict[str, npt.NDArray[np.generic]] = {
         "tokens": tokens.reshape(-1),
         "pos": pos,
-        "slot": np.where(real, first_cell + pos, step.sequences * step.context).astype(np.int32).reshape(-1),
+        "slot": slot.reshape(-1),
         "out_ids": _output_rows(step, batch),
     }
     if taps:
-        arrays["valid"] = real.astype(np.float32)[..., None]
-        arrays["conv_rows"] = counts + np.arange(taps - 1, dtype=np.int32)
+        arrays["valid"] = (slot != spare).astype(np.float32)[..., None]
+        arrays["conv_rows"] = np.array(counts, np.int32)[:, None] + np.arange(taps - 1, dtype=np.int32)
     return arrays
 
 
