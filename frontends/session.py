@@ -19,6 +19,7 @@ from ..graph.rewrite import rewrite
 from ..graph.spec import Spec
 from ..scheduler import Executor, Host, Plan, Store, plan_for
 from ..scheduler.fits import shortage
+from ..scheduler.interrupts import interrupts_kept
 from .errors import ModelError
 from .models import Batch, Model, Step
 
@@ -159,9 +160,10 @@ class Session:
         longest = max(n + len(new) for n, new in zip(self.lengths, part, strict=True))
         wanted = [(i, t) for i, new in enumerate(part) for t in range(len(new))] if every_position else None
         step = self.step(count, longest, self.sequences * count if every_position else self.sequences)
-        inputs = self.model.inputs(step, Batch(part, self.lengths, wanted))
-        logits = self.executor(step).run(inputs)["logits"]
-        self.lengths = [n + len(new) for n, new in zip(self.lengths, part, strict=True)]
+        inputs, executor = self.model.inputs(step, Batch(part, self.lengths, wanted)), self.executor(step)
+        with interrupts_kept():  # states and lengths belong together
+            logits = executor.run(inputs)["logits"]
+            self.lengths = [n + len(new) for n, new in zip(self.lengths, part, strict=True)]
         if not every_position:
             return [logits[i : i + 1] for i in range(self.sequences)]
         ends = np.cumsum([len(new) for new in part])

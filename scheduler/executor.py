@@ -14,6 +14,7 @@ from ..graph.dtypes import DType
 from ..graph.errors import BackendError, PlanError, StepError
 from ..ops.quants import decoded, encoded
 from .comm import Alone, Meeting
+from .interrupts import interrupts_kept
 from .plan import Plan
 from .store import Store, assembled
 
@@ -23,7 +24,8 @@ class Executor:
 
     Between devices with memories of their own large sums are sent as `wire`, float32 or bfloat16 (`Comm.wire`).  A
     collective that waits longer than `timeout` seconds is an error.  When a device fails, all stop, states become
-    what they were before the run, and the error names the node and the device.
+    what they were before the run, and the error names the node and the device.  An interrupt waits for the end of a
+    run; a second one stops it, and where a device cannot say how far it came its states are lost.
     """
 
     def __init__(self, plan: Plan, store: Store, *, timeout: float = 60.0, wire: DType = DType.F32) -> None:
@@ -87,9 +89,14 @@ class Executor:
                     views[name][...] = encoded(decoded(data, spec.dtype), lane.program.inputs[name].dtype)
 
     def replay(self) -> None:
-        """Run the programs on the inputs that are bound.  Raises `BackendError` if a device fails."""
+        """Run the programs on the inputs that are bound; an interrupt comes once they have run.  Raises `BackendError`
+        if a device fails."""
         if self._lost is not None:
             raise self._lost
+        with interrupts_kept():
+            self._replay()
+
+    def _replay(self) -> None:
         self._failures.clear()
         others = [self._threads.submit(self._guarded, i) for i in range(1, len(self._replays))] if self._threads else []
         self._guarded(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
 import time
 from dataclasses import replace
@@ -240,6 +241,48 @@ def test_an_interrupt_takes_the_step_back_too():
     with pytest.raises(KeyboardInterrupt):
         made.run.run(made.feed)
     assert made.held() == before
+
+
+@pytest.mark.parametrize("devices", [("cpu:0",), ("cpu:0", "cpu:1")], ids=["one", "two"])
+def test_an_interrupt_in_compiled_code_comes_when_the_step_is_done(devices):
+    model = load_model(open_gguf(FIXTURES / "qwen35" / "model.gguf"))
+    tokens = np.load(FIXTURES / "qwen35" / "tokens.npy").tolist()
+    group = sessions.Group(devices, "tensor", threads=2)
+    whole, interrupted = (sessions.Session(model, on=group) for _ in range(2))
+    wanted = [whole.evaluate([tokens[:4]]), whole.evaluate([tokens[4:8]])][1]
+    executor = interrupted.executor(interrupted.step(4, 4))
+    replays = [*executor._replays]
+    executor._replays[0] = lambda: (signal.raise_signal(signal.SIGINT), replays[0]())
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.evaluate([tokens[:4]])
+    assert interrupted.lengths == [4]
+    executor._replays[0] = replays[0]
+    assert interrupted.evaluate([tokens[4:8]])[0].tobytes() == wanted[0].tobytes()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_interrupt_stops_compiled_code_whose_states_are_then_lost():
+    model = load_model(open_gguf(FIXTURES / "qwen35" / "model.gguf"))
+    whole, session = (sessions.Session(model, on=sessions.Group(threads=2)) for _ in range(2))
+    (replay,) = session.executor(session.step(4, 4))._replays
+    segment = replay.work[-1][1]
+    part = segment.part
+
+    def twice(thread: int) -> int:
+        status = part(thread)
+        if thread == 0:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        return status
+
+    segment.part = twice
+    with pytest.raises(BackendError, match="states of cpu:0 are lost: it does not say how far it came"):
+        session.evaluate([[1, 2, 3, 4]])
+    segment.part = part
+    assert session.lengths == [0]
+    session.reset(0)
+    wanted = whole.evaluate([[1, 2, 3, 4]])[0]
+    assert session.evaluate([[1, 2, 3, 4]])[0].tobytes() == wanted.tobytes(), "the crew is still in order"
 
 
 def test_a_backend_that_does_not_say_how_far_it_came_has_lost_its_states():

@@ -248,7 +248,9 @@ class Replay:
             raise self._lost(error) from error
         except StepError as error:
             self._noted()
-            if isinstance(why := error.__cause__, LostError):
+            if (why := error.__cause__) is not None and not isinstance(why, Exception):
+                raise why from None  # an interrupt: nobody knows how much of what was launched has run
+            if isinstance(why, LostError):
                 raise self._lost(why) from why
             if not isinstance(why, LaunchError):
                 raise

@@ -150,9 +150,11 @@ class Crew:
         helpers = self._queues if segment.threads > 1 else []
         for queue in helpers:
             queue.put(segment)
-        status = segment.part(0)
-        for _ in helpers:
-            self._done.acquire()
+        try:
+            status = segment.part(0)
+        finally:  # an interrupt comes when the part is done
+            for _ in helpers:
+                self._done.acquire()
         if status:
             number = int(segment.shared[STEP_FAILED // 8])
             segment.shared[:] = 0
@@ -185,7 +187,9 @@ class Replay:
             with np.errstate(all="ignore"):
                 run_calls(self.program, self._calls)
         except StepError as error:
-            if not isinstance(why := error.__cause__, StoppedError):
+            if (why := error.__cause__) is not None and not isinstance(why, Exception):
+                raise why from None  # an interrupt: nobody knows how much of a segment has run
+            if not isinstance(why, StoppedError):
                 raise
             at = self.program.instructions[why.number]
             said = missing(self.comm, at.attrs["sequence"]) if why.is_late else str(why)
