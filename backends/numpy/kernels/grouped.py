@@ -21,7 +21,7 @@ from .tiles import tile
 
 ROWS = LANES
 """Rows of the weight in a group: a lane each, so that no sum crosses lanes."""
-CHUNK = 64
+CHUNK = 256
 """Rows of activations that meet what is expanded before it is expanded again."""
 NONE = np.float32(0)
 

@@ -26,7 +26,7 @@ AHEAD = 4096
 SCALES, BIASES, EXPANDED = 64 * VECTORS, 64 * VECTORS + 128, 64 * VECTORS + 256
 """An expanded block: codes as bytes, scales of both halves, the bias of the first and what that of the second is more,
 as float32; its size."""
-WIDE = 16
+WIDE = 24
 GROUP = WIDE * EXPANDED
 
 
