@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -184,7 +184,7 @@ class Session:
     def step(self, tokens: int, length: int, outputs: int = 1) -> Step:
         """The step that runs so many new tokens (a bucket) where the longest sequence then has `length`."""
         cells = min(self.context, max(FEWEST_CELLS, _bucket(length)))
-        return Step(self.sequences, tokens, cells, self.context, outputs)
+        return _step(self.sequences, tokens, cells, self.context, outputs)
 
     def plan(self, step: Step) -> Plan:
         """The plan of a step, over the weights and states as they lie."""
@@ -210,6 +210,10 @@ class Session:
             state = self.store.state(name)
             rows = state.shape[0] // self.sequences
             state[sequence * rows : (sequence + 1) * rows] = 0
+
+
+_step = lru_cache(maxsize=64)(Step)
+"""Steps are few, and each is asked for with every token."""
 
 
 def found(on: Group) -> list[tuple[Backend, Device]]:

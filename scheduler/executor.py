@@ -102,7 +102,8 @@ class Executor:
         self._guarded(0)
         for number, other in enumerate(others, 1):
             self._await(number, other)
-        self._meeting.clear()
+        if others:
+            self._meeting.clear()
         if self._failures:
             self._fail()
 

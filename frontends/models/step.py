@@ -76,20 +76,24 @@ def step_inputs(step: Step, batch: Batch, *, taps: int = 0) -> dict[str, npt.NDA
     """
     _check_fit(step, batch)
     shape, spare = (step.sequences, step.tokens), step.sequences * step.context
-    tokens, pos, slot = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.full(shape, spare, np.int32)
-    counts = [len(new) for new in batch.tokens]
-    for i, (new, length, count) in enumerate(zip(batch.tokens, batch.lengths, counts, strict=True)):
-        here = np.arange(length, length + count, dtype=np.int32)
-        tokens[i, :count], pos[i, :count], slot[i, :count] = new, here, here + i * step.context
+    tokens: list[int] = []
+    pos: list[int] = []
+    slot: list[int] = []
+    for i, (new, length) in enumerate(zip(batch.tokens, batch.lengths, strict=True)):
+        end, padding = length + len(new), step.tokens - len(new)
+        tokens += [*new, *[0] * padding]
+        pos += [*range(length, end), *[0] * padding]
+        slot += [*range(i * step.context + length, i * step.context + end), *[spare] * padding]
     arrays: dict[str, npt.NDArray[np.generic]] = {
-        "tokens": tokens.reshape(-1),
-        "pos": pos,
-        "slot": slot.reshape(-1),
+        "tokens": np.array(tokens, np.int32),
+        "pos": np.array(pos, np.int32).reshape(shape),
+        "slot": np.array(slot, np.int32),
         "out_ids": _output_rows(step, batch),
     }
     if taps:
-        arrays["valid"] = (slot != spare).astype(np.float32)[..., None]
-        arrays["conv_rows"] = np.array(counts, np.int32)[:, None] + np.arange(taps - 1, dtype=np.int32)
+        counts = np.array([[len(new)] for new in batch.tokens], np.int32)
+        arrays["valid"] = (arrays["slot"] != spare).astype(np.float32).reshape(*shape, 1)
+        arrays["conv_rows"] = counts + np.arange(taps - 1, dtype=np.int32)
     return arrays
 
 
@@ -122,6 +126,5 @@ def _output_rows(step: Step, batch: Batch) -> npt.NDArray[np.int32]:
         raise ModelError(
             f"batch: wants {len(wanted)} rows of logits, the step gives {step.outputs}; use a step with more outputs"
         )
-    rows = np.zeros(step.outputs, np.int32)
-    rows[: len(wanted)] = [i * step.tokens + t for i, t in wanted]
-    return rows
+    rows = [i * step.tokens + t for i, t in wanted]
+    return np.array([*rows, *[0] * (step.outputs - len(rows))], np.int32)
