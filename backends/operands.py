@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 from ..graph.dtypes import DType
@@ -32,7 +33,7 @@ class Region:
         return apart < self.width or apart + other.width > self.pitch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Operand:
     """A tensor at its address.  Of a weight, state or constant also what its whole buffer is declared as, and holds."""
 
@@ -107,7 +108,7 @@ class Operand:
                 return None
         return 4 * (axes[-1][1] if axes else n)
 
-    @property
+    @cached_property  # a step asks it of everything that ran shortly before
     def region(self) -> Region:
         t = self.tensor
         if t.dtype.is_quantised:
