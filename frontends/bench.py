@@ -16,7 +16,7 @@ from ..backends.numpy.limits import read_bandwidth
 from ..graph.node import Node
 from ..ops import op_of
 from .errors import ModelError
-from .models import Batch, Model, Step
+from .models import Model, Step
 from .open import open_session
 from .session import DEFAULT_BATCH, Group, Session, check_context
 
@@ -165,8 +165,7 @@ OUTSIDE = "outside kernels"
 def profile(session: Session, test: Test, repeats: int) -> list[list[Share]]:
     """For each device where the median run of a test's step spends its time, the longest first.
 
-    The step is the whole prompt, or one token.  What is outside kernels is the rest of a median run that is not timed
-    inside; noise can make it less than nothing.
+    The step is the whole prompt, or one token.  What is outside kernels is the rest of that run.
     """
     tokens = random_tokens(session)
     many = test.tokens if test.kind == PROMPT else 1
@@ -175,18 +174,15 @@ def profile(session: Session, test: Test, repeats: int) -> list[list[Share]]:
         session.evaluate([tokens[: test.depth]])
     new = tokens[test.depth : test.depth + min(many, session.batch)]
     session.evaluate([new])
-    step = session.step(1 << (len(new) - 1).bit_length(), test.depth + len(new))
-    executor, walls, runs = session.executor(step), [], []
+    executor, runs = session.executor(session.step(1 << (len(new) - 1).bit_length(), test.depth + len(new))), []
     for _ in range(1 + repeats):
         session.lengths[0] = test.depth
-        start = time.perf_counter()
-        session.evaluate([new])
-        walls.append(time.perf_counter() - start)
-        executor.bind(session.model.inputs(step, Batch([new], [test.depth], None)))
-        runs.append(executor.measure())
-    wall = median(walls[1:])
-    middle = sorted(runs[1:], key=lambda devices: sum(s for _, s in devices[0]))[repeats // 2]
-    return [_shares(steps, wall) for steps in middle]
+        with executor.measuring() as steps:
+            start = time.perf_counter()
+            session.evaluate([new])
+            runs.append((time.perf_counter() - start, steps))
+    wall, devices = sorted(runs[1:], key=lambda run: run[0])[repeats // 2]
+    return [_shares(steps, wall) for steps in devices]
 
 
 def _shares(steps: Iterable[tuple[str, float]], wall: float) -> list[Share]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,9 @@ from .comm import Alone, Meeting
 from .interrupts import interrupts_kept
 from .plan import Plan
 from .store import Store, assembled
+
+Times = list[list[tuple[str, float]]]
+"""For each device the kernels of its steps, and their seconds."""
 
 
 class Executor:
@@ -107,26 +111,38 @@ class Executor:
         if self._failures:
             self._fail()
 
-    def measure(self) -> list[list[tuple[str, float]]]:
+    def measure(self) -> Times:
         """Run on the inputs that are bound; for each device what it did, step by step, and the seconds of each.
 
         Raises `PlanError` if a backend cannot tell.
         """
-        found: dict[int, list[tuple[str, float]]] = {}
+        with self.measuring() as found:
+            self.replay()
+        return found
+
+    @contextmanager
+    def measuring(self) -> Iterator[Times]:
+        """After the block this list holds what `measure` gives, of the last run in it."""
         plain = self._replays
+        noted: list[Iterable[tuple[str, float]]] = [[] for _ in plain]
+        found: Times = []
 
         def timed(number: int) -> Callable[[], None]:
             measured = getattr(plain[number], "measured", None)
             if measured is None:
                 raise PlanError(f"device {self.plan.lanes[number].device} cannot time its steps; cpu and cuda can")
-            return lambda: found.update({number: measured()})
+
+            def replay() -> None:
+                noted[number] = measured()
+
+            return replay
 
         self._replays = [timed(i) for i in range(len(plain))]
         try:
-            self.replay()
+            yield found
         finally:
             self._replays = plain
-        return [found[i] for i in range(len(plain))]
+        found += map(list, noted)
 
     def _guarded(self, number: int) -> None:
         """Run one device; on failure wake the others, who may be waiting for it."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from queue import SimpleQueue
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from ...graph.errors import BackendError, StepError
 from ...ops.collective import COLLECTIVES
-from ..base import Comm, Instruction, Program, run_calls
+from ..base import Array, Comm, Instruction, Program, run_calls
 from ..liveness import Readers, readers_of
 from ..operands import Bound, Operand
 from .compiler import REPLAY
@@ -89,21 +90,24 @@ class Segment:
         self.shared = np.zeros(SHARED_BYTES // 8, np.int64)
         given = [self.table.ctypes.data, len(steps), self.shared.ctypes.data, 0]
         self.arguments = np.array(given, np.int64)
-        self.call = REPLAY(run.address)
+        self.call, self.timed = REPLAY(run.address), REPLAY(timed.address)
 
     def part(self, thread: int) -> int:
         """One thread's part of the run; the status."""
         return int(self.call(self.arguments.ctypes.data, thread, self.threads))
 
-    def measured(self, crew: Crew) -> list[tuple[str, float]]:
-        """Run once; the name of each step's kernel, and the seconds it took the first thread."""
+    def measured(self, crew: Crew) -> Iterator[tuple[str, float]]:
+        """Run once; the name of each step's kernel, and the seconds it took the first thread: told later."""
         times = np.zeros(len(self.steps) + 1, np.int64)
-        plain, self.arguments[3], self.call = self.call, times.ctypes.data, REPLAY(timed.address)
+        plain, self.arguments[3], self.call = self.call, times.ctypes.data, self.timed
         try:
             crew.run(self)
         finally:
             self.call = plain
-        return [(step.kernel.name, s) for step, s in zip(self.steps, np.diff(times) * 1e-9, strict=True)]
+        return self._told(times)
+
+    def _told(self, times: Array) -> Iterator[tuple[str, float]]:
+        yield from zip([step.kernel.name for step in self.steps], np.diff(times) * 1e-9, strict=True)
 
 
 class StoppedError(BackendError):
@@ -195,18 +199,18 @@ class Replay:
             said = missing(self.comm, at.attrs["sequence"]) if why.is_late else str(why)
             raise StepError(at.node, self.program.device, why.number, said) from why
 
-    def measured(self) -> list[tuple[str, float]]:
-        """Run once; what each step was, and its seconds."""
-        found: list[tuple[str, float]] = []
+    def measured(self) -> Iterator[tuple[str, float]]:
+        """Run once; what each step was, and its seconds, for whom asks after the run."""
+        found: list[Iterable[tuple[str, float]]] = []
         with np.errstate(all="ignore"):
             for _, one in self.work:
                 if isinstance(one, Segment):
-                    found += one.measured(self.crew)
+                    found.append(one.measured(self.crew))
                     continue
                 start = time.perf_counter()
                 one()
-                found.append(("NumPy", time.perf_counter() - start))
-        return found
+                found.append([("NumPy", time.perf_counter() - start)])
+        return chain.from_iterable(found)
 
 
 def operand(tensor: Any, program: Program, buffers: Sequence[Any]) -> Operand:

@@ -49,7 +49,7 @@ SMALLEST, RAISE = np.float32(1e-38), np.float32(2.0**64)
 @part
 def round_block(x, record, zero):
     """32 values to 8 bits and what belongs to them, as `tiles.RECORD` says.  Where one is NaN so is the scale of its
-    half."""
+    half; where one is beyond 3e33, products of its half are NaN."""
     low, high = load(x), load(x + 64)
     scales = mul(largest_magnitudes(low, high), splat(STEP))
     scales = bits_to_float(and_int(float_to_bits(scales), splat_int(SHORT)))
