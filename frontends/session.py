@@ -19,7 +19,7 @@ from ..graph.rewrite import rewrite
 from ..graph.spec import Spec
 from ..scheduler import Executor, Host, Plan, Store, plan_for
 from ..scheduler.fits import shortage
-from ..scheduler.interrupts import interrupts_kept
+from ..scheduler.interrupts import InterruptsKept
 from .errors import ModelError
 from .models import Batch, Model, Step
 
@@ -97,6 +97,7 @@ class Session:
         self._first = self._laid_out(on)
         self.store = Store(self.group)
         self.lengths = [0] * sequences
+        self._nothing = np.zeros((0, model.vocabulary_size), np.float32)
         self._executors: dict[Step, Executor] = {}
         self._load(on_progress)
 
@@ -152,8 +153,7 @@ class Session:
             for rows, one, mine, ends in zip(found, logits, part, last, strict=True):
                 if mine and (every_position or ends):
                     rows.append(one)
-        empty = np.zeros((0, self.model.vocabulary_size), np.float32)
-        return [rows[0] if len(rows) == 1 else np.concatenate([empty, *rows]) for rows in found]
+        return [rows[0] if len(rows) == 1 else np.concatenate([self._nothing, *rows]) for rows in found]
 
     def _run(self, part: list[list[int]], every_position: bool) -> list[F32]:
         count = _bucket(max(map(len, part)))
@@ -161,7 +161,7 @@ class Session:
         wanted = [(i, t) for i, new in enumerate(part) for t in range(len(new))] if every_position else None
         step = self.step(count, longest, self.sequences * count if every_position else self.sequences)
         inputs, executor = self.model.inputs(step, Batch(part, self.lengths, wanted)), self.executor(step)
-        with interrupts_kept():  # states and lengths belong together
+        with InterruptsKept():  # states and lengths belong together
             logits = executor.run(inputs)["logits"]
             self.lengths = [n + len(new) for n, new in zip(self.lengths, part, strict=True)]
         if not every_position:

@@ -15,7 +15,7 @@ from ..graph.dtypes import DType
 from ..graph.errors import BackendError, PlanError, StepError
 from ..ops.quants import decoded, encoded
 from .comm import Alone, Meeting
-from .interrupts import interrupts_kept
+from .interrupts import InterruptsKept
 from .plan import Plan
 from .store import Store, assembled
 
@@ -43,11 +43,13 @@ class Executor:
         self._failures: list[tuple[int | None, BaseException]] = []
         self._lost: BackendError | None = None
         self._buffers = store.buffers(plan)
-        self._inputs: list[dict[str, Any]] = []
+        self._inputs: dict[str, list[tuple[Any, DType]]] = {name: [] for name in self._specs}
         self._outputs: list[dict[str, Any]] = []
         for lane, buffers in zip(plan.lanes, self._buffers, strict=True):
-            for views, tensors in ((self._inputs, lane.program.inputs), (self._outputs, lane.program.outputs)):
-                views.append({name: lane.backend.view(buffers[t.buffer], t) for name, t in tensors.items()})
+            for name, t in lane.program.inputs.items():
+                self._inputs[name].append((lane.backend.view(buffers[t.buffer], t), t.dtype))
+            outputs = lane.program.outputs.items()
+            self._outputs.append({name: lane.backend.view(buffers[t.buffer], t) for name, t in outputs})
         self._replays = [
             self._compiled(number, lane.program, self._meeting.member(number) if len(plan.lanes) > 1 else Alone())
             for number, lane in enumerate(plan.lanes)
@@ -88,16 +90,15 @@ class Executor:
                 raise PlanError(f"input %{name}: got shape {list(data.shape)}, need {spec}")
             if spec.dtype.is_integer and data.dtype.kind not in "iu":
                 raise PlanError(f"input %{name}: got {data.dtype}, need {spec}")
-            for views, lane in zip(self._inputs, self.plan.lanes, strict=True):
-                if name in views:
-                    views[name][...] = encoded(decoded(data, spec.dtype), lane.program.inputs[name].dtype)
+            for view, dtype in self._inputs[name]:
+                view[...] = encoded(decoded(data, spec.dtype), dtype)
 
     def replay(self) -> None:
         """Run the programs on the inputs that are bound; an interrupt comes once they have run.  Raises `BackendError`
         if a device fails."""
         if self._lost is not None:
             raise self._lost
-        with interrupts_kept():
+        with InterruptsKept():
             self._replay()
 
     def _replay(self) -> None:

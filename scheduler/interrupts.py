@@ -4,41 +4,37 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 
-class _Keeper:
-    """A handler that keeps one signal and is then no longer in charge."""
-
-    def __init__(self, before: Callable[[int, FrameType | None], Any]) -> None:
-        self.before = before
-        self.kept: tuple[int, FrameType | None] | None = None
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.kept = number, frame
-        signal.signal(number, self.before)
-
-
-@contextmanager
-def interrupts_kept() -> Iterator[None]:
-    """Keep a SIGINT until the block ends, then give it to its handler, which by default raises KeyboardInterrupt; a
-    block that fails has ended what was to be interrupted.  A second one is not kept: whoever insists gets out.
+class InterruptsKept:
+    """In this context a SIGINT waits for the end, when its handler gets it, which by default raises KeyboardInterrupt;
+    a block that fails has ended what was to be interrupted.  A second one does not wait: whoever insists gets out.
 
     Python interrupts its main thread only, so elsewhere there is nothing to keep; nor is there in a block in a block.
     """
-    before = signal.getsignal(signal.SIGINT)
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or not callable(before) or isinstance(before, _Keeper):
-        yield
-        return
-    keeper = _Keeper(before)
-    signal.signal(signal.SIGINT, keeper)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if keeper.kept:
-        before(*keeper.kept)
+
+    def __init__(self) -> None:
+        self._before: Callable[[int, FrameType | None], Any] | None = None
+        self._kept: tuple[int, FrameType | None] | None = None
+
+    def __enter__(self) -> None:
+        before = signal.getsignal(signal.SIGINT)
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and callable(before) and not isinstance(before, InterruptsKept):
+            self._before = before
+            signal.signal(signal.SIGINT, self)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """As the handler: the one before is in charge again."""
+        self._kept = number, frame
+        signal.signal(number, self._before)
+
+    def __exit__(self, failure: object, *_: object) -> None:
+        if self._before is None:
+            return
+        signal.signal(signal.SIGINT, self._before)
+        if self._kept and failure is None:
+            self._before(*self._kept)
