@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from hocket.backends.base import Device
+from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.driver import Launch, Source
 from hocket.backends.cupy.emulation.building import library
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver
@@ -62,3 +63,11 @@ class FaultyDriver(EmulatedDriver):
 
     def record(self, launches: Sequence[Launch], on: Device) -> Callable[[], None]:
         return super().record([with_fault(launch, *self.edit) for launch in launches], on)
+
+
+def is_found(file: str, good: str, bad: str, is_right: Callable[[DriverBackend], bool]) -> bool:
+    """Whether a mistake in a kernel is found: the emulation stops it, or its results are not right."""
+    try:
+        return not is_right(DriverBackend(FaultyDriver(file, good, bad)))
+    except BackendError:
+        return True

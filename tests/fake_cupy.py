@@ -159,7 +159,7 @@ class Stream:
             try:
                 if self.error is None:  # nothing runs after a failure
                     run()
-            except Exception as why:  # kept for who waits, as a device does
+            except Exception as why:  # of a kernel or of an assertion here: unkept, this thread ends and all wait
                 self.error = why
 
     def begin_capture(self):
