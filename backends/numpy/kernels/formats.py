@@ -47,7 +47,7 @@ ROWS, COLUMNS = 16, 32
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One quantised type.
+    """How one quantised type is packed.
 
     ``four(row, c)`` are the unsigned codes of columns `c` to c + 3 in a row of a file, a byte each; `c` is a multiple
     of 4.  ``split(row, to, lane, s)`` moves the scales of block `s` of a file to lane `lane` of theirs.
@@ -57,8 +57,7 @@ class Format:
     b)`` likewise; where `zero` is not 0, ``-zero * scale``.
     """
 
-    name: str
-    block: int
+    dtype: DType
     planes: tuple[int, ...]
     four: Part
     split: Part
@@ -67,6 +66,11 @@ class Format:
     biases: Part
     zero: int
     halves: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Of 32 columns of a group, codes and scales."""
+        return ROWS * COLUMNS * self.dtype.block_bytes // self.dtype.block
 
 
 # ----------------------------------------------------------------------------------------------- types of one block
@@ -397,7 +401,7 @@ def iq4_xs_scales(p, b):
 
 
 def _format(
-    name: str,
+    dtype: DType,
     widths: tuple[int, ...],
     four: Part,
     split: Part,
@@ -405,37 +409,31 @@ def _format(
     biases: Part | int,
     *,
     codes: Intrinsic | None = None,
-    block: int = 32,
     halves: bool = False,
 ) -> Format:
     """A format of which `biases` are a number where its codes have a fixed zero."""
     zero = biases if isinstance(biases, int) else 0
     found = biases if isinstance(biases, Part) else _centred(scales, zero)
-    return Format(name, block, widths, four, split, codes or codes_of(widths), scales, found, zero, halves)
-
-
-def _k_format(name: str, widths: tuple[int, ...], four: Part, split: Part, scales: Part, biases: Part | int) -> Format:
-    """A format of 256 columns with a scale for each 16."""
-    return _format(name, widths, four, split, scales, biases, block=256, halves=True)
+    return Format(dtype, widths, four, split, codes or codes_of(widths), scales, found, zero, halves)
 
 
 _BESIDE = scales_beside_biases, biases_beside_scales
+_HALVES = partial(_format, halves=True)
 _NONLINEAR = partial(_format, codes=nonlinear_codes)
 
-FORMATS: Mapping[DType, Format] = MappingProxyType(
-    {
-        DType.Q4_0: _format("q4_0", (4,), q4_0_four, _one_scale(18), half_scales, 8),
-        DType.Q4_1: _format("q4_1", (4,), q4_1_four, _scale_and_bias(20), *_BESIDE),
-        DType.Q5_0: _format("q5_0", (4, 1), q5_0_four, _one_scale(22), half_scales, 16),
-        DType.Q5_1: _format("q5_1", (4, 1), q5_1_four, _scale_and_bias(24), *_BESIDE),
-        DType.Q8_0: _format("q8_0", (8,), q8_0_four, _one_scale(34), half_scales, 128),
-        DType.MXFP4: _format("mxfp4", (4,), mxfp4_four, mxfp4_split, mxfp4_scales, MXFP4_ZERO, codes=mxfp4_codes),
-        DType.Q4_K: _format("q4_k", (4,), q4_k_four, _k_split(144), k_scales, k_biases, block=256),
-        DType.Q5_K: _format("q5_k", (4, 1), q5_k_four, _k_split(176), k_scales, k_biases, block=256),
-        DType.Q2_K: _k_format("q2_k", (2,), q2_k_four, q2_k_split, q2_k_scales, q2_k_biases),
-        DType.Q3_K: _k_format("q3_k", (2, 1), q3_k_four, q3_k_split, q3_k_scales, 4),
-        DType.Q6_K: _k_format("q6_k", (4, 2), q6_k_four, q6_k_split, q6_k_scales, 32),
-        DType.IQ4_NL: _NONLINEAR("iq4_nl", (4,), q4_0_four, _one_scale(18), half_scales, NONLINEAR_ZERO),
-        DType.IQ4_XS: _NONLINEAR("iq4_xs", (4,), iq4_xs_four, iq4_xs_split, iq4_xs_scales, NONLINEAR_ZERO, block=256),
-    }
+_ALL = (
+    _format(DType.Q4_0, (4,), q4_0_four, _one_scale(18), half_scales, 8),
+    _format(DType.Q4_1, (4,), q4_1_four, _scale_and_bias(20), *_BESIDE),
+    _format(DType.Q5_0, (4, 1), q5_0_four, _one_scale(22), half_scales, 16),
+    _format(DType.Q5_1, (4, 1), q5_1_four, _scale_and_bias(24), *_BESIDE),
+    _format(DType.Q8_0, (8,), q8_0_four, _one_scale(34), half_scales, 128),
+    _format(DType.MXFP4, (4,), mxfp4_four, mxfp4_split, mxfp4_scales, MXFP4_ZERO, codes=mxfp4_codes),
+    _format(DType.Q4_K, (4,), q4_k_four, _k_split(144), k_scales, k_biases),
+    _format(DType.Q5_K, (4, 1), q5_k_four, _k_split(176), k_scales, k_biases),
+    _HALVES(DType.Q2_K, (2,), q2_k_four, q2_k_split, q2_k_scales, q2_k_biases),
+    _HALVES(DType.Q3_K, (2, 1), q3_k_four, q3_k_split, q3_k_scales, 4),
+    _HALVES(DType.Q6_K, (4, 2), q6_k_four, q6_k_split, q6_k_scales, 32),
+    _NONLINEAR(DType.IQ4_NL, (4,), q4_0_four, _one_scale(18), half_scales, NONLINEAR_ZERO),
+    _NONLINEAR(DType.IQ4_XS, (4,), iq4_xs_four, iq4_xs_split, iq4_xs_scales, NONLINEAR_ZERO),
 )
+FORMATS: Mapping[DType, Format] = MappingProxyType({form.dtype: form for form in _ALL})

@@ -49,7 +49,7 @@ def pack(form: Format) -> Kernel:
 
     Rows that the last group lacks are left as they are.
     """
-    split, block, width = form.split, form.block, form.planes[0]
+    split, block, width = form.split, form.dtype.block, form.planes[0]
     high = form.planes[1] if len(form.planes) > 1 else 0
     low_bits, high_bits = _moved(form.four, 0, width), _moved(form.four, width, high or width)
 
@@ -71,7 +71,7 @@ def pack(form: Format) -> Kernel:
                     split(row, scales, lane, s)
         return 0
 
-    return Kernel(f"packing.pack.{form.name}", body)
+    return Kernel(f"packing.pack.{form.dtype}", body)
 
 
 @cache
@@ -107,4 +107,4 @@ def unpack(form: Format) -> Kernel:
                     store_scalar(target + i * step + 4 * (b * COLUMNS + c), load_scalar(at) * u + load_scalar(at + 64))
         return 0
 
-    return Kernel(f"packing.unpack.{form.name}", body)
+    return Kernel(f"packing.unpack.{form.dtype}", body)

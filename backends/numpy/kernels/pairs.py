@@ -54,7 +54,7 @@ def pair(form: Format, kind: str) -> Kernel:
                 round_row(a, 16, slot, to, rows)
         return 0
 
-    return Kernel(f"pairs.pair.{form.name}.{kind}", body)
+    return Kernel(f"pairs.pair.{form.dtype}.{kind}", body)
 
 
 def _pair(steps: Steps, calls: Sequence[Bound]) -> bool:

@@ -107,6 +107,7 @@ def alone_of(form: Format) -> Part:
     high = form.planes[1] if len(form.planes) > 1 else 0
     one = tile(1, 1)
     rows, zeros, put, add = one.rows, one.zeros, one.put, add_alone_of(form, one)
+    read = form.nbytes
 
     def alone(to, group, stride, left, columns, x):
         n = columns // COLUMNS
@@ -115,8 +116,8 @@ def alone_of(form: Format) -> Part:
         acc, r = zeros(), rows(x, 0, 1)
         for b in range(n):
             at = group + b * 64 * width
-            for line in range(width):
-                prefetch(at + AHEAD + 64 * line)
+            for line in range(read // 64):  # codes and scales alike, as they follow each other in memory
+                prefetch(group + b * read + AHEAD + 64 * line)
             v = codes(at, second + b * 64 * high)
             acc = add(acc, v, scales(last, b), biases(last, b), r, b * RECORD)
         put(rows(to, 0, 1), acc, left)
@@ -134,7 +135,7 @@ def blocks_of(form: Format) -> Blocks:
 
 @cache
 def product(form: Format) -> Kernel:
-    return product_of(f"products.product.{form.name}", blocks_of(form))
+    return product_of(f"products.product.{form.dtype}", blocks_of(form))
 
 
 # ----------------------------------------------------------------------------------------------------- binding
