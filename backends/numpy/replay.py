@@ -188,8 +188,7 @@ class Replay:
 
     def __call__(self) -> None:
         try:
-            with np.errstate(all="ignore"):
-                run_calls(self.program, self._calls)
+            run_calls(self.program, self._calls)
         except StepError as error:
             if (why := error.__cause__) is not None and not isinstance(why, Exception):
                 raise why from None  # an interrupt: nobody knows how much of a segment has run
@@ -202,14 +201,13 @@ class Replay:
     def measured(self) -> Iterator[tuple[str, float]]:
         """Run once; what each step was, and its seconds, for whom asks after the run."""
         found: list[Iterable[tuple[str, float]]] = []
-        with np.errstate(all="ignore"):
-            for _, one in self.work:
-                if isinstance(one, Segment):
-                    found.append(one.measured(self.crew))
-                    continue
-                start = time.perf_counter()
-                one()
-                found.append([("NumPy", time.perf_counter() - start)])
+        for _, one in self.work:
+            if isinstance(one, Segment):
+                found.append(one.measured(self.crew))
+                continue
+            start = time.perf_counter()
+            one()
+            found.append([("NumPy", time.perf_counter() - start)])
         return chain.from_iterable(found)
 
 
@@ -240,7 +238,8 @@ def work_of(
             number += count
             continue
         close()
-        found += [(number, call) for call in in_python(program.instructions[number])]
+        quietly = np.errstate(all="ignore")
+        found += [(number, quietly(call)) for call in in_python(program.instructions[number])]
         steps.forget([out.region for out in readers.bound(number).dst])
         number += 1
     close()
