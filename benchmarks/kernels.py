@@ -20,7 +20,7 @@ from write_models import random_rows
 from hocket import ops
 from hocket.backends.numpy.cpu import HALVES, CpuBackend
 from hocket.backends.numpy.kernels.formats import FORMATS
-from hocket.backends.numpy.limits import dot_peak, multiply_peak, read_bandwidth
+from hocket.backends.numpy.limits import Reading, dot_peak, multiply_peak
 from hocket.graph import Graph, Value, input, state, weight
 from hocket.graph.dtypes import DType
 from hocket.ops import op_of
@@ -45,7 +45,7 @@ class Limits:
     @staticmethod
     def measured(threads: int) -> Limits:
         multiply = multiply_peak(threads)
-        return Limits(threads, read_bandwidth(threads), multiply, dot_peak(threads) or multiply)
+        return Limits(threads, Reading(threads).best(), multiply, dot_peak(threads) or multiply)
 
 
 @dataclass(frozen=True)

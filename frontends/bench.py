@@ -12,7 +12,7 @@ from statistics import mean, median, stdev
 import numpy as np
 
 from ..backends.numpy.cpu import CpuBackend
-from ..backends.numpy.limits import read_bandwidth
+from ..backends.numpy.limits import Reading
 from ..graph.node import Node
 from ..ops import op_of
 from .errors import ModelError
@@ -68,12 +68,13 @@ def rows(work: Work, groups: Sequence[Group]) -> Iterator[dict[str, object]]:
     nbytes = weight_bytes(work.model)
     for on in groups:
         session = work.session(on)
-        bandwidth = bandwidth_of(session)
+        reading = reading_of(session) if any(test.kind == NEW for test in work.tests) else None
         threads = threads_of(session)
         known = {"model": str(work.model.gguf.path), "devices": ",".join(on.devices), "threads": threads}
-        known |= {"split_mode": on.split_mode, "bandwidth": bandwidth, "weight_bytes": nbytes}
+        known |= {"split_mode": on.split_mode, "weight_bytes": nbytes}
         for test in work.tests:
-            yield {**known, **row(test, samples(session, test, work.repeats), nbytes=nbytes, bandwidth=bandwidth)}
+            times, read = samples(session, test, work.repeats, reading if test.kind == NEW else None)
+            yield {**known, **row(test, times, nbytes=nbytes, bandwidth=median(read) if read else None)}
 
 
 def profiles(work: Work, groups: Sequence[Group]) -> Iterator[str]:
@@ -92,11 +93,11 @@ def threads_of(session: Session) -> int:
     return getattr(backend, "threads", 1)
 
 
-def bandwidth_of(session: Session) -> float | None:
-    """Bytes a second that all threads of all devices read together from memory; None unless all are ``cpu``."""
+def reading_of(session: Session) -> Reading | None:
+    """What all threads of all devices read together from memory; None unless all are ``cpu``."""
     if not all(isinstance(backend, CpuBackend) for backend, _ in session.group):
         return None
-    return read_bandwidth(threads_of(session) * len(session.group))
+    return Reading(threads_of(session) * len(session.group))
 
 
 def seconds(session: Session, test: Test, tokens: Sequence[int]) -> float:
@@ -117,10 +118,16 @@ def random_tokens(session: Session, seed: int = 0) -> list[int]:
     return [int(t) for t in np.random.default_rng(seed).integers(0, session.model.vocabulary_size, session.context)]
 
 
-def samples(session: Session, test: Test, repeats: int) -> list[float]:
-    """Seconds of each run, after one to warm up that builds the plans."""
-    tokens = random_tokens(session)
-    return [seconds(session, test, tokens) for _ in range(1 + repeats)][1:]
+def samples(session: Session, test: Test, repeats: int, reading: Reading | None) -> tuple[list[float], list[float]]:
+    """Seconds of each run, after one to warm up that builds the plans; and bytes a second read before each, in turn,
+    since a machine that others use does not stay the same for long."""
+    tokens, times, read = random_tokens(session), [], []
+    seconds(session, test, tokens)
+    for _ in range(repeats):
+        if reading:
+            read.append(reading.rate())
+        times.append(seconds(session, test, tokens))
+    return times, read
 
 
 def weight_bytes(model: Model) -> int:
@@ -136,13 +143,15 @@ def _weight_bytes(node: Node) -> int:
 
 
 def row(test: Test, times: Sequence[float], *, nbytes: int, bandwidth: float | None) -> dict[str, object]:
-    """What one test says, rates in tokens a second; of new tokens also the bytes of weights read in a second."""
+    """What one test says, rates in tokens a second; of new tokens also the bytes of weights read in a second, and
+    their share of the `bandwidth` of reading and nothing else."""
     rates = [test.tokens / s for s in times]
     found: dict[str, object] = {"test": test.name, "kind": test.kind, "tokens": test.tokens, "depth": test.depth}
     found |= {"mean": mean(rates), "sd": stdev(rates) if len(rates) > 1 else 0.0, "median": median(rates)}
     found["samples"] = rates
     if test.kind == NEW:
         found["weight_bytes_per_second"] = median(rates) * nbytes
+        found["bandwidth"] = bandwidth
         found["share_of_bandwidth"] = median(rates) * nbytes / bandwidth if bandwidth else None
     return found
 

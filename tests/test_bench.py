@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -15,22 +16,32 @@ TINY = str(Path(__file__).parent.parent / "data" / "hocket-tiny-q8_0.gguf")
 Capture = pytest.CaptureFixture[str]
 
 
+class Known:
+    """A bandwidth that takes no gigabyte to measure."""
+
+    def __init__(self, threads: int) -> None:
+        self.rates = cycle([9e9 * threads, 10e9 * threads, 12e9 * threads])
+
+    def rate(self) -> float:
+        return next(self.rates)
+
+
 @pytest.fixture(autouse=True)
 def known_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measuring it takes a gigabyte."""
-    monkeypatch.setattr(bench, "read_bandwidth", lambda threads: 10e9 * threads)
+    monkeypatch.setattr(bench, "Reading", Known)
 
 
 def test_every_test_runs_on_every_number_of_threads(capsys: Capture) -> None:
-    assert main(["bench", TINY, "-p", "16,0", "-n", "4", "-d", "0,8", "-t", "1,2", "-r", "2", "-o", "jsonl"]) == 0
+    assert main(["bench", TINY, "-p", "16,0", "-n", "4", "-d", "0,8", "-t", "1,2", "-r", "3", "-o", "jsonl"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     names = ["pp16", "tg4", "pp16 @ d8", "tg4 @ d8"]
     assert [(r["threads"], r["test"]) for r in rows] == [(t, n) for t in (1, 2) for n in names]
     for r in rows:
-        assert len(r["samples"]) == 2
+        assert len(r["samples"]) == 3
         assert min(r["samples"]) <= r["median"] <= max(r["samples"])
-    read = rows[1]["median"] * rows[1]["weight_bytes"]
-    assert rows[1]["share_of_bandwidth"] == pytest.approx(read / 10e9)
+    for r in rows[1::2]:
+        read, bandwidth = r["median"] * r["weight_bytes"], 10e9 * r["threads"]
+        assert (r["bandwidth"], r["share_of_bandwidth"]) == (bandwidth, pytest.approx(read / bandwidth))
 
 
 def test_the_table_has_a_line_for_each_test(capsys: Capture) -> None:

@@ -1,6 +1,6 @@
 """The limits of this machine, measured: bytes a second from memory, operations a second in registers.
 
-Each is the best of several runs, since whatever disturbs a run makes it slower.
+A limit is the best of several runs, since whatever disturbs a run makes it slower.
 """
 
 from __future__ import annotations
@@ -21,12 +21,43 @@ AHEAD = (0, 1024, 4096)
 TURNS = 1_000_000
 
 
-def read_bandwidth(threads: int, nbytes: int = 1 << 30) -> float:
-    """Bytes a second that so many threads read together from memory of `nbytes`, which should exceed every cache."""
-    memory, sums = np.ones(nbytes // 4, np.float32), np.zeros(16 * threads, np.float32)
-    turns = nbytes // (64 * limits.LINES)
-    words = [[memory.ctypes.data, turns, ahead, sums.ctypes.data] for ahead in AHEAD]
-    return nbytes / min(_fastest(limits.read, w, threads) for w in words)
+class _Run:
+    """A kernel on so many threads, which stay between runs."""
+
+    def __init__(self, kernel: Kernel, words: Sequence[int], threads: int) -> None:
+        self._block, self._call = np.array(words, np.int64), REPLAY(kernel.address)
+        self._pool, self._threads = ThreadPoolExecutor(threads), threads
+
+    def seconds(self) -> float:
+        """Run once."""
+        start = time.perf_counter()
+        list(self._pool.map(self._part, range(self._threads)))
+        return time.perf_counter() - start
+
+    def fastest(self) -> float:
+        """Seconds of the fastest run after one to warm up."""
+        return min([self.seconds() for _ in range(1 + RUNS)][1:])
+
+    def _part(self, thread: int) -> None:
+        self._call(self._block.ctypes.data, thread, self._threads)
+
+
+class Reading:
+    """Memory that so many threads read together; it should exceed every cache."""
+
+    def __init__(self, threads: int, nbytes: int = 1 << 30) -> None:
+        self._memory, self._sums = np.ones(nbytes // 4, np.float32), np.zeros(16 * threads, np.float32)
+        turns = nbytes // (64 * limits.LINES)
+        words = [[self._memory.ctypes.data, turns, ahead, self._sums.ctypes.data] for ahead in AHEAD]
+        self._runs = [_Run(limits.read, w, threads) for w in words]
+
+    def rate(self) -> float:
+        """Bytes a second, now."""
+        return self._memory.nbytes / min(run.seconds() for run in self._runs)
+
+    def best(self) -> float:
+        """Bytes a second while nothing disturbs."""
+        return self._memory.nbytes / min(run.fastest() for run in self._runs)
 
 
 def multiply_peak(threads: int) -> float:
@@ -43,17 +74,5 @@ def dot_peak(threads: int) -> float | None:
 def _products(kernel: Kernel, values: np.ndarray, threads: int) -> float:
     """Products of 32-bit lanes a second."""
     sums = np.zeros(16 * threads, np.float32)
-    words = [TURNS, values.ctypes.data, sums.ctypes.data]
-    return 16 * limits.CHAINS * TURNS * threads / _fastest(kernel, words, threads)
-
-
-def _fastest(kernel: Kernel, words: Sequence[int], threads: int) -> float:
-    """Seconds of the fastest run after one to warm up."""
-    block, run = np.array(words, np.int64), REPLAY(kernel.address)
-    seconds = []
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(1 + RUNS):
-            start = time.perf_counter()
-            list(pool.map(lambda thread: run(block.ctypes.data, thread, threads), range(threads)))
-            seconds.append(time.perf_counter() - start)
-    return min(seconds[1:])
+    run = _Run(kernel, [TURNS, values.ctypes.data, sums.ctypes.data], threads)
+    return 16 * limits.CHAINS * TURNS * threads / run.fastest()
