@@ -16,8 +16,8 @@ from .kernels import limits
 from .kernels.simd import has_vnni
 
 RUNS = 5
-AHEAD = (0, 1024, 4096)
-"""Bytes ahead of their use at which memory is fetched; the best of these counts."""
+AHEAD = ((0, 0), (4096, 4096), (8192, 16384))
+"""Bytes ahead of its use at which memory is fetched to the first and to the second cache; the best of these counts."""
 TURNS = 1_000_000
 
 
@@ -48,7 +48,7 @@ class Reading:
     def __init__(self, threads: int, nbytes: int = 1 << 30) -> None:
         self._memory, self._sums = np.ones(nbytes // 4, np.float32), np.zeros(16 * threads, np.float32)
         turns = nbytes // (64 * limits.LINES)
-        words = [[self._memory.ctypes.data, turns, ahead, self._sums.ctypes.data] for ahead in AHEAD]
+        words = [[self._memory.ctypes.data, turns, *ahead, self._sums.ctypes.data] for ahead in AHEAD]
         self._runs = [_Run(limits.read, w, threads) for w in words]
 
     def rate(self) -> float:

@@ -9,7 +9,7 @@ from ....graph.dtypes import DType
 from ...operands import Bound, Operand
 from ..compiler import Kernel, Part, kernel, part
 from ..steps import Steps
-from .grouped import Blocks, Slots, add_product, product_of
+from .grouped import Blocks, Slots, add_product, fetch, product_of
 from .packing import share
 from .rows import lanes, put
 from .simd import (
@@ -19,7 +19,6 @@ from .simd import (
     load,
     load_bf16,
     load_half,
-    prefetch,
     splat_from,
     store_scalar,
     total,
@@ -31,8 +30,6 @@ from .simd import (
 )
 from .tiles import Tile, tile
 
-AHEAD = 4096
-"""Bytes ahead of their use at which weights are fetched where each is read once."""
 WIDE, COLUMN = 128, 64
 """Columns that are expanded at a time, and bytes of one of a group."""
 
@@ -85,8 +82,7 @@ def _alone(dtype: DType) -> Part:
             row, c = group + i * stride, 0
             first, second, third, fourth = zeros(), zeros(), zeros(), zeros()
             while c + 4 * LANES <= columns:
-                for line in range(size):
-                    prefetch(row + c * size + AHEAD + 64 * line)
+                fetch(row + c * size, size)
                 first = fma(weights(row, c, columns), load(x + 4 * c), first)
                 second = fma(weights(row, c + 16, columns), load(x + 4 * c + 64), second)
                 third = fma(weights(row, c + 32, columns), load(x + 4 * c + 128), third)

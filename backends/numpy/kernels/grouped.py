@@ -16,7 +16,7 @@ from ...operands import Bound, Operand
 from ..compiler import Kernel, Part, part
 from ..steps import Share, Steps
 from .packing import share
-from .simd import LANES, load_int, store_scalar, word
+from .simd import LANES, load_int, prefetch, prefetch_far, store_scalar, word
 from .tiles import tile
 
 ROWS = LANES
@@ -24,6 +24,9 @@ ROWS = LANES
 CHUNK = 256
 """Rows of activations that meet what is expanded before it is expanded again."""
 NONE = np.float32(0)
+NEAR, FAR = 8192, 16384
+"""Bytes ahead of its use at which memory that is read once is fetched to the first and to the second cache: each asks
+for more at a time than the other could."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,14 @@ def clear(starts, experts, y, step, lo, hi):
         row = y + load_int(slots + 4 * i) * step
         for c in range(lo, hi):
             store_scalar(row + 4 * c, NONE)
+
+
+@part
+def fetch(p, lines):
+    """Cache lines of a weight ahead of `p`."""
+    for line in range(lines):
+        prefetch(p + NEAR + 64 * line)
+        prefetch_far(p + FAR + 64 * line)
 
 
 @part

@@ -4,7 +4,21 @@ from __future__ import annotations
 
 from ..compiler import kernel
 from .packing import share
-from .simd import add, add_int, dot4, fma, load, load_bytes, no_ints, prefetch, store, to_float, word, zeros
+from .simd import (
+    add,
+    add_int,
+    dot4,
+    fma,
+    load,
+    load_bytes,
+    no_ints,
+    prefetch,
+    prefetch_far,
+    store,
+    to_float,
+    word,
+    zeros,
+)
 
 LINES = 8
 """Cache lines read in one turn, each into a sum of its own."""
@@ -14,18 +28,20 @@ CHAINS = 12
 
 @kernel
 def read(a, thread, threads):
-    """Add up memory.  Words: where, how many turns of 512 bytes in all, bytes ahead to fetch, 64 bytes a thread."""
+    """Add up memory.  Words: where, how many turns of 512 bytes in all, bytes ahead to fetch to the first and
+    to the second cache, 64 bytes a thread."""
     lo, hi = share(word(a, 1), thread, threads)
-    ahead = word(a, 2)
+    near, far = word(a, 2), word(a, 3)
     s0, s1, s2, s3, s4, s5, s6, s7 = zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros()
     for i in range(lo, hi):
         p = word(a, 0) + i * 64 * LINES
         for line in range(LINES):
-            prefetch(p + ahead + 64 * line)
+            prefetch(p + near + 64 * line)
+            prefetch_far(p + far + 64 * line)
         s0, s1, s2, s3 = add(s0, load(p)), add(s1, load(p + 64)), add(s2, load(p + 128)), add(s3, load(p + 192))
         p += 256
         s4, s5, s6, s7 = add(s4, load(p)), add(s5, load(p + 64)), add(s6, load(p + 128)), add(s7, load(p + 192))
-    store(word(a, 3) + 64 * thread, add(add(add(s0, s1), add(s2, s3)), add(add(s4, s5), add(s6, s7))))
+    store(word(a, 4) + 64 * thread, add(add(add(s0, s1), add(s2, s3)), add(add(s4, s5), add(s6, s7))))
     return 0
 
 

@@ -14,14 +14,10 @@ from ..compiler import Kernel, Part, part
 from ..steps import Steps, like
 from . import dense
 from .formats import COLUMNS, FORMATS, ROWS, Format
-from .grouped import Blocks, Slots, add_product, in_order, is_dealt, product_of
+from .grouped import Blocks, Slots, add_product, fetch, in_order, is_dealt, product_of
 from .rounding import Wanted, rounded, rounded_bytes
-from .simd import load, prefetch, store, sub
+from .simd import load, store, sub
 from .tiles import RECORD, SUMS, VECTORS, Tile, load_codes, store_codes, tile
-
-AHEAD = 4096
-"""Bytes ahead of their use at which weights are fetched where each is read once."""
-
 
 SCALES, BIASES, EXPANDED = 64 * VECTORS, 64 * VECTORS + 128, 64 * VECTORS + 256
 """An expanded block: codes as bytes, scales of both halves, the bias of the first and what that of the second is more,
@@ -116,8 +112,7 @@ def alone_of(form: Format) -> Part:
         acc, r = zeros(), rows(x, 0, 1)
         for b in range(n):
             at = group + b * 64 * width
-            for line in range(read // 64):  # codes and scales alike, as they follow each other in memory
-                prefetch(group + b * read + AHEAD + 64 * line)
+            fetch(group + b * read, read // 64)  # codes and scales alike, as they follow each other in memory
             v = codes(at, second + b * 64 * high)
             acc = add(acc, v, scales(last, b), biases(last, b), r, b * RECORD)
         put(rows(to, 0, 1), acc, left)
