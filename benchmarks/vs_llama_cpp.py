@@ -1,4 +1,5 @@
-"""Hocket and llama.cpp on the same files in alternation: medians and ratios of prefill and decode.
+"""Hocket and llama.cpp on the same files in alternation: medians of prefill and decode, and of the ratios of runs that
+follow each other, since a machine that others use does not stay the same for long.
 
 ``python benchmarks/vs_llama_cpp.py --llama-python PYTHON MODEL.gguf ...`` runs llama.cpp through llama-cpp-python in
 another interpreter; ``--llama-bench PATH`` runs that program instead.  Either way it should be built on this machine
@@ -94,7 +95,8 @@ def compare(args: argparse.Namespace, model: Path, threads: int, tests: list[Tes
             rates = [[test["tokens"] / s for s in side] for side in zip(*pairs, strict=True)]
             found: dict[str, object] = {"model": model.name, "threads": threads, "test": name_of(test)}
             found |= {"hocket": median(rates[0]), "llama_cpp": median(rates[1])}
-            found |= {"ratio": median(rates[0]) / median(rates[1]), "best_ratio": max(rates[0]) / max(rates[1])}
+            ratio = median(their / our for our, their in pairs)
+            found |= {"ratio": ratio, "best_ratio": max(rates[0]) / max(rates[1])}
             yield found | {"hocket_samples": rates[0], "llama_cpp_samples": rates[1], "llama": theirs.about}
 
 
