@@ -16,12 +16,14 @@ from .session import Session
 
 @dataclass(slots=True)
 class Timing:
-    """How long the parts of a generation took, in seconds; filled while it runs."""
+    """How long the parts of a generation took, in seconds; filled while it runs.  What each size of a step needs once,
+    plans and kernels, is a part of its own."""
 
     prompt_tokens: int = 0
     prefill: float = 0.0
     new_tokens: int = 0
     decode: float = 0.0
+    planning: float = 0.0
 
     def __add__(self, other: Timing) -> Timing:
         return Timing(
@@ -29,6 +31,7 @@ class Timing:
             self.prefill + other.prefill,
             self.new_tokens + other.new_tokens,
             self.decode + other.decode,
+            self.planning + other.planning,
         )
 
     def __str__(self) -> str:
@@ -37,7 +40,8 @@ class Timing:
 
         return (
             f"prefill {self.prompt_tokens} tokens {rate(self.prompt_tokens, self.prefill)}, "
-            f"decode {self.new_tokens} tokens {rate(self.new_tokens, self.decode)}"
+            f"decode {self.new_tokens} tokens {rate(self.new_tokens, self.decode)}, "
+            f"plans and kernels {self.planning:.1f} s"
         )
 
 
@@ -60,10 +64,15 @@ def generate(
         raise ModelError("the prompt is empty and the model adds no BOS token; give some text to continue")
     timing = Timing() if timing is None else timing
     rng = np.random.default_rng(seed)
-    start = time.perf_counter()
+
+    def clock() -> float:
+        """Stands still while plans are made."""
+        return time.perf_counter() - session.planning
+
+    start, planned = clock(), session.planning
     logits = session.evaluate([list(prompt)] + [[]] * (session.sequences - 1))[0][-1]
-    timing.prompt_tokens, timing.prefill = len(prompt), time.perf_counter() - start
-    start = time.perf_counter()
+    timing.prompt_tokens, timing.prefill, timing.planning = len(prompt), clock() - start, session.planning - planned
+    start = clock()
     room = session.context - session.lengths[0]
     count = 0
     while limit < 0 or count < limit:
@@ -81,7 +90,7 @@ def generate(
             )
         logits = session.evaluate([[token]] + [[]] * (session.sequences - 1))[0][-1]
         # The first new token came from the prefill's logits; what is timed here are the runs after it.
-        timing.new_tokens, timing.decode = count, time.perf_counter() - start
+        timing.new_tokens, timing.decode, timing.planning = count, clock() - start, session.planning - planned
 
 
 def stream_text(tokens: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:

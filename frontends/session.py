@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -67,6 +68,7 @@ class Session:
 
     Plans are built once for each (token bucket, context bucket, number of outputs), buckets being powers of two, and
     replayed; all plans share weights and states.  Raises `ModelError` where the request does not fit the model.
+    `planning` is the seconds that plans have taken so far, with the kernels that had to be compiled for them.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Session:
         self.lengths = [0] * sequences
         self._nothing = np.zeros((0, model.vocabulary_size), np.float32)
         self._executors: dict[Step, Executor] = {}
+        self.planning = 0.0
         self._load(on_progress)
 
     def _laid_out(self, on: Group) -> Plan:
@@ -195,7 +198,9 @@ class Session:
     def executor(self, step: Step) -> Executor:
         """The plan of a step, bound to this session's memory; built at its first use."""
         if step not in self._executors:
+            start = time.perf_counter()
             self._executors[step] = Executor(self.plan(step), self.store, wire=self._wire)
+            self.planning += time.perf_counter() - start
         return self._executors[step]
 
     @property

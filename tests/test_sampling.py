@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -149,14 +150,21 @@ def test_generation_ends_at_the_limit_and_before_a_stop_token(session: Session) 
 
 
 def test_timing_counts_the_tokens_that_were_run(session: Session) -> None:
-    timing = Timing()
+    timing, start, planned = Timing(), time.perf_counter(), session.planning
     list(generate(session, [100, 200, 300], limit=5, sampling=GREEDY, timing=timing))
+    spent = time.perf_counter() - start
     # The fifth new token comes from the logits of the fourth, and is not run itself.
     assert (timing.prompt_tokens, timing.new_tokens) == (3, 4)
     assert timing.prefill > 0 < timing.decode
+    assert timing.planning == session.planning - planned
+    assert timing.prefill + timing.decode + timing.planning <= spent
+    again = Timing()
+    session.reset(0)
+    list(generate(session, [100, 200, 300], limit=5, sampling=GREEDY, timing=again))
+    assert again.planning == 0  # both sizes of a step have their plans
     assert "tok/s" in str(timing)
     assert (timing + timing).new_tokens == 8
-    assert str(Timing()) == "prefill 0 tokens -, decode 0 tokens -"
+    assert str(Timing()) == "prefill 0 tokens -, decode 0 tokens -, plans and kernels 0.0 s"
 
 
 def test_a_full_context_ends_an_unlimited_text_and_is_an_error_otherwise(session: Session) -> None:
