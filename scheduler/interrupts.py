@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import _signal as signal  # type: ignore[import-not-found]  # below the public one, whose enums cost 25 µs a token
+import _signal as signal  # CPython's own functions: `signal` makes enums of their results, 25 µs a token (1 % at 2 ms)
 import threading
 from collections.abc import Callable
 from types import FrameType
