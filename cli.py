@@ -205,16 +205,13 @@ def dump(args: argparse.Namespace) -> int:
 def plan(args: argparse.Namespace) -> int:
     """Print how a graph would be dealt to devices, what it costs and why."""
     from .frontends.planning import plan_group, read_plan, step_graph
-    from .scheduler.diff import difference
-    from .scheduler.fits import memory_problem
-    from .scheduler.listing import PASSES
-    from .scheduler.plan_json import to_json
+    from .scheduler import PASSES, difference, memory_problem, plan_to_json
 
     other = None if args.diff is None else read_plan(args.diff)
     tokens = 1 if args.phase == "decode" else args.batch
     graph, context = step_graph(args.model, context=args.context, tokens=tokens)
     asked, made = plan_group(graph, group_of(args), args.simulate)
-    text = to_json(made) + "\n" if args.json or args.out else ""
+    text = plan_to_json(made) + "\n" if args.json or args.out else ""
     if args.out:
         with open(args.out, "w", encoding="utf-8") as file:
             file.write(text)
@@ -236,7 +233,7 @@ def plan(args: argparse.Namespace) -> int:
 def devices(args: argparse.Namespace) -> int:
     """Print the devices of this machine."""
     from .frontends.devices import find_devices, measure_host
-    from .scheduler.plan import nbytes_text
+    from .scheduler import nbytes_text
 
     measured = measure_host() if args.measure else None
     rows: list[dict[str, object]] = []
@@ -303,7 +300,7 @@ def group_of(args: argparse.Namespace, threads: int | None = None) -> Group:
 
 def memory_text(session: Session) -> str:
     """Bytes in use on each device."""
-    from .scheduler.plan import nbytes_text
+    from .scheduler import nbytes_text
 
     parts = []
     for (_, device), held in zip(session.group, session.store.nbytes(), strict=True):

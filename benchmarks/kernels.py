@@ -24,8 +24,7 @@ from hocket.backends.numpy.limits import Reading, dot_peak, multiply_peak
 from hocket.graph import Graph, Value, input, state, weight
 from hocket.graph.dtypes import DType
 from hocket.ops import op_of
-from hocket.scheduler import load
-from hocket.scheduler.plan import plan_for
+from hocket.scheduler import load, plan_for
 
 ROWS = COLUMNS = 2048
 MANY = 512

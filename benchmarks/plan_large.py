@@ -13,8 +13,7 @@ from tempfile import TemporaryDirectory
 from time import process_time
 
 from hocket.frontends.planning import step_graph
-from hocket.scheduler import plan_for
-from hocket.scheduler.simulate import simulate
+from hocket.scheduler import plan_for, simulate
 
 ROUNDS, LIMIT = 3, 5.0
 """Seconds, from the issue."""

@@ -13,9 +13,7 @@ from ..backends.base import Backend, Device
 from ..graph.graph import Graph
 from ..graph.node import Node, Value
 from ..ops import verify
-from ..scheduler.check import check
-from ..scheduler.lower import lower
-from ..scheduler.plan import Lane
+from ..scheduler import Lane, check, lower
 from .case import Case
 from .grow import distinct_axes
 from .inputs import as_stored

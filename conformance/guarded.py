@@ -15,8 +15,7 @@ import numpy as np
 from ..backends.base import Backend, BufferSpec, Device, Instruction, Program, Tensor
 from ..graph.dtypes import DType
 from ..ops.quants import decoded, encoded
-from ..scheduler.comm import Alone
-from ..scheduler.plan import Lane
+from ..scheduler import Alone, Lane
 from .layouts import Array
 
 ALIGNMENT = 64

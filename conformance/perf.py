@@ -19,7 +19,7 @@ from ..backends.base import Backend, Device
 from ..graph.errors import BackendError
 from ..graph.spec import Spec
 from ..ops import Op, cont, mul_mat
-from ..scheduler.plan import Lane
+from ..scheduler import Lane
 from .build import build, lane_for
 from .case import Case, make_case
 from .grow import Point, legal, points, rebuilt, sizes_of

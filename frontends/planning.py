@@ -7,11 +7,7 @@ from pathlib import Path
 
 from ..backends.base import find
 from ..graph import Graph, PlanError
-from ..scheduler import Host, Plan, plan_for
-from ..scheduler.cost import CPU
-from ..scheduler.fits import shortage
-from ..scheduler.plan_json import from_json
-from ..scheduler.simulate import simulate
+from ..scheduler import CPU, Host, Plan, plan_for, plan_from_json, shortage, simulate
 from .errors import ModelError
 from .gguf.reader import MAGIC
 from .graph_file import LARGEST, read_graph
@@ -56,7 +52,7 @@ def read_plan(path: str) -> Plan:
             data = file.read(LARGEST + 1)
         if len(data) > LARGEST:
             raise PlanError(f"has more than {LARGEST} bytes")
-        return from_json(data.decode("utf-8"))
+        return plan_from_json(data.decode("utf-8"))
     except UnicodeDecodeError:
         raise ModelError(f"{path}: is no plan (not UTF-8); write one with `hocket plan --json`") from None
     except PlanError as why:

@@ -18,9 +18,7 @@ from ..graph.graph import Graph
 from ..graph.node import Node, Value
 from ..graph.rewrite import rewrite
 from ..graph.spec import Spec
-from ..scheduler import Executor, Host, Plan, Store, plan_for
-from ..scheduler.fits import shortage
-from ..scheduler.interrupts import InterruptsKept
+from ..scheduler import Executor, Host, InterruptsKept, Plan, Store, plan_for, shortage
 from .errors import ModelError
 from .models import Batch, Model, Step
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ..graph.errors import BackendError
 from .layout import Local, Shard
+from .lowering.lane import Lane
+from .plan import Plan
 from .units import nbytes_text
-
-if TYPE_CHECKING:
-    from .plan import Lane, Plan
 
 STEP = 64
 """Context sizes are suggested in multiples of this."""

@@ -1,54 +1,34 @@
-"""A plan: for each device the graph and the program it runs, how leaves and outputs lie on them, and why."""
+"""The record of a plan: for each device its lane, how leaves and outputs lie on the devices, and why.
+
+It imports nobody who makes, proves, runs or tells a plan; `digest`, `explain` and `str` ask the tellers when called.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 
-from ..backends.base import Backend, Device, Program, find
-from ..graph.errors import PlanError
+from ..backends.base import Backend, Device
 from ..graph.graph import Graph
-from ..graph.node import Node, Value
-from ..ops import REGISTRY, verify
+from ..ops import REGISTRY
 from ..ops.collective import COLLECTIVES
-from .assign import assign
-from .choose import Choice, cuts_of, factors_at
-from .choose import choose as search
-from .cost import CPU, Estimate, Hardware
-from .explain import explain, memory_table, stages_of, summary
-from .factors import Factor, Factors
-from .fits import shortage
-from .layout import REPLICATE, Layout, Local, Shares
-from .lower import check_support, lower
-from .pins import Pin, Pins, Place, Placed, closed, decided, lying, placements, rescued, settled, unable, wished
-from .place import NOTHING_HELD, layer_split, placed_like
-from .place import place as place_nodes
-from .shard import Sharded, shard
-from .spill import by_memory, spilled
-from .stages import Stage
-from .stages import estimate as timed
-from .units import nbytes_text as nbytes_text
+from .hardware import CPU, Estimate, Hardware
+from .layout import Layout
+from .lowering.lane import Lane as Lane
+from .stages import Stage, estimate, stages
 
-SPLIT_MODES = ("none", "layer", "tensor", "auto")
-Chooser = Callable[[Graph, Factors], frozenset[Factor]]
-Group = Sequence[tuple[Backend, Device]]
 Cuts = frozenset[tuple[str, int, int, int]]
 """The factors that are cut, each by a leaf that has it: (leaf, axis, segment, place)."""
 
 
-@dataclass(frozen=True, eq=False)
-class Lane:
-    """One device's part of a plan: `graph` is what it runs, with local shapes and the `cont` nodes kernels needed."""
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Nodes of the user's graph, by name, that device number `device` computes for one reason."""
 
-    device: Device
-    backend: Backend
-    graph: Graph
-    program: Program
-
-    def memory(self) -> dict[str, int]:
-        """Bytes on the device: weights, states and constants as stored, and the arena of intermediate values."""
-        return {kind: self.program.nbytes(kind) for kind in ("weight", "state", "constant", "arena")}
+    device: int
+    because: str
+    nodes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +74,13 @@ class Plan:
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """Work between meetings of the devices, and the meetings, with their times."""
-        return tuple(stages_of(self))
+        whole = {v.node.name: v.spec.nbytes for v in (*self.graph.weights, *self.graph.states)}
+        return tuple(stages(self.lanes, self.speeds, whole))
 
     @cached_property
     def cost(self) -> Estimate:
         """The predicted time of one run."""
-        return timed(self.stages, len(self.lanes))
+        return estimate(self.stages, len(self.lanes))
 
     def memory(self) -> dict[str, int]:
         """Bytes by kind, summed over devices."""
@@ -115,291 +96,17 @@ class Plan:
 
     def digest(self) -> str:
         """SHA-256 of what runs where; equal in every process that plans the same, so that ranks can compare it."""
-        from .plan_json import digest
+        from .telling.as_json import digest
 
         return digest(self)
 
     def explain(self, *, steps: bool = False) -> str:
         """What it costs, what was considered, memory, and each stage with its reason; `steps`: each instruction."""
+        from .telling.explain import explain
+
         return explain(self, steps=steps)
 
     def __str__(self) -> str:
+        from .telling.explain import memory_table, summary
+
         return "\n".join([summary(self), *memory_table(self)])
-
-
-def plan(
-    graph: Graph,
-    devices: str | Sequence[str] = "cpu:0",
-    *,
-    split_mode: str = "auto",
-    tensor_split: Sequence[float] = (),
-    place: Place = (),
-    like: Plan | None = None,
-) -> Plan:
-    """Verify `graph` and plan it for devices by name (``"cpu:0,cpu:1"`` or a list).
-
-    `split_mode` is ``none`` (the first device alone), ``layer`` (consecutive nodes on each device), ``tensor`` (cut
-    wherever kernels get shorter) or ``auto`` (cut where the predicted time falls).  `tensor_split` gives the devices'
-    shares in any unit.  `place` are pairs (regular expression, device): nodes whose name it matches, or that read a
-    weight or state it matches, run on that device alone; the first that matches counts.  `like` is a plan over the
-    same weights and states whose layout is kept.  Raises `GraphError`, `PlanError` or `BackendError`.
-    """
-    names = devices.split(",") if isinstance(devices, str) else devices
-    group = [find(n) for n in names]
-    return plan_for(graph, group, split_mode=split_mode, tensor_split=tensor_split, place=place, like=like)
-
-
-def plan_for(
-    graph: Graph,
-    group: Group,
-    *,
-    split_mode: str = "auto",
-    tensor_split: Sequence[float] = (),
-    place: Place = (),
-    like: Plan | None = None,
-    hardware: Hardware = CPU,
-    choose: Chooser | None = None,
-    host: Host | None = None,
-) -> Plan:
-    """`plan` for backends and devices that are already at hand; `choose` takes the place of the search.
-
-    Where the group's memory is short (and the mode is not ``tensor``), `host` takes what does not fit as one more
-    device.  In mode ``none`` devices that have nothing to do are left out of the plan.
-    """
-    if split_mode not in SPLIT_MODES:
-        raise PlanError(f"split mode is {split_mode!r}; one of {', '.join(SPLIT_MODES)}")
-    if len({str(device) for _, device in group}) < len(group) or not group:
-        raise PlanError(
-            f"devices {', '.join(str(d) for _, d in group) or 'none'}: name each once, and at least one; "
-            "parts of one device are named as cuda:0.0,cuda:0.1"
-        )
-    from .verify import verify_plan  # it reads plans
-
-    verify(graph)
-    if strange := [n for n in graph.nodes if n.op in COLLECTIVES]:
-        raise PlanError(f"{strange[0]!r}: collectives are put in by the planner; leave them out of the graph")
-    shares = _proportions(tensor_split, len(group))
-    request = _Request(graph, tuple(group), shares if tensor_split else (), hardware, place, like)
-    made = _answer(request, split_mode, like, choose)
-    if host is not None and like is None and split_mode != "tensor" and shortage(made):
-        made = request.with_host(host, alone=split_mode == "none") or made
-    verify_plan(made)
-    return made
-
-
-def _answer(request: _Request, split_mode: str, like: Plan | None, choose: Chooser | None) -> Plan:
-    if like is not None:
-        return request.like(like)
-    if split_mode == "none":
-        return request.alone()
-    if split_mode == "layer":
-        return request.layers()
-    if len(request.group) == 1 and not request.place:
-        return request.whole()
-    if choose is not None:
-        return request.given(choose(request.graph, request.factors), "chosen by the caller")
-    return request.cheapest() if split_mode == "auto" else request.shards()
-
-
-class _Request:
-    """One call of `plan_for`, checked: the ways to answer it."""
-
-    def __init__(
-        self,
-        graph: Graph,
-        group: Group,
-        shares: Sequence[float],
-        hardware: Hardware,
-        place: Place = (),
-        earlier: Plan | None = None,
-    ) -> None:
-        self.graph, self.group, self.hardware = graph, group, hardware
-        self.place = [(pattern, device if ":" in device else f"{device}:0") for pattern, device in place]
-        self.shares = shares or (() if earlier is None else earlier.shares)
-        self.proportions = self.shares or [1.0] * len(group)
-        self.names = [str(device) for _, device in group]
-        self.wished = wished(graph, self.place, self.names, strict=earlier is None)
-
-    @cached_property
-    def factors(self) -> Factors:
-        return Factors(self.graph)
-
-    def like(self, earlier: Plan) -> Plan:
-        """Over weights and states that lie on the devices already."""
-        held = lying(self.graph, earlier.leaves)
-        stored = [earlier.leaves[v.node.name] for v in (*earlier.graph.weights, *earlier.graph.states)]
-        if stored and all(isinstance(layout, Local) for layout in stored):
-            where = placed_like(self.graph, earlier.leaves)
-            base = {n: Pin(d, "its weights lie there, or what it reads is made there") for n, d in where.items()}
-            return self._placed(base, held.leaves)
-        if len(self.group) == 1 and not self.place:
-            return self.whole("an earlier plan's layout")
-        chosen = factors_at(self.graph, self.factors, earlier.cuts)
-        return self._cut(Choice(chosen, assign(self.graph, self.factors, chosen), ("an earlier plan's layout",)), held)
-
-    def alone(self) -> Plan:
-        """All on the first device, but for what must run elsewhere; devices without work are left out."""
-        first = _Request(self.graph, self.group[:1], (), self.hardware)
-        if not self.wished and not unable([self.graph], [{}], self.group[:1]):
-            return first.whole()
-        base = {
-            n: Pin(0, f"split mode none: {self.group[0][1]} comes first") for n in self.graph.nodes if not n.is_leaf
-        }
-        return self._placed(base, trim=True)
-
-    def whole(self, *reasons: str) -> Plan:
-        """One device does all: there is nothing to find out about axes, which for a large graph takes most of the
-        time."""
-        leaves = {n.name: REPLICATE for n in self.graph.nodes if n.is_leaf}
-        same = {node: node for node in self.graph.nodes}
-        sharded = Sharded((self.graph,), (same,), leaves, dict.fromkeys(self.graph.outputs, REPLICATE))
-        return self._plan(sharded, frozenset(), reasons, {})
-
-    def layers(self) -> Plan:
-        return self._layers(self.shares or by_memory([device for _, device in self.group]))
-
-    def _layers(self, shares: Sequence[float], *, trim: bool = False, last: str = "") -> Plan:
-        """Consecutive nodes on each device by their shares; `last` is why the last device takes part."""
-        where = layer_split(self.graph, shares, self.wished)
-        because = [f"layer split, with {share / sum(shares):.0%} of the weights and states" for share in shares]
-        because[-1] = last or because[-1]
-        return self._placed({n: Pin(d, because[d]) for n, d in where.items()}, trim=trim)
-
-    def with_host(self, host: Host, *, alone: bool) -> Plan | None:
-        """A layer split in which one more device, the host, takes what does not fit on the others."""
-        if str(host.device) in {str(device) for _, device in self.group}:
-            return None
-        wider = _Request(self.graph, (*self.group, (host.backend, host.device)), (), self.hardware, self.place)
-        shares = self.shares or by_memory([device for _, device in self.group])
-        if alone:
-            shares = [1.0] + [0.0] * (len(self.group) - 1)
-        why = f"weights that do not fit stay on {host.device}"
-
-        def plan_with(share: float) -> Plan:
-            rest = [(1 - share) * s / sum(shares) for s in shares]
-            made = wider._layers([*rest, share], trim=alone, last=why)
-            return replace(made, host=host.hardware) if made.lanes[-1].device == host.device else made
-
-        first = self._layers(shares, trim=alone)
-        total = sum(first.memory()[kind] for kind in ("weight", "state"))
-        return spilled(shortage(first) / max(total, 1), plan_with) if shortage(first) else first
-
-    def _placed(
-        self, base: Mapping[Node, Pin], held: Mapping[Value, Local] = NOTHING_HELD, *, trim: bool = False
-    ) -> Plan:
-        """Whole nodes on devices: `base`, but for pins; with `trim` only devices that have work."""
-
-        def build(pins: Mapping[Node, Pin]) -> tuple[Mapping[Node, Pin], Sharded]:
-            where = {**base, **pins}
-            return where, place_nodes(self.graph, {n: p.device for n, p in where.items()}, len(self.group), held)
-
-        where, sharded = self._built(self.wished, build)
-        if not trim:
-            return self._plan(sharded, frozenset(), (), where)
-        kept = {device for _, device in self.place}
-        used = sorted({0, *(p.device for p in where.values()), *(i for i, n in enumerate(self.names) if n in kept)})
-        few = _Request(self.graph, tuple(self.group[d] for d in used), (), self.hardware)
-        where = {n: replace(p, device=used.index(p.device)) for n, p in where.items()}
-        placed = place_nodes(self.graph, {n: p.device for n, p in where.items()}, len(used))
-        return few._plan(placed, frozenset(), (), where)
-
-    def given(self, chosen: frozenset[Factor], why: str) -> Plan:
-        return self._cut(Choice(chosen, assign(self.graph, self.factors, chosen), (why,)))
-
-    def shards(self) -> Plan:
-        """Cut wherever kernels get shorter."""
-        return self._cut(search(self.graph, self.factors, len(self.group), self.hardware, eager=True))
-
-    def cheapest(self) -> Plan:
-        """The fastest plan that fits into memory; if none does, the one that lacks least."""
-        choice = search(self.graph, self.factors, len(self.group), self.hardware)
-        best = self._cut(choice)
-        # The search sees neither every copy that kernels need nor what is placed.
-        if best.placed or (best.cuts and best.cost.total > choice.alone and best.cost.total > self._time_of_one()):
-            alone = self.given(frozenset(), "whole on each device: no cut is faster")
-            first = [self.alone()] if best.placed else []
-            best = min(best, alone, *first, key=lambda p: (shortage(p) > 0, p.cost.total))
-        if not shortage(best):
-            return best
-        return min((best, self.shards(), self.layers()), key=shortage)
-
-    def _time_of_one(self) -> float:
-        """The predicted time of one device, which is also that of many that all do the same."""
-        one = _Request(self.graph, self.group[:1], (), self.hardware)
-        one.factors = self.factors
-        return one.given(frozenset(), "").cost.total
-
-    def _cut(self, choice: Choice, held: Pins | None = None) -> Plan:
-        cuts = cuts_of(self.graph, self.factors, choice.factors)
-        shares = _deal(self.graph, self.factors, cuts, self.proportions)
-
-        def build(nodes: Mapping[Node, Pin]) -> tuple[Mapping[Node, Pin], Sharded]:
-            pins = settled(self.graph, nodes) if held is None else Pins(nodes, held.leaves)
-            pinned = nodes or pins.leaves
-            laid = assign(self.graph, self.factors, choice.factors, pins) if pinned else choice.assignment
-            return nodes, shard(self.graph, self.factors, laid, shares)
-
-        first = {**decided(self.graph, self.group), **({} if held is None else held.nodes), **self.wished}
-        where, sharded = self._built(first, build)
-        note = ("what is placed on one device was left aside in the search",) if where and cuts else ()
-        return self._plan(sharded, cuts, (*choice.considered, *note), where)
-
-    def _built(
-        self, pins: Mapping[Node, Pin], build: Callable[[Mapping[Node, Pin]], tuple[Mapping[Node, Pin], Sharded]]
-    ) -> tuple[Mapping[Node, Pin], Sharded]:
-        """What `build` makes of the pins, more of which are added until every device can run what it is given."""
-        pins = dict(pins)
-        while True:
-            where, sharded = build(closed(self.graph, pins))
-            if not (found := unable(sharded.graphs, sharded.origins, self.group)):
-                return where, sharded
-            pins.update(rescued(found, where, self.group))
-
-    def _plan(self, sharded: Sharded, cuts: Cuts, reasons: tuple[str, ...], where: Mapping[Node, Pin]) -> Plan:
-        lanes = _lanes(sharded, self.group)
-        placed = placements(self.graph, where)
-        shares = tuple(self.shares)
-        return Plan(
-            self.graph, lanes, sharded.leaves, sharded.outputs, cuts, reasons, self.hardware, placed, shares=shares
-        )
-
-
-def _lanes(sharded: Sharded, group: Group) -> tuple[Lane, ...]:
-    """The lane of each device; equal graphs on devices of one kind are lowered once."""
-    known: dict[tuple[object, ...], Lane] = {}
-    found = []
-    digests = {g: g.digest() for g in set(sharded.graphs)} if len(group) > 1 else {}
-    for graph, (backend, device) in zip(sharded.graphs, group, strict=True):
-        key = (type(backend), backend.name, device.kind, digests.get(graph))
-        if key in known:
-            check_support(graph, backend, device)
-            twin = known[key]
-            found.append(Lane(device, backend, twin.graph, replace(twin.program, device=str(device))))
-        else:
-            lowered, program = lower(graph, backend, device)
-            found.append(known.setdefault(key, Lane(device, backend, lowered, program)))
-    return tuple(found)
-
-
-def _proportions(tensor_split: Sequence[float], devices: int) -> Sequence[float]:
-    if not tensor_split:
-        return [1.0] * devices
-    if len(tensor_split) > devices or any(s < 0 for s in tensor_split) or not sum(tensor_split):
-        shown = ",".join(f"{s:g}" for s in tensor_split)
-        raise PlanError(f"tensor split {shown}: need at most {devices} shares, none negative, one above zero")
-    return [*tensor_split, *[0.0] * (devices - len(tensor_split))]
-
-
-def _deal(graph: Graph, factors: Factors, cuts: Cuts, proportions: Sequence[float]) -> Shares:
-    """Shares of all factors that are cut, dealt in the order of their leaves, so that related plans agree."""
-    shares = Shares(proportions)
-    for cut in sorted(cuts, key=_natural):
-        (factor,) = factors_at(graph, factors, frozenset([cut]))
-        shares.of(factor)
-    return shares
-
-
-def _natural(cut: tuple[str, int, int, int]) -> tuple[object, ...]:
-    """Sort key in which layer 9 comes before layer 10."""
-    name = tuple((part.isdecimal(), int(part) if part.isdecimal() else part) for part in cut[0].split("."))
-    return (tuple((flag, str(value).zfill(12)) for flag, value in name), *cut[1:])

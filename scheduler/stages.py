@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from ..backends.base import Instruction, Program
 from ..graph.graph import Graph
@@ -17,10 +16,8 @@ from ..graph.node import Node, Value
 from ..graph.text import names
 from ..ops import op_of
 from ..ops.collective import sequence_of
-from .cost import Counts, Estimate, Hardware, sent_bytes
-
-if TYPE_CHECKING:
-    from .plan import Lane
+from .hardware import Counts, Estimate, Hardware, sent_bytes
+from .lowering.lane import Lane
 
 WORK = "work"
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from hocket.backends.base import BufferSpec, Instruction, Program, Tensor, contiguous_strides
 from hocket.graph.dtypes import DType
-from hocket.scheduler.comm import Meeting
+from hocket.scheduler.running.comm import Meeting
 
 DTYPES = {np.dtype(d.storage): d for d in (DType.F32, DType.I8, DType.I16, DType.I32, DType.I64)}
 

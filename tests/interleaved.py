@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hocket.scheduler import Plan, Store
-from hocket.scheduler.store import assembled
+from hocket.scheduler.running.store import assembled
 
 Wish = tuple[str, int, tuple[Any, ...]]
 

@@ -20,7 +20,7 @@ from hocket.graph import Graph, input, weight
 from hocket.graph.errors import BackendError, PlanError
 from hocket.scheduler import load, plan, plan_for
 from hocket.scheduler.fits import memory_problem, pools
-from hocket.scheduler.plan_json import from_json, to_json
+from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
 
 from .devices_meet import Rig
 from .emulation import needs_compiler
@@ -88,9 +88,9 @@ def test_what_does_not_fit_on_two_parts_does_not_fit(backend):
 
 def test_a_plan_for_parts_comes_back_from_json(monkeypatch):
     made = plan(mlp(), ("cpu:0.0", "cpu:0.1", "cpu:1"), split_mode="tensor")
-    back = from_json(to_json(made))
+    back = plan_from_json(plan_to_json(made))
     assert [str(lane.device) for lane in back.lanes] == ["cpu:0.0", "cpu:0.1", "cpu:1"]
-    assert to_json(back) == to_json(made)
+    assert plan_to_json(back) == plan_to_json(made)
 
 
 def test_parts_run_side_by_side_on_the_processor():

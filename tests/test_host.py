@@ -18,7 +18,7 @@ from hocket.frontends.session import Group, Session
 from hocket.graph import BackendError, Graph, input, weight
 from hocket.scheduler import Host, load, plan, plan_for
 from hocket.scheduler.fits import memory_problem, shortage
-from hocket.scheduler.plan_json import from_json, to_json
+from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
 
 from .test_sharding import nmse
 from .test_simulate import llama_70b
@@ -127,7 +127,7 @@ def test_a_simulated_host_takes_what_does_not_fit_at_its_own_speed():
     assert made.host is not None
     assert made.host.bandwidth < made.hardware.bandwidth
     assert made.cost.total > 20e9 / 20e9 / 2  # the host reads its 20 GB of weights from its own memory
-    assert from_json(to_json(made)).cost == made.cost
+    assert plan_from_json(plan_to_json(made)).cost == made.cost
 
 
 def test_the_command_says_what_does_not_fit_and_plans_with_the_host(tmp_path, capsys):

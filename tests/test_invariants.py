@@ -25,7 +25,7 @@ from hocket.graph.text import names
 from hocket.ops import op_of
 from hocket.ops.collective import COLLECTIVES
 from hocket.scheduler import Executor, Store, load, plan_for
-from hocket.scheduler.verify import verify_plan
+from hocket.scheduler.verifier.plan import verify_plan
 
 from .grouped import cached_product, group_of, random_plan, run_of, weights_of
 from .random_graphs import bindings, graphs, seeded_graph

@@ -23,12 +23,12 @@ from hocket.graph.text import parse_case
 from hocket.ops import REGISTRY
 from hocket.ops.collective import COLLECTIVES
 from hocket.scheduler import Executor, Store, load, plan_for
-from hocket.scheduler.choose import classes_of
-from hocket.scheduler.comm import Meeting
-from hocket.scheduler.factors import Factors
 from hocket.scheduler.layout import Replicate, Shard
-from hocket.scheduler.store import _share, assembled
-from hocket.scheduler.verify import plan_faults, verify_plan
+from hocket.scheduler.running.comm import Meeting
+from hocket.scheduler.running.store import _share, assembled
+from hocket.scheduler.sharding.factors import Factors
+from hocket.scheduler.sharding.search import classes_of
+from hocket.scheduler.verifier.plan import plan_faults, verify_plan
 
 from .grouped import cached_product, group_of, random_plan, run_of, weights_of
 from .random_graphs import bindings, graphs, seeded_graph
@@ -253,7 +253,7 @@ def equal_to_one_device(graph: Graph, n: int, **options):
 @pytest.fixture(name="slow")
 def _slow():
     """Devices so slow that every cut pays."""
-    from hocket.scheduler.cost import Hardware
+    from hocket.scheduler.hardware import Hardware
 
     return Hardware(flops=1e3, bandwidth=1e3, launch=0, link_latency=1e-9)
 

@@ -17,7 +17,7 @@ from hocket.frontends.models import load_model
 from hocket.frontends.session import Group, Session
 from hocket.graph import DType, Graph, Spec, input, weight
 from hocket.scheduler import load, plan, plan_for
-from hocket.scheduler.comm import Meeting
+from hocket.scheduler.running.comm import Meeting
 
 from .grouped import equal_to_one
 from .plan_faults import SLOW, decoder

@@ -17,7 +17,7 @@ from hocket.frontends.models.moe import Experts, mixture
 from hocket.frontends.session import Group, Session
 from hocket.graph import Graph, Value, input
 from hocket.scheduler import Plan, load, plan, plan_for
-from hocket.scheduler.factors import Factor, Factors
+from hocket.scheduler.sharding.factors import Factor, Factors
 
 from .test_models import F64, INDEX, SAME, STEP, Run, at_once, changed, golden, nmse, opened
 from .test_sharding import alone

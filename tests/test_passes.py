@@ -16,15 +16,15 @@ from hocket.frontends.gguf import Gguf, open_gguf
 from hocket.frontends.models import Step, load_model
 from hocket.graph import Graph, dump
 from hocket.scheduler import plan_for
-from hocket.scheduler.assign import assign
-from hocket.scheduler.choose import choose
-from hocket.scheduler.factors import Factors
-from hocket.scheduler.layout import Shares
-from hocket.scheduler.listing import PASSES, factors_text, graphs_text, layouts_text, memory_text, program_text
-from hocket.scheduler.lower import lower
-from hocket.scheduler.place import layer_split, place
-from hocket.scheduler.shard import shard
-from hocket.scheduler.simulate import simulate
+from hocket.scheduler.lowering.lower import lower
+from hocket.scheduler.sharding.assign import assign
+from hocket.scheduler.sharding.emit import shard
+from hocket.scheduler.sharding.factors import Factors
+from hocket.scheduler.sharding.layers import layer_split, place
+from hocket.scheduler.sharding.search import choose
+from hocket.scheduler.sharding.shares import Shares
+from hocket.scheduler.simulated import simulate
+from hocket.scheduler.telling.listing import PASSES, factors_text, graphs_text, layouts_text, memory_text, program_text
 
 HERE = Path(__file__).parent
 GOLDENS = HERE / "goldens" / "passes"

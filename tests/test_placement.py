@@ -21,9 +21,9 @@ from hocket.graph.text import names
 from hocket.ops import REGISTRY
 from hocket.ops.collective import COLLECTIVES
 from hocket.scheduler import Executor, Store, load, plan, plan_for
-from hocket.scheduler.cost import Hardware
+from hocket.scheduler.hardware import Hardware
 from hocket.scheduler.layout import Local
-from hocket.scheduler.plan_json import from_json, to_json
+from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
 
 from .grouped import equal_to_one, group_of
 from .plan_faults import SLOW, decoder
@@ -153,14 +153,14 @@ def test_a_later_graph_need_not_have_what_was_placed():
 @pytest.mark.parametrize("mode", MODES)
 def test_a_plan_with_placed_nodes_goes_through_json(mode):
     made = plan(decoder(), devices(3), split_mode=mode, place=[("gate", "cpu:2")])
-    again = from_json(to_json(made))
+    again = plan_from_json(plan_to_json(made))
     assert again.digest() == made.digest()
     assert again.placed == made.placed
     assert again.explain(steps=True) == made.explain(steps=True)
-    document = json.loads(to_json(made))
+    document = json.loads(plan_to_json(made))
     document["placed"][0]["nodes"].append("nobody")
     with pytest.raises(PlanError, match="not a plan in JSON"):
-        from_json(json.dumps(document))
+        plan_from_json(json.dumps(document))
 
 
 @pytest.mark.parametrize("seed", range(3000, 3040))
@@ -304,7 +304,7 @@ def test_a_state_that_is_placed_stays_there_over_plans():
 
 def test_a_plan_like_another_follows_its_tensor_split():
     first = plan(decoder(), devices(2), split_mode="tensor", tensor_split=(3, 1))
-    again = plan_for(decoder(), from_json(to_json(first)).group, like=from_json(to_json(first)))
+    again = plan_for(decoder(), plan_from_json(plan_to_json(first)).group, like=plan_from_json(plan_to_json(first)))
     assert again.leaves == first.leaves
 
 

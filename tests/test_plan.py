@@ -18,14 +18,13 @@ from hocket.frontends.gguf import open_gguf
 from hocket.frontends.models import Step, load_model
 from hocket.graph import BackendError, Graph, HocketError, PlanError, input, to_json, weight
 from hocket.scheduler import load, plan, plan_for
-from hocket.scheduler.condense import condense, repeats
-from hocket.scheduler.cost import CPU
-from hocket.scheduler.diff import difference, drawn_together
-from hocket.scheduler.explain import places
 from hocket.scheduler.fits import memory_problem, pools
-from hocket.scheduler.plan_json import from_json
-from hocket.scheduler.plan_json import to_json as plan_to_json
-from hocket.scheduler.simulate import simulate
+from hocket.scheduler.hardware import CPU
+from hocket.scheduler.sharding.condense import condense, repeats
+from hocket.scheduler.simulated import simulate
+from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
+from hocket.scheduler.telling.diff import difference, drawn_together
+from hocket.scheduler.telling.explain import places
 
 from .plan_faults import tensor_plan
 from .random_graphs import bindings, seeded_graph
@@ -57,7 +56,7 @@ def mlp(columns=256, rows=64):
 def test_a_plan_read_back_is_the_plan_and_runs(seed, mode):
     graph = seeded_graph(seed)
     made = plan(graph, "cpu:0,cpu:1,cpu:2", split_mode=mode)
-    again = from_json(plan_to_json(made))
+    again = plan_from_json(plan_to_json(made))
     assert again.digest() == made.digest()
     assert plan_to_json(again) == plan_to_json(made)
     assert again.explain(steps=True) == made.explain(steps=True)
@@ -73,7 +72,7 @@ def test_a_plan_read_back_is_the_plan_and_runs(seed, mode):
 def test_a_plan_for_simulated_devices_is_read_back():
     simulation = simulate("h200:2,nvlink")
     made = plan_for(mlp(), simulation.group, split_mode="tensor", hardware=simulation.hardware)
-    again = from_json(plan_to_json(made))
+    again = plan_from_json(plan_to_json(made))
     assert again.cost == made.cost
     assert again.digest() == made.digest()
 
@@ -108,7 +107,7 @@ def test_the_digest_tells_plans_apart_but_not_their_predictions():
 def refusal(text):
     """Why `text` is no plan, or nothing; any other error is a failure."""
     try:
-        from_json(text)
+        plan_from_json(text)
     except HocketError as why:
         return str(why)
     return ""
@@ -137,7 +136,7 @@ def test_a_damaged_plan_is_refused_in_one_line():
 )
 def test_what_is_no_plan_is_refused(text):
     with pytest.raises(PlanError) as why:
-        from_json(text)
+        plan_from_json(text)
     assert "\n" not in str(why.value)
 
 
@@ -145,7 +144,7 @@ def test_a_plan_whose_layout_is_not_that_of_its_programs_is_refused():
     document = json.loads(plan_to_json(plan(mlp(), "cpu:0,cpu:1", split_mode="tensor")))
     document["leaves"]["up"] = "R"
     with pytest.raises(PlanError, match=r"%up is f32\[128,64\] on cpu:0, need f32\[256,64\]"):
-        from_json(json.dumps(document))
+        plan_from_json(json.dumps(document))
 
 
 def exchange(entries):
@@ -176,7 +175,7 @@ def test_a_plan_for_a_device_that_is_not_there_is_refused():
     document = json.loads(plan_to_json(plan(mlp(), "cpu:0")))
     document["lanes"][0]["kind"] = "abacus"
     with pytest.raises(BackendError, match="abacus"):
-        from_json(json.dumps(document))
+        plan_from_json(json.dumps(document))
 
 
 # -------------------------------------------------------------------------------------------------------- explanation
@@ -265,7 +264,7 @@ def test_a_condensed_graph_has_each_repeated_part_twice_and_counts_the_rest():
 def test_the_search_finds_in_the_condensed_graph_what_it_finds_in_the_whole(name, hardware, monkeypatch):
     graph, simulation = deep(12) if name == "deep" else decode_graph(name), simulate(hardware)
     found = plan_for(graph, simulation.group, split_mode="tensor", hardware=simulation.hardware)
-    monkeypatch.setattr("hocket.scheduler.choose.condense", lambda graph: None)
+    monkeypatch.setattr("hocket.scheduler.sharding.search.condense", lambda graph: None)
     whole = plan_for(graph, simulation.group, split_mode="tensor", hardware=simulation.hardware)
     assert found.cuts == whole.cuts
     assert found.reasons == whole.reasons
@@ -339,7 +338,7 @@ def test_the_command_prints_json_that_diff_reads(tmp_path, capsys):
     assert main(["plan", *flags, "--split-mode", "tensor", "--json", "-o", str(path)]) == 0
     out = capsys.readouterr().out
     assert out == path.read_text()
-    assert from_json(out).lanes[1].device.index == 1
+    assert plan_from_json(out).lanes[1].device.index == 1
     assert main(["plan", *flags, "--split-mode", "tensor", "--diff", str(path)]) == 0
     assert capsys.readouterr().out == "the plans do the same\n"
     assert main(["plan", *flags, "--split-mode", "layer", "--diff", str(path)]) == 0

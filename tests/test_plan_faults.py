@@ -12,7 +12,7 @@ from hocket.graph import DType, Graph, PlanError, constant
 from hocket.ops.collective import all_gather, all_reduce, send
 from hocket.scheduler import Plan
 from hocket.scheduler.layout import PARTIAL, REPLICATE, Local, Shard
-from hocket.scheduler.verify import plan_faults, verify_plan
+from hocket.scheduler.verifier.plan import plan_faults, verify_plan
 
 from .plan_faults import (
     again,

@@ -12,6 +12,7 @@ import tomllib
 from functools import cache
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -25,6 +26,26 @@ MAY_IMPORT = {
     "conformance": ("graph", "ops", "backends", "scheduler", "frontends"),
     "data": (),
 }
+INSIDE = {
+    "scheduler.verifier": ("graph", "ops", "backends.base", "scheduler.layout", "scheduler.plan"),
+    "scheduler.lowering": ("graph", "ops", "backends.base"),
+    "scheduler.sharding": (
+        "graph",
+        "ops",
+        "backends.base",
+        *map("scheduler.{}".format, ("layout", "hardware", "lowering", "plan", "units")),
+    ),
+    "scheduler.running": (
+        "graph",
+        "ops",
+        "backends.base",
+        "scheduler.layout",
+        "scheduler.plan",
+        "scheduler.lowering.lane",
+    ),
+}
+"""Rooms of a folder, and what each may import besides itself.  The verifier sees no planner, lowering no sharding."""
+TELLERS = ("scheduler.plan", "scheduler.telling")
 LINES = 450
 
 
@@ -46,7 +67,8 @@ def tracked() -> tuple[Path, ...]:
 def sources(folder: str = "") -> list[Path]:
     """Python files of the package, or of one folder of it."""
     parts = {p: p.relative_to(ROOT).parts for p in tracked() if p.suffix == ".py"}
-    return [p for p, at in parts.items() if at[0] not in OUTSIDE and (not folder or at[0] == folder)]
+    inside = tuple(folder.split(".")) if folder else ()
+    return [p for p, at in parts.items() if at[0] not in OUTSIDE and at[: len(inside)] == inside]
 
 
 def text_files() -> list[tuple[str, str]]:
@@ -77,9 +99,9 @@ def imported(path: Path) -> set[str]:
 # ------------------------------------------------------------------------------------------------------- imports
 
 
-@pytest.mark.parametrize("folder", MAY_IMPORT)
+@pytest.mark.parametrize("folder", [*MAY_IMPORT, *INSIDE])
 def test_a_folder_imports_only_what_comes_before_it_in_the_pipeline(folder):
-    allowed = (folder, *MAY_IMPORT[folder])
+    allowed = (folder, *{**MAY_IMPORT, **INSIDE}[folder])
     wrong = [
         f"{path.relative_to(ROOT)} imports {module or 'hocket'}"
         for path in sources(folder)
@@ -87,6 +109,16 @@ def test_a_folder_imports_only_what_comes_before_it_in_the_pipeline(folder):
         if not any(module == a or module.startswith(f"{a}.") for a in allowed)
     ]
     assert not wrong
+
+
+def test_no_imports_go_in_a_circle():
+    """Imports inside functions and for types count, but for the lines by which a plan asks its tellers."""
+    modules = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in sources()}
+    graph = nx.DiGraph()
+    for name, path in modules.items():
+        targets = {m for m in imported(path) if m in modules and (name, m.rpartition(".")[0]) != TELLERS}
+        graph.add_edges_from((name, m) for m in targets if m != name and not name.startswith(f"{m}."))
+    assert not list(nx.simple_cycles(graph, length_bound=12))
 
 
 def test_every_folder_with_code_has_its_rule():

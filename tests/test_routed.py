@@ -16,11 +16,12 @@ from hocket.frontends.models import Batch, Step, load_model
 from hocket.graph import BackendError, Graph, Value, input, weight
 from hocket.ops.routing import busiest
 from hocket.scheduler import Plan, load, plan_for
-from hocket.scheduler.assign import Routed, assign
-from hocket.scheduler.choose import classes_of
-from hocket.scheduler.cost import Costs, Hardware
-from hocket.scheduler.factors import Factor, Factors
+from hocket.scheduler.hardware import Hardware
 from hocket.scheduler.layout import Shard
+from hocket.scheduler.sharding.assign import Routed, assign
+from hocket.scheduler.sharding.cost import Costs
+from hocket.scheduler.sharding.factors import Factor, Factors
+from hocket.scheduler.sharding.search import classes_of
 
 from .grouped import group_of, run_of
 from .test_models import golden, nmse, opened

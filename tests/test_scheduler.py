@@ -15,8 +15,8 @@ from hocket import ops
 from hocket.backends import find
 from hocket.graph import Graph, PlanError, constant, input, state, weight
 from hocket.scheduler import Executor, Store, load, plan, plan_for
-from hocket.scheduler.check import check, faults
-from hocket.scheduler.memory import ALIGNMENT, Lifetime, place
+from hocket.scheduler.lowering.arena import ALIGNMENT, Lifetime, place
+from hocket.scheduler.verifier.program import check, faults
 
 
 def counter(step: int = 1):

@@ -15,7 +15,7 @@ from hocket.frontends.planning import step_graph
 from hocket.graph import BackendError, Graph, PlanError, input, weight
 from hocket.scheduler import load, plan_for
 from hocket.scheduler.fits import memory_problem
-from hocket.scheduler.simulate import LINKS, MACHINES, simulate
+from hocket.scheduler.simulated import LINKS, MACHINES, simulate
 
 from .large_headers import LARGE, llama_70b, qwen_80b
 

@@ -10,8 +10,8 @@ from hocket.backends.base import find
 from hocket.backends.null import NullBackend
 from hocket.graph import Graph, PlanError, input, weight
 from hocket.scheduler import Executor, Store, load, plan_for
-from hocket.scheduler.cost import CPU, Hardware
-from hocket.scheduler.timeline import timeline
+from hocket.scheduler.hardware import CPU, Hardware
+from hocket.scheduler.running.timeline import timeline
 
 from .grouped import bound, random_plan
 from .interleaved import DeadlockError, Interleaved

@@ -9,7 +9,7 @@ import pytest
 
 from hocket.graph import PlanError
 from hocket.scheduler import Plan
-from hocket.scheduler.verify import plan_faults, verify_plan
+from hocket.scheduler.verifier.plan import plan_faults, verify_plan
 
 from .plan_faults import kept, moved, programmed, step, tensor_plan
 from .test_plan_faults import at_offset, steps_exchanged, without_step

@@ -24,7 +24,7 @@ from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor, r
 
 
 class Speeds(Protocol):
-    """A model of cost; `hocket.scheduler.cost.Hardware` is one."""
+    """A model of cost; `hocket.scheduler.Hardware` is one."""
 
     def compute(self, flops: float, nbytes: float) -> float:
         """Seconds of a kernel."""

@@ -1,0 +1,69 @@
+"""What devices and links are like, and what one run on them is estimated to take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..graph.node import Node
+from ..ops import op_of
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Speeds of one kind of device and of the link between two of them, in FLOP/s, bytes/s and seconds."""
+
+    flops: float = 100e9
+    bandwidth: float = 20e9
+    launch: float = 2e-6
+    link_bandwidth: float = 10e9
+    link_latency: float = 5e-6
+
+    def compute(self, flops: float, nbytes: float) -> float:
+        """Time of a kernel: whichever of arithmetic and memory takes longer, and its launch."""
+        return max(flops / self.flops, nbytes / self.bandwidth) + self.launch
+
+    def meeting(self, nbytes: float) -> float:
+        """Time of a collective in which each device sends so many bytes."""
+        return self.link_latency + nbytes / self.link_bandwidth
+
+
+CPU = Hardware()
+"""Virtual CPU devices on one machine: a guess that `hocket devices --measure` replaces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Seconds of one run: in kernels (of the slowest device) and in collectives, and how many of those."""
+
+    compute: float
+    collectives: float
+    meetings: int
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.collectives
+
+
+def sent_bytes(op: str, nbytes: float, devices: int) -> float:
+    """Bytes that each device sends in a collective over a value of `nbytes` in all.
+
+    A ring moves (N-1)/N of the bytes to gather them, or to reduce them to shards, and both to reduce them everywhere.
+    """
+    if op in ("send", "receive"):
+        return nbytes
+    return (2 if op == "all_reduce" else 1) * (devices - 1) / devices * nbytes
+
+
+class Counts:
+    """Arithmetic and traffic of nodes.  Layers repeat, so what is the same is counted once."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, tuple[float, float]] = {}
+
+    def of(self, node: Node) -> tuple[float, float]:
+        """Floating-point operations, and bytes read and written."""
+        key = (node.op, tuple(None if s is None else s.spec for s in node.src), node.specs, tuple(node.attrs.items()))
+        if (found := self._known.get(key)) is None:
+            declared = op_of(node)
+            found = self._known[key] = (float(declared.flops(node)), float(declared.nbytes(node)))
+        return found

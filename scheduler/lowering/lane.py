@@ -1,0 +1,44 @@
+"""One device's part of a plan: the graph that it runs, lowered to a program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ...backends.base import Backend, Device, Program
+from ...graph.graph import Graph
+from .lower import check_support, lower
+
+Group = Sequence[tuple[Backend, Device]]
+"""The devices of a plan, each with the backend that runs it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lane:
+    """One device's part of a plan: `graph` is what it runs, with local shapes and the `cont` nodes kernels needed."""
+
+    device: Device
+    backend: Backend
+    graph: Graph
+    program: Program
+
+    def memory(self) -> dict[str, int]:
+        """Bytes on the device: weights, states and constants as stored, and the arena of intermediate values."""
+        return {kind: self.program.nbytes(kind) for kind in ("weight", "state", "constant", "arena")}
+
+
+def lanes_of(graphs: Sequence[Graph], group: Group) -> tuple[Lane, ...]:
+    """The lane of each device from its graph; equal graphs on devices of one kind are lowered once."""
+    known: dict[tuple[object, ...], Lane] = {}
+    lanes = []
+    digests = {g: g.digest() for g in set(graphs)} if len(group) > 1 else {}
+    for graph, (backend, device) in zip(graphs, group, strict=True):
+        key = (type(backend), backend.name, device.kind, digests.get(graph))
+        if key in known:
+            check_support(graph, backend, device)
+            twin = known[key]
+            lanes.append(Lane(device, backend, twin.graph, replace(twin.program, device=str(device))))
+        else:
+            lowered, program = lower(graph, backend, device)
+            lanes.append(known.setdefault(key, Lane(device, backend, lowered, program)))
+    return tuple(lanes)

@@ -1,0 +1,193 @@
+"""A graph becomes a program: nodes in order, every value at its place in a buffer."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ...backends.base import Backend, BufferSpec, Device, Instruction, Program, Tensor
+from ...graph.dtypes import DType
+from ...graph.errors import PlanError
+from ...graph.graph import Graph
+from ...graph.node import Node, Value
+from ...graph.spec import Spec
+from ...graph.text import names
+from ...ops import cont, op_of
+from .arena import Lifetime, place
+from .order import Schedule, may_overwrite, schedule, settle
+from .strides import Strided, densify, resolve
+from .undo import Save, saves
+
+ARENA = 0
+_OWN_BUFFER = ("weight", "state", "constant")
+
+
+def lower(graph: Graph, backend: Backend, on: Device) -> tuple[Graph, Program]:
+    """The program of `graph` on one device, and the graph it runs (with the `cont` nodes that kernels needed).
+
+    Raises `PlanError` naming the first node the device cannot run.
+    """
+    check_support(graph, backend, on)
+    graph = densify(settle(graph), backend.reads_strided)
+    views = resolve(graph)
+    order = schedule(graph, views)
+    return graph, _Lowering(graph, backend, on, views, order).program()
+
+
+def check_support(graph: Graph, backend: Backend, on: Device) -> None:
+    """Raise `PlanError` naming the first node the device cannot run."""
+    for node in graph.nodes:
+        if node.is_leaf or op_of(node).is_view:
+            continue
+        if not (support := backend.supports(node, on)).ok:
+            raise PlanError(f"{node!r} cannot run on {on}: {support.why}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    """What shares memory: `slot_of` maps each base value to the value in whose memory it lies."""
+
+    slot_of: Mapping[Value, Value]
+    last_read: Mapping[Value, int]
+    step: Mapping[Node, int]
+
+
+class _Lowering:
+    """One graph on its way to a program; lives for one call of `lower`."""
+
+    def __init__(
+        self, graph: Graph, backend: Backend, on: Device, views: Mapping[Value, Strided], order: Schedule
+    ) -> None:
+        self.graph, self.backend, self.on, self.order = graph, backend, on, order
+        self.called, self.views = names(graph), dict(views)
+        self.saves: dict[Node | None, list[Save]] = defaultdict(list)  # by the node that they precede
+        for save in saves(order, views, backend, on):
+            self.saves[save.writer].append(save)
+            self.views.update(save.views)
+            state = save.state.node.name
+            self.called.update({save.keep: f"{state}.save", save.back: f"{state}.undo"})
+        self.work = [n for n in order.nodes if not n.is_leaf and not op_of(n).is_view]
+        self.slots = self._share()
+        self.buffers, self.places, self.scratch = self._place()
+
+    def program(self) -> Program:
+        instructions: list[Instruction] = []
+        undo: list[tuple[int, Instruction]] = []
+        for node in (*self.work, None):
+            for save in self.saves.get(node, ()):
+                undo.append((len(instructions), self._instruction(save.back)))
+                instructions.append(self._instruction(save.keep))
+            if node is not None:
+                instructions.append(self._instruction(node))
+        for state, new in self.order.copied.items():
+            name = f"{self.called[state.node]}.update"
+            source, target = self._tensor(new), self._tensor(state)
+            instructions.append(Instruction(cont.name, (source,), (target,), cont.defaults, None, name))
+        return Program(
+            str(self.on),
+            tuple(self.buffers),
+            tuple(instructions),
+            MappingProxyType({v.node.name: self._tensor(v) for v in self.graph.inputs}),
+            MappingProxyType({name: self._tensor(v) for name, v in self.graph.outputs.items()}),
+            tuple(undo),
+        )
+
+    def _all_saves(self) -> Iterator[Save]:
+        return (save for saves in self.saves.values() for save in saves)
+
+    def _instruction(self, node: Node) -> Instruction:
+        src = tuple(None if s is None else self._tensor(s) for s in node.src)
+        dst = tuple(map(self._tensor, node.results))
+        return Instruction(node.op, src, dst, node.attrs, self.scratch.get(node), self.called[node])
+
+    # ------------------------------------------------------------------------------------------------- sharing
+
+    def _share(self) -> _Slots:
+        """Decide in-place results and how long each memory is read; what undoes the step is read when it has ended."""
+        step = {n: i for i, n in enumerate(self.work)}
+        last_read: dict[Value, int] = {}
+        for node in self.work:
+            for source in node.inputs:
+                last_read[self.views[source].base] = step[node]
+        end = len(self.work)
+        for value in (*self.graph.outputs.values(), *self.order.copied.values()):
+            last_read[self.views[value].base] = end
+        slot_of: dict[Value, Value] = dict(self.order.donated)
+        for save in self._all_saves():
+            step[save.keep], step[save.back] = end if save.writer is None else step[save.writer], end
+            slot_of[Value(save.back)] = save.state
+            for source in (*save.keep.inputs, *save.back.inputs):
+                last_read[self.views[source].base] = end
+        for node in self.work:
+            for index, _ in op_of(node).inplace_in(node.attrs):
+                result = Value(node, index)
+                victim = None if result in slot_of else self._victim(result, slot_of, last_read, step)
+                if victim is not None:
+                    slot_of[result] = victim
+                    last_read[victim] = max(last_read[victim], last_read.get(result, step[node]))
+        return _Slots(slot_of, last_read, step)
+
+    def _victim(
+        self, result: Value, slot_of: Mapping[Value, Value], last_read: Mapping[Value, int], step: Mapping[Node, int]
+    ) -> Value | None:
+        """The memory slot that `result` may take over from its in-place operand, if that dies here."""
+        node, declared = result.node, op_of(result.node)
+        operand = dict(declared.inplace_in(node.attrs))[result.index]
+        source = dict(zip(declared.operand_names, node.src, strict=False)).get(operand)
+        if source is None:
+            return None
+        base = self.views[source].base
+        slot = slot_of.get(base, base)
+        dies_here = last_read[base] == last_read.get(slot) == step[node]
+        same_size = self._nbytes(base) == self._nbytes(result)
+        if (slot.node.is_leaf and slot.node.op != "input") or not dies_here or not same_size:
+            return None
+        others = [v for v in node.inputs if slot_of.get(self.views[v].base, self.views[v].base) == slot]
+        if any(self.views[v].base != base for v in others) or not may_overwrite(result, base, self.views):
+            return None
+        return slot
+
+    # ------------------------------------------------------------------------------------------------- placing
+
+    def _stored(self, value: Value) -> Spec:
+        return self.backend.stored(value.spec, value.node.op if value.node.is_leaf else "value")
+
+    def _nbytes(self, value: Value) -> int:
+        return self._stored(value).nbytes
+
+    def _place(self) -> tuple[list[BufferSpec], dict[Value, tuple[int, int]], dict[Node, Tensor]]:
+        """Buffers, (buffer, byte offset) of every base value that owns memory, and the scratch of nodes."""
+        owners: dict[Value, Lifetime] = {}
+        for value in self.graph.inputs:
+            last = self.slots.last_read.get(value, 0)
+            owners[value] = Lifetime(self._nbytes(value), -1, last)
+        for node in (*self.work, *(save.keep for save in self._all_saves())):
+            now = self.slots.step[node]
+            for value in node.results:
+                if value not in self.slots.slot_of:
+                    owners[value] = Lifetime(self._nbytes(value), now, self.slots.last_read.get(value, now))
+        others = [node for save in self._all_saves() for node in (save.keep, save.back)]
+        needs = {n: nbytes for n in (*self.work, *others) if (nbytes := self.backend.scratch(n))}
+        temporary = [Lifetime(nbytes, self.slots.step[n], self.slots.step[n]) for n, nbytes in needs.items()]
+        arena = place([*owners.values(), *temporary])
+        buffers = [BufferSpec("arena", "", arena.nbytes)]
+        places = {v: (ARENA, offset) for v, offset in zip(owners, arena.offsets, strict=False)}
+        scratch = {
+            n: Tensor(ARENA, offset, (nbytes,), (1,), DType.I8)
+            for (n, nbytes), offset in zip(needs.items(), arena.offsets[len(owners) :], strict=True)
+        }
+        for node in self.graph.nodes:
+            if node.op in _OWN_BUFFER:
+                spec, stored = node.specs[0], self._stored(Value(node))
+                places[Value(node)] = (len(buffers), 0)
+                buffers.append(BufferSpec(node.op, node.name, stored.nbytes, spec, stored))
+        return buffers, places, scratch
+
+    def _tensor(self, value: Value) -> Tensor:
+        view = self.views[value]
+        dtype = self._stored(view.base).dtype
+        buffer, start = self.places[self.slots.slot_of.get(view.base, view.base)]
+        offset = start + view.offset * dtype.block_bytes // dtype.block
+        return Tensor(buffer, offset, view.shape, view.strides, dtype)

@@ -1,0 +1,162 @@
+"""The order of execution, and which new state may be written straight into the memory of the old one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ...graph.graph import Graph, topological_order
+from ...graph.node import Node, Value
+from ...ops import cont, op_of
+from ...ops.collective import sequence_of
+from .strides import Strided
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Nodes in order; `donated` maps a result to the state whose memory it is written into; `copied` maps a state to
+    the value that is copied over it at the end."""
+
+    nodes: tuple[Node, ...]
+    donated: Mapping[Value, Value]
+    copied: Mapping[Value, Value]
+
+
+def schedule(graph: Graph, views: Mapping[Value, Strided]) -> Schedule:
+    """Order `graph` so that as many states as possible are updated in place.
+
+    A node may write a state's memory if every other reader of the old value can run before it.  Where that would be
+    a cycle the new value gets memory of its own and is copied at the end: slower, never wrong.
+    """
+    readers: dict[Value, list[Node]] = defaultdict(list)
+    for node in graph.nodes:
+        if not node.is_leaf and not op_of(node).is_view:
+            for base in dict.fromkeys(views[s].base for s in node.inputs):
+                readers[base].append(node)
+    waits = _Waits(graph)
+    donated: dict[Value, Value] = {}
+    copied: dict[Value, Value] = {}
+    for state, new in graph.updates.items():
+        target = views[new]
+        before = [n for n in readers[state] if n is not target.base.node]
+        possible = (
+            target.covers_base
+            and target.base not in donated
+            and may_overwrite(target.base, state, views)
+            and not waits.reaches(target.base.node, set(before))
+        )
+        if possible:
+            donated[target.base] = state
+            waits.add(target.base.node, before)
+        else:
+            copied[state] = new
+    return Schedule(_order(graph, waits.later), donated, copied)
+
+
+def settle(graph: Graph) -> Graph:
+    """Give each new state that is only another leaf, and each output that is an old state, a copy of its own; also each
+    output that is a quantised weight, whose elements have no addresses.
+
+    Afterwards no leaf is read once the last node has run, so updates cannot disturb each other or an output.
+    """
+
+    def base(value: Value) -> Node:
+        node = value.node
+        while not node.is_leaf and op_of(node).is_view:
+            node = node.inputs[0].node
+        return node
+
+    updated = {state.node for state in graph.updates}
+    copied = {v for v in graph.outputs.values() if base(v) in updated or (base(v).is_leaf and v.dtype.is_quantised)}
+    outputs = {k: cont(v, name=f"{v.node.label}.old") if v in copied else v for k, v in graph.outputs.items()}
+    updates = {
+        k: cont(v, name=f"{k.node.label}.new") if base(v).is_leaf else v for k, v in graph.updates.items() if k != v
+    }
+    return Graph(outputs, updates)
+
+
+def may_overwrite(result: Value, victim: Value, views: Mapping[Value, Strided]) -> bool:
+    """Whether the node of `result` may write it over `victim`: it does not read it, or reads it as its in-place
+    operand and nowhere else."""
+    node, declared = result.node, op_of(result.node)
+    allowed = {name for index, name in declared.inplace_in(node.attrs) if index == result.index}
+    for name, source in zip(declared.operand_names, node.src, strict=False):
+        if source is None or views[source].base != victim:
+            continue
+        dense = views[source].covers_base and source.spec.size == result.spec.size
+        twin = any(v == source for n, v in zip(declared.operand_names, node.src, strict=False) if n in allowed)
+        if not dense or (name not in allowed and not twin):
+            return False
+        if name not in allowed and not _elementwise(node):
+            return False
+    return True
+
+
+def _elementwise(node: Node) -> bool:
+    """Whether element i of the result needs only element i of operands of the same shape."""
+    return all(not o.dims for o in op_of(node).signature_for(node.attrs).operands)
+
+
+class _Waits:
+    """Nodes that must come after others though they read nothing of them; collectives keep their sequence."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.place = {node: i for i, node in enumerate(graph.nodes)}
+        self.lowest = len(self.place)
+        """Below this place every node waits only for nodes at lower ones."""
+        self.later: dict[Node, list[Node]] = defaultdict(list)
+        meetings = [(number, n) for n in graph.nodes if (number := sequence_of(n.op, n.attrs)) is not None]
+        for (_, first), (_, second) in pairwise(sorted(meetings, key=lambda m: m[0])):
+            self.add(second, [first])
+
+    def add(self, node: Node, before: list[Node]) -> None:
+        self.later[node] += before
+        if any(self.place[n] > self.place[node] for n in before):
+            self.lowest = min(self.lowest, self.place[node])
+
+    def reaches(self, start: Node, targets: set[Node]) -> bool:
+        """Whether any of `targets` needs a result of `start`, that is, whether `start` is among what they wait for."""
+        stack, seen, floor = list(targets), set(targets), min(self.place[start], self.lowest)
+        while stack:
+            node = stack.pop()
+            if node is start:
+                return True
+            if self.place[node] < floor:
+                continue
+            for source in (*(v.node for v in node.inputs), *self.later.get(node, ())):
+                if source not in seen:
+                    seen.add(source)
+                    stack.append(source)
+        return False
+
+
+def together(graph: Graph) -> list[Node]:
+    """The nodes in order, those that only a new state needs straight behind the last that they read."""
+    place: dict[Node, tuple[int, int]] = {}
+    for at, node in enumerate(topological_order(graph.outputs.values())):
+        place[node] = (at, -1)
+    for at, node in enumerate(n for n in graph.nodes if n not in place):
+        place[node] = (max((place[s.node][0] for s in node.inputs if not s.node.is_leaf), default=-1), at)
+    return sorted(graph.nodes, key=place.__getitem__)
+
+
+def _order(graph: Graph, later: Mapping[Node, list[Node]]) -> tuple[Node, ...]:
+    """Graph order, but each writer of a state after the readers of its old value, and what only a new state needs
+    straight behind the last that it reads: at the end, where the graph has it, all that would still be kept."""
+    done: dict[Node, None] = {}
+    for root in together(graph):
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            if node in done:
+                stack.pop()
+                continue
+            waiting = [n for n in (*(v.node for v in node.inputs), *later.get(node, ())) if n not in done]
+            if waiting:
+                stack.extend(reversed(waiting))
+            else:
+                done[node] = None
+                stack.pop()
+    return tuple(done)

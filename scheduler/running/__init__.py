@@ -1,0 +1,1 @@
+"""Plans at work: weights and states on devices, devices that meet, runs."""

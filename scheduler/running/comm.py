@@ -1,0 +1,181 @@
+"""Communicators: how devices meet within one process (the protocol is `Comm` in ``backends.base``)."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...backends.base import BOARD_FAILED, BOARD_RUN, Array, Device
+from ...graph.dtypes import DType
+from ...graph.errors import BackendError
+
+
+class Meeting:
+    """The place where the threads of a group meet; `member(rank)` is one end.  `devices` are those of one backend that
+    all of them belong to, none if there are several.
+
+    Sums are taken in rank order and in the narrowest dtype anybody brings, so every device gets the same numbers.
+    """
+
+    def __init__(
+        self, size: int, timeout: float = 60.0, *, devices: Sequence[Device] = (), wire: DType = DType.F32
+    ) -> None:
+        self.size, self.timeout, self.wire = size, timeout, wire
+        self.devices: Sequence[Device] = tuple(devices)
+        words = 16 + 8 * size  # in pages of their own, which a driver may pin
+        self.board = np.frombuffer(mmap.mmap(-1, 8 * words), np.int64) if devices else None
+        self.barrier = threading.Barrier(size)
+        self.mail: dict[tuple[int, int, int], Array] = {}
+        self.arrival = threading.Condition()
+        self.posted: list[tuple[int, Array] | None] = [None] * size
+        self.failure = ""
+
+    def member(self, rank: int) -> Member:
+        return Member(self, rank)
+
+    def abort(self, why: str) -> None:
+        """Wake everybody who waits: a member failed."""
+        self.failure = self.failure or why
+        if self.board is not None:
+            self.board[BOARD_FAILED] = 1
+        self.barrier.abort()
+        with self.arrival:
+            self.arrival.notify_all()
+
+    def clear(self) -> None:
+        """Forget what was sent, and that somebody failed: a run is over, and nobody waits."""
+        self.mail.clear()
+        self.posted[:] = [None] * self.size
+        if self.failure or self.barrier.broken:
+            self.failure = ""
+            self.barrier.reset()
+        if self.board is not None:
+            run = self.board[BOARD_RUN] + 1
+            if self.board[BOARD_FAILED]:
+                self.board[:] = 0
+            self.board[BOARD_RUN] = run
+
+    def wait(self, rank: int, sequence: int) -> None:
+        try:
+            self.barrier.wait(self.timeout)
+        except threading.BrokenBarrierError:
+            why = self.failure or f"{self._missing(sequence)} did not arrive within {self.timeout:g} s"
+            raise BackendError(f"collective {sequence} on device {rank} of {self.size}: {why}") from None
+
+    def _missing(self, sequence: int) -> str:
+        late = [str(d) for d, posted in enumerate(self.posted) if posted is None or posted[0] != sequence]
+        return f"device {', '.join(late)}" if late else "a device"
+
+
+class Member:
+    """`Comm` of one thread."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.meeting, self.rank, self.size = meeting, rank, meeting.size
+        self.timeout, self.board, self.devices = meeting.timeout, meeting.board, meeting.devices
+        self.wire = meeting.wire
+
+    def _exchange(self, source: Array, sequence: int) -> list[Array]:
+        """Everybody's source, in rank order, once all are there."""
+        self.meeting.posted[self.rank] = (sequence, source)
+        self.meeting.wait(self.rank, sequence)
+        arrays = []
+        for rank, posted in enumerate(self.meeting.posted):
+            assert posted is not None
+            if posted[0] != sequence:
+                raise BackendError(
+                    f"device {rank} is at collective {posted[0]}, device {self.rank} at {sequence}: "
+                    "the plans of the devices do not match"
+                )
+            arrays.append(posted[1])
+        return _alike(arrays)
+
+    def all_reduce(self, source: Array, into: Array, scratch: Array, sequence: int) -> None:
+        first, *others = self._exchange(source, sequence)
+        total = _as_wide(scratch, first)
+        np.copyto(total, first)
+        for other in others:
+            np.add(total, other, out=total)
+        self.meeting.wait(self.rank, sequence)  # nobody overwrites a source that another still reads
+        np.copyto(into, total)
+
+    def all_gather(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
+        arrays = self._exchange(source, sequence)
+        for array, pairs in zip(arrays, parts, strict=True):
+            for target, origin in pairs:
+                np.copyto(into[target], array[origin])
+        self.meeting.wait(self.rank, sequence)
+
+    def reduce_scatter(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
+        first, *others = self._exchange(source, sequence)
+        total = _as_wide(into, first)
+        for target, origin in parts:
+            np.copyto(total[target], first[origin])
+            for other in others:
+                np.add(total[target], other[origin], out=total[target])
+        if total is not into:
+            np.copyto(into, total)
+        self.meeting.wait(self.rank, sequence)
+
+    def send(self, source: Array, to: int, sequence: int) -> None:
+        with self.meeting.arrival:
+            self.meeting.mail[self.rank, to, sequence] = source
+            self.meeting.arrival.notify_all()
+
+    def receive(self, into: Array, source: int, sequence: int) -> None:
+        key = (source, self.rank, sequence)
+        with self.meeting.arrival:
+            came = self.meeting.arrival.wait_for(
+                lambda: key in self.meeting.mail or bool(self.meeting.failure), self.meeting.timeout
+            )
+        if not came or key not in self.meeting.mail:
+            why = self.meeting.failure or f"device {source} sent nothing within {self.meeting.timeout:g} s"
+            raise BackendError(f"copy {sequence} to device {self.rank} of {self.size}: {why}")
+        np.copyto(into, self.meeting.mail[key])
+
+
+def _alike(arrays: list[Array]) -> list[Array]:
+    """Arrays as they go over the wire: where backends keep a value in several dtypes, in the narrowest of them, so
+    that everybody ends with the same numbers."""
+    dtypes = {a.dtype for a in arrays}
+    if len(dtypes) == 1:
+        return arrays
+    wire = min(dtypes, key=lambda d: (d.itemsize, d.str))
+    return [a.astype(wire) for a in arrays]
+
+
+def _as_wide(own: Array, wire: Array) -> Array:
+    """`own` to sum in, or an array like it if the others sum in a narrower dtype."""
+    return own if own.dtype == wire.dtype else np.empty(own.shape, wire.dtype)
+
+
+class Alone:
+    """`Comm` of a group of one: every collective is a copy."""
+
+    rank, size = 0, 1
+    timeout = 0.0
+    board: npt.NDArray[np.int64] | None = None
+    devices: Sequence[Device] = ()
+    wire = DType.F32
+
+    def all_reduce(self, source: Array, into: Array, scratch: Array, sequence: int) -> None:
+        np.copyto(into, source)
+
+    def all_gather(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
+        for target, origin in parts[0]:
+            np.copyto(into[target], source[origin])
+
+    def reduce_scatter(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
+        for target, origin in parts:
+            np.copyto(into[target], source[origin])
+
+    def send(self, source: Array, to: int, sequence: int) -> None:
+        """Nobody is there to receive."""
+
+    def receive(self, into: Array, source: int, sequence: int) -> None:
+        into[...] = 0

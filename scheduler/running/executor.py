@@ -1,0 +1,202 @@
+"""Running a plan: one thread a device, inputs in, programs replayed, outputs out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...backends.base import Array, Comm, Program
+from ...graph.dtypes import DType
+from ...graph.errors import BackendError, PlanError, StepError
+from ...ops.quants import decoded, encoded
+from ..plan import Plan
+from .comm import Alone, Meeting
+from .interrupts import InterruptsKept
+from .store import Store, assembled
+
+Times = list[list[tuple[str, float]]]
+"""For each device the kernels of its steps, and their seconds."""
+
+
+class Executor:
+    """One plan bound to its memory.
+
+    Between devices with memories of their own large sums are sent as `wire`, float32 or bfloat16 (`Comm.wire`).  A
+    collective that waits longer than `timeout` seconds is an error.  When a device fails, all stop, states become
+    what they were before the run, and the error names the node and the device.  An interrupt waits for the end of a
+    run; a second one stops it, and where a device cannot say how far it came its states are lost.
+    """
+
+    def __init__(self, plan: Plan, store: Store, *, timeout: float = 60.0, wire: DType = DType.F32) -> None:
+        self.plan, self.store = plan, store
+        self._specs = {v.node.name: v.spec for v in plan.graph.inputs}
+        self._shapes = {name: v.shape for name, v in plan.graph.outputs.items()}
+        self._timeout = timeout
+        alike = len({type(lane.backend) for lane in plan.lanes}) == 1
+        devices = [lane.device for lane in plan.lanes] if alike else []
+        self._meeting = Meeting(len(plan.lanes), timeout, devices=devices, wire=wire)
+        self._failures: list[tuple[int | None, BaseException]] = []
+        self._lost: BackendError | None = None
+        self._buffers = store.buffers(plan)
+        self._inputs: dict[str, list[tuple[Any, DType]]] = {name: [] for name in self._specs}
+        self._outputs: list[dict[str, Any]] = []
+        for lane, buffers in zip(plan.lanes, self._buffers, strict=True):
+            for name, t in lane.program.inputs.items():
+                self._inputs[name].append((lane.backend.view(buffers[t.buffer], t), t.dtype))
+            outputs = lane.program.outputs.items()
+            self._outputs.append({name: lane.backend.view(buffers[t.buffer], t) for name, t in outputs})
+        self._replays = [
+            self._compiled(number, lane.program, self._meeting.member(number) if len(plan.lanes) > 1 else Alone())
+            for number, lane in enumerate(plan.lanes)
+        ]
+        self._threads = ThreadPoolExecutor(len(plan.lanes) - 1, "hocket") if len(plan.lanes) > 1 else None
+
+    def _compiled(self, number: int, program: Program, comm: Comm) -> Callable[[], None]:
+        lane = self.plan.lanes[number]
+        return lane.backend.compile(program, self._buffers[number], lane.device, comm)
+
+    def run(self, inputs: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
+        """Outputs by name, as host arrays of their own.  States advance.
+
+        Raises `PlanError` for a missing, unknown or misshapen input, `BackendError` if a device fails.
+        """
+        self.bind(inputs)
+        self.replay()
+        return {
+            name: assembled(shape, self.plan.outputs[name], [self._output(name, i) for i in range(len(self._outputs))])
+            for name, shape in self._shapes.items()
+        }
+
+    def _output(self, name: str, number: int) -> Any:
+        """What a device has of an output, None if nothing."""
+        if name not in self._outputs[number]:
+            return None
+        return decoded(self._outputs[number][name], self.plan.lanes[number].program.outputs[name].dtype)
+
+    def bind(self, inputs: Mapping[str, npt.ArrayLike]) -> None:
+        """Copy the inputs to all devices."""
+        for name in inputs.keys() - self._specs.keys():
+            raise PlanError(f"there is no input %{name}; inputs: {', '.join(self._specs) or 'none'}")
+        for name, spec in self._specs.items():
+            if name not in inputs:
+                raise PlanError(f"input %{name}: {spec} is missing")
+            data = np.asarray(inputs[name])
+            if data.shape != spec.shape:
+                raise PlanError(f"input %{name}: got shape {list(data.shape)}, need {spec}")
+            if spec.dtype.is_integer and data.dtype.kind not in "iu":
+                raise PlanError(f"input %{name}: got {data.dtype}, need {spec}")
+            for view, dtype in self._inputs[name]:
+                view[...] = encoded(decoded(data, spec.dtype), dtype)
+
+    def replay(self) -> None:
+        """Run the programs on the inputs that are bound; an interrupt comes once they have run.  Raises `BackendError`
+        if a device fails."""
+        if self._lost is not None:
+            raise self._lost
+        with InterruptsKept():
+            self._replay()
+
+    def _replay(self) -> None:
+        self._failures.clear()
+        others = [self._threads.submit(self._guarded, i) for i in range(1, len(self._replays))] if self._threads else []
+        self._guarded(0)
+        for number, other in enumerate(others, 1):
+            self._await(number, other)
+        if others:
+            self._meeting.clear()
+        if self._failures:
+            self._fail()
+
+    def measure(self) -> Times:
+        """Run on the inputs that are bound; for each device what it did, step by step, and the seconds of each.
+
+        Raises `PlanError` if a backend cannot tell.
+        """
+        with self.measuring() as found:
+            self.replay()
+        return found
+
+    @contextmanager
+    def measuring(self) -> Iterator[Times]:
+        """After the block this list holds what `measure` gives, of the last run in it."""
+        plain = self._replays
+        noted: list[Iterable[tuple[str, float]]] = [[] for _ in plain]
+        found: Times = []
+
+        def timed(number: int) -> Callable[[], None]:
+            measured = getattr(plain[number], "measured", None)
+            if measured is None:
+                raise PlanError(f"device {self.plan.lanes[number].device} cannot time its steps; cpu and cuda can")
+
+            def replay() -> None:
+                noted[number] = measured()
+
+            return replay
+
+        self._replays = [timed(i) for i in range(len(plain))]
+        try:
+            yield found
+        finally:
+            self._replays = plain
+        found += map(list, noted)
+
+    def _guarded(self, number: int) -> None:
+        """Run one device; on failure wake the others, who may be waiting for it."""
+        try:
+            self._replays[number]()
+        except BaseException as why:  # a thread's error is handed to the caller, whatever it is
+            self._stop(number, why)
+
+    def _stop(self, number: int | None, why: BaseException) -> None:
+        """Note a failure of a device (or an interrupt), before others hear of it and fail for that reason."""
+        self._failures.append((number, why))
+        self._meeting.abort(str(why) or type(why).__name__)
+
+    def _await(self, number: int, other: Future[None]) -> None:
+        """Wait for a device; once another has failed, not for ever."""
+        while not other.done():
+            failed = bool(self._failures)
+            try:
+                other.result(self._timeout)
+            except TimeoutError:
+                if failed:
+                    device, why = self.plan.lanes[number].device, self._failures[0][1]
+                    self._lost = BackendError(f"{why}; and {device} does not stop: states are lost, load anew")
+                    raise self._lost from why
+            except KeyboardInterrupt as why:
+                self._stop(None, why)
+
+    def _fail(self) -> None:
+        """Take the run back on all devices and raise what went wrong first."""
+        why, failed = self._failures[0][1], dict(self._failures)
+        for number, lane in enumerate(self.plan.lanes):
+            error, program = failed.get(number), lane.program
+            finished = len(program.instructions) if error is None else getattr(error, "finished", None)
+            try:
+                if program.undo and finished is None:
+                    raise BackendError("it does not say how far it came")
+                self._compiled(number, program.undoing(finished or 0), Alone())()
+            except Exception as fault:  # whatever a backend raises here, the states are lost
+                raise BackendError(f"{why}; and states of {lane.device} are lost: {fault}") from why
+        if isinstance(why, StepError) and not isinstance(why.__cause__, Exception | None):
+            raise why.__cause__  # an interrupt
+        raise why
+
+
+def load(plan: Plan, weights: Mapping[str, npt.ArrayLike]) -> Executor:
+    """Bind `weights` (arrays by name, in the dtypes the graph declares) and make `plan` ready to run."""
+    store = Store([(lane.backend, lane.device) for lane in plan.lanes])
+    for value in plan.graph.weights:
+        name, spec = value.node.name, value.spec
+        if name in weights:
+            data = np.asarray(weights[name])
+            if not spec.dtype.is_quantised and data.shape != spec.shape:
+                raise PlanError(f"weight %{name}: got shape {list(data.shape)}, need {spec}")
+            stored = data if spec.dtype.is_quantised else encoded(decoded(data, spec.dtype), spec.dtype)
+            store.bind(name, stored, spec, plan.leaves[name])
+    return Executor(plan, store)

@@ -1,0 +1,288 @@
+"""Which factor each node is computed by, and the layout of every value that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from ...graph.graph import Graph
+from ...graph.node import Node, Value
+from ...ops import op_of
+from ..layout import Local
+from .factors import Factor, Factors, Uses
+from .pins import Pins
+
+
+class Whole(Enum):
+    """How a value lies that is not cut."""
+
+    REPLICATED = "R"
+    PARTIAL = "P"
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """A partial sum of which each entry comes from one device: the one with the part of `factor` in which lies the row
+    that `ids` names at the first axes of the entry.  On all others it is zero."""
+
+    factor: Factor
+    ids: Value
+
+
+State = Factor | Whole | Routed | Local
+R, P = Whole.REPLICATED, Whole.PARTIAL
+NO_PINS = Pins()
+
+
+def is_owed(state: State) -> bool:
+    """Whether a sum over the devices has still to be taken."""
+    return state is P or isinstance(state, Routed)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """Before `node` (None: for the graph's own ends) `value` goes from one layout to another."""
+
+    value: Value
+    before: State
+    after: State
+    node: Node | None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing is sent: each device takes its slice, or one keeps the value and the others nothing."""
+        return self.before is R
+
+
+@dataclass(slots=True)
+class Assignment:
+    """`made[v]` is the layout a value is produced in; `by[n]` the factor a node is cut by, R if every device does all
+    of it, the kind of sum it is if it passes one on, Local if one device does it; `wants[n]` the layout in which the
+    node reads each operand; `dealt[n]` the numbers by which a node finds its rows of a table that is cut."""
+
+    chosen: frozenset[Factor]
+    made: dict[Value, State] = field(default_factory=dict)
+    by: dict[Node, State] = field(default_factory=dict)
+    wants: dict[Node, tuple[State, ...]] = field(default_factory=dict)
+    dealt: dict[Node, Value] = field(default_factory=dict)
+    conversions: list[Conversion] = field(default_factory=list)
+
+
+def operands(node: Node) -> list[tuple[str, Value]]:
+    """The operands that are there, by name."""
+    return [(n, s) for n, s in zip(op_of(node).operand_names, node.src, strict=False) if s is not None]
+
+
+def lookup(node: Node) -> tuple[str, Value, Sequence[str]]:
+    """The operand of a node that is looked up, the numbers by which, and what it is linear in together with that."""
+    declared = op_of(node)
+    found = declared.signature_for(node.attrs).lookup
+    assert found is not None
+    table, dim = found
+    joint = next(j for j in (k.split("+") for k in declared.linear_in(node.attrs)) if table.name in j)
+    return table.name, dict(operands(node))[dim.index], joint
+
+
+def assign(graph: Graph, factors: Factors, chosen: frozenset[Factor], pins: Pins = NO_PINS) -> Assignment:
+    """Lay `graph` out over the `chosen` factors.  Always succeeds: what does not fit is converted.
+
+    A weight that some node needs whole stays whole on every device (nodes that can still take a slice of it).
+    """
+    users = graph.users()
+    whole: set[Value] = set()
+    while True:
+        found = _Pass(graph, factors, chosen, users, whole, pins).run()
+        gathered = {c.value for c in found.conversions if c.value.node.op == "weight" and isinstance(c.before, Factor)}
+        if not gathered:
+            return found
+        whole |= gathered
+
+
+class _Pass:
+    """One walk over the graph, sources first."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        factors: Factors,
+        chosen: frozenset[Factor],
+        users: Mapping[Value, list[Node]],
+        whole: Iterable[Value],
+        pins: Pins,
+    ) -> None:
+        self.graph, self.factors, self.users, self.whole, self.pins = graph, factors, users, set(whole), pins
+        self.out = Assignment(chosen)
+        self.converted: set[tuple[Value, State]] = set()
+        self.stored: set[Value] = set()  # weights, states and views of them: where a cut saves memory and reading
+        self.ends = {*graph.outputs.values(), *graph.updates.values()}
+
+    def run(self) -> Assignment:
+        for node in self.graph.nodes:
+            if node.is_leaf:
+                self._leaf(node)
+            else:
+                self._node(node)
+        for value in self.graph.outputs.values():
+            if is_owed(self.out.made[value]):
+                self._convert(value, R, None)
+        for state, new in self.graph.updates.items():
+            self._convert(new, self.out.made[state], None)
+        return self.out
+
+    def _leaf(self, node: Node) -> None:
+        value = Value(node)
+        if value in self.pins.leaves:
+            self.out.made[value] = self.pins.leaves[value]
+            return
+        cuts = self._cuts(value)
+        self.out.made[value] = cuts[0] if cuts and node.op in ("weight", "state") and value not in self.whole else R
+        if node.op in ("weight", "state"):
+            self.stored.add(value)
+
+    def _cuts(self, value: Value) -> list[Factor]:
+        """Chosen factors of a value; at most one, as long as the choice is consistent."""
+        own = self.factors.of(value)
+        return sorted((f for f in own & self.out.chosen), key=lambda f: -f.size) if own else []
+
+    def _node(self, node: Node) -> None:
+        by: State
+        wants: tuple[State, ...]
+        results: tuple[State, ...]
+        if (pin := self.pins.nodes.get(node)) is not None:
+            by = Local((pin.device,))
+            wants, results = (by,) * len(node.inputs), (by,) * len(node.specs)
+        elif (cut := self._factor_for(node)) is None:
+            wants, by = self._wants_whole(node)
+            results = tuple(by for _ in node.results)
+        elif cut is self.factors.uses(node).looked_up:
+            wants, made = self._dealt(node, cut)
+            by, results = cut, (made,)
+        else:
+            by, wants = cut, tuple(cut if cut in self.factors.of(s) else R for s in node.inputs)
+            results = tuple(cut if cut in self.factors.of(v) else P for v in node.results)
+        self.out.by[node], self.out.wants[node] = by, wants
+        for source, want in zip(node.inputs, wants, strict=True):
+            self._convert(source, want, node)
+        self.out.made.update(zip(node.results, results, strict=True))
+        if op_of(node).is_view and node.inputs[0] in self.stored and not isinstance(by, Local):
+            self.stored.add(Value(node))
+
+    def _factor_for(self, node: Node) -> Factor | None:
+        """The chosen factor by which `node` is worth cutting: it is already cut so, or reads a weight or state so."""
+        candidates: set[Factor] = set()
+        for source in node.inputs:
+            made = self.out.made[source]
+            if isinstance(made, Factor):
+                candidates.add(made)
+            elif source in self.stored:
+                candidates.update(self._cuts(source))
+        if not candidates:
+            return None
+        uses = self.factors.uses(node)
+        legal = [f for f in candidates - uses.coupled if self._is_legal(node, f, uses)]
+        return max(legal, key=lambda f: self._weight_of(node, f), default=None)
+
+    def _is_legal(self, node: Node, factor: Factor, uses: Uses) -> bool:
+        """Every result has the factor, or it is summed over or looked up: then no result has it, and no entry is on two
+        devices."""
+        has = [factor in self.factors.of(v) for v in node.results]
+        if factor is uses.looked_up:
+            table, _, joint = lookup(node)
+            others = [s for n, s in operands(node) if n != table]
+            summed = [s for n, s in operands(node) if n in joint and n != table]
+            alone = not any(has) and not any(factor in self.factors.of(s) for s in others)
+            return alone and not any(isinstance(self.out.made[s], Factor) for s in summed)
+        if any(has) or factor not in uses.contracted or len(has) > 1:
+            return all(has)
+        axes = [axis for s in node.inputs for axis in self.factors.axes(s)]
+        return all(factor in segment for axis in axes if any(factor in s for s in axis) for segment in axis)
+
+    def _weight_of(self, node: Node, factor: Factor) -> int:
+        return sum(s.spec.nbytes for s in node.inputs if factor in self.factors.of(s))
+
+    def _dealt(self, node: Node, cut: Factor) -> tuple[tuple[State, ...], State]:
+        """Each device looks up what lies in its part of the table, in operands that are there where it does.
+
+        What is added to that is owed too: counted once.
+        """
+        table, ids, joint = lookup(node)
+        self.out.dealt[node] = ids
+        routed = Routed(cut, ids)
+        found: list[State] = []
+        made: State = routed if self._keeps(node, ids, routed) else P
+        for name, source in operands(node):
+            state = self.out.made[source]
+            if name == table:
+                found.append(cut)
+            elif state == routed and self._keeps(node, source, routed):
+                found.append(routed)
+            elif name in joint:
+                found.append(state if is_owed(state) else P)
+                made = P
+            else:
+                found.append(R)
+        return tuple(found), made
+
+    @staticmethod
+    def _keeps(node: Node, source: Value, routed: Routed) -> bool:
+        """Whether `node` makes of what lies where `routed` says something that lies there."""
+        specs = [None if s is None else s.spec for s in node.src]
+        places = [i for i, s in enumerate(node.src) if s == source]
+        count = len(routed.ids.shape)
+        return all(op_of(node).keeps(specs, node.specs[0], node.attrs, i, count) for i in places)
+
+    def _wants_whole(self, node: Node) -> tuple[tuple[State, ...], State]:
+        """All operands whole; or, where the op is linear and nobody needs the sum yet, partial sums as they are; and
+        what the results are then."""
+        made, named = self.out.made, operands(node)
+        partial = {s for s in node.inputs if is_owed(made[s]) and (s, R) not in self.converted}
+        whole = tuple(R for _ in named)
+        if not partial or not all(self._passes(user, s) for s in partial for user in self.users[s]):
+            return whole, R
+        if max(v.spec.nbytes for v in node.results) > max(s.spec.nbytes for s in partial):
+            return whole, R
+        if (routed := self._routing(node, partial)) is not None:
+            return tuple(routed if s in partial else R for _, s in named), routed
+        for joint in op_of(node).linear_in(node.attrs):
+            together = joint.split("+")
+            if {n for n, s in named if s in partial} <= set(together):
+                return tuple((made[s] if is_owed(made[s]) else P) if n in together else R for n, s in named), P
+        return whole, R
+
+    def _routing(self, node: Node, partial: set[Value]) -> Routed | None:
+        """How all results of `node` are routed: as the operands in `partial` all are, if their zeros give zeros."""
+        routed, *others = {self.out.made[s] for s in partial}
+        if others or not isinstance(routed, Routed) or not all(self._keeps(node, s, routed) for s in partial):
+            return None
+        names = {n for n, s in operands(node) if s in partial}
+        return routed if any(names >= set(j.split("+")) for j in op_of(node).zeros_in(node.attrs)) else None
+
+    def _passes(self, user: Node, value: Value) -> bool:
+        """Whether `user` could take `value` as a partial sum."""
+        if user in self.pins.nodes:
+            return False
+        declared, made = op_of(user), self.out.made[value]
+        passing = declared.linear_in(user.attrs)
+        if isinstance(made, Routed) and self._keeps(user, value, made):
+            if made.factor is self.factors.uses(user).looked_up and lookup(user)[1] == made.ids:
+                return value not in self.ends
+            passing = declared.zeros_in(user.attrs)
+        names = {n for joint in passing for n in joint.split("+")}
+        places = [n for n, s in operands(user) if s == value]
+        others = [s for s in user.inputs if s != value]
+        cut_anyway = any(s in self.stored and self._cuts(s) for s in others)
+        return value not in self.ends and len(places) == 1 and places[0] in names and not cut_anyway
+
+    def _convert(self, value: Value, want: State, node: Node | None) -> None:
+        made = self.out.made[value]
+        if made == want or (value, want) in self.converted:
+            return
+        if isinstance(made, Local) and isinstance(want, Local) and set(want.devices) <= set(made.devices):
+            return
+        if isinstance(made, Local) != isinstance(want, Local) and want is not R:
+            self._convert(value, R, node)  # to one device and from one device it goes as a whole
+        if made is R or (value, R) in self.converted:
+            made = R  # it is whole already: a slice of that is free
+        self.converted.add((value, want))
+        self.out.conversions.append(Conversion(value, made, want, node))

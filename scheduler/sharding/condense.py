@@ -1,0 +1,162 @@
+"""A graph with each repeated part once, for a search whose time grows with the number of different parts.
+
+No layer is known by name.  The graph is cut where one value crosses (the residual stream of a model) besides those
+that live long (a mask that every layer reads); pieces of equal structure are twins, and one of them stands for all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ...graph.graph import Graph
+from ...graph.node import Node, Value
+from ..lowering.order import together
+
+LONG = 0.25
+"""A value that crosses this part of all points of a graph lives long: it belongs to no piece."""
+LONGEST_PERIOD = 64
+"""How many pieces are looked through for a repetition: those of one layer, or of the few kinds of layers of a model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Condensed:
+    """`times` says how many nodes of the original each node of `graph` stands for, `twins` which leaves each leaf."""
+
+    graph: Graph
+    times: Mapping[Node, int]
+    twins: Mapping[str, tuple[str, ...]]
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Nodes between two cuts, the values that cross there, and the leaves that only these nodes read."""
+
+    nodes: Sequence[Node]
+    before: Value | None
+    after: Value | None
+    own: dict[Node, int]
+
+
+def condense(graph: Graph) -> Condensed | None:
+    """`graph` with each run of pieces twice that comes oftener in a row; None where there is nothing to gain.
+
+    The first stands for all but the last, so that every piece is followed by what follows it in the original: on that
+    depends where a sum over devices has to be paid.
+    """
+    nodes = [n for n in together(graph) if not n.is_leaf]  # else what only a new state needs would live to the end
+    spans = _spans(graph, nodes)
+    lasting = frozenset(v for v, (a, b) in spans.items() if b - a > LONG * len(nodes))
+    pieces = _pieces(nodes, spans, lasting)
+    groups: list[list[_Piece]] = []
+    for start, length, times in repeats([_structure(graph, piece, lasting) for piece in pieces]):
+        last = start + length * (times - 1)
+        groups += [pieces[start + i : last : length] for i in range(length) if times > 1]
+        groups += [[piece] for piece in pieces[last : last + length]]
+    return None if len(groups) == len(pieces) else _joined(graph, groups)
+
+
+def repeats(items: Sequence[object]) -> Iterator[tuple[int, int, int]]:
+    """`items` as (start, length, times): runs of a few that come several times in a row, and what is between."""
+    numbers: dict[object, int] = {}
+    line = [numbers.setdefault(item, len(numbers)) for item in items]
+    at = 0
+    while at < len(line):
+        best = (1, 1)
+        for length in range(1, min(LONGEST_PERIOD, (len(line) - at) // 2) + 1):
+            times = 1
+            while line[at : at + length] == line[at + length * times : at + length * (times + 1)]:
+                times += 1
+            if times > 1 and length * times > best[0] * best[1]:
+                best = (length, times)
+        yield (at, *best)
+        at += best[0] * best[1]
+
+
+def _spans(graph: Graph, nodes: Sequence[Node]) -> dict[Value, tuple[int, int]]:
+    """For each value that a node makes the number of that node, and of the last that reads it."""
+    spans: dict[Value, tuple[int, int]] = {}
+    for at, node in enumerate(nodes):
+        for source in node.inputs:
+            if source in spans:
+                spans[source] = (spans[source][0], at)
+        spans.update((v, (at, at)) for v in node.results)
+    spans.update((v, (spans[v][0], len(nodes) - 1)) for v in graph.outputs.values() if v in spans)
+    return spans
+
+
+def _pieces(nodes: Sequence[Node], spans: Mapping[Value, tuple[int, int]], lasting: frozenset[Value]) -> list[_Piece]:
+    """The graph cut wherever exactly one value that does not last crosses."""
+    crossing: list[list[Value]] = [[] for _ in range(len(nodes) + 1)]
+    for value, (made, read) in spans.items():
+        if value not in lasting:
+            for point in range(made + 1, read + 1):
+                crossing[point].append(value)
+    cuts = [0, *(p for p in range(1, len(nodes)) if len(crossing[p]) == 1), len(nodes)]
+    found = []
+    readers: dict[Node, set[int]] = defaultdict(set)
+    for number, (start, stop) in enumerate(itertools.pairwise(cuts)):
+        before, after = (crossing[p][0] if 0 < p < len(nodes) else None for p in (start, stop))
+        found.append(_Piece(nodes[start:stop], before, after, {}))
+        for node in nodes[start:stop]:
+            for source in node.inputs:
+                if source.node.is_leaf:
+                    readers[source.node].add(number)
+    for leaf, numbers in readers.items():
+        if len(numbers) == 1 and leaf.op in ("weight", "state"):
+            own = found[next(iter(numbers))].own
+            own[leaf] = len(own)
+    return found
+
+
+def _structure(graph: Graph, piece: _Piece, lasting: frozenset[Value]) -> object:
+    """What twins have in common: everything but the names of nodes and of their own leaves."""
+    number = {node: i for i, node in enumerate(piece.nodes)}
+    outputs = {v: name for name, v in graph.outputs.items()}
+
+    def ref(value: Value | None) -> object:
+        if value is None or value == piece.before:
+            return value is None
+        if value.node in piece.own:
+            return ("own", piece.own[value.node])
+        return (number[value.node], value.index) if value.node in number else value
+
+    lines = [
+        (n.op, tuple(map(ref, n.src)), tuple(n.attrs.items()), n.specs, tuple(outputs.get(v) for v in n.results))
+        for n in piece.nodes
+    ]
+    made = tuple(v for n in piece.nodes for v in n.results if v in lasting)
+    leaves = tuple((n.op, n.specs, ref(graph.updates.get(Value(n)))) for n in piece.own)
+    before = None if piece.before is None else piece.before.spec
+    return (tuple(lines), made, leaves, before, ref(piece.after))
+
+
+def _joined(graph: Graph, groups: Sequence[Sequence[_Piece]]) -> Condensed | None:
+    """The first piece of each group, one behind the other; None if what crosses does not fit."""
+    new: dict[Value, Value] = {}
+    times: Counter[Node] = Counter()
+    twins: dict[str, tuple[str, ...]] = {}
+    updates: dict[Value, Value] = {}
+    last: Value | None = None
+    for group in groups:
+        piece = group[0]
+        if piece.before is not None:
+            if last is None or last.spec != piece.before.spec:
+                return None
+            new[piece.before] = last
+        for node in piece.nodes:
+            copy = node.with_src(tuple(None if s is None else new.get(s, s) for s in node.src))
+            new.update(zip(node.results, copy.results, strict=True))
+            times[copy] = len(group)
+        for at, leaf in enumerate(piece.own):
+            twins[leaf.name] = tuple(list(other.own)[at].name for other in group)
+            times[leaf] = len(group)
+        last = None if piece.after is None else new[piece.after]
+    kept = {leaf for group in groups for leaf in group[0].own}
+    for state, made in graph.updates.items():
+        if state.node in kept or made in new:
+            updates[state] = new.get(made, made)
+    outputs = {name: new.get(v, v) for name, v in graph.outputs.items()}
+    return Condensed(Graph(outputs, updates), times, twins)

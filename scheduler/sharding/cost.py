@@ -1,0 +1,69 @@
+"""What an assignment of factors would cost: the predicted time of one run of a graph over equal devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ...graph.graph import Graph
+from ...graph.node import Node, Value
+from ...ops import op_of
+from ...ops.routing import busiest
+from ..hardware import Counts, Estimate, Hardware, sent_bytes
+from .assign import Assignment, Conversion, is_owed
+from .factors import Factor
+
+
+class Costs:
+    """Predicts one run of a graph over equal devices, for any number of assignments.
+
+    `times` says how many nodes a node stands for, if more than one.
+    """
+
+    def __init__(self, graph: Graph, devices: int, hardware: Hardware, times: Mapping[Node, int] | None = None) -> None:
+        self.devices, self.hardware, self.times = devices, hardware, times or {}
+        counts = Counts()
+        self.work = {n: counts.of(n) for n in graph.nodes if not n.is_leaf and not op_of(n).is_view}
+        self.stored = [Value(n) for n in graph.nodes if n.op in ("weight", "state")]
+
+    def estimate(self, assignment: Assignment) -> Estimate:
+        """The predicted time of one run."""
+        times = self.times
+        compute = sum(times.get(node, 1) * self.node_time(node, assignment) for node in self.work)
+        sent = [(times.get(c.value.node, 1), c) for c in assignment.conversions if not c.is_free]
+        return Estimate(compute, sum(n * self.conversion_time(c) for n, c in sent), sum(n for n, _ in sent))
+
+    def held(self, assignment: Assignment) -> float:
+        """Bytes of weights and states on the device that has most of them."""
+        total = 0.0
+        for value in self.stored:
+            by = assignment.made[value]
+            share = -(-by.size // self.devices) / by.size if isinstance(by, Factor) and by.size else 1.0
+            total += self.times.get(value.node, 1) * value.spec.nbytes * share
+        return total
+
+    def node_time(self, node: Node, assignment: Assignment) -> float:
+        """Seconds of `node` on the busiest device."""
+        flops, nbytes = self.work[node]
+        by = assignment.by[node]
+        if isinstance(by, Factor):
+            own = -(-by.size // self.devices)
+            share = most = own / by.size if by.size else 1.0
+            if (ids := assignment.dealt.get(node)) is not None and ids.spec.size:
+                entries = ids.spec.size
+                busy = busiest(entries, own, by.size)
+                share, most = busy / entries, min(own, busy) / min(by.size, entries)
+            wants, made = assignment.wants[node], assignment.made
+            uncut: float = sum(
+                v.spec.nbytes for v, w in zip(node.inputs, wants, strict=True) if not isinstance(w, Factor)
+            )
+            uncut += sum(v.spec.nbytes for v in node.results if not isinstance(made[v], Factor))
+            uncut = min(nbytes, uncut)
+            flops, nbytes = flops * share, uncut + (nbytes - uncut) * most
+        return self.hardware.compute(flops, nbytes)
+
+    def conversion_time(self, conversion: Conversion) -> float:
+        """Seconds of a collective."""
+        if conversion.is_free or self.devices == 1:
+            return 0.0
+        op = "all_reduce" if is_owed(conversion.before) and not isinstance(conversion.after, Factor) else "all_gather"
+        return self.hardware.meeting(sent_bytes(op, conversion.value.spec.nbytes, self.devices))

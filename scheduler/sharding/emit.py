@@ -1,0 +1,264 @@
+"""One graph becomes one graph per device: local shapes, sliced leaves, collectives where layouts meet."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from ...graph.graph import Graph
+from ...graph.node import Node, Value
+from ...graph.spec import Spec
+from ...ops import concat, fill, op_of, slice_
+from ...ops.collective import all_gather, all_reduce, all_to_all, receive, reduce_scatter, send
+from ..layout import PARTIAL, REPLICATE, Layout, Local, Shard, local_shape
+from .assign import Assignment, P, R, State, is_owed
+from .factors import Factor, Factors
+from .shares import Shares, runs_of
+
+
+@dataclass(frozen=True, eq=False)
+class Sharded:
+    """A graph for each device, and the layout in which leaves and outputs of the original lie on them.
+
+    `origins` gives for each device the nodes of the original that nodes of its graph stand for.
+    """
+
+    graphs: tuple[Graph, ...]
+    origins: tuple[Mapping[Node, Node], ...]
+    leaves: Mapping[str, Layout]
+    outputs: Mapping[str, Layout]
+
+
+def shard(graph: Graph, factors: Factors, assignment: Assignment, shares: Shares) -> Sharded:
+    """Emit the graph of every device.  With one device that is the graph itself."""
+    layouts = _Layouts(graph, factors, assignment, shares)
+    ends = {name: R if is_owed(assignment.made[v]) else assignment.made[v] for name, v in graph.outputs.items()}
+    outputs = {name: layouts.of(v, ends[name]) for name, v in graph.outputs.items()}
+    emitted: dict[Hashable, tuple[Graph, Mapping[Node, Node]]] = {}
+    for key in (keys := [_kind(d, assignment, shares) for d in range(len(shares))]):
+        if key not in emitted:
+            device = _Device(keys.index(key), layouts)
+            emitted[key] = device.emit(graph, ends), device.origins
+    graphs = tuple(emitted[key][0] for key in keys)
+    leaves = {n.name: layouts.of(Value(n), assignment.made[Value(n)]) for n in graph.nodes if n.is_leaf}
+    leaves.update(_rarely_read(graph, graphs, leaves))
+    return Sharded(graphs, tuple(emitted[key][1] for key in keys), leaves, outputs)
+
+
+def _kind(device: int, assignment: Assignment, shares: Shares) -> Hashable:
+    """Equal for devices whose graphs are equal: they have as much of every factor, and no node knows its device."""
+    for c in assignment.conversions:
+        if isinstance(c.after, Factor | Local) or isinstance(c.before, Local):
+            return device
+    if assignment.dealt or any(isinstance(by, Local) for by in assignment.by.values()):
+        return device
+    return device == 0, *(high - low for low, high in (shares.of(f)[device] for f in assignment.chosen))
+
+
+def _rarely_read(graph: Graph, graphs: Sequence[Graph], leaves: Mapping[str, Layout]) -> dict[str, Layout]:
+    """Whole weights and states that some devices turn out not to read, as what they compute is placed elsewhere."""
+    read = [{n.name for n in local.nodes if n.is_leaf} for local in graphs]
+    found: dict[str, Layout] = {}
+    for node in graph.nodes:
+        if node.op in ("weight", "state") and leaves[node.name] is REPLICATE:
+            where = tuple(d for d, names in enumerate(read) if node.name in names)
+            if 0 < len(where) < len(graphs):
+                found[node.name] = Local(where)
+    return found
+
+
+def unused(name: str, taken: Container[str]) -> str:
+    """`name`, or one like it that no output of the user's has."""
+    while name in taken:
+        name += "~"
+    return name
+
+
+class _Layouts:
+    """Layouts of values in the states an assignment gives them; collectives are numbered here, once for all."""
+
+    def __init__(self, graph: Graph, factors: Factors, assignment: Assignment, shares: Shares) -> None:
+        self.graph, self.factors, self.assignment, self.shares = graph, factors, assignment, shares
+        self.sequence: dict[tuple[Value, State], int] = {}
+        self.letters: dict[Value, dict[int, int]] = {}
+        count = 0
+        for conversion in (c for c in assignment.conversions if not c.is_free):
+            value, before, after = conversion.value, conversion.before, conversion.after
+            if not isinstance(before, Local):
+                self.sequence[value, after] = count
+                count += 1
+                continue
+            letters = self.letters.setdefault(value, {})  # to whom a value is sent that one device has, each once
+            for device in after.devices if isinstance(after, Local) else range(len(shares)):
+                if device not in before.devices and device not in letters:
+                    letters[device] = count
+                    count += 1
+        self._cut: dict[tuple[Value, Factor], Shard] = {}
+
+    def of(self, value: Value, state: State) -> Layout:
+        if isinstance(state, Local):
+            return state
+        if not isinstance(state, Factor):
+            return PARTIAL if is_owed(state) else REPLICATE
+        if (value, state) not in self._cut:  # every device asks, at every use
+            self._cut[value, state] = self._shard(value, state)
+        return self._cut[value, state]
+
+    def _shard(self, value: Value, state: Factor) -> Shard:
+        for axis, segments in enumerate(self.factors.axes(value)):
+            if any(state in s for s in segments):
+                dealt = self.shares.of(state)
+                return Shard(axis, tuple(runs_of(segments, state, low, high) for low, high in dealt))
+        raise AssertionError(f"{value!r} does not have the factor {state}")
+
+
+class _Device:
+    """Emits the graph of one device."""
+
+    def __init__(self, device: int, layouts: _Layouts) -> None:
+        self.device, self.layouts = device, layouts
+        self.local: dict[tuple[Value, State], Value] = {}
+        self.origins: dict[Node, Node] = {}
+        self.met: list[Value] = []
+
+    def emit(self, graph: Graph, ends: Mapping[str, State]) -> Graph:
+        assignment, made = self.layouts.assignment, self.layouts.assignment.made
+        for node in graph.nodes:
+            by = made[Value(node)] if node.is_leaf else assignment.by[node]
+            if self._is_elsewhere(by):
+                for source in node.inputs:
+                    self._attend(source)
+                continue
+            for value, new in zip(node.results, self._leaf(node) if node.is_leaf else self._node(node), strict=True):
+                self._keep(value, made[value], new)
+        for old, new in graph.updates.items():
+            if self._is_elsewhere(made[old]):
+                self._attend(new)
+        outputs = {
+            name: self._as(v, ends[name]) for name, v in graph.outputs.items() if not self._is_elsewhere(ends[name])
+        }
+        updates = {
+            self._as(old, made[old]): self._as(new, made[old])
+            for old, new in graph.updates.items()
+            if not self._is_elsewhere(made[old])
+        }
+        return self._with_meetings(Graph(outputs, updates))
+
+    def _is_elsewhere(self, state: State) -> bool:
+        return isinstance(state, Local) and self.device not in state.devices
+
+    def _attend(self, source: Value) -> None:
+        """Take part in making whole what another device alone will read."""
+        made = self.layouts.assignment.made[source]
+        if made is P or isinstance(made, Factor):
+            self._as(source, R)
+
+    def _keep(self, value: Value, state: State, new: Value) -> None:
+        """A value is there; one device's own is sent to all who will read it."""
+        self.local[value, state] = new
+        if isinstance(state, Local):
+            self.local[value, R] = new
+            if self.device == state.devices[0]:
+                for to, number in self.layouts.letters.get(value, {}).items():
+                    self.met.append(send(new, to=to, sequence=number, name=f"{value.node.label}.to.{to}"))
+
+    def _with_meetings(self, graph: Graph) -> Graph:
+        """A device comes to its meetings even where nothing of its own depends on them."""
+        there, missing = set(graph.nodes), {}
+        for number, value in reversed(list(enumerate(self.met))):  # what comes last may read what came before
+            if value.node not in there:
+                missing[unused(f"met.{number}", graph.outputs)] = value
+                stack = [value.node]
+                while stack:
+                    there.add(node := stack.pop())
+                    stack += [s.node for s in node.inputs if s.node not in there]
+        return Graph({**graph.outputs, **missing}, graph.updates) if missing else graph
+
+    def _shape(self, value: Value, state: State) -> tuple[int, ...]:
+        return local_shape(value.shape, self.layouts.of(value, state), self.device)
+
+    def _leaf(self, node: Node) -> Sequence[Value]:
+        value = Value(node)
+        shape = self._shape(value, self.layouts.assignment.made[value])
+        return Node(node.op, (), node.attrs, (Spec(shape, value.dtype),), node.name).results
+
+    def _node(self, node: Node) -> Sequence[Value]:
+        assignment, declared = self.layouts.assignment, op_of(node)
+        wants = iter(assignment.wants[node])
+        src = [None if s is None else self._as(s, next(wants)) for s in node.src]
+        made = [assignment.made[v] for v in node.results]
+        attrs = node.attrs
+        if isinstance(made[0], Factor) and declared.localise is not None:
+            first, want = node.inputs[0], assignment.wants[node][0]
+            count = partial(self._count, self.layouts.of(first, want))
+            attrs = {**attrs, **declared.localise(attrs, self._shape(node.results[0], made[0]), count)}
+        by = assignment.by[node]
+        if isinstance(by, Factor) and by is self.layouts.factors.uses(node).looked_up:
+            attrs = {**attrs, "first": self.layouts.shares.of(by)[self.device][0], "total": by.size}
+        built = declared(*src, name=node.name, **attrs)
+        results = (built,) if isinstance(built, Value) else built
+        self.origins[results[0].node] = node
+        for value, new, state in zip(node.results, results, made, strict=True):
+            assert new.shape == self._shape(value, state), f"{node!r} on device {self.device} gave {new!r}"
+        return results
+
+    def _count(self, layout: Layout, axis: int, n: int) -> int:
+        return layout.count(self.device, n) if isinstance(layout, Shard) and layout.axis == axis else n
+
+    # ---------------------------------------------------------------------------------------------- conversions
+
+    def _as(self, value: Value, state: State) -> Value:
+        """`value` on this device in the layout of `state`, converted at its first use."""
+        if isinstance(state, Local):
+            state = R  # here it is whole
+        key, made = (value, state), self.layouts.assignment.made[value]
+        if isinstance(made, Local) and (value, R) not in self.local:
+            self.local[value, R] = self._received(value, made)
+        if key not in self.local:
+            if made is R or (value, R) in self.local:
+                self.local[key] = self._owed_once(value) if state is P else self._sliced(value, state)
+            else:
+                self.local[key] = self._meeting(value, made, state)
+                self.met.append(self.local[key])
+        return self.local[key]
+
+    def _received(self, value: Value, made: Local) -> Value:
+        """A value that one device alone has made."""
+        source, number = made.devices[0], self.layouts.letters[value][self.device]
+        name = f"{value.node.label}.from.{source}"
+        new = receive(shape=value.shape, dtype=value.dtype, source=source, sequence=number, name=name)
+        self.met.append(new)
+        return new
+
+    def _meeting(self, value: Value, made: State, state: State) -> Value:
+        """The collective that takes `value` from one layout to another."""
+        mine, number, label = self.local[value, made], self.layouts.sequence[value, state], value.node.label
+        before, after = self.layouts.of(value, made), self.layouts.of(value, state)
+        if is_owed(made) and state is R:
+            return all_reduce(mine, sequence=number, name=f"{label}.sum")
+        if isinstance(before, Shard) and state is R:
+            return all_gather(mine, axis=before.axis, runs=before.runs, sequence=number, name=f"{label}.whole")
+        assert isinstance(after, Shard)
+        cut = {"axis": after.axis, "runs": after.runs, "rank": self.device, "sequence": number}
+        if is_owed(made):
+            return reduce_scatter(mine, **cut, name=f"{label}.part")
+        assert isinstance(before, Shard)
+        return all_to_all(mine, old_axis=before.axis, old_runs=before.runs, **cut, name=f"{label}.recut")
+
+    def _sliced(self, value: Value, state: State) -> Value:
+        layout = self.layouts.of(value, state)
+        assert isinstance(layout, Shard)
+        whole = self.local[value, R]
+        pieces = [
+            slice_(whole, axis=layout.axis, start=offset, stop=offset + n) for offset, n in layout.runs[self.device]
+        ] or [slice_(whole, axis=layout.axis, start=0, stop=0)]
+        joined = pieces[0]
+        for piece in pieces[1:]:
+            joined = concat(joined, piece, axis=layout.axis)
+        return joined
+
+    def _owed_once(self, value: Value) -> Value:
+        """A whole value as a summand: device 0 brings it, the others nothing."""
+        whole = self.local[value, R]
+        return whole if self.device == 0 else fill(whole, value=0.0, name=f"{value.node.label}.zero")

@@ -1,0 +1,428 @@
+"""Dimension factors: where values can be cut, found from the graph alone.
+
+Every axis of every value is a list of segments (a concatenation such as q|k|v), every segment a product of factors,
+outer first.  Equal letters of an op's signature are one factor over the whole graph (union-find); a reshape, a head
+group, a tiled broadcast or a quantisation block splits a factor into an outer and an inner one; a slice cuts one into
+segments.  To parallelise is to choose factors: KV heads and FFN columns are tensor parallelism, experts expert
+parallelism, sequences data parallelism, and nobody has to say "attn_q.weight".
+
+The idea is that of named dimensions in Mesh-TensorFlow (Shazeer et al., 2018) and of factors in Shardy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...graph.graph import Graph
+from ...graph.node import Node, Value
+from ...ops import op_of
+from ...ops.op import Op
+from ...ops.signature import Dim, Leading, Operand, Role
+
+
+class Factor:
+    """One index of the graph, or (once split or cut) the name of several; compare what `root` gives."""
+
+    __slots__ = ("blocked", "parts", "segments", "size", "up")
+
+    def __init__(self, size: int, blocked: bool = False) -> None:
+        self.size, self.blocked = size, blocked
+        self.up: Factor | None = None
+        self.parts: tuple[Factor, Factor] | None = None  # outer and inner
+        self.segments: tuple[Factor, Factor] | None = None  # one after the other
+
+    def root(self) -> Factor:
+        factor = self
+        while factor.up is not None:
+            factor = factor.up
+        return factor
+
+    def __repr__(self) -> str:
+        return f"{self.size}{'!' if self.blocked else ''}"
+
+
+Segment = tuple[Factor, ...]
+Axis = tuple[Segment, ...]
+
+
+def atoms(segment: Iterable[Factor]) -> list[Factor]:
+    """A product as its roots that are not split further, outer first."""
+    found: list[Factor] = []
+    for factor in segment:
+        root = factor.root()
+        found += atoms(root.parts) if root.parts else [root]
+    return found
+
+
+def segments(axis: Axis) -> list[list[Factor]]:
+    """An axis as it is now: a factor that was cut, where it is outermost, gives a segment for each of its pieces."""
+    found: list[list[Factor]] = []
+    for segment in axis:
+        product = atoms(segment)
+        if product and product[0].segments:
+            first, second = product[0].segments
+            rest = tuple(product[1:])
+            found += segments(((first, *rest), (second, *rest)))
+        else:
+            found.append(product)
+    return found
+
+
+def product_size(product: Iterable[Factor]) -> int:
+    return math.prod(f.size for f in product)
+
+
+def block(factors: Iterable[Factor]) -> None:
+    """These can never be cut: two views of one axis disagree about them."""
+    for factor in atoms(factors):
+        factor.blocked = True
+        if factor.segments:
+            block(factor.segments)
+
+
+def block_axis(axis: Axis) -> None:
+    for segment in axis:
+        block(segment)
+
+
+def split(factor: Factor, outer: int) -> None:
+    """`factor` becomes a product of `outer` and the rest, everywhere at once."""
+    factor.parts = (Factor(outer, factor.blocked), Factor(factor.size // outer, factor.blocked))
+
+
+def merge(one: Factor, two: Factor) -> None:
+    """Two roots of one size become one factor."""
+    if one is two:
+        return
+    if two.segments and not one.segments:
+        one, two = two, one
+    two.up = one
+    one.blocked |= two.blocked
+    if one.segments and two.segments:
+        tie((one.segments[:1], one.segments[1:]), (two.segments[:1], two.segments[1:]))
+
+
+def tie_products(a: Sequence[Factor], b: Sequence[Factor]) -> None:
+    """Make two products the same index: align them outer first, splitting the larger factor where it divides."""
+    left, right, i = atoms(a), atoms(b), 0
+    while i < min(len(left), len(right)):
+        x, y = left[i], right[i]
+        if x is y or x.size == y.size:
+            merge(x, y)
+            i += 1
+        elif y.size and x.size % y.size == 0 and not x.segments:
+            split(x, y.size)
+        elif x.size and y.size % x.size == 0 and not y.segments:
+            split(y, x.size)
+        else:
+            block(left[i:] + right[i:])
+            return
+        left, right = atoms(left), atoms(right)
+
+
+def cut_segment(product: Sequence[Factor], at: int) -> bool:
+    """Cut a segment in two at element `at`; False (and blocked) where no outermost factor ends there."""
+    inner = product_size(product[1:])
+    head = product[0]
+    if inner and at % inner == 0:
+        head.segments = (Factor(at // inner, head.blocked), Factor(head.size - at // inner, head.blocked))
+        return True
+    block(product)
+    return False
+
+
+def bounds(axis: Axis) -> list[int]:
+    """Where segments begin, and the end."""
+    at = [0]
+    for product in segments(axis):
+        at.append(at[-1] + product_size(product))
+    return at
+
+
+def refine(axis: Axis, at: Iterable[int]) -> bool:
+    """Cut `axis` so that segments begin at each of these elements; False where it cannot be done."""
+    for point in at:
+        starts = bounds(axis)
+        if point in starts:
+            continue
+        for start, product in zip(starts, segments(axis), strict=False):
+            if start < point < start + product_size(product) and not cut_segment(product, point - start):
+                return False
+    return True
+
+
+def tie(one: Axis, two: Axis) -> None:
+    """Make two axes the same index."""
+    for _ in range(4):  # a cut in one may show in the other, where they share factors
+        if bounds(one) == bounds(two):
+            break
+        refine(one, bounds(two))
+        refine(two, bounds(one))
+    else:
+        block_axis(one)
+        block_axis(two)
+        return
+    for a, b in zip(segments(one), segments(two), strict=True):
+        tie_products(a, b)
+
+
+def fresh(size: int, blocked: bool = False) -> Axis:
+    return ((Factor(size, blocked),),)
+
+
+def multiply(axes: Sequence[Axis]) -> Axis | None:
+    """The product of axes, outer first; None if an inner one is a concatenation, which no product can say."""
+    wide = [a for a in axes if sum(map(product_size, segments(a))) != 1]
+    if not wide:
+        return fresh(1)
+    if len(wide) == 1:
+        return wide[0]
+    if any(len(segments(a)) > 1 for a in wide[1:]):
+        return None
+    inner = tuple(f for a in wide[1:] for s in segments(a) for f in s)
+    return tuple((*s, *inner) for s in segments(wide[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class Uses:
+    """How a node uses the factors of its axes: those that must be whole, those that are summed over, and the one that
+    is looked up by numbers."""
+
+    coupled: frozenset[Factor]
+    contracted: frozenset[Factor]
+    looked_up: Factor | None
+
+
+class Factors:
+    """The axes of every value of a graph, and per node the roles of their factors."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._axes: dict[Value, tuple[Axis, ...]] = {}
+        self._roles: dict[Node, list[tuple[Role, Axis]]] = {}
+        self._ranges: dict[tuple[Value, int], tuple[Axis, str]] = {}
+        for node in graph.nodes:
+            if node.is_leaf:
+                self._leaf(node)
+            elif op_of(node).links is not None:
+                self._linked(node, op_of(node))
+            else:
+                self._signed(node, op_of(node))
+        for state, new in graph.updates.items():
+            for a, b in zip(self._axes[state], self._axes[new], strict=True):
+                tie(a, b)
+        self._settle()
+        # From here on nothing is split or cut, so every question has one answer; a search asks often.
+        self._known = {v: tuple(map(segments, axes)) for v, axes in self._axes.items()}
+        self._all = {v: frozenset(f for axis in axes for s in axis for f in s) for v, axes in self._known.items()}
+        self._uses = {node: self._used(roles) for node, roles in self._roles.items()}
+        self._words = {f: word for axis, word in self._ranges.values() for s in segments(axis) for f in s}
+
+    # ------------------------------------------------------------------------------------------------ questions
+
+    def axes(self, value: Value) -> tuple[list[list[Factor]], ...]:
+        """For each axis its segments, each a list of factors."""
+        return self._known[value]
+
+    def of(self, value: Value) -> frozenset[Factor]:
+        """All factors of a value."""
+        return self._all[value]
+
+    def uses(self, node: Node) -> Uses:
+        return self._uses[node]
+
+    def word(self, factor: Factor) -> str:
+        """What a factor that is looked up counts, as the signature calls it; empty for others."""
+        return self._words.get(factor, "")
+
+    @staticmethod
+    def _used(roles: list[tuple[Role, Axis]]) -> Uses:
+        found: dict[Role, set[Factor]] = {role: set() for role in Role}
+        for role, axis in roles:
+            parts = segments(axis)
+            if role is Role.LOOKED_UP and (len(parts) > 1 or len(parts[0]) > 1):
+                role = Role.COUPLED  # a device has one run of rows
+            found[role].update(f for s in parts for f in s)
+        looked_up = next(iter(found[Role.LOOKED_UP] - found[Role.COUPLED]), None)
+        return Uses(frozenset(found[Role.COUPLED]), frozenset(found[Role.CONTRACTED]), looked_up)
+
+    # ----------------------------------------------------------------------------------------------- building
+
+    def _leaf(self, node: Node) -> None:
+        spec = node.specs[0]
+        axes = [fresh(n) for n in spec.shape]
+        if spec.dtype.is_quantised:
+            axes[-1] = ((Factor(spec.shape[-1] // spec.dtype.block), Factor(spec.dtype.block, blocked=True)),)
+        self._axes[Value(node)] = tuple(axes)
+
+    def _signed(self, node: Node, declared: Op[Any]) -> None:
+        """Tie the axes of operands and make those of results, by the names of the signature."""
+        specs = [None if s is None else s.spec for s in node.src]
+        sizes = declared.sizes(specs, node.attrs)
+        signature = declared.signature_for(node.attrs)
+        whole = declared.whole(node.attrs) if declared.whole else ()
+        named: dict[str, Axis] = {}
+        leading = self._leading(node, signature.operands)
+        roles: list[tuple[Role, Axis]] = []
+        for operand, source in zip(signature.operands, node.src, strict=False):
+            if source is None:
+                continue
+            axes = self._axes[source][len(source.shape) - len(operand.dims) :]
+            for dim, axis, size in zip(
+                operand.dims, axes, source.shape[len(source.shape) - len(operand.dims) :], strict=True
+            ):
+                if not (dim.or_one and size == 1):
+                    self._equate(dim, axis, named, sizes.named)
+                    role = Role.COUPLED if set(dim.factors) & set(whole) else dim.role
+                    if dim.index and node.attrs["total"]:
+                        role = Role.COUPLED  # part of a table already
+                    roles.append((role, axis))
+                    if dim.index:
+                        self._look_up(node, declared, dim, axis, size)
+        roles += self._summed(node, signature.operands)
+        self._roles[node] = roles
+        for name, size in sizes.named.items():
+            named.setdefault(name, fresh(size, blocked=True))  # no operand has it, so a shard could not know its part
+        for result, value in zip(signature.results, node.results, strict=True):
+            own = tuple(self._product(d, named, sizes.named) for d in result.dims)
+            self._axes[value] = (*leading, *own) if result.leading is Leading.EQUAL else own
+            for axis, size in zip(self._axes[value], value.shape, strict=True):
+                assert sum(map(product_size, segments(axis))) == size, f"{node!r}: factors do not fit {value!r}"
+
+    def _look_up(self, node: Node, declared: Op[Any], dim: Dim, axis: Axis, size: int) -> None:
+        """What the same numbers look up is one index, and dealt alike."""
+        numbers = node.src[declared.operand_names.index(dim.index)]
+        assert numbers is not None
+        tie(axis, self._ranges.setdefault((numbers, size), (axis, dim.factors[0]))[0])
+
+    def _equate(self, dim: Dim, axis: Axis, named: dict[str, Axis], sizes: Mapping[str, int]) -> None:
+        if len(dim.factors) == 1 and dim.factors[0] not in named:
+            named[dim.factors[0]] = axis
+        else:
+            tie(axis, self._product(dim, named, sizes))
+
+    def _product(self, dim: Dim, named: dict[str, Axis], sizes: Mapping[str, int]) -> Axis:
+        parts = [
+            fresh(int(f), blocked=True) if f.isdecimal() else named.setdefault(f, fresh(sizes[f])) for f in dim.factors
+        ]
+        if (axis := multiply(parts)) is not None:
+            return axis
+        for part in parts:
+            block_axis(part)
+        return fresh(math.prod(sum(map(product_size, segments(p))) for p in parts), blocked=True)
+
+    def _leading(self, node: Node, operands: Sequence[Operand]) -> tuple[Axis, ...]:
+        """The shared leading axes, with those of every operand tied to them."""
+        found: tuple[Axis, ...] = ()
+        pairs = [(o, s) for o, s in zip(operands, node.src, strict=False) if s is not None]
+        for operand, source in pairs:
+            mine = self._axes[source][: len(source.shape) - len(operand.dims)]
+            if operand.leading is Leading.EQUAL:
+                for a, b in zip(found, mine, strict=False):
+                    tie(a, b)
+                found = found or mine
+        for operand, source in pairs:
+            mine = self._axes[source][: len(source.shape) - len(operand.dims)]
+            if operand.leading in (Leading.TILED, Leading.GROUPED):
+                for a, b in zip(reversed(found), reversed(mine), strict=False):
+                    self._repeat(a, b, operand.leading)
+        return found
+
+    def _summed(self, node: Node, operands: Sequence[Operand]) -> list[tuple[Role, Axis]]:
+        """Leading axes that are summed away, tied between the operands that have them."""
+        found: list[Axis] = []
+        for operand, source in zip(operands, node.src, strict=False):
+            if source is not None and operand.leading is Leading.CONTRACTED:
+                mine = self._axes[source][: len(source.shape) - len(operand.dims)]
+                for a, b in zip(found, mine, strict=False):
+                    tie(a, b)
+                found = found or list(mine)
+        return [(Role.CONTRACTED, axis) for axis in found]
+
+    @staticmethod
+    def _repeat(whole: Axis, part: Axis, how: Leading) -> None:
+        size, n = bounds(whole)[-1], bounds(part)[-1]
+        if n == size:
+            tie(whole, part)
+        elif n > 1:
+            ratio = fresh(size // n)
+            axis = multiply([ratio, part] if how is Leading.TILED else [part, ratio])
+            if axis is None:
+                block_axis(whole)
+                block_axis(part)
+            else:
+                tie(whole, axis)
+
+    def _linked(self, node: Node, declared: Op[Any]) -> None:
+        """Axes of a view or a concatenation, by its links."""
+        assert declared.links is not None
+        links = declared.links(tuple(None if s is None else s.spec for s in node.src), node.attrs)
+        result = Value(node)
+        pieces: dict[int, list[tuple[int, Axis]]] = {}
+        linked: set[tuple[int, int]] = set()
+        for link in links:
+            source = node.src[link.operand]
+            assert source is not None
+            linked |= {(link.operand, a) for a in link.source}
+            axis = self._gathered(source, link.source)
+            if len(link.result) == 1:
+                axis = self._sliced(axis, link.start, result.shape[link.result[0]])
+                pieces.setdefault(link.result[0], []).append((link.start, axis))
+            else:
+                made = [fresh(result.shape[a]) for a in link.result]
+                product = multiply(made)
+                assert product is not None
+                tie(product, axis)
+                for a, own in zip(link.result, made, strict=True):
+                    pieces[a] = [(0, own)]
+        axes = []
+        for a, size in enumerate(result.shape):
+            parts = [axis for _, axis in sorted(pieces.get(a, []), key=lambda p: p[0])]
+            joined: Axis = tuple(s for axis in parts for s in axis)
+            if sum(map(product_size, segments(joined))) == size and parts:
+                axes.append(joined)
+            elif len(parts) > 1 and all(bounds(p)[-1] == size for p in parts):  # same axis of several operands
+                for p in parts[1:]:
+                    tie(parts[0], p)
+                axes.append(parts[0])
+            else:  # free for a view; another op would have to know which part of it a device makes
+                axes.append(fresh(size, blocked=not declared.is_view))
+        self._axes[result] = tuple(axes)
+        self._roles[node] = [
+            (Role.COUPLED, self._axes[s][a])
+            for i, s in enumerate(node.src)
+            if s is not None
+            for a in range(len(s.shape))
+            if (i, a) not in linked
+        ]
+
+    def _gathered(self, source: Value, which: Sequence[int]) -> Axis:
+        axes = [self._axes[source][a] for a in which]
+        product = multiply(axes)
+        if product is None:
+            for axis in axes:
+                block_axis(axis)
+            return fresh(math.prod(source.shape[a] for a in which), blocked=True)
+        return product
+
+    @staticmethod
+    def _sliced(axis: Axis, start: int, length: int) -> Axis:
+        """The segments of `axis` from element `start` on; the whole axis if it is not longer than `length`."""
+        if bounds(axis)[-1] <= length:
+            return axis
+        if not refine(axis, (start, start + length)):
+            return fresh(length, blocked=True)
+        kept = zip(bounds(axis), segments(axis), strict=False)
+        return tuple(tuple(s) for at, s in kept if start <= at < start + length)
+
+    def _settle(self) -> None:
+        """A factor that was cut but is an inner one somewhere cannot be cut after all."""
+        for axes in self._axes.values():
+            for axis in axes:
+                for product in segments(axis):
+                    for factor in product[1:]:
+                        if factor.segments:
+                            block([factor])

@@ -1,0 +1,213 @@
+"""Nodes that one device alone computes, each with the reason: the user says so, the others cannot, or it must be one.
+
+A pin binds in every split mode.  What is pinned decides where weights and states lie that nobody else reads.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ...backends.base import Backend, Device
+from ...graph.errors import PlanError
+from ...graph.graph import Graph
+from ...graph.node import Node, Value
+from ...graph.text import names
+from ...ops import op_of
+from ..layout import Layout, Local
+from ..plan import Placed
+
+Place = Sequence[tuple[str, str]]
+"""Pairs (regular expression, device): what ``--place REGEX=DEVICE`` says; the first that matches a node counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A node is computed on device number `device` alone."""
+
+    device: int
+    because: str
+    is_rescue: bool = False
+    """It is there because of what devices can run, so it is not moved again."""
+
+
+NodePins = Mapping[Node, Pin]
+
+
+@dataclass(frozen=True, slots=True)
+class Pins:
+    """Pinned nodes, and the weights and states that lie on some devices only."""
+
+    nodes: NodePins = field(default_factory=dict)
+    leaves: Mapping[Value, Local] = field(default_factory=dict)
+
+
+def stored_leaf(value: Value) -> Node | None:
+    """The weight or state that a value is, or is a view of."""
+    node = value.node
+    while not node.is_leaf and op_of(node).is_view:
+        node = node.inputs[0].node
+    return node if node.op in ("weight", "state") else None
+
+
+# -------------------------------------------------------------------------------------------------------- the reasons
+
+
+def wished(graph: Graph, place: Place, devices: Sequence[str], *, strict: bool = True) -> dict[Node, Pin]:
+    """What the user placed: nodes whose name a pattern matches, and nodes that read a weight or state of such a name.
+
+    Raises `PlanError` for a pattern that is none, a device that is not among `devices` or, if `strict`, a pattern that
+    matches nothing.
+    """
+    found: dict[Node, Pin] = {}
+    if not place:
+        return found
+    called = names(graph)
+    for pattern, device in place:
+        expression, shown = _compiled(pattern), f"--place {pattern}={device}"
+        if device not in devices:
+            raise PlanError(f"{shown}: there is no device {device!r} in the group; it has {', '.join(devices)}")
+        matching = {n for n, name in called.items() if n.op not in ("input", "constant") and expression.search(name)}
+        if strict and not matching:
+            raise PlanError(f"{shown}: no node, weight or state has such a name; `hocket dump` lists them")
+        pin = Pin(devices.index(device), shown)
+        for node in graph.nodes:
+            read = {node, *filter(None, map(stored_leaf, node.inputs))}
+            if not node.is_leaf and not matching.isdisjoint(read):
+                found.setdefault(node, pin)
+    return found
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of syntax that may mean something else one day
+            return re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as why:
+        raise PlanError(f"--place {pattern!r:.80}: not a regular expression: {why}") from None
+
+
+def decided(graph: Graph, group: Sequence[tuple[Backend, Device]]) -> dict[Node, Pin]:
+    """Discrete choices (floats in, integers out) where backends are mixed: they round differently, so near a tie they
+    would choose differently; one device chooses for all."""
+    if len({(type(backend), backend.name) for backend, _ in group}) == 1:
+        return {}
+    pin = Pin(0, "backends are mixed and round differently, so one of them makes discrete choices")
+    return {n: pin for n in graph.nodes if not n.is_leaf and _is_choice(n)}
+
+
+def _is_choice(node: Node) -> bool:
+    return any(s.dtype.is_float for s in node.inputs) and any(v.dtype.is_integer for v in node.results)
+
+
+def lying(graph: Graph, leaves: Mapping[str, Layout]) -> Pins:
+    """Nodes that read what lies on some devices only, for an earlier plan."""
+    homes = {Value(n): leaves[n.name] for n in graph.nodes if n.op in ("weight", "state") and n.name in leaves}
+    held = {value: layout for value, layout in homes.items() if isinstance(layout, Local)}
+    found: dict[Node, Pin] = {}
+    for node in graph.nodes:
+        for leaf in filter(None, map(stored_leaf, node.inputs)):
+            if (home := held.get(Value(leaf))) is not None:
+                found.setdefault(node, Pin(home.devices[0], "what it reads lies there"))
+    return Pins(found, held)
+
+
+@dataclass(frozen=True, slots=True)
+class Unable:
+    """A device cannot run `local`, a node of its graph that stands for (or was put in for) `node` of the user's."""
+
+    node: Node | None
+    local: Node
+    device: int
+    why: str
+
+
+def unable(
+    graphs: Sequence[Graph], origins: Sequence[Mapping[Node, Node]], group: Sequence[tuple[Backend, Device]]
+) -> list[Unable]:
+    """Nodes of the devices' graphs that their devices cannot run."""
+    found = []
+    for number, (graph, origin, (backend, device)) in enumerate(zip(graphs, origins, group, strict=True)):
+        cannot = {}
+        for node in graph.nodes:
+            if not node.is_leaf and not op_of(node).is_view and not (support := backend.supports(node, device)).ok:
+                cannot[node] = support.why
+        if cannot:
+            known: dict[Node, Node | None] = dict(origin)
+            for node in reversed(graph.nodes):  # what the planner put in is there for the node that reads it
+                for source in node.inputs:
+                    known.setdefault(source.node, known.get(node))
+            found += [Unable(known.get(n), n, number, why) for n, why in cannot.items()]
+    return found
+
+
+def rescued(found: Iterable[Unable], pins: NodePins, group: Sequence[tuple[Backend, Device]]) -> dict[Node, Pin]:
+    """Each node that a device cannot run, on the first device that can.  Raises `PlanError` where none can."""
+    moved: dict[Node, Pin] = {}
+    for one in found:
+        if one.node in moved:
+            continue
+        names_it = f"{group[one.device][1]} cannot run {one.local.op}: {one.why}"
+        if one.node is None or (one.node in pins and pins[one.node].is_rescue):
+            raise PlanError(f"{one.local!r} cannot run on {group[one.device][1]}: {one.why}")
+        answers = [backend.supports(one.node, device) for backend, device in group]
+        able = [i for i, answer in enumerate(answers) if answer.ok]
+        if not able:
+            reasons = [f"{device}: {a.why}" for (_, device), a in zip(group, answers, strict=True)]
+            raise PlanError(f"{one.node!r} cannot run on {'; nor on '.join(reasons)}")
+        asked = f"{pins[one.node].because}, but " if one.node in pins else ""
+        moved[one.node] = Pin(able[0], asked + names_it, is_rescue=True)
+    return moved
+
+
+# --------------------------------------------------------------------------------------------------- what follows
+
+
+def closed(graph: Graph, pins: NodePins) -> dict[Node, Pin]:
+    """`pins`, and the nodes that belong to them: views that only they read, and nodes that alone read what they make
+    and nothing else that is computed or stored.  This saves copies and changes nothing else."""
+    if not pins:
+        return {}
+    found, users = dict(pins), graph.users()
+    ends = {v.node for v in (*graph.outputs.values(), *graph.updates.values())}
+    for node in reversed(graph.nodes):
+        if not node.is_leaf and node not in found and op_of(node).is_view and node not in ends:
+            readers = [found.get(u) for v in node.results for u in users[v]]
+            if readers and readers[0] and {r and r.device for r in readers} == {readers[0].device}:
+                found[node] = Pin(readers[0].device, readers[0].because)
+    for node in graph.nodes:
+        if node.is_leaf or node in found or any(map(stored_leaf, node.inputs)):
+            continue
+        made = [s for s in node.inputs if not s.node.is_leaf]
+        homes = {found[s.node].device if s.node in found else None for s in made}
+        alone = all(u is node or u in found for s in made for u in users[s]) and not any(s.node in ends for s in made)
+        if len(homes) == 1 and None not in homes and alone:
+            found[node] = Pin(found[made[0].node].device, "it alone reads what is made there")
+    return found
+
+
+def settled(graph: Graph, pins: NodePins) -> Pins:
+    """The pins with the weights and states that only pinned nodes read: they lie where those run."""
+    users = graph.users()
+    homes: dict[Value, Local] = {}
+    for node in graph.nodes if pins else ():
+        if node.op in ("weight", "state"):
+            readers = [pins.get(u) for u in users[Value(node)]]
+            where = tuple(sorted({r.device for r in readers if r}))
+            if readers and all(readers):
+                homes[Value(node)] = Local(where if node.op == "weight" else where[:1])
+    return Pins(pins, homes)
+
+
+def placements(graph: Graph, pins: NodePins) -> tuple[Placed, ...]:
+    """Pinned nodes by device and reason."""
+    if not pins:
+        return ()
+    called, groups = names(graph), defaultdict[tuple[int, str], list[str]](list)
+    for node in graph.nodes:
+        if node in pins:
+            groups[pins[node].device, pins[node].because].append(called[node])
+    return tuple(Placed(device, because, tuple(nodes)) for (device, because), nodes in groups.items())

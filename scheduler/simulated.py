@@ -1,0 +1,167 @@
+"""Devices that are not there: known hardware by name, so that a plan can be made for it and judged before it is bought.
+
+Speeds are the makers' data sheets, dense and without sparsity: FLOP/s in 16 bits with tensor cores, bytes/s of memory,
+bytes/s of a link in one direction.  What kernels reach of them is less, so predictions are lower bounds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+from ..backends.base import Array, Comm, Device, Program, Support, Tensor
+from ..graph.errors import BackendError, PlanError
+from ..graph.node import Node
+from ..graph.spec import Spec
+from .hardware import Hardware
+
+GIB = 1 << 30
+SIMULATED = "simulated"
+MOST_DEVICES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One kind of device; `link` is how several of them are joined unless asked otherwise."""
+
+    flops: float
+    bandwidth: float
+    memory: int
+    link: str
+    launch: float = 2e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How long a message takes to arrive, and bytes per second in one direction."""
+
+    latency: float
+    bandwidth: float
+
+
+MACHINES: Mapping[str, Machine] = MappingProxyType(
+    {
+        "h200": Machine(989e12, 4.8e12, 141 * 10**9, "nvlink"),
+        "h100": Machine(989e12, 3.35e12, 80 * 10**9, "nvlink"),
+        "a100": Machine(312e12, 2.04e12, 80 * 10**9, "nvlink"),
+        "rtx4090": Machine(165e12, 1.01e12, 24 * GIB, "pcie4"),
+        "rtx3090": Machine(71e12, 0.936e12, 24 * GIB, "pcie4"),
+        "cpu": Machine(100e9, 20e9, 64 * GIB, "memory"),
+    }
+)
+LINKS: Mapping[str, Link] = MappingProxyType(
+    {
+        "nvlink": Link(5e-6, 450e9),
+        "pcie5": Link(10e-6, 50e9),
+        "pcie4": Link(10e-6, 25e9),
+        "ethernet": Link(50e-6, 1.25e9),
+        "memory": Link(5e-6, 10e9),
+    }
+)
+
+HOST_LINK = ("pcie4",)
+"""How the host of simulated devices reaches them."""
+
+
+class SimulatedBackend:
+    """A backend that plans can be made for and nothing runs on: values keep their dtypes, kernels need no scratch."""
+
+    name = SIMULATED
+
+    def __init__(self, kind: str) -> None:
+        if kind not in MACHINES:
+            raise PlanError(f"there is no hardware {kind!r} to simulate; known: {', '.join(MACHINES)}")
+        self.kind = kind
+
+    def with_threads(self, threads: int) -> SimulatedBackend:
+        return self
+
+    def devices(self) -> Sequence[Device]:
+        return tuple(map(self.device, range(MOST_DEVICES)))
+
+    def device(self, index: int) -> Device:
+        if index >= MOST_DEVICES:
+            raise BackendError(f"{self.kind}:{index} is one too many to simulate; at most {MOST_DEVICES} devices")
+        return Device(self.kind, index, MACHINES[self.kind].memory, "simulated")
+
+    def supports(self, node: Node, on: Device) -> Support:
+        return Support(True)
+
+    def stored(self, spec: Spec, kind: str = "value") -> Spec:
+        return spec
+
+    def scratch(self, node: Node) -> int:
+        return 0
+
+    def reads_strided(self, node: Node, operand: int) -> bool:
+        return True
+
+    def alloc(self, nbytes: int, on: Device, lasting: bool = False) -> Any:
+        self._refuse(f"allocate {nbytes} bytes on {on}")
+
+    def view(self, buffer: Any, tensor: Tensor) -> Any:
+        self._refuse("show an array")
+
+    def load(self, data: Array, declared: Spec, buffer: Any) -> None:
+        self._refuse("load a weight")
+
+    def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Callable[[], None]:
+        self._refuse(f"run a program on {on}")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise BackendError(f"{self.kind} is simulated and cannot {what}; plan for devices that are there to run")
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """A group of simulated devices and the speeds that predict their time; the host they are in, and its speeds."""
+
+    group: tuple[tuple[SimulatedBackend, Device], ...]
+    hardware: Hardware
+    host: tuple[SimulatedBackend, Device]
+    host_hardware: Hardware
+
+
+def simulate(text: str) -> Simulation:
+    """The group that ``h200:8,nvlink`` or ``cpu:2`` or ``rtx4090:1,rtx3090:1,pcie4`` describes.
+
+    Devices of several kinds are judged by the slowest of them.  Raises `PlanError` with what is known.
+    """
+    counts: dict[str, int] = {}
+    links: list[str] = []
+    for part in text.split(","):
+        kind, _, number = part.strip().partition(":")
+        if kind in LINKS and not number:
+            links.append(kind)
+        elif kind in MACHINES and re.fullmatch(r"|[1-9]\d{0,2}", number, re.ASCII):
+            counts[kind] = counts.get(kind, 0) + int(number or 1)
+        else:
+            raise PlanError(_unknown(text, part))
+    if not counts or len(links) > 1 or sum(counts.values()) > MOST_DEVICES:
+        raise PlanError(_unknown(text, text))
+    backends = {kind: SimulatedBackend(kind) for kind in counts}
+    group = tuple((backends[kind], backends[kind].device(i)) for kind, n in counts.items() for i in range(n))
+    host = SimulatedBackend("cpu")
+    hardware = _slowest([MACHINES[kind] for kind in counts], links)
+    return Simulation(group, hardware, (host, host.device(0)), _slowest([MACHINES["cpu"]], HOST_LINK))
+
+
+def _slowest(machines: Sequence[Machine], links: Sequence[str]) -> Hardware:
+    joined = [LINKS[name] for name in (links or [m.link for m in machines])]
+    return Hardware(
+        flops=min(m.flops for m in machines),
+        bandwidth=min(m.bandwidth for m in machines),
+        launch=max(m.launch for m in machines),
+        link_bandwidth=min(link.bandwidth for link in joined),
+        link_latency=max(link.latency for link in joined),
+    )
+
+
+def _unknown(text: str, part: str) -> str:
+    return (
+        f"cannot simulate {text[:80]!r} (at {part[:80]!r}); give kinds with numbers and at most one link, as "
+        f"h200:8,nvlink, {MOST_DEVICES} devices at most; kinds: {', '.join(MACHINES)}; links: {', '.join(LINKS)}"
+    )

@@ -1,0 +1,1 @@
+"""Plans in words and in JSON, and the difference between two."""

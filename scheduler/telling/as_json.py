@@ -1,0 +1,350 @@
+"""Plans as JSON: written, read back and ready to run, and reduced to a digest that ranks compare.
+
+What is read back is verified like a fresh plan, since a file may be damaged or tampered with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from types import MappingProxyType
+from typing import Any
+
+from ...backends.base import Backend, BufferSpec, Device, Instruction, Program, Tensor, find
+from ...graph.dtypes import BY_TEXT
+from ...graph.errors import BackendError, GraphError, PlanError
+from ...graph.export import from_json as graph_from_json
+from ...graph.export import to_json as graph_to_json
+from ...graph.graph import Graph
+from ...graph.node import Node
+from ...graph.spec import Spec, make_spec
+from ...graph.text import names
+from ...ops import cont, get_rows, set_rows, verify
+from ..hardware import Hardware
+from ..layout import PARTIAL, REPLICATE, Layout, Local, Shard, local_shape
+from ..lowering.lane import Lane
+from ..plan import Placed, Plan
+from ..simulated import SIMULATED, SimulatedBackend
+from ..verifier.plan import verify_plan
+
+FORMAT = "hocket-plan-2"
+
+
+def plan_to_json(plan: Plan) -> str:
+    """One JSON object; `from_json` reads it back.  Devices that run the same share one program in it."""
+    document = _running(plan)
+    document["reasons"] = list(plan.reasons)
+    document["placed"] = [asdict(placed) for placed in plan.placed]
+    document["hardware"] = asdict(plan.hardware)
+    document["shares"] = list(plan.shares)
+    document["host"] = None if plan.host is None else asdict(plan.host)
+    document["cost"] = asdict(plan.cost)
+    document["memory"] = [
+        {"device": str(lane.device), **lane.memory(), "capacity": lane.device.memory} for lane in plan.lanes
+    ]
+    return json.dumps(document, allow_nan=False)
+
+
+def digest(plan: Plan) -> str:
+    """SHA-256 of the canonical JSON of what runs; reasons, predictions and sizes of memories are no part of that."""
+    text = json.dumps(_running(plan), allow_nan=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def plan_from_json(text: str) -> Plan:
+    """The plan that `to_json` wrote, for the same kinds of devices.  Raises `PlanError` on anything else, and
+    `BackendError` if a device is not there."""
+    try:
+        document = json.loads(text)
+        if document["format"] != FORMAT:
+            raise PlanError(f"format is {document['format']!r:.60}; this reads {FORMAT}")
+        plan = _plan(document)
+        _check(plan)
+        verify_plan(plan)
+        return plan
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, AssertionError, RecursionError) as why:
+        raise PlanError(f"not a plan in JSON ({type(why).__name__}: {_one_line(why)}); write one with --json") from None
+    except GraphError as why:
+        raise PlanError(f"not a plan in JSON: its graph is illegal: {_one_line(why)}") from None
+
+
+def _one_line(why: Exception) -> str:
+    return " ".join(str(why).split())[:200]
+
+
+# ------------------------------------------------------------------------------------------------------------ writing
+
+
+def _running(plan: Plan) -> dict[str, Any]:
+    """What runs where, as plain data.  Keys keep their order, which follows from the graph: sorting them would change
+    the order of a graph's outputs, and with it the numbers of nodes without a name."""
+    programs: dict[int, int] = {}
+    written: list[dict[str, Any]] = []
+    for lane in plan.lanes:
+        if id(lane.graph) not in programs:
+            programs[id(lane.graph)] = len(written)
+            written.append({"graph": json.loads(graph_to_json(lane.graph)), **_program(lane.program)})
+    return {
+        "format": FORMAT,
+        "graph": json.loads(graph_to_json(plan.graph)),
+        "lanes": [
+            {
+                "backend": lane.backend.name,
+                "kind": lane.device.kind,
+                "index": lane.device.index,
+                **({} if lane.device.part is None else {"part": lane.device.part}),
+                "program": programs[id(lane.graph)],
+            }
+            for lane in plan.lanes
+        ],
+        "programs": written,
+        "leaves": {name: _layout(layout) for name, layout in plan.leaves.items()},
+        "outputs": {name: _layout(layout) for name, layout in plan.outputs.items()},
+        "cuts": sorted(map(list, plan.cuts)),
+    }
+
+
+def _layout(layout: Layout) -> object:
+    match layout:
+        case Shard(axis, runs):
+            return {"axis": axis, "runs": runs}
+        case Local(devices):
+            return {"devices": devices}
+        case _:
+            return str(layout)
+
+
+def _program(program: Program) -> dict[str, Any]:
+    """The program without its device; what an instruction computes is said by the node that it names."""
+    return {
+        "buffers": [[b.kind, b.name, b.nbytes, _spec(b.declared), _spec(b.stored)] for b in program.buffers],
+        "instructions": list(map(_instruction, program.instructions)),
+        "undo": [[at, _instruction(back)] for at, back in program.undo],
+        "inputs": {name: _tensor(t) for name, t in program.inputs.items()},
+        "results": {name: _tensor(t) for name, t in program.outputs.items()},
+    }
+
+
+def _instruction(i: Instruction) -> object:
+    return [i.node, list(map(_tensor, i.src)), list(map(_tensor, i.dst)), _tensor(i.scratch)]
+
+
+def _spec(spec: Spec | None) -> object:
+    return None if spec is None else [list(spec.shape), spec.dtype.text]
+
+
+def _tensor(tensor: Tensor | None) -> object:
+    if tensor is None:
+        return None
+    return [tensor.buffer, tensor.offset, list(tensor.shape), list(tensor.strides), tensor.dtype.text]
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
+
+
+def _plan(document: dict[str, Any]) -> Plan:
+    graph = graph_from_json(json.dumps(document["graph"]))
+    bodies = [(graph_from_json(json.dumps(entry["graph"])), entry) for entry in document["programs"]]
+    named = [({name: node for node, name in names(local).items()}, local, entry) for local, entry in bodies]
+    found: dict[int, tuple[Graph, Program]] = {}
+    lanes = []
+    for entry in document["lanes"]:
+        backend, device = _device(entry)
+        number = _whole_number(entry["program"])
+        if number not in found:
+            nodes, local, body = named[number]
+            found[number] = (local, _read_program(body, nodes, str(device)))
+        local, program = found[number]
+        lanes.append(Lane(device, backend, local, _for(program, str(device))))
+    return Plan(
+        graph,
+        tuple(lanes),
+        MappingProxyType({name: _read_layout(v) for name, v in document["leaves"].items()}),
+        MappingProxyType({name: _read_layout(v) for name, v in document["outputs"].items()}),
+        frozenset((_text(n), _whole_number(a), _whole_number(s), _whole_number(i)) for n, a, s, i in document["cuts"]),
+        tuple(map(_text, document["reasons"])),
+        _read_hardware(document["hardware"]),
+        tuple(
+            Placed(_whole_number(p["device"]), _text(p["because"]), tuple(map(_text, p["nodes"])))
+            for p in document["placed"]
+        ),
+        None if document["host"] is None else _read_hardware(document["host"]),
+        tuple(map(_share, document["shares"])),
+    )
+
+
+def _for(program: Program, device: str) -> Program:
+    return replace(program, device=device)
+
+
+def _device(entry: Mapping[str, Any]) -> tuple[Backend, Device]:
+    kind, index = _text(entry["kind"]), _whole_number(entry["index"])
+    if entry["backend"] == SIMULATED:
+        simulated = SimulatedBackend(kind)
+        return simulated, simulated.device(index)
+    backend, device = find(str(Device(kind, index, part=_whole_number(entry["part"]) if "part" in entry else None)))
+    if backend.name != entry["backend"]:
+        raise BackendError(f"the plan is for backend {entry['backend']!r:.60}, but {device} is of {backend.name!r}")
+    return backend, device
+
+
+def _read_program(entry: Mapping[str, Any], nodes: Mapping[str, Node], device: str) -> Program:
+    def tensors(items: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        return MappingProxyType({name: _present(value) for name, value in items.items()})
+
+    undo = {_whole_number(at): back for at, back in entry["undo"]}
+    instructions = (
+        # What saves a state, no node of the graph says, whatever it is called.
+        _read_instruction({} if at in undo else nodes, *parts)
+        for at, parts in enumerate(entry["instructions"])
+    )
+    return Program(
+        device,
+        tuple(
+            BufferSpec(_text(kind), _text(name), _whole_number(nbytes), _read_spec(declared), _read_spec(stored))
+            for kind, name, nbytes, declared, stored in entry["buffers"]
+        ),
+        tuple(instructions),
+        tensors(entry["inputs"]),
+        tensors(entry["results"]),
+        tuple((at, _read_instruction({}, *back)) for at, back in undo.items()),
+    )
+
+
+def _read_instruction(nodes: Mapping[str, Node], name: Any, src: Any, dst: Any, scratch: Any) -> Instruction:
+    node = nodes.get(_text(name))
+    operands, results = tuple(map(_read_tensor, src)), tuple(map(_present, dst))
+    if node is None:  # a copy that the planner adds, by what it reads: all of it, some rows, or rows into others
+        copy = (cont, get_rows, set_rows)[len(operands) - 1]
+        return Instruction(copy.name, operands, results, copy.defaults, _read_tensor(scratch), name)
+    return Instruction(node.op, operands, results, node.attrs, _read_tensor(scratch), name)
+
+
+def _read_tensor(value: Any) -> Tensor | None:
+    return None if value is None else _present(value)
+
+
+def _present(value: Any) -> Tensor:
+    buffer, offset, shape, strides, dtype = value
+    if len(shape) != len(strides):
+        raise ValueError(f"a tensor has {len(shape)} axes but {len(strides)} strides")
+    return Tensor(_whole_number(buffer), _whole_number(offset), _numbers(shape), _numbers(strides), BY_TEXT[dtype])
+
+
+def _read_spec(value: Any) -> Spec | None:
+    return None if value is None else make_spec(_numbers(value[0]), _text(value[1]))
+
+
+def _read_layout(value: Any) -> Layout:
+    match value:
+        case "R":
+            return REPLICATE
+        case "P":
+            return PARTIAL
+        case {"axis": axis, "runs": runs}:
+            return Shard(_whole_number(axis), tuple(tuple((_run(run)) for run in device) for device in runs))
+        case {"devices": devices}:
+            return Local(_numbers(devices))
+        case _:
+            raise ValueError(f"{value!r:.60} is no layout")
+
+
+def _run(value: Any) -> tuple[int, int]:
+    offset, length = value
+    return _whole_number(offset), _whole_number(length)
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    return tuple(map(_whole_number, values))
+
+
+def _whole_number(value: Any) -> int:
+    if type(value) is not int or value < 0:  # False is 0 to Python
+        raise ValueError(f"{value!r:.60} is no count")
+    return value
+
+
+def _read_hardware(entry: Mapping[str, Any]) -> Hardware:
+    return Hardware(**{key: _speed(value) for key, value in entry.items()})
+
+
+def _speed(value: Any) -> float:
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{value!r:.60} is no speed")
+    return float(value)
+
+
+def _share(value: Any) -> float:
+    if not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{value!r:.60} is no share")
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.60} is no text")
+    return value
+
+
+# ----------------------------------------------------------------------------------------------------------- checking
+
+
+def _check(plan: Plan) -> None:
+    """Raise `PlanError` or `GraphError` unless the plan has the form of one, as its verifier presupposes."""
+    verify(plan.graph)
+    _require(bool(plan.lanes), "it has no devices")
+    _require(len({str(lane.device) for lane in plan.lanes}) == len(plan.lanes), "it names a device twice")
+    done: set[int] = set()
+    for lane in plan.lanes:
+        if id(lane.graph) not in done:
+            done.add(id(lane.graph))
+            if lane.graph.nodes:  # a device may have nothing to do
+                verify(lane.graph)
+            _check_stored(lane)
+    _require(set(plan.leaves) == {n.name for n in plan.graph.nodes if n.is_leaf}, "its layouts are of other leaves")
+    _require(set(plan.outputs) == set(plan.graph.outputs), "its layouts are of other outputs")
+    _require(len(plan.shares) in (0, len(plan.lanes)), "it has shares for other devices")
+    called = set(names(plan.graph).values())
+    for placed in plan.placed:
+        known = placed.device < len(plan.lanes) and called.issuperset(placed.nodes)
+        _require(known, "it places nodes or names devices that there are not")
+    for leaf in (n for n in plan.graph.nodes if n.is_leaf):
+        _check_leaf(plan, leaf)
+    for name, value in plan.graph.outputs.items():
+        _check_layout(f"output {name!r:.60}", value.shape, plan.outputs[name], len(plan.lanes))
+
+
+def _require(condition: bool, why: str) -> None:
+    if not condition:
+        raise PlanError(f"not a plan in JSON: {why}")
+
+
+def _check_stored(lane: Lane) -> None:
+    """Buffers are what this machine's backend would make of the leaves."""
+    for buffer in lane.program.buffers:
+        if buffer.declared is not None:
+            stored = lane.backend.stored(buffer.declared, buffer.kind)
+            same = buffer.stored == stored and buffer.nbytes == stored.nbytes
+            _require(same, f"%{buffer.name!r:.60} is not stored as {lane.device} stores it")
+
+
+def _check_leaf(plan: Plan, leaf: Node) -> None:
+    """The devices hold the shapes that the layout says."""
+    layout, spec = plan.leaves[leaf.name], leaf.specs[0]
+    _check_layout(f"%{leaf.label}", spec.shape, layout, len(plan.lanes))
+    for number, lane in enumerate(plan.lanes):
+        for own in (n for n in lane.graph.nodes if n.name == leaf.name and n.op == leaf.op):
+            wanted = Spec(local_shape(spec.shape, layout, number), spec.dtype)
+            _require(own.specs[0] == wanted, f"%{leaf.label} is {own.specs[0]} on {lane.device}, need {wanted}")
+
+
+def _check_layout(what: str, shape: tuple[int, ...], layout: Layout, devices: int) -> None:
+    if isinstance(layout, Shard):
+        _require(layout.axis < len(shape) and len(layout.runs) == devices, f"{what} is cut where it has no axis")
+        ends = [offset + n for runs in layout.runs for offset, n in runs]
+        _require(max(ends, default=0) <= shape[layout.axis], f"{what} is cut outside its axis")
+    if isinstance(layout, Local):
+        _require(bool(layout.devices) and max(layout.devices) < devices, f"{what} lies on a device there is not")

@@ -1,0 +1,81 @@
+"""What changed from one plan to another, as lines for people."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from ...ops.collective import COLLECTIVES
+from ..plan import Plan
+from ..units import nbytes_text, time_text
+
+
+def difference(before: Plan, after: Plan) -> tuple[str, ...]:
+    """Lines on leaves, collectives, memory and time; none if the plans do the same.
+
+    Names that differ in numbers only, as those of layers, are drawn together where the same happened to them.
+    """
+    lines = [*_leaves(before, after), *_collectives(before, after), *_memory(before, after)]
+    if (was := time_text(before.cost.total)) != (now := time_text(after.cost.total)):
+        lines.append(f"time: {was} -> {now}")
+    if not lines and before.digest() != after.digest():
+        lines.append("the graphs or programs differ, but neither layouts, collectives, memory nor time")
+    return tuple(lines)
+
+
+def drawn_together(names: Iterable[str]) -> list[str]:
+    """Names, those that differ in numbers only as one: ``%blk.*.ffn_up.weight (80)``."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        groups[re.sub(r"\d+", "*", name)].append(name)
+    return [f"%{members[0]}" if len(members) == 1 else f"%{g} ({len(members)})" for g, members in groups.items()]
+
+
+def _leaves(before: Plan, after: Plan) -> list[str]:
+    """Leaves that lie otherwise, or are in one plan only."""
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name in dict.fromkeys((*before.leaves, *after.leaves)):
+        was, now = (str(p.leaves[name]) if name in p.leaves else "absent" for p in (before, after))
+        if was != now or before.leaves.get(name) != after.leaves.get(name):
+            groups[was, now].append(name)
+    return [
+        f"layout: {shown}: {was} -> {now}" for (was, now), found in groups.items() for shown in drawn_together(found)
+    ]
+
+
+def _meetings(plan: Plan) -> dict[tuple[str, str], int]:
+    """How often each collective runs, by op and name; a copy between devices counts once, where it is sent."""
+    found: dict[tuple[str, str], int] = defaultdict(int)
+    for number, lane in enumerate(plan.lanes):
+        for i in lane.program.instructions:
+            if i.op == "send" or (i.op in COLLECTIVES and i.op != "receive" and number == 0):
+                found[i.op, i.node] += 1
+    return found
+
+
+def _collectives(before: Plan, after: Plan) -> list[str]:
+    was, now = _meetings(before), _meetings(after)
+    return [*_only("removed", was, now), *_only("added", now, was)]
+
+
+def _only(word: str, here: Mapping[tuple[str, str], int], there: Mapping[tuple[str, str], int]) -> list[str]:
+    """Collectives that are here and not there, drawn together by op."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for (op, name), count in here.items():
+        groups[op] += [name] * max(0, count - there.get((op, name), 0))
+    return [f"{word}: {len(n)} {op}: {', '.join(drawn_together(n))}" for op, n in groups.items() if n]
+
+
+def _memory(before: Plan, after: Plan) -> list[str]:
+    """Bytes by device and kind that are not what they were."""
+    was, now = ({str(lane.device): lane.memory() for lane in p.lanes} for p in (before, after))
+    lines = []
+    for device in dict.fromkeys((*was, *now)):
+        if device not in was or device not in now:
+            lines.append(f"memory: {device}: {'no longer used' if device in was else 'used now'}")
+            continue
+        changed = {kind: (n, now[device][kind]) for kind, n in was[device].items() if n != now[device][kind]}
+        shown = ", ".join(f"{kind} {nbytes_text(a)} -> {nbytes_text(b)}" for kind, (a, b) in changed.items())
+        lines += [f"memory: {device}: {shown}"] if shown else []
+    return lines

@@ -1,0 +1,222 @@
+"""A plan in words: what it costs, what lies where, and for each stage where it runs, how long, and because of what."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from ...graph.node import Node, quote
+from ...graph.text import names
+from ...ops import REGISTRY
+from ..layout import Local, Shard
+from ..lowering.lane import Lane
+from ..plan import Plan
+from ..sharding.condense import repeats
+from ..stages import WORK, Stage, leaf_of
+from ..units import columns, nbytes_text, time_text
+from .listing import program_text
+
+
+def explain(plan: Plan, *, steps: bool = False) -> str:
+    """The summary, what the search considered, memory and stages; with `steps` each instruction of each device."""
+    reasons = (*plan.reasons, *placement_lines(plan), *meeting_lines(plan))
+    lines = [summary(plan), *(f"  {reason}" for reason in reasons)]
+    lines += ["", *memory_table(plan), ""]
+    lines += stage_table(plan)
+    if steps:
+        for lane in plan.lanes:
+            lines += ["", f"{lane.device}: {program_text(lane.program)}"]
+    return "\n".join(lines)
+
+
+def summary(plan: Plan) -> str:
+    """Nodes, steps, meetings by kind, arithmetic and time, in one line."""
+    views = sum(not n.is_leaf and REGISTRY[n.op].is_view for n in plan.graph.nodes)
+    longest = max(len(lane.program.instructions) for lane in plan.lanes)
+    counts: dict[str, int] = {}
+    for stage in plan.stages:
+        if stage.op != WORK:
+            name = "copy" if stage.op == "send" else stage.op
+            counts[name] = counts.get(name, 0) + 1
+    meetings = ", ".join(f"{n} {op}" for op, n in sorted(counts.items())) or "no collectives"
+    where = places([str(lane.device) for lane in plan.lanes])
+    simulated = " (simulated)" if plan.lanes[0].backend.name == "simulated" else ""
+    return (
+        f"{len(plan.graph.nodes)} nodes, {views} of them views; {longest} steps on {where}{simulated}; {meetings}; "
+        f"{plan.flops() / 1e6:.1f} MFLOP; {time_text(plan.cost.total)} a run estimated, "
+        f"{time_text(plan.cost.collectives)} of it in collectives"
+    )
+
+
+def placement_lines(plan: Plan) -> list[str]:
+    """A line for each reason for which nodes run on one device alone."""
+    lines = []
+    for placed in plan.placed:
+        first, *others = (f"%{name if name.isdecimal() else quote(name)}" for name in placed.nodes)
+        shown = first if not others else f"{first}, {others[0]}" if len(others) == 1 else f"{first} to {others[-1]}"
+        count = f"{len(placed.nodes)} node{'s' if others else ''}"
+        lines.append(f"{plan.lanes[placed.device].device} alone runs {count} ({shown}): {placed.because}")
+    return lines
+
+
+def meeting_lines(plan: Plan) -> list[str]:
+    """How devices of one backend meet, where there are several ways."""
+    kinds: dict[type, list[Lane]] = {}
+    for lane in plan.lanes:
+        kinds.setdefault(type(lane.backend), []).append(lane)
+    lines = []
+    for lanes in kinds.values():
+        devices, meeting = [lane.device for lane in lanes], getattr(lanes[0].backend, "meeting", None)
+        if meeting is not None and len(devices) > 1:
+            how = meeting(devices) if len(kinds) == 1 else "through memory of the host, as devices of several kinds do"
+            lines.append(f"{places(list(map(str, devices)))} meet {how}")
+    return lines
+
+
+def places(devices: Sequence[str]) -> str:
+    """Names of devices, consecutive numbers of one kind drawn together: ``cpu:0-3``, of one device: ``cuda:0.0-1``."""
+    found: list[tuple[str, int, int]] = []
+    for name in devices:
+        head, number = name.rstrip("0123456789"), int(re.findall(r"\d+", name)[-1])
+        if found and found[-1][0] == head and found[-1][2] + 1 == number:
+            found[-1] = (head, found[-1][1], number)
+        else:
+            found.append((head, number, number))
+    return " ".join(f"{head}{a}" if a == b else f"{head}{a}-{b}" for head, a, b in found)
+
+
+def memory_table(plan: Plan) -> list[str]:
+    """Bytes on each device by kind, and what is left of its memory.
+
+    What is kept to undo a step that fails is a part of the memory to compute in.
+    """
+    rows: list[tuple[str, ...]] = [("device", "weights", "states", "constants", "compute", "to undo", "free after")]
+    for lane in plan.lanes:
+        held = lane.memory()
+        free = "-"
+        if lane.device.memory is not None:
+            own = (lane.device.kind, lane.device.index)
+            parts = [other for other in plan.lanes if (other.device.kind, other.device.index) == own]
+            left = lane.device.memory - sum(sum(part.memory().values()) for part in parts)
+            free = nbytes_text(left) if left >= 0 else f"{nbytes_text(-left)} short"
+        kinds = ("weight", "state", "constant", "arena")
+        sizes = (*(held[k] for k in kinds), lane.program.saved_bytes)
+        rows.append((str(lane.device), *(nbytes_text(n) if n else "-" for n in sizes), free))
+    return columns(rows, "lrrrrrr")
+
+
+def stage_table(plan: Plan) -> list[str]:
+    """One row a stage; stages that come again in the same order, as layers do, are shown once and counted."""
+    reasons = _Reasons(plan)
+    rows = [("stage", "where", "nodes", "reads", "moved", "est", "uncut", "because")]
+    found: list[tuple[str, ...]] = []
+    for number, stage in enumerate(plan.stages):
+        found.append(_row(plan, number, stage, reasons.of(stage)))
+    kept: list[tuple[str, ...]] = []
+    notes: dict[int, str] = {}
+    for start, length, times in repeats([_likeness(row) for row in found]):
+        kept += found[start : start + length]
+        if times > 1:
+            last = start + length * times - 1
+            notes[len(kept)] = f"     … these {length} stages {times - 1} times more, to stage {last}"
+    lines = columns([*rows, *kept], "rlrrrrrl")
+    for at in sorted(notes, reverse=True):
+        lines.insert(at + 1, notes[at])
+    return lines
+
+
+def _row(plan: Plan, number: int, stage: Stage, because: str) -> tuple[str, ...]:
+    where = places([str(plan.lanes[d].device) for d in stage.devices])
+    if stage.op == "send":
+        where = " -> ".join(str(plan.lanes[d].device) for d in sorted(stage.devices, key=lambda d: d != stage.source))
+    if stage.op != WORK:
+        where = f"{'copy' if stage.op == 'send' else stage.op} {where}"
+    reads, moved = (nbytes_text(n) if n else "-" for n in (stage.reads, stage.moved))
+    uncut = "-" if stage.uncut is None else time_text(stage.uncut)
+    return str(number), where, str(stage.count), reads, moved, time_text(stage.seconds), uncut, because
+
+
+def _likeness(row: tuple[str, ...]) -> tuple[str, ...]:
+    """What two rows have in common that are the same stage of two layers: all but numbers in names."""
+    return (*row[1:-1], re.sub(r"\d+", "N", row[-1]))
+
+
+class _Reasons:
+    """Why stages are what they are, read off the graphs of the devices and the layouts of their leaves."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.because = _because(plan)
+        self.nodes = {id(lane.graph): {n: node for node, n in names(lane.graph).items()} for lane in plan.lanes}
+
+    def of(self, stage: Stage) -> str:
+        lane = self.plan.lanes[stage.source]
+        instructions = lane.program.instructions[stage.first : stage.first + stage.count]
+        named, saves = self.nodes[id(lane.graph)], lane.program.saves
+        found = [None if at in saves else named.get(i.node) for at, i in enumerate(instructions, stage.first)]
+        nodes = [n for n in found if n is not None]
+        return self._work(nodes) if stage.op == WORK else self._meeting(lane, stage, nodes[0])
+
+    def _work(self, nodes: Sequence[Node]) -> str:
+        """The cut (or placed) leaf with most bytes that the stage reads."""
+        leaves = {leaf_of(s).name: leaf_of(s) for n in nodes for s in n.inputs}
+        kept = [n for n in leaves.values() if n.op in ("weight", "state") and n.name in self.plan.leaves]
+        special = [n for n in kept if isinstance(self.plan.leaves[n.name], Shard | Local)]
+        if not special:
+            why = [self.because[n.name] for n in nodes if n.name in self.because]
+            return f"placed here: {why[0]}" if why else self._whole(nodes)
+        most = max(special, key=lambda n: n.specs[0].nbytes)
+        others = f" and {len(special) - 1} more" if len(special) > 1 else ""
+        if isinstance(self.plan.leaves[most.name], Local):
+            return f"%{most.label}{others} placed here: {self.because.get(most.name, 'nothing else reads it')}"
+        return f"%{most.label}{others} cut on axis {self._axis(most)}"
+
+    def _whole(self, nodes: Sequence[Node]) -> str:
+        """What to say of a stage that reads no cut weight: it may still read only a part of one."""
+        read = [(s, leaf_of(s)) for n in nodes if not REGISTRY[n.op].is_view for s in n.inputs]
+        stored = [(s, leaf) for s, leaf in read if leaf.op in ("weight", "state")]
+        if part := [leaf for s, leaf in stored if s.spec.nbytes < leaf.specs[0].nbytes]:
+            return f"a part of %{part[0].label}, which is whole on each device"
+        return "its weights are whole on each device" if stored else "what it reads is whole on each device"
+
+    def _meeting(self, lane: Lane, stage: Stage, node: Node) -> str:
+        if stage.op == "send":
+            to = self.plan.lanes[next(d for d in stage.devices if d != stage.source)].device
+            return f"{node.inputs[0].label} is made on {lane.device} and read on {to}"
+        source = node.inputs[0]
+        cut = self._cut_behind(source.node)
+        because = "" if cut is None else f": %{cut.label} is cut on axis {self._axis(cut)}"
+        if stage.op == "all_gather":
+            return f"{source.label} lies in shards and is read whole{because}"
+        return f"{source.label} is a sum over the devices{because}"
+
+    def _axis(self, leaf: Node) -> int:
+        layout = self.plan.leaves[leaf.name]
+        assert isinstance(layout, Shard)
+        return layout.axis
+
+    def _cut_behind(self, node: Node) -> Node | None:
+        """The nearest cut weight or state that a value is computed from."""
+        queue, seen = [node], {node}
+        for here in queue:
+            leaves = [s.node for s in here.inputs if s.node.is_leaf]
+            for leaf in leaves:
+                if isinstance(self.plan.leaves.get(leaf.name), Shard):
+                    return leaf
+            fresh = [s.node for s in here.inputs if s.node not in seen and not s.node.is_leaf]
+            queue += fresh
+            seen.update(fresh)
+            if len(seen) > 1000:
+                break
+        return None
+
+
+def _because(plan: Plan) -> dict[str, str]:
+    """Why nodes are placed where they are, by their names and by those of the weights and states they read."""
+    said = {name: placed.because for placed in plan.placed for name in placed.nodes}
+    found = dict(said)
+    for node, name in names(plan.graph).items() if said else ():
+        for leaf in map(leaf_of, node.inputs):
+            if name in said:
+                found.setdefault(leaf.name, said[name])
+    return found

@@ -1,0 +1,246 @@
+"""What passes make, as text: factors, layouts and graphs, memory, programs; only what planning itself settles."""
+
+from __future__ import annotations
+
+import itertools
+import string
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ...backends.base import Instruction, Program, Tensor
+from ...graph.graph import Graph
+from ...graph.node import Node, Value, quote
+from ...graph.text import attr_text, dump, names
+from ...ops import REGISTRY
+from ..layout import Layout, Shard
+from ..lowering.lower import ARENA
+from ..plan import Plan
+from ..sharding.factors import Factor, Factors
+from ..units import columns
+
+WIDTH = 64
+"""Columns in which the life of a value is drawn; of a longer program several steps share one."""
+NAMED = 3
+"""How many nodes a cell names before it counts the rest."""
+
+
+def ref(name: str) -> str:
+    """A node by the name that a dump gives it; the number of an unnamed one stays bare there."""
+    return f"%{name if name.isdecimal() else quote(name)}"
+
+
+def joined(found: Sequence[str]) -> str:
+    """A few of `found`, and how many more there are."""
+    more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+    return ", ".join(found[:NAMED]) + more
+
+
+# ---------------------------------------------------------------------------------------------------------- factors
+
+
+def factors_text(factors: Factors) -> str:
+    """Each factor with a letter and with what keeps it from being cut, then the axes of every value as products.
+
+    Written as in einops, outer first; ``|`` stands between segments, ``!`` behind what can never be cut.
+    """
+    called = names(factors.graph)
+    letters = _letters(factors)
+    contracted, coupled, having = (defaultdict[Factor, list[str]](list) for _ in range(3))
+    for node in factors.graph.nodes:
+        if node.is_leaf:
+            for factor in factors.of(Value(node)):
+                having[factor].append(ref(called[node]))
+        else:
+            uses = factors.uses(node)
+            for factor in uses.contracted:
+                contracted[factor].append(ref(called[node]))
+            for factor in uses.coupled:
+                coupled[factor].append(ref(called[node]))
+    rows: list[tuple[str, ...]] = [("factor", "size", "leaves", "summed over by", "whole for")]
+    for factor, letter in letters.items():
+        cells = (joined(found[factor]) or "-" for found in (having, contracted, coupled))
+        rows.append((letter, str(factor.size), *cells))
+    values = [
+        (_value_text(v, called), str(v.spec), "  ".join(_axis_text(axis, letters) for axis in factors.axes(v)))
+        for node in factors.graph.nodes
+        for v in node.results
+    ]
+    return "\n".join([*columns(rows, "lrlll"), "", *columns(values, "lll")])
+
+
+def _letters(factors: Factors) -> dict[Factor, str]:
+    """A name for every factor of more than one index, in the order in which values show them."""
+    free = ("".join(word) for n in itertools.count(1) for word in itertools.product(string.ascii_lowercase, repeat=n))
+    found: dict[Factor, str] = {}
+    for node in factors.graph.nodes:
+        for value in node.results:
+            for factor in (f for axis in factors.axes(value) for segment in axis for f in segment):
+                if factor.size != 1 and factor not in found:
+                    found[factor] = next(free) + ("!" if factor.blocked else "")
+    return found
+
+
+def _axis_text(axis: Sequence[Sequence[Factor]], letters: Mapping[Factor, str]) -> str:
+    products = [" ".join(letters[f] for f in segment if f.size != 1) or "1" for segment in axis]
+    return products[0] if len(products) == 1 and " " not in products[0] else f"({' | '.join(products)})"
+
+
+def _value_text(value: Value, called: Mapping[Node, str]) -> str:
+    return ref(called[value.node]) + (f"#{value.index}" if len(value.node.specs) > 1 else "")
+
+
+# ----------------------------------------------------------------------------------------------------------- shards
+
+
+def layouts_text(leaves: Mapping[str, Layout], outputs: Mapping[str, Layout]) -> str:
+    """How leaves and outputs lie on the devices: ``S0 0+32 | 32+32`` is cut on axis 0, each device its runs."""
+    rows = [("leaf", ref(name), _layout_text(layout)) for name, layout in leaves.items()]
+    rows += [("output", name, _layout_text(layout)) for name, layout in outputs.items()]
+    return "\n".join(columns(rows, "lll"))
+
+
+def _layout_text(layout: Layout) -> str:
+    if not isinstance(layout, Shard):
+        return str(layout)
+    runs = (" ".join(f"{offset}+{n}" for offset, n in own) or "nothing" for own in layout.runs)
+    return f"S{layout.axis} {' | '.join(runs)}"
+
+
+def graphs_text(graphs: Sequence[Graph]) -> str:
+    """The graph of each device; one that an earlier device runs too is not shown again."""
+    first: dict[str, int] = {}
+    shown = []
+    for device, graph in enumerate(graphs):
+        same = first.setdefault(text := dump(graph), device)
+        shown.append(f"device {device}" + (f":\n{text}" if same == device else f" as device {same}\n"))
+    return "\n".join(shown).removesuffix("\n")
+
+
+# ----------------------------------------------------------------------------------------------------------- memory
+
+
+@dataclass(slots=True)
+class _Life:
+    """Bytes of the arena that one value occupies, from the step that writes it to the last that reads it."""
+
+    offset: int
+    nbytes: int
+    first: int
+    last: int
+    name: str
+    note: str = ""
+
+
+def memory_text(program: Program) -> str:
+    """The arena drawn as a map, a line a value by offset and time, then the buffers that outlive a run."""
+    steps = len(program.instructions)
+    scale = -(-max(steps, 1) // WIDTH)
+    rows = [("offset", "bytes", f"steps 0 to {steps - 1}" + (f", {scale} a column" if scale > 1 else ""), "value")]
+    for life in sorted(_lives(program), key=lambda v: (v.offset, v.first)):
+        first, last = max(life.first, 0) // scale, min(life.last, steps - 1) // scale
+        bar = "." * first + "#" * (last - first + 1)
+        rows.append((str(life.offset), str(life.nbytes), bar.ljust(-(-steps // scale), "."), life.name + life.note))
+    arena = program.buffers[ARENA].nbytes
+    return "\n".join([f"arena of {arena} bytes", *columns(rows, "rrll"), "", *_buffers(program)])
+
+
+def _lives(program: Program) -> list[_Life]:
+    """What lies in the arena when, as the instructions have it."""
+    found = [_Life(t.offset, t.spec.nbytes, -1, -1, f"input {name}") for name, t in program.inputs.items()]
+    there = list(found)  # the newest last
+
+    def at(tensor: Tensor) -> _Life | None:
+        holds = (v for v in reversed(there) if v.offset <= tensor.offset < v.offset + v.nbytes)
+        return next(holds, None) if tensor.buffer == ARENA else None
+
+    for step, i in enumerate(program.instructions):
+        read = [life for t in i.src if t is not None and (life := at(t)) is not None]
+        for life in read:
+            life.last = step
+        for tensor in (t for t in (*i.dst, i.scratch) if t is not None and t.buffer == ARENA and t.spec.nbytes):
+            name = ref(i.node) if tensor is not i.scratch else f"scratch of {ref(i.node)}"
+            over = [f" over {life.name}" for life in read if life.offset == tensor.offset]
+            new = _Life(tensor.offset, tensor.spec.nbytes, step, step, name, "".join(over[:1]))
+            there = [v for v in there if v.offset + v.nbytes <= new.offset or new.offset + new.nbytes <= v.offset]
+            there.append(new)
+            found.append(new)
+    for name, tensor in program.outputs.items():
+        if (life := at(tensor)) is not None:
+            life.last, life.note = len(program.instructions), f"{life.note}, output {name}"
+    for _, back in program.undo:
+        for kept in (life for t in back.src if t is not None and (life := at(t)) is not None):
+            kept.last = len(program.instructions)
+    return found
+
+
+def _buffers(program: Program) -> list[str]:
+    """Weights, states and constants: their bytes, how they are kept, and who reads and writes them."""
+    reads, writes = (defaultdict[int, list[str]](list) for _ in range(2))
+    for step, i in enumerate(program.instructions):
+        for tensor in (t for t in i.src if t is not None):
+            reads[tensor.buffer].append(str(step))
+        for tensor in i.dst:
+            writes[tensor.buffer].append(str(step))
+    rows: list[tuple[str, ...]] = [("buffer", "", "bytes", "kept as", "read in", "written in")]
+    for number, b in enumerate(program.buffers):
+        if number != ARENA:
+            steps = (joined(list(dict.fromkeys(found[number]))) or "-" for found in (reads, writes))
+            rows.append((b.kind, ref(b.name), str(b.nbytes), str(b.stored), *steps))
+    return columns(rows, "llrlll")
+
+
+# ---------------------------------------------------------------------------------------------------------- program
+
+
+def program_text(program: Program) -> str:
+    """Every instruction: its op, the node it computes, where that is written, what is read from where."""
+    places = [b.name and ref(b.name) for b in program.buffers]
+    rows = [("step", "op", "writes", "reads", "with")]
+    for step, i in enumerate(program.instructions):
+        writes = ", ".join(_tensor_text(t, places) for t in i.dst)
+        reads = ", ".join("_" if t is None else _tensor_text(t, places) for t in i.src)
+        rows.append((str(step), i.op, f"{ref(i.node)} = {writes}", reads, _attrs_text(i)))
+    ends = [("input", program.inputs), ("output", program.outputs)]
+    rows += [
+        ("", end, f"{name} = {_tensor_text(t, places)}", "", "") for end, found in ends for name, t in found.items()
+    ]
+    return "\n".join([f"{len(program.instructions)} steps", *columns(rows, "rllll")])
+
+
+def _tensor_text(tensor: Tensor, places: Sequence[str]) -> str:
+    """``f32[1,64]@256`` in the arena, ``f32[128,64]@%token_embd.weight`` in a buffer of its own."""
+    where = f"{places[tensor.buffer]}{f'+{tensor.offset}' if tensor.offset or not places[tensor.buffer] else ''}"
+    _, _, strides = str(tensor).partition(" strides ")
+    return f"{tensor.spec}@{where.lstrip('+')}" + (f" by {strides}" if strides else "")
+
+
+def _attrs_text(i: Instruction) -> str:
+    """Attributes other than the defaults of the op."""
+    defaults = REGISTRY[i.op].defaults
+    return ", ".join(f"{k}={attr_text(v)}" for k, v in i.attrs.items() if k not in defaults or defaults[k] != v)
+
+
+# ---------------------------------------------------------------------------------------------------------- a plan
+
+
+def _each(plan: Plan, text: Callable[[Program], str]) -> str:
+    """What `text` says of the program of each device; of devices of which it says the same, once."""
+    devices: dict[str, list[str]] = {}
+    for lane in plan.lanes:
+        devices.setdefault(text(lane.program), []).append(str(lane.device))
+    return "\n\n".join(f"{' '.join(names)}: {shown}" for shown, names in devices.items())
+
+
+PASSES: Mapping[str, Callable[[Plan], str]] = MappingProxyType(
+    {
+        "graph": lambda plan: dump(plan.graph),
+        "factors": lambda plan: factors_text(Factors(plan.graph)),
+        "layouts": lambda plan: layouts_text(plan.leaves, plan.outputs),
+        "shards": lambda plan: graphs_text([lane.graph for lane in plan.lanes]),
+        "memory": lambda plan: _each(plan, memory_text),
+        "steps": lambda plan: _each(plan, program_text),
+    }
+)
+"""What `hocket plan --show` shows of a plan, in the order in which it is made."""

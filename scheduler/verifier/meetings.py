@@ -1,0 +1,120 @@
+"""Where the programs of a group of devices meet, in the order in which each device runs: does everybody come?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ...backends.base import Instruction, Program
+from ...graph.node import Attr
+from ...graph.spec import Spec
+from ...ops.collective import COLLECTIVES
+
+PAIRED = ("send", "receive")
+
+
+@dataclass(frozen=True, slots=True)
+class Appointment:
+    """One instruction in which a device meets others: what, under which number, and with what."""
+
+    device: int
+    op: str
+    sequence: int
+    terms: Mapping[str, Attr]
+    shapes: tuple[Spec | None, ...]
+    node: str
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What all devices must say alike; each has a rank of its own, and shards have sizes of their own."""
+        terms = tuple((k, v) for k, v in sorted(self.terms.items()) if k != "rank")
+        return self.op, terms, on_wire(self.shapes) if self.op == "all_reduce" else ()
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.sequence} (%{self.node}) of device {self.device}"
+
+
+def on_wire(specs: Sequence[Spec | None]) -> tuple[object, ...]:
+    """What of the specs all devices must say alike: how many bits each keeps of a float is its own affair."""
+    return tuple(None if s is None else (s.shape, "float" if s.dtype.is_float else s.dtype) for s in specs)
+
+
+def appointments(device: int, program: Program) -> list[Appointment]:
+    """The meetings of one device, in the order of its program."""
+    return [_appointment(device, i) for i in program.instructions if i.op in COLLECTIVES]
+
+
+def _appointment(device: int, i: Instruction) -> Appointment:
+    number = i.attrs["sequence"]
+    assert isinstance(number, int)
+    shapes = (*(None if t is None else t.spec for t in i.src), *(t.spec for t in i.dst))
+    return Appointment(device, i.op, number, i.attrs, shapes, i.node)
+
+
+def meeting_faults(programs: Sequence[Program]) -> Iterator[str]:
+    """Meetings at which somebody is missing or brings something else, and devices that wait for each other."""
+    lanes = [appointments(d, p) for d, p in enumerate(programs)]
+    complaints = [*_group_faults(lanes), *_pair_faults(lanes)]
+    for lane in lanes:
+        times = Counter((a.sequence, a.op) for a in lane)
+        complaints += [f"{a} is there twice" for a in lane if times[a.sequence, a.op] > 1]
+        complaints += [f"{b} runs after {a}" for a, b in pairwise(lane) if b.sequence < a.sequence]
+        complaints += [
+            f"{a}: its rank is {a.terms['rank']!r}" for a in lane if "rank" in a.terms and a.terms["rank"] != a.device
+        ]
+    yield from complaints
+    if not complaints:
+        yield from stuck(lanes)
+
+
+def _group_faults(lanes: Sequence[Sequence[Appointment]]) -> Iterator[str]:
+    groups: dict[int, dict[int, Appointment]] = {}
+    for appointment in (a for lane in lanes for a in lane if a.op not in PAIRED):
+        groups.setdefault(appointment.sequence, {})[appointment.device] = appointment
+    for members in groups.values():
+        first = next(iter(members.values()))
+        missing = [d for d in range(len(lanes)) if d not in members]
+        if missing:
+            yield f"{first}: device {missing[0]} does not come"
+        for other in members.values():
+            if other.kind != first.kind:
+                yield f"{first} meets {other}, which is another"
+
+
+def _pair_faults(lanes: Sequence[Sequence[Appointment]]) -> Iterator[str]:
+    sent = {(a.device, a.terms["to"], a.sequence): a for lane in lanes for a in lane if a.op == "send"}
+    received = {(a.terms["source"], a.device, a.sequence): a for lane in lanes for a in lane if a.op == "receive"}
+    for key, a in sent.items():
+        if key not in received:
+            yield f"{a}: device {key[1]!r} does not receive it"
+        elif on_wire(received[key].shapes) != on_wire(a.shapes[-1:]):
+            yield f"{a} sends {a.shapes[-1]}, but {received[key]} receives {received[key].shapes[-1]}"
+    for wanted, a in received.items():
+        if wanted not in sent:
+            yield f"{a}: device {wanted[0]!r} does not send it"
+
+
+def stuck(lanes: Sequence[Sequence[Appointment]]) -> Iterator[str]:
+    """Walk all devices through their meetings; what remains waits for each other."""
+    at = [0] * len(lanes)
+    sent: set[tuple[object, ...]] = set()
+    while True:
+        before = list(at)
+        for device, lane in enumerate(lanes):
+            while at[device] < len(lane) and lane[at[device]].op in PAIRED:
+                a = lane[at[device]]
+                if a.op == "send":
+                    sent.add((a.device, a.terms["to"], a.sequence))
+                elif (a.terms["source"], a.device, a.sequence) not in sent:
+                    break
+                at[device] += 1
+        here = [lane[i] if i < len(lane) else None for lane, i in zip(lanes, at, strict=True)]
+        if all(a is not None and a.op not in PAIRED for a in here) and len({a.sequence for a in here if a}) == 1:
+            at = [i + 1 for i in at]
+        if at == before:
+            break
+    waiting = [str(lane[i]) for lane, i in zip(lanes, at, strict=True) if i < len(lane)]
+    if waiting:
+        yield f"devices wait for each other: {'; '.join(waiting)}"

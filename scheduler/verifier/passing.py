@@ -1,0 +1,89 @@
+"""What is owed of a result if operands are summands, or a table of which a device has some rows is looked up in.
+
+The verifier's own account, from the declarations of ops alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...ops import REGISTRY
+from ...ops.op import Op
+from .restrict import Made, Side
+from .summands import NOTHING, Owed, Summand, linear
+
+Names = tuple[int | None, ...]
+"""For each operand the number of the value it is."""
+
+
+def passed(op: str, user: Side, owed: Sequence[Owed], made: Made, values: Names) -> Owed:
+    """What is owed of what a device's node makes.  Raises ValueError if it is no sum of the user's value any more."""
+    declared = REGISTRY[op]
+    given = {n: o for n, o in zip(declared.operand_names, owed, strict=False) if o is not None}
+    if made.rows is not None:
+        return _looked_up(declared, user, given, made, values)
+    if not given:
+        return made.owed
+    if made.owed is not None:
+        raise ValueError(f"operands {', '.join(sorted(given))} are sums still owed, and it sums over shards besides")
+    attrs = user.settled
+    empty = {n for n, o in given.items() if o is NOTHING}
+    if any(empty >= set(joint.split("+")) for joint in declared.zeros_in(attrs)):
+        return NOTHING
+    if (routed := _routed(declared, user, given)) is not None:
+        return routed
+    for joint in declared.linear_in(attrs):
+        if set(given) <= set(joint.split("+")):
+            return linear([given.get(n) for n in _there(declared, user, joint)])
+    raise ValueError(f"{op} is not linear in {' and '.join(sorted(given))}, a sum that is still owed")
+
+
+def _there(declared: Op[Any], user: Side, joint: str) -> list[str]:
+    """The operands of a joint that the user's node has."""
+    here = [n for n, s in zip(declared.operand_names, user.src, strict=False) if s is not None]
+    return [n for n in here if n in joint.split("+")]
+
+
+def _routed(declared: Op[Any], user: Side, given: Mapping[str, Owed]) -> Summand | None:
+    """The same for the result: zero everywhere but where the same rows are looked up."""
+    first = next(iter(given.values()))
+    if (
+        first is None
+        or any(o != first for o in given.values())
+        or not all(_keeps(declared, user, n, first) for n in given)
+    ):
+        return None
+    return first if any(set(given) >= set(j.split("+")) for j in declared.zeros_in(user.settled)) else None
+
+
+def _keeps(declared: Op[Any], user: Side, operand: str, summand: Summand) -> bool:
+    """Whether what lies in the result where `summand` is not zero is made of what lies there in `operand`."""
+    if summand.by is None:
+        return False
+    return declared.keeps(user.src, user.results[0], user.settled, declared.operand_names.index(operand), summand.by[1])
+
+
+def _looked_up(declared: Op[Any], user: Side, given: Mapping[str, Owed], made: Made, values: Names) -> Owed:
+    """Entries whose row is here.  What is added to them is counted like any sum, what they are made of must be here."""
+    rows = made.rows
+    assert rows is not None
+    if made.owed is not None:
+        raise ValueError(f"it sums over shards, and has only some rows of {rows.table} besides")
+    at = declared.operand_names.index(rows.numbers)
+    number, numbers = values[at], user.src[at]
+    assert number is not None
+    assert numbers is not None
+    if given.get(rows.table) is not None or given.get(rows.numbers) is not None:
+        raise ValueError(f"{rows.table} or {rows.numbers} is a sum still owed, and there are only some rows")
+    rank = len(numbers.shape)
+    kept = declared.keeps(user.src, user.results[0], user.settled, at, rank)
+    own = Summand("terms", (rows.own,), (rows.size,), by=(number, rank) if kept else None) if rows.own else NOTHING
+    joint = next(j for j in declared.linear_in(user.settled) if rows.table in j.split("+"))
+    added = [n for n in _there(declared, user, joint) if n != rows.table]
+    for name, owed in given.items():
+        if name not in added and own is not NOTHING and not (owed == own and _keeps(declared, user, name, own)):
+            raise ValueError(f"{name} is a sum still owed, and not by the rows of {rows.table} that are here")
+    if all(given.get(n) == own and (own is NOTHING or _keeps(declared, user, n, own)) for n in added):
+        return own
+    return linear([own if n == rows.table else given.get(n) for n in _there(declared, user, joint)])

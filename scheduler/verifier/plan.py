@@ -1,0 +1,255 @@
+"""The verifier of whole plans.  It shares no code with the planner: what every device's values are is found anew from
+the devices' own graphs, by the declarations of ops, and compared with the user's graph.
+
+It demands that each node of a device is a node of the user's graph on the entries its operands hold; that sums that
+are owed meet linear ops only and are then taken once, each term once; that devices meet in one order and nobody waits
+for ever; that leaves cover what they stand for, and outputs and states end as the plan says; that what is placed on a
+device is computed there only, and every node where it can run; and, by `check`, that each device's program is a way to
+run its graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from ...backends.base import Instruction
+from ...graph.dtypes import DType
+from ...graph.errors import GraphError, PlanError
+from ...graph.node import Node, Value
+from ...graph.text import names
+from ...ops import REGISTRY, op_of, verify
+from ...ops.collective import COLLECTIVES
+from ..layout import Layout, Local, Partial, Shard
+from ..plan import Lane, Plan
+from .indices import Index, entries, joined, whole
+from .meetings import meeting_faults
+from .program import faults
+from .restrict import show
+from .trace import Held, Meaning, Trace
+
+
+def verify_plan(plan: Plan) -> None:
+    """Raise `PlanError` with the first fault of `plan` as a way to run its graph on its devices."""
+    for why in plan_faults(plan):
+        raise PlanError(f"plan for {', '.join(str(lane.device) for lane in plan.lanes)}: {why}")
+
+
+def plan_faults(plan: Plan) -> Iterator[str]:
+    """Everything wrong with `plan`, as text; nothing if it is right."""
+    sound = True
+    seen: dict[tuple[object, ...], list[str]] = {}  # devices with equal shares have one program between them
+    for number, lane in enumerate(plan.lanes):
+        program = lane.program
+        key = (
+            type(lane.backend),
+            *map(
+                id, (lane.graph, program.buffers, program.instructions, program.undo, program.inputs, program.outputs)
+            ),
+        )
+        if key not in seen:
+            seen[key] = list(_lane_faults(lane))
+        if program.device != str(lane.device):
+            yield f"device {number}: the program is for {program.device}"
+        for why in seen[key]:
+            sound = False
+            yield f"device {number}: {why}"
+        for node in lane.graph.nodes:  # devices with one program may differ in what they can run
+            computes = node.op in REGISTRY and not node.is_leaf and not REGISTRY[node.op].is_view
+            if computes and not (answer := lane.backend.supports(node, lane.device)).ok:
+                yield f"device {number}: {node!r} cannot run on {lane.device}: {answer.why}"
+    for why in meeting_faults([lane.program for lane in plan.lanes]):
+        sound = False
+        yield why
+    if sound:  # otherwise the graphs are not what runs
+        yield from _Whole(plan).faults()
+
+
+def _lane_faults(lane: Lane) -> Iterator[str]:
+    """A device's graph is legal, its program runs it, and its buffers are as large as the device needs them."""
+    try:
+        if lane.graph.roots():  # a device may have nothing to do
+            verify(lane.graph)
+    except GraphError as why:
+        yield f"its graph is illegal: {why}"
+        return
+    yield from faults(lane.graph, lane.program)
+    named = {(n.op, n.name): n.specs[0] for n in lane.graph.nodes if n.is_leaf}
+    for buffer in lane.program.buffers:
+        spec = named.get((buffer.kind, buffer.name))
+        if spec is None:
+            continue
+        stored = lane.backend.stored(spec, buffer.kind)
+        if buffer.declared != spec or buffer.stored != stored or buffer.nbytes < stored.nbytes:
+            yield f"buffer of {buffer.kind} %{buffer.name} is for {buffer.declared}, and the graph has {spec}"
+    for node, instruction in _run_by(lane):
+        need = lane.backend.scratch(node)
+        if need and (instruction.scratch is None or instruction.scratch.shape[0] < need):
+            yield f"%{instruction.node} needs {need} bytes of scratch"
+        places = (*zip(node.src, instruction.src, strict=False), *zip(node.results, instruction.dst, strict=False))
+        for value, tensor in places:
+            if value is not None and tensor is not None and tensor.dtype is not _kept(lane, value):
+                yield f"%{instruction.node}: {value!r} is kept as {tensor.dtype}"
+
+
+def _kept(lane: Lane, value: Value) -> DType:
+    """The dtype in which a device keeps a value, or what it is a view of."""
+    while not value.node.is_leaf and op_of(value.node).is_view:
+        value = value.node.inputs[0]
+    return lane.backend.stored(value.spec, value.node.op if value.node.is_leaf else "value").dtype
+
+
+def _run_by(lane: Lane) -> Iterator[tuple[Node, Instruction]]:
+    """The instructions of a lane with the nodes they compute."""
+    nodes, saves = {name: node for node, name in names(lane.graph).items()}, lane.program.saves
+    for at, instruction in enumerate(lane.program.instructions):
+        if instruction.node in nodes and at not in saves:
+            yield nodes[instruction.node], instruction
+
+
+class _Whole:
+    """The devices together against the user's graph."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.devices = plan, len(plan.lanes)
+        self.meaning = Meaning(plan.graph)
+
+    def faults(self) -> Iterator[str]:
+        leaves: dict[tuple[int, str], Held] = {}
+        for node in self.plan.graph.nodes:
+            if node.is_leaf and node.op != "constant":
+                yield from self._bind(node, leaves)
+        trace = Trace(self.meaning, [lane.graph for lane in self.plan.lanes], leaves)
+        said = list(trace.faults())
+        yield from said
+        if not said:
+            yield from self._outputs(trace)
+            yield from self._updates(trace)
+            yield from self._places(trace)
+
+    def _places(self, trace: Trace) -> Iterator[str]:
+        """Nodes that are computed elsewhere than the plan says; what is computed alike may be, if either may."""
+        known = {name: node for node, name in names(self.plan.graph).items()}
+        allowed: dict[int, set[int]] = {}
+        said: dict[int, tuple[str, int]] = {}
+        for placed in self.plan.placed:
+            if not 0 <= placed.device < self.devices:
+                yield f"nodes are placed on device {placed.device} of {self.devices}"
+            for name in placed.nodes:
+                if name not in known:
+                    yield f"a node %{name} is placed that the graph does not have"
+                    continue
+                number = self.meaning.number[Value(known.pop(name))]
+                allowed.setdefault(number, set()).add(placed.device)
+                said[number] = (name, placed.device)
+        for node in (n for n in known.values() if not n.is_leaf):  # nobody said where these run
+            allowed.pop(self.meaning.number[Value(node)], None)
+        for number, devices in allowed.items():
+            if not (where := trace.computed.get(number, set())) <= devices:
+                name, device = said[number]
+                yield f"%{name} is placed on device {device}, and computed on {sorted(where - devices)}"
+
+    # ---------------------------------------------------------------------------------------------------- layouts
+
+    def _axes(self, value: Value, layout: Layout | None) -> list[tuple[Index, ...] | None] | str:
+        """For each device which entries of `value` it has; or why the layout is none."""
+        full = tuple(map(whole, value.shape))
+        if isinstance(layout, Local):
+            if not layout.devices or not all(0 <= d < self.devices for d in layout.devices):
+                return f"lies on devices {list(layout.devices)} of {self.devices}"
+            return [full if d in layout.devices else None for d in range(self.devices)]
+        if isinstance(layout, Shard):
+            if why := self._uncovered(value, layout):
+                return why
+            found: list[tuple[Index, ...] | None] = []
+            for runs in layout.runs:
+                found.append((*full[: layout.axis], joined([runs]), *full[layout.axis + 1 :]))
+            return found
+        if layout is None or isinstance(layout, Partial):
+            return f"has the layout {layout}"
+        return [full] * self.devices
+
+    def _uncovered(self, value: Value, layout: Shard) -> str | None:
+        if not 0 <= layout.axis < len(value.shape) or len(layout.runs) != self.devices:
+            return f"is cut along axis {layout.axis} for {len(layout.runs)} devices"
+        n, dtype = value.shape[layout.axis], value.dtype
+        if any(start < 0 or k < 0 or start + k > n for runs in layout.runs for start, k in runs):
+            return f"has runs outside its {n} entries"
+        in_blocks = dtype.is_quantised and layout.axis == len(value.shape) - 1
+        if in_blocks and any(part % dtype.block for runs in layout.runs for run in runs for part in run):
+            return f"is cut inside blocks of {dtype.block}"
+        have = np.zeros(n, bool)
+        for runs in layout.runs:
+            have[entries(joined([runs]))] = True
+        missing = int(n - have.sum())
+        return f"has {missing} of {n} entries on no device" if missing else None
+
+    def _bind(self, node: Node, leaves: dict[tuple[int, str], Held]) -> Iterator[str]:
+        """What of a leaf each device is given when it is loaded or fed."""
+        value, layout = Value(node), self.plan.leaves.get(node.name)
+        axes = self._axes(value, layout)
+        if isinstance(axes, str):
+            yield f"{node.op} %{node.label} {axes}"
+            return
+        if node.op == "input" and (isinstance(layout, Shard) or any(a != axes[0] for a in axes)):
+            yield f"input %{node.label} is given whole to every device, and the plan says {layout}"
+            return
+        number = self.meaning.number[value]
+        leaves.update({(d, node.name): Held(number, a) for d, a in enumerate(axes) if a is not None})
+
+    # ------------------------------------------------------------------------------------------------------- ends
+
+    def _outputs(self, trace: Trace) -> Iterator[str]:
+        for name, value in self.plan.graph.outputs.items():
+            axes = self._axes(value, self.plan.outputs.get(name))
+            if isinstance(axes, str):
+                yield f"output {name!r} {axes}"
+                continue
+            for device, wanted in enumerate(axes):
+                local = self.plan.lanes[device].graph.outputs.get(name)
+                if wanted is not None and local is None:
+                    yield f"output {name!r} is missing on device {device}"
+                elif wanted is not None and local is not None:
+                    yield from self._ends_as(trace, device, local, value, wanted, f"output {name!r}")
+        for device, lane in enumerate(self.plan.lanes):
+            used = {s for node in lane.graph.nodes for s in node.inputs}
+            used |= {v for name, v in lane.graph.outputs.items() if name in self.plan.graph.outputs}
+            for name, local in lane.graph.outputs.items():
+                attends = local.node.op in COLLECTIVES and local not in used  # it is there for others
+                if name not in self.plan.graph.outputs and not attends:
+                    yield f"device {device} has an output {name!r}, which the graph does not have"
+
+    def _updates(self, trace: Trace) -> Iterator[str]:
+        wanted = {s.node.name: (s, v) for s, v in self.plan.graph.updates.items()}
+        for device, lane in enumerate(self.plan.lanes):
+            updates: Mapping[str, Value] = {s.node.name: v for s, v in lane.graph.updates.items()}
+            for state in self.plan.graph.states:
+                name = state.node.name
+                axes = self._axes(state, self.plan.leaves.get(name))
+                mine = None if isinstance(axes, str) else axes[device]
+                new = wanted.get(name, (state, state))[1]
+                changes = self.meaning.number[new] != self.meaning.number[state]
+                if mine is None:
+                    if name in updates:
+                        yield f"device {device} updates state %{name}, which does not lie there"
+                elif name in updates:
+                    yield from self._ends_as(trace, device, updates[name], new, mine, f"state %{name}")
+                elif changes and 0 not in map(len, mine):
+                    yield f"device {device} does not update its part of state %{name}"
+
+    def _ends_as(
+        self, trace: Trace, device: int, local: Value, value: Value, wanted: tuple[Index, ...], what: str
+    ) -> Iterator[str]:
+        held = trace.of(device, local)
+        if not any(self.meaning.holds(h, value, wanted) for h in held):
+            number = self.meaning.number[value]
+            found = [
+                "a sum still owed" if h.owed else f"entries {[show(i) for i in h.axes]}"
+                for h in held
+                if h.number == number
+            ]
+            yield (
+                f"{what} on device {device} should be entries {[show(i) for i in wanted]} of {value!r} "
+                f"and is {found[0] if found else 'another value'}"
+            )

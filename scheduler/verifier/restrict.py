@@ -1,0 +1,374 @@
+"""An op on some of the entries of its operands: which entries of its results that gives, by the op's declaration.
+
+The verifier of plans asks it for every node of a device: here is the node of the user's graph, here the device's node
+with its smaller operands, and which entries those hold.  Nothing is taken from the planner.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+from ...graph.node import Attr, Attrs, Node
+from ...graph.spec import Spec
+from ...ops import REGISTRY
+from ...ops.links import Link
+from ...ops.op import Op
+from ...ops.signature import Dim, Leading, Mismatch, Role, Signature
+from .indices import (
+    Digits,
+    Index,
+    agreed,
+    common,
+    entries,
+    factored,
+    index_of,
+    is_whole,
+    joined,
+    length,
+    multiplied,
+    outer,
+    repeats,
+    taken,
+    whole,
+    within,
+)
+from .summands import Owed, terms
+
+Part: TypeAlias = tuple[Index, Digits]
+"""What is there of an axis, and the digits on which the value does not depend."""
+Axes: TypeAlias = tuple[Part, ...]
+Items: TypeAlias = tuple[tuple[str, Attr], ...]
+LOCAL_ATTRS = frozenset({"shape", "start", "stop"})
+"""Attributes that say a size, and so differ between a node and its share, where the op declares `localise`."""
+
+PART_ATTRS = frozenset({"first", "total"})
+"""Attributes that say which rows of a table that is looked up are there (`ops.routing`)."""
+
+
+class Unfit(Exception):  # noqa: N818  (an internal signal; it becomes the text of a fault)
+    """The device's node is not the user's node on some of its entries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A node as one side of the comparison: its attributes and the specs of its operands and results."""
+
+    attrs: Items
+    src: tuple[Spec | None, ...]
+    results: tuple[Spec, ...]
+
+    @property
+    def settled(self) -> Attrs:
+        return dict(self.attrs)
+
+
+def side(node: Node) -> Side:
+    return Side(tuple(node.attrs.items()), tuple(None if s is None else s.spec for s in node.src), node.specs)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows `own` of the `size` that operand `table` has in the user's graph, looked up by operand `numbers`."""
+
+    table: str
+    numbers: str
+    own: Index
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """The entries of each result, what of a contraction they sum over, and the rows of a table if not all are there."""
+
+    axes: tuple[Axes, ...]
+    owed: Owed
+    rows: Rows | None = None
+
+
+@lru_cache(maxsize=1 << 15)
+def restricted(op: str, user: Side, mine: Side, axes: tuple[Axes | None, ...]) -> Made | str:
+    """What `mine`, a node of a device, makes of the results of `user`; or why it makes nothing of them."""
+    declared = REGISTRY[op]
+    try:
+        _same_attrs(declared, user, mine)
+        return (_linked if declared.links else _signed)(declared, user, mine, axes)
+    except (Unfit, Mismatch) as why:
+        pairs = list(zip(user.results, mine.results, strict=True))
+        if all(m.size == 0 and len(u.shape) == len(m.shape) for u, m in pairs):  # of nothing anything can be said
+            return Made(tuple(_nothing(u, m) for u, m in pairs), None)
+        return str(why)
+
+
+def _nothing(user: Spec, mine: Spec) -> Axes:
+    return tuple((_some(n, m), ()) for n, m in zip(user.shape, mine.shape, strict=True))
+
+
+def _some(n: int, m: int) -> Index:
+    return whole(n) if m == n else whole(m)
+
+
+def _same_attrs(declared: Op[Any], user: Side, mine: Side) -> None:
+    theirs = mine.settled
+    looks_up = any(s.lookup for s in declared.signatures.values())
+    for name, value in user.attrs:
+        local = (declared.localise is not None and name in LOCAL_ATTRS) or (looks_up and name in PART_ATTRS)
+        if not local and theirs.get(name) != value:
+            raise Unfit(f"attribute {name} is {theirs.get(name)!r} and not {value!r}")
+
+
+# ------------------------------------------------------------------------------------------------------ signatures
+
+
+@dataclass
+class _Names:
+    """The index of each name of a signature, as its operands agree on it."""
+
+    found: dict[str, Part] = field(default_factory=dict)
+    lead: list[Part] = field(default_factory=list)
+    summed: list[Part] = field(default_factory=list)
+
+    def meet(self, name: str, part: Part) -> None:
+        self.found[name] = _met(self.found[name], part, name) if name in self.found else part
+
+    def meet_all(self, kept: list[Part], parts: Sequence[Part]) -> None:
+        for i, part in enumerate(parts):
+            if i < len(kept):
+                kept[i] = _met(kept[i], part, f"leading axis {i}")
+            else:
+                kept.append(part)
+
+
+def _met(one: Part, two: Part, what: str) -> Part:
+    index = agreed(*one, *two)
+    if index is None:
+        raise Unfit(f"operands hold different entries of {what}: {show(one[0])} and {show(two[0])}")
+    return index, common(one[1], two[1])
+
+
+def show(index: Index) -> str:
+    """Runs as text, the first few."""
+    shown = ", ".join(f"{start}:{start + n}" for start, n in index[:4])
+    return f"[{shown}{', …' if len(index) > 4 else ''}]"
+
+
+def _signed(declared: Op[Any], user: Side, mine: Side, axes: tuple[Axes | None, ...]) -> Made:
+    attrs = user.settled
+    sizes, local = declared.sizes(user.src, attrs).named, declared.sizes(mine.src, mine.settled).named
+    signature = declared.signature_for(attrs)
+    kept_whole = declared.whole(attrs) if declared.whole else ()
+    names, roles = _Names(), dict[str, Role]()
+    for operand, spec, part in zip(signature.operands, user.src, axes, strict=False):
+        if spec is None or part is None:
+            continue
+        ahead = len(spec.shape) - len(operand.dims)
+        if operand.leading is Leading.EQUAL:
+            names.meet_all(names.lead, part[:ahead])
+        elif operand.leading is Leading.CONTRACTED:
+            names.meet_all(names.summed, part[:ahead])
+        for dim, n, own in zip(operand.dims, spec.shape[ahead:], part[ahead:], strict=True):
+            if not (dim.or_one and n == 1):
+                _split(dim, own, sizes, local, names)
+                coupled = dim.role is Role.COUPLED or bool(set(dim.factors) & set(kept_whole))
+                for name in dim.factors:
+                    roles[name] = Role.COUPLED if coupled else roles.get(name, dim.role)
+    _check_repeats(user, signature.operands, axes, names.lead)
+    for name, role in roles.items():
+        if role is Role.COUPLED and not name.isdecimal():
+            index, digits = names.found[name]
+            if not is_whole(index, digits, sizes[name]):
+                raise Unfit(f"{name} must be whole, and only {show(index)} of {sizes[name]} is there")
+            names.found[name] = (whole(sizes[name]), ())
+    results = tuple(
+        (*(names.lead if r.leading is Leading.EQUAL else ()), *(_product(d, names, sizes, local) for d in r.dims))
+        for r in signature.results
+    )
+    _check_shapes(mine, results)
+    rows = _rows(signature, user, mine, names)
+    contracted = [(names.found[n][0], sizes[n]) for n, role in roles.items() if role is Role.CONTRACTED]
+    summed = [s.shape for s, o in zip(user.src, signature.operands, strict=False) if s is not None]
+    contracted += [(i, n) for (i, _), n in zip(names.summed, summed[0] if summed else (), strict=False)]
+    return Made(results, terms(tuple(i for i, _ in contracted), tuple(n for _, n in contracted)), rows)
+
+
+def _rows(signature: Signature, user: Side, mine: Side, names: _Names) -> Rows | None:
+    """Which rows of a table that is looked up are there; they must be those that the device's attributes say."""
+    if signature.lookup is None:
+        return None
+    table, dim = signature.lookup
+    (name,) = dim.factors
+    at = signature.operands.index(table)
+    spec = user.src[at]
+    assert spec is not None
+    size, (index, digits) = spec.shape[len(spec.shape) - len(table.dims)], names.found[name]
+    said, theirs = (tuple(s.settled[k] for k in ("first", "total")) for s in (mine, user))
+    if said == theirs and is_whole(index, digits, size):
+        return None
+    first, total = said
+    assert isinstance(first, int)
+    if theirs != (0, 0) or total != size:
+        raise Unfit(
+            f"rows of {table.name} are looked up as {first} of {total!r}, and in the graph as {theirs[0]!r} of {size}"
+        )
+    own = joined([((first, length(index)),)]) if index else ()
+    if agreed(index, digits, own, ()) is None:
+        raise Unfit(f"rows {show(index)} of {table.name} are looked up as {show(own)}")
+    return None if own == whole(size) else Rows(table.name, dim.index, own, size)
+
+
+def _split(dim: Dim, own: Part, sizes: Mapping[str, int], local: Mapping[str, int], names: _Names) -> None:
+    """Add what an operand holds of the factors of one dimension."""
+    index, digits = own
+    theirs = tuple(int(f) if f.isdecimal() else sizes[f] for f in dim.factors)
+    here = tuple(int(f) if f.isdecimal() else local.get(f, -1) for f in dim.factors)
+    parts = factored(index, theirs, here)
+    if parts is None:
+        raise Unfit(f"{show(index)} is no product ({' '.join(dim.factors)})")
+    inner = math.prod(theirs)
+    for name, n, part in zip(dim.factors, theirs, parts, strict=True):
+        inner = inner // n if n else 0
+        if name.isdecimal():
+            if part != whole(n):
+                raise Unfit(f"{show(part)} of the fixed {name} is there")
+        else:
+            names.meet(name, (part, within(digits, inner, n) if inner else ()))
+
+
+def _product(dim: Dim, names: _Names, sizes: Mapping[str, int], local: Mapping[str, int]) -> Part:
+    """What a result holds of one dimension; a name that no operand has is whole."""
+    indices, found, theirs = [], list[tuple[int, int]](), []
+    for name in dim.factors:
+        n = int(name) if name.isdecimal() else sizes[name]
+        theirs.append(n)
+        if not name.isdecimal() and name not in names.found and local.get(name) != n:
+            raise Unfit(f"{name} is {local.get(name)} and not {n}")
+        indices.append(names.found.get(name, (whole(n), ()))[0])
+    for at, name in enumerate(dim.factors):
+        found += outer(names.found.get(name, ((), ()))[1], math.prod(theirs[at + 1 :]))
+    return multiplied(tuple(indices), tuple(theirs)), tuple(found)
+
+
+def _check_repeats(user: Side, operands: Sequence[Any], axes: Sequence[Axes | None], lead: list[Part]) -> None:
+    """Operands that tile, or serve runs of neighbours, meet the entries of the others that they meet in the graph."""
+    shape: tuple[int, ...] = ()
+    for operand, spec in zip(operands, user.src, strict=False):
+        if spec is not None and operand.leading is Leading.EQUAL:
+            shape = spec.shape[: len(spec.shape) - len(operand.dims)]
+    for operand, spec, part in zip(operands, user.src, axes, strict=False):
+        if spec is None or part is None or operand.leading not in (Leading.TILED, Leading.GROUPED):
+            continue
+        ahead = len(spec.shape) - len(operand.dims)
+        shift = len(shape) - ahead
+        for i in range(ahead):
+            n, size = spec.shape[i], shape[shift + i]
+            if n == size:
+                lead[shift + i] = _met(lead[shift + i], part[i], f"leading axis {shift + i}")
+            elif not repeats(*part[i], n, lead[shift + i][0], size, operand.leading is Leading.TILED):
+                raise Unfit(f"{operand.name} holds {show(part[i][0])} of {n}, to be repeated over others than its own")
+            elif n != 1:
+                lead[shift + i] = (lead[shift + i][0], ())
+
+
+def _check_shapes(mine: Side, results: Sequence[Axes]) -> None:
+    for spec, axes in zip(mine.results, results, strict=True):
+        if spec.shape != tuple(length(i) for i, _ in axes):
+            raise Unfit(f"the result is {list(spec.shape)}, its entries are {[show(i) for i, _ in axes]}")
+
+
+# ----------------------------------------------------------------------------------------------------------- links
+
+
+def _linked(declared: Op[Any], user: Side, mine: Side, axes: tuple[Axes | None, ...]) -> Made:
+    assert declared.links is not None
+    links = declared.links(user.src, user.settled)
+    starts = {(m.operand, m.source, m.result): m.start for m in declared.links(mine.src, mine.settled)}
+    result, shape = user.results[0], mine.results[0].shape
+    if len(shape) != len(result.shape):
+        raise Unfit(f"the result is {list(shape)}, a share of {result}")
+    found: dict[int, list[tuple[int, bool, Part]]] = {}
+    for link in links:
+        part, spec = axes[link.operand], user.src[link.operand]
+        assert part is not None
+        assert spec is not None
+        if len(link.source) == len(link.result) == 1:
+            start = starts.get((link.operand, link.source, link.result), 0)
+            axis = link.result[0]
+            n, own = spec.shape[link.source[0]], part[link.source[0]]
+            found.setdefault(axis, []).append((start, *_moved(link, own, n, result.shape[axis], start, shape[axis])))
+        else:
+            _regrouped(link, part, spec, user, shape, found)
+    _check_unlinked(links, user, axes)
+    made = tuple(_collected(found.get(a), n, shape[a], declared.is_view) for a, n in enumerate(result.shape))
+    _check_shapes(mine, [made])
+    return Made((made,), None)
+
+
+def _moved(link: Link, own: Part, n: int, size: int, start: int, here: int) -> tuple[bool, Part]:
+    """An axis of which the result has a part, or (True) that is a part of the result's."""
+    index, digits = own
+    if n < size:
+        return True, (joined([tuple((first + link.start, k) for first, k in index)]), ())
+    piece = taken(index, start, start + here, link.start)
+    if any(first < 0 or first + k > size for first, k in piece):
+        raise Unfit(f"entries {show(taken(index, start, start + here))} lie outside {link.start}:{link.start + size}")
+    return False, (piece, digits if n == size else ((1, size),) if digits == ((1, n),) else ())
+
+
+def _regrouped(
+    link: Link, part: Axes, spec: Spec, user: Side, shape: tuple[int, ...], found: dict[int, list[Any]]
+) -> None:
+    """Axes that together are other axes: a reshape."""
+    sizes = tuple(spec.shape[a] for a in link.source)
+    after = tuple(user.results[0].shape[a] for a in link.result)
+    flat = multiplied(tuple(part[a][0] for a in link.source), sizes)
+    parts = factored(flat, after, tuple(shape[a] for a in link.result))
+    if parts is None:
+        raise Unfit(f"{show(flat)} is not {list(after)} cut along axes")
+    digits: Digits = ()
+    for i, a in enumerate(link.source):
+        digits += outer(part[a][1], math.prod(sizes[i + 1 :]))
+    for i, a in enumerate(link.result):
+        found[a] = [(0, False, (parts[i], within(digits, math.prod(after[i + 1 :]), after[i])))]
+
+
+def _check_unlinked(links: Sequence[Link], user: Side, axes: Sequence[Axes | None]) -> None:
+    linked = {(m.operand, a) for m in links for a in m.source}
+    for operand, (spec, part) in enumerate(zip(user.src, axes, strict=True)):
+        for a, n in enumerate(spec.shape if spec is not None else ()):
+            if (operand, a) not in linked and part is not None and not is_whole(*part[a], n):
+                raise Unfit(f"axis {a} must be whole, and only {show(part[a][0])} of {n} is there")
+
+
+def _collected(parts: Sequence[tuple[int, bool, Part]] | None, n: int, here: int, is_view: bool) -> Part:
+    """One axis of the result from what links bring to it."""
+    if not parts:
+        if not is_view and here != n:
+            raise Unfit(f"an axis of the result is {here} of {n} long, and must be whole")
+        return _some(n, here), ((1, n),) if is_view and n > 1 else ()
+    if not any(inside for _, inside, _ in parts):
+        met = parts[0][2]
+        for _, _, part in parts[1:]:
+            met = _met(met, part, "an axis")
+        return met
+    at, found = 0, []
+    for start, _, (index, _) in sorted(parts, key=lambda p: p[0]):
+        if start != at:
+            raise Unfit(f"a part begins at {start} and not at {at}")
+        at += length(index)
+        found.append(index)
+    return joined(found), ()
+
+
+def moved(axes: Axes, axis: int, index: Index) -> Axes:
+    """`axes` with another index along one axis."""
+    return (*axes[:axis], (index, axes[axis][1]), *axes[axis + 1 :])
+
+
+def at_positions(index: Index, positions: Index) -> Index:
+    """The entries of `index` at these positions."""
+    if len(positions) == 1:
+        return taken(index, positions[0][0], sum(positions[0]))
+    return index_of(entries(index)[entries(positions)])

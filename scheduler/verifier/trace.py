@@ -1,0 +1,369 @@
+"""What each value of a device's graph is: which value of the user's graph, which entries of it, what of a sum.
+
+Devices are walked together, sources first; every node must be a node of the user's graph on the entries that its
+operands hold, or one of the few conversions that leave the value as it is.  A device's value may be several things at
+once (a slice the user asked for is also a share of what is sliced), so each has a list of what holds of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from graphlib import CycleError, TopologicalSorter
+from itertools import product
+from typing import TypeAlias
+
+import numpy as np
+
+from ...graph.graph import Graph
+from ...graph.node import Node, Value
+from ...ops import REGISTRY
+from ...ops.collective import COLLECTIVES, int_attr, runs_of
+from .indices import Digits, Index, agreed, entries, index_of, is_whole, joined, length, taken, whole
+from .passing import passed
+from .restrict import Axes, Made, Side, at_positions, restricted, show, side
+from .summands import NOTHING, Owed, miscounted
+
+Key: TypeAlias = tuple[object, ...]
+MOST = 64
+"""Combinations of what operands may be that are tried for one node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What holds of a device's value: it is these entries of value number `number`, or a summand of them."""
+
+    number: int
+    axes: tuple[Index, ...]
+    owed: Owed = None
+
+
+class Meaning:
+    """The values of the user's graph, numbered: what is computed alike has one number, a copy that of its source."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.values: list[Value] = []
+        self.digits: list[tuple[Digits, ...]] = []
+        self.number: dict[Value, int] = {}
+        self.users: dict[Key, list[tuple[Side, tuple[int, ...]]]] = {}
+        self.leaves: dict[tuple[str, str], Node] = {}
+        self._known: dict[Key, tuple[int, ...]] = {}
+        for node in graph.nodes:
+            if node.is_leaf:
+                self.leaves[node.op, node.name] = node
+            numbers = self._numbers(node)
+            self.number.update(zip(node.results, numbers, strict=True))
+
+    def _numbers(self, node: Node) -> tuple[int, ...]:
+        if node.op == "cont":
+            return (self.number[node.inputs[0]],)
+        sources = tuple(None if s is None else self.number[s] for s in node.src)
+        key = (node.op, tuple(node.attrs.items()), sources, node.specs, node.name if node.is_leaf else "")
+        if key not in self._known:
+            numbers = tuple(range(len(self.values), len(self.values) + len(node.specs)))
+            self._known[key] = numbers
+            self.values += node.results
+            if node.is_leaf:
+                self.digits.append(((),) * len(node.specs[0].shape))
+            else:
+                here = side(node)
+                self.digits += self._digits(node.op, here, sources)
+                self.users.setdefault((node.op, sources), []).append((here, numbers))
+        return self._known[key]
+
+    def _digits(self, op: str, here: Side, sources: Sequence[int | None]) -> list[tuple[Digits, ...]]:
+        """For each axis of each result the digits on which it does not depend."""
+        axes = tuple(
+            None if s is None or number is None else self.with_digits(number, tuple(map(whole, s.shape)))
+            for s, number in zip(here.src, sources, strict=True)
+        )
+        made = restricted(op, here, here, axes)
+        if isinstance(made, Made):
+            return [tuple(digits for _, digits in result) for result in made.axes]
+        return [((),) * len(r.shape) for r in here.results]
+
+    def with_digits(self, number: int, indices: tuple[Index, ...]) -> Axes:
+        return tuple(zip(indices, self.digits[number], strict=True))
+
+    def holds(self, held: Held, value: Value, indices: Sequence[Index]) -> bool:
+        """Whether `held` is these entries of `value`, nothing owed."""
+        number = self.number[value]
+        return held.number == number and held.owed is None and self.alike(number, held.axes, indices)
+
+    def alike(self, number: int, one: Sequence[Index], two: Sequence[Index]) -> bool:
+        digits = self.digits[number]
+        return all(agreed(a, d, b, d) is not None for a, b, d in zip(one, two, digits, strict=True))
+
+
+Place: TypeAlias = tuple[int, Node]
+"""A device's number and a node of its graph (devices may share node objects)."""
+
+
+class Trace:
+    """Follows the graphs of all devices; `faults` says what is no part of the user's graph."""
+
+    def __init__(self, meaning: Meaning, graphs: Sequence[Graph], leaves: Mapping[tuple[int, str], Held]) -> None:
+        self.meaning, self.graphs, self.leaves = meaning, graphs, leaves
+        self.held: dict[tuple[int, Value], list[Held]] = {}
+        self.computed: dict[int, set[int]] = {}
+        self._alike: dict[tuple[Held, ...], list[Held]] = {}
+        self._done: dict[tuple[Node, tuple[int, ...]], tuple[list[list[Held]], set[int]]] = {}
+        self.sent: dict[tuple[object, ...], Place] = {}
+        self.groups: dict[int, dict[int, Node]] = {}
+        for device, graph in enumerate(graphs):
+            for node in graph.nodes:
+                if node.op == "send":
+                    self.sent[device, node.attrs["to"], node.attrs["sequence"]] = (device, node)
+                elif node.op in COLLECTIVES and node.op != "receive":
+                    self.groups.setdefault(int_attr(node.attrs["sequence"]), {})[device] = node
+
+    def of(self, device: int, value: Value) -> list[Held]:
+        return self.held.get((device, value), [])
+
+    def faults(self) -> Iterator[str]:
+        order: TopologicalSorter[object] = TopologicalSorter()
+        for device, graph in enumerate(self.graphs):
+            for node in graph.nodes:
+                order.add(self._unit(device, node), *self._waits_for(device, node))
+        try:
+            units = list(order.static_order())
+        except CycleError:
+            yield "devices wait for each other in a circle"
+            return
+        for unit in units:
+            if isinstance(unit, int):
+                yield from self._meet(unit)
+            else:
+                yield from self._node(*unit)  # type: ignore[misc]  # a unit is one set of its arguments
+
+    def _unit(self, device: int, node: Node) -> object:
+        meets = node.op in COLLECTIVES and node.op not in ("send", "receive")
+        return int_attr(node.attrs["sequence"]) if meets else (device, node)
+
+    def _waits_for(self, device: int, node: Node) -> Iterator[object]:
+        for source in node.inputs:
+            yield self._unit(device, source.node)
+        if node.op == "receive" and (sender := self.sent.get(self._letter(device, node))):
+            yield sender
+
+    @staticmethod
+    def _letter(device: int, node: Node) -> tuple[object, ...]:
+        return node.attrs["source"], device, node.attrs["sequence"]
+
+    # ------------------------------------------------------------------------------------------------ one device
+
+    def _node(self, device: int, node: Node) -> Iterator[str]:
+        if node.is_leaf:
+            yield from self._leaf(device, node)
+            return
+        if node.op == "receive":
+            sender = self.sent.get(self._letter(device, node))
+            if sender and sender[1].specs != node.specs:
+                yield f"device {device}: {node!r} receives {sender[1]!r}"
+            self.held[device, Value(node)] = self.of(sender[0], sender[1].results[0]) if sender else []
+            return
+        known = [self.of(device, s) if s is not None else [] for s in node.src]
+        if any(s is not None and not k for s, k in zip(node.src, known, strict=True)):
+            return  # a source is wrong already, and was said to be
+        key = (node, tuple(id(k) for k in known if k))  # devices that run one graph and hold the same get the same
+        if key not in self._done:
+            reasons: list[str] = []
+            found, computed = self._made(node, known, reasons)
+            if not found[0]:
+                why = "; ".join(dict.fromkeys(reasons)) or "it has no such node on these values"
+                yield f"device {device}: {node!r} is no part of the graph: {why}"
+                return
+            self._done[key] = found, computed
+        made, numbers = self._done[key]
+        for value, kept in zip(node.results, made, strict=True):
+            self.held[device, value] = kept
+        for number in numbers:
+            self.computed.setdefault(number, set()).add(device)
+
+    def _made(self, node: Node, known: Sequence[list[Held]], reasons: list[str]) -> tuple[list[list[Held]], set[int]]:
+        """What each result of `node` is; nothing, and why, if it is no node of the user's graph on such operands.  And
+        the values that are computed here, not only converted or viewed."""
+        found: list[list[Held]] = [[] for _ in node.specs]
+        computed: set[int] = set()
+        choices = [k if s is not None else [None] for s, k in zip(node.src, known, strict=True)]
+        for number, operands in enumerate(product(*choices)):
+            if number == MOST:
+                break
+            as_before = converted(node, operands)
+            self._add(found[0], as_before)
+            for results in self._matches(node, operands, reasons):
+                if not as_before and not REGISTRY[node.op].is_view:
+                    computed.add(results[0].number)
+                for kept, held in zip(found, results, strict=True):
+                    self._add(kept, [held])
+        return found, computed
+
+    def _keep(self, device: int, value: Value, held: list[Held]) -> None:
+        """Equal holdings of several devices are one list, so that what follows from them is found once."""
+        self.held[device, value] = self._alike.setdefault(tuple(held), held)
+
+    @staticmethod
+    def _add(kept: list[Held], more: Sequence[Held]) -> None:
+        kept += [h for h in more if h not in kept]
+
+    def _leaf(self, device: int, node: Node) -> Iterator[str]:
+        held = self.leaves.get((device, node.name))
+        if node.op == "constant":
+            theirs = self.meaning.leaves.get((node.op, node.name))
+            if theirs is None or theirs.attrs != node.attrs or theirs.specs != node.specs:
+                yield f"device {device}: constant %{node.label} is not the graph's"
+                return
+            held = Held(self.meaning.number[Value(theirs)], tuple(map(whole, node.specs[0].shape)))
+        if held is None:
+            yield f"device {device}: {node.op} %{node.label} is not bound there"
+        elif tuple(map(length, held.axes)) != node.specs[0].shape:
+            yield f"device {device}: {node!r}, but it is bound to entries {[show(i) for i in held.axes]}"
+        else:
+            self._keep(device, Value(node), [held])
+
+    def _matches(self, node: Node, operands: Sequence[Held | None], reasons: list[str]) -> Iterator[list[Held]]:
+        """What `node` is if its operands are these: results of nodes of the user's graph."""
+        meaning = self.meaning
+        key = (node.op, tuple(None if o is None else o.number for o in operands))
+        axes = tuple(None if o is None else meaning.with_digits(o.number, o.axes) for o in operands)
+        mine = side(node)
+        for user, numbers in meaning.users.get(key, ()):
+            if [s.dtype for s in user.results] != [s.dtype for s in mine.results]:
+                reasons.append(f"the results have other dtypes than {user.results}")
+                continue
+            made = restricted(node.op, user, mine, axes)
+            if isinstance(made, str):
+                reasons.append(made)
+                continue
+            try:
+                summands = [None if o is None else o.owed for o in operands]
+                owed = passed(node.op, user, summands, made, key[1])
+            except ValueError as why:
+                reasons.append(str(why))
+                continue
+            yield [
+                Held(number, tuple(i for i, _ in result), owed)
+                for number, result in zip(numbers, made.axes, strict=True)
+            ]
+
+    # ----------------------------------------------------------------------------------------------- all devices
+
+    def _meet(self, sequence: int) -> Iterator[str]:
+        members = self.groups[sequence]
+        first = next(iter(members.values()))
+        if len(members) < len(self.graphs) or len({n.op for n in members.values()}) > 1:
+            yield f"not every device comes to {first!r}"
+            return
+        nodes = [members[d] for d in range(len(self.graphs))]
+        known = [self.of(d, n.inputs[0]) for d, n in enumerate(nodes)]
+        if not all(known):
+            return
+        reasons, met = [], False
+        for number in dict.fromkeys(h.number for h in known[0]):
+            choices = [[h for h in k if h.number == number] for k in known]
+            for tried, brought in enumerate(product(*choices)):
+                if tried == MOST:
+                    break
+                results = self._met(nodes, brought)
+                if isinstance(results, str):
+                    reasons.append(results)
+                    continue
+                met = True
+                for device, (node, held) in enumerate(zip(nodes, results, strict=True)):
+                    self._add(self.held.setdefault((device, Value(node)), []), [held])
+        for device, node in enumerate(nodes):
+            self._keep(device, Value(node), self.of(device, Value(node)))
+        if not met:
+            yield f"{first!r}: {'; '.join(dict.fromkeys(reasons)) or 'the devices bring different values'}"
+
+    def _met(self, nodes: Sequence[Node], brought: Sequence[Held]) -> list[Held] | str:
+        """What each device has after a collective, or why it makes no sense."""
+        first, attrs = brought[0], nodes[0].attrs
+        if nodes[0].op in ("all_reduce", "reduce_scatter"):
+            if not all(self.meaning.alike(first.number, first.axes, h.axes) for h in brought):
+                return "the devices bring different entries"
+            if why := miscounted([h.owed for h in brought]):
+                return why
+            whole_axes = first.axes
+        else:
+            axis = int_attr(attrs["old_axis" if nodes[0].op == "all_to_all" else "axis"])
+            runs = runs_of(attrs["old_runs" if nodes[0].op == "all_to_all" else "runs"])
+            gathered = self._gathered(brought, axis, runs)
+            if isinstance(gathered, str):
+                return gathered
+            whole_axes = gathered
+        if nodes[0].op in ("all_reduce", "all_gather"):
+            results = [Held(first.number, whole_axes)] * len(nodes)
+        else:
+            results = [self._part(first.number, whole_axes, d, n) for d, n in enumerate(nodes)]
+        for node, held in zip(nodes, results, strict=True):
+            if tuple(map(length, held.axes)) != node.specs[0].shape:
+                return f"{node!r} gives entries {[show(i) for i in held.axes]}"
+        return results
+
+    @staticmethod
+    def _part(number: int, axes: tuple[Index, ...], device: int, node: Node) -> Held:
+        axis, own = int_attr(node.attrs["axis"]), runs_of(node.attrs["runs"])[device]
+        return Held(number, (*axes[:axis], at_positions(axes[axis], joined([own])), *axes[axis + 1 :]))
+
+    def _gathered(self, brought: Sequence[Held], axis: int, runs: Sequence[Index]) -> tuple[Index, ...] | str:
+        """The axes of a value of which every device brings what lies at its runs of one axis; that must be all."""
+        number, axes = brought[0].number, brought[0].axes
+        if any(h.owed is not None for h in brought):
+            return "it is a sum still owed"
+        if len(runs) != len(brought):
+            return f"runs are given for {len(runs)} devices"
+        for held in brought:
+            if not self.meaning.alike(number, (*axes[:axis], (), *axes[axis + 1 :]), _but(held.axes, axis)):
+                return "the devices bring different entries of another axis"
+        for device, (held, own) in enumerate(zip(brought, runs, strict=True)):
+            if length(held.axes[axis]) != length(own):
+                return f"device {device} brings {length(held.axes[axis])} entries to {length(own)} places"
+        index = _scattered(tuple(joined([r]) for r in runs), tuple(h.axes[axis] for h in brought))
+        n = self.meaning.values[number].shape[axis]
+        if index is None or not is_whole(index, self.meaning.digits[number][axis], n):
+            return f"the runs do not put the {n} entries of axis {axis} in order"
+        return (*axes[:axis], whole(n), *axes[axis + 1 :])
+
+
+def _but(axes: tuple[Index, ...], axis: int) -> tuple[Index, ...]:
+    return (*axes[:axis], (), *axes[axis + 1 :])
+
+
+@lru_cache(maxsize=1024)
+def _scattered(places: tuple[Index, ...], brought: tuple[Index, ...]) -> Index | None:
+    """The entries of an axis to which everybody brings something; None if places stay empty or two disagree."""
+    size = max((sum(run) for index in places for run in index), default=0)
+    whole_axis = np.full(size, -1, np.int64)
+    for index, mine in zip(places, brought, strict=True):
+        at, new = entries(index), entries(mine)
+        before = whole_axis[at]
+        if ((before >= 0) & (before != new)).any():
+            return None
+        whole_axis[at] = new
+    return None if (whole_axis < 0).any() else index_of(whole_axis)
+
+
+def converted(node: Node, operands: Sequence[Held | None]) -> list[Held]:
+    """What `node` is as a conversion that leaves the value as it is: fewer entries, shares joined, a summand of 0."""
+    first, attrs = operands[0] if operands else None, node.attrs
+    if first is None:
+        return []
+    if node.op in ("cont", "send"):
+        return [first]
+    if (node.op == "scale" and attrs["scale"] == attrs["bias"] == 0) or (node.op == "fill" and attrs["value"] == 0):
+        return [Held(first.number, first.axes, NOTHING)]
+    if node.op not in ("slice", "concat"):
+        return []
+    axis = int_attr(attrs["axis"]) % len(first.axes)
+    if node.op == "slice":
+        index = taken(first.axes[axis], int_attr(attrs["start"]), int_attr(attrs["stop"]))
+        return [Held(first.number, (*first.axes[:axis], index, *first.axes[axis + 1 :]), first.owed)]
+    second = operands[1]
+    assert second is not None
+    same = first.number == second.number and first.owed is second.owed
+    if not same or _but(first.axes, axis) != _but(second.axes, axis):
+        return []
+    index = joined([first.axes[axis], second.axes[axis]])
+    return [Held(first.number, (*first.axes[:axis], index, *first.axes[axis + 1 :]), first.owed)]

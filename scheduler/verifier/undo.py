@@ -1,0 +1,203 @@
+"""The verifier of what programs save: wherever a step stops, undoing it leaves every state as it was.
+
+That holds if each state is saved once, before its first write, and all of it that is written; if what is saved, and
+what numbers the rows, outlives the step; and if each undo reads that and writes back just there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from ...backends.base import Instruction, Program, Tensor
+from ...graph.dtypes import FLOATS, DType
+from ...graph.graph import Graph
+from ...graph.node import Node, Value
+from ...ops import cont, get_rows, op_of, set_rows
+from .contents import Memory, extent_of, is_dense, meet, show
+
+WAYS = {cont.name: cont.name, get_rows.name: set_rows.name}
+"""What saves a state, and what puts back what it saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """That a step saved a state: all of it, or rows of it if there is an `index`."""
+
+    step: int
+    state: Tensor
+    index: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What memory holds where a state was saved."""
+
+    state: str
+
+    def __repr__(self) -> str:
+        return f"what was saved of %{self.state}"
+
+
+class Journal:
+    """The saves of one program, judged as its steps go by over `memory`."""
+
+    def __init__(self, graph: Graph, program: Program, memory: Memory) -> None:
+        self.program, self.memory = program, memory
+        self.states = {v.node.name: v for v in graph.states}
+        self.backs = dict(program.undo)
+        self.saved: dict[int, Saved] = {}  # by buffer
+        self.needed: dict[object, int] = {}  # what undoing reads, and the last save because of which it does
+        self.kept: list[tuple[int, int, int]] = []
+
+    def save(self, step: int, i: Instruction) -> Iterator[str]:
+        """Faults of the instruction that saves, and of the one that puts back what it saved."""
+        where, back = f"step {step} (%{i.node}, which saves)", self.backs[step]
+        complaints = list(self._shape(i, back))
+        yield from (f"{where}: {why}" for why in complaints)
+        if complaints:
+            return
+        state, kept = i.src[0], i.dst[0]
+        assert state is not None
+        name = self.program.buffers[state.buffer].name
+        _, held = self.memory.holds(extent_of(state))
+        if held != self.states.get(name):
+            yield f"{where}: %{name} holds {show(held)} and no longer what it held before the step"
+        if state.buffer in self.saved:
+            yield f"{where}: %{name} is saved a second time"
+        index = i.src[1] if len(i.src) > 1 else None
+        self.saved[state.buffer] = Saved(step, state, index)
+        for tensor in (i.scratch, kept):
+            if tensor is not None:
+                self.memory.write(extent_of(tensor), None)
+        token = Kept(name)
+        self.memory.write(extent_of(kept), token)
+        self.needed[token] = step
+        self.kept.append(extent_of(kept))
+        if index is not None and 0 not in index.shape:
+            self.kept.append(extent_of(index))
+            _, numbers = self.memory.holds(extent_of(index))
+            if numbers is None:
+                yield f"{where}: the numbers of its rows are not there"
+            else:
+                self.needed[numbers] = step
+        yield from self._lost(where)
+
+    def _shape(self, i: Instruction, back: Instruction) -> Iterator[str]:
+        """Faults of a save and its undo that are seen without memory."""
+        state, kept = (*i.src, None)[0], (*i.dst, None)[0]
+        if WAYS.get(i.op) != back.op or state is None or kept is None or None in (*i.src, *back.src):
+            yield f"{i.op} is no way to save, or {back.op} none to put that back"
+            return
+        index = i.src[1:]
+        wanted = (kept,) if not index else (state, kept, *index)
+        if (back.src, back.dst) != (wanted, (state,)) or len(i.dst) != 1:
+            yield f"%{back.node} does not put back what was saved where it was"
+            return
+        taken = [t for t in (kept, i.scratch, back.scratch) if t is not None]
+        for tensor in (*i.src, *taken):
+            if tensor is not None and (why := list(self.memory.inside(tensor, "it"))):
+                yield from why
+                return
+        buffers = self.program.buffers
+        if buffers[state.buffer].kind != "state" or extent_of(state)[1:] != (0, buffers[state.buffer].nbytes):
+            yield f"{state} is not the whole of a state"
+        if any(buffers[t.buffer].kind != "arena" for t in taken):
+            yield "what is saved lies outside the arena"
+        whole = state.shape if not index else (*_present(index[0]).shape, *state.shape[-1:])
+        if not is_dense(state) or not is_dense(kept) or kept.shape != whole or not _exact(state, kept):
+            yield f"{kept} does not hold what it saves of {state}"
+        if index and _present(index[0]).shape[:-1] != state.shape[:-2]:
+            yield f"{index[0]} numbers no rows of {state}"
+        reads = [extent_of(_present(t)) for t in i.src]
+        if i.scratch is not None and meet(extent_of(i.scratch), extent_of(kept)):
+            yield "its scratch overlaps what it saves"
+        if any(meet(read, extent_of(t)) for read in reads for t in taken):
+            yield "it overwrites what it reads"
+
+    def after(self, step: int, i: Instruction, node: Node | None) -> Iterator[str]:
+        """Faults of a step that computes: what it overwrites must have been saved, or not be needed."""
+        where = f"step {step} (%{i.node})"
+        yield from self._lost(where)
+        scratch = [] if i.scratch is None else [i.scratch]
+        for result, tensor in enumerate((*i.dst, *scratch)):
+            if not 0 <= tensor.buffer < len(self.program.buffers) or 0 in tensor.shape:
+                continue
+            buffer = self.program.buffers[tensor.buffer]
+            if buffer.kind != "state":
+                continue
+            saved = self.saved.get(tensor.buffer)
+            if saved is None:
+                yield f"{where}: overwrites state %{buffer.name}, which nothing saved before"
+            elif saved.index is not None and not _changes_only(node, result, i, saved):
+                yield f"{where}: overwrites more of state %{buffer.name} than the rows that were saved"
+
+    def _lost(self, where: str) -> Iterator[str]:
+        """Whether what was just overwritten is needed to undo the step.
+
+        Where a state numbers the rows of others, it may change once it is saved itself: it is then put back first.
+        """
+        for value in self.memory.lost:
+            if value in self.needed and not self._back_first(value):
+                yield f"{where}: overwrites {show(value)}, which is needed to undo the step"
+        self.memory.lost.clear()
+
+    def _back_first(self, value: object) -> bool:
+        if not isinstance(value, Value) or value.node.op != "state":
+            return False
+        saved = [s for s in self.saved.values() if self.program.buffers[s.state.buffer].name == value.node.name]
+        return bool(saved) and saved[0].index is None and saved[0].step > self.needed[value]
+
+    def end(self) -> Iterator[str]:
+        """Faults of the undo as a whole."""
+        steps = [at for at, _ in self.program.undo]
+        if any(a >= b for a, b in pairwise(steps)) or not all(0 <= at < len(self.program.instructions) for at in steps):
+            yield f"what is saved at steps {steps} is not put back in reverse order"
+        for back in self.backs.values():
+            if back.scratch is not None and any(meet(extent_of(back.scratch), kept) for kept in self.kept):
+                yield f"%{back.node} has its scratch where something is kept to undo the step"
+
+
+def _present(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor
+
+
+def _exact(state: Tensor, kept: Tensor) -> bool:
+    """Whether every number of a state can be kept there."""
+    return kept.dtype is state.dtype or (kept.dtype is DType.F32 and state.dtype in FLOATS)
+
+
+def _changes_only(node: Node | None, result: int, i: Instruction, saved: Saved) -> bool:
+    """Whether the op of an instruction declares that it changes no other rows of the state than were saved."""
+    declared = None if node is None else op_of(node)
+    changed = None if declared is None or node is None else declared.overwrites_in(node.attrs)
+    if declared is None or node is None or changed is None or result >= len(i.dst):
+        return False
+    operands = dict(zip(declared.operand_names, i.src, strict=False))
+    into = operands.get(dict(declared.inplace_in(node.attrs)).get(result, ""))
+    index = operands.get(changed[0])
+    if into is None or index is None or saved.index is None or extent_of(into) != extent_of(i.dst[result]):
+        return False
+    axis = changed[1] % len(into.shape)
+    if saved.state.shape[:-1] != into.shape[: axis + 1]:
+        return False
+    mine, theirs = (_rows_named(t, into.shape[:axis]) for t in (saved.index, index))
+    same = saved.index.buffer == index.buffer and saved.index.dtype is index.dtype
+    return same and mine is not None and theirs is not None and np.array_equal(mine, theirs)
+
+
+def _rows_named(index: Tensor, ahead: tuple[int, ...]) -> npt.NDArray[np.int64] | None:
+    """For each entry of the axes `ahead` where the numbers of its rows lie, in order of address; None if unclear."""
+    at: npt.NDArray[np.int64] = np.full((), index.offset, np.int64)
+    for n, stride in zip(index.shape, index.strides, strict=True):
+        at = at[..., None] + np.arange(n) * stride * index.dtype.block_bytes
+    if not ahead:
+        return np.sort(at, axis=None)
+    if at.ndim != 1 and at.shape[:-1] != ahead:
+        return None
+    return np.sort(np.broadcast_to(at, (*ahead, at.shape[-1])), axis=-1)
