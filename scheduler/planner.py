@@ -1,4 +1,4 @@
-"""From a graph and a group of devices to a plan: the modes of splitting, each a way to answer one planning.
+"""From a graph and a group of devices to a plan: the modes of splitting, each a way to answer one request.
 
 Every way goes the same road: where nodes run or which factors are cut (`sharding`), the graphs of the devices
 (`sharding.emit`, `sharding.layers`), their programs (`lowering`), and the proof (`verifier`).
@@ -19,7 +19,7 @@ from ..ops.collective import COLLECTIVES
 from .fits import shortage
 from .hardware import CPU, Hardware
 from .layout import REPLICATE, Local
-from .lowering.lane import Group, lanes_of
+from .lowering.lane import Devices, lanes_of
 from .plan import Cuts, Host, Plan
 from .sharding.assign import assign
 from .sharding.emit import Sharded, shard
@@ -32,7 +32,6 @@ from .sharding.search import choose as search
 from .sharding.shares import Shares
 from .verifier.plan import verify_plan
 
-SPLIT_MODES = ("none", "layer", "tensor", "auto")
 Chooser = Callable[[Graph, Factors], frozenset[Factor]]
 TRIES = 8
 """Plans made in looking for the least that the host must take."""
@@ -62,7 +61,7 @@ def plan(
 
 def plan_for(
     graph: Graph,
-    group: Group,
+    group: Devices,
     *,
     split_mode: str = "auto",
     tensor_split: Sequence[float] = (),
@@ -89,25 +88,11 @@ def plan_for(
         raise PlanError(f"{strange[0]!r}: collectives are put in by the planner; leave them out of the graph")
     shares = _proportions(tensor_split, len(group))
     planning = Planning(graph, tuple(group), shares if tensor_split else (), hardware, place, like)
-    made = _answer(planning, split_mode, like, choose)
+    made = planning.answer(SPLIT_MODES[split_mode], like, choose)
     if host is not None and like is None and split_mode != "tensor" and shortage(made):
         made = planning.with_host(host, alone=split_mode == "none") or made
     verify_plan(made)
     return made
-
-
-def _answer(planning: Planning, split_mode: str, like: Plan | None, choose: Chooser | None) -> Plan:
-    if like is not None:
-        return planning.like(like)
-    if split_mode == "none":
-        return planning.alone()
-    if split_mode == "layer":
-        return planning.layers()
-    if len(planning.group) == 1 and not planning.place:
-        return planning.whole()
-    if choose is not None:
-        return planning.given(choose(planning.graph, planning.factors), "chosen by the caller")
-    return planning.cheapest() if split_mode == "auto" else planning.shards()
 
 
 class Planning:
@@ -116,7 +101,7 @@ class Planning:
     def __init__(
         self,
         graph: Graph,
-        group: Group,
+        group: Devices,
         shares: Sequence[float],
         hardware: Hardware,
         place: Place = (),
@@ -132,6 +117,16 @@ class Planning:
     @cached_property
     def factors(self) -> Factors:
         return Factors(self.graph)
+
+    def answer(self, mode: Callable[[Planning], Plan], like: Plan | None, choose: Chooser | None) -> Plan:
+        """The plan in `mode`, unless an earlier plan, a lack of choice or the caller decides."""
+        if like is not None:
+            return self.like(like)
+        if len(self.group) == 1 and not self.place:
+            return self.whole()
+        if choose is not None:
+            return self.given(choose(self.graph, self.factors), "chosen by the caller")
+        return mode(self)
 
     def like(self, earlier: Plan) -> Plan:
         """Over weights and states that lie on the devices already."""
@@ -271,6 +266,15 @@ class Planning:
         return Plan(
             self.graph, lanes, sharded.leaves, sharded.outputs, cuts, reasons, self.hardware, placed, shares=shares
         )
+
+
+SPLIT_MODES: Mapping[str, Callable[[Planning], Plan]] = {
+    "none": Planning.alone,
+    "layer": Planning.layers,
+    "tensor": Planning.shards,
+    "auto": Planning.cheapest,
+}
+"""The modes by name, each a way to answer a planning for several devices."""
 
 
 def _proportions(tensor_split: Sequence[float], devices: int) -> Sequence[float]:

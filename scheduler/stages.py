@@ -76,12 +76,6 @@ def estimate(found: Sequence[Stage], devices: int) -> Estimate:
     return Estimate(max(0.0, max(clock, default=0.0) - sent), sent, len(meetings))
 
 
-def saving(lanes: Sequence[Lane], hardware: Hardware) -> float:
-    """Seconds in which the busiest device saves what would undo the run."""
-    programs = [lane.program for lane in lanes]
-    return max(sum(hardware.compute(0.0, _copied(p.instructions[at])) for at in p.saves) for p in programs)
-
-
 def _copied(i: Instruction) -> float:
     """Bytes read and written by an instruction that copies."""
     return 2.0 * sum(t.spec.nbytes for t in i.dst)

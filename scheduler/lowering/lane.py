@@ -9,7 +9,7 @@ from ...backends.base import Backend, Device, Program
 from ...graph.graph import Graph
 from .lower import check_support, lower
 
-Group = Sequence[tuple[Backend, Device]]
+Devices = Sequence[tuple[Backend, Device]]
 """The devices of a plan, each with the backend that runs it."""
 
 
@@ -27,7 +27,7 @@ class Lane:
         return {kind: self.program.nbytes(kind) for kind in ("weight", "state", "constant", "arena")}
 
 
-def lanes_of(graphs: Sequence[Graph], group: Group) -> tuple[Lane, ...]:
+def lanes_of(graphs: Sequence[Graph], group: Devices) -> tuple[Lane, ...]:
     """The lane of each device from its graph; equal graphs on devices of one kind are lowered once."""
     known: dict[tuple[object, ...], Lane] = {}
     lanes = []

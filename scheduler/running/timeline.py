@@ -13,7 +13,7 @@ from ..plan import Plan
 from .comm import Alone, Meeting
 
 
-class Step(Protocol):
+class Tick(Protocol):
     """One instruction on a device's clock, in seconds from the start of a run."""
 
     @property
@@ -34,7 +34,7 @@ class ClockBackend(Protocol):
     """A backend whose devices keep a virtual clock: the null backend."""
 
     @property
-    def tracks(self) -> Mapping[str, Sequence[Step]]: ...
+    def tracks(self) -> Mapping[str, Sequence[Tick]]: ...
     def alloc(self, nbytes: int, on: Any) -> Any: ...
     def compile(self, program: Any, buffers: Any, on: Any, comm: Comm) -> Any: ...
 
@@ -43,7 +43,7 @@ class ClockBackend(Protocol):
 class Timeline:
     """The steps of each device, and the bytes each of them needs at most."""
 
-    tracks: tuple[tuple[Step, ...], ...]
+    tracks: tuple[tuple[Tick, ...], ...]
     peak: tuple[int, ...]
 
     @property

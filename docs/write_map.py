@@ -1,0 +1,47 @@
+"""Write docs/modules.md: every module of the package with the first sentence of its docstring."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "modules.md"
+FOLDERS = ("graph", "ops", "backends", "scheduler", "frontends", "conformance")
+HEAD = """# Every module
+
+Written by `python docs/write_map.py` from the first sentence of each; [architecture.md](architecture.md) says how they
+work together.
+
+"""
+
+
+def first_sentence(path: Path) -> str:
+    """The first paragraph of a module's docstring, up to the end of its first sentence."""
+    paragraph = " ".join((ast.get_docstring(ast.parse(path.read_bytes())) or "").partition("\n\n")[0].split())
+    return paragraph.partition(".  ")[0].rstrip(".").replace("|", "\\|")
+
+
+def tables() -> Iterator[str]:
+    """A table for each folder that has modules."""
+    for folder in FOLDERS:
+        inside = sorted(p.parent for p in (ROOT / folder).rglob("__init__.py"))
+        for place in inside:
+            modules = [p for p in sorted(place.glob("*.py")) if p.name != "__init__.py"]
+            says = first_sentence(place / "__init__.py")
+            yield f"## `{place.relative_to(ROOT).as_posix()}/`\n" + (f"\n{says}.\n" if says else "")
+            if modules:
+                rows = [f"| `{p.name}` | {first_sentence(p)} |" for p in modules]
+                yield "\n".join(["| module | what it is |", "|---|---|", *rows]) + "\n"
+
+
+def page() -> str:
+    """The page as it should be."""
+    return HEAD + "\n".join(tables())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), "utf-8")
+    sys.stdout.write(f"wrote {PAGE.name}\n")
