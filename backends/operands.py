@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from ..graph.dtypes import DType
+from ..graph.errors import BackendError
 from ..graph.node import Attrs
 from ..graph.spec import Spec
 from .base import Tensor, contiguous_strides
@@ -123,6 +124,10 @@ class Operand:
         return Region(t.buffer, t.offset, high, pitch, width)
 
 
+class NoKernelError(BackendError):
+    """A binding cannot do an instruction; the message says why, and is the answer of `supports`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Bound:
     """One instruction with its operands at their addresses."""
@@ -157,3 +162,9 @@ class Bound:
 def float_bits(value: float) -> int:
     """The word that `float_word` reads as `value`."""
     return int(struct.unpack("<I", struct.pack("<f", value))[0])
+
+
+def need(condition: object, why: str) -> None:
+    """Raise `NoKernelError` unless the condition holds."""
+    if not condition:
+        raise NoKernelError(why)

@@ -18,9 +18,9 @@ import results_file as results
 from write_models import random_rows
 
 from hocket import ops
-from hocket.backends.numpy.cpu import HALVES, CpuBackend
-from hocket.backends.numpy.kernels.formats import FORMATS
-from hocket.backends.numpy.limits import Reading, dot_peak, multiply_peak
+from hocket.backends.cpu.backend import HALVES, CpuBackend
+from hocket.backends.cpu.kernels.formats import FORMATS
+from hocket.backends.cpu.limits import Reading, dot_peak, multiply_peak
 from hocket.graph import Graph, Value, input, state, weight
 from hocket.graph.dtypes import DType
 from hocket.ops import op_of

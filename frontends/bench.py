@@ -11,8 +11,8 @@ from statistics import mean, median, stdev
 
 import numpy as np
 
-from ..backends.numpy.cpu import CpuBackend
-from ..backends.numpy.limits import Reading
+from ..backends.cpu.backend import CpuBackend
+from ..backends.cpu.limits import Reading
 from ..graph.node import Node
 from ..ops import op_of
 from .errors import ModelError

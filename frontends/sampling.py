@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..backends.numpy.choices import descending, largest
+from ..backends.cpu.choices import descending, largest
 from .errors import ModelError
 
 FEW = 256

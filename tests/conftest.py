@@ -27,7 +27,7 @@ def update_golden(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture(scope="session", autouse=True)
 def _kernels_with_faults_are_compiled_fast() -> Iterator[None]:
     """They run a few times; optimising them takes longer than everything else about them."""
-    from hocket.backends.cupy.driver import Source
+    from hocket.backends.cupy.device.driver import Source
     from hocket.backends.cupy.emulation import building
 
     from .emulation import Written

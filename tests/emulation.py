@@ -10,7 +10,7 @@ import pytest
 
 from hocket.backends.base import Device
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.driver import Launch, Source
+from hocket.backends.cupy.device.driver import Launch, Source
 from hocket.backends.cupy.emulation.building import library
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver
 from hocket.graph.errors import BackendError

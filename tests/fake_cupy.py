@@ -19,7 +19,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from hocket.backends.cupy.driver import Kernel, Launch
+from hocket.backends.cupy.device.driver import Kernel, Launch
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver
 
 GARBAGE = 0xA5
@@ -344,7 +344,7 @@ def _emulated(kernel, grid, block, shared, at):
 
 def _words(kernel):
     """How many words a kernel takes, which the emulation says when it is given too few."""
-    from hocket.backends.cupy.driver import LaunchError
+    from hocket.backends.cupy.device.driver import LaunchError
 
     try:
         EmulatedDriver(0).record([Launch(kernel, (1, 1, 1), (32, 1, 1), 0, (), (), 0)], None)()

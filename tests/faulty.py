@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from hocket.backends.base import Device, run_calls
-from hocket.backends.numpy.cpu import CpuBackend
-from hocket.backends.reference import ReferenceBackend
+from hocket.backends.cpu.backend import CpuBackend
+from hocket.backends.reference.backend import ReferenceBackend
 from hocket.frontends.gguf import open_gguf
 from hocket.frontends.models import Step, load_model
 from hocket.graph import Spec

@@ -7,8 +7,8 @@ import pytest
 
 from hocket import ops
 from hocket.backends.base import run_calls
-from hocket.backends.numpy import NumpyBackend
-from hocket.backends.reference import ReferenceBackend
+from hocket.backends.numpy.backend import NumpyBackend
+from hocket.backends.reference.backend import ReferenceBackend
 from hocket.graph import DType, Graph, input, state, weight
 from hocket.ops import REGISTRY
 from hocket.ops.quants import bf16_to_f32, decoded, encoded, f32_to_bf16

@@ -16,7 +16,7 @@ import pytest
 
 from hocket.backends import find
 from hocket.backends.base import Support
-from hocket.backends.numpy import NumpyBackend
+from hocket.backends.numpy.backend import NumpyBackend
 from hocket.conformance import Outcome, Suite, cases, check, parse_case, run_case, support_matrix, zeros
 from hocket.conformance.build import build, lane_for
 from hocket.conformance.case import INPUTS, LAYOUTS, make_case

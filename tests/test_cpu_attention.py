@@ -7,7 +7,7 @@ import pytest
 
 import hocket
 from hocket import ops
-from hocket.backends.numpy.cpu import CpuBackend
+from hocket.backends.cpu.backend import CpuBackend
 from hocket.ops import REGISTRY
 
 VARIANTS = {

@@ -9,8 +9,8 @@ import pytest
 
 import hocket
 from hocket import ops
-from hocket.backends.numpy import replay
-from hocket.backends.numpy.cpu import CpuBackend
+from hocket.backends.cpu import replay
+from hocket.backends.cpu.backend import CpuBackend
 from hocket.graph.dtypes import DType
 
 from .random_rows import random_rows

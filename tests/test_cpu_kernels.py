@@ -14,11 +14,11 @@ import pytest
 
 import hocket
 from hocket import ops
-from hocket.backends.numpy import compiler, processor
-from hocket.backends.numpy.compiler import REPLAY
-from hocket.backends.numpy.cpu import CpuBackend
-from hocket.backends.numpy.kernels import packing, products, rounding
-from hocket.backends.numpy.kernels.formats import FORMATS
+from hocket.backends.cpu import compiler, processor
+from hocket.backends.cpu.backend import CpuBackend
+from hocket.backends.cpu.compiler import REPLAY
+from hocket.backends.cpu.kernels import packing, products, rounding
+from hocket.backends.cpu.kernels.formats import FORMATS
 from hocket.frontends.progress import compiling_shown
 from hocket.graph.dtypes import DType
 from hocket.ops.quants import dequantise
@@ -190,8 +190,8 @@ def test_threads_of_a_device_end_with_it():
 
 SCRIPT = """
 import numpy as np, sys
-from hocket.backends.numpy.compiler import REPLAY
-from hocket.backends.numpy.kernels.rounding import round_rows
+from hocket.backends.cpu.compiler import REPLAY
+from hocket.backends.cpu.kernels.rounding import round_rows
 x, q = np.arange(32, dtype=np.float32), np.zeros(64, np.uint8)
 words = np.array([x.ctypes.data, 128, 1, 32, q.ctypes.data], np.int64)
 assert REPLAY(round_rows.address)(words.ctypes.data, 0, 1) == 0

@@ -11,10 +11,10 @@ import pytest
 
 import hocket
 from hocket import ops
-from hocket.backends.numpy import replay
-from hocket.backends.numpy.cpu import CpuBackend
-from hocket.backends.numpy.kernels.rows import unary
-from hocket.backends.numpy.steps import RUN, Steps
+from hocket.backends.cpu import replay
+from hocket.backends.cpu.backend import CpuBackend
+from hocket.backends.cpu.kernels.rows import unary
+from hocket.backends.cpu.steps import RUN, Steps
 from hocket.backends.operands import Region
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session

@@ -13,9 +13,9 @@ import pytest
 from hocket import ops
 from hocket.backends.base import BufferSpec, Instruction, Program, Tensor
 from hocket.backends.cupy import backend as cupy_backend
-from hocket.backends.cupy.chains import Flow
-from hocket.backends.cupy.driver import Launch
+from hocket.backends.cupy.device.driver import Launch
 from hocket.backends.cupy.emulation.emulated import EmulatedBackend, EmulatedDriver
+from hocket.backends.flow import Flow
 from hocket.backends.liveness import readers_of
 from hocket.backends.operands import Operand
 from hocket.frontends.open import open_model

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from hocket import ops
-from hocket.backends.cupy import cuda, meetings
-from hocket.backends.cupy.driver import Source
+from hocket.backends.cupy import cuda
+from hocket.backends.cupy.device.driver import Source
 from hocket.backends.cupy.emulation.emulated import EmulatedBackend
 from hocket.backends.cupy.kernels import collective
+from hocket.backends.cupy.meeting import meetings
+from hocket.backends.cupy.meeting.transport import THROUGH_HOST
 from hocket.backends.cupy.table import BINDINGS, SOURCES
-from hocket.backends.cupy.transport import THROUGH_HOST
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
 from hocket.graph import Graph, input, weight

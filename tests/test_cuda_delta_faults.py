@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from hocket.backends.cupy.driver import LaunchError
+from hocket.backends.cupy.device.driver import LaunchError
 from hocket.backends.cupy.kernels import gated_delta_net as binding
 
 from .delta_launches import ORDERS, Problem, bind, problem, reference, run, with_slots, worst

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from hocket.backends.cupy.driver import LaunchError
+from hocket.backends.cupy.binding.launches import Launches
+from hocket.backends.cupy.device.driver import LaunchError
 from hocket.backends.cupy.kernels.short_convolution import Layer, Made, launch_gated_norm, launch_inputs
-from hocket.backends.cupy.launches import Launches
 
 from .delta_launches import NOTHING, ORDERS, aligned, operand, run, worst
 from .emulation import needs_compiler, with_fault

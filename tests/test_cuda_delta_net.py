@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hocket.backends.cupy import nvrtc
+from hocket.backends.cupy.device import nvrtc
 from hocket.backends.cupy.kernels import gated_delta_net as binding
 from hocket.graph.errors import BackendError
 

@@ -10,9 +10,9 @@ import pytest
 
 from hocket.backends.base import Tensor
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.driver import KERNELS, LaunchError
+from hocket.backends.cupy.binding.launches import Launches
+from hocket.backends.cupy.device.driver import KERNELS, LaunchError
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver
-from hocket.backends.cupy.launches import Launches
 from hocket.backends.operands import Operand
 from hocket.conformance import Outcome, run_case
 from hocket.conformance.generate import quick_cases

@@ -13,9 +13,10 @@ import pytest
 
 from hocket import ops
 from hocket.backends.base import Device
-from hocket.backends.cupy import cuda, transport, watch
+from hocket.backends.cupy import cuda
+from hocket.backends.cupy.meeting import transport, watch
+from hocket.backends.cupy.meeting.transport import transport_of
 from hocket.backends.cupy.table import SOURCES
-from hocket.backends.cupy.transport import transport_of
 from hocket.graph import Graph, input, state, weight
 from hocket.graph.errors import BackendError
 from hocket.scheduler import load, plan_for

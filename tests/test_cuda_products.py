@@ -7,10 +7,10 @@ import pytest
 
 from hocket import ops
 from hocket.backends.base import Tensor, contiguous_strides
+from hocket.backends.cupy.binding.launches import Launches
+from hocket.backends.cupy.binding.packing import PACKINGS, pack, padded
 from hocket.backends.cupy.emulation.emulated import EmulatedBackend, EmulatedDriver
 from hocket.backends.cupy.kernels import packed
-from hocket.backends.cupy.launches import Launches
-from hocket.backends.cupy.packing import PACKINGS, pack, padded
 from hocket.backends.operands import Operand
 from hocket.graph import Graph, Spec, input, weight
 from hocket.graph.dtypes import DType

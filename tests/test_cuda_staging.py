@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from hocket.backends.base import Device, Tensor, contiguous_strides
-from hocket.backends.cupy import cuda, staging
+from hocket.backends.cupy import cuda
+from hocket.backends.cupy.device import staging
 from hocket.graph.dtypes import DType
 
 from .fake_cupy import Event, Stream, fake_cupy

@@ -13,7 +13,7 @@ import pytest
 
 from hocket import ops
 from hocket.backends.base import find
-from hocket.backends.numpy import NumpyBackend
+from hocket.backends.numpy.backend import NumpyBackend
 from hocket.conformance.generate import quick_cases
 from hocket.conformance.inputs import draw, exact
 from hocket.frontends import session as sessions

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from hocket.backends.base import Device
-from hocket.backends.cupy import cuda, nvrtc
+from hocket.backends.cupy import cuda
+from hocket.backends.cupy.device import nvrtc
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver
 from hocket.backends.cupy.table import SOURCES
 

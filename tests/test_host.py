@@ -9,7 +9,7 @@ import pytest
 
 from hocket import ops
 from hocket.backends.base import Device, find
-from hocket.backends.numpy import NumpyBackend
+from hocket.backends.numpy.backend import NumpyBackend
 from hocket.cli import main
 from hocket.frontends import session as sessions
 from hocket.frontends.gguf import open_gguf

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hocket.backends.base import Support, find
-from hocket.backends.reference import ReferenceBackend
+from hocket.backends.reference.backend import ReferenceBackend
 from hocket.graph import Graph, PlanError, Value
 from hocket.graph.text import names
 from hocket.ops import op_of

@@ -10,8 +10,8 @@ import pytest
 
 from hocket import ops
 from hocket.backends.base import Device, find
-from hocket.backends.null import NullBackend
-from hocket.backends.reference import ReferenceBackend
+from hocket.backends.null.backend import NullBackend
+from hocket.backends.reference.backend import ReferenceBackend
 from hocket.frontends.gguf import open_gguf
 from hocket.frontends.models import load_model
 from hocket.frontends.session import Group, Session

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from hocket.backends.cupy import nvrtc
-from hocket.backends.cupy.cubins import cubin
-from hocket.backends.cupy.driver import Source
+from hocket.backends.cupy.device import nvrtc
+from hocket.backends.cupy.device.cubins import cubin
+from hocket.backends.cupy.device.driver import Source
 from hocket.backends.cupy.resources import ARCHITECTURES, digest, measured, recorded
 from hocket.backends.cupy.table import SOURCES
 from hocket.graph.errors import BackendError

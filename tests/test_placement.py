@@ -12,7 +12,7 @@ import pytest
 
 from hocket import ops
 from hocket.backends.base import Device, Support, find
-from hocket.backends.reference import ReferenceBackend
+from hocket.backends.reference.backend import ReferenceBackend
 from hocket.frontends.gguf import open_gguf
 from hocket.frontends.models import Step, load_model
 from hocket.frontends.session import Group, Session

@@ -34,6 +34,6 @@ def test_a_planted_fault_is_found(fault: Fault):
 
 def _fails_anyway(case) -> bool:
     """Whether the case fails without the fault too, so that it shows nothing."""
-    from hocket.backends.numpy import NumpyBackend
+    from hocket.backends.numpy.backend import NumpyBackend
 
     return run_case(case, NumpyBackend(), DEVICE).outcome is Outcome.FAIL

@@ -245,7 +245,7 @@ def meet(attrs: list[dict], op: str, sources: list[np.ndarray], shapes: list[tup
     """What each device of a group gets from one collective of the NumPy backend."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from hocket.backends.numpy.kernel import Call
+    from hocket.backends.calls import Call
     from hocket.backends.numpy.table import KERNELS
 
     meeting = Meeting(len(sources), timeout=5)

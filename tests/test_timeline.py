@@ -7,7 +7,7 @@ import pytest
 
 from hocket import ops
 from hocket.backends.base import find
-from hocket.backends.null import NullBackend
+from hocket.backends.null.backend import NullBackend
 from hocket.graph import Graph, PlanError, input, weight
 from hocket.scheduler import Executor, Store, load, plan_for
 from hocket.scheduler.hardware import CPU, Hardware

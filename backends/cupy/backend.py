@@ -18,19 +18,20 @@ from ...ops import op_of
 from ...ops.collective import COLLECTIVES, int_attr
 from ...ops.quants import dequantise, encoded
 from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor, contiguous_strides, run_calls
+from ..calls import Call
+from ..flow import Flow
 from ..liveness import readers_of
-from ..numpy.collective import KERNELS as MEETINGS
-from ..numpy.kernel import Call
-from ..operands import Bound, Operand
-from .chains import Flow, fuse
-from .driver import Driver, Launch, LaunchError, Step
+from ..meeting import KERNELS as MEETINGS
+from ..operands import Bound, NoKernelError, Operand
+from .binding.chains import fuse
+from .binding.launches import Launches
+from .binding.packing import PACKINGS, pack, padded
+from .device.driver import Driver, Launch, LaunchError, Step
 from .kernels.packed import expanded
-from .launches import Launches, NoKernelError
-from .meetings import Meetings
-from .packing import PACKINGS, pack, padded
+from .meeting.meetings import Meetings
+from .meeting.transport import transport_of
+from .meeting.watch import LostError, Memberships
 from .table import BINDINGS, FUSED
-from .transport import transport_of
-from .watch import LostError, Memberships
 
 HALVES = (DType.F16, DType.BF16)
 PRODUCTS = frozenset(("mul_mat", "mul_mat_id"))

@@ -14,10 +14,10 @@ import numpy as np
 from ...graph.errors import BackendError
 from ..base import Array, Device, Tensor
 from .backend import DriverBackend
-from .cubins import cubin
-from .driver import Exchange, Kernel, Launch, LaunchError, Library, Ring, Source, Step
-from .nccl import nccl
-from .staging import DeviceArray, Staging
+from .device.cubins import cubin
+from .device.driver import Exchange, Kernel, Launch, LaunchError, Library, Ring, Source, Step
+from .device.nccl import nccl
+from .device.staging import DeviceArray, Staging
 
 INSTALL = "pip install hocket[cuda13] (or hocket[cuda12], for drivers before 580)"
 NEAR_LIMIT = 48 * 1024

@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from .driver import Source
-from .nvrtc import OPTIONS, Resources, compile
+from .device.driver import Source
+from .device.nvrtc import OPTIONS, Resources, compile
 from .table import SOURCES
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100")

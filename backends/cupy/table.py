@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType, ModuleType
 
-from .chains import Fused
-from .driver import Source
+from .binding.chains import Fused
+from .binding.launches import Binding
+from .device.driver import Source
 from .kernels import (
     attention,
     collective,
@@ -22,7 +23,6 @@ from .kernels import (
     short_convolution,
     sorting,
 )
-from .launches import Binding
 
 FAMILIES: tuple[ModuleType, ...] = (
     elementwise,

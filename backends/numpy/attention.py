@@ -10,7 +10,7 @@ import numpy as np
 from ...graph.node import Node
 from ...ops.norms import alibi_slopes
 from ..base import Array
-from .kernel import Call, Calls, Kernel
+from ..calls import Binding, Call, Calls
 from .norms import softmax_calls
 
 
@@ -82,7 +82,7 @@ def _attention_scratch(node: Node) -> int:
     return q[-3] * (matrices * k[-3] + 2)
 
 
-KERNELS: Mapping[str, Kernel] = {
-    "causal_mask": Kernel(causal_mask, lambda node: (node.specs[0].size + 3) // 4),
-    "attention": Kernel(attention, _attention_scratch),
+KERNELS: Mapping[str, Binding] = {
+    "causal_mask": Binding(causal_mask, lambda node: (node.specs[0].size + 3) // 4),
+    "attention": Binding(attention, _attention_scratch),
 }

@@ -13,16 +13,7 @@ from ...graph.dtypes import DType
 from ...graph.node import Node
 from ...ops.elementwise import rounded
 from ..base import Array
-from .kernel import Call, Calls, Kernel
-
-
-def no_scratch(node: Node) -> int:
-    return 0
-
-
-def one_result(node: Node) -> int:
-    """Scratch as large as the first result."""
-    return node.specs[0].size
+from ..calls import Binding, Call, Calls, copy, one_result, plain
 
 
 def results(count: int, node: Node) -> int:
@@ -188,10 +179,6 @@ def scale(call: Call) -> Calls:
     return calls
 
 
-def copy(call: Call) -> Calls:
-    return [partial(np.copyto, call.out, call.operand(0))]
-
-
 def cast(call: Call) -> Calls:
     dtype = call.attrs["dtype"]
     assert isinstance(dtype, DType)
@@ -205,12 +192,8 @@ def cast(call: Call) -> Calls:
     return [run]
 
 
-def plain(bind: Callable[[Call], Calls]) -> Kernel:
-    return Kernel(bind, no_scratch)
-
-
-def with_scratch(bind: Callable[[Call], Calls]) -> Kernel:
-    return Kernel(bind, one_result)
+def with_scratch(bind: Callable[[Call], Calls]) -> Binding:
+    return Binding(bind, one_result)
 
 
 UFUNCS: Mapping[str, Callable[..., Any]] = {
@@ -231,7 +214,7 @@ UFUNCS: Mapping[str, Callable[..., Any]] = {
 }
 """Ops of one operand that NumPy computes in one pass."""
 
-KERNELS: Mapping[str, Kernel] = {
+KERNELS: Mapping[str, Binding] = {
     "add": plain(partial(binary, np.add)),
     "sub": plain(partial(binary, np.subtract)),
     "mul": plain(partial(binary, np.multiply)),
@@ -246,10 +229,10 @@ KERNELS: Mapping[str, Kernel] = {
     "relu": plain(relu),
     "gelu": with_scratch(gelu),
     "geglu": with_scratch(geglu),
-    "gelu_erf": Kernel(gelu_erf, partial(results, 3)),
-    "geglu_erf": Kernel(geglu_erf, partial(results, 4)),
-    "swiglu_oai": Kernel(partial(clamped_swiglu, 1.0), partial(results, 2)),
-    "swiglu_clamp": Kernel(partial(clamped_swiglu, 0.0), partial(results, 2)),
+    "gelu_erf": Binding(gelu_erf, partial(results, 3)),
+    "geglu_erf": Binding(geglu_erf, partial(results, 4)),
+    "swiglu_oai": Binding(partial(clamped_swiglu, 1.0), partial(results, 2)),
+    "swiglu_clamp": Binding(partial(clamped_swiglu, 0.0), partial(results, 2)),
     "scale": plain(scale),
     "cast": plain(cast),
     "cont": plain(copy),

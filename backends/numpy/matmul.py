@@ -13,8 +13,7 @@ from ...graph.node import Node
 from ...ops.collective import int_attr
 from ...ops.routing import own_rows
 from ..base import Array
-from .elementwise import plain
-from .kernel import Call, Calls, Kernel
+from ..calls import Binding, Call, Calls, plain
 
 BLOCK = 256
 """Rows that one expert takes at a time, so that scratch does not grow with the batch."""
@@ -90,4 +89,4 @@ def _expert_scratch(node: Node) -> int:
     return min(BLOCK, ids.size) * (x.shape[-1] + w.shape[1])
 
 
-KERNELS: Mapping[str, Kernel] = {"mul_mat": plain(mul_mat), "mul_mat_id": Kernel(mul_mat_id, _expert_scratch)}
+KERNELS: Mapping[str, Binding] = {"mul_mat": plain(mul_mat), "mul_mat_id": Binding(mul_mat_id, _expert_scratch)}

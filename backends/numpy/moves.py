@@ -10,8 +10,8 @@ import numpy as np
 
 from ...graph.errors import BackendError
 from ..base import Array
-from .elementwise import plain, tiles
-from .kernel import Call, Calls, Kernel
+from ..calls import Binding, Call, Calls, plain
+from .elementwise import tiles
 
 
 def get_rows(call: Call) -> Calls:
@@ -67,7 +67,7 @@ def repeat(call: Call) -> Calls:
     return [partial(np.copyto, out, tile)]
 
 
-KERNELS: Mapping[str, Kernel] = {
+KERNELS: Mapping[str, Binding] = {
     "get_rows": plain(get_rows),
     "set_rows": plain(set_rows),
     "concat": plain(concat),

@@ -10,8 +10,8 @@ import numpy as np
 from ...graph.node import Node
 from ...ops.norms import alibi_slopes
 from ..base import Array
+from ..calls import Binding, Call, Calls
 from .elementwise import tiles
-from .kernel import Call, Calls, Kernel
 
 
 def _square_sums(call: Call) -> tuple[Array, Calls]:
@@ -133,9 +133,9 @@ def _softmax_scratch(node: Node) -> int:
     return 2 * rows + mask
 
 
-KERNELS: Mapping[str, Kernel] = {
-    "rms_norm": Kernel(rms_norm, _rows_and_squares),
-    "norm": Kernel(norm, _norm_scratch),
-    "l2_norm": Kernel(l2_norm, _rows_and_squares),
-    "softmax": Kernel(softmax, _softmax_scratch),
+KERNELS: Mapping[str, Binding] = {
+    "rms_norm": Binding(rms_norm, _rows_and_squares),
+    "norm": Binding(norm, _norm_scratch),
+    "l2_norm": Binding(l2_norm, _rows_and_squares),
+    "softmax": Binding(softmax, _softmax_scratch),
 }

@@ -14,8 +14,7 @@ from ...graph.node import Node
 from ...ops import Op, exact, gated_linear_attn, rwkv_wkv6, rwkv_wkv7, ssm_scan
 from ...ops.states import legal_rows
 from ..base import Array
-from .elementwise import no_scratch, one_result
-from .kernel import Call, Calls, Kernel
+from ..calls import Binding, Call, Calls, no_scratch, one_result
 
 
 def ssm_conv(call: Call) -> Calls:
@@ -147,7 +146,7 @@ def _shared(x: Array, tiled: bool) -> Array:
     return x[..., None, :, :] if tiled else x[..., :, None, :]
 
 
-def widely(op: Op[Any]) -> Kernel:
+def widely(op: Op[Any]) -> Binding:
     """The op's reference in float64: for recurrences that are rarely hot, since their sums may cancel."""
 
     def bind(call: Call) -> Calls:
@@ -158,7 +157,7 @@ def widely(op: Op[Any]) -> Kernel:
 
         return [run]
 
-    return Kernel(bind, no_scratch)
+    return Binding(bind, no_scratch)
 
 
 def _delta_scratch(node: Node) -> int:
@@ -168,8 +167,8 @@ def _delta_scratch(node: Node) -> int:
     return sum(math.prod((*x[:-3], *x[-2:])) for x in (v, g)) + (2 if pooled else 1) * running
 
 
-KERNELS: Mapping[str, Kernel] = {
-    "ssm_conv": Kernel(ssm_conv, one_result),
-    "gated_delta_net": Kernel(gated_delta_net, _delta_scratch),
+KERNELS: Mapping[str, Binding] = {
+    "ssm_conv": Binding(ssm_conv, one_result),
+    "gated_delta_net": Binding(gated_delta_net, _delta_scratch),
     **{op.name: widely(op) for op in (ssm_scan, rwkv_wkv6, rwkv_wkv7, gated_linear_attn)},
 }

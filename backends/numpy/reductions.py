@@ -7,8 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from .elementwise import plain
-from .kernel import Call, Calls, Kernel
+from ..calls import Binding, Call, Calls, plain
 
 
 def sum_rows(call: Call) -> Calls:
@@ -28,7 +27,7 @@ def cumsum(call: Call) -> Calls:
     return [partial(np.add.accumulate, call.operand(0), axis=-1, out=call.out)]
 
 
-KERNELS: Mapping[str, Kernel] = {
+KERNELS: Mapping[str, Binding] = {
     "sum_rows": plain(sum_rows),
     "mean": plain(mean),
     "sum": plain(total),

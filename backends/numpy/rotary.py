@@ -10,7 +10,7 @@ import numpy as np
 from ...graph.node import Node
 from ...ops.attributes import number
 from ...ops.rotary import frequencies, pairs
-from .kernel import Call, Calls, Kernel
+from ..calls import Binding, Call, Calls
 
 
 def rope(call: Call) -> Calls:
@@ -61,4 +61,4 @@ def _scratch(node: Node) -> int:
     return 4 * pos.size * half + 2 * half + 2 * (x.size // max(1, x.shape[-1])) * half
 
 
-KERNELS: Mapping[str, Kernel] = {"rope": Kernel(rope, _scratch)}
+KERNELS: Mapping[str, Binding] = {"rope": Binding(rope, _scratch)}

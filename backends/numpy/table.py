@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...ops import REGISTRY
-from . import attention, collective, elementwise, matmul, moves, norms, recurrent, reductions, rotary
-from .kernel import Kernel, kernels, through_reference
+from .. import meeting
+from ..calls import Binding, kernels, through_reference
+from . import attention, elementwise, matmul, moves, norms, recurrent, reductions, rotary
 
-OWN: Mapping[str, Kernel] = kernels(
+OWN: Mapping[str, Binding] = kernels(
     elementwise.KERNELS,
     norms.KERNELS,
     reductions.KERNELS,
@@ -17,7 +18,7 @@ OWN: Mapping[str, Kernel] = kernels(
     attention.KERNELS,
     rotary.KERNELS,
     recurrent.KERNELS,
-    collective.KERNELS,
+    meeting.KERNELS,
 )
 
-KERNELS: Mapping[str, Kernel] = {name: OWN.get(name) or through_reference(op) for name, op in REGISTRY.items()}
+KERNELS: Mapping[str, Binding] = {name: OWN.get(name) or through_reference(op) for name, op in REGISTRY.items()}

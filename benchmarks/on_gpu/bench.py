@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from hocket.backends.base import Device, Tensor, contiguous_strides
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.driver import Driver, Launch
-from hocket.backends.cupy.launches import Launches
+from hocket.backends.cupy.binding.launches import Launches
+from hocket.backends.cupy.device.driver import Driver, Launch
 from hocket.backends.operands import Operand
 from hocket.graph import Graph
 from hocket.graph.dtypes import DType

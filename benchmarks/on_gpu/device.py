@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from hocket.backends.cupy.driver import Source
+from hocket.backends.cupy.device.driver import Source
 from hocket.backends.cupy.table import BINDINGS, SOURCES
 from hocket.backends.operands import Bound
 

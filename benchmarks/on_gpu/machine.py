@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from hocket.backends.base import Device
-from hocket.backends.cupy import nvrtc
 from hocket.backends.cupy.cuda import CudaDriver
-from hocket.backends.cupy.driver import Driver
+from hocket.backends.cupy.device import nvrtc
+from hocket.backends.cupy.device.driver import Driver
 
 Run = Callable[[], None]
 

@@ -9,7 +9,7 @@ import numpy as np
 from write_models import random_rows
 
 from hocket import ops
-from hocket.backends.cupy.packing import PACKINGS
+from hocket.backends.cupy.binding.packing import PACKINGS
 from hocket.graph import Graph, constant, input, weight
 from hocket.graph.dtypes import DType
 from hocket.graph.node import Node

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hocket.backends.base import Instruction
-from hocket.backends.numpy import NumpyBackend
+from hocket.backends.numpy.backend import NumpyBackend
 from hocket.ops import REGISTRY
 
 

@@ -17,8 +17,8 @@ from functools import cache
 from pathlib import Path
 
 from ....graph.errors import BackendError
-from ...numpy.compiler import COMPILED, COMPILING, cache_folder
-from ..driver import Source
+from ...cache import COMPILED, COMPILING, cache_folder
+from ..device.driver import Source
 
 HEADERS = Path(__file__).parent
 OPTIONS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fopenmp", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-w")

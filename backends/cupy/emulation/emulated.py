@@ -13,7 +13,7 @@ import numpy as np
 from ....graph.errors import BackendError
 from ...base import Array, Device, Tensor, host_view
 from ..backend import DriverBackend
-from ..driver import Kernel, Launch, LaunchError, Library, Step
+from ..device.driver import Kernel, Launch, LaunchError, Library, Step
 from .building import compiler, library
 from .guarded import Bytes, Rooms, address_of, guarded, moved, places
 

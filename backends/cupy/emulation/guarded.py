@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..driver import Launch, Span
+from ..device.driver import Launch, Span
 
 ALIGNMENT = 16
 Bytes = npt.NDArray[np.uint8]

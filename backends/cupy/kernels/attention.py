@@ -11,10 +11,10 @@ import numpy as np
 from ....graph.dtypes import DType
 from ....ops.attributes import number
 from ....ops.norms import alibi_slopes
-from ...operands import Bound, Operand
-from ..axes import axes_of
-from ..driver import Source
-from ..launches import Binding, Launches, Word, blocks, need
+from ...operands import Bound, Operand, need
+from ..binding.axes import axes_of
+from ..binding.launches import Binding, Launches, Word, blocks
+from ..device.driver import Source
 from .elementwise import as_float
 
 THREADS, WARPS, ROWS = 128, 4, 64

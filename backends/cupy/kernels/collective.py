@@ -13,11 +13,11 @@ import numpy.typing as npt
 from ....graph.dtypes import DType
 from ....graph.errors import BackendError
 from ....ops.collective import int_attr
-from ...numpy.collective import Index, Pairs, exchanged, gathered, scattered
-from ...operands import Bound, Operand
-from ..axes import MOST, axes_of
-from ..driver import Source
-from ..launches import Binding, Launches, Word, blocks, need
+from ...meeting import Index, Pairs, exchanged, gathered, scattered
+from ...operands import Bound, Operand, need
+from ..binding.axes import MOST, axes_of
+from ..binding.launches import Binding, Launches, Word, blocks
+from ..device.driver import Source
 from .elementwise import MOST_ELEMENTS
 from .moves import launch_copy
 

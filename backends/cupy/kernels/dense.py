@@ -6,8 +6,8 @@ from itertools import accumulate
 
 from ....graph.dtypes import DType
 from ...operands import Operand
-from ..driver import Source
-from ..launches import Launches, Word, blocks, rows_of
+from ..binding.launches import Launches, Word, blocks, rows_of
+from ..device.driver import Source
 from .elementwise import TYPES
 from .routes import ALONE, Products, filled
 

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ....graph.dtypes import DType
 from ....ops.attributes import number
-from ...operands import Bound, Operand
-from ..axes import axes_of
-from ..chains import Flow, Fused, apart
-from ..driver import Kernel, Source
-from ..launches import Binding, Launches, Word, blocks, need
-from ..packing import PACKINGS
+from ...flow import Flow
+from ...operands import Bound, Operand, need
+from ..binding.axes import axes_of
+from ..binding.chains import Fused, apart
+from ..binding.launches import Binding, Launches, Word, blocks
+from ..binding.packing import PACKINGS
+from ..device.driver import Kernel, Source
 from . import packed
 
 THREADS = 256

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from ....graph.dtypes import DType
-from ...operands import Bound, Operand
-from ..chains import Flow, Fused, apart, lies_as
-from ..driver import Kernel, Source
-from ..launches import Binding, Launches, Word, blocks, need
+from ...flow import Flow
+from ...operands import Bound, Operand, need
+from ..binding.chains import Fused, apart, lies_as
+from ..binding.launches import Binding, Launches, Word, blocks
+from ..device.driver import Kernel, Source
 from .elementwise import as_float
 from .states import RECURRENT, STATES, Carried, carry, has_quads, rows
 

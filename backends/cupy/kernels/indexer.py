@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from ....graph.dtypes import DType
 from ....ops.attributes import number
-from ...operands import Bound, Operand
-from ..axes import MOST, axes_of, row_heads
-from ..driver import Source
-from ..launches import Binding, Launches, Word, blocks, need
+from ...operands import Bound, Operand, need
+from ..binding.axes import MOST, axes_of, row_heads
+from ..binding.launches import Binding, Launches, Word, blocks
+from ..device.driver import Source
 from .elementwise import MOST_ELEMENTS, THREADS, as_float
 from .moves import launch_copy
 

@@ -12,11 +12,12 @@ import numpy.typing as npt
 
 from ....graph.dtypes import DType
 from ...base import contiguous_strides
-from ...operands import Bound, Operand
-from ..chains import Flow, Fused, apart, lies_as
-from ..driver import Source
-from ..launches import Binding, Launches, Word, blocks, need, rows_of
-from ..packing import PACKINGS
+from ...flow import Flow
+from ...operands import Bound, Operand, need
+from ..binding.chains import Fused, apart, lies_as
+from ..binding.launches import Binding, Launches, Word, blocks, rows_of
+from ..binding.packing import PACKINGS
+from ..device.driver import Source
 from . import dense, packed, products
 from .elementwise import as_float
 from .routes import ALONE, MOST_PRODUCTS, UNITS, Products

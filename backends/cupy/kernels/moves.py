@@ -11,11 +11,11 @@ import numpy as np
 from ....graph.dtypes import DType
 from ....ops.generators import arange
 from ....ops.views import ints_of
-from ...operands import Bound, Operand
-from ..axes import axes_of, expanded, row_heads
-from ..driver import Source
-from ..launches import Binding, Launches, Word, blocks, need
-from ..packing import PACKINGS
+from ...operands import Bound, Operand, need
+from ..binding.axes import axes_of, expanded, row_heads
+from ..binding.launches import Binding, Launches, Word, blocks
+from ..binding.packing import PACKINGS
+from ..device.driver import Source
 from . import packed
 from .elementwise import MOST_ELEMENTS, THREADS, TYPES, as_float, launch_binary, launch_cast, launch_map
 

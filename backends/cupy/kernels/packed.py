@@ -8,11 +8,11 @@ from itertools import accumulate
 
 from ....graph.dtypes import DType
 from ...base import Tensor, contiguous_strides
-from ...operands import Bound, Operand
-from ..axes import axes_of
-from ..driver import Source
-from ..launches import Launches, Word, blocks, need, rows_of
-from ..packing import PACKINGS, ROWS
+from ...operands import Bound, Operand, need
+from ..binding.axes import axes_of
+from ..binding.launches import Launches, Word, blocks, rows_of
+from ..binding.packing import PACKINGS, ROWS
+from ..device.driver import Source
 from .routes import ALONE, Products, filled
 
 HEADERS = ("routes.cuh", "packed.cuh")

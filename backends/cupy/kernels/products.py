@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ....graph.dtypes import DType
-from ...operands import Bound, Operand
-from ..axes import Axes, axes_of, expanded
-from ..driver import Source
-from ..launches import Binding, Launches, Word, blocks, need
+from ...operands import Bound, Operand, need
+from ..binding.axes import Axes, axes_of, expanded
+from ..binding.launches import Binding, Launches, Word, blocks
+from ..device.driver import Source
 from .elementwise import MOST_ELEMENTS, TYPES, as_float
 
 WEIGHTS = (DType.F32, DType.F16, DType.BF16)

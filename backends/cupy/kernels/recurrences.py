@@ -7,9 +7,9 @@ from math import prod
 from types import MappingProxyType
 
 from ....ops.attributes import number
-from ...operands import Bound, Operand
-from ..driver import Source
-from ..launches import Binding, Launches, Word, blocks, need
+from ...operands import Bound, Operand, need
+from ..binding.launches import Binding, Launches, Word, blocks
+from ..device.driver import Source
 from .elementwise import as_float
 from .states import RECURRENT, carry, is_dense, rows
 

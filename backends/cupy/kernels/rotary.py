@@ -13,11 +13,12 @@ from ....graph.dtypes import DType
 from ....ops.attributes import number
 from ....ops.rotary import frequencies, planes
 from ....ops.views import ints_of
-from ...operands import Bound, Operand
-from ..axes import MOST, axes_of, row_heads
-from ..chains import Flow, Fused, apart, lies_as
-from ..driver import Source
-from ..launches import Binding, Launches, Word, blocks, need
+from ...flow import Flow
+from ...operands import Bound, Operand, need
+from ..binding.axes import MOST, axes_of, row_heads
+from ..binding.chains import Fused, apart, lies_as
+from ..binding.launches import Binding, Launches, Word, blocks
+from ..device.driver import Source
 from .elementwise import MOST_ELEMENTS, THREADS, as_float
 from .moves import launch_copy
 from .rows import row_threads

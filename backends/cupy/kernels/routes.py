@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...operands import Operand
-from ..launches import Word
+from ..binding.launches import Word
 
 MOST_PRODUCTS = 4
 ALONE, SWIGLU, GEGLU = range(3)

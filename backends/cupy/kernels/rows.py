@@ -10,11 +10,12 @@ import numpy as np
 
 from ....ops.attributes import number
 from ....ops.norms import alibi_slopes
-from ...operands import Bound, Operand
-from ..axes import MOST, Axes, axes_of, row_heads
-from ..chains import Flow, Fused, apart
-from ..driver import Kernel, Source
-from ..launches import Binding, Launches, Word, blocks, need
+from ...flow import Flow
+from ...operands import Bound, Operand, need
+from ..binding.axes import MOST, Axes, axes_of, row_heads
+from ..binding.chains import Fused, apart
+from ..binding.launches import Binding, Launches, Word, blocks
+from ..device.driver import Kernel, Source
 from .elementwise import as_float
 
 COMPARED = 256

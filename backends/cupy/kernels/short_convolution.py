@@ -11,10 +11,11 @@ from types import MappingProxyType
 from ....graph.dtypes import DType
 from ....ops.attributes import number as attribute
 from ...base import contiguous_strides
-from ...operands import Bound, Operand
-from ..chains import Flow, Fused, apart, lies_as
-from ..driver import Source
-from ..launches import Binding, Launches, Word, blocks, need
+from ...flow import Flow
+from ...operands import Bound, Operand, need
+from ..binding.chains import Fused, apart, lies_as
+from ..binding.launches import Binding, Launches, Word, blocks
+from ..device.driver import Source
 from .elementwise import as_float
 from .states import RECURRENT, has_quads, rows
 

@@ -9,9 +9,9 @@ from types import MappingProxyType
 
 from ....graph.dtypes import DType
 from ....ops.attributes import number
-from ...operands import Bound, Operand
-from ..driver import Source
-from ..launches import Binding, Launches, Word, blocks, need
+from ...operands import Bound, Operand, need
+from ..binding.launches import Binding, Launches, Word, blocks
+from ..device.driver import Source
 from .elementwise import as_float
 
 EACH, TILE = 8, 2048

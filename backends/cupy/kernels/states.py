@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from ....graph.dtypes import DType
 from ....ops.attributes import number
 from ...base import contiguous_strides
-from ...operands import Bound, Operand
-from ..driver import Source
-from ..launches import Launches, Word, need
+from ...operands import Bound, Operand, need
+from ..binding.launches import Launches, Word
+from ..device.driver import Source
 from .elementwise import launch_cast, launch_unary
 
 RECURRENT = "recurrent.cuh"

@@ -1,0 +1,16 @@
+"""Where compiled kernels are kept, and what is said while they are made."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+COMPILING, COMPILED = "compiling %s", "compiled %s"
+"""What is logged, at level INFO, before and after a kernel is compiled."""
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: $HOCKET_CACHE_DIR, else the user's cache folder."""
+    if chosen := os.environ.get("HOCKET_CACHE_DIR"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hocket"

@@ -1,0 +1,108 @@
+"""How an op is bound on the host: a binding is given arrays once and returns the calls that compute them.
+
+A call is a function without arguments (mostly `functools.partial` of a ufunc with ``out=``), so that replay is a flat
+list and allocates nothing; temporaries come from the scratch that the memory planner placed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..graph.node import Attrs, Node
+from ..ops import Op
+from .base import Array, Comm
+
+F32 = npt.NDArray[np.float32]
+Calls = list[Callable[[], object]]
+
+
+@dataclass(slots=True)
+class Call:
+    """The arrays of one instruction, and its float32 scratch, handed out piece by piece."""
+
+    src: list[Array | None]
+    dst: list[Array]
+    attrs: Attrs
+    scratch: F32
+    comm: Comm
+    _taken: int = field(default=0)
+
+    @property
+    def out(self) -> Array:
+        return self.dst[0]
+
+    def operand(self, index: int) -> Array:
+        """An operand that is always there."""
+        array = self.src[index]
+        assert array is not None
+        return array
+
+    def optional(self, index: int) -> Array | None:
+        return self.src[index] if index < len(self.src) else None
+
+    def number(self, name: str) -> float:
+        value = self.attrs[name]
+        assert isinstance(value, int | float)
+        return value
+
+    def take(self, *shape: int) -> F32:
+        """The next piece of scratch."""
+        n = math.prod(shape)
+        piece = self.scratch[self._taken : self._taken + n].reshape(shape)
+        self._taken += n
+        return piece
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """How an op is bound: `bind` gives the calls, `scratch` the float32 elements of temporary memory for a node."""
+
+    bind: Callable[[Call], Calls]
+    scratch: Callable[[Node], int]
+
+
+def through_reference(op: Op[Any]) -> Binding:
+    """The op's reference run in float32: right for every op, allocating, so only for those that are rarely hot."""
+
+    def bind(call: Call) -> Calls:
+        def run() -> None:
+            for target, result in zip(call.dst, op.run(call.src, call.attrs), strict=True):
+                np.copyto(target, result, casting="unsafe")
+
+        return [run]
+
+    return Binding(bind, lambda node: 0)
+
+
+def kernels(*tables: Mapping[str, Binding]) -> Mapping[str, Binding]:
+    """One table from several, each name once."""
+    merged: dict[str, Binding] = {}
+    for table in tables:
+        assert not merged.keys() & table.keys()
+        merged.update(table)
+    return MappingProxyType(merged)
+
+
+def no_scratch(node: Node) -> int:
+    return 0
+
+
+def one_result(node: Node) -> int:
+    """Scratch as large as the first result."""
+    return node.specs[0].size
+
+
+def copy(call: Call) -> Calls:
+    return [partial(np.copyto, call.out, call.operand(0))]
+
+
+def plain(bind: Callable[[Call], Calls]) -> Binding:
+    return Binding(bind, no_scratch)

@@ -1,0 +1,134 @@
+"""The CPU backend: weights packed as files quantise them, compiled kernels replayed without the GIL.
+
+What has no compiled kernel runs in NumPy, on float32 copies of the weights it reads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Self
+
+import numpy as np
+
+from ...graph.dtypes import DType
+from ...graph.node import Node
+from ...graph.spec import Spec
+from ...ops.collective import COLLECTIVES
+from ...ops.quants import dequantise
+from ..base import Array, Comm, Device, Instruction, Program, Tensor, contiguous_strides, host_view
+from ..numpy.backend import NumpyBackend
+from .compiler import REPLAY
+from .kernels.formats import FORMATS, ROWS
+from .kernels.packing import pack, unpack
+from .replay import Crew, Replay, work_of
+from .simd.vectors import LANES
+
+ROUNDED = frozenset(("mul_mat", "mul_mat_id"))
+"""Ops whose activations are rounded to 8 bits, in blocks of 16, where their weight is packed."""
+PACKERS = os.cpu_count() or 1
+"""Threads that pack weights, whatever the number of those that run kernels."""
+HALVES = (DType.F16, DType.BF16)
+FILLED = ("weight", "constant")
+"""Leaves that `load` fills."""
+
+
+class CpuBackend(NumpyBackend):
+    """Runs on this machine's processor as ``cpu:0``, and any number of virtual devices; `threads` for each device."""
+
+    name = "cpu"
+
+    def __init__(self, threads: int | None = None) -> None:
+        self.threads = threads or 1
+        self._packers = ThreadPoolExecutor(PACKERS, "hocket.pack")
+        self._crew: Crew | None = None
+
+    def with_threads(self, threads: int) -> Self:
+        return type(self)(threads)
+
+    def stored(self, spec: Spec, kind: str = "value") -> Spec:
+        """Weights that are matrices keep their type, quantised ones in whole groups of rows; all else is float32."""
+        if kind in FILLED and len(spec.shape) >= 2:
+            *leading, rows, columns = spec.shape
+            if spec.dtype in FORMATS:
+                return Spec((*leading, -(-rows // ROWS) * ROWS, columns), spec.dtype)
+            if spec.dtype in HALVES and columns % LANES == 0:
+                return spec
+        return super().stored(spec)
+
+    def reads_strided(self, node: Node, operand: int) -> bool:
+        """Operands of collectives are dense: all devices have to choose the same, compiled code or Python."""
+        return node.op not in COLLECTIVES
+
+    def tolerance(self, node: Node) -> float | None:
+        """The relative error of what is rounded to 8 bits on its way; None for arithmetic in float32."""
+        return 2.0**-8 if node.op in ROUNDED and node.inputs[0].dtype in FORMATS else None
+
+    def load(self, data: Array, declared: Spec, buffer: Any) -> None:
+        stored = self.stored(declared, "weight")
+        if stored.dtype in HALVES:
+            host_view(buffer, Tensor(0, 0, stored.shape, contiguous_strides(stored.shape), stored.dtype))[...] = (
+                np.atleast_1d(data).view(stored.dtype.storage).reshape(stored.shape)
+            )
+            return
+        if not stored.dtype.is_quantised:
+            super().load(data, declared, buffer)
+            return
+        *leading, rows, columns = declared.shape
+        step = columns // declared.dtype.block * declared.dtype.block_bytes
+        source = np.ascontiguousarray(data).reshape(int(np.prod(leading)), rows, step)
+        kernel = REPLAY(pack(FORMATS[declared.dtype]).address)
+        for i, matrix in enumerate(source):
+            target = buffer.ctypes.data + i * stored.shape[-2] * step
+            words = np.array([matrix.ctypes.data, step, target, rows, columns], np.int64)
+            list(self._packers.map(lambda t, a=words: kernel(a.ctypes.data, t, PACKERS), range(PACKERS)))
+
+    def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Replay:
+        copies: dict[Tensor, Array] = {}
+
+        def view(tensor: Tensor) -> Array:
+            plain = self.view(buffers[tensor.buffer], tensor) if not tensor.dtype.is_quantised else None
+            if plain is not None and tensor.dtype not in HALVES:
+                return plain
+            if tensor not in copies:
+                copies[tensor] = (
+                    _dequantised(program, buffers, tensor) if plain is None else dequantise(plain, tensor.dtype)
+                )
+            return copies[tensor]
+
+        def in_python(i: Instruction) -> list[Callable[[], object]]:
+            return self.calls(i, buffers, view, comm)
+
+        if self._crew is None:
+            self._crew = Crew(self.threads)
+        return Replay(program, work_of(program, buffers, self._crew, comm, in_python), self._crew, comm, buffers)
+
+
+def _dequantised(program: Program, buffers: Sequence[Any], tensor: Tensor) -> Array:
+    """A view of a packed weight as float32, for kernels that know no other type."""
+    spec = program.buffers[tensor.buffer].declared
+    assert spec is not None
+    *leading, rows, columns = spec.shape
+    count, step = int(np.prod(leading)), columns // spec.dtype.block * spec.dtype.block_bytes
+    padded = -(-rows // ROWS) * ROWS
+    whole, ids = np.empty((count, rows, columns), np.float32), np.arange(rows, dtype=np.int32)
+    scratch = np.empty(1024, np.uint8)
+    kernel = REPLAY(unpack(FORMATS[spec.dtype]).address)
+    for i in range(count):
+        source = buffers[tensor.buffer].ctypes.data + i * padded * step
+        row = [
+            source,
+            step,
+            rows,
+            columns,
+            ids.ctypes.data,
+            whole[i].ctypes.data,
+            4 * columns,
+            rows,
+            scratch.ctypes.data,
+        ]
+        kernel(np.array(row, np.int64).ctypes.data, 0, 1)
+    start = tensor.offset // spec.dtype.block_bytes * spec.dtype.block
+    strides = [4 * s for s in tensor.strides]
+    return np.ndarray(tensor.shape, np.float32, whole, 4 * start, strides)

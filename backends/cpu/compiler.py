@@ -1,0 +1,240 @@
+"""From a kernel written in Python to an address: Numba and LLVM make its code once a machine, a file keeps it.
+
+A warm start loads the files with llvmlite alone and never imports Numba.  The name of a file is a hash of all kernel
+sources, the processor and the versions of the compilers, so nothing stale is ever run; files are written beside and
+renamed, so that any number of processes may start at once; where the folder cannot be written, code stays in memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from types import CellType, FunctionType
+from typing import Any
+
+import llvmlite.binding as llvm
+
+from ..cache import COMPILED, COMPILING, cache_folder
+from . import processor
+from .simd.vectors import ADDRESS, DOUBLE, FLOAT, NOTHING, Intrinsic, llvm_type
+
+Body = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A function that kernels call; it becomes part of their code."""
+
+    body: Body
+
+    def __call__(self, *values: Any) -> Any:
+        raise TypeError("a part runs in compiled kernels only")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """``body(arguments, thread, threads) -> status``: runs on every thread of a device and does that thread's share.
+
+    `arguments` is the address of a block of 64-bit words; the status is 0 unless the run has to stop.
+    """
+
+    name: str
+    body: Body
+
+    @property
+    def address(self) -> int:
+        return _loaded(self)[0]
+
+
+def part(body: Body) -> Part:
+    return Part(body)
+
+
+def kernel(body: Body) -> Kernel:
+    return Kernel(f"{body.__module__.rpartition('.')[2]}.{body.__name__}", body)
+
+
+_compiling = threading.RLock()
+log = logging.getLogger("hocket.kernels")
+
+
+@cache
+def _loaded(wanted: Kernel) -> tuple[int, object]:
+    """The address of a kernel, compiled if no earlier process has; and what keeps its code alive."""
+    with _compiling:
+        code = _stored(wanted) or _compiled(wanted)
+        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target())
+        engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        engine.finalize_object()
+        return int(engine.get_function_address(_symbol(wanted))), (engine, code)
+
+
+def _symbol(wanted: Kernel) -> str:
+    return "hocket." + wanted.name
+
+
+def _target() -> llvm.TargetMachine:
+    """A new one each time, since the engine that gets it disposes of it."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return llvm.Target.from_default_triple().create_target_machine(
+        cpu=processor.name(),
+        features=processor.flattened(),
+        opt=3,
+        reloc="pic",
+        codemodel="jitdefault",
+        jit=True,
+    )
+
+
+# ------------------------------------------------------------------------------------------------- stored code
+
+
+@cache
+def _surroundings() -> bytes:
+    """Everything that decides the code of all kernels."""
+    here = Path(__file__)
+    sources = sorted([here, *(here.parent / "simd").glob("*.py"), *(here.parent / "kernels").glob("*.py")])
+    digest = hashlib.sha256()
+    for source in sources:
+        digest.update(source.read_bytes())
+    host = (processor.name(), processor.flattened(), sys.platform)
+    digest.update(repr((host, version("numba"), version("llvmlite"))).encode())
+    return digest.digest()
+
+
+def _file(wanted: Kernel) -> Path:
+    key = hashlib.sha256(_surroundings() + wanted.name.encode()).hexdigest()
+    return cache_folder() / "kernels" / f"{key[:40]}.o"
+
+
+CHECK = 32
+"""Bytes of the digest before the code."""
+
+
+def _stored(wanted: Kernel) -> bytes | None:
+    """The code an earlier process wrote; None if there is none or it is damaged."""
+    try:
+        data = _file(wanted).read_bytes()
+    except OSError:
+        return None
+    code = data[CHECK:]
+    return code if hashlib.sha256(code).digest() == data[:CHECK] else None
+
+
+def _store(wanted: Kernel, code: bytes) -> None:
+    """Keep the code for later processes, if the folder can be written."""
+    target = _file(wanted)
+    with suppress(OSError):
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:
+            try:
+                file.write(hashlib.sha256(code).digest() + code)
+                file.close()
+                os.replace(file.name, target)
+            except OSError:
+                os.unlink(file.name)
+                raise
+
+
+# --------------------------------------------------------------------------------------------------- compiling
+
+OPTIONS: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract"}, "no_rewrites": True, "_nrt": False}
+"""How Numba compiles kernels: they hold no objects and have no expressions of arrays to rewrite."""
+INLINED = {**OPTIONS, "forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+"""Their parts, which nothing else calls."""
+
+
+def _compiled(wanted: Kernel) -> bytes:
+    """Compile with Numba; the object code has one symbol of ours."""
+    log.info(COMPILING, wanted.name)
+    from numba import cfunc
+
+    function = cfunc("intp(intp, intp, intp)", nogil=True, **OPTIONS)(_resolved(wanted.body))
+    assembly = function.inspect_llvm().replace(function.native_name, _symbol(wanted))
+    module = llvm.parse_assembly(assembly)
+    module.verify()
+    code: bytes = _target().emit_object(module)
+    _store(wanted, code)
+    log.info(COMPILED, wanted.name)
+    return code
+
+
+def _resolved(body: Body) -> Body:
+    """`body` with its names for intrinsics and parts bound to what Numba understands."""
+    assert isinstance(body, FunctionType)
+    names = {**body.__globals__}
+    for name in body.__code__.co_names:
+        if name in names:
+            names[name] = _for_numba(names[name])
+    cells = tuple(CellType(_for_numba(cell.cell_contents)) for cell in body.__closure__ or ())
+    return FunctionType(body.__code__, names, body.__name__, body.__defaults__, cells or None)
+
+
+@cache
+def _for_numba(thing: Any) -> Any:
+    if isinstance(thing, Intrinsic):
+        return _intrinsic(thing)
+    if isinstance(thing, Part):
+        from numba import njit
+
+        return njit(**INLINED)(_resolved(thing.body))
+    return thing
+
+
+@cache
+def _numba_type(name: str) -> Any:
+    """Numba's type by our name; vectors, and several of them as one, are types of our own."""
+    from numba import types
+    from numba.extending import models, register_model
+
+    known = {ADDRESS: types.intp, FLOAT: types.float32, DOUBLE: types.float64, NOTHING: types.void}
+    if name in known:
+        return known[name]
+    kind = type(f"Vector_{name}", (types.Type,), {})
+
+    def make(self: Any, manager: Any, front: Any) -> None:
+        models.PrimitiveModel.__init__(self, manager, front, llvm_type(name))
+
+    register_model(kind)(type(f"Model_{name}", (models.PrimitiveModel,), {"__init__": make}))
+    return kind(name)
+
+
+def _intrinsic(declared: Intrinsic) -> Any:
+    from numba.extending import intrinsic
+
+    signature = _numba_type(declared.result)(*map(_numba_type, declared.operands))
+
+    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
+        made = declared.body(builder, *values)
+        return context.get_dummy_value() if declared.result == NOTHING else made
+
+    return intrinsic(_WITH_OPERANDS[len(declared.operands)]((signature, generate)))
+
+
+# Numba reads the number of operands from the function, which therefore has to be written out.
+_WITH_OPERANDS: tuple[Callable[[Any], Body], ...] = (
+    lambda made: lambda context: made,
+    lambda made: lambda context, a: made,
+    lambda made: lambda context, a, b: made,
+    lambda made: lambda context, a, b, c: made,
+    lambda made: lambda context, a, b, c, d: made,
+    lambda made: lambda context, a, b, c, d, e: made,
+    lambda made: lambda context, a, b, c, d, e, f: made,
+    lambda made: lambda context, a, b, c, d, e, f, g: made,
+)
+
+
+REPLAY = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+"""How Python calls a kernel; the GIL is free meanwhile."""

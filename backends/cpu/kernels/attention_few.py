@@ -1,0 +1,338 @@
+"""Attention of few tokens: lanes are keys, and keys and values are read once for all heads that share them.
+
+Keys may be cut into parts, which threads share; `join` puts the parts together.
+"""
+
+from __future__ import annotations
+
+from ..compiler import kernel, part
+from ..simd.vectors import (
+    LANES,
+    add,
+    float_word,
+    fma,
+    fold_1,
+    fold_2,
+    fold_4,
+    fold_8,
+    largest,
+    load,
+    load_long,
+    load_scalar,
+    load_some,
+    mul,
+    prefetch_far,
+    splat,
+    splat_from,
+    store,
+    store_scalar,
+    sub,
+    total,
+    word,
+    zeros,
+)
+from .packing import share
+from .rows import put
+from .scores import (
+    CAP,
+    CHUNKS,
+    FACTOR,
+    HEAD,
+    HEADS,
+    K_STEP,
+    KEYS,
+    LOWEST,
+    MASK,
+    MASK_STEP,
+    MINUS_INFINITY,
+    NONE,
+    ONE,
+    OUT,
+    OUT_STEP,
+    PARTS,
+    Q_STEP,
+    SCRATCH,
+    SCRATCH_BYTES,
+    SHARED,
+    SIZE,
+    SLOPE,
+    TOKENS,
+    UNITS,
+    V_STEP,
+    WIDTH,
+    K,
+    Q,
+    V,
+    finished,
+    greater,
+    mask_lanes,
+    power,
+    power_of,
+    round_up,
+    seen_lanes,
+    sink_of,
+    some,
+)
+
+LINE = 64
+"""Bytes of a cache line."""
+COLUMNS = 64
+"""Elements of a value that are summed at once."""
+RUN = 32
+"""Keys whose values are summed before the next head takes them."""
+AHEAD = 64
+"""Keys ahead of their use at which they and their values are fetched, into the second cache: those of one head may lie
+so far apart that the first has few places for them."""
+SUM, VALUES = 4, 64
+"""Bytes into a partial result: the highest score, the sum of weights, the sum of weighted values."""
+
+
+def part_bytes(width: int) -> int:
+    """Bytes of a partial result."""
+    return VALUES + 4 * (-(-width // COLUMNS) * COLUMNS)
+
+
+def scratch_bytes(rows: int, keys: int, width: int) -> int:
+    """Scores of every row, and a partial result that is of no use."""
+    return rows * 4 * (-(-keys // LANES) * LANES) + part_bytes(width)
+
+
+@part
+def eight_sums(x, at, offsets, left, sums):
+    """Sums of products with eight keys, 16 columns further."""
+    i, j, k, l, m, n, o, p = offsets
+    a, b, c, d, e, f, g, h = sums
+    a, b, c, d = (
+        fma(some(at + i, left), x, a),
+        fma(some(at + j, left), x, b),
+        fma(some(at + k, left), x, c),
+        fma(some(at + l, left), x, d),
+    )
+    e, f, g, h = (
+        fma(some(at + m, left), x, e),
+        fma(some(at + n, left), x, f),
+        fma(some(at + o, left), x, g),
+        fma(some(at + p, left), x, h),
+    )
+    return a, b, c, d, e, f, g, h
+
+
+@part
+def eight_dots(query, key, step, i, last, size):
+    """The products of a query with eight keys from number i, each as two numbers to be added; a key past the last is
+    the last."""
+    offsets = (
+        min(i, last) * step,
+        min(i + 1, last) * step,
+        min(i + 2, last) * step,
+        min(i + 3, last) * step,
+        min(i + 4, last) * step,
+        min(i + 5, last) * step,
+        min(i + 6, last) * step,
+        min(i + 7, last) * step,
+    )
+    sums, c = (zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros()), 0
+    while c + LANES <= size:
+        sums = eight_sums(load(query + 4 * c), key + 4 * c, offsets, LANES, sums)
+        c += LANES
+    if c < size:
+        sums = eight_sums(load_some(query + 4 * c, size - c), key + 4 * c, offsets, size - c, sums)
+    a, b, d, e, f, g, h, k = sums
+    return fold_2(fold_4(fold_8(a, b), fold_8(d, e)), fold_4(fold_8(f, g), fold_8(h, k)))
+
+
+@part
+def four(p, left):
+    if left >= COLUMNS:
+        return load(p), load(p + 64), load(p + 128), load(p + 192)
+    return some(p, left), some(p + 64, left - LANES), some(p + 128, left - 2 * LANES), some(p + 192, left - 3 * LANES)
+
+
+@part
+def four_to(p, values):
+    a, b, c, d = values
+    store(p, a)
+    store(p + 64, b)
+    store(p + 128, c)
+    store(p + 192, d)
+
+
+@part
+def add_values(p, q, value, pace, n, ahead, to, on, left):
+    """Values of `n` keys with the weights of two rows, added to 64 columns of each."""
+    a, b, c, d = four(to, COLUMNS)
+    e, f, g, h = four(on, COLUMNS)
+    for r in range(n):
+        at = value + r * pace
+        if ahead != 0:
+            for line in range(0, min(4 * left, 4 * COLUMNS), LINE):
+                prefetch_far(at + ahead + line)
+        k, l, m, o = four(at, left)
+        u, v = splat_from(p + 4 * r), splat_from(q + 4 * r)
+        a, b, c, d = fma(k, u, a), fma(l, u, b), fma(m, u, c), fma(o, u, d)
+        e, f, g, h = fma(k, v, e), fma(l, v, f), fma(m, v, g), fma(o, v, h)
+    four_to(to, (a, b, c, d))
+    four_to(on, (e, f, g, h))
+
+
+@part
+def seen_from(seen, keys):
+    """The first key that may be seen, or fewer than 16 before it."""
+    s = 0
+    while s < keys and seen_lanes(mask_lanes(seen, s, keys)) == 0:
+        s += LANES
+    return s
+
+
+@part
+def seen_to(seen, keys):
+    """One past the last key that may be seen, or fewer than 16 more."""
+    s = (keys + LANES - 1) // LANES * LANES
+    while s > 0 and seen_lanes(mask_lanes(seen, s - LANES, keys)) == 0:
+        s -= LANES
+    return min(s, keys)
+
+
+@part
+def seen_range(heads, shared, tokens, step, keys):
+    """From the first to past the last key that any token may see in any head of a group."""
+    low, high, known = keys, 0, 0
+    for h in range(shared):
+        seen = load_long(heads + h * HEAD + MASK)
+        if seen != known:
+            for t in range(tokens):
+                low = min(low, seen_from(seen + t * step, keys))
+                high = max(high, seen_to(seen + t * step, keys))
+            known = seen
+    return min(low, high), high
+
+
+@part
+def fetch(rows, step, count, nbytes):
+    """Rows that are needed soon."""
+    for r in range(count):
+        for c in range(0, nbytes, LINE):
+            prefetch_far(rows + r * step + c)
+
+
+@part
+def to_weights(scores, n, state):
+    """Scores of a row to weights, in place; its highest score and their sum to its state, where the highest of each
+    lane stands."""
+    top = max(largest(load(state)), LOWEST)
+    highest, sums = splat(top), zeros()
+    for s in range(0, n, LANES):
+        p = power(sub(load(scores + 4 * s), highest))
+        store(scores + 4 * s, p)
+        sums = add(sums, p)
+    store_scalar(state, top)
+    store_scalar(state + SUM, total(sums))
+
+
+@part
+def put_row(parts, count, span, factors, sink, out, width):
+    """The result of a row from `count` parts of it; `factors` is scratch for as many numbers."""
+    top, weight = max(sink, LOWEST), NONE
+    for i in range(count):
+        top = max(top, load_scalar(parts + i * span))
+    for i in range(count):
+        f = power_of(load_scalar(parts + i * span) - top)
+        store_scalar(factors + 4 * i, f)
+        weight += f * load_scalar(parts + i * span + SUM)
+    weight += power_of(sink - top)
+    f = splat(ONE / weight if weight > NONE else NONE)
+    for c in range(0, width, LANES):
+        acc = zeros()
+        for i in range(count):
+            acc = fma(load(parts + i * span + VALUES + 4 * c), splat_from(factors + 4 * i), acc)
+        put(out, c, width, mul(acc, f))
+
+
+@part
+def put_group(a, unit, scratch):
+    """The results of a group of heads from all parts."""
+    tokens, shared, count, width = word(a, TOKENS), word(a, SHARED), word(a, CHUNKS), word(a, WIDTH)
+    span = VALUES + 4 * round_up(width, COLUMNS)
+    for t in range(tokens):
+        for h in range(shared):
+            head = word(a, HEADS) + (unit * shared + h) * HEAD
+            parts = word(a, PARTS) + ((unit * tokens + t) * shared + h) * count * span
+            out = load_long(head + OUT) + t * word(a, OUT_STEP)
+            put_row(parts, count, span, scratch, sink_of(head), out, width)
+
+
+@part
+def add_keys(a, heads, low, high, scores, states, pitch):
+    """Scores of all rows for keys from `low` to before `high`; the highest of each lane to their states."""
+    tokens, shared, keys, size = word(a, TOKENS), word(a, SHARED), word(a, KEYS), word(a, SIZE)
+    q_step, step, mask_step = word(a, Q_STEP), word(a, K_STEP), word(a, MASK_STEP)
+    factor, cap, reach = float_word(a, FACTOR), float_word(a, CAP), 4 * round_up(keys, LANES)
+    key, each = load_long(heads + K), round_up(LANES // 2, tokens * shared) // (tokens * shared)
+    for s in range(low, high, LANES):
+        soon, end = s + AHEAD, min(high, s + AHEAD + LANES)
+        for half in range(0, LANES, LANES // 2):  # so few keys stay in the first cache, however far apart they lie
+            to, state = scores + 4 * (s - low), states
+            for t in range(tokens):
+                for h in range(shared):
+                    head = heads + h * HEAD
+                    query, seen = load_long(head + Q) + t * q_step, load_long(head + MASK) + t * mask_step
+                    x = eight_dots(query, key + s * step, step, half, keys - 1 - s, size)
+                    if half != 0:
+                        x, hidden = mul(fold_1(load(to), x), splat(factor)), mask_lanes(seen, s, keys)
+                        x = finished(x, hidden, cap, load_scalar(head + SLOPE))
+                        store(state, greater(x, load(state)))
+                    store(to, x)
+                    to += reach
+                    state += pitch
+                    fetch(key + soon * step, step, min(each, end - soon), 4 * size)
+                    soon += each
+
+
+@part
+def add_all_values(a, value, rows, n, scores, states, pitch, unused):
+    """The weighted values of `n` keys, added to the states of all rows."""
+    step, width, reach = word(a, V_STEP), word(a, WIDTH), 4 * round_up(word(a, KEYS), LANES)
+    for s in range(0, n, RUN):
+        for r in range(0, rows, 2):
+            ahead = AHEAD * step if r == 0 and s + AHEAD + RUN <= n else 0
+            p, to = scores + r * reach + 4 * s, states + r * pitch + VALUES
+            q, on = (p + reach, to + pitch) if r + 1 < rows else (p, unused + VALUES)
+            for c in range(0, 4 * width, 4 * COLUMNS):
+                at, left = value + s * step + c, width - c // 4
+                add_values(p, q, at, step, min(RUN, n - s), ahead, to + c, on + c, left)
+
+
+@kernel
+def attend(a, thread, threads):
+    """A part of the keys with a group of heads at a time."""
+    tokens, shared, keys, chunks = word(a, TOKENS), word(a, SHARED), word(a, KEYS), word(a, CHUNKS)
+    rows, reach, span = tokens * shared, 4 * round_up(keys, LANES), VALUES + 4 * round_up(word(a, WIDTH), COLUMNS)
+    scores, pitch = word(a, SCRATCH) + thread * word(a, SCRATCH_BYTES), chunks * span
+    lo, hi = share(word(a, UNITS) * chunks, thread, threads)
+    for unit in range(lo, hi):
+        group, chunk = unit // chunks, unit % chunks
+        heads, states = word(a, HEADS) + group * shared * HEAD, word(a, PARTS) + (group * rows * chunks + chunk) * span
+        low, high = seen_range(heads, shared, tokens, word(a, MASK_STEP), keys)
+        first, last = share((high - low + LANES - 1) // LANES, chunk, chunks)
+        low, high = low + first * LANES, min(high, low + last * LANES)
+        for r in range(rows):
+            store(states + r * pitch, splat(MINUS_INFINITY))
+            for c in range(VALUES, span, 64):
+                store(states + r * pitch + c, zeros())
+        add_keys(a, heads, low, high, scores, states, pitch)
+        for r in range(rows):
+            to_weights(scores + r * reach, high - low, states + r * pitch)
+        value = load_long(heads + V) + low * word(a, V_STEP)
+        add_all_values(a, value, rows, high - low, scores, states, pitch, scores + rows * reach)
+        if chunks == 1:
+            put_group(a, group, scores)
+    return 0
+
+
+@kernel
+def join(a, thread, threads):
+    """The parts of every group of heads put together."""
+    lo, hi = share(word(a, UNITS), thread, threads)
+    for unit in range(lo, hi):
+        put_group(a, unit, word(a, SCRATCH) + thread * word(a, SCRATCH_BYTES))
+    return 0

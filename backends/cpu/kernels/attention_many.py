@@ -1,0 +1,345 @@
+"""Attention of many tokens: tiles of 64 keys meet blocks of 32 tokens, softmax streaming.
+
+Lanes are tokens.  Scores ``K Q^T`` and results ``P V`` are the same product of small matrices, `add_products`; keys
+and values of a tile are copied first, so that rows of any stride and length become dense and padded.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ..compiler import kernel, part
+from ..simd.vectors import (
+    LANES,
+    add,
+    float_word,
+    fma,
+    largest,
+    load,
+    load_long,
+    load_scalar,
+    load_some_or,
+    maximum,
+    minimum,
+    mul,
+    splat,
+    splat_from,
+    store,
+    store_long,
+    sub,
+    turn,
+    word,
+    zeros,
+    zeros_above,
+    zeros_below,
+)
+from .rows import put
+from .scores import (
+    CAP,
+    FACTOR,
+    HEAD,
+    HEADS,
+    K_STEP,
+    KEYS,
+    LOWEST,
+    MASK,
+    MASK_STEP,
+    MINUS_INFINITY,
+    NONE,
+    ONE,
+    OUT,
+    OUT_STEP,
+    Q_STEP,
+    SCRATCH,
+    SCRATCH_BYTES,
+    SHARED,
+    SIZE,
+    SLOPE,
+    SPAN,
+    TOKENS,
+    UNITS,
+    V_STEP,
+    WIDTH,
+    K,
+    Q,
+    V,
+    finished,
+    greater,
+    mask_lanes,
+    power,
+    round_up,
+    seen_lanes,
+    sink_of,
+)
+
+TILE = 64
+"""Keys of a tile: a bit of a word each."""
+BLOCK = 32
+"""Tokens of a block, and columns of a small matrix: two vectors."""
+ROWS = 8
+"""Rows of a small matrix."""
+
+
+def span(units: int, shared: int, tokens: int, threads: int) -> int:
+    """Tokens that a unit takes: more where few heads share the copy of a tile, unless threads would have too few."""
+    blocks = max(1, 8 // shared)
+    while blocks > 1 and units * math.ceil(tokens / (blocks * BLOCK)) < 4 * threads:
+        blocks -= 1
+    return blocks * BLOCK
+
+
+def scratch_bytes(rows: int, size: int, width: int) -> int:
+    """Of a thread, as `places` lays it out; `rows`: heads of a group times tokens of a unit."""
+    deep, wide = math.ceil(size / LANES) * LANES, math.ceil(width / BLOCK) * BLOCK
+    return 4 * (TILE * (deep + wide + 2 * BLOCK) + 16 + BLOCK + rows * (deep + wide + 2))
+
+
+@part
+def copy_rows(source, step, rows, size, factor, to, count, wide, otherwise):
+    """`rows` rows of `size` numbers times a factor to `count` dense ones of `wide`; what is missing is `otherwise`."""
+    for r in range(count):
+        for c in range(0, wide, LANES):
+            left, at = size - c, source + r * step + 4 * c
+            if r >= rows or left <= 0:
+                value = otherwise
+            elif left >= LANES:
+                value = load(at)
+            else:
+                value = load_some_or(at, left, otherwise)
+            store(to + 4 * (r * wide + c), mul(value, splat(factor)))
+
+
+@part
+def add_products(a, row, column, b, step, n, to, pace, fades):
+    """``to[j] = fades[j] to[j] + sum_i a[j, i] b[i]``: 8 rows j of 32 columns; `row` and `column`: bytes between
+    elements of a, `step` and `pace`: between rows of b and `to`.  Without `fades` (0) what `to` held does not count."""
+    p0, p1, p2, p3, p4, p5, p6, p7 = zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros()
+    q0, q1, q2, q3, q4, q5, q6, q7 = p0, p1, p2, p3, p4, p5, p6, p7
+    if fades != 0:
+        p0, q0 = two_faded(to, fades)
+        p1, q1 = two_faded(to + pace, fades + 4)
+        p2, q2 = two_faded(to + 2 * pace, fades + 8)
+        p3, q3 = two_faded(to + 3 * pace, fades + 12)
+        p4, q4 = two_faded(to + 4 * pace, fades + 16)
+        p5, q5 = two_faded(to + 5 * pace, fades + 20)
+        p6, q6 = two_faded(to + 6 * pace, fades + 24)
+        p7, q7 = two_faded(to + 7 * pace, fades + 28)
+    for _ in range(n):
+        x, y = load(b), load(b + 64)
+        u, v = splat_from(a), splat_from(a + row)
+        p0, q0, p1, q1 = fma(x, u, p0), fma(y, u, q0), fma(x, v, p1), fma(y, v, q1)
+        u, v = splat_from(a + 2 * row), splat_from(a + 3 * row)
+        p2, q2, p3, q3 = fma(x, u, p2), fma(y, u, q2), fma(x, v, p3), fma(y, v, q3)
+        u, v = splat_from(a + 4 * row), splat_from(a + 5 * row)
+        p4, q4, p5, q5 = fma(x, u, p4), fma(y, u, q4), fma(x, v, p5), fma(y, v, q5)
+        u, v = splat_from(a + 6 * row), splat_from(a + 7 * row)
+        p6, q6, p7, q7 = fma(x, u, p6), fma(y, u, q6), fma(x, v, p7), fma(y, v, q7)
+        a += column
+        b += step
+    put_two(to, p0, q0)
+    put_two(to + pace, p1, q1)
+    put_two(to + 2 * pace, p2, q2)
+    put_two(to + 3 * pace, p3, q3)
+    put_two(to + 4 * pace, p4, q4)
+    put_two(to + 5 * pace, p5, q5)
+    put_two(to + 6 * pace, p6, q6)
+    put_two(to + 7 * pace, p7, q7)
+
+
+@part
+def two_faded(rows, fade):
+    f = splat_from(fade)
+    return mul(load(rows), f), mul(load(rows + 64), f)
+
+
+@part
+def put_two(to, x, y):
+    store(to, x)
+    store(to + 64, y)
+
+
+@part
+def survey(seen, step, tokens, s, keys, to):
+    """Which keys of a tile each eight tokens may see, as words of bits.  Returns those that any may, and whether the
+    mask is zero throughout."""
+    low, high, union = zeros(), zeros(), 0
+    for first in range(0, BLOCK, ROWS):
+        bits = 0
+        for r in range(0, TILE, LANES):
+            tops = splat(MINUS_INFINITY)
+            for t in range(first, min(tokens, first + ROWS)):
+                mask = mask_lanes(seen + t * step, s + r, keys)
+                low, high, tops = minimum(low, mask), maximum(high, mask), maximum(tops, mask)
+            bits |= seen_lanes(tops) << r
+        store_long(to + first, bits)
+        union |= bits
+    return union, largest(maximum(high, sub(zeros(), low))) == NONE
+
+
+@part
+def reach(bits):
+    """From the first key that is seen to past the last one, in steps of eight."""
+    return zeros_below(bits) // ROWS * ROWS, (TILE - zeros_above(bits) + ROWS - 1) // ROWS * ROWS
+
+
+@part
+def soften(p, hidden, low, high, cap, slope, state, fades):
+    """Products of a tile to weights, in place; what earlier sums fade by.  `hidden`: the mask with tokens as lanes, or
+    0.  State: the highest score and the sum of weights of each token."""
+    before, other = load(state), load(state + 64)
+    x, y, h, g = before, other, zeros(), zeros()
+    for r in range(4 * BLOCK * low, 4 * BLOCK * high, 4 * BLOCK):
+        u, v = load(p + r), load(p + r + 64)
+        if cap > NONE or hidden != 0:
+            if hidden != 0:
+                h, g = load(hidden + r), load(hidden + r + 64)
+            u, v = finished(u, h, cap, slope), finished(v, g, cap, slope)
+            put_two(p + r, u, v)
+        x, y = greater(u, x), greater(v, y)
+    put_two(state, x, y)
+    h, g = power(sub(before, x)), power(sub(other, y))
+    put_two(fades, h, g)
+    sums, more = mul(load(state + 128), h), mul(load(state + 192), g)
+    for r in range(4 * BLOCK * low, 4 * BLOCK * high, 4 * BLOCK):
+        u, v = power(sub(load(p + r), x)), power(sub(load(p + r + 64), y))
+        put_two(p + r, u, v)
+        sums, more = add(sums, u), add(more, v)
+    put_two(state + 128, sums, more)
+
+
+@part
+def places(a, thread):
+    """Where a thread keeps what, in its scratch: tiles of keys, of values, of scores and of the mask; bits of keys
+    that are seen, fades; then of every block and head queries, states and results."""
+    deep, wide = round_up(word(a, SIZE), LANES), round_up(word(a, WIDTH), BLOCK)
+    rows = word(a, SHARED) * word(a, SPAN)
+    keys = word(a, SCRATCH) + thread * word(a, SCRATCH_BYTES)
+    values = keys + 4 * TILE * deep
+    p = values + 4 * TILE * wide
+    hidden = p + 4 * TILE * BLOCK
+    bits = hidden + 4 * TILE * BLOCK
+    fades = bits + 64
+    queries = fades + 4 * BLOCK
+    states = queries + 4 * rows * deep
+    return keys, values, p, hidden, bits, fades, queries, states, states + 8 * rows
+
+
+@part
+def take_queries(a, heads, start, end, place):
+    """Queries with tokens as lanes, and states that have seen no key but the sink."""
+    keys, _, _, _, _, _, queries, states, results = place
+    step, size, deep = word(a, Q_STEP), word(a, SIZE), round_up(word(a, SIZE), LANES)
+    for first in range(start, end, BLOCK):
+        for h in range(word(a, SHARED)):
+            head = heads + h * HEAD
+            query, sink = load_long(head + Q) + first * step, sink_of(head)
+            copy_rows(query, step, end - first, size, float_word(a, FACTOR), keys, BLOCK, deep, zeros())
+            for c in range(0, deep, LANES):
+                to = queries + 4 * BLOCK * c
+                turn(keys + 4 * c, 4 * deep, to, 4 * BLOCK)
+                turn(keys + 4 * (LANES * deep + c), 4 * deep, to + 64, 4 * BLOCK)
+            top = splat(max(sink, LOWEST))
+            put_two(states, top, top)
+            put_two(states + 128, power(sub(splat(sink), top)), power(sub(splat(sink), top)))
+            for c in range(0, 4 * BLOCK * round_up(word(a, WIDTH), BLOCK), 64):
+                store(results + c, zeros())
+            queries += 4 * BLOCK * deep
+            states += 8 * BLOCK
+            results += 4 * BLOCK * round_up(word(a, WIDTH), BLOCK)
+
+
+@part
+def take_tile(a, heads, s, place):
+    """Keys and values of a tile."""
+    keys, values, left = place[0], place[1], word(a, KEYS) - s
+    size, width, pace = word(a, SIZE), word(a, WIDTH), word(a, K_STEP)
+    copy_rows(load_long(heads + K) + s * pace, pace, left, size, ONE, keys, TILE, round_up(size, LANES), zeros())
+    pace = word(a, V_STEP)
+    copy_rows(load_long(heads + V) + s * pace, pace, left, width, ONE, values, TILE, round_up(width, BLOCK), zeros())
+
+
+@part
+def take_mask(seen, step, count, left, place):
+    """The mask of a tile with tokens as lanes."""
+    p, hidden = place[2], place[3]
+    copy_rows(seen, step, count, left, ONE, p, BLOCK, TILE, splat(MINUS_INFINITY))
+    for r in range(0, TILE, LANES):
+        turn(p + 4 * r, 4 * TILE, hidden + 4 * BLOCK * r, 4 * BLOCK)
+        turn(p + 4 * (LANES * TILE + r), 4 * TILE, hidden + 4 * BLOCK * r + 64, 4 * BLOCK)
+
+
+@part
+def meet(a, count, union, hidden, slope, queries, state, result, place):
+    """A block of tokens of one head meets a tile."""
+    keys, values, p, _, bits, fades, _, _, _ = place
+    size, wide = word(a, SIZE), round_up(word(a, WIDTH), BLOCK)
+    low, high = reach(union)
+    row = 4 * round_up(size, LANES)
+    for r in range(low, high, ROWS):
+        add_products(keys + r * row, row, 4, queries, 4 * BLOCK, size, p + 4 * BLOCK * r, 4 * BLOCK, 0)
+    soften(p, hidden, low, high, float_word(a, CAP), slope, state, fades)
+    for t in range(0, count, ROWS):
+        low, high = reach(load_long(bits + t))
+        at, to = values + 4 * low * wide, result + 4 * t * wide
+        for c in range(0, 4 * wide, 4 * BLOCK):
+            weights = p + 4 * (BLOCK * low + t)
+            add_products(weights, 4, 4 * BLOCK, at + c, 4 * wide, high - low, to + c, 4 * wide, fades + 4 * t)
+
+
+@part
+def meet_all(a, heads, start, end, s, place):
+    """All tokens of a unit meet a tile, which is copied when the first of them sees any of it."""
+    shared, keys, step = word(a, SHARED), word(a, KEYS), word(a, MASK_STEP)
+    _, _, _, hidden, bits, _, queries, states, results = place
+    deep, wide = round_up(word(a, SIZE), LANES), round_up(word(a, WIDTH), BLOCK)
+    ready = False
+    for first in range(start, end, BLOCK):
+        known, union, plain, count = 0, 0, False, min(BLOCK, end - first)
+        for h in range(shared):
+            head = heads + h * HEAD
+            seen = load_long(head + MASK) + first * step
+            if seen != known:
+                union, plain = survey(seen, step, count, s, keys, bits)
+                known = seen
+                if union != 0 and not plain:
+                    take_mask(seen + 4 * s, step, count, keys - s, place)
+            if union != 0:
+                if not ready:
+                    take_tile(a, heads, s, place)
+                    ready = True
+                slope = load_scalar(head + SLOPE)
+                meet(a, count, union, 0 if plain else hidden, slope, queries, states, results, place)
+            queries += 4 * BLOCK * deep
+            states += 8 * BLOCK
+            results += 4 * BLOCK * wide
+
+
+@part
+def put_results(a, heads, start, end, place):
+    width, states, results = word(a, WIDTH), place[7], place[8]
+    wide = round_up(width, BLOCK)
+    for first in range(start, end, BLOCK):
+        for h in range(word(a, SHARED)):
+            target = load_long(heads + h * HEAD + OUT) + first * word(a, OUT_STEP)
+            for t in range(min(BLOCK, end - first)):
+                weight = load_scalar(states + 128 + 4 * t)
+                f = splat(ONE / weight if weight > NONE else NONE)
+                for c in range(0, width, LANES):
+                    x = mul(load(results + 4 * (t * wide + c)), f)
+                    put(target + t * word(a, OUT_STEP), c, width, x)
+            states += 8 * BLOCK
+            results += 4 * BLOCK * wide
+
+
+@kernel
+def attend(a, thread, threads):
+    """Some blocks of tokens of a group of heads at a time; units go round the threads, since later tokens see more."""
+    tokens, units, span, place = word(a, TOKENS), word(a, UNITS), word(a, SPAN), places(a, thread)
+    for unit in range(thread, units * ((tokens + span - 1) // span), threads):
+        heads, start = word(a, HEADS) + unit % units * word(a, SHARED) * HEAD, unit // units * span
+        end = min(tokens, start + span)
+        take_queries(a, heads, start, end, place)
+        for s in range(0, word(a, KEYS), TILE):
+            meet_all(a, heads, start, end, s, place)
+        put_results(a, heads, start, end, place)
+    return 0

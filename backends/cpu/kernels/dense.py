@@ -1,0 +1,153 @@
+"""Matrix products with weights of float32, float16 or bfloat16 as they lie, in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+from ....graph.dtypes import DType
+from ...operands import Bound, Operand
+from ..compiler import Kernel, Part, kernel, part
+from ..simd.tiles import Tile, tile
+from ..simd.vectors import (
+    LANES,
+    add,
+    fma,
+    load,
+    load_bf16,
+    load_half,
+    splat_from,
+    store_scalar,
+    total,
+    turn_bf16,
+    turn_floats,
+    turn_halves,
+    word,
+    zeros,
+)
+from ..steps import Steps
+from .grouped import Blocks, Slots, add_product, fetch, product_of
+from .packing import share
+from .rows import lanes, put
+
+WIDE, COLUMN = 128, 64
+"""Columns that are expanded at a time, and bytes of one of a group."""
+
+
+@part
+def f32_lanes(p, c, n):
+    return lanes(p, c, n, 4)
+
+
+@part
+def f16_lanes(p, c, n):
+    return load_half(p + 2 * c)
+
+
+@part
+def bf16_lanes(p, c, n):
+    return load_bf16(p + 2 * c)
+
+
+LOADS = {DType.F32: f32_lanes, DType.F16: f16_lanes, DType.BF16: bf16_lanes}
+SQUARES = {DType.F32: turn_floats, DType.F16: turn_halves, DType.BF16: turn_bf16}
+
+
+def _expand(dtype: DType) -> Part:
+    """Rows to columns of float32."""
+    turn, size = SQUARES[dtype], dtype.storage.itemsize
+
+    def expand(to, group, stride, left, columns, first, count):
+        for c in range(first, first + count, LANES):
+            turn(group + c * size, stride, left, columns - c, to + (c - first) * COLUMN)
+
+    return part(expand)
+
+
+def _add(some: Tile) -> Part:
+    outer, second, third = some.outer, WIDE * COLUMN, 2 * WIDE * COLUMN
+
+    def add(acc, p, r, at):
+        return outer(acc, load(p), load(p + second), load(p + third), r, at)
+
+    return part(add)
+
+
+def _alone(dtype: DType) -> Part:
+    """Row after row as they lie in memory, in four chains."""
+    weights, size = LOADS[dtype], dtype.storage.itemsize
+
+    def alone(to, group, stride, left, columns, x):
+        for i in range(min(LANES, left)):
+            row, c = group + i * stride, 0
+            first, second, third, fourth = zeros(), zeros(), zeros(), zeros()
+            while c + 4 * LANES <= columns:
+                fetch(row + c * size, size)
+                first = fma(weights(row, c, columns), load(x + 4 * c), first)
+                second = fma(weights(row, c + 16, columns), load(x + 4 * c + 64), second)
+                third = fma(weights(row, c + 32, columns), load(x + 4 * c + 128), third)
+                fourth = fma(weights(row, c + 48, columns), load(x + 4 * c + 192), fourth)
+                c += 4 * LANES
+            while c < columns:
+                first = fma(weights(row, c, columns), lanes(x, c, columns, 4), first)
+                c += LANES
+            store_scalar(to + 4 * i, total(add(add(first, second), add(third, fourth))))
+
+    return part(alone)
+
+
+@cache
+def blocks_of(dtype: DType) -> Blocks:
+    """A tile is 8 rows of activations by 3 groups: as many sums as there are registers for."""
+    return Blocks(1, 4, COLUMN, WIDE, 8, 3, 3, _expand(dtype), _add(tile(8, 3)), _alone(dtype))
+
+
+@cache
+def product(dtype: DType) -> Kernel:
+    """Halves have a multiple of 16 columns."""
+    return product_of(f"dense.product.{dtype}", blocks_of(dtype))
+
+
+@kernel
+def columns(a, thread, threads):
+    """``y[b, i] = w[b] @ x[b, i]`` where columns of w are dense.  Words: matrices, rows of x in each, rows of w,
+    columns;
+    w with bytes between matrices and between columns; x and y with bytes between matrices and between rows; bytes
+    between
+    the elements of a row of x."""
+    count, rows, n = word(a, 1), word(a, 2), word(a, 3)
+    lo, hi = share(word(a, 0) * count, thread, threads)
+    for unit in range(lo, hi):
+        b, i = unit // count, unit % count
+        w, x = word(a, 4) + b * word(a, 5), word(a, 7) + b * word(a, 8) + i * word(a, 9)
+        y = word(a, 10) + b * word(a, 11) + i * word(a, 12)
+        for c in range(0, rows, LANES):
+            acc = zeros()
+            for k in range(n):
+                acc = fma(lanes(w + k * word(a, 6), c, rows, 4), splat_from(x + k * word(a, 13)), acc)
+            put(y, c, rows, acc)
+    return 0
+
+
+def bind_columns(steps: Steps, call: Bound) -> bool:
+    """Matrices, one for each matrix of x, whose columns lie densely."""
+    w, x, y = call.operand(0), call.operand(1), call.out
+    alike = len(w.shape) == len(x.shape) == 3 and w.shape[0] == x.shape[0]
+    if not alike or not (w.is_float and x.is_float) or w.strides[1] != 1 or y.strides[-1] != 1:
+        return False
+    words = [x.shape[0], x.shape[1], w.shape[1], w.shape[2], w.address, 4 * w.strides[0], 4 * w.strides[2]]
+    words += [x.address, 4 * x.strides[0], 4 * x.strides[1], y.address, 4 * y.strides[0], 4 * y.strides[1]]
+    steps.add(columns, [*words, 4 * x.strides[2]], reads=[w, x], writes=[y])
+    return True
+
+
+def fits(w: Operand) -> bool:
+    """Whether the weight of a product lies as kernels read it."""
+    return w.dtype in LOADS and w.strides[-1] == 1 and (w.dtype is DType.F32 or w.shape[-1] % LANES == 0)
+
+
+def bind(steps: Steps, call: Bound, x: Sequence[Operand], slots: Slots) -> None:
+    """A product with a weight that is not packed; `x` for each thread."""
+    w = call.operand(0)
+    *between, stride, _ = (w.dtype.storage.itemsize * s for s in w.strides)
+    add_product(steps, call, product(w.dtype), blocks_of(w.dtype), stride, sum(between), x, x[0].row_step, slots)

@@ -1,0 +1,81 @@
+"""Products with the experts that a router chose: slots sorted by expert, then each expert's rows at once."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ...operands import Bound, Operand
+from ..compiler import kernel, part
+from ..simd.vectors import load_int, store_int, word
+from ..steps import Steps
+from .grouped import Slots
+from .packing import NO_ROW
+from .products import bind_product, is_compiled
+
+
+@kernel
+def sort_slots(a, thread, threads):
+    """Words: ids (int32), how many, experts here, target, the first expert here, experts in all.
+
+    Target: how many slots come before each expert, before those of experts that are elsewhere, and in all; then slots
+    in that order.  An id that is no expert at all stops the run.
+    """
+    ids, count, experts, starts, own, every = word(a, 0), word(a, 1), word(a, 2), word(a, 3), word(a, 4), word(a, 5)
+    if thread != 0:
+        return 0
+    for e in range(experts + 2):
+        store_int(starts + 4 * e, 0)
+    for i in range(count):
+        chosen = load_int(ids + 4 * i)
+        if chosen < 0 or chosen >= every:
+            return NO_ROW | chosen << 8
+        after = starts + 4 * (here(chosen, own, experts) + 1)
+        store_int(after, load_int(after) + 1)
+    for e in range(experts + 1):
+        store_int(starts + 4 * (e + 1), load_int(starts + 4 * (e + 1)) + load_int(starts + 4 * e))
+    slots = starts + 4 * (experts + 2)
+    for i in range(count):  # each start moves to the end of its run ...
+        at = starts + 4 * here(load_int(ids + 4 * i), own, experts)
+        store_int(slots + 4 * load_int(at), i)
+        store_int(at, load_int(at) + 1)
+    for e in range(experts + 1, 0, -1):  # ... which is where the next run starts
+        store_int(starts + 4 * e, load_int(starts + 4 * (e - 1)))
+    store_int(starts, 0)
+    return 0
+
+
+@part
+def here(chosen, own, experts):
+    """The number on this device of an expert; one past the last for those that are elsewhere."""
+    return chosen - own if own <= chosen and chosen < own + experts else experts
+
+
+def _mul_mat_id(steps: Steps, call: Bound) -> bool:
+    if not is_compiled(call):
+        return False
+    bind_product(steps, call, sorted_slots(steps, call))
+    return True
+
+
+def sorted_slots(steps: Steps, call: Bound) -> Slots:
+    """Slots sorted by expert, by a step of its own unless an earlier one has done it."""
+    x, ids, experts = call.operand(1), call.operand(2), call.operand(0).shape[0]
+    return Slots(_sorted(steps, call, ids, experts), experts, ids.shape[-1], x.shape[-2])
+
+
+def _sorted(steps: Steps, call: Bound, ids: Operand, experts: int) -> Operand:
+    own, every = (int(np.asarray(call.attrs[name])) for name in ("first", "total"))
+    key = ("slots", ids.tensor, own, experts)
+    if (found := steps.known(key)) is not None:
+        return found[0]
+    count = math.prod(ids.shape)
+    made = steps.scratch("slots", 4 * (experts + 2 + count))
+    words = [ids.address, count, experts, made.address, own, every or experts]
+    steps.add(sort_slots, words, reads=[ids], writes=[made], stops=True)
+    steps.remember(key, [made], [ids])
+    return made
+
+
+BINDINGS = {"mul_mat_id": _mul_mat_id}

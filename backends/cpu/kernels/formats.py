@@ -1,0 +1,439 @@
+"""Packed weights: what kernels need to know of each quantised type.
+
+Rows lie in groups of 16, a lane each, columns in blocks of 32.  A group holds first its codes, then its scales, in as
+many bytes as the same rows take in a GGUF file: packing moves bits and loses none.  Codes are split into planes of 8,
+4, 2 or 1 bits; byte ``4 * row + k`` of a 64-byte vector belongs to column ``4 * j + k`` of the block, where `j` counts
+first the bit fields of a byte and then the vectors.  Every weight is ``scale * code + bias`` with an unsigned code, and
+scale and bias shared by 16 or 32 columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+
+import numpy as np
+
+from ....graph.dtypes import DType
+from ....ops.quants import E2M1, NONLINEAR
+from ..compiler import Part, part
+from ..simd.tiles import codes_of
+from ..simd.vectors import (
+    Intrinsic,
+    and_int,
+    bits_to_float,
+    load_byte,
+    load_four,
+    load_half,
+    load_small,
+    load_small_signed,
+    mul,
+    or_int,
+    shift_left,
+    shift_right,
+    splat,
+    splat_int,
+    store_byte,
+    sub_int,
+    table_of,
+    to_float,
+    where_less,
+)
+
+ROWS, COLUMNS = 16, 32
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How one quantised type is packed.
+
+    ``four(row, c)`` are the unsigned codes of columns `c` to c + 3 in a row of a file, a byte each; `c` is a multiple
+    of 4.  ``split(row, to, lane, s)`` moves the scales of block `s` of a file to lane `lane` of theirs.
+
+    ``codes(p, h)`` are the code vectors of 32 columns, from where these stand in the one or two planes; ``scales(p,
+    b)`` are the scales of columns 32 b to 32 b + 15 and of the 16 after them, which differ if `halves`; ``biases(p,
+    b)`` likewise; where `zero` is not 0, ``-zero * scale``.
+    """
+
+    dtype: DType
+    planes: tuple[int, ...]
+    four: Part
+    split: Part
+    codes: Intrinsic
+    scales: Part
+    biases: Part
+    zero: int
+    halves: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of 32 columns of a group, codes and scales."""
+        return ROWS * COLUMNS * self.dtype.block_bytes // self.dtype.block
+
+
+# ----------------------------------------------------------------------------------------------- types of one block
+
+
+NIBBLES, CRUMBS, BITS = 0x0F0F0F0F, 0x03030303, 0x01010101
+"""The lowest bits of four bytes."""
+
+
+@part
+def nibbles(row, c, head, nbytes):
+    """Of a 32-column block: the low ones are its first 16 columns."""
+    return load_four(row + c // 32 * nbytes + head + c % 16) >> c % 32 // 16 * 4 & NIBBLES
+
+
+@part
+def fifth_bits(row, c, head, nbytes):
+    """A bit for each of 32 columns in 4 bytes; a product moves four neighbours apart."""
+    four = load_byte(row + c // 32 * nbytes + head + c % 32 // 8) >> c % 8 & 15
+    return (four * 0x204081 & BITS) << 4
+
+
+@part
+def move_half(row, to, lane):
+    """Two bytes to their lane of 16."""
+    store_byte(to + 2 * lane, load_byte(row))
+    store_byte(to + 2 * lane + 1, load_byte(row + 1))
+
+
+@part
+def q4_0_four(row, c):
+    return nibbles(row, c, 2, 18)
+
+
+@part
+def q4_1_four(row, c):
+    return nibbles(row, c, 4, 20)
+
+
+@part
+def q5_0_four(row, c):
+    return nibbles(row, c, 6, 22) | fifth_bits(row, c, 2, 22)
+
+
+@part
+def q5_1_four(row, c):
+    return nibbles(row, c, 8, 24) | fifth_bits(row, c, 4, 24)
+
+
+@part
+def q8_0_four(row, c):
+    return load_four(row + c // 32 * 34 + 2 + c % 32) ^ 0x80808080
+
+
+@part
+def mxfp4_four(row, c):
+    return nibbles(row, c, 1, 17)
+
+
+def _one_scale(nbytes: int) -> Part:
+    def split(row, to, lane, s):
+        move_half(row + s * nbytes, to + s * 32, lane)
+
+    return part(split)
+
+
+def _scale_and_bias(nbytes: int) -> Part:
+    """Biases stand beside their scales."""
+
+    def split(row, to, lane, s):
+        move_half(row + s * nbytes, to + s * 64, lane)
+        move_half(row + s * nbytes + 2, to + s * 64 + 32, lane)
+
+    return part(split)
+
+
+def _centred(scales: Part, zero: int) -> Part:
+    """The biases of a type whose codes have a fixed zero."""
+
+    def biases(p, b):
+        d, e = scales(p, b)
+        return mul(d, splat(-zero)), mul(e, splat(-zero))
+
+    return part(biases)
+
+
+@part
+def half_scales(p, b):
+    d = load_half(p + 32 * b)
+    return d, d
+
+
+@part
+def scales_beside_biases(p, b):
+    d = load_half(p + 64 * b)
+    return d, d
+
+
+@part
+def biases_beside_scales(p, b):
+    m = load_half(p + 64 * b + 32)
+    return m, m
+
+
+@part
+def mxfp4_split(row, to, lane, s):
+    store_byte(to + s * 16 + lane, load_byte(row + s * 17))
+
+
+@part
+def mxfp4_scales(p, b):
+    """``2 ** (e - 128)``, since the table of values is doubled; the two smallest are subnormal."""
+    e = load_small(p + 16 * b)
+    small = bits_to_float(shift_left(splat_int(0x200000), e))
+    d = where_less(to_float(e), splat(2.0), small, bits_to_float(shift_left(sub_int(e, splat_int(1)), splat_int(23))))
+    return d, d
+
+
+# --------------------------------------------------------------------------------------------- code books of 16
+
+
+def _looked_up(values: np.ndarray) -> tuple[Intrinsic, int]:
+    """Codes through a book of 16 signed values; made unsigned by what is added, which is returned as well."""
+    zero = -int(values.min())
+    return codes_of((4,), table=table_of([int(v) + zero for v in values])), zero
+
+
+nonlinear_codes, NONLINEAR_ZERO = _looked_up(NONLINEAR)
+mxfp4_codes, MXFP4_ZERO = _looked_up(E2M1)
+
+
+# ------------------------------------------------------------------------------------------------ types of 256 columns
+
+
+@part
+def nibbles_of_64(row, c):
+    """Of 64 columns in 32 bytes: the low ones are the first half."""
+    return load_four(row + c // 64 * 32 + c % 32) >> c % 64 // 32 * 4 & NIBBLES
+
+
+@part
+def crumbs_of_128(row, c):
+    """Two bits of 128 columns in 32 bytes, lowest first."""
+    return load_four(row + c // 128 * 32 + c % 32) >> c // 32 % 4 * 2 & CRUMBS
+
+
+@part
+def bits_of_256(row, c):
+    """One bit of 256 columns in 32 bytes, lowest first."""
+    return load_four(row + c % 32) >> c // 32 & BITS
+
+
+@part
+def q2_k_four(row, c):
+    return crumbs_of_128(row + c // 256 * 84 + 16, c % 256)
+
+
+@part
+def q3_k_four(row, c):
+    block = row + c // 256 * 110
+    return crumbs_of_128(block + 32, c % 256) | bits_of_256(block, c % 256) << 2
+
+
+@part
+def q4_k_four(row, c):
+    return nibbles_of_64(row + c // 256 * 144 + 16, c % 256)
+
+
+@part
+def q5_k_four(row, c):
+    block = row + c // 256 * 176
+    return nibbles_of_64(block + 48, c % 256) | bits_of_256(block + 16, c % 256) << 4
+
+
+@part
+def q6_k_four(row, c):
+    """Nibbles of 128 columns in 64 bytes, and two bits of them in 32."""
+    block, i = row + c // 256 * 210, c % 256
+    low = load_four(block + i // 128 * 64 + i % 64) >> i % 128 // 64 * 4 & NIBBLES
+    return low | crumbs_of_128(block + 128, i) << 4
+
+
+@part
+def iq4_xs_four(row, c):
+    return nibbles(row + c // 256 * 136 + 8, c % 256, 0, 16)
+
+
+@part
+def six_bits(at, j):
+    """Scale (`j` 0 to 7) or minimum (8 to 15) of the 12 bytes of Q4_K and Q5_K (``get_scale_min_k4`` of ggml)."""
+    half, i = j // 8 * 4, j % 8
+    if i < 4:
+        return load_byte(at + half + i) & 63
+    low = load_byte(at + 4 + i)
+    return (low >> half & 15) | load_byte(at + half + i - 4) >> 6 << 4
+
+
+def _k_split(nbytes: int) -> Part:
+    """Of Q4_K and Q5_K: for 8 blocks the low nibbles of scale and minimum, for pairs of blocks their high bits; then
+    the two float16."""
+
+    def split(row, to, lane, s):
+        block, at = row + s * nbytes, to + s * 256
+        for pair in range(4):
+            high = 0
+            for k in range(2):
+                j = 2 * pair + k
+                scale, minimum = six_bits(block + 4, j), six_bits(block + 4, j + 8)
+                store_byte(at + 16 * j + lane, (scale & 15) | (minimum & 15) << 4)
+                high |= (scale >> 4 | minimum >> 4 << 2) << 4 * k
+            store_byte(at + 128 + 16 * pair + lane, high)
+        move_half(block, at + 192, lane)
+        move_half(block + 2, at + 224, lane)
+
+    return part(split)
+
+
+@part
+def six_high_bits(at, j):
+    """The byte of block `j` that holds the two highest bits of its scale, and above them those of its minimum."""
+    return shift_right(load_small(at + 128 + 16 * (j // 2)), splat_int(j % 2 * 4))
+
+
+@part
+def k_scales(p, b):
+    """Of Q4_K and Q5_K: the 6-bit scale of 32 columns times a float16 of 256."""
+    at, j = p + b // 8 * 256, b % 8
+    low, high = and_int(load_small(at + 16 * j), splat_int(15)), and_int(six_high_bits(at, j), splat_int(3))
+    d = mul(load_half(at + 192), to_float(or_int(low, shift_left(high, splat_int(4)))))
+    return d, d
+
+
+@part
+def k_biases(p, b):
+    """The negative 6-bit minimum times another float16."""
+    at, j = p + b // 8 * 256, b % 8
+    low, four = shift_right(load_small(at + 16 * j), splat_int(4)), splat_int(4)
+    high = and_int(shift_right(six_high_bits(at, j), splat_int(2)), splat_int(3))
+    m = mul(mul(load_half(at + 224), splat(-1.0)), to_float(or_int(low, shift_left(high, four))))
+    return m, m
+
+
+@part
+def q2_k_split(row, to, lane, s):
+    block, at = row + s * 84, to + s * 320
+    for j in range(16):
+        store_byte(at + 16 * j + lane, load_byte(block + j))
+    move_half(block + 80, at + 256, lane)
+    move_half(block + 82, at + 288, lane)
+
+
+@part
+def q2_k_scales(p, b):
+    at, j, four = p + b // 8 * 320, b % 8 * 2, splat_int(15)
+    d = load_half(at + 256)
+    first, second = and_int(load_small(at + 16 * j), four), and_int(load_small(at + 16 * j + 16), four)
+    return mul(d, to_float(first)), mul(d, to_float(second))
+
+
+@part
+def q2_k_biases(p, b):
+    at, j, four = p + b // 8 * 320, b % 8 * 2, splat_int(4)
+    m = mul(load_half(at + 288), splat(-1.0))
+    first, second = shift_right(load_small(at + 16 * j), four), shift_right(load_small(at + 16 * j + 16), four)
+    return mul(m, to_float(first)), mul(m, to_float(second))
+
+
+@part
+def q3_k_split(row, to, lane, s):
+    """6-bit scales: low nibbles of blocks j and j + 8 share a byte, high bits of j, j + 4, j + 8 and j + 12, too."""
+    block, at = row + s * 110, to + s * 224
+    for j in range(8):
+        store_byte(at + 16 * j + lane, load_byte(block + 96 + j))
+    for j in range(4):
+        store_byte(at + 128 + 16 * j + lane, load_byte(block + 104 + j))
+    move_half(block + 108, at + 192, lane)
+
+
+@part
+def q3_k_scale(at, j):
+    low = shift_right(load_small(at + 16 * (j % 8)), splat_int(j // 8 * 4))
+    high = shift_right(load_small(at + 128 + 16 * (j % 4)), splat_int(j // 4 * 2))
+    whole = or_int(and_int(low, splat_int(15)), shift_left(and_int(high, splat_int(3)), splat_int(4)))
+    return mul(load_half(at + 192), to_float(sub_int(whole, splat_int(32))))
+
+
+@part
+def q3_k_scales(p, b):
+    at, j = p + b // 8 * 224, b % 8 * 2
+    return q3_k_scale(at, j), q3_k_scale(at, j + 1)
+
+
+@part
+def q6_k_split(row, to, lane, s):
+    block, at = row + s * 210, to + s * 288
+    for j in range(16):
+        store_byte(at + 16 * j + lane, load_byte(block + 192 + j))
+    move_half(block + 208, at + 256, lane)
+
+
+@part
+def q6_k_scales(p, b):
+    at, j = p + b // 8 * 288, b % 8 * 2
+    whole = load_half(at + 256)
+    d = mul(whole, to_float(load_small_signed(at + 16 * j)))
+    e = mul(whole, to_float(load_small_signed(at + 16 * j + 16)))
+    return d, e
+
+
+@part
+def iq4_xs_split(row, to, lane, s):
+    block, at = row + s * 136, to + s * 128
+    for j in range(4):
+        store_byte(at + 16 * j + lane, load_byte(block + 4 + j))
+    for j in range(2):
+        store_byte(at + 64 + 16 * j + lane, load_byte(block + 2 + j))
+    move_half(block, at + 96, lane)
+
+
+@part
+def iq4_xs_scales(p, b):
+    at, j = p + b // 8 * 128, b % 8
+    low = shift_right(load_small(at + 16 * (j // 2)), splat_int(j % 2 * 4))
+    high = shift_right(load_small(at + 64 + 16 * (j // 4)), splat_int(j % 4 * 2))
+    whole = or_int(and_int(low, splat_int(15)), shift_left(and_int(high, splat_int(3)), splat_int(4)))
+    d = mul(load_half(at + 96), to_float(sub_int(whole, splat_int(32))))
+    return d, d
+
+
+def _format(
+    dtype: DType,
+    widths: tuple[int, ...],
+    four: Part,
+    split: Part,
+    scales: Part,
+    biases: Part | int,
+    *,
+    codes: Intrinsic | None = None,
+    halves: bool = False,
+) -> Format:
+    """A format of which `biases` are a number where its codes have a fixed zero."""
+    zero = biases if isinstance(biases, int) else 0
+    found = biases if isinstance(biases, Part) else _centred(scales, zero)
+    return Format(dtype, widths, four, split, codes or codes_of(widths), scales, found, zero, halves)
+
+
+_BESIDE = scales_beside_biases, biases_beside_scales
+_HALVES = partial(_format, halves=True)
+_NONLINEAR = partial(_format, codes=nonlinear_codes)
+
+_ALL = (
+    _format(DType.Q4_0, (4,), q4_0_four, _one_scale(18), half_scales, 8),
+    _format(DType.Q4_1, (4,), q4_1_four, _scale_and_bias(20), *_BESIDE),
+    _format(DType.Q5_0, (4, 1), q5_0_four, _one_scale(22), half_scales, 16),
+    _format(DType.Q5_1, (4, 1), q5_1_four, _scale_and_bias(24), *_BESIDE),
+    _format(DType.Q8_0, (8,), q8_0_four, _one_scale(34), half_scales, 128),
+    _format(DType.MXFP4, (4,), mxfp4_four, mxfp4_split, mxfp4_scales, MXFP4_ZERO, codes=mxfp4_codes),
+    _format(DType.Q4_K, (4,), q4_k_four, _k_split(144), k_scales, k_biases),
+    _format(DType.Q5_K, (4, 1), q5_k_four, _k_split(176), k_scales, k_biases),
+    _HALVES(DType.Q2_K, (2,), q2_k_four, q2_k_split, q2_k_scales, q2_k_biases),
+    _HALVES(DType.Q3_K, (2, 1), q3_k_four, q3_k_split, q3_k_scales, 4),
+    _HALVES(DType.Q6_K, (4, 2), q6_k_four, q6_k_split, q6_k_scales, 32),
+    _NONLINEAR(DType.IQ4_NL, (4,), q4_0_four, _one_scale(18), half_scales, NONLINEAR_ZERO),
+    _NONLINEAR(DType.IQ4_XS, (4,), iq4_xs_four, iq4_xs_split, iq4_xs_scales, NONLINEAR_ZERO),
+)
+FORMATS: Mapping[DType, Format] = MappingProxyType({form.dtype: form for form in _ALL})

@@ -1,0 +1,93 @@
+"""Gated units of two operands, or of the halves of one; rounded at once where products with packed weights follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import pairwise
+
+from ...operands import Bound, Operand
+from ..compiler import Kernel
+from ..simd.vectors import LANES, word
+from ..steps import Binding, Fused, Share, Steps
+from .formats import COLUMNS
+from .packing import share
+from .products import wanted_of
+from .rounding import Target, round_row
+from .rows import GATED, HEAD, OPERAND, add_rows, binary, lanes, put, row_address, rows_of
+
+AFTER = HEAD + 3 * OPERAND
+"""The word after the operands."""
+
+
+@cache
+def gated(kind: str) -> Kernel:
+    """A gated unit, also rounded.  Words: HEAD, gate, up, target, bytes from thread to thread of the target, how to
+    round (`rounding.round_row`)."""
+    function = GATED[kind]
+
+    def body(a, thread, threads):
+        n = word(a, 0)
+        lo, hi = share(word(a, 1) * word(a, 2) * word(a, 3), thread, threads)
+        for i in range(lo, hi):
+            x, z, y = row_address(a, 0, i), row_address(a, 1, i), row_address(a, 2, i) + thread * word(a, AFTER)
+            for c in range(0, n, LANES):
+                put(y, c, n, function(lanes(x, c, n, 4), lanes(z, c, n, 4)))
+            round_row(a, AFTER + 1, i, y, n)
+        return 0
+
+    return Kernel(f"gated.gated.{kind}", body)
+
+
+def operands_of(call: Bound) -> tuple[str, Operand, Operand]:
+    """The kind of a gated unit, its gate and what this lets through."""
+    if call.op != "glu":
+        return call.op, call.operand(0), call.operand(1)
+    x, axis, n = call.operand(0), len(call.out.shape) - 1, call.out.shape[-1]
+    halves = x.part(axis, 0, n), x.part(axis, n, n)
+    first, second = halves[::-1] if call.attrs["swapped"] else halves
+    return str(call.attrs["kind"]), first, second
+
+
+def _unit(steps: Steps, call: Bound) -> bool:
+    kind, gate, up = operands_of(call)
+    return kind in GATED and add_rows(steps, binary(kind), [gate, up], call.out)
+
+
+def _rounded(steps: Steps, calls: Sequence[Bound]) -> bool:
+    """By each thread the columns that it has, or rows; False if a step of its own rounds better, or nobody wants it."""
+    (call,) = calls
+    (kind, *sources), y, wanted = operands_of(call), call.out, wanted_of(steps, call)
+    if not wanted.rounded or kind not in GATED or any(o.shape != y.shape for o in sources):
+        return False
+    bounds = steps.columns_of(sources)
+    shares_columns = bounds is None and steps.threads > 1 and wanted.rows == 1
+    cut = bounds is not None and (bounds[-1] != wanted.columns or any(b % COLUMNS for b in bounds))
+    if shares_columns or cut or _share(sources, Target(y, [y], [])) is None:
+        return False
+    records = wanted.records(steps, shared=True)
+    targets = wanted.targets(steps, records, bounds or [0, wanted.columns])
+    axis, shares = len(y.shape) - 1, list[Share | None]()
+    for to, (first, last) in zip(targets, pairwise(bounds or [0, wanted.columns]), strict=True):
+        some = [o.part(axis, first, last - first) for o in sources]
+        shares.append(None if to is None else _share(some, to))
+    if bounds is None and (whole := shares[0]) is not None:
+        moved = 3 * y.tensor.spec.nbytes
+        steps.add(gated(kind), whole.words, reads=whole.reads, writes=whole.writes, nbytes=moved)
+    elif bounds is not None:
+        steps.deal_columns(gated(kind), shares, y, bounds)
+    wanted.remember(steps, records)
+    return True
+
+
+def _share(sources: Sequence[Operand], to: Target) -> Share | None:
+    operands = [*sources, to.floats]
+    words = rows_of(to.floats.shape, operands, whole_rows=True) if all(o.is_float for o in operands) else None
+    if words is None or any(words[HEAD + OPERAND * k + 4] != 4 for k in range(3)):
+        return None
+    return Share([*words, *to.words], sources, to.writes)
+
+
+UNITS = ("glu", *GATED)
+FUSED: Mapping[tuple[str, ...], Fused] = {(op,): _rounded for op in UNITS}
+BINDINGS: Mapping[str, Binding] = dict.fromkeys(UNITS, _unit)

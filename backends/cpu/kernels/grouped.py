@@ -1,0 +1,219 @@
+"""The loops of a matrix product, whatever the weight's type: experts, rows of activations, groups of the weight.
+
+Groups of 16 rows of the weight are expanded, some columns at a time, to what a tile multiplies: that stays in the
+nearest cache while many rows of activations pass.  A few rows alone meet the weight as it lies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...operands import Bound, Operand
+from ..compiler import Kernel, Part, part
+from ..simd.tiles import tile
+from ..simd.vectors import LANES, load_int, prefetch, prefetch_far, store_scalar, word
+from ..steps import Share, Steps
+from .packing import share
+
+ROWS = LANES
+"""Rows of the weight in a group: a lane each, so that no sum crosses lanes."""
+CHUNK = 256
+"""Rows of activations that meet what is expanded before it is expanded again."""
+NONE = np.float32(0)
+NEAR, FAR = 8192, 16384
+"""Bytes ahead of its use at which a weight that is read once is fetched, to the first and to the second cache: products
+read memory up to a fifth faster with both than with one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How weights of one type meet activations.
+
+    A block is `columns` of a group.  ``expand(to, group, stride, left, columns, first, count)`` writes so many blocks
+    from the first to `to`, `size` bytes each, of a group whose rows are `stride` bytes long and of which `left` exist.
+    ``add(acc, p, r, at)`` adds to the sums of a tile (`rows` rows of activations by `groups`) the products with a
+    block that is expanded at `p`, and `span` bytes on for the next group, and begins at byte `at` of the rows `r`.
+    ``alone(to, group, stride, left, columns, x)`` stores the products of a group with one row of activations.
+
+    At most `wide` blocks are expanded at a time, and up to `few` rows go alone that would not fill a tile.
+    """
+
+    columns: int
+    record: int
+    size: int
+    wide: int
+    rows: int
+    groups: int
+    few: int
+    expand: Part
+    add: Part
+    alone: Part
+
+    @property
+    def span(self) -> int:
+        return self.wide * self.size
+
+    @property
+    def scratch(self) -> int:
+        """Bytes that each thread needs: expanded blocks, and the sums of a chunk."""
+        return self.groups * (self.span + CHUNK * ROWS * 4)
+
+
+@part
+def clear(starts, experts, y, step, lo, hi):
+    """Zero the elements from `lo` to before `hi` of the rows whose expert is elsewhere."""
+    slots = starts + 4 * (experts + 2)
+    for i in range(load_int(starts + 4 * experts), load_int(starts + 4 * experts + 4)):
+        row = y + load_int(slots + 4 * i) * step
+        for c in range(lo, hi):
+            store_scalar(row + 4 * c, NONE)
+
+
+@part
+def fetch(p, lines):
+    """Cache lines of a weight ahead of `p`."""
+    for line in range(lines):
+        prefetch(p + NEAR + 64 * line)
+        prefetch_far(p + FAR + 64 * line)
+
+
+@part
+def row_of(slot, used, shared):
+    """The row of activations that a slot reads: slot i of a token takes row ``i mod shared`` of it."""
+    return slot // used * shared + slot % used % shared
+
+
+def product_of(name: str, blocks: Blocks) -> Kernel:
+    """``y[i] = w[expert of slot i] @ x[row of slot i]``.
+
+    Words: w, bytes of a row and of an expert, rows, columns; x, bytes between its rows; how many slots come before each
+    expert, before those of experts that are elsewhere, and in all, then slots in that order (int32), experts, slots of
+    a token, rows of a token; y, bytes between its rows; `Blocks.scratch` bytes for each thread.
+    """
+    some = tile(blocks.rows, blocks.groups)
+    chosen, zeros, put, save, saved = some.chosen, some.zeros, some.put, some.save, some.saved
+    expand, add, alone = blocks.expand, blocks.add, blocks.alone
+    width, record, size, wide = blocks.columns, blocks.record, blocks.size, blocks.wide
+    span, scratch = blocks.span, blocks.scratch
+    tall, tile_groups, few = blocks.rows, blocks.groups, blocks.few
+
+    def body(a, thread, threads):
+        w, stride, between, rows, columns = word(a, 0), word(a, 1), word(a, 2), word(a, 3), word(a, 4)
+        x, pitch, starts, experts = word(a, 5), word(a, 6), word(a, 7), word(a, 8)
+        used, shared = word(a, 9), word(a, 10)
+        y, step, expanded = word(a, 11), word(a, 12), word(a, 13) + thread * scratch
+        n, groups, slots = (columns + width - 1) // width, (rows + ROWS - 1) // ROWS, starts + 4 * (experts + 2)
+        lo, hi = share((groups + tile_groups - 1) // tile_groups, thread, threads)
+        lo, hi = lo * tile_groups, min(groups, hi * tile_groups)
+        for expert in range(experts):
+            start, end = load_int(starts + 4 * expert), load_int(starts + 4 * (expert + 1))
+            matrix, last = w + expert * between, end
+            if (end - start) % tall <= few:
+                last -= (end - start) % tall
+            for chunk in range(start, last, CHUNK):
+                stop = min(last, chunk + CHUNK)
+                for group in range(lo, hi, tile_groups):
+                    for first in range(0, max(1, n), wide):
+                        count, sums = min(wide, n - first), expanded + tile_groups * span
+                        for g in range(min(tile_groups, groups - group)):
+                            at, left = matrix + (group + g) * ROWS * stride, rows - (group + g) * ROWS
+                            expand(expanded + g * span, at, stride, left, columns, first, count)
+                        for i in range(chunk, stop, tall):
+                            r = chosen(slots + 4 * i, stop - i, used, shared, x + first * record, pitch)
+                            acc = saved(sums) if first > 0 else zeros()
+                            for b in range(count):
+                                acc = add(acc, expanded + b * size, r, b * record)
+                            if first + wide < n:
+                                save(sums, acc)
+                            else:
+                                to = chosen(slots + 4 * i, stop - i, 1, 1, y + group * ROWS * 4, step)
+                                put(to, acc, rows - group * ROWS)
+                            sums += tall * tile_groups * ROWS * 4
+            for i in range(last, end):
+                slot = load_int(slots + 4 * i)
+                row, to = x + row_of(slot, used, shared) * pitch, y + slot * step
+                for group in range(lo, hi):
+                    left = rows - group * ROWS
+                    alone(to + group * ROWS * 4, matrix + group * ROWS * stride, stride, left, columns, row)
+        clear(starts, experts, y, step, lo * ROWS, min(rows, hi * ROWS))
+        return 0
+
+    return Kernel(name, body)
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Which rows meet which expert: sorted slots as `product_of` reads them, experts, slots of a token, rows of it."""
+
+    operand: Operand
+    experts: int
+    used: int
+    shared: int
+
+
+def in_order(steps: Steps, x: Operand) -> Slots:
+    """Rows that all meet the same weight."""
+    count = math.prod(x.shape[:-1])
+    return Slots(steps.constant(np.array([0, count, count, *range(count)], np.int32)), 1, 1, 1)
+
+
+def add_product(
+    steps: Steps,
+    call: Bound,
+    kernel: Kernel,
+    blocks: Blocks,
+    stride: int,
+    between: int,
+    x: Sequence[Operand],
+    pitch: int,
+    to: Slots,
+) -> None:
+    """The step: the weight's rows are `stride` bytes and its experts `between`; `x` is for each thread where it finds
+    the activations, a row every `pitch` bytes.  Threads have whole tiles of the weight's rows, so columns of y."""
+    w, y = call.operand(0), call.out
+    columns = w.shape[-1]
+    memory = steps.scratch(f"product {blocks.scratch}", blocks.scratch * steps.threads)
+    bounds = bounds_of(call, blocks.groups * ROWS, steps.threads if is_dealt(steps, call) else 1)
+
+    def part(thread: int) -> Share | None:
+        first, count = bounds[thread], bounds[thread + 1] - bounds[thread]
+        if not count:
+            return None
+        mine, own = y.part(len(y.shape) - 1, first, count), x[thread]
+        words = [w.address + first * stride, stride, between, count, columns, own.address, pitch]
+        words += [to.operand.address, to.experts, to.used, to.shared]
+        words += [mine.address, y.row_step, memory.address + thread * blocks.scratch]
+        return Share(words, [w, own, to.operand], [mine])
+
+    if len(bounds) > 2:
+        steps.deal_columns(kernel, [part(thread) for thread in range(steps.threads)], y, bounds)
+    elif (whole := part(0)) is not None:
+        steps.deal(kernel, [whole])
+
+
+def is_dealt(steps: Steps, call: Bound) -> bool:
+    """Whether threads share a product."""
+    return steps.is_shared([call.operand(0), call.operand(1)], [call.out])
+
+
+def bounds_of(call: Bound, unit: int, threads: int) -> Sequence[int]:
+    """Which columns of the result each thread has: whole tiles, and whole heads where these are read and all threads
+    get as many."""
+    y = call.out
+    rows, readers = y.shape[-1], call.readers() if threads > 1 else None
+    sizes = {o.shape[-1] for r in readers or () for o in r.src if o and o.shape and o.region == y.region}
+    for size in sorted(sizes - {rows}):
+        whole = math.lcm(unit, size)
+        if rows % (whole * threads) == 0:
+            return even_bounds(rows, whole, threads)
+    return even_bounds(rows, unit, threads)
+
+
+def even_bounds(n: int, unit: int, threads: int) -> Sequence[int]:
+    """Where the share of each thread begins, and `n`: whole units, as many for each as can be."""
+    each = -(-n // unit // threads) * unit
+    return [min(n, each * thread) for thread in range(threads + 1)]

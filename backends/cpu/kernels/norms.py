@@ -1,0 +1,169 @@
+"""Norms of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+import numpy as np
+
+from ...operands import Bound, Operand
+from ..compiler import Kernel, kernel, part
+from ..pieces import pieces_of
+from ..simd.vectors import LANES, add, fma, mul, splat, sqrt_scalar, total, word, zeros
+from ..simd.vectors import float_word as number
+from ..steps import Binding, Fused, Share, Steps
+from .packing import share
+from .products import stand_ins, wanted_of
+from .rounding import Target, round_row
+from .rows import HEAD, OPERAND, lanes, put, row_address, rows_of
+
+EPS = HEAD + 2 * OPERAND
+"""The word after the operands."""
+AFTER, NOT_ROUNDED = EPS + OPERAND + 1, (0, 0)
+"""The word after the scaled norm's own, and those that follow where nothing is rounded."""
+ONE = np.float32(1)
+
+
+@part
+def sum_of_squares(x, n):
+    first, second = zeros(), zeros()
+    c = 0
+    while c + 2 * LANES <= n:
+        v, w = lanes(x, c, n, 4), lanes(x, c + LANES, n, 4)
+        first, second = fma(v, v, first), fma(w, w, second)
+        c += 2 * LANES
+    while c < n:
+        v = lanes(x, c, n, 4)
+        first = fma(v, v, first)
+        c += LANES
+    return total(add(first, second))
+
+
+@part
+def rms_factor(squares, n, eps):
+    return ONE / sqrt_scalar(squares / np.float32(n) + eps)
+
+
+@part
+def l2_factor(squares, n, eps):
+    """At least eps below the line, as ggml has it."""
+    return ONE / max(sqrt_scalar(squares), eps)
+
+
+@part
+def l2_factor_added(squares, n, eps):
+    return ONE / sqrt_scalar(squares + eps)
+
+
+FACTORS = {"rms_norm": rms_factor, "l2_norm": l2_factor, "l2_norm_added": l2_factor_added}
+
+
+@cache
+def norm(name: str) -> Kernel:
+    """Each row times one number that follows from its sum of squares.  Words: HEAD, source, target, eps."""
+    factor = FACTORS[name]
+
+    def body(a, thread, threads):
+        n, eps = word(a, 0), number(a, EPS)
+        lo, hi = share(word(a, 1) * word(a, 2) * word(a, 3), thread, threads)
+        for i in range(lo, hi):
+            x, y = row_address(a, 0, i), row_address(a, 1, i)
+            f = splat(factor(sum_of_squares(x, n), n, eps))
+            for c in range(0, n, LANES):
+                put(y, c, n, mul(lanes(x, c, n, 4), f))
+        return 0
+
+    return Kernel(f"norms.norm.{name}", body)
+
+
+@kernel
+def scaled_rms_norm(a, thread, threads):
+    """RMS norm, and the product with what stands beside, also rounded.  Words: HEAD, source, factors, target, eps,
+    bytes from thread to thread of the target, how to round (`rounding.round_row`)."""
+    n, step, eps = word(a, 0), word(a, HEAD + OPERAND + 4), number(a, EPS + OPERAND)
+    lo, hi = share(word(a, 1) * word(a, 2) * word(a, 3), thread, threads)
+    for i in range(lo, hi):
+        x, w, y = row_address(a, 0, i), row_address(a, 1, i), row_address(a, 2, i) + thread * word(a, AFTER)
+        f = splat(rms_factor(sum_of_squares(x, n), n, eps))
+        for c in range(0, n, LANES):
+            put(y, c, n, mul(mul(lanes(x, c, n, 4), f), lanes(w, c, n, step)))
+        round_row(a, AFTER + 1, i, y, n)
+    return 0
+
+
+def kind_of(call: Bound) -> str:
+    """Which of FACTORS a norm has."""
+    return "l2_norm_added" if call.op == "l2_norm" and not call.attrs["clamp"] else call.op
+
+
+def _bind(name: str) -> Binding:
+    def bind(steps: Steps, call: Bound) -> bool:
+        x, y = call.operand(0), call.out
+        words = rows_of(y.shape, [x, y], whole_rows=True) if x.is_float else None
+        if words is None or words[HEAD + 4] != 4 or words[HEAD + OPERAND + 4] != 4:
+            return False
+        steps.add(norm(kind_of(call)), [*words, call.float("eps")], reads=[x], writes=[y])
+        return True
+
+    return bind
+
+
+def _scaled(steps: Steps, calls: Sequence[Bound]) -> bool:
+    """Rounded at once for products with packed weights; by each thread for itself where only products follow."""
+    norm, product = calls
+    x, y, factors = norm.operand(0), product.out, [o for o in product.src if o and o.tensor != norm.out.tensor]
+    if len(factors) != 1 or norm.out.shape != y.shape or not (x.is_float and factors[0].is_float):
+        return False
+    whole = _share(norm, x, factors[0], y)
+    if whole is None or norm.readers() != [product]:
+        return False
+    if (pieces := pieces_of(steps, [x], y, whole_rows=True)) is not None:
+        cut = zip(*(pieces.of(o) for o in (x, factors[0], y)), strict=True)
+        shares = [None if None in each else _share(norm, *each) for each in cut]
+        steps.deal_columns(scaled_rms_norm, shares, y, pieces.bounds)
+    elif _rounded(steps, norm, product, factors[0]):
+        pass
+    elif (own := stand_ins(steps, product)) is not None:
+        steps.deal(scaled_rms_norm, [_share(norm, x, factors[0], to) for to in own])
+        steps.stand_in(own, y)
+    else:
+        steps.add(scaled_rms_norm, whole.words, reads=whole.reads, writes=whole.writes)
+    return True
+
+
+def _rounded(steps: Steps, norm: Bound, product: Bound, factors: Operand) -> bool:
+    """The same, rounded; False if rounding is better done by a step of its own, or nobody wants it."""
+    wanted, x, y = wanted_of(steps, product), norm.operand(0), product.out
+    each = steps.threads > 1 and wanted.for_all and steps.is_repeated([y])
+    shares_columns = steps.threads > 1 and wanted.for_all and wanted.rows == 1 and not each
+    if not wanted.rounded or shares_columns:
+        return False
+    own = stand_ins(steps, product) if each and wanted.floats else None
+    if each and wanted.floats and own is None and any(y.region.overlaps(o.region) for o in (x, factors)):
+        return False  # one thread would write where others still read
+    records, passing = wanted.records(steps, shared=not each), wanted.passing(steps)
+    alone: Sequence[Operand | None] = [y if wanted.floats else None, *[None] * (steps.threads - 1)]
+    targets = [wanted.target(*given) for given in zip(own or alone, passing, records, strict=True)]
+    shares = [_share(norm, x, factors, to.floats, to) for to in targets]
+    if each:
+        steps.deal(scaled_rms_norm, shares)
+    elif (whole := shares[0]) is not None:
+        moved = x.tensor.spec.nbytes + y.tensor.spec.nbytes
+        steps.add(scaled_rms_norm, whole.words, reads=whole.reads, writes=whole.writes, nbytes=moved)
+    if own is not None:
+        steps.stand_in(own, y)
+    wanted.remember(steps, records)
+    return True
+
+
+def _share(norm: Bound, x: Operand, factors: Operand, y: Operand, to: Target | None = None) -> Share | None:
+    words = rows_of(y.shape, [x, factors, y], whole_rows=True)
+    if words is None or words[HEAD + 4] != 4 or words[HEAD + 2 * OPERAND + 4] != 4:
+        return None
+    words += [norm.float("eps"), *(to.words if to else NOT_ROUNDED)]
+    return Share(words, [x, factors], to.writes if to else [y])
+
+
+FUSED: Mapping[tuple[str, ...], Fused] = {("rms_norm", "mul"): _scaled}
+BINDINGS = {name: _bind(name) for name in ("rms_norm", "l2_norm")}

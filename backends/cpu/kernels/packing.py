@@ -1,0 +1,102 @@
+"""Rows as a GGUF file has them to packed groups of 16, and packed rows back to float32."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from ..compiler import Kernel, Part, part
+from ..simd.tiles import store_codes
+from ..simd.vectors import load_byte, load_int, load_scalar, store, store_int, store_scalar, word
+from .formats import COLUMNS, ROWS, Format
+
+NO_ROW = 1
+"""Status of a run that an id stopped which names no row; the id itself stands above the low byte."""
+
+
+@part
+def share(n, thread, threads):
+    """The part of `n` things that is a thread's: (first, past the last)."""
+    each = (n + threads - 1) // threads
+    return min(n, each * thread), min(n, each * (thread + 1))
+
+
+def _moved(four: Part, first: int, width: int) -> Part:
+    """``(row, c, to)``: bits `first` to `first + width` of the codes of a row's columns from `c` on to its lane of a
+    block of a plane, the first four columns to the lowest bits of the first vector."""
+    fields, mask = 8 // width, ((1 << width) - 1) * 0x01010101
+
+    def moved(row, c, to):
+        for vector in range(width):
+            bits = 0
+            for field in range(fields):
+                bits |= (four(row, c + 4 * (vector * fields + field)) >> first & mask) << field * width
+            store_int(to + 64 * vector, bits)
+
+    return part(moved)
+
+
+@cache
+def pack(form: Format) -> Kernel:
+    """Words: source, bytes of a row there, target, rows, columns.
+
+    Rows that the last group lacks are left as they are.
+    """
+    split, block, width = form.split, form.dtype.block, form.planes[0]
+    high = form.planes[1] if len(form.planes) > 1 else 0
+    low_bits, high_bits = _moved(form.four, 0, width), _moved(form.four, width, high or width)
+
+    def body(a, thread, threads):
+        source, stride, target, rows, columns = word(a, 0), word(a, 1), word(a, 2), word(a, 3), word(a, 4)
+        n = columns // COLUMNS
+        lo, hi = share((rows + ROWS - 1) // ROWS, thread, threads)
+        for group in range(lo, hi):
+            planes = target + group * ROWS * stride
+            second = planes + n * 64 * width
+            scales = second + n * 64 * high
+            for lane in range(min(ROWS, rows - group * ROWS)):
+                row = source + (group * ROWS + lane) * stride
+                for b in range(n):
+                    low_bits(row, b * COLUMNS, planes + b * 64 * width + 4 * lane)
+                    if high:
+                        high_bits(row, b * COLUMNS, second + b * 64 * high + 4 * lane)
+                for s in range(columns // block):
+                    split(row, scales, lane, s)
+        return 0
+
+    return Kernel(f"packing.pack.{form.dtype}", body)
+
+
+@cache
+def unpack(form: Format) -> Kernel:
+    """Rows by number.  Words: packed weight, bytes of a row, rows there, columns, ids (int32), target, bytes between
+    target rows, how many, 1,024 bytes of scratch for each thread.  An id that is no row stops the run."""
+    codes, scales, biases, width = form.codes, form.scales, form.biases, form.planes[0]
+    high = form.planes[1] if len(form.planes) > 1 else 0
+
+    def body(a, thread, threads):
+        packed, stride, rows, columns = word(a, 0), word(a, 1), word(a, 2), word(a, 3)
+        ids, target, step, scratch = word(a, 4), word(a, 5), word(a, 6), word(a, 8) + 1024 * thread
+        n = columns // COLUMNS
+        lo, hi = share(word(a, 7), thread, threads)
+        for i in range(lo, hi):
+            row = load_int(ids + 4 * i)
+            if row < 0 or row >= rows:
+                return NO_ROW | row << 8
+            planes, lane = packed + row // ROWS * ROWS * stride, row % ROWS
+            second = planes + n * 64 * width
+            last = second + n * 64 * high
+            for b in range(n):
+                store_codes(scratch, codes(planes + b * 64 * width, second + b * 64 * high))
+                d, e = scales(last, b)
+                m, o = biases(last, b)
+                store(scratch + 512, d)
+                store(scratch + 576, m)
+                store(scratch + 640, e)
+                store(scratch + 704, o)
+                for c in range(COLUMNS):
+                    u = load_byte(scratch + c // 4 * 64 + lane * 4 + c % 4)
+                    at = scratch + 512 + c // 16 * 128 + 4 * lane
+                    store_scalar(target + i * step + 4 * (b * COLUMNS + c), load_scalar(at) * u + load_scalar(at + 64))
+        return 0
+
+    return Kernel(f"packing.unpack.{form.dtype}", body)

@@ -1,0 +1,116 @@
+"""Two products of the same activations and the gated unit of both, for few rows: neither product is written.
+
+Each thread computes a group of rows of either weight in turn, and the unit of what came out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+from ...operands import Bound, Operand
+from ..compiler import Kernel
+from ..simd.vectors import load, load_int, word, zeros
+from ..steps import Fused, Share, Steps
+from .experts import sorted_slots
+from .formats import FORMATS, Format
+from .gated import operands_of
+from .grouped import ROWS, bounds_of, in_order, is_dealt, row_of
+from .products import alone_of, blocks_of, bytes_of, is_compiled, wanted_of
+from .rounding import Target, round_row, rounded, rounded_bytes
+from .rows import GATED, put
+
+VECTOR = 4 * ROWS
+
+
+@cache
+def pair(form: Format, kind: str) -> Kernel:
+    """``y[i] = unit(gate[expert of slot i] @ x[row of slot i], up[...] @ x[...])``, also rounded.
+
+    Words: gate, up, bytes of a row and of an expert, rows, columns; x, bytes between its rows; slots, experts, slots of
+    a token, rows of a token, as for `grouped.product_of`; memory for a vector of either product; y, bytes between its
+    rows, and `rounding.Target.words`.
+    """
+    alone, unit = alone_of(form), GATED[kind]
+
+    def body(a, thread, threads):
+        stride, between, rows, columns = word(a, 2), word(a, 3), word(a, 4), word(a, 5)
+        x, pitch, starts, experts = word(a, 6), word(a, 7), word(a, 8), word(a, 9)
+        used, shared, both, y, step = word(a, 10), word(a, 11), word(a, 12), word(a, 13), word(a, 14)
+        slots = starts + 4 * (experts + 2)
+        for expert in range(experts + 1):
+            for i in range(load_int(starts + 4 * expert), load_int(starts + 4 * (expert + 1))):
+                slot = load_int(slots + 4 * i)
+                row, to = x + row_of(slot, used, shared) * pitch, y + slot * step
+                for first in range(0, rows, ROWS):
+                    if expert < experts:
+                        for k in range(2):
+                            group = word(a, k) + expert * between + first * stride
+                            alone(both + k * VECTOR, group, stride, ROWS, columns, row)
+                        put(to, first, rows, unit(load(both), load(both + VECTOR)))
+                    else:
+                        put(to, first, rows, zeros())
+                round_row(a, 16, slot, to, rows)
+        return 0
+
+    return Kernel(f"pairs.pair.{form.dtype}.{kind}", body)
+
+
+def _pair(steps: Steps, calls: Sequence[Bound]) -> bool:
+    """Where nobody else reads the products, and all rows go alone."""
+    *products, call = calls
+    (kind, *units), first, y = operands_of(call), calls[0], call.out
+    w, x, given = first.operand(0), first.operand(1), 2 if first.op == "mul_mat_id" else 1
+    if kind not in GATED or w.dtype not in FORMATS or math.prod(x.shape[:-given]) > blocks_of(FORMATS[w.dtype]).few:
+        return False
+    if not all(is_compiled(p) and p.readers() == [call] and _alike(p, first) for p in products) or not y.is_dense:
+        return False
+    form, (stride, between) = FORMATS[w.dtype], bytes_of(w)
+    weights = [at for o in units if (at := _rows_of(o, products, stride)) is not None and o.shape == y.shape]
+    if len(weights) != len(units):
+        return False
+    wanted, dealt = wanted_of(steps, call), is_dealt(steps, first)
+    slots = sorted_slots(steps, first) if first.op == "mul_mat_id" else in_order(steps, x)
+    q = rounded(steps, x, form.zero, for_all=dealt)
+    records, bounds = wanted.records(steps, shared=True), bounds_of(call, 2 * ROWS, steps.threads if dealt else 1)
+    targets = wanted.targets(steps, records, bounds)
+    memory = steps.scratch("pair", 2 * VECTOR * steps.threads)
+
+    def share(thread: int, to: Target) -> Share:
+        low, count = bounds[thread], bounds[thread + 1] - bounds[thread]
+        words = [at + low * stride for at in weights]
+        words += [stride, between, count, w.shape[-1], q[thread].address, rounded_bytes(1, w.shape[-1])]
+        words += [slots.operand.address, slots.experts, slots.used, slots.shared]
+        words += [memory.address + thread * 2 * VECTOR, to.floats.address, to.step, *to.words]
+        return Share(words, [*(p.operand(0) for p in products), q[thread], slots.operand], to.writes)
+
+    shares = [None if to is None else share(thread, to) for thread, to in enumerate(targets)]
+    if dealt:
+        steps.deal_columns(pair(form, kind), shares, y, bounds)
+    else:
+        steps.deal(pair(form, kind), shares)
+    wanted.remember(steps, records)
+    return True
+
+
+def _alike(product: Bound, first: Bound) -> bool:
+    w, v = product.operand(0), first.operand(0)
+    return (w.dtype, w.shape, product.src[1:], product.attrs) == (v.dtype, v.shape, first.src[1:], first.attrs)
+
+
+def _rows_of(unit: Operand, products: Sequence[Bound], stride: int) -> int | None:
+    """Where the rows of a weight begin whose products are an operand of the unit; None if none, or not a group's."""
+    for product in products:
+        made, skipped = product.out, (unit.address - product.out.address) // 4
+        within = unit.tensor.buffer == made.tensor.buffer and 0 <= skipped <= made.shape[-1] - unit.shape[-1]
+        if within and (unit.shape[:-1], unit.strides) == (made.shape[:-1], made.strides) and skipped % ROWS == 0:
+            return product.operand(0).address + skipped * stride
+    return None
+
+
+PRODUCTS = ("mul_mat", "mul_mat_id")
+FUSED: Mapping[tuple[str, ...], Fused] = {
+    **{(op, "glu"): _pair for op in PRODUCTS},
+    **{(op, op, unit): _pair for op in PRODUCTS for unit in GATED},
+}

@@ -1,0 +1,217 @@
+"""Matrix products with packed weights: activations rounded to 8 bits a block, integer dot products, float32 sums.
+
+Every code is unpacked once for a chunk of rows of activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+from ....graph.dtypes import DType
+from ...operands import Bound, Operand
+from ..compiler import Kernel, Part, part
+from ..simd.tiles import RECORD, SUMS, VECTORS, Tile, load_codes, store_codes, tile
+from ..simd.vectors import load, store, sub
+from ..steps import Steps, like
+from . import dense
+from .formats import COLUMNS, FORMATS, ROWS, Format
+from .grouped import Blocks, Slots, add_product, fetch, in_order, is_dealt, product_of
+from .rounding import Wanted, rounded, rounded_bytes
+
+SCALES, BIASES, EXPANDED = 64 * VECTORS, 64 * VECTORS + 128, 64 * VECTORS + 256
+"""An expanded block: codes as bytes, scales of both halves, the bias of the first and what that of the second is more,
+as float32; its size."""
+WIDE = 24
+GROUP = WIDE * EXPANDED
+
+
+def expand_of(form: Format) -> Part:
+    """Codes to bytes, and scales to float32."""
+    codes, scales, biases, width = form.codes, form.scales, form.biases, form.planes[0]
+    high = form.planes[1] if len(form.planes) > 1 else 0
+    biased = form.zero == 0
+
+    def expand(to, group, stride, left, columns, first, count):
+        n = columns // COLUMNS
+        second = group + n * 64 * width
+        last = second + n * 64 * high
+        for b in range(first, first + count):
+            store_codes(to, codes(group + b * 64 * width, second + b * 64 * high))
+            d, e = scales(last, b)
+            store(to + SCALES, d)
+            store(to + SCALES + 64, e)
+            if biased:
+                m, o = biases(last, b)
+                store(to + BIASES, m)
+                store(to + BIASES + 64, sub(o, m))
+            to += EXPANDED
+
+    return part(expand)
+
+
+def add_pair_of(form: Format, rows: Tile) -> Part:
+    """``(acc, p, r, at) -> acc``: what a block of two groups, expanded at `p`, adds to products with the rows `r`
+    (their records of the same columns stand at `at`)."""
+    scaled, biased, centred = rows.scaled, rows.biased, form.zero != 0
+    low, high = rows.centred if centred else rows.dots
+    scaled_low, scaled_high = rows.scaled_half
+    if form.halves:
+
+        def add(acc, p, r, at):
+            u, v, s, f, b = load_codes(p), load_codes(p + GROUP), p + SCALES, p + GROUP + SCALES, p + GROUP + BIASES
+            acc = scaled_low(acc, low(u, v, r, at), load(s), load(f), r, at)
+            acc = scaled_high(acc, high(u, v, r, at), load(s + 64), load(f + 64), r, at)
+            if centred:
+                return acc
+            acc = biased(acc, load(p + BIASES), load(b), r, at + SUMS)
+            return biased(acc, load(p + BIASES + 64), load(b + 64), r, at + SUMS + 4)
+    else:
+
+        def add(acc, p, r, at):
+            u, v = load_codes(p), load_codes(p + GROUP)
+            acc = scaled(acc, low(u, v, r, at), high(u, v, r, at), load(p + SCALES), load(p + GROUP + SCALES), r, at)
+            return acc if centred else biased(acc, load(p + BIASES), load(p + GROUP + BIASES), r, at + SUMS)
+
+    return part(add)
+
+
+def add_alone_of(form: Format, row: Tile) -> Part:
+    """``(acc, codes, scales, biases, r, at) -> acc``: the same of a block of one group, that is not expanded."""
+    scaled, biased, centred = row.scaled, row.biased, form.zero != 0
+    low, high = row.centred if centred else row.dots
+    scaled_low, scaled_high = row.scaled_half
+    if form.halves:
+
+        def add(acc, codes, scales, biases, r, at):
+            acc = scaled_low(acc, low(codes, r, at), scales[0], r, at)
+            acc = scaled_high(acc, high(codes, r, at), scales[1], r, at)
+            if centred:
+                return acc
+            return biased(biased(acc, biases[0], r, at + SUMS), sub(biases[1], biases[0]), r, at + SUMS + 4)
+    else:
+
+        def add(acc, codes, scales, biases, r, at):
+            acc = scaled(acc, low(codes, r, at), high(codes, r, at), scales[0], r, at)
+            return acc if centred else biased(acc, biases[0], r, at + SUMS)
+
+    return part(add)
+
+
+def alone_of(form: Format) -> Part:
+    codes, scales, biases, width = form.codes, form.scales, form.biases, form.planes[0]
+    high = form.planes[1] if len(form.planes) > 1 else 0
+    one = tile(1, 1)
+    rows, zeros, put, add = one.rows, one.zeros, one.put, add_alone_of(form, one)
+    read = form.nbytes
+
+    def alone(to, group, stride, left, columns, x):
+        n = columns // COLUMNS
+        second = group + n * 64 * width
+        last = second + n * 64 * high
+        acc, r = zeros(), rows(x, 0, 1)
+        for b in range(n):
+            at = group + b * 64 * width
+            fetch(group + b * read, read // 64)  # codes and scales alike, as they follow each other in memory
+            v = codes(at, second + b * 64 * high)
+            acc = add(acc, v, scales(last, b), biases(last, b), r, b * RECORD)
+        put(rows(to, 0, 1), acc, left)
+
+    return part(alone)
+
+
+@cache
+def blocks_of(form: Format) -> Blocks:
+    """A tile is 4 rows of activations by 2 groups: what is loaded is used at least twice, since processors broadcast
+    from memory more slowly than they multiply."""
+    expand, add, alone = expand_of(form), add_pair_of(form, tile(4, 2)), alone_of(form)
+    return Blocks(COLUMNS, RECORD, EXPANDED, WIDE, 4, 2, 2, expand, add, alone)
+
+
+@cache
+def product(form: Format) -> Kernel:
+    return product_of(f"products.product.{form.dtype}", blocks_of(form))
+
+
+# ----------------------------------------------------------------------------------------------------- binding
+
+
+def stand_ins(steps: Steps, call: Bound) -> Sequence[Operand] | None:
+    """Where each thread may write a result for itself instead of into its tensor, because nothing but products reads
+    it; None if the tensor it has to be, or if it is too much for each to do it all."""
+    y = call.out
+    if steps.threads == 1 or not steps.is_repeated([y]) or not y.is_dense:
+        return None
+    readers = call.readers()
+    if not readers or not all(_reads_stand_ins(r, y) for r in readers):
+        return None
+    if not any(is_dealt(steps, r) for r in readers):
+        return None
+    return [like(o, y) for o in steps.copies("own", y.tensor.spec.nbytes)]
+
+
+def wanted_of(steps: Steps, call: Bound) -> Wanted:
+    """What is read of a result."""
+    y, readers = call.out, call.readers()
+    if readers is None or not y.is_dense:
+        return Wanted(y, (), True, False)
+    packed = [r for r in readers if _reads_stand_ins(r, y) and r.operand(0).dtype in FORMATS]
+    packed = [r for r in packed if r.operand(1).shape[-1] == y.shape[-1]]
+    found = tuple((r.operand(1).tensor, FORMATS[r.operand(0).dtype].zero) for r in packed)
+    return Wanted(y, found, len(packed) < len(readers), any(is_dealt(steps, r) for r in packed))
+
+
+def _reads_stand_ins(call: Bound, y: Operand) -> bool:
+    x = call.optional(1)
+    if x is None or x.region != y.region or not x.is_dense or not is_compiled(call):
+        return False
+    return not any(o is not None and o is not x and o.region.overlaps(y.region) for o in call.src)
+
+
+def is_compiled(call: Bound) -> bool:
+    """Whether this is a product that `bind_product` binds, of rows that may lie anywhere."""
+    if call.op not in ("mul_mat", "mul_mat_id"):
+        return False
+    w, x = call.operand(0), call.operand(1)
+    experts = call.op == "mul_mat_id"
+    if len(w.shape) != 2 + experts or not (x.is_float and x.has_rows and call.out.has_rows):
+        return False
+    if experts and not slots_fit(call):
+        return False
+    if w.dtype in FORMATS:
+        return w.starts_row(ROWS, w.shape[-1] // w.dtype.block * w.dtype.block_bytes)
+    return dense.fits(w)
+
+
+def slots_fit(call: Bound) -> bool:
+    """Whether ids of experts lie as kernels read them."""
+    x, ids = call.operand(1), call.operand(2)
+    return ids.is_dense and ids.dtype is DType.I32 and bool(x.shape[-1])
+
+
+def bind_product(steps: Steps, call: Bound, slots: Slots) -> None:
+    """A product with a weight of any type."""
+    w, x = call.operand(0), call.operand(1)
+    if w.dtype not in FORMATS:
+        dense.bind(steps, call, steps.stand_ins(x) or [x] * steps.threads, slots)
+        return
+    form = FORMATS[w.dtype]
+    q, pitch = rounded(steps, x, form.zero, for_all=is_dealt(steps, call)), rounded_bytes(1, w.shape[-1])
+    add_product(steps, call, product(form), blocks_of(form), *bytes_of(w), q, pitch, slots)
+
+
+def bytes_of(w: Operand) -> tuple[int, int]:
+    """Of a row, and of a matrix with whole groups of rows, of a packed weight."""
+    assert w.stored is not None
+    stride = w.shape[-1] // w.dtype.block * w.dtype.block_bytes
+    return stride, w.stored.shape[-2] * stride
+
+
+def _mul_mat(steps: Steps, call: Bound) -> bool:
+    if is_compiled(call):
+        bind_product(steps, call, in_order(steps, call.operand(1)))
+        return True
+    return len(call.operand(0).shape) == 3 and dense.bind_columns(steps, call)
+
+
+BINDINGS = {"mul_mat": _mul_mat}

@@ -1,0 +1,295 @@
+"""Rotary embedding: cosines and sines once for all tensors that turn by the same positions, then the rotations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+
+from ....graph.dtypes import DType
+from ....ops.rotary import frequencies, planes
+from ...operands import Bound, Operand, float_bits
+from ..compiler import Kernel, Part, kernel, part
+from ..pieces import pieces_of
+from ..simd.vectors import (
+    FLOATS,
+    LANES,
+    Intrinsic,
+    add,
+    float_word,
+    intrinsic,
+    load_double,
+    load_int,
+    load_long,
+    load_scalar,
+    mul,
+    splat,
+    store_scalar,
+    sub,
+    word,
+)
+from ..steps import Fused, Share, Steps
+from .norms import rms_factor, sum_of_squares
+from .packing import share as share_of
+from .rows import HEAD, OPERAND, add_rows, lanes, put, row_address, rows_of, unary
+
+
+def _picked(order: Sequence[int]) -> Intrinsic:
+    """Lanes of two vectors in a given order; those of the second are numbered from 16 on."""
+    lanes = ir.Constant(ir.VectorType(ir.IntType(32), LANES), list(order))
+    return intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: b.shuffle_vector(x, y, lanes))
+
+
+evens, odds = (_picked(range(j, 2 * LANES, 2)) for j in (0, 1))
+first_pairs, last_pairs = (_picked([i + j for i in range(s, s + 8) for j in (0, LANES)]) for s in (0, 8))
+
+
+@kernel
+def turns(a, thread, threads):
+    """Words: positions (int32), how many, how many of a run, bytes between runs and between positions; for each pair
+    how many bytes further its position lies (int64), its frequency (float64), and what divides it (float32, or 0 for
+    nothing); pairs, magnitude, cosines and sines of [positions, pairs]."""
+    run, far, near, further = word(a, 2), word(a, 3), word(a, 4), word(a, 5)
+    frequency, divisors = word(a, 6), word(a, 7)
+    pairs, magnitude, cosines, sines = word(a, 8), float_word(a, 9), word(a, 10), word(a, 11)
+    lo, hi = share_of(word(a, 1), thread, threads)
+    for i in range(lo, hi):
+        position = word(a, 0) + i // run * far + i % run * near
+        for k in range(pairs):
+            speed = load_double(frequency + 8 * k)
+            if divisors != 0:
+                speed /= load_scalar(divisors + 4 * k)
+            angle = load_int(position + load_long(further + 8 * k)) * speed
+            at = 4 * (i * pairs + k)
+            store_scalar(cosines + at, math.cos(angle) * magnitude)
+            store_scalar(sines + at, math.sin(angle) * magnitude)
+    return 0
+
+
+@cache
+def turn(neighbours: bool) -> Part:
+    """``(x, y, offset, pairs, cosines, sines)``: the pairs of a row from an offset on, turned; y may be x."""
+
+    def body(x, y, offset, pairs, cosines, sines):
+        x, y = x + 4 * offset, y + 4 * offset
+        for k in range(0, pairs, LANES):
+            cos, sin = lanes(cosines, k, pairs, 4), lanes(sines, k, pairs, 4)
+            if neighbours:
+                first, second = lanes(x, 2 * k, 2 * pairs, 4), lanes(x, 2 * k + LANES, 2 * pairs, 4)
+                low, high = evens(first, second), odds(first, second)
+            else:
+                low, high = lanes(x, k, pairs, 4), lanes(x + 4 * pairs, k, pairs, 4)
+            left, right = sub(mul(low, cos), mul(high, sin)), add(mul(low, sin), mul(high, cos))
+            if neighbours:
+                put(y, 2 * k, 2 * pairs, first_pairs(left, right))
+                put(y, 2 * k + LANES, 2 * pairs, last_pairs(left, right))
+            else:
+                put(y, k, pairs, left)
+                put(y + 4 * pairs, k, pairs, right)
+
+    return part(body)
+
+
+@part
+def copy(x, y, n):
+    for c in range(0, n, LANES):
+        put(y, c, n, lanes(x, c, n, 4))
+
+
+@cache
+def rotate(neighbours: bool) -> Kernel:
+    """Words: HEAD, source, target, cosines, sines, pairs, offset, rows of a position, pieces of a head that are rows,
+    number of the first row."""
+    turned = turn(neighbours)
+
+    def body(a, thread, threads):
+        n, at = word(a, 0), HEAD + 2 * OPERAND
+        cosines, sines, pairs, offset = word(a, at), word(a, at + 1), word(a, at + 2), word(a, at + 3)
+        rows, cut, first = word(a, at + 4), word(a, at + 5), word(a, at + 6)
+        lo, hi = share_of(word(a, 1) * word(a, 2) * word(a, 3), thread, threads)
+        for i in range(lo, hi):
+            x, y = row_address(a, 0, i), row_address(a, 1, i)
+            at = 4 * pairs * ((first + i) // rows * cut + (first + i) % cut)
+            if x != y:
+                past = offset + 2 * pairs
+                copy(x, y, offset)
+                copy(x + 4 * past, y + 4 * past, n - past)
+            turned(x, y, offset, pairs, cosines + at, sines + at)
+        return 0
+
+    return Kernel(f"rotary.rotate.{'neighbours' if neighbours else 'halves'}", body)
+
+
+@cache
+def scaled_and_rotated(neighbours: bool) -> Kernel:
+    """RMS norm of each row, the product with what stands beside, and the rotation.  Words: HEAD, source, factors,
+    target, eps, cosines, sines, pairs, offset, rows of a position, number of the first row."""
+    turned = turn(neighbours)
+
+    def body(a, thread, threads):
+        n, step, at = word(a, 0), word(a, HEAD + OPERAND + 4), HEAD + 3 * OPERAND
+        eps, cosines, sines, pairs = float_word(a, at), word(a, at + 1), word(a, at + 2), word(a, at + 3)
+        offset, rows, first = word(a, at + 4), word(a, at + 5), word(a, at + 6)
+        lo, hi = share_of(word(a, 1) * word(a, 2) * word(a, 3), thread, threads)
+        for i in range(lo, hi):
+            x, w, y = row_address(a, 0, i), row_address(a, 1, i), row_address(a, 2, i)
+            f = splat(rms_factor(sum_of_squares(x, n), n, eps))
+            for c in range(0, n, LANES):
+                put(y, c, n, mul(mul(lanes(x, c, n, 4), f), lanes(w, c, n, step)))
+            at = 4 * pairs * ((first + i) // rows)
+            turned(y, y, offset, pairs, cosines + at, sines + at)
+        return 0
+
+    return Kernel(f"rotary.scaled_and_rotated.{'neighbours' if neighbours else 'halves'}", body)
+
+
+@dataclass(frozen=True, slots=True)
+class Turning:
+    """How an instruction turns: pairs of which elements of a row, by which cosines and sines."""
+
+    neighbours: bool
+    pairs: int
+    offset: int
+    cosines: Operand
+    sines: Operand
+
+
+def _rope(steps: Steps, call: Bound) -> bool:
+    x, y = call.operand(0), call.out
+    if not x.is_float or _rows(x, y) is None:
+        return False
+    if not _number(call, "n_dims"):
+        return add_rows(steps, unary("copy"), [x], y)
+    turning = turning_of(steps, call)
+    if turning is None:
+        return False
+    size, pairs, neighbours = y.shape[-1], turning.pairs, turning.neighbours
+    if neighbours and turning.offset == 0 and 2 * pairs == size and x.is_dense and y.is_dense:
+        size = math.gcd(size, *(steps.columns_of([x]) or ()))  # pairs of neighbours may part
+    cut = y.shape[-1] // size
+    pieces = pieces_of(steps, [_in_pieces(x, cut)], _in_pieces(y, cut), whole_rows=True) if size % 2 == 0 else None
+
+    def share(x: Operand, y: Operand, cut: int, first: int) -> Share:
+        words = _rows(x, y)
+        assert words is not None
+        words += [turning.cosines.address, turning.sines.address, pairs // cut, turning.offset]
+        return Share([*words, call.out.shape[-2] * cut, cut, first], [x, turning.cosines, turning.sines], [y])
+
+    if pieces is None:
+        whole = share(x, y, 1, 0)
+        steps.add(rotate(neighbours), whole.words, reads=whole.reads, writes=whole.writes)
+    else:
+        mine = zip(pieces.of(_in_pieces(x, cut)), pieces.of(_in_pieces(y, cut)), pieces.ends, strict=False)
+        shares = [share(x, y, cut, first) if x and y else None for x, y, first in mine]
+        steps.deal_columns(rotate(neighbours), shares, y, pieces.bounds)
+    return True
+
+
+def _rows(x: Operand, y: Operand) -> list[int] | None:
+    words = rows_of(y.shape, [x, y], whole_rows=True)
+    return None if words is None or words[HEAD + 4] != 4 or words[-1] != 4 else words
+
+
+def _in_pieces(x: Operand, cut: int) -> Operand:
+    """A dense operand with each row as so many rows; as it is, if that is one."""
+    if cut == 1:
+        return x
+    size = x.shape[-1] // cut
+    shape = (math.prod(x.shape) // size, size)
+    return replace(x, tensor=replace(x.tensor, shape=shape, strides=(size, 1)))
+
+
+def _number(call: Bound, name: str) -> int:
+    return int(np.asarray(call.attrs[name]))
+
+
+def turning_of(steps: Steps, call: Bound) -> Turning | None:
+    """How a `rope` or `rope_multi` turns; None if kernels cannot read its positions or factors.
+
+    Cosines and sines are made by a step of their own, unless an earlier one has made them.
+    """
+    pos, factors, multi = call.operand(1), call.optional(2), call.op == "rope_multi"
+    if factors is not None and not (factors.is_float and factors.is_dense):
+        return None
+    if pos.dtype is not DType.I32 or not (pos.is_dense or len(pos.shape) <= 2 + multi):
+        return None
+    half, mode = _number(call, "n_dims") // 2, str(call.attrs["mode"])
+    pairs = 2 * half if mode == "vision" else half
+    kind = tuple((k, v) for k, v in call.attrs.items() if k not in ("mode" if not multi else "", "offset"))
+    key = ("turns", pos.tensor, None if factors is None else factors.tensor, kind)
+    made = steps.known(key)
+    if made is None:
+        plane, index = planes(pairs, _sections(call), mode) if multi else (np.zeros(pairs, np.int64), None)
+        made = _turns(steps, call, frequencies(half, call.attrs, index), plane)
+        steps.remember(key, made, [pos] if factors is None else [pos, factors])
+    return Turning(mode == "normal", pairs, _number(call, "offset"), made[0], made[1])
+
+
+def _sections(call: Bound) -> tuple[int, ...]:
+    return cast("tuple[int, ...]", call.attrs["sections"])
+
+
+def _turns(
+    steps: Steps, call: Bound, frequencies: tuple[npt.NDArray[Any], float], plane: npt.NDArray[Any]
+) -> Sequence[Operand]:
+    """A step that makes cosines and sines; `plane` says which of several rows of positions turns a pair."""
+    (inverse, magnitude), pos, factors = frequencies, call.operand(1), call.optional(2)
+    *outer, near = pos.strides
+    between = 4 * outer.pop() if call.op == "rope_multi" else 0
+    run, count = pos.shape[-1], pos.shape[-1] * math.prod(pos.shape[: len(outer)])
+    cosines, sines = (steps.memory(4 * count * len(plane)) for _ in range(2))
+    further, speeds = steps.constant(between * plane.astype(np.int64)), steps.constant(np.asarray(inverse, np.float64))
+    words = [pos.address, count, run, 4 * outer[-1] if outer else 0, 4 * near, further.address, speeds.address]
+    words += [factors.address if factors is not None else 0, len(plane), float_bits(magnitude)]
+    reads = [pos] if factors is None else [pos, factors]
+    steps.add(turns, [*words, cosines.address, sines.address], reads=reads, writes=[cosines, sines])
+    return cosines, sines
+
+
+def _scaled_and_rotated(steps: Steps, calls: Sequence[Bound]) -> bool:
+    """The norm of each head, its factors, and the rotation, where nobody else reads what is between."""
+    norm, product, rope = calls
+    x, y, factors = norm.operand(0), rope.out, [o for o in product.src if o and o.tensor != norm.out.tensor]
+    linked = rope.operand(0).tensor == product.out.tensor and norm.out.shape == product.out.shape == y.shape
+    if not linked or len(factors) != 1 or norm.readers() != [product] or product.readers() != [rope]:
+        return False
+    if not (x.is_float and factors[0].is_float) or not _number(rope, "n_dims"):
+        return False
+    lying = [(o.address, o.shape, o.strides) for o in (x, factors[0], y)]
+    if any(o.region.overlaps(y.region) and at != lying[2] for o, at in zip((x, factors[0]), lying, strict=False)):
+        return False  # memory that was free after the norm
+    if _scaled(norm, x, factors[0], y) is None or (turning := turning_of(steps, rope)) is None:
+        return False
+
+    def share(x: Operand, factors: Operand, y: Operand, first: int) -> Share:
+        words = _scaled(norm, x, factors, y)
+        assert words is not None
+        words += [turning.cosines.address, turning.sines.address, turning.pairs, turning.offset]
+        return Share([*words, rope.out.shape[-2], first], [x, factors, turning.cosines, turning.sines], [y])
+
+    kernel = scaled_and_rotated(turning.neighbours)
+    if (pieces := pieces_of(steps, [x], y, whole_rows=True)) is not None:
+        cut = zip(*(pieces.of(o) for o in (x, factors[0], y)), pieces.ends, strict=False)
+        shares = [share(x, w, y, first) if x and w and y else None for x, w, y, first in cut]
+        steps.deal_columns(kernel, shares, y, pieces.bounds)
+    else:
+        whole = share(x, factors[0], y, 0)
+        steps.add(kernel, whole.words, reads=whole.reads, writes=whole.writes)
+    return True
+
+
+def _scaled(norm: Bound, x: Operand, factors: Operand, y: Operand) -> list[int] | None:
+    words = rows_of(y.shape, [x, factors, y], whole_rows=True)
+    if words is None or words[HEAD + 4] != 4 or words[HEAD + 2 * OPERAND + 4] != 4:
+        return None
+    return [*words, norm.float("eps")]
+
+
+FUSED: Mapping[tuple[str, ...], Fused] = {("rms_norm", "mul", "rope"): _scaled_and_rotated}
+BINDINGS = {"rope": _rope, "rope_multi": _rope}

@@ -1,0 +1,224 @@
+"""Activations rounded to 8 bits in blocks of 16, as products with packed weights read them: alone, or while they are
+made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from ....graph.dtypes import DType
+from ...base import Tensor
+from ...operands import Operand
+from ..compiler import kernel, part
+from ..simd.halves import both_and_second, largest_magnitudes, of_first, of_second, store_pair, totals
+from ..simd.tiles import ITS_BITS, ONE_AND_A_HALF, RECORD, SCALES, STARTS, SUMS
+from ..simd.vectors import (
+    add_int,
+    and_int,
+    bits_to_float,
+    div,
+    float_to_bits,
+    load,
+    mul,
+    mul_int,
+    round_small,
+    splat,
+    splat_int,
+    store_small,
+    to_float,
+    where_less,
+    word,
+    zeros,
+)
+from ..steps import Share, Steps
+from .formats import COLUMNS
+from .grouped import even_bounds
+from .packing import share
+
+ONE, STEP, START = np.float32(1), np.float32(1 / 127), np.float32(-ONE_AND_A_HALF)
+SHORT = 0xFFFFFFFC
+"""Scales have 22 bits, so that three times a scale, and with it `START` times it, is a float32 exactly."""
+SMALLEST, RAISE = np.float32(1e-38), np.float32(2.0**64)
+"""A scale below it is raised before it is inverted: its inverse would be no number."""
+
+
+@part
+def round_block(x, record, zero):
+    """32 values to 8 bits and what belongs to them, as `tiles.RECORD` says.  Where one is NaN so is the scale of its
+    half; where one is beyond 3e33, products of its half are NaN."""
+    low, high = load(x), load(x + 64)
+    scales = mul(largest_magnitudes(low, high), splat(STEP))
+    scales = bits_to_float(and_int(float_to_bits(scales), splat_int(SHORT)))
+    raised = where_less(scales, splat(SMALLEST), splat(RAISE), splat(ONE))
+    inverse = where_less(zeros(), scales, div(splat(ONE), mul(scales, raised)), zeros())
+    i = round_small(mul(mul(low, of_first(raised)), of_first(inverse)))
+    j = round_small(mul(mul(high, of_second(raised)), of_second(inverse)))
+    store_small(record, i)
+    store_small(record + 16, j)
+    sums = totals(i, j)
+    store_pair(record + SCALES, scales)
+    store_pair(record + STARTS, mul(scales, splat(START)))
+    if zero:
+        store_pair(record + SUMS, bits_to_float(add_int(mul_int(sums, splat_int(-zero)), splat_int(ITS_BITS))))
+    else:
+        store_pair(record + SUMS, both_and_second(mul(to_float(sums), scales)))
+
+
+@kernel
+def round_rows(a, thread, threads):
+    """Words: source, bytes between its rows, rows, columns, target, what is subtracted from each code of the weight."""
+    source, step, rows, columns, target, zero = word(a, 0), word(a, 1), word(a, 2), word(a, 3), word(a, 4), word(a, 5)
+    n = columns // COLUMNS
+    lo, hi = share(rows, thread, threads)
+    for i in range(lo, hi):
+        for b in range(n):
+            round_block(source + i * step + 4 * COLUMNS * b, target + (i * n + b) * RECORD, zero)
+    return 0
+
+
+@part
+def round_row(a, at, i, y, n):
+    """Round the `n` columns of row `i`, that stands at `y`, as the words from `at` on say (`Wanted.words`)."""
+    for k in range(word(a, at)):
+        record, zero = word(a, at + 2 + 2 * k) + i * word(a, at + 1), word(a, at + 3 + 2 * k)
+        for b in range(n // COLUMNS):
+            round_block(y + 4 * COLUMNS * b, record + b * RECORD, zero)
+
+
+# ----------------------------------------------------------------------------------------------------- binding
+
+
+def rounded_bytes(rows: int, columns: int) -> int:
+    """Records [rows, columns / 32]."""
+    return rows * (columns // COLUMNS) * RECORD
+
+
+def rounded(steps: Steps, x: Operand, zero: int, *, for_all: bool) -> Sequence[Operand]:
+    """`x` rounded to 8 bits for weights from whose codes `zero` is subtracted, where each thread finds it; by a step of
+    its own unless an earlier one has done it.
+
+    For a product that all threads share they round the columns that they have of `x`, or all of few rows each for
+    itself, or share the rows.
+    """
+    key = ("rounded", x.tensor, zero)
+    if (found := steps.known(key)) is not None:
+        return found
+    rows, columns, name = math.prod(x.shape[:-1]), x.shape[-1], f"rounded {zero}"
+    nbytes, own, bounds = rounded_bytes(rows, columns), steps.stand_ins(x), steps.columns_of([x])
+    if bounds is not None and (rows > 1 or any(b % COLUMNS for b in bounds)):
+        bounds = None
+    if own is not None or (for_all and bounds is None and steps.is_repeated([x])):
+        made = steps.copies(name, nbytes)
+        parts = [_rounding(o, to, rows, zero, 0, columns) for o, to in zip(own or [x] * len(made), made, strict=True)]
+        steps.deal(round_rows, parts)
+    elif rows == 1 and for_all:
+        made = [steps.scratch(name, nbytes)] * steps.threads
+        bounds = bounds or even_bounds(columns, COLUMNS, steps.threads)
+        steps.deal(round_rows, [_rounding(x, made[0], 1, zero, *pair) for pair in pairwise(bounds)])
+    else:
+        made = [steps.scratch(name, nbytes)] * steps.threads
+        share = _rounding(x, made[0], rows, zero, 0, columns)
+        steps.add(round_rows, share.words, reads=share.reads, writes=share.writes)
+    steps.remember(key, made, [x])
+    return made
+
+
+def _rounding(x: Operand, to: Operand, rows: int, zero: int, first: int, last: int) -> Share:
+    """Columns from `first` to before `last`: of one row, or all of them."""
+    source, skipped = x.part(len(x.shape) - 1, first, last - first), rounded_bytes(1, first)
+    target = to.part(0, skipped, rounded_bytes(rows, last - first))
+    words = [source.address, source.row_step, rows, last - first, target.address, zero]
+    return Share(words, [source], [target])
+
+
+# ------------------------------------------------------------------------------------------ rounded where it is made
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a thread leaves rows of a result: as float32, in one row's memory over and over if nobody reads them, and
+    rounded.  `words` are bytes from thread to thread of that one row, then how to round (`round_row`)."""
+
+    floats: Operand
+    writes: Sequence[Operand]
+    words: Sequence[int]
+
+    @property
+    def step(self) -> int:
+        """Bytes from row to row of float32."""
+        return self.floats.row_step if self.floats in self.writes else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is read of a result: by products with packed weights it rounded, as these tensors, less so much from each
+    code of the weight; whether others read it as float32, and whether threads share one of the products."""
+
+    value: Operand
+    rounded: Sequence[tuple[Tensor, int]]
+    floats: bool
+    for_all: bool
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.value.shape[:-1])
+
+    @property
+    def columns(self) -> int:
+        return self.value.shape[-1]
+
+    @property
+    def zeros(self) -> Sequence[int]:
+        return list(dict.fromkeys(zero for _, zero in self.rounded))
+
+    def records(self, steps: Steps, *, shared: bool) -> Sequence[Sequence[Operand]]:
+        """For each thread memory of its own or for all, for each of `zeros`, as rows of float32; none that a source of
+        the result may still be in."""
+        width, found = rounded_bytes(1, self.columns) // 4, []
+        for zero in self.zeros:
+            made = steps.copies(f"rounded {zero} at once", 4 * self.rows * width, shared=shared)
+            found.append([_laid(o, (self.rows, width), (width, 1)) for o in made])
+        steps.forget([self.value.region])
+        return [[made[thread] for made in found] for thread in range(steps.threads)]
+
+    def target(self, floats: Operand | None, passing: Operand, records: Sequence[Operand]) -> Target:
+        """For all columns or some; `passing` takes the rows if there is no place for them all."""
+        pitch, pairs = rounded_bytes(1, self.columns), zip(records, self.zeros, strict=True)
+        words = [len(records), pitch, *(w for o, zero in pairs for w in (o.address, zero))]
+        if floats is None:
+            return Target(passing, records, [4 * self.columns, *words])
+        return Target(floats, [floats, *records], [0, *words])
+
+    def targets(self, steps: Steps, records: Sequence[Sequence[Operand]], bounds: Sequence[int]) -> list[Target | None]:
+        """For each thread, which makes the columns from ``bounds[i]`` to before ``bounds[i + 1]``; None if that is
+        none."""
+        found: list[Target | None] = []
+        axis, places = len(self.value.shape) - 1, self.passing(steps)
+        for place, made, (first, last) in zip(places, records, pairwise(bounds), strict=False):
+            skipped, width = (rounded_bytes(1, n) // 4 for n in (first, last - first))
+            some = [o.part(1, skipped, width) for o in made]
+            floats = self.value.part(axis, first, last - first) if self.floats else None
+            found.append(self.target(floats, place.part(axis, first, last - first), some) if first < last else None)
+        return found
+
+    def passing(self, steps: Steps) -> Sequence[Operand]:
+        """For each thread memory of one row, that lies as if it were all of them."""
+        shape, nbytes = self.value.shape, 4 * self.columns
+        memory = steps.scratch(f"row of {nbytes}", nbytes * steps.threads)
+        strides = (*(0 for _ in shape[1:]), 1)
+        return [_laid(memory.part(0, nbytes * t, nbytes), shape, strides) for t in range(steps.threads)]
+
+    def remember(self, steps: Steps, records: Sequence[Sequence[Operand]]) -> None:
+        """Let products find what has been rounded."""
+        for tensor, zero in self.rounded:
+            at = self.zeros.index(zero)
+            steps.remember(("rounded", tensor, zero), [made[at] for made in records], [self.value])
+
+
+def _laid(memory: Operand, shape: tuple[int, ...], strides: tuple[int, ...]) -> Operand:
+    tensor = replace(memory.tensor, shape=shape, strides=strides, dtype=DType.F32)
+    return Operand(memory.address, tensor)

@@ -1,0 +1,408 @@
+"""Element by element over rows: operands of any strides whose last axis is dense, or one number for the whole row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+
+from ...operands import Bound, Operand
+from ..compiler import Kernel, Part, kernel, part
+from ..pieces import pieces_of
+from ..simd.vectors import (
+    LANES,
+    Intrinsic,
+    absolute,
+    add,
+    div,
+    float_word,
+    fma,
+    halve,
+    load,
+    load_some,
+    maximum,
+    minimum,
+    mul,
+    power_of_two,
+    round_to_int,
+    splat,
+    splat_from,
+    square_root,
+    store,
+    store_some,
+    sub,
+    sub_int,
+    to_float,
+    where_less,
+    word,
+    zeros,
+)
+from ..steps import Binding, Share, Steps
+from .packing import share
+
+ONE, TWO = np.float32(1), np.float32(2)
+HEAD = 4
+"""Words before the operands: elements of a row, and three counts of rows, outer first."""
+OPERAND = 5
+"""Words of an operand: address, bytes from row to row along the three axes, bytes from element to element."""
+
+
+@part
+def row_address(a, k, i):
+    """Where row `i` of operand `k` begins."""
+    at = HEAD + OPERAND * k
+    outer, inner = word(a, 2), word(a, 3)
+    base = word(a, at)
+    if word(a, 1) * outer == 1:
+        return base + i * word(a, at + 3)
+    rest = i // inner
+    return base + rest // outer * word(a, at + 1) + rest % outer * word(a, at + 2) + i % inner * word(a, at + 3)
+
+
+@part
+def lanes(p, c, n, step):
+    """16 elements of a row from column `c`, or as many as there are; or its one element."""
+    if step == 0:
+        return splat_from(p)
+    if n - c >= LANES:
+        return load(p + 4 * c)
+    return load_some(p + 4 * c, n - c)
+
+
+@part
+def put(p, c, n, value):
+    if n - c >= LANES:
+        store(p + 4 * c, value)
+    else:
+        store_some(p + 4 * c, value, n - c)
+
+
+# ---------------------------------------------------------------------------------------------------- functions
+
+
+@part
+def exp(x):
+    """2**n times a polynomial of degree 6 on [-ln 2 / 2, ln 2 / 2]; relative error below 2e-7, inf and 0 past the
+    range.
+
+    The power is applied in two halves, each of which is a normal number; NaN passes both comparisons.
+    """
+    held = where_less(x, splat(-104.0), splat(-104.0), where_less(splat(90.0), x, splat(90.0), x))
+    n = round_to_int(mul(held, splat(1.4426950408889634)))
+    r = fma(to_float(n), splat(-0.693359375), held)
+    r = fma(to_float(n), splat(2.12194440e-4), r)
+    p = fma(r, splat(1.9875691500e-4), splat(1.3981999507e-3))
+    p = fma(p, r, splat(8.3334519073e-3))
+    p = fma(p, r, splat(4.1665795894e-2))
+    p = fma(p, r, splat(1.6666665459e-1))
+    p = fma(p, r, splat(5.0000001201e-1))
+    p = add(fma(p, mul(r, r), r), splat(1.0))
+    half = halve(n)
+    return mul(mul(p, power_of_two(half)), power_of_two(sub_int(n, half)))
+
+
+@part
+def sigmoid(x):
+    return div(splat(1.0), add(splat(1.0), exp(sub(zeros(), x))))
+
+
+@part
+def silu(x):
+    return div(x, add(splat(1.0), exp(sub(zeros(), x))))
+
+
+@part
+def relu(x):
+    return maximum(x, zeros())
+
+
+@part
+def log1p(x):
+    """The logarithm of ``1 + x`` for x in [0, 1]: 2 artanh(x / (2 + x)), seven terms; error below 3e-8."""
+    z = div(x, add(x, splat(TWO)))
+    y = mul(z, z)
+    p = fma(y, splat(1 / 13), splat(1 / 11))
+    p = fma(p, y, splat(1 / 9))
+    p = fma(p, y, splat(1 / 7))
+    p = fma(p, y, splat(1 / 5))
+    p = fma(p, y, splat(1 / 3))
+    p = fma(p, y, splat(ONE))
+    return mul(add(z, z), p)
+
+
+@part
+def softplus(x):
+    return add(maximum(x, zeros()), log1p(exp(sub(zeros(), absolute(x)))))
+
+
+@part
+def tanh(x):
+    """``1 - 2 / (1 + exp(2 x))``, and x itself where that would lose its digits."""
+    large = sub(splat(ONE), div(splat(TWO), add(splat(ONE), exp(add(x, x)))))
+    y = mul(x, x)
+    p = fma(y, splat(62 / 2835), splat(-17 / 315))
+    p = fma(p, y, splat(2 / 15))
+    p = fma(p, y, splat(-1 / 3))
+    small = fma(mul(p, y), x, x)
+    return where_less(absolute(x), splat(0.25), small, large)
+
+
+@part
+def gelu(x):
+    """``x sigmoid(2 u)`` with ``u = sqrt(2 / pi) (x + 0.044715 x^3)``."""
+    u = mul(splat(1.5957691216057308), fma(mul(mul(x, x), x), splat(0.044715), x))
+    return mul(x, sigmoid(u))
+
+
+@part
+def gelu_quick(x):
+    return mul(x, sigmoid(mul(splat(1.702), x)))
+
+
+@part
+def copy(x):
+    return x
+
+
+@part
+def neg(x):
+    return sub(zeros(), x)
+
+
+@part
+def sqr(x):
+    return mul(x, x)
+
+
+@part
+def swiglu(gate, up):
+    return mul(silu(gate), up)
+
+
+@part
+def geglu(gate, up):
+    return mul(gelu(gate), up)
+
+
+@part
+def geglu_quick(gate, up):
+    return mul(gelu_quick(gate), up)
+
+
+@part
+def reglu(gate, up):
+    return mul(relu(gate), up)
+
+
+UNARY: dict[str, Part | Intrinsic] = {
+    "copy": copy,
+    "exp": exp,
+    "sigmoid": sigmoid,
+    "silu": silu,
+    "relu": relu,
+    "neg": neg,
+    "sqr": sqr,
+    "sqrt": square_root,
+    "abs": absolute,
+    "softplus": softplus,
+    "tanh": tanh,
+    "gelu": gelu,
+    "gelu_quick": gelu_quick,
+}
+GATED: dict[str, Part | Intrinsic] = {
+    "swiglu": swiglu,
+    "reglu": reglu,
+    "geglu": geglu,
+    "geglu_quick": geglu_quick,
+}
+BINARY: dict[str, Part | Intrinsic] = {
+    "add": add,
+    "sub": sub,
+    "mul": mul,
+    "div": div,
+    **GATED,
+}
+
+
+@cache
+def unary(name: str) -> Kernel:
+    """Words: HEAD, then source and target."""
+    function = UNARY[name]
+
+    def body(a, thread, threads):
+        n = word(a, 0)
+        lo, hi = share(word(a, 1) * word(a, 2) * word(a, 3), thread, threads)
+        for i in range(lo, hi):
+            x, y = row_address(a, 0, i), row_address(a, 1, i)
+            for c in range(0, n, LANES):
+                put(y, c, n, function(lanes(x, c, n, 4)))
+        return 0
+
+    return Kernel(f"rows.unary.{name}", body)
+
+
+@cache
+def binary(name: str) -> Kernel:
+    """Words: HEAD, then both sources and the target."""
+    function = BINARY[name]
+
+    def body(a, thread, threads):
+        n, first, second = word(a, 0), word(a, HEAD + 4), word(a, HEAD + OPERAND + 4)
+        lo, hi = share(word(a, 1) * word(a, 2) * word(a, 3), thread, threads)
+        for i in range(lo, hi):
+            x, z, y = row_address(a, 0, i), row_address(a, 1, i), row_address(a, 2, i)
+            for c in range(0, n, LANES):
+                put(y, c, n, function(lanes(x, c, n, first), lanes(z, c, n, second)))
+        return 0
+
+    return Kernel(f"rows.binary.{name}", body)
+
+
+@part
+def affine(x, a, b):
+    return fma(x, splat(a), splat(b))
+
+
+@part
+def clamp(x, low, high):
+    return minimum(maximum(x, splat(low)), splat(high))
+
+
+WITH_NUMBERS = {"scale": affine, "clamp": clamp}
+
+
+@cache
+def with_numbers(name: str) -> Kernel:
+    """Words: HEAD, source, target, then two numbers."""
+    function = WITH_NUMBERS[name]
+
+    def body(a, thread, threads):
+        n, first, second = word(a, 0), float_word(a, HEAD + 2 * OPERAND), float_word(a, HEAD + 2 * OPERAND + 1)
+        lo, hi = share(word(a, 1) * word(a, 2) * word(a, 3), thread, threads)
+        for i in range(lo, hi):
+            x, y = row_address(a, 0, i), row_address(a, 1, i)
+            for c in range(0, n, LANES):
+                put(y, c, n, function(lanes(x, c, n, 4), first, second))
+        return 0
+
+    return Kernel(f"rows.with_numbers.{name}", body)
+
+
+@kernel
+def fill(a, thread, threads):
+    """Words: HEAD, target, then the number."""
+    n, value = word(a, 0), splat(float_word(a, HEAD + OPERAND))
+    lo, hi = share(word(a, 1) * word(a, 2) * word(a, 3), thread, threads)
+    for i in range(lo, hi):
+        for c in range(0, n, LANES):
+            put(row_address(a, 0, i), c, n, value)
+    return 0
+
+
+# ----------------------------------------------------------------------------------------------------- binding
+
+LONGEST = 2048
+"""Elements of a row that is cut from a longer run, so that threads have rows to share."""
+
+
+def rows_of(shape: Sequence[int], operands: Sequence[Operand], *, whole_rows: bool = False) -> list[int] | None:
+    """The words that describe `operands`, broadcast to `shape`, as rows; None if they have no such rows.
+
+    Axes that all operands walk through alike become one; with `whole_rows` the last axis stays as it is.
+    """
+    if any(n not in (1, m) for o in operands for n, m in zip(reversed(o.shape), reversed(shape), strict=False)):
+        return None  # an operand that is tiled
+    strides = [broadcast_strides(o, shape) for o in operands]
+    axes = [(n, *steps) for n, *steps in zip(shape, *strides, strict=True) if n != 1]
+    last = [(shape[-1] if shape else 1, *(s[-1] if s else 0 for s in strides))] if whole_rows else []
+    if whole_rows and axes and shape[-1] != 1:
+        axes.pop()
+    merged = [*axes[:1]]
+    for n, *steps in axes[1:]:
+        before = merged[-1]
+        if all(was == n * now for was, now in zip(before[1:], steps, strict=True)):
+            merged[-1] = (before[0] * n, *steps)
+        else:
+            merged.append((n, *steps))
+    if not whole_rows:
+        last = [merged.pop() if merged else (1, *(1 for _ in operands))]
+    (n, *steps) = last[0]
+    if any(s not in (0, 1) for s in steps) and n > 1:
+        return None
+    if not merged and not whole_rows and n > LONGEST:
+        piece = max(p for p in range(1, LONGEST + 1) if n % p == 0)
+        merged, n = [(n // piece, *(s * piece for s in steps))], piece
+    if len(merged) > 3:
+        return None
+    while len(merged) < 3:
+        merged.insert(0, (1, *(0 for _ in operands)))
+    words = [n, *(axis[0] for axis in merged)]
+    for k, operand in enumerate(operands):
+        step = 4 * steps[k] if n > 1 else 4
+        words += [operand.address, *(4 * axis[k + 1] for axis in merged), step]
+    return words
+
+
+def broadcast_strides(operand: Operand, shape: Sequence[int]) -> list[int]:
+    """Strides in elements as if `operand` had `shape`: 0 where it is repeated."""
+    missing = len(shape) - len(operand.shape)
+    own = [0 if n == 1 else s for n, s in zip(operand.shape, operand.strides, strict=True)]
+    return [0] * missing + own
+
+
+def add_rows(
+    steps: Steps, kernel: Kernel, sources: Sequence[Operand], out: Operand, numbers: Sequence[int] = ()
+) -> bool:
+    """Append a kernel of this file; False if the operands have no rows that it can walk."""
+    whole = _share(sources, out, numbers)
+    if whole is None:
+        return False
+    if (pieces := pieces_of(steps, sources, out)) is not None:
+        cut = zip(*(pieces.of(o) for o in (*sources, out)), strict=True)
+        parts = [None if None in each else _share(each[:-1], each[-1], numbers) for each in cut]
+        if all(
+            part is not None for part, (first, last) in zip(parts, pairwise(pieces.ends), strict=True) if first < last
+        ):
+            steps.deal_columns(kernel, parts, out, pieces.bounds)
+            return True
+    steps.add(kernel, whole.words, reads=sources, writes=[out])
+    return True
+
+
+def _share(sources: Sequence[Operand], out: Operand, numbers: Sequence[int]) -> Share | None:
+    """The words for such a kernel; None if there are none, or nothing to do."""
+    operands = [*sources, out]
+    words = rows_of(out.shape, operands) if all(o.is_float for o in operands) and out.tensor.spec.size else None
+    if words is None or words[-1] != 4 or (len(sources) == 1 and words[HEAD + 4] != 4):
+        return None
+    return Share([*words, *numbers], sources, [out])
+
+
+def _unary(name: str) -> Binding:
+    return lambda steps, call: add_rows(steps, unary(name), [call.operand(0)], call.out)
+
+
+def _binary(name: str) -> Binding:
+    return lambda steps, call: add_rows(steps, binary(name), [call.operand(0), call.operand(1)], call.out)
+
+
+def _with_numbers(name: str, first: str, second: str) -> Binding:
+    return lambda steps, call: add_rows(
+        steps, with_numbers(name), [call.operand(0)], call.out, [call.float(first), call.float(second)]
+    )
+
+
+def _fill(steps: Steps, call: Bound) -> bool:
+    return add_rows(steps, fill, [], call.out, [call.float("value")])
+
+
+BINDINGS = {
+    "scale": _with_numbers("scale", "scale", "bias"),
+    "clamp": _with_numbers("clamp", "min", "max"),
+    "fill": _fill,
+    **{n: _unary(n) for n in UNARY if n != "copy"},
+    **{n: _binary(n) for n in BINARY if n not in GATED},
+    "cont": _unary("copy"),
+}

@@ -1,0 +1,122 @@
+"""What both kernels of attention share: their words, how a score is finished, and powers of two.
+
+Scores are kept in units of log2(e), so that their exponentials are powers of two: scale, cap, slopes and sinks come
+multiplied by it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..compiler import part
+from ..simd.vectors import (
+    LANES,
+    add,
+    add_int,
+    bits_to_float,
+    float_to_bits,
+    fma,
+    lane_0,
+    lanes_above,
+    load,
+    load_long,
+    load_scalar,
+    load_some,
+    load_some_or,
+    mul,
+    shift_left,
+    splat,
+    splat_int,
+    sub,
+    where_less,
+)
+from .rows import tanh
+
+TOKENS, UNITS, SHARED, KEYS, SIZE, WIDTH = range(6)
+"""Words: tokens; groups of heads, of all sequences; heads of a group; keys; elements of a key and of a value."""
+Q_STEP, K_STEP, V_STEP, MASK_STEP, OUT_STEP = range(6, 11)
+"""Bytes from token to token, or from key to key."""
+FACTOR, CAP, HEADS, SCRATCH, SCRATCH_BYTES = range(11, 16)
+"""Scale and cap as float32; the heads; scratch and how much of it a thread has."""
+PARTS, CHUNKS, SPAN = 16, 17, 16
+"""Of few tokens: partial results, and into how many parts the keys are cut; of many: tokens of a unit."""
+Q, K, V, MASK, OUT, SLOPE, SINK = range(0, 56, 8)
+"""Bytes into the words of a head: addresses for its first token and key, the slope as float32, where its sink is."""
+HEAD = 56
+"""Bytes of a head."""
+
+LOWEST = np.float32(-3.0e38)
+"""Below every score that is not masked."""
+ONE, NONE, MINUS_INFINITY = np.float32(1), np.float32(0), np.float32(-np.inf)
+"""Numba takes a number of Python for float64."""
+LOG2_E = np.float32(np.log2(np.e))
+ROUNDS = 12582912.0
+"""1.5 * 2**23: added to a small number, it leaves an integer in the low bits."""
+
+
+@part
+def power(x):
+    """``2**x`` for x <= 0, relative error below 2e-7; exactly 0 from -127 downwards; NaN stays.
+
+    A polynomial of degree 5 on [-1/2, 1/2], 1 at 0; the integer is added to the exponent.
+    """
+    held = where_less(x, splat(-127.0), splat(-127.0), x)
+    n = add(held, splat(ROUNDS))
+    r = sub(held, sub(n, splat(ROUNDS)))
+    p = fma(r, splat(1.3264727094e-03), splat(9.6715126824e-03))
+    p = fma(p, r, splat(5.5507337439e-02))
+    p = fma(p, r, splat(2.4022242085e-01))
+    p = fma(p, r, splat(6.9314697760e-01))
+    p = fma(p, r, splat(1.0))
+    return bits_to_float(add_int(float_to_bits(p), shift_left(float_to_bits(n), splat_int(23))))
+
+
+@part
+def power_of(x):
+    return lane_0(power(splat(x)))
+
+
+@part
+def round_up(n, step):
+    return (n + step - 1) // step * step
+
+
+@part
+def greater(x, y):
+    """The larger of each lane, of y where x is NaN."""
+    return where_less(y, x, x, y)
+
+
+@part
+def finished(x, hidden, cap, slope):
+    """Scores of scaled products of queries and keys: capped, and the mask added."""
+    if cap > NONE:
+        x = mul(tanh(x), splat(cap))
+    return fma(splat(slope), hidden, x)
+
+
+@part
+def sink_of(head):
+    return load_scalar(load_long(head + SINK)) * LOG2_E
+
+
+@part
+def mask_lanes(seen, s, keys):
+    """The mask of 16 keys; -inf past the last one."""
+    if keys - s >= LANES:
+        return load(seen + 4 * s)
+    return load_some_or(seen + 4 * s, keys - s, splat(MINUS_INFINITY))
+
+
+@part
+def seen_lanes(mask):
+    """A bit for each key that may be seen."""
+    return lanes_above(mask, splat(LOWEST))
+
+
+@part
+def some(p, count):
+    """16 elements, or as many as there are and zeros."""
+    if count >= LANES:
+        return load(p)
+    return load_some(p, count)

@@ -1,0 +1,64 @@
+"""Two vectors folded into one that has a number for each: the first in eight lanes, the second in the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+
+from . import vectors as simd
+from .vectors import ADDRESS, FLOATS, INTS, LANES, NOTHING, intrinsic, llvm_type
+
+HALF = LANES // 2
+_F, _I = llvm_type(FLOATS), llvm_type(INTS)
+
+
+def _lanes(order: Sequence[int]) -> ir.Constant:
+    return ir.Constant(ir.VectorType(ir.IntType(32), len(order)), list(order))
+
+
+def _fold(b: Any, x: Any, y: Any, fold: Callable[[Any, Any], Any]) -> Any:
+    low, high = ([*range(s, s + HALF), *range(s + LANES, s + LANES + HALF)] for s in (0, HALF))
+    found = fold(b.shuffle_vector(x, y, _lanes(low)), b.shuffle_vector(x, y, _lanes(high)))
+    for distance in (4, 2, 1):
+        found = fold(found, b.shuffle_vector(found, found, _lanes([i ^ distance for i in range(LANES)])))
+    return found
+
+
+@intrinsic(FLOATS, FLOATS, FLOATS)
+def largest_magnitudes(b, x, y):
+    """NaN where one is, whose bits are the largest integer."""
+    mask = ir.Constant(_I, [0x7FFFFFFF] * LANES)
+    x, y = (b.and_(b.bitcast(v, _I), mask) for v in (x, y))
+    return b.bitcast(_fold(b, x, y, lambda u, v: b.select(b.icmp_signed(">", u, v), u, v)), _F)
+
+
+@intrinsic(INTS, INTS, INTS)
+def totals(b, x, y):
+    """Sums of all lanes."""
+    return _fold(b, x, y, b.add)
+
+
+@intrinsic(FLOATS, FLOATS)
+def of_first(b, x):
+    """What belongs to the first, in every lane."""
+    return b.shuffle_vector(x, x, _lanes([0] * LANES))
+
+
+@intrinsic(FLOATS, FLOATS)
+def of_second(b, x):
+    return b.shuffle_vector(x, x, _lanes([HALF] * LANES))
+
+
+@intrinsic(FLOATS, FLOATS)
+def both_and_second(b, x):
+    """The sum of both numbers, then the second."""
+    swapped = b.shuffle_vector(x, x, _lanes([*range(HALF, LANES), *range(HALF)]))
+    return b.shuffle_vector(b.fadd(x, swapped), x, _lanes([*range(HALF), *range(LANES + HALF, 2 * LANES)]))
+
+
+@intrinsic(NOTHING, ADDRESS, FLOATS)
+def store_pair(b, a, x):
+    """Both numbers as float32."""
+    simd.store_long.body(b, a, b.bitcast(b.shuffle_vector(x, x, _lanes([0, HALF])), ir.IntType(64)))

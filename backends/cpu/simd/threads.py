@@ -1,0 +1,44 @@
+"""Between threads: shared words, the clock, and calls of kernels."""
+
+from __future__ import annotations
+
+import sys
+
+from llvmlite import ir
+
+from .vectors import ADDRESS, NOTHING, _call, _i32, _i64, _pointer, intrinsic
+
+
+@intrinsic(ADDRESS, ADDRESS, ADDRESS)
+def fetch_add(b, a, n):
+    return b.atomic_rmw("add", _pointer(b, a, _i64), n, "seq_cst")
+
+
+load_shared = intrinsic(ADDRESS, ADDRESS)(lambda b, a: b.load_atomic(_pointer(b, a, _i64), "acquire", 8))
+store_shared = intrinsic(NOTHING, ADDRESS, ADDRESS)(
+    lambda b, a, v: b.store_atomic(v, _pointer(b, a, _i64), "release", 8)
+)
+
+
+@intrinsic(ADDRESS)
+def give_way(b):
+    """Let another thread have the core."""
+    return b.sext(_call(b, "sched_yield", _i32), _i64)
+
+
+@intrinsic(ADDRESS)
+def now(b):
+    """Nanoseconds of a clock that only goes forward (``CLOCK_MONOTONIC``)."""
+    with b.goto_entry_block():
+        time = b.alloca(ir.ArrayType(_i64, 2))
+    clock = ir.Constant(_i32, 6 if sys.platform == "darwin" else 1)
+    _call(b, "clock_gettime", _i32, clock, time)
+    parts = [b.load(b.gep(time, [ir.Constant(_i32, 0), ir.Constant(_i32, i)])) for i in (0, 1)]
+    return b.add(b.mul(parts[0], ir.Constant(_i64, 10**9)), parts[1])
+
+
+@intrinsic(ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS)
+def call(b, function, arguments, thread, threads):
+    """Call the kernel at an address."""
+    kind = ir.FunctionType(_i64, [_i64] * 3)
+    return b.call(b.inttoptr(function, kind.as_pointer()), [arguments, thread, threads])

@@ -1,0 +1,268 @@
+"""Several vectors as one value, and products of a packed block with several rows of activations at once.
+
+Rows take turns, dot product by dot product: an instruction that adds to the result of the last one waits for it, and
+only other rows have work meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+
+from . import vectors as simd
+from .vectors import ADDRESS, BYTES, FLOATS, INTS, LANES, NOTHING, Intrinsic, intrinsic, several
+
+VECTORS = 8
+"""Vectors of codes in 32 columns."""
+CODES = several(BYTES, VECTORS)
+_CHAR = ir.IntType(8).as_pointer()
+
+RECORD, SCALES, STARTS, SUMS = 56, 32, 40, 48
+"""Bytes of 32 rounded activations, and where what follows the codes stands in them: the scales of both halves, minus
+`ONE_AND_A_HALF` times these, then two sums.  The sums are of what the codes stand for, in all columns and in the second
+half; or, as int32, what products of either half begin with: minus the sum of the codes times what is subtracted from a
+weight's code."""
+
+ONE_AND_A_HALF, ITS_BITS = 1.5 * 2**23, 0x4B400000
+"""Products are added up in the lowest bits of this float32, in which they count ones: what it is more can be read as a
+float32, without a conversion, which has to wait for the unit that multiplies."""
+
+
+def bundle(b: Any, values: Sequence[Any]) -> Any:
+    whole = ir.Constant(ir.ArrayType(values[0].type, len(values)), ir.Undefined)
+    for i, value in enumerate(values):
+        whole = b.insert_value(whole, value, i)
+    return whole
+
+
+def members(b: Any, whole: Any) -> list[Any]:
+    return [b.extract_value(whole, i) for i in range(whole.type.count)]
+
+
+def _at(b: Any, address: Any, offset: int) -> Any:
+    """So many bytes on.  As a pointer on its way: sums of integers LLVM turns around, until each is a register."""
+    pointer = b.gep(b.inttoptr(address, _CHAR), [ir.Constant(address.type, offset)], inbounds=True)
+    return b.ptrtoint(pointer, address.type)
+
+
+def _record(b: Any, row: Any, at: Any, offset: int = 0) -> Any:
+    pointer = b.gep(b.inttoptr(row, _CHAR), [at], inbounds=True)
+    return b.ptrtoint(b.gep(pointer, [ir.Constant(at.type, offset)], inbounds=True), at.type)
+
+
+# -------------------------------------------------------------------------------------------------------- codes
+
+
+def codes_of(widths: tuple[int, ...], table: Intrinsic | None = None) -> Intrinsic:
+    """``(p, h) -> codes``: of as many bits each as the first width says from the plane at `p`, with those of a second
+    one on top from the plane at `h`, or looked up in a table."""
+
+    @intrinsic(CODES, ADDRESS, ADDRESS)
+    def codes(b, p, h):
+        found = _fields(b, p, widths[0])
+        for high in widths[1:]:
+            tops = [b.shl(x, simd.bytes_of(widths[0])) for x in _fields(b, h, high)]
+            found = [b.or_(x, y) for x, y in zip(found, tops, strict=True)]
+        if table is not None:
+            found = [simd.look_up.body(b, table.body(b), x) for x in found]
+        return bundle(b, found)
+
+    return codes
+
+
+def _fields(b: Any, plane: Any, width: int) -> list[Any]:
+    """Vector j is field ``j % fields`` of each byte of vector ``j // fields`` of the plane."""
+    fields, mask = 8 // width, simd.bytes_of((1 << width) - 1)
+    vectors = [simd.load_bytes.body(b, _at(b, plane, 64 * i)) for i in range(width)]
+    return [b.and_(b.lshr(vectors[j // fields], simd.bytes_of(j % fields * width)), mask) for j in range(VECTORS)]
+
+
+@intrinsic(NOTHING, ADDRESS, CODES)
+def store_codes(b, to, codes):
+    for i, vector in enumerate(members(b, codes)):
+        simd.store_bytes.body(b, _at(b, to, 64 * i), vector)
+
+
+@intrinsic(CODES, ADDRESS)
+def load_codes(b, p):
+    return bundle(b, [simd.load_bytes.body(b, _at(b, p, 64 * i)) for i in range(VECTORS)])
+
+
+# ------------------------------------------------------------------------------------------------ rows at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Intrinsics for some rows of activations, whose addresses are one value, and one or two groups of the weight,
+    whose codes, scales and biases are arguments of their own.
+
+    ``rows(p, step, n)``: every `step` bytes from `p`, the last of `n` again where fewer are left.
+    ``chosen(slots, n, used, shared, p, step)``: of the rows that slots of a mixture read.
+    ``dots[half](codes..., rows, at)``: products with the records at `at` in one half of the columns, in the low bits of
+    `ONE_AND_A_HALF`; ``centred[half]``: begun with the negative share of what is subtracted from each code.
+    ``scaled(acc, low, high, scales..., rows, at)``: what the products of both halves add to sums, where the weight has
+    one scale for both; ``scaled_half[half](acc, x, scales..., rows, at)`` where it has two.
+    ``biased(acc, biases..., rows, at)``: what biases add, times the float32 at `at`.
+    ``outer(acc, weights..., rows, at)``: add products of one column of float32 weights with the float32 at `at`.
+    ``put(rows, acc, left)``: store the lanes of which `left` exist; ``save(p, acc)``, ``saved(p)``: all side by side.
+    """
+
+    rows: Intrinsic
+    chosen: Intrinsic
+    zeros: Intrinsic
+    dots: Sequence[Intrinsic]
+    centred: Sequence[Intrinsic]
+    scaled: Intrinsic
+    scaled_half: Sequence[Intrinsic]
+    biased: Intrinsic
+    outer: Intrinsic
+    put: Intrinsic
+    save: Intrinsic
+    saved: Intrinsic
+
+
+@cache
+def tile(count: int, groups: int) -> Tile:
+    """A tile of `count` rows of activations by `groups` of 16 rows of the weight.  The sums of the first row come
+    first."""
+    rows_of = several(ADDRESS, count)
+    sums_of, ints_of = several(FLOATS, count * groups), several(INTS, count * groups)
+    places = [(i, g) for i in range(count) for g in range(groups)]
+
+    def smaller(b: Any, i: int, n: Any) -> Any:
+        last, number = b.sub(n, ir.Constant(n.type, 1)), ir.Constant(n.type, i)
+        return b.select(b.icmp_signed("<", number, last), number, last)
+
+    @intrinsic(rows_of, ADDRESS, ADDRESS, ADDRESS)
+    def rows(b, p, step, n):
+        return bundle(b, [b.add(p, b.mul(step, smaller(b, i, n))) for i in range(count)])
+
+    @intrinsic(rows_of, *[ADDRESS] * 6)
+    def chosen(b, slots, n, used, shared, p, step):
+        found = []
+        for i in range(count):
+            slot = simd.load_int.body(b, b.add(slots, b.mul(smaller(b, i, n), ir.Constant(n.type, 4))))
+            token, place = b.udiv(slot, used), b.urem(b.urem(slot, used), shared)
+            found.append(b.add(p, b.mul(step, b.add(b.mul(token, shared), place))))
+        return bundle(b, found)
+
+    @intrinsic(sums_of)
+    def zeros(b):
+        return bundle(b, [simd.zeros.body(b)] * len(places))
+
+    def dots(columns: range, start: int | None) -> Intrinsic:
+        @intrinsic(ints_of, *[CODES] * groups, rows_of, ADDRESS)
+        def made(b, *given):
+            *codes, rows, at = given
+            vectors, records = [members(b, c) for c in codes], [_record(b, row, at) for row in members(b, rows)]
+            first = [_first(b, record, start) for record in records]
+            sums = {(i, g): first[i] for i, g in places}
+            if alone := len(places) == 1:  # nobody to take turns with: a second chain does
+                sums[1, 0] = simd.no_ints.body(b)
+            for j in columns:
+                for i, record in enumerate(records):
+                    four = simd.four_everywhere.body(b, _at(b, record, 4 * j))
+                    for g in range(groups):
+                        turn = (j % 2, 0) if alone else (i, g)
+                        sums[turn] = simd.dot4.body(b, sums[turn], vectors[g][j], four)
+            return bundle(b, [b.add(*sums.values())] if alone else [sums[place] for place in places])
+
+        return made
+
+    def ones(b: Any, rows: Any, at: Any, offset: int = 0) -> list[Any]:
+        return [simd.splat_from.body(b, _record(b, row, at, offset)) for row in members(b, rows)]
+
+    def scalings(b: Any, rows: Any, at: Any, half: int) -> list[Callable[[Any], Any]]:
+        """For each row the products of codes times its scale.  That is exact up to one rounding: `STARTS` are."""
+        factors, starts = ones(b, rows, at, SCALES + 4 * half), ones(b, rows, at, STARTS + 4 * half)
+
+        def scaling(factor: Any, start: Any) -> Callable[[Any], Any]:
+            return lambda ints: simd.fma.body(b, simd.bits_to_float.body(b, ints), factor, start)
+
+        return list(map(scaling, factors, starts))
+
+    @intrinsic(sums_of, sums_of, ints_of, ints_of, *[FLOATS] * groups, rows_of, ADDRESS)
+    def scaled(b, acc, low, high, *given):
+        *scales, rows, at = given
+        first, second = (scalings(b, rows, at, half) for half in range(2))
+        found = []
+        for (i, g), total, x, y in zip(places, *(members(b, v) for v in (acc, low, high)), strict=True):
+            found.append(simd.fma.body(b, scales[g], b.fadd(first[i](x), second[i](y)), total))
+        return bundle(b, found)
+
+    def scaled_half(half: int) -> Intrinsic:
+        @intrinsic(sums_of, sums_of, ints_of, *[FLOATS] * groups, rows_of, ADDRESS)
+        def made(b, acc, x, *given):
+            *scales, rows, at = given
+            scalings_of = scalings(b, rows, at, half)
+            found = []
+            for (i, g), total, ints in zip(places, members(b, acc), members(b, x), strict=True):
+                found.append(simd.fma.body(b, scales[g], scalings_of[i](ints), total))
+            return bundle(b, found)
+
+        return made
+
+    @intrinsic(sums_of, sums_of, *[FLOATS] * groups, rows_of, ADDRESS)
+    def biased(b, acc, *given):
+        *biases, rows, at = given
+        sums = ones(b, rows, at)
+        pairs = zip(places, members(b, acc), strict=True)
+        return bundle(b, [simd.fma.body(b, biases[g], sums[i], total) for (i, g), total in pairs])
+
+    @intrinsic(sums_of, sums_of, *[FLOATS] * groups, rows_of, ADDRESS)
+    def outer(b, acc, *given):
+        *weights, rows, at = given
+        values = ones(b, rows, at)
+        pairs = zip(places, members(b, acc), strict=True)
+        return bundle(b, [simd.fma.body(b, weights[g], values[i], total) for (i, g), total in pairs])
+
+    def put_vectors(b: Any, rows: Any, acc: Any, store: Callable[[Any, int, Any], None]) -> None:
+        starts = members(b, rows)
+        for (i, g), total in zip(places, members(b, acc), strict=True):
+            store(_at(b, starts[i], 4 * LANES * g), g, total)
+
+    @intrinsic(NOTHING, rows_of, sums_of, ADDRESS)
+    def put(b, rows, acc, left):
+        whole = b.icmp_signed(">=", left, ir.Constant(left.type, LANES * groups))
+        with b.if_else(whole) as (then, otherwise):
+            with then:
+                put_vectors(b, rows, acc, lambda to, _, total: simd.store.body(b, to, total))
+            with otherwise:
+                lefts = [b.sub(left, ir.Constant(left.type, LANES * g)) for g in range(groups)]
+                put_vectors(b, rows, acc, lambda to, g, total: simd.store_some.body(b, to, total, lefts[g]))
+
+    @intrinsic(NOTHING, ADDRESS, sums_of)
+    def save(b, p, acc):
+        for i, total in enumerate(members(b, acc)):
+            simd.store.body(b, _at(b, p, 4 * LANES * i), total)
+
+    @intrinsic(sums_of, ADDRESS)
+    def saved(b, p):
+        return bundle(b, [simd.load.body(b, _at(b, p, 4 * LANES * i)) for i in range(len(places))])
+
+    halves = range(VECTORS // 2), range(VECTORS // 2, VECTORS)
+    return Tile(
+        rows=rows,
+        chosen=chosen,
+        zeros=zeros,
+        dots=[dots(half, None) for half in halves],
+        centred=[dots(half, SUMS + 4 * i) for i, half in enumerate(halves)],
+        scaled=scaled,
+        scaled_half=[scaled_half(i) for i in range(2)],
+        biased=biased,
+        outer=outer,
+        put=put,
+        save=save,
+        saved=saved,
+    )
+
+
+def _first(b: Any, record: Any, start: int | None) -> Any:
+    """What a chain of dot products begins with: no products, or the int32 that stands `start` bytes into its record."""
+    if start is None:
+        return simd.ints_of(ITS_BITS)
+    return simd.splat_int.body(b, simd.load_int.body(b, _at(b, record, start)))

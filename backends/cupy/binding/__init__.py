@@ -1,0 +1,1 @@
+"""How instructions become launches: words, chains, axes, packed weights."""

@@ -1,0 +1,111 @@
+"""How several operands are walked together: common axes, each with a step for every operand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ...operands import Operand, need
+from .launches import Word
+
+MOST = 10
+"""Axes that kernels know: five, each of which may be split into tiles."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """Axes from the outermost; ``steps[k]`` are the strides of operand k along them, in elements, 0 where it is
+    repeated.  Axes that all operands walk alike are one."""
+
+    sizes: tuple[int, ...]
+    steps: tuple[tuple[int, ...], ...]
+
+    @property
+    def count(self) -> int:
+        found = 1
+        for n in self.sizes:
+            found *= n
+        return found
+
+    @property
+    def words(self) -> list[Word]:
+        """The fields of a kernel's `Axes`."""
+        return [len(self.sizes), *_filled(self.sizes, 1)]
+
+    def walk(self, k: int, operand: Operand) -> list[Word]:
+        """The fields of a kernel's `Walk` over operand k."""
+        return [operand, *_filled(self.steps[k], 0)]
+
+
+def _filled(values: Sequence[int], rest: int) -> list[Word]:
+    return [*values, *([rest] * (MOST - len(values)))]
+
+
+def axes_of(shape: Sequence[int], operands: Sequence[Operand]) -> Axes:
+    """The axes of `shape`, to which the operands are repeated: broadcast, or as tiles (index modulo size)."""
+    axes: list[tuple[int, ...]] = []
+    for axis, m in enumerate(reversed(shape)):
+        own = [_axis(o, axis) for o in operands]
+        tiles = {n for n, _ in own if n not in (1, m)}
+        need(len(tiles) <= 1, "operands are tiled in different ways")
+        if not tiles:
+            axes.insert(0, (m, *(0 if n == 1 else s for n, s in own)))
+            continue
+        (size,) = tiles
+        axes.insert(0, (size, *(0 if n == 1 else s for n, s in own)))
+        axes.insert(0, (m // size, *(s * size if n == m else 0 for n, s in own)))
+    merged = _merged(axes)
+    return Axes(tuple(a[0] for a in merged), tuple(tuple(a[k + 1] for a in merged) for k in range(len(operands))))
+
+
+def _axis(operand: Operand, axis: int) -> tuple[int, int]:
+    """Size and stride of an axis, counted from the last."""
+    if axis >= len(operand.shape):
+        return 1, 0
+    return operand.shape[-1 - axis], operand.strides[-1 - axis]
+
+
+def _merged(axes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    merged: list[tuple[int, ...]] = []
+    for n, *steps in axes:
+        if n == 1:
+            continue
+        before = merged[-1] if merged else None
+        if before is not None and all(was == n * now for was, now in zip(before[1:], steps, strict=True)):
+            merged[-1] = (before[0] * n, *steps)
+        else:
+            merged.append((n, *steps))
+    return merged
+
+
+def row_heads(x: Operand) -> Operand:
+    """Where the rows of `x` begin: all axes but the last."""
+    return replace(x, tensor=replace(x.tensor, shape=x.shape[:-1], strides=x.strides[:-1]))
+
+
+def expanded(shape: Sequence[int], operands: Sequence[Operand], divides: int) -> tuple[tuple[int, ...], list[Operand]]:
+    """`shape` and operands of as many axes (or fewer) with axes of shape cut in two where that of operand number
+    `divides` is a divisor: an outer axis along which it walks, and an inner one, neighbours that all have one of its
+    entries."""
+    ahead = len(shape) - len(operands[divides].shape)
+    sizes = (1,) * ahead + operands[divides].shape
+    cut = [i for i, (n, m) in enumerate(zip(sizes, shape, strict=True)) if n not in (1, m)]
+    new: list[int] = []
+    for i, m in enumerate(shape):
+        new += [sizes[i], m // sizes[i]] if i in cut else [m]
+    return tuple(new), [_cut(o, shape, sizes, cut, own=k == divides) for k, o in enumerate(operands)]
+
+
+def _cut(x: Operand, shape: Sequence[int], sizes: Sequence[int], cut: Sequence[int], *, own: bool) -> Operand:
+    ahead = len(shape) - len(x.shape)
+    new: list[tuple[int, int]] = []
+    for i, (m, s) in enumerate(zip((1,) * ahead + x.shape, (0,) * ahead + x.strides, strict=True)):
+        if i not in cut:
+            new.append((m, s))
+        elif own:
+            new += [(m, s), (1, 0)]
+        else:
+            ratio = shape[i] // sizes[i]
+            new += [(sizes[i], s * ratio), (ratio, s)] if m != 1 else [(1, 0), (1, 0)]
+    strides = tuple(s for _, s in new)
+    return replace(x, tensor=replace(x.tensor, shape=tuple(n for n, _ in new), strides=strides))

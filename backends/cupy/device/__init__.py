@@ -1,0 +1,1 @@
+"""What a CUDA device is asked for: memory, launches, compiled code, transfers."""

@@ -1,0 +1,188 @@
+"""What a CUDA device does for the backend, whether it is one or is emulated; and launches, which are plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from ....graph.dtypes import DType
+from ....graph.errors import BackendError
+from ...base import Array, Device, Tensor
+
+KERNELS = Path(__file__).parent.parent / "kernels"
+Three = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file of kernels, and those instantiations of it that bindings ask for: they are compiled together, once.
+
+    `file` lies in the folder ``kernels``; `names` are C++ expressions such as ``unary<Neg>``; `before` are files that
+    others share with it.
+    """
+
+    file: str
+    names: tuple[str, ...]
+    before: tuple[str, ...] = ()
+
+    def __getitem__(self, name: str) -> Kernel:
+        assert name in self.names, f"{name} is not declared in the source of {self.file}"
+        return Kernel(self, name)
+
+    @property
+    def text(self) -> str:
+        """CUDA C++ that needs no header: the prelude, the files before, then the file."""
+        return "".join(f'#line 1 "{name}"\n{_read(name)}' for name in ("prelude.cuh", *self.before, self.file))
+
+
+@cache
+def _read(name: str) -> str:
+    return (KERNELS / name).read_text("utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One instantiation of a source."""
+
+    source: Source
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.source.file}: {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A word of a launch that is an address, and the bytes that the kernel may touch through it."""
+
+    word: int
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch: its words are the fields of the kernel's struct, 64 bits each; `number` is that of the instruction it
+    belongs to."""
+
+    kernel: Kernel
+    grid: Three
+    block: Three
+    shared_bytes: int
+    words: tuple[int, ...]
+    spans: tuple[Span, ...]
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What a device gives to and takes of a library of collectives: ``all_reduce`` sums `source` of all devices into
+    everybody's `target`, ``send`` gives `source` to device `other`, whose ``receive`` takes it into `target`.
+
+    `source` and `target` are addresses, `count` is in elements of `dtype`.
+    """
+
+    op: str
+    source: int
+    target: int
+    count: int
+    dtype: DType
+    other: int = -1
+
+
+class Ring(Protocol):
+    """One device's end of the communicator of a library of collectives.  Calls raise `BackendError`."""
+
+    def transfer(self, transfers: Sequence[Transfer], stream: int) -> None:
+        """Put transfers into a stream of the device, as one group: none waits for another."""
+
+    def trouble(self) -> str | None:
+        """What went wrong since, if anything."""
+
+    def abort(self) -> None:
+        """End all that waits for other devices, now and later, without a result; the communicator is lost.  It may
+        return late: once nothing is recorded any more that uses it."""
+
+
+class Library(Protocol):
+    """A library of collectives, such as NCCL."""
+
+    name: str
+
+    def identity(self) -> Array:
+        """What one device of a group tells all others, so that they find each other: some words of 64 bits."""
+
+    def join(self, identity: Array, rank: int, size: int, on: Device) -> Ring:
+        """Become member `rank` of a group; it waits until all have called.  Raises `BackendError`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Transfers between launches."""
+
+    ring: Ring
+    transfers: tuple[Transfer, ...]
+    number: int
+
+
+Step = Launch | Exchange
+
+
+class LaunchError(BackendError):
+    """A launch failed; `number` is that of its instruction."""
+
+    def __init__(self, number: int, why: str) -> None:
+        super().__init__(why)
+        self.number = number
+
+
+class Driver(Protocol):
+    """Devices of one kind, and parts of them: each of these has a stream of its own."""
+
+    kind: str
+
+    def devices(self) -> Sequence[Device]:
+        """The devices that are there.  Raises `BackendError` if there can be none, saying what to install."""
+
+    def device(self, index: int) -> Device:
+        """Device number `index`.  Raises `BackendError` if it does not exist, saying what to install or choose."""
+
+    def alloc(self, nbytes: int, on: Device) -> Any:
+        """A zeroed buffer, aligned to 16 bytes at least.  Raises `BackendError` when memory is out."""
+
+    def address(self, buffer: Any) -> int:
+        """Where a buffer begins on its device."""
+
+    def view(self, buffer: Any, tensor: Tensor) -> Any:
+        """The array of `tensor` within `buffer`, in place: it can be indexed, assigned and copied to the host."""
+
+    def are_peers(self, devices: Sequence[Device]) -> bool:
+        """Whether kernels of each of these devices can read and write memory of all of them, from now on."""
+
+    def library(self, devices: Sequence[Device]) -> Library | str:
+        """The library of collectives that can join these devices, or why there is none."""
+
+    def share(self, board: Array, rank: int) -> int:
+        """Where kernels of all devices find memory of the host, which begins a page; device 0 of a group asks first."""
+
+    def prepare(self, kernel: Kernel, on: Device) -> None:
+        """Compile a kernel ahead of time.  Raises `BackendError` if it does not."""
+
+    def record(self, steps: Sequence[Step], on: Device) -> Callable[[], None]:
+        """What makes these launches and exchanges, in order, each time it is called.
+
+        Raises `BackendError` if a kernel does not compile; the call raises `LaunchError`.
+        """
+
+    def is_done(self, on: Device) -> bool:
+        """Whether everything that was launched is done, or has failed."""
+
+    def timed(self, runs: Sequence[Callable[[], None]], on: Device) -> list[float]:
+        """Make `runs`, which `record` gave, one after the other; the seconds that each takes on the device.  One that
+        the device ends before the host has made the next takes as long as that."""
+
+    def synchronise(self, on: Device) -> None:
+        """Wait until everything that was launched is done.  Raises `BackendError` if something failed."""

@@ -1,0 +1,90 @@
+"""NCCL, through CuPy: collectives of devices that do not reach each other's memory, or that have much to say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ....graph.dtypes import DType
+from ....graph.errors import BackendError
+from ...base import Array, Device
+from .driver import Transfer
+
+TYPES = {
+    DType.F32: "NCCL_FLOAT32",
+    DType.BF16: "NCCL_BFLOAT16",
+    DType.I8: "NCCL_INT8",
+    DType.I32: "NCCL_INT32",
+    DType.I64: "NCCL_INT64",
+}
+
+
+def nccl(cupy: Any, load: Callable[[], Any]) -> Nccl | str:
+    """NCCL as `load` imports it from CuPy, or why there is none."""
+    try:
+        found = load()
+        if not getattr(found, "available", False):
+            return "this CuPy has no NCCL (on Linux: pip install nvidia-nccl-cu13, or nvidia-nccl-cu12)"
+        version = int(found.get_version())
+    except (ImportError, RuntimeError) as why:
+        return f"NCCL does not load: {' '.join(str(why).split())}"
+    return Nccl(cupy, found, version)
+
+
+class Nccl:
+    """The library; one thread calls for each device."""
+
+    def __init__(self, cupy: Any, nccl: Any, version: int) -> None:
+        self.cupy, self.nccl = cupy, nccl
+        self.name = f"NCCL {version // 10000}.{version // 100 % 100}.{version % 100}"
+
+    def identity(self) -> Array:
+        return np.array(self.nccl.get_unique_id(), np.int64)  # a word each: the sign of C's char differs by machine
+
+    def join(self, identity: Array, rank: int, size: int, on: Device) -> NcclRing:
+        try:
+            with self.cupy.cuda.Device(on.index):
+                return NcclRing(self.nccl, self.nccl.NcclCommunicator(size, tuple(identity.tolist()), rank))
+        except self.nccl.NcclError as why:
+            raise BackendError(f"{on} cannot join a group of {size} devices with {self.name}: {why}") from None
+
+
+class NcclRing:
+    """A communicator; it must outlive every graph that has a call of it."""
+
+    def __init__(self, nccl: Any, communicator: Any) -> None:
+        self.nccl, self.communicator = nccl, communicator
+
+    def transfer(self, transfers: Sequence[Transfer], stream: int) -> None:
+        nccl = self.nccl
+        try:
+            nccl.groupStart()
+            try:
+                for t in transfers:
+                    self._call(t, getattr(nccl, TYPES[t.dtype]), stream)
+            finally:
+                nccl.groupEnd()
+        except nccl.NcclError as why:
+            raise BackendError(f"NCCL: {why}") from None
+
+    def _call(self, t: Transfer, dtype: int, stream: int) -> None:
+        match t.op:
+            case "all_reduce":
+                self.communicator.allReduce(t.source, t.target, t.count, dtype, self.nccl.NCCL_SUM, stream)
+            case "send":
+                self.communicator.send(t.source, t.count, dtype, t.other, stream)
+            case _:
+                assert t.op == "receive"
+                self.communicator.recv(t.target, t.count, dtype, t.other, stream)
+
+    def trouble(self) -> str | None:
+        try:
+            self.communicator.check_async_error()
+        except self.nccl.NcclError as why:
+            return str(why)
+        return None
+
+    def abort(self) -> None:
+        self.communicator.abort()

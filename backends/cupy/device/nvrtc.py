@@ -1,0 +1,129 @@
+"""A thin layer over NVRTC, the CUDA compiler as a library: it needs neither a GPU nor CuPy."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import re
+from collections.abc import Mapping
+from ctypes.util import find_library
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+
+from ....graph.errors import BackendError
+from .driver import Source
+
+OPTIONS = ("-std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
+INSTALL = "pip install nvidia-cuda-nvrtc"
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What one thread of a kernel takes, and one block: 32-bit registers, bytes spilled from them to memory, bytes of
+    shared memory that are declared (what a launch sizes comes on top)."""
+
+    registers: int
+    spilled: int
+    shared: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cubin:
+    """The code of a source for one architecture; names and resources by the names of the source."""
+
+    image: bytes
+    lowered: Mapping[str, str]
+    resources: Mapping[str, Resources]
+
+
+@cache
+def nvrtc() -> ctypes.CDLL:
+    """The library, from its wheel or from a CUDA toolkit.  Raises `BackendError` if neither is installed."""
+    for path in (*_in_wheels(), find_library("nvrtc")):
+        if path is not None:
+            for part in Path(path).parent.glob("libnvrtc-builtins.so.*"):  # it looks for this in system folders only
+                ctypes.CDLL(str(part))
+            return ctypes.CDLL(str(path))
+    raise BackendError(f"libnvrtc, which compiles CUDA kernels, is not installed; {INSTALL}")
+
+
+def _in_wheels() -> list[Path]:
+    """Libraries in the wheels of NVIDIA, newest first."""
+    found = importlib.util.find_spec("nvidia")
+    folders = list(found.submodule_search_locations or ()) if found is not None else []
+    matches = (p for f in folders for p in Path(f).glob("*/lib/libnvrtc.so.*") if ".alt." not in p.name)
+    return sorted(matches, reverse=True)
+
+
+def version() -> tuple[int, int]:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _check(nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+    return major.value, minor.value
+
+
+def compile(source: Source, arch: str) -> Cubin:
+    """Machine code for `arch`, such as ``sm_90a``.  Raises `BackendError` with the compiler's first error."""
+    lib, program = nvrtc(), ctypes.c_void_p()
+    text, name = source.text.encode(), source.file.encode()
+    _check(lib.nvrtcCreateProgram(ctypes.byref(program), text, name, 0, None, None))
+    try:
+        for expression in source.names:
+            _check(lib.nvrtcAddNameExpression(program, expression.encode()))
+        options = [o.encode() for o in (*OPTIONS, f"-arch={arch}")]
+        status = lib.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+        log = _bytes(program, "ProgramLog").rstrip(b"\0").decode()
+        if status:
+            errors = [line for line in log.splitlines() if "error" in line] or [log.strip() or _words(status)]
+            raise BackendError(f"{source.file} does not compile for {arch}: {errors[0]}")
+        lowered = MappingProxyType({e: _lowered(program, e) for e in source.names})
+        return Cubin(_bytes(program, "CUBIN"), lowered, _resources(log, lowered))
+    finally:
+        lib.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _words(status: int) -> str:
+    nvrtc().nvrtcGetErrorString.restype = ctypes.c_char_p
+    return str(nvrtc().nvrtcGetErrorString(status).decode())
+
+
+def _check(status: int) -> None:
+    if status:
+        raise BackendError(f"NVRTC: {_words(status)}")
+
+
+def _bytes(program: ctypes.c_void_p, what: str) -> bytes:
+    size = ctypes.c_size_t()
+    _check(nvrtc()[f"nvrtcGet{what}Size"](program, ctypes.byref(size)))
+    buffer = ctypes.create_string_buffer(size.value)
+    _check(nvrtc()[f"nvrtcGet{what}"](program, buffer))
+    return buffer.raw
+
+
+def _lowered(program: ctypes.c_void_p, expression: str) -> str:
+    name = ctypes.c_char_p()
+    _check(nvrtc().nvrtcGetLoweredName(program, expression.encode(), ctypes.byref(name)))
+    assert name.value is not None
+    return name.value.decode()
+
+
+_ENTRY = re.compile(
+    r"Compiling entry function '(\w+)'"
+    r".*?(\d+) bytes spill stores, (\d+) bytes spill loads"
+    r".*?Used (\d+) registers([^\n]*)",
+    re.DOTALL,
+)
+_SHARED = re.compile(r"(\d+) bytes smem")
+
+
+def _resources(log: str, lowered: Mapping[str, str]) -> Mapping[str, Resources]:
+    """What ptxas says of each kernel."""
+    called = {low: name for name, low in lowered.items()}
+    found = {}
+    for entry, stores, loads, registers, rest in _ENTRY.findall(log):
+        if entry not in called:
+            continue  # a kernel of the file that is not asked for
+        shared = _SHARED.search(rest)
+        found[called[entry]] = Resources(int(registers), int(stores) + int(loads), int(shared[1]) if shared else 0)
+    return MappingProxyType(found)

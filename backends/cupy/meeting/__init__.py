@@ -1,0 +1,1 @@
+"""How CUDA devices meet: peers in one memory, rings of NCCL, and who notices that one is lost."""

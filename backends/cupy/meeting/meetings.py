@@ -1,0 +1,128 @@
+"""Collectives of one program that are launched like kernels: over peer addresses, or with a library."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ....graph.dtypes import DType
+from ....ops.collective import int_attr
+from ...base import Array, Comm, Device
+from ...operands import Bound, NoKernelError
+from ..binding.launches import Launches
+from ..device.driver import Driver
+from ..kernels import collective, moves
+from .peers import confirm, introduce
+from .rings import bind as bind_exchange
+from .transport import NARROW_FROM, transport_for
+from .watch import Membership, Memberships, Watch, within
+
+
+class Meetings:
+    """What a program knows of the others of its group; what it has to learn of them it learns before its first run.
+
+    `keep` puts an array into the memory of the device, for as long as the program lives.
+    """
+
+    def __init__(
+        self, comm: Comm, driver: Driver, on: Device, keep: Callable[[Array], Any], memberships: Memberships
+    ) -> None:
+        self.comm, self.driver, self.on, self.keep, self.memberships = comm, driver, on, keep, memberships
+        self.transport = transport_for(comm, driver)
+        self.is_ready = not self.transport.on_devices
+        self._group: collective.Group | None = None
+        self._membership: Membership | None = None
+        self._watch: Watch | None = None
+        self._staging: list[tuple[int, Any]] = []
+
+    def prepare(self) -> None:
+        """Everything but what only the others can tell, so that nobody waits for a compiler."""
+        assert self.comm.board is not None
+        self._board = self.driver.share(self.comm.board, self.comm.rank)
+        self._signals = self.driver.address(self.keep(np.zeros(collective.SIGNAL_WORDS, np.int64)))
+        self._narrow_from = NARROW_FROM if self.comm.wire is DType.BF16 else None
+        for source in (collective.SOURCE, moves.SOURCE):  # the last copies
+            for name in source.names:
+                self.driver.prepare(source[name], self.on)
+
+    def learn(self, calls: Sequence[Bound], record: Callable[[], None]) -> None:
+        """Meet all others and hear where their memory is, then record what is launched.  Raises `BackendError`."""
+        comm, library = self.comm, self.transport.library
+        offers = {int_attr(call.attrs["sequence"]): collective.offer_of(call) for call in calls}
+        me = collective.Peer(self._signals, self._wire(calls), offers)
+        self.driver.synchronise(self.on)  # the signals are zeros from now on, whoever asks
+        self._group = introduce(comm, me, self._board, self._narrow_from)
+        if library is None:
+            record()
+        else:
+            self._membership = self.memberships.joined(comm, library, self.on)
+            self._watch = Watch(comm, self.driver, self.on, self._membership)
+            within(comm.timeout, record, f"{self.on}, recording with {library.name}")
+        confirm(comm)
+        self.is_ready = True
+
+    def _wire(self, calls: Sequence[Bound]) -> int:
+        """Where the device has room for the largest sum that is sent in 16 bits; 0 if there is none."""
+        sums = [math.prod(call.out.shape) for call in calls if call.op == "all_reduce" and call.out.is_float]
+        counts = [n for n in sums if self._narrow_from is not None and n >= self._narrow_from]
+        return self.driver.address(self.keep(np.zeros(max(counts), np.int16))) if counts else 0
+
+    def begin(self, launches: Launches) -> None:
+        """Append what is launched at the beginning of a run."""
+        if self._group is not None:
+            launches.number = 0
+            collective.launch_begin(launches, self._group)
+
+    def launch(self, launches: Launches, call: Bound) -> bool:
+        """Append a collective, if there are kernels or a library for it; all devices get the same answer."""
+        group, membership = self._group, self._membership
+        if group is None:
+            return False
+        try:
+            if membership is not None and self.transport.takes_library(_largest(call, group)):
+                self._with_staging(launches, partial(bind_exchange, launches, call, group, membership.ring))
+            elif self.transport.are_peers:
+                collective.bind(launches, call, group)
+            else:
+                return False
+        except NoKernelError:
+            return False
+        return True
+
+    def _with_staging(self, launches: Launches, bind: Callable[[], None]) -> None:
+        """Bind at no address, to see what memory it asks for, then at that memory, which all meetings share: they come
+        one after the other."""
+        items, faults, launches.scratch_at, launches.taken = len(launches.items), len(launches.faults), 0, 0
+        bind()
+        wanted = launches.taken
+        del launches.items[items:], launches.faults[faults:]
+        if wanted > (self._staging[-1][0] if self._staging else 0):
+            self._staging.append((wanted, self.keep(np.zeros(wanted, np.int8))))
+        launches.scratch_at = self.driver.address(self._staging[-1][1]) if self._staging else 0
+        launches.taken = 0
+        bind()
+
+    def check(self) -> None:
+        """Raises `BackendError` where the group was lost in an earlier run."""
+        if self._watch is not None:
+            self._watch.check()
+
+    def wait(self) -> None:
+        """Until everything that was launched is done.  Raises `LostError` where another device does not come."""
+        if self._watch is None:
+            self.driver.synchronise(self.on)
+        else:
+            self._watch.wait()
+
+
+def _largest(call: Bound, group: collective.Group) -> int:
+    """Bytes of the largest operand that a device has in a collective, which all of them know."""
+    sequence = int_attr(call.attrs["sequence"])
+    if call.op in ("send", "receive"):
+        sender = group.rank if call.op == "send" else int_attr(call.attrs["source"])
+        return group.offer(sender, sequence).source.tensor.spec.nbytes
+    return max(x.tensor.spec.nbytes for o in group.offers(sequence) for x in (o.source, o.target))

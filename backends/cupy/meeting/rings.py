@@ -1,0 +1,190 @@
+"""Collectives with a library that knows how to sum on all devices, and how to pass dense bytes from one to another.
+
+Every device passes each other one what that needs of it, all at once; pieces that do not lie together are packed
+before and unpacked after.  So any cut works, and sums of pieces are taken in order of the devices, as everywhere else;
+only the library's own sum over all has an order that it chooses, the same on all devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from ....graph.dtypes import DType
+from ....graph.errors import BackendError
+from ....graph.node import Attrs
+from ....ops.collective import int_attr, runs_of
+from ...base import Tensor, contiguous_strides
+from ...meeting import Index, Pairs, exchanged, gathered, scattered
+from ...operands import Bound, Operand, need
+from ..binding.launches import Launches
+from ..device.driver import Exchange, Ring, Transfer
+from ..kernels.collective import (
+    MOST_DEVICES,
+    TYPES,
+    Group,
+    launch_mark,
+    launch_narrow,
+    launch_take,
+    launch_widen,
+    piece,
+)
+from ..kernels.elementwise import MOST_ELEMENTS
+from ..kernels.moves import launch_copy
+
+SUMMED = (DType.F32, DType.I8, DType.I32, DType.I64)
+Needs = Callable[[Attrs, int, int], Pairs]
+"""What a receiver (the second) needs of a sender (the third): where it goes, where the sender has it."""
+
+
+def bind(launches: Launches, call: Bound, group: Group, ring: Ring) -> None:
+    """Append a collective.  Raises `NoKernelError` on all devices of the group, or on none."""
+    EXCHANGES[call.op](launches, call, group, ring)
+
+
+def _exchange(launches: Launches, call: Bound, group: Group, ring: Ring, transfers: Iterable[Transfer]) -> None:
+    """Transfers between marks that tell where the device is."""
+    if made := tuple(t for t in transfers if t.count):
+        launch_mark(launches, call, group, has_results=0)
+        launches.items.append(Exchange(ring, made, launches.number))
+        launch_mark(launches, call, group, has_results=1)
+
+
+def _bytes(op: str, x: Operand, other: int) -> Transfer:
+    """Of a dense operand."""
+    return Transfer(op, x.address, x.address, x.tensor.spec.nbytes, DType.I8, other)
+
+
+def _all_reduce(launches: Launches, call: Bound, group: Group, ring: Ring) -> None:
+    offers = group.offers(int_attr(call.attrs["sequence"]))
+    if len({(o.source.shape, o.source.dtype) for o in offers}) > 1:
+        raise BackendError("devices sum values that are not alike: the plans of the devices do not match")
+    source, out = call.operand(0), call.out
+    need(out.dtype in SUMMED and out.dtype is source.dtype, f"the library has no sums of {out.dtype}")
+    need(math.prod(out.shape) < MOST_ELEMENTS, "operands are too large")
+    own = _packed(launches, [source])
+    total = out if out.is_dense else launches.scratch(out.shape, out.dtype)
+    count = math.prod(out.shape)
+    if group.narrows(out):
+        wire = launches.scratch((count,), DType.BF16)
+        launch_narrow(launches, own, wire)
+        sums = Transfer("all_reduce", wire.address, wire.address, count, DType.BF16)
+        _exchange(launches, call, group, ring, [sums])
+        launch_widen(launches, wire, total, group)
+    else:
+        sums = Transfer("all_reduce", own.address, total.address, count, out.dtype)
+        _exchange(launches, call, group, ring, [sums])
+    if total is not out:
+        launch_copy(launches, total, out)
+
+
+def _pieces(needs: Needs, *, is_sum: bool = False) -> Meeting:
+    """A collective in which everybody takes pieces out of what the others have, or sums them."""
+
+    def bound(launches: Launches, call: Bound, group: Group, ring: Ring) -> None:
+        offers = group.offers(int_attr(call.attrs["sequence"]))
+        everything = [x for o in offers for x in (o.source, o.target)]
+        need(all(x.dtype is call.out.dtype and x.dtype in TYPES for x in everything), "operands are of several types")
+        need(max(math.prod(x.shape) for x in everything) < MOST_ELEMENTS, "operands are too large")
+        need(not is_sum or len(offers) <= MOST_DEVICES, "so many devices are not summed")
+        own, out, me = call.operand(0), call.out, group.rank
+        others = [d for d in range(len(offers)) if d != me]
+        outgoing = _messages(launches, own, {d: [index for _, index in needs(call.attrs, d, me)] for d in others})
+        incoming = {d: _room(launches, out, needs(call.attrs, me, d), is_sum) for d in others}
+        transfers = [_bytes("send", message, d) for d, message in outgoing.items()]
+        transfers += [_bytes("receive", message, d) for d, (message, _) in incoming.items()]
+        _exchange(launches, call, group, ring, transfers)
+        came = {d: parts for d, (_, parts) in incoming.items()}
+        came[me] = [piece(own, index) for _, index in needs(call.attrs, me, me)]
+        targets = {d: [piece(out, into) for into, _ in needs(call.attrs, me, d)] for d in range(len(offers))}
+        if is_sum:
+            for number, target in enumerate(targets[me]):
+                launch_take(launches, [came[d][number] for d in range(len(offers))], target, group)
+            return
+        for d, parts in came.items():
+            for part, target in zip(parts, targets[d], strict=True):
+                if part.address != target.address:
+                    launch_copy(launches, part, target)
+
+    return bound
+
+
+def _messages(launches: Launches, x: Operand, indices: Mapping[int, Sequence[Index]]) -> dict[int, Operand]:
+    """What goes to each device, dense; the same for several is packed once."""
+    made: dict[str, Operand] = {}
+    found = {}
+    for device, wanted in indices.items():
+        if (key := str(wanted)) not in made:
+            made[key] = _packed(launches, [piece(x, index) for index in wanted])
+        found[device] = made[key]
+    return found
+
+
+def _packed(launches: Launches, parts: Sequence[Operand]) -> Operand:
+    """Parts one behind the other: itself, where there is one and it is dense."""
+    if len(parts) == 1 and parts[0].is_dense:
+        return parts[0]
+    whole = launches.scratch((sum(math.prod(p.shape) for p in parts),), parts[0].dtype if parts else DType.I8)
+    for part, room in zip(parts, _cut(whole, parts), strict=True):
+        launch_copy(launches, part, room)
+    return whole
+
+
+def _room(launches: Launches, out: Operand, pairs: Pairs, is_sum: bool) -> tuple[Operand, list[Operand]]:
+    """Where a message comes, and the parts of it: where they belong, if that is dense, and nothing is summed."""
+    targets = [piece(out, into) for into, _ in pairs]
+    if len(targets) == 1 and targets[0].is_dense and not is_sum:
+        return targets[0], targets
+    whole = launches.scratch((sum(math.prod(t.shape) for t in targets),), out.dtype)
+    return whole, _cut(whole, targets)
+
+
+def _cut(whole: Operand, like: Sequence[Operand]) -> list[Operand]:
+    """Dense parts of a dense operand, of the shapes of others."""
+    parts, start = [], 0
+    for x in like:
+        dense = Tensor(-1, start, x.shape, contiguous_strides(x.shape), whole.dtype)
+        parts.append(Operand(whole.address + start, dense))
+        start += dense.spec.nbytes
+    return parts
+
+
+def _send(launches: Launches, call: Bound, group: Group, ring: Ring) -> None:
+    need(_is_movable(call.out), "kernels that copy this type are missing")
+    if call.operand(0).address != call.out.address:
+        launch_copy(launches, call.operand(0), call.out)
+    message = _packed(launches, [call.out])
+    _exchange(launches, call, group, ring, [_bytes("send", message, int_attr(call.attrs["to"]))])
+
+
+def _receive(launches: Launches, call: Bound, group: Group, ring: Ring) -> None:
+    source = int_attr(call.attrs["source"])
+    sent = group.offer(source, int_attr(call.attrs["sequence"])).source
+    need(_is_movable(sent), "kernels that copy this type are missing")
+    if sent.dtype is not call.out.dtype or sent.shape != call.out.shape:
+        raise BackendError("a device receives what none sends: the plans of the devices do not match")
+    room = call.out if call.out.is_dense else launches.scratch(call.out.shape, call.out.dtype)
+    _exchange(launches, call, group, ring, [_bytes("receive", room, source)])
+    if room is not call.out:
+        launch_copy(launches, room, call.out)
+
+
+def _is_movable(sent: Operand) -> bool:
+    """Decided by what is sent, which both know."""
+    return sent.dtype in TYPES and math.prod(sent.shape) < MOST_ELEMENTS
+
+
+def _sums(attrs: Attrs, receiver: int, sender: int) -> Pairs:
+    assert sender < len(runs_of(attrs["runs"]))
+    return scattered({**attrs, "rank": receiver})
+
+
+Meeting = Callable[[Launches, Bound, Group, Ring], None]
+EXCHANGES: Mapping[str, Meeting] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _pieces(lambda attrs, receiver, sender: gathered(attrs)[sender]),
+    "all_to_all": _pieces(lambda attrs, receiver, sender: exchanged({**attrs, "rank": receiver})[sender]),
+    "reduce_scatter": _pieces(_sums, is_sum=True),
+    "send": _send,
+    "receive": _receive,
+}

@@ -1,0 +1,60 @@
+"""How the devices of a group meet: over each other's memory, with a library, or through memory of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...base import Comm, Device
+from ..device.driver import Driver, Library
+from ..kernels.collective import MOST_DEVICES
+
+LIBRARY_FROM = 8 << 20
+"""Bytes of a value from which a library is preferred to kernels over each other's memory.  A guess, not measured yet:
+up to some MiB what counts is when a message arrives, not how many bytes of it pass a second."""
+NARROW_FROM = 1 << 15
+"""Elements from which a sum is sent in 16 bits, if that is asked for (`Comm.wire`); where a token is decoded, none are.
+Not measured yet, either."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """Whether kernels reach the memory of all devices, and the library that joins them, if any; `why` says both."""
+
+    are_peers: bool = False
+    library: Library | None = None
+    why: str = "through memory of the host"
+
+    @property
+    def on_devices(self) -> bool:
+        """Whether at least some collectives are launched like kernels."""
+        return self.are_peers or self.library is not None
+
+    def takes_library(self, nbytes: int) -> bool:
+        """Whether a collective over so many bytes is for the library."""
+        return self.library is not None and (not self.are_peers or nbytes >= LIBRARY_FROM)
+
+
+THROUGH_HOST = Transport()
+
+
+def transport_of(devices: Sequence[Device], driver: Driver) -> Transport:
+    """How `devices`, all of them of this driver, meet."""
+    library, few = driver.library(devices), len(devices) <= MOST_DEVICES
+    are_peers = few and driver.are_peers(devices)
+    far = "they do not reach each other's memory" if few else f"they are more than {MOST_DEVICES}"
+    if isinstance(library, str):
+        return Transport(
+            are_peers, None, "over each other's memory" if are_peers else f"{THROUGH_HOST.why}: {far}, and {library}"
+        )
+    if are_peers:
+        why = f"over each other's memory; values of {LIBRARY_FROM >> 20} MiB and more with {library.name}"
+        return Transport(True, library, why)
+    return Transport(False, library, f"with {library.name}: {far}")
+
+
+def transport_for(comm: Comm, driver: Driver) -> Transport:
+    """How the members of `comm` meet; on devices only where all are of this driver."""
+    if comm.board is None or comm.size < 2:
+        return THROUGH_HOST
+    return transport_of(comm.devices, driver)

@@ -1,0 +1,149 @@
+"""A library of collectives waits for ever: what ends its waits, in time, and says who did not come."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+
+from ....graph.errors import BackendError
+from ...base import BOARD_FAILED, BOARD_RUN, Comm, Device
+from ..device.driver import Driver, Library, Ring
+from ..kernels.collective import Mark, mark_of
+from .peers import Words, everybodys
+
+POLL = 50e-6
+"""Seconds between two looks at a stream; a step that takes less than a millisecond is looked at all the time."""
+AT_ONCE = 1e-3
+T = TypeVar("T")
+
+
+class LostError(BackendError):
+    """A device did not come to the collective of this number."""
+
+    def __init__(self, sequence: int, why: str) -> None:
+        super().__init__(why)
+        self.sequence = sequence
+
+
+class Membership:
+    """A device's end of the communicator that all programs of a group share; once it is lost, it stays so."""
+
+    def __init__(self, identity: Words, ring: Ring) -> None:
+        self.identity, self.ring, self.is_lost = identity, ring, False
+
+
+class Memberships:
+    """The communicators of the devices of a backend, by group and rank."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, ...], Membership] = {}
+
+    def joined(self, comm: Comm, library: Library, on: Device) -> Membership:
+        """The one that all devices of the group have, or a new one; all of them call.  Raises `BackendError`."""
+        key = (str(on), *map(str, comm.devices))
+        known, fresh = self._known.get(key), library.identity()
+        mine = np.zeros_like(fresh) if known is None else known.identity
+        all_of_them = everybodys(comm, mine, -4)
+        if known is None or known.is_lost or (all_of_them != mine).any():
+            identity = everybodys(comm, fresh, -5)[0]
+            ring = within(
+                comm.timeout, lambda: library.join(identity, comm.rank, comm.size, on), f"{library.name} join"
+            )
+            known = self._known[key] = Membership(identity, ring)
+        return known
+
+
+class Watch:
+    """Waits for the stream of a device, and for others no longer than the group's patience."""
+
+    def __init__(self, comm: Comm, driver: Driver, on: Device, membership: Membership) -> None:
+        self.comm, self.driver, self.on, self.membership = comm, driver, on, membership
+
+    def check(self) -> None:
+        """Raises `BackendError` where the communicator was lost in an earlier run."""
+        if self.membership.is_lost:
+            raise BackendError(f"{self.on}: devices were lost in an earlier run; load the model anew to go on")
+
+    def wait(self) -> None:
+        """Until everything that was launched is done.  Raises `LostError` where another device does not come, and
+        `BackendError` where this one does not stop though another failed."""
+        start, since, seen, failed = time.monotonic(), 0.0, None, None
+        while not self.driver.is_done(self.on):
+            now, mark = time.monotonic(), self._mark(self.comm.rank)
+            if mark != seen:
+                seen, since = mark, now
+            if mark is not None and not mark.has_results and (why := self._trouble(mark, now - since)):
+                self._give_up()
+                raise LostError(mark.sequence, f"{self._at(mark)}: {why}; load the model anew to go on")
+            if self._has_failed and now - (failed := failed or now) > self.comm.timeout:
+                raise self._stuck()
+            if now - start > AT_ONCE:
+                time.sleep(POLL)
+        self.driver.synchronise(self.on)
+
+    @property
+    def _has_failed(self) -> bool:
+        assert self.comm.board is not None
+        return bool(self.comm.board[BOARD_FAILED])
+
+    def _stuck(self) -> BackendError:
+        self.membership.is_lost = True
+        return BackendError(f"{self.on} does not stop; end the process")
+
+    def _at(self, mark: Mark) -> str:
+        return f"collective {mark.sequence} on device {self.comm.rank} of {self.comm.size}"
+
+    def _mark(self, rank: int) -> Mark | None:
+        """Where a device is in this run; None if it has come to nothing yet."""
+        board = self.comm.board
+        assert board is not None
+        found = mark_of(board, rank)
+        return found if found is not None and found.run == board[BOARD_RUN] else None
+
+    def _trouble(self, mine: Mark, waited: float) -> str | None:
+        """Why a collective in which this device waits will never end, if that is known."""
+        if self._has_failed:
+            return "another device failed"
+        if trouble := self.membership.ring.trouble():
+            return trouble
+        if waited < self.comm.timeout:
+            return None
+        marks = {d: self._mark(d) for d in range(self.comm.size)}
+        late = [d for d, m in marks.items() if m is None or m.sequence < mine.sequence]
+        who = f"device {', '.join(map(str, late))} did not arrive" if late else "it did not end"
+        return f"{who} within {self.comm.timeout:g} s"
+
+    def _give_up(self) -> None:
+        """End what waits in the stream, without a result; the thread ends once nothing recorded uses the library."""
+        self.membership.is_lost = True
+        threading.Thread(target=self.membership.ring.abort, name="hocket abort", daemon=True).start()
+        until = time.monotonic() + self.comm.timeout
+        while not self.driver.is_done(self.on):
+            if time.monotonic() > until:
+                raise self._stuck()
+            time.sleep(POLL)
+
+
+def within(seconds: float, call: Callable[[], T], what: str) -> T:
+    """What `call` returns or raises, in a thread of its own.  Raises `BackendError` if it takes longer."""
+    results: list[T] = []
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as why:  # raised below, in the thread that asked
+            failures.append(why)
+
+    thread = threading.Thread(target=run, name=f"hocket {what}", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if failures:
+        raise failures[0]
+    if not results:
+        raise BackendError(f"{what}: it did not end within {seconds:g} s; another device may have failed")
+    return results[0]

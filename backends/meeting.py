@@ -1,0 +1,109 @@
+"""Collectives through host memory: each meets its group through the `Comm` that the program was compiled with.
+
+What every backend of this machine uses, and a backend of devices that have no way of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+from ..graph.node import Attrs
+from ..ops.collective import int_attr, own_runs, runs_of
+from .calls import Binding, Call, Calls, copy, one_result, plain
+
+Index = tuple[slice, ...]
+Pairs = list[tuple[Index, Index]]
+
+
+def all_reduce(call: Call) -> Calls:
+    scratch = call.take(*call.out.shape)
+    return [partial(call.comm.all_reduce, call.operand(0), call.out, scratch, _sequence(call))]
+
+
+def all_gather(call: Call) -> Calls:
+    return [partial(call.comm.all_gather, call.operand(0), call.out, gathered(call.attrs), _sequence(call))]
+
+
+def reduce_scatter(call: Call) -> Calls:
+    return [partial(call.comm.reduce_scatter, call.operand(0), call.out, scattered(call.attrs), _sequence(call))]
+
+
+def all_to_all(call: Call) -> Calls:
+    return [partial(call.comm.all_gather, call.operand(0), call.out, exchanged(call.attrs), _sequence(call))]
+
+
+def gathered(attrs: Attrs) -> list[Pairs]:
+    """For each device where its entries go, and where it has them."""
+    axis = int_attr(attrs["axis"])
+    return [
+        [(_at({axis: (offset, n)}), _at({axis: (start, n)})) for start, offset, n in _placed(runs)]
+        for runs in runs_of(attrs["runs"])
+    ]
+
+
+def scattered(attrs: Attrs) -> Pairs:
+    """Where the device's own sums go, and where every device has the summands."""
+    axis = int_attr(attrs["axis"])
+    return [(_at({axis: (start, n)}), _at({axis: (offset, n)})) for start, offset, n in _placed(own_runs(attrs))]
+
+
+def exchanged(attrs: Attrs) -> list[Pairs]:
+    """For each device where what it has of the own new shard goes, and where it has it."""
+    return [list(_exchange(attrs, theirs)) for theirs in runs_of(attrs["old_runs"])]
+
+
+def _exchange(attrs: Attrs, theirs: tuple[tuple[int, int], ...]) -> Iterator[tuple[Index, Index]]:
+    """What a device with the old runs `theirs` has of my new shard: (where in mine, where in theirs)."""
+    old, new = int_attr(attrs["old_axis"]), int_attr(attrs["axis"])
+    for start, offset, n in _placed(own_runs(attrs)):
+        for their_start, their_offset, their_n in _placed(theirs):
+            if old != new:
+                yield (
+                    _at({old: (their_offset, their_n), new: (start, n)}),
+                    _at({old: (their_start, their_n), new: (offset, n)}),
+                )
+            else:
+                low, high = max(offset, their_offset), min(offset + n, their_offset + their_n)
+                if low < high:
+                    mine, other = start + low - offset, their_start + low - their_offset
+                    yield _at({new: (mine, high - low)}), _at({new: (other, high - low)})
+
+
+def _placed(runs: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int, int]]:
+    """Runs of a shard as (where in the shard, where in the whole, length)."""
+    start = 0
+    for offset, n in runs:
+        yield start, offset, n
+        start += n
+
+
+def _at(ranges: Mapping[int, tuple[int, int]]) -> Index:
+    """The index that takes (start, length) along some axes and all of the others."""
+    index = [slice(None)] * (max(ranges) + 1)
+    for axis, (start, n) in ranges.items():
+        index[axis] = slice(start, start + n)
+    return tuple(index)
+
+
+def send(call: Call) -> Calls:
+    to = int_attr(call.attrs["to"])
+    return [*copy(call), partial(call.comm.send, call.out, to, _sequence(call))]
+
+
+def receive(call: Call) -> Calls:
+    return [partial(call.comm.receive, call.out, int_attr(call.attrs["source"]), _sequence(call))]
+
+
+def _sequence(call: Call) -> int:
+    return int_attr(call.attrs["sequence"])
+
+
+KERNELS: Mapping[str, Binding] = {
+    "all_reduce": Binding(all_reduce, one_result),
+    "all_gather": plain(all_gather),
+    "reduce_scatter": plain(reduce_scatter),
+    "all_to_all": plain(all_to_all),
+    "send": plain(send),
+    "receive": plain(receive),
+}

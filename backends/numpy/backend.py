@@ -1,0 +1,63 @@
+"""The processor in plain NumPy, exact: float32 throughout, every kernel bound to its arrays once and replayed.
+
+Values declared in a narrower dtype are kept in float32 (quantised weights are expanded at load), so results are at
+least as exact as declared; only `cast` rounds, since that is what it is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...graph.dtypes import DType
+from ...graph.node import Node
+from ...graph.spec import Spec
+from ...ops.collective import COLLECTIVES
+from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor, run_calls
+from ..calls import Call
+from ..host import HostBackend
+from .table import KERNELS
+
+
+class NumpyBackend(HostBackend):
+    """Runs on this machine's processor as ``numpy:0`` (and any number of virtual devices)."""
+
+    name = "numpy"
+
+    def stored(self, spec: Spec, kind: str = "value") -> Spec:
+        return Spec(spec.shape, spec.dtype if spec.dtype.is_integer else DType.F32)
+
+    def supports(self, node: Node, on: Device) -> Support:
+        known = node.op in KERNELS
+        return Support(known, "" if known else f"backends/numpy has no kernel for {node.op}")
+
+    def scratch(self, node: Node) -> int:
+        return 4 * KERNELS[node.op].scratch(node)
+
+    def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Callable[[], None]:
+        def view(tensor: Tensor) -> Array:
+            return self.view(buffers[tensor.buffer], tensor)
+
+        calls = [(n, call) for n, i in enumerate(program.instructions) for call in self.calls(i, buffers, view, comm)]
+
+        def replay() -> None:
+            with np.errstate(all="ignore"):  # IEEE results (inf, NaN) are results here
+                run_calls(program, calls)
+
+        return replay
+
+    def calls(
+        self, i: Instruction, buffers: Sequence[Any], view: Callable[[Tensor], Array], comm: Comm
+    ) -> list[Callable[[], object]]:
+        """What computes one instruction; `view` gives the array of a tensor."""
+        src = [None if t is None else view(t) for t in i.src]
+        dst = [view(t) for t in i.dst]
+        scratch = np.empty(0, np.float32)
+        if i.scratch is not None:
+            start, end = i.scratch.offset, i.scratch.offset + i.scratch.shape[0]
+            scratch = buffers[i.scratch.buffer][start:end].view(np.float32)
+        if not any(d.size for d in dst) and i.op not in COLLECTIVES:
+            return []  # nothing to write
+        return KERNELS[i.op].bind(Call(src, dst, i.attrs, scratch, comm))

@@ -1,0 +1,68 @@
+"""The float64 references as a backend: slow, exact, the oracle of the others (``--devices reference:0``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ...graph.dtypes import DType
+from ...graph.node import Node
+from ...graph.spec import Spec
+from ...ops import REGISTRY
+from ...ops.collective import COLLECTIVES
+from ..base import Array, Comm, Device, Instruction, Program, Support, run_calls
+from ..calls import Call
+from ..host import HostBackend
+from ..meeting import KERNELS
+
+
+class ReferenceBackend(HostBackend):
+    """Keeps every number in float64 and runs the reference function of each op."""
+
+    name = "reference"
+
+    def stored(self, spec: Spec, kind: str = "value") -> Spec:
+        return Spec(spec.shape, spec.dtype if spec.dtype.is_integer else DType.F64)
+
+    def supports(self, node: Node, on: Device) -> Support:
+        known = node.op in REGISTRY
+        return Support(known, "" if known else f"no op {node.op!r} is declared")
+
+    def scratch(self, node: Node) -> int:
+        return 0
+
+    def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Callable[[], None]:
+        calls: list[tuple[int, Callable[[], object]]] = []
+        for number, instruction in enumerate(program.instructions):
+            src = [None if t is None else self.view(buffers[t.buffer], t) for t in instruction.src]
+            dst = [self.view(buffers[t.buffer], t) for t in instruction.dst]
+            run = _meet(instruction, src, dst, comm) or partial(_run, instruction.op, src, dst, instruction.attrs)
+            calls.append((number, run))
+
+        def replay() -> None:
+            with np.errstate(all="ignore"):
+                run_calls(program, calls)
+
+        return replay
+
+
+def _meet(instruction: Instruction, src: list[Any], dst: list[Array], comm: Comm) -> Callable[[], None] | None:
+    """The call of a collective, made as the NumPy backend makes it; None for an op that is computed alone."""
+    if instruction.op not in COLLECTIVES:
+        return None
+    scratch = np.empty(dst[0].size, dst[0].dtype)
+    calls = KERNELS[instruction.op].bind(Call(src, dst, instruction.attrs, scratch, comm))
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
+
+
+def _run(op: str, src: list[Array | None], dst: list[Array], attrs: Any) -> None:
+    for target, result in zip(dst, REGISTRY[op].run(src, attrs), strict=True):
+        target[...] = result
