@@ -36,14 +36,14 @@ class Built:
 
     def leaves(self, operands: Mapping[str, Array], filler: float) -> dict[str, Array]:
         """What each leaf holds; `filler` where no operand lies."""
-        found = {}
+        arrays = {}
         for name, placed in self.placed.items():
             units = operands[name]
             padding = np.zeros((), units.dtype) if units.dtype.kind == "V" else np.asarray(filler)
             if units.dtype.kind in "iu":
                 padding = np.asarray(-1)
-            found[name] = embed(units, placed, padding)
-        return found
+            arrays[name] = embed(units, placed, padding)
+        return arrays
 
     def stored_weights(self, leaves: Mapping[str, Array]) -> dict[str, Array]:
         """The leaves that are weights, as a backend loads them."""
@@ -56,18 +56,18 @@ def build(case: Case) -> Built:
     quantisable = {
         o.name for o in op.signature_for(attrs).operands if any(d.is_quantised for d in o.dtypes) and len(o.dtypes) < 30
     }
-    found: dict[str, Placed] = {}
+    layouts: dict[str, Placed] = {}
     leaves: dict[str, Value] = {}
     operands: dict[str, Value] = {}
     for name, spec in case.operands:
         how = place(spec, case.layout, distinct_axes(op, attrs, name))
         is_weight = spec.dtype.is_quantised or (name in quantisable and case.layout == "contiguous")
         leaf = (g.weight if is_weight else g.input)(name, how.leaf.shape, how.leaf.dtype)
-        found[name], leaves[name], operands[name] = how, leaf, how.view(leaf)
+        layouts[name], leaves[name], operands[name] = how, leaf, how.view(leaf)
     if case.layout == "twin" and (pair := twins(op, case.specs, attrs)) is not None:
         one, other = pair
         operands[other] = leaves[one]
-        del found[other], leaves[other]
+        del layouts[other], leaves[other]
     parts: dict[str, Any] = {**operands, **dict(case.attrs)}
     built = op(**parts)
     results = (built,) if isinstance(built, Value) else built
@@ -75,7 +75,7 @@ def build(case: Case) -> Built:
     outputs = {f"{RESULT}{i}": v for i, v in enumerate(results)}
     outputs |= {f"{KEPT}{n}": v for n, v in leaves.items() if v.node.op == "input" and n not in dying}
     weights = frozenset(n for n, v in leaves.items() if v.node.op == "weight")
-    return Built(case, Graph(outputs), results[0].node, found, weights)
+    return Built(case, Graph(outputs), results[0].node, layouts, weights)
 
 
 def lane_for(graph: Graph, backend: Backend, device: Device) -> Lane:

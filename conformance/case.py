@@ -87,8 +87,8 @@ class Case:
     @property
     def dtypes(self) -> str:
         """The distinct dtypes of its operands, index types only where there is nothing else: ``q4_K/f32``."""
-        found = dict.fromkeys(s.dtype.text for _, s in self.operands if not s.dtype.is_integer)
-        return "/".join(found or dict.fromkeys(s.dtype.text for _, s in self.operands)) or "-"
+        dtypes = dict.fromkeys(s.dtype.text for _, s in self.operands if not s.dtype.is_integer)
+        return "/".join(dtypes or dict.fromkeys(s.dtype.text for _, s in self.operands)) or "-"
 
     def but(self, **changes: object) -> Case:
         """The same case with other settings."""

@@ -27,9 +27,9 @@ from .suite import Suite, check
 
 def parser(prog: str = "hocket check") -> argparse.ArgumentParser:
     """The options; `fill` adds them to a parser of another command."""
-    made = Parser(prog, description="Check that a backend computes what the ops mean.")
-    fill(made)
-    return made
+    options = Parser(prog, description="Check that a backend computes what the ops mean.")
+    fill(options)
+    return options
 
 
 def fill(made: argparse.ArgumentParser) -> None:

@@ -85,7 +85,7 @@ def _judge(error: Array, want: Array, element: Array, row: Array, got: Array, dt
     ulps = spacing(w, dtype)
     excess = int(np.argmax(e / most))
     worst_row = int(np.argmax(row_error / np.maximum(row_limit, 1e-200)))
-    found = Difference(
+    difference = Difference(
         "",
         float(row_error[worst_row]),
         float(row_limit[worst_row]),
@@ -94,10 +94,10 @@ def _judge(error: Array, want: Array, element: Array, row: Array, got: Array, dt
     )
     wrong = np.flatnonzero(e > most)
     if wrong.size:
-        return _failed(found, _where("too far off", wrong, got, want, first=excess))
+        return _failed(difference, _where("too far off", wrong, got, want, first=excess))
     if row_error[worst_row] > row_limit[worst_row]:
-        return _failed(found, f"row {worst_row} of {len(e)} is too far off as a whole")
-    return found
+        return _failed(difference, f"row {worst_row} of {len(e)} is too far off as a whole")
+    return difference
 
 
 def _failed(found: Difference, why: str) -> Difference:

@@ -31,22 +31,22 @@ MOST_QUICK = 400
 
 def layouts_for(case: Case) -> tuple[str, ...]:
     """The layouts that make a difference to `case`."""
-    op, attrs, found = case.declared, case.settled, ["contiguous"]
+    op, attrs, layouts = case.declared, case.settled, ["contiguous"]
     for layout in ("offset", "sliced", "permuted", "broadcast"):
         if any(placed(s, layout, distinct_axes(op, attrs, name)) is not None for name, s in case.operands):
-            found.append(layout)
+            layouts.append(layout)
     specs = case.specs
     if any(name in specs and specs[name].size for _, name in op.inplace_in(attrs)):
-        found.append("inplace")
+        layouts.append("inplace")
     if twins(op, specs, attrs) is not None:
-        found.append("twin")
-    return tuple(found)
+        layouts.append("twin")
+    return tuple(layouts)
 
 
 @lru_cache(maxsize=256)
 def full_cases(op: Op) -> tuple[Case, ...]:
     """All cases of one op, each once, in a fixed order."""
-    found: dict[Case, None] = {}
+    cases: dict[Case, None] = {}
     crossed = 0
     for point in points(op):
         layouts, kinds = layouts_for(point), kinds_for(point)
@@ -56,10 +56,10 @@ def full_cases(op: Op) -> tuple[Case, ...]:
         for layout in layouts:
             for inputs in kinds:
                 if both or layout == "contiguous" or inputs == "normal":
-                    found[point.but(layout=layout, inputs=inputs)] = None
+                    cases[point.but(layout=layout, inputs=inputs)] = None
         if small:
-            found.update((point.but(check=check), None) for check in (*checks_for(point), *zeros.names_for(point)))
-    return tuple(found)
+            cases.update((point.but(check=check), None) for check in (*checks_for(point), *zeros.names_for(point)))
+    return tuple(cases)
 
 
 @lru_cache(maxsize=256)
@@ -87,10 +87,10 @@ def _order(case: Case) -> tuple[int, int, int]:
 @lru_cache(maxsize=1024)
 def _traits(op: Op, operands: Operands, attrs: tuple[tuple[str, Attr], ...]) -> tuple[tuple[object, ...], ...]:
     """Dtypes and attributes of a point, and which operands it has."""
-    found: list[tuple[object, ...]] = [("dtype", k, s.dtype) for k, s in operands]
-    found += [("attr", k, attr_text(v)) for k, v in attrs]
-    found += [("default", k) for k in op.defaults if k not in dict(attrs)]
-    return (*found, ("operands", tuple(k for k, _ in operands)))
+    traits: list[tuple[object, ...]] = [("dtype", k, s.dtype) for k, s in operands]
+    traits += [("attr", k, attr_text(v)) for k, v in attrs]
+    traits += [("default", k) for k in op.defaults if k not in dict(attrs)]
+    return (*traits, ("operands", tuple(k for k, _ in operands)))
 
 
 def _traits_of(case: Case) -> tuple[tuple[object, ...], ...]:
@@ -118,28 +118,28 @@ def _paired(case: Case) -> set[object]:
     if case.check != "reference":
         return {(case.check, t) for t in attrs}
     shapes = [s for s in _shapes(case.operands) if s[0] in ("rank", "meet")]
-    found: set[object] = {(setting, t) for setting in (case.layout, case.inputs) for t in traits}
-    return found | {(case.layout, s) for s in shapes} | set(combinations(attrs, 2))
+    pairs: set[object] = {(setting, t) for setting in (case.layout, case.inputs) for t in traits}
+    return pairs | {(case.layout, s) for s in shapes} | set(combinations(attrs, 2))
 
 
 @lru_cache(maxsize=1024)
 def _shapes(operands: Operands) -> tuple[tuple[object, ...], ...]:
     """Traits of the shapes: their ranks, axes of size 0 and 1, odd sizes, many rows; how operands compare."""
-    found: list[tuple[object, ...]] = []
+    traits: list[tuple[object, ...]] = []
     for name, spec in operands:
         shape = spec.shape
         last = shape[-1] if shape else -1
-        found.append(("rank", name, len(shape)))
-        found.append(("last", name, "0" if not last else "1" if last == 1 else last % 2, last > 64))
-        found.append(("tall", name, math.prod(shape[:-1]) > 4096, last > 1024, last > 4096))
-        found.append(("size", name, spec.size.bit_length() // 4, 1 in shape, 0 in shape))
+        traits.append(("rank", name, len(shape)))
+        traits.append(("last", name, "0" if not last else "1" if last == 1 else last % 2, last > 64))
+        traits.append(("tall", name, math.prod(shape[:-1]) > 4096, last > 1024, last > 4096))
+        traits.append(("size", name, spec.size.bit_length() // 4, 1 in shape, 0 in shape))
     for (one, a), (two, b) in combinations(operands, 2):
         meet = tuple(
             "=" if n == m else "1" if 1 in (n, m) else "<" if n < m else ">"
             for n, m in zip(a.shape[::-1], b.shape[::-1], strict=False)
         )
-        found.append(("meet", one, two, meet))
-    return tuple(found)
+        traits.append(("meet", one, two, meet))
+    return tuple(traits)
 
 
 def cases(pattern: str = "", *, full: bool = False, seed: int = 0, only: Sequence[str] | None = None) -> Iterator[Case]:

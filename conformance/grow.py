@@ -54,12 +54,12 @@ def points(op: Op) -> tuple[Case, ...]:
     for step in list(_leading_of(op, bases[0])) if bases else []:
         grown.update((make_case(op, p), None) for p in _dtypes_of(op, step))
     tall = next((make_case(op, p) for p in map(partial(_tall, op), bases) if p is not None), None)
-    found = {**samples, **({} if tall is None else {tall: None})}
-    for case in _varied([c for c in grown if c not in found]):
-        if len(found) >= len(samples) + MOST_POINTS:
+    chosen = {**samples, **({} if tall is None else {tall: None})}
+    for case in _varied([c for c in grown if c not in chosen]):
+        if len(chosen) >= len(samples) + MOST_POINTS:
             break
-        found[case] = None
-    return tuple(found)
+        chosen[case] = None
+    return tuple(chosen)
 
 
 def _spread_out(items: Sequence[Point], most: int) -> Sequence[Point]:
@@ -132,8 +132,8 @@ def distinct_axes(op: Op, attrs: Mapping[str, Attr], name: str) -> int:
 
 
 def _spec(parts: Point, name: str) -> Spec | None:
-    found = parts.get(name)
-    return found if isinstance(found, Spec) else None
+    part = parts.get(name)
+    return part if isinstance(part, Spec) else None
 
 
 def sizes_of(op: Op, parts: Point) -> tuple[Mapping[str, Attr], Sizes, Sequence[Operand]] | None:

@@ -48,9 +48,9 @@ def spread(program: Program) -> tuple[Program, list[tuple[int, int]]]:
     Values that share bytes, at one time or in turn, stay together.
     """
     (arena,) = (n for n, b in enumerate(program.buffers) if b.kind == "arena")
-    found = sorted(extent(t) for t in _all_tensors(program) if t.buffer == arena)
+    extents = sorted(extent(t) for t in _all_tensors(program) if t.buffer == arena)
     merged: list[list[int]] = []
-    for start, end in found:
+    for start, end in extents:
         if merged and (start < merged[-1][1] or merged[-1][0] == start):
             merged[-1][1] = max(merged[-1][1], end)
         else:
@@ -142,11 +142,11 @@ class Guarded:
 
     def leaf_bytes(self, raw: Array) -> dict[str, bytes]:
         """What each input leaf holds, of the arena as `arena_bytes` gives it."""
-        found = {}
+        held = {}
         for name, tensor in self.program.inputs.items():
             start, end = extent(tensor)
-            found[name] = raw[start:end].tobytes()
-        return found
+            held[name] = raw[start:end].tobytes()
+        return held
 
     def arena_bytes(self) -> Array:
         return to_host(self._bytes[self.arena])
@@ -172,12 +172,12 @@ class Guarded:
 
     def decoded(self, outputs: Mapping[str, Array]) -> dict[str, Array]:
         """Outputs as numbers: float64 or integers."""
-        found = {}
+        numbers_of = {}
         for name, array in outputs.items():
             dtype = self.program.outputs[name].dtype
             numbers = decoded(array, dtype)
-            found[name] = numbers if dtype.is_integer else numbers.astype(np.float64)
-        return found
+            numbers_of[name] = numbers if dtype.is_integer else numbers.astype(np.float64)
+        return numbers_of
 
     def aliases(self, output: str, leaf: str) -> bool:
         """Whether a result took the memory of an input."""

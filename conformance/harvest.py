@@ -12,7 +12,7 @@ from .case import Case, make_case
 
 def from_graph(graph: Graph, most_elements: int = 1 << 24) -> list[Case]:
     """The distinct cases of `graph`, views left out, those with an operand of more elements too."""
-    found: dict[Case, None] = {}
+    cases: dict[Case, None] = {}
     for node in graph.nodes:
         if node.is_leaf or REGISTRY[node.op].is_view:
             continue
@@ -20,8 +20,8 @@ def from_graph(graph: Graph, most_elements: int = 1 << 24) -> list[Case]:
         named = zip(op.operand_names, node.src, strict=False)
         parts = {**{n: v.spec for n, v in named if v is not None}, **node.attrs}
         if max((s.spec.size for s in node.inputs), default=0) <= most_elements:
-            found[make_case(op, parts)] = None
-    return list(found)
+            cases[make_case(op, parts)] = None
+    return list(cases)
 
 
 def from_model(path: Path, tokens: Iterable[int] = (1, 32), cells: int = 256) -> list[Case]:
@@ -33,8 +33,8 @@ def from_model(path: Path, tokens: Iterable[int] = (1, 32), cells: int = 256) ->
 
     model = load_model(open_gguf(path, header_only=True))
     context = min(cells, model.context_length)
-    found: dict[Case, None] = {}
+    cases: dict[Case, None] = {}
     for count in tokens:
         step = Step(sequences=1, tokens=min(count, context), cells=context, context=context, outputs=1)
-        found.update(dict.fromkeys(from_graph(model.graph(step))))
-    return list(found)
+        cases.update(dict.fromkeys(from_graph(model.graph(step))))
+    return list(cases)

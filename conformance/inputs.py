@@ -37,14 +37,14 @@ def kinds_for(case: Case) -> tuple[str, ...]:
     specs = case.specs
     if not any(s.size for s in specs.values()):
         return ("normal",)
-    found = ["normal"]
+    kinds = ["normal"]
     if any(s.size > 1 and not s.dtype.is_quantised for s in specs.values()):
-        found += ["ties", "constant"]
+        kinds += ["ties", "constant"]
     if any(not s.dtype.is_integer and not s.dtype.is_quantised for s in specs.values()):
-        found += ["uniform", "large", "denormal", "zeros"]
+        kinds += ["uniform", "large", "denormal", "zeros"]
     if any(name in specs for name in infinite_operands(case.declared)):
-        found.append("infinities")
-    return tuple(found)
+        kinds.append("infinities")
+    return tuple(kinds)
 
 
 def draw(case: Case) -> dict[str, Array]:
@@ -52,7 +52,7 @@ def draw(case: Case) -> dict[str, Array]:
     rng = np.random.default_rng(case.random_seed)
     op, specs = case.declared, case.specs
     sizes, attrs = case.sizes, case.settled
-    found = {}
+    operands = {}
     for name, spec in specs.items():
         legal, differ = op.ranges.get(name), distinct_axes(op, attrs, name)
         if spec.dtype.is_quantised:
@@ -64,11 +64,11 @@ def draw(case: Case) -> dict[str, Array]:
         tied = place(spec, case.layout, differ).tied
         if tied is not None:
             array = np.repeat(np.take(array, [0], axis=tied), array.shape[tied], axis=tied)
-        found[name] = array
+        operands[name] = array
     if case.layout == "twin":
         one, other = twins(op, specs, case.settled) or ("", "")
-        found[other] = found[one]
-    return found
+        operands[other] = operands[one]
+    return operands
 
 
 def exact(units: Array, spec: Spec) -> Array:
@@ -129,8 +129,8 @@ def _integers(
     dtype = spec.dtype.storage
     if legal is None:
         most = {"large": np.iinfo(dtype).max, "constant": 3, "ties": 3}.get(kind, min(100, np.iinfo(dtype).max))
-        found = rng.integers(-most, most, spec.shape, np.int64, endpoint=True)
-        return (np.full(spec.shape, 7) if kind == "constant" else found).astype(dtype)
+        drawn = rng.integers(-most, most, spec.shape, np.int64, endpoint=True)
+        return (np.full(spec.shape, 7) if kind == "constant" else drawn).astype(dtype)
     low = int(legal.low)
     high = int(legal.high) + 1 if not isinstance(legal.high, str) else sizes[legal.high]
     if differ:

@@ -30,17 +30,17 @@ class Row:
 
     def cell(self, device: str) -> str:
         """``all``, ``none``, or the dtypes that work."""
-        found = self.support.get(device, {})
-        good = [d for d in self.dtypes if not found.get(d, "unknown")]
+        reasons = self.support.get(device, {})
+        good = [d for d in self.dtypes if not reasons.get(d, "unknown")]
         return "all" if len(good) == len(self.dtypes) else ", ".join(good) or "none"
 
 
 def support_matrix(devices: Sequence[str] | None = None) -> list[Row]:
     """Rows for all ops on `devices`, or on the first device of every backend that loads here."""
-    found: dict[str, tuple[Backend, Device]] = {}
+    loaded: dict[str, tuple[Backend, Device]] = {}
     for name in devices if devices is not None else registered():
         try:
-            found[name] = find(name)
+            loaded[name] = find(name)
         except HocketError:
             if devices is not None:
                 raise
@@ -51,7 +51,7 @@ def support_matrix(devices: Sequence[str] | None = None) -> list[Row]:
             by_dtype.setdefault(case.dtypes, case)
         support = {
             name: {dtypes: _why_not(case, backend, device) for dtypes, case in by_dtype.items()}
-            for name, (backend, device) in found.items()
+            for name, (backend, device) in loaded.items()
         }
         rows.append(Row(op.name, op.must, tuple(by_dtype), support))
     return rows

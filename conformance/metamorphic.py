@@ -48,7 +48,7 @@ def checks_for(case: Case) -> tuple[str, ...]:
     op, attrs = case.declared, case.settled
     if op.infer_shape is not None or op.localise is not None or op.is_view or not case.operands:
         return ()
-    found = list(names_for(case))
+    checks = list(names_for(case))
     signature, sizes = op.signature_for(attrs), case.sizes
     roles: dict[str, set[Role]] = {}
     for operand in signature.operands:
@@ -62,8 +62,8 @@ def checks_for(case: Case) -> tuple[str, ...]:
         check = _CHECKS.get(next(iter(kinds))) if len(kinds) == 1 else None
         check = "steps" if name == op.sequential else check
         if check and parts_of(case.but(check=f"{check}-{name}")):
-            found.append(f"{check}-{name}")
-    return tuple(found)
+            checks.append(f"{check}-{name}")
+    return tuple(checks)
 
 
 def parts_of(case: Case) -> tuple[Part, ...]:
@@ -83,8 +83,8 @@ def parts_of(case: Case) -> tuple[Part, ...]:
     if check == "cut" and not any(name in d.factors for r in signature.results for d in r.dims):
         return ()
     pieces = (np.arange(middle), np.arange(middle, size))
-    found = tuple(_part(case, {name: p}, {name: p}) for p in pieces)
-    return found if all(p is not None for p in found) else ()  # type: ignore[return-value]  # mypy does not see through all()
+    runs = tuple(_part(case, {name: p}, {name: p}) for p in pieces)
+    return runs if all(p is not None for p in runs) else ()  # type: ignore[return-value]  # mypy does not see through all()
 
 
 def _ends_in(case: Case, operand: str, name: str) -> bool:
@@ -111,8 +111,8 @@ def _part(
     if any(problem(s) for _, s in operands):
         return None
     shapes = [s.shape for s in result_specs(case)]
-    found = tuple(_place(r, shape, writes, sizes) for r, shape in zip(signature.results, shapes, strict=True))
-    return Part(smaller, places, found, carried or {})
+    filled = tuple(_place(r, shape, writes, sizes) for r, shape in zip(signature.results, shapes, strict=True))
+    return Part(smaller, places, filled, carried or {})
 
 
 def _place(
@@ -171,15 +171,15 @@ def _dealt(case: Case, name: str, middle: int) -> tuple[Part, ...]:
         return ()
     table = lookup[0].name
     joint = next(j.split("+") for j in case.declared.linear_in(case.settled) if table in j.split("+"))
-    found = []
+    runs = []
     for start, stop in ((0, middle), (middle, size)):
         part = _part(case, {name: np.arange(start, stop)}, {})
         if part is None:
             return ()
         attrs = (*case.attrs, *((k, v) for k, v in (("first", start), ("total", size)) if v))
         nothing = tuple(n for n in joint if n != table and start)
-        found.append(replace(part, case=part.case.but(attrs=attrs), nothing=nothing))
-    return tuple(found)
+        runs.append(replace(part, case=part.case.but(attrs=attrs), nothing=nothing))
+    return tuple(runs)
 
 
 def _result_dims(op: Op, case: Case) -> Sequence[Dim]:
@@ -188,21 +188,21 @@ def _result_dims(op: Op, case: Case) -> Sequence[Dim]:
 
 def joined(case: Case, parts: Sequence[Part], outputs: Sequence[Sequence[Array]]) -> list[tuple[Array, Array]]:
     """For each result the array the parts make, and where they made it (a mask)."""
-    found = []
+    pairs = []
     for i, spec in enumerate(result_specs(case)):
         whole = np.zeros(spec.shape, outputs[0][i].dtype)
-        made = np.zeros(spec.shape, bool)
+        filled = np.zeros(spec.shape, bool)
         for part, results in zip(parts, outputs, strict=True):
             place = part.writes[i]
             if case.check.startswith(("sum", "deal")):
                 whole += results[i]
-                made[...] = True
+                filled[...] = True
             elif place is None:
                 whole[...] = results[i]
-                made[...] = True
+                filled[...] = True
             else:
                 at = (slice(None),) * place[0] + (place[1],)
                 whole[at] = results[i]
-                made[at] = True
-        found.append((whole, made))
-    return found
+                filled[at] = True
+        pairs.append((whole, filled))
+    return pairs

@@ -76,13 +76,13 @@ class Speed:
 
 def last_level_cache() -> int:
     """Bytes of the largest cache of this machine, where the system says; else 32 MiB."""
-    found = [32 << 20]
+    sizes = [32 << 20]
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = path.read_text("ascii").strip()
         unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:], 1)
         digits = text.rstrip("KMG")
-        found.append(int(digits) * unit if digits.isdecimal() else 0)
-    return max(found)
+        sizes.append(int(digits) * unit if digits.isdecimal() else 0)
+    return max(sizes)
 
 
 def measure(case: Case, backend: Backend, device: Device) -> Speed:
@@ -119,15 +119,15 @@ def _times(runs: Sequence[Callable[[], None]], wait: Callable[[], None] | None) 
     for run in runs[:2]:
         run()
     wait()
-    found: list[float] = []
+    times: list[float] = []
     end = time.perf_counter() + WANTED_SECONDS
-    while len(found) < FEWEST_RUNS or (time.perf_counter() < end and len(found) < MOST_RUNS):
-        run = runs[len(found) % len(runs)]
+    while len(times) < FEWEST_RUNS or (time.perf_counter() < end and len(times) < MOST_RUNS):
+        run = runs[len(times) % len(runs)]
         start = time.perf_counter()
         run()
         wait()
-        found.append(time.perf_counter() - start)
-    return found
+        times.append(time.perf_counter() - start)
+    return times
 
 
 def limits_of(backend: Backend, device: Device) -> Limits:
@@ -142,11 +142,11 @@ def limits_of(backend: Backend, device: Device) -> Limits:
 
 def perf_cases(op: Op[Any]) -> list[Case]:
     """One case for each choice of dtypes: a sample, every dimension doubled in turn for as long as it may grow."""
-    found: dict[str, Case] = {}
+    samples: dict[str, Case] = {}
     for case in points(op):
-        if case.dtypes not in found and all(s.size > 1 for _, s in case.operands):
-            found[case.dtypes] = case
-    return [_enlarged(op, case) for case in found.values()]
+        if case.dtypes not in samples and all(s.size > 1 for _, s in case.operands):
+            samples[case.dtypes] = case
+    return [_enlarged(op, case) for case in samples.values()]
 
 
 def _enlarged(op: Op[Any], case: Case) -> Case:

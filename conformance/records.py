@@ -18,7 +18,7 @@ from .run import Outcome, Result
 
 def record(result: Result, backend: str) -> dict[str, object]:
     """One result as plain data."""
-    found = result.difference
+    difference = result.difference
     return {
         "case": str(result.case),
         "op": result.case.op,
@@ -29,10 +29,10 @@ def record(result: Result, backend: str) -> dict[str, object]:
         "backend": backend,
         "outcome": result.outcome.value,
         "why": result.why,
-        "nmse": found.nmse,
-        "nmse_limit": found.nmse_limit,
-        "ulp": found.ulp,
-        "ulp_limit": found.ulp_limit,
+        "nmse": difference.nmse,
+        "nmse_limit": difference.nmse_limit,
+        "ulp": difference.ulp,
+        "ulp_limit": difference.ulp_limit,
         "seconds": round(result.seconds, 6),
     }
 
@@ -64,16 +64,16 @@ def read_records(path: Path) -> dict[str, dict[str, object]]:
 def compare_records(one: Path, two: Path, factor: float = 4.0) -> list[Change]:
     """What changed from one report to the other: outcomes, cases that came or went, errors that grew or shrank."""
     before, after = read_records(one), read_records(two)
-    found = []
+    changes = []
     for case in dict.fromkeys((*before, *after)):
         a, b = before.get(case), after.get(case)
         if a is None or b is None or a["outcome"] != b["outcome"]:
-            found.append(Change(case, _outcome(a), _outcome(b)))
+            changes.append(Change(case, _outcome(a), _outcome(b)))
             continue
         old, new = float(str(a["ulp"])), float(str(b["ulp"]))
         if max(old, new) > 1.0 and max(old, new) > factor * min(old, new):
-            found.append(Change(case, f"{old:.3g} ulp", f"{new:.3g} ulp"))
-    return found
+            changes.append(Change(case, f"{old:.3g} ulp", f"{new:.3g} ulp"))
+    return changes
 
 
 def _outcome(row: dict[str, object] | None) -> str:

@@ -44,9 +44,9 @@ def summary(results: Sequence[Result], backend: str, seconds: float, shown: int 
     for result in results:
         by_op[result.case.op].append(result)
     for op, mine in by_op.items():
-        found = counts(mine)
-        if found.keys() - {Outcome.PASS}:
-            lines.append(f"{op:20} " + ", ".join(f"{n} {outcome}" for outcome, n in sorted(found.items())))
+        outcomes = counts(mine)
+        if outcomes.keys() - {Outcome.PASS}:
+            lines.append(f"{op:20} " + ", ".join(f"{n} {outcome}" for outcome, n in sorted(outcomes.items())))
     whys = Counter(r.why for r in results if r.outcome is Outcome.UNSUPPORTED)
     lines += [f"unsupported, {n} cases: {why}" for why, n in whys.most_common(5)]
     total = ", ".join(f"{n} {outcome}" for outcome, n in sorted(counts(results).items()))
@@ -114,14 +114,14 @@ def _html_cell(found: Counter[Outcome] | None) -> str:
 
 def junit(results: Sequence[Result], backend: str) -> str:
     """JUnit XML, as CI systems read it."""
-    found = counts(results)
+    outcomes = counts(results)
     skipped = (Outcome.UNSUPPORTED, Outcome.NO_REFERENCE, Outcome.XFAIL)
     suite = ElementTree.Element(
         "testsuite",
         name=f"hocket.conformance.{backend}",
         tests=str(len(results)),
-        failures=str(found[Outcome.FAIL]),
-        skipped=str(sum(found[o] for o in skipped)),
+        failures=str(outcomes[Outcome.FAIL]),
+        skipped=str(sum(outcomes[o] for o in skipped)),
         time=f"{sum(r.seconds for r in results):.3f}",
     )
     for result in results:

@@ -126,11 +126,11 @@ def _compared(case: Case, got: list[Array], yardstick: Yardstick, made: list[Arr
     budgets = yardstick.budgets(specs)
     worst = Difference()
     for i, (g, want, budget, spec, mask) in enumerate(zip(got, yardstick.wanted, budgets, specs, made, strict=True)):
-        found = compare(np.where(mask, g, want), want, budget, spec, case.declared)
-        if found.why:
-            return replace(found, why=f"result {i}: {found.why}" if len(specs) > 1 else found.why)
-        if found.nmse >= worst.nmse:
-            worst = found
+        difference = compare(np.where(mask, g, want), want, budget, spec, case.declared)
+        if difference.why:
+            return replace(difference, why=f"result {i}: {difference.why}" if len(specs) > 1 else difference.why)
+        if difference.nmse >= worst.nmse:
+            worst = difference
     return worst
 
 

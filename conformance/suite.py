@@ -46,12 +46,12 @@ class Suite:
     def ops(self) -> list[str]:
         """Names of the ops that `op` matches."""
         try:
-            found = [name for name in REGISTRY if not self.op or re.fullmatch(self.op, name)]
+            matching = [name for name in REGISTRY if not self.op or re.fullmatch(self.op, name)]
         except re.error as why:
             raise BackendError(f"--op {self.op!r} is no regular expression: {why}") from None
-        if not found:
+        if not matching:
             raise BackendError(f"--op {self.op!r} matches no op; `hocket ops` lists them")
-        return found
+        return matching
 
 
 def check(suite: Suite, on_result: Callable[[Result], None] = lambda result: None) -> list[Result]:
@@ -59,11 +59,11 @@ def check(suite: Suite, on_result: Callable[[Result], None] = lambda result: Non
     expected = read_expected(suite.xfail) if suite.xfail else Expected()
     find(suite.backend)  # an unknown name is an error before any case is made
     raw = _parallel(suite) if suite.jobs > 1 else _serial(suite)
-    found = []
+    results = []
     for result in required(map(expected.judged, raw), suite.require):
         on_result(result)
-        found.append(result)
-    return found
+        results.append(result)
+    return results
 
 
 def _serial(suite: Suite) -> Iterator[Result]:

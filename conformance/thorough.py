@@ -29,7 +29,7 @@ def explore(op: Op, backend: Backend, device: Device, seed: int, examples: int =
     bases = [parse_case(text) for text in op.samples if sizes_of(op, parse_case(text)) is not None]
     if not bases:
         return
-    found: dict[Case, Result] = {}
+    results: dict[Case, Result] = {}
     failed: list[Case] = []
 
     @seeded(seed)
@@ -44,17 +44,17 @@ def explore(op: Op, backend: Backend, device: Device, seed: int, examples: int =
     @given(strategies.data())
     def search(data: strategies.DataObject) -> None:
         case = _drawn(op, bases, data)
-        if case not in found:
-            found[case] = run_case(case, backend, device)
-        if found[case].outcome is Outcome.FAIL:
+        if case not in results:
+            results[case] = run_case(case, backend, device)
+        if results[case].outcome is Outcome.FAIL:
             failed.append(case)  # hypothesis ends by running the smallest once more
-            raise AssertionError(found[case].why)
+            raise AssertionError(results[case].why)
 
     with suppress(AssertionError):
         search()
-    yield from (r for r in found.values() if r.outcome is not Outcome.FAIL)
+    yield from (r for r in results.values() if r.outcome is not Outcome.FAIL)
     if failed:
-        yield found[failed[-1]]
+        yield results[failed[-1]]
 
 
 def _drawn(op: Op, bases: Sequence[Point], data: DataObject) -> Case:

@@ -55,11 +55,11 @@ def terms(case: Case) -> int:
     alone = (Role.PARALLEL, Role.LOOKED_UP)
     meeting = {f for d in signature.dims if d.role not in alone for f in d.factors}
     sizes = case.sizes
-    found = math.prod(int(f) if f.isdecimal() else sizes.get(f, 1) for f in meeting)
+    count = math.prod(int(f) if f.isdecimal() else sizes.get(f, 1) for f in meeting)
     for operand in signature.operands:
         if operand.leading is Leading.CONTRACTED and operand.name in case.specs:
-            return max(1, found * case.specs[operand.name].size)
-    return max(1, found)
+            return max(1, count * case.specs[operand.name].size)
+    return max(1, count)
 
 
 class Yardstick:
@@ -85,16 +85,16 @@ class Yardstick:
         if self.op.compare != "close" or all(s.dtype.is_integer for s in specs):
             return nothing
         moved = self._moved()
-        found = []
+        budgets = []
         for i, (want, spec) in enumerate(zip(self.wanted, specs, strict=True)):
             if spec.dtype.is_integer:
-                found.append(nothing[i])
+                budgets.append(nothing[i])
                 continue
             size = np.where(np.isfinite(want), np.abs(want), 0.0)
             unit = self.arithmetic * self.growth * size + self.growth * self._spread_over_rows(moved[i], i)
             rounding = 0.51 * eps_of(spec.dtype) * size + (2.0**-24 if spec.dtype is DType.F16 else 0.0)
-            found.append(Budget(rounding, unit + self._floor()))
-        return found
+            budgets.append(Budget(rounding, unit + self._floor()))
+        return budgets
 
     def _floor(self) -> float:
         """What may be lost where an intermediate number is too small and becomes 0, if others then multiply it."""

@@ -29,10 +29,10 @@ def zeroed(case: Case, units: Mapping[str, Array]) -> tuple[dict[str, Array], Ar
     (result,) = result_specs(case)
     count = min(_shared(case, name) for name in names)
     mask = np.random.default_rng(case.random_seed).random(result.shape[:count]) < 0.5
-    found = dict(units)
+    operands = dict(units)
     for name in names:
-        found[name] = np.where(_over(mask, found[name].ndim), np.zeros((), found[name].dtype), found[name])
-    return found, np.broadcast_to(_over(mask, len(result.shape)), result.shape)
+        operands[name] = np.where(_over(mask, operands[name].ndim), np.zeros((), operands[name].dtype), operands[name])
+    return operands, np.broadcast_to(_over(mask, len(result.shape)), result.shape)
 
 
 def _over(mask: Array, rank: int) -> Array:

@@ -48,11 +48,11 @@ class Graph:
 
     def users(self) -> dict[Value, list[Node]]:
         """For every value the nodes that read it, in graph order."""
-        found: dict[Value, list[Node]] = {v: [] for n in self.nodes for v in n.results}
+        readers: dict[Value, list[Node]] = {v: [] for n in self.nodes for v in n.results}
         for node in self.nodes:
             for source in dict.fromkeys(node.inputs):
-                found[source].append(node)
-        return found
+                readers[source].append(node)
+        return readers
 
     def digest(self) -> str:
         """SHA-256 of the structure.  Names count for leaves and outputs only: other names are for people."""

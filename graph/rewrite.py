@@ -21,8 +21,14 @@ def rewrite(graph: Graph, rule: Rule) -> Graph:
     for old in graph.nodes:
         src = tuple(None if s is None else became[s] for s in old.src)
         node = old if src == old.src else old.with_src(src)
-        found = rule(node)
-        values = node.results if found is None else (found,) if isinstance(found, Value) else tuple(found)
+        replacement = rule(node)
+        values = (
+            node.results
+            if replacement is None
+            else (replacement,)
+            if isinstance(replacement, Value)
+            else tuple(replacement)
+        )
         assert [v.spec for v in values] == list(old.specs), f"a rewrite of {old!r} gave {values}"
         became.update(zip(old.results, values, strict=True))
     return Graph(

@@ -106,12 +106,12 @@ RULES: tuple[Rule, ...] = (
 
 def problems(graph: Graph, rules: Sequence[Rule] = RULES) -> list[str]:
     """Everything that is wrong with `graph`, in the order of `rules`."""
-    found: list[str] = []
+    faults: list[str] = []
     for rule in rules:
-        found += rule(graph)
-        if found and rule is references_exist:  # the other rules look at what is referred to
+        faults += rule(graph)
+        if faults and rule is references_exist:  # the other rules look at what is referred to
             break
-    return found
+    return faults
 
 
 def verify(graph: Graph, rules: Sequence[Rule] = RULES) -> None:

@@ -122,14 +122,14 @@ class Signature:
         """A name for the index of each axis; equal names are one index."""
         ahead = len(shape) - len(operand.dims)
         shift = len(sizes.leading) - ahead
-        found: list[object] = []
+        indices: list[object] = []
         for i, n in enumerate(shape[:ahead]):
             shared = operand.leading is not Leading.CONTRACTED and n == sizes.leading[shift + i]
-            found.append(shift + i if shared else (operand.name, i))
+            indices.append(shift + i if shared else (operand.name, i))
         for dim, n in zip(operand.dims, shape[ahead:], strict=True):
             several = tuple(f for f in dim.factors if (int(f) if f.isdecimal() else sizes.named[f]) != 1)
-            found.append((dim.role, several if n != 1 else ()))
-        return found
+            indices.append((dim.role, several if n != 1 else ()))
+        return indices
 
     def bind(self, specs: Sequence[Spec | None]) -> Sizes:
         """Solve for every dimension.  Raises `Mismatch` with the reason, worded with the operands' names."""
@@ -148,13 +148,13 @@ class Signature:
     def result_specs(self, specs: Sequence[Spec | None], sizes: Sizes) -> tuple[Spec, ...]:
         """Specs of the results; `sizes` must hold every name that they use."""
         by_name = {o.name: s for o, s in zip(self.operands, specs, strict=True)}
-        found = []
+        results = []
         for result in self.results:
             shape = sizes.leading if result.leading is Leading.EQUAL else ()
             source = by_name[result.dtype_of or self.operands[0].name]
             dtype = result.dtypes[0] if result.dtypes else source.dtype if source else DType.F32
-            found.append(Spec(shape + tuple(_size(d, sizes.named) for d in result.dims), dtype))
-        return tuple(found)
+            results.append(Spec(shape + tuple(_size(d, sizes.named) for d in result.dims), dtype))
+        return tuple(results)
 
 
 def _size(dim: Dim, named: Mapping[str, int]) -> int:

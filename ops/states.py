@@ -28,15 +28,15 @@ def state_signatures(operands: str, out: str, state: str) -> dict[str, str]:
     """A signature for each `state_form`.  `operands` and `out` begin axes with ``...``; `state` lists those of one."""
     kept = state.replace("*", "")
     one, pool = f"state[..., {state}]", f"state[*slots, {state}], slots_in[...]: i32"
-    found = {}
+    signatures = {}
     for how, saved, rows in (("one", "", "*seqs"), ("several", "snapshots, ", "*seqs, *saved")):
         results = f"{out}: f32, [..., {saved}{kept}]: f32"
-        found[f"none {how}"] = f"{operands}, {one} -> {results}"
-        found[f"read {how}"] = f"{operands}, {pool} -> {results}"
+        signatures[f"none {how}"] = f"{operands}, {one} -> {results}"
+        signatures[f"read {how}"] = f"{operands}, {pool} -> {results}"
         # The pool has no axis of sequences, so cutting those would leave each device with other rows updated.
         left = f"{operands}, {pool}, slots_out[{rows}]: i32".replace("...", "*seqs")
-        found[f"update {how}"] = f"{left} -> {out.replace('...', 'seqs')}: f32, [slots, {kept}]: f32"
-    return found
+        signatures[f"update {how}"] = f"{left} -> {out.replace('...', 'seqs')}: f32, [slots, {kept}]: f32"
+    return signatures
 
 
 def state_form(attrs: Mapping[str, Attr]) -> str:
