@@ -142,6 +142,13 @@ def test_every_package_is_listed_and_has_an_init_file():
     assert not [folder for folder in folders if not (ROOT / folder / "__init__.py").is_file()]
 
 
+def test_what_tests_share_lies_in_given():
+    """A test module imports from no other."""
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        modules = [n.module or "" for n in ast.walk(ast.parse(path.read_bytes())) if isinstance(n, ast.ImportFrom)]
+        assert not [m for m in modules if m.rpartition(".")[2].startswith("test_")], path
+
+
 HEAVY = ("numba", "llvmlite", "networkx", "tokenizers", "jinja2", "gguf", "cupy", "mpi4py", "tqdm", "pytest")
 
 
