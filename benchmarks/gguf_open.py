@@ -17,7 +17,7 @@ from hocket.frontends.gguf import open_gguf
 
 TOKENS = 262_144
 LIMIT = 0.5
-"""Seconds to open, from the issue."""
+"""Seconds that opening may take."""
 
 
 def write_model(path: Path, tokens: int = TOKENS) -> None:

@@ -15,7 +15,7 @@ from hocket.graph import Graph, Value, dump, from_json, input, parse, state, to_
 
 NODES = 15_000
 LIMIT = 0.3
-"""Seconds to build, from the issue."""
+"""Seconds that building may take."""
 
 
 def block(i: int, x: Value, pos: Value, mask: Value, updates: dict[Value, Value]) -> Value:

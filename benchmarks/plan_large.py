@@ -16,7 +16,7 @@ from hocket.frontends.planning import step_graph
 from hocket.scheduler import plan_for, simulate
 
 ROUNDS, LIMIT = 3, 5.0
-"""Seconds, from the issue."""
+"""How often a plan is made, and seconds that it may take."""
 
 
 def seconds(path: str) -> float:
@@ -29,7 +29,7 @@ def seconds(path: str) -> float:
 
 def main() -> None:
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    from tests.large_headers import LARGE
+    from tests.given.large_headers import LARGE
 
     start = process_time()
     sum(range(20_000_000))

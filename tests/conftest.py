@@ -30,7 +30,7 @@ def _kernels_with_faults_are_compiled_fast() -> Iterator[None]:
     from hocket.backends.cupy.device.driver import Source
     from hocket.backends.cupy.emulation import building
 
-    from .emulation import Written
+    from .given.emulation import Written
 
     plain, fast = building._built, tuple("-O1" if o == "-O2" else o for o in building.OPTIONS)
 

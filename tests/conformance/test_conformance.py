@@ -1,0 +1,391 @@
+"""The kit: cases that read back, shapes and layouts as they say, judgement by row, reports, a package from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from hocket.backends import find
+from hocket.backends.base import Support
+from hocket.backends.numpy.backend import NumpyBackend
+from hocket.conformance import Outcome, Suite, cases, check, parse_case, run_case, support_matrix, zeros
+from hocket.conformance.build import build, lane_for
+from hocket.conformance.case import INPUTS, LAYOUTS, make_case
+from hocket.conformance.command import main
+from hocket.conformance.compare import compare
+from hocket.conformance.expected import Expected
+from hocket.conformance.generate import full_cases, quick_cases
+from hocket.conformance.grow import points
+from hocket.conformance.guarded import Guarded, extent, spread
+from hocket.conformance.harvest import from_model
+from hocket.conformance.inputs import draw, exact
+from hocket.conformance.metamorphic import checks_for
+from hocket.conformance.report import junit, markdown
+from hocket.conformance.run import Result, really_aliases
+from hocket.conformance.tolerance import Budget, Yardstick
+from hocket.graph import GraphError, Spec
+from hocket.graph.text import parse_case as parse_point
+from hocket.ops import REGISTRY
+
+from ..given.models import ROOT
+
+CPU = find("cpu:0")
+SMALL = ("add", "mul_mat", "rms_norm", "set_rows", "softmax", "cumsum", "gated_delta_net")
+
+
+# --------------------------------------------------------------------------------------------------------- cases
+
+
+@pytest.mark.parametrize("op", REGISTRY.values(), ids=lambda op: op.name)
+def test_a_case_reads_back_from_its_text(op):
+    for number, sample in enumerate(make_case(op, parse_point(text)) for text in op.samples):
+        case = sample.but(layout=LAYOUTS[number % len(LAYOUTS)], inputs=INPUTS[number % len(INPUTS)], check="cut-m")
+        assert parse_case(str(case)) == case
+        assert parse_case(str(case.but(seed=7))).seed == 7
+
+
+def test_a_case_says_what_is_wrong_with_its_text():
+    for text, message in (
+        ("mul_mat", "it looks like"),
+        ("no_such_op(x=f32[3])", "there is no op 'no_such_op'"),
+        ("add(a=f32[3], b=f32[3], layout=round)", "layout is 'round'"),
+        ("add(a=f32[3], c=f32[3])", "no operand or attribute c"),
+    ):
+        with pytest.raises(GraphError) as caught:
+            parse_case(text)
+        assert message in str(caught.value)
+
+
+def test_the_same_text_draws_the_same_numbers_and_another_seed_others():
+    case = parse_case("mul_mat(w=q4_K[5,256], x=f32[7,256], layout=permuted, inputs=large)")
+    one, two, moved = draw(case), draw(parse_case(str(case))), draw(case.but(seed=1))
+    assert one["x"].tobytes() == two["x"].tobytes() != moved["x"].tobytes()
+    assert one["w"].tobytes() == two["w"].tobytes() != moved["w"].tobytes()
+
+
+def test_the_full_run_has_more_cases_than_test_backend_ops():
+    assert sum(len(full_cases(op)) for op in REGISTRY.values()) > 21_427
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_quick_run_shows_every_dtype_layout_input_kind_attribute_and_check(name):
+    full, quick = full_cases(REGISTRY[name]), quick_cases(REGISTRY[name])
+    assert len(quick) < len(full)
+
+    def shown(chosen):
+        pairs = {(c.layout, c.inputs) for c in chosen if c.check == "reference"}
+        dtypes = {(c.layout, k, s.dtype) for c in chosen for k, s in c.operands}
+        return pairs, dtypes, {a for c in chosen for a in c.attrs}, {c.check for c in chosen}
+
+    for everything, some in zip(shown(full), shown(quick), strict=True):
+        assert everything == some
+
+
+def test_samples_of_an_op_are_among_its_points_and_points_are_legal():
+    for op in REGISTRY.values():
+        found = points(op)
+        assert {make_case(op, parse_point(t)) for t in op.samples} <= set(found)
+        assert len(found) == len(set(found))
+        for case in found:
+            build(case)  # raises where the op refuses it
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_operand_lies_as_its_layout_says(layout):
+    case = parse_case(f"add(a=f32[3,4,5], b=f32[3,4,5], layout={layout})")
+    program = lane_for(build(case).graph, *CPU).program
+    (a, b), out = program.instructions[-1].src, program.instructions[-1].dst[0]
+    assert a.shape == (3, 4, 5)
+    dense = (20, 5, 1)
+    strides = {"sliced": (32, 8, 1), "permuted": (1, 3, 12), "broadcast": (0, 5, 1)}
+    assert a.strides == strides.get(layout, dense)
+    assert (a.offset % 64 != 0) == (layout in ("offset", "sliced"))
+    assert (out.offset == a.offset) == (layout in ("inplace", "twin"))
+    assert (a == b) == (layout == "twin")
+    assert really_aliases(case, *CPU) == (layout in ("inplace", "twin"))
+
+
+# ------------------------------------------------------------------------------------------------------- judging
+
+
+def test_values_are_pulled_apart_with_guards_between_them():
+    program = lane_for(build(parse_case("softmax(x=f32[2,3,5], mask=f32[3,5])")).graph, *CPU).program
+    moved, regions = spread(program)
+    assert all(b[0] - a[1] >= 1024 for a, b in pairwise(regions))
+    for one, two in zip(program.instructions, moved.instructions, strict=True):
+        assert [t.strides for t in one.dst] == [t.strides for t in two.dst]
+        assert all(any(a <= extent(t)[0] and extent(t)[1] <= b for a, b in regions) for t in two.dst)
+
+
+def test_a_stray_byte_is_named_with_its_distance():
+    case = parse_case("neg(x=f32[5])")
+    guarded = Guarded(lane_for(build(case).graph, *CPU), {})
+    guarded.poison(0xFF)
+    assert guarded.strays(guarded.arena_bytes()) is None
+    end = extent(guarded.program.outputs["result.0"])[1]
+    guarded.buffers[guarded.arena][end + 3] = 0
+    assert "3 bytes past the end" in (guarded.strays(guarded.arena_bytes()) or "")
+
+
+def judged(got, want, dtype="f32"):
+    budget = Budget(np.full(want.shape, 1e-6), np.full(want.shape, 1e-7))
+    return compare(got, want, budget, make_spec(want.shape, dtype), REGISTRY["add"])
+
+
+def make_spec(shape, dtype):
+    parsed = parse_point(f"x={dtype}[{','.join(map(str, shape))}]")["x"]
+    assert isinstance(parsed, Spec)
+    return parsed
+
+
+def test_an_error_in_one_row_of_4000_is_found():
+    want = np.random.default_rng(0).standard_normal((4000, 8))
+    got = want.copy()
+    got[1234] *= 1.001
+    pooled = ((got - want) ** 2).sum() / (want**2).sum()
+    assert pooled < 5e-4  # what test-backend-ops would let pass
+    assert "[1234, " in judged(got, want).why
+    assert not judged(want, want).why
+
+
+def test_matching_infinities_hide_nothing():
+    want = np.array([[1.0, np.inf, 2.0], [3.0, -np.inf, 4.0]])
+    assert not judged(want.copy(), want).why
+    got = want.copy()
+    got[1, 0] = 3.5
+    assert "at [1, 0]: got 3.5" in judged(got, want).why
+    for wrong in (np.nan, -np.inf, 7.0):
+        got = want.copy()
+        got[0, 1] = wrong
+        assert judged(got, want).why
+
+
+def test_a_number_too_large_for_its_dtype_may_be_infinite():
+    want = np.array([[1e5, -1e5, 1.0]])
+    assert not judged(np.array([[np.inf, -np.inf, 1.0]]), want, "f16").why
+    assert judged(np.array([[-np.inf, -np.inf, 1.0]]), want, "f16").why
+    assert judged(np.array([[np.inf, -np.inf, 1.0]]), want, "f32").why
+
+
+def test_the_tolerance_grows_with_the_reduction_and_with_coarser_arithmetic():
+    def limit(text, arithmetic=None):
+        case = parse_case(text)
+        operands = {n: exact(a, case.specs[n]) for n, a in draw(case).items()}
+        made = Yardstick(case, operands, *([arithmetic] if arithmetic else []))
+        scale = np.abs(operands["x"]) @ np.abs(operands["w"]).T
+        return float(np.median(made.budgets([Spec((7, 5))])[0].element / scale))
+
+    short, long = limit("mul_mat(w=f32[5,16], x=f32[7,16])"), limit("mul_mat(w=f32[5,4096], x=f32[7,4096])")
+    assert short < long < 20 * short
+    assert limit("mul_mat(w=f32[5,16], x=f32[7,16])", 2.0**-8) > 1000 * short
+
+
+def test_metamorphic_checks_follow_from_the_signature():
+    assert checks_for(parse_case("mul_mat(w=f32[6,64], x=f32[7,64])")) == ("cut-n", "sum-k", "cut-m")
+    delta = "gated_delta_net(q=f32[5,2,8], k=f32[5,2,8], v=f32[5,4,8], g=f32[5,4,1], beta=f32[5,4], state=f32[4,8,8])"
+    assert set(checks_for(parse_case(delta))) == {"steps-t", "cut-h", "cut-e", "cut-r"}
+    assert "steps-s" in checks_for(parse_case("ssm_conv(x=f32[7,12], w=f32[12,4])"))
+    assert checks_for(parse_case("rms_norm(x=f32[3,64])")) == ()
+    experts = "mul_mat_id(w=f32[5,6,8], x=f32[7,2,8], ids=i32[7,4])"
+    assert set(checks_for(parse_case(experts))) == {"deal-experts", "cut-n", "cut-v", "cut-r", "sum-k"}
+    assert "deal-experts" in checks_for(parse_case("add_id(a=f32[7,2,6], b=f32[5,6], ids=i32[7,2])"))
+    part = parse_case("mul_mat_id(w=f32[5,6,8], x=f32[7,2,8], ids=i32[7,4], first=1, total=7)")
+    assert "deal-experts" not in checks_for(part)
+
+
+def test_zeros_are_asked_for_where_the_op_declares_them():
+    assert zeros.names_for(parse_case("swiglu(gate=f32[3,5], up=f32[3,5])")) == ("zeros-gate",)
+    assert zeros.names_for(parse_case("sigmoid(x=f32[3,5])")) == ()
+
+
+# ------------------------------------------------------------------------------------------------------ outcomes
+
+
+class Partial(NumpyBackend):
+    def supports(self, node, on):
+        return Support(False, "not written yet") if node.op == "mul_mat" else super().supports(node, on)
+
+
+def test_a_case_passes_fails_is_unsupported_or_has_no_reference():
+    def outcome(text, backend=CPU[0]):
+        return run_case(parse_case(text), backend, CPU[1]).outcome
+
+    assert outcome("add(a=f32[3], b=f32[3])") is Outcome.PASS
+    assert outcome("mul_mat(w=f32[3,4], x=f32[2,4])", Partial()) is Outcome.UNSUPPORTED
+    assert outcome("mul_mat(w=q8_K[3,256], x=f32[2,256])") is Outcome.NO_REFERENCE
+
+
+def test_an_expected_failure_that_passes_is_a_failure():
+    case = parse_case("add(a=f32[3], b=f32[3])")
+    expected = Expected(("# a comment", "add(a=f32[3]*  # known"))
+    assert expected.judged(Result(case, Outcome.FAIL, "x")).outcome is Outcome.XFAIL
+    passed = expected.judged(Result(case, Outcome.PASS))
+    assert passed.outcome is Outcome.FAIL
+    assert "take its line out" in passed.why
+    other = Result(parse_case("add(a=f32[4], b=f32[4])"), Outcome.FAIL, "x")
+    assert expected.judged(other) is other
+
+
+def failures(results):
+    return [f"{r.case}: {r.why}" for r in results if r.outcome not in (Outcome.PASS, Outcome.NO_REFERENCE)]
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_backends_of_ours_pass_the_quick_run(name):
+    """The references as a device take every check but, of what is compared with themselves, a quarter: they run every
+    sample in every layout in test_backends.py."""
+    assert not failures(check(Suite(backend="cpu", op=name, require="SHOULD")))
+    chosen = [c for i, c in enumerate(quick_cases(REGISTRY[name])) if i % 4 == 0 or c.check != "reference"]
+    assert not failures(run_case(c, *find("reference:0")) for c in chosen)
+
+
+def test_several_processes_have_the_results_of_one():
+    suite = Suite(op="add|neg")
+    one, two = ([(str(r.case), r.outcome) for r in check(replace(suite, jobs=jobs))] for jobs in (1, 2))
+    assert one == two
+
+
+# ------------------------------------------------------------------------------------------------------- reports
+
+
+def results_of(*outcomes):
+    case = parse_case("add(a=f16[3], b=f32[3])")
+    return [Result(replace(case, seed=i), o, "why <&>" if o != "pass" else "") for i, o in enumerate(outcomes)]
+
+
+def test_a_report_shows_the_worst_of_a_cell_and_junit_counts():
+    found = results_of(Outcome.PASS, Outcome.FAIL, Outcome.UNSUPPORTED)
+    assert "| add | f16/f32 | FAIL 1/3 |" in markdown(found, "cpu")
+    suite = ElementTree.fromstring(junit(found, "cpu").encode())
+    assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("3", "1", "1")
+    assert suite.find("testcase/failure").get("message") == "why <&>"
+
+
+def test_the_command_writes_reports_that_compare(tmp_path, capsys):
+    one, two = tmp_path / "a.json", tmp_path / "b.json"
+    arguments = ["--op", "add|neg", "--json", str(one), "--html", str(tmp_path / "x.html"), "--seed", "3"]
+    assert main([*arguments, "--junit", str(tmp_path / "x.xml"), "--markdown", str(tmp_path / "x.md")]) == 0
+    assert "pass" in capsys.readouterr().out
+    rows = [json.loads(line) for line in one.read_text("utf-8").splitlines()]
+    assert all(row["case"].endswith("seed=3)") for row in rows)
+    changed = [{**rows[0], "outcome": "fail"}, *rows[1:-1]]
+    two.write_text("".join(json.dumps(row) + "\n" for row in changed), "utf-8")
+    assert main(["--compare", str(one), str(two)]) == 1
+    assert '"after": "fail"' in capsys.readouterr().out
+    assert "<table>" in (tmp_path / "x.html").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--backend", "nonesuch"],
+        ["--op", "("],
+        ["--op", "nonesuch"],
+        ["--case", "add(a=f32[3]"],
+        ["--xfail", "no/such/file"],
+        ["--compare", "no/such", "file"],
+        ["--json", "no/such/folder/x.json", "--op", "neg"],
+        ["--jobs", "0"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_is_one_line_and_exit_2(arguments, capsys):
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("hocket check: ")
+    assert said.count("\n") == 1
+
+
+def test_inputs_of_a_failure_are_saved_with_a_line_that_repeats_it(tmp_path, capsys):
+    (tmp_path / "expected").write_text("neg(x=f32[7], layout=contiguous, inputs=normal)\n", "utf-8")
+    case = "neg(x=f32[7], layout=contiguous, inputs=normal)"
+    assert main(["--case", case, "--xfail", str(tmp_path / "expected"), "--save", str(tmp_path / "saved")]) == 1
+    assert f"hocket check --backend cpu --case '{case}'" in capsys.readouterr().out
+    (saved,) = (tmp_path / "saved").glob("neg-*.npz")
+    with np.load(saved) as held:
+        assert str(held["case"]) == case
+        np.testing.assert_array_equal(held["operand_x"], draw(parse_case(case))["x"].astype(np.float32))
+
+
+def test_speed_is_measured_beside_the_limits_of_the_machine(capsys):
+    assert main(["--perf", "--case", "rms_norm(x=f32[64,256])"]) == 0
+    said = capsys.readouterr().out
+    assert "GB/s" in said.splitlines()[0]
+    assert "GFLOP/s" in said.splitlines()[1]
+    assert "rms_norm(x=f32[64,256]" in said
+
+
+def test_thorough_adds_shapes_of_hypothesis():
+    found = check(Suite(op="neg|concat", thorough=True))
+    quick = {c.text for c in cases("neg|concat", full=True)}
+    assert [r for r in found if r.case.text not in quick]
+    assert not [r for r in found if r.outcome is Outcome.FAIL]
+
+
+def test_the_cases_of_a_model_are_harvested():
+    found = from_model(ROOT / "data" / "hocket-tiny-q8_0.gguf", tokens=(1,), cells=32)
+    assert {"mul_mat", "rms_norm", "attention"} <= {c.op for c in found}
+    assert all(parse_case(str(c)) == c for c in found)
+    assert all(run_case(c, *CPU).outcome is Outcome.PASS for c in found)
+
+
+def test_the_support_matrix_has_a_row_for_every_op():
+    rows = support_matrix(["cpu", "reference"])
+    assert [r.op for r in rows] == list(REGISTRY)
+    assert {r.cell("cpu") for r in rows} == {"all"}
+    assert {r.must for r in rows} == {True, False}
+
+
+# --------------------------------------------------------------------------------------------- from the outside
+
+
+@pytest.fixture(scope="module")
+def outside(tmp_path_factory):
+    """An environment in which the example backend is installed."""
+    target = tmp_path_factory.mktemp("site")
+    source = tmp_path_factory.mktemp("source")
+    copied = source / "third_party_backend"
+    example = ROOT / "examples" / "third_party_backend"
+    for path in example.rglob("*"):  # a copy, since building leaves files behind
+        if path.is_file() and path.suffix in (".py", ".toml", ".md") and "build" not in path.parts:
+            (copied / path.relative_to(example)).parent.mkdir(parents=True, exist_ok=True)
+            (copied / path.relative_to(example)).write_bytes(path.read_bytes())
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "--disable-pip-version-check", "--target", str(target), str(copied)], check=True)
+    return {**os.environ, "PYTHONPATH": str(target)}
+
+
+def run_outside(outside, *arguments):
+    return subprocess.run([sys.executable, *arguments], env=outside, capture_output=True, text=True, cwd=ROOT.parent)
+
+
+def test_a_backend_from_another_package_is_checked_by_name(outside):
+    kit = ("-m", "hocket.conformance", "--backend", "toy", "--op", "add|mul_mat|rms_norm|silu|softmax")
+    done = run_outside(outside, *kit)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "hocket_toy has no kernel for softmax" in done.stdout
+    required = run_outside(outside, *kit, "--require", "MUST")
+    assert required.returncode == 1
+    assert "unsupported, but MUST is required" in required.stdout
+
+
+def test_the_same_cases_run_under_pytest(outside):
+    options = ("-p", "hocket.conformance.plugin") if not plugin_is_installed() else ()
+    kit = ("-m", "pytest", *options, "-q", "-p", "no:cacheprovider", "--pyargs", "hocket.conformance")
+    done = run_outside(outside, *kit, "--backend", "toy", "--conformance-op", "add|softmax")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(quick_cases(REGISTRY['add']))} passed" in done.stdout
+
+
+def plugin_is_installed() -> bool:
+    from importlib.metadata import entry_points
+
+    return any(e.value == "hocket.conformance.plugin" for e in entry_points(group="pytest11"))

@@ -1,0 +1,39 @@
+"""The kit's own test: every bug that is planted into a correct backend is found in the quick run of its op."""
+
+from __future__ import annotations
+
+import pytest
+
+from hocket.backends.base import Device
+from hocket.conformance import Outcome, run_case
+from hocket.conformance.generate import quick_cases
+from hocket.ops import REGISTRY
+
+from ..given.faults import FAULTS
+from ..given.faults.site import Fault, FaultyBackend
+
+DEVICE = Device("cpu", 0)
+
+
+def test_there_are_many_faults_of_many_kinds():
+    assert len(FAULTS) >= 60
+    assert len({f.op for f in FAULTS}) >= 40
+    assert len({str(f) for f in FAULTS}) == len(FAULTS)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_a_planted_fault_is_found(fault: Fault):
+    backend = FaultyBackend(fault)
+    for case in quick_cases(REGISTRY[fault.op]):
+        found = run_case(case, backend, DEVICE)
+        if found.outcome is Outcome.FAIL and not _fails_anyway(case):
+            assert backend.broken is None, f"the fault itself does not run on {case}: {backend.broken!r}"
+            return
+    pytest.fail(f"{fault} was not found in {len(quick_cases(REGISTRY[fault.op]))} cases")
+
+
+def _fails_anyway(case) -> bool:
+    """Whether the case fails without the fault too, so that it shows nothing."""
+    from hocket.backends.numpy.backend import NumpyBackend
+
+    return run_case(case, NumpyBackend(), DEVICE).outcome is Outcome.FAIL

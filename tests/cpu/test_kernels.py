@@ -1,0 +1,276 @@
+"""The compiled kernels of the CPU backend, each against what NumPy says it must compute."""
+
+import gc
+import hashlib
+import io
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import hocket
+from hocket import ops
+from hocket.backends.cpu import compiler, processor
+from hocket.backends.cpu.backend import CpuBackend
+from hocket.backends.cpu.compiler import REPLAY
+from hocket.backends.cpu.kernels import packing, products, rounding
+from hocket.backends.cpu.kernels.formats import FORMATS
+from hocket.frontends.progress import compiling_shown
+from hocket.graph.dtypes import DType
+from hocket.ops.quants import dequantise
+
+from ..given.random_rows import random_rows
+
+RNG = np.random.default_rng(5)
+
+
+def call(kernel: compiler.Kernel, *words: object, thread: int = 0, threads: int = 1) -> int:
+    block = np.array([w.ctypes.data if isinstance(w, np.ndarray) else w for w in words], np.int64)
+    return int(REPLAY(kernel.address)(block.ctypes.data, thread, threads))
+
+
+def packed(dtype: DType, raw: np.ndarray, columns: int, threads: int = 1) -> np.ndarray:
+    target = np.zeros(-(-len(raw) // 16) * 16 * raw.shape[1], np.uint8)
+    for thread in range(threads):
+        words = (raw, raw.shape[1], target, len(raw), columns)
+        assert call(packing.pack(FORMATS[dtype]), *words, thread=thread, threads=threads) == 0
+    return target
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_packing_loses_nothing(dtype: DType):
+    rows, columns = 37, 512
+    raw = random_rows(dtype, rows, columns, RNG)
+    weight = packed(dtype, raw, columns)
+    assert np.array_equal(weight, packed(dtype, raw, columns, threads=3))
+    ids, out, scratch = (
+        RNG.permutation(rows).astype(np.int32),
+        np.zeros((rows, columns), np.float32),
+        np.zeros(1024, np.uint8),
+    )
+    words = (weight, raw.shape[1], rows, columns, ids, out, 4 * columns, rows, scratch)
+    assert call(packing.unpack(FORMATS[dtype]), *words) == 0
+    assert np.array_equal(out, dequantise(raw, dtype)[ids])
+    ids[3] = rows
+    assert call(packing.unpack(FORMATS[dtype]), *words) == packing.NO_ROW | rows << 8, "a row that is not there"
+
+
+RECORD = np.dtype(
+    [("codes", np.int8, (2, 16)), ("scales", np.float32, 2), ("starts", np.float32, 2), ("sums", np.int32, 2)]
+)
+"""32 rounded activations as a kernel leaves them."""
+
+
+def rounded(x: np.ndarray, zero: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Rows as the kernel rounds them, and the numbers that its codes stand for."""
+    rows, columns = x.shape
+    target = np.zeros(rounding.rounded_bytes(rows, columns), np.uint8)
+    assert call(rounding.round_rows, x, 4 * columns, rows, columns, target, zero) == 0
+    found = target.view(RECORD).reshape(rows, -1)
+    codes, scales = found["codes"].astype(np.int64), found["scales"][..., None].astype(np.float64)
+    begin = 1.5 * 2**23
+    assert np.array_equal(found["starts"].astype(np.float64), -begin * scales[..., 0]), "these are exact"
+    if zero:
+        assert np.array_equal(found["sums"].view(np.float32), begin - zero * codes.sum(-1))
+    else:
+        sums = (codes * scales).sum(-1)
+        want, size = np.stack([sums.sum(-1), sums[..., 1]], -1), np.abs(codes * scales).sum((-2, -1))
+        assert (np.abs(found["sums"].view(np.float32) - want) <= 1e-6 * size[..., None] + 1e-44).all()
+    return target, (codes * scales).reshape(rows, columns)
+
+
+@pytest.mark.parametrize("zero", [0, 8])
+def test_activations_are_rounded_to_127_steps_of_the_largest_in_a_block(zero: int):
+    x = RNG.standard_normal((5, 96)).astype(np.float32)
+    x[1, :32], x[1, 40:48], x[2] = 0.0, 0.0, x[2] * np.float32(1e-38)
+    _, meant = rounded(x, zero)
+    step = np.abs(x.reshape(5, -1, 16)).max(-1, keepdims=True) / 127
+    assert (np.abs(meant - x).reshape(5, -1, 16) <= 0.5001 * step + 1e-45).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_number_that_is_none_makes_its_whole_block_so(bad: float):
+    x = RNG.standard_normal((2, 64)).astype(np.float32)
+    x[1, 40] = bad
+    target = np.zeros(rounding.rounded_bytes(2, 64), np.uint8)
+    assert call(rounding.round_rows, x, 4 * 64, 2, 64, target, 0) == 0
+    found = target.view(RECORD).reshape(2, 2)
+    assert np.isfinite(found["scales"][0]).all()
+    assert np.isfinite(found["scales"][1]).tolist() == [[True, True], [False, True]]
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 13, 70])
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_a_packed_product_is_exact_in_its_rounded_activations(dtype: DType, count: int):
+    rows, columns = 72, 768
+    raw, x = random_rows(dtype, rows, columns, RNG), RNG.standard_normal((count, columns)).astype(np.float32)
+    weight, (q, meant) = packed(dtype, raw, columns), rounded(x, FORMATS[dtype].zero)
+    y = np.full((count, rows), np.nan, np.float32)
+    form, blocks = FORMATS[dtype], products.blocks_of(FORMATS[dtype])
+    slots, scratch = np.array([0, count, count, *range(count)], np.int32), np.zeros(2 * blocks.scratch, np.uint8)
+    for thread in range(2):
+        words = (weight, raw.shape[1], 0, rows, columns, q, q.nbytes // count, slots, 1, 1, 1, y, 4 * rows, scratch)
+        assert call(products.product(form), *words, thread=thread, threads=2) == 0
+    w = dequantise(raw, dtype).astype(np.float64)
+    np.testing.assert_array_less(np.abs(y - meant @ w.T), 1e-6 * (np.abs(meant) @ np.abs(w).T) + 1e-30)
+
+
+def weights_of(graph: hocket.Graph) -> dict[str, np.ndarray]:
+    return {w.node.name: random_rows(w.dtype, *w.shape, RNG) for w in graph.weights}
+
+
+def layers(count: int) -> hocket.Graph:
+    """Norm, quantised product and gated unit, some times over."""
+    x = hocket.input("x", (5, 64))
+    for i in range(count):
+        gate, up = (hocket.weight(f"{n}.{i}", (96, 64), DType.Q8_0) for n in ("gate", "up"))
+        down = hocket.weight(f"down.{i}", (64, 96), DType.Q4_0)
+        h = ops.rms_norm(x, eps=1e-6)
+        x = ops.add(x, ops.mul_mat(down, ops.swiglu(ops.mul_mat(gate, h), ops.mul_mat(up, h))))
+    return hocket.Graph({"y": x})
+
+
+@pytest.mark.parametrize("threads", [2, 3, 5])
+def test_any_number_of_threads_gives_the_same_bits(threads: int):
+    graph = layers(4)
+    weights, x = weights_of(graph), RNG.standard_normal((5, 64))
+    found = []
+    for count in (1, threads):
+        backend = CpuBackend(count)
+        run = hocket.load(hocket.scheduler.plan_for(graph, [(backend, backend.device(0))]), weights)
+        found += [run.run({"x": x})["y"] for _ in range(20)]
+    assert all(np.array_equal(f, found[0]) for f in found)
+
+
+def test_devices_of_several_threads_agree_with_one():
+    graph = layers(3)
+    weights, x = weights_of(graph), RNG.standard_normal((5, 64))
+    found = []
+    for devices in (1, 2, 3):
+        backend = CpuBackend(2)
+        group = [(CpuBackend(2), backend.device(i)) for i in range(devices)]
+        run = hocket.load(hocket.scheduler.plan_for(graph, group, split_mode="tensor"), weights)
+        found += [run.run({"x": x})["y"] for _ in range(10)]
+        assert all(np.array_equal(f, found[-1]) for f in found[-10:])
+    assert all(np.abs(f - found[0]).max() <= 1e-5 * np.abs(found[0]).max() for f in found)
+
+
+def test_an_id_that_is_no_row_stops_all_threads_with_an_error():
+    table, ids = hocket.weight("table", (8, 64), DType.Q8_0), hocket.input("ids", (3,), DType.I32)
+    backend = CpuBackend(3)
+    graph = hocket.Graph({"y": ops.get_rows(table, ids)})
+    run = hocket.load(hocket.scheduler.plan_for(graph, [(backend, backend.device(0))]), weights_of(graph))
+    good = run.run({"ids": [0, 7, 3]})["y"]
+    with pytest.raises(hocket.BackendError, match="on cpu:0: id 8 names no row"):
+        run.run({"ids": [0, 8, 3]})
+    assert np.array_equal(run.run({"ids": [0, 7, 3]})["y"], good)
+
+
+def test_threads_of_a_device_end_with_it():
+    def helpers() -> int:
+        gc.collect()
+        time.sleep(0.05)
+        return sum(t.name in ("hocket.1", "hocket.2") for t in threading.enumerate())
+
+    graph = hocket.Graph({"y": ops.mul_mat(hocket.weight("w", (512, 512), DType.Q8_0), hocket.input("x", (3, 512)))})
+    before, backend = helpers(), CpuBackend(3)
+    run = hocket.load(hocket.scheduler.plan_for(graph, [(backend, backend.device(0))]), weights_of(graph))
+    assert helpers() == before, "nothing has run yet"
+    run.run({"x": np.ones((3, 512))})
+    assert helpers() == before + 2
+    del run, backend
+    assert helpers() == before
+
+
+# ------------------------------------------------------------------------------------------------ stored kernels
+
+SCRIPT = """
+import numpy as np, sys
+from hocket.backends.cpu.compiler import REPLAY
+from hocket.backends.cpu.kernels.rounding import round_rows
+x, q = np.arange(32, dtype=np.float32), np.zeros(64, np.uint8)
+words = np.array([x.ctypes.data, 128, 1, 32, q.ctypes.data], np.int64)
+assert REPLAY(round_rows.address)(words.ctypes.data, 0, 1) == 0
+print(q[:32].view(np.int8).tolist(), "numba" in sys.modules)
+"""
+
+
+def start(folder) -> subprocess.Popen:
+    environment = {**os.environ, "HOCKET_CACHE_DIR": str(folder)}
+    return subprocess.Popen([sys.executable, "-c", SCRIPT], env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen) -> tuple[str, bool]:
+    """The codes it printed, and whether it had to compile."""
+    out = process.communicate(timeout=120)[0]
+    assert process.returncode == 0
+    codes, _, compiled = out.strip().rpartition(" ")
+    return codes, compiled == "True"
+
+
+def test_kernels_are_compiled_once_and_a_damaged_file_is_made_anew(tmp_path):
+    first = [start(tmp_path) for _ in range(3)]  # at once: none may see half a file
+    answers = {finish(p) for p in first}
+    assert len(answers) == 1
+    ((codes, compiled),) = answers
+    assert compiled
+    assert finish(start(tmp_path)) == (codes, False)
+    (file,) = (tmp_path / "kernels").iterdir()
+    whole = file.read_bytes()
+    assert hashlib.sha256(whole[32:]).digest() == whole[:32]
+    file.write_bytes(whole[:-100])
+    assert finish(start(tmp_path)) == (codes, True)
+    assert file.read_bytes() == whole
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_which_kernel_is_compiled_and_nothing_afterwards(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
+    terminal, other = Terminal(), io.StringIO()
+    with compiling_shown(terminal), compiling_shown(other):
+        for name in ("test.one", "test.two"):
+            assert call(compiler.Kernel(name, lambda a, thread, threads: threads)) == 1
+    shown = [part.strip() for part in terminal.getvalue().split("\r")]
+    assert "compiling kernels: 1 (test.one)" in shown
+    assert "compiling kernels: 2 (test.two)" in shown
+    assert shown[-1] == ""
+    assert not other.getvalue()
+
+
+def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    assert finish(start(blocked))[1]
+
+
+@pytest.mark.parametrize("op", ["mul_mat", "rms_norm|softmax"])
+def test_a_processor_without_wide_vectors_computes_the_same(op: str):
+    """All packed types, and plain vector code, in what LLVM makes of it for 256 bits and no dot products of bytes."""
+    surroundings = {**os.environ, "HOCKET_WITHOUT": "avx512,avxvnni"}
+    command = [sys.executable, "-m", "hocket", "check", "--backend", "cpu", "--op", op]
+    done = subprocess.run(command, env=surroundings, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 pass" not in done.stdout
+
+
+def test_features_that_are_left_out_are_not_used(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOCKET_WITHOUT", "avx")
+    found = processor.features.__wrapped__()
+    assert found
+    assert not any(there for name, there in found.items() if name.startswith("avx"))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_a_constant_matrix_of_halves_is_read_as_what_it_is(dtype: type):
+    table = np.arange(64, dtype=dtype).reshape(2, 32)
+    rows = ops.cast(hocket.constant("table", table), dtype=DType.F32)
+    graph = hocket.Graph({"y": ops.add(hocket.input("x", (2, 32)), rows)})
+    assert np.array_equal(hocket.load(hocket.plan(graph, "cpu"), {}).run({"x": np.zeros((2, 32))})["y"], table)

@@ -1,0 +1,32 @@
+"""Whole models on the CPU backend, whose activations are rounded to 8 bits before they meet quantised weights."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hocket.frontends.open import open_model
+from hocket.frontends.session import Group, Session
+
+from ..given.models import INDEX, golden, limit, nmse, path_of
+
+GROUPS = {
+    "one": Group(threads=1),
+    "two threads": Group(threads=2),
+    "tensor": Group(("cpu:0", "cpu:1", "cpu:2"), "tensor", threads=1),
+    "layer": Group(("cpu:0", "cpu:1"), "layer", threads=2),
+}
+
+
+@pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("name", INDEX)
+def test_a_model_has_the_logits_of_llama_cpp_up_to_what_8_bits_cost(name, group):
+    """In one batch, and half of it token by token."""
+    tokens, want = golden(name)
+    session = Session(open_model(path_of(name)), on=group)
+    batch = session.evaluate([tokens], every_position=True)[0]
+    session.reset(0)
+    parts = [tokens[: len(tokens) // 2], *([t] for t in tokens[len(tokens) // 2 :])]
+    stepped = np.concatenate([session.evaluate([part], every_position=True)[0] for part in parts])
+    for logits in (batch, stepped):
+        assert nmse(logits, want) <= limit(name)

@@ -1,0 +1,257 @@
+"""How threads of a device share a program: the same bits as one thread, few meetings, and nothing written too early."""
+
+from __future__ import annotations
+
+import gc
+import math
+
+import numpy as np
+import pytest
+
+import hocket
+from hocket import ops
+from hocket.backends.cpu import replay
+from hocket.backends.cpu.backend import CpuBackend
+from hocket.backends.cpu.kernels.rows import unary
+from hocket.backends.cpu.steps import RUN, Steps
+from hocket.backends.operands import Region
+from hocket.frontends.open import open_model
+from hocket.frontends.session import Group, Session
+from hocket.graph.dtypes import DType
+
+from ..given.models import path_of, tokens_of
+from ..given.random_rows import random_rows
+
+RNG = np.random.default_rng(7)
+
+
+def layers(count: int, rows: int, dtype: DType) -> hocket.Graph:
+    """Scaled norms, products and gated units, some times over."""
+    x = hocket.input("x", (rows, 192))
+    for i in range(count):
+        gate, up = (hocket.weight(f"{n}.{i}", (544, 192), dtype) for n in ("gate", "up"))
+        down, scale = hocket.weight(f"down.{i}", (192, 544), DType.Q4_0), hocket.weight(f"scale.{i}", (192,))
+        h = ops.mul(ops.rms_norm(x, eps=1e-6), scale)
+        x = ops.add(x, ops.mul_mat(down, ops.swiglu(ops.mul_mat(gate, h), ops.mul_mat(up, h))))
+    return hocket.Graph({"y": x})
+
+
+def values_of(graph: hocket.Graph) -> dict[str, np.ndarray]:
+    def drawn(w: hocket.Value) -> np.ndarray:
+        if w.dtype.is_quantised:
+            return random_rows(w.dtype, math.prod(w.shape[:-1]), w.shape[-1], RNG).reshape(*w.shape[:-1], -1)
+        return RNG.standard_normal(w.shape).astype(w.dtype.storage)
+
+    return {w.node.name: drawn(w) for w in graph.weights}
+
+
+def loaded(graph: hocket.Graph, values: dict[str, np.ndarray], threads: int):
+    backend = CpuBackend(threads)
+    return hocket.load(hocket.scheduler.plan_for(graph, [(backend, backend.device(0))]), values)
+
+
+@pytest.mark.parametrize("dtype", [DType.Q8_0, DType.F16, DType.F32], ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_threads_with_pieces_and_copies_of_their_own_compute_the_bits_of_one(rows: int, dtype: DType, monkeypatch):
+    graph = layers(3, rows, dtype)
+    values, x = values_of(graph), RNG.standard_normal((rows, 192))
+    found = [loaded(graph, values, threads).run({"x": x})["y"] for threads in (1, 2, 3, 7) for _ in range(3)]
+    monkeypatch.setattr(replay, "FUSED", {})
+    found += [loaded(graph, values, threads).run({"x": x})["y"] for threads in (1, 2)]
+    assert np.isfinite(found[0]).all()
+    assert all(np.array_equal(f, found[0]) for f in found)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", ["llama-rope-freqs", "qwen3-q4_k_m", "qwen35moe"])
+def test_a_model_computes_the_same_bits_without_fused_kernels(name: str, threads: int, monkeypatch):
+    model, tokens = open_model(path_of(name)), tokens_of(name)
+
+    def logits() -> np.ndarray:
+        session = Session(model, on=Group(threads=threads))
+        return np.concatenate([session.evaluate([part])[0] for part in (tokens[:9], tokens[9:10], tokens[10:11])])
+
+    fused = logits()
+    monkeypatch.setattr(replay, "FUSED", {})
+    assert np.array_equal(fused, logits())
+
+
+BAD = {"none": 1.0, "nan": np.nan, "inf": np.inf, "-inf": -np.inf}
+
+
+def drawn(rows: int, columns: int = 192, bad: float = 1.0) -> np.ndarray:
+    """Rows of which the last has one number that may be none, and the first is so small that it is raised."""
+    x = RNG.standard_normal((rows, columns)).astype(np.float32)
+    x[0] *= np.float32(1e-20) if rows > 1 else 1
+    x[-1, columns // 2] = bad
+    return x
+
+
+def segments() -> list[replay.Segment]:
+    return [s for s in gc.get_objects() if type(s) is replay.Segment]
+
+
+def kernels_of(graph: hocket.Graph, inputs: dict[str, object], threads: int) -> list[str]:
+    """The names of the kernels that run a graph with random weights, which must compute the bits that others do."""
+    values, before = values_of(graph), segments()
+    run = loaded(graph, values, threads)
+    fused = run.run(inputs)
+    names = [step.kernel.name for s in segments() if s not in before for step in s.steps]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay, "FUSED", {})
+        plain = loaded(graph, values, 1).run(inputs)
+    for name, array in plain.items():
+        assert np.array_equal(fused[name].view(np.uint32), array.view(np.uint32)), name
+    return names
+
+
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 70])
+def test_norms_and_units_that_are_rounded_at_once_are_the_same_bits(rows: int, threads: int, bad: float):
+    names = kernels_of(layers(2, rows, DType.Q8_0), {"x": drawn(rows, bad=bad)}, threads)
+    assert "rounding.round_rows" not in names
+    unit = ["pairs.pair.q8_0.swiglu"] if rows <= 2 else ["products.product.q8_0"] * 2 + ["gated.gated.swiglu"]
+    assert names == ["norms.scaled_rms_norm", *unit, "products.product.q4_0", "rows.binary.add"] * 2
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [DType.Q4_1, DType.Q5_0, DType.Q6_K, DType.MXFP4], ids=str)
+def test_a_unit_is_computed_with_its_products_whatever_type_they_have(dtype: DType, threads: int):
+    x = hocket.input("x", (1, 256))
+    gate, up = (hocket.weight(n, (736, 256), dtype) for n in ("gate", "up"))
+    down = hocket.weight("down", (64, 736), DType.Q8_0)
+    y = ops.mul_mat(down, ops.geglu(ops.mul_mat(gate, x), ops.mul_mat(up, x)))
+    names = kernels_of(hocket.Graph({"y": y}), {"x": drawn(1, 256)}, threads)
+    assert names == ["rounding.round_rows", f"pairs.pair.{dtype}.geglu", "products.product.q8_0"]
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("rows", "half"), [(1, 96), (2, 1056), (1, 40), (4, 96)])
+def test_halves_of_one_product_are_a_unit_where_both_begin_with_a_group(
+    rows: int, half: int, threads: int, swapped: bool
+):
+    x, w = hocket.input("x", (rows, 64)), hocket.weight("w", (2 * half, 64), DType.Q8_0)
+    y = ops.glu(ops.mul_mat(w, x), kind="reglu", swapped=swapped)
+    names = kernels_of(hocket.Graph({"y": y}), {"x": drawn(rows, 64)}, threads)
+    assert ("pairs.pair.q8_0.reglu" in names) == (rows <= 2 and half % 16 == 0)
+
+
+@pytest.mark.parametrize("total", [0, 7])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_units_of_routed_experts_are_computed_with_their_products(rows: int, threads: int, total: int):
+    """Experts that a token chooses twice, or that are on another device."""
+    x, ids = hocket.input("x", (rows, 64)), hocket.input("ids", (rows, 4), "i32")
+    gate, up = (hocket.weight(n, (5, 416, 64), DType.Q4_0) for n in ("gate", "up"))
+    down, where = hocket.weight("down", (5, 64, 416), DType.Q8_0), {"first": 2 if total else 0, "total": total}
+    h = ops.reshape(x, shape=(rows, 1, 64))
+    unit = ops.swiglu(ops.mul_mat_id(gate, h, ids, **where), ops.mul_mat_id(up, h, ids, **where))
+    graph = hocket.Graph({"y": ops.mul_mat_id(down, unit, ids, **where)})
+    chosen = np.array([[0, 4, 3, 4], [2, 2, 2, 2], [1, 4, 0, 2]], np.int32)[:rows]
+    names = kernels_of(graph, {"x": drawn(rows, 64), "ids": chosen}, threads)
+    assert ("pairs.pair.q4_0.swiglu" in names) == (rows <= 2)
+    assert names.count("rounding.round_rows") == 1
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("reader", ["none", "float product", "other code", "sum", "output", "part"])
+def test_whatever_else_reads_a_norm_or_a_unit_finds_it(reader: str, rows: int, threads: int):
+    x = hocket.input("x", (rows, 192))
+
+    def read(value: hocket.Value, name: str) -> dict[str, hocket.Value]:
+        n = value.shape[-1]
+        if reader == "float product":
+            return {name: ops.mul_mat(hocket.weight(f"{name}.f", (48, n)), value)}
+        if reader == "other code":
+            return {name: ops.mul_mat(hocket.weight(f"{name}.q", (544, n), DType.Q5_0), value)}
+        if reader == "sum":
+            return {name: ops.add(value, value)}
+        if reader == "part":
+            return {name: ops.neg(ops.slice_(value, axis=1, start=32, stop=64))}
+        return {name: value} if reader == "output" else {}
+
+    gate, up = (hocket.weight(n, (544, 192), DType.Q8_0) for n in ("gate", "up"))
+    down = hocket.weight("down", (192, 544), DType.Q4_0)
+    h = ops.mul(ops.rms_norm(x, eps=1e-6), hocket.weight("scale", (192,)))
+    unit = ops.swiglu(ops.mul_mat(gate, h), ops.mul_mat(up, h))
+    outputs = {"y": ops.add(x, ops.mul_mat(down, unit)), **read(h, "norm"), **read(unit, "unit")}
+    names = kernels_of(hocket.Graph(outputs), {"x": drawn(rows)}, threads)
+    assert ("rounding.round_rows" in names) == (reader == "output")
+
+
+@pytest.mark.parametrize("reader", ["gate", "up"])
+def test_a_product_that_others_read_is_not_hidden_in_a_unit(reader: str):
+    x = hocket.input("x", (1, 192))
+    both = {n: ops.mul_mat(hocket.weight(n, (544, 192), DType.Q8_0), x) for n in ("gate", "up")}
+    graph = hocket.Graph({"y": ops.swiglu(both["gate"], both["up"]), "z": ops.neg(both[reader])})
+    assert kernels_of(graph, {"x": drawn(1)}, 2).count("products.product.q8_0") == 2
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("rows", [2, 3])
+def test_what_is_rounded_is_kept_while_others_of_equal_size_are_rounded(rows: int, again: bool):
+    """Norms, units and products all have as many columns, and lie where their sources did or are read again later."""
+    x = hocket.input("x", (rows, 192))
+    outputs = {}
+    for i in range(3):
+        a, b, c = (hocket.weight(f"{n}.{i}", (192, 192), DType.Q8_0) for n in "abc")
+        h = ops.mul(ops.rms_norm(x, eps=1e-6), hocket.weight(f"scale.{i}", (192,)))
+        first = ops.swiglu(ops.mul_mat(a, h), ops.mul_mat(b, h))
+        both = hocket.weight(f"both.{i}", (384, 192), DType.Q8_0)
+        second = ops.glu(ops.mul_mat(both, first), kind="swiglu")
+        x = ops.mul_mat(a, second)
+        if again:
+            outputs |= {f"y{i}": ops.neg(ops.mul_mat(b, first)), f"z{i}": ops.neg(ops.mul_mat(c, h))}
+    for threads in (1, 2):
+        kernels_of(hocket.Graph(outputs | {"x": x}), {"x": drawn(rows)}, threads)
+
+
+def test_threads_meet_twice_in_a_gated_unit_of_one_token():
+    """Before the norm, which needs all of the sum, and before the last product, which needs all of the unit."""
+    graph, before = layers(5, 1, DType.Q8_0), segments()
+    run = loaded(graph, values_of(graph), 2)
+    run.run({"x": RNG.standard_normal((1, 192))})
+    assert [sum(step.meets for step in s.steps) for s in segments() if s not in before] == [2 * 5 - 1]
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_no_thread_writes_a_state_before_it_is_certain_that_no_other_has_stopped(threads: int):
+    """The first thread stops at an id while others could go on to write what they have of a row into the state."""
+    first, cache = hocket.state("first", (8, 32)), hocket.state("cache", (4, 512))
+    w, x, ids = hocket.weight("w", (512, 32)), hocket.input("x", (1, 32)), hocket.input("ids", (1,), "i32")
+    new = ops.set_rows(cache, ops.mul_mat(w, x), hocket.input("at", (1,), "i32"))
+    updates = {first: ops.set_rows(first, x, ids), cache: new}
+    run = loaded(hocket.Graph({"y": ops.neg(x)}, updates), {"w": np.ones((512, 32), np.float32)}, threads)
+    for bad in ({"ids": [99], "at": [2]}, {"ids": [1], "at": [4]}):
+        for _ in range(50):
+            with pytest.raises(hocket.BackendError, match="names no row"):
+                run.run({**bad, "x": np.ones((1, 32))})
+            assert not any(np.asarray(run.store.state(name)[...]).any() for name in ("first", "cache"))
+    run.run({"ids": [1], "at": [2], "x": np.ones((1, 32))})
+    assert (np.asarray(run.store.state("cache")[...]).sum(-1) == [0, 0, 32 * 512, 0]).all()
+
+
+def test_what_may_stop_the_run_and_what_writes_a_state_are_apart_unless_one_thread_does_both():
+    assert RUN.overlaps(RUN)
+    assert not RUN.overlaps(Region(0, 0, 1 << 40))
+    steps = Steps(2)
+    memory = [steps.memory(64) for _ in range(2)]
+    steps.add(unary("copy"), [], reads=[], writes=[memory[0]], stops=True)
+    steps.add(unary("copy"), [], reads=[], writes=[memory[1]], stops=True)
+    assert [s.meets for s in steps.take()] == [False, False]
+    steps.add(unary("copy"), [], reads=[], writes=[memory[0]], nbytes=1 << 20, stops=True)
+    steps.add(unary("copy"), [], reads=[], writes=[memory[1]], stops=True)
+    assert [s.meets for s in steps.take()] == [False, True]
+
+
+def test_bands_of_the_same_rows_overlap_only_where_their_columns_do():
+    band = Region(0, 100, 1000, 64, 16)
+    assert not band.overlaps(Region(0, 116, 1016, 64, 48))
+    assert not band.overlaps(Region(0, 52, 1000, 64, 48))
+    assert band.overlaps(Region(0, 52, 1000, 64, 49))
+    assert band.overlaps(Region(0, 115, 1015, 64, 4))
+    assert band.overlaps(Region(0, 120, 130))
+    assert not band.overlaps(Region(1, 100, 1000, 64, 16))

@@ -1,0 +1,308 @@
+"""Chains of instructions that CUDA devices do in one launch: the same as one by one, wherever that is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+
+from hocket import ops
+from hocket.backends.base import BufferSpec, Instruction, Program, Tensor
+from hocket.backends.cupy import backend as cupy_backend
+from hocket.backends.cupy.device.driver import Launch
+from hocket.backends.cupy.emulation.emulated import EmulatedBackend, EmulatedDriver
+from hocket.backends.flow import Flow
+from hocket.backends.liveness import readers_of
+from hocket.backends.operands import Operand
+from hocket.frontends.open import open_model
+from hocket.frontends.session import Group, Session
+from hocket.graph import BackendError, DType, Graph, StepError, Value, input, state, weight
+from hocket.scheduler import load, plan_for
+
+from ..given.emulation import needs_compiler
+from ..given.models import golden, limit, nmse, path_of, tokens_of
+from ..given.random_rows import random_rows
+
+pytestmark = needs_compiler
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A graph of one chain; `forbidden` is one in which something else reads what only the chain should."""
+
+    graph: Callable[[bool], Graph]
+    launches: tuple[int, int]
+    """Fused, and one by one."""
+    near: float = 0.0
+    """The relative error against one by one; the same bits if it is 0."""
+    forbids: bool = True
+
+
+def both(y: Value, also: Value, forbidden: bool, updates: dict[Value, Value] | None = None) -> Graph:
+    return Graph({"y": y, **({"also": ops.neg(also)} if forbidden else {})}, updates or {})
+
+
+def norm(forbidden: bool) -> Graph:
+    inner = ops.rms_norm(input("x", (3, 70)), eps=1e-6)
+    return both(ops.mul(inner, weight("w", (70,))), inner, forbidden)
+
+
+def sum_and_norm(forbidden: bool) -> Graph:
+    total = ops.add(input("x", (3, 70)), input("z", (3, 70)))
+    inner = ops.rms_norm(total, eps=1e-6)
+    normed = ops.mul(inner, weight("w", (70,)))
+    return both(ops.sub(total, ops.scale(normed, scale=2.0)), inner, forbidden)
+
+
+def gated_norm(forbidden: bool) -> Graph:
+    inner = ops.rms_norm(input("x", (1, 2, 3, 64)), eps=1e-6)
+    gate = ops.silu(ops.reshape(input("z", (2, 192)), shape=(1, 2, 3, 64)))
+    return both(ops.mul(ops.mul(inner, weight("w", (64,))), gate), gate, forbidden)
+
+
+def times(activation: Callable[[Value], Value]) -> Callable[[bool], Graph]:
+    def graph(forbidden: bool) -> Graph:
+        gate = activation(ops.slice_(input("z", (3, 40)), axis=-1, start=20, stop=40))
+        return both(ops.mul(input("x", (3, 20)), gate), gate, forbidden)
+
+    return graph
+
+
+def unit(join: Callable[[Value, Value], Value], dtype: DType) -> Callable[[bool], Graph]:
+    def graph(forbidden: bool) -> Graph:
+        x = input("x", (2, 128))
+        gate, up = (ops.mul_mat(weight(n, (70, 128), dtype), x) for n in ("gate", "up"))
+        return both(join(gate, up), up, forbidden)
+
+    return graph
+
+
+def products(dtype: DType) -> Callable[[bool], Graph]:
+    def graph(forbidden: bool) -> Graph:
+        x = ops.scale(input("x", (1, 128)), scale=2.0)
+        q, k, v = (ops.mul_mat(weight(n, (rows, 128), dtype), x) for n, rows in (("q", 70), ("k", 32), ("v", 100)))
+        return Graph({"q": q, "k": k, "v": v})
+
+    return graph
+
+
+def placed(tokens: int, normed: bool, stored: bool, mode: str = "neox") -> Callable[[bool], Graph]:
+    """Heads through norm and RoPE, perhaps into a cache."""
+
+    def graph(forbidden: bool) -> Graph:
+        x = input("x", (1, tokens, 2, 24))
+        inner = ops.mul(ops.rms_norm(x, eps=1e-6), weight("w", (24,))) if normed else ops.neg(x)
+        turned = ops.rope(inner, input("pos", (1, tokens), "i32"), n_dims=16, mode=mode, offset=4)
+        if not stored:
+            return both(turned, inner, forbidden)
+        cache = state("cache", (9, 48))
+        new = ops.set_rows(cache, ops.reshape(turned, shape=(tokens, 48)), input("ids", (tokens,), "i32"), name="new")
+        return both(ops.neg(new), turned if forbidden else inner, forbidden, {cache: new})
+
+    return graph
+
+
+def row(forbidden: bool) -> Graph:
+    cache = state("cache", (9, 48))
+    new = ops.set_rows(cache, input("x", (1, 48)), input("ids", (1,), "i32"), name="new")
+    return Graph({"y": ops.neg(new)}, {cache: new})
+
+
+CHAINS = {
+    "norm and factor": Chain(norm, (1, 2)),
+    "sum, norm and factor": Chain(sum_and_norm, (3, 5)),
+    "gated norm": Chain(gated_norm, (1, 4), near=1e-6),
+    "times sigmoid": Chain(times(ops.sigmoid), (1, 2)),
+    "times silu": Chain(times(ops.silu), (1, 2)),
+    "gated unit, packed": Chain(unit(ops.swiglu, DType.Q4_0), (1, 3)),
+    "gated unit, float": Chain(unit(ops.geglu, DType.F32), (1, 3)),
+    "products, packed": Chain(products(DType.Q4_0), (2, 4), forbids=False),
+    "products, float": Chain(products(DType.F32), (2, 4), forbids=False),
+    "heads": Chain(placed(3, True, False), (1, 3)),
+    "heads of neighbours": Chain(placed(3, True, False, "normal"), (1, 3)),
+    "heads into a cache": Chain(placed(3, True, True), (3, 6)),
+    "a head into a cache": Chain(placed(1, True, True), (2, 6)),
+    "turned heads into a cache": Chain(placed(1, False, True), (3, 5)),
+    "a row": Chain(row, (2, 3), forbids=False),
+}
+
+
+class Watched(EmulatedDriver):
+    """Remembers what is recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[Launch] = []
+
+    def record(self, launches, on):
+        self.launches += launches
+        return super().record(launches, on)
+
+
+@dataclass
+class Ran:
+    outputs: list[dict[str, np.ndarray]] = field(default_factory=list)
+    states: list[np.ndarray] = field(default_factory=list)
+    launches: int = 0
+
+
+def ran(graph: Graph, fused: bool, devices: int = 1) -> Ran:
+    """Three runs of a graph with the same numbers, however it is bound."""
+    rng, found = np.random.default_rng(3), Ran()
+    backend = cupy_backend.DriverBackend(driver := Watched())
+    weights = {}
+    for w in graph.weights:
+        raw = random_rows(w.dtype, *w.shape, rng) if w.dtype.is_quantised else rng.standard_normal(w.shape)
+        weights[w.node.name] = raw if w.dtype.is_quantised else raw.astype(np.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        if not fused:
+            patch.setattr(cupy_backend, "FUSED", {})
+        group = [(backend, backend.device(i)) for i in range(devices)]
+        run = load(plan_for(graph, group, split_mode="tensor" if devices > 1 else "auto"), weights)
+    for _ in range(3):
+        given = {
+            v.node.name: rng.permutation(9)[: v.spec.size].reshape(v.shape) if v.dtype is DType.I32
+            else rng.standard_normal(v.shape).astype(np.float32)
+            for v in graph.inputs
+        }  # fmt: skip
+        found.outputs.append(run.run(given))
+        found.states.append(np.concatenate([np.asarray(run.store.state(s.node.name)) for s in graph.states] or [[]]))
+    found.launches = len(driver.launches)
+    return found
+
+
+def same(one: Ran, other: Ran, near: float) -> None:
+    numbers = [*((o[k], p[k]) for o, p in zip(one.outputs, other.outputs, strict=True) for k in o)]
+    for got, want in [*numbers, *zip(one.states, other.states, strict=True)]:
+        np.testing.assert_allclose(got, want, rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_chain_is_what_its_instructions_are_one_by_one(name, monkeypatch):
+    chain = CHAINS[name]
+    fused = ran(chain.graph(False), True)
+    single = ran(chain.graph(False), False)
+    assert (fused.launches, single.launches) == chain.launches
+    same(fused, single, chain.near)
+
+
+@pytest.mark.parametrize("name", [name for name, chain in CHAINS.items() if chain.forbids])
+def test_what_something_else_reads_is_written(name, monkeypatch):
+    chain = CHAINS[name]
+    fused = ran(chain.graph(True), True)
+    single = ran(chain.graph(True), False)
+    assert fused.launches - single.launches > chain.launches[0] - chain.launches[1], "the chain is shorter, or none"
+    same(fused, single, chain.near)
+
+
+@pytest.mark.parametrize("name", ["gated unit, float", "products, float", "sum, norm and factor"])
+def test_chains_of_two_devices_are_those_of_one(name):
+    graph = CHAINS[name].graph(False)
+    same(ran(graph, True, devices=2), ran(graph, False), 1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------- models
+
+
+def logits_of(name: str, devices: int, fused: bool) -> tuple[np.ndarray, int]:
+    """Of a prompt and some tokens one by one; and the launches of one of those."""
+    tokens = tokens_of(name)[:12]
+    with pytest.MonkeyPatch.context() as patch:
+        if not fused:
+            patch.setattr(cupy_backend, "FUSED", {})
+        group = Group(tuple(f"cuda-emulated:{i}" for i in range(devices)), "tensor" if devices > 1 else "none")
+        session = Session(open_model(path_of(name)), on=group)
+        parts = [session.evaluate([p], every_position=True)[0] for p in (tokens[:8], *([t] for t in tokens[8:]))]
+        replay = session.executor(session.step(1, len(tokens)))._replays[0]
+    return np.concatenate(parts), sum(isinstance(part, Launch) for part in replay._parts)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "qwen35", "qwen35moe", "qwen3next"])
+def test_a_model_has_the_logits_of_llama_cpp_with_chains_and_without(name, devices):
+    want = golden(name)[1][:12]
+    (fused, few), (single, many) = logits_of(name, devices, True), logits_of(name, devices, False)
+    for logits in (fused, single):
+        assert nmse(logits.ravel(), want.ravel()) <= limit(name)  # the limit is one over all rows
+    assert few < (0.7 if devices == 1 else 0.8) * many
+
+
+# ---------------------------------------------------------------------------------------------------- what goes wrong
+
+
+def test_a_number_that_names_no_row_is_told_of_the_instruction_that_has_it():
+    graph = CHAINS["a head into a cache"].graph(False)
+    backend = EmulatedBackend()
+    run = load(plan_for(graph, [(backend, backend.device(0))]), {"w": np.ones(24, np.float32)})
+    x = np.ones((1, 1, 2, 24), np.float32)
+    run.run({"x": x, "pos": [[1]], "ids": [4]})
+    with pytest.raises(BackendError, match=r"^%new on cuda-emulated:0: id 9 names no row of its table, which has 9"):
+        run.run({"x": x, "pos": [[2]], "ids": [9]})
+
+
+def test_a_launch_of_a_chain_that_fails_names_one_of_its_instructions_and_takes_back_what_ran(monkeypatch):
+    def broken(launches, flow, number):
+        numbers = plain(launches, flow, number)
+        last = launches.items.pop()
+        launches.items.append(replace(last, words=(last.words[0] + 1, *last.words[1:])))
+        return numbers
+
+    (plain,) = cupy_backend.FUSED["sigmoid"]
+    monkeypatch.setattr(cupy_backend, "FUSED", {**cupy_backend.FUSED, "sigmoid": (broken,)})
+    cache, x = state("cache", (8, 48)), input("x", (1, 48))
+    new = ops.set_rows(cache, x, input("ids", (1,), "i32"), name="new")
+    y = ops.mul(ops.sum_rows(new), ops.sigmoid(input("z", (8, 1)), name="gate"), name="gated")
+    backend = EmulatedBackend()
+    run = load(plan_for(Graph({"y": y}, {cache: new}), [(backend, backend.device(0))]), {})
+    run.store.state("cache")[...] = 3.0
+    with pytest.raises(StepError, match=r"^%(gate|gated) on cuda-emulated:0: elementwise.cu"):
+        run.run({"x": np.ones((1, 48), np.float32), "z": np.ones((8, 1), np.float32), "ids": [2]})
+    assert (np.asarray(run.store.state("cache")) == 3.0).all()
+
+
+# ----------------------------------------------------------------------------------------------------------- order
+
+
+def flow_of(*instructions: tuple[str, str], fixed: tuple[int, ...] = ()) -> Flow:
+    """Instructions that read some of sixteen places of memory, and write one: ``("ab", "c")``."""
+
+    def tensor(name: str) -> Tensor:
+        return Tensor(0, 64 * (ord(name) - ord("a")), (16,), (1,), DType.F32)
+
+    made = [Instruction("op", tuple(map(tensor, src)), (tensor(dst),), {}, None, dst) for src, dst in instructions]
+    kept = {"y": tensor(instructions[-1][1])}
+    program = Program("null:0", (BufferSpec("arena", "arena", 1024),), tuple(made), {}, kept)
+    return Flow(program, readers_of(program, lambda t: Operand(t.offset, t)), fixed)
+
+
+def test_instructions_meet_in_the_place_of_the_last_of_them():
+    assert flow_of(("a", "b"), ("c", "d"), ("bd", "e")).place_for([0, 2]) == 2
+
+
+def test_where_the_last_place_is_too_late_they_meet_in_that_of_the_first():
+    assert flow_of(("a", "b"), ("b", "d"), ("a", "e"), ("de", "f")).place_for([0, 2]) == 0
+
+
+def test_what_has_to_run_between_keeps_instructions_apart():
+    assert flow_of(("a", "b"), ("b", "c"), ("ac", "e"), ("be", "f")).place_for([0, 2]) is None
+
+
+def test_a_value_that_is_written_over_in_between_is_not_read_later():
+    assert flow_of(("a", "b"), ("c", "a"), ("ab", "d"), ("ad", "e")).place_for([0, 2]) is None
+
+
+def test_memory_that_only_a_chain_would_have_written_may_hold_something_else():
+    """The second instruction takes the place of the first one's result only after that was read."""
+    assert flow_of(("a", "b"), ("b", "c"), ("d", "b"), ("c", "e"), ("be", "f")).place_for([0, 1, 3]) == 3
+
+
+def test_nothing_moves_past_a_meeting():
+    assert flow_of(("a", "b"), ("c", "d"), ("bd", "e"), fixed=(1,)).place_for([0, 2]) is None
+
+
+def test_what_belongs_to_a_chain_belongs_to_no_other():
+    flow = flow_of(("a", "b"), ("b", "c"), ("c", "d"))
+    flow.gather([0, 1], 1)
+    assert flow.place_for([1, 2]) is None

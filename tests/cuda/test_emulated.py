@@ -1,0 +1,324 @@
+"""The CUDA backend, run on emulated devices: its kernels against the references, its programs, what it says when it
+cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from hocket import ops
+from hocket.backends import find
+from hocket.backends.cupy import backend as cupy_backend
+from hocket.backends.cupy import cuda
+from hocket.backends.cupy.emulation import building
+from hocket.backends.cupy.emulation.emulated import EmulatedBackend
+from hocket.backends.cupy.table import BINDINGS, FAMILIES, SOURCES
+from hocket.cli import main
+from hocket.conformance import Outcome, parse_case, run_case
+from hocket.conformance.build import build, lane_for
+from hocket.conformance.generate import quick_cases
+from hocket.frontends.errors import ModelError
+from hocket.frontends.open import open_model
+from hocket.frontends.session import Group, Session
+from hocket.graph import Graph, Spec, constant, input, state, weight
+from hocket.graph.dtypes import DType
+from hocket.graph.errors import BackendError
+from hocket.ops import REGISTRY
+from hocket.ops.collective import COLLECTIVES
+from hocket.scheduler import load, plan, plan_for
+
+from ..given.emulation import needs_compiler
+from ..given.fake_cupy import fake_cupy
+from ..given.models import FIXTURES, nmse, path_of
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", sorted(BINDINGS.keys() | COLLECTIVES))
+def test_every_kernel_does_what_its_op_means(name):
+    """Forty cases of the quick run, which ``hocket check --backend cuda-emulated`` makes whole in two minutes; one may
+    have no reference, but none may lack a kernel."""
+    backend, cases = EmulatedBackend(), quick_cases(REGISTRY[name])
+    for case in cases[:: max(1, len(cases) // 40)]:
+        result = run_case(case, backend, backend.device(0))
+        assert result.outcome in (Outcome.PASS, Outcome.NO_REFERENCE), f"{case}: {result.outcome}: {result.why}"
+
+
+def test_every_op_has_a_kernel():
+    computed = {name for name, op in REGISTRY.items() if not op.is_view}
+    assert computed <= BINDINGS.keys() | COLLECTIVES
+
+
+def test_every_kernel_is_declared_once():
+    names = [(s.file, n) for s in SOURCES for n in s.names]
+    assert len(names) == len(set(names))
+    assert all(family.SOURCES for family in FAMILIES)
+
+
+@needs_compiler
+def test_what_has_no_kernel_is_refused_with_the_reason():
+    backend = EmulatedBackend()
+    node = ops.clamp(input("x", (3,)), min=0.0, max=1.0).node
+    assert backend.supports(node, backend.device(0)).ok
+    quantised = ops.cast(weight("w", (2, 32), "q8_0"), dtype=DType.F32).node
+    assert backend.supports(quantised, backend.device(0)).ok  # weights become float32 unless kernels read their type
+    odd = ops.mul_mat(weight("w", (70000, 1, 4)), input("x", (70000, 1, 4))).node
+    assert backend.supports(odd, backend.device(0)).why == "70000 matrices are too many for one launch"
+
+
+@needs_compiler
+@pytest.mark.parametrize("layout", ["contiguous", "permuted", "sliced", "broadcast"])
+def test_operands_are_read_as_they_lie(layout):
+    """The planner puts in no copy."""
+    backend = EmulatedBackend()
+    case = parse_case(f"rms_norm(x=f32[3,4,5], layout={layout})")
+    program = lane_for(build(case).graph, backend, backend.device(0)).program
+    assert [i.op for i in program.instructions] == ["rms_norm"]
+
+
+@needs_compiler
+def test_weights_of_16_bits_stay_as_they_are():
+    backend = EmulatedBackend()
+    for dtype in (DType.F16, DType.BF16):
+        assert backend.stored(Spec((3, 4), dtype), "weight").dtype is dtype
+        assert backend.stored(Spec((4,), dtype), "weight").dtype is DType.F32
+        assert backend.stored(Spec((3, 4), dtype)).dtype is DType.F32
+
+
+@needs_compiler
+def test_a_constant_of_16_bits_is_read_as_what_it_is():
+    table = np.arange(12, dtype=np.float16).reshape(3, 4)
+    graph = Graph({"y": ops.add(input("x", (3, 4)), constant("c", table))})
+    made = load(plan(graph, ("cuda-emulated:0",)), {})
+    x = np.ones((3, 4), np.float32)
+    assert (made.run({"x": x})["y"] == x + table).all()
+
+
+# -------------------------------------------------------------------------------------------------- exact or fast
+
+DELTA = "q=f32[{t},2,{d}], k=f32[{t},2,{d}], v=f32[{t},4,32], g=f32[{t},4,{g}], beta=f32[{t},4], state=f32[4,32,{d}]"
+
+
+@needs_compiler
+@pytest.mark.parametrize("more", ["", ", snapshots=3"])
+@pytest.mark.parametrize(("t", "d", "g"), [(68, 64, 1), (130, 64, 1), (97, 64, 64)])
+def test_a_delta_rule_that_need_not_be_exact_is_as_exact_as_bfloat16(t, d, g, more):
+    backend, text = EmulatedBackend(), DELTA.format(t=t, d=d, g=g) + more
+    exact, fast = (
+        run_case(parse_case(f"gated_delta_net({text}{mode})"), backend, backend.device(0))
+        for mode in ("", ", exact=false")
+    )
+    assert (exact.outcome, fast.outcome) == (Outcome.PASS, Outcome.PASS), f"{exact.why} {fast.why}"
+    assert exact.difference.nmse < 1e-7 < fast.difference.nmse < 1e-3
+
+
+@needs_compiler
+def test_a_delta_rule_over_few_tokens_is_exact_whatever_is_asked():
+    backend = EmulatedBackend()
+    result = run_case(
+        parse_case(f"gated_delta_net({DELTA.format(t=9, d=64, g=1)}, exact=false)"), backend, backend.device(0)
+    )
+    assert result.difference.nmse < 1e-12
+
+
+# ------------------------------------------------------------------------------------------------- several devices
+
+
+@needs_compiler
+@pytest.mark.parametrize("mode", ["tensor", "layer"])
+def test_several_devices_compute_what_one_does(mode):
+    x = input("x", (5, 8))
+    hidden = ops.swiglu(ops.mul_mat(weight("gate", (12, 8)), x), ops.mul_mat(weight("up", (12, 8)), x))
+    graph = Graph({"y": ops.softmax(ops.reshape(ops.mul_mat(weight("down", (8, 12)), hidden), shape=(1, 5, 8)))})
+    rng = np.random.default_rng(0)
+    weights = {w.node.name: rng.standard_normal(w.shape).astype(np.float32) for w in graph.weights}
+    given = {"x": rng.standard_normal((5, 8)).astype(np.float32)}
+    many = load(plan(graph, ("cuda-emulated:0", "cuda-emulated:1", "cuda-emulated:2"), split_mode=mode), weights)
+    exact = load(plan(graph, ("reference:0",)), weights).run(given)["y"]
+    for _ in range(3):
+        np.testing.assert_allclose(many.run(given)["y"], exact, rtol=1e-5, atol=1e-7)
+
+
+# --------------------------------------------------------------------------------------------- the driver of devices
+
+
+@pytest.fixture
+def devices(monkeypatch):
+    """The backend of real devices, over a stand-in for CuPy that emulates launches."""
+    cupy = fake_cupy(SOURCES)
+    monkeypatch.setattr(cuda, "_cupy", lambda: cupy)
+    monkeypatch.setattr(cuda, "cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}))
+    cuda._module.cache_clear()
+    yield cuda.CudaBackend()
+    cuda._module.cache_clear()
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["add", "get_rows", "softmax", "mul_mat", "rope", "cast", "send", "all_reduce"])
+def test_the_driver_of_devices_makes_the_launches_of_the_emulated_one(name, devices):
+    cases = quick_cases(REGISTRY[name])
+    for case in cases[:: max(1, len(cases) // 8)]:
+        result = run_case(case, devices, devices.device(1))
+        assert result.outcome in (Outcome.PASS, Outcome.NO_REFERENCE), f"{case}: {result.outcome}: {result.why}"
+
+
+@needs_compiler
+def test_a_program_of_several_launches_is_one_graph_and_its_faults_are_reported(devices):
+    table, kept = weight("table", (4, 2), "f16"), state("kept", (3, 2))
+    new = ops.add(kept, ops.get_rows(table, input("ids", (3,), "i32"), name="rows"))
+    graph = Graph({"y": ops.scale(new, scale=2.0)}, updates={kept: new})
+    group = [(devices, devices.device(0))]
+    made = load(plan_for(graph, group), {"table": np.arange(8, dtype=np.float16).reshape(4, 2)})
+    assert made.run({"ids": [0, 1, 2]})["y"].tolist() == [[0, 2], [4, 6], [8, 10]]
+    with pytest.raises(BackendError, match="%rows on cuda:0: id -1 names no row"):
+        made.run({"ids": [0, -1, 2]})
+    assert made.run({"ids": [0, 0, 0]})["y"].tolist() == [[0, 4], [4, 8], [8, 12]]
+    with pytest.raises(BackendError, match="there is no device cuda:4; this machine has 4"):
+        devices.device(4)
+
+
+def test_a_session_that_may_be_fast_asks_for_it_and_says_no_where_it_is_to_be_exact():
+    model = open_model(path_of("qwen35"))
+    for fast in (False, True):
+        made = Session(model, on=Group(("numpy:0",), fast=fast))
+        (lane,) = made.plan(made.step(4, 4)).lanes
+        asked = [i.attrs["exact"] for i in lane.program.instructions if i.op == "gated_delta_net"]
+        assert asked
+        assert asked == [not fast] * len(asked)
+    with pytest.raises(ModelError, match="leave out one of the two"):
+        Session(model, on=Group(fast=True, exact=True))
+
+
+@needs_compiler
+def test_the_command_takes_a_model_fast(tmp_path):
+    model, logits = FIXTURES / "qwen35", []
+    tokens = ",".join(map(str, np.load(model / "tokens.npy").tolist()))
+    for number, flags in enumerate(((), ("--fast",))):
+        out = str(tmp_path / f"{number}.npy")
+        words = ["logits", str(model / "model.gguf"), "--tokens", tokens, "--out", out, "--devices", "cuda-emulated:0"]
+        assert main([*words, *flags]) == 0
+        logits.append(np.load(out))
+    assert nmse(logits[1], logits[0]) <= 1e-3
+
+
+# ------------------------------------------------------------------------------------------------- what takes how long
+
+
+def counting(group, **options):
+    """A state that grows, ready to run."""
+    kept, x = state("kept", (3, 8)), input("x", (3, 8))
+    new = ops.add(kept, ops.mul_mat(weight("w", (8, 8)), x))
+    graph = Graph({"y": ops.rms_norm(new, eps=1e-6)}, updates={kept: new})
+    return load(plan_for(graph, group, **options), {"w": np.eye(8, dtype=np.float32)})
+
+
+@needs_compiler
+@pytest.mark.parametrize("real", [False, True], ids=["emulated", "cuda"])
+def test_a_run_is_measured_launch_by_launch(real, devices):
+    backend = devices if real else EmulatedBackend()
+    made, names = counting([(backend, backend.device(0))]), []
+    for _ in range(2):
+        made.bind({"x": np.ones((3, 8))})
+        (steps,) = made.measure()
+        assert all(seconds > 0 for _, seconds in steps)
+        names.append([name for name, _ in steps])
+    assert len(names[0]) >= 2
+    assert names[0] == names[1]
+    made.run({"x": np.ones((3, 8))})
+    assert (np.asarray(made.store.state("kept")) == 3).all()  # each of them was one run
+
+
+@needs_compiler
+def test_what_devices_do_together_is_measured_too():
+    backend = EmulatedBackend()
+    made = counting([(backend, backend.device(i)) for i in range(2)], split_mode="tensor")
+    made.bind({"x": np.ones((3, 8))})
+    steps = made.measure()
+    assert len(steps) == 2
+    assert all(seconds >= 0 for device in steps for _, seconds in device)
+    assert {name.partition("<")[0] for name, _ in steps[0]} & {"begin_run", "all_reduce"}, steps[0]
+
+
+@needs_compiler
+def test_the_command_shows_what_takes_how_long_on_a_device(capsys):
+    words = ["bench", str(path_of("llama")), "-p", "4", "-n", "0", "-r", "1", "--profile"]
+    assert main([*words, "--devices", "cuda-emulated:0"]) == 0
+    assert "softmax" in (out := capsys.readouterr().out) or "attend" in out
+
+
+# ----------------------------------------------------------------------------------------------------------- faults
+
+
+@needs_compiler
+def test_a_number_that_names_no_row_fails_the_run_and_takes_it_back():
+    kept = state("kept", (4, 2))
+    new = ops.add(kept, ops.get_rows(weight("table", (4, 2)), input("ids", (4,), "i32"), name="rows"), name="new")
+    graph = Graph({"y": new}, updates={kept: new})
+    made = load(plan(graph, ("cuda-emulated:0",)), {"table": np.ones((4, 2), np.float32)})
+    made.run({"ids": [0, 1, 2, 3]})
+    with pytest.raises(BackendError) as caught:
+        made.run({"ids": [0, 1, 7, 3]})
+    assert str(caught.value) == "%rows on cuda-emulated:0: id 7 names no row of its table, which has 4"
+    assert (np.asarray(made.store.state("kept")) == 1).all()
+    assert (made.run({"ids": [0, 1, 2, 3]})["y"] == 2).all()
+
+
+@needs_compiler
+def test_a_kernel_that_fails_names_node_device_kernel_and_thread(monkeypatch):
+    def one_more(launches, call):
+        BINDINGS["neg"](launches, call)
+        last = launches.items.pop()
+        launches.items.append(dataclasses.replace(last, words=(last.words[0] + 1, *last.words[1:])))
+
+    monkeypatch.setattr(cupy_backend, "BINDINGS", {**BINDINGS, "neg": one_more})
+    made = load(plan(Graph({"y": ops.neg(input("x", (8,)), name="minus")}), ("cuda-emulated:0",)), {})
+    with pytest.raises(BackendError) as caught:
+        made.run({"x": np.zeros(8, np.float32)})
+    said = str(caught.value)
+    assert said.startswith(
+        "%minus on cuda-emulated:0: elementwise.cu: unary<function::neg>, block (0, 0, 0), thread (8,"
+    )
+    assert said.endswith("0 bytes past the end of word 12 and 23")
+
+
+def test_without_a_compiler_it_is_said_what_to_install(monkeypatch):
+    monkeypatch.setattr(building.shutil, "which", lambda name: None)
+    with pytest.raises(BackendError, match="install g\\+\\+"):
+        find("cuda-emulated:0")
+    with pytest.raises(BackendError, match="install g\\+\\+"):
+        EmulatedBackend().devices()
+
+
+def test_a_cuda_device_that_is_not_there_is_explained():
+    try:
+        find("cuda:0")
+    except BackendError as why:
+        said = str(why)
+    else:
+        pytest.skip("this machine has a CUDA device, so that none is missing")
+    assert "pip install" in said or "cuda-emulated:0 runs anywhere" in said
+    assert "\n" not in said
+
+
+@needs_compiler
+def test_a_library_is_built_once_and_again_when_it_is_damaged(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
+    source = SOURCES[-1]
+    building.library.cache_clear()
+    try:
+        building.library(source)
+        (built,) = (tmp_path / "emulated").glob("*.so")
+        before = built.stat().st_mtime_ns
+        building.library.cache_clear()
+        building.library(source)
+        assert built.stat().st_mtime_ns == before
+        other = tmp_path / "other"  # libraries that are loaded must not change under way
+        monkeypatch.setenv("HOCKET_CACHE_DIR", str(other))
+        (other / "emulated").mkdir(parents=True)
+        (other / "emulated" / built.name).write_bytes(b"no library")
+        building.library.cache_clear()
+        building.library(source)
+        assert (other / "emulated" / built.name).stat().st_size > 1000
+    finally:
+        building.library.cache_clear()

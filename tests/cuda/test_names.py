@@ -1,0 +1,60 @@
+"""What stands in for CuPy and NCCL has only what these have, so that no call of the driver goes nowhere; that needs
+CuPy, but no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import reduce
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ..given.fake_cupy import fake_cupy
+from ..given.fake_nccl import FakeNccl
+
+OF_TESTS = {"enabled", "pinned", "launch"}
+"""Names of the stand-ins that are their own."""
+METHODS = {
+    "ndarray": ("__getitem__", "__setitem__", "data", "device", "dtype", "flags", "shape"),
+    "cuda.MemoryPointer": ("__add__", "ptr"),
+    "cuda.Device": ("__enter__", "__exit__", "compute_capability"),
+    "cuda.Stream": ("__enter__", "__exit__", "begin_capture", "end_capture", "synchronize"),
+    "cuda.Graph": ("launch",),
+    "cuda.Event": ("record", "synchronize"),
+    "cuda.function.Module": ("load", "get_function"),
+    "cuda.nccl.NcclCommunicator": ("allReduce", "send", "recv", "check_async_error", "abort"),
+}
+"""What the driver calls of objects, by the names of their types."""
+
+
+def unknown(stand_in: Any, real: Any, path: str = "") -> Iterator[str]:
+    for name, part in vars(stand_in).items():
+        if name in OF_TESTS:
+            continue
+        if not hasattr(real, name):
+            yield path + name
+        elif isinstance(part, SimpleNamespace):
+            yield from unknown(part, getattr(real, name), f"{path}{name}.")
+
+
+@pytest.fixture
+def cupy() -> Any:
+    found = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
+    pytest.importorskip("cupy.cuda.nccl", reason="CuPy has no NCCL", exc_type=ImportError)
+    return found
+
+
+def test_the_stand_in_for_cupy_has_nothing_that_cupy_lacks(cupy):
+    assert list(unknown(fake_cupy({}), cupy)) == []
+    for path, names in METHODS.items():
+        found = reduce(getattr, path.split("."), cupy)
+        assert [n for n in names if not hasattr(found, n)] == [], path
+
+
+def test_the_stand_in_for_nccl_has_nothing_that_nccl_lacks(cupy):
+    nccl, stand_in = cupy.cuda.nccl, FakeNccl(lambda: 0)
+    names = {n for n in vars(FakeNccl) if n[0] != "_"} - OF_TESTS
+    assert [n for n in names if not hasattr(nccl, n)] == []
+    if nccl.available:
+        assert len(nccl.get_unique_id()) == len(stand_in.get_unique_id())

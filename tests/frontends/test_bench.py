@@ -1,0 +1,85 @@
+"""`hocket bench`: what it counts, what it prints, and what it says of a kernel's time."""
+
+from __future__ import annotations
+
+import json
+from itertools import cycle
+
+import pytest
+
+from hocket.cli import main
+from hocket.frontends import bench
+from hocket.frontends.open import open_model
+
+from ..given.models import TINY
+
+Capture = pytest.CaptureFixture[str]
+
+
+class Known:
+    """A bandwidth that takes no gigabyte to measure."""
+
+    def __init__(self, threads: int) -> None:
+        self.rates = cycle([9e9 * threads, 10e9 * threads, 12e9 * threads])
+
+    def rate(self) -> float:
+        return next(self.rates)
+
+
+@pytest.fixture(autouse=True)
+def known_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "Reading", Known)
+
+
+def test_every_test_runs_on_every_number_of_threads(capsys: Capture) -> None:
+    assert main(["bench", TINY, "-p", "16,0", "-n", "4", "-d", "0,8", "-t", "1,2", "-r", "3", "-o", "jsonl"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    names = ["pp16", "tg4", "pp16 @ d8", "tg4 @ d8"]
+    assert [(r["threads"], r["test"]) for r in rows] == [(t, n) for t in (1, 2) for n in names]
+    for r in rows:
+        assert len(r["samples"]) == 3
+        assert min(r["samples"]) <= r["median"] <= max(r["samples"])
+    for r in rows[1::2]:
+        read, bandwidth = r["median"] * r["weight_bytes"], 10e9 * r["threads"]
+        assert (r["bandwidth"], r["share_of_bandwidth"]) == (bandwidth, pytest.approx(read / bandwidth))
+
+
+def test_the_table_has_a_line_for_each_test(capsys: Capture) -> None:
+    assert main(["bench", TINY, "-p", "8", "-n", "2", "-r", "1", "--devices", "cpu:0,cpu:1", "-t", "1"]) == 0
+    head, rule, *lines = capsys.readouterr().out.splitlines()
+    assert head.startswith("| model | devices | threads | test | tok/s |")
+    assert rule.count("|") == head.count("|") == lines[0].count("|")
+    assert [line.split(" | ")[3] for line in lines] == ["pp8", "tg2"]
+
+
+def test_a_token_reads_the_weights_once_and_one_row_of_the_embedding() -> None:
+    """The embedding is tied, so that all of it is read by the output layer."""
+    model = open_model(TINY)
+    whole = sum(t.nbytes for t in model.gguf.tensors.values())
+    row = model.gguf.tensors["token_embd.weight"].row_bytes
+    assert whole <= bench.weight_bytes(model) <= whole + 16 * row
+
+
+def test_a_profile_accounts_for_the_whole_run(capsys: Capture) -> None:
+    assert main(["bench", TINY, "-p", "0", "-n", "2", "-r", "3", "-t", "2", "--profile"]) == 0
+    title, *lines = capsys.readouterr().out.splitlines()
+    assert title == "tg2, 2 threads, cpu:0"
+    assert any("products.product.q8_0" in line for line in lines)
+    assert lines[-1].endswith(bench.OUTSIDE)
+    shares = [float(line.split("µs")[1].split("%")[0]) for line in lines]
+    assert sum(shares) == pytest.approx(100, abs=0.1 * len(shares))
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["-p", "0", "-n", "0"], "nothing to measure"),
+        (["-p", "9999"], "the model was trained for"),
+        (["-p", "8", "-n", "0", "--profile", "--devices", "numpy:0"], "cannot time its steps"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(words: list[str], problem: str, capsys: Capture) -> None:
+    assert main(["bench", TINY, "-r", "1", *words]) == 2
+    said = capsys.readouterr().err
+    assert problem in said
+    assert said.count("\n") == 1

@@ -1,0 +1,115 @@
+"""A session goes on where another stopped, on other devices too; foreign and damaged files are refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hocket.frontends.errors import ModelError
+from hocket.frontends.gguf import open_gguf
+from hocket.frontends.models import load_model
+from hocket.frontends.open import open_model
+from hocket.frontends.saved_state import load_state, save_state
+from hocket.frontends.session import Group, Session
+
+from ..given.models import nmse, path_of
+
+TOKENS = [5, 17, 33, 2, 60, 41, 8, 19, 77, 3]
+GROUPS = {
+    "one": Group(exact=True),
+    "two": Group(("cpu:0", "cpu:1"), "tensor", exact=True),
+    "three": Group(("cpu:0", "cpu:1", "cpu:2"), "tensor", (3, 1, 1), exact=True),
+    "layers": Group(("cpu:0", "cpu:1"), "layer", exact=True),
+}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A state after six tokens of the embedded model, and the logits of the four that follow."""
+    session = Session(open_model(None), on=GROUPS["one"])
+    session.evaluate([TOKENS[:6]])
+    path = tmp_path / "state.npz"
+    save_state(session, [TOKENS[:6]], path)
+    return path, session.evaluate([TOKENS[6:]], every_position=True)[0]
+
+
+@pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
+def test_a_session_goes_on_over_any_number_of_devices(saved, group):
+    path, wanted = saved
+    session = Session(open_model(None), on=group, context=64)
+    session.evaluate([[1, 2, 3]])  # what it knew before is forgotten
+    assert load_state(session, path) == [TOKENS[:6]]
+    assert session.lengths == [6]
+    got = session.evaluate([TOKENS[6:]], every_position=True)[0]
+    assert nmse(got, wanted) < 1e-11
+
+
+@pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
+def test_what_several_devices_save_one_can_load(saved, group, tmp_path):
+    _, wanted = saved
+    session = Session(open_model(None), on=group)
+    session.evaluate([TOKENS[:6]])
+    save_state(session, [TOKENS[:6]], tmp_path / "other.npz")
+    fresh = Session(open_model(None), on=GROUPS["one"])
+    load_state(fresh, tmp_path / "other.npz")
+    got = fresh.evaluate([TOKENS[6:]], every_position=True)[0]
+    assert nmse(got, wanted) < 1e-11
+
+
+def test_a_state_of_another_model_is_refused(saved):
+    session = Session(load_model(open_gguf(path_of("qwen35"))))
+    with pytest.raises(ModelError, match="another model"):
+        load_state(session, saved[0])
+
+
+def test_a_state_that_does_not_fit_the_context_is_refused(saved):
+    with pytest.raises(ModelError, match="has 6 tokens, but the context holds 4"):
+        load_state(Session(open_model(None), context=4), saved[0])
+
+
+def test_a_damaged_file_is_refused_and_changes_nothing(saved, tmp_path):
+    path, _ = saved
+    data = path.read_bytes()
+    session = Session(open_model(None))
+    session.evaluate([[1, 2, 3]])
+    before = {name: np.array(session.store.state(name)) for name in session.store.states}
+    rng = np.random.default_rng(0)
+    damaged = tmp_path / "damaged.npz"
+    texts = [data[: int(n)] for n in rng.integers(0, len(data) - 1, 30)] + [b"", b"not a zip at all"]
+    for text in texts:
+        damaged.write_bytes(text)
+        with pytest.raises(ModelError) as caught:
+            load_state(session, damaged)
+        assert "\n" not in str(caught.value)
+    assert session.lengths == [3]
+    for name, array in before.items():
+        np.testing.assert_array_equal(session.store.state(name), array)
+
+
+def test_a_save_that_fails_leaves_the_old_file(saved, monkeypatch):
+    path, _ = saved
+    before = path.read_bytes()
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(OSError, match="No space"):
+        save_state(Session(open_model(None)), [[]], path)
+    assert path.read_bytes() == before
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_the_command_line_goes_on_where_it_stopped(tmp_path, capsys):
+    from hocket.cli import main
+
+    path = str(tmp_path / "state.npz")
+    assert main(["run", "-p", "It is a truth", "-n", "12"]) == 0
+    whole = capsys.readouterr().out.strip()
+    assert main(["run", "-p", "It is a truth", "-n", "5", "--save-state", path]) == 0
+    first = capsys.readouterr().out.strip()
+    more = ["run", "-p", whole[len(first) :][:1], "-n", "3", "--load-state", path, "--devices", "cpu:0,cpu:1"]
+    assert main(more) == 0
+    assert main(["run", "-p", "x", "--load-state", str(tmp_path / "missing")]) == 2
+    assert main(["run", "-p", "x", "--load-state", __file__]) == 2
+    assert "not a saved state" in capsys.readouterr().err

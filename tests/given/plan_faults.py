@@ -1,0 +1,261 @@
+"""Correct plans, and the ways in which the tests of the verifier break them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+from hocket import ops
+from hocket.backends.base import Support, find
+from hocket.graph import Graph, Node, Value, input, state, weight
+from hocket.scheduler import Plan, plan_for
+from hocket.scheduler.hardware import Hardware
+from hocket.scheduler.lowering.lower import lower
+
+T, E, H, KV, D, F, C = 3, 8, 4, 2, 4, 12, 6
+SLOW = Hardware(flops=1e3, bandwidth=1e3, launch=0, link_latency=1e-9)
+"""Devices on which every cut pays."""
+
+Edit = Callable[[Node, tuple[Any, ...]], Any]
+
+
+def decoder() -> Graph:
+    """One layer of a decoder with a fused key-value projection, a bias, caches and a head."""
+    x, ids = input("x", (T, E)), input("ids", (T,), "i32")
+    cache = state("cache.k", (C, KV * D)), state("cache.v", (C, KV * D))
+    h = ops.mul(ops.rms_norm(x), weight("norm", (E,)), name="normed")
+    q = ops.reshape(ops.mul_mat(weight("wq", (H * D, E)), h, name="q"), shape=(T, H, D))
+    kv = ops.mul_mat(weight("wkv", (2 * KV * D, E)), h, name="kv")
+    k = ops.slice_(kv, axis=1, start=0, stop=KV * D, name="k")
+    v = ops.slice_(kv, axis=1, start=KV * D, stop=2 * KV * D, name="v")
+    k = ops.reshape(ops.rope(ops.reshape(k, shape=(T, KV, D)), ids, n_dims=D, name="roped"), shape=(T, KV * D))
+    new = [ops.set_rows(c, r, ids, name=f"new.{c.node.name}") for c, r in zip(cache, (k, v), strict=True)]
+    kk, vv = (ops.reshape(n, shape=(C, KV, D)) for n in new)
+    a = ops.attention(q, kk, vv, ops.causal_mask(ids, cells=C, name="mask"), scale=0.5, name="attended")
+    o = ops.mul_mat(weight("wo", (E, H * D)), ops.reshape(a, shape=(T, H * D), name="flat"), name="o")
+    y = ops.add(x, ops.add(o, weight("bo", (E,)), name="biased"), name="mixed")
+    h = ops.rms_norm(y, name="normed2")
+    g, u = (ops.mul_mat(weight(n, (F, E)), h, name=f"{n}ed") for n in ("gate", "up"))
+    z = ops.add(y, ops.mul_mat(weight("down", (E, F)), ops.swiglu(g, u, name="act"), name="downed"), name="z")
+    logits = ops.mul_mat(weight("head", (10, E)), ops.rms_norm(z, name="normed3"), name="logits")
+    return Graph({"logits": logits, "z": z}, dict(zip(cache, new, strict=True)))
+
+
+@cache
+def tensor_plan() -> Plan:
+    """The decoder cut over two devices: heads, columns and rows; two sums."""
+    return plan_for(decoder(), [find("cpu:0"), find("cpu:1")], split_mode="tensor", hardware=SLOW)
+
+
+@cache
+def layer_plan() -> Plan:
+    """The decoder with attention on one device and the rest on the other."""
+    return plan_for(decoder(), [find("cpu:0"), find("cpu:1")], split_mode="layer")
+
+
+@cache
+def placed_plan() -> Plan:
+    """The decoder cut over two devices, but for a gate that one computes alone and a norm that the other does."""
+    group, place = [find("cpu:0"), find("cpu:1")], [("^(gate|up)", "cpu:1"), ("normed3", "cpu:0")]
+    return plan_for(decoder(), group, split_mode="tensor", hardware=SLOW, place=place)
+
+
+@cache
+def gather_plan() -> Plan:
+    """A product cut by its columns under a norm that needs all of them."""
+    h = ops.mul_mat(weight("w1", (6, 4)), input("x", (2, 4)), name="h")
+    graph = Graph({"y": ops.mul_mat(weight("w2", (5, 6)), ops.rms_norm(h, name="n"), name="y")})
+
+    def columns(graph, factors):
+        return frozenset(f for v in graph.weights if v.node.name == "w1" for f in factors.of(v) if f.size == 6)
+
+    return plan_for(graph, [find("cpu:0"), find("cpu:1")], choose=columns)
+
+
+def experts() -> Graph:
+    """A mixture of six experts with a bias, one of them after what needs all of it, and a bias of what is whole."""
+    x, ids, others = input("x", (T, 1, E)), input("ids", (T, 2), "i32"), input("others", (T, 2), "i32")
+    g, u = (ops.mul_mat_id(weight(n, (6, F, E)), x, ids, name=f"{n}ed") for n in ("gate", "up"))
+    g = ops.add_id(g, weight("bg", (6, F)), ids, name="biased")
+    d = ops.mul_mat_id(weight("down", (6, E, F)), ops.swiglu(g, u, name="act"), ids, name="downed")
+    y = ops.mul_mat(ops.transpose(d, name="turned"), input("shares", (T, 1, 2)), name="combined")
+    open_ = ops.sigmoid(ops.mul_mat_id(weight("route", (6, E, E)), x, ids, name="routed"), name="opened")
+    z = ops.add_id(input("whole", (T, 2, E)), weight("bz", (6, E)), ids, name="z")
+    far = ops.mul_mat_id(weight("far", (6, E, E)), x, others, name="fared")
+    return Graph({"y": ops.rms_norm(y, name="normed"), "opened": open_, "z": z, "far": far})
+
+
+@cache
+def experts_plan(*shares: float) -> Plan:
+    """The mixture on two devices, each with some of the experts."""
+
+    def dealt(graph, factors):
+        return frozenset(f for v in graph.weights for f in factors.of(v) if factors.word(f) == "experts")
+
+    return plan_for(experts(), [find("cpu:0"), find("cpu:1")], choose=dealt, tensor_split=shares)
+
+
+# --------------------------------------------------------------------------------------------------------- editing
+
+
+def rebuilt(graph: Graph, edits: Mapping[str, Edit]) -> Graph:
+    """`graph` with the nodes of these names made anew; an edit gets the node and its new sources."""
+    became: dict[Value, Value] = {}
+    used = set()
+    for node in graph.nodes:
+        src = tuple(None if s is None else became[s] for s in node.src)
+        if node.name in edits:
+            used.add(node.name)
+            made = edits[node.name](node, src)
+        else:
+            made = Value(node) if node.is_leaf else ops.op_of(node)(*src, name=node.name, **node.attrs)
+        results = made if isinstance(made, tuple) else (made,)
+        became.update(zip(node.results, results, strict=True))
+    assert used == set(edits), f"no node is called {set(edits) - used}"
+    return Graph(
+        {name: became[v] for name, v in graph.outputs.items()},
+        {became[old]: became[new] for old, new in graph.updates.items()},
+    )
+
+
+def on(plan: Plan, *devices: int, graph: Callable[[Graph], Graph]) -> Plan:
+    """`plan` with the graphs of some devices changed, and lowered again."""
+    lanes = list(plan.lanes)
+    for device in devices:
+        lane = lanes[device]
+        lowered, program = lower(graph(lane.graph), lane.backend, lane.device)
+        lanes[device] = dataclasses.replace(lane, graph=lowered, program=program)
+    return dataclasses.replace(plan, lanes=tuple(lanes))
+
+
+def nodes(plan: Plan, *devices: int, **edits: Edit) -> Plan:
+    """`plan` with nodes of some devices made anew; ``__`` in a keyword is a dot of the name."""
+    named = {name.replace("__", "."): edit for name, edit in edits.items()}
+    return on(plan, *devices, graph=lambda g: rebuilt(g, named))
+
+
+def again(**attrs: Any) -> Edit:
+    """The same node with other attributes."""
+    return lambda node, src: ops.op_of(node)(*src, name=node.name, **{**node.attrs, **attrs})
+
+
+def reading(**by_position: str) -> Callable[[Graph], Graph]:
+    """Nodes that read another value, by name: ``reading(normed2="mixed")`` for the first source."""
+
+    def change(graph: Graph) -> Graph:
+        seen: dict[str, Value] = {}
+
+        def keep(node: Node, src: tuple[Any, ...]) -> Any:
+            if node.name in by_position:
+                src = (seen[by_position[node.name].replace("__", ".")], *src[1:])
+            made = Value(node) if node.is_leaf else ops.op_of(node)(*src, name=node.name, **node.attrs)
+            seen[node.name] = made
+            return made
+
+        return rebuilt(graph, {n.name: keep for n in graph.nodes if n.name})
+
+    return change
+
+
+def laid(plan: Plan, **layouts: Any) -> Plan:
+    """`plan` with other layouts of leaves; None takes one away."""
+    leaves = {k: v for k, v in {**plan.leaves, **{k.replace("__", "."): v for k, v in layouts.items()}}.items() if v}
+    return dataclasses.replace(plan, leaves=leaves)
+
+
+def ending(plan: Plan, **layouts: Any) -> Plan:
+    return dataclasses.replace(plan, outputs={**plan.outputs, **layouts})
+
+
+def said(plan: Plan, old: str, *new: str, device: int | None = None) -> Plan:
+    """`plan` that says other things of where the node `old` is placed."""
+    placed = tuple(
+        dataclasses.replace(p, nodes=new, device=p.device if device is None else device) if old in p.nodes else p
+        for p in plan.placed
+    )
+    assert placed != plan.placed
+    return dataclasses.replace(plan, placed=placed)
+
+
+def refusing(plan: Plan, device: int, op: str) -> Plan:
+    """`plan` with a device that cannot run an op."""
+    lanes = list(plan.lanes)
+    backend = copy.copy(lanes[device].backend)
+    able = backend.supports
+    refusal = Support(False, "not here")
+    setattr(backend, "supports", lambda node, on: refusal if node.op == op else able(node, on))  # noqa: B010  # mypy refuses the plain assignment
+    lanes[device] = dataclasses.replace(lanes[device], backend=backend)
+    return dataclasses.replace(plan, lanes=tuple(lanes))
+
+
+def programmed(plan: Plan, device: int, **changes: Any) -> Plan:
+    """`plan` with parts of a device's program replaced."""
+    lanes = list(plan.lanes)
+    program = dataclasses.replace(lanes[device].program, **changes)
+    lanes[device] = dataclasses.replace(lanes[device], program=program)
+    return dataclasses.replace(plan, lanes=tuple(lanes))
+
+
+def step(plan: Plan, device: int, name: str, change: Callable[[Any], Any]) -> Plan:
+    """`plan` with one instruction of a device changed."""
+    found = plan.lanes[device].program.instructions
+    assert any(i.node == name for i in found), f"no step is called {name}: {[i.node for i in found]}"
+    return programmed(plan, device, instructions=tuple(change(i) if i.node == name else i for i in found))
+
+
+def kept(plan: Plan, device: int, change: Callable[[dict[int, Any]], None]) -> Plan:
+    """`plan` with what undoes the step of a device changed: instructions by the position of their saves."""
+    undo = dict(plan.lanes[device].program.undo)
+    change(undo)
+    return programmed(plan, device, undo=tuple(undo.items()))
+
+
+def moved(tensor: Any, by: int) -> Any:
+    return dataclasses.replace(tensor, offset=tensor.offset + by)
+
+
+def renumbered(plan: Plan, device: int, numbers: Mapping[int, int]) -> Plan:
+    """`plan` with other sequence numbers in a device's graph and program, its steps in the order they had."""
+
+    def change(attrs: Mapping[str, Any]) -> Mapping[str, Any]:
+        return (
+            {**attrs, "sequence": numbers.get(attrs["sequence"], attrs["sequence"])} if "sequence" in attrs else attrs
+        )
+
+    def fresh(graph: Graph) -> Graph:
+        became: dict[Value, Value] = {}
+        for node in graph.nodes:
+            src = tuple(None if s is None else became[s] for s in node.src)
+            new = node if node.is_leaf else Node(node.op, src, change(node.attrs), node.specs, node.name)
+            became.update(zip(node.results, new.results, strict=True))
+        return Graph(
+            {name: became[v] for name, v in graph.outputs.items()},
+            {became[old]: became[new] for old, new in graph.updates.items()},
+        )
+
+    lane = plan.lanes[device]
+    instructions = tuple(dataclasses.replace(i, attrs=change(i.attrs)) for i in lane.program.instructions)
+    program = dataclasses.replace(lane.program, instructions=instructions)
+    lanes = list(plan.lanes)
+    lanes[device] = dataclasses.replace(lane, graph=fresh(lane.graph), program=program)
+    return dataclasses.replace(plan, lanes=tuple(lanes))
+
+
+def steps_exchanged(device: int, one: str, two: str) -> Plan:
+    found = list(tensor_plan().lanes[device].program.instructions)
+    at = {i.node: n for n, i in enumerate(found)}
+    found[at[one]], found[at[two]] = found[at[two]], found[at[one]]
+    return programmed(tensor_plan(), device, instructions=tuple(found))
+
+
+def without_step(plan: Plan, device: int, name: str) -> Plan:
+    found = plan.lanes[device].program.instructions
+    return programmed(plan, device, instructions=tuple(i for i in found if i.node != name))
+
+
+def at_offset(i, offset: int):
+    """An instruction whose result lies elsewhere in its buffer."""
+    return dataclasses.replace(i, dst=(dataclasses.replace(i.dst[0], offset=offset),))

@@ -1,0 +1,72 @@
+"""Documentation that is generated, or that names things, stays true."""
+
+from __future__ import annotations
+
+import re
+import runpy
+
+import pytest
+
+import hocket
+from hocket import ops
+from hocket.ops.page import page
+from hocket.scheduler import planner
+
+from ..given.models import ROOT
+
+DOCS = ROOT / "docs"
+
+
+def test_the_op_reference_is_up_to_date():
+    assert (DOCS / "ops.md").read_text("utf-8") == page(), "run python -m hocket.ops.page > docs/ops.md"
+
+
+def test_the_list_of_modules_is_up_to_date():
+    code = runpy.run_path(str(DOCS / "write_map.py"))
+    assert (DOCS / "modules.md").read_text("utf-8") == code["page"](), "run python docs/write_map.py"
+
+
+def test_the_worked_example_of_the_map_is_what_the_passes_make():
+    """Each line of a block stands in the golden that the block names, in that order."""
+    text = (DOCS / "architecture.md").read_text("utf-8")
+    blocks = re.findall(r"```text (\S+)\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) > 5
+    for name, block in blocks:
+        golden = iter((DOCS.parent / "tests/goldens/passes/hybrid" / name).read_text("utf-8").splitlines())
+        for line in block.splitlines():
+            assert any(line == written[: len(line)] for written in golden), f"{name}: {line}"
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.glob("*.md")), ids=lambda p: p.name)
+def test_links_of_a_page_lead_somewhere(path):
+    targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text("utf-8"))
+    assert not [t for t in targets if not (path.parent / t).exists()]
+
+
+def test_the_op_of_the_guide_can_be_declared_as_it_is_written():
+    code = re.search(r"```python\n(.*?)```", (DOCS / "add-an-op.md").read_text("utf-8"), re.DOTALL)[1]
+    space: dict[str, object] = {}
+    lines = [line.removeprefix("   ") for line in code.splitlines()]
+    head = ["from hocket.ops.op import Array, op", "from hocket.ops.samples import grid", "import numpy as np"]
+    exec(compile("\n".join([*head, *lines]), "add-an-op.md", "exec"), space)
+    centre = space["centre"]
+    assert isinstance(centre, ops.Op)
+    assert centre.samples[0] == "x=f32[7]"
+
+
+@pytest.mark.parametrize("name", ["add-an-op.md", "add-a-backend.md", "environment.md"])
+def test_files_that_a_page_names_exist(name):
+    text = (DOCS / name).read_text("utf-8")
+    root = DOCS.parent
+    for path in re.findall(r"`((?:ops|tests|backends|examples|docs|scheduler)/[\w./-]+)`", text):
+        assert (root / path).exists(), path
+
+
+def test_the_split_mode_of_the_guide_works_as_it_is_written(monkeypatch):
+    monkeypatch.setattr(planner, "SPLIT_MODES", dict(planner.SPLIT_MODES))
+    code = re.findall(r"```python\n(.*?)```", (DOCS / "add-a-split.md").read_text("utf-8"), re.DOTALL)
+    space: dict[str, object] = {"print": lambda *_: None}
+    exec(compile("\n".join(code), "add-a-split.md", "exec"), space)
+    made = space["plan"]
+    assert isinstance(made, hocket.Plan)
+    assert {name: str(layout) for name, layout in made.leaves.items()} == {"x": "R", "w": "S0(128|128)"}

@@ -1,0 +1,247 @@
+"""What holds for the repository as a whole: which folder imports which, what an import costs, what no file contains."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import networkx as nx
+import pytest
+
+from ..given.models import ROOT
+
+OUTSIDE = {"tests", "examples", "docs", "benchmarks"}
+MAY_IMPORT = {
+    "graph": (),
+    "ops": ("graph",),
+    "backends": ("graph", "ops"),
+    "scheduler": ("graph", "ops", "backends.base"),
+    "frontends": ("graph", "ops", "backends", "scheduler"),
+    "conformance": ("graph", "ops", "backends", "scheduler", "frontends"),
+    "data": (),
+}
+INSIDE = {
+    "scheduler.verifier": ("graph", "ops", "backends.base", "scheduler.layout", "scheduler.plan"),
+    "scheduler.lowering": ("graph", "ops", "backends.base"),
+    "scheduler.sharding": (
+        "graph",
+        "ops",
+        "backends.base",
+        *map("scheduler.{}".format, ("layout", "hardware", "lowering", "plan", "units")),
+    ),
+    "scheduler.running": (
+        "graph",
+        "ops",
+        "backends.base",
+        "scheduler.layout",
+        "scheduler.plan",
+        "scheduler.lowering.lane",
+    ),
+}
+"""Rooms of a folder, and what each may import besides itself.  The verifier sees no planner, lowering no sharding."""
+TELLERS = ("scheduler.plan", "scheduler.telling")
+LINES = 450
+
+
+@cache
+def tracked() -> tuple[Path, ...]:
+    """The files of the repository; without git those that lie there."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    try:
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    except (OSError, subprocess.CalledProcessError):
+        skipped = re.compile(
+            r"(^|/)(\.[a-z]\w*_?cache|\.git|\.venv|\.hypothesis|__pycache__|build|dist|\w+\.egg-info)/"
+        )
+        found = (p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*") if p.is_file())
+        listed = [p for p in found if not skipped.search(p)]
+    return tuple(ROOT / p for p in sorted(listed) if p and (ROOT / p).is_file())
+
+
+def sources(folder: str = "") -> list[Path]:
+    """Python files of the package, or of one folder of it."""
+    parts = {p: p.relative_to(ROOT).parts for p in tracked() if p.suffix == ".py"}
+    inside = tuple(folder.split(".")) if folder else ()
+    return [p for p, at in parts.items() if at[0] not in OUTSIDE and at[: len(inside)] == inside]
+
+
+def text_files() -> list[tuple[str, str]]:
+    """Name and text of every file that is UTF-8."""
+    found = []
+    for path in tracked():
+        data = path.read_bytes()
+        if b"\0" not in data:
+            found.append((path.relative_to(ROOT).as_posix(), data.decode("utf-8")))
+    return found
+
+
+def imported(path: Path) -> set[str]:
+    """Modules of ours that a file imports, from the root: ``ops.views``."""
+    here, found = path.relative_to(ROOT).parent.parts, set()
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.ImportFrom):
+            base = here[: len(here) + 1 - node.level] if node.level else ()
+            module = ".".join((*base, *([node.module] if node.module else [])))
+            if node.level or module.split(".")[0] == "hocket":
+                module = module.removeprefix("hocket").lstrip(".")
+                found |= {module} if node.module else {f"{module}.{a.name}".lstrip(".") for a in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {a.name.removeprefix("hocket").lstrip(".") for a in node.names if a.name.split(".")[0] == "hocket"}
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------- imports
+
+
+@pytest.mark.parametrize("folder", [*MAY_IMPORT, *INSIDE])
+def test_a_folder_imports_only_what_comes_before_it_in_the_pipeline(folder):
+    allowed = (folder, *{**MAY_IMPORT, **INSIDE}[folder])
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {module or 'hocket'}"
+        for path in sources(folder)
+        for module in sorted(imported(path))
+        if not any(module == a or module.startswith(f"{a}.") for a in allowed)
+    ]
+    assert not wrong
+
+
+def test_no_imports_go_in_a_circle():
+    """Imports inside functions and for types count, but for the lines by which a plan asks its tellers."""
+    modules = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in sources()}
+    graph = nx.DiGraph()
+    for name, path in modules.items():
+        targets = {m for m in imported(path) if m in modules and (name, m.rpartition(".")[0]) != TELLERS}
+        graph.add_edges_from((name, m) for m in targets if m != name and not name.startswith(f"{m}."))
+    assert not list(nx.simple_cycles(graph, length_bound=12))
+
+
+def test_every_folder_with_code_has_its_rule():
+    folders = {p.relative_to(ROOT).parts[0] for p in sources() if p.parent != ROOT}
+    assert folders <= set(MAY_IMPORT), "add the folder to MAY_IMPORT and to the table in docs"
+
+
+def test_inside_the_package_imports_are_relative():
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            assert not [n for n in names if n.split(".")[0] == "hocket"], path
+
+
+def test_every_package_is_listed_and_has_an_init_file():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["packages"]
+    folders = {path.relative_to(ROOT).parent for path in sources()}
+    assert {".".join(("hocket", *folder.parts)) for folder in folders} == set(listed)
+    assert not [folder for folder in folders if not (ROOT / folder / "__init__.py").is_file()]
+
+
+def test_what_tests_share_lies_in_given():
+    """A test module imports from no other."""
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        modules = [n.module or "" for n in ast.walk(ast.parse(path.read_bytes())) if isinstance(n, ast.ImportFrom)]
+        assert not [m for m in modules if m.rpartition(".")[2].startswith("test_")], path
+
+
+HEAVY = ("numba", "llvmlite", "networkx", "tokenizers", "jinja2", "gguf", "cupy", "mpi4py", "tqdm", "pytest")
+
+
+def fresh(code: str, cache: str = "") -> str:
+    """What `code` prints in a process of its own, with compiled modules kept in `cache` if that is given."""
+    command = [sys.executable, "-c", code]
+    environment = {k: v for k, v in os.environ.items() if not cache or k != "PYTHONDONTWRITEBYTECODE"}
+    environment |= {"PYTHONPYCACHEPREFIX": cache} if cache else {}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT.parent, env=environment)
+    return done.stdout
+
+
+def test_importing_hocket_loads_no_heavy_module():
+    loaded = fresh(f"import sys, hocket; print([m for m in {HEAVY} if m in sys.modules])")
+    assert loaded.strip() == "[]"
+
+
+def test_importing_hocket_costs_little_more_than_importing_numpy(tmp_path):
+    """In one process, after NumPy and measured by it, since a busy machine slows both alike; the best of several."""
+    clock = "a = now(); import numpy; b = now(); import hocket; print(now() - b, b - a)"
+    clock = f"from time import process_time as now; {clock}"
+    hocket, numpy = min(tuple(map(float, fresh(clock, str(tmp_path)).split())) for _ in range(6))
+    assert hocket < 0.6 * numpy, f"importing hocket takes {hocket / numpy:.2f} of NumPy; see `python -X importtime`"
+
+
+# -------------------------------------------------------------------------------------------------------- content
+
+# Spelled apart, so that this file obeys its own rule.
+FOLDERS = "|".join(("wo" + "rk", "ho" + "me", "Us" + "ers", "tm" + "p", "ro" + "ot", "mn" + "t", "va" + "r"))
+MACHINE_PATH = re.compile(rf"(?<![\w.~<>*}}\-/])/(?:{FOLDERS})/[\w.]|(?<![\w/])[A-Za-z]:[\\/]{{1,2}}[A-Z]\w+[\\/]")
+REGISTRY = re.compile("|".join(("py" + r"pi\.org", "python" + r"hosted\.org", "index" + "-url", "art" + "ifactory")))
+
+
+@pytest.mark.parametrize("pattern", [MACHINE_PATH, REGISTRY], ids=["path", "registry"])
+def test_no_file_names_a_path_of_a_machine_or_a_package_registry(pattern):
+    wrong = [f"{name}: {found[0]}" for name, text in text_files() for found in [pattern.search(text)] if found]
+    assert not wrong
+
+
+def test_the_pattern_of_paths_finds_paths_and_nothing_else():
+    slash = "/"
+    for path in (f"{slash}wo" + "rk/x", f'"{slash}ho' + 'me/me"', "C:" + r"\Data\x", f"={slash}Us" + "ers/a"):
+        assert MACHINE_PATH.search(path), path
+    for text in ("https://x.org/home/a", f"a{slash}tm" + "p/b", "f32[/..., n]", "`~/home/x`", "blk:/a", "x = a /work"):
+        assert not MACHINE_PATH.search(text), text
+
+
+def test_no_code_of_the_package_runs_text_or_unpickles():
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in ("eval", "exec", "__import__"), path
+            if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+                assert isinstance(node.value, ast.Constant), path
+                assert node.value.value is False, path
+            modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not {"pickle", "cPickle", "dill", "marshal", "shelve"} & {m.split(".")[0] for m in modules}, path
+
+
+def test_a_file_is_named_for_what_it_holds():
+    vague = {"manager", "helper", "helpers", "utils", "util", "ctx", "info", "misc", "common"}
+    names = {p: set(re.split(r"[\W_]+", p.relative_to(ROOT).as_posix().lower())) for p in tracked()}
+    assert not [str(p) for p, words in names.items() if words & vague]
+
+
+def test_no_python_file_is_longer_than_its_idea():
+    long = {str(p.relative_to(ROOT)): p.read_text("utf-8").count("\n") for p in tracked() if p.suffix == ".py"}
+    assert not {name: lines for name, lines in long.items() if lines > LINES}
+
+
+def test_every_module_of_the_package_says_what_it_is():
+    """A docstring, unless the file is empty."""
+    assert not [p for p in sources() if p.stat().st_size and not ast.get_docstring(ast.parse(p.read_bytes()))]
+
+
+def test_what_is_needed_at_run_time_is_declared():
+    """Every top-level import of the package is of the standard library, of ours, or of a dependency or extra."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    texts = [*project["dependencies"], *extras["cuda12"], *extras["mpi"], *extras["test"]]
+    declared = {re.match(r"[\w-]+", t)[0].lower() for t in texts}  # type: ignore[index]
+    declared = {"cupy" if d.startswith("cupy") else d for d in declared} | {"llvmlite"}  # numba's own compiler
+    used = set()
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            used |= {a.name for a in node.names} if isinstance(node, ast.Import) else set()
+            used |= {node.module or ""} if isinstance(node, ast.ImportFrom) and not node.level else set()
+    assert {u.split(".")[0] for u in used} - sys.stdlib_module_names - {"hocket"} <= declared
+
+
+def test_the_installed_package_is_this_one():
+    assert (
+        importlib.metadata.version("hocket")
+        == tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+    )

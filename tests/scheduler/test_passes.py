@@ -1,0 +1,130 @@
+"""What each pass makes of each small model, as text that was read by eye: `pytest --update-golden` writes it anew."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from hocket.cli import main
+from hocket.frontends import flags
+from hocket.frontends.gguf import Gguf, open_gguf
+from hocket.frontends.models import Step, load_model
+from hocket.graph import Graph, dump
+from hocket.scheduler import plan_for
+from hocket.scheduler.lowering.lower import lower
+from hocket.scheduler.sharding.assign import assign
+from hocket.scheduler.sharding.emit import shard
+from hocket.scheduler.sharding.factors import Factors
+from hocket.scheduler.sharding.layers import layer_split, place
+from hocket.scheduler.sharding.search import choose
+from hocket.scheduler.sharding.shares import Shares
+from hocket.scheduler.simulated import simulate
+from hocket.scheduler.telling.listing import PASSES, factors_text, graphs_text, layouts_text, memory_text, program_text
+
+from ..given.models import GOLDENS, path_of
+
+PASSED = GOLDENS / "passes"
+DECODE, PREFILL = Step(1, 1, 16, 16, 1), Step(2, 4, 16, 16, 2)
+
+
+def layers(name: str, *kept: int, **keys: int) -> Gguf:
+    """The fixture with these layers alone, and such metadata."""
+    model = open_gguf(path_of(name), header_only=True)
+    arch = model.metadata["general.architecture"]
+    tensors = {n: t for n, t in model.tensors.items() if not n.startswith("blk.")}
+    for new, old in enumerate(kept):
+        own = {n.removeprefix(f"blk.{old}."): t for n, t in model.tensors.items() if n.startswith(f"blk.{old}.")}
+        tensors |= {f"blk.{new}.{n}": t for n, t in own.items()}
+    changed = {f"{arch}.{key}": value for key, value in {"block_count": len(kept), **keys}.items()}
+    return replace(model, tensors=tensors, metadata={**model.metadata, **changed})
+
+
+MODELS = {
+    "dense": lambda: load_model(layers("llama", 0)).graph(DECODE),
+    "hybrid": lambda: load_model(layers("qwen35", 0, 2, full_attention_interval=2)).graph(DECODE),
+    "experts": lambda: load_model(layers("qwen3moe", 0)).graph(DECODE),
+    "experts-prefill": lambda: load_model(layers("qwen3moe", 0)).graph(PREFILL),
+}
+
+
+def passes(graph: Graph) -> Iterator[tuple[str, str]]:
+    """The name of each pass and what it makes of `graph` for two devices."""
+    simulation = simulate("cpu:2")
+    backend, device = simulation.group[0]
+    yield "1-built", dump(graph)
+    factors = Factors(graph)
+    yield "2-factors", factors_text(factors)
+    chosen = choose(graph, factors, 2, simulation.hardware, eager=True).factors
+    sharded = shard(graph, factors, assign(graph, factors, chosen), Shares([1, 1]))
+    yield "3-sharded", layouts_text(sharded.leaves, sharded.outputs) + "\n\n" + graphs_text(sharded.graphs)
+    placed = place(graph, layer_split(graph, [1, 1]), 2)
+    yield "4-placed", layouts_text(placed.leaves, placed.outputs) + "\n\n" + graphs_text(placed.graphs)
+    lowered, program = lower(sharded.graphs[0], backend, device)
+    yield "5-lowered", changes(sharded.graphs[0], lowered)
+    yield "6-memory", memory_text(program)
+    yield "7-program", program_text(program)
+
+
+def changes(before: Graph, after: Graph) -> str:
+    """Lines that went and that came, and those around them."""
+    found = difflib.unified_diff(dump(before).splitlines(), dump(after).splitlines(), n=1, lineterm="")
+    return "\n".join(["  ..." if line.startswith("@@") else line for line in list(found)[2:]]) or "nothing changes"
+
+
+def settled(text: str) -> str:
+    """`text` with floats of at most four digits."""
+    floats = re.compile(r"(?<![\w.])\d+\.\d{4,}(?:e[+-]?\d+)?")
+    return floats.sub(lambda found: f"{float(found[0]):.4g}", text).rstrip("\n") + "\n"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_pass_makes_of_a_small_model_what_was_read_by_eye(name: str, update_golden: bool) -> None:
+    folder = PASSED / name
+    made = {f"{number}.txt": settled(text) for number, text in passes(MODELS[name]())}
+    if update_golden:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in set(folder.iterdir()) - {folder / n for n in made}:
+            file.unlink()
+        for file_name, text in made.items():
+            (folder / file_name).write_text(text, encoding="utf-8")
+    held = {file.name: file.read_text(encoding="utf-8") for file in folder.glob("*.txt")}
+    assert held.keys() == made.keys(), "run pytest --update-golden and read what it wrote"
+    for file_name, text in made.items():
+        assert text == held[file_name], f"{name}/{file_name} is not what the pass makes now"
+
+
+@pytest.mark.parametrize(
+    ("shown", "words"),
+    [
+        ("graph", "%blk.0.attn_q = mul_mat(%blk.0.attn_q.weight, %blk.0.attn_norm) : f32[1,64]"),
+        ("factors", "%blk.0.attn_q.weight       f16[64,64]      (d e g)  b"),
+        ("layouts", "leaf    %blk.0.attn_q.weight       S0 0+32 | 32+32"),
+        ("shards", "%wanted.sum = all_reduce(%wanted, sequence=2) : f32[1,64]"),
+        ("memory", "cpu:1: arena of "),
+        ("steps", " steps\nstep  op "),
+    ],
+)
+def test_the_command_shows_what_a_pass_made(shown: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(path_of("llama"))
+    assert main(["plan", path, "-c", "16", "--simulate", "cpu:2", "--split-mode", "tensor", "--show", shown]) == 0
+    assert words in capsys.readouterr().out
+
+
+def test_the_flag_names_every_listing() -> None:
+    assert tuple(PASSES) == flags.PASSES
+
+
+def test_the_map_of_memory_covers_what_instructions_touch_and_shows_long_programs_in_fewer_columns() -> None:
+    simulation = simulate("cpu:1")
+    made = plan_for(load_model(layers("qwen35", 0, 1, 2)).graph(PREFILL), simulation.group)
+    program = made.lanes[0].program
+    drawn = memory_text(program).splitlines()
+    steps = len(program.instructions)
+    assert drawn[1].split()[:6] == ["offset", "bytes", "steps", "0", "to", f"{steps - 1},"]
+    bars = [line.split()[2] for line in drawn[2 : drawn.index("")]]
+    assert {len(bar) for bar in bars} == {-(-steps // 2)}
+    assert all(any(bar[column] == "#" for bar in bars) for column in range(len(bars[0])))

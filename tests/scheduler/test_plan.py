@@ -1,0 +1,382 @@
+"""Plans as data: JSON, digest, explanation, difference, memory, goldens, and the command that prints them."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hocket import ops
+from hocket.cli import main
+from hocket.frontends.gguf import open_gguf
+from hocket.frontends.models import Step, load_model
+from hocket.graph import BackendError, Graph, HocketError, PlanError, input, to_json, weight
+from hocket.scheduler import load, plan, plan_for
+from hocket.scheduler.fits import memory_problem, pools
+from hocket.scheduler.hardware import CPU
+from hocket.scheduler.sharding.condense import condense, repeats
+from hocket.scheduler.simulated import simulate
+from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
+from hocket.scheduler.telling.diff import difference, drawn_together
+from hocket.scheduler.telling.explain import places
+
+from ..given.models import GOLDENS, path_of
+from ..given.plan_faults import tensor_plan
+from ..given.random_graphs import bindings, seeded_graph
+
+PLANS = GOLDENS / "plans"
+DECODE = Step(1, 1, 64, 64, 1)
+
+
+def decode_graph(name):
+    return load_model(open_gguf(path_of(name), header_only=True)).graph(DECODE)
+
+
+def mlp(columns=256, rows=64):
+    x = input("x", (3, rows))
+    up = ops.silu(ops.mul_mat(weight("up", (columns, rows)), x))
+    return Graph({"y": ops.add(x, ops.mul_mat(weight("down", (rows, columns)), up))})
+
+
+# --------------------------------------------------------------------------------------------------------- round trip
+
+
+@pytest.mark.parametrize("mode", ["tensor", "layer", "auto"])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_plan_read_back_is_the_plan_and_runs(seed, mode):
+    graph = seeded_graph(seed)
+    made = plan(graph, "cpu:0,cpu:1,cpu:2", split_mode=mode)
+    again = plan_from_json(plan_to_json(made))
+    assert again.digest() == made.digest()
+    assert plan_to_json(again) == plan_to_json(made)
+    assert again.explain(steps=True) == made.explain(steps=True)
+    assert difference(made, again) == ()
+    arrays = bindings(graph, np.random.default_rng(seed))
+    weights = {v.node.name: arrays[v.node.name] for v in graph.weights}
+    inputs = {v.node.name: arrays[v.node.name] for v in graph.inputs}
+    want, got = load(made, weights).run(inputs), load(again, weights).run(inputs)
+    for name in want:
+        np.testing.assert_array_equal(got[name], want[name])
+
+
+def test_a_plan_for_simulated_devices_is_read_back():
+    simulation = simulate("h200:2,nvlink")
+    made = plan_for(mlp(), simulation.group, split_mode="tensor", hardware=simulation.hardware)
+    again = plan_from_json(plan_to_json(made))
+    assert again.cost == made.cost
+    assert again.digest() == made.digest()
+
+
+def test_the_digest_is_the_same_in_another_process_with_another_hash_seed():
+    code = (
+        "import sys; from hocket.frontends.models import Step; from hocket.frontends.open import open_model;"
+        "from hocket.scheduler import plan; graph = open_model(sys.argv[1]).graph(Step(1, 1, 64, 64, 1));"
+        "print(plan(graph, 'cpu:0,cpu:1,cpu:2', split_mode='tensor').digest())"
+    )
+    found = set()
+    for seed in ("0", "1", "77"):
+        done = subprocess.run(
+            [sys.executable, "-c", code, path_of("qwen35")],
+            capture_output=True,
+            text=True,
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+            check=True,
+        )
+        found.add(done.stdout)
+    assert found == {plan(decode_graph("qwen35"), "cpu:0,cpu:1,cpu:2", split_mode="tensor").digest() + "\n"}
+
+
+def test_the_digest_tells_plans_apart_but_not_their_predictions():
+    one, two = (plan(mlp(), "cpu:0,cpu:1", split_mode=mode) for mode in ("tensor", "layer"))
+    assert one.digest() != two.digest()
+    group = [(lane.backend, lane.device) for lane in one.lanes]
+    faster = plan_for(mlp(), group, split_mode="tensor", hardware=simulate("h200:2").hardware)
+    if faster.cuts == one.cuts:
+        assert faster.digest() == one.digest()
+
+
+def refusal(text):
+    """Why `text` is no plan, or nothing; any other error is a failure."""
+    try:
+        plan_from_json(text)
+    except HocketError as why:
+        return str(why)
+    return ""
+
+
+def test_a_damaged_plan_is_refused_in_one_line():
+    document = json.loads(plan_to_json(plan(mlp(), "cpu:0,cpu:1", split_mode="tensor")))
+    rng = random.Random(5)
+    refused = 0
+    for _ in range(300):
+        broken = json.loads(json.dumps(document))
+        where: object = broken
+        while True:
+            key = rng.choice(sorted(where)) if isinstance(where, dict) else rng.randrange(len(where))
+            if not isinstance(where[key], dict | list) or not where[key] or rng.random() < 0.1:
+                break
+            where = where[key]
+        where[key] = rng.choice([None, -1, 10**30, "x", [], {}, 1.5, True])
+        refused += bool(why := refusal(json.dumps(broken)))
+        assert "\n" not in why
+    assert refused > 150
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", "null", '{"format": 3}', '{"format": "hocket-plan-1"}', "[" * 99999]
+)
+def test_what_is_no_plan_is_refused(text):
+    with pytest.raises(PlanError) as why:
+        plan_from_json(text)
+    assert "\n" not in str(why.value)
+
+
+def test_a_plan_whose_layout_is_not_that_of_its_programs_is_refused():
+    document = json.loads(plan_to_json(plan(mlp(), "cpu:0,cpu:1", split_mode="tensor")))
+    document["leaves"]["up"] = "R"
+    with pytest.raises(PlanError, match=r"%up is f32\[128,64\] on cpu:0, need f32\[256,64\]"):
+        plan_from_json(json.dumps(document))
+
+
+def exchange(entries):
+    """Let the first two entries of a list change places."""
+    entries[0], entries[1] = entries[1], entries[0]
+
+
+TAMPERED = {
+    "devices have each other's shards": lambda d: exchange(d["leaves"]["down"]["runs"]),
+    "a shard is there twice": lambda d: d["leaves"]["down"]["runs"].__setitem__(1, d["leaves"]["down"]["runs"][0]),
+    "two steps are exchanged": lambda d: exchange(d["programs"][0]["instructions"]),
+    "an output is a sum still owed": lambda d: d["outputs"].update(z="P"),
+    "what undoes a step is not there": lambda d: d["programs"][1]["undo"].clear(),
+    "what undoes a step is in another order": lambda d: exchange(d["programs"][0]["undo"]),
+    "what undoes a step is said of another": lambda d: d["programs"][0]["undo"][0].__setitem__(0, 0),
+}
+
+
+@pytest.mark.parametrize("tamper", TAMPERED.values(), ids=TAMPERED)
+def test_a_plan_that_was_tampered_with_is_refused(tamper):
+    document = json.loads(plan_to_json(replace(tensor_plan(), hardware=CPU)))
+    assert not refusal(json.dumps(document))
+    tamper(document)
+    assert refusal(json.dumps(document))
+
+
+def test_a_plan_for_a_device_that_is_not_there_is_refused():
+    document = json.loads(plan_to_json(plan(mlp(), "cpu:0")))
+    document["lanes"][0]["kind"] = "abacus"
+    with pytest.raises(BackendError, match="abacus"):
+        plan_from_json(json.dumps(document))
+
+
+# -------------------------------------------------------------------------------------------------------- explanation
+
+
+def test_the_explanation_names_each_collective_and_the_weight_that_causes_it():
+    text = plan(mlp(), "cpu:0,cpu:1", split_mode="tensor").explain()
+    assert "1 all_reduce" in text.splitlines()[0]
+    assert "is a sum over the devices: %down is cut on axis 1" in text
+    assert "%up and 1 more cut on axis 0" in text
+
+
+def test_the_explanation_lists_instructions_only_when_asked():
+    made = plan(mlp(), "cpu:0,cpu:1")
+    assert "->" not in made.explain()
+    assert made.explain(steps=True).count("mul_mat ") == 2 * len(made.lanes)
+
+
+def test_a_layer_split_shows_its_copies():
+    text = plan(mlp(), "cpu:0,cpu:1", split_mode="layer").explain()
+    assert "copy cpu:0 -> cpu:1" in text
+    assert "is made on cpu:0 and read on cpu:1" in text
+
+
+def test_stages_cover_every_instruction_of_every_device_once():
+    for seed in range(6):
+        for mode in ("tensor", "layer"):
+            made = plan(seeded_graph(seed), "cpu:0,cpu:1,cpu:2", split_mode=mode)
+            for device, lane in enumerate(made.lanes):
+                work = sum(s.count for s in made.stages if s.op == "work" and device in s.devices)
+                meetings = sum(device in s.devices for s in made.stages if s.op != "work")
+                assert work + meetings == len(lane.program.instructions)
+
+
+def test_the_predicted_time_of_a_plan_is_between_its_busiest_device_and_all_stages_in_turn():
+    for mode in ("tensor", "layer"):
+        made = plan(mlp(), "cpu:0,cpu:1", split_mode=mode)
+        own = [sum(s.seconds for s in made.stages if d in s.devices) for d in range(2)]
+        assert max(own) <= made.cost.total + 1e-12
+        assert made.cost.total <= sum(s.seconds for s in made.stages) + 1e-12
+
+
+def test_repeats_are_found_and_nothing_is_lost():
+    assert list(repeats("abcbcbcd")) == [(0, 1, 1), (1, 2, 3), (7, 1, 1)]
+    assert list(repeats("aaaa")) == [(0, 1, 4)]
+    assert list(repeats("")) == []
+
+
+def test_devices_in_a_row_are_drawn_together():
+    assert places(["cpu:0", "cpu:1", "cpu:2", "cpu:5", "cuda:0"]) == "cpu:0-2 cpu:5 cuda:0"
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen35"])
+def test_the_plan_of_a_small_model_is_the_golden_one(name, update_golden):
+    simulation = simulate("cpu:2")
+    made = plan_for(decode_graph(name), simulation.group, split_mode="tensor", hardware=simulation.hardware)
+    text, path = made.explain() + "\n", PLANS / f"{name}.txt"
+    if update_golden:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    assert path.exists(), f"{path.name} is missing; run pytest --update-golden and read what it wrote"
+    assert text == path.read_text(encoding="utf-8")
+
+
+# ------------------------------------------------------------------------------------------------------------- search
+
+
+def deep(layers):
+    """Layers that differ in nothing, and a last one that gives fewer rows."""
+    x = input("x", (4, 64))
+    for i in range(layers):
+        up = ops.silu(ops.mul_mat(weight(f"up.{i}", (256, 64)), ops.rms_norm(x)))
+        x = ops.add(x, ops.mul_mat(weight(f"down.{i}", (64, 256)), up))
+    return Graph({"y": ops.mul_mat(weight("out", (128, 64)), x)})
+
+
+def test_a_condensed_graph_has_each_repeated_part_twice_and_counts_the_rest():
+    small = condense(deep(40))
+    assert len(small.graph.weights) < 10
+    assert sum(small.times[v.node] or 1 for v in small.graph.weights) == 81
+    assert {name for twins in small.twins.values() for name in twins} == {v.node.name for v in deep(40).weights}
+
+
+@pytest.mark.parametrize("hardware", ["h200:8", "cpu:3", "rtx3090:4,ethernet"])
+@pytest.mark.parametrize("name", ["deep", "llama", "qwen3moe", "qwen3next", "qwen35moe"])
+def test_the_search_finds_in_the_condensed_graph_what_it_finds_in_the_whole(name, hardware, monkeypatch):
+    graph, simulation = deep(12) if name == "deep" else decode_graph(name), simulate(hardware)
+    found = plan_for(graph, simulation.group, split_mode="tensor", hardware=simulation.hardware)
+    monkeypatch.setattr("hocket.scheduler.sharding.search.condense", lambda graph: None)
+    whole = plan_for(graph, simulation.group, split_mode="tensor", hardware=simulation.hardware)
+    assert found.cuts == whole.cuts
+    assert found.reasons == whole.reasons
+    assert found.digest() == whole.digest()
+
+
+# --------------------------------------------------------------------------------------------------------- difference
+
+
+def test_the_difference_names_layouts_collectives_memory_and_time():
+    before = plan_for(mlp(), simulate("cpu:2").group, split_mode="layer")
+    after = plan_for(mlp(), simulate("cpu:2").group, split_mode="tensor")
+    text = "\n".join(difference(before, after))
+    for part in (
+        "layout: %up: L0 -> S0(128|128)",
+        "removed: 1 send",
+        "added: 1 all_reduce",
+        "memory: cpu:1:",
+        "time: ",
+    ):
+        assert part in text
+    assert difference(before, before) == ()
+
+
+def test_names_of_layers_are_drawn_together():
+    assert drawn_together(["blk.0.up", "blk.1.up", "out"]) == ["%blk.*.up (2)", "%out"]
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+
+def test_what_fits_is_no_problem():
+    assert memory_problem(plan_for(mlp(), simulate("h200:2").group)) is None
+
+
+def test_what_does_not_fit_comes_with_two_ways_out():
+    graph = mlp(columns=2**19, rows=2**13)  # two weights of 16 GiB each
+    problem = memory_problem(plan_for(graph, simulate("rtx3090:1").group))
+    assert "rtx3090:0: needs 32" in problem
+    assert "use 2 such devices with --split-mode tensor, or use a model with fewer bits" in problem
+
+
+def test_virtual_devices_of_a_machine_share_its_memory():
+    made = plan(mlp(), "cpu:0,cpu:1,cpu:2")
+    (pool,) = pools(made)
+    assert pool.virtual
+    assert pool.needed == sum(made.memory().values())
+    assert len(pools(plan_for(mlp(), simulate("cpu:3").group))) == 3
+
+
+def test_auto_cuts_what_does_not_fit_on_one_device():
+    graph = mlp(columns=2**19, rows=2**13)
+    assert memory_problem(plan_for(graph, simulate("rtx3090:2,ethernet").group, split_mode="auto")) is None
+
+
+# -------------------------------------------------------------------------------------------------------- command line
+
+
+def test_the_command_prints_a_plan_without_reading_weights(tmp_path, capsys):
+    header = tmp_path / "header.gguf"
+    header.write_bytes(path_of("qwen3").read_bytes()[:-4096])  # the last weights are missing
+    assert main(["plan", str(header), "--simulate", "h200:2,nvlink", "-c", "64"]) == 0
+    out = capsys.readouterr().out
+    assert "(simulated)" in out
+    assert "stage  where" in out
+
+
+def test_the_command_prints_json_that_diff_reads(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    flags = [str(path_of("llama")), "-c", "64", "--devices", "cpu:0,cpu:1"]
+    assert main(["plan", *flags, "--split-mode", "tensor", "--json", "-o", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert out == path.read_text()
+    assert plan_from_json(out).lanes[1].device.index == 1
+    assert main(["plan", *flags, "--split-mode", "tensor", "--diff", str(path)]) == 0
+    assert capsys.readouterr().out == "the plans do the same\n"
+    assert main(["plan", *flags, "--split-mode", "layer", "--diff", str(path)]) == 0
+    assert "added: 1 send" in capsys.readouterr().out
+
+
+def test_the_command_plans_a_graph_in_a_file(tmp_path, capsys):
+    path = tmp_path / "graph.json"
+    path.write_text(to_json(mlp()))
+    assert main(["plan", str(path), "--devices", "cpu:0,cpu:1", "--split-mode", "tensor"]) == 0
+    assert "1 all_reduce" in capsys.readouterr().out
+
+
+def test_the_command_plans_a_prefill(capsys):
+    assert main(["plan", str(path_of("llama")), "-c", "64", "--phase", "prefill", "-b", "32"]) == 0
+    assert "cpu:0" in capsys.readouterr().out
+
+
+def test_the_command_fails_where_the_plan_does_not_fit(tmp_path, capsys):
+    path = tmp_path / "graph.json"
+    path.write_text(to_json(mlp(columns=2**19, rows=2**13)))
+    assert main(["plan", str(path), "--simulate", "rtx3090"]) == 1
+    assert "does not fit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--simulate", "abacus:3"], "h200"),
+        (["--diff", "missing.json"], "missing.json"),
+        (["--split-mode", "diagonal"], "diagonal"),
+    ],
+)
+def test_wrong_usage_of_the_command_costs_one_line(flags, said, capsys):
+    assert main(["plan", str(path_of("llama")), *flags]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_a_file_that_is_no_plan_costs_one_line(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    path.write_bytes(b"\xff{}")
+    assert main(["plan", str(path_of("llama")), "--diff", str(path)]) == 2
+    assert "is no plan" in capsys.readouterr().err

@@ -1,0 +1,136 @@
+"""Plans for hardware that is not there, and for models of which there is only a header."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from hocket import ops
+from hocket.cli import main
+from hocket.frontends.models import Step
+from hocket.frontends.open import open_model
+from hocket.frontends.planning import step_graph
+from hocket.graph import BackendError, Graph, PlanError, input, weight
+from hocket.scheduler import load, plan_for
+from hocket.scheduler.fits import memory_problem
+from hocket.scheduler.simulated import LINKS, MACHINES, simulate
+
+from ..given.large_headers import LARGE, llama_70b, qwen_80b
+
+
+@pytest.fixture(scope="module", params=LARGE)
+def large(request, tmp_path_factory):
+    """A large model of which there is only the header."""
+    return LARGE[request.param](tmp_path_factory.mktemp("header") / f"{request.param}.gguf")
+
+
+def test_a_large_model_is_planned_for_eight_devices(large, capsys):
+    """How long that takes is measured by benchmarks/plan_large.py."""
+    assert main(["plan", large, "--simulate", "h200:8,nvlink", "-c", "4096"]) == 0
+    out = capsys.readouterr().out
+    assert "a run estimated" in out
+    assert re.search(r"h200:7 +\d", out)
+
+
+def test_auto_predicts_for_eight_devices_no_more_than_for_one(large):
+    graph, _ = step_graph(large, context=4096, tokens=1)
+    simulation = simulate("h200:8,nvlink")
+    one = plan_for(graph, simulation.group[:1], hardware=simulation.hardware)
+    many = plan_for(graph, simulation.group, split_mode="auto", hardware=simulation.hardware)
+    assert memory_problem(one) is None
+    assert many.cost.total <= one.cost.total * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("devices", ["h200:2,nvlink", "h200:2,ethernet", "rtx4090:4,pcie4", "cpu:2"])
+def test_auto_never_predicts_more_than_one_device_where_that_fits(devices, tmp_path):
+    for path in (llama_70b(tmp_path / "a.gguf", layers=2), qwen_80b(tmp_path / "b.gguf", layers=4)):
+        graph, _ = step_graph(path, context=1024, tokens=1)
+        simulation = simulate(devices)
+        one = plan_for(graph, simulation.group[:1], hardware=simulation.hardware)
+        many = plan_for(graph, simulation.group, split_mode="auto", hardware=simulation.hardware)
+        assert memory_problem(one) is None
+        assert many.cost.total <= one.cost.total * (1 + 1e-9)
+
+
+def test_a_context_that_does_not_fit_comes_with_one_that_does(tmp_path, capsys):
+    path = llama_70b(tmp_path / "model.gguf", layers=40)
+    flags = ["--simulate", "rtx4090", "-c"]
+    assert main(["plan", path, *flags, "8192"]) == 0
+    path = llama_70b(tmp_path / "larger.gguf", layers=46)
+    assert main(["plan", path, *flags, "8192"]) == 1
+    fitting = int(re.search(r"--ctx-size (\d+)", capsys.readouterr().err)[1])
+    assert 1024 <= fitting < 8192
+    assert main(["plan", path, *flags, str(fitting)]) == 0
+    assert main(["plan", path, *flags, str(fitting + 256)]) == 1
+
+
+def test_weights_that_do_not_fit_come_with_the_number_of_devices_that_would_do(tmp_path, capsys):
+    path = llama_70b(tmp_path / "model.gguf", layers=56)
+    assert main(["plan", path, "--simulate", "rtx3090:1", "-c", "1024"]) == 1
+    said = capsys.readouterr().err
+    number = int(re.search(r"use (\d+) such devices", said)[1])
+    assert "fewer bits" in said
+    assert main(["plan", path, "--simulate", f"rtx3090:{number}", "-c", "1024", "--split-mode", "tensor"]) == 0
+
+
+def test_devices_of_no_split_are_told_of_the_modes_that_split(tmp_path, capsys):
+    path = llama_70b(tmp_path / "model.gguf", layers=56)
+    assert main(["plan", path, "--simulate", "rtx3090:2", "-c", "1024", "--split-mode", "none"]) == 1
+    assert "--split-mode tensor" in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------------------------------------- the table
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "link"),
+    [
+        ("h200:8,nvlink", 8, "nvlink"),
+        ("cpu:2", 2, "memory"),
+        ("rtx3090:2,pcie4", 2, "pcie4"),
+        ("h100", 1, "nvlink"),
+        ("a100:4,ethernet", 4, "ethernet"),
+        ("rtx4090:1,rtx3090:1,pcie5", 2, "pcie5"),
+    ],
+)
+def test_hardware_is_read_from_its_name(text, devices, link):
+    simulation = simulate(text)
+    assert len({str(d) for _, d in simulation.group}) == devices
+    assert simulation.hardware.link_latency == LINKS[link].latency
+    for backend, device in simulation.group:
+        assert device.memory == MACHINES[backend.kind].memory
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "abacus:3", "h200:0", "h200:-1", "h200:x", "h200:1:2", "nvlink", "h200,nvlink,pcie4", "h200:999", "h200:٣"],
+)
+def test_unknown_hardware_is_refused_with_what_is_known(text):
+    with pytest.raises(PlanError) as why:
+        simulate(text)
+    assert "h200" in str(why.value)
+    assert "nvlink" in str(why.value)
+    assert "\n" not in str(why.value)
+
+
+def test_devices_of_several_kinds_are_judged_by_the_slowest():
+    mixed = simulate("h200:1,cpu:1,pcie4").hardware
+    assert mixed.flops == MACHINES["cpu"].flops
+    assert mixed.link_bandwidth == LINKS["pcie4"].bandwidth
+
+
+def test_a_simulated_device_refuses_to_run_and_says_why():
+    x = input("x", (4,))
+    made = plan_for(Graph({"y": ops.add(x, weight("w", (4,)))}), simulate("h200:1").group)
+    with pytest.raises(BackendError, match="h200 is simulated and cannot allocate"):
+        load(made, {"w": np.ones(4, np.float32)})
+
+
+def test_a_simulated_device_keeps_weights_as_the_file_has_them(tmp_path):
+    path = llama_70b(tmp_path / "model.gguf", layers=1)
+    model = open_model(path, header_only=True)
+    graph = model.graph(Step(1, 1, 64, 64, 1))
+    made = plan_for(graph, simulate("h200:1").group)
+    assert made.lanes[0].memory()["weight"] == sum(v.spec.nbytes for v in graph.weights)
