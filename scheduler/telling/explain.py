@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 from ...graph.node import Node, quote
@@ -14,12 +15,13 @@ from ..plan import Plan
 from ..sharding.condense import repeats
 from ..stages import WORK, Stage, leaf_of
 from ..units import columns, nbytes_text, time_text
+from .critical import critical_path
 from .listing import program_text
 
 
 def explain(plan: Plan, *, steps: bool = False) -> str:
     """The summary, what the search considered, memory and stages; with `steps` each instruction of each device."""
-    reasons = (*plan.reasons, *placement_lines(plan), *meeting_lines(plan))
+    reasons = (*plan.reasons, *placement_lines(plan), *meeting_lines(plan), *path_lines(plan))
     lines = [summary(plan), *(f"  {reason}" for reason in reasons)]
     lines += ["", *memory_table(plan), ""]
     lines += stage_table(plan)
@@ -71,6 +73,18 @@ def meeting_lines(plan: Plan) -> list[str]:
             how = meeting(devices) if len(kinds) == 1 else "through memory of the host, as devices of several kinds do"
             lines.append(f"{places(list(map(str, devices)))} meet {how}")
     return lines
+
+
+def path_lines(plan: Plan) -> list[str]:
+    """Which device's work, and how much of meetings, decides the time of a run of several devices."""
+    if len(plan.lanes) == 1 or not plan.cost.total:
+        return []
+    seconds: Counter[str] = Counter()
+    for link in critical_path(plan.stages, len(plan.lanes)):
+        name = "collectives" if link.device is None else f"work of {plan.lanes[link.device].device}"
+        seconds[name] += link.stage.seconds
+    shares = (f"{taken / plan.cost.total:.0%} {name}" for name, taken in seconds.most_common())
+    return [f"the time of a run is {', '.join(shares)}"]
 
 
 def places(devices: Sequence[str]) -> str:
