@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,8 @@ GROUP = "hocket.backends"
 class Device:
     """One thing that runs programs: ``cpu:0``; or a part of one, ``cuda:0.1``, which shares its memory with the others.
 
-    `memory` is in bytes and of the whole, None where unknown.
+    `memory` is in bytes and of the whole, None where unknown.  Devices with the same `memory_of` share one memory, as
+    all virtual ones of this machine do; one that names none shares its memory with its own parts only.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class Device:
     memory: int | None = None
     description: str = ""
     part: int | None = None
+    memory_of: str = ""
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.index}" + ("" if self.part is None else f".{self.part}")
@@ -119,9 +121,10 @@ class Program:
         """Bytes of the arena that are kept until the end for `undo`."""
         return sum(t.spec.nbytes for at in self.saves for t in self.instructions[at].dst)
 
-    def undoing(self, finished: int) -> Program:
-        """What takes a run back of which so many instructions had finished."""
-        return replace(self, instructions=tuple(back for at, back in reversed(self.undo) if at < finished), undo=())
+    def undoing(self, finished: int | frozenset[int]) -> Program:
+        """What takes a run back of which so many instructions had finished, or those at these positions."""
+        done = range(finished) if isinstance(finished, int) else finished
+        return replace(self, instructions=tuple(back for at, back in reversed(self.undo) if at in done), undo=())
 
     def nbytes(self, kind: str) -> int:
         """Bytes of all buffers of one kind."""
@@ -209,6 +212,44 @@ class Backend(Protocol):
 
         Where an instruction fails it raises `StepError`: all before it have finished, none behind it has begun.
         """
+
+
+# What a backend, or what it compiles, may have besides.  `isinstance` asks whether it does.
+
+
+@runtime_checkable
+class Tolerant(Protocol):
+    """A backend with kernels of coarser arithmetic than float32."""
+
+    def tolerance(self, node: Node) -> float | None:
+        """The relative error of one operation of `node`, as 2**-8 where 8 bits are kept; None for float32's."""
+
+
+@runtime_checkable
+class Meets(Protocol):
+    """A backend whose devices can meet in several ways."""
+
+    def meeting(self, devices: Sequence[Device]) -> str:
+        """How these devices meet, and why so: what follows "they meet"."""
+
+
+@runtime_checkable
+class Threaded(Protocol):
+    """A backend that runs kernels on threads of this machine."""
+
+    threads: int
+    """Threads of each device."""
+
+
+@runtime_checkable
+class Measures(Protocol):
+    """A compiled program that can tell what a run does."""
+
+    def kernels(self) -> list[str]:
+        """The names of the kernels that a run calls, in order; another name where something else stands in for one."""
+
+    def measured(self) -> Iterable[tuple[str, float]]:
+        """Run once: the same names, each with the seconds it took, which may be read after the next run has begun."""
 
 
 def run_calls(program: Program, calls: Iterable[tuple[int, Callable[[], object]]]) -> None:

@@ -7,10 +7,9 @@ list and allocates nothing; temporaries come from the scratch that the memory pl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -80,15 +79,6 @@ def through_reference(op: Op[Any]) -> Binding:
         return [run]
 
     return Binding(bind, lambda node: 0)
-
-
-def kernels(*tables: Mapping[str, Binding]) -> Mapping[str, Binding]:
-    """One table from several, each name once."""
-    merged: dict[str, Binding] = {}
-    for table in tables:
-        assert not merged.keys() & table.keys()
-        merged.update(table)
-    return MappingProxyType(merged)
 
 
 def no_scratch(node: Node) -> int:

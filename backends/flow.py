@@ -1,13 +1,15 @@
-"""A program from value to value, and what may run in whose place: the ground on which compiled backends fuse.
+"""A program from value to value, and which instructions may run together: the ground on which compiled backends fuse.
 
-A fused binding looks at a program through a `Flow`.  Whatever it asks that is otherwise than its kernels need raises
-`NoKernelError`, and the instructions are bound one by one.
+A fused binding looks at a program through a `Flow`, by what reads and makes values and never by which instruction
+stands beside which: so the order of a program does not decide what is fused.  Whatever a binding asks that is otherwise
+than its kernels need raises `NoKernelError`, and the instructions are bound one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from ..ops.collective import COLLECTIVES
 from .base import Program, Tensor
 from .liveness import Readers
 from .operands import Bound, NoKernelError, Operand, Region, need
@@ -17,16 +19,16 @@ Touched = tuple[list[Region], list[Region]]
 
 
 class Flow:
-    """A program from value to value, and the order in which its instructions run: each in its own place, or several
-    together in the place of the first or the last of them."""
+    """A program from value to value, and the order in which its instructions run: one by one, or several together."""
 
-    def __init__(self, program: Program, readers: Readers, fixed: Container[int]) -> None:
-        """Nothing moves past the instructions that are `fixed`."""
+    def __init__(self, program: Program, readers: Readers) -> None:
         self.readers, self.saves = readers, program.saves
         self._scratch = [_all_of(i.scratch) for i in program.instructions]
-        self._fixed = fixed
+        found = enumerate(program.instructions)
+        self.fixed = frozenset(n for n, i in found if i.op in COLLECTIVES or not any(t.spec.size for t in i.dst))
+        """Instructions that nothing moves past, and no chain has: collectives, and those that compute nothing."""
+        self._order: list[tuple[int, ...]] = [(number,) for number in range(len(program.instructions))]
         self._place = list(range(len(program.instructions)))
-        self._there = [[number] for number in self._place]
         self._touched: dict[int, Touched] = {}
         self._found: dict[int, list[int] | None] = {}
 
@@ -37,22 +39,22 @@ class Flow:
 
     def readers_of(self, number: int) -> list[int]:
         """All instructions that read what this one computes; nothing else does."""
-        found = self.found(number)
-        need(found, "a result is kept, or nobody reads it")
-        return found or []
+        readers = self.found(number)
+        need(readers, "a result is kept, or nobody reads it")
+        return readers or []
 
     def found(self, number: int) -> list[int] | None:
-        """The same; None if the result is kept."""
+        """The instructions that read what this one computes; None if the result is kept."""
         if number not in self._found:
             self._found[number] = self.readers.of(number, self.call(number).out)
         return self._found[number]
 
     def reader(self, number: int, op: str, index: int = 0) -> int:
         """The only instruction that reads what this one computes, all of it, as that operand."""
-        found = self.readers_of(number)
-        need(len(found) == 1 and self.call(found[0]).op == op, f"it is not read by {op} alone")
-        need(self.makes(number, found[0], index), "another operand is read")
-        return found[0]
+        readers = self.readers_of(number)
+        need(len(readers) == 1 and self.call(readers[0]).op == op, f"it is not read by {op} alone")
+        need(self.makes(number, readers[0], index), "another operand is read")
+        return readers[0]
 
     def any_reader(self, number: int, op: str) -> int:
         """The first of these that reads all that this instruction computes, in place of nothing else."""
@@ -94,28 +96,57 @@ class Flow:
 
     # ---------------------------------------------------------------------------------------------------------- order
 
-    def has_moved(self, number: int) -> bool:
-        """Whether it belongs to a chain."""
-        return len(self._there[self._place[number]]) > 1
+    def groups(self) -> Iterator[tuple[int, ...]]:
+        """The instructions in the order in which they run; those that run together in one tuple, in program order."""
+        return (group for group in self._order if group)
 
-    def at(self, number: int) -> list[int]:
-        """The instructions that run in the place of this one."""
-        return self._there[number]
+    def is_free(self, number: int) -> bool:
+        """Whether it may become part of a chain: it belongs to none yet, and may move."""
+        return number not in self.fixed and len(self._order[self._place[number]]) == 1
 
-    def place_for(self, numbers: Sequence[int]) -> int | None:
-        """In whose place instructions can run together: the last's, or else the first's."""
-        if any(map(self.has_moved, numbers)):
+    def can_meet(self, numbers: Sequence[int]) -> bool:
+        """Whether instructions can run together, if others move before or behind them."""
+        return self._parted(numbers) is not None
+
+    def gather(self, numbers: Sequence[int]) -> None:
+        """Let instructions that can meet run together from now on."""
+        parted = self._parted(numbers)
+        assert parted is not None
+        self._touched |= self._together(numbers)
+        first, last = (most(self._place[n] for n in numbers) for most in (min, max))
+        groups = [*parted[0], tuple(sorted(numbers)), *parted[1]]
+        groups += [()] * (last + 1 - first - len(groups))
+        self._order[first : last + 1] = groups
+        for place, group in enumerate(groups, first):
+            for number in group:
+                self._place[number] = place
+
+    def _parted(self, numbers: Sequence[int]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None:
+        """What runs from the first to the last of them, as what then runs before them and what runs behind them; None
+        if something would have to do both, or they cannot move.
+
+        What must not pass one of them, or something that runs behind them, runs behind them as well.
+        """
+        if not all(map(self.is_free, numbers)):
             return None
         touched = {**self._touched, **self._together(numbers)}
-        places = max(numbers), min(numbers)
-        return next((at for at in places if self._may_meet(numbers, at, touched)), None)
+        places = [self._place[n] for n in numbers]
+        before, met, behind = (list[tuple[int, ...]]() for _ in range(3))
+        for group in filter(None, self._order[min(places) : max(places) + 1]):
+            is_held_up = self._disturbs(behind, group, touched)
+            if group[0] in numbers:
+                if is_held_up:
+                    return None
+                met.append(group)
+            elif is_held_up or self._disturbs(met, group, touched):
+                behind.append(group)
+            else:
+                before.append(group)
+        return before, behind
 
-    def gather(self, numbers: Sequence[int], at: int) -> None:
-        self._touched |= self._together(numbers)
-        for number in numbers:
-            self._there[self._place[number]] = []
-            self._place[number] = at
-        self._there[at] = sorted(numbers)
+    def _disturbs(self, groups: Sequence[Sequence[int]], group: Sequence[int], touched: Mapping[int, Touched]) -> bool:
+        """Whether `group` must not pass one of the others."""
+        return any(self._disturb(one, other, touched) for some in groups for one in some for other in group)
 
     def _together(self, numbers: Sequence[int]) -> dict[int, Touched]:
         """What each of them still reads and writes: not what only they read of each other."""
@@ -135,24 +166,17 @@ class Flow:
         read, written = self.readers.touched(number)
         return read, [*written, *self._scratch[number]]
 
-    def _may_meet(self, numbers: Sequence[int], at: int, touched: Mapping[int, Touched]) -> bool:
-        moves = ((n, range(min(n, at), max(n, at) + 1)) for n in numbers)
-        passed = ((n, other) for n, places in moves for place in places for other in self._there[place])
-        return not any(other not in numbers and self._disturb(n, other, touched) for n, other in passed)
-
     def _disturb(self, one: int, other: int, touched: Mapping[int, Touched]) -> bool:
         """Whether it matters which of them runs first."""
-        if one in self._fixed or other in self._fixed or (one in self.saves and other in self.saves):
+        if one in self.fixed or other in self.fixed:
             return True
         (read, written), (read_there, written_there) = (touched.get(n) or self._alone(n) for n in (one, other))
         return _meet(written, [*read_there, *written_there]) or _meet(read, written_there)
 
-    def unfinished(self, number: int) -> int:
-        """How many instructions to take back, of which the saves have run, where the launch of this one fails."""
-        done = {s for place in range(self._place[number]) for s in self._there[place] if s in self.saves}
-        if done == {s for s in self.saves if s < number}:
-            return number
-        return min(self.saves - done, default=len(self._place))
+    def finished(self, number: int) -> int | frozenset[int]:
+        """The instructions that have run where this one fails, as `StepError.finished` gives them."""
+        done = frozenset(n for group in self._order[: self._place[number]] for n in group)
+        return number if done == {*range(number)} else done
 
 
 def _meet(some: Iterable[Region], others: Sequence[Region]) -> bool:
@@ -163,3 +187,20 @@ def _all_of(scratch: Tensor | None) -> list[Region]:
     if scratch is None:
         return []
     return [Region(scratch.buffer, scratch.offset, scratch.offset + scratch.spec.nbytes)]
+
+
+def apart(out: Operand, sources: Iterable[Operand | None], same: Iterable[Operand | None] = ()) -> None:
+    """Need that a kernel may write `out` while it reads the sources: they lie elsewhere, and each of `same`, whose
+    elements are read by the very thread that writes those of `out`, elsewhere or exactly there."""
+    for source in sources:
+        need(source is None or not source.region.overlaps(out.region), "a result lies where something is still read")
+    for source in same:
+        free = source is None or lies_as(source, out) or not source.region.overlaps(out.region)
+        need(free, "a result lies across what is still read")
+
+
+def lies_as(one: Operand, other: Operand) -> bool:
+    """Whether both are the same elements in the same order."""
+    alike = (one.shape, one.strides) == (other.shape, other.strides)
+    dense = one.is_dense and other.is_dense and one.tensor.spec.size == other.tensor.spec.size
+    return one.address == other.address and (alike or dense)

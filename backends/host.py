@@ -17,6 +17,8 @@ from ..ops.quants import dequantise, encoded
 from .base import Array, Device, Tensor, contiguous_strides, host_view
 
 ALIGNMENT = 64
+HOST = "host"
+"""What `Device.memory_of` calls the memory of this machine."""
 CHUNK = 32 * 1024 * 1024
 """Bytes that are asked of the system at once for buffers that last.  NumPy asks for large pages where it asks for much:
 through small ones weights come 7 to 8 % more slowly from memory."""
@@ -36,7 +38,7 @@ class HostBackend(ABC):
         return (self.device(0),)
 
     def device(self, index: int) -> Device:
-        return Device(self.name, index, _physical_memory(), f"{os.cpu_count()} processors")
+        return Device(self.name, index, _physical_memory(), f"{os.cpu_count()} processors", memory_of=HOST)
 
     @abstractmethod
     def stored(self, spec: Spec, kind: str = "value") -> Spec:

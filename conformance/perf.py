@@ -98,7 +98,7 @@ def measure(case: Case, backend: Backend, device: Device) -> Speed:
     units = draw(case)
     leaves = built.leaves(units, 0.0)
     runs = [_bound(lane, built.stored_weights(leaves), leaves) for _ in range(copies)]
-    seconds = _times(runs, getattr(backend, "synchronise", None))
+    seconds = _times(runs)
     low, middle, high = np.percentile(seconds, [25, 50, 75])
     op: Op[Any] = case.declared
     return Speed(
@@ -113,19 +113,16 @@ def _bound(lane: Lane, weights: dict[str, Any], leaves: dict[str, Any]) -> Calla
     return lambda: guarded.replay()  # compiled code knows addresses only: memory lives as long as what runs on it
 
 
-def _times(runs: Sequence[Callable[[], None]], wait: Callable[[], None] | None) -> list[float]:
-    """Seconds of single runs, the copies in turn.  A device that works on by itself has ``synchronise()``."""
-    wait = wait or (lambda: None)
+def _times(runs: Sequence[Callable[[], None]]) -> list[float]:
+    """Seconds of single runs, the copies in turn."""
     for run in runs[:2]:
         run()
-    wait()
     times: list[float] = []
     end = time.perf_counter() + WANTED_SECONDS
     while len(times) < FEWEST_RUNS or (time.perf_counter() < end and len(times) < MOST_RUNS):
         run = runs[len(times) % len(runs)]
         start = time.perf_counter()
         run()
-        wait()
         times.append(time.perf_counter() - start)
     return times
 

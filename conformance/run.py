@@ -10,7 +10,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from ..backends.base import Backend, Device
+from ..backends.base import Backend, Device, Tolerant
 from ..graph.errors import GraphError, PlanError
 from ..graph.spec import Spec
 from ..ops import REGISTRY
@@ -135,12 +135,8 @@ def _compared(case: Case, got: list[Array], yardstick: Yardstick, made: list[Arr
 
 
 def _arithmetic(built: Built, backend: Backend) -> float:
-    """The relative error of one operation: float32's, unless the backend declares a coarser one for the node.
-
-    A backend may have ``tolerance(node) -> float | None``, such as 2**-8 for activations rounded to 8 bits.
-    """
-    declared = getattr(backend, "tolerance", None)
-    coarse = declared(built.node) if declared is not None else None
+    """The relative error of one operation: float32's, unless the backend declares a coarser one for the node."""
+    coarse = backend.tolerance(built.node) if isinstance(backend, Tolerant) else None
     return max(F32_EPS, coarse or 0.0)
 
 

@@ -11,6 +11,7 @@ from statistics import mean, median, stdev
 
 import numpy as np
 
+from ..backends.base import Threaded
 from ..backends.cpu.backend import CpuBackend
 from ..backends.cpu.limits import Reading
 from ..graph.node import Node
@@ -90,7 +91,7 @@ def profiles(work: Work, groups: Sequence[Group]) -> Iterator[str]:
 def threads_of(session: Session) -> int:
     """Threads of each device."""
     backend, _ = session.group[0]
-    return getattr(backend, "threads", 1)
+    return backend.threads if isinstance(backend, Threaded) else 1
 
 
 def reading_of(session: Session) -> Reading | None:

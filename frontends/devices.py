@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..backends import registered
-from ..backends.base import Device, load
+from ..backends.base import Device, Meets, load
 from ..backends.host import HostBackend
 from ..graph import BackendError
 
@@ -58,8 +58,8 @@ def find_devices() -> Iterator[Found]:
     for kind in sorted(registered()):
         try:
             backend = load(kind)
-            devices, meeting = backend.devices(), getattr(backend, "meeting", None)
-            how = meeting(devices) if meeting is not None and len(devices) > 1 else ""
+            devices = backend.devices()
+            how = backend.meeting(devices) if isinstance(backend, Meets) and len(devices) > 1 else ""
             for device in devices:
                 yield Found(kind, device, is_host=isinstance(backend, HostBackend), meeting=how)
         except BackendError as why:

@@ -18,8 +18,11 @@ class BackendError(HocketError):
 
 
 class StepError(BackendError):
-    """An instruction failed: the node it runs, the device, and how many instructions had finished there before it."""
+    """An instruction failed: the node it runs, the device, and how many instructions had finished there before it.
 
-    def __init__(self, node: str, device: str, finished: int, why: str) -> None:
+    Where instructions run in another order than that of their program, `finished` are the positions of those that had.
+    """
+
+    def __init__(self, node: str, device: str, finished: int | frozenset[int], why: str) -> None:
         super().__init__(f"%{node} on {device}: {why}")
         self.node, self.device, self.finished = node, device, finished

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..graph.errors import BackendError
 from .layout import Local, Shard
 from .lowering.lane import Lane
 from .plan import Plan
@@ -18,11 +17,11 @@ STEP = 64
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Devices that share one memory: each its own, but for `virtual` ones, which are parts of one device or machine."""
+    """Devices with one memory: each its own, unless it `is_shared`, as by parts of one device or machine."""
 
     lanes: tuple[Lane, ...]
     memory: int
-    virtual: bool = False
+    is_shared: bool = False
 
     @property
     def needed(self) -> int:
@@ -41,26 +40,15 @@ class Pool:
 
 def pools(plan: Plan) -> list[Pool]:
     """The memories of a plan; devices that do not say how much they have are left out."""
-    groups: dict[tuple[str, int | None], list[Lane]] = {}
-    virtual = {lane.device.kind: _accepts_any_number(lane) for lane in plan.lanes}
+    groups: dict[str, list[Lane]] = {}
     for lane in plan.lanes:
         device = lane.device
-        groups.setdefault((device.kind, None if virtual[device.kind] else device.index), []).append(lane)
+        groups.setdefault(device.memory_of or f"{device.kind}:{device.index}", []).append(lane)
     return [
-        Pool(tuple(lanes), memory, virtual[kind] or len(lanes) > 1)
-        for (kind, _), lanes in groups.items()
-        if (memory := lanes[0].device.memory) is not None
+        Pool(tuple(lanes), min(known), bool(lanes[0].device.memory_of) or len(lanes) > 1)
+        for lanes in groups.values()
+        if (known := [lane.device.memory for lane in lanes if lane.device.memory is not None])
     ]
-
-
-def _accepts_any_number(lane: Lane) -> bool:
-    """Whether there are more devices of a kind than machines: then they are parts of one."""
-    beyond = 1 + max((d.index for d in lane.backend.devices()), default=-1)
-    try:
-        lane.backend.device(beyond)
-    except BackendError:
-        return False
-    return True
 
 
 def shortage(plan: Plan) -> int:
@@ -104,7 +92,7 @@ def _context(short: Sequence[Pool], plan: Plan, context: int | None) -> str | No
 
 def _devices(pool: Pool, plan: Plan) -> str | None:
     """How many devices like the worst would do: what is cut or placed gets less on each, the rest does not."""
-    if pool.virtual:
+    if pool.is_shared:
         return None
     leaves = {v.node.name for v in (*plan.graph.weights, *plan.graph.states)}
     spread = frozenset(n for n in leaves if isinstance(plan.leaves[n], Shard | Local) or not _is_cut(plan))

@@ -19,10 +19,11 @@ from ...ops.collective import COLLECTIVES
 from ...ops.quants import dequantise
 from ..base import Array, Comm, Device, Instruction, Program, Tensor, contiguous_strides, host_view
 from ..numpy.backend import NumpyBackend
+from .binding import bound
 from .compiler import REPLAY
 from .kernels.formats import FORMATS, ROWS
 from .kernels.packing import pack, unpack
-from .replay import Crew, Replay, work_of
+from .replay import Crew, Replay
 from .simd.vectors import LANES
 
 ROUNDED = frozenset(("mul_mat", "mul_mat_id"))
@@ -102,7 +103,7 @@ class CpuBackend(NumpyBackend):
 
         if self._crew is None:
             self._crew = Crew(self.threads)
-        return Replay(program, work_of(program, buffers, self._crew, comm, in_python), self._crew, comm, buffers)
+        return bound(program, buffers, self._crew, comm, in_python)
 
 
 def _dequantised(program: Program, buffers: Sequence[Any], tensor: Tensor) -> Array:

@@ -8,64 +8,21 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from queue import SimpleQueue
-from typing import Any
 
 import numpy as np
 
 from ...graph.errors import BackendError, StepError
-from ...ops.collective import COLLECTIVES
-from ..base import Array, Comm, Instruction, Program, run_calls
-from ..liveness import Readers, readers_of
-from ..operands import Bound, Operand
+from ..base import Array, Comm, Program, run_calls
 from .compiler import REPLAY
-from .kernels import (
-    attention,
-    collective,
-    experts,
-    gated,
-    moves,
-    norms,
-    pairs,
-    products,
-    recurrent,
-    reductions,
-    rotary,
-    rows,
-    short_convolution,
-)
+from .kernels import collective
 from .kernels.loop import MEETS, SHARED_BYTES, STEP, STEP_FAILED, WHOLE, run, timed
 from .kernels.packing import NO_ROW
-from .steps import Binding, Fused, Step, Steps
+from .steps import Step
 
-BINDINGS: Mapping[str, Binding] = {
-    **rows.BINDINGS,
-    **norms.BINDINGS,
-    **gated.BINDINGS,
-    **products.BINDINGS,
-    **moves.BINDINGS,
-    **rotary.BINDINGS,
-    **attention.BINDINGS,
-    **collective.BINDINGS,
-    **experts.BINDINGS,
-    **recurrent.BINDINGS,
-    **short_convolution.BINDINGS,
-    **reductions.BINDINGS,
-}
-FUSED: Mapping[tuple[str, ...], Fused] = {
-    **rotary.FUSED,
-    **norms.FUSED,
-    **pairs.FUSED,
-    **gated.FUSED,
-    **moves.FUSED,
-    **recurrent.FUSED,
-    **short_convolution.FUSED,
-}
-"""Ops in a row that are bound together, or so that others are spared, if they can be: longer rows first, and all of
-them before one by one."""
 STATUS = {
     NO_ROW: "id {value} names no row of its table",
     collective.OTHER_FAILED: "another device failed",
@@ -181,8 +138,18 @@ Work = list[tuple[int, Segment | Callable[[], object]]]
 class Replay:
     """A program ready to run: compiled segments and Python calls, in order."""
 
-    def __init__(self, program: Program, work: Work, crew: Crew, comm: Comm, memory: Sequence[object]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        work: Work,
+        finished: Callable[[int], int | frozenset[int]],
+        crew: Crew,
+        comm: Comm,
+        memory: Sequence[object],
+    ) -> None:
+        """`finished` gives what has run where an instruction fails, as `StepError` says it."""
         self.program, self.work, self.crew, self.comm = program, work, crew, comm
+        self._finished = finished
         self._memory = memory  # compiled steps know addresses only
         self._calls = [(n, partial(crew.run, one) if isinstance(one, Segment) else one) for n, one in work]
 
@@ -193,10 +160,17 @@ class Replay:
             if (why := error.__cause__) is not None and not isinstance(why, Exception):
                 raise why from None  # an interrupt: nobody knows how much of a segment has run
             if not isinstance(why, StoppedError):
+                assert isinstance(error.finished, int)
+                error.finished = self._finished(error.finished)
                 raise
             at = self.program.instructions[why.number]
             said = missing(self.comm, at.attrs["sequence"]) if why.is_late else str(why)
-            raise StepError(at.node, self.program.device, why.number, said) from why
+            raise StepError(at.node, self.program.device, self._finished(why.number), said) from why
+
+    def kernels(self) -> list[str]:
+        """The names of the kernels that a run calls, in order."""
+        names = ([s.kernel.name for s in one.steps] if isinstance(one, Segment) else ["NumPy"] for _, one in self.work)
+        return [*chain.from_iterable(names)]
 
     def measured(self) -> Iterator[tuple[str, float]]:
         """Run once; what each step was, and its seconds, for whom asks after the run."""
@@ -209,55 +183,3 @@ class Replay:
             one()
             found.append([("NumPy", time.perf_counter() - start)])
         return chain.from_iterable(found)
-
-
-def operand(tensor: Any, program: Program, buffers: Sequence[Any]) -> Operand:
-    spec = program.buffers[tensor.buffer]
-    return Operand(buffers[tensor.buffer].ctypes.data + tensor.offset, tensor, spec.declared, spec.stored)
-
-
-def work_of(
-    program: Program,
-    buffers: Sequence[Any],
-    crew: Crew,
-    comm: Comm,
-    in_python: Callable[[Instruction], list[Callable[[], object]]],
-) -> Work:
-    """Compiled segments, and calls for instructions that have no kernel."""
-    found: Work = []
-    steps, readers = Steps(crew.threads, comm), readers_of(program, partial(operand, program=program, buffers=buffers))
-    number = 0
-
-    def close() -> None:
-        if taken := steps.take():
-            found.append((taken[0].number, Segment(taken, crew.threads, steps.owned)))
-
-    while number < len(program.instructions):
-        steps.number = number
-        if count := bind_fused(steps, readers, number) or bind_one(steps, readers.bound(number)):
-            number += count
-            continue
-        close()
-        quietly = np.errstate(all="ignore")
-        found += [(number, quietly(call)) for call in in_python(program.instructions[number])]
-        steps.forget([out.region for out in readers.bound(number).dst])
-        number += 1
-    close()
-    return found
-
-
-def bind_one(steps: Steps, call: Bound) -> int:
-    """Bind an instruction; how many that were, 0 if there is no kernel for it."""
-    if not any(t.tensor.spec.size for t in call.dst) and call.op not in COLLECTIVES:
-        return 1
-    bind = BINDINGS.get(call.op)
-    return int(bind is not None and bind(steps, call))
-
-
-def bind_fused(steps: Steps, readers: Readers, number: int) -> int:
-    """Bind instructions that have one kernel together; how many."""
-    for ops, bind in FUSED.items():
-        calls = readers.chain(number, ops)
-        if calls is not None and bind(steps, calls):
-            return len(ops)
-    return 0

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from ...graph.dtypes import DType
 from ..base import Comm, Tensor
+from ..flow import Flow
 from ..operands import Bound, Operand, Region
 from .compiler import Kernel
 
@@ -234,5 +235,16 @@ def _touches(parts: Mapping[int, Share], stops: bool) -> tuple[Touched, Touched]
 
 Binding = Callable[[Steps, Bound], bool]
 """Appends the steps of one instruction; False if the kernels cannot do it, and NumPy has to do all of it."""
-Fused = Callable[[Steps, Sequence[Bound]], bool]
-"""The same for several in a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Instructions that are bound together, and what appends their steps: nothing can keep it from that."""
+
+    numbers: Sequence[int]
+    bind: Callable[[Steps], None]
+
+
+Fused = Callable[[Flow, int], Chain]
+"""The chain that begins with an instruction.  Raises `NoKernelError` if none begins there that the kernels can do.
+What only the chain reads of itself is not written."""

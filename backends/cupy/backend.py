@@ -203,7 +203,7 @@ class Replay:
         self._bound = Launches(self._keep_at, fault_at=driver.address(self._fault))
         self._parts: list[Step | Met] = []
         self._readers = readers_of(program, self._operand)
-        self._flow = Flow(program, self._readers, _fixed(program))
+        self._flow = Flow(program, self._readers)
         self._bind_all()
         self._own_faults = len(self._bound.faults)
         for kernel in {part.kernel for part in self._parts if isinstance(part, Launch)}:
@@ -255,12 +255,12 @@ class Replay:
                 raise self._lost(why) from why
             if not isinstance(why, LaunchError):
                 raise
-            node, finished = self.program.instructions[why.number].node, self._flow.unfinished(why.number)
+            node, finished = self.program.instructions[why.number].node, self._flow.finished(why.number)
             raise StepError(node, self.program.device, finished, str(why)) from why
         if self._bound.faults and (noted := self._noted()) is not None:
             number, said = noted
-            node, finished = self.program.instructions[number].node, len(self.program.instructions)
-            raise StepError(node, self.program.device, finished, said)
+            node = self.program.instructions[number].node
+            raise StepError(node, self.program.device, len(self.program.instructions), said)
 
     def _lost(self, why: LostError) -> StepError:
         """Of a run that waited in vain: everything in it ended, with results of nothing."""
@@ -268,6 +268,10 @@ class Replay:
         self._noted()
         (node,) = (p.instruction.node for p in self._parts if isinstance(p, Met) and p.sequence == why.sequence)
         return StepError(node, self.program.device, len(self.program.instructions), str(why))
+
+    def kernels(self) -> list[str]:
+        """The kernels that a run launches, in order, and the ops for which devices meet."""
+        return [part.instruction.op if isinstance(part, Met) else _name(part) for part in self._parts]
 
     def measured(self) -> list[tuple[str, float]]:
         """Run once, launch by launch; the kernel of each, or the op for which devices met through memory of the host,
@@ -291,8 +295,7 @@ class Replay:
 
         def steps(of: Sequence[Step]) -> None:
             alone = [self.driver.record([step], self.on) for step in of]
-            names = [x.kernel.name if isinstance(x, Launch) else "exchange" for x in of]
-            found.extend(zip(names, self.driver.timed(alone, self.on), strict=True))
+            found.extend(zip(map(_name, of), self.driver.timed(alone, self.on), strict=True))
 
         return number, partial(steps, self._launched[run]) if run in self._launched else meeting
 
@@ -329,21 +332,20 @@ class Replay:
             self._bound.items = []
 
     def _bind_all(self) -> None:
-        """Bind chains, then what is left; each runs in its place."""
-        chains: dict[int, list[Step]] = {}
-        fixed = _fixed(self.program)
+        """Bind chains, then what is left, in the order in which all of it runs."""
+        chains: dict[Sequence[int], list[Step]] = {}
         for number in range(len(self.program.instructions)):
-            if number in fixed or self._flow.has_moved(number):
+            if self._flow.is_free(number) and (numbers := fuse(self._flow, self._bound, FUSED, number)):
+                chains[tuple(sorted(numbers))], self._bound.items = self._bound.items, []
+        for group in self._flow.groups():
+            if group in chains:
+                self._parts += chains[group]
                 continue
-            at = fuse(self._flow, self._bound, FUSED, number)
-            if at is not None:
-                chains[at], self._bound.items = self._bound.items, []
-        for number, i in enumerate(self.program.instructions):
-            if number in chains:
-                self._parts += chains[number]
-            elif i.op in COLLECTIVES:
+            (number,) = group
+            i = self.program.instructions[number]
+            if i.op in COLLECTIVES:
                 self._parts.append(Met(number, i, self._readers.bound(number)))
-            elif self._flow.at(number) and number not in fixed:
+            elif number not in self._flow.fixed:
                 self._bind(number, i)
 
     def _bind(self, number: int, i: Instruction) -> None:
@@ -386,10 +388,8 @@ class Replay:
         return [self._meetings.wait, *outgoing, *meet, *incoming]
 
 
-def _fixed(program: Program) -> frozenset[int]:
-    """Instructions that are not launched: collectives, and those that compute nothing."""
-    found = enumerate(program.instructions)
-    return frozenset(n for n, i in found if i.op in COLLECTIVES or not any(t.spec.size for t in i.dst))
+def _name(step: Step) -> str:
+    return step.kernel.name if isinstance(step, Launch) else "exchange"
 
 
 def _on_host(view: Any) -> Array:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 
+from ..table import merged, merged_lists
 from .binding.chains import Fused
 from .binding.launches import Binding
 from .device.driver import Source
@@ -43,23 +44,7 @@ FAMILIES: tuple[ModuleType, ...] = (
 chains that begin with an op are."""
 
 
-def _merged() -> Mapping[str, Binding]:
-    merged: dict[str, Binding] = {}
-    for family in FAMILIES:
-        assert not merged.keys() & family.BINDINGS.keys()
-        merged.update(family.BINDINGS)
-    return MappingProxyType(merged)
-
-
-def _chains() -> Mapping[str, Sequence[Fused]]:
-    found: dict[str, list[Fused]] = {}
-    for family in FAMILIES:
-        for op, binds in getattr(family, "FUSED", {}).items():
-            found.setdefault(op, []).extend(binds)
-    return MappingProxyType(found)
-
-
-BINDINGS = _merged()
-FUSED = _chains()
+BINDINGS: Mapping[str, Binding] = merged(*(family.BINDINGS for family in FAMILIES))
+FUSED: Mapping[str, Sequence[Fused]] = merged_lists(*(getattr(family, "FUSED", {}) for family in FAMILIES))
 """Tried in this order, before an instruction is bound by itself."""
 SOURCES: tuple[Source, ...] = tuple(source for family in FAMILIES for source in family.SOURCES)

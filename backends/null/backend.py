@@ -86,7 +86,7 @@ class NullBackend:
         return (self.device(0),)
 
     def device(self, index: int) -> Device:
-        return Device(self.name, index, self.memory, "virtual clock, no memory")
+        return Device(self.name, index, self.memory, "virtual clock, no memory", memory_of=self.name)
 
     def supports(self, node: Node, on: Device) -> Support:
         known = node.op in REGISTRY

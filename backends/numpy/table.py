@@ -6,10 +6,11 @@ from collections.abc import Mapping
 
 from ...ops import REGISTRY
 from .. import meeting
-from ..calls import Binding, kernels, through_reference
+from ..calls import Binding, through_reference
+from ..table import merged
 from . import attention, elementwise, matmul, moves, norms, recurrent, reductions, rotary
 
-OWN: Mapping[str, Binding] = kernels(
+OWN: Mapping[str, Binding] = merged(
     elementwise.KERNELS,
     norms.KERNELS,
     reductions.KERNELS,

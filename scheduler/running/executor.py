@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...backends.base import Array, Comm, Program
+from ...backends.base import Array, Comm, Measures, Program
 from ...graph.dtypes import DType
 from ...graph.errors import BackendError, PlanError, StepError
 from ...ops.quants import decoded, encoded
@@ -112,6 +112,12 @@ class Executor:
         if self._failures:
             self._fail()
 
+    def kernels(self, device: int = 0) -> list[str]:
+        """What a run calls on one device of the plan, in order: kernels, or ops where its backend has none to name."""
+        compiled = self._replays[device]
+        ops = [i.op for i in self.plan.lanes[device].program.instructions]
+        return compiled.kernels() if isinstance(compiled, Measures) else ops
+
     def measure(self) -> Times:
         """Run on the inputs that are bound; for each device what it did, step by step, and the seconds of each.
 
@@ -129,9 +135,10 @@ class Executor:
         found: Times = []
 
         def timed(number: int) -> Callable[[], None]:
-            measured = getattr(plain[number], "measured", None)
-            if measured is None:
+            compiled = plain[number]
+            if not isinstance(compiled, Measures):
                 raise PlanError(f"device {self.plan.lanes[number].device} cannot time its steps; cpu and cuda can")
+            measured = compiled.measured
 
             def replay() -> None:
                 noted[number] = measured()
@@ -176,7 +183,9 @@ class Executor:
         why, failed = self._failures[0][1], dict(self._failures)
         for number, lane in enumerate(self.plan.lanes):
             error, program = failed.get(number), lane.program
-            finished = len(program.instructions) if error is None else getattr(error, "finished", None)
+            finished = (
+                len(program.instructions) if error is None else error.finished if isinstance(error, StepError) else None
+            )
             try:
                 if program.undo and finished is None:
                     raise BackendError("it does not say how far it came")

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
+from ...backends.base import Meets
 from ...graph.node import Node, quote
 from ...graph.text import names
 from ...ops import REGISTRY
@@ -68,9 +69,13 @@ def meeting_lines(plan: Plan) -> list[str]:
         kinds.setdefault(type(lane.backend), []).append(lane)
     lines = []
     for lanes in kinds.values():
-        devices, meeting = [lane.device for lane in lanes], getattr(lanes[0].backend, "meeting", None)
-        if meeting is not None and len(devices) > 1:
-            how = meeting(devices) if len(kinds) == 1 else "through memory of the host, as devices of several kinds do"
+        devices, backend = [lane.device for lane in lanes], lanes[0].backend
+        if isinstance(backend, Meets) and len(devices) > 1:
+            how = (
+                backend.meeting(devices)
+                if len(kinds) == 1
+                else "through memory of the host, as devices of several kinds do"
+            )
             lines.append(f"{places(list(map(str, devices)))} meet {how}")
     return lines
 

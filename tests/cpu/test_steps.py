@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 
 import hocket
 from hocket import ops
-from hocket.backends.cpu import replay
+from hocket.backends.cpu import binding, replay
 from hocket.backends.cpu.backend import CpuBackend
 from hocket.backends.cpu.kernels.rows import unary
 from hocket.backends.cpu.steps import RUN, Steps
@@ -56,7 +55,7 @@ def test_threads_with_pieces_and_copies_of_their_own_compute_the_bits_of_one(row
     graph = layers(3, rows, dtype)
     values, x = values_of(graph), RNG.standard_normal((rows, 192))
     found = [loaded(graph, values, threads).run({"x": x})["y"] for threads in (1, 2, 3, 7) for _ in range(3)]
-    monkeypatch.setattr(replay, "FUSED", {})
+    monkeypatch.setattr(binding, "FUSED", {})
     found += [loaded(graph, values, threads).run({"x": x})["y"] for threads in (1, 2)]
     assert np.isfinite(found[0]).all()
     assert all(np.array_equal(f, found[0]) for f in found)
@@ -72,7 +71,7 @@ def test_a_model_computes_the_same_bits_without_fused_kernels(name: str, threads
         return np.concatenate([session.evaluate([part])[0] for part in (tokens[:9], tokens[9:10], tokens[10:11])])
 
     fused = logits()
-    monkeypatch.setattr(replay, "FUSED", {})
+    monkeypatch.setattr(binding, "FUSED", {})
     assert np.array_equal(fused, logits())
 
 
@@ -87,22 +86,17 @@ def drawn(rows: int, columns: int = 192, bad: float = 1.0) -> np.ndarray:
     return x
 
 
-def segments() -> list[replay.Segment]:
-    return [s for s in gc.get_objects() if type(s) is replay.Segment]
-
-
 def kernels_of(graph: hocket.Graph, inputs: dict[str, object], threads: int) -> list[str]:
     """The names of the kernels that run a graph with random weights, which must compute the bits that others do."""
-    values, before = values_of(graph), segments()
+    values = values_of(graph)
     run = loaded(graph, values, threads)
     fused = run.run(inputs)
-    names = [step.kernel.name for s in segments() if s not in before for step in s.steps]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay, "FUSED", {})
+        patch.setattr(binding, "FUSED", {})
         plain = loaded(graph, values, 1).run(inputs)
     for name, array in plain.items():
         assert np.array_equal(fused[name].view(np.uint32), array.view(np.uint32)), name
-    return names
+    return run.kernels()
 
 
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
@@ -211,10 +205,17 @@ def test_what_is_rounded_is_kept_while_others_of_equal_size_are_rounded(rows: in
 
 def test_threads_meet_twice_in_a_gated_unit_of_one_token():
     """Before the norm, which needs all of the sum, and before the last product, which needs all of the unit."""
-    graph, before = layers(5, 1, DType.Q8_0), segments()
-    run = loaded(graph, values_of(graph), 2)
+    compiled: list[replay.Replay] = []
+
+    class Watched(CpuBackend):
+        def compile(self, *args):
+            compiled.append(super().compile(*args))
+            return compiled[-1]
+
+    graph, backend = layers(5, 1, DType.Q8_0), Watched(2)
+    run = hocket.load(hocket.scheduler.plan_for(graph, [(backend, backend.device(0))]), values_of(graph))
     run.run({"x": RNG.standard_normal((1, 192))})
-    assert [sum(step.meets for step in s.steps) for s in segments() if s not in before] == [2 * 5 - 1]
+    assert [sum(step.meets for step in s.steps) for _, s in compiled[0].work] == [2 * 5 - 1]
 
 
 @pytest.mark.parametrize("threads", [2, 3])

@@ -306,7 +306,7 @@ def test_what_does_not_fit_comes_with_two_ways_out():
 def test_virtual_devices_of_a_machine_share_its_memory():
     made = plan(mlp(), "cpu:0,cpu:1,cpu:2")
     (pool,) = pools(made)
-    assert pool.virtual
+    assert pool.is_shared
     assert pool.needed == sum(made.memory().values())
     assert len(pools(plan_for(mlp(), simulate("cpu:3").group))) == 3
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from ...operands import Bound, Operand
 from ..compiler import Kernel
 from ..simd.vectors import LANES, word
-from ..steps import Binding, Fused, Share, Steps
+from ..steps import Binding, Share, Steps
 from .formats import COLUMNS
 from .packing import share
 from .products import wanted_of
@@ -51,14 +51,13 @@ def operands_of(call: Bound) -> tuple[str, Operand, Operand]:
 
 def _unit(steps: Steps, call: Bound) -> bool:
     kind, gate, up = operands_of(call)
-    return kind in GATED and add_rows(steps, binary(kind), [gate, up], call.out)
+    return kind in GATED and (_rounded(steps, call) or add_rows(steps, binary(kind), [gate, up], call.out))
 
 
-def _rounded(steps: Steps, calls: Sequence[Bound]) -> bool:
+def _rounded(steps: Steps, call: Bound) -> bool:
     """By each thread the columns that it has, or rows; False if a step of its own rounds better, or nobody wants it."""
-    (call,) = calls
     (kind, *sources), y, wanted = operands_of(call), call.out, wanted_of(steps, call)
-    if not wanted.rounded or kind not in GATED or any(o.shape != y.shape for o in sources):
+    if not wanted.rounded or any(o.shape != y.shape for o in sources):
         return False
     bounds = steps.columns_of(sources)
     shares_columns = bounds is None and steps.threads > 1 and wanted.rows == 1
@@ -89,5 +88,4 @@ def _share(sources: Sequence[Operand], to: Target) -> Share | None:
 
 
 UNITS = ("glu", *GATED)
-FUSED: Mapping[tuple[str, ...], Fused] = {(op,): _rounded for op in UNITS}
 BINDINGS: Mapping[str, Binding] = dict.fromkeys(UNITS, _unit)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 
 import numpy as np
 
 from ....graph.dtypes import DType
-from ...operands import Bound, Operand
+from ...chains import ChangedState, changed_state
+from ...flow import Flow
+from ...operands import Bound, Operand, need
 from ..compiler import Kernel
 from ..simd.vectors import LANES, load_int, load_long, word
-from ..steps import Fused, Share, Steps
+from ..steps import Chain, Fused, Share, Steps
 from .dense import LOADS
 from .formats import FORMATS
 from .packing import NO_ROW, share, unpack
@@ -91,34 +93,43 @@ def _set_rows(steps: Steps, call: Bound) -> bool:
     return True
 
 
-def _save_and_set_rows(steps: Steps, calls: Sequence[Bound]) -> bool:
-    """Rows of a table, to be kept, and others in their place: each thread moves the columns that it has of these.
+def _save_and_set_rows(flow: Flow, number: int) -> Chain:
+    """Rows of a table, to be kept, and others in their place."""
+    chain = changed_state(flow, number, "set_rows")
+    save, change = map(flow.call, chain)
+    table, ids, kept = save.operand(0), save.operand(1), save.out
+    into, rows, out = change.operand(0), change.operand(1), change.out
+    need(ids.tensor == change.operand(2).tensor and table.tensor == into.tensor == out.tensor, "other rows are saved")
+    need(all(o.is_float and o.has_rows and len(o.shape) == 2 for o in (table, rows, kept)), "operands have no rows")
+    need(table.strides[-1] == 1 and len(ids.shape) == 1 and _ids_size(ids) is not None, "ids lie otherwise")
+    return Chain(chain, partial(_add_save_and_set_rows, save=save, change=change, numbers=chain))
+
+
+def _add_save_and_set_rows(steps: Steps, save: Bound, change: Bound, numbers: ChangedState) -> None:
+    """Each thread moves the columns that it has of the new rows; the two go one by one if threads have none of these.
 
     Every thread looks at all ids, so all stop at one that is no row, and none sets any.
     """
-    save, change = calls
-    table, ids, kept = save.operand(0), save.operand(1), save.out
-    into, rows, out = change.operand(0), change.operand(1), change.out
-    alike = ids.tensor == change.operand(2).tensor and table.tensor == into.tensor == out.tensor
-    plain = all(o.is_float and o.has_rows and len(o.shape) == 2 for o in (table, rows, kept)) and len(ids.shape) == 1
-    size, bounds = _ids_size(ids), steps.columns_of([rows])
-    if not alike or not plain or size is None or bounds is None or bounds[-1] != table.shape[1]:
-        return False
-    if 0 in np.diff(bounds):
-        return False  # a thread that moves nothing would not stop
+    table, ids, kept, rows = save.operand(0), save.operand(1), save.out, change.operand(1)
+    bounds = steps.columns_of([rows])
+    if bounds is None or bounds[-1] != table.shape[1] or 0 in np.diff(bounds):  # who moves nothing would not stop
+        for steps.number, bind, call in zip(numbers, (_get_rows, _set_rows), (save, change), strict=True):
+            is_bound = bind(steps, call)
+            assert is_bound, "the chain has asked for all that they need"
+        return
     parts = [[o.part(1, low, high - low) for o in (table, rows, kept)] for low, high in pairwise(bounds)]
 
     def share(table: Operand, other: Operand, count: int) -> list[int]:
-        words = [table.address, table.row_step, *table.shape, ids.address, size]
+        words = [table.address, table.row_step, *table.shape, ids.address, _ids_size(ids) or 0]
         return [*words, other.address, other.row_step, count, 1, 0]
 
-    count, number = rows.shape[0], steps.number
+    count = rows.shape[0]
+    steps.number = numbers.save
     saves = [Share(share(table, kept, count), [table, ids], [kept]) for table, _, kept in parts]
     steps.deal_columns(move_rows(False), saves, kept, bounds)
-    steps.number = number + 1
+    steps.number = numbers.change
     changes = [Share(share(table, rows, count), [rows, ids, table], [table]) for table, rows, _ in parts]
     steps.deal(move_rows(True), changes)
-    return True
 
 
 def _add(
@@ -141,4 +152,4 @@ def _concat(steps: Steps, call: Bound) -> bool:
 
 
 BINDINGS = {"get_rows": _get_rows, "set_rows": _set_rows, "concat": _concat}
-FUSED: Mapping[tuple[str, ...], Fused] = {("get_rows", "set_rows"): _save_and_set_rows}
+FUSED: Mapping[str, tuple[Fused, ...]] = {"get_rows": (_save_and_set_rows,)}

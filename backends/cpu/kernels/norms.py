@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
-from ...operands import Bound, Operand
+from ...chains import scaled_norm
+from ...flow import Flow, apart
+from ...operands import Bound, Operand, need
 from ..compiler import Kernel, kernel, part
 from ..pieces import pieces_of
 from ..simd.vectors import LANES, add, fma, mul, splat, sqrt_scalar, total, word, zeros
 from ..simd.vectors import float_word as number
-from ..steps import Binding, Fused, Share, Steps
+from ..steps import Binding, Chain, Fused, Share, Steps
 from .packing import share
 from .products import stand_ins, wanted_of
 from .rounding import Target, round_row
@@ -109,31 +111,38 @@ def _bind(name: str) -> Binding:
     return bind
 
 
-def _scaled(steps: Steps, calls: Sequence[Bound]) -> bool:
+def _scaled(flow: Flow, number: int) -> Chain:
+    """A norm, and the product with its factors."""
+    chain = scaled_norm(flow, number)
+    norm, product = map(flow.call, chain)
+    x, factors, y = norm.operand(0), product.operand(1), product.out
+    need(norm.out.shape == y.shape and x.is_float and factors.is_float, "rows are not multiplied by float32 factors")
+    whole = _share(norm, x, factors, y)
+    need(whole is not None, "operands have no rows")
+    assert whole is not None
+    apart(y, [factors], [x])
+    return Chain(chain, partial(_add_scaled, norm=norm, product=product, whole=whole))
+
+
+def _add_scaled(steps: Steps, norm: Bound, product: Bound, whole: Share) -> None:
     """Rounded at once for products with packed weights; by each thread for itself where only products follow."""
-    norm, product = calls
-    x, y, factors = norm.operand(0), product.out, [o for o in product.src if o and o.tensor != norm.out.tensor]
-    if len(factors) != 1 or norm.out.shape != y.shape or not (x.is_float and factors[0].is_float):
-        return False
-    whole = _share(norm, x, factors[0], y)
-    if whole is None or norm.readers() != [product]:
-        return False
+    x, factors, y = norm.operand(0), product.operand(1), product.out
     if (pieces := pieces_of(steps, [x], y, whole_rows=True)) is not None:
-        cut = zip(*(pieces.of(o) for o in (x, factors[0], y)), strict=True)
+        cut = zip(*(pieces.of(o) for o in (x, factors, y)), strict=True)
         shares = [None if None in each else _share(norm, *each) for each in cut]
         steps.deal_columns(scaled_rms_norm, shares, y, pieces.bounds)
-    elif _rounded(steps, norm, product, factors[0]):
+    elif _rounded(steps, norm, product, factors):
         pass
     elif (own := stand_ins(steps, product)) is not None:
-        steps.deal(scaled_rms_norm, [_share(norm, x, factors[0], to) for to in own])
+        steps.deal(scaled_rms_norm, [_share(norm, x, factors, to) for to in own])
         steps.stand_in(own, y)
     else:
         steps.add(scaled_rms_norm, whole.words, reads=whole.reads, writes=whole.writes)
-    return True
 
 
 def _rounded(steps: Steps, norm: Bound, product: Bound, factors: Operand) -> bool:
-    """The same, rounded; False if rounding is better done by a step of its own, or nobody wants it."""
+    """Append the scaled norm and rounding as one step; False if rounding is better done by a step of its own, or nobody
+    wants it."""
     wanted, x, y = wanted_of(steps, product), norm.operand(0), product.out
     each = steps.threads > 1 and wanted.for_all and steps.is_repeated([y])
     shares_columns = steps.threads > 1 and wanted.for_all and wanted.rows == 1 and not each
@@ -165,5 +174,5 @@ def _share(norm: Bound, x: Operand, factors: Operand, y: Operand, to: Target | N
     return Share(words, [x, factors], to.writes if to else [y])
 
 
-FUSED: Mapping[tuple[str, ...], Fused] = {("rms_norm", "mul"): _scaled}
+FUSED: Mapping[str, tuple[Fused, ...]] = {"rms_norm": (_scaled,)}
 BINDINGS = {name: _bind(name) for name in ("rms_norm", "l2_norm")}

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 
-from ...operands import Bound, Operand
+from ...chains import gated_unit
+from ...flow import Flow
+from ...operands import Bound, Operand, need
 from ..compiler import Kernel
 from ..simd.vectors import load, load_int, word, zeros
-from ..steps import Fused, Share, Steps
+from ..steps import Chain, Fused, Share, Steps
 from .experts import sorted_slots
 from .formats import FORMATS, Format
-from .gated import operands_of
+from .gated import UNITS, operands_of
 from .grouped import ROWS, bounds_of, in_order, is_dealt, row_of
 from .products import alone_of, blocks_of, bytes_of, is_compiled, wanted_of
 from .rounding import Target, round_row, rounded, rounded_bytes
@@ -57,19 +59,25 @@ def pair(form: Format, kind: str) -> Kernel:
     return Kernel(f"pairs.pair.{form.dtype}.{kind}", body)
 
 
-def _pair(steps: Steps, calls: Sequence[Bound]) -> bool:
-    """Where nobody else reads the products, and all rows go alone."""
-    *products, call = calls
-    (kind, *units), first, y = operands_of(call), calls[0], call.out
+def _pair(flow: Flow, number: int) -> Chain:
+    """Products of few rows, which all go alone, and their unit."""
+    numbers, unit = gated_unit(flow, number, UNITS)
+    products, call = [flow.call(n) for n in numbers], flow.call(unit)
+    (kind, *units), first, y = operands_of(call), products[0], call.out
     w, x, given = first.operand(0), first.operand(1), 2 if first.op == "mul_mat_id" else 1
-    if kind not in GATED or w.dtype not in FORMATS or math.prod(x.shape[:-given]) > blocks_of(FORMATS[w.dtype]).few:
-        return False
-    if not all(is_compiled(p) and p.readers() == [call] and _alike(p, first) for p in products) or not y.is_dense:
-        return False
+    need(kind in GATED and w.dtype in FORMATS, "it is another unit, or weights are not packed")
+    need(math.prod(x.shape[:-given]) <= blocks_of(FORMATS[w.dtype]).few, "rows are many")
+    need(all(is_compiled(p) and _alike(p, first) for p in products) and y.is_dense, "products differ")
+    begins = [at for o in units if (at := _rows_of(o, products)) is not None and o.shape == y.shape]
+    need(len(begins) == len(units), "operands are not products of whole groups of rows")
+    return Chain([*numbers, unit], partial(_add_pair, products=products, call=call, kind=kind, begins=begins))
+
+
+def _add_pair(steps: Steps, products: Sequence[Bound], call: Bound, kind: str, begins: Sequence[int]) -> None:
+    """`begins` are the addresses of the rows of weights for the gate and what it lets through."""
+    first, y = products[0], call.out
+    w, x = first.operand(0), first.operand(1)
     form, (stride, between) = FORMATS[w.dtype], bytes_of(w)
-    weights = [at for o in units if (at := _rows_of(o, products, stride)) is not None and o.shape == y.shape]
-    if len(weights) != len(units):
-        return False
     wanted, dealt = wanted_of(steps, call), is_dealt(steps, first)
     slots = sorted_slots(steps, first) if first.op == "mul_mat_id" else in_order(steps, x)
     q = rounded(steps, x, form.zero, for_all=dealt)
@@ -79,7 +87,7 @@ def _pair(steps: Steps, calls: Sequence[Bound]) -> bool:
 
     def share(thread: int, to: Target) -> Share:
         low, count = bounds[thread], bounds[thread + 1] - bounds[thread]
-        words = [at + low * stride for at in weights]
+        words = [at + low * stride for at in begins]
         words += [stride, between, count, w.shape[-1], q[thread].address, rounded_bytes(1, w.shape[-1])]
         words += [slots.operand.address, slots.experts, slots.used, slots.shared]
         words += [memory.address + thread * 2 * VECTOR, to.floats.address, to.step, *to.words]
@@ -91,7 +99,6 @@ def _pair(steps: Steps, calls: Sequence[Bound]) -> bool:
     else:
         steps.deal(pair(form, kind), shares)
     wanted.remember(steps, records)
-    return True
 
 
 def _alike(product: Bound, first: Bound) -> bool:
@@ -99,18 +106,14 @@ def _alike(product: Bound, first: Bound) -> bool:
     return (w.dtype, w.shape, product.src[1:], product.attrs) == (v.dtype, v.shape, first.src[1:], first.attrs)
 
 
-def _rows_of(unit: Operand, products: Sequence[Bound], stride: int) -> int | None:
+def _rows_of(unit: Operand, products: Sequence[Bound]) -> int | None:
     """Where the rows of a weight begin whose products are an operand of the unit; None if none, or not a group's."""
     for product in products:
         made, skipped = product.out, (unit.address - product.out.address) // 4
         within = unit.tensor.buffer == made.tensor.buffer and 0 <= skipped <= made.shape[-1] - unit.shape[-1]
         if within and (unit.shape[:-1], unit.strides) == (made.shape[:-1], made.strides) and skipped % ROWS == 0:
-            return product.operand(0).address + skipped * stride
+            return product.operand(0).address + skipped * bytes_of(product.operand(0))[0]
     return None
 
 
-PRODUCTS = ("mul_mat", "mul_mat_id")
-FUSED: Mapping[tuple[str, ...], Fused] = {
-    **{(op, "glu"): _pair for op in PRODUCTS},
-    **{(op, op, unit): _pair for op in PRODUCTS for unit in GATED},
-}
+FUSED: Mapping[str, tuple[Fused, ...]] = dict.fromkeys(("mul_mat", "mul_mat_id"), (_pair,))

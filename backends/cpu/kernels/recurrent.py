@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping
+from functools import cache, partial
 
 import numpy as np
 from llvmlite import ir
 
-from ...operands import Bound, Operand
+from ...chains import changed_state
+from ...flow import Flow, apart
+from ...operands import Bound, Operand, need
 from ..compiler import Kernel, part
 from ..simd.vectors import (
     ADDRESS,
@@ -31,7 +33,7 @@ from ..simd.vectors import (
     word,
     zeros,
 )
-from ..steps import Fused, Steps
+from ..steps import Chain, Fused, Steps
 from .packing import share
 from .rows import exp
 
@@ -45,7 +47,6 @@ def store_past(b, a, v):
 
 BLOCK = 32
 """Rows of a state that see all tokens before the next rows do: they stay in the first cache."""
-STRIDES = 3
 
 
 @part
@@ -107,33 +108,48 @@ def delta_net(per_channel: bool, tiled: bool) -> Kernel:
     return Kernel(f"recurrent.delta_net.{'channels' if per_channel else 'heads'}.{'tiled' if tiled else 'runs'}", body)
 
 
-def _delta_net(steps: Steps, call: Bound, kept: Operand | None = None) -> bool:
+def _delta_net(steps: Steps, call: Bound) -> bool:
+    if not is_compiled(call):
+        return False
+    _add_delta_net(steps, call, None)
+    return True
+
+
+def is_compiled(call: Bound) -> bool:
+    """Whether the kernels of this file do a `gated_delta_net`."""
     q, k, v, g, beta, state = (call.operand(i) for i in range(6))
     out, new = call.dst
     plain = all(o.is_float for o in (q, k, v, g, beta, state, out, new)) and state.is_dense and new.is_dense
     if not plain or call.attrs["pool"] != "none" or call.attrs["snapshots"] != 1:
         return False
-    size, width = q.shape[-1], v.shape[-1]
     dense = all(o.strides[-1] == 1 for o in (q, k, v, out)) and (g.shape[-1] == 1 or g.strides[-1] == 1)
-    if size % LANES or not dense or len(q.shape) not in (3, 4) or not q.shape[-2]:
-        return False
+    return not q.shape[-1] % LANES and dense and len(q.shape) in (3, 4) and q.shape[-2] > 0
+
+
+def _add_delta_net(steps: Steps, call: Bound, kept: Operand | None) -> None:
+    """`kept` is where to keep the state as it was."""
+    q, k, v, g, beta, state = (call.operand(i) for i in range(6))
+    out, new = call.dst
     sequences = q.shape[0] if len(q.shape) == 4 else 1
-    words = [sequences, q.shape[-3], q.shape[-2], v.shape[-2], size, width]
+    words = [sequences, q.shape[-3], q.shape[-2], v.shape[-2], q.shape[-1], v.shape[-1]]
     for operand, axes in ((q, 3), (k, 3), (v, 3), (g, 3), (beta, 2), (out, 3)):
         words += _strides(operand, axes, len(q.shape) == 4)
     words += [state.address, new.address, 0 if kept is None else kept.address]
     kernel = delta_net(g.shape[-1] != 1, call.attrs["heads"] == "tiled")
     writes = [out, new] if kept is None else [out, new, kept]
     steps.add(kernel, words, reads=[q, k, v, g, beta, state], writes=writes)
-    return True
 
 
-def _kept_and_delta_net(steps: Steps, calls: Sequence[Bound]) -> bool:
-    """A state is kept block by block, while it is in the first cache to be changed."""
-    save, change = calls
-    kept, alike = save.out, save.operand(0).tensor == change.operand(5).tensor
-    plain = kept.is_float and kept.is_dense and kept.address % 64 == 0  # rows of whole vectors keep to that
-    return alike and plain and _delta_net(steps, change, kept)
+def _kept_and_delta_net(flow: Flow, number: int) -> Chain:
+    """A state that is kept block by block, while it is in the first cache to be changed."""
+    chain = changed_state(flow, number, "gated_delta_net")
+    save, change = map(flow.call, chain)
+    kept = save.out
+    need(save.operand(0).tensor == change.operand(5).tensor, "not all of the state is saved")
+    need(kept.is_float and kept.is_dense and kept.address % 64 == 0, "what is kept lies otherwise")
+    need(is_compiled(change), "the rule is not compiled")
+    apart(kept, [change.operand(i) for i in range(6)])
+    return Chain(chain, partial(_add_delta_net, call=change, kept=kept))
 
 
 def _strides(operand: Operand, axes: int, batched: bool) -> list[int]:
@@ -146,5 +162,5 @@ def _strides(operand: Operand, axes: int, batched: bool) -> list[int]:
     return [operand.address, 4 * operand.strides[0] if batched else 0, *steps]
 
 
-FUSED: Mapping[tuple[str, ...], Fused] = {("cont", "gated_delta_net"): _kept_and_delta_net}
+FUSED: Mapping[str, tuple[Fused, ...]] = {"cont": (_kept_and_delta_net,)}
 BINDINGS = {"gated_delta_net": _delta_net}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import numpy as np
@@ -14,7 +14,9 @@ from llvmlite import ir
 
 from ....graph.dtypes import DType
 from ....ops.rotary import frequencies, planes
-from ...operands import Bound, Operand, float_bits
+from ...chains import turned_heads
+from ...flow import Flow, apart
+from ...operands import Bound, Operand, float_bits, need
 from ..compiler import Kernel, Part, kernel, part
 from ..pieces import pieces_of
 from ..simd.vectors import (
@@ -34,7 +36,7 @@ from ..simd.vectors import (
     sub,
     word,
 )
-from ..steps import Fused, Share, Steps
+from ..steps import Chain, Fused, Share, Steps
 from .norms import rms_factor, sum_of_squares
 from .packing import share as share_of
 from .rows import HEAD, OPERAND, add_rows, lanes, put, row_address, rows_of, unary
@@ -166,9 +168,9 @@ def _rope(steps: Steps, call: Bound) -> bool:
         return False
     if not _number(call, "n_dims"):
         return add_rows(steps, unary("copy"), [x], y)
-    turning = turning_of(steps, call)
-    if turning is None:
+    if not is_turned(call):
         return False
+    turning = turning_of(steps, call)
     size, pairs, neighbours = y.shape[-1], turning.pairs, turning.neighbours
     if neighbours and turning.offset == 0 and 2 * pairs == size and x.is_dense and y.is_dense:
         size = math.gcd(size, *(steps.columns_of([x]) or ()))  # pairs of neighbours may part
@@ -209,16 +211,20 @@ def _number(call: Bound, name: str) -> int:
     return int(np.asarray(call.attrs[name]))
 
 
-def turning_of(steps: Steps, call: Bound) -> Turning | None:
-    """How a `rope` or `rope_multi` turns; None if kernels cannot read its positions or factors.
+def is_turned(call: Bound) -> bool:
+    """Whether kernels can read the positions and factors of a `rope` or `rope_multi`."""
+    pos, factors, multi = call.operand(1), call.optional(2), call.op == "rope_multi"
+    if factors is not None and not (factors.is_float and factors.is_dense):
+        return False
+    return pos.dtype is DType.I32 and (pos.is_dense or len(pos.shape) <= 2 + multi)
+
+
+def turning_of(steps: Steps, call: Bound) -> Turning:
+    """How a `rope` or `rope_multi` turns whose positions and factors kernels can read.
 
     Cosines and sines are made by a step of their own, unless an earlier one has made them.
     """
     pos, factors, multi = call.operand(1), call.optional(2), call.op == "rope_multi"
-    if factors is not None and not (factors.is_float and factors.is_dense):
-        return None
-    if pos.dtype is not DType.I32 or not (pos.is_dense or len(pos.shape) <= 2 + multi):
-        return None
     half, mode = _number(call, "n_dims") // 2, str(call.attrs["mode"])
     pairs = 2 * half if mode == "vision" else half
     kind = tuple((k, v) for k, v in call.attrs.items() if k not in ("mode" if not multi else "", "offset"))
@@ -252,20 +258,20 @@ def _turns(
     return cosines, sines
 
 
-def _scaled_and_rotated(steps: Steps, calls: Sequence[Bound]) -> bool:
-    """The norm of each head, its factors, and the rotation, where nobody else reads what is between."""
-    norm, product, rope = calls
-    x, y, factors = norm.operand(0), rope.out, [o for o in product.src if o and o.tensor != norm.out.tensor]
-    linked = rope.operand(0).tensor == product.out.tensor and norm.out.shape == product.out.shape == y.shape
-    if not linked or len(factors) != 1 or norm.readers() != [product] or product.readers() != [rope]:
-        return False
-    if not (x.is_float and factors[0].is_float) or not _number(rope, "n_dims"):
-        return False
-    lying = [(o.address, o.shape, o.strides) for o in (x, factors[0], y)]
-    if any(o.region.overlaps(y.region) and at != lying[2] for o, at in zip((x, factors[0]), lying, strict=False)):
-        return False  # memory that was free after the norm
-    if _scaled(norm, x, factors[0], y) is None or (turning := turning_of(steps, rope)) is None:
-        return False
+def _scaled_and_rotated(flow: Flow, number: int) -> Chain:
+    """The norm of each head, its factors, and the rotation."""
+    chain = turned_heads(flow, number)
+    norm, product, rope = map(flow.call, chain)
+    x, factors, y = norm.operand(0), product.operand(1), rope.out
+    need(rope.op == "rope" and _number(rope, "n_dims") and is_turned(rope), "it is turned otherwise")
+    need(norm.out.shape == product.out.shape == y.shape and x.is_float and factors.is_float, "rows differ")
+    need(_scaled(norm, x, factors, y) is not None, "operands have no rows")
+    apart(y, [factors], [x])
+    return Chain(chain, partial(_add_scaled_and_rotated, norm=norm, product=product, rope=rope))
+
+
+def _add_scaled_and_rotated(steps: Steps, norm: Bound, product: Bound, rope: Bound) -> None:
+    x, factors, y, turning = norm.operand(0), product.operand(1), rope.out, turning_of(steps, rope)
 
     def share(x: Operand, factors: Operand, y: Operand, first: int) -> Share:
         words = _scaled(norm, x, factors, y)
@@ -275,13 +281,12 @@ def _scaled_and_rotated(steps: Steps, calls: Sequence[Bound]) -> bool:
 
     kernel = scaled_and_rotated(turning.neighbours)
     if (pieces := pieces_of(steps, [x], y, whole_rows=True)) is not None:
-        cut = zip(*(pieces.of(o) for o in (x, factors[0], y)), pieces.ends, strict=False)
+        cut = zip(*(pieces.of(o) for o in (x, factors, y)), pieces.ends, strict=False)
         shares = [share(x, w, y, first) if x and w and y else None for x, w, y, first in cut]
         steps.deal_columns(kernel, shares, y, pieces.bounds)
     else:
-        whole = share(x, factors[0], y, 0)
+        whole = share(x, factors, y, 0)
         steps.add(kernel, whole.words, reads=whole.reads, writes=whole.writes)
-    return True
 
 
 def _scaled(norm: Bound, x: Operand, factors: Operand, y: Operand) -> list[int] | None:
@@ -291,5 +296,5 @@ def _scaled(norm: Bound, x: Operand, factors: Operand, y: Operand) -> list[int] 
     return [*words, norm.float("eps")]
 
 
-FUSED: Mapping[tuple[str, ...], Fused] = {("rms_norm", "mul", "rope"): _scaled_and_rotated}
+FUSED: Mapping[str, tuple[Fused, ...]] = {"rms_norm": (_scaled_and_rotated,)}
 BINDINGS = {"rope": _rope, "rope_multi": _rope}

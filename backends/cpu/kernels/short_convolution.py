@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from itertools import combinations
+from itertools import combinations, product
 
 from ....graph.dtypes import DType
-from ...operands import Bound, Operand
+from ...chains import short_convolution
+from ...flow import Flow
+from ...operands import Bound, Operand, need
 from ..compiler import Kernel, part
 from ..simd.vectors import (
     LANES,
@@ -25,7 +27,7 @@ from ..simd.vectors import (
     store,
     word,
 )
-from ..steps import Fused, Steps
+from ..steps import Chain, Fused, Steps
 from .norms import FACTORS, kind_of, sum_of_squares
 from .packing import NO_ROW, share
 from .recurrent import store_past
@@ -168,50 +170,46 @@ def heads(norm: str) -> Kernel:
     return Kernel(f"short_convolution.heads.{norm}", body)
 
 
-CHAIN = ("concat", "cont", "get_rows", "ssm_conv", "silu", "l2_norm", "l2_norm")
-
-
-def _heads(steps: Steps, calls: Sequence[Bound]) -> bool:
+def _heads(flow: Flow, number: int) -> Chain:
     """A delta-net layer's way from its projection to queries, keys and values, with the state of its convolution."""
-    join, save, change, mix, active, *norms = calls
-    state, new, kept, weights, ids = join.operand(0), join.operand(1), save.out, mix.operand(1), change.operand(1)
+    chain = short_convolution(flow, number)
+    need(chain.save is not None, "the state is not saved")
+    assert chain.save is not None
+    join, mix, active, keep, save = (flow.call(n) for n in (number, chain.mix, chain.active, chain.keep, chain.save))
+    norms = [flow.call(n) for n in chain.norms]
+    state, new, kept, weights, ids = join.operand(0), join.operand(1), save.out, mix.operand(1), keep.operand(1)
     y, size = active.out, norms[0].out.shape[-1]
-    if not _linked(calls) or len(y.shape) != 3 or state.shape != (y.shape[0], TAPS - 1, y.shape[2]):
-        return False
-    floats = all(o.is_float for o in (state, new, kept, weights, y, *(n.out for n in norms)))
-    dense = all(o.is_dense for o in (state, kept, weights, y, ids, *(n.out for n in norms))) and new.strides[-1] == 1
-    if not floats or not dense or size % LANES or y.shape[2] % size or weights.shape[-1] != TAPS or kept.address % 64:
-        return False
-    found = [_columns(n.operand(0), y) for n in norms]
-    if None in found or any(n.attrs != norms[0].attrs or n.out.shape[-1] != size for n in norms):
-        return False
-    normed = [c for c in found if c is not None]
-    if any(c % size for c in (*normed[0], *normed[1])) or not _apart(calls, normed):
-        return False
+    need(save.op == "cont" and state.tensor == save.operand(0).tensor == keep.out.tensor, "the state is kept otherwise")
+    need(
+        int(str(join.attrs["axis"])) % 3 == 1 and len(join.out.shape) == len(y.shape) == 3, "rows are joined otherwise"
+    )
+    need(state.shape == (y.shape[0], TAPS - 1, y.shape[2]) and weights.shape[-1] == TAPS, "there are other taps")
+    need(ids.dtype in (DType.I32, DType.I64), "rows are numbered otherwise")
+    floats = [state, new, kept, weights, y, *(n.out for n in norms)]
+    need(all(o.is_float for o in floats) and new.strides[-1] == 1, "operands are not rows of float32")
+    need(all(o.is_dense for o in (state, kept, weights, y, ids, *(n.out for n in norms))), "operands are not dense")
+    need(size % LANES == y.shape[2] % size == kept.address % 64 == 0, "heads are not whole vectors")
+    need(all(n.attrs == norms[0].attrs and n.out.shape[-1] == size for n in norms), "norms differ")
+    normed = [c for n in norms if (c := _columns(n.operand(0), y)) is not None and c[0] % size == c[1] % size == 0]
+    need(len(normed) == 2, "what is normed are not heads")
+    others = [flow.call(n) for n in flow.readers_of(chain.active) if n not in chain.norms]
+    _need_apart(join, mix, active, keep, save, norms, others, normed)
+    kernel, eps = heads(kind_of(norms[0])), norms[0].float("eps")
     sequences, tokens, channels = y.shape
-    words = [sequences, tokens, channels // size, size, state.address, kept.address]
-    words += [new.address, 4 * new.strides[0], 4 * new.strides[1], weights.address]
-    words += [y.address, 4 * y.strides[0], 4 * y.strides[1], ids.address, ids.dtype.storage.itemsize]
-    for (first, last), norm in zip(normed, norms, strict=True):
-        words += [first // size, last // size, norm.out.address]
-    scratch = steps.scratch("convolved heads", 4 * steps.threads * (3 * channels + TILE * size))
-    steps.number += 1  # that of the save: a run that an id stops has nothing to undo
-    made = [y, state, kept, *(n.out for n in norms)]
-    kernel = heads(kind_of(norms[0]))
-    words += [norms[0].float("eps"), scratch.address]
-    steps.add(kernel, words, reads=[state, new, weights, ids], writes=[*made, scratch], stops=True)
-    return True
 
+    def bind(steps: Steps) -> None:
+        words = [sequences, tokens, channels // size, size, state.address, kept.address]
+        words += [new.address, 4 * new.strides[0], 4 * new.strides[1], weights.address]
+        words += [y.address, 4 * y.strides[0], 4 * y.strides[1], ids.address, ids.dtype.storage.itemsize]
+        for (first, last), norm in zip(normed, norms, strict=True):
+            words += [first // size, last // size, norm.out.address]
+        scratch = steps.scratch("convolved heads", 4 * steps.threads * (3 * channels + TILE * size))
+        words += [eps, scratch.address]
+        steps.number = chain.keep
+        writes = [y, state, kept, *(n.out for n in norms), scratch]
+        steps.add(kernel, words, reads=[state, new, weights, ids], writes=writes, stops=True)
 
-def _linked(calls: Sequence[Bound]) -> bool:
-    """Whether each instruction reads what the one before computes, which nobody else does."""
-    join, save, change, mix, active, *_ = calls
-    state, both = join.operand(0).tensor, join.out.tensor
-    kept = state == save.operand(0).tensor == change.out.tensor
-    joined = len(join.out.shape) == 3 and int(str(join.attrs["axis"])) % 3 == 1
-    read = both == change.operand(0).tensor == mix.operand(0).tensor and mix.out.tensor == active.operand(0).tensor
-    alone = join.readers() == [change, mix] and mix.readers() == [active]
-    return kept and joined and read and alone and change.operand(1).dtype in (DType.I32, DType.I64)
+    return Chain([number, chain.mix, chain.active, *chain.norms, chain.keep, chain.save], bind)
 
 
 def _columns(x: Operand, y: Operand) -> tuple[int, int] | None:
@@ -226,25 +224,29 @@ def _columns(x: Operand, y: Operand) -> tuple[int, int] | None:
     return (start, stop) if walked else None
 
 
-def _apart(calls: Sequence[Bound], normed: Sequence[tuple[int, int]]) -> bool:
-    """Whether the norms alone read their columns, and nothing is written where something else is read or written."""
-    join, save, change, mix, active, *norms = calls
-    readers, y, new = active.readers(), active.out, join.operand(1)
-    if readers is None or any(n not in readers for n in norms):
-        return False
-    others = [o for r in readers if r not in norms for o in r.src if o is not None]
-    for seen in [_columns(o, y) or (0, y.shape[-1]) for o in others if o.region.overlaps(y.region)]:
-        if any(first < seen[1] and seen[0] < last for first, last in normed):
-            return False
-    if normed[0][1] > normed[1][0] and normed[1][1] > normed[0][0]:
-        return False
-    made = [save.out, y, *(n.out for n in norms)]
+def _need_apart(
+    join: Bound,
+    mix: Bound,
+    active: Bound,
+    keep: Bound,
+    save: Bound,
+    norms: Sequence[Bound],
+    others: Sequence[Bound],
+    normed: Sequence[tuple[int, int]],
+) -> None:
+    """The norms alone read their columns, and nothing is written where something else is read or written."""
+    y, new = active.out, join.operand(1)
+    for seen in (o for call in others for o in call.src if o is not None and o.region.overlaps(y.region)):
+        low, high = _columns(seen, y) or (0, y.shape[-1])
+        need(not any(first < high and low < last for first, last in normed), "something else reads what is normed")
+    need(normed[0][1] <= normed[1][0], "the norms read the same heads")
+    written = [save.out, y, *(n.out for n in norms)]
     in_place = new.address == y.address and new.strides[1:] == y.strides[1:] and new.shape == y.shape
-    read = [join.operand(0), mix.operand(1), change.operand(1)] + ([] if in_place else [new])
-    pairs = [*combinations(made, 2), *((m, r) for m in made for r in read)]
-    pairs += [(m, new) for m in made if in_place and m is not y]
-    return not any(a.region.overlaps(b.region) for a, b in pairs)
+    read = [join.operand(0), mix.operand(1), keep.operand(1)] + ([] if in_place else [new])
+    pairs = [*combinations(written, 2), *product(written, read)]
+    pairs += [(o, new) for o in written if in_place and o is not y]
+    need(not any(a.region.overlaps(b.region) for a, b in pairs), "a result lies where something is still read")
 
 
-FUSED: Mapping[tuple[str, ...], Fused] = {CHAIN: _heads}
+FUSED: Mapping[str, tuple[Fused, ...]] = {"concat": (_heads,)}
 BINDINGS = {"ssm_conv": _convolution}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ...flow import Flow
-from ...operands import NoKernelError, Operand, need
+from ...operands import NoKernelError, need
 from ..device.driver import Step
 from .launches import Launches
 
@@ -18,26 +18,9 @@ What only they read of each other is not written, so that they ask for no scratc
 such chain, or one that the kernels cannot do."""
 
 
-def apart(out: Operand, sources: Iterable[Operand | None], same: Iterable[Operand | None] = ()) -> None:
-    """Need that a kernel may write `out` while it reads the sources: they lie elsewhere, and each of `same`, whose
-    elements are read by the very thread that writes those of `out`, elsewhere or exactly there."""
-    for source in sources:
-        need(source is None or not source.region.overlaps(out.region), "a result lies where something is still read")
-    for source in same:
-        free = source is None or lies_as(source, out) or not source.region.overlaps(out.region)
-        need(free, "a result lies across what is still read")
-
-
-def lies_as(one: Operand, other: Operand) -> bool:
-    """Whether both are the same elements in the same order."""
-    alike = (one.shape, one.strides) == (other.shape, other.strides)
-    dense = one.is_dense and other.is_dense and one.tensor.spec.size == other.tensor.spec.size
-    return one.address == other.address and (alike or dense)
-
-
-def fuse(flow: Flow, launches: Launches, fused: Mapping[str, Sequence[Fused]], number: int) -> int | None:
-    """Bind the longest chain that begins with this instruction; in whose place it runs, None if there is none.  Its
-    launches are appended."""
+def fuse(flow: Flow, launches: Launches, fused: Mapping[str, Sequence[Fused]], number: int) -> Sequence[int]:
+    """Bind the longest chain that begins with this instruction, whose launches are appended; the instructions that now
+    run together, none if there is no chain."""
     best: tuple[Sequence[int], list[Step]] = (), []
     for bind in fused.get(flow.call(number).op, ()):
         faults = len(launches.faults)
@@ -45,7 +28,7 @@ def fuse(flow: Flow, launches: Launches, fused: Mapping[str, Sequence[Fused]], n
         try:
             numbers = bind(launches, flow, number)
             need(not launches.taken, "a chain has no scratch")
-            need(flow.place_for(numbers) is not None, "something else has to run between the instructions")
+            need(flow.can_meet(numbers), "something else has to run between the instructions")
         except NoKernelError as why:
             log.debug("%s %d: %s", bind.__name__, number, why)
             del launches.faults[faults:]
@@ -53,7 +36,6 @@ def fuse(flow: Flow, launches: Launches, fused: Mapping[str, Sequence[Fused]], n
             best = max(best, (numbers, launches.items), key=lambda found: len(found[0]))
         launches.items = []
     numbers, launches.items = best
-    at = flow.place_for(numbers) if numbers else None
-    if at is not None:
-        flow.gather(numbers, at)
-    return at
+    if numbers:
+        flow.gather(numbers)
+    return numbers

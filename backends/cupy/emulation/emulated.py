@@ -12,6 +12,7 @@ import numpy as np
 
 from ....graph.errors import BackendError
 from ...base import Array, Device, Tensor, host_view
+from ...host import HOST
 from ..backend import DriverBackend
 from ..device.driver import Kernel, Launch, LaunchError, Library, Step
 from .building import compiler, library
@@ -61,7 +62,7 @@ class EmulatedDriver:
 
     def device(self, index: int) -> Device:
         compiler()
-        return Device(self.kind, index, None, "CUDA kernels emulated on the processor")
+        return Device(self.kind, index, None, "CUDA kernels emulated on the processor", memory_of=HOST)
 
     def alloc(self, nbytes: int, on: Device) -> Bytes:
         try:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ....graph.dtypes import DType
 from ....ops.attributes import number
-from ...flow import Flow
+from ...flow import Flow, apart
 from ...operands import Bound, Operand, need
 from ..binding.axes import axes_of
-from ..binding.chains import Fused, apart
+from ..binding.chains import Fused
 from ..binding.launches import Binding, Launches, Word, blocks
 from ..binding.packing import PACKINGS
 from ..device.driver import Kernel, Source

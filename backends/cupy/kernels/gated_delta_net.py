@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from ....graph.dtypes import DType
-from ...flow import Flow
+from ...chains import changed_state
+from ...flow import Flow, apart, lies_as
 from ...operands import Bound, Operand, need
-from ..binding.chains import Fused, apart, lies_as
+from ..binding.chains import Fused
 from ..binding.launches import Binding, Launches, Word, blocks
 from ..device.driver import Kernel, Source
 from .elementwise import as_float
@@ -282,12 +283,9 @@ def launch_rule(launches: Launches, call: Bound, rule: Rule, exact: bool) -> Non
 
 def _with_save(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
     """A state that is saved, and the rule that changes it in place."""
-    save = flow.call(number)
-    state = save.operand(0)
-    need(number in flow.saves, "it saves nothing")
-    writer = next(iter(flow.writers(state, number)), number)
-    call = flow.call(writer)
-    need(call.op == "gated_delta_net" and call.optional(6) is None, "another op, or one with slots, changes the state")
+    save, writer = flow.call(number), changed_state(flow, number, "gated_delta_net").change
+    state, call = save.operand(0), flow.call(writer)
+    need(call.optional(6) is None, "states are in slots")
     need(len(call.dst) == 2 and lies_as(call.operand(5), call.dst[1]), "the state is not changed in place")
     need(lies_as(state, call.operand(5)) and save.out.is_dense, "not all of the state is saved")
     q, k, v, g, beta = sources = [call.operand(i) for i in range(5)]

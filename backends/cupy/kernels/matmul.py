@@ -12,9 +12,10 @@ import numpy.typing as npt
 
 from ....graph.dtypes import DType
 from ...base import contiguous_strides
-from ...flow import Flow
+from ...chains import gated_unit
+from ...flow import Flow, apart, lies_as
 from ...operands import Bound, Operand, need
-from ..binding.chains import Fused, apart, lies_as
+from ..binding.chains import Fused
 from ..binding.launches import Binding, Launches, Word, blocks, rows_of
 from ..binding.packing import PACKINGS
 from ..device.driver import Source
@@ -182,16 +183,12 @@ def _unit_of(flow: Flow, number: int) -> int | None:
 
 def _gated_unit(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
     """Two products and what joins them."""
-    unit = _unit_of(flow, number)
-    need(unit is not None, "no gated unit reads it")
-    assert unit is not None
+    products, unit = gated_unit(flow, number, UNITS)
     call = flow.call(unit)
-    gate, up = flow.maker(unit, 0), flow.maker(unit, 1)
-    for index, product in enumerate((gate, up)):
-        need(flow.reader(product, call.op, index) == unit, "something else reads a product")
-    need(gate != up and flow.call(gate).out.shape == flow.call(up).out.shape == call.out.shape, "shapes differ")
-    _launch_together(launches, flow, (gate, up), [call.out], UNITS[call.op])
-    return gate, up, unit
+    need(len(products) == 2 and all(flow.makes(p, unit, k) for k, p in enumerate(products)), "a part is read")
+    need(all(flow.call(p).out.shape == call.out.shape for p in products), "shapes differ")
+    _launch_together(launches, flow, products, [call.out], UNITS[call.op])
+    return *products, unit
 
 
 def _of_the_same_rows(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
@@ -205,7 +202,7 @@ def _of_the_same_rows(launches: Launches, flow: Flow, number: int) -> Sequence[i
         if not alike or len(chosen) == MOST_PRODUCTS or _unit_of(flow, other) is not None:
             continue
         same = call.operand(0).dtype is own.operand(0).dtype and len(call.operand(0).shape) == 2
-        if same and flow.place_for([*chosen, other]) is not None:
+        if same and flow.can_meet([*chosen, other]):
             chosen.append(other)
     need(len(chosen) > 1, "no other product has these rows")
     _launch_together(launches, flow, chosen, [flow.call(n).out for n in chosen], ALONE)

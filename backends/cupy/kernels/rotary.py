@@ -13,10 +13,11 @@ from ....graph.dtypes import DType
 from ....ops.attributes import number
 from ....ops.rotary import frequencies, planes
 from ....ops.views import ints_of
-from ...flow import Flow
+from ...chains import ROPES, changed_state, turned_heads
+from ...flow import Flow, apart, lies_as
 from ...operands import Bound, Operand, need
 from ..binding.axes import MOST, axes_of, row_heads
-from ..binding.chains import Fused, apart, lies_as
+from ..binding.chains import Fused
 from ..binding.launches import Binding, Launches, Word, blocks
 from ..device.driver import Source
 from .elementwise import MOST_ELEMENTS, THREADS, as_float
@@ -193,11 +194,9 @@ def _launch_heads(launches: Launches, flow: Flow, chain: _Chain, x: Operand, fir
 
 def _normed_heads(launches: Launches, flow: Flow, first: int) -> Sequence[int]:
     """rms_norm(x) w, turned, perhaps stored."""
-    factor = flow.reader(first, "mul")
-    rope = flow.readers_of(factor)[0]
-    need(flow.call(rope).op in ROPES and flow.reader(factor, flow.call(rope).op) == rope, "it is not turned")
-    store, save = _stored(flow, rope)
-    return _launch_heads(launches, flow, _Chain(first, factor, rope, store, save), flow.call(first).operand(0), first)
+    chain = turned_heads(flow, first)
+    whole = _Chain(*chain, *_stored(flow, chain.rope))
+    return _launch_heads(launches, flow, whole, flow.call(first).operand(0), first)
 
 
 def _turned_heads(launches: Launches, flow: Flow, first: int) -> Sequence[int]:
@@ -210,15 +209,12 @@ def _turned_heads(launches: Launches, flow: Flow, first: int) -> Sequence[int]:
 def _stored_row(launches: Launches, flow: Flow, first: int) -> Sequence[int]:
     """A row that is saved and set."""
     save = flow.call(first)
-    store = next((n for n in flow.writers(save.operand(0), first) if flow.call(n).op == "set_rows"), None)
-    need(first in flow.saves and store is not None and _saves(save, flow.call(store)), "it saves no single row")
-    assert store is not None
+    _, store = changed_state(flow, first, "set_rows")
+    need(_saves(save, flow.call(store)), "it saves no single row")
     x = flow.call(store).operand(1)
-    need(flow.save(flow.call(store).operand(0), store) == first, "another instruction saves the row")
     return _launch_heads(launches, flow, _Chain(store=store, save=first), x, first)
 
 
-ROPES = ("rope", "rope_multi")
 FUSED: Mapping[str, Sequence[Fused]] = {
     "rms_norm": (_normed_heads,),
     **dict.fromkeys(ROPES, (_turned_heads,)),

@@ -10,10 +10,11 @@ import numpy as np
 
 from ....ops.attributes import number
 from ....ops.norms import alibi_slopes
-from ...flow import Flow
+from ...chains import scaled_norm
+from ...flow import Flow, apart
 from ...operands import Bound, Operand, need
 from ..binding.axes import MOST, Axes, axes_of, row_heads
-from ..binding.chains import Fused, apart
+from ..binding.chains import Fused
 from ..binding.launches import Binding, Launches, Word, blocks
 from ..device.driver import Kernel, Source
 from .elementwise import as_float
@@ -75,16 +76,15 @@ def _launch_scaled(launches: Launches, x: Operand, y: Operand | None, scaled: Bo
 
 def _norm_and_factor(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
     """rms_norm(x) w."""
-    factor = flow.reader(number, "mul")
-    norm, scaled = flow.call(number), flow.call(factor)
+    chain = scaled_norm(flow, number)
+    norm, scaled = map(flow.call, chain)
     _launch_scaled(launches, norm.operand(0), None, scaled, norm, scaled.operand(1))
-    return number, factor
+    return chain
 
 
 def _sum_norm_and_factor(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
     """rms_norm(x + y) w, and the sum itself."""
-    norm = flow.any_reader(number, "rms_norm")
-    factor = flow.reader(norm, "mul")
+    norm, factor = scaled_norm(flow, flow.any_reader(number, "rms_norm"))
     total, scaled = flow.call(number), flow.call(factor)
     need(len(flow.readers_of(number)) > 1, "nobody else reads the sum")
     need(total.operand(0).shape == total.operand(1).shape, "the operands of a sum differ")

@@ -11,9 +11,10 @@ from types import MappingProxyType
 from ....graph.dtypes import DType
 from ....ops.attributes import number as attribute
 from ...base import contiguous_strides
-from ...flow import Flow
+from ...chains import short_convolution
+from ...flow import Flow, apart, lies_as
 from ...operands import Bound, Operand, need
-from ..binding.chains import Fused, apart, lies_as
+from ..binding.chains import Fused
 from ..binding.launches import Binding, Launches, Word, blocks
 from ..device.driver import Source
 from .elementwise import as_float
@@ -129,18 +130,12 @@ def _gates(flow: Flow, rule: int) -> _Gates:
 
 def _delta_inputs(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
     """All between the linear layers and the rule: from the rows before the first to learning rates."""
-    both = flow.call(number)
-    conv = next((n for n in flow.readers_of(number) if flow.call(n).op == "ssm_conv"), number)
-    (last,) = _others(flow.readers_of(number), conv)
-    silu = flow.reader(conv, "silu")
+    _, conv, silu, (q, k), last, save = short_convolution(flow, number)
     rule = next((n for n in flow.readers_of(silu) if flow.call(n).op == "gated_delta_net"), silu)
-    q, k = flow.maker(rule, 0), flow.maker(rule, 1)
-    need(flow.call(last).op == "get_rows" and flow.makes(number, last, 0), "rows are kept otherwise")
-    need([*flow.readers_of(silu)] == [*sorted((q, k)), rule] and q != k, "the convolution is read otherwise")
-    need(all(flow.call(n).op == "l2_norm" for n in (q, k)), "keys are of any length")
-    gates, old, kept = _gates(flow, rule), both.operand(0), flow.call(last)
-    save = flow.save(old, last)
-    saved = None if save is None else flow.call(save)
+    need({*flow.readers_of(silu)} == {q, k, rule}, "the convolution is read otherwise")
+    need((flow.maker(rule, 0), flow.maker(rule, 1)) == (q, k), "queries do not come first")
+    both, kept, saved = flow.call(number), flow.call(last), None if save is None else flow.call(save)
+    gates, old = _gates(flow, rule), both.operand(0)
     need(saved is None or (saved.op == "cont" and lies_as(saved.operand(0), old)), "a state is saved otherwise")
     read = flow.call(rule)
     made = Made(
@@ -153,12 +148,6 @@ def _delta_inputs(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
     _launch_chain(launches, flow, _Chain(both, flow.call(conv), kept, gates), made, (silu, q, k), fault)
     numbers = [number, last, conv, silu, q, k, *(getattr(gates, name) for name in _Gates.__slots__)]
     return numbers if save is None else [*numbers, save]
-
-
-def _others(numbers: Sequence[int], one: int) -> Sequence[int]:
-    found = [n for n in numbers if n != one]
-    need(len(found) == 1, "the rows of a convolution are read otherwise")
-    return found
 
 
 @dataclass(frozen=True, slots=True)
