@@ -39,14 +39,15 @@ def save_state(session: Session, tokens: Sequence[Sequence[int]], path: str | Pa
 
     Raises `OSError` if it cannot be written.
     """
-    header = {
-        "format": FORMAT,
-        "model": model_digest(session.model),
-        "context": session.context,
-        "lengths": session.lengths,
-        "tokens": [list(map(int, t)) for t in tokens],
-    }
-    arrays = {f"state/{name}": _used(session, name) for name in session.store.states}
+    with session.store.turn:
+        header = {
+            "format": FORMAT,
+            "model": model_digest(session.model),
+            "context": session.context,
+            "lengths": session.lengths,
+            "tokens": [list(map(int, t)) for t in tokens],
+        }
+        arrays = {f"state/{name}": _used(session, name) for name in session.store.states}
     path = Path(path)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
         try:
@@ -75,11 +76,12 @@ def load_state(session: Session, path: str | Path) -> list[list[int]]:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, UnicodeDecodeError) as why:
         raise ModelError(f"{path}: not a saved state of this model ({why}); save one with --save-state") from None
-    for i in range(session.sequences):
-        session.reset(i)
-    for name, array in arrays.items():
-        _restore(session, name, array, lengths)
-    session.lengths = lengths
+    with session.store.turn:
+        for i in range(session.sequences):
+            session.reset(i)
+        for name, array in arrays.items():
+            _restore(session, name, array, lengths)
+        session.lengths = lengths
     return tokens
 
 

@@ -66,6 +66,7 @@ class Session:
 
     Plans are built once for each (token bucket, context bucket, number of outputs), buckets being powers of two, and
     replayed; all plans share weights and states.  Raises `ModelError` where the request does not fit the model.
+    Threads that share a session take turns, one call after the other; sessions of their own run side by side.
     `planning` is the seconds that plans have taken so far, with the kernels that had to be compiled for them.
     """
 
@@ -144,16 +145,17 @@ class Session:
         ``[1, vocabulary]`` for its last token; no rows for an idle sequence.  Raises `ModelError` if a sequence would
         outgrow the context, before anything is changed.
         """
-        self._check(tokens)
         found: list[list[F32]] = [[] for _ in tokens]
         longest = max(map(len, tokens), default=0)
-        for start in range(0, longest, self.batch):
-            part = [list(new[start : start + self.batch]) for new in tokens]
-            last = [start + len(p) == len(new) for p, new in zip(part, tokens, strict=True)]
-            logits = self._run(part, every_position)
-            for rows, one, mine, ends in zip(found, logits, part, last, strict=True):
-                if mine and (every_position or ends):
-                    rows.append(one)
+        with self.store.turn:
+            self._check(tokens)
+            for start in range(0, longest, self.batch):
+                part = [list(new[start : start + self.batch]) for new in tokens]
+                last = [start + len(p) == len(new) for p, new in zip(part, tokens, strict=True)]
+                logits = self._run(part, every_position)
+                for rows, one, mine, ends in zip(found, logits, part, last, strict=True):
+                    if mine and (every_position or ends):
+                        rows.append(one)
         return [rows[0] if len(rows) == 1 else np.concatenate([self._nothing, *rows]) for rows in found]
 
     def _run(self, part: list[list[int]], every_position: bool) -> list[F32]:
@@ -195,11 +197,12 @@ class Session:
 
     def executor(self, step: Step) -> Executor:
         """The plan of a step, bound to this session's memory; built at its first use."""
-        if step not in self._executors:
-            start = time.perf_counter()
-            self._executors[step] = Executor(self.plan(step), self.store, wire=self._wire)
-            self.planning += time.perf_counter() - start
-        return self._executors[step]
+        with self.store.turn:
+            if step not in self._executors:
+                start = time.perf_counter()
+                self._executors[step] = Executor(self.plan(step), self.store, wire=self._wire)
+                self.planning += time.perf_counter() - start
+            return self._executors[step]
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -208,11 +211,12 @@ class Session:
 
     def reset(self, sequence: int) -> None:
         """Forget a sequence: it starts anew, its rows of every state zeroed."""
-        self.lengths[sequence] = 0
-        for name in self.store.states:
-            state = self.store.state(name)
-            rows = state.shape[0] // self.sequences
-            state[sequence * rows : (sequence + 1) * rows] = 0
+        with self.store.turn:
+            self.lengths[sequence] = 0
+            for name in self.store.states:
+                state = self.store.state(name)
+                rows = state.shape[0] // self.sequences
+                state[sequence * rows : (sequence + 1) * rows] = 0
 
 
 _step = lru_cache(maxsize=64)(Step)

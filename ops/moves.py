@@ -14,6 +14,7 @@ from .matmul import grouped
 from .op import Array, Specs, op
 from .samples import Range, grid
 from .signature import Mismatch
+from .states import legal_rows
 from .views import axis_of
 
 
@@ -40,7 +41,7 @@ def _gather_traffic(sources: Sequence[Spec | None], results: Sequence[Spec], att
 )
 def get_rows(table: Array, ids: Array) -> Array:
     """Rows of `table` by number, as f32: ``table[ids]``.  ggml: ``GET_ROWS``."""
-    return np.take_along_axis(table, ids[..., None], axis=-2)
+    return np.take_along_axis(table, legal_rows(ids, table.shape[-2], "ids")[..., None], axis=-2)
 
 
 @op(
@@ -66,7 +67,8 @@ def set_rows(into: Array, rows: Array, ids: Array) -> Array:
     Where an id occurs twice, one of its rows wins.
     """
     out = into.copy()
-    np.put_along_axis(out, grouped(ids, rows.shape[:-2], 1)[..., None], rows, axis=-2)
+    chosen = grouped(legal_rows(ids, into.shape[-2], "ids"), rows.shape[:-2], 1)
+    np.put_along_axis(out, chosen[..., None], rows, axis=-2)
     return out
 
 

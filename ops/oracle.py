@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
+from ..graph.arrays import fitted
 from ..graph.errors import GraphError
 from ..graph.graph import Graph
 from ..graph.node import Node, Value, constant_array
@@ -48,7 +49,4 @@ def _leaf(node: Node, bindings: Mapping[str, npt.ArrayLike]) -> Array:
         if node.op == "state":
             return exact(np.zeros(spec.shape, spec.dtype.storage))
         raise GraphError(f"{node.op} %{node.name}: {spec} is not bound; pass an array of that shape")
-    array = exact(bindings[node.name])
-    if array.shape != spec.shape:
-        raise GraphError(f"{node.op} %{node.name}: got an array of shape {list(array.shape)}, need {spec}")
-    return array
+    return exact(fitted(f"{node.op} %{node.name}", bindings[node.name], spec, GraphError))

@@ -16,7 +16,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import Any
 import llvmlite.binding as llvm
 
 from ..cache import COMPILED, COMPILING, cache_folder
+from ..once import once
 from . import processor
 from .simd.vectors import ADDRESS, DOUBLE, FLOAT, NOTHING, Intrinsic, llvm_type
 
@@ -46,11 +47,12 @@ class Part:
 class Kernel:
     """``body(arguments, thread, threads) -> status``: runs on every thread of a device and does that thread's share.
 
-    `arguments` is the address of a block of 64-bit words; the status is 0 unless the run has to stop.
+    `arguments` is the address of a block of 64-bit words; the status is 0 unless the run has to stop.  Kernels of one
+    name are one kernel.
     """
 
     name: str
-    body: Body
+    body: Body = field(compare=False)
 
     @property
     def address(self) -> int:
@@ -69,7 +71,7 @@ _compiling = threading.RLock()
 log = logging.getLogger("hocket.kernels")
 
 
-@cache
+@once
 def _loaded(wanted: Kernel) -> tuple[int, object]:
     """The address of a kernel, compiled if no earlier process has; and what keeps its code alive."""
     with _compiling:

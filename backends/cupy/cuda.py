@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise, permutations
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from ...graph.errors import BackendError
 from ..base import Array, Device, Tensor
+from ..once import once
 from .backend import DriverBackend
 from .device.cubins import cubin
 from .device.driver import Exchange, Kernel, Launch, LaunchError, Library, Ring, Source, Step
@@ -90,7 +91,7 @@ class CudaDriver:
 
     def _staging(self, on: Device) -> Staging:
         if str(on) not in self._staged:
-            self._staged[str(on)] = Staging(_cupy(), on.index)
+            self._staged.setdefault(str(on), Staging(_cupy(), on.index))  # of two threads' one stays
         return self._staged[str(on)]
 
     def address(self, buffer: Memory) -> int:
@@ -231,7 +232,7 @@ class Recorded:
         self.run = None
 
 
-@cache
+@once
 def _module(source: Source, index: int) -> tuple[Any, dict[str, str]]:
     """The code of a source on a device, and what its kernels are called there."""
     cupy = _cupy()

@@ -33,7 +33,7 @@ class Weights:
             if not (tensor.dtype in FLOATS or (tensor.dtype.is_quantised and len(tensor.shape) > 1)):
                 need = ", ".join(map(str, FLOATS)) + (" or a quantised type" if len(tensor.shape) > 1 else "")
                 raise self._error(f"tensor {name} is {tensor.dtype}; need {need}")
-            leaf = self._leaves[name] = weight(name, tensor.shape, tensor.dtype)
+            leaf = self._leaves.setdefault(name, weight(name, tensor.shape, tensor.dtype))  # of two threads' one stays
         if leaf.shape != shape:
             raise self._error(f"tensor {name} has shape {list(leaf.shape)}; need {list(shape)}")
         return leaf

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...backends.base import Array, Comm, Measures, Program
+from ...graph.arrays import fitted
 from ...graph.dtypes import DType
 from ...graph.errors import BackendError, PlanError, StepError
 from ...ops.quants import decoded, encoded
@@ -18,6 +19,7 @@ from ..plan import Plan
 from .comm import Alone, Meeting
 from .interrupts import InterruptsKept
 from .store import Store, assembled
+from .turns import Turn
 
 Times = list[list[tuple[str, float]]]
 """For each device the kernels of its steps, and their seconds."""
@@ -30,10 +32,14 @@ class Executor:
     collective that waits longer than `timeout` seconds is an error.  When a device fails, all stop, states become
     what they were before the run, and the error names the node and the device.  An interrupt waits for the end of a
     run; a second one stops it, and where a device cannot say how far it came its states are lost.
+
+    Threads may share it: runs take turns, with those of all executors over the same store or the same backends.  To run
+    side by side, plan and load once for each thread.
     """
 
     def __init__(self, plan: Plan, store: Store, *, timeout: float = 60.0, wire: DType = DType.F32) -> None:
         self.plan, self.store = plan, store
+        self._turn = Turn((*store.backends, *(lane.backend for lane in plan.lanes)))
         self._specs = {v.node.name: v.spec for v in plan.graph.inputs}
         self._shapes = {name: v.shape for name, v in plan.graph.outputs.items()}
         self._timeout = timeout
@@ -42,7 +48,12 @@ class Executor:
         self._meeting = Meeting(len(plan.lanes), timeout, devices=devices, wire=wire)
         self._failures: list[tuple[int | None, BaseException]] = []
         self._lost: BackendError | None = None
-        self._buffers = store.buffers(plan)
+        with self._turn:
+            self._prepare()
+
+    def _prepare(self) -> None:
+        plan = self.plan
+        self._buffers = self.store.buffers(plan)
         self._inputs: dict[str, list[tuple[Any, DType]]] = {name: [] for name in self._specs}
         self._outputs: list[dict[str, Any]] = []
         for lane, buffers in zip(plan.lanes, self._buffers, strict=True):
@@ -63,14 +74,16 @@ class Executor:
     def run(self, inputs: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
         """Outputs by name, as host arrays of their own.  States advance.
 
-        Raises `PlanError` for a missing, unknown or misshapen input, `BackendError` if a device fails.
+        Raises `PlanError` for an input that is missing, unknown or does not fit, `BackendError` if a device fails.
         """
-        self.bind(inputs)
-        self.replay()
-        return {
-            name: assembled(shape, self.plan.outputs[name], [self._output(name, i) for i in range(len(self._outputs))])
-            for name, shape in self._shapes.items()
-        }
+        with self._turn:
+            self.bind(inputs)
+            self.replay()
+            everywhere = range(len(self._outputs))
+            return {
+                name: assembled(shape, self.plan.outputs[name], [self._output(name, i) for i in everywhere])
+                for name, shape in self._shapes.items()
+            }
 
     def _output(self, name: str, number: int) -> Any:
         """What a device has of an output, None if nothing."""
@@ -82,23 +95,20 @@ class Executor:
         """Copy the inputs to all devices."""
         for name in inputs.keys() - self._specs.keys():
             raise PlanError(f"there is no input %{name}; inputs: {', '.join(self._specs) or 'none'}")
-        for name, spec in self._specs.items():
-            if name not in inputs:
-                raise PlanError(f"input %{name}: {spec} is missing")
-            data = np.asarray(inputs[name])
-            if data.shape != spec.shape:
-                raise PlanError(f"input %{name}: got shape {list(data.shape)}, need {spec}")
-            if spec.dtype.is_integer and data.dtype.kind not in "iu":
-                raise PlanError(f"input %{name}: got {data.dtype}, need {spec}")
-            for view, dtype in self._inputs[name]:
-                view[...] = encoded(decoded(data, spec.dtype), dtype)
+        with self._turn:
+            for name, spec in self._specs.items():
+                if name not in inputs:
+                    raise PlanError(f"input %{name}: {spec} is missing")
+                data = fitted(f"input %{name}", inputs[name], spec)
+                for view, dtype in self._inputs[name]:
+                    view[...] = encoded(decoded(data, spec.dtype), dtype)
 
     def replay(self) -> None:
         """Run the programs on the inputs that are bound; an interrupt comes once they have run.  Raises `BackendError`
         if a device fails."""
         if self._lost is not None:
             raise self._lost
-        with InterruptsKept():
+        with self._turn, InterruptsKept():
             self._replay()
 
     def _replay(self) -> None:
@@ -145,11 +155,12 @@ class Executor:
 
             return replay
 
-        self._replays = [timed(i) for i in range(len(plain))]
-        try:
-            yield found
-        finally:
-            self._replays = plain
+        with self._turn:
+            self._replays = [timed(i) for i in range(len(plain))]
+            try:
+                yield found
+            finally:
+                self._replays = plain
         found += map(list, noted)
 
     def _guarded(self, number: int) -> None:
@@ -203,9 +214,5 @@ def load(plan: Plan, weights: Mapping[str, npt.ArrayLike]) -> Executor:
     for value in plan.graph.weights:
         name, spec = value.node.name, value.spec
         if name in weights:
-            data = np.asarray(weights[name])
-            if not spec.dtype.is_quantised and data.shape != spec.shape:
-                raise PlanError(f"weight %{name}: got shape {list(data.shape)}, need {spec}")
-            stored = data if spec.dtype.is_quantised else encoded(decoded(data, spec.dtype), spec.dtype)
-            store.bind(name, stored, spec, plan.leaves[name])
+            store.bind(name, weights[name], spec, plan.leaves[name])
     return Executor(plan, store)

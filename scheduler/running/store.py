@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ...backends.base import Array, Backend, BufferSpec, Device, Tensor, contiguous_strides
+from ...graph.arrays import fitted, fitted_blocks, numbers
 from ...graph.dtypes import DType
 from ...graph.errors import PlanError
 from ...graph.graph import Graph
@@ -18,6 +20,7 @@ from ...ops.quants import decoded, encoded
 from ..layout import REPLICATE, Layout, Local, Shard, local_shape
 from ..lowering.lane import Lane
 from ..plan import Plan
+from .turns import Turn
 
 
 class Store:
@@ -28,19 +31,23 @@ class Store:
 
     def __init__(self, group: Sequence[tuple[Backend, Device]]) -> None:
         self.group = tuple(group)
+        self.backends = tuple(backend for backend, _ in self.group)
+        self.turn = Turn(self.backends)
         self._devices = [_DeviceStore(backend, device) for backend, device in group]
         self._layouts: dict[str, tuple[Spec, Layout]] = {}
 
-    def bind(self, name: str, data: Array, spec: Spec, layout: Layout = REPLICATE) -> None:
-        """Load a weight, each device its share; `data` is as a file holds it: typed, or bytes ``[..., row bytes]`` if
-        quantised."""
-        self._layouts[name] = (spec, layout)
-        for number, device in enumerate(self._devices):
-            if isinstance(layout, Local) and number not in layout.devices:
-                continue
-            shape = local_shape(spec.shape, layout, number)
-            part = _share(data, spec, layout, number)
-            device.load(BufferSpec("weight", name, 0, Spec(shape, spec.dtype)), part)
+    def bind(self, name: str, data: npt.ArrayLike, spec: Spec, layout: Layout = REPLICATE) -> None:
+        """Load a weight, each device its share; `data` is as a file holds it: numbers, or bytes ``[..., row bytes]`` if
+        quantised.  Raises `PlanError` unless it fits `spec`."""
+        stored = _stored(f"weight %{name}", data, spec)
+        with self.turn:
+            self._layouts[name] = (spec, layout)
+            for number, device in enumerate(self._devices):
+                if isinstance(layout, Local) and number not in layout.devices:
+                    continue
+                shape = local_shape(spec.shape, layout, number)
+                part = _share(stored, spec, layout, number)
+                device.load(BufferSpec("weight", name, 0, Spec(shape, spec.dtype)), part)
 
     def state(self, name: str) -> StateView:
         """A state over all devices: index and assign it as one array to reset, save or restore it."""
@@ -48,7 +55,7 @@ class Store:
             raise PlanError(f"there is no state %{name} yet; states appear with the first plan that has them")
         spec, layout = self._layouts[name]
         parts = [d.part("state", name) if ("state", name) in d.held else None for d in self._devices]
-        return StateView(spec, layout, parts)
+        return StateView(name, spec, layout, parts, self.turn)
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -82,31 +89,46 @@ class Part:
 
 
 class StateView:
-    """One state that may be cut over devices, as one NumPy-like array."""
+    """One state that may be cut over devices, as one NumPy-like array; a run of another thread is waited for."""
 
-    def __init__(self, spec: Spec, layout: Layout, parts: list[Part | None]) -> None:
-        self.spec, self.layout, self.parts = spec, layout, parts
+    def __init__(self, name: str, spec: Spec, layout: Layout, parts: list[Part | None], turn: Turn) -> None:
+        self.name, self.spec, self.layout, self.parts, self._turn = name, spec, layout, parts, turn
         self.shape = spec.shape
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        parts = [None if p is None else decoded(p.array, p.dtype) for p in self.parts]
-        whole = assembled(self.spec.shape, self.layout, parts)
+        with self._turn:
+            parts = [None if p is None else decoded(p.array, p.dtype) for p in self.parts]
+            whole = assembled(self.spec.shape, self.layout, parts)
         return whole if dtype is None else whole.astype(dtype)
 
     def __getitem__(self, index: Any) -> Array:
         return np.asarray(self)[index]
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Assign to `index`, an index that NumPy understands; every device gets its share."""
-        numbers, cut = decoded(np.asarray(value), self.spec.dtype), isinstance(self.layout, Shard)
-        if cut:
-            whole = np.array(self)
-            whole[index] = numbers
-            numbers, index = whole, ...
-        for number, part in enumerate(self.parts):
-            if part is not None:
-                mine = _share(numbers, self.spec, self.layout, number) if cut else numbers
-                part.array[index] = encoded(mine, part.dtype)
+        """Assign to `index`, an index that NumPy understands; every device gets its share.  Raises `PlanError` for what
+        does not fit there."""
+        values = decoded(self._fitted(index, value), self.spec.dtype)
+        cut = isinstance(self.layout, Shard)
+        with self._turn:
+            if cut:
+                whole = np.array(self)
+                whole[index] = values
+                values, index = whole, ...
+            for number, part in enumerate(self.parts):
+                if part is not None:
+                    mine = _share(values, self.spec, self.layout, number) if cut else values
+                    part.array[index] = encoded(mine, part.dtype)
+
+    def _fitted(self, index: Any, value: Any) -> Array:
+        """`value` as numbers for the entries at `index`."""
+        there = np.broadcast_to(np.int8(0), self.shape)[index].shape
+        given = numbers(f"state %{self.name}", value)
+        try:
+            spread = np.broadcast_to(given, there)
+        except ValueError:
+            got = f"got shape {list(given.shape)} for entries of shape {list(there)}"
+            raise PlanError(f"state %{self.name}: {self.spec}: {got}") from None
+        return fitted(f"state %{self.name}", spread, Spec(there, self.spec.dtype))
 
     def any(self) -> bool:
         return bool(np.asarray(self).any())
@@ -167,6 +189,14 @@ class _DeviceStore:
         if held != spec:
             raise PlanError(f"{spec.kind} %{spec.name} is {held.declared} in the store but {spec.declared} in the plan")
         return buffer
+
+
+def _stored(what: str, data: npt.ArrayLike, spec: Spec) -> Array:
+    """What a caller gives for a weight, as a file holds it."""
+    if spec.dtype.is_quantised:
+        return fitted_blocks(what, data, spec)
+    array = fitted(what, data, spec)
+    return array if array.dtype == spec.dtype.storage else encoded(array, spec.dtype)
 
 
 def _share(data: Array, spec: Spec, layout: Layout, device: int) -> Array:

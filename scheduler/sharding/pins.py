@@ -6,7 +6,6 @@ A pin binds in every split mode.  What is pinned decides where weights and state
 from __future__ import annotations
 
 import re
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -83,10 +82,8 @@ def wished(graph: Graph, place: Place, devices: Sequence[str], *, strict: bool =
 
 def _compiled(pattern: str) -> re.Pattern[str]:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of syntax that may mean something else one day
-            return re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as why:
+        return re.compile(pattern)
+    except (re.error, OverflowError, RecursionError, Warning) as why:  # a warning where these are errors
         raise PlanError(f"--place {pattern!r:.80}: not a regular expression: {why}") from None
 
 

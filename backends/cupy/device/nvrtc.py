@@ -8,11 +8,11 @@ import re
 from collections.abc import Mapping
 from ctypes.util import find_library
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
 from ....graph.errors import BackendError
+from ...once import once
 from .driver import Source
 
 OPTIONS = ("-std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
@@ -38,7 +38,7 @@ class Cubin:
     resources: Mapping[str, Resources]
 
 
-@cache
+@once
 def nvrtc() -> ctypes.CDLL:
     """The library, from its wheel or from a CUDA toolkit.  Raises `BackendError` if neither is installed."""
     for path in (*_in_wheels(), find_library("nvrtc")):

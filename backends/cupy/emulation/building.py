@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ....graph.errors import BackendError
 from ...cache import COMPILED, COMPILING, cache_folder
+from ...once import once
 from ..device.driver import Source
 
 HEADERS = Path(__file__).parent
@@ -49,7 +50,7 @@ def translation(source: Source) -> str:
     return f'#include "cuda.h"\n{source.text}\n#line 1 "launches"\n{"".join(entries)}'
 
 
-@cache
+@once
 def library(source: Source) -> ctypes.CDLL:
     """The compiled library of a source.  Raises `BackendError` with the first error of the compiler."""
     with _building:

@@ -1,0 +1,40 @@
+"""One run at a time on the same devices: threads, streams and memory of a backend serve one program at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from weakref import WeakKeyDictionary
+
+from ...backends.base import Backend
+
+_locks: WeakKeyDictionary[Backend, threading.RLock] = WeakKeyDictionary()
+_adding = threading.Lock()
+
+
+def _lock_of(backend: Backend) -> threading.RLock:
+    with _adding:
+        return _locks.setdefault(backend, threading.RLock())
+
+
+class Turn:
+    """In this context no other thread uses any of these backends; a thread that is in it may enter it again."""
+
+    def __init__(self, backends: Iterable[Backend]) -> None:
+        locks = {id(lock): lock for lock in map(_lock_of, backends)}
+        self._locks = [locks[key] for key in sorted(locks)]  # in one order, so that nobody waits for each other
+
+    def __enter__(self) -> None:
+        held: list[threading.RLock] = []
+        try:
+            for lock in self._locks:
+                lock.acquire()
+                held.append(lock)
+        except BaseException:  # Ctrl-C while it waits
+            for lock in held:
+                lock.release()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        for lock in self._locks:
+            lock.release()
