@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast, runtime_checka
 import numpy as np
 import numpy.typing as npt
 
+from ..graph.arguments import TEXT, needs, shown
 from ..graph.dtypes import DType
 from ..graph.errors import BackendError, HocketError, StepError
 from ..graph.node import Attrs, Node
@@ -294,17 +295,25 @@ def registered() -> dict[str, EntryPoint]:
     return found
 
 
+@needs(BackendError, kind=TEXT)
 def load(kind: str) -> Backend:
     """The backend for a device kind.  Raises `BackendError` with the known kinds, or why it does not load."""
     known = registered()
     if kind not in known:
-        raise BackendError(f"there is no backend for device kind {kind!r}; known kinds: {', '.join(sorted(known))}")
+        raise BackendError(
+            f"there is no backend for device kind {shown(kind)}; known kinds: {', '.join(sorted(known))}"
+        )
     try:
         return cast(Backend, known[kind].load()())
     except ImportError as why:
         raise BackendError(f"backend {kind!r} does not load: {why}") from None
 
 
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and len(text) < 10
+
+
+@needs(BackendError, name=TEXT)
 def find(name: str) -> tuple[Backend, Device]:
     """Backend and device of a name like ``cpu:0`` (or ``cpu``, its first), or of a part, as ``cuda:0.1``.
 
@@ -312,8 +321,10 @@ def find(name: str) -> tuple[Backend, Device]:
     """
     kind, _, numbers = name.partition(":")
     index, dot, part = numbers.partition(".")
-    if (numbers and not index.isdecimal()) or (dot and not part.isdecimal()):
-        raise BackendError(f"device {name!r}: after the colon comes a number, as in {kind}:0, or {kind}:0.1 for a part")
+    if (numbers and not _is_number(index)) or (dot and not _is_number(part)):
+        raise BackendError(
+            f"device {shown(name)}: after the colon comes a number, as in {kind}:0, or {kind}:0.1 for a part"
+        )
     backend = load(kind)
     device = backend.device(int(index or 0))
     return backend, replace(device, part=int(part)) if dot else device

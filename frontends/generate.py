@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from ..graph.arguments import ANY, NONE, a, list_of, needs, whole
 from .errors import ModelError
 from .gguf.tokenizer import Tokenizer, Utf8Stream
 from .sampling import Sampling
@@ -45,6 +47,16 @@ class Timing:
         )
 
 
+@needs(
+    ModelError,
+    session=a(Session),
+    prompt=list_of(ANY, "a sequence of tokens"),
+    limit=whole(-sys.maxsize),
+    sampling=a(Sampling),
+    seed=whole(0),
+    stop=a(frozenset, set),
+    timing=a(Timing) | NONE,
+)
 def generate(
     session: Session,
     prompt: Sequence[int],
@@ -60,7 +72,7 @@ def generate(
     Ends before a token of `stop`, which is not given out.  Raises `ModelError` if the prompt is empty or longer than
     the context, or if the context fills up before `limit`.
     """
-    if not prompt:
+    if not len(prompt):
         raise ModelError("the prompt is empty and the model adds no BOS token; give some text to continue")
     timing = Timing() if timing is None else timing
     rng = np.random.default_rng(seed)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from ..graph.arguments import BOOL, NONE, a, needs
 from .errors import ModelError
 from .gguf import open_gguf
 from .models import Model, load_model
@@ -16,6 +17,7 @@ from .session import DEFAULT_BATCH, DEFAULT_CONTEXT, Group, Progress, Session, c
 EMBEDDED = "hocket-tiny-q8_0.gguf"
 
 
+@needs(ModelError, path=a(str, Path) | NONE, header_only=BOOL)
 def open_model(path: str | Path | None, *, header_only: bool = False) -> Model:
     """The model in a GGUF file, or the one that comes with hocket.
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
 from ..backends.cpu.choices import descending, largest
+from ..graph.arguments import FINITE, Kind, demand, whole
 from .errors import ModelError
 
 FEW = 256
 """More candidates than that are sorted with all others instead of picked out."""
+
+
+SAMPLING: Mapping[str, Kind] = MappingProxyType(
+    {"temperature": FINITE, "top_k": whole(-(2**31), 2**31), "top_p": FINITE, "min_p": FINITE}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +35,8 @@ class Sampling:
     min_p: float = 0.05
 
     def __post_init__(self) -> None:
+        for name, kind in SAMPLING.items():
+            demand(ModelError, "Sampling", name, getattr(self, name), kind)
         legal = {
             "temperature": (self.temperature >= 0 and np.isfinite(self.temperature), "at least 0"),
             "top-k": (self.top_k >= 0, "at least 0"),

@@ -17,9 +17,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from ..graph.arguments import ANY, a, list_of, needs
 from .errors import ModelError
 from .models import Model
-from .session import Session
+from .session import Session, token_ids
 
 FORMAT = "hocket-state-1"
 
@@ -34,6 +35,7 @@ def model_digest(model: Model) -> str:
     return sha.hexdigest()
 
 
+@needs(ModelError, session=a(Session), tokens=list_of(ANY, "a sequence of sequences of tokens"), path=a(str, Path))
 def save_state(session: Session, tokens: Sequence[Sequence[int]], path: str | Path) -> None:
     """Write what `session` remembers, and the tokens of each sequence, to `path` (whole or not at all).
 
@@ -45,7 +47,7 @@ def save_state(session: Session, tokens: Sequence[Sequence[int]], path: str | Pa
             "model": model_digest(session.model),
             "context": session.context,
             "lengths": session.lengths,
-            "tokens": [list(map(int, t)) for t in tokens],
+            "tokens": [token_ids(i, row) for i, row in enumerate(tokens)],
         }
         arrays = {f"state/{name}": _used(session, name) for name in session.store.states}
     path = Path(path)
@@ -60,6 +62,7 @@ def save_state(session: Session, tokens: Sequence[Sequence[int]], path: str | Pa
             raise
 
 
+@needs(ModelError, session=a(Session), path=a(str, Path))
 def load_state(session: Session, path: str | Path) -> list[list[int]]:
     """Put `session` where the saved one was and return the tokens of each sequence.
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
 from ..backends.base import Backend, Device, find
+from ..graph.arguments import ANY, BOOL, CALLABLE, NONE, TEXT, Kind, a, demand, list_of, needs, pair_of, real, whole
+from ..graph.arrays import numbers
 from ..graph.dtypes import DType
 from ..graph.graph import Graph
 from ..graph.node import Node, Value
@@ -28,6 +31,7 @@ FEWEST_CELLS = 256
 """The smallest context bucket; the next ones double."""
 DEFAULT_CONTEXT = 4096
 DEFAULT_BATCH = 512
+COUNT = whole(-(2**31), 2**31)
 HOST = "cpu:0"
 """The device that takes what does not fit on others."""
 
@@ -38,6 +42,21 @@ class Progress:
 
     done: int
     total: int
+
+
+GROUP: Mapping[str, Kind] = MappingProxyType(
+    {
+        "devices": list_of(TEXT, "a sequence of texts"),
+        "split_mode": TEXT,
+        "tensor_split": list_of(real(-(2.0**63), 2.0**63), "a sequence of finite numbers"),
+        "place": list_of(pair_of(TEXT, TEXT), "a sequence of pairs (regular expression, device)"),
+        "threads": whole(1, 1 << 16) | NONE,
+        "exact": BOOL,
+        "wire": Kind(" or ".join(WIRES), lambda v: isinstance(v, str) and v in WIRES),
+        "fast": BOOL,
+    }
+)
+"""What each field of a `Group` may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +79,10 @@ class Group:
     wire: str = "f32"
     fast: bool = False
 
+    def __post_init__(self) -> None:
+        for name, kind in GROUP.items():
+            demand(ModelError, "Group", name, getattr(self, name), kind)
+
 
 class Session:
     """Runs batches of new tokens for a fixed number of sequences and remembers their states.
@@ -70,6 +93,15 @@ class Session:
     `planning` is the seconds that plans have taken so far, with the kernels that had to be compiled for them.
     """
 
+    @needs(
+        ModelError,
+        model=a(Model),
+        on=a(Group),
+        sequences=COUNT,
+        context=COUNT | NONE,
+        batch=COUNT,
+        on_progress=CALLABLE | NONE,
+    )
     def __init__(
         self,
         model: Model,
@@ -138,6 +170,7 @@ class Session:
 
     # ------------------------------------------------------------------------------------------------ running
 
+    @needs(ModelError, tokens=list_of(ANY, "a sequence of sequences of tokens"), every_position=BOOL)
     def evaluate(self, tokens: Sequence[Sequence[int]], *, every_position: bool = False) -> list[F32]:
         """Append new tokens to each sequence (none to one that idles) and return its logits.
 
@@ -145,13 +178,14 @@ class Session:
         ``[1, vocabulary]`` for its last token; no rows for an idle sequence.  Raises `ModelError` if a sequence would
         outgrow the context, before anything is changed.
         """
-        found: list[list[F32]] = [[] for _ in tokens]
-        longest = max(map(len, tokens), default=0)
+        given = [token_ids(i, new) for i, new in enumerate(tokens)]
+        found: list[list[F32]] = [[] for _ in given]
+        longest = max(map(len, given), default=0)
         with self.store.turn:
-            self._check(tokens)
+            self._check(given)
             for start in range(0, longest, self.batch):
-                part = [list(new[start : start + self.batch]) for new in tokens]
-                last = [start + len(p) == len(new) for p, new in zip(part, tokens, strict=True)]
+                part = [new[start : start + self.batch] for new in given]
+                last = [start + len(p) == len(new) for p, new in zip(part, given, strict=True)]
                 logits = self._run(part, every_position)
                 for rows, one, mine, ends in zip(found, logits, part, last, strict=True):
                     if mine and (every_position or ends):
@@ -184,17 +218,20 @@ class Session:
 
     # -------------------------------------------------------------------------------------------------- plans
 
+    @needs(ModelError, tokens=COUNT, length=COUNT, outputs=COUNT)
     def step(self, tokens: int, length: int, outputs: int = 1) -> Step:
         """The step that runs so many new tokens (a bucket) where the longest sequence then has `length`."""
         cells = min(self.context, max(FEWEST_CELLS, _bucket(length)))
         return _step(self.sequences, tokens, cells, self.context, outputs)
 
+    @needs(ModelError, step=a(Step))
     def plan(self, step: Step) -> Plan:
         """The plan of a step, over the weights and states as they lie."""
         if step == self._one:
             return self._first
         return plan_for(self._graph(step), self.group, place=self._place, like=self._first)
 
+    @needs(ModelError, step=a(Step))
     def executor(self, step: Step) -> Executor:
         """The plan of a step, bound to this session's memory; built at its first use."""
         with self.store.turn:
@@ -211,6 +248,7 @@ class Session:
 
     def reset(self, sequence: int) -> None:
         """Forget a sequence: it starts anew, its rows of every state zeroed."""
+        demand(ModelError, "reset", "sequence", sequence, whole(0, self.sequences - 1))
         with self.store.turn:
             self.lengths[sequence] = 0
             for name in self.store.states:
@@ -221,6 +259,16 @@ class Session:
 
 _step = lru_cache(maxsize=64)(Step)
 """Steps are few, and each is asked for with every token."""
+
+
+def token_ids(sequence: int, given: Sequence[int]) -> list[int]:
+    """Tokens of a sequence that a caller gives, as a list.  Raises `ModelError` unless they are integers."""
+    ids = numbers(f"tokens of sequence {sequence}", given, ModelError)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ModelError(
+            f"tokens of sequence {sequence}: got {ids.dtype}{list(ids.shape)}; need integers in one dimension"
+        )
+    return ids.tolist()  # type: ignore[no-any-return]  # integers, as was seen
 
 
 def found(on: Group) -> list[tuple[Backend, Device]]:

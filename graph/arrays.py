@@ -22,7 +22,7 @@ def numbers(what: str, given: npt.ArrayLike, error: type[HocketError] = PlanErro
         reason = " ".join(f"{type(why).__name__}: {why}".split())
         raise error(f"{what}: got a {type(given).__name__} that NumPy makes no array of ({reason:.100})") from None
     if array.dtype.kind not in NUMBERS:
-        raise error(f"{what}: got a {type(given).__name__} of dtype {array.dtype}; need real numbers")
+        raise error(f"{what} has NumPy dtype {array.dtype}; it must be real numbers")
     return array
 
 

@@ -7,6 +7,7 @@ import math
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from .arguments import TEXT, a, needs
 from .dtypes import BY_TEXT, DType
 from .errors import GraphError
 from .graph import Graph
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 FORMAT = "hocket-graph-1"
 
 
+@needs(GraphError, graph=a(Graph))
 def to_json(graph: Graph) -> str:
     """One JSON object: nodes in order, references as [node number, result]; `from_json` reads it back."""
     number = {node: i for i, node in enumerate(graph.nodes)}
@@ -43,6 +45,7 @@ def to_json(graph: Graph) -> str:
     return json.dumps(document, allow_nan=False)
 
 
+@needs(GraphError, text=TEXT)
 def from_json(text: str) -> Graph:
     """The graph that `to_json` wrote.  Raises `GraphError` on anything else."""
     try:
@@ -125,6 +128,7 @@ def _decode(value: Any, depth: int = 0) -> Attr:
 _SHAPES = {"input": "cds", "weight": "box3d", "state": "cylinder", "constant": "note"}
 
 
+@needs(GraphError, graph=a(Graph))
 def to_dot(graph: Graph) -> str:
     """Graphviz source: leaves by kind, edges labelled with specs, state updates dashed."""
     called = names(graph)
@@ -143,6 +147,7 @@ def to_dot(graph: Graph) -> str:
     return "\n".join([*lines, "}", ""])
 
 
+@needs(GraphError, graph=a(Graph))
 def to_networkx(graph: Graph) -> networkx.MultiDiGraph:
     """A networkx multigraph of the nodes by printed name; one edge for each operand, with position and spec."""
     import networkx as nx

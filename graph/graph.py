@@ -6,7 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from .arguments import TEXT, a, demand, needs, table_of
+from .errors import GraphError
 from .node import Node, Value
+
+VALUE = a(Value)
+OUTPUTS = table_of(TEXT, VALUE, "a mapping from names to values")
+UPDATES = table_of(VALUE, VALUE, "a mapping from states to their new values")
 
 
 @dataclass(frozen=True, eq=False)
@@ -14,7 +20,8 @@ class Graph:
     """Named outputs, and for each state that changes its value after the run.
 
     `nodes` holds every reachable node once, sources before users; it follows from the outputs alone, so the same
-    model code gives the same order.  Nothing is checked here: `verify` does that, in every plan.
+    model code gives the same order.  Raises `GraphError` for what are no values; all else `verify` checks, in every
+    plan.
     """
 
     outputs: Mapping[str, Value]
@@ -22,6 +29,8 @@ class Graph:
     nodes: tuple[Node, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        demand(GraphError, "Graph", "outputs", self.outputs, OUTPUTS)
+        demand(GraphError, "Graph", "updates", self.updates, UPDATES)
         object.__setattr__(self, "outputs", MappingProxyType(dict(self.outputs)))
         object.__setattr__(self, "updates", MappingProxyType(dict(self.updates)))
         object.__setattr__(self, "nodes", topological_order(self.roots()))
@@ -30,6 +39,7 @@ class Graph:
         """Outputs, then updated states, then their new values."""
         return (*self.outputs.values(), *self.updates, *self.updates.values())
 
+    @needs(GraphError, op=TEXT)
     def leaves(self, op: str) -> tuple[Value, ...]:
         """The leaves of one kind: ``input``, ``weight``, ``state`` or ``constant``."""
         return tuple(Value(n) for n in self.nodes if n.op == op)

@@ -12,6 +12,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from .arguments import shown
+from .arrays import numbers
 from .dtypes import BY_TEXT, DType
 from .errors import GraphError
 from .spec import Spec, make_spec
@@ -111,8 +113,8 @@ class Value:
 
 
 def _leaf(op: str, name: str, spec: Spec, attrs: Attrs = NO_ATTRS) -> Value:
-    if not name:
-        raise GraphError(f"{op} of {spec} has no name; leaves are bound by name")
+    if not isinstance(name, str) or not name:
+        raise GraphError(f"{op} of {spec} has no name, but {shown(name)}; leaves are bound by name, so give it text")
     return Value(Node(op, (), attrs, (spec,), name))
 
 
@@ -133,14 +135,16 @@ def state(name: str, shape: Sequence[int], dtype: DType | str = DType.F32) -> Va
 
 def constant(name: str, data: npt.ArrayLike) -> Value:
     """A small array that is part of the graph itself.  float64 becomes f32; integers stay as they are."""
-    array = np.ascontiguousarray(data)
+    what = f"constant %{quote(name) if isinstance(name, str) else shown(name):.60}"
+    given = numbers(what, data, GraphError)
+    array = np.ascontiguousarray(given)
     if array.dtype.name == "float64":
         array = array.astype(np.float32)
     text = {"float32": "f32", "float16": "f16"}.get(array.dtype.name, array.dtype.name.replace("int", "i"))
     if text not in BY_TEXT:
-        raise GraphError(f"constant %{name} has NumPy dtype {array.dtype}; use a float or a signed integer type")
+        raise GraphError(f"{what} has NumPy dtype {array.dtype}; use a float or a signed integer type")
     # NumPy's ascontiguousarray makes scalars one-dimensional; the graph keeps rank 0.
-    spec = make_spec(np.shape(data), text)
+    spec = make_spec(given.shape, text)
     return _leaf("constant", name, spec, MappingProxyType({"data": array.astype(spec.dtype.storage).tobytes()}))
 
 

@@ -7,6 +7,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .arguments import shown
 from .dtypes import BY_TEXT, DType
 from .errors import GraphError
 
@@ -59,14 +60,14 @@ def make_spec(shape: Sequence[int], dtype: DType | str = DType.F32) -> Spec:
     """A checked `Spec`; `dtype` may be its name.  Raises `GraphError`."""
     if isinstance(dtype, str):
         if dtype not in BY_TEXT:
-            raise GraphError(f"unknown dtype {dtype!r}; one of {', '.join(BY_TEXT)}")
+            raise GraphError(f"unknown dtype {shown(dtype)}; one of {', '.join(BY_TEXT)}")
         dtype = BY_TEXT[dtype]
     elif not isinstance(dtype, DType):
-        raise GraphError(f"dtype is {dtype!r}; it must be a DType or the name of one")
+        raise GraphError(f"dtype is {shown(dtype)}; it must be a DType or the name of one")
     try:
         spec = Spec(tuple(map(operator.index, shape)), dtype)
     except TypeError:
-        raise GraphError(f"shape is {shape!r}; it must be a sequence of integers") from None
+        raise GraphError(f"shape is {shown(shape)}; it must be a sequence of integers") from None
     if why := problem(spec):
         raise GraphError(why)
     return spec

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Container
 from itertools import count
 
+from .arguments import TEXT, a, needs
 from .dtypes import BY_TEXT, DType
 from .errors import GraphError
 from .graph import Graph
@@ -89,6 +90,7 @@ def _shown(node: Node, called: dict[Node, str] | None) -> str:
     return f"%{quote(called[node])}" if node.name else f"%{called[node]}"
 
 
+@needs(GraphError, graph=a(Graph))
 def dump(graph: Graph) -> str:
     """The whole graph as text; `parse` reads it back."""
     called = names(graph)
@@ -167,7 +169,7 @@ class _Line:
 
     def error(self, why: str) -> GraphError:
         column = self.tokens[self.at][2] + 1 if self.at < len(self.tokens) else len(self.text) + 1
-        return GraphError(f"line {self.number}, column {column}: {why}")
+        return GraphError(f"line {self.number}, column {column}: {why if len(why) <= 300 else f'{why[:297]}...'}")
 
 
 def _attr(cursor: _Line, depth: int = 0) -> Attr:
@@ -302,6 +304,7 @@ class _Parser:
         return src, attrs
 
 
+@needs(GraphError, text=TEXT)
 def parse(text: str) -> Graph:
     """The graph that `dump` wrote.  Raises `GraphError` with line and column; ops are checked by `verify`."""
     parser = _Parser()

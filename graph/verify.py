@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
+from .arguments import a, needs
 from .dtypes import DType
 from .errors import GraphError
 from .graph import Graph
@@ -114,6 +115,7 @@ def problems(graph: Graph, rules: Sequence[Rule] = RULES) -> list[str]:
     return faults
 
 
+@needs(GraphError, graph=a(Graph))
 def verify(graph: Graph, rules: Sequence[Rule] = RULES) -> None:
     """Raise `GraphError` with the first problem (and how many more there are)."""
     if found := problems(graph, rules):

@@ -8,9 +8,12 @@ from types import MappingProxyType
 
 import numpy as np
 
+from ..graph.arguments import shown
 from ..graph.dtypes import DType
 from ..graph.node import Attr, Attrs
 from .signature import Mismatch
+
+LONGEST = 200
 
 
 def _int(value: object) -> int:
@@ -37,12 +40,18 @@ def _exactly(kind: type) -> Callable[[object], Attr]:
     return check
 
 
+def _text(value: object) -> str:
+    if not isinstance(value, str) or len(value) > LONGEST:
+        raise TypeError
+    return value
+
+
 _KINDS: Mapping[str, tuple[str, Callable[[object], Attr]]] = MappingProxyType(
     {
         "int": ("an integer of 64 bits", _int),
         "float": ("a number", _float),
         "bool": ("true or false", _exactly(bool)),
-        "str": ("text", _exactly(str)),
+        "str": (f"text of at most {LONGEST} characters", _text),
         "DType": ("a DType", _exactly(DType)),
     }
 )
@@ -61,8 +70,7 @@ def settled(name: str, kind: str, value: object) -> Attr:
     try:
         return convert(value)
     except (TypeError, ValueError, OverflowError):
-        shown = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:57]}..."
-        raise Mismatch(f"{name} is {shown}; it must be {need}") from None
+        raise Mismatch(f"{name} is {shown(value)}; it must be {need}") from None
 
 
 def _kind(kind: str) -> tuple[str, Callable[[object], Attr]]:

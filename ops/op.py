@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeAlias, TypeVar, overload
 
 import numpy.typing as npt
 
+from ..graph.arguments import shown
 from ..graph.errors import GraphError
 from ..graph.node import Attr, Attrs, Node, Value, word
 from ..graph.spec import Spec, problem
@@ -104,13 +105,15 @@ class Op(Generic[R]):
         while src and src[-1] is None:
             src.pop()
         if strange := [v for v in src if v is not None and not isinstance(v, Value)]:
-            raise GraphError(f"{self.name}: operand {strange[0]!r:.60} is no graph value; make a leaf with constant()")
+            raise GraphError(f"{self.name}: operand {shown(strange[0])} is no graph value; make a leaf with constant()")
+        if not isinstance(name, str):
+            raise GraphError(f"{self.name}: name is {shown(name)}; need text")
         try:
             settled = self.settle(attrs)
             specs = self.infer(tuple(None if v is None else v.spec for v in src), settled)
         except Mismatch as why:
-            shown = ", ".join("_" if v is None else repr(v) for v in src)
-            raise GraphError(f"{self.name}({shown}): {why}") from None
+            operands = ", ".join("_" if v is None else repr(v) for v in src)
+            raise GraphError(f"{self.name}({operands}): {why}") from None
         node = Node(self.name, tuple(src), settled, specs, name)
         return Value(node) if len(specs) == 1 else node.results  # type: ignore[return-value]  # R is what the reference returns
 

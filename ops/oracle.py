@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from ..graph.arrays import fitted
+from ..graph.arguments import a, needs
+from ..graph.arrays import fitted, numbers
 from ..graph.errors import GraphError
 from ..graph.graph import Graph
 from ..graph.node import Node, Value, constant_array
@@ -17,10 +18,11 @@ from .registry import op_of
 
 def exact(array: npt.ArrayLike) -> Array:
     """`array` as the references take it: float64, or integers as they are."""
-    array = np.asarray(array)
+    array = numbers("array", array, GraphError)
     return array if array.dtype.kind in "iu" else array.astype(np.float64)
 
 
+@needs(GraphError, graph=a(Graph), bindings=a(Mapping))
 def evaluate(graph: Graph, bindings: Mapping[str, npt.ArrayLike]) -> tuple[dict[str, Array], dict[str, Array]]:
     """Outputs by name and new states by name.  `bindings` holds dequantised arrays for inputs, weights and states;
     a state that is missing is zeros.  Raises `GraphError` for a leaf without a binding or of another shape."""

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from ..graph.arguments import a, needs
+from ..graph.errors import GraphError
 from ..graph.graph import Graph
 from ..graph.node import LEAVES, Node
 from ..graph.verify import RULES as GRAPH_RULES
@@ -77,6 +79,7 @@ def specs_follow_from_operands(graph: Graph) -> Iterator[str]:
 RULES: tuple[Rule, ...] = (*GRAPH_RULES, ops_are_declared, specs_follow_from_operands)
 
 
+@needs(GraphError, graph=a(Graph))
 def verify(graph: Graph) -> None:
     """Raise `GraphError` unless `graph` obeys every rule, those of its ops included."""
     verify_rules(graph, RULES)

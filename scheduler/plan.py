@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..backends.base import Backend, Device
+from ..graph.arguments import BOOL, needs
+from ..graph.errors import PlanError
 from ..graph.graph import Graph
 from ..ops import REGISTRY
 from ..ops.collective import COLLECTIVES
@@ -100,6 +102,7 @@ class Plan:
 
         return digest(self)
 
+    @needs(PlanError, steps=BOOL)
     def explain(self, *, steps: bool = False) -> str:
         """What it costs, what was considered, memory, and each stage with its reason; `steps`: each instruction."""
         from .telling.explain import explain

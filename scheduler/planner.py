@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from ..backends.base import Device, find
+from ..graph.arguments import CALLABLE, NONE, TEXT, a, list_of, needs, pair_of, real, shown
 from ..graph.errors import PlanError
 from ..graph.graph import Graph
 from ..graph.node import Node, Value
@@ -19,7 +20,7 @@ from ..ops.collective import COLLECTIVES
 from .fits import shortage
 from .hardware import CPU, Hardware
 from .layout import REPLICATE, Local
-from .lowering.lane import Devices, lanes_of
+from .lowering.lane import DEVICES, Devices, lanes_of
 from .plan import Cuts, Host, Plan
 from .sharding.assign import assign
 from .sharding.emit import Sharded, shard
@@ -33,10 +34,22 @@ from .sharding.shares import Shares
 from .verifier.plan import verify_plan
 
 Chooser = Callable[[Graph, Factors], frozenset[Factor]]
+MOST = 2.0**63
+"""Of a share."""
 TRIES = 8
 """Plans made in looking for the least that the host must take."""
 
 
+OPTIONS = {
+    "graph": a(Graph),
+    "split_mode": TEXT,
+    "tensor_split": list_of(real(-MOST, MOST), "a sequence of finite numbers"),
+    "place": list_of(pair_of(TEXT, TEXT), "a sequence of pairs (regular expression, device)"),
+    "like": a(Plan) | NONE,
+}
+
+
+@needs(PlanError, devices=TEXT | list_of(TEXT, "a sequence of texts"), **OPTIONS)
 def plan(
     graph: Graph,
     devices: str | Sequence[str] = "cpu:0",
@@ -59,6 +72,7 @@ def plan(
     return plan_for(graph, group, split_mode=split_mode, tensor_split=tensor_split, place=place, like=like)
 
 
+@needs(PlanError, group=DEVICES, hardware=a(Hardware), choose=CALLABLE | NONE, host=a(Host) | NONE, **OPTIONS)
 def plan_for(
     graph: Graph,
     group: Devices,
@@ -77,7 +91,7 @@ def plan_for(
     device.  In mode ``none`` devices that have nothing to do are left out of the plan.
     """
     if split_mode not in SPLIT_MODES:
-        raise PlanError(f"split mode is {split_mode!r}; one of {', '.join(SPLIT_MODES)}")
+        raise PlanError(f"split mode is {shown(split_mode)}; one of {', '.join(SPLIT_MODES)}")
     if len({str(device) for _, device in group}) < len(group) or not group:
         raise PlanError(
             f"devices {', '.join(str(d) for _, d in group) or 'none'}: name each once, and at least one; "

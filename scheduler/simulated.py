@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from ..backends.base import Array, Comm, Device, Program, Support, Tensor
+from ..graph.arguments import TEXT, needs
 from ..graph.errors import BackendError, PlanError
 from ..graph.node import Node
 from ..graph.spec import Spec
@@ -125,6 +126,7 @@ class Simulation:
     host_hardware: Hardware
 
 
+@needs(PlanError, text=TEXT)
 def simulate(text: str) -> Simulation:
     """The group that ``h200:8,nvlink`` or ``cpu:2`` or ``rtx4090:1,rtx3090:1,pcie4`` describes.
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from ...graph.arguments import BOOL, TEXT, a, needs, shown, whole
 from ..errors import ModelError
 from .special_tokens import BYTE, CONTROL, NORMAL, UNKNOWN, USER, special_tokens, stripping
 from .vocabulary import (
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 SPACE = "▁"
+ID = whole(0)
 MAX_RUN = 1 << 21
 """Characters of the longest run without, or of nothing but, white space: the regex engine gives up at five times it."""
 _RUNS = re.compile(r"\s+|\S+")
@@ -87,6 +89,7 @@ class Tokenizer:
         """The text of EOS as chat templates expect it; empty if there is none."""
         return "" if self.eos_id is None else self.tokens[self.eos_id]
 
+    @needs(ModelError, text=TEXT, add_special=BOOL, parse_special=BOOL)
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """The token ids of ``text``; the two flags are those of ``llama_tokenize``.
 
@@ -102,6 +105,7 @@ class Tokenizer:
         eos = [self.eos_id] if add_special and self.add_eos and self.eos_id is not None else []
         return bos + ids + eos
 
+    @needs(ModelError, rendered=TEXT)
     def encode_chat(self, rendered: str) -> list[int]:
         """The token ids of a rendered chat: special tokens parsed, and BOS added only if the template did not.
 
@@ -112,6 +116,7 @@ class Tokenizer:
             return [self.bos_id, *ids]
         return ids
 
+    @needs(ModelError, ids=a(Sequence, Iterator, words="a sequence of ids"), special=BOOL)
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         """The text of ``ids``, from the start of a text; bytes that are not UTF-8 become U+FFFD.
 
@@ -128,8 +133,8 @@ class Tokenizer:
 
         ModelError if the vocabulary has no such token.
         """
-        if not 0 <= token < self.n_tokens:
-            raise ModelError(f"token {token} is not in the vocabulary; need 0 to {self.n_tokens - 1}")
+        if not ID.holds(token) or token >= self.n_tokens:
+            raise ModelError(f"token {shown(token)} is not in the vocabulary; need 0 to {self.n_tokens - 1}")
         text, type_ = self.tokens[token], self.types[token]
         if type_ in (CONTROL, UNKNOWN, USER):
             return text.encode() if special or type_ == USER else b""

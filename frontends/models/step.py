@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ...graph.arguments import shown
 from ..errors import ModelError
 
 LARGEST_ROW = 2**31 - 1
@@ -36,8 +37,8 @@ class Step:
     def __post_init__(self) -> None:
         for name in self.__slots__:
             size = getattr(self, name)
-            if type(size) is not int or size < 1:
-                raise ModelError(f"step: {name} is {size!r}; need an integer of at least 1")
+            if type(size) is not int or not 1 <= size <= LARGEST_ROW:
+                raise ModelError(f"step: {name} is {shown(size)}; need an integer from 1 to {LARGEST_ROW}")
         if self.cells > self.context:
             raise ModelError(f"step: reads {self.cells} cells of {self.context}; need cells of at most the context")
         if self.sequences * self.context > LARGEST_ROW:

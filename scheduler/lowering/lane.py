@@ -6,10 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...backends.base import Backend, Device, Program
+from ...graph.arguments import Kind, a, list_of, pair_of
 from ...graph.graph import Graph
 from .lower import check_support, lower
 
 Devices = Sequence[tuple[Backend, Device]]
+DEVICES = list_of(
+    pair_of(Kind("a backend", lambda b: hasattr(b, "compile")), a(Device)),
+    "a sequence of pairs of a backend and a Device",
+)
 """The devices of a plan, each with the backend that runs it."""
 
 

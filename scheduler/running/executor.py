@@ -7,13 +7,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from ...backends.base import Array, Comm, Measures, Program
+from ...graph.arguments import ANY, TEXT, Kind, a, demand, needs, real, table_of
 from ...graph.arrays import fitted
 from ...graph.dtypes import DType
 from ...graph.errors import BackendError, PlanError, StepError
+from ...graph.node import quote
 from ...ops.quants import decoded, encoded
 from ..plan import Plan
 from .comm import Alone, Meeting
@@ -23,6 +24,11 @@ from .turns import Turn
 
 Times = list[list[tuple[str, float]]]
 """For each device the kernels of its steps, and their seconds."""
+
+
+MOST_SECONDS = 1e9
+WIRE = Kind("DType.F32 or DType.BF16", lambda v: v is DType.F32 or v is DType.BF16)
+INPUTS = table_of(TEXT, ANY, "a mapping from names of inputs to arrays")
 
 
 class Executor:
@@ -37,6 +43,7 @@ class Executor:
     side by side, plan and load once for each thread.
     """
 
+    @needs(PlanError, plan=a(Plan), store=a(Store), timeout=real(0, MOST_SECONDS), wire=WIRE)
     def __init__(self, plan: Plan, store: Store, *, timeout: float = 60.0, wire: DType = DType.F32) -> None:
         self.plan, self.store = plan, store
         self._turn = Turn((*store.backends, *(lane.backend for lane in plan.lanes)))
@@ -93,8 +100,10 @@ class Executor:
 
     def bind(self, inputs: Mapping[str, npt.ArrayLike]) -> None:
         """Copy the inputs to all devices."""
-        for name in inputs.keys() - self._specs.keys():
-            raise PlanError(f"there is no input %{name}; inputs: {', '.join(self._specs) or 'none'}")
+        if not isinstance(inputs, Mapping) or not inputs.keys() <= self._specs.keys():
+            demand(PlanError, "run", "inputs", inputs, INPUTS)
+            (name, *_) = (key for key in inputs if key not in self._specs)
+            raise PlanError(f"there is no input %{quote(name):.60}; inputs: {', '.join(self._specs) or 'none'}")
         with self._turn:
             for name, spec in self._specs.items():
                 if name not in inputs:
@@ -208,6 +217,7 @@ class Executor:
         raise why
 
 
+@needs(PlanError, plan=a(Plan), weights=a(Mapping))
 def load(plan: Plan, weights: Mapping[str, npt.ArrayLike]) -> Executor:
     """Bind `weights` (arrays by name, in the dtypes the graph declares) and make `plan` ready to run."""
     store = Store([(lane.backend, lane.device) for lane in plan.lanes])

@@ -10,15 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ...backends.base import Array, Backend, BufferSpec, Device, Tensor, contiguous_strides
+from ...graph.arguments import TEXT, a, needs
 from ...graph.arrays import fitted, fitted_blocks, numbers
 from ...graph.dtypes import DType
 from ...graph.errors import PlanError
 from ...graph.graph import Graph
-from ...graph.node import constant_array
+from ...graph.node import constant_array, quote
 from ...graph.spec import Spec
 from ...ops.quants import decoded, encoded
-from ..layout import REPLICATE, Layout, Local, Shard, local_shape
-from ..lowering.lane import Lane
+from ..layout import REPLICATE, Layout, Local, Replicate, Shard, local_shape
+from ..lowering.lane import DEVICES, Lane
 from ..plan import Plan
 from .turns import Turn
 
@@ -29,6 +30,7 @@ class Store:
     Raises `BackendError` when a device has no memory left.
     """
 
+    @needs(PlanError, group=DEVICES)
     def __init__(self, group: Sequence[tuple[Backend, Device]]) -> None:
         self.group = tuple(group)
         self.backends = tuple(backend for backend, _ in self.group)
@@ -36,6 +38,7 @@ class Store:
         self._devices = [_DeviceStore(backend, device) for backend, device in group]
         self._layouts: dict[str, tuple[Spec, Layout]] = {}
 
+    @needs(PlanError, name=TEXT, spec=a(Spec), layout=a(Replicate, Shard, Local, words="a layout of a leaf"))
     def bind(self, name: str, data: npt.ArrayLike, spec: Spec, layout: Layout = REPLICATE) -> None:
         """Load a weight, each device its share; `data` is as a file holds it: numbers, or bytes ``[..., row bytes]`` if
         quantised.  Raises `PlanError` unless it fits `spec`."""
@@ -49,10 +52,13 @@ class Store:
                 part = _share(stored, spec, layout, number)
                 device.load(BufferSpec("weight", name, 0, Spec(shape, spec.dtype)), part)
 
+    @needs(PlanError, name=TEXT)
     def state(self, name: str) -> StateView:
         """A state over all devices: index and assign it as one array to reset, save or restore it."""
         if name not in self.states:
-            raise PlanError(f"there is no state %{name} yet; states appear with the first plan that has them")
+            raise PlanError(
+                f"there is no state %{quote(name):.60} yet; states appear with the first plan that has them"
+            )
         spec, layout = self._layouts[name]
         parts = [d.part("state", name) if ("state", name) in d.held else None for d in self._devices]
         return StateView(name, spec, layout, parts, self.turn)
@@ -65,11 +71,16 @@ class Store:
         """Bytes held on each device, by kind."""
         return [d.nbytes() for d in self._devices]
 
+    @needs(PlanError, plan=a(Plan))
     def buffers(self, plan: Plan) -> list[list[Any]]:
         """For each device the buffers of its program, made where they do not exist.
 
         Raises `PlanError` if a weight was never bound, or if a leaf lies otherwise than for an earlier plan.
         """
+        if len(plan.lanes) != len(self.group):
+            raise PlanError(
+                f"the plan is for {len(plan.lanes)} devices, the store for {len(self.group)}; make one for it"
+            )
         for leaf in (*plan.graph.weights, *plan.graph.states):
             name, wanted = leaf.node.name, (leaf.spec, plan.leaves[leaf.node.name])
             if leaf.node.op == "state":

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ...backends.base import Backend, BufferSpec, Device, Instruction, Program, Tensor, find
+from ...graph.arguments import TEXT, a, needs
 from ...graph.dtypes import BY_TEXT
 from ...graph.errors import BackendError, GraphError, PlanError
 from ...graph.export import from_json as graph_from_json
@@ -33,6 +34,7 @@ from ..verifier.plan import verify_plan
 FORMAT = "hocket-plan-2"
 
 
+@needs(PlanError, plan=a(Plan))
 def plan_to_json(plan: Plan) -> str:
     """One JSON object; `from_json` reads it back.  Devices that run the same share one program in it."""
     document = _running(plan)
@@ -54,6 +56,7 @@ def digest(plan: Plan) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+@needs(PlanError, text=TEXT)
 def plan_from_json(text: str) -> Plan:
     """The plan that `to_json` wrote, for the same kinds of devices.  Raises `PlanError` on anything else, and
     `BackendError` if a device is not there."""

@@ -93,9 +93,13 @@ class Bench:
         return {name: array.tobytes() for name, array in self.run.run(self.feed).items()}
 
 
+def _made_up(state: Any, rng: np.random.Generator) -> Any:
+    return rng.standard_normal(state.shape).astype(state.dtype.storage if state.dtype.is_integer else np.float32)
+
+
 def bench(backend: Any, made: Any, store: Store, feed: dict[str, Any], rng: np.random.Generator) -> Bench:
     run = Executor(made, store, timeout=20)
-    made_up = {v.node.name: rng.standard_normal(v.shape).astype(np.float32) for v in made.graph.states}
+    made_up = {v.node.name: _made_up(v, rng) for v in made.graph.states}
     found = Bench(backend, run, feed, made_up)
     found.reset()
     return found

@@ -1,0 +1,273 @@
+"""Every public function answers a wrong argument with one line: an error of hocket's own, never one of Python's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hocket
+from hocket import ops, scheduler
+from hocket.backends import base
+from hocket.frontends.generate import generate
+from hocket.frontends.gguf.tokenizer import Tokenizer, tokenizer_from_metadata
+from hocket.frontends.models import Model, Step
+from hocket.frontends.open import open_model
+from hocket.frontends.sampling import Sampling
+from hocket.frontends.saved_state import load_state, save_state
+from hocket.frontends.session import Group, Session
+from hocket.graph.spec import Spec
+from hocket.graph.text import parse_case
+
+LONGEST = 700
+"""Characters of a message."""
+RECORDS = {"DType", "Node", "Value", "Spec", "Op", "Range"}
+"""What only keeps what it is given: a graph of such is checked when it is planned."""
+DECLARING = {"op", "op_of"}
+"""For authors of ops, whose mistakes are ours."""
+
+
+class Awkward:
+    """It has no text, no truth and no array."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+    def __bool__(self) -> bool:
+        raise RuntimeError("no truth")
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("no array")
+
+
+def holder(value: Any) -> Any:
+    objects = np.empty(3, object)
+    objects[0] = value
+    return objects
+
+
+x, w, ids = hocket.input("x", (3, 4)), hocket.weight("w", (5, 4)), hocket.input("ids", (3,), "i32")
+s, q = hocket.state("s", (3, 5)), hocket.weight("q", (2, 32), "q8_0")
+new = ops.add(ops.mul_mat(w, x), s)
+graph = hocket.Graph({"y": new, "z": ops.get_rows(w, ids), "q": ops.get_rows(q, ids)}, {s: new})
+WEIGHTS = {"w": np.ones((5, 4), np.float32), "q": np.zeros((2, 34), np.uint8)}
+INPUTS = {"x": np.ones((3, 4), np.float32), "ids": np.zeros(3, np.int32)}
+WRONG: tuple[Any, ...] = (
+    *(None, True, -1, 0, 7, 2**100, 10**5000, 1.5, float("nan"), float("inf"), 1j),
+    *("", "text", "a\0b", "\ud800", "line\nline", "9" * 5000, "x" * 100_000, b"bytes", bytearray(b"b")),
+    *([], [None], [-1], [1.5], [float("nan")], [2**100], ["a"], [["a"]], [[1], [1, 2]], [("a", "b")], ["cpu:0", None]),
+    *({}, {"a": 1}, {1: 2}, {"y": x.node}, {"y": x}, {x: x}, {1, 2}, (), range(3), iter([1]), slice(1)),
+    *(np.array([1j]), np.array(["a"]), holder(None), holder("a"), np.array(2**40), np.array([2**40]), np.zeros((2, 2))),
+    *(np.float32("nan"), np.datetime64("2026-01-01"), np.zeros(0), np.zeros(3, "i4,f4"), np.array([0.5, -1.0])),
+    *(object(), Awkward(), int, len, x, x.node, x.spec, graph, hocket.DType.F32, base.Device("cpu", 0)),
+)
+
+
+@cache
+def plan() -> Any:
+    return hocket.plan(graph, "numpy:0")
+
+
+@cache
+def executor(device: str = "numpy:0") -> Any:
+    return hocket.load(hocket.plan(graph, device), WEIGHTS)
+
+
+@cache
+def model() -> Model:
+    return open_model(Path(__file__).parent / "fixtures/llama/model.gguf")
+
+
+@cache
+def session() -> Session:
+    return Session(model(), on=Group(("numpy:0",)), context=64)
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return tokenizer_from_metadata(open_model(None).gguf.metadata)
+
+
+def with_one(call: Callable[[Mapping[str, Any]], Any], given: Mapping[str, Any], name: str) -> Callable[..., Any]:
+    """`call` on a mapping in which one value is replaced."""
+    return lambda value: call({**given, name: value})
+
+
+def bound_store() -> Any:
+    store = hocket.Store(plan().group)
+    for value in graph.weights:
+        store.bind(value.node.name, WEIGHTS[value.node.name], value.spec, plan().leaves[value.node.name])
+    return store
+
+
+def assigned(index: Any, value: Any) -> None:
+    executor().store.state("s")[index] = value
+
+
+def generated(**given: Any) -> list[int]:
+    session().reset(0)
+    return list(generate(session(), **given))
+
+
+def evaluated(**given: Any) -> Any:
+    session().reset(0)
+    return session().evaluate(**given)
+
+
+LEAF = {"name": "n", "shape": (3,), "dtype": "f32"}
+PLANNING = {"split_mode": "auto", "tensor_split": (), "place": (), "like": None}
+SAMPLING = {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "min_p": 0.1}
+Case = tuple[Callable[..., Any], Mapping[str, Any]]
+
+
+def cases() -> Iterator[tuple[str, Case]]:
+    """Names, functions, and arguments that are right."""
+    yield "Graph", (hocket.Graph, {"outputs": {"y": new}, "updates": {s: new}})
+    yield "Graph.leaves", (graph.leaves, {"op": "input"})
+    for leaf in ("input", "weight", "state"):
+        yield leaf, (getattr(hocket, leaf), LEAF)
+    yield "constant", (hocket.constant, {"name": "n", "data": [1.0]})
+    for name in ("dump", "to_json", "to_dot", "to_networkx", "verify"):
+        yield name, (getattr(hocket, name), {"graph": graph})
+    yield "parse", (hocket.parse, {"text": hocket.dump(graph)})
+    yield "from_json", (hocket.from_json, {"text": hocket.to_json(graph)})
+    yield "plan", (hocket.plan, {"graph": graph, "devices": "numpy:0", **PLANNING})
+    two = {"devices": "numpy:0,numpy:1", "split_mode": "tensor", "tensor_split": (1, 2), "place": (("w", "numpy:1"),)}
+    yield "plan on two", (hocket.plan, {"graph": graph, **PLANNING, **two})
+    yield "load", (hocket.load, {"plan": plan(), "weights": WEIGHTS})
+    for name, right in WEIGHTS.items():
+        yield f"load {name}", (with_one(partial(hocket.load, plan()), WEIGHTS, name), {"value": right})
+    yield "Store", (hocket.Store, {"group": plan().group})
+    yield "Store.bind", (bound_store().bind, {"name": "w", "data": WEIGHTS["w"], "spec": w.spec})
+    yield "Store.bind, layout", (partial(bound_store().bind, "w", WEIGHTS["w"], w.spec), {"layout": plan().leaves["w"]})
+    yield "Store.state", (executor().store.state, {"name": "s"})
+    yield "Store.buffers", (bound_store().buffers, {"plan": plan()})
+    yield "a state", (partial(assigned, ...), {"value": 1.0})
+    yield "a row of a state", (partial(assigned, 1), {"value": np.ones(5)})
+    right = {"plan": plan(), "store": executor().store, "timeout": 1.0, "wire": hocket.DType.F32}
+    yield "Executor", (hocket.Executor, right)
+    for device in ("numpy:0", "cpu:0", "reference:0"):
+        run = executor(device)
+        yield f"Executor.run {device}", (run.run, {"inputs": INPUTS})
+        yield f"Executor.bind {device}", (run.bind, {"inputs": INPUTS})
+        for name, value in INPUTS.items():
+            yield f"Executor.run {device} {name}", (with_one(run.run, INPUTS, name), {"value": value})
+    yield "Plan.explain", (plan().explain, {"steps": False})
+    more = {"hardware": scheduler.CPU, "choose": None, "host": None}
+    yield "plan_for", (scheduler.plan_for, {"graph": graph, "group": plan().group, **PLANNING, **more})
+    yield "plan_to_json", (scheduler.plan_to_json, {"plan": plan()})
+    yield "plan_from_json", (scheduler.plan_from_json, {"text": scheduler.plan_to_json(plan())})
+    yield "difference", (scheduler.difference, {"before": plan(), "after": plan()})
+    yield "simulate", (scheduler.simulate, {"text": "cpu:2"})
+    yield "find", (base.find, {"name": "numpy:0"})
+    yield "load a backend", (base.load, {"kind": "numpy"})
+    leaves = {**INPUTS, "w": WEIGHTS["w"], "q": np.zeros((2, 32))}
+    yield "evaluate", (ops.evaluate, {"graph": graph, "bindings": leaves})
+    for name, value in leaves.items():
+        yield f"evaluate {name}", (with_one(partial(ops.evaluate, graph), leaves, name), {"value": value})
+    yield "exact", (ops.exact, {"array": [1.0]})
+
+
+def cases_of_models() -> Iterator[tuple[str, Case]]:
+    yield "open_model", (open_model, {"path": None, "header_only": False})
+    yield "Group", (Group, dataclasses.asdict(Group(("numpy:0",), threads=1)))
+    yield "Sampling", (Sampling, SAMPLING)
+    on = Group(("numpy:0",))
+    given = {"model": model(), "on": on, "sequences": 1, "context": 8, "batch": 4}
+    yield "Session", (Session, given)
+    yield "Session.evaluate", (evaluated, {"tokens": [[1]], "every_position": False})
+    yield "Session.evaluate, tokens", (lambda new: evaluated(tokens=[new]), {"new": [1]})
+    yield "Session.step", (session().step, {"tokens": 1, "length": 1, "outputs": 1})
+    yield "Session.plan", (session().plan, {"step": session().step(1, 1)})
+    yield "Session.executor", (session().executor, {"step": session().step(1, 1)})
+    yield "Session.reset", (session().reset, {"sequence": 0})
+    yield "Step", (Step, {"sequences": 1, "tokens": 1, "cells": 8, "context": 8, "outputs": 1})
+    right = {"prompt": [1], "limit": 1, "sampling": Sampling(), "seed": 0, "stop": frozenset([5]), "timing": None}
+    yield "generate", (generated, right)
+    yield "Tokenizer.encode", (tokenizer().encode, {"text": "a", "add_special": True, "parse_special": False})
+    yield "Tokenizer.encode_chat", (tokenizer().encode_chat, {"rendered": "a"})
+    yield "Tokenizer.decode", (tokenizer().decode, {"ids": [1], "special": False})
+    yield "Tokenizer.token_bytes", (tokenizer().token_bytes, {"token": 1})
+
+
+CASES, MODELS = dict(cases()), dict(cases_of_models())
+
+
+def faults(call: Callable[..., Any], right: Mapping[str, Any], wrong: tuple[Any, ...] = WRONG) -> Iterator[str]:
+    """Answers to wrong arguments that are no error of hocket's, or none of one short line."""
+    call(**right)  # what is right works
+    for name in right:
+        for value in wrong:
+            try:
+                call(**{**right, name: value})
+            except hocket.HocketError as why:
+                if "\n" in str(why) or len(str(why)) > LONGEST:
+                    yield f"{name}={label(value)}: {len(str(why))} characters: {str(why)[:100]!r}"
+            except Exception as why:
+                yield f"{name}={label(value)}: {type(why).__name__}: {str(why)[:100]}"
+
+
+def label(value: Any) -> str:
+    return f"a {type(value).__name__}" if isinstance(value, Awkward | int) else " ".join(repr(value).split())[:40]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_wrong_argument_of_a_public_function_is_an_error_of_hockets_own(name):
+    assert not list(faults(*CASES[name]))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_wrong_argument_where_models_run_is_an_error_of_hockets_own(name):
+    assert not list(faults(*MODELS[name]))
+
+
+def test_a_wrong_file_of_a_saved_state_is_an_error_of_hockets_own(tmp_path):
+    path = tmp_path / "state"
+    right = {"session": session(), "path": path}
+    wrong = tuple(v for v in WRONG if not isinstance(v, str))  # of files that are not there Python says so
+    assert not list(faults(lambda **given: save_state(tokens=[[]], **given), right, wrong))
+    assert not list(faults(lambda tokens: save_state(session(), tokens, path), {"tokens": [[1]]}, wrong))
+    save_state(session(), [[]], path)
+    assert not list(faults(load_state, right, wrong))
+
+
+BUILDERS = {name: op for name, op in vars(ops).items() if isinstance(op, ops.Op)}
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_wrong_operand_or_attribute_is_an_error_of_hockets_own(name):
+    op = BUILDERS[name]
+    found, forms = [], set()
+    for sample in op.samples:
+        case = parse_case(sample)
+        if tuple(case) in forms:
+            continue
+        forms.add(tuple(case))
+        right = {k: hocket.input(k, v.shape, v.dtype) if isinstance(v, Spec) else v for k, v in case.items()}
+        found += faults(op, {**op.defaults, **right, "name": "n"})
+    assert forms
+    assert not found
+
+
+def test_every_public_function_is_called_here():
+    """A new name of the package is either tested or said to be none that can be called wrongly."""
+    named = {name.split()[0].split(".")[0].rstrip(",") for name in (*CASES, *MODELS)}
+    everything = {n: getattr(room, n) for room in (hocket, ops) for n in dir(room) if not n.startswith("_")}
+    ours = {n: f for n, f in everything.items() if getattr(f, "__module__", "").startswith("hocket")}
+    public = {n for n, f in ours.items() if callable(f)}
+    errors = {n for n in public if n.endswith("Error")}
+    assert public - errors - RECORDS - DECLARING - set(BUILDERS) - {"Plan"} <= named
+    for kind, right in ((hocket.Graph, "Graph"), (hocket.Store, "Store"), (hocket.Executor, "Executor")):
+        methods = {n for n, f in vars(kind).items() if not n.startswith("_") and callable(f) and _has_arguments(f)}
+        covered = {c.split()[0].rstrip(",") for c in CASES}
+        assert {f"{right}.{m}" for m in methods} <= covered, kind
+
+
+def _has_arguments(function: Any) -> bool:
+    plain = getattr(function, "__wrapped__", function)
+    return plain.__code__.co_argcount + plain.__code__.co_kwonlyargcount > 1
