@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,8 @@ from hocket.frontends.saved_state import load_state, save_state
 from hocket.frontends.session import Group, Session
 from hocket.graph.spec import Spec
 from hocket.graph.text import parse_case
+
+from ..given.models import FIXTURES
 
 LONGEST = 700
 """Characters of a message."""
@@ -80,7 +81,7 @@ def executor(device: str = "numpy:0") -> Any:
 
 @cache
 def model() -> Model:
-    return open_model(Path(__file__).parent / "fixtures/llama/model.gguf")
+    return open_model(FIXTURES / "llama/model.gguf")
 
 
 @cache
