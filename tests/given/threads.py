@@ -1,4 +1,4 @@
-"""Threads that plan, load and run at once, in processes of a few seconds each: none may crash, all numbers must be right.
+"""Threads that plan, load and run at once, in processes of a few seconds each: no crash, and right numbers.
 
 Run ``python tests/given/threads.py --threads 8 --seconds 60``.  What a process loads once it loads in its first
 second, hence many short ones; with ``--cold`` the first of them finds no compiled kernel.
