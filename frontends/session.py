@@ -268,7 +268,7 @@ def token_ids(sequence: int, given: Sequence[int]) -> list[int]:
         raise ModelError(
             f"tokens of sequence {sequence}: got {ids.dtype}{list(ids.shape)}; need integers in one dimension"
         )
-    return ids.tolist()  # type: ignore[no-any-return]  # integers, as was seen
+    return list(map(int, ids))
 
 
 def found(on: Group) -> list[tuple[Backend, Device]]:
