@@ -12,7 +12,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from time import process_time
 
-from hocket.frontends.planning import step_graph
+from hocket.frontends.commands.plan import step_graph
 from hocket.scheduler import plan_for, simulate
 
 ROUNDS, LIMIT = 3, 5.0

@@ -9,7 +9,7 @@ import json
 import sys
 
 import hocket
-from hocket.frontends.bench import Test, random_tokens, seconds
+from hocket.frontends.commands.bench import Test, random_tokens, seconds
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..backends import find
-from ..frontends.flags import Parser
+from ..frontends.arguments import Parser
 from ..graph.errors import BackendError, HocketError
 from ..ops import REGISTRY
 from . import perf

@@ -15,7 +15,7 @@ import numpy as np
 from hocket.backends.base import Device
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.device.driver import Driver, Launch
-from hocket.frontends import bench as counting
+from hocket.frontends.commands import bench as counting
 from hocket.frontends.models import Batch, Model, Step
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session

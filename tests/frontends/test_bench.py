@@ -8,7 +8,7 @@ from itertools import cycle
 import pytest
 
 from hocket.cli import main
-from hocket.frontends import bench
+from hocket.frontends.commands import bench
 from hocket.frontends.open import open_model
 
 from ..given.models import TINY

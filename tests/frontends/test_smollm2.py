@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hocket.frontends.commands.perplexity import negative_log_likelihood
 from hocket.frontends.conversation import Conversation
 from hocket.frontends.generate import generate
 from hocket.frontends.gguf.tokenizer import tokenizer_from_metadata
 from hocket.frontends.open import open_model
-from hocket.frontends.perplexity import negative_log_likelihood
 from hocket.frontends.sampling import Sampling
 from hocket.frontends.session import Group, Session
 

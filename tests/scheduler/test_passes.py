@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 
 from hocket.cli import main
-from hocket.frontends import flags
 from hocket.frontends.gguf import Gguf, open_gguf
 from hocket.frontends.models import Step, load_model
 from hocket.graph import Graph, dump
@@ -23,7 +22,7 @@ from hocket.scheduler.sharding.layers import layer_split, place
 from hocket.scheduler.sharding.search import choose
 from hocket.scheduler.sharding.shares import Shares
 from hocket.scheduler.simulated import simulate
-from hocket.scheduler.telling.listing import PASSES, factors_text, graphs_text, layouts_text, memory_text, program_text
+from hocket.scheduler.telling.listing import factors_text, graphs_text, layouts_text, memory_text, program_text
 
 from ..given.models import GOLDENS, path_of
 
@@ -112,10 +111,6 @@ def test_the_command_shows_what_a_pass_made(shown: str, words: str, capsys: pyte
     path = str(path_of("llama"))
     assert main(["plan", path, "-c", "16", "--simulate", "cpu:2", "--split-mode", "tensor", "--show", shown]) == 0
     assert words in capsys.readouterr().out
-
-
-def test_the_flag_names_every_listing() -> None:
-    assert tuple(PASSES) == flags.PASSES
 
 
 def test_the_map_of_memory_covers_what_instructions_touch_and_shows_long_programs_in_fewer_columns() -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from hocket import ops
 from hocket.cli import main
+from hocket.frontends.commands.plan import step_graph
 from hocket.frontends.models import Step
 from hocket.frontends.open import open_model
-from hocket.frontends.planning import step_graph
 from hocket.graph import BackendError, Graph, PlanError, input, weight
 from hocket.scheduler import load, plan_for
 from hocket.scheduler.fits import memory_problem

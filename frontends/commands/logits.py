@@ -1,7 +1,8 @@
-"""The logits of every position of a text: evaluated as a batch or step by step, written as they come."""
+"""``hocket logits``: the logits of every position, evaluated as a batch or step by step, written as they come."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,12 +12,40 @@ from typing import BinaryIO
 
 import numpy as np
 
-from .errors import ModelError
-from .models import Model
-from .session import F32, Session
+from ..arguments import token_list
+from ..errors import ModelError
+from ..gguf.tokenizer import tokenizer_from_metadata
+from ..models import Model
+from ..open import context_for, open_model
+from ..session import F32, Session
+from .flags import session_flags, session_of
 
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 """Readers of ``.npy`` headers by version.  `numpy.load` would also unzip and map, each with errors of its own."""
+
+
+def flags(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("model", metavar="MODEL", help="GGUF file")
+    text = sub.add_mutually_exclusive_group(required=True)
+    text.add_argument("--tokens", type=token_list, metavar="IDS", help="token ids, as 1,2,3")
+    text.add_argument("--tokens-file", metavar="FILE", help=".npy file of token ids")
+    text.add_argument("-p", "--prompt", metavar="TEXT", help="text to tokenize")
+    sub.add_argument("--out", required=True, metavar="FILE", help=".npy file to write: float32 [tokens, vocabulary]")
+    sub.add_argument("--step", action="store_true", help="half of the tokens at once, the rest one by one")
+    session_flags(sub)
+
+
+def run(args: argparse.Namespace) -> int:
+    model = open_model(args.model)
+    if args.prompt is not None:
+        tokens = tokenizer_from_metadata(model.gguf.metadata).encode(args.prompt, parse_special=True)
+    else:
+        tokens = read_tokens(args.tokens_file) if args.tokens is None else args.tokens
+    check_tokens(tokens, model)
+    session = session_of(args, model, context_for(model, len(tokens), args.context, default=len(tokens)))
+    blocks = every_logits(session, tokens, step=args.step)
+    write_rows(args.out, blocks, (len(tokens), model.vocabulary_size))
+    return 0
 
 
 def check_tokens(tokens: Sequence[int], model: Model) -> None:

@@ -1,22 +1,58 @@
-"""Perplexity as ``llama-perplexity`` measures it: chunks of the context, the second half of each scored."""
+"""``hocket perplexity``, as ``llama-perplexity`` measures it: chunks of the context, the second half of each scored."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from tqdm import tqdm
 
-from .errors import ModelError
-from .session import F32, Session
+from ..errors import ModelError
+from ..gguf.tokenizer import tokenizer_from_metadata
+from ..open import context_for, open_model, read_text
+from ..output import write
+from ..session import F32, Session
+from .flags import session_flags, session_of
 
+CHUNK = 512
+"""Tokens of context unless asked otherwise."""
 F64 = npt.NDArray[np.float64]
 ROWS = 64
 """Rows of logits that are widened to float64 at a time."""
 LEAST = 3
 """Tokens of the smallest chunk of which one can be scored."""
+
+
+def flags(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("model", metavar="MODEL", help="GGUF file")
+    sub.add_argument("file", metavar="FILE", help="text in UTF-8, - for stdin")
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
+    session_flags(sub)
+
+
+def run(args: argparse.Namespace) -> int:
+    model = open_model(args.model)
+    tokenizer = tokenizer_from_metadata(model.gguf.metadata)
+    tokens = tokenizer.encode(read_text(args.file))
+    context = context_for(model, 0, args.context, default=CHUNK)
+    total = count_chunks(len(tokens), context)
+    session = session_of(args, model, context)
+    bos = tokenizer.bos_id if tokenizer.add_bos else None
+    chunks = score_chunks(session, tokens, bos=bos)
+    score = Score.of(list(tqdm(chunks, total=total, desc="perplexity", unit="chunk", leave=False, disable=None)))
+    row: dict[str, float] = {"chunks": score.chunks, "context": context, "tokens": len(tokens), "scored": score.scored}
+    row |= {"nll": score.nll, "nll_error": score.nll_error, "perplexity": score.perplexity}
+    if args.json:
+        write(json.dumps({k: v if abs(v) < float("inf") else None for k, v in row.items()}) + "\n")
+    else:
+        write(f"{score.chunks} chunks of {context} tokens, {score.scored} tokens scored\n")
+        write(f"mean NLL {score.nll:.4f} ± {score.nll_error:.4f}, perplexity {score.perplexity:.4f}\n")
+    return 0
 
 
 @dataclass(frozen=True, slots=True)

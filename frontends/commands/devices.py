@@ -1,22 +1,47 @@
-"""The devices of this machine, and what their memory and arithmetic deliver."""
+"""``hocket devices``: the devices of this machine, and what their memory and arithmetic deliver."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..backends import registered
-from ..backends.base import Device, Meets, load
-from ..backends.host import HostBackend
-from ..graph import BackendError
+from ...backends import registered
+from ...backends.base import Device, Meets, load
+from ...backends.host import HostBackend
+from ...graph import BackendError
+from ...scheduler import nbytes_text
+from ..output import write
 
 ROWS, COLUMNS = 16384, 4096
 """A float32 matrix of 256 MiB, larger than any cache."""
 SIZE = 2048
 REPEATS = 5
+
+
+def flags(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--measure", action="store_true", help="measure memory bandwidth and float32 arithmetic")
+    sub.add_argument("--json", action="store_true", help="print a list of objects")
+
+
+def run(args: argparse.Namespace) -> int:
+    measured = measure_host() if args.measure else None
+    rows: list[dict[str, object]] = []
+    lines: list[str] = []
+    for found in find_devices():
+        row: dict[str, object] = {"device": found.name, "memory": found.memory, "description": found.description}
+        line = f"{found.name:14} {nbytes_text(found.memory) if found.memory else '-':>12}  {found.description}"
+        if measured and found.is_host:
+            row |= {"read_bytes_per_second": measured.bandwidth, "f32_flops_per_second": measured.flops}
+            line += f"; NumPy reads {measured.bandwidth / 1e9:.1f} GB/s, {measured.flops / 1e9:.1f} GFLOP/s in f32"
+        rows.append(row)
+        lines.append(line)
+    write((json.dumps(rows) if args.json else "\n".join(lines)) + "\n")
+    return 0
 
 
 @dataclass(frozen=True, slots=True)

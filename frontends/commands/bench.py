@@ -1,25 +1,53 @@
-"""How fast a model runs: prompts and new tokens at a depth, as ``llama-bench`` counts them; and where time goes."""
+"""``hocket bench``: how fast prompts and new tokens at a depth run, as ``llama-bench`` counts them; where time goes."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean, median, stdev
 
 import numpy as np
 
-from ..backends.base import Threaded
-from ..backends.cpu.backend import CpuBackend
-from ..backends.cpu.limits import Reading
-from ..graph.node import Node
-from ..ops import op_of
-from .errors import ModelError
-from .models import Model, Step
-from .open import open_session
-from .session import DEFAULT_BATCH, Group, Session, check_context
+from ...backends.base import Threaded
+from ...backends.cpu.backend import CpuBackend
+from ...backends.cpu.limits import Reading
+from ...graph.node import Node
+from ...ops import op_of
+from ..arguments import number_list, positive
+from ..errors import ModelError
+from ..models import Model, Step
+from ..open import open_model, open_session
+from ..output import write
+from ..session import DEFAULT_BATCH, Group, Session, check_context
+from .flags import batch_flag, group_flags, group_of, wire_flag
+
+
+def flags(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("model", metavar="MODEL", help="GGUF file")
+    add = partial(sub.add_argument, type=number_list, metavar="LIST")
+    add("-p", "--n-prompt", dest="prompts", default=[512], help="tokens of prompts (512)")
+    add("-n", "--n-gen", dest="new", default=[128], help="new tokens (128)")
+    add("-d", "--n-depth", dest="depths", default=[0], help="tokens before what is timed (0)")
+    add("-t", "--threads", dest="counts", help="threads of each device, in turn (its share of the processors)")
+    sub.add_argument("-r", "--repetitions", type=positive, default=5, metavar="N", help="timed runs of each test (5)")
+    batch_flag(sub, DEFAULT_BATCH, "tokens a run")
+    group_flags(sub, sub)
+    wire_flag(sub)
+    sub.add_argument("-o", "--output", choices=("md", "json", "jsonl"), default="md", help="how to print (md)")
+    sub.add_argument("--profile", action="store_true", help="print how long each kernel takes in a run instead")
+
+
+def run(args: argparse.Namespace) -> int:
+    work = Work(open_model(args.model), tests(args.prompts, args.new, args.depths), args.repetitions, args.batch)
+    groups = [group_of(args, threads=threads, wire=args.wire) for threads in args.counts or [None]]
+    for line in profiles(work, groups) if args.profile else written(rows(work, groups), args.output):
+        write(line + "\n")
+    return 0
 
 
 @dataclass(frozen=True, slots=True)

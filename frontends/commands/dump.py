@@ -1,14 +1,36 @@
-"""One layer cut out of a graph, to look at it alone."""
+"""``hocket dump``: a graph as text, or one layer cut out of it to look at it alone."""
 
 from __future__ import annotations
 
+import argparse
 import re
 
-from ..graph import Graph, GraphError, Node, Value, input
-from ..graph.text import names
+from ...graph import Graph, GraphError, Node, Value, dump, input, to_dot, to_json
+from ...graph.text import names
+from ..arguments import natural
+from ..graph_file import read_graph
+from ..output import write
+from .flags import batch_flag, context_flag
 
+FORMATS = {"text": dump, "json": to_json, "dot": to_dot}
 LAYER = re.compile(r"[A-Za-z_]+\.(\d+)(?:\.|$)")
 """Names that tell their layer: ``blk.3.attn_q``, ``cache_k.3``."""
+
+
+def flags(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("model", metavar="MODEL|GRAPH", help="GGUF file (only its header is read), or a dumped graph")
+    sub.add_argument("--format", choices=FORMATS, default="text", help="text and json read back (text)")
+    sub.add_argument("--layer", type=natural, metavar="N", help="only this layer, what it reads as inputs")
+    context_flag(sub)
+    batch_flag(sub, 1, "new tokens of the step (1)")
+
+
+def run(args: argparse.Namespace) -> int:
+    graph = read_graph(args.model, context=args.context, tokens=args.batch)
+    if args.layer is not None:
+        graph = cut_layer(graph, args.layer)
+    write(FORMATS[args.format](graph).removesuffix("\n") + "\n")
+    return 0
 
 
 def cut_layer(graph: Graph, layer: int) -> Graph:

@@ -1,0 +1,65 @@
+"""How the arguments of commands are read, and what is said of wrong ones: one line."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+
+def one_line(text: str) -> str:
+    """A message as one line that no terminal takes for commands, whatever names it quotes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+class Parser(argparse.ArgumentParser):
+    """Wrong usage costs one line, as every other error."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {one_line(message)}; see {self.prog} --help\n")
+
+
+def device_list(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def shares(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need numbers, as 3,1") from None
+
+
+def placement(text: str) -> tuple[str, str]:
+    pattern, _, device = text.rpartition("=")
+    if not pattern or not device:
+        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need a regular expression and a device, as ffn_up=cpu:1")
+    return pattern, device
+
+
+def token_list(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need token ids, as 1,2,3") from None
+
+
+def number_list(text: str) -> list[int]:
+    return [natural(part) for part in text.split(",")]
+
+
+def positive(text: str) -> int:
+    return _integer(text, 1)
+
+
+def natural(text: str) -> int:
+    return _integer(text, 0)
+
+
+def _integer(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need an integer of at least {least}")
+    return value

@@ -1,0 +1,18 @@
+"""The subcommands of ``hocket``, a module each: `flags` adds what it takes to a parser, `run` does it.
+
+A module and all that it imports is loaded when its command is given; `hocket --help` needs this table alone.
+"""
+
+COMMANDS = {
+    "run": "Generate text and stream it.",
+    "logits": "Write the logits of every position.",
+    "tokenize": "Print the token ids of a text.",
+    "perplexity": "Print how well a model predicts a text.",
+    "bench": "Measure how fast a model reads prompts and writes new tokens.",
+    "dump": "Print a graph.",
+    "plan": "Print how a graph would be dealt to devices, what it costs and why.",
+    "devices": "Print the devices of this machine.",
+    "ops": "Print which op runs on which backend in which dtypes.",
+    "check": "Check that a backend computes what the ops mean.",
+}
+"""Every subcommand, and what it is for."""

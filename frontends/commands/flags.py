@@ -1,0 +1,78 @@
+"""The flags that several commands have in common, and the devices and sessions that they describe."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from ..arguments import device_list, natural, placement, positive, shares
+from ..models import Model
+from ..open import open_session
+from ..session import DEFAULT_BATCH, Group, Session
+from ..threads import set_threads
+
+DEVICES = "where to run, as cpu:0,cpu:1; parts of one device are cuda:0.0,cuda:0.1 (cpu:0)"
+
+
+def session_flags(sub: argparse.ArgumentParser) -> None:
+    """What every command that runs a model takes."""
+    group_flags(sub, sub)
+    sub.add_argument("--exact", action="store_true", help="float32 throughout, in plain NumPy: slower")
+    wire_flag(sub)
+    sub.add_argument("--fast", action="store_true", help="bfloat16 in the delta rule's products, where that is faster")
+    context_flag(sub)
+    batch_flag(sub, DEFAULT_BATCH, "tokens a run")
+    sub.add_argument(
+        "-t", "--threads", type=positive, metavar="N", help="threads of each device (its share of the processors)"
+    )
+    sub.add_argument("--cache-dir", metavar="DIR", help="where compiled kernels are kept (~/.cache/hocket)")
+    sub.add_argument("--seed", type=natural, default=0, metavar="N", help="seed of the sampling (0)")
+
+
+def group_flags(sub: argparse.ArgumentParser, where: argparse._ActionsContainer) -> None:
+    """The devices, named in `where`, which may be a group of flags of `sub` that exclude each other, and how they
+    share."""
+    where.add_argument("--devices", type=device_list, default=("cpu:0",), metavar="LIST", help=DEVICES)
+    sub.add_argument(
+        "--split-mode", default="auto", metavar="MODE", help="how several devices share: none, layer, tensor or auto"
+    )
+    sub.add_argument("--tensor-split", type=shares, default=(), metavar="LIST", help="shares of the devices, as 3,1")
+    sub.add_argument(
+        "--place",
+        type=placement,
+        action="append",
+        default=[],
+        metavar="REGEX=DEVICE",
+        help="run nodes of this name, and those that read weights or states of this name, on one device, as "
+        "'ffn_up=cpu:1'; may be repeated, the first that matches counts",
+    )
+
+
+def wire_flag(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--wire", choices=("f32", "bf16"), default="f32", help="what large sums are sent in between GPUs (f32)"
+    )
+
+
+def context_flag(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("-c", "--ctx-size", dest="context", type=positive, metavar="N", help="tokens of context")
+
+
+def batch_flag(sub: argparse.ArgumentParser, default: int, meaning: str) -> None:
+    sub.add_argument("-b", "--batch-size", dest="batch", type=positive, default=default, metavar="N", help=meaning)
+
+
+def group_of(args: argparse.Namespace, **others: Any) -> Group:
+    """The devices of `group_flags` and how they share; `others` are fields of `Group` for which a command has flags."""
+    return Group(args.devices, args.split_mode, args.tensor_split, tuple(args.place), **others)
+
+
+def session_of(args: argparse.Namespace, model: Model, context: int) -> Session:
+    """A session as `session_flags` describe it."""
+    if args.cache_dir:
+        os.environ["HOCKET_CACHE_DIR"] = args.cache_dir  # read where the first kernel is compiled
+    if args.threads:
+        set_threads(args.threads)
+    group = group_of(args, threads=args.threads, exact=args.exact, fast=args.fast, wire=args.wire)
+    return open_session(model, on=group, context=context, batch=args.batch)

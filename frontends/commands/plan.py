@@ -1,0 +1,113 @@
+"""``hocket plan``: how the graph of one step of a model, or one in a file, would be dealt; no weight is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+from pathlib import Path
+
+from ...backends.base import find
+from ...graph import Graph, PlanError
+from ...scheduler import (
+    CPU,
+    PASSES,
+    Host,
+    Plan,
+    difference,
+    memory_problem,
+    plan_for,
+    plan_from_json,
+    plan_to_json,
+    shortage,
+    simulate,
+)
+from ..errors import ModelError
+from ..gguf.reader import MAGIC
+from ..graph_file import LARGEST, read_graph
+from ..models import Step
+from ..open import context_for, open_model
+from ..output import log, write
+from ..session import DEFAULT_BATCH, HOST, Group
+from .flags import batch_flag, context_flag, group_flags, group_of
+
+
+def flags(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("model", metavar="MODEL|GRAPH", help="GGUF file (only its header is read), or a dumped graph")
+    where = sub.add_mutually_exclusive_group()
+    group_flags(sub, where)
+    where.add_argument("--simulate", metavar="SPEC", help="devices that are not there, as h200:8,nvlink or rtx3090:2")
+    context_flag(sub)
+    batch_flag(sub, DEFAULT_BATCH, "tokens of a prefill (512)")
+    sub.add_argument("--phase", choices=("decode", "prefill"), default="decode", help="one token, or a batch (decode)")
+    sub.add_argument("--steps", action="store_true", help="list every instruction of every device too")
+    sub.add_argument("--show", choices=PASSES, help="print what one pass made instead of the explanation")
+    sub.add_argument("--diff", metavar="PLAN", help="print what differs from this plan in JSON instead")
+    sub.add_argument("--json", action="store_true", help="print the plan as JSON, which --diff reads")
+    sub.add_argument("-o", "--out", metavar="FILE", help="write the plan as JSON to a file too")
+
+
+def run(args: argparse.Namespace) -> int:
+    other = None if args.diff is None else read_plan(args.diff)
+    tokens = 1 if args.phase == "decode" else args.batch
+    graph, context = step_graph(args.model, context=args.context, tokens=tokens)
+    asked, made = plan_group(graph, group_of(args), args.simulate)
+    text = plan_to_json(made) + "\n" if args.json or args.out else ""
+    if args.out:
+        Path(args.out).write_text(text, "utf-8")
+    if other is not None:
+        changes = difference(other, made)
+        shown = json.dumps(changes) if args.json else "\n".join(changes or ("the plans do the same",))
+        write(shown + "\n")
+    elif args.show:
+        write(PASSES[args.show](made).rstrip("\n") + "\n")
+    else:
+        write(text if args.json else made.explain(steps=args.steps) + "\n")
+    if problem := memory_problem(asked, context=context):
+        rest = "" if memory_problem(made) else f"; in this plan the rest is on {made.lanes[-1].device}"
+        log(f"hocket: does not fit: {problem}{rest}")
+        return 1
+    return 0
+
+
+def step_graph(path: str, *, context: int | None, tokens: int) -> tuple[Graph, int | None]:
+    """The graph in a file, and its context if it is of a model: then with all of it in use, and one row of logits.
+
+    That is the largest graph that a session of this context runs with so many tokens, so what fits fits.  Raises
+    `ModelError` or `GraphError`.
+    """
+    with open(path, "rb") as file:
+        is_model = file.read(len(MAGIC)) == MAGIC
+    if not is_model:
+        return read_graph(path), None
+    model = open_model(path, header_only=True)
+    context = context_for(model, 0, context)
+    return model.graph(Step(1, min(tokens, context), context, context, 1)), context
+
+
+def plan_group(graph: Graph, on: Group, simulated: str | None = None) -> tuple[Plan, Plan]:
+    """The plan of `graph` for devices, or for simulated ones, and what a session would do: the same if that fits (or
+    nothing does), else one in which the host takes the rest."""
+    if simulated is None:
+        group, hardware, host = [find(name) for name in on.devices], CPU, Host(*find(HOST))
+    else:
+        simulation = simulate(simulated)
+        group, hardware = list(simulation.group), simulation.hardware
+        host = Host(*simulation.host, simulation.host_hardware)
+    options = partial(plan_for, split_mode=on.split_mode, tensor_split=on.tensor_split, place=on.place)
+    made = options(graph, group, hardware=hardware)
+    return made, options(graph, group, hardware=hardware, host=host) if shortage(made) else made
+
+
+def read_plan(path: str) -> Plan:
+    """A plan that was written as JSON.  Raises `ModelError` if it is none."""
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(LARGEST + 1)
+        if len(data) > LARGEST:
+            raise PlanError(f"has more than {LARGEST} bytes")
+        return plan_from_json(data.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise ModelError(f"{path}: is no plan (not UTF-8); write one with `hocket plan --json`") from None
+    except PlanError as why:
+        raise ModelError(f"{path}: {why}") from None

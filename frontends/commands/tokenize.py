@@ -1,0 +1,28 @@
+"""``hocket tokenize``: the ids of a text."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from ..gguf import open_gguf
+from ..gguf.tokenizer import tokenizer_from_metadata
+from ..output import write
+
+
+def flags(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("model", metavar="MODEL", help="GGUF file, of which only the header is read")
+    sub.add_argument("-p", "--prompt", required=True, metavar="TEXT", help="text to tokenize")
+    sub.add_argument("--add-special", action="store_true", help="add BOS and EOS as the model asks")
+    sub.add_argument("--parse-special", action="store_true", help="read the text of a special token as that token")
+    sub.add_argument("--json", action="store_true", help="print a list of ids")
+
+
+def run(args: argparse.Namespace) -> int:
+    tokenizer = tokenizer_from_metadata(open_gguf(args.model, header_only=True).metadata)
+    ids = tokenizer.encode(args.prompt, add_special=args.add_special, parse_special=args.parse_special)
+    if args.json:
+        write(json.dumps(ids) + "\n")
+    else:
+        write("".join(f"{i:6}  {tokenizer.token_bytes(i).decode('utf-8', 'replace')!r}\n" for i in ids))
+    return 0

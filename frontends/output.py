@@ -1,0 +1,17 @@
+"""Where commands write: data go to stdout, everything else to stderr."""
+
+from __future__ import annotations
+
+import sys
+
+
+def write(text: str) -> None:
+    """Data, which a reader has at once; nowhere if whoever started us has closed stdout."""
+    if sys.stdout is not None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def log(text: str) -> None:
+    """A line on stderr."""
+    print(text, file=sys.stderr)
