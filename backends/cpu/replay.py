@@ -160,8 +160,8 @@ class Replay:
             if (why := error.__cause__) is not None and not isinstance(why, Exception):
                 raise why from None  # an interrupt: nobody knows how much of a segment has run
             if not isinstance(why, StoppedError):
-                assert isinstance(error.finished, int)
-                error.finished = self._finished(error.finished)
+                if isinstance(error.finished, int):
+                    error.finished = self._finished(error.finished)
                 raise
             at = self.program.instructions[why.number]
             said = missing(self.comm, at.attrs["sequence"]) if why.is_late else str(why)
