@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..graph.arguments import TEXT, needs, shown
+from ..graph.attrs import Attrs
 from ..graph.dtypes import DType
 from ..graph.errors import BackendError, HocketError, StepError
-from ..graph.node import Attrs, Node
+from ..graph.node import Node
 from ..graph.spec import Spec
 
 if TYPE_CHECKING:

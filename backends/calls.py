@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..graph.node import Attrs, Node
+from ..graph.attrs import Attrs
+from ..graph.node import Node
 from ..ops import Op
 from .base import Array, Comm
 

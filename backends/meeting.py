@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 
-from ..graph.node import Attrs
+from ..graph.attrs import Attrs
 from ..ops.collective import int_attr, own_runs, runs_of
 from .calls import Binding, Call, Calls, copy, one_result, plain
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
+from ..graph.attrs import Attrs
 from ..graph.dtypes import DType
 from ..graph.errors import BackendError
-from ..graph.node import Attrs
 from ..graph.spec import Spec
 from .base import Tensor, contiguous_strides
 

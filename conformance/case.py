@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from zlib import crc32
 
+from ..graph.attrs import Attr, attr_text
 from ..graph.errors import GraphError
-from ..graph.node import Attr
+from ..graph.parse import parse_case
 from ..graph.spec import Spec
-from ..graph.text import attr_text, parse_case
 from ..ops import REGISTRY, Op
 
 LAYOUTS = ("contiguous", "offset", "sliced", "permuted", "broadcast", "inplace", "twin")

@@ -10,9 +10,8 @@ from itertools import combinations
 from typing import TypeAlias
 from zlib import crc32
 
-from ..graph.node import Attr
+from ..graph.attrs import Attr, attr_text
 from ..graph.spec import Spec
-from ..graph.text import attr_text
 from ..ops import REGISTRY, Op
 from . import zeros
 from .case import Case

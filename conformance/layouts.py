@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import ops
-from ..graph.node import Attrs, Value
+from ..graph.attrs import Attrs
+from ..graph.node import Value
 from ..graph.spec import Spec
 from ..ops import Op
 

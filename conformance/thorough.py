@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ..backends.base import Backend, Device
-from ..graph.text import parse_case
+from ..graph.parse import parse_case
 from ..ops import Op
 from .case import INPUTS, LAYOUTS, Case, make_case
 from .generate import layouts_for

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..graph.attrs import Attr
 from ..graph.dtypes import DType
-from ..graph.node import Attr
 from ..graph.spec import Spec
 from ..ops.signature import Leading, Role
 from .case import Case

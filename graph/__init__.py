@@ -1,5 +1,7 @@
 """The graph: dtypes, values, nodes, verifier, rewriting, dump.  Knows no op by name."""
 
+from .attrs import Attr as Attr
+from .attrs import Attrs as Attrs
 from .dtypes import DType as DType
 from .errors import BackendError as BackendError
 from .errors import GraphError as GraphError
@@ -11,8 +13,7 @@ from .export import to_dot as to_dot
 from .export import to_json as to_json
 from .export import to_networkx as to_networkx
 from .graph import Graph as Graph
-from .node import Attr as Attr
-from .node import Attrs as Attrs
+from .graph import dump as dump
 from .node import Node as Node
 from .node import Value as Value
 from .node import constant as constant
@@ -20,12 +21,11 @@ from .node import constant_array as constant_array
 from .node import input as input
 from .node import state as state
 from .node import weight as weight
+from .parse import parse as parse
+from .parse import parse_case as parse_case
 from .rewrite import rewrite as rewrite
 from .rewrite import substitute as substitute
 from .spec import Spec as Spec
 from .spec import make_spec as make_spec
-from .text import dump as dump
-from .text import parse as parse
-from .text import parse_case as parse_case
 from .verify import problems as problems
 from .verify import verify as verify

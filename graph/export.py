@@ -8,12 +8,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from .arguments import TEXT, a, needs
+from .attrs import MAX_DEPTH, Attr
 from .dtypes import BY_TEXT, DType
 from .errors import GraphError
-from .graph import Graph
-from .node import MAX_DEPTH, Attr, Node, Value
+from .graph import Graph, names
+from .node import Node, Value
 from .spec import MAX_SIZE, make_spec
-from .text import names
 
 if TYPE_CHECKING:
     import networkx

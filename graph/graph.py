@@ -1,14 +1,17 @@
-"""A graph: what is reachable from its outputs and its state updates, in one fixed order."""
+"""A graph: what is reachable from its outputs and its state updates, in one fixed order; and its text."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from types import MappingProxyType
 
 from .arguments import TEXT, a, demand, needs, table_of
+from .attrs import word
 from .errors import GraphError
-from .node import Node, Value
+from .node import Node, Value, line, ref
 
 VALUE = a(Value)
 OUTPUTS = table_of(TEXT, VALUE, "a mapping from names to values")
@@ -84,8 +87,6 @@ class Graph:
         return sha.hexdigest()
 
     def __str__(self) -> str:
-        from .text import dump
-
         return dump(self)
 
     __repr__ = __str__
@@ -108,3 +109,30 @@ def topological_order(roots: Iterable[Value]) -> tuple[Node, ...]:
                 order[node] = None
                 stack.pop()
     return tuple(order)
+
+
+def names(graph: Graph) -> dict[Node, str]:
+    """A distinct printable name for every node: its own, made unique with ``~2``; unnamed nodes are numbered."""
+    called: dict[Node, str] = {}
+    taken: set[str] = set()
+    tried: Counter[str] = Counter()
+    for node in sorted((n for n in graph.nodes if n.name), key=lambda n: not n.is_leaf):  # leaves' names are keys
+        name = node.name
+        while name in taken:
+            tried[node.name] += 1
+            name = f"{node.name}~{tried[node.name] + 1}"
+        taken.add(name)
+        called[node] = name
+    numbers = (str(i) for i in count() if str(i) not in taken)
+    called.update((node, next(numbers)) for node in graph.nodes if not node.name)
+    return called
+
+
+@needs(GraphError, graph=a(Graph))
+def dump(graph: Graph) -> str:
+    """The whole graph as text; `parse` reads it back."""
+    called = names(graph)
+    lines = [line(node, called) for node in graph.nodes]
+    lines.append("return " + ", ".join(f"{word(name)}={ref(v, called)}" for name, v in graph.outputs.items()))
+    lines += [f"update {ref(old, called)} = {ref(new, called)}" for old, new in graph.updates.items()]
+    return "\n".join(lines) + "\n"

@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from .arguments import shown
 from .arrays import numbers
+from .attrs import NO_ATTRS, Attrs, attr_text, quote, word
 from .dtypes import BY_TEXT, DType
 from .errors import GraphError
 from .spec import Spec, make_spec
 
-Attr: TypeAlias = "bool | int | float | str | bytes | DType | tuple[Attr, ...] | None"
-Attrs: TypeAlias = Mapping[str, Attr]
-
-NO_ATTRS: Attrs = MappingProxyType({})
 LEAVES = ("input", "weight", "state", "constant")
-MAX_DEPTH = 8
-"""Tuples within tuples in one attribute."""
-
-_PLAIN = re.compile(r"[A-Za-z0-9_.~/-]+")
-_WORD = re.compile(r"(?!inf\b|_$)[A-Za-z_][A-Za-z0-9_.]*")
-
-
-def quote(name: str) -> str:
-    """A node's name as text shows it after ``%``: in quotes unless plain; bare numbers are for unnamed nodes."""
-    return name if _PLAIN.fullmatch(name) and not name.isdecimal() else json.dumps(name)
-
-
-def word(name: str) -> str:
-    """The name of an op, attribute or output as text shows it: in quotes unless it reads as one word."""
-    return name if _WORD.fullmatch(name) else json.dumps(name)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,8 +56,6 @@ class Node:
         return Node(self.op, src, self.attrs, self.specs, self.name)
 
     def __repr__(self) -> str:
-        from .text import line
-
         return line(self)
 
 
@@ -154,3 +131,23 @@ def constant_array(node: Node) -> npt.NDArray[np.generic]:
     assert isinstance(data, bytes), "verify() ran before"
     spec = node.specs[0]
     return np.frombuffer(data, spec.dtype.storage).reshape(spec.shape)
+
+
+def line(node: Node, called: Mapping[Node, str] | None = None) -> str:
+    """The line of one node; without `called`, names are the nodes' own labels."""
+    args = [ref(s, called) for s in node.src] + [f"{word(k)}={attr_text(v)}" for k, v in node.attrs.items()]
+    return f"{_shown(node, called)} = {word(node.op)}({', '.join(args)}) : {', '.join(map(str, node.specs))}"
+
+
+def ref(value: Value | None, called: Mapping[Node, str] | None = None) -> str:
+    """A value as a line refers to it; ``_`` for an operand that was left out."""
+    if value is None:
+        return "_"
+    return _shown(value.node, called) + (f"#{value.index}" if len(value.node.specs) > 1 else "")
+
+
+def _shown(node: Node, called: Mapping[Node, str] | None) -> str:
+    """A node as others refer to it; the number of an unnamed node stays bare, a name of digits is quoted."""
+    if called is None:
+        return f"%{node.label}"
+    return f"%{quote(called[node])}" if node.name else f"%{called[node]}"

@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from .arguments import a, needs
+from .attrs import MAX_DEPTH, Attr, quote, word
 from .dtypes import DType
 from .errors import GraphError
 from .graph import Graph
-from .node import LEAVES, MAX_DEPTH, Attr, quote, word
+from .node import LEAVES
 from .spec import MAX_SIZE, problem
 
 Rule = Callable[[Graph], Iterator[str]]
@@ -118,5 +119,5 @@ def problems(graph: Graph, rules: Sequence[Rule] = RULES) -> list[str]:
 @needs(GraphError, graph=a(Graph))
 def verify(graph: Graph, rules: Sequence[Rule] = RULES) -> None:
     """Raise `GraphError` with the first problem (and how many more there are)."""
-    if found := problems(graph, rules):
-        raise GraphError(found[0] + (f" (and {len(found) - 1} more)" if len(found) > 1 else ""))
+    if faults := problems(graph, rules):
+        raise GraphError(faults[0] + (f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..graph.node import Attrs
+from ..graph.attrs import Attrs
 from ..graph.spec import Spec
 from .elementwise import tiled
 from .links import Link, same

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ..graph.node import Attrs
+from ..graph.attrs import Attrs
 from .elementwise import tiled
 from .norms import alibi_slopes, softmax_rows
 from .op import Array, op

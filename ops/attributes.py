@@ -9,8 +9,8 @@ from types import MappingProxyType
 import numpy as np
 
 from ..graph.arguments import shown
+from ..graph.attrs import Attr, Attrs
 from ..graph.dtypes import DType
-from ..graph.node import Attr, Attrs
 from .signature import Mismatch
 
 LONGEST = 200

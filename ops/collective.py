@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..graph.attrs import Attr, Attrs
 from ..graph.dtypes import DType
-from ..graph.node import Attr, Attrs
 from ..graph.spec import Spec
 from .op import Array, Specs, op
 from .signature import Mismatch

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ..graph.node import Attrs, Value, constant
+from ..graph.attrs import Attrs
+from ..graph.node import Value, constant
 from .attend import attention
 from .elementwise import mul, scale
 from .gated import geglu, geglu_erf, geglu_quick, reglu, swiglu, swiglu_clamp, swiglu_oai

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..graph.attrs import Attrs
 from ..graph.dtypes import DType
-from ..graph.node import Attrs
 from ..graph.spec import Spec
 from .op import Array, Specs, op
 from .samples import Range, grid

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..graph.attrs import Attrs
 from ..graph.dtypes import FLOATS, QUANTISED
-from ..graph.node import Attrs
 from ..graph.spec import Spec
 from .op import Array, op
 from .routing import busiest, needs_part, own_rows

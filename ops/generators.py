@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from ..graph.node import Attrs
+from ..graph.attrs import Attrs
 from ..graph.spec import Spec
 from .attributes import number
 from .op import Array, Specs, op

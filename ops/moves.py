@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..graph.attrs import Attrs
 from ..graph.dtypes import QUANTISED
-from ..graph.node import Attrs
 from ..graph.spec import Spec
 from .links import Link
 from .matmul import grouped

@@ -12,8 +12,9 @@ from typing import Any, Generic, TypeAlias, TypeVar, overload
 import numpy.typing as npt
 
 from ..graph.arguments import shown
+from ..graph.attrs import Attr, Attrs, word
 from ..graph.errors import GraphError
-from ..graph.node import Attr, Attrs, Node, Value, word
+from ..graph.node import Node, Value
 from ..graph.spec import Spec, problem
 from .attributes import settled
 from .links import Link

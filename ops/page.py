@@ -6,8 +6,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from ..graph.node import Attrs
-from ..graph.text import attr_text
+from ..graph.attrs import Attrs, attr_text
 from .op import Op
 from .registry import REGISTRY
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ..graph.node import Attr
+from ..graph.attrs import Attr
 from .op import Array, op
 from .samples import Range, grid
 from .signature import Mismatch

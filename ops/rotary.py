@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from ..graph.node import Attrs
+from ..graph.attrs import Attrs
 from .attributes import number
 from .op import Array, op
 from .samples import Range, grid

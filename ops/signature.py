@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 
+from ..graph.attrs import Attrs
 from ..graph.dtypes import BY_TEXT, FLOATS, INTEGERS, QUANTISED, DType
-from ..graph.node import Attrs
 from ..graph.spec import Spec
 
 DTYPE_CLASSES: Mapping[str, tuple[DType, ...]] = {

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from ..graph.attrs import Attr, Attrs
 from ..graph.errors import BackendError
-from ..graph.node import Attr, Attrs
 from ..graph.spec import Spec
 from .op import Array
 from .samples import Range

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from ..graph.node import Attr, Attrs
+from ..graph.attrs import Attr, Attrs
 from ..graph.spec import Spec
 from .links import Link, regrouped, same
 from .op import Array, Specs, op

@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..backends.base import Instruction, Program
-from ..graph.graph import Graph
+from ..graph.graph import Graph, names
 from ..graph.node import Node, Value
-from ..graph.text import names
 from ..ops import op_of
 from ..ops.collective import sequence_of
 from .hardware import Counts, Estimate, Hardware, sent_bytes

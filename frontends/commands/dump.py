@@ -6,7 +6,7 @@ import argparse
 import re
 
 from ...graph import Graph, GraphError, Node, Value, dump, input, to_dot, to_json
-from ...graph.text import names
+from ...graph.graph import names
 from ..arguments import natural
 from ..graph_file import read_graph
 from ..output import write

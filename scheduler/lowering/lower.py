@@ -10,10 +10,9 @@ from types import MappingProxyType
 from ...backends.base import Backend, BufferSpec, Device, Instruction, Program, Tensor
 from ...graph.dtypes import DType
 from ...graph.errors import PlanError
-from ...graph.graph import Graph
+from ...graph.graph import Graph, names
 from ...graph.node import Node, Value
 from ...graph.spec import Spec
-from ...graph.text import names
 from ...ops import cont, op_of
 from .arena import Lifetime, place
 from .order import Schedule, may_overwrite, schedule, settle

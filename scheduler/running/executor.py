@@ -12,9 +12,9 @@ import numpy.typing as npt
 from ...backends.base import Array, Comm, Measures, Program
 from ...graph.arguments import ANY, TEXT, Kind, a, demand, needs, real, table_of
 from ...graph.arrays import fitted
+from ...graph.attrs import quote
 from ...graph.dtypes import DType
 from ...graph.errors import BackendError, PlanError, StepError
-from ...graph.node import quote
 from ...ops.quants import decoded, encoded
 from ..plan import Plan
 from .comm import Alone, Meeting

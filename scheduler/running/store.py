@@ -12,10 +12,11 @@ import numpy.typing as npt
 from ...backends.base import Array, Backend, BufferSpec, Device, Tensor, contiguous_strides
 from ...graph.arguments import TEXT, a, needs
 from ...graph.arrays import fitted, fitted_blocks, numbers
+from ...graph.attrs import quote
 from ...graph.dtypes import DType
 from ...graph.errors import PlanError
 from ...graph.graph import Graph
-from ...graph.node import constant_array, quote
+from ...graph.node import constant_array
 from ...graph.spec import Spec
 from ...ops.quants import decoded, encoded
 from ..layout import REPLICATE, Layout, Local, Replicate, Shard, local_shape

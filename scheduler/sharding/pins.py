@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 
 from ...backends.base import Backend, Device
 from ...graph.errors import PlanError
-from ...graph.graph import Graph
+from ...graph.graph import Graph, names
 from ...graph.node import Node, Value
-from ...graph.text import names
 from ...ops import op_of
 from ..layout import Layout, Local
 from ..plan import Placed

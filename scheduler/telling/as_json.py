@@ -19,10 +19,9 @@ from ...graph.dtypes import BY_TEXT
 from ...graph.errors import BackendError, GraphError, PlanError
 from ...graph.export import from_json as graph_from_json
 from ...graph.export import to_json as graph_to_json
-from ...graph.graph import Graph
+from ...graph.graph import Graph, names
 from ...graph.node import Node
 from ...graph.spec import Spec, make_spec
-from ...graph.text import names
 from ...ops import cont, get_rows, set_rows, verify
 from ..hardware import Hardware
 from ..layout import PARTIAL, REPLICATE, Layout, Local, Shard, local_shape

@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ...backends.base import Meets
-from ...graph.node import Node, quote
-from ...graph.text import names
+from ...graph.attrs import quote
+from ...graph.graph import names
+from ...graph.node import Node
 from ...ops import REGISTRY
 from ..layout import Local, Shard
 from ..lowering.lane import Lane

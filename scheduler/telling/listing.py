@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ...backends.base import Instruction, Program, Tensor
-from ...graph.graph import Graph
-from ...graph.node import Node, Value, quote
-from ...graph.text import attr_text, dump, names
+from ...graph.attrs import attr_text, quote
+from ...graph.graph import Graph, dump, names
+from ...graph.node import Node, Value
 from ...ops import REGISTRY
 from ..layout import Layout, Shard
 from ..lowering.lower import ARENA

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ...backends.base import Instruction, Program
-from ...graph.node import Attr
+from ...graph.attrs import Attr
 from ...graph.spec import Spec
 from ...ops.collective import COLLECTIVES
 

@@ -17,8 +17,8 @@ import numpy as np
 from ...backends.base import Instruction
 from ...graph.dtypes import DType
 from ...graph.errors import GraphError, PlanError
+from ...graph.graph import names
 from ...graph.node import Node, Value
-from ...graph.text import names
 from ...ops import REGISTRY, op_of, verify
 from ...ops.collective import COLLECTIVES
 from ..layout import Layout, Local, Partial, Shard

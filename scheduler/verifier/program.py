@@ -11,9 +11,8 @@ from collections.abc import Iterator
 
 from ...backends.base import Instruction, Program, Tensor, contiguous_strides
 from ...graph.errors import PlanError
-from ...graph.graph import Graph
+from ...graph.graph import Graph, names
 from ...graph.node import Node, Value
-from ...graph.text import names
 from ...ops import op_of
 from .contents import Memory, Views, extent_of, is_dense, meet, show
 from .undo import Journal

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeAlias
 
-from ...graph.node import Attr, Attrs, Node
+from ...graph.attrs import Attr, Attrs
+from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops import REGISTRY
 from ...ops.links import Link

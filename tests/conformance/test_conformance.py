@@ -32,7 +32,7 @@ from hocket.conformance.report import junit, markdown
 from hocket.conformance.run import Result, really_aliases
 from hocket.conformance.tolerance import Budget, Yardstick
 from hocket.graph import GraphError, Spec
-from hocket.graph.text import parse_case as parse_point
+from hocket.graph.parse import parse_case as parse_point
 from hocket.ops import REGISTRY
 
 from ..given.models import ROOT

@@ -20,8 +20,8 @@ from hocket.frontends.open import open_model
 from hocket.frontends.sampling import Sampling
 from hocket.frontends.saved_state import load_state, save_state
 from hocket.frontends.session import Group, Session
+from hocket.graph.parse import parse_case
 from hocket.graph.spec import Spec
-from hocket.graph.text import parse_case
 
 from ..given.models import FIXTURES
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hocket.backends.base import Support, find
 from hocket.backends.reference.backend import ReferenceBackend
 from hocket.graph import Graph, PlanError, Value
-from hocket.graph.text import names
+from hocket.graph.graph import names
 from hocket.ops import op_of
 from hocket.ops.collective import COLLECTIVES
 from hocket.scheduler import Executor, Store, load, plan_for

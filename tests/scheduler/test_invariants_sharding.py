@@ -14,8 +14,8 @@ from hocket import ops
 from hocket.graph import Graph, Value, input, state, weight
 from hocket.graph.dtypes import BY_TEXT
 from hocket.graph.errors import GraphError
+from hocket.graph.parse import parse_case
 from hocket.graph.spec import Spec
-from hocket.graph.text import parse_case
 from hocket.ops import REGISTRY
 from hocket.ops.collective import COLLECTIVES
 from hocket.scheduler import Executor, Store, load, plan_for

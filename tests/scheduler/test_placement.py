@@ -16,7 +16,7 @@ from hocket.frontends.gguf import open_gguf
 from hocket.frontends.models import Step, load_model
 from hocket.frontends.session import Group, Session
 from hocket.graph import Graph, PlanError, input, state, weight
-from hocket.graph.text import names
+from hocket.graph.graph import names
 from hocket.ops import REGISTRY
 from hocket.ops.collective import COLLECTIVES
 from hocket.scheduler import Executor, Store, load, plan, plan_for

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from ....graph.attrs import Attrs
 from ....graph.dtypes import DType
 from ....graph.errors import BackendError
-from ....graph.node import Attrs
 from ....ops.collective import int_attr, runs_of
 from ...base import Tensor, contiguous_strides
 from ...meeting import Index, Pairs, exchanged, gathered, scattered

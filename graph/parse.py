@@ -1,4 +1,4 @@
-"""The dump: one node a line, text that parses back.
+"""Reading what a dump wrote: one node a line.
 
 ``%up = mul_mat(%blk.0.ffn_up, %norm) : f32[3,8]``; result `i` of a node with several is ``%name#i``; an operand that
 was left out is ``_``; the last lines are ``return logits=%out`` and ``update %cache = %new``.
@@ -10,15 +10,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Container
-from itertools import count
 
-from .arguments import TEXT, a, needs
-from .dtypes import BY_TEXT, DType
+from .arguments import TEXT, needs
+from .attrs import MAX_DEPTH, Attr, Attrs
+from .dtypes import BY_TEXT
 from .errors import GraphError
 from .graph import Graph
-from .node import MAX_DEPTH, Attr, Attrs, Node, Value, quote, word
+from .node import Node, Value
 from .spec import MAX_SIZE, Spec, make_spec
 
 _WORDS: dict[str, Attr] = {"true": True, "false": False, "none": None, **BY_TEXT}
@@ -27,84 +26,7 @@ _TOKEN = re.compile(
     r"\s*(?:(?P<ref>%(?:[A-Za-z0-9_.~/-]+|\"(?:[^\"\\]|\\.)*\")(?:#[0-9]+)?)|(?P<hex>x\"[0-9a-f]*\")|(?P<str>\"(?:[^\"\\]|\\.)*\")"
     r"|(?P<num>-?(?:inf\b|[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?))|(?P<word>[A-Za-z_][A-Za-z0-9_.]*)|(?P<mark>[()\[\],=:]))"
 )
-
-
 _INDEX = re.compile(r"#[0-9]+$")
-
-
-# ------------------------------------------------------------------------------------------------------- writing
-
-
-def names(graph: Graph) -> dict[Node, str]:
-    """A distinct printable name for every node: its own, made unique with ``~2``; unnamed nodes are numbered."""
-    found: dict[Node, str] = {}
-    taken: set[str] = set()
-    tried: Counter[str] = Counter()
-    for node in sorted((n for n in graph.nodes if n.name), key=lambda n: not n.is_leaf):  # leaves' names are keys
-        name = node.name
-        while name in taken:
-            tried[node.name] += 1
-            name = f"{node.name}~{tried[node.name] + 1}"
-        taken.add(name)
-        found[node] = name
-    numbers = (str(i) for i in count() if str(i) not in taken)
-    found.update((node, next(numbers)) for node in graph.nodes if not node.name)
-    return found
-
-
-def attr_text(value: Attr) -> str:
-    """One attribute as the dump writes it."""
-    match value:
-        case None:
-            return "none"
-        case bool():
-            return "true" if value else "false"
-        case int() | float():
-            return repr(value)
-        case str():
-            return json.dumps(value)
-        case bytes():
-            return f'x"{value.hex()}"'
-        case DType():
-            return value.text
-        case tuple():
-            return "(" + ", ".join(map(attr_text, value)) + ("," if len(value) == 1 else "") + ")"
-
-
-def line(node: Node, called: dict[Node, str] | None = None) -> str:
-    """The line of one node; without `called`, names are the nodes' own labels."""
-
-    def ref(value: Value | None) -> str:
-        if value is None:
-            return "_"
-        return _shown(value.node, called) + (f"#{value.index}" if len(value.node.specs) > 1 else "")
-
-    args = [ref(s) for s in node.src] + [f"{word(k)}={attr_text(v)}" for k, v in node.attrs.items()]
-    return f"{_shown(node, called)} = {word(node.op)}({', '.join(args)}) : {', '.join(map(str, node.specs))}"
-
-
-def _shown(node: Node, called: dict[Node, str] | None) -> str:
-    """A node as others refer to it; the number of an unnamed node stays bare, a name of digits is quoted."""
-    if called is None:
-        return f"%{node.label}"
-    return f"%{quote(called[node])}" if node.name else f"%{called[node]}"
-
-
-@needs(GraphError, graph=a(Graph))
-def dump(graph: Graph) -> str:
-    """The whole graph as text; `parse` reads it back."""
-    called = names(graph)
-
-    def ref(value: Value) -> str:
-        return _shown(value.node, called) + (f"#{value.index}" if len(value.node.specs) > 1 else "")
-
-    lines = [line(node, called) for node in graph.nodes]
-    lines.append("return " + ", ".join(f"{word(name)}={ref(v)}" for name, v in graph.outputs.items()))
-    lines += [f"update {ref(old)} = {ref(new)}" for old, new in graph.updates.items()]
-    return "\n".join(lines) + "\n"
-
-
-# ------------------------------------------------------------------------------------------------------- reading
 
 
 class _Line:
@@ -114,13 +36,13 @@ class _Line:
         self.number, self.text, self.tokens = number, text, []
         at, end = 0, len(text.rstrip())
         while at < end:
-            found = _TOKEN.match(text, at)
-            if not found:
+            token = _TOKEN.match(text, at)
+            if not token:
                 raise GraphError(f"line {number}, column {at + 1}: cannot read {text[at : at + 20]!r}")
-            kind = found.lastgroup
+            kind = token.lastgroup
             assert kind is not None
-            self.tokens.append((kind, found[kind], found.start(kind)))
-            at = found.end()
+            self.tokens.append((kind, token[kind], token.start(kind)))
+            at = token.end()
         self.at = 0
 
     def peek(self, ahead: int = 0) -> tuple[str, str]:
@@ -144,11 +66,11 @@ class _Line:
         kind, text = self.peek()
         if kind not in ("word", "str"):
             raise self.error(f"expected {what}, got {text!r}")
-        found = self.unquote(text)
-        if found in taken:
+        name = self.unquote(text)
+        if name in taken:
             raise self.error(f"{text} is given twice")
         self.at += 1
-        return found
+        return name
 
     def unquote(self, text: str) -> str:
         """`text` without the quotes it may have; it belongs to the current token."""
@@ -184,23 +106,23 @@ def _attr(cursor: _Line, depth: int = 0) -> Attr:
                 cursor.take("mark", ")")
                 break
         return tuple(items)
-    found: Attr
+    value: Attr
     if text in _FLOATS:
-        found = _FLOATS[text]
+        value = _FLOATS[text]
     elif kind == "num":
         if not set(text) & set(".e"):
             return cursor.integer()
-        found = float(text)
+        value = float(text)
     elif kind == "str":
-        found = cursor.unquote(text)
+        value = cursor.unquote(text)
     elif kind == "hex" and len(text) % 2:
-        found = bytes.fromhex(text[2:-1])
+        value = bytes.fromhex(text[2:-1])
     elif kind == "word" and text in _WORDS:
-        found = _WORDS[text]
+        value = _WORDS[text]
     else:
         raise cursor.error(f"expected an attribute value, got {text!r}")
     cursor.at += 1
-    return found
+    return value
 
 
 def _spec(cursor: _Line) -> Spec:
@@ -229,12 +151,12 @@ class _Parser:
         kind, text = cursor.peek()
         if kind != "ref":
             raise cursor.error(f"expected a value, got {text!r}")
-        found = _INDEX.search(text)
-        shown = text[: found.start()] if found else text
+        number = _INDEX.search(text)
+        shown = text[: number.start()] if number else text
         node = self.nodes.get(cursor.unquote(shown[1:]))
         if node is None:
             raise cursor.error(f"{shown} is used before it is defined")
-        index = found[0][1:] if found else "0"
+        index = number[0][1:] if number else "0"
         if len(index) > 9 or int(index) >= len(node.specs):
             raise cursor.error(f"{shown} has {len(node.specs)} results, so there is no #{index}")
         cursor.at += 1
@@ -317,12 +239,12 @@ def parse(text: str) -> Graph:
 def parse_case(text: str) -> dict[str, Spec | Attr]:
     """Operand specs and attributes of a case like ``w=q4_K[64,256], x=f32[7,256], eps=1e-06``."""
     cursor = _Line(1, text)
-    found: dict[str, Spec | Attr] = {}
+    parts: dict[str, Spec | Attr] = {}
     while cursor.peek()[0] != "end":
         name = cursor.take("word")
         cursor.take("mark", "=")
         is_spec = cursor.peek(1)[1] == "["
-        found[name] = _spec(cursor) if is_spec else _attr(cursor)
+        parts[name] = _spec(cursor) if is_spec else _attr(cursor)
         if cursor.peek()[0] != "end":
             cursor.take("mark", ",")
-    return found
+    return parts

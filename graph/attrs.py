@@ -1,0 +1,50 @@
+"""Attributes of nodes, and how names and attributes are written in text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TypeAlias
+
+from .dtypes import DType
+
+Attr: TypeAlias = "bool | int | float | str | bytes | DType | tuple[Attr, ...] | None"
+Attrs: TypeAlias = Mapping[str, Attr]
+
+NO_ATTRS: Attrs = MappingProxyType({})
+MAX_DEPTH = 8
+"""Tuples within tuples in one attribute."""
+
+_PLAIN = re.compile(r"[A-Za-z0-9_.~/-]+")
+_WORD = re.compile(r"(?!inf\b|_$)[A-Za-z_][A-Za-z0-9_.]*")
+
+
+def quote(name: str) -> str:
+    """A node's name as text shows it after ``%``: in quotes unless plain; bare numbers are for unnamed nodes."""
+    return name if _PLAIN.fullmatch(name) and not name.isdecimal() else json.dumps(name)
+
+
+def word(name: str) -> str:
+    """The name of an op, attribute or output as text shows it: in quotes unless it reads as one word."""
+    return name if _WORD.fullmatch(name) else json.dumps(name)
+
+
+def attr_text(value: Attr) -> str:
+    """One attribute as the dump writes it."""
+    match value:
+        case None:
+            return "none"
+        case bool():
+            return "true" if value else "false"
+        case int() | float():
+            return repr(value)
+        case str():
+            return json.dumps(value)
+        case bytes():
+            return f'x"{value.hex()}"'
+        case DType():
+            return value.text
+        case tuple():
+            return "(" + ", ".join(map(attr_text, value)) + ("," if len(value) == 1 else "") + ")"
