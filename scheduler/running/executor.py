@@ -10,7 +10,7 @@ from typing import Any
 import numpy.typing as npt
 
 from ...backends.base import Array, Comm, Measures, Program
-from ...graph.arguments import ANY, TEXT, Kind, a, demand, needs, real, table_of
+from ...graph.arguments import ANY, TEXT, Kind, a, demand, needs, real, table_of, whole
 from ...graph.arrays import fitted
 from ...graph.attrs import quote
 from ...graph.dtypes import DType
@@ -132,7 +132,9 @@ class Executor:
             self._fail()
 
     def kernels(self, device: int = 0) -> list[str]:
-        """What a run calls on one device of the plan, in order: kernels, or ops where its backend has none to name."""
+        """What a run calls on one device of the plan, in order: kernels, or ops where its backend has none to name.
+        Raises `PlanError` for a number that no device has."""
+        demand(PlanError, "kernels", "device", device, whole(0, len(self.plan.lanes) - 1))
         compiled = self._replays[device]
         ops = [i.op for i in self.plan.lanes[device].program.instructions]
         return compiled.kernels() if isinstance(compiled, Measures) else ops

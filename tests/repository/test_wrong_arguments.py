@@ -158,6 +158,7 @@ def cases() -> Iterator[tuple[str, Case]]:
         yield f"Executor.bind {device}", (run.bind, {"inputs": INPUTS})
         for name, value in INPUTS.items():
             yield f"Executor.run {device} {name}", (with_one(run.run, INPUTS, name), {"value": value})
+    yield "Executor.kernels", (executor().kernels, {"device": 0})
     yield "Plan.explain", (plan().explain, {"steps": False})
     more = {"hardware": scheduler.CPU, "choose": None, "host": None}
     yield "plan_for", (scheduler.plan_for, {"graph": graph, "group": plan().group, **PLANNING, **more})
