@@ -94,9 +94,7 @@ def generate(
     room = session.context - session.lengths[0]
     count = 0
     while limit < 0 or count < limit:
-        rng = (
-            np.random.default_rng([seed, len(known)]) if sampling.temperature else same
-        )  # 20 us
+        rng = np.random.default_rng([seed, len(known)]) if sampling.temperature else same  # 20 us
         token = sampling.choose(logits, rng, known)
         if token in stop:
             return
@@ -113,6 +111,14 @@ def generate(
         logits = session.evaluate([[token]] + [[]] * (session.sequences - 1))[0][-1]
         # The first new token came from the prefill's logits; what is timed here are the runs after it.
         timing.new_tokens, timing.decode, timing.planning = count, clock() - start, session.planning - planned
+
+
+def prepare(session: Session, prompt: Sequence[int], limit: int) -> None:
+    """Make the plans and kernels of a generation before it begins, so that nothing holds up its text."""
+    session.prepare(len(prompt))
+    if limit not in (0, 1):
+        length = session.lengths[0] + len(prompt) + 1
+        session.executor(session.step(1, length, session.sequences))
 
 
 def stream_text(tokens: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:
