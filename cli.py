@@ -16,7 +16,6 @@ from . import __version__
 from .frontends.arguments import Parser, one_line
 from .frontends.commands import COMMANDS
 from .frontends.output import log, write
-from .frontends.progress import compiling_shown
 from .graph.errors import HocketError
 
 SHARING = (
@@ -65,8 +64,7 @@ def _run(words: Sequence[str]) -> int:
         return 0
     if "run" not in args:
         parser.error("no command given")
-    with compiling_shown():
-        return int(args.run(args))
+    return int(args.run(args))
 
 
 def build_parser(words: Sequence[str]) -> Parser:

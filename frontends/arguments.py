@@ -36,6 +36,14 @@ def placement(text: str) -> tuple[str, str]:
     return pattern, device
 
 
+def logit_bias(text: str) -> tuple[int, float]:
+    token, _, added = text.partition("=")
+    try:
+        return natural(token), float(added)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need a token id and a number, as 15043=-2.5") from None
+
+
 def token_list(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
@@ -53,6 +61,10 @@ def positive(text: str) -> int:
 
 def natural(text: str) -> int:
     return _integer(text, 0)
+
+
+def seed(text: str) -> int:
+    return _integer(text, -1)
 
 
 def _integer(text: str, least: int) -> int:

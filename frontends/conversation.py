@@ -26,22 +26,31 @@ class Conversation:
         sampling: Sampling,
         seed: int = 0,
         stop: frozenset[int] = frozenset(),
+        system: str | None = None,
     ) -> None:
         self.session, self.tokenizer = session, tokenizer
         self.limit, self.sampling, self.seed, self.stop = limit, sampling, seed, stop
         self.template = chat_template(session.model.gguf.metadata)
-        self.messages: list[dict[str, str]] = []
+        self.system = system
         self.timing = Timing()
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was said; the system prompt stays."""
+        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         self._seen = ""
         """The text of the conversation so far: as the template wrote it, and the answers as they were given."""
         self._unread: list[int] = []
-        """The last token of an answer cut short by the limit, which nobody has evaluated yet."""
+        """The last token of an answer cut short, which nobody has evaluated yet."""
 
     def answer(self, said: str) -> Iterator[str]:
-        """The answer to a message of the user, piece by piece.  Raises `ModelError` when the context is full."""
-        self.messages.append({"role": "user", "content": said})
+        """The answer to a message of the user, piece by piece; an answer that is cut short counts as far as it went.
+
+        Raises `ModelError` when the context cannot hold the message; the talk is then as if it had not been said.
+        """
+        message = {"role": "user", "content": said}
         eos, bos = self.tokenizer.eos_text, self.tokenizer.bos_text
-        prompt = render_chat(self.template, self.messages, bos=bos, eos=eos)
+        prompt = render_chat(self.template, [*self.messages, message], bos=bos, eos=eos)
         tokens = self._new_tokens(prompt)
         before, given, timing = self.session.lengths[0], list[int](), Timing()
 
@@ -51,7 +60,7 @@ class Conversation:
                 tokens,
                 limit=self.limit,
                 sampling=self.sampling,
-                seed=self.seed + len(self.messages),
+                seed=self.seed,
                 stop=self.stop,
                 timing=timing,
             )
@@ -59,14 +68,18 @@ class Conversation:
                 given.append(token)
                 yield token
 
-        pieces = []
-        for piece in stream_text(kept(), self.tokenizer):
-            pieces.append(piece)
-            yield piece
-        self._unread = given[self.session.lengths[0] - before - len(tokens) :]
-        self._seen = prompt + "".join(pieces)
-        self.messages.append({"role": "assistant", "content": "".join(pieces)})
-        self.timing = self.timing + timing
+        pieces: list[str] = []
+        try:
+            for piece in stream_text(kept(), self.tokenizer):
+                pieces.append(piece)
+                yield piece
+        finally:
+            read = self.session.lengths[0] - before - len(tokens)
+            if read >= 0:  # else the message was too long, and nothing has changed
+                self._unread = given[read:]
+                self._seen = prompt + "".join(pieces)
+                self.messages += [message, {"role": "assistant", "content": "".join(pieces)}]
+                self.timing = self.timing + timing
 
     def _new_tokens(self, prompt: str) -> list[int]:
         """The tokens of ``prompt`` that the session has not seen; all of them if the template rewrote the past."""

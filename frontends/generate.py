@@ -66,21 +66,27 @@ def generate(
     seed: int = 0,
     stop: frozenset[int] = frozenset(),
     timing: Timing | None = None,
+    before: Sequence[int] = (),
 ) -> Iterator[int]:
     """Tokens that continue `prompt` in sequence 0, at most `limit` (or until the context is full, if negative).
 
-    Ends before a token of `stop`, which is not given out.  Raises `ModelError` if the prompt is empty or longer than
-    the context, or if the context fills up before `limit`.
+    `before` are the tokens that the sequence has already: penalties count them.  What is drawn depends on the seed and
+    on the position alone, so a text that is continued later goes on as it would have.  The last token given out is not
+    evaluated; with `limit` 0 that is the last of the prompt.  Ends before a token of `stop`, which is not given out.
+    Raises `ModelError` if the prompt is empty or longer than the context, or if the context fills up before `limit`.
     """
     if not len(prompt):
         raise ModelError("the prompt is empty and the model adds no BOS token; give some text to continue")
     timing = Timing() if timing is None else timing
-    rng = np.random.default_rng(seed)
+    known, same = [*before, *prompt], np.random.default_rng(0)
 
     def clock() -> float:
         """Stands still while plans are made."""
         return time.perf_counter() - session.planning
 
+    if limit == 0:
+        session.evaluate([list(prompt[:-1])] + [[]] * (session.sequences - 1))
+        return
     start, planned = clock(), session.planning
     logits = session.evaluate([list(prompt)] + [[]] * (session.sequences - 1))[0][-1]
     timing.prompt_tokens, timing.prefill, timing.planning = len(prompt), clock() - start, session.planning - planned
@@ -88,10 +94,12 @@ def generate(
     room = session.context - session.lengths[0]
     count = 0
     while limit < 0 or count < limit:
-        token = sampling.choose(logits, rng)
+        rng = np.random.default_rng([seed, len(known)]) if sampling.temperature else same  # 20 us
+        token = sampling.choose(logits, rng, known)
         if token in stop:
             return
         yield token
+        known.append(token)
         count += 1
         if count == limit or (limit < 0 and count > room):
             return
@@ -103,6 +111,14 @@ def generate(
         logits = session.evaluate([[token]] + [[]] * (session.sequences - 1))[0][-1]
         # The first new token came from the prefill's logits; what is timed here are the runs after it.
         timing.new_tokens, timing.decode, timing.planning = count, clock() - start, session.planning - planned
+
+
+def prepare(session: Session, prompt: Sequence[int], limit: int) -> None:
+    """Make the plans and kernels of a generation before it begins, so that nothing holds up its text."""
+    session.prepare(len(prompt))
+    if limit not in (0, 1):
+        length = session.lengths[0] + len(prompt) + 1
+        session.executor(session.step(1, length, session.sequences))
 
 
 def stream_text(tokens: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:

@@ -192,6 +192,13 @@ class Session:
                         rows.append(one)
         return [rows[0] if len(rows) == 1 else np.concatenate([self._nothing, *rows]) for rows in found]
 
+    @needs(ModelError, tokens=whole(0))
+    def prepare(self, tokens: int) -> None:
+        """Make the plans and kernels that so many more tokens of sequence 0 need, before they come."""
+        for start in range(0, tokens, self.batch):
+            count = min(self.batch, tokens - start)
+            self.executor(self.step(_bucket(count), self.lengths[0] + start + count, self.sequences))
+
     def _run(self, part: list[list[int]], every_position: bool) -> list[F32]:
         count = _bucket(max(map(len, part)))
         longest = max(n + len(new) for n, new in zip(self.lengths, part, strict=True))

@@ -23,6 +23,7 @@ from ..errors import ModelError
 from ..models import Model, Step
 from ..open import open_model, open_session
 from ..output import write
+from ..progress import compiling_shown
 from ..session import DEFAULT_BATCH, Group, Session, check_context
 from .flags import batch_flag, group_flags, group_of, wire_flag
 
@@ -42,6 +43,7 @@ def flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--profile", action="store_true", help="print how long each kernel takes in a run instead")
 
 
+@compiling_shown()
 def run(args: argparse.Namespace) -> int:
     work = Work(open_model(args.model), tests(args.prompts, args.new, args.depths), args.repetitions, args.batch)
     groups = [group_of(args, threads=threads, wire=args.wire) for threads in args.counts or [None]]

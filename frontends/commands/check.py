@@ -1,6 +1,9 @@
 """``hocket check``: the conformance kit, which has its own flags."""
 
 from ...conformance.command import fill as flags
-from ...conformance.command import run as run
+from ...conformance.command import run as check
+from ..progress import compiling_shown
+
+run = compiling_shown()(check)
 
 __all__ = ["flags", "run"]

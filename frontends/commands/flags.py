@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import Any
 
-from ..arguments import device_list, natural, placement, positive, shares
+from ..arguments import device_list, placement, positive, shares
 from ..models import Model
 from ..open import open_session
 from ..session import DEFAULT_BATCH, Group, Session
@@ -27,7 +27,6 @@ def session_flags(sub: argparse.ArgumentParser) -> None:
         "-t", "--threads", type=positive, metavar="N", help="threads of each device (its share of the processors)"
     )
     sub.add_argument("--cache-dir", metavar="DIR", help="where compiled kernels are kept (~/.cache/hocket)")
-    sub.add_argument("--seed", type=natural, default=0, metavar="N", help="seed of the sampling (0)")
 
 
 def group_flags(sub: argparse.ArgumentParser, where: argparse._ActionsContainer) -> None:

@@ -17,6 +17,7 @@ from ..errors import ModelError
 from ..gguf.tokenizer import tokenizer_from_metadata
 from ..models import Model
 from ..open import context_for, open_model
+from ..progress import compiling_shown
 from ..session import F32, Session
 from .flags import session_flags, session_of
 
@@ -35,6 +36,7 @@ def flags(sub: argparse.ArgumentParser) -> None:
     session_flags(sub)
 
 
+@compiling_shown()
 def run(args: argparse.Namespace) -> int:
     model = open_model(args.model)
     if args.prompt is not None:

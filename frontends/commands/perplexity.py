@@ -16,6 +16,7 @@ from ..errors import ModelError
 from ..gguf.tokenizer import tokenizer_from_metadata
 from ..open import context_for, open_model, read_text
 from ..output import write
+from ..progress import compiling_shown
 from ..session import F32, Session
 from .flags import session_flags, session_of
 
@@ -35,6 +36,7 @@ def flags(sub: argparse.ArgumentParser) -> None:
     session_flags(sub)
 
 
+@compiling_shown()
 def run(args: argparse.Namespace) -> int:
     model = open_model(args.model)
     tokenizer = tokenizer_from_metadata(model.gguf.metadata)

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import secrets
+import select
 import sys
 from collections.abc import Iterator
 
 from ...scheduler import nbytes_text
+from ..arguments import logit_bias, seed
 from ..conversation import Conversation
 from ..errors import ModelError
-from ..generate import Timing, generate, stream_text
+from ..generate import Timing, generate, prepare, stream_text
 from ..gguf.chat import chat_template
 from ..gguf.tokenizer import Tokenizer, tokenizer_from_metadata
 from ..models import Model
 from ..open import context_for, open_model, read_text
 from ..output import log, write
+from ..progress import compiling_shown
 from ..sampling import Sampling
 from ..saved_state import load_state, save_state
 from ..session import Session
+from ..talk import talk
 from .flags import session_flags, session_of
 
 OPENING = "It is a truth universally acknowledged, that"
@@ -27,25 +32,54 @@ NEW_TOKENS = 128
 
 def flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("model", nargs="?", metavar="MODEL", help="GGUF file (the small model that comes with hocket)")
+    sub.add_argument("-m", "--model", dest="named", metavar="MODEL", help="the same")
     text = sub.add_mutually_exclusive_group()
     text.add_argument("-p", "--prompt", metavar="TEXT", help="text to continue")
     text.add_argument("-f", "--file", metavar="FILE", help="file with the text to continue, - for stdin")
     sub.add_argument(
         "-n", "--predict", type=int, metavar="N", help="new tokens, -1: until the context is full (128; --chat: -1)"
     )
-    sub.add_argument("--temp", type=float, default=0.0, metavar="T", help="temperature; 0 takes the likeliest (0)")
-    sub.add_argument("--top-k", type=int, default=40, metavar="K", help="keep the K likeliest, 0: all (40)")
-    sub.add_argument("--top-p", type=float, default=0.95, metavar="P", help="keep the likeliest up to P in sum (0.95)")
-    sub.add_argument("--min-p", type=float, default=0.05, metavar="P", help="keep those above P times the best (0.05)")
-    sub.add_argument("--chat", action="store_true", help="use the chat template; on a terminal /exit ends the talk")
+    sampling_flags(sub)
+    sub.add_argument("--chat", action="store_true", help="use the chat template; on a terminal /help lists commands")
+    sub.add_argument("-sys", "--system-prompt", dest="system", metavar="TEXT", help="what a talk begins with")
     sub.add_argument("--save-state", metavar="FILE", help="keep the session's state, to go on later")
     sub.add_argument("--load-state", metavar="FILE", help="go on from a saved state, on any number of devices")
     sub.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
     session_flags(sub)
 
 
+def sampling_flags(sub: argparse.ArgumentParser) -> None:
+    """How tokens are chosen; the defaults are llama.cpp's."""
+    add = sub.add_argument
+    add("--temp", type=float, default=0.8, metavar="T", help="temperature; 0 takes the likeliest (0.8)")
+    add("--top-k", type=int, default=40, metavar="K", help="keep the K likeliest, 0: all (40)")
+    add("--top-p", type=float, default=0.95, metavar="P", help="keep the likeliest up to P in sum (0.95)")
+    add("--min-p", type=float, default=0.05, metavar="P", help="keep those above P times the best (0.05)")
+    add("--repeat-penalty", type=float, default=1.0, metavar="X", help="divide logits of recent tokens by X (1)")
+    add("--repeat-last-n", type=int, default=64, metavar="N", help="so many tokens are recent, -1: all (64)")
+    add("--presence-penalty", type=float, default=0.0, metavar="X", help="subtract X from logits of recent tokens (0)")
+    add("--frequency-penalty", type=float, default=0.0, metavar="X", help="and X for each time they occurred (0)")
+    add("--logit-bias", type=logit_bias, action="append", default=[], metavar="ID=X", help="add X to a token's logit")
+    add("-s", "--seed", type=seed, default=-1, metavar="N", help="seed of the sampling, -1: a random one (-1)")
+
+
 def run(args: argparse.Namespace) -> int:
-    sampling = Sampling(args.temp, args.top_k, args.top_p, args.min_p)
+    sampling = Sampling(
+        args.temp,
+        args.top_k,
+        args.top_p,
+        args.min_p,
+        args.repeat_penalty,
+        args.repeat_last_n,
+        args.presence_penalty,
+        args.frequency_penalty,
+        tuple(args.logit_bias),
+    )
+    if args.model and args.named:
+        raise ModelError(f"got two models, {args.model} and {args.named}; name one, with or without -m")
+    args.model = args.model or args.named
+    if args.seed < 0:
+        args.seed = secrets.randbits(31)
     model = open_model(args.model)
     tokenizer = tokenizer_from_metadata(model.gguf.metadata)
     return (chat if args.chat else complete)(args, model, tokenizer, sampling)
@@ -53,22 +87,31 @@ def run(args: argparse.Namespace) -> int:
 
 def complete(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, sampling: Sampling) -> int:
     """Print a text and what follows it."""
-    text = prompt_text(args, OPENING if args.model is None else None)
-    tokens = tokenizer.encode(text, add_special=args.load_state is None, parse_special=True)
-    session = session_of(args, model, context_for(model, len(tokens), args.context))
-    known = load_state(session, args.load_state)[0] + tokens if args.load_state else list(tokens)
-    timing, stop = Timing(), frozenset() if args.ignore_eos else tokenizer.eos_ids
     limit = NEW_TOKENS if args.predict is None else args.predict
-    new = generate(session, tokens, limit=limit, sampling=sampling, seed=args.seed, stop=stop, timing=timing)
+    text = prompt_text(args, "" if args.load_state else OPENING if args.model is None else None)
+    tokens = tokenizer.encode(text, add_special=args.load_state is None, parse_special=True)
+    with compiling_shown():
+        session = session_of(args, model, context_for(model, len(tokens), args.context))
+        before = load_state(session, args.load_state)[0] if args.load_state else []
+        new = before[session.lengths[0] :] + tokens  # the last token that was shown has not been read yet
+        if not new and before:
+            raise ModelError(f"{args.load_state}: its text has come to an end; give more of it with -p")
+        prepare(session, new, limit)
+    before = before[: session.lengths[0]]
+    known, timing = before + new, Timing()
+    stop = frozenset() if args.ignore_eos else tokenizer.eos_ids
+    continued = generate(
+        session, new, limit=limit, sampling=sampling, seed=args.seed, stop=stop, timing=timing, before=before
+    )
     write(text)
     try:
-        for piece in stream_text(recorded(new, known), tokenizer):
+        for piece in stream_text(recorded(continued, known), tokenizer):
             write(piece)
     finally:
         write("\n")
     if args.save_state:
-        save_state(session, [known[: session.lengths[0]]], args.save_state)
-    log(f"{timing}; {memory_text(session)}")
+        save_state(session, [known], args.save_state)
+    log(f"{timing}; {memory_text(session)}{seed_text(args)}")
     return 0
 
 
@@ -83,32 +126,46 @@ def chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, sampling:
     """Answer one message, or on a terminal one after the other."""
     chat_template(model.gguf.metadata)  # whether there is one should be known before the weights are loaded
     interactive = args.prompt is None and args.file is None and on_terminal()
-    messages = asked() if interactive else iter([prompt_text(args, None)])
-    session = session_of(args, model, context_for(model, 0, args.context))
-    stop = frozenset() if args.ignore_eos else tokenizer.eos_ids
+    message = None if interactive else prompt_text(args, None)
     limit = -1 if args.predict is None else args.predict
-    conversation = Conversation(session, tokenizer, limit=limit, sampling=sampling, seed=args.seed, stop=stop)
-    for message in messages:
+    with compiling_shown():
+        session = session_of(args, model, context_for(model, 0, args.context))
+        prepare(session, [], limit)
+    stop = frozenset() if args.ignore_eos else tokenizer.eos_ids
+    conversation = Conversation(
+        session, tokenizer, limit=limit, sampling=sampling, seed=args.seed, stop=stop, system=args.system
+    )
+    if message is None:
+        talk(conversation)
+    else:
         try:
             for piece in conversation.answer(message):
                 write(piece)
         finally:
             write("\n")
-    log(f"{conversation.timing}; {memory_text(session)}")
+    log(f"{conversation.timing}; {memory_text(session)}{seed_text(args)}")
     return 0
 
 
 def prompt_text(args: argparse.Namespace, default: str | None) -> str:
-    """The text of -p or -f, else the default, else stdin.  Raises `ModelError` if that is a terminal."""
+    """The text of -p or -f, else what is piped in, else the default.  Raises `ModelError` if there is none."""
     if args.prompt is not None:
         return str(args.prompt)
     if args.file is not None:
         return read_text(args.file)
-    if default is not None:
-        return default
-    if on_terminal():
+    if default is None and on_terminal():
         raise ModelError("there is no prompt; give one with -p or -f, or pipe it in")
-    return read_text("-")
+    if default is None:
+        return read_text("-")
+    return (read_text("-") if is_piped() else "") or default
+
+
+def is_piped() -> bool:
+    """Whether text waits in stdin; a pipe into which nobody has written yet is not waited for."""
+    try:
+        return not on_terminal() and bool(select.select([sys.stdin], [], [], 0)[0])
+    except (OSError, ValueError):  # stdin is closed, or no file of the system's
+        return False
 
 
 def on_terminal() -> bool:
@@ -116,17 +173,9 @@ def on_terminal() -> bool:
     return sys.stdin is None or sys.stdin.isatty()
 
 
-def asked() -> Iterator[str]:
-    """What the user types, line by line, until /exit or the end of input."""
-    while True:
-        try:
-            said = input("> ").strip()
-        except EOFError:
-            return
-        if said == "/exit":
-            return
-        if said:
-            yield said
+def seed_text(args: argparse.Namespace) -> str:
+    """How to get this text again."""
+    return f"; --seed {args.seed}" if args.temp else ""
 
 
 def memory_text(session: Session) -> str:

@@ -48,12 +48,12 @@ def test_the_embedded_model_writes_what_llama_cpp_writes(capsys: Capture) -> Non
     prompts = json.loads((TINY_GOLDENS / "prompts.json").read_text())
     greedy = json.loads((TINY_GOLDENS / "greedy_dequantized.json").read_text())
     for prompt, golden in zip(prompts, greedy, strict=True):
-        assert main(["run", "-p", prompt["text"], "-n", "32", "--exact"]) == 0
+        assert main(["run", "--temp", "0", "-p", prompt["text"], "-n", "32", "--exact"]) == 0
         assert capsys.readouterr().out == prompt["text"] + golden["greedy_text"] + "\n"
 
 
 def test_run_needs_no_arguments_and_tells_its_speed_in_one_line_on_stderr() -> None:
-    done = hocket_process("run", "-n", "8")
+    done = hocket_process("run", "--temp", "0", "-n", "8")
     assert done.returncode == 0
     assert done.stdout.decode().startswith(run.OPENING + " she could not be")
     (line,) = done.stderr.decode().splitlines()
@@ -65,13 +65,13 @@ def test_run_needs_no_arguments_and_tells_its_speed_in_one_line_on_stderr() -> N
 def test_a_prompt_comes_from_a_file_or_from_stdin_without_its_last_line_break(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    main(["run", "-n", "4", "-p", "Elizabeth – she"])
+    main(["run", "--temp", "0", "-n", "4", "-p", "Elizabeth – she"])
     want = capsys.readouterr().out
     (tmp_path / "prompt.txt").write_text("Elizabeth – she\n", encoding="utf-8")
-    assert main(["run", "-n", "4", "-f", str(tmp_path / "prompt.txt")]) == 0
+    assert main(["run", "--temp", "0", "-n", "4", "-f", str(tmp_path / "prompt.txt")]) == 0
     assert capsys.readouterr().out == want
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("Elizabeth – she\n".encode())))
-    assert main(["run", TINY, "-n", "4"]) == 0
+    assert main(["run", "--temp", "0", TINY, "-n", "4"]) == 0
     assert capsys.readouterr().out == want
 
 
@@ -93,9 +93,9 @@ def test_the_text_ends_at_an_end_token_unless_told_otherwise(capsys: Capture, mo
         return found
 
     monkeypatch.setattr(run, "tokenizer_from_metadata", ending)
-    main(["run", "-n", "8"])
+    main(["run", "--temp", "0", "-n", "8"])
     ended = capsys.readouterr().out
-    main(["run", "-n", "8", "--ignore-eos"])
+    main(["run", "--temp", "0", "-n", "8", "--ignore-eos"])
     whole = capsys.readouterr().out
     assert ended == run.OPENING + " she could not\n"
     assert whole.startswith(run.OPENING + " she could not be")
@@ -104,7 +104,7 @@ def test_the_text_ends_at_an_end_token_unless_told_otherwise(capsys: Capture, mo
 def test_every_device_writes_the_same(capsys: Capture) -> None:
     written = []
     for device in ("cpu:0", "cpu:3", "reference:0"):
-        assert main(["run", "-n", "2", "-p", "It is", "-c", "16", "--devices", device]) == 0
+        assert main(["run", "--temp", "0", "-n", "2", "-p", "It is", "-c", "16", "--devices", device]) == 0
         captured = capsys.readouterr()
         written.append(captured.out)
         assert f"{device}: weight" in captured.err
@@ -119,12 +119,12 @@ def test_chat_answers_one_message_or_many(capsys: Capture, monkeypatch: pytest.M
     template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
     metadata = MappingProxyType({**model.gguf.metadata, "tokenizer.chat_template": template})
     monkeypatch.setattr(run, "open_model", lambda path: load_model(replace(model.gguf, metadata=metadata)))
-    assert main(["run", "--chat", "-p", "How do you do?", "-n", "6"]) == 0
+    assert main(["run", "--temp", "0", "--chat", "-p", "How do you do?", "-n", "6"]) == 0
     one = capsys.readouterr().out
     typed = iter(["How do you do?", "", "And you?", "/exit", "never"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
     monkeypatch.setattr(run, "on_terminal", lambda: True)
-    assert main(["run", "--chat", "-n", "6"]) == 0
+    assert main(["run", "--temp", "0", "--chat", "-n", "6"]) == 0
     two = capsys.readouterr().out
     assert two.startswith(one)
     assert two.count("\n") > one.count("\n")
@@ -132,7 +132,7 @@ def test_chat_answers_one_message_or_many(capsys: Capture, monkeypatch: pytest.M
 
 
 def test_a_model_without_a_chat_template_says_so_before_it_loads(capsys: Capture) -> None:
-    assert main(["run", "--chat", "-p", "Hello"]) == 2
+    assert main(["run", "--temp", "0", "--chat", "-p", "Hello"]) == 2
     assert "no chat template" in capsys.readouterr().err
 
 
@@ -391,7 +391,7 @@ def test_a_reader_that_stops_reading_ends_the_command_quietly() -> None:
 def test_text_is_utf_8_whatever_the_locale_says(tmp_path: Path) -> None:
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}
     (tmp_path / "prompt").write_text("naïve", encoding="utf-8")
-    done = hocket_process("run", "-f", str(tmp_path / "prompt"), "-n", "2", env=environment)
+    done = hocket_process("run", "--temp", "0", "-f", str(tmp_path / "prompt"), "-n", "2", env=environment)
     assert done.returncode == 0
     assert done.stdout.startswith("naïve".encode())
 
@@ -399,13 +399,13 @@ def test_text_is_utf_8_whatever_the_locale_says(tmp_path: Path) -> None:
 def test_a_closed_output_is_no_error(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", None)
-        assert main(["run", "-n", "1"]) == 0
+        assert main(["run", "--temp", "0", "-n", "1"]) == 0
     assert capsys.readouterr().out == ""
 
 
 def test_threads_are_set_where_the_blas_can(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setattr(threads, "SETTERS", ("no_such_function",))
-    assert main(["run", "-n", "1", "-t", "1"]) == 2
+    assert main(["run", "--temp", "0", "-n", "1", "-t", "1"]) == 2
     assert "BLAS of this NumPy" in capsys.readouterr().err
 
 

@@ -345,7 +345,7 @@ def test_an_empty_prompt_is_refused() -> None:
         "run -b 0",
         "run -b -3",
         "run -t 0",
-        "run --seed -1",
+        "run --seed -2",
         "run --seed 1.5",
         "run -n x",
         "run --temp hot",

@@ -1,0 +1,95 @@
+"""A talk on a terminal: messages in, answers out, and a few commands that begin with a slash."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from .conversation import Conversation
+from .errors import ModelError
+from .output import log, write
+
+Command = Callable[[Conversation, str], bool]
+"""What a command does with its argument; whether the talk goes on."""
+
+
+def talk(conversation: Conversation) -> None:
+    """Answer what is typed until /exit, the end of input, or Ctrl-C twice in a row.
+
+    Ctrl-C during an answer ends the answer; what was said of it stays a part of the talk.
+    """
+    if sys.stdin is not None and sys.stdin.isatty():
+        import readline  # noqa: F401  # from now on `input` edits lines and remembers them
+    interrupted = False
+    while True:
+        try:
+            said = input("> ").strip()
+        except EOFError:
+            write("\n")
+            return
+        except KeyboardInterrupt:
+            if interrupted:
+                return
+            interrupted = True
+            log("\n(Ctrl-C again or /exit ends the talk)")
+            continue
+        interrupted = False
+        if said.startswith("/"):
+            name, _, argument = said.partition(" ")
+            if name not in COMMANDS:
+                log(f"there is no command {name}; /help lists them")
+            elif not COMMANDS[name](conversation, argument.strip()):
+                return
+        elif said:
+            _answer(conversation, said)
+
+
+def _answer(conversation: Conversation, said: str) -> None:
+    try:
+        for piece in conversation.answer(said):
+            write(piece)
+    except KeyboardInterrupt:
+        pass
+    except ModelError as error:
+        log(f"\n{error}; /reset forgets what was said")
+    write("\n")
+    session = conversation.session
+    if session.lengths[0] >= session.context:
+        log(f"(the context of {session.context} tokens is full, so the answer ends here; /reset forgets what was said)")
+
+
+def _help(conversation: Conversation, argument: str) -> bool:
+    """this list"""
+    write("".join(f"{name:9} {command.__doc__}\n" for name, command in COMMANDS.items()))
+    return True
+
+
+def _reset(conversation: Conversation, argument: str) -> bool:
+    """forget what was said"""
+    conversation.restart()
+    return True
+
+
+def _system(conversation: Conversation, argument: str) -> bool:
+    """TEXT: begin anew with this system prompt, or with none"""
+    conversation.system = argument or None
+    conversation.restart()
+    return True
+
+
+def _stats(conversation: Conversation, argument: str) -> bool:
+    """tokens and rates so far"""
+    session = conversation.session
+    write(f"{conversation.timing}; {session.lengths[0]} of {session.context} tokens of context in use\n")
+    return True
+
+
+def _exit(conversation: Conversation, argument: str) -> bool:
+    """end the talk"""
+    return False
+
+
+COMMANDS: Mapping[str, Command] = MappingProxyType(
+    {"/help": _help, "/reset": _reset, "/system": _system, "/stats": _stats, "/exit": _exit}
+)
