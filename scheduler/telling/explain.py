@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 
 from ...backends.base import Meets
@@ -85,11 +85,12 @@ def path_lines(plan: Plan) -> list[str]:
     """Which device's work, and how much of meetings, decides the time of a run of several devices."""
     if len(plan.lanes) == 1 or not plan.cost.total:
         return []
-    seconds: Counter[str] = Counter()
+    seconds: dict[str, float] = defaultdict(float)
     for link in critical_path(plan.stages, len(plan.lanes)):
         name = "collectives" if link.device is None else f"work of {plan.lanes[link.device].device}"
         seconds[name] += link.stage.seconds
-    shares = (f"{taken / plan.cost.total:.0%} {name}" for name, taken in seconds.most_common())
+    ranked = sorted(seconds, key=seconds.__getitem__, reverse=True)
+    shares = (f"{seconds[name] / plan.cost.total:.0%} {name}" for name in ranked)
     return [f"the time of a run is {', '.join(shares)}"]
 
 
