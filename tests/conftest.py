@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,34 @@ for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write golden files anew instead of comparing")
     parser.addoption("--every-architecture", action="store_true", help="compile CUDA kernels for all architectures")
+    parser.addoption("--all", action="store_true", help="run long tests whole, as if their files were named")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "long(every=None): without --all only each such case is run, or none")
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput"):
+        config.option.all = True  # who names files or tests wants them whole; workers get the options of their master
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is long.  Of a test with many cases some stay, so that each kind is tried."""
+    if config.option.all:
+        return
+    cases: Counter[str] = Counter()
+    stays, leaves = [], []
+    for item in items:
+        mark = item.get_closest_marker("long")
+        test = item.nodeid.partition("[")[0]
+        every = mark.kwargs.get("every") if mark else 1
+        (stays if every and cases[test] % every == 0 else leaves).append(item)
+        cases[test] += 1
+    items[:] = stays
+    config.hook.pytest_deselected(items=leaves)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if not config.option.all:
+        terminalreporter.write_line("long tests were left out, or some of their cases; --all runs everything")
 
 
 @pytest.fixture

@@ -71,6 +71,7 @@ def test_the_same_text_draws_the_same_numbers_and_another_seed_others():
     assert one["w"].tobytes() == two["w"].tobytes() != moved["w"].tobytes()
 
 
+@pytest.mark.long
 def test_the_full_run_has_more_cases_than_test_backend_ops():
     assert sum(len(full_cases(op)) for op in REGISTRY.values()) > 21_427
 
@@ -238,6 +239,7 @@ def failures(results):
     return [f"{r.case}: {r.why}" for r in results if r.outcome not in (Outcome.PASS, Outcome.NO_REFERENCE)]
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("name", REGISTRY)
 def test_backends_of_ours_pass_the_quick_run(name):
     """The references as a device take every check but, of what is compared with themselves, a quarter: they run every

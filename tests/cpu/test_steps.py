@@ -99,6 +99,7 @@ def kernels_of(graph: hocket.Graph, inputs: dict[str, object], threads: int) -> 
     return run.kernels()
 
 
+@pytest.mark.long(every=7)
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 70])
@@ -149,6 +150,7 @@ def test_units_of_routed_experts_are_computed_with_their_products(rows: int, thr
     assert names.count("rounding.round_rows") == 1
 
 
+@pytest.mark.long(every=5)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("rows", [1, 3, 40])
 @pytest.mark.parametrize("reader", ["none", "float product", "other code", "sum", "output", "part"])

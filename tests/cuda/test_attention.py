@@ -82,6 +82,7 @@ VARIANTS = tuple(
 )
 
 
+@pytest.mark.long(every=7)
 @pytest.mark.parametrize("case", FEW + TILED + VARIANTS, ids=str)
 def test_attention_is_its_definition_in_every_order_of_threads(case):
     """The kit runs a case three times, each in another order, and wants the same bits."""
@@ -290,6 +291,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_a_kernel_is_found(name):
     file, good, bad, found_by = FAULTS[name]

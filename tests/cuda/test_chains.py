@@ -215,6 +215,7 @@ def logits_of(name: str, devices: int, fused: bool) -> tuple[np.ndarray, int]:
     return np.concatenate(parts), sum(isinstance(part, Launch) for part in replay._parts)
 
 
+@pytest.mark.long(every=5)
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "qwen35", "qwen35moe", "qwen3next"])
 def test_a_model_has_the_logits_of_llama_cpp_with_chains_and_without(name, devices):

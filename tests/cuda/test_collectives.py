@@ -170,6 +170,7 @@ def test_a_random_graph_cut_wherever_it_can_be_gives_the_bits_of_the_host(seed, 
     assert over_peers == outputs()
 
 
+@pytest.mark.long(every=3)
 @pytest.mark.parametrize("name", ["llama", "llama-moe", "qwen3", "qwen35", "qwen35moe"])
 def test_a_model_split_over_two_devices_gives_the_bits_of_the_host(name, monkeypatch):
     folder = FIXTURES / name
@@ -210,6 +211,7 @@ def devices(request, monkeypatch):
     cuda._module.cache_clear()
 
 
+@pytest.mark.long(every=5)
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_real_devices_meet_in_one_graph_where_they_reach_each_other(case, n, devices, monkeypatch):
@@ -332,6 +334,7 @@ def test_what_is_right_is_found_right():
     _right(SUMS)
 
 
+@pytest.mark.long(every=5)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_fault_that_is_planted_in_a_collective_is_found(name, monkeypatch):
     names = ("all_reduce<float>", "begin_run", "meet_all", "tell_one", "await_one")

@@ -74,6 +74,7 @@ def test_decays_of_twenty_a_token_neither_overflow_nor_give_nan(channels: bool):
         check(p, bind(p, exact=False), FAST)
 
 
+@pytest.mark.long(every=2)
 @KINDS
 def test_a_decay_to_nothing_forgets_the_state(channels: bool):
     p = problem(13, 64, 1, 1, 100, channels=channels)
@@ -81,6 +82,7 @@ def test_a_decay_to_nothing_forgets_the_state(channels: bool):
     check(p, bind(p), EXACT)
 
 
+@pytest.mark.long(every=2)
 @KINDS
 def test_keys_almost_parallel_and_no_decay_cost_no_more_than_is_allowed(channels: bool):
     p = problem(8, 128, 1, 1, 128, channels=channels, hard=True)

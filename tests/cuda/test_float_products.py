@@ -71,6 +71,7 @@ PLANTS = {
 }
 
 
+@pytest.mark.long(every=4)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_mistake_in_a_product_is_found(name):
     old, new, right = PLANTS[name]
