@@ -35,6 +35,7 @@ from ..simd.vectors import (
     zeros,
 )
 from ..steps import Share, Steps
+from ..words import words
 from .formats import COLUMNS
 from .grouped import even_bounds
 from .packing import share
@@ -68,10 +69,14 @@ def round_block(x, record, zero):
         store_pair(record + SUMS, both_and_second(mul(to_float(sums), scales)))
 
 
+ARGS = words("source step rows columns target zero")
+
+
 @kernel
 def round_rows(a, thread, threads):
-    """Words: source, bytes between its rows, rows, columns, target, what is subtracted from each code of the weight."""
-    source, step, rows, columns, target, zero = word(a, 0), word(a, 1), word(a, 2), word(a, 3), word(a, 4), word(a, 5)
+    """Rows to records; `step` is bytes from row to row, `zero` what is subtracted from each code of the weight."""
+    source, step, rows, columns = ARGS.source(a), ARGS.step(a), ARGS.rows(a), ARGS.columns(a)
+    target, zero = ARGS.target(a), ARGS.zero(a)
     n = columns // COLUMNS
     lo, hi = share(rows, thread, threads)
     for i in range(lo, hi):
@@ -82,7 +87,7 @@ def round_rows(a, thread, threads):
 
 @part
 def round_row(a, at, i, y, n):
-    """Round the `n` columns of row `i`, that stands at `y`, as the words from `at` on say (`Wanted.words`)."""
+    """Round the `n` columns of row `i`, that stands at `y`, as the words from `at` on say (`Target.rounding`)."""
     for k in range(word(a, at)):
         record, zero = word(a, at + 2 + 2 * k) + i * word(a, at + 1), word(a, at + 3 + 2 * k)
         for b in range(n // COLUMNS):
@@ -131,7 +136,8 @@ def _rounding(x: Operand, to: Operand, rows: int, zero: int, first: int, last: i
     """Columns from `first` to before `last`: of one row, or all of them."""
     source, skipped = x.part(len(x.shape) - 1, first, last - first), rounded_bytes(1, first)
     target = to.part(0, skipped, rounded_bytes(rows, last - first))
-    words = [source.address, source.row_step, rows, last - first, target.address, zero]
+    at, width = source.address, last - first
+    words = ARGS(source=at, step=source.row_step, rows=rows, columns=width, target=target.address, zero=zero)
     return Share(words, [source], [target])
 
 
@@ -141,11 +147,13 @@ def _rounding(x: Operand, to: Operand, rows: int, zero: int, first: int, last: i
 @dataclass(frozen=True, slots=True)
 class Target:
     """Where a thread leaves rows of a result: as float32, in one row's memory over and over if nobody reads them, and
-    rounded.  `words` are bytes from thread to thread of that one row, then how to round (`round_row`)."""
+    rounded.  `between` are bytes from thread to thread of that one row; `rounding` is how to round (`round_row`): how
+    many times, bytes from row to row, and each time where to and what is subtracted from codes of the weight."""
 
     floats: Operand
     writes: Sequence[Operand]
-    words: Sequence[int]
+    between: int = 0
+    rounding: Sequence[int] = (0,)
 
     @property
     def step(self) -> int:
@@ -188,10 +196,10 @@ class Wanted:
     def target(self, floats: Operand | None, passing: Operand, records: Sequence[Operand]) -> Target:
         """For all columns or some; `passing` takes the rows if there is no place for them all."""
         pitch, pairs = rounded_bytes(1, self.columns), zip(records, self.zeros, strict=True)
-        words = [len(records), pitch, *(w for o, zero in pairs for w in (o.address, zero))]
+        rounding = [len(records), pitch, *(w for o, zero in pairs for w in (o.address, zero))]
         if floats is None:
-            return Target(passing, records, [4 * self.columns, *words])
-        return Target(floats, [floats, *records], [0, *words])
+            return Target(passing, records, 4 * self.columns, rounding)
+        return Target(floats, [floats, *records], 0, rounding)
 
     def targets(self, steps: Steps, records: Sequence[Sequence[Operand]], bounds: Sequence[int]) -> list[Target | None]:
         """For each thread, which makes the columns from ``bounds[i]`` to before ``bounds[i + 1]``; None if that is
