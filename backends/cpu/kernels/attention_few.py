@@ -6,14 +6,11 @@ Keys may be cut into parts, which threads share; `join` puts the parts together.
 from __future__ import annotations
 
 from ..compiler import kernel, part
+from ..simd.order import fold_1, fold_2, fold_4, fold_8
 from ..simd.vectors import (
     LANES,
     add,
     fma,
-    fold_1,
-    fold_2,
-    fold_4,
-    fold_8,
     largest,
     load,
     load_long,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 from ..compiler import kernel, part
+from ..simd.order import turn
 from ..simd.vectors import (
     LANES,
     add,
@@ -26,7 +27,6 @@ from ..simd.vectors import (
     store,
     store_long,
     sub,
-    turn,
     zeros,
     zeros_above,
     zeros_below,

@@ -8,22 +8,9 @@ from functools import cache
 from ....graph.dtypes import DType
 from ...operands import Bound, Operand
 from ..compiler import Kernel, Part, kernel, part
+from ..simd.order import turn_bf16, turn_floats, turn_halves
 from ..simd.tiles import Tile, tile
-from ..simd.vectors import (
-    LANES,
-    add,
-    fma,
-    load,
-    load_bf16,
-    load_half,
-    splat_from,
-    store_scalar,
-    total,
-    turn_bf16,
-    turn_floats,
-    turn_halves,
-    zeros,
-)
+from ..simd.vectors import LANES, add, fma, load, load_bf16, load_half, splat_from, store_scalar, total, zeros
 from ..steps import Steps
 from ..words import words
 from .grouped import Blocks, Slots, add_product, fetch, product_of

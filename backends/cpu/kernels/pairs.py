@@ -28,7 +28,7 @@ VECTOR = 4 * ROWS
 
 
 ARGS = words(
-    "gate up stride between rows columns x pitch starts experts used shared vectors y step passing rounding[*]"
+    "weights[2] stride between rows columns x pitch starts experts used shared vectors y step passing rounding[*]"
 )
 """`rounding` is that of `rounding.Target`."""
 ROUNDING = ARGS.start("rounding")
@@ -38,7 +38,8 @@ ROUNDING = ARGS.start("rounding")
 def pair(form: Format, kind: str) -> Kernel:
     """``y[i] = unit(gate[expert of slot i] @ x[row of slot i], up[...] @ x[...])``, also rounded.
 
-    Words that `grouped.product_of` has as well mean the same; `vectors` is memory for a vector of either product.
+    `weights` are gate and up, `vectors` is memory for a vector of either product; words that `grouped.product_of` has as
+    well mean the same.
     """
     alone, unit = alone_of(form), GATED[kind]
 
@@ -53,9 +54,9 @@ def pair(form: Format, kind: str) -> Kernel:
                 row, to = x + row_of(slot, used, shared) * pitch, y + slot * step
                 for first in range(0, rows, ROWS):
                     if expert < experts:
-                        group = expert * between + first * stride
-                        alone(both, ARGS.gate(a) + group, stride, ROWS, columns, row)
-                        alone(both + VECTOR, ARGS.up(a) + group, stride, ROWS, columns, row)
+                        for k in range(2):
+                            group = ARGS.weights(a, k) + expert * between + first * stride
+                            alone(both + k * VECTOR, group, stride, ROWS, columns, row)
                         put(to, first, rows, unit(load(both), load(both + VECTOR)))
                     else:
                         put(to, first, rows, zeros())
@@ -94,8 +95,7 @@ def _add_pair(steps: Steps, products: Sequence[Bound], call: Bound, kind: str, b
     def share(thread: int, to: Target) -> Share:
         low, count = bounds[thread], bounds[thread + 1] - bounds[thread]
         words = ARGS(
-            gate=begins[0] + low * stride,
-            up=begins[1] + low * stride,
+            weights=[at + low * stride for at in begins],
             stride=stride,
             between=between,
             rows=count,

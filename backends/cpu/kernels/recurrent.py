@@ -7,19 +7,14 @@ from collections.abc import Mapping
 from functools import cache, partial
 
 import numpy as np
-from llvmlite import ir
 
 from ...chains import changed_state
 from ...flow import Flow, apart
 from ...operands import Bound, Operand, need
 from ..compiler import Kernel, part
 from ..simd.vectors import (
-    ADDRESS,
-    FLOATS,
     LANES,
-    NOTHING,
     fma,
-    intrinsic,
     lane_0,
     load,
     load_scalar,
@@ -28,6 +23,7 @@ from ..simd.vectors import (
     splat,
     splat_from,
     store,
+    store_past,
     store_scalar,
     total,
     zeros,
@@ -36,14 +32,6 @@ from ..steps import Chain, Fused, Steps
 from ..words import words
 from .packing import share
 from .rows import exp
-
-
-@intrinsic(NOTHING, ADDRESS, FLOATS)
-def store_past(b, a, v):
-    """To an address that is a multiple of 64, past the caches: for what nobody reads soon."""
-    done = b.store(v, b.inttoptr(a, v.type.as_pointer()), align=64)
-    done.set_metadata("nontemporal", b.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
-
 
 BLOCK = 32
 """Rows of a state that see all tokens before the next rows do: they stay in the first cache."""

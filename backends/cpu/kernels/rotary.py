@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir
 
 from ....graph.dtypes import DType
 from ....ops.rotary import frequencies, planes
@@ -19,12 +18,10 @@ from ...flow import Flow, apart
 from ...operands import Bound, Operand, float_bits, need
 from ..compiler import Kernel, Part, kernel, part
 from ..pieces import pieces_of
+from ..simd.order import evens, first_pairs, last_pairs, odds
 from ..simd.vectors import (
-    FLOATS,
     LANES,
-    Intrinsic,
     add,
-    intrinsic,
     load_double,
     load_int,
     load_long,
@@ -39,17 +36,6 @@ from ..words import words
 from .norms import rms_factor, sum_of_squares
 from .packing import share as share_of
 from .rows import ELEMENTS, add_unary, lanes, put, row_words, rows_of
-
-
-def _picked(order: Sequence[int]) -> Intrinsic:
-    """Lanes of two vectors in a given order; those of the second are numbered from 16 on."""
-    lanes = ir.Constant(ir.VectorType(ir.IntType(32), LANES), list(order))
-    return intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: b.shuffle_vector(x, y, lanes))
-
-
-evens, odds = (_picked(range(j, 2 * LANES, 2)) for j in (0, 1))
-first_pairs, last_pairs = (_picked([i + j for i in range(s, s + 8) for j in (0, LANES)]) for s in (0, 8))
-
 
 TURNS = words("positions count run far near further frequency divisors pairs magnitude:f32 cosines sines")
 

@@ -11,25 +11,12 @@ from ...chains import short_convolution
 from ...flow import Flow
 from ...operands import Bound, Operand, need
 from ..compiler import Kernel, part
-from ..simd.vectors import (
-    LANES,
-    fma,
-    fourth_0,
-    fourth_1,
-    fourth_2,
-    fourth_3,
-    load,
-    load_int,
-    load_long,
-    mul,
-    splat,
-    store,
-)
+from ..simd.order import fourth_0, fourth_1, fourth_2, fourth_3
+from ..simd.vectors import LANES, fma, load, load_int, load_long, mul, splat, store, store_past
 from ..steps import Chain, Fused, Steps
 from ..words import words
 from .norms import FACTORS, kind_of, sum_of_squares
 from .packing import NO_ROW, share
-from .recurrent import store_past
 from .rows import lanes, put, silu
 
 TAPS = 4
