@@ -38,8 +38,8 @@ ROUNDING = ARGS.start("rounding")
 def pair(form: Format, kind: str) -> Kernel:
     """``y[i] = unit(gate[expert of slot i] @ x[row of slot i], up[...] @ x[...])``, also rounded.
 
-    `weights` are gate and up, `vectors` is memory for a vector of either product; words that `grouped.product_of` has as
-    well mean the same.
+    `weights` are gate and up, `vectors` is memory for a vector of either product; words that `grouped.product_of` has,
+    too, mean the same.
     """
     alone, unit = alone_of(form), GATED[kind]
 
