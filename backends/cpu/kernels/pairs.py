@@ -18,11 +18,12 @@ from ..steps import Chain, Fused, Share, Steps
 from ..words import words
 from .experts import sorted_slots
 from .formats import FORMATS, Format
+from .functions import GATED
 from .gated import UNITS, operands_of
 from .grouped import ROWS, bounds_of, in_order, is_dealt, row_of
 from .products import alone_of, blocks_of, bytes_of, is_compiled, wanted_of
 from .rounding import Target, round_row, rounded, rounded_bytes
-from .rows import GATED, put
+from .rows import put
 
 VECTOR = 4 * ROWS
 

@@ -30,8 +30,8 @@ from ..simd.vectors import (
 )
 from ..steps import Chain, Fused, Steps
 from ..words import words
+from .functions import exp
 from .packing import share
-from .rows import exp
 
 BLOCK = 32
 """Rows of a state that see all tokens before the next rows do: they stay in the first cache."""

@@ -31,8 +31,9 @@ from ..simd.vectors import (
 )
 from ..steps import Steps
 from ..words import words
+from .functions import exp
 from .packing import share
-from .rows import ELEMENTS, exp, lanes, put, row_words, rows_of
+from .rows import ELEMENTS, lanes, put, row_words, rows_of
 
 ONE, NONE, MINUS_INFINITY = np.float32(1), np.float32(0), np.float32(-np.inf)
 LOWEST = np.float32(-3.0e38)

@@ -30,7 +30,7 @@ from ..simd.vectors import (
     sub,
     where_less,
 )
-from .rows import tanh
+from .functions import tanh
 
 COMMON = (
     "tokens units shared keys size width q_step k_step v_step mask_step out_step factor:f32 cap:f32 heads "

@@ -15,9 +15,10 @@ from ..simd.order import fourth_0, fourth_1, fourth_2, fourth_3
 from ..simd.vectors import LANES, fma, load, load_int, load_long, mul, splat, store, store_past
 from ..steps import Chain, Fused, Steps
 from ..words import words
+from .functions import silu
 from .norms import FACTORS, kind_of, sum_of_squares
 from .packing import NO_ROW, share
-from .rows import lanes, put, silu
+from .rows import lanes, put
 
 TAPS = 4
 TILE = 8
