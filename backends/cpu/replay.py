@@ -178,12 +178,12 @@ class Replay:
 
     def measured(self) -> Iterator[tuple[str, float]]:
         """Run once; what each step was, and its seconds, for whom asks after the run."""
-        found: list[Iterable[tuple[str, float]]] = []
+        times: list[Iterable[tuple[str, float]]] = []
         for _, one in self.work:
             if isinstance(one, Segment):
-                found.append(one.measured(self.crew))
+                times.append(one.measured(self.crew))
                 continue
             start = time.perf_counter()
             one()
-            found.append([("NumPy", time.perf_counter() - start)])
-        return chain.from_iterable(found)
+            times.append([("NumPy", time.perf_counter() - start)])
+        return chain.from_iterable(times)

@@ -79,13 +79,13 @@ def words(declared: str, parts: Mapping[str, Any] = MappingProxyType({})) -> Wor
     fields: dict[str, Field] = {}
     start = 0
     for text in declared.split():
-        found = FIELD.fullmatch(text)
-        if found is None or found["name"] in {*fields, *parts, *RESERVED}:
+        match = FIELD.fullmatch(text)
+        if match is None or match["name"] in {*fields, *parts, *RESERVED}:
             raise ValueError(f"words of a kernel: {text!r} is no name of its own; write name, name[2] or name:f32")
         if any(field.count is None for field in fields.values()):
             raise ValueError(f"words of a kernel: {text!r} stands behind words of any number; put those last")
-        count = None if found["count"] == "*" else int(found["count"] or 1)
-        fields[found["name"]] = Field(start, count, _read(start, count == 1, bool(found["float"])))
+        count = None if match["count"] == "*" else int(match["count"] or 1)
+        fields[match["name"]] = Field(start, count, _read(start, count == 1, bool(match["float"])))
         start += count or 0
     return Words(MappingProxyType(fields), parts)
 

@@ -32,10 +32,10 @@ Addresses = npt.NDArray[np.int64]
 
 def _at(x: Operand, axes: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> Addresses:
     """Addresses in `x` for all combinations of entries of some axes; an index past the end begins anew."""
-    found = np.array(x.address, np.int64)
+    addresses = np.array(x.address, np.int64)
     for axis, index in axes:
-        found = found[..., None] + 4 * x.strides[axis] * (index % x.shape[axis])
-    return found
+        addresses = addresses[..., None] + 4 * x.strides[axis] * (index % x.shape[axis])
+    return addresses
 
 
 def _dense(steps: Steps, purpose: str, x: Operand) -> Operand:
@@ -43,15 +43,15 @@ def _dense(steps: Steps, purpose: str, x: Operand) -> Operand:
     if x.shape[-1] == 1 or x.strides[-1] == 1 or not all(x.shape):
         return x
     memory = steps.scratch(f"attention {purpose}", x.tensor.spec.nbytes)
-    made = Operand(
+    copy = Operand(
         memory.address, replace(memory.tensor, shape=x.shape, strides=contiguous_strides(x.shape), dtype=x.dtype)
     )
     for leading in product(*map(range, x.shape[:-3])):
-        source, target = _elements(x, leading), _elements(made, leading)
+        source, target = _elements(x, leading), _elements(copy, leading)
         walk = rows_of(source.shape, [source, target], whole_rows=True)
         assert walk is not None
         steps.add(unary("copy"), UNARY_WORDS(walk=walk), reads=[source], writes=[target])
-    return made
+    return copy
 
 
 def _elements(x: Operand, leading: Sequence[int]) -> Operand:

@@ -73,15 +73,15 @@ def sorted_slots(steps: Steps, call: Bound) -> Slots:
 def _sorted(steps: Steps, call: Bound, ids: Operand, experts: int) -> Operand:
     own, every = (int(np.asarray(call.attrs[name])) for name in ("first", "total"))
     key = ("slots", ids.tensor, own, experts)
-    if (found := steps.known(key)) is not None:
-        return found[0]
+    if (sorted_before := steps.known(key)) is not None:
+        return sorted_before[0]
     count = math.prod(ids.shape)
-    made = steps.scratch("slots", 4 * (experts + 2 + count))
-    address, every = made.address, every or experts
+    slots = steps.scratch("slots", 4 * (experts + 2 + count))
+    address, every = slots.address, every or experts
     words = ARGS(ids=ids.address, count=count, experts=experts, starts=address, own=own, every=every)
-    steps.add(sort_slots, words, reads=[ids], writes=[made], stops=True)
-    steps.remember(key, [made], [ids])
-    return made
+    steps.add(sort_slots, words, reads=[ids], writes=[slots], stops=True)
+    steps.remember(key, [slots], [ids])
+    return slots
 
 
 BINDINGS = {"mul_mat_id": _mul_mat_id}

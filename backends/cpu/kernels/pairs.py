@@ -131,9 +131,9 @@ def _alike(product: Bound, first: Bound) -> bool:
 def _rows_of(unit: Operand, products: Sequence[Bound]) -> int | None:
     """Where the rows of a weight begin whose products are an operand of the unit; None if none, or not a group's."""
     for product in products:
-        made, skipped = product.out, (unit.address - product.out.address) // 4
-        within = unit.tensor.buffer == made.tensor.buffer and 0 <= skipped <= made.shape[-1] - unit.shape[-1]
-        if within and (unit.shape[:-1], unit.strides) == (made.shape[:-1], made.strides) and skipped % ROWS == 0:
+        out, skipped = product.out, (unit.address - product.out.address) // 4
+        within = unit.tensor.buffer == out.tensor.buffer and 0 <= skipped <= out.shape[-1] - unit.shape[-1]
+        if within and (unit.shape[:-1], unit.strides) == (out.shape[:-1], out.strides) and skipped % ROWS == 0:
             return product.operand(0).address + skipped * bytes_of(product.operand(0))[0]
     return None
 

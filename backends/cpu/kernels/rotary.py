@@ -232,12 +232,12 @@ def turning_of(steps: Steps, call: Bound) -> Turning:
     pairs = 2 * half if mode == "vision" else half
     kind = tuple((k, v) for k, v in call.attrs.items() if k not in ("mode" if not multi else "", "offset"))
     key = ("turns", pos.tensor, None if factors is None else factors.tensor, kind)
-    made = steps.known(key)
-    if made is None:
+    turned = steps.known(key)
+    if turned is None:
         plane, index = planes(pairs, _sections(call), mode) if multi else (np.zeros(pairs, np.int64), None)
-        made = _turns(steps, call, frequencies(half, call.attrs, index), plane)
-        steps.remember(key, made, [pos] if factors is None else [pos, factors])
-    return Turning(mode == "normal", pairs, _number(call, "offset"), made[0], made[1])
+        turned = _turns(steps, call, frequencies(half, call.attrs, index), plane)
+        steps.remember(key, turned, [pos] if factors is None else [pos, factors])
+    return Turning(mode == "normal", pairs, _number(call, "offset"), turned[0], turned[1])
 
 
 def _sections(call: Bound) -> tuple[int, ...]:

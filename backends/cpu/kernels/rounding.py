@@ -110,26 +110,28 @@ def rounded(steps: Steps, x: Operand, zero: int, *, for_all: bool) -> Sequence[O
     itself, or share the rows.
     """
     key = ("rounded", x.tensor, zero)
-    if (found := steps.known(key)) is not None:
-        return found
+    if (records := steps.known(key)) is not None:
+        return records
     rows, columns, name = math.prod(x.shape[:-1]), x.shape[-1], f"rounded {zero}"
     nbytes, own, bounds = rounded_bytes(rows, columns), steps.stand_ins(x), steps.columns_of([x])
     if bounds is not None and (rows > 1 or any(b % COLUMNS for b in bounds)):
         bounds = None
     if own is not None or (for_all and bounds is None and steps.is_repeated([x])):
-        made = steps.copies(name, nbytes)
-        parts = [_rounding(o, to, rows, zero, 0, columns) for o, to in zip(own or [x] * len(made), made, strict=True)]
+        records = steps.copies(name, nbytes)
+        parts = [
+            _rounding(o, to, rows, zero, 0, columns) for o, to in zip(own or [x] * len(records), records, strict=True)
+        ]
         steps.deal(round_rows, parts)
     elif rows == 1 and for_all:
-        made = [steps.scratch(name, nbytes)] * steps.threads
+        records = [steps.scratch(name, nbytes)] * steps.threads
         bounds = bounds or even_bounds(columns, COLUMNS, steps.threads)
-        steps.deal(round_rows, [_rounding(x, made[0], 1, zero, *pair) for pair in pairwise(bounds)])
+        steps.deal(round_rows, [_rounding(x, records[0], 1, zero, *pair) for pair in pairwise(bounds)])
     else:
-        made = [steps.scratch(name, nbytes)] * steps.threads
-        share = _rounding(x, made[0], rows, zero, 0, columns)
+        records = [steps.scratch(name, nbytes)] * steps.threads
+        share = _rounding(x, records[0], rows, zero, 0, columns)
         steps.add(round_rows, share.words, reads=share.reads, writes=share.writes)
-    steps.remember(key, made, [x])
-    return made
+    steps.remember(key, records, [x])
+    return records
 
 
 def _rounding(x: Operand, to: Operand, rows: int, zero: int, first: int, last: int) -> Share:
@@ -186,12 +188,12 @@ class Wanted:
     def records(self, steps: Steps, *, shared: bool) -> Sequence[Sequence[Operand]]:
         """For each thread memory of its own or for all, for each of `zeros`, as rows of float32; none that a source of
         the result may still be in."""
-        width, found = rounded_bytes(1, self.columns) // 4, []
+        width, records = rounded_bytes(1, self.columns) // 4, []
         for zero in self.zeros:
-            made = steps.copies(f"rounded {zero} at once", 4 * self.rows * width, shared=shared)
-            found.append([_laid(o, (self.rows, width), (width, 1)) for o in made])
+            own = steps.copies(f"rounded {zero} at once", 4 * self.rows * width, shared=shared)
+            records.append([_laid(o, (self.rows, width), (width, 1)) for o in own])
         steps.forget([self.value.region])
-        return [[made[thread] for made in found] for thread in range(steps.threads)]
+        return [[own[thread] for own in records] for thread in range(steps.threads)]
 
     def target(self, floats: Operand | None, passing: Operand, records: Sequence[Operand]) -> Target:
         """For all columns or some; `passing` takes the rows if there is no place for them all."""
@@ -204,14 +206,14 @@ class Wanted:
     def targets(self, steps: Steps, records: Sequence[Sequence[Operand]], bounds: Sequence[int]) -> list[Target | None]:
         """For each thread, which makes the columns from ``bounds[i]`` to before ``bounds[i + 1]``; None if that is
         none."""
-        found: list[Target | None] = []
+        targets: list[Target | None] = []
         axis, places = len(self.value.shape) - 1, self.passing(steps)
-        for place, made, (first, last) in zip(places, records, pairwise(bounds), strict=False):
+        for place, own, (first, last) in zip(places, records, pairwise(bounds), strict=False):
             skipped, width = (rounded_bytes(1, n) // 4 for n in (first, last - first))
-            some = [o.part(1, skipped, width) for o in made]
+            some = [o.part(1, skipped, width) for o in own]
             floats = self.value.part(axis, first, last - first) if self.floats else None
-            found.append(self.target(floats, place.part(axis, first, last - first), some) if first < last else None)
-        return found
+            targets.append(self.target(floats, place.part(axis, first, last - first), some) if first < last else None)
+        return targets
 
     def passing(self, steps: Steps) -> Sequence[Operand]:
         """For each thread memory of one row, that lies as if it were all of them."""
@@ -224,7 +226,7 @@ class Wanted:
         """Let products find what has been rounded."""
         for tensor, zero in self.rounded:
             at = self.zeros.index(zero)
-            steps.remember(("rounded", tensor, zero), [made[at] for made in records], [self.value])
+            steps.remember(("rounded", tensor, zero), [own[at] for own in records], [self.value])
 
 
 def _laid(memory: Operand, shape: tuple[int, ...], strides: tuple[int, ...]) -> Operand:

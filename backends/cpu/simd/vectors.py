@@ -327,11 +327,11 @@ def look_up(b, table, index):
     """Entry ``index[i]`` (0 to 15) of the table that each 16 bytes of `table` hold."""
     if features().get("avx512bw"):
         return _call(b, "llvm.x86.avx512.pshuf.b.512", _B, table, index)
-    found = _const(_B, 0)
+    bytes = _const(_B, 0)
     for i in range(16):
         entry = _splat(b, b.extract_element(table, ir.Constant(_i32, i)), _B)
-        found = b.select(b.icmp_unsigned("==", index, _const(_B, i)), entry, found)
-    return found
+        bytes = b.select(b.icmp_unsigned("==", index, _const(_B, i)), entry, bytes)
+    return bytes
 
 
 @intrinsic(INTS, INTS, BYTES, BYTES)
