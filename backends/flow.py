@@ -24,8 +24,8 @@ class Flow:
     def __init__(self, program: Program, readers: Readers) -> None:
         self.readers, self.saves = readers, program.saves
         self._scratch = [_all_of(i.scratch) for i in program.instructions]
-        found = enumerate(program.instructions)
-        self.fixed = frozenset(n for n, i in found if i.op in COLLECTIVES or not any(t.spec.size for t in i.dst))
+        numbered = enumerate(program.instructions)
+        self.fixed = frozenset(n for n, i in numbered if i.op in COLLECTIVES or not any(t.spec.size for t in i.dst))
         """Instructions that nothing moves past, and no chain has: collectives, and those that compute nothing."""
         self._order: list[tuple[int, ...]] = [(number,) for number in range(len(program.instructions))]
         self._place = list(range(len(program.instructions)))
@@ -150,17 +150,17 @@ class Flow:
 
     def _together(self, numbers: Sequence[int]) -> dict[int, Touched]:
         """What each of them still reads and writes: not what only they read of each other."""
-        found = {n: self._alone(n) for n in numbers}
+        touched = {n: self._alone(n) for n in numbers}
         for n in numbers:
             readers = self.found(n) if len(self.call(n).dst) == 1 else None
             if readers is None or not set(readers) <= {*numbers}:
                 continue
             out = self.call(n).out.region
-            found[n] = found[n][0], []
+            touched[n] = touched[n][0], []
             for reader in readers:
-                read, written = found[reader]
-                found[reader] = [region for region in read if not region.overlaps(out)], written
-        return found
+                read, written = touched[reader]
+                touched[reader] = [region for region in read if not region.overlaps(out)], written
+        return touched
 
     def _alone(self, number: int) -> Touched:
         read, written = self.readers.touched(number)

@@ -34,15 +34,8 @@ class Readers:
 
     def calls(self, number: int, value: Operand) -> list[Bound] | None:
         """The instructions of `of`."""
-        found = self.of(number, value)
-        return None if found is None else [self.bound(n) for n in found]
-
-    def chain(self, number: int, ops: Sequence[str]) -> list[Bound] | None:
-        """The instructions from `number` on, if they are these."""
-        instructions = self.program.instructions[number : number + len(ops)]
-        if [i.op for i in instructions] != [*ops] or not all(t.spec.size for i in instructions for t in i.dst):
-            return None
-        return [self.bound(number + i) for i in range(len(ops))]
+        numbers = self.of(number, value)
+        return None if numbers is None else [self.bound(n) for n in numbers]
 
     def of(self, number: int, value: Operand) -> list[int] | None:
         """The numbers of all instructions that read `value`, which instruction `number` computes, in order; None if it
@@ -51,16 +44,16 @@ class Readers:
         if whole.pitch or value.declared is not None:
             return None
         left: Ranges = [(whole.low, whole.high)]
-        found = []
+        readers = []
         for later in range(number + 1, len(self.program.instructions)):
             read, written = self.touched(later)
             if any(_meets(region, whole.buffer, left) for region in read):
-                found.append(later)
+                readers.append(later)
             for region in written:
                 left = _without(left, region) if region.buffer == whole.buffer else left
             if not left:
-                return found
-        return None if any(_meets(region, whole.buffer, left) for region in self.kept) else found
+                return readers
+        return None if any(_meets(region, whole.buffer, left) for region in self.kept) else readers
 
 
 def readers_of(program: Program, operand: Callable[[Tensor], Operand]) -> Readers:

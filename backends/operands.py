@@ -145,9 +145,9 @@ class Bound:
 
     def operand(self, index: int) -> Operand:
         """An operand that is always there."""
-        found = self.src[index]
-        assert found is not None
-        return found
+        operand = self.src[index]
+        assert operand is not None
+        return operand
 
     def optional(self, index: int) -> Operand | None:
         return self.src[index] if index < len(self.src) else None

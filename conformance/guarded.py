@@ -178,8 +178,3 @@ class Guarded:
             numbers = decoded(array, dtype)
             numbers_of[name] = numbers if dtype.is_integer else numbers.astype(np.float64)
         return numbers_of
-
-    def aliases(self, output: str, leaf: str) -> bool:
-        """Whether a result took the memory of an input."""
-        one, two = self.program.outputs[output], self.program.inputs[leaf]
-        return one.buffer == two.buffer and extent(one) == extent(two) and 0 not in one.shape

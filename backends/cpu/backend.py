@@ -22,7 +22,7 @@ from ..numpy.backend import NumpyBackend
 from .binding import bound
 from .compiler import REPLAY
 from .kernels.formats import FORMATS, ROWS
-from .kernels.packing import pack, unpack
+from .kernels.packing import PACK, UNPACK, pack, unpack
 from .replay import Crew, Replay
 from .simd.vectors import LANES
 
@@ -82,7 +82,8 @@ class CpuBackend(NumpyBackend):
         kernel = REPLAY(pack(FORMATS[declared.dtype]).address)
         for i, matrix in enumerate(source):
             target = buffer.ctypes.data + i * stored.shape[-2] * step
-            words = np.array([matrix.ctypes.data, step, target, rows, columns], np.int64)
+            block = PACK(source=matrix.ctypes.data, stride=step, target=target, rows=rows, columns=columns)
+            words = np.array(block, np.int64)
             list(self._packers.map(lambda t, a=words: kernel(a.ctypes.data, t, PACKERS), range(PACKERS)))
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Replay:
@@ -118,18 +119,18 @@ def _dequantised(program: Program, buffers: Sequence[Any], tensor: Tensor) -> Ar
     kernel = REPLAY(unpack(FORMATS[spec.dtype]).address)
     for i in range(count):
         source = buffers[tensor.buffer].ctypes.data + i * padded * step
-        row = [
-            source,
-            step,
-            rows,
-            columns,
-            ids.ctypes.data,
-            whole[i].ctypes.data,
-            4 * columns,
-            rows,
-            scratch.ctypes.data,
-        ]
-        kernel(np.array(row, np.int64).ctypes.data, 0, 1)
+        words = UNPACK(
+            packed=source,
+            stride=step,
+            rows=rows,
+            columns=columns,
+            ids=ids.ctypes.data,
+            target=whole[i].ctypes.data,
+            step=4 * columns,
+            count=rows,
+            scratch=scratch.ctypes.data,
+        )
+        kernel(np.array(words, np.int64).ctypes.data, 0, 1)
     start = tensor.offset // spec.dtype.block_bytes * spec.dtype.block
     strides = [4 * s for s in tensor.strides]
     return np.ndarray(tensor.shape, np.float32, whole, 4 * start, strides)

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .compiler import REPLAY
-from .kernels.reductions import top_k
+from .kernels.reductions import TOP_K, top_k
 
 
 def largest(x: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int64]:
@@ -14,10 +14,11 @@ def largest(x: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int64]:
 
     For a small `count`: its square is the time for numbers that come in rising order.
     """
-    x, found = np.ascontiguousarray(x, np.float32), np.empty(count, np.int32)
-    words = np.array([1, x.ctypes.data, 0, x.size, found.ctypes.data, 0, count], np.int64)
+    x, places = np.ascontiguousarray(x, np.float32), np.empty(count, np.int32)
+    block = TOP_K(rows=1, x=x.ctypes.data, step=0, n=x.size, y=places.ctypes.data, pace=0, k=count)
+    words = np.array(block, np.int64)
     REPLAY(top_k.address)(words.ctypes.data, 0, 1)
-    return found.astype(np.int64)
+    return places.astype(np.int64)
 
 
 def descending(x: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:

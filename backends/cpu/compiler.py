@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from types import CellType, FunctionType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -29,6 +29,7 @@ from ..cache import COMPILED, COMPILING, cache_folder
 from ..once import once
 from . import processor
 from .simd.vectors import ADDRESS, DOUBLE, FLOAT, NOTHING, Intrinsic, llvm_type
+from .words import Words
 
 Body = Callable[..., Any]
 
@@ -107,7 +108,8 @@ def _target() -> llvm.TargetMachine:
 def _surroundings() -> bytes:
     """Everything that decides the code of all kernels."""
     here = Path(__file__)
-    sources = sorted([here, *(here.parent / "simd").glob("*.py"), *(here.parent / "kernels").glob("*.py")])
+    folders = ("simd", "kernels")
+    sources = sorted([here, here.parent / "words.py", *(p for f in folders for p in (here.parent / f).glob("*.py"))])
     digest = hashlib.sha256()
     for source in sources:
         digest.update(source.read_bytes())
@@ -192,6 +194,11 @@ def _for_numba(thing: Any) -> Any:
         from numba import njit
 
         return njit(**INLINED)(_resolved(thing.body))
+    if isinstance(thing, Words):  # Numba reads attributes of a module while it compiles
+        module = ModuleType("words")
+        for name in (*thing.fields, *thing.parts):
+            setattr(module, name, _for_numba(getattr(thing, name)))
+        return module
     return thing
 
 

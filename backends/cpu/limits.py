@@ -48,7 +48,8 @@ class Reading:
     def __init__(self, threads: int, nbytes: int = 1 << 30) -> None:
         self._memory, self._sums = np.ones(nbytes // 4, np.float32), np.zeros(16 * threads, np.float32)
         turns = nbytes // (64 * limits.LINES)
-        words = [[self._memory.ctypes.data, turns, *ahead, self._sums.ctypes.data] for ahead in AHEAD]
+        memory, sums = self._memory.ctypes.data, self._sums.ctypes.data
+        words = [limits.READ(memory=memory, turns=turns, near=near, far=far, sums=sums) for near, far in AHEAD]
         self._runs = [_Run(limits.read, w, threads) for w in words]
 
     def rate(self) -> float:
@@ -74,5 +75,5 @@ def dot_peak(threads: int) -> float | None:
 def _products(kernel: Kernel, values: np.ndarray, threads: int) -> float:
     """Products of 32-bit lanes a second."""
     sums = np.zeros(16 * threads, np.float32)
-    run = _Run(kernel, [TURNS, values.ctypes.data, sums.ctypes.data], threads)
+    run = _Run(kernel, limits.PRODUCTS(turns=TURNS, values=values.ctypes.data, sums=sums.ctypes.data), threads)
     return 16 * limits.CHAINS * TURNS * threads / run.fastest()

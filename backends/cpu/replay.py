@@ -19,7 +19,7 @@ from ...graph.errors import BackendError, StepError
 from ..base import Array, Comm, Program, run_calls
 from .compiler import REPLAY
 from .kernels import collective
-from .kernels.loop import MEETS, SHARED_BYTES, STEP, STEP_FAILED, WHOLE, run, timed
+from .kernels.loop import ARGS, MEETS, SHARED_BYTES, STEP, STEP_FAILED, WHOLE, run, timed
 from .kernels.packing import NO_ROW
 from .steps import Step
 
@@ -45,22 +45,26 @@ class Segment:
             called = (0, 0) if words is None else (step.kernel.address, words.ctypes.data)
             self.table[thread, row] = *called, MEETS * step.meets | WHOLE * step.whole, step.number
         self.shared = np.zeros(SHARED_BYTES // 8, np.int64)
-        given = [self.table.ctypes.data, len(steps), self.shared.ctypes.data, 0]
-        self.arguments = np.array(given, np.int64)
-        self.call, self.timed = REPLAY(run.address), REPLAY(timed.address)
+        self.call, self._given = REPLAY(run.address), self._arguments(0)
 
     def part(self, thread: int) -> int:
         """One thread's part of the run; the status."""
-        return int(self.call(self.arguments.ctypes.data, thread, self.threads))
+        return int(self.call(self._given.ctypes.data, thread, self.threads))
+
+    def _arguments(self, times: int) -> Array:
+        """The words of the loop; `times` is where it writes when each step began, 0 for nowhere."""
+        table, shared = self.table.ctypes.data, self.shared.ctypes.data
+        return np.array(ARGS(table=table, steps=len(self.steps), shared=shared, times=times), np.int64)
 
     def measured(self, crew: Crew) -> Iterator[tuple[str, float]]:
         """Run once; the name of each step's kernel, and the seconds it took the first thread: told later."""
         times = np.zeros(len(self.steps) + 1, np.int64)
-        plain, self.arguments[3], self.call = self.call, times.ctypes.data, self.timed
+        plain = self.call, self._given
+        self.call, self._given = REPLAY(timed.address), self._arguments(times.ctypes.data)
         try:
             crew.run(self)
         finally:
-            self.call = plain
+            self.call, self._given = plain
         return self._told(times)
 
     def _told(self, times: Array) -> Iterator[tuple[str, float]]:
@@ -174,12 +178,12 @@ class Replay:
 
     def measured(self) -> Iterator[tuple[str, float]]:
         """Run once; what each step was, and its seconds, for whom asks after the run."""
-        found: list[Iterable[tuple[str, float]]] = []
+        times: list[Iterable[tuple[str, float]]] = []
         for _, one in self.work:
             if isinstance(one, Segment):
-                found.append(one.measured(self.crew))
+                times.append(one.measured(self.crew))
                 continue
             start = time.perf_counter()
             one()
-            found.append([("NumPy", time.perf_counter() - start)])
-        return chain.from_iterable(found)
+            times.append([("NumPy", time.perf_counter() - start)])
+        return chain.from_iterable(times)

@@ -25,7 +25,7 @@ it.  So no thread writes a state that would not be put back, because another has
 SHARED = 32 * 1024
 """Bytes that a step has to move before threads share it."""
 REPEATED = 16 * 1024
-"""Bytes that every thread rather goes through for itself than waits for another to do it."""
+"""Each thread goes through so few bytes for itself: to wait until another has done it would take longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +104,16 @@ class Steps:
         self._append(kernel, {thread: part for thread, part in enumerate(parts) if part is not None}, False)
 
     def deal_columns(self, kernel: Kernel, parts: Sequence[Share | None], out: Operand, bounds: Sequence[int]) -> None:
-        """The same, and thread i writes the columns of `out` from ``bounds[i]`` to before ``bounds[i + 1]``."""
+        """Append a step of which thread i does a part that writes the columns of `out` from ``bounds[i]`` to before
+        ``bounds[i + 1]``; None for a thread that has none."""
         self.deal(kernel, parts)
         if self.threads > 1:
             self._columns[out.region] = bounds
 
     def columns_of(self, operands: Sequence[Operand]) -> Sequence[int] | None:
         """The columns that each thread has of one of `operands` since they last met, as bounds; None if of none."""
-        found = (self._columns.get(o.region) for o in operands)
-        return next((b for b in found if b is not None), None)
+        bounds = (self._columns.get(o.region) for o in operands)
+        return next((b for b in bounds if b is not None), None)
 
     def is_repeated(self, reads: Sequence[Operand]) -> bool:
         """Whether each thread should do for itself what makes little of this."""
@@ -159,33 +160,33 @@ class Steps:
     def scratch(self, purpose: str, nbytes: int) -> Operand:
         """Memory for a purpose, shared by all steps that ask for it; a later step overwrites what an earlier one
         left."""
-        found = self._scratch.get((purpose, nbytes))
-        if found is None:
-            found = self._scratch[purpose, nbytes] = self.memory(nbytes)
-        return found
+        memory = self._scratch.get((purpose, nbytes))
+        if memory is None:
+            memory = self._scratch[purpose, nbytes] = self.memory(nbytes)
+        return memory
 
     def constant(self, array: npt.NDArray[Any]) -> Operand:
         """Memory that holds what `array` does; the same for all who ask for the same bytes."""
         data = array.tobytes()
         if data not in self._constants:
-            self._constants[data] = made = self.memory(len(data))
-            ctypes.memmove(made.address, data, len(data))
+            self._constants[data] = memory = self.memory(len(data))
+            ctypes.memmove(memory.address, data, len(data))
         return self._constants[data]
 
     def copies(self, purpose: str, nbytes: int, *, shared: bool = False) -> Sequence[Operand]:
         """Memory of its own for each thread, or one for all, that holds nothing which is still known."""
-        held = {o.tensor.buffer for made, _ in self._made.values() for o in made}
+        held = {o.tensor.buffer for known, _ in self._made.values() for o in known}
         for number in count():
             whose = ["all"] * self.threads if shared else [f"thread {t}" for t in range(self.threads)]
-            found = [self.scratch(f"{purpose} {number} of {who}", nbytes) for who in whose]
-            if not any(o.tensor.buffer in held for o in found):
-                return found
+            memory = [self.scratch(f"{purpose} {number} of {who}", nbytes) for who in whose]
+            if not any(o.tensor.buffer in held for o in memory):
+                return memory
         raise AssertionError("never")
 
     def known(self, key: Hashable) -> Sequence[Operand] | None:
-        """What an earlier step made under `key`, for each thread, if its sources still hold what it was made of."""
-        found = self._made.get(key)
-        return None if found is None else found[0]
+        """What an earlier step left under `key`, for each thread, if its sources still hold what they held then."""
+        known = self._made.get(key)
+        return None if known is None else known[0]
 
     def remember(self, key: Hashable, made: Sequence[Operand], sources: Sequence[Operand]) -> None:
         """Let later steps use `made` as long as nobody writes over it or over what it was made of."""
@@ -198,8 +199,8 @@ class Steps:
 
     def stand_ins(self, value: Operand) -> Sequence[Operand] | None:
         """What each thread has instead of `value`."""
-        found = self.known(("own", value.region))
-        return None if found is None else [like(o, value) for o in found]
+        own = self.known(("own", value.region))
+        return None if own is None else [like(o, value) for o in own]
 
     def forget(self, written: Sequence[Region]) -> None:
         """What was made of these, or lies there, is no longer known."""

@@ -1,5 +1,6 @@
 """The compiled kernels of the CPU backend, each against what NumPy says it must compute."""
 
+import doctest
 import gc
 import hashlib
 import io
@@ -19,6 +20,7 @@ from hocket.backends.cpu.backend import CpuBackend
 from hocket.backends.cpu.compiler import REPLAY
 from hocket.backends.cpu.kernels import packing, products, rounding
 from hocket.backends.cpu.kernels.formats import FORMATS
+from hocket.backends.cpu.simd import tiles
 from hocket.frontends.progress import compiling_shown
 from hocket.graph.dtypes import DType
 from hocket.ops.quants import dequantise
@@ -275,3 +277,9 @@ def test_a_constant_matrix_of_halves_is_read_as_what_it_is(dtype: type):
     rows = ops.cast(hocket.constant("table", table), dtype=DType.F32)
     graph = hocket.Graph({"y": ops.add(hocket.input("x", (2, 32)), rows)})
     assert np.array_equal(hocket.load(hocket.plan(graph, "cpu"), {}).run({"x": np.zeros((2, 32))})["y"], table)
+
+
+def test_the_worked_example_of_tiles_holds():
+    results = doctest.testmod(tiles)
+    assert results.attempted > 4
+    assert not results.failed

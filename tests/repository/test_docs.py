@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import re
 import runpy
+import textwrap
 
+import numpy as np
 import pytest
 
 import hocket
 from hocket import ops
+from hocket.backends.cpu import binding
+from hocket.backends.cpu.backend import CpuBackend
+from hocket.backends.table import merged
 from hocket.ops.page import page
 from hocket.scheduler import planner
 
@@ -54,7 +59,25 @@ def test_the_op_of_the_guide_can_be_declared_as_it_is_written():
     assert centre.samples[0] == "x=f32[7]"
 
 
-@pytest.mark.parametrize("name", ["add-an-op.md", "add-a-backend.md", "environment.md"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_cpu_kernel_of_the_guide_works_as_it_is_written(threads, monkeypatch):
+    text = (DOCS / "add-a-cpu-kernel.md").read_text("utf-8")
+    code = [textwrap.dedent(block) for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)]
+    space: dict[str, object] = {"__name__": "guide"}
+    exec(compile("\n".join(code), "add-a-cpu-kernel.md", "exec"), space)
+    monkeypatch.setattr(binding, "BINDINGS", merged(binding.BINDINGS, space["BINDINGS"]))
+    x = hocket.input("x", (301, 77))
+    graph, backend = hocket.Graph({"y": ops.leaky_relu(x, negative_slope=0.1)}), CpuBackend(threads)
+    run = hocket.load(planner.plan_for(graph, [(backend, backend.device(0))]), {})
+    assert run.kernels() == ["guide.leaky"]
+    given = np.random.default_rng(1).standard_normal((301, 77)).astype(np.float32)
+    wanted = np.where(given > 0, given, given * np.float32(0.1))
+    assert np.array_equal(run.run({"x": given})["y"], wanted)
+
+
+@pytest.mark.parametrize(
+    "name", ["add-an-op.md", "add-a-backend.md", "add-a-cpu-kernel.md", "add-a-cuda-kernel.md", "environment.md"]
+)
 def test_files_that_a_page_names_exist(name):
     text = (DOCS / name).read_text("utf-8")
     root = DOCS.parent

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -16,8 +16,8 @@ from ...operands import Bound, Operand, float_bits
 from ..steps import SHARED, Share, Steps
 from . import attention_few, attention_many
 from .products import stand_ins
-from .rows import rows_of, unary
-from .scores import HEADS, OUT, SCRATCH, SCRATCH_BYTES
+from .rows import UNARY_WORDS, rows_of, unary
+from .scores import OUT
 
 FEW = 16
 """Tokens from which lanes that are tokens pay."""
@@ -32,10 +32,10 @@ Addresses = npt.NDArray[np.int64]
 
 def _at(x: Operand, axes: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> Addresses:
     """Addresses in `x` for all combinations of entries of some axes; an index past the end begins anew."""
-    found = np.array(x.address, np.int64)
+    addresses = np.array(x.address, np.int64)
     for axis, index in axes:
-        found = found[..., None] + 4 * x.strides[axis] * (index % x.shape[axis])
-    return found
+        addresses = addresses[..., None] + 4 * x.strides[axis] * (index % x.shape[axis])
+    return addresses
 
 
 def _dense(steps: Steps, purpose: str, x: Operand) -> Operand:
@@ -43,15 +43,15 @@ def _dense(steps: Steps, purpose: str, x: Operand) -> Operand:
     if x.shape[-1] == 1 or x.strides[-1] == 1 or not all(x.shape):
         return x
     memory = steps.scratch(f"attention {purpose}", x.tensor.spec.nbytes)
-    made = Operand(
+    copy = Operand(
         memory.address, replace(memory.tensor, shape=x.shape, strides=contiguous_strides(x.shape), dtype=x.dtype)
     )
     for leading in product(*map(range, x.shape[:-3])):
-        source, target = _elements(x, leading), _elements(made, leading)
-        words = rows_of(source.shape, [source, target], whole_rows=True)
-        assert words is not None
-        steps.add(unary("copy"), words, reads=[source], writes=[target])
-    return made
+        source, target = _elements(x, leading), _elements(copy, leading)
+        walk = rows_of(source.shape, [source, target], whole_rows=True)
+        assert walk is not None
+        steps.add(unary("copy"), UNARY_WORDS(walk=walk), reads=[source], writes=[target])
+    return copy
 
 
 def _elements(x: Operand, leading: Sequence[int]) -> Operand:
@@ -117,18 +117,29 @@ def _attention(steps: Steps, call: Bound) -> bool:
     keys, width, shared = k.shape[-3], v.shape[-1], _together(heads // k.shape[-2])
     units = math.prod(leading) * heads // shared
     cap, scale = _number(call, "softcap"), _number(call, "scale")
-    words = [tokens, units, shared, keys, size, width]
-    words += [4 * x.strides[len(leading)] for x in (q, k, v)]
-    words += [4 * mask.strides[-2] if mask else 0, 4 * out.strides[len(leading)]]
-    words += [float_bits(scale / cap if cap else scale * LOG2_E), float_bits(cap * LOG2_E)]
-    heads_words = _heads(steps, call, q, k, v, mask)
-    words += [steps.constant(heads_words).address]
+    addresses = _heads(steps, call, q, k, v, mask)
+    common = {
+        "tokens": tokens,
+        "units": units,
+        "shared": shared,
+        "keys": keys,
+        "size": size,
+        "width": width,
+        "q_step": 4 * q.strides[len(leading)],
+        "k_step": 4 * k.strides[len(leading)],
+        "v_step": 4 * v.strides[len(leading)],
+        "mask_step": 4 * mask.strides[-2] if mask else 0,
+        "out_step": 4 * out.strides[len(leading)],
+        "factor": float_bits(scale / cap if cap else scale * LOG2_E),
+        "cap": float_bits(cap * LOG2_E),
+        "heads": steps.constant(addresses).address,
+    }
     reads = [x for x in (q, k, v, mask, sinks) if x is not None]
     if tokens >= FEW:
         span = attention_many.span(units, shared, tokens, steps.threads)
         each = attention_many.scratch_bytes(shared * span, size, width)
         scratch = steps.scratch("attention", each * steps.threads)
-        words += [scratch.address, each, span]
+        words = attention_many.ARGS(**common, scratch=scratch.address, scratch_bytes=each, span=span)
         steps.add(attention_many.attend, words, reads=reads, writes=[out, scratch])
         return True
     chunks = _chunks(steps, units, keys, k.tensor.spec.nbytes)
@@ -136,29 +147,30 @@ def _attention(steps: Steps, call: Bound) -> bool:
     each = attention_few.scratch_bytes(rows, keys, width)
     parts = steps.scratch("attention parts", units * rows * chunks * attention_few.part_bytes(width))
     scratch = steps.scratch("attention", each * steps.threads)
-    words += [scratch.address, each, parts.address, chunks]
+    common |= {"scratch": scratch.address, "scratch_bytes": each, "partial": parts.address, "chunks": chunks}
+    words = attention_few.ARGS(**common)
     writes = [parts, scratch, out] if chunks == 1 else [parts, scratch]
     steps.add(attention_few.attend, words, reads=reads, writes=writes)
     if chunks > 1:
-        _join(steps, call, words, heads_words, [parts, *([sinks] if sinks else [])], scratch)
+        _join(steps, call, common, addresses, [parts, *([sinks] if sinks else [])], scratch)
     return True
 
 
 def _join(
-    steps: Steps, call: Bound, words: Sequence[int], heads: Addresses, reads: Sequence[Operand], scratch: Operand
+    steps: Steps, call: Bound, common: Mapping[str, int], heads: Addresses, reads: Sequence[Operand], scratch: Operand
 ) -> None:
     """Put parts together, by each thread for itself where only products follow."""
     own = stand_ins(steps, call)
     if own is None:
-        steps.add(attention_few.join, words, reads=reads, writes=[call.out, scratch])
+        steps.add(attention_few.join, attention_few.ARGS(**common), reads=reads, writes=[call.out, scratch])
         return
 
     def share(thread: int, out: Operand) -> Share:
         moved = heads.copy()
         moved[..., OUT // 8] += out.address - call.out.address
-        mine = [*words]
-        mine[HEADS], mine[SCRATCH] = steps.constant(moved).address, mine[SCRATCH] + thread * mine[SCRATCH_BYTES]
-        return Share(mine, reads, [out])
+        own_scratch = common["scratch"] + thread * common["scratch_bytes"]
+        words = {**common, "heads": steps.constant(moved).address, "scratch": own_scratch}
+        return Share(attention_few.ARGS(**words), reads, [out])
 
     steps.deal(attention_few.join, [share(thread, out) for thread, out in enumerate(own)])
     steps.stand_in(own, call.out)

@@ -6,15 +6,11 @@ Keys may be cut into parts, which threads share; `join` puts the parts together.
 from __future__ import annotations
 
 from ..compiler import kernel, part
+from ..simd.order import fold_1, fold_2, fold_4, fold_8
 from ..simd.vectors import (
     LANES,
     add,
-    float_word,
     fma,
-    fold_1,
-    fold_2,
-    fold_4,
-    fold_8,
     largest,
     load,
     load_long,
@@ -28,38 +24,21 @@ from ..simd.vectors import (
     store_scalar,
     sub,
     total,
-    word,
     zeros,
 )
+from ..words import words
 from .packing import share
 from .rows import put
 from .scores import (
-    CAP,
-    CHUNKS,
-    FACTOR,
+    COMMON,
     HEAD,
-    HEADS,
-    K_STEP,
-    KEYS,
     LOWEST,
     MASK,
-    MASK_STEP,
     MINUS_INFINITY,
     NONE,
     ONE,
     OUT,
-    OUT_STEP,
-    PARTS,
-    Q_STEP,
-    SCRATCH,
-    SCRATCH_BYTES,
-    SHARED,
-    SIZE,
     SLOPE,
-    TOKENS,
-    UNITS,
-    V_STEP,
-    WIDTH,
     K,
     Q,
     V,
@@ -73,6 +52,9 @@ from .scores import (
     sink_of,
     some,
 )
+
+ARGS = words(f"{COMMON} partial chunks")
+"""Partial results, and into how many parts the keys are cut."""
 
 LINE = 64
 """Bytes of a cache line."""
@@ -251,22 +233,22 @@ def put_row(parts, count, span, factors, sink, out, width):
 @part
 def put_group(a, unit, scratch):
     """The results of a group of heads from all parts."""
-    tokens, shared, count, width = word(a, TOKENS), word(a, SHARED), word(a, CHUNKS), word(a, WIDTH)
+    tokens, shared, count, width = ARGS.tokens(a), ARGS.shared(a), ARGS.chunks(a), ARGS.width(a)
     span = VALUES + 4 * round_up(width, COLUMNS)
     for t in range(tokens):
         for h in range(shared):
-            head = word(a, HEADS) + (unit * shared + h) * HEAD
-            parts = word(a, PARTS) + ((unit * tokens + t) * shared + h) * count * span
-            out = load_long(head + OUT) + t * word(a, OUT_STEP)
+            head = ARGS.heads(a) + (unit * shared + h) * HEAD
+            parts = ARGS.partial(a) + ((unit * tokens + t) * shared + h) * count * span
+            out = load_long(head + OUT) + t * ARGS.out_step(a)
             put_row(parts, count, span, scratch, sink_of(head), out, width)
 
 
 @part
 def add_keys(a, heads, low, high, scores, states, pitch):
     """Scores of all rows for keys from `low` to before `high`; the highest of each lane to their states."""
-    tokens, shared, keys, size = word(a, TOKENS), word(a, SHARED), word(a, KEYS), word(a, SIZE)
-    q_step, step, mask_step = word(a, Q_STEP), word(a, K_STEP), word(a, MASK_STEP)
-    factor, cap, reach = float_word(a, FACTOR), float_word(a, CAP), 4 * round_up(keys, LANES)
+    tokens, shared, keys, size = ARGS.tokens(a), ARGS.shared(a), ARGS.keys(a), ARGS.size(a)
+    q_step, step, mask_step = ARGS.q_step(a), ARGS.k_step(a), ARGS.mask_step(a)
+    factor, cap, reach = ARGS.factor(a), ARGS.cap(a), 4 * round_up(keys, LANES)
     key, each = load_long(heads + K), round_up(LANES // 2, tokens * shared) // (tokens * shared)
     for s in range(low, high, LANES):
         soon, end = s + AHEAD, min(high, s + AHEAD + LANES)
@@ -291,7 +273,7 @@ def add_keys(a, heads, low, high, scores, states, pitch):
 @part
 def add_all_values(a, value, rows, n, scores, states, pitch, unused):
     """The weighted values of `n` keys, added to the states of all rows."""
-    step, width, reach = word(a, V_STEP), word(a, WIDTH), 4 * round_up(word(a, KEYS), LANES)
+    step, width, reach = ARGS.v_step(a), ARGS.width(a), 4 * round_up(ARGS.keys(a), LANES)
     for s in range(0, n, RUN):
         for r in range(0, rows, 2):
             ahead = AHEAD * step if r == 0 and s + AHEAD + RUN <= n else 0
@@ -305,14 +287,14 @@ def add_all_values(a, value, rows, n, scores, states, pitch, unused):
 @kernel
 def attend(a, thread, threads):
     """A part of the keys with a group of heads at a time."""
-    tokens, shared, keys, chunks = word(a, TOKENS), word(a, SHARED), word(a, KEYS), word(a, CHUNKS)
-    rows, reach, span = tokens * shared, 4 * round_up(keys, LANES), VALUES + 4 * round_up(word(a, WIDTH), COLUMNS)
-    scores, pitch = word(a, SCRATCH) + thread * word(a, SCRATCH_BYTES), chunks * span
-    lo, hi = share(word(a, UNITS) * chunks, thread, threads)
+    tokens, shared, keys, chunks = ARGS.tokens(a), ARGS.shared(a), ARGS.keys(a), ARGS.chunks(a)
+    rows, reach, span = tokens * shared, 4 * round_up(keys, LANES), VALUES + 4 * round_up(ARGS.width(a), COLUMNS)
+    scores, pitch = ARGS.scratch(a) + thread * ARGS.scratch_bytes(a), chunks * span
+    lo, hi = share(ARGS.units(a) * chunks, thread, threads)
     for unit in range(lo, hi):
         group, chunk = unit // chunks, unit % chunks
-        heads, states = word(a, HEADS) + group * shared * HEAD, word(a, PARTS) + (group * rows * chunks + chunk) * span
-        low, high = seen_range(heads, shared, tokens, word(a, MASK_STEP), keys)
+        heads, states = ARGS.heads(a) + group * shared * HEAD, ARGS.partial(a) + (group * rows * chunks + chunk) * span
+        low, high = seen_range(heads, shared, tokens, ARGS.mask_step(a), keys)
         first, last = share((high - low + LANES - 1) // LANES, chunk, chunks)
         low, high = low + first * LANES, min(high, low + last * LANES)
         for r in range(rows):
@@ -322,7 +304,7 @@ def attend(a, thread, threads):
         add_keys(a, heads, low, high, scores, states, pitch)
         for r in range(rows):
             to_weights(scores + r * reach, high - low, states + r * pitch)
-        value = load_long(heads + V) + low * word(a, V_STEP)
+        value = load_long(heads + V) + low * ARGS.v_step(a)
         add_all_values(a, value, rows, high - low, scores, states, pitch, scores + rows * reach)
         if chunks == 1:
             put_group(a, group, scores)
@@ -332,7 +314,7 @@ def attend(a, thread, threads):
 @kernel
 def join(a, thread, threads):
     """The parts of every group of heads put together."""
-    lo, hi = share(word(a, UNITS), thread, threads)
+    lo, hi = share(ARGS.units(a), thread, threads)
     for unit in range(lo, hi):
-        put_group(a, unit, word(a, SCRATCH) + thread * word(a, SCRATCH_BYTES))
+        put_group(a, unit, ARGS.scratch(a) + thread * ARGS.scratch_bytes(a))
     return 0

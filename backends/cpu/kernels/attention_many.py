@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 
 from ..compiler import kernel, part
+from ..simd.order import turn
 from ..simd.vectors import (
     LANES,
     add,
-    float_word,
     fma,
     largest,
     load,
@@ -27,39 +27,22 @@ from ..simd.vectors import (
     store,
     store_long,
     sub,
-    turn,
-    word,
     zeros,
     zeros_above,
     zeros_below,
 )
+from ..words import words
 from .rows import put
 from .scores import (
-    CAP,
-    FACTOR,
+    COMMON,
     HEAD,
-    HEADS,
-    K_STEP,
-    KEYS,
     LOWEST,
     MASK,
-    MASK_STEP,
     MINUS_INFINITY,
     NONE,
     ONE,
     OUT,
-    OUT_STEP,
-    Q_STEP,
-    SCRATCH,
-    SCRATCH_BYTES,
-    SHARED,
-    SIZE,
     SLOPE,
-    SPAN,
-    TOKENS,
-    UNITS,
-    V_STEP,
-    WIDTH,
     K,
     Q,
     V,
@@ -71,6 +54,9 @@ from .scores import (
     seen_lanes,
     sink_of,
 )
+
+ARGS = words(f"{COMMON} span")
+"""Tokens of a unit."""
 
 TILE = 64
 """Keys of a tile: a bit of a word each."""
@@ -211,9 +197,9 @@ def soften(p, hidden, low, high, cap, slope, state, fades):
 def places(a, thread):
     """Where a thread keeps what, in its scratch: tiles of keys, of values, of scores and of the mask; bits of keys
     that are seen, fades; then of every block and head queries, states and results."""
-    deep, wide = round_up(word(a, SIZE), LANES), round_up(word(a, WIDTH), BLOCK)
-    rows = word(a, SHARED) * word(a, SPAN)
-    keys = word(a, SCRATCH) + thread * word(a, SCRATCH_BYTES)
+    deep, wide = round_up(ARGS.size(a), LANES), round_up(ARGS.width(a), BLOCK)
+    rows = ARGS.shared(a) * ARGS.span(a)
+    keys = ARGS.scratch(a) + thread * ARGS.scratch_bytes(a)
     values = keys + 4 * TILE * deep
     p = values + 4 * TILE * wide
     hidden = p + 4 * TILE * BLOCK
@@ -228,12 +214,12 @@ def places(a, thread):
 def take_queries(a, heads, start, end, place):
     """Queries with tokens as lanes, and states that have seen no key but the sink."""
     keys, _, _, _, _, _, queries, states, results = place
-    step, size, deep = word(a, Q_STEP), word(a, SIZE), round_up(word(a, SIZE), LANES)
+    step, size, deep = ARGS.q_step(a), ARGS.size(a), round_up(ARGS.size(a), LANES)
     for first in range(start, end, BLOCK):
-        for h in range(word(a, SHARED)):
+        for h in range(ARGS.shared(a)):
             head = heads + h * HEAD
             query, sink = load_long(head + Q) + first * step, sink_of(head)
-            copy_rows(query, step, end - first, size, float_word(a, FACTOR), keys, BLOCK, deep, zeros())
+            copy_rows(query, step, end - first, size, ARGS.factor(a), keys, BLOCK, deep, zeros())
             for c in range(0, deep, LANES):
                 to = queries + 4 * BLOCK * c
                 turn(keys + 4 * c, 4 * deep, to, 4 * BLOCK)
@@ -241,20 +227,20 @@ def take_queries(a, heads, start, end, place):
             top = splat(max(sink, LOWEST))
             put_two(states, top, top)
             put_two(states + 128, power(sub(splat(sink), top)), power(sub(splat(sink), top)))
-            for c in range(0, 4 * BLOCK * round_up(word(a, WIDTH), BLOCK), 64):
+            for c in range(0, 4 * BLOCK * round_up(ARGS.width(a), BLOCK), 64):
                 store(results + c, zeros())
             queries += 4 * BLOCK * deep
             states += 8 * BLOCK
-            results += 4 * BLOCK * round_up(word(a, WIDTH), BLOCK)
+            results += 4 * BLOCK * round_up(ARGS.width(a), BLOCK)
 
 
 @part
 def take_tile(a, heads, s, place):
     """Keys and values of a tile."""
-    keys, values, left = place[0], place[1], word(a, KEYS) - s
-    size, width, pace = word(a, SIZE), word(a, WIDTH), word(a, K_STEP)
+    keys, values, left = place[0], place[1], ARGS.keys(a) - s
+    size, width, pace = ARGS.size(a), ARGS.width(a), ARGS.k_step(a)
     copy_rows(load_long(heads + K) + s * pace, pace, left, size, ONE, keys, TILE, round_up(size, LANES), zeros())
-    pace = word(a, V_STEP)
+    pace = ARGS.v_step(a)
     copy_rows(load_long(heads + V) + s * pace, pace, left, width, ONE, values, TILE, round_up(width, BLOCK), zeros())
 
 
@@ -272,12 +258,12 @@ def take_mask(seen, step, count, left, place):
 def meet(a, count, union, hidden, slope, queries, state, result, place):
     """A block of tokens of one head meets a tile."""
     keys, values, p, _, bits, fades, _, _, _ = place
-    size, wide = word(a, SIZE), round_up(word(a, WIDTH), BLOCK)
+    size, wide = ARGS.size(a), round_up(ARGS.width(a), BLOCK)
     low, high = reach(union)
     row = 4 * round_up(size, LANES)
     for r in range(low, high, ROWS):
         add_products(keys + r * row, row, 4, queries, 4 * BLOCK, size, p + 4 * BLOCK * r, 4 * BLOCK, 0)
-    soften(p, hidden, low, high, float_word(a, CAP), slope, state, fades)
+    soften(p, hidden, low, high, ARGS.cap(a), slope, state, fades)
     for t in range(0, count, ROWS):
         low, high = reach(load_long(bits + t))
         at, to = values + 4 * low * wide, result + 4 * t * wide
@@ -289,9 +275,9 @@ def meet(a, count, union, hidden, slope, queries, state, result, place):
 @part
 def meet_all(a, heads, start, end, s, place):
     """All tokens of a unit meet a tile, which is copied when the first of them sees any of it."""
-    shared, keys, step = word(a, SHARED), word(a, KEYS), word(a, MASK_STEP)
+    shared, keys, step = ARGS.shared(a), ARGS.keys(a), ARGS.mask_step(a)
     _, _, _, hidden, bits, _, queries, states, results = place
-    deep, wide = round_up(word(a, SIZE), LANES), round_up(word(a, WIDTH), BLOCK)
+    deep, wide = round_up(ARGS.size(a), LANES), round_up(ARGS.width(a), BLOCK)
     ready = False
     for first in range(start, end, BLOCK):
         known, union, plain, count = 0, 0, False, min(BLOCK, end - first)
@@ -316,17 +302,17 @@ def meet_all(a, heads, start, end, s, place):
 
 @part
 def put_results(a, heads, start, end, place):
-    width, states, results = word(a, WIDTH), place[7], place[8]
+    width, states, results = ARGS.width(a), place[7], place[8]
     wide = round_up(width, BLOCK)
     for first in range(start, end, BLOCK):
-        for h in range(word(a, SHARED)):
-            target = load_long(heads + h * HEAD + OUT) + first * word(a, OUT_STEP)
+        for h in range(ARGS.shared(a)):
+            target = load_long(heads + h * HEAD + OUT) + first * ARGS.out_step(a)
             for t in range(min(BLOCK, end - first)):
                 weight = load_scalar(states + 128 + 4 * t)
                 f = splat(ONE / weight if weight > NONE else NONE)
                 for c in range(0, width, LANES):
                     x = mul(load(results + 4 * (t * wide + c)), f)
-                    put(target + t * word(a, OUT_STEP), c, width, x)
+                    put(target + t * ARGS.out_step(a), c, width, x)
             states += 8 * BLOCK
             results += 4 * BLOCK * wide
 
@@ -334,12 +320,12 @@ def put_results(a, heads, start, end, place):
 @kernel
 def attend(a, thread, threads):
     """Some blocks of tokens of a group of heads at a time; units go round the threads, since later tokens see more."""
-    tokens, units, span, place = word(a, TOKENS), word(a, UNITS), word(a, SPAN), places(a, thread)
+    tokens, units, span, place = ARGS.tokens(a), ARGS.units(a), ARGS.span(a), places(a, thread)
     for unit in range(thread, units * ((tokens + span - 1) // span), threads):
-        heads, start = word(a, HEADS) + unit % units * word(a, SHARED) * HEAD, unit // units * span
+        heads, start = ARGS.heads(a) + unit % units * ARGS.shared(a) * HEAD, unit // units * span
         end = min(tokens, start + span)
         take_queries(a, heads, start, end, place)
-        for s in range(0, word(a, KEYS), TILE):
+        for s in range(0, ARGS.keys(a), TILE):
             meet_all(a, heads, start, end, s, place)
         put_results(a, heads, start, end, place)
     return 0

@@ -8,8 +8,9 @@ from ...base import Comm
 from ...operands import Bound
 from ..compiler import kernel, part
 from ..simd.threads import fetch_add, give_way, load_shared, now, store_shared
-from ..simd.vectors import LANES, add, load, load_long, load_some, store, store_long, store_some, word
+from ..simd.vectors import LANES, add, load, load_long, load_some, store, store_long, store_some
 from ..steps import Steps
+from ..words import words
 from .loop import SPINS
 from .packing import share
 
@@ -41,15 +42,18 @@ def meet_all(board, participants, patience):
     return 0
 
 
+ARGS = words("board rank devices source target count number patience")
+
+
 @kernel
 def all_reduce(a, thread, threads):
-    """Words: board, rank, devices, source, target, elements (float32), number of the collective, patience."""
-    board, rank, devices, count, number = word(a, 0), word(a, 1), word(a, 2), word(a, 5), word(a, 6)
+    """The sum of `count` float32 over all devices; `number` is that of the collective, `patience` in nanoseconds."""
+    board, rank, devices, count, number = ARGS.board(a), ARGS.rank(a), ARGS.devices(a), ARGS.count(a), ARGS.number(a)
     mine = board + SLOTS + rank * SLOT
-    store_long(mine, word(a, 3))
-    store_long(mine + 8, word(a, 4))
+    store_long(mine, ARGS.source(a))
+    store_long(mine + 8, ARGS.target(a))
     store_long(mine + 16, number + 1)
-    status = meet_all(board, devices, word(a, 7))
+    status = meet_all(board, devices, ARGS.patience(a))
     if status != 0:
         return status
     for d in range(devices):
@@ -67,7 +71,7 @@ def all_reduce(a, thread, threads):
                 store(to, total)
             else:
                 store_some(to, total, left)
-    status = meet_all(board, devices, word(a, 7))
+    status = meet_all(board, devices, ARGS.patience(a))
     if status == 0:
         store_long(mine + 16, 0)
     return status
@@ -87,7 +91,16 @@ def _all_reduce(steps: Steps, call: Bound) -> bool:
         return False
     count, number = math.prod(x.shape), call.attrs["sequence"]
     assert isinstance(number, int)
-    words = [comm.board.ctypes.data, comm.rank, comm.size, x.address, y.address, count, number, int(comm.timeout * 1e9)]
+    words = ARGS(
+        board=comm.board.ctypes.data,
+        rank=comm.rank,
+        devices=comm.size,
+        source=x.address,
+        target=y.address,
+        count=count,
+        number=number,
+        patience=int(comm.timeout * 1e9),
+    )
     steps.add(all_reduce, words, reads=[x], writes=[y], nbytes=0, stops=True)
     return True
 

@@ -8,24 +8,11 @@ from functools import cache
 from ....graph.dtypes import DType
 from ...operands import Bound, Operand
 from ..compiler import Kernel, Part, kernel, part
+from ..simd.order import turn_bf16, turn_floats, turn_halves
 from ..simd.tiles import Tile, tile
-from ..simd.vectors import (
-    LANES,
-    add,
-    fma,
-    load,
-    load_bf16,
-    load_half,
-    splat_from,
-    store_scalar,
-    total,
-    turn_bf16,
-    turn_floats,
-    turn_halves,
-    word,
-    zeros,
-)
+from ..simd.vectors import LANES, add, fma, load, load_bf16, load_half, splat_from, store_scalar, total, zeros
 from ..steps import Steps
+from ..words import words
 from .grouped import Blocks, Slots, add_product, fetch, product_of
 from .packing import share
 from .rows import lanes, put
@@ -108,23 +95,26 @@ def product(dtype: DType) -> Kernel:
     return product_of(f"dense.product.{dtype}", blocks_of(dtype))
 
 
+COLUMNS = words("matrices count rows columns w w_between w_step x x_between x_row y y_between y_row x_step")
+
+
 @kernel
 def columns(a, thread, threads):
-    """``y[b, i] = w[b] @ x[b, i]`` where columns of w are dense.  Words: matrices, rows of x in each, rows of w,
-    columns;
-    w with bytes between matrices and between columns; x and y with bytes between matrices and between rows; bytes
-    between
-    the elements of a row of x."""
-    count, rows, n = word(a, 1), word(a, 2), word(a, 3)
-    lo, hi = share(word(a, 0) * count, thread, threads)
+    """``y[b, i] = w[b] @ x[b, i]`` where columns of w are dense: `count` rows of x in each of `matrices`.
+
+    Bytes: ``*_between`` from matrix to matrix, ``*_row`` from row to row, `w_step` from column to column of w, `x_step`
+    from element to element of x.
+    """
+    count, rows, n = COLUMNS.count(a), COLUMNS.rows(a), COLUMNS.columns(a)
+    lo, hi = share(COLUMNS.matrices(a) * count, thread, threads)
     for unit in range(lo, hi):
         b, i = unit // count, unit % count
-        w, x = word(a, 4) + b * word(a, 5), word(a, 7) + b * word(a, 8) + i * word(a, 9)
-        y = word(a, 10) + b * word(a, 11) + i * word(a, 12)
+        w, x = COLUMNS.w(a) + b * COLUMNS.w_between(a), COLUMNS.x(a) + b * COLUMNS.x_between(a) + i * COLUMNS.x_row(a)
+        y = COLUMNS.y(a) + b * COLUMNS.y_between(a) + i * COLUMNS.y_row(a)
         for c in range(0, rows, LANES):
             acc = zeros()
             for k in range(n):
-                acc = fma(lanes(w + k * word(a, 6), c, rows, 4), splat_from(x + k * word(a, 13)), acc)
+                acc = fma(lanes(w + k * COLUMNS.w_step(a), c, rows, 4), splat_from(x + k * COLUMNS.x_step(a)), acc)
             put(y, c, rows, acc)
     return 0
 
@@ -135,9 +125,24 @@ def bind_columns(steps: Steps, call: Bound) -> bool:
     alike = len(w.shape) == len(x.shape) == 3 and w.shape[0] == x.shape[0]
     if not alike or not (w.is_float and x.is_float) or w.strides[1] != 1 or y.strides[-1] != 1:
         return False
-    words = [x.shape[0], x.shape[1], w.shape[1], w.shape[2], w.address, 4 * w.strides[0], 4 * w.strides[2]]
-    words += [x.address, 4 * x.strides[0], 4 * x.strides[1], y.address, 4 * y.strides[0], 4 * y.strides[1]]
-    steps.add(columns, [*words, 4 * x.strides[2]], reads=[w, x], writes=[y])
+    (matrices, count, _), (_, rows, width) = x.shape, w.shape
+    words = COLUMNS(
+        matrices=matrices,
+        count=count,
+        rows=rows,
+        columns=width,
+        w=w.address,
+        w_between=4 * w.strides[0],
+        w_step=4 * w.strides[2],
+        x=x.address,
+        x_between=4 * x.strides[0],
+        x_row=4 * x.strides[1],
+        x_step=4 * x.strides[2],
+        y=y.address,
+        y_between=4 * y.strides[0],
+        y_row=4 * y.strides[1],
+    )
+    steps.add(columns, words, reads=[w, x], writes=[y])
     return True
 
 

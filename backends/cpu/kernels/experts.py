@@ -8,21 +8,26 @@ import numpy as np
 
 from ...operands import Bound, Operand
 from ..compiler import kernel, part
-from ..simd.vectors import load_int, store_int, word
+from ..simd.vectors import load_int, store_int
 from ..steps import Steps
+from ..words import words
 from .grouped import Slots
 from .packing import NO_ROW
 from .products import bind_product, is_compiled
 
+ARGS = words("ids count experts starts own every")
+
 
 @kernel
 def sort_slots(a, thread, threads):
-    """Words: ids (int32), how many, experts here, target, the first expert here, experts in all.
+    """`count` slots, whose `ids` (int32) name one of `every` expert, by expert; `experts` from number
+    `own` on are here.
 
-    Target: how many slots come before each expert, before those of experts that are elsewhere, and in all; then slots
-    in that order.  An id that is no expert at all stops the run.
+    At `starts`: how many slots come before each expert, before those of experts that are elsewhere, and in all; then
+    slots in that order.  An id that is no expert at all stops the run.
     """
-    ids, count, experts, starts, own, every = word(a, 0), word(a, 1), word(a, 2), word(a, 3), word(a, 4), word(a, 5)
+    ids, count, experts, starts = ARGS.ids(a), ARGS.count(a), ARGS.experts(a), ARGS.starts(a)
+    own, every = ARGS.own(a), ARGS.every(a)
     if thread != 0:
         return 0
     for e in range(experts + 2):
@@ -68,14 +73,15 @@ def sorted_slots(steps: Steps, call: Bound) -> Slots:
 def _sorted(steps: Steps, call: Bound, ids: Operand, experts: int) -> Operand:
     own, every = (int(np.asarray(call.attrs[name])) for name in ("first", "total"))
     key = ("slots", ids.tensor, own, experts)
-    if (found := steps.known(key)) is not None:
-        return found[0]
+    if (sorted_before := steps.known(key)) is not None:
+        return sorted_before[0]
     count = math.prod(ids.shape)
-    made = steps.scratch("slots", 4 * (experts + 2 + count))
-    words = [ids.address, count, experts, made.address, own, every or experts]
-    steps.add(sort_slots, words, reads=[ids], writes=[made], stops=True)
-    steps.remember(key, [made], [ids])
-    return made
+    slots = steps.scratch("slots", 4 * (experts + 2 + count))
+    address, every = slots.address, every or experts
+    words = ARGS(ids=ids.address, count=count, experts=experts, starts=address, own=own, every=every)
+    steps.add(sort_slots, words, reads=[ids], writes=[slots], stops=True)
+    steps.remember(key, [slots], [ids])
+    return slots
 
 
 BINDINGS = {"mul_mat_id": _mul_mat_id}

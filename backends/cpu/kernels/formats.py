@@ -413,8 +413,8 @@ def _format(
 ) -> Format:
     """A format of which `biases` are a number where its codes have a fixed zero."""
     zero = biases if isinstance(biases, int) else 0
-    found = biases if isinstance(biases, Part) else _centred(scales, zero)
-    return Format(dtype, widths, four, split, codes or codes_of(widths), scales, found, zero, halves)
+    of_blocks = biases if isinstance(biases, Part) else _centred(scales, zero)
+    return Format(dtype, widths, four, split, codes or codes_of(widths), scales, of_blocks, zero, halves)
 
 
 _BESIDE = scales_beside_biases, biases_beside_scales

@@ -8,32 +8,33 @@ from itertools import pairwise
 
 from ...operands import Bound, Operand
 from ..compiler import Kernel
-from ..simd.vectors import LANES, word
+from ..simd.vectors import LANES
 from ..steps import Binding, Share, Steps
 from .formats import COLUMNS
+from .functions import GATED
 from .packing import share
 from .products import wanted_of
 from .rounding import Target, round_row
-from .rows import GATED, HEAD, OPERAND, add_rows, binary, lanes, put, row_address, rows_of
+from .rows import ELEMENTS, add_binary, lanes, put, row_words, rows_of
 
-AFTER = HEAD + 3 * OPERAND
-"""The word after the operands."""
+ARGS = row_words("x z y", "between rounding[*]")
+"""Gate, up and target, bytes from thread to thread of the target, and how to round, as `rounding.Target` says."""
+ROUNDING = ARGS.start("rounding")
 
 
 @cache
 def gated(kind: str) -> Kernel:
-    """A gated unit, also rounded.  Words: HEAD, gate, up, target, bytes from thread to thread of the target, how to
-    round (`rounding.round_row`)."""
+    """A gated unit, also rounded."""
     function = GATED[kind]
 
     def body(a, thread, threads):
-        n = word(a, 0)
-        lo, hi = share(word(a, 1) * word(a, 2) * word(a, 3), thread, threads)
+        n = ARGS.columns(a)
+        lo, hi = share(ARGS.rows(a), thread, threads)
         for i in range(lo, hi):
-            x, z, y = row_address(a, 0, i), row_address(a, 1, i), row_address(a, 2, i) + thread * word(a, AFTER)
+            x, z, y = ARGS.x(a, i), ARGS.z(a, i), ARGS.y(a, i) + thread * ARGS.between(a)
             for c in range(0, n, LANES):
                 put(y, c, n, function(lanes(x, c, n, 4), lanes(z, c, n, 4)))
-            round_row(a, AFTER + 1, i, y, n)
+            round_row(a, ROUNDING, i, y, n)
         return 0
 
     return Kernel(f"gated.gated.{kind}", body)
@@ -51,7 +52,7 @@ def operands_of(call: Bound) -> tuple[str, Operand, Operand]:
 
 def _unit(steps: Steps, call: Bound) -> bool:
     kind, gate, up = operands_of(call)
-    return kind in GATED and (_rounded(steps, call) or add_rows(steps, binary(kind), [gate, up], call.out))
+    return kind in GATED and (_rounded(steps, call) or add_binary(steps, kind, gate, up, call.out))
 
 
 def _rounded(steps: Steps, call: Bound) -> bool:
@@ -62,7 +63,7 @@ def _rounded(steps: Steps, call: Bound) -> bool:
     bounds = steps.columns_of(sources)
     shares_columns = bounds is None and steps.threads > 1 and wanted.rows == 1
     cut = bounds is not None and (bounds[-1] != wanted.columns or any(b % COLUMNS for b in bounds))
-    if shares_columns or cut or _share(sources, Target(y, [y], [])) is None:
+    if shares_columns or cut or _share(sources, Target(y, [y])) is None:
         return False
     records = wanted.records(steps, shared=True)
     targets = wanted.targets(steps, records, bounds or [0, wanted.columns])
@@ -81,10 +82,10 @@ def _rounded(steps: Steps, call: Bound) -> bool:
 
 def _share(sources: Sequence[Operand], to: Target) -> Share | None:
     operands = [*sources, to.floats]
-    words = rows_of(to.floats.shape, operands, whole_rows=True) if all(o.is_float for o in operands) else None
-    if words is None or any(words[HEAD + OPERAND * k + 4] != 4 for k in range(3)):
+    walk = rows_of(to.floats.shape, operands, whole_rows=True) if all(o.is_float for o in operands) else None
+    if walk is None or walk[ELEMENTS] != [4, 4, 4]:
         return None
-    return Share([*words, *to.words], sources, to.writes)
+    return Share(ARGS(walk=walk, between=to.between, rounding=to.rounding), sources, to.writes)
 
 
 UNITS = ("glu", *GATED)

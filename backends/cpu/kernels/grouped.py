@@ -15,8 +15,9 @@ import numpy as np
 from ...operands import Bound, Operand
 from ..compiler import Kernel, Part, part
 from ..simd.tiles import tile
-from ..simd.vectors import LANES, load_int, prefetch, prefetch_far, store_scalar, word
+from ..simd.vectors import LANES, load_int, prefetch, prefetch_far, store_scalar
 from ..steps import Share, Steps
+from ..words import words
 from .packing import share
 
 ROWS = LANES
@@ -87,12 +88,16 @@ def row_of(slot, used, shared):
     return slot // used * shared + slot % used % shared
 
 
+ARGS = words("w stride between rows columns x pitch starts experts used shared y step scratch")
+
+
 def product_of(name: str, blocks: Blocks) -> Kernel:
     """``y[i] = w[expert of slot i] @ x[row of slot i]``.
 
-    Words: w, bytes of a row and of an expert, rows, columns; x, bytes between its rows; how many slots come before each
-    expert, before those of experts that are elsewhere, and in all, then slots in that order (int32), experts, slots of
-    a token, rows of a token; y, bytes between its rows; `Blocks.scratch` bytes for each thread.
+    Bytes: `stride` of a row of w and `between` its experts, `pitch` and `step` from row to row of x and y,
+    `Blocks.scratch` for each thread.  At `starts`: how many slots come before each expert, before those of experts that
+    are elsewhere, and in all, then slots in that order (int32).  A token has so many slots `used`, and so many rows
+    `shared` by them.
     """
     some = tile(blocks.rows, blocks.groups)
     chosen, zeros, put, save, saved = some.chosen, some.zeros, some.put, some.save, some.saved
@@ -102,10 +107,10 @@ def product_of(name: str, blocks: Blocks) -> Kernel:
     tall, tile_groups, few = blocks.rows, blocks.groups, blocks.few
 
     def body(a, thread, threads):
-        w, stride, between, rows, columns = word(a, 0), word(a, 1), word(a, 2), word(a, 3), word(a, 4)
-        x, pitch, starts, experts = word(a, 5), word(a, 6), word(a, 7), word(a, 8)
-        used, shared = word(a, 9), word(a, 10)
-        y, step, expanded = word(a, 11), word(a, 12), word(a, 13) + thread * scratch
+        w, stride, between, rows, columns = ARGS.w(a), ARGS.stride(a), ARGS.between(a), ARGS.rows(a), ARGS.columns(a)
+        x, pitch, starts, experts = ARGS.x(a), ARGS.pitch(a), ARGS.starts(a), ARGS.experts(a)
+        used, shared = ARGS.used(a), ARGS.shared(a)
+        y, step, expanded = ARGS.y(a), ARGS.step(a), ARGS.scratch(a) + thread * scratch
         n, groups, slots = (columns + width - 1) // width, (rows + ROWS - 1) // ROWS, starts + 4 * (experts + 2)
         lo, hi = share((groups + tile_groups - 1) // tile_groups, thread, threads)
         lo, hi = lo * tile_groups, min(groups, hi * tile_groups)
@@ -184,9 +189,22 @@ def add_product(
         if not count:
             return None
         mine, own = y.part(len(y.shape) - 1, first, count), x[thread]
-        words = [w.address + first * stride, stride, between, count, columns, own.address, pitch]
-        words += [to.operand.address, to.experts, to.used, to.shared]
-        words += [mine.address, y.row_step, memory.address + thread * blocks.scratch]
+        words = ARGS(
+            w=w.address + first * stride,
+            stride=stride,
+            between=between,
+            rows=count,
+            columns=columns,
+            x=own.address,
+            pitch=pitch,
+            y=mine.address,
+            step=y.row_step,
+            starts=to.operand.address,
+            experts=to.experts,
+            used=to.used,
+            shared=to.shared,
+            scratch=memory.address + thread * blocks.scratch,
+        )
         return Share(words, [w, own, to.operand], [mine])
 
     if len(bounds) > 2:

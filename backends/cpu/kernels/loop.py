@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ..compiler import kernel, part
 from ..simd.threads import call, fetch_add, give_way, load_shared, now, store_shared
-from ..simd.vectors import load_long, store_long, word
+from ..simd.vectors import load_long, store_long
+from ..words import words
 
 STEP = 4
 """Words of a step: address of the kernel, 0 where this thread has nothing to do; address of its arguments; MEETS and
@@ -34,14 +35,18 @@ def meet(shared, threads):
     return 0
 
 
+ARGS = words("table steps shared times")
+"""Where the tables of steps are, how many steps each has, the shared block, where to write times."""
+
+
 @part
 def walk(a, thread, threads, times):
     """Every step in turn; thread 0 writes when each began, and when all were done, unless `times` is 0.
 
     A thread may be ahead of another up to the next meeting: `steps.RUN` is why that does no harm when one stops.
     """
-    count, shared = word(a, 1), word(a, 2)
-    steps = word(a, 0) + thread * count * 8 * STEP
+    count, shared = ARGS.steps(a), ARGS.shared(a)
+    steps = ARGS.table(a) + thread * count * 8 * STEP
     for i in range(count):
         step = steps + i * 8 * STEP
         how = load_long(step + 16)
@@ -67,13 +72,12 @@ def walk(a, thread, threads, times):
 
 @kernel
 def run(a, thread, threads):
-    """Words: a table of steps for each thread, how many steps, shared block.  Returns 0, or the status of the step that
-    stopped the run."""
+    """Run all steps.  Returns 0, or the status of the step that stopped the run."""
     return walk(a, thread, threads, 0)
 
 
 @kernel
 def timed(a, thread, threads):
-    """The same; one word more: where to write nanoseconds, one more than there are steps.  Waiting counts to the step
-    that had to wait."""
-    return walk(a, thread, threads, word(a, 3))
+    """Run all steps, and write the nanoseconds at which each began, and one more when all were done.  Waiting counts to
+    the step that had to wait.  Returns what `run` does."""
+    return walk(a, thread, threads, ARGS.times(a))

@@ -14,29 +14,32 @@ from ...chains import ChangedState, changed_state
 from ...flow import Flow
 from ...operands import Bound, Operand, need
 from ..compiler import Kernel
-from ..simd.vectors import LANES, load_int, load_long, word
+from ..simd.vectors import LANES, load_int, load_long
 from ..steps import Chain, Fused, Share, Steps
+from ..words import words
 from .dense import LOADS
 from .formats import FORMATS
-from .packing import NO_ROW, share, unpack
-from .rows import add_rows, put, unary
+from .packing import NO_ROW, UNPACK, share, unpack
+from .rows import add_unary, put
+
+MOVE = words("table step rows columns ids id_bytes other pace count tables between")
 
 
 @cache
 def move_rows(scatter: bool, dtype: DType = DType.F32) -> Kernel:
-    """Row ``ids[i]`` of a table to row i as float32, or the other way round.  Words: table, bytes between its rows,
-    rows, columns,
-    ids, bytes of an id, the other rows, bytes between them, how many for each table, tables, bytes between these.  An
-    id
-    that is no row stops the run."""
+    """Row ``ids[i]`` of a table to row i of `other` as float32, or the other way round, `count` for each table.
+
+    `step`, `pace` and `between` are bytes from row to row of a table, of `other`, and from table to table.  An id that
+    is no row stops the run.
+    """
     load = LOADS[dtype]
 
     def body(a, thread, threads):
-        table, step, rows, columns = word(a, 0), word(a, 1), word(a, 2), word(a, 3)
-        ids, size, other, pace, count = word(a, 4), word(a, 5), word(a, 6), word(a, 7), word(a, 8)
-        lo, hi = share(count * word(a, 9), thread, threads)
+        table, step, rows, columns = MOVE.table(a), MOVE.step(a), MOVE.rows(a), MOVE.columns(a)
+        ids, size, other, pace, count = MOVE.ids(a), MOVE.id_bytes(a), MOVE.other(a), MOVE.pace(a), MOVE.count(a)
+        lo, hi = share(count * MOVE.tables(a), thread, threads)
         for i in range(lo, hi):
-            mine = table + i // count * word(a, 10)
+            mine = table + i // count * MOVE.between(a)
             row = load_int(ids + 4 * i) if size == 4 else load_long(ids + 8 * i)
             if row < 0 or row >= rows:
                 return NO_ROW | row << 8
@@ -68,14 +71,35 @@ def _get_rows(steps: Steps, call: Bound) -> bool:
             return False
         stride = columns // table.dtype.block * table.dtype.block_bytes
         scratch = steps.scratch("unpack", 1024 * steps.threads)
-        words = [table.address, stride, rows, columns, ids.address, out.address, out.row_step, math.prod(ids.shape)]
-        _add(steps, unpack(form), [*words, scratch.address], [table, ids], [out, scratch], out)
+        words = UNPACK(
+            packed=table.address,
+            stride=stride,
+            rows=rows,
+            columns=columns,
+            ids=ids.address,
+            target=out.address,
+            step=out.row_step,
+            count=math.prod(ids.shape),
+            scratch=scratch.address,
+        )
+        _add(steps, unpack(form), words, [table, ids], [out, scratch], out)
         return True
     if table.dtype not in LOADS or table.strides[-1] != 1 or len(leading) > 1 or not ids.shape[-1]:
         return False
     nbytes = table.dtype.storage.itemsize
-    words = [table.address, nbytes * table.strides[-2], rows, columns, ids.address, size, out.address, out.row_step]
-    words += [ids.shape[-1], *leading, nbytes * table.strides[0]] if leading else [math.prod(ids.shape), 1, 0]
+    words = MOVE(
+        table=table.address,
+        step=nbytes * table.strides[-2],
+        rows=rows,
+        columns=columns,
+        ids=ids.address,
+        id_bytes=size,
+        other=out.address,
+        pace=out.row_step,
+        count=ids.shape[-1] if leading else math.prod(ids.shape),
+        tables=math.prod(leading),
+        between=nbytes * table.strides[0] if leading else 0,
+    )
     _add(steps, move_rows(False, table.dtype), words, [table, ids], [out], out)
     return True
 
@@ -86,9 +110,9 @@ def _set_rows(steps: Steps, call: Bound) -> bool:
     plain = all(o.is_float and o.has_rows and len(o.shape) == 2 for o in (into, rows, out))
     if size is None or not plain or len(ids.shape) != 1:
         return False
-    if into.address != out.address and not add_rows(steps, unary("copy"), [into], out):
+    if into.address != out.address and not add_unary(steps, "copy", into, out):
         return False
-    words = [out.address, out.row_step, *out.shape, ids.address, size, rows.address, rows.row_step, rows.shape[0], 1, 0]
+    words = _words_of(out, rows, ids, size)
     _add(steps, move_rows(True), words, [rows, ids, out], [out], rows)
     return True
 
@@ -111,25 +135,40 @@ def _add_save_and_set_rows(steps: Steps, save: Bound, change: Bound, numbers: Ch
     Every thread looks at all ids, so all stop at one that is no row, and none sets any.
     """
     table, ids, kept, rows = save.operand(0), save.operand(1), save.out, change.operand(1)
-    bounds = steps.columns_of([rows])
-    if bounds is None or bounds[-1] != table.shape[1] or 0 in np.diff(bounds):  # who moves nothing would not stop
+    bounds, size = steps.columns_of([rows]), _ids_size(ids)
+    if (
+        bounds is None or size is None or bounds[-1] != table.shape[1] or 0 in np.diff(bounds)
+    ):  # who moves nothing would not stop
         for steps.number, bind, call in zip(numbers, (_get_rows, _set_rows), (save, change), strict=True):
             is_bound = bind(steps, call)
             assert is_bound, "the chain has asked for all that they need"
         return
     parts = [[o.part(1, low, high - low) for o in (table, rows, kept)] for low, high in pairwise(bounds)]
 
-    def share(table: Operand, other: Operand, count: int) -> list[int]:
-        words = [table.address, table.row_step, *table.shape, ids.address, _ids_size(ids) or 0]
-        return [*words, other.address, other.row_step, count, 1, 0]
-
-    count = rows.shape[0]
     steps.number = numbers.save
-    saves = [Share(share(table, kept, count), [table, ids], [kept]) for table, _, kept in parts]
+    saves = [Share(_words_of(table, kept, ids, size), [table, ids], [kept]) for table, _, kept in parts]
     steps.deal_columns(move_rows(False), saves, kept, bounds)
     steps.number = numbers.change
-    changes = [Share(share(table, rows, count), [rows, ids, table], [table]) for table, rows, _ in parts]
+    changes = [Share(_words_of(table, rows, ids, size), [rows, ids, table], [table]) for table, rows, _ in parts]
     steps.deal(move_rows(True), changes)
+
+
+def _words_of(table: Operand, other: Operand, ids: Operand, size: int) -> list[int]:
+    """Of one table, both with two axes."""
+    rows, columns = table.shape
+    return MOVE(
+        table=table.address,
+        step=table.row_step,
+        rows=rows,
+        columns=columns,
+        ids=ids.address,
+        id_bytes=size,
+        other=other.address,
+        pace=other.row_step,
+        count=other.shape[0],
+        tables=1,
+        between=0,
+    )
 
 
 def _add(
@@ -148,7 +187,7 @@ def _concat(steps: Steps, call: Bound) -> bool:
     a, b, out = call.operand(0), call.operand(1), call.out
     axis = int(np.asarray(call.attrs["axis"])) % len(out.shape)
     parts = (out.part(axis, 0, a.shape[axis]), out.part(axis, a.shape[axis], b.shape[axis]))
-    return all(add_rows(steps, unary("copy"), [s], part) for s, part in zip((a, b), parts, strict=True))
+    return all(add_unary(steps, "copy", s, part) for s, part in zip((a, b), parts, strict=True))
 
 
 BINDINGS = {"get_rows": _get_rows, "set_rows": _set_rows, "concat": _concat}

@@ -12,18 +12,13 @@ from ...flow import Flow, apart
 from ...operands import Bound, Operand, need
 from ..compiler import Kernel, kernel, part
 from ..pieces import pieces_of
-from ..simd.vectors import LANES, add, fma, mul, splat, sqrt_scalar, total, word, zeros
-from ..simd.vectors import float_word as number
+from ..simd.vectors import LANES, add, fma, mul, splat, sqrt_scalar, total, zeros
 from ..steps import Binding, Chain, Fused, Share, Steps
 from .packing import share
 from .products import stand_ins, wanted_of
 from .rounding import Target, round_row
-from .rows import HEAD, OPERAND, lanes, put, row_address, rows_of
+from .rows import ELEMENTS, lanes, put, row_words, rows_of
 
-EPS = HEAD + 2 * OPERAND
-"""The word after the operands."""
-AFTER, NOT_ROUNDED = EPS + OPERAND + 1, (0, 0)
-"""The word after the scaled norm's own, and those that follow where nothing is rounded."""
 ONE = np.float32(1)
 
 
@@ -61,16 +56,19 @@ def l2_factor_added(squares, n, eps):
 FACTORS = {"rms_norm": rms_factor, "l2_norm": l2_factor, "l2_norm_added": l2_factor_added}
 
 
+PLAIN = row_words("x y", "eps:f32")
+
+
 @cache
 def norm(name: str) -> Kernel:
-    """Each row times one number that follows from its sum of squares.  Words: HEAD, source, target, eps."""
+    """Each row times one number that follows from its sum of squares."""
     factor = FACTORS[name]
 
     def body(a, thread, threads):
-        n, eps = word(a, 0), number(a, EPS)
-        lo, hi = share(word(a, 1) * word(a, 2) * word(a, 3), thread, threads)
+        n, eps = PLAIN.columns(a), PLAIN.eps(a)
+        lo, hi = share(PLAIN.rows(a), thread, threads)
         for i in range(lo, hi):
-            x, y = row_address(a, 0, i), row_address(a, 1, i)
+            x, y = PLAIN.x(a, i), PLAIN.y(a, i)
             f = splat(factor(sum_of_squares(x, n), n, eps))
             for c in range(0, n, LANES):
                 put(y, c, n, mul(lanes(x, c, n, 4), f))
@@ -79,18 +77,22 @@ def norm(name: str) -> Kernel:
     return Kernel(f"norms.norm.{name}", body)
 
 
+SCALED = row_words("x w y", "eps:f32 between rounding[*]")
+"""`between` are bytes from thread to thread of the target; `rounding` is that of `rounding.Target`."""
+ROUNDING = SCALED.start("rounding")
+
+
 @kernel
 def scaled_rms_norm(a, thread, threads):
-    """RMS norm, and the product with what stands beside, also rounded.  Words: HEAD, source, factors, target, eps,
-    bytes from thread to thread of the target, how to round (`rounding.round_row`)."""
-    n, step, eps = word(a, 0), word(a, HEAD + OPERAND + 4), number(a, EPS + OPERAND)
-    lo, hi = share(word(a, 1) * word(a, 2) * word(a, 3), thread, threads)
+    """RMS norm, and the product with what stands beside, also rounded."""
+    n, step, eps = SCALED.columns(a), SCALED.w_step(a), SCALED.eps(a)
+    lo, hi = share(SCALED.rows(a), thread, threads)
     for i in range(lo, hi):
-        x, w, y = row_address(a, 0, i), row_address(a, 1, i), row_address(a, 2, i) + thread * word(a, AFTER)
+        x, w, y = SCALED.x(a, i), SCALED.w(a, i), SCALED.y(a, i) + thread * SCALED.between(a)
         f = splat(rms_factor(sum_of_squares(x, n), n, eps))
         for c in range(0, n, LANES):
             put(y, c, n, mul(mul(lanes(x, c, n, 4), f), lanes(w, c, n, step)))
-        round_row(a, AFTER + 1, i, y, n)
+        round_row(a, ROUNDING, i, y, n)
     return 0
 
 
@@ -102,10 +104,10 @@ def kind_of(call: Bound) -> str:
 def _bind(name: str) -> Binding:
     def bind(steps: Steps, call: Bound) -> bool:
         x, y = call.operand(0), call.out
-        words = rows_of(y.shape, [x, y], whole_rows=True) if x.is_float else None
-        if words is None or words[HEAD + 4] != 4 or words[HEAD + OPERAND + 4] != 4:
+        walk = rows_of(y.shape, [x, y], whole_rows=True) if x.is_float else None
+        if walk is None or walk[ELEMENTS] != [4, 4]:
             return False
-        steps.add(norm(kind_of(call)), [*words, call.float("eps")], reads=[x], writes=[y])
+        steps.add(norm(kind_of(call)), PLAIN(walk=walk, eps=call.float("eps")), reads=[x], writes=[y])
         return True
 
     return bind
@@ -167,11 +169,11 @@ def _rounded(steps: Steps, norm: Bound, product: Bound, factors: Operand) -> boo
 
 
 def _share(norm: Bound, x: Operand, factors: Operand, y: Operand, to: Target | None = None) -> Share | None:
-    words = rows_of(y.shape, [x, factors, y], whole_rows=True)
-    if words is None or words[HEAD + 4] != 4 or words[HEAD + 2 * OPERAND + 4] != 4:
+    walk, to = rows_of(y.shape, [x, factors, y], whole_rows=True), to or Target(y, [y])
+    if walk is None or walk[ELEMENTS][::2] != [4, 4]:
         return None
-    words += [norm.float("eps"), *(to.words if to else NOT_ROUNDED)]
-    return Share(words, [x, factors], to.writes if to else [y])
+    words = SCALED(walk=walk, eps=norm.float("eps"), between=to.between, rounding=to.rounding)
+    return Share(words, [x, factors], to.writes)
 
 
 FUSED: Mapping[str, tuple[Fused, ...]] = {"rms_norm": (_scaled,)}

@@ -6,7 +6,8 @@ from functools import cache
 
 from ..compiler import Kernel, Part, part
 from ..simd.tiles import store_codes
-from ..simd.vectors import load_byte, load_int, load_scalar, store, store_int, store_scalar, word
+from ..simd.vectors import load_byte, load_int, load_scalar, store, store_int, store_scalar
+from ..words import words
 from .formats import COLUMNS, ROWS, Format
 
 NO_ROW = 1
@@ -35,9 +36,12 @@ def _moved(four: Part, first: int, width: int) -> Part:
     return part(moved)
 
 
+PACK = words("source stride target rows columns")
+
+
 @cache
 def pack(form: Format) -> Kernel:
-    """Words: source, bytes of a row there, target, rows, columns.
+    """Rows at `source`, `stride` bytes each, to groups at `target`.
 
     Rows that the last group lacks are left as they are.
     """
@@ -46,7 +50,8 @@ def pack(form: Format) -> Kernel:
     low_bits, high_bits = _moved(form.four, 0, width), _moved(form.four, width, high or width)
 
     def body(a, thread, threads):
-        source, stride, target, rows, columns = word(a, 0), word(a, 1), word(a, 2), word(a, 3), word(a, 4)
+        source, stride, target, rows = PACK.source(a), PACK.stride(a), PACK.target(a), PACK.rows(a)
+        columns = PACK.columns(a)
         n = columns // COLUMNS
         lo, hi = share((rows + ROWS - 1) // ROWS, thread, threads)
         for group in range(lo, hi):
@@ -66,18 +71,21 @@ def pack(form: Format) -> Kernel:
     return Kernel(f"packing.pack.{form.dtype}", body)
 
 
+UNPACK = words("packed stride rows columns ids target step count scratch")
+
+
 @cache
 def unpack(form: Format) -> Kernel:
-    """Rows by number.  Words: packed weight, bytes of a row, rows there, columns, ids (int32), target, bytes between
-    target rows, how many, 1,024 bytes of scratch for each thread.  An id that is no row stops the run."""
+    """Rows of a packed weight by number, `count` of them: `ids` are int32, `stride` the bytes of a packed row, `step`
+    those from row to row of the target; each thread has 1,024 bytes of scratch.  An id that is no row stops the run."""
     codes, scales, biases, width = form.codes, form.scales, form.biases, form.planes[0]
     high = form.planes[1] if len(form.planes) > 1 else 0
 
     def body(a, thread, threads):
-        packed, stride, rows, columns = word(a, 0), word(a, 1), word(a, 2), word(a, 3)
-        ids, target, step, scratch = word(a, 4), word(a, 5), word(a, 6), word(a, 8) + 1024 * thread
+        packed, stride, rows, columns = UNPACK.packed(a), UNPACK.stride(a), UNPACK.rows(a), UNPACK.columns(a)
+        ids, target, step, scratch = UNPACK.ids(a), UNPACK.target(a), UNPACK.step(a), UNPACK.scratch(a) + 1024 * thread
         n = columns // COLUMNS
-        lo, hi = share(word(a, 7), thread, threads)
+        lo, hi = share(UNPACK.count(a), thread, threads)
         for i in range(lo, hi):
             row = load_int(ids + 4 * i)
             if row < 0 or row >= rows:

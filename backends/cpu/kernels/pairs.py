@@ -13,33 +13,41 @@ from ...chains import gated_unit
 from ...flow import Flow
 from ...operands import Bound, Operand, need
 from ..compiler import Kernel
-from ..simd.vectors import load, load_int, word, zeros
+from ..simd.vectors import load, load_int, zeros
 from ..steps import Chain, Fused, Share, Steps
+from ..words import words
 from .experts import sorted_slots
 from .formats import FORMATS, Format
+from .functions import GATED
 from .gated import UNITS, operands_of
 from .grouped import ROWS, bounds_of, in_order, is_dealt, row_of
 from .products import alone_of, blocks_of, bytes_of, is_compiled, wanted_of
 from .rounding import Target, round_row, rounded, rounded_bytes
-from .rows import GATED, put
+from .rows import put
 
 VECTOR = 4 * ROWS
+
+
+ARGS = words(
+    "weights[2] stride between rows columns x pitch starts experts used shared vectors y step passing rounding[*]"
+)
+"""`rounding` is that of `rounding.Target`."""
+ROUNDING = ARGS.start("rounding")
 
 
 @cache
 def pair(form: Format, kind: str) -> Kernel:
     """``y[i] = unit(gate[expert of slot i] @ x[row of slot i], up[...] @ x[...])``, also rounded.
 
-    Words: gate, up, bytes of a row and of an expert, rows, columns; x, bytes between its rows; slots, experts, slots of
-    a token, rows of a token, as for `grouped.product_of`; memory for a vector of either product; y, bytes between its
-    rows, and `rounding.Target.words`.
+    `weights` are gate and up, `vectors` is memory for a vector of either product; words that `grouped.product_of` has,
+    too, mean the same.
     """
     alone, unit = alone_of(form), GATED[kind]
 
     def body(a, thread, threads):
-        stride, between, rows, columns = word(a, 2), word(a, 3), word(a, 4), word(a, 5)
-        x, pitch, starts, experts = word(a, 6), word(a, 7), word(a, 8), word(a, 9)
-        used, shared, both, y, step = word(a, 10), word(a, 11), word(a, 12), word(a, 13), word(a, 14)
+        stride, between, rows, columns = ARGS.stride(a), ARGS.between(a), ARGS.rows(a), ARGS.columns(a)
+        x, pitch, starts, experts = ARGS.x(a), ARGS.pitch(a), ARGS.starts(a), ARGS.experts(a)
+        used, shared, both, y, step = ARGS.used(a), ARGS.shared(a), ARGS.vectors(a), ARGS.y(a), ARGS.step(a)
         slots = starts + 4 * (experts + 2)
         for expert in range(experts + 1):
             for i in range(load_int(starts + 4 * expert), load_int(starts + 4 * (expert + 1))):
@@ -48,12 +56,12 @@ def pair(form: Format, kind: str) -> Kernel:
                 for first in range(0, rows, ROWS):
                     if expert < experts:
                         for k in range(2):
-                            group = word(a, k) + expert * between + first * stride
+                            group = ARGS.weights(a, k) + expert * between + first * stride
                             alone(both + k * VECTOR, group, stride, ROWS, columns, row)
                         put(to, first, rows, unit(load(both), load(both + VECTOR)))
                     else:
                         put(to, first, rows, zeros())
-                round_row(a, 16, slot, to, rows)
+                round_row(a, ROUNDING, slot, to, rows)
         return 0
 
     return Kernel(f"pairs.pair.{form.dtype}.{kind}", body)
@@ -87,10 +95,24 @@ def _add_pair(steps: Steps, products: Sequence[Bound], call: Bound, kind: str, b
 
     def share(thread: int, to: Target) -> Share:
         low, count = bounds[thread], bounds[thread + 1] - bounds[thread]
-        words = [at + low * stride for at in begins]
-        words += [stride, between, count, w.shape[-1], q[thread].address, rounded_bytes(1, w.shape[-1])]
-        words += [slots.operand.address, slots.experts, slots.used, slots.shared]
-        words += [memory.address + thread * 2 * VECTOR, to.floats.address, to.step, *to.words]
+        words = ARGS(
+            weights=[at + low * stride for at in begins],
+            stride=stride,
+            between=between,
+            rows=count,
+            columns=w.shape[-1],
+            x=q[thread].address,
+            pitch=rounded_bytes(1, w.shape[-1]),
+            starts=slots.operand.address,
+            experts=slots.experts,
+            used=slots.used,
+            shared=slots.shared,
+            vectors=memory.address + thread * 2 * VECTOR,
+            y=to.floats.address,
+            step=to.step,
+            passing=to.between,
+            rounding=to.rounding,
+        )
         return Share(words, [*(p.operand(0) for p in products), q[thread], slots.operand], to.writes)
 
     shares = [None if to is None else share(thread, to) for thread, to in enumerate(targets)]
@@ -109,9 +131,9 @@ def _alike(product: Bound, first: Bound) -> bool:
 def _rows_of(unit: Operand, products: Sequence[Bound]) -> int | None:
     """Where the rows of a weight begin whose products are an operand of the unit; None if none, or not a group's."""
     for product in products:
-        made, skipped = product.out, (unit.address - product.out.address) // 4
-        within = unit.tensor.buffer == made.tensor.buffer and 0 <= skipped <= made.shape[-1] - unit.shape[-1]
-        if within and (unit.shape[:-1], unit.strides) == (made.shape[:-1], made.strides) and skipped % ROWS == 0:
+        out, skipped = product.out, (unit.address - product.out.address) // 4
+        within = unit.tensor.buffer == out.tensor.buffer and 0 <= skipped <= out.shape[-1] - unit.shape[-1]
+        if within and (unit.shape[:-1], unit.strides) == (out.shape[:-1], out.strides) and skipped % ROWS == 0:
             return product.operand(0).address + skipped * bytes_of(product.operand(0))[0]
     return None
 

@@ -77,7 +77,8 @@ def add_pair_of(form: Format, rows: Tile) -> Part:
 
 
 def add_alone_of(form: Format, row: Tile) -> Part:
-    """``(acc, codes, scales, biases, r, at) -> acc``: the same of a block of one group, that is not expanded."""
+    """``(acc, codes, scales, biases, r, at) -> acc``: what a block of one group, as it lies, adds to products with a
+    row."""
     scaled, biased, centred = row.scaled, row.biased, form.zero != 0
     low, high = row.centred if centred else row.dots
     scaled_low, scaled_high = row.scaled_half
@@ -137,8 +138,10 @@ def product(form: Format) -> Kernel:
 
 
 def stand_ins(steps: Steps, call: Bound) -> Sequence[Operand] | None:
-    """Where each thread may write a result for itself instead of into its tensor, because nothing but products reads
-    it; None if the tensor it has to be, or if it is too much for each to do it all."""
+    """Memory for each thread, into which it may write all of a result for itself instead of into its tensor.
+
+    None if something else than products reads the result, or if it is too large for every thread to compute it all.
+    """
     y = call.out
     if steps.threads == 1 or not steps.is_repeated([y]) or not y.is_dense:
         return None
@@ -157,8 +160,8 @@ def wanted_of(steps: Steps, call: Bound) -> Wanted:
         return Wanted(y, (), True, False)
     packed = [r for r in readers if _reads_stand_ins(r, y) and r.operand(0).dtype in FORMATS]
     packed = [r for r in packed if r.operand(1).shape[-1] == y.shape[-1]]
-    found = tuple((r.operand(1).tensor, FORMATS[r.operand(0).dtype].zero) for r in packed)
-    return Wanted(y, found, len(packed) < len(readers), any(is_dealt(steps, r) for r in packed))
+    rounded = tuple((r.operand(1).tensor, FORMATS[r.operand(0).dtype].zero) for r in packed)
+    return Wanted(y, rounded, len(packed) < len(readers), any(is_dealt(steps, r) for r in packed))
 
 
 def _reads_stand_ins(call: Bound, y: Operand) -> bool:

@@ -7,19 +7,14 @@ from collections.abc import Mapping
 from functools import cache, partial
 
 import numpy as np
-from llvmlite import ir
 
 from ...chains import changed_state
 from ...flow import Flow, apart
 from ...operands import Bound, Operand, need
 from ..compiler import Kernel, part
 from ..simd.vectors import (
-    ADDRESS,
-    FLOATS,
     LANES,
-    NOTHING,
     fma,
-    intrinsic,
     lane_0,
     load,
     load_scalar,
@@ -28,22 +23,15 @@ from ..simd.vectors import (
     splat,
     splat_from,
     store,
+    store_past,
     store_scalar,
     total,
-    word,
     zeros,
 )
 from ..steps import Chain, Fused, Steps
+from ..words import words
+from .functions import exp
 from .packing import share
-from .rows import exp
-
-
-@intrinsic(NOTHING, ADDRESS, FLOATS)
-def store_past(b, a, v):
-    """To an address that is a multiple of 64, past the caches: for what nobody reads soon."""
-    done = b.store(v, b.inttoptr(a, v.type.as_pointer()), align=64)
-    done.set_metadata("nontemporal", b.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
-
 
 BLOCK = 32
 """Rows of a state that see all tokens before the next rows do: they stay in the first cache."""
@@ -54,26 +42,29 @@ def decayed(s, g, c):
     return mul(s, exp(load(g + 4 * c)))
 
 
+ARGS = words("sequences tokens keyed heads size width q[4] k[4] v[4] g[4] beta[4] out[4] state new kept")
+"""Of q to out the address, and bytes from sequence to sequence, token to token, head to head; the states are dense."""
+
+
 @cache
 def delta_net(per_channel: bool, tiled: bool) -> Kernel:
-    """Words: sequences, tokens, key heads, value heads, size of keys, of values; address and byte strides (sequence,
-    token, head) of q, k, v, g, beta and the output; address of the old state, of the new one, and of where to keep the
-    old one (0: nowhere), all dense."""
+    """The rule for `keyed` heads of keys with `size` elements and `heads` of values with `width`; the `state` before is
+    kept where `kept` says (0: nowhere) and becomes the `new` one."""
 
     def body(a, thread, threads):
-        tokens, keyed, heads, size, width = word(a, 1), word(a, 2), word(a, 3), word(a, 4), word(a, 5)
+        tokens, keyed, heads, size, width = ARGS.tokens(a), ARGS.keyed(a), ARGS.heads(a), ARGS.size(a), ARGS.width(a)
         blocks = (width + BLOCK - 1) // BLOCK
         scale = np.float32(1.0 / math.sqrt(size))
-        lo, hi = share(word(a, 0) * heads * blocks, thread, threads)
+        lo, hi = share(ARGS.sequences(a) * heads * blocks, thread, threads)
         for unit in range(lo, hi):
             first = unit % blocks * BLOCK
             h, n = unit // blocks % heads, unit // blocks // heads
             source = h % keyed if tiled else h // (heads // keyed)
             last = min(width, first + BLOCK)
-            old = word(a, 30) + 4 * size * ((n * heads + h) * width)
-            new = word(a, 31) + 4 * size * ((n * heads + h) * width)
-            if word(a, 32) != 0:
-                kept = word(a, 32) + 4 * size * ((n * heads + h) * width)
+            old = ARGS.state(a) + 4 * size * ((n * heads + h) * width)
+            new = ARGS.new(a) + 4 * size * ((n * heads + h) * width)
+            if ARGS.kept(a) != 0:
+                kept = ARGS.kept(a) + 4 * size * ((n * heads + h) * width)
                 for c in range(first * size, last * size, LANES):
                     prefetch_far(old + 4 * (c + BLOCK * size))  # the next block
                     store_past(kept + 4 * c, load(old + 4 * c))
@@ -81,12 +72,12 @@ def delta_net(per_channel: bool, tiled: bool) -> Kernel:
                 for c in range(first * size, last * size, LANES):
                     store(new + 4 * c, load(old + 4 * c))
             for t in range(tokens):
-                q = word(a, 6) + n * word(a, 7) + t * word(a, 8) + source * word(a, 9)
-                k = word(a, 10) + n * word(a, 11) + t * word(a, 12) + source * word(a, 13)
-                v = word(a, 14) + n * word(a, 15) + t * word(a, 16) + h * word(a, 17)
-                g = word(a, 18) + n * word(a, 19) + t * word(a, 20) + h * word(a, 21)
-                beta = load_scalar(word(a, 22) + n * word(a, 23) + t * word(a, 24) + h * word(a, 25))
-                out = word(a, 26) + n * word(a, 27) + t * word(a, 28) + h * word(a, 29)
+                q = ARGS.q(a, 0) + n * ARGS.q(a, 1) + t * ARGS.q(a, 2) + source * ARGS.q(a, 3)
+                k = ARGS.k(a, 0) + n * ARGS.k(a, 1) + t * ARGS.k(a, 2) + source * ARGS.k(a, 3)
+                v = ARGS.v(a, 0) + n * ARGS.v(a, 1) + t * ARGS.v(a, 2) + h * ARGS.v(a, 3)
+                g = ARGS.g(a, 0) + n * ARGS.g(a, 1) + t * ARGS.g(a, 2) + h * ARGS.g(a, 3)
+                beta = load_scalar(ARGS.beta(a, 0) + n * ARGS.beta(a, 1) + t * ARGS.beta(a, 2) + h * ARGS.beta(a, 3))
+                out = ARGS.out(a, 0) + n * ARGS.out(a, 1) + t * ARGS.out(a, 2) + h * ARGS.out(a, 3)
                 decay = np.float32(1) if per_channel else lane_0(exp(splat_from(g)))
                 both = zeros()
                 for c in range(0, size, LANES):
@@ -131,10 +122,24 @@ def _add_delta_net(steps: Steps, call: Bound, kept: Operand | None) -> None:
     q, k, v, g, beta, state = (call.operand(i) for i in range(6))
     out, new = call.dst
     sequences = q.shape[0] if len(q.shape) == 4 else 1
-    words = [sequences, q.shape[-3], q.shape[-2], v.shape[-2], q.shape[-1], v.shape[-1]]
-    for operand, axes in ((q, 3), (k, 3), (v, 3), (g, 3), (beta, 2), (out, 3)):
-        words += _strides(operand, axes, len(q.shape) == 4)
-    words += [state.address, new.address, 0 if kept is None else kept.address]
+    q_at, k_at, v_at, g_at, out_at = (_strides(x, 3, len(q.shape) == 4) for x in (q, k, v, g, out))
+    words = ARGS(
+        sequences=sequences,
+        tokens=q.shape[-3],
+        keyed=q.shape[-2],
+        heads=v.shape[-2],
+        size=q.shape[-1],
+        width=v.shape[-1],
+        q=q_at,
+        k=k_at,
+        v=v_at,
+        g=g_at,
+        beta=_strides(beta, 2, len(q.shape) == 4),
+        out=out_at,
+        state=state.address,
+        new=new.address,
+        kept=0 if kept is None else kept.address,
+    )
     kernel = delta_net(g.shape[-1] != 1, call.attrs["heads"] == "tiled")
     writes = [out, new] if kept is None else [out, new, kept]
     steps.add(kernel, words, reads=[q, k, v, g, beta, state], writes=writes)
@@ -153,9 +158,8 @@ def _kept_and_delta_net(flow: Flow, number: int) -> Chain:
 
 
 def _strides(operand: Operand, axes: int, batched: bool) -> list[int]:
-    """The address, and bytes from sequence to sequence, token to token, head to head; the head is `axes` - 2 from the
-    end
-    of (sequence, token, head, ...)."""
+    """The address, and bytes from sequence to sequence, token to token, head to head, of (sequence, token, head, ...),
+    in which so many `axes` follow the sequence."""
     rank = len(operand.shape)
     head = rank - (axes - 1)
     steps = [4 * operand.strides[head - 1], 4 * operand.strides[head]]

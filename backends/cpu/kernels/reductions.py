@@ -12,7 +12,6 @@ from ..compiler import Kernel, kernel, part
 from ..simd.vectors import (
     LANES,
     add,
-    float_word,
     lanes_above,
     largest,
     load,
@@ -28,12 +27,13 @@ from ..simd.vectors import (
     sub,
     total,
     where_inside,
-    word,
     zeros,
 )
 from ..steps import Steps
+from ..words import words
+from .functions import exp
 from .packing import share
-from .rows import HEAD, OPERAND, exp, lanes, put, row_address, rows_of
+from .rows import ELEMENTS, lanes, put, row_words, rows_of
 
 ONE, NONE, MINUS_INFINITY = np.float32(1), np.float32(0), np.float32(-np.inf)
 LOWEST = np.float32(-3.0e38)
@@ -47,31 +47,37 @@ def lanes_or(p, c, n, otherwise):
     return load_some_or(p + 4 * c, n - c, splat(otherwise))
 
 
+SUMS = row_words("x y")
+
+
 @cache
 def sums(mean: bool) -> Kernel:
-    """Words: HEAD, source, target."""
+    """The sum of each row, or its mean."""
 
     def body(a, thread, threads):
-        n = word(a, 0)
-        lo, hi = share(word(a, 1) * word(a, 2) * word(a, 3), thread, threads)
+        n = SUMS.columns(a)
+        lo, hi = share(SUMS.rows(a), thread, threads)
         for i in range(lo, hi):
-            x, acc = row_address(a, 0, i), zeros()
+            x, acc = SUMS.x(a, i), zeros()
             for c in range(0, n, LANES):
                 acc = add(acc, lanes(x, c, n, 4))
-            store_scalar(row_address(a, 1, i), total(acc) / np.float32(n) if mean else total(acc))
+            store_scalar(SUMS.y(a, i), total(acc) / np.float32(n) if mean else total(acc))
         return 0
 
     return Kernel(f"reductions.{'mean' if mean else 'sums'}", body)
 
 
+SOFTMAX = row_words("x y", "scale:f32")
+
+
 @kernel
 def softmax(a, thread, threads):
-    """Words: HEAD, source, target, scale."""
-    n, scale = word(a, 0), float_word(a, HEAD + 2 * OPERAND)
-    lo, hi = share(word(a, 1) * word(a, 2) * word(a, 3), thread, threads)
+    """The softmax of each row, scaled."""
+    n, scale = SOFTMAX.columns(a), SOFTMAX.scale(a)
+    lo, hi = share(SOFTMAX.rows(a), thread, threads)
     factor = splat(scale)
     for i in range(lo, hi):
-        x, y = row_address(a, 0, i), row_address(a, 1, i)
+        x, y = SOFTMAX.x(a, i), SOFTMAX.y(a, i)
         tops, weights = splat(MINUS_INFINITY), zeros()
         for c in range(0, n, LANES):
             tops = maximum(tops, mul(lanes_or(x, c, n, NONE), factor) if n - c >= LANES else tail(x, c, n, factor))
@@ -95,12 +101,15 @@ def tail(x, c, n, factor):
     return where_inside(scaled, n - c)
 
 
+TOP_K = words("rows x step n y pace k")
+
+
 @kernel
 def top_k(a, thread, threads):
-    """The largest first, equal ones in order; 16 at a time are passed over once there are as many as wanted.  Words:
-    rows, source, bytes between rows, elements, target, bytes between rows, how many."""
-    x, step, n, y, pace, k = word(a, 1), word(a, 2), word(a, 3), word(a, 4), word(a, 5), word(a, 6)
-    lo, hi = share(word(a, 0), thread, threads)
+    """Where the `k` largest of `n` elements of each row are: the largest first, equal ones in order.  16 at a time are
+    passed over once there are as many as wanted.  `step` and `pace` are bytes from row to row of x and y."""
+    x, step, n, y, pace, k = TOP_K.x(a), TOP_K.step(a), TOP_K.n(a), TOP_K.y(a), TOP_K.pace(a), TOP_K.k(a)
+    lo, hi = share(TOP_K.rows(a), thread, threads)
     for i in range(lo, hi):
         row, out = x + i * step, y + i * pace
         count = 0
@@ -123,13 +132,16 @@ def top_k(a, thread, threads):
     return 0
 
 
+MASK = words("positions count cells window y")
+
+
 @kernel
 def causal_mask(a, thread, threads):
-    """Words: positions (int32), how many, cells, window (0: unlimited), target."""
-    cells, window = word(a, 2), word(a, 3)
-    lo, hi = share(word(a, 1), thread, threads)
+    """Which `cells` each of `count` positions (int32) sees: those up to itself, within a `window` (0: unlimited)."""
+    cells, window = MASK.cells(a), MASK.window(a)
+    lo, hi = share(MASK.count(a), thread, threads)
     for i in range(lo, hi):
-        position, y = load_int(word(a, 0) + 4 * i), word(a, 4) + 4 * i * cells
+        position, y = load_int(MASK.positions(a) + 4 * i), MASK.y(a) + 4 * i * cells
         first = max(0, position - window + 1) if window else 0
         for c in range(cells):
             store_scalar(y + 4 * c, NONE if first <= c and c <= position else MINUS_INFINITY)
@@ -141,10 +153,10 @@ def _reduced(name: str):
         x, y = call.operand(0), call.out
         if not x.is_float or not y.is_dense or not x.shape[-1]:
             return False
-        words = rows_of(x.shape, [x, y], whole_rows=True)
-        if words is None or words[HEAD + 4] != 4:
+        walk = rows_of(x.shape, [x, y], whole_rows=True)
+        if walk is None or walk[ELEMENTS][0] != 4:
             return False
-        steps.add(sums(name == "mean"), words, reads=[x], writes=[y])
+        steps.add(sums(name == "mean"), SUMS(walk=walk), reads=[x], writes=[y])
         return True
 
     return bind
@@ -154,10 +166,10 @@ def _softmax(steps: Steps, call: Bound) -> bool:
     x, y = call.operand(0), call.out
     if call.optional(1) is not None or call.optional(2) is not None or not x.is_float:
         return False
-    words = rows_of(y.shape, [x, y], whole_rows=True)
-    if words is None or words[HEAD + 4] != 4 or words[HEAD + OPERAND + 4] != 4:
+    walk = rows_of(y.shape, [x, y], whole_rows=True)
+    if walk is None or walk[ELEMENTS] != [4, 4]:
         return False
-    steps.add(softmax, [*words, call.float("scale")], reads=[x], writes=[y])
+    steps.add(softmax, SOFTMAX(walk=walk, scale=call.float("scale")), reads=[x], writes=[y])
     return True
 
 
@@ -167,7 +179,8 @@ def _top_k(steps: Steps, call: Bound) -> bool:
         return False
     k = y.shape[-1]
     rows = int(np.prod(x.shape[:-1]))
-    steps.add(top_k, [rows, x.address, x.row_step, x.shape[-1], y.address, 4 * k, k], reads=[x], writes=[y])
+    words = TOP_K(rows=rows, x=x.address, step=x.row_step, n=x.shape[-1], y=y.address, pace=4 * k, k=k)
+    steps.add(top_k, words, reads=[x], writes=[y])
     return True
 
 
@@ -175,7 +188,8 @@ def _causal_mask(steps: Steps, call: Bound) -> bool:
     pos, y = call.operand(0), call.out
     if not pos.is_dense or not y.is_dense or pos.dtype is not DType.I32:
         return False
-    words = [pos.address, int(np.prod(pos.shape)), y.shape[-1], int(np.asarray(call.attrs["window"])), y.address]
+    count, cells, window = int(np.prod(pos.shape)), y.shape[-1], int(np.asarray(call.attrs["window"]))
+    words = MASK(positions=pos.address, count=count, cells=cells, window=window, y=y.address)
     steps.add(causal_mask, words, reads=[pos], writes=[y])
     return True
 

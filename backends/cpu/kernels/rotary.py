@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir
 
 from ....graph.dtypes import DType
 from ....ops.rotary import frequencies, planes
@@ -19,13 +18,10 @@ from ...flow import Flow, apart
 from ...operands import Bound, Operand, float_bits, need
 from ..compiler import Kernel, Part, kernel, part
 from ..pieces import pieces_of
+from ..simd.order import evens, first_pairs, last_pairs, odds
 from ..simd.vectors import (
-    FLOATS,
     LANES,
-    Intrinsic,
     add,
-    float_word,
-    intrinsic,
     load_double,
     load_int,
     load_long,
@@ -34,35 +30,27 @@ from ..simd.vectors import (
     splat,
     store_scalar,
     sub,
-    word,
 )
 from ..steps import Chain, Fused, Share, Steps
+from ..words import words
 from .norms import rms_factor, sum_of_squares
 from .packing import share as share_of
-from .rows import HEAD, OPERAND, add_rows, lanes, put, row_address, rows_of, unary
+from .rows import ELEMENTS, add_unary, lanes, put, row_words, rows_of
 
-
-def _picked(order: Sequence[int]) -> Intrinsic:
-    """Lanes of two vectors in a given order; those of the second are numbered from 16 on."""
-    lanes = ir.Constant(ir.VectorType(ir.IntType(32), LANES), list(order))
-    return intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: b.shuffle_vector(x, y, lanes))
-
-
-evens, odds = (_picked(range(j, 2 * LANES, 2)) for j in (0, 1))
-first_pairs, last_pairs = (_picked([i + j for i in range(s, s + 8) for j in (0, LANES)]) for s in (0, 8))
+TURNS = words("positions count run far near further frequency divisors pairs magnitude:f32 cosines sines")
 
 
 @kernel
 def turns(a, thread, threads):
-    """Words: positions (int32), how many, how many of a run, bytes between runs and between positions; for each pair
-    how many bytes further its position lies (int64), its frequency (float64), and what divides it (float32, or 0 for
-    nothing); pairs, magnitude, cosines and sines of [positions, pairs]."""
-    run, far, near, further = word(a, 2), word(a, 3), word(a, 4), word(a, 5)
-    frequency, divisors = word(a, 6), word(a, 7)
-    pairs, magnitude, cosines, sines = word(a, 8), float_word(a, 9), word(a, 10), word(a, 11)
-    lo, hi = share_of(word(a, 1), thread, threads)
+    """Cosines and sines [count, pairs] of int32 `positions` in runs of `run`; `far` and `near` are bytes from run to
+    run and from position to position.  For each pair: how many bytes `further` its position lies (int64), its
+    `frequency` (float64), and its `divisors` (float32; 0 for none)."""
+    run, far, near, further = TURNS.run(a), TURNS.far(a), TURNS.near(a), TURNS.further(a)
+    frequency, divisors = TURNS.frequency(a), TURNS.divisors(a)
+    pairs, magnitude, cosines, sines = TURNS.pairs(a), TURNS.magnitude(a), TURNS.cosines(a), TURNS.sines(a)
+    lo, hi = share_of(TURNS.count(a), thread, threads)
     for i in range(lo, hi):
-        position = word(a, 0) + i // run * far + i % run * near
+        position = TURNS.positions(a) + i // run * far + i % run * near
         for k in range(pairs):
             speed = load_double(frequency + 8 * k)
             if divisors != 0:
@@ -104,19 +92,22 @@ def copy(x, y, n):
         put(y, c, n, lanes(x, c, n, 4))
 
 
+TURNED = row_words("x y", "cosines sines pairs offset rows_of_position cut first")
+
+
 @cache
 def rotate(neighbours: bool) -> Kernel:
-    """Words: HEAD, source, target, cosines, sines, pairs, offset, rows of a position, pieces of a head that are rows,
-    number of the first row."""
+    """Each row turned from element `offset` on.  A head may be cut into several rows; `first` is the number of the
+    first row among all."""
     turned = turn(neighbours)
 
     def body(a, thread, threads):
-        n, at = word(a, 0), HEAD + 2 * OPERAND
-        cosines, sines, pairs, offset = word(a, at), word(a, at + 1), word(a, at + 2), word(a, at + 3)
-        rows, cut, first = word(a, at + 4), word(a, at + 5), word(a, at + 6)
-        lo, hi = share_of(word(a, 1) * word(a, 2) * word(a, 3), thread, threads)
+        n, cosines, sines = TURNED.columns(a), TURNED.cosines(a), TURNED.sines(a)
+        pairs, offset = TURNED.pairs(a), TURNED.offset(a)
+        rows, cut, first = TURNED.rows_of_position(a), TURNED.cut(a), TURNED.first(a)
+        lo, hi = share_of(TURNED.rows(a), thread, threads)
         for i in range(lo, hi):
-            x, y = row_address(a, 0, i), row_address(a, 1, i)
+            x, y = TURNED.x(a, i), TURNED.y(a, i)
             at = 4 * pairs * ((first + i) // rows * cut + (first + i) % cut)
             if x != y:
                 past = offset + 2 * pairs
@@ -128,19 +119,22 @@ def rotate(neighbours: bool) -> Kernel:
     return Kernel(f"rotary.rotate.{'neighbours' if neighbours else 'halves'}", body)
 
 
+SCALED = row_words("x w y", "eps:f32 cosines sines pairs offset rows_of_position first")
+
+
 @cache
 def scaled_and_rotated(neighbours: bool) -> Kernel:
-    """RMS norm of each row, the product with what stands beside, and the rotation.  Words: HEAD, source, factors,
-    target, eps, cosines, sines, pairs, offset, rows of a position, number of the first row."""
+    """RMS norm of each row, the product with what stands beside, and the rotation from element `offset` on; `first` is
+    the number of the first row among all."""
     turned = turn(neighbours)
 
     def body(a, thread, threads):
-        n, step, at = word(a, 0), word(a, HEAD + OPERAND + 4), HEAD + 3 * OPERAND
-        eps, cosines, sines, pairs = float_word(a, at), word(a, at + 1), word(a, at + 2), word(a, at + 3)
-        offset, rows, first = word(a, at + 4), word(a, at + 5), word(a, at + 6)
-        lo, hi = share_of(word(a, 1) * word(a, 2) * word(a, 3), thread, threads)
+        n, step, eps = SCALED.columns(a), SCALED.w_step(a), SCALED.eps(a)
+        cosines, sines, pairs, offset = SCALED.cosines(a), SCALED.sines(a), SCALED.pairs(a), SCALED.offset(a)
+        rows, first = SCALED.rows_of_position(a), SCALED.first(a)
+        lo, hi = share_of(SCALED.rows(a), thread, threads)
         for i in range(lo, hi):
-            x, w, y = row_address(a, 0, i), row_address(a, 1, i), row_address(a, 2, i)
+            x, w, y = SCALED.x(a, i), SCALED.w(a, i), SCALED.y(a, i)
             f = splat(rms_factor(sum_of_squares(x, n), n, eps))
             for c in range(0, n, LANES):
                 put(y, c, n, mul(mul(lanes(x, c, n, 4), f), lanes(w, c, n, step)))
@@ -167,7 +161,7 @@ def _rope(steps: Steps, call: Bound) -> bool:
     if not x.is_float or _rows(x, y) is None:
         return False
     if not _number(call, "n_dims"):
-        return add_rows(steps, unary("copy"), [x], y)
+        return add_unary(steps, "copy", x, y)
     if not is_turned(call):
         return False
     turning = turning_of(steps, call)
@@ -178,10 +172,19 @@ def _rope(steps: Steps, call: Bound) -> bool:
     pieces = pieces_of(steps, [_in_pieces(x, cut)], _in_pieces(y, cut), whole_rows=True) if size % 2 == 0 else None
 
     def share(x: Operand, y: Operand, cut: int, first: int) -> Share:
-        words = _rows(x, y)
-        assert words is not None
-        words += [turning.cosines.address, turning.sines.address, pairs // cut, turning.offset]
-        return Share([*words, call.out.shape[-2] * cut, cut, first], [x, turning.cosines, turning.sines], [y])
+        walk = _rows(x, y)
+        assert walk is not None
+        words = TURNED(
+            walk=walk,
+            cosines=turning.cosines.address,
+            sines=turning.sines.address,
+            pairs=pairs // cut,
+            offset=turning.offset,
+            rows_of_position=call.out.shape[-2] * cut,
+            cut=cut,
+            first=first,
+        )
+        return Share(words, [x, turning.cosines, turning.sines], [y])
 
     if pieces is None:
         whole = share(x, y, 1, 0)
@@ -194,8 +197,8 @@ def _rope(steps: Steps, call: Bound) -> bool:
 
 
 def _rows(x: Operand, y: Operand) -> list[int] | None:
-    words = rows_of(y.shape, [x, y], whole_rows=True)
-    return None if words is None or words[HEAD + 4] != 4 or words[-1] != 4 else words
+    walk = rows_of(y.shape, [x, y], whole_rows=True)
+    return None if walk is None or walk[ELEMENTS] != [4, 4] else walk
 
 
 def _in_pieces(x: Operand, cut: int) -> Operand:
@@ -229,12 +232,12 @@ def turning_of(steps: Steps, call: Bound) -> Turning:
     pairs = 2 * half if mode == "vision" else half
     kind = tuple((k, v) for k, v in call.attrs.items() if k not in ("mode" if not multi else "", "offset"))
     key = ("turns", pos.tensor, None if factors is None else factors.tensor, kind)
-    made = steps.known(key)
-    if made is None:
+    turned = steps.known(key)
+    if turned is None:
         plane, index = planes(pairs, _sections(call), mode) if multi else (np.zeros(pairs, np.int64), None)
-        made = _turns(steps, call, frequencies(half, call.attrs, index), plane)
-        steps.remember(key, made, [pos] if factors is None else [pos, factors])
-    return Turning(mode == "normal", pairs, _number(call, "offset"), made[0], made[1])
+        turned = _turns(steps, call, frequencies(half, call.attrs, index), plane)
+        steps.remember(key, turned, [pos] if factors is None else [pos, factors])
+    return Turning(mode == "normal", pairs, _number(call, "offset"), turned[0], turned[1])
 
 
 def _sections(call: Bound) -> tuple[int, ...]:
@@ -251,10 +254,22 @@ def _turns(
     run, count = pos.shape[-1], pos.shape[-1] * math.prod(pos.shape[: len(outer)])
     cosines, sines = (steps.memory(4 * count * len(plane)) for _ in range(2))
     further, speeds = steps.constant(between * plane.astype(np.int64)), steps.constant(np.asarray(inverse, np.float64))
-    words = [pos.address, count, run, 4 * outer[-1] if outer else 0, 4 * near, further.address, speeds.address]
-    words += [factors.address if factors is not None else 0, len(plane), float_bits(magnitude)]
+    words = TURNS(
+        positions=pos.address,
+        count=count,
+        run=run,
+        far=4 * outer[-1] if outer else 0,
+        near=4 * near,
+        further=further.address,
+        frequency=speeds.address,
+        divisors=0 if factors is None else factors.address,
+        pairs=len(plane),
+        magnitude=float_bits(magnitude),
+        cosines=cosines.address,
+        sines=sines.address,
+    )
     reads = [pos] if factors is None else [pos, factors]
-    steps.add(turns, [*words, cosines.address, sines.address], reads=reads, writes=[cosines, sines])
+    steps.add(turns, words, reads=reads, writes=[cosines, sines])
     return cosines, sines
 
 
@@ -265,7 +280,7 @@ def _scaled_and_rotated(flow: Flow, number: int) -> Chain:
     x, factors, y = norm.operand(0), product.operand(1), rope.out
     need(rope.op == "rope" and _number(rope, "n_dims") and is_turned(rope), "it is turned otherwise")
     need(norm.out.shape == product.out.shape == y.shape and x.is_float and factors.is_float, "rows differ")
-    need(_scaled(norm, x, factors, y) is not None, "operands have no rows")
+    need(_scaled(x, factors, y) is not None, "operands have no rows")
     apart(y, [factors], [x])
     return Chain(chain, partial(_add_scaled_and_rotated, norm=norm, product=product, rope=rope))
 
@@ -274,10 +289,19 @@ def _add_scaled_and_rotated(steps: Steps, norm: Bound, product: Bound, rope: Bou
     x, factors, y, turning = norm.operand(0), product.operand(1), rope.out, turning_of(steps, rope)
 
     def share(x: Operand, factors: Operand, y: Operand, first: int) -> Share:
-        words = _scaled(norm, x, factors, y)
-        assert words is not None
-        words += [turning.cosines.address, turning.sines.address, turning.pairs, turning.offset]
-        return Share([*words, rope.out.shape[-2], first], [x, factors, turning.cosines, turning.sines], [y])
+        walk = _scaled(x, factors, y)
+        assert walk is not None
+        words = SCALED(
+            walk=walk,
+            eps=norm.float("eps"),
+            cosines=turning.cosines.address,
+            sines=turning.sines.address,
+            pairs=turning.pairs,
+            offset=turning.offset,
+            rows_of_position=rope.out.shape[-2],
+            first=first,
+        )
+        return Share(words, [x, factors, turning.cosines, turning.sines], [y])
 
     kernel = scaled_and_rotated(turning.neighbours)
     if (pieces := pieces_of(steps, [x], y, whole_rows=True)) is not None:
@@ -289,11 +313,9 @@ def _add_scaled_and_rotated(steps: Steps, norm: Bound, product: Bound, rope: Bou
         steps.add(kernel, whole.words, reads=whole.reads, writes=whole.writes)
 
 
-def _scaled(norm: Bound, x: Operand, factors: Operand, y: Operand) -> list[int] | None:
-    words = rows_of(y.shape, [x, factors, y], whole_rows=True)
-    if words is None or words[HEAD + 4] != 4 or words[HEAD + 2 * OPERAND + 4] != 4:
-        return None
-    return [*words, norm.float("eps")]
+def _scaled(x: Operand, factors: Operand, y: Operand) -> list[int] | None:
+    walk = rows_of(y.shape, [x, factors, y], whole_rows=True)
+    return None if walk is None or walk[ELEMENTS][::2] != [4, 4] else walk
 
 
 FUSED: Mapping[str, tuple[Fused, ...]] = {"rms_norm": (_scaled_and_rotated,)}

@@ -35,6 +35,7 @@ from ..simd.vectors import (
     zeros,
 )
 from ..steps import Share, Steps
+from ..words import words
 from .formats import COLUMNS
 from .grouped import even_bounds
 from .packing import share
@@ -68,10 +69,14 @@ def round_block(x, record, zero):
         store_pair(record + SUMS, both_and_second(mul(to_float(sums), scales)))
 
 
+ARGS = words("source step rows columns target zero")
+
+
 @kernel
 def round_rows(a, thread, threads):
-    """Words: source, bytes between its rows, rows, columns, target, what is subtracted from each code of the weight."""
-    source, step, rows, columns, target, zero = word(a, 0), word(a, 1), word(a, 2), word(a, 3), word(a, 4), word(a, 5)
+    """Rows to records; `step` is bytes from row to row, `zero` what is subtracted from each code of the weight."""
+    source, step, rows, columns = ARGS.source(a), ARGS.step(a), ARGS.rows(a), ARGS.columns(a)
+    target, zero = ARGS.target(a), ARGS.zero(a)
     n = columns // COLUMNS
     lo, hi = share(rows, thread, threads)
     for i in range(lo, hi):
@@ -82,7 +87,7 @@ def round_rows(a, thread, threads):
 
 @part
 def round_row(a, at, i, y, n):
-    """Round the `n` columns of row `i`, that stands at `y`, as the words from `at` on say (`Wanted.words`)."""
+    """Round the `n` columns of row `i`, that stands at `y`, as the words from `at` on say (`Target.rounding`)."""
     for k in range(word(a, at)):
         record, zero = word(a, at + 2 + 2 * k) + i * word(a, at + 1), word(a, at + 3 + 2 * k)
         for b in range(n // COLUMNS):
@@ -105,33 +110,36 @@ def rounded(steps: Steps, x: Operand, zero: int, *, for_all: bool) -> Sequence[O
     itself, or share the rows.
     """
     key = ("rounded", x.tensor, zero)
-    if (found := steps.known(key)) is not None:
-        return found
+    if (records := steps.known(key)) is not None:
+        return records
     rows, columns, name = math.prod(x.shape[:-1]), x.shape[-1], f"rounded {zero}"
     nbytes, own, bounds = rounded_bytes(rows, columns), steps.stand_ins(x), steps.columns_of([x])
     if bounds is not None and (rows > 1 or any(b % COLUMNS for b in bounds)):
         bounds = None
     if own is not None or (for_all and bounds is None and steps.is_repeated([x])):
-        made = steps.copies(name, nbytes)
-        parts = [_rounding(o, to, rows, zero, 0, columns) for o, to in zip(own or [x] * len(made), made, strict=True)]
+        records = steps.copies(name, nbytes)
+        parts = [
+            _rounding(o, to, rows, zero, 0, columns) for o, to in zip(own or [x] * len(records), records, strict=True)
+        ]
         steps.deal(round_rows, parts)
     elif rows == 1 and for_all:
-        made = [steps.scratch(name, nbytes)] * steps.threads
+        records = [steps.scratch(name, nbytes)] * steps.threads
         bounds = bounds or even_bounds(columns, COLUMNS, steps.threads)
-        steps.deal(round_rows, [_rounding(x, made[0], 1, zero, *pair) for pair in pairwise(bounds)])
+        steps.deal(round_rows, [_rounding(x, records[0], 1, zero, *pair) for pair in pairwise(bounds)])
     else:
-        made = [steps.scratch(name, nbytes)] * steps.threads
-        share = _rounding(x, made[0], rows, zero, 0, columns)
+        records = [steps.scratch(name, nbytes)] * steps.threads
+        share = _rounding(x, records[0], rows, zero, 0, columns)
         steps.add(round_rows, share.words, reads=share.reads, writes=share.writes)
-    steps.remember(key, made, [x])
-    return made
+    steps.remember(key, records, [x])
+    return records
 
 
 def _rounding(x: Operand, to: Operand, rows: int, zero: int, first: int, last: int) -> Share:
     """Columns from `first` to before `last`: of one row, or all of them."""
     source, skipped = x.part(len(x.shape) - 1, first, last - first), rounded_bytes(1, first)
     target = to.part(0, skipped, rounded_bytes(rows, last - first))
-    words = [source.address, source.row_step, rows, last - first, target.address, zero]
+    at, width = source.address, last - first
+    words = ARGS(source=at, step=source.row_step, rows=rows, columns=width, target=target.address, zero=zero)
     return Share(words, [source], [target])
 
 
@@ -141,11 +149,13 @@ def _rounding(x: Operand, to: Operand, rows: int, zero: int, first: int, last: i
 @dataclass(frozen=True, slots=True)
 class Target:
     """Where a thread leaves rows of a result: as float32, in one row's memory over and over if nobody reads them, and
-    rounded.  `words` are bytes from thread to thread of that one row, then how to round (`round_row`)."""
+    rounded.  `between` are bytes from thread to thread of that one row; `rounding` is how to round (`round_row`): how
+    many times, bytes from row to row, and each time where to and what is subtracted from codes of the weight."""
 
     floats: Operand
     writes: Sequence[Operand]
-    words: Sequence[int]
+    between: int = 0
+    rounding: Sequence[int] = (0,)
 
     @property
     def step(self) -> int:
@@ -178,32 +188,32 @@ class Wanted:
     def records(self, steps: Steps, *, shared: bool) -> Sequence[Sequence[Operand]]:
         """For each thread memory of its own or for all, for each of `zeros`, as rows of float32; none that a source of
         the result may still be in."""
-        width, found = rounded_bytes(1, self.columns) // 4, []
+        width, records = rounded_bytes(1, self.columns) // 4, []
         for zero in self.zeros:
-            made = steps.copies(f"rounded {zero} at once", 4 * self.rows * width, shared=shared)
-            found.append([_laid(o, (self.rows, width), (width, 1)) for o in made])
+            own = steps.copies(f"rounded {zero} at once", 4 * self.rows * width, shared=shared)
+            records.append([_laid(o, (self.rows, width), (width, 1)) for o in own])
         steps.forget([self.value.region])
-        return [[made[thread] for made in found] for thread in range(steps.threads)]
+        return [[own[thread] for own in records] for thread in range(steps.threads)]
 
     def target(self, floats: Operand | None, passing: Operand, records: Sequence[Operand]) -> Target:
         """For all columns or some; `passing` takes the rows if there is no place for them all."""
         pitch, pairs = rounded_bytes(1, self.columns), zip(records, self.zeros, strict=True)
-        words = [len(records), pitch, *(w for o, zero in pairs for w in (o.address, zero))]
+        rounding = [len(records), pitch, *(w for o, zero in pairs for w in (o.address, zero))]
         if floats is None:
-            return Target(passing, records, [4 * self.columns, *words])
-        return Target(floats, [floats, *records], [0, *words])
+            return Target(passing, records, 4 * self.columns, rounding)
+        return Target(floats, [floats, *records], 0, rounding)
 
     def targets(self, steps: Steps, records: Sequence[Sequence[Operand]], bounds: Sequence[int]) -> list[Target | None]:
         """For each thread, which makes the columns from ``bounds[i]`` to before ``bounds[i + 1]``; None if that is
         none."""
-        found: list[Target | None] = []
+        targets: list[Target | None] = []
         axis, places = len(self.value.shape) - 1, self.passing(steps)
-        for place, made, (first, last) in zip(places, records, pairwise(bounds), strict=False):
+        for place, own, (first, last) in zip(places, records, pairwise(bounds), strict=False):
             skipped, width = (rounded_bytes(1, n) // 4 for n in (first, last - first))
-            some = [o.part(1, skipped, width) for o in made]
+            some = [o.part(1, skipped, width) for o in own]
             floats = self.value.part(axis, first, last - first) if self.floats else None
-            found.append(self.target(floats, place.part(axis, first, last - first), some) if first < last else None)
-        return found
+            targets.append(self.target(floats, place.part(axis, first, last - first), some) if first < last else None)
+        return targets
 
     def passing(self, steps: Steps) -> Sequence[Operand]:
         """For each thread memory of one row, that lies as if it were all of them."""
@@ -216,7 +226,7 @@ class Wanted:
         """Let products find what has been rounded."""
         for tensor, zero in self.rounded:
             at = self.zeros.index(zero)
-            steps.remember(("rounded", tensor, zero), [made[at] for made in records], [self.value])
+            steps.remember(("rounded", tensor, zero), [own[at] for own in records], [self.value])
 
 
 def _laid(memory: Operand, shape: tuple[int, ...], strides: tuple[int, ...]) -> Operand:

@@ -2,63 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
-
-import numpy as np
 
 from ...operands import Bound, Operand
 from ..compiler import Kernel, Part, kernel, part
 from ..pieces import pieces_of
-from ..simd.vectors import (
-    LANES,
-    Intrinsic,
-    absolute,
-    add,
-    div,
-    float_word,
-    fma,
-    halve,
-    load,
-    load_some,
-    maximum,
-    minimum,
-    mul,
-    power_of_two,
-    round_to_int,
-    splat,
-    splat_from,
-    square_root,
-    store,
-    store_some,
-    sub,
-    sub_int,
-    to_float,
-    where_less,
-    word,
-    zeros,
-)
+from ..simd.vectors import LANES, load, load_some, splat, splat_from, store, store_some, word
 from ..steps import Binding, Share, Steps
+from ..words import Words, words
+from .functions import BINARY, GATED, UNARY, affine, clamp
 from .packing import share
 
-ONE, TWO = np.float32(1), np.float32(2)
 HEAD = 4
-"""Words before the operands: elements of a row, and three counts of rows, outer first."""
+"""Words of a walk before its operands: elements of a row, and three counts of rows, outer first."""
 OPERAND = 5
 """Words of an operand: address, bytes from row to row along the three axes, bytes from element to element."""
+ELEMENTS = slice(HEAD + OPERAND - 1, None, OPERAND)
+"""Where a walk has the bytes from element to element of each operand."""
+
+
+def row_words(operands: str, more: str = "") -> Words:
+    """Words of a kernel that goes through rows of operands: `walk`, which `rows_of` makes, and more.
+
+    The kernel reads of the walk how many elements a row has, ``ARGS.columns(a)``, how many rows there are,
+    ``ARGS.rows(a)``, and of each operand, here one called x, where row i begins, ``ARGS.x(a, i)``, and the bytes from
+    element to element, ``ARGS.x_step(a)``.
+    """
+    names = operands.split()
+    parts = {"columns": columns, "rows": rows}
+    for number, name in enumerate(names):
+        parts |= {name: _row(HEAD + OPERAND * number), f"{name}_step": _element(HEAD + OPERAND * number)}
+    return words(f"walk[{HEAD + OPERAND * len(names)}] {more}", parts)
 
 
 @part
-def row_address(a, k, i):
-    """Where row `i` of operand `k` begins."""
-    at = HEAD + OPERAND * k
-    outer, inner = word(a, 2), word(a, 3)
-    base = word(a, at)
-    if word(a, 1) * outer == 1:
-        return base + i * word(a, at + 3)
-    rest = i // inner
-    return base + rest // outer * word(a, at + 1) + rest % outer * word(a, at + 2) + i % inner * word(a, at + 3)
+def columns(a):
+    return word(a, 0)
+
+
+@part
+def rows(a):
+    return word(a, 1) * word(a, 2) * word(a, 3)
+
+
+def _row(at: int) -> Part:
+    """``(a, i)``: where row `i` begins of the operand whose words begin at `at`."""
+
+    def row(a, i):
+        outer, inner = word(a, 2), word(a, 3)
+        base = word(a, at)
+        if word(a, 1) * outer == 1:
+            return base + i * word(a, at + 3)
+        rest = i // inner
+        return base + rest // outer * word(a, at + 1) + rest % outer * word(a, at + 2) + i % inner * word(a, at + 3)
+
+    return part(row)
+
+
+def _element(at: int) -> Part:
+    """``(a)``: the bytes from element to element of the operand whose words begin at `at`."""
+
+    def step(a):
+        return word(a, at + OPERAND - 1)
+
+    return part(step)
 
 
 @part
@@ -79,163 +88,19 @@ def put(p, c, n, value):
         store_some(p + 4 * c, value, n - c)
 
 
-# ---------------------------------------------------------------------------------------------------- functions
-
-
-@part
-def exp(x):
-    """2**n times a polynomial of degree 6 on [-ln 2 / 2, ln 2 / 2]; relative error below 2e-7, inf and 0 past the
-    range.
-
-    The power is applied in two halves, each of which is a normal number; NaN passes both comparisons.
-    """
-    held = where_less(x, splat(-104.0), splat(-104.0), where_less(splat(90.0), x, splat(90.0), x))
-    n = round_to_int(mul(held, splat(1.4426950408889634)))
-    r = fma(to_float(n), splat(-0.693359375), held)
-    r = fma(to_float(n), splat(2.12194440e-4), r)
-    p = fma(r, splat(1.9875691500e-4), splat(1.3981999507e-3))
-    p = fma(p, r, splat(8.3334519073e-3))
-    p = fma(p, r, splat(4.1665795894e-2))
-    p = fma(p, r, splat(1.6666665459e-1))
-    p = fma(p, r, splat(5.0000001201e-1))
-    p = add(fma(p, mul(r, r), r), splat(1.0))
-    half = halve(n)
-    return mul(mul(p, power_of_two(half)), power_of_two(sub_int(n, half)))
-
-
-@part
-def sigmoid(x):
-    return div(splat(1.0), add(splat(1.0), exp(sub(zeros(), x))))
-
-
-@part
-def silu(x):
-    return div(x, add(splat(1.0), exp(sub(zeros(), x))))
-
-
-@part
-def relu(x):
-    return maximum(x, zeros())
-
-
-@part
-def log1p(x):
-    """The logarithm of ``1 + x`` for x in [0, 1]: 2 artanh(x / (2 + x)), seven terms; error below 3e-8."""
-    z = div(x, add(x, splat(TWO)))
-    y = mul(z, z)
-    p = fma(y, splat(1 / 13), splat(1 / 11))
-    p = fma(p, y, splat(1 / 9))
-    p = fma(p, y, splat(1 / 7))
-    p = fma(p, y, splat(1 / 5))
-    p = fma(p, y, splat(1 / 3))
-    p = fma(p, y, splat(ONE))
-    return mul(add(z, z), p)
-
-
-@part
-def softplus(x):
-    return add(maximum(x, zeros()), log1p(exp(sub(zeros(), absolute(x)))))
-
-
-@part
-def tanh(x):
-    """``1 - 2 / (1 + exp(2 x))``, and x itself where that would lose its digits."""
-    large = sub(splat(ONE), div(splat(TWO), add(splat(ONE), exp(add(x, x)))))
-    y = mul(x, x)
-    p = fma(y, splat(62 / 2835), splat(-17 / 315))
-    p = fma(p, y, splat(2 / 15))
-    p = fma(p, y, splat(-1 / 3))
-    small = fma(mul(p, y), x, x)
-    return where_less(absolute(x), splat(0.25), small, large)
-
-
-@part
-def gelu(x):
-    """``x sigmoid(2 u)`` with ``u = sqrt(2 / pi) (x + 0.044715 x^3)``."""
-    u = mul(splat(1.5957691216057308), fma(mul(mul(x, x), x), splat(0.044715), x))
-    return mul(x, sigmoid(u))
-
-
-@part
-def gelu_quick(x):
-    return mul(x, sigmoid(mul(splat(1.702), x)))
-
-
-@part
-def copy(x):
-    return x
-
-
-@part
-def neg(x):
-    return sub(zeros(), x)
-
-
-@part
-def sqr(x):
-    return mul(x, x)
-
-
-@part
-def swiglu(gate, up):
-    return mul(silu(gate), up)
-
-
-@part
-def geglu(gate, up):
-    return mul(gelu(gate), up)
-
-
-@part
-def geglu_quick(gate, up):
-    return mul(gelu_quick(gate), up)
-
-
-@part
-def reglu(gate, up):
-    return mul(relu(gate), up)
-
-
-UNARY: dict[str, Part | Intrinsic] = {
-    "copy": copy,
-    "exp": exp,
-    "sigmoid": sigmoid,
-    "silu": silu,
-    "relu": relu,
-    "neg": neg,
-    "sqr": sqr,
-    "sqrt": square_root,
-    "abs": absolute,
-    "softplus": softplus,
-    "tanh": tanh,
-    "gelu": gelu,
-    "gelu_quick": gelu_quick,
-}
-GATED: dict[str, Part | Intrinsic] = {
-    "swiglu": swiglu,
-    "reglu": reglu,
-    "geglu": geglu,
-    "geglu_quick": geglu_quick,
-}
-BINARY: dict[str, Part | Intrinsic] = {
-    "add": add,
-    "sub": sub,
-    "mul": mul,
-    "div": div,
-    **GATED,
-}
+UNARY_WORDS = row_words("x y")
 
 
 @cache
 def unary(name: str) -> Kernel:
-    """Words: HEAD, then source and target."""
+    """A function of each element."""
     function = UNARY[name]
 
     def body(a, thread, threads):
-        n = word(a, 0)
-        lo, hi = share(word(a, 1) * word(a, 2) * word(a, 3), thread, threads)
+        n = UNARY_WORDS.columns(a)
+        lo, hi = share(UNARY_WORDS.rows(a), thread, threads)
         for i in range(lo, hi):
-            x, y = row_address(a, 0, i), row_address(a, 1, i)
+            x, y = UNARY_WORDS.x(a, i), UNARY_WORDS.y(a, i)
             for c in range(0, n, LANES):
                 put(y, c, n, function(lanes(x, c, n, 4)))
         return 0
@@ -243,16 +108,19 @@ def unary(name: str) -> Kernel:
     return Kernel(f"rows.unary.{name}", body)
 
 
+BINARY_WORDS = row_words("x z y")
+
+
 @cache
 def binary(name: str) -> Kernel:
-    """Words: HEAD, then both sources and the target."""
+    """A function of two elements."""
     function = BINARY[name]
 
     def body(a, thread, threads):
-        n, first, second = word(a, 0), word(a, HEAD + 4), word(a, HEAD + OPERAND + 4)
-        lo, hi = share(word(a, 1) * word(a, 2) * word(a, 3), thread, threads)
+        n, first, second = BINARY_WORDS.columns(a), BINARY_WORDS.x_step(a), BINARY_WORDS.z_step(a)
+        lo, hi = share(BINARY_WORDS.rows(a), thread, threads)
         for i in range(lo, hi):
-            x, z, y = row_address(a, 0, i), row_address(a, 1, i), row_address(a, 2, i)
+            x, z, y = BINARY_WORDS.x(a, i), BINARY_WORDS.z(a, i), BINARY_WORDS.y(a, i)
             for c in range(0, n, LANES):
                 put(y, c, n, function(lanes(x, c, n, first), lanes(z, c, n, second)))
         return 0
@@ -260,29 +128,22 @@ def binary(name: str) -> Kernel:
     return Kernel(f"rows.binary.{name}", body)
 
 
-@part
-def affine(x, a, b):
-    return fma(x, splat(a), splat(b))
-
-
-@part
-def clamp(x, low, high):
-    return minimum(maximum(x, splat(low)), splat(high))
-
-
 WITH_NUMBERS = {"scale": affine, "clamp": clamp}
+
+
+NUMBERS_WORDS = row_words("x y", "first:f32 second:f32")
 
 
 @cache
 def with_numbers(name: str) -> Kernel:
-    """Words: HEAD, source, target, then two numbers."""
+    """A function of each element and two numbers."""
     function = WITH_NUMBERS[name]
 
     def body(a, thread, threads):
-        n, first, second = word(a, 0), float_word(a, HEAD + 2 * OPERAND), float_word(a, HEAD + 2 * OPERAND + 1)
-        lo, hi = share(word(a, 1) * word(a, 2) * word(a, 3), thread, threads)
+        n, first, second = NUMBERS_WORDS.columns(a), NUMBERS_WORDS.first(a), NUMBERS_WORDS.second(a)
+        lo, hi = share(NUMBERS_WORDS.rows(a), thread, threads)
         for i in range(lo, hi):
-            x, y = row_address(a, 0, i), row_address(a, 1, i)
+            x, y = NUMBERS_WORDS.x(a, i), NUMBERS_WORDS.y(a, i)
             for c in range(0, n, LANES):
                 put(y, c, n, function(lanes(x, c, n, 4), first, second))
         return 0
@@ -290,14 +151,17 @@ def with_numbers(name: str) -> Kernel:
     return Kernel(f"rows.with_numbers.{name}", body)
 
 
+FILL_WORDS = row_words("y", "value:f32")
+
+
 @kernel
 def fill(a, thread, threads):
-    """Words: HEAD, target, then the number."""
-    n, value = word(a, 0), splat(float_word(a, HEAD + OPERAND))
-    lo, hi = share(word(a, 1) * word(a, 2) * word(a, 3), thread, threads)
+    """The same number everywhere."""
+    n, value = FILL_WORDS.columns(a), splat(FILL_WORDS.value(a))
+    lo, hi = share(FILL_WORDS.rows(a), thread, threads)
     for i in range(lo, hi):
         for c in range(0, n, LANES):
-            put(row_address(a, 0, i), c, n, value)
+            put(FILL_WORDS.y(a, i), c, n, value)
     return 0
 
 
@@ -308,7 +172,7 @@ LONGEST = 2048
 
 
 def rows_of(shape: Sequence[int], operands: Sequence[Operand], *, whole_rows: bool = False) -> list[int] | None:
-    """The words that describe `operands`, broadcast to `shape`, as rows; None if they have no such rows.
+    """The walk (`row_words`) through `operands`, broadcast to `shape`, row by row; None if they have no such rows.
 
     Axes that all operands walk through alike become one; with `whole_rows` the last axis stays as it is.
     """
@@ -338,11 +202,11 @@ def rows_of(shape: Sequence[int], operands: Sequence[Operand], *, whole_rows: bo
         return None
     while len(merged) < 3:
         merged.insert(0, (1, *(0 for _ in operands)))
-    words = [n, *(axis[0] for axis in merged)]
+    walk = [n, *(axis[0] for axis in merged)]
     for k, operand in enumerate(operands):
         step = 4 * steps[k] if n > 1 else 4
-        words += [operand.address, *(4 * axis[k + 1] for axis in merged), step]
-    return words
+        walk += [operand.address, *(4 * axis[k + 1] for axis in merged), step]
+    return walk
 
 
 def broadcast_strides(operand: Operand, shape: Sequence[int]) -> list[int]:
@@ -352,50 +216,65 @@ def broadcast_strides(operand: Operand, shape: Sequence[int]) -> list[int]:
     return [0] * missing + own
 
 
-def add_rows(
-    steps: Steps, kernel: Kernel, sources: Sequence[Operand], out: Operand, numbers: Sequence[int] = ()
-) -> bool:
+Numbered = tuple[Kernel, Words, Mapping[str, int]]
+"""A kernel of this file, its words, and those besides the walk."""
+
+
+def add_rows(steps: Steps, of: Numbered, sources: Sequence[Operand], out: Operand) -> bool:
     """Append a kernel of this file; False if the operands have no rows that it can walk."""
-    whole = _share(sources, out, numbers)
+    whole = _share(of, sources, out)
     if whole is None:
         return False
     if (pieces := pieces_of(steps, sources, out)) is not None:
         cut = zip(*(pieces.of(o) for o in (*sources, out)), strict=True)
-        parts = [None if None in each else _share(each[:-1], each[-1], numbers) for each in cut]
+        parts = [None if None in each else _share(of, each[:-1], each[-1]) for each in cut]
         if all(
             part is not None for part, (first, last) in zip(parts, pairwise(pieces.ends), strict=True) if first < last
         ):
-            steps.deal_columns(kernel, parts, out, pieces.bounds)
+            steps.deal_columns(of[0], parts, out, pieces.bounds)
             return True
-    steps.add(kernel, whole.words, reads=sources, writes=[out])
+    steps.add(of[0], whole.words, reads=sources, writes=[out])
     return True
 
 
-def _share(sources: Sequence[Operand], out: Operand, numbers: Sequence[int]) -> Share | None:
+def _share(of: Numbered, sources: Sequence[Operand], out: Operand) -> Share | None:
     """The words for such a kernel; None if there are none, or nothing to do."""
     operands = [*sources, out]
-    words = rows_of(out.shape, operands) if all(o.is_float for o in operands) and out.tensor.spec.size else None
-    if words is None or words[-1] != 4 or (len(sources) == 1 and words[HEAD + 4] != 4):
+    walk = rows_of(out.shape, operands) if all(o.is_float for o in operands) and out.tensor.spec.size else None
+    if walk is None or walk[-1] != 4 or (len(sources) == 1 and walk[ELEMENTS][0] != 4):
         return None
-    return Share([*words, *numbers], sources, [out])
+    _, args, numbers = of
+    return Share(args(walk=walk, **numbers), sources, [out])
+
+
+def add_unary(steps: Steps, name: str, x: Operand, out: Operand) -> bool:
+    """One of UNARY; False if the operands have no rows that it can walk."""
+    return add_rows(steps, (unary(name), UNARY_WORDS, {}), [x], out)
+
+
+def add_binary(steps: Steps, name: str, x: Operand, z: Operand, out: Operand) -> bool:
+    """One of BINARY; False if the operands have no rows that it can walk."""
+    return add_rows(steps, (binary(name), BINARY_WORDS, {}), [x, z], out)
 
 
 def _unary(name: str) -> Binding:
-    return lambda steps, call: add_rows(steps, unary(name), [call.operand(0)], call.out)
+    return lambda steps, call: add_unary(steps, name, call.operand(0), call.out)
 
 
 def _binary(name: str) -> Binding:
-    return lambda steps, call: add_rows(steps, binary(name), [call.operand(0), call.operand(1)], call.out)
+    return lambda steps, call: add_binary(steps, name, call.operand(0), call.operand(1), call.out)
 
 
 def _with_numbers(name: str, first: str, second: str) -> Binding:
-    return lambda steps, call: add_rows(
-        steps, with_numbers(name), [call.operand(0)], call.out, [call.float(first), call.float(second)]
-    )
+    def bind(steps: Steps, call: Bound) -> bool:
+        numbers = {"first": call.float(first), "second": call.float(second)}
+        return add_rows(steps, (with_numbers(name), NUMBERS_WORDS, numbers), [call.operand(0)], call.out)
+
+    return bind
 
 
 def _fill(steps: Steps, call: Bound) -> bool:
-    return add_rows(steps, fill, [], call.out, [call.float("value")])
+    return add_rows(steps, (fill, FILL_WORDS, {"value": call.float("value")}), [], call.out)
 
 
 BINDINGS = {

@@ -30,16 +30,15 @@ from ..simd.vectors import (
     sub,
     where_less,
 )
-from .rows import tanh
+from .functions import tanh
 
-TOKENS, UNITS, SHARED, KEYS, SIZE, WIDTH = range(6)
-"""Words: tokens; groups of heads, of all sequences; heads of a group; keys; elements of a key and of a value."""
-Q_STEP, K_STEP, V_STEP, MASK_STEP, OUT_STEP = range(6, 11)
-"""Bytes from token to token, or from key to key."""
-FACTOR, CAP, HEADS, SCRATCH, SCRATCH_BYTES = range(11, 16)
-"""Scale and cap as float32; the heads; scratch and how much of it a thread has."""
-PARTS, CHUNKS, SPAN = 16, 17, 16
-"""Of few tokens: partial results, and into how many parts the keys are cut; of many: tokens of a unit."""
+COMMON = (
+    "tokens units shared keys size width q_step k_step v_step mask_step out_step factor:f32 cap:f32 heads "
+    "scratch scratch_bytes"
+)
+"""Words of both kernels: tokens; groups of heads, of all sequences; heads of a group; keys; elements of a key and of a
+value; bytes from token to token, or from key to key; scale and cap; the words of the heads; scratch, and how much of it
+a thread has."""
 Q, K, V, MASK, OUT, SLOPE, SINK = range(0, 56, 8)
 """Bytes into the words of a head: addresses for its first token and key, the slope as float32, where its sink is."""
 HEAD = 56

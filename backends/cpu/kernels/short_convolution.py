@@ -11,55 +11,44 @@ from ...chains import short_convolution
 from ...flow import Flow
 from ...operands import Bound, Operand, need
 from ..compiler import Kernel, part
-from ..simd.vectors import (
-    LANES,
-    float_word,
-    fma,
-    fourth_0,
-    fourth_1,
-    fourth_2,
-    fourth_3,
-    load,
-    load_int,
-    load_long,
-    mul,
-    splat,
-    store,
-    word,
-)
+from ..simd.order import fourth_0, fourth_1, fourth_2, fourth_3
+from ..simd.vectors import LANES, fma, load, load_int, load_long, mul, splat, store, store_past
 from ..steps import Chain, Fused, Steps
+from ..words import words
+from .functions import silu
 from .norms import FACTORS, kind_of, sum_of_squares
 from .packing import NO_ROW, share
-from .recurrent import store_past
-from .rows import lanes, put, silu
+from .rows import lanes, put
 
 TAPS = 4
 TILE = 8
 """Tokens whose heads stay in the first cache from the convolution to the norm."""
 
 
+PLAIN = words("sequences tokens channels x x_between x_row w y y_between y_row")
+
+
 @cache
 def convolution() -> Kernel:
-    """Four taps.  Words: sequences, tokens, channels; x with byte strides of sequence and row; weights [channels, 4];
-    the output with its strides."""
+    """Four taps: weights `w` are [channels, 4]; bytes from sequence to sequence and from row to row."""
 
     def body(a, thread, threads):
-        tokens, channels = word(a, 1), word(a, 2)
+        tokens, channels = PLAIN.tokens(a), PLAIN.channels(a)
         blocks = (channels + LANES - 1) // LANES
-        lo, hi = share(word(a, 0) * blocks, thread, threads)
+        lo, hi = share(PLAIN.sequences(a) * blocks, thread, threads)
         for unit in range(lo, hi):
             n, c = unit // blocks, unit % blocks * LANES
-            x, y = word(a, 3) + n * word(a, 4), word(a, 7) + n * word(a, 8)
-            w = word(a, 6) + 16 * c
+            x, y = PLAIN.x(a) + n * PLAIN.x_between(a), PLAIN.y(a) + n * PLAIN.y_between(a)
+            w = PLAIN.w(a) + 16 * c
             w0, w1 = lanes(w, 0, 4 * (channels - c), 4), lanes(w, LANES, 4 * (channels - c), 4)
             w2, w3 = lanes(w, 2 * LANES, 4 * (channels - c), 4), lanes(w, 3 * LANES, 4 * (channels - c), 4)
             k0, k1 = fourth_0(w0, w1, w2, w3), fourth_1(w0, w1, w2, w3)
             k2, k3 = fourth_2(w0, w1, w2, w3), fourth_3(w0, w1, w2, w3)
-            step = word(a, 5)
+            step = PLAIN.x_row(a)
             x0, x1, x2 = lanes(x, c, channels, 4), lanes(x + step, c, channels, 4), lanes(x + 2 * step, c, channels, 4)
             for t in range(tokens):
                 x3 = lanes(x + (t + 3) * step, c, channels, 4)
-                put(y + t * word(a, 9), c, channels, fma(x0, k0, fma(x1, k1, fma(x2, k2, mul(x3, k3)))))
+                put(y + t * PLAIN.y_row(a), c, channels, fma(x0, k0, fma(x1, k1, fma(x2, k2, mul(x3, k3)))))
                 x0, x1, x2 = x1, x2, x3
         return 0
 
@@ -72,9 +61,18 @@ def _convolution(steps: Steps, call: Bound) -> bool:
     if not plain or w.shape[-1] != TAPS or len(x.shape) not in (2, 3):
         return False
     batched = len(x.shape) == 3
-    words = [x.shape[0] if batched else 1, y.shape[-2], y.shape[-1]]
-    words += [x.address, 4 * x.strides[0] if batched else 0, 4 * x.strides[-2], w.address]
-    words += [y.address, 4 * y.strides[0] if batched else 0, 4 * y.strides[-2]]
+    words = PLAIN(
+        sequences=x.shape[0] if batched else 1,
+        tokens=y.shape[-2],
+        channels=y.shape[-1],
+        w=w.address,
+        x=x.address,
+        x_between=4 * x.strides[0] if batched else 0,
+        x_row=4 * x.strides[-2],
+        y=y.address,
+        y_between=4 * y.strides[0] if batched else 0,
+        y_row=4 * y.strides[-2],
+    )
     steps.add(convolution(), words, reads=[x, w], writes=[y])
     return True
 
@@ -120,46 +118,54 @@ def remembered(state, kept, old, ids, nbytes, x, step, channels, size):
         copied(old + 4 * row * size if row < 3 else x + (row - 3) * step, state + 4 * j * channels, size)
 
 
+HEADS = words(
+    "sequences tokens heads size state kept x x_between x_row w y y_between y_row "
+    "ids id_bytes first[3] second[3] eps:f32 scratch"
+)
+"""`first` and `second` are heads that are normed, from and to before, and where to."""
+
+
 @cache
 def heads(norm: str) -> Kernel:
     """Convolution and SiLU head by head, and the norm of those that have one; the rows before are kept, and replaced.
 
-    Words: sequences, tokens, heads, numbers of a head; the state f32[sequences, 3, channels], where to keep it; x with
-    byte strides of sequence and row; weights [channels, 4]; the output, written past the normed heads only, with its
-    strides; the rows of the next state among those of state and x [sequences, 3], and the bytes of such an id; twice
-    which heads are normed, from and to before, and where to; eps; scratch of each thread, 3 rows and TILE heads.
+    Heads have `size` numbers.  The `state` is f32[sequences, 3, channels], `kept` where it is kept, `w` [channels, 4];
+    `ids` [sequences, 3] name the rows of the next state among those of state and x.  y is written past the normed heads
+    only.  Bytes from sequence to sequence and from row to row; scratch of each thread: 3 rows and TILE heads.
     """
     factor = FACTORS[norm]
 
     def body(a, thread, threads):
-        tokens, count, size = word(a, 1), word(a, 2), word(a, 3)
-        channels, step, pace, ids = count * size, word(a, 8), word(a, 12), word(a, 13)
-        for i in range(3 * word(a, 0)):
-            row = row_id(ids, word(a, 14), i)
+        tokens, count, size = HEADS.tokens(a), HEADS.heads(a), HEADS.size(a)
+        channels, step, pace, ids = count * size, HEADS.x_row(a), HEADS.y_row(a), HEADS.ids(a)
+        for i in range(3 * HEADS.sequences(a)):
+            row = row_id(ids, HEADS.id_bytes(a), i)
             if row < 0 or row >= tokens + 3:
                 return NO_ROW | row << 8
-        eps, tile = float_word(a, 21), word(a, 22) + thread * (3 * channels + TILE * size) * 4
+        eps, tile = HEADS.eps(a), HEADS.scratch(a) + thread * (3 * channels + TILE * size) * 4
         lo, hi = share(count, thread, threads)
-        for n in range(word(a, 0)):
-            x, out = word(a, 6) + n * word(a, 7), word(a, 10) + n * word(a, 11)
+        for n in range(HEADS.sequences(a)):
+            x, out = HEADS.x(a) + n * HEADS.x_between(a), HEADS.y(a) + n * HEADS.y_between(a)
             for first in range(0, tokens, TILE):
                 last = min(tokens, first + TILE)
                 for head in range(lo, hi):
                     at = 4 * head * size
                     old = tile + 4 * TILE * size + (3 * at if tokens > TILE else 0)
                     if first == 0:
-                        rows = ids + 3 * n * word(a, 14)
-                        state, kept = word(a, 4) + 12 * n * channels + at, word(a, 5) + 12 * n * channels + at
-                        remembered(state, kept, old, rows, word(a, 14), x + at, step, channels, size)
-                    which = 15 if word(a, 15) <= head and head < word(a, 16) else 18
-                    normed = word(a, which) <= head and head < word(a, which + 1)
+                        rows = ids + 3 * n * HEADS.id_bytes(a)
+                        state, kept = HEADS.state(a) + 12 * n * channels + at, HEADS.kept(a) + 12 * n * channels + at
+                        remembered(state, kept, old, rows, HEADS.id_bytes(a), x + at, step, channels, size)
+                    low, high, to = HEADS.first(a, 0), HEADS.first(a, 1), HEADS.first(a, 2)
+                    if head < low or high <= head:
+                        low, high, to = HEADS.second(a, 0), HEADS.second(a, 1), HEADS.second(a, 2)
+                    normed = low <= head and head < high
                     y, between = (tile - 4 * first * size, 4 * size) if normed else (out + at, pace)
                     for c in range(0, 4 * size, 4 * LANES):
-                        w = word(a, 9) + 4 * (at + c)
+                        w = HEADS.w(a) + 4 * (at + c)
                         convolved(x + at + c, step, y + c, between, first, last, w, old + c, size)
                     if normed:
-                        many = word(a, which + 1) - word(a, which)
-                        z = word(a, which + 2) + 4 * size * (n * tokens * many + head - word(a, which))
+                        many = high - low
+                        z = to + 4 * size * (n * tokens * many + head - low)
                         for t in range(first, last):
                             source, target = y + t * between, z + 4 * t * many * size
                             f = splat(factor(sum_of_squares(source, size), size, eps))
@@ -198,13 +204,29 @@ def _heads(flow: Flow, number: int) -> Chain:
     sequences, tokens, channels = y.shape
 
     def bind(steps: Steps) -> None:
-        words = [sequences, tokens, channels // size, size, state.address, kept.address]
-        words += [new.address, 4 * new.strides[0], 4 * new.strides[1], weights.address]
-        words += [y.address, 4 * y.strides[0], 4 * y.strides[1], ids.address, ids.dtype.storage.itemsize]
-        for (first, last), norm in zip(normed, norms, strict=True):
-            words += [first // size, last // size, norm.out.address]
         scratch = steps.scratch("convolved heads", 4 * steps.threads * (3 * channels + TILE * size))
-        words += [eps, scratch.address]
+        ranges = [(low // size, high // size, n.out.address) for (low, high), n in zip(normed, norms, strict=True)]
+        words = HEADS(
+            sequences=sequences,
+            tokens=tokens,
+            heads=channels // size,
+            size=size,
+            eps=eps,
+            state=state.address,
+            kept=kept.address,
+            w=weights.address,
+            scratch=scratch.address,
+            x=new.address,
+            x_between=4 * new.strides[0],
+            x_row=4 * new.strides[1],
+            y=y.address,
+            y_between=4 * y.strides[0],
+            y_row=4 * y.strides[1],
+            ids=ids.address,
+            id_bytes=ids.dtype.storage.itemsize,
+            first=ranges[0],
+            second=ranges[1],
+        )
         steps.number = chain.keep
         writes = [y, state, kept, *(n.out for n in norms), scratch]
         steps.add(kernel, words, reads=[state, new, weights, ids], writes=writes, stops=True)

@@ -20,10 +20,10 @@ def _lanes(order: Sequence[int]) -> ir.Constant:
 
 def _fold(b: Any, x: Any, y: Any, fold: Callable[[Any, Any], Any]) -> Any:
     low, high = ([*range(s, s + HALF), *range(s + LANES, s + LANES + HALF)] for s in (0, HALF))
-    found = fold(b.shuffle_vector(x, y, _lanes(low)), b.shuffle_vector(x, y, _lanes(high)))
+    folded = fold(b.shuffle_vector(x, y, _lanes(low)), b.shuffle_vector(x, y, _lanes(high)))
     for distance in (4, 2, 1):
-        found = fold(found, b.shuffle_vector(found, found, _lanes([i ^ distance for i in range(LANES)])))
-    return found
+        folded = fold(folded, b.shuffle_vector(folded, folded, _lanes([i ^ distance for i in range(LANES)])))
+    return folded
 
 
 @intrinsic(FLOATS, FLOATS, FLOATS)

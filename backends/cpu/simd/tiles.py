@@ -1,5 +1,21 @@
 """Several vectors as one value, and products of a packed block with several rows of activations at once.
 
+The code of a weight stands for ``d (code - zero)``, that of an activation for ``s x``, with one d and one s for 16 or
+32 columns.  Dot products add up ``code x`` in integers; the record of the activations holds what they begin with, from
+which ``zero`` times the sum of x is taken already.  Of four columns:
+
+>>> import numpy as np
+>>> codes, zero, x = np.array([9, 15, 0, 8]), 8, np.array([3, -2, 7, 1])
+>>> start = ITS_BITS - zero * x.sum()
+>>> bits = np.int32(start + (codes * x).sum())
+>>> float(bits.view(np.float32) - np.float32(ONE_AND_A_HALF))
+-67.0
+>>> int(((codes - zero) * x).sum())
+-67
+
+So the bits of the sum, read as a float32, are the sum plus a constant, and a fused product and sum with ``s`` and
+``-ONE_AND_A_HALF s`` takes that away: no conversion from integers is needed.
+
 Rows take turns, dot product by dot product: an instruction that adds to the result of the last one waits for it, and
 only other rows have work meanwhile.
 """
@@ -22,14 +38,13 @@ CODES = several(BYTES, VECTORS)
 _CHAR = ir.IntType(8).as_pointer()
 
 RECORD, SCALES, STARTS, SUMS = 56, 32, 40, 48
-"""Bytes of 32 rounded activations, and where what follows the codes stands in them: the scales of both halves, minus
-`ONE_AND_A_HALF` times these, then two sums.  The sums are of what the codes stand for, in all columns and in the second
-half; or, as int32, what products of either half begin with: minus the sum of the codes times what is subtracted from a
-weight's code."""
+"""Bytes of 32 rounded activations, and where in them stand, behind the codes: the scales of both halves; these times
+minus `ONE_AND_A_HALF`; then two numbers.  For weights with biases these are float32 sums of the activations, of all
+columns and of the second half.  For others they are int32, what the products of either half begin with."""
 
 ONE_AND_A_HALF, ITS_BITS = 1.5 * 2**23, 0x4B400000
-"""Products are added up in the lowest bits of this float32, in which they count ones: what it is more can be read as a
-float32, without a conversion, which has to wait for the unit that multiplies."""
+"""Sums of products begin at this float32, whose lowest bit counts as one: so their bits are a float32, and they need no
+conversion, which would wait for the unit that multiplies."""
 
 
 def bundle(b: Any, values: Sequence[Any]) -> Any:
@@ -63,13 +78,13 @@ def codes_of(widths: tuple[int, ...], table: Intrinsic | None = None) -> Intrins
 
     @intrinsic(CODES, ADDRESS, ADDRESS)
     def codes(b, p, h):
-        found = _fields(b, p, widths[0])
+        vectors = _fields(b, p, widths[0])
         for high in widths[1:]:
             tops = [b.shl(x, simd.bytes_of(widths[0])) for x in _fields(b, h, high)]
-            found = [b.or_(x, y) for x, y in zip(found, tops, strict=True)]
+            vectors = [b.or_(x, y) for x, y in zip(vectors, tops, strict=True)]
         if table is not None:
-            found = [simd.look_up.body(b, table.body(b), x) for x in found]
-        return bundle(b, found)
+            vectors = [simd.look_up.body(b, table.body(b), x) for x in vectors]
+        return bundle(b, vectors)
 
     return codes
 
@@ -143,12 +158,12 @@ def tile(count: int, groups: int) -> Tile:
 
     @intrinsic(rows_of, *[ADDRESS] * 6)
     def chosen(b, slots, n, used, shared, p, step):
-        found = []
+        addresses = []
         for i in range(count):
             slot = simd.load_int.body(b, b.add(slots, b.mul(smaller(b, i, n), ir.Constant(n.type, 4))))
             token, place = b.udiv(slot, used), b.urem(b.urem(slot, used), shared)
-            found.append(b.add(p, b.mul(step, b.add(b.mul(token, shared), place))))
-        return bundle(b, found)
+            addresses.append(b.add(p, b.mul(step, b.add(b.mul(token, shared), place))))
+        return bundle(b, addresses)
 
     @intrinsic(sums_of)
     def zeros(b):
@@ -189,20 +204,20 @@ def tile(count: int, groups: int) -> Tile:
     def scaled(b, acc, low, high, *given):
         *scales, rows, at = given
         first, second = (scalings(b, rows, at, half) for half in range(2))
-        found = []
+        sums = []
         for (i, g), total, x, y in zip(places, *(members(b, v) for v in (acc, low, high)), strict=True):
-            found.append(simd.fma.body(b, scales[g], b.fadd(first[i](x), second[i](y)), total))
-        return bundle(b, found)
+            sums.append(simd.fma.body(b, scales[g], b.fadd(first[i](x), second[i](y)), total))
+        return bundle(b, sums)
 
     def scaled_half(half: int) -> Intrinsic:
         @intrinsic(sums_of, sums_of, ints_of, *[FLOATS] * groups, rows_of, ADDRESS)
         def made(b, acc, x, *given):
             *scales, rows, at = given
             scalings_of = scalings(b, rows, at, half)
-            found = []
+            sums = []
             for (i, g), total, ints in zip(places, members(b, acc), members(b, x), strict=True):
-                found.append(simd.fma.body(b, scales[g], scalings_of[i](ints), total))
-            return bundle(b, found)
+                sums.append(simd.fma.body(b, scales[g], scalings_of[i](ints), total))
+            return bundle(b, sums)
 
         return made
 

@@ -1,14 +1,15 @@
 """Vectors as kernels write them: 16 float32 or int32 lanes, 64 bytes, loaded from addresses.
 
 Each operation is a few lines of LLVM's builder.  They are plain vector code, legal on every target (LLVM splits what
-the
-processor has not), but for `dot4`, which is one instruction where there is VNNI.  Nothing here imports Numba:
-`compiler` makes functions of these declarations when a kernel has to be compiled.
+the processor has not), but for `dot4`, which is one instruction where there is VNNI.  Nothing here imports Numba:
+`compiler` makes functions of these declarations when a kernel has to be compiled.  So an operation has two faces:
+kernels call it with values, ``store(p, v)``, and other operations call its body with a builder before these,
+``store.body(b, p, v)``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,6 +179,13 @@ def store_some(b, a, v, count):
     _call(b, "llvm.masked.store.v16f32.p0", ir.VoidType(), v, where, ir.Constant(_i32, 4), _mask(b, count))
 
 
+@intrinsic(NOTHING, ADDRESS, FLOATS)
+def store_past(b, a, v):
+    """To an address that is a multiple of 64, past the caches: for what nobody reads soon."""
+    stored = b.store(v, _pointer(b, a, _F), align=64)
+    stored.set_metadata("nontemporal", b.module.add_metadata([ir.Constant(_i32, 1)]))
+
+
 @intrinsic(NOTHING, ADDRESS, INTS)
 def store_small(b, a, v):
     """The low bytes of 16 lanes."""
@@ -249,21 +257,6 @@ def where_inside(b, x, count):
     return b.select(_mask(b, count), x, _const(_F, float("-inf")))
 
 
-def _fourth(j: int) -> Intrinsic:
-    """Every fourth of 64 numbers in four vectors, from number `j`."""
-
-    @intrinsic(FLOATS, FLOATS, FLOATS, FLOATS, FLOATS)
-    def take(b, p, q, r, s):
-        eight = ir.Constant(ir.VectorType(_i32, 8), [j + 4 * i for i in range(8)])
-        low, high = b.shuffle_vector(p, q, eight), b.shuffle_vector(r, s, eight)
-        return b.shuffle_vector(low, high, ir.Constant(_I, list(range(16))))
-
-    return take
-
-
-fourth_0, fourth_1, fourth_2, fourth_3 = (_fourth(j) for j in range(4))
-
-
 @intrinsic(FLOAT, FLOATS)
 def total(b, x):
     """The sum of the lanes, in the order of a tree."""
@@ -274,65 +267,6 @@ def total(b, x):
         low, high = (ir.Constant(half, list(range(start, start + n))) for start in (0, n))
         x = b.fadd(b.shuffle_vector(x, x, low), b.shuffle_vector(x, x, high))
     return b.extract_element(x, ir.Constant(_i32, 0))
-
-
-def _fold(distance: int) -> Intrinsic:
-    """Sums of lanes `distance` apart, of x in each pair of runs first, then of y."""
-
-    @intrinsic(FLOATS, FLOATS, FLOATS)
-    def fold(b, x, y):
-        low = [i for i in range(2 * LANES) if not i & distance]
-        halves = (ir.Constant(_I, [i + shift for i in low]) for shift in (0, distance))
-        return b.fadd(*(b.shuffle_vector(x, y, lanes) for lanes in halves))
-
-    return fold
-
-
-fold_8, fold_4, fold_2, fold_1 = map(_fold, (8, 4, 2, 1))
-
-
-@intrinsic(NOTHING, ADDRESS, ADDRESS, ADDRESS, ADDRESS)
-def turn(b, source, step, to, pace):
-    """16 rows of 16 numbers, `step` bytes apart, as columns: 16 rows `pace` bytes apart."""
-
-    def at(base: Any, stride: Any, i: int) -> Any:
-        return b.add(base, b.mul(stride, ir.Constant(_i64, i)))
-
-    for i, column in enumerate(turned(b, [_load(b, at(source, step, i), _F, 4) for i in range(LANES)])):
-        _store(b, at(to, pace, i), column, 4)
-
-
-def _turn_some(load_row: Callable[[Any, Any, Any], Any]) -> Intrinsic:
-    """``(source, step, rows, columns, to)``: up to 16 rows `step` bytes apart, of up to 16 columns, as 16 dense columns
-    of float32.  The last row stands for rows that are not there, zeros for columns."""
-
-    @intrinsic(NOTHING, *[ADDRESS] * 5)
-    def turn_some(b, source, step, rows, columns, to):
-        last = b.sub(rows, ir.Constant(_i64, 1))
-        numbers = [ir.Constant(_i64, i) for i in range(LANES)]
-        present = [b.select(b.icmp_signed("<", i, last), i, last) for i in numbers]
-        found = [load_row(b, b.add(source, b.mul(step, i)), columns) for i in present]
-        for i, column in zip(numbers, turned(b, found), strict=True):
-            _store(b, b.add(to, b.mul(i, ir.Constant(_i64, 64))), column, 4)
-
-    return turn_some
-
-
-turn_floats = _turn_some(lambda b, a, columns: load_some.body(b, a, columns))
-turn_halves = _turn_some(lambda b, a, _: load_half.body(b, a))
-turn_bf16 = _turn_some(lambda b, a, _: load_bf16.body(b, a))
-
-
-def turned(b: Any, rows: Sequence[Any]) -> list[Any]:
-    """16 vectors, of which each holds a lane of all that are given."""
-    rows, lanes = list(rows), range(LANES)
-    for distance in (8, 4, 2, 1):
-        low = ir.Constant(_I, [i if not i & distance else i - distance + LANES for i in lanes])
-        high = ir.Constant(_I, [i + distance if not i & distance else i + LANES for i in lanes])
-        for i in (i for i in lanes if not i & distance):
-            pair = rows[i], rows[i + distance]
-            rows[i], rows[i + distance] = (b.shuffle_vector(*pair, order) for order in (low, high))
-    return rows
 
 
 @intrinsic(ADDRESS, FLOATS, FLOATS)
@@ -393,11 +327,11 @@ def look_up(b, table, index):
     """Entry ``index[i]`` (0 to 15) of the table that each 16 bytes of `table` hold."""
     if features().get("avx512bw"):
         return _call(b, "llvm.x86.avx512.pshuf.b.512", _B, table, index)
-    found = _const(_B, 0)
+    bytes = _const(_B, 0)
     for i in range(16):
         entry = _splat(b, b.extract_element(table, ir.Constant(_i32, i)), _B)
-        found = b.select(b.icmp_unsigned("==", index, _const(_B, i)), entry, found)
-    return found
+        bytes = b.select(b.icmp_unsigned("==", index, _const(_B, i)), entry, bytes)
+    return bytes
 
 
 @intrinsic(INTS, INTS, BYTES, BYTES)

@@ -1,0 +1,110 @@
+"""Lanes in another order: every fourth, even and odd ones, neighbours added up, rows as columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+
+from .vectors import (
+    ADDRESS,
+    FLOATS,
+    INTS,
+    LANES,
+    NOTHING,
+    Intrinsic,
+    intrinsic,
+    llvm_type,
+    load,
+    load_bf16,
+    load_half,
+    load_some,
+    store,
+)
+
+_I, _i32, _i64 = llvm_type(INTS), ir.IntType(32), llvm_type(ADDRESS)
+
+
+def _picked(order: Sequence[int]) -> Intrinsic:
+    """Lanes of two vectors in a given order; those of the second are numbered from 16 on."""
+    lanes = ir.Constant(_I, list(order))
+    return intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: b.shuffle_vector(x, y, lanes))
+
+
+evens, odds = (_picked(range(j, 2 * LANES, 2)) for j in (0, 1))
+first_pairs, last_pairs = (_picked([i + j for i in range(s, s + 8) for j in (0, LANES)]) for s in (0, 8))
+
+
+def _fourth(j: int) -> Intrinsic:
+    """Every fourth of 64 numbers in four vectors, from number `j`."""
+
+    @intrinsic(FLOATS, FLOATS, FLOATS, FLOATS, FLOATS)
+    def take(b, p, q, r, s):
+        eight = ir.Constant(ir.VectorType(_i32, 8), [j + 4 * i for i in range(8)])
+        low, high = b.shuffle_vector(p, q, eight), b.shuffle_vector(r, s, eight)
+        return b.shuffle_vector(low, high, ir.Constant(_I, list(range(16))))
+
+    return take
+
+
+fourth_0, fourth_1, fourth_2, fourth_3 = (_fourth(j) for j in range(4))
+
+
+def _fold(distance: int) -> Intrinsic:
+    """Sums of lanes `distance` apart, of x in each pair of runs first, then of y."""
+
+    @intrinsic(FLOATS, FLOATS, FLOATS)
+    def fold(b, x, y):
+        low = [i for i in range(2 * LANES) if not i & distance]
+        halves = (ir.Constant(_I, [i + shift for i in low]) for shift in (0, distance))
+        return b.fadd(*(b.shuffle_vector(x, y, lanes) for lanes in halves))
+
+    return fold
+
+
+fold_8, fold_4, fold_2, fold_1 = map(_fold, (8, 4, 2, 1))
+
+
+@intrinsic(NOTHING, ADDRESS, ADDRESS, ADDRESS, ADDRESS)
+def turn(b, source, step, to, pace):
+    """16 rows of 16 numbers, `step` bytes apart, as columns: 16 rows `pace` bytes apart."""
+
+    def at(base: Any, stride: Any, i: int) -> Any:
+        return b.add(base, b.mul(stride, ir.Constant(_i64, i)))
+
+    for i, column in enumerate(turned(b, [load.body(b, at(source, step, i)) for i in range(LANES)])):
+        store.body(b, at(to, pace, i), column)
+
+
+def _turn_some(load_row: Callable[[Any, Any, Any], Any]) -> Intrinsic:
+    """``(source, step, rows, columns, to)``: up to 16 rows `step` bytes apart, of up to 16 columns, as 16 dense columns
+    of float32.  The last row stands for rows that are not there, zeros for columns."""
+
+    @intrinsic(NOTHING, *[ADDRESS] * 5)
+    def turn_some(b, source, step, rows, columns, to):
+        last = b.sub(rows, ir.Constant(_i64, 1))
+        numbers = [ir.Constant(_i64, i) for i in range(LANES)]
+        present = [b.select(b.icmp_signed("<", i, last), i, last) for i in numbers]
+        vectors = [load_row(b, b.add(source, b.mul(step, i)), columns) for i in present]
+        for i, column in zip(numbers, turned(b, vectors), strict=True):
+            store.body(b, b.add(to, b.mul(i, ir.Constant(_i64, 64))), column)
+
+    return turn_some
+
+
+turn_floats = _turn_some(lambda b, a, columns: load_some.body(b, a, columns))
+turn_halves = _turn_some(lambda b, a, _: load_half.body(b, a))
+turn_bf16 = _turn_some(lambda b, a, _: load_bf16.body(b, a))
+
+
+def turned(b: Any, rows: Sequence[Any]) -> list[Any]:
+    """16 vectors, of which each holds a lane of all that are given."""
+    rows, lanes = list(rows), range(LANES)
+    for distance in (8, 4, 2, 1):
+        low = ir.Constant(_I, [i if not i & distance else i - distance + LANES for i in lanes])
+        high = ir.Constant(_I, [i + distance if not i & distance else i + LANES for i in lanes])
+        for i in (i for i in lanes if not i & distance):
+            pair = rows[i], rows[i + distance]
+            rows[i], rows[i + distance] = (b.shuffle_vector(*pair, order) for order in (low, high))
+    return rows

@@ -1,0 +1,103 @@
+"""The words of a kernel by name: one declaration for the code that reads them and for the binding that fills them.
+
+    ARGS = words("rows columns source target pitch[2] eps:f32")
+
+    @kernel
+    def body(a, thread, threads):
+        p = ARGS.source(a) + 3 * ARGS.pitch(a, 1)
+
+    steps.add(body, ARGS(rows=4, columns=64, source=x.address, target=y.address, pitch=(256, 64), eps=bits), ...)
+
+In a kernel a name is a load from a constant place in the block of arguments.  `name[n]` are n words under one name, the
+second argument says which, and ``name[*]`` any number of them at the end; `name:f32` is read as the float32 whose bits
+are the low half of its word.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from .simd.vectors import ADDRESS, FLOAT, Intrinsic, float_word, word
+
+FIELD = re.compile(r"(?P<name>[a-z]\w*)(\[(?P<count>\d+|\*)\])?(?P<float>:f32)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """Words from number `start` on: so many, or any number at the end of the block (None)."""
+
+    start: int
+    count: int | None
+    read: Intrinsic
+
+
+@dataclass(frozen=True, eq=False)
+class Words:
+    """The words of one kernel: ``ARGS.name(a)`` is a word in compiled code, ``ARGS.name(a, i)`` word i of several;
+    ``ARGS(name=…)`` gives them all in their order in Python."""
+
+    fields: Mapping[str, Field]
+    parts: Mapping[str, Any]
+    """What kernels may call by further names: parts that read several words."""
+
+    def __call__(self, **values: int | Sequence[int]) -> list[int]:
+        """The block of arguments.  Raises `TypeError` for a name that is missing or unknown, or has another number of
+        words."""
+        if values.keys() != self.fields.keys():
+            missing, unknown = sorted(self.fields.keys() - values.keys()), sorted(values.keys() - self.fields.keys())
+            raise TypeError(f"words of a kernel: missing {missing}, unknown {unknown}; need {', '.join(self.fields)}")
+        block: list[int] = []
+        for name, field in self.fields.items():
+            value = values[name]
+            given = [value] if isinstance(value, int) else [*value]
+            if field.count not in (None, len(given)):
+                raise TypeError(f"word {name!r} of a kernel: got {len(given)} words, need {field.count}")
+            block += given
+        return block
+
+    def start(self, name: str) -> int:
+        """The number of the first word of that name."""
+        return self.fields[name].start
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name not in self.fields and name not in self.parts:
+            raise AttributeError(f"a kernel has no word {name!r}; its words: {', '.join(self.fields)}")
+        return self.parts[name] if name in self.parts else self.fields[name].read
+
+
+RESERVED = ("fields", "parts", "start")
+
+
+def words(declared: str, parts: Mapping[str, Any] = MappingProxyType({})) -> Words:
+    """Words from their names, in order, separated by spaces.  Raises `ValueError` for what is no declaration."""
+    fields: dict[str, Field] = {}
+    start = 0
+    for text in declared.split():
+        match = FIELD.fullmatch(text)
+        if match is None or match["name"] in {*fields, *parts, *RESERVED}:
+            raise ValueError(f"words of a kernel: {text!r} is no name of its own; write name, name[2] or name:f32")
+        if any(field.count is None for field in fields.values()):
+            raise ValueError(f"words of a kernel: {text!r} stands behind words of any number; put those last")
+        count = None if match["count"] == "*" else int(match["count"] or 1)
+        fields[match["name"]] = Field(start, count, _read(start, count == 1, bool(match["float"])))
+        start += count or 0
+    return Words(MappingProxyType(fields), parts)
+
+
+def _read(start: int, alone: bool, as_float: bool) -> Intrinsic:
+    """The load of a word, or of word i of several from there."""
+    load, result = (float_word, FLOAT) if as_float else (word, ADDRESS)
+
+    def one(b: Any, block: Any) -> Any:
+        return load.body(b, block, block.type(start))
+
+    def one_of(b: Any, block: Any, index: Any) -> Any:
+        return load.body(b, block, b.add(index, block.type(start)))
+
+    return Intrinsic(result, (ADDRESS,), one) if alone else Intrinsic(result, (ADDRESS, ADDRESS), one_of)
