@@ -256,3 +256,52 @@ def test_a_launch_of_a_chain_that_fails_names_one_of_its_instructions_and_takes_
     with pytest.raises(StepError, match=r"^%(gate|gated) on cuda-emulated:0: elementwise.cu"):
         run.run({"x": np.ones((1, 48), np.float32), "z": np.ones((8, 1), np.float32), "ids": [2]})
     assert (np.asarray(run.store.state("cache")) == 3.0).all()
+<<<<<<< HEAD
+=======
+
+
+# ----------------------------------------------------------------------------------------------------------- order
+
+
+def flow_of(*instructions: tuple[str, str], fixed: tuple[int, ...] = ()) -> Flow:
+    """Instructions that read some of sixteen places of memory, and write one: ``("ab", "c")``."""
+
+    def tensor(name: str) -> Tensor:
+        return Tensor(0, 64 * (ord(name) - ord("a")), (16,), (1,), DType.F32)
+
+    made = [Instruction("op", tuple(map(tensor, src)), (tensor(dst),), {}, None, dst) for src, dst in instructions]
+    kept = {"y": tensor(instructions[-1][1])}
+    program = Program((BufferSpec("arena", "arena", 1024),), tuple(made), {}, kept)
+    return Flow(program, readers_of(program, lambda t: Operand(t.offset, t)), fixed)
+
+
+def test_instructions_meet_in_the_place_of_the_last_of_them():
+    assert flow_of(("a", "b"), ("c", "d"), ("bd", "e")).place_for([0, 2]) == 2
+
+
+def test_where_the_last_place_is_too_late_they_meet_in_that_of_the_first():
+    assert flow_of(("a", "b"), ("b", "d"), ("a", "e"), ("de", "f")).place_for([0, 2]) == 0
+
+
+def test_what_has_to_run_between_keeps_instructions_apart():
+    assert flow_of(("a", "b"), ("b", "c"), ("ac", "e"), ("be", "f")).place_for([0, 2]) is None
+
+
+def test_a_value_that_is_written_over_in_between_is_not_read_later():
+    assert flow_of(("a", "b"), ("c", "a"), ("ab", "d"), ("ad", "e")).place_for([0, 2]) is None
+
+
+def test_memory_that_only_a_chain_would_have_written_may_hold_something_else():
+    """The second instruction takes the place of the first one's result only after that was read."""
+    assert flow_of(("a", "b"), ("b", "c"), ("d", "b"), ("c", "e"), ("be", "f")).place_for([0, 1, 3]) == 3
+
+
+def test_nothing_moves_past_a_meeting():
+    assert flow_of(("a", "b"), ("c", "d"), ("bd", "e"), fixed=(1,)).place_for([0, 2]) is None
+
+
+def test_what_belongs_to_a_chain_belongs_to_no_other():
+    flow = flow_of(("a", "b"), ("b", "c"), ("c", "d"))
+    flow.gather([0, 1], 1)
+    assert flow.place_for([1, 2]) is None
+>>>>>>> b6731b6 (Instructions number their node, devices that do the same share one program; the verifier takes dtypes, strides, buffers, scratch and what a plan says exactly)
