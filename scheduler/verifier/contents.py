@@ -169,7 +169,5 @@ def meet(one: tuple[int, int, int], two: tuple[int, int, int]) -> bool:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    dense = contiguous_strides(tensor.shape)
-    return 0 in tensor.shape or all(
-        n == 1 or s == d for n, s, d in zip(tensor.shape, tensor.strides, dense, strict=True)
-    )
+    steps = zip(tensor.shape, tensor.strides, contiguous_strides(tensor.shape), strict=True)
+    return 0 in tensor.shape or all(n == 1 or step == dense for n, step, dense in steps)

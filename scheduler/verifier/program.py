@@ -50,17 +50,14 @@ def _buffer_faults(graph: Graph, program: Program, backend: Backend) -> Iterator
     leaves = {(n.op, n.name): n.specs[0] for n in graph.nodes if n.op in KINDS}
     times = Counter((b.kind, b.name) for b in program.buffers[1:])
     for number, buffer in enumerate(program.buffers[1:], 1):
-        spec = leaves.get((buffer.kind, buffer.name))
-        if spec is None:
-            yield f"buffer {number} is {buffer.kind} %{buffer.name}, which the graph does not have"
-        elif times[buffer.kind, buffer.name] > 1:
-            yield f"buffer {number} is {buffer.kind} %{buffer.name}, and so is another"
-        elif buffer != BufferSpec(
-            buffer.kind, buffer.name, buffer.nbytes, spec, stored := backend.stored(spec, buffer.kind)
-        ):
-            yield f"buffer of {buffer.kind} %{buffer.name} is for {buffer.declared}, and the graph has {spec}"
-        elif buffer.nbytes != stored.nbytes:
-            yield f"buffer of {buffer.kind} %{buffer.name} has {buffer.nbytes} bytes, and {stored} needs {stored.nbytes}"
+        key = buffer.kind, buffer.name
+        if key not in leaves or times[key] > 1:
+            again = "and so is another" if key in leaves else "which the graph does not have"
+            yield f"buffer {number} is {buffer.kind} %{buffer.name}, {again}"
+            continue
+        stored = backend.stored(leaves[key], buffer.kind)
+        if buffer != BufferSpec(*key, stored.nbytes, leaves[key], stored):
+            yield f"{buffer} is for {buffer.kind} %{buffer.name}: {leaves[key]}, kept as {stored}"
     for kind, name in leaves.keys() - times.keys():
         yield f"{kind} %{name} has no buffer"
 
@@ -140,13 +137,9 @@ class _Run:
         if buffer.kind != "state" or buffer.name not in self.updates:
             return isinstance(held, Value) and (held.node.op, held.node.name) == (buffer.kind, buffer.name)
         state, new = self.updates[buffer.name]
-        seen = self.views.of(new)
-        same = (
-            seen.offset == 0
-            and seen.strides == contiguous_strides(state.shape)
-            and seen.base.spec.size == state.spec.size
-        )
-        in_place = same and seen.dtype is kept_dtype(self.backend, state)
+        seen, dense = self.views.of(new), contiguous_strides(state.shape)
+        is_base = (seen.offset, seen.strides, seen.base.spec.size) == (0, dense, state.spec.size)
+        in_place = is_base and seen.dtype is kept_dtype(self.backend, state)
         return held == (state, new) or (in_place and held == seen.base)
 
     # -------------------------------------------------------------------------------------------------- each step
@@ -209,10 +202,8 @@ class _Run:
     def _result(self, tensor: Tensor, value: Value, what: str) -> Iterator[str]:
         """Faults of the place into which a value is written: the arena, or a state that takes what it is to become."""
         dtype = kept_dtype(self.backend, value)
-        if (tensor.shape, tensor.strides) != (
-            value.shape,
-            contiguous_strides(value.shape),
-        ) or tensor.dtype is not dtype:
+        wanted = Tensor(tensor.buffer, tensor.offset, value.shape, contiguous_strides(value.shape), dtype)
+        if tensor != wanted:
             yield f"{what}: {value!r}, kept as {dtype}, is written to {tensor}"
             return
         complaints = list(self.memory.inside(tensor, what))

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 from ...graph.errors import GraphError, HocketError
 from ...ops import verify
-from ..hardware import Hardware
 from ..layout import Layout, Local, Replicate, Shard
 from ..plan import Plan
 
@@ -27,12 +26,11 @@ def record_faults(plan: Plan) -> Iterator[str]:
     if plan.outputs.keys() != plan.graph.outputs.keys():
         yield "its layouts are of other outputs"
     yield from _cut_faults(plan)
-    if plan.shares and (
-        len(plan.shares) != len(plan.lanes) or not all(map(_is_share, plan.shares)) or not sum(plan.shares)
-    ):
+    shares = all(0 <= share < math.inf for share in plan.shares) and sum(plan.shares) > 0
+    if plan.shares and (len(plan.shares) != len(plan.lanes) or not shares):
         yield f"its shares are {list(plan.shares)}, need one a device, none negative, one above zero"
     for hardware in (plan.hardware, plan.host):
-        if hardware is not None and not _is_possible(hardware):
+        if hardware is not None and not hardware.is_possible:
             yield f"{hardware} has a speed that no device has"
 
 
@@ -80,13 +78,3 @@ def _cut_faults(plan: Plan) -> Iterator[str]:
             yield f"a cut of %{name} on axis {axis} is none"
         elif isinstance(layout := plan.leaves.get(name), Shard) and layout.axis != axis:
             yield f"%{name} is said to be cut on axis {axis}, and lies as {layout}"
-
-
-def _is_share(share: float) -> bool:
-    return 0 <= share < math.inf
-
-
-def _is_possible(hardware: Hardware) -> bool:
-    speeds = (hardware.flops, hardware.bandwidth, hardware.link_bandwidth)
-    delays = (hardware.launch, hardware.link_latency)
-    return all(0 < s < math.inf for s in speeds) and all(0 <= s < math.inf for s in delays)
