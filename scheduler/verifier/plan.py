@@ -29,7 +29,7 @@ from ..plan import Lane, Plan
 from .indices import Index, entries, joined, whole
 from .meetings import meeting_faults
 from .program import faults
-from .record import record_faults
+from .record import leaf_faults, record_faults
 from .restrict import show
 from .trace import Held, Meaning, Trace
 from .undo import saving_nodes
@@ -66,7 +66,8 @@ def plan_faults(plan: Plan) -> Iterator[str]:
         sound = False
         yield why
     if sound:  # otherwise the graphs are not what runs
-        yield from _Whole(plan).faults()
+        complaints = list(leaf_faults(plan))
+        yield from complaints or _Whole(plan).faults()
 
 
 def _computes(node: Node) -> bool:
@@ -150,6 +151,8 @@ class _Whole:
         if not 0 <= layout.axis < len(value.shape) or len(layout.runs) != self.devices:
             return f"is cut along axis {layout.axis} for {len(layout.runs)} devices"
         n, dtype = value.shape[layout.axis], value.dtype
+        if any(len(run) != 2 for runs in layout.runs for run in runs):
+            return "has runs that are no pairs of offset and length"
         if any(start < 0 or k < 0 or start + k > n for runs in layout.runs for start, k in runs):
             return f"has runs outside its {n} entries"
         in_blocks = dtype.is_quantised and layout.axis == len(value.shape) - 1

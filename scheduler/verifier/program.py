@@ -37,6 +37,8 @@ def check(graph: Graph, program: Program, backend: Backend) -> None:
 def faults(graph: Graph, program: Program, backend: Backend) -> Iterator[str]:
     """Everything wrong with `program`, as text."""
     complaints = list(_buffer_faults(graph, program, backend))
+    if not all([type(part) for part in entry] == [int, Instruction] for entry in program.undo):
+        complaints.append("what undoes a step are a number and an instruction for each save")
     yield from complaints
     if not complaints:  # otherwise numbers of buffers mean nothing
         yield from _Run(graph, program, backend).faults()
@@ -79,9 +81,11 @@ class _Run:
             if step in self.journal.backs:
                 yield from self.journal.save(step, instruction)
                 continue
-            yield from self._step(f"step {step} (%{instruction.node})", instruction)
-            node = self.graph.nodes[instruction.index] if 0 <= instruction.index < len(self.graph.nodes) else None
-            yield from self.journal.after(step, instruction, node)
+            complaints = list(self._step(f"step {step} (%{instruction.node})", instruction))
+            yield from complaints
+            if not complaints:
+                node = self.graph.nodes[instruction.index] if instruction.index >= 0 else None
+                yield from self.journal.after(step, instruction, node)
         yield from self.journal.end()
         yield from self._end()
 
@@ -195,8 +199,9 @@ class _Run:
             if (source is None) != (tensor is None):
                 yield f"{where}: operand {position} is {'missing' if tensor is None else 'too many'}"
             elif source is not None and tensor is not None:
-                yield from self.memory.expect(tensor, self.views.of(source), f"{where}: operand {position}")
-                if not is_dense(tensor) and not self.backend.reads_strided(node, position):
+                complaints = list(self.memory.expect(tensor, self.views.of(source), f"{where}: operand {position}"))
+                yield from complaints
+                if not complaints and not is_dense(tensor) and not self.backend.reads_strided(node, position):
                     yield f"{where}: operand {position} is {tensor}, and its kernel reads dense ones"
 
     def _result(self, tensor: Tensor, value: Value, what: str) -> Iterator[str]:

@@ -22,7 +22,8 @@ def record_faults(plan: Plan) -> Iterator[str]:
         yield f"its graph is illegal: {why}"
         return
     yield from _device_faults(plan)
-    yield from _leaf_faults(plan)
+    if plan.leaves.keys() != {n.name for n in plan.graph.nodes if n.is_leaf}:
+        yield "its layouts are of other leaves"
     if plan.outputs.keys() != plan.graph.outputs.keys():
         yield "its layouts are of other outputs"
     yield from _cut_faults(plan)
@@ -47,16 +48,17 @@ def _device_faults(plan: Plan) -> Iterator[str]:
             yield f"device {number}: {why}"
             continue
         part = lane.device.part
-        if (own.kind, own.index) != (lane.device.kind, lane.device.index) or (part is not None and part < 0):
+        if (
+            (own.kind, own.index) != (lane.device.kind, lane.device.index)
+            or (part is not None and part < 0)
+            or own.index < 0
+        ):
             yield f"device {number} is {lane.device}, and {lane.backend.name} would call it {own}"
 
 
-def _leaf_faults(plan: Plan) -> Iterator[str]:
-    """Every leaf has a layout, and a device has leaves of the user's graph only, as that declares them."""
+def leaf_faults(plan: Plan) -> Iterator[str]:
+    """A device has leaves of the user's graph only, as that declares them.  Graphs and layouts have no other fault."""
     leaves = {n.name: n for n in plan.graph.nodes if n.is_leaf}
-    if plan.leaves.keys() != leaves.keys():
-        yield "its layouts are of other leaves"
-        return
     for number, lane in enumerate(plan.lanes):
         for own in (n for n in lane.graph.nodes if n.is_leaf):
             node = leaves.get(own.name)
@@ -73,7 +75,11 @@ def _has_constant(layout: Layout, device: int) -> bool:
 def _cut_faults(plan: Plan) -> Iterator[str]:
     """What is said to be cut is an axis of a leaf along which the leaf is cut, unless it is placed."""
     stored = {n.name: n for n in plan.graph.nodes if n.op in ("weight", "state")}
-    for name, axis, segment, place in plan.cuts:
+    for cut in plan.cuts:
+        if len(cut) != 4:
+            yield f"{cut} is no leaf with axis, segment and place"
+            continue
+        name, axis, segment, place = cut
         if name not in stored or not 0 <= axis < len(stored[name].specs[0].shape) or segment < 0 or place < 0:
             yield f"a cut of %{name} on axis {axis} is none"
         elif isinstance(layout := plan.leaves.get(name), Shard) and layout.axis != axis:

@@ -17,7 +17,6 @@ from ...backends.base import ALIGNMENT, Backend, Instruction, Program, Tensor
 from ...graph.dtypes import FLOATS, DType
 from ...graph.graph import Graph
 from ...graph.node import Node, Value, input
-from ...graph.spec import Spec
 from ...ops import REGISTRY, cont, get_rows, op_of, set_rows
 from .contents import Memory, extent_of, is_dense, kept_dtype, meet, scratch_faults, show
 
@@ -73,6 +72,7 @@ class Journal:
         self.saved: dict[int, Saved] = {}  # by buffer
         self.needed: dict[object, int] = {}  # what undoing reads, and the last save because of which it does
         self.kept: list[tuple[int, int, int]] = []
+        self.sound: list[Instruction] = []  # what puts back, where nothing was wrong
 
     def save(self, step: int, i: Instruction) -> Iterator[str]:
         """Faults of the instruction that saves, and of the one that puts back what it saved."""
@@ -81,8 +81,8 @@ class Journal:
         yield from (f"{where}: {why}" for why in complaints)
         if complaints:
             return
-        state, kept = i.src[0], i.dst[0]
-        assert state is not None
+        self.sound.append(back)
+        state, kept = _present(i.src[0]), i.dst[0]
         name = self.program.buffers[state.buffer].name
         _, held = self.memory.holds(extent_of(state))
         if held != self.states.get(name):
@@ -146,12 +146,13 @@ class Journal:
         state, kept, index = _present(i.src[0]), i.dst[0], i.src[1:]
         name = self.program.buffers[state.buffer].name
         leaf = self.states[name]
-        dtypes = kept_dtype(self.backend, leaf), self.backend.stored(Spec(kept.shape, leaf.dtype)).dtype
+        nodes = nodes_of(i, leaf)
+        dtypes = kept_dtype(self.backend, leaf), kept_dtype(self.backend, Value(nodes[0]))
         if (state.dtype, kept.dtype) != dtypes or not (index or state.shape == leaf.shape):
             yield f"{state} is kept as {kept}, need {dtypes[0]} of %{name} as {dtypes[1]}"
         if (i.node, back.node) != (f"{name}.save", f"{name}.undo"):
             yield f"it saves %{name}, which is put back by %{back.node}"
-        for node, step in zip(nodes_of(i, leaf), (i, back), strict=True):
+        for node, step in zip(nodes, (i, back), strict=True):
             yield from scratch_faults(self.memory, step.scratch, self.backend.scratch(node), step.op)
             for position, tensor in enumerate(map(_present, step.src)):
                 if not is_dense(tensor) and not self.backend.reads_strided(node, position):
@@ -192,14 +193,14 @@ class Journal:
 
     def end(self) -> Iterator[str]:
         """Faults of the undo as a whole."""
-        for back in self.backs.values():
-            if back.scratch is not None:
-                self.memory.top = max(self.memory.top, extent_of(back.scratch)[2])
         steps = [at for at, _ in self.program.undo]
         if any(a >= b for a, b in pairwise(steps)) or not all(0 <= at < len(self.program.instructions) for at in steps):
             yield f"what is saved at steps {steps} is not put back in reverse order"
-        for back in self.backs.values():
-            if back.scratch is not None and any(meet(extent_of(back.scratch), kept) for kept in self.kept):
+        for back in self.sound:
+            if back.scratch is None:
+                continue
+            self.memory.top = max(self.memory.top, extent_of(back.scratch)[2])
+            if any(meet(extent_of(back.scratch), kept) for kept in self.kept):
                 yield f"%{back.node} has its scratch where something is kept to undo the step"
 
 
