@@ -145,7 +145,7 @@ def scratch_faults(memory: Memory, scratch: Tensor | None, need: int, where: str
             yield f"{where}: needs {need} bytes of scratch"
     elif len(scratch.shape) != 1 or scratch != Tensor(0, scratch.offset, scratch.shape, (1,), DType.I8):
         yield f"{where}: its scratch is {scratch}, which is no row of bytes in the arena"
-    elif scratch.shape[0] < need or scratch.offset % ALIGNMENT:
+    elif scratch.shape[0] != need or scratch.offset % ALIGNMENT:
         yield f"{where}: its scratch is {scratch}, need {need} bytes at a multiple of {ALIGNMENT}"
     else:
         yield from memory.inside(scratch, f"{where}: its scratch")

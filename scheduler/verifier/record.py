@@ -76,7 +76,7 @@ def _cut_faults(plan: Plan) -> Iterator[str]:
     """What is said to be cut is an axis of a leaf along which the leaf is cut, unless it is placed."""
     stored = {n.name: n for n in plan.graph.nodes if n.op in ("weight", "state")}
     for cut in plan.cuts:
-        if len(cut) != 4:
+        if [type(part) for part in cut] != [str, int, int, int]:
             yield f"{cut} is no leaf with axis, segment and place"
             continue
         name, axis, segment, place = cut

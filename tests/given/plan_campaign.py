@@ -13,12 +13,13 @@ from typing import Any
 from hocket import ops
 from hocket.backends.base import Program, Tensor
 from hocket.graph import Graph, HocketError, Node, Value, input, state, weight
-from hocket.scheduler import Plan, plan_for
+from hocket.scheduler import Host, Plan, plan_for
+from hocket.scheduler.hardware import Hardware
 from hocket.scheduler.lowering.lower import lower
 from hocket.scheduler.verifier.plan import plan_faults
 
 from .grouped import cached_product, everything_that_fits
-from .plan_faults import SLOW, decoder, experts, rebuilt
+from .plan_faults import SLOW, decoder, experts
 from .plan_mutations import Pool, Site, everywhere, put, sites, variants
 from .plan_oracle import Truth, faulty_group, run_faults, truth_of
 from .random_graphs import seeded_graph
@@ -42,8 +43,8 @@ def cut_at(seed: int) -> Callable[..., Any]:
 
 @cache
 def given(name: str) -> Plan:
-    """Right plans of every kind."""
-    return PLANS[name]()
+    """A right plan by its name: one of `PLANS`, or ``random 7``."""
+    return PLANS[name]() if name in PLANS else _random(int(name.removeprefix("random ")))
 
 
 def _random(seed: int) -> Plan:
@@ -53,6 +54,13 @@ def _random(seed: int) -> Plan:
     if dice.random() < 0.3:
         return plan_for(seeded_graph(seed), group, split_mode="layer")
     return plan_for(seeded_graph(seed), group, choose=cut_at(seed) if n > 1 else None)
+
+
+def with_host() -> Plan:
+    """A device with too little memory, and the host that takes the rest."""
+    (backend, device), (numpy, host) = faulty_group(2, "mixed")
+    small = dataclasses.replace(device, memory=4000)
+    return plan_for(decoder(), [(backend, small)], split_mode="layer", host=Host(numpy, host, Hardware(flops=1e9)))
 
 
 PLANS: dict[str, Callable[[], Plan]] = {
@@ -69,13 +77,15 @@ PLANS: dict[str, Callable[[], Plan]] = {
         place=[("^(gate|up)", "reference:1"), ("normed3", "reference:0")],
     ),
     "experts": lambda: plan_for(experts(), faulty_group(2), choose=cut_at(1)),
+    "host": lambda: with_host(),
     "states": lambda: plan_for(counters(), faulty_group(1)),
-    "states cut": lambda: plan_for(counters(), faulty_group(2, "mixed"), choose=cut_at(2)),
+    "states cut": lambda: plan_for(counters(), faulty_group(2, "mixed"), choose=cut_at(2), tensor_split=(2, 1)),
     "states layers": lambda: plan_for(counters(), faulty_group(2, "numpy"), split_mode="layer"),
     "cache": lambda: plan_for(cached_product(3), faulty_group(2), choose=cut_at(5)),
-    **{f"random {seed}": lambda seed=seed: _random(seed) for seed in range(200)},
 }
-ONLY_BY_HAND = [name for name in PLANS if not name.startswith("random")]
+BY_HAND = tuple(PLANS)
+FEW = ("cut", "host", "states cut")
+"""Plans that have every field between them: cut, in layers over two kinds of devices, with states of each kind."""
 
 
 @cache

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from hocket.backends.base import BufferSpec, Device, Instruction, Tensor
+from hocket.backends.base import BufferSpec, Device, Instruction, Program, Tensor
 from hocket.backends.numpy.backend import NumpyBackend
 from hocket.backends.reference.backend import ReferenceBackend
-from hocket.graph import DType, Graph, Node, Spec, Value
+from hocket.graph import DType, Graph, Node, Spec, Value, input
 from hocket.scheduler import Plan
 from hocket.scheduler.hardware import Hardware
 from hocket.scheduler.layout import PARTIAL, REPLICATE, Local, Partial, Replicate, Shard
@@ -37,10 +37,12 @@ STRANGERS: Mapping[str, Any] = {
     "BufferSpec": BufferSpec("state", "stranger", 64, Spec((16,), DType.F32), Spec((16,), DType.F32)),
     "Placed": Placed(0, "", ("stranger",)),
     "Instruction": Instruction("cont", (), (), {}, None, "stranger"),
-    "int": 3,
     "Device": Device("stranger", 0),
+    "Program": Program((), (), {}, {}),
+    "Graph": Graph({"stranger": input("stranger", (2,))}),
+    "Node": input("stranger", (2,)).node,
 }
-"""What to put where nothing is, by the word for it in the field's type."""
+"""Records that no plan has, by their class: to put where others are, or nothing is."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,9 @@ def sites(plan: Plan) -> list[Site]:
 def _sites(value: Any, path: Path) -> Iterator[Site]:
     if isinstance(value, Graph):
         yield from (_site(value, name, path) for name in ("outputs", "updates"))
+        for name, end in value.outputs.items():
+            at = (*path, ("field", "outputs"), ("key", name))
+            yield from (_site(end, f.name, at) for f in dataclasses.fields(end))
         for at, node in enumerate(value.nodes):
             yield from (_site(node, f.name, (*path, ("node", at))) for f in dataclasses.fields(node))
             for number, spec in enumerate(node.specs):
@@ -157,7 +162,9 @@ def _same(one: Any, two: Any) -> bool:
 
 def _of(value: Any, hint: str, dice: random.Random) -> list[tuple[str, Any]]:
     if value is None:
-        return [("not missing", other) for word, other in STRANGERS.items() if word in hint.replace("|", " ").split()]
+        words = hint.replace("|", " ").split()
+        strangers = [("not missing", other) for word, other in STRANGERS.items() if word in words]
+        return strangers + [("not missing", other) for other in (3, -3) if "int" in words]
     if isinstance(value, bool):
         return [("the contrary", not value)]
     if isinstance(value, int):
@@ -177,8 +184,8 @@ def _of(value: Any, hint: str, dice: random.Random) -> list[tuple[str, Any]]:
         return _of_mapping(value, hint, dice)
     if isinstance(value, frozenset):
         return _of_set(value, dice)
-    if dataclasses.is_dataclass(value):
-        return []  # its own fields are sites
+    if dataclasses.is_dataclass(value):  # its own fields are sites
+        return [("a stranger", other) for word, other in STRANGERS.items() if word == type(value).__name__]
     return [("another", other) for other in BACKENDS] if hasattr(value, "compile") else []
 
 
@@ -206,7 +213,7 @@ def _of_mapping(value: Mapping[Any, Any], hint: str, dice: random.Random) -> lis
     wrong += [("one for another", {**value, one: value[two]})]
     if isinstance(one, str):
         wrong += [("renamed", {**less, f"{one}~": value[one]}), ("one more", {**value, f"{one}~": value[one]})]
-    inner = [] if dataclasses.is_dataclass(value[one]) else _of(value[one], "", dice)
+    inner = _of(value[one], "", dice)
     wrong += [(f"one {word}", {**value, one: other}) for word, other in inner]
     return [(word, MappingProxyType(other)) for word, other in wrong]
 
