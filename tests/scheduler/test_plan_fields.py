@@ -57,14 +57,15 @@ def test_the_plans_that_are_broken_run_right(name):
 
 def test_a_field_that_is_wrong_is_found_or_the_plan_runs_right():
     dice, tally = random.Random(5), Tally()
+    checked = {field for field, said in documented().items() if not said.startswith("free")} - {"Graph.nodes"}
     for field, names in fields().items():
-        dice.shuffle(names)
-        mutants = next((m for name in names if (m := list(one_field(name, field, dice)))), [])
-        for mutant in mutants:
-            tally.judge(mutant)
+        for name in dice.sample(names * 3, len(names) * 3):  # what one record holds may leave little to be wrong
+            for mutant in one_field(name, field, dice):
+                tally.judge(mutant)
+            if tally.refused[field] or field not in checked:
+                break
     assert not tally.missed
     assert not tally.raised
-    checked = {field for field, said in documented().items() if not said.startswith("free")} - {"Graph.nodes"}
     assert sorted(checked - tally.refused.keys()) == []
     free = documented().keys() - checked
     assert sorted(free & tally.refused.keys()) == []
