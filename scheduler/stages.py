@@ -11,10 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..backends.base import Instruction, Program
-<<<<<<< HEAD
-from ..graph.graph import Graph, names
-=======
->>>>>>> b6731b6 (Instructions number their node, devices that do the same share one program; the verifier takes dtypes, strides, buffers, scratch and what a plan says exactly)
 from ..graph.node import Node, Value
 from ..ops import op_of
 from ..ops.collective import sequence_of

@@ -22,12 +22,7 @@ from ...graph.export import to_json as graph_to_json
 from ...graph.graph import Graph, names
 from ...graph.node import Node
 from ...graph.spec import Spec, make_spec
-<<<<<<< HEAD
-from ...ops import cont, get_rows, set_rows, verify
-=======
-from ...graph.text import names
 from ...ops import REGISTRY, verify
->>>>>>> b6731b6 (Instructions number their node, devices that do the same share one program; the verifier takes dtypes, strides, buffers, scratch and what a plan says exactly)
 from ..hardware import Hardware
 from ..layout import PARTIAL, REPLICATE, Layout, Local, Shard, local_shape
 from ..lowering.lane import Lane, first_alike

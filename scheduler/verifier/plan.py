@@ -17,12 +17,7 @@ import numpy as np
 from ...graph.errors import GraphError, PlanError
 from ...graph.graph import names
 from ...graph.node import Node, Value
-<<<<<<< HEAD
-from ...ops import REGISTRY, op_of, verify
-=======
-from ...graph.text import names
 from ...ops import REGISTRY, verify
->>>>>>> b6731b6 (Instructions number their node, devices that do the same share one program; the verifier takes dtypes, strides, buffers, scratch and what a plan says exactly)
 from ...ops.collective import COLLECTIVES
 from ..layout import Layout, Local, Partial, Shard
 from ..plan import Lane, Plan

@@ -14,14 +14,8 @@ from ...backends.base import ALIGNMENT, Backend, BufferSpec, Instruction, Progra
 from ...graph.errors import PlanError
 from ...graph.graph import Graph, names
 from ...graph.node import Node, Value
-<<<<<<< HEAD
-from ...ops import op_of
-from .contents import Memory, Views, extent_of, is_dense, meet, show
-=======
-from ...graph.text import names
 from ...ops import cont, op_of
 from .contents import Memory, Views, extent_of, is_dense, kept_dtype, meet, scratch_faults, show
->>>>>>> b6731b6 (Instructions number their node, devices that do the same share one program; the verifier takes dtypes, strides, buffers, scratch and what a plan says exactly)
 from .undo import Journal
 
 KINDS = ("weight", "state", "constant")
