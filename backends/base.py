@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 Array: TypeAlias = npt.NDArray[Any]
+ALIGNMENT = 64
+"""Bytes: every buffer, and every value and scratch in the arena, begins at a multiple of a cache line, which is the
+widest vector, too."""
 BOARD_FAILED, BOARD_RUN = 8, 9
 """Words of a group's board (`Comm.board`)."""
 GROUP = "hocket.backends"
@@ -88,7 +91,11 @@ class BufferSpec:
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One kernel call: what it reads, what it writes, the arena bytes it may scribble on meanwhile."""
+    """One kernel call: what it reads, what it writes, the arena bytes it may scribble on meanwhile.
+
+    `node` is the name that messages give the step; `index` is where the node stands that the step computes, among the
+    nodes of the device's graph: -1 where none does, for the copies that the planner adds.
+    """
 
     op: str
     src: tuple[Tensor | None, ...]
@@ -96,17 +103,18 @@ class Instruction:
     attrs: Attrs
     scratch: Tensor | None
     node: str
+    index: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Everything one device does in one run.
+    """Everything one device does in one run; devices that do the same have one program.
 
+    The first buffer is the arena, the others are leaves of the graph, each once.
     `undo` takes a run back that failed.  Each entry is the position of an instruction that saves what later ones
     overwrite in a state, and the instruction that puts it back; those whose save has finished are run in reverse.
     """
 
-    device: str
     buffers: tuple[BufferSpec, ...]
     instructions: tuple[Instruction, ...]
     inputs: Mapping[str, Tensor]
@@ -254,8 +262,9 @@ class Measures(Protocol):
         """Run once: the same names, each with the seconds it took, which may be read after the next run has begun."""
 
 
-def run_calls(program: Program, calls: Iterable[tuple[int, Callable[[], object]]]) -> None:
-    """Make the calls in order, each given with the number of its instruction.  One that fails is a `StepError`."""
+def run_calls(program: Program, on: Device, calls: Iterable[tuple[int, Callable[[], object]]]) -> None:
+    """Make the calls of a program on device `on` in order, each given with the number of its instruction.  One that
+    fails is a `StepError`."""
     at = 0
     try:
         for number, call in calls:
@@ -263,7 +272,7 @@ def run_calls(program: Program, calls: Iterable[tuple[int, Callable[[], object]]
             call()
     except BaseException as why:  # an interrupt, too, leaves a step half done
         said = str(why) if isinstance(why, HocketError) else " ".join(f"{type(why).__name__}: {why}".split())
-        raise StepError(program.instructions[at].node, program.device, at, said) from why
+        raise StepError(program.instructions[at].node, str(on), at, said) from why
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -82,5 +82,5 @@ def lane_for(graph: Graph, backend: Backend, device: Device) -> Lane:
     """The checked program of a graph on one device, without the search over several."""
     verify(graph)
     lowered, program = lower(graph, backend, device)
-    check(lowered, program)
+    check(lowered, program, backend)
     return Lane(device, backend, lowered, program)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..backends.base import Backend, BufferSpec, Device, Instruction, Program, Tensor
+from ..backends.base import Backend, BufferSpec, Device, Program, Tensor
 from ..graph.dtypes import DType
 from ..ops.quants import decoded, encoded
 from ..scheduler import Alone, Lane
@@ -69,15 +69,13 @@ def spread(program: Program) -> tuple[Program, list[tuple[int, int]]]:
         return replace(tensor, offset=tensor.offset + shift)
 
     instructions = tuple(
-        Instruction(i.op, tuple(map(move, i.src)), tuple(map(move, i.dst)), i.attrs, move(i.scratch), i.node)
+        replace(i, src=tuple(map(move, i.src)), dst=tuple(map(move, i.dst)), scratch=move(i.scratch))
         for i in program.instructions
     )
     buffers = list(program.buffers)
     buffers[arena] = BufferSpec("arena", "", top)
     inputs, outputs = ({k: move(t) for k, t in m.items()} for m in (program.inputs, program.outputs))
-    moved_program = Program(
-        program.device, tuple(buffers), instructions, MappingProxyType(inputs), MappingProxyType(outputs)
-    )
+    moved_program = Program(tuple(buffers), instructions, MappingProxyType(inputs), MappingProxyType(outputs))
     return moved_program, regions
 
 

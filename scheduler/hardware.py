@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ..graph.node import Node
@@ -17,6 +18,12 @@ class Hardware:
     launch: float = 2e-6
     link_bandwidth: float = 10e9
     link_latency: float = 5e-6
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether speeds are above zero and times not below, and all are finite."""
+        speeds, times = (self.flops, self.bandwidth, self.link_bandwidth), (self.launch, self.link_latency)
+        return all(0 < speed < math.inf for speed in speeds) and all(0 <= time < math.inf for time in times)
 
     def compute(self, flops: float, nbytes: float) -> float:
         """Time of a kernel: whichever of arithmetic and memory takes longer, and its launch."""

@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..backends.base import Instruction, Program
-from ..graph.graph import Graph, names
 from ..graph.node import Node, Value
 from ..ops import op_of
 from ..ops.collective import sequence_of
 from .hardware import Counts, Estimate, Hardware, sent_bytes
-from .lowering.lane import Lane
+from .lowering.lane import Lane, first_alike
 
 WORK = "work"
 
@@ -44,12 +43,12 @@ class Stage:
 def stages(lanes: Sequence[Lane], speeds: Sequence[Hardware], whole: Mapping[str, int]) -> list[Stage]:
     """All stages, in the order of the meetings; `speeds` are those of each device, `whole` gives the bytes of weights
     and states before they were cut."""
-    parts: dict[int, _Parts] = {}
+    own: list[_Parts] = []
     counts = Counts()
-    for lane, hardware in zip(lanes, speeds, strict=True):
-        if id(lane.graph) not in parts:
-            parts[id(lane.graph)] = _Parts(lane.graph, lane.program, hardware, whole, counts, len(lanes))
-    own = [parts[id(lane.graph)] for lane in lanes]
+    for number, first in enumerate(first_alike(lanes)):
+        lane = lanes[number]
+        new = first == number
+        own.append(_Parts(lane, speeds[number], whole, counts, len(lanes)) if new else own[first])
     found: list[Stage] = []
     for number in sorted({n for p in own for n in p.meetings}):
         there = [d for d, p in enumerate(own) if number in p.meetings]
@@ -103,12 +102,9 @@ def _meeting(there: Sequence[int], own: Sequence[_Parts], number: int) -> Stage:
 class _Parts:
     """One program cut at its meetings: `before` each of them a stage of work, with the ops it runs as its kind."""
 
-    def __init__(
-        self, graph: Graph, program: Program, hardware: Hardware, whole: Mapping[str, int], counts: Counts, devices: int
-    ) -> None:
+    def __init__(self, lane: Lane, hardware: Hardware, whole: Mapping[str, int], counts: Counts, devices: int) -> None:
         self.hardware, self.whole, self.counts, self.devices = hardware, whole, counts, devices
-        self.nodes = {name: node for node, name in names(graph).items()}
-        self.saves = program.saves
+        self.nodes, program = lane.graph.nodes, lane.program
         self.meetings: dict[int, Stage] = {}
         self.before: dict[int, tuple[str, Stage]] = {}
         start = 0
@@ -128,8 +124,8 @@ class _Parts:
         """The stage of the instructions from `start` to `stop`."""
         reads = seconds = uncut = 0.0
         cut = False
-        for at, i in enumerate(program.instructions[start:stop], start):
-            node = None if at in self.saves else self.nodes.get(i.node)
+        for i in program.instructions[start:stop]:
+            node = self.nodes[i.index] if i.index >= 0 else None
             if node is None:  # a copy of a state: of the new one over the old one, or to undo that
                 flops, nbytes, more, times = 0.0, _copied(i), 0.0, 1.0
             else:

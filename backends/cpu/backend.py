@@ -104,7 +104,7 @@ class CpuBackend(NumpyBackend):
 
         if self._crew is None:
             self._crew = Crew(self.threads)
-        return bound(program, buffers, self._crew, comm, in_python)
+        return bound(program, buffers, on, self._crew, comm, in_python)
 
 
 def _dequantised(program: Program, buffers: Sequence[Any], tensor: Tensor) -> Array:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from ...ops.collective import COLLECTIVES
-from ..base import Comm, Instruction, Program, Tensor
+from ..base import Comm, Device, Instruction, Program, Tensor
 from ..flow import Flow
 from ..liveness import readers_of
 from ..operands import Bound, NoKernelError, Operand
@@ -22,6 +22,7 @@ log = logging.getLogger("hocket.kernels")
 def bound(
     program: Program,
     buffers: Sequence[np.ndarray],
+    on: Device,
     crew: Crew,
     comm: Comm,
     in_python: Callable[[Instruction], list[Callable[[], object]]],
@@ -33,7 +34,7 @@ def bound(
         return Operand(buffers[tensor.buffer].ctypes.data + tensor.offset, tensor, spec.declared, spec.stored)
 
     flow = Flow(program, readers_of(program, operand))
-    return Replay(program, _work(flow, crew, comm, in_python), flow.finished, crew, comm, buffers)
+    return Replay(program, on, _work(flow, crew, comm, in_python), flow.finished, crew, comm, buffers)
 
 
 def _work(flow: Flow, crew: Crew, comm: Comm, in_python: Callable[[Instruction], list[Callable[[], object]]]) -> Work:

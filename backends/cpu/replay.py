@@ -16,7 +16,7 @@ from queue import SimpleQueue
 import numpy as np
 
 from ...graph.errors import BackendError, StepError
-from ..base import Array, Comm, Program, run_calls
+from ..base import Array, Comm, Device, Program, run_calls
 from .compiler import REPLAY
 from .kernels import collective
 from .kernels.loop import ARGS, MEETS, SHARED_BYTES, STEP, STEP_FAILED, WHOLE, run, timed
@@ -145,6 +145,7 @@ class Replay:
     def __init__(
         self,
         program: Program,
+        on: Device,
         work: Work,
         finished: Callable[[int], int | frozenset[int]],
         crew: Crew,
@@ -152,14 +153,14 @@ class Replay:
         memory: Sequence[object],
     ) -> None:
         """`finished` gives what has run where an instruction fails, as `StepError` says it."""
-        self.program, self.work, self.crew, self.comm = program, work, crew, comm
+        self.program, self.on, self.work, self.crew, self.comm = program, on, work, crew, comm
         self._finished = finished
         self._memory = memory  # compiled steps know addresses only
         self._calls = [(n, partial(crew.run, one) if isinstance(one, Segment) else one) for n, one in work]
 
     def __call__(self) -> None:
         try:
-            run_calls(self.program, self._calls)
+            run_calls(self.program, self.on, self._calls)
         except StepError as error:
             if (why := error.__cause__) is not None and not isinstance(why, Exception):
                 raise why from None  # an interrupt: nobody knows how much of a segment has run
@@ -169,7 +170,7 @@ class Replay:
                 raise
             at = self.program.instructions[why.number]
             said = missing(self.comm, at.attrs["sequence"]) if why.is_late else str(why)
-            raise StepError(at.node, self.program.device, self._finished(why.number), said) from why
+            raise StepError(at.node, str(self.on), self._finished(why.number), said) from why
 
     def kernels(self) -> list[str]:
         """The names of the kernels that a run calls, in order."""

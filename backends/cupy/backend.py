@@ -239,10 +239,10 @@ class Replay:
         try:
             self._meetings.check()
             if not self._meetings.is_ready and self.program.instructions:
-                run_calls(self.program, [(0, self._meet_first)])
+                run_calls(self.program, self.on, [(0, self._meet_first)])
             elif not self._meetings.is_ready:  # others still ask where its memory is
                 self._meet_first()
-            run_calls(self.program, map(self._as_asked, self._calls))
+            run_calls(self.program, self.on, map(self._as_asked, self._calls))
             if self._calls:
                 self._meetings.wait()
         except LostError as error:
@@ -256,18 +256,18 @@ class Replay:
             if not isinstance(why, LaunchError):
                 raise
             node, finished = self.program.instructions[why.number].node, self._flow.finished(why.number)
-            raise StepError(node, self.program.device, finished, str(why)) from why
+            raise StepError(node, str(self.on), finished, str(why)) from why
         if self._bound.faults and (noted := self._noted()) is not None:
             number, said = noted
             node = self.program.instructions[number].node
-            raise StepError(node, self.program.device, len(self.program.instructions), said)
+            raise StepError(node, str(self.on), len(self.program.instructions), said)
 
     def _lost(self, why: LostError) -> StepError:
         """Of a run that waited in vain: everything in it ended, with results of nothing."""
         self._calls, self._launched = [], {}  # graphs go before the communicator that they use
         self._noted()
         (node,) = (p.instruction.node for p in self._parts if isinstance(p, Met) and p.sequence == why.sequence)
-        return StepError(node, self.program.device, len(self.program.instructions), str(why))
+        return StepError(node, str(self.on), len(self.program.instructions), str(why))
 
     def kernels(self) -> list[str]:
         """The kernels that a run launches, in order, and the ops for which devices meet."""

@@ -119,7 +119,7 @@ class NullBackend:
 
         def replay() -> None:
             clock = _Clock(comm)
-            run_calls(program, enumerate(partial(clock.run, i, seconds) for i, seconds in priced))
+            run_calls(program, on, enumerate(partial(clock.run, i, seconds) for i, seconds in priced))
             self.tracks[str(on)] = clock.track
 
         return replay

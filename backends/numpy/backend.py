@@ -44,7 +44,7 @@ class NumpyBackend(HostBackend):
 
         def replay() -> None:
             with np.errstate(all="ignore"):  # IEEE results (inf, NaN) are results here
-                run_calls(program, calls)
+                run_calls(program, on, calls)
 
         return replay
 

@@ -44,7 +44,7 @@ class ReferenceBackend(HostBackend):
 
         def replay() -> None:
             with np.errstate(all="ignore"):
-                run_calls(program, calls)
+                run_calls(program, on, calls)
 
         return replay
 

@@ -6,8 +6,7 @@ from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-ALIGNMENT = 64
-"""Bytes: a cache line, and the widest vector."""
+from ...backends.base import ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)

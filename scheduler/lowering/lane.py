@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...backends.base import Backend, Device, Program
 from ...graph.arguments import Kind, a, list_of, pair_of
@@ -20,7 +20,10 @@ DEVICES = list_of(
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """One device's part of a plan: `graph` is what it runs, with local shapes and the `cont` nodes kernels needed."""
+    """One device's part of a plan: `graph` is what it runs, with local shapes and the `cont` nodes kernels needed.
+
+    Instructions of `program` say by number which node of `graph` they compute.
+    """
 
     device: Device
     backend: Backend
@@ -32,8 +35,14 @@ class Lane:
         return {kind: self.program.nbytes(kind) for kind in ("weight", "state", "constant", "arena")}
 
 
+def first_alike(lanes: Sequence[Lane]) -> list[int]:
+    """For each lane the number of the first one that runs the same program: its own, if none does."""
+    first: dict[int, int] = {}
+    return [first.setdefault(id(lane.program), number) for number, lane in enumerate(lanes)]
+
+
 def lanes_of(graphs: Sequence[Graph], group: Devices) -> tuple[Lane, ...]:
-    """The lane of each device from its graph; equal graphs on devices of one kind are lowered once."""
+    """The lane of each device from its graph; equal graphs on devices of one kind have one program."""
     known: dict[tuple[object, ...], Lane] = {}
     lanes = []
     digests = {g: g.digest() for g in set(graphs)} if len(group) > 1 else {}
@@ -42,7 +51,7 @@ def lanes_of(graphs: Sequence[Graph], group: Devices) -> tuple[Lane, ...]:
         if key in known:
             check_support(graph, backend, device)
             twin = known[key]
-            lanes.append(Lane(device, backend, twin.graph, replace(twin.program, device=str(device))))
+            lanes.append(Lane(device, backend, twin.graph, twin.program))
         else:
             lowered, program = lower(graph, backend, device)
             lanes.append(known.setdefault(key, Lane(device, backend, lowered, program)))

@@ -61,6 +61,7 @@ class _Lowering:
     ) -> None:
         self.graph, self.backend, self.on, self.order = graph, backend, on, order
         self.called, self.views = names(graph), dict(views)
+        self.index = {node: i for i, node in enumerate(graph.nodes)}
         self.saves: dict[Node | None, list[Save]] = defaultdict(list)  # by the node that they precede
         for save in saves(order, views, backend, on):
             self.saves[save.writer].append(save)
@@ -85,7 +86,6 @@ class _Lowering:
             source, target = self._tensor(new), self._tensor(state)
             instructions.append(Instruction(cont.name, (source,), (target,), cont.defaults, None, name))
         return Program(
-            str(self.on),
             tuple(self.buffers),
             tuple(instructions),
             MappingProxyType({v.node.name: self._tensor(v) for v in self.graph.inputs}),
@@ -99,7 +99,8 @@ class _Lowering:
     def _instruction(self, node: Node) -> Instruction:
         src = tuple(None if s is None else self._tensor(s) for s in node.src)
         dst = tuple(map(self._tensor, node.results))
-        return Instruction(node.op, src, dst, node.attrs, self.scratch.get(node), self.called[node])
+        index = self.index.get(node, -1)
+        return Instruction(node.op, src, dst, node.attrs, self.scratch.get(node), self.called[node], index)
 
     # ------------------------------------------------------------------------------------------------- sharing
 

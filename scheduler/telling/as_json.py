@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
@@ -22,15 +22,15 @@ from ...graph.export import to_json as graph_to_json
 from ...graph.graph import Graph, names
 from ...graph.node import Node
 from ...graph.spec import Spec, make_spec
-from ...ops import cont, get_rows, set_rows, verify
+from ...ops import REGISTRY, verify
 from ..hardware import Hardware
 from ..layout import PARTIAL, REPLICATE, Layout, Local, Shard, local_shape
-from ..lowering.lane import Lane
+from ..lowering.lane import Lane, first_alike
 from ..plan import Placed, Plan
 from ..simulated import SIMULATED, SimulatedBackend
 from ..verifier.plan import verify_plan
 
-FORMAT = "hocket-plan-2"
+FORMAT = "hocket-plan-3"
 
 
 @needs(PlanError, plan=a(Plan))
@@ -83,12 +83,12 @@ def _one_line(why: Exception) -> str:
 def _running(plan: Plan) -> dict[str, Any]:
     """What runs where, as plain data.  Keys keep their order, which follows from the graph: sorting them would change
     the order of a graph's outputs, and with it the numbers of nodes without a name."""
-    programs: dict[int, int] = {}
-    written: list[dict[str, Any]] = []
-    for lane in plan.lanes:
-        if id(lane.graph) not in programs:
-            programs[id(lane.graph)] = len(written)
-            written.append({"graph": json.loads(graph_to_json(lane.graph)), **_program(lane.program)})
+    alike = first_alike(plan.lanes)
+    own = {first: place for place, first in enumerate(dict.fromkeys(alike))}
+    programs = [
+        {"graph": json.loads(graph_to_json(plan.lanes[first].graph)), **_program(plan.lanes[first].program)}
+        for first in own
+    ]
     return {
         "format": FORMAT,
         "graph": json.loads(graph_to_json(plan.graph)),
@@ -98,11 +98,11 @@ def _running(plan: Plan) -> dict[str, Any]:
                 "kind": lane.device.kind,
                 "index": lane.device.index,
                 **({} if lane.device.part is None else {"part": lane.device.part}),
-                "program": programs[id(lane.graph)],
+                "program": own[first],
             }
-            for lane in plan.lanes
+            for lane, first in zip(plan.lanes, alike, strict=True)
         ],
-        "programs": written,
+        "programs": programs,
         "leaves": {name: _layout(layout) for name, layout in plan.leaves.items()},
         "outputs": {name: _layout(layout) for name, layout in plan.outputs.items()},
         "cuts": sorted(map(list, plan.cuts)),
@@ -120,7 +120,7 @@ def _layout(layout: Layout) -> object:
 
 
 def _program(program: Program) -> dict[str, Any]:
-    """The program without its device; what an instruction computes is said by the node that it names."""
+    """The program; attributes of an instruction are those of the node that it numbers."""
     return {
         "buffers": [[b.kind, b.name, b.nbytes, _spec(b.declared), _spec(b.stored)] for b in program.buffers],
         "instructions": list(map(_instruction, program.instructions)),
@@ -131,7 +131,7 @@ def _program(program: Program) -> dict[str, Any]:
 
 
 def _instruction(i: Instruction) -> object:
-    return [i.node, list(map(_tensor, i.src)), list(map(_tensor, i.dst)), _tensor(i.scratch)]
+    return [i.index, i.op, i.node, list(map(_tensor, i.src)), list(map(_tensor, i.dst)), _tensor(i.scratch)]
 
 
 def _spec(spec: Spec | None) -> object:
@@ -149,18 +149,13 @@ def _tensor(tensor: Tensor | None) -> object:
 
 def _plan(document: dict[str, Any]) -> Plan:
     graph = graph_from_json(json.dumps(document["graph"]))
-    bodies = [(graph_from_json(json.dumps(entry["graph"])), entry) for entry in document["programs"]]
-    named = [({name: node for node, name in names(local).items()}, local, entry) for local, entry in bodies]
-    found: dict[int, tuple[Graph, Program]] = {}
+    graphs = [graph_from_json(json.dumps(entry["graph"])) for entry in document["programs"]]
+    programs = [_read_program(entry, own) for entry, own in zip(document["programs"], graphs, strict=True)]
     lanes = []
     for entry in document["lanes"]:
         backend, device = _device(entry)
         number = _whole_number(entry["program"])
-        if number not in found:
-            nodes, local, body = named[number]
-            found[number] = (local, _read_program(body, nodes, str(device)))
-        local, program = found[number]
-        lanes.append(Lane(device, backend, local, _for(program, str(device))))
+        lanes.append(Lane(device, backend, graphs[number], programs[number]))
     return Plan(
         graph,
         tuple(lanes),
@@ -178,10 +173,6 @@ def _plan(document: dict[str, Any]) -> Plan:
     )
 
 
-def _for(program: Program, device: str) -> Program:
-    return replace(program, device=device)
-
-
 def _device(entry: Mapping[str, Any]) -> tuple[Backend, Device]:
     kind, index = _text(entry["kind"]), _whole_number(entry["index"])
     if entry["backend"] == SIMULATED:
@@ -193,36 +184,28 @@ def _device(entry: Mapping[str, Any]) -> tuple[Backend, Device]:
     return backend, device
 
 
-def _read_program(entry: Mapping[str, Any], nodes: Mapping[str, Node], device: str) -> Program:
+def _read_program(entry: Mapping[str, Any], graph: Graph) -> Program:
     def tensors(items: Mapping[str, Any]) -> Mapping[str, Tensor]:
         return MappingProxyType({name: _present(value) for name, value in items.items()})
 
-    undo = {_whole_number(at): back for at, back in entry["undo"]}
-    instructions = (
-        # What saves a state, no node of the graph says, whatever it is called.
-        _read_instruction({} if at in undo else nodes, *parts)
-        for at, parts in enumerate(entry["instructions"])
-    )
     return Program(
-        device,
         tuple(
             BufferSpec(_text(kind), _text(name), _whole_number(nbytes), _read_spec(declared), _read_spec(stored))
             for kind, name, nbytes, declared, stored in entry["buffers"]
         ),
-        tuple(instructions),
+        tuple(_read_instruction(graph, *parts) for parts in entry["instructions"]),
         tensors(entry["inputs"]),
         tensors(entry["results"]),
-        tuple((at, _read_instruction({}, *back)) for at, back in undo.items()),
+        tuple((_whole_number(at), _read_instruction(graph, *parts)) for at, parts in entry["undo"]),
     )
 
 
-def _read_instruction(nodes: Mapping[str, Node], name: Any, src: Any, dst: Any, scratch: Any) -> Instruction:
-    node = nodes.get(_text(name))
+def _read_instruction(graph: Graph, index: Any, op: Any, name: Any, src: Any, dst: Any, scratch: Any) -> Instruction:
     operands, results = tuple(map(_read_tensor, src)), tuple(map(_present, dst))
-    if node is None:  # a copy that the planner adds, by what it reads: all of it, some rows, or rows into others
-        copy = (cont, get_rows, set_rows)[len(operands) - 1]
-        return Instruction(copy.name, operands, results, copy.defaults, _read_tensor(scratch), name)
-    return Instruction(node.op, operands, results, node.attrs, _read_tensor(scratch), name)
+    if type(index) is not int or not -1 <= index < len(graph.nodes):
+        raise ValueError(f"step {name!r:.60} computes node {index!r:.60} of {len(graph.nodes)}")
+    attrs = REGISTRY[_text(op)].defaults if index == -1 else graph.nodes[index].attrs
+    return Instruction(op, operands, results, attrs, _read_tensor(scratch), _text(name), index)
 
 
 def _read_tensor(value: Any) -> Tensor | None:

@@ -168,14 +168,11 @@ class _Reasons:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.because = _because(plan)
-        self.nodes = {id(lane.graph): {n: node for node, n in names(lane.graph).items()} for lane in plan.lanes}
 
     def of(self, stage: Stage) -> str:
         lane = self.plan.lanes[stage.source]
         instructions = lane.program.instructions[stage.first : stage.first + stage.count]
-        named, saves = self.nodes[id(lane.graph)], lane.program.saves
-        found = [None if at in saves else named.get(i.node) for at, i in enumerate(instructions, stage.first)]
-        nodes = [n for n in found if n is not None]
+        nodes = [lane.graph.nodes[i.index] for i in instructions if i.index >= 0]
         return self._work(nodes) if stage.op == WORK else self._meeting(lane, stage, nodes[0])
 
     def _work(self, nodes: Sequence[Node]) -> str:

@@ -8,15 +8,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...backends.base import Program, Tensor, contiguous_strides
+from ...backends.base import ALIGNMENT, Backend, Program, Tensor, contiguous_strides
+from ...graph.dtypes import DType
 from ...graph.node import Node, Value
+from ...graph.spec import MAX_SIZE
 from ...ops import op_of
 
 
 class Memory:
     """What each range of each buffer holds: per buffer disjoint ranges in order, as starts and (end, value).
 
-    `lost` are the values that lost bytes to others, until somebody asks.
+    `lost` are the values that lost bytes to others, until somebody asks; `top` is where the last value of the arena,
+    buffer 0, ends.
     """
 
     def __init__(self, program: Program) -> None:
@@ -24,11 +27,14 @@ class Memory:
         self.starts: list[list[int]] = [[] for _ in program.buffers]
         self.ranges: list[list[tuple[int, object]]] = [[] for _ in program.buffers]
         self.lost: list[object] = []
+        self.top = 0
 
     def write(self, extent: tuple[int, int, int], value: object) -> None:
         buffer, start, end = extent
         if start >= end:
             return
+        if buffer == 0:
+            self.top = max(self.top, end)
         starts, ranges = self.starts[buffer], self.ranges[buffer]
         first = bisect_right(starts, start)
         if first and ranges[first - 1][0] > start:
@@ -56,46 +62,53 @@ class Memory:
         if not 0 <= tensor.buffer < len(self.program.buffers):
             yield f"{what}: {tensor} lies in no buffer"
             return
+        if len(tensor.shape) != len(tensor.strides) or not all(
+            0 <= n <= MAX_SIZE // 16 for n in (*tensor.shape, *tensor.strides)
+        ):
+            yield f"{what}: shape {list(tensor.shape)} with strides {list(tensor.strides)} is no tensor"
+            return
         _, start, end = extent_of(tensor)
         if not 0 <= start <= end <= self.program.buffers[tensor.buffer].nbytes:
             yield f"{what}: {tensor} lies outside its buffer of {self.program.buffers[tensor.buffer].nbytes} bytes"
 
     def expect(self, tensor: Tensor, seen: Seen, what: str) -> Iterator[str]:
         """Complaints unless `tensor` is what the graph says: this view of that value, which lies there now."""
-        yield from self.inside(tensor, what)
+        if (tensor.shape, tensor.strides) != (seen.shape, seen.strides) or tensor.dtype is not seen.dtype:
+            yield f"{what}: {tensor} is not {seen.dtype}{list(seen.shape)} by strides {list(seen.strides)}"
+            return
+        complaints = list(self.inside(tensor, what))
+        yield from complaints
         extent = extent_of(tensor)
-        if tensor.shape != seen.shape:
-            yield f"{what} is {list(tensor.shape)}, and its value is {list(seen.shape)}"
-        if extent[1] == extent[2] or not 0 <= tensor.buffer < len(self.program.buffers):
+        if complaints or extent[1] == extent[2]:
             return
         start, held = self.holds(extent)
         if held != seen.base:
             yield f"{what}: reads {seen.base!r} from {tensor}, which holds {show(held)}"
-        elif not seen.lies_as(tensor, start):
+        elif tensor.offset != seen.begins(start):
             yield f"{what}: reads other entries of {seen.base!r} than its view has: {tensor}"
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A value as a view of the value whose memory it shows; offset and strides in elements."""
+    """A value as a view of the value whose memory it shows; offset and strides in elements of the dtype in which that
+    is kept."""
 
     base: Value
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    dtype: DType
 
-    def lies_as(self, tensor: Tensor, start: int) -> bool:
-        """Whether `tensor` is this view of a base that begins at byte `start`."""
-        dtype = tensor.dtype
-        at = start + self.offset * dtype.block_bytes // dtype.block
-        pairs = zip(self.shape, self.strides, tensor.strides, strict=True)
-        return tensor.offset == at and all(n == 1 or mine == theirs for n, mine, theirs in pairs)
+    def begins(self, start: int) -> int:
+        """The byte at which it begins if its base begins at byte `start`."""
+        return start + self.offset * self.dtype.block_bytes // self.dtype.block
 
 
 class Views:
     """What each value of a graph shows, by the functions with which its views are declared."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
         self.known: dict[Value, Seen] = {}
 
     def of(self, value: Value) -> Seen:
@@ -104,7 +117,7 @@ class Views:
             chain.append(chain[-1].node.inputs[0])
         base = chain.pop()
         if base not in self.known:
-            self.known[base] = Seen(base, 0, base.shape, contiguous_strides(base.shape))
+            self.known[base] = Seen(base, 0, base.shape, contiguous_strides(base.shape), kept_dtype(self.backend, base))
         for seen in reversed(chain):
             self.known[seen] = _through(seen.node, self.known[seen.node.inputs[0]])
         return self.known[value]
@@ -117,7 +130,25 @@ def _through(node: Node, source: Seen) -> Seen:
     bytes_of = np.lib.stride_tricks.as_strided(np.empty(1, np.uint8), source.shape, source.strides)
     view = as_view(bytes_of, **node.attrs)
     shift = view.__array_interface__["data"][0] - bytes_of.__array_interface__["data"][0] if view.size else 0
-    return Seen(source.base, source.offset + shift, view.shape, view.strides)
+    return Seen(source.base, source.offset + shift, view.shape, view.strides, source.dtype)
+
+
+def kept_dtype(backend: Backend, value: Value) -> DType:
+    """The dtype in which a backend keeps a value that is no view."""
+    return backend.stored(value.spec, value.node.op if value.node.is_leaf else "value").dtype
+
+
+def scratch_faults(memory: Memory, scratch: Tensor | None, need: int, where: str) -> Iterator[str]:
+    """Faults of the scratch of an instruction that needs so many bytes: a row of bytes in the arena."""
+    if scratch is None:
+        if need:
+            yield f"{where}: needs {need} bytes of scratch"
+    elif len(scratch.shape) != 1 or scratch != Tensor(0, scratch.offset, scratch.shape, (1,), DType.I8):
+        yield f"{where}: its scratch is {scratch}, which is no row of bytes in the arena"
+    elif scratch.shape[0] != need or scratch.offset % ALIGNMENT:
+        yield f"{where}: its scratch is {scratch}, need {need} bytes at a multiple of {ALIGNMENT}"
+    else:
+        yield from memory.inside(scratch, f"{where}: its scratch")
 
 
 def show(held: object) -> str:
@@ -138,5 +169,5 @@ def meet(one: tuple[int, int, int], two: tuple[int, int, int]) -> bool:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    dense = contiguous_strides(tensor.shape)
-    return all(n == 1 or s == d for n, s, d in zip(tensor.shape, tensor.strides, dense, strict=True))
+    steps = zip(tensor.shape, tensor.strides, contiguous_strides(tensor.shape), strict=True)
+    return 0 in tensor.shape or all(n == 1 or step == dense for n, step, dense in steps)

@@ -14,20 +14,20 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from ...backends.base import Instruction
-from ...graph.dtypes import DType
 from ...graph.errors import GraphError, PlanError
 from ...graph.graph import names
 from ...graph.node import Node, Value
-from ...ops import REGISTRY, op_of, verify
+from ...ops import REGISTRY, verify
 from ...ops.collective import COLLECTIVES
 from ..layout import Layout, Local, Partial, Shard
 from ..plan import Lane, Plan
 from .indices import Index, entries, joined, whole
 from .meetings import meeting_faults
 from .program import faults
+from .record import leaf_faults, record_faults
 from .restrict import show
 from .trace import Held, Meaning, Trace
+from .undo import saving_nodes
 
 
 def verify_plan(plan: Plan) -> None:
@@ -39,73 +39,45 @@ def verify_plan(plan: Plan) -> None:
 def plan_faults(plan: Plan) -> Iterator[str]:
     """Everything wrong with `plan`, as text; nothing if it is right."""
     sound = True
-    seen: dict[tuple[object, ...], list[str]] = {}  # devices with equal shares have one program between them
+    for why in record_faults(plan):
+        sound = False
+        yield why
+    seen: dict[tuple[object, ...], tuple[list[str], list[Node]]] = {}  # devices that do the same have one program
     for number, lane in enumerate(plan.lanes):
-        program = lane.program
-        key = (
-            type(lane.backend),
-            *map(
-                id, (lane.graph, program.buffers, program.instructions, program.undo, program.inputs, program.outputs)
-            ),
-        )
+        key = (type(lane.backend), id(lane.graph), id(lane.program))
         if key not in seen:
-            seen[key] = list(_lane_faults(lane))
-        if program.device != str(lane.device):
-            yield f"device {number}: the program is for {program.device}"
-        for why in seen[key]:
+            complaints = list(_lane_faults(lane))
+            added = [] if complaints else list(saving_nodes(lane.graph, lane.program))
+            seen[key] = complaints, [*filter(_computes, lane.graph.nodes), *added]
+        complaints, nodes = seen[key]
+        for why in complaints:
             sound = False
             yield f"device {number}: {why}"
-        for node in lane.graph.nodes:  # devices with one program may differ in what they can run
-            computes = node.op in REGISTRY and not node.is_leaf and not REGISTRY[node.op].is_view
-            if computes and not (answer := lane.backend.supports(node, lane.device)).ok:
+        for node in nodes:  # devices with one program may differ in what they can run
+            if not (answer := lane.backend.supports(node, lane.device)).ok:
+                sound = False
                 yield f"device {number}: {node!r} cannot run on {lane.device}: {answer.why}"
     for why in meeting_faults([lane.program for lane in plan.lanes]):
         sound = False
         yield why
     if sound:  # otherwise the graphs are not what runs
-        yield from _Whole(plan).faults()
+        complaints = list(leaf_faults(plan))
+        yield from complaints or _Whole(plan).faults()
+
+
+def _computes(node: Node) -> bool:
+    return node.op in REGISTRY and not node.is_leaf and not REGISTRY[node.op].is_view
 
 
 def _lane_faults(lane: Lane) -> Iterator[str]:
-    """A device's graph is legal, its program runs it, and its buffers are as large as the device needs them."""
+    """A device's graph is legal, and its program runs it."""
     try:
         if lane.graph.roots():  # a device may have nothing to do
             verify(lane.graph)
     except GraphError as why:
         yield f"its graph is illegal: {why}"
         return
-    yield from faults(lane.graph, lane.program)
-    named = {(n.op, n.name): n.specs[0] for n in lane.graph.nodes if n.is_leaf}
-    for buffer in lane.program.buffers:
-        spec = named.get((buffer.kind, buffer.name))
-        if spec is None:
-            continue
-        stored = lane.backend.stored(spec, buffer.kind)
-        if buffer.declared != spec or buffer.stored != stored or buffer.nbytes < stored.nbytes:
-            yield f"buffer of {buffer.kind} %{buffer.name} is for {buffer.declared}, and the graph has {spec}"
-    for node, instruction in _run_by(lane):
-        need = lane.backend.scratch(node)
-        if need and (instruction.scratch is None or instruction.scratch.shape[0] < need):
-            yield f"%{instruction.node} needs {need} bytes of scratch"
-        places = (*zip(node.src, instruction.src, strict=False), *zip(node.results, instruction.dst, strict=False))
-        for value, tensor in places:
-            if value is not None and tensor is not None and tensor.dtype is not _kept(lane, value):
-                yield f"%{instruction.node}: {value!r} is kept as {tensor.dtype}"
-
-
-def _kept(lane: Lane, value: Value) -> DType:
-    """The dtype in which a device keeps a value, or what it is a view of."""
-    while not value.node.is_leaf and op_of(value.node).is_view:
-        value = value.node.inputs[0]
-    return lane.backend.stored(value.spec, value.node.op if value.node.is_leaf else "value").dtype
-
-
-def _run_by(lane: Lane) -> Iterator[tuple[Node, Instruction]]:
-    """The instructions of a lane with the nodes they compute."""
-    nodes, saves = {name: node for node, name in names(lane.graph).items()}, lane.program.saves
-    for at, instruction in enumerate(lane.program.instructions):
-        if instruction.node in nodes and at not in saves:
-            yield nodes[instruction.node], instruction
+    yield from faults(lane.graph, lane.program, lane.backend)
 
 
 class _Whole:
@@ -174,6 +146,8 @@ class _Whole:
         if not 0 <= layout.axis < len(value.shape) or len(layout.runs) != self.devices:
             return f"is cut along axis {layout.axis} for {len(layout.runs)} devices"
         n, dtype = value.shape[layout.axis], value.dtype
+        if any(len(run) != 2 for runs in layout.runs for run in runs):
+            return "has runs that are no pairs of offset and length"
         if any(start < 0 or k < 0 or start + k > n for runs in layout.runs for start, k in runs):
             return f"has runs outside its {n} entries"
         in_blocks = dtype.is_quantised and layout.axis == len(value.shape) - 1

@@ -7,126 +7,210 @@ complaint: at this step these bytes hold something else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
-from ...backends.base import Instruction, Program, Tensor, contiguous_strides
+from ...backends.base import ALIGNMENT, Backend, BufferSpec, Instruction, Program, Tensor, contiguous_strides
 from ...graph.errors import PlanError
 from ...graph.graph import Graph, names
 from ...graph.node import Node, Value
-from ...ops import op_of
-from .contents import Memory, Views, extent_of, is_dense, meet, show
+from ...ops import cont, op_of
+from .contents import Memory, Views, extent_of, is_dense, kept_dtype, meet, scratch_faults, show
 from .undo import Journal
 
-
-def check(graph: Graph, program: Program) -> None:
-    """Raise `PlanError` with the first fault of `program` as a way to run `graph`."""
-    for why in faults(graph, program):
-        raise PlanError(f"program for {program.device}: {why}")
+KINDS = ("weight", "state", "constant")
+"""Leaves that have a buffer of their own."""
 
 
-def faults(graph: Graph, program: Program) -> Iterator[str]:
+def check(graph: Graph, program: Program, backend: Backend) -> None:
+    """Raise `PlanError` with the first fault of `program` as a way to run `graph` on a device of `backend`."""
+    for why in faults(graph, program, backend):
+        raise PlanError(f"program of {len(program.instructions)} steps: {why}")
+
+
+def faults(graph: Graph, program: Program, backend: Backend) -> Iterator[str]:
     """Everything wrong with `program`, as text."""
-    called, views, memory = names(graph), Views(), Memory(program)
-    journal = Journal(graph, program, memory)
-    nodes = {called[n]: n for n in graph.nodes}
-    yield from _leaves(graph, program, memory)
-    ran: set[Node] = set()
-    updates = {f"{s.node.name}.update": (s, v) for s, v in graph.updates.items()}
-    for step, instruction in enumerate(program.instructions):
-        if step in journal.backs:
-            yield from journal.save(step, instruction)
-            continue
-        yield from _step(step, instruction, nodes, updates, memory, views)
-        yield from journal.after(step, instruction, nodes.get(instruction.node))
-        if instruction.node in nodes:
-            ran.add(nodes[instruction.node])
-    yield from journal.end()
-    for node in graph.nodes:
-        if not node.is_leaf and not op_of(node).is_view and node not in ran:
-            yield f"%{called[node]} never runs"
-    for name, value in graph.outputs.items():
-        if name not in program.outputs:
-            yield f"output {name!r} is missing"
-        else:
-            yield from memory.expect(program.outputs[name], views.of(value), f"at the end, output {name!r}")
-    buffers = {b.name: i for i, b in enumerate(program.buffers) if b.kind == "state"}
-    for state, new in graph.updates.items():
-        if state.node.name not in buffers:
-            yield f"state %{state.node.name} has no buffer"
-            continue
-        number = buffers[state.node.name]
-        _, held = memory.holds((number, 0, program.buffers[number].nbytes))
-        if state.spec.size and held not in (views.of(new).base, (state, new)):
-            yield f"at the end, state %{state.node.name} holds {show(held)} and not its new value {new!r}"
-
-
-def _leaves(graph: Graph, program: Program, memory: Memory) -> Iterator[str]:
-    """Put what is there before the first step into memory."""
-    nodes = {(n.op, n.name): n for n in graph.nodes if n.is_leaf}
-    for number, buffer in enumerate(program.buffers):
-        if buffer.kind != "arena":
-            leaf = nodes.get((buffer.kind, buffer.name))
-            if leaf is None:
-                yield f"buffer {number} is {buffer.kind} %{buffer.name}, which the graph does not have"
-            else:
-                memory.write((number, 0, buffer.nbytes), Value(leaf))
-    for value in graph.inputs:
-        name = value.node.name
-        if name not in program.inputs:
-            yield f"input %{name} has no place"
-            continue
-        tensor = program.inputs[name]
-        complaints = list(memory.inside(tensor, f"input %{name}"))
-        if tensor.shape != value.shape or tensor.strides != contiguous_strides(value.shape):
-            complaints.append(f"input %{name} is {value.spec}, and its place is {tensor}")
-        _, held = memory.holds(extent_of(tensor)) if not complaints else (0, None)
-        if held is not None and value.spec.size:
-            complaints.append(f"input %{name} lies where {show(held)} lies")
-        yield from complaints
-        if not complaints:
-            memory.write(extent_of(tensor), value)
-
-
-def _step(
-    step: int,
-    instruction: Instruction,
-    nodes: dict[str, Node],
-    updates: dict[str, tuple[Value, Value]],
-    memory: Memory,
-    views: Views,
-) -> Iterator[str]:
-    where = f"step {step} (%{instruction.node})"
-    node, update = nodes.get(instruction.node), updates.get(instruction.node)
-    if node is None and update is None:
-        yield f"{where}: the graph has no such node"
-        return
-    if node is not None and (instruction.op, instruction.attrs) != (node.op, node.attrs):
-        yield f"{where}: {instruction.op} with {dict(instruction.attrs)} is not {node!r}"
-    sources = node.src if node is not None else (update[1],) if update else ()
-    results = node.results if node is not None else (update[0],) if update else ()
-    if len(sources) != len(instruction.src) or len(results) != len(instruction.dst):
-        yield f"{where}: {len(instruction.src)} operands and {len(instruction.dst)} results"
-        return
-    for position, (source, tensor) in enumerate(zip(sources, instruction.src, strict=True)):
-        if (source is None) != (tensor is None):
-            yield f"{where}: operand {position} is {'missing' if tensor is None else 'too many'}"
-        elif source is not None and tensor is not None:
-            yield from memory.expect(tensor, views.of(source), f"{where}: operand {position}")
-    taken = [] if instruction.scratch is None else [instruction.scratch]
-    taken += instruction.dst
-    complaints = [why for tensor in taken for why in memory.inside(tensor, f"{where}: result")]
-    for value, tensor in zip(results, instruction.dst, strict=True):
-        if tensor.shape != value.shape or (value.spec.size and not is_dense(tensor)):
-            complaints.append(f"{where}: {value!r} is written to {tensor}")
+    complaints = list(_buffer_faults(graph, program, backend))
+    if not all([type(part) for part in entry] == [int, Instruction] for entry in program.undo):
+        complaints.append("what undoes a step are a number and an instruction for each save")
     yield from complaints
-    if complaints:
+    if not complaints:  # otherwise numbers of buffers mean nothing
+        yield from _Run(graph, program, backend).faults()
+
+
+def _buffer_faults(graph: Graph, program: Program, backend: Backend) -> Iterator[str]:
+    """The first buffer is the arena; then each weight, state and constant has one, as large as the backend keeps it."""
+    if not program.buffers or program.buffers[0] != BufferSpec("arena", "", program.buffers[0].nbytes):
+        yield "its first buffer is not the arena"
         return
-    yield from _overlaps(where, instruction, node, [extent_of(t) for t in taken])
-    for tensor in taken:
-        memory.write(extent_of(tensor), None)
-    held: tuple[object, ...] = results if node is not None else (update,)
-    for made, tensor in zip(held, instruction.dst, strict=True):
-        memory.write(extent_of(tensor), made)
+    leaves = {(n.op, n.name): n.specs[0] for n in graph.nodes if n.op in KINDS}
+    times = Counter((b.kind, b.name) for b in program.buffers[1:])
+    for number, buffer in enumerate(program.buffers[1:], 1):
+        key = buffer.kind, buffer.name
+        if key not in leaves or times[key] > 1:
+            again = "and so is another" if key in leaves else "which the graph does not have"
+            yield f"buffer {number} is {buffer.kind} %{buffer.name}, {again}"
+            continue
+        stored = backend.stored(leaves[key], buffer.kind)
+        if buffer != BufferSpec(*key, stored.nbytes, leaves[key], stored):
+            yield f"{buffer} is for {buffer.kind} %{buffer.name}: {leaves[key]}, kept as {stored}"
+    for kind, name in leaves.keys() - times.keys():
+        yield f"{kind} %{name} has no buffer"
+
+
+class _Run:
+    """One program, followed step by step."""
+
+    def __init__(self, graph: Graph, program: Program, backend: Backend) -> None:
+        self.graph, self.program, self.backend = graph, program, backend
+        self.called, self.views, self.memory = names(graph), Views(backend), Memory(program)
+        self.journal = Journal(graph, program, backend, self.memory)
+        self.states = {number: b.name for number, b in enumerate(program.buffers) if b.kind == "state"}
+        self.updates = {s.node.name: (s, v) for s, v in graph.updates.items()}
+        self.ran: set[object] = set()
+
+    def faults(self) -> Iterator[str]:
+        yield from self._leaves()
+        for step, instruction in enumerate(self.program.instructions):
+            if step in self.journal.backs:
+                yield from self.journal.save(step, instruction)
+                continue
+            complaints = list(self._step(f"step {step} (%{instruction.node})", instruction))
+            yield from complaints
+            if not complaints:
+                node = self.graph.nodes[instruction.index] if instruction.index >= 0 else None
+                yield from self.journal.after(step, instruction, node)
+        yield from self.journal.end()
+        yield from self._end()
+
+    # -------------------------------------------------------------------------------------------------- both ends
+
+    def _leaves(self) -> Iterator[str]:
+        """Put what is there before the first step into memory."""
+        memory, program = self.memory, self.program
+        leaves = {(n.op, n.name): Value(n) for n in self.graph.nodes if n.is_leaf}
+        for number, buffer in enumerate(program.buffers[1:], 1):
+            memory.write((number, 0, buffer.nbytes), leaves[buffer.kind, buffer.name])
+        for name in program.inputs.keys() - {v.node.name for v in self.graph.inputs}:
+            yield f"input %{name} has a place, and the graph does not have it"
+        for value in self.graph.inputs:
+            what = f"input %{value.node.name}"
+            if value.node.name not in program.inputs:
+                yield f"{what} has no place"
+                continue
+            tensor = program.inputs[value.node.name]
+            complaints = list(self._result(tensor, value, what))
+            if not complaints and tensor.buffer:
+                complaints.append(f"{what} lies outside the arena")
+            yield from complaints
+            if not complaints:
+                memory.lost.clear()
+                memory.write(extent_of(tensor), value)
+                if memory.lost:
+                    yield f"{what} lies where {show(memory.lost[0])} lies"
+        memory.lost.clear()
+
+    def _end(self) -> Iterator[str]:
+        """Every node ran; outputs are there; what outlives the run holds what the next one is to find."""
+        program, memory = self.program, self.memory
+        for node in self.graph.nodes:
+            if not node.is_leaf and not op_of(node).is_view and node not in self.ran:
+                yield f"%{self.called[node]} never runs"
+        for name in program.outputs.keys() - self.graph.outputs.keys():
+            yield f"output {name!r} has a place, and the graph does not have it"
+        for name, value in self.graph.outputs.items():
+            if name not in program.outputs:
+                yield f"output {name!r} is missing"
+            else:
+                yield from memory.expect(program.outputs[name], self.views.of(value), f"at the end, output {name!r}")
+        for number, buffer in enumerate(program.buffers[1:], 1):
+            _, held = memory.holds((number, 0, buffer.nbytes))
+            if buffer.nbytes and not self._is_left(held, buffer):
+                yield f"at the end, {buffer.kind} %{buffer.name} holds {show(held)}"
+        if not memory.top <= program.buffers[0].nbytes < memory.top + ALIGNMENT:
+            yield f"its arena has {program.buffers[0].nbytes} bytes, and what lies in it needs {memory.top}"
+
+    def _is_left(self, held: object, buffer: BufferSpec) -> bool:
+        """Whether that may lie in a buffer when the run has ended: the new state, else what lay there before."""
+        if buffer.kind != "state" or buffer.name not in self.updates:
+            return isinstance(held, Value) and (held.node.op, held.node.name) == (buffer.kind, buffer.name)
+        state, new = self.updates[buffer.name]
+        seen, dense = self.views.of(new), contiguous_strides(state.shape)
+        is_base = (seen.offset, seen.strides, seen.base.spec.size) == (0, dense, state.spec.size)
+        in_place = is_base and seen.dtype is kept_dtype(self.backend, state)
+        return held == (state, new) or (in_place and held == seen.base)
+
+    # -------------------------------------------------------------------------------------------------- each step
+
+    def _step(self, where: str, i: Instruction) -> Iterator[str]:
+        """Faults of an instruction that is no save; what it writes is in memory afterwards."""
+        work = self._work(i)
+        if isinstance(work, str):
+            yield f"{where}: {work}"
+            return
+        node, results, what = work
+        if what in self.ran:
+            yield f"{where}: runs a second time"
+        self.ran.add(what)
+        if len(node.src) != len(i.src) or len(results) != len(i.dst):
+            yield f"{where}: {len(i.src)} operands and {len(i.dst)} results"
+            return
+        complaints = list(self._operands(where, node, i))
+        complaints += scratch_faults(self.memory, i.scratch, self.backend.scratch(node), where)
+        for value, tensor in zip(results, i.dst, strict=True):
+            complaints += self._result(tensor, value, f"{where}: result")
+        yield from complaints
+        if complaints:
+            return
+        taken = [t for t in (i.scratch, *i.dst) if t is not None]
+        yield from _overlaps(where, i, node, [extent_of(t) for t in taken])
+        for tensor in taken:
+            self.memory.write(extent_of(tensor), None)
+        held = node.results if isinstance(what, Node) else (what,)
+        for made, tensor in zip(held, i.dst, strict=True):
+            self.memory.write(extent_of(tensor), made)
+
+    def _work(self, i: Instruction) -> tuple[Node, Sequence[Value], object] | str:
+        """What an instruction computes: a node of the graph, or the copy of a new state over the old one, as a node
+        and the values whose places it writes; and by what it is told from others.  Or why it computes nothing."""
+        if i.index >= 0:
+            node = self.graph.nodes[i.index] if i.index < len(self.graph.nodes) else None
+            if node is None or node.is_leaf or op_of(node).is_view:
+                return "the graph has no such node to compute"
+            if (i.op, i.attrs) != (node.op, node.attrs):
+                return f"{i.op} with {dict(i.attrs)} is not {node!r}"
+            return (node, node.results, node) if i.node == self.called[node] else f"it is %{self.called[node]}"
+        name = self.states.get(i.dst[0].buffer) if i.dst else None
+        if name not in self.updates or i.index != -1:
+            return "the graph has no such node, nor does it copy a new state"
+        state, new = update = self.updates[name]
+        if (i.op, i.attrs, i.node) != (cont.name, cont.defaults, f"{self.called[state.node]}.update"):
+            return f"{i.op} is no copy of the new state over %{name}"
+        return cont(new).node, (state,), update
+
+    def _operands(self, where: str, node: Node, i: Instruction) -> Iterator[str]:
+        for position, (source, tensor) in enumerate(zip(node.src, i.src, strict=True)):
+            if (source is None) != (tensor is None):
+                yield f"{where}: operand {position} is {'missing' if tensor is None else 'too many'}"
+            elif source is not None and tensor is not None:
+                complaints = list(self.memory.expect(tensor, self.views.of(source), f"{where}: operand {position}"))
+                yield from complaints
+                if not complaints and not is_dense(tensor) and not self.backend.reads_strided(node, position):
+                    yield f"{where}: operand {position} is {tensor}, and its kernel reads dense ones"
+
+    def _result(self, tensor: Tensor, value: Value, what: str) -> Iterator[str]:
+        """Faults of the place into which a value is written: the arena, or a state that takes what it is to become."""
+        dtype = kept_dtype(self.backend, value)
+        wanted = Tensor(tensor.buffer, tensor.offset, value.shape, contiguous_strides(value.shape), dtype)
+        if tensor != wanted:
+            yield f"{what}: {value!r}, kept as {dtype}, is written to {tensor}"
+            return
+        complaints = list(self.memory.inside(tensor, what))
+        yield from complaints
+        if not complaints and tensor.offset % ALIGNMENT:
+            yield f"{what}: {tensor} begins at no multiple of {ALIGNMENT} bytes"
+        if not complaints and tensor.buffer and tensor.buffer not in self.states:
+            yield f"{what}: {tensor} is written into {self.program.buffers[tensor.buffer].kind}s"
 
 
 def _same_entries(one: Tensor, two: Tensor) -> bool:
@@ -135,27 +219,21 @@ def _same_entries(one: Tensor, two: Tensor) -> bool:
     return one.shape == two.shape and all(n == 1 or s == t for n, s, t in triples)
 
 
-def _overlaps(
-    where: str, instruction: Instruction, node: Node | None, taken: list[tuple[int, int, int]]
-) -> Iterator[str]:
+def _overlaps(where: str, i: Instruction, node: Node, taken: list[tuple[int, int, int]]) -> Iterator[str]:
     """No two results (or scratch) share bytes, and a result shares bytes with an operand only as declared."""
-    for i, one in enumerate(taken):
-        for two in taken[:i]:
+    for number, one in enumerate(taken):
+        for two in taken[:number]:
             if meet(one, two):
                 yield f"{where}: a result or the scratch overlaps another"
-    if node is None:
-        return
     declared = op_of(node)
-    scratch = instruction.scratch is not None
-    for index, extent in enumerate(taken):
-        result = index - scratch
+    scratch = i.scratch is not None
+    for number, extent in enumerate(taken):
+        result = number - scratch
         allowed = [name for r, name in declared.inplace_in(node.attrs) if r == result]
-        for name, tensor in zip(declared.operand_names, instruction.src, strict=False):
+        for name, tensor in zip(declared.operand_names, i.src, strict=False):
             if tensor is None or not meet(extent, extent_of(tensor)):
                 continue
-            exact = result >= 0 and extent_of(tensor) == extent and _same_entries(tensor, instruction.dst[result])
-            twin = any(
-                n in allowed and t == tensor for n, t in zip(declared.operand_names, instruction.src, strict=False)
-            )
+            exact = result >= 0 and extent_of(tensor) == extent and _same_entries(tensor, i.dst[result])
+            twin = any(n in allowed and t == tensor for n, t in zip(declared.operand_names, i.src, strict=False))
             if not exact or not (name in allowed or twin):
                 yield f"{where}: overwrites its operand {name} while reading it"

@@ -13,12 +13,12 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from ...backends.base import Instruction, Program, Tensor
+from ...backends.base import ALIGNMENT, Backend, Instruction, Program, Tensor
 from ...graph.dtypes import FLOATS, DType
 from ...graph.graph import Graph
-from ...graph.node import Node, Value
-from ...ops import cont, get_rows, op_of, set_rows
-from .contents import Memory, extent_of, is_dense, meet, show
+from ...graph.node import Node, Value, input
+from ...ops import REGISTRY, cont, get_rows, op_of, set_rows
+from .contents import Memory, extent_of, is_dense, kept_dtype, meet, scratch_faults, show
 
 WAYS = {cont.name: cont.name, get_rows.name: set_rows.name}
 """What saves a state, and what puts back what it saved."""
@@ -43,26 +43,46 @@ class Kept:
         return f"what was saved of %{self.state}"
 
 
+def nodes_of(i: Instruction, state: Value) -> tuple[Node, Node]:
+    """What an instruction that saves `state` and the one that puts it back would be as nodes of a graph."""
+    table = input("table", _present(i.src[0]).shape, state.dtype)
+    if i.op == cont.name:
+        kept = cont(table)
+        return kept.node, cont(kept).node
+    rows = input("rows", _present(i.src[1]).shape, _present(i.src[1]).dtype)
+    kept = get_rows(table, rows)
+    return kept.node, set_rows(table, kept, rows).node
+
+
+def saving_nodes(graph: Graph, program: Program) -> Iterator[Node]:
+    """The nodes that `program`, which has no fault, runs besides those of its graph."""
+    states = {v.node.name: v for v in graph.states}
+    for at in program.saves:
+        i = program.instructions[at]
+        yield from nodes_of(i, states[program.buffers[_present(i.src[0]).buffer].name])
+
+
 class Journal:
     """The saves of one program, judged as its steps go by over `memory`."""
 
-    def __init__(self, graph: Graph, program: Program, memory: Memory) -> None:
-        self.program, self.memory = program, memory
+    def __init__(self, graph: Graph, program: Program, backend: Backend, memory: Memory) -> None:
+        self.program, self.backend, self.memory = program, backend, memory
         self.states = {v.node.name: v for v in graph.states}
         self.backs = dict(program.undo)
         self.saved: dict[int, Saved] = {}  # by buffer
         self.needed: dict[object, int] = {}  # what undoing reads, and the last save because of which it does
         self.kept: list[tuple[int, int, int]] = []
+        self.sound: list[Instruction] = []  # what puts back, where nothing was wrong
 
     def save(self, step: int, i: Instruction) -> Iterator[str]:
         """Faults of the instruction that saves, and of the one that puts back what it saved."""
         where, back = f"step {step} (%{i.node}, which saves)", self.backs[step]
-        complaints = list(self._shape(i, back))
+        complaints = list(self._shape(i, back)) or list(self._nodes(i, back))
         yield from (f"{where}: {why}" for why in complaints)
         if complaints:
             return
-        state, kept = i.src[0], i.dst[0]
-        assert state is not None
+        self.sound.append(back)
+        state, kept = _present(i.src[0]), i.dst[0]
         name = self.program.buffers[state.buffer].name
         _, held = self.memory.holds(extent_of(state))
         if held != self.states.get(name):
@@ -81,7 +101,7 @@ class Journal:
         if index is not None and 0 not in index.shape:
             self.kept.append(extent_of(index))
             _, numbers = self.memory.holds(extent_of(index))
-            if numbers is None:
+            if not isinstance(numbers, Value) or index.dtype is not kept_dtype(self.backend, numbers):
                 yield f"{where}: the numbers of its rows are not there"
             else:
                 self.needed[numbers] = step
@@ -93,31 +113,50 @@ class Journal:
         if WAYS.get(i.op) != back.op or state is None or kept is None or None in (*i.src, *back.src):
             yield f"{i.op} is no way to save, or {back.op} none to put that back"
             return
+        if any(step.attrs != REGISTRY[step.op].defaults or step.index != -1 for step in (i, back)):
+            yield f"{i.op} or {back.op} is said to be a node of the graph, or has other attributes than a copy"
         index = i.src[1:]
         wanted = (kept,) if not index else (state, kept, *index)
-        if (back.src, back.dst) != (wanted, (state,)) or len(i.dst) != 1:
+        if (back.src, back.dst) != (wanted, (state,)) or len(i.dst) != 1 or len(index) != (i.op == get_rows.name):
             yield f"%{back.node} does not put back what was saved where it was"
             return
         taken = [t for t in (kept, i.scratch, back.scratch) if t is not None]
         for tensor in (*i.src, *taken):
-            if tensor is not None and (why := list(self.memory.inside(tensor, "it"))):
+            if why := list(self.memory.inside(_present(tensor), "it")):
                 yield from why
                 return
         buffers = self.program.buffers
         if buffers[state.buffer].kind != "state" or extent_of(state)[1:] != (0, buffers[state.buffer].nbytes):
             yield f"{state} is not the whole of a state"
-        if any(buffers[t.buffer].kind != "arena" for t in taken):
-            yield "what is saved lies outside the arena"
+        if any(t.buffer or t.offset % ALIGNMENT for t in taken):
+            yield f"what is saved lies outside the arena, or begins at no multiple of {ALIGNMENT} bytes"
         whole = state.shape if not index else (*_present(index[0]).shape, *state.shape[-1:])
         if not is_dense(state) or not is_dense(kept) or kept.shape != whole or not _exact(state, kept):
             yield f"{kept} does not hold what it saves of {state}"
-        if index and _present(index[0]).shape[:-1] != state.shape[:-2]:
+        if index and (len(state.shape) < 2 or not _numbers_rows(_present(index[0]), state)):
             yield f"{index[0]} numbers no rows of {state}"
         reads = [extent_of(_present(t)) for t in i.src]
         if i.scratch is not None and meet(extent_of(i.scratch), extent_of(kept)):
             yield "its scratch overlaps what it saves"
         if any(meet(read, extent_of(t)) for read in reads for t in taken):
             yield "it overwrites what it reads"
+
+    def _nodes(self, i: Instruction, back: Instruction) -> Iterator[str]:
+        """Faults that are seen once it is known what nodes a save and its undo would be."""
+        state, kept, index = _present(i.src[0]), i.dst[0], i.src[1:]
+        name = self.program.buffers[state.buffer].name
+        leaf = self.states[name]
+        nodes = nodes_of(i, leaf)
+        dtypes = kept_dtype(self.backend, leaf), kept_dtype(self.backend, Value(nodes[0]))
+        if (state.dtype, kept.dtype) != dtypes or not (index or state.shape == leaf.shape):
+            yield f"{state} is kept as {kept}, need {dtypes[0]} of %{name} as {dtypes[1]}"
+        if (i.node, back.node) != (f"{name}.save", f"{name}.undo"):
+            yield f"it saves %{name}, which is put back by %{back.node}"
+        for node, step in zip(nodes, (i, back), strict=True):
+            yield from scratch_faults(self.memory, step.scratch, self.backend.scratch(node), step.op)
+            for position, tensor in enumerate(map(_present, step.src)):
+                if not is_dense(tensor) and not self.backend.reads_strided(node, position):
+                    yield f"operand {position} of {step.op} is {tensor}, and its kernel reads dense ones"
 
     def after(self, step: int, i: Instruction, node: Node | None) -> Iterator[str]:
         """Faults of a step that computes: what it overwrites must have been saved, or not be needed."""
@@ -157,9 +196,16 @@ class Journal:
         steps = [at for at, _ in self.program.undo]
         if any(a >= b for a, b in pairwise(steps)) or not all(0 <= at < len(self.program.instructions) for at in steps):
             yield f"what is saved at steps {steps} is not put back in reverse order"
-        for back in self.backs.values():
-            if back.scratch is not None and any(meet(extent_of(back.scratch), kept) for kept in self.kept):
+        for back in self.sound:
+            if back.scratch is None:
+                continue
+            self.memory.top = max(self.memory.top, extent_of(back.scratch)[2])
+            if any(meet(extent_of(back.scratch), kept) for kept in self.kept):
                 yield f"%{back.node} has its scratch where something is kept to undo the step"
+
+
+def _numbers_rows(index: Tensor, table: Tensor) -> bool:
+    return index.dtype.is_integer and index.shape[:-1] == table.shape[:-2]
 
 
 def _present(tensor: Tensor | None) -> Tensor:

@@ -43,7 +43,7 @@ class Rig:
         self.meeting = Meeting(len(parts), timeout, devices=devices, wire=wire)
         self.buffers, self.replays, self.tensors = [], [], []
         for rank, own in enumerate(parts):
-            program, tensors = _program(str(devices[rank]), own)
+            program, tensors = _program(own)
             buffers = [backend.alloc(program.buffers[0].nbytes, devices[rank])]
             self.buffers.append(buffers)
             self.tensors.append(tensors)
@@ -81,7 +81,7 @@ class Rig:
         ]
 
 
-def _program(device, parts):
+def _program(parts):
     """The program, and for each part where its operand and its result lie."""
     top, tensors, instructions = 0, [], []
 
@@ -101,7 +101,7 @@ def _program(device, parts):
         instructions.append(Instruction(part.op, (source,) if source else (), (target,), attrs, None, f"n{number}"))
         tensors.append((source, target))
     arena = BufferSpec("arena", "arena", top)
-    return Program(device, (arena,), tuple(instructions), {}, {}), tensors
+    return Program((arena,), tuple(instructions), {}, {}), tensors
 
 
 def summands(n, shape, dtype=np.float32, seed=0):

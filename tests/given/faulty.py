@@ -46,7 +46,7 @@ class _Faulty:
         single = [dataclasses.replace(program, instructions=(i,), undo=()) for i in program.instructions]
         steps = [super(_Faulty, self).compile(p, buffers, on, comm) for p in single]
         calls = [(number, partial(self._run, (str(on), number), step)) for number, step in enumerate(steps)]
-        return lambda: run_calls(program, calls)
+        return lambda: run_calls(program, on, calls)
 
     def _run(self, here: tuple[str, int], step: Callable[[], None]) -> None:
         if self.where != here:

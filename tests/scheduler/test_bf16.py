@@ -27,7 +27,7 @@ class NarrowBackend(ReferenceBackend):
             for t, result in zip(i.dst, REGISTRY[i.op].run(src, i.attrs), strict=True):
                 self.view(buffers[t.buffer], t)[...] = encoded(np.asarray(result), t.dtype)
 
-        return lambda: run_calls(program, [(n, lambda i=i: run(i)) for n, i in enumerate(program.instructions)])
+        return lambda: run_calls(program, on, [(n, lambda i=i: run(i)) for n, i in enumerate(program.instructions)])
 
 
 BACKENDS = (NumpyBackend, ReferenceBackend, NarrowBackend)

@@ -238,9 +238,8 @@ def other_buffer() -> Plan:
 
 
 def other_device() -> Plan:
-    lane = tensor_plan().lanes[1]
-    program = dataclasses.replace(lane.program, device="cpu:7")
-    lanes = (tensor_plan().lanes[0], dataclasses.replace(lane, program=program))
+    device = dataclasses.replace(tensor_plan().lanes[1].device, kind="toy")
+    lanes = (tensor_plan().lanes[0], dataclasses.replace(tensor_plan().lanes[1], device=device))
     return dataclasses.replace(tensor_plan(), lanes=lanes)
 
 
@@ -295,7 +294,7 @@ PROGRAMS: Mapping[str, Fault] = {
         inputs={k: dataclasses.replace(t, offset=0) for k, t in tensor_plan().lanes[0].program.inputs.items()},
     ),
     "a state is written before it was read for the last time": lambda: without_step(tensor_plan(), 1, "new.cache.k"),
-    "a program is for another device": lambda: other_device(),
+    "a program is for a device of another backend": lambda: other_device(),
 }
 
 TABLES = ("gate", "up", "bg", "down", "route", "bz")

@@ -287,9 +287,9 @@ def test_the_verifier_finds_a_program_where(fault):
     new = ops.set_rows(cache, d, input("ids", (2,), "i32"), name="new")
     graph = Graph({"y": ops.mul_mat(new, c, name="y")}, {cache: new})
     made = plan(graph)
-    check(made.lanes[0].graph, made.lanes[0].program)
+    check(made.lanes[0].graph, made.lanes[0].program, made.lanes[0].backend)
     assert [i.node for i in made.lanes[0].program.instructions] == ["a", "b", "c", "d", "cache.save", "new", "y"]
-    assert list(faults(made.graph, planted(made.lanes[0].program, fault))), fault
+    assert list(faults(made.lanes[0].graph, planted(made.lanes[0].program, fault), made.lanes[0].backend)), fault
 
 
 # ------------------------------------------------------------------------------------------------------- executor

@@ -85,6 +85,6 @@ class ToyBackend(HostBackend):
 
         def replay() -> None:
             with np.errstate(all="ignore"):
-                run_calls(program, calls)  # one that fails says which it was
+                run_calls(program, on, calls)  # one that fails says which it was
 
         return replay

@@ -1,0 +1,34 @@
+"""Plans with something wrong in them, each of which the verifier refuses, or which runs right all the same.
+
+Run ``python benchmarks/plan_mutations.py --plans 40 --rounds 2 --seed 0``; it prints by field how many were refused and
+how many run right, then each plan that was taken and runs wrong, and ends with 1 if there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--plans", type=int, default=40, help="plans of random graphs, besides those built by hand")
+    parser.add_argument("--rounds", type=int, default=2, help="how often every field of every plan is made wrong")
+    parser.add_argument("--seed", type=int, default=0, help="of the dice, and of the first random graph")
+    args = parser.parse_args()
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tests.given.plan_campaign import BY_HAND, campaign
+
+    names = [*BY_HAND, *(f"random {args.seed + number}" for number in range(args.plans))]
+    tally = campaign(names, args.rounds, args.seed)
+    for where in sorted(tally.refused.keys() | tally.harmless.keys()):
+        print(f"{where:24} {tally.refused[where]:6} refused {tally.harmless[where]:6} run right")
+    for said in (*tally.missed, *tally.raised):
+        print(f"MISSED {said}")
+    print(f"{tally.refused.total()} refused, {tally.harmless.total()} run right, {len(tally.missed)} missed")
+    return bool(tally.missed or tally.raised)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

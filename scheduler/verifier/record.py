@@ -1,0 +1,86 @@
+"""The verifier of what a plan says beside its graphs and programs: devices, layouts, cuts, shares, speeds, places.
+
+Each statement has its form, and is about devices, leaves, outputs and nodes that there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from ...graph.errors import GraphError, HocketError
+from ...ops import verify
+from ..layout import Layout, Local, Replicate, Shard
+from ..plan import Plan
+
+
+def record_faults(plan: Plan) -> Iterator[str]:
+    """Everything wrong with what `plan` says of itself, as text."""
+    try:
+        verify(plan.graph)
+    except GraphError as why:
+        yield f"its graph is illegal: {why}"
+        return
+    yield from _device_faults(plan)
+    if plan.leaves.keys() != {n.name for n in plan.graph.nodes if n.is_leaf}:
+        yield "its layouts are of other leaves"
+    if plan.outputs.keys() != plan.graph.outputs.keys():
+        yield "its layouts are of other outputs"
+    yield from _cut_faults(plan)
+    shares = all(0 <= share < math.inf for share in plan.shares) and sum(plan.shares) > 0
+    if plan.shares and (len(plan.shares) != len(plan.lanes) or not shares):
+        yield f"its shares are {list(plan.shares)}, need one a device, none negative, one above zero"
+    for hardware in (plan.hardware, plan.host):
+        if hardware is not None and not hardware.is_possible:
+            yield f"{hardware} has a speed that no device has"
+
+
+def _device_faults(plan: Plan) -> Iterator[str]:
+    """There is a device, each takes part once, and belongs to the backend that runs it."""
+    if not plan.lanes:
+        yield "it has no devices"
+    if len({str(lane.device) for lane in plan.lanes}) != len(plan.lanes):
+        yield "it names a device twice"
+    for number, lane in enumerate(plan.lanes):
+        try:
+            own = lane.backend.device(lane.device.index)
+        except HocketError as why:
+            yield f"device {number}: {why}"
+            continue
+        part = lane.device.part
+        if (
+            (own.kind, own.index) != (lane.device.kind, lane.device.index)
+            or (part is not None and part < 0)
+            or own.index < 0
+        ):
+            yield f"device {number} is {lane.device}, and {lane.backend.name} would call it {own}"
+
+
+def leaf_faults(plan: Plan) -> Iterator[str]:
+    """A device has leaves of the user's graph only, as that declares them.  Graphs and layouts have no other fault."""
+    leaves = {n.name: n for n in plan.graph.nodes if n.is_leaf}
+    for number, lane in enumerate(plan.lanes):
+        for own in (n for n in lane.graph.nodes if n.is_leaf):
+            node = leaves.get(own.name)
+            if node is None or (node.op, node.specs[0].dtype) != (own.op, own.specs[0].dtype):
+                yield f"device {number}: {own!r} is no part of a leaf of the graph"
+            elif own.op == "constant" and not _has_constant(plan.leaves[own.name], number):
+                yield f"device {number}: constant %{own.label} is there, and the plan says {plan.leaves[own.name]}"
+
+
+def _has_constant(layout: Layout, device: int) -> bool:
+    return isinstance(layout, Replicate) or (isinstance(layout, Local) and device in layout.devices)
+
+
+def _cut_faults(plan: Plan) -> Iterator[str]:
+    """What is said to be cut is an axis of a leaf along which the leaf is cut, unless it is placed."""
+    stored = {n.name: n for n in plan.graph.nodes if n.op in ("weight", "state")}
+    for cut in plan.cuts:
+        if [type(part) for part in cut] != [str, int, int, int]:
+            yield f"{cut} is no leaf with axis, segment and place"
+            continue
+        name, axis, segment, place = cut
+        if name not in stored or not 0 <= axis < len(stored[name].specs[0].shape) or segment < 0 or place < 0:
+            yield f"a cut of %{name} on axis {axis} is none"
+        elif isinstance(layout := plan.leaves.get(name), Shard) and layout.axis != axis:
+            yield f"%{name} is said to be cut on axis {axis}, and lies as {layout}"
