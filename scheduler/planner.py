@@ -150,7 +150,7 @@ class Planning:
             where = placed_like(self.graph, earlier.leaves)
             base = {n: Pin(d, "its weights lie there, or what it reads is made there") for n, d in where.items()}
             return self._placed(base, held.leaves)
-        if len(self.group) == 1 and not self.place:
+        if len(self.group) == 1 and not self.place and not held.leaves:
             return self.whole("an earlier plan's layout")
         chosen = factors_at(self.graph, self.factors, earlier.cuts)
         return self._cut(Choice(chosen, assign(self.graph, self.factors, chosen), ("an earlier plan's layout",)), held)

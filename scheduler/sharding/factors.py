@@ -169,6 +169,20 @@ def tie(one: Axis, two: Axis) -> None:
         tie_products(a, b)
 
 
+def repeated(axes: Iterable[Sequence[Sequence[Factor]]]) -> set[Factor]:
+    """Factors that stand in two of these axes, or twice in one product: as in both axes of `W Wᵀ`."""
+    seen, twice = set[Factor](), set[Factor]()
+    for axis in axes:
+        own = set[Factor]()
+        for product in axis:
+            own.update(product)
+            if len(product) > 1 and len(set(product)) < len(product):
+                twice.update(f for f in product if product.count(f) > 1)
+        twice |= seen & own
+        seen |= own
+    return twice
+
+
 def fresh(size: int, blocked: bool = False) -> Axis:
     return ((Factor(size, blocked),),)
 
@@ -188,8 +202,8 @@ def multiply(axes: Sequence[Axis]) -> Axis | None:
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """How a node uses the factors of its axes: those that must be whole, those that are summed over, and the one that
-    is looked up by numbers."""
+    """How a node uses the factors of its axes: those that must be whole (as the op says, or as they stand for two of
+    its indices at once), those that are summed over, and the one that is looked up by numbers."""
 
     coupled: frozenset[Factor]
     contracted: frozenset[Factor]
@@ -203,6 +217,7 @@ class Factors:
         self.graph = graph
         self._axes: dict[Value, tuple[Axis, ...]] = {}
         self._roles: dict[Node, list[tuple[Role, Axis]]] = {}
+        self._indices: dict[Node, list[Sequence[Axis]]] = {}  # groups of axes in each of which a factor is one index
         self._ranges: dict[tuple[Value, int], tuple[Axis, str]] = {}
         for node in graph.nodes:
             if node.is_leaf:
@@ -218,7 +233,7 @@ class Factors:
         # From here on nothing is split or cut, so every question has one answer; a search asks often.
         self._known = {v: tuple(map(segments, axes)) for v, axes in self._axes.items()}
         self._all = {v: frozenset(f for axis in axes for s in axis for f in s) for v, axes in self._known.items()}
-        self._uses = {node: self._used(roles) for node, roles in self._roles.items()}
+        self._uses = {node: self._used(roles, self._indices[node]) for node, roles in self._roles.items()}
         self._words = {f: word for axis, word in self._ranges.values() for s in segments(axis) for f in s}
 
     # ------------------------------------------------------------------------------------------------ questions
@@ -239,8 +254,10 @@ class Factors:
         return self._words.get(factor, "")
 
     @staticmethod
-    def _used(roles: list[tuple[Role, Axis]]) -> Uses:
+    def _used(roles: list[tuple[Role, Axis]], indices: list[Sequence[Axis]]) -> Uses:
         found: dict[Role, set[Factor]] = {role: set() for role in Role}
+        for axes in indices:
+            found[Role.COUPLED] |= repeated(map(segments, axes))
         for role, axis in roles:
             parts = segments(axis)
             if role is Role.LOOKED_UP and (len(parts) > 1 or len(parts[0]) > 1):
@@ -282,8 +299,10 @@ class Factors:
                     roles.append((role, axis))
                     if dim.index:
                         self._look_up(node, declared, dim, axis, size)
-        roles += self._summed(node, signature.operands)
+        summed = self._summed(node, signature.operands)
+        roles += summed
         self._roles[node] = roles
+        self._indices[node] = [[*named.values(), *leading, *(axis for role, axis in summed)]]
         for name, size in sizes.named.items():
             named.setdefault(name, fresh(size, blocked=True))  # no operand has it, so a shard could not know its part
         for result, value in zip(signature.results, node.results, strict=True):
@@ -398,6 +417,7 @@ class Factors:
             for a in range(len(s.shape))
             if (i, a) not in linked
         ]
+        self._indices[node] = [self._axes[v] for v in (*node.inputs, result)]
 
     def _gathered(self, source: Value, which: Sequence[int]) -> Axis:
         axes = [self._axes[source][a] for a in which]
