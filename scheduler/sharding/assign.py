@@ -231,8 +231,8 @@ class _Pass:
         for joint in op_of(node).linear_in(node.attrs):
             together = joint.split("+")
             if {n for n, s in named if s in partial} <= set(together):
-                summands = {s: made[s] if made[s].is_owed else PARTIAL for n, s in named if n in together}
-                return tuple(summands.get(s, REPLICATE) if n in together else REPLICATE for n, s in named), PARTIAL
+                owed = {s: made[s] if made[s].is_owed else PARTIAL for s in node.inputs}
+                return tuple(owed[s] if n in together else REPLICATE for n, s in named), PARTIAL
         return whole, REPLICATE
 
     def _routing(self, node: Node, partial: set[Value]) -> Routed | None:
@@ -261,8 +261,12 @@ class _Pass:
 
     def _convert(self, value: Value, wanted: State, node: Node | None) -> None:
         """Note what takes `value` from where it is to where `node` reads it; a slice of what is whole by now is free."""
-        made = REPLICATE if (value, REPLICATE) in self.converted else self.out.made[value]
-        for state in () if (value, wanted) in self.converted else way(made, wanted):
+        made = self.out.made[value]
+        if (value, wanted) in self.converted or not way(made, wanted):
+            return
+        if (value, REPLICATE) in self.converted:
+            made = REPLICATE
+        for state in way(made, wanted):
             if (value, state) not in self.converted:
                 self.converted.add((value, state))
                 self.out.conversions.append(Conversion(value, made, state, node))

@@ -83,11 +83,13 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The entries of each result, what of a contraction they sum over, and the rows of a table if not all are there."""
+    """The entries of each result, what of a contraction they sum over (`is_empty` if there is nothing to sum), and the
+    rows of a table if not all are there."""
 
     axes: tuple[Axes, ...]
     owed: Owed
     rows: Rows | None = None
+    is_empty: bool = False
 
 
 @lru_cache(maxsize=1 << 15)
@@ -192,6 +194,8 @@ def _signed(declared: Op[Any], user: Side, mine: Side, axes: tuple[Axes | None, 
     contracted = [(names.found[n][0], sizes[n]) for n, role in roles.items() if role is Role.CONTRACTED]
     summed = [s.shape for s, o in zip(user.src, signature.operands, strict=False) if s is not None]
     contracted += [(i, n) for (i, _), n in zip(names.summed, summed[0] if summed else (), strict=False)]
+    if any(n == 0 for _, n in contracted):
+        return Made(results, None, rows, is_empty=True)
     return Made(results, terms(tuple(i for i, _ in contracted), tuple(n for _, n in contracted)), rows)
 
 

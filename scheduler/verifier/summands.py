@@ -28,6 +28,8 @@ class Summand:
 
 
 NOTHING = Summand("none")
+EMPTY = Summand("terms", ((),), (0,))
+"""What a sum of no terms also is, besides all of itself: everybody's part of it, so that its parts may be added."""
 Owed = Summand | None
 """None: the device has the value itself."""
 
