@@ -1,4 +1,43 @@
-"""Which factor each node is computed by, and the layout of every value that follows from it."""
+"""Which factor each node is computed by, and the state of every value that follows from it (see `states`).
+
+A node is computed in one of five ways; the first that applies says in which states it reads and makes values.  `f` is
+a chosen factor by which an operand is cut already, or by which a weight or state that it reads may be cut:
+
+    the node is                     because                             wanted of operands         made
+    on one device                   it is pinned there                  all Local                  Local
+    cut by f, entry by entry        f is one index of every result      Cut(f) if they have f,     Cut(f)
+                                                                        else Replicate
+    cut by f, term by term          f is summed over                    the same                   Partial
+    cut by f, row by row            f is what `ids` look up             Cut(f) of the table,       Routed(f, ids),
+                                                                        Replicate of ids, owed     Partial if it
+                                                                        of what is added to it     adds others
+    passing a sum on                it is linear in operands whose      Partial or Routed of       the same
+                                    sum is owed, and needs no more      these, else Replicate
+    on all devices alike            none of these                       all Replicate              Replicate
+
+A factor that stands for two indices of a node (both rows of ``W Wᵀ``) cannot cut it: a device would have a block on
+the diagonal only.  What is not in the state that is wanted is converted: a feed-forward layer, cut by its width, has to
+convert its sum alone.
+
+>>> from ... import ops
+>>> from ...graph.node import input, weight
+>>> x = input("x", (3, 4))
+>>> wide = ops.silu(ops.mul_mat(weight("up", (8, 4)), x))
+>>> graph = Graph({"y": ops.mul_mat(weight("down", (4, 8)), wide)})
+>>> factors = Factors(graph)
+>>> width = factors.of(wide) & factors.of(graph.weights[0])
+>>> layout = assign(graph, factors, width)
+>>> for value, state in layout.made.items():
+...     print(f"{value.node.op:8}{state!r}")
+weight  Cut(factor=8)
+weight  Cut(factor=8)
+input   Replicate()
+mul_mat Cut(factor=8)
+silu    Cut(factor=8)
+mul_mat Partial()
+>>> [(c.before, c.after) for c in layout.conversions]
+[(Partial(), Replicate())]
+"""
 
 from __future__ import annotations
 
@@ -10,11 +49,8 @@ from ...graph.node import Node, Value
 from ...ops import op_of
 from ..layout import PARTIAL, REPLICATE, Local
 from .factors import Factor, Factors, Uses, repeated
-from .pins import Pins
+from .pins import NO_PINS, Pins
 from .states import Cut, Routed, State, way
-
-
-NO_PINS = Pins()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +92,9 @@ def operands(node: Node) -> list[tuple[str, Value]]:
 def lookup(node: Node) -> tuple[str, Value, Sequence[str]]:
     """The operand of a node that is looked up, the numbers by which, and what it is linear in together with that."""
     declared = op_of(node)
-    found = declared.signature_for(node.attrs).lookup
-    assert found is not None
-    table, dim = found
+    looked_up = declared.signature_for(node.attrs).lookup
+    assert looked_up is not None
+    table, dim = looked_up
     joint = next(j for j in (k.split("+") for k in declared.linear_in(node.attrs)) if table.name in j)
     return table.name, dict(operands(node))[dim.index], joint
 
@@ -71,10 +107,11 @@ def assign(graph: Graph, factors: Factors, chosen: frozenset[Factor], pins: Pins
     users = graph.users()
     whole: set[Value] = set()
     while True:
-        found = _Pass(graph, factors, chosen, users, whole, pins).run()
-        gathered = {c.value for c in found.conversions if c.value.node.op == "weight" and isinstance(c.before, Cut)}
+        assignment = _Pass(graph, factors, chosen, users, whole, pins).run()
+        cut = (c.value for c in assignment.conversions if isinstance(c.before, Cut))
+        gathered = {value for value in cut if value.node.op == "weight"}
         if not gathered:
-            return found
+            return assignment
         whole |= gathered
 
 
@@ -236,7 +273,7 @@ class _Pass:
         return whole, REPLICATE
 
     def _routing(self, node: Node, partial: set[Value]) -> Routed | None:
-        """How all results of `node` are routed: as the operands in `partial` all are, if their zeros give zeros."""
+        """The state of the results of `node` where all operands in `partial` are routed alike and zeros give zeros."""
         routed, *others = {self.out.made[s] for s in partial}
         if others or not isinstance(routed, Routed) or not all(self._keeps(node, s, routed) for s in partial):
             return None

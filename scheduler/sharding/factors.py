@@ -6,6 +6,22 @@ group, a tiled broadcast or a quantisation block splits a factor into an outer a
 segments.  To parallelise is to choose factors: KV heads and FFN columns are tensor parallelism, experts expert
 parallelism, sequences data parallelism, and nobody has to say "attn_q.weight".
 
+Here rows 0 to 4 of a fused weight make q and the rest k, both in heads of two, and q meets k head by head.  So the rows
+of the weight are two segments of (head, place in the head), and the heads of both are one factor: cut by it, a device
+has a head of q and the same head of k.
+
+>>> from ... import ops
+>>> from ...graph.node import input, weight
+>>> both = ops.mul_mat(weight("qk", (8, 3)), input("x", (5, 3)))
+>>> q, k = (ops.reshape(ops.slice_(both, axis=1, start=i, stop=i + 4), shape=(5, 2, 2)) for i in (0, 4))
+>>> graph = Graph({"y": ops.mul(q, k)})
+>>> factors = Factors(graph)
+>>> rows, columns = factors.axes(graph.weights[0])
+>>> rows, columns
+([[2, 2], [2, 2]], [[3]])
+>>> rows[0][0] is rows[1][0]
+True
+
 The idea is that of named dimensions in Mesh-TensorFlow (Shazeer et al., 2018) and of factors in Shardy.
 """
 
@@ -50,25 +66,25 @@ Axis = tuple[Segment, ...]
 
 def atoms(segment: Iterable[Factor]) -> list[Factor]:
     """A product as its roots that are not split further, outer first."""
-    found: list[Factor] = []
+    product: list[Factor] = []
     for factor in segment:
         root = factor.root()
-        found += atoms(root.parts) if root.parts else [root]
-    return found
+        product += atoms(root.parts) if root.parts else [root]
+    return product
 
 
 def segments(axis: Axis) -> list[list[Factor]]:
     """An axis as it is now: a factor that was cut, where it is outermost, gives a segment for each of its pieces."""
-    found: list[list[Factor]] = []
+    products: list[list[Factor]] = []
     for segment in axis:
         product = atoms(segment)
         if product and product[0].segments:
             first, second = product[0].segments
             rest = tuple(product[1:])
-            found += segments(((first, *rest), (second, *rest)))
+            products += segments(((first, *rest), (second, *rest)))
         else:
-            found.append(product)
-    return found
+            products.append(product)
+    return products
 
 
 def product_size(product: Iterable[Factor]) -> int:
@@ -255,16 +271,16 @@ class Factors:
 
     @staticmethod
     def _used(roles: list[tuple[Role, Axis]], indices: list[Sequence[Axis]]) -> Uses:
-        found: dict[Role, set[Factor]] = {role: set() for role in Role}
+        used: dict[Role, set[Factor]] = {role: set() for role in Role}
         for axes in indices:
-            found[Role.COUPLED] |= repeated(map(segments, axes))
+            used[Role.COUPLED] |= repeated(map(segments, axes))
         for role, axis in roles:
             parts = segments(axis)
             if role is Role.LOOKED_UP and (len(parts) > 1 or len(parts[0]) > 1):
                 role = Role.COUPLED  # a device has one run of rows
-            found[role].update(f for s in parts for f in s)
-        looked_up = next(iter(found[Role.LOOKED_UP] - found[Role.COUPLED]), None)
-        return Uses(frozenset(found[Role.COUPLED]), frozenset(found[Role.CONTRACTED]), looked_up)
+            used[role].update(f for s in parts for f in s)
+        looked_up = next(iter(used[Role.LOOKED_UP] - used[Role.COUPLED]), None)
+        return Uses(frozenset(used[Role.COUPLED]), frozenset(used[Role.CONTRACTED]), looked_up)
 
     # ----------------------------------------------------------------------------------------------- building
 
@@ -335,31 +351,31 @@ class Factors:
 
     def _leading(self, node: Node, operands: Sequence[Operand]) -> tuple[Axis, ...]:
         """The shared leading axes, with those of every operand tied to them."""
-        found: tuple[Axis, ...] = ()
+        shared: tuple[Axis, ...] = ()
         pairs = [(o, s) for o, s in zip(operands, node.src, strict=False) if s is not None]
         for operand, source in pairs:
             mine = self._axes[source][: len(source.shape) - len(operand.dims)]
             if operand.leading is Leading.EQUAL:
-                for a, b in zip(found, mine, strict=False):
+                for a, b in zip(shared, mine, strict=False):
                     tie(a, b)
-                found = found or mine
+                shared = shared or mine
         for operand, source in pairs:
             mine = self._axes[source][: len(source.shape) - len(operand.dims)]
             if operand.leading in (Leading.TILED, Leading.GROUPED):
-                for a, b in zip(reversed(found), reversed(mine), strict=False):
+                for a, b in zip(reversed(shared), reversed(mine), strict=False):
                     self._repeat(a, b, operand.leading)
-        return found
+        return shared
 
     def _summed(self, node: Node, operands: Sequence[Operand]) -> list[tuple[Role, Axis]]:
         """Leading axes that are summed away, tied between the operands that have them."""
-        found: list[Axis] = []
+        summed: list[Axis] = []
         for operand, source in zip(operands, node.src, strict=False):
             if source is not None and operand.leading is Leading.CONTRACTED:
                 mine = self._axes[source][: len(source.shape) - len(operand.dims)]
-                for a, b in zip(found, mine, strict=False):
+                for a, b in zip(summed, mine, strict=False):
                     tie(a, b)
-                found = found or list(mine)
-        return [(Role.CONTRACTED, axis) for axis in found]
+                summed = summed or list(mine)
+        return [(Role.CONTRACTED, axis) for axis in summed]
 
     @staticmethod
     def _repeat(whole: Axis, part: Axis, how: Leading) -> None:
@@ -391,11 +407,11 @@ class Factors:
                 axis = self._sliced(axis, link.start, result.shape[link.result[0]])
                 pieces.setdefault(link.result[0], []).append((link.start, axis))
             else:
-                made = [fresh(result.shape[a]) for a in link.result]
-                product = multiply(made)
+                axes_after = [fresh(result.shape[a]) for a in link.result]
+                product = multiply(axes_after)
                 assert product is not None
                 tie(product, axis)
-                for a, own in zip(link.result, made, strict=True):
+                for a, own in zip(link.result, axes_after, strict=True):
                     pieces[a] = [(0, own)]
         axes = []
         for a, size in enumerate(result.shape):
