@@ -11,9 +11,11 @@ from hocket.backends.base import find
 from hocket.graph import Graph, HocketError
 from hocket.scheduler import Executor, Plan, load, plan_for
 from hocket.scheduler.hardware import Hardware
+from hocket.scheduler.sharding.factors import Factor, Factors
+from hocket.scheduler.sharding.search import clash, classes_of
 
 from .random_graphs import bindings
-from .test_sharding import everything_that_fits, raw
+from .test_sharding import raw
 
 SLOW = Hardware(flops=1e3, bandwidth=1e3, launch=0, link_latency=1e-9)
 """Devices so slow that every cut pays."""
@@ -61,6 +63,15 @@ def compared(got: list[Mapping[str, np.ndarray]], want: list[Mapping[str, np.nda
     return ""
 
 
+def some_that_fit(graph: Graph, factors: Factors, dice: random.Random) -> frozenset[Factor]:
+    """A random choice of factors to cut: all that fit together, or a few of them."""
+    chosen, part = frozenset[Factor](), dice.choice((1.0, 0.5, 0.2))
+    for members in sorted(classes_of(graph, factors).values(), key=lambda _: dice.random()):
+        if dice.random() < part and not clash(graph, factors, chosen | set(members)):
+            chosen |= set(members)
+    return chosen
+
+
 def options(graph: Graph, dice: random.Random) -> Iterator[tuple[str, int, dict[str, object]]]:
     """Plans of all kinds: their name, the number of devices, and what `plan_for` is given."""
     placed = dice.choice([n.name for n in graph.nodes if n.name] or ["y"])
@@ -72,7 +83,7 @@ def options(graph: Graph, dice: random.Random) -> Iterator[tuple[str, int, dict[
             given["hardware"] = SLOW if dice.random() < 0.8 else Hardware()
         if mode == "cut":
             own = random.Random(dice.random())
-            given["choose"] = lambda g, f, own=own: everything_that_fits(g, f, own)
+            given["choose"] = lambda g, f, own=own: some_that_fit(g, f, own)
         elif mode == "placed":
             given |= {"split_mode": dice.choice(("tensor", "auto", "layer", "none")), "hardware": SLOW}
             given["place"] = [(f"^{placed}$", f"reference:{dice.randrange(n)}")]

@@ -1,4 +1,4 @@
-"""Every state in which a value is made, against every state in which it may be read: a plan that is proven, and runs."""
+"""Every state in which a value is made, with every state in which it may be read: a plan that is proven, and runs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Experts:
             out.dealt[node] = self.ids
         cut = isinstance(by, Cut)
         out.wants[node] = tuple(REPLICATE if cut and by.factor not in self.factors.of(s) else by for s in node.inputs)
-        out.made |= {s: REPLICATE for s in node.inputs} | {self.table: out.wants[node][0]}
+        out.made |= dict.fromkeys(node.inputs, REPLICATE) | {self.table: out.wants[node][0]}
         out.made |= {self.product: made, self.doubled: wanted}
         out.by |= {node: by, scale: wanted}
         out.wants[scale] = (wanted,)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from itertools import pairwise
 
 from hocket import ops
-from hocket.graph import Graph, GraphError, Value, constant, input, state, weight
+from hocket.graph import DType, Graph, GraphError, Value, constant, input, state, weight
 from hocket.graph.spec import Spec
 from hocket.graph.text import parse_case
 from hocket.ops import REGISTRY, Op
@@ -25,7 +26,11 @@ SIZES = (1, 2, 3, 4, 4, 6, 6, 8)
 LARGEST = 4096
 OPS = tuple(name for name in sorted(REGISTRY) if name not in COLLECTIVES)
 SAMPLES = {
-    name: tuple(s for s in REGISTRY[name].samples if all(v.size <= LARGEST for v in parse_case(s).values() if isinstance(v, Spec)))
+    name: tuple(
+        s
+        for s in REGISTRY[name].samples
+        if all(v.size <= LARGEST for v in parse_case(s).values() if isinstance(v, Spec))
+    )
     for name in OPS
 }
 UNARY = (ops.neg, ops.silu, ops.sigmoid, ops.tanh, ops.gelu, ops.cont, ops.sqr)
@@ -37,6 +42,11 @@ class Builder(PlainBuilder):
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         super().__init__(self.random.randint, ("up", "norm", "out"))
+
+    def leaf_weight(self, shape: tuple[int, ...]) -> Value:
+        """A new weight, quantised where its rows are whole blocks."""
+        blocks = shape[-1] and shape[-1] % 32 == 0
+        return weight(self.key(), shape, self.random.choice(("f32", "f16", *(("q8_0", "q4_0") if blocks else ()))))
 
     def size(self) -> int:
         return 0 if self.random.random() < 0.01 else self.random.choice(SIZES)
@@ -123,7 +133,7 @@ def pieces(b: Builder) -> None:
     axis = b.random.randrange(len(x.shape))
     n = x.shape[axis]
     ends = sorted({0, n, *(b.random.randint(0, n) for _ in range(b.random.randint(1, 3)))})
-    parts = [ops.slice_(x, axis=axis, start=s, stop=e) for s, e in zip(ends, ends[1:])]
+    parts = [ops.slice_(x, axis=axis, start=s, stop=e) for s, e in pairwise(ends)]
     if not parts:
         return
     if b.random.random() < 0.6:
@@ -265,7 +275,9 @@ def mixed(b: Builder) -> None:
     """An MLP-mixer: products over tokens and over channels in turn."""
     t, e = b.size() or 1, b.size() or 1
     x = b.like((t, e))
-    across = ops.mul_mat(b.leaf_weight((t, 6)), ops.silu(ops.mul_mat(b.leaf_weight((6, t)), ops.cont(ops.transpose(x)))))
+    across = ops.mul_mat(
+        b.leaf_weight((t, 6)), ops.silu(ops.mul_mat(b.leaf_weight((6, t)), ops.cont(ops.transpose(x))))
+    )
     x = ops.add(x, ops.cont(ops.transpose(across)))
     b.keep(ops.add(x, ops.mul_mat(b.leaf_weight((e, 8)), ops.silu(ops.mul_mat(b.leaf_weight((8, e)), x)))))
 
@@ -319,7 +331,7 @@ def turned(b: Builder) -> None:
 def any_op(b: Builder) -> None:
     """A node of any op on operands with the shapes of one of its samples."""
     name = b.random.choice(OPS)
-    sample(b, REGISTRY[name], b.random.choice(SAMPLES[name])) if SAMPLES[name] else None
+    sample(b, REGISTRY[name], b.random.choice(SAMPLES[name]))
 
 
 def sample(b: Builder, op: Op, text: str) -> None:
@@ -333,7 +345,7 @@ def sample(b: Builder, op: Op, text: str) -> None:
         if not spec.dtype.is_float:
             kinds = (weight,) if spec.dtype.is_quantised else (input, weight)
             operands[name] = b.random.choice(kinds)(b.key(), spec.shape, spec.dtype)
-        elif spec.dtype.value[0] != "f32" and str(spec.dtype) != "f32":
+        elif spec.dtype is not DType.F32:
             operands[name] = b.random.choice((input, weight))(b.key(), spec.shape, spec.dtype)
         else:
             made = b.like(spec.shape) if b.random.random() < 0.8 else weight(b.key(), spec.shape)
@@ -343,9 +355,9 @@ def sample(b: Builder, op: Op, text: str) -> None:
     built = op(**{**parts, **operands})
     results = (built,) if isinstance(built, Value) else built
     b.keep(*results)
-    if len(results) == 2 and "state" in operands and operands["state"].node.op == "state":
-        if results[1].spec == operands["state"].spec:
-            b.updates.setdefault(operands["state"], results[1])
+    old = operands.get("state")
+    if old is not None and old.node.op == "state" and len(results) == 2 and results[1].spec == old.spec:
+        b.updates.setdefault(old, results[1])
 
 
 def applied(b: Builder) -> None:
@@ -378,22 +390,17 @@ STEPS = (
 )
 
 
-def leaf_weight(self: Builder, shape: tuple[int, ...]) -> Value:
-    kinds = ("q8_0", "q4_0") if shape[-1] % 32 == 0 and shape[-1] and self.random.random() < 0.5 else ("f32", "f16")
-    return weight(self.key(), shape, self.random.choice(kinds))
-
-
-Builder.leaf_weight = leaf_weight
-
-
 def wide_graph(seed: int) -> Graph:
-    """The graph of a seed."""
+    """The graph of a seed, with one op in turn and whatever chance adds before and after."""
     b = Builder(seed)
     for _ in range(b.random.randint(0, 2)):
         b.keep(b.grown(tuple(b.size() for _ in range(b.random.randint(1, 3)))))
-    for _ in range(b.random.randint(1, 14)):
+    for left in reversed(range(b.random.randint(2, 14))):
         try:
-            b.random.choice(STEPS)(b)
+            if left == 1:
+                sample(b, REGISTRY[name := OPS[seed % len(OPS)]], b.random.choice(SAMPLES[name]))
+            else:
+                b.random.choice(STEPS)(b)
         except GraphError:  # operands of other dtypes, or of a size that the op does not take
             continue
     if not b.values:

@@ -72,9 +72,10 @@ class Conversion:
 class Assignment:
     """The state of every value, and of every node by what it is computed.
 
-    `made[v]` is the state in which a value is produced; `by[n]` is the cut of a node, Replicate if every device does all
-    of it, the kind of sum if it passes one on, Local if one device does it; `wants[n]` are the states in which the node
-    reads its operands; `dealt[n]` are the numbers by which a node finds its rows of a table that is cut."""
+    `made[v]` is the state in which a value is produced; `by[n]` is the cut of a node, Replicate if every device does
+    all of it, the kind of sum if it passes one on, Local if one device does it; `wants[n]` are the states in which the
+    node reads its operands; `dealt[n]` are the numbers by which a node finds its rows of a table that is cut.
+    """
 
     chosen: frozenset[Factor]
     made: dict[Value, State] = field(default_factory=dict)
@@ -297,7 +298,7 @@ class _Pass:
         return value not in self.ends and len(places) == 1 and places[0] in names and not cut_anyway
 
     def _convert(self, value: Value, wanted: State, node: Node | None) -> None:
-        """Note what takes `value` from where it is to where `node` reads it; a slice of what is whole by now is free."""
+        """Note what takes `value` to the state in which `node` reads it; a slice of what is whole by now is free."""
         made = self.out.made[value]
         if (value, wanted) in self.converted or not way(made, wanted):
             return

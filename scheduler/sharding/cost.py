@@ -55,9 +55,7 @@ class Costs:
                 busy = busiest(entries, own, size)
                 share, most = busy / entries, min(own, busy) / min(size, entries)
             wants, made = assignment.wants[node], assignment.made
-            uncut: float = sum(
-                v.spec.nbytes for v, w in zip(node.inputs, wants, strict=True) if not isinstance(w, Cut)
-            )
+            uncut: float = sum(v.spec.nbytes for v, w in zip(node.inputs, wants, strict=True) if not isinstance(w, Cut))
             uncut += sum(v.spec.nbytes for v in node.results if not isinstance(made[v], Cut))
             uncut = min(nbytes, uncut)
             flops, nbytes = flops * share, uncut + (nbytes - uncut) * most

@@ -201,8 +201,8 @@ class _Device:
             attrs = {**attrs, **declared.localise(attrs, self._shape(node.results[0], made[0]), count)}
         by = assignment.by[node]
         if isinstance(by, Cut) and by.factor is self.layouts.factors.uses(node).looked_up:
-            first, _ = self.layouts.shares.of(by.factor)[self.device]
-            attrs = {**attrs, "first": first, "total": by.factor.size}
+            low, _ = self.layouts.shares.of(by.factor)[self.device]
+            attrs = {**attrs, "first": low, "total": by.factor.size}
         built = declared(*src, name=node.name, **attrs)
         results = (built,) if isinstance(built, Value) else built
         self.origins[results[0].node] = node

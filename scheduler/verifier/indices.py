@@ -4,8 +4,8 @@ An index is the tuple of runs (first entry, length) that lists the entries in th
 are merged, so equal lists are equal tuples.  A digit ``(stride, size)`` of an axis is a part of the entry's number on
 which a value does not depend: entries that differ only there are equal, and whoever has one has the other.
 
-An axis of 12 entries is two segments of (3 heads, 2 places).  A device that has head 1 of both segments has entries 2, 3,
-8 and 9; as a product of 2, 3 and 2, here of 2, 1 and 2, that is all of the outer and of the inner factor, and head 1.
+An axis of 12 entries is two segments of (3 heads, 2 places).  A device that has head 1 of both segments has entries 2,
+3, 8 and 9; as a product of 2, 3 and 2, here of 2, 1 and 2, that is all of the outer and inner factors, and head 1.
 
 >>> heads = joined([((2, 2),), ((8, 2),)])
 >>> heads, length(heads), entries(heads).tolist()
@@ -15,7 +15,7 @@ An axis of 12 entries is two segments of (3 heads, 2 places).  A device that has
 >>> multiplied((whole(2), ((1, 1),), whole(2)), (2, 3, 2)) == heads
 True
 
-Where the value does not depend on the segment, the digit (stride 6, size 2), the first segment is as good as the second.
+Where the value does not depend on the segment, the digit (stride 6, size 2), one segment is as good as the other.
 
 >>> agreed(((2, 2),), ((6, 2),), ((8, 2),), ())
 ((8, 2),)

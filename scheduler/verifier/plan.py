@@ -122,11 +122,8 @@ class _Whole:
                 yield from self._bind(node, leaves)
         trace = Trace(self.meaning, [lane.graph for lane in self.plan.lanes], leaves)
         said = list(trace.faults())
-        yield from said
-        if not said:
-            yield from self._outputs(trace)
-            yield from self._updates(trace)
-            yield from self._places(trace)
+        for why in said or (*self._outputs(trace), *self._updates(trace), *self._places(trace)):
+            yield why + trace.unfinished
 
     def _places(self, trace: Trace) -> Iterator[str]:
         """Nodes that are computed elsewhere than the plan says; what is computed alike may be, if either may."""

@@ -20,7 +20,7 @@ from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...ops import REGISTRY
 from ...ops.collective import COLLECTIVES, int_attr, runs_of
-from .indices import Digits, Index, agreed, entries, index_of, is_whole, joined, length, taken, whole
+from .indices import Digits, Index, agreed, entries, has_twice, index_of, is_whole, joined, length, taken, whole
 from .passing import passed
 from .restrict import Axes, Made, Side, at_positions, restricted, show, side
 from .summands import EMPTY, NOTHING, Owed, miscounted
@@ -119,6 +119,7 @@ class Trace:
         self.computed: dict[frozenset[int], set[int]] = {}
         self.complete: dict[int, set[int]] = {}
         self.most = MOST * len(meaning.values)
+        self.unfinished = ""
         self._alike: dict[tuple[Held, ...], list[Held]] = {}
         self._done: dict[tuple[Node, tuple[int, ...]], tuple[list[list[Held]], frozenset[int], set[int]]] = {}
         self.sent: dict[tuple[object, ...], Place] = {}
@@ -204,7 +205,7 @@ class Trace:
         computed, complete = set[int](), set[int]()
         for pair in self._pairs(known):
             self._add(results[0], converted(node, pair))
-        for operands in self._readings(node, known, reasons):
+        for operands in self._readings(node, known):
             is_copy = REGISTRY[node.op].is_view or bool(converted(node, operands))
             for match in self._matches(node, operands, reasons):
                 if not is_copy:
@@ -222,11 +223,10 @@ class Trace:
         elif len(known) == 2:
             yield from ((a, b) for a, b in product(*known) if a.number == b.number)
 
-    def _readings(
-        self, node: Node, known: Sequence[list[Held]], reasons: list[str]
-    ) -> Iterator[tuple[Held | None, ...]]:
+    def _readings(self, node: Node, known: Sequence[list[Held]]) -> Iterator[tuple[Held | None, ...]]:
         """What the operands of `node` may be at once, so that the user's graph has such a node on these values."""
-        choices = [_by_number(k) if s is not None else {None: [None]} for s, k in zip(node.src, known, strict=True)]
+        left_out: dict[int | None, list[Held | None]] = {None: [None]}
+        choices = [_by_number(k) if s is not None else left_out for s, k in zip(node.src, known, strict=True)]
         tried = 0
         for first in choices[0] if choices else ((),):
             key = (node.op, first) if choices else (node.op,)
@@ -236,7 +236,7 @@ class Trace:
                 for operands in product(*(c[n] for n, c in zip(sources, choices, strict=True))):
                     tried += 1
                     if tried > self.most:
-                        reasons.append(f"the search for what it is ended after {self.most} combinations")
+                        self.unfinished = f"; the search for what %{node.label} is ended after {self.most} combinations"
                         return
                     yield operands
 
@@ -309,7 +309,7 @@ class Trace:
         reasons, met = list[str](), False
         for first in known[0]:
             choices = [[first], *([h for h in k if h.number == first.number] for k in known[1:])]
-            for brought in self._brought(nodes, choices, reasons):
+            for brought in self._brought(nodes, choices):
                 results = self._met(nodes, brought)
                 if isinstance(results, str):
                     reasons.append(results)
@@ -323,9 +323,7 @@ class Trace:
         if not met:
             yield f"{one!r}: {'; '.join(dict.fromkeys(reasons)) or 'the devices bring different values'}"
 
-    def _brought(
-        self, nodes: Sequence[Node], choices: Sequence[list[Held]], reasons: list[str]
-    ) -> Iterator[tuple[Held, ...]]:
+    def _brought(self, nodes: Sequence[Node], choices: Sequence[list[Held]]) -> Iterator[tuple[Held, ...]]:
         """What the devices may bring together: of each what fits what device 0 brings, or any to say what is wrong."""
         (first,), attrs = choices[0], nodes[0].attrs
         sums = nodes[0].op in ("all_reduce", "reduce_scatter")
@@ -340,7 +338,7 @@ class Trace:
             fitting.append(alike or held[:1])
         for tried, brought in enumerate(product(*fitting)):
             if tried == self.most:
-                reasons.append(f"the search for what the devices bring ended after {self.most} combinations")
+                self.unfinished = f"; the search for what comes to {nodes[0]!r} ended after {self.most} combinations"
                 return
             yield brought
 
@@ -441,4 +439,6 @@ def converted(node: Node, operands: Sequence[Held | None]) -> list[Held]:
     if not same or _but(first.axes, axis) != _but(second.axes, axis):
         return []
     index = joined([first.axes[axis], second.axes[axis]])
+    if has_twice(index):  # no share has an entry twice, and there would be ever more of such
+        return []
     return [Held(first.number, (*first.axes[:axis], index, *first.axes[axis + 1 :]), first.owed)]
