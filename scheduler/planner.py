@@ -23,8 +23,9 @@ from .layout import REPLICATE, Local
 from .lowering.lane import DEVICES, Devices, lanes_of
 from .plan import Cuts, Host, Plan
 from .sharding.assign import assign
+from .sharding.axes import Factor
 from .sharding.emit import Sharded, shard
-from .sharding.factors import Factor, Factors
+from .sharding.factors import Factors
 from .sharding.layers import NOTHING_HELD, layer_split, placed_like
 from .sharding.layers import place as place_nodes
 from .sharding.pins import Pin, Pins, Place, closed, decided, lying, placements, rescued, settled, unable, wished

@@ -48,7 +48,8 @@ from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...ops import op_of
 from ..layout import PARTIAL, REPLICATE, Local
-from .factors import Factor, Factors, Uses, repeated
+from .axes import Factor, repeated
+from .factors import Factors, Uses
 from .pins import NO_PINS, Pins
 from .states import Cut, Routed, State, way
 

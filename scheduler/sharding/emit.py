@@ -13,7 +13,8 @@ from ...ops import concat, fill, op_of, slice_
 from ...ops.collective import all_gather, all_reduce, all_to_all, receive, reduce_scatter, send
 from ..layout import PARTIAL, REPLICATE, Layout, Local, Shard, local_shape
 from .assign import Assignment
-from .factors import Factor, Factors
+from .axes import Factor
+from .factors import Factors
 from .shares import Shares, runs_of
 from .states import Cut, State, way
 

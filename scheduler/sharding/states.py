@@ -33,7 +33,7 @@ from typing import TypeAlias
 
 from ...graph.node import Value
 from ..layout import PARTIAL, REPLICATE, Local, Partial, Replicate
-from .factors import Factor
+from .axes import Factor
 
 
 @dataclass(frozen=True, slots=True)

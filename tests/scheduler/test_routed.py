@@ -19,8 +19,9 @@ from hocket.scheduler import Plan, load, plan_for
 from hocket.scheduler.hardware import Hardware
 from hocket.scheduler.layout import Shard
 from hocket.scheduler.sharding.assign import assign
+from hocket.scheduler.sharding.axes import Factor
 from hocket.scheduler.sharding.cost import Costs
-from hocket.scheduler.sharding.factors import Factor, Factors
+from hocket.scheduler.sharding.factors import Factors
 from hocket.scheduler.sharding.search import classes_of
 from hocket.scheduler.sharding.states import Routed
 

@@ -12,8 +12,8 @@ from hocket.backends.base import find
 from hocket.graph import Graph, Value, input, weight
 from hocket.scheduler import plan_for
 
-from .random_plans import SLOW, compared, results, values_of, ways_tried
-from .wide_graphs import OPS, SAMPLES, wide_graph
+from ..given.ways_to_plan import SLOW, compared, results, values_of, ways_tried
+from ..given.wide_graphs import OPS, SAMPLES, wide_graph
 
 
 @pytest.mark.parametrize("seed", range(12))

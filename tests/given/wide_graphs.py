@@ -14,8 +14,8 @@ from itertools import pairwise
 
 from hocket import ops
 from hocket.graph import DType, Graph, GraphError, Value, constant, input, state, weight
+from hocket.graph.parse import parse_case
 from hocket.graph.spec import Spec
-from hocket.graph.text import parse_case
 from hocket.ops import REGISTRY, Op
 from hocket.ops.collective import COLLECTIVES
 

@@ -11,11 +11,12 @@ from hocket.backends.base import find
 from hocket.graph import Graph, HocketError
 from hocket.scheduler import Executor, Plan, load, plan_for
 from hocket.scheduler.hardware import Hardware
-from hocket.scheduler.sharding.factors import Factor, Factors
+from hocket.scheduler.sharding.axes import Factor
+from hocket.scheduler.sharding.factors import Factors
 from hocket.scheduler.sharding.search import clash, classes_of
 
+from .grouped import raw
 from .random_graphs import bindings
-from .test_sharding import raw
 
 SLOW = Hardware(flops=1e3, bandwidth=1e3, launch=0, link_latency=1e-9)
 """Devices so slow that every cut pays."""

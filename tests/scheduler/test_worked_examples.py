@@ -8,7 +8,7 @@ from importlib import import_module
 import pytest
 
 MODULES = (
-    *("sharding.factors", "sharding.states", "sharding.assign"),
+    *("sharding.axes", "sharding.factors", "sharding.states", "sharding.assign"),
     *("verifier.indices", "verifier.restrict", "verifier.summands"),
 )
 

@@ -20,7 +20,7 @@ from hocket.scheduler.sharding.shares import Shares
 from hocket.scheduler.sharding.states import Cut, Routed, State, way
 from hocket.scheduler.verifier.plan import verify_plan
 
-from .grouped import group_of, run_of
+from ..given.grouped import group_of, run_of
 
 STATES = ("replicated", "cut by rows", "cut by columns", "owed", "routed", "on device 0", "on device 2")
 
