@@ -14,6 +14,8 @@ Run: TypeAlias = tuple[int, int]
 class Replicate:
     """Every device has all of it."""
 
+    is_owed = False
+
     def __str__(self) -> str:
         return "R"
 
@@ -21,6 +23,8 @@ class Replicate:
 @dataclass(frozen=True, slots=True)
 class Partial:
     """Every device has a summand of the same shape; the sum is still owed."""
+
+    is_owed = True
 
     def __str__(self) -> str:
         return "P"
@@ -53,6 +57,7 @@ class Local:
     """These devices (one, unless a weight is needed in several places) have all of it, the others nothing."""
 
     devices: tuple[int, ...]
+    is_owed = False
 
     def __str__(self) -> str:
         return f"L{','.join(map(str, self.devices))}"

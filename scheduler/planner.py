@@ -23,8 +23,9 @@ from .layout import REPLICATE, Local
 from .lowering.lane import DEVICES, Devices, lanes_of
 from .plan import Cuts, Host, Plan
 from .sharding.assign import assign
+from .sharding.axes import Factor
 from .sharding.emit import Sharded, shard
-from .sharding.factors import Factor, Factors
+from .sharding.factors import Factors
 from .sharding.layers import NOTHING_HELD, layer_split, placed_like
 from .sharding.layers import place as place_nodes
 from .sharding.pins import Pin, Pins, Place, closed, decided, lying, placements, rescued, settled, unable, wished
@@ -150,7 +151,7 @@ class Planning:
             where = placed_like(self.graph, earlier.leaves)
             base = {n: Pin(d, "its weights lie there, or what it reads is made there") for n, d in where.items()}
             return self._placed(base, held.leaves)
-        if len(self.group) == 1 and not self.place:
+        if len(self.group) == 1 and not self.place and not held.leaves:
             return self.whole("an earlier plan's layout")
         chosen = factors_at(self.graph, self.factors, earlier.cuts)
         return self._cut(Choice(chosen, assign(self.graph, self.factors, chosen), ("an earlier plan's layout",)), held)

@@ -1,43 +1,57 @@
-"""Which factor each node is computed by, and the layout of every value that follows from it."""
+"""Which factor each node is computed by, and the state of every value that follows from it (see `states`).
+
+A node is computed in one of five ways; the first that applies says in which states it reads and makes values.  `f` is
+a chosen factor by which an operand is cut already, or by which a weight or state that it reads may be cut:
+
+    the node is                     because                             wanted of operands         made
+    on one device                   it is pinned there                  all Local                  Local
+    cut by f, entry by entry        f is one index of every result      Cut(f) if they have f,     Cut(f)
+                                                                        else Replicate
+    cut by f, term by term          f is summed over                    the same                   Partial
+    cut by f, row by row            f is what `ids` look up             Cut(f) of the table,       Routed(f, ids),
+                                                                        Replicate of ids, owed     Partial if it
+                                                                        of what is added to it     adds others
+    passing a sum on                it is linear in operands whose      Partial or Routed of       the same
+                                    sum is owed, and needs no more      these, else Replicate
+    on all devices alike            none of these                       all Replicate              Replicate
+
+A factor that stands for two indices of a node (both rows of ``W Wᵀ``) cannot cut it: a device would have a block on
+the diagonal only.  What is not in the state that is wanted is converted: a feed-forward layer, cut by its width, has to
+convert its sum alone.
+
+>>> from ... import ops
+>>> from ...graph.node import input, weight
+>>> x = input("x", (3, 4))
+>>> wide = ops.silu(ops.mul_mat(weight("up", (8, 4)), x))
+>>> graph = Graph({"y": ops.mul_mat(weight("down", (4, 8)), wide)})
+>>> factors = Factors(graph)
+>>> width = factors.of(wide) & factors.of(graph.weights[0])
+>>> layout = assign(graph, factors, width)
+>>> for value, state in layout.made.items():
+...     print(f"{value.node.op:8}{state!r}")
+weight  Cut(factor=8)
+weight  Cut(factor=8)
+input   Replicate()
+mul_mat Cut(factor=8)
+silu    Cut(factor=8)
+mul_mat Partial()
+>>> [(c.before, c.after) for c in layout.conversions]
+[(Partial(), Replicate())]
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...ops import op_of
-from ..layout import Local
-from .factors import Factor, Factors, Uses
-from .pins import Pins
-
-
-class Whole(Enum):
-    """How a value lies that is not cut."""
-
-    REPLICATED = "R"
-    PARTIAL = "P"
-
-
-@dataclass(frozen=True, slots=True)
-class Routed:
-    """A partial sum of which each entry comes from one device: the one with the part of `factor` in which lies the row
-    that `ids` names at the first axes of the entry.  On all others it is zero."""
-
-    factor: Factor
-    ids: Value
-
-
-State = Factor | Whole | Routed | Local
-R, P = Whole.REPLICATED, Whole.PARTIAL
-NO_PINS = Pins()
-
-
-def is_owed(state: State) -> bool:
-    """Whether a sum over the devices has still to be taken."""
-    return state is P or isinstance(state, Routed)
+from ..layout import PARTIAL, REPLICATE, Local
+from .axes import Factor, repeated
+from .factors import Factors, Uses
+from .pins import NO_PINS, Pins
+from .states import Cut, Routed, State, way
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +66,17 @@ class Conversion:
     @property
     def is_free(self) -> bool:
         """Whether nothing is sent: each device takes its slice, or one keeps the value and the others nothing."""
-        return self.before is R
+        return self.before is REPLICATE
 
 
 @dataclass(slots=True)
 class Assignment:
-    """`made[v]` is the layout a value is produced in; `by[n]` the factor a node is cut by, R if every device does all
-    of it, the kind of sum it is if it passes one on, Local if one device does it; `wants[n]` the layout in which the
-    node reads each operand; `dealt[n]` the numbers by which a node finds its rows of a table that is cut."""
+    """The state of every value, and of every node by what it is computed.
+
+    `made[v]` is the state in which a value is produced; `by[n]` is the cut of a node, Replicate if every device does
+    all of it, the kind of sum if it passes one on, Local if one device does it; `wants[n]` are the states in which the
+    node reads its operands; `dealt[n]` are the numbers by which a node finds its rows of a table that is cut.
+    """
 
     chosen: frozenset[Factor]
     made: dict[Value, State] = field(default_factory=dict)
@@ -77,9 +94,9 @@ def operands(node: Node) -> list[tuple[str, Value]]:
 def lookup(node: Node) -> tuple[str, Value, Sequence[str]]:
     """The operand of a node that is looked up, the numbers by which, and what it is linear in together with that."""
     declared = op_of(node)
-    found = declared.signature_for(node.attrs).lookup
-    assert found is not None
-    table, dim = found
+    looked_up = declared.signature_for(node.attrs).lookup
+    assert looked_up is not None
+    table, dim = looked_up
     joint = next(j for j in (k.split("+") for k in declared.linear_in(node.attrs)) if table.name in j)
     return table.name, dict(operands(node))[dim.index], joint
 
@@ -92,10 +109,11 @@ def assign(graph: Graph, factors: Factors, chosen: frozenset[Factor], pins: Pins
     users = graph.users()
     whole: set[Value] = set()
     while True:
-        found = _Pass(graph, factors, chosen, users, whole, pins).run()
-        gathered = {c.value for c in found.conversions if c.value.node.op == "weight" and isinstance(c.before, Factor)}
+        assignment = _Pass(graph, factors, chosen, users, whole, pins).run()
+        cut = (c.value for c in assignment.conversions if isinstance(c.before, Cut))
+        gathered = {value for value in cut if value.node.op == "weight"}
         if not gathered:
-            return found
+            return assignment
         whole |= gathered
 
 
@@ -124,8 +142,8 @@ class _Pass:
             else:
                 self._node(node)
         for value in self.graph.outputs.values():
-            if is_owed(self.out.made[value]):
-                self._convert(value, R, None)
+            if self.out.made[value].is_owed:
+                self._convert(value, REPLICATE, None)
         for state, new in self.graph.updates.items():
             self._convert(new, self.out.made[state], None)
         return self.out
@@ -135,15 +153,19 @@ class _Pass:
         if value in self.pins.leaves:
             self.out.made[value] = self.pins.leaves[value]
             return
-        cuts = self._cuts(value)
-        self.out.made[value] = cuts[0] if cuts and node.op in ("weight", "state") and value not in self.whole else R
+        cuts: list[Factor] = []
         if node.op in ("weight", "state"):
             self.stored.add(value)
+            cuts = self._cuts(value)
+        is_cut = cuts and value not in self.whole and cuts[0] not in repeated(self.factors.axes(value))
+        self.out.made[value] = Cut(cuts[0]) if is_cut else REPLICATE
 
     def _cuts(self, value: Value) -> list[Factor]:
-        """Chosen factors of a value; at most one, as long as the choice is consistent."""
-        own = self.factors.of(value)
-        return sorted((f for f in own & self.out.chosen), key=lambda f: -f.size) if own else []
+        """Chosen factors of a value, the largest first: of a weight or state one at most."""
+        if self.factors.of(value).isdisjoint(self.out.chosen):
+            return []
+        ordered = (f for axis in self.factors.axes(value) for s in axis for f in s if f in self.out.chosen)
+        return sorted(dict.fromkeys(ordered), key=lambda f: -f.size)
 
     def _node(self, node: Node) -> None:
         by: State
@@ -156,11 +178,12 @@ class _Pass:
             wants, by = self._wants_whole(node)
             results = tuple(by for _ in node.results)
         elif cut is self.factors.uses(node).looked_up:
-            wants, made = self._dealt(node, cut)
-            by, results = cut, (made,)
+            wants, summed = self._dealt(node, cut)
+            by, results = Cut(cut), (summed,)
         else:
-            by, wants = cut, tuple(cut if cut in self.factors.of(s) else R for s in node.inputs)
-            results = tuple(cut if cut in self.factors.of(v) else P for v in node.results)
+            by = Cut(cut)
+            wants = tuple(by if cut in self.factors.of(s) else REPLICATE for s in node.inputs)
+            results = tuple(by if cut in self.factors.of(v) else PARTIAL for v in node.results)
         self.out.by[node], self.out.wants[node] = by, wants
         for source, want in zip(node.inputs, wants, strict=True):
             self._convert(source, want, node)
@@ -170,17 +193,17 @@ class _Pass:
 
     def _factor_for(self, node: Node) -> Factor | None:
         """The chosen factor by which `node` is worth cutting: it is already cut so, or reads a weight or state so."""
-        candidates: set[Factor] = set()
+        candidates: dict[Factor, None] = {}  # in order, so that a tie is broken alike in every plan
         for source in node.inputs:
             made = self.out.made[source]
-            if isinstance(made, Factor):
-                candidates.add(made)
+            if isinstance(made, Cut):
+                candidates[made.factor] = None
             elif source in self.stored:
-                candidates.update(self._cuts(source))
+                candidates |= dict.fromkeys(self._cuts(source))
         if not candidates:
             return None
         uses = self.factors.uses(node)
-        legal = [f for f in candidates - uses.coupled if self._is_legal(node, f, uses)]
+        legal = [f for f in candidates if f not in uses.coupled and self._is_legal(node, f, uses)]
         return max(legal, key=lambda f: self._weight_of(node, f), default=None)
 
     def _is_legal(self, node: Node, factor: Factor, uses: Uses) -> bool:
@@ -192,7 +215,7 @@ class _Pass:
             others = [s for n, s in operands(node) if n != table]
             summed = [s for n, s in operands(node) if n in joint and n != table]
             alone = not any(has) and not any(factor in self.factors.of(s) for s in others)
-            return alone and not any(isinstance(self.out.made[s], Factor) for s in summed)
+            return alone and not any(isinstance(self.out.made[s], Cut) for s in summed)
         if any(has) or factor not in uses.contracted or len(has) > 1:
             return all(has)
         axes = [axis for s in node.inputs for axis in self.factors.axes(s)]
@@ -209,20 +232,20 @@ class _Pass:
         table, ids, joint = lookup(node)
         self.out.dealt[node] = ids
         routed = Routed(cut, ids)
-        found: list[State] = []
-        made: State = routed if self._keeps(node, ids, routed) else P
+        wants: list[State] = []
+        made: State = routed if self._keeps(node, ids, routed) else PARTIAL
         for name, source in operands(node):
             state = self.out.made[source]
             if name == table:
-                found.append(cut)
+                wants.append(Cut(cut))
             elif state == routed and self._keeps(node, source, routed):
-                found.append(routed)
+                wants.append(routed)
             elif name in joint:
-                found.append(state if is_owed(state) else P)
-                made = P
+                wants.append(state if state.is_owed else PARTIAL)
+                made = PARTIAL
             else:
-                found.append(R)
-        return tuple(found), made
+                wants.append(REPLICATE)
+        return tuple(wants), made
 
     @staticmethod
     def _keeps(node: Node, source: Value, routed: Routed) -> bool:
@@ -236,22 +259,23 @@ class _Pass:
         """All operands whole; or, where the op is linear and nobody needs the sum yet, partial sums as they are; and
         what the results are then."""
         made, named = self.out.made, operands(node)
-        partial = {s for s in node.inputs if is_owed(made[s]) and (s, R) not in self.converted}
-        whole = tuple(R for _ in named)
+        partial = {s for s in node.inputs if made[s].is_owed and (s, REPLICATE) not in self.converted}
+        whole = tuple(REPLICATE for _ in named)
         if not partial or not all(self._passes(user, s) for s in partial for user in self.users[s]):
-            return whole, R
+            return whole, REPLICATE
         if max(v.spec.nbytes for v in node.results) > max(s.spec.nbytes for s in partial):
-            return whole, R
+            return whole, REPLICATE
         if (routed := self._routing(node, partial)) is not None:
-            return tuple(routed if s in partial else R for _, s in named), routed
+            return tuple(routed if s in partial else REPLICATE for _, s in named), routed
         for joint in op_of(node).linear_in(node.attrs):
             together = joint.split("+")
             if {n for n, s in named if s in partial} <= set(together):
-                return tuple((made[s] if is_owed(made[s]) else P) if n in together else R for n, s in named), P
-        return whole, R
+                owed = {s: made[s] if made[s].is_owed else PARTIAL for s in node.inputs}
+                return tuple(owed[s] if n in together else REPLICATE for n, s in named), PARTIAL
+        return whole, REPLICATE
 
     def _routing(self, node: Node, partial: set[Value]) -> Routed | None:
-        """How all results of `node` are routed: as the operands in `partial` all are, if their zeros give zeros."""
+        """The state of the results of `node` where all operands in `partial` are routed alike and zeros give zeros."""
         routed, *others = {self.out.made[s] for s in partial}
         if others or not isinstance(routed, Routed) or not all(self._keeps(node, s, routed) for s in partial):
             return None
@@ -274,15 +298,15 @@ class _Pass:
         cut_anyway = any(s in self.stored and self._cuts(s) for s in others)
         return value not in self.ends and len(places) == 1 and places[0] in names and not cut_anyway
 
-    def _convert(self, value: Value, want: State, node: Node | None) -> None:
+    def _convert(self, value: Value, wanted: State, node: Node | None) -> None:
+        """Note what takes `value` to the state in which `node` reads it; a slice of what is whole by now is free."""
         made = self.out.made[value]
-        if made == want or (value, want) in self.converted:
+        if (value, wanted) in self.converted or not way(made, wanted):
             return
-        if isinstance(made, Local) and isinstance(want, Local) and set(want.devices) <= set(made.devices):
-            return
-        if isinstance(made, Local) != isinstance(want, Local) and want is not R:
-            self._convert(value, R, node)  # to one device and from one device it goes as a whole
-        if made is R or (value, R) in self.converted:
-            made = R  # it is whole already: a slice of that is free
-        self.converted.add((value, want))
-        self.out.conversions.append(Conversion(value, made, want, node))
+        if (value, REPLICATE) in self.converted:
+            made = REPLICATE
+        for state in way(made, wanted):
+            if (value, state) not in self.converted:
+                self.converted.add((value, state))
+                self.out.conversions.append(Conversion(value, made, state, node))
+            made = state

@@ -9,8 +9,8 @@ from ...graph.node import Node, Value
 from ...ops import op_of
 from ...ops.routing import busiest
 from ..hardware import Counts, Estimate, Hardware, sent_bytes
-from .assign import Assignment, Conversion, is_owed
-from .factors import Factor
+from .assign import Assignment, Conversion
+from .states import Cut
 
 
 class Costs:
@@ -36,8 +36,9 @@ class Costs:
         """Bytes of weights and states on the device that has most of them."""
         total = 0.0
         for value in self.stored:
-            by = assignment.made[value]
-            share = -(-by.size // self.devices) / by.size if isinstance(by, Factor) and by.size else 1.0
+            made = assignment.made[value]
+            size = made.factor.size if isinstance(made, Cut) else 0
+            share = -(-size // self.devices) / size if size else 1.0
             total += self.times.get(value.node, 1) * value.spec.nbytes * share
         return total
 
@@ -45,18 +46,17 @@ class Costs:
         """Seconds of `node` on the busiest device."""
         flops, nbytes = self.work[node]
         by = assignment.by[node]
-        if isinstance(by, Factor):
-            own = -(-by.size // self.devices)
-            share = most = own / by.size if by.size else 1.0
+        if isinstance(by, Cut):
+            size = by.factor.size
+            own = -(-size // self.devices)
+            share = most = own / size if size else 1.0
             if (ids := assignment.dealt.get(node)) is not None and ids.spec.size:
                 entries = ids.spec.size
-                busy = busiest(entries, own, by.size)
-                share, most = busy / entries, min(own, busy) / min(by.size, entries)
+                busy = busiest(entries, own, size)
+                share, most = busy / entries, min(own, busy) / min(size, entries)
             wants, made = assignment.wants[node], assignment.made
-            uncut: float = sum(
-                v.spec.nbytes for v, w in zip(node.inputs, wants, strict=True) if not isinstance(w, Factor)
-            )
-            uncut += sum(v.spec.nbytes for v in node.results if not isinstance(made[v], Factor))
+            uncut: float = sum(v.spec.nbytes for v, w in zip(node.inputs, wants, strict=True) if not isinstance(w, Cut))
+            uncut += sum(v.spec.nbytes for v in node.results if not isinstance(made[v], Cut))
             uncut = min(nbytes, uncut)
             flops, nbytes = flops * share, uncut + (nbytes - uncut) * most
         return self.hardware.compute(flops, nbytes)
@@ -65,5 +65,5 @@ class Costs:
         """Seconds of a collective."""
         if conversion.is_free or self.devices == 1:
             return 0.0
-        op = "all_reduce" if is_owed(conversion.before) and not isinstance(conversion.after, Factor) else "all_gather"
+        op = "all_reduce" if conversion.before.is_owed and not isinstance(conversion.after, Cut) else "all_gather"
         return self.hardware.meeting(sent_bytes(op, conversion.value.spec.nbytes, self.devices))

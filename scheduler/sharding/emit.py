@@ -12,9 +12,11 @@ from ...graph.spec import Spec
 from ...ops import concat, fill, op_of, slice_
 from ...ops.collective import all_gather, all_reduce, all_to_all, receive, reduce_scatter, send
 from ..layout import PARTIAL, REPLICATE, Layout, Local, Shard, local_shape
-from .assign import Assignment, P, R, State, is_owed
-from .factors import Factor, Factors
+from .assign import Assignment
+from .axes import Factor
+from .factors import Factors
 from .shares import Shares, runs_of
+from .states import Cut, State, way
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +35,7 @@ class Sharded:
 def shard(graph: Graph, factors: Factors, assignment: Assignment, shares: Shares) -> Sharded:
     """Emit the graph of every device.  With one device that is the graph itself."""
     layouts = _Layouts(graph, factors, assignment, shares)
-    ends = {name: R if is_owed(assignment.made[v]) else assignment.made[v] for name, v in graph.outputs.items()}
+    ends = {name: _ended(assignment.made[v]) for name, v in graph.outputs.items()}
     outputs = {name: layouts.of(v, ends[name]) for name, v in graph.outputs.items()}
     emitted: dict[Hashable, tuple[Graph, Mapping[Node, Node]]] = {}
     for key in (keys := [_kind(d, assignment, shares) for d in range(len(shares))]):
@@ -46,10 +48,15 @@ def shard(graph: Graph, factors: Factors, assignment: Assignment, shares: Shares
     return Sharded(graphs, tuple(emitted[key][1] for key in keys), leaves, outputs)
 
 
+def _ended(state: State) -> State:
+    """How an output lies at the end: no sum is owed any more."""
+    return REPLICATE if state.is_owed else state
+
+
 def _kind(device: int, assignment: Assignment, shares: Shares) -> Hashable:
     """Equal for devices whose graphs are equal: they have as much of every factor, and no node knows its device."""
     for c in assignment.conversions:
-        if isinstance(c.after, Factor | Local) or isinstance(c.before, Local):
+        if isinstance(c.after, Cut | Local) or isinstance(c.before, Local):
             return device
     if assignment.dealt or any(isinstance(by, Local) for by in assignment.by.values()):
         return device
@@ -99,18 +106,18 @@ class _Layouts:
     def of(self, value: Value, state: State) -> Layout:
         if isinstance(state, Local):
             return state
-        if not isinstance(state, Factor):
-            return PARTIAL if is_owed(state) else REPLICATE
-        if (value, state) not in self._cut:  # every device asks, at every use
-            self._cut[value, state] = self._shard(value, state)
-        return self._cut[value, state]
+        if not isinstance(state, Cut):
+            return PARTIAL if state.is_owed else REPLICATE
+        if (value, state.factor) not in self._cut:  # every device asks, at every use
+            self._cut[value, state.factor] = self._shard(value, state.factor)
+        return self._cut[value, state.factor]
 
-    def _shard(self, value: Value, state: Factor) -> Shard:
+    def _shard(self, value: Value, factor: Factor) -> Shard:
         for axis, segments in enumerate(self.factors.axes(value)):
-            if any(state in s for s in segments):
-                dealt = self.shares.of(state)
-                return Shard(axis, tuple(runs_of(segments, state, low, high) for low, high in dealt))
-        raise AssertionError(f"{value!r} does not have the factor {state}")
+            if any(factor in s for s in segments):
+                dealt = self.shares.of(factor)
+                return Shard(axis, tuple(runs_of(segments, factor, low, high) for low, high in dealt))
+        raise AssertionError(f"{value!r} does not have the factor {factor}")
 
 
 class _Device:
@@ -151,14 +158,14 @@ class _Device:
     def _attend(self, source: Value) -> None:
         """Take part in making whole what another device alone will read."""
         made = self.layouts.assignment.made[source]
-        if made is P or isinstance(made, Factor):
-            self._as(source, R)
+        if made.is_owed or isinstance(made, Cut):
+            self._as(source, REPLICATE)
 
     def _keep(self, value: Value, state: State, new: Value) -> None:
         """A value is there; one device's own is sent to all who will read it."""
         self.local[value, state] = new
         if isinstance(state, Local):
-            self.local[value, R] = new
+            self.local[value, REPLICATE] = new
             if self.device == state.devices[0]:
                 for to, number in self.layouts.letters.get(value, {}).items():
                     self.met.append(send(new, to=to, sequence=number, name=f"{value.node.label}.to.{to}"))
@@ -189,13 +196,14 @@ class _Device:
         src = [None if s is None else self._as(s, next(wants)) for s in node.src]
         made = [assignment.made[v] for v in node.results]
         attrs = node.attrs
-        if isinstance(made[0], Factor) and declared.localise is not None:
+        if isinstance(made[0], Cut) and declared.localise is not None:
             first, want = node.inputs[0], assignment.wants[node][0]
             count = partial(self._count, self.layouts.of(first, want))
             attrs = {**attrs, **declared.localise(attrs, self._shape(node.results[0], made[0]), count)}
         by = assignment.by[node]
-        if isinstance(by, Factor) and by is self.layouts.factors.uses(node).looked_up:
-            attrs = {**attrs, "first": self.layouts.shares.of(by)[self.device][0], "total": by.size}
+        if isinstance(by, Cut) and by.factor is self.layouts.factors.uses(node).looked_up:
+            low, _ = self.layouts.shares.of(by.factor)[self.device]
+            attrs = {**attrs, "first": low, "total": by.factor.size}
         built = declared(*src, name=node.name, **attrs)
         results = (built,) if isinstance(built, Value) else built
         self.origins[results[0].node] = node
@@ -211,17 +219,25 @@ class _Device:
     def _as(self, value: Value, state: State) -> Value:
         """`value` on this device in the layout of `state`, converted at its first use."""
         if isinstance(state, Local):
-            state = R  # here it is whole
-        key, made = (value, state), self.layouts.assignment.made[value]
-        if isinstance(made, Local) and (value, R) not in self.local:
-            self.local[value, R] = self._received(value, made)
-        if key not in self.local:
-            if made is R or (value, R) in self.local:
-                self.local[key] = self._owed_once(value) if state is P else self._sliced(value, state)
-            else:
-                self.local[key] = self._meeting(value, made, state)
-                self.met.append(self.local[key])
-        return self.local[key]
+            state = REPLICATE  # here it is whole
+        made = self.layouts.assignment.made[value]
+        if state is PARTIAL and made.is_owed:
+            state = made
+        if isinstance(made, Local) and (value, REPLICATE) not in self.local:
+            self.local[value, REPLICATE] = self._received(value, made)
+        if (value, state) not in self.local:
+            self.local[value, state] = self._converted(value, made, state)
+        return self.local[value, state]
+
+    def _converted(self, value: Value, made: State, state: State) -> Value:
+        """`value` in a state in which it is not there yet."""
+        if len(way(made, state)) > 1:
+            self._as(value, REPLICATE)
+        if made is REPLICATE or (value, REPLICATE) in self.local:
+            return self._owed_once(value) if state is PARTIAL else self._sliced(value, state)
+        new = self._meeting(value, made, state)
+        self.met.append(new)
+        return new
 
     def _received(self, value: Value, made: Local) -> Value:
         """A value that one device alone has made."""
@@ -235,13 +251,13 @@ class _Device:
         """The collective that takes `value` from one layout to another."""
         mine, number, label = self.local[value, made], self.layouts.sequence[value, state], value.node.label
         before, after = self.layouts.of(value, made), self.layouts.of(value, state)
-        if is_owed(made) and state is R:
+        if made.is_owed and state is REPLICATE:
             return all_reduce(mine, sequence=number, name=f"{label}.sum")
-        if isinstance(before, Shard) and state is R:
+        if isinstance(before, Shard) and state is REPLICATE:
             return all_gather(mine, axis=before.axis, runs=before.runs, sequence=number, name=f"{label}.whole")
         assert isinstance(after, Shard)
         cut = {"axis": after.axis, "runs": after.runs, "rank": self.device, "sequence": number}
-        if is_owed(made):
+        if made.is_owed:
             return reduce_scatter(mine, **cut, name=f"{label}.part")
         assert isinstance(before, Shard)
         return all_to_all(mine, old_axis=before.axis, old_runs=before.runs, **cut, name=f"{label}.recut")
@@ -249,7 +265,7 @@ class _Device:
     def _sliced(self, value: Value, state: State) -> Value:
         layout = self.layouts.of(value, state)
         assert isinstance(layout, Shard)
-        whole = self.local[value, R]
+        whole = self.local[value, REPLICATE]
         pieces = [
             slice_(whole, axis=layout.axis, start=offset, stop=offset + n) for offset, n in layout.runs[self.device]
         ] or [slice_(whole, axis=layout.axis, start=0, stop=0)]
@@ -260,5 +276,5 @@ class _Device:
 
     def _owed_once(self, value: Value) -> Value:
         """A whole value as a summand: device 0 brings it, the others nothing."""
-        whole = self.local[value, R]
+        whole = self.local[value, REPLICATE]
         return whole if self.device == 0 else fill(whole, value=0.0, name=f"{value.node.label}.zero")

@@ -6,13 +6,29 @@ group, a tiled broadcast or a quantisation block splits a factor into an outer a
 segments.  To parallelise is to choose factors: KV heads and FFN columns are tensor parallelism, experts expert
 parallelism, sequences data parallelism, and nobody has to say "attn_q.weight".
 
+Here rows 0 to 4 of a fused weight make q and the rest k, both in heads of two, and q meets k head by head.  So the rows
+of the weight are two segments of (head, place in the head), and the heads of both are one factor: cut by it, a device
+has a head of q and the same head of k.
+
+>>> from ... import ops
+>>> from ...graph.node import input, weight
+>>> both = ops.mul_mat(weight("qk", (8, 3)), input("x", (5, 3)))
+>>> q, k = (ops.reshape(ops.slice_(both, axis=1, start=i, stop=i + 4), shape=(5, 2, 2)) for i in (0, 4))
+>>> graph = Graph({"y": ops.mul(q, k)})
+>>> factors = Factors(graph)
+>>> rows, columns = factors.axes(graph.weights[0])
+>>> rows, columns
+([[2, 2], [2, 2]], [[3]])
+>>> rows[0][0] is rows[1][0]
+True
+
 The idea is that of named dimensions in Mesh-TensorFlow (Shazeer et al., 2018) and of factors in Shardy.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,175 +37,26 @@ from ...graph.node import Node, Value
 from ...ops import op_of
 from ...ops.op import Op
 from ...ops.signature import Dim, Leading, Operand, Role
-
-
-class Factor:
-    """One index of the graph, or (once split or cut) the name of several; compare what `root` gives."""
-
-    __slots__ = ("blocked", "parts", "segments", "size", "up")
-
-    def __init__(self, size: int, blocked: bool = False) -> None:
-        self.size, self.blocked = size, blocked
-        self.up: Factor | None = None
-        self.parts: tuple[Factor, Factor] | None = None  # outer and inner
-        self.segments: tuple[Factor, Factor] | None = None  # one after the other
-
-    def root(self) -> Factor:
-        factor = self
-        while factor.up is not None:
-            factor = factor.up
-        return factor
-
-    def __repr__(self) -> str:
-        return f"{self.size}{'!' if self.blocked else ''}"
-
-
-Segment = tuple[Factor, ...]
-Axis = tuple[Segment, ...]
-
-
-def atoms(segment: Iterable[Factor]) -> list[Factor]:
-    """A product as its roots that are not split further, outer first."""
-    found: list[Factor] = []
-    for factor in segment:
-        root = factor.root()
-        found += atoms(root.parts) if root.parts else [root]
-    return found
-
-
-def segments(axis: Axis) -> list[list[Factor]]:
-    """An axis as it is now: a factor that was cut, where it is outermost, gives a segment for each of its pieces."""
-    found: list[list[Factor]] = []
-    for segment in axis:
-        product = atoms(segment)
-        if product and product[0].segments:
-            first, second = product[0].segments
-            rest = tuple(product[1:])
-            found += segments(((first, *rest), (second, *rest)))
-        else:
-            found.append(product)
-    return found
-
-
-def product_size(product: Iterable[Factor]) -> int:
-    return math.prod(f.size for f in product)
-
-
-def block(factors: Iterable[Factor]) -> None:
-    """These can never be cut: two views of one axis disagree about them."""
-    for factor in atoms(factors):
-        factor.blocked = True
-        if factor.segments:
-            block(factor.segments)
-
-
-def block_axis(axis: Axis) -> None:
-    for segment in axis:
-        block(segment)
-
-
-def split(factor: Factor, outer: int) -> None:
-    """`factor` becomes a product of `outer` and the rest, everywhere at once."""
-    factor.parts = (Factor(outer, factor.blocked), Factor(factor.size // outer, factor.blocked))
-
-
-def merge(one: Factor, two: Factor) -> None:
-    """Two roots of one size become one factor."""
-    if one is two:
-        return
-    if two.segments and not one.segments:
-        one, two = two, one
-    two.up = one
-    one.blocked |= two.blocked
-    if one.segments and two.segments:
-        tie((one.segments[:1], one.segments[1:]), (two.segments[:1], two.segments[1:]))
-
-
-def tie_products(a: Sequence[Factor], b: Sequence[Factor]) -> None:
-    """Make two products the same index: align them outer first, splitting the larger factor where it divides."""
-    left, right, i = atoms(a), atoms(b), 0
-    while i < min(len(left), len(right)):
-        x, y = left[i], right[i]
-        if x is y or x.size == y.size:
-            merge(x, y)
-            i += 1
-        elif y.size and x.size % y.size == 0 and not x.segments:
-            split(x, y.size)
-        elif x.size and y.size % x.size == 0 and not y.segments:
-            split(y, x.size)
-        else:
-            block(left[i:] + right[i:])
-            return
-        left, right = atoms(left), atoms(right)
-
-
-def cut_segment(product: Sequence[Factor], at: int) -> bool:
-    """Cut a segment in two at element `at`; False (and blocked) where no outermost factor ends there."""
-    inner = product_size(product[1:])
-    head = product[0]
-    if inner and at % inner == 0:
-        head.segments = (Factor(at // inner, head.blocked), Factor(head.size - at // inner, head.blocked))
-        return True
-    block(product)
-    return False
-
-
-def bounds(axis: Axis) -> list[int]:
-    """Where segments begin, and the end."""
-    at = [0]
-    for product in segments(axis):
-        at.append(at[-1] + product_size(product))
-    return at
-
-
-def refine(axis: Axis, at: Iterable[int]) -> bool:
-    """Cut `axis` so that segments begin at each of these elements; False where it cannot be done."""
-    for point in at:
-        starts = bounds(axis)
-        if point in starts:
-            continue
-        for start, product in zip(starts, segments(axis), strict=False):
-            if start < point < start + product_size(product) and not cut_segment(product, point - start):
-                return False
-    return True
-
-
-def tie(one: Axis, two: Axis) -> None:
-    """Make two axes the same index."""
-    for _ in range(4):  # a cut in one may show in the other, where they share factors
-        if bounds(one) == bounds(two):
-            break
-        refine(one, bounds(two))
-        refine(two, bounds(one))
-    else:
-        block_axis(one)
-        block_axis(two)
-        return
-    for a, b in zip(segments(one), segments(two), strict=True):
-        tie_products(a, b)
-
-
-def fresh(size: int, blocked: bool = False) -> Axis:
-    return ((Factor(size, blocked),),)
-
-
-def multiply(axes: Sequence[Axis]) -> Axis | None:
-    """The product of axes, outer first; None if an inner one is a concatenation, which no product can say."""
-    wide = [a for a in axes if sum(map(product_size, segments(a))) != 1]
-    if not wide:
-        return fresh(1)
-    if len(wide) == 1:
-        return wide[0]
-    if any(len(segments(a)) > 1 for a in wide[1:]):
-        return None
-    inner = tuple(f for a in wide[1:] for s in segments(a) for f in s)
-    return tuple((*s, *inner) for s in segments(wide[0]))
+from .axes import (
+    Axis,
+    Factor,
+    block,
+    block_axis,
+    bounds,
+    fresh,
+    multiply,
+    product_size,
+    refine,
+    repeated,
+    segments,
+    tie,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """How a node uses the factors of its axes: those that must be whole, those that are summed over, and the one that
-    is looked up by numbers."""
+    """How a node uses the factors of its axes: those that must be whole (as the op says, or as they stand for two of
+    its indices at once), those that are summed over, and the one that is looked up by numbers."""
 
     coupled: frozenset[Factor]
     contracted: frozenset[Factor]
@@ -203,6 +70,7 @@ class Factors:
         self.graph = graph
         self._axes: dict[Value, tuple[Axis, ...]] = {}
         self._roles: dict[Node, list[tuple[Role, Axis]]] = {}
+        self._indices: dict[Node, list[Sequence[Axis]]] = {}  # groups of axes in each of which a factor is one index
         self._ranges: dict[tuple[Value, int], tuple[Axis, str]] = {}
         for node in graph.nodes:
             if node.is_leaf:
@@ -218,7 +86,7 @@ class Factors:
         # From here on nothing is split or cut, so every question has one answer; a search asks often.
         self._known = {v: tuple(map(segments, axes)) for v, axes in self._axes.items()}
         self._all = {v: frozenset(f for axis in axes for s in axis for f in s) for v, axes in self._known.items()}
-        self._uses = {node: self._used(roles) for node, roles in self._roles.items()}
+        self._uses = {node: self._used(roles, self._indices[node]) for node, roles in self._roles.items()}
         self._words = {f: word for axis, word in self._ranges.values() for s in segments(axis) for f in s}
 
     # ------------------------------------------------------------------------------------------------ questions
@@ -239,15 +107,17 @@ class Factors:
         return self._words.get(factor, "")
 
     @staticmethod
-    def _used(roles: list[tuple[Role, Axis]]) -> Uses:
-        found: dict[Role, set[Factor]] = {role: set() for role in Role}
+    def _used(roles: list[tuple[Role, Axis]], indices: list[Sequence[Axis]]) -> Uses:
+        used: dict[Role, set[Factor]] = {role: set() for role in Role}
+        for axes in indices:
+            used[Role.COUPLED] |= repeated(map(segments, axes))
         for role, axis in roles:
             parts = segments(axis)
             if role is Role.LOOKED_UP and (len(parts) > 1 or len(parts[0]) > 1):
                 role = Role.COUPLED  # a device has one run of rows
-            found[role].update(f for s in parts for f in s)
-        looked_up = next(iter(found[Role.LOOKED_UP] - found[Role.COUPLED]), None)
-        return Uses(frozenset(found[Role.COUPLED]), frozenset(found[Role.CONTRACTED]), looked_up)
+            used[role].update(f for s in parts for f in s)
+        looked_up = next(iter(used[Role.LOOKED_UP] - used[Role.COUPLED]), None)
+        return Uses(frozenset(used[Role.COUPLED]), frozenset(used[Role.CONTRACTED]), looked_up)
 
     # ----------------------------------------------------------------------------------------------- building
 
@@ -282,8 +152,10 @@ class Factors:
                     roles.append((role, axis))
                     if dim.index:
                         self._look_up(node, declared, dim, axis, size)
-        roles += self._summed(node, signature.operands)
+        summed = self._summed(node, signature.operands)
+        roles += summed
         self._roles[node] = roles
+        self._indices[node] = [[*named.values(), *leading, *(axis for role, axis in summed)]]
         for name, size in sizes.named.items():
             named.setdefault(name, fresh(size, blocked=True))  # no operand has it, so a shard could not know its part
         for result, value in zip(signature.results, node.results, strict=True):
@@ -316,31 +188,31 @@ class Factors:
 
     def _leading(self, node: Node, operands: Sequence[Operand]) -> tuple[Axis, ...]:
         """The shared leading axes, with those of every operand tied to them."""
-        found: tuple[Axis, ...] = ()
+        shared: tuple[Axis, ...] = ()
         pairs = [(o, s) for o, s in zip(operands, node.src, strict=False) if s is not None]
         for operand, source in pairs:
             mine = self._axes[source][: len(source.shape) - len(operand.dims)]
             if operand.leading is Leading.EQUAL:
-                for a, b in zip(found, mine, strict=False):
+                for a, b in zip(shared, mine, strict=False):
                     tie(a, b)
-                found = found or mine
+                shared = shared or mine
         for operand, source in pairs:
             mine = self._axes[source][: len(source.shape) - len(operand.dims)]
             if operand.leading in (Leading.TILED, Leading.GROUPED):
-                for a, b in zip(reversed(found), reversed(mine), strict=False):
+                for a, b in zip(reversed(shared), reversed(mine), strict=False):
                     self._repeat(a, b, operand.leading)
-        return found
+        return shared
 
     def _summed(self, node: Node, operands: Sequence[Operand]) -> list[tuple[Role, Axis]]:
         """Leading axes that are summed away, tied between the operands that have them."""
-        found: list[Axis] = []
+        summed: list[Axis] = []
         for operand, source in zip(operands, node.src, strict=False):
             if source is not None and operand.leading is Leading.CONTRACTED:
                 mine = self._axes[source][: len(source.shape) - len(operand.dims)]
-                for a, b in zip(found, mine, strict=False):
+                for a, b in zip(summed, mine, strict=False):
                     tie(a, b)
-                found = found or list(mine)
-        return [(Role.CONTRACTED, axis) for axis in found]
+                summed = summed or list(mine)
+        return [(Role.CONTRACTED, axis) for axis in summed]
 
     @staticmethod
     def _repeat(whole: Axis, part: Axis, how: Leading) -> None:
@@ -372,11 +244,11 @@ class Factors:
                 axis = self._sliced(axis, link.start, result.shape[link.result[0]])
                 pieces.setdefault(link.result[0], []).append((link.start, axis))
             else:
-                made = [fresh(result.shape[a]) for a in link.result]
-                product = multiply(made)
+                axes_after = [fresh(result.shape[a]) for a in link.result]
+                product = multiply(axes_after)
                 assert product is not None
                 tie(product, axis)
-                for a, own in zip(link.result, made, strict=True):
+                for a, own in zip(link.result, axes_after, strict=True):
                     pieces[a] = [(0, own)]
         axes = []
         for a, size in enumerate(result.shape):
@@ -398,6 +270,7 @@ class Factors:
             for a in range(len(s.shape))
             if (i, a) not in linked
         ]
+        self._indices[node] = [self._axes[v] for v in (*node.inputs, result)]
 
     def _gathered(self, source: Value, which: Sequence[int]) -> Axis:
         axes = [self._axes[source][a] for a in which]

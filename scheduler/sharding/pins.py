@@ -43,6 +43,9 @@ class Pins:
     leaves: Mapping[Value, Local] = field(default_factory=dict)
 
 
+NO_PINS = Pins()
+
+
 def stored_leaf(value: Value) -> Node | None:
     """The weight or state that a value is, or is a view of."""
     node = value.node

@@ -17,9 +17,10 @@ from ...graph.node import Node, Value
 from ..hardware import Estimate, Hardware
 from ..units import nbytes_text, time_text
 from .assign import Assignment, assign
+from .axes import Factor
 from .condense import Condensed, condense
 from .cost import Costs
-from .factors import Factor, Factors
+from .factors import Factors
 
 NO_TIMES: Mapping[Node, int] = MappingProxyType({})
 

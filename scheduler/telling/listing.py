@@ -17,7 +17,8 @@ from ...ops import REGISTRY
 from ..layout import Layout, Shard
 from ..lowering.lower import ARENA
 from ..plan import Plan
-from ..sharding.factors import Factor, Factors
+from ..sharding.axes import Factor
+from ..sharding.factors import Factors
 from ..units import columns
 
 WIDTH = 64

@@ -3,6 +3,22 @@
 An index is the tuple of runs (first entry, length) that lists the entries in the order in which they lie; neighbours
 are merged, so equal lists are equal tuples.  A digit ``(stride, size)`` of an axis is a part of the entry's number on
 which a value does not depend: entries that differ only there are equal, and whoever has one has the other.
+
+An axis of 12 entries is two segments of (3 heads, 2 places).  A device that has head 1 of both segments has entries 2,
+3, 8 and 9; as a product of 2, 3 and 2, here of 2, 1 and 2, that is all of the outer and inner factors, and head 1.
+
+>>> heads = joined([((2, 2),), ((8, 2),)])
+>>> heads, length(heads), entries(heads).tolist()
+(((2, 2), (8, 2)), 4, [2, 3, 8, 9])
+>>> factored(heads, (2, 3, 2), (2, 1, 2))
+(((0, 2),), ((1, 1),), ((0, 2),))
+>>> multiplied((whole(2), ((1, 1),), whole(2)), (2, 3, 2)) == heads
+True
+
+Where the value does not depend on the segment, the digit (stride 6, size 2), one segment is as good as the other.
+
+>>> agreed(((2, 2),), ((6, 2),), ((8, 2),), ())
+((8, 2),)
 """
 
 from __future__ import annotations
@@ -50,21 +66,21 @@ def index_of(listed: Entries) -> Index:
 @lru_cache(maxsize=1 << 14)
 def taken(index: Index, start: int, stop: int, shift: int = 0) -> Index:
     """Positions `start` to `stop` of what is there, numbered from `shift` on."""
-    found, at = [], 0
+    runs, at = [], 0
     for first, n in index:
         low, high = max(start, at), min(stop, at + n)
         if low < high:
-            found.append((first + low - at - shift, high - low))
+            runs.append((first + low - at - shift, high - low))
         at += n
-    return tuple(found)
+    return tuple(runs)
 
 
 @lru_cache(maxsize=1 << 12)
 def share_entries(one: Index, two: Index) -> bool:
     """Whether some entry is in both."""
-    found = sorted([*((a, 0, n) for a, n in one), *((a, 1, n) for a, n in two)])
+    runs = sorted([*((a, 0, n) for a, n in one), *((a, 1, n) for a, n in two)])
     ends = [0, 0]
-    for start, which, n in found:
+    for start, which, n in runs:
         if start < ends[1 - which]:
             return True
         ends[which] = max(ends[which], start + n)
@@ -91,13 +107,13 @@ def has_twice(index: Index) -> bool:
 
 def joined(parts: Sequence[Index]) -> Index:
     """One after the other."""
-    found: list[tuple[int, int]] = []
+    runs: list[tuple[int, int]] = []
     for start, n in (run for part in parts for run in part):
-        if found and sum(found[-1]) == start:
-            found[-1] = (found[-1][0], found[-1][1] + n)
+        if runs and sum(runs[-1]) == start:
+            runs[-1] = (runs[-1][0], runs[-1][1] + n)
         else:
-            found.append((start, n))
-    return tuple(found)
+            runs.append((start, n))
+    return tuple(runs)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -114,14 +130,14 @@ def factored(index: Index, sizes: tuple[int, ...], local: tuple[int, ...]) -> tu
         return tuple(map(whole, sizes))
     if 0 in local:
         return tuple(((0, m),) if m else () for m in local)
-    grid, found, inner = entries(index).reshape(local), [], math.prod(sizes)
+    grid, indices, inner = entries(index).reshape(local), [], math.prod(sizes)
     total = np.zeros((), np.int64)
     for axis, n in enumerate(sizes):
         inner //= n
         line = grid[(0,) * axis + (slice(None),) + (0,) * (len(sizes) - axis - 1)] // inner % n
-        found.append(index_of(line))
+        indices.append(index_of(line))
         total = total + (line * inner).reshape(-1, *[1] * (len(sizes) - axis - 1))
-    return tuple(found) if np.array_equal(total, grid) else None
+    return tuple(indices) if np.array_equal(total, grid) else None
 
 
 @lru_cache(maxsize=1 << 14)
@@ -196,9 +212,9 @@ def outer(digits: Digits, inner: int) -> Digits:
 
 def within(digits: Digits, inner: int, size: int) -> Digits:
     """Those digits of a product, or parts of them, that lie in the factor of this size with `inner` inside it."""
-    found = []
+    inside = []
     for stride, n in digits:
         low, high = max(stride, inner), min(stride * n, inner * size)
         if low < high and low % stride == high % low == low % inner == 0 and (stride * n) % high == 0:
-            found.append((low // inner, high // low))
-    return tuple(found)
+            inside.append((low // inner, high // low))
+    return tuple(inside)

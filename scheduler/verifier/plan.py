@@ -94,11 +94,8 @@ class _Whole:
                 yield from self._bind(node, leaves)
         trace = Trace(self.meaning, [lane.graph for lane in self.plan.lanes], leaves)
         said = list(trace.faults())
-        yield from said
-        if not said:
-            yield from self._outputs(trace)
-            yield from self._updates(trace)
-            yield from self._places(trace)
+        for why in said or (*self._outputs(trace), *self._updates(trace), *self._places(trace)):
+            yield why + trace.unfinished
 
     def _places(self, trace: Trace) -> Iterator[str]:
         """Nodes that are computed elsewhere than the plan says; what is computed alike may be, if either may."""
@@ -117,10 +114,16 @@ class _Whole:
                 said[number] = (name, placed.device)
         for node in (n for n in known.values() if not n.is_leaf):  # nobody said where these run
             allowed.pop(self.meaning.number[Value(node)], None)
+        for numbers, where in trace.computed.items():
+            if numbers <= allowed.keys() and (strange := where.difference(*(allowed[n] for n in numbers))):
+                name, device = said[min(numbers)]
+                yield f"%{name} is placed on device {device}, and computed on {sorted(strange)}"
         for number, devices in allowed.items():
-            if not (where := trace.computed.get(number, set())) <= devices:
+            value = self.meaning.values[number]
+            is_made = value.spec.size and not value.node.is_leaf and not op_of(value.node).is_view
+            if is_made and devices.isdisjoint(trace.complete.get(number, ())):
                 name, device = said[number]
-                yield f"%{name} is placed on device {device}, and computed on {sorted(where - devices)}"
+                yield f"%{name} is placed on device {device}, and not computed there"
 
     # ---------------------------------------------------------------------------------------------------- layouts
 

@@ -2,6 +2,21 @@
 
 The verifier of plans asks it for every node of a device: here is the node of the user's graph, here the device's node
 with its smaller operands, and which entries those hold.  Nothing is taken from the planner.
+
+The user multiplies a weight of 6 rows by 3 vectors of 8.  A device that holds rows 2 and 3 of the weight makes columns
+2 and 3 of the product; one that holds columns 0 to 4 of both operands makes all of it as a sum of 4 terms of 8.
+
+>>> def held(*runs: tuple[int, int]) -> Axes:
+...     return tuple(((run,), ()) for run in runs)
+>>> user = Side((), (Spec((6, 8)), Spec((3, 8))), (Spec((3, 6)),))
+>>> rows = Side((), (Spec((2, 8)), Spec((3, 8))), (Spec((3, 2)),))
+>>> restricted("mul_mat", user, rows, (held((2, 2), (0, 8)), held((0, 3), (0, 8)))).axes
+(((((0, 3),), ()), (((2, 2),), ())),)
+>>> columns = Side((), (Spec((6, 4)), Spec((3, 4))), (Spec((3, 6)),))
+>>> restricted("mul_mat", user, columns, (held((0, 6), (0, 4)), held((0, 3), (0, 4)))).owed.box
+(((0, 4),),)
+>>> restricted("mul_mat", user, columns, (held((0, 6), (0, 4)), held((0, 3), (4, 4))))
+'operands hold different entries of k: [0:4] and [4:8]'
 """
 
 from __future__ import annotations
@@ -83,11 +98,13 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The entries of each result, what of a contraction they sum over, and the rows of a table if not all are there."""
+    """The entries of each result, what of a contraction they sum over (`is_empty` if there is nothing to sum), and the
+    rows of a table if not all are there."""
 
     axes: tuple[Axes, ...]
     owed: Owed
     rows: Rows | None = None
+    is_empty: bool = False
 
 
 @lru_cache(maxsize=1 << 15)
@@ -128,12 +145,12 @@ def _same_attrs(declared: Op[Any], user: Side, mine: Side) -> None:
 class _Names:
     """The index of each name of a signature, as its operands agree on it."""
 
-    found: dict[str, Part] = field(default_factory=dict)
+    named: dict[str, Part] = field(default_factory=dict)
     lead: list[Part] = field(default_factory=list)
     summed: list[Part] = field(default_factory=list)
 
     def meet(self, name: str, part: Part) -> None:
-        self.found[name] = _met(self.found[name], part, name) if name in self.found else part
+        self.named[name] = _met(self.named[name], part, name) if name in self.named else part
 
     def meet_all(self, kept: list[Part], parts: Sequence[Part]) -> None:
         for i, part in enumerate(parts):
@@ -179,19 +196,21 @@ def _signed(declared: Op[Any], user: Side, mine: Side, axes: tuple[Axes | None, 
     _check_repeats(user, signature.operands, axes, names.lead)
     for name, role in roles.items():
         if role is Role.COUPLED and not name.isdecimal():
-            index, digits = names.found[name]
+            index, digits = names.named[name]
             if not is_whole(index, digits, sizes[name]):
                 raise Unfit(f"{name} must be whole, and only {show(index)} of {sizes[name]} is there")
-            names.found[name] = (whole(sizes[name]), ())
+            names.named[name] = (whole(sizes[name]), ())
     results = tuple(
         (*(names.lead if r.leading is Leading.EQUAL else ()), *(_product(d, names, sizes, local) for d in r.dims))
         for r in signature.results
     )
     _check_shapes(mine, results)
     rows = _rows(signature, user, mine, names)
-    contracted = [(names.found[n][0], sizes[n]) for n, role in roles.items() if role is Role.CONTRACTED]
+    contracted = [(names.named[n][0], sizes[n]) for n, role in roles.items() if role is Role.CONTRACTED]
     summed = [s.shape for s, o in zip(user.src, signature.operands, strict=False) if s is not None]
     contracted += [(i, n) for (i, _), n in zip(names.summed, summed[0] if summed else (), strict=False)]
+    if any(n == 0 for _, n in contracted):
+        return Made(results, None, rows, is_empty=True)
     return Made(results, terms(tuple(i for i, _ in contracted), tuple(n for _, n in contracted)), rows)
 
 
@@ -204,7 +223,7 @@ def _rows(signature: Signature, user: Side, mine: Side, names: _Names) -> Rows |
     at = signature.operands.index(table)
     spec = user.src[at]
     assert spec is not None
-    size, (index, digits) = spec.shape[len(spec.shape) - len(table.dims)], names.found[name]
+    size, (index, digits) = spec.shape[len(spec.shape) - len(table.dims)], names.named[name]
     said, theirs = (tuple(s.settled[k] for k in ("first", "total")) for s in (mine, user))
     if said == theirs and is_whole(index, digits, size):
         return None
@@ -240,16 +259,16 @@ def _split(dim: Dim, own: Part, sizes: Mapping[str, int], local: Mapping[str, in
 
 def _product(dim: Dim, names: _Names, sizes: Mapping[str, int], local: Mapping[str, int]) -> Part:
     """What a result holds of one dimension; a name that no operand has is whole."""
-    indices, found, theirs = [], list[tuple[int, int]](), []
+    indices, digits, theirs = [], list[tuple[int, int]](), []
     for name in dim.factors:
         n = int(name) if name.isdecimal() else sizes[name]
         theirs.append(n)
-        if not name.isdecimal() and name not in names.found and local.get(name) != n:
+        if not name.isdecimal() and name not in names.named and local.get(name) != n:
             raise Unfit(f"{name} is {local.get(name)} and not {n}")
-        indices.append(names.found.get(name, (whole(n), ()))[0])
+        indices.append(names.named.get(name, (whole(n), ()))[0])
     for at, name in enumerate(dim.factors):
-        found += outer(names.found.get(name, ((), ()))[1], math.prod(theirs[at + 1 :]))
-    return multiplied(tuple(indices), tuple(theirs)), tuple(found)
+        digits += outer(names.named.get(name, ((), ()))[1], math.prod(theirs[at + 1 :]))
+    return multiplied(tuple(indices), tuple(theirs)), tuple(digits)
 
 
 def _check_repeats(user: Side, operands: Sequence[Any], axes: Sequence[Axes | None], lead: list[Part]) -> None:
@@ -289,7 +308,7 @@ def _linked(declared: Op[Any], user: Side, mine: Side, axes: tuple[Axes | None, 
     result, shape = user.results[0], mine.results[0].shape
     if len(shape) != len(result.shape):
         raise Unfit(f"the result is {list(shape)}, a share of {result}")
-    found: dict[int, list[tuple[int, bool, Part]]] = {}
+    parts: dict[int, list[tuple[int, bool, Part]]] = {}
     for link in links:
         part, spec = axes[link.operand], user.src[link.operand]
         assert part is not None
@@ -298,13 +317,13 @@ def _linked(declared: Op[Any], user: Side, mine: Side, axes: tuple[Axes | None, 
             start = starts.get((link.operand, link.source, link.result), 0)
             axis = link.result[0]
             n, own = spec.shape[link.source[0]], part[link.source[0]]
-            found.setdefault(axis, []).append((start, *_moved(link, own, n, result.shape[axis], start, shape[axis])))
+            parts.setdefault(axis, []).append((start, *_moved(link, own, n, result.shape[axis], start, shape[axis])))
         else:
-            _regrouped(link, part, spec, user, shape, found)
+            _regrouped(link, part, spec, user, shape, parts)
     _check_unlinked(links, user, axes)
-    made = tuple(_collected(found.get(a), n, shape[a], declared.is_view) for a, n in enumerate(result.shape))
-    _check_shapes(mine, [made])
-    return Made((made,), None)
+    axes_here = tuple(_collected(parts.get(a), n, shape[a], declared.is_view) for a, n in enumerate(result.shape))
+    _check_shapes(mine, [axes_here])
+    return Made((axes_here,), None)
 
 
 def _moved(link: Link, own: Part, n: int, size: int, start: int, here: int) -> tuple[bool, Part]:
@@ -319,7 +338,7 @@ def _moved(link: Link, own: Part, n: int, size: int, start: int, here: int) -> t
 
 
 def _regrouped(
-    link: Link, part: Axes, spec: Spec, user: Side, shape: tuple[int, ...], found: dict[int, list[Any]]
+    link: Link, part: Axes, spec: Spec, user: Side, shape: tuple[int, ...], collected: dict[int, list[Any]]
 ) -> None:
     """Axes that together are other axes: a reshape."""
     sizes = tuple(spec.shape[a] for a in link.source)
@@ -332,7 +351,7 @@ def _regrouped(
     for i, a in enumerate(link.source):
         digits += outer(part[a][1], math.prod(sizes[i + 1 :]))
     for i, a in enumerate(link.result):
-        found[a] = [(0, False, (parts[i], within(digits, math.prod(after[i + 1 :]), after[i])))]
+        collected[a] = [(0, False, (parts[i], within(digits, math.prod(after[i + 1 :]), after[i])))]
 
 
 def _check_unlinked(links: Sequence[Link], user: Side, axes: Sequence[Axes | None]) -> None:
@@ -354,13 +373,13 @@ def _collected(parts: Sequence[tuple[int, bool, Part]] | None, n: int, here: int
         for _, _, part in parts[1:]:
             met = _met(met, part, "an axis")
         return met
-    at, found = 0, []
+    at, indices = 0, []
     for start, _, (index, _) in sorted(parts, key=lambda p: p[0]):
         if start != at:
             raise Unfit(f"a part begins at {start} and not at {at}")
         at += length(index)
-        found.append(index)
-    return joined(found), ()
+        indices.append(index)
+    return joined(indices), ()
 
 
 def moved(axes: Axes, axis: int, index: Index) -> Axes:

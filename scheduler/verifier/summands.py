@@ -1,4 +1,19 @@
-"""What a device has of a sum that is still owed, and whether the devices together have each term once."""
+"""What a device has of a sum that is still owed, and whether the devices together have each term once.
+
+Two devices contract an axis of 8: device 0 over entries 0 to 5, device 1 over the others.  Together that is the sum; if
+both began at 0, three terms would be counted twice.
+
+>>> left, right, wrong = (terms((index,), (8,)) for index in (((0, 5),), ((5, 3),), ((0, 3),)))
+>>> miscounted([left, right])
+>>> miscounted([left, wrong])
+'devices 0 and 1 both have a term'
+
+A residual that device 0 alone brings is added to it: a linear op of two sums, each of which has to come out.
+
+>>> miscounted([linear([left, None]), linear([right, NOTHING])])
+>>> miscounted([linear([left, None]), linear([right, None])])
+'device 0 brings all of it, and devices [1] bring it again'
+"""
 
 from __future__ import annotations
 
@@ -28,6 +43,8 @@ class Summand:
 
 
 NOTHING = Summand("none")
+EMPTY = Summand("terms", ((),), (0,))
+"""What a sum of no terms also is, besides all of itself: everybody's part of it, so that its parts may be added."""
 Owed = Summand | None
 """None: the device has the value itself."""
 

@@ -20,14 +20,15 @@ from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...ops import REGISTRY
 from ...ops.collective import COLLECTIVES, int_attr, runs_of
-from .indices import Digits, Index, agreed, entries, index_of, is_whole, joined, length, taken, whole
+from .indices import Digits, Index, agreed, entries, has_twice, index_of, is_whole, joined, length, taken, whole
 from .passing import passed
 from .restrict import Axes, Made, Side, at_positions, restricted, show, side
-from .summands import NOTHING, Owed, miscounted
+from .summands import EMPTY, NOTHING, Owed, miscounted
 
 Key: TypeAlias = tuple[object, ...]
 MOST = 64
-"""Combinations of what operands may be that are tried for one node."""
+"""Combinations of what operands may be that are tried for one node, times the values of the user's graph.  The search
+is complete up to there; where it ends early and a fault follows, the fault says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class Meaning:
         self.digits: list[tuple[Digits, ...]] = []
         self.number: dict[Value, int] = {}
         self.users: dict[Key, list[tuple[Side, tuple[int, ...]]]] = {}
+        self.sources: dict[Key, list[tuple[int | None, ...]]] = {}
         self.leaves: dict[tuple[str, str], Node] = {}
         self._known: dict[Key, tuple[int, ...]] = {}
         for node in graph.nodes:
@@ -69,7 +71,10 @@ class Meaning:
             else:
                 here = side(node)
                 self.digits += self._digits(node.op, here, sources)
-                self.users.setdefault((node.op, sources), []).append((here, numbers))
+                alike = self.users.setdefault((node.op, sources), [])
+                if not alike:
+                    self.sources.setdefault((node.op, *sources[:1]), []).append(sources)
+                alike.append((here, numbers))
         return self._known[key]
 
     def _digits(self, op: str, here: Side, sources: Sequence[int | None]) -> list[tuple[Digits, ...]]:
@@ -101,14 +106,22 @@ Place: TypeAlias = tuple[int, Node]
 
 
 class Trace:
-    """Follows the graphs of all devices; `faults` says what is no part of the user's graph."""
+    """Follows the graphs of all devices; `faults` says what is no part of the user's graph.
+
+    Afterwards `held` is what holds of each device's values.  `computed` gives for the numbers that one node of a device
+    may be computing (all or a part of them; a product with a slice of a weight is a part of that with the weight) the
+    devices that have such a node, and `complete` for each number those where a node makes all of it.
+    """
 
     def __init__(self, meaning: Meaning, graphs: Sequence[Graph], leaves: Mapping[tuple[int, str], Held]) -> None:
         self.meaning, self.graphs, self.leaves = meaning, graphs, leaves
         self.held: dict[tuple[int, Value], list[Held]] = {}
-        self.computed: dict[int, set[int]] = {}
+        self.computed: dict[frozenset[int], set[int]] = {}
+        self.complete: dict[int, set[int]] = {}
+        self.most = MOST * len(meaning.values)
+        self.unfinished = ""
         self._alike: dict[tuple[Held, ...], list[Held]] = {}
-        self._done: dict[tuple[Node, tuple[int, ...]], tuple[list[list[Held]], set[int]]] = {}
+        self._done: dict[tuple[Node, tuple[int, ...]], tuple[list[list[Held]], frozenset[int], set[int]]] = {}
         self.sent: dict[tuple[object, ...], Place] = {}
         self.groups: dict[int, dict[int, Node]] = {}
         for device, graph in enumerate(graphs):
@@ -169,35 +182,68 @@ class Trace:
         key = (node, tuple(id(k) for k in known if k))  # devices that run one graph and hold the same get the same
         if key not in self._done:
             reasons: list[str] = []
-            found, computed = self._made(node, known, reasons)
-            if not found[0]:
+            self._done[key] = self._meanings(node, known, reasons)
+            if not self._done[key][0][0]:
                 why = "; ".join(dict.fromkeys(reasons)) or "it has no such node on these values"
                 yield f"device {device}: {node!r} is no part of the graph: {why}"
+                del self._done[key]
                 return
-            self._done[key] = found, computed
-        made, numbers = self._done[key]
-        for value, kept in zip(node.results, made, strict=True):
+        results, computed, complete = self._done[key]
+        for value, kept in zip(node.results, results, strict=True):
             self.held[device, value] = kept
-        for number in numbers:
-            self.computed.setdefault(number, set()).add(device)
+        if computed:
+            self.computed.setdefault(computed, set()).add(device)
+        for number in complete:
+            self.complete.setdefault(number, set()).add(device)
 
-    def _made(self, node: Node, known: Sequence[list[Held]], reasons: list[str]) -> tuple[list[list[Held]], set[int]]:
-        """What each result of `node` is; nothing, and why, if it is no node of the user's graph on such operands.  And
-        the values that are computed here, not only converted or viewed."""
-        found: list[list[Held]] = [[] for _ in node.specs]
-        computed: set[int] = set()
-        choices = [k if s is not None else [None] for s, k in zip(node.src, known, strict=True)]
-        for number, operands in enumerate(product(*choices)):
-            if number == MOST:
-                break
-            as_before = converted(node, operands)
-            self._add(found[0], as_before)
-            for results in self._matches(node, operands, reasons):
-                if not as_before and not REGISTRY[node.op].is_view:
-                    computed.add(results[0].number)
-                for kept, held in zip(found, results, strict=True):
+    def _meanings(
+        self, node: Node, known: Sequence[list[Held]], reasons: list[str]
+    ) -> tuple[list[list[Held]], frozenset[int], set[int]]:
+        """What each result of `node` is; nothing, and why, if it is no node of the user's graph on such operands.  Then
+        the numbers it may be computing (none if it converts or views), and those of which it makes all."""
+        results: list[list[Held]] = [[] for _ in node.specs]
+        computed, complete = set[int](), set[int]()
+        for pair in self._pairs(known):
+            self._add(results[0], converted(node, pair))
+        for operands in self._readings(node, known):
+            is_copy = REGISTRY[node.op].is_view or bool(converted(node, operands))
+            for match in self._matches(node, operands, reasons):
+                if not is_copy:
+                    computed.add(match[0].number)
+                complete |= {held.number for held in match if self._is_complete(held)}
+                for kept, held in zip(results, match, strict=True):
                     self._add(kept, [held])
-        return found, computed
+        return results, frozenset(computed), complete
+
+    @staticmethod
+    def _pairs(known: Sequence[list[Held]]) -> Iterator[tuple[Held, ...]]:
+        """The first operand, or the first two where they are parts of one value: all that a conversion reads."""
+        if len(known) == 1:
+            yield from ((held,) for held in known[0])
+        elif len(known) == 2:
+            yield from ((a, b) for a, b in product(*known) if a.number == b.number)
+
+    def _readings(self, node: Node, known: Sequence[list[Held]]) -> Iterator[tuple[Held | None, ...]]:
+        """What the operands of `node` may be at once, so that the user's graph has such a node on these values."""
+        left_out: dict[int | None, list[Held | None]] = {None: [None]}
+        choices = [_by_number(k) if s is not None else left_out for s, k in zip(node.src, known, strict=True)]
+        tried = 0
+        for first in choices[0] if choices else ((),):
+            key = (node.op, first) if choices else (node.op,)
+            for sources in self.meaning.sources.get(key, ()):
+                if len(sources) != len(choices) or any(n not in c for n, c in zip(sources, choices, strict=True)):
+                    continue
+                for operands in product(*(c[n] for n, c in zip(sources, choices, strict=True))):
+                    tried += 1
+                    if tried > self.most:
+                        self.unfinished = f"; the search for what %{node.label} is ended after {self.most} combinations"
+                        return
+                    yield operands
+
+    def _is_complete(self, held: Held) -> bool:
+        """Whether it is all of a value, nothing owed."""
+        shape, digits = self.meaning.values[held.number].shape, self.meaning.digits[held.number]
+        return held.owed is None and all(map(is_whole, held.axes, digits, shape))
 
     def _keep(self, device: int, value: Value, held: list[Held]) -> None:
         """Equal holdings of several devices are one list, so that what follows from them is found once."""
@@ -242,29 +288,28 @@ class Trace:
             except ValueError as why:
                 reasons.append(str(why))
                 continue
-            yield [
-                Held(number, tuple(i for i, _ in result), owed)
-                for number, result in zip(numbers, made.axes, strict=True)
-            ]
+            for summand in (EMPTY, owed) if made.is_empty and owed is None else (owed,):
+                yield [
+                    Held(number, tuple(i for i, _ in result), summand)
+                    for number, result in zip(numbers, made.axes, strict=True)
+                ]
 
     # ----------------------------------------------------------------------------------------------- all devices
 
     def _meet(self, sequence: int) -> Iterator[str]:
         members = self.groups[sequence]
-        first = next(iter(members.values()))
+        one = next(iter(members.values()))
         if len(members) < len(self.graphs) or len({n.op for n in members.values()}) > 1:
-            yield f"not every device comes to {first!r}"
+            yield f"not every device comes to {one!r}"
             return
         nodes = [members[d] for d in range(len(self.graphs))]
         known = [self.of(d, n.inputs[0]) for d, n in enumerate(nodes)]
         if not all(known):
             return
-        reasons, met = [], False
-        for number in dict.fromkeys(h.number for h in known[0]):
-            choices = [[h for h in k if h.number == number] for k in known]
-            for tried, brought in enumerate(product(*choices)):
-                if tried == MOST:
-                    break
+        reasons, met = list[str](), False
+        for first in known[0]:
+            choices = [[first], *([h for h in k if h.number == first.number] for k in known[1:])]
+            for brought in self._brought(nodes, choices):
                 results = self._met(nodes, brought)
                 if isinstance(results, str):
                     reasons.append(results)
@@ -272,10 +317,30 @@ class Trace:
                 met = True
                 for device, (node, held) in enumerate(zip(nodes, results, strict=True)):
                     self._add(self.held.setdefault((device, Value(node)), []), [held])
+                break  # another choice of the others would give the same
         for device, node in enumerate(nodes):
             self._keep(device, Value(node), self.of(device, Value(node)))
         if not met:
-            yield f"{first!r}: {'; '.join(dict.fromkeys(reasons)) or 'the devices bring different values'}"
+            yield f"{one!r}: {'; '.join(dict.fromkeys(reasons)) or 'the devices bring different values'}"
+
+    def _brought(self, nodes: Sequence[Node], choices: Sequence[list[Held]]) -> Iterator[tuple[Held, ...]]:
+        """What the devices may bring together: of each what fits what device 0 brings, or any to say what is wrong."""
+        (first,), attrs = choices[0], nodes[0].attrs
+        sums = nodes[0].op in ("all_reduce", "reduce_scatter")
+        axis = -1 if sums else int_attr(attrs["old_axis" if nodes[0].op == "all_to_all" else "axis"])
+        runs = () if sums else runs_of(attrs["old_runs" if nodes[0].op == "all_to_all" else "runs"])
+        fitting: list[list[Held]] = []
+        for device, held in enumerate(choices):
+            wanted = list(first.axes)
+            if device < len(runs) and axis < len(wanted):
+                wanted[axis] = joined([runs[device]])
+            alike = [h for h in held if self.meaning.alike(first.number, wanted, h.axes) and (sums or h.owed is None)]
+            fitting.append(alike or held[:1])
+        for tried, brought in enumerate(product(*fitting)):
+            if tried == self.most:
+                self.unfinished = f"; the search for what comes to {nodes[0]!r} ended after {self.most} combinations"
+                return
+            yield brought
 
     def _met(self, nodes: Sequence[Node], brought: Sequence[Held]) -> list[Held] | str:
         """What each device has after a collective, or why it makes no sense."""
@@ -327,6 +392,14 @@ class Trace:
         return (*axes[:axis], whole(n), *axes[axis + 1 :])
 
 
+def _by_number(known: Sequence[Held]) -> dict[int | None, list[Held | None]]:
+    """What holds of an operand, by the value that it then is."""
+    numbered: dict[int | None, list[Held | None]] = {}
+    for held in known:
+        numbered.setdefault(held.number, []).append(held)
+    return numbered
+
+
 def _but(axes: tuple[Index, ...], axis: int) -> tuple[Index, ...]:
     return (*axes[:axis], (), *axes[axis + 1 :])
 
@@ -366,4 +439,6 @@ def converted(node: Node, operands: Sequence[Held | None]) -> list[Held]:
     if not same or _but(first.axes, axis) != _but(second.axes, axis):
         return []
     index = joined([first.axes[axis], second.axes[axis]])
+    if has_twice(index):  # no share has an entry twice, and there would be ever more of such
+        return []
     return [Held(first.number, (*first.axes[:axis], index, *first.axes[axis + 1 :]), first.owed)]

@@ -17,7 +17,8 @@ from hocket.frontends.models.moe import Experts, mixture
 from hocket.frontends.session import Group, Session
 from hocket.graph import Graph, Value, input
 from hocket.scheduler import Plan, load, plan, plan_for
-from hocket.scheduler.sharding.factors import Factor, Factors
+from hocket.scheduler.sharding.axes import Factor
+from hocket.scheduler.sharding.factors import Factors
 
 from ..given.exact import SAME, STEP, Run, at_once, changed
 from ..given.grouped import devices, reductions

@@ -18,10 +18,12 @@ from hocket.ops.routing import busiest
 from hocket.scheduler import Plan, load, plan_for
 from hocket.scheduler.hardware import Hardware
 from hocket.scheduler.layout import Shard
-from hocket.scheduler.sharding.assign import Routed, assign
+from hocket.scheduler.sharding.assign import assign
+from hocket.scheduler.sharding.axes import Factor
 from hocket.scheduler.sharding.cost import Costs
-from hocket.scheduler.sharding.factors import Factor, Factors
+from hocket.scheduler.sharding.factors import Factors
 from hocket.scheduler.sharding.search import classes_of
+from hocket.scheduler.sharding.states import Routed
 
 from ..given.grouped import devices, everything_that_fits, group_of, reductions, run_of
 from ..given.large_headers import qwen_80b
@@ -297,7 +299,7 @@ def test_what_is_routed_stays_so_until_it_is_combined():
     factors = Factors(graph)
     made = assign(graph, factors, whole_experts(graph, factors)).made
     kinds = {v.node.name: type(state).__name__ for v, state in made.items() if not v.node.is_leaf and v.node.name}
-    assert kinds == {**dict.fromkeys(kinds, "Routed"), "combined": "Whole", "y": "Whole"}
+    assert kinds == {**dict.fromkeys(kinds, "Routed"), "combined": "Partial", "y": "Partial"}
     assert len({state for state in made.values() if isinstance(state, Routed)}) == 1
 
 

@@ -153,7 +153,7 @@ def test_a_quantised_row_is_never_cut_inside_a_block():
 @given(st.integers(0, 600), st.lists(st.integers(0, 5), min_size=1, max_size=8).filter(any))
 @settings(deadline=None, derandomize=True)
 def test_shares_cover_a_factor_and_are_off_by_less_than_one(size, proportions):
-    from hocket.scheduler.sharding.factors import Factor
+    from hocket.scheduler.sharding.axes import Factor
 
     dealt = Shares(proportions).of(Factor(size))
     assert dealt[0][0] == 0
@@ -166,7 +166,7 @@ def test_shares_cover_a_factor_and_are_off_by_less_than_one(size, proportions):
 
 def test_what_rounding_takes_in_one_layer_it_gives_back_in_the_next():
     """24 heads in 4 groups at 49 : 51 (a known drift elsewhere): over the layers each device gets its share."""
-    from hocket.scheduler.sharding.factors import Factor
+    from hocket.scheduler.sharding.axes import Factor
 
     shares = Shares([49, 51])
     counts = [[high - low for low, high in shares.of(Factor(4))] for _ in range(100)]
@@ -176,7 +176,7 @@ def test_what_rounding_takes_in_one_layer_it_gives_back_in_the_next():
 
 def test_runs_are_joined_and_exact():
     assert joined([(0, 2), (2, 3), (7, 0), (8, 1)]) == ((0, 5), (8, 1))
-    from hocket.scheduler.sharding.factors import Factor
+    from hocket.scheduler.sharding.axes import Factor
 
     a, b, c = Factor(2), Factor(3), Factor(4)
     assert runs_of([[a, b, c]], b, 1, 3) == ((4, 8), (16, 8))

@@ -1,0 +1,20 @@
+"""The hardest files of planner and verifier open with a worked example, and it is true."""
+
+from __future__ import annotations
+
+import doctest
+from importlib import import_module
+
+import pytest
+
+MODULES = (
+    *("sharding.axes", "sharding.factors", "sharding.states", "sharding.assign"),
+    *("verifier.indices", "verifier.restrict", "verifier.summands"),
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_worked_example_at_the_head_of_a_file_is_true(name):
+    module = import_module(f"hocket.scheduler.{name}")
+    assert ">>>" in (module.__doc__ or "")
+    assert not doctest.testmod(module).failed
