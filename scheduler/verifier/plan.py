@@ -17,7 +17,7 @@ import numpy as np
 from ...graph.errors import GraphError, PlanError
 from ...graph.graph import names
 from ...graph.node import Node, Value
-from ...ops import REGISTRY, verify
+from ...ops import REGISTRY, op_of, verify
 from ...ops.collective import COLLECTIVES
 from ..layout import Layout, Local, Partial, Shard
 from ..plan import Lane, Plan
