@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import re
+import struct
 import tempfile
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
+from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +27,12 @@ from .models import Model
 from .session import Session, token_ids
 
 FORMAT = "hocket-state-1"
+ARRAY = re.compile(
+    rb"\x93NUMPY\x01\x00..\{'descr': '(?P<dtype><f4|\|u1)', 'fortran_order': False, "
+    rb"'shape': \((?P<shape>(?:[0-9]{1,18},? ?){0,8})\), \} *\n",
+    re.DOTALL,
+)
+"""How `numpy.save` begins a dense array of float32 or bytes."""
 
 
 def model_digest(model: Model) -> str:
@@ -77,7 +87,7 @@ def load_state(session: Session, path: str | Path) -> list[list[int]]:
             raise ValueError("its states have other names or shapes")
     except ModelError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, UnicodeDecodeError) as why:
+    except (ValueError, KeyError) as why:
         raise ModelError(f"{path}: not a saved state of this model ({why}); save one with --save-state") from None
     with session.store.turn:
         for i in range(session.sequences):
@@ -88,17 +98,49 @@ def load_state(session: Session, path: str | Path) -> list[list[int]]:
     return tokens
 
 
-def _read(path: Path) -> tuple[Mapping[str, object], dict[str, npt.NDArray[np.float32]]]:
+def _read(path: Path) -> tuple[Mapping[str, object], dict[str, npt.NDArray[np.generic]]]:
     size = path.stat().st_size
-    # Our own file object: numpy leaves its own open when it refuses the content.
-    with path.open("rb") as file, np.load(file, allow_pickle=False) as saved:
-        if sum(i.file_size for i in saved.zip.infolist()) > 2 * size + 4096:
-            raise ValueError("its arrays are larger than the file")  # savez does not compress
-        header = json.loads(bytes(saved["header"]))
-        arrays = {key.removeprefix("state/"): saved[key] for key in saved.files if key.startswith("state/")}
+    with path.open("rb") as file:
+        members = _members(file, size)
+    try:
+        header = json.loads(_array("header.npy", members.pop("header.npy"), "|u1").tobytes())
+    except RecursionError:
+        raise ValueError("its header is nested too deep") from None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise ValueError(f"its format is not {FORMAT}")
-    return header, arrays
+    if not all(name.startswith("state/") for name in members):
+        raise ValueError("it holds more than states")
+    states = {name.removesuffix(".npy"): _array(name, data, "<f4") for name, data in members.items()}
+    return header, {name.removeprefix("state/"): array for name, array in states.items()}
+
+
+def _members(file: BinaryIO, size: int) -> dict[str, bytes]:
+    """What lies in an archive of `size` bytes.  Raises `ValueError` for one that `numpy.savez` did not write."""
+    try:
+        with ZipFile(file) as archive:
+            entries = archive.infolist()
+            if any(entry.compress_type != ZIP_STORED or entry.flag_bits & 1 for entry in entries):
+                raise ValueError("its arrays are compressed or encrypted")
+            if sum(entry.file_size for entry in entries) > size:
+                raise ValueError("its arrays are larger than the file")
+            if len({entry.filename for entry in entries}) < len(entries):
+                raise ValueError("it holds two arrays of one name")
+            return {entry.filename: archive.read(entry) for entry in entries}
+    except (BadZipFile, EOFError, struct.error, NotImplementedError) as why:
+        raise ValueError(str(why)) from None
+    except (OSError, OverflowError) as why:  # it looks for a part before the file, or after all files
+        raise ValueError(f"its archive is damaged: {why}") from None
+
+
+def _array(name: str, data: bytes, dtype: str) -> npt.NDArray[np.generic]:
+    """The array of a member, a view of its bytes: NumPy's own reader allocates whatever the shape says."""
+    head = ARRAY.match(data)
+    if head is None or head["dtype"] != dtype.encode():
+        raise ValueError(f"{name!r:.60} is no array of {np.dtype(dtype)}")
+    shape, left = tuple(map(int, re.findall(rb"[0-9]+", head["shape"]))), len(data) - head.end()
+    if math.prod(shape) * np.dtype(dtype).itemsize != left:
+        raise ValueError(f"{name!r:.60} has {left} bytes, not what its shape says")
+    return np.ndarray(shape, dtype, data, head.end())
 
 
 def _checked(session: Session, header: Mapping[str, object]) -> tuple[list[int], list[list[int]]]:
@@ -107,14 +149,16 @@ def _checked(session: Session, header: Mapping[str, object]) -> tuple[list[int],
     lengths, tokens = header["lengths"], header["tokens"]
     if not isinstance(lengths, list) or not isinstance(tokens, list) or len(lengths) != session.sequences:
         raise ValueError(f"it does not hold {session.sequences} sequences")
-    if any(not isinstance(n, int) or n < 0 for n in lengths):
+    if any(type(n) is not int or n < 0 for n in lengths):  # False is 0 to Python
         raise ValueError("its lengths are no counts")
     if max(lengths) > session.context:
         raise ModelError(
             f"the saved state has {max(lengths)} tokens, but the context holds {session.context}; raise --ctx-size"
         )
     vocabulary = session.model.vocabulary_size
-    if len(tokens) != len(lengths) or any(not 0 <= int(t) < vocabulary for row in tokens for t in row):
+    if len(tokens) != len(lengths) or not all(isinstance(row, list) for row in tokens):
+        raise ValueError("it does not hold the tokens of each sequence")
+    if any(type(t) is not int or not 0 <= t < vocabulary for row in tokens for t in row):
         raise ValueError("its tokens are none of this model's")
     return lengths, tokens
 
@@ -135,11 +179,11 @@ def _rows(session: Session, lengths: Sequence[int]) -> npt.NDArray[np.int64]:
 
 
 def _used(session: Session, name: str) -> npt.NDArray[np.float32]:
-    whole = np.asarray(session.store.state(name))
+    whole = np.ascontiguousarray(session.store.state(name))
     return whole[_rows(session, session.lengths)] if _is_cache(session, name) else whole
 
 
-def _restore(session: Session, name: str, array: npt.NDArray[np.float32], lengths: Sequence[int]) -> None:
+def _restore(session: Session, name: str, array: npt.NDArray[np.generic], lengths: Sequence[int]) -> None:
     view = session.store.state(name)
     if _is_cache(session, name):
         view[_rows(session, lengths)] = array

@@ -1,8 +1,9 @@
 """A jinja2 sandbox that a hostile chat template can neither leave, nor keep busy, nor fill memory from.
 
 jinja2's own sandbox keeps a template from Python's internals, but ``{% for %}`` in ``{% for %}``, ``x ~ x`` in a loop
-or ``'a' * 10**9`` are all legal there.  So every loop turn, macro call, filter and operator that makes text burns
-fuel, and no text may grow past ``MAX_TEXT``.  The count does not depend on the clock: a template always ends alike.
+or ``'a' * 10**9`` are all legal there.  So every loop turn, macro call, filter, comparison and operator that makes text
+burns fuel by the size of what it works on, and no text, and no list or mapping with all that it holds, may grow past
+``MAX_TEXT``.  The count does not depend on the clock: a template always ends alike.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MappingView
 from functools import wraps
 from typing import Any
 
@@ -19,14 +20,17 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from ..errors import ModelError
 
-MAX_TEXT = 1 << 23
+MAX_TEXT = 1 << 22
 """Characters of the longest text a template may make, on the way or as its output."""
-FUEL = 1 << 20
-"""Loop turns, calls and operators, and 256 characters made by one of those, that a template may use."""
+FUEL = 1 << 19
+"""Loop turns, calls and operators that a template may use, each with a few characters or items."""
+CHARACTERS, ITEMS = 64, 4
+"""How many of them burn as much fuel as one step."""
 MAX_BITS = 1 << 12
 """Size of the largest integer that ``*`` and ``**`` may make."""
 WIDE_FIELD = re.compile(r"%[^a-zA-Z%]*(\d{6}|\*)|\{[^{}]*:[^{}]*(\d{6}|\{)")
@@ -34,40 +38,14 @@ WIDE_FIELD = re.compile(r"%[^a-zA-Z%]*(\d{6}|\*)|\{[^{}]*:[^{}]*(\d{6}|\{)")
 GROWING = ("batch", "center", "format", "indent", "join", "replace", "slice", "wordwrap")
 GROWING_METHODS = ("center", "expandtabs", "format", "format_map", "join", "ljust", "replace", "rjust", "zfill")
 """Filters, and methods of strings, whose result may be far longer than their arguments."""
-NOT_PRINTING = (
-    *(
-        "abs",
-        "attr",
-        "count",
-        "d",
-        "default",
-        "dictsort",
-        "first",
-        "float",
-        "groupby",
-        "int",
-        "items",
-        "last",
-        "length",
-    ),
-    *(
-        "list",
-        "map",
-        "max",
-        "min",
-        "reject",
-        "rejectattr",
-        "reverse",
-        "round",
-        "select",
-        "selectattr",
-        "sort",
-        "unique",
-    ),
-)
-"""Filters that do not turn a list or a mapping into text."""
-UNUSED = ("pprint", "urlize", "xmlattr", "striptags")
-"""Filters no chat template uses, and some of which take time that grows with the square of the text."""
+SHALLOW = ("abs", "attr", "count", "d", "default", "first", "items", "last", "length", "round")
+"""Filters that do not look at what a list, a mapping or a text holds."""
+PASSING = ("batch", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "slice")
+"""Filters that look at the items of a list, but not into them."""
+COMPARING = ("!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "ge", "greaterthan", "gt", "in", "le", "lessthan", "lt", "ne")
+"""Tests that look at all that their arguments hold."""
+UNUSED = ("pprint", "striptags", "urlencode", "urlize", "wordcount", "wordwrap", "xmlattr")
+"""Filters no chat template uses; they take much time for each character, some of them even with its square."""
 
 
 class GenerationTag(Extension):
@@ -81,7 +59,10 @@ class GenerationTag(Extension):
 
 
 class Meter(NodeTransformer):
-    """Puts ``environment.burn()`` into every loop and macro, and turns ``a ~ b`` into a call that is counted."""
+    """Puts ``environment.burn()`` into every loop and macro, and turns ``a ~ b`` into a call that is counted.
+
+    What a literal makes, and what is compared, goes through ``environment.paid()``, a slice through ``counted()``.
+    """
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802  (the visitor's naming)
         return self._metered(node)
@@ -92,9 +73,32 @@ class Meter(NodeTransformer):
     def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:  # noqa: N802  (the visitor's naming)
         return self._metered(node)
 
+    def visit_List(self, node: nodes.List) -> nodes.Node:  # noqa: N802  (the visitor's naming)
+        return self._paid(node)
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:  # noqa: N802  (the visitor's naming)
+        return self._paid(node)
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:  # noqa: N802  (the visitor's naming)
+        return self._paid(node) if node.ctx == "load" else self.generic_visit(node)
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802  (the visitor's naming)
+        self.generic_visit(node)
+        return _call("counted", [node], node.lineno) if isinstance(node.arg, nodes.Slice) else node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802  (the visitor's naming)
+        self.generic_visit(node)
+        for side in (node, *node.ops):
+            side.expr = _call("paid", [side.expr], node.lineno)
+        return node
+
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802  (the visitor's naming)
         self.generic_visit(node)
         return _call("join_texts", node.nodes, node.lineno)
+
+    def _paid(self, node: Any) -> nodes.Node:
+        self.generic_visit(node)
+        return _call("paid", [node], node.lineno)
 
     def _metered(self, node: Any) -> nodes.Node:
         self.generic_visit(node)
@@ -115,10 +119,11 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         self.fuel = FUEL
         tags = [loopcontrols, GenerationTag]
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=tags, finalize=self.printable)
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=tags, finalize=self.paid)
         self.concat = self.join_all  # type: ignore[method-assign]  # a hook of jinja2
         self.filters["tojson"] = to_json
         self.filters = {name: self._counted(name, run) for name, run in self.filters.items() if name not in UNUSED}
+        self.tests |= {name: self._counted(name, self.tests[name]) for name in COMPARING}
         self.globals.pop("lipsum")
         self.globals["raise_exception"] = raise_exception
         self.globals["strftime_now"] = strftime_now
@@ -133,40 +138,54 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             pieces.append(piece)
         return "".join(pieces)
 
-    def burn(self, made: object = None) -> None:
-        """Pay for one step and for the text it made."""
-        size = len(made) if isinstance(made, (str, list, tuple)) else 0
-        self._allow(size)
-        self.fuel -= 1 + size // 256
+    def burn(self, steps: int = 1) -> None:
+        """Pay for so many steps."""
+        self.fuel -= steps
         if self.fuel < 0:
             raise ModelError("the chat template does not come to an end; use another one, or plain text")
 
-    def printable(self, value: Any) -> Any:
-        """``value``, if its text is not too long; lists that hold each other can have text without end."""
-        size, todo = 0, [value]
+    def paid(self, value: Any) -> Any:
+        """``value``, if its text is not too long, against fuel for all that it holds.
+
+        Lists that hold each other can have text without end, and take as long to compare.
+        """
+        size, items, todo = 0, 0, [value]
         while todo:
             item = todo.pop()
             if isinstance(item, str):
                 size += len(item)
-            elif isinstance(item, Mapping):
+            elif isinstance(item, Mapping) and not isinstance(item, Context):
                 todo += [*item.keys(), *item.values()]
-            elif isinstance(item, (list, tuple, set, frozenset)):
+            elif isinstance(item, (list, tuple, set, frozenset, MappingView)):
                 todo += item
-            size += 8
-            self._allow(size)
+            elif isinstance(item, range):
+                items += len(item)
+            elif isinstance(item, Namespace):
+                todo.append(item._Namespace__attrs)  # type: ignore[attr-defined]  # its text shows them
+            items += 1
+            self._allow(size + 8 * items)
+        self.burn(1 + size // CHARACTERS + items // ITEMS)
+        return value
+
+    def counted(self, value: Any) -> Any:
+        """``value``, against fuel for its length."""
+        if isinstance(value, str):
+            self.burn(1 + len(value) // CHARACTERS)
+        elif isinstance(value, (Mapping, list, tuple, range, MappingView)):
+            self._allow(8 * len(value))
+            self.burn(1 + len(value) // ITEMS)
         return value
 
     def join_texts(self, *parts: object) -> str:
         """``a ~ b ~ c``."""
-        return self.join_all(str(self.printable(part)) for part in parts)
+        return self.join_all(str(self.paid(part)) for part in parts)
 
     def join_all(self, parts: Iterable[str]) -> str:
         """What macros and blocks wrote, as one text."""
         texts = list(parts)
         self._allow(sum(map(len, texts)))
         made = "".join(texts)
-        self.burn(made)
-        return made
+        return self.paid(made)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """An operator that may make something large, allowed or refused by what it would make."""
@@ -175,45 +194,43 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             if left.bit_length() * times + right.bit_length() > MAX_BITS:
                 raise ModelError("the chat template makes a number too large; use another one")
         elif operator == "*":
-            self._allow_growth((left, right))
+            times, series = sorted((left, right), key=lambda side: not isinstance(side, int))
+            if isinstance(times, int) and isinstance(series, (str, list, tuple)):
+                self._allow(times * len(series) * (1 if isinstance(series, str) else 8))
         elif operator == "+":
             self._allow(sum(len(side) for side in (left, right) if isinstance(side, (str, list, tuple))))
         elif operator == "%" and isinstance(left, str):
-            self._allow_growth((left, self.printable(right) and 1))
+            self._allow_growth((left, self.paid(right) and 1))
         made = super().call_binop(context, operator, left, right)
-        self.burn(made)
-        return made
+        # All that compares or prints a list pays for what it holds; of a tuple nobody sees when it is hashed.
+        return self.counted(made) if isinstance(made, list) else self.paid(made)
 
     def call(self, context: Context, callee: Any, /, *args: Any, **kwargs: Any) -> Any:
         """A call in the template, counted; methods of strings must not make a text too long."""
         method = getattr(callee, "__wrapped__", callee)  # jinja2 wraps str.format
-        text = getattr(method, "__self__", None)
-        if isinstance(text, str):
-            args = self._given(args)
-            if method.__name__ in GROWING_METHODS:
-                self._allow_growth((text, *args, *kwargs.values()))
-            self.burn(text)
-        made = super().call(context, callee, *args, **kwargs)
-        self.burn(made)
-        return made
+        owner = getattr(method, "__self__", None)
+        if owner is self:  # what `Meter` put there
+            return callee(*args)
+        if isinstance(owner, (str, list, tuple)):
+            args = tuple(self.paid(list(arg) if isinstance(arg, Iterator) else arg) for arg in args)
+            if isinstance(owner, str) and method.__name__ in GROWING_METHODS:
+                self._allow_growth((owner, *args, *kwargs.values()))
+            self.paid(owner)
+        return self.paid(super().call(context, callee, *args, **kwargs))
 
     def _counted(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(run)
         def counted(*args: Any, **kwargs: Any) -> Any:
-            given = args if name in NOT_PRINTING else self._given(args)
+            if name in SHALLOW:
+                self.burn()
+                return run(*args, **kwargs)
+            pay = self.counted if name in PASSING else self.paid
+            given = tuple(pay(list(arg) if isinstance(arg, Iterator) else arg) for arg in args)
             if name in GROWING:
                 self._allow_growth((*given, *kwargs.values()))
-            for arg in given:
-                self.burn(arg)
-            made = run(*given, **kwargs)
-            self.burn(made)
-            return made
+            return pay(run(*given, **kwargs))
 
         return counted
-
-    def _given(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Arguments that are about to become text; an iterator becomes a list, as its length must be known."""
-        return tuple(self.printable(list(arg) if isinstance(arg, Iterator) else arg) for arg in args)
 
     def _allow(self, size: int) -> None:
         if size > MAX_TEXT:
@@ -229,7 +246,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
                 product *= max(1, abs(arg))
             if isinstance(arg, str) and WIDE_FIELD.search(arg):
                 raise ModelError("the chat template formats text with a width it does not need; use another one")
-        self._allow(product // 16)
+        self._allow(product // 4)
 
 
 def to_json(

@@ -93,6 +93,9 @@ def test_a_template_reaches_neither_python_nor_the_messages(template: str) -> No
 
 
 ENDLESS = [
+    "{% set l = [1] * 9999 %}{% for i in range(9999) %}{% set y = l[1:] %}{% endfor %}",
+    "{% set l = 'a' * 999999 %}{% for i in range(9999) %}{% if 'b' in l %}{% endif %}{% endfor %}",
+    "{% for i in range(9999) %}{% set y = range(99999)|sum %}{% endfor %}",
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "{% for i in range(99999) %}{% for j in range(99999) %}{{ eos_token }}{% endfor %}{% endfor %}",
@@ -127,9 +130,21 @@ HUGE = [
 ]
 
 
+PAIRED = DOUBLED.replace("STEP", "{% set n.l = [n.l, n.l] %}{% set n.m = [n.m, n.m] %}").replace("x=", "m=['a'], x=")
+HUGE += [
+    PAIRED + "{{ n.l == n.m }}",  # two to the power of sixty comparisons
+    PAIRED + "{{ n.l in [n.m] }}",
+    PAIRED + "{{ n.l is eq(n.m) }}",
+    PAIRED + "{{ [n.l].index(n.m) }}",
+    DOUBLED.replace("STEP", "{% set n.x = (n.x, n.x) %}") + "{{ {n.x: 1} }}",  # as many hashes
+    "{{ ([1] * 99999999)|length }}",
+    "{% set n = namespace() %}{% set n.n = [n, n] %}{{ n }}",
+]
+
+
 @pytest.mark.parametrize("template", HUGE)
 def test_a_template_cannot_fill_memory(template: str) -> None:
-    with pytest.raises(ModelError, match=r"makes a text of more than|number too large|a width it does not need"):
+    with pytest.raises(ModelError, match=r"makes a text of more than|number too large|a width it does not need|not come to an end"):
         render(template)
 
 
