@@ -171,7 +171,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         """``value``, against fuel for its length."""
         if isinstance(value, str):
             self.burn(1 + len(value) // CHARACTERS)
-        elif isinstance(value, (Mapping, list, tuple, range, MappingView)):
+        elif isinstance(value, (Mapping, list, tuple, range, MappingView)) and not isinstance(value, Context):
             self._allow(8 * len(value))
             self.burn(1 + len(value) // ITEMS)
         return value
