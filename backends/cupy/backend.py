@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Self
@@ -27,6 +28,7 @@ from .binding.chains import fuse
 from .binding.launches import Launches
 from .binding.packing import PACKINGS, pack, padded
 from .device.driver import Driver, Launch, LaunchError, Step
+from .device.limits import MOST
 from .kernels.packed import expanded
 from .meeting.meetings import Meetings
 from .meeting.transport import transport_of
@@ -67,6 +69,7 @@ class DriverBackend:
         self.driver = driver
         self.name = driver.kind
         self._memberships = Memberships()
+        self._shared: frozenset[int] = frozenset()
 
     def with_threads(self, threads: int) -> Self:
         return self
@@ -83,26 +86,36 @@ class DriverBackend:
         if node.op in COLLECTIVES:
             return Support(True)
         try:
-            self._tried(node)
+            self._tried(node, self.driver.most_shared(on))
         except NoKernelError as why:
             return Support(False, str(why))
         return Support(True)
 
     def scratch(self, node: Node) -> int:
-        return 0 if node.op in COLLECTIVES else self._tried(node)
+        """Enough for each of the devices that are there, though they may take other kernels."""
+        if node.op in COLLECTIVES:
+            return 0
+        if not self._shared:
+            self._shared = frozenset(map(self.driver.most_shared, self.driver.devices()))
+        rooms = []
+        for most in self._shared:
+            with suppress(NoKernelError):  # it runs on others
+                rooms.append(self._tried(node, most))
+        return max(rooms) if rooms else self._tried(node, MOST)
 
     def reads_strided(self, node: Node, operand: int) -> bool:
         if node.op in COLLECTIVES:
             return True
         try:
-            self._tried(node, operand)
+            self._tried(node, MOST, operand)
         except NoKernelError:
             return False
         return True
 
-    def _tried(self, node: Node, strided: int | None = None) -> int:
+    def _tried(self, node: Node, most_shared: int, strided: int | None = None) -> int:
         """Bind a node to no memory at all; the bytes of scratch that it asks for.  Raises `NoKernelError`."""
-        return _try(node.op, tuple(map(self._operand, node.src)), node.specs, tuple(node.attrs.items()), strided)
+        src, attrs = tuple(map(self._operand, node.src)), tuple(node.attrs.items())
+        return _try(node.op, src, node.specs, attrs, most_shared, strided)
 
     def _operand(self, value: Value | None) -> Known | None:
         """What is known of an operand before it has an address."""
@@ -200,7 +213,7 @@ class Replay:
         self._memory: list[Any] = list(buffers)  # launches know addresses only
         self._constants: dict[bytes, int] = {}
         self._fault = self._keep(np.zeros(FAULT_BYTES // 8, np.int64))
-        self._bound = Launches(self._keep_at, fault_at=driver.address(self._fault))
+        self._bound = Launches(self._keep_at, fault_at=driver.address(self._fault), most_shared=driver.most_shared(on))
         self._parts: list[Step | Met] = []
         self._readers = readers_of(program, self._operand)
         self._flow = Flow(program, self._readers)
@@ -412,6 +425,7 @@ def _try(
     src: tuple[Known | None, ...],
     results: tuple[Spec, ...],
     attrs: tuple[tuple[str, Any], ...],
+    most_shared: int,
     strided: int | None,
 ) -> int:
     """Bind an instruction at made-up addresses; the bytes of scratch that it takes.  Raises `NoKernelError`."""
@@ -425,7 +439,7 @@ def _try(
         tensor = Tensor(number, offset, spec.shape, strides, spec.dtype)
         return Operand(((number + 1) << 40) + offset, tensor, known.declared, known.stored)
 
-    launches = Launches(keep=lambda array: 1 << 20)
+    launches = Launches(keep=lambda array: 1 << 20, most_shared=most_shared)
     there = tuple(None if s is None else operand(n, s) for n, s in enumerate(src))
     values = [Spec(s.shape, s.dtype if s.dtype.is_integer else DType.F32) for s in results]
     made = tuple(operand(len(src) + n, Known(s)) for n, s in enumerate(values))

@@ -16,13 +16,12 @@ from ..base import Array, Device, Tensor
 from ..once import once
 from .backend import DriverBackend
 from .device.cubins import cubin
-from .device.driver import Exchange, Kernel, Launch, LaunchError, Library, Ring, Source, Step
+from .device.driver import Exchange, Kernel, Launch, LaunchError, Library, Ring, Source, Step, has_parts
+from .device.limits import EVERYWHERE, most_shared
 from .device.nccl import nccl
-from .device.staging import DeviceArray, Staging
+from .device.staging import DeviceArray, Staging, told
 
 INSTALL = "pip install hocket[cuda13] (or hocket[cuda12], for drivers before 580)"
-NEAR_LIMIT = 48 * 1024
-"""Bytes of shared memory that a launch may size without asking first."""
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 """Number of that CUfunction_attribute."""
 PEER_ACCESS_ALREADY_ENABLED, NOT_READY, PORTABLE_AND_MAPPED = 704, 600, 3
@@ -63,6 +62,7 @@ class CudaDriver:
 
     def __init__(self) -> None:
         self._staged: dict[str, Staging] = {}
+        self._shared: dict[int, int] = {}
 
     def devices(self) -> Sequence[Device]:
         return tuple(map(self.device, range(self._count())))
@@ -78,8 +78,14 @@ class CudaDriver:
     def device(self, index: int) -> Device:
         if index >= (count := self._count()):
             raise BackendError(f"there is no device cuda:{index}; this machine has {count}")
-        about = _cupy().cuda.runtime.getDeviceProperties(index)
+        with told(_cupy(), f"cuda:{index}", "say what it is"):
+            about = _cupy().cuda.runtime.getDeviceProperties(index)
         return Device(self.kind, index, int(about["totalGlobalMem"]), about["name"].decode())
+
+    def most_shared(self, on: Device) -> int:
+        if on.index not in self._shared:
+            self._shared[on.index] = most_shared(_capability(on.index))
+        return self._shared[on.index]
 
     def alloc(self, nbytes: int, on: Device) -> Any:
         cupy = _cupy()
@@ -105,41 +111,48 @@ class CudaDriver:
         return DeviceArray(array, buffer.staging)
 
     def are_peers(self, devices: Sequence[Device]) -> bool:
-        """Device memory is from cudaMalloc, which peer access opens to a device as a whole."""
+        """Device memory is from cudaMalloc, which peer access opens to a device as a whole.
+
+        Parts of one device are none, though they share its memory: a kernel that waits for another of the same device
+        may keep it from starting, as streams share queues and some launches want the device to be idle.
+        """
+        if has_parts(devices):
+            return False
         cupy = _cupy()
-        runtime, pairs = cupy.cuda.runtime, list(permutations(dict.fromkeys(d.index for d in devices), 2))
+        runtime, pairs = cupy.cuda.runtime, list(permutations((d.index for d in devices), 2))
         if not all(runtime.deviceCanAccessPeer(own, other) for own, other in pairs):
             return False
         for own, other in pairs:
             with cupy.cuda.Device(own):
                 try:
                     runtime.deviceEnablePeerAccess(other)
-                except runtime.CUDARuntimeError as why:
+                except runtime.CUDARuntimeError as why:  # CuPy clears the last error before it raises
                     if why.status != PEER_ACCESS_ALREADY_ENABLED:
                         raise BackendError(f"cuda:{own} cannot reach memory of cuda:{other}: {why}") from None
         return True
 
     def library(self, devices: Sequence[Device]) -> Library | str:
-        if len({d.index for d in devices}) < len(devices):
+        if has_parts(devices):
             return "NCCL joins no parts of one device"
         return nccl(_cupy(), _nccl)
 
     def share(self, board: Array, rank: int) -> int:
         """The board is pinned by the first device, for all of them and for as long as it lives."""
         runtime, address = _cupy().cuda.runtime, int(board.ctypes.data)
-        if rank == 0:
-            runtime.hostRegister(address, board.nbytes, PORTABLE_AND_MAPPED)
-            weakref.finalize(board, runtime.hostUnregister, address)
-        return int(runtime.pointerGetAttributes(address).devicePointer)
+        with told(_cupy(), "cuda devices", "share memory of the host"):
+            if rank == 0:
+                runtime.hostRegister(address, board.nbytes, PORTABLE_AND_MAPPED)
+                weakref.finalize(board, runtime.hostUnregister, address)
+            return int(runtime.pointerGetAttributes(address).devicePointer)
 
     def prepare(self, kernel: Kernel, on: Device) -> None:
-        with _cupy().cuda.Device(on.index):
+        with told(_cupy(), on, f"load {kernel}"), _cupy().cuda.Device(on.index):
             _function(kernel, on.index)
 
     def record(self, steps: Sequence[Step], on: Device) -> Callable[[], None]:
         """All but a single launch becomes a CUDA graph; exchanges do so on all devices, or on none, as NCCL asks."""
         cupy, stream, first = _cupy(), self.stream(on), steps[0]
-        with cupy.cuda.Device(on.index):
+        with told(cupy, on, "record launches"), cupy.cuda.Device(on.index):
             if len(steps) == 1 and isinstance(first, Launch):
                 replay = self._call(first, on, stream)
             else:
@@ -173,7 +186,7 @@ class CudaDriver:
         """One launch into a stream; CUDA copies the words when it is made."""
         driver = _cupy().cuda.driver
         function = _function(launch.kernel, on.index)
-        if launch.shared_bytes > NEAR_LIMIT:
+        if launch.shared_bytes > EVERYWHERE:
             driver.funcSetAttribute(function.ptr, MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared_bytes)
         words = np.array(launch.words, np.uint64)
         parameters = np.array([words.ctypes.data], np.uint64)
@@ -200,7 +213,7 @@ class CudaDriver:
     def timed(self, runs: Sequence[Callable[[], None]], on: Device) -> list[float]:
         """By events between them in the stream."""
         events, stream = _cupy().cuda, self.stream(on)
-        with events.Device(on.index):
+        with told(_cupy(), on, "time launches"), events.Device(on.index):
             marks = [events.Event() for _ in range(len(runs) + 1)]
             marks[0].record(stream)
             for run, mark in zip(runs, marks[1:], strict=True):
@@ -210,11 +223,8 @@ class CudaDriver:
             return [events.get_elapsed_time(start, end) * 1e-3 for start, end in pairwise(marks)]
 
     def synchronise(self, on: Device) -> None:
-        cupy = _cupy()
-        try:
+        with told(_cupy(), on, "end what was launched"):
             self.stream(on).synchronize()
-        except cupy.cuda.runtime.CUDARuntimeError as why:
-            raise BackendError(f"{on}: {why}") from None
 
 
 class Recorded:
@@ -232,12 +242,17 @@ class Recorded:
         self.run = None
 
 
+def _capability(index: int) -> str:
+    with _cupy().cuda.Device(index) as device:
+        return str(device.compute_capability)
+
+
 @once
 def _module(source: Source, index: int) -> tuple[Any, dict[str, str]]:
     """The code of a source on a device, and what its kernels are called there."""
     cupy = _cupy()
-    with cupy.cuda.Device(index) as device:
-        capability = device.compute_capability
+    capability = _capability(index)
+    with cupy.cuda.Device(index):
         image, lowered = cubin(source, f"sm_{capability}{'a' if capability in SPECIFIC else ''}")
         module = cupy.cuda.function.Module()
         module.load(image)

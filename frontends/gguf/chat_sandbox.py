@@ -42,7 +42,24 @@ SHALLOW = ("abs", "attr", "count", "d", "default", "first", "items", "last", "le
 """Filters that do not look at what a list, a mapping or a text holds."""
 PASSING = ("batch", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "slice")
 """Filters that look at the items of a list, but not into them."""
-COMPARING = ("!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "ge", "greaterthan", "gt", "in", "le", "lessthan", "lt", "ne")
+COMPARING = (
+    "!=",
+    "<",
+    "<=",
+    "==",
+    ">",
+    ">=",
+    "eq",
+    "equalto",
+    "ge",
+    "greaterthan",
+    "gt",
+    "in",
+    "le",
+    "lessthan",
+    "lt",
+    "ne",
+)
 """Tests that look at all that their arguments hold."""
 UNUSED = ("pprint", "striptags", "urlencode", "urlize", "wordcount", "wordwrap", "xmlattr")
 """Filters no chat template uses; they take much time for each character, some of them even with its square."""

@@ -165,7 +165,10 @@ def test_a_device_that_breaks_is_named_and_ends_the_waits_of_all_others(links, r
             backend.driver.stream(Device("cuda", 1)).put(lambda: 1 / 0)
 
     start = time.monotonic()
-    with pytest.raises(BackendError, match=r"^cuda:1: division by zero$"):
+    with pytest.raises(
+        BackendError,
+        match=r"^cuda:1 cannot end what was launched: division by zero; if that goes on, start the process anew$",
+    ):
         rig.run(ahead=breaks)
     assert time.monotonic() - start < 5
     assert {rank for rank, _ in rig.failures} == {0, 1, 2}
@@ -293,7 +296,9 @@ def test_the_way_devices_meet_is_said_with_its_reason(monkeypatch):
         "through memory of the host: they do not reach each other's memory, and this CuPy has no NCCL "
         "(on Linux: pip install nvidia-nccl-cu13, or nvidia-nccl-cu12)"
     )
-    assert words(backend_of(monkeypatch, True)[0], ((0, 0), (0, 1))) == "over each other's memory"
+    assert words(backend_of(monkeypatch, True)[0], ((0, 0), (0, 1))).startswith(
+        "through memory of the host: kernels of parts of one"
+    )
     assert words(backend_of(monkeypatch, True)[0], [(0, n) for n in range(9)]) == (
         "through memory of the host: they are more than 8, and NCCL joins no parts of one device"
     )

@@ -144,7 +144,9 @@ HUGE += [
 
 @pytest.mark.parametrize("template", HUGE)
 def test_a_template_cannot_fill_memory(template: str) -> None:
-    with pytest.raises(ModelError, match=r"makes a text of more than|number too large|a width it does not need|not come to an end"):
+    with pytest.raises(
+        ModelError, match=r"makes a text of more than|number too large|a width it does not need|not come to an end"
+    ):
         render(template)
 
 

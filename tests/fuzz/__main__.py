@@ -1,4 +1,4 @@
-"""Damaged inputs for everything that reads files: ``python -m tests.fuzz gguf --cases 10000``, in the root of the project.
+"""Damaged inputs for what reads files: ``python -m tests.fuzz gguf --cases 10000``, in the root of the project.
 
 Every target runs in a process of its own, which may crash or get stuck.  With atheris (``pip install atheris``) that
 chooses what to damage next, by the branches and comparisons that inputs reach; else lines of code do.  An input that
@@ -30,8 +30,12 @@ MEMORY = 8 << 30
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description="damage inputs, and see how they are read")
-    parser.add_argument("targets", nargs="*", metavar="target", help=f"of {', '.join(TARGETS)}; all of them unless given")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.fuzz", description="damage inputs, and see how they are read"
+    )
+    parser.add_argument(
+        "targets", nargs="*", metavar="target", help=f"of {', '.join(TARGETS)}; all of them unless given"
+    )
     parser.add_argument("--cases", type=int, default=10_000, help="damaged inputs for each target (%(default)s)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="an earlier end for each target")
     parser.add_argument("--seed", type=int, default=0)
@@ -140,7 +144,8 @@ def main() -> int:
         print(judge(READERS[args.targets[0]], args.read.read_bytes()))
         return 0
     run = here if args.here else supervised
-    return 0 if all([run(name, args) for name in args.targets]) else 1
+    ended_well = [run(name, args) for name in args.targets]
+    return 0 if all(ended_well) else 1
 
 
 if __name__ == "__main__":

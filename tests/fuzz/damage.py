@@ -8,7 +8,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-INTEGERS = (*(sign * (1 << n) + more for n in (0, 7, 8, 15, 16, 31, 32, 62, 63, 64) for sign in (1, -1) for more in (-1, 0, 1)),)
+BITS = (0, 7, 8, 15, 16, 31, 32, 62, 63, 64)
+INTEGERS = tuple(sign * (1 << n) + more for n in BITS for sign in (1, -1) for more in (-1, 0, 1))
 ODD_VALUES: tuple[Any, ...] = (
     *(None, True, False, "", "x", "\ud800", "two\nlines", "é" * 300, [], [[]], {}, 0.5, -0.0, 1e308, 1e-320),
     *(float("nan"), float("inf"), 10**400, "9" * 5000, [0] * 2000, {"": None}, *INTEGERS),
@@ -35,6 +36,11 @@ def bytes_damaged(data: bytes, other: bytes, rng: random.Random, end: int | None
             return head + rng.randbytes(len(piece)) + tail
         case _:
             return head + bytes(b ^ (1 << rng.randrange(8)) for b in piece[:1]) + piece[1:] + tail
+
+
+def words_of(text: str) -> tuple[str, ...]:
+    """Words that three blanks part, or a line break."""
+    return tuple(re.split("   |\n", text.strip()))
 
 
 def words_damaged(words: Sequence[str]) -> Callable[[bytes, bytes, random.Random], bytes]:

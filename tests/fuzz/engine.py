@@ -204,7 +204,8 @@ class Report:
         refused = self.cases - self.kinds[""]
         return (
             f"{self.target.name}: {self.cases} cases, {refused} refused in {len(self.kinds)} ways, "
-            f"{self.spare / 2**20:.1f} MiB beyond {self.target.times} times the input at most ({self.measured} measured), {len(self.faults)} faults"
+            f"at most {self.spare / 2**20:.1f} MiB beyond {self.target.times} times the input "
+            f"({self.measured} measured), {len(self.faults)} faults"
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import struct
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,10 +99,8 @@ class _Cursor:
 def header_of(data: bytes) -> Header:
     """What `data` says; where it breaks off or makes no sense, only what comes before."""
     cursor = _Cursor(data)
-    try:
+    with suppress(struct.error, ValueError, KeyError):
         cursor.read()
-    except (struct.error, ValueError, KeyError):
-        pass
     cursor.header.end = max(cursor.header.end, min(24, len(data)))
     return cursor.header
 
@@ -135,7 +134,18 @@ def _field_changed(data: bytes, header: Header, rng: random.Random) -> bytes:
     if chosen.kind == "text":
         return bytes_damaged(data, data, rng, end=header.end)
     old = int.from_bytes(data[chosen.start : chosen.start + chosen.size], "little")
-    new = rng.choice((old + 1, old - 1, 2 * old, old // 2, old ^ (1 << rng.randrange(64)), rng.choice(INTEGERS), rng.randrange(45), len(data)))
+    new = rng.choice(
+        (
+            old + 1,
+            old - 1,
+            2 * old,
+            old // 2,
+            old ^ (1 << rng.randrange(64)),
+            rng.choice(INTEGERS),
+            rng.randrange(45),
+            len(data),
+        )
+    )
     room = 1 << (8 * chosen.size)
     return _spliced(data, chosen.start, chosen.start + chosen.size, (new % room).to_bytes(chosen.size, "little"))
 
@@ -145,7 +155,18 @@ def _text_changed(data: bytes, header: Header, rng: random.Random) -> bytes:
     texts = [f for f in header.fields if f.kind == "text"]
     chosen, theirs = rng.choice(texts), rng.choice(texts)
     old, their = (data[f.start : f.start + f.size] for f in (chosen, theirs))
-    new = rng.choice((their, old + b"\n", b"", b"\xff" + old, old * 2, bytes_damaged(old, their, rng), b"x" * 5000, "é中🎵\0".encode()))
+    new = rng.choice(
+        (
+            their,
+            old + b"\n",
+            b"",
+            b"\xff" + old,
+            old * 2,
+            bytes_damaged(old, their, rng),
+            b"x" * 5000,
+            "é中🎵\0".encode(),
+        )
+    )
     return _moved(data, header, chosen.start - 8, chosen.start + chosen.size, struct.pack("<Q", len(new)) + new)
 
 

@@ -14,10 +14,13 @@ from ....graph.dtypes import DType
 from ...base import Tensor, contiguous_strides
 from ...operands import Bound, Operand, need
 from ..device.driver import Kernel, Launch, Span, Step, Three
+from ..device.limits import EVERYWHERE, MOST
 
 Word = Operand | int | float
 """A word of a launch by its Python type: an address, an i64, a double."""
 ALIGNMENT = 64
+DECLARED = 1024
+"""Bytes of shared memory that kernels whose launches size more than `EVERYWHERE` declare on top, at most."""
 
 
 @dataclass(slots=True)
@@ -25,8 +28,8 @@ class Launches:
     """The launches of a program while they are bound.
 
     `keep` puts an array into the memory of the device and gives its address; `scratch_at` is where the memory of the
-    current instruction begins.  What a binding asks for may depend on shapes and attributes only, and launches nothing
-    if it raises `NoKernelError`.
+    current instruction begins; `most_shared` is the bytes of shared memory that a block may have.  What a binding asks
+    for may depend on shapes, attributes and that number only, and launches nothing if it raises `NoKernelError`.
     """
 
     keep: Callable[[npt.NDArray[Any]], int]
@@ -36,6 +39,11 @@ class Launches:
     items: list[Step] = field(default_factory=list)
     faults: list[tuple[int, str]] = field(default_factory=list)
     fault_at: int = 0
+    most_shared: int = MOST
+
+    def fits(self, shared_bytes: int) -> bool:
+        """Whether a block may have so much shared memory on the device."""
+        return shared_bytes <= EVERYWHERE or shared_bytes + DECLARED <= self.most_shared
 
     def add(
         self,
@@ -45,7 +53,12 @@ class Launches:
         words: Sequence[Word],
         shared_bytes: int = 0,
     ) -> None:
-        """Append a launch; nothing is launched where the grid is empty."""
+        """Append a launch; nothing is launched where the grid is empty.  Raises `NoKernelError` where a block would
+        have more shared memory than the device has for one."""
+        need(
+            self.fits(shared_bytes),
+            f"{kernel} takes {shared_bytes} bytes of shared memory; a block has {self.most_shared} here",
+        )
         if 0 in (shape := _three(grid)):
             return
         packed, spans = [], []

@@ -131,6 +131,11 @@ class Exchange:
 Step = Launch | Exchange
 
 
+def has_parts(devices: Sequence[Device]) -> bool:
+    """Whether some of them are parts of one device."""
+    return len({device.index for device in devices}) < len(devices)
+
+
 class LaunchError(BackendError):
     """A launch failed; `number` is that of its instruction."""
 
@@ -149,6 +154,9 @@ class Driver(Protocol):
 
     def device(self, index: int) -> Device:
         """Device number `index`.  Raises `BackendError` if it does not exist, saying what to install or choose."""
+
+    def most_shared(self, on: Device) -> int:
+        """Bytes of shared memory that a block may have on a device, declared ones included."""
 
     def alloc(self, nbytes: int, on: Device) -> Any:
         """A zeroed buffer, aligned to 16 bytes at least.  Raises `BackendError` when memory is out."""

@@ -41,20 +41,26 @@ class Cubin:
 @once
 def nvrtc() -> ctypes.CDLL:
     """The library, from its wheel or from a CUDA toolkit.  Raises `BackendError` if neither is installed."""
-    for path in (*_in_wheels(), find_library("nvrtc")):
-        if path is not None:
-            for part in Path(path).parent.glob("libnvrtc-builtins.so.*"):  # it looks for this in system folders only
-                ctypes.CDLL(str(part))
-            return ctypes.CDLL(str(path))
+    if paths := installed():
+        path = paths[0]
+        for part in path.parent.glob("libnvrtc-builtins.so.*"):  # it looks for this in system folders only
+            ctypes.CDLL(str(part))
+        return ctypes.CDLL(str(path))
     raise BackendError(f"libnvrtc, which compiles CUDA kernels, is not installed; {INSTALL}")
 
 
-def _in_wheels() -> list[Path]:
-    """Libraries in the wheels of NVIDIA, newest first."""
+def installed() -> list[Path]:
+    """Libraries in the wheels of NVIDIA, and that of the system, newest first: an old one does not know new devices."""
     found = importlib.util.find_spec("nvidia")
     folders = list(found.submodule_search_locations or ()) if found is not None else []
-    matches = (p for f in folders for p in Path(f).glob("*/lib/libnvrtc.so.*") if ".alt." not in p.name)
-    return sorted(matches, reverse=True)
+    wheels = [p for f in folders for p in Path(f).glob("*/lib/libnvrtc.so.*") if ".alt." not in p.name]
+    of_system = find_library("nvrtc")
+    return sorted((*sorted(wheels), *([Path(of_system)] if of_system else [])), key=_release, reverse=True)
+
+
+def _release(path: Path) -> tuple[int, ...]:
+    """The numbers behind ``.so``: folders of wheels are named by two customs, of which the older sorts higher."""
+    return tuple(int(part) for part in path.name.partition(".so.")[2].split(".") if part.isdecimal())
 
 
 def version() -> tuple[int, int]:

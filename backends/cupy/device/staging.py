@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
+from ....graph.errors import BackendError
 from ...base import Array
 
 HALF = 8 << 20
 """Bytes of pinned memory that are filled while the device still copies as many others."""
 ALIGNMENT = 64
+
+
+@contextmanager
+def told(cupy: Any, who: object, doing: str) -> Iterator[None]:
+    """Errors of the runtime and of the driver become `BackendError`: who could not do what, and why."""
+    try:
+        yield
+    except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as why:
+        said = " ".join(str(why).split())
+        raise BackendError(f"{who} cannot {doing}: {said}; if that goes on, start the process anew") from None
 
 
 class Staging:
@@ -23,7 +36,7 @@ class Staging:
 
     def __init__(self, cupy: Any, index: int) -> None:
         self.cupy, self.index = cupy, index
-        with cupy.cuda.Device(index):
+        with told(cupy, f"cuda:{index}", "make a stream and pinned memory"), cupy.cuda.Device(index):
             # Of no stream but its own must it wait: one of another part of the device may be waiting for this one.
             self.stream = cupy.cuda.Stream(non_blocking=True)
             self._emptied = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
@@ -32,12 +45,12 @@ class Staging:
 
     def zeros(self, nbytes: int) -> Any:
         """New memory of the device."""
-        with self.cupy.cuda.Device(self.index), self.stream:
+        with self._at_work("set memory to zero"):
             return self.cupy.zeros(nbytes, np.uint8)
 
     def put(self, host: Array, array: Any, index: Any = ...) -> None:
         """Assign `host` to an index of an array of the device."""
-        with self.cupy.cuda.Device(self.index), self.stream:
+        with self._at_work("copy from the host"):
             if index is ... and host.shape == array.shape and array.flags.c_contiguous:
                 self._send(host, array)
                 return
@@ -48,7 +61,7 @@ class Staging:
     def get(self, array: Any) -> Array:
         """The values of an array of the device, once everything before has run."""
         runtime = self.cupy.cuda.runtime
-        with self.cupy.cuda.Device(self.index), self.stream:
+        with self._at_work("copy to the host"):
             dense = self.cupy.ascontiguousarray(array)
             host = np.empty(array.shape, dense.dtype)
             into = host.reshape(-1).view(np.uint8)
@@ -61,6 +74,12 @@ class Staging:
                 self.stream.synchronize()
                 piece[:] = room
         return host
+
+    @contextmanager
+    def _at_work(self, doing: str) -> Iterator[None]:
+        """On the device, with its stream."""
+        with told(self.cupy, f"cuda:{self.index}", doing), self.cupy.cuda.Device(self.index), self.stream:
+            yield
 
     def _send(self, host: Array, array: Any) -> None:
         """To an array of the same shape that is dense."""

@@ -15,6 +15,7 @@ from ...base import Array, Device, Tensor, host_view
 from ...host import HOST
 from ..backend import DriverBackend
 from ..device.driver import Kernel, Launch, LaunchError, Library, Step
+from ..device.limits import MOST
 from .building import compiler, library
 from .guarded import Bytes, Rooms, address_of, guarded, moved, places
 
@@ -49,13 +50,13 @@ class EmulatedDriver:
 
     Every operand of a launch lies in memory of its own that faults where it ends.  `order` is the order in which
     threads of a block and blocks take turns (0 forward, 1 backward, more: shuffled); None for another one in every run,
-    so that a kernel whose result depends on it gives several.
+    so that a kernel whose result depends on it gives several.  `shared` is the bytes of shared memory of a block.
     """
 
     kind = "cuda-emulated"
 
-    def __init__(self, order: int | None = None) -> None:
-        self.order = order
+    def __init__(self, order: int | None = None, shared: int = MOST) -> None:
+        self.order, self.shared = order, shared
 
     def devices(self) -> Sequence[Device]:
         return (self.device(0),)
@@ -63,6 +64,9 @@ class EmulatedDriver:
     def device(self, index: int) -> Device:
         compiler()
         return Device(self.kind, index, None, "CUDA kernels emulated on the processor", memory_of=HOST)
+
+    def most_shared(self, on: Device) -> int:
+        return self.shared
 
     def alloc(self, nbytes: int, on: Device) -> Bytes:
         try:

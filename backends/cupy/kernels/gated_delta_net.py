@@ -244,7 +244,7 @@ def launch_chunks(
     words = [*rows(rule.q), *rows(rule.k), *rows(rule.g), *rows(rule.beta, 2), *memory]
     words += [rule.tokens, rule.k.shape[-2], heads, rule.run, rule.scale]
     launches.add(chunk.prepare, (count, heads, sequences), 4 * chunk.length, words, chunk.prepare_bytes)
-    values = values or _slice(rule)
+    values = values or _slice(launches, rule, chunk)
     keyed, run = (heads, 0) if chunk.channels else (rule.k.shape[-2], rule.run)
     words = [*memory, *rows(rule.v), *rows(rule.out), *carried.begin, *carried.kept(carried.snapshots - 1)]
     words += [carried.snapshots, *carried.faults, rule.tokens, keyed, heads, run, rule.value_size]
@@ -252,9 +252,19 @@ def launch_chunks(
     launches.add(chunk.scan(values), grid, 2 * values, words, chunk.scan_bytes(values))
 
 
-def _slice(rule: Rule) -> int:
-    """The longest slice of values that leaves enough blocks; what is prepared is read once for each."""
-    fitting = [n for n in SLICES if rule.value_size % n == 0]
+def _fitting(launches: Launches, rule: Rule, exact: bool) -> Chunk | None:
+    """The chunks that are asked for, or exact ones, which take less where keys share decays; None if neither fits into
+    the shared memory of the device."""
+    for chunk in (chunk_of(rule.key_size, rule.channels, exact), chunk_of(rule.key_size, rule.channels, True)):
+        if launches.fits(chunk.prepare_bytes) and launches.fits(chunk.scan_bytes(_slice(launches, rule, chunk))):
+            return chunk
+    return None
+
+
+def _slice(launches: Launches, rule: Rule, chunk: Chunk) -> int:
+    """The longest slice of values that fits and leaves enough blocks; what is prepared is read once for each."""
+    possible = [n for n in SLICES if rule.value_size % n == 0]
+    fitting = [n for n in possible if launches.fits(chunk.scan_bytes(n))] or possible
     rows_of_all = rule.sequences * rule.value_heads * rule.value_size
     return next((n for n in fitting if rows_of_all // n >= BLOCKS), fitting[-1])
 
@@ -271,9 +281,10 @@ def launch_rule(launches: Launches, call: Bound, rule: Rule, exact: bool) -> Non
     last = carried.snapshots - 1
     first = rule.tokens - last
     if in_chunks(first, rule.key_size, rule.value_size):
-        chunk = chunk_of(rule.key_size, rule.channels, exact)
-        memory = chunk_memory(launches, rule, first, chunk)
-        if rule.has_quads:
+        chunk = _fitting(launches, rule, exact)
+        if chunk is not None:
+            memory = chunk_memory(launches, rule, first, chunk)
+        if chunk is not None and rule.has_quads:
             launch_chunks(launches, rule.part(0, first), carried, memory, chunk)
             if last:
                 launch_steps(launches, rule.part(first, last), carried.after(last), carried, last, None)

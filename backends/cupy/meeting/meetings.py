@@ -37,6 +37,7 @@ class Meetings:
         self._group: collective.Group | None = None
         self._membership: Membership | None = None
         self._watch: Watch | None = None
+        self._exchanges = 0
         self._staging: list[tuple[int, Any]] = []
 
     def prepare(self) -> None:
@@ -73,6 +74,7 @@ class Meetings:
 
     def begin(self, launches: Launches) -> None:
         """Append what is launched at the beginning of a run."""
+        self._exchanges = 0
         if self._group is not None:
             launches.number = 0
             collective.launch_begin(launches, self._group)
@@ -85,6 +87,7 @@ class Meetings:
         try:
             if membership is not None and self.transport.takes_library(_largest(call, group)):
                 self._with_staging(launches, partial(bind_exchange, launches, call, group, membership.ring))
+                self._exchanges += 1
             elif self.transport.are_peers:
                 collective.bind(launches, call, group)
             else:
@@ -112,8 +115,12 @@ class Meetings:
             self._watch.check()
 
     def wait(self) -> None:
-        """Until everything that was launched is done.  Raises `LostError` where another device does not come."""
-        if self._watch is None:
+        """Until everything that was launched is done.  Raises `LostError` where another device does not come.
+
+        Only calls of the library wait without end; where there are none, nobody has to look at the stream again and
+        again.
+        """
+        if self._watch is None or not self._exchanges:
             self.driver.synchronise(self.on)
         else:
             self._watch.wait()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...base import Comm, Device
-from ..device.driver import Driver, Library
+from ..device.driver import Driver, Library, has_parts
 from ..kernels.collective import MOST_DEVICES
 
 LIBRARY_FROM = 8 << 20
@@ -43,6 +43,7 @@ def transport_of(devices: Sequence[Device], driver: Driver) -> Transport:
     library, few = driver.library(devices), len(devices) <= MOST_DEVICES
     are_peers = few and driver.are_peers(devices)
     far = "they do not reach each other's memory" if few else f"they are more than {MOST_DEVICES}"
+    far = "kernels of parts of one device must not wait for each other" if few and has_parts(devices) else far
     if isinstance(library, str):
         return Transport(
             are_peers, None, "over each other's memory" if are_peers else f"{THROUGH_HOST.why}: {far}, and {library}"

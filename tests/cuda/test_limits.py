@@ -1,0 +1,189 @@
+"""What a device does not have decides which kernels run there, and what a driver says arrives in one line."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from hocket import ops
+from hocket.backends.base import Device
+from hocket.backends.cupy import cuda
+from hocket.backends.cupy.backend import DriverBackend
+from hocket.backends.cupy.binding.launches import DECLARED, Launches
+from hocket.backends.cupy.device import nvrtc
+from hocket.backends.cupy.device.driver import Launch
+from hocket.backends.cupy.device.limits import EVERYWHERE, MOST, SHARED, most_shared
+from hocket.backends.cupy.emulation.emulated import EmulatedDriver
+from hocket.backends.cupy.kernels import gated_delta_net
+from hocket.backends.cupy.meeting.watch import Watch
+from hocket.backends.cupy.resources import recorded
+from hocket.backends.cupy.table import SOURCES
+from hocket.backends.operands import NoKernelError
+from hocket.graph import Graph, input
+from hocket.graph.errors import BackendError
+from hocket.scheduler import load, plan_for
+
+from ..given.devices_meet import Rig, reduced, same
+from ..given.emulation import needs_compiler
+from ..given.fake_cupy import StreamError, fake_cupy
+from ..given.fake_nccl import FakeNccl
+
+CONSUMER = most_shared("89")
+TOKENS = 70
+
+
+def rule(channels: bool, exact: bool) -> Graph:
+    """The delta rule over a prompt, keys of 128."""
+    q, k = (input(name, (1, TOKENS, 1, 128)) for name in "qk")
+    v, g = input("v", (1, TOKENS, 1, 16)), input("g", (1, TOKENS, 1, 128 if channels else 1))
+    beta, state = input("beta", (1, TOKENS, 1)), input("state", (1, 1, 16, 128))
+    made = ops.gated_delta_net(q, k, v, g, beta, state, exact=exact)
+    return Graph({"y": made[0]})
+
+
+def values(graph: Graph) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(3)
+    found = {x.node.name: 0.1 * rng.standard_normal(x.shape).astype(np.float32) for x in graph.inputs}
+    return {**found, "g": -np.abs(found["g"])}
+
+
+class Noting(EmulatedDriver):
+    """Keeps what was launched."""
+
+    def record(self, steps, on):
+        self.launched = list(steps)
+        return super().record(steps, on)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("channels", "exact", "kernel"),
+    [(False, False, "delta_scan<128, 32, 16, false, true>"), (True, True, "delta_net<128, true, true, 8, 1>")],
+    ids=["exact chunks instead of fast ones", "token by token instead of by chunks"],
+)
+def test_a_prompt_runs_where_a_block_has_99_kib(channels, exact, kernel):
+    graph = rule(channels, exact)
+    driver = Noting(shared=CONSUMER)
+    small, large = DriverBackend(driver), DriverBackend(EmulatedDriver())
+    (node,) = (n for n in graph.nodes if n.op == "gated_delta_net")
+    assert small.supports(node, small.device(0)).ok
+    results = [
+        load(plan_for(graph, [(backend, backend.device(0))]), {}).run(values(graph))["y"] for backend in (small, large)
+    ]
+    assert kernel in {launch.kernel.name for launch in driver.launched}
+    assert all(launch.shared_bytes + DECLARED <= CONSUMER for launch in driver.launched)
+    assert np.square(results[0] - results[1]).sum() < (1e-10 if exact else 1e-4) * np.square(results[1]).sum()
+
+
+def test_a_launch_that_no_block_has_the_memory_for_is_no_kernel():
+    kernel = SOURCES[0][SOURCES[0].names[0]]
+    launches = Launches(keep=lambda array: 0, most_shared=CONSUMER)
+    with pytest.raises(NoKernelError, match=r"takes 110000 bytes of shared memory; a block has 101376 here"):
+        launches.add(kernel, 1, 32, (), 110_000)
+    Launches(keep=lambda array: 0).add(kernel, 1, 32, (), 110_000)
+
+
+def test_a_device_that_nobody_knew_has_what_all_have():
+    assert (most_shared("90"), most_shared("120"), most_shared("999")) == (MOST, 99 << 10, EVERYWHERE)
+    assert min(SHARED.values()) > EVERYWHERE
+
+
+def test_kernels_that_size_much_memory_declare_little():
+    """What `Launches.fits` leaves for them."""
+    chunked = {
+        name for c in gated_delta_net.CHUNKS for name in (c.prepare_name, *map(c.scan_name, gated_delta_net.SLICES))
+    }
+    sized = {name: rows for name, rows in recorded().kernels.items() if name.split(": ")[1] in chunked}
+    sized |= {name: rows for name, rows in recorded().kernels.items() if name.startswith("attention_tiles.cu")}
+    assert len(sized) > len(chunked)
+    assert all(shared <= DECLARED for rows in sized.values() for _, shared in rows.values())
+
+
+# --------------------------------------------------------------------------------------------------- what drivers say
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    """A stand-in for CuPy, of which the driver of CUDA devices is made."""
+    made = fake_cupy(SOURCES, nccl=FakeNccl)
+    monkeypatch.setattr(cuda, "_cupy", lambda: made)
+    monkeypatch.setattr(cuda, "_nccl", lambda: made.cuda.nccl)
+    monkeypatch.setattr(cuda, "cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}))
+    cuda._module.cache_clear()
+    yield made
+    cuda._module.cache_clear()
+
+
+def fails(*_: object) -> None:
+    raise StreamError("CUDA_ERROR_INVALID_VALUE:\ninvalid argument")
+
+
+SAID = "CUDA_ERROR_INVALID_VALUE: invalid argument; if that goes on, start the process anew"
+
+
+@needs_compiler
+def test_memory_that_a_driver_refuses_is_one_line(cupy):
+    cupy.cuda.driver.funcSetAttribute = fails
+    source = next(s for s in SOURCES if s.file == "rows.cu")
+    launch = Launch(source[source.names[0]], (1, 1, 1), (32, 1, 1), 50 << 10, (), (), 0)
+    with pytest.raises(BackendError) as caught:
+        cuda.CudaDriver().record([launch], Device("cuda", 0))
+    assert str(caught.value) == f"cuda:0 cannot record launches: {SAID}"
+
+
+@pytest.mark.parametrize(
+    ("call", "act", "what"),
+    [
+        ("getDeviceProperties", lambda driver: driver.device(0), "cuda:0 cannot say what it is"),
+        ("memcpyAsync", lambda driver: loaded(driver), "cuda:0 cannot copy from the host"),
+        ("hostRegister", lambda driver: driver.share(np.zeros(8), 0), "cuda devices cannot share memory of the host"),
+    ],
+    ids=["properties", "copies", "pinning"],
+)
+def test_an_error_of_the_runtime_is_one_line(cupy, call, act, what):
+    setattr(cupy.cuda.runtime, call, fails)
+    with pytest.raises(BackendError) as caught:
+        act(cuda.CudaDriver())
+    assert str(caught.value) == f"{what}: {SAID}"
+
+
+def loaded(driver: cuda.CudaDriver) -> None:
+    on = Device("cuda", 0)
+    driver._staging(on).put(np.ones(4, np.uint8), driver.alloc(16, on).array[:4])
+
+
+def test_devices_that_reach_each_other_already_still_do(cupy):
+    """Another library may have opened their memory: the error 704 is none, and CuPy has cleared it when it raises."""
+    two = [Device("cuda", 0), Device("cuda", 1)]
+    assert cuda.CudaDriver().are_peers(two)
+    assert cuda.CudaDriver().are_peers(two)
+
+
+@needs_compiler
+def test_nobody_watches_a_stream_in_which_no_library_waits(cupy, monkeypatch):
+    monkeypatch.setattr(Watch, "wait", fails)
+    parts = reduced(2, (40,))
+    rig = Rig(cuda.CudaBackend(), parts, timeout=30)
+    assert all(replay._meetings.transport.library is not None for replay in rig.replays)
+    same(rig.run(), [[parts[0][0].source + parts[1][0].source]] * 2)
+
+
+def test_the_newest_compiler_is_taken(monkeypatch, tmp_path):
+    """The wheel of CUDA 12 has another folder than that of 13, which comes after it in the alphabet."""
+    files = ("cuda_nvrtc/lib/libnvrtc.so.12", "cu13/lib/libnvrtc.so.13", "cu13/lib/libnvrtc.alt.so.13")
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    for of_system, newest in (
+        (None, "libnvrtc.so.13"),
+        ("libnvrtc.so.14", "libnvrtc.so.14"),
+        ("libnvrtc.so.11.2", "libnvrtc.so.13"),
+    ):
+        monkeypatch.setattr(nvrtc, "find_library", lambda name, at=of_system: at)
+        assert nvrtc.installed()[0].name == newest
+        assert len(nvrtc.installed()) == 2 + (of_system is not None)
