@@ -11,7 +11,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, MappingView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, MappingView, ValuesView
 from functools import wraps
 from typing import Any
 
@@ -105,8 +105,9 @@ class Meter(NodeTransformer):
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802  (the visitor's naming)
         self.generic_visit(node)
-        for side in (node, *node.ops):
-            side.expr = _call("paid", [side.expr], node.lineno)
+        node.expr = _call("paid", [node.expr], node.lineno)
+        for operand in node.ops:
+            operand.expr = _call("paid", [operand.expr], node.lineno)
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802  (the visitor's naming)
@@ -173,12 +174,12 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
                 size += len(item)
             elif isinstance(item, Mapping) and not isinstance(item, Context):
                 todo += [*item.keys(), *item.values()]
-            elif isinstance(item, (list, tuple, set, frozenset, MappingView)):
+            elif isinstance(item, (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)):
                 todo += item
             elif isinstance(item, range):
                 items += len(item)
             elif isinstance(item, Namespace):
-                todo.append(item._Namespace__attrs)  # type: ignore[attr-defined]  # its text shows them
+                todo.append(item._Namespace__attrs)  # its text shows them
             items += 1
             self._allow(size + 8 * items)
         self.burn(1 + size // CHARACTERS + items // ITEMS)
@@ -235,7 +236,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             self.paid(owner)
         return self.paid(super().call(context, callee, *args, **kwargs))
 
-    def _counted(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    def _counted(self, name: str, run: Any) -> Callable[..., Any]:
         @wraps(run)
         def counted(*args: Any, **kwargs: Any) -> Any:
             if name in SHALLOW:

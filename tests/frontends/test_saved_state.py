@@ -134,18 +134,28 @@ DAMAGE = {
     },
     "a header nested deep": {"header.npy": b"[" * 100_000},
     "tokens that are no list": {"header.npy": lambda header: header | {"tokens": ["1"]}},
-    "tokens that are texts": {"header.npy": lambda header: header | {"tokens": [["5", "17", "33", "2", "60", "41"]]}},
+    "tokens that are texts": {"header.npy": lambda header: header | {"tokens": [["1", "2", "3"]]}},
     "a length that is true": {"header.npy": lambda header: header | {"lengths": [True]}},
     "no header": {"header.npy": None},
     "something else": {"x.npy": b""},
 }
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A session of a small model, and a state that it saved."""
+    session = Session(open_model(path_of("qwen35")), on=Group(("numpy:0",)), context=16, batch=8)
+    session.evaluate([[1, 2, 3]])
+    path = tmp_path_factory.mktemp("small") / "state.npz"
+    save_state(session, [[1, 2, 3]], path)
+    return session, path
+
+
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_what_the_fuzzer_found_is_one_line(saved, tmp_path, damage, compression):
+def test_what_the_fuzzer_found_is_one_line(small, tmp_path, damage, compression):
     """Each of these raised something else, or was read; a compressed archive is none of ours."""
-    with zipfile.ZipFile(saved[0]) as archive:
+    with zipfile.ZipFile(small[1]) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     for name, content in damage.items():
         text = content
@@ -162,14 +172,14 @@ def test_what_the_fuzzer_found_is_one_line(saved, tmp_path, damage, compression)
             if content is not None:
                 archive.writestr(name, content)
     with pytest.raises(ModelError, match="not a saved state of this model") as raised:
-        load_state(Session(open_model(None), on=GROUPS["one"]), path)
+        load_state(small[0], path)
     assert str(raised.value).isprintable()
 
 
-def test_an_archive_that_points_before_its_file_is_one_line(saved, tmp_path):
-    data = saved[0].read_bytes()
+def test_an_archive_that_points_before_its_file_is_one_line(small, tmp_path):
+    data = small[1].read_bytes()
     end = data.rindex(b"PK\5\6")
     path = tmp_path / "damaged.npz"
     path.write_bytes(data[: end + 12] + b"\xff" * 8 + data[end + 20 :])
     with pytest.raises(ModelError, match="not a saved state of this model"):
-        load_state(Session(open_model(None), on=GROUPS["one"]), path)
+        load_state(small[0], path)

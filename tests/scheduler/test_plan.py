@@ -127,6 +127,17 @@ def test_a_damaged_plan_is_refused_in_one_line():
     assert refused > 150
 
 
+def test_a_name_of_two_lines_is_refused_in_one():
+    text = plan_to_json(plan(mlp(), "cpu:0"))
+    document = json.loads(text)
+    buffers = document["programs"][0]["buffers"]
+    for buffer in buffers:
+        broken = json.loads(text)
+        renamed = [[b[0], "two\nlines" if b == buffer else b[1], *b[2:]] for b in buffers]
+        broken["programs"][0]["buffers"] = renamed
+        assert "\n" not in refusal(json.dumps(broken))
+
+
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "{}", "null", '{"format": 3}', '{"format": "hocket-plan-1"}', "[" * 99999]
 )
