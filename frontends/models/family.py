@@ -127,7 +127,7 @@ class Family:
     """``kv``: no key/value heads; ``interval``: all but each so many; ``all``; ``both``: beside attention."""
     interval: int = 4
     bounded_decay: float = 0.0
-    """Kimi's delta rule bounds its log decay by ``kda.gate_lower_bound``: this is the sign of what goes into the sigmoid."""
+    """Kimi's delta rule bounds its log decay by ``kda.gate_lower_bound`` and a sigmoid: the sign of what goes in."""
     l2_eps: float | None = None
     """What the lengths of its queries and keys are kept above, if that is not the eps of norms."""
     log_multiplier: float = 1.0

@@ -12,9 +12,9 @@ from .step import Step
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """Which cells a token sees: all before it and its own, of the last ``window`` or, ``chunked``, of its own chunk of so
-    many alone unless that is 0; with ``distances`` the mask holds how far they are, for ALiBi; unless ``causal`` all
-    cells of its sequence."""
+    """Which cells a token sees: all before it and its own, of the last ``window`` or, ``chunked``, of its own chunk of
+    so many alone unless that is 0; with ``distances`` the mask holds how far they are, for ALiBi; unless ``causal``
+    all cells of its sequence."""
 
     window: int = 0
     chunked: bool = False
