@@ -24,6 +24,7 @@ from .frame import Frame
 from .hyper import Hyper
 from .keys import Keys
 from .per_layer import PerLayer
+from .reading import read_hyper
 from .residuals import Banked, Cycles, Skipping, Streams
 from .step import Batch as Batch
 from .step import Step as Step
@@ -119,5 +120,5 @@ def load_model(gguf: Gguf) -> Model:
             f"need one of the {len(ARCHITECTURES)} in docs/models.md{near and ', such as ' + near}"
         )
     unread = family.ignores if family.scaled else (*family.ignores, *SCALES)
-    hyper = Hyper.from_keys(Keys(gguf, architecture), family)
+    hyper = read_hyper(Keys(gguf, architecture), family)
     return Model(architecture, gguf, hyper, Weights(gguf, unread, family.spare, hyper.source))

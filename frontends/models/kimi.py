@@ -19,7 +19,7 @@ from .weights import Weights
 
 @dataclass(frozen=True, slots=True)
 class KimiDelta:
-    """``floor`` is the lowest log decay of a bounded gate, 0 for one that is not; ``sign`` is that of what bounds it."""
+    """``floor`` is the lowest log decay of a bounded gate, 0 for one that is not; ``sign`` that of what bounds it."""
 
     taps: int
     heads: int
