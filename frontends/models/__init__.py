@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,49 +17,27 @@ import numpy.typing as npt
 from ...graph import Graph
 from ..errors import ModelError
 from ..gguf import Gguf
-from . import gemma3, llama, qwen2, qwen3, qwen3moe, qwen3next, qwen35, qwen35moe
+from .decoder import Decoder
+from .families import FAMILIES
+from .family import Family
+from .frame import Frame
+from .hyper import Hyper
+from .keys import Keys
+from .per_layer import PerLayer
+from .reading import read_hyper
+from .residuals import Banked, Cycles, Skipping, Streams
 from .step import Batch as Batch
 from .step import Step as Step
 from .step import step_inputs as step_inputs
 from .weights import Weights as Weights
 
-
-class Hyper(Protocol):
-    """What the hyperparameters of every family tell."""
-
-    @property
-    def context_length(self) -> int: ...
-    @property
-    def vocabulary_size(self) -> int: ...
-    @property
-    def layers(self) -> int: ...
-    @property
-    def taps(self) -> int: ...
-
-
-H = TypeVar("H", bound=Hyper)
-
-
-@dataclass(frozen=True, slots=True)
-class Family(Generic[H]):
-    """How to read the hyperparameters of an architecture, and how to build its graph."""
-
-    read: Callable[[Gguf], H]
-    build: Callable[[H, Weights, Step], Graph]
-
-
-ARCHITECTURES: Mapping[str, Family[Any]] = MappingProxyType(
-    {
-        "gemma3": Family(gemma3.Hyper.from_gguf, gemma3.build),
-        "llama": Family(llama.Hyper.from_gguf, llama.build),
-        "qwen2": Family(qwen2.read, qwen2.build),
-        "qwen3": Family(qwen3.Hyper.from_gguf, qwen3.build),
-        "qwen3moe": Family(qwen3moe.read, qwen3moe.build),
-        "qwen3next": Family(qwen3next.read, qwen3next.build),
-        "qwen35": Family(qwen35.Hyper.from_gguf, qwen35.build),
-        "qwen35moe": Family(qwen35moe.read, qwen35moe.build),
-    }
+SCALES = ("ffn_*.scale", "attn_gate.scale")
+"""Scales of feed-forwards and gates, which most architectures do not read."""
+DECODERS: Mapping[str, type[Decoder]] = MappingProxyType(
+    {"": Decoder, "banked": Banked, "cycles": Cycles, "per layer": PerLayer, "skip": Skipping, "streams": Streams}
 )
+"""Decoders by what `Family.residuals` says."""
+ARCHITECTURES: Mapping[str, Family] = FAMILIES
 """Every family, by ``general.architecture``."""
 
 
@@ -91,13 +69,25 @@ class Model:
         """Whether states other than the cache remember a sequence, so that the host must zero them for a new one."""
         return self.hyper.taps > 0
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether a token sees only those before it; a diffusion model sees all at once, so there are no steps."""
+        return self.hyper.causal
+
     def graph(self, step: Step) -> Graph:
         """The graph of ``step``; weights are bound by tensor name, inputs as `inputs` gives them.
 
         ModelError if the file lacks a tensor, has one of another shape, or one that would be ignored.
         """
-        graph = ARCHITECTURES[self.architecture].build(self.hyper, self.weights, step)
-        self.weights.refuse_leftovers(self.layers)
+        attended = self.hyper.attended
+        if attended and step.context > attended:
+            raise ModelError(
+                f"{self.gguf.path}: this model chooses {attended} tokens of a context to attend to, and hocket runs it "
+                f"only where that is all of them; use a context size of at most {attended}"
+            )
+        frame = Frame(step, taps=self.hyper.taps)
+        graph = DECODERS[self.hyper.family.residuals](self.hyper, self.weights, frame).graph()
+        self.weights.refuse_leftovers(self.hyper.stored)
         return graph
 
     def inputs(self, step: Step, batch: Batch) -> dict[str, npt.NDArray[np.generic]]:
@@ -109,7 +99,8 @@ class Model:
                     f"batch: tokens run from {min(new)} to {max(new)}; need 0 to {self.vocabulary_size - 1}; "
                     "use the tokenizer of this model"
                 )
-        return step_inputs(step, batch, taps=self.hyper.taps)
+        arrays = step_inputs(step, batch, taps=self.hyper.taps, causal=self.is_causal)
+        return {name: array for name, array in arrays.items() if name in self.hyper.needs}
 
     def __repr__(self) -> str:
         return f"Model({self.architecture}, {self.layers} layers, {self.gguf!r})"
@@ -123,7 +114,11 @@ def load_model(gguf: Gguf) -> Model:
     architecture = gguf.require("general.architecture", str)
     family = ARCHITECTURES.get(architecture)
     if family is None:
+        near = ", ".join(get_close_matches(architecture, ARCHITECTURES, n=3, cutoff=0.4))
         raise ModelError(
-            f"{gguf.path}: architecture {reprlib.repr(architecture)} is unknown; need one of {', '.join(ARCHITECTURES)}"
+            f"{gguf.path}: architecture {reprlib.repr(architecture)} is unknown; "
+            f"need one of the {len(ARCHITECTURES)} in docs/models.md{near and ', such as ' + near}"
         )
-    return Model(architecture, gguf, family.read(gguf), Weights(gguf))
+    unread = family.ignores if family.scaled else (*family.ignores, *SCALES)
+    hyper = read_hyper(Keys(gguf, architecture), family)
+    return Model(architecture, gguf, hyper, Weights(gguf, unread, family.spare, hyper.source))

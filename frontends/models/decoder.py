@@ -1,72 +1,159 @@
-"""The skeleton of every decoder: embedding, then mixer and feed-forward on a residual, then the wanted logits."""
+"""The one decoder: embedding, then mixers and feed-forward on a residual, then the wanted logits.
+
+What a block does follows from the traits of its family (`Family`) and from its `Layer`; the parts themselves follow
+from the tensors that the file has.  Modules `residuals` and `per_layer` have decoders whose residual is another.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+import math
 
 from ... import ops
 from ...graph import Graph, Value
-from .blocks import embed, logits, norm
+from . import blocks
+from .blocks import Norm, capped, product
 from .frame import Frame
-from .moe import Experts, feed_forward
+from .hyper import Hyper, Layer
+from .moe import mixture, routed
 from .weights import Weights
 
-Mixer = Callable[[int, Value], Value]
-"""What a mixer or a feed-forward, given its layer, makes of its normalised input: f32[B*T, E] to f32[B*T, E]."""
 
+class Decoder:
+    """Builds the graph of one step: output ``logits`` f32[outputs, vocabulary], and the states that mixers update.
 
-class Widths(Protocol):
-    """The hyperparameters that the skeleton needs."""
-
-    @property
-    def vocabulary_size(self) -> int: ...
-    @property
-    def width(self) -> int: ...
-    @property
-    def layers(self) -> int: ...
-    @property
-    def feed_forward(self) -> int | Experts: ...
-    @property
-    def eps(self) -> float: ...
-
-
-def decoder(
-    hyper: Widths,
-    weights: Weights,
-    frame: Frame,
-    mix: Mixer,
-    feed: Mixer | None = None,
-    *,
-    second_norm: str = "ffn_norm",
-    embedding_scale: float = 1.0,
-    softcap: float = 0.0,
-) -> Graph:
-    """The graph of all layers: output ``logits`` f32[outputs, vocabulary], and the states that `mix` updates.
-
-    ``feed`` is the feed-forward if it is not SwiGLU or experts, and ``second_norm`` names the norm before it.  After
-    the last mixer only the wanted rows go on.  ``softcap`` bounds the logits unless it is 0.
+    After the last mixer only the wanted rows go on.
     """
 
-    def plain(layer: int, h: Value) -> Value:
-        return feed_forward(weights, f"blk.{layer}", h, hyper.feed_forward)
+    def __init__(self, hyper: Hyper, weights: Weights, frame: Frame) -> None:
+        self.hyper, self.weights, self.frame = hyper, weights, frame
+        self.family, self.norm = hyper.family, hyper.norm
+        eps = hyper.family.post_eps
+        self.post_norm = hyper.norm if eps is None else Norm(eps)
 
-    feed = feed or plain
-    x = embed(weights, frame.tokens, hyper.vocabulary_size, hyper.width)
-    if embedding_scale != 1.0:
-        x = ops.scale(x, scale=embedding_scale, name="embed_scaled")
-    for layer in range(hyper.layers):
-        block = f"blk.{layer}"
-        mixed = mix(layer, norm(weights, f"{block}.attn_norm", x, hyper.eps))
-        x = ops.add(x, mixed, name=f"{block}.attn_residual")
-        if layer == hyper.layers - 1:
-            x = frame.wanted(x)
-        h = norm(weights, f"{block}.{second_norm}", x, hyper.eps)
-        x = ops.add(x, feed(layer, h), name=f"{block}.ffn_residual")
-    y = logits(weights, x, hyper.vocabulary_size, hyper.eps)
-    return frame.graph(capped(y, softcap) if softcap else y)
+    def graph(self) -> Graph:
+        x = self.embedded()
+        for i, layer in enumerate(self.hyper.blocks):
+            x = self.block(i, layer, x)
+        return self.frame.graph(self.logits(x))
 
+    def is_last(self, i: int) -> bool:
+        return i == self.hyper.layers - 1
 
-def capped(x: Value, most: float) -> Value:
-    """``x`` bent so that it stays within ``most`` of 0, in its shape."""
-    return ops.scale(ops.tanh(ops.scale(x, scale=1.0 / most)), scale=most, name="logits_capped")
+    def embedded(self) -> Value:
+        """f32[B*T, E] of the tokens."""
+        hyper, weights, frame = self.hyper, self.weights, self.frame
+        table = weights("token_embd.weight", (hyper.vocabulary_size, hyper.width))
+        x = ops.get_rows(table, frame.tokens, name="embed")
+        if hyper.embedding != 1.0:
+            x = ops.scale(x, scale=hyper.embedding, name="embed_scaled")
+        if weights.has("position_embd.weight"):
+            rows = weights.shape("position_embd.weight")[0]
+            where = ops.reshape(frame.pos, shape=(frame.step.rows,))
+            x = ops.add(x, ops.get_rows(weights("position_embd.weight", (rows, hyper.width)), where, name="places"))
+        if self.family.embedding_norm == "bare":
+            x = self.norm.plain(x)
+        elif self.family.embedding_norm:
+            x = self.norm(weights, self.family.embedding_norm, x)
+        return x
+
+    def block(self, i: int, layer: Layer, x: Value) -> Value:
+        """The residual behind block i, f32[n, E]; of the last block only the wanted rows."""
+        family, block, before = self.family, f"blk.{i}", x
+        h = self.normed(i, family.attn_norm, x)
+        if layer.mixers:
+            mixed = self.mixed(i, layer, x, h)
+            x = self.scaled(h) if family.residual_after_norm else x
+            added = ops.add(x, mixed, name=f"{block}.attn_residual")
+        else:
+            added = x
+        if self.is_last(i):
+            added = self.frame.wanted(added)
+        if not layer.feeds:
+            return added
+        if layer.parallel or family.mixer == "single":
+            h = self.normed(i, family.ffn_norm, before) if layer.norms_twice else h
+            h = self.frame.wanted(h) if self.is_last(i) else h
+        else:
+            h = self.normed(i, family.ffn_norm, added)
+        if self.is_last(i) and family.sees_input:
+            before = self.frame.wanted(before)
+        y = self.fed(i, layer, h, added, before)
+        added = self.scaled(h) if family.residual_after_norm else added
+        return ops.add(added, y, name=f"{block}.ffn_residual")
+
+    def normed(self, i: int, name: str, x: Value) -> Value:
+        return self.norm(self.weights, f"blk.{i}.{name}", x) if name else x
+
+    def scaled(self, x: Value) -> Value:
+        """What joins the residual, times the factor that the model has for it."""
+        return x if self.hyper.residual == 1.0 else ops.scale(x, scale=self.hyper.residual)
+
+    def mixed(self, i: int, layer: Layer, x: Value, h: Value) -> Value:
+        """What the mixers of a block make of its normalised input ``h``, or of another norm of ``x``."""
+        name = "attn_norm_2"
+        if self.family.parallel and f"blk.{i}.{name}.weight" in self.weights.gguf.tensors:
+            h = self.normed(i, name, x)
+        first, *others = (mixer(self.weights, self.frame, i, h) for mixer in layer.mixers)
+        for other in others:
+            first = ops.add(first, other)
+        if self.family.attn_post:
+            first = self.post_norm(self.weights, f"blk.{i}.{self.family.attn_post}", first)
+        return first if self.family.residual_after_norm else self.scaled(first)
+
+    def fed(self, i: int, layer: Layer, h: Value, added: Value, before: Value) -> Value:
+        """The feed-forward of ``h``, the norm of the residual ``added``; the block itself took ``before``."""
+        block = f"blk.{i}"
+        y = self.dense(i, layer, h) if layer.experts is None else self.chosen(i, layer, h, added, before)
+        if self.family.ffn_post:
+            y = self.post_norm(self.weights, f"{block}.{self.family.ffn_post}", y)
+        return y if self.family.residual_after_norm else self.scaled(y)
+
+    def dense(self, i: int, layer: Layer, h: Value) -> Value:
+        if not layer.dense:  # as in llama.cpp's graph, which does not read the experts of this block
+            return blocks.PLAIN[str(self.family.unit)](h)
+        return blocks.feed_forward(
+            self.weights, f"blk.{i}", h, unit=layer.unit, limit=layer.limit, first=layer.gate_first
+        )
+
+    def chosen(self, i: int, layer: Layer, h: Value, added: Value, before: Value) -> Value:
+        """The answer of experts, and of the dense feed-forward beside them if there is one."""
+        weights, block, experts = self.weights, f"blk.{i}", layer.experts
+        assert experts is not None
+        if not layer.dense:
+            return mixture(weights, block, h, experts, before if experts.kind == "early router" else None)
+        if self.family.beside == "normed":
+            return self.two_norms(i, layer, h, added)
+        y = mixture(
+            weights, block, self.normed(i, "ffn_norm_exps", before) if self.family.beside == "residual" else h, experts
+        )
+        y = ops.add(y, self.dense(i, layer, h))
+        return ops.scale(y, scale=math.sqrt(0.5)) if self.family.beside == "mean" else y
+
+    def two_norms(self, i: int, layer: Layer, h: Value, added: Value) -> Value:
+        """The dense feed-forward and experts, with norms of their own before and after; the router sees a third.
+
+        Gemma team, Gemma 4, 2026; graph: llama.cpp ``gemma4.cpp``.
+        """
+        weights, block, experts, width = self.weights, f"blk.{i}", layer.experts, self.hyper.width
+        assert experts is not None
+        y = self.normed(i, "post_ffw_norm_1", self.dense(i, layer, h))
+        seen = ops.scale(self.norm.plain(added), scale=1.0 / math.sqrt(width))
+        seen = ops.mul(seen, weights(f"{block}.ffn_gate_inp.scale", (width,)))
+        scores = product(weights, f"{block}.ffn_gate_inp", seen, experts.count)
+        z = routed(weights, block, self.normed(i, "pre_ffw_norm_2", added), experts, scores)
+        return ops.add(y, self.normed(i, "post_ffw_norm_2", z))
+
+    def logits(self, x: Value) -> Value:
+        """Final norm and output matrix, which is the token embedding where the file has none: f32[n, vocabulary]."""
+        hyper, weights = self.hyper, self.weights
+        x = self.norm(weights, self.family.output_norm, x) if self.family.output_norm else x
+        shape = (hyper.vocabulary_size, hyper.width)
+        matrix = weights.optional("output.weight", shape)
+        if matrix is None:
+            matrix = weights("token_embd.weight", shape)
+        y = ops.mul_mat(matrix, x, name="logits")
+        bias = weights.optional("output.bias", (hyper.vocabulary_size,))
+        y = y if bias is None else ops.add(y, bias)
+        if hyper.logits != 1.0:
+            y = ops.scale(y, scale=hyper.logits)
+        return capped(y, hyper.softcap) if hyper.softcap else y

@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 
 from ... import ops
 from ...graph import DType, Graph, Value, input, state
 from .step import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """Which cells a token sees: all before it and its own, of the last ``window`` or, ``chunked``, of its own chunk of
+    so many alone unless that is 0; with ``distances`` the mask holds how far they are, for ALiBi; unless ``causal``
+    all cells of its sequence."""
+
+    window: int = 0
+    chunked: bool = False
+    distances: bool = False
+    causal: bool = True
+
+
+ALL = Sight()
+CACHED = frozenset({"pos", "slot"})
+"""Inputs of mixers that attend to a cache."""
+RECURRENT = frozenset({"valid", "conv_rows"})
+"""Inputs of mixers that convolve and carry a state."""
 
 
 class Frame:
@@ -24,15 +44,48 @@ class Frame:
         self.slot = input("slot", (step.rows,), DType.I32)
         self.out_ids = input("out_ids", (step.outputs,), DType.I32)
         self.valid = input("valid", (step.sequences, step.tokens, 1))
-        self._masks: dict[int, Value] = {}
+        self.last = input("last", (step.sequences, step.tokens), DType.I32)
+        self._masks: dict[Sight, Value] = {}
+        self._cells: dict[str, Value] = {}
         self._updates: dict[Value, Value] = {}
 
-    def mask(self, window: int = 0) -> Value:
-        """f32[B, T, cells]: which cells each token may see, of the last ``window`` unless that is 0."""
-        if window not in self._masks:
-            name = "window_mask" if window else "mask"
-            self._masks[window] = ops.causal_mask(self.pos, cells=self.step.cells, window=window, name=name)
-        return self._masks[window]
+    def mask(self, sight: Sight = ALL) -> Value:
+        """f32[B, T, cells]: which cells each token may see."""
+        if sight not in self._masks:
+            self._masks[sight] = self._mask(sight)
+        return self._masks[sight]
+
+    def _mask(self, sight: Sight) -> Value:
+        cells, window = self.step.cells, 0 if sight.chunked else sight.window
+        pos = self.pos if sight.causal else self.last
+        mask = ops.causal_mask(pos, cells=cells, window=window, name="window_mask" if window else "mask")
+        if sight.chunked and cells > sight.window:
+            chunk = ops.floor(ops.scale(self.positions, scale=1.0 / sight.window, bias=0.5 / sight.window))
+            first = ops.scale(chunk, scale=float(sight.window), bias=-0.5)
+            ahead = ops.sub(ops.add(ops.fill(mask, value=0.0), self.numbers), first)
+            mask = ops.add(mask, ops.log(ops.step(ahead)), name="chunk_mask")
+        if sight.distances:
+            mask = ops.sub(ops.add(mask, self.numbers), self.positions, name="distances")
+        return mask
+
+    @cached_property
+    def numbers(self) -> Value:
+        """The numbers of the cells, f32[cells]."""
+        return ops.arange(start=0.0, stop=float(self.step.cells))
+
+    @cached_property
+    def positions(self) -> Value:
+        """The positions of the tokens as numbers, f32[B, T, 1]."""
+        return ops.reshape(ops.cast(self.pos, dtype=DType.F32), shape=(*self.pos.shape, 1))
+
+    def temperature(self, floor: int, factor: float, offset: float) -> Value | None:
+        """``1 + factor ln(1 + (pos + offset) // floor)`` of each token, f32[B, T, 1, 1]; None where it is 1 for all."""
+        if self.step.cells + offset <= floor:
+            return None
+        # Half a position keeps the quotient off the integers.
+        whole = ops.floor(ops.scale(self.positions, scale=1.0 / floor, bias=(offset + 0.5) / floor))
+        warmth = ops.scale(ops.log(ops.scale(whole, scale=1.0, bias=1.0)), scale=factor, bias=1.0)
+        return ops.reshape(warmth, shape=(*self.pos.shape, 1, 1))
 
     @cached_property
     def conv_rows(self) -> Value:
@@ -63,7 +116,12 @@ class Frame:
         cells = ops.slice_(cache, axis=0, start=0, stop=step.sequences * step.context)
         cells = ops.reshape(cells, shape=(step.sequences, step.context, heads * size))
         cells = ops.slice_(cells, axis=1, start=0, stop=step.cells)
-        return ops.reshape(cells, shape=(step.sequences, step.cells, heads, size))
+        self._cells[name] = ops.reshape(cells, shape=(step.sequences, step.cells, heads, size))
+        return self._cells[name]
+
+    def cells(self, name: str) -> Value:
+        """All cells of the cache ``name``, which an earlier layer has written in this graph."""
+        return self._cells[name]
 
     def preceded(self, name: str, new: Value) -> Value:
         """``new`` f32[B,T,c] behind the last rows of earlier runs: f32[B, taps-1+T, c].

@@ -36,14 +36,20 @@ class Keys:
             return default
         return self._checked(name, self.gguf.require(self._key(name), int), least)
 
-    def same(self, name: str, blocks: int, default: int | None = None, *, layers: Sequence[int] = ()) -> int:
-        """A positive integer from a scalar, or from an array of one value a block that is equal in all ``layers``
-        (in all blocks, unless given): converters write either form."""
-        values = self.gguf.per_layer(self._key(name), int, blocks, default)
-        chosen = [values[i] for i in layers or range(blocks)]
-        if len(set(chosen)) > 1:
-            raise self.error(name, f"differs between layers, {reprlib.repr(chosen)}; need one value for all of them")
-        return self._checked(name, chosen[0], 1)
+    def given(self, name: str, default: int) -> int:
+        """A count, or ``default`` where the key is missing or 0, which llama.cpp writes for unset."""
+        return self.count(name, 0, least=0) or default
+
+    def each(self, name: str, blocks: int, default: int | None = None) -> tuple[int, ...]:
+        """A count for each block, from a scalar or from an array of one value a block."""
+        return tuple(self._checked(name, n, 0) for n in self.gguf.per_layer(self._key(name), int, blocks, default))
+
+    def limits(self, name: str, blocks: int) -> tuple[float, ...]:
+        """A number of at least 0 for each block; 0 where the key is missing."""
+        values = self.gguf.per_layer(self._key(name), float, blocks, 0.0)
+        if bad := [v for v in values if not 0.0 <= v <= LARGEST]:
+            raise self.error(name, f"holds {bad[0]}; need numbers of at least 0 that float32 holds")
+        return values
 
     def positive(self, name: str, default: float | None = None) -> float:
         """A number above zero that float32 holds; ``default`` if the key is missing."""
@@ -53,6 +59,16 @@ class Keys:
         if not SMALLEST <= value <= LARGEST:  # so it is not NaN either
             raise self.error(name, f"is {value}; need a positive number that float32 holds")
         return value
+
+    def number(self, name: str, default: float) -> float:
+        """Any number that float32 holds, ``default`` if the key is missing or not finite."""
+        value = self.gguf.get(self._key(name), float, default)
+        return value if abs(value) <= LARGEST else default
+
+    def eps(self, name: str) -> float:
+        """A number of at least 0 that norms add, which must be given."""
+        value = self.gguf.require(self._key(name), float)
+        return value if value == 0.0 else self.positive(name)
 
     def optional(self, name: str) -> float | None:
         """A positive number, or None where the key is missing or 0, which converters write for unset."""
@@ -72,28 +88,16 @@ class Keys:
         kind: type[bool] | type[int] = bool if isinstance(first, bool) else int
         return tuple(flag != 0 for flag in self.gguf.per_layer(self._key(name), kind, blocks))
 
+    def is_list(self, name: str) -> bool:
+        """Whether the key holds a list, not one value for all."""
+        return isinstance(self.gguf.metadata.get(self._key(name)), Array)
+
     def blocks(self) -> int:
         """``block_count``, bounded by the tensors in the file, so that a damaged count cannot make us loop for long."""
         blocks = self.count("block_count")
         if blocks > len(self.gguf.tensors):
             raise self.error("block_count", f"is {blocks}; the file holds only {len(self.gguf.tensors)} tensors")
         return blocks
-
-    def head_size(self, width: int, heads: int, *, key: str = "attention.key_length") -> int:
-        """Size of an attention head, ``width / heads`` unless given; keys and values must have the same."""
-        if not self.has(key) and width % heads:
-            raise self.error("attention.head_count", f"is {heads}; need a divisor of embedding_length {width}")
-        size = self.count(key, width // heads)
-        if (values := self.count("attention.value_length", size)) != size:
-            raise self.error("attention.value_length", f"is {values}; need the key length {size}")
-        return size
-
-    def shared_heads(self, heads: int, blocks: int, layers: Sequence[int] = ()) -> int:
-        """Key/value heads, of which each serves an equal group of the ``heads`` query heads."""
-        shared = self.same("attention.head_count_kv", blocks, heads, layers=layers)
-        if heads % shared:
-            raise self.error("attention.head_count_kv", f"is {shared}; need a divisor of head_count {heads}")
-        return shared
 
     def vocabulary(self) -> int:
         """Rows of the token embedding, which may be more than the tokenizer has tokens."""

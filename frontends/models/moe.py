@@ -6,72 +6,181 @@ Shazeer et al., The sparsely-gated mixture-of-experts layer, 2017; graph: llama.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ... import ops
-from ...graph import Value
+from ...graph import DType, Value
 from . import blocks
-from .blocks import linear
+from .blocks import KINDS, PLAIN, Norm, Unit, gated, linear, parts, product
+from .family import Family
 from .keys import Keys
 from .weights import Weights
 
-SOFTMAX = 1
-"""What ``expert_gating_func`` says where a softmax over all experts weighs them; 0 is unset."""
+GATINGS = ("softmax", "sigmoid", "chosen", "root")
+"""What ``expert_gating_func`` counts from 1: softmax, sigmoid, softmax over the chosen, root of softplus."""
 SMALLEST_SUM = 2.0**-14
 """What llama.cpp divides routing weights by at least: the smallest normal number of f16."""
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Each token is answered by ``used`` of ``count`` experts of ``features`` columns, and by a shared one of
-    ``shared`` columns unless that is 0.  Routing weights are a softmax over all experts; those of the chosen ones are
-    divided by their sum if ``normalised``, and multiplied by ``scale``."""
+    """Each token is answered by ``used`` of ``count`` experts, and by a shared one if the file has any.
+
+    Shares come from the router through ``gating``; those of the chosen experts are divided by their sum if
+    ``normalised``, and multiplied by ``scale``.  Of ``groups`` of experts only the ``groups_used`` best ones, by the
+    sum of their two best shares, are chosen from.  ``limit`` clamps gate and up unless it is 0: with ``gate_first``
+    the gate before its activation.
+    """
 
     count: int
     used: int
-    features: int
-    shared: int = 0
+    gating: str = "softmax"
     normalised: bool = True
     scale: float = 1.0
+    unit: Unit = "silu"
+    norm: Norm = field(default=Norm(0.0))
+    groups: int = 1
+    groups_used: int = 1
+    limit: float = 0.0
+    shared_limit: float = 0.0
+    gate_first: bool = False
+    kind: str = ""
+    """What only one family has: ``weighted input``, ``chunks``."""
+    shared_gate: bool = False
+    """Whether a sigmoid of the token gates the shared expert."""
+    group_size: int = 1
+    group_scale: float = 1.0
 
     @classmethod
-    def from_keys(cls, keys: Keys, features: int, shared: int = 0) -> Experts:
-        """The experts of a model; ModelError if the metadata make no sense or ask for another kind of routing."""
-        count, used = keys.count("expert_count"), keys.count("expert_used_count")
+    def from_keys(cls, keys: Keys, family: Family, layer: int, blocks: int, unit: Unit, norm: Norm) -> Experts:
+        """The experts of a block; ModelError if the metadata make no sense."""
+        count, used = keys.count("expert_count"), keys.each("expert_used_count", blocks)[layer]
         if used > count:
             raise keys.error("expert_used_count", f"is {used}; need at most expert_count {count}")
-        if (gating := keys.count("expert_gating_func", 0, least=0)) not in (0, SOFTMAX):
-            raise keys.error("expert_gating_func", f"is {gating}; need {SOFTMAX}, a softmax")
-        if (groups := keys.count("expert_group_count", 1, least=0)) > 1:
-            raise keys.error("expert_group_count", f"is {groups}; only experts that are not grouped can be run")
-        normalised = keys.flags("expert_weights_norm", 1)[0] if keys.has("expert_weights_norm") else True
-        return cls(count, used, features, shared, normalised, keys.optional("expert_weights_scale") or 1.0)
+        if used < 1:
+            raise keys.error("expert_used_count", f"is {used}; need at least 1")
+        groups = keys.given("expert_group_count", 1)
+        groups_used = keys.given("expert_group_used_count", 1)
+        if groups > 1 and (count % groups or groups_used >= groups):
+            raise keys.error(
+                "expert_group_count", f"is {groups}; need a divisor of {count} above the {groups_used} used"
+            )
+        normalised = family.normalised
+        if normalised is None:
+            normalised = keys.has("expert_weights_norm") and keys.flags("expert_weights_norm", 1)[0]
+        return cls(
+            count,
+            used,
+            _gating(keys, family),
+            normalised,
+            keys.optional("expert_weights_scale") or 1.0,
+            unit,
+            norm,
+            groups,
+            groups_used,
+            keys.limits("swiglu_clamp_exp", blocks)[layer],
+            keys.limits("swiglu_clamp_shexp", blocks)[layer],
+            "gate first" in family.mixture,
+            family.mixture,
+            family.shared_gate,
+            keys.given("experts_per_group", 1),
+            keys.optional("expert_group_scale") or 1.0,
+        )
 
 
-def feed_forward(weights: Weights, block: str, x: Value, inner: int | Experts) -> Value:
-    """What follows the mixer of a block, f32[n, E] to f32[n, E]: experts, or SwiGLU of so many columns."""
-    if isinstance(inner, Experts):
-        return mixture(weights, block, x, inner)
-    return blocks.feed_forward(weights, block, x, inner)
+def _gating(keys: Keys, family: Family) -> str:
+    name, _, default = family.gating.partition(" ")
+    if name != "key":
+        return name
+    number = keys.given("expert_gating_func", 1 + GATINGS.index(default or "softmax"))
+    if number > len(GATINGS):
+        raise keys.error("expert_gating_func", f"is {number}; need one of 1 to {len(GATINGS)}")
+    return GATINGS[number - 1]
 
 
-def mixture(weights: Weights, block: str, x: Value, experts: Experts) -> Value:
-    """The weighted sum of the chosen experts, plus the shared one: f32[n, E] to f32[n, E]."""
-    ids, shares = route(weights, block, x, experts)
-    y = combined(answers(weights, block, x, ids, experts), shares, name=f"{block}.ffn_moe")
-    if not experts.shared:
-        return y
-    return ops.add(y, shared_answer(weights, block, x, experts.shared), name=f"{block}.ffn_moe_shared")
+def mixture(weights: Weights, block: str, x: Value, experts: Experts, router: Value | None = None) -> Value:
+    """The weighted sum of the chosen experts, plus the shared one: f32[n, E] to f32[n, E].
+
+    ``router`` is what the router sees if that is not ``x``.
+    """
+    scores = linear(weights, f"{block}.ffn_gate_inp", x if router is None else router, experts.count)
+    y = narrowed(weights, block, x, experts, scores)
+    if experts.kind == "chunks":
+        y = ops.add(y, ops.scale(chunked(weights, block, y, experts, scores), scale=experts.group_scale))
+    if weights.has(f"{block}.ffn_down_shexp.weight"):
+        y = ops.add(y, shared_answer(weights, block, x, experts), name=f"{block}.ffn_moe_shared")
+        if experts.kind == "halved":
+            y = ops.scale(y, scale=0.5)
+    return y
 
 
-def route(weights: Weights, block: str, x: Value, experts: Experts) -> tuple[Value, Value]:
-    """Which experts answer a token, i32[n, used], and how much each counts, f32[n, 1, used]."""
-    rows, count, used = x.shape[0], experts.count, experts.used
-    scores = linear(weights, f"{block}.ffn_gate_inp", x, count)
-    probabilities = ops.softmax(ops.reshape(scores, shape=(rows, 1, count)), name=f"{block}.ffn_moe_probs")
+def narrowed(weights: Weights, block: str, x: Value, experts: Experts, scores: Value) -> Value:
+    """The same as `routed`, between a projection to fewer columns and one back if the file has them."""
+    for down, norm, up in (
+        ("ffn_routed_down", "ffn_routed_norm", "ffn_routed_up"),
+        ("ffn_latent_down", "", "ffn_latent_up"),
+    ):
+        if weights.has(f"{block}.{down}.weight"):
+            y = product(weights, f"{block}.{down}", x, weights.shape(f"{block}.{down}.weight")[0])
+            y = routed(weights, block, y, experts, scores)
+            if norm and weights.has(f"{block}.{norm}.weight"):
+                y = experts.norm(weights, f"{block}.{norm}", y)
+            return product(weights, f"{block}.{up}", y, x.shape[-1])
+    return routed(weights, block, x, experts, scores)
+
+
+def routed(weights: Weights, block: str, x: Value, experts: Experts, scores: Value) -> Value:
+    """The weighted sum of the experts that ``scores`` f32[n, count] choose: f32[n, E] to f32[n, E]."""
+    ids, shares = route(weights, block, scores, experts)
+    if experts.kind == "weighted input":
+        rows, width = x.shape
+        used = ops.reshape(shares, shape=(rows, experts.used, 1))
+        repeated = ops.repeat(ops.reshape(x, shape=(rows, 1, width)), shape=(rows, experts.used, width))
+        y = answers(weights, block, ops.mul(repeated, used), ids, experts)
+        return ops.reshape(ops.sum_rows(ops.transpose(y)), shape=(rows, width))
+    x = ops.reshape(x, shape=(x.shape[0], 1, x.shape[1]))
+    return combined(answers(weights, block, x, ids, experts), shares, name=f"{block}.ffn_moe")
+
+
+def chunked(weights: Weights, block: str, x: Value, experts: Experts, scores: Value) -> Value:
+    """What the small experts that groups of experts share make of the answer ``x`` f32[n, E] so far: f32[n, E].
+
+    Inclusion AI, Grove MoE, 2025; graph: llama.cpp ``grovemoe.cpp``, whose shares are those of the experts that have
+    the groups' numbers.
+    """
+    rows, count = scores.shape
+    used = min(experts.used, count // experts.group_size)
+    probabilities = ops.softmax(ops.reshape(scores, shape=(rows, 1, count)))
+    ids = ops.top_k(ops.sigmoid(scores), k=used)
+    if experts.group_size > 1:
+        group = ops.floor(ops.scale(ops.cast(ids, dtype=DType.F32), scale=1.0 / experts.group_size))
+        ids = ops.cast(group, dtype=DType.I32)
     table = ops.reshape(probabilities, shape=(rows, count, 1))
-    ids = ops.top_k(ops.reshape(probabilities, shape=(rows, count)), k=used, name=f"{block}.ffn_moe_ids")
     shares = ops.reshape(ops.get_rows(table, ids), shape=(rows, 1, used))
+    shares = ops.div(shares, ops.clamp(ops.sum_rows(shares), min=SMALLEST_SUM, max=math.inf))
+    given = ops.reshape(x, shape=(rows, 1, x.shape[1]))
+    return combined(answers(weights, block, given, ids, experts, "chexps", "chunk"), shares, name=f"{block}.ffn_chunk")
+
+
+def route(weights: Weights, block: str, scores: Value, experts: Experts) -> tuple[Value, Value]:
+    """Which experts answer a token, i32[n, used], and how much each counts, f32[n, 1, used]."""
+    rows, count, used = scores.shape[0], experts.count, experts.used
+    row = ops.reshape(scores, shape=(rows, 1, count))
+    match experts.gating:
+        case "softmax":
+            probabilities = ops.softmax(row, name=f"{block}.ffn_moe_probs")
+        case "sigmoid":
+            probabilities = ops.sigmoid(row, name=f"{block}.ffn_moe_probs")
+        case "root":
+            probabilities = ops.sqrt(ops.softplus(row), name=f"{block}.ffn_moe_probs")
+        case _:
+            probabilities = row
+    choice = ops.reshape(selection(weights, block, row, probabilities, experts), shape=(rows, count))
+    ids = ops.top_k(choice, k=used, name=f"{block}.ffn_moe_ids")
+    table = ops.reshape(probabilities, shape=(rows, count, 1))
+    shares = ops.reshape(ops.get_rows(table, ids), shape=(rows, 1, used))
+    if experts.gating == "chosen":
+        shares = ops.softmax(shares)
     if experts.normalised:
         total = ops.clamp(ops.sum_rows(shares), min=SMALLEST_SUM, max=math.inf)
         shares = ops.div(shares, total, name=f"{block}.ffn_moe_shares")
@@ -80,23 +189,67 @@ def route(weights: Weights, block: str, x: Value, experts: Experts) -> tuple[Val
     return ids, shares
 
 
-def answers(weights: Weights, block: str, x: Value, ids: Value, experts: Experts) -> Value:
-    """SwiGLU of the chosen experts for each token, f32[n, E] to f32[n, used, E]; gate and up may be one tensor."""
-    rows, width = x.shape
-    x = ops.reshape(x, shape=(rows, 1, width))
+def selection(weights: Weights, block: str, scores: Value, probabilities: Value, experts: Experts) -> Value:
+    """What experts are chosen by, f32[n, 1, count]: their probabilities, with a bias if the file has one, and within
+    the best groups alone."""
+    if experts.kind == "weighted input":
+        return scores
+    choice = ops.sigmoid(scores) if experts.kind == "chunks" else probabilities
+    for name in (f"{block}.exp_probs_b.bias", f"{block}.exp_probs_b.weight"):
+        if (bias := weights.optional(name, (experts.count,))) is not None:
+            choice = ops.add(choice, bias)
+    return grouped(choice, experts) if experts.groups > 1 else choice
 
-    def product(name: str, y: Value, features: int) -> Value:
-        w = weights(f"{block}.{name}.weight", (experts.count, features, y.shape[-1]))
-        return ops.mul_mat_id(w, y, ids, name=f"{block}.{name}")
 
-    fused = f"{block}.ffn_gate_up_exps.weight"
-    if weights.optional(fused, (experts.count, 2 * experts.features, width)) is not None:
-        both = product("ffn_gate_up_exps", x, 2 * experts.features)
-        inner = ops.glu(both, kind="swiglu", name=f"{block}.ffn_moe_glu")
+def grouped(choice: Value, experts: Experts) -> Value:
+    """``choice`` f32[n, 1, count] with -inf outside the best groups of experts.  DeepSeek-AI, DeepSeek-V3, 2024."""
+    rows, groups = choice.shape[0], experts.groups
+    size = experts.count // groups
+    table = ops.reshape(choice, shape=(rows, groups, size))
+    best = ops.top_k(table, k=min(2, size))
+    two = ops.get_rows(ops.reshape(table, shape=(rows, groups, size, 1)), best)
+    sums = ops.reshape(ops.sum_rows(ops.reshape(two, shape=(rows, groups, best.shape[-1]))), shape=(rows, groups))
+    chosen = ops.top_k(sums, k=experts.groups_used)
+    kept = ops.set_rows(ops.fill(table, value=-math.inf), ops.get_rows(table, chosen), chosen)
+    return ops.reshape(kept, shape=choice.shape)
+
+
+def answers(
+    weights: Weights, block: str, x: Value, ids: Value, experts: Experts, suffix: str = "exps", name: str = "moe"
+) -> Value:
+    """The chosen experts' feed-forward for each token, f32[n, 1 or used, E] to f32[n, used, E]; gate and up may be one
+    tensor."""
+    width = x.shape[-1]
+    count, _, features = weights.shape(f"{block}.ffn_down_{suffix}.weight")
+
+    def product(kind: str, y: Value, n: int) -> Value:
+        tensor = f"{block}.ffn_{kind}_{suffix}"
+        w = weights(f"{tensor}.weight", (count, n, y.shape[-1]))
+        z = ops.mul_mat_id(w, y, ids, name=tensor)
+        scale, bias = weights.optional(f"{tensor}.scale", (count,)), weights.optional(f"{tensor}.bias", (count, n))
+        if scale is not None:
+            rows = ops.reshape(ops.get_rows(ops.reshape(scale, shape=(count, 1)), _flat(ids)), shape=(*ids.shape, 1))
+            z = ops.mul(z, rows)
+        return z if bias is None else ops.add_id(z, bias, ids)
+
+    glu, unit = f"{block}.ffn_{name}_glu", experts.unit
+    if weights.has(f"{block}.ffn_gate_up_{suffix}.weight"):
+        both = product("gate_up", x, 2 * features)
+        if isinstance(unit, str) and not experts.limit:
+            inner = ops.glu(both, kind=KINDS[unit], name=glu)
+        else:
+            gate, up = parts(both, features, features)
+            inner = gated(gate, up, unit, experts.limit, experts.gate_first, name=glu)
+    elif weights.has(f"{block}.ffn_gate_{suffix}.weight"):
+        gate, up = product("gate", x, features), product("up", x, features)
+        inner = gated(gate, up, unit, experts.limit, experts.gate_first, name=glu)
     else:
-        gate, up = (product(name, x, experts.features) for name in ("ffn_gate_exps", "ffn_up_exps"))
-        inner = ops.swiglu(gate, up, name=f"{block}.ffn_moe_glu")
-    return product("ffn_down_exps", inner, width)
+        inner = PLAIN[str(unit)](product("up", x, features), name=glu)
+    return product("down", inner, width)
+
+
+def _flat(ids: Value) -> Value:
+    return ops.reshape(ids, shape=(ids.spec.size,))
 
 
 def combined(answer: Value, shares: Value, *, name: str) -> Value:
@@ -109,9 +262,13 @@ def combined(answer: Value, shares: Value, *, name: str) -> Value:
     return ops.reshape(ops.mul_mat(ops.transpose(answer), shares, name=name), shape=(rows, width))
 
 
-def shared_answer(weights: Weights, block: str, x: Value, features: int) -> Value:
-    """SwiGLU of the expert that answers every token, times a sigmoid of the token: f32[n, E] to f32[n, E]."""
+def shared_answer(weights: Weights, block: str, x: Value, experts: Experts) -> Value:
+    """The feed-forward of the expert that answers every token, times a sigmoid of the token if the file has its gate:
+    f32[n, E] to f32[n, E]."""
     width = x.shape[-1]
+    limit, first = experts.shared_limit, experts.gate_first
+    y = blocks.feed_forward(weights, block, x, "_shexp", unit=experts.unit, limit=limit, first=first)
+    if not experts.shared_gate:
+        return y
     row = ops.reshape(weights(f"{block}.ffn_gate_inp_shexp.weight", (width,)), shape=(1, width))
-    y = blocks.feed_forward(weights, block, x, features, "_shexp")
     return ops.mul(y, ops.sigmoid(ops.mul_mat(row, x)), name=f"{block}.ffn_shexp_gated")

@@ -10,6 +10,7 @@ from ...graph import Value
 from .keys import Keys
 
 SCALINGS = ("none", "linear", "yarn")
+SECTIONS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +28,13 @@ class Rope:
     original_context: int = 0
 
     @classmethod
-    def from_keys(cls, keys: Keys, mode: str, head_size: int) -> Rope:
+    def from_keys(
+        cls, keys: Keys, mode: str, head_size: int, dimensions: str = "rope.dimension_count", multiplier: float = 1.0
+    ) -> Rope:
         """As ``llama_context`` of llama.cpp settles them; ModelError if the metadata make no sense."""
-        n_dims = keys.count("rope.dimension_count", head_size)
+        n_dims = keys.given(dimensions, head_size)
         if n_dims % 2 or n_dims > head_size:
-            raise keys.error("rope.dimension_count", f"is {n_dims}; need an even number of at most {head_size}")
+            raise keys.error(dimensions, f"is {n_dims}; need an even number of at most {head_size}")
         base = cls.base_from(keys, "rope.freq_base")
         scaling = keys.choice("rope.scaling.type", "linear", SCALINGS)
         factor = keys.optional("rope.scaling.factor") or keys.optional("rope.scale_linear") or 1.0
@@ -48,23 +51,23 @@ class Rope:
             base,
             1.0 / factor,
             ext_factor=1.0,
-            attn_factor=attn_factor,  # ops.rope itself multiplies by 1 + 0.1 ln(factor)
+            attn_factor=attn_factor * _magnitude(keys, factor, multiplier),
             beta_fast=keys.positive("rope.scaling.yarn_beta_fast", 32.0),
             beta_slow=keys.positive("rope.scaling.yarn_beta_slow", 1.0),
-            original_context=keys.count("rope.scaling.original_context_length", 0, least=0)
-            or keys.count("context_length"),
+            original_context=original_context(keys),
         )
 
     @staticmethod
-    def base_from(keys: Keys, name: str) -> float:
+    def base_from(keys: Keys, name: str, default: float = 10000.0) -> float:
         """The base that the key ``name`` gives; ModelError unless it is above 1."""
-        base = keys.positive(name, 10000.0)
+        base = keys.positive(name, default)
         if base <= 1.0:
             raise keys.error(name, f"is {base}; need a number above 1")
         return base
 
-    def rotate(self, x: Value, pos: Value, factors: Value | None = None, *, name: str) -> Value:
-        """``x`` f32[B,T,heads,size] turned by its positions i32[B,T]; ``factors`` f32[n_dims/2] divide the speeds."""
+    def rotate(self, x: Value, pos: Value, factors: Value | None = None, *, name: str, offset: int = 0) -> Value:
+        """``x`` f32[B,T,heads,size] turned by its positions i32[B,T], from column ``offset`` on; ``factors``
+        f32[n_dims/2] divide the speeds."""
         return ops.rope(
             x,
             pos,
@@ -78,10 +81,37 @@ class Rope:
             beta_fast=self.beta_fast,
             beta_slow=self.beta_slow,
             original_context=self.original_context,
+            offset=offset,
             name=name,
         )
 
 
-def attention_scale(keys: Keys, head_size: int) -> float:
-    """``attention.scale``, or 1/sqrt(head size) where it is missing or 0."""
-    return keys.optional("attention.scale") or 1.0 / math.sqrt(head_size)
+def _magnitude(keys: Keys, factor: float, unit: float) -> float:
+    """By what YaRN's own magnitude 1 + 0.1 ln(factor), which `ops.rope` applies, is off for a model that says so."""
+    multiplier = keys.optional("rope.scaling.yarn_log_multiplier")
+    if multiplier is None:
+        return 1.0
+    multiplier *= unit
+    # DeepSeek V2 has the same multiplier for both of its magnitudes.
+    own = multiplier if keys.architecture == "deepseek2" and multiplier != 1.0 else 1.0
+    usual = 1.0 + 0.1 * math.log(factor)
+    return (1.0 + 0.1 * own * math.log(factor)) / (1.0 + 0.1 * multiplier * math.log(factor)) / usual
+
+
+def original_context(keys: Keys) -> int:
+    """Tokens that the model saw before its context was stretched."""
+    return keys.given("rope.scaling.original_context_length", keys.count("context_length"))
+
+
+def style(keys: Keys, rope: str) -> str:
+    """The pairs that turn together: ``normal`` or ``neox``.
+
+    Of text, the time, height and width of a token are its position, so multi-axis RoPE equals plain ``neox``.  A family
+    may have it only where ``rope.dimension_sections`` gives sections.
+    """
+    plain, _, sectioned = rope.partition("|")
+    if not sectioned:
+        return plain
+    key = f"{keys.architecture}.rope.dimension_sections"
+    sections = keys.gguf.numbers(key)[:2].tolist() if keys.has("rope.dimension_sections") else [0]
+    return "neox" if len(sections) > 1 and min(sections) > 0 else plain

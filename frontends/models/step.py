@@ -67,13 +67,14 @@ class Batch:
     wanted: Sequence[tuple[int, int]] | None = None
 
 
-def step_inputs(step: Step, batch: Batch, *, taps: int = 0) -> dict[str, npt.NDArray[np.generic]]:
+def step_inputs(step: Step, batch: Batch, *, taps: int = 0, causal: bool = True) -> dict[str, npt.NDArray[np.generic]]:
     """The input arrays of a graph built for ``step``; ``taps`` of the convolutions if the model is recurrent, else 0.
 
     tokens i32[B*T]; pos i32[B,T], 0 for padding; slot i32[B*T], the cache row each token writes (sequence * context +
     position; padding writes the spare row B * context); out_ids i32[outputs], repeating row 0 behind the wanted ones.
     With taps also valid f32[B,T,1], 0 for padding, and conv_rows i32[B,taps-1], the rows of [state, new tokens] that
-    become the next convolution state.  ModelError if the batch does not fit the step.
+    become the next convolution state; unless ``causal`` also last i32[B,T], the last position of the sequence.
+    ModelError if the batch does not fit the step.
     """
     _check_fit(step, batch)
     shape, spare = (step.sequences, step.tokens), step.sequences * step.context
@@ -95,6 +96,9 @@ def step_inputs(step: Step, batch: Batch, *, taps: int = 0) -> dict[str, npt.NDA
         counts = np.array([[len(new)] for new in batch.tokens], np.int32)
         arrays["valid"] = (arrays["slot"] != spare).astype(np.float32).reshape(*shape, 1)
         arrays["conv_rows"] = counts + np.arange(taps - 1, dtype=np.int32)
+    if not causal:
+        ends = [length + len(new) - 1 for new, length in zip(batch.tokens, batch.lengths, strict=True)]
+        arrays["last"] = np.repeat(np.array(ends, np.int32)[:, None], step.tokens, axis=1)
     return arrays
 
 

@@ -160,13 +160,11 @@ def array_of(folder: Path, values: list[int] | list[bool]) -> object:
         ("llama", {"attention__head_count": None}, "attention.head_count is missing"),
         ("llama", {"attention__head_count_kv": 3}, "need a divisor of head_count 4"),
         ("llama", {"attention__head_count": 3, "attention__key_length": None}, "need a divisor of embedding_length"),
-        ("llama", {"attention__value_length": 8}, "need the key length 16"),
         ("llama", {"attention__layer_norm_rms_epsilon": float("nan")}, "need a positive number"),
         ("llama", {"block_count": 1 << 30}, "the file holds only 21 tensors"),
         ("llama", {"block_count": "two"}, "need an integer"),
         ("llama", {"embedding_length": -64}, "need at least 1"),
         ("llama", {"rope__dimension_count": 18}, "need an even number of at most 16"),
-        ("llama", {"rope__dimension_count": 8}, "need the head size 16"),
         ("llama", {"rope__freq_base": float("inf")}, "need a positive number"),
         ("llama", {"rope__freq_base": 1.0}, "need a number above 1"),
         ("llama", {"rope__scaling__type": "longrope"}, "need one of none, linear, yarn"),
@@ -192,12 +190,11 @@ def test_bad_hyperparameters_are_refused(name: str, keys: dict[str, object], wor
 
 def test_an_unknown_architecture_names_the_known_ones() -> None:
     model = opened("llama")
-    with pytest.raises(ModelError, match=f"'mamba' is unknown; need one of {', '.join(ARCHITECTURES)}"):
-        load_model(replace(model, metadata={**model.metadata, "general.architecture": "mamba"}))
-    assert set(ARCHITECTURES) == {
-        *("gemma3", "llama", "qwen2", "qwen3"),
-        *("qwen3moe", "qwen3next", "qwen35", "qwen35moe"),
-    }
+    many = len(ARCHITECTURES)
+    with pytest.raises(
+        ModelError, match=f"'mambo' is unknown; need one of the {many} in docs/models.md, such as mamba"
+    ):
+        load_model(replace(model, metadata={**model.metadata, "general.architecture": "mambo"}))
 
 
 def test_a_missing_tensor_is_named() -> None:
@@ -225,8 +222,8 @@ def test_a_tensor_of_a_dtype_that_cannot_serve_is_refused() -> None:
 
 def test_a_tensor_that_would_be_ignored_is_refused() -> None:
     model = opened("llama")
-    tensors = {**model.tensors, "blk.1.attn_q.scale": model.tensors["output_norm.weight"]}
-    with pytest.raises(ModelError, match=r"blk\.1\.attn_q\.scale'\] are not part of this architecture"):
+    tensors = {**model.tensors, "blk.1.attn_q.shift": model.tensors["output_norm.weight"]}
+    with pytest.raises(ModelError, match=r"blk\.1\.attn_q\.shift'\] are not part of this architecture"):
         load_model(replace(model, tensors=tensors)).graph(STEP)
 
 
@@ -295,8 +292,8 @@ def test_a_value_per_layer_may_stand_for_one_value(tmp_path: Path) -> None:
     plain = load_model(opened("llama")).graph(STEP).digest()
     same = changed("llama", attention__head_count=array_of(tmp_path, [4, 4]))
     assert load_model(same).graph(STEP).digest() == plain
-    with pytest.raises(ModelError, match=r"head_count differs between layers, \[4, 2\]"):
-        load_model(changed("llama", attention__head_count=array_of(tmp_path, [4, 2])))
+    with pytest.raises(ModelError, match=r"blk\.1\.attn_q\.weight has shape \[64, 64\]; need \[32, 64\]"):
+        load_model(changed("llama", attention__head_count=array_of(tmp_path, [4, 2]))).graph(STEP)
     with pytest.raises(ModelError, match="need a value for each of 2 layers"):
         load_model(changed("llama", attention__head_count=array_of(tmp_path, [4])))
     # Of a hybrid model only the layers that attend count.

@@ -1,0 +1,100 @@
+"""The hyperparameters of a model, settled layer by layer; module `reading` takes them from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ...graph import Value
+from .blocks import Norm, Unit
+from .family import Family
+from .frame import Frame
+from .moe import Experts
+from .weights import Weights
+
+
+class Mixer(Protocol):
+    """What lets tokens of a sequence see each other in one layer: f32[B*T, E] to f32[B*T, E].
+
+    ``taps`` of its short convolution, 0 if it keeps no state but a cache.
+    """
+
+    @property
+    def taps(self) -> int: ...
+    @property
+    def needs(self) -> frozenset[str]: ...
+    def __call__(self, weights: Weights, frame: Frame, layer: int, x: Value) -> Value: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A block: mixers, whose answers are added up, and experts or a dense feed-forward, if any."""
+
+    mixers: tuple[Mixer, ...]
+    experts: Experts | None
+    dense: bool
+    feeds: bool
+    """Whether there is a feed-forward at all."""
+    parallel: bool = False
+    norms_twice: bool = False
+    """Whether a parallel block has a norm for each of its parts."""
+    unit: Unit = "silu"
+    limit: float = 0.0
+    gate_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTraits:
+    """Of hyper-connections: how many residual streams, and what their weights are made with."""
+
+    count: int
+    eps: float
+    iterations: int
+    magnitude: float
+
+
+@dataclass(frozen=True, slots=True)
+class Hyper:
+    """Hyperparameters of a model.  Factors of embeddings, of what joins the residual and of logits are 1, and the bound
+    of the logits is 0, where there are none."""
+
+    family: Family
+    context_length: int
+    vocabulary_size: int
+    width: int
+    norm: Norm
+    blocks: tuple[Layer, ...]
+    embedding: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0
+    softcap: float = 0.0
+    streams: StreamTraits = StreamTraits(1, 0.0, 1, 1.0)
+    attended: int = 0
+    """Tokens that attention chooses from a longer context; 0 if it sees all."""
+    span: int = 1
+    """Blocks between two sums that are kept, or of a stack."""
+    cycles: int = 1
+    stored: int = 0
+    """Blocks that the file has."""
+    source: Mapping[int, int] = field(default_factory=dict)
+    """Whose matrices blocks have that are run more than once."""
+
+    @property
+    def layers(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def taps(self) -> int:
+        """Taps of the convolutions, which `step_inputs` asks for; 0 if there are none."""
+        return max((mixer.taps for block in self.blocks for mixer in block.mixers), default=0)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The inputs of its graphs."""
+        names = {"tokens", "out_ids"} if self.causal else {"tokens", "out_ids", "last"}
+        return frozenset(names).union(*(mixer.needs for block in self.blocks for mixer in block.mixers))
+
+    @property
+    def causal(self) -> bool:
+        return self.family.causal

@@ -1,0 +1,367 @@
+"""Hyperparameters read from a file: its family's traits, its metadata and the tensors it has, layer by layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Protocol
+
+from .attention import Attention, Passing
+from .blocks import Norm, Situ, Unit
+from .delta import DeltaNet
+from .family import Family, Windows
+from .frame import ALL, Sight
+from .hyper import Hyper, Layer, Mixer, StreamTraits
+from .keys import Keys
+from .kimi import KimiDelta
+from .latent import Latent
+from .lightning import Lightning, ShortConvolution
+from .mamba import Mamba, Mamba2, Plamo2
+from .moe import Experts
+from .rope import Rope, original_context, style
+
+
+class Recurrent(Protocol):
+    """A mixer that a family has in some layers, read from metadata."""
+
+    @classmethod
+    def from_keys(cls, keys: Keys, family: Family, layer: int) -> Mixer: ...
+
+
+RECURRENT: Mapping[str, type[Recurrent]] = MappingProxyType(
+    {
+        "convolution": ShortConvolution,
+        "delta": DeltaNet,
+        "kimi": KimiDelta,
+        "lightning": Lightning,
+        "mamba": Mamba,
+        "mamba2": Mamba2,
+        "plamo2": Plamo2,
+    }
+)
+
+
+def read_hyper(keys: Keys, family: Family) -> Hyper:
+    """The hyperparameters of the model whose metadata are ``keys``; ModelError for a missing or absurd value."""
+    count, width = layers_run(keys), keys.count("embedding_length")
+    reader = Reader(keys, family, count, width)
+    repeats = keys.given(family.repeats, 1) if family.repeats else 1
+    span, cycles, source = reader.span(), keys.given("hrm.l_cycles", 1), {}
+    if repeats > 1:
+        source = {i: i % count for i in range(count * repeats)}
+    if family.residuals == "cycles":
+        source = {i: i % span + span * ((i // span) % (cycles + 1) == cycles) for i in range(count)}
+    return Hyper(
+        family=family,
+        context_length=keys.count("context_length"),
+        vocabulary_size=keys.vocabulary(),
+        width=width,
+        norm=reader.norm,
+        blocks=tuple(reader.layer(source.get(i, i), i) for i in range(count * repeats)),
+        streams=reader.streams(),
+        attended=math.prod(keys.count(f"attention.indexer.{name}") for name in family.sparse.split())
+        if family.sparse
+        else 0,
+        span=span,
+        cycles=cycles,
+        stored=count,
+        source=MappingProxyType(source),
+        embedding=reader.factor("embedding_scale", family.embedding),
+        residual=reader.factor("residual_scale", family.residual),
+        logits=reader.logits(),
+        softcap=0.0 if family.softcap is None else keys.optional("final_logit_softcapping") or family.softcap,
+    )
+
+
+def layers_run(keys: Keys) -> int:
+    """Blocks that are run; those at the end that predict further tokens (MTP) are counted, but not run."""
+    blocks, extra = keys.blocks(), keys.count("nextn_predict_layers", 0, least=0)
+    if extra >= blocks:
+        raise keys.error("nextn_predict_layers", f"is {extra}; need fewer than block_count {blocks}")
+    return blocks - extra
+
+
+class Reader:
+    """Reads the layers of one model."""
+
+    def __init__(self, keys: Keys, family: Family, count: int, width: int) -> None:
+        self.keys, self.family, self.count, self.width = keys, family, count, width
+        self.heads = keys.each("attention.head_count", count, 0 if family.recurrent_where == "all" else None)
+        self.kv_heads = (
+            keys.each("attention.head_count_kv", count) if keys.has("attention.head_count_kv") else self.heads
+        )
+        centred = family.norm == "layer" or (
+            family.norm == "either" and not keys.optional("attention.layer_norm_rms_epsilon")
+        )
+        eps = "layer_norm_epsilon" if centred else "layer_norm_rms_epsilon"
+        self.norm = Norm(keys.eps(f"attention.{eps}"), centred, family.bare)
+        self.windows = self._windows()
+        self.is_recurrent = self._recurrent()
+        self._ropes: dict[bool, Rope] = {}
+
+    # ---------------------------------------------------------------------------------------------- whole model
+
+    @property
+    def unit(self) -> Unit:
+        if self.family.unit != "situ":
+            return self.family.unit
+        linear = self.keys.optional("activation.situ_linear_beta") or 0.0
+        return Situ(self.keys.positive("activation.situ_beta", 1.0), linear)
+
+    def span(self) -> int:
+        keys = {"banked": "attn_res.block_size", "cycles": "hrm.layers_per_stack"}
+        return self.keys.count(keys[self.family.residuals]) if self.family.residuals in keys else 1
+
+    def streams(self) -> StreamTraits:
+        keys = self.keys
+        return StreamTraits(
+            keys.given("hyper_connection.count", 1),
+            keys.optional("hyper_connection.epsilon") or 0.0,
+            keys.given("hyper_connection.sinkhorn_iterations", 1),
+            keys.optional("hyper_connection.magnitude") or 1.0,
+        )
+
+    def factor(self, key: str, default: float | str | None) -> float:
+        if default is None:
+            return 1.0
+        if isinstance(default, str):
+            default = {"width": math.sqrt(self.width), "layers": 1.4 / math.sqrt(self.count), "key": 1.0}[default]
+        return self.keys.optional(key) or default
+
+    def logits(self) -> float:
+        if not self.family.logits:
+            return 1.0
+        default = self.family.logit_default
+        scale = self.keys.optional("logit_scale") or (256.0 / self.width if default == "width" else default or 1.0)
+        assert isinstance(scale, float)
+        return scale if self.family.logits == "times" else 1.0 / scale
+
+    def _windows(self) -> tuple[int, ...]:
+        """How many tokens each layer sees, its own included; 0 for all."""
+        traits, keys = self.family.windows, self.keys
+        if traits is None or (traits.least_layers and self.count != traits.least_layers):
+            return (0,) * self.count
+        given = keys.count("attention.sliding_window", 0, least=0)
+        window = (given and traits.size) or given
+        if not keys.has("attention.sliding_window") and not self.family.chosen_windows:
+            window = traits.size or 0
+        return tuple(window if local else 0 for local in self._pattern(traits))
+
+    def _pattern(self, traits: Windows) -> tuple[bool, ...]:
+        name, keys = "attention.sliding_window_pattern", self.keys
+        if keys.is_list(name):
+            return keys.flags(name, self.count)
+        period = keys.count(name, traits.period, least=0 if traits.period == 0 else 1)
+        if period == 0:
+            return (True,) * self.count
+        whole = 0 if traits.whole_first else period - 1
+        return tuple(i % period != whole for i in range(self.count))
+
+    # ---------------------------------------------------------------------------------------------------- layers
+
+    def layer(self, stored: int, i: int) -> Layer:
+        """Block i, which has the matrices of the block ``stored``."""
+        block, tensors = f"blk.{stored}", self.keys.gguf.tensors
+        dense = any(f"{block}.ffn_{name}.weight" in tensors for name in ("down", "up"))
+        experts = None
+        has_experts = any(f"{block}.ffn_{name}.weight" in tensors for name in ("gate_inp", "down_exps"))
+        if has_experts and self.routes(stored):
+            experts = Experts.from_keys(self.keys, self.family, stored, self.count, self.unit, self.norm)
+            dense = bool(self.family.beside) and dense
+        if self.family.mixer == "single":  # one part a block: its mixer or its feed-forward
+            mixers = () if dense or experts else self.mixers(stored)
+        else:
+            mixers = self.mixers(stored)
+        parallel = {
+            "yes": True,
+            "key": self.keys.has("use_parallel_residual") and self.keys.flags("use_parallel_residual", 1)[0],
+            "absent": f"{block}.{self.family.ffn_norm}.weight" not in tensors,
+        }.get(self.family.parallel, False)
+        return Layer(
+            mixers,
+            experts,
+            dense,
+            dense or has_experts,
+            parallel,
+            f"{block}.{self.family.ffn_norm}.weight" in tensors and self.family.mixer != "single",
+            self.unit,
+            self.keys.limits("swiglu_clamp_shexp", self.count)[stored],
+            "gate first" in self.family.mixture,
+        )
+
+    def routes(self, i: int) -> bool:
+        """Whether a block that has experts reads them; if not, llama.cpp's graph leaves its activation alone."""
+        step = self.keys.given("interleave_moe_layer_step", 1) if self.family.interleaved else 1
+        return self.family.mixture != "unread" and (i + 1) % step == 0
+
+    def mixers(self, i: int) -> tuple[Mixer, ...]:
+        if self.family.recurrent_where == "both":
+            return (self.attention(i), self.recurrent(i))
+        if self.is_recurrent[i]:
+            return (self.recurrent(i),)
+        if not self.heads[i] and self.family.headless:
+            return ()
+        if not self.heads[i]:
+            raise self.keys.error("attention.head_count", "is 0; need at least 1")
+        if not self.kv_heads[i] and self.family.headless:
+            return (Passing(),)
+        if not self.kv_heads[i]:
+            raise self.keys.error("attention.head_count_kv", "is 0; need at least 1")
+        return (self.attention(i),)
+
+    def _recurrent(self) -> tuple[bool, ...]:
+        """Which layers have the mixer of that kind."""
+        family, keys = self.family, self.keys
+        if not family.recurrent:
+            return (False,) * self.count
+        if family.recurrent_where == "all":
+            return (True,) * self.count
+        if family.recurrent_where == "kv":
+            return tuple(n == 0 for n in self.kv_heads)
+        if keys.is_list("attention.recurrent_layers"):
+            return keys.flags("attention.recurrent_layers", self.count)
+        interval = keys.count("full_attention_interval", family.interval)
+        return tuple((i + 1) % interval != 0 for i in range(self.count))
+
+    def recurrent(self, i: int) -> Mixer:
+        return RECURRENT[self.family.recurrent].from_keys(self.keys, self.family, i)
+
+    def latent(self, i: int) -> Latent:
+        keys, family, window = self.keys, self.family, self.windows[i]
+        rope = self.rope(i, keys.given("rope.dimension_count", 1)) if family.rope != "none" else None
+        sight = Sight(window) if window else ALL
+        made = Latent.from_keys(keys, family, self.norm, self.heads[i], rope, local=bool(window), sight=sight)
+        return replace(made, original_context=original_context(keys), temperature=self.temperature(rope))
+
+    def attention(self, i: int) -> Attention | Latent:
+        if self.family.mixer == "latent":
+            return self.latent(i)
+        keys, family, heads, window = self.keys, self.family, self.heads[i], self.windows[i]
+        key_size, value_size = self.head_sizes(i)
+        if heads % self.kv_heads[i]:
+            raise keys.error("attention.head_count_kv", f"is {self.kv_heads[i]}; need a divisor of head_count {heads}")
+        rope = self.rope(i, key_size)
+        return Attention(
+            norm=self.norm,
+            heads=heads,
+            kv_heads=self.kv_heads[i],
+            key_size=key_size,
+            value_size=value_size,
+            scale=self.scale(heads, key_size, rope),
+            sight=Sight(window, bool(window) and family.windows.chunked, bool(self.alibi), family.causal),  # type: ignore[union-attr]
+            rope=rope,
+            factors=family.factors and not (window and family.whole_factors),
+            original_context=original_context(keys),
+            qk_norm=family.qk_norm,
+            cap=0.0 if family.score_cap is None else keys.optional("attn_logit_softcapping") or family.score_cap,
+            clamp=keys.optional("attention.clamp_kqv") or 0.0,
+            alibi=self.alibi,
+            gate=family.gate,
+            gated_queries=family.gated_queries,
+            value_scale=keys.optional("attention.value_scale") or 1.0,
+            value_norm=family.value_norm,
+            source=self.shared(i),
+            temperature=self.temperature(rope),
+        )
+
+    def shared(self, i: int) -> int | None:
+        """The layer whose cache layer i reads: of those that have one the last of its kind; None if it has its own."""
+        own = self.count - self.keys.count("attention.shared_kv_layers", 0, least=0)
+        if i < own:
+            return None
+        kind = [j for j in range(own) if bool(self.windows[j]) == bool(self.windows[i])]
+        if not kind:
+            raise self.keys.error("attention.shared_kv_layers", f"leaves no layer whose cache layer {i} could read")
+        return kind[-1]
+
+    @property
+    def alibi(self) -> float:
+        if self.family.rotated == "of 32":
+            return self.family.alibi if self.count == 40 else 0.0
+        return self.keys.optional("attention.max_alibi_bias") or self.family.alibi
+
+    def head_sizes(self, i: int) -> tuple[int, int]:
+        """Sizes of keys and values, ``width / heads`` unless given."""
+        keys, local = self.keys, "_swa" if self.windows[i] else ""
+        most = max(self.heads)
+        sizes = []
+        for kind in ("key", "value"):
+            default = keys.given(f"attention.{kind}_length", self.width // most)
+            sizes.append(keys.given(f"attention.{kind}_length{local}", default))
+        if not keys.has("attention.key_length") and self.width % most:
+            raise keys.error("attention.head_count", f"is {most}; need a divisor of embedding_length {self.width}")
+        return sizes[0], sizes[1]
+
+    def scale(self, heads: int, key_size: int, rope: Rope | None) -> float:
+        if given := self.keys.optional("attention.scale"):
+            return given
+        if self.family.scale == "output":
+            return self.keys.optional("attention.output_scale") or 0.08838834764831845
+        if self.count == self.family.scale_of:
+            key_size = self.width // heads
+        rotated = rope.n_dims if rope else key_size
+        return {
+            "head": 1.0 / math.sqrt(key_size),
+            "rotated": 1.0 / math.sqrt(rotated),
+            "inverse": 1.0 / key_size,
+            "one": 1.0,
+        }[self.family.scale]
+
+    def temperature(self, rope: Rope | None) -> tuple[int, float, float] | None:
+        family, keys = self.family, self.keys
+        if family.temperature is None or (family.rotated.startswith("every") and rope is not None):
+            return None
+        floor, factor, offset = family.temperature
+        if floor < 0:
+            floor = keys.given("attention.temperature_length", 0)
+        factor = factor or keys.optional("attention.temperature_scale") or 0.0
+        return (floor or original_context(keys), factor, offset) if factor else None
+
+    def rope(self, i: int, key_size: int) -> Rope | None:
+        if self.family.rope == "none" or not self.rotates(i):
+            return None
+        local = bool(self.windows[i])
+        if local not in self._ropes:
+            self._ropes[local] = self._rope(local, key_size)
+        return self._ropes[local]
+
+    def _rope(self, local: bool, key_size: int) -> Rope:
+        family, keys = self.family, self.keys
+        dimensions = (
+            "rope.dimension_count_swa" if local and keys.has("rope.dimension_count_swa") else "rope.dimension_count"
+        )
+        rope = Rope.from_keys(keys, style(keys, family.rope), key_size, dimensions, family.log_multiplier)
+        if family.alpha and (alpha := keys.optional("rope.scaling.alpha")):
+            rope = replace(rope, base=rope.base * alpha ** (key_size / (key_size - 2)))
+        if not local:
+            return rope
+        assert family.windows is not None
+        base = Rope.base_from(keys, "rope.freq_base_swa", family.windows.base or rope.base)
+        return replace(rope, base=base) if family.windows.scaled else Rope(rope.n_dims, rope.mode, base)
+
+    def rotates(self, i: int) -> bool:
+        """Whether heads of a layer turn."""
+        keys, window = self.keys, self.windows[i]
+        lead = keys.count("leading_dense_block_count", 0, least=0)
+        match self.family.rotated:
+            case "all":
+                return True
+            case "of 32":
+                return self.count == 32
+            case "window":
+                return bool(window)
+            case "window|plain":
+                return bool(window) or not any(self.windows)
+            case "window|dense":
+                return bool(window) or i < lead
+            case "every 4":
+                return (i + 1) % 4 != 0
+            case "every 4 first":
+                return not any(self.windows) or i % 4 != 0
+            case "finetuned":
+                return not keys.has("rope.scaling.finetuned") or keys.flags("rope.scaling.finetuned", 1)[0]
+            case _:
+                name = "attention.rope_pattern"
+                return not keys.has(name) or keys.flags(name, self.count)[i]
