@@ -24,6 +24,7 @@ Device
     kind: that of the backend
     index: one that the backend has, not negative
     memory: free, what the caller says
+    memory_of: free, what the caller says
     description: free, words for people
     part: not negative
 Program

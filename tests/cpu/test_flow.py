@@ -19,7 +19,6 @@ def flow_of(*instructions: tuple[str, str], meets: int = -1) -> Flow:
 
     ops = ["all_reduce" if number == meets else "neg" for number in range(len(instructions))]
     program = Program(
-        "null:0",
         (BufferSpec("arena", "arena", 1024),),
         tuple(
             Instruction(op, tuple(map(tensor, src)), (tensor(dst),), {}, None, dst)

@@ -59,7 +59,7 @@ def _random(seed: int) -> Plan:
 def with_host() -> Plan:
     """A device with too little memory, and the host that takes the rest."""
     (backend, device), (numpy, host) = faulty_group(2, "mixed")
-    small = dataclasses.replace(device, memory=4000)
+    small = dataclasses.replace(device, memory=4000, memory_of="reference:0")
     return plan_for(decoder(), [(backend, small)], split_mode="layer", host=Host(numpy, host, Hardware(flops=1e9)))
 
 
