@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import textwrap
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,10 +15,13 @@ from hocket import ops
 from hocket.backends.cpu import binding
 from hocket.backends.cpu.backend import CpuBackend
 from hocket.backends.table import merged
+from hocket.frontends import models
+from hocket.frontends.models.family import Family
+from hocket.frontends.session import Group, Session
 from hocket.ops.page import page
 from hocket.scheduler import planner
 
-from ..given.models import ROOT
+from ..given.models import ROOT, golden, limit, nmse, opened
 
 DOCS = ROOT / "docs"
 
@@ -93,3 +97,14 @@ def test_the_split_mode_of_the_guide_works_as_it_is_written(monkeypatch):
     made = space["plan"]
     assert isinstance(made, hocket.Plan)
     assert {name: str(layout) for name, layout in made.leaves.items()} == {"x": "R", "w": "S0(128|128)"}
+
+
+def test_the_row_of_the_guide_gives_the_logits_of_llama_cpp_and_another_does_not(monkeypatch):
+    row = re.search(r'"qwen3": (Family\(.*?\)),\n', (DOCS / "add-a-model.md").read_text("utf-8"))[1]
+    written = eval(row, {"Family": Family})
+    tokens, want = golden("qwen3")
+    for family, is_right in ((written, True), (replace(written, qk_norm="after"), False)):
+        monkeypatch.setattr(models, "ARCHITECTURES", {"qwen3": family})
+        session = Session(models.load_model(opened("qwen3")), on=Group(exact=True))
+        got = session.evaluate([tokens], every_position=True)[0]
+        assert (nmse(got, want) <= limit("qwen3")) == is_right
