@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from ...graph.attrs import quote
 from ...graph.errors import GraphError, PlanError
 from ...graph.graph import names
 from ...graph.node import Node, Value
@@ -107,7 +108,7 @@ class _Whole:
                 yield f"nodes are placed on device {placed.device} of {self.devices}"
             for name in placed.nodes:
                 if name not in known:
-                    yield f"a node %{name} is placed that the graph does not have"
+                    yield f"a node %{quote(name)} is placed that the graph does not have"
                     continue
                 number = self.meaning.number[Value(known.pop(name))]
                 allowed.setdefault(number, set()).add(placed.device)
@@ -117,13 +118,13 @@ class _Whole:
         for numbers, where in trace.computed.items():
             if numbers <= allowed.keys() and (strange := where.difference(*(allowed[n] for n in numbers))):
                 name, device = said[min(numbers)]
-                yield f"%{name} is placed on device {device}, and computed on {sorted(strange)}"
+                yield f"%{quote(name)} is placed on device {device}, and computed on {sorted(strange)}"
         for number, devices in allowed.items():
             value = self.meaning.values[number]
             is_made = value.spec.size and not value.node.is_leaf and not op_of(value.node).is_view
             if is_made and devices.isdisjoint(trace.complete.get(number, ())):
                 name, device = said[number]
-                yield f"%{name} is placed on device {device}, and not computed there"
+                yield f"%{quote(name)} is placed on device {device}, and not computed there"
 
     # ---------------------------------------------------------------------------------------------------- layouts
 
@@ -209,11 +210,11 @@ class _Whole:
                 changes = self.meaning.number[new] != self.meaning.number[state]
                 if mine is None:
                     if name in updates:
-                        yield f"device {device} updates state %{name}, which does not lie there"
+                        yield f"device {device} updates state %{quote(name)}, which does not lie there"
                 elif name in updates:
-                    yield from self._ends_as(trace, device, updates[name], new, mine, f"state %{name}")
+                    yield from self._ends_as(trace, device, updates[name], new, mine, f"state %{quote(name)}")
                 elif changes and 0 not in map(len, mine):
-                    yield f"device {device} does not update its part of state %{name}"
+                    yield f"device {device} does not update its part of state %{quote(name)}"
 
     def _ends_as(
         self, trace: Trace, device: int, local: Value, value: Value, wanted: tuple[Index, ...], what: str

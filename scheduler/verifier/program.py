@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ...backends.base import ALIGNMENT, Backend, BufferSpec, Instruction, Program, Tensor, contiguous_strides
+from ...graph.attrs import quote
 from ...graph.errors import PlanError
 from ...graph.graph import Graph, names
 from ...graph.node import Node, Value
@@ -49,13 +50,13 @@ def _buffer_faults(graph: Graph, program: Program, backend: Backend) -> Iterator
         key = buffer.kind, buffer.name
         if key not in leaves or times[key] > 1:
             again = "and so is another" if key in leaves else "which the graph does not have"
-            yield f"buffer {number} is {buffer.kind} %{buffer.name}, {again}"
+            yield f"buffer {number} is {buffer.kind} %{quote(buffer.name)}, {again}"
             continue
         stored = backend.stored(leaves[key], buffer.kind)
         if buffer != BufferSpec(*key, stored.nbytes, leaves[key], stored):
-            yield f"{buffer} is for {buffer.kind} %{buffer.name}: {leaves[key]}, kept as {stored}"
+            yield f"{buffer} is for {buffer.kind} %{quote(buffer.name)}: {leaves[key]}, kept as {stored}"
     for kind, name in leaves.keys() - times.keys():
-        yield f"{kind} %{name} has no buffer"
+        yield f"{kind} %{quote(name)} has no buffer"
 
 
 class _Run:
@@ -75,7 +76,7 @@ class _Run:
             if step in self.journal.backs:
                 yield from self.journal.save(step, instruction)
                 continue
-            complaints = list(self._step(f"step {step} (%{instruction.node})", instruction))
+            complaints = list(self._step(f"step {step} (%{quote(instruction.node)})", instruction))
             yield from complaints
             if not complaints:
                 node = self.graph.nodes[instruction.index] if instruction.index >= 0 else None
@@ -92,9 +93,9 @@ class _Run:
         for number, buffer in enumerate(program.buffers[1:], 1):
             memory.write((number, 0, buffer.nbytes), leaves[buffer.kind, buffer.name])
         for name in program.inputs.keys() - {v.node.name for v in self.graph.inputs}:
-            yield f"input %{name} has a place, and the graph does not have it"
+            yield f"input %{quote(name)} has a place, and the graph does not have it"
         for value in self.graph.inputs:
-            what = f"input %{value.node.name}"
+            what = f"input %{quote(value.node.name)}"
             if value.node.name not in program.inputs:
                 yield f"{what} has no place"
                 continue
@@ -126,7 +127,7 @@ class _Run:
         for number, buffer in enumerate(program.buffers[1:], 1):
             _, held = memory.holds((number, 0, buffer.nbytes))
             if buffer.nbytes and not self._is_left(held, buffer):
-                yield f"at the end, {buffer.kind} %{buffer.name} holds {show(held)}"
+                yield f"at the end, {buffer.kind} %{quote(buffer.name)} holds {show(held)}"
         if not memory.top <= program.buffers[0].nbytes < memory.top + ALIGNMENT:
             yield f"its arena has {program.buffers[0].nbytes} bytes, and what lies in it needs {memory.top}"
 
@@ -185,7 +186,7 @@ class _Run:
             return "the graph has no such node, nor does it copy a new state"
         state, new = update = self.updates[name]
         if (i.op, i.attrs, i.node) != (cont.name, cont.defaults, f"{self.called[state.node]}.update"):
-            return f"{i.op} is no copy of the new state over %{name}"
+            return f"{i.op} is no copy of the new state over %{quote(name)}"
         return cont(new).node, (state,), update
 
     def _operands(self, where: str, node: Node, i: Instruction) -> Iterator[str]:

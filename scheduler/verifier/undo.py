@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...backends.base import ALIGNMENT, Backend, Instruction, Program, Tensor
+from ...graph.attrs import quote
 from ...graph.dtypes import FLOATS, DType
 from ...graph.graph import Graph
 from ...graph.node import Node, Value, input
@@ -40,7 +41,7 @@ class Kept:
     state: str
 
     def __repr__(self) -> str:
-        return f"what was saved of %{self.state}"
+        return f"what was saved of %{quote(self.state)}"
 
 
 def nodes_of(i: Instruction, state: Value) -> tuple[Node, Node]:
@@ -76,7 +77,7 @@ class Journal:
 
     def save(self, step: int, i: Instruction) -> Iterator[str]:
         """Faults of the instruction that saves, and of the one that puts back what it saved."""
-        where, back = f"step {step} (%{i.node}, which saves)", self.backs[step]
+        where, back = f"step {step} (%{quote(i.node)}, which saves)", self.backs[step]
         complaints = list(self._shape(i, back)) or list(self._nodes(i, back))
         yield from (f"{where}: {why}" for why in complaints)
         if complaints:
@@ -86,9 +87,9 @@ class Journal:
         name = self.program.buffers[state.buffer].name
         _, held = self.memory.holds(extent_of(state))
         if held != self.states.get(name):
-            yield f"{where}: %{name} holds {show(held)} and no longer what it held before the step"
+            yield f"{where}: %{quote(name)} holds {show(held)} and no longer what it held before the step"
         if state.buffer in self.saved:
-            yield f"{where}: %{name} is saved a second time"
+            yield f"{where}: %{quote(name)} is saved a second time"
         index = i.src[1] if len(i.src) > 1 else None
         self.saved[state.buffer] = Saved(step, state, index)
         for tensor in (i.scratch, kept):
@@ -118,7 +119,7 @@ class Journal:
         index = i.src[1:]
         wanted = (kept,) if not index else (state, kept, *index)
         if (back.src, back.dst) != (wanted, (state,)) or len(i.dst) != 1 or len(index) != (i.op == get_rows.name):
-            yield f"%{back.node} does not put back what was saved where it was"
+            yield f"%{quote(back.node)} does not put back what was saved where it was"
             return
         taken = [t for t in (kept, i.scratch, back.scratch) if t is not None]
         for tensor in (*i.src, *taken):
@@ -149,9 +150,9 @@ class Journal:
         nodes = nodes_of(i, leaf)
         dtypes = kept_dtype(self.backend, leaf), kept_dtype(self.backend, Value(nodes[0]))
         if (state.dtype, kept.dtype) != dtypes or not (index or state.shape == leaf.shape):
-            yield f"{state} is kept as {kept}, need {dtypes[0]} of %{name} as {dtypes[1]}"
+            yield f"{state} is kept as {kept}, need {dtypes[0]} of %{quote(name)} as {dtypes[1]}"
         if (i.node, back.node) != (f"{name}.save", f"{name}.undo"):
-            yield f"it saves %{name}, which is put back by %{back.node}"
+            yield f"it saves %{quote(name)}, which is put back by %{quote(back.node)}"
         for node, step in zip(nodes, (i, back), strict=True):
             yield from scratch_faults(self.memory, step.scratch, self.backend.scratch(node), step.op)
             for position, tensor in enumerate(map(_present, step.src)):
@@ -160,7 +161,7 @@ class Journal:
 
     def after(self, step: int, i: Instruction, node: Node | None) -> Iterator[str]:
         """Faults of a step that computes: what it overwrites must have been saved, or not be needed."""
-        where = f"step {step} (%{i.node})"
+        where = f"step {step} (%{quote(i.node)})"
         yield from self._lost(where)
         scratch = [] if i.scratch is None else [i.scratch]
         for result, tensor in enumerate((*i.dst, *scratch)):
@@ -171,9 +172,9 @@ class Journal:
                 continue
             saved = self.saved.get(tensor.buffer)
             if saved is None:
-                yield f"{where}: overwrites state %{buffer.name}, which nothing saved before"
+                yield f"{where}: overwrites state %{quote(buffer.name)}, which nothing saved before"
             elif saved.index is not None and not _changes_only(node, result, i, saved):
-                yield f"{where}: overwrites more of state %{buffer.name} than the rows that were saved"
+                yield f"{where}: overwrites more of state %{quote(buffer.name)} than the rows that were saved"
 
     def _lost(self, where: str) -> Iterator[str]:
         """Whether what was just overwritten is needed to undo the step.
@@ -201,7 +202,7 @@ class Journal:
                 continue
             self.memory.top = max(self.memory.top, extent_of(back.scratch)[2])
             if any(meet(extent_of(back.scratch), kept) for kept in self.kept):
-                yield f"%{back.node} has its scratch where something is kept to undo the step"
+                yield f"%{quote(back.node)} has its scratch where something is kept to undo the step"
 
 
 def _numbers_rows(index: Tensor, table: Tensor) -> bool:

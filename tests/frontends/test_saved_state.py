@@ -9,6 +9,7 @@ import zipfile
 import numpy as np
 import pytest
 
+from hocket.cli import main
 from hocket.frontends.errors import ModelError
 from hocket.frontends.gguf import open_gguf
 from hocket.frontends.models import load_model
@@ -117,6 +118,23 @@ def test_the_command_line_goes_on_where_it_stopped(tmp_path, capsys):
     assert main(["run", "-p", "x", "--load-state", str(tmp_path / "missing")]) == 2
     assert main(["run", "-p", "x", "--load-state", __file__]) == 2
     assert "not a saved state" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+def test_a_text_that_goes_on_later_is_the_text_in_one_go(tmp_path, capsys, temperature):
+    """Also over other devices, and with text in between; the last token that was shown is not lost."""
+
+    def text(*words: str) -> str:
+        assert main(["run", "--temp", temperature, "--seed", "7", "--exact", *words]) == 0
+        return capsys.readouterr().out.removesuffix("\n")
+
+    saved, again = str(tmp_path / "one"), str(tmp_path / "two")
+    whole = text("-p", "It is a truth", "-n", "12")
+    parts = text("-p", "It is a truth", "-n", "5", "--save-state", saved)
+    parts += text("-n", "4", "--load-state", saved, "--save-state", again, "--devices", "cpu:0,cpu:1")
+    assert parts + text("-n", "3", "--load-state", again) == whole
+    told = text("-p", parts + " she said", "-n", "3")
+    assert parts + text("-p", " she said", "-n", "3", "--load-state", again) == told
 
 
 def _npy(head: str, content: bytes = b"") -> bytes:
