@@ -38,6 +38,7 @@ def saved(tmp_path):
     return path, session.evaluate([TOKENS[6:]], every_position=True)[0]
 
 
+@pytest.mark.long(every=3)
 @pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
 def test_a_session_goes_on_over_any_number_of_devices(saved, group):
     path, wanted = saved
@@ -49,6 +50,7 @@ def test_a_session_goes_on_over_any_number_of_devices(saved, group):
     assert nmse(got, wanted) < 1e-11
 
 
+@pytest.mark.long(every=3)
 @pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
 def test_what_several_devices_save_one_can_load(saved, group, tmp_path):
     _, wanted = saved

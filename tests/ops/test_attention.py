@@ -12,14 +12,7 @@ from hocket import ops
 from hocket.graph import BackendError, Graph, input
 from hocket.scheduler import load, plan
 
-EXACT = 1e-12
-
-
-def near(got, want):
-    got, want = np.asarray(got), np.asarray(want)
-    assert got.shape == want.shape
-    if got.size:
-        assert np.max(np.abs(got - want)) <= EXACT * max(1.0, np.max(np.abs(want)))
+from ..given.arrays import near
 
 
 def run(op, *arrays, **attrs):
@@ -227,7 +220,7 @@ def test_the_lightning_indexer_score_by_score(rng):
     got = run(ops.lightning_indexer, q, k, weights, mask)
     for b, t, s in product(range(2), range(3), range(5)):
         want = sum(max(q[b, t, h] @ k[b, s], 0.0) * weights[b, t, h] for h in range(4)) + mask[0, t, s]
-        assert got[b, t, s] == pytest.approx(want, abs=EXACT)
+        assert got[b, t, s] == pytest.approx(want, abs=1e-12)
 
 
 def test_hyper_connections_by_hand():

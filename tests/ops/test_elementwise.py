@@ -15,20 +15,14 @@ from hocket.ops.signature import Leading, Role
 from hocket.ops.unary import erf, erfc
 from hocket.scheduler import load, plan
 
+from ..given.arrays import close, same
+
 INF = math.inf
 
 
 def run(op, *arrays, **attrs):
     """The reference of an op on lists, attributes settled as a node would have them."""
     return op.run([ops.exact(np.array(a)) for a in arrays], op.settle(attrs))[0]
-
-
-def same(got, want):
-    np.testing.assert_array_equal(got, np.array(want))
-
-
-def close(got, want, rtol=1e-12):
-    np.testing.assert_allclose(got, np.array(want), rtol=rtol, atol=0)
 
 
 # ---------------------------------------------------------------------------------------------------------- unary

@@ -13,14 +13,7 @@ from hocket import ops
 from hocket.graph import Graph, Spec, input, parse_case, state
 from hocket.scheduler import load, plan
 
-EXACT = 1e-12
-
-
-def near(got, want):
-    got, want = np.asarray(got), np.asarray(want)
-    assert got.shape == want.shape
-    if got.size:
-        assert np.max(np.abs(got - want)) <= EXACT * max(1.0, np.max(np.abs(want)))
+from ..given.arrays import near
 
 
 def run(op, *arrays, **attrs):

@@ -14,6 +14,8 @@ from hocket.ops import REGISTRY
 from hocket.ops.quants import bf16_to_f32, decoded, encoded, f32_to_bf16
 from hocket.scheduler import load, plan_for
 
+from ..given.arrays import close
+
 
 class NarrowBackend(ReferenceBackend):
     """The references on memory in which every value has its declared dtype."""
@@ -42,10 +44,6 @@ def graph() -> Graph:
     return Graph({"y": half, "x": ops.scale(x, scale=1.0), "cache": ops.scale(new, scale=1.0)}, {cache: new})
 
 
-def close(got, want):
-    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2.0**-7)
-
-
 @pytest.mark.parametrize("bits", [False, True], ids=["numbers", "bits"])
 @pytest.mark.parametrize("made", BACKENDS, ids=lambda b: b.__name__)
 def test_bf16_is_bound_and_read_as_numbers_or_as_bits(made, bits):
@@ -62,7 +60,7 @@ def test_bf16_is_bound_and_read_as_numbers_or_as_bits(made, bits):
     np.testing.assert_array_equal(np.asarray(run.store.state("cache")), new)
     np.testing.assert_array_equal(out["cache"], new)
     np.testing.assert_array_equal(out["x"], x)
-    close(out["y"], x.astype(np.float64) @ w.astype(np.float64).T)
+    close(out["y"], x.astype(np.float64) @ w.astype(np.float64).T, rtol=2.0**-7)
     run.store.state("cache")[2] = give(x[0])
     np.testing.assert_array_equal(run.store.state("cache")[2], x[0])
 
