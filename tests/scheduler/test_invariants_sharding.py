@@ -361,20 +361,5 @@ def test_a_graph_that_is_illegal_is_refused_before_it_is_planned():
         plan_for(Graph({}), group_of(2))
 
 
-def test_the_verifier_knows_nothing_of_the_planner():
-    """It imports no module that decides."""
-    import ast
-    from pathlib import Path
-
-    import hocket.scheduler
-
-    folder = Path(hocket.scheduler.__file__).parent
-    decides = {"assign", "choose", "factors", "shard", "place", "order", "strides", "memory", "lower", "cost"}
-    for name in ("verify", "trace", "passing", "restrict", "indices", "summands", "meetings", "check"):
-        tree = ast.parse((folder / f"{name}.py").read_text())
-        used = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level == 1}
-        assert not used & decides, name
-
-
 def test_faults_of_a_correct_plan_are_none():
     assert not list(plan_faults(plan_for(cached_product(2), group_of(3), split_mode="layer")))
