@@ -118,7 +118,14 @@ def fuzz_by_branches(
     with tempfile.TemporaryDirectory() as folder:
         for number, data in enumerate(seeds):
             Path(folder, str(number)).write_bytes(data)
-        options = (f"-seed={seed + 1}", f"-max_len={LARGEST}", "-rss_limit_mb=0", "-timeout=600", "-verbosity=0")
+        options = (
+            f"-seed={seed + 1}",
+            f"-max_len={LARGEST}",
+            "-rss_limit_mb=0",
+            "-timeout=600",
+            "-verbosity=0",
+            "-report_slow_units=600",
+        )
         atheris.Setup(["fuzz", *options, folder], read, custom_mutator=damage)
         atheris.Fuzz()
 
