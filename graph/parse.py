@@ -91,7 +91,8 @@ class _Line:
 
     def error(self, why: str) -> GraphError:
         column = self.tokens[self.at][2] + 1 if self.at < len(self.tokens) else len(self.text) + 1
-        return GraphError(f"line {self.number}, column {column}: {why if len(why) <= 300 else f'{why[:297]}...'}")
+        shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in why[:301])  # a word may hold anything
+        return GraphError(f"line {self.number}, column {column}: {shown if len(shown) <= 300 else f'{shown[:297]}...'}")
 
 
 def _attr(cursor: _Line, depth: int = 0) -> Attr:

@@ -14,9 +14,10 @@ import pytest
 from .__main__ import TARGETS
 
 ROOT = Path(__file__).parents[2]
-CASES = 60
+CASES = 100
 
 
+@pytest.mark.long(every=None)
 @pytest.mark.parametrize("target", TARGETS)
 def test_damaged_inputs_are_refused_in_one_line_or_read_right(target, tmp_path):
     """In a process of its own, which may crash."""
