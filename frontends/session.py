@@ -216,6 +216,12 @@ class Session:
     def _check(self, tokens: Sequence[Sequence[int]]) -> None:
         if len(tokens) != self.sequences:
             raise ModelError(f"got tokens for {len(tokens)} sequences, the session has {self.sequences}")
+        at_once = [i for i, new in enumerate(tokens) if new and (self.lengths[i] or len(new) > self.batch)]
+        if at_once and not self.model.is_causal:
+            raise ModelError(
+                f"sequence {at_once[0]} would grow in steps, but this model sees all tokens at once (diffusion); "
+                "evaluate whole texts in one batch, as `hocket logits` does"
+            )
         for i, (length, new) in enumerate(zip(self.lengths, tokens, strict=True)):
             if length + len(new) > self.context:
                 raise ModelError(

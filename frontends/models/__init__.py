@@ -1,4 +1,4 @@
-"""Model families: one file each, found by the architecture that a model file names.
+"""Models: one decoder whose traits stand in a table, found by the architecture that a model file names.
 
 `load_model` gives what every caller needs without knowing the family: graphs for steps, and their inputs for batches.
 """

@@ -35,6 +35,11 @@ def test_the_list_of_modules_is_up_to_date():
     assert (DOCS / "modules.md").read_text("utf-8") == code["page"](), "run python docs/write_map.py"
 
 
+def test_the_list_of_architectures_is_up_to_date():
+    code = runpy.run_path(str(DOCS / "write_models.py"))
+    assert (DOCS / "models.md").read_text("utf-8") == code["page"](), "run python docs/write_models.py"
+
+
 def test_the_worked_example_of_the_map_is_what_the_passes_make():
     """Each line of a block stands in the golden that the block names, in that order."""
     text = (DOCS / "architecture.md").read_text("utf-8")

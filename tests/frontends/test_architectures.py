@@ -1,0 +1,102 @@
+"""A model for each trait of the table of architectures, and for each mixer, against the logits of llama.cpp."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hocket import ops
+from hocket.frontends.errors import ModelError
+from hocket.frontends.models import ARCHITECTURES, Batch, Model, Step
+from hocket.frontends.open import open_model
+from hocket.frontends.session import Group, Session
+
+from ..given.architectures import LONG, ROWS, SELECTION, golden, written
+from ..given.models import F64, nmse
+
+ROUNDED = ("bloom-dense", "mpt-dense")
+"""Models with a GELU that llama.cpp looks up in half precision, which only backends round as it does."""
+CARRIED = (
+    *("bailingmoe3-moe", "deepseek2-moe", "falcon-h1-dense", "glm5-next-moe", "jamba-dense", "lfm2moe-moe"),
+    *("mamba-dense", "minimax-01-moe", "plamo2-dense"),
+)
+"""Models in which something is carried from step to step: latent vectors, states, convolutions."""
+
+
+def exact(model: Model, parts: list[list[int]]) -> F64:
+    """Logits at every position, in float64, of a text that comes in parts."""
+    weights: dict[str, F64] = {}
+    states: dict[str, F64] = {}
+    rows, at = [], 0
+    for part in parts:
+        step = Step(1, len(part), sum(map(len, parts)), sum(map(len, parts)), len(part))
+        graph = model.graph(step)
+        for leaf in graph.weights:
+            if leaf.node.name not in weights:
+                weights[leaf.node.name] = model.gguf.tensor(leaf.node.name).dequantise().astype(np.float64)
+        inputs = model.inputs(step, Batch([part], [at], [(0, i) for i in range(len(part))]))
+        outputs, changed = ops.evaluate(graph, {**weights, **states, **inputs})
+        states |= changed
+        rows.append(outputs["logits"])
+        at += len(part)
+    return np.concatenate(rows)
+
+
+@pytest.mark.parametrize("name", [name for name in SELECTION if name not in ROUNDED])
+def test_logits_in_one_batch_equal_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
+    tokens, want = golden(name)
+    assert nmse(exact(open_model(written(name, tmp_path)), [tokens])[-ROWS:], want) <= 1e-8
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_logits_in_parts_equal_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
+    tokens, want = golden(name)
+    parts = [tokens[:4], tokens[4:5], tokens[5:]]
+    assert nmse(exact(open_model(written(name, tmp_path)), parts)[-ROWS:], want) <= 1e-8
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_a_gelu_is_rounded_as_llama_cpp_does(name: str, tmp_path: Path) -> None:
+    tokens, want = golden(name)
+    session = Session(open_model(written(name, tmp_path)), on=Group(exact=True))
+    assert nmse(session.evaluate([tokens], every_position=True)[0][-ROWS:], want) <= 1e-8
+
+
+@pytest.mark.parametrize("name", ["deepseek2-moe", "lfm2moe-moe"])
+def test_two_devices_give_the_logits_of_one(name: str, tmp_path: Path) -> None:
+    tokens, _ = golden(name)
+    model = open_model(written(name, tmp_path))
+    one = Session(model, on=Group(exact=True)).evaluate([tokens], every_position=True)[0]
+    two = Session(model, on=Group(("cpu:0", "cpu:1"), "tensor", exact=True)).evaluate([tokens], every_position=True)[0]
+    assert nmse(two, one) <= 1e-10
+
+
+def test_a_model_that_sees_all_tokens_at_once_has_no_steps(tmp_path: Path) -> None:
+    tokens, _ = golden("llada-dense")
+    session = Session(open_model(written("llada-dense", tmp_path)))
+    session.evaluate([tokens[:3]])
+    with pytest.raises(ModelError, match="sees all tokens at once"):
+        session.evaluate([tokens[3:4]])
+
+
+def test_a_context_in_which_attention_would_have_to_choose_is_refused(tmp_path: Path) -> None:
+    model = open_model(written("minimax-m3-moe", tmp_path))
+    most = model.hyper.attended
+    model.graph(Step(1, 1, 256, most, 1))
+    with pytest.raises(ModelError, match=f"use a context size of at most {most}"):
+        model.graph(Step(1, 1, 256, most + 1, 1))
+
+
+def test_an_optional_tensor_that_is_not_used_changes_nothing(tmp_path: Path) -> None:
+    graph = open_model(written("refact-moe", tmp_path)).graph(Step(1, 1, 8, 8, 1))
+    read = {leaf.node.name for leaf in graph.weights}
+    assert "blk.0.attn_q.scale" in read
+    assert not read & {"rope_freqs.weight", "blk.0.attn_output.bias", "blk.0.attn_q.input_scale"}
+
+
+def test_every_selected_model_is_of_a_known_architecture() -> None:
+    names = {name.rsplit("-", 1)[0] for name in SELECTION}
+    assert names <= set(ARCHITECTURES)
+    assert set(LONG) <= set(SELECTION)
