@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import string
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -109,12 +110,17 @@ def _layout_text(layout: Layout) -> str:
     return f"S{layout.axis} {' | '.join(runs)}"
 
 
+_QUOTED_NUMBER = re.compile(r'%"(\d+)"')
+"""A device's node that goes by the number of an unnamed node of the user's graph, shown there without quotes."""
+
+
 def graphs_text(graphs: Sequence[Graph]) -> str:
     """The graph of each device; one that an earlier device runs too is not shown again."""
     first: dict[str, int] = {}
     shown = []
     for device, graph in enumerate(graphs):
-        same = first.setdefault(text := dump(graph), device)
+        text = _QUOTED_NUMBER.sub(r"%\1", dump(graph))
+        same = first.setdefault(text, device)
         shown.append(f"device {device}" + (f":\n{text}" if same == device else f" as device {same}\n"))
     return "\n".join(shown).removesuffix("\n")
 
