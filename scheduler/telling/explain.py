@@ -128,7 +128,7 @@ def memory_table(plan: Plan) -> list[str]:
 
 def stage_table(plan: Plan) -> list[str]:
     """One row a stage; stages that come again in the same order, as layers do, are shown once and counted."""
-    reasons = _Reasons(plan)
+    reasons = Reasons(plan)
     rows = [("stage", "where", "nodes", "reads", "moved", "est", "uncut", "because")]
     found: list[tuple[str, ...]] = []
     for number, stage in enumerate(plan.stages):
@@ -162,7 +162,7 @@ def _likeness(row: tuple[str, ...]) -> tuple[str, ...]:
     return (*row[1:-1], re.sub(r"\d+", "N", row[-1]))
 
 
-class _Reasons:
+class Reasons:
     """Why stages are what they are, read off the graphs of the devices and the layouts of their leaves."""
 
     def __init__(self, plan: Plan) -> None:
