@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import string
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -128,8 +129,8 @@ def graphs_text(graphs: Sequence[Graph]) -> str:
 # ----------------------------------------------------------------------------------------------------------- memory
 
 
-@dataclass(slots=True)
-class _Life:
+@dataclass(slots=True, eq=False)
+class Life:
     """Bytes of the arena that one value occupies, from the step that writes it to the last that reads it."""
 
     offset: int
@@ -138,6 +139,15 @@ class _Life:
     last: int
     name: str
     note: str = ""
+    step: int = -1
+    """The step that writes it; -1 for inputs, and for what a kernel needs meanwhile."""
+    gone: int = sys.maxsize
+    """The step that writes something else there."""
+
+    @property
+    def end(self) -> int:
+        """The first step at which it needs no memory."""
+        return min(self.last + 1, self.gone)
 
 
 def memory_text(program: Program) -> str:
@@ -145,7 +155,7 @@ def memory_text(program: Program) -> str:
     steps = len(program.instructions)
     scale = -(-max(steps, 1) // WIDTH)
     rows = [("offset", "bytes", f"steps 0 to {steps - 1}" + (f", {scale} a column" if scale > 1 else ""), "value")]
-    for life in sorted(_lives(program), key=lambda v: (v.offset, v.first)):
+    for life in sorted(lives(program), key=lambda v: (v.offset, v.first)):
         first, last = max(life.first, 0) // scale, min(life.last, steps - 1) // scale
         bar = "." * first + "#" * (last - first + 1)
         rows.append((str(life.offset), str(life.nbytes), bar.ljust(-(-steps // scale), "."), life.name + life.note))
@@ -153,12 +163,12 @@ def memory_text(program: Program) -> str:
     return "\n".join([f"arena of {arena} bytes", *columns(rows, "rrll"), "", *_buffers(program)])
 
 
-def _lives(program: Program) -> list[_Life]:
+def lives(program: Program) -> list[Life]:
     """What lies in the arena when, as the instructions have it."""
-    found = [_Life(t.offset, t.spec.nbytes, -1, -1, f"input {name}") for name, t in program.inputs.items()]
+    found = [Life(t.offset, t.spec.nbytes, -1, -1, f"input {name}") for name, t in program.inputs.items()]
     there = list(found)  # the newest last
 
-    def at(tensor: Tensor) -> _Life | None:
+    def at(tensor: Tensor) -> Life | None:
         holds = (v for v in reversed(there) if v.offset <= tensor.offset < v.offset + v.nbytes)
         return next(holds, None) if tensor.buffer == ARENA else None
 
@@ -169,8 +179,12 @@ def _lives(program: Program) -> list[_Life]:
         for tensor in (t for t in (*i.dst, i.scratch) if t is not None and t.buffer == ARENA and t.spec.nbytes):
             name = ref(i.node) if tensor is not i.scratch else f"scratch of {ref(i.node)}"
             over = [f" over {life.name}" for life in read if life.offset == tensor.offset]
-            new = _Life(tensor.offset, tensor.spec.nbytes, step, step, name, "".join(over[:1]))
-            there = [v for v in there if v.offset + v.nbytes <= new.offset or new.offset + new.nbytes <= v.offset]
+            new = Life(tensor.offset, tensor.spec.nbytes, step, step, name, "".join(over[:1]))
+            new.step = step if tensor is i.dst[0] else -1
+            overlap = [v for v in there if v.offset < new.offset + new.nbytes and new.offset < v.offset + v.nbytes]
+            for life in overlap:
+                life.gone = step
+            there = [v for v in there if v not in overlap]
             there.append(new)
             found.append(new)
     for name, tensor in program.outputs.items():
