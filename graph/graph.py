@@ -7,11 +7,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from .arguments import TEXT, a, demand, needs, table_of
 from .attrs import word
 from .errors import GraphError
 from .node import Node, Value, line, ref
+
+if TYPE_CHECKING:
+    from ..view import Page
 
 VALUE = a(Value)
 OUTPUTS = table_of(TEXT, VALUE, "a mapping from names to values")
@@ -85,6 +89,16 @@ class Graph:
         updates = sorted((str(ref(old)), str(ref(new))) for old, new in self.updates.items())
         sha.update(repr((outputs, updates)).encode())
         return sha.hexdigest()
+
+    def view(self, *, title: str = "graph") -> Page:
+        """A page that shows the graph; it need not have been verified."""
+        from ..view import view_graph
+
+        return view_graph(self, title=title)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return self.view()._repr_html_()
 
     def __str__(self) -> str:
         return dump(self)

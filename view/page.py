@@ -10,13 +10,27 @@ from pathlib import Path
 from typing import Any
 
 from ..graph.graph import Graph
-from ..scheduler.diff import difference
+from ..scheduler.telling.diff import difference
 from ..scheduler.plan import Plan
 from .graph_data import GraphData
 from .passes_data import passes
 from .plan_data import PlanData
 
-CODE = ("data", "text", "elements", "rows", "plan", "layout", "drawing", "graph", "memory", "passes", "details", "search", "main")
+CODE = (
+    "data",
+    "text",
+    "elements",
+    "rows",
+    "plan",
+    "layout",
+    "drawing",
+    "graph",
+    "memory",
+    "passes",
+    "details",
+    "search",
+    "main",
+)
 """The page's own files of code, in the order in which they use each other."""
 NOTEBOOK_HEIGHT = 640
 """Pixels of a page within a notebook."""
@@ -34,9 +48,7 @@ class Page:
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the page in a frame of its own."""
-        return (
-            f'<iframe srcdoc="{html.escape(self.html)}" style="width:100%;height:{NOTEBOOK_HEIGHT}px;border:0"></iframe>'
-        )
+        return f'<iframe srcdoc="{html.escape(self.html)}" style="width:100%;height:{NOTEBOOK_HEIGHT}px;border:0"></iframe>'
 
 
 def view_graph(graph: Graph, *, title: str = "graph") -> Page:
@@ -44,10 +56,10 @@ def view_graph(graph: Graph, *, title: str = "graph") -> Page:
     return _page(title, [{"graph": GraphData(graph).document()}])
 
 
-def view_plan(plan: Plan, *, other: Plan | None = None, title: str = "plan") -> Page:
-    """The page of a plan; with `other` the two side by side, `other` being what was before."""
-    shown = [_planned(plan)] if other is None else [_planned(other), _planned(plan)]
-    return _page(title, shown, [] if other is None else list(difference(other, plan)))
+def view_plan(plan: Plan, *, before: Plan | None = None, title: str = "plan") -> Page:
+    """The page of a plan; with `before` the two side by side, and what moved."""
+    shown = [_planned(plan)] if before is None else [_planned(before), _planned(plan)]
+    return _page(title, shown, [] if before is None else list(difference(before, plan)))
 
 
 def _planned(plan: Plan) -> dict[str, Any]:

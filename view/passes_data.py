@@ -10,8 +10,8 @@ from typing import Any
 
 from ..graph.fold import Block, Item
 from ..graph.node import Value
-from ..scheduler.choose import factors_at
-from ..scheduler.factors import Factor, Factors
+from ..scheduler.sharding.search import factors_at
+from ..scheduler.sharding.factors import Factor, Factors
 from ..scheduler.plan import Plan
 from .graph_data import GraphData
 from .interned import Interned

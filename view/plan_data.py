@@ -12,10 +12,10 @@ from ..backends.base import Program
 from ..graph.node import Node
 from ..graph.text import names
 from ..ops.collective import COLLECTIVES, sequence_of
-from ..scheduler.cost import Counts
-from ..scheduler.explain import Reasons, meeting_lines, placement_lines, summary
+from ..scheduler.hardware import Counts
+from ..scheduler.telling.explain import Reasons, meeting_lines, placement_lines, summary
 from ..scheduler.layout import Layout, Local, Shard
-from ..scheduler.listing import lives
+from ..scheduler.telling.listing import lives
 from ..scheduler.plan import Plan
 from ..scheduler.stages import WORK, Prices, Stage, StepCost
 from .graph_data import GraphData
@@ -167,9 +167,15 @@ class PlanData:
         yield from work({d: len(lane.program.instructions) for d, lane in enumerate(self.plan.lanes)})
 
     def _row(self, op: str, block: int, cells: Mapping[int, tuple[int, int]], devices: list[int]) -> list[Any]:
-        told = {self.program[d]: d for d in reversed(devices)}.items() if op == WORK else [(self.program[devices[0]], devices[0])]
+        told = (
+            {self.program[d]: d for d in reversed(devices)}.items()
+            if op == WORK
+            else [(self.program[devices[0]], devices[0])]
+        )
         because = [
-            self.texts(self.reasons.of(Stage(op, (d,) if op == WORK else tuple(devices), *cells[p], 0.0, 0.0, 0.0, None, d)))
+            self.texts(
+                self.reasons.of(Stage(op, (d,) if op == WORK else tuple(devices), *cells[p], 0.0, 0.0, 0.0, None, d))
+            )
             for p, d in told
         ]
         return [op, block, [[p, *cell] for p, cell in cells.items()], devices, list(dict.fromkeys(reversed(because)))]

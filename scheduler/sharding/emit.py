@@ -170,7 +170,9 @@ class _Device:
             self.local[value, REPLICATE] = new
             if self.device == state.devices[0]:
                 for to, number in self.layouts.letters.get(value, {}).items():
-                    self.met.append(send(new, to=to, sequence=number, name=f"{self.layouts.called[value.node]}.to.{to}"))
+                    self.met.append(
+                        send(new, to=to, sequence=number, name=f"{self.layouts.called[value.node]}.to.{to}")
+                    )
 
     def _with_meetings(self, graph: Graph) -> Graph:
         """A device comes to its meetings even where nothing of its own depends on them."""
@@ -251,7 +253,11 @@ class _Device:
 
     def _meeting(self, value: Value, made: State, state: State) -> Value:
         """The collective that takes `value` from one layout to another."""
-        mine, number, label = self.local[value, made], self.layouts.sequence[value, state], self.layouts.called[value.node]
+        mine, number, label = (
+            self.local[value, made],
+            self.layouts.sequence[value, state],
+            self.layouts.called[value.node],
+        )
         before, after = self.layouts.of(value, made), self.layouts.of(value, state)
         if made.is_owed and state is REPLICATE:
             return all_reduce(mine, sequence=number, name=f"{label}.sum")

@@ -88,16 +88,16 @@ class Drawing {
   }
 
   apply() {
-    const { width, height } = this.size;
-    this.canvas.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    const { left, width, height } = this.size;
+    this.canvas.setAttribute("viewBox", `${left} 0 ${width} ${height}`);
     this.canvas.setAttribute("width", width * this.zoom);
     this.canvas.setAttribute("height", height * this.zoom);
   }
 
   /** All of it if that can be read, else its top. */
   fit() {
-    const room = Math.min(this.frame.clientWidth / this.size.width, this.frame.clientHeight / this.size.height);
-    this.zoom = Math.min(1.15, Math.max(0.62, room || 1));
+    const room = this.frame.clientWidth / this.size.width;
+    this.zoom = Math.min(1.1, Math.max(0.8, room || 1));
     this.apply();
     this.frame.scrollTo(Math.max(0, (this.size.width * this.zoom - this.frame.clientWidth) / 2), 0);
   }
@@ -108,8 +108,9 @@ class Drawing {
   }
 
   bring(id) {
-    const { x, y } = this.places.get(id);
+    const { x: at, y } = this.places.get(id);
     const { frame, zoom } = this;
+    const x = at - this.size.left;
     const [left, top] = [x * zoom - frame.scrollLeft, y * zoom - frame.scrollTop];
     const isSeen = left > 40 && top > 30 && left < frame.clientWidth - 40 && top < frame.clientHeight - 30;
     if (!isSeen) frame.scrollTo(x * zoom - frame.clientWidth / 2, y * zoom - frame.clientHeight / 2);

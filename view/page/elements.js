@@ -9,7 +9,7 @@ function fill(element, properties, children) {
     else if (key === "style") for (const [name, v] of Object.entries(value)) element.style.setProperty(name, v);
     else element.setAttribute(key, value === true ? "" : value);
   }
-  element.append(...children.flat().filter((c) => c !== null && c !== undefined && c !== false));
+  element.append(...children.flat(Infinity).filter((c) => c !== null && c !== undefined && c !== false));
   return element;
 }
 

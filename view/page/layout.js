@@ -1,6 +1,6 @@
 // Boxes and arrows laid out by dagre, in layers from top to bottom.
 
-/** Places for boxes of known size: {boxes: Map id → {x, y}, arrows: [{from, to, points}], width, height}. */
+/** Places for boxes of known size: {boxes: Map id → {x, y}, arrows: [{from, to, points}], left, width, height}. */
 function laidOut(boxes, arrows) {
   const g = new dagre.graphlib.Graph({ multigraph: true });
   g.setGraph({ rankdir: "TB", nodesep: 18, ranksep: 30, edgesep: 10, marginx: 16, marginy: 16 });
@@ -11,5 +11,7 @@ function laidOut(boxes, arrows) {
   const placed = new Map(boxes.map((box) => [box.id, g.node(String(box.id))]));
   const lines = arrows.map((a, i) => ({ ...a, points: g.edge(String(a.from), String(a.to), String(i)).points }));
   const { width, height } = g.graph();
-  return { boxes: placed, arrows: lines, width: Math.max(width, 1), height: Math.max(height, 1) };
+  const xs = lines.flatMap((a) => a.points.map((p) => p.x)); // arrows may lead outside of what the boxes need
+  const [left, right] = [Math.min(0, ...xs.map((x) => x - 8)), Math.max(width, 1, ...xs.map((x) => x + 8))];
+  return { boxes: placed, arrows: lines, left, width: right - left, height: Math.max(height, 1) };
 }

@@ -62,12 +62,12 @@ class MemoryView {
       ? el("select", { "aria-label": "devices", onchange: (e) => { this.program = Number(e.target.value); this.draw(); } },
         model.plan.programs.map((_, p) => el("option", { value: p, selected: p === program }, deviceText(model.running(p).map((dev) => dev.name)))))
       : el("b", {}, devices);
-    const at = Math.min(82, Math.max(0, (100 * x(peak)) / width));
+    const at = (100 * x(peak)) / width;
     return el("div", { class: "chart" },
       el("div", { class: "line" }, el("span", {}, "To compute in, on ", programs), said),
       el("div", { class: "plot" },
-        el("button", { type: "button", class: "peak", style: { left: `${at}%` }, onclick: () => app.select({ kind: "step", model, program, step: peak }) },
-          `▼ peak ${bytesText(live[peak] ?? 0)} at step ${peak}`), picture),
+        el("button", { type: "button", class: "peak", style: at < 60 ? { left: `${at}%` } : { right: `${100 - at}%` }, onclick: () => app.select({ kind: "step", model, program, step: peak }) },
+          at < 60 ? `▼ peak ${bytesText(live[peak] ?? 0)} at step ${peak}` : `peak ${bytesText(live[peak] ?? 0)} at step ${peak} ▼`), picture),
       el("div", { class: "line dim" }, el("span", {}, "step 0"), kept ? el("span", {}, `${bytesText(kept)} are kept to the end, to take a failed run back`) : "", el("span", {}, `step ${live.length - 1}`)));
   }
 

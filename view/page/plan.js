@@ -23,9 +23,9 @@ class PlanView {
       el("div", { class: "gutter" }, "steps"),
       devices.map((d, n) => {
         const held = d.held.weight + d.held.state + d.held.constant + d.held.arena;
-        return el("div", { class: "device", style: { "grid-column": `${n + 2}` }, title: `${d.name}: ${d.about || d.backend}` },
+        return el("div", { class: "device", style: { "--from": n, "--to": n }, title: `${d.name}: ${d.about || d.backend}` },
           el("b", {}, d.name), el("small", {}, bytesText(held), d.memory ? el("span", { class: "of" }, ` of ${bytesText(d.memory)}`) : ""),
-          el("span", { class: "bar", "aria-hidden": "true" },
+          el("span", { class: "full", "aria-hidden": "true" },
             el("i", { style: { width: `${Math.max(2, d.memory ? Math.min(100, (100 * held) / d.memory) : 2)}%` } })));
       }),
       el("div", { class: "why" }, "because"));
@@ -135,7 +135,7 @@ class PlanView {
     const heat = HEATS[this.heat].of(run.work, kind === "all" ? { seconds: Infinity, nbytes: Infinity } : this.most);
     return el("button", {
       type: "button", class: `cell ${kind}`, onclick, "data-heat": this.heat === "none" ? null : heat.toFixed(3),
-      style: { "grid-column": `${run.from + 2} / ${run.to + 3}`, "--width": run.to - run.from + 1, "--heat": Math.min(1, heat).toFixed(3) },
+      style: { "--from": run.from, "--to": run.to, "--width": run.to - run.from + 1, "--heat": Math.min(1, heat).toFixed(3) },
     }, el("span", { class: "text" }, ...text(run.work)), run.to > run.from ? el("span", { class: "alike" }, `each of ${run.to - run.from + 1}`) : "");
   }
 
@@ -163,7 +163,7 @@ class PlanView {
       this.gutter(row, depth, isFirst),
       el("button", {
         type: "button", class: `bar${isCopy ? ` copy${way}` : ""}`, title: `${row.op}, ${countText(speed)}B/s link`,
-        style: { "grid-column": `${from + 2} / ${to + 3}`, "--width": to - from + 1 },
+        style: { "--from": from, "--to": to, "--width": to - from + 1 },
         onclick: () => app.select({ kind: "row", model: this.model, row, device: row.devices[0] }),
       }, el("span", {}, text)),
       el("div", { class: "why", title: row.because.join("\n") }, row.because.join("; ")));
