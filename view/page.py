@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -32,6 +33,7 @@ CODE = (
     "main",
 )
 """The page's own files of code, in the order in which they use each other."""
+_UNSAFE = re.compile("[<\u2028\u2029\ud800-\udfff]")
 NOTEBOOK_HEIGHT = 640
 """Pixels of a page within a notebook."""
 
@@ -48,7 +50,8 @@ class Page:
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the page in a frame of its own."""
-        return f'<iframe srcdoc="{html.escape(self.html)}" style="width:100%;height:{NOTEBOOK_HEIGHT}px;border:0"></iframe>'
+        style = f"width:100%;height:{NOTEBOOK_HEIGHT}px;border:0"
+        return f'<iframe srcdoc="{html.escape(self.html)}" style="{style}"></iframe>'
 
 
 def view_graph(graph: Graph, *, title: str = "graph") -> Page:
@@ -88,5 +91,4 @@ def _page(title: str, shown: list[dict[str, Any]], moved: list[str] | None = Non
 
 def in_script(text: str) -> str:
     """JSON as it may stand in a script element: no ``</script>`` or comment can begin in it, no surrogate is left."""
-    escaped = text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-    return "".join(c if not 0xD800 <= ord(c) < 0xE000 else f"\\u{ord(c):04x}" for c in escaped)
+    return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

@@ -65,7 +65,7 @@ class Details {
     }
     const all = [...groups.values()].sort((a, b) => b.nbytes - a.nbytes);
     const row = (g) => el("li", { title: [...g.sizes].slice(0, 6).join("\n") }, swatch(g.how.kind), el("span", { class: "mark" }, g.how.mark),
-      link(shortened(g.count > 1 ? g.name : model.name(g.first), 120), () => app.reveal(model, g.first)), el("span", { class: "times" }, g.count > 1 ? `× ${g.count}` : ""), el("span", { class: "n" }, bytesText(g.nbytes)));
+      link(clipped(g.count > 1 ? g.name : model.name(g.first), g.count > 1 ? 25 : 29), () => app.reveal(model, g.first)), el("span", { class: "times" }, g.count > 1 ? `× ${g.count}` : ""), el("span", { class: "n" }, bytesText(g.nbytes)));
     const shown = all.slice(0, 14);
     const rest = all.slice(14);
     return el("div", {}, el("ul", { class: "weights" }, shown.map(row)),
