@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..graph.graph import Graph
-from ..scheduler.telling.diff import difference
 from ..scheduler.plan import Plan
+from ..scheduler.telling.diff import difference
 from .graph_data import GraphData
 from .passes_data import passes
 from .plan_data import PlanData

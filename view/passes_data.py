@@ -10,9 +10,9 @@ from typing import Any
 
 from ..graph.fold import Block, Item
 from ..graph.node import Value
-from ..scheduler.sharding.search import factors_at
-from ..scheduler.sharding.factors import Factor, Factors
 from ..scheduler.plan import Plan
+from ..scheduler.sharding.factors import Factor, Factors
+from ..scheduler.sharding.search import factors_at
 from .graph_data import GraphData
 from .interned import Interned
 

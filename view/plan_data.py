@@ -13,11 +13,11 @@ from ..graph.node import Node
 from ..graph.text import names
 from ..ops.collective import COLLECTIVES, sequence_of
 from ..scheduler.hardware import Counts
-from ..scheduler.telling.explain import Reasons, meeting_lines, placement_lines, summary
 from ..scheduler.layout import Layout, Local, Shard
-from ..scheduler.telling.listing import lives
 from ..scheduler.plan import Plan
 from ..scheduler.stages import WORK, Prices, Stage, StepCost
+from ..scheduler.telling.explain import Reasons, meeting_lines, placement_lines, summary
+from ..scheduler.telling.listing import lives
 from .graph_data import GraphData
 from .interned import Interned
 
