@@ -99,7 +99,7 @@ def _ordered(graph: Graph) -> list[Node]:
     """The computed nodes in order: first those on which long-lived values rest and which no layer needs otherwise, and
     those that only a new state needs straight behind the last that they read."""
     place: dict[Node, tuple[int, int]] = {}
-    for at, node in enumerate(topological_order(graph.outputs.values())):
+    for at, node in enumerate(_deepest_first(graph)):
         place[node] = (at, -1)
     for at, node in enumerate(n for n in graph.nodes if n not in place):
         place[node] = (max((place[s.node][0] for s in node.inputs if not s.node.is_leaf), default=-1), at)
@@ -107,6 +107,26 @@ def _ordered(graph: Graph) -> list[Node]:
     lasting = [v for v, (a, b) in _spans(graph, nodes).items() if b - a > LONG * len(nodes)]
     early = set(topological_order(lasting))
     return [*(n for n in nodes if n in early), *(n for n in nodes if n not in early)]
+
+
+def _deepest_first(graph: Graph) -> Iterator[Node]:
+    """What the outputs rest on, sources before users; of several sources the one with the longest way behind it first,
+    so that all of an encoder stands before the decoder that reads it."""
+    depth: dict[Node, int] = {}
+    for node in graph.nodes:
+        depth[node] = max((depth[s.node] + 1 for s in node.inputs), default=0)
+    done: set[Node] = set()
+    stack = [v.node for v in reversed(graph.outputs.values())]
+    while stack:
+        node = stack[-1]
+        waiting = [s.node for s in node.inputs if s.node not in done]
+        if node in done or not waiting:
+            stack.pop()
+            if node not in done:
+                done.add(node)
+                yield node
+        else:
+            stack.extend(sorted(waiting, key=depth.__getitem__))
 
 
 def _spans(graph: Graph, nodes: Sequence[Node]) -> dict[Value, tuple[int, int]]:
@@ -164,15 +184,14 @@ class _Structures:
             node = value.node
             if node in self.own and node.op != "constant":
                 return "own", node.op, node.specs, leaves.setdefault(node, len(leaves))
-            if value in self.lasting or node.is_leaf:
-                return value
-            return (self.number[node], value.index) if self.piece[node] == at else ("before", value.spec)
+            if not node.is_leaf and self.piece[node] == at:
+                return self.number[node], value.index
+            return value if node.is_leaf or value in self.lasting else ("before", value.spec)
 
-        lines = tuple(
+        return tuple(
             (n.op, tuple(map(ref, n.src)), tuple(n.attrs.items()), n.specs, tuple(map(self.outputs.get, n.results)))
             for n in nodes
         )
-        return lines, tuple(v for n in nodes for v in n.results if v in self.lasting)
 
 
 def _grouped(pieces: Sequence[_Piece], crossing: Sequence[int]) -> Iterator[Item]:

@@ -78,7 +78,7 @@ def _page(title: str, shown: list[dict[str, Any]], moved: list[str] | None = Non
 
     document = {"format": "hocket-page-1", "title": title, "shown": shown, "moved": moved or []}
     parts = {
-        "title": html.escape(title),
+        "title": html.escape(title.encode("utf-8", "replace").decode("utf-8")),
         "style": read("style.css"),
         "dagre": read("dagre/dagre.min.js").replace("//# sourceMappingURL=dagre.min.js.map", ""),
         "licence": html.escape(read("dagre/LICENSE")),

@@ -6,6 +6,7 @@ import itertools
 import re
 import string
 import sys
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -145,6 +146,11 @@ class Life:
     """The step that writes something else there."""
 
     @property
+    def beyond(self) -> int:
+        """The byte behind it."""
+        return self.offset + self.nbytes
+
+    @property
     def end(self) -> int:
         """The first step at which it needs no memory."""
         return min(self.last + 1, self.gone)
@@ -163,14 +169,19 @@ def memory_text(program: Program) -> str:
     return "\n".join([f"arena of {arena} bytes", *columns(rows, "rrll"), "", *_buffers(program)])
 
 
+def _offset(life: Life) -> int:
+    return life.offset
+
+
 def lives(program: Program) -> list[Life]:
     """What lies in the arena when, as the instructions have it."""
     found = [Life(t.offset, t.spec.nbytes, -1, -1, f"input {name}") for name, t in program.inputs.items()]
-    there = list(found)  # the newest last
+    there = sorted(found, key=_offset)  # by place; no two overlap
 
     def at(tensor: Tensor) -> Life | None:
-        holds = (v for v in reversed(there) if v.offset <= tensor.offset < v.offset + v.nbytes)
-        return next(holds, None) if tensor.buffer == ARENA else None
+        before = bisect_right(there, tensor.offset, key=_offset) - 1
+        holds = tensor.buffer == ARENA and before >= 0 and tensor.offset < there[before].beyond
+        return there[before] if holds else None
 
     for step, i in enumerate(program.instructions):
         read = [life for t in i.src if t is not None and (life := at(t)) is not None]
@@ -181,11 +192,12 @@ def lives(program: Program) -> list[Life]:
             over = [f" over {life.name}" for life in read if life.offset == tensor.offset]
             new = Life(tensor.offset, tensor.spec.nbytes, step, step, name, "".join(over[:1]))
             new.step = step if tensor is i.dst[0] else -1
-            overlap = [v for v in there if v.offset < new.offset + new.nbytes and new.offset < v.offset + v.nbytes]
-            for life in overlap:
+            first = bisect_left(there, new.offset, key=_offset)
+            first -= first > 0 and there[first - 1].beyond > new.offset
+            last = bisect_left(there, new.beyond, key=_offset)
+            for life in there[first:last]:
                 life.gone = step
-            there = [v for v in there if v not in overlap]
-            there.append(new)
+            there[first:last] = [new]
             found.append(new)
     for name, tensor in program.outputs.items():
         if (life := at(tensor)) is not None:

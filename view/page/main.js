@@ -125,7 +125,7 @@ class App {
     const inGraph = this.tab === "graph";
     const tab = this.tabs[Number(e.key) - 1];
     const actions = {
-      "/": () => byId("search").focus(), t: () => this.theme(), "?": () => this.help(), m: () => this.peak(),
+      "/": () => { byId("search").focus(); byId("search").select(); }, t: () => this.theme(), "?": () => this.help(), m: () => this.peak(),
       Escape: () => this.select(null), Backspace: () => inGraph && this.view.graph.up(),
       o: () => this.tab === "plan" && this.view.plan.openAll(!this.view.plan.open.size),
       "+": () => inGraph && drawing.scale(drawing.zoom * 1.25), "-": () => inGraph && drawing.scale(drawing.zoom / 1.25),

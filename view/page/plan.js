@@ -9,7 +9,15 @@ class PlanView {
     this.heat = "none";
     const works = model.rows.filter((r) => r.op === "work").flatMap((r) => [...r.cells.values()]);
     this.most = { seconds: Math.max(1e-12, ...works.map((w) => w.seconds)), nbytes: Math.max(1, ...works.map((w) => w.nbytes)) };
+    model.graph.tree.forEach((item, i) => { // a pipeline over devices is seen at once
+      if (typeof item !== "number" && new Set(item.each.map((one) => this.devicesOf(one))).size > 1) this.open.add(`${i}`);
+    });
     this.root = el("div", { class: "plan", style: { "--n": model.devices.length }, "data-side": side });
+  }
+
+  devicesOf(one) {
+    const blocks = one.items.flatMap((i) => this.model.blocksOf(i));
+    return [...new Set(blocks.flatMap((b) => this.model.rowsOf[b]).flatMap((row) => row.devices))].sort().join();
   }
 
   draw() {
@@ -59,12 +67,13 @@ class PlanView {
     const header = el("div", { class: "row fold", style: { "--depth": depth } },
       el("button", { type: "button", class: "gutter", "aria-expanded": String(isOpen), onclick: toggle, title: `${item.label}, ${item.each.length} times the same` },
         el("span", { class: "sign", "aria-hidden": "true" }, isOpen ? "▾" : "▸"),
-        el("span", { class: "label" }, shortened(item.label, 40)), el("span", { class: "times" }, `× ${item.each.length}`)),
+        el("span", { class: "label" }, shortened(item.label, 40)), el("span", { class: "times" }, item.each.length > 1 ? `× ${item.each.length}` : "")),
       merged(each).map((run) => this.cell(run, (work) => [
         el("b", {}, secondsText(work.seconds)), " ", el("span", {}, `${work.count} nodes · ${bytesText(work.nbytes)}`)], toggle, "all")),
       el("div", { class: "why" }, this.composition(item), meetings.size ? el("span", { class: "meets" }, `${meetingsText(meetings)} in all`) : ""));
     box.append(header);
-    if (isOpen) box.append(this.inside(item, key, depth));
+    if (isOpen) box.append(key.includes(":", key.lastIndexOf("/") + 1) ? this.one(item, key, depth) : this.inside(item, key, depth));
+    else box.append(...rows.filter((r) => r.op === "send" && item.each.length === 1).map((r) => this.meeting(r, depth, false)));
     return box;
   }
 
@@ -72,10 +81,35 @@ class PlanView {
   composition(item) {
     const parts = item.each[0].items.map((i) => (typeof i === "number"
       ? plural(this.model.blocks[i].length, "node") : `${i.each.length} × ${plural(i.each[0].items.reduce((n, b) => n + this.model.blocksOf(b).reduce((m, c) => m + this.model.blocks[c].length, 0), 0), "node")}`));
-    return `${item.each.length} layers alike, each ${parts.join(" + ")}. `;
+    const shape = parts.join(" + ");
+    return item.each.length > 1 ? `${item.each.length} layers alike, each ${shape}. ` : `${shape}. `;
   }
 
+  /** Repetitions that do the same on the same devices, as runs: [{start, count}]. */
+  runs(item) {
+    const signature = (one) => one.items.flatMap((i) => this.model.blocksOf(i)).flatMap((b) => this.model.rowsOf[b])
+      .map((row) => `${row.op} ${row.devices} ${[...row.cells.values()].map((c) => `${c.count} ${c.nbytes}`)}`).join();
+    const runs = [];
+    item.each.forEach((one, start) => {
+      const now = signature(one);
+      if (runs.at(-1)?.now === now) runs.at(-1).count += 1;
+      else runs.push({ start, count: 1, now });
+    });
+    return runs;
+  }
+
+  /** What is in an open group: one repetition for all where they do the same, else each run of those that do. */
   inside(item, key, depth) {
+    const runs = this.runs(item);
+    if (runs.length === 1) return this.one(item, key, depth);
+    return el("div", { class: "inside" }, runs.map(({ start, count }) => {
+      const each = item.each.slice(start, start + count);
+      const label = count > 1 ? `${each[0].label} … ${each.at(-1).label}` : each[0].label;
+      return this.group({ label, each }, `${key}:${start}`, depth + 1);
+    }));
+  }
+
+  one(item, key, depth) {
     const at = Math.min(this.repetition.get(key) ?? 0, item.each.length - 1);
     const chosen = item.each[at];
     const pick = (n) => { this.repetition.set(key, n); this.redraw(key, item, depth); };
@@ -92,7 +126,10 @@ class PlanView {
   graphPath(key) {
     const path = [];
     const parts = key.split("/");
-    parts.forEach((part, i) => path.push(Number(part), this.repetition.get(parts.slice(0, i + 1).join("/")) ?? 0));
+    parts.forEach((part, i) => {
+      const [at, start] = part.split(":").map(Number);
+      path.push(at, (start || 0) + (this.repetition.get(parts.slice(0, i + 1).join("/")) ?? 0));
+    });
     return path;
   }
 
@@ -114,7 +151,12 @@ class PlanView {
       if (typeof item === "number") return;
       const own = key === "" ? `${i}` : `${key}/${i}`;
       if (isOpen) this.open.add(own);
-      all(item.each[0].items, own);
+      const runs = this.runs(item);
+      if (runs.length === 1) all(item.each[0].items, own);
+      for (const { start } of runs.length > 1 ? runs : []) {
+        if (isOpen) this.open.add(`${own}:${start}`);
+        all(item.each[start].items, `${own}:${start}`);
+      }
     });
     this.open.clear();
     all(this.model.graph.tree, "");
@@ -177,7 +219,10 @@ class PlanView {
     for (let i = 0; i + 1 < path.length; i += 2) {
       key = key === "" ? `${path[i]}` : `${key}/${path[i]}`;
       this.open.add(key);
-      this.repetition.set(key, path[i + 1]);
+      const runs = this.runs(this.model.items(path.slice(0, i + 1))[path[i]]);
+      const run = runs.findLast((r) => r.start <= path[i + 1]);
+      if (runs.length > 1) this.open.add(key = `${key}:${run.start}`);
+      this.repetition.set(key, path[i + 1] - run.start);
     }
     this.draw();
     const shown = this.root.querySelector(`[data-row="${number}"]`);
