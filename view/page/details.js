@@ -41,11 +41,29 @@ class Details {
         ["crosses", crossing.all ? el("span", {}, el("b", {}, bytesText(crossing.all)), ` a run over all links; the busiest device sends ${bytesText(crossing.most)}`) : "nothing: no device needs what another has"],
         ["memory peak", ...peaks],
       ]),
-      el("h3", {}, "Which weights are where"), this.weights(model),
+      el("h3", {}, "Which weights are where"), this.homes(model), this.weights(model),
       el("h3", {}, "Why it is cut so"), el("ul", { class: "decisions" }, model.plan.decisions.map((d) => el("li", {}, d)), model.plan.decisions.length ? "" : el("li", {}, "one device does all: there was nothing to decide")),
       el("h3", {}, "How values lie"), this.legend(),
       el("h3", {}, "The graph"), io, this.ops(model),
     ];
+  }
+
+  /** What each device has to itself, by blocks; nothing where all do everything together. */
+  homes(model) {
+    const blocks = model.devices.map(() => new Set());
+    for (const row of model.rows) if (row.op === "work") for (const d of row.devices) blocks[d].add(row.block);
+    if (blocks.every((own) => own.size === model.blocks.length)) return null;
+    const label = (b) => model.graph.labels[b];
+    const text = (own) => {
+      const sorted = [...own].sort((a, b) => a - b);
+      const runs = [];
+      for (const b of sorted) {
+        if (runs.at(-1)?.[1] === b - 1) runs.at(-1)[1] = b;
+        else runs.push([b, b]);
+      }
+      return runs.map(([a, b]) => (a === b ? label(a) : `${label(a)} to ${label(b)}`)).join(", ");
+    };
+    return facts(blocks.map((own, d) => [model.devices[d].name, shortened(text(own), 160)]));
   }
 
   /** Weights and states by how they lie, with their bytes, those of layers drawn together. */
@@ -56,7 +74,7 @@ class Details {
       if (kind !== "weight" && kind !== "state") continue;
       const how = layoutWords(model.layout(n), model.devices);
       const name = model.name(n).replace(/\d+/g, "*");
-      const key = `${kind} ${how.kind === "shard" ? how.mark : model.layout(n)} ${name}`;
+      const key = `${kind} ${how.kind === "shard" ? how.mark : how.kind} ${name}`;
       if (!groups.has(key)) groups.set(key, { name, how, count: 0, nbytes: 0, first: n, sizes: new Set() });
       const group = groups.get(key);
       group.count += 1;
@@ -64,7 +82,7 @@ class Details {
       group.sizes.add(how.words);
     }
     const all = [...groups.values()].sort((a, b) => b.nbytes - a.nbytes);
-    const row = (g) => el("li", { title: [...g.sizes].slice(0, 6).join("\n") }, swatch(g.how.kind), el("span", { class: "mark" }, g.how.mark),
+    const row = (g) => el("li", { title: [...g.sizes].slice(0, 6).join("\n") }, swatch(g.how.kind), el("span", { class: "mark" }, g.how.kind === "local" ? "one" : g.how.mark),
       link(clipped(g.count > 1 ? g.name : model.name(g.first), g.count > 1 ? 25 : 29), () => app.reveal(model, g.first)), el("span", { class: "times" }, g.count > 1 ? `× ${g.count}` : ""), el("span", { class: "n" }, bytesText(g.nbytes)));
     const shown = all.slice(0, 14);
     const rest = all.slice(14);

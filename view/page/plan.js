@@ -200,7 +200,8 @@ class PlanView {
     const text = isCopy
       ? `${bytesText(cell.moved)} to ${devices[row.devices[1]].name} · ${secondsText(cell.seconds)}`
       : `${OP_WORDS[row.op] ?? row.op} · ${bytesText(cell.moved)} each · ${secondsText(cell.seconds)}`;
-    const way = isCopy ? (row.devices[0] < row.devices[1] ? " right" : " left") : "";
+    const side = to + 1 < devices.length / 2 ? " said-right" : from > devices.length / 2 ? " said-left" : "";
+    const way = isCopy ? `${row.devices[0] < row.devices[1] ? " right" : " left"}${devices.length > 3 ? side || " said-left" : ""}` : "";
     return el("div", { class: `row meet ${row.op}`, "data-row": row.number, style: { "--depth": depth } },
       this.gutter(row, depth, isFirst),
       el("button", {
