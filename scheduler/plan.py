@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ..backends.base import Backend, Device
-from ..graph.arguments import BOOL, needs
+from ..graph.arguments import BOOL, TEXT, needs
 from ..graph.errors import PlanError
 from ..graph.graph import Graph
 from ..ops import REGISTRY
@@ -113,6 +113,7 @@ class Plan:
 
         return explain(self, steps=steps)
 
+    @needs(PlanError, title=TEXT)
     def view(self, *, before: Plan | None = None, title: str = "plan") -> Page:
         """A page that shows the plan, its graph, memory and time; with `before` beside another plan."""
         from ..view import view_plan

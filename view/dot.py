@@ -11,9 +11,8 @@ from collections.abc import Iterator, Sequence
 from ..graph.arguments import BOOL, a, needs
 from ..graph.errors import GraphError
 from ..graph.fold import Block, Group, Item, blocks, fold
-from ..graph.graph import Graph
+from ..graph.graph import Graph, names
 from ..graph.node import Node
-from ..graph.text import names
 from ..ops import REGISTRY
 from ..scheduler import nbytes_text
 from .graph_data import attrs_text
@@ -86,7 +85,7 @@ class _Drawing:
                 continue
             self.clusters += 1
             yield f"{indent}subgraph cluster_{self.clusters} {{"
-            yield f'{indent}  label={_text(f"{self.labels.of([item])}  × {len(item.each)}")};'
+            yield f"{indent}  label={_text(f'{self.labels.of([item])}  × {len(item.each)}')};"
             yield f'{indent}  fontname="Helvetica";'
             yield from self._cluster(item.each[0], indent + "  ")
             yield f"{indent}}}"
@@ -114,7 +113,9 @@ class _Drawing:
                     done.add((self._of(s.node), node))
                     yield f'  n{self.number[self._of(s.node)]} -> n{self.number[node]} [label="{s.spec}"];'
         for node in self.graph.nodes:
-            ends = {(self._of(s.node), self._of(node)) for s in node.inputs} - done if self._of(node) is not node else ()
+            ends = (
+                {(self._of(s.node), self._of(node)) for s in node.inputs} - done if self._of(node) is not node else ()
+            )
             for source, target in ends:
                 done.add((source, target))
                 yield f"  n{self.number[source]} -> n{self.number[target]} [style=dotted, constraint=false];"
@@ -122,5 +123,3 @@ class _Drawing:
 
 def _text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-

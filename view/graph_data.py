@@ -6,11 +6,12 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..graph.attrs import attr_text
 from ..graph.fold import Block, Item, blocks, fold
-from ..graph.graph import Graph
+from ..graph.graph import Graph, names
 from ..graph.node import Node, Value
-from ..graph.text import attr_text, names
 from ..ops import REGISTRY
+from ..ops.text import own_attrs
 from .interned import Interned
 from .labels import Labels
 
@@ -74,8 +75,7 @@ def attrs_text(node: Node) -> str:
     """Attributes that are not the defaults of the op, as the dump writes them."""
     if node.op == "constant":
         return ""
-    defaults = REGISTRY[node.op].defaults if node.op in REGISTRY else {}
-    shown = ((k, attr_text(v)) for k, v in node.attrs.items() if k not in defaults or defaults[k] != v)
+    shown = ((k, attr_text(v)) for k, v in own_attrs(node).items())
     return ", ".join(f"{k}={text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + '…'}" for k, text in shown)
 
 

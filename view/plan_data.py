@@ -9,8 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 from ..backends.base import Program
+from ..graph.graph import names
 from ..graph.node import Node
-from ..graph.text import names
 from ..ops.collective import COLLECTIVES, sequence_of
 from ..scheduler.hardware import Counts
 from ..scheduler.layout import Layout, Local, Shard

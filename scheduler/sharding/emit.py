@@ -6,10 +6,9 @@ from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ...graph.graph import Graph
+from ...graph.graph import Graph, names
 from ...graph.node import Node, Value
 from ...graph.spec import Spec
-from ...graph.text import names
 from ...ops import concat, fill, op_of, slice_
 from ...ops.collective import all_gather, all_reduce, all_to_all, receive, reduce_scatter, send
 from ..layout import PARTIAL, REPLICATE, Layout, Local, Shard, local_shape

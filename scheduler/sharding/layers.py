@@ -10,9 +10,8 @@ from collections.abc import Container, Mapping, Sequence
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 
-from ...graph.graph import Graph
+from ...graph.graph import Graph, names
 from ...graph.node import Node, Value
-from ...graph.text import names
 from ...ops.collective import receive, send
 from ..layout import REPLICATE, Layout, Local
 from ..lowering.order import together
