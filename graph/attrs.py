@@ -33,13 +33,17 @@ def word(name: str) -> str:
     return name if _WORD.fullmatch(name) else json.dumps(name)
 
 
+LONG = 12
+"""Characters of a float that is written as a float32 if that is shorter."""
+
+
 def _float_text(value: float) -> str:
     """A float as short as it reads back: ``1e-05f`` is the float32 nearest to it, as most numbers of models are."""
     text = repr(value)
     with np.errstate(over="ignore"):
         single = np.float32(value)
     short = f"{single!s}f"
-    return short if float(single) == value and len(short) < len(text) else text
+    return short if float(single) == value and len(text) > LONG > len(short) else text
 
 
 def attr_text(value: Attr) -> str:

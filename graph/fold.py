@@ -116,7 +116,7 @@ def _deepest_first(graph: Graph) -> Iterator[Node]:
     for node in graph.nodes:
         depth[node] = max((depth[s.node] + 1 for s in node.inputs), default=0)
     done: set[Node] = set()
-    stack = [v.node for v in reversed(graph.outputs.values())]
+    stack = [v.node for v in graph.outputs.values()][::-1]
     while stack:
         node = stack[-1]
         waiting = [s.node for s in node.inputs if s.node not in done]

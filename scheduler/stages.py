@@ -62,8 +62,7 @@ class Prices:
     def of(self, at: int) -> StepCost:
         i = self.program.instructions[at]
         if sequence_of(i.op, i.attrs) is not None:
-            nbytes = max(t.spec.nbytes for t in (*i.src, *i.dst) if t is not None)
-            moved = sent_bytes(i.op, nbytes, self.devices)
+            moved = sent_bytes(i.op, max(t.spec.nbytes for t in (*i.src, *i.dst) if t is not None), self.devices)
             return StepCost(0.0, 0.0, moved, self.hardware.meeting(moved) if self.devices > 1 else 0.0)
         if i.index < 0:  # a copy of a state: of the new one over the old one, or to undo that
             return StepCost(0.0, _copied(i), 0.0, self.hardware.compute(0.0, _copied(i)))
