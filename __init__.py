@@ -18,16 +18,15 @@ from .graph import PlanError as PlanError
 from .graph import Spec as Spec
 from .graph import Value as Value
 from .graph import constant as constant
-from .graph import dump as dump
 from .graph import from_json as from_json
 from .graph import input as input
-from .graph import parse as parse
 from .graph import state as state
-from .graph import to_dot as to_dot
 from .graph import to_json as to_json
 from .graph import to_networkx as to_networkx
 from .graph import weight as weight
 from .ops import verify as verify
+from .ops.text import dump as dump
+from .ops.text import parse as parse
 
 if TYPE_CHECKING:
     from . import scheduler as scheduler
@@ -36,19 +35,24 @@ if TYPE_CHECKING:
     from .scheduler import Store as Store
     from .scheduler import load as load
     from .scheduler import plan as plan
+    from .view.dot import to_dot as to_dot
 
 __version__ = "0.1.0"
 
-PLANNING = frozenset(("Executor", "Plan", "Store", "load", "plan"))
-"""Names of `hocket.scheduler`, which is imported when one of them is first used: it is half of the package."""
+LATER = {
+    **dict.fromkeys(("Executor", "Plan", "Store", "load", "plan"), ".scheduler"),
+    "scheduler": ".scheduler",
+    "to_dot": ".view.dot",
+}
+"""Names that are imported when they are first used, and from where: planning and drawing are half of the package."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in PLANNING and name != "scheduler":
+    if name not in LATER:
         raise AttributeError(f"module 'hocket' has no attribute {name!r}")
-    scheduler = import_module(".scheduler", __name__)
-    return scheduler if name == "scheduler" else getattr(scheduler, name)
+    module = import_module(LATER[name], __name__)
+    return module if LATER[name] == f".{name}" else getattr(module, name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *PLANNING, "scheduler"})
+    return sorted({*globals(), *LATER})

@@ -5,7 +5,8 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
-from ..graph import Graph, GraphError, from_json, parse
+from ..graph import Graph, GraphError, from_json
+from ..ops.text import parse
 from .errors import ModelError
 from .gguf.reader import MAGIC
 from .models import Step

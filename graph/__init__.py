@@ -9,7 +9,6 @@ from .errors import HocketError as HocketError
 from .errors import PlanError as PlanError
 from .errors import StepError as StepError
 from .export import from_json as from_json
-from .export import to_dot as to_dot
 from .export import to_json as to_json
 from .export import to_networkx as to_networkx
 from .graph import Graph as Graph

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TypeAlias
 
+import numpy as np
+
 from .dtypes import DType
 
 Attr: TypeAlias = "bool | int | float | str | bytes | DType | tuple[Attr, ...] | None"
@@ -31,6 +33,19 @@ def word(name: str) -> str:
     return name if _WORD.fullmatch(name) else json.dumps(name)
 
 
+LONG = 12
+"""Characters of a float that is written as a float32 if that is shorter."""
+
+
+def _float_text(value: float) -> str:
+    """A float as short as it reads back: ``1e-05f`` is the float32 nearest to it, as most numbers of models are."""
+    text = repr(value)
+    with np.errstate(over="ignore"):
+        single = np.float32(value)
+    short = f"{single!s}f"
+    return short if float(single) == value and len(text) > LONG > len(short) else text
+
+
 def attr_text(value: Attr) -> str:
     """One attribute as the dump writes it."""
     match value:
@@ -38,8 +53,10 @@ def attr_text(value: Attr) -> str:
             return "none"
         case bool():
             return "true" if value else "false"
-        case int() | float():
+        case int():
             return repr(value)
+        case float():
+            return _float_text(value)
         case str():
             return json.dumps(value)
         case bytes():

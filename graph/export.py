@@ -1,4 +1,4 @@
-"""Graphs for other programs: JSON (which reads back), DOT, networkx."""
+"""Graphs for other programs: JSON (which reads back) and networkx; DOT is drawn by `hocket.view.dot`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORMAT = "hocket-graph-1"
 
 @needs(GraphError, graph=a(Graph))
 def to_json(graph: Graph) -> str:
-    """One JSON object: nodes in order, references as [node number, result]; `from_json` reads it back."""
+    """One JSON object, a node a line in order, references as [node number, result]; `from_json` reads it back."""
     number = {node: i for i, node in enumerate(graph.nodes)}
 
     def ref(value: Value | None) -> list[int] | None:
@@ -41,8 +41,9 @@ def to_json(graph: Graph) -> str:
     ]
     outputs = {name: ref(v) for name, v in graph.outputs.items()}
     updates = [[ref(old), ref(new)] for old, new in graph.updates.items()]
-    document = {"format": FORMAT, "nodes": nodes, "outputs": outputs, "updates": updates}
-    return json.dumps(document, allow_nan=False)
+    rows = ",\n    ".join(json.dumps(node, allow_nan=False) for node in nodes)
+    ends = f'"outputs": {json.dumps(outputs)},\n  "updates": {json.dumps(updates)}'
+    return f'{{\n  "format": "{FORMAT}",\n  "nodes": [\n    {rows}\n  ],\n  {ends}\n}}'
 
 
 @needs(GraphError, text=TEXT)
@@ -123,28 +124,6 @@ def _decode(value: Any, depth: int = 0) -> Attr:
             return value
         case _:
             raise GraphError(f"attribute value {value!r} is of no known kind")
-
-
-_SHAPES = {"input": "cds", "weight": "box3d", "state": "cylinder", "constant": "note"}
-
-
-@needs(GraphError, graph=a(Graph))
-def to_dot(graph: Graph) -> str:
-    """Graphviz source: leaves by kind, edges labelled with specs, state updates dashed."""
-    called = names(graph)
-    number = {node: i for i, node in enumerate(graph.nodes)}
-    lines = ["digraph hocket {", '  node [shape=box, fontname="Helvetica"];']
-    lines += ['  edge [fontname="Helvetica", fontsize=10];']
-    for node in graph.nodes:
-        label = json.dumps(f"{node.op}\n{called[node]}", ensure_ascii=False)
-        lines.append(f"  n{number[node]} [label={label}, shape={_SHAPES.get(node.op, 'box')}];")
-        lines += [f'  n{number[s.node]} -> n{number[node]} [label="{s.spec}"];' for s in node.inputs]
-    for i, (name, value) in enumerate(graph.outputs.items()):
-        lines.append(f"  out{i} [label={json.dumps(name, ensure_ascii=False)}, shape=ellipse];")
-        lines.append(f"  n{number[value.node]} -> out{i};")
-    for old, new in graph.updates.items():
-        lines.append(f'  n{number[new.node]} -> n{number[old.node]} [style=dashed, label="update", constraint=false];')
-    return "\n".join([*lines, "}", ""])
 
 
 @needs(GraphError, graph=a(Graph))

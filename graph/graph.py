@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from .arguments import TEXT, a, demand, needs, table_of
-from .attrs import word
+from .attrs import Attrs, word
 from .errors import GraphError
 from .node import Node, Value, line, ref
+
+if TYPE_CHECKING:
+    from ..view import Page
 
 VALUE = a(Value)
 OUTPUTS = table_of(TEXT, VALUE, "a mapping from names to values")
@@ -86,7 +90,20 @@ class Graph:
         sha.update(repr((outputs, updates)).encode())
         return sha.hexdigest()
 
+    @needs(GraphError, title=TEXT)
+    def view(self, *, title: str = "graph") -> Page:
+        """A page that shows the graph; it need not have been verified."""
+        from ..view import view_graph
+
+        return view_graph(self, title=title)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return self.view()._repr_html_()
+
     def __str__(self) -> str:
+        from ..ops.text import dump
+
         return dump(self)
 
     __repr__ = __str__
@@ -129,10 +146,10 @@ def names(graph: Graph) -> dict[Node, str]:
 
 
 @needs(GraphError, graph=a(Graph))
-def dump(graph: Graph) -> str:
-    """The whole graph as text; `parse` reads it back."""
+def dump(graph: Graph, shown: Callable[[Node], Attrs] | None = None) -> str:
+    """The whole graph as text; `parse` reads it back.  ``shown(node)`` are the attributes to write, if not all."""
     called = names(graph)
-    lines = [line(node, called) for node in graph.nodes]
+    lines = [line(node, called, None if shown is None else shown(node)) for node in graph.nodes]
     lines.append("return " + ", ".join(f"{word(name)}={ref(v, called)}" for name, v in graph.outputs.items()))
     lines += [f"update {ref(old, called)} = {ref(new, called)}" for old, new in graph.updates.items()]
     return "\n".join(lines) + "\n"

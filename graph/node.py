@@ -133,9 +133,10 @@ def constant_array(node: Node) -> npt.NDArray[np.generic]:
     return np.frombuffer(data, spec.dtype.storage).reshape(spec.shape)
 
 
-def line(node: Node, called: Mapping[Node, str] | None = None) -> str:
-    """The line of one node; without `called`, names are the nodes' own labels."""
-    args = [ref(s, called) for s in node.src] + [f"{word(k)}={attr_text(v)}" for k, v in node.attrs.items()]
+def line(node: Node, called: Mapping[Node, str] | None = None, attrs: Attrs | None = None) -> str:
+    """The line of one node; without `called`, names are the nodes' own labels; `attrs` are those shown, not all."""
+    shown = node.attrs if attrs is None else attrs
+    args = [ref(s, called) for s in node.src] + [f"{word(k)}={attr_text(v)}" for k, v in shown.items()]
     return f"{_shown(node, called)} = {word(node.op)}({', '.join(args)}) : {', '.join(map(str, node.specs))}"
 
 

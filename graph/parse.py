@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Container
+from collections.abc import Callable, Container
+
+import numpy as np
 
 from .arguments import TEXT, needs
 from .attrs import MAX_DEPTH, Attr, Attrs
@@ -24,9 +26,15 @@ _WORDS: dict[str, Attr] = {"true": True, "false": False, "none": None, **BY_TEXT
 _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _TOKEN = re.compile(
     r"\s*(?:(?P<ref>%(?:[A-Za-z0-9_.~/-]+|\"(?:[^\"\\]|\\.)*\")(?:#[0-9]+)?)|(?P<hex>x\"[0-9a-f]*\")|(?P<str>\"(?:[^\"\\]|\\.)*\")"
-    r"|(?P<num>-?(?:inf\b|[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?))|(?P<word>[A-Za-z_][A-Za-z0-9_.]*)|(?P<mark>[()\[\],=:]))"
+    r"|(?P<num>-?(?:inf\b|[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?(?:f\b)?))|(?P<word>[A-Za-z_][A-Za-z0-9_.]*)|(?P<mark>[()\[\],=:]))"
 )
 _INDEX = re.compile(r"#[0-9]+$")
+Completed = Callable[[str, Attrs], Attrs]
+
+
+def as_written(op: str, attrs: Attrs) -> Attrs:
+    """Attributes as they are."""
+    return attrs
 
 
 class _Line:
@@ -111,9 +119,9 @@ def _attr(cursor: _Line, depth: int = 0) -> Attr:
     if text in _FLOATS:
         value = _FLOATS[text]
     elif kind == "num":
-        if not set(text) & set(".e"):
+        if not set(text) & set(".ef"):
             return cursor.integer()
-        value = float(text)
+        value = float(np.float32(text[:-1])) if text.endswith("f") else float(text)
     elif kind == "str":
         value = cursor.unquote(text)
     elif kind == "hex" and len(text) % 2:
@@ -143,7 +151,8 @@ def _spec(cursor: _Line) -> Spec:
 
 
 class _Parser:
-    def __init__(self) -> None:
+    def __init__(self, completed: Completed) -> None:
+        self.completed = completed
         self.nodes: dict[str, Node] = {}
         self.outputs: dict[str, Value] = {}
         self.updates: dict[Value, Value] = {}
@@ -204,7 +213,9 @@ class _Parser:
         specs = [_spec(cursor)]
         while cursor.skip(","):
             specs.append(_spec(cursor))
-        self.nodes[name] = Node(op, tuple(src), attrs, tuple(specs), "" if text[1:].isdecimal() else name)
+        self.nodes[name] = Node(
+            op, tuple(src), self.completed(op, attrs), tuple(specs), "" if text[1:].isdecimal() else name
+        )
 
     def arguments(self, cursor: _Line) -> tuple[list[Value | None], Attrs]:
         src: list[Value | None] = []
@@ -228,9 +239,12 @@ class _Parser:
 
 
 @needs(GraphError, text=TEXT)
-def parse(text: str) -> Graph:
-    """The graph that `dump` wrote.  Raises `GraphError` with line and column; ops are checked by `verify`."""
-    parser = _Parser()
+def parse(text: str, completed: Completed = as_written) -> Graph:
+    """The graph that `dump` wrote; ``completed(op, attributes)`` adds those that were left out.
+
+    Raises `GraphError` with line and column; ops are checked by `verify`.
+    """
+    parser = _Parser(completed)
     for number, written in enumerate(text.splitlines(), 1):
         if written.strip() and not written.lstrip().startswith("//"):
             parser.line(_Line(number, written))

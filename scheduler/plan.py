@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from ..backends.base import Backend, Device
-from ..graph.arguments import BOOL, needs
+from ..graph.arguments import BOOL, TEXT, needs
 from ..graph.errors import PlanError
 from ..graph.graph import Graph
 from ..ops import REGISTRY
@@ -19,6 +20,9 @@ from .hardware import CPU, Estimate, Hardware
 from .layout import Layout
 from .lowering.lane import Lane as Lane
 from .stages import Stage, estimate, stages
+
+if TYPE_CHECKING:
+    from ..view import Page
 
 Cuts = frozenset[tuple[str, int, int, int]]
 """The factors that are cut, each by a leaf that has it: (leaf, axis, segment, place)."""
@@ -108,6 +112,17 @@ class Plan:
         from .telling.explain import explain
 
         return explain(self, steps=steps)
+
+    @needs(PlanError, title=TEXT)
+    def view(self, *, before: Plan | None = None, title: str = "plan") -> Page:
+        """A page that shows the plan, its graph, memory and time; with `before` beside another plan."""
+        from ..view import view_plan
+
+        return view_plan(self, before=before, title=title)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return self.view()._repr_html_()
 
     def __str__(self) -> str:
         from .telling.explain import memory_table, summary

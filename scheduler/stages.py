@@ -40,6 +40,53 @@ class Stage:
     source: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """What one instruction is predicted to do: floating-point operations, bytes read and written, bytes sent to other
+    devices, seconds; and the seconds it would take if nothing that it reads were cut, None where nothing is."""
+
+    flops: float
+    nbytes: float
+    moved: float
+    seconds: float
+    uncut: float | None = None
+
+
+class Prices:
+    """The predicted cost of every instruction of a program, by position."""
+
+    def __init__(self, lane: Lane, hardware: Hardware, whole: Mapping[str, int], counts: Counts, devices: int) -> None:
+        self.nodes, self.program = lane.graph.nodes, lane.program
+        self.hardware, self.whole, self.counts, self.devices = hardware, whole, counts, devices
+
+    def of(self, at: int) -> StepCost:
+        i = self.program.instructions[at]
+        if sequence_of(i.op, i.attrs) is not None:
+            moved = sent_bytes(i.op, max(t.spec.nbytes for t in (*i.src, *i.dst) if t is not None), self.devices)
+            return StepCost(0.0, 0.0, moved, self.hardware.meeting(moved) if self.devices > 1 else 0.0)
+        if i.index < 0:  # a copy of a state: of the new one over the old one, or to undo that
+            return StepCost(0.0, _copied(i), 0.0, self.hardware.compute(0.0, _copied(i)))
+        node = self.nodes[i.index]
+        flops, nbytes = self.counts.of(node)
+        times, more = self._missing(node)
+        own = self.hardware.compute(flops, nbytes)
+        uncut = self.hardware.compute(flops * times, min(nbytes * times, nbytes + more)) if more else None
+        return StepCost(flops, nbytes, 0.0, own, uncut)
+
+    def _missing(self, node: Node) -> tuple[float, float]:
+        """How many times as much `node` would do if the weights and states it reads were not cut, and the bytes that
+        it would read besides; nothing is said of a device that has none of them."""
+        times, missing = 1.0, 0.0
+        for source in node.inputs:
+            leaf = leaf_of(source)
+            if leaf.name in self.whole and leaf.op in ("weight", "state"):
+                whole, own = self.whole[leaf.name], leaf.specs[0].nbytes
+                if 0 < own < whole:
+                    times = max(times, whole / own)
+                    missing += source.spec.nbytes * (whole / own - 1)
+        return times, missing
+
+
 def stages(lanes: Sequence[Lane], speeds: Sequence[Hardware], whole: Mapping[str, int]) -> list[Stage]:
     """All stages, in the order of the meetings; `speeds` are those of each device, `whole` gives the bytes of weights
     and states before they were cut."""
@@ -48,7 +95,8 @@ def stages(lanes: Sequence[Lane], speeds: Sequence[Hardware], whole: Mapping[str
     for number, first in enumerate(first_alike(lanes)):
         lane = lanes[number]
         new = first == number
-        own.append(_Parts(lane, speeds[number], whole, counts, len(lanes)) if new else own[first])
+        prices = Prices(lane, speeds[number], whole, counts, len(lanes)) if new else own[first].prices
+        own.append(_Parts(lane.program, prices) if new else own[first])
     found: list[Stage] = []
     for number in sorted({n for p in own for n in p.meetings}):
         there = [d for d, p in enumerate(own) if number in p.meetings]
@@ -102,53 +150,27 @@ def _meeting(there: Sequence[int], own: Sequence[_Parts], number: int) -> Stage:
 class _Parts:
     """One program cut at its meetings: `before` each of them a stage of work, with the ops it runs as its kind."""
 
-    def __init__(self, lane: Lane, hardware: Hardware, whole: Mapping[str, int], counts: Counts, devices: int) -> None:
-        self.hardware, self.whole, self.counts, self.devices = hardware, whole, counts, devices
-        self.nodes, program = lane.graph.nodes, lane.program
+    def __init__(self, program: Program, prices: Prices) -> None:
+        self.program, self.prices = program, prices
         self.meetings: dict[int, Stage] = {}
         self.before: dict[int, tuple[str, Stage]] = {}
         start = 0
         for at, i in enumerate(program.instructions):
             if (number := sequence_of(i.op, i.attrs)) is not None:
-                self.before[number] = self._work(program, start, at)
-                self.meetings[number] = self._meeting(i, at)
+                self.before[number] = self._work(start, at)
+                cost = prices.of(at)
+                self.meetings[number] = Stage(i.op, (), at, 1, 0.0, cost.moved, cost.seconds)
                 start = at + 1
-        self.rest = self._work(program, start, len(program.instructions))
+        self.rest = self._work(start, len(program.instructions))
 
-    def _meeting(self, i: Instruction, at: int) -> Stage:
-        nbytes = max(t.spec.nbytes for t in (*i.src, *i.dst) if t is not None)
-        moved = sent_bytes(i.op, nbytes, self.devices)
-        return Stage(i.op, (), at, 1, 0.0, moved, self.hardware.meeting(moved) if self.devices > 1 else 0.0)
-
-    def _work(self, program: Program, start: int, stop: int) -> tuple[str, Stage]:
+    def _work(self, start: int, stop: int) -> tuple[str, Stage]:
         """The stage of the instructions from `start` to `stop`."""
-        reads = seconds = uncut = 0.0
-        cut = False
-        for i in program.instructions[start:stop]:
-            node = self.nodes[i.index] if i.index >= 0 else None
-            if node is None:  # a copy of a state: of the new one over the old one, or to undo that
-                flops, nbytes, more, times = 0.0, _copied(i), 0.0, 1.0
-            else:
-                flops, nbytes = self.counts.of(node)
-                times, more = self._missing(node)
-            own = self.hardware.compute(flops, nbytes)
-            reads, seconds, cut = reads + nbytes, seconds + own, cut or more > 0
-            uncut += self.hardware.compute(flops * times, min(nbytes * times, nbytes + more)) if more else own
-        stage = Stage(WORK, (), start, stop - start, reads, 0.0, seconds, uncut if cut else None)
-        return " ".join(i.op for i in program.instructions[start:stop]), stage
-
-    def _missing(self, node: Node) -> tuple[float, float]:
-        """How many times as much `node` would do if the weights and states it reads were not cut, and the bytes that
-        it would read besides; nothing is said of a device that has none of them."""
-        times, missing = 1.0, 0.0
-        for source in node.inputs:
-            leaf = leaf_of(source)
-            if leaf.name in self.whole and leaf.op in ("weight", "state"):
-                whole, own = self.whole[leaf.name], leaf.specs[0].nbytes
-                if 0 < own < whole:
-                    times = max(times, whole / own)
-                    missing += source.spec.nbytes * (whole / own - 1)
-        return times, missing
+        costs = [self.prices.of(at) for at in range(start, stop)]
+        reads, seconds = sum(c.nbytes for c in costs), sum(c.seconds for c in costs)
+        cut = any(c.uncut is not None for c in costs)
+        uncut = sum(c.seconds if c.uncut is None else c.uncut for c in costs) if cut else None
+        stage = Stage(WORK, (), start, stop - start, float(reads), 0.0, float(seconds), uncut)
+        return " ".join(i.op for i in self.program.instructions[start:stop]), stage
 
 
 def leaf_of(value: Value) -> Node:

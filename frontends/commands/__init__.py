@@ -11,6 +11,7 @@ COMMANDS = {
     "bench": "Measure how fast a model reads prompts and writes new tokens.",
     "dump": "Print a graph.",
     "plan": "Print how a graph would be dealt to devices, what it costs and why.",
+    "view": "Write a page that shows a graph, its plan, memory and time in a browser.",
     "devices": "Print the devices of this machine.",
     "ops": "Print which op runs on which backend in which dtypes.",
     "check": "Check that a backend computes what the ops mean.",

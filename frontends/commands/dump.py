@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 
-from ...graph import Graph, GraphError, Node, Value, dump, input, to_dot, to_json
+from ...graph import Graph, GraphError, Node, Value, input, to_json
 from ...graph.graph import names
+from ...ops.text import dump
+from ...view.dot import to_dot
 from ..arguments import natural
 from ..graph_file import read_graph
 from ..output import write

@@ -70,9 +70,11 @@ def settle(graph: Graph) -> Graph:
 
     updated = {state.node for state in graph.updates}
     copied = {v for v in graph.outputs.values() if base(v) in updated or (base(v).is_leaf and v.dtype.is_quantised)}
-    outputs = {k: cont(v, name=f"{v.node.label}.old") if v in copied else v for k, v in graph.outputs.items()}
+    outputs = {
+        k: cont(v, name=f"{v.node.name or v.node.op}.old") if v in copied else v for k, v in graph.outputs.items()
+    }
     updates = {
-        k: cont(v, name=f"{k.node.label}.new") if base(v).is_leaf else v for k, v in graph.updates.items() if k != v
+        k: cont(v, name=f"{k.node.name}.new") if base(v).is_leaf else v for k, v in graph.updates.items() if k != v
     }
     return Graph(outputs, updates)
 

@@ -81,7 +81,7 @@ def densify(graph: Graph, reads_strided: Callable[[Node, int], bool]) -> Graph:
 
     def dense(value: Value) -> Value:
         if value not in copies:
-            copies[value] = cont(value, name=f"{value.node.label}.cont")
+            copies[value] = cont(value, name=f"{value.node.name or value.node.op}.cont")
             found[copies[value]] = whole(copies[value])
         return copies[value]
 

@@ -6,7 +6,7 @@ from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ...graph.graph import Graph
+from ...graph.graph import Graph, names
 from ...graph.node import Node, Value
 from ...graph.spec import Spec
 from ...ops import concat, fill, op_of, slice_
@@ -87,6 +87,7 @@ class _Layouts:
 
     def __init__(self, graph: Graph, factors: Factors, assignment: Assignment, shares: Shares) -> None:
         self.graph, self.factors, self.assignment, self.shares = graph, factors, assignment, shares
+        self.called = names(graph)  # a device's nodes go by the names that a dump of the user's graph shows
         self.sequence: dict[tuple[Value, State], int] = {}
         self.letters: dict[Value, dict[int, int]] = {}
         count = 0
@@ -168,7 +169,9 @@ class _Device:
             self.local[value, REPLICATE] = new
             if self.device == state.devices[0]:
                 for to, number in self.layouts.letters.get(value, {}).items():
-                    self.met.append(send(new, to=to, sequence=number, name=f"{value.node.label}.to.{to}"))
+                    self.met.append(
+                        send(new, to=to, sequence=number, name=f"{self.layouts.called[value.node]}.to.{to}")
+                    )
 
     def _with_meetings(self, graph: Graph) -> Graph:
         """A device comes to its meetings even where nothing of its own depends on them."""
@@ -204,7 +207,7 @@ class _Device:
         if isinstance(by, Cut) and by.factor is self.layouts.factors.uses(node).looked_up:
             low, _ = self.layouts.shares.of(by.factor)[self.device]
             attrs = {**attrs, "first": low, "total": by.factor.size}
-        built = declared(*src, name=node.name, **attrs)
+        built = declared(*src, name=self.layouts.called[node], **attrs)
         results = (built,) if isinstance(built, Value) else built
         self.origins[results[0].node] = node
         for value, new, state in zip(node.results, results, made, strict=True):
@@ -242,14 +245,18 @@ class _Device:
     def _received(self, value: Value, made: Local) -> Value:
         """A value that one device alone has made."""
         source, number = made.devices[0], self.layouts.letters[value][self.device]
-        name = f"{value.node.label}.from.{source}"
+        name = f"{self.layouts.called[value.node]}.from.{source}"
         new = receive(shape=value.shape, dtype=value.dtype, source=source, sequence=number, name=name)
         self.met.append(new)
         return new
 
     def _meeting(self, value: Value, made: State, state: State) -> Value:
         """The collective that takes `value` from one layout to another."""
-        mine, number, label = self.local[value, made], self.layouts.sequence[value, state], value.node.label
+        mine, number, label = (
+            self.local[value, made],
+            self.layouts.sequence[value, state],
+            self.layouts.called[value.node],
+        )
         before, after = self.layouts.of(value, made), self.layouts.of(value, state)
         if made.is_owed and state is REPLICATE:
             return all_reduce(mine, sequence=number, name=f"{label}.sum")
@@ -266,15 +273,17 @@ class _Device:
         layout = self.layouts.of(value, state)
         assert isinstance(layout, Shard)
         whole = self.local[value, REPLICATE]
+        name = f"{self.layouts.called[value.node]}.share"
         pieces = [
-            slice_(whole, axis=layout.axis, start=offset, stop=offset + n) for offset, n in layout.runs[self.device]
-        ] or [slice_(whole, axis=layout.axis, start=0, stop=0)]
+            slice_(whole, axis=layout.axis, start=offset, stop=offset + n, name=name)
+            for offset, n in layout.runs[self.device] or [(0, 0)]
+        ]
         joined = pieces[0]
         for piece in pieces[1:]:
-            joined = concat(joined, piece, axis=layout.axis)
+            joined = concat(joined, piece, axis=layout.axis, name=name)
         return joined
 
     def _owed_once(self, value: Value) -> Value:
         """A whole value as a summand: device 0 brings it, the others nothing."""
         whole = self.local[value, REPLICATE]
-        return whole if self.device == 0 else fill(whole, value=0.0, name=f"{value.node.label}.zero")
+        return whole if self.device == 0 else fill(whole, value=0.0, name=f"{self.layouts.called[value.node]}.zero")

@@ -10,7 +10,7 @@ from collections.abc import Container, Mapping, Sequence
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 
-from ...graph.graph import Graph
+from ...graph.graph import Graph, names
 from ...graph.node import Node, Value
 from ...ops.collective import receive, send
 from ..layout import REPLICATE, Layout, Local
@@ -129,11 +129,12 @@ class _Emitter:
         self.local: dict[tuple[int, Value], Value] = {}
         self.sent: list[dict[str, Value]] = [{} for _ in range(devices)]
         self.sequence = 0
+        self.called = names(graph)
         for node in graph.nodes:
             if not node.is_leaf:
                 device = placement[node]
                 src = tuple(None if s is None else self._on(device, s) for s in node.src)
-                copy = Node(node.op, src, node.attrs, node.specs, node.name)
+                copy = Node(node.op, src, node.attrs, node.specs, self.called[node])
                 self.origins[device][copy] = node
                 self.local.update(((device, v), new) for v, new in zip(node.results, copy.results, strict=True))
         for state, new in graph.updates.items():
@@ -161,12 +162,12 @@ class _Emitter:
 
     def _send(self, value: Value, home: int, device: int) -> Value:
         number, self.sequence = self.sequence, self.sequence + 1
-        name = f"{value.node.label}.to.{device}"
+        name = f"{value.node.name}.to.{device}"
         self.sent[home][unused(f"sent.{number}", self.graph.outputs)] = send(
             value, to=device, sequence=number, name=name
         )
         return receive(
-            shape=value.shape, dtype=value.dtype, source=home, sequence=number, name=f"{value.node.label}.from.{home}"
+            shape=value.shape, dtype=value.dtype, source=home, sequence=number, name=f"{value.node.name}.from.{home}"
         )
 
     def graphs(self) -> tuple[Graph, ...]:

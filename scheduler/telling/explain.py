@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ...backends.base import Meets
 from ...graph.attrs import quote
 from ...graph.graph import names
-from ...graph.node import Node
+from ...graph.node import Node, Value
 from ...ops import REGISTRY
 from ..layout import Local, Shard
 from ..lowering.lane import Lane
@@ -18,7 +18,7 @@ from ..sharding.condense import repeats
 from ..stages import WORK, Stage, leaf_of
 from ..units import columns, nbytes_text, time_text
 from .critical import critical_path
-from .listing import program_text
+from .listing import program_text, ref
 
 
 def explain(plan: Plan, *, steps: bool = False) -> str:
@@ -128,7 +128,7 @@ def memory_table(plan: Plan) -> list[str]:
 
 def stage_table(plan: Plan) -> list[str]:
     """One row a stage; stages that come again in the same order, as layers do, are shown once and counted."""
-    reasons = _Reasons(plan)
+    reasons = Reasons(plan)
     rows = [("stage", "where", "nodes", "reads", "moved", "est", "uncut", "because")]
     found: list[tuple[str, ...]] = []
     for number, stage in enumerate(plan.stages):
@@ -162,7 +162,7 @@ def _likeness(row: tuple[str, ...]) -> tuple[str, ...]:
     return (*row[1:-1], re.sub(r"\d+", "N", row[-1]))
 
 
-class _Reasons:
+class Reasons:
     """Why stages are what they are, read off the graphs of the devices and the layouts of their leaves."""
 
     def __init__(self, plan: Plan) -> None:
@@ -200,13 +200,13 @@ class _Reasons:
     def _meeting(self, lane: Lane, stage: Stage, node: Node) -> str:
         if stage.op == "send":
             to = self.plan.lanes[next(d for d in stage.devices if d != stage.source)].device
-            return f"{node.inputs[0].label} is made on {lane.device} and read on {to}"
+            return f"{named(node.inputs[0])} is made on {lane.device} and read on {to}"
         source = node.inputs[0]
         cut = self._cut_behind(source.node)
         because = "" if cut is None else f": %{cut.label} is cut on axis {self._axis(cut)}"
         if stage.op == "all_gather":
-            return f"{source.label} lies in shards and is read whole{because}"
-        return f"{source.label} is a sum over the devices{because}"
+            return f"{named(source)} lies in shards and is read whole{because}"
+        return f"{named(source)} is a sum over the devices{because}"
 
     def _axis(self, leaf: Node) -> int:
         layout = self.plan.leaves[leaf.name]
@@ -227,6 +227,11 @@ class _Reasons:
             if len(seen) > 1000:
                 break
         return None
+
+
+def named(value: Value) -> str:
+    """A value of a device's graph by the name that a dump of the user's graph gives it."""
+    return ref(value.node.name or value.node.op) + (f"#{value.index}" if len(value.node.specs) > 1 else "")
 
 
 def _because(plan: Plan) -> dict[str, str]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import re
 import string
+import sys
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -109,12 +112,17 @@ def _layout_text(layout: Layout) -> str:
     return f"S{layout.axis} {' | '.join(runs)}"
 
 
+_QUOTED_NUMBER = re.compile(r'%"(\d+)"')
+"""A device's node that goes by the number of an unnamed node of the user's graph, shown there without quotes."""
+
+
 def graphs_text(graphs: Sequence[Graph]) -> str:
     """The graph of each device; one that an earlier device runs too is not shown again."""
     first: dict[str, int] = {}
     shown = []
     for device, graph in enumerate(graphs):
-        same = first.setdefault(text := dump(graph), device)
+        text = _QUOTED_NUMBER.sub(r"%\1", dump(graph))
+        same = first.setdefault(text, device)
         shown.append(f"device {device}" + (f":\n{text}" if same == device else f" as device {same}\n"))
     return "\n".join(shown).removesuffix("\n")
 
@@ -122,8 +130,8 @@ def graphs_text(graphs: Sequence[Graph]) -> str:
 # ----------------------------------------------------------------------------------------------------------- memory
 
 
-@dataclass(slots=True)
-class _Life:
+@dataclass(slots=True, eq=False)
+class Life:
     """Bytes of the arena that one value occupies, from the step that writes it to the last that reads it."""
 
     offset: int
@@ -132,6 +140,20 @@ class _Life:
     last: int
     name: str
     note: str = ""
+    step: int = -1
+    """The step that writes it; -1 for inputs, and for what a kernel needs meanwhile."""
+    gone: int = sys.maxsize
+    """The step that writes something else there."""
+
+    @property
+    def beyond(self) -> int:
+        """The byte behind it."""
+        return self.offset + self.nbytes
+
+    @property
+    def end(self) -> int:
+        """The first step at which it needs no memory."""
+        return min(self.last + 1, self.gone)
 
 
 def memory_text(program: Program) -> str:
@@ -139,7 +161,7 @@ def memory_text(program: Program) -> str:
     steps = len(program.instructions)
     scale = -(-max(steps, 1) // WIDTH)
     rows = [("offset", "bytes", f"steps 0 to {steps - 1}" + (f", {scale} a column" if scale > 1 else ""), "value")]
-    for life in sorted(_lives(program), key=lambda v: (v.offset, v.first)):
+    for life in sorted(lives(program), key=lambda v: (v.offset, v.first)):
         first, last = max(life.first, 0) // scale, min(life.last, steps - 1) // scale
         bar = "." * first + "#" * (last - first + 1)
         rows.append((str(life.offset), str(life.nbytes), bar.ljust(-(-steps // scale), "."), life.name + life.note))
@@ -147,14 +169,19 @@ def memory_text(program: Program) -> str:
     return "\n".join([f"arena of {arena} bytes", *columns(rows, "rrll"), "", *_buffers(program)])
 
 
-def _lives(program: Program) -> list[_Life]:
-    """What lies in the arena when, as the instructions have it."""
-    found = [_Life(t.offset, t.spec.nbytes, -1, -1, f"input {name}") for name, t in program.inputs.items()]
-    there = list(found)  # the newest last
+def _offset(life: Life) -> int:
+    return life.offset
 
-    def at(tensor: Tensor) -> _Life | None:
-        holds = (v for v in reversed(there) if v.offset <= tensor.offset < v.offset + v.nbytes)
-        return next(holds, None) if tensor.buffer == ARENA else None
+
+def lives(program: Program) -> list[Life]:
+    """What lies in the arena when, as the instructions have it."""
+    found = [Life(t.offset, t.spec.nbytes, -1, -1, f"input {name}") for name, t in program.inputs.items()]
+    there = sorted(found, key=_offset)  # by place; no two overlap
+
+    def at(tensor: Tensor) -> Life | None:
+        before = bisect_right(there, tensor.offset, key=_offset) - 1
+        holds = tensor.buffer == ARENA and before >= 0 and tensor.offset < there[before].beyond
+        return there[before] if holds else None
 
     for step, i in enumerate(program.instructions):
         read = [life for t in i.src if t is not None and (life := at(t)) is not None]
@@ -163,9 +190,14 @@ def _lives(program: Program) -> list[_Life]:
         for tensor in (t for t in (*i.dst, i.scratch) if t is not None and t.buffer == ARENA and t.spec.nbytes):
             name = ref(i.node) if tensor is not i.scratch else f"scratch of {ref(i.node)}"
             over = [f" over {life.name}" for life in read if life.offset == tensor.offset]
-            new = _Life(tensor.offset, tensor.spec.nbytes, step, step, name, "".join(over[:1]))
-            there = [v for v in there if v.offset + v.nbytes <= new.offset or new.offset + new.nbytes <= v.offset]
-            there.append(new)
+            new = Life(tensor.offset, tensor.spec.nbytes, step, step, name, "".join(over[:1]))
+            new.step = step if tensor is i.dst[0] else -1
+            first = bisect_left(there, new.offset, key=_offset)
+            first -= first > 0 and there[first - 1].beyond > new.offset
+            last = bisect_left(there, new.beyond, key=_offset)
+            for life in there[first:last]:
+                life.gone = step
+            there[first:last] = [new]
             found.append(new)
     for name, tensor in program.outputs.items():
         if (life := at(tensor)) is not None:

@@ -11,8 +11,8 @@ import sys
 import networkx as nx
 import pytest
 
-from hocket import ops
-from hocket.graph import Graph, constant, input, state, to_dot, to_networkx, weight
+from hocket import ops, to_dot
+from hocket.graph import Graph, constant, input, state, to_networkx, weight
 
 from ..given.models import ROOT
 from ..given.random_graphs import HOSTILE_NAMES, PLAIN_NAMES, seeded_graph
@@ -25,7 +25,7 @@ STATEMENT = re.compile(rf"  (?:node|\w+(?: -> \w+)?)(?: \[(?:\w+=(?:{STRING}|\w+
 @pytest.mark.parametrize("seed", range(30))
 def test_dot_has_every_node_edge_output_and_update_and_every_string_is_closed(seed):
     graph = seeded_graph(seed, names=NAMES)
-    lines = to_dot(graph).split("\n")
+    lines = to_dot(graph, folded=False).split("\n")
     assert (lines[0], lines[-2:]) == ("digraph hocket {", ["}", ""])
     for line in lines[1:-2]:
         assert STATEMENT.fullmatch(line), line
@@ -38,7 +38,7 @@ def test_dot_has_every_node_edge_output_and_update_and_every_string_is_closed(se
 def test_dot_tells_leaves_apart_and_labels_edges_with_specs():
     x, w, cache, one = input("x", (2, 4)), weight("w", (3, 4)), state("cache", (2, 3)), constant("one", [1.0])
     y = ops.add(ops.mul_mat(w, x), one)
-    dot = to_dot(Graph({"y": y}, {cache: y}))
+    dot = to_dot(Graph({"y": y}, {cache: y}), folded=False)
     for shape in ("cds", "box3d", "cylinder", "note"):
         assert dot.count(f"shape={shape}]") == 1
     assert '[label="f32[3,4]"]' in dot

@@ -130,6 +130,7 @@ def cases() -> Iterator[tuple[str, Case]]:
     """Names, functions, and arguments that are right."""
     yield "Graph", (hocket.Graph, {"outputs": {"y": new}, "updates": {s: new}})
     yield "Graph.leaves", (graph.leaves, {"op": "input"})
+    yield "Graph.view", (graph.view, {"title": "a graph"})
     for leaf in ("input", "weight", "state"):
         yield leaf, (getattr(hocket, leaf), LEAF)
     yield "constant", (hocket.constant, {"name": "n", "data": [1.0]})
@@ -160,6 +161,7 @@ def cases() -> Iterator[tuple[str, Case]]:
             yield f"Executor.run {device} {name}", (with_one(run.run, INPUTS, name), {"value": value})
     yield "Executor.kernels", (executor().kernels, {"device": 0})
     yield "Plan.explain", (plan().explain, {"steps": False})
+    yield "Plan.view", (plan().view, {"title": "a plan"})
     more = {"hardware": scheduler.CPU, "choose": None, "host": None}
     yield "plan_for", (scheduler.plan_for, {"graph": graph, "group": plan().group, **PLANNING, **more})
     yield "plan_to_json", (scheduler.plan_to_json, {"plan": plan()})

@@ -1,0 +1,64 @@
+"""``hocket view``: a model's step, a graph or a plan in a file as one page, for a browser."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ...view import Page, view_graph, view_plan
+from ..errors import ModelError
+from ..output import log
+from ..session import DEFAULT_BATCH
+from .flags import batch_flag, context_flag, group_flags, group_of
+from .plan import plan_group, read_plan, step_graph
+
+PLAN_START = 200
+"""Bytes of a file within which a plan in JSON says that it is one."""
+
+
+def flags(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "model", metavar="MODEL|GRAPH|PLAN", help="GGUF file (only its header is read), dumped graph, or plan in JSON"
+    )
+    sub.add_argument("-o", "--out", metavar="FILE", help="the page to write (the model's name with .html)")
+    where = sub.add_mutually_exclusive_group()
+    group_flags(sub, where)
+    where.add_argument("--simulate", metavar="SPEC", help="devices that are not there, as h200:8,nvlink or rtx3090:2")
+    where.add_argument("--graph", action="store_true", help="the graph alone, without a plan")
+    context_flag(sub)
+    batch_flag(sub, DEFAULT_BATCH, "tokens of a prefill (512)")
+    sub.add_argument("--phase", choices=("decode", "prefill"), default="decode", help="one token, or a batch (decode)")
+    sub.add_argument("--diff", metavar="OTHER", help="show this plan in JSON beside it, and what moved")
+
+
+def run(args: argparse.Namespace) -> int:
+    name = Path(args.model).name
+    page = page_of(args, name)
+    out = args.out or f"{Path(name).stem}.html"
+    page.save(out)
+    log(f"{out}: {len(page.html.encode('utf-8')) / 1e6:.2f} MB; open it in a browser")
+    return 0
+
+
+def page_of(args: argparse.Namespace, title: str) -> Page:
+    """The page of the graph alone, or of the plan in the file, or of one made for the devices.
+
+    Raises `ModelError`, `GraphError`, `PlanError` or `BackendError`.
+    """
+    if args.diff is not None and not is_plan(args.diff):
+        raise ModelError(f"{args.diff}: is no plan in JSON; write one with `hocket plan -o`")
+    before = None if args.diff is None else read_plan(args.diff)
+    if is_plan(args.model):
+        plan = read_plan(args.model)
+        return view_graph(plan.graph, title=title) if args.graph else view_plan(plan, before=before, title=title)
+    graph, _ = step_graph(args.model, context=args.context, tokens=1 if args.phase == "decode" else args.batch)
+    if args.graph:
+        return view_graph(graph, title=title)
+    return view_plan(plan_group(graph, group_of(args), args.simulate)[1], before=before, title=title)
+
+
+def is_plan(path: str) -> bool:
+    """Whether a file says in its first bytes that it is a plan."""
+    with open(path, "rb") as file:
+        start = file.read(PLAN_START)
+    return start.lstrip().startswith(b"{") and b'"hocket-plan-' in start

@@ -1,0 +1,222 @@
+"""A graph as blocks for people: layers that repeat are found by their structure and told once.
+
+No layer is known by name.  The nodes are put in order, the order is cut where one value crosses (the residual stream
+of a model) besides those that live long, and pieces of equal structure that follow each other are one group::
+
+    embed  layer layer layer wide  layer layer layer wide  head
+    embed [[layer × 3] wide] × 2 head
+
+What has no such cuts is divided where few values cross, so that no block has more nodes than a picture can show.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from .graph import Graph, topological_order
+from .node import Node, Value
+
+LONG = 0.25
+"""A value that crosses this part of all points of a graph lives long: it belongs to no piece."""
+LONGEST_PERIOD = 64
+"""How many pieces are looked through for a repetition."""
+LARGEST = 90
+"""Nodes of a block beyond which it is divided."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Computed nodes that follow each other; no leaves."""
+
+    nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The same structure several times in a row: ``each[i]`` are the items of repetition i, alike in all of them."""
+
+    each: tuple[tuple[Item, ...], ...]
+
+
+Item = Block | Group
+
+
+def fold(graph: Graph) -> tuple[Item, ...]:
+    """The computed nodes of `graph`, each in one block, in an order in which sources come before users."""
+    nodes = _ordered(graph)
+    spans = _spans(graph, nodes)
+    lasting = frozenset(v for v, (a, b) in spans.items() if b - a > LONG * len(nodes))
+    pieces = _pieces(nodes, {v: span for v, span in spans.items() if v not in lasting})
+    if not pieces:
+        return ()
+    structures = _Structures(graph, pieces, lasting)
+    crossing = _crossing(len(nodes), spans)
+    starts = itertools.accumulate((len(p) for p in pieces), initial=0)
+    numbered = [_Piece(p, s, start) for p, s, start in zip(pieces, structures.keys, starts, strict=False)]
+    return tuple(_grouped(numbered, crossing))
+
+
+def blocks(items: Sequence[Item]) -> Iterator[Block]:
+    """All blocks in order, those of every repetition."""
+    for item in items:
+        if isinstance(item, Block):
+            yield item
+        else:
+            for one in item.each:
+                yield from blocks(one)
+
+
+def repeats(items: Sequence[object]) -> Iterator[tuple[int, int, int]]:
+    """`items` as (start, length, times): runs of a few that come several times in a row, and what is between."""
+    numbers: dict[object, int] = {}
+    line = [numbers.setdefault(item, len(numbers)) for item in items]
+    at = 0
+    while at < len(line):
+        best = (1, 1)
+        for length in range(1, min(LONGEST_PERIOD, (len(line) - at) // 2) + 1):
+            times = 1
+            while line[at : at + length] == line[at + length * times : at + length * (times + 1)]:
+                times += 1
+            if times > 1 and length * times > best[0] * best[1]:
+                best = (length, times)
+        yield (at, *best)
+        at += best[0] * best[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Nodes between two cuts, what they have in common with their twins, and where in the order they start."""
+
+    nodes: Sequence[Node]
+    structure: object
+    start: int
+
+
+def _ordered(graph: Graph) -> list[Node]:
+    """The computed nodes in order: first those on which long-lived values rest and which no layer needs otherwise, and
+    those that only a new state needs straight behind the last that they read."""
+    place: dict[Node, tuple[int, int]] = {}
+    for at, node in enumerate(_deepest_first(graph)):
+        place[node] = (at, -1)
+    for at, node in enumerate(n for n in graph.nodes if n not in place):
+        place[node] = (max((place[s.node][0] for s in node.inputs if not s.node.is_leaf), default=-1), at)
+    nodes = sorted((n for n in graph.nodes if not n.is_leaf), key=place.__getitem__)
+    lasting = [v for v, (a, b) in _spans(graph, nodes).items() if b - a > LONG * len(nodes)]
+    early = set(topological_order(lasting))
+    return [*(n for n in nodes if n in early), *(n for n in nodes if n not in early)]
+
+
+def _deepest_first(graph: Graph) -> Iterator[Node]:
+    """What the outputs rest on, sources before users; of several sources the one with the longest way behind it first,
+    so that all of an encoder stands before the decoder that reads it."""
+    depth: dict[Node, int] = {}
+    for node in graph.nodes:
+        depth[node] = max((depth[s.node] + 1 for s in node.inputs), default=0)
+    done: set[Node] = set()
+    stack = [v.node for v in graph.outputs.values()][::-1]
+    while stack:
+        node = stack[-1]
+        waiting = [s.node for s in node.inputs if s.node not in done]
+        if node in done or not waiting:
+            stack.pop()
+            if node not in done:
+                done.add(node)
+                yield node
+        else:
+            stack.extend(sorted(waiting, key=depth.__getitem__))
+
+
+def _spans(graph: Graph, nodes: Sequence[Node]) -> dict[Value, tuple[int, int]]:
+    """For each computed value the place of the node that makes it, and of the last that reads it."""
+    spans: dict[Value, tuple[int, int]] = {}
+    for at, node in enumerate(nodes):
+        for source in node.inputs:
+            if source in spans:
+                spans[source] = (spans[source][0], at)
+        spans.update((v, (at, at)) for v in node.results)
+    spans.update((v, (spans[v][0], len(nodes) - 1)) for v in graph.outputs.values() if v in spans)
+    return spans
+
+
+def _crossing(points: int, spans: Mapping[Value, tuple[int, int]]) -> list[int]:
+    """For each point between nodes how many values cross it."""
+    change = [0] * (points + 2)
+    for made, read in spans.values():
+        change[made + 1] += 1
+        change[read + 1] -= 1
+    return list(itertools.accumulate(change))
+
+
+def _pieces(nodes: Sequence[Node], spans: Mapping[Value, tuple[int, int]]) -> list[Sequence[Node]]:
+    """The nodes cut wherever exactly one of the values in `spans` crosses."""
+    crossing = _crossing(len(nodes), spans)
+    cuts = [0, *(p for p in range(1, len(nodes)) if crossing[p] <= 1), len(nodes)]
+    return [nodes[a:b] for a, b in itertools.pairwise(cuts) if a < b]
+
+
+class _Structures:
+    """What pieces have in common with their twins: everything but the names of nodes and of their own leaves."""
+
+    def __init__(self, graph: Graph, pieces: Sequence[Sequence[Node]], lasting: frozenset[Value]) -> None:
+        self.lasting = lasting
+        self.outputs = {v: name for name, v in graph.outputs.items()}
+        self.updates = graph.updates
+        self.piece = {node: at for at, nodes in enumerate(pieces) for node in nodes}
+        self.number = {node: i for nodes in pieces for i, node in enumerate(nodes)}
+        readers: dict[Node, set[int]] = defaultdict(set)
+        for node, at in self.piece.items():
+            for source in node.inputs:
+                if source.node.is_leaf:
+                    readers[source.node].add(at)
+        self.own = {leaf for leaf, where in readers.items() if len(where) == 1}
+        self.keys = [self._key(at, nodes) for at, nodes in enumerate(pieces)]
+
+    def _key(self, at: int, nodes: Sequence[Node]) -> object:
+        """Equal for twins; hashed once, since a piece may have thousands of nodes."""
+        leaves: dict[Node, int] = {}
+
+        def ref(value: Value | None) -> object:
+            if value is None:
+                return None
+            node = value.node
+            if node in self.own and node.op != "constant":
+                return "own", node.op, node.specs, leaves.setdefault(node, len(leaves))
+            if not node.is_leaf and self.piece[node] == at:
+                return self.number[node], value.index
+            return value if node.is_leaf or value in self.lasting else ("before", value.spec)
+
+        return tuple(
+            (n.op, tuple(map(ref, n.src)), tuple(n.attrs.items()), n.specs, tuple(map(self.outputs.get, n.results)))
+            for n in nodes
+        )
+
+
+def _grouped(pieces: Sequence[_Piece], crossing: Sequence[int]) -> Iterator[Item]:
+    """Pieces as blocks and groups: runs that repeat are groups, what is between them is put together."""
+    loose: list[_Piece] = []
+    for start, length, times in repeats([p.structure for p in pieces]):
+        if times == 1:
+            loose.append(pieces[start])
+            continue
+        yield from _blocks(loose, crossing)
+        loose = []
+        each = (pieces[start + length * i : start + length * (i + 1)] for i in range(times))
+        yield Group(tuple(tuple(_grouped(one, crossing)) for one in each))
+    yield from _blocks(loose, crossing)
+
+
+def _blocks(pieces: Sequence[_Piece], crossing: Sequence[int]) -> Iterator[Block]:
+    """Neighbours as few blocks of at most `LARGEST` nodes, cut where the fewest values cross."""
+    nodes = [n for p in pieces for n in p.nodes]
+    first = pieces[0].start if pieces else 0
+    at = 0
+    while len(nodes) - at > LARGEST:
+        near = range(at + LARGEST // 2, at + LARGEST + 1)
+        end = min(near, key=lambda p: (crossing[first + p], -p))
+        yield Block(tuple(nodes[at:end]))
+        at = end
+    if nodes[at:]:
+        yield Block(tuple(nodes[at:]))

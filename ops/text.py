@@ -1,0 +1,49 @@
+"""Graphs as text without the attributes that an op has by default, and reading them back."""
+
+from __future__ import annotations
+
+from ..graph import Graph
+from ..graph import dump as dump_all
+from ..graph import parse as parse_all
+from ..graph.arguments import TEXT, a, needs
+from ..graph.attrs import Attrs
+from ..graph.errors import GraphError
+from ..graph.node import Node
+from .registry import REGISTRY
+
+
+@needs(GraphError, graph=a(Graph))
+def dump(graph: Graph) -> str:
+    """The whole graph as text, one line a node; `parse` reads it back.  Raises `GraphError` for anything else."""
+    return dump_all(graph, own_attrs)
+
+
+@needs(GraphError, text=TEXT)
+def parse(text: str) -> Graph:
+    """The graph that `dump` wrote, with or without defaults.
+
+    Raises `GraphError` with line and column; whether ops exist and fit is for `verify` to say.
+    """
+    return parse_all(text, completed)
+
+
+def own_attrs(node: Node) -> Attrs:
+    """The attributes of a node that differ from the defaults of its op."""
+    if node.op not in REGISTRY:
+        return node.attrs
+    defaults = REGISTRY[node.op].defaults
+    return {k: v for k, v in node.attrs.items() if k not in defaults or not _same(defaults[k], v)}
+
+
+def completed(op: str, attrs: Attrs) -> Attrs:
+    """`attrs` and the defaults of the op, in declared order."""
+    if op not in REGISTRY:
+        return attrs
+    declared = REGISTRY[op]
+    known = {k: attrs.get(k, declared.defaults.get(k)) for k in declared.kinds if k in attrs or k in declared.defaults}
+    return {**known, **{k: v for k, v in attrs.items() if k not in known}}
+
+
+def _same(one: object, two: object) -> bool:
+    """Equal and of one kind: 1 is not 1.0 or true."""
+    return type(one) is type(two) and repr(one) == repr(two)

@@ -1,0 +1,50 @@
+"""A headless Chromium that a test drives by Selenium, where both are installed; else the test skips and says why."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
+"""What keeps a browser from looking for anything but the page."""
+
+
+@contextmanager
+def browser(profile: Path, width: int = 1440, height: int = 900) -> Iterator[Any]:
+    """A browser with a new profile in the empty folder `profile`, closed after the block."""
+    webdriver = pytest.importorskip("selenium.webdriver", reason="Selenium is not installed")
+    from selenium.webdriver.chrome.service import Service
+
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        pytest.skip("Chromium and its driver are not installed")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for flag in (*FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    opened = webdriver.Chrome(options=options, service=Service(driver))
+    try:
+        resize(opened, width, height)
+        yield opened
+    finally:
+        opened.quit()
+
+
+def resize(opened: Any, width: int, height: int = 900) -> None:
+    """Show pages as wide and high as that, whatever the window's least size is."""
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    opened.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+
+def complaints(opened: Any) -> list[str]:
+    """What the page has written to the console."""
+    return [entry["message"] for entry in opened.get_log("browser")]

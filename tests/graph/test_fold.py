@@ -1,0 +1,75 @@
+"""Blocks of graphs: every node once, layers found by structure, nothing larger than a picture."""
+
+from __future__ import annotations
+
+import pytest
+
+from hocket.graph import Graph
+from hocket.graph.fold import LARGEST, Block, Group, blocks, fold, repeats
+
+from ..given.pictured import PICTURED, vision_transformer, without_names
+from ..given.random_graphs import seeded_graph
+
+
+def shape(items):
+    """The fold with the number of nodes in place of blocks: ``[3, (6, [33]), 4]``."""
+    return [len(i.nodes) if isinstance(i, Block) else (len(i.each), shape(i.each[0])) for i in items]
+
+
+@pytest.mark.parametrize("name", PICTURED)
+def test_every_computed_node_is_in_one_block_behind_what_it_reads(name):
+    graph = PICTURED[name]()
+    order = [node for block in blocks(fold(graph)) for node in block.nodes]
+    assert set(order) == {n for n in graph.nodes if not n.is_leaf}
+    place = {node: at for at, node in enumerate(order)}
+    assert len(place) == len(order)
+    for node in order:
+        assert all(place[s.node] < place[node] for s in node.inputs if not s.node.is_leaf)
+
+
+def test_the_layers_of_a_vision_transformer_are_one_group():
+    (first, group, last) = fold(vision_transformer(layers=7))
+    assert isinstance(first, Block)
+    assert isinstance(group, Group)
+    assert isinstance(last, Block)
+    assert len(group.each) == 7
+
+
+def test_an_encoder_and_a_decoder_are_two_groups():
+    """The first layer of the decoder waits for the encoder in another order than the others, which follow it."""
+    assert [i[0] for i in shape(fold(PICTURED["translation"]())) if isinstance(i, tuple)] == [4, 3]
+
+
+@pytest.mark.parametrize("name", PICTURED)
+def test_names_do_not_decide_what_repeats(name):
+    graph = PICTURED[name]()
+    assert shape(fold(without_names(graph))) == shape(fold(graph))
+
+
+def test_repetitions_of_a_group_are_alike():
+    for item in fold(PICTURED["mixer"]()):
+        if isinstance(item, Group):
+            ops = [[n.op for b in blocks(one) for n in b.nodes] for one in item.each]
+            assert all(o == ops[0] for o in ops)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_graph_without_layers_is_divided_into_blocks_that_can_be_drawn(seed):
+    graph = seeded_graph(seed, steps=600)
+    found = list(blocks(fold(graph)))
+    assert sum(len(b.nodes) for b in found) == sum(not n.is_leaf for n in graph.nodes)
+    assert max(len(b.nodes) for b in found) <= LARGEST
+
+
+def test_two_thousand_random_nodes_are_as_many_blocks_as_people_can_see():
+    assert len(fold(PICTURED["random"]())) < 60
+
+
+def test_a_graph_of_leaves_has_no_blocks():
+    from hocket.graph import input
+
+    assert fold(Graph({"y": input("x", (3,))})) == ()
+
+
+def test_runs_of_a_few_are_told_apart_from_what_is_between():
+    assert list(repeats("abbbcdcde")) == [(0, 1, 1), (1, 1, 3), (4, 2, 2), (8, 1, 1)]

@@ -1,0 +1,57 @@
+"""DOT of large models: layers once, and drawn by Graphviz in seconds."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+
+from hocket import to_dot
+from hocket.frontends.commands.plan import step_graph
+from hocket.frontends.models import Step, load_model
+
+from ..given.large_headers import qwen_80b
+from ..given.models import opened
+from ..given.pictured import PICTURED, vision_transformer
+
+
+def drawn(dot):
+    """The picture as plain text of Graphviz."""
+    if shutil.which("dot") is None:
+        pytest.skip("Graphviz is not installed")
+    return subprocess.run(["dot", "-Tplain"], input=dot, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def test_layers_that_repeat_are_one_cluster_that_says_how_often():
+    dot = to_dot(vision_transformer(layers=7))
+    assert dot.count("subgraph cluster_") == 1
+    assert "encoder.0 … 6  × 7" in dot
+    assert dot.count('label="softmax') == 1
+    assert "style=dotted" in dot
+
+
+def test_a_box_says_attributes_and_cost():
+    dot = to_dot(vision_transformer())
+    assert "eps=1e-06" in dot
+    assert "MFLOP" in dot
+    assert "KiB" in dot
+
+
+@pytest.mark.parametrize("name", PICTURED)
+def test_graphviz_draws_any_graph_that_is_folded(name):
+    if name != "random":  # two thousand nodes without layers are for the page
+        assert drawn(to_dot(PICTURED[name]())).endswith("stop\n")
+
+
+def test_states_of_layers_are_updated_in_the_one_that_is_drawn():
+    dot = to_dot(load_model(opened("llama")).graph(Step(1, 1, 16, 16, 1)))
+    assert dot.count('label="update"') >= 2
+    drawn(dot)
+
+
+def test_sixty_layers_have_a_few_hundred_boxes(tmp_path):
+    graph, _ = step_graph(qwen_80b(tmp_path / "q.gguf", 60), context=4096, tokens=1)
+    dot = to_dot(graph)
+    assert len(graph.nodes) > 5000
+    assert dot.count("shape=") < 500

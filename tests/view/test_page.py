@@ -1,0 +1,164 @@
+"""The data of a page say what the plan says, names are only text, and the page is small."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+import hocket
+from hocket import ops
+from hocket.scheduler import plan_for, simulate
+from hocket.view import view_graph, view_plan
+from hocket.view.graph_data import RESULTS
+from hocket.view.page import in_script
+
+from ..given.pictured import PICTURED, vision_transformer
+from ..given.random_graphs import HOSTILE_NAMES
+
+HOSTILE = (
+    *HOSTILE_NAMES,
+    "</script><script>alert(1)</script>",
+    "<!--",
+    "<img src=x onerror=alert(1)>",
+    "🎼" * 20,
+    "x" * 10_000,
+)
+
+
+def data(page):
+    """The JSON in a page."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.html, re.S)
+    return json.loads(found[1])
+
+
+def planned(graph, devices=2, mode="tensor"):
+    simulation = simulate(f"cpu:{devices}")
+    return plan_for(graph, simulation.group, hardware=simulation.hardware, split_mode=mode)
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return planned(vision_transformer())
+
+
+@pytest.fixture(scope="module")
+def shown(plan):
+    return data(view_plan(plan))["shown"][0]
+
+
+def test_a_page_has_every_node_with_what_it_reads(plan, shown):
+    nodes, ops_ = shown["graph"]["nodes"], shown["graph"]["ops"]
+    assert [ops_[i]["name"] for i in nodes["op"]] == [n.op for n in plan.graph.nodes]
+    number = {n: i for i, n in enumerate(plan.graph.nodes)}
+    assert nodes["src"] == [[RESULTS * number[s.node] + s.index for s in n.inputs] for n in plan.graph.nodes]
+
+
+def test_every_instruction_stands_in_one_row(plan, shown):
+    seen = [set() for _ in shown["plan"]["programs"]]
+    for op, _, cells, devices, because in shown["plan"]["rows"]:
+        assert because
+        assert devices
+        for program, first, count in cells:
+            steps = set(range(first, first + count))
+            assert not steps & seen[program], op
+            seen[program] |= steps
+    assert [len(s) for s in seen] == [len(p["op"]) for p in shown["plan"]["programs"]]
+
+
+def test_the_rows_take_as_long_as_the_plan_says(plan, shown):
+    """Each device starts a row when it has done the one before and, to meet, all are there."""
+    clock = [0.0] * len(plan.lanes)
+    programs = [d["program"] for d in shown["plan"]["devices"]]
+    seconds = [c[3] for c in shown["plan"]["costs"]]
+    for op, _, cells, devices, _ in shown["plan"]["rows"]:
+        spans = {p: sum(seconds[shown["plan"]["programs"][p]["cost"][s]] for s in range(a, a + n)) for p, a, n in cells}
+        start = max(clock[d] for d in devices) if op != "work" else 0.0
+        for d in devices:
+            clock[d] = (clock[d] if op == "work" else start) + spans[programs[d]]
+    assert max(clock) == pytest.approx(plan.cost.total, rel=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["layer", "tensor", "none"])
+def test_layouts_are_those_of_the_plan_and_sums_that_are_owed_are_marked(mode):
+    made = planned(vision_transformer(), mode=mode)
+    found = data(view_plan(made))["shown"][0]["plan"]
+    texts = [found["texts"][i] for i in found["layouts"]]
+    for node, text in zip(made.graph.nodes, texts, strict=True):
+        if node.is_leaf:
+            assert text == str(made.leaves[node.name])
+    summed = {s["name"] for s in _summed(made)}
+    called = data(view_plan(made))["shown"][0]["graph"]["nodes"]["name"]
+    owed = {called[i] for i, text in enumerate(texts) if text == "P"}
+    assert summed <= owed
+    assert bool(owed) == bool(summed)
+
+
+def _summed(plan):
+    return [
+        {"name": n.inputs[0].node.name} for n in plan.lanes[0].graph.nodes if n.op in ("all_reduce", "reduce_scatter")
+    ]
+
+
+def test_memory_never_exceeds_the_arena_and_its_peak_fills_most_of_it(plan, shown):
+    for device, lane in zip(shown["plan"]["devices"], plan.lanes, strict=True):
+        live = shown["plan"]["programs"][device["program"]]["live"]
+        assert len(live) == len(lane.program.instructions)
+        assert 0.5 * lane.memory()["arena"] <= max(live) <= lane.memory()["arena"]
+
+
+@pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
+def test_a_hostile_name_is_data_and_nothing_else(name):
+    x = hocket.input("x" + name, (2, 4))
+    graph = hocket.Graph({"y" + name: ops.add(x, hocket.weight("w" + name, (4,)), name=name)})
+    page = view_graph(graph, title=name)
+    plain = view_graph(hocket.Graph({"y": ops.add(hocket.input("x", (2, 4)), hocket.weight("w", (4,)))}))
+    assert page.html.count("<script") == plain.html.count("<script")
+    assert page.html.count("<!--") == plain.html.count("<!--")
+    page.html.encode("utf-8")
+    assert "x" + name in data(page)["shown"][0]["graph"]["nodes"]["name"]
+
+
+def test_what_ends_a_script_or_a_line_of_one_is_escaped():
+    text = json.dumps("</script>\u2028\u2029<!--\ud800", ensure_ascii=False)
+    assert in_script(text) == '"\\u003c/script>\\u2028\\u2029\\u003c!--\\ud800"'
+    assert json.loads(in_script(text)) == "</script>\u2028\u2029<!--\ud800"
+
+
+def test_a_page_asks_no_network_for_anything(plan):
+    page = view_plan(plan).html
+    assert "default-src 'none'" in page
+    assert not re.findall(r"""(?:src|href)\s*=\s*["']?\s*(?:https?:)?//""", page)
+
+
+@pytest.mark.parametrize("name", PICTURED)
+def test_any_graph_has_a_page(name):
+    graph = PICTURED[name]()
+    found = data(view_graph(graph))["shown"][0]["graph"]
+    assert len(found["nodes"]["op"]) == len(graph.nodes)
+    blocks = found["nodes"]["block"]
+    assert {b for b in blocks if b >= 0} == set(range(len(found["labels"])))
+
+
+def test_the_page_of_two_plans_has_both_and_what_moved(plan):
+    found = data(view_plan(plan, before=planned(vision_transformer(), mode="layer")))
+    assert len(found["shown"]) == 2
+    assert any(line.startswith("layout: ") for line in found["moved"])
+
+
+def test_graphs_and_plans_show_themselves_in_notebooks(plan):
+    assert plan._repr_html_().startswith("<iframe srcdoc=")
+    assert plan.graph._repr_html_().startswith("<iframe srcdoc=")
+    assert "<script" not in plan.graph._repr_html_()
+
+
+def test_dagre_is_the_file_that_npm_has():
+    import hashlib
+    from importlib.resources import files
+
+    folder = files("hocket.view") / "page" / "dagre"
+    known = dict(reversed(line.split()) for line in (folder / "SHA256SUMS").read_text("utf-8").splitlines())
+    assert set(known) == {"dagre.min.js", "LICENSE", "dagre.min.js.LEGAL.txt"}
+    for name, digest in known.items():
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest

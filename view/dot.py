@@ -1,0 +1,125 @@
+"""Graphviz source of a graph: layers that repeat are drawn once, in a cluster that says how often they come.
+
+A flat drawing of a model is of no use, and Graphviz does not finish it: 1,155 nodes take it minutes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+from ..graph.arguments import BOOL, a, needs
+from ..graph.errors import GraphError
+from ..graph.fold import Block, Group, Item, blocks, fold
+from ..graph.graph import Graph, names
+from ..graph.node import Node
+from ..ops import REGISTRY
+from ..scheduler import nbytes_text
+from .graph_data import attrs_text
+from .labels import Labels
+
+SHAPES = {"input": "cds", "weight": "box3d", "state": "cylinder", "constant": "note"}
+LONGEST = 60
+"""Characters of attributes in one box."""
+
+
+@needs(GraphError, graph=a(Graph), folded=BOOL)
+def to_dot(graph: Graph, *, folded: bool = True) -> str:
+    """Graphviz source: nodes with attributes and cost, leaves by kind, edges labelled with specs, state updates dashed.
+
+    `folded` draws of layers that repeat the first alone, in a cluster; an edge to the next repetition is dotted.
+    Otherwise every node is drawn.  Raises `GraphError` for anything but a graph.
+    """
+    return "\n".join(["digraph hocket {", *_Drawing(graph, folded).lines(), "}", ""])
+
+
+class _Drawing:
+    """`drawn` is for each node the one that stands for it."""
+
+    def __init__(self, graph: Graph, folded: bool) -> None:
+        self.graph, self.called = graph, names(graph)
+        self.number = {node: i for i, node in enumerate(graph.nodes)}
+        self.items = fold(graph) if folded else ()
+        self.labels = Labels(self.items)
+        self.drawn: dict[Node, Node] = {}
+        self._unite(self.items)
+        self.clusters = 0
+
+    def _unite(self, items: Sequence[Item]) -> None:
+        """Nodes and own leaves of later repetitions are drawn as those of the first; inner groups come first."""
+        for item in items:
+            if isinstance(item, Group):
+                for one in item.each:
+                    self._unite(one)
+                first = [n for b in blocks(item.each[0]) for n in b.nodes]
+                for later in item.each[1:]:
+                    for twin, node in zip(first, (n for b in blocks(later) for n in b.nodes), strict=True):
+                        self.drawn[node] = self._of(twin)
+                        for mine, other in zip(twin.inputs, node.inputs, strict=True):
+                            if other.node.is_leaf and other.node is not mine.node:
+                                self.drawn[other.node] = self._of(mine.node)
+
+    def _of(self, node: Node) -> Node:
+        return self.drawn.get(node, node)
+
+    def lines(self) -> Iterator[str]:
+        yield '  node [shape=box, fontname="Helvetica", fontsize=11];'
+        yield '  edge [fontname="Helvetica", fontsize=9];'
+        yield from self._cluster(self.items, "  ")
+        inside = {n for b in blocks(self.items) for n in b.nodes}
+        shown = [n for n in self.graph.nodes if self._of(n) is n]
+        yield from (self._node(n, "  ") for n in shown if n not in inside)
+        yield from self._edges()
+        for i, (name, value) in enumerate(self.graph.outputs.items()):
+            yield f"  out{i} [label={_text(name)}, shape=ellipse];"
+            yield f"  n{self.number[self._of(value.node)]} -> out{i};"
+        for old, new in self.graph.updates.items():
+            if self._of(old.node) is old.node:
+                ends = f"n{self.number[self._of(new.node)]} -> n{self.number[old.node]}"
+                yield f'  {ends} [style=dashed, label="update", constraint=false];'
+
+    def _cluster(self, items: Sequence[Item], indent: str) -> Iterator[str]:
+        for item in items:
+            if isinstance(item, Block):
+                yield from (self._node(n, indent) for n in item.nodes)
+                continue
+            self.clusters += 1
+            yield f"{indent}subgraph cluster_{self.clusters} {{"
+            yield f"{indent}  label={_text(f'{self.labels.of([item])}  × {len(item.each)}')};"
+            yield f'{indent}  fontname="Helvetica";'
+            yield from self._cluster(item.each[0], indent + "  ")
+            yield f"{indent}}}"
+
+    def _node(self, node: Node, indent: str) -> str:
+        about = [node.op, self.called[node], *self._about(node)]
+        return f"{indent}n{self.number[node]} [label={_text(chr(10).join(about))}, shape={SHAPES.get(node.op, 'box')}];"
+
+    def _about(self, node: Node) -> Iterator[str]:
+        """Attributes and cost."""
+        if attrs := attrs_text(node):
+            yield attrs if len(attrs) <= LONGEST else f"{attrs[: LONGEST - 1]}…"
+        declared = REGISTRY.get(node.op)
+        if node.is_leaf:
+            yield f"{node.specs[0]}, {nbytes_text(node.specs[0].nbytes)}"
+        elif declared is not None and not declared.is_view:
+            yield f"{declared.flops(node) / 1e6:.3g} MFLOP, {nbytes_text(declared.nbytes(node))}"
+
+    def _edges(self) -> Iterator[str]:
+        """An edge for each operand of what is drawn, and where repetitions follow each other, one for the next."""
+        done: set[tuple[Node, Node]] = set()
+        for node in self.graph.nodes:
+            if self._of(node) is node:
+                for s in node.inputs:
+                    done.add((self._of(s.node), node))
+                    yield f'  n{self.number[self._of(s.node)]} -> n{self.number[node]} [label="{s.spec}"];'
+        for node in self.graph.nodes:
+            ends = (
+                {(self._of(s.node), self._of(node)) for s in node.inputs} - done if self._of(node) is not node else ()
+            )
+            for source, target in ends:
+                done.add((source, target))
+                yield f"  n{self.number[source]} -> n{self.number[target]} [style=dotted, constraint=false];"
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,93 @@
+"""A graph as the data of a page: columns with an entry for each node, and tables in which equal things stand once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..graph.attrs import attr_text
+from ..graph.fold import Block, Item, blocks, fold
+from ..graph.graph import Graph, names
+from ..graph.node import Node, Value
+from ..ops import REGISTRY
+from ..ops.text import own_attrs
+from .interned import Interned
+from .labels import Labels
+
+RESULTS = 8
+"""A value is written as this times the number of its node, and which result it is."""
+LONGEST_TEXT = 400
+"""Characters of attributes that a page shows: those of a constant or of ranges may be millions."""
+
+
+class GraphData:
+    """Numbers of nodes, and what a page says of the graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.names = names(graph)
+        self.number: Mapping[Node, int] = {node: i for i, node in enumerate(graph.nodes)}
+        self.items = fold(graph)
+        self.labels = Labels(self.items)
+        self.block = {node: at for at, b in enumerate(blocks(self.items)) for node in b.nodes}
+
+    def value(self, value: Value | None) -> int:
+        return -1 if value is None else RESULTS * self.number[value.node] + value.index
+
+    def document(self) -> dict[str, Any]:
+        """The graph as plain data."""
+        ops, specs, attrs = Interned[str](), Interned[tuple[str, int]](), Interned[str]("")
+        nodes = self.graph.nodes
+        columns = {
+            "op": [ops(n.op) for n in nodes],
+            "name": [self.names[n] for n in nodes],
+            "spec": [[specs((str(s), s.nbytes)) for s in n.specs] for n in nodes],
+            "src": [list(map(self.value, n.src)) for n in nodes],
+            "attrs": [attrs(attrs_text(n)) for n in nodes],
+            "block": [self.block.get(n, -1) for n in nodes],
+        }
+        return {
+            "nodes": columns,
+            "ops": [op_text(name) for name in ops.items],
+            "specs": specs.items,
+            "attrs": attrs.items,
+            "outputs": [[name, self.value(v)] for name, v in self.graph.outputs.items()],
+            "updates": [[self.value(old), self.value(new)] for old, new in self.graph.updates.items()],
+            "labels": self.labels.blocks,
+            "tree": self._tree(self.items),
+        }
+
+    def _tree(self, items: Sequence[Item]) -> list[Any]:
+        """Blocks by number; groups with their label and the items of each repetition."""
+        return [
+            self.labels.number[id(item)]
+            if isinstance(item, Block)
+            else {
+                "label": self.labels.of([item]),
+                "each": [{"label": self.labels.of(one), "items": self._tree(one)} for one in item.each],
+            }
+            for item in items
+        ]
+
+
+def attrs_text(node: Node) -> str:
+    """Attributes that are not the defaults of the op, as the dump writes them."""
+    if node.op == "constant":
+        return ""
+    shown = ((k, attr_text(v)) for k, v in own_attrs(node).items())
+    return ", ".join(f"{k}={text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + '…'}" for k, text in shown)
+
+
+def op_text(name: str) -> dict[str, Any]:
+    """What a page says of an op: its documentation, operands, and the function that is its meaning."""
+    if name not in REGISTRY:
+        return {"name": name, "leaf": True}
+    declared = REGISTRY[name]
+    return {
+        "name": name,
+        "view": declared.is_view,
+        "operands": list(declared.operand_names),
+        "about": declared.documentation,
+        "meaning": inspect.getsource(declared.reference),
+    }

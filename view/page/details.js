@@ -1,0 +1,250 @@
+// The panel at the side: at first the plan at a glance, then whatever was chosen.
+
+class Details {
+  constructor(root) { this.root = root; }
+
+  show(selection) {
+    const parts = {
+      none: () => this.glance(app.model), node: () => this.node(selection), row: () => this.row(selection),
+      item: () => this.item(selection), step: () => this.step(selection), device: () => this.device(selection),
+    }[selection?.kind ?? "none"]();
+    const back = selection ? el("button", { type: "button", class: "close", "aria-label": "back to the overview", title: "Back (Esc)", onclick: () => app.select(null) }, "×") : null;
+    this.root.replaceChildren(...[back, ...parts].filter(Boolean));
+    this.root.classList.toggle("filled", Boolean(selection));
+    this.root.scrollTop = 0;
+  }
+
+  nodeLink(model, node) {
+    return link(reference(shortened(model.name(node), 44)), () => app.reveal(model, node));
+  }
+
+  // ------------------------------------------------------------------------------------------- glance
+
+  glance(model) {
+    const inputs = [...Array(model.count).keys()].filter((n) => model.op(n).name === "input");
+    const io = facts([
+      ["inputs", ...inputs.slice(0, 12).map((n) => el("div", {}, this.nodeLink(model, n), ` ${model.specs(n)[0]}`))],
+      ["outputs", ...model.graph.outputs.slice(0, 12).map(([name, v]) => el("div", {}, link(shortened(name, 40), () => app.reveal(model, Math.floor(v / RESULTS))), ` ${model.specs(Math.floor(v / RESULTS))[0]}`))],
+    ]);
+    if (!model.plan) return [el("h2", {}, "At a glance"), el("p", {}, `${model.count} nodes, ${model.blocks.length} blocks.`), io, this.ops(model)];
+    const { cost } = model.plan;
+    const crossing = model.crossing();
+    const peaks = model.plan.programs.map((_, p) => p).map((p) => el("div", {},
+      deviceText(model.running(p).map((d) => d.name)), ": ",
+      link(`${bytesText(model.plan.programs[p].live[model.peak(p)] ?? 0)} at step ${model.peak(p)}`, () => app.select({ kind: "step", model, program: p, step: model.peak(p) }))));
+    const total = cost.total || 1e-12;
+    return [
+      el("h2", {}, "At a glance"),
+      facts([
+        ["one run", el("b", {}, secondsText(cost.total)), " estimated"],
+        ["of that", `${secondsText(cost.collectives)} (${percent(cost.collectives / total)}) in ${plural(crossing.meetings, "meeting")} of devices`],
+        ["crosses", crossing.all ? el("span", {}, el("b", {}, bytesText(crossing.all)), ` a run over all links; the busiest device sends ${bytesText(crossing.most)}`) : "nothing: no device needs what another has"],
+        ["memory peak", ...peaks],
+      ]),
+      el("h3", {}, "Which weights are where"), this.homes(model), this.weights(model),
+      el("h3", {}, "Why it is cut so"), el("ul", { class: "decisions" }, model.plan.decisions.map((d) => el("li", {}, d)), model.plan.decisions.length ? "" : el("li", {}, "one device does all: there was nothing to decide")),
+      el("h3", {}, "How values lie"), this.legend(),
+      el("h3", {}, "The graph"), io, this.ops(model),
+    ];
+  }
+
+  /** What each device has to itself, by blocks; nothing where all do everything together. */
+  homes(model) {
+    const blocks = model.devices.map(() => new Set());
+    for (const row of model.rows) if (row.op === "work") for (const d of row.devices) blocks[d].add(row.block);
+    if (blocks.every((own) => own.size === model.blocks.length)) return null;
+    const label = (b) => model.graph.labels[b];
+    const text = (own) => {
+      const sorted = [...own].sort((a, b) => a - b);
+      const runs = [];
+      for (const b of sorted) {
+        if (runs.at(-1)?.[1] === b - 1) runs.at(-1)[1] = b;
+        else runs.push([b, b]);
+      }
+      return runs.map(([a, b]) => (a === b ? label(a) : `${label(a)} to ${label(b)}`)).join(", ");
+    };
+    return facts(blocks.map((own, d) => [model.devices[d].name, shortened(text(own), 160)]));
+  }
+
+  /** Weights and states by how they lie, with their bytes, those of layers drawn together. */
+  weights(model) {
+    const groups = new Map();
+    for (let n = 0; n < model.count; n++) {
+      const kind = model.op(n).name;
+      if (kind !== "weight" && kind !== "state") continue;
+      const how = layoutWords(model.layout(n), model.devices);
+      const name = model.name(n).replace(/\d+/g, "*");
+      const key = `${kind} ${how.kind === "shard" ? how.mark : how.kind} ${name}`;
+      if (!groups.has(key)) groups.set(key, { name, how, count: 0, nbytes: 0, first: n, sizes: new Set() });
+      const group = groups.get(key);
+      group.count += 1;
+      group.nbytes += model.nbytes(n);
+      group.sizes.add(how.words);
+    }
+    const all = [...groups.values()].sort((a, b) => b.nbytes - a.nbytes);
+    const row = (g) => el("li", { title: [...g.sizes].slice(0, 6).join("\n") }, swatch(g.how.kind), el("span", { class: "mark" }, g.how.kind === "local" ? "one" : g.how.mark),
+      link(clipped(g.count > 1 ? g.name : model.name(g.first), g.count > 1 ? 25 : 29), () => app.reveal(model, g.first)), el("span", { class: "times" }, g.count > 1 ? `× ${g.count}` : ""), el("span", { class: "n" }, bytesText(g.nbytes)));
+    const shown = all.slice(0, 14);
+    const rest = all.slice(14);
+    return el("div", {}, el("ul", { class: "weights" }, shown.map(row)),
+      rest.length ? el("details", {}, el("summary", {}, `${rest.length} more, ${bytesText(rest.reduce((n, g) => n + g.nbytes, 0))}`), el("ul", { class: "weights" }, rest.slice(0, 400).map(row))) : "");
+  }
+
+  legend() {
+    return el("ul", { class: "legend" }, [
+      ["replicate", "R: whole on each device"], ["shard", "S: cut along an axis, each device its share"],
+      ["partial", "P: each device has a summand of a sum that is still owed"], ["local", "named device: whole there, nowhere else"],
+    ].map(([kind, words]) => el("li", {}, swatch(kind), words)));
+  }
+
+  ops(model) {
+    const counts = new Map();
+    for (let n = 0; n < model.count; n++) if (!model.isLeaf(n)) counts.set(model.op(n).name, (counts.get(model.op(n).name) ?? 0) + 1);
+    return el("p", { class: "ops" }, [...counts].sort((a, b) => b[1] - a[1]).map(([op, n]) => el("span", {}, `${op} `, el("b", {}, String(n)))));
+  }
+
+  // --------------------------------------------------------------------------------------------- node
+
+  node({ model, node }) {
+    const op = model.op(node);
+    const how = layoutWords(model.layout(node), model.devices);
+    const sources = model.sources(node).map((s, i) => el("div", {}, el("span", { class: "dim" }, `${op.operands?.[i] ?? i} = `), s < 0 ? "left out" : this.nodeLink(model, s), s < 0 ? "" : ` ${model.specs(s)[0]}`, s < 0 || !model.plan ? "" : el("span", { class: "tail" }, swatch(layoutWords(model.layout(s), model.devices).kind), layoutWords(model.layout(s), model.devices).mark)));
+    const users = model.users[node].slice(0, 12).map((u) => el("div", {}, this.nodeLink(model, u), ` ${model.op(u).name}`));
+    const block = model.block(node);
+    return [
+      el("h2", {}, op.name), el("p", { class: "name" }, reference(model.name(node))),
+      facts([
+        ["result", ...model.specs(node).map((s) => el("div", {}, s)), el("div", { class: "dim" }, bytesText(model.nbytes(node)))],
+        model.plan && !op.view && ["lies", el("span", {}, swatch(how.kind), ` ${how.words}`)],
+        model.attrs(node) && ["attributes", el("code", {}, model.attrs(node))],
+        sources.length && ["reads", ...sources],
+        ["read by", ...(users.length ? users : ["nobody: an output or a new state"]), model.users[node].length > 12 ? `and ${model.users[node].length - 12} more` : ""],
+        block >= 0 && ["part of", link(shortened(model.graph.labels[block], 40), () => app.openGraph(model, model.paths.get(block)))],
+      ]),
+      ...(model.plan ? this.runs(model, node) : []),
+      op.about ? el("details", { open: !model.plan }, el("summary", {}, `What ${op.name} means`), el("p", { class: "about" }, op.about), el("pre", {}, op.meaning)) : null,
+      op.view ? el("p", { class: "dim" }, "A view: the same memory under another shape, so nothing runs.") : null,
+    ];
+  }
+
+  /** Where and when a node runs, what that costs, and why it is there. */
+  runs(model, node) {
+    const steps = model.steps.get(node) ?? [];
+    if (!steps.length) return [];
+    const rows = [...new Set(steps.map(({ program, step }) => model.rowAt[program][step]))].filter((r) => r >= 0).map((r) => model.rows[r]);
+    const { program, step } = steps[0];
+    const cost = model.costs[model.plan.programs[program].cost[step]];
+    return [
+      el("h3", {}, "Runs"),
+      facts([
+        ["on", ...steps.map((s) => el("div", {}, deviceText(model.running(s.program).map((d) => d.name)), ", ", link(`step ${s.step}`, () => app.select({ kind: "step", model, program: s.program, step: s.step }))))],
+        ...this.costFacts(model, program, cost),
+        ["backend", [...new Set(steps.flatMap((s) => model.running(s.program).map((d) => d.backend)))].join(", ")],
+        rows.length && ["because", ...[...new Set(rows.flatMap((r) => r.because))].map((b) => el("div", {}, b)), link("show in the plan", () => app.showRow(model, rows[0].number))],
+      ]),
+    ];
+  }
+
+  costFacts(model, program, cost) {
+    const { speeds } = model.running(program)[0];
+    const busy = Math.max(cost.flops / speeds.flops, cost.nbytes / speeds.bandwidth);
+    return [
+      ["estimate", el("b", {}, secondsText(cost.seconds)), cost.uncut && cost.uncut > cost.seconds ? `; uncut ${secondsText(cost.uncut)}` : ""],
+      cost.nbytes && ["reads, writes", bytesText(cost.nbytes)],
+      cost.moved && ["sends", `${bytesText(cost.moved)} on each device`],
+      cost.flops && ["arithmetic", `${countText(cost.flops)}FLOP`],
+      cost.seconds && !cost.moved && ["roofline", `${percent(busy / cost.seconds)} of the time is ${cost.flops / speeds.flops > cost.nbytes / speeds.bandwidth ? "arithmetic" : "memory"}, the rest is launching`],
+    ].filter(Boolean);
+  }
+
+  // ---------------------------------------------------------------------------------------------- row
+
+  row({ model, row, device }) {
+    const cell = row.cells.get(model.devices[device].program);
+    const alike = row.devices.filter((d) => model.devices[d].program === cell.program);
+    if (row.op !== "work") return this.meeting(model, row, cell);
+    const p = model.plan.programs[cell.program];
+    const steps = Array.from({ length: cell.count }, (_, i) => cell.first + i);
+    const most = Math.max(...steps.map((s) => model.costs[p.cost[s]].seconds));
+    return [
+      el("h2", {}, `${plural(cell.count, "node")} on ${deviceText(alike.map((d) => model.devices[d].name))}`),
+      el("p", { class: "name" }, `${model.graph.labels[row.block]}, steps ${cell.first} to ${cell.first + cell.count - 1}`),
+      facts([...this.costFacts(model, cell.program, cell), ["because", ...row.because.map((b) => el("div", {}, b))]]),
+      el("p", {}, link("draw as a graph", () => app.openGraph(model, model.paths.get(row.block)))),
+      el("ol", { class: "steps", start: cell.first }, steps.map((s) => {
+        const cost = model.costs[p.cost[s]];
+        const node = p.node[s];
+        const text = `${p.ops[p.op[s]]} ${reference(shortened(model.stepName(cell.program, s), 40))}`;
+        return el("li", { value: s, class: String(s) in p.own ? "own" : "" }, el("i", { class: "bar", style: { width: `${(100 * cost.seconds) / most}%` } }),
+          node < 0 ? text : link(text, () => app.reveal(model, node)), el("span", { class: "n" }, secondsText(cost.seconds)));
+      })),
+    ];
+  }
+
+  meeting(model, row, cell) {
+    const p = model.plan.programs[cell.program];
+    const node = p.node[cell.first];
+    const names = row.devices.map((d) => model.devices[d].name);
+    const { speeds } = model.devices[row.devices[0]];
+    return [
+      el("h2", {}, row.op === "send" ? `copy ${names[0]} → ${names[1]}` : row.op),
+      el("p", { class: "name" }, reference(model.stepName(cell.program, cell.first))),
+      facts([
+        row.op !== "send" && ["devices", deviceText(names)],
+        ["value", node < 0 ? "" : this.nodeLink(model, node), ` ${model.plan.specs[p.spec[cell.first]][0]}`],
+        ["each sends", bytesText(cell.moved)],
+        ["estimate", el("b", {}, secondsText(cell.seconds)), ` over links of ${countText(speeds.link_bandwidth)}B/s that answer in ${secondsText(speeds.link_latency)}`],
+        ["because", ...row.because.map((b) => el("div", {}, b))],
+      ]),
+    ];
+  }
+
+  // --------------------------------------------------------------------------------------- step, others
+
+  step({ model, program, step }) {
+    const p = model.plan.programs[program];
+    const living = p.last.map((last, s) => ({ s, last })).filter(({ s, last }) => s <= step && last >= step)
+      .map(({ s }) => ({ s, nbytes: model.plan.specs[p.spec[s]][1] })).sort((a, b) => b.nbytes - a.nbytes);
+    const node = p.node[step];
+    const row = model.rowAt[program][step];
+    return [
+      el("h2", {}, `step ${step}`), el("p", { class: "name" }, `${p.ops[p.op[step]]} ${reference(model.stepName(program, step))} on ${deviceText(model.running(program).map((d) => d.name))}`),
+      facts([
+        ["in use", el("b", {}, bytesText(p.live[step])), ` to compute in${step === model.peak(program) ? ", the peak" : ""}`],
+        ...this.costFacts(model, program, model.costs[p.cost[step]]),
+        node >= 0 && ["node", this.nodeLink(model, node)],
+        row >= 0 && ["because", ...model.rows[row].because.map((b) => el("div", {}, b))],
+      ]),
+      el("h3", {}, `What fills it: ${plural(living.length, "value")}`),
+      el("ul", { class: "weights" }, living.slice(0, 40).map(({ s, nbytes }) => el("li", {},
+        p.node[s] < 0 ? reference(model.stepName(program, s)) : link(reference(shortened(model.stepName(program, s), 34)), () => app.reveal(model, p.node[s])),
+        el("span", { class: "n" }, bytesText(nbytes)), el("span", { class: "dim" }, ` ${s} to ${p.last[s]}`)))),
+      living.length > 40 ? el("p", { class: "dim" }, `and ${living.length - 40} smaller ones`) : null,
+    ];
+  }
+
+  item({ model, item, open }) {
+    const blocks = model.blocksOf(item);
+    const nodes = blocks.reduce((n, b) => n + model.blocks[b].length, 0);
+    return [
+      el("h2", {}, model.labelOf(item)),
+      facts([["nodes", String(nodes)], typeof item !== "number" && ["repeats", `${item.each.length} times the same`]]),
+      el("p", {}, link("open", open)),
+    ];
+  }
+
+  device({ model, device }) {
+    const d = model.devices[device];
+    const sum = KINDS.reduce((n, [kind]) => n + d.held[kind], 0);
+    return [
+      el("h2", {}, d.name), el("p", { class: "name" }, `${d.backend}${d.about ? `, ${d.about}` : ""}`),
+      facts([
+        ...KINDS.map(([kind, words]) => [words, bytesText(d.held[kind])]),
+        d.held.undo && ["of that", `${bytesText(d.held.undo)} kept to take a failed run back`],
+        d.memory && ["free after", d.memory >= sum ? bytesText(d.memory - sum) : `${bytesText(sum - d.memory)} short`],
+        ["taken to do", `${countText(d.speeds.flops)}FLOP/s, ${countText(d.speeds.bandwidth)}B/s of memory, ${countText(d.speeds.link_bandwidth)}B/s to others`],
+        ["steps", String(model.plan.programs[d.program].op.length)],
+      ]),
+    ];
+  }
+}

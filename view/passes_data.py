@@ -1,0 +1,48 @@
+"""What each pass of planning makes of one repetition of every block: the columns of the page's table of passes.
+
+Layers that repeat are told once, so that the page of a model with a hundred layers is not a hundred times as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..graph.fold import Block, Item
+from ..graph.node import Value
+from ..scheduler.plan import Plan
+from ..scheduler.sharding.factors import Factor, Factors
+from ..scheduler.sharding.search import factors_at
+from .graph_data import GraphData
+from .interned import Interned
+
+
+def passes(plan: Plan, graph: GraphData) -> dict[str, Any]:
+    """For the nodes of each different block, and the leaves they read, the factors of every axis: ``a b`` is a product
+    of two, ``a | b`` stands for segments.  And of each factor its size, whether it is cut, and whether it may be."""
+    factors = Factors(plan.graph)
+    cut = factors_at(plan.graph, factors, plan.cuts)
+    number: Interned[Factor] = Interned()
+    axes: dict[int, list[str]] = {}
+    for block in _different(graph.items):
+        for node in block.nodes:
+            for value in (*node.inputs, Value(node)):
+                at = graph.number[value.node]
+                if at not in axes and (value.node.is_leaf or value.node is node):
+                    axes[at] = [_axis(segments, number) for segments in factors.axes(value)]
+    known = [[f.size, f in cut, bool(f.blocked)] for f in number.items]
+    return {"axes": axes, "factors": known}
+
+
+def _axis(segments: Sequence[Sequence[Factor]], number: Interned[Factor]) -> str:
+    """One axis: numbers of factors, those of a segment with blanks between them."""
+    return "|".join(" ".join(str(number(f)) for f in segment if f.size != 1) for segment in segments)
+
+
+def _different(items: Sequence[Item]) -> Iterator[Block]:
+    """Blocks, of groups those of the first repetition."""
+    for item in items:
+        if isinstance(item, Block):
+            yield item
+        else:
+            yield from _different(item.each[0])

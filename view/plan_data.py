@@ -1,0 +1,251 @@
+"""A plan as the data of a page: rows of work and meetings, every instruction with its cost, memory over steps."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ..backends.base import Program
+from ..graph.graph import names
+from ..graph.node import Node
+from ..ops.collective import COLLECTIVES, sequence_of
+from ..scheduler.hardware import Counts
+from ..scheduler.layout import Layout, Local, Shard
+from ..scheduler.plan import Plan
+from ..scheduler.stages import WORK, Prices, Stage, StepCost
+from ..scheduler.telling.explain import Reasons, meeting_lines, placement_lines, summary
+from ..scheduler.telling.listing import lives
+from .graph_data import GraphData
+from .interned import Interned
+
+SUMS = ("all_reduce", "reduce_scatter")
+
+
+class PlanData:
+    """What a page says of a plan besides its graph."""
+
+    def __init__(self, plan: Plan, graph: GraphData) -> None:
+        self.plan, self.graph = plan, graph
+        self.node = {name: node for node, name in graph.names.items()}
+        numbers: dict[int, int] = {}
+        self.program = [numbers.setdefault(id(lane.graph), len(numbers)) for lane in plan.lanes]
+        self.first = [self.program.index(p) for p in range(len(numbers))]
+        self.local = [{name: n for n, name in names(plan.lanes[d].graph).items()} for d in self.first]
+        self.saves = [plan.lanes[d].program.saves for d in self.first]
+        self.reasons = Reasons(plan)
+        self.texts = Interned[str]("")
+        self.costs = Interned[StepCost]()
+        self.specs = Interned[tuple[str, int]]()
+
+    def document(self) -> dict[str, Any]:
+        """The plan as plain data."""
+        plan = self.plan
+        programs = [self._program(p) for p in range(len(self.first))]
+        rows = [self._row(*row) for row in self._rows([p["block"] for p in programs])]
+        layouts = self._layouts()
+        return {
+            "summary": summary(plan),
+            "cost": {"total": plan.cost.total, "collectives": plan.cost.collectives, "meetings": plan.cost.meetings},
+            "decisions": [*plan.reasons, *placement_lines(plan), *meeting_lines(plan)],
+            "devices": [self._device(d) for d in range(len(plan.lanes))],
+            "programs": programs,
+            "rows": rows,
+            "layouts": layouts,
+            "texts": self.texts.items,
+            "specs": self.specs.items,
+            "costs": [[c.flops, c.nbytes, c.moved, _short(c.seconds), _short(c.uncut)] for c in self.costs.items],
+        }
+
+    def _device(self, d: int) -> dict[str, Any]:
+        lane = self.plan.lanes[d]
+        return {
+            "name": str(lane.device),
+            "backend": lane.backend.name,
+            "about": lane.device.description,
+            "memory": lane.device.memory,
+            "program": self.program[d],
+            "held": {**lane.memory(), "undo": lane.program.saved_bytes},
+            "speeds": asdict(self.plan.speeds[d]),
+        }
+
+    # ------------------------------------------------------------------------------------------------ instructions
+
+    def _program(self, number: int) -> dict[str, Any]:
+        """Columns with an entry for each instruction; `own` labels those that are no node of the user's graph."""
+        lane, device = self.plan.lanes[self.first[number]], self.first[number]
+        program = lane.program
+        whole = {v.node.name: v.spec.nbytes for v in (*self.plan.graph.weights, *self.plan.graph.states)}
+        prices = Prices(lane.graph, program, self.plan.speeds[device], whole, Counts(), len(self.plan.lanes))
+        ops, own, origin = Interned[str](), {}, []
+        for at, i in enumerate(program.instructions):
+            node, is_own = self._origin(number, at)
+            origin.append(-1 if node is None else self.graph.number[node])
+            if is_own:
+                own[at] = i.node
+        live, last = memory_by_step(program)
+        return {
+            "ops": (columns := [ops(i.op) for i in program.instructions]) and ops.items,
+            "op": columns,
+            "node": origin,
+            "own": own,
+            "block": self._blocks(origin),
+            "cost": [self.costs(prices.of(at)) for at in range(len(program.instructions))],
+            "spec": [self.specs((str(i.dst[0].spec), i.dst[0].spec.nbytes)) for i in program.instructions],
+            "last": last,
+            "live": live,
+            "kept": program.saved_bytes,
+        }
+
+    def _origin(self, number: int, at: int) -> tuple[Node | None, bool]:
+        """The node of the user's graph that an instruction computes; if it is none, that whose value it converts."""
+        lane = self.plan.lanes[self.first[number]]
+        i = lane.program.instructions[at]
+        user = self.node.get(i.node)
+        saves = self.saves[number]
+        if at not in saves and user is not None and user.op == i.op:
+            return user, False
+        local = None if at in saves else self.local[number].get(i.node)
+        if local is None:  # a copy of a state, named for it
+            return self.node.get(i.node.rpartition(".")[0]), True
+        if local.op == "receive":
+            return self.node.get(i.node.rpartition(".from.")[0]), True
+        while local.inputs:
+            local = local.inputs[0].node
+            name = self.graph_name(number, local)
+            if name in self.node:
+                return self.node[name], True
+        return None, True
+
+    def graph_name(self, number: int, local: Node) -> str:
+        """The name of a device's node; conversions that are received are named for what they bring."""
+        name = local.name
+        return name.rpartition(".from.")[0] if local.op == "receive" else name
+
+    def _blocks(self, origin: Sequence[int]) -> list[int]:
+        """The block of each instruction; they follow each other, so one that strays belongs where it runs."""
+        nodes, found, at = self.graph.graph.nodes, [], 0
+        for node in origin:
+            at = max(at, self.graph.block.get(nodes[node], 0) if node >= 0 else 0)
+            found.append(at)
+        return found
+
+    # -------------------------------------------------------------------------------------------------------- rows
+
+    def _rows(self, block: Sequence[Sequence[int]]) -> Iterator[tuple[str, int, dict[int, tuple[int, int]], list[int]]]:
+        """Op, block, (first, count) by program, and devices: work side by side between meetings, and the meetings."""
+        done = [0] * len(self.plan.lanes)
+        meetings: dict[int, dict[int, int]] = defaultdict(dict)
+        for d, lane in enumerate(self.plan.lanes):
+            for at, i in enumerate(lane.program.instructions):
+                if (number := sequence_of(i.op, i.attrs)) is not None:
+                    meetings[number][d] = at
+
+        def work(until: Mapping[int, int]) -> Iterator[tuple[str, int, dict[int, tuple[int, int]], list[int]]]:
+            found: dict[int, dict[int, tuple[int, int]]] = defaultdict(dict)
+            for d, end in until.items():
+                for at in range(done[d], end):
+                    b = block[self.program[d]][at]
+                    first, count = found[b].get(d, (at, 0))
+                    found[b][d] = (first, count + 1)
+                done[d] = end
+            for b in sorted(found):
+                yield WORK, b, {self.program[d]: cell for d, cell in found[b].items()}, list(found[b])
+
+        for number in sorted(meetings):
+            there = meetings[number]
+            yield from work(there)
+            ops = {d: self.plan.lanes[d].program.instructions[at].op for d, at in there.items()}
+            sender = next((d for d in there if ops[d] == "send"), min(there))
+            devices = [sender, *(d for d in there if d != sender)]
+            b = block[self.program[sender]][there[sender]]
+            yield ops[sender], b, {self.program[d]: (at, 1) for d, at in there.items()}, devices
+            for d, at in there.items():
+                done[d] = at + 1
+        yield from work({d: len(lane.program.instructions) for d, lane in enumerate(self.plan.lanes)})
+
+    def _row(self, op: str, block: int, cells: Mapping[int, tuple[int, int]], devices: list[int]) -> list[Any]:
+        told = (
+            {self.program[d]: d for d in reversed(devices)}.items()
+            if op == WORK
+            else [(self.program[devices[0]], devices[0])]
+        )
+        because = [
+            self.texts(
+                self.reasons.of(Stage(op, (d,) if op == WORK else tuple(devices), *cells[p], 0.0, 0.0, 0.0, None, d))
+            )
+            for p, d in told
+        ]
+        return [op, block, [[p, *cell] for p, cell in cells.items()], devices, list(dict.fromkeys(reversed(because)))]
+
+    # ----------------------------------------------------------------------------------------------------- layouts
+
+    def _layouts(self) -> list[int]:
+        """How each node's first result lies on the devices, as the number of a text."""
+        owed = [_owed(self.plan.lanes[d].graph, self.local[p], self) for p, d in enumerate(self.first)]
+        found = []
+        for node in self.graph.graph.nodes:
+            if node.is_leaf:
+                found.append(self.texts(_layout_text(self.plan.leaves[node.name])))
+                continue
+            name = self.graph.names[node]
+            mine = [None if (n := local.get(name)) is None or n.op != node.op else n for local in self.local]
+            found.append(self.texts(self._layout(node, mine, any(name in names for names in owed))))
+        return found
+
+    def _layout(self, node: Node, local: Sequence[Node | None], owed: bool) -> str:
+        shapes = [None if n is None else n.specs[0].shape for n in local]
+        there = [s for s in shapes if s is not None]
+        full = node.specs[0].shape
+        if not there:
+            return ""
+        if cut := [axis for axis in range(len(full)) if any(s[axis] != full[axis] for s in there if len(s) > axis)]:
+            sizes = (shapes[p] for p in self.program)
+            return f"S{cut[0]}({'|'.join('0' if s is None else str(s[cut[0]]) for s in sizes)})"
+        if len(there) < len(shapes):
+            return "L" + ",".join(str(d) for d, p in enumerate(self.program) if shapes[p] is not None)
+        return "P" if owed else "R"
+
+
+def _owed(graph: Any, local: Mapping[str, Node], data: PlanData) -> set[str]:
+    """Names of a device's nodes whose values are summands: those that a sum over devices reads, and back to where the
+    terms are made, which is where something that was cut is read."""
+    stack = [n.inputs[0].node for n in graph.nodes if n.op in SUMS]
+    whole = {n.name.removesuffix(".zero") for n in graph.nodes if n.op == "fill"}
+    found: set[str] = set()
+    while stack:
+        node = stack.pop()
+        user = data.node.get(node.name)
+        if node.name in found or user is None or node.is_leaf or node.op in COLLECTIVES or node.name in whole:
+            continue
+        found.add(node.name)
+        pairs = list(zip(node.inputs, user.inputs, strict=False))
+        if all(mine.shape == theirs.shape for mine, theirs in pairs):
+            stack += [mine.node for mine, _ in pairs]
+    return found
+
+
+def _layout_text(layout: Layout) -> str:
+    if isinstance(layout, Shard):
+        return f"S{layout.axis}({'|'.join(str(layout.length(d)) for d in range(len(layout.runs)))})"
+    return f"L{','.join(map(str, layout.devices))}" if isinstance(layout, Local) else str(layout)
+
+
+def memory_by_step(program: Program) -> tuple[list[int], list[int]]:
+    """Bytes of the arena in use at each step, and for what each step writes the last step that needs it (-1 where it
+    writes into a weight, state or constant)."""
+    steps = len(program.instructions)
+    last, change = [-1] * steps, [0] * (steps + 1)
+    for life in lives(program):
+        end = min(life.end, steps)
+        change[max(life.first, 0)] += life.nbytes
+        change[end] -= life.nbytes
+        if life.step >= 0:
+            last[life.step] = end - 1
+    return list(itertools.accumulate(change[:-1])), last
+
+
+def _short(seconds: float | None) -> float | None:
+    return None if seconds is None else float(f"{seconds:.4g}")
