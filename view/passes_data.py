@@ -11,7 +11,8 @@ from typing import Any
 from ..graph.fold import Block, Item
 from ..graph.node import Value
 from ..scheduler.plan import Plan
-from ..scheduler.sharding.factors import Factor, Factors
+from ..scheduler.sharding.axes import Factor
+from ..scheduler.sharding.factors import Factors
 from ..scheduler.sharding.search import factors_at
 from .graph_data import GraphData
 from .interned import Interned

@@ -78,7 +78,7 @@ class PlanData:
         lane, device = self.plan.lanes[self.first[number]], self.first[number]
         program = lane.program
         whole = {v.node.name: v.spec.nbytes for v in (*self.plan.graph.weights, *self.plan.graph.states)}
-        prices = Prices(lane.graph, program, self.plan.speeds[device], whole, Counts(), len(self.plan.lanes))
+        prices = Prices(lane, self.plan.speeds[device], whole, Counts(), len(self.plan.lanes))
         ops, own, origin = Interned[str](), {}, []
         for at, i in enumerate(program.instructions):
             node, is_own = self._origin(number, at)
