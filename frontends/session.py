@@ -203,8 +203,9 @@ class Session:
         count = _bucket(max(map(len, part)))
         longest = max(n + len(new) for n, new in zip(self.lengths, part, strict=True))
         wanted = [(i, t) for i, new in enumerate(part) for t in range(len(new))] if every_position else None
-        step = self.step(count, longest, self.sequences * count if every_position else self.sequences)
-        inputs, executor = self.model.inputs(step, Batch(part, self.lengths, wanted)), self.executor(step)
+        step = self._step(count, longest, self.sequences * count if every_position else self.sequences)
+        executor = self._executors.get(step) or self.executor(step)
+        inputs = self.model.inputs(step, Batch(part, self.lengths, wanted))
         with InterruptsKept():  # states and lengths belong together
             logits = executor.run(inputs)["logits"]
             self.lengths = [n + len(new) for n, new in zip(self.lengths, part, strict=True)]
@@ -234,6 +235,9 @@ class Session:
     @needs(ModelError, tokens=COUNT, length=COUNT, outputs=COUNT)
     def step(self, tokens: int, length: int, outputs: int = 1) -> Step:
         """The step that runs so many new tokens (a bucket) where the longest sequence then has `length`."""
+        return self._step(tokens, length, outputs)
+
+    def _step(self, tokens: int, length: int, outputs: int) -> Step:
         cells = min(self.context, max(FEWEST_CELLS, _bucket(length)))
         return _step(self.sequences, tokens, cells, self.context, outputs)
 

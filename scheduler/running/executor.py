@@ -84,8 +84,8 @@ class Executor:
         Raises `PlanError` for an input that is missing, unknown or does not fit, `BackendError` if a device fails.
         """
         with self._turn:
-            self.bind(inputs)
-            self.replay()
+            self._bind(inputs)
+            self._replay()
             everywhere = range(len(self._outputs))
             return {
                 name: assembled(shape, self.plan.outputs[name], [self._output(name, i) for i in everywhere])
@@ -100,27 +100,34 @@ class Executor:
 
     def bind(self, inputs: Mapping[str, npt.ArrayLike]) -> None:
         """Copy the inputs to all devices."""
+        with self._turn:
+            self._bind(inputs)
+
+    def _bind(self, inputs: Mapping[str, npt.ArrayLike]) -> None:
         if not isinstance(inputs, Mapping) or not inputs.keys() <= self._specs.keys():
             demand(PlanError, "run", "inputs", inputs, INPUTS)
             (name, *_) = (key for key in inputs if key not in self._specs)
             raise PlanError(f"there is no input %{quote(name):.60}; inputs: {', '.join(self._specs) or 'none'}")
-        with self._turn:
-            for name, spec in self._specs.items():
-                if name not in inputs:
-                    raise PlanError(f"input %{name}: {spec} is missing")
-                data = fitted(f"input %{name}", inputs[name], spec)
-                for view, dtype in self._inputs[name]:
-                    view[...] = encoded(decoded(data, spec.dtype), dtype)
+        for name, spec in self._specs.items():
+            if name not in inputs:
+                raise PlanError(f"input %{name}: {spec} is missing")
+            data = fitted(f"input %{name}", inputs[name], spec)
+            for view, dtype in self._inputs[name]:
+                view[...] = encoded(decoded(data, spec.dtype), dtype)
 
     def replay(self) -> None:
         """Run the programs on the inputs that are bound; an interrupt comes once they have run.  Raises `BackendError`
         if a device fails."""
-        if self._lost is not None:
-            raise self._lost
-        with self._turn, InterruptsKept():
+        with self._turn:
             self._replay()
 
     def _replay(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+        with InterruptsKept():
+            self._run_all()
+
+    def _run_all(self) -> None:
         self._failures.clear()
         others = [self._threads.submit(self._guarded, i) for i in range(1, len(self._replays))] if self._threads else []
         self._guarded(0)

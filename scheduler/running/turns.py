@@ -25,6 +25,9 @@ class Turn:
         self._locks = [locks[key] for key in sorted(locks)]  # in one order, so that nobody waits for each other
 
     def __enter__(self) -> None:
+        if len(self._locks) == 1:  # nothing to give back, and a fifth of the time, which counts where a run takes 1 ms
+            self._locks[0].acquire()
+            return
         held: list[threading.RLock] = []
         try:
             for lock in self._locks:
