@@ -81,6 +81,13 @@ def _lane_faults(lane: Lane) -> Iterator[str]:
     yield from faults(lane.graph, lane.program, lane.backend)
 
 
+def _shows(layout: Layout, device: int, own: tuple[Index, ...]) -> bool:
+    """Whether whoever asks for a value that lies like this is shown what `device` has."""
+    if isinstance(layout, Shard):
+        return 0 not in map(len, own)
+    return device == (layout.devices[0] if isinstance(layout, Local) else 0)
+
+
 class _Whole:
     """The devices together against the user's graph."""
 
@@ -202,6 +209,7 @@ class _Whole:
         wanted = {s.node.name: (s, v) for s, v in self.plan.graph.updates.items()}
         for device, lane in enumerate(self.plan.lanes):
             updates: Mapping[str, Value] = {s.node.name: v for s, v in lane.graph.updates.items()}
+            held = {v.node.name for v in lane.graph.states}
             for state in self.plan.graph.states:
                 name = state.node.name
                 axes = self._axes(state, self.plan.leaves.get(name))
@@ -215,6 +223,8 @@ class _Whole:
                     yield from self._ends_as(trace, device, updates[name], new, mine, f"state %{quote(name)}")
                 elif changes and 0 not in map(len, mine):
                     yield f"device {device} does not update its part of state %{quote(name)}"
+                if mine is not None and name not in held and _shows(self.plan.leaves[name], device, mine):
+                    yield f"device {device} does not have state %{quote(name)}, which is read there between runs"
 
     def _ends_as(
         self, trace: Trace, device: int, local: Value, value: Value, wanted: tuple[Index, ...], what: str
