@@ -203,7 +203,7 @@ class Session:
         count = _bucket(max(map(len, part)))
         longest = max(n + len(new) for n, new in zip(self.lengths, part, strict=True))
         wanted = [(i, t) for i, new in enumerate(part) for t in range(len(new))] if every_position else None
-        step = self._step(count, longest, self.sequences * count if every_position else self.sequences)
+        step = self._step_of(count, longest, self.sequences * count if every_position else self.sequences)
         executor = self._executors.get(step) or self.executor(step)
         inputs = self.model.inputs(step, Batch(part, self.lengths, wanted))
         with InterruptsKept():  # states and lengths belong together
@@ -235,9 +235,9 @@ class Session:
     @needs(ModelError, tokens=COUNT, length=COUNT, outputs=COUNT)
     def step(self, tokens: int, length: int, outputs: int = 1) -> Step:
         """The step that runs so many new tokens (a bucket) where the longest sequence then has `length`."""
-        return self._step(tokens, length, outputs)
+        return self._step_of(tokens, length, outputs)
 
-    def _step(self, tokens: int, length: int, outputs: int) -> Step:
+    def _step_of(self, tokens: int, length: int, outputs: int) -> Step:
         cells = min(self.context, max(FEWEST_CELLS, _bucket(length)))
         return _step(self.sequences, tokens, cells, self.context, outputs)
 
@@ -280,6 +280,8 @@ _step = lru_cache(maxsize=64)(Step)
 
 def token_ids(sequence: int, given: Sequence[int]) -> list[int]:
     """Tokens of a sequence that a caller gives, as a list.  Raises `ModelError` unless they are integers."""
+    if type(given) is list and all(type(token) is int for token in given):
+        return given
     ids = numbers(f"tokens of sequence {sequence}", given, ModelError)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ModelError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 from ...graph import Value
@@ -54,7 +55,7 @@ class StreamTraits:
     magnitude: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Hyper:
     """Hyperparameters of a model.  Factors of embeddings, of what joins the residual and of logits are 1, and the bound
     of the logits is 0, where there are none."""
@@ -84,12 +85,12 @@ class Hyper:
     def layers(self) -> int:
         return len(self.blocks)
 
-    @property
+    @cached_property
     def taps(self) -> int:
         """Taps of the convolutions, which `step_inputs` asks for; 0 if there are none."""
         return max((mixer.taps for block in self.blocks for mixer in block.mixers), default=0)
 
-    @property
+    @cached_property
     def needs(self) -> frozenset[str]:
         """The inputs of its graphs."""
         names = {"tokens", "out_ids"} if self.causal else {"tokens", "out_ids", "last"}
