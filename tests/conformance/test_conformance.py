@@ -90,6 +90,7 @@ def test_the_quick_run_shows_every_dtype_layout_input_kind_attribute_and_check(n
         assert everything == some
 
 
+@pytest.mark.long
 def test_samples_of_an_op_are_among_its_points_and_points_are_legal():
     for op in REGISTRY.values():
         found = points(op)
@@ -239,7 +240,7 @@ def failures(results):
     return [f"{r.case}: {r.why}" for r in results if r.outcome not in (Outcome.PASS, Outcome.NO_REFERENCE)]
 
 
-@pytest.mark.long(every=8)
+@pytest.mark.long(every=17)
 @pytest.mark.parametrize("name", REGISTRY)
 def test_backends_of_ours_pass_the_quick_run(name):
     """The references as a device take every check but, of what is compared with themselves, a quarter: they run every

@@ -291,7 +291,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.long(every=8)
+@pytest.mark.long(every=16)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_a_kernel_is_found(name):
     file, good, bad, found_by = FAULTS[name]

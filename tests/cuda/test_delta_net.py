@@ -74,7 +74,7 @@ def test_decays_of_twenty_a_token_neither_overflow_nor_give_nan(channels: bool):
         check(p, bind(p, exact=False), FAST)
 
 
-@pytest.mark.long(every=2)
+@pytest.mark.long
 @KINDS
 def test_a_decay_to_nothing_forgets_the_state(channels: bool):
     p = problem(13, 64, 1, 1, 100, channels=channels)
@@ -82,7 +82,7 @@ def test_a_decay_to_nothing_forgets_the_state(channels: bool):
     check(p, bind(p), EXACT)
 
 
-@pytest.mark.long(every=2)
+@pytest.mark.long
 @KINDS
 def test_keys_almost_parallel_and_no_decay_cost_no_more_than_is_allowed(channels: bool):
     p = problem(8, 128, 1, 1, 128, channels=channels, hard=True)
@@ -224,6 +224,7 @@ def _results(p: Problem, order: int, exact: bool) -> tuple[np.ndarray, np.ndarra
     return bound.out, bound.new
 
 
+@pytest.mark.long(every=3)
 @KINDS
 @pytest.mark.parametrize(("tokens", "exact"), [(19, True), (100, True), (100, False)])
 def test_the_order_of_threads_changes_no_bit(tokens: int, exact: bool, channels: bool):
@@ -232,6 +233,7 @@ def test_the_order_of_threads_changes_no_bit(tokens: int, exact: bool, channels:
     assert all(np.array_equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
+@pytest.mark.long(every=2)
 @pytest.mark.parametrize("exact", [True, False])
 def test_how_values_are_dealt_to_blocks_changes_no_bit(exact: bool):
     p = problem(10, 128, 1, 1, 70)

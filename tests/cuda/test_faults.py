@@ -135,7 +135,7 @@ def test_a_launch_that_no_device_takes_is_refused():
 # --------------------------------------------------------------------------------------------- in the package's own
 
 
-@pytest.mark.long(every=5)
+@pytest.mark.long(every=11)
 @dataclass(frozen=True)
 class Plant:
     """A mistake in one of our kernels: `old` becomes `new` in a file (or the prelude)."""

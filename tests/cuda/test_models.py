@@ -16,7 +16,7 @@ GROUPS = {"one": Group(("cuda-emulated:0",)), "two": Group(("cuda-emulated:0", "
 STEPS = 3
 
 
-@pytest.mark.long(every=7)
+@pytest.mark.long(every=15)
 @pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
 @pytest.mark.parametrize("name", INDEX)
 def test_a_model_has_the_logits_of_llama_cpp(name, group):

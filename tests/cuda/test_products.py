@@ -46,6 +46,7 @@ def test_what_is_no_number_stays_so_in_its_block_alone():
     assert not np.isfinite(scales[1:]).any()
 
 
+@pytest.mark.long(every=5)
 @pytest.mark.parametrize("dtype", PACKINGS, ids=str)
 def test_packing_loses_nothing(dtype):
     spec = Spec((2, 37, 512), dtype)

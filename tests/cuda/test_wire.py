@@ -112,6 +112,7 @@ def test_a_lost_device_leaves_no_result_of_a_rounded_sum(monkeypatch):
     same(rig.run(), right)
 
 
+@pytest.mark.long
 def test_a_model_keeps_its_tokens_with_rounded_sums_and_exact_ones_are_refused(monkeypatch):
     monkeypatch.setattr(meetings, "NARROW_FROM", LEAST)
     devices = ("cuda-emulated:0", "cuda-emulated:1")

@@ -218,6 +218,7 @@ def test_tokenize_adds_and_reads_special_tokens_only_if_asked(capsys: Capture) -
     assert [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines()] == ["'It'", "' is'"]
 
 
+@pytest.mark.long
 def test_perplexity_of_the_held_out_text_equals_that_of_llama_cpp(capsys: Capture) -> None:
     assert main(["perplexity", TINY, str(TINY_GOLDENS / "heldout.txt"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -120,7 +120,7 @@ def test_a_file_truncated_at_200_places_is_refused(tmp_path: Path) -> None:
         assert tried(model, measured=True) == 2, place
 
 
-@pytest.mark.long(every=3)
+@pytest.mark.long(every=5)
 @pytest.mark.parametrize("name", MODELS)
 def test_random_flips_in_header_and_metadata_are_refused_or_harmless(name: str, tmp_path: Path) -> None:
     source = path_of(name)

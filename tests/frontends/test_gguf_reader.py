@@ -434,6 +434,7 @@ def test_a_file_truncated_at_200_places_never_opens(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
+@pytest.mark.long
 def test_flipped_bytes_in_the_header_open_or_fail_in_one_line(tmp_path: Path) -> None:
     content, flipped, random = SMALL.read_bytes(), tmp_path / "flipped.gguf", np.random.default_rng(11)
     header, results = header_size(SMALL), []

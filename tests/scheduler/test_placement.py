@@ -42,6 +42,7 @@ PLACES = {
 # ------------------------------------------------------------------------------------------------- what the user says
 
 
+@pytest.mark.long(every=7)
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["llama", "qwen35", "qwen3moe"])

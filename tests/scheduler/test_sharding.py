@@ -31,6 +31,7 @@ from ..given.random_graphs import bindings, seeded_graph
 # ---------------------------------------------------------------------------------------------------------- models
 
 
+@pytest.mark.long(every=9)
 @pytest.mark.parametrize(("n", "split"), [(2, (3, 1)), (3, ()), (4, (3, 1)), (8, ())], ids=["2-3,1", "3", "4-3,1", "8"])
 @pytest.mark.parametrize("mode", ["tensor", "layer"])
 @pytest.mark.parametrize("name", [*DENSE, "qwen3next", "qwen3-q4_k_m"])
@@ -86,6 +87,7 @@ def test_each_device_keeps_its_share_of_the_weights_and_of_the_cache():
 # ---------------------------------------------------------------------------------------------------- random graphs
 
 
+@pytest.mark.long(every=4)
 @pytest.mark.parametrize("seed", range(120))
 def test_a_random_graph_cut_wherever_it_can_be_equals_one_device(seed):
     graph = seeded_graph(seed)

@@ -26,6 +26,7 @@ def large(request, tmp_path_factory):
     return LARGE[request.param](tmp_path_factory.mktemp("header") / f"{request.param}.gguf")
 
 
+@pytest.mark.long(every=2)
 def test_a_large_model_is_planned_for_eight_devices(large, capsys):
     """How long that takes is measured by benchmarks/plan_large.py."""
     assert main(["plan", large, "--simulate", "h200:8,nvlink", "-c", "4096"]) == 0
@@ -34,6 +35,7 @@ def test_a_large_model_is_planned_for_eight_devices(large, capsys):
     assert re.search(r"h200:7 +\d", out)
 
 
+@pytest.mark.long(every=2)
 def test_auto_predicts_for_eight_devices_no_more_than_for_one(large):
     graph, _ = step_graph(large, context=4096, tokens=1)
     simulation = simulate("h200:8,nvlink")
@@ -43,6 +45,7 @@ def test_auto_predicts_for_eight_devices_no_more_than_for_one(large):
     assert many.cost.total <= one.cost.total * (1 + 1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("devices", ["h200:2,nvlink", "h200:2,ethernet", "rtx4090:4,pcie4", "cpu:2"])
 def test_auto_never_predicts_more_than_one_device_where_that_fits(devices, tmp_path):
     for path in (llama_70b(tmp_path / "a.gguf", layers=2), qwen_80b(tmp_path / "b.gguf", layers=4)):
@@ -54,6 +57,7 @@ def test_auto_never_predicts_more_than_one_device_where_that_fits(devices, tmp_p
         assert many.cost.total <= one.cost.total * (1 + 1e-9)
 
 
+@pytest.mark.long
 def test_a_context_that_does_not_fit_comes_with_one_that_does(tmp_path, capsys):
     path = llama_70b(tmp_path / "model.gguf", layers=40)
     flags = ["--simulate", "rtx4090", "-c"]
@@ -66,6 +70,7 @@ def test_a_context_that_does_not_fit_comes_with_one_that_does(tmp_path, capsys):
     assert main(["plan", path, *flags, str(fitting + 256)]) == 1
 
 
+@pytest.mark.long
 def test_weights_that_do_not_fit_come_with_the_number_of_devices_that_would_do(tmp_path, capsys):
     path = llama_70b(tmp_path / "model.gguf", layers=56)
     assert main(["plan", path, "--simulate", "rtx3090:1", "-c", "1024"]) == 1
@@ -75,6 +80,7 @@ def test_weights_that_do_not_fit_come_with_the_number_of_devices_that_would_do(t
     assert main(["plan", path, "--simulate", f"rtx3090:{number}", "-c", "1024", "--split-mode", "tensor"]) == 0
 
 
+@pytest.mark.long
 def test_devices_of_no_split_are_told_of_the_modes_that_split(tmp_path, capsys):
     path = llama_70b(tmp_path / "model.gguf", layers=56)
     assert main(["plan", path, "--simulate", "rtx3090:2", "-c", "1024", "--split-mode", "none"]) == 1
