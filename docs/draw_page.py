@@ -16,7 +16,7 @@ from hocket import ops
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 MODEL = ROOT / "data" / "hocket-tiny-q8_0.gguf"
-SIZE = (1280, 800)
+SIZE = (1120, 640)
 CLICKS = (".fold button.gutter", ".group.open .row.work .cell.work")
 """What is clicked before the picture is taken: a layer, and the first work in it."""
 

@@ -239,8 +239,12 @@ class Planning:
             first = [self.alone()] if best.placed else []
             best = min(best, alone, *first, key=lambda p: (shortage(p) > 0, p.cost.total))
         if not shortage(best):
-            return best
+            return best if best.cuts or best.placed else replace(best, reasons=(*best.reasons, self._no_gain()))
         return min((best, self.shards(), self.layers()), key=shortage)
+
+    def _no_gain(self) -> str:
+        first = self.group[0][1]
+        return f"{len(self.group)} devices take as long as one, each does all: --devices {first} leaves the others free"
 
     def _time_of_one(self) -> float:
         """The predicted time of one device, which is also that of many that all do the same."""

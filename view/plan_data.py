@@ -14,6 +14,7 @@ from ..graph.node import Node
 from ..ops.collective import COLLECTIVES, sequence_of
 from ..scheduler.hardware import Counts
 from ..scheduler.layout import Layout, Local, Shard
+from ..scheduler.lowering.lane import first_alike
 from ..scheduler.plan import Plan
 from ..scheduler.stages import WORK, Prices, Stage, StepCost
 from ..scheduler.telling.explain import Reasons, meeting_lines, placement_lines, summary
@@ -31,10 +32,9 @@ class PlanData:
         self.plan, self.graph = plan, graph
         self.node = {name: node for node, name in graph.names.items()}
         numbers: dict[int, int] = {}
-        self.program = [numbers.setdefault(id(lane.graph), len(numbers)) for lane in plan.lanes]
+        self.program = [numbers.setdefault(first, len(numbers)) for first in first_alike(plan.lanes)]
         self.first = [self.program.index(p) for p in range(len(numbers))]
         self.local = [{name: n for n, name in names(plan.lanes[d].graph).items()} for d in self.first]
-        self.saves = [plan.lanes[d].program.saves for d in self.first]
         self.reasons = Reasons(plan)
         self.texts = Interned[str]("")
         self.costs = Interned[StepCost]()
@@ -104,10 +104,9 @@ class PlanData:
         lane = self.plan.lanes[self.first[number]]
         i = lane.program.instructions[at]
         user = self.node.get(i.node)
-        saves = self.saves[number]
-        if at not in saves and user is not None and user.op == i.op:
+        local = lane.graph.nodes[i.index] if i.index >= 0 else None
+        if local is not None and user is not None and user.op == i.op:
             return user, False
-        local = None if at in saves else self.local[number].get(i.node)
         if local is None:  # a copy of a state, named for it
             return self.node.get(i.node.rpartition(".")[0]), True
         if local.op == "receive":

@@ -77,8 +77,10 @@ def _search(graph: Graph, factors: Factors, costs: Costs, eager: bool) -> tuple[
             alike = [n for n in pays if abs(tried[n].cost.total - first.cost.total) <= ALIKE * first.cost.total]
             rivals = [n for n in alike if n == name or clash(graph, factors, first.factors | tried[n].factors)]
             name = min(rivals, key=lambda n: tried[n].held)
-        said = "beat" if name == ranked[0] else "has fewer bytes on each device than"
-        beaten = "".join(f"; {said} {n}: {_shown(tried[n].cost)}" for n in [n for n in ranked if n != name][:1])
+        beaten = "".join(
+            f"; {_why(tried[name], tried[n], name == ranked[0])} {n}: {_shown(tried[n].cost)}"
+            for n in [n for n in ranked if n != name][:1]
+        )
         notes.append(f"cut {name}: {_shown(tried[name].cost)}{beaten}")
         current = tried[name]
         del classes[name]
@@ -154,6 +156,14 @@ def _worth(now: Estimate, then: Estimate, eager: bool) -> float:
 def _judge(graph: Graph, factors: Factors, chosen: frozenset[Factor], costs: Costs) -> _Judged:
     assignment = assign(graph, factors, chosen)
     return _Judged(chosen, assignment, costs.estimate(assignment), costs.held(assignment))
+
+
+def _why(chosen: _Judged, other: _Judged, is_worth_most: bool) -> str:
+    """In what one choice is better than another."""
+    if not is_worth_most:
+        return "has fewer bytes on each device than"
+    faster = chosen.cost.total <= other.cost.total
+    return "beat" if faster else "saves more for each second in collectives than"
 
 
 def _shown(cost: Estimate) -> str:

@@ -173,20 +173,21 @@ class Reasons:
         lane = self.plan.lanes[stage.source]
         instructions = lane.program.instructions[stage.first : stage.first + stage.count]
         nodes = [lane.graph.nodes[i.index] for i in instructions if i.index >= 0]
-        return self._work(nodes) if stage.op == WORK else self._meeting(lane, stage, nodes[0])
+        return self._work(nodes, stage.devices) if stage.op == WORK else self._meeting(lane, stage, nodes[0])
 
-    def _work(self, nodes: Sequence[Node]) -> str:
+    def _work(self, nodes: Sequence[Node], devices: Sequence[int]) -> str:
         """The cut (or placed) leaf with most bytes that the stage reads."""
+        because = {name: why for name, (device, why) in self.because.items() if device in devices}
         leaves = {leaf_of(s).name: leaf_of(s) for n in nodes for s in n.inputs}
         kept = [n for n in leaves.values() if n.op in ("weight", "state") and n.name in self.plan.leaves]
         special = [n for n in kept if isinstance(self.plan.leaves[n.name], Shard | Local)]
         if not special:
-            why = [self.because[n.name] for n in nodes if n.name in self.because]
+            why = [because[n.name] for n in nodes if n.name in because]
             return f"placed here: {why[0]}" if why else self._whole(nodes)
         most = max(special, key=lambda n: n.specs[0].nbytes)
         others = f" and {len(special) - 1} more" if len(special) > 1 else ""
         if isinstance(self.plan.leaves[most.name], Local):
-            return f"%{most.label}{others} placed here: {self.because.get(most.name, 'nothing else reads it')}"
+            return f"%{most.label}{others} placed here: {because.get(most.name, 'nothing else reads it')}"
         return f"%{most.label}{others} cut on axis {self._axis(most)}"
 
     def _whole(self, nodes: Sequence[Node]) -> str:
@@ -234,9 +235,9 @@ def named(value: Value) -> str:
     return ref(value.node.name or value.node.op) + (f"#{value.index}" if len(value.node.specs) > 1 else "")
 
 
-def _because(plan: Plan) -> dict[str, str]:
-    """Why nodes are placed where they are, by their names and by those of the weights and states they read."""
-    said = {name: placed.because for placed in plan.placed for name in placed.nodes}
+def _because(plan: Plan) -> dict[str, tuple[int, str]]:
+    """On which device nodes are placed and why, by their names and by those of the weights and states they read."""
+    said = {name: (placed.device, placed.because) for placed in plan.placed for name in placed.nodes}
     found = dict(said)
     for node, name in names(plan.graph).items() if said else ():
         for leaf in map(leaf_of, node.inputs):

@@ -430,3 +430,20 @@ def test_memory_that_is_out_costs_one_line_and_debug_shows_where(
     assert capsys.readouterr().err == "hocket: memory is out; use a smaller context, batch or model\n"
     with pytest.raises(MemoryError):
         main(["run", "--debug"])
+
+
+@pytest.mark.parametrize("more", [["--simulate", "cpu:2", "--split-mode", "tensor"], ["--graph"], []])
+def test_view_writes_a_page(tmp_path, capsys, more):
+    out = tmp_path / "page.html"
+    assert main(["view", LLAMA, "-o", str(out), *more]) == 0
+    assert out.read_text("utf-8").startswith("<!doctype html>")
+    assert "open it in a browser" in capsys.readouterr().err
+
+
+def test_view_shows_a_plan_in_json_and_another_beside_it(tmp_path, capsys):
+    before, after, out = (str(tmp_path / name) for name in ("before.json", "after.json", "page.html"))
+    assert main(["plan", LLAMA, "--simulate", "cpu:2", "--split-mode", "layer", "-o", before]) == 0
+    assert main(["plan", LLAMA, "--simulate", "cpu:2", "--split-mode", "tensor", "-o", after]) == 0
+    assert main(["view", after, "--diff", before, "-o", out]) == 0
+    assert main(["view", after, "--diff", LLAMA, "-o", out]) == 2
+    assert "is no plan in JSON" in capsys.readouterr().err

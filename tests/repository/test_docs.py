@@ -113,3 +113,11 @@ def test_the_row_of_the_guide_gives_the_logits_of_llama_cpp_and_another_does_not
         session = Session(models.load_model(opened("qwen3")), on=Group(exact=True))
         got = session.evaluate([tokens], every_position=True)[0]
         assert (nmse(got, want) <= limit("qwen3")) == is_right
+
+
+def test_the_graphs_on_the_page_of_formats_are_read():
+    text = (ROOT / "docs" / "formats.md").read_text("utf-8")
+    (dumped,), (as_json,) = re.findall(r"```\n(%x.*?)```", text, re.S), re.findall(r"```json\n(.*?)```", text, re.S)
+    for graph in (hocket.parse(dumped), hocket.from_json(as_json)):
+        hocket.verify(graph)
+        assert list(graph.outputs) == ["y"]
