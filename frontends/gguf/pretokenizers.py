@@ -62,11 +62,26 @@ _BAILING = (
     rf"| ?[^\s\p{{L}}\p{{N}}]++[\r\n]*|\s*[\r\n]|{_SPACES}"
 )
 _SEED = rf"{_CASELESS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|{_SPACES}"
+_CJK = "[一-龥぀-ゟ゠-ヿ]+"
+_SPARK = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    rf"| ?[\p{{P}}\p{{S}}]+|[\r\n]|{_SPACES}"
+)
+_EXAONE_MOE = (
+    rf"{_CASELESS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|\s*[\r\n]|{_SPACES}"
+)
+_YOUTU = "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|" + _CJK
+_JAIS2 = (
+    _LLAMA3.removesuffix(_SPACES)
+    + "".join(rf"\s{{{n}}}(?!\S)|" for n in (512, 256, 128, 64, 32, 16, 8, 4, "1,2"))
+    + r"\s"
+)
 _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 _RULES: tuple[tuple[str, PreTokenizer], ...] = (
     (
-        "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2",
+        "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
         PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True),
     ),
     ("dbrx smaug-bpe", PreTokenizer((_LLAMA3,))),
@@ -78,9 +93,14 @@ _RULES: tuple[tuple[str, PreTokenizer], ...] = (
     ("laguna", PreTokenizer((r"[^\n]+|[\n]+", _QWEN2))),
     ("minicpm5", PreTokenizer((r"\p{N}{1,3}", _llama3_like(r"\p{N}+")), ignore_merges=True)),
     ("gpt-4o llama4 kanana2 talkie minimax-m2", PreTokenizer((_GPT4O,))),
+    ("tiny_aya cohere2moe", PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O))),
+    ("youtu", PreTokenizer((_YOUTU, _cased(f"{_CASELESS}?", r"\p{N}")), ignore_merges=True)),
+    ("jais-2", PreTokenizer((_JAIS2,))),
+    ("exaone-moe", PreTokenizer((_EXAONE_MOE,))),
+    ("spark2_5", PreTokenizer((r"\p{N}{1,3}", _CJK, _SPARK, r"\p{N}"))),
     ("tekken", PreTokenizer((_cased("", r"\p{N}"),), ignore_merges=True, add_bos=True)),
     ("kimi-k2", PreTokenizer((_KIMI_K2,))),
-    ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", PreTokenizer((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3))),
+    ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", PreTokenizer((r"\p{N}{1,3}", _CJK, _DEEPSEEK3))),
     ("deepseek-coder", PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"))),
     ("bailingmoe bailingmoe2 llada-moe", PreTokenizer((_BAILING,))),
     ("seed-coder", PreTokenizer((_SEED,))),
@@ -89,7 +109,8 @@ _RULES: tuple[tuple[str, PreTokenizer], ...] = (
         PreTokenizer((r"\p{N}", _GPT2)),
     ),
     (
-        "gpt-2 phi-2 gigachat a.x-4.0 mellum mpt olmo jais trillion granite-docling exaone4",
+        "gpt-2 phi-2 gigachat a.x-4.0 mellum mpt olmo jais trillion granite-docling exaone4 modern-bert "
+        "jina-es jina-de jina-v2-es jina-v2-de",
         PreTokenizer((_GPT2,)),
     ),
     ("falcon", PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"))),

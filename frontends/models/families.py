@@ -51,8 +51,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "arcee": replace(LLAMA, unit="relu2"),
         "llama4": replace(
             LLAMA,
-            windows=Windows(period=4, size=8192, chunked=True),
-            chosen_windows=False,
+            windows=Windows(period=4, size=8192, default=8192, chunked=True),
             rotated="every 4",
             qk_norm="bare rotated",
             temperature=(8192, 0.1, 1.0),
@@ -80,8 +79,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             attn_norm="",
             ffn_norm="",
             rotated="window|plain",
-            windows=Windows(period=4, size=4096, least_layers=64),
-            chosen_windows=False,
+            windows=Windows(period=4, default=4096, least_layers=64),
         ),
         "exaone-moe": Family(
             factors=True,
@@ -247,7 +245,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         # -------------------------------------------------------------------------------------- Gemma, GLM, Granite
         "gemma": Family(embedding="width", unit="gelu"),
         "gemma2": replace(
-            GEMMA2, qk_norm="maybe", windows=Windows(period=2), softcap=30.0, score_cap=50.0, scale_of=46
+            GEMMA2, qk_norm="maybe", windows=Windows(period=2, default=4096), softcap=30.0, score_cap=50.0, scale_of=46
         ),
         "gemma3": replace(GEMMA2, windows=Windows(period=6, base=10000.0, scaled=False), scale_of=62),
         "glm4": replace(SANDWICH, rope="normal|mrope", qk_norm="maybe"),

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 class Windows:
     """Layers that see only the last tokens: all but each ``period``-th (0: all), the first or the last of a period.
 
-    ``size`` replaces ``attention.sliding_window`` where llama.cpp does.  Those layers rotate with the base
+    ``size`` replaces what ``attention.sliding_window`` says where llama.cpp does, and ``default`` stands for a missing
+    key.  Those layers rotate with the base
     ``rope.freq_base_swa``, by default ``base`` (None: that of the others), and with the scaling of the others if
     ``scaled``.  ``chunked`` layers see the tokens of their own chunk of so many positions instead.
     """
@@ -22,6 +23,7 @@ class Windows:
     period: int = 1
     whole_first: bool = False
     size: int | None = None
+    default: int = 0
     base: float | None = None
     scaled: bool = True
     chunked: bool = False
@@ -77,8 +79,6 @@ class Family:
     """The key that says how often the stack of blocks is run."""
     """Speeds of rotation are divided by ``rope_freqs`` or ``rope_factors_*``."""
     windows: Windows | None = None
-    chosen_windows: bool = True
-    """Whether there are windows only where ``attention.sliding_window`` is given."""
     qk_norm: str = "maybe"
     """Norms of q and k: ``before`` or ``after`` rotation, ``maybe`` before it if the file has any, ``bare`` without
     weights after it, ``bare rotated`` so in layers that rotate alone."""
@@ -89,8 +89,6 @@ class Family:
     """A model of so many layers scales scores by the width of a head's share."""
     score_cap: float | None = None
     """Bound of the scores where ``attn_logit_softcapping`` is missing; None if the key is not read."""
-    capped_first: bool = False
-    """Scores are capped before ``attention.scale`` multiplies them, or (grok) ``attention.output_scale`` is inside."""
     alibi: float = 0.0
     causal: bool = True
     value_norm: bool = False
@@ -143,8 +141,6 @@ class Family:
     """Tensors that some blocks need and others may carry for nothing."""
     scaled: bool = False
     """Whether ``.scale`` of feed-forwards and experts is read."""
-    defaults: tuple[tuple[str, float], ...] = ()
-    """Values of metadata that are missing or 0."""
 
     @property
     def sees_input(self) -> bool:

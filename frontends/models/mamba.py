@@ -28,6 +28,8 @@ class Mamba:
     state: int
     rank: int
     norm: Norm
+    normalised: bool = False
+    """Whether steps, inputs and outputs are normalised without weights, as Falcon Mamba does."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -40,7 +42,8 @@ class Mamba:
             keys.count("ssm.inner_size"),
             keys.count("ssm.state_size"),
             keys.count("ssm.time_step_rank"),
-            Norm(keys.positive("attention.layer_norm_rms_epsilon")),
+            Norm(keys.eps("attention.layer_norm_rms_epsilon")),
+            keys.has("ssm.dt_b_c_rms") and keys.flags("ssm.dt_b_c_rms", 1)[0],
         )
 
     def __call__(self, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
@@ -54,6 +57,8 @@ class Mamba:
             dt, b, c = (
                 self.norm(weights, f"{block}.ssm_{name}_norm", y) for name, y in (("dt", dt), ("b", b), ("c", c))
             )
+        elif self.normalised:
+            dt, b, c = (self.norm.plain(y) for y in (dt, b, c))
         y = scanned(
             weights,
             frame,

@@ -95,7 +95,9 @@ class Reader:
         centred = family.norm == "layer" or (
             family.norm == "either" and not keys.optional("attention.layer_norm_rms_epsilon")
         )
-        eps = "layer_norm_epsilon" if centred else "layer_norm_rms_epsilon"
+        # Nemotron-H names the eps of its root mean squares as that of a layer norm.
+        is_centred = centred or not keys.has("attention.layer_norm_rms_epsilon")
+        eps = "layer_norm_epsilon" if is_centred else "layer_norm_rms_epsilon"
         self.norm = Norm(keys.eps(f"attention.{eps}"), centred, family.bare)
         self.windows = self._windows()
         self.is_recurrent = self._recurrent()
@@ -143,10 +145,8 @@ class Reader:
         traits, keys = self.family.windows, self.keys
         if traits is None or (traits.least_layers and self.count != traits.least_layers):
             return (0,) * self.count
-        given = keys.count("attention.sliding_window", 0, least=0)
+        given = keys.count("attention.sliding_window", traits.default, least=0)
         window = (given and traits.size) or given
-        if not keys.has("attention.sliding_window") and not self.family.chosen_windows:
-            window = traits.size or 0
         return tuple(window if local else 0 for local in self._pattern(traits))
 
     def _pattern(self, traits: Windows) -> tuple[bool, ...]:
@@ -254,7 +254,7 @@ class Reader:
             rope=rope,
             factors=family.factors and not (window and family.whole_factors),
             original_context=original_context(keys),
-            qk_norm=family.qk_norm,
+            qk_norm="maybe" if self.is_maverick else family.qk_norm,
             cap=0.0 if family.score_cap is None else keys.optional("attn_logit_softcapping") or family.score_cap,
             clamp=keys.optional("attention.clamp_kqv") or 0.0,
             alibi=self.alibi,
@@ -265,6 +265,11 @@ class Reader:
             source=self.shared(i),
             temperature=self.temperature(rope),
         )
+
+    @property
+    def is_maverick(self) -> bool:
+        """Llama 4 with 128 experts has no norms of q and k, which nothing else in its file says."""
+        return self.family.qk_norm == "bare rotated" and self.keys.count("expert_count", 0, least=0) == 128
 
     def shared(self, i: int) -> int | None:
         """The layer whose cache layer i reads: of those that have one the last of its kind; None if it has its own."""
