@@ -4,7 +4,7 @@
 tokens from position 0, and llama.cpp's logits (float32 cache, one batch) at the last of them.  Weights follow from
 names and a seed, so that every part of a network matters.
 
-    python tests/given/architectures.py SUITE      packs the selection anew from a folder with heads, goldens and index
+    python tests/given/architectures.py SUITE      packs them anew from a folder with heads, goldens and index
 """
 
 from __future__ import annotations
@@ -21,25 +21,9 @@ FOLDER = Path(__file__).parents[1] / "fixtures" / "architectures"
 ROWS = 8
 """Positions whose logits are kept."""
 SHORT = 8
-"""Tokens of most models; `LONG` ones have windows that more tokens have to leave, or see all tokens at once."""
-LONG = (
-    "cohere2moe-moe",
-    "gemma2-dense",
-    "gpt-oss-moe",
-    "laguna-moe",
-    "llada-dense",
-    "muse-glimmer-dense",
-    "olmo2-dense",
-)
-SELECTION = (
-    *LONG,
-    *("arctic-moe", "bailingmoe2-moe", "bailingmoe3-moe", "bloom-dense", "cogvlm-dense", "command-r-dense"),
-    *("dbrx-moe", "deci-dense", "deepseek2-moe", "ernie4_5-moe-moe", "falcon-h1-dense", "glm4-dense", "glm5-next-moe"),
-    *("granitehybrid-dense", "grok-moe", "grovemoe-moe", "hrm_text-dense", "hunyuan-moe-moe", "hy_v3-moe", "hy_v4-moe"),
-    *("jais-dense", "jamba-dense", "kimi-k3-moe", "lfm2moe-moe", "llama4-moe", "mamba-dense", "minicpm3-dense"),
-    *("minimax-01-moe", "minimax-m3-moe", "mpt-dense", "nemotron_h-dense", "phi3-dense", "plamo2-dense"),
-    *("qwen35moe-moe", "refact-moe", "smallthinker-moe", "stablelm-dense", "talkie-dense"),
-)
+"""Tokens of most models; others have windows that more tokens have to leave, or see all tokens at once."""
+ALL = tuple(sorted(path.stem for path in FOLDER.glob("*.npz")))
+"""Every model: the architecture, and whether it has experts."""
 
 
 def weights(name: str, shape: tuple[int, ...], seed: int) -> npt.NDArray[np.float32]:
@@ -90,16 +74,20 @@ def golden(name: str) -> tuple[list[int], npt.NDArray[np.float64]]:
 
 
 def pack(suite: Path) -> None:
-    index = json.loads((suite / "index.json").read_text("utf-8"))
-    for name in SELECTION:
+    """Pack every model of a folder whose architecture is known, with as many tokens as it needs."""
+    for name, about in json.loads((suite / "index.json").read_text("utf-8")).items():
         with np.load(suite / "golden" / f"{name}.npz") as whole:
-            count = whole["tokens"].size if name in LONG else SHORT
-            tokens, logits = whole["tokens"][:count], whole["logits"][count - ROWS : count]
-        head = np.frombuffer((suite / "heads" / f"{name}.gguf").read_bytes(), np.uint8)
-        tensors = np.frombuffer((suite / "heads" / f"{name}.json").read_bytes(), np.uint8)
-        path = FOLDER / f"{name}.npz"
+            tokens, logits = whole["tokens"], whole["logits"]
+        head = (suite / "heads" / f"{name}.gguf").read_bytes()
+        tensors = (suite / "heads" / f"{name}.json").read_bytes()
+        count = SHORT if about["causal"] and b"sliding_window_pattern" not in head else tokens.size
         np.savez_compressed(
-            path, head=head, tensors=tensors, tokens=tokens, logits=logits, seed=np.array(index[name]["seed"])
+            FOLDER / f"{name}.npz",
+            head=np.frombuffer(head, np.uint8),
+            tensors=np.frombuffer(tensors, np.uint8),
+            tokens=tokens[:count],
+            logits=logits[count - ROWS : count],
+            seed=np.array(about["seed"]),
         )
 
 
