@@ -2,7 +2,8 @@
 
 ``fixtures/architectures/NAME.npz`` holds a file up to where its data begins, names, shapes and offsets of its tensors,
 tokens from position 0, and llama.cpp's logits (float32 cache, one batch) at the last of them.  Weights follow from
-names and a seed, so that every part of a network matters.
+names and a seed, so that every part of a network matters.  Only ``gemma4-mixed``, which that test lacks, holds a whole
+file, and the logits of a float64 reference, since llama.cpp rounds its GELU.
 
     python tests/given/architectures.py SUITE      packs them anew from a folder with heads, goldens and index
 """
