@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -23,6 +23,17 @@ is the longest context, since attention would have to choose from a longer one.
 SHOWN = ("mixer", "recurrent", "recurrent_where", "interval", "causal", "sparse", "ignores", "spare", "scaled")
 
 
+def differing(row: object) -> Iterator[tuple[str, object]]:
+    """The fields of a dataclass that are not at their defaults; of one inside it those of its own."""
+    for field in fields(row):  # type: ignore[arg-type]  # rows are dataclasses
+        value = getattr(row, field.name)
+        if value == field.default:
+            continue
+        if is_dataclass(value):
+            value = "(" + ", ".join(f"{name} {inner}".removesuffix(" True") for name, inner in differing(value)) + ")"
+        yield field.name, value
+
+
 def rows() -> Iterator[str]:
     """A row for each architecture, by name."""
     from hocket.frontends.models import ARCHITECTURES
@@ -33,11 +44,7 @@ def rows() -> Iterator[str]:
         runs = "steps" if family.causal else "at once"
         if family.sparse:
             runs += ", chosen: " + " × ".join(f"`{key}`" for key in family.sparse.split())
-        traits = [
-            f"{field.name} {value}" if not isinstance(value, bool) else field.name if value else f"not {field.name}"
-            for field in fields(family)
-            if field.name not in SHOWN and (value := getattr(family, field.name)) != field.default
-        ]
+        traits = [f"{name} {value}".removesuffix(" True") for name, value in differing(family) if name not in SHOWN]
         said = ", ".join(traits).replace("|", "\\|")
         yield f"| `{name}` | {', '.join(filter(None, mixers))} | {runs} | {said} |\n"
 
