@@ -8,15 +8,15 @@ memory, three times, and is compared row by row with the float64 reference; what
 the whole, tokens in turn make the batch) is checked without one.
 """
 
-from .case import Case as Case
-from .case import parse as parse_case
-from .generate import cases as cases
-from .matrix import Row as Row
-from .matrix import support_matrix as support_matrix
-from .run import Outcome as Outcome
-from .run import Result as Result
-from .run import run_case as run_case
+from .judging.run import Outcome as Outcome
+from .judging.run import Result as Result
+from .judging.run import run_case as run_case
+from .reports.matrix import Row as Row
+from .reports.matrix import support_matrix as support_matrix
 from .suite import Suite as Suite
 from .suite import check as check
+from .trials.case import Case as Case
+from .trials.case import parse as parse_case
+from .trials.generate import cases as cases
 
 __all__ = ["Case", "Outcome", "Result", "Row", "Suite", "cases", "check", "parse_case", "run_case", "support_matrix"]

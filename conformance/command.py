@@ -16,13 +16,13 @@ from ..backends import find
 from ..frontends.arguments import Parser
 from ..graph.errors import BackendError, HocketError
 from ..ops import REGISTRY
-from . import perf
-from .harvest import from_model
-from .inputs import NoReference
-from .records import compare_records, failures, json_lines, save_inputs
-from .report import html_page, junit, markdown, summary
-from .run import Outcome, Result
+from .judging.run import Outcome, Result
+from .reports import perf
+from .reports.records import compare_records, failures, json_lines, save_inputs
+from .reports.report import html_page, junit, markdown, summary
 from .suite import Suite, check
+from .trials.harvest import from_model
+from .trials.inputs import NoReference
 
 
 def parser(prog: str = "hocket check") -> argparse.ArgumentParser:

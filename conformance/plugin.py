@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from .case import Case
     from .suite import Suite
+    from .trials.case import Case
 
 FIXTURE = "conformance_case"
 
@@ -58,9 +58,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def judge(request: pytest.FixtureRequest) -> Callable[[Case], None]:
     """A function that runs one case and ends the test as its outcome says."""
     from ..backends import find
-    from .expected import Expected, read_expected, required
-    from .report import reproduce
-    from .run import Outcome, run_case
+    from .judging.run import Outcome, run_case
+    from .reports.expected import Expected, read_expected, required
+    from .reports.report import reproduce
 
     suite = suite_of(request.config)
     expected = read_expected(suite.xfail) if suite.xfail else Expected()

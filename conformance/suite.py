@@ -10,10 +10,10 @@ from pathlib import Path
 from ..backends import find
 from ..graph.errors import BackendError
 from ..ops import REGISTRY
-from .case import Case, parse
-from .expected import Expected, read_expected, required
-from .generate import cases
-from .run import Result, run_case
+from .judging.run import Result, run_case
+from .reports.expected import Expected, read_expected, required
+from .trials.case import Case, parse
+from .trials.generate import cases
 
 CHUNK = 64
 """Cases handed to a process at a time."""
@@ -76,7 +76,7 @@ def _serial(suite: Suite) -> Iterator[Result]:
 
 
 def _explored(name: str, suite: Suite) -> list[Result]:
-    from .thorough import explore  # hypothesis is wanted here only
+    from .trials.thorough import explore  # hypothesis is wanted here only
 
     backend, device = find(suite.backend)
     return list(explore(REGISTRY[name], backend, device, suite.seed))

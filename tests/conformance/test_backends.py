@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hocket.backends import find
-from hocket.conformance.case import make_case
-from hocket.conformance.generate import layouts_for
-from hocket.conformance.run import Outcome, run_case
+from hocket.conformance.judging.run import Outcome, run_case
+from hocket.conformance.trials.case import make_case
+from hocket.conformance.trials.generate import layouts_for
 from hocket.graph import parse_case
 from hocket.ops import REGISTRY
 

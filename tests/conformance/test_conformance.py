@@ -16,21 +16,22 @@ import pytest
 from hocket.backends import find
 from hocket.backends.base import Support
 from hocket.backends.numpy.backend import NumpyBackend
-from hocket.conformance import Outcome, Suite, cases, check, parse_case, run_case, support_matrix, zeros
-from hocket.conformance.build import build, lane_for
-from hocket.conformance.case import INPUTS, LAYOUTS, make_case
+from hocket.conformance import Outcome, Suite, cases, check, parse_case, run_case, support_matrix
 from hocket.conformance.command import main
-from hocket.conformance.compare import compare
-from hocket.conformance.expected import Expected
-from hocket.conformance.generate import full_cases, quick_cases
-from hocket.conformance.grow import points
-from hocket.conformance.guarded import Guarded, extent, spread
-from hocket.conformance.harvest import from_model
-from hocket.conformance.inputs import draw, exact
-from hocket.conformance.metamorphic import checks_for
-from hocket.conformance.report import junit, markdown
-from hocket.conformance.run import Result, really_aliases
-from hocket.conformance.tolerance import Budget, Yardstick
+from hocket.conformance.judging import zeros
+from hocket.conformance.judging.build import build, lane_for
+from hocket.conformance.judging.compare import compare
+from hocket.conformance.judging.guarded import Guarded, extent, spread
+from hocket.conformance.judging.metamorphic import checks_for
+from hocket.conformance.judging.run import Result, really_aliases
+from hocket.conformance.judging.tolerance import Budget, Yardstick
+from hocket.conformance.reports.expected import Expected
+from hocket.conformance.reports.report import junit, markdown
+from hocket.conformance.trials.case import INPUTS, LAYOUTS, make_case
+from hocket.conformance.trials.generate import full_cases, quick_cases
+from hocket.conformance.trials.grow import points
+from hocket.conformance.trials.harvest import from_model
+from hocket.conformance.trials.inputs import draw, exact
 from hocket.graph import GraphError, Spec
 from hocket.graph.parse import parse_case as parse_point
 from hocket.ops import REGISTRY

@@ -6,7 +6,7 @@ import pytest
 
 from hocket.backends.base import Device
 from hocket.conformance import Outcome, run_case
-from hocket.conformance.generate import quick_cases
+from hocket.conformance.trials.generate import quick_cases
 from hocket.ops import REGISTRY
 
 from ..given.faults import FAULTS

@@ -9,9 +9,9 @@ from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.emulation.emulated import EmulatedBackend, EmulatedDriver
 from hocket.backends.cupy.kernels import attention as binding
 from hocket.conformance import Outcome, run_case
-from hocket.conformance.case import parse
-from hocket.conformance.inputs import draw
-from hocket.conformance.run import execute
+from hocket.conformance.judging.run import execute
+from hocket.conformance.trials.case import parse
+from hocket.conformance.trials.inputs import draw
 from hocket.ops import attention
 
 from ..given.emulation import FaultyDriver, needs_compiler

@@ -17,8 +17,8 @@ from hocket.backends.cupy.emulation.emulated import EmulatedBackend
 from hocket.backends.cupy.table import BINDINGS, FAMILIES, SOURCES
 from hocket.cli import main
 from hocket.conformance import Outcome, parse_case, run_case
-from hocket.conformance.build import build, lane_for
-from hocket.conformance.generate import quick_cases
+from hocket.conformance.judging.build import build, lane_for
+from hocket.conformance.trials.generate import quick_cases
 from hocket.frontends.errors import ModelError
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session

@@ -14,8 +14,8 @@ import pytest
 from hocket import ops
 from hocket.backends.base import find
 from hocket.backends.numpy.backend import NumpyBackend
-from hocket.conformance.generate import quick_cases
-from hocket.conformance.inputs import draw, exact
+from hocket.conformance.trials.generate import quick_cases
+from hocket.conformance.trials.inputs import draw, exact
 from hocket.frontends import session as sessions
 from hocket.frontends.gguf import open_gguf
 from hocket.frontends.models import load_model

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from ..graph.errors import BackendError
-from .run import Outcome, Result
+from ...graph.errors import BackendError
+from ..judging.run import Outcome, Result
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from zlib import crc32
 
-from ..graph.attrs import Attr, attr_text
-from ..graph.errors import GraphError
-from ..graph.parse import parse_case
-from ..graph.spec import Spec
-from ..ops import REGISTRY, Op
+from ...graph.attrs import Attr, attr_text
+from ...graph.errors import GraphError
+from ...graph.parse import parse_case
+from ...graph.spec import Spec
+from ...ops import REGISTRY, Op
 
 LAYOUTS = ("contiguous", "offset", "sliced", "permuted", "broadcast", "inplace", "twin")
 INPUTS = ("normal", "uniform", "large", "denormal", "ties", "zeros", "constant", "infinities")

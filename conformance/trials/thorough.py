@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ..backends.base import Backend, Device
-from ..graph.parse import parse_case
-from ..ops import Op
+from ...backends.base import Backend, Device
+from ...graph.parse import parse_case
+from ...ops import Op
+from ..judging.run import Outcome, Result, run_case
 from .case import INPUTS, LAYOUTS, Case, make_case
 from .generate import layouts_for
 from .grow import Point, coupled_names, legal, rebuilt, sizes_of
 from .inputs import kinds_for
-from .run import Outcome, Result, run_case
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DataObject

@@ -7,8 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from xml.etree import ElementTree
 
-from .case import LAYOUTS
-from .run import Outcome, Result
+from ..judging.run import Outcome, Result
+from ..trials.case import LAYOUTS
 
 COLUMNS = (*LAYOUTS, "zero-size")
 SIGNS: Mapping[Outcome, str] = {

@@ -8,13 +8,13 @@ from functools import cache
 
 import numpy as np
 
-from ..graph.dtypes import DType
-from ..graph.errors import GraphError
-from ..graph.spec import Spec
-from ..ops import Op
-from ..ops.elementwise import rounded
-from ..ops.quants import dequantise, f32_to_bf16
-from ..ops.samples import Range
+from ...graph.dtypes import DType
+from ...graph.errors import GraphError
+from ...graph.spec import Spec
+from ...ops import Op
+from ...ops.elementwise import rounded
+from ...ops.quants import dequantise, f32_to_bf16
+from ...ops.samples import Range
 from .case import Case
 from .grow import distinct_axes
 from .layouts import Array, place, twins, unit_shape

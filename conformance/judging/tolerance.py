@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..graph.attrs import Attr
-from ..graph.dtypes import DType
-from ..graph.spec import Spec
-from ..ops.signature import Leading, Role
-from .case import Case
-from .layouts import Array
+from ...graph.attrs import Attr
+from ...graph.dtypes import DType
+from ...graph.spec import Spec
+from ...ops.signature import Leading, Role
+from ..trials.case import Case
+from ..trials.layouts import Array
 
 ELEMENT = 8.0
 """An element may be wrong by this many times the expected error of the arithmetic ..."""

@@ -14,13 +14,13 @@ from zlib import crc32
 
 import numpy as np
 
-from ..graph.attrs import Attr
-from ..graph.dtypes import DType
-from ..graph.errors import GraphError
-from ..graph.parse import parse_case
-from ..graph.spec import Spec, problem
-from ..ops import Op
-from ..ops.signature import Leading, Mismatch, Operand, Role, Sizes
+from ...graph.attrs import Attr
+from ...graph.dtypes import DType
+from ...graph.errors import GraphError
+from ...graph.parse import parse_case
+from ...graph.spec import Spec, problem
+from ...ops import Op
+from ...ops.signature import Leading, Mismatch, Operand, Role, Sizes
 from .case import Case, make_case
 
 Point: TypeAlias = Mapping[str, "Spec | Attr"]

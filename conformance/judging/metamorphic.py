@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..graph.spec import Spec, problem
-from ..ops import Op
-from ..ops.signature import Dim, Operand, Role
-from .case import Case
+from ...graph.spec import Spec, problem
+from ...ops import Op
+from ...ops.signature import Dim, Operand, Role
+from ..trials.case import Case
+from ..trials.layouts import Array
 from .composed import names_for
-from .layouts import Array
 
 Place = tuple[int, Array]
 """An axis, and the entries along it."""

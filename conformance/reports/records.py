@@ -10,10 +10,10 @@ from zlib import crc32
 
 import numpy as np
 
-from ..graph.errors import BackendError
-from .case import Case
-from .inputs import NoReference, as_stored, draw
-from .run import Outcome, Result
+from ...graph.errors import BackendError
+from ..judging.run import Outcome, Result
+from ..trials.case import Case
+from ..trials.inputs import NoReference, as_stored, draw
 
 
 def record(result: Result, backend: str) -> dict[str, object]:

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from ..backends.base import Backend, BufferSpec, Device, Program, Tensor
-from ..graph.dtypes import DType
-from ..ops.quants import decoded, encoded
-from ..scheduler import Alone, Lane
-from .layouts import Array
+from ...backends.base import Backend, BufferSpec, Device, Program, Tensor
+from ...graph.dtypes import DType
+from ...ops.quants import decoded, encoded
+from ...scheduler import Alone, Lane
+from ..trials.layouts import Array
 
 ALIGNMENT = 64
 GUARD = 1024

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..graph.dtypes import DType
-from ..graph.spec import Spec
-from ..ops import Op
-from .layouts import Array
+from ...graph.dtypes import DType
+from ...graph.spec import Spec
+from ...ops import Op
+from ..trials.layouts import Array
 from .tolerance import TINY, Budget, eps_of
 
 

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ..backends.base import Backend, Device
-from ..graph.graph import Graph
-from ..graph.node import input
-from ..ops import REGISTRY
-from ..ops.compositions import COMPOSITIONS, compositions_of
-from ..scheduler import load, plan_for
-from .case import Case
-from .layouts import Array
+from ...backends.base import Backend, Device
+from ...graph.graph import Graph
+from ...graph.node import input
+from ...ops import REGISTRY
+from ...ops.compositions import COMPOSITIONS, compositions_of
+from ...scheduler import load, plan_for
+from ..trials.case import Case
+from ..trials.layouts import Array
 
 CHECK = "composed"
 

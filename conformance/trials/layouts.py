@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .. import ops
-from ..graph.attrs import Attrs
-from ..graph.node import Value
-from ..graph.spec import Spec
-from ..ops import Op
+from ... import ops
+from ...graph.attrs import Attrs
+from ...graph.node import Value
+from ...graph.spec import Spec
+from ...ops import Op
 
 Array = npt.NDArray[Any]
 

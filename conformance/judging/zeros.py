@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from .case import Case
-from .layouts import Array
+from ..trials.case import Case
+from ..trials.layouts import Array
 from .metamorphic import result_specs
 
 CHECK = "zeros"

@@ -10,15 +10,15 @@ from itertools import combinations
 from typing import TypeAlias
 from zlib import crc32
 
-from ..graph.attrs import Attr, attr_text
-from ..graph.spec import Spec
-from ..ops import REGISTRY, Op
-from . import zeros
+from ...graph.attrs import Attr, attr_text
+from ...graph.spec import Spec
+from ...ops import REGISTRY, Op
+from ..judging import zeros
+from ..judging.metamorphic import checks_for
 from .case import Case
 from .grow import FEW_ELEMENTS, distinct_axes, points
 from .inputs import kinds_for
 from .layouts import placed, twins
-from .metamorphic import checks_for
 
 Operands: TypeAlias = tuple[tuple[str, Spec], ...]
 PAIRS_OF_LAYOUT = 12

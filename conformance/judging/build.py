@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from .. import graph as g
-from ..backends.base import Backend, Device
-from ..graph.graph import Graph
-from ..graph.node import Node, Value
-from ..ops import verify
-from ..scheduler import Lane, check, lower
-from .case import Case
-from .grow import distinct_axes
-from .inputs import as_stored
-from .layouts import Array, Placed, embed, place, twins
+from ... import graph as g
+from ...backends.base import Backend, Device
+from ...graph.graph import Graph
+from ...graph.node import Node, Value
+from ...ops import verify
+from ...scheduler import Lane, check, lower
+from ..trials.case import Case
+from ..trials.grow import distinct_axes
+from ..trials.inputs import as_stored
+from ..trials.layouts import Array, Placed, embed, place, twins
 
 KEPT = "kept."
 """Outputs of this prefix are leaves: so they live to the end and no result may take their memory."""

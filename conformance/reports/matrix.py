@@ -7,13 +7,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..backends import find, registered
-from ..backends.base import Backend, Device
-from ..graph.errors import HocketError
-from ..ops import REGISTRY
-from .build import build
-from .case import Case
-from .grow import points
+from ...backends import find, registered
+from ...backends.base import Backend, Device
+from ...graph.errors import HocketError
+from ...ops import REGISTRY
+from ..judging.build import build
+from ..trials.case import Case
+from ..trials.grow import points
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..graph.graph import Graph
-from ..ops import REGISTRY
+from ...graph.graph import Graph
+from ...ops import REGISTRY
 from .case import Case, make_case
 
 
@@ -27,9 +27,9 @@ def from_graph(graph: Graph, most_elements: int = 1 << 24) -> list[Case]:
 def from_model(path: Path, tokens: Iterable[int] = (1, 32), cells: int = 256) -> list[Case]:
     """The cases of a GGUF model at some numbers of tokens; its weights are not read.  Raises `ModelError` for a file
     that is no sound model."""
-    from ..frontends.gguf import open_gguf  # the only use of frontends here, and only when asked for
-    from ..frontends.models import load_model
-    from ..frontends.models.step import Step
+    from ...frontends.gguf import open_gguf  # the only use of frontends here, and only when asked for
+    from ...frontends.models import load_model
+    from ...frontends.models.step import Step
 
     model = load_model(open_gguf(path, header_only=True))
     context = min(cells, model.context_length)

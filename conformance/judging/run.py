@@ -10,17 +10,17 @@ from enum import StrEnum
 
 import numpy as np
 
-from ..backends.base import Backend, Device, Tolerant
-from ..graph.errors import GraphError, PlanError
-from ..graph.spec import Spec
-from ..ops import REGISTRY
+from ...backends.base import Backend, Device, Tolerant
+from ...graph.errors import GraphError, PlanError
+from ...graph.spec import Spec
+from ...ops import REGISTRY
+from ..trials.case import Case
+from ..trials.inputs import NoReference, draw, exact
+from ..trials.layouts import Array
 from . import composed, zeros
 from .build import KEPT, RESULT, Built, build, lane_for
-from .case import Case
 from .compare import Difference, compare
 from .guarded import NAN, WILD, Guarded
-from .inputs import NoReference, draw, exact
-from .layouts import Array
 from .metamorphic import Place, joined, parts_of, result_specs
 from .tolerance import F32_EPS, Yardstick
 

@@ -15,16 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from ..backends.base import Backend, Device
-from ..graph.errors import BackendError
-from ..graph.spec import Spec
-from ..ops import Op, cont, mul_mat
-from ..scheduler import Lane
-from .build import build, lane_for
-from .case import Case, make_case
-from .grow import Point, legal, points, rebuilt, sizes_of
-from .guarded import Guarded
-from .inputs import draw
+from ...backends.base import Backend, Device
+from ...graph.errors import BackendError
+from ...graph.spec import Spec
+from ...ops import Op, cont, mul_mat
+from ...scheduler import Lane
+from ..judging.build import build, lane_for
+from ..judging.guarded import Guarded
+from ..trials.case import Case, make_case
+from ..trials.grow import Point, legal, points, rebuilt, sizes_of
+from ..trials.inputs import draw
 
 MOST_BYTES = 1 << 30
 """Of copies, whatever the cache: a machine may have a cache larger than what a test should take."""
