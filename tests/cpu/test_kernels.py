@@ -253,7 +253,7 @@ def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path):
     assert finish(start(blocked))[1]
 
 
-@pytest.mark.long(every=2)
+@pytest.mark.long
 @pytest.mark.parametrize("op", ["mul_mat", "rms_norm|softmax"])
 def test_a_processor_without_wide_vectors_computes_the_same(op: str):
     """All packed types, and plain vector code, in what LLVM makes of it for 256 bits and no dot products of bytes."""

@@ -13,7 +13,7 @@ from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding.launches import Launches
 from hocket.backends.cupy.device.driver import KERNELS, LaunchError
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver
-from hocket.backends.operands import Operand
+from hocket.backends.operands import NoKernelError, Operand
 from hocket.conformance import Outcome, run_case
 from hocket.conformance.trials.generate import quick_cases
 from hocket.graph import DType
@@ -119,23 +119,23 @@ def launch(kernel, fault, threads, grid, x, results, order):
 def test_a_launch_that_no_device_takes_is_refused():
     driver = EmulatedDriver()
     device = driver.device(0)
-    for grid, block, shared, words, said in (
-        (1, 1025, 0, 3, "no device has a grid of 1 x 1 x 1 blocks of 1025 threads"),
-        ((1, 70000), 32, 0, 3, "no device has"),
-        (1, 32, 1 << 20, 3, "no device has"),
-        (1, 32, 0, 2, "takes 3 words, the launch gives 2"),
+    for grid, block, words, said in (
+        (1, 1025, 3, "no device has a grid of 1 x 1 x 1 blocks of 1025 threads"),
+        ((1, 70000), 32, 3, "no device has"),
+        (1, 32, 2, "takes 3 words, the launch gives 2"),
     ):
         launches = Launches(keep=lambda array: 0)
-        launches.add(SOURCE["copied<NONE>"], grid, block, [0] * words, shared_bytes=shared)
+        launches.add(SOURCE["copied<NONE>"], grid, block, [0] * words)
         with pytest.raises(LaunchError) as caught:
             driver.record(launches.items, device)()
         assert said in str(caught.value)
+    with pytest.raises(NoKernelError, match="takes 1048576 bytes of shared memory"):
+        Launches(keep=lambda array: 0).add(SOURCE["copied<NONE>"], 1, 32, [0] * 3, shared_bytes=1 << 20)
 
 
 # --------------------------------------------------------------------------------------------- in the package's own
 
 
-@pytest.mark.long(every=11)
 @dataclass(frozen=True)
 class Plant:
     """A mistake in one of our kernels: `old` becomes `new` in a file (or the prelude)."""
@@ -237,6 +237,7 @@ PLANTS = (
 )
 
 
+@pytest.mark.long(every=6)
 @pytest.mark.parametrize("plant", PLANTS, ids=str)
 def test_a_mistake_in_a_kernel_of_ours_is_found(plant):
     backend = DriverBackend(FaultyDriver(plant.file, plant.old, plant.new))

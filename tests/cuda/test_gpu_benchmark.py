@@ -76,7 +76,8 @@ def cupy(monkeypatch):
     monkeypatch.setattr(cuda, "_cupy", lambda: made)
     monkeypatch.setattr(cuda, "cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}))
     monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
-    monkeypatch.setattr(shutil, "which", lambda name: None)  # a real nvidia-smi would speak of another device
+    which = shutil.which  # a real nvidia-smi would speak of another device
+    monkeypatch.setattr(shutil, "which", lambda name: None if name == "nvidia-smi" else which(name))
     cuda._module.cache_clear()
     yield made
     cuda._module.cache_clear()

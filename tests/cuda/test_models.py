@@ -26,4 +26,4 @@ def test_a_model_has_the_logits_of_llama_cpp(name, group):
     parts = [tokens[:many], *([token] for token in tokens[many:])]
     logits = np.concatenate([session.evaluate([part], every_position=True)[0] for part in parts])
     for found, wanted in ((logits, want), (logits[many:], want[many:])):
-        assert nmse(found, wanted) <= limit(name)
+        assert nmse(found.ravel(), wanted.ravel()) <= limit(name)  # the limit is one over all rows
