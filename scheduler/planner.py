@@ -175,6 +175,7 @@ class Planning:
         return self._plan(sharded, frozenset(), reasons, {})
 
     def layers(self) -> Plan:
+        """Consecutive nodes on each device, by the shares asked for or by the memory of the devices."""
         return self._layers(self.shares or by_memory([device for _, device in self.group]))
 
     def _layers(self, shares: Sequence[float], *, trim: bool = False, last: str = "") -> Plan:
@@ -223,6 +224,7 @@ class Planning:
         return few._plan(placed, frozenset(), (), where)
 
     def given(self, chosen: frozenset[Factor], why: str) -> Plan:
+        """The plan in which these factors are cut, each where it can be; `why` is what explain shows."""
         return self._cut(Choice(chosen, assign(self.graph, self.factors, chosen), (why,)))
 
     def shards(self) -> Plan:
@@ -253,8 +255,8 @@ class Planning:
         return one.given(frozenset(), "").cost.total
 
     def _cut(self, choice: Choice, held: Pins | None = None) -> Plan:
-        cuts = cuts_of(self.graph, self.factors, choice.factors)
-        shares = _deal(self.graph, self.factors, cuts, self.proportions)
+        asked = cuts_of(self.graph, self.factors, choice.factors, {})
+        shares = _deal(self.graph, self.factors, asked, self.proportions)
 
         def build(nodes: Mapping[Node, Pin]) -> tuple[Mapping[Node, Pin], Sharded]:
             pins = settled(self.graph, nodes) if held is None else Pins(nodes, held.leaves)
@@ -264,7 +266,8 @@ class Planning:
 
         first = {**decided(self.graph, self.group), **({} if held is None else held.nodes), **self.wished}
         where, sharded = self._built(first, build)
-        note = ("what is placed on one device was left aside in the search",) if where and cuts else ()
+        cuts = cuts_of(self.graph, self.factors, choice.factors, sharded.leaves)
+        note = ("what is placed on one device was left aside in choosing cuts",) if where and cuts else ()
         return self._plan(sharded, cuts, (*choice.considered, *note), where)
 
     def _built(

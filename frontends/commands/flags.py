@@ -6,6 +6,7 @@ import argparse
 import os
 from typing import Any
 
+from ...scheduler import SPLIT_MODES
 from ..arguments import device_list, placement, positive, shares
 from ..models import Model
 from ..open import open_session
@@ -34,7 +35,10 @@ def group_flags(sub: argparse.ArgumentParser, where: argparse._ActionsContainer)
     share."""
     where.add_argument("--devices", type=device_list, default=("cpu:0",), metavar="LIST", help=DEVICES)
     sub.add_argument(
-        "--split-mode", default="auto", metavar="MODE", help="how several devices share: none, layer, tensor or auto"
+        "--split-mode",
+        default="auto",
+        metavar="MODE",
+        help=f"how several devices share: {', '.join(SPLIT_MODES)} (auto)",
     )
     sub.add_argument("--tensor-split", type=shares, default=(), metavar="LIST", help="shares of the devices, as 3,1")
     sub.add_argument(

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ..hardware import Estimate, Hardware
+from ..layout import Layout, Shard
 from ..units import nbytes_text, time_text
 from .assign import Assignment, assign
 from .axes import Factor
@@ -117,7 +118,7 @@ def _spread(
     leaves = {n.name: Value(n) for n in graph.nodes if n.op in ("weight", "state")}
     ours = {n.name: Value(n) for n in small.graph.nodes if n.op in ("weight", "state")}
     found: set[Factor] = set()
-    for name, axis, at, i in cuts_of(small.graph, own, chosen):
+    for name, axis, at, i in cuts_of(small.graph, own, chosen, {}):
         wanted = [[f.size for f in segment] for segment in own.axes(ours[name])[axis]]
         for twin in small.twins.get(name, (name,)):
             parts = factors.axes(leaves[twin])[axis]
@@ -216,15 +217,21 @@ def clash(graph: Graph, factors: Factors, chosen: frozenset[Factor]) -> bool:
     return False
 
 
-def cuts_of(graph: Graph, factors: Factors, chosen: frozenset[Factor]) -> frozenset[tuple[str, int, int, int]]:
-    """`chosen` in words that hold for every graph over the same leaves: (leaf, axis, segment, place) of each."""
+def cuts_of(
+    graph: Graph, factors: Factors, chosen: frozenset[Factor], leaves: Mapping[str, Layout]
+) -> frozenset[tuple[str, int, int, int]]:
+    """`chosen` in words that hold for every graph over the same leaves: (leaf, axis, segment, place) of each.
+
+    A leaf is cut on one axis at most: where `leaves` has its layout, a factor is named by it only if it lies so.
+    """
     found: dict[Factor, tuple[str, int, int, int]] = {}
     for node in graph.nodes:
         if node.op in ("weight", "state"):
             for axis, parts in enumerate(factors.axes(Value(node))):
                 for at, segment in enumerate(parts):
                     for i, factor in enumerate(segment):
-                        if factor in chosen:
+                        lies = leaves.get(node.name)
+                        if factor in chosen and not (isinstance(lies, Shard) and lies.axis != axis):
                             found.setdefault(factor, (node.name, axis, at, i))
     return frozenset(found.values())
 

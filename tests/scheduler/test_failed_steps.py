@@ -350,15 +350,15 @@ def test_a_prefill_that_fails_in_its_second_batch_keeps_the_first(faulty, monkey
     whole, broken = (sessions.Session(model, batch=8) for _ in range(2))
     wanted = whole.evaluate([tokens[:16]], every_position=True)[0]
     step = broken.step(8, 8, 8)
-    replay, runs = broken.executor(step).replay, []
+    run, runs = broken.executor(step).run, []
 
-    def second_fails() -> None:
+    def second_fails(inputs):
         runs.append(1)
         if len(runs) == 2:
             faulty.plan_fault(find("cpu:0")[1], 30, late=True)
-        replay()
+        return run(inputs)
 
-    monkeypatch.setattr(broken.executor(step), "replay", second_fails)
+    monkeypatch.setattr(broken.executor(step), "run", second_fails)
     with pytest.raises(StepError):
         broken.evaluate([tokens[:16]], every_position=True)
     assert broken.lengths == [8]

@@ -5,13 +5,18 @@ A few of them: ``benchmarks/random_plans.py`` makes as many as asked for.
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from hocket import ops
 from hocket.backends.base import find
 from hocket.graph import Graph, Value, input, weight
 from hocket.scheduler import plan_for
+from hocket.scheduler.sharding.axes import Factor
+from hocket.scheduler.sharding.factors import Factors
 
+from ..given.random_graphs import seeded_graph
 from ..given.ways_to_plan import SLOW, compared, results, values_of, ways_tried
 from ..given.wide_graphs import OPS, SAMPLES, wide_graph
 
@@ -86,3 +91,20 @@ def test_a_graph_that_was_once_refused_is_planned_and_right(case, mode):
     group = [find(f"reference:{d}") for d in range(3)]
     made = plan_for(graph, group, split_mode=mode, hardware=SLOW, tensor_split=(2, 1, 1))
     assert not compared(results(made, values), one)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_factors_a_caller_chooses_the_plan_is_right(seed):
+    """Also two that meet in one weight, which can be cut on one axis only."""
+
+    def any_two(graph: Graph, factors: Factors) -> frozenset[Factor]:
+        stored = (*graph.weights, *graph.states)
+        held = [f for leaf in stored for axis in factors.axes(leaf) for segment in axis for f in segment]
+        free = [f for f in dict.fromkeys(held) if not f.blocked]
+        return frozenset(random.Random(seed).sample(free, min(2, len(free))))
+
+    graph = seeded_graph(seed)
+    values = values_of(graph, seed)
+    group = [find(f"reference:{i}") for i in range(3)]
+    got = results(plan_for(graph, group, choose=any_two), values)
+    assert not compared(got, results(plan_for(graph, group[:1]), values))

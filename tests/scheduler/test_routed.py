@@ -302,7 +302,7 @@ def test_what_is_routed_stays_so_until_it_is_combined():
     factors = Factors(graph)
     made = assign(graph, factors, whole_experts(graph, factors)).made
     kinds = {v.node.name: type(state).__name__ for v, state in made.items() if not v.node.is_leaf and v.node.name}
-    assert kinds == {**dict.fromkeys(kinds, "Routed"), "combined": "Partial", "y": "Partial"}
+    assert kinds == {**dict.fromkeys(kinds, "Routed"), "combined": "Partial", "y": "Replicate"}
     assert len({state for state in made.values() if isinstance(state, Routed)}) == 1
 
 
