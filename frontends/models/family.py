@@ -71,13 +71,13 @@ class Family:
     ``every 4`` (not the last of four), ``every 4 first``, ``finetuned`` (as that key says), ``pattern``, ``of 32`` (in
     models of 32 layers; those of 40 have ALiBi, and others neither)."""
     factors: bool = False
+    """Speeds of rotation are divided by ``rope_freqs`` or ``rope_factors_*``."""
     whole_factors: bool = False
     """Only in layers without a window."""
     alpha: bool = False
     """Bases of rotation are stretched by ``rope.scaling.alpha`` (NTK-aware scaling)."""
     repeats: str = ""
     """The key that says how often the stack of blocks is run."""
-    """Speeds of rotation are divided by ``rope_freqs`` or ``rope_factors_*``."""
     windows: Windows | None = None
     qk_norm: str = "maybe"
     """Norms of q and k: ``before`` or ``after`` rotation, ``maybe`` before it if the file has any, ``bare`` without
