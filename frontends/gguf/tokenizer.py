@@ -270,7 +270,8 @@ def _kind(metadata: Mapping[str, object]) -> str:
     kind = read_scalar(metadata, "model", str, "none")
     if kind in NO_VOCABULARY:
         raise ModelError(
-            f"the model has no vocabulary (tokenizer.ggml.model is {kind!r}); give token ids with --tokens of hocket logits"
+            f"the model has no vocabulary (tokenizer.ggml.model is {kind!r}); "
+            "give token ids with --tokens of hocket logits"
         )
     if kind not in BUILDERS:
         raise ModelError(f"tokenizer.ggml.model: unknown tokenizer {kind[:80]!a}; known are {', '.join(BUILDERS)}")
