@@ -295,14 +295,14 @@ def registered() -> dict[str, EntryPoint]:
     """Entry points by device kind.  Raises `BackendError` if two packages claim one kind."""
     from importlib.metadata import entry_points  # 15 ms that `import hocket` need not pay
 
-    found: dict[str, EntryPoint] = {}
+    entries: dict[str, EntryPoint] = {}
     for entry in entry_points(group=GROUP):
-        other = found.setdefault(entry.name, entry)
+        other = entries.setdefault(entry.name, entry)
         if other.value != entry.value:
             raise BackendError(
                 f"backend {entry.name!r} is registered as {other.value} and as {entry.value}; remove one"
             )
-    return found
+    return entries
 
 
 @needs(BackendError, kind=TEXT)

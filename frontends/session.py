@@ -156,9 +156,9 @@ class Session:
     def _load(self, on_progress: Callable[[Progress], None] | None) -> None:
         """Bind every weight of the model's graph, with word of each: large ones first, while little else is in memory
         beside them and what of the file is being read, and the others as they follow each other in the graph."""
-        found = {w.node.name: self.model.gguf.tensors[w.node.name] for w in self._first.graph.weights}
-        total = sum(t.nbytes for t in found.values())
-        tensors = dict(sorted(found.items(), key=lambda item: -max(item[1].nbytes, total // 16)))
+        weights = {w.node.name: self.model.gguf.tensors[w.node.name] for w in self._first.graph.weights}
+        total = sum(t.nbytes for t in weights.values())
+        tensors = dict(sorted(weights.items(), key=lambda item: -max(item[1].nbytes, total // 16)))
         done = 0
         for name, tensor in tensors.items():
             self.store.bind(name, tensor.raw, Spec(tensor.shape, tensor.dtype), self._first.leaves[name])
@@ -179,7 +179,7 @@ class Session:
         outgrow the context, before anything is changed.
         """
         given = [token_ids(i, new) for i, new in enumerate(tokens)]
-        found: list[list[F32]] = [[] for _ in given]
+        rows_of: list[list[F32]] = [[] for _ in given]
         longest = max(map(len, given), default=0)
         with self.store.turn:
             self._check(given)
@@ -187,10 +187,10 @@ class Session:
                 part = [new[start : start + self.batch] for new in given]
                 last = [start + len(p) == len(new) for p, new in zip(part, given, strict=True)]
                 logits = self._run(part, every_position)
-                for rows, one, mine, ends in zip(found, logits, part, last, strict=True):
+                for rows, one, mine, ends in zip(rows_of, logits, part, last, strict=True):
                     if mine and (every_position or ends):
                         rows.append(one)
-        return [rows[0] if len(rows) == 1 else np.concatenate([self._nothing, *rows]) for rows in found]
+        return [rows[0] if len(rows) == 1 else np.concatenate([self._nothing, *rows]) for rows in rows_of]
 
     @needs(ModelError, tokens=whole(0))
     def prepare(self, tokens: int) -> None:

@@ -70,7 +70,7 @@ class Counts:
     def of(self, node: Node) -> tuple[float, float]:
         """Floating-point operations, and bytes read and written."""
         key = (node.op, tuple(None if s is None else s.spec for s in node.src), node.specs, tuple(node.attrs.items()))
-        if (found := self._known.get(key)) is None:
+        if (cost := self._known.get(key)) is None:
             declared = op_of(node)
-            found = self._known[key] = (float(declared.flops(node)), float(declared.nbytes(node)))
-        return found
+            cost = self._known[key] = (float(declared.flops(node)), float(declared.nbytes(node)))
+        return cost

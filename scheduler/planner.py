@@ -332,14 +332,14 @@ def by_memory(devices: Sequence[Device]) -> list[float]:
 def spilled(lacking: float, plan_with: Callable[[float], Plan]) -> Plan | None:
     """The plan that fits in which the host has least, found by halving; `plan_with` makes the one in which it has a
     share of all weights and states, and `lacking` is the share that did not fit.  None if none was found."""
-    low, share, found = 0.0, min(1.0, lacking), None
+    low, share, fitting = 0.0, min(1.0, lacking), None
     for _ in range(TRIES):
         made = plan_with(share)
         if not shortage(made):
-            found, high = made, share
+            fitting, high = made, share
         elif share >= 1.0:
             return None
         else:
             low = share
-        share = (low + high) / 2 if found else min(1.0, 2 * share)
-    return found
+        share = (low + high) / 2 if fitting else min(1.0, 2 * share)
+    return fitting

@@ -97,12 +97,12 @@ def stages(lanes: Sequence[Lane], speeds: Sequence[Hardware], whole: Mapping[str
         new = first == number
         prices = Prices(lane, speeds[number], whole, counts, len(lanes)) if new else own[first].prices
         own.append(_Parts(lane.program, prices) if new else own[first])
-    found: list[Stage] = []
+    timeline: list[Stage] = []
     for number in sorted({n for p in own for n in p.meetings}):
         there = [d for d, p in enumerate(own) if number in p.meetings]
-        found += _alike({d: own[d].before[number] for d in there})
-        found.append(_meeting(there, own, number))
-    return found + _alike({d: p.rest for d, p in enumerate(own)})
+        timeline += _alike({d: own[d].before[number] for d in there})
+        timeline.append(_meeting(there, own, number))
+    return timeline + _alike({d: p.rest for d, p in enumerate(own)})
 
 
 def estimate(found: Sequence[Stage], devices: int) -> Estimate:
@@ -133,12 +133,12 @@ def _alike(work: Mapping[int, tuple[str, Stage]]) -> list[Stage]:
     for device, (kind, stage) in work.items():
         if stage.count:
             groups[kind].append((device, stage))
-    found = []
+    merged = []
     for members in groups.values():
         longest = max((s for _, s in members), key=lambda s: s.seconds)
         first = members[0][1].first
-        found.append(replace(longest, devices=tuple(d for d, _ in members), first=first, source=members[0][0]))
-    return found
+        merged.append(replace(longest, devices=tuple(d for d, _ in members), first=first, source=members[0][0]))
+    return merged
 
 
 def _meeting(there: Sequence[int], own: Sequence[_Parts], number: int) -> Stage:

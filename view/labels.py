@@ -18,8 +18,8 @@ SHOWN = 2
 
 def head(name: str) -> str:
     """The start of a name up to its first number, ``blk.0`` of ``blk.0.attn_q.weight``; else up to its last dot."""
-    found = _NUMBERED.match(name)
-    return found[0] if found else name.rpartition(".")[0] or name
+    match = _NUMBERED.match(name)
+    return match[0] if match else name.rpartition(".")[0] or name
 
 
 def block_label(block: Block, number: int) -> str:
@@ -36,9 +36,9 @@ def block_label(block: Block, number: int) -> str:
 def span(labels: Sequence[str]) -> str:
     """Labels as one: ``blk.0 … 3`` where they differ in a number, else the first and the last."""
     labels = list(dict.fromkeys(labels))
-    found = [_NUMBERED.match(label) for label in labels]
-    stems = {m[1] for m in found if m}
-    if len(labels) > 1 and all(found) and len(stems) == 1:
+    matches = [_NUMBERED.match(label) for label in labels]
+    stems = {m[1] for m in matches if m}
+    if len(labels) > 1 and all(matches) and len(stems) == 1:
         numbers = [n for label in labels for n in map(int, re.findall(r"\d+", label[len(next(iter(stems))) :]))]
         return f"{next(iter(stems))}{min(numbers)} … {max(numbers)}"
     return labels[0] if len(labels) == 1 else f"{labels[0]} … {labels[-1]}"
@@ -48,9 +48,9 @@ class Labels:
     """The labels of all blocks of a graph, and what a sequence of items is called."""
 
     def __init__(self, items: Sequence[Item]) -> None:
-        found = list(blocks(items))
-        self.number = {id(block): number for number, block in enumerate(found)}
-        self.blocks = [block_label(block, number) for number, block in enumerate(found)]
+        all_blocks = list(blocks(items))
+        self.number = {id(block): number for number, block in enumerate(all_blocks)}
+        self.blocks = [block_label(block, number) for number, block in enumerate(all_blocks)]
 
     def of(self, items: Sequence[Item]) -> str:
         return span([self.blocks[self.number[id(block)]] for block in blocks(items)])

@@ -143,15 +143,15 @@ class PlanData:
                     meetings[number][d] = at
 
         def work(until: Mapping[int, int]) -> Iterator[tuple[str, int, dict[int, tuple[int, int]], list[int]]]:
-            found: dict[int, dict[int, tuple[int, int]]] = defaultdict(dict)
+            cells: dict[int, dict[int, tuple[int, int]]] = defaultdict(dict)
             for d, end in until.items():
                 for at in range(done[d], end):
                     b = block[self.program[d]][at]
-                    first, count = found[b].get(d, (at, 0))
-                    found[b][d] = (first, count + 1)
+                    first, count = cells[b].get(d, (at, 0))
+                    cells[b][d] = (first, count + 1)
                 done[d] = end
-            for b in sorted(found):
-                yield WORK, b, {self.program[d]: cell for d, cell in found[b].items()}, list(found[b])
+            for b in sorted(cells):
+                yield WORK, b, {self.program[d]: cell for d, cell in cells[b].items()}, list(cells[b])
 
         for number in sorted(meetings):
             there = meetings[number]
@@ -184,15 +184,15 @@ class PlanData:
     def _layouts(self) -> list[int]:
         """How each node's first result lies on the devices, as the number of a text."""
         owed = [_owed(self.plan.lanes[d].graph, self.local[p], self) for p, d in enumerate(self.first)]
-        found = []
+        layouts = []
         for node in self.graph.graph.nodes:
             if node.is_leaf:
-                found.append(self.texts(_layout_text(self.plan.leaves[node.name])))
+                layouts.append(self.texts(_layout_text(self.plan.leaves[node.name])))
                 continue
             name = self.graph.names[node]
             mine = [None if (n := local.get(name)) is None or n.op != node.op else n for local in self.local]
-            found.append(self.texts(self._layout(node, mine, any(name in names for names in owed))))
-        return found
+            layouts.append(self.texts(self._layout(node, mine, any(name in names for names in owed))))
+        return layouts
 
     def _layout(self, node: Node, local: Sequence[Node | None], owed: bool) -> str:
         shapes = [None if n is None else n.specs[0].shape for n in local]
@@ -213,17 +213,17 @@ def _owed(graph: Any, local: Mapping[str, Node], data: PlanData) -> set[str]:
     terms are made, which is where something that was cut is read."""
     stack = [n.inputs[0].node for n in graph.nodes if n.op in SUMS]
     whole = {n.name.removesuffix(".zero") for n in graph.nodes if n.op == "fill"}
-    found: set[str] = set()
+    owed: set[str] = set()
     while stack:
         node = stack.pop()
         user = data.node.get(node.name)
-        if node.name in found or user is None or node.is_leaf or node.op in COLLECTIVES or node.name in whole:
+        if node.name in owed or user is None or node.is_leaf or node.op in COLLECTIVES or node.name in whole:
             continue
-        found.add(node.name)
+        owed.add(node.name)
         pairs = list(zip(node.inputs, user.inputs, strict=False))
         if all(mine.shape == theirs.shape for mine, theirs in pairs):
             stack += [mine.node for mine, _ in pairs]
-    return found
+    return owed
 
 
 def _layout_text(layout: Layout) -> str:

@@ -289,13 +289,13 @@ class Replay:
     def measured(self) -> list[tuple[str, float]]:
         """Run once, launch by launch; the kernel of each, or the op for which devices met through memory of the host,
         and its seconds."""
-        found: list[tuple[str, float]] = []
-        plain, self._as_asked = self._as_asked, partial(self._timed, found)
+        times: list[tuple[str, float]] = []
+        plain, self._as_asked = self._as_asked, partial(self._timed, times)
         try:
             self()
         finally:
             self._as_asked = plain
-        return found
+        return times
 
     def _timed(self, found: list[tuple[str, float]], call: NumberedCall) -> NumberedCall:
         """The call, which adds what it takes to `found`."""

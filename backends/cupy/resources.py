@@ -32,9 +32,10 @@ class Table:
 
 def recorded() -> Table:
     """The table as it was last written."""
-    found = json.loads(FILE.read_text("utf-8"))
-    kernels = {name: {arch: (row[0], row[1]) for arch, row in rows.items()} for name, rows in found["kernels"].items()}
-    return Table(kernels, found["digests"])
+    document = json.loads(FILE.read_text("utf-8"))
+    rows = document["kernels"].items()
+    kernels = {name: {arch: (row[0], row[1]) for arch, row in archs.items()} for name, archs in rows}
+    return Table(kernels, document["digests"])
 
 
 def digest(source: Source) -> str:

@@ -72,10 +72,10 @@ Row = Mapping[str, object]
 
 def tests(prompts: Sequence[int], new: Sequence[int], depths: Sequence[int]) -> list[Test]:
     """Every prompt and every number of new tokens at every depth; 0 leaves one out."""
-    found = [Test(kind, n, d) for d in depths for kind, counts in ((PROMPT, prompts), (NEW, new)) for n in counts if n]
-    if not found:
+    chosen = [Test(kind, n, d) for d in depths for kind, counts in ((PROMPT, prompts), (NEW, new)) for n in counts if n]
+    if not chosen:
         raise ModelError("there is nothing to measure; ask for a prompt with -p or for new tokens with -n")
-    return found
+    return chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,14 +177,14 @@ def row(test: Test, times: Sequence[float], *, nbytes: int, bandwidth: float | N
     """What one test says, rates in tokens a second; of new tokens also the bytes of weights read in a second, and
     their share of the `bandwidth` of reading and nothing else."""
     rates = [test.tokens / s for s in times]
-    found: dict[str, object] = {"test": test.name, "kind": test.kind, "tokens": test.tokens, "depth": test.depth}
-    found |= {"mean": mean(rates), "sd": stdev(rates) if len(rates) > 1 else 0.0, "median": median(rates)}
-    found["samples"] = rates
+    columns: dict[str, object] = {"test": test.name, "kind": test.kind, "tokens": test.tokens, "depth": test.depth}
+    columns |= {"mean": mean(rates), "sd": stdev(rates) if len(rates) > 1 else 0.0, "median": median(rates)}
+    columns["samples"] = rates
     if test.kind == NEW:
-        found["weight_bytes_per_second"] = median(rates) * nbytes
-        found["bandwidth"] = bandwidth
-        found["share_of_bandwidth"] = median(rates) * nbytes / bandwidth if bandwidth else None
-    return found
+        columns["weight_bytes_per_second"] = median(rates) * nbytes
+        columns["bandwidth"] = bandwidth
+        columns["share_of_bandwidth"] = median(rates) * nbytes / bandwidth if bandwidth else None
+    return columns
 
 
 # ------------------------------------------------------------------------------------------------------- profile
@@ -230,8 +230,8 @@ def _shares(steps: Iterable[tuple[str, float]], wall: float) -> list[Share]:
     for kernel, spent in steps:
         times.setdefault(kernel, []).append(spent)
     inside = sum(map(sum, times.values()))
-    found = [Share(kernel, len(t), sum(t)) for kernel, t in times.items()]
-    return [*sorted(found, key=lambda s: -s.seconds), Share(OUTSIDE, 1, wall - inside)]
+    shares = [Share(kernel, len(t), sum(t)) for kernel, t in times.items()]
+    return [*sorted(shares, key=lambda s: -s.seconds), Share(OUTSIDE, 1, wall - inside)]
 
 
 def profile_lines(shares: Sequence[Share]) -> Iterator[str]:

@@ -68,12 +68,12 @@ def cut_layer(graph: Graph, layer: int) -> Graph:
 def node_layers(graph: Graph) -> dict[Node, int | None]:
     """The layer of every node by its name; a node without a name belongs where its first user does."""
     users = graph.users()
-    found: dict[Node, int | None] = {}
+    layers: dict[Node, int | None] = {}
     for node in reversed(graph.nodes):
         if node.name:
             match = LAYER.match(node.name)
-            found[node] = int(match[1]) if match else None
+            layers[node] = int(match[1]) if match else None
         else:
             readers = (user for value in node.results for user in users[value])
-            found[node] = next((found[user] for user in readers), None)
-    return found
+            layers[node] = next((layers[user] for user in readers), None)
+    return layers

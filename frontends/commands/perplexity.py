@@ -109,10 +109,10 @@ def score_chunks(session: Session, tokens: Sequence[int], *, bos: int | None) ->
 
 def negative_log_likelihood(logits: F32, targets: Sequence[int]) -> F64:
     """For each row of logits the NLL of its target, in float64."""
-    found = np.empty(len(targets))
+    losses = np.empty(len(targets))
     for start in range(0, len(targets), ROWS):
         x = logits[start : start + ROWS].astype(np.float64)
         x -= x.max(-1, keepdims=True)
         chosen = x[np.arange(len(x)), targets[start : start + ROWS]]
-        found[start : start + ROWS] = np.log(np.exp(x).sum(-1)) - chosen
-    return found
+        losses[start : start + ROWS] = np.log(np.exp(x).sum(-1)) - chosen
+    return losses

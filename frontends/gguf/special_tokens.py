@@ -56,11 +56,11 @@ def special_tokens(
     final = list(types)
     ends = {ids[name] for name in _ENDING if ids.get(name) is not None}
     for name, texts in FILL_IN.items():
-        found = [where[text] for text in texts if text in where and ids.get(name) is None]
-        for i in found:
+        numbers = [where[text] for text in texts if text in where and ids.get(name) is None]
+        for i in numbers:
             final[i] = CONTROL
         if name in _ENDING:
-            ends.update(found)
+            ends.update(numbers)
     for text in ENDS:
         if text in where:
             final[where[text]] = CONTROL

@@ -181,9 +181,9 @@ class Tokenizer:
         """The special tokens to look for in a text, longest first."""
         if parse_special not in self._specials:
             types = (CONTROL, UNKNOWN, USER) if parse_special else (USER,)
-            found = [i for i, type_ in enumerate(self.types) if type_ in types]
-            found.sort(key=lambda i: -len(self.tokens[i].encode()))
-            self._specials[parse_special] = tuple(found)
+            special = [i for i, type_ in enumerate(self.types) if type_ in types]
+            special.sort(key=lambda i: -len(self.tokens[i].encode()))
+            self._specials[parse_special] = tuple(special)
         return self._specials[parse_special]
 
     def _merge(self, text: str) -> Sequence[int]:

@@ -81,10 +81,10 @@ def read_rule(metadata: Mapping[str, object], kind: str) -> PreTokenizer:
 
 def byte_of(token: int, text: str) -> bytes:
     """The byte that a token of type byte stands for; ModelError if it is not written like ``<0x41>``."""
-    found = _BYTE_TOKEN.fullmatch(text)
-    if found is None:
+    match = _BYTE_TOKEN.fullmatch(text)
+    if match is None:
         raise ModelError(f"{PREFIX}tokens: {token} is of type byte but reads {text[:40]!a}; need <0x00> to <0xFF>")
-    return bytes.fromhex(found[1])
+    return bytes.fromhex(match[1])
 
 
 def check_unicode(who: str, text: str) -> None:

@@ -60,15 +60,15 @@ def through_view(node: Node, source: Strided) -> Strided | None:
 
 def resolve(graph: Graph) -> dict[Value, Strided]:
     """Every value as a strided view of the value whose memory it shares.  `graph` is one that `densify` gave."""
-    found: dict[Value, Strided] = {}
+    views: dict[Value, Strided] = {}
     for node in graph.nodes:
         if not node.is_leaf and op_of(node).is_view:
-            view = through_view(node, found[node.inputs[0]])
+            view = through_view(node, views[node.inputs[0]])
             assert view is not None, "densify() inserts a cont before such a view"
-            found[Value(node)] = view
+            views[Value(node)] = view
         else:
-            found.update((v, whole(v)) for v in node.results)
-    return found
+            views.update((v, whole(v)) for v in node.results)
+    return views
 
 
 def densify(graph: Graph, reads_strided: Callable[[Node, int], bool]) -> Graph:
@@ -76,34 +76,34 @@ def densify(graph: Graph, reads_strided: Callable[[Node, int], bool]) -> Graph:
 
     `reads_strided(node, operand)` says whether a kernel takes any strides there.  One copy serves all readers.
     """
-    found: dict[Value, Strided] = {}
+    views: dict[Value, Strided] = {}
     copies: dict[Value, Value] = {}
 
     def dense(value: Value) -> Value:
         if value not in copies:
             copies[value] = cont(value, name=f"{value.node.name or value.node.op}.cont")
-            found[copies[value]] = whole(copies[value])
+            views[copies[value]] = whole(copies[value])
         return copies[value]
 
     def rule(node: Node) -> tuple[Value, ...] | None:
         if node.is_leaf:
-            found[Value(node)] = whole(Value(node))
+            views[Value(node)] = whole(Value(node))
             return None
         if op_of(node).is_view:
             source = node.inputs[0]
-            view = through_view(node, found[source])
+            view = through_view(node, views[source])
             if view is None:
                 node = node.with_src((dense(source),))
-                view = through_view(node, found[node.inputs[0]])
+                view = through_view(node, views[node.inputs[0]])
                 assert view is not None
-            found[Value(node)] = view
+            views[Value(node)] = view
             return node.results
         src = tuple(
-            dense(s) if s is not None and not found[s].is_dense and not reads_strided(node, i) else s
+            dense(s) if s is not None and not views[s].is_dense and not reads_strided(node, i) else s
             for i, s in enumerate(node.src)
         )
         node = node if src == node.src else node.with_src(src)
-        found.update((v, whole(v)) for v in node.results)
+        views.update((v, whole(v)) for v in node.results)
         return node.results
 
     return rewrite(graph, rule)

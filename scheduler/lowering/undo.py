@@ -36,8 +36,8 @@ class Save:
 def saves(order: Schedule, views: Mapping[Value, Strided], backend: Backend, on: Device) -> tuple[Save, ...]:
     """A save for every state that the step changes."""
     changed = [(result, state) for result, state in order.donated.items() if state.spec.size]
-    found = [_of_rows(new, state, views, backend, on) or _of_all(new.node, state) for new, state in changed]
-    return (*found, *(_of_all(None, state) for state in order.copied if state.spec.size))
+    changes = [_of_rows(new, state, views, backend, on) or _of_all(new.node, state) for new, state in changed]
+    return (*changes, *(_of_all(None, state) for state in order.copied if state.spec.size))
 
 
 def _of_all(writer: Node | None, state: Value) -> Save:

@@ -160,7 +160,7 @@ class Executor:
         """After the block this list holds what `measure` gives, of the last run in it."""
         plain = self._replays
         noted: list[Iterable[tuple[str, float]]] = [[] for _ in plain]
-        found: Times = []
+        times: Times = []
 
         def timed(number: int) -> Callable[[], None]:
             compiled = plain[number]
@@ -176,10 +176,10 @@ class Executor:
         with self._turn:
             self._replays = [timed(i) for i in range(len(plain))]
             try:
-                yield found
+                yield times
             finally:
                 self._replays = plain
-        found += map(list, noted)
+        times += map(list, noted)
 
     def _guarded(self, number: int) -> None:
         """Run one device; on failure wake the others, who may be waiting for it."""

@@ -95,20 +95,20 @@ def _pieces(nodes: Sequence[Node], spans: Mapping[Value, tuple[int, int]], lasti
             for point in range(made + 1, read + 1):
                 crossing[point].append(value)
     cuts = [0, *(p for p in range(1, len(nodes)) if len(crossing[p]) == 1), len(nodes)]
-    found = []
+    pieces = []
     readers: dict[Node, set[int]] = defaultdict(set)
     for number, (start, stop) in enumerate(itertools.pairwise(cuts)):
         before, after = (crossing[p][0] if 0 < p < len(nodes) else None for p in (start, stop))
-        found.append(_Piece(nodes[start:stop], before, after, {}))
+        pieces.append(_Piece(nodes[start:stop], before, after, {}))
         for node in nodes[start:stop]:
             for source in node.inputs:
                 if source.node.is_leaf:
                     readers[source.node].add(number)
     for leaf, numbers in readers.items():
         if len(numbers) == 1 and leaf.op in ("weight", "state"):
-            own = found[next(iter(numbers))].own
+            own = pieces[next(iter(numbers))].own
             own[leaf] = len(own)
-    return found
+    return pieces
 
 
 def _structure(graph: Graph, piece: _Piece, lasting: frozenset[Value]) -> object:

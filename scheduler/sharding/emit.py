@@ -66,13 +66,13 @@ def _kind(device: int, assignment: Assignment, shares: Shares) -> Hashable:
 def _rarely_read(graph: Graph, graphs: Sequence[Graph], leaves: Mapping[str, Layout]) -> dict[str, Layout]:
     """Whole weights and states that some devices turn out not to read, as what they compute is placed elsewhere."""
     read = [{n.name for n in local.nodes if n.is_leaf} for local in graphs]
-    found: dict[str, Layout] = {}
+    homes: dict[str, Layout] = {}
     for node in graph.nodes:
         if node.op in ("weight", "state") and leaves[node.name] is REPLICATE:
             where = tuple(d for d, names in enumerate(read) if node.name in names)
             if 0 < len(where) < len(graphs):
-                found[node.name] = Local(where)
-    return found
+                homes[node.name] = Local(where)
+    return homes
 
 
 def unused(name: str, taken: Container[str]) -> str:

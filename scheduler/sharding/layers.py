@@ -171,7 +171,7 @@ class _Emitter:
         )
 
     def graphs(self) -> tuple[Graph, ...]:
-        found = []
+        graphs = []
         for device in range(self.devices):
             outputs = {name: self.local[device, v] for name, v in self.graph.outputs.items() if self.where(v) == device}
             updates = {
@@ -179,5 +179,5 @@ class _Emitter:
                 for state, new in self.graph.updates.items()
                 if self.home[state] == device
             }
-            found.append(Graph({**outputs, **self.sent[device]}, updates))
-        return tuple(found)
+            graphs.append(Graph({**outputs, **self.sent[device]}, updates))
+        return tuple(graphs)

@@ -63,9 +63,9 @@ def wished(graph: Graph, place: Place, devices: Sequence[str], *, strict: bool =
     Raises `PlanError` for a pattern that is none, a device that is not among `devices` or, if `strict`, a pattern that
     matches nothing.
     """
-    found: dict[Node, Pin] = {}
+    pins: dict[Node, Pin] = {}
     if not place:
-        return found
+        return pins
     called = names(graph)
     for pattern, device in place:
         expression, shown = _compiled(pattern), f"--place {pattern}={device}"
@@ -78,8 +78,8 @@ def wished(graph: Graph, place: Place, devices: Sequence[str], *, strict: bool =
         for node in graph.nodes:
             read = {node, *filter(None, map(stored_leaf, node.inputs))}
             if not node.is_leaf and not matching.isdisjoint(read):
-                found.setdefault(node, pin)
-    return found
+                pins.setdefault(node, pin)
+    return pins
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
@@ -106,12 +106,12 @@ def lying(graph: Graph, leaves: Mapping[str, Layout]) -> Pins:
     """Nodes that read what lies on some devices only, for an earlier plan."""
     homes = {Value(n): leaves[n.name] for n in graph.nodes if n.op in ("weight", "state") and n.name in leaves}
     held = {value: layout for value, layout in homes.items() if isinstance(layout, Local)}
-    found: dict[Node, Pin] = {}
+    pins: dict[Node, Pin] = {}
     for node in graph.nodes:
         for leaf in filter(None, map(stored_leaf, node.inputs)):
             if (home := held.get(Value(leaf))) is not None:
-                found.setdefault(node, Pin(home.devices[0], "what it reads lies there"))
-    return Pins(found, held)
+                pins.setdefault(node, Pin(home.devices[0], "what it reads lies there"))
+    return Pins(pins, held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def unable(
     graphs: Sequence[Graph], origins: Sequence[Mapping[Node, Node]], group: Sequence[tuple[Backend, Device]]
 ) -> list[Unable]:
     """Nodes of the devices' graphs that their devices cannot run."""
-    found = []
+    refused = []
     for number, (graph, origin, (backend, device)) in enumerate(zip(graphs, origins, group, strict=True)):
         cannot = {}
         for node in graph.nodes:
@@ -139,8 +139,8 @@ def unable(
             for node in reversed(graph.nodes):  # what the planner put in is there for the node that reads it
                 for source in node.inputs:
                     known.setdefault(source.node, known.get(node))
-            found += [Unable(known.get(n), n, number, why) for n, why in cannot.items()]
-    return found
+            refused += [Unable(known.get(n), n, number, why) for n, why in cannot.items()]
+    return refused
 
 
 def rescued(found: Iterable[Unable], pins: NodePins, group: Sequence[tuple[Backend, Device]]) -> dict[Node, Pin]:

@@ -117,15 +117,15 @@ def _spread(
     two graphs turn out to have other factors."""
     leaves = {n.name: Value(n) for n in graph.nodes if n.op in ("weight", "state")}
     ours = {n.name: Value(n) for n in small.graph.nodes if n.op in ("weight", "state")}
-    found: set[Factor] = set()
+    everywhere: set[Factor] = set()
     for name, axis, at, i in cuts_of(small.graph, own, chosen, {}):
         wanted = [[f.size for f in segment] for segment in own.axes(ours[name])[axis]]
         for twin in small.twins.get(name, (name,)):
             parts = factors.axes(leaves[twin])[axis]
             if [[f.size for f in segment] for segment in parts] != wanted or parts[at][i].blocked:
                 return None
-            found.add(parts[at][i])
-    return None if clash(graph, factors, frozenset(found)) else frozenset(found)
+            everywhere.add(parts[at][i])
+    return None if clash(graph, factors, frozenset(everywhere)) else frozenset(everywhere)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,7 @@ def cuts_of(
 
     A leaf is cut on one axis at most: where `leaves` has its layout, a factor is named by it only if it lies so.
     """
-    found: dict[Factor, tuple[str, int, int, int]] = {}
+    named: dict[Factor, tuple[str, int, int, int]] = {}
     for node in graph.nodes:
         if node.op in ("weight", "state"):
             for axis, parts in enumerate(factors.axes(Value(node))):
@@ -232,15 +232,15 @@ def cuts_of(
                     for i, factor in enumerate(segment):
                         lies = leaves.get(node.name)
                         if factor in chosen and not (isinstance(lies, Shard) and lies.axis != axis):
-                            found.setdefault(factor, (node.name, axis, at, i))
-    return frozenset(found.values())
+                            named.setdefault(factor, (node.name, axis, at, i))
+    return frozenset(named.values())
 
 
 def factors_at(graph: Graph, factors: Factors, cuts: frozenset[tuple[str, int, int, int]]) -> frozenset[Factor]:
     """The factors of `graph` that `cuts_of` named in another graph over the same leaves."""
     leaves = {n.name: Value(n) for n in graph.nodes if n.op in ("weight", "state")}
-    found = set()
+    named = set()
     for name, axis, at, i in cuts:
         if name in leaves:
-            found.add(factors.axes(leaves[name])[axis][at][i])
-    return frozenset(found)
+            named.add(factors.axes(leaves[name])[axis][at][i])
+    return frozenset(named)

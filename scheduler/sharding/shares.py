@@ -10,7 +10,7 @@ from .axes import Factor, product_size
 
 def runs_of(axis: Sequence[Sequence[Factor]], factor: Factor, low: int, high: int) -> tuple[Run, ...]:
     """The entries of an axis whose index of `factor` lies in [low, high); segments without it are whole."""
-    found: list[Run] = []
+    runs: list[Run] = []
     start = 0
     for segment in axis:
         size = product_size(segment)
@@ -18,22 +18,22 @@ def runs_of(axis: Sequence[Sequence[Factor]], factor: Factor, low: int, high: in
             at = segment.index(factor)
             inner = product_size(segment[at + 1 :])
             for outer in range(product_size(segment[:at])):
-                found.append((start + (outer * factor.size + low) * inner, (high - low) * inner))
+                runs.append((start + (outer * factor.size + low) * inner, (high - low) * inner))
         else:
-            found.append((start, size))
+            runs.append((start, size))
         start += size
-    return joined(found)
+    return joined(runs)
 
 
 def joined(runs: Sequence[Run]) -> tuple[Run, ...]:
     """`runs` without empty ones, neighbours merged."""
-    found: list[Run] = []
+    merged: list[Run] = []
     for offset, length in runs:
-        if length and found and sum(found[-1]) == offset:
-            found[-1] = (found[-1][0], found[-1][1] + length)
+        if length and merged and sum(merged[-1]) == offset:
+            merged[-1] = (merged[-1][0], merged[-1][1] + length)
         elif length:
-            found.append((offset, length))
-    return tuple(found)
+            merged.append((offset, length))
+    return tuple(merged)
 
 
 GRAIN, MANY = 32, 8

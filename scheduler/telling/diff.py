@@ -49,12 +49,12 @@ def _leaves(before: Plan, after: Plan) -> list[str]:
 
 def _meetings(plan: Plan) -> dict[tuple[str, str], int]:
     """How often each collective runs, by op and name; a copy between devices counts once, where it is sent."""
-    found: dict[tuple[str, str], int] = defaultdict(int)
+    counts: dict[tuple[str, str], int] = defaultdict(int)
     for number, lane in enumerate(plan.lanes):
         for i in lane.program.instructions:
             if i.op == "send" or (i.op in COLLECTIVES and i.op != "receive" and number == 0):
-                found[i.op, i.node] += 1
-    return found
+                counts[i.op, i.node] += 1
+    return counts
 
 
 def _collectives(before: Plan, after: Plan) -> list[str]:

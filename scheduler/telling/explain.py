@@ -96,14 +96,14 @@ def path_lines(plan: Plan) -> list[str]:
 
 def places(devices: Sequence[str]) -> str:
     """Names of devices, consecutive numbers of one kind drawn together: ``cpu:0-3``, of one device: ``cuda:0.0-1``."""
-    found: list[tuple[str, int, int]] = []
+    ranges: list[tuple[str, int, int]] = []
     for name in devices:
         head, number = name.rstrip("0123456789"), int(re.findall(r"\d+", name)[-1])
-        if found and found[-1][0] == head and found[-1][2] + 1 == number:
-            found[-1] = (head, found[-1][1], number)
+        if ranges and ranges[-1][0] == head and ranges[-1][2] + 1 == number:
+            ranges[-1] = (head, ranges[-1][1], number)
         else:
-            found.append((head, number, number))
-    return " ".join(f"{head}{a}" if a == b else f"{head}{a}-{b}" for head, a, b in found)
+            ranges.append((head, number, number))
+    return " ".join(f"{head}{a}" if a == b else f"{head}{a}-{b}" for head, a, b in ranges)
 
 
 def memory_table(plan: Plan) -> list[str]:
@@ -130,13 +130,13 @@ def stage_table(plan: Plan) -> list[str]:
     """One row a stage; stages that come again in the same order, as layers do, are shown once and counted."""
     reasons = Reasons(plan)
     rows = [("stage", "where", "nodes", "reads", "moved", "est", "uncut", "because")]
-    found: list[tuple[str, ...]] = []
+    table: list[tuple[str, ...]] = []
     for number, stage in enumerate(plan.stages):
-        found.append(_row(plan, number, stage, reasons.of(stage)))
+        table.append(_row(plan, number, stage, reasons.of(stage)))
     kept: list[tuple[str, ...]] = []
     notes: dict[int, str] = {}
-    for start, length, times in repeats([_likeness(row) for row in found]):
-        kept += found[start : start + length]
+    for start, length, times in repeats([_likeness(row) for row in table]):
+        kept += table[start : start + length]
         if times > 1:
             last = start + length * times - 1
             notes[len(kept)] = f"     … these {length} stages {times - 1} times more, to stage {last}"
@@ -238,9 +238,9 @@ def named(value: Value) -> str:
 def _because(plan: Plan) -> dict[str, tuple[int, str]]:
     """On which device nodes are placed and why, by their names and by those of the weights and states they read."""
     said = {name: (placed.device, placed.because) for placed in plan.placed for name in placed.nodes}
-    found = dict(said)
+    reasons = dict(said)
     for node, name in names(plan.graph).items() if said else ():
         for leaf in map(leaf_of, node.inputs):
             if name in said:
-                found.setdefault(leaf.name, said[name])
-    return found
+                reasons.setdefault(leaf.name, said[name])
+    return reasons

@@ -77,13 +77,13 @@ def factors_text(factors: Factors) -> str:
 def _letters(factors: Factors) -> dict[Factor, str]:
     """A name for every factor of more than one index, in the order in which values show them."""
     free = ("".join(word) for n in itertools.count(1) for word in itertools.product(string.ascii_lowercase, repeat=n))
-    found: dict[Factor, str] = {}
+    letters: dict[Factor, str] = {}
     for node in factors.graph.nodes:
         for value in node.results:
             for factor in (f for axis in factors.axes(value) for segment in axis for f in segment):
-                if factor.size != 1 and factor not in found:
-                    found[factor] = next(free) + ("!" if factor.blocked else "")
-    return found
+                if factor.size != 1 and factor not in letters:
+                    letters[factor] = next(free) + ("!" if factor.blocked else "")
+    return letters
 
 
 def _axis_text(axis: Sequence[Sequence[Factor]], letters: Mapping[Factor, str]) -> str:
@@ -175,8 +175,8 @@ def _offset(life: Life) -> int:
 
 def lives(program: Program) -> list[Life]:
     """What lies in the arena when, as the instructions have it."""
-    found = [Life(t.offset, t.spec.nbytes, -1, -1, f"input {name}") for name, t in program.inputs.items()]
-    there = sorted(found, key=_offset)  # by place; no two overlap
+    lives = [Life(t.offset, t.spec.nbytes, -1, -1, f"input {name}") for name, t in program.inputs.items()]
+    there = sorted(lives, key=_offset)  # by place; no two overlap
 
     def at(tensor: Tensor) -> Life | None:
         before = bisect_right(there, tensor.offset, key=_offset) - 1
@@ -198,14 +198,14 @@ def lives(program: Program) -> list[Life]:
             for life in there[first:last]:
                 life.gone = step
             there[first:last] = [new]
-            found.append(new)
+            lives.append(new)
     for name, tensor in program.outputs.items():
         if (life := at(tensor)) is not None:
             life.last, life.note = len(program.instructions), f"{life.note}, output {name}"
     for _, back in program.undo:
         for kept in (life for t in back.src if t is not None and (life := at(t)) is not None):
             kept.last = len(program.instructions)
-    return found
+    return lives
 
 
 def _buffers(program: Program) -> list[str]:

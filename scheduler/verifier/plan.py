@@ -145,10 +145,10 @@ class _Whole:
         if isinstance(layout, Shard):
             if why := self._uncovered(value, layout):
                 return why
-            found: list[tuple[Index, ...] | None] = []
+            entries_of: list[tuple[Index, ...] | None] = []
             for runs in layout.runs:
-                found.append((*full[: layout.axis], joined([runs]), *full[layout.axis + 1 :]))
-            return found
+                entries_of.append((*full[: layout.axis], joined([runs]), *full[layout.axis + 1 :]))
+            return entries_of
         if layout is None or isinstance(layout, Partial):
             return f"has the layout {layout}"
         return [full] * self.devices
@@ -232,12 +232,12 @@ class _Whole:
         held = trace.of(device, local)
         if not any(self.meaning.holds(h, value, wanted) for h in held):
             number = self.meaning.number[value]
-            found = [
+            others = [
                 "a sum still owed" if h.owed else f"entries {[show(i) for i in h.axes]}"
                 for h in held
                 if h.number == number
             ]
             yield (
                 f"{what} on device {device} should be entries {[show(i) for i in wanted]} of {value!r} "
-                f"and is {found[0] if found else 'another value'}"
+                f"and is {others[0] if others else 'another value'}"
             )

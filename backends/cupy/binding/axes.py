@@ -22,10 +22,10 @@ class Axes:
 
     @property
     def count(self) -> int:
-        found = 1
+        size = 1
         for n in self.sizes:
-            found *= n
-        return found
+            size *= n
+        return size
 
     @property
     def words(self) -> list[Word]:

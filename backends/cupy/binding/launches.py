@@ -74,9 +74,9 @@ class Launches:
 
     def scratch(self, shape: Sequence[int], dtype: DType = DType.F32) -> Operand:
         """Memory of this instruction alone, dense; it holds anything when the first launch begins."""
-        found = _dense(self.scratch_at + self.taken, shape, dtype, self.taken)
-        self.taken += -(-found.tensor.spec.nbytes // ALIGNMENT) * ALIGNMENT
-        return found
+        operand = _dense(self.scratch_at + self.taken, shape, dtype, self.taken)
+        self.taken += -(-operand.tensor.spec.nbytes // ALIGNMENT) * ALIGNMENT
+        return operand
 
     def constant(self, array: npt.NDArray[Any]) -> Operand:
         """An array that is put into the memory of the device once, dense."""

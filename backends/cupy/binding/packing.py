@@ -111,8 +111,8 @@ def _bits_of_32(flip: bool) -> Callable[[Blocks], U8]:
 
     def plane(blocks: Blocks) -> U8:
         qh = np.ascontiguousarray(blocks["qh"])
-        found = table[0][qh[:, 0]] | table[1][qh[:, 1]] | table[2][qh[:, 2]] | table[3][qh[:, 3]]
-        return (~found if flip else found).view(np.uint8).reshape(len(blocks), 1, 4)
+        bits = table[0][qh[:, 0]] | table[1][qh[:, 1]] | table[2][qh[:, 2]] | table[3][qh[:, 3]]
+        return (~bits if flip else bits).view(np.uint8).reshape(len(blocks), 1, 4)
 
     return plane
 

@@ -24,13 +24,13 @@ TYPES = {
 def nccl(cupy: Any, load: Callable[[], Any]) -> Nccl | str:
     """NCCL as `load` imports it from CuPy, or why there is none."""
     try:
-        found = load()
-        if not getattr(found, "available", False):
+        library = load()
+        if not getattr(library, "available", False):
             return "this CuPy has no NCCL (on Linux: pip install nvidia-nccl-cu13, or nvidia-nccl-cu12)"
-        version = int(found.get_version())
+        version = int(library.get_version())
     except (ImportError, RuntimeError) as why:
         return f"NCCL does not load: {' '.join(str(why).split())}"
-    return Nccl(cupy, found, version)
+    return Nccl(cupy, library, version)
 
 
 class Nccl:

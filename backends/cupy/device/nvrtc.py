@@ -51,8 +51,8 @@ def nvrtc() -> ctypes.CDLL:
 
 def installed() -> list[Path]:
     """Libraries in the wheels of NVIDIA, and that of the system, newest first: an old one does not know new devices."""
-    found = importlib.util.find_spec("nvidia")
-    folders = list(found.submodule_search_locations or ()) if found is not None else []
+    spec = importlib.util.find_spec("nvidia")
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     wheels = [p for f in folders for p in Path(f).glob("*/lib/libnvrtc.so.*") if ".alt." not in p.name]
     of_system = find_library("nvrtc")
     return sorted((*sorted(wheels), *([Path(of_system)] if of_system else [])), key=_release, reverse=True)
@@ -126,10 +126,10 @@ _SHARED = re.compile(r"(\d+) bytes smem")
 def _resources(log: str, lowered: Mapping[str, str]) -> Mapping[str, Resources]:
     """What ptxas says of each kernel."""
     called = {low: name for name, low in lowered.items()}
-    found = {}
+    resources = {}
     for entry, stores, loads, registers, rest in _ENTRY.findall(log):
         if entry not in called:
             continue  # a kernel of the file that is not asked for
         shared = _SHARED.search(rest)
-        found[called[entry]] = Resources(int(registers), int(stores) + int(loads), int(shared[1]) if shared else 0)
-    return MappingProxyType(found)
+        resources[called[entry]] = Resources(int(registers), int(stores) + int(loads), int(shared[1]) if shared else 0)
+    return MappingProxyType(resources)

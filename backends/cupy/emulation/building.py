@@ -32,12 +32,12 @@ _building = threading.Lock()
 
 def compiler() -> str:
     """The path of g++.  Raises `BackendError` if there is none."""
-    found = shutil.which("g++")
-    if found is None:
+    path = shutil.which("g++")
+    if path is None:
         raise BackendError(
             "cuda-emulated compiles its kernels with g++, which is not installed; install g++ 12 or newer"
         )
-    return found
+    return path
 
 
 def translation(source: Source) -> str:

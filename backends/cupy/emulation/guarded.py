@@ -90,13 +90,13 @@ def places(spans: Sequence[Span], rooms: Rooms) -> list[Place]:
             merged[-1][1] = max(merged[-1][1], span.high)
         elif span.high > span.low:
             merged.append([span.low, span.high])
-    found = []
+    taken = []
     for number, (low, high) in enumerate(merged):
         before = low % ALIGNMENT
         room = -(-(high - low + before) // ALIGNMENT) * ALIGNMENT
         memory = rooms.room(number, room)
-        found.append(Place(low, high, address_of(memory) + len(memory) - room + before, memory))
-    return found
+        taken.append(Place(low, high, address_of(memory) + len(memory) - room + before, memory))
+    return taken
 
 
 def moved(launch: Launch, where: Sequence[Place]) -> list[int]:

@@ -119,8 +119,8 @@ class Mark:
 
 def mark_of(board: npt.NDArray[np.int64], rank: int) -> Mark | None:
     """What device `rank` marked last; None before its first mark."""
-    found = int(board[FIRST_MARK + MARK_STEP * rank])
-    return Mark(found >> 32, ((found & 0xFFFFFFFF) >> 1) - 1, bool(found & 1)) if found else None
+    word = int(board[FIRST_MARK + MARK_STEP * rank])
+    return Mark(word >> 32, ((word & 0xFFFFFFFF) >> 1) - 1, bool(word & 1)) if word else None
 
 
 def bind(launches: Launches, call: Bound, group: Group) -> None:

@@ -156,10 +156,10 @@ def _multiplied(launches: Launches, flow: Flow, number: int) -> tuple[Operand, O
     product = flow.readers_of(number)[0]
     index = 1 if flow.makes(number, product, 1) else 0
     need(flow.reader(number, "mul", index) == product, "it is not a factor of one product")
-    gate, other, found = flow.call(number).operand(0), flow.call(product).operand(1 - index), flow.call(product)
-    need(gate.is_float and other.is_float and gate.shape == other.shape == found.out.shape, "the factors differ")
-    apart(found.out, [], [gate, other])
-    return gate, other, found, (number, product)
+    gate, other, last = flow.call(number).operand(0), flow.call(product).operand(1 - index), flow.call(product)
+    need(gate.is_float and other.is_float and gate.shape == other.shape == last.out.shape, "the factors differ")
+    apart(last.out, [], [gate, other])
+    return gate, other, last, (number, product)
 
 
 def _times_sigmoid(launches: Launches, flow: Flow, number: int) -> Sequence[int]:

@@ -73,10 +73,10 @@ def _matrix_of(w: Operand, x: Operand) -> npt.NDArray[np.int32]:
     """The matrix of each leading entry of `x`: each serves a run of neighbours along every axis."""
     leading = x.shape[:-2]
     sizes = (1,) * (len(leading) - len(w.shape) + 2) + w.shape[:-2]
-    found = np.arange(math.prod(sizes), dtype=np.int32).reshape(sizes)
+    matrices = np.arange(math.prod(sizes), dtype=np.int32).reshape(sizes)
     for axis, (n, m) in enumerate(zip(sizes, leading, strict=True)):
-        found = np.repeat(found, m // n if n else 0, axis=axis)
-    return found.reshape(-1)
+        matrices = np.repeat(matrices, m // n if n else 0, axis=axis)
+    return matrices.reshape(-1)
 
 
 def _mul_mat(launches: Launches, call: Bound) -> None:

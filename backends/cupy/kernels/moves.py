@@ -90,10 +90,10 @@ def _pad_reflect(launches: Launches, call: Bound) -> None:
 
 def _region(call: Bound) -> Operand:
     """The part of the result that begins at `offsets` and is as large as the second operand."""
-    found = call.out
+    region = call.out
     for axis, (start, n) in enumerate(zip(ints_of(call.attrs, "offsets"), call.operand(1).shape, strict=True)):
-        found = found.part(axis, start, n)
-    return found
+        region = region.part(axis, start, n)
+    return region
 
 
 def _begin_with(launches: Launches, x: Operand, out: Operand) -> None:

@@ -130,8 +130,8 @@ class _Chain:
 
     @property
     def numbers(self) -> list[int]:
-        found = (self.norm, self.factor, self.rope, self.store, self.save)
-        return [n for n in found if n is not None]
+        chain = (self.norm, self.factor, self.rope, self.store, self.save)
+        return [n for n in chain if n is not None]
 
 
 def _stored(flow: Flow, number: int) -> tuple[int | None, int | None]:

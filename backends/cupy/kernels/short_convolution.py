@@ -120,12 +120,12 @@ def _gates(flow: Flow, rule: int) -> _Gates:
     decay, beta = flow.maker(rule, 3), flow.maker(rule, 4)
     rates, logistic = flow.maker(decay, 0), flow.maker(beta, 0)
     steps = flow.maker(rates, 0)
-    found = _Gates(flow.maker(steps, 0), steps, rates, decay, logistic, beta)
-    need(flow.reader(found.shifted, "softplus") == steps, "the steps are made otherwise")
+    gates = _Gates(flow.maker(steps, 0), steps, rates, decay, logistic, beta)
+    need(flow.reader(gates.shifted, "softplus") == steps, "the steps are made otherwise")
     need(flow.reader(steps, "mul") == rates and flow.reader(rates, "mul") == decay, "decays are made otherwise")
     need(flow.reader(logistic, "mul") == beta, "learning rates are made otherwise")
-    need(flow.call(found.shifted).op == "add" and flow.call(logistic).op == "sigmoid", "gates are made otherwise")
-    return found
+    need(flow.call(gates.shifted).op == "add" and flow.call(logistic).op == "sigmoid", "gates are made otherwise")
+    return gates
 
 
 def _delta_inputs(launches: Launches, flow: Flow, number: int) -> Sequence[int]:

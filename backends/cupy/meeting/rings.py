@@ -112,12 +112,12 @@ def _pieces(needs: Needs, *, is_sum: bool = False) -> Meeting:
 def _messages(launches: Launches, x: Operand, indices: Mapping[int, Sequence[Index]]) -> dict[int, Operand]:
     """What goes to each device, dense; the same for several is packed once."""
     made: dict[str, Operand] = {}
-    found = {}
+    messages = {}
     for device, wanted in indices.items():
         if (key := str(wanted)) not in made:
             made[key] = _packed(launches, [piece(x, index) for index in wanted])
-        found[device] = made[key]
-    return found
+        messages[device] = made[key]
+    return messages
 
 
 def _packed(launches: Launches, parts: Sequence[Operand]) -> Operand:

@@ -101,8 +101,8 @@ class Watch:
         """Where a device is in this run; None if it has come to nothing yet."""
         board = self.comm.board
         assert board is not None
-        found = mark_of(board, rank)
-        return found if found is not None and found.run == board[BOARD_RUN] else None
+        mark = mark_of(board, rank)
+        return mark if mark is not None and mark.run == board[BOARD_RUN] else None
 
     def _trouble(self, mine: Mark, waited: float) -> str | None:
         """Why a collective in which this device waits will never end, if that is known."""
