@@ -14,6 +14,10 @@ for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 
 
+MOST_CASES = 40
+"""So many cases of one test, or fewer, are run without --all: every second or third of those that have more."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write golden files anew instead of comparing")
     parser.addoption("--every-architecture", action="store_true", help="compile CUDA kernels for all architectures")
@@ -31,11 +35,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.option.all:
         return
     cases: Counter[str] = Counter()
+    counts = Counter(item.nodeid.partition("[")[0] for item in items)
     stays, leaves = [], []
     for item in items:
         mark = item.get_closest_marker("long")
         test = item.nodeid.partition("[")[0]
-        every = mark.kwargs.get("every") if mark else 1
+        every = mark.kwargs.get("every") if mark else -(-counts[test] // MOST_CASES)
         (stays if every and cases[test] % every == 0 else leaves).append(item)
         cases[test] += 1
     items[:] = stays

@@ -327,6 +327,7 @@ def test_speed_is_measured_beside_the_limits_of_the_machine(capsys):
     assert "rms_norm(x=f32[64,256]" in said
 
 
+@pytest.mark.long
 def test_thorough_adds_shapes_of_hypothesis():
     found = check(Suite(op="neg|concat", thorough=True))
     quick = {c.text for c in cases("neg|concat", full=True)}
@@ -341,6 +342,7 @@ def test_the_cases_of_a_model_are_harvested():
     assert all(run_case(c, *CPU).outcome is Outcome.PASS for c in found)
 
 
+@pytest.mark.long
 def test_the_support_matrix_has_a_row_for_every_op():
     rows = support_matrix(["cpu", "reference"])
     assert [r.op for r in rows] == list(REGISTRY)

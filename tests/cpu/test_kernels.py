@@ -214,6 +214,7 @@ def finish(process: subprocess.Popen) -> tuple[str, bool]:
     return codes, compiled == "True"
 
 
+@pytest.mark.long
 def test_kernels_are_compiled_once_and_a_damaged_file_is_made_anew(tmp_path):
     first = [start(tmp_path) for _ in range(3)]  # at once: none may see half a file
     answers = {finish(p) for p in first}

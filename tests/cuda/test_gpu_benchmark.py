@@ -126,6 +126,7 @@ def broken(tmp_path, monkeypatch):
     return gpu.Part(lambda bench: iter(()), 1, 5.0)
 
 
+@pytest.mark.long
 @needs_compiler
 def test_a_case_that_fails_dies_or_hangs_costs_no_other(broken, monkeypatch):
     monkeypatch.setitem(gpu.PARTS, "broken", broken)
