@@ -47,7 +47,7 @@ Item = Block | Group
 def fold(graph: Graph) -> tuple[Item, ...]:
     """The computed nodes of `graph`, each in one block, in an order in which sources come before users."""
     nodes = _ordered(graph)
-    spans = _spans(graph, nodes)
+    spans = spans_of(graph, nodes)
     lasting = frozenset(v for v, (a, b) in spans.items() if b - a > LONG * len(nodes))
     pieces = _pieces(nodes, {v: span for v, span in spans.items() if v not in lasting})
     if not pieces:
@@ -104,7 +104,7 @@ def _ordered(graph: Graph) -> list[Node]:
     for at, node in enumerate(n for n in graph.nodes if n not in place):
         place[node] = (max((place[s.node][0] for s in node.inputs if not s.node.is_leaf), default=-1), at)
     nodes = sorted((n for n in graph.nodes if not n.is_leaf), key=place.__getitem__)
-    lasting = [v for v, (a, b) in _spans(graph, nodes).items() if b - a > LONG * len(nodes)]
+    lasting = [v for v, (a, b) in spans_of(graph, nodes).items() if b - a > LONG * len(nodes)]
     early = set(topological_order(lasting))
     return [*(n for n in nodes if n in early), *(n for n in nodes if n not in early)]
 
@@ -129,7 +129,7 @@ def _deepest_first(graph: Graph) -> Iterator[Node]:
             stack.extend(sorted(waiting, key=depth.__getitem__))
 
 
-def _spans(graph: Graph, nodes: Sequence[Node]) -> dict[Value, tuple[int, int]]:
+def spans_of(graph: Graph, nodes: Sequence[Node]) -> dict[Value, tuple[int, int]]:
     """For each computed value the place of the node that makes it, and of the last that reads it."""
     spans: dict[Value, tuple[int, int]] = {}
     for at, node in enumerate(nodes):

@@ -243,6 +243,7 @@ class Reader:
         if heads % self.kv_heads[i]:
             raise keys.error("attention.head_count_kv", f"is {self.kv_heads[i]}; need a divisor of head_count {heads}")
         rope = self.rope(i, key_size)
+        chunked = bool(window) and family.windows is not None and family.windows.chunked
         return Attention(
             norm=self.norm,
             heads=heads,
@@ -250,7 +251,7 @@ class Reader:
             key_size=key_size,
             value_size=value_size,
             scale=self.scale(heads, key_size, rope),
-            sight=Sight(window, bool(window) and family.windows.chunked, bool(self.alibi), family.causal),  # type: ignore[union-attr]
+            sight=Sight(window, chunked, bool(self.alibi), family.causal),
             rope=rope,
             factors=family.factors and not (window and family.whole_factors),
             original_context=original_context(keys),

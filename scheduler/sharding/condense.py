@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ...graph.fold import LONG, repeats, spans_of
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ..lowering.order import together
-
-LONG = 0.25
-"""A value that crosses this part of all points of a graph lives long: it belongs to no piece."""
-LONGEST_PERIOD = 64
-"""How many pieces are looked through for a repetition: those of one layer, or of the few kinds of layers of a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +43,7 @@ def condense(graph: Graph) -> Condensed | None:
     depends where a sum over devices has to be paid.
     """
     nodes = [n for n in together(graph) if not n.is_leaf]  # else what only a new state needs would live to the end
-    spans = _spans(graph, nodes)
+    spans = spans_of(graph, nodes)
     lasting = frozenset(v for v, (a, b) in spans.items() if b - a > LONG * len(nodes))
     pieces = _pieces(nodes, spans, lasting)
     groups: list[list[_Piece]] = []
@@ -56,35 +52,6 @@ def condense(graph: Graph) -> Condensed | None:
         groups += [pieces[start + i : last : length] for i in range(length) if times > 1]
         groups += [[piece] for piece in pieces[last : last + length]]
     return None if len(groups) == len(pieces) else _joined(graph, groups)
-
-
-def repeats(items: Sequence[object]) -> Iterator[tuple[int, int, int]]:
-    """`items` as (start, length, times): runs of a few that come several times in a row, and what is between."""
-    numbers: dict[object, int] = {}
-    line = [numbers.setdefault(item, len(numbers)) for item in items]
-    at = 0
-    while at < len(line):
-        best = (1, 1)
-        for length in range(1, min(LONGEST_PERIOD, (len(line) - at) // 2) + 1):
-            times = 1
-            while line[at : at + length] == line[at + length * times : at + length * (times + 1)]:
-                times += 1
-            if times > 1 and length * times > best[0] * best[1]:
-                best = (length, times)
-        yield (at, *best)
-        at += best[0] * best[1]
-
-
-def _spans(graph: Graph, nodes: Sequence[Node]) -> dict[Value, tuple[int, int]]:
-    """For each value that a node makes the number of that node, and of the last that reads it."""
-    spans: dict[Value, tuple[int, int]] = {}
-    for at, node in enumerate(nodes):
-        for source in node.inputs:
-            if source in spans:
-                spans[source] = (spans[source][0], at)
-        spans.update((v, (at, at)) for v in node.results)
-    spans.update((v, (spans[v][0], len(nodes) - 1)) for v in graph.outputs.values() if v in spans)
-    return spans
 
 
 def _pieces(nodes: Sequence[Node], spans: Mapping[Value, tuple[int, int]], lasting: frozenset[Value]) -> list[_Piece]:

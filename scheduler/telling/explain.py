@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 from ...backends.base import Meets
 from ...graph.attrs import quote
+from ...graph.fold import repeats
 from ...graph.graph import names
 from ...graph.node import Node, Value
 from ...ops import REGISTRY
 from ..layout import Local, Shard
 from ..lowering.lane import Lane
 from ..plan import Plan
-from ..sharding.condense import repeats
 from ..stages import WORK, Stage, leaf_of
 from ..units import columns, nbytes_text, time_text
 from .critical import critical_path

@@ -160,7 +160,7 @@ def _read(target: Target, data: bytes) -> Verdict:
         if not words or not words.isprintable():
             return Verdict(fault=f"is refused in more than one printable line: {words!r:.200}")
         return Verdict(refusal=words)
-    except Exception as why:
+    except Exception as why:  # any raw error of the product is what the fuzzer looks for
         at = next((f for f in reversed(traceback.extract_tb(why.__traceback__)) if f.filename.startswith(ROOT)), None)
         where = f" at {Path(at.filename).name}:{at.lineno}" if at else ""
         return Verdict(fault=f"{type(why).__name__}{where}: {' '.join(str(why).split())[:200]}")

@@ -265,7 +265,7 @@ class Tally:
         said = f"{mutant.origin}: {mutant.where} {mutant.how}"
         try:
             why = next(plan_faults(mutant.plan), None)
-        except Exception as error:
+        except Exception as error:  # a verifier that raises is a finding, too
             self.raised.append(f"{said}: {type(error).__name__}: {error}")
             return
         if why is not None:

@@ -212,7 +212,7 @@ def faults(call: Callable[..., Any], right: Mapping[str, Any], wrong: tuple[Any,
             except hocket.HocketError as why:
                 if "\n" in str(why) or len(str(why)) > LONGEST:
                     yield f"{name}={label(value)}: {len(str(why))} characters: {str(why)[:100]!r}"
-            except Exception as why:
+            except Exception as why:  # raw errors are what this test looks for
                 yield f"{name}={label(value)}: {type(why).__name__}: {str(why)[:100]}"
 
 

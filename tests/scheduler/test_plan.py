@@ -16,10 +16,11 @@ from hocket.cli import main
 from hocket.frontends.gguf import open_gguf
 from hocket.frontends.models import Step, load_model
 from hocket.graph import BackendError, Graph, HocketError, PlanError, input, to_json, weight
+from hocket.graph.fold import repeats
 from hocket.scheduler import load, plan, plan_for
 from hocket.scheduler.fits import memory_problem, pools
 from hocket.scheduler.hardware import CPU
-from hocket.scheduler.sharding.condense import condense, repeats
+from hocket.scheduler.sharding.condense import condense
 from hocket.scheduler.simulated import simulate
 from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
 from hocket.scheduler.telling.diff import difference, drawn_together
