@@ -24,6 +24,7 @@ from .graph import state as state
 from .graph import to_json as to_json
 from .graph import to_networkx as to_networkx
 from .graph import weight as weight
+from .ops import register as register
 from .ops import verify as verify
 from .ops.text import dump as dump
 from .ops.text import parse as parse
@@ -35,12 +36,13 @@ if TYPE_CHECKING:
     from .scheduler import Store as Store
     from .scheduler import load as load
     from .scheduler import plan as plan
+    from .scheduler import run as run
     from .view.dot import to_dot as to_dot
 
 __version__ = "0.1.0"
 
 LATER = {
-    **dict.fromkeys(("Executor", "Plan", "Store", "load", "plan"), ".scheduler"),
+    **dict.fromkeys(("Executor", "Plan", "Store", "load", "plan", "run"), ".scheduler"),
     "scheduler": ".scheduler",
     "to_dot": ".view.dot",
 }

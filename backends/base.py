@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast, runtime_checkable
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast, runtime_checka
 import numpy as np
 import numpy.typing as npt
 
-from ..graph.arguments import TEXT, needs, shown
+from ..graph.arguments import NONE, TEXT, list_of, needs, shown, whole
 from ..graph.attrs import Attrs
 from ..graph.dtypes import DType
 from ..graph.errors import BackendError, HocketError, StepError
@@ -338,3 +339,16 @@ def find(name: str) -> tuple[Backend, Device]:
     backend = load(kind)
     device = backend.device(int(index or 0))
     return backend, replace(device, part=int(part)) if dot else device
+
+
+THREADS = whole(1, 1 << 16) | NONE
+
+
+@needs(BackendError, names=list_of(TEXT, "a sequence of texts"), threads=THREADS)
+def group_of(names: Sequence[str], threads: int | None = None) -> list[tuple[Backend, Device]]:
+    """Backends and devices by name, each with so many threads; without a number they share the processors.
+
+    Raises `BackendError`.
+    """
+    count = threads or max(1, (os.cpu_count() or 1) // max(1, len(names)))
+    return [(backend.with_threads(count), device) for backend, device in map(find, names)]

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
+from pkgutil import resolve_name
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from ..graph.errors import BackendError
+from ..ops import REGISTRY
 
 T = TypeVar("T")
 
@@ -23,3 +28,13 @@ def merged_lists(*tables: Mapping[str, tuple[T, ...]]) -> Mapping[str, tuple[T, 
     """One table from several, in which all that they have under a key follows each other."""
     keys = dict.fromkeys(key for table in tables for key in table)
     return MappingProxyType({key: tuple(x for table in tables for x in table.get(key, ())) for key in keys})
+
+
+@cache
+def brought(op: str, backend: str) -> Any:
+    """The binding for a backend that an op of another package brings with it, or None.  Raises `BackendError`."""
+    where = REGISTRY[op].kernels.get(backend) if op in REGISTRY else None
+    try:
+        return where and resolve_name(where)
+    except (ImportError, AttributeError, ValueError) as why:
+        raise BackendError(f"op {op!r}: its kernel for {backend}, {where}, does not load: {why}") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from ..backends.base import Backend, Device, find
+from ..backends.base import THREADS, Backend, Device, group_of
 from ..graph.arguments import ANY, BOOL, CALLABLE, NONE, TEXT, Kind, a, demand, list_of, needs, pair_of, real, whole
 from ..graph.arrays import numbers
 from ..graph.dtypes import DType
@@ -50,7 +49,7 @@ GROUP: Mapping[str, Kind] = MappingProxyType(
         "split_mode": TEXT,
         "tensor_split": list_of(real(-(2.0**63), 2.0**63), "a sequence of finite numbers"),
         "place": list_of(pair_of(TEXT, TEXT), "a sequence of pairs (regular expression, device)"),
-        "threads": whole(1, 1 << 16) | NONE,
+        "threads": THREADS,
         "exact": BOOL,
         "wire": Kind(" or ".join(WIRES), lambda v: isinstance(v, str) and v in WIRES),
         "fast": BOOL,
@@ -138,12 +137,12 @@ class Session:
     def _laid_out(self, on: Group) -> Plan:
         """The plan whose layout all others keep: that of one token, but where memory is too short for the largest step,
         one over the layout of that step, in which the host takes what does not fit."""
-        asked = found(on)
+        asked = group_on(on)
         options = partial(plan_for, split_mode=on.split_mode, tensor_split=on.tensor_split, place=self._place)
         one = self._graph(self._one)
         first = options(one, asked)
         self.group = first.group  # in mode none perhaps fewer than asked
-        host = Host(*found(replace(on, devices=(HOST,)))[0])
+        host = Host(*group_on(replace(on, devices=(HOST,)))[0])
         if host.device in (device for _, device in asked) or all(device.memory is None for _, device in asked):
             return first
         most = self._graph(self.step(_bucket(self.batch), self.context, self.sequences))
@@ -258,6 +257,11 @@ class Session:
                 self.planning += time.perf_counter() - start
             return self._executors[step]
 
+    def __repr__(self) -> str:
+        devices, count = ", ".join(str(device) for _, device in self.group), self.sequences
+        held = f"{count} sequences" if count > 1 else f"{self.lengths[0]} tokens"
+        return f"Session({self.model!r} on {devices}, {held} in a context of {self.context})"
+
     @property
     def steps(self) -> tuple[Step, ...]:
         """The steps that have a plan so far."""
@@ -290,11 +294,9 @@ def token_ids(sequence: int, given: Sequence[int]) -> list[int]:
     return list(map(int, ids))
 
 
-def found(on: Group) -> list[tuple[Backend, Device]]:
-    """The devices of a group; each has its share of the processors as threads, unless a number is given."""
-    threads = on.threads or max(1, (os.cpu_count() or 1) // len(on.devices))
-    names = [spelled(name, on) for name in on.devices]
-    return [(backend.with_threads(threads), device) for backend, device in map(find, names)]
+def group_on(on: Group) -> list[tuple[Backend, Device]]:
+    """The devices of a group, with their threads."""
+    return group_of([spelled(name, on) for name in on.devices], on.threads)
 
 
 def spelled(device: str, on: Group) -> str:

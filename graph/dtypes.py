@@ -6,6 +6,7 @@ Source: ``ggml.h`` (numbers) and ``ggml-common.h`` (block layouts) of llama.cpp.
 from __future__ import annotations
 
 from enum import Enum
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -85,3 +86,17 @@ INTEGERS = (DType.I8, DType.I16, DType.I32, DType.I64)
 QUANTISED = tuple(d for d in DType if d.is_quantised)
 BY_TEXT = {d.text: d for d in DType}
 BY_GGML = {d.ggml: d for d in DType}
+BY_NUMPY = {d.storage.name: d for d in DType if d.block == 1 and d is not DType.BF16} | {"bfloat16": DType.BF16}
+DTypeLike: TypeAlias = "DType | str | np.dtype[Any] | type[np.generic]"
+"""A type, its name here or in NumPy (``"f32"``, ``"float32"``), or NumPy's own (``np.float32``)."""
+
+
+def dtype_of(given: object) -> DType | None:
+    """The type that is meant, or None."""
+    if isinstance(given, DType):
+        return given
+    if isinstance(given, np.dtype):
+        given = given.name
+    elif isinstance(given, type) and issubclass(given, np.generic):
+        given = given.__name__
+    return (BY_TEXT.get(given) or BY_NUMPY.get(given)) if isinstance(given, str) else None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import EllipsisType, MappingProxyType, ModuleType
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +13,11 @@ import numpy.typing as npt
 from .arguments import shown
 from .arrays import numbers
 from .attrs import NO_ATTRS, Attrs, attr_text, quote, word
-from .dtypes import BY_TEXT, DType
+from .dtypes import BY_TEXT, DType, DTypeLike
 from .errors import GraphError
 from .spec import Spec, make_spec
 
+Index: TypeAlias = "int | slice | EllipsisType | Value | tuple[int | slice | EllipsisType | None, ...] | None"
 LEAVES = ("input", "weight", "state", "constant")
 
 
@@ -85,8 +87,65 @@ class Value:
     def __repr__(self) -> str:
         return f"{self.label}: {self.spec}"
 
+    # Operators build nodes; shapes broadcast and indices count as in NumPy.  `ops.operators` says by which ops.
+
+    __array_ufunc__ = None  # NumPy leaves ``array + value`` to the value, which refuses it in words
+
+    def __add__(self, other: Value | float) -> Value:
+        return _operators().combined("+", self, other)
+
+    def __radd__(self, other: float) -> Value:
+        return _operators().combined("+", other, self)
+
+    def __sub__(self, other: Value | float) -> Value:
+        return _operators().combined("-", self, other)
+
+    def __rsub__(self, other: float) -> Value:
+        return _operators().combined("-", other, self)
+
+    def __mul__(self, other: Value | float) -> Value:
+        return _operators().combined("*", self, other)
+
+    def __rmul__(self, other: float) -> Value:
+        return _operators().combined("*", other, self)
+
+    def __truediv__(self, other: Value | float) -> Value:
+        return _operators().combined("/", self, other)
+
+    def __rtruediv__(self, other: float) -> Value:
+        return _operators().combined("/", other, self)
+
+    def __pow__(self, exponent: float) -> Value:
+        return _operators().power(self, exponent)
+
+    def __matmul__(self, other: Value) -> Value:
+        return _operators().product(self, other)
+
+    def __rmatmul__(self, other: object) -> Value:
+        return _operators().product(other, self)
+
+    def __neg__(self) -> Value:
+        return _operators().combined("*", self, -1.0)
+
+    def __getitem__(self, index: Index) -> Value:
+        return _operators().part(self, index)
+
+    @property
+    def T(self) -> Value:  # noqa: N802  (NumPy's name)
+        """A matrix with its axes exchanged."""
+        if len(self.shape) != 2:
+            raise GraphError(f"{self!r} has rank {len(self.shape)}, not 2; use ops.transpose or ops.permute")
+        return _operators().transposed(self)
+
     def __iter__(self) -> Iterator[Value]:
-        raise TypeError(f"{self!r} is one symbolic value; slice it with ops.slice")
+        raise TypeError(f"{self!r} is one symbolic value; take parts of it by index, as x[0]")
+
+
+def _operators() -> ModuleType:
+    """Graphs know no ops; operators are looked up when the first of them is used."""
+    from ..ops import operators
+
+    return operators
 
 
 def _leaf(op: str, name: str, spec: Spec, attrs: Attrs = NO_ATTRS) -> Value:
@@ -95,17 +154,17 @@ def _leaf(op: str, name: str, spec: Spec, attrs: Attrs = NO_ATTRS) -> Value:
     return Value(Node(op, (), attrs, (spec,), name))
 
 
-def input(name: str, shape: Sequence[int], dtype: DType | str = DType.F32) -> Value:
+def input(name: str, shape: Sequence[int], dtype: DTypeLike = DType.F32) -> Value:
     """A value bound anew at each run."""
     return _leaf("input", name, make_spec(shape, dtype))
 
 
-def weight(name: str, shape: Sequence[int], dtype: DType | str = DType.F32) -> Value:
+def weight(name: str, shape: Sequence[int], dtype: DTypeLike = DType.F32) -> Value:
     """A value bound once, before the first run; may be quantised."""
     return _leaf("weight", name, make_spec(shape, dtype))
 
 
-def state(name: str, shape: Sequence[int], dtype: DType | str = DType.F32) -> Value:
+def state(name: str, shape: Sequence[int], dtype: DTypeLike = DType.F32) -> Value:
     """A value that persists from run to run and begins as zeros: KV cache, convolution and delta-net state."""
     return _leaf("state", name, make_spec(shape, dtype))
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .arguments import shown
-from .dtypes import BY_TEXT, DType
+from .dtypes import BY_TEXT, DType, DTypeLike, dtype_of
 from .errors import GraphError
 
 MAX_RANK = 5
@@ -56,16 +56,13 @@ def problem(spec: Spec) -> str | None:
     return None
 
 
-def make_spec(shape: Sequence[int], dtype: DType | str = DType.F32) -> Spec:
-    """A checked `Spec`; `dtype` may be its name.  Raises `GraphError`."""
-    if isinstance(dtype, str):
-        if dtype not in BY_TEXT:
-            raise GraphError(f"unknown dtype {shown(dtype)}; one of {', '.join(BY_TEXT)}")
-        dtype = BY_TEXT[dtype]
-    elif not isinstance(dtype, DType):
-        raise GraphError(f"dtype is {shown(dtype)}; it must be a DType or the name of one")
+def make_spec(shape: Sequence[int], dtype: DTypeLike = DType.F32) -> Spec:
+    """A checked `Spec`.  Raises `GraphError`."""
+    kind = dtype_of(dtype)
+    if kind is None:
+        raise GraphError(f"dtype is {shown(dtype)}; it must be a DType or the name of one: {', '.join(BY_TEXT)}")
     try:
-        spec = Spec(tuple(map(operator.index, shape)), dtype)
+        spec = Spec(tuple(map(operator.index, shape)), kind)
     except TypeError:
         raise GraphError(f"shape is {shown(shape)}; it must be a sequence of integers") from None
     if why := problem(spec):

@@ -1,5 +1,7 @@
 """Every op, declared once: meaning, shapes, sharding, cost, samples.  Calling one builds a node."""
 
+from typing import Any as _Any
+
 from .arrange import acc as acc
 from .arrange import pad as pad
 from .arrange import pad_reflect_1d as pad_reflect_1d
@@ -33,7 +35,6 @@ from .indexer import dsv4_hc_comb as dsv4_hc_comb
 from .indexer import dsv4_hc_post as dsv4_hc_post
 from .indexer import dsv4_hc_pre as dsv4_hc_pre
 from .indexer import lightning_indexer as lightning_indexer
-from .matmul import mul_mat as mul_mat
 from .moves import concat as concat
 from .moves import get_rows as get_rows
 from .moves import set_rows as set_rows
@@ -46,6 +47,7 @@ from .op import Op as Op
 from .op import op as op
 from .oracle import evaluate as evaluate
 from .oracle import exact as exact
+from .products import mul_mat as mul_mat
 from .recurrent import gated_delta_net as gated_delta_net
 from .recurrent import ssm_conv as ssm_conv
 from .reductions import argmax as argmax
@@ -57,6 +59,7 @@ from .reductions import sum_rows as sum_rows
 from .registry import REGISTRY as REGISTRY
 from .registry import RULES as RULES
 from .registry import op_of as op_of
+from .registry import register as register
 from .registry import verify as verify
 from .rotary import rope as rope
 from .rotary import rope_multi as rope_multi
@@ -104,3 +107,19 @@ from .views import permute as permute
 from .views import reshape as reshape
 from .views import slice_ as slice_
 from .views import transpose as transpose
+
+_SAID_HERE = {"matmul": "mul_mat", "dot": "mul_mat", "linear": "mul_mat", "embedding": "get_rows", "take": "get_rows"}
+"""What other libraries call some ops."""
+
+
+def __getattr__(name: str) -> _Any:
+    """An op of another package, which has been registered or is installed."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    if name in REGISTRY:
+        return REGISTRY[name]
+    from difflib import get_close_matches
+
+    own = [n for n in globals() if not n.startswith("_")]
+    near = [_SAID_HERE[name]] if name in _SAID_HERE else get_close_matches(name, own)
+    raise AttributeError(f"there is no op {name!r}; {f'near it: {near[0]}' if near else '`hocket ops` lists all'}")

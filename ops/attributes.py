@@ -10,7 +10,7 @@ import numpy as np
 
 from ..graph.arguments import shown
 from ..graph.attrs import Attr, Attrs
-from ..graph.dtypes import DType
+from ..graph.dtypes import DType, dtype_of
 from .signature import Mismatch
 
 LONGEST = 200
@@ -31,13 +31,10 @@ def _float(value: object) -> float:
     return float(value)
 
 
-def _exactly(kind: type) -> Callable[[object], Attr]:
-    def check(value: object) -> Attr:
-        if not isinstance(value, kind):
-            raise TypeError
-        return value  # type: ignore[return-value]  # an instance of `kind`, one of Attr
-
-    return check
+def _bool(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
 
 
 def _text(value: object) -> str:
@@ -46,13 +43,20 @@ def _text(value: object) -> str:
     return value
 
 
-_KINDS: Mapping[str, tuple[str, Callable[[object], Attr]]] = MappingProxyType(
+def _dtype(value: object) -> DType:
+    dtype = dtype_of(value)
+    if dtype is None:
+        raise TypeError
+    return dtype
+
+
+KINDS: Mapping[str, tuple[str, Callable[[object], Attr]]] = MappingProxyType(
     {
         "int": ("an integer of 64 bits", _int),
         "float": ("a number", _float),
-        "bool": ("true or false", _exactly(bool)),
+        "bool": ("true or false", _bool),
         "str": (f"text of at most {LONGEST} characters", _text),
-        "DType": ("a DType", _exactly(DType)),
+        "DType": ("a DType or the name of one", _dtype),
     }
 )
 
@@ -73,9 +77,15 @@ def settled(name: str, kind: str, value: object) -> Attr:
         raise Mismatch(f"{name} is {shown(value)}; it must be {need}") from None
 
 
+def is_kept(kind: str) -> bool:
+    """Whether graphs keep attributes that are annotated so."""
+    inner = kind.removeprefix("tuple[").removesuffix(", ...]")
+    return inner in KINDS or (inner != kind and is_kept(inner))
+
+
 def _kind(kind: str) -> tuple[str, Callable[[object], Attr]]:
     if not kind.startswith("tuple["):
-        return _KINDS[kind]
+        return KINDS[kind]
     inner = kind.removeprefix("tuple[").removesuffix("]").removesuffix(", ...")
     need, convert = _kind(inner)
 

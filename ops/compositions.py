@@ -16,10 +16,10 @@ from ..graph.node import Value, constant
 from .attend import attention
 from .elementwise import mul, scale
 from .gated import geglu, geglu_erf, geglu_quick, reglu, swiglu, swiglu_clamp, swiglu_oai
-from .matmul import mul_mat
 from .moves import concat, set_rows
 from .norms import softmax
 from .op import Op
+from .products import mul_mat
 from .unary import gelu, gelu_erf, gelu_quick, relu, silu, tanh
 from .views import permute, reshape, slice_, transpose
 

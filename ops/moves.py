@@ -10,8 +10,8 @@ from ..graph.attrs import Attrs
 from ..graph.dtypes import QUANTISED
 from ..graph.spec import Spec
 from .links import Link
-from .matmul import grouped
 from .op import Array, Specs, op
+from .products import grouped
 from .samples import Range, grid
 from .signature import Mismatch
 from .states import legal_rows

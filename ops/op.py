@@ -17,6 +17,7 @@ from ..graph.errors import GraphError
 from ..graph.node import Node, Value
 from ..graph.spec import Spec, problem
 from .attributes import settled
+from .calling import call_signature, call_text
 from .links import Link
 from .samples import Range
 from .signature import Mismatch, Signature, Sizes, default_attrs, parse_signature
@@ -34,7 +35,7 @@ Traffic: TypeAlias = Callable[[Sequence[Spec | None], Sequence[Spec], Attrs], in
 Infer: TypeAlias = Callable[[Specs, Attrs], Spec]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Op(Generic[R]):
     """A declared op.  Calling it builds a node; `reference` computes it exactly in float64.
 
@@ -50,6 +51,8 @@ class Op(Generic[R]):
     order); `infinite` lists operands that may hold infinities, ``"-mask"`` only negative ones; `sequential` is the
     dimension along which the op goes token by token, so that two runs in turn equal one; `must` is whether every
     backend has to have it.
+
+    `kernels` are those that an op of another package brings with it: by backend where its binding is found.
     """
 
     name: str
@@ -79,6 +82,7 @@ class Op(Generic[R]):
     infinite: tuple[str, ...]
     sequential: str
     must: bool
+    kernels: Mapping[str, str]
     operand_names: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,6 +90,23 @@ class Op(Generic[R]):
         object.__setattr__(self, "operand_names", tuple(o.name for o in longest.operands))
         # Inference depends on specs and attributes alone, and a model asks the same question for every layer.
         object.__setattr__(self, "_infer", lru_cache(maxsize=4096)(self._infer_uncached))
+        # What `help` and editors show of an op is its own, not that of this class.
+        signature = call_signature(longest, self.least, self.kinds, self.defaults)
+        object.__setattr__(self, "__signature__", signature)
+        object.__setattr__(self, "__doc__", f"{self.name}{call_text(signature)}\n\n{self.documentation}")
+
+    def __repr__(self) -> str:
+        return f"<op {self.name}>"
+
+    @property
+    def documentation(self) -> str:
+        """What the op computes, in its author's words."""
+        return inspect.getdoc(self.reference) or ""
+
+    @property
+    def least(self) -> int:
+        """So many operands every form of the op has."""
+        return min(len(s.operands) for s in self.signatures.values())
 
     def signature_for(self, attrs: Mapping[str, Attr]) -> Signature:
         """The signature in force, which `form` may choose by attributes.  Raises `Mismatch`."""
@@ -213,9 +234,10 @@ class Op(Generic[R]):
         out = self.reference(*_padded(arrays, len(self.operand_names)), **attrs)
         return out if isinstance(out, tuple) else (out,)
 
-    @property
-    def documentation(self) -> str:
-        return inspect.getdoc(self.reference) or ""
+
+def _annotated(kind: Any) -> str:
+    """An annotation as text, whether its module keeps annotations as text or not."""
+    return kind.__name__ if isinstance(kind, type) else str(kind)
 
 
 def _padded(items: Sequence[T | None], count: int) -> tuple[T | None, ...]:
@@ -238,7 +260,7 @@ class _Declare:
         name = reference.__name__.rstrip("_")
         defaults = MappingProxyType({p.name: p.default for p in keywords if p.default is not p.empty})
         required = tuple(p.name for p in keywords if p.default is p.empty)
-        kinds = {p.name: str(p.annotation) for p in sorted(keywords, key=lambda p: p.default is not p.empty)}
+        kinds = {p.name: _annotated(p.annotation) for p in sorted(keywords, key=lambda p: p.default is not p.empty)}
         view = self.parts.pop("view")
         as_view = reference if view is True else view or None
         return Op(
@@ -276,6 +298,7 @@ def op(
     infinite: tuple[str, ...] = (),
     sequential: str = "",
     must: bool = True,
+    kernels: Mapping[str, str] = MappingProxyType({}),
 ) -> _Declare:
     """Declare an op above its float64 reference; keyword-only parameters of the reference are its attributes.
 
@@ -287,7 +310,8 @@ def op(
     replaced by a function that does not).  `whole` names parallel dimensions that may not be cut under these
     attributes; `localise` gives the attributes of one shard from its result shape and ``count(axis, n)``, how many of
     the first n entries of an operand's axis the device holds.  `samples` are cases ``"x=f32[2,3], eps=1e-06"``,
-    `errors` pairs of a case and a part of the message it must give.
+    `errors` pairs of a case and a part of the message it must give.  `kernels`, for ops outside of hocket, names by
+    backend (``numpy``, ``cpu``, ``cuda``) the binding that it is to use, as ``"package.module:name"``.
     """
     texts = {"": signature} if isinstance(signature, str) else dict(signature)
     return _Declare(
@@ -313,4 +337,5 @@ def op(
         infinite=infinite,
         sequential=sequential,
         must=must,
+        kernels=MappingProxyType(dict(kernels)),
     )

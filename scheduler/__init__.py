@@ -4,6 +4,7 @@
 it, `running` runs it, `telling` says it in words and JSON.  What other folders use of all this is named here.
 """
 
+from .at_once import run as run
 from .fits import memory_problem as memory_problem
 from .fits import shortage as shortage
 from .hardware import CPU as CPU

@@ -20,6 +20,7 @@ from .hardware import CPU, Estimate, Hardware
 from .layout import Layout
 from .lowering.lane import Lane as Lane
 from .stages import Stage, estimate, stages
+from .units import nbytes_text
 
 if TYPE_CHECKING:
     from ..view import Page
@@ -46,7 +47,7 @@ class Host:
     hardware: Hardware | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """What `graph` becomes on a group of devices.  Nothing is allocated yet, so a plan costs no device.
 
@@ -123,6 +124,10 @@ class Plan:
     def _repr_html_(self) -> str:
         """What a notebook shows."""
         return self.view()._repr_html_()
+
+    def __repr__(self) -> str:
+        devices = ", ".join(str(lane.device) for lane in self.lanes)
+        return f"Plan({len(self.graph.nodes)} nodes on {devices}, {nbytes_text(sum(self.memory().values()))})"
 
     def __str__(self) -> str:
         from .telling.explain import memory_table, summary

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from ..backends.base import Device, find
+from ..backends.base import THREADS, Device, group_of
 from ..graph.arguments import CALLABLE, NONE, TEXT, a, list_of, needs, pair_of, real, shown
 from ..graph.errors import PlanError
 from ..graph.graph import Graph
@@ -50,7 +50,7 @@ OPTIONS = {
 }
 
 
-@needs(PlanError, devices=TEXT | list_of(TEXT, "a sequence of texts"), **OPTIONS)
+@needs(PlanError, devices=TEXT | list_of(TEXT, "a sequence of texts"), threads=THREADS, **OPTIONS)
 def plan(
     graph: Graph,
     devices: str | Sequence[str] = "cpu:0",
@@ -59,6 +59,7 @@ def plan(
     tensor_split: Sequence[float] = (),
     place: Place = (),
     like: Plan | None = None,
+    threads: int | None = None,
 ) -> Plan:
     """Verify `graph` and plan it for devices by name (``"cpu:0,cpu:1"`` or a list).
 
@@ -66,10 +67,10 @@ def plan(
     wherever kernels get shorter) or ``auto`` (cut where the predicted time falls).  `tensor_split` gives the devices'
     shares in any unit.  `place` are pairs (regular expression, device): nodes whose name it matches, or that read a
     weight or state it matches, run on that device alone; the first that matches counts.  `like` is a plan over the
-    same weights and states whose layout is kept.  Raises `GraphError`, `PlanError` or `BackendError`.
+    same weights and states whose layout is kept.  Each device computes with so many `threads`; without a number devices
+    share the processors.  Raises `GraphError`, `PlanError` or `BackendError`.
     """
-    names = devices.split(",") if isinstance(devices, str) else devices
-    group = [find(n) for n in names]
+    group = group_of(devices.split(",") if isinstance(devices, str) else devices, threads)
     return plan_for(graph, group, split_mode=split_mode, tensor_split=tensor_split, place=place, like=like)
 
 

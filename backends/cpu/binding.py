@@ -12,9 +12,10 @@ from ..base import Comm, Device, Instruction, Program, Tensor
 from ..flow import Flow
 from ..liveness import readers_of
 from ..operands import Bound, NoKernelError, Operand
+from ..table import brought
 from .kernels.table import BINDINGS, FUSED
 from .replay import Crew, Replay, Segment, Work
-from .steps import Chain, Steps
+from .steps import Binding, Chain, Steps
 
 log = logging.getLogger("hocket.kernels")
 
@@ -63,7 +64,7 @@ def _bind(steps: Steps, call: Bound) -> bool:
     """Bind an instruction by itself; False if there is no kernel for it."""
     if not any(t.tensor.spec.size for t in call.dst) and call.op not in COLLECTIVES:
         return True
-    bind = BINDINGS.get(call.op)
+    bind: Binding | None = BINDINGS.get(call.op) or brought(call.op, "cpu")
     return bind is not None and bind(steps, call)
 
 

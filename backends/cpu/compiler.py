@@ -65,7 +65,8 @@ def part(body: Body) -> Part:
 
 
 def kernel(body: Body) -> Kernel:
-    return Kernel(f"{body.__module__.rpartition('.')[2]}.{body.__name__}", body)
+    module = body.__module__
+    return Kernel(f"{module.rpartition('.')[2] if _is_ours(body) else module}.{body.__name__}", body)
 
 
 _compiling = threading.RLock()
@@ -118,9 +119,25 @@ def _surroundings() -> bytes:
     return digest.digest()
 
 
-def _file(wanted: Kernel) -> Path:
-    key = hashlib.sha256(_surroundings() + wanted.name.encode()).hexdigest()
+def _file(wanted: Kernel) -> Path | None:
+    """Where the code of a kernel is kept; None for one that was typed in, of which there is no source to tell by."""
+    assert isinstance(wanted.body, FunctionType)
+    try:
+        outside = b"" if _is_ours(wanted.body) else _text_of(wanted.body.__code__.co_filename)
+    except OSError:
+        return None
+    key = hashlib.sha256(_surroundings() + outside + wanted.name.encode()).hexdigest()
     return cache_folder() / "kernels" / f"{key[:40]}.o"
+
+
+def _is_ours(body: Body) -> bool:
+    return body.__module__.startswith(f"{__package__}.")
+
+
+@cache
+def _text_of(file: str) -> bytes:
+    """The file of a kernel of another package; changes of parts that it takes from other files there go unseen."""
+    return Path(file).read_bytes()
 
 
 CHECK = 32
@@ -129,8 +146,9 @@ CHECK = 32
 
 def _stored(wanted: Kernel) -> bytes | None:
     """The code an earlier process wrote; None if there is none or it is damaged."""
+    file = _file(wanted)
     try:
-        data = _file(wanted).read_bytes()
+        data = file.read_bytes() if file else b""
     except OSError:
         return None
     code = data[CHECK:]
@@ -140,6 +158,8 @@ def _stored(wanted: Kernel) -> bytes | None:
 def _store(wanted: Kernel, code: bytes) -> None:
     """Keep the code for later processes, if the folder can be written."""
     target = _file(wanted)
+    if target is None:
+        return
     with suppress(OSError):
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:

@@ -33,7 +33,7 @@ from .kernels.packed import expanded
 from .meeting.meetings import Meetings
 from .meeting.transport import transport_of
 from .meeting.watch import LostError, Memberships
-from .table import BINDINGS, FUSED
+from .table import FUSED, binding
 
 HALVES = (DType.F16, DType.BF16)
 PRODUCTS = frozenset(("mul_mat", "mul_mat_id"))
@@ -365,7 +365,9 @@ class Replay:
         bound = self._bound
         bound.number, bound.taken = number, 0
         bound.scratch_at = self._operand(i.scratch).address if i.scratch is not None else 0
-        BINDINGS[i.op](bound, self._readers.bound(number))
+        bind = binding(i.op)
+        assert bind is not None, "supports() was asked before"
+        bind(bound, self._readers.bound(number))
         assert bound.taken <= (i.scratch.shape[0] if i.scratch is not None else 0), (
             f"{i.op} takes more than it asked for"
         )
@@ -429,7 +431,8 @@ def _try(
     strided: int | None,
 ) -> int:
     """Bind an instruction at made-up addresses; the bytes of scratch that it takes.  Raises `NoKernelError`."""
-    if op not in BINDINGS:
+    bind = binding(op)
+    if bind is None:
         raise NoKernelError(f"backends/cupy has no kernel for {op}")
 
     def operand(number: int, known: Known) -> Operand:
@@ -443,5 +446,5 @@ def _try(
     there = tuple(None if s is None else operand(n, s) for n, s in enumerate(src))
     values = [Spec(s.shape, s.dtype if s.dtype.is_integer else DType.F32) for s in results]
     made = tuple(operand(len(src) + n, Known(s)) for n, s in enumerate(values))
-    BINDINGS[op](launches, Bound(op, there, made, dict(attrs)))
+    bind(launches, Bound(op, there, made, dict(attrs)))
     return launches.taken

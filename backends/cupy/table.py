@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
-from ..table import merged, merged_lists
+from ..table import brought, merged, merged_lists
 from .binding.chains import Fused
 from .binding.launches import Binding
 from .device.driver import Source
@@ -45,6 +45,13 @@ chains that begin with an op are."""
 
 
 BINDINGS: Mapping[str, Binding] = merged(*(family.BINDINGS for family in FAMILIES))
+
+
+def binding(op: str) -> Binding | None:
+    """How an op is bound, one that brings its kernels with it included; None if there are none."""
+    return BINDINGS.get(op) or brought(op, "cuda")
+
+
 FUSED: Mapping[str, Sequence[Fused]] = merged_lists(*(getattr(family, "FUSED", {}) for family in FAMILIES))
 """Tried in this order, before an instruction is bound by itself."""
 SOURCES: tuple[Source, ...] = tuple(source for family in FAMILIES for source in family.SOURCES)

@@ -14,11 +14,12 @@ import numpy as np
 from ...graph.dtypes import DType
 from ...graph.node import Node
 from ...graph.spec import Spec
+from ...ops import REGISTRY
 from ...ops.collective import COLLECTIVES
 from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor, run_calls
 from ..calls import Call
 from ..host import HostBackend
-from .table import KERNELS
+from .table import kernel
 
 
 class NumpyBackend(HostBackend):
@@ -30,11 +31,11 @@ class NumpyBackend(HostBackend):
         return Spec(spec.shape, spec.dtype if spec.dtype.is_integer else DType.F32)
 
     def supports(self, node: Node, on: Device) -> Support:
-        known = node.op in KERNELS
-        return Support(known, "" if known else f"backends/numpy has no kernel for {node.op}")
+        known = node.op in REGISTRY
+        return Support(known, "" if known else f"there is no op {node.op!r}")
 
     def scratch(self, node: Node) -> int:
-        return 4 * KERNELS[node.op].scratch(node)
+        return 4 * kernel(node.op).scratch(node)
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Callable[[], None]:
         def view(tensor: Tensor) -> Array:
@@ -60,4 +61,4 @@ class NumpyBackend(HostBackend):
             scratch = buffers[i.scratch.buffer][start:end].view(np.float32)
         if not any(d.size for d in dst) and i.op not in COLLECTIVES:
             return []  # nothing to write
-        return KERNELS[i.op].bind(Call(src, dst, i.attrs, scratch, comm))
+        return kernel(i.op).bind(Call(src, dst, i.attrs, scratch, comm))

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from ...graph.node import Node
-from ...ops import Op, exact, gated_linear_attn, rwkv_wkv6, rwkv_wkv7, ssm_scan
+from ...ops import Op, exact
+from ...ops.scans import gated_linear_attn, rwkv_wkv6, rwkv_wkv7, ssm_scan
 from ...ops.states import legal_rows
 from ..base import Array
 from ..calls import Binding, Call, Calls, no_scratch, one_result

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 
 from ...ops import REGISTRY
 from .. import meeting
 from ..calls import Binding, through_reference
-from ..table import merged
+from ..table import brought, merged
 from . import attention, elementwise, matmul, moves, norms, recurrent, reductions, rotary
 
 OWN: Mapping[str, Binding] = merged(
@@ -22,4 +23,8 @@ OWN: Mapping[str, Binding] = merged(
     meeting.KERNELS,
 )
 
-KERNELS: Mapping[str, Binding] = {name: OWN.get(name) or through_reference(op) for name, op in REGISTRY.items()}
+
+@cache
+def kernel(op: str) -> Binding:
+    """How an op is computed: by a kernel of ours, one that the op brings with it, or its reference."""
+    return OWN.get(op) or brought(op, "numpy") or through_reference(REGISTRY[op])

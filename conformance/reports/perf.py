@@ -18,7 +18,9 @@ import numpy as np
 from ...backends.base import Backend, Device
 from ...graph.errors import BackendError
 from ...graph.spec import Spec
-from ...ops import Op, cont, mul_mat
+from ...ops import Op
+from ...ops.elementwise import cont
+from ...ops.products import mul_mat
 from ...scheduler import Lane
 from ..judging.build import build, lane_for
 from ..judging.guarded import Guarded

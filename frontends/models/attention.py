@@ -153,10 +153,13 @@ class Attention:
     def attend(self, weights: Weights, frame: Frame, block: str, q: Value, k: Value, v: Value) -> Value:
         """Mixed values f32[B,T,heads,value size]."""
         mask, sinks = frame.mask(self.sight), weights.optional(f"{block}.attn_sinks.weight", (self.heads,))
-        options = {"softcap": self.cap} if self.cap else {}
-        if self.alibi:
-            options["max_bias"] = self.alibi
-        return ops.attention(q, k, v, mask, sinks, scale=self.scale, name=f"{block}.attn", **options)
+        return ops.attention(
+            *(q, k, v, mask, sinks),
+            scale=self.scale,
+            softcap=self.cap or 0.0,
+            max_bias=self.alibi or 0.0,
+            name=f"{block}.attn",
+        )
 
     def answered(self, weights: Weights, frame: Frame, block: str, x: Value, y: Value) -> Value:
         """What heads answer, gated by the token ``x`` if the file has such a gate, projected: f32[B*T, E]."""

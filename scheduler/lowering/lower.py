@@ -13,7 +13,8 @@ from ...graph.errors import PlanError
 from ...graph.graph import Graph, names
 from ...graph.node import Node, Value
 from ...graph.spec import Spec
-from ...ops import cont, op_of
+from ...ops import op_of
+from ...ops.elementwise import cont
 from .arena import Lifetime, place
 from .order import Schedule, may_overwrite, schedule, settle
 from .strides import Strided, densify, resolve

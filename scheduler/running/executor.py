@@ -78,6 +78,9 @@ class Executor:
         lane = self.plan.lanes[number]
         return lane.backend.compile(program, self._buffers[number], lane.device, comm)
 
+    def __repr__(self) -> str:
+        return f"Executor({self.plan!r})"
+
     def run(self, inputs: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
         """Outputs by name, as host arrays of their own.  States advance.
 
@@ -228,7 +231,10 @@ class Executor:
 
 @needs(PlanError, plan=a(Plan), weights=a(Mapping))
 def load(plan: Plan, weights: Mapping[str, npt.ArrayLike]) -> Executor:
-    """Bind `weights` (arrays by name, in the dtypes the graph declares) and make `plan` ready to run."""
+    """Bind `weights` (arrays by name, in the dtypes the graph declares) and make `plan` ready to run.
+
+    The plan says with how many threads (`hocket.plan`).  Raises `PlanError` or `BackendError`.
+    """
     store = Store([(lane.backend, lane.device) for lane in plan.lanes])
     for value in plan.graph.weights:
         name, spec = value.node.name, value.spec

@@ -22,6 +22,7 @@ from ...ops.quants import decoded, encoded
 from ..layout import REPLICATE, Layout, Local, Replicate, Shard, local_shape
 from ..lowering.lane import DEVICES, Lane
 from ..plan import Plan
+from ..units import nbytes_text
 from .turns import Turn
 
 
@@ -38,6 +39,10 @@ class Store:
         self.turn = Turn(self.backends)
         self._devices = [_DeviceStore(backend, device) for backend, device in group]
         self._layouts: dict[str, tuple[Spec, Layout]] = {}
+
+    def __repr__(self) -> str:
+        held = sum(sum(device.values()) for device in self.nbytes())
+        return f"Store({', '.join(str(device) for _, device in self.group)}, {nbytes_text(held)})"
 
     @needs(PlanError, name=TEXT, spec=a(Spec), layout=a(Replicate, Shard, Local, words="a layout of a leaf"))
     def bind(self, name: str, data: npt.ArrayLike, spec: Spec, layout: Layout = REPLICATE) -> None:

@@ -15,7 +15,8 @@ from ...graph.attrs import quote
 from ...graph.errors import PlanError
 from ...graph.graph import Graph, names
 from ...graph.node import Node, Value
-from ...ops import cont, op_of
+from ...ops import op_of
+from ...ops.elementwise import cont
 from .contents import Memory, Views, extent_of, is_dense, kept_dtype, meet, scratch_faults, show
 from .undo import Journal
 

@@ -18,7 +18,9 @@ from ...graph.attrs import quote
 from ...graph.dtypes import FLOATS, DType
 from ...graph.graph import Graph
 from ...graph.node import Node, Value, input
-from ...ops import REGISTRY, cont, get_rows, op_of, set_rows
+from ...ops import REGISTRY, op_of
+from ...ops.elementwise import cont
+from ...ops.moves import get_rows, set_rows
 from .contents import Memory, extent_of, is_dense, kept_dtype, meet, scratch_faults, show
 
 WAYS = {cont.name: cont.name, get_rows.name: set_rows.name}

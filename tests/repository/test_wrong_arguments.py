@@ -122,6 +122,7 @@ def evaluated(**given: Any) -> Any:
 
 LEAF = {"name": "n", "shape": (3,), "dtype": "f32"}
 PLANNING = {"split_mode": "auto", "tensor_split": (), "place": (), "like": None}
+THREADS = {"threads": 1}
 SAMPLING = {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "min_p": 0.1}
 Case = tuple[Callable[..., Any], Mapping[str, Any]]
 
@@ -138,10 +139,13 @@ def cases() -> Iterator[tuple[str, Case]]:
         yield name, (getattr(hocket, name), {"graph": graph})
     yield "parse", (hocket.parse, {"text": hocket.dump(graph)})
     yield "from_json", (hocket.from_json, {"text": hocket.to_json(graph)})
-    yield "plan", (hocket.plan, {"graph": graph, "devices": "numpy:0", **PLANNING})
+    yield "plan", (hocket.plan, {"graph": graph, "devices": "numpy:0", **PLANNING, **THREADS})
     two = {"devices": "numpy:0,numpy:1", "split_mode": "tensor", "tensor_split": (1, 2), "place": (("w", "numpy:1"),)}
     yield "plan on two", (hocket.plan, {"graph": graph, **PLANNING, **two})
     yield "load", (hocket.load, {"plan": plan(), "weights": WEIGHTS})
+    given = {"graph": graph, "inputs": INPUTS, "weights": WEIGHTS, "devices": "numpy:0", "threads": 1}
+    yield "run", (hocket.run, {**given, "split_mode": "auto"})
+    yield "register", (hocket.register, {"op": ops.add})
     for name, right in WEIGHTS.items():
         yield f"load {name}", (with_one(partial(hocket.load, plan()), WEIGHTS, name), {"value": right})
     yield "Store", (hocket.Store, {"group": plan().group})
@@ -168,6 +172,7 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield "plan_from_json", (scheduler.plan_from_json, {"text": scheduler.plan_to_json(plan())})
     yield "difference", (scheduler.difference, {"before": plan(), "after": plan()})
     yield "simulate", (scheduler.simulate, {"text": "cpu:2"})
+    yield "group_of", (base.group_of, {"names": ["numpy:0"], "threads": 1})
     yield "find", (base.find, {"name": "numpy:0"})
     yield "load a backend", (base.load, {"kind": "numpy"})
     leaves = {**INPUTS, "w": WEIGHTS["w"], "q": np.zeros((2, 32))}

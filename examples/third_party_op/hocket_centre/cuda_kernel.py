@@ -1,0 +1,22 @@
+"""On GPUs, and in the emulation that needs none: one block of threads for each row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hocket.backends.cupy.binding.launches import Launches
+from hocket.backends.cupy.device.driver import Source
+from hocket.backends.cupy.kernels.elementwise import as_float
+from hocket.backends.operands import Bound, need
+
+SOURCE = Source(str(Path(__file__).with_name("centre.cu")), ("centre",))
+THREADS = 128
+
+
+def bind(launches: Launches, call: Bound) -> None:
+    """Launches for one instruction; an operand that is no dense float32 is converted first, or refused."""
+    x, y = as_float(launches, call.operand(0)), call.out
+    need(x.is_dense and y.is_dense, "rows are not dense")
+    columns = x.shape[-1]
+    rows = y.tensor.spec.size // columns if columns else 0
+    launches.add(SOURCE["centre"], rows, THREADS, [columns, x, y])

@@ -1,0 +1,146 @@
+"""What Python's operators on values mean: the ops they build, with NumPy's broadcasting and indexing."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from ..graph.arguments import real, shown
+from ..graph.errors import GraphError
+from ..graph.node import Value
+from .elementwise import add, div, mul, scale, sub
+from .generators import fill
+from .moves import get_rows
+from .op import Op
+from .products import mul_mat
+from .unary import sqr, sqrt
+from .views import broadcast, reshape, slice_, transpose
+
+NUMBER = real(-(2.0**127), 2.0**127)
+WITH_NUMBER: Mapping[str, Callable[[Value, float], Value]] = MappingProxyType(
+    {
+        "+": lambda x, n: scale(x, scale=1.0, bias=n),
+        "-": lambda x, n: scale(x, scale=1.0, bias=-n),
+        "*": lambda x, n: scale(x, scale=n),
+        "/": lambda x, n: scale(x, scale=1.0 / n),
+    }
+)
+NUMBER_WITH: Mapping[str, Callable[[float, Value], Value]] = MappingProxyType(
+    {
+        "+": lambda n, x: scale(x, scale=1.0, bias=n),
+        "-": lambda n, x: scale(x, scale=-1.0, bias=n),
+        "*": lambda n, x: scale(x, scale=n),
+        "/": lambda n, x: div(fill(x, value=n), x),
+    }
+)
+BETWEEN: Mapping[str, Op[Value]] = MappingProxyType({"+": add, "-": sub, "*": mul, "/": div})
+POWERS: Mapping[float, Callable[[Value], Value]] = MappingProxyType({2.0: sqr, 0.5: sqrt})
+
+
+def combined(sign: str, left: Any, right: Any) -> Value:
+    """``left sign right`` elementwise; one of them is a value, the other a value or a number."""
+    for other in (left, right):
+        if not isinstance(other, Value) and not NUMBER.holds(other):
+            raise GraphError(f"{sign}: {shown(other)} is no graph value and no number; make a leaf with constant()")
+    if sign == "/" and not isinstance(right, Value) and right == 0:
+        raise GraphError(f"{left!r} / 0: the number is 0; need another")
+    if not isinstance(right, Value):
+        return WITH_NUMBER[sign](left, float(right))
+    if not isinstance(left, Value):
+        return NUMBER_WITH[sign](float(left), right)
+    shape = _together(f"{left!r} {sign} {right!r}", left.shape, right.shape)
+    if left.shape != shape and right.shape == shape and sign in "+*":
+        left, right = right, left
+    return BETWEEN[sign](_spread(left, shape), right)
+
+
+def power(x: Value, exponent: Any) -> Value:
+    """``x ** exponent``, of which graphs have the square and the root."""
+    if not NUMBER.holds(exponent) or float(exponent) not in POWERS:
+        raise GraphError(f"{x!r} ** {shown(exponent)}: the exponent must be 2 or 0.5")
+    return POWERS[float(exponent)](x)
+
+
+def product(x: Any, w: Any) -> Value:
+    """``x @ w``: rows of `x` by columns of `w`, as NumPy's `matmul`; ``x @ w.T`` is ``mul_mat(w, x)`` itself."""
+    for other in (x, w):
+        if not isinstance(other, Value) or not other.shape:
+            raise GraphError(f"@: {shown(other)} is no graph value of rank 1 or more; make a leaf with constant()")
+    rows = x if len(x.shape) > 1 else reshape(x, shape=(1, *x.shape))
+    columns = transposed(w) if len(w.shape) > 1 else reshape(w, shape=(1, *w.shape))
+    leading = _together(f"{x!r} @ {w!r}", rows.shape[:-2], columns.shape[:-2])
+    if columns.shape[-1] != rows.shape[-1]:
+        raise GraphError(f"{x!r} @ {w!r}: rows hold {rows.shape[-1]} values, columns {columns.shape[-1]}")
+    y = mul_mat(columns, _spread(rows, (*leading, *rows.shape[-2:])))
+    shape = (*leading, *x.shape[-2:-1], *(w.shape[-1:] if len(w.shape) > 1 else ()))
+    return y if y.shape == shape else reshape(y, shape=shape)
+
+
+def transposed(x: Value) -> Value:
+    """The last two axes exchanged; of a transposed value the value itself."""
+    first = x.node.src[0] if x.node.op == "transpose" else None
+    return first or transpose(x)
+
+
+def part(x: Value, index: Any) -> Value:
+    """``x[index]``: integers, slices of step 1, ``...`` and None as in NumPy, or a value of row numbers."""
+    if isinstance(index, Value):
+        return get_rows(x, index)
+    entries = _whole(x, index if isinstance(index, tuple) else (index,))
+    shape: list[int] = []
+    axis, y = 0, x
+    for entry in entries:
+        if entry is None:
+            shape.append(1)
+            continue
+        start, stop, kept = _range(x, axis, entry)
+        if (start, stop) != (0, x.shape[axis]):
+            y = slice_(y, axis=axis, start=start, stop=stop)
+        shape += [stop - start] if kept else []
+        axis += 1
+    return y if y.shape == tuple(shape) else reshape(y, shape=tuple(shape))
+
+
+def _whole(x: Value, entries: Sequence[Any]) -> list[Any]:
+    """The entries of an index with a slice for every axis that is not named."""
+    named = sum(e is not None and e is not ... for e in entries)
+    if named > len(x.shape):
+        raise GraphError(f"{x!r}[{shown(tuple(entries))}]: {named} entries for {len(x.shape)} axes")
+    ellipses = [i for i, e in enumerate(entries) if e is ...]
+    if len(ellipses) > 1:
+        raise GraphError(f"{x!r}[{shown(tuple(entries))}]: there is more than one '...'")
+    at = ellipses[0] if ellipses else len(entries)
+    return [*entries[:at], *[slice(None)] * (len(x.shape) - named), *entries[at + 1 :]]
+
+
+def _range(x: Value, axis: int, entry: Any) -> tuple[int, int, bool]:
+    """Start and stop of an entry on an axis, and whether the axis stays."""
+    size = x.shape[axis]
+    try:
+        if isinstance(entry, slice):
+            start, stop, step = entry.indices(size)
+            if step == 1:
+                return start, max(start, stop), True
+        elif not isinstance(entry, bool):
+            at = operator.index(entry)
+            if -size <= at < size:
+                return at % size, at % size + 1, False
+    except (TypeError, ValueError):
+        pass
+    need = f"an integer from {-size} to {size - 1} or a slice of step 1"
+    raise GraphError(f"{x!r}: index {shown(entry)} of axis {axis}; need {need}")
+
+
+def _together(what: str, one: tuple[int, ...], two: tuple[int, ...]) -> tuple[int, ...]:
+    try:
+        return tuple(np.broadcast_shapes(one, two))
+    except ValueError:
+        raise GraphError(f"{what}: shapes {list(one)} and {list(two)} do not broadcast") from None
+
+
+def _spread(x: Value, shape: tuple[int, ...]) -> Value:
+    return x if x.shape == shape else broadcast(x, shape=shape)

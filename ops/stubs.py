@@ -1,0 +1,59 @@
+"""The types of all ops for editors and type checkers: ``python -m hocket.ops.stubs > ops/__init__.pyi``."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from .calling import parameters
+from .op import Op
+
+WIDTH = 120
+HEAD = '''"""Every op with its types and its own words, written from the registry by `python -m hocket.ops.stubs`."""
+
+from collections.abc import Sequence
+
+from ..graph.dtypes import DTypeLike
+from ..graph.node import Value
+'''
+
+
+def page() -> str:
+    """The whole stub of `hocket.ops`: what its ``__init__.py`` exports, each op as a function."""
+    package = import_module(__package__)
+    tree = ast.parse(Path(str(package.__file__)).read_bytes())
+    others, ops = [], {}
+    for node in (n for n in tree.body if isinstance(n, ast.ImportFrom)):
+        for alias in node.names:
+            exported = getattr(package, alias.asname or alias.name)
+            if isinstance(exported, Op):
+                ops[alias.asname or alias.name] = exported
+            elif node.level:
+                others.append(f"from .{node.module} import {alias.name} as {alias.asname}\n")
+    entries = "".join(line for name in sorted(ops) for line in entry(name, ops[name]))
+    return HEAD + "".join(others) + "\n" + entries.rstrip("\n") + "\n"
+
+
+def entry(name: str, op: Op[Any]) -> Iterator[str]:
+    """One op as a function with its docstring, on lines that are broken as ruff breaks them."""
+    signature = inspect.signature(op)
+    listed, end = list(parameters(signature)), f") -> {signature.return_annotation}:"
+    joined = ", ".join(listed)
+    lines = [f"def {name}({joined}{end}"]
+    if len(lines[0]) > WIDTH:
+        lines = [f"def {name}(", f"    {joined}", end]
+    if len(lines[1:]) and len(lines[1]) > WIDTH:
+        lines = [f"def {name}(", *(f"    {p}," for p in listed), end]
+    said = op.documentation
+    docstring = f'"""{said}"""' if "\n" not in said else f'"""{said}\n"""'
+    yield "\n".join(lines) + "\n" + textwrap.indent(docstring, "    ") + "\n\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

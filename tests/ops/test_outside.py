@@ -1,0 +1,80 @@
+"""An op from another package, installed, is planned, cut, verified, checked and dumped like hocket's own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from ..given.models import ROOT
+
+PROGRAM = """
+import numpy as np
+import hocket
+
+graph = hocket.parse(
+    "%x = input() : f32[6,5,8]\\n%w = weight() : f32[8,8]\\n"
+    "%h = mul_mat(%w, %x) : f32[6,5,8]\\n%y = centre(%h) : f32[6,5,8]\\nreturn y=%y\\n"
+)  # nobody has imported the package
+rng = np.random.default_rng(0)
+x, w = rng.normal(size=(6, 5, 8)), rng.normal(size=(8, 8))
+wanted = x @ w.T - (x @ w.T).mean(-1, keepdims=True)
+for devices in ("cpu:0", "cpu:0,cpu:1,cpu:2", "numpy:0,numpy:1,numpy:2"):
+    plan = hocket.plan(graph, devices, split_mode="tensor")
+    run = hocket.load(plan, {"w": w.astype(np.float32)})
+    np.testing.assert_allclose(run.run({"x": x.astype(np.float32)})["y"], wanted, atol=1e-5)
+    print(sorted(set(run.kernels())))
+print(hocket.ops.centre, plan.outputs["y"])
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Where the example is installed, from a copy, since building leaves files behind."""
+    source, site = tmp_path_factory.mktemp("source") / "op", tmp_path_factory.mktemp("site")
+    shutil.copytree(ROOT / "examples" / "third_party_op", source, ignore=shutil.ignore_patterns("build", "*.egg-info"))
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "--disable-pip-version-check", "--target", str(site), str(source)], check=True)
+    return site
+
+
+def run(site, *arguments):
+    command, environment = [sys.executable, *arguments], {**os.environ, "PYTHONPATH": str(site)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT.parent)
+
+
+@pytest.mark.long
+def test_it_runs_on_one_device_and_cut_over_three_with_its_own_kernels(installed):
+    done = run(installed, "-c", PROGRAM)
+    assert done.returncode == 0, done.stderr
+    one, three, in_numpy, shown = done.stdout.splitlines()
+    assert "hocket_centre.cpu_kernel.centred" in one
+    assert "hocket_centre.cpu_kernel.centred" in three
+    assert "centre" in in_numpy
+    assert shown == "<op centre> S0(2|2|2)"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["numpy", "cpu", "cuda-emulated"])
+def test_the_kit_passes_its_kernels_and_finds_a_fault_in_them(installed, backend, tmp_path):
+    if backend == "cuda-emulated" and not shutil.which("g++"):
+        pytest.skip("g++ is not installed")
+    kit = ("-m", "hocket.conformance", "--backend", backend, "--op", "centre")
+    passed = run(installed, *kit)
+    assert passed.returncode == 0, passed.stdout + passed.stderr
+    site = shutil.copytree(installed, tmp_path / "site")
+    file, right, wrong = {
+        "numpy": ("numpy_kernel.py", "np.subtract, x, means", "np.subtract, means, x"),
+        "cpu": ("cpu_kernel.py", "lanes(x, c, n, 4))  # beyond", "lanes(x, 0, n, 4))  # beyond"),
+        "cuda-emulated": ("centre.cu", "sum += x[c]", "sum += x[0]"),
+    }[backend]
+    path = site / "hocket_centre" / file
+    text = path.read_text("utf-8")
+    assert right in text
+    path.write_text(text.replace(right, wrong), "utf-8")
+    failed = run(site, *kit)
+    assert failed.returncode == 1, failed.stdout + failed.stderr
+    assert "centre(" in failed.stdout
