@@ -16,18 +16,18 @@ import numpy as np
 import hocket
 
 graph = hocket.parse(
-    "%x = input() : f32[6,5,8]\\n%w = weight() : f32[8,8]\\n"
-    "%h = mul_mat(%w, %x) : f32[6,5,8]\\n%y = centre(%h) : f32[6,5,8]\\nreturn y=%y\\n"
+    "%x = input() : f32[2,768]\\n%w = weight() : f32[768,768]\\n"
+    "%c = centre(%w) : f32[768,768]\\n%y = mul_mat(%c, %x) : f32[2,768]\\nreturn y=%y\\n"
 )  # nobody has imported the package
 rng = np.random.default_rng(0)
-x, w = rng.normal(size=(6, 5, 8)), rng.normal(size=(8, 8))
-wanted = x @ w.T - (x @ w.T).mean(-1, keepdims=True)
+x, w = rng.normal(size=(2, 768)).astype(np.float32), rng.normal(size=(768, 768)).astype(np.float32)
+wanted = x @ (w - w.mean(-1, keepdims=True)).T
 for devices in ("cpu:0", "cpu:0,cpu:1,cpu:2", "numpy:0,numpy:1,numpy:2"):
     plan = hocket.plan(graph, devices, split_mode="tensor")
-    run = hocket.load(plan, {"w": w.astype(np.float32)})
-    np.testing.assert_allclose(run.run({"x": x.astype(np.float32)})["y"], wanted, atol=1e-5)
-    print(sorted(set(run.kernels())))
-print(hocket.ops.centre, plan.outputs["y"])
+    run = hocket.load(plan, {"w": w})
+    np.testing.assert_allclose(run.run({"x": x})["y"], wanted, atol=1e-3)
+    print(sorted(set(run.kernels())), plan.leaves["w"])
+print(hocket.ops.centre)
 """
 
 
@@ -52,9 +52,11 @@ def test_it_runs_on_one_device_and_cut_over_three_with_its_own_kernels(installed
     assert done.returncode == 0, done.stderr
     one, three, in_numpy, shown = done.stdout.splitlines()
     assert "hocket_centre.cpu_kernel.centred" in one
+    assert one.endswith(" R")
     assert "hocket_centre.cpu_kernel.centred" in three
+    assert three.endswith(" S0(256|256|256)")
     assert "centre" in in_numpy
-    assert shown == "<op centre> S0(2|2|2)"
+    assert shown == "<op centre>"
 
 
 @pytest.mark.long

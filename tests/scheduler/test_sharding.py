@@ -203,7 +203,7 @@ def meet(attrs: list[dict], op: str, sources: list[np.ndarray], shapes: list[tup
     from concurrent.futures import ThreadPoolExecutor
 
     from hocket.backends.calls import Call
-    from hocket.backends.numpy.table import KERNELS
+    from hocket.backends.numpy.table import kernel
 
     meeting = Meeting(len(sources), timeout=5)
     outs = [np.full(shape, np.nan) for shape in shapes]
@@ -211,7 +211,7 @@ def meet(attrs: list[dict], op: str, sources: list[np.ndarray], shapes: list[tup
     def run(rank: int) -> None:
         scratch = np.full(outs[rank].size, np.nan)
         call = Call([sources[rank]], [outs[rank]], {**attrs[rank], "sequence": 3}, scratch, meeting.member(rank))
-        for step in KERNELS[op].bind(call):
+        for step in kernel(op).bind(call):
             step()
 
     with ThreadPoolExecutor(len(sources)) as pool:
