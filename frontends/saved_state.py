@@ -26,7 +26,7 @@ from .errors import ModelError
 from .models import Model
 from .session import Session, token_ids
 
-FORMAT = "hocket-state-1"
+FORMAT = "hocket-state-2"
 ARRAY = re.compile(
     rb"\x93NUMPY\x01\x00..\{'descr': '(?P<dtype><f4|\|u1)', 'fortran_order': False, "
     rb"'shape': \((?P<shape>(?:[0-9]{1,18},? ?){0,8})\), \} *\n",
@@ -57,6 +57,7 @@ def save_state(session: Session, tokens: Sequence[Sequence[int]], path: str | Pa
             "model": model_digest(session.model),
             "context": session.context,
             "lengths": session.lengths,
+            "recent": session.recent,
             "tokens": [token_ids(i, row) for i, row in enumerate(tokens)],
         }
         arrays = {f"state/{name}": _used(session, name) for name in session.store.states}
@@ -82,6 +83,7 @@ def load_state(session: Session, path: str | Path) -> list[list[int]]:
     try:
         header, arrays = _read(Path(path))
         lengths, tokens = _checked(session, header)
+        recent = _recent(session, header, lengths)
         wanted = {name: _expected(session, name, lengths) for name in session.store.states}
         if {name: a.shape for name, a in arrays.items()} != wanted:
             raise ValueError("its states have other names or shapes")
@@ -94,7 +96,7 @@ def load_state(session: Session, path: str | Path) -> list[list[int]]:
             session.reset(i)
         for name, array in arrays.items():
             _restore(session, name, array, lengths)
-        session.lengths = lengths
+        session.lengths, session.recent = lengths, recent
     return tokens
 
 
@@ -161,6 +163,18 @@ def _checked(session: Session, header: Mapping[str, object]) -> tuple[list[int],
     if any(type(t) is not int or not 0 <= t < vocabulary for row in tokens for t in row):
         raise ValueError("its tokens are none of this model's")
     return lengths, tokens
+
+
+def _recent(session: Session, header: Mapping[str, object], lengths: Sequence[int]) -> list[list[int]]:
+    """The last tokens of each sequence, as many as the model needs."""
+    most, rows = session.model.remembers, header["recent"]
+    if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
+        raise ValueError("it does not hold the last tokens of each sequence")
+    if [len(row) for row in rows] != [min(n, most) for n in lengths]:
+        raise ValueError("it holds more or fewer last tokens than the model needs")
+    if any(type(t) is not int or not 0 <= t < session.model.vocabulary_size for row in rows for t in row):
+        raise ValueError("its last tokens are none of this model's")
+    return rows
 
 
 def _is_cache(session: Session, name: str) -> bool:

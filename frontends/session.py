@@ -89,7 +89,8 @@ class Session:
     Plans are built once for each (token bucket, context bucket, number of outputs), buckets being powers of two, and
     replayed; all plans share weights and states.  Raises `ModelError` where the request does not fit the model.
     Threads that share a session take turns, one call after the other; sessions of their own run side by side.
-    `planning` is the seconds that plans have taken so far, with the kernels that had to be compiled for them.
+    `recent` are the last tokens of each sequence that some models need.  `planning` is the seconds that plans have
+    taken so far, with the kernels that had to be compiled for them.
     """
 
     @needs(
@@ -129,6 +130,7 @@ class Session:
         self._first = self._laid_out(on)
         self.store = Store(self.group)
         self.lengths = [0] * sequences
+        self.recent: list[list[int]] = [[] for _ in range(sequences)]
         self._nothing = np.zeros((0, model.vocabulary_size), np.float32)
         self._executors: dict[Step, Executor] = {}
         self.planning = 0.0
@@ -204,10 +206,12 @@ class Session:
         wanted = [(i, t) for i, new in enumerate(part) for t in range(len(new))] if every_position else None
         step = self._step_of(count, longest, self.sequences * count if every_position else self.sequences)
         executor = self._executors.get(step) or self.executor(step)
-        inputs = self.model.inputs(step, Batch(part, self.lengths, wanted))
+        inputs = self.model.inputs(step, Batch(part, self.lengths, wanted, self.recent))
         with InterruptsKept():  # states and lengths belong together
             logits = executor.run(inputs)["logits"]
             self.lengths = [n + len(new) for n, new in zip(self.lengths, part, strict=True)]
+            if most := self.model.remembers:
+                self.recent = [[*old, *new][-most:] for old, new in zip(self.recent, part, strict=True)]
         if not every_position:
             return [logits[i : i + 1] for i in range(self.sequences)]
         ends = np.cumsum([len(new) for new in part])
@@ -271,7 +275,7 @@ class Session:
         """Forget a sequence: it starts anew, its rows of every state zeroed."""
         demand(ModelError, "reset", "sequence", sequence, whole(0, self.sequences - 1))
         with self.store.turn:
-            self.lengths[sequence] = 0
+            self.lengths[sequence], self.recent[sequence] = 0, []
             for name in self.store.states:
                 state = self.store.state(name)
                 rows = state.shape[0] // self.sequences

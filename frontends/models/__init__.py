@@ -25,7 +25,7 @@ from .hyper import Hyper
 from .keys import Keys
 from .per_layer import PerLayer
 from .reading import read_hyper
-from .residuals import Banked, Cycles, Skipping, Streams
+from .residuals import Banked, Cycles, GatedStreams, Skipping, Streams
 from .step import Batch as Batch
 from .step import Step as Step
 from .step import step_inputs as step_inputs
@@ -34,7 +34,15 @@ from .weights import Weights as Weights
 SCALES = ("ffn_*.scale", "attn_gate.scale")
 """Scales of feed-forwards and gates, which most architectures do not read."""
 DECODERS: Mapping[str, type[Decoder]] = MappingProxyType(
-    {"": Decoder, "banked": Banked, "cycles": Cycles, "per layer": PerLayer, "skip": Skipping, "streams": Streams}
+    {
+        "": Decoder,
+        "banked": Banked,
+        "cycles": Cycles,
+        "per layer": PerLayer,
+        "skip": Skipping,
+        "streams": Streams,
+        "gated streams": GatedStreams,
+    }
 )
 """Decoders by what `Family.residuals` says."""
 ARCHITECTURES: Mapping[str, Family] = FAMILIES
@@ -70,6 +78,11 @@ class Model:
         return self.hyper.taps > 0
 
     @property
+    def remembers(self) -> int:
+        """Tokens of a sequence that a batch must know before its new ones."""
+        return self.hyper.ngrams.remembers if self.hyper.ngrams else 0
+
+    @property
     def is_causal(self) -> bool:
         """Whether a token sees only those before it; a diffusion model sees all at once, so there are no steps."""
         return self.hyper.causal
@@ -100,7 +113,10 @@ class Model:
                     "use the tokenizer of this model"
                 )
         arrays = step_inputs(step, batch, taps=self.hyper.taps, causal=self.is_causal)
-        return {name: array for name, array in arrays.items() if name in self.hyper.needs}
+        arrays = {name: array for name, array in arrays.items() if name in self.hyper.needs}
+        for feed in self.hyper.feeds:
+            arrays |= feed.arrays(step, batch)
+        return arrays
 
     def __repr__(self) -> str:
         return f"Model({self.architecture}, {self.layers} layers, {self.gguf!r})"

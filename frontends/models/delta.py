@@ -36,6 +36,8 @@ class DeltaNet:
     value_heads: int
     head_size: int
     eps: float
+    gate: str = "silu"
+    """What gates the answer: SiLU or the sigmoid of another projection."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -52,7 +54,7 @@ class DeltaNet:
             raise keys.error("ssm.inner_size", f"is {inner}; need time_step_rank * state_size {value_heads * size}")
         # One tap would leave no state to keep, and no such model exists.
         taps, eps = keys.count("ssm.conv_kernel", least=2), keys.positive("attention.layer_norm_rms_epsilon")
-        return cls(taps, key_heads, value_heads, size, eps)
+        return cls(taps, key_heads, value_heads, size, eps, family.delta_gate)
 
     @property
     def keys_width(self) -> int:
@@ -83,7 +85,8 @@ class DeltaNet:
         o, new = ops.gated_delta_net(q, k, v, decay, beta, old, heads=heads, name=f"{block}.delta_net")
         frame.update(old, new)
         z = frame.split(made.z, self.value_heads, self.head_size)
-        o = ops.mul(norm(weights, f"{block}.ssm_norm", o, self.eps), ops.silu(z), name=f"{block}.ssm_gated")
+        opened = ops.silu(z) if self.gate == "silu" else ops.sigmoid(z)
+        o = ops.mul(norm(weights, f"{block}.ssm_norm", o, self.eps), opened, name=f"{block}.ssm_gated")
         return linear(weights, f"{block}.ssm_out", frame.rows(o), x.shape[-1])
 
     def projected(self, weights: Weights, block: str, x: Value) -> Projected:
@@ -119,7 +122,7 @@ class DeltaNet:
         """q, k f32[B,T,key heads,size], of length one, and v f32[B,T,value heads,size] after a short convolution."""
         block = f"blk.{layer}"
         kernel = weights(f"{block}.ssm_conv1d.weight", (self.channels, self.taps))
-        tokens = frame.preceded(f"conv_state.{layer}", frame.split(qkv, self.channels))
+        tokens = frame.preceded(f"conv_state.{layer}", frame.split(qkv, self.channels), self.taps - 1)
         mixed = ops.ssm_conv(tokens, kernel, name=f"{block}.ssm_conv1d")
         mixed = ops.silu(mixed, name=f"{block}.conv_silu")
         q, k, v = parts(mixed, self.keys_width, self.keys_width, self.values_width)

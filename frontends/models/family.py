@@ -117,6 +117,7 @@ class Family:
     """Only each so many blocks, as ``interleave_moe_layer_step`` says, read their experts."""
 
     mixer: str = "attention"
+    """Of layers that are not recurrent: ``attention``, ``latent``, ``compressed``; ``single`` blocks have one part."""
     headless: bool = False
     """Layers may have no heads, and so no attention, or no key/value heads, and so a matrix instead."""
     recurrent: str = ""
@@ -124,6 +125,8 @@ class Family:
     recurrent_where: str = "kv"
     """``kv``: no key/value heads; ``interval``: all but each so many; ``all``; ``both``: beside attention."""
     interval: int = 4
+    delta_gate: str = "silu"
+    """What gates the answer of a delta net: silu, sigmoid."""
     bounded_decay: float = 0.0
     """Kimi's delta rule bounds its log decay by ``kda.gate_lower_bound`` and a sigmoid: the sign of what goes in."""
     l2_eps: float | None = None

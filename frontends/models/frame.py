@@ -78,13 +78,34 @@ class Frame:
         """The positions of the tokens as numbers, f32[B, T, 1]."""
         return ops.reshape(ops.cast(self.pos, dtype=DType.F32), shape=(*self.pos.shape, 1))
 
+    @cached_property
+    def backwards(self) -> Value:
+        """The negative positions, which turn back: i32[B, T]."""
+        return ops.cast(ops.scale(ops.cast(self.pos, dtype=DType.F32), scale=-1.0), dtype=DType.I32)
+
+    def quotient(self, ratio: int, offset: float) -> Value:
+        """``(pos + offset) // ratio`` of each token as a number, f32[B, T]; half a position keeps the quotient off the
+        integers."""
+        pos = ops.cast(self.pos, dtype=DType.F32)
+        return ops.floor(ops.scale(pos, scale=1.0 / ratio, bias=(offset + 0.5) / ratio))
+
+    def within(self, ratio: int) -> Value:
+        """Which of the ``ratio`` tokens of its block each token is: i32[B*T]."""
+        pos, start = ops.cast(self.pos, dtype=DType.F32), ops.scale(self.quotient(ratio, 0.0), scale=float(ratio))
+        return ops.reshape(ops.cast(ops.sub(pos, start), dtype=DType.I32), shape=(self.step.rows,))
+
+    def complete(self, ratio: int) -> Value:
+        """f32[B, T, blocks]: which blocks of ``ratio`` tokens end no later than each token."""
+        last = ops.cast(ops.scale(self.quotient(ratio, 1.0), scale=1.0, bias=-1.0), dtype=DType.I32)
+        return ops.causal_mask(last, cells=-(-self.step.cells // ratio), name=f"block_mask.{ratio}")
+
     def temperature(self, floor: int, factor: float, offset: float) -> Value | None:
         """``1 + factor ln(1 + (pos + offset) // floor)`` of each token, f32[B, T, 1, 1]; None where it is 1 for all."""
         if self.step.cells + offset <= floor:
             return None
-        # Half a position keeps the quotient off the integers.
-        whole = ops.floor(ops.scale(self.positions, scale=1.0 / floor, bias=(offset + 0.5) / floor))
-        warmth = ops.scale(ops.log(ops.scale(whole, scale=1.0, bias=1.0)), scale=factor, bias=1.0)
+        warmth = ops.scale(
+            ops.log(ops.scale(self.quotient(floor, offset), scale=1.0, bias=1.0)), scale=factor, bias=1.0
+        )
         return ops.reshape(warmth, shape=(*self.pos.shape, 1, 1))
 
     @cached_property
@@ -103,34 +124,39 @@ class Frame:
         """The rows of ``x`` f32[B*T, n] whose logits are asked for, f32[outputs, n]."""
         return ops.get_rows(x, self.out_ids, name="wanted")
 
-    def cached(self, name: str, new: Value) -> Value:
+    def cached(self, name: str, new: Value, slot: Value | None = None, ratio: int = 1) -> Value:
         """Write ``new`` f32[B,T,heads,size] into the cache ``name`` and read all cells: f32[B, cells, heads, size].
 
-        The state is f32[B*context + 1, heads*size]; the last row takes what padding writes and is never read.
+        The state is f32[B*context + 1, heads*size]; the last row takes what padding writes and is never read.  A cache
+        may have a cell for ``ratio`` tokens each; ``slot`` then says which cells are written.
         """
         step = self.step
-        *_, heads, size = new.shape
-        old = state(name, (step.sequences * step.context + 1, heads * size))
-        cache = ops.set_rows(old, self.rows(new), self.slot, name=f"{name}.new")
+        sequences, count, heads, size = new.shape
+        context, cells = -(-step.context // ratio), -(-step.cells // ratio)
+        old = state(name, (sequences * context + 1, heads * size))
+        rows = ops.reshape(new, shape=(sequences * count, heads * size))
+        cache = ops.set_rows(old, rows, self.slot if slot is None else slot, name=f"{name}.new")
         self._updates[old] = cache
-        cells = ops.slice_(cache, axis=0, start=0, stop=step.sequences * step.context)
-        cells = ops.reshape(cells, shape=(step.sequences, step.context, heads * size))
-        cells = ops.slice_(cells, axis=1, start=0, stop=step.cells)
-        self._cells[name] = ops.reshape(cells, shape=(step.sequences, step.cells, heads, size))
+        known = ops.slice_(cache, axis=0, start=0, stop=sequences * context)
+        known = ops.reshape(known, shape=(sequences, context, heads * size))
+        known = ops.slice_(known, axis=1, start=0, stop=cells)
+        self._cells[name] = ops.reshape(known, shape=(sequences, cells, heads, size))
         return self._cells[name]
 
     def cells(self, name: str) -> Value:
         """All cells of the cache ``name``, which an earlier layer has written in this graph."""
         return self._cells[name]
 
-    def preceded(self, name: str, new: Value) -> Value:
-        """``new`` f32[B,T,c] behind the last rows of earlier runs: f32[B, taps-1+T, c].
+    def preceded(self, name: str, new: Value, kept: int) -> Value:
+        """``new`` f32[B,T,c] behind the last ``kept`` rows of earlier runs: f32[B, kept+T, c].
 
-        The state ``name`` f32[B, taps-1, c] becomes the last rows before the padding, which conv_rows names.
+        The state ``name`` f32[B, kept, c] becomes the last rows before the padding, which conv_rows names.
         """
-        old = state(name, (self.step.sequences, self.taps - 1, new.shape[-1]))
-        both = ops.concat(old, new, axis=1)
-        self._updates[old] = ops.get_rows(both, self.conv_rows, name=f"{name}.new")
+        old = state(name, (self.step.sequences, kept, new.shape[-1]))
+        both, rows = ops.concat(old, new, axis=1), self.conv_rows
+        if kept != self.taps - 1:
+            rows = ops.slice_(rows, axis=1, start=0, stop=kept)
+        self._updates[old] = ops.get_rows(both, rows, name=f"{name}.new")
         return both
 
     def state(self, name: str, *shape: int) -> Value:

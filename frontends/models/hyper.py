@@ -7,12 +7,24 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from ...graph import Value
 from .blocks import Norm, Unit
+from .compressed import Blocks
 from .family import Family
 from .frame import Frame
 from .moe import Experts
+from .ngrams import Ngrams
+from .step import Batch, Step
 from .weights import Weights
+
+
+class Feed(Protocol):
+    """What needs inputs of its own for each batch, by name."""
+
+    def arrays(self, step: Step, batch: Batch) -> Mapping[str, npt.NDArray[np.generic]]: ...
 
 
 class Mixer(Protocol):
@@ -80,6 +92,9 @@ class Hyper:
     """Blocks that the file has."""
     source: Mapping[int, int] = field(default_factory=dict)
     """Whose matrices blocks have that are run more than once."""
+    blocks_of: tuple[Blocks, ...] = ()
+    """The blocks of tokens that caches hold as one key, of each length that layers have."""
+    ngrams: Ngrams | None = None
 
     @property
     def layers(self) -> int:
@@ -88,7 +103,13 @@ class Hyper:
     @cached_property
     def taps(self) -> int:
         """Taps of the convolutions, which `step_inputs` asks for; 0 if there are none."""
-        return max((mixer.taps for block in self.blocks for mixer in block.mixers), default=0)
+        taps = max((mixer.taps for block in self.blocks for mixer in block.mixers), default=0)
+        return max(taps, self.ngrams.kept + 1) if self.ngrams else taps
+
+    @cached_property
+    def feeds(self) -> tuple[Feed, ...]:
+        """What gives inputs beside those of `step_inputs`."""
+        return (*self.blocks_of, self.ngrams) if self.ngrams else self.blocks_of
 
     @cached_property
     def needs(self) -> frozenset[str]:

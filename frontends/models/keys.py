@@ -44,6 +44,14 @@ class Keys:
         """A count for each block, from a scalar or from an array of one value a block."""
         return tuple(self._checked(name, n, 0) for n in self.gguf.per_layer(self._key(name), int, blocks, default))
 
+    def integers(self, name: str, least: int = 0) -> tuple[int, ...]:
+        """Integers of at least 0, at least so many of them; none where the key is missing or no list."""
+        values = self.gguf.numbers(self._key(name)) if self.is_list(name) else ()
+        numbers = tuple(int(value) for value in values)
+        if len(numbers) < least or any(number < 0 for number in numbers):
+            raise self.error(name, f"holds {reprlib.repr(numbers)}; need {least} integers of at least 0")
+        return numbers
+
     def limits(self, name: str, blocks: int) -> tuple[float, ...]:
         """A number of at least 0 for each block; 0 where the key is missing."""
         values = self.gguf.per_layer(self._key(name), float, blocks, 0.0)

@@ -68,7 +68,7 @@ class KimiDelta:
         name = f"{block}.ssm_conv1d_{kind}.weight"
         kernel = ops.reshape(weights(name, weights.shape(name)), shape=(width, self.taps))
         y = product(weights, f"{block}.attn_{kind}", x, width)
-        tokens = frame.preceded(f"conv_state_{kind}.{layer}", frame.split(y, width))
+        tokens = frame.preceded(f"conv_state_{kind}.{layer}", frame.split(y, width), self.taps - 1)
         return frame.split(ops.silu(ops.ssm_conv(tokens, kernel), name=f"{block}.{kind}_conv"), self.heads, self.size)
 
     def decay(self, weights: Weights, frame: Frame, block: str, x: Value) -> Value:

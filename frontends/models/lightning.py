@@ -75,6 +75,6 @@ class ShortConvolution:
         """f32[B*T, E] to f32[B*T, E]."""
         block, width = f"blk.{layer}.shortconv", x.shape[-1]
         b, c, x = parts(linear(weights, f"{block}.in_proj", x, 3 * width), width, width, width)
-        tokens = frame.preceded(f"conv_state.{layer}", frame.split(ops.mul(b, x), width))
+        tokens = frame.preceded(f"conv_state.{layer}", frame.split(ops.mul(b, x), width), self.taps - 1)
         y = ops.ssm_conv(tokens, weights(f"{block}.conv.weight", (width, self.taps)), name=f"{block}.conv")
         return linear(weights, f"{block}.out_proj", ops.mul(c, frame.rows(y)), width)

@@ -176,7 +176,7 @@ class Plamo2:
 def convolved(weights: Weights, frame: Frame, layer: int, x: Value, taps: int) -> Value:
     """``x`` f32[B*T, channels] behind a short convolution and SiLU: f32[B, T, channels]."""
     block, channels = f"blk.{layer}", x.shape[-1]
-    tokens = frame.preceded(f"conv_state.{layer}", frame.split(x, channels))
+    tokens = frame.preceded(f"conv_state.{layer}", frame.split(x, channels), taps - 1)
     y = ops.ssm_conv(tokens, weights(f"{block}.ssm_conv1d.weight", (channels, taps)), name=f"{block}.ssm_conv1d")
     bias = weights.optional(f"{block}.ssm_conv1d.bias", (channels,))
     return ops.silu(y if bias is None else ops.add(y, bias), name=f"{block}.conv_silu")

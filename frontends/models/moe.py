@@ -68,6 +68,7 @@ class Experts:
         normalised = family.normalised
         if normalised is None:
             normalised = keys.has("expert_weights_norm") and keys.flags("expert_weights_norm", 1)[0]
+        shared = keys.has("swiglu_clamp_shexp") or "one limit" not in family.mixture
         return cls(
             count,
             used,
@@ -79,7 +80,7 @@ class Experts:
             groups,
             groups_used,
             keys.limits("swiglu_clamp_exp", blocks)[layer],
-            keys.limits("swiglu_clamp_shexp", blocks)[layer],
+            keys.limits("swiglu_clamp_shexp" if shared else "swiglu_clamp_exp", blocks)[layer],
             "gate first" in family.mixture,
             family.mixture,
             family.shared_gate,

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from .attention import Attention, Passing
 from .blocks import Norm, Situ, Unit
+from .compressed import Blocks, Compressed
 from .delta import DeltaNet
 from .family import Family, Windows
 from .frame import ALL, Sight
@@ -20,6 +21,7 @@ from .latent import Latent
 from .lightning import Lightning, ShortConvolution
 from .mamba import Mamba, Mamba2, Plamo2
 from .moe import Experts
+from .ngrams import Ngrams
 from .rope import Rope, original_context, style
 
 
@@ -53,13 +55,17 @@ def read_hyper(keys: Keys, family: Family) -> Hyper:
         source = {i: i % count for i in range(count * repeats)}
     if family.residuals == "cycles":
         source = {i: i % span + span * ((i // span) % (cycles + 1) == cycles) for i in range(count)}
+    blocks = tuple(reader.layer(source.get(i, i), i) for i in range(count * repeats))
+    ratios = {m.blocks.ratio for block in blocks for m in block.mixers if isinstance(m, Compressed) and m.blocks}
     return Hyper(
         family=family,
         context_length=keys.count("context_length"),
         vocabulary_size=keys.vocabulary(),
         width=width,
         norm=reader.norm,
-        blocks=tuple(reader.layer(source.get(i, i), i) for i in range(count * repeats)),
+        blocks=blocks,
+        blocks_of=tuple(map(Blocks, sorted(ratios))),
+        ngrams=Ngrams.from_keys(keys, count),
         streams=reader.streams(),
         attended=math.prod(keys.count(f"attention.indexer.{name}") for name in family.sparse.split())
         if family.sparse
@@ -235,9 +241,16 @@ class Reader:
         made = Latent.from_keys(keys, family, self.norm, self.heads[i], rope, local=bool(window), sight=sight)
         return replace(made, original_context=original_context(keys), temperature=self.temperature(rope))
 
-    def attention(self, i: int) -> Attention | Latent:
+    def compressed(self, i: int) -> Compressed:
+        keys = self.keys
+        rope, window = Rope.from_keys(keys, self.family.rope, keys.count("attention.key_length")), self.windows[i]
+        return Compressed.from_keys(keys, self.norm, self.heads[i], rope, window, i)
+
+    def attention(self, i: int) -> Attention | Latent | Compressed:
         if self.family.mixer == "latent":
             return self.latent(i)
+        if self.family.mixer == "compressed":
+            return self.compressed(i)
         keys, family, heads, window = self.keys, self.family, self.heads[i], self.windows[i]
         key_size, value_size = self.head_sizes(i)
         if heads % self.kv_heads[i]:

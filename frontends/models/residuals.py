@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ... import ops
 from ...graph import Graph, Value
+from .blocks import product
 from .decoder import Decoder
 from .hyper import Layer
 
@@ -95,6 +96,40 @@ class Streams(Decoder):
         mixes, scale, base = self.mixes("output_hc", x)
         pre = ops.sigmoid(ops.add(ops.mul(mixes, scale), base))
         return ops.dsv4_hc_pre(x, ops.scale(pre, scale=1.0, bias=self.hyper.streams.eps))
+
+
+class GatedStreams(Streams):
+    """Streams that a part reads as their mean, each entry gated through fewer columns; one layer may add hashes of the
+    last tokens.
+
+    Graph: llama.cpp ``qwen4exp.cpp``.
+    """
+
+    def block(self, i: int, layer: Layer, x: Value) -> Value:
+        ngrams = self.hyper.ngrams
+        if ngrams is not None and ngrams.layer == i:
+            x = ngrams(self.weights, self.frame, self.norm, x)
+        return super().block(i, layer, x)
+
+    def read(self, name: str, x: Value) -> tuple[Value, Value, Value | None]:
+        """What a part reads f32[n, E], and the weights f32[n, streams] by which it writes."""
+        mean, flat = self.mean(name, x)
+        weight = ops.scale(product(self.weights, f"{name}_inject", flat, x.shape[1]), scale=1.0 / x.shape[1])
+        return mean, ops.scale(ops.sigmoid(weight), scale=2.0), None
+
+    def mean(self, name: str, x: Value) -> tuple[Value, Value]:
+        """The gated mean f32[n, E], and the normalised streams side by side f32[n, streams * E]."""
+        rows, streams, width = x.shape
+        normed = self.norm(self.weights, f"{name}_norm", x)
+        flat = ops.reshape(normed, shape=(rows, streams * width))
+        rank = self.weights.shape(f"{name}_down.weight")[0]
+        short = ops.scale(product(self.weights, f"{name}_down", flat, rank), scale=1.0 / streams)
+        gate = product(self.weights, f"{name}_up", ops.silu(short), streams * width)
+        gate = ops.reshape(gate, shape=x.shape)
+        return ops.dsv4_hc_pre(normed, gate, gated=True, scale=1.0 / streams, name=f"{name}.mix"), flat
+
+    def head(self, x: Value) -> Value:
+        return self.mean("output_hc", x)[0]
 
 
 class Banked(Decoder):

@@ -59,12 +59,14 @@ class Batch:
 
     ``wanted`` lists the rows whose logits should come out, as (sequence, index of the new token), in that order.
     None means the last new token of each sequence, so that logits row i belongs to sequence i (an idle sequence has
-    a row too, without meaning).
+    a row too, without meaning).  ``before`` holds, for each sequence, the tokens that it has already, or the last
+    `Model.remembers` of them.
     """
 
     tokens: Sequence[Sequence[int]]
     lengths: Sequence[int]
     wanted: Sequence[tuple[int, int]] | None = None
+    before: Sequence[Sequence[int]] = ()
 
 
 def step_inputs(step: Step, batch: Batch, *, taps: int = 0, causal: bool = True) -> dict[str, npt.NDArray[np.generic]]:

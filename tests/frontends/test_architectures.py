@@ -11,6 +11,7 @@ from hocket import ops
 from hocket.frontends.errors import ModelError
 from hocket.frontends.models import ARCHITECTURES, Batch, Model, Step
 from hocket.frontends.open import open_model
+from hocket.frontends.saved_state import load_state, save_state
 from hocket.frontends.session import Group, Session
 
 from ..given.architectures import ALL, ROWS, golden, written
@@ -22,28 +23,28 @@ ROUNDED = (
 )
 """Models with a GELU that llama.cpp looks up in half precision, which only backends round as it does."""
 CARRIED = (
-    *("bailingmoe3-moe", "deepseek2-moe", "falcon-h1-dense", "glm5-next-moe", "jamba-dense", "lfm2moe-moe"),
-    *("mamba-dense", "minimax-01-moe", "plamo2-dense"),
+    *("bailingmoe3-moe", "deepseek2-moe", "falcon-h1-dense", "glm5-next-moe", "jamba-dense"),
+    *("lfm2moe-moe", "mamba-dense", "minimax-01-moe", "plamo2-dense", "qwen4exp-moe"),
 )
-"""Models in which something is carried from step to step: latent vectors, states, convolutions."""
+"""Models in which something is carried from step to step: latent vectors, states, convolutions, blocks, hashes."""
 
 
 def exact(model: Model, parts: list[list[int]]) -> F64:
     """Logits at every position, in float64, of a text that comes in parts."""
     weights: dict[str, F64] = {}
     states: dict[str, F64] = {}
-    rows, at = [], 0
+    rows, known = [], list[int]()
     for part in parts:
         step = Step(1, len(part), sum(map(len, parts)), sum(map(len, parts)), len(part))
         graph = model.graph(step)
         for leaf in graph.weights:
             if leaf.node.name not in weights:
                 weights[leaf.node.name] = model.gguf.tensor(leaf.node.name).dequantise().astype(np.float64)
-        inputs = model.inputs(step, Batch([part], [at], [(0, i) for i in range(len(part))]))
+        inputs = model.inputs(step, Batch([part], [len(known)], [(0, i) for i in range(len(part))], [known]))
         outputs, changed = ops.evaluate(graph, {**weights, **states, **inputs})
         states |= changed
         rows.append(outputs["logits"])
-        at += len(part)
+        known += part
     return np.concatenate(rows)
 
 
@@ -104,3 +105,51 @@ def test_an_optional_tensor_that_is_not_used_changes_nothing(tmp_path: Path) -> 
 def test_every_architecture_is_compared_with_llama_cpp() -> None:
     compared = {name.rsplit("-", 1)[0] for name in ALL} | {row["arch"] for row in INDEX.values()}
     assert set(ARCHITECTURES) <= compared
+
+
+@pytest.mark.long(every=2)
+@pytest.mark.parametrize("name", ["qwen4exp-moe", "deepseek4-moe"])
+def test_blocks_and_hashes_of_one_sequence_leave_another_alone(name: str, tmp_path: Path) -> None:
+    tokens = np.random.default_rng(0).integers(1, 128, 21).tolist()
+    model = open_model(written(name, tmp_path))
+    want = Session(model, on=Group(exact=True), context=64).evaluate([tokens])[0]
+    both = Session(model, on=Group(exact=True), context=64, sequences=2)
+    both.evaluate([[7, 8, 9], tokens[:10]])
+    both.evaluate([[1], tokens[10:13]])
+    assert nmse(both.evaluate([[], tokens[13:]])[1], want) <= 1e-10
+    both.reset(1)
+    assert nmse(both.evaluate([[2, 3], tokens])[1], want) <= 1e-10
+
+
+@pytest.mark.long
+def test_a_block_of_128_tokens_is_the_same_however_they_come(tmp_path: Path) -> None:
+    model = open_model(written("deepseek4-moe", tmp_path))
+    tokens = np.random.default_rng(1).integers(0, model.vocabulary_size, 140).tolist()
+    want = Session(model, on=Group(exact=True), context=256).evaluate([tokens])[0]
+    parts = Session(model, on=Group(exact=True), context=256, batch=50).evaluate([tokens])[0]
+    short = Session(model, on=Group(exact=True), context=256).evaluate([tokens[13:]])[0]
+    assert nmse(parts, want) <= 1e-10 < nmse(short, want)
+
+
+def test_hashes_need_the_tokens_before(tmp_path: Path) -> None:
+    model = open_model(written("qwen4exp-moe", tmp_path))
+    step = Step(1, 1, 16, 16, 1)
+    with pytest.raises(ModelError, match="of which this model needs the last 2; give them as `before`"):
+        model.inputs(step, Batch([[5]], [4]))
+    given = model.inputs(step, Batch([[5]], [4], before=[[3, 4]]))["ngram_rows"]
+    # Multipliers 1, 3, 5; four tables of 128 rows, two for each length.
+    assert given.tolist() == [(5 ^ 12), 128 + (5 ^ 12), 256 + (5 ^ 12 ^ 15), 384 + (5 ^ 12 ^ 15)]
+    ended = model.inputs(step, Batch([[5]], [4], before=[[3, 0]]))["ngram_rows"]
+    assert ended.tolist() == [5, 133, 261, 389]
+
+
+def test_a_saved_sequence_goes_on_with_the_hashes_of_its_last_tokens(tmp_path: Path) -> None:
+    model = open_model(written("qwen4exp-moe", tmp_path))
+    session = Session(model, on=Group(exact=True), context=64)
+    session.evaluate([[5, 6, 7]])
+    save_state(session, [[5, 6, 7]], tmp_path / "state")
+    want = session.evaluate([[8]])[0]
+    load_state(session, tmp_path / "state")
+    assert (session.evaluate([[8]])[0] == want).all()
+    session.reset(0)
+    assert nmse(session.evaluate([[8]])[0], want) > 1e-3
