@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .scheduler import Executor as Executor
     from .scheduler import Plan as Plan
     from .scheduler import Store as Store
+    from .scheduler import Trace as Trace
     from .scheduler import load as load
     from .scheduler import plan as plan
     from .scheduler import run as run
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 LATER = {
-    **dict.fromkeys(("Executor", "Plan", "Store", "load", "plan", "run"), ".scheduler"),
+    **dict.fromkeys(("Executor", "Plan", "Store", "Trace", "load", "plan", "run"), ".scheduler"),
     "scheduler": ".scheduler",
     "to_dot": ".view.dot",
 }

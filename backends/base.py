@@ -252,6 +252,21 @@ class Threaded(Protocol):
     """Threads of each device."""
 
 
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A kernel in a run: which instructions of the program it computed, by position, and when it began and ended, in
+    seconds of `time.monotonic`.  Waiting for others counts to the kernel that had to wait."""
+
+    kernel: str
+    numbers: tuple[int, ...]
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
 @runtime_checkable
 class Measures(Protocol):
     """A compiled program that can tell what a run does."""
@@ -259,8 +274,9 @@ class Measures(Protocol):
     def kernels(self) -> list[str]:
         """The names of the kernels that a run calls, in order; another name where something else stands in for one."""
 
-    def measured(self) -> Iterable[tuple[str, float]]:
-        """Run once: the same names, each with the seconds it took, which may be read after the next run has begun."""
+    def measured(self) -> Iterable[Timed]:
+        """Run once, failing as a plain run does: when each of these kernels ran, which may be read after the next run
+        has begun."""
 
 
 def run_calls(program: Program, on: Device, calls: Iterable[tuple[int, Callable[[], object]]]) -> None:

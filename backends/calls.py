@@ -7,9 +7,11 @@ list and allocates nothing; temporaries come from the scratch that the memory pl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -18,10 +20,12 @@ import numpy.typing as npt
 from ..graph.attrs import Attrs
 from ..graph.node import Node
 from ..ops import Op
-from .base import Array, Comm
+from .base import Array, Comm, Device, Program, Timed, run_calls
 
 F32 = npt.NDArray[np.float32]
 Calls = list[Callable[[], object]]
+NumberedCalls = Sequence[tuple[int, Callable[[], object]]]
+"""What is called in order, each with the number of its instruction."""
 
 
 @dataclass(slots=True)
@@ -97,3 +101,38 @@ def copy(call: Call) -> Calls:
 
 def plain(bind: Callable[[Call], Calls]) -> Binding:
     return Binding(bind, no_scratch)
+
+
+class Replay:
+    """A program ready to run: its calls, one after the other."""
+
+    def __init__(self, program: Program, on: Device, calls: NumberedCalls) -> None:
+        self.program, self.on, self.calls = program, on, calls
+
+    def __call__(self) -> None:
+        self._run(self.calls)
+
+    def _run(self, calls: Iterable[tuple[int, Callable[[], object]]]) -> None:
+        with np.errstate(all="ignore"):  # IEEE results (inf, NaN) are results here
+            run_calls(self.program, self.on, calls)
+
+    def kernels(self) -> list[str]:
+        """The ops that a run computes, in order."""
+        return [self.program.instructions[number].op for number in dict.fromkeys(n for n, _ in self.calls)]
+
+    def measured(self) -> Iterator[Timed]:
+        """Run once; when each of these ops was computed, for whom asks after the run."""
+        times: list[tuple[int, float, float]] = []
+
+        def timed(number: int, call: Callable[[], object]) -> None:
+            start = time.monotonic()
+            call()
+            times.append((number, start, time.monotonic()))
+
+        self._run((number, partial(timed, number, call)) for number, call in self.calls)
+        return self._told(times)
+
+    def _told(self, times: Iterable[tuple[int, float, float]]) -> Iterator[Timed]:
+        for number, calls in groupby(times, key=lambda call: call[0]):
+            (_, start, end), *more = calls
+            yield Timed(self.program.instructions[number].op, (number,), start, more[-1][2] if more else end)

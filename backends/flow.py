@@ -100,6 +100,10 @@ class Flow:
         """The instructions in the order in which they run; those that run together in one tuple, in program order."""
         return (group for group in self._order if group)
 
+    def together(self) -> dict[int, tuple[int, ...]]:
+        """For each instruction those that run together with it, in program order."""
+        return {number: group for group in self.groups() for number in group}
+
     def is_free(self, number: int) -> bool:
         """Whether it may become part of a chain: it belongs to none yet, and may move."""
         return number not in self.fixed and len(self._order[self._place[number]]) == 1

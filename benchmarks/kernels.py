@@ -132,9 +132,9 @@ def measured(case: Case, limits: Limits, repeats: int, seed: int = 5) -> Iterato
     times: dict[str, list[float]] = {}
     for i in range(1 + repeats):
         run.bind(given)
-        for kernel, seconds in run.measure()[0]:
+        for step in run.measure()[0]:
             if i:
-                times.setdefault(kernel, []).append(seconds)
+                times.setdefault(step.kernel, []).append(step.seconds)
     if "NumPy" in times:
         raise SystemExit(f"{case.op} {case.title}: has no compiled kernel")
     node = next(n for n in graph.nodes if n.op == case.op)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from types import MappingProxyType
@@ -20,7 +21,7 @@ from ..graph.graph import Graph
 from ..graph.node import Node, Value
 from ..graph.rewrite import rewrite
 from ..graph.spec import Spec
-from ..scheduler import Executor, Host, InterruptsKept, Plan, Store, plan_for, shortage
+from ..scheduler import Executor, Host, InterruptsKept, Plan, Store, Trace, plan_for, shortage
 from .errors import ModelError
 from .models import Batch, Model, Step
 
@@ -133,6 +134,7 @@ class Session:
         self.recent: list[list[int]] = [[] for _ in range(sequences)]
         self._nothing = np.zeros((0, model.vocabulary_size), np.float32)
         self._executors: dict[Step, Executor] = {}
+        self._trace: Trace | None = None
         self.planning = 0.0
         self._load(on_progress)
 
@@ -257,9 +259,28 @@ class Session:
         with self.store.turn:
             if step not in self._executors:
                 start = time.perf_counter()
-                self._executors[step] = Executor(self.plan(step), self.store, wire=self._wire)
+                label = f"{step.tokens} token{'s' * (step.tokens > 1)}, {step.cells} cells"
+                self._executors[step] = Executor(self.plan(step), self.store, wire=self._wire, label=label)
+                self._executors[step].trace = self._trace
                 self.planning += time.perf_counter() - start
             return self._executors[step]
+
+    @contextmanager
+    def tracing(self) -> Iterator[Trace]:
+        """In this context every run is timed step by step and added to the trace that it gives.  Raises `PlanError` at
+        the first run if a backend cannot tell what its steps take."""
+        before, trace = self._trace, Trace()
+        self._follow(trace)
+        try:
+            yield trace
+        finally:
+            self._follow(before)
+
+    def _follow(self, trace: Trace | None) -> None:
+        with self.store.turn:
+            self._trace = trace
+            for executor in self._executors.values():
+                executor.trace = trace
 
     def __repr__(self) -> str:
         devices, count = ", ".join(str(device) for _, device in self.group), self.sequences

@@ -22,6 +22,7 @@ from .running.executor import Executor as Executor
 from .running.executor import load as load
 from .running.interrupts import InterruptsKept as InterruptsKept
 from .running.store import Store as Store
+from .running.trace import Trace as Trace
 from .simulated import simulate as simulate
 from .telling.as_json import plan_from_json as plan_from_json
 from .telling.as_json import plan_to_json as plan_to_json

@@ -19,7 +19,7 @@ from ..ops.collective import COLLECTIVES
 from .hardware import CPU, Estimate, Hardware
 from .layout import Layout
 from .lowering.lane import Lane as Lane
-from .stages import Stage, estimate, stages
+from .stages import Prices, Stage, estimate, prices_of, stages
 from .units import nbytes_text
 
 if TYPE_CHECKING:
@@ -79,10 +79,15 @@ class Plan:
         return (*(self.hardware for _ in self.lanes[1:]), self.host or self.hardware)
 
     @cached_property
+    def prices(self) -> tuple[Prices, ...]:
+        """For each device what its instructions are predicted to cost."""
+        whole = {v.node.name: v.spec.nbytes for v in (*self.graph.weights, *self.graph.states)}
+        return tuple(prices_of(self.lanes, self.speeds, whole))
+
+    @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """Work between meetings of the devices, and the meetings, with their times."""
-        whole = {v.node.name: v.spec.nbytes for v in (*self.graph.weights, *self.graph.states)}
-        return tuple(stages(self.lanes, self.speeds, whole))
+        return tuple(stages(self.lanes, self.prices))
 
     @cached_property
     def cost(self) -> Estimate:

@@ -87,16 +87,22 @@ class Prices:
         return times, missing
 
 
-def stages(lanes: Sequence[Lane], speeds: Sequence[Hardware], whole: Mapping[str, int]) -> list[Stage]:
-    """All stages, in the order of the meetings; `speeds` are those of each device, `whole` gives the bytes of weights
-    and states before they were cut."""
-    own: list[_Parts] = []
+def prices_of(lanes: Sequence[Lane], speeds: Sequence[Hardware], whole: Mapping[str, int]) -> list[Prices]:
+    """The prices of each device's program, made once for those that run the same; `speeds` are those of each device,
+    `whole` gives the bytes of weights and states before they were cut."""
+    prices: list[Prices] = []
     counts = Counts()
     for number, first in enumerate(first_alike(lanes)):
-        lane = lanes[number]
         new = first == number
-        prices = Prices(lane, speeds[number], whole, counts, len(lanes)) if new else own[first].prices
-        own.append(_Parts(lane.program, prices) if new else own[first])
+        prices.append(Prices(lanes[number], speeds[number], whole, counts, len(lanes)) if new else prices[first])
+    return prices
+
+
+def stages(lanes: Sequence[Lane], prices: Sequence[Prices]) -> list[Stage]:
+    """All stages, in the order of the meetings."""
+    own: list[_Parts] = []
+    for number, first in enumerate(first_alike(lanes)):
+        own.append(_Parts(lanes[number].program, prices[number]) if first == number else own[first])
     timeline: list[Stage] = []
     for number in sorted({n for p in own for n in p.meetings}):
         there = [d for d, p in enumerate(own) if number in p.meetings]

@@ -12,7 +12,9 @@ from typing import Any
 
 from ..graph.graph import Graph
 from ..scheduler.plan import Plan
+from ..scheduler.running.trace import Trace
 from ..scheduler.telling.diff import difference
+from ..scheduler.telling.measured import Measured, measured
 from .graph_data import GraphData
 from .passes_data import passes
 from .plan_data import PlanData
@@ -59,15 +61,21 @@ def view_graph(graph: Graph, *, title: str = "graph") -> Page:
     return _page(title, [{"graph": GraphData(graph).document()}])
 
 
-def view_plan(plan: Plan, *, before: Plan | None = None, title: str = "plan") -> Page:
-    """The page of a plan; with `before` the two side by side, and what moved."""
-    shown = [_planned(plan)] if before is None else [_planned(before), _planned(plan)]
+def view_plan(
+    plan: Plan, *, before: Plan | None = None, trace: Trace | str | Path | None = None, title: str = "plan"
+) -> Page:
+    """The page of a plan; with `before` the two side by side, and what moved; with `trace` what its steps took.
+
+    Raises `PlanError` for a trace of other plans.
+    """
+    planned = _planned(plan, None if trace is None else measured(plan, trace))
+    shown = [planned] if before is None else [_planned(before), planned]
     return _page(title, shown, [] if before is None else list(difference(before, plan)))
 
 
-def _planned(plan: Plan) -> dict[str, Any]:
+def _planned(plan: Plan, times: Measured | None = None) -> dict[str, Any]:
     graph = GraphData(plan.graph)
-    return {"graph": graph.document(), "plan": PlanData(plan, graph).document(), "passes": passes(plan, graph)}
+    return {"graph": graph.document(), "plan": PlanData(plan, graph, times).document(), "passes": passes(plan, graph)}
 
 
 def _page(title: str, shown: list[dict[str, Any]], moved: list[str] | None = None) -> Page:

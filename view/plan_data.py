@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..backends.base import Program
 from ..graph.graph import names
 from ..graph.node import Node
 from ..ops.collective import COLLECTIVES, sequence_of
-from ..scheduler.hardware import Counts
 from ..scheduler.layout import Layout, Local, Shard
 from ..scheduler.lowering.lane import first_alike
 from ..scheduler.plan import Plan
-from ..scheduler.stages import WORK, Prices, Stage, StepCost
+from ..scheduler.stages import WORK, Stage, StepCost
 from ..scheduler.telling.explain import Reasons, meeting_lines, placement_lines, summary
-from ..scheduler.telling.listing import lives
+from ..scheduler.telling.listing import memory_by_step
+from ..scheduler.telling.measured import Measured
 from .graph_data import GraphData
 from .interned import Interned
 
@@ -28,8 +26,8 @@ SUMS = ("all_reduce", "reduce_scatter")
 class PlanData:
     """What a page says of a plan besides its graph."""
 
-    def __init__(self, plan: Plan, graph: GraphData) -> None:
-        self.plan, self.graph = plan, graph
+    def __init__(self, plan: Plan, graph: GraphData, times: Measured | None = None) -> None:
+        self.plan, self.graph, self.times = plan, graph, times
         self.node = {name: node for node, name in graph.names.items()}
         numbers: dict[int, int] = {}
         self.program = [numbers.setdefault(first, len(numbers)) for first in first_alike(plan.lanes)]
@@ -46,6 +44,7 @@ class PlanData:
         programs = [self._program(p) for p in range(len(self.first))]
         rows = [self._row(*row) for row in self._rows([p["block"] for p in programs])]
         layouts = self._layouts()
+        measured = None if self.times is None else self._measured(self.times)
         return {
             "summary": summary(plan),
             "cost": {"total": plan.cost.total, "collectives": plan.cost.collectives, "meetings": plan.cost.meetings},
@@ -54,6 +53,7 @@ class PlanData:
             "programs": programs,
             "rows": rows,
             "layouts": layouts,
+            "measured": measured,
             "texts": self.texts.items,
             "specs": self.specs.items,
             "costs": [[c.flops, c.nbytes, c.moved, _short(c.seconds), _short(c.uncut)] for c in self.costs.items],
@@ -71,14 +71,31 @@ class PlanData:
             "speeds": asdict(self.plan.speeds[d]),
         }
 
+    def _measured(self, times: Measured) -> dict[str, Any]:
+        """What a trace says: for each device and instruction its kernel, seconds, and how many ran together."""
+        columns = [
+            {
+                "kernel": [-1 if s is None else self.texts(s.kernel) for s in steps],
+                "seconds": [None if s is None else _short(s.seconds) for s in steps],
+                "together": [0 if s is None else s.together for s in steps],
+            }
+            for steps in times.devices
+        ]
+        return {
+            "label": times.label,
+            "runs": times.runs,
+            "seconds": _short(times.seconds),
+            "exact": times.exact,
+            "devices": columns,
+        }
+
     # ------------------------------------------------------------------------------------------------ instructions
 
     def _program(self, number: int) -> dict[str, Any]:
         """Columns with an entry for each instruction; `own` labels those that are no node of the user's graph."""
         lane, device = self.plan.lanes[self.first[number]], self.first[number]
         program = lane.program
-        whole = {v.node.name: v.spec.nbytes for v in (*self.plan.graph.weights, *self.plan.graph.states)}
-        prices = Prices(lane, self.plan.speeds[device], whole, Counts(), len(self.plan.lanes))
+        prices = self.plan.prices[device]
         ops, own, origin = Interned[str](), {}, []
         for at, i in enumerate(program.instructions):
             node, is_own = self._origin(number, at)
@@ -230,20 +247,6 @@ def _layout_text(layout: Layout) -> str:
     if isinstance(layout, Shard):
         return f"S{layout.axis}({'|'.join(str(layout.length(d)) for d in range(len(layout.runs)))})"
     return f"L{','.join(map(str, layout.devices))}" if isinstance(layout, Local) else str(layout)
-
-
-def memory_by_step(program: Program) -> tuple[list[int], list[int]]:
-    """Bytes of the arena in use at each step, and for what each step writes the last step that needs it (-1 where it
-    writes into a weight, state or constant)."""
-    steps = len(program.instructions)
-    last, change = [-1] * steps, [0] * (steps + 1)
-    for life in lives(program):
-        end = min(life.end, steps)
-        change[max(life.first, 0)] += life.nbytes
-        change[end] -= life.nbytes
-        if life.step >= 0:
-            last[life.step] = end - 1
-    return list(itertools.accumulate(change[:-1])), last
 
 
 def _short(seconds: float | None) -> float | None:

@@ -35,7 +35,8 @@ def bound(
         return Operand(buffers[tensor.buffer].ctypes.data + tensor.offset, tensor, spec.declared, spec.stored)
 
     flow = Flow(program, readers_of(program, operand))
-    return Replay(program, on, _work(flow, crew, comm, in_python), flow.finished, crew, comm, buffers)
+    work = _work(flow, crew, comm, in_python)
+    return Replay(program, on, work, flow.together(), flow.finished, crew, comm, buffers)
 
 
 def _work(flow: Flow, crew: Crew, comm: Comm, in_python: Callable[[Instruction], list[Callable[[], object]]]) -> Work:

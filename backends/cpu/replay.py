@@ -8,15 +8,15 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from itertools import chain, pairwise
 from queue import SimpleQueue
 
 import numpy as np
 
 from ...graph.errors import BackendError, StepError
-from ..base import Array, Comm, Device, Program, run_calls
+from ..base import Array, Comm, Device, Program, Timed, run_calls
 from .compiler import REPLAY
 from .kernels import collective
 from .kernels.loop import ARGS, MEETS, SHARED_BYTES, STEP, STEP_FAILED, WHOLE, run, timed
@@ -46,6 +46,13 @@ class Segment:
             self.table[thread, row] = *called, MEETS * step.meets | WHOLE * step.whole, step.number
         self.shared = np.zeros(SHARED_BYTES // 8, np.int64)
         self.call, self._given = REPLAY(run.address), self._arguments(0)
+        self._plain = self.call, self._given
+        self._times = np.zeros(len(steps) + 1, np.int64)
+
+    @cached_property
+    def _timed(self) -> tuple[Callable[[int, int, int], int], Array]:
+        """The loop that writes times, and its words."""
+        return REPLAY(timed.address), self._arguments(self._times.ctypes.data)
 
     def part(self, thread: int) -> int:
         """One thread's part of the run; the status."""
@@ -56,19 +63,18 @@ class Segment:
         table, shared = self.table.ctypes.data, self.shared.ctypes.data
         return np.array(ARGS(table=table, steps=len(self.steps), shared=shared, times=times), np.int64)
 
-    def measured(self, crew: Crew) -> Iterator[tuple[str, float]]:
-        """Run once; the name of each step's kernel, and the seconds it took the first thread: told later."""
-        times = np.zeros(len(self.steps) + 1, np.int64)
-        plain = self.call, self._given
-        self.call, self._given = REPLAY(timed.address), self._arguments(times.ctypes.data)
+    def measured(self, crew: Crew, together: Mapping[int, tuple[int, ...]]) -> Iterator[Timed]:
+        """Run once; when the first thread did each step: told later.  `together` gives the instructions of a step."""
+        self.call, self._given = self._timed
         try:
             crew.run(self)
         finally:
-            self.call, self._given = plain
-        return self._told(times)
+            self.call, self._given = self._plain
+        return self._told(self._times.copy(), together)
 
-    def _told(self, times: Array) -> Iterator[tuple[str, float]]:
-        yield from zip([step.kernel.name for step in self.steps], np.diff(times) * 1e-9, strict=True)
+    def _told(self, times: Array, together: Mapping[int, tuple[int, ...]]) -> Iterator[Timed]:
+        for step, (start, end) in zip(self.steps, pairwise((times * 1e-9).tolist()), strict=True):
+            yield Timed(step.kernel.name, together[step.number], start, end)
 
 
 class StoppedError(BackendError):
@@ -147,20 +153,25 @@ class Replay:
         program: Program,
         on: Device,
         work: Work,
+        together: Mapping[int, tuple[int, ...]],
         finished: Callable[[int], int | frozenset[int]],
         crew: Crew,
         comm: Comm,
         memory: Sequence[object],
     ) -> None:
-        """`finished` gives what has run where an instruction fails, as `StepError` says it."""
+        """`together` gives for each instruction those that run with it, `finished` what has run where one fails, as
+        `StepError` says it."""
         self.program, self.on, self.work, self.crew, self.comm = program, on, work, crew, comm
-        self._finished = finished
+        self._together, self._finished = together, finished
         self._memory = memory  # compiled steps know addresses only
         self._calls = [(n, partial(crew.run, one) if isinstance(one, Segment) else one) for n, one in work]
 
     def __call__(self) -> None:
+        self._run(self._calls)
+
+    def _run(self, calls: Iterable[tuple[int, Callable[[], object]]]) -> None:
         try:
-            run_calls(self.program, self.on, self._calls)
+            run_calls(self.program, self.on, calls)
         except StepError as error:
             if (why := error.__cause__) is not None and not isinstance(why, Exception):
                 raise why from None  # an interrupt: nobody knows how much of a segment has run
@@ -177,14 +188,16 @@ class Replay:
         names = ([s.kernel.name for s in one.steps] if isinstance(one, Segment) else ["NumPy"] for _, one in self.work)
         return [*chain.from_iterable(names)]
 
-    def measured(self) -> Iterator[tuple[str, float]]:
-        """Run once; what each step was, and its seconds, for whom asks after the run."""
-        times: list[Iterable[tuple[str, float]]] = []
-        for _, one in self.work:
-            if isinstance(one, Segment):
-                times.append(one.measured(self.crew))
-                continue
-            start = time.perf_counter()
-            one()
-            times.append([("NumPy", time.perf_counter() - start)])
-        return chain.from_iterable(times)
+    def measured(self) -> Iterator[Timed]:
+        """Run once; when each of these kernels ran, for whom asks after the run."""
+        told: list[Iterable[Timed]] = []
+        self._run((number, partial(self._timed, told, number, one)) for number, one in self.work)
+        return chain.from_iterable(told)
+
+    def _timed(self, told: list[Iterable[Timed]], number: int, one: Segment | Callable[[], object]) -> None:
+        if isinstance(one, Segment):
+            told.append(one.measured(self.crew, self._together))
+            return
+        start = time.monotonic()
+        one()
+        told.append([Timed("NumPy", self._together[number], start, time.monotonic())])

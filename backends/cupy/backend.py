@@ -18,7 +18,7 @@ from ...graph.spec import Spec
 from ...ops import op_of
 from ...ops.collective import COLLECTIVES, int_attr
 from ...ops.quants import dequantise, encoded
-from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor, contiguous_strides, run_calls
+from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor, Timed, contiguous_strides, run_calls
 from ..calls import Call
 from ..flow import Flow
 from ..liveness import readers_of
@@ -218,11 +218,13 @@ class Replay:
         self._readers = readers_of(program, self._operand)
         self._flow = Flow(program, self._readers)
         self._bind_all()
+        self._together = self._flow.together()
         self._own_faults = len(self._bound.faults)
         for kernel in {part.kernel for part in self._parts if isinstance(part, Launch)}:
             driver.prepare(kernel, on)
         self._calls: list[NumberedCall] = []
         self._launched: dict[object, Sequence[Step]] = {}
+        self._alone: dict[object, Sequence[Callable[[], None]]] = {}
         self._as_asked: Callable[[NumberedCall], NumberedCall] = lambda call: call
         self._meetings = Meetings(comm, driver, on, self._keep, memberships)
         if self._meetings.is_ready:
@@ -235,7 +237,7 @@ class Replay:
 
     def _record(self) -> None:
         """Launches up to where devices meet through memory of the host are recorded together."""
-        self._calls, self._launched = [], {}
+        self._calls, self._launched, self._alone = [], {}, {}
         del self._bound.faults[self._own_faults :]
         self._meetings.begin(self._bound)
         for part in self._parts:
@@ -277,7 +279,7 @@ class Replay:
 
     def _lost(self, why: LostError) -> StepError:
         """Of a run that waited in vain: everything in it ended, with results of nothing."""
-        self._calls, self._launched = [], {}  # graphs go before the communicator that they use
+        self._calls, self._launched, self._alone = [], {}, {}  # graphs go before the communicator that they use
         self._noted()
         (node,) = (p.instruction.node for p in self._parts if isinstance(p, Met) and p.sequence == why.sequence)
         return StepError(node, str(self.on), len(self.program.instructions), str(why))
@@ -286,10 +288,9 @@ class Replay:
         """The kernels that a run launches, in order, and the ops for which devices meet."""
         return [part.instruction.op if isinstance(part, Met) else _name(part) for part in self._parts]
 
-    def measured(self) -> list[tuple[str, float]]:
-        """Run once, launch by launch; the kernel of each, or the op for which devices met through memory of the host,
-        and its seconds."""
-        times: list[tuple[str, float]] = []
+    def measured(self) -> list[Timed]:
+        """Run once, launch by launch; when each was, or each op for which devices met through memory of the host."""
+        times: list[Timed] = []
         plain, self._as_asked = self._as_asked, partial(self._timed, times)
         try:
             self()
@@ -297,18 +298,22 @@ class Replay:
             self._as_asked = plain
         return times
 
-    def _timed(self, found: list[tuple[str, float]], call: NumberedCall) -> NumberedCall:
-        """The call, which adds what it takes to `found`."""
+    def _timed(self, times: list[Timed], call: NumberedCall) -> NumberedCall:
+        """The call, which adds what it takes to `times`."""
         number, run = call
 
         def meeting() -> None:
-            start = time.perf_counter()
+            start = time.monotonic()
             run()
-            found.append((self.program.instructions[number].op, time.perf_counter() - start))
+            times.append(Timed(self.program.instructions[number].op, (number,), start, time.monotonic()))
 
         def steps(of: Sequence[Step]) -> None:
-            alone = [self.driver.record([step], self.on) for step in of]
-            found.extend(zip(map(_name, of), self.driver.timed(alone, self.on), strict=True))
+            if run not in self._alone:
+                self._alone[run] = [self.driver.record([step], self.on) for step in of]
+            start = time.monotonic()
+            for step, seconds in zip(of, self.driver.timed(self._alone[run], self.on), strict=True):
+                times.append(Timed(_name(step), self._together[step.number], start, start + seconds))
+                start += seconds
 
         return number, partial(steps, self._launched[run]) if run in self._launched else meeting
 

@@ -13,8 +13,8 @@ from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops import REGISTRY
 from ...ops.collective import COLLECTIVES
-from ..base import Array, Comm, Device, Instruction, Program, Support, run_calls
-from ..calls import Call
+from ..base import Array, Comm, Device, Instruction, Program, Support
+from ..calls import Call, Replay
 from ..host import HostBackend
 from ..meeting import KERNELS
 
@@ -41,12 +41,7 @@ class ReferenceBackend(HostBackend):
             dst = [self.view(buffers[t.buffer], t) for t in instruction.dst]
             run = _meet(instruction, src, dst, comm) or partial(_run, instruction.op, src, dst, instruction.attrs)
             calls.append((number, run))
-
-        def replay() -> None:
-            with np.errstate(all="ignore"):
-                run_calls(program, on, calls)
-
-        return replay
+        return Replay(program, on, calls)
 
 
 def _meet(instruction: Instruction, src: list[Any], dst: list[Array], comm: Comm) -> Callable[[], None] | None:

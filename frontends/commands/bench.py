@@ -13,7 +13,7 @@ from statistics import mean, median, stdev
 
 import numpy as np
 
-from ...backends.base import Threaded
+from ...backends.base import Threaded, Timed
 from ...backends.cpu.backend import CpuBackend
 from ...backends.cpu.limits import Reading
 from ...graph.node import Node
@@ -25,7 +25,7 @@ from ..open import open_model, open_session
 from ..output import write
 from ..progress import compiling_shown
 from ..session import DEFAULT_BATCH, Group, Session, check_context
-from .flags import batch_flag, group_flags, group_of, wire_flag
+from .flags import batch_flag, group_flags, group_of, trace_flag, traced, wire_flag
 
 
 def flags(sub: argparse.ArgumentParser) -> None:
@@ -40,12 +40,17 @@ def flags(sub: argparse.ArgumentParser) -> None:
     group_flags(sub, sub)
     wire_flag(sub)
     sub.add_argument("-o", "--output", choices=("md", "json", "jsonl"), default="md", help="how to print (md)")
-    sub.add_argument("--profile", action="store_true", help="print how long each kernel takes in a run instead")
+    timed = sub.add_mutually_exclusive_group()
+    timed.add_argument("--profile", action="store_true", help="print how long each kernel takes in a run instead")
+    trace_flag(timed)
 
 
 @compiling_shown()
 def run(args: argparse.Namespace) -> int:
-    work = Work(open_model(args.model), tests(args.prompts, args.new, args.depths), args.repetitions, args.batch)
+    model, todo = open_model(args.model), tests(args.prompts, args.new, args.depths)
+    work = Work(model, todo, args.repetitions, args.batch, args.trace)
+    if args.trace and args.counts and len(args.counts) > 1:
+        raise ModelError(f"got {len(args.counts)} numbers of threads; a trace is of one, as in -t {args.counts[0]}")
     groups = [group_of(args, threads=threads, wire=args.wire) for threads in args.counts or [None]]
     for line in profiles(work, groups) if args.profile else written(rows(work, groups), args.output):
         write(line + "\n")
@@ -80,12 +85,13 @@ def tests(prompts: Sequence[int], new: Sequence[int], depths: Sequence[int]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What to measure: tests of a model, each so many times, with at most `batch` tokens a run."""
+    """What to measure: tests of a model, each so many times, with at most `batch` tokens a run, traced to a file."""
 
     model: Model
     tests: Sequence[Test]
     repeats: int
     batch: int = DEFAULT_BATCH
+    trace: str | None = None
 
     def session(self, on: Group) -> Session:
         """With the context that the longest test needs.  Raises `ModelError` if the model has not got it."""
@@ -103,9 +109,10 @@ def rows(work: Work, groups: Sequence[Group]) -> Iterator[dict[str, object]]:
         threads = threads_of(session)
         known = {"model": str(work.model.gguf.path), "devices": ",".join(on.devices), "threads": threads}
         known |= {"split_mode": on.split_mode, "weight_bytes": nbytes}
-        for test in work.tests:
-            times, read = samples(session, test, work.repeats, reading if test.kind == NEW else None)
-            yield {**known, **row(test, times, nbytes=nbytes, bandwidth=median(read) if read else None)}
+        with traced(session, work.trace):
+            for test in work.tests:
+                times, read = samples(session, test, work.repeats, reading if test.kind == NEW else None)
+                yield {**known, **row(test, times, nbytes=nbytes, bandwidth=median(read) if read else None)}
 
 
 def profiles(work: Work, groups: Sequence[Group]) -> Iterator[str]:
@@ -217,18 +224,18 @@ def profile(session: Session, test: Test, repeats: int) -> list[list[Share]]:
     executor, runs = session.executor(session.step(1 << (len(new) - 1).bit_length(), test.depth + len(new))), []
     for _ in range(1 + repeats):
         session.lengths[0] = test.depth
-        with executor.measuring() as steps:
+        with executor.tracing() as trace:
             start = time.perf_counter()
             session.evaluate([new])
-            runs.append((time.perf_counter() - start, steps))
-    wall, devices = sorted(runs[1:], key=lambda run: run[0])[repeats // 2]
-    return [_shares(steps, wall) for steps in devices]
+            runs.append((time.perf_counter() - start, trace.runs[-1]))
+    wall, run = sorted(runs[1:], key=lambda run: run[0])[repeats // 2]
+    return [_shares(steps, wall) for steps in run.steps]
 
 
-def _shares(steps: Iterable[tuple[str, float]], wall: float) -> list[Share]:
+def _shares(steps: Iterable[Timed], wall: float) -> list[Share]:
     times: dict[str, list[float]] = {}
-    for kernel, spent in steps:
-        times.setdefault(kernel, []).append(spent)
+    for step in steps:
+        times.setdefault(step.kernel, []).append(step.seconds)
     inside = sum(map(sum, times.values()))
     shares = [Share(kernel, len(t), sum(t)) for kernel, t in times.items()]
     return [*sorted(shares, key=lambda s: -s.seconds), Share(OUTSIDE, 1, wall - inside)]

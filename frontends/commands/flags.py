@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ...scheduler import SPLIT_MODES
 from ..arguments import device_list, placement, positive, shares
 from ..models import Model
 from ..open import open_session
+from ..output import log
 from ..session import DEFAULT_BATCH, Group, Session
 from ..threads import set_threads
 
@@ -28,6 +31,7 @@ def session_flags(sub: argparse.ArgumentParser) -> None:
         "-t", "--threads", type=positive, metavar="N", help="threads of each device (its share of the processors)"
     )
     sub.add_argument("--cache-dir", metavar="DIR", help="where compiled kernels are kept (~/.cache/hocket)")
+    trace_flag(sub)
 
 
 def group_flags(sub: argparse.ArgumentParser, where: argparse._ActionsContainer) -> None:
@@ -56,6 +60,32 @@ def wire_flag(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--wire", choices=("f32", "bf16"), default="f32", help="what large sums are sent in between GPUs (f32)"
     )
+
+
+def trace_flag(sub: argparse._ActionsContainer) -> None:
+    sub.add_argument(
+        "--trace", metavar="FILE", help="write what ran when, for ui.perfetto.dev and hocket view --trace (.gz: packed)"
+    )
+
+
+@contextmanager
+def traced(session: Session, path: str | None) -> Iterator[None]:
+    """In this context runs of a session are traced, if a file is named, which is written in the end, also of a failure.
+
+    Raises `OSError`, at the beginning if the file cannot be written.
+    """
+    if path is None:
+        yield
+        return
+    with open(path, "ab"):  # it would be a pity to find out in the end
+        pass
+    with session.tracing() as trace:
+        try:
+            yield
+        finally:
+            trace.save(path)
+            left = f" ({trace.left_out} more were not traced)" if trace.left_out else ""
+            log(f"{path}: {len(trace.runs)} runs{left}; open it in ui.perfetto.dev, or give it to hocket view --trace")
 
 
 def context_flag(sub: argparse.ArgumentParser) -> None:

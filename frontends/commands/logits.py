@@ -19,7 +19,7 @@ from ..models import Model
 from ..open import context_for, open_model
 from ..progress import compiling_shown
 from ..session import F32, Session
-from .flags import session_flags, session_of
+from .flags import session_flags, session_of, traced
 
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 """Readers of ``.npy`` headers by version.  `numpy.load` would also unzip and map, each with errors of its own."""
@@ -46,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
     check_tokens(tokens, model)
     session = session_of(args, model, context_for(model, len(tokens), args.context, default=len(tokens)))
     blocks = every_logits(session, tokens, step=args.step)
-    write_rows(args.out, blocks, (len(tokens), model.vocabulary_size))
+    with traced(session, args.trace):
+        write_rows(args.out, blocks, (len(tokens), model.vocabulary_size))
     return 0
 
 

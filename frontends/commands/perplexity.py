@@ -18,7 +18,7 @@ from ..open import context_for, open_model, read_text
 from ..output import write
 from ..progress import compiling_shown
 from ..session import F32, Session
-from .flags import session_flags, session_of
+from .flags import session_flags, session_of, traced
 
 CHUNK = 512
 """Tokens of context unless asked otherwise."""
@@ -46,7 +46,9 @@ def run(args: argparse.Namespace) -> int:
     session = session_of(args, model, context)
     bos = tokenizer.bos_id if tokenizer.add_bos else None
     chunks = score_chunks(session, tokens, bos=bos)
-    score = Score.of(list(tqdm(chunks, total=total, desc="perplexity", unit="chunk", leave=False, disable=None)))
+    shown = tqdm(chunks, total=total, desc="perplexity", unit="chunk", leave=False, disable=None)
+    with traced(session, args.trace):
+        score = Score.of(list(shown))
     row: dict[str, float] = {"chunks": score.chunks, "context": context, "tokens": len(tokens), "scored": score.scored}
     row |= {"nll": score.nll, "nll_error": score.nll_error, "perplexity": score.perplexity}
     if args.json:

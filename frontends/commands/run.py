@@ -23,7 +23,7 @@ from ..sampling import Sampling
 from ..saved_state import load_state, save_state
 from ..session import Session
 from ..talk import talk
-from .flags import session_flags, session_of
+from .flags import session_flags, session_of, traced
 
 OPENING = "It is a truth universally acknowledged, that"
 """What the embedded model continues if nobody says otherwise."""
@@ -104,11 +104,12 @@ def complete(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, sampl
         session, new, limit=limit, sampling=sampling, seed=args.seed, stop=stop, timing=timing, before=before
     )
     write(text)
-    try:
-        for piece in stream_text(recorded(continued, known), tokenizer):
-            write(piece)
-    finally:
-        write("\n")
+    with traced(session, args.trace):
+        try:
+            for piece in stream_text(recorded(continued, known), tokenizer):
+                write(piece)
+        finally:
+            write("\n")
     if args.save_state:
         save_state(session, [known], args.save_state)
     log(f"{timing}; {memory_text(session)}{seed_text(args)}")
@@ -135,14 +136,15 @@ def chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, sampling:
     conversation = Conversation(
         session, tokenizer, limit=limit, sampling=sampling, seed=args.seed, stop=stop, system=args.system
     )
-    if message is None:
-        talk(conversation)
-    else:
-        try:
-            for piece in conversation.answer(message):
-                write(piece)
-        finally:
-            write("\n")
+    with traced(session, args.trace):
+        if message is None:
+            talk(conversation)
+        else:
+            try:
+                for piece in conversation.answer(message):
+                    write(piece)
+            finally:
+                write("\n")
     log(f"{conversation.timing}; {memory_text(session)}{seed_text(args)}")
     return 0
 

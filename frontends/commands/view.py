@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from ...view import Page, view_graph, view_plan
@@ -28,6 +29,7 @@ def flags(sub: argparse.ArgumentParser) -> None:
     context_flag(sub)
     batch_flag(sub, DEFAULT_BATCH, "tokens of a prefill (512)")
     sub.add_argument("--phase", choices=("decode", "prefill"), default="decode", help="one token, or a batch (decode)")
+    sub.add_argument("--trace", metavar="FILE", help="what its steps took, as hocket run --trace wrote it")
     sub.add_argument("--diff", metavar="OTHER", help="show this plan in JSON beside it, and what moved")
 
 
@@ -47,14 +49,17 @@ def page_of(args: argparse.Namespace, title: str) -> Page:
     """
     if args.diff is not None and not is_plan(args.diff):
         raise ModelError(f"{args.diff}: is no plan in JSON; write one with `hocket plan -o`")
+    if args.graph and args.trace:
+        raise ModelError("a graph alone has no steps that took time; leave out --graph or --trace")
     before = None if args.diff is None else read_plan(args.diff)
+    shown = partial(view_plan, before=before, trace=args.trace, title=title)
     if is_plan(args.model):
         plan = read_plan(args.model)
-        return view_graph(plan.graph, title=title) if args.graph else view_plan(plan, before=before, title=title)
+        return view_graph(plan.graph, title=title) if args.graph else shown(plan)
     graph, _ = step_graph(args.model, context=args.context, tokens=1 if args.phase == "decode" else args.batch)
     if args.graph:
         return view_graph(graph, title=title)
-    return view_plan(plan_group(graph, group_of(args), args.simulate)[1], before=before, title=title)
+    return shown(plan_group(graph, group_of(args), args.simulate)[1])
 
 
 def is_plan(path: str) -> bool:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import numpy.typing as npt
 
-from ...backends.base import Array, Comm, Measures, Program
+from ...backends.base import Array, Comm, Measures, Program, Timed
 from ...graph.arguments import ANY, TEXT, Kind, a, demand, needs, real, table_of, whole
 from ...graph.arrays import fitted
 from ...graph.attrs import quote
@@ -20,11 +22,8 @@ from ..plan import Plan
 from .comm import Alone, Meeting
 from .interrupts import InterruptsKept
 from .store import Store, assembled
+from .trace import Run, Trace
 from .turns import Turn
-
-Times = list[list[tuple[str, float]]]
-"""For each device the kernels of its steps, and their seconds."""
-
 
 MOST_SECONDS = 1e9
 WIRE = Kind("DType.F32 or DType.BF16", lambda v: v is DType.F32 or v is DType.BF16)
@@ -40,12 +39,16 @@ class Executor:
     run; a second one stops it, and where a device cannot say how far it came its states are lost.
 
     Threads may share it: runs take turns, with those of all executors over the same store or the same backends.  To run
-    side by side, plan and load once for each thread.
+    side by side, plan and load once for each thread.  While `trace` is set, runs are timed step by step and added to it
+    under `label`.
     """
 
-    @needs(PlanError, plan=a(Plan), store=a(Store), timeout=real(0, MOST_SECONDS), wire=WIRE)
-    def __init__(self, plan: Plan, store: Store, *, timeout: float = 60.0, wire: DType = DType.F32) -> None:
-        self.plan, self.store = plan, store
+    @needs(PlanError, plan=a(Plan), store=a(Store), timeout=real(0, MOST_SECONDS), wire=WIRE, label=TEXT)
+    def __init__(
+        self, plan: Plan, store: Store, *, timeout: float = 60.0, wire: DType = DType.F32, label: str = "run"
+    ) -> None:
+        self.plan, self.store, self.label = plan, store, label
+        self.trace: Trace | None = None
         self._turn = Turn((*store.backends, *(lane.backend for lane in plan.lanes)))
         self._specs = {v.node.name: v.spec for v in plan.graph.inputs}
         self._shapes = {name: v.shape for name, v in plan.graph.outputs.items()}
@@ -72,6 +75,10 @@ class Executor:
             self._compiled(number, lane.program, self._meeting.member(number) if len(plan.lanes) > 1 else Alone())
             for number, lane in enumerate(plan.lanes)
         ]
+        self._noted: list[Iterable[Timed]] = []
+        self._timed = [partial(self._note, number) for number in range(len(plan.lanes))]
+        measures = [isinstance(replay, Measures) for replay in self._replays]
+        self._untimed = None if all(measures) else plan.lanes[measures.index(False)].device
         self._threads = ThreadPoolExecutor(len(plan.lanes) - 1, "hocket") if len(plan.lanes) > 1 else None
 
     def _compiled(self, number: int, program: Program, comm: Comm) -> Callable[[], None]:
@@ -128,12 +135,32 @@ class Executor:
         if self._lost is not None:
             raise self._lost
         with InterruptsKept():
-            self._run_all()
+            if self.trace is not None and self.trace.has_room():
+                self._run_timed(self.trace)
+            else:
+                self._run_all(self._replays)
 
-    def _run_all(self) -> None:
+    def _run_timed(self, trace: Trace) -> None:
+        self._demand_times()
+        self._noted = [()] * len(self._replays)
+        start = time.monotonic()
+        self._run_all(self._timed)
+        trace.runs.append(Run(self.plan, self.label, start, time.monotonic(), self._noted))
+
+    def _note(self, number: int) -> None:
+        """Run one device, and note what it did when."""
+        self._noted[number] = cast(Measures, self._replays[number]).measured()
+
+    def _demand_times(self) -> None:
+        """Raises `PlanError` if a backend cannot tell what its steps take."""
+        if self._untimed is not None:
+            raise PlanError(f"device {self._untimed} cannot time its steps; its backend compiles no `Measures`")
+
+    def _run_all(self, replays: Sequence[Callable[[], None]]) -> None:
         self._failures.clear()
-        others = [self._threads.submit(self._guarded, i) for i in range(1, len(self._replays))] if self._threads else []
-        self._guarded(0)
+        run = self._guarded
+        others = [self._threads.submit(run, n, each) for n, each in enumerate(replays) if n] if self._threads else []
+        run(0, replays[0])
         for number, other in enumerate(others, 1):
             self._await(number, other)
         if others:
@@ -149,45 +176,32 @@ class Executor:
         ops = [i.op for i in self.plan.lanes[device].program.instructions]
         return compiled.kernels() if isinstance(compiled, Measures) else ops
 
-    def measure(self) -> Times:
-        """Run on the inputs that are bound; for each device what it did, step by step, and the seconds of each.
+    def measure(self) -> Sequence[Sequence[Timed]]:
+        """Run on the inputs that are bound; for each device what it did, step by step.
 
         Raises `PlanError` if a backend cannot tell.
         """
-        with self.measuring() as found:
+        with self.tracing() as trace:
             self.replay()
-        return found
+        return trace.runs[-1].steps
 
     @contextmanager
-    def measuring(self) -> Iterator[Times]:
-        """After the block this list holds what `measure` gives, of the last run in it."""
-        plain = self._replays
-        noted: list[Iterable[tuple[str, float]]] = [[] for _ in plain]
-        times: Times = []
+    def tracing(self) -> Iterator[Trace]:
+        """In this context every run is added to the trace that it gives.
 
-        def timed(number: int) -> Callable[[], None]:
-            compiled = plain[number]
-            if not isinstance(compiled, Measures):
-                raise PlanError(f"device {self.plan.lanes[number].device} cannot time its steps; cpu and cuda can")
-            measured = compiled.measured
+        Raises `PlanError` if a backend cannot tell what its steps take.
+        """
+        self._demand_times()
+        before, self.trace = self.trace, Trace()
+        try:
+            yield self.trace
+        finally:
+            self.trace = before
 
-            def replay() -> None:
-                noted[number] = measured()
-
-            return replay
-
-        with self._turn:
-            self._replays = [timed(i) for i in range(len(plain))]
-            try:
-                yield times
-            finally:
-                self._replays = plain
-        times += map(list, noted)
-
-    def _guarded(self, number: int) -> None:
+    def _guarded(self, number: int, replay: Callable[[], None]) -> None:
         """Run one device; on failure wake the others, who may be waiting for it."""
         try:
-            self._replays[number]()
+            replay()
         except BaseException as why:  # a thread's error is handed to the caller, whatever it is
             self._stop(number, why)
 

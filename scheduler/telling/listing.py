@@ -208,6 +208,20 @@ def lives(program: Program) -> list[Life]:
     return lives
 
 
+def memory_by_step(program: Program) -> tuple[list[int], list[int]]:
+    """Bytes of the arena in use at each step, and for what each step writes the last step that needs it (-1 where it
+    writes into a weight, state or constant)."""
+    steps = len(program.instructions)
+    last, change = [-1] * steps, [0] * (steps + 1)
+    for life in lives(program):
+        end = min(life.end, steps)
+        change[max(life.first, 0)] += life.nbytes
+        change[end] -= life.nbytes
+        if life.step >= 0:
+            last[life.step] = end - 1
+    return list(itertools.accumulate(change[:-1])), last
+
+
 def _buffers(program: Program) -> list[str]:
     """Weights, states and constants: their bytes, how they are kept, and who reads and writes them."""
     reads, writes = (defaultdict[int, list[str]](list) for _ in range(2))

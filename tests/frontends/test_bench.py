@@ -75,7 +75,7 @@ def test_a_profile_accounts_for_the_whole_run(capsys: Capture) -> None:
     [
         (["-p", "0", "-n", "0"], "nothing to measure"),
         (["-p", "9999"], "the model was trained for"),
-        (["-p", "8", "-n", "0", "--profile", "--devices", "numpy:0"], "cannot time its steps"),
+        (["-p", "8", "-n", "0", "--profile", "--devices", "null:0"], "cannot time its steps"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(words: list[str], problem: str, capsys: Capture) -> None:

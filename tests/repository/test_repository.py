@@ -55,6 +55,7 @@ DOORS = {
     "graph/graph.py": {"view", "ops.text"},
     "graph/node.py": {"ops"},
     "scheduler/plan.py": {"view"},
+    "scheduler/running/trace.py": {"view", "scheduler.telling.perfetto"},
 }
 """What a file may import besides, when it is asked for: a graph as text, `view` and Python's operators are methods for
 convenience."""

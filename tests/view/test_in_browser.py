@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from hocket import ops
 from hocket.graph import Graph, input, weight
-from hocket.scheduler import plan_for, simulate
+from hocket.scheduler import load, plan, plan_for, simulate
 from hocket.view import view_graph, view_plan
 
 from ..given.browser import browser, complaints, resize
@@ -21,6 +22,19 @@ def planned(mode):
     return plan_for(vision_transformer(), simulation.group, hardware=simulation.hardware, split_mode=mode)
 
 
+def measured():
+    """A trace of a few runs on two devices."""
+    graph, rng = vision_transformer(), np.random.default_rng(0)
+    run = load(
+        plan(graph, "numpy:0,numpy:1", split_mode="tensor"),
+        {v.node.name: rng.random(v.shape, np.float32) for v in graph.weights},
+    )
+    with run.tracing() as trace:
+        for _ in range(3):
+            run.run({"image": np.ones((16, 12))})
+    return trace
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     """Addresses of pages by name."""
@@ -30,6 +44,7 @@ def pages(tmp_path_factory):
     graphs["hostile"] = Graph({HOSTILE: ops.add(x, weight(HOSTILE * 2, (4,)), name=HOSTILE * 200)})
     made = {name: view_graph(graph, title=name) for name, graph in graphs.items()}
     layer, tensor = planned("layer"), planned("tensor")
+    made |= {"measured": measured().view()}
     made |= {"layer": view_plan(layer), "tensor": view_plan(tensor), "both": view_plan(tensor, before=layer)}
     for name, page in made.items():
         page.save(folder / f"{name}.html")
@@ -73,7 +88,7 @@ def press(page, *keys):
         ActionChains(page).send_keys(getattr(Keys, key, key)).perform()
 
 
-@pytest.mark.parametrize("name", [*PICTURED, "layer", "tensor", "both", "hostile"])
+@pytest.mark.parametrize("name", [*PICTURED, "layer", "tensor", "both", "hostile", "measured"])
 def test_a_page_loads_without_a_complaint(at, name):
     page = at(name)
     assert texts(page, "#details h2") == ["At a glance"]
@@ -173,6 +188,21 @@ def test_heat_colours_work_by_time(at):
         "return [...document.querySelectorAll('.cell.work')].map((c) => Number(c.dataset.heat))"
     )
     assert max(heats) > min(heats) >= 0
+
+
+def test_a_trace_shows_what_was_measured_beside_what_was_estimated(at):
+    page = at("measured")
+    assert any("median of 3 runs" in text for text in texts(page, "#details dd"))
+    assert len(texts(page, ".cell .took")) == len(texts(page, ".cell")) > 4
+    press(page, "/", "softmax", "ENTER")
+    assert "kernelsoftmax" in "".join(texts(page, "#details dt, #details dd"))
+    page.execute_script(
+        "const s = document.querySelector('#heat'); s.value = 'took'; s.dispatchEvent(new Event('change'))"
+    )
+    heats = page.execute_script(
+        "return [...document.querySelectorAll('.cell.work')].map((c) => Number(c.dataset.heat))"
+    )
+    assert max(heats) > min(heats) > 0
 
 
 def test_two_plans_stand_side_by_side_with_what_moved(at):

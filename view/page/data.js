@@ -85,18 +85,29 @@ class Model {
 
   price(row, cell) {
     const { cost } = this.plan.programs[cell.program];
-    const sum = { flops: 0, nbytes: 0, moved: 0, seconds: 0, uncut: 0, busy: 0 };
+    const sum = { flops: 0, nbytes: 0, moved: 0, seconds: 0, uncut: 0, busy: 0, took: 0 };
     const speeds = this.devices.find((d) => d.program === cell.program).speeds;
     let isCut = false;
     for (let step = cell.first; step < cell.first + cell.count; step++) {
       const c = this.costs[cost[step]];
       for (const key of ["flops", "nbytes", "moved", "seconds"]) sum[key] += c[key];
       sum.uncut += c.uncut ?? c.seconds;
+      sum.took += this.took(cell.program, step);
       sum.busy += Math.max(c.flops / speeds.flops, c.nbytes / speeds.bandwidth);
       isCut ||= c.uncut !== null;
     }
     Object.assign(cell, sum, { uncut: isCut && row.op === "work" ? sum.uncut : null });
   }
+
+  /** The seconds that a step took on the devices that run the program, on average; 0 without a trace. */
+  took(program, step) {
+    if (!this.plan.measured) return 0;
+    const among = this.devices.filter((d) => d.program === program);
+    return among.reduce((sum, d) => sum + (this.plan.measured.devices[d.number].seconds[step] ?? 0), 0) / among.length;
+  }
+
+  /** The longest that a step took on a device. */
+  slowest() { return Math.max(1e-12, ...(this.plan.measured?.devices ?? []).flatMap((d) => d.seconds)); }
 
   /** What an instruction is called: the node it computes, or its own name if it is none of the graph's. */
   stepName(program, step) {

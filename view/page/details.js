@@ -27,7 +27,7 @@ class Details {
       ["outputs", ...model.graph.outputs.slice(0, 12).map(([name, v]) => el("div", {}, link(shortened(name, 40), () => app.reveal(model, Math.floor(v / RESULTS))), ` ${model.specs(Math.floor(v / RESULTS))[0]}`))],
     ]);
     if (!model.plan) return [el("h2", {}, "At a glance"), el("p", {}, `${model.count} nodes, ${model.blocks.length} blocks.`), io, this.ops(model)];
-    const { cost } = model.plan;
+    const { cost, measured } = model.plan;
     const crossing = model.crossing();
     const peaks = model.plan.programs.map((_, p) => p).map((p) => el("div", {},
       deviceText(model.running(p).map((d) => d.name)), ": ",
@@ -37,6 +37,7 @@ class Details {
       el("h2", {}, "At a glance"),
       facts([
         ["one run", el("b", {}, secondsText(cost.total)), " estimated"],
+        measured && ["measured", el("b", {}, secondsText(measured.seconds)), ` the median of ${plural(measured.runs, "run")} of ${measured.label}${measured.exact ? "" : ", the same steps on other shapes than here"}`],
         ["of that", `${secondsText(cost.collectives)} (${percent(cost.collectives / total)}) in ${plural(crossing.meetings, "meeting")} of devices`],
         ["crosses", crossing.all ? el("span", {}, el("b", {}, bytesText(crossing.all)), ` a run over all links; the busiest device sends ${bytesText(crossing.most)}`) : "nothing: no device needs what another has"],
         ["memory peak", ...peaks],
@@ -139,10 +140,28 @@ class Details {
       facts([
         ["on", ...steps.map((s) => el("div", {}, deviceText(model.running(s.program).map((d) => d.name)), ", ", link(`step ${s.step}`, () => app.select({ kind: "step", model, program: s.program, step: s.step }))))],
         ...this.costFacts(model, program, cost),
+        ...steps.flatMap((s) => this.timeFacts(model, s.program, [s.step])),
         ["backend", [...new Set(steps.flatMap((s) => model.running(s.program).map((d) => d.backend)))].join(", ")],
         rows.length && ["because", ...[...new Set(rows.flatMap((r) => r.because))].map((b) => el("div", {}, b)), link("show in the plan", () => app.showRow(model, rows[0].number))],
       ]),
     ];
+  }
+
+  /** What steps took on each device by a trace, and in which kernels. */
+  timeFacts(model, program, steps) {
+    if (!model.plan.measured) return [];
+    const columns = (d) => model.plan.measured.devices[d.number];
+    const sum = (d) => steps.reduce((n, s) => n + (columns(d).seconds[s] ?? 0), 0);
+    const devices = model.running(program);
+    const [first] = devices;
+    const kernels = [...new Set(steps.map((s) => columns(first).kernel[s]).filter((k) => k >= 0))].map((k) => model.plan.texts[k]);
+    const together = steps.length === 1 ? columns(first).together[steps[0]] : 0;
+    const nothing = el("span", { class: "dim" }, "no kernel ran for it");
+    return [
+      ["measured", ...(kernels.length ? devices.map((d) => el("div", {}, el("b", {}, secondsText(sum(d))), devices.length > 1 ? ` on ${d.name}` : "")) : [nothing]),
+        together > 1 ? el("div", { class: "dim" }, `its share: ${together} steps are one kernel`) : ""],
+      kernels.length > 0 && kernels.length < 4 && ["kernel", ...kernels.map((k) => el("div", {}, el("code", {}, k)))],
+    ].filter(Boolean);
   }
 
   costFacts(model, program, cost) {
@@ -169,7 +188,7 @@ class Details {
     return [
       el("h2", {}, `${plural(cell.count, "node")} on ${deviceText(alike.map((d) => model.devices[d].name))}`),
       el("p", { class: "name" }, `${model.graph.labels[row.block]}, steps ${cell.first} to ${cell.first + cell.count - 1}`),
-      facts([...this.costFacts(model, cell.program, cell), ["because", ...row.because.map((b) => el("div", {}, b))]]),
+      facts([...this.costFacts(model, cell.program, cell), ...this.timeFacts(model, cell.program, steps), ["because", ...row.because.map((b) => el("div", {}, b))]]),
       el("p", {}, link("draw as a graph", () => app.openGraph(model, model.paths.get(row.block)))),
       el("ol", { class: "steps", start: cell.first }, steps.map((s) => {
         const cost = model.costs[p.cost[s]];
@@ -194,6 +213,8 @@ class Details {
         ["value", node < 0 ? "" : this.nodeLink(model, node), ` ${model.plan.specs[p.spec[cell.first]][0]}`],
         ["each sends", bytesText(cell.moved)],
         ["estimate", el("b", {}, secondsText(cell.seconds)), ` over links of ${countText(speeds.link_bandwidth)}B/s that answer in ${secondsText(speeds.link_latency)}`],
+        ...row.devices.filter((d, n) => row.devices.findIndex((o) => model.devices[o].program === model.devices[d].program) === n)
+          .flatMap((d) => this.timeFacts(model, model.devices[d].program, [row.cells.get(model.devices[d].program).first])),
         ["because", ...row.because.map((b) => el("div", {}, b))],
       ]),
     ];
@@ -212,6 +233,7 @@ class Details {
       facts([
         ["in use", el("b", {}, bytesText(p.live[step])), ` to compute in${step === model.peak(program) ? ", the peak" : ""}`],
         ...this.costFacts(model, program, model.costs[p.cost[step]]),
+        ...this.timeFacts(model, program, [step]),
         node >= 0 && ["node", this.nodeLink(model, node)],
         row >= 0 && ["because", ...model.rows[row].because.map((b) => el("div", {}, b))],
       ]),

@@ -175,10 +175,11 @@ class GraphView {
     const where = this.model.steps.get(node)?.[0];
     if (!where) return 0;
     const cost = this.model.costs[this.model.plan.programs[where.program].cost[where.step]];
+    const took = this.model.took(where.program, where.step);
     const { speeds } = this.model.running(where.program)[0];
-    this.most ??= { seconds: Math.max(...this.model.costs.map((c) => c.seconds)), nbytes: Math.max(...this.model.costs.map((c) => c.nbytes)) };
+    this.most ??= { seconds: Math.max(...this.model.costs.map((c) => c.seconds)), nbytes: Math.max(...this.model.costs.map((c) => c.nbytes)), took: this.model.slowest() };
     const busy = Math.max(cost.flops / speeds.flops, cost.nbytes / speeds.bandwidth);
-    return Math.min(1, HEATS[this.heat].of({ ...cost, busy }, this.most));
+    return Math.min(1, HEATS[this.heat].of({ ...cost, busy, took }, this.most));
   }
 
   // ---------------------------------------------------------------------------------------- selection

@@ -27,7 +27,7 @@ class App {
     byId("title").textContent = shortened(page.title, 80);
     byId("title").title = page.title;
     byId("tabs").replaceChildren(...this.tabs.map(([id, text], i) => el("button", { type: "button", role: "tab", "data-tab": id, title: `${text} (${i + 1})`, onclick: () => this.go(id) }, text)));
-    byId("heat").append(...Object.entries(HEATS).map(([id, { label }]) => el("option", { value: id }, label)));
+    byId("heat").append(...Object.entries(HEATS).filter(([, { needs }]) => !needs || this.model.plan?.[needs]).map(([id, { label }]) => el("option", { value: id }, label)));
     byId("heat-field").hidden = !this.model.plan;
     byId("heat").addEventListener("change", (e) => this.heat(e.target.value));
     byId("theme").addEventListener("click", () => this.theme());

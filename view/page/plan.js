@@ -8,7 +8,7 @@ class PlanView {
     this.repetition = new Map(); // of each open group, by its key
     this.heat = "none";
     const works = model.rows.filter((r) => r.op === "work").flatMap((r) => [...r.cells.values()]);
-    this.most = { seconds: Math.max(1e-12, ...works.map((w) => w.seconds)), nbytes: Math.max(1, ...works.map((w) => w.nbytes)) };
+    this.most = { seconds: Math.max(1e-12, ...works.map((w) => w.seconds)), took: Math.max(1e-12, ...works.map((w) => w.took)), nbytes: Math.max(1, ...works.map((w) => w.nbytes)) };
     model.graph.tree.forEach((item, i) => { // a pipeline over devices is seen at once
       if (typeof item !== "number" && new Set(item.each.map((one) => this.devicesOf(one))).size > 1) this.open.add(`${i}`);
     });
@@ -69,7 +69,7 @@ class PlanView {
         el("span", { class: "sign", "aria-hidden": "true" }, isOpen ? "▾" : "▸"),
         el("span", { class: "label" }, shortened(item.label, 40)), el("span", { class: "times" }, item.each.length > 1 ? `× ${item.each.length}` : "")),
       merged(each).map((run) => this.cell(run, (work) => [
-        el("b", {}, secondsText(work.seconds)), " ", el("span", {}, `${work.count} nodes · ${bytesText(work.nbytes)}`)], toggle, "all")),
+        ...timeOf(work), " ", el("span", {}, `${work.count} nodes · ${bytesText(work.nbytes)}`)], toggle, "all")),
       el("div", { class: "why" }, this.composition(item), meetings.size ? el("span", { class: "meets" }, `${meetingsText(meetings)} in all`) : ""));
     box.append(header);
     if (isOpen) box.append(key.includes(":", key.lastIndexOf("/") + 1) ? this.one(item, key, depth) : this.inside(item, key, depth));
@@ -174,7 +174,7 @@ class PlanView {
   }
 
   cell(run, text, onclick, kind) {
-    const heat = HEATS[this.heat].of(run.work, kind === "all" ? { seconds: Infinity, nbytes: Infinity } : this.most);
+    const heat = HEATS[this.heat].of(run.work, kind === "all" ? { seconds: Infinity, took: Infinity, nbytes: Infinity } : this.most);
     return el("button", {
       type: "button", class: `cell ${kind}`, onclick, "data-heat": this.heat === "none" ? null : heat.toFixed(3),
       style: { "--from": run.from, "--to": run.to, "--width": run.to - run.from + 1, "--heat": Math.min(1, heat).toFixed(3) },
@@ -186,7 +186,7 @@ class PlanView {
     return el("div", { class: "row work", "data-row": row.number, style: { "--depth": depth } },
       this.gutter(row, depth, isFirst),
       merged(works).map((run) => this.cell(run, (w) => [
-        el("b", {}, secondsText(w.seconds)), " ", el("span", {}, `${plural(w.count, "node")} · ${bytesText(w.nbytes)}`)],
+        ...timeOf(w), " ", el("span", {}, `${plural(w.count, "node")} · ${bytesText(w.nbytes)}`)],
       () => app.select({ kind: "row", model: this.model, row, device: run.from }), "work")),
       el("div", { class: "why", title: row.because.join("\n") }, row.because.join("; ")));
   }
@@ -197,9 +197,10 @@ class PlanView {
     const cell = row.cells.get(devices[row.devices[0]].program);
     const speed = devices[row.devices[0]].speeds.link_bandwidth;
     const isCopy = row.op === "send";
+    const took = cell.took ? `, took ${secondsText(cell.took)}` : "";
     const text = isCopy
-      ? `${bytesText(cell.moved)} to ${devices[row.devices[1]].name} · ${secondsText(cell.seconds)}`
-      : `${OP_WORDS[row.op] ?? row.op} · ${bytesText(cell.moved)} each · ${secondsText(cell.seconds)}`;
+      ? `${bytesText(cell.moved)} to ${devices[row.devices[1]].name} · ${secondsText(cell.seconds)}${took}`
+      : `${OP_WORDS[row.op] ?? row.op} · ${bytesText(cell.moved)} each · ${secondsText(cell.seconds)}${took}`;
     const side = to + 1 < devices.length / 2 ? " said-right" : from > devices.length / 2 ? " said-left" : "";
     const way = isCopy ? `${row.devices[0] < row.devices[1] ? " right" : " left"}${devices.length > 3 ? side || " said-left" : ""}` : "";
     return el("div", { class: `row meet ${row.op}`, "data-row": row.number, style: { "--depth": depth } },

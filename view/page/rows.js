@@ -2,7 +2,7 @@
 
 /** What each device does in some rows: seconds, bytes and nodes; and how the devices meet. */
 function totals(model, rows) {
-  const each = model.devices.map(() => ({ seconds: 0, nbytes: 0, flops: 0, busy: 0, count: 0, moved: 0, uncut: 0, isCut: false }));
+  const each = model.devices.map(() => ({ seconds: 0, nbytes: 0, flops: 0, busy: 0, took: 0, count: 0, moved: 0, uncut: 0, isCut: false }));
   const meetings = new Map();
   for (const row of rows) {
     if (row.op !== "work") meetings.set(row.op, (meetings.get(row.op) ?? 0) + 1);
@@ -10,7 +10,7 @@ function totals(model, rows) {
       const cell = row.cells.get(model.devices[d].program);
       const sum = each[d];
       if (row.op === "work") {
-        for (const key of ["seconds", "nbytes", "flops", "busy", "count"]) sum[key] += cell[key];
+        for (const key of ["seconds", "nbytes", "flops", "busy", "took", "count"]) sum[key] += cell[key];
         sum.uncut += cell.uncut ?? cell.seconds;
         sum.isCut ||= cell.uncut !== null;
       } else if (row.op !== "send" || d === row.devices[0]) sum.moved += cell.moved;
@@ -23,7 +23,7 @@ function totals(model, rows) {
 function merged(works) {
   const runs = [];
   works.forEach((work, d) => {
-    const key = work && work.count ? `${work.count} ${work.nbytes} ${work.seconds.toPrecision(4)}` : "";
+    const key = work && work.count ? `${work.count} ${work.nbytes} ${work.seconds.toPrecision(4)} ${work.took.toPrecision(2)}` : "";
     const last = runs.at(-1);
     if (last && last.key === key) last.to = d;
     else runs.push({ key, from: d, to: d, work });
@@ -31,12 +31,16 @@ function merged(works) {
   return runs.filter((r) => r.key);
 }
 
+/** Seconds as estimated, and as measured if there is a trace. */
+const timeOf = (w) => [el("b", {}, secondsText(w.seconds)), w.took ? el("span", { class: "took", title: "measured" }, ` took ${secondsText(w.took)}`) : ""];
+
 const meetingsText = (meetings) => [...meetings].map(([op, n]) => `${n} × ${OP_WORDS[op] ?? op}`).join(", ");
 
 /** What heat shows of some work, from 0 to 1; `most` are the largest values in the plan. */
 const HEATS = {
   none: { label: "off", of: () => 0 },
   time: { label: "time", of: (w, most) => w.seconds / most.seconds },
+  took: { label: "measured time", of: (w, most) => w.took / most.took, needs: "measured" },
   bytes: { label: "bytes", of: (w, most) => w.nbytes / most.nbytes },
   roofline: { label: "share of roofline", of: (w) => (w.seconds ? w.busy / w.seconds : 0) },
 };

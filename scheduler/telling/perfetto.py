@@ -1,0 +1,168 @@
+"""Traces as JSON in the format of Chrome's tracing, which Perfetto and speedscope open; and what they say of a plan.
+
+Every device is a process whose first thread is its stream of steps; its memory is two counters.  Where devices meet, an
+arrow goes from the one that came last to those that waited for it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from ...backends.base import Instruction, Program, Timed
+from ...ops.collective import sequence_of
+from ..plan import Plan
+from ..running.trace import Run, Trace
+from .listing import memory_by_step
+
+FORMAT = "hocket-trace-1"
+STREAM = 0
+"""The thread of a device's steps: backends have one stream for each device, or part of one."""
+HOST, FIRST_DEVICE = 1, 2
+"""Processes: whole runs, and the first device."""
+MICRO = 1e6
+
+
+def save(trace: Trace, path: str | Path) -> None:
+    """Write a trace, gzipped if the name ends in ``.gz``.  Raises `OSError`."""
+    opened = gzip.open if str(path).endswith(".gz") else open
+    with opened(path, "wt", encoding="utf-8") as file:
+        file.writelines(trace_text(trace))
+
+
+def trace_text(trace: Trace) -> Iterator[str]:
+    """The text of the file, piece by piece."""
+    plans = list({id(run.plan): run.plan for run in trace.runs}.values())
+    labels = {id(run.plan): run.label for run in reversed(trace.runs)}
+    about = {"format": FORMAT, "left_out": trace.left_out, "plans": [_about(p, labels[id(p)]) for p in plans]}
+    yield f'{{"displayTimeUnit": "ns", "otherData": {_json(about)},\n"traceEvents": [\n'
+    yield ",\n".join(_json(event) for event in _names(plans))
+    told = {id(plan): _Told(plan, number) for number, plan in enumerate(plans)}
+    arrows = count(1)
+    first = trace.runs[0].start if trace.runs else 0.0
+    for number, run in enumerate(trace.runs):
+        yield from (f",\n{event}" for event in told[id(run.plan)].events(run, number, first, arrows))
+    yield "\n]}\n"
+
+
+def _about(plan: Plan, label: str) -> dict[str, Any]:
+    """What finds the plan of a run again: its devices, and the steps of each."""
+    steps = [[[i.op, i.node, spec_text(i)] for i in lane.program.instructions] for lane in plan.lanes]
+    return {"label": label, "devices": [str(lane.device) for lane in plan.lanes], "steps": steps}
+
+
+def spec_text(i: Instruction) -> str:
+    """What an instruction writes: dtype and shape of its first result."""
+    return str(i.dst[0].spec) if i.dst else ""
+
+
+def _json(event: object) -> str:
+    return json.dumps(event, ensure_ascii=True, allow_nan=False)
+
+
+def _pid(device: int) -> int:
+    return device + FIRST_DEVICE
+
+
+def _names(plans: Sequence[Plan]) -> Iterator[dict[str, Any]]:
+    """What processes and threads are called."""
+    yield _name("process_name", HOST, "hocket")
+    yield _name("thread_name", HOST, "runs")
+    names = {d: str(lane.device) for plan in plans for d, lane in enumerate(plan.lanes)}
+    for device, name in sorted(names.items()):
+        yield _name("process_name", _pid(device), name)
+        yield _name("thread_name", _pid(device), "stream 0")
+
+
+def _name(what: str, pid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": STREAM, "args": {"name": name}}
+
+
+class _Told:
+    """What is said of the runs of one plan; what is the same in all of them is made once."""
+
+    def __init__(self, plan: Plan, number: int) -> None:
+        self.plan, self.number = plan, number
+        self.live = [memory_by_step(lane.program)[0] for lane in plan.lanes]
+        self._known: dict[tuple[int, str, tuple[int, ...]], str] = {}
+
+    def events(self, run: Run, number: int, first: float, arrows: Iterator[int]) -> Iterator[str]:
+        """The events of a run, as JSON; times are from the `first` run on."""
+        at = (run.start - first) * MICRO
+        args = {"run": number, "plan": self.number}
+        yield _json(_slice(HOST, run.label, "run", at, (run.end - run.start) * MICRO, args))
+        meetings: dict[int, list[tuple[int, float, float, bool]]] = {}
+        for device, steps in enumerate(run.steps):
+            program = self.plan.lanes[device].program
+            yield _json(_counter(device, "weights and states", at, program.nbytes("weight") + program.nbytes("state")))
+            before = -1
+            for step in steps:
+                start, end = ((t - first) * MICRO for t in (step.start, step.end))
+                when = f'"ts": {start:.3f}, "dur": {end - start:.3f}, "pid": {_pid(device)}'
+                yield f"{{{when}, {self._same(device, step)}"
+                if (live := self.live[device][step.numbers[-1]]) != before:
+                    before = live
+                    yield _json(_counter(device, "compute memory", start, live))
+                if (met := _sequence(program, step)) is not None:
+                    came = meetings.setdefault(met[0], [])
+                    if came and came[-1][0] == device:  # several kernels do it
+                        came[-1] = (device, came[-1][1], end, met[1])
+                    else:
+                        came.append((device, start, end, met[1]))
+        for came in meetings.values():
+            yield from _arrows(came, arrows)
+
+    def _same(self, device: int, step: Timed) -> str:
+        """The end of a step's event, the same in every run."""
+        key = device, step.kernel, step.numbers
+        if key not in self._known:
+            i = [self.plan.lanes[device].program.instructions[n] for n in step.numbers]
+            costs = [self.plan.prices[device].of(n) for n in step.numbers]
+            args = {
+                "op": " ".join(each.op for each in i),
+                "kernel": step.kernel,
+                "shape": spec_text(i[-1]),
+                "bytes": round(sum(c.nbytes + c.moved for c in costs)),
+                "flop": round(sum(c.flops for c in costs)),
+                "estimate_us": float(f"{sum(c.seconds for c in costs) * MICRO:.4g}"),
+                "nodes": " ".join(each.node for each in i),
+                "steps": list(step.numbers),
+                "plan": self.number,
+            }
+            rest = {"ph": "X", "tid": STREAM, "name": i[-1].node, "cat": i[-1].op, "args": args}
+            self._known[key] = _json(rest)[1:]
+        return self._known[key]
+
+
+def _slice(pid: int, name: str, kind: str, start: float, lasts: float, args: dict[str, Any]) -> dict[str, Any]:
+    at = {"ts": round(start, 3), "dur": round(lasts, 3)}
+    return {"ph": "X", "pid": pid, "tid": STREAM, "name": name, "cat": kind, **at, "args": args}
+
+
+def _counter(device: int, name: str, at: float, nbytes: int) -> dict[str, Any]:
+    return {"ph": "C", "pid": _pid(device), "name": name, "ts": round(at, 3), "args": {"bytes": nbytes}}
+
+
+def _sequence(program: Program, step: Timed) -> tuple[int, bool] | None:
+    """The number of the meeting that a step belongs to, and whether it only gives."""
+    for number in step.numbers:
+        i = program.instructions[number]
+        if (sequence := sequence_of(i.op, i.attrs)) is not None:
+            return sequence, i.op == "send"
+    return None
+
+
+def _arrows(came: Sequence[tuple[int, float, float, bool]], numbers: Iterator[int]) -> Iterator[str]:
+    """From the sender, or else from the device that came last, to the others, who could only then go on."""
+    last = max(came, key=lambda one: (one[3], one[1]))
+    for device, start, end, _ in came:
+        if device == last[0]:
+            continue
+        arrow = {"name": "meeting", "cat": "meeting", "id": next(numbers), "tid": STREAM}
+        comes = (max(last[1], start) + end) / 2
+        yield _json({"ph": "s", "pid": _pid(last[0]), "ts": round(last[1], 3), **arrow})
+        yield _json({"ph": "f", "bp": "e", "pid": _pid(device), "ts": round(comes, 3), **arrow})
