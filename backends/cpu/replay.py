@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain, pairwise
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 
@@ -50,7 +51,7 @@ class Segment:
         self._times = np.zeros(len(steps) + 1, np.int64)
 
     @cached_property
-    def _timed(self) -> tuple[Callable[[int, int, int], int], Array]:
+    def _timed(self) -> tuple[Any, Array]:
         """The loop that writes times, and its words."""
         return REPLAY(timed.address), self._arguments(self._times.ctypes.data)
 
