@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -27,6 +27,7 @@ from ..operands import Bound, NoKernelError, Operand
 from .binding.chains import fuse
 from .binding.launches import Launches
 from .binding.packing import PACKINGS, pack, padded
+from .binding.trial import Known, tried
 from .device.driver import Driver, Launch, LaunchError, Step
 from .device.limits import MOST
 from .kernels.packed import expanded
@@ -44,17 +45,6 @@ FIXED = ("weight", "constant")
 FAULT_BYTES = 16
 NumberedCall = tuple[int, Callable[[], object]]
 """What is called for an instruction and perhaps others after it, and the number of that instruction."""
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """An operand without an address: its spec as it is stored; of a leaf, or a view of one, also what the whole buffer
-    is declared as and holds, and whether this is all of it."""
-
-    spec: Spec
-    declared: Spec | None = None
-    stored: Spec | None = None
-    whole: bool = True
 
 
 class DriverBackend:
@@ -115,7 +105,7 @@ class DriverBackend:
     def _tried(self, node: Node, most_shared: int, strided: int | None = None) -> int:
         """Bind a node to no memory at all; the bytes of scratch that it asks for.  Raises `NoKernelError`."""
         src, attrs = tuple(map(self._operand, node.src)), tuple(node.attrs.items())
-        return _try(node.op, src, node.specs, attrs, most_shared, strided)
+        return tried(node.op, src, node.specs, attrs, most_shared, strided)
 
     def _operand(self, value: Value | None) -> Known | None:
         """What is known of an operand before it has an address."""
@@ -415,41 +405,3 @@ def _name(step: Step) -> str:
 def _on_host(view: Any) -> Array:
     """An array of host memory: the view itself, or a copy of it."""
     return view if isinstance(view, np.ndarray) else np.array(view)
-
-
-def _awkward(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of an array that lies with its axes the other way round, and with gaps."""
-    strides, step = [], 2
-    for n in shape:
-        strides.append(step)
-        step *= max(n, 1) + 1
-    return tuple(strides)
-
-
-@lru_cache(maxsize=4096)
-def _try(
-    op: str,
-    src: tuple[Known | None, ...],
-    results: tuple[Spec, ...],
-    attrs: tuple[tuple[str, Any], ...],
-    most_shared: int,
-    strided: int | None,
-) -> int:
-    """Bind an instruction at made-up addresses; the bytes of scratch that it takes.  Raises `NoKernelError`."""
-    bind = binding(op)
-    if bind is None:
-        raise NoKernelError(f"backends/cupy has no kernel for {op}")
-
-    def operand(number: int, known: Known) -> Operand:
-        spec, packed = known.spec, known.spec.dtype.is_quantised
-        strides = _awkward(spec.shape) if number == strided and not packed else contiguous_strides(spec.shape)
-        offset = spec.dtype.block_bytes if packed and not known.whole else 0
-        tensor = Tensor(number, offset, spec.shape, strides, spec.dtype)
-        return Operand(((number + 1) << 40) + offset, tensor, known.declared, known.stored)
-
-    launches = Launches(keep=lambda array: 1 << 20, most_shared=most_shared)
-    there = tuple(None if s is None else operand(n, s) for n, s in enumerate(src))
-    values = [Spec(s.shape, s.dtype if s.dtype.is_integer else DType.F32) for s in results]
-    made = tuple(operand(len(src) + n, Known(s)) for n, s in enumerate(values))
-    bind(launches, Bound(op, there, made, dict(attrs)))
-    return launches.taken

@@ -447,15 +447,3 @@ def test_view_shows_a_plan_in_json_and_another_beside_it(tmp_path, capsys):
     assert main(["view", after, "--diff", before, "-o", out]) == 0
     assert main(["view", after, "--diff", LLAMA, "-o", out]) == 2
     assert "is no plan in JSON" in capsys.readouterr().err
-
-
-def test_a_run_is_traced_and_its_page_shows_what_was_measured(tmp_path, capsys):
-    trace, out = str(tmp_path / "trace.json"), tmp_path / "page.html"
-    split = ["--devices", "cpu:0,cpu:1", "--split-mode", "tensor"]
-    assert main(["run", TINY, "-p", "It is", "-n", "5", "--temp", "0", "--trace", trace, *split]) == 0
-    assert "trace.json: 5 runs; open it in ui.perfetto.dev" in capsys.readouterr().err
-    assert main(["view", TINY, "--trace", trace, "-o", str(out), *split]) == 0
-    assert '"runs":4,' in out.read_text("utf-8")
-    assert main(["view", TINY, "--trace", trace, "-o", str(out)]) == 2
-    assert "none of its 2 plans has the steps of this one" in capsys.readouterr().err
-    assert main(["perplexity", TINY, str(tmp_path), "--trace", str(tmp_path / "no" / "such")]) == 2
