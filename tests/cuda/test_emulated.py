@@ -10,8 +10,7 @@ import pytest
 
 from hocket import ops
 from hocket.backends import find
-from hocket.backends.cupy import backend as cupy_backend
-from hocket.backends.cupy import cuda
+from hocket.backends.cupy import cuda, table
 from hocket.backends.cupy.emulation import building
 from hocket.backends.cupy.emulation.emulated import EmulatedBackend
 from hocket.backends.cupy.table import BINDINGS, FAMILIES, SOURCES
@@ -272,7 +271,7 @@ def test_a_kernel_that_fails_names_node_device_kernel_and_thread(monkeypatch):
         last = launches.items.pop()
         launches.items.append(dataclasses.replace(last, words=(last.words[0] + 1, *last.words[1:])))
 
-    monkeypatch.setattr(cupy_backend, "BINDINGS", {**BINDINGS, "neg": one_more})
+    monkeypatch.setattr(table, "BINDINGS", {**BINDINGS, "neg": one_more})
     made = load(plan(Graph({"y": ops.neg(input("x", (8,)), name="minus")}), ("cuda-emulated:0",)), {})
     with pytest.raises(BackendError) as caught:
         made.run({"x": np.zeros(8, np.float32)})

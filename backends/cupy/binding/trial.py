@@ -1,4 +1,4 @@
-"""Instructions bound at made-up addresses: whether kernels take them, and with how much scratch, before memory is dealt."""
+"""Instructions bound at made-up addresses: whether kernels take them, with how much scratch, before memory is dealt."""
 
 from __future__ import annotations
 
