@@ -11,6 +11,7 @@ from ....graph.dtypes import DType
 from ....graph.spec import Spec
 from ...base import Tensor, contiguous_strides
 from ...operands import Bound, NoKernelError, Operand
+from ..table import binding
 from .launches import Launches
 
 
