@@ -27,7 +27,7 @@ from ..given.models import FIXTURES
 
 LONGEST = 700
 """Characters of a message."""
-RECORDS = {"DType", "Node", "Value", "Spec", "Op", "Range"}
+RECORDS = {"DType", "Node", "Value", "Spec", "Op", "Range", "Trace"}
 """What only keeps what it is given: a graph of such is checked when it is planned."""
 DECLARING = {"op", "op_of"}
 """For authors of ops, whose mistakes are ours."""
