@@ -83,7 +83,7 @@ def test_nodes_and_values_are_frozen_and_compared_by_identity():
 
 
 def test_iterating_over_a_value_says_what_to_do_instead():
-    with pytest.raises(TypeError, match="slice it with ops"):
+    with pytest.raises(TypeError, match="take parts of it by index"):
         list(X)
 
 
