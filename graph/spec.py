@@ -60,7 +60,9 @@ def make_spec(shape: Sequence[int], dtype: DTypeLike = DType.F32) -> Spec:
     """A checked `Spec`.  Raises `GraphError`."""
     kind = dtype_of(dtype)
     if kind is None:
-        raise GraphError(f"dtype is {shown(dtype)}; it must be a DType or the name of one: {', '.join(BY_TEXT)}")
+        if isinstance(dtype, str):
+            raise GraphError(f"unknown dtype {shown(dtype)}; one of {', '.join(BY_TEXT)}")
+        raise GraphError(f"dtype is {shown(dtype)}; it must be a DType or the name of one")
     try:
         spec = Spec(tuple(map(operator.index, shape)), kind)
     except TypeError:

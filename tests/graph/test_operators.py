@@ -103,5 +103,5 @@ def test_a_dtype_has_the_names_of_ggml_and_of_numpy(dtype):
 
 @pytest.mark.parametrize("dtype", [float, "f4", np.floating, np.complex64, 3, None])
 def test_what_is_no_dtype_is_refused(dtype):
-    with pytest.raises(GraphError, match="must be a DType or the name of one"):
+    with pytest.raises(GraphError, match="dtype"):
         hocket.input("x", (3,), dtype)
