@@ -1,7 +1,7 @@
 """hocket: a compute-graph compiler with a backend scheduler.  One graph, dealt to several devices.
 
 Build a graph from leaves (`input`, `weight`, `state`, `constant`) and ops (`hocket.ops`), `plan` it for a device,
-`load` the plan with weights, `run` it with inputs.  `hocket.frontends` runs GGUF language models on top.
+`load` the plan with weights, `run` it with inputs.  `Model` runs a GGUF language model.
 """
 
 from importlib import import_module
@@ -31,6 +31,11 @@ from .ops.text import parse as parse
 
 if TYPE_CHECKING:
     from . import scheduler as scheduler
+    from .frontends.errors import ModelError as ModelError
+    from .frontends.language_model import Model as Model
+    from .frontends.language_model import Options as Options
+    from .frontends.language_model import Token as Token
+    from .frontends.sampling import Sampling as Sampling
     from .scheduler import Executor as Executor
     from .scheduler import Plan as Plan
     from .scheduler import Store as Store
@@ -44,10 +49,13 @@ __version__ = "0.1.0"
 
 LATER = {
     **dict.fromkeys(("Executor", "Plan", "Store", "Trace", "load", "plan", "run"), ".scheduler"),
+    **dict.fromkeys(("Model", "Options", "Token"), ".frontends.language_model"),
+    "ModelError": ".frontends.errors",
+    "Sampling": ".frontends.sampling",
     "scheduler": ".scheduler",
     "to_dot": ".view.dot",
 }
-"""Names that are imported when they are first used, and from where: planning and drawing are half of the package."""
+"""Names that are imported when they are first used, and from where: most of the package."""
 
 
 def __getattr__(name: str) -> Any:

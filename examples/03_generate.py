@@ -1,21 +1,18 @@
-"""Run the language model that comes with hocket: tokens in, text out, on one device and on two."""
+"""Run the language model that comes with hocket: text, embeddings and scores, on one device and on two."""
 
-from hocket.frontends.generate import Timing, generate, stream_text
-from hocket.frontends.gguf.tokenizer import tokenizer_from_metadata
-from hocket.frontends.open import open_model
-from hocket.frontends.sampling import Sampling
-from hocket.frontends.session import Group, Session
+import numpy as np
 
-model = open_model(None)  # or the path of a GGUF file
-tokenizer = tokenizer_from_metadata(model.gguf.metadata)
-prompt = tokenizer.encode("It is a truth universally acknowledged, that")
+import hocket
 
 texts = []
-for group in (Group(exact=True), Group(("cpu:0", "cpu:1"), split_mode="tensor", exact=True)):
-    session, timing = Session(model, on=group), Timing()
-    tokens = generate(session, prompt, limit=32, sampling=Sampling(), stop=tokenizer.eos_ids, timing=timing)
-    texts.append("".join(stream_text(tokens, tokenizer)))
-    print(f"{', '.join(group.devices)}: {texts[-1]!r}\n  {timing}")
+for devices in ("cpu:0", "cpu:0,cpu:1"):
+    with hocket.Model(devices=devices, split_mode="tensor", exact=True) as model:  # or the path of a GGUF file
+        pieces = model.generate("It is a truth universally acknowledged, that", max_tokens=32, temperature=0)
+        texts.append("".join(pieces))
+        ball, dance, rent = model.embed(["a ball", "a dance", "four thousand a year"])
+        print(f"{model!r}\n  {texts[-1]!r}")
+        print(f"  a ball is to a dance {ball @ dance:.2f}, to four thousand a year {ball @ rent:.2f}")
+        print(f"  perplexity of that text {np.exp(-model.score(texts[-1]).mean()):.1f}; bytes {model.memory}")
 
 # Nothing is rounded to 8 bits, so sums in another order change no token.
 assert texts[0] == texts[1]

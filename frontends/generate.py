@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from ..graph.arguments import ANY, NONE, a, list_of, needs, whole
 from .errors import ModelError
@@ -47,6 +50,21 @@ class Timing:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A token drawn for a sequence, and the logits f32[vocabulary] that it was drawn from."""
+
+    sequence: int
+    token: int
+    logits: npt.NDArray[np.float32]
+
+    @property
+    def logprob(self) -> float:
+        """The natural logarithm of the probability that the model gives the token, before any sampling option."""
+        most = float(self.logits.max())
+        return float(self.logits[self.token]) - most - math.log(float(np.exp(self.logits - most).sum()))
+
+
 @needs(
     ModelError,
     session=a(Session),
@@ -75,42 +93,83 @@ def generate(
     evaluated; with `limit` 0 that is the last of the prompt.  Ends before a token of `stop`, which is not given out.
     Raises `ModelError` if the prompt is empty or longer than the context, or if the context fills up before `limit`.
     """
-    if not len(prompt):
+    idle: list[list[int]] = [[] for _ in range(session.sequences - 1)]
+    settings = Drawing(limit, sampling, seed, stop)
+    for drawn in draw(session, [prompt, *idle], settings, known=[list(before), *idle], timing=timing):
+        yield drawn.token
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """What a generation draws: at most `limit` tokens (negative: until the context is full), until one of `stop`."""
+
+    limit: int
+    sampling: Sampling
+    seed: int
+    stop: frozenset[int]
+
+
+def draw(
+    session: Session,
+    prompts: Sequence[Sequence[int]],
+    drawing: Drawing,
+    *,
+    known: list[list[int]],
+    timing: Timing | None = None,
+    active: set[int] | None = None,
+) -> Iterator[Drawn]:
+    """What continues the prompts of a session's sequences, which run together; those with an empty one idle.
+
+    Each gets the tokens that it would get alone.  `known` are the tokens of each sequence so far; prompts and what is
+    drawn are appended.  A sequence whose number a caller takes out of `active` ends.  Otherwise as `generate`.
+    """
+    if not any(map(len, prompts)):
         raise ModelError("the prompt is empty and the model adds no BOS token; give some text to continue")
-    timing = Timing() if timing is None else timing
-    known, same = [*before, *prompt], np.random.default_rng(0)
+    timing, limit, sampling = Timing() if timing is None else timing, drawing.limit, drawing.sampling
+    active = set() if active is None else active
+    active |= {i for i, prompt in enumerate(prompts) if len(prompt)}
+    same = np.random.default_rng(0)
 
     def clock() -> float:
         """Stands still while plans are made."""
         return time.perf_counter() - session.planning
 
     if limit == 0:
-        session.evaluate([list(prompt[:-1])] + [[]] * (session.sequences - 1))
-        return
+        session.evaluate([list(prompt[:-1]) for prompt in prompts])
     start, planned = clock(), session.planning
-    logits = session.evaluate([list(prompt)] + [[]] * (session.sequences - 1))[0][-1]
-    timing.prompt_tokens, timing.prefill, timing.planning = len(prompt), clock() - start, session.planning - planned
+    rows = session.evaluate([list(prompt) for prompt in prompts]) if limit else []
+    for tokens, prompt in zip(known, prompts, strict=True):
+        tokens.extend(prompt)
+    if not limit:
+        return
+    timing.prompt_tokens, timing.prefill = sum(map(len, prompts)), clock() - start
+    timing.planning = session.planning - planned
     start = clock()
-    room = session.context - session.lengths[0]
-    count = 0
-    while limit < 0 or count < limit:
-        rng = np.random.default_rng([seed, len(known)]) if sampling.temperature else same  # 20 us
-        token = sampling.choose(logits, rng, known)
-        if token in stop:
+    room = [session.context - length for length in session.lengths]
+    for count in itertools.count(1):
+        new: list[list[int]] = [[] for _ in prompts]
+        for i in sorted(active):
+            rng = np.random.default_rng([drawing.seed, len(known[i])]) if sampling.temperature else same  # 20 us
+            token = sampling.choose(rows[i][-1], rng, known[i])
+            if token in drawing.stop:
+                active.discard(i)
+                continue
+            yield Drawn(i, token, rows[i][-1])
+            known[i].append(token)
+            if count == limit or (limit < 0 and count > room[i]):
+                active.discard(i)
+            elif i in active and count > room[i]:
+                raise ModelError(
+                    f"the context of {session.context} tokens is full after {count} new ones; "
+                    "raise --ctx-size or ask for fewer with -n (the context is not shifted)"
+                )
+            new[i] = [token] if i in active else []
+        if not active:
             return
-        yield token
-        known.append(token)
-        count += 1
-        if count == limit or (limit < 0 and count > room):
-            return
-        if count > room:
-            raise ModelError(
-                f"the context of {session.context} tokens is full after {count} new ones; "
-                "raise --ctx-size or ask for fewer with -n (the context is not shifted)"
-            )
-        logits = session.evaluate([[token]] + [[]] * (session.sequences - 1))[0][-1]
-        # The first new token came from the prefill's logits; what is timed here are the runs after it.
-        timing.new_tokens, timing.decode, timing.planning = count, clock() - start, session.planning - planned
+        rows = session.evaluate(new)
+        # The first new tokens came from the prefill's logits; what is timed here are the runs after it.
+        timing.new_tokens += len(active)
+        timing.decode, timing.planning = clock() - start, session.planning - planned
 
 
 def prepare(session: Session, prompt: Sequence[int], limit: int) -> None:
@@ -121,11 +180,35 @@ def prepare(session: Session, prompt: Sequence[int], limit: int) -> None:
         session.executor(session.step(1, length, session.sequences))
 
 
-def stream_text(tokens: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """The text of tokens piece by piece, never cut inside a character; what stays broken at the end becomes U+FFFD."""
-    decoder = Utf8Stream(tokenizer)
+class Stops:
+    """Text piece by piece until a stop string, which is not given out; what may begin one is held back."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops, self.held, self.met = tuple(filter(None, stops)), "", False
+
+    def feed(self, piece: str) -> str:
+        """What is sure to stand before any stop string."""
+        text = self.held + piece
+        ends = [at for stop in self.stops if (at := text.find(stop)) >= 0]
+        self.met = bool(ends)
+        sure = min(ends) if ends else len(text) - max((_begun(text, stop) for stop in self.stops), default=0)
+        self.held = "" if ends else text[sure:]
+        return text[:sure]
+
+
+def _begun(text: str, stop: str) -> int:
+    """How many characters at the end of a text begin a stop string."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def stream_text(tokens: Iterator[int], tokenizer: Tokenizer, stops: Sequence[str] = ()) -> Iterator[str]:
+    """The text of tokens piece by piece, never cut inside a character, until a stop string; what stays broken at the
+    end becomes U+FFFD."""
+    decoder, until = Utf8Stream(tokenizer), Stops(stops)
     for token in tokens:
-        if piece := decoder.feed(token):
+        if piece := until.feed(decoder.feed(token)):
             yield piece
-    if rest := decoder.finish():
+        if until.met:
+            return
+    if rest := until.feed(decoder.finish()) + until.held:
         yield rest

@@ -89,7 +89,8 @@ class Session:
 
     Plans are built once for each (token bucket, context bucket, number of outputs), buckets being powers of two, and
     replayed; all plans share weights and states.  Raises `ModelError` where the request does not fit the model.
-    Threads that share a session take turns, one call after the other; sessions of their own run side by side.
+    Threads that share a session take turns, one call after the other; sessions of their own run side by side.  A
+    session made `like` another of the same model and group reads its weights, and has states of its own.
     `recent` are the last tokens of each sequence that some models need.  `planning` is the seconds that plans have
     taken so far, with the kernels that had to be compiled for them.
     """
@@ -98,6 +99,7 @@ class Session:
         ModelError,
         model=a(Model),
         on=a(Group),
+        like=Kind("a Session or None", lambda v: v is None or isinstance(v, Session)),
         sequences=COUNT,
         context=COUNT | NONE,
         batch=COUNT,
@@ -108,6 +110,7 @@ class Session:
         model: Model,
         *,
         on: Group = Group(),
+        like: Session | None = None,
         sequences: int = 1,
         context: int | None = None,
         batch: int = DEFAULT_BATCH,
@@ -128,15 +131,22 @@ class Session:
         self._graph = partial(hurried, model) if on.fast else model.graph
         self._place = tuple((pattern, spelled(device, on)) for pattern, device in on.place)
         self._one = self.step(1, 1, sequences)
-        self._first = self._laid_out(on)
-        self.store = Store(self.group)
+        if like is None:
+            self._first = self._laid_out(on)
+            self.store = Store(self.group)
+        else:
+            self.group = like.group
+            self._first = plan_for(self._graph(self._one), self.group, place=self._place, like=like._first)
+            self.store = like.store.beside()
         self.lengths = [0] * sequences
         self.recent: list[list[int]] = [[] for _ in range(sequences)]
         self._nothing = np.zeros((0, model.vocabulary_size), np.float32)
         self._executors: dict[Step, Executor] = {}
         self._trace: Trace | None = None
         self.planning = 0.0
-        self._load(on_progress)
+        if like is None:
+            self._load(on_progress)
+        self.store.buffers(self._first)  # states exist from now on, as zeros
 
     def _laid_out(self, on: Group) -> Plan:
         """The plan whose layout all others keep: that of one token, but where memory is too short for the largest step,
@@ -169,17 +179,19 @@ class Session:
             done += tensor.nbytes
             if on_progress:
                 on_progress(Progress(done, total))
-        self.store.buffers(self._first)  # states exist from now on, as zeros
 
     # ------------------------------------------------------------------------------------------------ running
 
-    @needs(ModelError, tokens=list_of(ANY, "a sequence of sequences of tokens"), every_position=BOOL)
-    def evaluate(self, tokens: Sequence[Sequence[int]], *, every_position: bool = False) -> list[F32]:
+    @needs(ModelError, tokens=list_of(ANY, "a sequence of sequences of tokens"), every_position=BOOL, hidden=BOOL)
+    def evaluate(
+        self, tokens: Sequence[Sequence[int]], *, every_position: bool = False, hidden: bool = False
+    ) -> list[F32]:
         """Append new tokens to each sequence (none to one that idles) and return its logits.
 
         One float32 array per sequence: ``[new tokens, vocabulary]`` with `every_position`, otherwise
-        ``[1, vocabulary]`` for its last token; no rows for an idle sequence.  Raises `ModelError` if a sequence would
-        outgrow the context, before anything is changed.
+        ``[1, vocabulary]`` for its last token; no rows for an idle sequence.  With `hidden` rows are what the output
+        matrix would read, ``[..., width]``.  Raises `ModelError` if a sequence would outgrow the context, before
+        anything is changed.
         """
         given = [token_ids(i, new) for i, new in enumerate(tokens)]
         rows_of: list[list[F32]] = [[] for _ in given]
@@ -189,7 +201,7 @@ class Session:
             for start in range(0, longest, self.batch):
                 part = [new[start : start + self.batch] for new in given]
                 last = [start + len(p) == len(new) for p, new in zip(part, given, strict=True)]
-                logits = self._run(part, every_position)
+                logits = self._run(part, every_position, hidden)
                 for rows, one, mine, ends in zip(rows_of, logits, part, last, strict=True):
                     if mine and (every_position or ends):
                         rows.append(one)
@@ -202,15 +214,16 @@ class Session:
             count = min(self.batch, tokens - start)
             self.executor(self.step(_bucket(count), self.lengths[0] + start + count, self.sequences))
 
-    def _run(self, part: list[list[int]], every_position: bool) -> list[F32]:
+    def _run(self, part: list[list[int]], every_position: bool, hidden: bool) -> list[F32]:
         count = _bucket(max(map(len, part)))
         longest = max(n + len(new) for n, new in zip(self.lengths, part, strict=True))
         wanted = [(i, t) for i, new in enumerate(part) for t in range(len(new))] if every_position else None
-        step = self._step_of(count, longest, self.sequences * count if every_position else self.sequences)
+        outputs = self.sequences * count if every_position else self.sequences
+        step = self._step_of(count, longest, outputs, hidden)
         executor = self._executors.get(step) or self.executor(step)
         inputs = self.model.inputs(step, Batch(part, self.lengths, wanted, self.recent))
         with InterruptsKept():  # states and lengths belong together
-            logits = executor.run(inputs)["logits"]
+            logits = executor.run(inputs)["hidden" if hidden else "logits"]
             self.lengths = [n + len(new) for n, new in zip(self.lengths, part, strict=True)]
             if most := self.model.remembers:
                 self.recent = [[*old, *new][-most:] for old, new in zip(self.recent, part, strict=True)]
@@ -242,9 +255,9 @@ class Session:
         """The step that runs so many new tokens (a bucket) where the longest sequence then has `length`."""
         return self._step_of(tokens, length, outputs)
 
-    def _step_of(self, tokens: int, length: int, outputs: int) -> Step:
+    def _step_of(self, tokens: int, length: int, outputs: int, hidden: bool = False) -> Step:
         cells = min(self.context, max(FEWEST_CELLS, _bucket(length)))
-        return _step(self.sequences, tokens, cells, self.context, outputs)
+        return _step(self.sequences, tokens, cells, self.context, outputs, hidden)
 
     @needs(ModelError, step=a(Step))
     def plan(self, step: Step) -> Plan:

@@ -135,6 +135,8 @@ class Value:
         """A matrix with its axes exchanged."""
         if len(self.shape) != 2:
             raise GraphError(f"{self!r} has rank {len(self.shape)}, not 2; use ops.transpose or ops.permute")
+        if self.dtype.is_quantised:
+            raise GraphError(f"{self!r}: rows of blocks have no transpose; for x @ w.T write ops.mul_mat(w, x)")
         return _operators().transposed(self)
 
     def __iter__(self) -> Iterator[Value]:

@@ -34,7 +34,7 @@ class Decoder:
         x = self.embedded()
         for i, layer in enumerate(self.hyper.blocks):
             x = self.block(i, layer, x)
-        return self.frame.graph(self.logits(x))
+        return self.ended_by(x)
 
     def is_last(self, i: int) -> bool:
         return i == self.hyper.layers - 1
@@ -143,10 +143,14 @@ class Decoder:
         z = routed(weights, block, self.normed(i, "pre_ffw_norm_2", added), experts, scores)
         return ops.add(y, self.normed(i, "post_ffw_norm_2", z))
 
+    def ended_by(self, x: Value) -> Graph:
+        """The graph of all blocks, the final norm and the output matrix."""
+        x = self.norm(self.weights, self.family.output_norm, x) if self.family.output_norm else x
+        return self.frame.graph(x, self.logits(x))
+
     def logits(self, x: Value) -> Value:
-        """Final norm and output matrix, which is the token embedding where the file has none: f32[n, vocabulary]."""
+        """The output matrix, which is the token embedding where the file has none: f32[n, vocabulary]."""
         hyper, weights = self.hyper, self.weights
-        x = self.norm(weights, self.family.output_norm, x) if self.family.output_norm else x
         shape = (hyper.vocabulary_size, hyper.width)
         matrix = weights.optional("output.weight", shape)
         if matrix is None:

@@ -166,6 +166,7 @@ class Frame:
     def update(self, old: Value, new: Value) -> None:
         self._updates[old] = new
 
-    def graph(self, logits: Value) -> Graph:
-        """The finished graph: ``logits`` f32[outputs, vocabulary] and all states that changed."""
-        return Graph({"logits": logits}, self._updates)
+    def graph(self, hidden: Value, logits: Value) -> Graph:
+        """The finished graph: what the step asks for, ``hidden`` f32[outputs, E] or ``logits`` f32[outputs,
+        vocabulary], and all states that changed."""
+        return Graph({"hidden": hidden} if self.step.hidden else {"logits": logits}, self._updates)

@@ -18,7 +18,7 @@ class Skipping(Decoder):
             first = self.frame.wanted(first) if self.is_last(i) else first
             x = self.block(i, layer, x)
             x = ops.add(x, ops.mul(first, self.weights(f"blk.{i}.layer_output_scale.weight", (1,))))
-        return self.frame.graph(self.logits(x))
+        return self.ended_by(x)
 
 
 class Streams(Decoder):
@@ -34,7 +34,7 @@ class Streams(Decoder):
         x = ops.repeat(ops.reshape(x, shape=(rows, 1, width)), shape=(rows, streams, width))
         for i, layer in enumerate(self.hyper.blocks):
             x = self.block(i, layer, x)
-        return self.frame.graph(self.logits(self.head(self.ended(x))))
+        return self.ended_by(self.head(self.ended(x)))
 
     def ended(self, x: Value) -> Value:
         """The wanted rows of all streams."""
@@ -150,7 +150,7 @@ class Banked(Decoder):
             h = self.normed(i, self.family.ffn_norm, self.read(f"blk.{i}.ffn_res_score", x, bank))
             x = ops.add(x, self.fed(i, layer, h, x, x), name=f"blk.{i}.ffn_residual")
         x = self.read("output_res_score", x, bank)
-        return self.frame.graph(self.logits(self.frame.wanted(x)))
+        return self.ended_by(self.frame.wanted(x))
 
     def read(self, name: str, x: Value, bank: list[Value]) -> Value:
         """A softmax over scores of all sums weighs them: f32[n, E]."""
@@ -183,7 +183,7 @@ class Cycles(Decoder):
                 low = both
             else:
                 high = both
-        return self.frame.graph(self.logits(self.frame.wanted(high)))
+        return self.ended_by(self.frame.wanted(high))
 
     def is_last(self, i: int) -> bool:
         return False

@@ -24,8 +24,8 @@ class Step:
     """The shape of a run: what a plan depends on, and the key under which to keep it.
 
     ``sequences`` run side by side (B), each with up to ``tokens`` new tokens (T); attention reads the first ``cells``
-    cache cells of the ``context`` cells that each sequence owns; logits come out for ``outputs`` rows.  ModelError
-    unless all are positive and cells <= context.
+    cache cells of the ``context`` cells that each sequence owns; logits come out for ``outputs`` rows, or with
+    ``hidden`` what the output matrix would read of them.  ModelError unless all are positive and cells <= context.
     """
 
     sequences: int
@@ -33,9 +33,10 @@ class Step:
     cells: int
     context: int
     outputs: int
+    hidden: bool = False
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
+        for name in ("sequences", "tokens", "cells", "context", "outputs"):
             size = getattr(self, name)
             if type(size) is not int or not 1 <= size <= LARGEST_ROW:
                 raise ModelError(f"step: {name} is {shown(size)}; need an integer from 1 to {LARGEST_ROW}")

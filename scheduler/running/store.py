@@ -58,6 +58,15 @@ class Store:
                 part = _share(stored, spec, layout, number)
                 device.load(BufferSpec("weight", name, 0, Spec(shape, spec.dtype)), part)
 
+    def beside(self) -> Store:
+        """A store over the same weights, with states of its own."""
+        other = Store(self.group)
+        for mine, theirs in zip(self._devices, other._devices, strict=True):
+            theirs.held.update({key: kept for key, kept in mine.held.items() if key[0] == "weight"})
+        weights = {name for device in self._devices for kind, name in device.held if kind == "weight"}
+        other._layouts.update({name: layout for name, layout in self._layouts.items() if name in weights})
+        return other
+
     @needs(PlanError, name=TEXT)
     def state(self, name: str) -> StateView:
         """A state over all devices: index and assign it as one array to reset, save or restore it."""

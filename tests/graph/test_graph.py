@@ -104,7 +104,7 @@ def test_a_leaf_without_a_name_is_refused(make):
         ((10**5000,), "f32", "more than"),
         ((2**40, 2**40), "f32", "more than"),
         ((2,), "f33", "unknown dtype 'f33'"),
-        ((2,), np.float32, "must be a DType"),
+        ((2,), float, "must be a DType"),
         ((33,), "q8_0", "multiple"),
         ((), "q4_K", "multiple"),
     ],

@@ -1,0 +1,449 @@
+"""A language model in a few lines of Python: `hocket.Model`."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self, TypedDict, Unpack
+
+import numpy as np
+import numpy.typing as npt
+
+from ..graph.arguments import ANY, BOOL, NONE, TEXT, Kind, a, demand, list_of, needs, whole
+from ..scheduler import Plan
+from .errors import ModelError
+from .generate import Drawing, Drawn, Stops, draw
+from .gguf.chat import chat_template, render_chat
+from .gguf.tokenizer import Tokenizer, Utf8Stream, tokenizer_from_metadata
+from .open import open_model, open_session
+from .sampling import Sampling
+from .saved_state import load_state, save_state
+from .session import DEFAULT_BATCH, F32, Group, Session, token_ids
+
+TOGETHER = 8
+"""Texts that `Model.embed` runs at once."""
+IDLE = 4
+"""Sessions that are kept for later calls."""
+MEAN, FIRST, LAST = 1, 2, 3
+"""Ways of pooling, as ``pooling_type`` of a GGUF file numbers them; 0 is none, for which the mean is taken."""
+PROMPT = a(str) | list_of(ANY, "text or a sequence of tokens")
+MESSAGES = a(str) | list_of(a(Mapping), "a message or a sequence of mappings with role and content")
+
+
+class Options(TypedDict, total=False):
+    """How a generation goes; the defaults are those of ``hocket run``."""
+
+    max_tokens: int
+    """New tokens at most; -1: until the context is full (128)."""
+    temperature: float
+    """0 takes the likeliest (0.8)."""
+    top_k: int
+    """Keep so many of the likeliest, 0: all (40)."""
+    top_p: float
+    """Keep the likeliest up to this sum of probabilities (0.95)."""
+    min_p: float
+    """Keep those above so much of the best (0.05)."""
+    repeat_penalty: float
+    """Divide logits of recent tokens by it (1)."""
+    repeat_last_n: int
+    """So many tokens are recent, -1: all (64)."""
+    presence_penalty: float
+    """Subtract it from logits of recent tokens (0)."""
+    frequency_penalty: float
+    """And this for each time that they occurred (0)."""
+    bias: Sequence[tuple[int, float]]
+    """Pairs of a token and what is added to its logit."""
+    seed: int | None
+    """Equal seeds draw equal texts; None: a random one."""
+    stop: str | Sequence[str]
+    """Strings that end the text before them."""
+    ignore_eos: bool
+    """Go on after an end token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A generated token: its id, the text that is complete with it (perhaps none), and the natural logarithm of the
+    probability that the model gave it."""
+
+    id: int
+    text: str
+    logprob: float
+
+
+class _Held:
+    """A session, and the tokens of its sequences: those it has read, and perhaps one that it has not."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.tokens: list[list[int]] = [[] for _ in range(session.sequences)]
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.session.sequences, self.session.context
+
+    def given(self, ids: list[int]) -> list[int]:
+        """What of `ids` sequence 0 still has to read: the rest, if it has read their beginning, or all, anew."""
+        read = self.tokens[0][: self.session.lengths[0]]
+        if not read or len(ids) <= len(read) or ids[: len(read)] != read:
+            self.anew()
+            return ids
+        self.tokens[0] = read
+        return ids[len(read) :]
+
+    def anew(self) -> None:
+        """Forget everything."""
+        for i in range(self.session.sequences):
+            self.session.reset(i)
+        self.tokens = [[] for _ in range(self.session.sequences)]
+
+
+class Model:
+    """A GGUF language model on one or many devices.
+
+    `path` is a file, or None for the small model that comes with hocket; the other arguments are those of ``hocket
+    run``: devices and how they share (`hocket.plan`), `context` in tokens, tokens of a prompt that run as one `batch`,
+    `threads` of each device (without a number devices share the processors), `exact` for float32 throughout.
+
+    Threads may share a model: calls that overlap, as generators that are read in turn, have memories of their own over
+    the same weights.  A prompt that begins with what the model has just read is read from there on.  Raises
+    `hocket.ModelError` for whatever does not fit: a file, an option, a text longer than the context.
+
+    >>> with hocket.Model() as model:
+    ...     text = "".join(model.generate("It is a truth", max_tokens=8, temperature=0))
+    >>> text
+    ' which I am not at all in love'
+    """
+
+    @needs(ModelError, devices=TEXT | list_of(TEXT, "a sequence of texts"), tensor_split=list_of(ANY, "a sequence"))
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        *,
+        devices: str | Sequence[str] = "cpu:0",
+        split_mode: str = "auto",
+        tensor_split: Sequence[float] = (),
+        place: Sequence[tuple[str, str]] = (),
+        context: int | None = None,
+        batch: int = DEFAULT_BATCH,
+        threads: int | None = None,
+        exact: bool = False,
+        fast: bool = False,
+    ) -> None:
+        names = tuple(devices.split(",")) if isinstance(devices, str) else tuple(devices)
+        group = Group(names, split_mode, tuple(tensor_split), place, threads, exact, fast=fast)  # type: ignore[arg-type]
+        self._model = open_model(path)
+        self._group, self._lock = group, threading.Lock()
+        self._first: Session | None = open_session(self._model, on=group, context=context, batch=batch)
+        self._idle = [_Held(self._first)]
+        self._tokenizer: Tokenizer | None = None
+
+    # ------------------------------------------------------------------------------------------------ generation
+
+    @needs(ModelError, prompt=PROMPT)
+    def generate(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Iterator[str]:
+        """The text that continues `prompt` (text, or tokens), piece by piece as it is made.
+
+        >>> "".join(model.generate("It is a truth", max_tokens=3, temperature=0))
+        ' which I am'
+        """
+        return self._text(self._ids(prompt), self._settled(options))
+
+    @needs(ModelError, prompt=PROMPT)
+    def tokens(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Iterator[Token]:
+        """The tokens that continue `prompt`, each with its text and probability; the last one may complete a string of
+        `stop`.
+
+        >>> first = next(model.tokens("It is a truth", temperature=0))
+        >>> first.text, round(first.logprob, 1)
+        (' which', -1.7)
+        """
+        drawing, stops = self._settled(options)
+        return self._tokens(self._ids(prompt), drawing, stops)
+
+    @needs(ModelError, messages=MESSAGES)
+    def chat(self, messages: str | Sequence[Mapping[str, str]], **options: Unpack[Options]) -> Iterator[str]:
+        """The answer to a talk, piece by piece: a message of the user, or messages with ``role`` and ``content``.
+
+        The model's chat template makes a prompt of them; `ModelError` if it has none.  Append the answer and the next
+        message to go on.
+
+        >>> "".join(model.chat([{"role": "user", "content": "Say yes."}]))  # doctest: +SKIP
+        'Yes.'
+        """
+        said = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        bos, eos = self.tokenizer.bos_text, self.tokenizer.eos_text
+        rendered = render_chat(chat_template(self._model.gguf.metadata), said, bos=bos, eos=eos)
+        return self._text(self.tokenizer.encode_chat(rendered), self._settled({"max_tokens": -1, **options}))
+
+    @needs(ModelError, prompts=list_of(PROMPT, "a sequence of prompts"))
+    def generate_batch(self, prompts: Sequence[str | Sequence[int]], **options: Unpack[Options]) -> list[str]:
+        """The texts that continue each of `prompts`, which run together; each is what it would be alone.
+
+        >>> model.generate_batch(["It is", "She was"], max_tokens=2, temperature=0)
+        [' to be', ' not so']
+        """
+        drawing, stops = self._settled(options)
+        ids = [self._ids(prompt) for prompt in prompts]
+        if not ids:
+            return []
+        if empty := [i for i, new in enumerate(ids) if not new]:
+            raise ModelError(f"prompt {empty[0]} is empty and the model adds no BOS token; give some text to continue")
+        texts = [""] * len(ids)
+        decoders, until = [Utf8Stream(self.tokenizer) for _ in ids], [Stops(stops) for _ in ids]
+        with self._leased(len(ids)) as held:
+            held.anew()
+            active: set[int] = set()
+            for one in draw(held.session, ids, drawing, known=held.tokens, active=active):
+                i = one.sequence
+                texts[i] += until[i].feed(decoders[i].feed(one.token))
+                if until[i].met:
+                    active.discard(i)
+        return [
+            text if stop.met else text + stop.feed(decoder.finish()) + stop.held
+            for text, stop, decoder in zip(texts, until, decoders, strict=True)
+        ]
+
+    def _text(self, ids: list[int], settled: tuple[Drawing, tuple[str, ...]]) -> Iterator[str]:
+        drawing, stops = settled
+        decoder, until = Utf8Stream(self.tokenizer), Stops(stops)
+        for one in self._drawn(ids, drawing):
+            if piece := until.feed(decoder.feed(one.token)):
+                yield piece
+            if until.met:
+                return
+        if rest := until.feed(decoder.finish()) + until.held:
+            yield rest
+
+    def _tokens(self, ids: list[int], drawing: Drawing, stops: tuple[str, ...]) -> Iterator[Token]:
+        decoder, until = Utf8Stream(self.tokenizer), Stops(stops)
+        for one in self._drawn(ids, drawing):
+            text = decoder.feed(one.token)
+            until.feed(text)
+            yield Token(one.token, text, one.logprob)
+            if until.met:
+                return
+
+    def _drawn(self, ids: list[int], drawing: Drawing) -> Iterator[Drawn]:
+        with self._leased() as held:
+            yield from draw(held.session, [held.given(ids)], drawing, known=held.tokens)
+
+    def _settled(self, options: Mapping[str, Any]) -> tuple[Drawing, tuple[str, ...]]:
+        """What to draw, and what strings end the text.  Raises `ModelError`."""
+        known = (*OPTIONS, *SAMPLED)
+        for name, value in options.items():
+            if name not in known:
+                near = get_close_matches(name, known, n=1) or known
+                raise ModelError(f"generate: there is no option {name!r}; near it: {', '.join(near)}")
+            if name in OPTIONS:
+                demand(ModelError, "generate", name, value, OPTIONS[name])
+        given = {"temperature": 0.8, **{name: options[name] for name in SAMPLED if name in options}}
+        seed, stop = options.get("seed"), options.get("stop", ())
+        drawing = Drawing(
+            options.get("max_tokens", 128),
+            Sampling(**given),
+            secrets.randbits(31) if seed is None else seed,
+            frozenset() if options.get("ignore_eos") else self.tokenizer.eos_ids,
+        )
+        return drawing, (stop,) if isinstance(stop, str) else tuple(stop)
+
+    # ------------------------------------------------------------------------------------------------- evaluation
+
+    @needs(ModelError, prompt=PROMPT)
+    def logits(self, prompt: str | Sequence[int]) -> F32:
+        """float32 ``[tokens, vocabulary]``: row i scores what follows token i of `prompt` (text, or tokens).
+
+        >>> model.logits([1, 2, 3]).shape
+        (3, 2048)
+        """
+        ids = self._ids(prompt)
+        with self._leased() as held:
+            held.anew()
+            (rows,) = held.session.evaluate([ids], every_position=True)
+            held.tokens[0] = list(ids)
+        return rows
+
+    @needs(ModelError, text=PROMPT)
+    def score(self, text: str | Sequence[int]) -> npt.NDArray[np.float64]:
+        """float64 ``[tokens - 1]``: the natural logarithm of the probability of each token after the first.
+
+        Their sum scores the text, ``exp(-mean)`` is its perplexity.
+
+        >>> round(float(np.exp(-model.score("It is a truth universally acknowledged").mean())), 1)
+        26.7
+        """
+        ids = self._ids(text)
+        rows = self.logits(ids)[:-1].astype(np.float64)
+        most = rows.max(-1, keepdims=True, initial=-np.inf)
+        chosen = np.take_along_axis(rows, np.array(ids[1:], np.int64).reshape(-1, 1), -1)
+        return np.asarray((chosen - most)[:, 0] - np.log(np.exp(rows - most).sum(-1)))
+
+    @needs(ModelError, texts=a(str) | list_of(PROMPT, "text or a sequence of texts"), normalise=BOOL)
+    def embed(self, texts: str | Sequence[str | Sequence[int]], *, normalise: bool = True) -> F32:
+        """float32 ``[texts, width]``: one vector for each text, of length 1 if they are to be normalised.
+
+        What the last layer makes of the tokens is pooled as the file says (mean, first, or last); where it says
+        nothing, their mean.
+
+        >>> model.embed(["a ball", "a dance"]).shape
+        (2, 192)
+        """
+        ids = [self._ids(text) for text in ([texts] if isinstance(texts, str) else texts)]
+        if empty := [i for i, new in enumerate(ids) if not new]:
+            raise ModelError(f"text {empty[0]} has no tokens; give some text to embed")
+        pool = _pooling(self._model.gguf.metadata.get(f"{self._model.architecture}.pooling_type", MEAN))
+        vectors: list[npt.NDArray[np.float32]] = []
+        for start in range(0, len(ids), TOGETHER):
+            part = ids[start : start + TOGETHER]
+            longest = 1 << max(map(len, part)).bit_length()
+            with self._leased(len(part), longest if len(part) > 1 else None) as held:
+                held.anew()
+                hidden = held.session.evaluate(part, every_position=True, hidden=True)
+                held.tokens = [list(new) for new in part]
+            vectors += map(pool, hidden)
+        whole = np.stack(vectors) if vectors else np.zeros((0, self._model.hyper.width), np.float32)
+        return whole / np.linalg.norm(whole, axis=-1, keepdims=True).clip(1e-12) if normalise else whole
+
+    # ------------------------------------------------------------------------------------------------------- text
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The file's own.  `ModelError` if it has none."""
+        if self._tokenizer is None:
+            self._tokenizer = tokenizer_from_metadata(self._model.gguf.metadata)
+        return self._tokenizer
+
+    def tokenize(self, text: str, *, special: bool = True) -> list[int]:
+        """The tokens of a text; with `special` BOS and EOS as the model asks, and special tokens read as such.
+
+        >>> model.detokenize(model.tokenize("It is"))
+        'It is'
+        """
+        return self.tokenizer.encode(text, add_special=special, parse_special=special)
+
+    def detokenize(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of tokens; control tokens only with `special`."""
+        return self.tokenizer.decode(ids, special=special)
+
+    def _ids(self, prompt: str | Sequence[int]) -> list[int]:
+        return self.tokenize(prompt) if isinstance(prompt, str) else list(token_ids(0, prompt))
+
+    # ------------------------------------------------------------------------------------------------------ state
+
+    @needs(ModelError, path=a(str, Path))
+    def save(self, path: str | Path) -> None:
+        """Keep what the last call read, so that another process, on any devices, goes on from there.
+
+        >>> model.save("talk.bin")
+        >>> ids = model.load("talk.bin")
+        >>> further = model.generate(ids + model.tokenize(" and then", special=False), max_tokens=2)
+        """
+        with self._leased() as held:
+            save_state(held.session, held.tokens, path)
+
+    @needs(ModelError, path=a(str, Path))
+    def load(self, path: str | Path) -> list[int]:
+        """The tokens of a saved state; a prompt that begins with them is read from their end on."""
+        with self._leased() as held:
+            (held.tokens[0],) = load_state(held.session, path)
+            return list(held.tokens[0])
+
+    @property
+    def plan(self) -> Plan:
+        """How one token runs on the devices: `plan.explain()` says why, `plan.view()` shows it."""
+        return self._root.plan(self._root.step(1, 1))
+
+    @property
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Bytes on each device: ``weight``, ``state`` (caches of idle calls included), ``arena``."""
+        first = self._root
+        sums = {str(device): dict.fromkeys(("weight", "state", "arena"), 0) for _, device in first.group}
+        with self._lock:
+            sessions = dict.fromkeys((first, *(held.session for held in self._idle)))
+        for session in sessions:
+            for held, kinds in zip(session.store.nbytes(), sums.values(), strict=True):
+                for kind, count in held.items():
+                    kinds[kind] = count if kind == "weight" else kinds[kind] + count
+        return sums
+
+    @property
+    def context(self) -> int:
+        """Tokens that a text may have."""
+        return self._root.context
+
+    def close(self) -> None:
+        """Give the memory back; later calls raise `ModelError`."""
+        with self._lock:
+            self._first = None
+            self._idle.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        where = ", ".join(self._group.devices)
+        state = "closed" if self._first is None else f"{self._model.layers} layers, context {self._first.context}"
+        return f"Model({str(self._model.gguf.path)!r}: {self._model.architecture} on {where}, {state})"
+
+    # --------------------------------------------------------------------------------------------------- sessions
+
+    @property
+    def _root(self) -> Session:
+        """The session that loaded the weights.  `ModelError` once the model is closed."""
+        if self._first is None:
+            raise ModelError("the model is closed; open it anew with hocket.Model")
+        return self._first
+
+    @contextmanager
+    def _leased(self, sequences: int = 1, longest: int | None = None) -> Iterator[_Held]:
+        """A session for one call alone: one that is idle, or a new one over the same weights; its context is that of
+        the model, or as long as the longest text needs."""
+        first = self._root
+        key = sequences, min(first.context, longest or first.context)
+        with self._lock:
+            held = next((held for held in self._idle if held.key == key), None)
+            if held is not None:
+                self._idle.remove(held)
+        if held is None:
+            batch = min(first.batch, key[1])
+            held = _Held(
+                Session(self._model, on=self._group, like=first, sequences=sequences, context=key[1], batch=batch)
+            )
+        try:
+            yield held
+        finally:
+            with self._lock:
+                if self._first is not None:
+                    self._idle = [held, *(other for other in self._idle if other.key != key)][:IDLE]
+
+
+OPTIONS: Mapping[str, Kind] = MappingProxyType(
+    {
+        "max_tokens": whole(-1),
+        "seed": whole(0) | NONE,
+        "stop": TEXT | list_of(TEXT, "text or a sequence of texts"),
+        "ignore_eos": BOOL,
+    }
+)
+SAMPLED = tuple(f.name for f in fields(Sampling))
+
+
+def _pooling(kind: object) -> Any:
+    """From rows of tokens f32[n, width] to one vector."""
+    ways = {0: _mean, MEAN: _mean, FIRST: lambda rows: rows[0], LAST: lambda rows: rows[-1]}
+    if kind not in ways:
+        raise ModelError(f"pooling_type of the file is {kind!r}; need 0 (none), 1 (mean), 2 (first) or 3 (last)")
+    return ways[kind]  # type: ignore[index]  # it is one of the keys
+
+
+def _mean(rows: F32) -> F32:
+    return np.asarray(rows.mean(0, dtype=np.float64).astype(np.float32))

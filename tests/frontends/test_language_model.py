@@ -1,0 +1,149 @@
+"""`hocket.Model`: what its docstrings show, and that calls neither disturb each other nor themselves."""
+
+from __future__ import annotations
+
+import doctest
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import hocket
+from hocket.frontends import language_model
+from hocket.frontends.session import Session
+
+from ..given.models import FIXTURES, golden, limit, nmse, opened
+
+
+@pytest.fixture(scope="module")
+def model():
+    with hocket.Model(context=128, threads=1) as opened_model:
+        yield opened_model
+
+
+def test_what_docstrings_show_is_what_happens(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    space = {"hocket": hocket, "model": model, "np": np}
+    examples = [t for t in doctest.DocTestFinder().find(language_model.Model, "Model", globs=space) if t.examples]
+    assert len(examples) >= 8
+    runner = doctest.DocTestRunner()
+    assert not sum(runner.run(test).failed for test in examples)
+
+
+def test_a_batch_gives_each_prompt_what_it_gets_alone(model):
+    prompts = ["It is", "She was not", "Mr. Darcy"]
+    options = {"max_tokens": 6, "seed": 3}
+    assert model.generate_batch(prompts, **options) == ["".join(model.generate(p, **options)) for p in prompts]
+
+
+def test_generations_that_overlap_do_not_disturb_each_other(model):
+    prompts = ["It is", "She was not", "Mr. Darcy"]
+    alone = ["".join(model.generate(p, max_tokens=6, temperature=0)) for p in prompts]
+    turns = zip(*(model.generate(p, max_tokens=6, temperature=0) for p in prompts), strict=True)
+    assert ["".join(pieces) for pieces in zip(*turns, strict=True)] == alone
+    with ThreadPoolExecutor(3) as threads:
+        texts = threads.map(lambda p: "".join(model.generate(p, max_tokens=6, temperature=0)), prompts)
+        assert list(texts) == alone
+
+
+def test_a_prompt_that_goes_on_is_read_from_where_the_last_one_ended(model, monkeypatch):
+    ids = model.tokenize("It is a truth that")
+    whole = "".join(model.generate(ids, max_tokens=4, temperature=0))
+    read = []
+    evaluate = Session.evaluate
+
+    def counted(session, tokens, **options):
+        read.append(sum(map(len, tokens)))
+        return evaluate(session, tokens, **options)
+
+    list(model.generate(ids[:3], max_tokens=1))
+    monkeypatch.setattr(Session, "evaluate", counted)
+    assert "".join(model.generate(ids, max_tokens=4, temperature=0)) == whole
+    assert read[0] == len(ids) - 3
+
+
+def test_stop_strings_end_the_text_before_them(model):
+    text = "".join(model.generate("It is a truth", max_tokens=8, temperature=0))
+    assert text == " which I am not at all in love"
+    for stop in (" at a", "not", ["in", "I am"], "love", "t a"):
+        first = min(text.index(s) for s in ([stop] if isinstance(stop, str) else stop))
+        assert "".join(model.generate("It is a truth", max_tokens=8, temperature=0, stop=stop)) == text[:first]
+        assert model.generate_batch(["It is a truth"], max_tokens=8, temperature=0, stop=stop) == [text[:first]]
+    assert "".join(model.generate("It is a truth", max_tokens=8, temperature=0, stop="lover")) == text
+
+
+def test_logits_and_scores_are_the_goldens():
+    tokens, want = golden("qwen3")
+    with hocket.Model(FIXTURES / "qwen3" / "model.gguf", exact=True) as model:
+        assert nmse(model.logits(tokens), want) <= limit("qwen3")
+        wanted = want[:-1] - np.log(np.exp(want[:-1].astype(np.float64)).sum(-1, keepdims=True))
+        assert np.allclose(model.score(tokens), wanted[np.arange(len(tokens) - 1), tokens[1:]], atol=1e-3)
+
+
+@pytest.mark.parametrize("devices", ["numpy:0", "numpy:0,numpy:1"])
+def test_embeddings_are_what_the_output_matrix_reads(devices):
+    """The matrix, times each token's vector, gives the logits; their mean is the embedding."""
+    tokens, want = golden("qwen3")
+    gguf = opened("qwen3")
+    table = gguf.tensors["output.weight" if "output.weight" in gguf.tensors else "token_embd.weight"]
+    with hocket.Model(FIXTURES / "qwen3" / "model.gguf", devices=devices, split_mode="tensor", exact=True) as model:
+        one = np.stack([model.embed([tokens[: i + 1]], normalise=False)[0] * (i + 1) for i in range(4)])
+        hidden = np.diff(one, axis=0, prepend=0)
+        assert nmse(hidden @ table.dequantise().T, want[:4]) <= 1e-9
+        both = model.embed([tokens[:3], tokens[:7]])
+        assert np.allclose(np.linalg.norm(both, axis=-1), 1)
+        assert np.allclose(both[0], model.embed([tokens[:3]])[0], atol=1e-6)
+
+
+def test_a_saved_state_goes_on_elsewhere(model, tmp_path):
+    whole = "".join(model.generate("It is a truth", max_tokens=8, temperature=0))
+    first = "".join(model.generate("It is a truth", max_tokens=3, temperature=0))
+    model.save(tmp_path / "state")
+    with hocket.Model(context=64, devices="cpu:0,cpu:1", split_mode="tensor") as other:
+        ids = other.load(tmp_path / "state")
+        assert other.detokenize(ids) == "It is a truth" + first
+        assert first + "".join(other.generate(ids, max_tokens=5, temperature=0)) == whole
+
+
+def test_it_says_in_one_line_what_it_is_and_what_it_holds(model):
+    assert repr(model).endswith("hocket-tiny-q8_0.gguf': qwen35 on cpu:0, 8 layers, context 128)")
+    assert model.memory["cpu:0"]["weight"] > 4_000_000
+    assert repr(model.plan).startswith("Plan(")
+    for name in ("Executor", "Session", "Store"):
+        assert name not in repr(model)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda m: m.generate(3), "prompt is 3"),
+        (lambda m: m.generate("a", max_token=3), "no option 'max_token'; near it: max_tokens"),
+        (lambda m: m.generate("a", max_tokens="3"), "max_tokens is '3'"),
+        (lambda m: m.generate("a", stop=3), "stop is 3"),
+        (lambda m: m.generate("a", temperature=-1), "temperature is -1"),
+        (lambda m: list(m.generate("")), "the prompt is empty"),
+        (lambda m: list(m.generate([10**9])), "need 0 to 2047"),
+        (lambda m: list(m.generate("a " * 200)), "the context holds 128"),
+        (lambda m: m.generate_batch(["a", ""]), "prompt 1 is empty"),
+        (lambda m: m.generate_batch("text"), "a sequence of prompts"),
+        (lambda m: m.chat("hi"), "no chat template"),
+        (lambda m: m.embed([""]), "text 0 has no tokens"),
+        (lambda m: m.load(3), "path is 3"),
+        (lambda m: hocket.Model(3), "path is 3"),
+        (lambda m: hocket.Model(devices=3), "devices is 3"),
+        (lambda m: hocket.Model(context=0), "context size is 0"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(model, wrong, said):
+    with pytest.raises(hocket.ModelError, match=said):
+        wrong(model)
+
+
+def test_a_closed_model_says_so():
+    model = hocket.Model(context=32)
+    pieces = model.generate("It is", max_tokens=3)
+    model.close()
+    for use in (lambda: list(pieces), lambda: model.memory, lambda: model.embed("a"), lambda: model.plan):
+        with pytest.raises(hocket.ModelError, match="the model is closed"):
+            use()
+    assert "closed" in repr(model)
