@@ -27,7 +27,7 @@ from ..given.models import FIXTURES
 
 LONGEST = 700
 """Characters of a message."""
-RECORDS = {"DType", "Node", "Value", "Spec", "Op", "Range", "Trace"}
+RECORDS = {"DType", "Node", "Value", "Spec", "Op", "Range", "Trace", "Options", "Token"}
 """What only keeps what it is given: a graph of such is checked when it is planned."""
 DECLARING = {"op", "op_of"}
 """For authors of ops, whose mistakes are ours."""
@@ -90,6 +90,11 @@ def session() -> Session:
 
 
 @cache
+def language_model() -> hocket.Model:
+    return hocket.Model(None, devices="numpy:0", context=64)
+
+
+@cache
 def tokenizer() -> Tokenizer:
     return tokenizer_from_metadata(open_model(None).gguf.metadata)
 
@@ -115,6 +120,10 @@ def generated(**given: Any) -> list[int]:
     return list(generate(session(), **given))
 
 
+def continued(**given: Any) -> list[str]:
+    return list(language_model().generate(**given))
+
+
 def evaluated(**given: Any) -> Any:
     session().reset(0)
     return session().evaluate(**given)
@@ -123,6 +132,7 @@ def evaluated(**given: Any) -> Any:
 LEAF = {"name": "n", "shape": (3,), "dtype": "f32"}
 PLANNING = {"split_mode": "auto", "tensor_split": (), "place": (), "like": None}
 THREADS = {"threads": 1}
+PLANNED = {"devices": "numpy:0", "split_mode": "auto", "tensor_split": (), "place": (), "threads": 1}
 SAMPLING = {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "min_p": 0.1}
 Case = tuple[Callable[..., Any], Mapping[str, Any]]
 
@@ -189,6 +199,15 @@ def cases_of_models() -> Iterator[tuple[str, Case]]:
     on = Group(("numpy:0",))
     given = {"model": model(), "on": on, "sequences": 1, "context": 8, "batch": 4}
     yield "Session", (Session, given)
+    path = str(FIXTURES / "llama/model.gguf")
+    yield "Model", (partial(hocket.Model, path), {**PLANNED, "context": 8, "batch": 4, "exact": False, "fast": False})
+    options = {"max_tokens": 1, "temperature": 0.5, "seed": 1, "stop": ".", "ignore_eos": True, "bias": ((1, 0.5),)}
+    yield "Model.generate", (continued, {"prompt": [1], **options})
+    yield "Model.logits", (language_model().logits, {"prompt": [1]})
+    yield "Model.score", (language_model().score, {"text": [1]})
+    yield "Model.embed", (language_model().embed, {"texts": [[1]], "normalise": False})
+    yield "Model.tokenize", (language_model().tokenize, {"text": "a", "special": True})
+    yield "Model.detokenize", (language_model().detokenize, {"ids": [1], "special": False})
     yield "Session.evaluate", (evaluated, {"tokens": [[1]], "every_position": False})
     yield "Session.evaluate, tokens", (lambda new: evaluated(tokens=[new]), {"new": [1]})
     yield "Session.step", (session().step, {"tokens": 1, "length": 1, "outputs": 1})
