@@ -442,7 +442,7 @@ def _pooling(kind: object) -> Any:
     ways = {0: _mean, MEAN: _mean, FIRST: lambda rows: rows[0], LAST: lambda rows: rows[-1]}
     if kind not in ways:
         raise ModelError(f"pooling_type of the file is {kind!r}; need 0 (none), 1 (mean), 2 (first) or 3 (last)")
-    return ways[kind]  # type: ignore[index]  # it is one of the keys
+    return ways[kind]
 
 
 def _mean(rows: F32) -> F32:

@@ -131,6 +131,7 @@ class Session:
         self._graph = partial(hurried, model) if on.fast else model.graph
         self._place = tuple((pattern, spelled(device, on)) for pattern, device in on.place)
         self._one = self.step(1, 1, sequences)
+        self.group: list[tuple[Backend, Device]]  # in mode none perhaps fewer than asked
         if like is None:
             self._first = self._laid_out(on)
             self.store = Store(self.group)
@@ -155,7 +156,7 @@ class Session:
         options = partial(plan_for, split_mode=on.split_mode, tensor_split=on.tensor_split, place=self._place)
         one = self._graph(self._one)
         first = options(one, asked)
-        self.group = first.group  # in mode none perhaps fewer than asked
+        self.group = first.group
         host = Host(*group_on(replace(on, devices=(HOST,)))[0])
         if host.device in (device for _, device in asked) or all(device.memory is None for _, device in asked):
             return first
