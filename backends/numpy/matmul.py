@@ -15,12 +15,17 @@ from ...ops.routing import own_rows
 from ..base import Array
 from ..calls import Binding, Call, Calls, plain
 
+WIDENED = 1 << 22
+"""Entries of a matrix that are widened to float64 at a time."""
 BLOCK = 256
 """Rows that one expert takes at a time, so that scratch does not grow with the batch."""
 
 
 def mul_mat(call: Call) -> Calls:
-    """``x @ w.T``; leading axes of `w` serve runs of neighbours, so those of `x` split into (entry, run)."""
+    """``x @ w.T``; leading axes of `w` serve runs of neighbours, so those of `x` split into (entry, run).
+
+    Terms are summed in float64 and rounded once, so that results hardly depend on how devices share the terms.
+    """
     w, x, out = call.operand(0), call.operand(1), call.out
     if w.ndim == 2 and x.ndim > 2:  # one matrix for all rows: one large product instead of many
         with suppress(ValueError):  # strides that do not merge
@@ -30,7 +35,15 @@ def mul_mat(call: Call) -> Calls:
     w = w.reshape(tuple(n for m in entries for n in (m, 1)) + w.shape[-2:], copy=False)
     shape = tuple(n for m, total in zip(entries, x.shape[:-2], strict=True) for n in (m, total // m if m else 0))
     x, out = x.reshape(shape + x.shape[-2:], copy=False), out.reshape(shape + out.shape[-2:], copy=False)
-    return [partial(np.matmul, x, np.swapaxes(w, -1, -2), out=out)]
+    rows = max(1, WIDENED // max(1, w.shape[-1]))
+    starts = range(0, w.shape[-2], rows)
+    return [partial(_summed, x, w[..., at : at + rows, :], out[..., at : at + rows]) for at in starts]
+
+
+def _summed(x: Array, w: Array, out: Array) -> None:
+    """``x @ w.T`` with sums in float64."""
+    wide = np.matmul(x.astype(np.float64), np.swapaxes(w.astype(np.float64), -1, -2))
+    np.copyto(out, wide, casting="same_kind")
 
 
 def mul_mat_id(call: Call) -> Calls:

@@ -55,6 +55,8 @@ class Layer:
     unit: Unit = "silu"
     limit: float = 0.0
     gate_first: bool = False
+    looks_up: bool = False
+    """Whether its activation is looked up in half precision, where last bits tell."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,6 +195,7 @@ class Reader:
             self.unit,
             self.keys.limits("swiglu_clamp_shexp", self.count)[stored],
             "gate first" in self.family.mixture,
+            self.unit == "half gelu" or (self.unit == "gelu" and f"{block}.ffn_gate.weight" not in tensors),
         )
 
     def routes(self, i: int) -> bool:

@@ -70,7 +70,7 @@ def test_a_gelu_is_rounded_as_llama_cpp_does(name: str, tmp_path: Path) -> None:
     assert nmse(session.evaluate([tokens], every_position=True)[0][-ROWS:], want) <= 1e-8
 
 
-@pytest.mark.parametrize("name", ["deepseek2-moe", "lfm2moe-moe"])
+@pytest.mark.parametrize("name", ["bloom-dense", "deepseek2-moe", "lfm2moe-moe"])
 def test_two_devices_give_the_logits_of_one(name: str, tmp_path: Path) -> None:
     tokens, _ = golden(name)
     model = open_model(written(name, tmp_path))
