@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .drafting import Ahead
 from .generate import Timing, generate, stream_text
 from .gguf.chat import chat_template, render_chat
 from .gguf.tokenizer import Tokenizer
@@ -27,11 +28,12 @@ class Conversation:
         seed: int = 0,
         stop: frozenset[int] = frozenset(),
         system: str | None = None,
+        ahead: Ahead | None = None,
     ) -> None:
         self.session, self.tokenizer = session, tokenizer
         self.limit, self.sampling, self.seed, self.stop = limit, sampling, seed, stop
         self.template = chat_template(session.model.gguf.metadata)
-        self.system = system
+        self.system, self.ahead = system, ahead
         self.timing = Timing()
         self.restart()
 
@@ -63,6 +65,7 @@ class Conversation:
                 seed=self.seed,
                 stop=self.stop,
                 timing=timing,
+                ahead=self.ahead,
             )
             for token in turn:
                 given.append(token)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..graph.arguments import ANY, NONE, a, list_of, needs, whole
+from .drafting import Ahead
 from .errors import ModelError
 from .gguf.tokenizer import Tokenizer, Utf8Stream
 from .sampling import Sampling
@@ -85,18 +86,25 @@ def generate(
     stop: frozenset[int] = frozenset(),
     timing: Timing | None = None,
     before: Sequence[int] = (),
+    ahead: Ahead | None = None,
 ) -> Iterator[int]:
     """Tokens that continue `prompt` in sequence 0, at most `limit` (or until the context is full, if negative).
 
     `before` are the tokens that the sequence has already: penalties count them.  What is drawn depends on the seed and
     on the position alone, so a text that is continued later goes on as it would have.  The last token given out is not
     evaluated; with `limit` 0 that is the last of the prompt.  Ends before a token of `stop`, which is not given out.
-    Raises `ModelError` if the prompt is empty or longer than the context, or if the context fills up before `limit`.
+    A draft may look `ahead`, which changes no token.  Raises `ModelError` if the prompt is empty or longer than the
+    context, or if the context fills up before `limit`.
     """
     idle: list[list[int]] = [[] for _ in range(session.sequences - 1)]
     settings = Drawing(limit, sampling, seed, stop)
-    for drawn in draw(session, [prompt, *idle], settings, known=[list(before), *idle], timing=timing):
-        yield drawn.token
+    known: list[list[int]] = [list(before), *idle]
+    try:
+        for drawn in draw(session, [prompt, *idle], settings, known=known, timing=timing, ahead=ahead):
+            yield drawn.token
+    finally:
+        if ahead is not None:
+            ahead.settle()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +125,7 @@ def draw(
     known: list[list[int]],
     timing: Timing | None = None,
     active: set[int] | None = None,
+    ahead: Ahead | None = None,
 ) -> Iterator[Drawn]:
     """What continues the prompts of a session's sequences, which run together; those with an empty one idle.
 
@@ -166,18 +175,20 @@ def draw(
             new[i] = [token] if i in active else []
         if not active:
             return
-        rows = session.evaluate(new)
+        rows = session.evaluate(new) if ahead is None else [ahead.rows(known[0])]
         # The first new tokens came from the prefill's logits; what is timed here are the runs after it.
         timing.new_tokens += len(active)
         timing.decode, timing.planning = clock() - start, session.planning - planned
 
 
-def prepare(session: Session, prompt: Sequence[int], limit: int) -> None:
+def prepare(session: Session, prompt: Sequence[int], limit: int, ahead: Ahead | None = None) -> None:
     """Make the plans and kernels of a generation before it begins, so that nothing holds up its text."""
     session.prepare(len(prompt))
     if limit not in (0, 1):
         length = session.lengths[0] + len(prompt) + 1
         session.executor(session.step(1, length, session.sequences))
+        if ahead is not None:
+            ahead.prepare(len(prompt))
 
 
 class Stops:

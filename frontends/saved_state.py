@@ -177,14 +177,9 @@ def _recent(session: Session, header: Mapping[str, object], lengths: Sequence[in
     return rows
 
 
-def _is_cache(session: Session, name: str) -> bool:
-    """Whether a state has a row for each cell of context (and the spare one), not one entry for each sequence."""
-    return bool(session.store.state(name).shape[0] == session.sequences * session.context + 1)
-
-
 def _expected(session: Session, name: str, lengths: Sequence[int]) -> tuple[int, ...]:
     shape = session.store.state(name).shape
-    return (sum(lengths), *shape[1:]) if _is_cache(session, name) else tuple(shape)
+    return (sum(lengths), *shape[1:]) if session.is_cache(name) else tuple(shape)
 
 
 def _rows(session: Session, lengths: Sequence[int]) -> npt.NDArray[np.int64]:
@@ -194,12 +189,12 @@ def _rows(session: Session, lengths: Sequence[int]) -> npt.NDArray[np.int64]:
 
 def _used(session: Session, name: str) -> npt.NDArray[np.float32]:
     whole = np.ascontiguousarray(session.store.state(name))
-    return whole[_rows(session, session.lengths)] if _is_cache(session, name) else whole
+    return whole[_rows(session, session.lengths)] if session.is_cache(name) else whole
 
 
 def _restore(session: Session, name: str, array: npt.NDArray[np.generic], lengths: Sequence[int]) -> None:
     view = session.store.state(name)
-    if _is_cache(session, name):
+    if session.is_cache(name):
         view[_rows(session, lengths)] = array
     else:
         view[...] = array

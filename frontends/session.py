@@ -84,6 +84,15 @@ class Group:
             demand(ModelError, "Group", name, getattr(self, name), kind)
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A point to which a session can go back: lengths, last tokens, and whatever is not kept cell by cell."""
+
+    lengths: tuple[int, ...]
+    recent: tuple[list[int], ...]
+    states: Mapping[str, F32]
+
+
 class Session:
     """Runs batches of new tokens for a fixed number of sequences and remembers their states.
 
@@ -208,12 +217,13 @@ class Session:
                         rows.append(one)
         return [rows[0] if len(rows) == 1 else np.concatenate([self._nothing, *rows]) for rows in rows_of]
 
-    @needs(ModelError, tokens=whole(0))
-    def prepare(self, tokens: int) -> None:
-        """Make the plans and kernels that so many more tokens of sequence 0 need, before they come."""
+    @needs(ModelError, tokens=whole(0), behind=whole(0), every_position=BOOL)
+    def prepare(self, tokens: int, *, behind: int = 0, every_position: bool = False) -> None:
+        """Make the plans and kernels that so many more tokens of sequence 0 need, `behind` others, before they come."""
         for start in range(0, tokens, self.batch):
             count = min(self.batch, tokens - start)
-            self.executor(self.step(_bucket(count), self.lengths[0] + start + count, self.sequences))
+            outputs = self.sequences * (_bucket(count) if every_position else 1)
+            self.executor(self.step(_bucket(count), self.lengths[0] + behind + start + count, outputs))
 
     def _run(self, part: list[list[int]], every_position: bool, hidden: bool) -> list[F32]:
         count = _bucket(max(map(len, part)))
@@ -250,6 +260,31 @@ class Session:
                 )
 
     # -------------------------------------------------------------------------------------------------- plans
+
+    def is_cache(self, name: str) -> bool:
+        """Whether a state has a row for each cell of context (and a spare one), not one entry for each sequence."""
+        return bool(self.store.state(name).shape[0] == self.sequences * self.context + 1)
+
+    def mark(self) -> Mark:
+        """Where the session is now.  Caches need no copy: cells behind the end of a sequence are not read."""
+        with self.store.turn:
+            states = {n: np.array(self.store.state(n)) for n in self.store.states if not self.is_cache(n)}
+            return Mark(tuple(self.lengths), tuple(self.recent), states)
+
+    def back(self, mark: Mark, kept: Sequence[int]) -> None:
+        """Go back to a mark of this session, from which sequence 0 has read no tokens but `kept`, as its first ones.
+
+        Whatever is not kept cell by cell is restored, and those tokens are read once more.
+        """
+        idle: list[list[int]] = [[] for _ in range(self.sequences - 1)]
+        with self.store.turn:
+            for name, array in mark.states.items():
+                self.store.state(name)[...] = array
+            self.lengths, self.recent = list(mark.lengths), list(mark.recent)
+            if mark.states and kept:
+                self.evaluate([list(kept), *idle])
+            elif kept:
+                self.lengths[0] += len(kept)
 
     @needs(ModelError, tokens=COUNT, length=COUNT, outputs=COUNT)
     def step(self, tokens: int, length: int, outputs: int = 1) -> Step:

@@ -9,8 +9,9 @@ import sys
 from collections.abc import Iterator
 
 from ...scheduler import nbytes_text
-from ..arguments import logit_bias, seed
+from ..arguments import logit_bias, positive, seed
 from ..conversation import Conversation
+from ..drafting import Ahead, Draft, check_tokens
 from ..errors import ModelError
 from ..generate import Timing, generate, prepare, stream_text
 from ..gguf.chat import chat_template
@@ -28,6 +29,7 @@ from .flags import session_flags, session_of, traced
 OPENING = "It is a truth universally acknowledged, that"
 """What the embedded model continues if nobody says otherwise."""
 NEW_TOKENS = 128
+GUESSES = 4
 
 
 def flags(sub: argparse.ArgumentParser) -> None:
@@ -44,6 +46,8 @@ def flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("-sys", "--system-prompt", dest="system", metavar="TEXT", help="what a talk begins with")
     sub.add_argument("--save-state", metavar="FILE", help="keep the session's state, to go on later")
     sub.add_argument("--load-state", metavar="FILE", help="go on from a saved state, on any number of devices")
+    sub.add_argument("-md", "--model-draft", dest="draft", metavar="FILE", help="small model that guesses ahead")
+    sub.add_argument("--draft-max", type=positive, metavar="N", help="tokens that it guesses each time (4)")
     sub.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
     session_flags(sub)
 
@@ -96,12 +100,21 @@ def complete(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, sampl
         new = before[session.lengths[0] :] + tokens  # the last token that was shown has not been read yet
         if not new and before:
             raise ModelError(f"{args.load_state}: its text has come to an end; give more of it with -p")
-        prepare(session, new, limit)
+        ahead = ahead_of(args, session)
+        prepare(session, new, limit, ahead)
     before = before[: session.lengths[0]]
     known, timing = before + new, Timing()
     stop = frozenset() if args.ignore_eos else tokenizer.eos_ids
     continued = generate(
-        session, new, limit=limit, sampling=sampling, seed=args.seed, stop=stop, timing=timing, before=before
+        session,
+        new,
+        limit=limit,
+        sampling=sampling,
+        seed=args.seed,
+        stop=stop,
+        timing=timing,
+        before=before,
+        ahead=ahead,
     )
     write(text)
     with traced(session, args.trace):
@@ -112,7 +125,7 @@ def complete(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, sampl
             write("\n")
     if args.save_state:
         save_state(session, [known], args.save_state)
-    log(f"{timing}; {memory_text(session)}{seed_text(args)}")
+    log(f"{timing}; {draft_text(ahead)}{memory_text(session)}{seed_text(args)}")
     return 0
 
 
@@ -131,10 +144,11 @@ def chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, sampling:
     limit = -1 if args.predict is None else args.predict
     with compiling_shown():
         session = session_of(args, model, context_for(model, 0, args.context))
-        prepare(session, [], limit)
+        ahead = ahead_of(args, session)
+        prepare(session, [], limit, ahead)
     stop = frozenset() if args.ignore_eos else tokenizer.eos_ids
     conversation = Conversation(
-        session, tokenizer, limit=limit, sampling=sampling, seed=args.seed, stop=stop, system=args.system
+        session, tokenizer, limit=limit, sampling=sampling, seed=args.seed, stop=stop, system=args.system, ahead=ahead
     )
     with traced(session, args.trace):
         if message is None:
@@ -145,8 +159,26 @@ def chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, sampling:
                     write(piece)
             finally:
                 write("\n")
-    log(f"{conversation.timing}; {memory_text(session)}{seed_text(args)}")
+    log(f"{conversation.timing}; {draft_text(ahead)}{memory_text(session)}{seed_text(args)}")
     return 0
+
+
+def ahead_of(args: argparse.Namespace, session: Session) -> Ahead | None:
+    """The draft model of -md, on the devices of the model for which it guesses."""
+    if args.draft is None:
+        if args.draft_max is not None:
+            raise ModelError(f"--draft-max {args.draft_max} is for a draft model; name one with -md")
+        return None
+    model = open_model(args.draft)
+    check_tokens(session.model, model)
+    if not session.model.is_causal or not model.is_causal:
+        raise ModelError("a model that sees all tokens at once (diffusion) has no steps; leave out -md")
+    context = min(session.context, model.context_length)
+    return Ahead(session, Draft(session_of(args, model, context)), args.draft_max or GUESSES)
+
+
+def draft_text(ahead: Ahead | None) -> str:
+    return f"{ahead.accepted}; " if ahead else ""
 
 
 def prompt_text(args: argparse.Namespace, default: str | None) -> str:
