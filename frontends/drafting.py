@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import ModelError
+from .gguf import Array
 from .models import Model
 from .session import Mark, Session
 
@@ -105,9 +106,10 @@ class Ahead:
 
 def check_tokens(model: Model, draft: Model) -> None:
     """Raises `ModelError` unless a draft model has the tokens of the model for which it guesses."""
-    key, sizes = "tokenizer.ggml.tokens", (model.vocabulary_size, draft.vocabulary_size)
-    lists = [m.gguf.metadata.get(key) for m in (model, draft)]
-    if sizes[0] != sizes[1] or list(lists[0] or ()) != list(lists[1] or ()):  # type: ignore[call-overload]
+    sizes = model.vocabulary_size, draft.vocabulary_size
+    lists = [m.gguf.metadata.get("tokenizer.ggml.tokens") for m in (model, draft)]
+    words, others = (list(tokens) if isinstance(tokens, Array) else [] for tokens in lists)
+    if sizes[0] != sizes[1] or words != others:
         raise ModelError(
             f"{draft.gguf.path}: its {sizes[1]} tokens are not the {sizes[0]} tokens of {model.gguf.path}; "
             "a draft model needs the same vocabulary"
