@@ -13,6 +13,7 @@ from .errors import ModelError
 from .gguf import open_gguf
 from .models import Model, load_model
 from .session import DEFAULT_BATCH, DEFAULT_CONTEXT, Group, Progress, Session, check_context
+from .watch import Watch
 
 EMBEDDED = "hocket-tiny-q8_0.gguf"
 
@@ -30,7 +31,9 @@ def open_model(path: str | Path | None, *, header_only: bool = False) -> Model:
         return load_model(open_gguf(embedded, header_only=header_only))
 
 
-def open_session(model: Model, *, on: Group, context: int | None = None, batch: int = DEFAULT_BATCH) -> Session:
+def open_session(
+    model: Model, *, on: Group, context: int | None = None, batch: int = DEFAULT_BATCH, watch: Watch | None = None
+) -> Session:
     """A session of one sequence; a bar on stderr shows the bytes loaded, if that is a terminal."""
     with tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc="load", leave=False, disable=None) as bar:
 
@@ -38,7 +41,7 @@ def open_session(model: Model, *, on: Group, context: int | None = None, batch: 
             bar.total = progress.total
             bar.update(progress.done - bar.n)
 
-        return Session(model, on=on, context=context, batch=batch, on_progress=show)
+        return Session(model, on=on, context=context, batch=batch, watch=watch, on_progress=show)
 
 
 def context_for(model: Model, tokens: int, asked: int | None, *, default: int = DEFAULT_CONTEXT) -> int:

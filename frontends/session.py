@@ -13,7 +13,7 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from ..backends.base import THREADS, Backend, Device, group_of
+from ..backends.base import THREADS, Backend, Device, find, group_of
 from ..graph.arguments import ANY, BOOL, CALLABLE, NONE, TEXT, Kind, a, demand, list_of, needs, pair_of, real, whole
 from ..graph.arrays import numbers
 from ..graph.dtypes import DType
@@ -21,9 +21,24 @@ from ..graph.graph import Graph
 from ..graph.node import Node, Value
 from ..graph.rewrite import rewrite
 from ..graph.spec import Spec
-from ..scheduler import Executor, Host, InterruptsKept, Plan, Store, Trace, plan_for, shortage
+from ..scheduler import (
+    Difference,
+    Executor,
+    Host,
+    InterruptsKept,
+    Judge,
+    Plan,
+    Store,
+    Trace,
+    matching,
+    observed,
+    plan_for,
+    shortage,
+    taken,
+)
 from .errors import ModelError
 from .models import Batch, Model, Step
+from .watch import Seen, Watch
 
 F32 = npt.NDArray[np.float32]
 WIRES = {str(dtype): dtype for dtype in (DType.F32, DType.BF16)}
@@ -112,6 +127,7 @@ class Session:
         sequences=COUNT,
         context=COUNT | NONE,
         batch=COUNT,
+        watch=a(Watch) | NONE,
         on_progress=CALLABLE | NONE,
     )
     def __init__(
@@ -123,9 +139,10 @@ class Session:
         sequences: int = 1,
         context: int | None = None,
         batch: int = DEFAULT_BATCH,
+        watch: Watch | None = None,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> None:
-        self.model, self.sequences = model, sequences
+        self.model, self.sequences, self.watch = model, sequences, watch
         self.context = min(model.context_length, DEFAULT_CONTEXT) if context is None else context
         self.batch = min(batch, self.context)
         for name, value in (("sequences", sequences), ("context size", self.context), ("batch size", batch)):
@@ -148,6 +165,8 @@ class Session:
             self.group = like.group
             self._first = plan_for(self._graph(self._one), self.group, place=self._place, like=like._first)
             self.store = like.store.beside()
+        if watch is not None:
+            matching(self._first.graph, watch.pattern)  # a mistake should be known before weights are loaded
         self.lengths = [0] * sequences
         self.recent: list[list[int]] = [[] for _ in range(sequences)]
         self._nothing = np.zeros((0, model.vocabulary_size), np.float32)
@@ -222,11 +241,12 @@ class Session:
         """Make the plans and kernels that so many more tokens of sequence 0 need, `behind` others, before they come."""
         for start in range(0, tokens, self.batch):
             count = min(self.batch, tokens - start)
-            outputs = self.sequences * (_bucket(count) if every_position else 1)
-            self.executor(self.step(_bucket(count), self.lengths[0] + behind + start + count, outputs))
+            room = self._room(count)
+            outputs = self.sequences * (room if every_position else 1)
+            self.executor(self.step(room, self.lengths[0] + behind + start + count, outputs))
 
     def _run(self, part: list[list[int]], every_position: bool, hidden: bool) -> list[F32]:
-        count = _bucket(max(map(len, part)))
+        count = self._room(max(map(len, part)))
         longest = max(n + len(new) for n, new in zip(self.lengths, part, strict=True))
         wanted = [(i, t) for i, new in enumerate(part) for t in range(len(new))] if every_position else None
         outputs = self.sequences * count if every_position else self.sequences
@@ -234,14 +254,20 @@ class Session:
         executor = self._executors.get(step) or self.executor(step)
         inputs = self.model.inputs(step, Batch(part, self.lengths, wanted, self.recent))
         with InterruptsKept():  # states and lengths belong together
-            logits = executor.run(inputs)["hidden" if hidden else "logits"]
-            self.lengths = [n + len(new) for n, new in zip(self.lengths, part, strict=True)]
-            if most := self.model.remembers:
-                self.recent = [[*old, *new][-most:] for old, new in zip(self.recent, part, strict=True)]
+            given = executor.run(inputs)
+            logits = given["hidden" if hidden else "logits"]
+            self._advance(part)
+        if self.watch is not None:
+            self.watch.see(Seen.of(taken(given), self.lengths[0] - len(part[0]), len(part[0])))
         if not every_position:
             return [logits[i : i + 1] for i in range(self.sequences)]
         ends = np.cumsum([len(new) for new in part])
         return [logits[end - len(new) : end] for end, new in zip(ends, part, strict=True)]
+
+    def _advance(self, part: Sequence[Sequence[int]]) -> None:
+        self.lengths = [n + len(new) for n, new in zip(self.lengths, part, strict=True)]
+        if most := self.model.remembers:
+            self.recent = [[*old, *new][-most:] for old, new in zip(self.recent, part, strict=True)]
 
     def _check(self, tokens: Sequence[Sequence[int]]) -> None:
         if len(tokens) != self.sequences:
@@ -295,12 +321,32 @@ class Session:
         cells = min(self.context, max(FEWEST_CELLS, _bucket(length)))
         return _step(self.sequences, tokens, cells, self.context, outputs, hidden)
 
+    def _room(self, tokens: int) -> int:
+        """The tokens of the step that runs so many: where values are watched no more, so that nothing is padded."""
+        return _bucket(tokens) if self.watch is None else tokens
+
     @needs(ModelError, step=a(Step))
     def plan(self, step: Step) -> Plan:
-        """The plan of a step, over the weights and states as they lie."""
-        if step == self._one:
+        """The plan of a step, over the weights and states as they lie; what is watched is among its outputs."""
+        if step == self._one and self.watch is None:
             return self._first
-        return plan_for(self._graph(step), self.group, place=self._place, like=self._first)
+        graph = self._graph(step)
+        if self.watch is not None:
+            graph = observed(graph, matching(graph, self.watch.pattern))
+        return plan_for(graph, self.group, place=self._place, like=self._first)
+
+    @needs(ModelError, tokens=list_of(ANY, "a sequence of tokens"), device=TEXT)
+    def judge(self, tokens: Sequence[int], device: str) -> Iterator[Difference]:
+        """Append new tokens to the one sequence, in one step, and compare every value with what another device makes of
+        the values before it; see `hocket.scheduler.Judge`.  Raises `ModelError`, `PlanError` or `BackendError`."""
+        given = token_ids(0, tokens)
+        with self.store.turn:
+            self._check([given])
+            step = self.step(len(given), self.lengths[0] + len(given))
+            raw = {name: tensor.raw for name, tensor in self.model.gguf.tensors.items()}
+            judge = Judge(self.plan(step), self.store, raw, find(device), place=self._place)
+            yield from judge.run(self.model.inputs(step, Batch([given], self.lengths, None, self.recent)))
+            self._advance([given])
 
     @needs(ModelError, step=a(Step))
     def executor(self, step: Step) -> Executor:

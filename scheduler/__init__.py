@@ -5,6 +5,9 @@ it, `running` runs it, `telling` says it in words and JSON.  What other folders 
 """
 
 from .at_once import run as run
+from .comparing import Difference as Difference
+from .comparing import Judge as Judge
+from .comparing import surroundings as surroundings
 from .fits import memory_problem as memory_problem
 from .fits import shortage as shortage
 from .hardware import CPU as CPU
@@ -12,6 +15,10 @@ from .hardware import Hardware as Hardware
 from .layout import Layout as Layout
 from .lowering.lane import Lane as Lane
 from .lowering.lower import lower as lower
+from .observing import Statistics as Statistics
+from .observing import matching as matching
+from .observing import observed as observed
+from .observing import taken as taken
 from .plan import Host as Host
 from .plan import Plan as Plan
 from .planner import SPLIT_MODES as SPLIT_MODES

@@ -15,6 +15,7 @@ from ..open import open_session
 from ..output import log
 from ..session import DEFAULT_BATCH, Group, Session
 from ..threads import set_threads
+from ..watch import Watch
 
 DEVICES = "where to run, as cpu:0,cpu:1; parts of one device are cuda:0.0,cuda:0.1 (cpu:0)"
 
@@ -32,6 +33,9 @@ def session_flags(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--cache-dir", metavar="DIR", help="where compiled kernels are kept (~/.cache/hocket)")
     trace_flag(sub)
+    sub.add_argument(
+        "--watch", metavar="REGEX", help="print statistics of values with such names after each step, to stderr"
+    )
 
 
 def group_flags(sub: argparse.ArgumentParser, where: argparse._ActionsContainer) -> None:
@@ -101,11 +105,16 @@ def group_of(args: argparse.Namespace, **others: Any) -> Group:
     return Group(args.devices, args.split_mode, args.tensor_split, tuple(args.place), **others)
 
 
-def session_of(args: argparse.Namespace, model: Model, context: int) -> Session:
-    """A session as `session_flags` describe it."""
+def watch_of(args: argparse.Namespace) -> Watch | None:
+    """What is watched, and printed."""
+    return None if args.watch is None else Watch(args.watch, lambda seen: log("\n".join(seen.lines())))
+
+
+def session_of(args: argparse.Namespace, model: Model, context: int, *, watched: bool = True) -> Session:
+    """A session as `session_flags` describe it; one that is not `watched` shows nothing of what it computes."""
     if args.cache_dir:
         os.environ["HOCKET_CACHE_DIR"] = args.cache_dir  # read where the first kernel is compiled
     if args.threads:
         set_threads(args.threads)
     group = group_of(args, threads=args.threads, exact=args.exact, fast=args.fast, wire=args.wire)
-    return open_session(model, on=group, context=context, batch=args.batch)
+    return open_session(model, on=group, context=context, batch=args.batch, watch=watch_of(args) if watched else None)

@@ -6,8 +6,9 @@ import argparse
 import secrets
 import select
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from ...backends.base import find
 from ...scheduler import nbytes_text
 from ..arguments import logit_bias, positive, seed
 from ..conversation import Conversation
@@ -48,6 +49,12 @@ def flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--load-state", metavar="FILE", help="go on from a saved state, on any number of devices")
     sub.add_argument("-md", "--model-draft", dest="draft", metavar="FILE", help="small model that guesses ahead")
     sub.add_argument("--draft-max", type=positive, metavar="N", help="tokens that it guesses each time (4)")
+    sub.add_argument(
+        "--compare",
+        metavar="DEVICE",
+        help="write nothing, but find the first value of the prompt that is not what this device, as reference:0, "
+        "makes of the values before it",
+    )
     sub.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
     session_flags(sub)
 
@@ -86,6 +93,8 @@ def run(args: argparse.Namespace) -> int:
         args.seed = secrets.randbits(31)
     model = open_model(args.model)
     tokenizer = tokenizer_from_metadata(model.gguf.metadata)
+    if args.compare is not None:
+        return compare(args, model, tokenizer)
     return (chat if args.chat else complete)(args, model, tokenizer, sampling)
 
 
@@ -127,6 +136,38 @@ def complete(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, sampl
         save_state(session, [known], args.save_state)
     log(f"{timing}; {draft_text(ahead)}{memory_text(session)}{seed_text(args)}")
     return 0
+
+
+def compare(args: argparse.Namespace, model: Model, tokenizer: Tokenizer) -> int:
+    """Print the first value of the prompt that differs, with the graph around it; of its last token by itself, which
+    other kernels run.  1 if there is one."""
+    if clash := [
+        flag for flag in ("chat", "trace", "watch", "save_state", "load_state", "draft") if getattr(args, flag)
+    ]:
+        raise ModelError(
+            f"--compare does not go with --{clash[0].replace('_', '-').replace('draft', 'model-draft')}; leave out one of the two"
+        )
+    find(args.compare)  # whether it exists should be known before weights are loaded
+    tokens = tokenizer.encode(prompt_text(args, OPENING if args.model is None else None), parse_special=True)
+    with compiling_shown():
+        session = session_of(args, model, context_for(model, len(tokens), args.context or max(len(tokens), 1)))
+        for part in filter(None, (tokens[:-1], tokens[-1:])):
+            said, is_wrong = judged(session, part, args.compare)
+            write(f"{len(part)} token{'s' * (len(part) > 1)}: {said}\n")
+            if is_wrong:
+                return 1
+    return 0
+
+
+def judged(session: Session, tokens: Sequence[int], device: str) -> tuple[str, bool]:
+    """What a comparison of one step finds, and whether a value is wrong."""
+    count, nearest = 0, None
+    for found in session.judge(tokens, device):
+        if found.is_wrong:
+            return f"the first value that {device} has otherwise is\n{found}\n\n{found.around}", True
+        count += 1
+        nearest = max(nearest or found, found, key=lambda d: d.share)
+    return f"{count} values are as on {device}" + (f"; nearest to its limit is {nearest}" if nearest else ""), False
 
 
 def recorded(tokens: Iterator[int], known: list[int]) -> Iterator[int]:
@@ -174,7 +215,7 @@ def ahead_of(args: argparse.Namespace, session: Session) -> Ahead | None:
     if not session.model.is_causal or not model.is_causal:
         raise ModelError("a model that sees all tokens at once (diffusion) has no steps; leave out -md")
     context = min(session.context, model.context_length)
-    return Ahead(session, Draft(session_of(args, model, context)), args.draft_max or GUESSES)
+    return Ahead(session, Draft(session_of(args, model, context, watched=False)), args.draft_max or GUESSES)
 
 
 def draft_text(ahead: Ahead | None) -> str:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import numpy.typing as npt
 
 from ...backends.base import Array, Comm, Measures, Program, Timed
@@ -18,6 +19,7 @@ from ...graph.attrs import quote
 from ...graph.dtypes import DType
 from ...graph.errors import BackendError, PlanError, StepError
 from ...ops.quants import decoded, encoded
+from ..layout import Replicate
 from ..plan import Plan
 from .comm import Alone, Meeting
 from .interrupts import InterruptsKept
@@ -101,6 +103,18 @@ class Executor:
                 name: assembled(shape, self.plan.outputs[name], [self._output(name, i) for i in everywhere])
                 for name, shape in self._shapes.items()
             }
+
+    @needs(PlanError, name=TEXT)
+    def copies(self, name: str) -> list[Array]:
+        """An output of the last run from each device that has all of it, else put together.  Raises `PlanError` for a
+        name that no output has."""
+        if name not in self._shapes:
+            raise PlanError(f"there is no output {quote(name):.60}; outputs: {', '.join(self._shapes)}")
+        parts = [self._output(name, i) for i in range(len(self._outputs))]
+        layout = self.plan.outputs[name]
+        if isinstance(layout, Replicate):
+            return [np.array(part) for part in parts]
+        return [assembled(self._shapes[name], layout, parts)]
 
     def _output(self, name: str, number: int) -> Any:
         """What a device has of an output, None if nothing."""
