@@ -115,7 +115,8 @@ class Session:
     replayed; all plans share weights and states.  Raises `ModelError` where the request does not fit the model.
     Threads that share a session take turns, one call after the other; sessions of their own run side by side.  A
     session made `like` another of the same model and group reads its weights, and has states of its own.
-    `recent` are the last tokens of each sequence that some models need.  `planning` is the seconds that plans have
+    What `watch` names is told after every step.  `recent` are the last tokens of each sequence that some models need.
+    `planning` is the seconds that plans have
     taken so far, with the kernels that had to be compiled for them.
     """
 
