@@ -30,6 +30,8 @@ from .flags import session_flags, session_of, traced
 OPENING = "It is a truth universally acknowledged, that"
 """What the embedded model continues if nobody says otherwise."""
 NEW_TOKENS = 128
+ALONE = ("chat", "trace", "watch", "save_state", "load_state", "predict")
+"""Flags that say nothing of a comparison."""
 GUESSES = 4
 
 
@@ -141,12 +143,8 @@ def complete(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, sampl
 def compare(args: argparse.Namespace, model: Model, tokenizer: Tokenizer) -> int:
     """Print the first value of the prompt that differs, with the graph around it; of its last token by itself, which
     other kernels run.  1 if there is one."""
-    if clash := [
-        flag for flag in ("chat", "trace", "watch", "save_state", "load_state", "draft") if getattr(args, flag)
-    ]:
-        raise ModelError(
-            f"--compare does not go with --{clash[0].replace('_', '-').replace('draft', 'model-draft')}; leave out one of the two"
-        )
+    if clash := [f"--{name.replace('_', '-')}" for name in ALONE if getattr(args, name)]:
+        raise ModelError(f"--compare writes no text, so {clash[0]} has no meaning beside it; leave out one of the two")
     find(args.compare)  # whether it exists should be known before weights are loaded
     tokens = tokenizer.encode(prompt_text(args, OPENING if args.model is None else None), parse_special=True)
     with compiling_shown():

@@ -66,10 +66,10 @@ def test_the_first_wrong_kernel_is_named_with_the_graph_around_it(capsys, monkey
         (["--watch", "("], "is no regular expression"),
         (["--watch", "nobody"], "no value has 'nobody' in its name"),
         (["--compare", "nowhere:0"], "no backend for device kind 'nowhere'"),
-        (["--compare", "reference:0", "--chat"], "--compare does not go with --chat"),
+        (["--compare", "reference:0", "--chat"], "--compare writes no text, so --chat has no meaning"),
     ],
 )
 def test_what_cannot_be_seen_is_one_line(words, said, capsys):
-    assert main(["run", TINY, "-p", "It is", "-n", "1", *words]) == 2
+    assert main(["run", TINY, "-p", "It is", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
