@@ -29,7 +29,7 @@ class Seen:
         """A table, a line a value."""
         last = self.first + self.tokens - 1
         where = f"token {self.first}" if self.tokens == 1 else f"tokens {self.first} to {last}"
-        rows = [(where, "shape", "min", "max", "mean", "norm", "NaN")]
+        rows: list[tuple[str, ...]] = [(where, "shape", "min", "max", "mean", "norm", "NaN")]
         for name, s in self.values.items():
             numbers = (f"{x:.6g}" for x in (s.least, s.most, s.mean, s.norm))
             rows.append((f"%{name}", f"[{','.join(map(str, s.shape))}]", *numbers, str(s.nans)))
