@@ -174,6 +174,7 @@ def cases() -> Iterator[tuple[str, Case]]:
         for name, value in INPUTS.items():
             yield f"Executor.run {device} {name}", (with_one(run.run, INPUTS, name), {"value": value})
     yield "Executor.kernels", (executor().kernels, {"device": 0})
+    yield "Executor.copies", (executor().copies, {"name": next(iter(graph.outputs))})
     yield "Plan.explain", (plan().explain, {"steps": False})
     yield "Plan.view", (plan().view, {"title": "a plan"})
     more = {"hardware": scheduler.CPU, "choose": None, "host": None}
@@ -213,6 +214,7 @@ def cases_of_models() -> Iterator[tuple[str, Case]]:
     yield "Session.step", (session().step, {"tokens": 1, "length": 1, "outputs": 1})
     yield "Session.plan", (session().plan, {"step": session().step(1, 1)})
     yield "Session.executor", (session().executor, {"step": session().step(1, 1)})
+    yield "Session.judge", (lambda **given: list(session().judge(**given)), {"tokens": [1], "device": "reference:0"})
     yield "Session.reset", (session().reset, {"sequence": 0})
     yield "Step", (Step, {"sequences": 1, "tokens": 1, "cells": 8, "context": 8, "outputs": 1})
     right = {"prompt": [1], "limit": 1, "sampling": Sampling(), "seed": 0, "stop": frozenset([5]), "timing": None}
