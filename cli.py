@@ -10,13 +10,17 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 
 from . import __version__
 from .frontends.arguments import Parser, one_line
 from .frontends.commands import COMMANDS
 from .frontends.output import log, write
+from .frontends.rank import run_rank
 from .graph.errors import HocketError
+from .ranks import ALONE, World
+from .ranks.launch import launched
 
 SHARING = (
     "Commands that run or plan a model take --devices, --split-mode, --tensor-split and --place REGEX=DEVICE (what has "
@@ -27,6 +31,8 @@ SHARING = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; usage errors exit."""
     words = sys.argv[1:] if argv is None else list(argv)
+    if launch := launched():
+        return run_rank(launch, partial(_run, words), _said, debug="--debug" in words)
     try:
         return _guarded(words)
     except BrokenPipeError:
@@ -56,7 +62,7 @@ def _guarded(words: Sequence[str]) -> int:
         return 2
 
 
-def _run(words: Sequence[str]) -> int:
+def _run(words: Sequence[str], world: World = ALONE) -> int:
     parser = build_parser(words)
     args = parser.parse_args(words)
     if args.version:
@@ -64,6 +70,9 @@ def _run(words: Sequence[str]) -> int:
         return 0
     if "run" not in args:
         parser.error("no command given")
+    if world.rank and not args.in_ranks:
+        return 0
+    args.world = world
     return int(args.run(args))
 
 
@@ -81,7 +90,7 @@ def build_parser(words: Sequence[str]) -> Parser:
             command = import_module(f".frontends.commands.{name}", __package__)
             command.flags(sub)
             sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
-            sub.set_defaults(run=command.run)
+            sub.set_defaults(run=command.run, in_ranks=sub.get_default("in_ranks") or False)
     return parser
 
 

@@ -32,7 +32,8 @@ GROUP = "hocket.backends"
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One thing that runs programs: ``cpu:0``; or a part of one, ``cuda:0.1``, which shares its memory with the others.
+    """One thing that runs programs: ``cpu:0``; or a part of one, ``cuda:0.1``, which shares its memory with the others;
+    or ``cpu:0@1``, one of the process that is number `rank` of several.
 
     `memory` is in bytes and of the whole, None where unknown.  Devices with the same `memory_of` share one memory, as
     all virtual ones of this machine do; one that names none shares its memory with its own parts only.
@@ -44,9 +45,11 @@ class Device:
     description: str = ""
     part: int | None = None
     memory_of: str = ""
+    rank: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.kind}:{self.index}" + ("" if self.part is None else f".{self.part}")
+        part, rank = "" if self.part is None else f".{self.part}", "" if self.rank is None else f"@{self.rank}"
+        return f"{self.kind}:{self.index}{part}{rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,15 @@ class Program:
         return sum(b.nbytes for b in self.buffers if b.kind == kind)
 
 
+@dataclass(frozen=True, slots=True)
+class Slabs:
+    """Memory of several processes in which compiled code sums float32: a `board` of words, like `Comm.board`, and in
+    `floats`, ``[2, devices, n]``, two slabs for each device, used in turn."""
+
+    board: npt.NDArray[np.int64]
+    floats: npt.NDArray[np.float32]
+
+
 class Comm(Protocol):
     """One device's end of a group.  All members call the same operations in the same order.
 
@@ -156,8 +168,10 @@ class Comm(Protocol):
     """Memory that all members share for collectives of compiled code, ``16 + 8 * size`` words that begin as zeros; None
     where they share none, or where not all of them are compiled.  Word `BOARD_FAILED` is set when a member fails, word
     `BOARD_RUN` counts the runs that have ended."""
+    slabs: Slabs | None
+    """What members in several processes of one machine share instead; None where they share none."""
     devices: Sequence[Device]
-    """The members' devices; they are known where there is a board."""
+    """The members' devices; they are known where there is a board, or are slabs."""
     wire: DType
     """What large sums of float32 may be sent in between devices with memories of their own: `F32`, or `BF16`, each of
     whose roundings takes up to 2**-8 of a value.  With N devices a sum is then off by at most ``(N + 1) * 2**-8`` of
@@ -342,19 +356,23 @@ def _is_number(text: str) -> bool:
 
 @needs(BackendError, name=TEXT)
 def find(name: str) -> tuple[Backend, Device]:
-    """Backend and device of a name like ``cpu:0`` (or ``cpu``, its first), or of a part, as ``cuda:0.1``.
+    """Backend and device of a name like ``cpu:0`` (or ``cpu``, its first), of a part, as ``cuda:0.1``, or of one of
+    several processes, as ``cpu:0@1``: what is known of that device is then what is known of one like it here.
 
     Raises `BackendError`.
     """
-    kind, _, numbers = name.partition(":")
+    here, at, rank = name.partition("@")
+    kind, _, numbers = here.partition(":")
     index, dot, part = numbers.partition(".")
+    if at and not _is_number(rank):
+        raise BackendError(f"device {shown(name)}: after the @ comes the number of a process, as in {kind}:0@1")
     if (numbers and not _is_number(index)) or (dot and not _is_number(part)):
         raise BackendError(
             f"device {shown(name)}: after the colon comes a number, as in {kind}:0, or {kind}:0.1 for a part"
         )
     backend = load(kind)
     device = backend.device(int(index or 0))
-    return backend, replace(device, part=int(part)) if dot else device
+    return backend, replace(device, part=int(part) if dot else None, rank=int(rank) if at else None)
 
 
 THREADS = whole(1, 1 << 16) | NONE
@@ -366,5 +384,10 @@ def group_of(names: Sequence[str], threads: int | None = None) -> list[tuple[Bac
 
     Raises `BackendError`.
     """
-    count = threads or max(1, (os.cpu_count() or 1) // max(1, len(names)))
+    count = threads_for(len(names), threads)
     return [(backend.with_threads(count), device) for backend, device in map(find, names)]
+
+
+def threads_for(devices: int, asked: int | None = None) -> int:
+    """The threads of each of so many devices of this machine: those asked for, or their share of the processors."""
+    return asked or max(1, (os.cpu_count() or 1) // max(1, devices))

@@ -93,8 +93,9 @@ def generate(
     `before` are the tokens that the sequence has already: penalties count them.  What is drawn depends on the seed and
     on the position alone, so a text that is continued later goes on as it would have.  The last token given out is not
     evaluated; with `limit` 0 that is the last of the prompt.  Ends before a token of `stop`, which is not given out.
-    A draft may look `ahead`, which changes no token.  Raises `ModelError` if the prompt is empty or longer than the
-    context, or if the context fills up before `limit`.
+    In several processes all take the token that rank 0 draws.  A draft may look `ahead`, which changes no token.
+
+    Raises `ModelError` if the prompt is empty or longer than the context, or if the context fills up before `limit`.
     """
     idle: list[list[int]] = [[] for _ in range(session.sequences - 1)]
     settings = Drawing(limit, sampling, seed, stop)
@@ -159,7 +160,7 @@ def draw(
         new: list[list[int]] = [[] for _ in prompts]
         for i in sorted(active):
             rng = np.random.default_rng([drawing.seed, len(known[i])]) if sampling.temperature else same  # 20 us
-            token = sampling.choose(rows[i][-1], rng, known[i])
+            token = agreed(session, sampling.choose(rows[i][-1], rng, known[i]))
             if token in drawing.stop:
                 active.discard(i)
                 continue
@@ -179,6 +180,13 @@ def draw(
         # The first new tokens came from the prefill's logits; what is timed here are the runs after it.
         timing.new_tokens += len(active)
         timing.decode, timing.planning = clock() - start, session.planning - planned
+
+
+def agreed(session: Session, token: int) -> int:
+    """The token of rank 0: machines that are not alike may round differently, and draw another one."""
+    if session.world.size == 1:
+        return token
+    return int.from_bytes(session.world.from_first(lambda: token.to_bytes(8, "little")), "little")
 
 
 def prepare(session: Session, prompt: Sequence[int], limit: int, ahead: Ahead | None = None) -> None:

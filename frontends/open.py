@@ -9,6 +9,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from ..graph.arguments import BOOL, NONE, a, needs
+from ..ranks import ALONE, World
 from .errors import ModelError
 from .gguf import open_gguf
 from .models import Model, load_model
@@ -32,7 +33,13 @@ def open_model(path: str | Path | None, *, header_only: bool = False) -> Model:
 
 
 def open_session(
-    model: Model, *, on: Group, context: int | None = None, batch: int = DEFAULT_BATCH, watch: Watch | None = None
+    model: Model,
+    *,
+    on: Group,
+    context: int | None = None,
+    batch: int = DEFAULT_BATCH,
+    watch: Watch | None = None,
+    world: World = ALONE,
 ) -> Session:
     """A session of one sequence; a bar on stderr shows the bytes loaded, if that is a terminal."""
     with tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc="load", leave=False, disable=None) as bar:
@@ -41,7 +48,7 @@ def open_session(
             bar.total = progress.total
             bar.update(progress.done - bar.n)
 
-        return Session(model, on=on, context=context, batch=batch, watch=watch, on_progress=show)
+        return Session(model, on=on, context=context, batch=batch, watch=watch, on_progress=show, world=world)
 
 
 def context_for(model: Model, tokens: int, asked: int | None, *, default: int = DEFAULT_CONTEXT) -> int:

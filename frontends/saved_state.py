@@ -6,7 +6,6 @@ model, which sequences and how long they are.  Nothing is unpickled.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -14,6 +13,7 @@ import re
 import struct
 import tempfile
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 from zipfile import ZIP_STORED, BadZipFile, ZipFile
@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from ..graph.arguments import ANY, a, list_of, needs
 from .errors import ModelError
-from .models import Model
+from .identity import model_digest
 from .session import Session, token_ids
 
 FORMAT = "hocket-state-2"
@@ -35,19 +35,10 @@ ARRAY = re.compile(
 """How `numpy.save` begins a dense array of float32 or bytes."""
 
 
-def model_digest(model: Model) -> str:
-    """What a saved state must share with the model that goes on: architecture, tensors, their shapes and sizes."""
-    sha = hashlib.sha256(model.architecture.encode())
-    for name, tensor in sorted(model.gguf.tensors.items()):
-        sha.update(f"{name} {tensor.shape} {tensor.dtype}".encode())
-        if tensor.nbytes <= 1 << 16:  # norms and biases tell two fine-tunings of one shape apart
-            sha.update(tensor.raw.tobytes())
-    return sha.hexdigest()
-
-
 @needs(ModelError, session=a(Session), tokens=list_of(ANY, "a sequence of sequences of tokens"), path=a(str, Path))
 def save_state(session: Session, tokens: Sequence[Sequence[int]], path: str | Path) -> None:
-    """Write what `session` remembers, and the tokens of each sequence, to `path` (whole or not at all).
+    """Write what `session` remembers, and the tokens of each sequence, to `path` (whole or not at all).  In several
+    processes all call it, and rank 0 writes.
 
     Raises `OSError` if it cannot be written.
     """
@@ -61,6 +52,8 @@ def save_state(session: Session, tokens: Sequence[Sequence[int]], path: str | Pa
             "tokens": [token_ids(i, row) for i, row in enumerate(tokens)],
         }
         arrays = {f"state/{name}": _used(session, name) for name in session.store.states}
+    if session.world.rank:
+        return
     path = Path(path)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
         try:
@@ -77,11 +70,12 @@ def save_state(session: Session, tokens: Sequence[Sequence[int]], path: str | Pa
 def load_state(session: Session, path: str | Path) -> list[list[int]]:
     """Put `session` where the saved one was and return the tokens of each sequence.
 
-    The session may have another context size, number of devices or split.  Raises `ModelError` for a damaged file, one
+    The session may have another context size, number of devices or processes, or split; of several processes rank 0
+    reads.  Raises `ModelError` for a damaged file, one
     of another model or other sequences, or one that does not fit the context; the session is then as before.
     """
     try:
-        header, arrays = _read(Path(path))
+        header, arrays = _read(session.world.from_first(Path(path).read_bytes))
         lengths, tokens = _checked(session, header)
         recent = _recent(session, header, lengths)
         wanted = {name: _expected(session, name, lengths) for name in session.store.states}
@@ -100,10 +94,8 @@ def load_state(session: Session, path: str | Path) -> list[list[int]]:
     return tokens
 
 
-def _read(path: Path) -> tuple[Mapping[str, object], dict[str, npt.NDArray[np.generic]]]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        members = _members(file, size)
+def _read(saved: bytes) -> tuple[Mapping[str, object], dict[str, npt.NDArray[np.generic]]]:
+    members = _members(BytesIO(saved), len(saved))
     try:
         header = json.loads(_array("header.npy", members.pop("header.npy"), "|u1").tobytes())
     except RecursionError:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
-from ..backends.base import THREADS, Backend, Device, find, group_of
-from ..graph.arguments import ANY, BOOL, CALLABLE, NONE, TEXT, Kind, a, demand, list_of, needs, pair_of, real, whole
+from ..backends.base import Backend, Device, find
+from ..graph.arguments import ANY, BOOL, CALLABLE, NONE, TEXT, Kind, a, demand, list_of, needs, whole
 from ..graph.arrays import numbers
-from ..graph.dtypes import DType
 from ..graph.graph import Graph
 from ..graph.node import Node, Value
 from ..graph.rewrite import rewrite
 from ..graph.spec import Spec
+from ..ranks import ALONE, World
 from ..scheduler import (
     Difference,
     Executor,
@@ -36,12 +34,14 @@ from ..scheduler import (
     shortage,
     taken,
 )
+from .devices import ONE_DEVICE, WIRES, found, spelled
+from .devices import Group as Group
 from .errors import ModelError
+from .identity import model_digest
 from .models import Batch, Model, Step
 from .watch import Seen, Watch
 
 F32 = npt.NDArray[np.float32]
-WIRES = {str(dtype): dtype for dtype in (DType.F32, DType.BF16)}
 FEWEST_CELLS = 256
 """The smallest context bucket; the next ones double."""
 DEFAULT_CONTEXT = 4096
@@ -59,46 +59,6 @@ class Progress:
     total: int
 
 
-GROUP: Mapping[str, Kind] = MappingProxyType(
-    {
-        "devices": list_of(TEXT, "a sequence of texts"),
-        "split_mode": TEXT,
-        "tensor_split": list_of(real(-(2.0**63), 2.0**63), "a sequence of finite numbers"),
-        "place": list_of(pair_of(TEXT, TEXT), "a sequence of pairs (regular expression, device)"),
-        "threads": THREADS,
-        "exact": BOOL,
-        "wire": Kind(" or ".join(WIRES), lambda v: isinstance(v, str) and v in WIRES),
-        "fast": BOOL,
-    }
-)
-"""What each field of a `Group` may be."""
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The devices of a session and how they share the model; see `hocket.plan` for the modes.
-
-    `threads` is for each device; without it they share the processors.  `exact` computes in float32 throughout, where
-    ``cpu`` rounds activations to 8 bits before they meet quantised weights.  `fast` lets backends round to bfloat16
-    what they compute exactly unless they are asked: factors of the products in the delta rule.  `wire` is what large
-    sums are sent in between GPUs: ``f32``, or ``bf16``, which is half as much and not exact
-    (`hocket.backends.base.Comm.wire`).
-    """
-
-    devices: tuple[str, ...] = ("cpu:0",)
-    split_mode: str = "auto"
-    tensor_split: tuple[float, ...] = ()
-    place: tuple[tuple[str, str], ...] = ()
-    threads: int | None = None
-    exact: bool = False
-    wire: str = "f32"
-    fast: bool = False
-
-    def __post_init__(self) -> None:
-        for name, kind in GROUP.items():
-            demand(ModelError, "Group", name, getattr(self, name), kind)
-
-
 @dataclass(frozen=True, slots=True)
 class Mark:
     """A point to which a session can go back: lengths, last tokens, and whatever is not kept cell by cell."""
@@ -114,7 +74,9 @@ class Session:
     Plans are built once for each (token bucket, context bucket, number of outputs), buckets being powers of two, and
     replayed; all plans share weights and states.  Raises `ModelError` where the request does not fit the model.
     Threads that share a session take turns, one call after the other; sessions of their own run side by side.  A
-    session made `like` another of the same model and group reads its weights, and has states of its own.
+    session made `like` another of the same model and group reads its weights, and has states of its own.  In several
+    processes, the ranks of `world`, each makes the same session and the same calls, and gets the same results; each
+    loads what its own devices have of the model.
     What `watch` names is told after every step.  `recent` are the last tokens of each sequence that some models need.
     `planning` is the seconds that plans have
     taken so far, with the kernels that had to be compiled for them.
@@ -130,20 +92,23 @@ class Session:
         batch=COUNT,
         watch=a(Watch) | NONE,
         on_progress=CALLABLE | NONE,
+        world=a(World),
     )
     def __init__(
         self,
         model: Model,
         *,
-        on: Group = Group(),
+        on: Group = ONE_DEVICE,
         like: Session | None = None,
         sequences: int = 1,
         context: int | None = None,
         batch: int = DEFAULT_BATCH,
         watch: Watch | None = None,
         on_progress: Callable[[Progress], None] | None = None,
+        world: World = ALONE,
     ) -> None:
-        self.model, self.sequences, self.watch = model, sequences, watch
+        world = world if like is None else like.world
+        self.model, self.sequences, self.watch, self.world = model, sequences, watch, world
         self.context = min(model.context_length, DEFAULT_CONTEXT) if context is None else context
         self.batch = min(batch, self.context)
         for name, value in (("sequences", sequences), ("context size", self.context), ("batch size", batch)):
@@ -156,12 +121,14 @@ class Session:
         if on.exact and on.fast:
             raise ModelError("results that are to be exact are not rounded to bfloat16; leave out one of the two")
         self._graph = partial(hurried, model) if on.fast else model.graph
+        if world.size > 1:
+            world.agree("model", f"one with the digest {model_digest(model)[:16]}", "give all ranks the same file")
         self._place = tuple((pattern, spelled(device, on)) for pattern, device in on.place)
         self._one = self.step(1, 1, sequences)
         self.group: list[tuple[Backend, Device]]  # in mode none perhaps fewer than asked
         if like is None:
             self._first = self._laid_out(on)
-            self.store = Store(self.group)
+            self.store = Store(self.group, world)
         else:
             self.group = like.group
             self._first = plan_for(self._graph(self._one), self.group, place=self._place, like=like._first)
@@ -181,12 +148,12 @@ class Session:
     def _laid_out(self, on: Group) -> Plan:
         """The plan whose layout all others keep: that of one token, but where memory is too short for the largest step,
         one over the layout of that step, in which the host takes what does not fit."""
-        asked = group_on(on)
+        asked = found(on, self.world)
         options = partial(plan_for, split_mode=on.split_mode, tensor_split=on.tensor_split, place=self._place)
         one = self._graph(self._one)
         first = options(one, asked)
         self.group = first.group
-        host = Host(*group_on(replace(on, devices=(HOST,)))[0])
+        host = Host(*found(replace(on, devices=(f"{HOST}@0" if self.world.size > 1 else HOST,)), self.world)[0])
         if host.device in (device for _, device in asked) or all(device.memory is None for _, device in asked):
             return first
         most = self._graph(self.step(_bucket(self.batch), self.context, self.sequences))
@@ -413,16 +380,6 @@ def token_ids(sequence: int, given: Sequence[int]) -> list[int]:
             f"tokens of sequence {sequence}: got {ids.dtype}{list(ids.shape)}; need integers in one dimension"
         )
     return list(map(int, ids))
-
-
-def group_on(on: Group) -> list[tuple[Backend, Device]]:
-    """The devices of a group, with their threads."""
-    return group_of([spelled(name, on) for name in on.devices], on.threads)
-
-
-def spelled(device: str, on: Group) -> str:
-    """The name of a device in a group: ``cpu:1`` is ``numpy:1`` where results are to be exact."""
-    return re.sub("^cpu(?=:|$)", "numpy", device) if on.exact else device
 
 
 def hurried(model: Model, step: Step) -> Graph:

@@ -43,7 +43,7 @@ def pools(plan: Plan) -> list[Pool]:
     groups: dict[str, list[Lane]] = {}
     for lane in plan.lanes:
         device = lane.device
-        groups.setdefault(device.memory_of or f"{device.kind}:{device.index}", []).append(lane)
+        groups.setdefault(device.memory_of or f"{device.kind}:{device.index}@{device.rank}", []).append(lane)
     return [
         Pool(tuple(lanes), min(known), bool(lanes[0].device.memory_of) or len(lanes) > 1)
         for lanes in groups.values()

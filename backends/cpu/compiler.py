@@ -185,7 +185,9 @@ def _compiled(wanted: Kernel) -> bytes:
     log.info(COMPILING, wanted.name)
     from numba import cfunc
 
-    function = cfunc("intp(intp, intp, intp)", nogil=True, **OPTIONS)(_resolved(wanted.body))
+    # What is not inlined has a wrapper that can raise: it needs symbols of Numba, which a warm start has not got, and
+    # without them not even the system's are bound.
+    function = cfunc("intp(intp, intp, intp)", nogil=True, forceinline=True, **OPTIONS)(_resolved(wanted.body))
     assembly = function.inspect_llvm().replace(function.native_name, _symbol(wanted))
     module = llvm.parse_assembly(assembly)
     module.verify()

@@ -135,9 +135,10 @@ class Crew:
 
 def missing(comm: Comm, sequence: object) -> str:
     """Who did not come to a collective."""
-    assert comm.board is not None
-    at = comm.board[collective.SLOTS // 8 :].reshape(comm.size, -1)[:, 2] - 1
-    late = ", ".join(str(d) for d in range(comm.size) if at[d] != sequence)
+    board = comm.board if comm.slabs is None else comm.slabs.board
+    assert board is not None
+    at = board[collective.SLOTS // 8 :].reshape(comm.size, -1)[:, 2:4] - 1
+    late = ", ".join(str(comm.devices[d]) if comm.slabs else str(d) for d in range(comm.size) if sequence not in at[d])
     who = f"device {late}" if late else "a device"  # it may have come since
     return f"collective {sequence} on device {comm.rank} of {comm.size}: {who} did not arrive within {comm.timeout:g} s"
 

@@ -18,6 +18,7 @@ from ...backends.cpu.backend import CpuBackend
 from ...backends.cpu.limits import Reading
 from ...graph.node import Node
 from ...ops import op_of
+from ...ranks import ALONE, World
 from ..arguments import number_list, positive
 from ..errors import ModelError
 from ..models import Model, Step
@@ -25,11 +26,12 @@ from ..open import open_model, open_session
 from ..output import write
 from ..progress import compiling_shown
 from ..session import DEFAULT_BATCH, Group, Session, check_context
-from .flags import batch_flag, group_flags, group_of, trace_flag, traced, wire_flag
+from .flags import batch_flag, group_flags, group_of, in_ranks, trace_flag, traced, wire_flag
 
 
 def flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("model", metavar="MODEL", help="GGUF file")
+    in_ranks(sub)
     add = partial(sub.add_argument, type=number_list, metavar="LIST")
     add("-p", "--n-prompt", dest="prompts", default=[512], help="tokens of prompts (512)")
     add("-n", "--n-gen", dest="new", default=[128], help="new tokens (128)")
@@ -48,7 +50,7 @@ def flags(sub: argparse.ArgumentParser) -> None:
 @compiling_shown()
 def run(args: argparse.Namespace) -> int:
     model, todo = open_model(args.model), tests(args.prompts, args.new, args.depths)
-    work = Work(model, todo, args.repetitions, args.batch, args.trace)
+    work = Work(model, todo, args.repetitions, args.batch, args.trace, args.world)
     if args.trace and args.counts and len(args.counts) > 1:
         raise ModelError(f"got {len(args.counts)} numbers of threads; a trace is of one, as in -t {args.counts[0]}")
     groups = [group_of(args, threads=threads, wire=args.wire) for threads in args.counts or [None]]
@@ -92,12 +94,13 @@ class Work:
     repeats: int
     batch: int = DEFAULT_BATCH
     trace: str | None = None
+    world: World = ALONE
 
     def session(self, on: Group) -> Session:
         """With the context that the longest test needs.  Raises `ModelError` if the model has not got it."""
         context = max(t.depth + t.tokens for t in self.tests)
         check_context(context, self.model)
-        return open_session(self.model, on=on, context=context, batch=self.batch)
+        return open_session(self.model, on=on, context=context, batch=self.batch, world=self.world)
 
 
 def rows(work: Work, groups: Sequence[Group]) -> Iterator[dict[str, object]]:
@@ -107,7 +110,7 @@ def rows(work: Work, groups: Sequence[Group]) -> Iterator[dict[str, object]]:
         session = work.session(on)
         reading = reading_of(session) if any(test.kind == NEW for test in work.tests) else None
         threads = threads_of(session)
-        known = {"model": str(work.model.gguf.path), "devices": ",".join(on.devices), "threads": threads}
+        known = {"model": str(work.model.gguf.path), "devices": names_of(session), "threads": threads}
         known |= {"split_mode": on.split_mode, "weight_bytes": nbytes}
         with traced(session, work.trace):
             for test in work.tests:
@@ -123,6 +126,11 @@ def profiles(work: Work, groups: Sequence[Group]) -> Iterator[str]:
             for (_, device), shares in zip(session.group, profile(session, test, work.repeats), strict=True):
                 yield f"{test.name}, {threads_of(session)} threads, {device}"
                 yield from profile_lines(shares)
+
+
+def names_of(session: Session) -> str:
+    """The devices of a session, as `--devices` has them."""
+    return ",".join(str(device) for _, device in session.group)
 
 
 def threads_of(session: Session) -> int:

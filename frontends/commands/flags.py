@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,10 @@ from ..session import DEFAULT_BATCH, Group, Session
 from ..threads import set_threads
 from ..watch import Watch
 
-DEVICES = "where to run, as cpu:0,cpu:1; parts of one device are cuda:0.0,cuda:0.1 (cpu:0)"
+DEVICES = (
+    "where to run, as cpu:0,cpu:1; parts of one device are cuda:0.0,cuda:0.1; under mpiexec cpu:0@1 is one of rank 1, "
+    "and cpu:0 that of every rank (cpu:0)"
+)
 
 
 def session_flags(sub: argparse.ArgumentParser) -> None:
@@ -28,6 +31,7 @@ def session_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--fast", action="store_true", help="bfloat16 in the delta rule's products, where that is faster")
     context_flag(sub)
     batch_flag(sub, DEFAULT_BATCH, "tokens a run")
+    in_ranks(sub)
     sub.add_argument(
         "-t", "--threads", type=positive, metavar="N", help="threads of each device (its share of the processors)"
     )
@@ -36,6 +40,11 @@ def session_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--watch", metavar="REGEX", help="print statistics of values with such names after each step, to stderr"
     )
+
+
+def in_ranks(sub: argparse.ArgumentParser) -> None:
+    """A command that several processes run together; of others rank 0 runs them alone."""
+    sub.set_defaults(in_ranks=True)
 
 
 def group_flags(sub: argparse.ArgumentParser, where: argparse._ActionsContainer) -> None:
@@ -76,9 +85,11 @@ def trace_flag(sub: argparse._ActionsContainer) -> None:
 def traced(session: Session, path: str | None) -> Iterator[None]:
     """In this context runs of a session are traced, if a file is named, which is written in the end, also of a failure.
 
+    Of several processes rank 0 writes one, of what its own devices did.
+
     Raises `OSError`, at the beginning if the file cannot be written.
     """
-    if path is None:
+    if path is None or session.world.rank:
         yield
         return
     with open(path, "ab"):  # it would be a pity to find out in the end
@@ -117,4 +128,10 @@ def session_of(args: argparse.Namespace, model: Model, context: int, *, watched:
     if args.threads:
         set_threads(args.threads)
     group = group_of(args, threads=args.threads, exact=args.exact, fast=args.fast, wire=args.wire)
-    return open_session(model, on=group, context=context, batch=args.batch, watch=watch_of(args) if watched else None)
+    watch = watch_of(args) if watched else None
+    return open_session(model, on=group, context=context, batch=args.batch, watch=watch, world=args.world)
+
+
+def text_of(args: argparse.Namespace, read: Callable[[], str]) -> str:
+    """A text that rank 0 reads, for all ranks."""
+    return str(args.world.from_first(lambda: read().encode()).decode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +20,7 @@ from ..models import Model
 from ..open import context_for, open_model
 from ..progress import compiling_shown
 from ..session import F32, Session
-from .flags import session_flags, session_of, traced
+from .flags import session_flags, session_of, text_of, traced
 
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 """Readers of ``.npy`` headers by version.  `numpy.load` would also unzip and map, each with errors of its own."""
@@ -41,13 +42,15 @@ def run(args: argparse.Namespace) -> int:
     model = open_model(args.model)
     if args.prompt is not None:
         tokens = tokenizer_from_metadata(model.gguf.metadata).encode(args.prompt, parse_special=True)
+    elif args.tokens is not None:
+        tokens = args.tokens
     else:
-        tokens = read_tokens(args.tokens_file) if args.tokens is None else args.tokens
+        tokens = json.loads(text_of(args, lambda: json.dumps(read_tokens(args.tokens_file))))
     check_tokens(tokens, model)
     session = session_of(args, model, context_for(model, len(tokens), args.context, default=len(tokens)))
     blocks = every_logits(session, tokens, step=args.step)
     with traced(session, args.trace):
-        write_rows(args.out, blocks, (len(tokens), model.vocabulary_size))
+        write_rows(os.devnull if args.world.rank else args.out, blocks, (len(tokens), model.vocabulary_size))
     return 0
 
 

@@ -18,7 +18,7 @@ from ..open import context_for, open_model, read_text
 from ..output import write
 from ..progress import compiling_shown
 from ..session import F32, Session
-from .flags import session_flags, session_of, traced
+from .flags import session_flags, session_of, text_of, traced
 
 CHUNK = 512
 """Tokens of context unless asked otherwise."""
@@ -40,7 +40,7 @@ def flags(sub: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     model = open_model(args.model)
     tokenizer = tokenizer_from_metadata(model.gguf.metadata)
-    tokens = tokenizer.encode(read_text(args.file))
+    tokens = tokenizer.encode(text_of(args, lambda: read_text(args.file)))
     context = context_for(model, 0, args.context, default=CHUNK)
     total = count_chunks(len(tokens), context)
     session = session_of(args, model, context)

@@ -25,7 +25,7 @@ from ..sampling import Sampling
 from ..saved_state import load_state, save_state
 from ..session import Session
 from ..talk import talk
-from .flags import session_flags, session_of, traced
+from .flags import session_flags, session_of, text_of, traced
 
 OPENING = "It is a truth universally acknowledged, that"
 """What the embedded model continues if nobody says otherwise."""
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         raise ModelError(f"got two models, {args.model} and {args.named}; name one, with or without -m")
     args.model = args.model or args.named
     if args.seed < 0:
-        args.seed = secrets.randbits(31)
+        args.seed = int(text_of(args, lambda: str(secrets.randbits(31))))
     model = open_model(args.model)
     tokenizer = tokenizer_from_metadata(model.gguf.metadata)
     if args.compare is not None:
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 def complete(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, sampling: Sampling) -> int:
     """Print a text and what follows it."""
     limit = NEW_TOKENS if args.predict is None else args.predict
-    text = prompt_text(args, "" if args.load_state else OPENING if args.model is None else None)
+    text = text_of(args, lambda: prompt_text(args, "" if args.load_state else OPENING if args.model is None else None))
     tokens = tokenizer.encode(text, add_special=args.load_state is None, parse_special=True)
     with compiling_shown():
         session = session_of(args, model, context_for(model, len(tokens), args.context))
@@ -145,6 +145,8 @@ def compare(args: argparse.Namespace, model: Model, tokenizer: Tokenizer) -> int
     other kernels run.  1 if there is one."""
     if clash := [f"--{name.replace('_', '-')}" for name in ALONE if getattr(args, name)]:
         raise ModelError(f"--compare writes no text, so {clash[0]} has no meaning beside it; leave out one of the two")
+    if args.world.size > 1:
+        raise ModelError("--compare is for one process; start it without mpiexec")
     find(args.compare)  # whether it exists should be known before weights are loaded
     tokens = tokenizer.encode(prompt_text(args, OPENING if args.model is None else None), parse_special=True)
     with compiling_shown():
@@ -178,8 +180,11 @@ def recorded(tokens: Iterator[int], known: list[int]) -> Iterator[int]:
 def chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, sampling: Sampling) -> int:
     """Answer one message, or on a terminal one after the other."""
     chat_template(model.gguf.metadata)  # whether there is one should be known before the weights are loaded
-    interactive = args.prompt is None and args.file is None and on_terminal()
-    message = None if interactive else prompt_text(args, None)
+    asked = args.prompt is None and args.file is None
+    interactive = asked and text_of(args, lambda: "yes" if on_terminal() else "") == "yes"
+    if interactive and args.world.size > 1:
+        raise ModelError("a talk on a terminal is for one process; give a message with -p, or pipe it in")
+    message = None if interactive else text_of(args, lambda: prompt_text(args, None))
     limit = -1 if args.predict is None else args.predict
     with compiling_shown():
         session = session_of(args, model, context_for(model, 0, args.context))
@@ -252,8 +257,12 @@ def seed_text(args: argparse.Namespace) -> str:
 
 
 def memory_text(session: Session) -> str:
-    """Bytes in use on each device."""
+    """Bytes in use on each device; in several processes also what each has read of the model."""
+    store, world = session.store, session.world
+    own = [session.group[number][1] for number in store.between.own]
     parts = []
-    for (_, device), held in zip(session.group, session.store.nbytes(), strict=True):
+    for device, held in zip(own, store.nbytes(), strict=True):
         parts.append(f"{device}: " + ", ".join(f"{kind} {nbytes_text(n)}" for kind, n in held.items()))
-    return "; ".join(parts)
+    if world.size > 1:
+        parts.append(f"{world.name(world.rank)} read {nbytes_text(store.nread)} of weights")
+    return "; ".join(text.decode() for text in world.everyones("; ".join(parts).encode()))

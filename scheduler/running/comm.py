@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...backends.base import BOARD_FAILED, BOARD_RUN, Array, Device
+from ...backends.base import BOARD_FAILED, BOARD_RUN, Array, Device, Slabs
 from ...graph.dtypes import DType
 from ...graph.errors import BackendError
 
@@ -78,6 +78,7 @@ class Member:
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.meeting, self.rank, self.size = meeting, rank, meeting.size
         self.timeout, self.board, self.devices = meeting.timeout, meeting.board, meeting.devices
+        self.slabs: Slabs | None = None
         self.wire = meeting.wire
 
     def _exchange(self, source: Array, sequence: int) -> list[Array]:
@@ -160,6 +161,7 @@ class Alone:
     rank, size = 0, 1
     timeout = 0.0
     board: npt.NDArray[np.int64] | None = None
+    slabs: Slabs | None = None
     devices: Sequence[Device] = ()
     wire = DType.F32
 

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,9 @@ from ...graph.attrs import quote
 from ...graph.dtypes import DType
 from ...graph.errors import BackendError, PlanError, StepError
 from ...ops.quants import decoded, encoded
+from ...ranks import ALONE, World
+from ...ranks.meeting import WideMeeting
+from ...ranks.mpi import MpiLink
 from ..layout import Replicate
 from ..plan import Plan
 from .comm import Alone, Meeting
@@ -28,6 +32,8 @@ from .trace import Run, Trace
 from .turns import Turn
 
 MOST_SECONDS = 1e9
+PATIENCE, SLOWER = 6.0, 20.0
+"""Another process is waited for so many seconds at most, and so many times what a run should take in all."""
 WIRE = Kind("DType.F32 or DType.BF16", lambda v: v is DType.F32 or v is DType.BF16)
 INPUTS = table_of(TEXT, ANY, "a mapping from names of inputs to arrays")
 
@@ -51,37 +57,51 @@ class Executor:
     ) -> None:
         self.plan, self.store, self.label = plan, store, label
         self.trace: Trace | None = None
-        self._turn = Turn((*store.backends, *(lane.backend for lane in plan.lanes)))
+        self._between = store.between
+        own = [plan.lanes[number] for number in self._between.own]
+        self._turn = Turn((*store.backends, *(lane.backend for lane in own)))
         self._specs = {v.node.name: v.spec for v in plan.graph.inputs}
         self._shapes = {name: v.shape for name, v in plan.graph.outputs.items()}
         self._timeout = timeout
-        alike = len({type(lane.backend) for lane in plan.lanes}) == 1
-        devices = [lane.device for lane in plan.lanes] if alike else []
-        self._meeting = Meeting(len(plan.lanes), timeout, devices=devices, wire=wire)
+        self._meeting = self._met(wire)
         self._failures: list[tuple[int | None, BaseException]] = []
         self._lost: BackendError | None = None
         with self._turn:
             self._prepare()
 
+    def _met(self, wire: DType) -> Meeting | WideMeeting:
+        """Where the devices meet: in this process, or between several, none of which is waited for much longer than the
+        whole run should take."""
+        lanes, between = self.plan.lanes, self._between
+        devices = [lane.device for lane in lanes]
+        if between.world.size > 1:
+            timeout = min(self._timeout, PATIENCE + SLOWER * self.plan.cost.total)
+            between.world.agree("plan", self.plan.digest(), "give all ranks the same model and flags")
+            return WideMeeting(between, devices, timeout, wire)
+        alike = len({type(lane.backend) for lane in lanes}) == 1
+        return Meeting(len(lanes), self._timeout, devices=devices if alike else [], wire=wire)
+
     def _prepare(self) -> None:
         plan = self.plan
         self._buffers = self.store.buffers(plan)
         self._inputs: dict[str, list[tuple[Any, DType]]] = {name: [] for name in self._specs}
-        self._outputs: list[dict[str, Any]] = []
-        for lane, buffers in zip(plan.lanes, self._buffers, strict=True):
+        self._outputs: dict[int, dict[str, Any]] = {}
+        for number, buffers in self._buffers.items():
+            lane = plan.lanes[number]
             for name, t in lane.program.inputs.items():
                 self._inputs[name].append((lane.backend.view(buffers[t.buffer], t), t.dtype))
             outputs = lane.program.outputs.items()
-            self._outputs.append({name: lane.backend.view(buffers[t.buffer], t) for name, t in outputs})
-        self._replays = [
-            self._compiled(number, lane.program, self._meeting.member(number) if len(plan.lanes) > 1 else Alone())
-            for number, lane in enumerate(plan.lanes)
-        ]
+            self._outputs[number] = {name: lane.backend.view(buffers[t.buffer], t) for name, t in outputs}
+        self._replays = {
+            n: self._compiled(n, plan.lanes[n].program, self._meeting.member(n) if len(plan.lanes) > 1 else Alone())
+            for n in self._buffers
+        }
         self._noted: list[Iterable[Timed]] = []
-        self._timed = [partial(self._note, number) for number in range(len(plan.lanes))]
-        measures = [isinstance(replay, Measures) for replay in self._replays]
-        self._untimed = None if all(measures) else plan.lanes[measures.index(False)].device
-        self._threads = ThreadPoolExecutor(len(plan.lanes) - 1, "hocket") if len(plan.lanes) > 1 else None
+        self._timed = {number: partial(self._note, number) for number in self._replays}
+        untimed = (number for number, replay in self._replays.items() if not isinstance(replay, Measures))
+        self._untimed = next((plan.lanes[number].device for number in untimed), None)
+        self._threads = ThreadPoolExecutor(len(self._replays) - 1, "hocket") if len(self._replays) > 1 else None
+        self._between.world.everyones(b"")  # what others compile meanwhile takes longer than a run is waited for
 
     def _compiled(self, number: int, program: Program, comm: Comm) -> Callable[[], None]:
         lane = self.plan.lanes[number]
@@ -98,29 +118,27 @@ class Executor:
         with self._turn:
             self._bind(inputs)
             self._replay()
-            everywhere = range(len(self._outputs))
             return {
-                name: assembled(shape, self.plan.outputs[name], [self._output(name, i) for i in everywhere])
+                name: assembled(shape, self.plan.outputs[name], self._parts(name), self._between)
                 for name, shape in self._shapes.items()
             }
 
     @needs(PlanError, name=TEXT)
     def copies(self, name: str) -> list[Array]:
-        """An output of the last run from each device that has all of it, else put together.  Raises `PlanError` for a
-        name that no output has."""
+        """An output of the last run from each device of this process that has all of it, else put together.  Raises
+        `PlanError` for a name that no output has."""
         if name not in self._shapes:
             raise PlanError(f"there is no output {quote(name):.60}; outputs: {', '.join(self._shapes)}")
-        parts = [self._output(name, i) for i in range(len(self._outputs))]
-        layout = self.plan.outputs[name]
+        parts, layout = self._parts(name), self.plan.outputs[name]
         if isinstance(layout, Replicate):
-            return [np.array(part) for part in parts]
-        return [assembled(self._shapes[name], layout, parts)]
+            return [np.array(part) for part in parts.values()]
+        return [assembled(self._shapes[name], layout, parts, self._between)]
 
-    def _output(self, name: str, number: int) -> Any:
-        """What a device has of an output, None if nothing."""
-        if name not in self._outputs[number]:
-            return None
-        return decoded(self._outputs[number][name], self.plan.lanes[number].program.outputs[name].dtype)
+    def _parts(self, name: str) -> dict[int, Array]:
+        """What each device of this process that has any of an output has of it."""
+        holders = {number: has[name] for number, has in self._outputs.items() if name in has}
+        dtypes = {number: self.plan.lanes[number].program.outputs[name].dtype for number in holders}
+        return {number: decoded(array, dtypes[number]) for number, array in holders.items()}
 
     def bind(self, inputs: Mapping[str, npt.ArrayLike]) -> None:
         """Copy the inputs to all devices."""
@@ -132,12 +150,16 @@ class Executor:
             demand(PlanError, "run", "inputs", inputs, INPUTS)
             (name, *_) = (key for key in inputs if key not in self._specs)
             raise PlanError(f"there is no input %{quote(name):.60}; inputs: {', '.join(self._specs) or 'none'}")
+        check = 0
         for name, spec in self._specs.items():
             if name not in inputs:
                 raise PlanError(f"input %{name}: {spec} is missing")
             data = fitted(f"input %{name}", inputs[name], spec)
+            if self._between.world.size > 1:
+                check = crc32(np.ascontiguousarray(data), check)
             for view, dtype in self._inputs[name]:
                 view[...] = encoded(decoded(data, spec.dtype), dtype)
+        self._between.world.agree("run", f"inputs {check:08x}", "run the same inputs on all ranks", PATIENCE)
 
     def replay(self) -> None:
         """Run the programs on the inputs that are bound; an interrupt comes once they have run.  Raises `BackendError`
@@ -156,7 +178,7 @@ class Executor:
 
     def _run_timed(self, trace: Trace) -> None:
         self._demand_times()
-        self._noted = [()] * len(self._replays)
+        self._noted = [()] * len(self.plan.lanes)
         start = time.monotonic()
         self._run_all(self._timed)
         trace.runs.append(Run(self.plan, self.label, start, time.monotonic(), self._noted))
@@ -170,12 +192,13 @@ class Executor:
         if self._untimed is not None:
             raise PlanError(f"device {self._untimed} cannot time its steps; its backend compiles no `Measures`")
 
-    def _run_all(self, replays: Sequence[Callable[[], None]]) -> None:
+    def _run_all(self, replays: Mapping[int, Callable[[], None]]) -> None:
         self._failures.clear()
-        run = self._guarded
-        others = [self._threads.submit(run, n, each) for n, each in enumerate(replays) if n] if self._threads else []
-        run(0, replays[0])
-        for number, other in enumerate(others, 1):
+        own, run = list(replays), self._guarded
+        others = {n: self._threads.submit(run, n, replays[n]) for n in own[1:]} if self._threads else {}
+        for number in own[:1]:  # no device of this process may take part
+            run(number, replays[number])
+        for number, other in others.items():
             self._await(number, other)
         if others:
             self._meeting.clear()
@@ -183,10 +206,10 @@ class Executor:
             self._fail()
 
     def kernels(self, device: int = 0) -> list[str]:
-        """What a run calls on one device of the plan, in order: kernels, or ops where its backend has none to name.
-        Raises `PlanError` for a number that no device has."""
+        """What a run calls on one device of the plan, in order: kernels, or ops where its backend has none to name or
+        it is a device of another process.  Raises `PlanError` for a number that no device has."""
         demand(PlanError, "kernels", "device", device, whole(0, len(self.plan.lanes) - 1))
-        compiled = self._replays[device]
+        compiled = self._replays.get(device)
         ops = [i.op for i in self.plan.lanes[device].program.instructions]
         return compiled.kernels() if isinstance(compiled, Measures) else ops
 
@@ -201,7 +224,7 @@ class Executor:
 
     @contextmanager
     def tracing(self) -> Iterator[Trace]:
-        """In this context every run is added to the trace that it gives.
+        """In this context every run is added to the trace that it gives, with the steps of this process's devices.
 
         Raises `PlanError` if a backend cannot tell what its steps take.
         """
@@ -241,7 +264,8 @@ class Executor:
     def _fail(self) -> None:
         """Take the run back on all devices and raise what went wrong first."""
         why, failed = self._failures[0][1], dict(self._failures)
-        for number, lane in enumerate(self.plan.lanes):
+        for number in self._replays:
+            lane = self.plan.lanes[number]
             error, program = failed.get(number), lane.program
             finished = (
                 len(program.instructions) if error is None else error.finished if isinstance(error, StepError) else None
@@ -258,12 +282,16 @@ class Executor:
 
 
 @needs(PlanError, plan=a(Plan), weights=a(Mapping))
-def load(plan: Plan, weights: Mapping[str, npt.ArrayLike]) -> Executor:
+def load(plan: Plan, weights: Mapping[str, npt.ArrayLike], *, comm: Any = None) -> Executor:
     """Bind `weights` (arrays by name, in the dtypes the graph declares) and make `plan` ready to run.
 
-    The plan says with how many threads (`hocket.plan`).  Raises `PlanError` or `BackendError`.
+    The plan says with how many threads (`hocket.plan`).  For one over devices of several processes (``cpu:0@1``) `comm`
+    is their communicator, as mpi4py's ``MPI.COMM_WORLD``: each process calls this, and every later `run`, with the same
+    plan, weights and inputs, and gets the same outputs.  Raises `PlanError`, and `BackendError`, which it also is where
+    the plans differ, or once another process has failed.
     """
-    store = Store([(lane.backend, lane.device) for lane in plan.lanes])
+    world = ALONE if comm is None else World(MpiLink(comm))
+    store = Store([(lane.backend, lane.device) for lane in plan.lanes], world)
     for value in plan.graph.weights:
         name, spec = value.node.name, value.spec
         if name in weights:

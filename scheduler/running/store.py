@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ from ...graph.graph import Graph
 from ...graph.node import constant_array
 from ...graph.spec import Spec
 from ...ops.quants import decoded, encoded
+from ...ranks import ALONE, World
+from ...ranks.meeting import Between
 from ..layout import REPLICATE, Layout, Local, Replicate, Shard, local_shape
 from ..lowering.lane import DEVICES, Lane
 from ..plan import Plan
@@ -29,16 +31,21 @@ from .turns import Turn
 class Store:
     """Weights and states of a group of devices, shared by all plans that run over them; states begin as zeros.
 
-    Raises `BackendError` when a device has no memory left.
+    Of devices in several processes it has those of this one, number ``world.rank``; all do the same in the same order.
+    `nread` is how many bytes of weights these have been given.  Raises `BackendError` when a device has no memory left,
+    and `PlanError` for a device of a process that is not there.
     """
 
     @needs(PlanError, group=DEVICES)
-    def __init__(self, group: Sequence[tuple[Backend, Device]]) -> None:
+    def __init__(self, group: Sequence[tuple[Backend, Device]], world: World = ALONE) -> None:
         self.group = tuple(group)
         self.backends = tuple(backend for backend, _ in self.group)
         self.turn = Turn(self.backends)
-        self._devices = [_DeviceStore(backend, device) for backend, device in group]
+        self.between = Between(world, [_rank(device, world) for _, device in group])
+        self.nread = 0
+        self._devices = {number: _DeviceStore(*self.group[number]) for number in self.between.own}
         self._layouts: dict[str, tuple[Spec, Layout]] = {}
+        self._states: dict[str, None] = {}
 
     def __repr__(self) -> str:
         held = sum(sum(device.values()) for device in self.nbytes())
@@ -51,19 +58,21 @@ class Store:
         stored = _stored(f"weight %{name}", data, spec)
         with self.turn:
             self._layouts[name] = (spec, layout)
-            for number, device in enumerate(self._devices):
+            for number, device in self._devices.items():
                 if isinstance(layout, Local) and number not in layout.devices:
                     continue
                 shape = local_shape(spec.shape, layout, number)
                 part = _share(stored, spec, layout, number)
+                self.nread += part.nbytes
                 device.load(BufferSpec("weight", name, 0, Spec(shape, spec.dtype)), part)
 
     def beside(self) -> Store:
         """A store over the same weights, with states of its own."""
-        other = Store(self.group)
-        for mine, theirs in zip(self._devices, other._devices, strict=True):
+        other = Store(self.group, self.between.world)
+        for number, mine in self._devices.items():
+            theirs = other._devices[number]
             theirs.held.update({key: kept for key, kept in mine.held.items() if key[0] == "weight"})
-        weights = {name for device in self._devices for kind, name in device.held if kind == "weight"}
+        weights = {name for name in self._layouts if name not in self._states}
         other._layouts.update({name: layout for name, layout in self._layouts.items() if name in weights})
         return other
 
@@ -75,20 +84,20 @@ class Store:
                 f"there is no state %{quote(name):.60} yet; states appear with the first plan that has them"
             )
         spec, layout = self._layouts[name]
-        parts = [d.part("state", name) if ("state", name) in d.held else None for d in self._devices]
-        return StateView(name, spec, layout, parts, self.turn)
+        parts = {n: d.part("state", name) for n, d in self._devices.items() if ("state", name) in d.held}
+        return StateView(name, spec, layout, parts, self.turn, self.between)
 
     @property
     def states(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name for d in self._devices for kind, name in d.held if kind == "state"))
+        return tuple(self._states)
 
     def nbytes(self) -> list[dict[str, int]]:
-        """Bytes held on each device, by kind."""
-        return [d.nbytes() for d in self._devices]
+        """Bytes held on each device of this process, by kind."""
+        return [d.nbytes() for d in self._devices.values()]
 
     @needs(PlanError, plan=a(Plan))
-    def buffers(self, plan: Plan) -> list[list[Any]]:
-        """For each device the buffers of its program, made where they do not exist.
+    def buffers(self, plan: Plan) -> dict[int, list[Any]]:
+        """For each device of this process the buffers of its program, made where they do not exist.
 
         Raises `PlanError` if a weight was never bound, or if a leaf lies otherwise than for an earlier plan.
         """
@@ -100,10 +109,11 @@ class Store:
             name, wanted = leaf.node.name, (leaf.spec, plan.leaves[leaf.node.name])
             if leaf.node.op == "state":
                 self._layouts.setdefault(name, wanted)
+                self._states.setdefault(name)
             if self._layouts.get(name, wanted) != wanted:
                 held = self._layouts[name]
                 raise PlanError(f"%{name} is {held[0]} {held[1]} in the store but {wanted[0]} {wanted[1]} in the plan")
-        return [device.buffers(lane) for device, lane in zip(self._devices, plan.lanes, strict=True)]
+        return {number: device.buffers(plan.lanes[number]) for number, device in self._devices.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,16 +125,21 @@ class Part:
 
 
 class StateView:
-    """One state that may be cut over devices, as one NumPy-like array; a run of another thread is waited for."""
+    """One state that may be cut over devices, as one NumPy-like array; a run of another thread is waited for.
 
-    def __init__(self, name: str, spec: Spec, layout: Layout, parts: list[Part | None], turn: Turn) -> None:
+    Of devices in several processes each has the `parts` of its own; to read the state, all have to.
+    """
+
+    def __init__(
+        self, name: str, spec: Spec, layout: Layout, parts: Mapping[int, Part], turn: Turn, between: Between
+    ) -> None:
         self.name, self.spec, self.layout, self.parts, self._turn = name, spec, layout, parts, turn
-        self.shape = spec.shape
+        self.shape, self._between = spec.shape, between
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         with self._turn:
-            parts = [None if p is None else decoded(p.array, p.dtype) for p in self.parts]
-            whole = assembled(self.spec.shape, self.layout, parts)
+            parts = {number: decoded(p.array, p.dtype) for number, p in self.parts.items()}
+            whole = assembled(self.spec.shape, self.layout, parts, self._between)
         return whole if dtype is None else whole.astype(dtype)
 
     def __getitem__(self, index: Any) -> Array:
@@ -134,16 +149,15 @@ class StateView:
         """Assign to `index`, an index that NumPy understands; every device gets its share.  Raises `PlanError` for what
         does not fit there."""
         values = decoded(self._fitted(index, value), self.spec.dtype)
-        cut = isinstance(self.layout, Shard)
         with self._turn:
-            if cut:
-                whole = np.array(self)
+            for number, part in self.parts.items():
+                if not isinstance(self.layout, Shard):
+                    part.array[index] = encoded(values, part.dtype)
+                    continue
+                whole = np.empty(self.shape, values.dtype)  # what other devices have of it is not looked at
+                put(whole, self.layout, number, decoded(part.array, part.dtype))
                 whole[index] = values
-                values, index = whole, ...
-            for number, part in enumerate(self.parts):
-                if part is not None:
-                    mine = _share(values, self.spec, self.layout, number) if cut else values
-                    part.array[index] = encoded(mine, part.dtype)
+                part.array[...] = encoded(_share(whole, self.spec, self.layout, number), part.dtype)
 
     def _fitted(self, index: Any, value: Any) -> Array:
         """`value` as numbers for the entries at `index`."""
@@ -240,17 +254,33 @@ def _share(data: Array, spec: Spec, layout: Layout, device: int) -> Array:
     return np.concatenate([empty, *pieces], axis=axis)
 
 
-def assembled(shape: tuple[int, ...], layout: Layout, parts: Sequence[Any]) -> Array:
-    """The whole value from what the devices have, as a host array of its own."""
-    if isinstance(layout, Local):
-        return np.array(parts[layout.devices[0]])
+def assembled(shape: tuple[int, ...], layout: Layout, parts: Mapping[int, Any], between: Between) -> Array:
+    """The whole value, as a host array of its own, from what the devices of this process have, by their numbers, and
+    from what the others send."""
     if not isinstance(layout, Shard):
-        return np.array(parts[0])
-    whole = np.empty(shape, np.asarray(parts[0]).dtype)
-    for part, runs in zip(parts, layout.runs, strict=True):
-        start = 0
-        for offset, n in runs:
-            ahead = (slice(None),) * layout.axis
-            whole[(*ahead, slice(offset, offset + n))] = part[(*ahead, slice(start, start + n))]
-            start += n
+        return np.array(between.one(parts, layout.devices if isinstance(layout, Local) else range(len(between.ranks))))
+    everywhere = between.everywhere(parts, range(len(layout.runs)))
+    whole = np.empty(shape, np.asarray(everywhere[0]).dtype)
+    for number, part in everywhere.items():
+        put(whole, layout, number, part)
     return whole
+
+
+def put(whole: Array, layout: Shard, number: int, part: Any) -> None:
+    """Put what device `number` has of a value to where it belongs."""
+    start, ahead = 0, (slice(None),) * layout.axis
+    for offset, n in layout.runs[number]:
+        whole[(*ahead, slice(offset, offset + n))] = part[(*ahead, slice(start, start + n))]
+        start += n
+
+
+def _rank(device: Device, world: World) -> int:
+    """The process that a device belongs to."""
+    if device.rank is None and world.size > 1:
+        raise PlanError(f"device {device}: say of which of {world.size} processes, as {device}@0")
+    if (device.rank or 0) >= world.size:
+        raise PlanError(
+            f"device {device} is one of process {device.rank}, but the last one is {world.size - 1}; "
+            f"start more, as mpiexec -n {(device.rank or 0) + 1} hocket ..."
+        )
+    return device.rank or 0

@@ -194,7 +194,7 @@ def test_a_plan_of_several_devices_is_one_recorded_program_each():
     run = load(plan_for(graph, group, choose=lambda g, f: everything_that_fits(g, f, dice)), w)
     assert any(i.op in COLLECTIVES for i in run.plan.lanes[0].program.instructions)
     assert (run.run({"x": np.ones((5, 8), np.float32)})["y"] == 96).all()
-    assert [len(replay._calls) for replay in run._replays] == [1, 1]
+    assert [len(replay._calls) for replay in run._replays.values()] == [1, 1]
 
 
 # --------------------------------------------------------------------------------------------- the driver of devices

@@ -266,9 +266,9 @@ def test_a_device_that_comes_too_late_leaves_the_states_as_they_were(joined):
     run.run({"x": np.ones((2, 8))})
     before = np.array(run.store.state("old"))
     assert (before == 1).all()
-    for replay in run._replays:
+    for replay in run._replays.values():
         replay._comm.timeout = 0.3
-    replays, run._replays = run._replays, [run._replays[0], lambda: time.sleep(0.8) or replays[1]()]
+    replays, run._replays = run._replays, {0: run._replays[0], 1: lambda: time.sleep(0.8) or replays[1]()}
     with pytest.raises(BackendError, match=r"device 1 did not arrive within 0\.3 s"):
         run.run({"x": np.ones((2, 8))})
     run._replays = replays

@@ -85,9 +85,7 @@ class Bench:
         """The states as each device holds them, bit by bit."""
         store = self.run.store
         parts = {name: store.state(name).parts for name in store.states}
-        return {
-            f"{n} of {d}": p.array.tobytes() for n, all_ in parts.items() for d, p in enumerate(all_) if p is not None
-        }
+        return {f"{n} of {d}": p.array.tobytes() for n, all_ in parts.items() for d, p in all_.items()}
 
     def outputs(self) -> dict[str, bytes]:
         return {name: array.tobytes() for name, array in self.run.run(self.feed).items()}

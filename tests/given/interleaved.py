@@ -53,7 +53,7 @@ class Interleaved:
         self.plan = plan
         self.store = Store([(lane.backend, lane.device) for lane in plan.lanes])
         bind(self.store)
-        self.buffers = self.store.buffers(plan)
+        self.buffers = list(self.store.buffers(plan).values())
         self.mail: dict[tuple[int, int, int], Any] = {}
         self.talks = [Talk(d, len(plan.lanes), self.mail) for d in range(len(plan.lanes))]
         self.steps = []
@@ -122,6 +122,11 @@ class Interleaved:
             for lane, buffers in zip(self.plan.lanes, self.buffers, strict=True)
         ]
         return {
-            name: assembled(v.shape, self.plan.outputs[name], [own.get(name) for own in views])
+            name: assembled(
+                v.shape,
+                self.plan.outputs[name],
+                {device: own[name] for device, own in enumerate(views) if name in own},
+                self.store.between,
+            )
             for name, v in self.plan.graph.outputs.items()
         }

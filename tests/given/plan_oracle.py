@@ -130,7 +130,7 @@ def _executor(plan: Plan, truth: Truth) -> Executor:
 
 
 def _poison(run: Executor) -> None:
-    for lane, buffers in zip(run.plan.lanes, run._buffers, strict=True):
+    for lane, buffers in zip(run.plan.lanes, run._buffers.values(), strict=True):
         for spec, buffer in zip(lane.program.buffers, buffers, strict=True):
             if spec.kind == "arena":
                 buffer[...] = NAN
@@ -138,7 +138,7 @@ def _poison(run: Executor) -> None:
 
 def _held(run: Executor) -> list[bytes]:
     """The states as each device holds them, bit by bit."""
-    parts = [part for name in run.store.states for part in run.store.state(name).parts]
+    parts = [part for name in run.store.states for part in run.store.state(name).parts.values()]
     return [b"" if part is None else part.array.tobytes() for part in parts]
 
 

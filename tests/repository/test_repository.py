@@ -22,8 +22,9 @@ MAY_IMPORT = {
     "graph": (),
     "ops": ("graph",),
     "backends": ("graph", "ops"),
-    "scheduler": ("graph", "ops", "backends.base"),
-    "frontends": ("graph", "ops", "backends", "scheduler", "view"),
+    "ranks": ("graph", "backends.base"),
+    "scheduler": ("graph", "ops", "backends.base", "ranks"),
+    "frontends": ("graph", "ops", "backends", "ranks", "scheduler", "view"),
     "view": ("graph", "ops", "backends.base", "scheduler"),
     "conformance": ("graph", "ops", "backends", "scheduler", "frontends"),
     "data": (),
@@ -41,12 +42,13 @@ INSIDE = {
         "graph",
         "ops",
         "backends.base",
+        "ranks",
         "scheduler.layout",
         "scheduler.plan",
         "scheduler.lowering.lane",
         "scheduler.units",
     ),
-    "frontends.commands": ("graph", "ops", "backends", "scheduler", "view", "frontends", "conformance"),
+    "frontends.commands": ("graph", "ops", "backends", "ranks", "scheduler", "view", "frontends", "conformance"),
 }
 """Rooms of a folder, and what each may import besides itself.  The verifier sees no planner, lowering no sharding, and
 commands, which nobody imports, all."""

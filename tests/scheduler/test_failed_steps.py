@@ -252,7 +252,7 @@ def test_an_interrupt_in_compiled_code_comes_when_the_step_is_done(devices):
     whole, interrupted = (sessions.Session(model, on=group) for _ in range(2))
     wanted = [whole.evaluate([tokens[:4]]), whole.evaluate([tokens[4:8]])][1]
     executor = interrupted.executor(interrupted.step(4, 4))
-    replays = [*executor._replays]
+    replays = dict(executor._replays)
     executor._replays[0] = lambda: (signal.raise_signal(signal.SIGINT), replays[0]())
     with pytest.raises(KeyboardInterrupt):
         interrupted.evaluate([tokens[:4]])
@@ -265,7 +265,7 @@ def test_an_interrupt_in_compiled_code_comes_when_the_step_is_done(devices):
 def test_a_second_interrupt_stops_compiled_code_whose_states_are_then_lost():
     model = load_model(open_gguf(path_of("qwen35")))
     whole, session = (sessions.Session(model, on=sessions.Group(threads=2)) for _ in range(2))
-    (replay,) = session.executor(session.step(4, 4))._replays
+    (replay,) = session.executor(session.step(4, 4))._replays.values()
     segment = replay.work[-1][1]
     part = segment.part
 

@@ -1,4 +1,8 @@
-"""Sums over the devices of one process, met without the GIL: the first thread of each device sums its part for all."""
+"""Sums over the devices of one machine, met without the GIL.
+
+Where they share a process, the first thread of each sums its part for all; where they are several processes, each
+copies its summand to where all see it, and sums for itself.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,8 @@ from .packing import share
 
 ARRIVED, FAILED, SLOTS, SLOT = 0, 64, 128, 64
 """Bytes of the board: how many have arrived in all, whether somebody failed, then for each device a line with the
-addresses of its source and its target, and one more than the number of the collective it is at."""
+addresses of its source and its target, and one more than the number of the collective it is at; processes, which have
+no use for addresses, two such numbers, of sums in the first slabs and in the second."""
 OTHER_FAILED, LATE, OUT_OF_STEP = 2, 3, 4
 """Why a collective stops the run."""
 
@@ -84,13 +89,64 @@ def lanes_of(p, left):
     return load_some(p, left)
 
 
+SLAB_ARGS = words("board floats slab rank devices source target count number patience")
+
+
+@kernel
+def all_reduce_slabs(a, thread, threads):
+    """The sum of `count` float32 over all devices, `slab` of them at a time; `floats` are the slabs of all devices, the
+    first and then the second.  Whoever has met the others may write to the other slab: nobody reads that any more."""
+    board, rank, devices, slab = SLAB_ARGS.board(a), SLAB_ARGS.rank(a), SLAB_ARGS.devices(a), SLAB_ARGS.slab(a)
+    source, target, count = SLAB_ARGS.source(a), SLAB_ARGS.target(a), SLAB_ARGS.count(a)
+    number = SLAB_ARGS.number(a)
+    first = 0
+    while first < count:  # a range with a step that is not constant may raise, for which Numba needs Python
+        turn = load_shared(board + ARRIVED) // devices & 1
+        slabs, some = SLAB_ARGS.floats(a) + 4 * slab * devices * turn, min(slab, count - first)
+        for at in range(0, some, LANES):
+            mine = load_some(source + 4 * (first + at), some - at)
+            store_some(slabs + 4 * (slab * rank + at), mine, some - at)
+        store_long(board + SLOTS + rank * SLOT + 16 + 8 * turn, number + 1)
+        status = meet_all(board, devices, SLAB_ARGS.patience(a))
+        for d in range(devices):
+            if status == 0 and load_long(board + SLOTS + d * SLOT + 16 + 8 * turn) != number + 1:
+                status = OUT_OF_STEP
+        if status != 0:
+            return status
+        for at in range(0, some, LANES):
+            total = load_some(slabs + 4 * at, some - at)
+            for d in range(1, devices):
+                total = add(total, load_some(slabs + 4 * (slab * d + at), some - at))
+            store_some(target + 4 * (first + at), total, some - at)
+        first += some
+    return 0
+
+
 def _all_reduce(steps: Steps, call: Bound) -> bool:
     comm: Comm | None = steps.comm
     x, y = call.operand(0), call.out
-    if comm is None or comm.board is None or not (x.is_float and x.is_dense and y.is_dense):
+    if comm is None or (comm.board is None and comm.slabs is None):
+        return False
+    if not (x.is_float and x.is_dense and y.is_dense):
         return False
     count, number = math.prod(x.shape), call.attrs["sequence"]
     assert isinstance(number, int)
+    if comm.slabs is not None:
+        words = SLAB_ARGS(
+            board=comm.slabs.board.ctypes.data,
+            floats=comm.slabs.floats.ctypes.data,
+            slab=comm.slabs.floats.shape[2],
+            rank=comm.rank,
+            devices=comm.size,
+            source=x.address,
+            target=y.address,
+            count=count,
+            number=number,
+            patience=int(comm.timeout * 1e9),
+        )
+        steps.add(all_reduce_slabs, words, reads=[x], writes=[y], nbytes=0, stops=True)
+        return True
+    assert comm.board is not None
     words = ARGS(
         board=comm.board.ctypes.data,
         rank=comm.rank,

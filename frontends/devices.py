@@ -1,0 +1,95 @@
+"""The devices of a session and how they share a model; in several processes, the devices of all of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
+
+from ..backends.base import THREADS, Backend, Device, find, threads_for
+from ..graph.arguments import BOOL, TEXT, Kind, demand, list_of, pair_of, real
+from ..graph.dtypes import DType
+from ..ranks import ALONE, World
+from .errors import ModelError
+
+WIRES = {str(dtype): dtype for dtype in (DType.F32, DType.BF16)}
+
+GROUP: Mapping[str, Kind] = MappingProxyType(
+    {
+        "devices": list_of(TEXT, "a sequence of texts"),
+        "split_mode": TEXT,
+        "tensor_split": list_of(real(-(2.0**63), 2.0**63), "a sequence of finite numbers"),
+        "place": list_of(pair_of(TEXT, TEXT), "a sequence of pairs (regular expression, device)"),
+        "threads": THREADS,
+        "exact": BOOL,
+        "wire": Kind(" or ".join(WIRES), lambda v: isinstance(v, str) and v in WIRES),
+        "fast": BOOL,
+    }
+)
+"""What each field of a `Group` may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The devices of a session and how they share the model; see `hocket.plan` for the modes.
+
+    `threads` is for each device; without it they share the processors.  `exact` computes in float32 throughout, where
+    ``cpu`` rounds activations to 8 bits before they meet quantised weights.  `fast` lets backends round to bfloat16
+    what they compute exactly unless they are asked: factors of the products in the delta rule.  `wire` is what large
+    sums are sent in between GPUs: ``f32``, or ``bf16``, which is half as much and not exact
+    (`hocket.backends.base.Comm.wire`).
+    """
+
+    devices: tuple[str, ...] = ("cpu:0",)
+    split_mode: str = "auto"
+    tensor_split: tuple[float, ...] = ()
+    place: tuple[tuple[str, str], ...] = ()
+    threads: int | None = None
+    exact: bool = False
+    wire: str = "f32"
+    fast: bool = False
+
+    def __post_init__(self) -> None:
+        for name, kind in GROUP.items():
+            demand(ModelError, "Group", name, getattr(self, name), kind)
+
+
+ONE_DEVICE = Group()
+
+
+def found(on: Group, world: World = ALONE) -> list[tuple[Backend, Device]]:
+    """The devices of a group; each has its share of the processors as threads, unless a number is given.
+
+    In several processes a name without a rank, as ``cpu:0``, is that device of each of them, and every device is as the
+    process that has it says.  Raises `ModelError` for a rank that is not there.
+    """
+    names = [spelled(name, on) for name in on.devices]
+    if world.size > 1:
+        everywhere = [f"{name}@{rank}" for rank in range(world.size) for name in names if "@" not in name]
+        names = [name for name in names if "@" in name] + everywhere
+    group = _described([find(name) for name in names], world)
+    here = [device for _, device in group if world.hosts[device.rank or 0] == world.hosts[world.rank]]
+    threads = threads_for(len(here), on.threads)
+    return [(backend.with_threads(threads), device) for backend, device in group]
+
+
+def _described(group: Sequence[tuple[Backend, Device]], world: World) -> list[tuple[Backend, Device]]:
+    """Devices as their own processes see them; those of one machine that share its memory do so across processes."""
+    if strange := [device for _, device in group if (device.rank or 0) >= world.size]:
+        least = max((device.rank or 0) for device in strange) + 1
+        started = "one process runs" if world.size == 1 else f"{world.size} processes run"
+        raise ModelError(f"device {strange[0]}: {started}; start {least} or more, as mpiexec -n {least} hocket ...")
+    if world.size == 1:
+        return list(group)
+    own = {i: asdict(device) for i, (_, device) in enumerate(group) if device.rank == world.rank}
+    told = [json.loads(text) for text in world.everyones(json.dumps(own).encode())]
+    devices = [Device(**told[device.rank or 0][str(i)]) for i, (_, device) in enumerate(group)]
+    joined = [replace(d, memory_of=d.memory_of and f"{d.memory_of} of {world.hosts[d.rank or 0]}") for d in devices]
+    return [(backend, device) for (backend, _), device in zip(group, joined, strict=True)]
+
+
+def spelled(device: str, on: Group) -> str:
+    """The name of a device in a group: ``cpu:1`` is ``numpy:1`` where results are to be exact."""
+    return re.sub("^cpu(?=:|$)", "numpy", device) if on.exact else device

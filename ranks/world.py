@@ -1,0 +1,263 @@
+"""The ranks of one run: what they tell each other besides data, and how all of them end when one fails.
+
+A thread of each rank says twice a second that it lives.  Who fails says so to all; who says nothing for too long is
+gone.  Whoever waits for another rank notices, and raises `RanksError`; whoever does not notice is ended.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ..graph.errors import BackendError
+from .link import Link, Packet
+
+BEAT = 0.5
+"""Seconds between two signs of life."""
+SILENCE = 4.0
+"""Seconds without one after which a rank is gone."""
+GRACE = 1.5
+"""Seconds that a rank has to end by itself once another has failed."""
+LINGER = 2.0
+"""Seconds that a rank that failed stays at most until the others have ended: a launcher ends all at the first exit."""
+LOOK = 0.05
+"""Seconds between two looks of the thread."""
+SPINS = 400
+"""Looks without a pause, about half a millisecond, before whoever waits lets others have the processor."""
+WATCH, TALK, DATA = 0, 1, 2
+"""Channels: of signs of life, of `everyones`; from `DATA` on of devices."""
+ALIVE, FAILED, DONE, GONE = b"a", b"f", b"d", b"g"
+"""What a packet of `WATCH` begins with: alive, has failed (and why), has done its work, has said what failed."""
+
+
+Seen = TypeVar("Seen")
+
+
+class RanksError(BackendError):
+    """A rank failed, is gone, or does not match the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a run ends, and the rank that it began with."""
+
+    rank: int
+    host: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host}: {self.why}"
+
+
+class World:
+    """One rank's end of a group of processes, which do the same in the same order; without a link, a group of one.
+
+    `ends_process`: another rank's failure ends this process, if it does not end by itself; else it is only noticed.
+    """
+
+    def __init__(self, link: Link | None, *, ends_process: bool = False) -> None:
+        self._ends_process = ends_process
+        self.rank, self.size = (link.rank, link.size) if link else (0, 1)
+        self.hosts = (link.host if link else socket.gethostname(),) * self.size
+        self.failure: Failure | None = None
+        self._lock = threading.Lock()
+        self._wakes: list[Callable[[], None]] = []
+        self._others = [r for r in range(self.size) if r != self.rank]
+        self._last = dict.fromkeys(self._others, time.monotonic())
+        self._said: dict[int, str] = {}
+        self._ended: dict[int, bytes] = {}
+        self._done, self._leaving = threading.Event(), threading.Event()
+        if link:
+            self._link = link
+            self._thread = threading.Thread(target=self._watch, name="hocket.ranks", daemon=True)
+            self._thread.start()
+            self.hosts = tuple(text.decode() for text in self.everyones(link.host.encode()))
+
+    def name(self, rank: int) -> str:
+        """How messages call a rank."""
+        return f"rank {rank} on {self.hosts[rank]}"
+
+    # ------------------------------------------------------------------------------------------------- talking
+
+    def post(self, to: int, channel: int, packet: Packet) -> object:
+        """Send a packet; what `settle` waits for."""
+        self.check()
+        return self._link.post(to, channel, packet)
+
+    def settle(self, posted: Sequence[object], timeout: float | None = None) -> None:
+        """Wait until packets are out of this rank's hands."""
+        for one in posted:
+            if self._waited(lambda one=one: self._link.is_sent(one) or None, timeout) is None:  # type: ignore[misc]
+                raise RanksError(f"{self.name(self.rank)}: nobody takes what it sends for {timeout:g} s")
+
+    def take(self, source: int, channel: int, timeout: float | None = None) -> Packet | None:
+        """The next packet of a rank on a channel; None if it does not come within `timeout` seconds."""
+        return self._waited(lambda: self._link.poll(source, channel), timeout)
+
+    def _waited(self, look: Callable[[], Seen | None], timeout: float | None) -> Seen | None:
+        """What `look` gives once it is not None; None after `timeout` seconds.  Raises `RanksError` if a rank fails."""
+        for _ in range(SPINS):
+            if (seen := look()) is not None:
+                return seen
+        end = None if timeout is None else time.monotonic() + timeout
+        while (seen := look()) is None:
+            self.check()
+            if end is not None and time.monotonic() > end:
+                return None
+            time.sleep(5e-5)
+        return seen
+
+    def everyones(self, said: bytes, timeout: float | None = None) -> list[bytes]:
+        """What each rank says, in their order.  Rank 0, which may wait for a person, is waited for without end, others
+        for `timeout` seconds."""
+        if self.size == 1:
+            return [said]
+        packet = np.frombuffer(said, np.uint8)
+        posted = [self.post(to, TALK, packet) for to in self._others]
+        heard = [said if r == self.rank else self._heard(r, timeout if r else None) for r in range(self.size)]
+        self.settle(posted)
+        return heard
+
+    def _heard(self, rank: int, timeout: float | None = None) -> bytes:
+        packet = self.take(rank, TALK, timeout)
+        if packet is None:
+            raise self.late(rank, timeout or 0.0)
+        return packet.tobytes()
+
+    def late(self, rank: int, timeout: float) -> RanksError:
+        """What to raise where a rank lives, but has not come in time."""
+        self._note(
+            Failure(rank, self.hosts[rank], f"it did not come within {timeout:.0f} s: it hangs, or is overloaded")
+        )
+        return RanksError(str(self.failure))
+
+    def from_first(self, say: Callable[[], bytes]) -> bytes:
+        """What `say` gives on rank 0, the only one that calls it."""
+        if self.size == 1:
+            return say()
+        if self.rank:
+            return self._heard(0)
+        said = say()
+        self.settle([self.post(to, TALK, np.frombuffer(said, np.uint8)) for to in self._others])
+        return said
+
+    def agree(self, what: str, own: str, do: str, timeout: float | None = None) -> None:
+        """Raises `RanksError`, on every rank, unless all bring the same text; `do` is what to do about it."""
+        texts = [text.decode() for text in self.everyones(own.encode(), timeout)]
+        for rank, text in enumerate(texts):
+            if text != texts[0]:
+                first = f"{self.name(0)} has {texts[0]:.80}"
+                raise RanksError(f"{self.name(rank)} has another {what}: {text:.80}, {first}; {do}")
+
+    def shared(self, words: int) -> npt.NDArray[np.int64] | None:
+        """Memory of all ranks, zeros to begin with; None unless they are on one machine.  All ranks call it."""
+        return self._link.shared(words) if len(set(self.hosts)) == 1 else None
+
+    # ------------------------------------------------------------------------------------------------- failing
+
+    def check(self) -> None:
+        """Raises `RanksError` once a rank has failed."""
+        if self.failure is not None:
+            raise RanksError(str(self.failure))
+
+    def wakes(self, wake: Callable[[], None]) -> None:
+        """`wake` is called when a rank fails, for those who wait where they see no `check`."""
+        self._wakes.append(wake)
+
+    def fail(self, why: str) -> None:
+        """This rank has failed: tell the others, unless another one failed first."""
+        if self._others and self._note(Failure(self.rank, self.hosts[self.rank], why)):
+            for to in self._others:
+                self._link.post(to, WATCH, np.frombuffer(FAILED + why.encode(), np.uint8))
+
+    def _note(self, failure: Failure) -> bool:
+        """Remember the first failure; whether this is it."""
+        with self._lock:
+            if self.failure is not None:
+                return False
+            self.failure = failure
+        for wake in self._wakes:
+            wake()
+        return True
+
+    def leave(self) -> None:
+        """The end of a rank that has done its work: wait for the others.  Raises `RanksError` if one fails."""
+        if not self._others:
+            return
+        self._done.set()
+        while any(self._ended.get(r) != DONE for r in self._others):
+            self.check()
+            time.sleep(LOOK / 10)
+        self._leaving.set()
+        self._thread.join()
+        self._link.close()
+
+    def end(self, code: int, why: str = "") -> NoReturn:
+        """The end of the process where a rank has failed: this one, which says `why`, or another.  It lasts until all
+        have spoken.  What rank 0 says, too, the others do not repeat."""
+        if why:
+            self.fail(why)
+            until = time.monotonic() + LINGER / 2
+            while self.rank and 0 not in self._said and 0 not in self._ended and time.monotonic() < until:
+                time.sleep(LOOK / 5)
+        line = f"rank {self.rank} on {self.hosts[self.rank]}: {why}" if why and self.rank else why
+        if why != self._said.get(0):
+            os.write(2, f"hocket: {line or self.failure}\n".encode())
+        self._tell(GONE)
+        until, gone = time.monotonic() + LINGER, self.failure.rank if self.failure else self.rank
+        while time.monotonic() < until and any(r not in self._ended for r in self._others if r != gone):
+            time.sleep(LOOK / 5)
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        os._exit(code)  # MPI would wait for the rank that failed
+
+    def _tell(self, what: bytes) -> None:
+        for to in self._others:
+            self._link.post(to, WATCH, np.frombuffer(what, np.uint8))
+
+    # ------------------------------------------------------------------------------------------------- watching
+
+    def _watch(self) -> None:
+        """What the thread does until the rank leaves."""
+        beat, grace, told = 0.0, None, False
+        while not self._leaving.wait(LOOK):
+            now = time.monotonic()
+            if now - beat > BEAT and not told:
+                beat = now
+                self._tell(ALIVE)
+            if self._done.is_set() and not told:
+                told = True
+                self._tell(DONE)  # the last that others hear: nothing is under way when MPI ends
+            for rank in self._others:
+                self._listen(rank, now)
+            if self.failure is not None and self._ends_process:
+                grace = grace or now + GRACE
+                if now > grace:  # the main thread is busy or hangs
+                    self.end(2)
+
+    def _listen(self, rank: int, now: float) -> None:
+        while (packet := self._link.poll(rank, WATCH)) is not None:
+            kind, text = packet[:1].tobytes(), packet[1:].tobytes().decode()
+            self._last[rank] = now
+            if kind in (DONE, GONE):
+                self._ended[rank] = kind
+            elif kind == FAILED:
+                self._said[rank] = text
+                self._note(Failure(rank, self.hosts[rank], text))
+        if rank not in self._ended and now - self._last[rank] > SILENCE:
+            why = f"nothing was heard of it for {SILENCE:.0f} s: it was killed or stopped, or its machine is cut off"
+            self._note(Failure(rank, self.hosts[rank], why))
+
+
+ALONE = World(None)
+"""The one process that there is if nobody started several."""

@@ -1,0 +1,131 @@
+"""What every communicator has to do, whatever carries its bytes: each case is one member's part, and checks its result.
+
+As a script it runs all cases over MPI: ``mpiexec -n 3 python meetings.py``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hocket.backends.base import Device
+from hocket.graph.dtypes import DType
+from hocket.ranks.meeting import Between, WideMeeting
+
+
+def source(rank, shape, dtype=np.float32):
+    return np.random.default_rng(rank).normal(size=shape).astype(dtype)
+
+
+def everybody(comm, shape, dtype=np.float32):
+    return [source(rank, shape, dtype) for rank in range(comm.size)]
+
+
+def sums_a_little(comm):
+    sums(comm, (3, 5), 0)
+
+
+def sums_much(comm):
+    sums(comm, (301, 257), 1)
+
+
+def sums(comm, shape, sequence):
+    """In the order of the members, which everybody agrees on to the last bit."""
+    into, wanted = np.empty(shape, np.float32), np.zeros(shape, np.float32)
+    comm.all_reduce(source(comm.rank, shape), into, np.empty(shape, np.float32), sequence)
+    for one in everybody(comm, shape):
+        wanted += one
+    assert np.array_equal(into, wanted)
+
+
+def sums_in_place(comm):
+    own = source(comm.rank, (7,))
+    comm.all_reduce(own, own, np.empty(7, np.float32), 2)
+    assert np.allclose(own, sum(everybody(comm, (7,))), atol=1e-6)
+
+
+def sums_what_is_not_dense(comm):
+    own, into = source(comm.rank, (6, 4)).T, np.empty((4, 6), np.float32)
+    comm.all_reduce(own, into, np.empty((4, 6), np.float32), 3)
+    assert np.allclose(into, sum(everybody(comm, (6, 4))).T, atol=1e-6)
+
+
+def sums_in_the_narrowest_dtype(comm):
+    """A member that keeps more digits than another ends with the other's."""
+    own = source(comm.rank, (9,), np.float64 if comm.rank else np.float32)
+    into = np.empty(9, own.dtype)
+    comm.all_reduce(own, into, np.empty(9, own.dtype), 4)
+    assert np.array_equal(into, into.astype(np.float32))
+
+
+def gathers_uneven_parts(comm):
+    parts = [[((slice(None), slice(r * 4, r * 4 + r)), (slice(None), slice(0, r)))] for r in range(comm.size)]
+    into = np.zeros((2, 4 * comm.size), np.float32)
+    comm.all_gather(source(comm.rank, (2, comm.rank)), into, parts, 5)
+    for rank in range(comm.size):
+        assert np.array_equal(into[:, 4 * rank : 4 * rank + rank], source(rank, (2, rank)))
+
+
+def scatters_a_sum(comm):
+    into = np.empty((2, 3), np.float32)
+    mine = slice(3 * comm.rank, 3 * comm.rank + 3)
+    parts = [((slice(None), slice(0, 3)), (slice(None), mine))]
+    comm.reduce_scatter(source(comm.rank, (2, 3 * comm.size)), into, parts, 6)
+    assert np.allclose(into, sum(everybody(comm, (2, 3 * comm.size)))[:, mine], atol=1e-6)
+
+
+def sends_along_a_chain(comm):
+    """More than fits into what a link takes at once."""
+    into = source(0, (700_000,))
+    if comm.rank:
+        into = np.empty(700_000, np.float32)
+        comm.receive(into, comm.rank - 1, 7 + comm.rank)
+    if comm.rank + 1 < comm.size:
+        comm.send(into, comm.rank + 1, 8 + comm.rank)
+    assert np.array_equal(into, source(0, (700_000,)))
+
+
+def sums_nothing(comm):
+    comm.all_reduce(np.empty((0, 3), np.float32), np.empty((0, 3), np.float32), np.empty((0, 3), np.float32), 20)
+
+
+CASES = (
+    sums_a_little,
+    sums_much,
+    sums_in_place,
+    sums_what_is_not_dense,
+    sums_in_the_narrowest_dtype,
+    gathers_uneven_parts,
+    scatters_a_sum,
+    sends_along_a_chain,
+    sums_nothing,
+)
+
+
+def member(world, each=1):
+    """The first of `each` devices of this rank."""
+    ranks = [rank for rank in range(world.size) for _ in range(each)]
+    devices = [Device("numpy", i, rank=rank) for i, rank in enumerate(ranks)]
+    return WideMeeting(Between(world, ranks), devices, 20.0, DType.F32).member(each * world.rank)
+
+
+def main():
+    from hocket.ranks import World
+    from hocket.ranks.mpi import MpiLink
+
+    world = World(MpiLink())
+    for case in CASES:
+        case(member(world))
+    words = world.everyones(f"rank {world.rank}".encode())
+    assert words == [f"rank {rank}".encode() for rank in range(world.size)]
+    assert world.from_first(lambda: b"first") == b"first"
+    memory = world.shared(8)
+    memory[world.rank] = world.rank + 1
+    world.everyones(b"")
+    assert memory[: world.size].tolist() == [*range(1, world.size + 1)]
+    world.leave()
+    if world.rank == 0:
+        print(f"{len(CASES)} cases")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Commands in several processes of this machine, by the mpiexec of the environment that the tests run in."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+MPIEXEC = Path(sys.executable).with_name("mpiexec")
+needs_mpi = pytest.mark.skipif(
+    not (MPIEXEC.exists() and find_spec("mpi4py")), reason="mpi4py and mpich are missing; pip install 'hocket[mpi]'"
+)
+LIMIT = 120
+"""Seconds; a busy machine takes several times as long as a quiet one."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+    lines: list[str]
+    """What hocket said on stderr."""
+    seconds: float
+
+
+def mpiexec(ranks, *words):
+    """Run ``python WORDS`` in so many processes, which reach each other through this machine only."""
+    command = [str(MPIEXEC), "-iface", "lo", "-n", str(ranks), sys.executable, *map(str, words)]
+    start = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, stdin=subprocess.DEVNULL, check=False)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("hocket: ")]
+    return Ended(done.returncode, done.stdout, lines, time.monotonic() - start)
+
+
+def left_behind(word):
+    """Processes of this machine that have `word` on their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if word.encode() in words:
+            found.append(path.parent.name)
+    return found

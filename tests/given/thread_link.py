@@ -1,0 +1,54 @@
+"""A stand-in for MPI: ranks are threads of this process."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from hocket.ranks import World
+
+
+class ThreadLink:
+    """One thread's end; `mail` is shared by all of them."""
+
+    def __init__(self, rank, size, mail, memory, *, hosts=1):
+        self.rank, self.size, self.host = rank, size, f"machine{rank % hosts}"
+        self._mail, self._memory = mail, memory
+
+    def post(self, to, channel, packet):
+        self._mail[self.rank, to, channel].append(packet.copy())
+
+    def is_sent(self, posted):
+        return True
+
+    def poll(self, source, channel):
+        waiting = self._mail[source, self.rank, channel]
+        return waiting.popleft() if waiting else None
+
+    def shared(self, words):
+        with self._memory["lock"]:
+            return self._memory.setdefault(words, np.zeros(words, np.int64))
+
+    def close(self):
+        pass
+
+
+def in_threads(size, run, *, hosts=1):
+    """What ``run(world)`` gives on each of `size` ranks, once all have left; raises what the first of them raised."""
+    mail, memory = defaultdict(deque), {"lock": threading.Lock()}
+
+    def one(rank):
+        world = World(ThreadLink(rank, size, mail, memory, hosts=hosts))
+        try:
+            result = run(world)
+            world.leave()
+            return result
+        except BaseException as why:
+            world.fail(str(why))
+            raise
+
+    with ThreadPoolExecutor(size) as threads:
+        return [one.result(60) for one in [threads.submit(one, rank) for rank in range(size)]]

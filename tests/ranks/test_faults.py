@@ -1,0 +1,64 @@
+"""A rank that goes wrong: all others end, soon, with a line that says which and where, and nobody is left behind."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from hocket.ranks.world import GRACE, LINGER, SILENCE
+
+from ..given import rank_faults
+from ..given.models import TINY
+from ..given.mpi import left_behind, mpiexec, needs_mpi
+
+SAID = {
+    "killed": "nothing was heard of it for 4 s",
+    "stopped": "nothing was heard of it for 4 s",
+    "leaves": "nothing was heard of it for 4 s",
+    "hangs": "it did not come within 6 s",
+    "terminated": "it was told to end (SIGTERM)",
+    "interrupted": "it was interrupted (Ctrl-C)",
+    "raises": "the disk is full",
+    "breaks": "ZeroDivisionError: a mistake",
+    "elsewhere": "cannot be opened",
+}
+
+
+@needs_mpi
+@pytest.mark.long
+@pytest.mark.parametrize("fault", SAID)
+def test_a_rank_that_goes_wrong_ends_all(fault, tmp_path):
+    state = tmp_path / f"{fault}.state"
+    done = went_wrong(fault, 3, "--save-state", state)
+    assert done.code
+    wanted = f"hocket: rank 1 on {socket.gethostname()}: "
+    others = [line for line in done.lines if line.startswith(wanted) and SAID[fault] in line]
+    assert len(others) >= 2, done
+    assert not list(tmp_path.iterdir())
+    assert not left_behind(str(state))
+
+
+@needs_mpi
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["hocket", "numpy"])
+def test_ranks_of_other_versions_do_not_begin(what):
+    done = went_wrong(f"another {what}", 2)
+    assert done.code
+    assert f"rank 1 on {socket.gethostname()} has another version of {what}" in done.lines[0].replace("NumPy", "numpy")
+
+
+@needs_mpi
+@pytest.mark.long
+def test_a_rank_that_comes_late_is_waited_for():
+    done = went_wrong("late", 2)
+    assert done.code == 0, done
+
+
+def test_a_failure_is_known_to_all_within_ten_seconds():
+    assert SILENCE + GRACE + LINGER < 10
+
+
+def went_wrong(fault, ranks, *more):
+    words = ("run", TINY, "-n", 9, "--temp", 0, "--ignore-eos", "-p", "a", "-t", 1, "--devices", "numpy:0", *more)
+    return mpiexec(ranks, rank_faults.__file__, fault, *words)
