@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; usage errors exit."""
     words = sys.argv[1:] if argv is None else list(argv)
     if launch := launched():
-        return run_rank(launch, partial(_run, words), _said, debug="--debug" in words)
+        return run_rank(launch, partial(_run, words), _said, version=__version__, debug="--debug" in words)
     try:
         return _guarded(words)
     except BrokenPipeError:

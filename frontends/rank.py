@@ -11,7 +11,6 @@ from typing import NoReturn
 
 import numpy as np
 
-from .. import __version__
 from ..graph.errors import HocketError
 from ..ranks import RanksError, World
 from ..ranks.launch import Launch, keep, tell
@@ -21,7 +20,9 @@ from .arguments import one_line
 DO = "install the same on all machines"
 
 
-def run_rank(launch: Launch, run: Callable[[World], int], said: Callable[[Exception], str], *, debug: bool) -> int:
+def run_rank(
+    launch: Launch, run: Callable[[World], int], said: Callable[[Exception], str], *, version: str, debug: bool
+) -> int:
     """Run a command as the rank that `launch` says, and return its exit code once all ranks have ended well; `said`
     makes a line of an error.  Where one fails, all processes end here.
 
@@ -43,7 +44,7 @@ def run_rank(launch: Launch, run: Callable[[World], int], said: Callable[[Except
                 f"{launch.by} started {launch.size} processes, but MPI sees {world.size}; "
                 "use the mpiexec of the MPI that mpi4py was built for, or srun --mpi=pmi2"
             )
-        world.agree("version of hocket", __version__, DO)
+        world.agree("version of hocket", version, DO)
         world.agree("version of NumPy", np.__version__, DO)
         code = run(world)
         world.leave()

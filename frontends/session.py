@@ -107,8 +107,8 @@ class Session:
         on_progress: Callable[[Progress], None] | None = None,
         world: World = ALONE,
     ) -> None:
-        world = world if like is None else like.world
-        self.model, self.sequences, self.watch, self.world = model, sequences, watch, world
+        self.model, self.sequences, self.watch = model, sequences, watch
+        self.world: World = world if like is None else like.world
         self.context = min(model.context_length, DEFAULT_CONTEXT) if context is None else context
         self.batch = min(batch, self.context)
         for name, value in (("sequences", sequences), ("context size", self.context), ("batch size", batch)):
@@ -121,14 +121,14 @@ class Session:
         if on.exact and on.fast:
             raise ModelError("results that are to be exact are not rounded to bfloat16; leave out one of the two")
         self._graph = partial(hurried, model) if on.fast else model.graph
-        if world.size > 1:
-            world.agree("model", f"one with the digest {model_digest(model)[:16]}", "give all ranks the same file")
+        if self.world.size > 1:
+            self.world.agree("model", f"one with the digest {model_digest(model)[:16]}", "give all ranks the same file")
         self._place = tuple((pattern, spelled(device, on)) for pattern, device in on.place)
         self._one = self.step(1, 1, sequences)
         self.group: list[tuple[Backend, Device]]  # in mode none perhaps fewer than asked
         if like is None:
             self._first = self._laid_out(on)
-            self.store = Store(self.group, world)
+            self.store = Store(self.group, self.world)
         else:
             self.group = like.group
             self._first = plan_for(self._graph(self._one), self.group, place=self._place, like=like._first)

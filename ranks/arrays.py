@@ -28,11 +28,11 @@ def packed(array: Array, number: int) -> Packet:
 
 def unpacked(packet: Packet, sender: str, expected: int) -> Array:
     """The array of a packet, which is to be of meeting `expected`.  Raises `RanksError` for any other."""
-    number, kind, axes = HEAD.unpack_from(packet)
+    number, kind, axes = HEAD.unpack_from(packet.data)
     if number != expected:
         raise RanksError(f"{sender} is at meeting {number}, and is expected at {expected}: the plans do not match")
     dtype = np.dtype(kind.rstrip(b"\0").decode())
-    shape = struct.unpack_from(f"<{axes}q", packet, HEAD.size)
+    shape = struct.unpack_from(f"<{axes}q", packet.data, HEAD.size)
     start = HEAD.size + 8 * axes
     if dtype.kind not in KINDS or min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(packet) - start:
         raise RanksError(f"{sender} sent {len(packet)} bytes that are no {dtype}{list(shape)}")

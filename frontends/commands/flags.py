@@ -87,6 +87,7 @@ def traced(session: Session, path: str | None) -> Iterator[None]:
 
     Of several processes rank 0 writes one, of what its own devices did.
 
+    Of several processes rank 0 writes one, of what its own devices did.
     Raises `OSError`, at the beginning if the file cannot be written.
     """
     if path is None or session.world.rank:

@@ -156,7 +156,7 @@ class Executor:
                 raise PlanError(f"input %{name}: {spec} is missing")
             data = fitted(f"input %{name}", inputs[name], spec)
             if self._between.world.size > 1:
-                check = crc32(np.ascontiguousarray(data), check)
+                check = crc32(np.ascontiguousarray(data).data, check)
             for view, dtype in self._inputs[name]:
                 view[...] = encoded(decoded(data, spec.dtype), dtype)
         self._between.world.agree("run", f"inputs {check:08x}", "run the same inputs on all ranks", PATIENCE)

@@ -53,7 +53,7 @@ def main(fault: str, words: list[str]) -> int:
 
         generate.agreed = agreed
     if fault == "another hocket" and MINE:
-        rank.__version__ = hocket.__version__ + ".1"
+        cli.__version__ = hocket.__version__ + ".1"
     if fault == "another numpy" and MINE:
         rank.np = type("numpy", (), {"__version__": "1.0"})
     if fault == "late" and MINE:
