@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import numpy as np
 
 from .op import Array, op
@@ -82,3 +85,60 @@ def count_equal(a: Array, b: Array) -> Array:
 def cumsum(x: Array) -> Array:
     """Running sums along the last axis: entry i is the sum of entries 0 to i.  ggml: ``CUMSUM``."""
     return np.cumsum(x, axis=-1)
+
+
+REDUCTIONS: Mapping[str, np.ufunc] = MappingProxyType(
+    {"max": np.maximum, "min": np.minimum, "sum": np.add, "prod": np.multiply}
+)
+
+
+def _reduces(kind: str, n: int, **_: object) -> str | None:
+    if kind not in REDUCTIONS:
+        return f"kind is {kind!r}; one of {', '.join(REDUCTIONS)}"
+    return f"rows of x are empty, so that they have no {kind}" if n == 0 and kind in ("max", "min") else None
+
+
+_KINDS = (
+    *grid('x={x}[{shape}], kind="{kind}"', x=("f32", "i32"), shape=("7", "2,3,9", "0,4"), kind=tuple(REDUCTIONS)),
+    *grid('x={x}[5,1], kind="{kind}"', x=("f16", "i64"), kind=("max", "prod")),
+)
+_KIND_ERRORS = (
+    ('x=f32[3], kind="mean"', "one of max"),
+    ('x=f32[], kind="max"', "needs at least 1"),
+    ('x=f32[3,0], kind="max"', "rows of x are empty"),
+)
+_SMALL = {"x": Range(-2.0, 2.0)}
+
+
+@op(
+    "x[..., *n]: number -> [..., 1]",
+    needs=_reduces,
+    flops=lambda n, **_: n,
+    samples=_KINDS,
+    errors=_KIND_ERRORS,
+    ranges=_SMALL,
+    must=False,
+)
+def reduce(x: Array, *, kind: str) -> Array:
+    """The max, min, sum or prod (`kind`) of each row in the dtype of `x`, kept as an axis of size 1.
+
+    Partial sums of floats are `sum_rows`.  NumPy (Harris et al., 2020).
+    """
+    return np.asarray(REDUCTIONS[kind].reduce(x, axis=-1, keepdims=True))
+
+
+@op(
+    "x[..., *n]: number -> [..., n]",
+    needs=lambda kind, **_: _reduces(kind, 1),
+    inplace="x",
+    samples=_KINDS,
+    errors=_KIND_ERRORS[:2],
+    ranges=_SMALL,
+    must=False,
+)
+def accumulate(x: Array, *, kind: str) -> Array:
+    """The max, min, sum or prod (`kind`) of the entries of a row up to each of them, in the dtype of `x`.
+
+    NumPy (Harris et al., 2020).
+    """
+    return np.asarray(REDUCTIONS[kind].accumulate(x, axis=-1))

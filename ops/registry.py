@@ -15,12 +15,15 @@ from ..graph.verify import verify as verify_rules
 from . import (
     arrange,
     attend,
+    choosing,
     collective,
     elementwise,
     experts,
     gated,
     generators,
     indexer,
+    integers,
+    lookups,
     moves,
     norms,
     products,
@@ -28,6 +31,7 @@ from . import (
     reductions,
     rotary,
     scans,
+    sliding,
     sorting,
     triangular,
     unary,
@@ -40,6 +44,7 @@ from .signature import Mismatch
 R = TypeVar("R", Value, tuple[Value, Value])
 _MODULES = (
     *(views, elementwise, unary, gated, norms, reductions, sorting, products, moves, arrange, triangular, generators),
+    *(choosing, integers, lookups, sliding),
     *(attend, rotary, recurrent, scans, experts, indexer, collective),
 )
 

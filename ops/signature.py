@@ -32,6 +32,7 @@ DTYPE_CLASSES: Mapping[str, tuple[DType, ...]] = {
     "float": FLOATS,
     "weight": (*FLOATS, *QUANTISED),
     "index": (DType.I32, DType.I64),
+    "integer": INTEGERS,
     "number": (*FLOATS, *INTEGERS),
     "any": tuple(DType),
 }

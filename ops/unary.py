@@ -22,7 +22,7 @@ def entrywise(function: Callable[[float], float]) -> Callable[[Array], Array]:
     return over
 
 
-erf = entrywise(math.erf)
+error_function = entrywise(math.erf)
 erfc = entrywise(math.erfc)
 
 
@@ -99,6 +99,112 @@ def sin(x: Array) -> Array:
 def cos(x: Array) -> Array:
     """Cosine of `x` in radians.  ggml: ``COS``."""
     return np.cos(x)
+
+
+@op(UNARY, inplace="x", zeros=("x",), samples=UNARY_SAMPLES, errors=UNARY_ERRORS, must=False)
+def erf(x: Array) -> Array:
+    """The error function, ``2 / sqrt(pi)`` times the integral of ``exp(-t^2)`` from 0 to `x`.  ISO C, 1999."""
+    return error_function(x)
+
+
+@op(
+    UNARY,
+    inplace="x",
+    zeros=("x",),
+    ranges={"x": Range(-0.5, 10.0)},
+    samples=UNARY_SAMPLES,
+    errors=UNARY_ERRORS,
+    must=False,
+)
+def log1p(x: Array) -> Array:
+    """Natural logarithm of ``1 + x``, exact near 0.  ISO C, 1999."""
+    return np.log1p(x)
+
+
+@op(
+    UNARY,
+    inplace="x",
+    zeros=("x",),
+    ranges={"x": Range(-1.0, 1.0)},
+    samples=UNARY_SAMPLES,
+    errors=UNARY_ERRORS,
+    must=False,
+)
+def tan(x: Array) -> Array:
+    """Tangent of `x` in radians.  ISO C, 1999."""
+    return np.tan(x)
+
+
+@op(
+    UNARY,
+    inplace="x",
+    zeros=("x",),
+    ranges={"x": Range(-0.9, 0.9)},
+    samples=UNARY_SAMPLES,
+    errors=UNARY_ERRORS,
+    must=False,
+)
+def arcsin(x: Array) -> Array:
+    """The angle in radians of which `x` is the sine.  ISO C, 1999."""
+    return np.arcsin(x)
+
+
+@op(UNARY, inplace="x", ranges={"x": Range(-0.9, 0.9)}, samples=UNARY_SAMPLES, errors=UNARY_ERRORS, must=False)
+def arccos(x: Array) -> Array:
+    """The angle in radians of which `x` is the cosine.  ISO C, 1999."""
+    return np.arccos(x)
+
+
+@op(UNARY, inplace="x", zeros=("x",), samples=UNARY_SAMPLES, errors=UNARY_ERRORS, must=False)
+def arctan(x: Array) -> Array:
+    """The angle in radians of which `x` is the tangent.  ISO C, 1999."""
+    return np.arctan(x)
+
+
+@op(
+    UNARY,
+    inplace="x",
+    zeros=("x",),
+    ranges={"x": Range(-4.0, 4.0)},
+    samples=UNARY_SAMPLES,
+    errors=UNARY_ERRORS,
+    must=False,
+)
+def sinh(x: Array) -> Array:
+    """Hyperbolic sine.  ISO C, 1999."""
+    return np.sinh(x)
+
+
+@op(UNARY, inplace="x", ranges={"x": Range(-4.0, 4.0)}, samples=UNARY_SAMPLES, errors=UNARY_ERRORS, must=False)
+def cosh(x: Array) -> Array:
+    """Hyperbolic cosine.  ISO C, 1999."""
+    return np.cosh(x)
+
+
+@op(UNARY, inplace="x", zeros=("x",), samples=UNARY_SAMPLES, errors=UNARY_ERRORS, must=False)
+def arcsinh(x: Array) -> Array:
+    """The number of which `x` is the hyperbolic sine.  ISO C, 1999."""
+    return np.arcsinh(x)
+
+
+@op(UNARY, inplace="x", ranges={"x": Range(1.125, 10.0)}, samples=UNARY_SAMPLES, errors=UNARY_ERRORS, must=False)
+def arccosh(x: Array) -> Array:
+    """The number of which `x` is the hyperbolic cosine.  ISO C, 1999."""
+    return np.arccosh(x)
+
+
+@op(
+    UNARY,
+    inplace="x",
+    zeros=("x",),
+    ranges={"x": Range(-0.875, 0.875)},
+    samples=UNARY_SAMPLES,
+    errors=UNARY_ERRORS,
+    must=False,
+)
+def arctanh(x: Array) -> Array:
+    """The number of which `x` is the hyperbolic tangent.  ISO C, 1999."""
+    return np.arctanh(x)
 
 
 # ------------------------------------------------------------------------------------------------------- rounding

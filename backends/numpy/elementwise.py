@@ -11,6 +11,7 @@ import numpy as np
 
 from ...graph.dtypes import DType
 from ...graph.node import Node
+from ...ops.choosing import COMPARISONS
 from ...ops.elementwise import rounded
 from ..base import Array
 from ..calls import Binding, Call, Calls, copy, one_result, plain
@@ -36,6 +37,25 @@ def tiles(b: Array, *whole: Array) -> list[Array]:
 def binary(ufunc: Callable[..., Any], call: Call) -> Calls:
     b, a, out = tiles(call.operand(1), call.operand(0), call.out)
     return [partial(ufunc, a, b, out=out)]
+
+
+def compare(call: Call) -> Calls:
+    kind = call.attrs["kind"]
+    assert isinstance(kind, str)
+    return binary(COMPARISONS[kind], call)
+
+
+def where(call: Call) -> Calls:
+    """`b` everywhere, then `a` where it is wanted."""
+    truth, a, b, out = (call.operand(0), call.operand(1), call.operand(2), call.out)
+    wanted = np.empty(truth.shape, bool)
+    first, wide, chosen = tiles(a, out, wanted)
+    second, plain_out = tiles(b, out)
+    return [
+        partial(np.not_equal, truth, 0, out=wanted),
+        partial(np.copyto, plain_out, second),
+        partial(np.copyto, wide, first, where=chosen),
+    ]
 
 
 def unary(ufunc: Callable[..., Any], call: Call) -> Calls:
@@ -208,6 +228,8 @@ UFUNCS: Mapping[str, Callable[..., Any]] = {
     "sin": np.sin,
     "cos": np.cos,
     "tanh": np.tanh,
+    **{name: getattr(np, name) for name in ("log1p", "tan", "sinh", "cosh")},
+    **{name: getattr(np, name) for name in ("arcsin", "arccos", "arctan", "arcsinh", "arccosh", "arctanh")},
     "floor": np.floor,
     "ceil": np.ceil,
     "trunc": np.trunc,
@@ -219,6 +241,11 @@ KERNELS: Mapping[str, Binding] = {
     "sub": plain(partial(binary, np.subtract)),
     "mul": plain(partial(binary, np.multiply)),
     "div": plain(partial(binary, np.divide)),
+    "maximum": plain(partial(binary, np.maximum)),
+    "minimum": plain(partial(binary, np.minimum)),
+    "power": plain(partial(binary, np.power)),
+    "compare": plain(compare),
+    "where": plain(where),
     **{name: plain(partial(unary, ufunc)) for name, ufunc in UFUNCS.items()},
     "step": plain(step),
     "clamp": plain(clamp),

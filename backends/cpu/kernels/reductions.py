@@ -36,7 +36,8 @@ from .packing import share
 from .rows import ELEMENTS, lanes, put, row_words, rows_of
 
 ONE, NONE, MINUS_INFINITY = np.float32(1), np.float32(0), np.float32(-np.inf)
-LOWEST = np.float32(-3.0e38)
+LOWEST = np.finfo(np.float32).min
+"""Models mask with it, and a row of nothing else has a softmax; only one of infinities has none."""
 
 
 @part

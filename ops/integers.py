@@ -1,0 +1,73 @@
+"""Arithmetic of integers, which wraps as the machine's does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import numpy as np
+
+from .elementwise import tiled
+from .op import Array, op
+from .samples import Range, grid
+
+
+def _nonzero(b: Array) -> Array:
+    return np.where(b == 0, np.ones_like(b), b)
+
+
+def _divided(a: Array, b: Array) -> Array:
+    """The quotient rounded towards zero; 0 where `b` is."""
+    quotient = np.abs(a) // np.abs(_nonzero(b)) * np.sign(a) * np.sign(b)
+    return quotient.astype(a.dtype)
+
+
+CALCULATIONS: Mapping[str, Callable[[Array, Array], Array]] = MappingProxyType(
+    {
+        "add": np.add,
+        "sub": np.subtract,
+        "mul": np.multiply,
+        "floor_div": lambda a, b: np.where(b == 0, 0, a // _nonzero(b)),
+        "trunc_div": _divided,
+        "floor_mod": lambda a, b: np.where(b == 0, 0, a % _nonzero(b)),
+        "trunc_mod": lambda a, b: np.where(b == 0, 0, a - _divided(a, b) * b),
+        "max": np.maximum,
+        "min": np.minimum,
+        "and": np.bitwise_and,
+        "or": np.bitwise_or,
+        "xor": np.bitwise_xor,
+        "shift_left": np.left_shift,
+        "shift_right": np.right_shift,
+    }
+)
+
+
+def _unknown(kind: str, **_: object) -> str | None:
+    return None if kind in CALCULATIONS else f"kind is {kind!r}; one of {', '.join(CALCULATIONS)}"
+
+
+@op(
+    "a[...]: integer, b[~...]: integer -> [...]",
+    needs=_unknown,
+    inplace="a",
+    samples=(
+        *grid('a=i32[3,5], b=i32[5], kind="{kind}"', kind=tuple(CALCULATIONS)),
+        *grid('a={x}[2,3,4], b={x}[{b}], kind="sub"', x=("i8", "i16", "i64"), b=("2,3,4", "")),
+        'a=i64[0,5], b=i64[5], kind="add"',
+    ),
+    errors=(
+        ('a=f32[3], b=i32[3], kind="add"', "a is f32"),
+        ('a=i32[3], b=i32[2], kind="add"', "do not divide"),
+        ('a=i32[3], b=i32[3], kind="pow"', "one of add"),
+    ),
+    ranges={"a": Range(0, 9), "b": Range(1, 3)},
+    compare="exact",
+    must=False,
+)
+def calculate(a: Array, b: Array, *, kind: str) -> Array:
+    """Integers by the rule `kind`: add, sub, mul, floor_div, trunc_div, floor_mod, trunc_mod, max, min, and, or, xor,
+    shift_left, shift_right.
+
+    `b` tiles into `a`, whose dtype the result has; what is divided by 0 is 0.  NumPy (Harris et al., 2020).
+    """
+    return np.asarray(CALCULATIONS[kind](a, tiled(b, a.shape))).astype(a.dtype)
