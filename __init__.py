@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .frontends.language_model import Options as Options
     from .frontends.language_model import Token as Token
     from .frontends.sampling import Sampling as Sampling
+    from .frontends.torch.exported import from_torch as from_torch
     from .scheduler import Executor as Executor
     from .scheduler import Plan as Plan
     from .scheduler import Store as Store
@@ -54,6 +55,7 @@ LATER = {
     "Sampling": ".frontends.sampling",
     "scheduler": ".scheduler",
     "to_dot": ".view.dot",
+    "from_torch": ".frontends.torch.exported",
 }
 """Names that are imported when they are first used, and from where: most of the package."""
 

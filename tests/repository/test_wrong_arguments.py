@@ -266,6 +266,15 @@ def test_a_wrong_file_of_a_saved_state_is_an_error_of_hockets_own(tmp_path):
     assert not list(faults(load_state, right, wrong))
 
 
+def test_a_wrong_program_is_an_error_of_hockets_own():
+    """What is right takes an extra package, which what is wrong does not import."""
+    for name in WITH_EXTRAS:
+        for value in WRONG:
+            with pytest.raises(hocket.HocketError, match=r"^[^\n]+$"):
+                getattr(hocket, name)(value)
+
+
+WITH_EXTRAS = {"from_torch"}
 BUILDERS = {name: op for name, op in vars(ops).items() if isinstance(op, ops.Op)}
 
 
@@ -291,7 +300,7 @@ def test_every_public_function_is_called_here():
     ours = {n: f for n, f in everything.items() if getattr(f, "__module__", "").startswith("hocket")}
     public = {n for n, f in ours.items() if callable(f)}
     errors = {n for n in public if n.endswith("Error")}
-    assert public - errors - RECORDS - DECLARING - set(BUILDERS) - {"Plan"} <= named
+    assert public - errors - RECORDS - DECLARING - set(BUILDERS) - WITH_EXTRAS - {"Plan"} <= named
     for kind, right in ((hocket.Graph, "Graph"), (hocket.Store, "Store"), (hocket.Executor, "Executor")):
         methods = {n for n, f in vars(kind).items() if not n.startswith("_") and callable(f) and _has_arguments(f)}
         covered = {c.split()[0].rstrip(",") for c in CASES}

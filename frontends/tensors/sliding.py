@@ -1,0 +1,259 @@
+"""Convolutions, poolings and interpolation of [images, channels, axes ...]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import floor, prod
+
+import numpy as np
+
+from ... import ops
+from ..errors import ModelError
+from .arithmetic import add, div, mul
+from .products import per_channel
+from .reducing import argmax
+from .shapes import cut, flip, moved, pad, permute, reshape
+from .tensor import Tensor, cast, literal, tensor
+
+Sizes = Sequence[int]
+
+
+def _windows(
+    x: Tensor, size: Sizes, stride: Sizes, dilation: Sizes, pads: Sequence[tuple[int, int]], value: float = 0.0
+) -> tuple[Tensor, tuple[int, ...]]:
+    """Windows of `x` as [images, windows, channels, entries], and how many there are along each axis."""
+    counts = tuple(
+        (n + a + b - d * (k - 1) - 1) // s + 1
+        for n, (a, b), k, s, d in zip(x.shape[2:], pads, size, stride, dilation, strict=True)
+    )
+    out = ops.windows(
+        x.value,
+        size=tuple(size),
+        stride=tuple(stride),
+        dilation=tuple(dilation),
+        left=tuple(a for a, _ in pads),
+        right=tuple(b for _, b in pads),
+        value=value,
+    )
+    return tensor(out, None, x.truth), counts
+
+
+def convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sizes,
+    pads: Sequence[tuple[int, int]],
+    dilation: Sizes,
+    groups: int = 1,
+) -> Tensor:
+    """The convolution of x [n, c, ...] with weight [o, c / groups, ...]: a product with each window."""
+    if x.rank == weight.rank - 1:
+        one = convolution(reshape(x, (1, *x.shape)), weight, bias, stride, pads, dilation, groups)
+        return reshape(one, one.shape[1:])
+    n, c = x.shape[:2]
+    o, share, *size = weight.shape
+    if share * groups != c or o % groups:
+        raise ModelError(f"a convolution of {c} channels by {groups} groups with weights of {list(weight.shape)}")
+    parts, counts = _windows(x, size, stride, dilation, pads)
+    windows, taps = prod(counts), prod(size)
+    if groups == 1:
+        rows = reshape(parts, (n, windows, c * taps))
+        out = tensor(ops.mul_mat(reshape(weight, (o, c * taps)).value, rows.value))
+    elif share == 1 and o == c:
+        each = mul(parts, reshape(weight, (c, taps)))
+        out = reshape(tensor(ops.sum_rows(each.value)), (n, windows, c))
+    else:
+        rows = permute(reshape(parts, (n, windows, groups, share * taps)), (0, 2, 1, 3))
+        product = tensor(ops.mul_mat(reshape(weight, (groups, o // groups, share * taps)).value, rows.value))
+        out = reshape(permute(product, (0, 2, 1, 3)), (n, windows, o))
+    image = reshape(permute(out, (0, 2, 1)), (n, o, *counts))
+    return image if bias is None else add(image, per_channel(bias, image.rank))
+
+
+def transposed_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sizes,
+    pads: Sequence[tuple[int, int]],
+    dilation: Sizes,
+    groups: int = 1,
+    more: Sizes = (),
+) -> Tensor:
+    """The transpose of a convolution with weight [c, o / groups, ...]; `more` entries are added at the ends."""
+    if x.rank == weight.rank - 1:
+        one = transposed_convolution(reshape(x, (1, *x.shape)), weight, bias, stride, pads, dilation, groups, more)
+        return reshape(one, one.shape[1:])
+    c, share, *size = weight.shape
+    for i, s in enumerate(stride):
+        if s > 1:  # zeros between entries
+            at, count = 2 + i, x.shape[2 + i]
+            before, after = x.shape[:at], x.shape[at + 1 :]
+            spread = pad(reshape(x, (prod(before), count, 1, prod(after))), [(0, 0), (0, 0), (0, s - 1), (0, 0)])
+            x = cut(reshape(spread, (*before, count * s, *after)), at, 0, (count - 1) * s + 1)
+    turned = flip(weight, range(2, weight.rank))
+    runs = reshape(turned, (groups, c // groups, share * prod(size)))
+    runs = reshape(runs, (groups, c // groups, share, prod(size)))
+    swapped = reshape(permute(runs, (0, 2, 1, 3)), (groups * share, c // groups, *size))
+    extra = tuple(more) or (0,) * len(size)
+    around = [
+        (d * (k - 1) - a, d * (k - 1) - b + e) for d, k, (a, b), e in zip(dilation, size, pads, extra, strict=True)
+    ]
+    whole = pad(x, [(0, 0), (0, 0), *((min(0, a), min(0, b)) for a, b in around)])
+    ones = (1,) * len(size)
+    return convolution(whole, swapped, bias, ones, [(max(0, a), max(0, b)) for a, b in around], dilation, groups)
+
+
+def _ends(x: Tensor, size: Sizes, stride: Sizes, pads: Sequence[tuple[int, int]], dilation: Sizes) -> list[int]:
+    """How much longer each axis must be for a last window that is not full, and that begins within the axis."""
+    longer = []
+    for n, k, s, (a, b), d in zip(x.shape[2:], size, stride, pads, dilation, strict=True):
+        span = n + a + b - d * (k - 1) - 1
+        count = -(-span // s) + 1
+        if (count - 1) * s >= n + a:
+            count -= 1
+        longer.append(max(0, (count - 1) * s - span))
+    return longer
+
+
+def _pooled(x: Tensor, pool: Callable[[Tensor], Tensor], rank: int) -> Tensor:
+    """A pooling of images, or of one image without the axis of images."""
+    if x.rank == rank + 1:
+        out = pool(reshape(x, (1, *x.shape)))
+        return reshape(out, out.shape[1:])
+    return pool(x)
+
+
+def max_pool(
+    x: Tensor,
+    size: Sizes,
+    stride: Sizes,
+    pads: Sequence[tuple[int, int]],
+    dilation: Sizes,
+    ceil_mode: bool = False,
+    places: bool = False,
+) -> Tensor:
+    """The largest entry of each window; with `places` where it is in the window."""
+
+    def pool(x: Tensor) -> Tensor:
+        longer = _ends(x, size, stride, pads, dilation) if ceil_mode else [0] * len(size)
+        around = [(a, b + e) for (a, b), e in zip(pads, longer, strict=True)]
+        lowest = -(2.0 ** (8 * x.dtype.storage.itemsize - 1)) if x.is_integer else -np.inf
+        parts, counts = _windows(x, size, stride, dilation, around, lowest)
+        best = argmax(parts, -1) if places else tensor(ops.reduce(parts.value, kind="max"))
+        return reshape(permute(reshape(best, parts.shape[:3]), (0, 2, 1)), (*x.shape[:2], *counts))
+
+    return _pooled(x, pool, len(size))
+
+
+def average_pool(
+    x: Tensor,
+    size: Sizes,
+    stride: Sizes,
+    pads: Sequence[tuple[int, int]],
+    ceil_mode: bool = False,
+    count_padding: bool = True,
+    divisor: int | None = None,
+    dilation: Sizes = (),
+) -> Tensor:
+    """The mean of each window; what pads it counts unless `count_padding` is false, what `ceil_mode` adds never."""
+    steps = tuple(dilation) or (1,) * len(size)
+
+    def pool(x: Tensor) -> Tensor:
+        longer = _ends(x, size, stride, pads, steps) if ceil_mode else [0] * len(size)
+        around = [(a, b + e) for (a, b), e in zip(pads, longer, strict=True)]
+        parts, counts = _windows(x, size, stride, steps, around)
+        sums = permute(reshape(tensor(ops.sum_rows(parts.value)), parts.shape[:3]), (0, 2, 1))
+        out = reshape(sums, (*x.shape[:2], *counts))
+        if divisor:
+            return div(out, float(divisor))
+        real = np.ones(x.shape[2:], np.float32)
+        counted = np.pad(real, pads, constant_values=float(count_padding))
+        counted = np.pad(counted, [(0, e) for e in longer])
+        spans = tuple(d * (k - 1) + 1 for k, d in zip(size, steps, strict=True))
+        views = np.lib.stride_tricks.sliding_window_view(counted, spans)
+        picks = (*(slice(None, None, s) for s in stride), *(slice(None, None, d) for d in steps))
+        number = views[picks].sum(axis=tuple(range(len(size), 2 * len(size))))
+        return div(out, literal(np.maximum(number, 1).astype(np.float32)))
+
+    return _pooled(x, pool, len(size))
+
+
+# -------------------------------------------------------------------------------------------------- interpolation
+
+
+def mapped(x: Tensor, axis: int, matrix: np.ndarray) -> Tensor:
+    """Each entry of an axis as a weighted sum of the old ones; a row of weights for each."""
+    last = moved(x, axis, -1)
+    rows = reshape(last, (prod(last.shape[:-1]), last.shape[-1]))
+    out = tensor(ops.mul_mat(literal(np.asarray(matrix, np.float32)).value, rows.value))
+    return moved(reshape(out, (*last.shape[:-1], matrix.shape[0])), -1, axis)
+
+
+def adaptive_average_pool(x: Tensor, sizes: Sizes) -> Tensor:
+    """The mean of each of `sizes` pieces of the last axes, as even as they can be."""
+    for axis, out in zip(range(x.rank - len(sizes), x.rank), sizes, strict=True):
+        n = x.shape[axis]
+        matrix = np.zeros((out, n))
+        for i in range(out):
+            start, stop = i * n // out, -(-(i + 1) * n // out)
+            matrix[i, start:stop] = 1 / (stop - start)
+        x = mapped(x, axis, matrix)
+    return x
+
+
+def _cubic(t: np.ndarray, a: float = -0.75) -> list[np.ndarray]:
+    """The weights of four neighbours around a point `t` behind the second (Keys, 1981)."""
+
+    def near(u: np.ndarray) -> np.ndarray:
+        return ((a + 2) * u - (a + 3)) * u * u + 1
+
+    def far(u: np.ndarray) -> np.ndarray:
+        return ((a * u - 5 * a) * u + 8 * a) * u - 4 * a
+
+    return [far(t + 1), near(t), near(1 - t), far(2 - t)]
+
+
+def weights_between(n: int, out: int, mode: str, align_corners: bool = False, scale: float | None = None) -> np.ndarray:
+    """The matrix [out, n] by which `out` entries come from `n`: nearest, nearest-exact, linear or cubic."""
+    step = (
+        (n - 1) / (out - 1)
+        if align_corners and out > 1
+        else 0.0
+        if align_corners
+        else (1 / scale if scale else n / out)
+    )
+    i = np.arange(out, dtype=np.float64)
+    matrix = np.zeros((out, n))
+    if mode.startswith("nearest"):
+        at = (i + 0.5 if mode == "nearest-exact" else i) * step
+        matrix[np.arange(out), np.minimum(np.floor(at).astype(int), n - 1)] = 1
+        return matrix
+    at = i * step if align_corners else (i + 0.5) * step - 0.5
+    if mode == "linear" and not align_corners:
+        at = np.maximum(at, 0)
+    first = np.floor(at).astype(int)
+    rest = at - first
+    taps = [(0, 1 - rest), (1, rest)] if mode == "linear" else list(zip((-1, 0, 1, 2), _cubic(rest), strict=True))
+    for offset, weight in taps:
+        np.add.at(matrix, (np.arange(out), np.clip(first + offset, 0, n - 1)), weight)
+    return matrix
+
+
+def interpolate(
+    x: Tensor,
+    sizes: Sizes | None,
+    scales: Sequence[float] | None,
+    mode: str,
+    align_corners: bool = False,
+) -> Tensor:
+    """The last axes of `x` as `sizes` entries each, or as many as `scales` give, by weights between neighbours."""
+    count = len(sizes if sizes is not None else scales or ())
+    for i, axis in enumerate(range(x.rank - count, x.rank)):
+        n = x.shape[axis]
+        scale = scales[i] if scales else None
+        out = sizes[i] if sizes is not None else floor(n * float(scale or 1))
+        if out != n or scale not in (None, 1.0):
+            x = mapped(cast(x, x.dtype), axis, weights_between(n, out, mode, align_corners, scale))
+    return x

@@ -1,0 +1,346 @@
+"""An exported program as a graph: leaves from its signature, nodes from the table, constants computed by PyTorch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...graph import DType, Graph, GraphError, Value, input, state, weight
+from ..errors import ModelError
+from ..tensors.tensor import Tensor, cast, held, literal, merged
+from .program import Argument, Program, Result
+from .table import ROWS
+
+if TYPE_CHECKING:
+    import torch
+    from torch.export import ExportedProgram
+    from torch.fx import Node
+
+LARGEST_CONSTANT = 1 << 12
+"""Bytes of an array that is part of the graph itself; larger ones are weights."""
+DROPPED = ("layout", "device", "pin_memory", "memory_format", "dtype", "non_blocking", "requires_grad", "generator")
+"""Keywords of calls that say nothing about numbers, or what the result's type says already."""
+CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
+"""Calls that compute nothing."""
+
+
+def from_torch(exported: ExportedProgram) -> Program:
+    """An exported program (``torch.export.export(model.eval(), args)``) as a graph, with its weights, ready to call.
+
+    Parameters and buffers are weights under their own names, without a copy; buffers that the program changes are
+    states.  Shapes are those of the example arguments.  Raises `ModelError`: for ops without a row it lists all of
+    them with their number.
+    """
+    kind = type(exported)
+    if (kind.__name__, kind.__module__.split(".")[0]) != ("ExportedProgram", "torch"):
+        raise ModelError(f"from_torch takes a program that torch.export.export made, not {kind.__name__}")
+    import torch
+    from torch.export import default_decompositions
+
+    kept = default_decompositions()
+    for op in [op for op in kept if _name_of(op) in ROWS]:
+        kept.pop(op)
+    with torch.no_grad():
+        return _Importer(exported.run_decompositions(kept)).program()
+
+
+def _name_of(target: object) -> str:
+    """The name of an ATen op without overload; of anything else its text."""
+    packet = getattr(target, "_overloadpacket", None)
+    return str(getattr(packet, "__name__", "")) if packet is not None else ""
+
+
+@dataclass
+class _Importer:
+    """One program on its way to a graph."""
+
+    exported: ExportedProgram
+    weights: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+    values: dict[Node, Any] = field(default_factory=dict)
+    """What is computed by hocket: a `Tensor`, or a tuple of such."""
+    constants: dict[Node, Any] = field(default_factory=dict)
+    """What is known already, as PyTorch computed it."""
+    states: dict[str, Value] = field(default_factory=dict)
+    arguments: list[Argument] = field(default_factory=list)
+    leaves: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+
+    def program(self) -> Program:
+        signature = self.exported.graph_signature
+        changed = {spec.target for spec in signature.output_specs if spec.kind.name == "BUFFER_MUTATION"}
+        if wrong := [
+            s.kind.name for s in signature.output_specs if s.kind.name in ("LOSS_OUTPUT", "GRADIENT_TO_PARAMETER")
+        ]:
+            raise ModelError(
+                f"this is a training graph (it has a {wrong[0]}); export model.eval() for its outputs alone"
+            )
+        specs = {spec.arg.name: spec for spec in signature.input_specs}
+        for node in self.exported.graph.nodes:
+            if node.op == "placeholder":
+                self._leaf(node, specs[node.name], changed)
+        self._refuse_missing()
+        for node in self.exported.graph.nodes:
+            if node.op == "get_attr":
+                self.constants[node] = _attribute(self.exported.graph_module, str(node.target))
+            elif node.op == "call_function":
+                self._call(node)
+        return self._finished()
+
+    # ------------------------------------------------------------------------------------------------------ leaves
+
+    def _leaf(self, node: Node, spec: Any, changed: set[str | None]) -> None:
+        kind = spec.kind.name
+        if kind == "USER_INPUT":
+            self._argument(node, spec)
+        elif kind == "PARAMETER" or (kind == "BUFFER" and spec.target in changed):
+            data = self.exported.state_dict[spec.target]
+            if kind == "BUFFER":
+                dtype, truth = _type_of(data.dtype, node)
+                value = state(spec.target, held(data.shape), dtype)
+                self.states[spec.target], self.weights[spec.target] = value, array_of(data, spec.target)
+                self.values[node] = Tensor(value, tuple(data.shape), truth)
+            else:
+                self.values[node] = self._weight(spec.target, data)
+        elif kind in ("BUFFER", "CONSTANT_TENSOR"):
+            data = self.exported.state_dict.get(spec.target)
+            self.constants[node] = self.exported.constants[spec.target] if data is None else data
+        else:
+            raise ModelError(f"the program takes {node.name}, a {kind.lower()}; hocket takes tensors and numbers")
+
+    def _argument(self, node: Node, spec: Any) -> None:
+        value = node.meta.get("val")
+        if not _is_tensor(value):
+            self.arguments.append(Argument("", getattr(spec.arg, "value", value)))
+            self.constants[node] = value
+            return
+        assert value is not None
+        dtype, truth = _type_of(value.dtype, node)
+        shape = _static(node, value)
+        self.arguments.append(Argument(node.name, None, shape, str(value.dtype).removeprefix("torch.")))
+        self.values[node] = Tensor(input(node.name, held(shape), dtype), shape, truth)
+
+    def _weight(self, name: str, data: torch.Tensor) -> Tensor:
+        """A tensor that is given once; what shares its memory is one weight."""
+        key = (data.data_ptr(), *data.shape, -1, *data.stride())
+        if data.numel() and key in self.leaves:
+            return self.leaves[key]
+        dtype, truth = _type_of(data.dtype, name)
+        array = array_of(data, name)
+        shape = tuple(data.shape)
+        self.weights[name] = array.reshape(held(shape))
+        self.leaves[key] = Tensor(weight(name, held(shape), dtype), shape, truth)
+        return self.leaves[key]
+
+    # ------------------------------------------------------------------------------------------------------- nodes
+
+    def _refuse_missing(self) -> None:
+        """Raise `ModelError` with all ops that have no row, unless what they compute is known now."""
+        known, missing = set(self.constants), Counter[str]()
+        for node in self.exported.graph.nodes:
+            if _is_tensor(node.meta.get("val")):
+                _static(node, node.meta["val"])
+            if node.op == "get_attr":
+                known.add(node)
+            elif node.op == "call_function":
+                if _folds(node) and all(n in known for n in node.all_input_nodes):
+                    known.add(node)
+                elif _name_of(node.target) not in ROWS and not _is_free(node):
+                    missing[_text_of(node.target)] += 1
+        if missing:
+            listed = ", ".join(f"{name} ({count})" for name, count in missing.most_common())
+            raise ModelError(
+                f"the program calls ops that hocket has no row for: {listed}; add rows to frontends/torch/table.py, "
+                "or let torch.compile run them in PyTorch"
+            )
+
+    def _call(self, node: Node) -> None:
+        name = _name_of(node.target)
+        if name in CHECKS:
+            return
+        if _folds(node) and all(n in self.constants for n in node.all_input_nodes):
+            compute: Any = node.target
+            self.constants[node] = compute(
+                *_replaced(node.args, self.constants), **_replaced(node.kwargs, self.constants)
+            )
+            return
+        if _text_of(node.target) == "getitem":
+            source, index = node.args
+            self.values[node] = self.values[source][index]  # type: ignore[index]
+            return
+        tensors = {n: self._tensor(n) for n in node.all_input_nodes}
+        kwargs = {k: v for k, v in node.kwargs.items() if k not in DROPPED}
+        row: Callable[..., Any] = ROWS[name]
+        try:
+            out = row(*_replaced(node.args, tensors), **_replaced(kwargs, tensors))
+            self.values[node] = _fitted(out, node.meta["val"], node)
+        except (ModelError, GraphError, TypeError) as why:
+            raise ModelError(f"%{node.name} = {_text_of(node.target)}: {why}") from (
+                why if isinstance(why, TypeError) else None
+            )
+
+    def _tensor(self, node: Node) -> Any:
+        if node in self.values:
+            return self.values[node]
+        known = self.constants[node]
+        if not _is_tensor(known):
+            return known
+        if known.numel() * known.element_size() <= LARGEST_CONSTANT and str(known.dtype) != "torch.bfloat16":
+            _type_of(known.dtype, node, known=True)
+            self.values[node] = literal(known.detach().numpy())
+        else:
+            name = next((s.target for s in self.exported.graph_signature.input_specs if s.arg.name == node.name), None)
+            data = known.float() if known.dtype in (_dtype("float64"), _dtype("bool")) else known
+            made = self._weight(name or f"folded.{node.name}", data.contiguous())
+            self.values[node] = Tensor(made.value, made.shape, known.dtype == _dtype("bool"))
+        return self.values[node]
+
+    # ------------------------------------------------------------------------------------------------------ results
+
+    def _finished(self) -> Program:
+        signature = self.exported.graph_signature
+        (output,) = (n for n in self.exported.graph.nodes if n.op == "output")
+        outputs: dict[str, Value] = {}
+        updates: dict[Value, Value] = {}
+        results: list[Result] = []
+        written: dict[int, str] = {}
+        named = [s.arg.name for s in signature.input_specs if s.kind.name == "USER_INPUT"]
+        for spec, node in zip(signature.output_specs, output.args[0], strict=True):
+            kind = spec.kind.name
+            if kind == "BUFFER_MUTATION":
+                assert spec.target is not None
+                old = self.states[spec.target]
+                new = self._tensor(node)
+                updates[old] = cast(new, old.dtype).value if not new.truth else new.value
+            elif kind in ("USER_OUTPUT", "USER_INPUT_MUTATION"):
+                if not hasattr(node, "op") or (node in self.constants and not _is_tensor(self.constants[node])):
+                    results.append(Result("", self.constants.get(node, node) if hasattr(node, "op") else node))
+                    continue
+                name = node.name
+                out = self._tensor(node)
+                outputs[name] = out.value
+                result = Result(name, None, out.shape, str(node.meta["val"].dtype).removeprefix("torch."))
+                if kind == "USER_OUTPUT":
+                    results.append(result)
+                else:
+                    written[named.index(str(spec.target))] = name
+                    results.append(result)
+            else:
+                raise ModelError(f"the program gives a {kind.lower()}; hocket gives tensors")
+        if not outputs and not updates:
+            raise ModelError("the program computes nothing that depends on its arguments")
+        graph = merged(Graph(outputs, updates))
+        needed = {v.node.name for v in graph.weights} | {v.node.name for v in graph.states}
+        count = sum(s.kind.name == "USER_INPUT_MUTATION" for s in signature.output_specs)
+        return Program(
+            graph,
+            {name: data for name, data in self.weights.items() if name in needed},
+            tuple(self.arguments),
+            tuple(results[count:]),
+            tuple(written.items()),
+            self.exported.call_spec.in_spec,
+            self.exported.call_spec.out_spec,
+        )
+
+
+def _attribute(module: Any, path: str) -> Any:
+    for part in path.split("."):
+        module = getattr(module, part)
+    return module
+
+
+def _is_tensor(x: object) -> bool:
+    return hasattr(x, "element_size") and hasattr(x, "dtype")
+
+
+def _dtype(name: str) -> object:
+    import torch
+
+    return getattr(torch, name)
+
+
+TYPES: Mapping[str, tuple[DType, bool]] = {
+    "float32": (DType.F32, False),
+    "float16": (DType.F16, False),
+    "bfloat16": (DType.BF16, False),
+    "int8": (DType.I8, False),
+    "int16": (DType.I16, False),
+    "int32": (DType.I32, False),
+    "int64": (DType.I64, False),
+    "bool": (DType.F32, True),
+}
+"""PyTorch's types: the type of a value, and whether they are truth values."""
+
+
+def _type_of(dtype: object, where: object, *, known: bool = False) -> tuple[DType, bool]:
+    name = str(dtype).removeprefix("torch.")
+    if known and name == "float64":
+        return DType.F32, False
+    if name not in TYPES:
+        raise ModelError(f"%{where} is of {name}; hocket has {', '.join(TYPES)}")
+    return TYPES[name]
+
+
+def _static(where: object, value: Any) -> tuple[int, ...]:
+    if not all(isinstance(n, int) for n in value.shape):
+        why = "depends on numbers; mask entries instead of choosing them" if "u" in str(value.shape) else "varies"
+        raise ModelError(f"%{where} has a shape that {why}; export the program without dynamic_shapes")
+    return tuple(value.shape)
+
+
+def _text_of(target: object) -> str:
+    text = str(target)
+    return getattr(target, "__name__", text) if text.startswith("<") else text
+
+
+def _is_free(node: Node) -> bool:
+    return _text_of(node.target) == "getitem" or _name_of(node.target) in CHECKS
+
+
+def _folds(node: Node) -> bool:
+    """Whether PyTorch may compute a call now: the same numbers every time, and no part of a training step."""
+    import torch
+
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return False
+    return torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
+
+
+def _replaced(tree: Any, by: Mapping[Node, Any]) -> Any:
+    """Arguments of a call with its nodes replaced."""
+    if isinstance(tree, list | tuple):
+        return [_replaced(x, by) for x in tree]
+    if isinstance(tree, dict):
+        return {k: _replaced(v, by) for k, v in tree.items()}
+    return by[tree] if type(tree).__name__ == "Node" else tree
+
+
+def _fitted(out: Any, meta: Any, node: Node) -> Any:
+    """What a row gave, in the types and shapes that PyTorch says it has."""
+    if isinstance(meta, list | tuple):
+        return tuple(_fitted(o, m, node) for o, m in zip(out, meta, strict=False))
+    if out is None or meta is None:
+        return None
+    dtype, truth = _type_of(meta.dtype, node)
+    fitted: Tensor = cast(out, dtype, truth)
+    shape = _static(node, meta)
+    if fitted.shape != shape:
+        raise ModelError(f"gives {list(fitted.shape)} where PyTorch has {list(shape)}; the row is wrong")
+    return fitted
+
+
+def array_of(data: torch.Tensor, name: str) -> npt.NDArray[Any]:
+    """The memory of a tensor as an array; bfloat16 as its bits.  Raises `ModelError` for one without numbers."""
+    import torch
+
+    if data.is_meta or data.device.type == "meta":
+        raise ModelError(f"%{name} is on the meta device, so it has no numbers; load the model's weights first")
+    if data.is_complex():
+        raise ModelError(f"%{name} is of {str(data.dtype).removeprefix('torch.')}; hocket has real numbers only")
+    plain = data.detach().cpu()
+    if plain.dtype == torch.bfloat16:
+        return plain.contiguous().view(torch.int16).numpy().view(np.uint16)
+    return plain.float().numpy() if plain.dtype == torch.bool else plain.numpy()
