@@ -24,6 +24,12 @@ def acc(a: Value, b: Value, *, offsets: Sequence[int], name: str = "") -> Value:
     ggml: ``ACC``, which names the region by byte strides and a byte offset.
     """
 
+def accumulate(x: Value, *, kind: str, name: str = "") -> Value:
+    """The max, min, sum or prod (`kind`) of the entries of a row up to each of them, in the dtype of `x`.
+
+    NumPy (Harris et al., 2020).
+    """
+
 def add(a: Value, b: Value, *, name: str = "") -> Value:
     """``a + b``; `b` tiles into `a` (index modulo size).  ggml: ``ADD``."""
 
@@ -39,6 +45,24 @@ def arange(*, start: float, stop: float, step: float = 1.0, name: str = "") -> V
 
     Their number is ``ceil((stop - start) / step)``, in double precision where ggml rounds to single.
     """
+
+def arccos(x: Value, *, name: str = "") -> Value:
+    """The angle in radians of which `x` is the cosine.  ISO C, 1999."""
+
+def arccosh(x: Value, *, name: str = "") -> Value:
+    """The number of which `x` is the hyperbolic cosine.  ISO C, 1999."""
+
+def arcsin(x: Value, *, name: str = "") -> Value:
+    """The angle in radians of which `x` is the sine.  ISO C, 1999."""
+
+def arcsinh(x: Value, *, name: str = "") -> Value:
+    """The number of which `x` is the hyperbolic sine.  ISO C, 1999."""
+
+def arctan(x: Value, *, name: str = "") -> Value:
+    """The angle in radians of which `x` is the tangent.  ISO C, 1999."""
+
+def arctanh(x: Value, *, name: str = "") -> Value:
+    """The number of which `x` is the hyperbolic tangent.  ISO C, 1999."""
 
 def argmax(x: Value, *, name: str = "") -> Value:
     """Where the largest entry of each row is; of equal ones the first.  ggml: ``ARGMAX``.
@@ -73,6 +97,13 @@ def attention(
 def broadcast(x: Value, *, shape: Sequence[int], name: str = "") -> Value:
     """Repeat axes of size 1 (and new leading axes) without copying.  ggml: implied by stride 0."""
 
+def calculate(a: Value, b: Value, *, kind: str, name: str = "") -> Value:
+    """Integers by the rule `kind`: add, sub, mul, floor_div, trunc_div, floor_mod, trunc_mod, max, min, and, or, xor,
+    shift_left, shift_right.
+
+    `b` tiles into `a`, whose dtype the result has; what is divided by 0 is 0.  NumPy (Harris et al., 2020).
+    """
+
 def cast(x: Value, *, dtype: DTypeLike, name: str = "") -> Value:
     """The same numbers in another dtype, rounded to nearest even.  ggml: ``CPY`` to a tensor of that type."""
 
@@ -89,6 +120,12 @@ def ceil(x: Value, *, name: str = "") -> Value:
 def clamp(x: Value, *, min: float, max: float, name: str = "") -> Value:
     """`x` kept within `min` and `max`.  ggml: ``CLAMP``."""
 
+def compare(a: Value, b: Value, *, kind: str, name: str = "") -> Value:
+    """1 where a comparison holds, else 0: `kind` is eq, ne, lt, le, gt or ge; `b` tiles into `a`.
+
+    Nothing but ne holds for a NaN.  IEEE 754, 2019.
+    """
+
 def concat(a: Value, b: Value, *, axis: int, name: str = "") -> Value:
     """`a` followed by `b` along one axis.  ggml: ``CONCAT``."""
 
@@ -97,6 +134,9 @@ def cont(x: Value, *, name: str = "") -> Value:
 
 def cos(x: Value, *, name: str = "") -> Value:
     """Cosine of `x` in radians.  ggml: ``COS``."""
+
+def cosh(x: Value, *, name: str = "") -> Value:
+    """Hyperbolic cosine.  ISO C, 1999."""
 
 def count_equal(a: Value, b: Value, *, name: str = "") -> Value:
     """How many entries of `a` and `b` are equal, a scalar.  ggml: ``COUNT_EQUAL``."""
@@ -138,6 +178,9 @@ def dsv4_hc_pre(x: Value, weights: Value, *, gated: bool = False, scale: float =
 
 def elu(x: Value, *, name: str = "") -> Value:
     """`x` where it is positive, ``e ** x - 1`` elsewhere.  ggml: ``UNARY_OP_ELU``; Clevert et al., 2015."""
+
+def erf(x: Value, *, name: str = "") -> Value:
+    """The error function, ``2 / sqrt(pi)`` times the integral of ``exp(-t^2)`` from 0 to `x`.  ISO C, 1999."""
 
 def exp(x: Value, *, name: str = "") -> Value:
     """``e ** x``.  ggml: ``UNARY_OP_EXP``."""
@@ -188,6 +231,9 @@ def gated_linear_attn(
     Per token and head: ``S = g * S + k v^T``; ``y = scale S^T q``; `S` is kept as [key, value], `g` is the decay
     itself and no logarithm.  ggml: ``GATED_LINEAR_ATTN``; Yang et al., 2023.
     """
+
+def gather(x: Value, ids: Value, *, name: str = "") -> Value:
+    """Entries of each row of `x` by number: ``x[..., ids[..., i]]``.  NumPy's ``take_along_axis``, 2018."""
 
 def geglu(gate: Value, up: Value, *, name: str = "") -> Value:
     """``gelu(gate) * up`` with the tanh approximation.  ggml: ``GLU_OP_GEGLU``; Shazeer, GLU variants, 2020."""
@@ -255,8 +301,17 @@ def lightning_indexer(q: Value, k: Value, weights: Value, mask: Value, *, name: 
 def log(x: Value, *, name: str = "") -> Value:
     """Natural logarithm.  ggml: ``LOG``."""
 
+def log1p(x: Value, *, name: str = "") -> Value:
+    """Natural logarithm of ``1 + x``, exact near 0.  ISO C, 1999."""
+
+def maximum(a: Value, b: Value, *, name: str = "") -> Value:
+    """The larger of two numbers, NaN if one is; `b` tiles into `a`.  IEEE 754, 2019."""
+
 def mean(x: Value, *, name: str = "") -> Value:
     """The mean of each row, kept as an axis of size 1; of no entries it is 0.  ggml: ``MEAN``."""
+
+def minimum(a: Value, b: Value, *, name: str = "") -> Value:
+    """The smaller of two numbers, NaN if one is; `b` tiles into `a`.  IEEE 754, 2019."""
 
 def mul(a: Value, b: Value, *, name: str = "") -> Value:
     """``a * b`` elementwise; `b` tiles into `a`.  ggml: ``MUL``."""
@@ -292,6 +347,15 @@ def pad_reflect_1d(x: Value, *, left: int, right: int, name: str = "") -> Value:
 
 def permute(x: Value, *, axes: Sequence[int], name: str = "") -> Value:
     """Axis i of the result is axis ``axes[i]`` of `x`.  ggml: ``PERMUTE`` (which counts axes from the last)."""
+
+def power(a: Value, b: Value, *, name: str = "") -> Value:
+    """``a ** b``; `b` tiles into `a`.  IEEE 754, 2019."""
+
+def reduce(x: Value, *, kind: str, name: str = "") -> Value:
+    """The max, min, sum or prod (`kind`) of each row in the dtype of `x`, kept as an axis of size 1.
+
+    Partial sums of floats are `sum_rows`.  NumPy (Harris et al., 2020).
+    """
 
 def reglu(gate: Value, up: Value, *, name: str = "") -> Value:
     """``relu(gate) * up``.  ggml: ``GLU_OP_REGLU``; Shazeer, GLU variants, 2020."""
@@ -385,6 +449,13 @@ def rwkv_wkv7(
 def scale(x: Value, *, scale: float, bias: float = 0.0, name: str = "") -> Value:
     """``x * scale + bias``.  ggml: ``SCALE``."""
 
+def scatter(into: Value, ids: Value, src: Value, *, reduce: str = "set", name: str = "") -> Value:
+    """`into` with entry ``ids[..., i]`` of each row replaced by entry i of `src`, or combined with it by `reduce`.
+
+    Where a number occurs twice, one of its entries is set; add, mul, max and min take all of them.  NumPy's
+    ``put_along_axis``, 2018.
+    """
+
 def set_(a: Value, b: Value, *, offsets: Sequence[int], name: str = "") -> Value:
     """`a` with the region of the shape of `b` that begins at `offsets` replaced by `b`.
 
@@ -408,6 +479,9 @@ def silu(x: Value, *, name: str = "") -> Value:
 
 def sin(x: Value, *, name: str = "") -> Value:
     """Sine of `x` in radians.  ggml: ``SIN``."""
+
+def sinh(x: Value, *, name: str = "") -> Value:
+    """Hyperbolic sine.  ISO C, 1999."""
 
 def slice_(x: Value, *, axis: int, start: int, stop: int, name: str = "") -> Value:
     """Entries `start` to `stop` (exclusive) of one axis.  ggml: ``VIEW`` (which counts bytes)."""
@@ -490,6 +564,9 @@ def swiglu_oai(gate: Value, up: Value, *, alpha: float = 1.702, limit: float = 7
     `gate` is clamped from above only.  ggml: ``GLU_OP_SWIGLU_OAI``; gpt-oss.
     """
 
+def tan(x: Value, *, name: str = "") -> Value:
+    """Tangent of `x` in radians.  ISO C, 1999."""
+
 def tanh(x: Value, *, name: str = "") -> Value:
     """Hyperbolic tangent.  ggml: ``UNARY_OP_TANH``."""
 
@@ -516,6 +593,29 @@ def tri(x: Value, *, kind: str, name: str = "") -> Value:
 
 def trunc(x: Value, *, name: str = "") -> Value:
     """The next integer towards zero.  ggml: ``UNARY_OP_TRUNC``."""
+
+def where(truth: Value, a: Value, b: Value, *, name: str = "") -> Value:
+    """`a` where `truth` is not 0, else `b`, in the dtype of `a`; both are broadcast to `truth`.
+
+    NumPy's ``where`` (Harris et al., 2020).
+    """
+
+def windows(
+    x: Value,
+    *,
+    size: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    left: Sequence[int],
+    right: Sequence[int],
+    value: float = 0.0,
+    name: str = "",
+) -> Value:
+    """Windows of `x` [images, channels, axes ...] as [images, windows, channels, entries of a window], each row-major.
+
+    `value` pads the axes, `left` and `right` entries of it.  A product with weights is a convolution, a maximum over
+    the last axis a pooling.  ggml: ``IM2COL``, ``IM2COL_3D``.
+    """
 
 def xielu(x: Value, *, alpha_n: float, alpha_p: float, beta: float, eps: float, name: str = "") -> Value:
     """``p x^2 + beta x`` where x > 0, else ``n (expm1(min(x, eps)) - x) + beta x``.  ggml: ``UNARY_OP_XIELU``.

@@ -93,9 +93,10 @@ def attention(
     flat = (prod(batch),) if len(batch) > 2 else batch
     parts = [reshape(expand(x, (*batch, *x.shape[-3:])), (*flat, *x.shape[-3:])) for x in (q, k, v)]
     order = (*range(len(flat)), len(flat) + 1, len(flat), len(flat) + 2)
-    tokens_first = [permuted(real(x).value, order) for x in parts]
     seen_by, each = (None, False) if mask is None else _mask_of(mask, batch, heads, t, s)
-    out = ops.attention(*tokens_first, seen_by, scale=float(scale), mask_heads="each" if each else "one")
+    q_first, k_first, v_first = (permuted(real(x).value, order) for x in parts)
+    how = "each" if each else "one"
+    out = ops.attention(q_first, k_first, v_first, seen_by, scale=float(scale), mask_heads=how)
     return reshape(tensor(permuted(out, order)), (*batch, heads, t, v.shape[-1]))
 
 
