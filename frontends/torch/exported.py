@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import numpy.typing as npt
 
 from ...graph import DType, Graph, GraphError, Value, input, state, weight
 from ..errors import ModelError
 from ..tensors.tensor import Tensor, cast, held, literal, merged
+from .arrays import array_of
 from .program import Argument, Program, Result
 from .table import ROWS
 
@@ -330,17 +330,3 @@ def _fitted(out: Any, meta: Any, node: Node) -> Any:
     if fitted.shape != shape:
         raise ModelError(f"gives {list(fitted.shape)} where PyTorch has {list(shape)}; the row is wrong")
     return fitted
-
-
-def array_of(data: torch.Tensor, name: str) -> npt.NDArray[Any]:
-    """The memory of a tensor as an array; bfloat16 as its bits.  Raises `ModelError` for one without numbers."""
-    import torch
-
-    if data.is_meta or data.device.type == "meta":
-        raise ModelError(f"%{name} is on the meta device, so it has no numbers; load the model's weights first")
-    if data.is_complex():
-        raise ModelError(f"%{name} is of {str(data.dtype).removeprefix('torch.')}; hocket has real numbers only")
-    plain = data.detach().cpu()
-    if plain.dtype == torch.bfloat16:
-        return plain.contiguous().view(torch.int16).numpy().view(np.uint16)
-    return plain.float().numpy() if plain.dtype == torch.bool else plain.numpy()

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from ...graph import Graph
 from ..errors import ModelError
+from .arrays import array_of, tensor_of
 
 if TYPE_CHECKING:
     from ...scheduler import Plan
@@ -80,8 +81,6 @@ class Program:
 
     def named(self, flat: Sequence[Any]) -> dict[str, npt.NDArray[Any]]:
         """Arrays by name for arguments that are flat already."""
-        from .exported import array_of
-
         if len(flat) != len(self.arguments):
             raise ModelError(f"got {len(flat)} arguments; the program takes {len(self.arguments)}")
         read = {value.node.name for value in self.graph.inputs}
@@ -125,7 +124,7 @@ class Runner:
 
         program = self.program
         outputs = self.executor.run({k: _wide(v, program.graph) for k, v in program.named(given).items()})
-        tensors = {r.name: tensor_of(outputs[r.name], r) for r in program.results if r.name}
+        tensors = {r.name: tensor_of(outputs[r.name], r.shape, r.dtype) for r in program.results if r.name}
         for number, name in program.written:
             with torch.no_grad():
                 given[number].copy_(torch.from_numpy(np.ascontiguousarray(outputs[name])).reshape(given[number].shape))
@@ -134,13 +133,3 @@ class Runner:
 
 def _wide(array: npt.NDArray[Any], graph: Graph) -> npt.NDArray[Any]:
     return array.reshape(-1) if array.ndim > 5 else array
-
-
-def tensor_of(array: npt.NDArray[Any], result: Result) -> Any:
-    """An output as a tensor of the type that PyTorch gives it."""
-    import torch
-
-    dtype: torch.dtype = getattr(torch, result.dtype)
-    if result.dtype == "bfloat16" and array.dtype == np.uint16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).reshape(result.shape)
-    return torch.from_numpy(np.ascontiguousarray(array)).reshape(result.shape).to(dtype)

@@ -1,0 +1,37 @@
+"""Tensors of PyTorch as arrays, which share their memory, and outputs as tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def array_of(data: torch.Tensor, name: str) -> npt.NDArray[Any]:
+    """The memory of a tensor as an array; bfloat16 as its bits.  Raises `ModelError` for one without numbers."""
+    import torch
+
+    if data.is_meta or data.device.type == "meta":
+        raise ModelError(f"%{name} is on the meta device, so it has no numbers; load the model's weights first")
+    if data.is_complex():
+        raise ModelError(f"%{name} is of {str(data.dtype).removeprefix('torch.')}; hocket has real numbers only")
+    plain = data.detach().cpu()
+    if plain.dtype == torch.bfloat16:
+        return plain.contiguous().view(torch.int16).numpy().view(np.uint16)
+    return plain.float().numpy() if plain.dtype == torch.bool else plain.numpy()
+
+
+def tensor_of(array: npt.NDArray[Any], shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    """An output as a tensor of the type that PyTorch gives it."""
+    import torch
+
+    kind: torch.dtype = getattr(torch, dtype)
+    if dtype == "bfloat16" and array.dtype == np.uint16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).reshape(shape)
+    return torch.from_numpy(np.ascontiguousarray(array)).reshape(shape).to(kind)
