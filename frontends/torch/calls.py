@@ -1,0 +1,460 @@
+"""Calls of ATen ops whose arguments say otherwise what the functions of `frontends.tensors` take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ... import ops
+from ..errors import ModelError
+from ..tensors import arithmetic as arith
+from ..tensors import indexing, products, reducing, shapes, sliding
+from ..tensors.tensor import Operand, Tensor, literal
+
+Row: TypeAlias = Callable[..., Any]
+
+
+def ints(x: int | Sequence[int], count: int) -> tuple[int, ...]:
+    """One number for each of `count` axes."""
+    given = (x,) if isinstance(x, int) else tuple(x)
+    return given * count if len(given) == 1 else given
+
+
+def both_ends(pads: Sequence[int]) -> list[tuple[int, int]]:
+    return [(p, p) for p in pads]
+
+
+def padding(x: Tensor, pads: Sequence[int]) -> list[tuple[int, int]]:
+    """PyTorch's flat list, which begins with the last axis, as a pair for each axis."""
+    pairs = list(zip(pads[::2], pads[1::2], strict=True))[::-1]
+    return [(0, 0)] * (x.rank - len(pairs)) + pairs
+
+
+# ---------------------------------------------------------------------------------------------------- entry by entry
+
+
+def rsub(x: Tensor, other: Operand, alpha: float = 1) -> Tensor:
+    return arith.sub(other, x, alpha=alpha)
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    return arith.unary(ops.gelu_erf if approximate == "none" else ops.gelu, x)
+
+
+def softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
+    smooth = arith.scaled(arith.unary(ops.softplus, arith.scaled(x, beta)), 1 / beta)
+    return arith.where(arith.compare("gt", arith.scaled(x, beta), float(threshold)), x, smooth)
+
+
+def elu(x: Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Tensor:
+    low = arith.scaled(arith.unary(ops.expm1, arith.scaled(arith.clamp(x, max=0.0), input_scale)), alpha * scale)
+    return arith.where(arith.compare("gt", x, 0.0), arith.scaled(x, scale), low)
+
+
+def log(base: float) -> Row:
+    return lambda x: arith.scaled(arith.unary(ops.log, x), 1 / math.log(base))
+
+
+def addcmul(x: Tensor, a: Tensor, b: Tensor, value: float = 1) -> Tensor:
+    return arith.add(x, arith.mul(arith.mul(a, b), value))
+
+
+def addcdiv(x: Tensor, a: Tensor, b: Tensor, value: float = 1) -> Tensor:
+    return arith.add(x, arith.mul(arith.div(a, b), value))
+
+
+def like(value: float) -> Row:
+    return lambda x, *_: literal(np.full(x.shape, value, np.float32))
+
+
+def full_like(x: Tensor, value: float) -> Tensor:
+    return literal(np.full(x.shape, value, np.int64 if isinstance(value, int) else np.float32))
+
+
+def new(value: float) -> Row:
+    return lambda x, size: literal(np.full(size, value, np.float32))
+
+
+def new_full(x: Tensor, size: Sequence[int], value: float) -> Tensor:
+    return literal(np.full(size, value, np.int64 if isinstance(value, int) else np.float32))
+
+
+def triangle(keep: Callable[..., np.ndarray]) -> Row:
+    def row(x: Tensor, diagonal: int = 0) -> Tensor:
+        return arith.filled(x, literal(~keep(np.ones(x.shape[-2:], bool), diagonal)), 0)
+
+    return row
+
+
+# ------------------------------------------------------------------------------------------------------------ shapes
+
+
+def expand(x: Tensor, size: Sequence[int], implicit: bool = False) -> Tensor:
+    return shapes.expand(x, size)
+
+
+def squeeze(x: Tensor, axes: int | Sequence[int] | None = None) -> Tensor:
+    return shapes.squeeze(x, [axes] if isinstance(axes, int) else axes)
+
+
+def chunk(x: Tensor, chunks: int, axis: int = 0) -> tuple[Tensor, ...]:
+    return shapes.split(x, max(1, -(-x.shape[x.axis(axis)] // chunks)), axis)
+
+
+def flatten(x: Tensor, start: int = 0, end: int = -1) -> Tensor:
+    a, b = x.axis(start), x.axis(end)
+    return shapes.reshape(x, (*x.shape[:a], math.prod(x.shape[a : b + 1]), *x.shape[b + 1 :]))
+
+
+def unflatten(x: Tensor, axis: int, sizes: Sequence[int]) -> Tensor:
+    a = x.axis(axis)
+    known = math.prod(n for n in sizes if n != -1)
+    return shapes.reshape(x, (*x.shape[:a], *(x.shape[a] // known if n == -1 else n for n in sizes), *x.shape[a + 1 :]))
+
+
+def roll(x: Tensor, shifts: int | Sequence[int], axes: int | Sequence[int] = ()) -> Tensor:
+    over = [axes] if isinstance(axes, int) else list(axes)
+    return shapes.roll(x, [shifts] if isinstance(shifts, int) else shifts, over)
+
+
+def constant_pad(x: Tensor, pads: Sequence[int], value: float = 0) -> Tensor:
+    return shapes.pad(x, padding(x, pads), value)
+
+
+def own_pad(mode: str) -> Row:
+    return lambda x, pads: shapes.pad_with_own(x, padding(x, pads), mode)
+
+
+def unfold(x: Tensor, axis: int, size: int, step: int) -> Tensor:
+    """Windows of one axis, their entries as a last axis."""
+    at = x.axis(axis)
+    starts = range(0, x.shape[at] - size + 1, step)
+    return shapes.moved(shapes.stack([shapes.cut(x, at, s, s + size) for s in starts], at), at + 1, -1)
+
+
+def diagonal(x: Tensor, offset: int = 0, first: int = 0, second: int = 1) -> Tensor:
+    a, b = x.axis(first), x.axis(second)
+    rows = np.arange(x.shape[a])
+    rows = rows[(rows + offset >= 0) & (rows + offset < x.shape[b])]
+    axes = [i for i in range(x.rank) if i not in (a, b)]
+    front = shapes.permute(x, [*axes, a, b])
+    flat = shapes.reshape(front, (*front.shape[:-2], x.shape[a] * x.shape[b]))
+    return shapes.take(flat, -1, rows * x.shape[b] + rows + offset)
+
+
+def select_scatter(x: Tensor, src: Tensor, axis: int, index: int) -> Tensor:
+    i = index % x.shape[x.axis(axis)]
+    return indexing.set_slice(x, shapes.unsqueeze(src, x.axis(axis)), axis, i, i + 1)
+
+
+def slice_scatter(
+    x: Tensor, src: Tensor, axis: int = 0, start: int | None = None, stop: int | None = None, step: int = 1
+) -> Tensor:
+    return indexing.set_slice(x, src, axis, start, stop, step)
+
+
+# -------------------------------------------------------------------------------------------------------- reductions
+
+
+def sum_(x: Tensor, axes: Any = None, keepdim: bool = False) -> Tensor:
+    return reducing.total(x, axes, keepdim)
+
+
+def mean(x: Tensor, axes: Any = None, keepdim: bool = False) -> Tensor:
+    return reducing.mean(x, axes, keepdim)
+
+
+def spread(x: Tensor, *args: Any, correction: float | None = None, keepdim: bool = False, unbiased: bool = True) -> Any:
+    """The overloads of var: (unbiased) or (axes, unbiased, keepdim), or (axes) and keywords."""
+    axes: Any = None
+    if len(args) == 1 and isinstance(args[0], bool):
+        unbiased = args[0]
+    elif args:
+        axes = args[0]
+        unbiased = args[1] if len(args) > 1 else unbiased
+        keepdim = args[2] if len(args) > 2 else keepdim
+    return reducing.variance(x, axes, float(unbiased) if correction is None else correction, keepdim)
+
+
+def deviation(x: Tensor, *args: Any, **more: Any) -> Tensor:
+    return arith.unary(ops.sqrt, spread(x, *args, **more))
+
+
+def spread_and_mean(x: Tensor, axes: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+    return (
+        reducing.variance(x, axes, 1 if correction is None else correction, keepdim),
+        reducing.mean(x, axes, keepdim),
+    )
+
+
+def extreme(kind: str) -> Row:
+    """The overloads of max and min: of all entries, of two tensors, along an axis with the places."""
+    pair = arith.maximum if kind == "max" else arith.minimum
+
+    def row(x: Tensor, other: Tensor | int | None = None, keepdim: bool = False) -> Any:
+        if other is None:
+            return reducing.extreme(kind, x)
+        if isinstance(other, Tensor):
+            return pair(x, other)
+        return reducing.extreme_and_place(kind, x, other, keepdim)
+
+    return row
+
+
+def each_extreme(kind: str) -> Row:
+    return lambda x, axes=None, keepdim=False: reducing.extreme(kind, x, axes, keepdim)
+
+
+def running(kind: str) -> Row:
+    return lambda x, axis: reducing.running(kind, x, axis)
+
+
+def sort(x: Tensor, *args: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
+    """The overloads of sort: (axis, descending), or (stable, axis, descending)."""
+    if args and isinstance(args[0], bool):
+        args = args[1:]
+    axis = args[0] if args else dim
+    down = args[1] if len(args) > 1 else descending
+    ids = reducing.order(x, axis, down)
+    return indexing.gather(x, axis, ids), ids
+
+
+def argsort(x: Tensor, *args: Any, **more: Any) -> Tensor:
+    return sort(x, *args, **more)[1]
+
+
+def top_k(x: Tensor, k: int, axis: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    ids = shapes.cut(reducing.order(x, axis, largest), axis, 0, k)
+    return indexing.gather(x, axis, ids), ids
+
+
+def norm(x: Tensor, power: float | None = 2, axes: Any = None, keepdim: bool = False) -> Tensor:
+    return reducing.norm_of(x, 2 if power is None else power, axes, keepdim)
+
+
+# ---------------------------------------------------------------------------------------------------------- products
+
+
+def addmm(bias: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
+    return products.plus_product(bias, a, b, beta=beta, alpha=alpha)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if dropout_p:
+        raise ModelError("attention drops entries by chance, as in training; export the model after model.eval()")
+    return products.attention(q, k, v, attn_mask, causal=is_causal, scale=scale)
+
+
+def attention_with_sums(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, None]:
+    return attention(q, k, v, attn_mask, dropout_p, is_causal, scale), None
+
+
+def softmax(x: Tensor, axis: int, *_: object) -> Tensor:
+    return products.softmax(x, axis)
+
+
+def log_softmax(x: Tensor, axis: int, *_: object) -> Tensor:
+    return products.log_softmax(x, axis)
+
+
+def layer_norm(
+    x: Tensor, shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: object
+) -> Any:
+    return products.layer_norm(x, len(shape), weight, bias, eps)
+
+
+def native_layer_norm(x: Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Any:
+    return products.layer_norm(x, len(shape), weight, bias, eps), None, None
+
+
+def rms_norm(x: Tensor, shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Tensor:
+    return products.rms_norm(x, len(shape), weight, float(np.finfo(np.float32).eps) if eps is None else eps)
+
+
+def group_norm(x: Tensor, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: object) -> Tensor:
+    return products.group_norm(x, groups, weight, bias, eps)
+
+
+def native_group_norm(x: Tensor, weight: Any, bias: Any, n: int, c: int, rest: int, groups: int, eps: float) -> Any:
+    return products.group_norm(x, groups, weight, bias, eps), None, None
+
+
+def native_batch_norm(
+    x: Tensor, weight: Any, bias: Any, mean: Tensor, variance: Tensor, momentum: float, eps: float
+) -> Any:
+    return products.batch_norm(x, weight, bias, mean, variance, eps), None, None
+
+
+def batch_norm(
+    x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, momentum: float, eps: float, *_: object
+) -> Tensor:
+    if training or mean is None:
+        raise ModelError("batch norm over the batch itself, as in training; export the model after model.eval()")
+    return products.batch_norm(x, weight, bias, mean, variance, eps)
+
+
+# ----------------------------------------------------------------------------------------------------------- indices
+
+
+def embedding(weight: Tensor, ids: Tensor, *_: object) -> Tensor:
+    return indexing.embedding(weight, ids)
+
+
+def index_select(x: Tensor, axis: int, ids: Tensor) -> Tensor:
+    return indexing.index_select(x, axis, ids)
+
+
+def gather(x: Tensor, axis: int, ids: Tensor, sparse_grad: bool = False) -> Tensor:
+    return indexing.gather(x, axis, ids)
+
+
+_REDUCE = MappingProxyType({"add": "add", "multiply": "mul", "sum": "add", "prod": "mul", "amax": "max", "amin": "min"})
+
+
+def scatter(x: Tensor, axis: int, ids: Tensor, src: Operand, reduce: str | None = None) -> Tensor:
+    return indexing.scatter(x, axis, ids, src, _REDUCE[reduce] if reduce else "set")
+
+
+def scatter_add(x: Tensor, axis: int, ids: Tensor, src: Tensor) -> Tensor:
+    return indexing.scatter(x, axis, ids, src, "add")
+
+
+def scatter_reduce(x: Tensor, axis: int, ids: Tensor, src: Tensor, reduce: str, include_self: bool = True) -> Tensor:
+    if not include_self or reduce not in _REDUCE:
+        raise ModelError(
+            f"scatter_reduce by {reduce!r} with include_self={include_self}; hocket has sum, prod, amax, amin of all"
+        )
+    return indexing.scatter(x, axis, ids, src, _REDUCE[reduce])
+
+
+def index_add(x: Tensor, axis: int, ids: Tensor, src: Tensor, alpha: float = 1) -> Tensor:
+    front = shapes.moved(x, axis, 0)
+    put = indexing.index_put(front, [ids], shapes.moved(arith.mul(src, alpha) if alpha != 1 else src, axis, 0), True)
+    return shapes.moved(put, 0, axis)
+
+
+def index_copy(x: Tensor, axis: int, ids: Tensor, src: Tensor) -> Tensor:
+    front = shapes.moved(x, axis, 0)
+    return shapes.moved(indexing.index_put(front, [ids], shapes.moved(src, axis, 0)), 0, axis)
+
+
+def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool = False, *_: object) -> Tensor:
+    return indexing.index_put(x, indices, values, accumulate)
+
+
+# ----------------------------------------------------------------------------------------------------------- spatial
+
+
+def convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Tensor:
+    n = weight.rank - 2
+    steps, wide, pads = ints(stride, n), ints(dilation, n), both_ends(ints(padding, n))
+    if transposed:
+        more = ints(output_padding, n)
+        return sliding.transposed_convolution(x, weight, bias, steps, pads, wide, groups, more)
+    return sliding.convolution(x, weight, bias, steps, pads, wide, groups)
+
+
+def max_pool(n: int, places: bool = False) -> Row:
+    def row(
+        x: Tensor, size: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+    ) -> Any:
+        size = ints(size, n)
+        rest = (ints(stride, n) if stride else size, both_ends(ints(padding, n)), ints(dilation, n), ceil_mode)
+        best = sliding.max_pool(x, size, *rest)
+        return (best, None) if places else best  # the places are for training
+
+    return row
+
+
+def average_pool(n: int) -> Row:
+    def row(
+        x: Tensor,
+        size: Any,
+        stride: Any = (),
+        padding: Any = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> Tensor:
+        size = ints(size, n)
+        steps, pads = ints(stride, n) if stride else size, both_ends(ints(padding, n))
+        return sliding.average_pool(x, size, steps, pads, ceil_mode, count_include_pad, divisor_override)
+
+    return row
+
+
+def adaptive_average_pool(n: int) -> Row:
+    def row(x: Tensor, sizes: Any) -> Tensor:
+        wanted = [w or m for w, m in zip(ints(sizes, n), x.shape[-n:], strict=True)]
+        return sliding.adaptive_average_pool(x, wanted)
+
+    return row
+
+
+def resized(mode: str) -> Row:
+    """Upsampling whose last arguments are scales: (size, scales), or a scale for each axis."""
+
+    def row(x: Tensor, size: Any, *scales: Any, **more: Any) -> Tensor:
+        factors = scales[0] if len(scales) == 1 and isinstance(scales[0], list | tuple) else scales
+        known = None if not factors or None in factors else [float(f) for f in factors]
+        return sliding.interpolate(x, size, known, mode)
+
+    return row
+
+
+def resized_smoothly(mode: str) -> Row:
+    def row(x: Tensor, size: Any, align_corners: bool, *scales: Any) -> Tensor:
+        factors = scales[0] if len(scales) == 1 and isinstance(scales[0], list | tuple) else scales
+        known = None if not factors or None in factors else [float(f) for f in factors]
+        return sliding.interpolate(x, size, known, mode, align_corners)
+
+    return row
+
+
+def same(x: Tensor, *_: object, **__: object) -> Tensor:
+    return x
+
+
+def replaced(x: Tensor, src: Tensor, *_: object) -> Tensor:
+    return shapes.expand(src, x.shape)
+
+
+def dropout(x: Tensor, p: float, train: bool = False) -> Tensor:
+    if train and p:
+        raise ModelError("dropout by chance, as in training; export the model after model.eval()")
+    return x
+
+
+def native_dropout(x: Tensor, p: float, train: bool = False) -> tuple[Tensor, None]:
+    return dropout(x, p, train), None
