@@ -233,6 +233,49 @@ def test_a_buffer_that_changes_is_a_state():
     assert [runner(torch.ones(2)).tolist() for _ in range(2)] == [[4.0, 6.0], [6.0, 8.0]]
 
 
+class TestCompiled:
+    """`torch.compile` with hocket's backend, given as a function: an entry point is seen once hocket is installed."""
+
+    def compiled(self, model, **options):
+        import torch
+
+        from hocket.frontends.torch.dynamo import compiled
+
+        return torch.compile(model, backend=compiled, options=options)
+
+    @pytest.mark.long
+    def test_a_model_runs_on_devices_for_each_shape_and_sees_its_weights_change(self):
+        import torch
+
+        model = transformer()
+        ours = self.compiled(model, devices="cpu:0,cpu:1", split_mode="tensor")
+        with torch.no_grad():
+            for length in (5, 5, 3):
+                x = torch.randn(2, length, 32)
+                assert nmse(ours(x), model(x)) < 1e-10
+            model.linear1.weight.mul_(2)
+            assert nmse(ours(x), model(x)) < 1e-10
+        with pytest.raises(ModelError, match="no gradients"):
+            ours(x)
+
+    @pytest.mark.long
+    def test_pytorch_runs_what_has_no_row_and_a_warning_says_so(self):
+        import torch
+
+        ours = self.compiled(lambda x: torch.special.i1(x) + 1)
+        with pytest.warns(UserWarning, match="special_i1"):
+            assert torch.equal(ours(torch.ones(3)), torch.special.i1(torch.ones(3)) + 1)
+
+    @pytest.mark.long
+    def test_an_option_that_is_none(self):
+        import torch
+
+        from hocket.frontends.torch.dynamo import compiled
+
+        with pytest.raises(ModelError, match="'device'"):
+            compiled(torch.fx.symbolic_trace(torch.nn.ReLU()), [], options={"device": "cpu:0"})
+
+
 class TestRefused:
     """Each with one line that says what is wrong and what to do."""
 

@@ -1,0 +1,113 @@
+"""The backend of ``torch.compile``: what Dynamo captures is exported, planned for devices and run there.
+
+PyTorch finds it by the entry point ``hocket`` of the group ``torch_dynamo_backends``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...graph import HocketError
+from ..errors import ModelError
+from .exported import from_torch
+from .program import Runner
+
+Arguments = tuple[Any, ...]
+
+
+def compiled(
+    module: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """What runs a captured graph: ``torch.compile(model, backend="hocket", options={"devices": "cpu:0,cpu:1"})``.
+
+    `options` are ``devices`` and those of `hocket.plan`.  A graph that hocket has not all ops of is left to PyTorch,
+    with a warning that lists them.  Raises `ModelError` where gradients are wanted.
+    """
+    given = {"devices": "cpu:0", **(options or {})}
+    if unknown := sorted(given.keys() - {"devices", "split_mode", "tensor_split", "place"}):
+        raise ModelError(f"there is no option {unknown[0]!r}; devices, split_mode, tensor_split and place are some")
+    return Compiled(module, given)
+
+
+class Compiled:
+    """A captured graph; it is exported, planned and loaded for each combination of shapes that it is called with."""
+
+    def __init__(self, module: torch.fx.GraphModule, options: Mapping[str, Any]) -> None:
+        self.module, self.options = module, dict(options)
+        self.loaded: dict[Arguments, Loaded | None] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+            raise ModelError("hocket computes no gradients; call the compiled model within torch.no_grad()")
+        key = tuple((a.shape, a.dtype) if isinstance(a, torch.Tensor) else a for a in args)
+        if key not in self.loaded:
+            self.loaded[key] = self._load(args)
+        runner = self.loaded[key]
+        return self.module(*args) if runner is None else runner(args)
+
+    def _load(self, args: Arguments) -> Loaded | None:
+        """The graph on its devices; None if PyTorch has to run it."""
+        try:
+            return Loaded(self.module, args, self.options)
+        except ModelError as why:
+            warnings.warn(f"PyTorch runs this graph itself: {why}", stacklevel=2)
+            return None
+
+
+class _Fixed(torch.nn.Module):
+    """A captured graph whose parameters are its own instead of arguments."""
+
+    def __init__(self, module: torch.fx.GraphModule, args: Arguments) -> None:
+        super().__init__()
+        self.module = module
+        self.names: list[str | None] = []
+        placeholders = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+        for name, value in zip(placeholders, args, strict=True):
+            own = isinstance(value, torch.nn.Parameter)
+            self.names.append(name if own else None)
+            if own:
+                self.register_parameter(name, value)
+
+    def forward(self, *rest: Any) -> Any:
+        others = iter(rest)
+        return self.module(*(next(others) if name is None else getattr(self, name) for name in self.names))
+
+
+class Loaded:
+    """A captured graph on its devices; parameters that were changed in place since are loaded anew."""
+
+    def __init__(self, module: torch.fx.GraphModule, args: Arguments, options: Mapping[str, Any]) -> None:
+        fixed = _Fixed(module, args).eval()
+        self.free = [i for i, name in enumerate(fixed.names) if name is None]
+        self.parameters = [args[i] for i, name in enumerate(fixed.names) if name is not None]
+        given = dict(options)
+        devices = given.pop("devices")
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            try:
+                exported = torch.export.export(fixed, tuple(args[i] for i in self.free), strict=False)
+            except HocketError:
+                raise
+            except Exception as why:  # PyTorch has many kinds
+                first = str(why).strip().partition("\n")[0]
+                raise ModelError(f"it cannot be exported: {first}") from None
+        self.runner = from_torch(exported).on(devices, **given)
+        self.version = self._version()
+
+    def _version(self) -> list[tuple[int, int]]:
+        return [(p._version, p.data_ptr()) for p in self.parameters]
+
+    def __call__(self, args: Arguments) -> Any:
+        now = self._version()
+        if now != self.version:
+            self.runner = Runner(self.runner.program, self.runner.plan)
+            self.version = now
+        return self.runner(*(args[i] for i in self.free))
