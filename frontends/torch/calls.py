@@ -12,20 +12,10 @@ import numpy as np
 from ... import ops
 from ..errors import ModelError
 from ..tensors import arithmetic as arith
-from ..tensors import indexing, products, reducing, shapes, sliding
+from ..tensors import indexing, products, reducing, shapes
 from ..tensors.tensor import Operand, Tensor, literal
 
 Row: TypeAlias = Callable[..., Any]
-
-
-def ints(x: int | Sequence[int], count: int) -> tuple[int, ...]:
-    """One number for each of `count` axes."""
-    given = (x,) if isinstance(x, int) else tuple(x)
-    return given * count if len(given) == 1 else given
-
-
-def both_ends(pads: Sequence[int]) -> list[tuple[int, int]]:
-    return [(p, p) for p in pads]
 
 
 def padding(x: Tensor, pads: Sequence[int]) -> list[tuple[int, int]]:
@@ -361,85 +351,6 @@ def index_copy(x: Tensor, axis: int, ids: Tensor, src: Tensor) -> Tensor:
 
 def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool = False, *_: object) -> Tensor:
     return indexing.index_put(x, indices, values, accumulate)
-
-
-# ----------------------------------------------------------------------------------------------------------- spatial
-
-
-def convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> Tensor:
-    n = weight.rank - 2
-    steps, wide, pads = ints(stride, n), ints(dilation, n), both_ends(ints(padding, n))
-    if transposed:
-        more = ints(output_padding, n)
-        return sliding.transposed_convolution(x, weight, bias, steps, pads, wide, groups, more)
-    return sliding.convolution(x, weight, bias, steps, pads, wide, groups)
-
-
-def max_pool(n: int, places: bool = False) -> Row:
-    def row(
-        x: Tensor, size: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
-    ) -> Any:
-        size = ints(size, n)
-        rest = (ints(stride, n) if stride else size, both_ends(ints(padding, n)), ints(dilation, n), ceil_mode)
-        best = sliding.max_pool(x, size, *rest)
-        return (best, None) if places else best  # the places are for training
-
-    return row
-
-
-def average_pool(n: int) -> Row:
-    def row(
-        x: Tensor,
-        size: Any,
-        stride: Any = (),
-        padding: Any = 0,
-        ceil_mode: bool = False,
-        count_include_pad: bool = True,
-        divisor_override: int | None = None,
-    ) -> Tensor:
-        size = ints(size, n)
-        steps, pads = ints(stride, n) if stride else size, both_ends(ints(padding, n))
-        return sliding.average_pool(x, size, steps, pads, ceil_mode, count_include_pad, divisor_override)
-
-    return row
-
-
-def adaptive_average_pool(n: int) -> Row:
-    def row(x: Tensor, sizes: Any) -> Tensor:
-        wanted = [w or m for w, m in zip(ints(sizes, n), x.shape[-n:], strict=True)]
-        return sliding.adaptive_average_pool(x, wanted)
-
-    return row
-
-
-def resized(mode: str) -> Row:
-    """Upsampling whose last arguments are scales: (size, scales), or a scale for each axis."""
-
-    def row(x: Tensor, size: Any, *scales: Any, **more: Any) -> Tensor:
-        factors = scales[0] if len(scales) == 1 and isinstance(scales[0], list | tuple) else scales
-        known = None if not factors or None in factors else [float(f) for f in factors]
-        return sliding.interpolate(x, size, known, mode)
-
-    return row
-
-
-def resized_smoothly(mode: str) -> Row:
-    def row(x: Tensor, size: Any, align_corners: bool, *scales: Any) -> Tensor:
-        factors = scales[0] if len(scales) == 1 and isinstance(scales[0], list | tuple) else scales
-        known = None if not factors or None in factors else [float(f) for f in factors]
-        return sliding.interpolate(x, size, known, mode, align_corners)
-
-    return row
 
 
 def same(x: Tensor, *_: object, **__: object) -> Tensor:

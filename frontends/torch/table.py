@@ -17,7 +17,7 @@ import numpy as np
 from ... import ops
 from ..tensors import arithmetic as arith
 from ..tensors import indexing, products, reducing, shapes
-from . import calls
+from . import calls, spatial
 
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     **{name: getattr(ops, name) for name in ("sqrt", "exp", "expm1", "log", "log1p", "sin", "cos", "tan", "tanh")},
@@ -187,18 +187,18 @@ ROWS: Mapping[str, calls.Row] = MappingProxyType(
         "scatter_add": calls.scatter_add,
         "scatter_reduce": calls.scatter_reduce,
         # spatial
-        "convolution": calls.convolution,
-        **{f"max_pool{n}d": calls.max_pool(n) for n in (1, 2, 3)},
-        **{f"max_pool{n}d_with_indices": calls.max_pool(n, places=True) for n in (2, 3)},
-        **{f"avg_pool{n}d": calls.average_pool(n) for n in (1, 2, 3)},
-        **{f"adaptive_avg_pool{n}d": calls.adaptive_average_pool(n) for n in (1, 2, 3)},
-        **{f"_adaptive_avg_pool{n}d": calls.adaptive_average_pool(n) for n in (2, 3)},
-        **{f"upsample_nearest{n}d": calls.resized("nearest") for n in (1, 2, 3)},
-        **{f"_upsample_nearest_exact{n}d": calls.resized("nearest-exact") for n in (1, 2, 3)},
-        "upsample_linear1d": calls.resized_smoothly("linear"),
-        "upsample_bilinear2d": calls.resized_smoothly("linear"),
-        "upsample_trilinear3d": calls.resized_smoothly("linear"),
-        "upsample_bicubic2d": calls.resized_smoothly("cubic"),
+        "convolution": spatial.convolution,
+        **{f"max_pool{n}d": spatial.max_pool(n) for n in (1, 2, 3)},
+        **{f"max_pool{n}d_with_indices": spatial.max_pool(n, places=True) for n in (2, 3)},
+        **{f"avg_pool{n}d": spatial.average_pool(n) for n in (1, 2, 3)},
+        **{f"adaptive_avg_pool{n}d": spatial.adaptive_average_pool(n) for n in (1, 2, 3)},
+        **{f"_adaptive_avg_pool{n}d": spatial.adaptive_average_pool(n) for n in (2, 3)},
+        **{f"upsample_nearest{n}d": spatial.resized("nearest") for n in (1, 2, 3)},
+        **{f"_upsample_nearest_exact{n}d": spatial.resized("nearest-exact") for n in (1, 2, 3)},
+        "upsample_linear1d": spatial.resized_smoothly("linear"),
+        "upsample_bilinear2d": spatial.resized_smoothly("linear"),
+        "upsample_trilinear3d": spatial.resized_smoothly("linear"),
+        "upsample_bicubic2d": spatial.resized_smoothly("cubic"),
     }
 )
 """By the name of the ATen op, whatever its overload."""
