@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain, pairwise
 from queue import SimpleQueue
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,6 +32,15 @@ STATUS = {
 }
 
 
+class Loop(NamedTuple):
+    """Compiled code that calls steps one after the other, and the words it gets: their address is kept, since asking
+    for it takes a microsecond, which a token of a small model feels."""
+
+    call: Callable[[int, int, int], int]
+    words: int
+    memory: Array
+
+
 class Segment:
     """Consecutive steps of compiled code."""
 
@@ -46,31 +55,30 @@ class Segment:
             called = (0, 0) if words is None else (step.kernel.address, words.ctypes.data)
             self.table[thread, row] = *called, MEETS * step.meets | WHOLE * step.whole, step.number
         self.shared = np.zeros(SHARED_BYTES // 8, np.int64)
-        self.call, self._given = REPLAY(run.address), self._arguments(0)
-        self._plain = self.call, self._given
         self._times = np.zeros(len(steps) + 1, np.int64)
+        self._loop = self._plain = self._loop_at(run.address, 0)
 
     @cached_property
-    def _timed(self) -> tuple[Any, Array]:
-        """The loop that writes times, and its words."""
-        return REPLAY(timed.address), self._arguments(self._times.ctypes.data)
+    def _timed(self) -> Loop:
+        return self._loop_at(timed.address, self._times.ctypes.data)
 
     def part(self, thread: int) -> int:
         """One thread's part of the run; the status."""
-        return int(self.call(self._given.ctypes.data, thread, self.threads))
+        return self._loop.call(self._loop.words, thread, self.threads)
 
-    def _arguments(self, times: int) -> Array:
-        """The words of the loop; `times` is where it writes when each step began, 0 for nowhere."""
+    def _loop_at(self, address: int, times: int) -> Loop:
+        """The loop of that address over these steps; `times` is where it writes when each began, 0 for nowhere."""
         table, shared = self.table.ctypes.data, self.shared.ctypes.data
-        return np.array(ARGS(table=table, steps=len(self.steps), shared=shared, times=times), np.int64)
+        words = np.array(ARGS(table=table, steps=len(self.steps), shared=shared, times=times), np.int64)
+        return Loop(REPLAY(address), words.ctypes.data, words)
 
     def measured(self, crew: Crew, together: Mapping[int, tuple[int, ...]]) -> Iterator[Timed]:
         """Run once; when the first thread did each step: told later.  `together` gives the instructions of a step."""
-        self.call, self._given = self._timed
+        self._loop = self._timed
         try:
             crew.run(self)
         finally:
-            self.call, self._given = self._plain
+            self._loop = self._plain
         return self._told(self._times.copy(), together)
 
     def _told(self, times: Array, together: Mapping[int, tuple[int, ...]]) -> Iterator[Timed]:
@@ -86,12 +94,12 @@ class StoppedError(BackendError):
         self.number, self.is_late = number, status == collective.LATE
 
 
-def _serve(queue: SimpleQueue[Segment | None], done: threading.Semaphore, number: int) -> None:
+def _serve(queue: SimpleQueue[Segment | None], done: SimpleQueue[int], number: int) -> None:
     """The life of a helper: its part of every segment it is given."""
     while (segment := queue.get()) is not None:
         segment.part(number)
         del segment  # a helper that waits keeps nothing alive
-        done.release()
+        done.put(number)
 
 
 def _dismiss(queues: Sequence[SimpleQueue[Segment | None]]) -> None:
@@ -106,7 +114,7 @@ class Crew:
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self._queues: list[SimpleQueue[Segment | None]] = []
-        self._done = threading.Semaphore(0)
+        self._done: SimpleQueue[int] = SimpleQueue()  # a semaphore is Python code, and four times slower
 
     def _start(self) -> None:
         self._queues = [SimpleQueue() for _ in range(self.threads - 1)]
@@ -126,7 +134,7 @@ class Crew:
             status = segment.part(0)
         finally:  # an interrupt comes when the part is done
             for _ in helpers:
-                self._done.acquire()
+                self._done.get()
         if status:
             number = int(segment.shared[STEP_FAILED // 8])
             segment.shared[:] = 0
