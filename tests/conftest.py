@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +12,7 @@ for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 
 
-MOST_CASES = 40
+MOST_CASES = 20
 """So many cases of one test, or fewer, are run without --all: every second or third of those that have more."""
 
 
@@ -56,21 +54,3 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def update_golden(request: pytest.FixtureRequest) -> bool:
     """Whether golden files are to be written."""
     return bool(request.config.getoption("--update-golden"))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _kernels_with_faults_are_compiled_fast() -> Iterator[None]:
-    """They run a few times; optimising them takes longer than everything else about them."""
-    from hocket.backends.cupy.device.driver import Source
-    from hocket.backends.cupy.emulation import building
-
-    from .given.emulation import Written
-
-    plain, fast = building._built, tuple("-O1" if o == "-O2" else o for o in building.OPTIONS)
-
-    def built(source: Source) -> Path:
-        return plain(source, fast if isinstance(source, Written) else building.OPTIONS)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(building, "_built", built)
-        yield

@@ -241,7 +241,7 @@ def failures(results):
     return [f"{r.case}: {r.why}" for r in results if r.outcome not in (Outcome.PASS, Outcome.NO_REFERENCE)]
 
 
-@pytest.mark.long(every=17)
+@pytest.mark.long(every=34)
 @pytest.mark.parametrize("name", REGISTRY)
 def test_backends_of_ours_pass_the_quick_run(name):
     """The references as a device take every check but, of what is compared with themselves, a quarter: they run every
@@ -319,6 +319,7 @@ def test_inputs_of_a_failure_are_saved_with_a_line_that_repeats_it(tmp_path, cap
         np.testing.assert_array_equal(held["operand_x"], draw(parse_case(case))["x"].astype(np.float32))
 
 
+@pytest.mark.long
 def test_speed_is_measured_beside_the_limits_of_the_machine(capsys):
     assert main(["--perf", "--case", "rms_norm(x=f32[64,256])"]) == 0
     said = capsys.readouterr().out
@@ -373,6 +374,7 @@ def run_outside(outside, *arguments):
     return subprocess.run([sys.executable, *arguments], env=outside, capture_output=True, text=True, cwd=ROOT.parent)
 
 
+@pytest.mark.long
 def test_a_backend_from_another_package_is_checked_by_name(outside):
     kit = ("-m", "hocket.conformance", "--backend", "toy", "--op", "add|mul_mat|rms_norm|silu|softmax")
     done = run_outside(outside, *kit)

@@ -82,7 +82,7 @@ VARIANTS = tuple(
 )
 
 
-@pytest.mark.long(every=7)
+@pytest.mark.long(every=14)
 @pytest.mark.parametrize("case", FEW + TILED + VARIANTS, ids=str)
 def test_attention_is_its_definition_in_every_order_of_threads(case):
     """The kit runs a case three times, each in another order, and wants the same bits."""

@@ -35,6 +35,7 @@ from ..given.random_graphs import bindings, seeded_graph
 pytestmark = needs_compiler
 
 
+@pytest.mark.long(every=4)
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_devices_that_meet_in_their_launches_get_the_bits_of_the_host(case, n, monkeypatch):
@@ -153,6 +154,7 @@ def _can_run(seed):
 SEEDS = [seed for seed in range(120) if _can_run(seed)][:12]
 
 
+@pytest.mark.long(every=4)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_random_graph_cut_wherever_it_can_be_gives_the_bits_of_the_host(seed, monkeypatch):
     graph, dice, backend = seeded_graph(seed), random.Random(seed), EmulatedBackend()
@@ -170,7 +172,7 @@ def test_a_random_graph_cut_wherever_it_can_be_gives_the_bits_of_the_host(seed, 
     assert over_peers == outputs()
 
 
-@pytest.mark.long(every=3)
+@pytest.mark.long(every=5)
 @pytest.mark.parametrize("name", ["llama", "llama-moe", "qwen3", "qwen35", "qwen35moe"])
 def test_a_model_split_over_two_devices_gives_the_bits_of_the_host(name, monkeypatch):
     folder = FIXTURES / name
@@ -334,7 +336,7 @@ def test_what_is_right_is_found_right():
     _right(SUMS)
 
 
-@pytest.mark.long(every=5)
+@pytest.mark.long(every=9)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_fault_that_is_planted_in_a_collective_is_found(name, monkeypatch):
     names = ("all_reduce<float>", "begin_run", "meet_all", "tell_one", "await_one")

@@ -68,6 +68,7 @@ def several_warps(monkeypatch):
     monkeypatch.setattr(binding, "BLOCKS", 1)
 
 
+@pytest.mark.long(every=3)
 @pytest.mark.parametrize("make", [steps, chunks, channels, step_by_channel, swapped])
 def test_without_a_fault_nothing_is_found(make):
     assert not found(make)

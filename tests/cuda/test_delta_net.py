@@ -21,6 +21,7 @@ STEPS, EXACT, FAST = 1e-12, 2e-9, 1e-4
 KINDS = pytest.mark.parametrize("channels", [False, True], ids=["heads", "channels"])
 
 
+@pytest.mark.long(every=4)
 @KINDS
 @pytest.mark.parametrize("size", [16, 32, 64, 128, 256])
 def test_token_by_token_the_rule_is_the_recurrence(size: int, channels: bool):
@@ -32,6 +33,7 @@ def test_token_by_token_the_rule_is_the_recurrence(size: int, channels: bool):
         check(p, bound, STEPS, ORDERS[tokens % 3])
 
 
+@pytest.mark.long(every=4)
 @KINDS
 @pytest.mark.parametrize(("size", "tokens"), [(128, 65), (128, 127), (64, 128), (128, 200), (64, 256), (64, 100)])
 def test_by_chunks_the_rule_is_the_recurrence(size: int, tokens: int, channels: bool):
@@ -41,6 +43,7 @@ def test_by_chunks_the_rule_is_the_recurrence(size: int, tokens: int, channels: 
     check(p, bound, EXACT, ORDERS[tokens % 3])
 
 
+@pytest.mark.long(every=4)
 @KINDS
 @pytest.mark.parametrize("size", [64, 128])
 def test_fast_chunks_are_as_exact_as_bfloat16(size: int, channels: bool):

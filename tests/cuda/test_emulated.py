@@ -33,7 +33,7 @@ from ..given.fake_cupy import fake_cupy
 from ..given.models import FIXTURES, nmse, path_of
 
 
-@pytest.mark.long(every=11)
+@pytest.mark.long(every=20)
 @needs_compiler
 @pytest.mark.parametrize("name", sorted(BINDINGS.keys() | COLLECTIVES))
 def test_every_kernel_does_what_its_op_means(name):

@@ -122,6 +122,7 @@ def test_the_command_line_goes_on_where_it_stopped(tmp_path, capsys):
     assert "not a saved state" in capsys.readouterr().err
 
 
+@pytest.mark.long(every=2)
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
 def test_a_text_that_goes_on_later_is_the_text_in_one_go(tmp_path, capsys, temperature):
     """Also over other devices, and with text in between; the last token that was shown is not lost."""

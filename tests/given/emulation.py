@@ -20,7 +20,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the emu
 
 @dataclass(frozen=True)
 class Written(Source):
-    """A source whose text a test has written or changed: it runs a few times, so ``conftest`` has it compiled fast."""
+    """A source whose text a test has written or changed."""
 
     body: str = ""
 

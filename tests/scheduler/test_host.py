@@ -127,6 +127,7 @@ def test_a_simulated_host_takes_what_does_not_fit_at_its_own_speed():
     assert plan_from_json(plan_to_json(made)).cost == made.cost
 
 
+@pytest.mark.long
 def test_the_command_says_what_does_not_fit_and_plans_with_the_host(tmp_path, capsys):
     path = llama_70b(tmp_path / "model.gguf")
     assert main(["plan", path, "--simulate", "rtx3090:1", "-c", "1024"]) == 1

@@ -26,7 +26,7 @@ def large(request, tmp_path_factory):
     return LARGE[request.param](tmp_path_factory.mktemp("header") / f"{request.param}.gguf")
 
 
-@pytest.mark.long(every=2)
+@pytest.mark.long
 def test_a_large_model_is_planned_for_eight_devices(large, capsys):
     """How long that takes is measured by benchmarks/plan_large.py."""
     assert main(["plan", large, "--simulate", "h200:8,nvlink", "-c", "4096"]) == 0
@@ -35,7 +35,7 @@ def test_a_large_model_is_planned_for_eight_devices(large, capsys):
     assert re.search(r"h200:7 +\d", out)
 
 
-@pytest.mark.long(every=2)
+@pytest.mark.long
 def test_auto_predicts_for_eight_devices_no_more_than_for_one(large):
     graph, _ = step_graph(large, context=4096, tokens=1)
     simulation = simulate("h200:8,nvlink")
