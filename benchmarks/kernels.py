@@ -149,8 +149,8 @@ def measured(case: Case, limits: Limits, repeats: int, seed: int = 5) -> Iterato
             share = rates[0] / limits.bandwidth
         else:
             continue
-        found = {"seconds": median(samples), "gbs": rates[0] / 1e9, "gflops": rates[1] / 1e9, "share": share}
-        yield {**known, "kernel": kernel, **found}
+        figures = {"seconds": median(samples), "gbs": rates[0] / 1e9, "gflops": rates[1] / 1e9, "share": share}
+        yield {**known, "kernel": kernel, **figures}
 
 
 HEAD = ("kernel", "case", "threads", "µs", "GB/s", "GFLOP/s", "of the limit")

@@ -40,10 +40,10 @@ def processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    found = dict(reversed([tuple(map(str.strip, line.split(":", 1))) for line in lines if ":" in line]))
-    flags = set(found.get("flags", "").split()) & {"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8"}
-    where = f"family {found.get('cpu family')} model {found.get('model')}"
-    return f"{found.get('model name', platform.processor())}, {where}, {' '.join(sorted(flags))}"
+    facts = dict(reversed([tuple(map(str.strip, line.split(":", 1))) for line in lines if ":" in line]))
+    flags = set(facts.get("flags", "").split()) & {"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8"}
+    where = f"family {facts.get('cpu family')} model {facts.get('model')}"
+    return f"{facts.get('model name', platform.processor())}, {where}, {' '.join(sorted(flags))}"
 
 
 def one_line(about: Mapping[str, object]) -> str:

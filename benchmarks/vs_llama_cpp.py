@@ -93,11 +93,11 @@ def compare(args: argparse.Namespace, model: Path, threads: int, tests: list[Tes
                 side.seconds(test)  # to warm up
             pairs = [(ours.seconds(test), theirs.seconds(test)) for _ in range(args.rounds)]
             rates = [[test["tokens"] / s for s in side] for side in zip(*pairs, strict=True)]
-            found: dict[str, object] = {"model": model.name, "threads": threads, "test": name_of(test)}
-            found |= {"hocket": median(rates[0]), "llama_cpp": median(rates[1])}
+            row: dict[str, object] = {"model": model.name, "threads": threads, "test": name_of(test)}
+            row |= {"hocket": median(rates[0]), "llama_cpp": median(rates[1])}
             ratio = median(their / our for our, their in pairs)
-            found |= {"ratio": ratio, "best_ratio": max(rates[0]) / max(rates[1])}
-            yield found | {"hocket_samples": rates[0], "llama_cpp_samples": rates[1], "llama": theirs.about}
+            row |= {"ratio": ratio, "best_ratio": max(rates[0]) / max(rates[1])}
+            yield row | {"hocket_samples": rates[0], "llama_cpp_samples": rates[1], "llama": theirs.about}
 
 
 HEAD = ("model", "threads", "test", "hocket tok/s", "llama.cpp tok/s", "ratio", "ratio of the best runs")

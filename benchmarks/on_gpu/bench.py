@@ -76,14 +76,14 @@ class Measured:
 
     def row(self, nbytes: float = 0.0, flops: float = 0.0, copy: float = 0.0) -> Row:
         """Its numbers; `copy` is the bandwidth that bytes are compared with."""
-        found: Row = {"µs": self.seconds * 1e6, "±µs": self.spread * 1e6}
+        figures: Row = {"µs": self.seconds * 1e6, "±µs": self.spread * 1e6}
         if nbytes:
-            found["GB/s"] = nbytes / self.seconds / 1e9
+            figures["GB/s"] = nbytes / self.seconds / 1e9
         if nbytes and copy:
-            found["of copy"] = nbytes / self.seconds / copy
+            figures["of copy"] = nbytes / self.seconds / copy
         if flops:
-            found["TFLOP/s"] = flops / self.seconds / 1e12
-        return found
+            figures["TFLOP/s"] = flops / self.seconds / 1e12
+        return figures
 
 
 @dataclass
@@ -101,9 +101,9 @@ class Memory:
         return Operand(self.bench.driver.address(buffer), tensor)
 
     def array(self, values: npt.NDArray[Any], dtype: DType = DType.F32) -> Operand:
-        found = self.empty(values.shape, dtype)
-        self.view(found)[...] = values
-        return found
+        copy = self.empty(values.shape, dtype)
+        self.view(copy)[...] = values
+        return copy
 
     def view(self, x: Operand) -> Any:
         """The array of what this made, to be read and assigned."""
@@ -112,17 +112,17 @@ class Memory:
 
     def filled(self, shape: Sequence[int], values: npt.NDArray[np.float32]) -> Operand:
         """Some values over and over, copied on the device: what is timed must not be zeros."""
-        found = self.empty(shape)
-        whole = 4 * found.tensor.spec.size
-        first = self.array(values.reshape(-1)[: found.tensor.spec.size])
+        zeros = self.empty(shape)
+        whole = 4 * zeros.tensor.spec.size
+        first = self.array(values.reshape(-1)[: zeros.tensor.spec.size])
         done = 4 * first.tensor.spec.size
-        self.bench.machine.copier(found.address, first.address, done)()
+        self.bench.machine.copier(zeros.address, first.address, done)()
         while done < whole:
             part = min(done, whole - done)
-            self.bench.machine.copier(found.address + done, found.address, part)()
+            self.bench.machine.copier(zeros.address + done, zeros.address, part)()
             done += part
         self.bench.driver.synchronise(self.bench.on)
-        return found
+        return zeros
 
 
 class Bench:
@@ -143,11 +143,11 @@ class Bench:
 
     def over(self, driver: Driver) -> Bench:
         """The same device through another driver, whose launches go through a stream of their own."""
-        found = Bench(
+        bench = Bench(
             driver, self.machine.over(driver), self.on, tiny=self.tiny, models=self.models, folder=self.folder
         )
-        found.copy_bandwidth = self.copy_bandwidth
-        return found
+        bench.copy_bandwidth = self.copy_bandwidth
+        return bench
 
     # ------------------------------------------------------------------------------------------------------ times
 
@@ -216,10 +216,10 @@ class Bench:
         """A graph as a session would run it, and its launches; there is nothing but launches in it."""
         with self.driver.watching() as recorded:
             made = load(plan_for(graph, [(self.backend, self.on)]), weights)
-            found = [launch for launches, _ in recorded for launch in launches]
+            everything = [launch for launches, _ in recorded for launch in launches]
         made.bind(inputs)
         made.replay()
-        return made, found
+        return made, everything
 
 
 def normalised_error(got: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> float:

@@ -48,9 +48,9 @@ def _conformance(bench: Bench, name: str) -> Iterator[Row]:
         suite = Suite(str(bench.on), texts=tuple(case.text for case in suite.cases())[::60])
     results = check(suite)
     outcomes = Counter(result.outcome for result in results)
-    found: Row = {str(outcome): outcomes[outcome] for outcome in (Outcome.PASS, Outcome.FAIL, Outcome.UNSUPPORTED)}
-    found |= {"no reference": outcomes[Outcome.NO_REFERENCE], "s": time.perf_counter() - start}
-    yield found
+    row: Row = {str(outcome): outcomes[outcome] for outcome in (Outcome.PASS, Outcome.FAIL, Outcome.UNSUPPORTED)}
+    row |= {"no reference": outcomes[Outcome.NO_REFERENCE], "s": time.perf_counter() - start}
+    yield row
     for result in [r for r in results if r.outcome is Outcome.FAIL][:5]:
         yield {"error": f"{result.case}: {result.why}"}
 

@@ -135,8 +135,8 @@ def _decode(bench: Bench, shape: Shape, batch: int, tokens: int = 1) -> Iterator
         graphs = -(-count // inside)
         sets = [[bound[(g * inside + i) % count] for i in range(inside)] for g in range(graphs)]
         row = bench.time_launches(sets, inside).row(nbytes, copy=bench.copy_bandwidth)
-        found = {"lanes, rows": str(variant), "ours": bound[0].kernel.name == chosen, **row}
-        yield {**found, "GB of states": round(count * batch * shape.state_bytes / 1e9, 3)}
+        measured = {"lanes, rows": str(variant), "ours": bound[0].kernel.name == chosen, **row}
+        yield {**measured, "GB of states": round(count * batch * shape.state_bytes / 1e9, 3)}
 
 
 def prefill_cases(bench: Bench) -> Iterator[Case]:
@@ -171,12 +171,12 @@ def _prefill(bench: Bench, shape: Shape, batch: int, tokens: int) -> Iterator[Ro
         ours = bind(p.state)[1].kernel.name
         for values in bench.choose(kernels.SLICES, kernels.SLICES[-1:]):
             launches = bind(p.state, values=values)
-            found: Row = {"mode": "exact" if exact else "fast", "slice": values}
-            found["ours"] = launches[1].kernel.name == ours
-            found |= bench.time_launches([launches * each], each).row(**numbers)
+            measured: Row = {"mode": "exact" if exact else "fast", "slice": values}
+            measured["ours"] = launches[1].kernel.name == ours
+            measured |= bench.time_launches([launches * each], each).row(**numbers)
             for name, launch in zip(("prepare µs", "scan µs"), launches, strict=True):
-                found[name] = bench.time_launches([[launch] * each], each).seconds * 1e6
-            yield found | error
+                measured[name] = bench.time_launches([[launch] * each], each).seconds * 1e6
+            yield measured | error
 
 
 def _result(bench: Bench, p: Problem, bind: Callable[[Operand], list[Launch]]) -> np.ndarray:

@@ -69,7 +69,7 @@ def run_case(case: Case, backend: Backend, device: Device) -> Result:
         outcome, why = Outcome.FAIL, str(reason)
     except GraphError:
         raise  # the case itself is illegal: a fault of whoever wrote it
-    except Exception as reason:
+    except Exception as reason:  # a kernel under test may raise anything
         outcome, why = Outcome.FAIL, f"{type(reason).__name__}: {reason}"
     return Result(case, outcome, why, difference, time.perf_counter() - start)
 

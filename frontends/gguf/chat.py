@@ -62,7 +62,7 @@ def render_chat(
         return ChatEnvironment().render_text(template, variables)
     except ModelError:
         raise
-    except Exception as error:
+    except Exception as error:  # a template is a program of somebody else
         # Whatever else the template does wrong surfaces here: it may call, index and add anything it was given.
         line = getattr(error, "lineno", None)
         where = f" at line {line}" if isinstance(line, int) else ""

@@ -95,12 +95,12 @@ class Gguf:
 
     def tensor(self, name: str) -> Tensor:
         """The tensor of that name; ModelError with the nearest name if there is none."""
-        found = self.tensors.get(name)
-        if found is None:
+        stored = self.tensors.get(name)
+        if stored is None:
             near = get_close_matches(name, self.tensors, n=1)
             hint = f"; the nearest is {shown(near[0])}" if near else ""
             raise self._error(f"tensor {shown(name)} is missing from {len(self.tensors)} tensors{hint}")
-        return found
+        return stored
 
     def _as(self, key: str, value: Item, kind: type[Value]) -> Value:
         if kind is float and type(value) is int:

@@ -94,10 +94,10 @@ def test_the_quick_run_shows_every_dtype_layout_input_kind_attribute_and_check(n
 @pytest.mark.long
 def test_samples_of_an_op_are_among_its_points_and_points_are_legal():
     for op in REGISTRY.values():
-        found = points(op)
-        assert {make_case(op, parse_point(t)) for t in op.samples} <= set(found)
-        assert len(found) == len(set(found))
-        for case in found:
+        cases_of_points = points(op)
+        assert {make_case(op, parse_point(t)) for t in op.samples} <= set(cases_of_points)
+        assert len(cases_of_points) == len(set(cases_of_points))
+        for case in cases_of_points:
             build(case)  # raises where the op refuses it
 
 
@@ -266,9 +266,9 @@ def results_of(*outcomes):
 
 
 def test_a_report_shows_the_worst_of_a_cell_and_junit_counts():
-    found = results_of(Outcome.PASS, Outcome.FAIL, Outcome.UNSUPPORTED)
-    assert "| add | f16/f32 | FAIL 1/3 |" in markdown(found, "cpu")
-    suite = ElementTree.fromstring(junit(found, "cpu").encode())
+    results = results_of(Outcome.PASS, Outcome.FAIL, Outcome.UNSUPPORTED)
+    assert "| add | f16/f32 | FAIL 1/3 |" in markdown(results, "cpu")
+    suite = ElementTree.fromstring(junit(results, "cpu").encode())
     assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("3", "1", "1")
     assert suite.find("testcase/failure").get("message") == "why <&>"
 
@@ -330,17 +330,17 @@ def test_speed_is_measured_beside_the_limits_of_the_machine(capsys):
 
 @pytest.mark.long
 def test_thorough_adds_shapes_of_hypothesis():
-    found = check(Suite(op="neg|concat", thorough=True))
+    results = check(Suite(op="neg|concat", thorough=True))
     quick = {c.text for c in cases("neg|concat", full=True)}
-    assert [r for r in found if r.case.text not in quick]
-    assert not [r for r in found if r.outcome is Outcome.FAIL]
+    assert [r for r in results if r.case.text not in quick]
+    assert not [r for r in results if r.outcome is Outcome.FAIL]
 
 
 def test_the_cases_of_a_model_are_harvested():
-    found = from_model(ROOT / "data" / "hocket-tiny-q8_0.gguf", tokens=(1,), cells=32)
-    assert {"mul_mat", "rms_norm", "attention"} <= {c.op for c in found}
-    assert all(parse_case(str(c)) == c for c in found)
-    assert all(run_case(c, *CPU).outcome is Outcome.PASS for c in found)
+    harvested = from_model(ROOT / "data" / "hocket-tiny-q8_0.gguf", tokens=(1,), cells=32)
+    assert {"mul_mat", "rms_norm", "attention"} <= {c.op for c in harvested}
+    assert all(parse_case(str(c)) == c for c in harvested)
+    assert all(run_case(c, *CPU).outcome is Outcome.PASS for c in harvested)
 
 
 @pytest.mark.long

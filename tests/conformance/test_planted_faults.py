@@ -26,8 +26,8 @@ def test_there_are_many_faults_of_many_kinds():
 def test_a_planted_fault_is_found(fault: Fault):
     backend = FaultyBackend(fault)
     for case in quick_cases(REGISTRY[fault.op]):
-        found = run_case(case, backend, DEVICE)
-        if found.outcome is Outcome.FAIL and not _fails_anyway(case):
+        result = run_case(case, backend, DEVICE)
+        if result.outcome is Outcome.FAIL and not _fails_anyway(case):
             assert backend.broken is None, f"the fault itself does not run on {case}: {backend.broken!r}"
             return
     pytest.fail(f"{fault} was not found in {len(quick_cases(REGISTRY[fault.op]))} cases")

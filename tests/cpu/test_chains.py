@@ -98,8 +98,8 @@ def test_a_head_is_normed_and_turned_to_the_same_bits_by_one_kernel(
     for run in runs:
         one = any(name.startswith("rotary.scaled_and_rotated") for name in run.kernels())
         assert one == (seen in ("", "x"))
-        found = run.run(inputs)
-        assert all(np.array_equal(found[name], single[name]) for name in single)
+        outputs = run.run(inputs)
+        assert all(np.array_equal(outputs[name], single[name]) for name in single)
 
 
 # --------------------------------------------------------------------------------------------------- delta layers

@@ -72,16 +72,16 @@ def rounded(x: np.ndarray, zero: int = 0) -> tuple[np.ndarray, np.ndarray]:
     rows, columns = x.shape
     target = np.zeros(rounding.rounded_bytes(rows, columns), np.uint8)
     assert call(rounding.round_rows, x, 4 * columns, rows, columns, target, zero) == 0
-    found = target.view(RECORD).reshape(rows, -1)
-    codes, scales = found["codes"].astype(np.int64), found["scales"][..., None].astype(np.float64)
+    records = target.view(RECORD).reshape(rows, -1)
+    codes, scales = records["codes"].astype(np.int64), records["scales"][..., None].astype(np.float64)
     begin = 1.5 * 2**23
-    assert np.array_equal(found["starts"].astype(np.float64), -begin * scales[..., 0]), "these are exact"
+    assert np.array_equal(records["starts"].astype(np.float64), -begin * scales[..., 0]), "these are exact"
     if zero:
-        assert np.array_equal(found["sums"].view(np.float32), begin - zero * codes.sum(-1))
+        assert np.array_equal(records["sums"].view(np.float32), begin - zero * codes.sum(-1))
     else:
         sums = (codes * scales).sum(-1)
         want, size = np.stack([sums.sum(-1), sums[..., 1]], -1), np.abs(codes * scales).sum((-2, -1))
-        assert (np.abs(found["sums"].view(np.float32) - want) <= 1e-6 * size[..., None] + 1e-44).all()
+        assert (np.abs(records["sums"].view(np.float32) - want) <= 1e-6 * size[..., None] + 1e-44).all()
     return target, (codes * scales).reshape(rows, columns)
 
 
@@ -100,9 +100,9 @@ def test_a_number_that_is_none_makes_its_whole_block_so(bad: float):
     x[1, 40] = bad
     target = np.zeros(rounding.rounded_bytes(2, 64), np.uint8)
     assert call(rounding.round_rows, x, 4 * 64, 2, 64, target, 0) == 0
-    found = target.view(RECORD).reshape(2, 2)
-    assert np.isfinite(found["scales"][0]).all()
-    assert np.isfinite(found["scales"][1]).tolist() == [[True, True], [False, True]]
+    records = target.view(RECORD).reshape(2, 2)
+    assert np.isfinite(records["scales"][0]).all()
+    assert np.isfinite(records["scales"][1]).tolist() == [[True, True], [False, True]]
 
 
 @pytest.mark.long(every=5)
@@ -141,25 +141,25 @@ def layers(count: int) -> hocket.Graph:
 def test_any_number_of_threads_gives_the_same_bits(threads: int):
     graph = layers(4)
     weights, x = weights_of(graph), RNG.standard_normal((5, 64))
-    found = []
+    results = []
     for count in (1, threads):
         backend = CpuBackend(count)
         run = hocket.load(hocket.scheduler.plan_for(graph, [(backend, backend.device(0))]), weights)
-        found += [run.run({"x": x})["y"] for _ in range(20)]
-    assert all(np.array_equal(f, found[0]) for f in found)
+        results += [run.run({"x": x})["y"] for _ in range(20)]
+    assert all(np.array_equal(f, results[0]) for f in results)
 
 
 def test_devices_of_several_threads_agree_with_one():
     graph = layers(3)
     weights, x = weights_of(graph), RNG.standard_normal((5, 64))
-    found = []
+    results = []
     for devices in (1, 2, 3):
         backend = CpuBackend(2)
         group = [(CpuBackend(2), backend.device(i)) for i in range(devices)]
         run = hocket.load(hocket.scheduler.plan_for(graph, group, split_mode="tensor"), weights)
-        found += [run.run({"x": x})["y"] for _ in range(10)]
-        assert all(np.array_equal(f, found[-1]) for f in found[-10:])
-    assert all(np.abs(f - found[0]).max() <= 1e-5 * np.abs(found[0]).max() for f in found)
+        results += [run.run({"x": x})["y"] for _ in range(10)]
+        assert all(np.array_equal(f, results[-1]) for f in results[-10:])
+    assert all(np.abs(f - results[0]).max() <= 1e-5 * np.abs(results[0]).max() for f in results)
 
 
 def test_an_id_that_is_no_row_stops_all_threads_with_an_error():
@@ -268,9 +268,9 @@ def test_a_processor_without_wide_vectors_computes_the_same(op: str):
 
 def test_features_that_are_left_out_are_not_used(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOCKET_WITHOUT", "avx")
-    found = processor.features.__wrapped__()
-    assert found
-    assert not any(there for name, there in found.items() if name.startswith("avx"))
+    features = processor.features.__wrapped__()
+    assert features
+    assert not any(there for name, there in features.items() if name.startswith("avx"))
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])

@@ -54,11 +54,11 @@ def loaded(graph: hocket.Graph, values: dict[str, np.ndarray], threads: int):
 def test_threads_with_pieces_and_copies_of_their_own_compute_the_bits_of_one(rows: int, dtype: DType, monkeypatch):
     graph = layers(3, rows, dtype)
     values, x = values_of(graph), RNG.standard_normal((rows, 192))
-    found = [loaded(graph, values, threads).run({"x": x})["y"] for threads in (1, 2, 3, 7) for _ in range(3)]
+    results = [loaded(graph, values, threads).run({"x": x})["y"] for threads in (1, 2, 3, 7) for _ in range(3)]
     monkeypatch.setattr(binding, "FUSED", {})
-    found += [loaded(graph, values, threads).run({"x": x})["y"] for threads in (1, 2)]
-    assert np.isfinite(found[0]).all()
-    assert all(np.array_equal(f, found[0]) for f in found)
+    results += [loaded(graph, values, threads).run({"x": x})["y"] for threads in (1, 2)]
+    assert np.isfinite(results[0]).all()
+    assert all(np.array_equal(f, results[0]) for f in results)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -146,7 +146,7 @@ class Ran:
 
 def ran(graph: Graph, fused: bool, devices: int = 1) -> Ran:
     """Three runs of a graph with the same numbers, however it is bound."""
-    rng, found = np.random.default_rng(3), Ran()
+    rng, outcome = np.random.default_rng(3), Ran()
     backend = cupy_backend.DriverBackend(driver := Watched())
     weights = {}
     for w in graph.weights:
@@ -163,10 +163,10 @@ def ran(graph: Graph, fused: bool, devices: int = 1) -> Ran:
             else rng.standard_normal(v.shape).astype(np.float32)
             for v in graph.inputs
         }  # fmt: skip
-        found.outputs.append(run.run(given))
-        found.states.append(np.concatenate([np.asarray(run.store.state(s.node.name)) for s in graph.states] or [[]]))
-    found.launches = len(driver.launches)
-    return found
+        outcome.outputs.append(run.run(given))
+        outcome.states.append(np.concatenate([np.asarray(run.store.state(s.node.name)) for s in graph.states] or [[]]))
+    outcome.launches = len(driver.launches)
+    return outcome
 
 
 def same(one: Ran, other: Ran, near: float) -> None:

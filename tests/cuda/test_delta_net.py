@@ -240,7 +240,7 @@ def test_the_order_of_threads_changes_no_bit(tokens: int, exact: bool, channels:
 @pytest.mark.parametrize("exact", [True, False])
 def test_how_values_are_dealt_to_blocks_changes_no_bit(exact: bool):
     p = problem(10, 128, 1, 1, 70)
-    found = []
+    results = []
     for values in binding.SLICES:
 
         def launch(launches, call, rule, exact, values=values):
@@ -251,8 +251,8 @@ def test_how_values_are_dealt_to_blocks_changes_no_bit(exact: bool):
 
         bound = bind(p, exact=exact, launch=launch)
         check(p, bound, EXACT if exact else FAST)
-        found.append(bound.out)
-    assert all(np.array_equal(found[0], other) for other in found)
+        results.append(bound.out)
+    assert all(np.array_equal(results[0], other) for other in results)
 
 
 def test_lanes_with_fewer_rows_give_the_same():

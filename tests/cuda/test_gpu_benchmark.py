@@ -130,8 +130,8 @@ def broken(tmp_path, monkeypatch):
 @needs_compiler
 def test_a_case_that_fails_dies_or_hangs_costs_no_other(broken, monkeypatch):
     monkeypatch.setitem(gpu.PARTS, "broken", broken)
-    found = list(gpu.rows_of("broken", ["--kind", "cuda-emulated"], time.monotonic() + 500))
-    assert found == [
+    rows = list(gpu.rows_of("broken", ["--kind", "cuda-emulated"], time.monotonic() + 500))
+    assert rows == [
         {"case": "good", "x": 1},
         {"case": "fails", "x": 1.5},
         {"case": "fails", "error": "ValueError: no such thing"},

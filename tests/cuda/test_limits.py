@@ -46,8 +46,8 @@ def rule(channels: bool, exact: bool) -> Graph:
 
 def values(graph: Graph) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(3)
-    found = {x.node.name: 0.1 * rng.standard_normal(x.shape).astype(np.float32) for x in graph.inputs}
-    return {**found, "g": -np.abs(found["g"])}
+    arrays = {x.node.name: 0.1 * rng.standard_normal(x.shape).astype(np.float32) for x in graph.inputs}
+    return {**arrays, "g": -np.abs(arrays["g"])}
 
 
 class Noting(EmulatedDriver):

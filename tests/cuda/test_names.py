@@ -40,16 +40,16 @@ def unknown(stand_in: Any, real: Any, path: str = "") -> Iterator[str]:
 
 @pytest.fixture
 def cupy() -> Any:
-    found = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
+    real = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
     pytest.importorskip("cupy.cuda.nccl", reason="CuPy has no NCCL", exc_type=ImportError)
-    return found
+    return real
 
 
 def test_the_stand_in_for_cupy_has_nothing_that_cupy_lacks(cupy):
     assert list(unknown(fake_cupy({}), cupy)) == []
     for path, names in METHODS.items():
-        found = reduce(getattr, path.split("."), cupy)
-        assert [n for n in names if not hasattr(found, n)] == [], path
+        there = reduce(getattr, path.split("."), cupy)
+        assert [n for n in names if not hasattr(there, n)] == [], path
 
 
 def test_the_stand_in_for_nccl_has_nothing_that_nccl_lacks(cupy):

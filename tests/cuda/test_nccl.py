@@ -60,12 +60,12 @@ def test_devices_that_nccl_joins_compute_what_the_host_does_in_one_graph(case, n
     parts = CASES[case](n)
     wanted, rig = through_the_host(monkeypatch, parts), Rig(backend, parts)
     for _ in range(3):
-        found = rig.run()
+        results = rig.run()
         is_sum = parts[0][0].op == "all_reduce"
         if n == 2 or not is_sum or parts[0][0].source.dtype.kind != "f":
-            same(found, wanted)
-        alike(found, wanted)
-        assert not is_sum or len({own[0].tobytes() for own in found}) == 1
+            same(results, wanted)
+        alike(results, wanted)
+        assert not is_sum or len({own[0].tobytes() for own in results}) == 1
     assert all(len(replay._calls) == 1 for replay in rig.replays)
     assert bool(nccl.calls) == (case != "none")
     del rig, backend, joined

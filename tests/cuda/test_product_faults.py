@@ -36,10 +36,10 @@ def dense_product(backend: DriverBackend) -> bool:
     w, x = RNG.standard_normal((70, 72)).astype(np.float16), RNG.standard_normal((9, 72)).astype(np.float32)
     graph = Graph({"y": ops.mul_mat(weight("w", w.shape, DType.F16), input("x", x.shape))})
     run = load(plan_for(graph, [(backend, backend.device(0))]), {"w": w})
-    found = [run.run({"x": x})["y"] for _ in range(4)]
+    results = [run.run({"x": x})["y"] for _ in range(4)]
     exact = w.astype(np.float64)
-    near = np.abs(found[0] - x @ exact.T) <= 2.0**-16 * (np.abs(x) @ np.abs(exact).T)
-    return all(np.array_equal(f, found[0]) for f in found) and bool(near.all())
+    near = np.abs(results[0] - x @ exact.T) <= 2.0**-16 * (np.abs(x) @ np.abs(exact).T)
+    return all(np.array_equal(f, results[0]) for f in results) and bool(near.all())
 
 
 def routed(tokens: int) -> Callable[[DriverBackend], bool]:
@@ -50,14 +50,14 @@ def routed(tokens: int) -> Callable[[DriverBackend], bool]:
         w = weight("w", (3, 32, 32), DType.Q8_0)
         node = ops.mul_mat_id(w, input("x", x.shape), input("ids", ids.shape, DType.I32), first=2, total=6)
         run = load(plan_for(Graph({"y": node}), [(backend, backend.device(0))]), {"w": raw})
-        found = [run.run({"x": x, "ids": i})["y"] for i in (ids, ids, np.full_like(ids, 2), ids, ids)]
+        results = [run.run({"x": x, "ids": i})["y"] for i in (ids, ids, np.full_like(ids, 2), ids, ids)]
         here = ((ids >= 2) & (ids < 5))[..., None]
         matrices = dequantise(raw.reshape(96, -1), DType.Q8_0).reshape(3, 32, 32)
         want = np.einsum("tink,tk->tin", matrices[np.clip(ids - 2, 0, 2)], x[:, 0]) * here
-        near = np.abs(found[0] - want).max() <= 0.02 * np.abs(want).max()
+        near = np.abs(results[0] - want).max() <= 0.02 * np.abs(want).max()
         full = np.einsum("nk,tk->tn", matrices[0], x[:, 0])[:, None]
-        near = near and np.abs(found[2] - full).max() <= 0.02 * np.abs(full).max()
-        return bool(near) and all(np.array_equal(found[i], found[0]) for i in (1, 3, 4))
+        near = near and np.abs(results[2] - full).max() <= 0.02 * np.abs(full).max()
+        return bool(near) and all(np.array_equal(results[i], results[0]) for i in (1, 3, 4))
 
     return is_right
 

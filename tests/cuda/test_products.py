@@ -97,8 +97,8 @@ def test_experts_take_the_slots_that_chose_them(tokens, first):
         total=total,
     )
     run = load(plan_for(Graph({"y": node}), [(backend, backend.device(0))]), {"w": raw})
-    found = [run.run({"x": x, "ids": ids})["y"] for _ in range(3)]
-    assert all(np.array_equal(f, found[0]) for f in found)
+    results = [run.run({"x": x, "ids": ids})["y"] for _ in range(3)]
+    assert all(np.array_equal(f, results[0]) for f in results)
     w = dequantise(raw.reshape(experts * rows, -1), DType.Q8_0).reshape(experts, rows, columns).astype(np.float64)
     meant = rounded(x[:, 0], EmulatedDriver())[2].reshape(tokens, columns)
     for t in range(tokens):
@@ -106,7 +106,7 @@ def test_experts_take_the_slots_that_chose_them(tokens, first):
             mine = ids[t, i] - first
             want = w[mine] @ meant[t] if 0 <= mine < experts else np.zeros(rows)
             size = np.abs(w[mine]) @ np.abs(meant[t]) if 0 <= mine < experts else np.zeros(rows)
-            assert (np.abs(found[0][t, i] - want) <= 2e-6 * size).all()
+            assert (np.abs(results[0][t, i] - want) <= 2e-6 * size).all()
     ids[-1, -1] = total
     with pytest.raises(BackendError, match=f"id {total} is none of {total} experts"):
         run.run({"x": x, "ids": ids})

@@ -48,12 +48,12 @@ def test_a_large_sum_is_off_by_no_more_than_is_said_and_the_same_on_all(n, inpla
     terms = [own[0].source.astype(np.float64) for own in parts]
     rig = Rig(backend, parts, wire=DType.BF16)
     for _ in range(3):
-        found = rig.run()
-        assert len({own[0].tobytes() for own in found}) == 1
-        off = np.abs(found[0][0] - sum(terms))
+        sums = rig.run()
+        assert len({own[0].tobytes() for own in sums}) == 1
+        off = np.abs(sums[0][0] - sum(terms))
         assert (off <= (n + 1) * 2.0**-8 * sum(map(np.abs, terms))).all()
         assert off.any()
-        assert (rounded(found[0][0]) == found[0][0]).all()
+        assert (rounded(sums[0][0]) == sums[0][0]).all()
 
 
 def test_over_peer_addresses_only_terms_and_their_sum_are_rounded(monkeypatch):

@@ -88,9 +88,9 @@ def test_the_text_ends_at_an_end_token_unless_told_otherwise(capsys: Capture, mo
     build = run.tokenizer_from_metadata
 
     def ending(metadata: dict[str, object]) -> object:
-        found = build(metadata)
-        object.__setattr__(found, "eos_ids", end)
-        return found
+        tokenizer = build(metadata)
+        object.__setattr__(tokenizer, "eos_ids", end)
+        return tokenizer
 
     monkeypatch.setattr(run, "tokenizer_from_metadata", ending)
     main(["run", "--temp", "0", "-n", "8"])
@@ -221,11 +221,11 @@ def test_tokenize_adds_and_reads_special_tokens_only_if_asked(capsys: Capture) -
 @pytest.mark.long
 def test_perplexity_of_the_held_out_text_equals_that_of_llama_cpp(capsys: Capture) -> None:
     assert main(["perplexity", TINY, str(TINY_GOLDENS / "heldout.txt"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["chunks"], found["context"], found["scored"]) == (45, 512, 45 * 255)
+    rows = json.loads(capsys.readouterr().out)
+    assert (rows["chunks"], rows["context"], rows["scored"]) == (45, 512, 45 * 255)
     # llama.cpp and the code that trained the model give 29.4359 with float32 weights.
-    assert found["perplexity"] == pytest.approx(29.43, rel=0.005)
-    assert found["nll"] == pytest.approx(math.log(found["perplexity"]))
+    assert rows["perplexity"] == pytest.approx(29.43, rel=0.005)
+    assert rows["nll"] == pytest.approx(math.log(rows["perplexity"]))
 
 
 def test_perplexity_scores_the_second_half_of_each_chunk(capsys: Capture, tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_every_metadata_type_arrives_as_its_python_type(tmp_path: Path) -> None:
         writer.add_array(name, values)
     writer.add_array("nested", [[1, 2], [3]])
     finish(writer)
-    found = open_gguf(path).metadata
+    metadata = open_gguf(path).metadata
     want: dict[str, Any] = {"uint8": 255, "int8": -5, "uint16": 65535, "int16": -9, "uint64": 2**64 - 1}
     want |= {
         "uint32": 7,
@@ -127,9 +127,9 @@ def test_every_metadata_type_arrives_as_its_python_type(tmp_path: Path) -> None:
         "float32": 0.5,
         "float64": 0.1,
     }
-    assert {k: found[k] for k in want} == want
-    assert all(type(found[k]) is type(v) for k, v in want.items())
-    lists: dict[str, Any] = {k: list(v) for k, v in found.items() if isinstance(v, Array)}
+    assert {k: metadata[k] for k in want} == want
+    assert all(type(metadata[k]) is type(v) for k, v in want.items())
+    lists: dict[str, Any] = {k: list(v) for k, v in metadata.items() if isinstance(v, Array)}
     assert lists.pop("words") == ["a", "日"]
     assert [list(a) for a in lists.pop("nested")] == [[1, 2], [3]]
     assert lists == {"ints": [1, -2], "floats": [0.5, 1.5], "bools": [True, False]}
@@ -145,25 +145,25 @@ def test_version_2_reads_like_version_3(tmp_path: Path) -> None:
 
 def test_numbers_are_a_read_only_view_and_bytes_of_bools_are_normalised(tmp_path: Path) -> None:
     body = (pair("n", ARRAY, array(INT32, 2, struct.pack("<ii", 4, -4))), pair("b", ARRAY, array(BOOL, 3, b"\0\1\7")))
-    found = opened(tmp_path, model(body))
-    numbers = found.numbers("n")
+    file = opened(tmp_path, model(body))
+    numbers = file.numbers("n")
     assert numbers.tolist() == [4, -4]
     assert not numbers.flags.writeable
     assert not numbers.flags.owndata
-    assert found.numbers("b").tolist() == list(found.require("b", Array)) == [False, True, True]
+    assert file.numbers("b").tolist() == list(file.require("b", Array)) == [False, True, True]
 
 
 def test_an_empty_array_at_the_end_of_the_file_is_empty(tmp_path: Path) -> None:
     for kind in (INT32, BOOL, STRING, ARRAY):
-        found = opened(tmp_path, model((pair("a", ARRAY, array(kind, 0)),), align=1)).require("a", Array)
-        assert (len(found), found[:]) == (0, ())
+        empty = opened(tmp_path, model((pair("a", ARRAY, array(kind, 0)),), align=1)).require("a", Array)
+        assert (len(empty), empty[:]) == (0, ())
 
 
 def test_a_token_that_is_not_utf8_is_readable_and_can_be_encoded_again(tmp_path: Path) -> None:
     body = pair("t", ARRAY, array(STRING, 2, text(b"\xff\xfe") + text("ok"))), pair("s", STRING, text(b"\xe6"))
-    found = opened(tmp_path, model(body))
-    assert found.strings("t") == ("\ufffd\ufffd", "ok")
-    assert "".join((*found.strings("t"), found.require("s", str))).encode()
+    file = opened(tmp_path, model(body))
+    assert file.strings("t") == ("\ufffd\ufffd", "ok")
+    assert "".join((*file.strings("t"), file.require("s", str))).encode()
 
 
 def test_a_long_text_is_read_whole(tmp_path: Path) -> None:
@@ -183,10 +183,10 @@ def test_tensors_are_read_only_views_of_the_file() -> None:
 
 def test_four_axes_and_a_scalar_have_numpy_shapes(tmp_path: Path) -> None:
     data = np.arange(24, dtype="<f4").tobytes() + bytes(32)
-    found = opened(tmp_path, model(tensors=(entry("x", (4, 3, 2, 1)), entry("s", (), 0, 96)), data=data)).tensors
-    assert found["x"].shape == (1, 2, 3, 4)
-    assert found["x"].dequantise()[0, 1, 2, 3] == 23
-    assert found["s"].shape == (1,)
+    tensors = opened(tmp_path, model(tensors=(entry("x", (4, 3, 2, 1)), entry("s", (), 0, 96)), data=data)).tensors
+    assert tensors["x"].shape == (1, 2, 3, 4)
+    assert tensors["x"].dequantise()[0, 1, 2, 3] == 23
+    assert tensors["s"].shape == (1,)
 
 
 def test_a_header_without_data_opens_only_when_asked_for(tmp_path: Path) -> None:
@@ -210,9 +210,9 @@ def test_a_vocabulary_of_262144_tokens_opens_in_half_a_second(tmp_path: Path) ->
     words = b"".join(text(f"▁token{i}") for i in range(1 << 18))
     content = model((pair("tokens", ARRAY, array(STRING, 1 << 18, words)),))
     start = perf_counter()
-    found = opened(tmp_path, content)
+    file = opened(tmp_path, content)
     assert perf_counter() - start < 0.5
-    assert found.strings("tokens")[-1] == "▁token262143"
+    assert file.strings("tokens")[-1] == "▁token262143"
 
 
 # Models in several files
@@ -229,10 +229,10 @@ def write_parts(folder: Path) -> list[Path]:
 @pytest.mark.parametrize("given", [0, 1, 2])
 def test_any_part_opens_the_whole_model(tmp_path: Path, given: int) -> None:
     parts = write_parts(tmp_path)
-    found = open_gguf(parts[given])
-    assert found.parts == tuple(parts)
-    assert found.require("general.architecture", str) == "llama"
-    assert [t.dequantise()[1, 7] for t in found.tensors.values()] == [0, 1, 2, 3, 4]
+    whole = open_gguf(parts[given])
+    assert whole.parts == tuple(parts)
+    assert whole.require("general.architecture", str) == "llama"
+    assert [t.dequantise()[1, 7] for t in whole.tensors.values()] == [0, 1, 2, 3, 4]
 
 
 def test_damage_to_a_set_of_parts_is_named(tmp_path: Path) -> None:
@@ -401,16 +401,16 @@ def outcome(path: Path) -> bool:
     before = tracemalloc.get_traced_memory()[0]
     sound = False
     try:
-        found = open_gguf(path)
+        file = open_gguf(path)
         sound = True
     except ModelError as error:
         assert_one_line(error)
     peak = tracemalloc.get_traced_memory()[1] - before
     assert peak < 2 * path.stat().st_size + (1 << 16)
     if sound:
-        for tensor in list(found.tensors.values())[::4]:
+        for tensor in list(file.tensors.values())[::4]:
             assert tensor.dequantise().shape == tensor.shape
-        for value in found.metadata.values():
+        for value in file.metadata.values():
             assert not isinstance(value, Array) or len(value[:]) == len(value)
     return sound
 

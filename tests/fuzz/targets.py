@@ -263,17 +263,17 @@ def read_plan(data: bytes) -> None:
 
 def _bound(leaves: Sequence[Any]) -> dict[str, Any]:
     """An array for each leaf; integers are row numbers."""
-    rng, found = np.random.default_rng(0), {}
+    rng, arrays = np.random.default_rng(0), {}
     for leaf in leaves:
         spec = leaf.spec
         if spec.dtype.is_integer:
-            found[leaf.node.name] = (np.arange(spec.size) % 3).astype(spec.dtype.storage).reshape(spec.shape)
+            arrays[leaf.node.name] = (np.arange(spec.size) % 3).astype(spec.dtype.storage).reshape(spec.shape)
         elif spec.dtype.is_quantised:
             rows = spec.nbytes // max(1, spec.shape[-1] // spec.dtype.block * spec.dtype.block_bytes)
-            found[leaf.node.name] = np.zeros((*spec.shape[:-1], spec.nbytes // max(rows, 1)), np.uint8)
+            arrays[leaf.node.name] = np.zeros((*spec.shape[:-1], spec.nbytes // max(rows, 1)), np.uint8)
         else:
-            found[leaf.node.name] = rng.standard_normal(spec.shape).astype(spec.dtype.storage)
-    return found
+            arrays[leaf.node.name] = rng.standard_normal(spec.shape).astype(spec.dtype.storage)
+    return arrays
 
 
 # ------------------------------------------------------------------------------------------------------- saved states

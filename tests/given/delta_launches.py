@@ -179,13 +179,13 @@ def check(p: Problem, bound: Bindings, limit: float, order: int = 0) -> float:
     """Run the launches and compare; the worst error.  Everything that is not NaN before may be after."""
     wanted_out, wanted_new = reference(p)
     run(bound.items, order)
-    found = [worst(bound.out, wanted_out), worst(bound.new, wanted_new)]
-    for whole, row, element in found:
+    errors = [worst(bound.out, wanted_out), worst(bound.new, wanted_new)]
+    for whole, row, element in errors:
         assert whole <= limit, f"{p.tokens} tokens: {whole:.1e}"
         assert row <= 30 * limit, f"{p.tokens} tokens, a row: {row:.1e}"
         assert element <= 30 * np.sqrt(limit), f"{p.tokens} tokens, an element: {element:.1e}"
     assert not bound.fault.any()
-    return max(f[0] for f in found)
+    return max(f[0] for f in errors)
 
 
 def with_slots(p: Problem, slots: int, slots_in: Sequence[int], slots_out: object = None, seed: int = 1) -> Problem:

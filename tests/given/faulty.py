@@ -98,9 +98,9 @@ def _made_up(state: Any, rng: np.random.Generator) -> Any:
 def bench(backend: Any, made: Any, store: Store, feed: dict[str, Any], rng: np.random.Generator) -> Bench:
     run = Executor(made, store, timeout=20)
     made_up = {v.node.name: _made_up(v, rng) for v in made.graph.states}
-    found = Bench(backend, run, feed, made_up)
-    found.reset()
-    return found
+    broken = Bench(backend, run, feed, made_up)
+    broken.reset()
+    return broken
 
 
 def model_bench(name: str, devices: int, mode: str, tokens: int) -> Bench:

@@ -96,11 +96,11 @@ def truth(name: str) -> Truth:
 @cache
 def sites_of(name: str) -> tuple[dict[str, list[Site]], Pool]:
     """The sites of a plan by the field that they are of."""
-    found = sites(given(name))
+    places = sites(given(name))
     by_field: dict[str, list[Site]] = {}
-    for site in found:
+    for site in places:
         by_field.setdefault(site.field, []).append(site)
-    return by_field, Pool(found)
+    return by_field, Pool(places)
 
 
 @dataclass(frozen=True)

@@ -201,9 +201,9 @@ def programmed(plan: Plan, device: int, **changes: Any) -> Plan:
 
 def step(plan: Plan, device: int, name: str, change: Callable[[Any], Any]) -> Plan:
     """`plan` with one instruction of a device changed."""
-    found = plan.lanes[device].program.instructions
-    assert any(i.node == name for i in found), f"no step is called {name}: {[i.node for i in found]}"
-    return programmed(plan, device, instructions=tuple(change(i) if i.node == name else i for i in found))
+    instructions = plan.lanes[device].program.instructions
+    assert any(i.node == name for i in instructions), f"no step is called {name}: {[i.node for i in instructions]}"
+    return programmed(plan, device, instructions=tuple(change(i) if i.node == name else i for i in instructions))
 
 
 def kept(plan: Plan, device: int, change: Callable[[dict[int, Any]], None]) -> Plan:
@@ -245,15 +245,15 @@ def renumbered(plan: Plan, device: int, numbers: Mapping[int, int]) -> Plan:
 
 
 def steps_exchanged(device: int, one: str, two: str) -> Plan:
-    found = list(tensor_plan().lanes[device].program.instructions)
-    at = {i.node: n for n, i in enumerate(found)}
-    found[at[one]], found[at[two]] = found[at[two]], found[at[one]]
-    return programmed(tensor_plan(), device, instructions=tuple(found))
+    instructions = list(tensor_plan().lanes[device].program.instructions)
+    at = {i.node: n for n, i in enumerate(instructions)}
+    instructions[at[one]], instructions[at[two]] = instructions[at[two]], instructions[at[one]]
+    return programmed(tensor_plan(), device, instructions=tuple(instructions))
 
 
 def without_step(plan: Plan, device: int, name: str) -> Plan:
-    found = plan.lanes[device].program.instructions
-    return programmed(plan, device, instructions=tuple(i for i in found if i.node != name))
+    instructions = plan.lanes[device].program.instructions
+    return programmed(plan, device, instructions=tuple(i for i in instructions if i.node != name))
 
 
 def at_offset(i, offset: int):

@@ -59,7 +59,7 @@ def truth_of(graph: Graph, seed: int) -> Truth:
 
 def _evaluated(graph: Graph, values: Mapping[str, Any], states: Mapping[str, Any]) -> tuple[dict, dict]:
     """Outputs and new states, by the references of ops in float64."""
-    found: dict[Any, Any] = {}
+    computed: dict[Any, Any] = {}
     with np.errstate(all="ignore"):
         for node in graph.nodes:
             if node.is_leaf:
@@ -74,10 +74,10 @@ def _evaluated(graph: Graph, values: Mapping[str, Any], states: Mapping[str, Any
                     )
                 results = [np.asarray(array, None if dtype.is_integer else float)]
             else:
-                results = REGISTRY[node.op].run([None if s is None else found[s] for s in node.src], node.attrs)
-            found.update(zip(node.results, map(np.array, results), strict=True))
-    new = {old.node.name: found[v] for old, v in graph.updates.items()}
-    return {name: found[v] for name, v in graph.outputs.items()}, {**states, **new}
+                results = REGISTRY[node.op].run([None if s is None else computed[s] for s in node.src], node.attrs)
+            computed.update(zip(node.results, map(np.array, results), strict=True))
+    new = {old.node.name: computed[v] for old, v in graph.updates.items()}
+    return {name: computed[v] for name, v in graph.outputs.items()}, {**states, **new}
 
 
 def run_faults(plan: Plan, truth: Truth, *, failing: int = 4) -> str | None:

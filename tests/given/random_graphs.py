@@ -84,15 +84,15 @@ class Builder:
 
     def value(self, fits: Callable[[Value], bool] = lambda v: True, low: int = 0) -> Value:
         """A float value made before that fits, else a new leaf of rank at least `low`."""
-        found = [v for v in self.values if v.dtype.is_float and len(v.shape) >= low and fits(v)]
-        if found and self.pick(0, 7):
-            return found[self.pick(0, len(found) - 1)]
+        fitting = [v for v in self.values if v.dtype.is_float and len(v.shape) >= low and fits(v)]
+        if fitting and self.pick(0, 7):
+            return fitting[self.pick(0, len(fitting) - 1)]
         return self.leaf(self.shape(low), ("f32",))
 
     def like(self, shape: tuple[int, ...]) -> Value:
         """A float value of this very shape."""
-        found = [v for v in self.values if v.dtype.is_float and v.shape == shape]
-        return found[self.pick(0, len(found) - 1)] if found and self.pick(0, 3) else self.leaf(shape)
+        alike = [v for v in self.values if v.dtype.is_float and v.shape == shape]
+        return alike[self.pick(0, len(alike) - 1)] if alike and self.pick(0, 3) else self.leaf(shape)
 
     def keep(self, *values: Value) -> None:
         self.values += [v for v in values if v.spec.size <= LARGEST]
@@ -299,7 +299,7 @@ def graphs(draw: st.DrawFn, steps: int = 8, names: Sequence[str] = PLAIN_NAMES) 
 def bindings(graph: Graph, rng: np.random.Generator) -> Mapping[str, np.ndarray]:
     """An array for each input, weight and state that lies in the range its readers declare."""
     users = graph.users()
-    found = {}
+    arrays = {}
     for leaf in (*graph.inputs, *graph.weights, *graph.states):
         ranges = [
             (node, declared.ranges[name])
@@ -309,12 +309,12 @@ def bindings(graph: Graph, rng: np.random.Generator) -> Mapping[str, np.ndarray]
             if source == leaf and name in declared.ranges
         ]
         if leaf.dtype.is_integer:
-            found[leaf.node.name] = _integers(leaf, ranges, rng)
+            arrays[leaf.node.name] = _integers(leaf, ranges, rng)
         else:
             low = max([r.low for _, r in ranges], default=-1.0)
             high = min([float(r.high) for _, r in ranges], default=1.0)
-            found[leaf.node.name] = rng.uniform(low, high, leaf.shape)
-    return found
+            arrays[leaf.node.name] = rng.uniform(low, high, leaf.shape)
+    return arrays
 
 
 def _integers(leaf: Value, ranges: Sequence[tuple[object, ops.Range]], rng: np.random.Generator) -> np.ndarray:

@@ -48,21 +48,21 @@ def test_dot_tells_leaves_apart_and_labels_edges_with_specs():
 @pytest.mark.parametrize("seed", range(30))
 def test_networkx_gets_an_acyclic_graph_with_an_edge_for_each_operand(seed):
     graph = seeded_graph(seed, names=NAMES)
-    found = to_networkx(graph)
-    assert nx.is_directed_acyclic_graph(found)
-    assert found.number_of_nodes() == len(graph.nodes)
-    assert found.number_of_edges() == sum(len(n.inputs) for n in graph.nodes)
-    assert [d["op"] for _, d in found.nodes(data=True)] == [n.op for n in graph.nodes]
+    network = to_networkx(graph)
+    assert nx.is_directed_acyclic_graph(network)
+    assert network.number_of_nodes() == len(graph.nodes)
+    assert network.number_of_edges() == sum(len(n.inputs) for n in graph.nodes)
+    assert [d["op"] for _, d in network.nodes(data=True)] == [n.op for n in graph.nodes]
 
 
 def test_a_networkx_edge_knows_operand_and_result():
     q, v = input("q", (2, 1, 4)), input("v", (2, 1, 4))
     g, beta, old = input("g", (2, 1, 1)), input("beta", (2, 1)), state("s", (1, 4, 4))
     out, new = ops.gated_delta_net(q, q, v, g, beta, old, name="delta")
-    found = to_networkx(Graph({"y": ops.add(out, out, name="y")}, {old: new}))
-    assert sorted(d["operand"] for _, _, d in found.in_edges("delta", data=True)) == [0, 1, 2, 3, 4, 5]
-    assert [(d["operand"], d["result"]) for _, _, d in found.in_edges("y", data=True)] == [(0, 0), (1, 0)]
-    assert found.nodes["delta"]["specs"] == (out.spec, new.spec)
+    network = to_networkx(Graph({"y": ops.add(out, out, name="y")}, {old: new}))
+    assert sorted(d["operand"] for _, _, d in network.in_edges("delta", data=True)) == [0, 1, 2, 3, 4, 5]
+    assert [(d["operand"], d["result"]) for _, _, d in network.in_edges("y", data=True)] == [(0, 0), (1, 0)]
+    assert network.nodes["delta"]["specs"] == (out.spec, new.spec)
 
 
 def test_json_is_json_for_everybody():

@@ -56,9 +56,9 @@ def test_repetitions_of_a_group_are_alike():
 @pytest.mark.parametrize("seed", range(2))
 def test_a_graph_without_layers_is_divided_into_blocks_that_can_be_drawn(seed):
     graph = seeded_graph(seed, steps=600)
-    found = list(blocks(fold(graph)))
-    assert sum(len(b.nodes) for b in found) == sum(not n.is_leaf for n in graph.nodes)
-    assert max(len(b.nodes) for b in found) <= LARGEST
+    pieces = list(blocks(fold(graph)))
+    assert sum(len(b.nodes) for b in pieces) == sum(not n.is_leaf for n in graph.nodes)
+    assert max(len(b.nodes) for b in pieces) <= LARGEST
 
 
 def test_two_thousand_random_nodes_are_as_many_blocks_as_people_can_see():

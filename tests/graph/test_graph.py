@@ -278,9 +278,9 @@ BROKEN = {
 def test_breaking_one_rule_gives_its_message(rule):
     assert rule.__doc__
     for graph, message in BROKEN[rule.__name__]:
-        found = problems(graph, ops.RULES)
-        assert any(message in why for why in found), found
-        assert not [why for why in found if "\n" in why]
+        faults = problems(graph, ops.RULES)
+        assert any(message in why for why in faults), faults
+        assert not [why for why in faults if "\n" in why]
         with pytest.raises(GraphError):
             ops.verify(graph)
 

@@ -312,21 +312,21 @@ def node_of(op, text):
 def legal(op, node, rng):
     """Operands within the declared ranges."""
     sizes = op.sizes([None if s is None else s.spec for s in node.src], node.attrs).named
-    found = []
+    faults = []
     for name, source in zip(op.operand_names, node.src, strict=False):
         bounds = op.ranges.get(name)
         if source is None:
-            found.append(None)
+            faults.append(None)
         elif source.dtype.is_integer:
             high = sizes[bounds.high] if bounds and isinstance(bounds.high, str) else 3
             drawn = rng.integers(0, high, source.shape)
             if bounds and bounds.distinct:
                 rows = [rng.permutation(high)[: source.shape[-1]] for _ in range(math.prod(source.shape[:-1]))]
                 drawn = np.array(rows, np.int64).reshape(source.shape)
-            found.append(drawn)
+            faults.append(drawn)
         else:
-            found.append(rng.uniform(*((bounds.low, bounds.high) if bounds else (-2, 2)), source.shape))
-    return found
+            faults.append(rng.uniform(*((bounds.low, bounds.high) if bounds else (-2, 2)), source.shape))
+    return faults
 
 
 @pytest.mark.parametrize(("op", "text"), LINEAR, ids=lambda x: x.name if isinstance(x, ops.Op) else x)

@@ -30,12 +30,12 @@ def rng():
 def legal_operands(op, text, rng):
     """Random operands of a case, within the ranges of the op, by name; and its attributes."""
     parts = parse_case(text)
-    found = {}
+    results = {}
     for name, spec in parts.items():
         if isinstance(spec, Spec):
             legal = op.ranges.get(name)
-            found[name] = rng.uniform(legal.low, legal.high, spec.shape) if legal else rng.normal(size=spec.shape)
-    return found, {k: v for k, v in parts.items() if not isinstance(v, Spec)}
+            results[name] = rng.uniform(legal.low, legal.high, spec.shape) if legal else rng.normal(size=spec.shape)
+    return results, {k: v for k, v in parts.items() if not isinstance(v, Spec)}
 
 
 DELTA = (
@@ -68,10 +68,10 @@ def part_of(op, operands, start, stop, state):
         for o in signature.operands
         if ("t",) in [d.factors for d in o.dims]
     }
-    found = {
+    results = {
         n: np.moveaxis(np.moveaxis(x, cut[n], 0)[start:stop], 0, cut[n]) if n in cut else x for n, x in operands.items()
     }
-    return [{**found, "state": state}.get(name) for name in op.operand_names]
+    return [{**results, "state": state}.get(name) for name in op.operand_names]
 
 
 @pytest.mark.parametrize(("op", "text"), CASES, ids=lambda x: x.name if isinstance(x, ops.Op) else "")

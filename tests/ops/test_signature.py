@@ -84,8 +84,8 @@ def test_first_axes_of_an_operand_are_those_of_the_result_where_names_say_so(sig
     parsed = parse_signature(signature)
     sizes = parsed.bind([Spec(s, o.dtypes[0]) for s, o in zip(shapes, parsed.operands, strict=True)])
     for operand, shape, most in zip(parsed.operands, shapes, kept, strict=True):
-        found = [n for n in range(len(shape) + 1) if parsed.keeps(operand, shape, result, sizes, n)]
-        assert found == list(range(most + 1))
+        ranks_kept = [n for n in range(len(shape) + 1) if parsed.keeps(operand, shape, result, sizes, n)]
+        assert ranks_kept == list(range(most + 1))
 
 
 @pytest.mark.parametrize("text", ["x[n]", "x[n -> [n]", "x[n]; y[n] -> [n]", "x[n, ...] -> [n]", "x[n!] -> [n]"])
@@ -207,8 +207,8 @@ def test_an_operand_left_out_in_the_middle_or_at_the_end_builds_the_same_node_as
 def test_dtypes_of_results_follow_the_signature():
     signature = parse_signature("a[n]: any, b[n] -> [n], [n]: b, [n]: i32")
     specs = [Spec((32,), DType.Q8_0), Spec((32,), DType.F16)]
-    found = signature.result_specs(specs, signature.bind(specs))
-    assert [s.dtype for s in found] == [DType.Q8_0, DType.F16, DType.I32]
+    specs_of_results = signature.result_specs(specs, signature.bind(specs))
+    assert [s.dtype for s in specs_of_results] == [DType.Q8_0, DType.F16, DType.I32]
     with pytest.raises(Mismatch, match="b is i8; it must be one of f32, f16, bf16"):
         signature.bind([Spec((2,)), Spec((2,), DType.I8)])
 
@@ -245,10 +245,10 @@ MORE_VIEWS = [
 
 def flat_index(index: tuple[np.ndarray, ...], axes: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray:
     """The index along `axes` as one product, outer first."""
-    found = np.zeros(index[0].shape if index else (1,), np.int64)
+    numbers = np.zeros(index[0].shape if index else (1,), np.int64)
     for axis in axes:
-        found = found * shape[axis] + index[axis]
-    return found
+        numbers = numbers * shape[axis] + index[axis]
+    return numbers
 
 
 def untrue(link: Link, sources: list[np.ndarray], result: np.ndarray) -> int:

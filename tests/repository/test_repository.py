@@ -74,8 +74,8 @@ def tracked() -> tuple[Path, ...]:
         skipped = re.compile(
             r"(^|/)(\.[a-z]\w*_?cache|\.git|\.venv|\.hypothesis|__pycache__|build|dist|\w+\.egg-info)/"
         )
-        found = (p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*") if p.is_file())
-        listed = [p for p in found if not skipped.search(p)]
+        paths = (p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*") if p.is_file())
+        listed = [p for p in paths if not skipped.search(p)]
     return tuple(ROOT / p for p in sorted(listed) if p and (ROOT / p).is_file())
 
 
@@ -88,27 +88,29 @@ def sources(folder: str = "") -> list[Path]:
 
 def text_files() -> list[tuple[str, str]]:
     """Name and text of every file that is UTF-8."""
-    found = []
+    lines = []
     for path in tracked():
         data = path.read_bytes()
         if b"\0" not in data:
-            found.append((path.relative_to(ROOT).as_posix(), data.decode("utf-8")))
-    return found
+            lines.append((path.relative_to(ROOT).as_posix(), data.decode("utf-8")))
+    return lines
 
 
 def imported(path: Path) -> set[str]:
     """Modules of ours that a file imports, from the root: ``ops.views``."""
-    here, found = path.relative_to(ROOT).parent.parts, set()
+    here, targets = path.relative_to(ROOT).parent.parts, set()
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.ImportFrom):
             base = here[: len(here) + 1 - node.level] if node.level else ()
             module = ".".join((*base, *([node.module] if node.module else [])))
             if node.level or module.split(".")[0] == "hocket":
                 module = module.removeprefix("hocket").lstrip(".")
-                found |= {module} if node.module else {f"{module}.{a.name}".lstrip(".") for a in node.names}
+                targets |= {module} if node.module else {f"{module}.{a.name}".lstrip(".") for a in node.names}
         elif isinstance(node, ast.Import):
-            found |= {a.name.removeprefix("hocket").lstrip(".") for a in node.names if a.name.split(".")[0] == "hocket"}
-    return found
+            targets |= {
+                a.name.removeprefix("hocket").lstrip(".") for a in node.names if a.name.split(".")[0] == "hocket"
+            }
+    return targets
 
 
 # ------------------------------------------------------------------------------------------------------- imports

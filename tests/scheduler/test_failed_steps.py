@@ -89,9 +89,9 @@ def instructions(graph: Graph):
 def test_of_a_cache_only_the_rows_that_are_set_are_saved():
     cache = state("cache", (1000, 8))
     new = ops.set_rows(cache, input("rows", (3, 8)), input("ids", (3,), "i32"), name="new")
-    found = instructions(Graph({"y": ops.neg(new)}, {cache: new}))
-    assert found["cache.save"].op == "get_rows"
-    assert found["cache.save"].dst[0].shape == (3, 8)
+    steps = instructions(Graph({"y": ops.neg(new)}, {cache: new}))
+    assert steps["cache.save"].op == "get_rows"
+    assert steps["cache.save"].dst[0].shape == (3, 8)
 
 
 def test_of_a_pool_of_recurrent_states_only_the_rows_of_the_sequences_are_saved():
@@ -101,8 +101,8 @@ def test_of_a_pool_of_recurrent_states_only_the_rows_of_the_sequences_are_saved(
     operands = [input(name, shape) for name, shape in shapes.items()]
     slots = [input(name, (2,), "i32") for name in ("slots_in", "slots_out")]
     out, new = ops.gated_delta_net(*operands, pool, *slots, pool="update")
-    found = instructions(Graph({"out": out}, {pool: new}))
-    assert found["pool.save"].dst[0].shape == (2, h * e * d)
+    steps = instructions(Graph({"out": out}, {pool: new}))
+    assert steps["pool.save"].dst[0].shape == (2, h * e * d)
 
 
 def test_the_same_rows_of_several_caches_in_one_state_are_saved():
@@ -117,8 +117,8 @@ def test_a_state_that_is_set_from_another_value_is_saved_whole():
     """The rows of `ids` are not all that changes where the others come from elsewhere."""
     cache, other = state("cache", (9, 4)), input("other", (9, 4))
     new = ops.set_rows(other, input("rows", (3, 4)), input("ids", (3,), "i32"))
-    found = instructions(Graph({"y": ops.neg(new)}, {cache: new}))
-    assert found["cache.save"].op == "cont"
+    steps = instructions(Graph({"y": ops.neg(new)}, {cache: new}))
+    assert steps["cache.save"].op == "cont"
 
 
 def test_a_state_that_numbers_rows_of_another_and_changes_is_put_back_before_it():

@@ -70,8 +70,8 @@ def passes(graph: Graph) -> Iterator[tuple[str, str]]:
 
 def changes(before: Graph, after: Graph) -> str:
     """Lines that went and that came, and those around them."""
-    found = difflib.unified_diff(dump(before).splitlines(), dump(after).splitlines(), n=1, lineterm="")
-    return "\n".join(["  ..." if line.startswith("@@") else line for line in list(found)[2:]]) or "nothing changes"
+    difference = difflib.unified_diff(dump(before).splitlines(), dump(after).splitlines(), n=1, lineterm="")
+    return "\n".join(["  ..." if line.startswith("@@") else line for line in list(difference)[2:]]) or "nothing changes"
 
 
 def settled(text: str) -> str:

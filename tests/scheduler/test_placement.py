@@ -318,8 +318,8 @@ def test_auto_with_placed_nodes_is_no_slower_than_one_device_with_them():
     slow = Hardware(link_latency=1.0)
     group = [find(name) for name in devices(3)]
     options = {"place": [("gateed", "cpu:2")], "hardware": slow}
-    found = plan_for(decoder(), group, split_mode="auto", **options)
-    assert found.cost.total <= plan_for(decoder(), group, split_mode="none", **options).cost.total
+    planned = plan_for(decoder(), group, split_mode="auto", **options)
+    assert planned.cost.total <= plan_for(decoder(), group, split_mode="none", **options).cost.total
 
 
 def test_a_plan_says_where_its_nodes_are_placed_in_full():

@@ -79,7 +79,7 @@ def test_the_digest_is_the_same_in_another_process_with_another_hash_seed():
         "from hocket.scheduler import plan; graph = open_model(sys.argv[1]).graph(Step(1, 1, 64, 64, 1));"
         "print(plan(graph, 'cpu:0,cpu:1,cpu:2', split_mode='tensor').digest())"
     )
-    found = set()
+    layouts = set()
     for seed in ("0", "1", "77"):
         done = subprocess.run(
             [sys.executable, "-c", code, path_of("qwen35")],
@@ -88,8 +88,8 @@ def test_the_digest_is_the_same_in_another_process_with_another_hash_seed():
             env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
             check=True,
         )
-        found.add(done.stdout)
-    assert found == {plan(decode_graph("qwen35"), "cpu:0,cpu:1,cpu:2", split_mode="tensor").digest() + "\n"}
+        layouts.add(done.stdout)
+    assert layouts == {plan(decode_graph("qwen35"), "cpu:0,cpu:1,cpu:2", split_mode="tensor").digest() + "\n"}
 
 
 def test_the_digest_tells_plans_apart_but_not_their_predictions():
@@ -274,12 +274,12 @@ def test_a_condensed_graph_has_each_repeated_part_twice_and_counts_the_rest():
 @pytest.mark.parametrize("name", ["deep", "llama", "qwen3moe", "qwen3next", "qwen35moe"])
 def test_the_search_finds_in_the_condensed_graph_what_it_finds_in_the_whole(name, hardware, monkeypatch):
     graph, simulation = deep(12) if name == "deep" else decode_graph(name), simulate(hardware)
-    found = plan_for(graph, simulation.group, split_mode="tensor", hardware=simulation.hardware)
+    planned = plan_for(graph, simulation.group, split_mode="tensor", hardware=simulation.hardware)
     monkeypatch.setattr("hocket.scheduler.sharding.search.condense", lambda graph: None)
     whole = plan_for(graph, simulation.group, split_mode="tensor", hardware=simulation.hardware)
-    assert found.cuts == whole.cuts
-    assert found.reasons == whole.reasons
-    assert found.digest() == whole.digest()
+    assert planned.cuts == whole.cuts
+    assert planned.reasons == whole.reasons
+    assert planned.digest() == whole.digest()
 
 
 # --------------------------------------------------------------------------------------------------------- difference

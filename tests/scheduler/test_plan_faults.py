@@ -311,10 +311,10 @@ def other_lane(plan: Plan, device: int, lane: int, *runs: tuple[tuple[int, int],
 
 def exchanged(*tables: str, **products: int) -> Plan:
     """The two devices' experts exchanged in some tables, and the nodes that look them up told so."""
-    found = laid(experts_plan(), **dict.fromkeys(tables, cut(0, LAST, FIRST)))
+    broken = laid(experts_plan(), **dict.fromkeys(tables, cut(0, LAST, FIRST)))
     for device, first in enumerate((3, 0)):
-        found = nodes(found, device, **dict.fromkeys(products, again(first=first)))
-    return found
+        broken = nodes(broken, device, **dict.fromkeys(products, again(first=first)))
+    return broken
 
 
 ROUTING: Mapping[str, Fault] = {
@@ -418,7 +418,7 @@ def test_there_are_many_kinds_of_faults():
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_verifier_finds_that(fault):
     broken = FAULTS[fault]()
-    found = list(plan_faults(broken))
-    assert found
+    faults = list(plan_faults(broken))
+    assert faults
     with pytest.raises(PlanError):
         verify_plan(broken)

@@ -98,12 +98,12 @@ def mixture(experts: int, used: int, width: int, inner: int, dtype: str = "f32",
 
 def bindings(graph: Graph, seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    found = {v.node.name: rng.normal(size=v.shape) for v in (*graph.weights, *graph.inputs)}
+    arrays = {v.node.name: rng.normal(size=v.shape) for v in (*graph.weights, *graph.inputs)}
     for v in graph.inputs:
         if v.dtype.is_integer:  # whatever the largest table that they number has
             tables = [n.inputs[n.inputs.index(v) - 2 if n.op == "mul_mat_id" else 1] for n in graph.users()[v]]
-            found[v.node.name] = rng.integers(0, min(t.shape[0] for t in tables), v.shape)
-    return found
+            arrays[v.node.name] = rng.integers(0, min(t.shape[0] for t in tables), v.shape)
+    return arrays
 
 
 def equal(made: Plan, seed: int = 0) -> None:
@@ -201,30 +201,30 @@ def routed_graph(dice: random.Random) -> Graph:
     lists = [input(f"ids.{i}", (rows, used), "i32") for i in range(dice.choice([1, 1, 2]))]
     counts = [dice.choice([2, 3, 5, 8]) for _ in lists]
     tables: dict[tuple[int, int], Value] = {}
-    found = [input("x", (rows, dice.choice([1, used]), width))]
+    values = [input("x", (rows, dice.choice([1, used]), width))]
     for step in range(dice.randint(2, 7)):
-        full = [v for v in found if v.shape[1] == used] or [None]
-        y, which = dice.choice(found), dice.randrange(len(lists))
+        full = [v for v in values if v.shape[1] == used] or [None]
+        y, which = dice.choice(values), dice.randrange(len(lists))
         kind = dice.choice(["product", "product", "product", "bias", "act", "act", "gate", "join", "times"])
         if kind == "product" or full == [None]:
             key = (counts[which], y.shape[2])
             fresh = weight(f"w{step}", (counts[which], width, y.shape[2]))
             w = tables.setdefault(key, fresh) if dice.random() < 0.3 else fresh
-            found.append(ops.mul_mat_id(w, y, lists[which]))
+            values.append(ops.mul_mat_id(w, y, lists[which]))
         elif kind == "bias":
-            found.append(ops.add_id(dice.choice(full), weight(f"b{step}", (counts[which], width)), lists[which]))
+            values.append(ops.add_id(dice.choice(full), weight(f"b{step}", (counts[which], width)), lists[which]))
         elif kind == "act":
-            found.append(dice.choice(ACTS)(dice.choice(full)))
+            values.append(dice.choice(ACTS)(dice.choice(full)))
         elif kind == "gate":
-            found.append(dice.choice([ops.swiglu, ops.swiglu_oai])(dice.choice(full), dice.choice(full)))
+            values.append(dice.choice([ops.swiglu, ops.swiglu_oai])(dice.choice(full), dice.choice(full)))
         elif kind == "join":
-            found.append(ops.add(dice.choice(full), dice.choice(full)))
+            values.append(ops.add(dice.choice(full), dice.choice(full)))
         else:
             other = dice.choice([dice.choice(full), weight(f"s{step}", (width,)), input(f"r{step}", (rows, used, 1))])
-            found.append(ops.mul(dice.choice(full), other))
-    outputs = {"last": found[-1], "some": dice.choice(found)}
-    if found[-1].shape[1] == used:
-        outputs["sum"] = ops.mul_mat(ops.transpose(found[-1]), input("shares", (rows, 1, used)))
+            values.append(ops.mul(dice.choice(full), other))
+    outputs = {"last": values[-1], "some": dice.choice(values)}
+    if values[-1].shape[1] == used:
+        outputs["sum"] = ops.mul_mat(ops.transpose(values[-1]), input("shares", (rows, 1, used)))
     return Graph(outputs)
 
 

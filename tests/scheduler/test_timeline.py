@@ -42,27 +42,27 @@ def _bound(made):
 
 @pytest.mark.parametrize("made", [tensor_plan, layer_plan, gather_plan])
 def test_time_passes_without_gaps_and_devices_leave_a_collective_together(made):
-    found = timeline(made(), NullBackend(CPU))
-    for track, lane in zip(found.tracks, made().lanes, strict=True):
+    events = timeline(made(), NullBackend(CPU))
+    for track, lane in zip(events.tracks, made().lanes, strict=True):
         assert [s.node for s in track] == [i.node for i in lane.program.instructions]
         now = 0.0
         for s in track:
             assert s.start == pytest.approx(now + s.waited)
             assert s.end >= s.start
             now = s.end
-    ends = [{s.node: s.end for s in track if s.op in ("all_reduce", "all_gather")} for track in found.tracks]
+    ends = [{s.node: s.end for s in track if s.op in ("all_reduce", "all_gather")} for track in events.tracks]
     assert ends[0] == ends[1]
-    assert all(0 < found.busy(d) <= 1 for d in range(2))
-    assert found.peak == tuple(sum(lane.memory().values()) for lane in made().lanes)
+    assert all(0 < events.busy(d) <= 1 for d in range(2))
+    assert events.peak == tuple(sum(lane.memory().values()) for lane in made().lanes)
 
 
 def test_in_a_layer_split_the_second_device_waits_for_the_first():
-    found = timeline(layer_plan(), NullBackend(CPU))
-    (received,) = (s for s in found.tracks[1] if s.op == "receive")
-    (sent,) = (s for s in found.tracks[0] if s.op == "send")
+    events = timeline(layer_plan(), NullBackend(CPU))
+    (received,) = (s for s in events.tracks[1] if s.op == "receive")
+    (sent,) = (s for s in events.tracks[0] if s.op == "send")
     assert received.end == pytest.approx(sent.end)
     assert received.waited > 0
-    assert found.busy(1) < 1
+    assert events.busy(1) < 1
 
 
 def test_two_devices_halve_what_is_bound_by_arithmetic():

@@ -39,8 +39,8 @@ def _renumber(undo, by: int) -> None:
 
 def backwards(plan: Plan, device: int, name: str, change) -> Plan:
     """One of the instructions that undo a step is changed."""
-    found = [(n, change(i) if i.node == name else i) for n, i in plan.lanes[device].program.undo]
-    return programmed(plan, device, undo=tuple(found))
+    undo = [(n, change(i) if i.node == name else i) for n, i in plan.lanes[device].program.undo]
+    return programmed(plan, device, undo=tuple(undo))
 
 
 def saves(name: str, device: int = 0):

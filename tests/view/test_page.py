@@ -29,8 +29,8 @@ HOSTILE = (
 
 def data(page):
     """The JSON in a page."""
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.html, re.S)
-    return json.loads(found[1])
+    script = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.html, re.S)
+    return json.loads(script[1])
 
 
 def planned(graph, devices=2, mode="tensor"):
@@ -83,8 +83,8 @@ def test_the_rows_take_as_long_as_the_plan_says(plan, shown):
 @pytest.mark.parametrize("mode", ["layer", "tensor", "none"])
 def test_layouts_are_those_of_the_plan_and_sums_that_are_owed_are_marked(mode):
     made = planned(vision_transformer(), mode=mode)
-    found = data(view_plan(made))["shown"][0]["plan"]
-    texts = [found["texts"][i] for i in found["layouts"]]
+    drawn = data(view_plan(made))["shown"][0]["plan"]
+    texts = [drawn["texts"][i] for i in drawn["layouts"]]
     for node, text in zip(made.graph.nodes, texts, strict=True):
         if node.is_leaf:
             assert text == str(made.leaves[node.name])
@@ -135,16 +135,16 @@ def test_a_page_asks_no_network_for_anything(plan):
 @pytest.mark.parametrize("name", PICTURED)
 def test_any_graph_has_a_page(name):
     graph = PICTURED[name]()
-    found = data(view_graph(graph))["shown"][0]["graph"]
-    assert len(found["nodes"]["op"]) == len(graph.nodes)
-    blocks = found["nodes"]["block"]
-    assert {b for b in blocks if b >= 0} == set(range(len(found["labels"])))
+    drawn = data(view_graph(graph))["shown"][0]["graph"]
+    assert len(drawn["nodes"]["op"]) == len(graph.nodes)
+    blocks = drawn["nodes"]["block"]
+    assert {b for b in blocks if b >= 0} == set(range(len(drawn["labels"])))
 
 
 def test_the_page_of_two_plans_has_both_and_what_moved(plan):
-    found = data(view_plan(plan, before=planned(vision_transformer(), mode="layer")))
-    assert len(found["shown"]) == 2
-    assert any(line.startswith("layout: ") for line in found["moved"])
+    pages = data(view_plan(plan, before=planned(vision_transformer(), mode="layer")))
+    assert len(pages["shown"]) == 2
+    assert any(line.startswith("layout: ") for line in pages["moved"])
 
 
 def test_graphs_and_plans_show_themselves_in_notebooks(plan):

@@ -199,11 +199,11 @@ def _batches(leading: Sequence[int], operands: Operands) -> Iterator[Operands]:
     axes = axes_of(leading, heads)
     sizes = axes.sizes or (1,)
     for index in np.ndindex(sizes[:-1]):
-        found = iter(
+        variants = iter(
             _batch(o, sizes[-1], s[-1] if s else 0, sum(i * n for i, n in zip(index, s, strict=False)))
             for o, s in zip(there, axes.steps, strict=True)
         )
-        q, k, v, mask, out = (None if o is None else next(found) for o in operands)
+        q, k, v, mask, out = (None if o is None else next(variants) for o in operands)
         assert q is not None
         assert k is not None
         assert v is not None

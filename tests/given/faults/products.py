@@ -127,8 +127,8 @@ def _without_sinks(site: Site):
 
 
 def _sees(site: Site, shift: int, window: int):
-    found = site.attrs["window"]
-    return site.right([site.exact(0) + shift], window=found + window if found else 0)
+    size = site.attrs["window"]
+    return site.right([site.exact(0) + shift], window=size + window if size else 0)
 
 
 def _other_mode(site: Site):

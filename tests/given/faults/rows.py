@@ -117,9 +117,9 @@ def _last_of_ties(site: Site):
 
 def _top_twice(site: Site):
     """The largest found twice, the last of the k missed."""
-    found = np.array(site.right()[0])
-    found[..., -1:] = found[..., :1]
-    return found
+    rows = np.array(site.right()[0])
+    rows[..., -1:] = rows[..., :1]
+    return rows
 
 
 FAULTS = (

@@ -63,11 +63,11 @@ def wrong(op: str, name: str, compute: Callable) -> Fault:
     def plant(site: Site) -> Callable[[], None]:
         def run() -> None:
             with np.errstate(all="ignore"):
-                found = None if any(d.size == 0 for d in site.dst) else compute(site)
-            if found is None:
+                numbers = None if any(d.size == 0 for d in site.dst) else compute(site)
+            if numbers is None:
                 site.real()
                 return
-            for target, result in zip(site.dst, found if isinstance(found, tuple) else (found,), strict=True):
+            for target, result in zip(site.dst, numbers if isinstance(numbers, tuple) else (numbers,), strict=True):
                 np.copyto(target, result, casting="unsafe")
 
         return run
