@@ -336,6 +336,7 @@ def test_thorough_adds_shapes_of_hypothesis():
     assert not [r for r in results if r.outcome is Outcome.FAIL]
 
 
+@pytest.mark.long
 def test_the_cases_of_a_model_are_harvested():
     harvested = from_model(ROOT / "data" / "hocket-tiny-q8_0.gguf", tokens=(1,), cells=32)
     assert {"mul_mat", "rms_norm", "attention"} <= {c.op for c in harvested}

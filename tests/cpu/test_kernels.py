@@ -43,6 +43,7 @@ def packed(dtype: DType, raw: np.ndarray, columns: int, threads: int = 1) -> np.
     return target
 
 
+@pytest.mark.long(every=4)
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_packing_loses_nothing(dtype: DType):
     rows, columns = 37, 512
@@ -105,7 +106,7 @@ def test_a_number_that_is_none_makes_its_whole_block_so(bad: float):
     assert np.isfinite(records["scales"][1]).tolist() == [[True, True], [False, True]]
 
 
-@pytest.mark.long(every=5)
+@pytest.mark.long(every=8)
 @pytest.mark.parametrize("count", [1, 3, 8, 13, 70])
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_a_packed_product_is_exact_in_its_rounded_activations(dtype: DType, count: int):

@@ -49,6 +49,7 @@ def loaded(graph: hocket.Graph, values: dict[str, np.ndarray], threads: int):
     return hocket.load(hocket.scheduler.plan_for(graph, [(backend, backend.device(0))]), values)
 
 
+@pytest.mark.long(every=3)
 @pytest.mark.parametrize("dtype", [DType.Q8_0, DType.F16, DType.F32], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_threads_with_pieces_and_copies_of_their_own_compute_the_bits_of_one(rows: int, dtype: DType, monkeypatch):

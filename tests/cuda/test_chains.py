@@ -193,6 +193,7 @@ def test_what_something_else_reads_is_written(name, monkeypatch):
     same(fused, single, chain.near)
 
 
+@pytest.mark.long(every=3)
 @pytest.mark.parametrize("name", ["gated unit, float", "products, float", "sum, norm and factor"])
 def test_chains_of_two_devices_are_those_of_one(name):
     graph = CHAINS[name].graph(False)
@@ -215,7 +216,7 @@ def logits_of(name: str, devices: int, fused: bool) -> tuple[np.ndarray, int]:
     return np.concatenate(parts), sum(isinstance(part, Launch) for part in replay._parts)
 
 
-@pytest.mark.long(every=5)
+@pytest.mark.long(every=9)
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "qwen35", "qwen35moe", "qwen3next"])
 def test_a_model_has_the_logits_of_llama_cpp_with_chains_and_without(name, devices):

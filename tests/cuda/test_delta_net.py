@@ -119,6 +119,7 @@ GGML = [
 ]
 
 
+@pytest.mark.long(every=4)
 @pytest.mark.parametrize(("size", "heads", "tokens", "batch", "repeat", "permuted", "channels", "snapshots"), GGML)
 def test_what_ggml_tests(size, heads, tokens, batch, repeat, permuted, channels, snapshots):
     """``test_gated_delta_net`` of llama.cpp, b11434, with fewer heads."""

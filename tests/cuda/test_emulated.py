@@ -154,6 +154,7 @@ def devices(monkeypatch):
     cuda._module.cache_clear()
 
 
+@pytest.mark.long(every=20)
 @needs_compiler
 @pytest.mark.parametrize("name", ["add", "get_rows", "softmax", "mul_mat", "rope", "cast", "send", "all_reduce"])
 def test_the_driver_of_devices_makes_the_launches_of_the_emulated_one(name, devices):

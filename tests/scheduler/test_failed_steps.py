@@ -50,7 +50,7 @@ def fail_everywhere(made: Bench) -> int:
     return fails
 
 
-@pytest.mark.long(every=4)
+@pytest.mark.long(every=2)
 @pytest.mark.parametrize(("devices", "mode"), [(1, "none"), (3, "tensor"), (3, "layer")])
 @pytest.mark.parametrize(
     ("name", "tokens"), [("llama", 1), ("llama", 7), ("qwen35", 1), ("qwen35", 7), ("qwen35moe", 1)]
@@ -325,6 +325,7 @@ def faulty(monkeypatch):
     return backend
 
 
+@pytest.mark.long(every=2)
 @pytest.mark.parametrize("devices", [("cpu:0",), ("cpu:0", "cpu:1")], ids=["one", "two"])
 @pytest.mark.parametrize("name", ["llama", "qwen35"])
 def test_a_session_goes_on_after_a_step_that_failed(name, devices, faulty):
