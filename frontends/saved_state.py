@@ -171,22 +171,24 @@ def _recent(session: Session, header: Mapping[str, object], lengths: Sequence[in
 
 def _expected(session: Session, name: str, lengths: Sequence[int]) -> tuple[int, ...]:
     shape = session.store.state(name).shape
-    return (sum(lengths), *shape[1:]) if session.is_cache(name) else tuple(shape)
+    return (len(_rows(session, name, lengths)), *shape[1:]) if session.is_cache(name) else tuple(shape)
 
 
-def _rows(session: Session, lengths: Sequence[int]) -> npt.NDArray[np.int64]:
-    """The cache rows in use, sequence by sequence."""
-    return np.concatenate([i * session.context + np.arange(n) for i, n in enumerate(lengths)])
+def _rows(session: Session, name: str, lengths: Sequence[int]) -> npt.NDArray[np.int64]:
+    """The rows of a cache in use, sequence by sequence: of layers with a window those of the last tokens alone."""
+    cells, window = session.cells(name), session.model.window(name)
+    seen = [np.arange(max(0, n - window) if window else 0, n) for n in lengths]
+    return np.concatenate([i * cells + positions % cells for i, positions in enumerate(seen)])
 
 
 def _used(session: Session, name: str) -> npt.NDArray[np.float32]:
     whole = np.ascontiguousarray(session.store.state(name))
-    return whole[_rows(session, session.lengths)] if session.is_cache(name) else whole
+    return whole[_rows(session, name, session.lengths)] if session.is_cache(name) else whole
 
 
 def _restore(session: Session, name: str, array: npt.NDArray[np.generic], lengths: Sequence[int]) -> None:
     view = session.store.state(name)
     if session.is_cache(name):
-        view[_rows(session, lengths)] = array
+        view[_rows(session, name, lengths)] = array
     else:
         view[...] = array

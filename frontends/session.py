@@ -256,8 +256,13 @@ class Session:
     # -------------------------------------------------------------------------------------------------- plans
 
     def is_cache(self, name: str) -> bool:
-        """Whether a state has a row for each cell of context (and a spare one), not one entry for each sequence."""
-        return bool(self.store.state(name).shape[0] == self.sequences * self.context + 1)
+        """Whether a state has a row for each cell of a sequence (and a spare one), not one entry for each sequence."""
+        return bool(self.store.state(name).shape[0] == self.sequences * self.cells(name) + 1)
+
+    def cells(self, cache: str) -> int:
+        """Cells that each sequence has in a cache: one for each token of the context, or those of a window, which are
+        written in turn."""
+        return self._one.ring(self.model.window(cache)) or self.context
 
     def mark(self) -> Mark:
         """Where the session is now.  Caches need no copy: cells behind the end of a sequence are not read."""
@@ -287,7 +292,7 @@ class Session:
 
     def _step_of(self, tokens: int, length: int, outputs: int, hidden: bool = False) -> Step:
         cells = min(self.context, max(FEWEST_CELLS, _bucket(length)))
-        return _step(self.sequences, tokens, cells, self.context, outputs, hidden)
+        return _step(self.sequences, tokens, cells, self.context, outputs, hidden, _bucket(self.batch))
 
     def _room(self, tokens: int) -> int:
         """The tokens of the step that runs so many: where values are watched no more, so that nothing is padded."""

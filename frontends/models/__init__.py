@@ -82,6 +82,11 @@ class Model:
         """Tokens of a sequence that a batch must know before its new ones."""
         return self.hyper.ngrams.remembers if self.hyper.ngrams else 0
 
+    def window(self, cache: str) -> int:
+        """How many tokens the layer sees whose state is ``cache``: 0 for all, and for states that are no cache."""
+        kind, _, layer = cache.rpartition(".")
+        return self.hyper.windows[int(layer)] if kind in ("cache_k", "cache_v") else 0
+
     @property
     def is_causal(self) -> bool:
         """Whether a token sees only those before it; a diffusion model sees all at once, so there are no steps."""
@@ -113,7 +118,8 @@ class Model:
                     "use the tokenizer of this model"
                 )
         arrays = step_inputs(step, batch, taps=self.hyper.taps, causal=self.is_causal)
-        arrays = {name: array for name, array in arrays.items() if name in self.hyper.needs}
+        needs = self.hyper.inputs(step)
+        arrays = {name: array for name, array in arrays.items() if name in needs}
         for feed in self.hyper.feeds:
             arrays |= feed.arrays(step, batch)
         return arrays

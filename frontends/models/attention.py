@@ -70,7 +70,7 @@ class Attention:
         if self.temperature and (warmth := frame.temperature(*self.temperature)) is not None:
             q = ops.mul(q, warmth)
         if k is not None and v is not None:
-            cells = frame.cached(f"cache_k.{layer}", k), frame.cached(f"cache_v.{layer}", v)
+            cells = frame.both_cached(layer, k, v, self.sight)
         else:
             cells = frame.cells(f"cache_k.{self.source}"), frame.cells(f"cache_v.{self.source}")
         y = self.attend(weights, frame, block, q, *cells)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ... import ops
-from ...graph import DType, Value, input
+from ...graph import DType, Value
 from .blocks import Norm, product
 from .frame import CACHED, Frame, Sight
 from .keys import Keys
@@ -53,15 +53,6 @@ class Blocks:
 
     def count(self, step: Step) -> int:
         return -(-step.tokens // self.ratio)
-
-    def rows(self, step: Step) -> Value:
-        return input(f"block_rows.{self.ratio}", (step.sequences, self.count(step) * self.span), DType.I32)
-
-    def pos(self, step: Step) -> Value:
-        return input(f"block_pos.{self.ratio}", (step.sequences, self.count(step)), DType.I32)
-
-    def slot(self, step: Step) -> Value:
-        return input(f"block_slot.{self.ratio}", (step.sequences * self.count(step),), DType.I32)
 
     def arrays(self, step: Step, batch: Batch) -> Mapping[str, npt.NDArray[np.generic]]:
         """The inputs for a batch that fits the step."""
@@ -130,7 +121,7 @@ class Compressed:
         q = self.turned(q, frame.pos, name=f"{block}.q_rope")
         k = self.norm(weights, f"{block}.attn_kv_a_norm", product(weights, f"{block}.attn_kv", x, self.size))
         k = self.turned(frame.split(k, 1, self.size), frame.pos, name=f"{block}.k_rope")
-        cells, mask = frame.cached(f"cache_k.{layer}", k), frame.mask(self.sight)
+        cells, mask = frame.cached(f"cache_k.{layer}", k, sight=self.sight), frame.mask(self.sight)
         if self.blocks:
             earlier = self.compressed(weights, frame, layer, x, self.blocks)
             cells = ops.concat(cells, earlier, axis=1)
@@ -153,7 +144,10 @@ class Compressed:
         places = weights(f"{block}.attn_compressor_ape.weight", (ratio, columns))
         places = ops.get_rows(places, frame.within(ratio))
         score = ops.add(product(weights, f"{block}.attn_compressor_gate", x, columns), places)
-        rows, pos, count = blocks.rows(step), blocks.pos(step), blocks.count(step)
+        count = blocks.count(step)
+        rows = frame.fed(f"block_rows.{ratio}", step.sequences, count * blocks.span)
+        pos = frame.fed(f"block_pos.{ratio}", step.sequences, count)
+        slot = frame.fed(f"block_slot.{ratio}", step.sequences * count)
 
         def members(name: str, new: Value) -> Value:
             """f32[B, N, span, columns]: the tokens of each block that this run completes."""
@@ -170,7 +164,7 @@ class Compressed:
         mean = ops.reshape(mean, shape=(step.sequences, count, 1, size))
         mean = self.norm(weights, f"{block}.attn_compressor_norm", mean)
         mean = self.turned(mean, pos, name=f"{block}.block_rope")
-        return frame.cached(f"cache_c.{layer}", mean, blocks.slot(step), ratio)
+        return frame.cached(f"cache_c.{layer}", mean, slot, ratio=ratio)
 
     def answered(self, weights: Weights, frame: Frame, block: str, y: Value, width: int) -> Value:
         """What heads answer, projected by groups and then together: f32[B*T, width]."""

@@ -19,6 +19,7 @@ SANDWICH = Family(attn_post="post_attention_norm", ffn_post="post_ffw_norm", qk_
 GEMMA2 = replace(SANDWICH, embedding="width", unit="gelu", softcap=0.0)
 LOCAL = Windows()
 LATENT = Family(rope="normal", mixer="latent", gating="key", normalised=None)
+CHOOSING = replace(LATENT, spare=("indexer*",), sparse="top_k")
 NO_OUTPUT_BIAS = ("attn_output.bias",)
 NO_BIASES = ("attn_output.bias", "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
 DENSE = ("ffn_gate.*", "ffn_up.*", "ffn_down.*")
@@ -318,14 +319,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             ignores=(*KIMI_UNREAD, "attn_*.scale"),
             spare=("attn_res_score.weight",),
         ),
-        "hy_v4": replace(
-            LATENT,
-            residuals="streams",
-            mixture="gate first",
-            ignores=("attn_*.scale",),
-            spare=("indexer.*",),
-            sparse="top_k",
-        ),
+        "hy_v4": replace(CHOOSING, residuals="streams", mixture="gate first", ignores=("attn_*.scale",)),
         "glm5-next": Family(
             rope="none",
             mixer="latent",
@@ -340,38 +334,27 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             spare=("indexer*",),
             sparse="top_k",
         ),
-        "deepseek32": replace(LATENT, log_multiplier=10.0, scaled=True, spare=("indexer.*",), sparse="top_k"),
-        "glm-dsa": replace(LATENT, gating="key sigmoid", scaled=True, spare=("indexer.*",), sparse="top_k"),
-        "dots3note": replace(
-            LATENT,
-            windows=Windows(base=10000.0),
-            scaled=True,
-            ignores=("attn_gate.scale",),
-            spare=("indexer.*",),
-            sparse="top_k",
-        ),
+        "deepseek32": replace(CHOOSING, log_multiplier=10.0, scaled=True),
+        "glm-dsa": replace(CHOOSING, gating="key sigmoid", scaled=True),
+        "dots3note": replace(CHOOSING, windows=Windows(base=10000.0), scaled=True, ignores=("attn_gate.scale",)),
         "minimax-m3": Family(
             qk_norm="before", unit="oai", gating="key", normalised=None, spare=("indexer.*",), sparse="top_k block_size"
         ),
-        "deepseek4": Family(
-            rope="normal",
+        "deepseek4": replace(
+            CHOOSING,
             mixer="compressed",
             residuals="streams",
-            gating="key",
-            normalised=None,
             mixture="gate first, one limit",
             windows=LOCAL,
             ignores=("exp_probs_b_vl.*",),
-            spare=("indexer*",),
-            sparse="top_k",
         ),
         "qwen4exp": replace(
             QWEN35,
             attn_norm="",
             ffn_norm="",
             output_norm="",
-            delta_gate="sigmoid",
             residuals="gated streams",
+            delta_gate="sigmoid",
             shared_gate=True,
             ignores=("attn_?.bias",),
             spare=("indexer.*",),

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from ... import ops
 from ...graph import DType, Graph, Value, input, state
-from .step import Step
+from .step import Ring, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,15 @@ class Sight:
     distances: bool = False
     causal: bool = True
 
+    @property
+    def rolling(self) -> int:
+        """Tokens behind which a cell is never seen again; 0 if there is no such number."""
+        return self.window if self.causal and not self.chunked and not self.distances else 0
+
 
 ALL = Sight()
+HIDDEN = -1e38
+"""What is added to the scores of cells that are not seen: their share is 0."""
 CACHED = frozenset({"pos", "slot"})
 """Inputs of mixers that attend to a cache."""
 RECURRENT = frozenset({"valid", "conv_rows"})
@@ -47,6 +54,7 @@ class Frame:
         self.last = input("last", (step.sequences, step.tokens), DType.I32)
         self._masks: dict[Sight, Value] = {}
         self._cells: dict[str, Value] = {}
+        self._fed: dict[str, Value] = {}
         self._updates: dict[Value, Value] = {}
 
     def mask(self, sight: Sight = ALL) -> Value:
@@ -58,6 +66,8 @@ class Frame:
     def _mask(self, sight: Sight) -> Value:
         cells, window = self.step.cells, 0 if sight.chunked else sight.window
         pos = self.pos if sight.causal else self.last
+        if 0 < (ring := self.step.ring(sight.rolling)) < cells:
+            return self._ring_mask(ring, window)
         mask = ops.causal_mask(pos, cells=cells, window=window, name="window_mask" if window else "mask")
         if sight.chunked and cells > sight.window:
             chunk = ops.floor(ops.scale(self.positions, scale=1.0 / sight.window, bias=0.5 / sight.window))
@@ -67,6 +77,16 @@ class Frame:
         if sight.distances:
             mask = ops.sub(ops.add(mask, self.numbers), self.positions, name="distances")
         return mask
+
+    def _ring_mask(self, ring: int, window: int) -> Value:
+        """f32[B, T, ring]: 0 where a cell, written in turn with the others, holds one of the last tokens."""
+        places = ops.repeat(self.positions, shape=(*self.pos.shape, ring))
+        ahead = ops.sub(places, ops.arange(start=0.0, stop=float(ring)))
+        turns = ops.floor(ops.scale(ahead, scale=1.0 / ring, bias=0.5 / ring))
+        back = ops.sub(ahead, ops.scale(turns, scale=float(ring)))  # tokens since the cell was written
+        late = ops.step(ops.scale(back, scale=1.0, bias=0.5 - window))
+        never = ops.step(ops.sub(ops.scale(back, scale=1.0, bias=-0.5), places))
+        return ops.scale(ops.add(late, never), scale=HIDDEN, name="ring_mask")
 
     @cached_property
     def numbers(self) -> Value:
@@ -108,9 +128,13 @@ class Frame:
         )
         return ops.reshape(warmth, shape=(*self.pos.shape, 1, 1))
 
-    @cached_property
+    @property
     def conv_rows(self) -> Value:
-        return input("conv_rows", (self.step.sequences, self.taps - 1), DType.I32)
+        return self.fed("conv_rows", self.step.sequences, self.taps - 1)
+
+    def fed(self, name: str, *shape: int) -> Value:
+        """The input i32[shape] of that name, one for all that ask for it."""
+        return self._fed.setdefault(name, input(name, shape, DType.I32))
 
     def split(self, x: Value, *shape: int) -> Value:
         """Rows [B*T, n] as [B, T, *shape]."""
@@ -124,15 +148,19 @@ class Frame:
         """The rows of ``x`` f32[B*T, n] whose logits are asked for, f32[outputs, n]."""
         return ops.get_rows(x, self.out_ids, name="wanted")
 
-    def cached(self, name: str, new: Value, slot: Value | None = None, ratio: int = 1) -> Value:
+    def cached(self, name: str, new: Value, slot: Value | None = None, *, ratio: int = 1, sight: Sight = ALL) -> Value:
         """Write ``new`` f32[B,T,heads,size] into the cache ``name`` and read all cells: f32[B, cells, heads, size].
 
         The state is f32[B*context + 1, heads*size]; the last row takes what padding writes and is never read.  A cache
-        may have a cell for ``ratio`` tokens each; ``slot`` then says which cells are written.
+        may have a cell for ``ratio`` tokens each; ``slot`` then says which cells are written.  What is out of ``sight``
+        may be overwritten.
         """
         step = self.step
         sequences, count, heads, size = new.shape
         context, cells = -(-step.context // ratio), -(-step.cells // ratio)
+        if ring := step.ring(sight.rolling):
+            context, cells = ring, min(ring, cells)
+            slot = self.fed(Ring(sight.rolling).name, step.rows)
         old = state(name, (sequences * context + 1, heads * size))
         rows = ops.reshape(new, shape=(sequences * count, heads * size))
         cache = ops.set_rows(old, rows, self.slot if slot is None else slot, name=f"{name}.new")
@@ -142,6 +170,10 @@ class Frame:
         known = ops.slice_(known, axis=1, start=0, stop=cells)
         self._cells[name] = ops.reshape(known, shape=(sequences, cells, heads, size))
         return self._cells[name]
+
+    def both_cached(self, layer: int, k: Value, v: Value, sight: Sight) -> tuple[Value, Value]:
+        """Keys and values of a layer, written and read as `cached` does."""
+        return self.cached(f"cache_k.{layer}", k, sight=sight), self.cached(f"cache_v.{layer}", v, sight=sight)
 
     def cells(self, name: str) -> Value:
         """All cells of the cache ``name``, which an earlier layer has written in this graph."""

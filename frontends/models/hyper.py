@@ -17,7 +17,7 @@ from .family import Family
 from .frame import Frame
 from .moe import Experts
 from .ngrams import Ngrams
-from .step import Batch, Step
+from .step import Batch, Ring, Step
 from .weights import Weights
 
 
@@ -97,6 +97,8 @@ class Hyper:
     blocks_of: tuple[Blocks, ...] = ()
     """The blocks of tokens that caches hold as one key, of each length that layers have."""
     ngrams: Ngrams | None = None
+    windows: Mapping[int, int] = field(default_factory=dict)
+    """Behind how many tokens layers with a cache never see a cell again, 0 for those that see all."""
 
     @property
     def layers(self) -> int:
@@ -111,13 +113,19 @@ class Hyper:
     @cached_property
     def feeds(self) -> tuple[Feed, ...]:
         """What gives inputs beside those of `step_inputs`."""
-        return (*self.blocks_of, self.ngrams) if self.ngrams else self.blocks_of
+        rings = map(Ring, sorted({*self.windows.values()} - {0}))
+        return (*rings, *self.blocks_of, *filter(None, (self.ngrams,)))
 
     @cached_property
     def needs(self) -> frozenset[str]:
         """The inputs of its graphs."""
         names = {"tokens", "out_ids"} if self.causal else {"tokens", "out_ids", "last"}
         return frozenset(names).union(*(mixer.needs for block in self.blocks for mixer in block.mixers))
+
+    def inputs(self, step: Step) -> frozenset[str]:
+        """Those of `step_inputs` that the graph of a step has."""
+        rolls = self.windows and all(map(step.ring, self.windows.values()))
+        return self.needs - {"slot"} if rolls else self.needs
 
     @property
     def causal(self) -> bool:

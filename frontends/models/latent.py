@@ -120,7 +120,8 @@ class Latent:
         q, turning = self.looking(weights, frame, block, q)
         q = q if turning is None else ops.concat(q, turning, axis=-1)
         k = frame.split(c, 1, self.rank)
-        k = frame.cached(f"cache_k.{layer}", k if pe is None else ops.concat(k, pe, axis=-1))
+        k = k if pe is None else ops.concat(k, pe, axis=-1)
+        k = frame.cached(f"cache_k.{layer}", k, sight=self.sight)
         v = k if pe is None else ops.slice_(k, axis=-1, start=0, stop=self.rank)
         y = self.attend(weights, frame, block, q, k, v)
         return self.by_head(weights, frame, f"{block}.attn_v_b", frame.split(y, self.heads, self.rank), self.value_size)
@@ -157,8 +158,7 @@ class Latent:
         k, v = parts(frame.split(both, self.heads, self.plain + self.value_size), self.plain, self.value_size)
         if pe is not None:
             k = ops.concat(k, ops.repeat(pe, shape=(*pe.shape[:2], self.heads, self.turning)), axis=-1)
-        cells = frame.cached(f"cache_k.{layer}", k), frame.cached(f"cache_v.{layer}", v)
-        return self.attend(weights, frame, block, q, *cells)
+        return self.attend(weights, frame, block, q, *frame.both_cached(layer, k, v, self.sight))
 
     def attend(self, weights: Weights, frame: Frame, block: str, q: Value, k: Value, v: Value) -> Value:
         if self.temperature and (warmth := frame.temperature(*self.temperature)) is not None:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ... import ops
-from ...graph import DType, Value, input
+from ...graph import Value
 from ..errors import ModelError
 from .blocks import Norm, product
 from .frame import Frame
@@ -118,8 +118,9 @@ class Ngrams:
     def __call__(self, weights: Weights, frame: Frame, norm: Norm, x: Value) -> Value:
         """The streams f32[B*T, streams, E] with what the table says of each token, gated by its likeness to them."""
         block, (rows, streams, width) = f"blk.{self.layer}", x.shape
-        table = weights("per_layer_token_embd.weight", (self.entries(weights), self.width))
-        ids = input("ngram_rows", (rows * len(self.sizes),), DType.I32)
+        entries = weights.shape("per_layer_token_embd.weight")[0]  # perhaps more than hashes can choose
+        table = weights("per_layer_token_embd.weight", (entries, self.width))
+        ids = frame.fed("ngram_rows", rows * len(self.sizes))
         short = ops.reshape(ops.get_rows(table, ids, name="ngrams"), shape=(rows, len(self.sizes) * self.width))
         key = ops.reshape(product(weights, f"{block}.ple_key", short, streams * width), shape=x.shape)
         key, query = norm(weights, f"{block}.ple_norm_key", key), norm(weights, f"{block}.ple_norm_query", x)
@@ -142,7 +143,3 @@ class Ngrams:
         dense = ops.reshape(ops.concat(zeros, taps, axis=-1), shape=(columns, self.taps * self.longest))
         dense = ops.slice_(dense, axis=-1, start=self.longest - 1, stop=self.taps * self.longest)
         return ops.reshape(ops.silu(ops.ssm_conv(known, dense)), shape=x.shape)
-
-    def entries(self, weights: Weights) -> int:
-        """Rows of the table, which may be more than hashes can choose."""
-        return weights.shape("per_layer_token_embd.weight")[0]

@@ -66,6 +66,12 @@ def read_hyper(keys: Keys, family: Family) -> Hyper:
         blocks=blocks,
         blocks_of=tuple(map(Blocks, sorted(ratios))),
         ngrams=Ngrams.from_keys(keys, count),
+        windows={
+            i: mixer.sight.rolling
+            for i, block in enumerate(blocks)
+            for mixer in block.mixers
+            if isinstance(mixer, Attention | Latent | Compressed)
+        },
         streams=reader.streams(),
         attended=math.prod(keys.count(f"attention.indexer.{name}") for name in family.sparse.split())
         if family.sparse

@@ -6,7 +6,7 @@ so that one plan per `Step` serves every batch that fits into it; sequences that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +25,8 @@ class Step:
 
     ``sequences`` run side by side (B), each with up to ``tokens`` new tokens (T); attention reads the first ``cells``
     cache cells of the ``context`` cells that each sequence owns; logits come out for ``outputs`` rows, or with
-    ``hidden`` what the output matrix would read of them.  ModelError unless all are positive and cells <= context.
+    ``hidden`` what the output matrix would read of them.  Where no run of a session adds more than ``most`` tokens,
+    layers with a window keep as many cells as that takes.  ModelError unless all are positive and cells <= context.
     """
 
     sequences: int
@@ -34,6 +35,8 @@ class Step:
     context: int
     outputs: int
     hidden: bool = False
+    most: int = 0
+    """0 if that is not known: then all layers keep the whole context."""
 
     def __post_init__(self) -> None:
         for name in ("sequences", "tokens", "cells", "context", "outputs"):
@@ -47,6 +50,12 @@ class Step:
                 f"step: {self.sequences} sequences of {self.context} cells; need at most {LARGEST_ROW} in all; "
                 "use a smaller context"
             )
+
+    def ring(self, window: int) -> int:
+        """Cells of a sequence that are written in turn where tokens see the last ``window`` ones; 0 if each token has
+        a cell of its own."""
+        cells = window + self.most
+        return cells if window and self.most and cells < self.context else 0
 
     @property
     def rows(self) -> int:
@@ -68,6 +77,28 @@ class Batch:
     lengths: Sequence[int]
     wanted: Sequence[tuple[int, int]] | None = None
     before: Sequence[Sequence[int]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """The cells that layers with a window write, in turn: input ``ring_slot.W`` i32[B*T]; padding writes the spare
+    row."""
+
+    window: int
+
+    @property
+    def name(self) -> str:
+        return f"ring_slot.{self.window}"
+
+    def arrays(self, step: Step, batch: Batch) -> Mapping[str, npt.NDArray[np.generic]]:
+        """Nothing where each token has a cell of its own."""
+        if not (cells := step.ring(self.window)):
+            return {}
+        slot: list[int] = []
+        for i, (new, length) in enumerate(zip(batch.tokens, batch.lengths, strict=True)):
+            slot += [i * cells + at % cells for at in range(length, length + len(new))]
+            slot += [step.sequences * cells] * (step.tokens - len(new))
+        return {self.name: np.array(slot, np.int32)}
 
 
 def step_inputs(step: Step, batch: Batch, *, taps: int = 0, causal: bool = True) -> dict[str, npt.NDArray[np.generic]]:
