@@ -36,24 +36,25 @@ def causal_mask(pos: Array, *, cells: int, window: int = 0) -> Array:
     return np.where(seen, 0.0, -np.inf)
 
 
-_MASKS: Mapping[str, str] = {"one": "t, *s", "each": "(h g), t, *s", "tiled": "*m, t, *s"}
+_MASKS: Mapping[str, str] = {"one": "t, *s", "each": "(kv_heads query_heads), t, *s", "tiled": "*m, t, *s"}
 
 
-def _attention_needs(mask_heads: str, h: int, g: int, m: int | None = None, **_: object) -> str | None:
-    if m is not None and (h * g % m if m else h * g):
-        return f"mask has {m} heads, which do not divide the {h * g} of q"
+def _attention_needs(mask_heads: str, kv_heads: int, query_heads: int, m: int | None = None, **_: object) -> str | None:
+    heads = kv_heads * query_heads
+    if m is not None and (heads % m if m else heads):
+        return f"mask has {m} heads, which do not divide the {heads} of q"
     return None
 
 
 def _whole_heads(attrs: Attrs) -> tuple[str, ...]:
     """A slope depends on the number of the head, and so does the mask of a head by index modulo."""
-    return ("h", "g") if attrs["max_bias"] or attrs["mask_heads"] == "tiled" else ()
+    return ("kv_heads", "query_heads") if attrs["max_bias"] or attrs["mask_heads"] == "tiled" else ()
 
 
 @op(
     {
-        name: f"q[..., t, (h g), *d], k[..., *s, h, *d], v[..., *s, h, e], mask[~..., {axes}]?, sinks[(h g)]?"
-        " -> [..., t, (h g), e]: f32"
+        name: "q[..., t, (kv_heads query_heads), *d], k[..., *s, kv_heads, *d], v[..., *s, kv_heads, e],"
+        f" mask[~..., {axes}]?, sinks[(kv_heads query_heads)]? -> [..., t, (kv_heads query_heads), e]: f32"
         for name, axes in _MASKS.items()
     },
     form="mask_heads",
@@ -61,7 +62,7 @@ def _whole_heads(attrs: Attrs) -> tuple[str, ...]:
     needs=_attention_needs,
     whole=_whole_heads,
     infinite=("-mask",),
-    flops=lambda t, h, g, s, d, e, **_: t * h * g * s * (2 * d + 2 * e + 5),
+    flops=lambda t, kv_heads, query_heads, s, d, e, **_: t * kv_heads * query_heads * s * (2 * d + 2 * e + 5),
     samples=(
         *grid("q=f32[{t},4,16], k={x}[9,{h},16], v={x}[9,{h},16], scale=0.25", t=(1, 3), h=(1, 2, 4), x=("f32", "f16")),
         "q=f32[2,3,4,16], k=f32[2,9,2,16], v=f32[2,9,2,24], mask=f32[2,3,9], scale=0.25",
@@ -105,7 +106,7 @@ def attention(
     softcap: float = 0.0,
     mask_heads: str = "one",
 ) -> Array:
-    """``softmax(cap(q k scale) + slope mask) v`` per head; `g` neighbouring query heads share a key/value head.
+    """``softmax(cap(q k scale) + slope mask) v`` per head; `query_heads` neighbours of q share a key/value head.
 
     `cap(x)` is ``softcap tanh(x / softcap)`` where softcap > 0.  A sink joins the sum of its head but adds nothing.
     A row that is masked entirely gives zeros.  `mask_heads` says whether the mask has an axis of heads before its

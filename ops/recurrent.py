@@ -46,13 +46,13 @@ def ssm_conv(x: Array, w: Array) -> Array:
     return out
 
 
-_HEADS: Mapping[str, str] = {"tiled": "(r h)", "interleaved": "(h r)"}
+_HEADS: Mapping[str, str] = {"tiled": "(value_heads key_heads)", "interleaved": "(key_heads value_heads)"}
 
 
 def _delta_signatures(heads: str) -> dict[str, str]:
-    """A signature for each way to give the state, when value heads are this product of r and h."""
+    """A signature for each way to give the state, when heads of v are this product of key heads and those of each."""
     operands = (
-        f"q[..., *t, h, *d], k[..., *t, h, *d], v[..., *t, {heads}, e], g[..., *t, {heads}, 1|*d],"
+        f"q[..., *t, key_heads, *d], k[..., *t, key_heads, *d], v[..., *t, {heads}, e], g[..., *t, {heads}, 1|*d],"
         f" beta[..., *t, {heads}]"
     )
     return state_signatures(operands, f"[..., t, {heads}, e]", f"{heads}, e, *d")
@@ -84,7 +84,7 @@ def _delta_needs(d: int, snapshots: int, saved: int | None = None, **_: object) 
     inplace=state_inplace,
     overwrites=state_overwrites,
     needs=_delta_needs,
-    flops=lambda t, h, r, d, e, seqs=1, **_: seqs * t * h * r * e * (7 * d + 3),
+    flops=lambda t, key_heads, value_heads, d, e, seqs=1, **_: seqs * t * key_heads * value_heads * e * (7 * d + 3),
     traffic=state_traffic(5),
     sequential="t",
     ranges={

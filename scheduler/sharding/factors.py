@@ -72,6 +72,7 @@ class Factors:
         self._roles: dict[Node, list[tuple[Role, Axis]]] = {}
         self._indices: dict[Node, list[Sequence[Axis]]] = {}  # groups of axes in each of which a factor is one index
         self._ranges: dict[tuple[Value, int], tuple[Axis, str]] = {}
+        self._called: list[tuple[Axis, str]] = []
         for node in graph.nodes:
             if node.is_leaf:
                 self._leaf(node)
@@ -87,7 +88,8 @@ class Factors:
         self._known = {v: tuple(map(segments, axes)) for v, axes in self._axes.items()}
         self._all = {v: frozenset(f for axis in axes for s in axis for f in s) for v, axes in self._known.items()}
         self._uses = {node: self._used(roles, self._indices[node]) for node, roles in self._roles.items()}
-        self._words = {f: word for axis, word in self._ranges.values() for s in segments(axis) for f in s}
+        words = [*self._called, *self._ranges.values()]
+        self._words = {f: word.replace("_", " ") for axis, word in words for s in segments(axis) for f in s}
 
     # ------------------------------------------------------------------------------------------------ questions
 
@@ -103,7 +105,7 @@ class Factors:
         return self._uses[node]
 
     def word(self, factor: Factor) -> str:
-        """What a factor that is looked up counts, as the signature calls it; empty for others."""
+        """What a factor counts, where a signature calls it by a word and no letter; else empty."""
         return self._words.get(factor, "")
 
     @staticmethod
@@ -156,6 +158,7 @@ class Factors:
         roles += summed
         self._roles[node] = roles
         self._indices[node] = [[*named.values(), *leading, *(axis for role, axis in summed)]]
+        self._called += [(axis, name) for name, axis in named.items() if len(name) > 1]
         for name, size in sizes.named.items():
             named.setdefault(name, fresh(size, blocked=True))  # no operand has it, so a shard could not know its part
         for result, value in zip(signature.results, node.results, strict=True):

@@ -177,7 +177,7 @@ def classes_of(graph: Graph, factors: Factors, times: Mapping[Node, int] = NO_TI
     `times` says how many leaves one stands for, if more than one.
     """
     uses: dict[Factor, set[str]] = defaultdict(set)
-    first: dict[Factor, str] = {}
+    first: dict[Factor, tuple[Node, int]] = {}
     counts: dict[Factor, int] = {}
     for node in graph.nodes:
         places = [(f"{node.op}.{i}", s) for i, s in enumerate(node.src) if s is not None]
@@ -188,7 +188,7 @@ def classes_of(graph: Graph, factors: Factors, times: Mapping[Node, int] = NO_TI
                     for i, factor in enumerate(segment):
                         uses[factor].add(f"{place}:{axis}.{at}.{i}/{len(segment)}:{value.shape}")
                         if node.op in ("weight", "state"):
-                            first.setdefault(factor, f"factor {at}.{i} of axis {axis} of %{node.name}")
+                            first.setdefault(factor, (node, axis))
                             counts[factor] = min(counts.get(factor, times.get(node, 1)), times.get(node, 1))
     grouped: dict[tuple[object, ...], list[Factor]] = defaultdict(list)
     for factor in first:
@@ -196,11 +196,20 @@ def classes_of(graph: Graph, factors: Factors, times: Mapping[Node, int] = NO_TI
             grouped[(factor.size, frozenset(uses[factor]))].append(factor)
     classes = {}
     for members in grouped.values():
-        one = members[0]
-        what = f"{sum(counts[f] for f in members)} x {one.size} {factors.word(one)}".rstrip()
-        classes[f"{what} ({first[one]})"] = members
-    assert len(classes) == len(grouped), "a factor is named by where it first stands, so no two share a name"
+        name = _named(factors, members[0], first[members[0]], sum(counts[f] for f in members))
+        classes[name if name not in classes else f"{name}, part {len(classes)}"] = members
     return classes
+
+
+def _named(factors: Factors, one: Factor, leaf: tuple[Node, int], layers: int) -> str:
+    """A class of factors in plain words: ``kv heads of 30 layers (3 each), as in axis 1 of %blk.0.attn_output.weight``,
+    ``axis 0 of %output.weight (128 pieces)``."""
+    node, axis = leaf
+    where, word = f"axis {axis} of %{node.name}", factors.word(one)
+    of = f" of {layers} layers" if layers > 1 else ""
+    if word:
+        return f"{word}{of} ({one.size}{' each' if of else ''}), as in {where}"
+    return f"{where}, and {layers - 1} alike ({one.size} pieces each)" if of else f"{where} ({one.size} pieces)"
 
 
 def clash(graph: Graph, factors: Factors, chosen: frozenset[Factor]) -> bool:

@@ -23,7 +23,7 @@ from .listing import program_text, ref
 
 def explain(plan: Plan, *, steps: bool = False) -> str:
     """The summary, what the search considered, memory and stages; with `steps` each instruction of each device."""
-    reasons = (*plan.reasons, *placement_lines(plan), *meeting_lines(plan), *path_lines(plan))
+    reasons = (*plan.reasons, *made_lines(plan), *placement_lines(plan), *meeting_lines(plan), *path_lines(plan))
     lines = [summary(plan), *(f"  {reason}" for reason in reasons)]
     lines += ["", *memory_table(plan), ""]
     lines += stage_table(plan)
@@ -50,6 +50,13 @@ def summary(plan: Plan) -> str:
         f"{plan.flops() / 1e6:.1f} MFLOP; {time_text(plan.cost.total)} a run estimated, "
         f"{time_text(plan.cost.collectives)} of it in collectives"
     )
+
+
+def made_lines(plan: Plan) -> list[str]:
+    """How the times that a search considered become that of the plan: programs have copies that it does not see."""
+    if not plan.cuts:
+        return []
+    return [f"with all that the programs copy: {time_text(plan.cost.total)}, {plan.cost.meetings} collectives"]
 
 
 def placement_lines(plan: Plan) -> list[str]:
@@ -176,7 +183,7 @@ class Reasons:
         return self._work(nodes, stage.devices) if stage.op == WORK else self._meeting(lane, stage, nodes[0])
 
     def _work(self, nodes: Sequence[Node], devices: Sequence[int]) -> str:
-        """The cut (or placed) leaf with most bytes that the stage reads."""
+        """The placed and the cut leaf with most bytes that the stage reads."""
         because = {name: why for name, (device, why) in self.because.items() if device in devices}
         leaves = {leaf_of(s).name: leaf_of(s) for n in nodes for s in n.inputs}
         kept = [n for n in leaves.values() if n.op in ("weight", "state") and n.name in self.plan.leaves]
@@ -184,11 +191,16 @@ class Reasons:
         if not special:
             why = [because[n.name] for n in nodes if n.name in because]
             return f"placed here: {why[0]}" if why else self._whole(nodes)
-        most = max(special, key=lambda n: n.specs[0].nbytes)
-        others = f" and {len(special) - 1} more" if len(special) > 1 else ""
-        if isinstance(self.plan.leaves[most.name], Local):
-            return f"%{most.label}{others} placed here: {because.get(most.name, 'nothing else reads it')}"
-        return f"%{most.label}{others} cut on axis {self._axis(most)}"
+        cut = [n for n in special if isinstance(self.plan.leaves[n.name], Shard)]
+        local = [n for n in special if n not in cut]
+        said = []
+        if local:
+            most, others = _largest(local)
+            said.append(f"%{most.label}{others} placed here: {because.get(most.name, 'nothing else reads it')}")
+        if cut:
+            most, others = _largest(cut)
+            said.append(f"%{most.label}{others} cut on axis {self._axis(most)}")
+        return "; ".join(said)
 
     def _whole(self, nodes: Sequence[Node]) -> str:
         """What to say of a stage that reads no cut weight: it may still read only a part of one."""
@@ -228,6 +240,11 @@ class Reasons:
             if len(seen) > 1000:
                 break
         return None
+
+
+def _largest(leaves: Sequence[Node]) -> tuple[Node, str]:
+    """The leaf of most bytes, and how many others there are."""
+    return max(leaves, key=lambda n: n.specs[0].nbytes), f" and {len(leaves) - 1} more" if len(leaves) > 1 else ""
 
 
 def named(value: Value) -> str:

@@ -206,8 +206,8 @@ def test_a_query_that_sees_nothing_attends_to_nothing(rng):
 
 def test_heads_with_slopes_or_tiled_masks_stay_on_one_device():
     assert ops.attention.whole({"max_bias": 0.0, "mask_heads": "each"}) == ()
-    assert ops.attention.whole({"max_bias": 8.0, "mask_heads": "one"}) == ("h", "g")
-    assert ops.attention.whole({"max_bias": 0.0, "mask_heads": "tiled"}) == ("h", "g")
+    assert ops.attention.whole({"max_bias": 8.0, "mask_heads": "one"}) == ("kv_heads", "query_heads")
+    assert ops.attention.whole({"max_bias": 0.0, "mask_heads": "tiled"}) == ("kv_heads", "query_heads")
 
 
 # ---------------------------------------------------------------------------------------------------- DeepSeek

@@ -113,8 +113,11 @@ def test_an_axis_that_ends_in_an_op_is_contracted_or_coupled(op):
 def test_roles_are_read_from_the_signature():
     signature = ops.mul_mat.signature_for({})
     assert {d.factors[0]: d.role for d in signature.operands[0].dims} == {"n": Role.PARALLEL, "k": Role.CONTRACTED}
-    assert ops.attention.signature_for({}).operands[0].dims[1].factors == ("h", "g")
-    assert ops.gated_delta_net.signature_for({"heads": "interleaved"}).operands[2].dims[1].factors == ("h", "r")
+    assert ops.attention.signature_for({}).operands[0].dims[1].factors == ("kv_heads", "query_heads")
+    assert ops.gated_delta_net.signature_for({"heads": "interleaved"}).operands[2].dims[1].factors == (
+        "key_heads",
+        "value_heads",
+    )
 
 
 def test_an_error_says_who_got_need():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import re
 
 import numpy as np
 import pytest
@@ -21,12 +22,12 @@ from hocket.ops import REGISTRY
 from hocket.ops.collective import COLLECTIVES
 from hocket.scheduler import Executor, Store, load, plan, plan_for
 from hocket.scheduler.hardware import Hardware
-from hocket.scheduler.layout import Local
+from hocket.scheduler.layout import Local, Shard
 from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
 
 from ..given.grouped import devices, equal_to_one, group_of
 from ..given.models import alone, nmse, path_of, tokens_of
-from ..given.plan_faults import SLOW, decoder
+from ..given.plan_faults import SLOW, decoder, placed_plan
 from ..given.random_graphs import seeded_graph
 
 MODES = ("none", "layer", "tensor", "auto")
@@ -328,3 +329,12 @@ def test_a_plan_says_where_its_nodes_are_placed_in_full():
     said = [name for p in made.placed for name in p.nodes]
     assert sorted(said) == sorted(name for node, name in names(graph).items() if not node.is_leaf)
     assert dataclasses.replace(made, placed=()).digest() == made.digest()
+
+
+def test_a_stage_says_apart_what_is_placed_and_what_is_cut():
+    made = placed_plan()
+    text = made.explain()
+    for kind, words in ((Local, "placed here"), (Shard, "cut on axis")):
+        leaves = re.findall(rf"%([\w.]+)(?: and \d+ more)? {words}", text)
+        assert leaves
+        assert all(isinstance(made.leaves[name], kind) for name in leaves)

@@ -252,7 +252,7 @@ def test_experts_whose_columns_cannot_be_cut_are_dealt():
         made = plan_for(graph, group_of(4, "cpu"), split_mode=mode, hardware=COUNTING)
         assert isinstance(made.leaves["down"], Shard)
         assert made.leaves["down"].axis == 0
-        assert any(re.match(r"cut 1 x 8 experts \(factor 0\.0 of axis 0 of %\w+\)", why) for why in made.reasons)
+        assert any(re.match(r"cut experts \(8\), as in axis 0 of %\w+", why) for why in made.reasons)
         assert reductions(made) == [("all_reduce", (64, 1, 16))]
     assert "is cut on axis 0" in made.explain()
 
@@ -273,7 +273,7 @@ def test_a_simulated_plan_says_that_experts_are_dealt(tmp_path, capsys):
     assert (
         main(["plan", path, "--simulate", "cpu:3", "-c", "1024", "--split-mode", "tensor", "--phase", "prefill"]) == 0
     )
-    assert "cut 4 x 512 experts (factor 0.0 of axis 0 of %blk.0.ffn_" in capsys.readouterr().out
+    assert "cut experts of 4 layers (512 each), as in axis 0 of %blk.0.ffn_" in capsys.readouterr().out
 
 
 def test_the_busiest_device_has_more_than_its_share_and_never_more_than_all():
@@ -309,7 +309,7 @@ def test_what_is_routed_stays_so_until_it_is_combined():
 def test_a_class_of_experts_is_called_so():
     graph = mixture(8, 2, 8, 6)
     names = list(classes_of(graph, Factors(graph)))
-    assert sum("x 8 experts (" in name for name in names) == 1
+    assert sum(name.startswith("experts (8)") for name in names) == 1
 
 
 # ------------------------------------------------------------------------------------------------- bytes on devices
