@@ -194,7 +194,7 @@ def classes_of(graph: Graph, factors: Factors, times: Mapping[Node, int] = NO_TI
     for factor in first:
         if not factor.blocked and factor.size > 1:
             grouped[(factor.size, frozenset(uses[factor]))].append(factor)
-    classes = {}
+    classes: dict[str, list[Factor]] = {}
     for members in grouped.values():
         name = _named(factors, members[0], first[members[0]], sum(counts[f] for f in members))
         classes[name if name not in classes else f"{name}, part {len(classes)}"] = members
