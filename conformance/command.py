@@ -41,7 +41,12 @@ def fill(made: argparse.ArgumentParser) -> None:
     what.add_argument("--case", action="append", default=[], metavar="STRING", help="one case as printed; repeatable")
     what.add_argument("--full", action="store_true", help="every case, not the covering choice")
     what.add_argument("--thorough", action="store_true", help="the full run, then shapes chosen by hypothesis")
-    what.add_argument("--from-graph", type=Path, metavar="MODEL", help="the exact cases of a GGUF model's graphs")
+    what.add_argument(
+        "--from-graph",
+        type=Path,
+        metavar="MODEL",
+        help="the exact cases of a GGUF model's graphs, or of a .pt2 program",
+    )
     what.add_argument("--seed", type=int, default=0, metavar="N", help="move all random numbers (default: 0)")
     what.add_argument("-j", "--jobs", type=int, default=1, metavar="N", help="processes (default: 1)")
     what.add_argument("--list", action="store_true", help="print the cases instead of running them")

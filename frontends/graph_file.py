@@ -13,6 +13,8 @@ from .models import Step
 from .open import context_for, open_model
 from .session import FEWEST_CELLS
 
+PROGRAM = b"PK\x03\x04"
+"""With what a file of `torch.export.save` begins, as any zip file does."""
 LARGEST = 1 << 28
 """Bytes of a graph file; that of the largest model has a few million."""
 
@@ -20,17 +22,19 @@ LARGEST = 1 << 28
 def read_graph(path: str, *, context: int | None = None, tokens: int = 1) -> Graph:
     """The graph in a file.  For a model, that of a step with ``tokens`` new tokens; only its header is read.
 
-    Raises `ModelError` or `GraphError` for a file that is neither.
+    A .pt2 file is read without unpickling.  Raises `ModelError` or `GraphError` for a file that is none of these.
     """
     mode = Path(path).stat().st_mode
     if not stat.S_ISREG(mode):
-        raise ModelError(f"{path}: is no regular file; give a .gguf file, or a graph as text or JSON")
+        raise ModelError(f"{path}: is no regular file; give a .gguf or .pt2 file, or a graph as text or JSON")
     with open(path, "rb") as file:
         start = file.read(len(MAGIC))
         if start == MAGIC:
             model = open_model(path, header_only=True)
             context = context_for(model, tokens, context)
             return model.graph(Step(1, tokens, min(context, max(FEWEST_CELLS, tokens)), context, tokens))
+        if start == PROGRAM:
+            return _of_program(path)
         data = start + file.read(LARGEST)
     try:
         text = data.decode("utf-8")
@@ -40,3 +44,14 @@ def read_graph(path: str, *, context: int | None = None, tokens: int = 1) -> Gra
     except (GraphError, UnicodeDecodeError) as error:
         why = "not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
         raise ModelError(f"{path}: is neither a GGUF model nor a graph ({why})") from None
+
+
+def _of_program(path: str) -> Graph:
+    """The graph of an exported PyTorch program."""
+    try:
+        from .torch.archive import read_program
+        from .torch.exported import from_torch
+
+        return from_torch(read_program(path)).graph
+    except ImportError:
+        raise ModelError(f"{path}: a PyTorch program needs PyTorch; pip install hocket[torch]") from None

@@ -25,12 +25,17 @@ def from_graph(graph: Graph, most_elements: int = 1 << 24) -> list[Case]:
 
 
 def from_model(path: Path, tokens: Iterable[int] = (1, 32), cells: int = 256) -> list[Case]:
-    """The cases of a GGUF model at some numbers of tokens; its weights are not read.  Raises `ModelError` for a file
-    that is no sound model."""
+    """The cases of a GGUF model at some numbers of tokens, whose weights are not read, or of an exported PyTorch
+    program.  Raises `ModelError` for a file that is neither."""
     from ...frontends.gguf import open_gguf  # the only use of frontends here, and only when asked for
+    from ...frontends.graph_file import PROGRAM, read_graph
     from ...frontends.models import load_model
     from ...frontends.models.step import Step
 
+    with open(path, "rb") as file:
+        is_program = file.read(len(PROGRAM)) == PROGRAM
+    if is_program:
+        return from_graph(read_graph(str(path)))
     model = load_model(open_gguf(path, header_only=True))
     context = min(cells, model.context_length)
     cases: dict[Case, None] = {}

@@ -33,7 +33,9 @@ from .flags import batch_flag, context_flag, group_flags, group_of
 
 
 def flags(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("model", metavar="MODEL|GRAPH", help="GGUF file (only its header is read), or a dumped graph")
+    sub.add_argument(
+        "model", metavar="MODEL|GRAPH", help="GGUF file (only its header is read), a dumped graph, or a .pt2 program"
+    )
     where = sub.add_mutually_exclusive_group()
     group_flags(sub, where)
     where.add_argument("--simulate", metavar="SPEC", help="devices that are not there, as h200:8,nvlink or rtx3090:2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -45,7 +46,8 @@ def from_torch(exported: ExportedProgram) -> Program:
     kept = default_decompositions()
     for op in [op for op in kept if _name_of(op) in ROWS]:
         kept.pop(op)
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PyTorch's own, of its own names
         return _Importer(exported.run_decompositions(kept)).program()
 
 

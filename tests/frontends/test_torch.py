@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import zipfile
 
 import numpy as np
 import pytest
@@ -10,18 +12,12 @@ import pytest
 import hocket
 from hocket.frontends.errors import ModelError
 
+from ..given.tensors import nmse
+
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed"),
     pytest.mark.filterwarnings("ignore"),  # PyTorch's own, of its own deprecations
 ]
-
-
-def nmse(ours, theirs) -> float:
-    """The squared error over the square, where the reference is finite; infinities must be the same."""
-    a, b = (x.detach().double().numpy() for x in (ours, theirs))
-    finite = np.isfinite(b)
-    assert np.array_equal(a[~finite], b[~finite], equal_nan=True)
-    return float(np.sum((a - b)[finite] ** 2) / max(1e-30, np.sum(b[finite] ** 2)))
 
 
 def rows_cases():
@@ -276,6 +272,76 @@ class TestCompiled:
             compiled(torch.fx.symbolic_trace(torch.nn.ReLU()), [], options={"device": "cpu:0"})
 
 
+class TestFiles:
+    """Programs in files of `torch.export.save`, some of which were tampered with."""
+
+    @pytest.fixture(scope="class")
+    def saved(self, tmp_path_factory):
+        import torch
+
+        model, x = transformer(), torch.randn(1, 3, 32)
+        path = tmp_path_factory.mktemp("programs") / "model.pt2"
+        torch.export.save(torch.export.export(model, (x,)), path)
+        return path, model, x
+
+    def changed(self, path, member, edit):
+        """A copy in which `edit` made something else of the bytes of a member."""
+        copy = path.with_name(f"changed-{len(list(path.parent.iterdir()))}.pt2")
+        with zipfile.ZipFile(path) as old, zipfile.ZipFile(copy, "w") as new:
+            for info in old.infolist():
+                data = old.read(info)
+                new.writestr(info.filename, edit(data) if info.filename.endswith(member) else data)
+        return copy
+
+    @pytest.mark.long
+    def test_a_program_is_read_and_planned_by_the_commands(self, saved, capsys):
+        from hocket.cli import main
+        from hocket.frontends.torch.archive import read_program
+
+        path, model, x = saved
+        assert nmse(hocket.from_torch(read_program(str(path))).on("cpu:0")(x), model(x)) < 1e-10
+        assert main(["plan", str(path), "--devices", "cpu:0,cpu:1"]) == 0
+        assert "nodes" in capsys.readouterr().out
+        assert main(["dump", str(path)]) == 0
+        assert "%linear1.weight = weight() : f32[64,32]" in capsys.readouterr().out
+        assert main(["check", "--backend", "numpy", "--from-graph", str(path)]) == 0
+
+    @pytest.mark.long
+    def test_what_would_run_code_is_refused_or_not_read(self, saved, tmp_path):
+        from hocket.frontends.torch.archive import read_program
+
+        path, *_ = saved
+        told = tmp_path / "told"
+        harm = b"cos\nsystem\n(S'touch " + str(told).encode() + b"'\ntR."
+        read_program(str(self.changed(path, "sample_inputs/model.pt", lambda data: harm)))
+        assert not told.exists()
+        for target in ("torch.os.system", "torch.load", "_operator.call", "torch.ops.higher_order.cond"):
+            with pytest.raises(ModelError, match="ATen ops alone"):
+                read_program(str(self.changed(path, "models/model.json", lambda d, t=target: _called(d, t))))
+        pickled = self.changed(
+            path, "model_weights_config.json", lambda d: d.replace(b'"use_pickle": false', b'"use_pickle": true')
+        )
+        with pytest.raises(ModelError, match="pickled"):
+            read_program(str(pickled))
+
+    @pytest.mark.long
+    @pytest.mark.parametrize("member", ["models/model.json", "model_weights_config.json", "weights/weight_0"])
+    def test_a_damaged_file_is_one_line(self, saved, member):
+        from hocket.frontends.torch.archive import read_program
+
+        path, *_ = saved
+        for edit in (lambda d: d[: len(d) // 2], lambda d: b"", lambda d: b"[1]"):
+            with pytest.raises(ModelError, match=r"^[^\n]+$"):
+                read_program(str(self.changed(path, member, edit)))
+
+
+def _called(program, target):
+    """The JSON of a program whose first node calls something else."""
+    told = json.loads(program)
+    told["graph_module"]["graph"]["nodes"][0]["target"] = target
+    return json.dumps(told).encode()
+
+
 class TestRefused:
     """Each with one line that says what is wrong and what to do."""
 
@@ -357,30 +423,3 @@ class TestRefused:
             runner(torch.ones(3, dtype=torch.int64), 2)
         with pytest.raises(ModelError, match="exported for 2"):
             runner(torch.ones(3), 3)
-
-
-@pytest.mark.long
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
-def test_models_of_transformers_equal_pytorch_on_one_to_four_devices(torch_model):
-    from ..given.torch_models import exported, made, tensors_of
-
-    model, arguments = made(torch_model)
-    expected = tensors_of(model(**arguments))
-    program = hocket.from_torch(exported(model, arguments))
-    alone = tensors_of(program.on("cpu:0")(**arguments))
-    assert max(map(nmse, alone, expected)) <= 1e-10
-    for count in (2, 3, 4):
-        devices = ",".join(f"cpu:{i}" for i in range(count))
-        cut = tensors_of(program.on(devices, split_mode="tensor")(**arguments))
-        assert max(map(nmse, cut, alone)) <= 1e-10
-
-
-def pytest_generate_tests(metafunc):
-    if "torch_model" in metafunc.fixturenames:
-        known = importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")
-        names: list[str] = []
-        if known:
-            from ..given.torch_models import MODELS
-
-            names = list(MODELS)
-        metafunc.parametrize("torch_model", names)

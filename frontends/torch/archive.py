@@ -1,0 +1,133 @@
+"""Programs in files that ``torch.export.save`` wrote, read without unpickling: a file from anywhere runs no code.
+
+PyTorch's own reader unpickles example inputs and some weights, loads compiled libraries, evaluates expressions, and
+calls whatever function a node names.  Here only JSON and plain tensors are read, and nodes may name ATen ops alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.export import ExportedProgram
+
+LARGEST_PROGRAM = 1 << 28
+"""Bytes of a program without its weights."""
+OP = re.compile(r"torch\.ops\.(aten|prims)\.\w+\.\w+|_operator\.getitem")
+"""What a node may call."""
+SYMBOLIC = ("as_expr", "expr_str", "as_sym_int", "as_sym_ints", "as_sym_float", "as_sym_bool")
+KINDS = ("weights", "constants")
+
+
+def read_program(path: str) -> ExportedProgram:
+    """The program in a file, with its weights.  Raises `ModelError` for one that is damaged, or not what
+    ``torch.export.save`` writes for a model of plain tensors and known shapes."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return _program(_Members(path, archive))
+    except ModelError:
+        raise
+    except ImportError as why:
+        raise ModelError(f"{path}: needs a newer PyTorch ({why}); pip install hocket[torch]") from None
+    except Exception as why:  # a damaged file gives errors of many kinds, of PyTorch, JSON and zip files
+        first = str(why).strip().partition("\n")[0]
+        raise ModelError(f"{path}: cannot be read: {type(why).__name__}: {first:.200}") from None
+
+
+class _Members:
+    """The files in an archive, by their names below its first folder; all as long as they say, none compressed."""
+
+    def __init__(self, path: str, archive: zipfile.ZipFile) -> None:
+        self.path, self.archive = path, archive
+        self.infos = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        if packed := next((i.filename for i in archive.infolist() if i.compress_type != zipfile.ZIP_STORED), ""):
+            raise ModelError(f"{path}: {packed} is compressed; torch.export.save compresses nothing")
+        programs = [name for name in self.infos if re.fullmatch(r"models/[^/]+\.json", name)]
+        if len(programs) != 1:
+            raise ModelError(f"{path}: has {len(programs)} exported programs; need a file that torch.export.save wrote")
+        self.program = programs[0]
+        self.name = self.program.removeprefix("models/").removesuffix(".json")
+
+    def bytes(self, name: str) -> bytes:
+        if name not in self.infos:
+            raise ModelError(f"{self.path}: {name} is missing")
+        return self.archive.read(self.infos[name])
+
+    def json(self, name: str) -> Any:
+        if name in self.infos and self.infos[name].file_size > LARGEST_PROGRAM:
+            raise ModelError(f"{self.path}: {name} has more than {LARGEST_PROGRAM} bytes")
+        return json.loads(self.bytes(name))
+
+
+def _program(members: _Members) -> ExportedProgram:
+    from torch._export.serde import schema
+    from torch._export.serde.serialize import ExportedProgramDeserializer, _dict_to_dataclass
+
+    told = members.json(members.program)
+    _check(members.path, told)
+    weights, constants = (_tensors(members, kind) for kind in KINDS)
+    written = _dict_to_dataclass(schema.ExportedProgram, told)
+    return ExportedProgramDeserializer().deserialize(written, weights, constants, None)
+
+
+def _check(path: str, told: dict[str, Any]) -> None:
+    """Raise `ModelError` for what would be evaluated; drop what is of no use, where PyTorch would look names up."""
+    if told.get("range_constraints") or any(part.get(key) for part in _parts(told) for key in SYMBOLIC):
+        raise ModelError(f"{path}: has shapes that vary; export the program without dynamic_shapes")
+    told["guards_code"] = []
+    for part in _parts(told):
+        if "metadata" in part:
+            part["metadata"] = {}
+        if "target" in part and "inputs" in part and not OP.fullmatch(str(part["target"])):
+            raise ModelError(f"{path}: calls {str(part['target'])!r:.100}; a program in a file may call ATen ops alone")
+        for spec in ("in_spec", "out_spec"):
+            if "__enum__" in str(part.get(spec)):
+                raise ModelError(f"{path}: {spec} names a class of another module; use plain lists and mappings")
+
+
+def _parts(tree: Any) -> Iterator[dict[str, Any]]:
+    """Every mapping in a tree of JSON."""
+    stack = [tree]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, dict):
+            yield part
+            stack.extend(part.values())
+        elif isinstance(part, list):
+            stack.extend(part)
+
+
+def _tensors(members: _Members, kind: str) -> dict[str, torch.Tensor]:
+    """The tensors of one kind by name, each a view of the bytes of its file."""
+    config = f"data/{kind}/{members.name}_{kind}_config.json"
+    import torch
+
+    tensors: dict[str, torch.Tensor] = {}
+    read: dict[str, bytearray] = {}
+    for name, told in members.json(config)["config"].items():
+        file = told["path_name"]
+        if told.get("use_pickle") or not told.get("tensor_meta"):
+            raise ModelError(f"{members.path}: {name!r:.100} is pickled, which could run code; it is not read")
+        if file not in read:
+            read[file] = bytearray(members.bytes(f"data/{kind}/{file}"))
+        plain = _tensor(read[file], told["tensor_meta"])
+        tensors[name] = torch.nn.Parameter(plain, requires_grad=False) if told["is_param"] else plain
+    return tensors
+
+
+def _tensor(data: bytearray, told: Mapping[str, Any]) -> torch.Tensor:
+    import torch
+    from torch._export.serde.serialize import deserialize_scalar_type
+
+    dtype = deserialize_scalar_type(told["dtype"])
+    sizes, strides = ([int(n["as_int"]) for n in told[key]] for key in ("sizes", "strides"))
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    start = int(told["storage_offset"]["as_int"])
+    return flat.as_strided(sizes, strides, start)
