@@ -119,8 +119,8 @@ def test_the_command_runs_in_two_processes():
 @pytest.mark.parametrize("name", ["llama", "qwen3moe", "qwen35"])
 def test_logits_over_mpi_are_those_of_one_device(name, split, ranks, tmp_path):
     words = ("logits", FIXTURES / name / "model.gguf", "--tokens", ",".join(map(str, TOKENS)), "--exact", "--step")
-    for count, out in ((1, "alone"), (ranks, "ranks")):
-        done = mpiexec(count, "-m", "hocket", *words, "--out", tmp_path / out, "--split-mode", *split)
+    for count, out, more in ((1, "alone", ()), (ranks, "ranks", ("--split-mode", *split))):
+        done = mpiexec(count, "-m", "hocket", *words, "--out", tmp_path / out, *more)
         assert done.code == 0, done
     assert nmse(np.load(tmp_path / "ranks"), np.load(tmp_path / "alone")) <= 1e-10
 
