@@ -85,7 +85,8 @@ def trace_flag(sub: argparse._ActionsContainer) -> None:
 def traced(session: Session, path: str | None) -> Iterator[None]:
     """In this context runs of a session are traced, if a file is named, which is written in the end, also of a failure.
 
-    Of several processes rank 0 writes one, of what its own devices did.  Raises `OSError`, at the beginning if the file cannot be written.
+    Of several processes rank 0 writes one, of what its own devices did.  Raises `OSError`, at the beginning if the file
+    cannot be written.
     """
     if path is None or session.world.rank:
         yield
