@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 
@@ -64,7 +65,13 @@ def _guarded(words: Sequence[str]) -> int:
 
 def _run(words: Sequence[str], world: World = ALONE) -> int:
     parser = build_parser(words)
-    args = parser.parse_args(words)
+    asked = _asked(words)
+    if asked is not None and asked not in COMMANDS:
+        near = get_close_matches(asked, COMMANDS, n=1) or COMMANDS
+        parser.error(f"there is no command {asked!r:.80}; near it: {', '.join(near)}")
+    args, left = parser.parse_known_args(words)
+    if left:
+        getattr(args, "parser", parser).refuse(left)
     if args.version:
         write(f"hocket {__version__}\n")
         return 0
@@ -83,15 +90,20 @@ def build_parser(words: Sequence[str]) -> Parser:
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(metavar="COMMAND", parser_class=Parser)
-    asked = next((word for word in words if not word.startswith("-")), None)
+    asked = _asked(words)
     for name, purpose in COMMANDS.items():
         sub = commands.add_parser(name, help=purpose, description=purpose, allow_abbrev=False)
         if name == asked:
             command = import_module(f".frontends.commands.{name}", __package__)
             command.flags(sub)
             sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
-            sub.set_defaults(run=command.run, in_ranks=sub.get_default("in_ranks") or False)
+            sub.set_defaults(run=command.run, parser=sub, in_ranks=sub.get_default("in_ranks") or False)
     return parser
+
+
+def _asked(words: Sequence[str]) -> str | None:
+    """The word that names the command."""
+    return next((word for word in words if not word.startswith("-")), None)
 
 
 def _said(error: Exception) -> str:

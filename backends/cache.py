@@ -7,6 +7,10 @@ from pathlib import Path
 
 COMPILING, COMPILED = "compiling %s", "compiled %s"
 """What is logged, at level INFO, before and after a kernel is compiled."""
+MISSING = "%d kernels to compile"
+"""And before several are."""
+UNWRITABLE = "compiled kernels cannot be kept in %s (%s), so each start compiles them; choose another --cache-dir"
+"""At level WARNING, once."""
 
 
 def cache_folder() -> Path:

@@ -32,6 +32,10 @@ class once(Generic[T]):  # noqa: N801  # a decorator
                 self._made[key] = self._make(*key)
             return self._made[key]
 
+    def __contains__(self, key: tuple[Hashable, ...]) -> bool:
+        """Whether there is a value for the arguments `key`."""
+        return key in self._made
+
     def cache_clear(self) -> None:
         """Forget all values.  Only for what nobody uses any more."""
         self._made.clear()

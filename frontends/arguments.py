@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import NoReturn
 
 
@@ -16,6 +18,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {one_line(message)}; see {self.prog} --help\n")
+
+    def refuse(self, words: Sequence[str]) -> NoReturn:
+        """Say of words that are left over which flag was meant."""
+        word = next((w for w in words if w.startswith("-")), words[0])
+        flag = word.partition("=")[0]
+        near = get_close_matches(flag, self._option_string_actions, n=1) if flag.startswith("-") else []
+        kind = "flag" if flag.startswith("-") else "place for the argument"
+        self.error(f"there is no {kind} {flag!r:.80}" + (f"; near it: {near[0]}" if near else ""))
 
 
 def device_list(text: str) -> tuple[str, ...]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from .drafting import Ahead
-from .generate import Timing, generate, stream_text
+from .errors import ModelError
+from .generate import Drawing, Timing, draw, stream_text
 from .gguf.chat import chat_template, render_chat
 from .gguf.tokenizer import Tokenizer
-from .sampling import Sampling
+from .saved_state import load_state, save_state, saved_talk
 from .session import Session
 
 
@@ -22,16 +24,14 @@ class Conversation:
         self,
         session: Session,
         tokenizer: Tokenizer,
+        drawing: Drawing,
         *,
-        limit: int,
-        sampling: Sampling,
-        seed: int = 0,
-        stop: frozenset[int] = frozenset(),
+        stops: Sequence[str] = (),
         system: str | None = None,
         ahead: Ahead | None = None,
     ) -> None:
         self.session, self.tokenizer = session, tokenizer
-        self.limit, self.sampling, self.seed, self.stop = limit, sampling, seed, stop
+        self.drawing, self.stops = drawing, stops
         self.template = chat_template(session.model.gguf.metadata)
         self.system, self.ahead = system, ahead
         self.timing = Timing()
@@ -40,10 +40,10 @@ class Conversation:
     def restart(self) -> None:
         """Forget what was said; the system prompt stays."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
-        self._seen = ""
+        self.seen = ""
         """The text of the conversation so far: as the template wrote it, and the answers as they were given."""
-        self._unread: list[int] = []
-        """The last token of an answer cut short, which nobody has evaluated yet."""
+        self.known: list[int] = []
+        """Its tokens: those that the session has read, and perhaps the last of an answer cut short."""
 
     def answer(self, said: str) -> Iterator[str]:
         """The answer to a message of the user, piece by piece; an answer that is cut short counts as far as it went.
@@ -53,41 +53,53 @@ class Conversation:
         message = {"role": "user", "content": said}
         eos, bos = self.tokenizer.eos_text, self.tokenizer.bos_text
         prompt = render_chat(self.template, [*self.messages, message], bos=bos, eos=eos)
-        tokens = self._new_tokens(prompt)
-        before, given, timing = self.session.lengths[0], list[int](), Timing()
-
-        def kept() -> Iterator[int]:
-            turn = generate(
-                self.session,
-                tokens,
-                limit=self.limit,
-                sampling=self.sampling,
-                seed=self.seed,
-                stop=self.stop,
-                timing=timing,
-                ahead=self.ahead,
-            )
-            for token in turn:
-                given.append(token)
-                yield token
-
+        new = self._new_tokens(prompt)
+        length, timing = self.session.lengths[0], Timing()
+        known = [self.known[:length]]
+        turn = draw(
+            self.session,
+            [self.known[length:] + new],
+            self.drawing,
+            known=known,
+            timing=timing,
+            ahead=self.ahead,
+        )
         pieces: list[str] = []
         try:
-            for piece in stream_text(kept(), self.tokenizer):
+            for piece in stream_text((one.token for one in turn), self.tokenizer, self.stops):
                 pieces.append(piece)
                 yield piece
         finally:
-            read = self.session.lengths[0] - before - len(tokens)
-            if read >= 0:  # else the message was too long, and nothing has changed
-                self._unread = given[read:]
-                self._seen = prompt + "".join(pieces)
+            turn.close()
+            if known[0] != self.known[:length]:  # else the message was too long, and nothing has changed
+                self.known, self.seen = known[0], prompt + "".join(pieces)
                 self.messages += [message, {"role": "assistant", "content": "".join(pieces)}]
                 self.timing = self.timing + timing
 
     def _new_tokens(self, prompt: str) -> list[int]:
-        """The tokens of ``prompt`` that the session has not seen; all of them if the template rewrote the past."""
-        if self._seen and prompt.startswith(self._seen):
-            new = self.tokenizer.encode(prompt[len(self._seen) :], add_special=False, parse_special=True)
-            return self._unread + new
+        """The tokens of ``prompt`` that nobody has seen; all of them if the template rewrote the past."""
+        if self.seen and prompt.startswith(self.seen):
+            return self.tokenizer.encode(prompt[len(self.seen) :], add_special=False, parse_special=True)
         self.session.reset(0)
+        self.known = []
         return self.tokenizer.encode_chat(prompt)
+
+    def save(self, path: str | Path) -> None:
+        """Keep the talk: the session's state, and what was said.  Raises `OSError`."""
+        save_state(self.session, [self.known], path, talk={"messages": self.messages, "seen": self.seen})
+
+    def load(self, path: str | Path) -> None:
+        """Go on with a talk that was kept.  Raises `ModelError` for any other file; the talk is then as before."""
+        talk = saved_talk(self.session, path)
+        messages, seen = talk.get("messages"), talk.get("seen")
+        if not isinstance(seen, str) or not isinstance(messages, list) or not all(map(_is_message, messages)):
+            raise ModelError(f"{path}: its talk is damaged; save it anew")
+        (self.known,) = load_state(self.session, path)
+        self.messages, self.seen = messages, seen
+
+
+def _is_message(entry: object) -> bool:
+    """Whether it is what a template takes: a role and what it said."""
+    if not isinstance(entry, dict) or entry.keys() != {"role", "content"}:
+        return False
+    return all(isinstance(text, str) for text in entry.values())

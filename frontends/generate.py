@@ -6,7 +6,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ from ..graph.arguments import ANY, NONE, a, list_of, needs, whole
 from .drafting import Ahead
 from .errors import ModelError
 from .gguf.tokenizer import Tokenizer, Utf8Stream
+from .grammar import Grammar
 from .sampling import Sampling
 from .session import Session
 
@@ -100,22 +101,28 @@ def generate(
     idle: list[list[int]] = [[] for _ in range(session.sequences - 1)]
     settings = Drawing(limit, sampling, seed, stop)
     known: list[list[int]] = [list(before), *idle]
-    try:
-        for drawn in draw(session, [prompt, *idle], settings, known=known, timing=timing, ahead=ahead):
-            yield drawn.token
-    finally:
-        if ahead is not None:
-            ahead.settle()
+    for drawn in draw(session, [prompt, *idle], settings, known=known, timing=timing, ahead=ahead):
+        yield drawn.token
 
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """What a generation draws: at most `limit` tokens (negative: until the context is full), until one of `stop`."""
+    """What a generation draws: at most `limit` tokens (negative: until the context is full), until one of `stop`, along
+    a `grammar`.  Where the context is full and `kept` is given, it goes on with the first `kept` tokens and as many of
+    the last as fill half of the context, which are read anew."""
 
     limit: int
     sampling: Sampling
-    seed: int
-    stop: frozenset[int]
+    seed: int = 0
+    stop: frozenset[int] = frozenset()
+    grammar: Grammar | None = None
+    kept: int | None = None
+
+    def shifted(self, tokens: Sequence[int], context: int) -> list[int]:
+        """What a full context goes on with."""
+        assert self.kept is not None
+        kept = min(self.kept, context // 4)
+        return [*tokens[:kept], *tokens[len(tokens) - (context // 2 - kept) :]]
 
 
 def draw(
@@ -127,16 +134,34 @@ def draw(
     timing: Timing | None = None,
     active: set[int] | None = None,
     ahead: Ahead | None = None,
-) -> Iterator[Drawn]:
+) -> Generator[Drawn, None, None]:
     """What continues the prompts of a session's sequences, which run together; those with an empty one idle.
 
     Each gets the tokens that it would get alone.  `known` are the tokens of each sequence so far; prompts and what is
     drawn are appended.  A sequence whose number a caller takes out of `active` ends.  Otherwise as `generate`.
     """
+    timing, active = Timing() if timing is None else timing, set[int]() if active is None else active
+    try:
+        yield from _drawn(session, prompts, drawing, known, timing, active, ahead)
+    finally:
+        if ahead is not None:
+            ahead.settle()
+
+
+def _drawn(
+    session: Session,
+    prompts: Sequence[Sequence[int]],
+    drawing: Drawing,
+    known: list[list[int]],
+    timing: Timing,
+    active: set[int],
+    ahead: Ahead | None,
+) -> Iterator[Drawn]:
+    if drawing.kept is not None:
+        prompts = [_made_room(session, i, p, drawing, known) for i, p in enumerate(prompts)]
     if not any(map(len, prompts)):
         raise ModelError("the prompt is empty and the model adds no BOS token; give some text to continue")
-    timing, limit, sampling = Timing() if timing is None else timing, drawing.limit, drawing.sampling
-    active = set() if active is None else active
+    limit, sampling = drawing.limit, drawing.sampling
     active |= {i for i, prompt in enumerate(prompts) if len(prompt)}
     same = np.random.default_rng(0)
 
@@ -156,22 +181,35 @@ def draw(
     timing.planning = session.planning - planned
     start = clock()
     room = [session.context - length for length in session.lengths]
+    followers = {i: drawing.grammar.begin() for i in active} if drawing.grammar else {}
     for count in itertools.count(1):
         new: list[list[int]] = [[] for _ in prompts]
         for i in sorted(active):
             rng = np.random.default_rng([drawing.seed, len(known[i])]) if sampling.temperature else same  # 20 us
-            token = agreed(session, sampling.choose(rows[i][-1], rng, known[i]))
+            logits = rows[i][-1]
+            seen = followers[i].allowed(logits) if followers else logits
+            token = agreed(session, sampling.choose(seen, rng, known[i]))
             if token in drawing.stop:
                 active.discard(i)
                 continue
-            yield Drawn(i, token, rows[i][-1])
             known[i].append(token)
-            if count == limit or (limit < 0 and count > room[i]):
+            yield Drawn(i, token, logits)
+            is_full = count > room[i]
+            if (
+                count == limit
+                or (followers and not followers[i].take(token))
+                or (is_full and limit < 0 and drawing.kept is None)
+            ):
                 active.discard(i)
-            elif i in active and count > room[i]:
+            elif i in active and is_full and drawing.kept is not None:
+                session.reset(i)
+                known[i][:] = new[i] = drawing.shifted(known[i], session.context)
+                room[i] = count + session.context - len(new[i])
+                continue
+            elif i in active and is_full:
                 raise ModelError(
                     f"the context of {session.context} tokens is full after {count} new ones; "
-                    "raise --ctx-size or ask for fewer with -n (the context is not shifted)"
+                    "raise --ctx-size, ask for fewer with -n, or go on with --context-shift"
                 )
             new[i] = [token] if i in active else []
         if not active:
@@ -187,6 +225,18 @@ def agreed(session: Session, token: int) -> int:
     if session.world.size == 1:
         return token
     return int.from_bytes(session.world.from_first(lambda: token.to_bytes(8, "little")), "little")
+
+
+def _made_room(session: Session, i: int, prompt: Sequence[int], drawing: Drawing, known: list[list[int]]) -> list[int]:
+    """The prompt of a sequence; where it no longer fits behind what is there, all anew from a part of that."""
+    if session.lengths[i] + len(prompt) <= session.context or len(prompt) > session.context:
+        return list(prompt)
+    whole = drawing.shifted([*known[i], *prompt], session.context)
+    if len(prompt) > len(whole):
+        whole = list(prompt)
+    session.reset(i)
+    known[i].clear()
+    return whole
 
 
 def prepare(session: Session, prompt: Sequence[int], limit: int, ahead: Ahead | None = None) -> None:

@@ -21,6 +21,7 @@ from .errors import ModelError
 from .generate import Drawing, Drawn, Stops, draw
 from .gguf.chat import chat_template, render_chat
 from .gguf.tokenizer import Tokenizer, Utf8Stream, tokenizer_from_metadata
+from .grammar import Grammar
 from .open import open_model, open_session
 from .sampling import Sampling
 from .saved_state import load_state, save_state
@@ -65,6 +66,12 @@ class Options(TypedDict, total=False):
     """Strings that end the text before them."""
     ignore_eos: bool
     """Go on after an end token."""
+    grammar: str
+    """What the text may be: GBNF as llama.cpp reads it, or Lark; needs ``hocket[grammar]``."""
+    json_schema: str | Mapping[str, object]
+    """A JSON schema that the text must follow; needs ``hocket[grammar]``."""
+    context_shift: bool
+    """Where the context is full, forget its older half and go on (False)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,11 +252,16 @@ class Model:
                 demand(ModelError, "generate", name, value, OPTIONS[name])
         given = {"temperature": 0.8, **{name: options[name] for name in SAMPLED if name in options}}
         seed, stop = options.get("seed"), options.get("stop", ())
+        rules = {name: options[name] for name in ("grammar", "json_schema") if options.get(name)}
+        if len(rules) > 1:
+            raise ModelError("generate: got a grammar and a JSON schema; give one")
         drawing = Drawing(
             options.get("max_tokens", 128),
             Sampling(**given),
             secrets.randbits(31) if seed is None else seed,
             frozenset() if options.get("ignore_eos") else self.tokenizer.eos_ids,
+            Grammar(self.tokenizer, **rules) if rules else None,
+            (1 if self.tokenizer.add_bos else 0) if options.get("context_shift") else None,
         )
         return drawing, (stop,) if isinstance(stop, str) else tuple(stop)
 
@@ -432,6 +444,9 @@ OPTIONS: Mapping[str, Kind] = MappingProxyType(
         "seed": whole(0) | NONE,
         "stop": TEXT | list_of(TEXT, "text or a sequence of texts"),
         "ignore_eos": BOOL,
+        "grammar": TEXT,
+        "json_schema": a(str, Mapping),
+        "context_shift": BOOL,
     }
 )
 SAMPLED = tuple(f.name for f in fields(Sampling))

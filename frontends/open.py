@@ -6,8 +6,6 @@ import sys
 from importlib.resources import as_file, files
 from pathlib import Path
 
-from tqdm import tqdm
-
 from ..graph.arguments import BOOL, NONE, a, needs
 from ..ranks import ALONE, World
 from .errors import ModelError
@@ -42,6 +40,8 @@ def open_session(
     world: World = ALONE,
 ) -> Session:
     """A session of one sequence; a bar on stderr shows the bytes loaded, if that is a terminal."""
+    from tqdm import tqdm  # 20 ms that only a model needs
+
     with tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc="load", leave=False, disable=None) as bar:
 
         def show(progress: Progress) -> None:

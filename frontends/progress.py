@@ -8,22 +8,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
+from ..backends.cache import COMPILING, MISSING
+
 WIDTH = 78
 
 
 class CompilingLine(logging.Handler):
-    """One line on a terminal that names the kernel at work and counts them; it is gone when none is."""
+    """One line on a terminal that names the kernel at work and counts them; it is gone when none is.  Warnings stay."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
-        self.stream, self.count = stream, 0
+        self.stream, self.count, self.total = stream, 0, 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        verb, _, kernel = record.getMessage().partition(" ")
         line = ""
-        if verb == "compiling":
+        if record.levelno >= logging.WARNING:
+            self.stream.write(f"\r{'':{WIDTH}}\rhocket: {record.getMessage()}\n")
+        elif record.msg == MISSING:
+            self.total = self.count + int(record.args[0])  # type: ignore[index,arg-type]  # a number
+        elif record.msg == COMPILING:
             self.count += 1
-            line = f"compiling kernels: {self.count} ({kernel})"[:WIDTH]
+            count = f"{self.count} of {max(self.count, self.total)}"
+            line = f"compiling kernels: {count}, first run only ({record.getMessage().split()[-1]})"[:WIDTH]
         self.stream.write(f"\r{line:{WIDTH}}\r{line}")
         self.stream.flush()
 

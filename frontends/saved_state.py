@@ -21,7 +21,7 @@ from zipfile import ZIP_STORED, BadZipFile, ZipFile
 import numpy as np
 import numpy.typing as npt
 
-from ..graph.arguments import ANY, a, list_of, needs
+from ..graph.arguments import ANY, NONE, a, list_of, needs
 from .errors import ModelError
 from .identity import model_digest
 from .session import Session, token_ids
@@ -35,10 +35,22 @@ ARRAY = re.compile(
 """How `numpy.save` begins a dense array of float32 or bytes."""
 
 
-@needs(ModelError, session=a(Session), tokens=list_of(ANY, "a sequence of sequences of tokens"), path=a(str, Path))
-def save_state(session: Session, tokens: Sequence[Sequence[int]], path: str | Path) -> None:
-    """Write what `session` remembers, and the tokens of each sequence, to `path` (whole or not at all).  In several
-    processes all call it, and rank 0 writes.
+@needs(
+    ModelError,
+    session=a(Session),
+    tokens=list_of(ANY, "a sequence of sequences of tokens"),
+    path=a(str, Path),
+    talk=a(Mapping) | NONE,
+)
+def save_state(
+    session: Session,
+    tokens: Sequence[Sequence[int]],
+    path: str | Path,
+    *,
+    talk: Mapping[str, object] | None = None,
+) -> None:
+    """Write what `session` remembers, and the tokens of each sequence, to `path` (whole or not at all); beside it what
+    a talk consists of, if it is one.  In several processes all call it, and rank 0 writes.
 
     Raises `OSError` if it cannot be written.
     """
@@ -50,6 +62,7 @@ def save_state(session: Session, tokens: Sequence[Sequence[int]], path: str | Pa
             "lengths": session.lengths,
             "recent": session.recent,
             "tokens": [token_ids(i, row) for i, row in enumerate(tokens)],
+            **({} if talk is None else {"talk": talk}),
         }
         arrays = {f"state/{name}": _used(session, name) for name in session.store.states}
     if session.world.rank:
@@ -92,6 +105,17 @@ def load_state(session: Session, path: str | Path) -> list[list[int]]:
             _restore(session, name, array, lengths)
         session.lengths, session.recent = lengths, recent
     return tokens
+
+
+def saved_talk(session: Session, path: str | Path) -> Mapping[str, object]:
+    """What a saved state says of the talk it is of.  Raises `ModelError` if it is of none."""
+    try:
+        talk = _read(session.world.from_first(Path(path).read_bytes))[0]["talk"]
+    except (ValueError, KeyError):
+        talk = None
+    if not isinstance(talk, dict):
+        raise ModelError(f"{path}: holds no talk; save one with /save or with --chat --save-state")
+    return talk
 
 
 def _read(saved: bytes) -> tuple[Mapping[str, object], dict[str, npt.NDArray[np.generic]]]:

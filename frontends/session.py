@@ -250,7 +250,7 @@ class Session:
             if length + len(new) > self.context:
                 raise ModelError(
                     f"sequence {i} would have {length + len(new)} tokens, but the context holds {self.context}; "
-                    "shorten the text or raise --ctx-size (the context is not shifted)"
+                    "shorten the text, raise --ctx-size, or go on with --context-shift"
                 )
 
     # -------------------------------------------------------------------------------------------------- plans

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from types import MappingProxyType
 
+from ..backends.cache import cache_folder
 from .conversation import Conversation
 from .errors import ModelError
 from .output import log, write
 
+LINES = 1000
+"""Typed lines that are remembered."""
 Command = Callable[[Conversation, str], bool]
 """What a command does with its argument; whether the talk goes on."""
 
@@ -20,7 +25,7 @@ def talk(conversation: Conversation) -> None:
     Ctrl-C during an answer ends the answer; what was said of it stays a part of the talk.
     """
     if sys.stdin is not None and sys.stdin.isatty():
-        import readline  # noqa: F401  # from now on `input` edits lines and remembers them
+        _remember_lines()
     interrupted = False
     while True:
         try:
@@ -45,6 +50,24 @@ def talk(conversation: Conversation) -> None:
             _answer(conversation, said)
 
 
+def _remember_lines() -> None:
+    """From now on `input` edits lines and remembers them, also in talks to come."""
+    import atexit
+    import readline
+
+    file = cache_folder() / "history"
+    with suppress(OSError):
+        readline.read_history_file(file)
+    readline.set_history_length(LINES)
+
+    def keep() -> None:
+        with suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            readline.write_history_file(file)
+
+    atexit.register(keep)
+
+
 def _answer(conversation: Conversation, said: str) -> None:
     try:
         for piece in conversation.answer(said):
@@ -55,8 +78,11 @@ def _answer(conversation: Conversation, said: str) -> None:
         log(f"\n{error}; /reset forgets what was said")
     write("\n")
     session = conversation.session
-    if session.lengths[0] >= session.context:
-        log(f"(the context of {session.context} tokens is full, so the answer ends here; /reset forgets what was said)")
+    if session.lengths[0] >= session.context and conversation.drawing.kept is None:
+        log(
+            f"(the context of {session.context} tokens is full, so the answer ends here; /reset forgets what was said, "
+            "/shift its older half only, from now on)"
+        )
 
 
 def _help(conversation: Conversation, argument: str) -> bool:
@@ -78,6 +104,39 @@ def _system(conversation: Conversation, argument: str) -> bool:
     return True
 
 
+def _save(conversation: Conversation, argument: str) -> bool:
+    """FILE: keep the talk, to go on later on any devices"""
+    if not argument:
+        log("/save: there is no name of a file; give one")
+        return True
+    try:
+        conversation.save(argument)
+    except OSError as why:
+        log(f"{argument}: {why.strerror or why}")
+    return True
+
+
+def _load(conversation: Conversation, argument: str) -> bool:
+    """FILE: go on with a talk that was kept"""
+    if not argument:
+        log("/load: there is no name of a file; give one")
+        return True
+    try:
+        conversation.load(argument)
+    except OSError as why:
+        log(f"{argument}: {why.strerror or why}")
+    except ModelError as why:
+        log(str(why))
+    return True
+
+
+def _shift(conversation: Conversation, argument: str) -> bool:
+    """forget the older half of the context whenever it is full, as --context-shift does"""
+    kept = int(conversation.tokenizer.add_bos)
+    conversation.drawing = replace(conversation.drawing, kept=kept)
+    return True
+
+
 def _stats(conversation: Conversation, argument: str) -> bool:
     """tokens and rates so far"""
     session = conversation.session
@@ -91,5 +150,14 @@ def _exit(conversation: Conversation, argument: str) -> bool:
 
 
 COMMANDS: Mapping[str, Command] = MappingProxyType(
-    {"/help": _help, "/reset": _reset, "/system": _system, "/stats": _stats, "/exit": _exit}
+    {
+        "/help": _help,
+        "/reset": _reset,
+        "/system": _system,
+        "/save": _save,
+        "/load": _load,
+        "/shift": _shift,
+        "/stats": _stats,
+        "/exit": _exit,
+    }
 )

@@ -14,8 +14,7 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
@@ -25,7 +24,7 @@ from typing import Any
 
 import llvmlite.binding as llvm
 
-from ..cache import COMPILED, COMPILING, cache_folder
+from ..cache import COMPILED, COMPILING, MISSING, UNWRITABLE, cache_folder
 from ..once import once
 from . import processor
 from .simd.vectors import ADDRESS, DOUBLE, FLOAT, NOTHING, Intrinsic, llvm_type
@@ -82,6 +81,15 @@ def _loaded(wanted: Kernel) -> tuple[int, object]:
         engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()
         return int(engine.get_function_address(_symbol(wanted))), (engine, code)
+
+
+def make_ready(kernels: Iterable[Kernel]) -> None:
+    """Compile those that nobody has yet, having said how many they are."""
+    missing = [k for k in dict.fromkeys(kernels) if (k,) not in _loaded and not _is_stored(k)]
+    if missing:
+        log.info(MISSING, len(missing))
+    for wanted in missing:
+        _loaded(wanted)
 
 
 def _symbol(wanted: Kernel) -> str:
@@ -155,12 +163,17 @@ def _stored(wanted: Kernel) -> bytes | None:
     return code if hashlib.sha256(code).digest() == data[:CHECK] else None
 
 
+def _is_stored(wanted: Kernel) -> bool:
+    file = _file(wanted)
+    return file is not None and file.exists()
+
+
 def _store(wanted: Kernel, code: bytes) -> None:
     """Keep the code for later processes, if the folder can be written."""
     target = _file(wanted)
     if target is None:
         return
-    with suppress(OSError):
+    try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:
             try:
@@ -170,6 +183,13 @@ def _store(wanted: Kernel, code: bytes) -> None:
             except OSError:
                 os.unlink(file.name)
                 raise
+    except OSError as why:
+        _say_unwritable(str(target.parent), why.strerror or str(why))
+
+
+@cache
+def _say_unwritable(folder: str, why: str) -> None:
+    log.warning(UNWRITABLE, folder, why)
 
 
 # --------------------------------------------------------------------------------------------------- compiling

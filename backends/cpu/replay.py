@@ -18,7 +18,7 @@ import numpy as np
 
 from ...graph.errors import BackendError, StepError
 from ..base import Array, Comm, Device, Program, Timed, run_calls
-from .compiler import REPLAY
+from .compiler import REPLAY, make_ready
 from .kernels import collective
 from .kernels.loop import ARGS, MEETS, SHARED_BYTES, STEP, STEP_FAILED, WHOLE, run, timed
 from .kernels.packing import NO_ROW
@@ -48,6 +48,7 @@ class Segment:
         self.steps = steps
         self._memory = memory  # words know addresses only
         self.threads = threads if any(w is not None for s in steps for w in s.words[1:]) else 1
+        make_ready([run, *(step.kernel for step in steps)])
         self.table = np.zeros((self.threads, len(steps), STEP), np.int64)
         for thread, row in np.ndindex(self.table.shape[:2]):
             step = steps[row]

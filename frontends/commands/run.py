@@ -6,7 +6,7 @@ import argparse
 import secrets
 import select
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from ...backends.base import find
 from ...scheduler import nbytes_text
@@ -14,9 +14,10 @@ from ..arguments import logit_bias, positive, seed
 from ..conversation import Conversation
 from ..drafting import Ahead, Draft, check_tokens
 from ..errors import ModelError
-from ..generate import Timing, generate, prepare, stream_text
+from ..generate import Drawing, Timing, draw, prepare, stream_text
 from ..gguf.chat import chat_template
 from ..gguf.tokenizer import Tokenizer, tokenizer_from_metadata
+from ..grammar import Grammar
 from ..models import Model
 from ..open import context_for, open_model, read_text
 from ..output import log, write
@@ -57,8 +58,26 @@ def flags(sub: argparse.ArgumentParser) -> None:
         help="write nothing, but find the first value of the prompt that is not what this device, as reference:0, "
         "makes of the values before it",
     )
-    sub.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
+    ending_flags(sub)
     session_flags(sub)
+
+
+def ending_flags(sub: argparse.ArgumentParser) -> None:
+    """What a text may be, and where it ends."""
+    sub.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
+    sub.add_argument(
+        *("-r", "--reverse-prompt"),
+        dest="stops",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end before this text; may be repeated",
+    )
+    sub.add_argument("--context-shift", action="store_true", help="forget the older half of a full context and go on")
+    rules = sub.add_mutually_exclusive_group()
+    rules.add_argument("--grammar", metavar="GBNF", help="what the text may be, as llama.cpp's grammars or as Lark")
+    rules.add_argument("--grammar-file", metavar="FILE", help="the same in a file")
+    rules.add_argument("-j", "--json-schema", metavar="JSON", help="JSON schema that the text must follow")
 
 
 def sampling_flags(sub: argparse.ArgumentParser) -> None:
@@ -97,12 +116,29 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = tokenizer_from_metadata(model.gguf.metadata)
     if args.compare is not None:
         return compare(args, model, tokenizer)
-    return (chat if args.chat else complete)(args, model, tokenizer, sampling)
+    if args.draft and args.context_shift:
+        raise ModelError("a context that shifts has no draft model; leave out -md or --context-shift")
+    default = -1 if args.chat else NEW_TOKENS
+    drawing = Drawing(
+        default if args.predict is None else args.predict,
+        sampling,
+        args.seed,
+        frozenset() if args.ignore_eos else tokenizer.eos_ids,
+        grammar_of(args, tokenizer),
+        int(tokenizer.add_bos) if args.context_shift else None,
+    )
+    return (chat if args.chat else complete)(args, model, tokenizer, drawing)
 
 
-def complete(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, sampling: Sampling) -> int:
+def grammar_of(args: argparse.Namespace, tokenizer: Tokenizer) -> Grammar | None:
+    text = read_text(args.grammar_file) if args.grammar_file else args.grammar
+    if text:
+        return Grammar(tokenizer, grammar=text)
+    return Grammar(tokenizer, json_schema=args.json_schema) if args.json_schema else None
+
+
+def complete(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, drawing: Drawing) -> int:
     """Print a text and what follows it."""
-    limit = NEW_TOKENS if args.predict is None else args.predict
     text = text_of(args, lambda: prompt_text(args, "" if args.load_state else OPENING if args.model is None else None))
     tokens = tokenizer.encode(text, add_special=args.load_state is None, parse_special=True)
     with compiling_shown():
@@ -112,30 +148,19 @@ def complete(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, sampl
         if not new and before:
             raise ModelError(f"{args.load_state}: its text has come to an end; give more of it with -p")
         ahead = ahead_of(args, session)
-        prepare(session, new, limit, ahead)
-    before = before[: session.lengths[0]]
-    known, timing = before + new, Timing()
-    stop = frozenset() if args.ignore_eos else tokenizer.eos_ids
-    continued = generate(
-        session,
-        new,
-        limit=limit,
-        sampling=sampling,
-        seed=args.seed,
-        stop=stop,
-        timing=timing,
-        before=before,
-        ahead=ahead,
-    )
+        prepare(session, new, drawing.limit, ahead)
+    known, timing = [before[: session.lengths[0]]], Timing()
+    drawn = draw(session, [new], drawing, known=known, timing=timing, ahead=ahead)
     write(text)
     with traced(session, args.trace):
         try:
-            for piece in stream_text(recorded(continued, known), tokenizer):
+            for piece in stream_text((one.token for one in drawn), tokenizer, args.stops):
                 write(piece)
         finally:
             write("\n")
     if args.save_state:
-        save_state(session, [known], args.save_state)
+        drawn.close()
+        save_state(session, known, args.save_state)
     log(f"{timing}; {draft_text(ahead)}{memory_text(session)}{seed_text(args)}")
     return 0
 
@@ -170,14 +195,7 @@ def judged(session: Session, tokens: Sequence[int], device: str) -> tuple[str, b
     return f"{count} values are as on {device}" + (f"; nearest to its limit is {nearest}" if nearest else ""), False
 
 
-def recorded(tokens: Iterator[int], known: list[int]) -> Iterator[int]:
-    """Pass tokens on, each also appended to `known`."""
-    for token in tokens:
-        known.append(token)
-        yield token
-
-
-def chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, sampling: Sampling) -> int:
+def chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, drawing: Drawing) -> int:
     """Answer one message, or on a terminal one after the other."""
     chat_template(model.gguf.metadata)  # whether there is one should be known before the weights are loaded
     asked = args.prompt is None and args.file is None
@@ -185,15 +203,13 @@ def chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, sampling:
     if interactive and args.world.size > 1:
         raise ModelError("a talk on a terminal is for one process; give a message with -p, or pipe it in")
     message = None if interactive else text_of(args, lambda: prompt_text(args, None))
-    limit = -1 if args.predict is None else args.predict
     with compiling_shown():
         session = session_of(args, model, context_for(model, 0, args.context))
         ahead = ahead_of(args, session)
-        prepare(session, [], limit, ahead)
-    stop = frozenset() if args.ignore_eos else tokenizer.eos_ids
-    conversation = Conversation(
-        session, tokenizer, limit=limit, sampling=sampling, seed=args.seed, stop=stop, system=args.system, ahead=ahead
-    )
+        prepare(session, [], drawing.limit, ahead)
+    conversation = Conversation(session, tokenizer, drawing, stops=args.stops, system=args.system, ahead=ahead)
+    if args.load_state:
+        conversation.load(args.load_state)
     with traced(session, args.trace):
         if message is None:
             talk(conversation)
@@ -203,6 +219,8 @@ def chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, sampling:
                     write(piece)
             finally:
                 write("\n")
+    if args.save_state:
+        conversation.save(args.save_state)
     log(f"{conversation.timing}; {draft_text(ahead)}{memory_text(session)}{seed_text(args)}")
     return 0
 

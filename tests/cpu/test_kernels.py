@@ -244,10 +244,23 @@ def test_a_terminal_shows_which_kernel_is_compiled_and_nothing_afterwards(tmp_pa
         for name in ("test.one", "test.two"):
             assert call(compiler.Kernel(name, lambda a, thread, threads: threads)) == 1
     shown = [part.strip() for part in terminal.getvalue().split("\r")]
-    assert "compiling kernels: 1 (test.one)" in shown
-    assert "compiling kernels: 2 (test.two)" in shown
+    assert "compiling kernels: 1 of 1, first run only (test.one)" in shown
+    assert "compiling kernels: 2 of 2, first run only (test.two)" in shown
     assert shown[-1] == ""
     assert not other.getvalue()
+
+
+def test_a_folder_that_cannot_be_written_is_said_in_one_line_once(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path / "file"))
+    compiler._say_unwritable.cache_clear()
+    terminal = Terminal()
+    with compiling_shown(terminal):
+        for name in ("test.three", "test.four"):
+            assert call(compiler.Kernel(name, lambda a, thread, threads: threads)) == 1
+    said = [line for line in terminal.getvalue().split("\n") if "cannot be kept in" in line]
+    assert len(said) == 1
+    assert "file/kernels (Not a directory), so each start compiles them; choose another --cache-dir" in said[0]
 
 
 def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
@@ -13,12 +14,13 @@ import pytest
 
 from hocket.frontends.conversation import Conversation
 from hocket.frontends.errors import ModelError
-from hocket.frontends.generate import Timing, generate, stream_text
+from hocket.frontends.generate import Drawing, Timing, draw, generate, stream_text
 from hocket.frontends.gguf.chat import KEY
 from hocket.frontends.gguf.tokenizer import Tokenizer, tokenizer_from_metadata
 from hocket.frontends.models import Model, load_model
 from hocket.frontends.open import open_model
 from hocket.frontends.sampling import Sampling
+from hocket.frontends.saved_state import save_state
 from hocket.frontends.session import Session
 
 EVERYTHING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -202,7 +204,8 @@ def talk(tiny: tuple[Model, Tokenizer], monkeypatch: pytest.MonkeyPatch) -> Call
     def start(template: str = TEMPLATE, **settings: int) -> Conversation:
         model, tokenizer = tiny
         gguf = replace(model.gguf, metadata=MappingProxyType({**model.gguf.metadata, KEY: template}))
-        return Conversation(Session(load_model(gguf)), tokenizer, sampling=GREEDY, **settings)  # type: ignore[arg-type]
+        context = settings.pop("context", None)
+        return Conversation(Session(load_model(gguf), context=context), tokenizer, Drawing(sampling=GREEDY, **settings))
 
     return start
 
@@ -252,4 +255,45 @@ def test_a_template_that_rewrites_the_past_makes_the_session_start_anew(
 
 def test_a_model_without_a_template_cannot_chat(tiny: tuple[Model, Tokenizer]) -> None:
     with pytest.raises(ModelError, match="no chat template"):
-        Conversation(Session(tiny[0]), tiny[1], limit=1, sampling=GREEDY)
+        Conversation(Session(tiny[0]), tiny[1], Drawing(1, GREEDY))
+
+
+def test_a_talk_that_was_saved_goes_on_as_if_it_had_not_ended(
+    talk: Callable[..., Conversation], tmp_path: Path
+) -> None:
+    whole, first, second = talk(limit=6), talk(limit=6), talk(limit=6)
+    said = ["Is she happy?", "And he?", "Why?"]
+    answers = ["".join(whole.answer(text)) for text in said]
+    assert "".join(first.answer(said[0])) == answers[0]
+    first.save(tmp_path / "talk")
+    second.load(tmp_path / "talk")
+    assert ["".join(second.answer(text)) for text in said[1:]] == answers[1:]
+    assert second.messages == whole.messages
+    save_state(first.session, [first.known], tmp_path / "state")
+    with pytest.raises(ModelError, match="holds no talk"):
+        second.load(tmp_path / "state")
+    save_state(first.session, [first.known], tmp_path / "state", talk={"messages": [{"role": 3}], "seen": ""})
+    with pytest.raises(ModelError, match="its talk is damaged"):
+        second.load(tmp_path / "state")
+    assert second.messages == whole.messages
+
+
+def test_a_talk_goes_on_in_a_context_that_shifts(talk: Callable[..., Conversation]) -> None:
+    conversation = talk(limit=24, context=64, kept=0)
+    for said in ("Is she happy?", "And he?", "Why?", "When?"):
+        answer = "".join(conversation.answer(said))
+        assert answer
+        assert conversation.session.lengths[0] <= 64
+        assert len(conversation.known) - conversation.session.lengths[0] in (0, 1)
+
+
+def test_a_context_that_shifts_goes_on_with_its_first_tokens_and_half_of_the_last(
+    tiny: tuple[Model, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, known = Session(tiny[0], context=16), [list[int]()]
+    drawn = [one.token for one in draw(session, [[7, 8, 9]], Drawing(40, GREEDY, kept=2), known=known)]
+    assert len(drawn) == 40
+    anew = Session(tiny[0], context=64)
+    tokens = [7, 8, 9, *drawn[:14]]  # the context is full behind 13 of them, and the next one is not read any more
+    kept = [*tokens[:2], *tokens[-6:]]
+    assert next(iter(generate(anew, kept, limit=1, sampling=GREEDY))) == drawn[14]

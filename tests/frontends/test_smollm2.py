@@ -15,7 +15,7 @@ import pytest
 
 from hocket.frontends.commands.perplexity import negative_log_likelihood
 from hocket.frontends.conversation import Conversation
-from hocket.frontends.generate import generate
+from hocket.frontends.generate import Drawing, generate
 from hocket.frontends.gguf.tokenizer import tokenizer_from_metadata
 from hocket.frontends.open import open_model
 from hocket.frontends.sampling import Sampling
@@ -91,7 +91,7 @@ def test_the_twenty_likeliest_tokens_equal_those_of_llama_cpp(case: dict[str, An
 
 def test_a_conversation_remembers_what_was_said(session: Session) -> None:
     tokenizer = tokenizer_from_metadata(session.model.gguf.metadata)
-    conversation = Conversation(session, tokenizer, limit=24, sampling=Sampling(), stop=tokenizer.eos_ids)
+    conversation = Conversation(session, tokenizer, Drawing(24, Sampling(), stop=tokenizer.eos_ids))
     assert "".join(conversation.answer("What is the capital of France?"))
     before = session.lengths[0]
     assert "".join(conversation.answer("And of Italy?"))

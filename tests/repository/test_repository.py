@@ -17,7 +17,7 @@ import pytest
 
 from ..given.models import ROOT
 
-OUTSIDE = {"tests", "examples", "docs", "benchmarks"}
+OUTSIDE = {".build", "tests", "examples", "docs", "benchmarks"}
 MAY_IMPORT = {
     "graph": (),
     "ops": ("graph",),
