@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from . import scheduler as scheduler
     from .frontends.errors import ModelError as ModelError
     from .frontends.language_model import Model as Model
-    from .frontends.language_model import Options as Options
     from .frontends.language_model import Token as Token
+    from .frontends.options import Options as Options
     from .frontends.sampling import Sampling as Sampling
     from .frontends.torch.exported import from_torch as from_torch
     from .scheduler import Executor as Executor
@@ -50,7 +50,8 @@ __version__ = "0.1.0"
 
 LATER = {
     **dict.fromkeys(("Executor", "Plan", "Store", "Trace", "load", "plan", "run"), ".scheduler"),
-    **dict.fromkeys(("Model", "Options", "Token"), ".frontends.language_model"),
+    **dict.fromkeys(("Model", "Token"), ".frontends.language_model"),
+    "Options": ".frontends.options",
     "ModelError": ".frontends.errors",
     "Sampling": ".frontends.sampling",
     "scheduler": ".scheduler",

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from difflib import get_close_matches
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Self, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
-from ..graph.arguments import ANY, BOOL, NONE, TEXT, Kind, a, demand, list_of, needs, whole
+from ..graph.arguments import ANY, BOOL, TEXT, a, list_of, needs
 from ..scheduler import Plan
 from .errors import ModelError
 from .generate import Drawing, Drawn, Stops, draw
 from .gguf.chat import chat_template, render_chat
 from .gguf.tokenizer import Tokenizer, Utf8Stream, tokenizer_from_metadata
-from .grammar import Grammar
 from .open import open_model, open_session
-from .sampling import Sampling
+from .options import Options, settled
 from .saved_state import load_state, save_state
 from .session import DEFAULT_BATCH, F32, Group, Session, token_ids
 
@@ -35,43 +31,6 @@ MEAN, FIRST, LAST = 1, 2, 3
 """Ways of pooling, as ``pooling_type`` of a GGUF file numbers them; 0 is none, for which the mean is taken."""
 PROMPT = a(str) | list_of(ANY, "text or a sequence of tokens")
 MESSAGES = a(str) | list_of(a(Mapping), "a message or a sequence of mappings with role and content")
-
-
-class Options(TypedDict, total=False):
-    """How a generation goes; the defaults are those of ``hocket run``."""
-
-    max_tokens: int
-    """New tokens at most; -1: until the context is full (128)."""
-    temperature: float
-    """0 takes the likeliest (0.8)."""
-    top_k: int
-    """Keep so many of the likeliest, 0: all (40)."""
-    top_p: float
-    """Keep the likeliest up to this sum of probabilities (0.95)."""
-    min_p: float
-    """Keep those above so much of the best (0.05)."""
-    repeat_penalty: float
-    """Divide logits of recent tokens by it (1)."""
-    repeat_last_n: int
-    """So many tokens are recent, -1: all (64)."""
-    presence_penalty: float
-    """Subtract it from logits of recent tokens (0)."""
-    frequency_penalty: float
-    """And this for each time that they occurred (0)."""
-    bias: Sequence[tuple[int, float]]
-    """Pairs of a token and what is added to its logit."""
-    seed: int | None
-    """Equal seeds draw equal texts; None: a random one."""
-    stop: str | Sequence[str]
-    """Strings that end the text before them."""
-    ignore_eos: bool
-    """Go on after an end token."""
-    grammar: str
-    """What the text may be: GBNF as llama.cpp reads it, or Lark; needs ``hocket[grammar]``."""
-    json_schema: str | Mapping[str, object]
-    """A JSON schema that the text must follow; needs ``hocket[grammar]``."""
-    context_shift: bool
-    """Where the context is full, forget its older half and go on (False)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +119,7 @@ class Model:
         >>> "".join(model.generate("It is a truth", max_tokens=3, temperature=0))
         ' which I am'
         """
-        return self._text(self._ids(prompt), self._settled(options))
+        return self._text(self._ids(prompt), settled(options, self.tokenizer))
 
     @needs(ModelError, prompt=PROMPT)
     def tokens(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Iterator[Token]:
@@ -171,7 +130,7 @@ class Model:
         >>> first.text, round(first.logprob, 1)
         (' which', -1.7)
         """
-        drawing, stops = self._settled(options)
+        drawing, stops = settled(options, self.tokenizer)
         return self._tokens(self._ids(prompt), drawing, stops)
 
     @needs(ModelError, messages=MESSAGES)
@@ -187,7 +146,7 @@ class Model:
         said = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         bos, eos = self.tokenizer.bos_text, self.tokenizer.eos_text
         rendered = render_chat(chat_template(self._model.gguf.metadata), said, bos=bos, eos=eos)
-        return self._text(self.tokenizer.encode_chat(rendered), self._settled({"max_tokens": -1, **options}))
+        return self._text(self.tokenizer.encode_chat(rendered), settled({"max_tokens": -1, **options}, self.tokenizer))
 
     @needs(ModelError, prompts=list_of(PROMPT, "a sequence of prompts"))
     def generate_batch(self, prompts: Sequence[str | Sequence[int]], **options: Unpack[Options]) -> list[str]:
@@ -196,7 +155,7 @@ class Model:
         >>> model.generate_batch(["It is", "She was"], max_tokens=2, temperature=0)
         [' to be', ' not so']
         """
-        drawing, stops = self._settled(options)
+        drawing, stops = settled(options, self.tokenizer)
         ids = [self._ids(prompt) for prompt in prompts]
         if not ids:
             return []
@@ -240,30 +199,6 @@ class Model:
     def _drawn(self, ids: list[int], drawing: Drawing) -> Iterator[Drawn]:
         with self._leased() as held:
             yield from draw(held.session, [held.given(ids)], drawing, known=held.tokens)
-
-    def _settled(self, options: Mapping[str, Any]) -> tuple[Drawing, tuple[str, ...]]:
-        """What to draw, and what strings end the text.  Raises `ModelError`."""
-        known = (*OPTIONS, *SAMPLED)
-        for name, value in options.items():
-            if name not in known:
-                near = get_close_matches(name, known, n=1) or known
-                raise ModelError(f"generate: there is no option {name!r}; near it: {', '.join(near)}")
-            if name in OPTIONS:
-                demand(ModelError, "generate", name, value, OPTIONS[name])
-        given = {"temperature": 0.8, **{name: options[name] for name in SAMPLED if name in options}}
-        seed, stop = options.get("seed"), options.get("stop", ())
-        rules = {name: options[name] for name in ("grammar", "json_schema") if options.get(name)}
-        if len(rules) > 1:
-            raise ModelError("generate: got a grammar and a JSON schema; give one")
-        drawing = Drawing(
-            options.get("max_tokens", 128),
-            Sampling(**given),
-            secrets.randbits(31) if seed is None else seed,
-            frozenset() if options.get("ignore_eos") else self.tokenizer.eos_ids,
-            Grammar(self.tokenizer, **rules) if rules else None,
-            (1 if self.tokenizer.add_bos else 0) if options.get("context_shift") else None,
-        )
-        return drawing, (stop,) if isinstance(stop, str) else tuple(stop)
 
     # ------------------------------------------------------------------------------------------------- evaluation
 
@@ -436,20 +371,6 @@ class Model:
             with self._lock:
                 if self._first is not None:
                     self._idle = [held, *(other for other in self._idle if other.key != key)][:IDLE]
-
-
-OPTIONS: Mapping[str, Kind] = MappingProxyType(
-    {
-        "max_tokens": whole(-1),
-        "seed": whole(0) | NONE,
-        "stop": TEXT | list_of(TEXT, "text or a sequence of texts"),
-        "ignore_eos": BOOL,
-        "grammar": TEXT,
-        "json_schema": a(str, Mapping),
-        "context_shift": BOOL,
-    }
-)
-SAMPLED = tuple(f.name for f in fields(Sampling))
 
 
 def _pooling(kind: object) -> Any:
