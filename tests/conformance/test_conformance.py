@@ -194,7 +194,7 @@ def test_the_tolerance_grows_with_the_reduction_and_with_coarser_arithmetic():
 def test_metamorphic_checks_follow_from_the_signature():
     assert checks_for(parse_case("mul_mat(w=f32[6,64], x=f32[7,64])")) == ("cut-n", "sum-k", "cut-m")
     delta = "gated_delta_net(q=f32[5,2,8], k=f32[5,2,8], v=f32[5,4,8], g=f32[5,4,1], beta=f32[5,4], state=f32[4,8,8])"
-    assert set(checks_for(parse_case(delta))) == {"steps-t", "cut-h", "cut-e", "cut-r"}
+    assert set(checks_for(parse_case(delta))) == {"steps-t", "cut-key_heads", "cut-e", "cut-value_heads"}
     assert "steps-s" in checks_for(parse_case("ssm_conv(x=f32[7,12], w=f32[12,4])"))
     assert checks_for(parse_case("rms_norm(x=f32[3,64])")) == ()
     experts = "mul_mat_id(w=f32[5,6,8], x=f32[7,2,8], ids=i32[7,4])"
