@@ -16,6 +16,7 @@ from hocket.backends.base import find
 from hocket.backends.numpy.backend import NumpyBackend
 from hocket.conformance.trials.generate import quick_cases
 from hocket.conformance.trials.inputs import draw, exact
+from hocket.frontends import devices as devices_of
 from hocket.frontends import session as sessions
 from hocket.frontends.gguf import open_gguf
 from hocket.frontends.models import load_model
@@ -321,7 +322,7 @@ def test_the_devices_compute_as_before_when_all_is_over():
 def faulty(monkeypatch):
     """Sessions of this test run on a faulty CPU backend."""
     backend = FaultyCpu()
-    monkeypatch.setattr(sessions, "find", lambda name: (backend, find(name)[1]))
+    monkeypatch.setattr(devices_of, "find", lambda name: (backend, find(name)[1]))
     return backend
 
 

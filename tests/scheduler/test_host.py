@@ -9,7 +9,7 @@ from hocket import ops
 from hocket.backends.base import Device, find
 from hocket.backends.numpy.backend import NumpyBackend
 from hocket.cli import main
-from hocket.frontends import session as sessions
+from hocket.frontends import devices
 from hocket.frontends.gguf import open_gguf
 from hocket.frontends.models import load_model
 from hocket.frontends.session import Group, Session
@@ -146,7 +146,7 @@ def test_a_session_uses_the_host_for_what_does_not_fit(mode, monkeypatch):
     total = sum(one._first.memory().values())
     small = Small(int(total * 0.6))
     known = {"small:0": (small, small.device(0))}
-    monkeypatch.setattr(sessions, "find", lambda name: known.get(name) or find(name))
+    monkeypatch.setattr(devices, "find", lambda name: known.get(name) or find(name))
     many = Session(model, on=Group(("small:0",), mode))
     assert [str(device) for _, device in many.group] == ["small:0", "cpu:0"]
     parts = [tokens[:5], *([t] for t in tokens[5:])]
