@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from ...backends.base import Backend, Device, Program
 from ...graph.arguments import Kind, a, list_of, pair_of
 from ...graph.graph import Graph
-from .lower import check_support, lower
+from ...graph.node import Node
+from .lower import check_support, lower_with_saves
 
 Devices = Sequence[tuple[Backend, Device]]
 DEVICES = list_of(
@@ -42,17 +43,21 @@ def first_alike(lanes: Sequence[Lane]) -> list[int]:
 
 
 def lanes_of(graphs: Sequence[Graph], group: Devices) -> tuple[Lane, ...]:
-    """The lane of each device from its graph; equal graphs on devices of one kind have one program."""
-    known: dict[tuple[object, ...], Lane] = {}
+    """The lane of each device from its graph; equal graphs on devices of one kind have one program.
+
+    A device that cannot run how another saves its states has a program of its own.
+    """
+    known: dict[tuple[object, ...], tuple[Lane, tuple[Node, ...]]] = {}
     lanes = []
     digests = {g: g.digest() for g in set(graphs)} if len(group) > 1 else {}
     for graph, (backend, device) in zip(graphs, group, strict=True):
         key = (type(backend), backend.name, device.kind, digests.get(graph))
-        if key in known:
+        twin, added = known.get(key, (None, ()))
+        if twin is not None and all(backend.supports(node, device).ok for node in added):
             check_support(graph, backend, device)
-            twin = known[key]
             lanes.append(Lane(device, backend, twin.graph, twin.program))
         else:
-            lowered, program = lower(graph, backend, device)
-            lanes.append(known.setdefault(key, Lane(device, backend, lowered, program)))
+            lowered, program, added = lower_with_saves(graph, backend, device)
+            lanes.append(Lane(device, backend, lowered, program))
+            known.setdefault(key, (lanes[-1], added))
     return tuple(lanes)

@@ -29,11 +29,19 @@ def lower(graph: Graph, backend: Backend, on: Device) -> tuple[Graph, Program]:
 
     Raises `PlanError` naming the first node the device cannot run.
     """
+    graph, program, _ = lower_with_saves(graph, backend, on)
+    return graph, program
+
+
+def lower_with_saves(graph: Graph, backend: Backend, on: Device) -> tuple[Graph, Program, tuple[Node, ...]]:
+    """What `lower` gives, and the nodes that save states and put them back, which the graph does not have."""
     check_support(graph, backend, on)
     graph = densify(settle(graph), backend.reads_strided)
     views = resolve(graph)
     order = schedule(graph, views)
-    return graph, _Lowering(graph, backend, on, views, order).program()
+    lowering = _Lowering(graph, backend, on, views, order)
+    added = tuple(node for some in lowering.saves.values() for save in some for node in (save.keep, save.back))
+    return graph, lowering.program(), added
 
 
 def check_support(graph: Graph, backend: Backend, on: Device) -> None:
