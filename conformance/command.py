@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from ..backends import find
@@ -18,8 +20,9 @@ from ..graph.errors import BackendError, HocketError
 from ..ops import REGISTRY
 from .judging.run import Outcome, Result
 from .reports import perf
-from .reports.records import compare_records, failures, json_lines, save_inputs
-from .reports.report import html_page, junit, markdown, summary
+from .reports.page import html_page
+from .reports.records import compare_records, failures, json_lines, save_failure
+from .reports.report import junit, markdown, summary
 from .suite import Suite, check
 from .trials.harvest import from_model
 from .trials.inputs import NoReference
@@ -48,7 +51,9 @@ def fill(made: argparse.ArgumentParser) -> None:
         help="the exact cases of a GGUF model's graphs, or of a .pt2 program",
     )
     what.add_argument("--seed", type=int, default=0, metavar="N", help="move all random numbers (default: 0)")
-    what.add_argument("-j", "--jobs", type=int, default=1, metavar="N", help="processes (default: 1)")
+    what.add_argument(
+        "-j", "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (the processors)"
+    )
     what.add_argument("--list", action="store_true", help="print the cases instead of running them")
     how = made.add_argument_group("how to judge")
     how.add_argument("--require", choices=("MUST", "SHOULD"), default="", help="unsupported ops of that tier fail")
@@ -56,9 +61,11 @@ def fill(made: argparse.ArgumentParser) -> None:
     out = made.add_argument_group("what to write")
     out.add_argument("--json", type=Path, metavar="FILE", help="a line of JSON for each case; - is stdout")
     out.add_argument("--junit", type=Path, metavar="FILE", help="JUnit XML")
-    out.add_argument("--markdown", type=Path, metavar="FILE", help="matrix op x dtype x layout")
-    out.add_argument("--html", type=Path, metavar="FILE", help="the matrix and the failures as a page")
-    out.add_argument("--save", type=Path, metavar="FOLDER", help="put the inputs of failing cases there as .npz")
+    out.add_argument("--markdown", type=Path, metavar="FILE", help="failures by op, and the matrix op x dtype x layout")
+    out.add_argument("--html", type=Path, metavar="FILE", help="the same as a page")
+    out.add_argument(
+        "--save", type=Path, metavar="FOLDER", help="put operands, expected and got of failing cases there as .npz"
+    )
     other = made.add_argument_group("instead")
     other.add_argument("--perf", action="store_true", help="measure speed with cold buffers")
     other.add_argument(
@@ -110,37 +117,40 @@ def _suite(args: argparse.Namespace) -> Suite:
 
 
 def _check(suite: Suite, args: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    suite.expected()
     start = time.perf_counter()
-    results = check(suite, _Progress())
+    shown = partial(tqdm, unit="case", leave=False, disable=None)  # on a terminal only
+    wanted = list(shown(suite.cases(), desc="choose cases"))
+    with shown(total=len(wanted), desc="check") as bar:
+        failed = 0
+
+        def on_result(result: Result) -> None:
+            nonlocal failed
+            failed += result.outcome is Outcome.FAIL
+            bar.set_postfix_str(f"{failed} failed, {result.case.op}", refresh=False)
+            bar.update()
+
+        results = check(suite, on_result, wanted)
     seconds = time.perf_counter() - start
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
     texts = {args.junit: junit, args.markdown: markdown, args.html: html_page}
     for path, make in texts.items():
         if path is not None:
             path.write_text(make(results, suite.backend), "utf-8")
+    bad = failures(results)
+    if args.save is not None and bad:
+        backend, device = find(suite.backend)
+        for result in shown(bad, desc="save"):
+            save_failure(result, args.save, backend, device)
+        print(f"{len(bad)} failing cases saved in {args.save}", file=sys.stderr)
     if args.json == Path("-"):
         sys.stdout.write(json_lines(results, suite.backend))
     else:
         if args.json is not None:
             args.json.write_text(json_lines(results, suite.backend), "utf-8")
         print(summary(results, suite.backend, seconds))
-    for result in failures(results) if args.save is not None else ():
-        print(f"saved {save_inputs(result.case, args.save)}", file=sys.stderr)
-    return 1 if failures(results) else 0
-
-
-class _Progress:
-    """A count on stderr, where that is a terminal."""
-
-    def __init__(self) -> None:
-        self.done = self.failed = 0
-
-    def __call__(self, result: Result) -> None:
-        self.done += 1
-        self.failed += result.outcome is Outcome.FAIL
-        if sys.stderr.isatty() and self.done % 50 == 0:
-            print(f"\r{self.done} cases, {self.failed} failed, now {result.case.op:24}", end="", file=sys.stderr)
+    return 1 if bad else 0
 
 
 def _perf(suite: Suite) -> int:

@@ -43,6 +43,12 @@ class Suite:
         self.ops()
         yield from cases(self.op, full=self.full or self.thorough, seed=self.seed)
 
+    def expected(self) -> Expected:
+        """The failures that are expected of the backend.  Raises `BackendError` for their file and for the backend:
+        both are asked before any case is chosen, which takes seconds."""
+        find(self.backend)
+        return read_expected(self.xfail) if self.xfail else Expected()
+
     def ops(self) -> list[str]:
         """Names of the ops that `op` matches."""
         try:
@@ -54,11 +60,17 @@ class Suite:
         return matching
 
 
-def check(suite: Suite, on_result: Callable[[Result], None] = lambda result: None) -> list[Result]:
-    """Run `suite`; `on_result` is told each result as it comes.  Raises `BackendError` for an unknown backend."""
-    expected = read_expected(suite.xfail) if suite.xfail else Expected()
-    find(suite.backend)  # an unknown name is an error before any case is made
-    raw = _parallel(suite) if suite.jobs > 1 else _serial(suite)
+def check(
+    suite: Suite, on_result: Callable[[Result], None] = lambda result: None, wanted: Sequence[Case] | None = None
+) -> list[Result]:
+    """Run `suite`, or of its cases those that are `wanted`; `on_result` is told each result as it comes.
+
+    Raises `BackendError` for an unknown backend.
+    """
+    expected = suite.expected()
+    chosen = list(suite.cases()) if wanted is None else wanted
+    jobs = min(suite.jobs, -(-len(chosen) // CHUNK))
+    raw = _parallel(suite, chosen, jobs) if jobs > 1 else _serial(suite, chosen)
     results = []
     for result in required(map(expected.judged, raw), suite.require):
         on_result(result)
@@ -66,9 +78,9 @@ def check(suite: Suite, on_result: Callable[[Result], None] = lambda result: Non
     return results
 
 
-def _serial(suite: Suite) -> Iterator[Result]:
+def _serial(suite: Suite, wanted: Sequence[Case]) -> Iterator[Result]:
     backend, device = find(suite.backend)
-    for case in suite.cases():
+    for case in wanted:
         yield run_case(case, backend, device)
     if suite.thorough and not suite.texts:
         for name in suite.ops():
@@ -82,14 +94,13 @@ def _explored(name: str, suite: Suite) -> list[Result]:
     return list(explore(REGISTRY[name], backend, device, suite.seed))
 
 
-def _parallel(suite: Suite) -> Iterator[Result]:
+def _parallel(suite: Suite, wanted: Sequence[Case], jobs: int) -> Iterator[Result]:
     """The same results in the same order, by processes that each open the backend themselves."""
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
-    wanted = list(suite.cases())
     chunks = [(suite.backend, wanted[i : i + CHUNK]) for i in range(0, len(wanted), CHUNK)]
-    with ProcessPoolExecutor(suite.jobs, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         for results in pool.map(_run_chunk, chunks):
             yield from results
         if suite.thorough and not suite.texts:

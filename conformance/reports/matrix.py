@@ -12,6 +12,7 @@ from ...backends.base import Backend, Device
 from ...graph.errors import HocketError
 from ...ops import REGISTRY
 from ..judging.build import build
+from ..judging.run import supported
 from ..trials.case import Case
 from ..trials.grow import points
 
@@ -58,8 +59,7 @@ def support_matrix(devices: Sequence[str] | None = None) -> list[Row]:
 
 
 def _why_not(case: Case, backend: Backend, device: Device) -> str:
-    support = backend.supports(build(case).node, device)
-    return "" if support.ok else support.why or "no reason given"
+    return supported(build(case), backend, device)
 
 
 def matrix_text(rows: Sequence[Row], form: str) -> str:

@@ -1,19 +1,20 @@
-"""Results as JSON lines, two such files compared, and the inputs of a failure as a file."""
+"""Results as JSON lines, two such files compared, and the numbers of a failure as a file."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
 
 import numpy as np
 
+from ...backends.base import Backend, Device
 from ...graph.errors import BackendError
-from ..judging.run import Outcome, Result
-from ..trials.case import Case
-from ..trials.inputs import NoReference, as_stored, draw
+from ..judging.run import Outcome, Result, trial_of
+from ..trials.inputs import NoReference, as_stored
 
 
 def record(result: Result, backend: str) -> dict[str, object]:
@@ -80,15 +81,23 @@ def _outcome(row: dict[str, object] | None) -> str:
     return "absent" if row is None else str(row["outcome"])
 
 
-def save_inputs(case: Case, folder: Path) -> Path:
-    """Write the operands of a case as a file holds them, and the case itself, to ``<op>-<number>.npz``."""
+def save_failure(result: Result, folder: Path, backend: Backend, device: Device) -> Path:
+    """Write what is needed to look into a failure without the kit to ``<op>-<number>.npz``, and return its path.
+
+    It holds ``case`` and ``why`` (text), ``operand_<name>`` as a file holds them, ``expected_<n>`` (the reference's
+    float64 results, or integers) and ``got_<n>``, from another run on the device; what cannot be had is left out.
+    """
+    case = result.case
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{case.op}-{crc32(str(case).encode()):08x}.npz"
-    try:
-        operands = {f"operand_{n}": as_stored(a, case.specs[n]) for n, a in draw(case).items()}
-    except NoReference:
-        operands = {}
-    np.savez(path, allow_pickle=False, case=np.array(str(case)), **operands)
+    arrays = {"case": np.array(str(case)), "why": np.array(result.why)}
+    with suppress(NoReference, NotImplementedError):
+        trial = trial_of(case)
+        arrays |= {f"operand_{n}": as_stored(a, case.specs[n]) for n, a in trial.units.items()}
+        arrays |= {f"expected_{n}": np.asarray(w) for n, w in enumerate(trial.yardstick(backend).wanted)}
+        with suppress(Exception):  # a kernel under test may raise anything, and the failure is recorded already
+            arrays |= {f"got_{n}": g for n, g in enumerate(trial.results(backend, device)[0])}
+    np.savez(path, allow_pickle=False, **arrays)
     return path
 
 

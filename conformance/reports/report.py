@@ -1,14 +1,15 @@
-"""What a run says: console summary, Markdown and HTML matrix op × dtype × layout, JUnit XML."""
+"""What a run says, as text, Markdown and JUnit XML; failures come first, and the total last or at the top."""
 
 from __future__ import annotations
 
-import html
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from textwrap import wrap
 from xml.etree import ElementTree
 
 from ..judging.run import Outcome, Result
 from ..trials.case import LAYOUTS
+from .failing import failing
 
 COLUMNS = (*LAYOUTS, "zero-size")
 SIGNS: Mapping[Outcome, str] = {
@@ -19,6 +20,14 @@ SIGNS: Mapping[Outcome, str] = {
     Outcome.PASS: "ok",
 }
 """Worst first: a cell shows the worst of its cases."""
+MEANING: Mapping[Outcome, str] = {
+    Outcome.FAIL: "the backend gives something else than the op means",
+    Outcome.XFAIL: "it fails, and a line of the --xfail file says so",
+    Outcome.UNSUPPORTED: "the backend says that it has no kernel for this",
+    Outcome.NO_REFERENCE: "the kit does not know what the result must be",
+    Outcome.PASS: "right in every case",
+}
+CELLS = "A cell shows the worst outcome of its cases; 3/7 means that 3 of 7 cases have it, a lone number that all have."
 
 Cells = dict[tuple[str, str], dict[str, Counter[Outcome]]]
 
@@ -32,26 +41,43 @@ def reproduce(result: Result, backend: str) -> str:
     return f"hocket check --backend {backend} --case '{result.case}'"
 
 
-def summary(results: Sequence[Result], backend: str, seconds: float, shown: int = 20) -> str:
-    """Failures with their reproducers, then a line per op that did not pass whole, then the totals."""
-    lines: list[str] = []
-    failed = [r for r in results if r.outcome is Outcome.FAIL]
-    for result in failed[:shown]:
-        lines += [f"FAIL {result.case}", f"     {result.why}", f"     {reproduce(result, backend)}"]
-    if len(failed) > shown:
-        lines.append(f"     and {len(failed) - shown} more; --json or --html lists all of them")
-    by_op: dict[str, list[Result]] = defaultdict(list)
+def total(results: Sequence[Result], backend: str, seconds: float | None = None) -> str:
+    """A run in one line."""
+    outcomes = ", ".join(f"{n} {outcome}" for outcome, n in sorted(counts(results).items()))
+    ops = len({r.case.op for r in results})
+    took = "" if seconds is None else f" in {seconds:.1f} s"
+    return f"{backend}: {len(results)} cases of {ops} ops{took}: {outcomes or 'none'}"
+
+
+def unsupported(results: Iterable[Result]) -> Iterator[str]:
+    """The ops that a backend leaves out: in whole by name, in part with how many cases."""
+    by_op: dict[str, Counter[Outcome]] = defaultdict(Counter)
     for result in results:
-        by_op[result.case.op].append(result)
-    for op, mine in by_op.items():
-        outcomes = counts(mine)
-        if outcomes.keys() - {Outcome.PASS}:
-            lines.append(f"{op:20} " + ", ".join(f"{n} {outcome}" for outcome, n in sorted(outcomes.items())))
+        by_op[result.case.op][result.outcome] += 1
+    left_out = {op: c for op, c in by_op.items() if c[Outcome.UNSUPPORTED]}
+    whole = [op for op, c in left_out.items() if c[Outcome.UNSUPPORTED] == c.total()]
+    partly = [f"{op} ({c[Outcome.UNSUPPORTED]} of {c.total()} cases)" for op, c in left_out.items() if op not in whole]
+    if whole:
+        yield f"unsupported: {', '.join(whole)}"
+    if partly:
+        yield f"unsupported in part: {', '.join(partly)}"
+
+
+def summary(results: Sequence[Result], backend: str, seconds: float, shown: int = 3) -> str:
+    """For each op that fails what its failures share and the smallest of them; what is left out and why; the total."""
+    lines: list[str] = []
+    for group in failing(results):
+        first, *others = group.sentences()
+        lines += [f"FAIL {group.op}: {first}", *(f"     {sentence}" for sentence in others)]
+        for result in group.results[:shown]:
+            lines += [f"  {result.why}", f"  {reproduce(result, backend)}"]
+        if len(group.results) > shown:
+            lines.append(f"  and {len(group.results) - shown} more; --json, --markdown or --html lists all of them")
+    for line in unsupported(results):
+        lines += wrap(line, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     whys = Counter(r.why for r in results if r.outcome is Outcome.UNSUPPORTED)
-    lines += [f"unsupported, {n} cases: {why}" for why, n in whys.most_common(5)]
-    total = ", ".join(f"{n} {outcome}" for outcome, n in sorted(counts(results).items()))
-    lines.append(f"{backend}: {len(results)} cases of {len(by_op)} ops in {seconds:.1f} s: {total or 'none'}")
-    return "\n".join(lines)
+    lines += [f"  {n} cases: {why}" for why, n in whys.most_common(5)]
+    return "\n".join([*lines, total(results, backend, seconds)])
 
 
 def matrix(results: Iterable[Result]) -> Cells:
@@ -62,54 +88,41 @@ def matrix(results: Iterable[Result]) -> Cells:
     return cells
 
 
-def cell_text(found: Counter[Outcome] | None) -> str:
+def ranked(results: Iterable[Result]) -> list[tuple[tuple[str, str], dict[str, Counter[Outcome]]]]:
+    """The rows of the matrix, those with the worst outcomes first and else in the order of the registry."""
+    worst = list(SIGNS)
+    return sorted(matrix(results).items(), key=lambda row: min(worst.index(o) for c in row[1].values() for o in c))
+
+
+def cell_text(cell: Counter[Outcome] | None) -> str:
     """The worst outcome of a cell, and how many of how many cases have it."""
-    if not found:
+    if not cell:
         return ""
-    worst = next(o for o in SIGNS if found[o])
-    total = found.total()
-    return f"{SIGNS[worst]} {total}" if found[worst] == total else f"{SIGNS[worst]} {found[worst]}/{total}"
+    worst, count = worst_of(cell), cell.total()
+    return f"{SIGNS[worst]} {count}" if cell[worst] == count else f"{SIGNS[worst]} {cell[worst]}/{count}"
+
+
+def worst_of(cell: Counter[Outcome]) -> Outcome:
+    return next(o for o in SIGNS if cell[o])
 
 
 def markdown(results: Sequence[Result], backend: str) -> str:
-    """The matrix as a table."""
-    lines = [f"# {backend}", "", f"| op | dtype | {' | '.join(COLUMNS)} |", "|" + "---|" * (2 + len(COLUMNS))]
-    for (op, dtype), row in matrix(results).items():
-        lines.append(f"| {op} | {dtype} | {' | '.join(cell_text(row.get(c)) for c in COLUMNS)} |")
+    """Total and legend, the failures of each op with what they share, the matrix with failures first."""
+    lines = [f"# Conformance of {backend}", "", f"{total(results, backend)}.", ""]
+    lines += ["| sign | outcome | meaning |", "|---|---|---|"]
+    lines += [f"| {sign} | {outcome} | {MEANING[outcome]} |" for outcome, sign in SIGNS.items()]
+    lines += ["", CELLS, "", *unsupported(results), ""]
+    for group in failing(results):
+        lines += [f"## {group.op}", "", *(f"- {sentence}" for sentence in group.sentences()), "", "```"]
+        for result in group.results:
+            lines += [f"# {result.why}", reproduce(result, backend)]
+        lines += ["```", ""]
+    lines += ["## Every op", "", f"| op | dtype | {' | '.join(COLUMNS)} |", "|" + "---|" * (2 + len(COLUMNS))]
+    failed = {group.op for group in failing(results)}
+    for (op, dtype), row in ranked(results):
+        name = f"[{op}](#{op})" if op in failed else op
+        lines.append(f"| {name} | {dtype} | {' | '.join(cell_text(row.get(c)) for c in COLUMNS)} |")
     return "\n".join(lines) + "\n"
-
-
-_STYLE = (
-    "body{font:14px system-ui;margin:2em}table{border-collapse:collapse}td,th{border:1px solid #8884;padding:2px 8px}"
-    "th{position:sticky;top:0;background:Canvas}.pass{background:#3a35}.fail{background:#d33a}.xfail{background:#da35}"
-    ".unsupported,.no{background:#8883}:root{color-scheme:light dark}code{white-space:pre-wrap}"
-)
-
-
-def html_page(results: Sequence[Result], backend: str) -> str:
-    """The matrix and the failures as one self-contained page."""
-    rows = []
-    for (op, dtype), row in matrix(results).items():
-        cells = "".join(_html_cell(row.get(c)) for c in COLUMNS)
-        rows.append(f"<tr><td>{html.escape(op)}</td><td>{html.escape(dtype)}</td>{cells}</tr>")
-    failures = "".join(
-        f"<dt><code>{html.escape(reproduce(r, backend))}</code></dt><dd>{html.escape(r.why)}</dd>"
-        for r in results
-        if r.outcome is Outcome.FAIL
-    )
-    head = "".join(f"<th>{c}</th>" for c in ("op", "dtype", *COLUMNS))
-    title = f"hocket conformance: {html.escape(backend)}"
-    return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>"
-        f"<h1>{title}</h1><table><tr>{head}</tr>{''.join(rows)}</table><h2>Failures</h2><dl>{failures}</dl></html>\n"
-    )
-
-
-def _html_cell(found: Counter[Outcome] | None) -> str:
-    if not found:
-        return "<td></td>"
-    worst = next(o for o in SIGNS if found[o])
-    return f'<td class="{worst.value.split()[0]}">{html.escape(cell_text(found))}</td>'
 
 
 def junit(results: Sequence[Result], backend: str) -> str:

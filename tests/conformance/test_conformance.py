@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -23,10 +24,12 @@ from hocket.conformance.judging.build import build, lane_for
 from hocket.conformance.judging.compare import compare
 from hocket.conformance.judging.guarded import Guarded, extent, spread
 from hocket.conformance.judging.metamorphic import checks_for
-from hocket.conformance.judging.run import Result, really_aliases
+from hocket.conformance.judging.run import Result, really_aliases, supported
 from hocket.conformance.judging.tolerance import Budget, Yardstick
 from hocket.conformance.reports.expected import Expected
-from hocket.conformance.reports.report import junit, markdown
+from hocket.conformance.reports.failing import failing
+from hocket.conformance.reports.page import html_page
+from hocket.conformance.reports.report import MEANING, junit, markdown, total
 from hocket.conformance.trials.case import INPUTS, LAYOUTS, make_case
 from hocket.conformance.trials.generate import full_cases, quick_cases
 from hocket.conformance.trials.grow import points
@@ -36,6 +39,8 @@ from hocket.graph import GraphError, Spec
 from hocket.graph.parse import parse_case as parse_point
 from hocket.ops import REGISTRY
 
+from ..given.faults import FAULTS
+from ..given.faults.site import FaultyBackend
 from ..given.models import ROOT
 
 CPU = find("cpu:0")
@@ -267,16 +272,50 @@ def results_of(*outcomes):
 
 def test_a_report_shows_the_worst_of_a_cell_and_junit_counts():
     results = results_of(Outcome.PASS, Outcome.FAIL, Outcome.UNSUPPORTED)
-    assert "| add | f16/f32 | FAIL 1/3 |" in markdown(results, "cpu")
+    assert "| [add](#add) | f16/f32 | FAIL 1/3 |" in markdown(results, "cpu")
     suite = ElementTree.fromstring(junit(results, "cpu").encode())
     assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("3", "1", "1")
     assert suite.find("testcase/failure").get("message") == "why <&>"
 
 
+RUNS = next(f for f in FAULTS if str(f) == "mul: broadcast by runs instead of modulo")
+
+
+def test_failures_come_by_op_smallest_first_with_what_they_share():
+    """A fault that is planted where `b` has several entries to repeat: the kit's words must say just that."""
+    results = [run_case(c, FaultyBackend(RUNS), CPU[1]) for c in quick_cases(REGISTRY["mul"])[::3]]
+    (group,) = failing(results)
+    best = group.traits[0]
+    assert best.text == "`b` is repeated along an axis where it has several entries"
+    assert best.failing == len(group.results) > 5 * best.passing
+    sizes = [sum(s.size for _, s in r.case.operands) for r in group.results]
+    assert sizes == sorted(sizes)
+    page, text = html_page(results, "cpu"), markdown(results, "cpu")
+    for report in (page, text):
+        where = [report.index(words) for words in (total(results, "cpu"), MEANING[Outcome.FAIL], best.text, "Every op")]
+        assert where == sorted(where)
+    targets = re.findall(r'href="#([^"]+)"', page)
+    assert targets
+    assert set(targets) <= set(re.findall(r'id="([^"]+)"', page))
+
+
+def test_nothing_is_said_of_what_failures_share_where_nothing_passes():
+    (group,) = failing(results_of(Outcome.FAIL, Outcome.FAIL, Outcome.UNSUPPORTED))
+    assert (group.traits, list(group.sentences())) == ((), ["2 of 2 cases that ran fail"])
+
+
+def test_no_backend_is_asked_to_run_a_view():
+    suite = Suite(backend="cuda-emulated", op="permute", require="MUST")
+    results = check(suite, wanted=list(suite.cases())[:10])
+    assert {r.outcome for r in results} <= {Outcome.PASS, Outcome.NO_REFERENCE}
+    assert supported(build(results[0].case), *find("cuda-emulated")) == ""
+
+
 def test_the_command_writes_reports_that_compare(tmp_path, capsys):
     one, two = tmp_path / "a.json", tmp_path / "b.json"
     arguments = ["--op", "add|neg", "--json", str(one), "--html", str(tmp_path / "x.html"), "--seed", "3"]
-    assert main([*arguments, "--junit", str(tmp_path / "x.xml"), "--markdown", str(tmp_path / "x.md")]) == 0
+    arguments += ["--jobs", "1", "--junit", str(tmp_path / "x.xml"), "--markdown", str(tmp_path / "x.md")]
+    assert main(arguments) == 0
     assert "pass" in capsys.readouterr().out
     rows = [json.loads(line) for line in one.read_text("utf-8").splitlines()]
     assert all(row["case"].endswith("seed=3)") for row in rows)
@@ -317,6 +356,9 @@ def test_inputs_of_a_failure_are_saved_with_a_line_that_repeats_it(tmp_path, cap
     with np.load(saved) as held:
         assert str(held["case"]) == case
         np.testing.assert_array_equal(held["operand_x"], draw(parse_case(case))["x"].astype(np.float32))
+        np.testing.assert_array_equal(held["expected_0"], -held["operand_x"])
+        np.testing.assert_array_equal(held["got_0"], held["expected_0"])
+        assert "take its line out" in str(held["why"])
 
 
 @pytest.mark.long
