@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType, MappingProxyType, ModuleType
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -38,11 +38,11 @@ class Node:
     @property
     def inputs(self) -> tuple[Value, ...]:
         """The sources that are present."""
-        return tuple(s for s in self.src if s is not None)
+        return cast("tuple[Value, ...]", self.src) if all(self.src) else tuple(s for s in self.src if s is not None)
 
     @property
     def results(self) -> tuple[Value, ...]:
-        return tuple(Value(self, i) for i in range(len(self.specs)))
+        return (Value(self),) if len(self.specs) == 1 else tuple(Value(self, i) for i in range(len(self.specs)))
 
     @property
     def is_leaf(self) -> bool:

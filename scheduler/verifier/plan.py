@@ -207,12 +207,12 @@ class _Whole:
 
     def _updates(self, trace: Trace) -> Iterator[str]:
         wanted = {s.node.name: (s, v) for s, v in self.plan.graph.updates.items()}
+        lying = {s: self._axes(s, self.plan.leaves.get(s.node.name)) for s in self.plan.graph.states}
         for device, lane in enumerate(self.plan.lanes):
             updates: Mapping[str, Value] = {s.node.name: v for s, v in lane.graph.updates.items()}
             held = {v.node.name for v in lane.graph.states}
-            for state in self.plan.graph.states:
+            for state, axes in lying.items():
                 name = state.node.name
-                axes = self._axes(state, self.plan.leaves.get(name))
                 mine = None if isinstance(axes, str) else axes[device]
                 new = wanted.get(name, (state, state))[1]
                 changes = self.meaning.number[new] != self.meaning.number[state]

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import chain, combinations
 
 from .indices import Index, covers, has_twice, length, share_entries
 
@@ -110,8 +110,9 @@ def _uncovered(boxes: Sequence[tuple[int, Summand]]) -> str | None:
             return "the devices look rows up by different numbers"
         if any(map(has_twice, box.box)):
             return f"device {device} has a term twice"
-    for (d, one), (e, two) in combinations(boxes, 2):
-        if all(map(share_entries, one.box, two.box)):
-            return f"devices {d} and {e} both have a term"
+    if all(has_twice(tuple(chain(*axis))) for axis in zip(*(box.box for _, box in boxes), strict=True)):
+        for (d, one), (e, two) in combinations(boxes, 2):  # no axis alone keeps all boxes apart
+            if all(map(share_entries, one.box, two.box)):
+                return f"devices {d} and {e} both have a term"
     have = sum(math.prod(map(length, b.box)) for _, b in boxes)
     return None if have == math.prod(sizes) else f"{math.prod(sizes) - have} of {math.prod(sizes)} terms are missing"

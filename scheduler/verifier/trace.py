@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from graphlib import CycleError, TopologicalSorter
 from itertools import product
 from typing import TypeAlias
 
 import numpy as np
 
-from ...graph.graph import Graph
+from ...graph.graph import Graph, topological_order
 from ...graph.node import Node, Value
 from ...ops import REGISTRY
 from ...ops.collective import COLLECTIVES, int_attr, runs_of
@@ -103,6 +102,8 @@ class Meaning:
 
 Place: TypeAlias = tuple[int, Node]
 """A device's number and a node of its graph (devices may share node objects)."""
+_Done: TypeAlias = tuple[list[list[Held]], list[set[int]]]
+"""What results of a node hold, and the sets of devices to which whoever has such a node belongs."""
 
 
 class Trace:
@@ -115,54 +116,47 @@ class Trace:
 
     def __init__(self, meaning: Meaning, graphs: Sequence[Graph], leaves: Mapping[tuple[int, str], Held]) -> None:
         self.meaning, self.graphs, self.leaves = meaning, graphs, leaves
-        self.held: dict[tuple[int, Value], list[Held]] = {}
+        self.held: list[dict[Node, list[list[Held]]]] = [{} for _ in graphs]
         self.computed: dict[frozenset[int], set[int]] = {}
         self.complete: dict[int, set[int]] = {}
         self.most = MOST * len(meaning.values)
         self.unfinished = ""
         self._alike: dict[tuple[Held, ...], list[Held]] = {}
-        self._done: dict[tuple[Node, tuple[int, ...]], tuple[list[list[Held]], frozenset[int], set[int]]] = {}
-        self.sent: dict[tuple[object, ...], Place] = {}
-        self.groups: dict[int, dict[int, Node]] = {}
+        self._sides: dict[Node, tuple[int, Side]] = {}
+        self._numbered: dict[tuple[str, Side], tuple[int, Side]] = {}
+        self._done: dict[tuple[int, ...], _Done] = {}
+        self.groups: dict[object, dict[int, Node]] = {}
+        self.missing: dict[object, set[Place]] = {}
         for device, graph in enumerate(graphs):
             for node in graph.nodes:
-                if node.op == "send":
-                    self.sent[device, node.attrs["to"], node.attrs["sequence"]] = (device, node)
-                elif node.op in COLLECTIVES and node.op != "receive":
-                    self.groups.setdefault(int_attr(node.attrs["sequence"]), {})[device] = node
+                if node.op in COLLECTIVES and node.op != "receive":
+                    self.groups.setdefault(_meeting(device, node), {})[device] = node
+                    self.missing.setdefault(_meeting(device, node), set()).add((device, node))
 
     def of(self, device: int, value: Value) -> list[Held]:
-        return self.held.get((device, value), [])
+        results = self.held[device].get(value.node)
+        return results[value.index] if results else []
 
     def faults(self) -> Iterator[str]:
-        order: TopologicalSorter[object] = TopologicalSorter()
-        for device, graph in enumerate(self.graphs):
-            for node in graph.nodes:
-                order.add(self._unit(device, node), *self._waits_for(device, node))
-        try:
-            units = list(order.static_order())
-        except CycleError:
+        orders = {graph: _in_turn(graph) for graph in set(self.graphs)}
+        ahead = [list(reversed(orders[graph])) for graph in self.graphs]
+        moved = True
+        while moved:
+            moved = False
+            for device, nodes in enumerate(ahead):  # each goes on until it has to wait for another
+                while nodes and self._is_ready(device, nodes[-1]):
+                    yield from self._node(device, nodes.pop())
+                    moved = True
+        if any(ahead):
             yield "devices wait for each other in a circle"
-            return
-        for unit in units:
-            if isinstance(unit, int):
-                yield from self._meet(unit)
-            else:
-                yield from self._node(*unit)  # type: ignore[misc]  # a unit is one set of its arguments
 
-    def _unit(self, device: int, node: Node) -> object:
-        meets = node.op in COLLECTIVES and node.op not in ("send", "receive")
-        return int_attr(node.attrs["sequence"]) if meets else (device, node)
-
-    def _waits_for(self, device: int, node: Node) -> Iterator[object]:
-        for source in node.inputs:
-            yield self._unit(device, source.node)
-        if node.op == "receive" and (sender := self.sent.get(self._letter(device, node))):
-            yield sender
-
-    @staticmethod
-    def _letter(device: int, node: Node) -> tuple[object, ...]:
-        return node.attrs["source"], device, node.attrs["sequence"]
+    def _is_ready(self, device: int, node: Node) -> bool:
+        """Whether all whom `node` waits for have come; its device has."""
+        if node.op not in COLLECTIVES:
+            return True
+        missing = self.missing.get(_meeting(device, node), set())
+        missing.discard((device, node))
+        return not missing
 
     # ------------------------------------------------------------------------------------------------ one device
 
@@ -171,33 +165,48 @@ class Trace:
             yield from self._leaf(device, node)
             return
         if node.op == "receive":
-            sender = self.sent.get(self._letter(device, node))
-            if sender and sender[1].specs != node.specs:
-                yield f"device {device}: {node!r} receives {sender[1]!r}"
-            self.held[device, Value(node)] = self.of(sender[0], sender[1].results[0]) if sender else []
+            for source, sender in self.groups.get(_meeting(device, node), {}).items():
+                if sender.specs != node.specs:
+                    yield f"device {device}: {node!r} receives {sender!r}"
+                self.held[device][node] = [self.of(source, Value(sender))]
             return
-        known = [self.of(device, s) if s is not None else [] for s in node.src]
-        if any(s is not None and not k for s, k in zip(node.src, known, strict=True)):
+        if node.op in COLLECTIVES and node.op != "send":
+            if members := self.groups.pop(_meeting(device, node), None):  # who comes last finds what all have then
+                yield from self._meet(members)
+            return
+        held = self.held[device]
+        known = [[] if s is None else self.of(device, s) for s in node.src]
+        if not all(known) and any(s is not None and not k for s, k in zip(node.src, known, strict=True)):
             return  # a source is wrong already, and was said to be
-        key = (node, tuple(id(k) for k in known if k))  # devices that run one graph and hold the same get the same
-        if key not in self._done:
+        number, mine = self._side(node)
+        key = (number, *map(id, filter(None, known)))  # nodes that are alike on values that hold the same give the same
+        if (done := self._done.get(key)) is None:
             reasons: list[str] = []
-            self._done[key] = self._meanings(node, known, reasons)
-            if not self._done[key][0][0]:
+            results, computed, complete = self._meanings(node, mine, known, reasons)
+            if not results[0]:
                 why = "; ".join(dict.fromkeys(reasons)) or "it has no such node on these values"
                 yield f"device {device}: {node!r} is no part of the graph: {why}"
-                del self._done[key]
                 return
-        results, computed, complete = self._done[key]
-        for value, kept in zip(node.results, results, strict=True):
-            self.held[device, value] = kept
-        if computed:
-            self.computed.setdefault(computed, set()).add(device)
-        for number in complete:
-            self.complete.setdefault(number, set()).add(device)
+            done = self._done[key] = (
+                [self._known(kept) for kept in results],
+                [
+                    *([self.computed.setdefault(computed, set())] if computed else ()),
+                    *(self.complete.setdefault(n, set()) for n in complete),
+                ],
+            )
+        held[node], devices = done
+        for those in devices:
+            those.add(device)
+
+    def _side(self, node: Node) -> tuple[int, Side]:
+        """Op, attributes and specs of a node as a number that all who are alike share, and as a `Side`."""
+        if node not in self._sides:
+            mine = side(node)
+            self._sides[node] = self._numbered.setdefault((node.op, mine), (len(self._numbered), mine))
+        return self._sides[node]
 
     def _meanings(
-        self, node: Node, known: Sequence[list[Held]], reasons: list[str]
+        self, node: Node, mine: Side, known: Sequence[list[Held]], reasons: list[str]
     ) -> tuple[list[list[Held]], frozenset[int], set[int]]:
         """What each result of `node` is; nothing, and why, if it is no node of the user's graph on such operands.  Then
         the numbers it may be computing (none if it converts or views), and those of which it makes all."""
@@ -207,7 +216,7 @@ class Trace:
             self._add(results[0], converted(node, pair))
         for operands in self._readings(node, known):
             is_copy = REGISTRY[node.op].is_view or bool(converted(node, operands))
-            for match in self._matches(node, operands, reasons):
+            for match in self._matches(node.op, mine, operands, reasons):
                 if not is_copy:
                     computed.add(match[0].number)
                 complete |= {held.number for held in match if self._is_complete(held)}
@@ -245,9 +254,9 @@ class Trace:
         shape, digits = self.meaning.values[held.number].shape, self.meaning.digits[held.number]
         return held.owed is None and all(map(is_whole, held.axes, digits, shape))
 
-    def _keep(self, device: int, value: Value, held: list[Held]) -> None:
-        """Equal holdings of several devices are one list, so that what follows from them is found once."""
-        self.held[device, value] = self._alike.setdefault(tuple(held), held)
+    def _known(self, held: list[Held]) -> list[Held]:
+        """Equal holdings are one list, which stays, so that what follows from them is found once."""
+        return self._alike.setdefault(tuple(held), held)
 
     @staticmethod
     def _add(kept: list[Held], more: Sequence[Held]) -> None:
@@ -266,25 +275,26 @@ class Trace:
         elif tuple(map(length, held.axes)) != node.specs[0].shape:
             yield f"device {device}: {node!r}, but it is bound to entries {[show(i) for i in held.axes]}"
         else:
-            self._keep(device, Value(node), [held])
+            self.held[device][node] = [self._known([held])]
 
-    def _matches(self, node: Node, operands: Sequence[Held | None], reasons: list[str]) -> Iterator[list[Held]]:
-        """What `node` is if its operands are these: results of nodes of the user's graph."""
+    def _matches(
+        self, op: str, mine: Side, operands: Sequence[Held | None], reasons: list[str]
+    ) -> Iterator[list[Held]]:
+        """What a device's node is if its operands are these: results of nodes of the user's graph."""
         meaning = self.meaning
-        key = (node.op, tuple(None if o is None else o.number for o in operands))
+        key = (op, tuple(None if o is None else o.number for o in operands))
         axes = tuple(None if o is None else meaning.with_digits(o.number, o.axes) for o in operands)
-        mine = side(node)
         for user, numbers in meaning.users.get(key, ()):
             if [s.dtype for s in user.results] != [s.dtype for s in mine.results]:
                 reasons.append(f"the results have other dtypes than {user.results}")
                 continue
-            made = restricted(node.op, user, mine, axes)
+            made = restricted(op, user, mine, axes)
             if isinstance(made, str):
                 reasons.append(made)
                 continue
             try:
                 summands = [None if o is None else o.owed for o in operands]
-                owed = passed(node.op, user, summands, made, key[1])
+                owed = passed(op, user, summands, made, key[1])
             except ValueError as why:
                 reasons.append(str(why))
                 continue
@@ -296,8 +306,7 @@ class Trace:
 
     # ----------------------------------------------------------------------------------------------- all devices
 
-    def _meet(self, sequence: int) -> Iterator[str]:
-        members = self.groups[sequence]
+    def _meet(self, members: Mapping[int, Node]) -> Iterator[str]:
         one = next(iter(members.values()))
         if len(members) < len(self.graphs) or len({n.op for n in members.values()}) > 1:
             yield f"not every device comes to {one!r}"
@@ -307,6 +316,7 @@ class Trace:
         if not all(known):
             return
         reasons, met = list[str](), False
+        after: list[list[Held]] = [[] for _ in nodes]
         for first in known[0]:
             choices = [[first], *([h for h in k if h.number == first.number] for k in known[1:])]
             for brought in self._brought(nodes, choices):
@@ -315,11 +325,11 @@ class Trace:
                     reasons.append(results)
                     continue
                 met = True
-                for device, (node, held) in enumerate(zip(nodes, results, strict=True)):
-                    self._add(self.held.setdefault((device, Value(node)), []), [held])
+                for kept, held in zip(after, results, strict=True):
+                    self._add(kept, [held])
                 break  # another choice of the others would give the same
         for device, node in enumerate(nodes):
-            self._keep(device, Value(node), self.of(device, Value(node)))
+            self.held[device][node] = [self._known(after[device])]
         if not met:
             yield f"{one!r}: {'; '.join(dict.fromkeys(reasons)) or 'the devices bring different values'}"
 
@@ -390,6 +400,20 @@ class Trace:
         if index is None or not is_whole(index, self.meaning.digits[number][axis], n):
             return f"the runs do not put the {n} entries of axis {axis} in order"
         return (*axes[:axis], whole(n), *axes[axis + 1 :])
+
+
+def _meeting(device: int, node: Node) -> object:
+    """What those who meet in a node have in common: its number, and of a letter from whom and to whom it goes."""
+    number = int_attr(node.attrs["sequence"])
+    if node.op == "send":
+        return device, node.attrs["to"], number
+    return (node.attrs["source"], device, number) if node.op == "receive" else number
+
+
+def _in_turn(graph: Graph) -> tuple[Node, ...]:
+    """The nodes of a graph, sources first; its meetings come by number, as programs must have them (`meetings`)."""
+    meet = sorted((n for n in graph.nodes if n.op in COLLECTIVES), key=lambda n: int_attr(n.attrs["sequence"]))
+    return topological_order(map(Value, (*meet, *graph.nodes)))
 
 
 def _by_number(known: Sequence[Held]) -> dict[int | None, list[Held | None]]:
