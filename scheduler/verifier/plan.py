@@ -22,12 +22,13 @@ from ...ops import REGISTRY, op_of, verify
 from ...ops.collective import COLLECTIVES
 from ..layout import Layout, Local, Partial, Shard
 from ..plan import Lane, Plan
+from .held import Held
 from .indices import Index, entries, joined, whole
 from .meetings import meeting_faults
 from .program import faults
 from .record import leaf_faults, record_faults
 from .restrict import show
-from .trace import Held, Meaning, Trace
+from .trace import Meaning, Trace
 from .undo import saving_nodes
 
 

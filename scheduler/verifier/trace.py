@@ -8,7 +8,6 @@ once (a slice the user asked for is also a share of what is sliced), so each has
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from typing import TypeAlias
@@ -19,24 +18,16 @@ from ...graph.graph import Graph, topological_order
 from ...graph.node import Node, Value
 from ...ops import REGISTRY
 from ...ops.collective import COLLECTIVES, int_attr, runs_of
-from .indices import Digits, Index, agreed, entries, has_twice, index_of, is_whole, joined, length, taken, whole
+from .held import Held, but, converted
+from .indices import Digits, Index, agreed, entries, index_of, is_whole, joined, length, whole
 from .passing import passed
 from .restrict import Axes, Made, Side, at_positions, restricted, show, side
-from .summands import EMPTY, NOTHING, Owed, miscounted
+from .summands import EMPTY, miscounted
 
 Key: TypeAlias = tuple[object, ...]
 MOST = 64
 """Combinations of what operands may be that are tried for one node, times the values of the user's graph.  The search
 is complete up to there; where it ends early and a fault follows, the fault says so."""
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What holds of a device's value: it is these entries of value number `number`, or a summand of them."""
-
-    number: int
-    axes: tuple[Index, ...]
-    owed: Owed = None
 
 
 class Meaning:
@@ -390,7 +381,7 @@ class Trace:
         if len(runs) != len(brought):
             return f"runs are given for {len(runs)} devices"
         for held in brought:
-            if not self.meaning.alike(number, (*axes[:axis], (), *axes[axis + 1 :]), _but(held.axes, axis)):
+            if not self.meaning.alike(number, (*axes[:axis], (), *axes[axis + 1 :]), but(held.axes, axis)):
                 return "the devices bring different entries of another axis"
         for device, (held, own) in enumerate(zip(brought, runs, strict=True)):
             if length(held.axes[axis]) != length(own):
@@ -424,10 +415,6 @@ def _by_number(known: Sequence[Held]) -> dict[int | None, list[Held | None]]:
     return numbered
 
 
-def _but(axes: tuple[Index, ...], axis: int) -> tuple[Index, ...]:
-    return (*axes[:axis], (), *axes[axis + 1 :])
-
-
 @lru_cache(maxsize=1024)
 def _scattered(places: tuple[Index, ...], brought: tuple[Index, ...]) -> Index | None:
     """The entries of an axis to which everybody brings something; None if places stay empty or two disagree."""
@@ -440,29 +427,3 @@ def _scattered(places: tuple[Index, ...], brought: tuple[Index, ...]) -> Index |
             return None
         whole_axis[at] = new
     return None if (whole_axis < 0).any() else index_of(whole_axis)
-
-
-def converted(node: Node, operands: Sequence[Held | None]) -> list[Held]:
-    """What `node` is as a conversion that leaves the value as it is: fewer entries, shares joined, a summand of 0."""
-    first, attrs = operands[0] if operands else None, node.attrs
-    if first is None:
-        return []
-    if node.op in ("cont", "send"):
-        return [first]
-    if (node.op == "scale" and attrs["scale"] == attrs["bias"] == 0) or (node.op == "fill" and attrs["value"] == 0):
-        return [Held(first.number, first.axes, NOTHING)]
-    if node.op not in ("slice", "concat"):
-        return []
-    axis = int_attr(attrs["axis"]) % len(first.axes)
-    if node.op == "slice":
-        index = taken(first.axes[axis], int_attr(attrs["start"]), int_attr(attrs["stop"]))
-        return [Held(first.number, (*first.axes[:axis], index, *first.axes[axis + 1 :]), first.owed)]
-    second = operands[1]
-    assert second is not None
-    same = first.number == second.number and first.owed is second.owed
-    if not same or _but(first.axes, axis) != _but(second.axes, axis):
-        return []
-    index = joined([first.axes[axis], second.axes[axis]])
-    if has_twice(index):  # no share has an entry twice, and there would be ever more of such
-        return []
-    return [Held(first.number, (*first.axes[:axis], index, *first.axes[axis + 1 :]), first.owed)]
