@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ..backends.sources import Foretells
 from ..graph.graph import names
 from ..graph.node import Node
 from ..ops.collective import COLLECTIVES, sequence_of
 from ..scheduler.layout import Layout, Local, Shard
-from ..scheduler.lowering.lane import first_alike
+from ..scheduler.lowering.lane import Lane, first_alike
 from ..scheduler.plan import Plan
 from ..scheduler.stages import WORK, Stage, StepCost
 from ..scheduler.telling.explain import Reasons, meeting_lines, placement_lines, summary
@@ -37,6 +38,8 @@ class PlanData:
         self.texts = Interned[str]("")
         self.costs = Interned[StepCost]()
         self.specs = Interned[tuple[str, int]]()
+        self.kernels = Interned[tuple[str, str, str]]()
+        self.calls = Interned[tuple[tuple[int, ...], int]](((), 0))
 
     def document(self) -> dict[str, Any]:
         """The plan as plain data."""
@@ -56,6 +59,8 @@ class PlanData:
             "measured": measured,
             "texts": self.texts.items,
             "specs": self.specs.items,
+            "kernels": self.kernels.items,
+            "calls": self.calls.items,
             "costs": [[c.flops, c.nbytes, c.moved, _short(c.seconds), _short(c.uncut)] for c in self.costs.items],
         }
 
@@ -111,10 +116,24 @@ class PlanData:
             "block": self._blocks(origin),
             "cost": [self.costs(prices.of(at)) for at in range(len(program.instructions))],
             "spec": [self.specs((str(i.dst[0].spec), i.dst[0].spec.nbytes)) for i in program.instructions],
+            "calls": self._calls(lane),
             "last": last,
             "live": live,
             "kept": program.saved_bytes,
         }
+
+    def _calls(self, lane: Lane) -> list[int]:
+        """For each instruction the kernels that compute it and how many instructions they do together, as the number of
+        such a pair; the first pair where its backend cannot say."""
+        kernels: list[list[int]] = [[] for _ in lane.program.instructions]
+        together = [0] * len(kernels)
+        if isinstance(lane.backend, Foretells):
+            for called in lane.backend.foretold(lane.program, lane.device):
+                number = self.kernels((called.kernel, called.source.place, called.source.text))
+                for at in called.numbers:
+                    kernels[at] += [number] if number not in kernels[at] else []
+                    together[at] = len(called.numbers)
+        return [self.calls((tuple(own), count)) for own, count in zip(kernels, together, strict=True)]
 
     def _origin(self, number: int, at: int) -> tuple[Node | None, bool]:
         """The node of the user's graph that an instruction computes; if it is none, that whose value it converts."""

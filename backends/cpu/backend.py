@@ -19,7 +19,9 @@ from ...ops.collective import COLLECTIVES
 from ...ops.quants import dequantise
 from ..base import Array, Comm, Device, Instruction, Program, Tensor, contiguous_strides, host_view
 from ..numpy.backend import NumpyBackend
-from .binding import bound
+from ..numpy.table import source
+from ..sources import Called
+from .binding import bound, foretold
 from .compiler import REPLAY
 from .kernels.formats import FORMATS, ROWS
 from .kernels.packing import PACK, UNPACK, pack, unpack
@@ -105,6 +107,9 @@ class CpuBackend(NumpyBackend):
         if self._crew is None:
             self._crew = Crew(self.threads)
         return bound(program, buffers, on, self._crew, comm, in_python)
+
+    def foretold(self, program: Program, on: Device) -> Sequence[Called]:
+        return [*foretold(program, self.threads, lambda i: source(i.op))]
 
 
 def _dequantised(program: Program, buffers: Sequence[Any], tensor: Tensor) -> Array:

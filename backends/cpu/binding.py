@@ -12,10 +12,11 @@ from ..base import Comm, Device, Instruction, Program, Tensor
 from ..flow import Flow
 from ..liveness import readers_of
 from ..operands import Bound, NoKernelError, Operand
+from ..sources import Called, Source, source_of
 from ..table import brought
 from .kernels.table import BINDINGS, FUSED
 from .replay import Crew, Replay, Segment, Work
-from .steps import Binding, Chain, Steps
+from .steps import Binding, Chain, Step, Steps
 
 log = logging.getLogger("hocket.kernels")
 
@@ -29,36 +30,53 @@ def bound(
     in_python: Callable[[Instruction], list[Callable[[], object]]],
 ) -> Replay:
     """A program ready to run; `in_python` gives the calls for an instruction that has no kernel."""
-
-    def operand(tensor: Tensor) -> Operand:
-        spec = program.buffers[tensor.buffer]
-        return Operand(buffers[tensor.buffer].ctypes.data + tensor.offset, tensor, spec.declared, spec.stored)
-
-    flow = Flow(program, readers_of(program, operand))
-    work = _work(flow, crew, comm, in_python)
+    flow, steps = _flow(program, [b.ctypes.data for b in buffers]), Steps(crew.threads, comm)
+    work: Work = []
+    for part in _parts(flow, steps):
+        if isinstance(part, int):
+            quietly = np.errstate(all="ignore")
+            work += [(part, quietly(call)) for call in in_python(program.instructions[part])]
+        else:
+            work.append((part[0].number, Segment(part, crew.threads, steps.owned)))
     return Replay(program, on, work, flow.together(), flow.finished, crew, comm, buffers)
 
 
-def _work(flow: Flow, crew: Crew, comm: Comm, in_python: Callable[[Instruction], list[Callable[[], object]]]) -> Work:
-    work: Work = []
-    steps, chains = Steps(crew.threads, comm), _chains(flow)
+def foretold(program: Program, threads: int, in_python: Callable[[Instruction], Source]) -> Iterator[Called]:
+    """What `bound` would call, found at addresses where nothing lies; how devices meet is not known before they do."""
+    flow, steps = _flow(program, [(number + 1) << 40 for number in range(len(program.buffers))]), Steps(threads)
+    parts = list(_parts(flow, steps))
+    together = flow.together()
+    for part in parts:
+        if not isinstance(part, int):
+            yield from (Called(s.kernel.name, source_of(s.kernel.body), together[s.number]) for s in part)
+        elif (i := program.instructions[part]).op not in COLLECTIVES:
+            yield Called("NumPy", in_python(i), (part,))
 
-    def close() -> None:
-        if taken := steps.take():
-            work.append((taken[0].number, Segment(taken, crew.threads, steps.owned)))
 
+def _flow(program: Program, addresses: Sequence[int]) -> Flow:
+    """The flow of a program whose buffers begin at these addresses."""
+
+    def operand(tensor: Tensor) -> Operand:
+        spec = program.buffers[tensor.buffer]
+        return Operand(addresses[tensor.buffer] + tensor.offset, tensor, spec.declared, spec.stored)
+
+    return Flow(program, readers_of(program, operand))
+
+
+def _parts(flow: Flow, steps: Steps) -> Iterator[list[Step] | int]:
+    """What runs in order: steps of compiled code that follow each other, and instructions that have no kernel."""
+    chains = _chains(flow)
     for group in flow.groups():
         steps.number = group[0]
         if group in chains:
             chains[group].bind(steps)
         elif not _bind(steps, flow.call(group[0])):
-            close()
-            quietly = np.errstate(all="ignore")
-            instruction = flow.readers.program.instructions[group[0]]
-            work += [(group[0], quietly(call)) for call in in_python(instruction)]
+            if taken := steps.take():
+                yield taken
+            yield group[0]
             steps.forget([out.region for out in flow.call(group[0]).dst])
-    close()
-    return work
+    if taken := steps.take():
+        yield taken
 
 
 def _bind(steps: Steps, call: Bound) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
@@ -16,17 +16,18 @@ from ...graph.errors import StepError
 from ...graph.node import Node, Value
 from ...graph.spec import Spec
 from ...ops import op_of
-from ...ops.collective import COLLECTIVES, int_attr
+from ...ops.collective import COLLECTIVES
 from ...ops.quants import dequantise, encoded
 from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor, Timed, contiguous_strides, run_calls
 from ..calls import Call
 from ..flow import Flow
 from ..liveness import readers_of
 from ..meeting import KERNELS as MEETINGS
-from ..operands import Bound, NoKernelError, Operand
-from .binding.chains import fuse
+from ..operands import NoKernelError, Operand
+from ..sources import Called
 from .binding.launches import Launches
 from .binding.packing import PACKINGS, pack, padded
+from .binding.programs import Met, bound_parts, foretold
 from .binding.trial import Known, tried
 from .device.driver import Driver, Launch, LaunchError, Step
 from .device.limits import MOST
@@ -34,7 +35,6 @@ from .kernels.packed import expanded
 from .meeting.meetings import Meetings
 from .meeting.transport import transport_of
 from .meeting.watch import LostError, Memberships
-from .table import FUSED, binding
 
 HALVES = (DType.F16, DType.BF16)
 PRODUCTS = frozenset(("mul_mat", "mul_mat_id"))
@@ -161,22 +161,12 @@ class DriverBackend:
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Replay:
         return Replay(program, buffers, on, comm, self.driver, self._memberships)
 
+    def foretold(self, program: Program, on: Device) -> Sequence[Called]:
+        return [*foretold(program, self.driver.most_shared(on))]
+
     def meeting(self, devices: Sequence[Device]) -> str:
         """How `devices` of this backend meet, and why so."""
         return transport_of(devices, self.driver).why
-
-
-@dataclass(frozen=True, slots=True)
-class Met:
-    """A collective between launches."""
-
-    number: int
-    instruction: Instruction
-    bound: Bound
-
-    @property
-    def sequence(self) -> int:
-        return int_attr(self.instruction.attrs["sequence"])
 
 
 class Replay:
@@ -204,10 +194,9 @@ class Replay:
         self._constants: dict[bytes, int] = {}
         self._fault = self._keep(np.zeros(FAULT_BYTES // 8, np.int64))
         self._bound = Launches(self._keep_at, fault_at=driver.address(self._fault), most_shared=driver.most_shared(on))
-        self._parts: list[Step | Met] = []
         self._readers = readers_of(program, self._operand)
         self._flow = Flow(program, self._readers)
-        self._bind_all()
+        self._parts = [*bound_parts(self._flow, self._bound, self._operand)]
         self._together = self._flow.together()
         self._own_faults = len(self._bound.faults)
         for kernel in {part.kernel for part in self._parts if isinstance(part, Launch)}:
@@ -338,36 +327,6 @@ class Replay:
             self._calls.append((launches[0].number, run := self.driver.record(launches, self.on)))
             self._launched[run] = launches
             self._bound.items = []
-
-    def _bind_all(self) -> None:
-        """Bind chains, then what is left, in the order in which all of it runs."""
-        chains: dict[Sequence[int], list[Step]] = {}
-        for number in range(len(self.program.instructions)):
-            if self._flow.is_free(number) and (numbers := fuse(self._flow, self._bound, FUSED, number)):
-                chains[tuple(sorted(numbers))], self._bound.items = self._bound.items, []
-        for group in self._flow.groups():
-            if group in chains:
-                self._parts += chains[group]
-                continue
-            (number,) = group
-            i = self.program.instructions[number]
-            if i.op in COLLECTIVES:
-                self._parts.append(Met(number, i, self._readers.bound(number)))
-            elif number not in self._flow.fixed:
-                self._bind(number, i)
-
-    def _bind(self, number: int, i: Instruction) -> None:
-        bound = self._bound
-        bound.number, bound.taken = number, 0
-        bound.scratch_at = self._operand(i.scratch).address if i.scratch is not None else 0
-        bind = binding(i.op)
-        assert bind is not None, "supports() was asked before"
-        bind(bound, self._readers.bound(number))
-        assert bound.taken <= (i.scratch.shape[0] if i.scratch is not None else 0), (
-            f"{i.op} takes more than it asked for"
-        )
-        self._parts += bound.items
-        bound.items = []
 
     def _operand(self, t: Tensor) -> Operand:
         spec = self.program.buffers[t.buffer]

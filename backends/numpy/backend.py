@@ -19,7 +19,8 @@ from ...ops.collective import COLLECTIVES
 from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor
 from ..calls import Call, Replay
 from ..host import HostBackend
-from .table import kernel
+from ..sources import Called
+from .table import kernel, source
 
 
 class NumpyBackend(HostBackend):
@@ -43,6 +44,9 @@ class NumpyBackend(HostBackend):
 
         calls = [(n, call) for n, i in enumerate(program.instructions) for call in self.calls(i, buffers, view, comm)]
         return Replay(program, on, calls)
+
+    def foretold(self, program: Program, on: Device) -> Sequence[Called]:
+        return [Called(i.op, source(i.op), (n,)) for n, i in enumerate(program.instructions)]
 
     def calls(
         self, i: Instruction, buffers: Sequence[Any], view: Callable[[Tensor], Array], comm: Comm

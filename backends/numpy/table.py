@@ -8,6 +8,7 @@ from functools import cache
 from ...ops import REGISTRY
 from .. import meeting
 from ..calls import Binding, through_reference
+from ..sources import Source, source_of
 from ..table import brought, merged
 from . import attention, elementwise, matmul, moves, norms, recurrent, reductions, rotary
 
@@ -28,3 +29,9 @@ OWN: Mapping[str, Binding] = merged(
 def kernel(op: str) -> Binding:
     """How an op is computed: by a kernel of ours, one that the op brings with it, or its reference."""
     return OWN.get(op) or brought(op, "numpy") or through_reference(REGISTRY[op])
+
+
+def source(op: str) -> Source:
+    """Where what computes an op is written."""
+    own = OWN.get(op) or brought(op, "numpy")
+    return source_of(own.bind if own else REGISTRY[op].reference)

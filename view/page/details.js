@@ -142,12 +142,23 @@ class Details {
         ...this.costFacts(model, program, cost),
         ...steps.flatMap((s) => this.timeFacts(model, s.program, [s.step])),
         ["backend", [...new Set(steps.flatMap((s) => model.running(s.program).map((d) => d.backend)))].join(", ")],
+        ...this.kernelFacts(model, steps),
         rows.length && ["because", ...[...new Set(rows.flatMap((r) => r.because))].map((b) => el("div", {}, b)), link("show in the plan", () => app.showRow(model, rows[0].number))],
       ]),
     ];
   }
 
-  /** What steps took on each device by a trace, and in which kernels. */
+  /** The kernels that compute steps, where they are written, and their source where it is short. */
+  kernelFacts(model, steps) {
+    const calls = steps.map((s) => model.plan.calls[model.plan.programs[s.program].calls[s.step]]);
+    const kernels = [...new Set(calls.flatMap(([own]) => own))].map((k) => model.plan.kernels[k]);
+    const together = Math.max(0, ...calls.map(([, count]) => count));
+    const shown = ([name, place, text]) => el("div", {}, el("code", {}, name), el("div", { class: "dim" }, place),
+      text ? el("details", {}, el("summary", {}, "its source"), el("pre", {}, text)) : "");
+    return kernels.length ? [["kernel", ...kernels.map(shown), together > 1 ? el("div", { class: "dim" }, `${together} steps in one`) : ""]] : [];
+  }
+
+  /** What steps took on each device by a trace, and in which kernels if the plan does not say. */
   timeFacts(model, program, steps) {
     if (!model.plan.measured) return [];
     const columns = (d) => model.plan.measured.devices[d.number];
@@ -160,7 +171,7 @@ class Details {
     return [
       ["measured", ...(kernels.length ? devices.map((d) => el("div", {}, el("b", {}, secondsText(sum(d))), devices.length > 1 ? ` on ${d.name}` : "")) : [nothing]),
         together > 1 ? el("div", { class: "dim" }, `its share: ${together} steps are one kernel`) : ""],
-      kernels.length > 0 && kernels.length < 4 && ["kernel", ...kernels.map((k) => el("div", {}, el("code", {}, k)))],
+      !steps.some((s) => model.plan.programs[program].calls[s]) && kernels.length > 0 && kernels.length < 4 && ["kernel", ...kernels.map((k) => el("div", {}, el("code", {}, k)))],
     ].filter(Boolean);
   }
 

@@ -1,0 +1,94 @@
+"""A whole program bound to launches: chains, then what is left, in the order in which all of it runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from ....ops.collective import COLLECTIVES, int_attr
+from ...base import Instruction, Program, Tensor
+from ...flow import Flow
+from ...liveness import readers_of
+from ...operands import Bound, Operand
+from ...sources import Called, Source, short
+from ..device.driver import KERNELS, Kernel, Launch, Step
+from ..table import FUSED, binding
+from .chains import fuse
+from .launches import Launches
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """A collective between launches."""
+
+    number: int
+    instruction: Instruction
+    bound: Bound
+
+    @property
+    def sequence(self) -> int:
+        return int_attr(self.instruction.attrs["sequence"])
+
+
+def bound_parts(flow: Flow, launches: Launches, operand: Callable[[Tensor], Operand]) -> Iterator[Step | Met]:
+    """The launches of a program, and the collectives between them."""
+    program = flow.readers.program
+    chains: dict[Sequence[int], list[Step]] = {}
+    for number in range(len(program.instructions)):
+        if flow.is_free(number) and (numbers := fuse(flow, launches, FUSED, number)):
+            chains[tuple(sorted(numbers))], launches.items = launches.items, []
+    for group in flow.groups():
+        if group in chains:
+            yield from chains[group]
+            continue
+        (number,) = group
+        i = program.instructions[number]
+        if i.op in COLLECTIVES:
+            yield Met(number, i, flow.readers.bound(number))
+        elif number not in flow.fixed:
+            yield from _alone(flow, launches, operand, number)
+
+
+def _alone(flow: Flow, launches: Launches, operand: Callable[[Tensor], Operand], number: int) -> list[Step]:
+    """The launches of one instruction."""
+    i = flow.readers.program.instructions[number]
+    launches.number, launches.taken = number, 0
+    launches.scratch_at = operand(i.scratch).address if i.scratch is not None else 0
+    bind = binding(i.op)
+    assert bind is not None, "supports() was asked before"
+    bind(launches, flow.readers.bound(number))
+    room = i.scratch.shape[0] if i.scratch is not None else 0
+    assert launches.taken <= room, f"{i.op} takes more than it asked for"
+    bound, launches.items = launches.items, []
+    return bound
+
+
+def foretold(program: Program, most_shared: int) -> Iterator[Called]:
+    """What a program would launch, found at addresses where nothing lies; how devices meet is not known before."""
+
+    def operand(t: Tensor) -> Operand:
+        spec = program.buffers[t.buffer]
+        return Operand(((t.buffer + 1) << 40) + t.offset, t, spec.declared, spec.stored)
+
+    flow = Flow(program, readers_of(program, operand))
+    launches = Launches(keep=lambda array: 1 << 20, most_shared=most_shared)
+    parts = list(bound_parts(flow, launches, operand))
+    together = flow.together()
+    for part in parts:
+        if isinstance(part, Launch):
+            yield Called(part.kernel.name, _source(part.kernel), together[part.number])
+
+
+@cache
+def _source(kernel: Kernel) -> Source:
+    """Where a kernel is written: in its file, or in one that the file shares with others."""
+    head = re.compile(rf"^.*__global__[^;{{}}]*?\b{re.escape(kernel.name.partition('<')[0])}\s*\(", re.MULTILINE)
+    for file in (kernel.source.file, *kernel.source.before):
+        text = (KERNELS / file).read_text("utf-8")
+        if at := head.search(text):
+            end = text.find("\n}", at.start()) + len("\n}")
+            line = text.count("\n", 0, at.start()) + 1
+            return Source(f"hocket/backends/cupy/kernels/{file}:{line}", short(text[at.start() : end]))
+    return Source(f"hocket/backends/cupy/kernels/{kernel.source.file}")
