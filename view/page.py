@@ -13,10 +13,11 @@ from typing import Any
 from ..graph.graph import Graph
 from ..scheduler.plan import Plan
 from ..scheduler.running.trace import Trace
+from ..scheduler.sharding.factors import Factors
 from ..scheduler.telling.diff import difference
 from ..scheduler.telling.measured import Measured, measured
 from .graph_data import GraphData
-from .passes_data import passes
+from .passes_data import decisions, passes
 from .plan_data import PlanData
 
 CODE = (
@@ -74,8 +75,10 @@ def view_plan(
 
 
 def _planned(plan: Plan, times: Measured | None = None) -> dict[str, Any]:
-    graph = GraphData(plan.graph)
-    return {"graph": graph.document(), "plan": PlanData(plan, graph, times).document(), "passes": passes(plan, graph)}
+    graph, factors = GraphData(plan.graph), Factors(plan.graph)
+    drawn = PlanData(plan, graph, times).document()
+    drawn["decided"] = decisions(plan, graph, factors)
+    return {"graph": graph.document(), "plan": drawn, "passes": passes(plan, graph, factors)}
 
 
 def _page(title: str, shown: list[dict[str, Any]], moved: list[str] | None = None) -> Page:

@@ -15,7 +15,7 @@ from ..scheduler.layout import Layout, Local, Shard
 from ..scheduler.lowering.lane import Lane, first_alike
 from ..scheduler.plan import Plan
 from ..scheduler.stages import WORK, Stage, StepCost
-from ..scheduler.telling.explain import Reasons, meeting_lines, placement_lines, summary
+from ..scheduler.telling.explain import Reasons, reason_lines, summary
 from ..scheduler.telling.listing import memory_by_step
 from ..scheduler.telling.measured import Measured
 from .graph_data import GraphData
@@ -51,7 +51,7 @@ class PlanData:
         return {
             "summary": summary(plan),
             "cost": {"total": plan.cost.total, "collectives": plan.cost.collectives, "meetings": plan.cost.meetings},
-            "decisions": [*plan.reasons, *placement_lines(plan), *meeting_lines(plan)],
+            "decisions": reason_lines(plan),
             "devices": [self._device(d) for d in range(len(plan.lanes))],
             "programs": programs,
             "rows": rows,

@@ -23,8 +23,7 @@ from .listing import program_text, ref
 
 def explain(plan: Plan, *, steps: bool = False) -> str:
     """The summary, what the search considered, memory and stages; with `steps` each instruction of each device."""
-    reasons = (*plan.reasons, *made_lines(plan), *placement_lines(plan), *meeting_lines(plan), *path_lines(plan))
-    lines = [summary(plan), *(f"  {reason}" for reason in reasons)]
+    lines = [summary(plan), *(f"  {reason}" for reason in reason_lines(plan))]
     lines += ["", *memory_table(plan), ""]
     lines += stage_table(plan)
     if steps:
@@ -50,6 +49,11 @@ def summary(plan: Plan) -> str:
         f"{plan.flops() / 1e6:.1f} MFLOP; {time_text(plan.cost.total)} a run estimated, "
         f"{time_text(plan.cost.collectives)} of it in collectives"
     )
+
+
+def reason_lines(plan: Plan) -> list[str]:
+    """What the search considered, which are the plan's reasons, and what came of it."""
+    return [*plan.reasons, *made_lines(plan), *placement_lines(plan), *meeting_lines(plan), *path_lines(plan)]
 
 
 def made_lines(plan: Plan) -> list[str]:

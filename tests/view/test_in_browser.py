@@ -180,6 +180,12 @@ def test_the_passes_of_a_layer_can_be_read(at):
             assert any(words in row for row in rows), words
 
 
+def test_a_weight_says_what_the_search_decided_and_what_that_beat(at):
+    page = at("tensor")
+    press(page, "/", "encoder.3.mlp.up.weight", "ENTER")
+    assert any(text.startswith("cut ") for text in texts(page, "#details dd"))
+
+
 def test_heat_colours_work_by_time(at):
     page = at("tensor")
     page.execute_script(
@@ -196,7 +202,8 @@ def test_a_trace_shows_what_was_measured_beside_what_was_estimated(at):
     assert any("median of 3 runs" in text for text in texts(page, "#details dd"))
     assert len(texts(page, ".cell .took")) == len(texts(page, ".cell")) > 4
     press(page, "/", "softmax", "ENTER")
-    assert "kernelsoftmax" in "".join(texts(page, "#details dt, #details dd"))
+    assert "kernelsoftmaxhocket/backends/numpy/norms.py" in "".join(texts(page, "#details dt, #details dd"))
+    assert any(text.startswith("def ") for text in texts(page, "#details dd pre"))
     page.execute_script(
         "const s = document.querySelector('#heat'); s.value = 'took'; s.dispatchEvent(new Event('change'))"
     )

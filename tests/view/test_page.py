@@ -101,6 +101,18 @@ def _summed(plan):
     ]
 
 
+def test_what_was_cut_names_the_decision_and_what_it_beat(plan, shown):
+    decided, reasons = shown["plan"]["decided"], shown["plan"]["decisions"]
+    assert decided
+    nodes = plan.graph.nodes
+    for number, own in decided.items():
+        assert str(plan.leaves[nodes[int(number)].name]).startswith("S")
+        assert all(reasons[r].startswith("cut ") for r in own)
+    assert any(" beat " in reasons[r] or " saves more " in reasons[r] for own in decided.values() for r in own)
+    cut = {n for n, node in enumerate(nodes) if node.op == "weight" and str(plan.leaves[node.name]).startswith("S")}
+    assert cut == {int(number) for number in decided if nodes[int(number)].op == "weight"}
+
+
 def test_memory_never_exceeds_the_arena_and_its_peak_fills_most_of_it(plan, shown):
     for device, lane in zip(shown["plan"]["devices"], plan.lanes, strict=True):
         live = shown["plan"]["programs"][device["program"]]["live"]

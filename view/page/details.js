@@ -117,6 +117,7 @@ class Details {
       facts([
         ["result", ...model.specs(node).map((s) => el("div", {}, s)), el("div", { class: "dim" }, bytesText(model.nbytes(node)))],
         model.plan && !op.view && ["lies", el("span", {}, swatch(how.kind), ` ${how.words}`)],
+        model.plan && model.isLeaf(node) && this.decided(model, [node]),
         model.attrs(node) && ["attributes", el("code", {}, model.attrs(node))],
         sources.length && ["reads", ...sources],
         ["read by", ...(users.length ? users : ["nobody: an output or a new state"]), model.users[node].length > 12 ? `and ${model.users[node].length - 12} more` : ""],
@@ -144,8 +145,15 @@ class Details {
         ["backend", [...new Set(steps.flatMap((s) => model.running(s.program).map((d) => d.backend)))].join(", ")],
         ...this.kernelFacts(model, steps),
         rows.length && ["because", ...[...new Set(rows.flatMap((r) => r.because))].map((b) => el("div", {}, b)), link("show in the plan", () => app.showRow(model, rows[0].number))],
+        this.decided(model, [node]),
       ]),
     ];
+  }
+
+  /** What the search decided about the weights and states that nodes read or are, and what was next best. */
+  decided(model, nodes) {
+    const reasons = nodes.flatMap((n) => [n, ...model.sources(n)]).flatMap((n) => model.plan.decided[n] ?? []);
+    return reasons.length > 0 && ["decided", ...[...new Set(reasons)].map((r) => el("div", {}, model.plan.decisions[r]))];
   }
 
   /** The kernels that compute steps, where they are written, and their source where it is short. */
@@ -199,7 +207,7 @@ class Details {
     return [
       el("h2", {}, `${plural(cell.count, "node")} on ${deviceText(alike.map((d) => model.devices[d].name))}`),
       el("p", { class: "name" }, `${model.graph.labels[row.block]}, steps ${cell.first} to ${cell.first + cell.count - 1}`),
-      facts([...this.costFacts(model, cell.program, cell), ...this.timeFacts(model, cell.program, steps), ["because", ...row.because.map((b) => el("div", {}, b))]]),
+      facts([...this.costFacts(model, cell.program, cell), ...this.timeFacts(model, cell.program, steps), ["because", ...row.because.map((b) => el("div", {}, b))], this.decided(model, steps.map((s) => p.node[s]).filter((n) => n >= 0))]),
       el("p", {}, link("draw as a graph", () => app.openGraph(model, model.paths.get(row.block)))),
       el("ol", { class: "steps", start: cell.first }, steps.map((s) => {
         const cost = model.costs[p.cost[s]];
