@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..backends.sources import Foretells
 from ..graph.graph import names
 from ..graph.node import Node
 from ..ops.collective import COLLECTIVES, sequence_of
@@ -15,6 +14,7 @@ from ..scheduler.layout import Layout, Local, Shard
 from ..scheduler.lowering.lane import Lane, first_alike
 from ..scheduler.plan import Plan
 from ..scheduler.stages import WORK, Stage, StepCost
+from ..scheduler.telling.calls import calls_of
 from ..scheduler.telling.explain import Reasons, reason_lines, summary
 from ..scheduler.telling.listing import memory_by_step
 from ..scheduler.telling.measured import Measured
@@ -127,12 +127,11 @@ class PlanData:
         such a pair; the first pair where its backend cannot say."""
         kernels: list[list[int]] = [[] for _ in lane.program.instructions]
         together = [0] * len(kernels)
-        if isinstance(lane.backend, Foretells):
-            for called in lane.backend.foretold(lane.program, lane.device):
-                number = self.kernels((called.kernel, called.source.place, called.source.text))
-                for at in called.numbers:
-                    kernels[at] += [number] if number not in kernels[at] else []
-                    together[at] = len(called.numbers)
+        for called in calls_of(lane):
+            number = self.kernels((called.kernel, called.source.place, called.source.text))
+            for at in called.numbers:
+                kernels[at] += [number] if number not in kernels[at] else []
+                together[at] = len(called.numbers)
         return [self.calls((tuple(own), count)) for own, count in zip(kernels, together, strict=True)]
 
     def _origin(self, number: int, at: int) -> tuple[Node | None, bool]:
