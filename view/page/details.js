@@ -42,10 +42,11 @@ class Details {
         ["crosses", crossing.all ? el("span", {}, el("b", {}, bytesText(crossing.all)), ` a run over all links; the busiest device sends ${bytesText(crossing.most)}`) : "nothing: no device needs what another has"],
         ["memory peak", ...peaks],
       ]),
+      el("h3", {}, "What a run takes and gives"), io,
       el("h3", {}, "Which weights are where"), this.homes(model), this.weights(model),
       el("h3", {}, "Why it is cut so"), el("ul", { class: "decisions" }, model.plan.decisions.map((d) => el("li", {}, d)), model.plan.decisions.length ? "" : el("li", {}, "one device does all: there was nothing to decide")),
       el("h3", {}, "How values lie"), this.legend(),
-      el("h3", {}, "The graph"), io, this.ops(model),
+      el("h3", {}, "The graph"), this.ops(model),
     ];
   }
 
@@ -190,7 +191,7 @@ class Details {
       ["estimate", el("b", {}, secondsText(cost.seconds)), cost.uncut && cost.uncut > cost.seconds ? `; uncut ${secondsText(cost.uncut)}` : ""],
       cost.nbytes && ["reads, writes", bytesText(cost.nbytes)],
       cost.moved && ["sends", `${bytesText(cost.moved)} on each device`],
-      cost.flops && ["arithmetic", `${countText(cost.flops)}FLOP`],
+      cost.flops && ["arithmetic", `${countText(cost.flops, "FLOP")}`],
       cost.seconds && !cost.moved && ["roofline", `${percent(busy / cost.seconds)} of the time is ${cost.flops / speeds.flops > cost.nbytes / speeds.bandwidth ? "arithmetic" : "memory"}, the rest is launching`],
     ].filter(Boolean);
   }
@@ -231,7 +232,7 @@ class Details {
         row.op !== "send" && ["devices", deviceText(names)],
         ["value", node < 0 ? "" : this.nodeLink(model, node), ` ${model.plan.specs[p.spec[cell.first]][0]}`],
         ["each sends", bytesText(cell.moved)],
-        ["estimate", el("b", {}, secondsText(cell.seconds)), ` over links of ${countText(speeds.link_bandwidth)}B/s that answer in ${secondsText(speeds.link_latency)}`],
+        ["estimate", el("b", {}, secondsText(cell.seconds)), ` over links of ${countText(speeds.link_bandwidth, "B/s")} that answer in ${secondsText(speeds.link_latency)}`],
         ...row.devices.filter((d, n) => row.devices.findIndex((o) => model.devices[o].program === model.devices[d].program) === n)
           .flatMap((d) => this.timeFacts(model, model.devices[d].program, [row.cells.get(model.devices[d].program).first])),
         ["because", ...row.because.map((b) => el("div", {}, b))],
@@ -283,7 +284,7 @@ class Details {
         ...KINDS.map(([kind, words]) => [words, bytesText(d.held[kind])]),
         d.held.undo && ["of that", `${bytesText(d.held.undo)} kept to take a failed run back`],
         d.memory && ["free after", d.memory >= sum ? bytesText(d.memory - sum) : `${bytesText(sum - d.memory)} short`],
-        ["taken to do", `${countText(d.speeds.flops)}FLOP/s, ${countText(d.speeds.bandwidth)}B/s of memory, ${countText(d.speeds.link_bandwidth)}B/s to others`],
+        ["taken to do", `${countText(d.speeds.flops, "FLOP/s")}, ${countText(d.speeds.bandwidth, "B/s")} of memory, ${countText(d.speeds.link_bandwidth, "B/s")} to others`],
         ["steps", String(model.plan.programs[d.program].op.length)],
       ]),
     ];

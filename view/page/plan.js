@@ -69,7 +69,7 @@ class PlanView {
         el("span", { class: "sign", "aria-hidden": "true" }, isOpen ? "▾" : "▸"),
         el("span", { class: "label" }, shortened(item.label, 40)), el("span", { class: "times" }, item.each.length > 1 ? `× ${item.each.length}` : "")),
       merged(each).map((run) => this.cell(run, (work) => [
-        ...timeOf(work), " ", el("span", {}, `${work.count} nodes · ${bytesText(work.nbytes)}`)], toggle, "all")),
+        ...timeOf(work), ...amountOf(work)], toggle, "all")),
       el("div", { class: "why" }, this.composition(item), meetings.size ? el("span", { class: "meets" }, `${meetingsText(meetings)} in all`) : ""));
     box.append(header);
     if (isOpen) box.append(key.includes(":", key.lastIndexOf("/") + 1) ? this.one(item, key, depth) : this.inside(item, key, depth));
@@ -186,7 +186,7 @@ class PlanView {
     return el("div", { class: "row work", "data-row": row.number, style: { "--depth": depth } },
       this.gutter(row, depth, isFirst),
       merged(works).map((run) => this.cell(run, (w) => [
-        ...timeOf(w), " ", el("span", {}, `${plural(w.count, "node")} · ${bytesText(w.nbytes)}`)],
+        ...timeOf(w), ...amountOf(w)],
       () => app.select({ kind: "row", model: this.model, row, device: run.from }), "work")),
       el("div", { class: "why", title: row.because.join("\n") }, row.because.join("; ")));
   }
@@ -206,7 +206,7 @@ class PlanView {
     return el("div", { class: `row meet ${row.op}`, "data-row": row.number, style: { "--depth": depth } },
       this.gutter(row, depth, isFirst),
       el("button", {
-        type: "button", class: `bar${isCopy ? ` copy${way}` : ""}`, title: `${row.op}, ${countText(speed)}B/s link`,
+        type: "button", class: `bar${isCopy ? ` copy${way}` : ""}`, title: `${row.op}, ${countText(speed, "B/s")} link`,
         style: { "--from": from, "--to": to, "--width": to - from + 1 },
         onclick: () => app.select({ kind: "row", model: this.model, row, device: row.devices[0] }),
       }, el("span", {}, text)),

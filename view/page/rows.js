@@ -34,6 +34,9 @@ function merged(works) {
 /** Seconds as estimated, and as measured if there is a trace. */
 const timeOf = (w) => [el("b", {}, secondsText(w.seconds)), w.took ? el("span", { class: "took", title: "measured" }, ` took ${secondsText(w.took)}`) : ""];
 
+/** Nodes and bytes of some work: a narrow cell leaves out the bytes, then both. */
+const amountOf = (w) => [el("span", { class: "count" }, ` ${plural(w.count, "node")}`), el("span", { class: "size" }, ` · ${bytesText(w.nbytes)}`)];
+
 const meetingsText = (meetings) => [...meetings].map(([op, n]) => `${n} × ${OP_WORDS[op] ?? op}`).join(", ");
 
 /** What heat shows of some work, from 0 to 1; `most` are the largest values in the plan. */

@@ -7,7 +7,7 @@ const scaled = (n, units, base) => {
 };
 
 const bytesText = (n) => scaled(n, ["B", "KiB", "MiB", "GiB", "TiB"], 1024);
-const countText = (n) => scaled(n, ["", "k", "M", "G", "T", "P"], 1000).trim();
+const countText = (n, unit) => scaled(n, ["", "k", "M", "G", "T", "P"].map((prefix) => prefix + unit), 1000);
 const secondsText = (s) => {
   if (s === 0) return "0";
   const [value, unit] = s < 1e-3 ? [s * 1e6, "µs"] : s < 1 ? [s * 1e3, "ms"] : [s, "s"];
