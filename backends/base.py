@@ -294,6 +294,32 @@ class Measures(Protocol):
         has begun."""
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a kernel is written: a file of a package and a line, as ``hocket/ops/norms.py:12``; and `text`, which is
+    empty where it is long."""
+
+    place: str
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """A kernel that a program calls, and the instructions that it computes, by position."""
+
+    kernel: str
+    source: Source
+    numbers: tuple[int, ...]
+
+
+@runtime_checkable
+class Foretells(Protocol):
+    """A backend that can say what a program will call before there is memory for it."""
+
+    def foretold(self, program: Program, on: Device) -> Sequence[Called]:
+        """The kernels in the order in which they run.  What is known only when devices meet is left out."""
+
+
 def run_calls(program: Program, on: Device, calls: Iterable[tuple[int, Callable[[], object]]]) -> None:
     """Make the calls of a program on device `on` in order, each given with the number of its instruction.  One that
     fails is a `StepError`."""

@@ -1,43 +1,16 @@
-"""What a program calls, for people who ask before it runs: kernels by name, and where their source stands."""
+"""Where the source of a kernel stands, for people who ask."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from .base import Device, Program
+from .base import Source
 
 LONGEST = 4096
 """Characters of a source that are told with its place."""
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where a kernel is written: a file of a package and a line, as ``hocket/ops/norms.py:12``; and `text`, which is
-    empty where it is long."""
-
-    place: str
-    text: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Called:
-    """A kernel that a program calls, and the instructions that it computes, by position."""
-
-    kernel: str
-    source: Source
-    numbers: tuple[int, ...]
-
-
-@runtime_checkable
-class Foretells(Protocol):
-    """A backend that can say what a program will call before there is memory for it."""
-
-    def foretold(self, program: Program, on: Device) -> Sequence[Called]:
-        """The kernels in the order in which they run.  What is known only when devices meet is left out."""
 
 
 @lru_cache(maxsize=4096)

@@ -17,10 +17,9 @@ from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops.collective import COLLECTIVES
 from ...ops.quants import dequantise
-from ..base import Array, Comm, Device, Instruction, Program, Tensor, contiguous_strides, host_view
+from ..base import Array, Called, Comm, Device, Instruction, Program, Tensor, contiguous_strides, host_view
 from ..numpy.backend import NumpyBackend
 from ..numpy.table import source
-from ..sources import Called
 from .binding import bound, foretold
 from .compiler import REPLAY
 from .kernels.formats import FORMATS, ROWS

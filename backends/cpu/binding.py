@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from ...ops.collective import COLLECTIVES
-from ..base import Comm, Device, Instruction, Program, Tensor
+from ..base import Called, Comm, Device, Instruction, Program, Source, Tensor
 from ..flow import Flow
 from ..liveness import readers_of
 from ..operands import Bound, NoKernelError, Operand
-from ..sources import Called, Source, source_of
+from ..sources import source_of
 from ..table import brought
 from .kernels.table import BINDINGS, FUSED
 from .replay import Crew, Replay, Segment, Work

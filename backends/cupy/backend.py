@@ -18,13 +18,24 @@ from ...graph.spec import Spec
 from ...ops import op_of
 from ...ops.collective import COLLECTIVES
 from ...ops.quants import dequantise, encoded
-from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor, Timed, contiguous_strides, run_calls
+from ..base import (
+    Array,
+    Called,
+    Comm,
+    Device,
+    Instruction,
+    Program,
+    Support,
+    Tensor,
+    Timed,
+    contiguous_strides,
+    run_calls,
+)
 from ..calls import Call
 from ..flow import Flow
 from ..liveness import readers_of
 from ..meeting import KERNELS as MEETINGS
 from ..operands import NoKernelError, Operand
-from ..sources import Called
 from .binding.launches import Launches
 from .binding.packing import PACKINGS, pack, padded
 from .binding.programs import Met, bound_parts, foretold

@@ -7,8 +7,9 @@ from functools import cache
 
 from ...ops import REGISTRY
 from .. import meeting
+from ..base import Source
 from ..calls import Binding, through_reference
-from ..sources import Source, source_of
+from ..sources import source_of
 from ..table import brought, merged
 from . import attention, elementwise, matmul, moves, norms, recurrent, reductions, rotary
 

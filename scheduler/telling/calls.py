@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...backends.sources import Called, Foretells
+from ...backends.base import Called, Foretells
 from ..plan import Lane
 
 

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from hocket.backends.sources import Foretells
+from hocket.backends.base import Foretells
 from hocket.scheduler import load, plan
 from hocket.view import view_plan
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import cache
 
 from ....ops.collective import COLLECTIVES, int_attr
-from ...base import Instruction, Program, Tensor
+from ...base import Called, Instruction, Program, Source, Tensor
 from ...flow import Flow
 from ...liveness import readers_of
 from ...operands import Bound, Operand
-from ...sources import Called, Source, short
+from ...sources import short
 from ..device.driver import KERNELS, Kernel, Launch, Step
 from ..table import FUSED, binding
 from .chains import fuse
