@@ -113,6 +113,19 @@ def test_what_was_cut_names_the_decision_and_what_it_beat(plan, shown):
     assert cut == {int(number) for number in decided if nodes[int(number)].op == "weight"}
 
 
+def test_a_node_names_its_kernel_and_where_that_is_written():
+    shown = data(view_plan(hocket.plan(vision_transformer(), "cpu:0")))["shown"][0]["plan"]
+    (program,) = shown["programs"]
+    step = [program["ops"][op] for op in program["op"]].index("softmax")
+    (number,), together = shown["calls"][program["calls"][step]]
+    name, place, text = shown["kernels"][number]
+    assert (name, together) == ("reductions.softmax", 1)
+    file, line = place.split(":")
+    assert file == "hocket/backends/cpu/kernels/reductions.py"
+    assert text.splitlines()[0].startswith("@")
+    assert int(line) > 1
+
+
 def test_memory_never_exceeds_the_arena_and_its_peak_fills_most_of_it(plan, shown):
     for device, lane in zip(shown["plan"]["devices"], plan.lanes, strict=True):
         live = shown["plan"]["programs"][device["program"]]["live"]
