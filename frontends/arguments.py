@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import NoReturn
@@ -44,6 +45,18 @@ def placement(text: str) -> tuple[str, str]:
     if not pattern or not device:
         raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need a regular expression and a device, as ffn_up=cpu:1")
     return pattern, device
+
+
+def scaled_file(text: str) -> tuple[str, float]:
+    """A file and how often it counts, once where that is not said."""
+    path, _, scale = text.rpartition(":")
+    try:
+        factor = float(scale)
+    except ValueError:
+        path, factor = text, 1.0  # a colon of the name itself
+    if not path or not math.isfinite(factor):
+        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need a file and perhaps a number, as tone.gguf:0.5")
+    return path, factor
 
 
 def logit_bias(text: str) -> tuple[int, float]:

@@ -14,11 +14,12 @@ import numpy.typing as npt
 
 from ..graph.arguments import ANY, BOOL, TEXT, a, list_of, needs
 from ..scheduler import Plan
+from .adapters import Scaled
 from .errors import ModelError
 from .generate import Drawing, Drawn, Stops, draw
 from .gguf.chat import chat_template, render_chat
 from .gguf.tokenizer import Tokenizer, Utf8Stream, tokenizer_from_metadata
-from .open import open_model, open_session
+from .open import open_adapted, open_session
 from .options import Options, settled
 from .saved_state import load_state, save_state
 from .session import DEFAULT_BATCH, F32, Group, Session, token_ids
@@ -76,6 +77,8 @@ class Model:
     `path` is a file, or None for the small model that comes with hocket; the other arguments are those of ``hocket
     run``: devices and how they share (`hocket.plan`), `context` in tokens, tokens of a prompt that run as one `batch`,
     `threads` of each device (without a number devices share the processors), `exact` for float32 throughout.
+    `lora` and `control_vectors` are GGUF files, or pairs of a file and its scale, which all add up; `control_layers`
+    are the first and the last layer behind which control vectors count.
 
     Threads may share a model: calls that overlap, as generators that are read in turn, have memories of their own over
     the same weights.  A prompt that begins with what the model has just read is read from there on.  Raises
@@ -101,10 +104,13 @@ class Model:
         threads: int | None = None,
         exact: bool = False,
         fast: bool = False,
+        lora: Sequence[Scaled] = (),
+        control_vectors: Sequence[Scaled] = (),
+        control_layers: tuple[int, int] | None = None,
     ) -> None:
         names = tuple(devices.split(",")) if isinstance(devices, str) else tuple(devices)
         group = Group(names, split_mode, tuple(tensor_split), place, threads, exact, fast=fast)  # type: ignore[arg-type]
-        self._model = open_model(path)
+        self._model = open_adapted(path, lora=lora, control_vectors=control_vectors, control_layers=control_layers)
         self._group, self._lock = group, threading.Lock()
         self._first: Session | None = open_session(self._model, on=group, context=context, batch=batch)
         self._idle = [_Held(self._first)]

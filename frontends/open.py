@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib.resources import as_file, files
 from pathlib import Path
 
 from ..graph.arguments import BOOL, NONE, a, needs
 from ..ranks import ALONE, World
+from .adapters import Scaled, read_adapters
 from .errors import ModelError
 from .gguf import open_gguf
 from .models import Model, load_model
@@ -28,6 +31,31 @@ def open_model(path: str | Path | None, *, header_only: bool = False) -> Model:
     # Where the package lies in an archive the file is a temporary one; its mapping outlives it.
     with as_file(files(f"{__package__.rpartition('.')[0]}.data").joinpath(EMBEDDED)) as embedded:
         return load_model(open_gguf(embedded, header_only=header_only))
+
+
+def open_adapted(
+    path: str | Path | None,
+    *,
+    lora: Sequence[Scaled] = (),
+    control_vectors: Sequence[Scaled] = (),
+    control_layers: tuple[int, int] | None = None,
+) -> Model:
+    """The model in a GGUF file, or the one that comes with hocket, with LoRA adapters and control vectors.
+
+    Each is a file, or a pair of a file and its scale; all of them add up.  ``control_layers`` are the first and the
+    last block behind which control vectors count.  Raises `ModelError` for a file that does not fit the model; whether
+    all matrices that change are read is known when a session is made.
+    """
+    model = open_model(path)
+    adapters = read_adapters(
+        model.gguf,
+        model.hyper.width,
+        model.layers,
+        lora=lora,
+        control_vectors=control_vectors,
+        control_layers=control_layers,
+    )
+    return replace(model, adapters=adapters)
 
 
 def open_session(

@@ -166,7 +166,8 @@ class Session:
     def _load(self, on_progress: Callable[[Progress], None] | None) -> None:
         """Bind every weight of the model's graph, with word of each: large ones first, while little else is in memory
         beside them and what of the file is being read, and the others as they follow each other in the graph."""
-        weights = {w.node.name: self.model.gguf.tensors[w.node.name] for w in self._first.graph.weights}
+        stored = self.model.tensors
+        weights = {w.node.name: stored[w.node.name] for w in self._first.graph.weights}
         total = sum(t.nbytes for t in weights.values())
         tensors = dict(sorted(weights.items(), key=lambda item: -max(item[1].nbytes, total // 16)))
         done = 0
@@ -316,7 +317,7 @@ class Session:
         with self.store.turn:
             self._check([given])
             step = self.step(len(given), self.lengths[0] + len(given))
-            raw = {name: tensor.raw for name, tensor in self.model.gguf.tensors.items()}
+            raw = {name: tensor.raw for name, tensor in self.model.tensors.items()}
             judge = Judge(self.plan(step), self.store, raw, find(device), place=self._place)
             yield from judge.run(self.model.inputs(step, Batch([given], self.lengths, None, self.recent)))
             self._advance([given])

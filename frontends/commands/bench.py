@@ -22,11 +22,11 @@ from ...ranks import ALONE, World
 from ..arguments import number_list, positive
 from ..errors import ModelError
 from ..models import Model, Step
-from ..open import open_model, open_session
+from ..open import open_session
 from ..output import write
 from ..progress import compiling_shown
 from ..session import DEFAULT_BATCH, Group, Session, check_context
-from .flags import batch_flag, group_flags, group_of, in_ranks, trace_flag, traced, wire_flag
+from .flags import adapter_flags, batch_flag, group_flags, group_of, in_ranks, model_of, trace_flag, traced, wire_flag
 
 
 def flags(sub: argparse.ArgumentParser) -> None:
@@ -40,6 +40,7 @@ def flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("-r", "--repetitions", type=positive, default=5, metavar="N", help="timed runs of each test (5)")
     batch_flag(sub, DEFAULT_BATCH, "tokens a run")
     group_flags(sub, sub)
+    adapter_flags(sub)
     wire_flag(sub)
     sub.add_argument("-o", "--output", choices=("md", "json", "jsonl"), default="md", help="how to print (md)")
     timed = sub.add_mutually_exclusive_group()
@@ -49,7 +50,7 @@ def flags(sub: argparse.ArgumentParser) -> None:
 
 @compiling_shown()
 def run(args: argparse.Namespace) -> int:
-    model, todo = open_model(args.model), tests(args.prompts, args.new, args.depths)
+    model, todo = model_of(args), tests(args.prompts, args.new, args.depths)
     work = Work(model, todo, args.repetitions, args.batch, args.trace, args.world)
     if args.trace and args.counts and len(args.counts) > 1:
         raise ModelError(f"got {len(args.counts)} numbers of threads; a trace is of one, as in -t {args.counts[0]}")

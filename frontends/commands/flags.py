@@ -6,12 +6,13 @@ import argparse
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from ...scheduler import SPLIT_MODES
-from ..arguments import device_list, placement, positive, shares
+from ..arguments import device_list, natural, placement, positive, scaled_file, shares
 from ..models import Model
-from ..open import open_session
+from ..open import open_adapted, open_session
 from ..output import log
 from ..session import DEFAULT_BATCH, Group, Session
 from ..threads import set_threads
@@ -26,6 +27,7 @@ DEVICES = (
 def session_flags(sub: argparse.ArgumentParser) -> None:
     """What every command that runs a model takes."""
     group_flags(sub, sub)
+    adapter_flags(sub)
     sub.add_argument("--exact", action="store_true", help="float32 throughout, in plain NumPy: slower")
     wire_flag(sub)
     sub.add_argument("--fast", action="store_true", help="bfloat16 in the delta rule's products, where that is faster")
@@ -39,6 +41,31 @@ def session_flags(sub: argparse.ArgumentParser) -> None:
     trace_flag(sub)
     sub.add_argument(
         "--watch", metavar="REGEX", help="print statistics of values with such names after each step, to stderr"
+    )
+
+
+def adapter_flags(sub: argparse.ArgumentParser) -> None:
+    """What changes a model without changing its file."""
+    add = partial(sub.add_argument, type=scaled_file, action="append", default=[], metavar="FILE[:SCALE]")
+    add("--lora", help="apply a LoRA adapter; may be repeated")
+    add("--control-vector", help="add a control vector; may be repeated")
+    sub.add_argument(
+        "--control-vector-layer-range",
+        type=natural,
+        nargs=2,
+        metavar=("START", "END"),
+        help="the first and the last layer behind which control vectors are added (all but layer 0)",
+    )
+
+
+def model_of(args: argparse.Namespace) -> Model:
+    """The model of a command with what `adapter_flags` say."""
+    span = args.control_vector_layer_range
+    return open_adapted(
+        args.model,
+        lora=args.lora,
+        control_vectors=args.control_vector,
+        control_layers=None if span is None else (span[0], span[1]),
     )
 
 

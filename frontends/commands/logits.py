@@ -17,10 +17,10 @@ from ..arguments import token_list
 from ..errors import ModelError
 from ..gguf.tokenizer import tokenizer_from_metadata
 from ..models import Model
-from ..open import context_for, open_model
+from ..open import context_for
 from ..progress import compiling_shown
 from ..session import F32, Session
-from .flags import session_flags, session_of, text_of, traced
+from .flags import model_of, session_flags, session_of, text_of, traced
 
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 """Readers of ``.npy`` headers by version.  `numpy.load` would also unzip and map, each with errors of its own."""
@@ -39,7 +39,7 @@ def flags(sub: argparse.ArgumentParser) -> None:
 
 @compiling_shown()
 def run(args: argparse.Namespace) -> int:
-    model = open_model(args.model)
+    model = model_of(args)
     if args.prompt is not None:
         tokens = tokenizer_from_metadata(model.gguf.metadata).encode(args.prompt, parse_special=True)
     elif args.tokens is not None:

@@ -14,11 +14,11 @@ from tqdm import tqdm
 
 from ..errors import ModelError
 from ..gguf.tokenizer import tokenizer_from_metadata
-from ..open import context_for, open_model, read_text
+from ..open import context_for, read_text
 from ..output import write
 from ..progress import compiling_shown
 from ..session import F32, Session
-from .flags import session_flags, session_of, text_of, traced
+from .flags import model_of, session_flags, session_of, text_of, traced
 
 CHUNK = 512
 """Tokens of context unless asked otherwise."""
@@ -38,7 +38,7 @@ def flags(sub: argparse.ArgumentParser) -> None:
 
 @compiling_shown()
 def run(args: argparse.Namespace) -> int:
-    model = open_model(args.model)
+    model = model_of(args)
     tokenizer = tokenizer_from_metadata(model.gguf.metadata)
     tokens = tokenizer.encode(text_of(args, lambda: read_text(args.file)))
     context = context_for(model, 0, args.context, default=CHUNK)

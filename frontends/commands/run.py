@@ -26,7 +26,7 @@ from ..sampling import Sampling
 from ..saved_state import load_state, save_state
 from ..session import Session
 from ..talk import talk
-from .flags import session_flags, session_of, text_of, traced
+from .flags import model_of, session_flags, session_of, text_of, traced
 
 OPENING = "It is a truth universally acknowledged, that"
 """What the embedded model continues if nobody says otherwise."""
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     args.model = args.model or args.named
     if args.seed < 0:
         args.seed = int(text_of(args, lambda: str(secrets.randbits(31))))
-    model = open_model(args.model)
+    model = model_of(args)
     tokenizer = tokenizer_from_metadata(model.gguf.metadata)
     if args.compare is not None:
         return compare(args, model, tokenizer)

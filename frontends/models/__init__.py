@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ...graph import Graph
+from ..adapters import NO_ADAPTERS, Adapters
 from ..errors import ModelError
-from ..gguf import Gguf
+from ..gguf import Gguf, Tensor
 from .decoder import Decoder
 from .families import FAMILIES
 from .family import Family
@@ -57,6 +58,12 @@ class Model:
     gguf: Gguf
     hyper: Hyper
     weights: Weights
+    adapters: Adapters = NO_ADAPTERS
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The tensors of the file and of the adapters, by the names of their leaves."""
+        return {**self.gguf.tensors, **self.adapters.tensors}
 
     @property
     def context_length(self) -> int:
@@ -103,10 +110,10 @@ class Model:
                 f"{self.gguf.path}: this model chooses {attended} tokens of a context to attend to, and hocket runs it "
                 f"only where that is all of them; use a context size of at most {attended}"
             )
-        frame = Frame(step, taps=self.hyper.taps)
+        frame = Frame(step, taps=self.hyper.taps, steered=self.adapters.steered)
         graph = DECODERS[self.hyper.family.residuals](self.hyper, self.weights, frame).graph()
         self.weights.refuse_leftovers(self.hyper.stored)
-        return graph
+        return self.adapters.adapted(graph)
 
     def inputs(self, step: Step, batch: Batch) -> dict[str, npt.NDArray[np.generic]]:
         """The arrays for the inputs of ``graph(step)``, by name.  ModelError if the batch does not fit (see

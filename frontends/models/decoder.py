@@ -33,7 +33,7 @@ class Decoder:
     def graph(self) -> Graph:
         x = self.embedded()
         for i, layer in enumerate(self.hyper.blocks):
-            x = self.block(i, layer, x)
+            x = self.frame.steered(i, self.block(i, layer, x))
         return self.ended_by(x)
 
     def is_last(self, i: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -40,11 +41,14 @@ class Frame:
     """Inputs, shared values and state updates of the graph for one `Step`.
 
     Linear layers see the tokens of all sequences as rows [B*T, width]; attention and recurrence see [B, T, ...].
-    A graph holds only those inputs that its outputs depend on.
+    A graph holds only those inputs that its outputs depend on.  ``steered`` is given the number of each block and the
+    residual behind it, and returns the residual that goes on.
     """
 
-    def __init__(self, step: Step, *, taps: int = 0) -> None:
-        self.step = step
+    def __init__(
+        self, step: Step, *, taps: int = 0, steered: Callable[[int, Value], Value] = lambda block, x: x
+    ) -> None:
+        self.step, self.steered = step, steered
         self.taps = taps
         self.tokens = input("tokens", (step.rows,), DType.I32)
         self.pos = input("pos", (step.sequences, step.tokens), DType.I32)

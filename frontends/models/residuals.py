@@ -18,6 +18,7 @@ class Skipping(Decoder):
             first = self.frame.wanted(first) if self.is_last(i) else first
             x = self.block(i, layer, x)
             x = ops.add(x, ops.mul(first, self.weights(f"blk.{i}.layer_output_scale.weight", (1,))))
+            x = self.frame.steered(i, x)
         return self.ended_by(x)
 
 
@@ -33,7 +34,7 @@ class Streams(Decoder):
         rows, width, streams = self.frame.step.rows, self.hyper.width, self.hyper.streams.count
         x = ops.repeat(ops.reshape(x, shape=(rows, 1, width)), shape=(rows, streams, width))
         for i, layer in enumerate(self.hyper.blocks):
-            x = self.block(i, layer, x)
+            x = self.frame.steered(i, self.block(i, layer, x))
         return self.ended_by(self.head(self.ended(x)))
 
     def ended(self, x: Value) -> Value:
@@ -149,6 +150,7 @@ class Banked(Decoder):
             x = y if starts else ops.add(x, y, name=f"blk.{i}.attn_residual")
             h = self.normed(i, self.family.ffn_norm, self.read(f"blk.{i}.ffn_res_score", x, bank))
             x = ops.add(x, self.fed(i, layer, h, x, x), name=f"blk.{i}.ffn_residual")
+            x = self.frame.steered(i, x)
         x = self.read("output_res_score", x, bank)
         return self.ended_by(self.frame.wanted(x))
 
@@ -177,7 +179,7 @@ class Cycles(Decoder):
         for start in range(0, self.hyper.layers, span):
             both = ops.add(high, low)
             for i in range(start, start + span):
-                both = Decoder.block(self, i, self.hyper.blocks[i], both)
+                both = self.frame.steered(i, Decoder.block(self, i, self.hyper.blocks[i], both))
             both = self.norm.plain(both)
             if (start // span + 1) % (passes + 1):
                 low = both

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
 from hocket.frontends.errors import ModelError
 from hocket.frontends.models import Model, Step
@@ -17,6 +16,7 @@ from hocket.scheduler import plan
 from hocket.scheduler.layout import Shard
 
 from ..given.models import nmse, path_of
+from ..given.rewritten import Array, Tensors, tensors_of, written
 
 ATTENTION = {"llama": (0, 1), "llama-moe": (0, 1), "qwen3": (0, 1), "qwen3moe": (0, 1), "qwen35": (2,)}
 """The layers of each fixture that have attn_q, attn_k and attn_v."""
@@ -28,30 +28,6 @@ GROUPS = [
 
 SAME = 1e-20
 """NMSE of float64 results that differ in the order of additions alone."""
-
-Array = npt.NDArray[np.generic]
-Tensors = dict[str, Array]
-
-
-def tensors_of(name: str) -> Tensors:
-    return {t.name: np.array(t.data) for t in GGUFReader(path_of(name)).tensors}
-
-
-def written(path: Path, name: str, tensors: Tensors) -> Model:
-    """The fixture with these tensors, written and opened."""
-    fields = GGUFReader(path_of(name)).fields
-    writer = GGUFWriter(path, str(fields["general.architecture"].contents()))
-    for key, field in fields.items():
-        kind, *inner = field.types
-        if not key.startswith("GGUF.") and key != "general.architecture":
-            writer.add_key_value(key, field.contents(), kind, inner[0] if kind is GGUFValueType.ARRAY else None)
-    for tensor, array in tensors.items():
-        writer.add_tensor(tensor, array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return open_model(path)
 
 
 def joined(tensors: Tensors, layer: int, kind: str = "weight") -> Tensors:

@@ -1,0 +1,89 @@
+"""What changes a model without changing its file: LoRA adapters, and control vectors.
+
+Both are nodes of the graph that read tensors of other files, so the planner deals them out like all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...graph import Graph, Value
+from ...graph.arguments import FINITE, NONE, a, list_of, needs, pair_of, whole
+from ..errors import ModelError
+from ..gguf import Gguf, Tensor
+from .control import Direction, read_directions
+from .lora import Change, changed, read_changes
+
+FILE = a(str, Path)
+FILES = list_of(FILE | pair_of(FILE, FINITE), "a sequence of files, or of pairs of a file and its scale")
+Scaled = str | Path | tuple[str | Path, float]
+"""A file, which counts once, or a file and how often it counts."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapters:
+    """The LoRA adapters and control vectors of a model: changes of matrices, and directions behind blocks."""
+
+    changes: tuple[Change, ...] = ()
+    directions: tuple[Direction, ...] = ()
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """What the leaves hold that graphs have because of the adapters, by the names of the leaves."""
+        factors = {
+            leaf.node.name: tensor for c in self.changes for leaf, tensor in zip(c.leaves, c.tensors, strict=True)
+        }
+        return factors | {d.leaf.node.name: d.tensor for d in self.directions}
+
+    @property
+    def scales(self) -> tuple[float, ...]:
+        """By how much each tensor counts, which tells models apart that have the same tensors."""
+        return (*(c.factor for c in self.changes), *(d.scale for d in self.directions))
+
+    def adapted(self, graph: Graph) -> Graph:
+        """The graph of a step, in which products with changed matrices are changed.  Raises `ModelError` as
+        `lora.changed` does."""
+        return changed(graph, self.changes)
+
+    def steered(self, block: int, x: Value) -> Value:
+        """The residual f32[..., width] behind a block, with the directions that belong there added to it."""
+        for direction in self.directions:
+            x = direction(x) if direction.block == block else x
+        return x
+
+
+NO_ADAPTERS = Adapters()
+
+
+@needs(ModelError, lora=FILES, control_vectors=FILES, control_layers=NONE | pair_of(whole(0), whole(0)))
+def read_adapters(
+    base: Gguf,
+    width: int,
+    blocks: int,
+    *,
+    lora: Iterable[Scaled] = (),
+    control_vectors: Iterable[Scaled] = (),
+    control_layers: tuple[int, int] | None = None,
+) -> Adapters:
+    """The adapters in these files, for the model in ``base``, whose residual has ``width`` entries and so many blocks.
+
+    ``control_layers`` are the first and the last block behind which directions are added, all if there are none.
+    Raises `ModelError` for a file that is no adapter, or none for this model.
+    """
+    vectors = [scaled(one) for one in control_vectors]
+    first, last = control_layers or (1, blocks - 1)
+    if control_layers and not vectors:
+        raise ModelError(f"layers {first} to {last} are for a control vector; name one with --control-vector")
+    if not 1 <= first <= last < blocks and vectors:
+        raise ModelError(f"layers of control vectors are {first} to {last}; need two of 1 to {blocks - 1} in order")
+    return Adapters(
+        tuple(c for no, one in enumerate(lora) for c in read_changes(base, no, *scaled(one))),
+        tuple(d for no, one in enumerate(vectors) for d in read_directions(no, *one, width, blocks, (first, last))),
+    )
+
+
+def scaled(one: Scaled) -> tuple[Path, float]:
+    path, scale = (one, 1.0) if isinstance(one, str | Path) else one
+    return Path(path), float(scale)
