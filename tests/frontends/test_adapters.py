@@ -122,7 +122,7 @@ def test_control_vectors_equal_biases_behind_blocks(span: tuple[int, int] | None
     assert nmse(logits(steered, *GROUPS[0]), expected) < SAME
 
 
-@pytest.mark.long()
+@pytest.mark.long
 def test_commands_and_python_apply_adapters_alike(tmp_path: Path) -> None:
     base, rng = open_model(TINY), np.random.default_rng(3)
     name = "blk.1.ffn_down.weight"
