@@ -172,7 +172,10 @@ def _shown(cost: Estimate) -> str:
 
 
 def classes_of(graph: Graph, factors: Factors, times: Mapping[Node, int] = NO_TIMES) -> dict[str, list[Factor]]:
-    """Factors that weights or states have, grouped by use; those that can never be cut are left out.
+    """Factors that cut a weight, or a state from end to end, grouped by use; those that can never be cut are left out.
+
+    Rows of a state that this graph reads apart from the others are no place to cut: the next graph over the same state,
+    of a longer step, reads others, and the state stays as it lies.
 
     `times` says how many leaves one stands for, if more than one.
     """
@@ -187,7 +190,7 @@ def classes_of(graph: Graph, factors: Factors, times: Mapping[Node, int] = NO_TI
                 for at, segment in enumerate(parts):
                     for i, factor in enumerate(segment):
                         uses[factor].add(f"{place}:{axis}.{at}.{i}/{len(segment)}:{value.shape}")
-                        if node.op in ("weight", "state"):
+                        if node.op == "weight" or (node.op == "state" and all(factor in part for part in parts)):
                             first.setdefault(factor, (node, axis))
                             counts[factor] = min(counts.get(factor, times.get(node, 1)), times.get(node, 1))
     grouped: dict[tuple[object, ...], list[Factor]] = defaultdict(list)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from functools import reduce
 
 import numpy as np
 import pytest
@@ -354,6 +355,22 @@ def test_two_contexts_share_weights_and_not_their_states():
     assert one.run({"x": np.ones((1, 4)), "ids": [1]})["sum"].ravel().tolist() == [32, 32, 0, 0]
     held = sum(d["weight"] for d in store.nbytes())
     assert held <= 2 * 8 * 4 * 4
+
+
+def test_rows_of_a_state_that_a_short_step_leaves_out_are_no_place_to_cut():
+    """The taps of a convolution lie three rows apart: one new row meets three of nine old ones, 64 meet all."""
+
+    def graph(rows: int) -> Graph:
+        x, old = ops.mul_mat(weight("v", (512, 512)), input("x", (1, rows, 512))), state("old", (1, 9, 512))
+        known = ops.concat(old, x, axis=1)
+        taps = [ops.slice_(known, axis=1, start=3 * i, stop=3 * i + rows) for i in range(4)]
+        scaled = [ops.mul(tap, weight(f"k{i}", (512,))) for i, tap in enumerate(taps)]
+        y = ops.mul_mat(weight("w", (512, 512)), ops.silu(reduce(ops.add, scaled)))
+        return Graph({"y": y}, {old: ops.get_rows(known, input("kept", (1, 9), "i32"))})
+
+    group = group_of(2, "numpy")
+    first = plan_for(graph(1), group, split_mode="tensor")
+    assert plan_for(graph(64), group, like=first).outputs  # it is proven
 
 
 def test_a_graph_that_is_illegal_is_refused_before_it_is_planned():
