@@ -69,7 +69,7 @@ def test_memory_of_bf16_holds_the_bits_of_its_numbers():
     backend = NarrowBackend()
     run = load(plan_for(graph(), [(backend, backend.device(0))]), {"w": np.full((3, 4), -2.5)})
     run.run({"x": np.full((2, 4), 1.5), "ids": [0, 4]})
-    (part,) = run.store.state("cache").parts
+    (part,) = run.store.state("cache").parts.values()
     assert part.dtype is DType.BF16
     np.testing.assert_array_equal(part.array[[0, 4]], f32_to_bf16(np.full((2, 4), 1.5, np.float32)))
 

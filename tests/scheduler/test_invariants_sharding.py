@@ -19,6 +19,8 @@ from hocket.graph.parse import parse_case
 from hocket.graph.spec import Spec
 from hocket.ops import REGISTRY
 from hocket.ops.collective import COLLECTIVES
+from hocket.ranks import ALONE
+from hocket.ranks.meeting import Between
 from hocket.scheduler import Executor, Store, load, plan_for
 from hocket.scheduler.layout import Replicate, Shard
 from hocket.scheduler.running.comm import Meeting
@@ -60,9 +62,9 @@ def test_what_is_scattered_is_gathered_again(given_shards, dtype):
     shape, layout = given_shards
     spec = Spec(shape, BY_TEXT[dtype])
     data = np.arange(spec.size).reshape(shape).astype(BY_TEXT[dtype].storage)
-    parts = [_share(data, spec, layout, d) for d in range(len(layout.runs))]
-    np.testing.assert_array_equal(assembled(shape, layout, parts), data)
-    assert sum(p.size for p in parts) == data.size
+    parts = {d: _share(data, spec, layout, d) for d in range(len(layout.runs))}
+    np.testing.assert_array_equal(assembled(shape, layout, parts, Between(ALONE, [0] * len(parts))), data)
+    assert sum(p.size for p in parts.values()) == data.size
 
 
 @pytest.mark.parametrize("dtype", ["q8_0", "q4_0", "q4_K", "q6_K"])
@@ -190,7 +192,7 @@ def test_what_is_whole_on_all_devices_is_the_same_bits_everywhere():
         run.run({v.node.name: values[v.node.name] for v in made.graph.inputs})
         for name, layout in made.outputs.items():
             if isinstance(layout, Replicate):
-                first, *others = [np.array(views[name]).tobytes() for views in run._outputs]
+                first, *others = [copy.tobytes() for copy in run.copies(name)]
                 assert others == [first] * len(others), f"seed {seed}, output {name}"
                 compared += len(others)
     assert compared > len(SEEDS)
