@@ -19,8 +19,8 @@ from hocket.graph.parse import parse_case
 from hocket.graph.spec import Spec
 from hocket.ops import REGISTRY
 from hocket.ops.collective import COLLECTIVES
-from hocket.ranks import ALONE
 from hocket.ranks.meeting import Between
+from hocket.ranks.world import World
 from hocket.scheduler import Executor, Store, load, plan_for
 from hocket.scheduler.layout import Replicate, Shard
 from hocket.scheduler.running.comm import Meeting
@@ -63,7 +63,7 @@ def test_what_is_scattered_is_gathered_again(given_shards, dtype):
     spec = Spec(shape, BY_TEXT[dtype])
     data = np.arange(spec.size).reshape(shape).astype(BY_TEXT[dtype].storage)
     parts = {d: _share(data, spec, layout, d) for d in range(len(layout.runs))}
-    np.testing.assert_array_equal(assembled(shape, layout, parts, Between(ALONE, [0] * len(parts))), data)
+    np.testing.assert_array_equal(assembled(shape, layout, parts, Between(World(None), [0] * len(parts))), data)
     assert sum(p.size for p in parts.values()) == data.size
 
 
