@@ -86,7 +86,7 @@ def attention(
     mask_heads: str = "one",
     name: str = "",
 ) -> Value:
-    """``softmax(cap(q k scale) + slope mask) v`` per head; `g` neighbouring query heads share a key/value head.
+    """``softmax(cap(q k scale) + slope mask) v`` per head; `query_heads` neighbours of q share a key/value head.
 
     `cap(x)` is ``softcap tanh(x / softcap)`` where softcap > 0.  A sink joins the sum of its head but adds nothing.
     A row that is masked entirely gives zeros.  `mask_heads` says whether the mask has an axis of heads before its

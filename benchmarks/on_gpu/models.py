@@ -106,7 +106,7 @@ def _measured(bench: Bench, session: Session, test: counting.Test, tokens: list[
 
 def _again(bench: Bench, memory: Memory, session: Session, executor: Executor) -> Run:
     """What puts the inputs back into the memory where later values of a step lie: one copy, for they lie together."""
-    (lane,), ((*buffers,),) = executor.plan.lanes, session.store.buffers(executor.plan)
+    (lane,), (buffers,) = executor.plan.lanes, session.store.buffers(executor.plan).values()
     inputs = lane.program.inputs.values()
     ((which,),) = [{t.buffer for t in inputs}]
     low, high = min(t.offset for t in inputs), max(t.offset + t.spec.nbytes for t in inputs)

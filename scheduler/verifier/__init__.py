@@ -27,6 +27,7 @@ Device
     memory_of: free, what the caller says
     description: free, words for people
     part: not negative
+    rank: named by all devices or by none, not negative; what runs the plan refuses one that is not there
 Program
     buffers: the arena, then each weight, state and constant of the graph once
     instructions: each node that computes once, and each copy of a new state; every read finds its value whole

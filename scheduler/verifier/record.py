@@ -42,6 +42,9 @@ def _device_faults(plan: Plan) -> Iterator[str]:
         yield "it has no devices"
     if len({str(lane.device) for lane in plan.lanes}) != len(plan.lanes):
         yield "it names a device twice"
+    ranks = {lane.device.rank for lane in plan.lanes}
+    if (len(ranks) > 1 and None in ranks) or any(rank is not None and rank < 0 for rank in ranks):
+        yield "some devices name their process and others do not, or it is negative"
     for number, lane in enumerate(plan.lanes):
         try:
             own = lane.backend.device(lane.device.index)

