@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from hocket import ops
-from hocket.backends.cupy import backend as cupy_backend
+from hocket.backends.cupy.backend import DriverBackend
+from hocket.backends.cupy.binding import programs
 from hocket.backends.cupy.device.driver import Launch
 from hocket.backends.cupy.emulation.emulated import EmulatedBackend, EmulatedDriver
 from hocket.frontends.open import open_model
@@ -147,14 +148,14 @@ class Ran:
 def ran(graph: Graph, fused: bool, devices: int = 1) -> Ran:
     """Three runs of a graph with the same numbers, however it is bound."""
     rng, outcome = np.random.default_rng(3), Ran()
-    backend = cupy_backend.DriverBackend(driver := Watched())
+    backend = DriverBackend(driver := Watched())
     weights = {}
     for w in graph.weights:
         raw = random_rows(w.dtype, *w.shape, rng) if w.dtype.is_quantised else rng.standard_normal(w.shape)
         weights[w.node.name] = raw if w.dtype.is_quantised else raw.astype(np.float32)
     with pytest.MonkeyPatch.context() as patch:
         if not fused:
-            patch.setattr(cupy_backend, "FUSED", {})
+            patch.setattr(programs, "FUSED", {})
         group = [(backend, backend.device(i)) for i in range(devices)]
         run = load(plan_for(graph, group, split_mode="tensor" if devices > 1 else "auto"), weights)
     for _ in range(3):
@@ -208,7 +209,7 @@ def logits_of(name: str, devices: int, fused: bool) -> tuple[np.ndarray, int]:
     tokens = tokens_of(name)[:12]
     with pytest.MonkeyPatch.context() as patch:
         if not fused:
-            patch.setattr(cupy_backend, "FUSED", {})
+            patch.setattr(programs, "FUSED", {})
         group = Group(tuple(f"cuda-emulated:{i}" for i in range(devices)), "tensor" if devices > 1 else "none")
         session = Session(open_model(path_of(name)), on=group)
         parts = [session.evaluate([p], every_position=True)[0] for p in (tokens[:8], *([t] for t in tokens[8:]))]
@@ -247,8 +248,8 @@ def test_a_launch_of_a_chain_that_fails_names_one_of_its_instructions_and_takes_
         launches.items.append(replace(last, words=(last.words[0] + 1, *last.words[1:])))
         return numbers
 
-    (plain,) = cupy_backend.FUSED["sigmoid"]
-    monkeypatch.setattr(cupy_backend, "FUSED", {**cupy_backend.FUSED, "sigmoid": (broken,)})
+    (plain,) = programs.FUSED["sigmoid"]
+    monkeypatch.setattr(programs, "FUSED", {**programs.FUSED, "sigmoid": (broken,)})
     cache, x = state("cache", (8, 48)), input("x", (1, 48))
     new = ops.set_rows(cache, x, input("ids", (1,), "i32"), name="new")
     y = ops.mul(ops.sum_rows(new), ops.sigmoid(input("z", (8, 1)), name="gate"), name="gated")
