@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .frontends.errors import ModelError as ModelError
     from .frontends.language_model import Model as Model
     from .frontends.language_model import Token as Token
+    from .frontends.onnx.model import from_onnx as from_onnx
     from .frontends.options import Options as Options
     from .frontends.sampling import Sampling as Sampling
     from .frontends.torch.exported import from_torch as from_torch
@@ -56,6 +57,7 @@ LATER = {
     "Sampling": ".frontends.sampling",
     "scheduler": ".scheduler",
     "to_dot": ".view.dot",
+    "from_onnx": ".frontends.onnx.model",
     "from_torch": ".frontends.torch.exported",
 }
 """Names that are imported when they are first used, and from where: most of the package."""

@@ -48,7 +48,7 @@ def fill(made: argparse.ArgumentParser) -> None:
         "--from-graph",
         type=Path,
         metavar="MODEL",
-        help="the exact cases of a GGUF model's graphs, or of a .pt2 program",
+        help="the exact cases of a GGUF model's graphs, or of a .pt2 or .onnx program",
     )
     what.add_argument("--seed", type=int, default=0, metavar="N", help="move all random numbers (default: 0)")
     what.add_argument(

@@ -22,11 +22,12 @@ LARGEST = 1 << 28
 def read_graph(path: str, *, context: int | None = None, tokens: int = 1) -> Graph:
     """The graph in a file.  For a model, that of a step with ``tokens`` new tokens; only its header is read.
 
-    A .pt2 file is read without unpickling.  Raises `ModelError` or `GraphError` for a file that is none of these.
+    A .pt2 file is read without unpickling; an .onnx file is known by its name.
+    Raises `ModelError` or `GraphError` for a file that is none of these.
     """
     mode = Path(path).stat().st_mode
     if not stat.S_ISREG(mode):
-        raise ModelError(f"{path}: is no regular file; give a .gguf or .pt2 file, or a graph as text or JSON")
+        raise ModelError(f"{path}: is no regular file; give a .gguf, .pt2 or .onnx file, or a graph as text or JSON")
     with open(path, "rb") as file:
         start = file.read(len(MAGIC))
         if start == MAGIC:
@@ -35,6 +36,10 @@ def read_graph(path: str, *, context: int | None = None, tokens: int = 1) -> Gra
             return model.graph(Step(1, tokens, min(context, max(FEWEST_CELLS, tokens)), context, tokens))
         if start == PROGRAM:
             return _of_program(path)
+        if path.lower().endswith(".onnx"):  # which have nothing of their own to begin with
+            from .onnx.model import from_onnx
+
+            return from_onnx(path).graph
         data = start + file.read(LARGEST)
     try:
         text = data.decode("utf-8")

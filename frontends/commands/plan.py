@@ -34,7 +34,9 @@ from .flags import batch_flag, context_flag, group_flags, group_of
 
 def flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
-        "model", metavar="MODEL|GRAPH", help="GGUF file (only its header is read), a dumped graph, or a .pt2 program"
+        "model",
+        metavar="MODEL|GRAPH",
+        help="GGUF file (only its header is read), a dumped graph, or a .pt2 or .onnx program",
     )
     where = sub.add_mutually_exclusive_group()
     group_flags(sub, where)

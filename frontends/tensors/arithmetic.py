@@ -132,7 +132,17 @@ def remainder(a: Operand, b: Operand, *, rounding_mode: str = "floor") -> Tensor
     """What division leaves: with the sign of `b` for ``floor``, of `a` for ``trunc``."""
     if _whole(a, b):
         return _integers(f"{rounding_mode}_mod", a, b)
-    return sub(a, mul(div(a, b, rounding_mode=rounding_mode), b))
+    rest = sub(a, mul(div(a, b, rounding_mode=rounding_mode), b))
+    if _plain(b):
+        return rest
+    assert isinstance(b, Tensor) or isinstance(a, Tensor)
+    over = truth(is_infinite(b)) if isinstance(b, Tensor) else literal(np.asarray(not math.isnan(b)))
+    within = logical_and(over, logical_not(is_infinite(a)) if isinstance(a, Tensor) else math.isfinite(a))
+    if rounding_mode == "floor":  # of another sign the divisor itself is left
+        whole = where(compare("lt", mul(sign(lifted(a, rest)), sign(lifted(b, rest))), 0.0), b, a)
+    else:
+        whole = lifted(a, rest)
+    return where(within, whole, rest)
 
 
 def power(a: Operand, b: Operand) -> Tensor:

@@ -254,11 +254,15 @@ def test_what_is_needed_at_run_time_is_declared():
         *extras["cuda12"],
         *extras["mpi"],
         *extras["torch"],
+        *extras["onnx"],
         *extras["test"],
         *extras["grammar"],
     ]
     declared = {re.match(r"[\w-]+", t)[0].lower() for t in texts}  # type: ignore[index]
-    declared = {"cupy" if d.startswith("cupy") else d for d in declared} | {"llvmlite"}  # numba's own compiler
+    declared = {"cupy" if d.startswith("cupy") else d for d in declared} | {
+        "llvmlite",
+        "google",
+    }  # numba's compiler, protobuf
     used = set()
     for path in sources():
         for node in ast.walk(ast.parse(path.read_bytes())):

@@ -274,7 +274,7 @@ def test_a_wrong_program_is_an_error_of_hockets_own():
                 getattr(hocket, name)(value)
 
 
-WITH_EXTRAS = {"from_torch"}
+WITH_EXTRAS = {"from_torch", "from_onnx"}
 BUILDERS = {name: op for name, op in vars(ops).items() if isinstance(op, ops.Op)}
 
 

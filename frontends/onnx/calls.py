@@ -1,0 +1,507 @@
+"""Calls of ONNX ops whose inputs and attributes say otherwise what the functions of `frontends.tensors` take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ... import ops
+from ...graph import DType
+from ..errors import ModelError
+from ..tensors import arithmetic as arith
+from ..tensors import indexing, products, reducing, shapes
+from ..tensors.tensor import Tensor, cast, literal
+
+Row: TypeAlias = Callable[..., Any]
+Numbers: TypeAlias = "Tensor | Sequence[int] | int | None"
+LARGEST = 1 << 26
+"""Entries of a constant that an op makes of a shape."""
+
+
+def numbers(x: Numbers) -> list[int] | None:
+    """Integers of an attribute, or of an input that is known when the graph is made; None for one left out."""
+    if x is None or isinstance(x, int):
+        return None if x is None else [x]
+    return [int(n) for n in (known(x).reshape(-1) if isinstance(x, Tensor) else x)]
+
+
+def known(x: Tensor) -> np.ndarray:
+    """The numbers of a constant.  Raises `ModelError` for what depends on the inputs of the model."""
+    if x.known is None:
+        raise ModelError("a shape or setting depends on an input of the model; fix that input: fixed={name: array}")
+    return np.asarray(x.known)
+
+
+def number(x: Any, default: Any) -> Any:
+    """One number of an attribute or of a constant."""
+    if x is None:
+        return default
+    return known(x).reshape(-1)[0].item() if isinstance(x, Tensor) else x
+
+
+# ---------------------------------------------------------------------------------------------------- entry by entry
+
+
+def each(op: Callable[[Tensor, Tensor], Tensor]) -> Row:
+    """An op of any number of operands, one after the other."""
+    return lambda *xs: reduce(op, xs)
+
+
+def mean(*xs: Tensor) -> Tensor:
+    return arith.div(reduce(arith.add, xs), float(len(xs)))
+
+
+def div(a: Tensor, b: Tensor) -> Tensor:
+    return arith.div(a, b, rounding_mode="trunc" if a.is_integer else None)
+
+
+def mod(a: Tensor, b: Tensor, *, fmod: int = 0) -> Tensor:
+    return arith.remainder(a, b, rounding_mode="trunc" if fmod else "floor")
+
+
+def power(a: Tensor, b: Tensor) -> Tensor:
+    if b.known is not None and b.known.size == 1 and b.rank <= a.rank:
+        exponent = b.known.reshape(-1)[0].item()
+        return arith.power(a, int(exponent) if float(exponent).is_integer() and abs(exponent) < 5 else float(exponent))
+    return arith.power(a, b)
+
+
+def clip(x: Tensor, low: Tensor | None = None, high: Tensor | None = None, *, min: Any = None, max: Any = None) -> Any:
+    return arith.clamp(x, low if low is not None else min, high if high is not None else max)
+
+
+def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+    return arith.unary(ops.gelu_erf if approximate == "none" else ops.gelu, x)
+
+
+def elu(x: Tensor, *, alpha: float = 1.0, gamma: float = 1.0) -> Tensor:
+    low = arith.scaled(arith.unary(ops.expm1, arith.clamp(x, max=0.0)), alpha * gamma)
+    return arith.where(arith.compare("gt", x, 0.0), arith.scaled(x, gamma), low)
+
+
+def selu(x: Tensor, *, alpha: float = 1.67326319217681884765625, gamma: float = 1.05070102214813232421875) -> Tensor:
+    return elu(x, alpha=alpha, gamma=gamma)
+
+
+def hard_sigmoid(x: Tensor, *, alpha: float = 0.2, beta: float = 0.5) -> Tensor:
+    return arith.clamp(arith.scaled(arith.real(x), alpha, beta), 0.0, 1.0)
+
+
+def prelu(x: Tensor, slope: Tensor) -> Tensor:
+    return arith.where(arith.compare("lt", x, 0), arith.mul(x, slope), x)
+
+
+def is_infinite(x: Tensor, *, detect_negative: int = 1, detect_positive: int = 1) -> Tensor:
+    above, below = arith.compare("eq", x, math.inf), arith.compare("eq", x, -math.inf)
+    chosen = [side for side, wanted in ((above, detect_positive), (below, detect_negative)) if wanted]
+    return reduce(arith.logical_or, chosen) if chosen else literal(np.zeros(x.shape, bool))
+
+
+def same(x: Tensor, *_: object, **__: object) -> Tensor:
+    """The type of the result is the cast."""
+    return x
+
+
+def dropout(x: Tensor, ratio: Any = None, training: Tensor | None = None, *, seed: int = 0) -> Any:
+    if training is not None and number(training, False) and number(ratio, 0.5):
+        raise ModelError("dropout by chance, as in training; export the model for inference")
+    return x, literal(np.ones(x.shape, bool))
+
+
+def triangle(x: Tensor, k: Tensor | None = None, *, upper: int = 1) -> Tensor:
+    keep = (np.triu if upper else np.tril)(np.ones(x.shape[-2:], bool), number(k, 0))
+    return arith.filled(x, literal(~keep), 0)
+
+
+# ------------------------------------------------------------------------------------------------------------ shapes
+
+
+def reshape(x: Tensor, shape: Any = None, *, allowzero: int = 0) -> Tensor:
+    sizes = numbers(shape) or []
+    if not allowzero:
+        if any(n == 0 and i >= x.rank for i, n in enumerate(sizes)):
+            raise ModelError(f"shape {sizes} keeps an axis that a tensor of {list(x.shape)} does not have")
+        sizes = [x.shape[i] if n == 0 else n for i, n in enumerate(sizes)]
+    if sizes.count(-1) > 1 or any(n < -1 for n in sizes):
+        raise ModelError(f"shape {sizes}: one entry at most may be left open")
+    return shapes.reshape(x, sizes)
+
+
+def flatten(x: Tensor, *, axis: int = 1) -> Tensor:
+    at = axis + x.rank if axis < 0 else axis
+    return shapes.reshape(x, (math.prod(x.shape[:at]), math.prod(x.shape[at:])))
+
+
+def transpose(x: Tensor, *, perm: Sequence[int] | None = None) -> Tensor:
+    return shapes.permute(x, range(x.rank)[::-1] if perm is None else perm)
+
+
+def squeeze(x: Tensor, given: Numbers = None, *, axes: Numbers = None) -> Tensor:
+    return shapes.squeeze(x, numbers(given if axes is None else axes))
+
+
+def unsqueeze(x: Tensor, given: Numbers = None, *, axes: Numbers = None) -> Tensor:
+    new = numbers(given if axes is None else axes) or []
+    rank = x.rank + len(new)
+    if any(not -rank <= a < rank for a in new) or len({a % rank for a in new}) < len(new):
+        raise ModelError(f"axes {new} of a tensor that then has {rank} axes")
+    places, own = {a % rank for a in new}, iter(x.shape)
+    return shapes.reshape(x, [1 if a in places else next(own) for a in range(rank)])
+
+
+def concat(*xs: Tensor, axis: int) -> Tensor:
+    return shapes.cat(xs, axis)
+
+
+def split(x: Tensor, sizes: Any = None, *, axis: int = 0, split: Any = None, num_outputs: int) -> Any:
+    parts = numbers(sizes if split is None else split)
+    n = x.shape[x.axis(axis)]
+    if parts is None:
+        size = -(-n // num_outputs)
+        parts = [max(0, min(size, n - i * size)) for i in range(num_outputs)]
+    if sum(parts) != n or min(parts, default=0) < 0:
+        raise ModelError(f"pieces of {parts} of an axis of {n}")
+    return shapes.split(x, parts, axis)
+
+
+def slice_(
+    x: Tensor, first: Any = None, last: Any = None, over: Any = None, by: Any = None, *, starts: Any = None,
+    ends: Any = None, axes: Any = None,
+) -> Tensor:  # fmt: skip
+    begin, end = numbers(first if starts is None else starts) or [], numbers(last if ends is None else ends) or []
+    at = numbers(over if axes is None else axes) or list(range(len(begin)))
+    steps = numbers(by) or [1] * len(begin)
+    for a, i, j, step in zip(at, begin, end, steps, strict=True):
+        n = x.shape[x.axis(a)]
+        if step < 0:  # from the entry before the first, where the slice ends
+            i, j = (max(-1, min(n - 1, p + n if p < 0 else p)) for p in (i, j))
+            x = shapes.take(x, a, np.arange(i, j, step))
+        else:
+            x = shapes.slice_(x, a, i, j, step)
+    return x
+
+
+def pad(
+    x: Tensor, given: Any = None, fill: Tensor | None = None, over: Any = None, *, pads: Any = None,
+    mode: str = "constant", value: float = 0.0,
+) -> Tensor:  # fmt: skip
+    flat = numbers(given if pads is None else pads) or []
+    at = [x.axis(a) for a in (numbers(over) or range(x.rank))]
+    if len(flat) != 2 * len(at):
+        raise ModelError(f"{len(flat)} pads for {len(at)} axes; need two for each")
+    ends = [(0, 0)] * x.rank
+    for i, a in enumerate(at):
+        ends[a] = (flat[i], flat[i + len(at)])
+    if math.prod(n + a + b for n, (a, b) in zip(x.shape, ends, strict=True)) > LARGEST:
+        raise ModelError(f"pads of {flat} make more than {LARGEST} entries")
+    if mode == "constant":
+        return shapes.pad(x, ends, value if fill is None else shapes.reshape(fill, ()))
+    return shapes.pad_with_own(x, ends, mode)
+
+
+def tile(x: Tensor, counts: Tensor) -> Tensor:
+    times = numbers(counts) or []
+    _sized([n * t for n, t in zip(x.shape, times, strict=True)])
+    return shapes.repeat(x, times)
+
+
+def expand(x: Tensor, shape: Tensor) -> Tensor:
+    return shapes.expand(x, np.broadcast_shapes(x.shape, _sized(numbers(shape) or [])))
+
+
+def shape_of(x: Tensor, *, start: int = 0, end: int | None = None) -> Tensor:
+    return literal(np.asarray(x.shape[slice(start, end)], np.int64))
+
+
+def _sized(shape: Sequence[int]) -> tuple[int, ...]:
+    if any(n < 0 for n in shape) or math.prod(shape) > LARGEST:
+        raise ModelError(f"a tensor of {list(shape)}; need at most {LARGEST} entries")
+    return tuple(shape)
+
+
+def constant_of_shape(shape: Tensor, *, value: Any = None) -> Tensor:
+    fill = np.zeros((), np.float32) if value is None else np.asarray(value).reshape(())
+    return literal(np.full(_sized(numbers(shape) or []), fill))
+
+
+def constant(**given: Any) -> Tensor:
+    ((kind, value),) = given.items()
+    whole = {"value_int": np.int64, "value_ints": np.int64, "value_float": np.float32, "value_floats": np.float32}
+    return literal(np.asarray(value, whole.get(kind)))
+
+
+def range_(start: Tensor, limit: Tensor, delta: Tensor) -> Tensor:
+    first, last, step = (known(x).reshape(())[()].item() for x in (start, limit, delta))
+    if not step or not all(np.isfinite((first, last, step))):
+        raise ModelError(f"a range from {first} to {last} by {step}")
+    _sized([max(0, math.ceil((last - first) / step))])
+    return literal(np.arange(first, last, step).astype(known(start).dtype))
+
+
+def eye_like(x: Tensor, *, dtype: int = 0, k: int = 0) -> Tensor:
+    rows, columns = _sized(x.shape)
+    return literal(np.eye(rows, columns, k=k, dtype=np.float32))
+
+
+def one_hot(ids: Tensor, depth: Tensor, values: Tensor, *, axis: int = -1) -> Tensor:
+    n = int(number(depth, 0))
+    _sized((*ids.shape, n))
+    at = axis % (ids.rank + 1)
+    places = literal(np.arange(n).reshape(-1, *(1,) * (ids.rank - at)))
+    wanted = shapes.unsqueeze(cast(ids, DType.I64), at)
+    own = arith.where(arith.compare("lt", wanted, 0), arith.add(wanted, n), wanted)
+    off, on = shapes.split(values, 1, 0)
+    return arith.where(arith.compare("eq", own, places), on, off)
+
+
+def space_to_depth(x: Tensor, *, blocksize: int) -> Tensor:
+    n, c, h, w = x.shape
+    b = blocksize
+    parts = shapes.reshape(x, (n, c, h // b, b, w // b, b))
+    return shapes.reshape(shapes.permute(parts, (0, 3, 5, 1, 2, 4)), (n, c * b * b, h // b, w // b))
+
+
+def depth_to_space(x: Tensor, *, blocksize: int, mode: str = "DCR") -> Tensor:
+    n, c, h, w = x.shape
+    b, rest = blocksize, c // blocksize**2
+    first = mode == "DCR"
+    parts = shapes.reshape(x, (n, b, b, rest, h, w) if first else (n, rest, b, b, h, w))
+    order = (0, 3, 4, 1, 5, 2) if first else (0, 1, 4, 2, 5, 3)
+    return shapes.reshape(shapes.permute(parts, order), (n, rest, h * b, w * b))
+
+
+# -------------------------------------------------------------------------------------------------------- reductions
+
+
+def reduced(kind: Callable[[Tensor, list[int], bool], Tensor]) -> Row:
+    """A reduction over `axes`, all where none are given, unless it then shall do nothing."""
+
+    def row(
+        x: Tensor, given: Numbers = None, *, axes: Numbers = None, keepdims: int = 1, noop_with_empty_axes: int = 0
+    ) -> Tensor:
+        over = numbers(given if axes is None else axes)
+        if not over and noop_with_empty_axes:
+            return kind(shapes.unsqueeze(x, -1), [x.rank], False)
+        if not x.rank:
+            return kind(shapes.reshape(x, (1,)), [0], False)
+        return kind(x, over or list(range(x.rank)), bool(keepdims))
+
+    return row
+
+
+def _mean(x: Tensor, over: list[int], keep: bool) -> Tensor:
+    return reducing.mean(x, over, keep)
+
+
+sum_ = reduced(lambda x, over, keep: reducing.total(x, over, keep))
+mean_of = reduced(_mean)
+square_sum = reduced(lambda x, over, keep: reducing.total(arith.mul(x, x), over, keep))
+size_sum = reduced(lambda x, over, keep: reducing.total(arith.absolute(x), over, keep))
+root_sum = reduced(lambda x, over, keep: arith.unary(ops.sqrt, arith.real(reducing.total(arith.mul(x, x), over, keep))))
+log_sum = reduced(lambda x, over, keep: arith.unary(ops.log, arith.real(reducing.total(x, over, keep))))
+log_sum_exp = reduced(lambda x, over, keep: reducing.log_sum_exp(arith.real(x), over, keep))
+
+
+def extreme(kind: str) -> Row:
+    return reduced(lambda x, over, keep: reducing.extreme(kind, x, over, keep))
+
+
+def place(kind: Callable[..., Tensor]) -> Row:
+    def row(x: Tensor, *, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
+        if not select_last_index:
+            return kind(x, axis, bool(keepdims))
+        return arith.sub(x.shape[x.axis(axis)] - 1, kind(shapes.flip(x, [axis]), axis, bool(keepdims)))
+
+    return row
+
+
+def running(kind: str) -> Row:
+    def row(x: Tensor, axis: Tensor, *, exclusive: int = 0, reverse: int = 0) -> Tensor:
+        at = x.axis(int(number(axis, 0)))
+        x = shapes.flip(x, [at]) if reverse else x
+        out = reducing.running(kind, x, at)
+        if exclusive:
+            front = [(1, 0) if a == at else (0, 0) for a in range(x.rank)]
+            out = shapes.pad(shapes.cut(out, at, 0, x.shape[at] - 1), front, 0 if kind == "sum" else 1)
+        return shapes.flip(out, [at]) if reverse else out
+
+    return row
+
+
+def top_k(x: Tensor, count: Any = None, *, k: Any = None, axis: int = -1, largest: int = 1, sorted: int = 1) -> Any:
+    n = int(number(count if k is None else k, 0))
+    if not 0 <= n <= x.shape[x.axis(axis)]:
+        raise ModelError(f"the {n} first of {x.shape[x.axis(axis)]} entries")
+    if x.dtype in (DType.I32, DType.I64):
+        raise ModelError(f"an order of {x.dtype} numbers; hocket orders what a float32 holds")
+    ids = shapes.cut(reducing.order(x, axis, bool(largest)), axis, 0, n)
+    return indexing.gather(x, axis, ids), ids
+
+
+def hardmax(x: Tensor, *, axis: int = -1) -> Tensor:
+    at = x.axis(axis)
+    places = literal(np.arange(x.shape[at]).reshape(-1, *(1,) * (x.rank - 1 - at)))
+    return arith.compare("eq", reducing.argmax(x, at, True), places)
+
+
+def flattened(row: Row) -> Row:
+    """What older opsets do along an axis and all behind it."""
+    return lambda x, *, axis=1: shapes.reshape(row(flatten(x, axis=axis), axis=1), x.shape)
+
+
+def lp_norm(x: Tensor, *, axis: int = -1, p: int = 2) -> Tensor:
+    size = reducing.norm_of(x, p, axis, True)
+    return arith.where(arith.compare("eq", size, 0.0), 0.0, arith.div(x, size))
+
+
+# ---------------------------------------------------------------------------------------------------------- products
+
+
+def gemm(
+    a: Tensor, b: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0, transA: int = 0,
+    transB: int = 0,
+) -> Tensor:  # fmt: skip
+    out = products.matmul(shapes.transpose(a, 0, 1) if transA else a, shapes.transpose(b, 0, 1) if transB else b)
+    out = arith.scaled(out, alpha)
+    return out if c is None else arith.add(out, arith.scaled(arith.real(c), beta))
+
+
+def einsum(*xs: Tensor, equation: str) -> Tensor:
+    """Sums of products, by one product of matrices for each operand behind the first."""
+    text = equation.replace(" ", "")
+    left, arrow, right = text.partition("->")
+    names = left.split(",")
+    if len(names) != len(xs):
+        raise ModelError(f"{equation!r} has {len(names)} operands, the call {len(xs)}")
+    letters = sorted(set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz") - set(text))
+    dots = max((x.rank - len(n.replace("...", "")) for x, n in zip(xs, names, strict=True) if "..." in n), default=0)
+    spare = "".join(letters[:dots])
+    names = [
+        n.replace("...", spare[dots - (x.rank - len(n.replace("...", ""))) :]) for x, n in zip(xs, names, strict=True)
+    ]
+    counts = "".join(names)
+    wanted = right.replace("...", spare) if arrow else spare + "".join(
+        sorted(c for c in set(counts) - set(spare) if counts.count(c) == 1)
+    )  # fmt: skip
+    parts = [_traced(x, name) for x, name in zip(xs, names, strict=True)]
+    sizes = {c: n for x, name in parts for c, n in zip(name, x.shape, strict=True) if n != 1}
+    every = [*wanted, *(c for c in dict.fromkeys(counts) if c not in wanted)]
+    whole: Tensor | None = None
+    if len(parts) == 2:
+        return _one_product(parts, wanted, sizes)
+    for x, name in parts:
+        here = shapes.permute(x, [name.index(c) for c in every if c in name])
+        here = shapes.reshape(here, [x.shape[name.index(c)] if c in name else 1 for c in every])
+        whole = here if whole is None else arith.mul(whole, here)
+    assert whole is not None
+    summed = list(range(len(wanted), len(every)))
+    return reducing.total(whole, summed) if summed else whole
+
+
+def _traced(x: Tensor, name: str) -> tuple[Tensor, str]:
+    """With the diagonal of axes of one name."""
+    for c in dict.fromkeys(name):
+        while name.count(c) > 1:
+            i = name.index(c)
+            j = name.index(c, i + 1)
+            ends = shapes.moved(shapes.moved(x, i, -1), j - 1, -1)
+            n = ends.shape[-1]
+            flat = shapes.reshape(ends, (*ends.shape[:-2], n * n))
+            x, name = shapes.take(flat, -1, np.arange(n) * (n + 1)), name.replace(c, "") + c
+            break
+    return (x, name) if len(set(name)) == len(name) else _traced(x, name)
+
+
+def _one_product(parts: Sequence[tuple[Tensor, str]], wanted: str, sizes: dict[str, int]) -> Tensor:
+    (a, first), (b, second) = parts
+    both = [c for c in first if c in second]
+    batch = [c for c in both if c in wanted]
+    inner = [c for c in both if c not in wanted]
+    mine, other = ([c for c in name if c not in both and c in wanted] for name in (first, second))
+    lone = [[i for i, c in enumerate(name) if c not in both and c not in wanted] for name in (first, second)]
+    a, b = (reducing.total(x, over) if over else x for x, over in zip((a, b), lone, strict=True))
+    first, second = ("".join(c for c in n if c in both or c in wanted) for n in (first, second))
+
+    def laid(x: Tensor, name: str, groups: Sequence[Sequence[str]]) -> Tensor:
+        x = shapes.expand(x, [sizes.get(c, 1) for c in name])
+        x = shapes.permute(x, [name.index(c) for g in groups for c in g])
+        return shapes.reshape(x, [math.prod(sizes.get(c, 1) for c in g) for g in groups])
+
+    product = products.matmul(laid(a, first, (batch, mine, inner)), laid(b, second, (batch, inner, other)))
+    order = [*batch, *mine, *other]
+    out = shapes.reshape(product, [sizes.get(c, 1) for c in order])
+    return shapes.permute(out, [order.index(c) for c in wanted])
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1
+) -> Any:
+    over = list(range(x.axis(axis), x.rank))
+    mean_value = reducing.mean(x, over, True)
+    spread = arith.rsqrt(arith.add(reducing.variance(x, over, 0, True), epsilon))
+    return products.layer_norm(x, len(over), weight, bias, epsilon), mean_value, spread
+
+
+def batch_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, *, epsilon: float = 1e-5,
+    momentum: float = 0.9, training_mode: int = 0, spatial: int = 1,
+) -> Tensor:  # fmt: skip
+    if training_mode or not spatial:
+        raise ModelError("batch norm over the batch itself, as in training; export the model for inference")
+    return products.batch_norm(x, weight, bias, mean, variance, epsilon)
+
+
+def instance_norm(x: Tensor, weight: Tensor, bias: Tensor, *, epsilon: float = 1e-5) -> Tensor:
+    return products.group_norm(x, x.shape[1], weight, bias, epsilon)
+
+
+def local_norm(x: Tensor, *, size: int, alpha: float = 1e-4, beta: float = 0.75, bias: float = 1.0) -> Tensor:
+    """Over a power of the mean square of neighbouring channels."""
+    c = x.shape[1]
+    i = np.arange(c)
+    near = (i[None] >= i[:, None] - (size - 1) // 2) & (i[None] <= i[:, None] + size // 2)
+    rows = shapes.reshape(x, (x.shape[0], c, -1))
+    sums = shapes.reshape(products.matmul(literal(near.astype(np.float32)), arith.mul(rows, rows)), x.shape)
+    return arith.div(x, arith.power(arith.scaled(sums, alpha / size, bias), beta))
+
+
+# ------------------------------------------------------------------------------------------------- entries by number
+
+
+def gather(x: Tensor, ids: Tensor, *, axis: int = 0) -> Tensor:
+    at = x.axis(axis)
+    chosen = indexing.index_select(x, at, shapes.reshape(ids, (math.prod(ids.shape),)))
+    return shapes.reshape(chosen, (*x.shape[:at], *ids.shape, *x.shape[at + 1 :]))
+
+
+def gather_elements(x: Tensor, ids: Tensor, *, axis: int = 0) -> Tensor:
+    return indexing.gather(x, axis, ids)
+
+
+def _lists(x: Tensor, ids: Tensor, batch: int = 0) -> list[Tensor]:
+    """The last axis of `ids` as a list of numbers for each axis of `x` that they index."""
+    ahead = [
+        literal(np.arange(n).reshape(-1, *(1,) * (ids.rank - 2 - a))) for a, n in enumerate(x.shape[:batch])
+    ]  # the same place in both
+    return [*ahead, *shapes.unbind(ids, -1)]
+
+
+def gather_nd(x: Tensor, ids: Tensor, *, batch_dims: int = 0) -> Tensor:
+    return indexing.index(x, _lists(x, ids, batch_dims))
+
+
+_REDUCE = {"none": "set", "add": "add", "mul": "mul", "max": "max", "min": "min"}
+
+
+def scatter_elements(x: Tensor, ids: Tensor, src: Tensor, *, axis: int = 0, reduction: str = "none") -> Tensor:
+    return indexing.scatter(x, axis, ids, src, _REDUCE[reduction])
+
+
+def scatter_nd(x: Tensor, ids: Tensor, src: Tensor, *, reduction: str = "none") -> Tensor:
+    if reduction in ("none", "add"):
+        return indexing.index_put(x, _lists(x, ids), src, reduction == "add")
+    raise ModelError(f"scatter by {reduction!r}; hocket has none and add")

@@ -1,0 +1,123 @@
+"""ONNX files from anywhere: what they say is checked first, and no file outside their folder is read."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ModelError
+
+if TYPE_CHECKING:
+    from onnx import ModelProto, TensorProto
+
+LARGEST_MODEL = 1 << 31
+"""Bytes of a protobuf message, which cannot be longer."""
+MOST_NODES = 1 << 18
+"""Nodes of a model, its functions written out."""
+
+
+def read_model(source: str | os.PathLike[str] | bytes) -> tuple[ModelProto, Path | None]:
+    """The model in a file or in bytes, and the folder of its external data.  Raises `ModelError`."""
+    if not isinstance(source, str | os.PathLike | bytes):
+        raise ModelError(f"from_onnx takes a path or the bytes of a model, not {type(source).__name__}")
+    try:
+        from onnx import ModelProto
+    except ImportError:
+        raise ModelError("an ONNX model needs the package onnx; pip install hocket[onnx]") from None
+    from google.protobuf.message import DecodeError
+
+    where = "the bytes" if isinstance(source, bytes) else os.fspath(source)
+    if isinstance(source, bytes):
+        data, folder = source, None
+    else:
+        path = Path(source)
+        if not path.is_file():
+            raise ModelError(f"{where}: is no regular file; give an .onnx file")
+        if path.stat().st_size >= LARGEST_MODEL:
+            raise ModelError(f"{where}: has {path.stat().st_size} bytes; a protobuf has fewer than {LARGEST_MODEL}")
+        data, folder = path.read_bytes(), path.resolve().parent
+    model = ModelProto()
+    try:
+        model.ParseFromString(data)
+    except DecodeError:
+        raise ModelError(f"{where}: is no ONNX model, or only part of one; its protobuf cannot be read") from None
+    if not model.HasField("graph") or not model.opset_import:
+        raise ModelError(f"{where}: is no ONNX model; it has no graph, or names no opset")
+    _check_functions(model)
+    return model, folder
+
+
+def _check_functions(model: ModelProto) -> None:
+    """Raise `ModelError` for functions that call themselves, or that are too large when they are written out."""
+    bodies = {(f.domain, f.name): f.node for f in model.functions}
+    sizes: dict[tuple[str, str], int | None] = {}
+
+    def size_of(key: tuple[str, str], depth: int) -> int:
+        if key not in bodies:
+            return 1
+        if (key in sizes and sizes[key] is None) or depth > 100:
+            raise ModelError(f"function {key[1]!r} calls itself, or too many others within each other")
+        known = sizes.get(key)
+        if known is not None:
+            return known
+        sizes[key] = None
+        size = sum(size_of((n.domain, n.op_type), depth + 1) for n in bodies[key])
+        sizes[key] = size
+        return size
+
+    count = sum(size_of((n.domain, n.op_type), 0) for n in model.graph.node)
+    if count > MOST_NODES:
+        raise ModelError(f"the model has {count} nodes with its functions written out; hocket reads {MOST_NODES}")
+
+
+def array_of(tensor: TensorProto, folder: Path | None) -> npt.NDArray[Any]:
+    """The numbers of an initialiser; external ones stay in their file.  Raises `ModelError` for what does not fit."""
+    from onnx import TensorProto as Kinds
+    from onnx import helper, numpy_helper
+
+    name, shape = tensor.name, tuple(tensor.dims)
+    if any(n < 0 for n in shape):
+        raise ModelError(f"%{name} has dims {list(shape)}; need numbers of entries")
+    if tensor.data_type == Kinds.STRING:
+        raise ModelError(f"%{name} is of strings; hocket has numbers")
+    if tensor.data_location == Kinds.EXTERNAL:
+        return _external(tensor, shape, folder, np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type)))
+    try:
+        array = np.asarray(numpy_helper.to_array(tensor))
+    except (ValueError, TypeError, KeyError, OverflowError, MemoryError):
+        raise ModelError(f"%{name} says {list(shape)} of type {tensor.data_type}, which its data do not hold") from None
+    if array.shape != shape:
+        raise ModelError(f"%{name} says {list(shape)}, but its data are {list(array.shape)}")
+    return array
+
+
+def _external(
+    tensor: TensorProto, shape: tuple[int, ...], folder: Path | None, dtype: np.dtype[Any]
+) -> npt.NDArray[Any]:
+    entries = {e.key: e.value for e in tensor.external_data}
+    name, location = tensor.name, entries.get("location", "")
+    if folder is None:
+        raise ModelError(f"%{name} is in the file {location!r}; give the model's path, so that it can be found")
+    path = (folder / location).resolve()
+    if not location or not path.is_relative_to(folder) or not path.is_file():
+        raise ModelError(f"%{name} is in {location!r}, which is no file in the folder of the model")
+    size = math.prod(shape) * dtype.itemsize
+    try:
+        start, length = int(entries.get("offset", 0)), int(entries.get("length", size))
+    except ValueError:
+        raise ModelError(f"%{name} has an offset or a length that is no number") from None
+    if start < 0 or length != size or start + size > path.stat().st_size:
+        raise ModelError(
+            f"%{name} says {size} bytes at {start} of {location!r}, which has {path.stat().st_size}; length {length}"
+        )
+    if not size:
+        return np.zeros(shape, dtype)
+    with open(path, "rb") as file:
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return np.frombuffer(memory, dtype, math.prod(shape), start).reshape(shape)

@@ -1,0 +1,311 @@
+"""An ONNX model as a graph: leaves from inputs and initialisers, nodes from the table, shape arithmetic computed."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...graph import DType, Graph, GraphError, Value, input, weight
+from ..errors import ModelError
+from ..tensors.tensor import Tensor, cast, held, literal, merged
+from ..torch.exported import LARGEST_CONSTANT, TYPES
+from ..torch.program import Argument, Result
+from .files import MOST_NODES, array_of, read_model
+from .program import Program, stored
+from .table import FOLDED, OLDER, READ_NOW, ROWS
+
+if TYPE_CHECKING:
+    from onnx import ModelProto, NodeProto, ValueInfoProto
+
+LARGEST_FOLDED = 1 << 12
+"""Entries of the inputs of a node that is computed when the model is read."""
+
+
+def from_onnx(
+    source: str | os.PathLike[str] | bytes,
+    *,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    fixed: Mapping[str, npt.ArrayLike] | None = None,
+) -> Program:
+    """The ONNX model in a file, or in bytes, as a graph, with its weights, ready to call.
+
+    Initialisers are weights under their own names.  `shapes` gives the shape of inputs whose shape varies; `fixed`
+    gives the numbers of inputs on which shapes depend, and which then are inputs no more.  Raises `ModelError`: for ops
+    without a row it lists all of them with their number.
+    """
+    model, folder = read_model(source)
+    from onnx import helper
+    from onnx.shape_inference import InferenceError, infer_shapes
+
+    _fix(model, dict(shapes or {}), dict(fixed or {}))
+    try:
+        model = infer_shapes(_inlined(model), data_prop=True)
+    except (InferenceError, ValueError, RuntimeError) as why:
+        raise ModelError(f"the model does not fit together: {' '.join(str(why).split())[:300]}") from None
+    kinds = {
+        info.name: np.dtype(helper.tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type)).name
+        for info in (*model.graph.value_info, *model.graph.output)
+        if info.type.tensor_type.elem_type in helper.get_all_tensor_dtypes()
+    }
+    return _Importer(model, folder, kinds).program()
+
+
+def _fix(model: ModelProto, shapes: dict[str, Any], fixed: dict[str, Any]) -> None:
+    """Shapes that are given in place of those that vary, and inputs that are given as initialisers."""
+    from onnx import numpy_helper
+
+    infos = {info.name: info for info in model.graph.input}
+    if unknown := sorted((set(shapes) | set(fixed)) - set(infos)):
+        raise ModelError(f"the model has no input {unknown[0]!r}; its inputs are {', '.join(infos) or 'none'}")
+    for name, shape in shapes.items():
+        if any(not isinstance(n, int) or n < 1 for n in shape):
+            raise ModelError(f"shape {shape!r} of {name!r}; need whole numbers of at least 1")
+        dims = infos[name].type.tensor_type.shape
+        own = [d.dim_value for d in dims.dim]
+        if own and (len(own) != len(shape) or any(n and n != m for n, m in zip(own, shape, strict=True))):
+            raise ModelError(f"shape {list(shape)} of {name!r}; the model says {[n or '?' for n in own]}")
+        dims.ClearField("dim")
+        for n in shape:
+            dims.dim.add().dim_value = n
+    for name, array in fixed.items():
+        model.graph.initializer.append(numpy_helper.from_array(np.asarray(array), name))
+        model.graph.input.remove(infos[name])
+
+
+def _inlined(model: ModelProto) -> ModelProto:
+    """The model with functions written out: its own, and those by which ONNX defines ops that have no row."""
+    from onnx.defs import SchemaError, get_schema
+    from onnx.inliner import inline_local_functions, inline_selected_functions
+    from onnx.shape_inference import infer_shapes
+
+    model = inline_local_functions(model) if model.functions else model
+    opsets = _opsets(model)
+    for _ in range(8):
+        ids = set()
+        for node in model.graph.node:
+            domain = _domain(node)
+            if domain in opsets and (domain or node.op_type not in ROWS):
+                try:
+                    schema: Any = get_schema(node.op_type, opsets[domain], domain)
+                except SchemaError:
+                    continue
+                if schema.has_function or schema.has_context_dependent_function:
+                    ids.add((node.domain, node.op_type))
+                    own = {attribute.name for attribute in node.attribute}
+                    for name, said in schema.attributes.items():  # what a function reads must be there
+                        if name not in own and said.default_value.type:
+                            node.attribute.append(said.default_value)
+        before = len(model.graph.node)
+        if not ids:
+            break
+        model = inline_selected_functions(infer_shapes(model), sorted(ids), inline_schema_functions=True)
+        if len(model.graph.node) > MOST_NODES:
+            raise ModelError(f"the model has {len(model.graph.node)} nodes written out; hocket reads {MOST_NODES}")
+        if len(model.graph.node) == before:
+            break
+    return model
+
+
+def _domain(node: NodeProto) -> str:
+    return "" if node.domain == "ai.onnx" else node.domain
+
+
+def _opsets(model: ModelProto) -> dict[str, int]:
+    return {"" if o.domain == "ai.onnx" else o.domain: o.version for o in model.opset_import}
+
+
+def _type_of(name: str, where: str) -> tuple[DType, bool]:
+    if name not in TYPES:
+        raise ModelError(f"%{where} is of {name}; hocket has {', '.join(TYPES)}")
+    return TYPES[name]
+
+
+@dataclass
+class _Importer:
+    """One model on its way to a graph."""
+
+    model: ModelProto
+    folder: Path | None
+    kinds: Mapping[str, str]
+    """The type of each value by name, in NumPy's words."""
+    weights: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+    values: dict[str, Tensor] = field(default_factory=dict)
+    """What is computed by hocket."""
+    constants: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """What is known already."""
+    parameters: set[str] = field(default_factory=set)
+    """Constants that are weights, whatever their size."""
+    arguments: list[Argument] = field(default_factory=list)
+
+    def program(self) -> Program:
+        graph = self.model.graph
+        if graph.sparse_initializer:
+            raise ModelError(
+                f"the model has {len(graph.sparse_initializer)} sparse initialisers; hocket has dense ones"
+            )
+        for tensor in graph.initializer:
+            data = self.constants[tensor.name] = array_of(tensor, self.folder)
+            if data.size > 1 and data.dtype.kind not in "biu":
+                self.parameters.add(tensor.name)
+        for node in graph.node:
+            if node.op_type in READ_NOW:
+                self.parameters -= set(node.input)
+        for info in graph.input:
+            if info.name not in self.constants:
+                self._argument(info)
+        self._refuse_missing()
+        opset = _opsets(self.model).get("", 1)
+        for node in graph.node:
+            self._node(node, opset)
+        return self._finished()
+
+    def _argument(self, info: ValueInfoProto) -> None:
+        from onnx import helper
+
+        if not info.type.HasField("tensor_type"):
+            raise ModelError(f"%{info.name} is a {info.type.WhichOneof('value')}; hocket takes tensors")
+        kind = info.type.tensor_type
+        if kind.elem_type not in helper.get_all_tensor_dtypes():
+            raise ModelError(f"%{info.name} is of type number {kind.elem_type}, which ONNX does not have")
+        dims = [d.dim_value if d.HasField("dim_value") else d.dim_param or "?" for d in kind.shape.dim]
+        if not kind.HasField("shape") or not all(isinstance(n, int) and n >= 0 for n in dims):
+            listed = ", ".join(str(n) for n in dims)
+            raise ModelError(
+                f"%{info.name} has a shape that varies, [{listed}]; say it: shapes={{{info.name!r}: (...)}}"
+            )
+        name = np.dtype(helper.tensor_dtype_to_np_dtype(kind.elem_type)).name
+        dtype, truth = _type_of(name, info.name)
+        shape = tuple(int(n) for n in dims)
+        self.arguments.append(Argument(info.name, None, shape, name))
+        self.values[info.name] = Tensor(input(info.name, held(shape), dtype), shape, truth)
+
+    def _refuse_missing(self) -> None:
+        """Raise `ModelError` with all ops that have no row."""
+        missing = Counter(
+            ".".join(filter(None, (_domain(node), node.op_type)))
+            for node in self.model.graph.node
+            if (_domain(node) or node.op_type not in ROWS) and not self._is_known(node)
+        )
+        if missing:
+            listed = ", ".join(f"{name} ({count})" for name, count in missing.most_common())
+            raise ModelError(
+                f"the model has ops that hocket has no row for: {listed}; add rows to frontends/onnx/table.py"
+            )
+
+    def _is_known(self, node: NodeProto) -> bool:
+        return node.op_type in FOLDED and all(not name or name in self.constants for name in node.input)
+
+    def _node(self, node: NodeProto, opset: int) -> None:
+        where = f"%{next(filter(None, node.output), '?')} = {node.op_type}"
+        for name in node.input:
+            if name and name not in self.values and name not in self.constants:
+                raise ModelError(f"{where}: reads %{name} before any node gives it, or in a cycle")
+        if again := [n for n in node.output if n and (n in self.values or n in self.constants)]:
+            raise ModelError(f"{where}: gives %{again[0]}, which is given already")
+        if self._is_known(node) and sum(self.constants[n].size for n in node.input if n) <= LARGEST_FOLDED:
+            self._fold(node, opset, where)
+            return
+        since, older = OLDER.get(node.op_type, (0, None))
+        row = older if older is not None and opset < since else ROWS[node.op_type]
+        try:
+            attributes = _attributes(node)
+            if node.op_type == "Split":
+                attributes["num_outputs"] = len(node.output)
+            out = row(*(self._tensor(name) if name else None for name in node.input), **attributes)
+            results = out if isinstance(out, tuple | list) else (out,)
+            asked = [name for name in node.output if name]
+            if len(node.output) > len(results):
+                raise ModelError(f"gives {len(node.output)} results; hocket has the first {len(results)}")
+            for name, result in zip(node.output, results, strict=False):
+                if name in asked:
+                    self._keep(name, result)
+        except (ModelError, GraphError, TypeError, ValueError, IndexError, KeyError) as why:
+            raise ModelError(f"{where}: {' '.join(str(why).split())}") from (
+                None if isinstance(why, ModelError | GraphError) else why
+            )
+
+    def _keep(self, name: str, result: Tensor) -> None:
+        if name in self.kinds:
+            result = cast(result, *_type_of(self.kinds[name], name))
+        if result.known is not None:
+            self.constants[name] = np.asarray(result.known)
+        self.values[name] = result
+
+    def _fold(self, node: NodeProto, opset: int, where: str) -> None:
+        """What a node gives, by ONNX's own reference."""
+        from onnx import TensorProto, helper
+        from onnx.reference import ReferenceEvaluator
+
+        inputs, outputs = (
+            [helper.make_tensor_value_info(n, TensorProto.UNDEFINED, None) for n in dict.fromkeys(names) if n]
+            for names in (node.input, node.output)
+        )
+        alone = helper.make_model(
+            helper.make_graph([node], "node", inputs, outputs), opset_imports=[helper.make_opsetid("", opset)]
+        )
+        feeds = {n: self.constants[n] for n in node.input if n}
+        try:
+            with np.errstate(all="ignore"):
+                results = ReferenceEvaluator(alone).run(None, feeds)
+        except Exception as why:  # of whatever kind the package has
+            raise ModelError(f"{where}: {' '.join(str(why).split())[:300]}") from None
+        for name, result in zip(filter(None, node.output), results, strict=True):
+            self.constants[name] = np.asarray(result)
+
+    def _tensor(self, name: str) -> Tensor:
+        if name not in self.values:
+            known = self.constants[name]
+            wide = known.dtype == np.float64
+            dtype, truth = (DType.F32, False) if wide else _type_of(known.dtype.name, name)
+            if name not in self.parameters and known.nbytes <= LARGEST_CONSTANT and dtype is not DType.BF16:
+                self.values[name] = literal(known)
+            else:
+                self.weights[name] = stored(known.astype(np.float32) if wide else known).reshape(held(known.shape))
+                self.values[name] = Tensor(weight(name, held(known.shape), dtype), known.shape, truth)
+        return self.values[name]
+
+    def _finished(self) -> Program:
+        outputs: dict[str, Value] = {}
+        results: list[Result] = []
+        for info in self.model.graph.output:
+            if info.name not in self.values and info.name not in self.constants:
+                raise ModelError(f"%{info.name} is an output that no node gives")
+            out = self._tensor(info.name)
+            kind = self.kinds.get(info.name) or ("bool" if out.truth else out.dtype.storage.name)
+            outputs[info.name] = out.value
+            results.append(Result(info.name, None, out.shape, kind))
+        if not outputs:
+            raise ModelError("the model has no outputs")
+        graph = merged(Graph(outputs, {}))
+        needed = {value.node.name for value in graph.weights}
+        weights = {name: data for name, data in self.weights.items() if name in needed}
+        return Program(graph, weights, tuple(self.arguments), tuple(results))
+
+
+def _attributes(node: NodeProto) -> dict[str, Any]:
+    """Attributes by name: numbers, text, lists of these, and arrays."""
+    from onnx import AttributeProto, helper
+
+    read: dict[str, Any] = {}
+    for attribute in node.attribute:
+        if attribute.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS) or attribute.ref_attr_name:
+            raise ModelError(f"attribute {attribute.name!r} is a graph or a reference")
+        value = helper.get_attribute_value(attribute)
+        if attribute.type == AttributeProto.TENSOR:
+            value = array_of(value, None)
+        elif attribute.type == AttributeProto.STRING:
+            value = value.decode("utf-8", "replace")
+        elif attribute.type in (AttributeProto.INTS, AttributeProto.FLOATS):
+            value = list(value)
+        elif attribute.type not in (AttributeProto.INT, AttributeProto.FLOAT):
+            raise ModelError(f"attribute {attribute.name!r} is of a kind that hocket does not read")
+        if node.op_type not in ("Cast", "CastLike") or attribute.name not in ("to", "saturate", "round_mode"):
+            read[attribute.name] = value
+    return read

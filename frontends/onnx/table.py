@@ -1,0 +1,169 @@
+"""The table of ONNX ops, a row each: what makes the results of a node from its inputs and attributes.
+
+A row is called with the inputs as `Tensor`, None for those left out, and with the attributes that the node has by
+name.  What it gives is cast to the type that ONNX says the result has, so a row need not speak of types.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from ... import ops
+from ..tensors import arithmetic as arith
+from ..tensors import products, reducing
+from . import calls, spatial
+
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    **{name.capitalize(): getattr(ops, name) for name in ("sqrt", "exp", "log", "sin", "cos", "tan", "tanh", "erf")},
+    **{name.capitalize(): getattr(ops, name) for name in ("sigmoid", "relu", "sinh", "cosh", "floor", "ceil")},
+    **{f"A{name}": getattr(ops, f"arc{name}") for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh")},
+    "Softplus": ops.softplus,
+    "HardSwish": ops.hardswish,
+}
+"""ONNX ops of one operand that hocket has as they are."""
+
+_KINDS = {"Equal": "eq", "Less": "lt", "LessOrEqual": "le", "Greater": "gt", "GreaterOrEqual": "ge"}
+
+ROWS: Mapping[str, calls.Row] = MappingProxyType(
+    {
+        **{name: partial(arith.unary, op) for name, op in _FUNCTIONS.items()},
+        **{name: partial(arith.compare, kind) for name, kind in _KINDS.items()},
+        **{name: getattr(arith, f"logical_{name.lower()}") for name in ("And", "Or", "Xor", "Not")},
+        **{f"Bitwise{kind.capitalize()}": partial(arith.bitwise, kind) for kind in ("and", "or", "xor")},
+        **dict.fromkeys(("Identity", "Cast", "CastLike"), calls.same),
+        "BitwiseNot": arith.bitwise_not,
+        "Add": arith.add,
+        "Sub": arith.sub,
+        "Mul": arith.mul,
+        "Div": calls.div,
+        "Mod": calls.mod,
+        "Pow": calls.power,
+        "Max": calls.each(arith.maximum),
+        "Min": calls.each(arith.minimum),
+        "Sum": calls.each(arith.add),
+        "Mean": calls.mean,
+        "Neg": arith.negative,
+        "Abs": arith.absolute,
+        "Sign": arith.sign,
+        "Round": arith.round_even,
+        "Reciprocal": lambda x: arith.div(1.0, x),
+        "Clip": calls.clip,
+        "Gelu": calls.gelu,
+        "Elu": calls.elu,
+        "Selu": calls.selu,
+        "HardSigmoid": calls.hard_sigmoid,
+        "LeakyRelu": lambda x, *, alpha=0.01: arith.unary(ops.leaky_relu, x, negative_slope=alpha),
+        "PRelu": calls.prelu,
+        "Softsign": lambda x: arith.div(x, arith.add(arith.absolute(x), 1.0)),
+        "IsNaN": arith.is_nan,
+        "IsInf": calls.is_infinite,
+        "Where": arith.where,
+        "Dropout": calls.dropout,
+        "Trilu": calls.triangle,
+        # shapes
+        "Reshape": calls.reshape,
+        "Flatten": calls.flatten,
+        "Transpose": calls.transpose,
+        "Squeeze": calls.squeeze,
+        "Unsqueeze": calls.unsqueeze,
+        "Concat": calls.concat,
+        "Split": calls.split,
+        "Slice": calls.slice_,
+        "Pad": calls.pad,
+        "Tile": calls.tile,
+        "Expand": calls.expand,
+        "Shape": calls.shape_of,
+        "Size": lambda x: calls.constant(value=math.prod(x.shape)),
+        "Constant": calls.constant,
+        "ConstantOfShape": calls.constant_of_shape,
+        "Range": calls.range_,
+        "EyeLike": calls.eye_like,
+        "OneHot": calls.one_hot,
+        "SpaceToDepth": calls.space_to_depth,
+        "DepthToSpace": calls.depth_to_space,
+        # reductions
+        "ReduceSum": calls.sum_,
+        "ReduceMean": calls.mean_of,
+        "ReduceMax": calls.extreme("max"),
+        "ReduceMin": calls.extreme("min"),
+        "ReduceProd": calls.extreme("prod"),
+        "ReduceSumSquare": calls.square_sum,
+        "ReduceL1": calls.size_sum,
+        "ReduceL2": calls.root_sum,
+        "ReduceLogSum": calls.log_sum,
+        "ReduceLogSumExp": calls.log_sum_exp,
+        "ArgMax": calls.place(reducing.argmax),
+        "ArgMin": calls.place(reducing.argmin),
+        "CumSum": calls.running("sum"),
+        "CumProd": calls.running("prod"),
+        "TopK": calls.top_k,
+        "Softmax": lambda x, *, axis=-1: products.softmax(x, axis),
+        "LogSoftmax": lambda x, *, axis=-1: products.log_softmax(x, axis),
+        "Hardmax": calls.hardmax,
+        "LpNormalization": calls.lp_norm,
+        # products
+        "MatMul": products.matmul,
+        "Gemm": calls.gemm,
+        "Einsum": calls.einsum,
+        "LayerNormalization": calls.layer_norm,
+        "BatchNormalization": calls.batch_norm,
+        "InstanceNormalization": calls.instance_norm,
+        "LRN": calls.local_norm,
+        # entries by number
+        "Gather": calls.gather,
+        "GatherElements": calls.gather_elements,
+        "GatherND": calls.gather_nd,
+        "Scatter": calls.scatter_elements,
+        "ScatterElements": calls.scatter_elements,
+        "ScatterND": calls.scatter_nd,
+        # spatial
+        "Conv": spatial.convolution,
+        "ConvTranspose": spatial.transposed_convolution,
+        "MaxPool": spatial.max_pool,
+        "AveragePool": spatial.average_pool,
+        "LpPool": spatial.power_pool,
+        "GlobalAveragePool": spatial.everywhere("mean"),
+        "GlobalMaxPool": spatial.everywhere("max"),
+        "Resize": spatial.resize,
+        "Upsample": spatial.upsample,
+    }
+)
+"""By the name of the op in ONNX's own domain."""
+
+OLDER: Mapping[str, tuple[int, calls.Row]] = MappingProxyType(
+    {name: (13, calls.flattened(ROWS[name])) for name in ("Softmax", "LogSoftmax", "Hardmax")}
+)
+"""What ops mean before an opset, where that is something else."""
+
+FOLDED = frozenset(
+    (
+        *(
+            "Add",
+            "Sub",
+            "Mul",
+            "Div",
+            "Mod",
+            "Neg",
+            "Abs",
+            "Min",
+            "Max",
+            "Floor",
+            "Ceil",
+            "Sqrt",
+            "Pow",
+            "Sign",
+            "Round",
+        ),
+        *("Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "And", "Or", "Not", "Where", "Cast", "CastLike"),
+        *("Identity", "Gather", "GatherND", "Concat", "Slice", "Split", "Squeeze", "Unsqueeze", "Reshape", "Transpose"),
+        *("ReduceProd", "ReduceSum", "ReduceMax", "ReduceMin", "Flatten", "NonZero", "CumSum", "Reciprocal"),
+    )
+)
+"""What is computed at once, with the `onnx` package's own reference, where all inputs are known: shape arithmetic."""
+
+READ_NOW = ("Resize", "Upsample", "Range")
+"""What reads floats when the graph is made: these are no weights."""
