@@ -133,16 +133,13 @@ def remainder(a: Operand, b: Operand, *, rounding_mode: str = "floor") -> Tensor
     if _whole(a, b):
         return _integers(f"{rounding_mode}_mod", a, b)
     rest = sub(a, mul(div(a, b, rounding_mode=rounding_mode), b))
-    if _plain(b):
+    a, b = lifted(a, rest), lifted(b, rest)
+    if b.known is not None and np.isfinite(b.known).all():
         return rest
-    assert isinstance(b, Tensor) or isinstance(a, Tensor)
-    over = truth(is_infinite(b)) if isinstance(b, Tensor) else literal(np.asarray(not math.isnan(b)))
-    within = logical_and(over, logical_not(is_infinite(a)) if isinstance(a, Tensor) else math.isfinite(a))
+    within = logical_and(is_infinite(b), logical_not(is_infinite(a)))
     if rounding_mode == "floor":  # of another sign the divisor itself is left
-        whole = where(compare("lt", mul(sign(lifted(a, rest)), sign(lifted(b, rest))), 0.0), b, a)
-    else:
-        whole = lifted(a, rest)
-    return where(within, whole, rest)
+        a = where(compare("lt", mul(sign(a), sign(b)), 0.0), b, a)
+    return where(within, a, rest)
 
 
 def power(a: Operand, b: Operand) -> Tensor:
