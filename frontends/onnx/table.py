@@ -15,7 +15,7 @@ from typing import Any
 from ... import ops
 from ..tensors import arithmetic as arith
 from ..tensors import products, reducing
-from . import calls, spatial
+from . import calls, spatial, sums
 
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     **{name.capitalize(): getattr(ops, name) for name in ("sqrt", "exp", "log", "sin", "cos", "tan", "tanh", "erf")},
@@ -86,33 +86,33 @@ ROWS: Mapping[str, calls.Row] = MappingProxyType(
         "SpaceToDepth": calls.space_to_depth,
         "DepthToSpace": calls.depth_to_space,
         # reductions
-        "ReduceSum": calls.sum_,
-        "ReduceMean": calls.mean_of,
-        "ReduceMax": calls.extreme("max"),
-        "ReduceMin": calls.extreme("min"),
-        "ReduceProd": calls.extreme("prod"),
-        "ReduceSumSquare": calls.square_sum,
-        "ReduceL1": calls.size_sum,
-        "ReduceL2": calls.root_sum,
-        "ReduceLogSum": calls.log_sum,
-        "ReduceLogSumExp": calls.log_sum_exp,
-        "ArgMax": calls.place(reducing.argmax),
-        "ArgMin": calls.place(reducing.argmin),
-        "CumSum": calls.running("sum"),
-        "CumProd": calls.running("prod"),
-        "TopK": calls.top_k,
+        "ReduceSum": sums.sum_,
+        "ReduceMean": sums.mean_of,
+        "ReduceMax": sums.extreme("max"),
+        "ReduceMin": sums.extreme("min"),
+        "ReduceProd": sums.extreme("prod"),
+        "ReduceSumSquare": sums.square_sum,
+        "ReduceL1": sums.size_sum,
+        "ReduceL2": sums.root_sum,
+        "ReduceLogSum": sums.log_sum,
+        "ReduceLogSumExp": sums.log_sum_exp,
+        "ArgMax": sums.place(reducing.argmax),
+        "ArgMin": sums.place(reducing.argmin),
+        "CumSum": sums.running("sum"),
+        "CumProd": sums.running("prod"),
+        "TopK": sums.top_k,
         "Softmax": lambda x, *, axis=-1: products.softmax(x, axis),
         "LogSoftmax": lambda x, *, axis=-1: products.log_softmax(x, axis),
-        "Hardmax": calls.hardmax,
-        "LpNormalization": calls.lp_norm,
+        "Hardmax": sums.hardmax,
+        "LpNormalization": sums.lp_norm,
         # products
         "MatMul": products.matmul,
-        "Gemm": calls.gemm,
-        "Einsum": calls.einsum,
-        "LayerNormalization": calls.layer_norm,
-        "BatchNormalization": calls.batch_norm,
-        "InstanceNormalization": calls.instance_norm,
-        "LRN": calls.local_norm,
+        "Gemm": sums.gemm,
+        "Einsum": sums.einsum,
+        "LayerNormalization": sums.layer_norm,
+        "BatchNormalization": sums.batch_norm,
+        "InstanceNormalization": sums.instance_norm,
+        "LRN": sums.local_norm,
         # entries by number
         "Gather": calls.gather,
         "GatherElements": calls.gather_elements,
@@ -135,7 +135,7 @@ ROWS: Mapping[str, calls.Row] = MappingProxyType(
 """By the name of the op in ONNX's own domain."""
 
 OLDER: Mapping[str, tuple[int, calls.Row]] = MappingProxyType(
-    {name: (13, calls.flattened(ROWS[name])) for name in ("Softmax", "LogSoftmax", "Hardmax")}
+    {name: (13, sums.flattened(ROWS[name])) for name in ("Softmax", "LogSoftmax", "Hardmax")}
 )
 """What ops mean before an opset, where that is something else."""
 

@@ -1,0 +1,209 @@
+"""Calls of ONNX's reductions, orders, products and norms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ... import ops
+from ...graph import DType
+from ..errors import ModelError
+from ..tensors import arithmetic as arith
+from ..tensors import indexing, products, reducing, shapes
+from ..tensors.tensor import Tensor, literal
+from .calls import Numbers, Row, flatten, number, numbers
+
+
+def reduced(kind: Callable[[Tensor, list[int], bool], Tensor]) -> Row:
+    """A reduction over `axes`, all where none are given, unless it then shall do nothing."""
+
+    def row(
+        x: Tensor, given: Numbers = None, *, axes: Numbers = None, keepdims: int = 1, noop_with_empty_axes: int = 0
+    ) -> Tensor:
+        over = numbers(given if axes is None else axes)
+        if not over and noop_with_empty_axes:
+            return kind(shapes.unsqueeze(x, -1), [x.rank], False)
+        if not x.rank:
+            return kind(shapes.reshape(x, (1,)), [0], False)
+        return kind(x, over or list(range(x.rank)), bool(keepdims))
+
+    return row
+
+
+def _mean(x: Tensor, over: list[int], keep: bool) -> Tensor:
+    return reducing.mean(x, over, keep)
+
+
+sum_ = reduced(lambda x, over, keep: reducing.total(x, over, keep))
+mean_of = reduced(_mean)
+square_sum = reduced(lambda x, over, keep: reducing.total(arith.mul(x, x), over, keep))
+size_sum = reduced(lambda x, over, keep: reducing.total(arith.absolute(x), over, keep))
+root_sum = reduced(lambda x, over, keep: arith.unary(ops.sqrt, arith.real(reducing.total(arith.mul(x, x), over, keep))))
+log_sum = reduced(lambda x, over, keep: arith.unary(ops.log, arith.real(reducing.total(x, over, keep))))
+log_sum_exp = reduced(lambda x, over, keep: reducing.log_sum_exp(arith.real(x), over, keep))
+
+
+def extreme(kind: str) -> Row:
+    return reduced(lambda x, over, keep: reducing.extreme(kind, x, over, keep))
+
+
+def place(kind: Callable[..., Tensor]) -> Row:
+    def row(x: Tensor, *, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
+        if not select_last_index:
+            return kind(x, axis, bool(keepdims))
+        return arith.sub(x.shape[x.axis(axis)] - 1, kind(shapes.flip(x, [axis]), axis, bool(keepdims)))
+
+    return row
+
+
+def running(kind: str) -> Row:
+    def row(x: Tensor, axis: Tensor, *, exclusive: int = 0, reverse: int = 0) -> Tensor:
+        at = x.axis(int(number(axis, 0)))
+        x = shapes.flip(x, [at]) if reverse else x
+        out = reducing.running(kind, x, at)
+        if exclusive:
+            front = [(1, 0) if a == at else (0, 0) for a in range(x.rank)]
+            out = shapes.pad(shapes.cut(out, at, 0, x.shape[at] - 1), front, 0 if kind == "sum" else 1)
+        return shapes.flip(out, [at]) if reverse else out
+
+    return row
+
+
+def top_k(x: Tensor, count: Any = None, *, k: Any = None, axis: int = -1, largest: int = 1, sorted: int = 1) -> Any:
+    n = int(number(count if k is None else k, 0))
+    if not 0 <= n <= x.shape[x.axis(axis)]:
+        raise ModelError(f"the {n} first of {x.shape[x.axis(axis)]} entries")
+    if x.dtype in (DType.I32, DType.I64):
+        raise ModelError(f"an order of {x.dtype} numbers; hocket orders what a float32 holds")
+    ids = shapes.cut(reducing.order(x, axis, bool(largest)), axis, 0, n)
+    return indexing.gather(x, axis, ids), ids
+
+
+def hardmax(x: Tensor, *, axis: int = -1) -> Tensor:
+    at = x.axis(axis)
+    places = literal(np.arange(x.shape[at]).reshape(-1, *(1,) * (x.rank - 1 - at)))
+    return arith.compare("eq", reducing.argmax(x, at, True), places)
+
+
+def flattened(row: Row) -> Row:
+    """What older opsets do along an axis and all behind it."""
+    return lambda x, *, axis=1: shapes.reshape(row(flatten(x, axis=axis), axis=1), x.shape)
+
+
+def lp_norm(x: Tensor, *, axis: int = -1, p: int = 2) -> Tensor:
+    size = reducing.norm_of(x, p, axis, True)
+    return arith.where(arith.compare("eq", size, 0.0), 0.0, arith.div(x, size))
+
+
+# ---------------------------------------------------------------------------------------------------------- products
+
+
+def gemm(
+    a: Tensor, b: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0, transA: int = 0,
+    transB: int = 0,
+) -> Tensor:  # fmt: skip
+    out = products.matmul(shapes.transpose(a, 0, 1) if transA else a, shapes.transpose(b, 0, 1) if transB else b)
+    out = arith.scaled(out, alpha)
+    return out if c is None else arith.add(out, arith.scaled(arith.real(c), beta))
+
+
+def einsum(*xs: Tensor, equation: str) -> Tensor:
+    """Sums of products, by one product of matrices for each operand behind the first."""
+    text = equation.replace(" ", "")
+    left, arrow, right = text.partition("->")
+    names = left.split(",")
+    if len(names) != len(xs):
+        raise ModelError(f"{equation!r} has {len(names)} operands, the call {len(xs)}")
+    letters = sorted(set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz") - set(text))
+    dots = max((x.rank - len(n.replace("...", "")) for x, n in zip(xs, names, strict=True) if "..." in n), default=0)
+    spare = "".join(letters[:dots])
+    names = [
+        n.replace("...", spare[dots - (x.rank - len(n.replace("...", ""))) :]) for x, n in zip(xs, names, strict=True)
+    ]
+    counts = "".join(names)
+    wanted = right.replace("...", spare) if arrow else spare + "".join(
+        sorted(c for c in set(counts) - set(spare) if counts.count(c) == 1)
+    )  # fmt: skip
+    parts = [_traced(x, name) for x, name in zip(xs, names, strict=True)]
+    sizes = {c: n for x, name in parts for c, n in zip(name, x.shape, strict=True) if n != 1}
+    every = [*wanted, *(c for c in dict.fromkeys(counts) if c not in wanted)]
+    whole: Tensor | None = None
+    if len(parts) == 2:
+        return _one_product(parts, wanted, sizes)
+    for x, name in parts:
+        here = shapes.permute(x, [name.index(c) for c in every if c in name])
+        here = shapes.reshape(here, [x.shape[name.index(c)] if c in name else 1 for c in every])
+        whole = here if whole is None else arith.mul(whole, here)
+    assert whole is not None
+    summed = list(range(len(wanted), len(every)))
+    return reducing.total(whole, summed) if summed else whole
+
+
+def _traced(x: Tensor, name: str) -> tuple[Tensor, str]:
+    """With the diagonal of axes of one name."""
+    for c in dict.fromkeys(name):
+        while name.count(c) > 1:
+            i = name.index(c)
+            j = name.index(c, i + 1)
+            ends = shapes.moved(shapes.moved(x, i, -1), j - 1, -1)
+            n = ends.shape[-1]
+            flat = shapes.reshape(ends, (*ends.shape[:-2], n * n))
+            x, name = shapes.take(flat, -1, np.arange(n) * (n + 1)), name.replace(c, "") + c
+            break
+    return (x, name) if len(set(name)) == len(name) else _traced(x, name)
+
+
+def _one_product(parts: Sequence[tuple[Tensor, str]], wanted: str, sizes: dict[str, int]) -> Tensor:
+    (a, first), (b, second) = parts
+    both = [c for c in first if c in second]
+    batch = [c for c in both if c in wanted]
+    inner = [c for c in both if c not in wanted]
+    mine, other = ([c for c in name if c not in both and c in wanted] for name in (first, second))
+    lone = [[i for i, c in enumerate(name) if c not in both and c not in wanted] for name in (first, second)]
+    a, b = (reducing.total(x, over) if over else x for x, over in zip((a, b), lone, strict=True))
+    first, second = ("".join(c for c in n if c in both or c in wanted) for n in (first, second))
+
+    def laid(x: Tensor, name: str, groups: Sequence[Sequence[str]]) -> Tensor:
+        x = shapes.expand(x, [sizes.get(c, 1) for c in name])
+        x = shapes.permute(x, [name.index(c) for g in groups for c in g])
+        return shapes.reshape(x, [math.prod(sizes.get(c, 1) for c in g) for g in groups])
+
+    product = products.matmul(laid(a, first, (batch, mine, inner)), laid(b, second, (batch, inner, other)))
+    order = [*batch, *mine, *other]
+    out = shapes.reshape(product, [sizes.get(c, 1) for c in order])
+    return shapes.permute(out, [order.index(c) for c in wanted])
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1
+) -> Any:
+    over = list(range(x.axis(axis), x.rank))
+    mean_value = reducing.mean(x, over, True)
+    spread = arith.rsqrt(arith.add(reducing.variance(x, over, 0, True), epsilon))
+    return products.layer_norm(x, len(over), weight, bias, epsilon), mean_value, spread
+
+
+def batch_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, *, epsilon: float = 1e-5,
+    momentum: float = 0.9, training_mode: int = 0, spatial: int = 1,
+) -> Tensor:  # fmt: skip
+    if training_mode or not spatial:
+        raise ModelError("batch norm over the batch itself, as in training; export the model for inference")
+    return products.batch_norm(x, weight, bias, mean, variance, epsilon)
+
+
+def instance_norm(x: Tensor, weight: Tensor, bias: Tensor, *, epsilon: float = 1e-5) -> Tensor:
+    return products.group_norm(x, x.shape[1], weight, bias, epsilon)
+
+
+def local_norm(x: Tensor, *, size: int, alpha: float = 1e-4, beta: float = 0.75, bias: float = 1.0) -> Tensor:
+    """Over a power of the mean square of neighbouring channels."""
+    c = x.shape[1]
+    i = np.arange(c)
+    near = (i[None] >= i[:, None] - (size - 1) // 2) & (i[None] <= i[:, None] + size // 2)
+    rows = shapes.reshape(x, (x.shape[0], c, -1))
+    sums = shapes.reshape(products.matmul(literal(near.astype(np.float32)), arith.mul(rows, rows)), x.shape)
+    return arith.div(x, arith.power(arith.scaled(sums, alpha / size, bias), beta))
