@@ -32,12 +32,12 @@ def read_model(source: str | os.PathLike[str] | bytes) -> tuple[ModelProto, Path
         raise ModelError("an ONNX model needs the package onnx; pip install hocket[onnx]") from None
     from google.protobuf.message import DecodeError
 
-    where = "the bytes" if isinstance(source, bytes) else os.fspath(source)
+    where = "the bytes" if isinstance(source, bytes) else repr(os.fspath(source))[:200]
     if isinstance(source, bytes):
         data, folder = source, None
     else:
         path = Path(source)
-        if not path.is_file():
+        if not os.path.isfile(source):
             raise ModelError(f"{where}: is no regular file; give an .onnx file")
         if path.stat().st_size >= LARGEST_MODEL:
             raise ModelError(f"{where}: has {path.stat().st_size} bytes; a protobuf has fewer than {LARGEST_MODEL}")
@@ -104,9 +104,9 @@ def _external(
     name, location = tensor.name, entries.get("location", "")
     if folder is None:
         raise ModelError(f"%{name} is in the file {location!r}; give the model's path, so that it can be found")
-    path = (folder / location).resolve()
-    if not location or not path.is_relative_to(folder) or not path.is_file():
-        raise ModelError(f"%{name} is in {location!r}, which is no file in the folder of the model")
+    path = (folder / location.replace("\0", "")).resolve()
+    if not location or not path.is_relative_to(folder) or not os.path.isfile(path):
+        raise ModelError(f"%{name} is in {location[:200]!r}, which is no file in the folder of the model")
     size = math.prod(shape) * dtype.itemsize
     try:
         start, length = int(entries.get("offset", 0)), int(entries.get("length", size))

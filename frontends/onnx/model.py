@@ -69,8 +69,8 @@ def _fix(model: ModelProto, shapes: dict[str, Any], fixed: dict[str, Any]) -> No
             raise ModelError(f"shape {shape!r} of {name!r}; need whole numbers of at least 1")
         dims = infos[name].type.tensor_type.shape
         own = [d.dim_value for d in dims.dim]
-        if own and (len(own) != len(shape) or any(n and n != m for n, m in zip(own, shape, strict=True))):
-            raise ModelError(f"shape {list(shape)} of {name!r}; the model says {[n or '?' for n in own]}")
+        if own and (len(own) != len(shape) or any(n > 0 and n != m for n, m in zip(own, shape, strict=True))):
+            raise ModelError(f"shape {list(shape)} of {name!r}; the model says {[n if n > 0 else '?' for n in own]}")
         dims.ClearField("dim")
         for n in shape:
             dims.dim.add().dim_value = n
