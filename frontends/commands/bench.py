@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
+from math import prod
 from statistics import mean, median, stdev
 
 import numpy as np
@@ -20,6 +21,7 @@ from ...graph.node import Node
 from ...ops import op_of
 from ...ranks import ALONE, World
 from ..arguments import number_list, positive
+from ..bench_rows import FORMS, written
 from ..errors import ModelError
 from ..models import Model, Step
 from ..open import open_session
@@ -42,7 +44,7 @@ def flags(sub: argparse.ArgumentParser) -> None:
     group_flags(sub, sub)
     adapter_flags(sub)
     wire_flag(sub)
-    sub.add_argument("-o", "--output", choices=("md", "json", "jsonl"), default="md", help="how to print (md)")
+    sub.add_argument("-o", "--output", choices=tuple(FORMS), default="md", help="how to print (md)")
     timed = sub.add_mutually_exclusive_group()
     timed.add_argument("--profile", action="store_true", help="print how long each kernel takes in a run instead")
     trace_flag(timed)
@@ -74,8 +76,6 @@ class Test:
 
 
 PROMPT, NEW = "pp", "tg"
-Row = Mapping[str, object]
-"""What is known of one test on so many threads, by the names under which JSON has it."""
 
 
 def tests(prompts: Sequence[int], new: Sequence[int], depths: Sequence[int]) -> list[Test]:
@@ -106,13 +106,13 @@ class Work:
 
 def rows(work: Work, groups: Sequence[Group]) -> Iterator[dict[str, object]]:
     """One row for each test on each group of devices."""
-    nbytes = weight_bytes(work.model)
+    nbytes, about = weight_bytes(work.model), of_model(work.model)
     for on in groups:
         session = work.session(on)
         reading = reading_of(session) if any(test.kind == NEW for test in work.tests) else None
-        threads = threads_of(session)
-        known = {"model": str(work.model.gguf.path), "devices": names_of(session), "threads": threads}
-        known |= {"split_mode": on.split_mode, "weight_bytes": nbytes}
+        known = {**about, "n_batch": work.batch, "n_ubatch": work.batch, "n_threads": threads_of(session)}
+        known |= {"split_mode": on.split_mode, "devices": names_of(session)}
+        known |= {"tensor_split": "/".join(map(str, on.tensor_split)), "weight_bytes": nbytes}
         with traced(session, work.trace):
             for test in work.tests:
                 times, read = samples(session, test, work.repeats, reading if test.kind == NEW else None)
@@ -189,18 +189,50 @@ def _weight_bytes(node: Node) -> int:
     return min(read, op_of(node).nbytes(node)) if read else 0
 
 
+def of_model(model: Model) -> dict[str, object]:
+    """A model by llama-bench's names; the type is its architecture and the type of most of its bytes."""
+    tensors, stored = model.gguf.tensors.values(), Counter[str]()
+    for t in tensors:
+        stored[t.dtype.text] += t.nbytes
+    (dtype, _), *_ = stored.most_common(1)
+    return {
+        "model_filename": str(model.gguf.path),
+        "model_type": f"{model.architecture} {dtype}",
+        "model_size": sum(t.nbytes for t in tensors),
+        "model_n_params": sum(prod(t.shape) for t in tensors),
+    }
+
+
 def row(test: Test, times: Sequence[float], *, nbytes: int, bandwidth: float | None) -> dict[str, object]:
-    """What one test says, rates in tokens a second; of new tokens also the bytes of weights read in a second, and
-    their share of the `bandwidth` of reading and nothing else."""
-    rates = [test.tokens / s for s in times]
-    columns: dict[str, object] = {"test": test.name, "kind": test.kind, "tokens": test.tokens, "depth": test.depth}
-    columns |= {"mean": mean(rates), "sd": stdev(rates) if len(rates) > 1 else 0.0, "median": median(rates)}
-    columns["samples"] = rates
-    if test.kind == NEW:
-        columns["weight_bytes_per_second"] = median(rates) * nbytes
-        columns["bandwidth"] = bandwidth
-        columns["share_of_bandwidth"] = median(rates) * nbytes / bandwidth if bandwidth else None
-    return columns
+    """What one test says by llama-bench's names: nanoseconds, and rates in tokens a second.
+
+    What llama-bench has not: the median of the rates; of new tokens the bytes of weights read in a second, and their
+    share of the `bandwidth` of reading and nothing else.
+    """
+    nanoseconds, rates = [round(s * 1e9) for s in times], [test.tokens / s for s in times]
+    read = median(rates) * nbytes if test.kind == NEW else None
+    return {
+        "n_prompt": test.tokens * (test.kind == PROMPT),
+        "n_gen": test.tokens * (test.kind == NEW),
+        "n_depth": test.depth,
+        "test_time": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "avg_ns": round(mean(nanoseconds)),
+        "stddev_ns": round(spread(nanoseconds)),
+        "avg_ts": mean(rates),
+        "stddev_ts": spread(rates),
+        "samples_ns": nanoseconds,
+        "samples_ts": rates,
+        "test": test.name,
+        "median_ts": median(rates),
+        "weight_bytes_per_second": read,
+        "bandwidth": bandwidth,
+        "share_of_bandwidth": read / bandwidth if read and bandwidth else None,
+    }
+
+
+def spread(samples: Sequence[float]) -> float:
+    """The standard deviation of the samples, 0 of a single one."""
+    return stdev(samples) if len(samples) > 1 else 0.0
 
 
 # ------------------------------------------------------------------------------------------------------- profile
@@ -255,27 +287,3 @@ def profile_lines(shares: Sequence[Share]) -> Iterator[str]:
     whole = sum(s.seconds for s in shares)
     for s in shares:
         yield f"{s.seconds * 1e6:10.1f} µs  {s.seconds / whole:6.1%}  {s.count:5} ×  {s.kernel}"
-
-
-# -------------------------------------------------------------------------------------------------------- output
-
-HEAD = ("model", "devices", "threads", "test", "tok/s", "median", "GB/s", "of bandwidth")
-
-
-def written(rows: Iterable[Row], form: str) -> Iterator[str]:
-    """Lines of a table: Markdown or JSON objects as they come, or one JSON list."""
-    if form == "json":
-        yield json.dumps(list(rows), indent=1)
-    elif form == "jsonl":
-        yield from map(json.dumps, rows)
-    else:
-        yield f"| {' | '.join(HEAD)} |"
-        yield "|---|---|--:|---|--:|--:|--:|--:|"
-        yield from map(_markdown, rows)
-
-
-def _markdown(r: Row) -> str:
-    read, share = r.get("weight_bytes_per_second"), r.get("share_of_bandwidth")
-    cells = [Path(str(r["model"])).name, r["devices"], r["threads"], r["test"], f"{r['mean']:.2f} ± {r['sd']:.2f}"]
-    cells += [f"{r['median']:.2f}", f"{read / 1e9:.1f}" if isinstance(read, float) else ""]
-    return f"| {' | '.join(map(str, cells))} | {'' if share is None else f'{share:.0%}'} |"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import sqlite3
 from itertools import cycle
 
 import pytest
 
 from hocket.cli import main
+from hocket.frontends.bench_rows import written
 from hocket.frontends.commands import bench
 from hocket.frontends.open import open_model
 
@@ -35,12 +38,13 @@ def test_every_test_runs_on_every_number_of_threads(capsys: Capture) -> None:
     assert main(["bench", TINY, "-p", "16,0", "-n", "4", "-d", "0,8", "-t", "1,2", "-r", "3", "-o", "jsonl"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     names = ["pp16", "tg4", "pp16 @ d8", "tg4 @ d8"]
-    assert [(r["threads"], r["test"]) for r in rows] == [(t, n) for t in (1, 2) for n in names]
+    assert [(r["n_threads"], r["test"]) for r in rows] == [(t, n) for t in (1, 2) for n in names]
     for r in rows:
-        assert len(r["samples"]) == 3
-        assert min(r["samples"]) <= r["median"] <= max(r["samples"])
+        assert len(r["samples_ts"]) == len(r["samples_ns"]) == 3
+        assert min(r["samples_ts"]) <= r["median_ts"] <= max(r["samples_ts"])
+        assert r["samples_ts"] == pytest.approx([(r["n_prompt"] + r["n_gen"]) * 1e9 / ns for ns in r["samples_ns"]])
     for r in rows[1::2]:
-        read, bandwidth = r["median"] * r["weight_bytes"], 10e9 * r["threads"]
+        read, bandwidth = r["median_ts"] * r["weight_bytes"], 10e9 * r["n_threads"]
         assert (r["bandwidth"], r["share_of_bandwidth"]) == (bandwidth, pytest.approx(read / bandwidth))
 
 
@@ -50,6 +54,31 @@ def test_the_table_has_a_line_for_each_test(capsys: Capture) -> None:
     assert head.startswith("| model | devices | threads | test | tok/s |")
     assert rule.count("|") == head.count("|") == lines[0].count("|")
     assert [line.split(" | ")[3] for line in lines] == ["pp8", "tg2"]
+
+
+LLAMA_BENCH = {
+    *("model_filename", "model_type", "model_size", "model_n_params", "n_batch", "n_ubatch", "n_threads"),
+    *("split_mode", "tensor_split", "devices", "n_prompt", "n_gen", "n_depth", "test_time"),
+    *("avg_ns", "stddev_ns", "avg_ts", "stddev_ts"),
+}
+
+
+def test_every_form_has_the_names_of_llama_bench(capsys: Capture) -> None:
+    row = {
+        **bench.of_model(open_model(TINY)),
+        **dict.fromkeys(("n_batch", "n_ubatch", "n_threads"), 1),
+        **{"split_mode": "auto", "devices": "it's", "tensor_split": ""},
+        **bench.row(bench.Test(bench.NEW, 4, 8), [0.5, 0.25], nbytes=8, bandwidth=None),
+    }
+    assert row.keys() >= LLAMA_BENCH | {"samples_ns", "samples_ts"}
+    assert (row["n_prompt"], row["n_gen"], row["n_depth"], row["avg_ns"], row["avg_ts"]) == (0, 4, 8, 375000000, 12)
+    (of_csv,) = csv.DictReader(written([row], "csv"))
+    base = sqlite3.connect(":memory:")
+    base.executescript("".join(written([row], "sql")))
+    base.row_factory = sqlite3.Row
+    (of_sql,) = base.execute("SELECT * FROM llama_bench")
+    assert of_csv.keys() == set(of_sql.keys()) == row.keys() - {"samples_ns", "samples_ts"}
+    assert (of_csv["devices"], of_sql["devices"], of_sql["avg_ts"], of_sql["bandwidth"]) == ("it's", "it's", 12, None)
 
 
 def test_a_token_reads_the_weights_once_and_one_row_of_the_embedding() -> None:

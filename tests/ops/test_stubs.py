@@ -91,7 +91,8 @@ def test_a_type_checker_finds_every_wrong_line_and_no_other(checker, tmp_path):
     (tmp_path / "hocket").symlink_to(ROOT)  # as it lies where it is installed
     for name, text in (("right.py", RIGHT), ("wrong.py", WRONG)):
         (tmp_path / name).write_text(text.lstrip("\n"), "utf-8")
-    command = [sys.executable, "-m", *checker, "right.py", "wrong.py"]
+    (tmp_path / "example_right.py").write_bytes((ROOT / "examples" / "04_model.py").read_bytes())
+    command = [sys.executable, "-m", *checker, "right.py", "example_right.py", "wrong.py"]
     said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
     blamed = re.findall(r"(right|wrong)\.py:(\d+).*error", said)  # of hocket's own files only their types count here
     assert {(file, int(line)) for file, line in blamed} == {("wrong", n) for n in range(5, 11)}, said

@@ -35,6 +35,12 @@ def test_the_list_of_modules_is_up_to_date():
     assert (DOCS / "modules.md").read_text("utf-8") == code["page"](), "run python docs/write_map.py"
 
 
+def test_the_list_of_commands_is_up_to_date(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 1)  # no number of a machine's may show
+    code = runpy.run_path(str(DOCS / "write_cli.py"))
+    assert (DOCS / "cli.md").read_text("utf-8") == code["page"](), "run python docs/write_cli.py"
+
+
 def test_the_list_of_architectures_is_up_to_date():
     code = runpy.run_path(str(DOCS / "write_models.py"))
     assert (DOCS / "models.md").read_text("utf-8") == code["page"](), "run python docs/write_models.py"

@@ -1,0 +1,53 @@
+"""Write docs/cli.md: every command with its flags, as `hocket COMMAND --help` has them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "cli.md"
+HEAD = """# Every command
+
+Written by `python docs/write_cli.py` from the parsers, so that it says what `hocket COMMAND --help` says; what is in
+brackets at the end of a line is the default.  Data go to stdout and everything else to stderr.  Exit codes: 0 done, 1 a
+check failed, 2 wrong usage or bad input, 130 interrupted.  Every command has `--debug`, which shows the traceback of an
+error.
+"""
+
+
+def commands() -> Iterator[str]:
+    """A section for each command."""
+    from hocket.cli import build_parser
+    from hocket.frontends.commands import COMMANDS
+
+    for name, purpose in COMMANDS.items():
+        parser = build_parser([name])
+        (subparsers,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+        yield f"\n## hocket {name}\n\n{purpose}\n"
+        for group in subparsers.choices[name]._action_groups:
+            actions = [a for a in group._group_actions if not {"--help", "--debug"} & {*a.option_strings}]
+            if actions:
+                yield f"\n| {group.title} | |\n|---|---|\n" + "".join(map(row, actions))
+
+
+def row(action: argparse.Action) -> str:
+    """A flag with what it takes, and its help."""
+    choices = "{" + ",".join(map(str, action.choices or ())) + "}"
+    takes = action.metavar or (choices if action.choices else action.dest.upper())
+    words = takes if isinstance(takes, str) else " ".join(takes)
+    flag = " ".join(filter(None, (", ".join(action.option_strings), words if action.nargs != 0 else "")))
+    said = (action.help or "").replace("%%", "%")
+    return "| `{}` | {} |\n".format(*(cell.replace("|", "\\|") for cell in (flag, said)))
+
+
+def page() -> str:
+    """The page as it should be."""
+    return HEAD + "".join(commands())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), "utf-8")
+    sys.stdout.write(f"wrote {PAGE.name}\n")

@@ -1,0 +1,19 @@
+"""A language model: it writes, says how likely a text is, compares texts, and answers if it is one that chats."""
+
+import sys
+
+import hocket
+
+with hocket.Model(context=256) as model:  # without a path it is the small model that comes with hocket
+    text = "".join(model.generate("It is a truth", max_tokens=24, seed=1))
+    print("It is a truth" + text)
+    for token in model.tokens("She was", max_tokens=4, temperature=0):
+        print(f"{token.id:6} {token.text!r} {token.logprob:.2f}")
+    ball, dance, letter = model.embed(["a ball", "a dance", "a letter from London"])
+    print(f"a ball is {ball @ dance:.2f} like a dance, {ball @ letter:.2f} like a letter")
+    print("log-probability of each token:", model.score("It is a truth universally acknowledged").round(1))
+
+if sys.argv[1:]:  # a file with a chat template, as most have
+    with hocket.Model(sys.argv[1]) as model:
+        for piece in model.chat("Who are you?", max_tokens=32):
+            print(piece, end="", flush=True)

@@ -1,0 +1,56 @@
+"""``hocket embed``: vectors of texts."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+
+import numpy as np
+
+from ..arguments import positive
+from ..errors import ModelError
+from ..language_model import Model
+from ..output import write
+from ..progress import compiling_shown
+from ..session import DEFAULT_BATCH
+from .flags import batch_flag, group_flags
+
+
+def flags(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("model", metavar="MODEL", help="GGUF file")
+    sub.add_argument(
+        "-p", "--prompt", action="append", default=[], metavar="TEXT", help="a text; repeatable (the lines of stdin)"
+    )
+    sub.add_argument("-c", "--ctx-size", type=positive, metavar="N", help="tokens of the longest text (the model's)")
+    sub.add_argument("-t", "--threads", type=positive, metavar="N", help="threads of each device")
+    batch_flag(sub, DEFAULT_BATCH, "tokens a run")
+    sub.add_argument("--no-normalise", action="store_true", help="leave vectors as long as they are")
+    sub.add_argument(
+        "-o",
+        "--output",
+        choices=("jsonl", "npy"),
+        default="jsonl",
+        help="a list for each text, or [texts, width] (jsonl)",
+    )
+    group_flags(sub, sub)
+
+
+@compiling_shown()
+def run(args: argparse.Namespace) -> int:
+    texts = args.prompt or sys.stdin.read().splitlines()
+    if not texts:
+        raise ModelError("got no text; give some with -p, or a line each on stdin")
+    where = {"devices": args.devices, "split_mode": args.split_mode, "tensor_split": args.tensor_split}
+    where |= {"place": tuple(args.place), "threads": args.threads, "batch": args.batch, "context": args.ctx_size}
+    with Model(args.model, **where) as model:
+        vectors = model.embed(texts, normalise=not args.no_normalise)
+    if args.output == "npy":
+        array = io.BytesIO()
+        np.save(array, vectors, allow_pickle=False)
+        sys.stdout.buffer.write(array.getvalue())
+    else:
+        for vector in vectors:
+            write(json.dumps([float(f"{x:.7g}") for x in vector]) + "\n")
+    return 0
