@@ -207,19 +207,6 @@ def test_tokenize_prints_ids_as_llama_cpp_gives_them(capsys: Capture) -> None:
         assert main_ids(capsys, case["text"]) == case["ids"]
 
 
-def test_embed_writes_what_the_model_embeds(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = ["a ball", "a dance"]
-    with hocket.Model(TINY) as model:
-        wanted = model.embed(texts)
-    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(texts)))
-    assert main(["embed", TINY]) == 0
-    vectors = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    np.testing.assert_allclose(vectors, wanted, rtol=1e-6)
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    assert main(["embed", TINY]) == 2
-    assert "got no text; give some with -p" in capsys.readouterr().err
-
-
 def test_tokenize_adds_and_reads_special_tokens_only_if_asked(capsys: Capture) -> None:
     def ids(*flags: str) -> list[int]:
         main(["tokenize", TINY, "-p", "a<|endoftext|>", "--json", *flags])

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import doctest
+import io
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 import hocket
+from hocket.cli import main
 from hocket.frontends import language_model
 from hocket.frontends.session import Session
 
-from ..given.models import FIXTURES, golden, limit, nmse, opened
+from ..given.models import FIXTURES, TINY, golden, limit, nmse, opened
 
 
 @pytest.fixture(scope="module")
@@ -147,3 +150,16 @@ def test_a_closed_model_says_so():
         with pytest.raises(hocket.ModelError, match="the model is closed"):
             use()
     assert "closed" in repr(model)
+
+
+def test_embed_writes_what_the_model_embeds(capsys, monkeypatch):
+    texts = ["a ball", "a dance"]
+    with hocket.Model(TINY) as model:
+        wanted = model.embed(texts)
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(texts)))
+    assert main(["embed", TINY]) == 0
+    vectors = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    np.testing.assert_allclose(vectors, wanted, rtol=1e-6)
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(["embed", TINY]) == 2
+    assert "got no text; give some with -p" in capsys.readouterr().err
