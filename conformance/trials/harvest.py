@@ -33,7 +33,7 @@ def from_model(path: Path, tokens: Iterable[int] = (1, 32), cells: int = 256) ->
     from ...frontends.models.step import Step
 
     with open(path, "rb") as file:
-        is_program = file.read(len(PROGRAM)) == PROGRAM
+        is_program = file.read(len(PROGRAM)) == PROGRAM or str(path).lower().endswith(".onnx")
     if is_program:
         return from_graph(read_graph(str(path)))
     model = load_model(open_gguf(path, header_only=True))
