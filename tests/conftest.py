@@ -12,7 +12,7 @@ for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 
 
-MOST_CASES = 12
+MOST_CASES = 8
 """So many cases of one test, or fewer, are run without --all: every second or third of those that have more."""
 
 

@@ -93,6 +93,7 @@ def test_attention_is_its_definition_in_every_order_of_threads(case):
         assert result.difference.nmse < NEAR
 
 
+@pytest.mark.long
 def test_every_kernel_has_a_case():
     """Each size of heads, each count of rows."""
     launched = set()

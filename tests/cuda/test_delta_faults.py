@@ -225,7 +225,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.long(every=13)
+@pytest.mark.long(every=26)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str):
     assert found(*FAULTS[name])

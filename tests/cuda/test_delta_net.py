@@ -51,6 +51,7 @@ def test_fast_chunks_are_as_exact_as_bfloat16(size: int, channels: bool):
     assert check(p, bind(p, exact=False), FAST) > 1e-7
 
 
+@pytest.mark.long
 @KINDS
 def test_a_thousand_tokens_go_through_chunks(channels: bool):
     p = problem(6, 64, 1, 1, 1000, channels=channels)

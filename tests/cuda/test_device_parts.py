@@ -123,6 +123,7 @@ def test_a_part_that_never_comes_is_named(backend):
     same(rig.run(), right)
 
 
+@pytest.mark.long
 @needs_compiler
 def test_a_model_on_two_parts_of_a_device_gives_the_bits_of_two_devices():
     path = path_of("qwen3")

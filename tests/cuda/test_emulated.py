@@ -199,6 +199,7 @@ def test_a_session_that_may_be_fast_asks_for_it_and_says_no_where_it_is_to_be_ex
         Session(model, on=Group(fast=True, exact=True))
 
 
+@pytest.mark.long
 @needs_compiler
 def test_the_command_takes_a_model_fast(tmp_path):
     model, logits = FIXTURES / "qwen35", []

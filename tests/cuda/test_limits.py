@@ -58,6 +58,7 @@ class Noting(EmulatedDriver):
         return super().record(steps, on)
 
 
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize(
     ("channels", "exact", "kernel"),

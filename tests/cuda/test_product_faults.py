@@ -147,7 +147,7 @@ PLANTS = {
 }
 
 
-@pytest.mark.long(every=6)
+@pytest.mark.long(every=18)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_mistake_in_a_product_is_found(name):
     file, old, new, is_right = PLANTS[name]

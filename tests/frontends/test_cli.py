@@ -118,7 +118,8 @@ def test_chat_answers_one_message_or_many(capsys: Capture, monkeypatch: pytest.M
     model = open_model(None)
     template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
     metadata = MappingProxyType({**model.gguf.metadata, "tokenizer.chat_template": template})
-    monkeypatch.setattr(run, "open_model", lambda path: load_model(replace(model.gguf, metadata=metadata)))
+    templated = load_model(replace(model.gguf, metadata=metadata))
+    monkeypatch.setattr("hocket.frontends.open.open_model", lambda path: templated)
     assert main(["run", "--temp", "0", "--chat", "-p", "How do you do?", "-n", "6"]) == 0
     one = capsys.readouterr().out
     typed = iter(["How do you do?", "", "And you?", "/exit", "never"])
@@ -414,7 +415,7 @@ def test_an_interrupt_ends_with_its_own_code(capsys: Capture, monkeypatch: pytes
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hocket.frontends.commands.run.open_model", interrupted)
+    monkeypatch.setattr("hocket.frontends.open.open_model", interrupted)
     assert main(["run"]) == 130
     assert capsys.readouterr().err == "\n"
 
@@ -425,7 +426,7 @@ def test_memory_that_is_out_costs_one_line_and_debug_shows_where(
     def out(*args: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("hocket.frontends.commands.run.open_model", out)
+    monkeypatch.setattr("hocket.frontends.open.open_model", out)
     assert main(["run"]) == 2
     assert capsys.readouterr().err == "hocket: memory is out; use a smaller context, batch or model\n"
     with pytest.raises(MemoryError):

@@ -107,6 +107,7 @@ def test_a_save_that_fails_leaves_the_old_file(saved, monkeypatch):
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
+@pytest.mark.long
 def test_the_command_line_goes_on_where_it_stopped(tmp_path, capsys):
     from hocket.cli import main
 

@@ -103,6 +103,7 @@ def test_comments_and_blank_lines_are_skipped():
     assert dump(graph) == "%x = input() : f32[2]\nreturn y=%x\n"
 
 
+@pytest.mark.long
 def test_a_chain_of_twenty_thousand_nodes_is_no_problem():
     x = input("x", (3,))
     for _ in range(20_000):

@@ -73,6 +73,7 @@ def test_a_plan_for_simulated_devices_is_read_back():
     assert again.digest() == made.digest()
 
 
+@pytest.mark.long
 def test_the_digest_is_the_same_in_another_process_with_another_hash_seed():
     code = (
         "import sys; from hocket.frontends.models import Step; from hocket.frontends.open import open_model;"
