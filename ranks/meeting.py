@@ -46,6 +46,8 @@ class Between:
     def one(self, parts: Mapping[int, Any], holders: Sequence[int]) -> Any:
         """What any of `holders`, which have the same, has: one of this rank, else the first, whose rank sends it to the
         ranks that have none."""
+        if not self.is_wide:  # the way of every token on one machine
+            return parts[holders[0]]
         first, lacking = holders[0], set(range(self.world.size)) - {self.ranks[d] for d in holders}
         posted = self._post(parts[first], first, sorted(lacking)) if first in self.own else []
         here = next((parts[d] for d in holders if d in self.own), None)

@@ -150,17 +150,18 @@ class Executor:
             demand(PlanError, "run", "inputs", inputs, INPUTS)
             (name, *_) = (key for key in inputs if key not in self._specs)
             raise PlanError(f"there is no input %{quote(name):.60}; inputs: {', '.join(self._specs) or 'none'}")
-        check = 0
+        is_wide, check = self._between.is_wide, 0
         for name, spec in self._specs.items():
             if name not in inputs:
                 raise PlanError(f"input %{name}: {spec} is missing")
             data = fitted(f"input %{name}", inputs[name], spec)
-            if self._between.world.size > 1:
+            if is_wide:
                 check = crc32(np.ascontiguousarray(data).data, check)
             for view, dtype in self._inputs[name]:
                 ready = data.dtype is dtype.storage and dtype is not DType.BF16
                 view[...] = data if ready else encoded(decoded(data, spec.dtype), dtype)
-        self._between.world.agree("run", f"inputs {check:08x}", "run the same inputs on all ranks", PATIENCE)
+        if is_wide:
+            self._between.world.agree("run", f"inputs {check:08x}", "run the same inputs on all ranks", PATIENCE)
 
     def replay(self) -> None:
         """Run the programs on the inputs that are bound; an interrupt comes once they have run.  Raises `BackendError`
