@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TypeGuard
 
 import numpy as np
 
@@ -35,12 +36,12 @@ def _both(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def _plain(x: Operand) -> bool:
+def _plain(x: Operand) -> TypeGuard[float]:
     """Whether a number can be an attribute."""
     return not isinstance(x, Tensor) and math.isfinite(x)
 
 
-def is_real(x: Operand) -> bool:
+def is_real(x: Operand) -> TypeGuard[Tensor]:
     """Whether it is, or takes part as, a tensor of floats."""
     return isinstance(x, Tensor) and not x.is_integer and not x.truth
 
@@ -79,9 +80,9 @@ def add(a: Operand, b: Operand, *, alpha: Number = 1) -> Tensor:
     if _whole(a, b):
         return _integers("add", a, b)
     if is_real(a) and _plain(b):
-        return scaled(a, 1.0, float(b))  # type: ignore[arg-type]
+        return scaled(a, 1.0, float(b))
     if is_real(b) and _plain(a):
-        return scaled(b, 1.0, float(a))  # type: ignore[arg-type]
+        return scaled(b, 1.0, float(a))
     return _paired(ops.add, *_both(a, b), either=True)
 
 
@@ -92,9 +93,9 @@ def sub(a: Operand, b: Operand, *, alpha: Number = 1) -> Tensor:
     if _whole(a, b):
         return _integers("sub", a, b)
     if is_real(a) and _plain(b):
-        return scaled(a, 1.0, -float(b))  # type: ignore[arg-type]
+        return scaled(a, 1.0, -float(b))
     if is_real(b) and _plain(a):
-        return scaled(b, -1.0, float(a))  # type: ignore[arg-type]
+        return scaled(b, -1.0, float(a))
     return _paired(ops.sub, *_both(a, b))
 
 
@@ -104,9 +105,9 @@ def mul(a: Operand, b: Operand) -> Tensor:
         first, second = _both(a, b)
         return logical_and(first, second) if first.truth else _integers("mul", first, second)
     if is_real(a) and _plain(b):
-        return scaled(a, float(b))  # type: ignore[arg-type]
+        return scaled(a, float(b))
     if is_real(b) and _plain(a):
-        return scaled(b, float(a))  # type: ignore[arg-type]
+        return scaled(b, float(a))
     return _paired(ops.mul, *_both(a, b), either=True)
 
 
@@ -118,8 +119,8 @@ def div(a: Operand, b: Operand, *, rounding_mode: str | None = None) -> Tensor:
         a = real(a)
     if isinstance(b, Tensor):
         b = real(b)
-    if is_real(a) and _plain(b) and b and math.frexp(float(b))[0] in (0.5, -0.5):  # type: ignore[arg-type]
-        quotient = scaled(a, 1 / float(b))  # type: ignore[arg-type]
+    if is_real(a) and _plain(b) and b and math.frexp(float(b))[0] in (0.5, -0.5):
+        quotient = scaled(a, 1 / float(b))
     else:
         first, second = _both(a, b)
         quotient = _paired(ops.div, first, second)
@@ -220,8 +221,8 @@ def minimum(a: Operand, b: Operand) -> Tensor:
 
 def clamp(x: Tensor, min: Operand | None = None, max: Operand | None = None) -> Tensor:
     """`x` kept within bounds, of which one may be missing."""
-    if is_real(x) and min is not None and max is not None and _plain(min) and _plain(max) and min <= max:  # type: ignore[operator]
-        return unary(ops.clamp, x, min=float(min), max=float(max))  # type: ignore[arg-type]
+    if is_real(x) and min is not None and max is not None and _plain(min) and _plain(max) and min <= max:
+        return unary(ops.clamp, x, min=float(min), max=float(max))
     if min is not None:
         x = maximum(x, min)
     return x if max is None else minimum(x, max)

@@ -131,33 +131,23 @@ def _all_reduce(steps: Steps, call: Bound) -> bool:
         return False
     count, number = math.prod(x.shape), call.attrs["sequence"]
     assert isinstance(number, int)
+    given = {
+        "rank": comm.rank,
+        "devices": comm.size,
+        "source": x.address,
+        "target": y.address,
+        "count": count,
+        "number": number,
+        "patience": int(comm.timeout * 1e9),
+    }
     if comm.slabs is not None:
-        words = SLAB_ARGS(
-            board=comm.slabs.board.ctypes.data,
-            floats=comm.slabs.floats.ctypes.data,
-            slab=comm.slabs.floats.shape[2],
-            rank=comm.rank,
-            devices=comm.size,
-            source=x.address,
-            target=y.address,
-            count=count,
-            number=number,
-            patience=int(comm.timeout * 1e9),
-        )
+        board, floats = comm.slabs.board.ctypes.data, comm.slabs.floats
+        words = SLAB_ARGS(board=board, floats=floats.ctypes.data, slab=floats.shape[2], **given)
         steps.add(all_reduce_slabs, words, reads=[x], writes=[y], nbytes=0, stops=True)
-        return True
-    assert comm.board is not None
-    words = ARGS(
-        board=comm.board.ctypes.data,
-        rank=comm.rank,
-        devices=comm.size,
-        source=x.address,
-        target=y.address,
-        count=count,
-        number=number,
-        patience=int(comm.timeout * 1e9),
-    )
-    steps.add(all_reduce, words, reads=[x], writes=[y], nbytes=0, stops=True)
+    else:
+        assert comm.board is not None
+        words = ARGS(board=comm.board.ctypes.data, **given)
+        steps.add(all_reduce, words, reads=[x], writes=[y], nbytes=0, stops=True)
     return True
 
 
