@@ -109,7 +109,8 @@ class Model:
         control_layers: tuple[int, int] | None = None,
     ) -> None:
         names = tuple(devices.split(",")) if isinstance(devices, str) else tuple(devices)
-        group = Group(names, split_mode, tuple(tensor_split), place, threads, exact, fast=fast)  # type: ignore[arg-type]
+        shares = tuple(tensor_split)
+        group = Group(names, split_mode, shares, place, threads, exact, fast=fast)  # type: ignore[arg-type]  # it checks
         self._model = open_adapted(path, lora=lora, control_vectors=control_vectors, control_layers=control_layers)
         self._group, self._lock = group, threading.Lock()
         self._first: Session | None = open_session(self._model, on=group, context=context, batch=batch)
