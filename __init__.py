@@ -32,11 +32,11 @@ from .ops.text import parse as parse
 if TYPE_CHECKING:
     from . import scheduler as scheduler
     from .frontends.errors import ModelError as ModelError
+    from .frontends.generation.options import Options as Options
+    from .frontends.generation.sampling import Sampling as Sampling
     from .frontends.language_model import Model as Model
     from .frontends.language_model import Token as Token
     from .frontends.onnx.model import from_onnx as from_onnx
-    from .frontends.options import Options as Options
-    from .frontends.sampling import Sampling as Sampling
     from .frontends.torch.exported import from_torch as from_torch
     from .scheduler import Executor as Executor
     from .scheduler import Plan as Plan
@@ -52,9 +52,9 @@ __version__ = "0.1.0"
 LATER = {
     **dict.fromkeys(("Executor", "Plan", "Store", "Trace", "load", "plan", "run"), ".scheduler"),
     **dict.fromkeys(("Model", "Token"), ".frontends.language_model"),
-    "Options": ".frontends.options",
+    "Options": ".frontends.generation.options",
     "ModelError": ".frontends.errors",
-    "Sampling": ".frontends.sampling",
+    "Sampling": ".frontends.generation.sampling",
     "scheduler": ".scheduler",
     "to_dot": ".view.dot",
     "from_onnx": ".frontends.onnx.model",
@@ -65,10 +65,12 @@ LATER = {
 
 def __getattr__(name: str) -> Any:
     if name not in LATER:
-        raise AttributeError(f"module 'hocket' has no attribute {name!r}")
+        from .graph.arguments import near
+
+        raise AttributeError(f"module 'hocket' has no attribute {name!r}{near(name, __dir__())}")
     module = import_module(LATER[name], __name__)
     return module if LATER[name] == f".{name}" else getattr(module, name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *LATER})
+    return sorted({*globals(), *LATER} - {"Any", "LATER", "TYPE_CHECKING", "import_module"})

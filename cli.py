@@ -6,19 +6,20 @@ Nothing is coloured, so ``NO_COLOR`` has nothing to turn off.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 
 from . import __version__
-from .frontends.arguments import Parser, one_line
 from .frontends.commands import COMMANDS
-from .frontends.output import log, write
-from .frontends.rank import run_rank
+from .frontends.terminal.arguments import Parser, of_file, one_line
+from .frontends.terminal.output import log, write
+from .frontends.terminal.rank import run_rank
+from .graph.arguments import near
 from .graph.errors import HocketError
 from .ranks import ALONE, World
 from .ranks.launch import launched
@@ -27,11 +28,15 @@ SHARING = (
     "Commands that run or plan a model take --devices, --split-mode, --tensor-split and --place REGEX=DEVICE (what has "
     "such a name, or reads a weight or state of such a name, runs on that device); see hocket COMMAND --help."
 )
+OBJECTS = 100_000
+"""So many more have to be there before Python looks for those that only each other hold."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; usage errors exit."""
     words = sys.argv[1:] if argv is None else list(argv)
+    if argv is None:  # the process is ours, and what it makes stays: to look through that took a tenth of the start
+        gc.set_threshold(OBJECTS)
     if launch := launched():
         return run_rank(launch, partial(_run, words), _said, version=__version__, debug="--debug" in words)
     try:
@@ -67,8 +72,8 @@ def _run(words: Sequence[str], world: World = ALONE) -> int:
     parser = build_parser(words)
     asked = _asked(words)
     if asked is not None and asked not in COMMANDS:
-        near = get_close_matches(asked, COMMANDS, n=1) or COMMANDS
-        parser.error(f"there is no command {asked!r:.80}; near it: {', '.join(near)}")
+        hint = near(asked, COMMANDS) or f"; commands: {', '.join(COMMANDS)}"
+        parser.error(f"there is no command {asked!r:.80}{hint}")
     args, left = parser.parse_known_args(words)
     if left:
         getattr(args, "parser", parser).refuse(left)
@@ -109,6 +114,4 @@ def _asked(words: Sequence[str]) -> str | None:
 def _said(error: Exception) -> str:
     if isinstance(error, MemoryError):
         return "memory is out; use a smaller context, batch or model"
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return str(error)
+    return of_file(error) if isinstance(error, OSError) else str(error)

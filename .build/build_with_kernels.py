@@ -1,5 +1,10 @@
-"""The build of hocket: that of setuptools, and then the kernels of the model that comes with it, compiled for the
-processor at hand and kept where runs look for them.  So nobody waits for a compiler in the first minute."""
+"""The build of hocket: that of setuptools, after kernels were compiled into the package.  So nobody waits for a
+compiler in the first minute.
+
+For the processor at hand these are the kernels of the model that comes with hocket.  ``HOCKET_BUILD_KERNELS=all`` makes
+a wheel for other machines, with kernels for every type of weights and each of `hocket.backends.cpu.processor.SHIPPED`;
+``0`` leaves them out: then they are compiled when they are first needed, as any that are not there.
+"""
 
 from __future__ import annotations
 
@@ -14,37 +19,39 @@ from setuptools import build_meta
 from setuptools.build_meta import *  # noqa: F403  (a build backend is its functions)
 
 ROOT = Path(__file__).resolve().parent.parent
-PROGRAM = """
-import hocket
-with hocket.Model() as model:
-    for tokens in (20, 2):
-        list(model.generate([1] * tokens, max_tokens=2))
-"""
+LONGEST = 3600
+"""Seconds for all kernels of one processor; on a machine of two cores they take about one minute."""
 
 
 def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None) -> str:
-    name = build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
     compile_kernels()
-    return name
+    return build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
 
 
 def build_editable(wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None) -> str:
-    name = build_meta.build_editable(wheel_directory, config_settings, metadata_directory)
     compile_kernels()
-    return name
+    return build_meta.build_editable(wheel_directory, config_settings, metadata_directory)
 
 
 def compile_kernels() -> None:
-    """Run the model once; where that fails, kernels are compiled when they are first needed, as ever."""
-    if os.environ.get("HOCKET_BUILD_KERNELS") == "0":
+    """Compile kernels into the package; where that fails it is said, and they are compiled when they are needed."""
+    asked = os.environ.get("HOCKET_BUILD_KERNELS", "")
+    if asked == "0":
         return
     with tempfile.TemporaryDirectory() as folder:
         for name, place in (("hocket", ROOT), ("hocket.egg-info", ROOT / "hocket.egg-info")):
             Path(folder, name).symlink_to(place, target_is_directory=True)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, *filter(None, sys.path)])}
-        command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "hocket.frontends.shipping",
+            *(["--all"] if asked == "all" else []),
+        ]
         try:
-            done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=600)
+            done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=LONGEST)
         except (OSError, subprocess.TimeoutExpired) as why:
             sys.stderr.write(f"kernels were not compiled: {why}\n")
             return

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast, runtime_checkable
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from ..graph.arguments import NONE, TEXT, list_of, needs, shown, whole
+from ..graph.arguments import NONE, TEXT, list_of, near, needs, shown, whole
 from ..graph.attrs import Attrs
 from ..graph.dtypes import DType
 from ..graph.errors import BackendError, HocketError, StepError
 from ..graph.node import Node
 from ..graph.spec import Spec
 from .once import once
-
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
 
 Array: TypeAlias = npt.NDArray[Any]
 ALIGNMENT = 64
@@ -29,6 +28,17 @@ BOARD_FAILED, BOARD_RUN = 8, 9
 """Words of a group's board (`Comm.board`)."""
 GROUP = "hocket.backends"
 """The entry-point group in which packages register backends; an entry's name is the device kind."""
+OWN: Mapping[str, str] = MappingProxyType(
+    {
+        "cpu": "hocket.backends.cpu.backend:CpuBackend",
+        "cuda": "hocket.backends.cupy.cuda:CudaBackend",
+        "cuda-emulated": "hocket.backends.cupy.emulation.emulated:EmulatedBackend",
+        "null": "hocket.backends.null.backend:NullBackend",
+        "numpy": "hocket.backends.numpy.backend:NumpyBackend",
+        "reference": "hocket.backends.reference.backend:ReferenceBackend",
+    }
+)
+"""Our own backends by device kind, as entry points name theirs: those of packages need not be looked at for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +135,8 @@ class Program:
     inputs: Mapping[str, Tensor]
     outputs: Mapping[str, Tensor]
     undo: tuple[tuple[int, Instruction], ...] = ()
+    kept: str = field(default="", init=False, compare=False, repr=False)
+    """A name of its own, under which more may be kept of it; what `replace` makes of it has none."""
 
     @property
     def saves(self) -> frozenset[int]:
@@ -163,8 +175,8 @@ class Comm(Protocol):
 
     rank: int
     size: int
-    timeout: float
-    """Seconds."""
+    everybody: int  # devices that letters are numbered among: more than `size` where there are several such groups
+    timeout: float  # seconds
     board: npt.NDArray[np.int64] | None
     """Memory that all members share for collectives of compiled code, ``16 + 8 * size`` words that begin as zeros; None
     where they share none, or where not all of them are compiled.  Word `BOARD_FAILED` is set when a member fails, word
@@ -260,6 +272,14 @@ class Meets(Protocol):
 
 
 @runtime_checkable
+class Settled(Protocol):
+    """A backend whose answers to a planner follow from its source, its settings and the device: plans can be kept."""
+
+    def settings(self) -> str:
+        """What was chosen when it was made, as the number of threads."""
+
+
+@runtime_checkable
 class Threaded(Protocol):
     """A backend that runs kernels on threads of this machine."""
 
@@ -320,6 +340,14 @@ class Foretells(Protocol):
         """The kernels in the order in which they run.  What is known only when devices meet is left out."""
 
 
+@runtime_checkable
+class Simulates(Protocol):
+    """A backend that plans can be made for where its devices are missing."""
+
+    def absent(self, model: str) -> Backend:
+        """What plans ask of a backend, for devices of that model, of which there need be none; nothing runs on them."""
+
+
 def run_calls(program: Program, on: Device, calls: Iterable[tuple[int, Callable[[], object]]]) -> None:
     """Make the calls of a program on device `on` in order, each given with the number of its instruction.  One that
     fails is a `StepError`."""
@@ -350,32 +378,30 @@ def host_view(buffer: npt.NDArray[np.uint8], tensor: Tensor) -> Array:
 
 
 @once
-def registered() -> Mapping[str, EntryPoint]:
-    """Entry points by device kind, as this process finds them first: reading the metadata of all packages takes 15 to
-    50 ms.  Raises `BackendError` if two packages claim one kind."""
-    from importlib.metadata import entry_points  # 15 ms that `import hocket` need not pay
+def registered() -> Mapping[str, str]:
+    """Backends by device kind, ours and those of packages, as this process finds them first: reading the metadata of
+    all packages takes 15 to 50 ms.  Raises `BackendError` if two packages claim one kind."""
+    from importlib.metadata import entry_points  # 15 ms that our own backends need not pay
 
-    entries: dict[str, EntryPoint] = {}
+    entries = dict(OWN)
     for entry in entry_points(group=GROUP):
-        other = entries.setdefault(entry.name, entry)
-        if other.value != entry.value:
-            raise BackendError(
-                f"backend {entry.name!r} is registered as {other.value} and as {entry.value}; remove one"
-            )
+        other = entries.setdefault(entry.name, entry.value)
+        if other != entry.value:
+            raise BackendError(f"backend {entry.name!r} is registered as {other} and as {entry.value}; remove one")
     return entries
 
 
 @needs(BackendError, kind=TEXT)
 def load(kind: str) -> Backend:
     """The backend for a device kind.  Raises `BackendError` with the known kinds, or why it does not load."""
-    known = registered()
+    known = OWN if kind in OWN else registered()
     if kind not in known:
-        raise BackendError(
-            f"there is no backend for device kind {shown(kind)}; known kinds: {', '.join(sorted(known))}"
-        )
+        hint = near(kind, known, least=0.7) or f"; known kinds: {', '.join(sorted(known))}"
+        raise BackendError(f"there is no backend for device kind {shown(kind)}{hint}")
+    module, _, name = known[kind].partition(":")
     try:
-        return cast(Backend, known[kind].load()())
-    except ImportError as why:
+        return cast(Backend, getattr(import_module(module), name)())
+    except (ImportError, AttributeError) as why:
         raise BackendError(f"backend {kind!r} does not load: {why}") from None
 
 
@@ -390,6 +416,8 @@ def find(name: str) -> tuple[Backend, Device]:
 
     Raises `BackendError`.
     """
+    if not name:
+        raise BackendError("the name of a device is empty; need a kind and a number, as in cpu:0")
     here, at, rank = name.partition("@")
     kind, _, numbers = here.partition(":")
     index, dot, part = numbers.partition(".")

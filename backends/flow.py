@@ -7,15 +7,14 @@ than its kernels need raises `NoKernelError`, and the instructions are bound one
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 
 from ..ops.collective import COLLECTIVES
 from .base import Program, Tensor
-from .liveness import Readers
+from .liveness import Readers, Touched
 from .operands import Bound, NoKernelError, Operand, Region, need
-
-Touched = tuple[list[Region], list[Region]]
-"""What an instruction reads, and what it writes."""
 
 
 class Flow:
@@ -30,7 +29,6 @@ class Flow:
         self._order: list[tuple[int, ...]] = [(number,) for number in range(len(program.instructions))]
         self._place = list(range(len(program.instructions)))
         self._touched: dict[int, Touched] = {}
-        self._found: dict[int, list[int] | None] = {}
 
     def call(self, number: int) -> Bound:
         return self.readers.bound(number)
@@ -45,9 +43,7 @@ class Flow:
 
     def found(self, number: int) -> list[int] | None:
         """The instructions that read what this one computes; None if the result is kept."""
-        if number not in self._found:
-            self._found[number] = self.readers.of(number, self.call(number).out)
-        return self._found[number]
+        return self.readers.of(number)
 
     def reader(self, number: int, op: str, index: int = 0) -> int:
         """The only instruction that reads what this one computes, all of it, as that operand."""
@@ -77,22 +73,22 @@ class Flow:
         need(operand, "there is no such operand")
         assert operand is not None
         region = operand.region
-        for earlier in reversed(range(number)):
-            if any(written.overlaps(region) for written in self.readers.touched(earlier)[1]):
+        writers = self.readers.writers(region.buffer)
+        for at in range(bisect_left(writers, number, key=itemgetter(0)) - 1, -1, -1):
+            earlier, written = writers[at]
+            if written.overlaps(region):
                 return earlier
         raise NoKernelError("an operand comes from outside")
 
     def save(self, state: Operand, before: int) -> int | None:
         """The last instruction that saves all of what `state` is, or rows of it, before that one; None if none does."""
-        for number in reversed(range(before)):
-            if number in self.saves and self.call(number).operand(0).tensor.buffer == state.tensor.buffer:
-                return number
-        return None
+        earlier = (n for n in self.saves if n < before)
+        return max((n for n in earlier if self.call(n).operand(0).tensor.buffer == state.tensor.buffer), default=None)
 
     def writers(self, state: Operand, after: int) -> list[int]:
         """The instructions that write into the memory of a state, after that one."""
-        later = range(after + 1, len(self._place))
-        return [n for n in later if any(r.overlaps(state.region) for r in self.readers.touched(n)[1])]
+        writers = self.readers.writers(state.region.buffer)
+        return list(dict.fromkeys(n for n, region in writers if n > after and region.overlaps(state.region)))
 
     # ---------------------------------------------------------------------------------------------------------- order
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 
 from .base import Program, Tensor
 from .operands import Bound, Operand, Region
 
-Ranges = list[tuple[int, int]]
+Touched = tuple[list[Region], list[Region]]
+"""What an instruction reads, and what it writes."""
 
 
 class Readers:
@@ -18,42 +21,79 @@ class Readers:
         self.program, self.kept = program, kept
         self._bind = bind
         self._bound: dict[int, Bound] = {}
-        self._touched: dict[int, tuple[list[Region], list[Region]]] = {}
+        self._touched: dict[int, Touched] = {}
 
     def bound(self, number: int) -> Bound:
         if number not in self._bound:
             self._bound[number] = self._bind(number)
         return self._bound[number]
 
-    def touched(self, number: int) -> tuple[list[Region], list[Region]]:
-        """What an instruction reads, and what it writes."""
+    def touched(self, number: int) -> Touched:
         if number not in self._touched:
             call = self.bound(number)
             self._touched[number] = ([o.region for o in call.src if o is not None], [o.region for o in call.dst])
         return self._touched[number]
 
-    def calls(self, number: int, value: Operand) -> list[Bound] | None:
+    def calls(self, number: int) -> list[Bound] | None:
         """The instructions of `of`."""
-        numbers = self.of(number, value)
+        numbers = self.of(number)
         return None if numbers is None else [self.bound(n) for n in numbers]
 
-    def of(self, number: int, value: Operand) -> list[int] | None:
-        """The numbers of all instructions that read `value`, which instruction `number` computes, in order; None if it
-        is read after the last, or lies in memory that is kept."""
-        whole = value.region
-        if whole.pitch or value.declared is not None:
-            return None
-        left: Ranges = [(whole.low, whole.high)]
-        readers = []
-        for later in range(number + 1, len(self.program.instructions)):
-            read, written = self.touched(later)
-            if any(_meets(region, whole.buffer, left) for region in read):
-                readers.append(later)
+    def of(self, number: int) -> list[int] | None:
+        """The numbers of all instructions that read the first result of one, in order; None if it is read after the
+        last, or lies in memory that is kept, or with gaps."""
+        return self._readers.get(number)
+
+    def writers(self, buffer: int) -> Sequence[tuple[int, Region]]:
+        """What is written into a buffer in order, each with the number of the instruction that does it."""
+        return self._writers.get(buffer, ())
+
+    @cached_property
+    def _writers(self) -> Mapping[int, list[tuple[int, Region]]]:
+        writers = defaultdict(list)
+        for number in range(len(self.program.instructions)):
+            for region in self.touched(number)[1]:
+                writers[region.buffer].append((number, region))
+        return writers
+
+    @cached_property
+    def _readers(self) -> Mapping[int, list[int]]:
+        """Found in one walk, on which it is known what each byte holds."""
+        readers: dict[int, list[int]] = {}
+        held: dict[int, list[Held]] = defaultdict(list)
+        for number in range(len(self.program.instructions)):
+            read, written = self.touched(number)
+            for maker in {maker for region in read for maker in _makers(region, held[region.buffer])}:
+                readers[maker].append(number)
             for region in written:
-                left = _without(left, region) if region.buffer == whole.buffer else left
-            if not left:
-                return readers
-        return None if any(_meets(region, whole.buffer, left) for region in self.kept) else readers
+                if not region.pitch:  # what has gaps leaves something of what was there
+                    held[region.buffer] = _without(region, held[region.buffer])
+            if written and not written[0].pitch and self.bound(number).out.declared is None:
+                held[written[0].buffer].append((written[0].low, written[0].high, number))
+                readers[number] = []
+        for region in self.kept:
+            for maker in _makers(region, held[region.buffer]):
+                readers.pop(maker, None)
+        return readers
+
+
+Held = tuple[int, int, int]
+"""Bytes, from one to before another, and the number of the instruction that made what they hold."""
+
+
+def _makers(region: Region, held: Sequence[Held]) -> list[int]:
+    return [maker for low, high, maker in held if region.low < high and low < region.high]
+
+
+def _without(region: Region, held: Sequence[Held]) -> list[Held]:
+    """What is left when a region is written."""
+    start, end = region.low, region.high
+    left = [span for span in held if span[1] <= start or end <= span[0]]
+    if len(left) < len(held):
+        for low, high, maker in held:
+            if start < high and low < end:
+                left += [(low, start, maker)] * (low < start) + [(end, high, maker)] * (end < high)
+    return left
 
 
 def readers_of(program: Program, operand: Callable[[Tensor], Operand]) -> Readers:
@@ -63,20 +103,8 @@ def readers_of(program: Program, operand: Callable[[Tensor], Operand]) -> Reader
         i = program.instructions[number]
         src = tuple(None if t is None else operand(t) for t in i.src)
         dst = tuple(map(operand, i.dst))
-        return Bound(i.op, src, dst, i.attrs, lambda: readers.calls(number, dst[0]))
+        return Bound(i.op, src, dst, i.attrs, lambda: readers.calls(number))
 
     kept = [*program.outputs.values(), *(t for _, back in program.undo for t in back.src if t is not None)]
     readers = Readers(program, bind, [operand(t).region for t in kept])
     return readers
-
-
-def _meets(region: Region, buffer: int, ranges: Ranges) -> bool:
-    return region.buffer == buffer and any(region.low < high and low < region.high for low, high in ranges)
-
-
-def _without(ranges: Ranges, written: Region) -> Ranges:
-    """What is left of ranges when a region is written; all of it, if the region has holes."""
-    if written.pitch:
-        return ranges
-    cut = [((low, min(high, written.low)), (max(low, written.high), high)) for low, high in ranges]
-    return [(low, high) for pair in cut for low, high in pair if low < high]

@@ -78,6 +78,10 @@ class Operand:
         dense = contiguous_strides(self.shape)
         return 0 in self.shape or all(n == 1 or s == d for n, s, d in zip(self.shape, self.strides, dense, strict=True))
 
+    def is_dense_along(self, axis: int) -> bool:
+        """Whether elements follow each other along an axis."""
+        return self.shape[axis] == 1 or self.strides[axis] == 1
+
     def part(self, axis: int, start: int, count: int) -> Operand:
         """`count` entries of an axis from `start`."""
         t = self.tensor

@@ -29,7 +29,7 @@ def seconds(path: str) -> float:
 
 def main() -> None:
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    from tests.given.large_headers import LARGE
+    from tests.given.models.large_headers import LARGE
 
     start = process_time()
     sum(range(20_000_000))

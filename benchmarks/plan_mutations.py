@@ -18,7 +18,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the dice, and of the first random graph")
     args = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    from tests.given.plan_campaign import BY_HAND, campaign
+    from tests.given.plans.campaign import BY_HAND, campaign
 
     names = [*BY_HAND, *(f"random {args.seed + number}" for number in range(args.plans))]
     tally = campaign(names, args.rounds, args.seed)

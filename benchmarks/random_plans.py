@@ -17,8 +17,8 @@ from time import monotonic
 
 def main() -> int:
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    from tests.given.ways_to_plan import ways_tried
-    from tests.given.wide_graphs import wide_graph
+    from tests.given.graphs.wide_graphs import wide_graph
+    from tests.given.plans.ways import ways_tried
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")

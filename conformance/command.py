@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 
 from ..backends import find
-from ..frontends.arguments import Parser
+from ..frontends.terminal.arguments import Parser, natural, of_file, positive
+from ..frontends.terminal.output import check_writable
 from ..graph.errors import BackendError, HocketError
 from ..ops import REGISTRY
 from .judging.run import Outcome, Result
@@ -24,7 +25,7 @@ from .reports.page import html_page
 from .reports.records import compare_records, failures, json_lines, save_failure
 from .reports.report import junit, markdown, summary
 from .suite import Suite, check
-from .trials.harvest import from_model
+from .trials.harvest import texts_of
 from .trials.inputs import NoReference
 
 
@@ -50,9 +51,14 @@ def fill(made: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="the exact cases of a GGUF model's graphs, or of a .pt2 or .onnx program",
     )
-    what.add_argument("--seed", type=int, default=0, metavar="N", help="move all random numbers (default: 0)")
+    what.add_argument("--seed", type=natural, default=0, metavar="N", help="move all random numbers (default: 0)")
     what.add_argument(
-        "-j", "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (the processors)"
+        "-j",
+        "--jobs",
+        type=positive,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="processes (default: one a processor)",
     )
     what.add_argument("--list", action="store_true", help="print the cases instead of running them")
     how = made.add_argument_group("how to judge")
@@ -83,8 +89,6 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.compare:
             return _compare(*args.compare)
-        if args.jobs < 1 or args.seed < 0:
-            raise BackendError("--jobs must be at least 1 and --seed at least 0")
         suite = _suite(args)
         if args.list:
             for case in suite.cases():
@@ -95,18 +99,15 @@ def run(args: argparse.Namespace) -> int:
         print(f"hocket check: {why}", file=sys.stderr)
         return 2
     except OSError as why:
-        print(f"hocket check: cannot write {why.filename}: {why.strerror}", file=sys.stderr)
+        print(f"hocket check: {of_file(why)}", file=sys.stderr)
         return 2
 
 
 def _suite(args: argparse.Namespace) -> Suite:
-    texts = list(args.case)
-    if args.from_graph is not None:
-        texts += [case.text for case in from_model(args.from_graph)]
     return Suite(
         backend=args.backend,
         op=args.op,
-        texts=tuple(texts),
+        texts=texts_of(args.case, args.from_graph),
         full=args.full,
         seed=args.seed,
         require=args.require,
@@ -120,6 +121,9 @@ def _check(suite: Suite, args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     suite.expected()
+    for path in (args.junit, args.markdown, args.html, args.json):
+        if path not in (None, Path("-")):
+            check_writable(path)
     start = time.perf_counter()
     shown = partial(tqdm, unit="case", leave=False, disable=None)  # on a terminal only
     wanted = list(shown(suite.cases(), desc="choose cases"))
@@ -155,8 +159,10 @@ def _check(suite: Suite, args: argparse.Namespace) -> int:
 
 def _perf(suite: Suite) -> int:
     backend, device = find(suite.backend)
-    limits = perf.limits_of(backend, device)
-    print(f"{device}: moves {limits.bandwidth / 1e9:.1f} GB/s, multiplies {limits.flops / 1e9:.1f} GFLOP/s (f32)")
+    limits = perf.Limits(backend, device)
+    print(
+        f"{device}: moves {limits.bandwidth / 1e9:.1f} GB/s, multiplies {limits.flops('f32') / 1e9:.1f} GFLOP/s (f32)"
+    )
     wanted = list(suite.cases()) if suite.texts else [c for n in suite.ops() for c in perf.perf_cases(REGISTRY[n])]
     for case in wanted:
         try:

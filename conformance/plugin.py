@@ -23,6 +23,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("hocket", "conformance of hocket backends")
     group.addoption("--backend", default="cpu", help="the backend or device under test (default: cpu)")
     group.addoption("--conformance-op", default="", metavar="REGEX", help="only ops whose whole name matches")
+    group.addoption(
+        "--conformance-case", action="append", default=[], metavar="STRING", help="one case as printed; repeatable"
+    )
+    group.addoption(
+        "--conformance-from-graph", type=Path, metavar="MODEL", help="the exact cases of a GGUF, .pt2 or .onnx file"
+    )
     group.addoption("--conformance-full", action="store_true", help="every case, not the covering choice")
     group.addoption("--conformance-seed", type=int, default=0, help="move all random numbers")
     group.addoption("--conformance-xfail", type=Path, default=None, help="file of cases expected to fail")
@@ -32,10 +38,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def suite_of(config: pytest.Config) -> Suite:
     """What the options of a pytest run ask for."""
     from .suite import Suite
+    from .trials.harvest import texts_of
 
     return Suite(
         backend=config.getoption("--backend"),
         op=config.getoption("--conformance-op"),
+        texts=texts_of(config.getoption("--conformance-case"), config.getoption("--conformance-from-graph")),
         full=config.getoption("--conformance-full"),
         seed=config.getoption("--conformance-seed"),
         require=config.getoption("--require"),

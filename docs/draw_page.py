@@ -1,18 +1,22 @@
-"""Draw docs/page.png and docs/graph.svg from the tool itself: ``python docs/draw_page.py`` (Chromium, Graphviz).
+"""Draw docs/page.png, docs/pytorch.png and docs/graph.svg from the tool itself: ``python docs/draw_page.py [NAME]``.
 
-The page is that of two layers' worth of a hybrid model dealt to two simulated devices, as ``hocket view`` writes it.
-docs/page.sha256 tells of which plan the picture is, so that a test sees when the tool would draw another.
+The page is that of two layers' worth of a hybrid model dealt to two simulated devices, as ``hocket view`` writes it;
+the other that of the model of docs/pytorch.md on three.  The file NAME.sha256 tells of which plan a picture is, so that
+a test sees when the tool would draw another; that of a PyTorch model also which versions exported it.  Chromium and
+Graphviz draw.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import hocket
 from hocket import ops
@@ -21,12 +25,12 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 MODEL = ROOT / "data" / "hocket-tiny-q8_0.gguf"
 SIZE = (1120, 640)
-CLICKS = (".fold button.gutter", ".group.open .row.work .cell.work")
-"""What is clicked before the picture is taken: a layer, and the first work in it."""
+CLICKS = {"page": (".fold button.gutter", ".group.open .row.work .cell.work"), "pytorch": (".fold button.gutter",)}
+"""What is clicked before a picture is taken: a layer, and the first work in it; a layer."""
 
 
 def block() -> hocket.Graph:
-    """The graph of the README."""
+    """The graph of the tutorial."""
     x = hocket.input("x", (3, 64))
     up, gate = hocket.weight("up", (256, 64)), hocket.weight("gate", (256, 64))
     h = ops.rms_norm(x, eps=1e-6)
@@ -34,38 +38,69 @@ def block() -> hocket.Graph:
     return hocket.Graph({"y": ops.add(x, ops.mul_mat(hocket.weight("down", (64, 256)), h))})
 
 
-def write_page(page: Path) -> str:
-    """Write the page of the picture; the digest of its plan."""
-    command = ["-m", "hocket", "view", str(MODEL), "--simulate", "cpu:2", "--split-mode", "tensor", "-o", str(page)]
-    subprocess.run([sys.executable, *command], check=True)
+def write_page(page: Path, model: Path = MODEL, devices: int = 2) -> str:
+    """Write the page of a picture; the digest of its plan."""
+    command = ["-m", "hocket", "view", str(model), "--simulate", f"cpu:{devices}", "--split-mode", "tensor"]
+    subprocess.run([sys.executable, *command, "-o", str(page)], check=True)
     script = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text("utf-8"), re.DOTALL)
     assert script is not None
     drawn = json.loads(script[1])["shown"][0]["plan"]
     return hashlib.sha256(json.dumps(drawn, sort_keys=True).encode()).hexdigest()
 
 
+def versions() -> str:
+    """Of what exports the model of docs/pytorch.md."""
+    return " ".join(f"{name}-{importlib.metadata.version(name)}" for name in ("torch", "transformers"))
+
+
+def write_pytorch_page(page: Path) -> str:
+    """Write the page of the model that docs/pytorch.md begins with; what it was exported with, and the digest."""
+    import torch
+
+    code = re.search(r"```python\n(.*?)\nprogram =", (HERE / "pytorch.md").read_text("utf-8"), re.DOTALL)
+    assert code is not None
+    space: dict[str, Any] = {}
+    exec(compile(code[1], "pytorch.md", "exec"), space)
+    exported = torch.export.export(space["model"], (space["ids"],), kwargs={"use_cache": False}, strict=False)
+    file = page.with_name("llama.txt")
+    file.write_text(str(hocket.from_torch(exported).graph), "utf-8")
+    return f"{versions()} {write_page(page, file, 3)}"
+
+
+WRITERS = {"page": write_page, "pytorch": write_pytorch_page}
+"""The pictures of pages by name."""
+
+
+def graph_digest() -> str:
+    """The digest of what Graphviz draws: its versions lay out the same graph otherwise."""
+    return hashlib.sha256(hocket.to_dot(block()).encode()).hexdigest()
+
+
 def draw_graph() -> None:
-    """Draw the graph of the README with Graphviz."""
+    """Draw that graph with Graphviz."""
     svg = subprocess.run(["dot", "-Tsvg"], input=hocket.to_dot(block()), capture_output=True, text=True, check=True)
     (HERE / "graph.svg").write_text(svg.stdout, "utf-8")
+    (HERE / "graph.sha256").write_text(graph_digest() + "\n", "utf-8")
 
 
-def draw_page() -> None:
-    """Take the picture of the page in Chromium, and note of which plan it is."""
+def draw_page(name: str) -> None:
+    """Take the picture of a page in Chromium, and note of which plan it is."""
     sys.path.insert(0, str(ROOT.parent))
     from hocket.tests.given.browser import browser
 
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
-        digest = write_page(page)
+        digest = WRITERS[name](page)
         with browser(Path(folder) / "profile", *SIZE) as chromium:
             chromium.get(page.as_uri())
-            for selector in CLICKS:
+            for selector in CLICKS[name]:
                 chromium.execute_script("document.querySelector(arguments[0]).click()", selector)
-            chromium.save_screenshot(str(HERE / "page.png"))
-    (HERE / "page.sha256").write_text(digest + "\n", "utf-8")
+            chromium.save_screenshot(str(HERE / f"{name}.png"))
+    (HERE / f"{name}.sha256").write_text(digest + "\n", "utf-8")
 
 
 if __name__ == "__main__":
-    draw_graph()
-    draw_page()
+    if not sys.argv[1:]:
+        draw_graph()
+    for name in sys.argv[1:] or WRITERS:
+        draw_page(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -14,13 +15,29 @@ HEAD = """# Every architecture
 Written by `python docs/write_models.py` from the table in `frontends/models/families.py`.  A model file names its
 architecture (`general.architecture`); sizes, biases, norms, gates and experts follow from the file.  "Traits" are what
 does not, where they differ from LLaMA's blocks with rotated halves; `frontends/models/family.py` says what each means.
-"At once" marks diffusion models, which have logits for whole texts and no steps; "chosen" gives the keys whose product
-is the longest context, since attention would have to choose from a longer one.
+"At once" marks diffusion models, which have logits for whole texts and no steps, and "encoder" those that give vectors
+of whole texts (`hocket embed`, `hocket.Model.embed`); "chosen" gives the keys whose product
+is the longest context, since attention would have to choose from a longer one.  "Cut over" are the numbers of devices
+on which the architecture's tiny models give the logits of one device, to an NMSE of 1e-10 in the worst row, or of what
+is in brackets (where GELU is rounded to half precision, the order of a sum can flip a last bit): measured, see
+`tests/given/models/sharded.py`.  "MTP" says whether a block that
+guesses further tokens is run where a file has one (`hocket run --draft-max N`).
 
-| architecture | mixers | how it runs | traits |
-|---|---|---|---|
+| architecture | mixers | how it runs | cut over | MTP | traits |
+|---|---|---|---|---|---|
 """
-SHOWN = ("mixer", "recurrent", "recurrent_where", "interval", "causal", "sparse", "ignores", "spare", "scaled")
+TOKENIZERS = """
+## Tokenizers and chats
+
+These follow from the file alone, whatever its architecture: `tokenizer.ggml.model` names the kind, `tokenizer.ggml.pre`
+how text is cut into words, `tokenizer.chat_template` is the template, in Jinja, that `--chat` renders.
+
+| kind | words are cut as |
+|---|---|
+"""
+RESULTS = ROOT / "tests" / "fixtures" / "architectures" / "sharded.json"
+MOST = 1e-10
+SHOWN = ("mixer", "recurrent", "recurrent_where", "interval", "runs", "sparse", "ignores", "spare", "scaled")
 
 
 def differing(row: object) -> Iterator[tuple[str, object]]:
@@ -37,21 +54,47 @@ def differing(row: object) -> Iterator[tuple[str, object]]:
 def rows() -> Iterator[str]:
     """A row for each architecture, by name."""
     from hocket.frontends.models import ARCHITECTURES
+    from hocket.frontends.models.reading import can_look_ahead
 
+    counts = counted()
     for name, family in sorted(ARCHITECTURES.items()):
         plain = {"single": "attention"}.get(family.mixer, family.mixer)
         mixers = [family.recurrent] if family.recurrent_where == "all" else [plain, family.recurrent]
-        runs = "steps" if family.causal else "at once"
+        runs = family.runs
         if family.sparse:
             runs += ", chosen: " + " × ".join(f"`{key}`" for key in family.sparse.split())
+        mtp = "run" if can_look_ahead(family) else ""
         traits = [f"{name} {value}".removesuffix(" True") for name, value in differing(family) if name not in SHOWN]
         said = ", ".join(traits).replace("|", "\\|")
-        yield f"| `{name}` | {', '.join(filter(None, mixers))} | {runs} | {said} |\n"
+        yield f"| `{name}` | {', '.join(filter(None, mixers))} | {runs} | {counts[name]} | {mtp} | {said} |\n"
+
+
+def counted() -> dict[str, str]:
+    """For each architecture the numbers of devices on which all of its models give the logits of one."""
+    errors: dict[str, dict[str, float]] = {}
+    for model, measured in json.loads(RESULTS.read_text("utf-8")).items():
+        worst = errors.setdefault(model.rsplit("-", 1)[0], {})
+        for count, error in measured.items():
+            worst[count] = max(worst.get(count, 0.0), error)
+    return {
+        name: ", ".join(n if error <= MOST else f"{n} ({error})" for n, error in worst.items())
+        for name, worst in errors.items()
+    }
+
+
+def tokenizers() -> Iterator[str]:
+    """A row for each kind of tokenizer."""
+    from hocket.frontends.gguf.merging import KINDS
+    from hocket.frontends.gguf.pretokenizers import PRE_TOKENIZERS
+
+    for kind in sorted(KINDS):
+        names = ", ".join(f"`{name}`" for name in sorted(PRE_TOKENIZERS)) if kind == "gpt2" else "by a rule of its own"
+        yield f"| `{kind}` | {names} |\n"
 
 
 def page() -> str:
     """The page as it should be."""
-    return HEAD + "".join(rows())
+    return HEAD + "".join(rows()) + TOKENIZERS + "".join(tokenizers())
 
 
 if __name__ == "__main__":

@@ -6,34 +6,37 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Self, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
-from ..graph.arguments import ANY, BOOL, TEXT, a, list_of, needs
-from ..scheduler import Plan
+from ..graph.arguments import ANY, BOOL, NONE, TEXT, a, list_of, made_of, needs, whole
+from ..scheduler import Plan, nbytes_text
 from .adapters import Scaled
 from .errors import ModelError
-from .generate import Drawing, Drawn, Stops, draw
+from .generation.drafting import GUESSES, Ahead, Draft, OwnDraft, check_tokens
+from .generation.generate import Drawing, Drawn, Stops, draw
+from .generation.options import Options, settled
 from .gguf.chat import chat_template, render_chat
 from .gguf.tokenizer import Tokenizer, Utf8Stream, tokenizer_from_metadata
-from .open import open_adapted, open_session
-from .options import Options, settled
+from .open import open_adapted, open_model, open_session
+from .pooling import MEAN, pooling
 from .saved_state import load_state, save_state
 from .session import DEFAULT_BATCH, F32, Group, Session, token_ids
+from .terminal.arguments import of_file
 
 TOGETHER = 8
 """Texts that `Model.embed` runs at once."""
 IDLE = 4
 """Sessions that are kept for later calls."""
-MEAN, FIRST, LAST = 1, 2, 3
-"""Ways of pooling, as ``pooling_type`` of a GGUF file numbers them; 0 is none, for which the mean is taken."""
-PROMPT = a(str) | list_of(ANY, "text or a sequence of tokens")
-MESSAGES = a(str) | list_of(a(Mapping), "a message or a sequence of mappings with role and content")
+PROMPT = TEXT | list_of(ANY, "a sequence of tokens")
+MESSAGES = TEXT | list_of(a(Mapping), "a sequence of mappings with role and content")
 
 
+@made_of(ModelError, id=whole(0), text=TEXT, logprob=a(float))
 @dataclass(frozen=True, slots=True)
 class Token:
     """A generated token: its id, the text that is complete with it (perhaps none), and the natural logarithm of the
@@ -49,6 +52,8 @@ class _Held:
 
     def __init__(self, session: Session) -> None:
         self.session = session
+        self.guessing: Session | None = None
+        """That of the draft model which guesses ahead of this one."""
         self.tokens: list[list[int]] = [[] for _ in range(session.sequences)]
 
     @property
@@ -77,8 +82,10 @@ class Model:
     `path` is a file, or None for the small model that comes with hocket; the other arguments are those of ``hocket
     run``: devices and how they share (`hocket.plan`), `context` in tokens, tokens of a prompt that run as one `batch`,
     `threads` of each device (without a number devices share the processors), `exact` for float32 throughout.
-    `lora` and `control_vectors` are GGUF files, or pairs of a file and its scale, which all add up; `control_layers`
-    are the first and the last layer behind which control vectors count.
+    `draft` is the file of a small model with the same tokens, which guesses up to `draft_max` of them ahead (4): the
+    same text sooner; `draft_max` alone lets the model's own block for that guess (MTP).  `lora` and `control_vectors`
+    are GGUF files, or pairs of a file and its scale, which all add up; `control_layers` are the first and the last
+    layer behind which control vectors count.
 
     Threads may share a model: calls that overlap, as generators that are read in turn, have memories of their own over
     the same weights.  A prompt that begins with what the model has just read is read from there on.  Raises
@@ -90,7 +97,13 @@ class Model:
     ' which I am not at all in love'
     """
 
-    @needs(ModelError, devices=TEXT | list_of(TEXT, "a sequence of texts"), tensor_split=list_of(ANY, "a sequence"))
+    @needs(
+        ModelError,
+        devices=TEXT | list_of(TEXT, "a sequence of texts"),
+        tensor_split=list_of(ANY, "a sequence"),
+        draft=a(str, Path) | NONE,
+        draft_max=whole(1) | NONE,
+    )
     def __init__(
         self,
         path: str | Path | None = None,
@@ -104,6 +117,8 @@ class Model:
         threads: int | None = None,
         exact: bool = False,
         fast: bool = False,
+        draft: str | Path | None = None,
+        draft_max: int | None = None,
         lora: Sequence[Scaled] = (),
         control_vectors: Sequence[Scaled] = (),
         control_layers: tuple[int, int] | None = None,
@@ -111,10 +126,13 @@ class Model:
         names = tuple(devices.split(",")) if isinstance(devices, str) else tuple(devices)
         shares = tuple(tensor_split)
         group = Group(names, split_mode, shares, place, threads, exact, fast=fast)  # type: ignore[arg-type]  # it checks
-        self._model = open_adapted(path, lora=lora, control_vectors=control_vectors, control_layers=control_layers)
+        model = open_adapted(path, lora=lora, control_vectors=control_vectors, control_layers=control_layers)
+        self._model = model.guessing() if draft is None and draft_max else model
         self._group, self._lock = group, threading.Lock()
         self._first: Session | None = open_session(self._model, on=group, context=context, batch=batch)
         self._idle = [_Held(self._first)]
+        self._draft_max = draft_max or GUESSES
+        self._drafting = None if draft is None else self._draft_session(draft)
         self._tokenizer: Tokenizer | None = None
 
     # ------------------------------------------------------------------------------------------------ generation
@@ -205,7 +223,31 @@ class Model:
 
     def _drawn(self, ids: list[int], drawing: Drawing) -> Iterator[Drawn]:
         with self._leased() as held:
-            yield from draw(held.session, [held.given(ids)], drawing, known=held.tokens)
+            ahead = self._ahead(held, drawing)
+            yield from draw(held.session, [held.given(ids)], drawing, known=held.tokens, ahead=ahead)
+
+    def _draft_session(self, path: str | Path) -> Session:
+        """The session that loads the weights of a draft model."""
+        model = open_model(path)
+        check_tokens(self._model, model)
+        if not (self._model.is_causal and model.is_causal):
+            raise ModelError("a model that sees all tokens at once (diffusion) has no steps; leave out draft")
+        first = self._root
+        return open_session(model, on=self._group, context=min(first.context, model.context_length), batch=first.batch)
+
+    def _ahead(self, held: _Held, drawing: Drawing) -> Ahead | None:
+        """What guesses ahead of a session: a block of its model, or a draft model in a session of its own."""
+        root = self._drafting
+        if root is None and not self._model.guesses:
+            return None
+        if drawing.kept is not None:
+            raise ModelError("a context that shifts has no guesses; leave out draft and draft_max, or context_shift")
+        if root is None:
+            return Ahead(held.session, OwnDraft(held.session), self._draft_max)
+        if held.guessing is None:
+            held.guessing = Session(root.model, on=self._group, like=root, context=root.context, batch=root.batch)
+        held.guessing.reset(0)
+        return Ahead(held.session, Draft(held.guessing), self._draft_max)
 
     # ------------------------------------------------------------------------------------------------- evaluation
 
@@ -238,12 +280,12 @@ class Model:
         chosen = np.take_along_axis(rows, np.array(ids[1:], np.int64).reshape(-1, 1), -1)
         return np.asarray((chosen - most)[:, 0] - np.log(np.exp(rows - most).sum(-1)))
 
-    @needs(ModelError, texts=a(str) | list_of(PROMPT, "text or a sequence of texts"), normalise=BOOL)
+    @needs(ModelError, texts=TEXT | list_of(PROMPT, "a sequence of texts"), normalise=BOOL)
     def embed(self, texts: str | Sequence[str | Sequence[int]], *, normalise: bool = True) -> F32:
         """float32 ``[texts, width]``: one vector for each text, of length 1 if they are to be normalised.
 
         What the last layer makes of the tokens is pooled as the file says (mean, first, or last); where it says
-        nothing, their mean.
+        nothing, or none, their mean.
 
         >>> model.embed(["a ball", "a dance"]).shape
         (2, 192)
@@ -251,7 +293,7 @@ class Model:
         ids = [self._ids(text) for text in ([texts] if isinstance(texts, str) else texts)]
         if empty := [i for i, new in enumerate(ids) if not new]:
             raise ModelError(f"text {empty[0]} has no tokens; give some text to embed")
-        pool = _pooling(self._model.gguf.metadata.get(f"{self._model.architecture}.pooling_type", MEAN))
+        pool = pooling(self._model.gguf.metadata.get(f"{self._model.architecture}.pooling_type", MEAN))
         vectors: list[npt.NDArray[np.float32]] = []
         for start in range(0, len(ids), TOGETHER):
             part = ids[start : start + TOGETHER]
@@ -298,13 +340,13 @@ class Model:
         >>> ids = model.load("talk.bin")
         >>> further = model.generate(ids + model.tokenize(" and then", special=False), max_tokens=2)
         """
-        with self._leased() as held:
+        with self._leased() as held, _file_at_hand():
             save_state(held.session, held.tokens, path)
 
     @needs(ModelError, path=a(str, Path))
     def load(self, path: str | Path) -> list[int]:
         """The tokens of a saved state; a prompt that begins with them is read from their end on."""
-        with self._leased() as held:
+        with self._leased() as held, _file_at_hand():
             (held.tokens[0],) = load_state(held.session, path)
             return list(held.tokens[0])
 
@@ -319,11 +361,14 @@ class Model:
         first = self._root
         sums = {str(device): dict.fromkeys(("weight", "state", "arena"), 0) for _, device in first.group}
         with self._lock:
-            sessions = dict.fromkeys((first, *(held.session for held in self._idle)))
-        for session in sessions:
-            for held, kinds in zip(session.store.nbytes(), sums.values(), strict=True):
-                for kind, count in held.items():
-                    kinds[kind] = count if kind == "weight" else kinds[kind] + count
+            models = [(first, [held.session for held in self._idle])]
+            if self._drafting is not None:
+                models.append((self._drafting, [h.guessing for h in self._idle if h.guessing is not None]))
+        for root, sessions in models:
+            for session in dict.fromkeys((root, *sessions)):
+                for (_, device), held in zip(session.group, session.store.nbytes(), strict=True):
+                    for kind, count in held.items():
+                        sums[str(device)][kind] += count if kind != "weight" or session is root else 0
         return sums
 
     @property
@@ -334,7 +379,7 @@ class Model:
     def close(self) -> None:
         """Give the memory back; later calls raise `ModelError`."""
         with self._lock:
-            self._first = None
+            self._first = self._drafting = None
             self._idle.clear()
 
     def __enter__(self) -> Self:
@@ -347,6 +392,21 @@ class Model:
         where = ", ".join(self._group.devices)
         state = "closed" if self._first is None else f"{self._model.layers} layers, context {self._first.context}"
         return f"Model({str(self._model.gguf.path)!r}: {self._model.architecture} on {where}, {state})"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        rows = {
+            "file": self._model.gguf.path,
+            "architecture": f"{self._model.architecture}, {self._model.layers} layers",
+        }
+        if self._first is None:
+            rows["state"] = "closed"
+        else:
+            rows["context"] = f"{self.context} tokens"
+            for device, kinds in self.memory.items():
+                rows[device] = ", ".join(f"{kind} {nbytes_text(count)}" for kind, count in kinds.items())
+        cells = "".join(f"<tr><th>{escape(str(k))}</th><td>{escape(str(v))}</td></tr>" for k, v in rows.items())
+        return f"<table>{cells}</table>"
 
     # --------------------------------------------------------------------------------------------------- sessions
 
@@ -380,13 +440,10 @@ class Model:
                     self._idle = [held, *(other for other in self._idle if other.key != key)][:IDLE]
 
 
-def _pooling(kind: object) -> Any:
-    """From rows of tokens f32[n, width] to one vector."""
-    ways = {0: _mean, MEAN: _mean, FIRST: lambda rows: rows[0], LAST: lambda rows: rows[-1]}
-    if kind not in ways:
-        raise ModelError(f"pooling_type of the file is {kind!r}; need 0 (none), 1 (mean), 2 (first) or 3 (last)")
-    return ways[kind]
-
-
-def _mean(rows: F32) -> F32:
-    return np.asarray(rows.mean(0, dtype=np.float64).astype(np.float32))
+@contextmanager
+def _file_at_hand() -> Iterator[None]:
+    """In this context what the system says of a file is a `ModelError`."""
+    try:
+        yield
+    except OSError as why:
+        raise ModelError(of_file(why)) from why

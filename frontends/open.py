@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.resources import as_file, files
 from pathlib import Path
 
@@ -66,9 +67,13 @@ def open_session(
     batch: int = DEFAULT_BATCH,
     watch: Watch | None = None,
     world: World = ALONE,
+    sequences: int = 1,
 ) -> Session:
-    """A session of one sequence; a bar on stderr shows the bytes loaded, if that is a terminal."""
-    from tqdm import tqdm  # 20 ms that only a model needs
+    """A session; a bar on stderr shows the bytes loaded, if that is a terminal."""
+    given = partial(Session, model, on=on, sequences=sequences, context=context, batch=batch, watch=watch, world=world)
+    if not (sys.stderr and sys.stderr.isatty()):
+        return given()
+    from tqdm import tqdm  # 15 ms that only a terminal needs
 
     with tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc="load", leave=False, disable=None) as bar:
 
@@ -76,7 +81,7 @@ def open_session(
             bar.total = progress.total
             bar.update(progress.done - bar.n)
 
-        return Session(model, on=on, context=context, batch=batch, watch=watch, on_progress=show, world=world)
+        return given(on_progress=show)
 
 
 def context_for(model: Model, tokens: int, asked: int | None, *, default: int = DEFAULT_CONTEXT) -> int:

@@ -25,6 +25,7 @@ from ..graph.arguments import ANY, NONE, a, list_of, needs
 from .errors import ModelError
 from .identity import model_digest
 from .session import Session, token_ids
+from .terminal.output import check_writable
 
 FORMAT = "hocket-state-2"
 ARRAY = re.compile(
@@ -64,10 +65,11 @@ def save_state(
             "tokens": [token_ids(i, row) for i, row in enumerate(tokens)],
             **({} if talk is None else {"talk": talk}),
         }
-        arrays = {f"state/{name}": _used(session, name) for name in session.store.states}
+        arrays = {f"state/{name}": _used(session, name) for name in session.states}
     if session.world.rank:
         return
     path = Path(path)
+    check_writable(path)  # its own name stands in what is said of it, not that of the file beside it
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
         try:
             text = np.frombuffer(json.dumps(header).encode(), np.uint8)
@@ -91,7 +93,7 @@ def load_state(session: Session, path: str | Path) -> list[list[int]]:
         header, arrays = _read(session.world.from_first(Path(path).read_bytes))
         lengths, tokens = _checked(session, header)
         recent = _recent(session, header, lengths)
-        wanted = {name: _expected(session, name, lengths) for name in session.store.states}
+        wanted = {name: _expected(session, name, lengths) for name in session.states}
         if {name: a.shape for name, a in arrays.items()} != wanted:
             raise ValueError("its states have other names or shapes")
     except ModelError:

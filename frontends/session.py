@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,27 +21,16 @@ from ..graph.node import Node, Value
 from ..graph.rewrite import rewrite
 from ..graph.spec import Spec
 from ..ranks import ALONE, World
-from ..scheduler import (
-    Difference,
-    Executor,
-    Host,
-    InterruptsKept,
-    Judge,
-    Plan,
-    Store,
-    Trace,
-    matching,
-    observed,
-    plan_for,
-    shortage,
-    taken,
-)
+from ..scheduler import Executor, Host, InterruptsKept, Plan, Store, kept_plan
 from .devices import ONE_DEVICE, WIRES, found, spelled
 from .devices import Group as Group
 from .errors import ModelError
 from .identity import model_digest
 from .models import Batch, Model, Step
 from .watch import Seen, Watch
+
+if TYPE_CHECKING:
+    from ..scheduler import Difference, Trace
 
 F32 = npt.NDArray[np.float32]
 FEWEST_CELLS = 256
@@ -60,12 +51,13 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
-    """A point to which a session can go back: lengths, last tokens, and whatever is not kept cell by cell."""
+class Before:
+    """A reversible step: what the session was before it, and what it has read."""
 
-    lengths: tuple[int, ...]
-    recent: tuple[list[int], ...]
-    states: Mapping[str, F32]
+    step: Step
+    lengths: Sequence[int]
+    recent: Sequence[list[int]]
+    part: Sequence[list[int]]
 
 
 class Session:
@@ -110,7 +102,7 @@ class Session:
         self.model, self.sequences, self.watch = model, sequences, watch
         self.world: World = world if like is None else like.world
         self.context = min(model.context_length, DEFAULT_CONTEXT) if context is None else context
-        self.batch = min(batch, self.context)
+        self.batch = self.context if model.is_encoder else min(batch, self.context)  # texts are read as a whole
         for name, value in (("sequences", sequences), ("context size", self.context), ("batch size", batch)):
             if value < 1:
                 raise ModelError(f"{name} is {value}; it must be at least 1")
@@ -124,19 +116,28 @@ class Session:
         if self.world.size > 1:
             self.world.agree("model", f"one with the digest {model_digest(model)[:16]}", "give all ranks the same file")
         self._place = tuple((pattern, spelled(device, on)) for pattern, device in on.place)
+        self._gives = "both" if model.guesses else "logits"
         self._one = self.step(1, 1, sequences)
+        self._whole = replace(self._one, gives="all") if model.guesses else self._one
+        """A step that reads all weights, over whose layout all others run."""
         self.group: list[tuple[Backend, Device]]  # in mode none perhaps fewer than asked
         if like is None:
             self._first = self._laid_out(on)
             self.store = Store(self.group, self.world)
         else:
             self.group = like.group
-            self._first = plan_for(self._graph(self._one), self.group, place=self._place, like=like._first)
+            self._first = kept_plan(self._graph(self._whole), self.group, place=self._place, like=like._first)
             self.store = like.store.beside()
         if watch is not None:
+            from ..scheduler import matching
+
             matching(self._first.graph, watch.pattern)  # a mistake should be known before weights are loaded
         self.lengths = [0] * sequences
         self.recent: list[list[int]] = [[] for _ in range(sequences)]
+        self.seen = [np.zeros((1, model.hyper.width), np.float32)] * sequences if model.guesses else []
+        """What the model has made of the last tokens of each sequence [rows, width], for those that guess further."""
+        self.reversible: Before | None = None
+        """The last step, if it was a reversible one."""
         self._nothing = np.zeros((0, model.vocabulary_size), np.float32)
         self._executors: dict[Step, Executor] = {}
         self._trace: Trace | None = None
@@ -149,19 +150,24 @@ class Session:
         """The plan whose layout all others keep: that of one token, but where memory is too short for the largest step,
         one over the layout of that step, in which the host takes what does not fit."""
         asked = found(on, self.world)
-        options = partial(plan_for, split_mode=on.split_mode, tensor_split=on.tensor_split, place=self._place)
-        one = self._graph(self._one)
+        options = partial(kept_plan, split_mode=on.split_mode, tensor_split=on.tensor_split, place=self._place)
+        one = self._graph(self._whole)
         first = options(one, asked)
+        if first.spare and on.threads is None:  # devices that take part share the processors of those left free
+            group = found(replace(on, devices=tuple(str(device) for _, device in first.group)), self.world)
+            first = kept_plan(one, group, place=self._place, like=first)
         self.group = first.group
         host = Host(*found(replace(on, devices=(f"{HOST}@0" if self.world.size > 1 else HOST,)), self.world)[0])
         if host.device in (device for _, device in asked) or all(device.memory is None for _, device in asked):
             return first
+        from ..scheduler import shortage
+
         most = self._graph(self.step(_bucket(self.batch), self.context, self.sequences))
-        if not shortage(plan_for(most, self.group, place=self._place, like=first)):
+        if not shortage(kept_plan(most, self.group, place=self._place, like=first)):
             return first
         largest = options(most, asked, host=host)
         self.group = largest.group
-        return plan_for(one, self.group, place=self._place, like=largest)
+        return kept_plan(one, self.group, place=self._place, like=largest)
 
     def _load(self, on_progress: Callable[[Progress], None] | None) -> None:
         """Bind every weight of the model's graph, with word of each: large ones first, while little else is in memory
@@ -180,74 +186,100 @@ class Session:
 
     # ------------------------------------------------------------------------------------------------ running
 
-    @needs(ModelError, tokens=list_of(ANY, "a sequence of sequences of tokens"), every_position=BOOL, hidden=BOOL)
+    @needs(
+        ModelError,
+        tokens=list_of(ANY, "a sequence of sequences of tokens"),
+        every_position=BOOL,
+        hidden=BOOL,
+        reversible=BOOL,
+    )
     def evaluate(
-        self, tokens: Sequence[Sequence[int]], *, every_position: bool = False, hidden: bool = False
+        self,
+        tokens: Sequence[Sequence[int]],
+        *,
+        every_position: bool = False,
+        hidden: bool = False,
+        reversible: bool = False,
     ) -> list[F32]:
         """Append new tokens to each sequence (none to one that idles) and return its logits.
 
         One float32 array per sequence: ``[new tokens, vocabulary]`` with `every_position`, otherwise
         ``[1, vocabulary]`` for its last token; no rows for an idle sequence.  With `hidden` rows are what the output
-        matrix would read, ``[..., width]``.  Raises `ModelError` if a sequence would outgrow the context, before
-        anything is changed.
+        matrix would read, ``[..., width]``.  What is `reversible`, at most a batch, `rewinding.take_back` can shorten.
+        Raises `ModelError` if a sequence would outgrow the context, before anything is changed.
         """
         given = [token_ids(i, new) for i, new in enumerate(tokens)]
-        rows_of: list[list[F32]] = [[] for _ in given]
-        longest = max(map(len, given), default=0)
         with self.store.turn:
-            self._check(given)
+            self._check(given, hidden)
+            longest = max(map(len, given))
+            if 0 < longest <= self.batch:  # the way of every token that is decoded
+                return self._run(given, every_position, hidden, reversible)
+            if reversible and longest:
+                raise ModelError(
+                    f"{longest} tokens are more than a batch of {self.batch}; only a batch can be taken back"
+                )
+            rows_of: list[list[F32]] = [[] for _ in given]
             for start in range(0, longest, self.batch):
                 part = [new[start : start + self.batch] for new in given]
                 last = [start + len(p) == len(new) for p, new in zip(part, given, strict=True)]
-                logits = self._run(part, every_position, hidden)
+                logits = self._run(part, every_position, hidden, reversible)
                 for rows, one, mine, ends in zip(rows_of, logits, part, last, strict=True):
                     if mine and (every_position or ends):
                         rows.append(one)
         return [rows[0] if len(rows) == 1 else np.concatenate([self._nothing, *rows]) for rows in rows_of]
 
-    @needs(ModelError, tokens=whole(0), behind=whole(0), every_position=BOOL)
-    def prepare(self, tokens: int, *, behind: int = 0, every_position: bool = False) -> None:
+    @needs(ModelError, tokens=whole(0), behind=whole(0), every_position=BOOL, reversible=BOOL)
+    def prepare(self, tokens: int, *, behind: int = 0, every_position: bool = False, reversible: bool = False) -> None:
         """Make the plans and kernels that so many more tokens of sequence 0 need, `behind` others, before they come."""
         for start in range(0, tokens, self.batch):
             count = min(self.batch, tokens - start)
             room = self._room(count)
             outputs = self.sequences * (room if every_position else 1)
-            self.executor(self.step(room, self.lengths[0] + behind + start + count, outputs))
+            length = self.lengths[0] + behind + start + count
+            self.executor(self._step_of(room, length, outputs, self._gives, reversible))
 
-    def _run(self, part: list[list[int]], every_position: bool, hidden: bool) -> list[F32]:
+    def _run(self, part: list[list[int]], every_position: bool, hidden: bool, reversible: bool) -> list[F32]:
         count = self._room(max(map(len, part)))
         longest = max(n + len(new) for n, new in zip(self.lengths, part, strict=True))
         wanted = [(i, t) for i, new in enumerate(part) for t in range(len(new))] if every_position else None
         outputs = self.sequences * count if every_position else self.sequences
-        step = self._step_of(count, longest, outputs, hidden)
+        step = self._step_of(count, longest, outputs, "hidden" if hidden else self._gives, reversible)
         executor = self._executors.get(step) or self.executor(step)
-        inputs = self.model.inputs(step, Batch(part, self.lengths, wanted, self.recent))
+        seen = np.concatenate([rows[-1:] for rows in self.seen]) if self.seen else None
+        inputs = self.model.inputs(step, Batch(part, self.lengths, wanted, self.recent, seen))
         with InterruptsKept():  # states and lengths belong together
             given = executor.run(inputs)
-            logits = given["hidden" if hidden else "logits"]
-            self._advance(part)
+            self.reversible = Before(step, self.lengths, self.recent, part) if reversible else None
+            self.advance(part)
+            if self.seen and not hidden:
+                self.seen = _split(given["hidden"], part, every_position, self.seen)
+        rows = given["hidden" if hidden else "logits"]
         if self.watch is not None:
-            self.watch.see(Seen.of(taken(given), self.lengths[0] - len(part[0]), len(part[0])))
-        if not every_position:
-            return [logits[i : i + 1] for i in range(self.sequences)]
-        ends = np.cumsum([len(new) for new in part])
-        return [logits[end - len(new) : end] for end, new in zip(ends, part, strict=True)]
+            from ..scheduler import taken
 
-    def _advance(self, part: Sequence[Sequence[int]]) -> None:
+            self.watch.see(Seen.of(taken(given), self.lengths[0] - len(part[0]), len(part[0])))
+        return _split(rows, part, every_position, [self._nothing] * self.sequences)
+
+    def advance(self, part: Sequence[Sequence[int]]) -> None:
+        """Count tokens that have been read."""
         self.lengths = [n + len(new) for n, new in zip(self.lengths, part, strict=True)]
         if most := self.model.remembers:
             self.recent = [[*old, *new][-most:] for old, new in zip(self.recent, part, strict=True)]
 
-    def _check(self, tokens: Sequence[Sequence[int]]) -> None:
+    def _check(self, tokens: Sequence[Sequence[int]], hidden: bool = False) -> None:
+        if self.model.is_encoder and not hidden:
+            raise ModelError(
+                f"{self.model.architecture} is an encoder: it makes vectors of whole texts and has no logits of what "
+                "follows; use `hocket embed`"
+            )
         if len(tokens) != self.sequences:
             raise ModelError(f"got tokens for {len(tokens)} sequences, the session has {self.sequences}")
-        at_once = [i for i, new in enumerate(tokens) if new and (self.lengths[i] or len(new) > self.batch)]
-        if at_once and not self.model.is_causal:
-            raise ModelError(
-                f"sequence {at_once[0]} would grow in steps, but this model sees all tokens at once (diffusion); "
-                "evaluate whole texts in one batch, as `hocket logits` does"
-            )
         for i, (length, new) in enumerate(zip(self.lengths, tokens, strict=True)):
+            if new and (length or len(new) > self.batch) and not self.model.is_causal:
+                raise ModelError(
+                    f"sequence {i} would grow in steps, but this model sees all tokens at once; "
+                    "evaluate whole texts in one batch, as `hocket logits` and `hocket embed` do"
+                )
             if length + len(new) > self.context:
                 raise ModelError(
                     f"sequence {i} would have {length + len(new)} tokens, but the context holds {self.context}; "
@@ -265,35 +297,20 @@ class Session:
         written in turn."""
         return self._one.ring(self.model.window(cache)) or self.context
 
-    def mark(self) -> Mark:
-        """Where the session is now.  Caches need no copy: cells behind the end of a sequence are not read."""
-        with self.store.turn:
-            states = {n: np.array(self.store.state(n)) for n in self.store.states if not self.is_cache(n)}
-            return Mark(tuple(self.lengths), tuple(self.recent), states)
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The names of the states that belong to the sequences."""
+        return tuple(filter(self.model.is_own, self.store.states))
 
-    def back(self, mark: Mark, kept: Sequence[int]) -> None:
-        """Go back to a mark of this session, from which sequence 0 has read no tokens but `kept`, as its first ones.
+    @needs(ModelError, tokens=COUNT, length=COUNT, outputs=COUNT, gives=TEXT | NONE)
+    def step(self, tokens: int, length: int, outputs: int = 1, gives: str | None = None) -> Step:
+        """The step that runs so many new tokens (a bucket) where the longest sequence then has `length`; what it
+        `gives` is logits, and for models that guess what guesses need, unless another `Step.gives` is named."""
+        return self._step_of(tokens, length, outputs, gives or self._gives)
 
-        Whatever is not kept cell by cell is restored, and those tokens are read once more.
-        """
-        idle: list[list[int]] = [[] for _ in range(self.sequences - 1)]
-        with self.store.turn:
-            for name, array in mark.states.items():
-                self.store.state(name)[...] = array
-            self.lengths, self.recent = list(mark.lengths), list(mark.recent)
-            if mark.states and kept:
-                self.evaluate([list(kept), *idle])
-            elif kept:
-                self.lengths[0] += len(kept)
-
-    @needs(ModelError, tokens=COUNT, length=COUNT, outputs=COUNT)
-    def step(self, tokens: int, length: int, outputs: int = 1) -> Step:
-        """The step that runs so many new tokens (a bucket) where the longest sequence then has `length`."""
-        return self._step_of(tokens, length, outputs)
-
-    def _step_of(self, tokens: int, length: int, outputs: int, hidden: bool = False) -> Step:
+    def _step_of(self, tokens: int, length: int, outputs: int, gives: str, reversible: bool = False) -> Step:
         cells = min(self.context, max(FEWEST_CELLS, _bucket(length)))
-        return _step(self.sequences, tokens, cells, self.context, outputs, hidden, _bucket(self.batch))
+        return _step(self.sequences, tokens, cells, self.context, outputs, gives, _bucket(self.batch), reversible)
 
     def _room(self, tokens: int) -> int:
         """The tokens of the step that runs so many: where values are watched no more, so that nothing is padded."""
@@ -302,12 +319,14 @@ class Session:
     @needs(ModelError, step=a(Step))
     def plan(self, step: Step) -> Plan:
         """The plan of a step, over the weights and states as they lie; what is watched is among its outputs."""
-        if step == self._one and self.watch is None:
+        if step == self._whole and self.watch is None:
             return self._first
         graph = self._graph(step)
         if self.watch is not None:
+            from ..scheduler import matching, observed
+
             graph = observed(graph, matching(graph, self.watch.pattern))
-        return plan_for(graph, self.group, place=self._place, like=self._first)
+        return kept_plan(graph, self.group, place=self._place, like=self._first)
 
     @needs(ModelError, tokens=list_of(ANY, "a sequence of tokens"), device=TEXT)
     def judge(self, tokens: Sequence[int], device: str) -> Iterator[Difference]:
@@ -318,9 +337,11 @@ class Session:
             self._check([given])
             step = self.step(len(given), self.lengths[0] + len(given))
             raw = {name: tensor.raw for name, tensor in self.model.tensors.items()}
+            from ..scheduler import Judge
+
             judge = Judge(self.plan(step), self.store, raw, find(device), place=self._place)
             yield from judge.run(self.model.inputs(step, Batch([given], self.lengths, None, self.recent)))
-            self._advance([given])
+            self.advance([given])
 
     @needs(ModelError, step=a(Step))
     def executor(self, step: Step) -> Executor:
@@ -338,6 +359,8 @@ class Session:
     def tracing(self) -> Iterator[Trace]:
         """In this context every run is timed step by step and added to the trace that it gives.  Raises `PlanError` at
         the first run if a backend cannot tell what its steps take."""
+        from ..scheduler import Trace
+
         before, trace = self._trace, Trace()
         self._follow(trace)
         try:
@@ -366,10 +389,18 @@ class Session:
         demand(ModelError, "reset", "sequence", sequence, whole(0, self.sequences - 1))
         with self.store.turn:
             self.lengths[sequence], self.recent[sequence] = 0, []
+            self.seen[sequence : sequence + 1] = [0 * rows[-1:] for rows in self.seen[sequence : sequence + 1]]
             for name in self.store.states:
                 state = self.store.state(name)
                 rows = state.shape[0] // self.sequences
                 state[sequence * rows : (sequence + 1) * rows] = 0
+
+
+def _split(rows: F32, part: Sequence[Sequence[int]], every_position: bool, idle: Sequence[F32]) -> list[F32]:
+    """The rows of each sequence; those that are given for one that idles."""
+    lengths = [len(new) if every_position else 1 for new in part]
+    ends = accumulate(lengths)
+    return [rows[end - n : end] if new else i for end, n, new, i in zip(ends, lengths, part, idle, strict=True)]
 
 
 _step = lru_cache(maxsize=64)(Step)

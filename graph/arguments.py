@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -15,6 +15,7 @@ from .errors import HocketError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+C = TypeVar("C", bound=type)
 SHOWN = 60
 """Characters of a value in a message."""
 
@@ -30,17 +31,43 @@ class Kind:
         return Kind(f"{self.words} or {other.words}", lambda v: self.holds(v) or other.holds(v))
 
 
+def article(word: str) -> str:
+    """The indefinite one."""
+    return "an" if word[:1].lower() in tuple("aeio") else "a"
+
+
+def near(word: object, known: Iterable[object], *, least: float = 0.6) -> str:
+    """The end of a message about an unknown name: the known one that begins so, or else is most like it, if at
+    least this share of the letters agrees, capital or not; else nothing."""
+    from difflib import get_close_matches  # 2 ms that only mistakes pay
+
+    if not isinstance(word, str) or len(word) > SHOWN:
+        return ""
+    names = {name.lower(): name for name in known if isinstance(name, str)}
+    begun = [name for name in names if name.startswith(word.lower())] if len(word) > 2 else []
+    matches = begun if len(begun) == 1 else get_close_matches(word.lower(), names, n=1, cutoff=least)
+    return f"; near it: {names[matches[0]]}" if matches else ""
+
+
 def a(*types: type, words: str = "") -> Kind:
     """An instance of one of `types`."""
     names = " or ".join(t.__name__ for t in types)
-    return Kind(words or f"a {names}", lambda v: isinstance(v, types))
+    return Kind(words or f"{article(names)} {names}", lambda v: isinstance(v, types))
 
 
 def list_of(entry: Kind, words: str) -> Kind:
     """A sequence, other than text, of such entries."""
-    return Kind(
-        words, lambda v: isinstance(v, Sequence) and not isinstance(v, str | bytes) and all(map(entry.holds, v))
-    )
+
+    def holds(v: Any) -> bool:
+        listed = isinstance(v, (list, tuple, Sequence)) and not isinstance(v, (str, bytes))  # quickest for the first
+        return listed and (entry is ANY or all(map(entry.holds, v)))
+
+    return Kind(words, holds)
+
+
+def tuple_of(entry: Kind, words: str) -> Kind:
+    """A tuple of such entries."""
+    return Kind(words, lambda v: isinstance(v, tuple) and all(map(entry.holds, v)))
 
 
 def pair_of(first: Kind, second: Kind) -> Kind:
@@ -97,21 +124,55 @@ def demand(error: type[HocketError], who: str, name: str, value: object, kind: K
         raise error(f"{who}: {name} is {shown(value)}; it must be {kind.words}")
 
 
+def misfit(signature: inspect.Signature, given: Sequence[object], named: Mapping[str, object]) -> str:
+    """Why a function of that signature cannot be called so; nothing if it can."""
+    try:
+        signature.bind(*given, **named)
+    except TypeError as why:
+        own = [name for name in signature.parameters if name != "self"]
+        strange = next((name for name in named if name not in own), None)
+        hint = near(strange, own) or f"; arguments: {', '.join(own)}"
+        return (str(why) if strange is None else f"there is no argument {strange!r:.{SHOWN}}") + hint
+    return ""
+
+
 def needs(error: type[HocketError], **kinds: Kind) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A function whose arguments of these names are of these kinds: `error` is raised for any other."""
+    """A function whose arguments of these names are of these kinds: `error` is raised for any other, and for arguments
+    that it does not have."""
 
     def checked(function: Callable[P, R]) -> Callable[P, R]:
-        names = tuple(inspect.signature(function).parameters)
+        signature = inspect.signature(function)
+        names = tuple(signature.parameters)
         who = function.__qualname__.removesuffix(".__init__")
         assert kinds.keys() <= set(names), who
+        in_order = [kinds.get(name, ANY) for name in names]
 
         @wraps(function)
         def door(*given: P.args, **named: P.kwargs) -> R:
-            for name, value in (*zip(names, given, strict=False), *named.items()):
-                if name in kinds:
-                    demand(error, who, name, value, kinds[name])
-            return function(*given, **named)
+            if kinds:
+                for name, kind, value in zip(names, in_order, given, strict=False):
+                    if not kind.holds(value):
+                        demand(error, who, name, value, kind)
+                for name, value in named.items():
+                    if name in kinds:
+                        demand(error, who, name, value, kinds[name])
+            try:
+                return function(*given, **named)
+            except TypeError:
+                if why := misfit(signature, given, named):
+                    raise error(f"{who}: {why}") from None
+                raise
 
         return door
+
+    return checked
+
+
+def made_of(error: type[HocketError], **kinds: Kind) -> Callable[[C], C]:
+    """A class whose constructor takes such arguments only, as `needs` says of functions."""
+
+    def checked(record: C) -> C:
+        record.__init__ = needs(error, **kinds)(record.__init__)  # type: ignore[misc]  # that of its dataclass
+        return record
 
     return checked

@@ -5,13 +5,25 @@ Source: ``ggml.h`` (numbers) and ``ggml-common.h`` (block layouts) of llama.cpp.
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import Enum, EnumType
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from .arguments import near, shown
+from .errors import GraphError
 
-class DType(Enum):
+
+class Named(EnumType):
+    """How types are called: by a name, or by a type of NumPy's."""
+
+    def __call__(cls, *given: Any, **named: Any) -> Any:
+        if len(given) + len(named) != 1:
+            raise GraphError(f"DType: got {len(given) + len(named)} arguments; it takes one, the name of a type")
+        return dtype_named(*given, *named.values())
+
+
+class DType(Enum, metaclass=Named):
     """A GGML data type.  ``block`` elements along the last axis occupy ``block_bytes`` bytes.
 
     ``storage`` is the NumPy dtype that holds it in memory: the type itself where NumPy has it, ``uint16``
@@ -57,9 +69,10 @@ class DType(Enum):
         self.ggml = ggml
         self.block = block
         self.block_bytes = block_bytes
-        self.storage: np.dtype = np.dtype(storage)
+        self.storage: np.dtype[Any] = np.dtype(storage)
 
-    __hash__ = object.__hash__  # each type is one object; Enum would hash its name, in Python
+    def __reduce_ex__(self, protocol: object) -> tuple[type[DType], tuple[str]]:
+        return DType, (self.text,)
 
     def __str__(self) -> str:
         return self.text
@@ -78,8 +91,11 @@ class DType(Enum):
 
     @property
     def is_integer(self) -> bool:
+        """Whether elements are signed integers: i8, i16, i32, i64."""
         return self in INTEGERS
 
+
+DType.__hash__ = object.__hash__  # type: ignore[method-assign]  # Enum would hash the name, in Python
 
 FLOATS = (DType.F32, DType.F16, DType.BF16)
 INTEGERS = (DType.I8, DType.I16, DType.I32, DType.I64)
@@ -100,3 +116,14 @@ def dtype_of(given: object) -> DType | None:
     elif isinstance(given, type) and issubclass(given, np.generic):
         given = given.__name__
     return (BY_TEXT.get(given) or BY_NUMPY.get(given)) if isinstance(given, str) else None
+
+
+def dtype_named(given: object) -> DType:
+    """As `dtype_of`; raises `GraphError` for what means none."""
+    kind = dtype_of(given)
+    if kind is not None:
+        return kind
+    if isinstance(given, str):
+        hint = near(given, (*BY_TEXT, *BY_NUMPY)) or f"; one of {', '.join(BY_TEXT)}"
+        raise GraphError(f"unknown dtype {shown(given)}{hint}")
+    raise GraphError(f"dtype is {shown(given)}; it must be a DType or the name of one")

@@ -23,6 +23,10 @@ class StepError(BackendError):
     Where instructions run in another order than that of their program, `finished` are the positions of those that had.
     """
 
+    node: str
+    device: str
+    finished: int | frozenset[int]
+
     def __init__(self, node: str, device: str, finished: int | frozenset[int], why: str) -> None:
         super().__init__(f"%{node} on {device}: {why}")
         self.node, self.device, self.finished = node, device, finished

@@ -13,18 +13,23 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from .graph import Graph, topological_order
 from .node import Node, Value
 
-LONG = 0.25
-"""A value that crosses this part of all points of a graph lives long: it belongs to no piece."""
+LONG = 0.4
+"""A value that crosses this part of all points of a graph lives long: it belongs to no piece.  Of two layers alone each
+sum that is carried on crosses a third, and what serves both of them half."""
 LONGEST_PERIOD = 64
 """How many pieces are looked through for a repetition."""
 LARGEST = 90
 """Nodes of a block beyond which it is divided."""
+
+
+Spans = dict[Value, tuple[int, int]]
+"""For each computed value the place of the node that makes it, and of the last that reads it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +53,8 @@ def fold(graph: Graph) -> tuple[Item, ...]:
     """The computed nodes of `graph`, each in one block, in an order in which sources come before users."""
     nodes = _ordered(graph)
     spans = spans_of(graph, nodes)
-    lasting = frozenset(v for v, (a, b) in spans.items() if b - a > LONG * len(nodes))
-    pieces = _pieces(nodes, {v: span for v, span in spans.items() if v not in lasting})
+    lasting = _lasting(nodes, spans)
+    pieces = _pieces(nodes, spans, lasting)
     if not pieces:
         return ()
     structures = _Structures(graph, pieces, lasting)
@@ -67,6 +72,34 @@ def blocks(items: Sequence[Item]) -> Iterator[Block]:
         else:
             for one in item.each:
                 yield from blocks(one)
+
+
+def layers(graph: Graph) -> list[tuple[Node, ...]]:
+    """The computed nodes of each layer, in order; what stands before, between and behind layers is in none.
+
+    A layer is the shortest run of pieces whose ops come again, or what is left between such runs.  A piece of one node
+    is no part of a layer's shape: the last layer of a model may choose rows in its midst.
+    """
+    nodes = _ordered(graph)
+    spans = spans_of(graph, nodes)
+    pieces = [piece for piece in _pieces(nodes, spans, _lasting(nodes, spans)) if len(piece) > 1]
+    place = {node: at for at, node in enumerate(nodes)}
+    return [tuple(nodes[place[run[0][0]] : place[run[-1][-1]] + 1]) for run in _runs(pieces)]
+
+
+def _runs(pieces: Sequence[Sequence[Node]]) -> Iterator[Sequence[Sequence[Node]]]:
+    """The pieces of each layer: of what repeats in turn the shortest that does.  One piece that comes but twice is no
+    layer: a decoder attends twice in one."""
+    loose: list[Sequence[Node]] = []
+    for start, length, times in repeats([tuple(n.op for n in piece) for piece in pieces]):
+        if length * times < 3:
+            loose += pieces[start : start + length * times]
+            continue
+        yield from [loose] if loose else []
+        loose = []
+        for first in range(start, start + length * times, length):
+            yield from _runs(pieces[first : first + length])
+    yield from [loose] if loose else []
 
 
 def repeats(items: Sequence[object]) -> Iterator[tuple[int, int, int]]:
@@ -104,8 +137,7 @@ def _ordered(graph: Graph) -> list[Node]:
     for at, node in enumerate(n for n in graph.nodes if n not in place):
         place[node] = (max((place[s.node][0] for s in node.inputs if not s.node.is_leaf), default=-1), at)
     nodes = sorted((n for n in graph.nodes if not n.is_leaf), key=place.__getitem__)
-    lasting = [v for v, (a, b) in spans_of(graph, nodes).items() if b - a > LONG * len(nodes)]
-    early = set(topological_order(lasting))
+    early = set(topological_order(_lasting(nodes, spans_of(graph, nodes))))
     return [*(n for n in nodes if n in early), *(n for n in nodes if n not in early)]
 
 
@@ -129,9 +161,9 @@ def _deepest_first(graph: Graph) -> Iterator[Node]:
             stack.extend(sorted(waiting, key=depth.__getitem__))
 
 
-def spans_of(graph: Graph, nodes: Sequence[Node]) -> dict[Value, tuple[int, int]]:
-    """For each computed value the place of the node that makes it, and of the last that reads it."""
-    spans: dict[Value, tuple[int, int]] = {}
+def spans_of(graph: Graph, nodes: Sequence[Node]) -> Spans:
+    """From where to where in this order each value is kept."""
+    spans: Spans = {}
     for at, node in enumerate(nodes):
         for source in node.inputs:
             if source in spans:
@@ -141,7 +173,7 @@ def spans_of(graph: Graph, nodes: Sequence[Node]) -> dict[Value, tuple[int, int]
     return spans
 
 
-def _crossing(points: int, spans: Mapping[Value, tuple[int, int]]) -> list[int]:
+def _crossing(points: int, spans: Spans) -> list[int]:
     """For each point between nodes how many values cross it."""
     change = [0] * (points + 2)
     for made, read in spans.values():
@@ -150,9 +182,14 @@ def _crossing(points: int, spans: Mapping[Value, tuple[int, int]]) -> list[int]:
     return list(itertools.accumulate(change))
 
 
-def _pieces(nodes: Sequence[Node], spans: Mapping[Value, tuple[int, int]]) -> list[Sequence[Node]]:
-    """The nodes cut wherever exactly one of the values in `spans` crosses."""
-    crossing = _crossing(len(nodes), spans)
+def _lasting(nodes: Sequence[Node], spans: Spans) -> frozenset[Value]:
+    """The values that live long."""
+    return frozenset(v for v, (a, b) in spans.items() if b - a > LONG * len(nodes))
+
+
+def _pieces(nodes: Sequence[Node], spans: Spans, lasting: Set[Value]) -> list[Sequence[Node]]:
+    """The nodes cut wherever one value crosses besides those that are `lasting`."""
+    crossing = _crossing(len(nodes), {v: span for v, span in spans.items() if v not in lasting})
     cuts = [0, *(p for p in range(1, len(nodes)) if crossing[p] <= 1), len(nodes)]
     return [nodes[a:b] for a, b in itertools.pairwise(cuts) if a < b]
 

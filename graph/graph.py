@@ -9,19 +9,21 @@ from itertools import count
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from .arguments import TEXT, a, demand, needs, table_of
+from .arguments import TEXT, Kind, a, made_of, needs, table_of
 from .attrs import Attrs, word
 from .errors import GraphError
-from .node import Node, Value, line, ref
+from .node import LEAVES, Node, Value, line, ref
 
 if TYPE_CHECKING:
     from ..view import Page
 
 VALUE = a(Value)
 OUTPUTS = table_of(TEXT, VALUE, "a mapping from names to values")
+LEAF = Kind(f"one of {', '.join(sorted(LEAVES))}", lambda v: isinstance(v, str) and v in LEAVES)
 UPDATES = table_of(VALUE, VALUE, "a mapping from states to their new values")
 
 
+@made_of(GraphError, outputs=OUTPUTS, updates=UPDATES)
 @dataclass(frozen=True, eq=False)
 class Graph:
     """Named outputs, and for each state that changes its value after the run.
@@ -36,8 +38,6 @@ class Graph:
     nodes: tuple[Node, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        demand(GraphError, "Graph", "outputs", self.outputs, OUTPUTS)
-        demand(GraphError, "Graph", "updates", self.updates, UPDATES)
         object.__setattr__(self, "outputs", MappingProxyType(dict(self.outputs)))
         object.__setattr__(self, "updates", MappingProxyType(dict(self.updates)))
         object.__setattr__(self, "nodes", topological_order(self.roots()))
@@ -46,21 +46,24 @@ class Graph:
         """Outputs, then updated states, then their new values."""
         return (*self.outputs.values(), *self.updates, *self.updates.values())
 
-    @needs(GraphError, op=TEXT)
+    @needs(GraphError, op=LEAF)
     def leaves(self, op: str) -> tuple[Value, ...]:
         """The leaves of one kind: ``input``, ``weight``, ``state`` or ``constant``."""
         return tuple(Value(n) for n in self.nodes if n.op == op)
 
     @property
     def inputs(self) -> tuple[Value, ...]:
+        """What each run is given."""
         return self.leaves("input")
 
     @property
     def weights(self) -> tuple[Value, ...]:
+        """What `hocket.load` is given."""
         return self.leaves("weight")
 
     @property
     def states(self) -> tuple[Value, ...]:
+        """What is kept from run to run."""
         return self.leaves("state")
 
     def users(self) -> dict[Value, list[Node]]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType, MappingProxyType, ModuleType
-from typing import TypeAlias, cast
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from .arguments import shown
+from .arguments import NONE, TEXT, Kind, a, demand, made_of, needs, shown, tuple_of
 from .arrays import numbers
 from .attrs import NO_ATTRS, Attrs, attr_text, quote, word
 from .dtypes import BY_TEXT, DType, DTypeLike
@@ -18,9 +18,11 @@ from .errors import GraphError
 from .spec import Spec, make_spec
 
 Index: TypeAlias = "int | slice | EllipsisType | Value | tuple[int | slice | EllipsisType | None, ...] | None"
+COMPARE = 'compare with ops.compare(x, y, kind="lt")'
 LEAVES = ("input", "weight", "state", "constant")
 
 
+@made_of(GraphError)
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
     """One operation: its op's name, the values it reads, its attributes, the specs of its results.
@@ -35,17 +37,31 @@ class Node:
     specs: tuple[Spec, ...]
     name: str = ""
 
+    def __post_init__(self) -> None:
+        if not (  # what ops build is seen at once, as there is much of it
+            type(self.op) is type(self.name) is str
+            and type(self.attrs) is MappingProxyType
+            and type(self.src) is tuple
+            and type(self.specs) is tuple
+            and OPERANDS.issuperset(map(type, self.src))
+            and RESULTS.issuperset(map(type, self.specs))
+        ):
+            for part, kind in NODE.items():
+                demand(GraphError, "Node", part, getattr(self, part), kind)
+
     @property
     def inputs(self) -> tuple[Value, ...]:
         """The sources that are present."""
-        return cast("tuple[Value, ...]", self.src) if all(self.src) else tuple(s for s in self.src if s is not None)
+        return tuple([s for s in self.src if s is not None])
 
     @property
     def results(self) -> tuple[Value, ...]:
+        """What it makes, in order."""
         return (Value(self),) if len(self.specs) == 1 else tuple(Value(self, i) for i in range(len(self.specs)))
 
     @property
     def is_leaf(self) -> bool:
+        """Whether it is an input, a weight, a state or a constant."""
         return self.op in LEAVES
 
     @property
@@ -61,27 +77,49 @@ class Node:
         return line(self)
 
 
-@dataclass(frozen=True, slots=True)
+@made_of(GraphError)
+@dataclass(frozen=True, slots=True, eq=False)
 class Value:
-    """Result `index` of `node`."""
+    """Result `index` of `node`.  Values are equal if they are the same result, so they serve as keys of mappings; what
+    they hold is compared by `hocket.ops.compare`."""
 
     node: Node
     index: int = 0
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.node, Node):
+            raise GraphError(f"Value: node is {shown(self.node)}; it must be a Node, as hocket.input(...).node")
+        if not isinstance(self.index, int):
+            raise GraphError(f"Value: index is {shown(self.index)}; it must be the number of a result")
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Value):
+            return self.node is other.node and self.index == other.index
+        if isinstance(other, int | float | np.generic | np.ndarray):
+            raise GraphError(f"{self!r} == {shown(other)}: a graph has no numbers yet; {COMPARE}")
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((self.node, self.index))
+
     @property
     def spec(self) -> Spec:
+        """Shape and dtype."""
         return self.node.specs[self.index]
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """In NumPy's order."""
         return self.node.specs[self.index].shape
 
     @property
     def dtype(self) -> DType:
+        """The type that the graph declares; a backend may keep another."""
         return self.node.specs[self.index].dtype
 
     @property
     def label(self) -> str:
+        """How messages call this value: ``%name``, with ``#1`` for the second of several results."""
         return f"%{self.node.label}" + (f"#{self.index}" if len(self.node.specs) > 1 else "")
 
     def __repr__(self) -> str:
@@ -139,8 +177,56 @@ class Value:
             raise GraphError(f"{self!r}: rows of blocks have no transpose; for x @ w.T write ops.mul_mat(w, x)")
         return _operators().transposed(self)
 
-    def __iter__(self) -> Iterator[Value]:
-        raise TypeError(f"{self!r} is one symbolic value; take parts of it by index, as x[0]")
+    # What only numbers can answer is refused: a graph has none before it runs.
+
+    def __bool__(self) -> NoReturn:
+        raise GraphError(f"{self!r} is true or false only when the graph runs; {COMPARE}, choose with ops.where")
+
+    def __lt__(self, other: object) -> NoReturn:
+        raise GraphError(f"{self!r} has no order before the graph runs; {COMPARE}")
+
+    def __le__(self, other: object) -> NoReturn:
+        self.__lt__(other)
+
+    def __gt__(self, other: object) -> NoReturn:
+        self.__lt__(other)
+
+    def __ge__(self, other: object) -> NoReturn:
+        self.__lt__(other)
+
+    def __float__(self) -> NoReturn:
+        raise GraphError(f"{self!r} has no numbers before the graph runs; hocket.run gives those of an output")
+
+    def __int__(self) -> NoReturn:
+        self.__float__()
+
+    def __index__(self) -> NoReturn:
+        self.__float__()
+
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> NoReturn:
+        self.__float__()
+
+    def __iter__(self) -> NoReturn:
+        raise GraphError(f"{self!r} is one symbolic value; take parts of it by index, as x[0]")
+
+    if not TYPE_CHECKING:  # with it, checkers would let any name pass
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("_"):
+                raise AttributeError(name)
+            raise AttributeError(_operators().absent(self, name))
+
+
+OPERANDS, RESULTS = frozenset({Value, type(None)}), frozenset({Spec})
+NODE: Mapping[str, Kind] = MappingProxyType(
+    {
+        "op": TEXT,
+        "src": tuple_of(a(Value) | NONE, "a tuple of values, or None where one is left out"),
+        "attrs": a(Mapping),
+        "specs": tuple_of(a(Spec), "a tuple of specs"),
+        "name": TEXT,
+    }
+)
 
 
 def _operators() -> ModuleType:
@@ -156,23 +242,45 @@ def _leaf(op: str, name: str, spec: Spec, attrs: Attrs = NO_ATTRS) -> Value:
     return Value(Node(op, (), attrs, (spec,), name))
 
 
+@needs(GraphError)
 def input(name: str, shape: Sequence[int], dtype: DTypeLike = DType.F32) -> Value:
-    """A value bound anew at each run."""
+    """A value that is given at each run, under `name`.
+
+    `shape` is in NumPy's order, rank 0 to 5; `dtype` may be NumPy's, too (``np.float32``, ``"int32"``).  Raises
+    `GraphError`.
+
+    >>> hocket.input("ids", (3,), "i32")
+    %ids: i32[3]
+    """
     return _leaf("input", name, make_spec(shape, dtype))
 
 
+@needs(GraphError)
 def weight(name: str, shape: Sequence[int], dtype: DTypeLike = DType.F32) -> Value:
-    """A value bound once, before the first run; may be quantised."""
+    """A value that is given once, by `hocket.load`, under `name`.
+
+    `shape` is in NumPy's order, rank 0 to 5, a matrix ``[rows, columns]`` as a GGUF file has it; `dtype` may be a
+    quantised one (``"q4_K"``), whose rows are whole blocks.  Raises `GraphError`.
+    """
     return _leaf("weight", name, make_spec(shape, dtype))
 
 
+@needs(GraphError)
 def state(name: str, shape: Sequence[int], dtype: DTypeLike = DType.F32) -> Value:
-    """A value that persists from run to run and begins as zeros: KV cache, convolution and delta-net state."""
+    """A value that is kept from run to run and begins as zeros: a KV cache, the state of a convolution or delta net.
+
+    What a run makes of it is an update of the graph: ``hocket.Graph(outputs, updates={state: new})``.  `shape` and
+    `dtype` as for `hocket.input`.  Raises `GraphError`.
+    """
     return _leaf("state", name, make_spec(shape, dtype))
 
 
+@needs(GraphError)
 def constant(name: str, data: npt.ArrayLike) -> Value:
-    """A small array that is part of the graph itself.  float64 becomes f32; integers stay as they are."""
+    """A small array that is part of the graph itself.  float64 becomes f32; integers stay as they are.
+
+    Raises `GraphError` for what is no array of floats or signed integers.
+    """
     what = f"constant %{quote(name) if isinstance(name, str) else shown(name):.60}"
     given = numbers(what, data, GraphError)
     array = np.ascontiguousarray(given)

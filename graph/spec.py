@@ -7,20 +7,29 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .arguments import shown
-from .dtypes import BY_TEXT, DType, DTypeLike, dtype_of
+from .arguments import made_of, shown
+from .dtypes import DType, DTypeLike, dtype_named
 from .errors import GraphError
 
 MAX_RANK = 5
+INTEGER = frozenset({int})
 MAX_SIZE = 2**63 - 1
 
 
+@made_of(GraphError)
 @dataclass(frozen=True, slots=True)
 class Spec:
     """Shape in NumPy order (last axis contiguous; rank 0 to 5) and data type.  Prints as ``f32[1,8192]``."""
 
     shape: tuple[int, ...]
     dtype: DType = DType.F32
+
+    def __post_init__(self) -> None:
+        of_integers = isinstance(self.shape, tuple) and INTEGER.issuperset(map(type, self.shape))
+        if not of_integers and not (isinstance(self.shape, tuple) and all(isinstance(n, int) for n in self.shape)):
+            raise GraphError(f"Spec: shape is {shown(self.shape)}; it must be a tuple of integers")
+        if not isinstance(self.dtype, DType):
+            raise GraphError(f"Spec: dtype is {shown(self.dtype)}; it must be a DType, as DType.F32 or DType('f32')")
 
     @property
     def size(self) -> int:
@@ -58,11 +67,7 @@ def problem(spec: Spec) -> str | None:
 
 def make_spec(shape: Sequence[int], dtype: DTypeLike = DType.F32) -> Spec:
     """A checked `Spec`.  Raises `GraphError`."""
-    kind = dtype_of(dtype)
-    if kind is None:
-        if isinstance(dtype, str):
-            raise GraphError(f"unknown dtype {shown(dtype)}; one of {', '.join(BY_TEXT)}")
-        raise GraphError(f"dtype is {shown(dtype)}; it must be a DType or the name of one")
+    kind = dtype_named(dtype)
     try:
         spec = Spec(tuple(map(operator.index, shape)), kind)
     except TypeError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from .arguments import a, needs
+from .arguments import a, article, needs
 from .attrs import MAX_DEPTH, Attr, quote, word
 from .dtypes import DType
 from .errors import GraphError
@@ -53,7 +53,7 @@ def only_states_are_updated(graph: Graph) -> Iterator[str]:
     """Each update gives a state a new value of the same shape and dtype."""
     for old, new in graph.updates.items():
         if old.node.op != "state":
-            yield f"update of {old!r}: it is a {word(old.node.op)}; only a state can be updated"
+            yield f"update of {old!r}: it is {article(old.node.op)} {word(old.node.op)}; only a state can be updated"
         elif old.spec != new.spec:
             yield f"update of {old!r} with {new!r}: shape and dtype must stay the same"
 

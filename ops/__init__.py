@@ -15,6 +15,16 @@ from .choosing import maximum as maximum
 from .choosing import minimum as minimum
 from .choosing import power as power
 from .choosing import where as where
+from .declaring.op import Op as Op
+from .declaring.op import op as op
+from .declaring.oracle import evaluate as evaluate
+from .declaring.oracle import exact as exact
+from .declaring.registry import REGISTRY as REGISTRY
+from .declaring.registry import RULES as RULES
+from .declaring.registry import op_of as op_of
+from .declaring.registry import register as register
+from .declaring.registry import verify as verify
+from .declaring.samples import Range as Range
 from .elementwise import add as add
 from .elementwise import cast as cast
 from .elementwise import clamp as clamp
@@ -51,10 +61,6 @@ from .norms import l2_norm as l2_norm
 from .norms import norm as norm
 from .norms import rms_norm as rms_norm
 from .norms import softmax as softmax
-from .op import Op as Op
-from .op import op as op
-from .oracle import evaluate as evaluate
-from .oracle import exact as exact
 from .products import mul_mat as mul_mat
 from .recurrent import gated_delta_net as gated_delta_net
 from .recurrent import ssm_conv as ssm_conv
@@ -66,14 +72,8 @@ from .reductions import mean as mean
 from .reductions import reduce as reduce
 from .reductions import sum_ as sum_
 from .reductions import sum_rows as sum_rows
-from .registry import REGISTRY as REGISTRY
-from .registry import RULES as RULES
-from .registry import op_of as op_of
-from .registry import register as register
-from .registry import verify as verify
 from .rotary import rope as rope
 from .rotary import rope_multi as rope_multi
-from .samples import Range as Range
 from .scans import gated_linear_attn as gated_linear_attn
 from .scans import rwkv_wkv6 as rwkv_wkv6
 from .scans import rwkv_wkv7 as rwkv_wkv7
@@ -140,8 +140,7 @@ def __getattr__(name: str) -> _Any:
         raise AttributeError(name)
     if name in REGISTRY:
         return REGISTRY[name]
-    from difflib import get_close_matches
+    from ..graph.arguments import near
 
-    own = [n for n in globals() if not n.startswith("_")]
-    near = [_SAID_HERE[name]] if name in _SAID_HERE else get_close_matches(name, own)
-    raise AttributeError(f"there is no op {name!r}; {f'near it: {near[0]}' if near else '`hocket ops` lists all'}")
+    hint = near(_SAID_HERE.get(name, name), REGISTRY) or "; `hocket ops` lists all"
+    raise AttributeError(f"there is no op {name!r}{hint}")

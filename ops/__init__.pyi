@@ -4,16 +4,16 @@ from collections.abc import Sequence
 
 from ..graph.dtypes import DTypeLike
 from ..graph.node import Value
-from .op import Op as Op
-from .op import op as op
-from .oracle import evaluate as evaluate
-from .oracle import exact as exact
-from .registry import REGISTRY as REGISTRY
-from .registry import RULES as RULES
-from .registry import op_of as op_of
-from .registry import register as register
-from .registry import verify as verify
-from .samples import Range as Range
+from .declaring.op import Op as Op
+from .declaring.op import op as op
+from .declaring.oracle import evaluate as evaluate
+from .declaring.oracle import exact as exact
+from .declaring.registry import REGISTRY as REGISTRY
+from .declaring.registry import RULES as RULES
+from .declaring.registry import op_of as op_of
+from .declaring.registry import register as register
+from .declaring.registry import verify as verify
+from .declaring.samples import Range as Range
 
 def abs_(x: Value, *, name: str = "") -> Value:
     """``|x|``.  ggml: ``UNARY_OP_ABS``."""

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..graph.attrs import Attrs
+from .declaring.op import Array, op
+from .declaring.samples import Range, grid
 from .elementwise import tiled
 from .norms import alibi_slopes, softmax_rows
-from .op import Array, op
-from .samples import Range, grid
 
 
 @op(

@@ -9,11 +9,11 @@ import numpy as np
 
 from ..graph.attrs import Attrs
 from ..graph.spec import Spec
+from .declaring.links import Link
+from .declaring.op import Array, Specs, op
+from .declaring.samples import Range, grid
+from .declaring.signature import Mismatch
 from .elementwise import BINARY, BINARY_ERRORS, tiled
-from .links import Link
-from .op import Array, Specs, op
-from .samples import Range, grid
-from .signature import Mismatch
 from .views import spec_of
 
 COMPARISONS: Mapping[str, Callable[[Array, Array], Array]] = MappingProxyType(

@@ -11,8 +11,8 @@ import numpy as np
 from ..graph.attrs import Attr, Attrs
 from ..graph.dtypes import DType
 from ..graph.spec import Spec
-from .op import Array, Specs, op
-from .signature import Mismatch
+from .declaring.op import Array, Specs, op
+from .declaring.signature import Mismatch
 from .views import axis_of
 
 Runs = tuple[tuple[tuple[int, int], ...], ...]
@@ -172,6 +172,8 @@ def receive(*, shape: tuple[int, ...], dtype: DType, source: int, sequence: int)
 
 COLLECTIVES = frozenset(o.name for o in (all_reduce, all_gather, reduce_scatter, all_to_all, send, receive))
 """The ops in which devices meet; in every program they come in the order of their `sequence`."""
+LETTERS = frozenset(o.name for o in (send, receive))
+"""Those in which one device writes to another; in all others a whole team meets."""
 
 
 def sequence_of(op_name: str, attrs: Attrs) -> int | None:

@@ -14,17 +14,19 @@ import numpy as np
 from ..graph.attrs import Attrs
 from ..graph.node import Value, constant
 from .attend import attention
+from .chunks import delta_rule
+from .declaring.op import Op
 from .elementwise import mul, scale
 from .gated import geglu, geglu_erf, geglu_quick, reglu, swiglu, swiglu_clamp, swiglu_oai
 from .moves import concat, set_rows
 from .norms import softmax
-from .op import Op
 from .products import mul_mat
 from .unary import gelu, gelu_erf, gelu_quick, relu, silu, tanh
 from .views import permute, reshape, slice_, transpose
 
 Operands = Mapping[str, Value]
-Composition = Callable[[Operands, Attrs], Value]
+Composition = Callable[[Operands, Attrs], tuple[Value, ...]]
+"""The results of an op."""
 
 _PAIRS: Mapping[str, Op[Value]] = {
     op.name: op for op in (reglu, geglu, geglu_erf, geglu_quick, swiglu, swiglu_oai, swiglu_clamp)
@@ -32,20 +34,20 @@ _PAIRS: Mapping[str, Op[Value]] = {
 
 
 def _gated(activation: Op[Value]) -> Composition:
-    return lambda operands, attrs: mul(activation(operands["gate"]), operands["up"])
+    return lambda operands, attrs: (mul(activation(operands["gate"]), operands["up"]),)
 
 
-def _halves(operands: Operands, attrs: Attrs) -> Value:
+def _halves(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
     """A gated unit on one operand: the two-operand op on its halves."""
     x, pair = operands["x"], _PAIRS[str(attrs["kind"])]
     n = x.shape[-1] // 2
     first, second = (slice_(x, axis=-1, start=i * n, stop=(i + 1) * n) for i in range(2))
     gate, up = (second, first) if attrs["swapped"] else (first, second)
     settings: dict[str, Any] = {name: attrs[name] for name in pair.kinds}
-    return pair(gate, up, **settings)
+    return (pair(gate, up, **settings),)
 
 
-def _products(operands: Operands, attrs: Attrs) -> Value:
+def _products(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
     """Attention as products and a softmax.  A weight of `mul_mat` serves a run of neighbouring heads, as k and v do."""
     q, k, v = operands["q"], operands["k"], operands["v"]
     rank = len(q.shape)
@@ -57,10 +59,10 @@ def _products(operands: Operands, attrs: Attrs) -> Value:
     if cap:
         scores, factor = scale(tanh(scale(scores, scale=factor / cap)), scale=cap), 1.0
     p = softmax(scores, operands.get("mask"), operands.get("sinks"), scale=factor, max_bias=attrs["max_bias"])
-    return permute(mul_mat(transpose(permute(v, axes=heads_first)), p), axes=heads_first)
+    return (permute(mul_mat(transpose(permute(v, axes=heads_first)), p), axes=heads_first),)
 
 
-def _cached(operands: Operands, attrs: Attrs) -> Value:
+def _cached(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
     """Attention token by token over a cache whose rows were written in two goes."""
     q, k, v, mask = operands["q"], operands["k"], operands["v"], operands.get("mask")
     keys, values = _written(k, "k"), _written(v, "v")
@@ -73,7 +75,7 @@ def _cached(operands: Operands, attrs: Attrs) -> Value:
     out = rows[0]
     for row in rows[1:]:
         out = concat(out, row, axis=-3)
-    return out
+    return (out,)
 
 
 def _written(x: Value, name: str) -> Value:
@@ -95,13 +97,14 @@ COMPOSITIONS: Mapping[str, Mapping[str, Composition]] = MappingProxyType(
         "swiglu": {"unfused": _gated(silu)},
         "glu": {"unfused": _halves},
         "attention": {"unfused": _products, "cached": _cached},
+        "gated_delta_net": {"unfused": delta_rule},
     }
 )
 """By op, the ways to compose it.  ``unfused`` holds for every case; the others are rearrangements of the same op."""
 
 
 def compositions_of(op: str, operands: Mapping[str, object], attrs: Attrs) -> tuple[str, ...]:
-    """The compositions that apply: masks per head have no simpler form here, and a cache needs tokens."""
-    if attrs.get("mask_heads", "one") != "one":
+    """The compositions that apply: masks per head and pools of states have no simpler form here."""
+    if attrs.get("mask_heads", "one") != "one" or attrs.get("pool", "none") != "none":
         return ()
     return tuple(COMPOSITIONS.get(op, {}))

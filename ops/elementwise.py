@@ -7,9 +7,9 @@ import numpy as np
 from ..graph.attrs import Attrs
 from ..graph.dtypes import DType
 from ..graph.spec import Spec
-from .op import Array, Specs, op
-from .samples import Range, grid
-from .signature import Mismatch
+from .declaring.op import Array, Specs, op
+from .declaring.samples import Range, grid
+from .declaring.signature import Mismatch
 
 BINARY = "a[...], b[~...] -> [...]"
 BINARY_SAMPLES = (

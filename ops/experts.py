@@ -9,9 +9,9 @@ import numpy as np
 from ..graph.attrs import Attrs
 from ..graph.dtypes import FLOATS, QUANTISED
 from ..graph.spec import Spec
-from .op import Array, op
+from .declaring.op import Array, op
+from .declaring.samples import Range, grid
 from .routing import busiest, needs_part, own_rows
-from .samples import Range, grid
 
 
 def _used(table: Spec, ids: Spec, attrs: Attrs) -> int:

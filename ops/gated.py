@@ -7,8 +7,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from .op import Array, op
-from .samples import Range, grid
+from .declaring.op import Array, op
+from .declaring.samples import Range, grid
 from .unary import gelu, gelu_erf, gelu_quick, logistic
 
 PAIR = "gate[...], up[...] -> [...]"

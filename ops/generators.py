@@ -8,10 +8,10 @@ import numpy as np
 
 from ..graph.attrs import Attrs
 from ..graph.spec import Spec
-from .attributes import number
-from .op import Array, Specs, op
-from .samples import Range, grid
-from .signature import Mismatch
+from .declaring.attributes import number
+from .declaring.op import Array, Specs, op
+from .declaring.samples import Range, grid
+from .declaring.signature import Mismatch
 
 
 def _steps(start: float, stop: float, step: float) -> int:

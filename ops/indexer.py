@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 
+from .declaring.op import Array, op
+from .declaring.samples import Range, grid
 from .elementwise import tiled
-from .op import Array, op
-from .samples import Range, grid
 
 
 @op(

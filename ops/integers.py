@@ -7,9 +7,9 @@ from types import MappingProxyType
 
 import numpy as np
 
+from .declaring.op import Array, op
+from .declaring.samples import Range, grid
 from .elementwise import tiled
-from .op import Array, op
-from .samples import Range, grid
 
 
 def _nonzero(b: Array) -> Array:

@@ -9,11 +9,11 @@ import numpy as np
 from ..graph.attrs import Attrs
 from ..graph.dtypes import QUANTISED
 from ..graph.spec import Spec
-from .links import Link
-from .op import Array, Specs, op
+from .declaring.links import Link
+from .declaring.op import Array, Specs, op
+from .declaring.samples import Range, grid
+from .declaring.signature import Mismatch
 from .products import grouped
-from .samples import Range, grid
-from .signature import Mismatch
 from .states import legal_rows
 from .views import axis_of
 

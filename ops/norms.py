@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from .declaring.op import Array, op
+from .declaring.samples import grid
 from .elementwise import tiled
-from .op import Array, op
-from .samples import grid
 
 _ROWS = grid("x={x}[{shape}], eps={eps}", x=("f32",), shape=("7", "3,64", "2,3,33"), eps=(1e-06, 0.1))
 _ERRORS = (("x=i32[4]", "x is i32"), ("x=f32[]", "at least 1"))

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from ..graph.arguments import real, shown
+from ..graph.arguments import near, real, shown
 from ..graph.errors import GraphError
 from ..graph.node import Value
+from .declaring.op import Op
+from .declaring.registry import REGISTRY
 from .elementwise import add, div, mul, scale, sub
 from .generators import fill
 from .moves import get_rows
-from .op import Op
 from .products import mul_mat
 from .unary import sqr, sqrt
 from .views import broadcast, reshape, slice_, transpose
@@ -58,6 +59,12 @@ def combined(sign: str, left: Any, right: Any) -> Value:
     return BETWEEN[sign](_spread(left, shape), right)
 
 
+def absent(x: Value, name: str) -> str:
+    """What is said of an attribute that values do not have."""
+    hint = f"; write ops.{name}(x, ...)" if name in REGISTRY else near(name, (*dir(x), *REGISTRY))
+    return f"a Value has no attribute {name!r:.60}{hint}"
+
+
 def power(x: Value, exponent: Any) -> Value:
     """``x ** exponent``, of which graphs have the square and the root."""
     if not NUMBER.holds(exponent) or float(exponent) not in POWERS:
@@ -83,7 +90,7 @@ def product(x: Any, w: Any) -> Value:
 def transposed(x: Value) -> Value:
     """The last two axes exchanged; of a transposed value the value itself."""
     first = x.node.src[0] if x.node.op == "transpose" else None
-    return first or transpose(x)
+    return transpose(x) if first is None else first
 
 
 def part(x: Value, index: Any) -> Value:

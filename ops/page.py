@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..graph.attrs import Attrs, attr_text
-from .op import Op
-from .registry import REGISTRY
+from .declaring.op import Op
+from .declaring.registry import REGISTRY
 
 HEAD = """# Ops
 

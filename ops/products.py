@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ..graph.dtypes import FLOATS, QUANTISED
-from .op import Array, op
-from .samples import grid
+from .declaring.op import Array, op
+from .declaring.samples import grid
 
 
 def grouped(w: Array, leading: tuple[int, ...], trailing: int) -> Array:

@@ -8,6 +8,7 @@ block as a NumPy record, and ``EXPAND`` the function that turns records into num
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -122,7 +123,7 @@ def _through_gguf(bytes_: U8, dtype: DType) -> F32:
     return out.reshape(*bytes_.shape[:-1], bytes_.shape[-1] // dtype.block_bytes * dtype.block)
 
 
-def _record(*fields: tuple[str, str] | tuple[str, str, int]) -> np.dtype:
+def _record(*fields: tuple[str, str] | tuple[str, str, int]) -> np.dtype[Any]:
     return np.dtype(list(fields))
 
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..graph.attrs import Attr
-from .op import Array, op
-from .samples import Range, grid
-from .signature import Mismatch
+from .declaring.op import Array, op
+from .declaring.samples import Range, grid
+from .declaring.signature import Mismatch
 from .states import (
     SLOT_RANGES,
     carry,
@@ -116,6 +116,7 @@ def _delta_needs(d: int, snapshots: int, saved: int | None = None, **_: object) 
             g=(1,),
             k=(1, 2),
         ),
+        *grid(_DELTA_CASE + ", snapshots={t}", t=(4,), h=(2,), d=(16,), e=(40,), g=(1, 16), m=("tiled",)),
         *grid(_DELTA_CASE + ", exact=false", t=(70,), h=(2,), d=(64,), e=(16,), g=(1, 64), m=("tiled",)),
     ),
     errors=(

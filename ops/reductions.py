@@ -7,8 +7,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from .op import Array, op
-from .samples import Range, grid
+from .declaring.op import Array, op
+from .declaring.samples import Range, grid
 
 _ROWS = grid("x={x}[{shape}]", x=("f32", "f16"), shape=("7", "3,64", "5,1", "2,3,33", "0,4", "2,0"))
 _ERRORS = (("x=f32[]", "needs at least 1"), ("x=i32[3]", "x is i32"))

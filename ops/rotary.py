@@ -7,9 +7,9 @@ import math
 import numpy as np
 
 from ..graph.attrs import Attrs
-from .attributes import number
-from .op import Array, op
-from .samples import Range, grid
+from .declaring.attributes import number
+from .declaring.op import Array, op
+from .declaring.samples import Range, grid
 
 ROPE_MODES = ("normal", "neox")
 MULTI_MODES = ("mrope", "imrope", "vision")

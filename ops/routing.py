@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from .op import Array
+from .declaring.op import Array
 from .states import legal_rows
 
 

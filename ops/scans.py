@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from .op import Array, op
-from .samples import Range, grid
+from .declaring.op import Array, op
+from .declaring.samples import Range, grid
 from .states import (
     SLOT_RANGES,
     carry,
@@ -101,6 +101,8 @@ _KEYED: Mapping[str, tuple[object, ...]] = {
     "d": (8,),
     "e": (1, 7),
 }
+_LONG: Mapping[str, tuple[object, ...]] = {"n": ("2,",), "t": (1, 4), "h": (3,), "d": (16,), "e": (48,)}
+"""Sizes that fill vectors of 16."""
 _WKV6 = (
     "k=f32[{n}{t},{h},{d}], v=f32[{n}{t},{h},{e}], r=f32[{n}{t},{h},{d}], bonus=f32[{h},{d}],"
     " decay=f32[{n}{t},{h},{d}], state=f32[{n}{h},{d},{e}]"
@@ -116,7 +118,7 @@ _WKV6 = (
     sequential="t",
     must=False,
     ranges={"decay": Range(0.0, 1.0)},
-    samples=grid(_WKV6, **_KEYED),
+    samples=(*grid(_WKV6, **_KEYED), *grid(_WKV6, **_LONG)),
     errors=(
         (_WKV6.format(n="", t=3, h=2, d=4, e=5).replace("r=f32[3", "r=f32[2"), "t is 3"),
         (_WKV6.format(n="", t=3, h=2, d=4, e=5).replace("bonus=f32[2,4", "bonus=f32[2,5"), "d is 4"),
@@ -156,7 +158,7 @@ _WKV7 = (
     must=False,
     # Longer a and b make the state grow without bound.
     ranges={"decay": Range(0.0, 1.0), "a": Range(-0.3, 0.3), "b": Range(-0.3, 0.3)},
-    samples=grid(_WKV7, **_KEYED),
+    samples=(*grid(_WKV7, **_KEYED), *grid(_WKV7, **_LONG)),
     errors=(
         (_WKV7.format(n="", t=3, h=2, d=4, e=5).replace(" a=f32[3", " a=f32[2"), "t is 3"),
         (_WKV7.format(n="", t=3, h=2, d=4, e=5).replace("state=f32[2,5,4", "state=f32[2,4,5"), "e is 5"),
@@ -200,7 +202,7 @@ _GLA = (
     sequential="t",
     must=False,
     ranges={"g": Range(0.0, 1.0)},
-    samples=grid(_GLA, **_KEYED),
+    samples=(*grid(_GLA, **_KEYED), *grid(_GLA, **_LONG)),
     errors=(
         (_GLA.format(n="", t=3, h=2, d=4, e=5).replace("g=f32[3,2,4", "g=f32[3,2,1"), "d is 4"),
         (_GLA.format(n="", t=3, h=2, d=4, e=5).replace(", scale=0.5", ""), "scale is missing"),

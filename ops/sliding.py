@@ -10,10 +10,10 @@ import numpy as np
 
 from ..graph.attrs import Attr, Attrs
 from ..graph.spec import Spec
-from .links import Link, same
-from .op import Array, Specs, op
-from .samples import grid
-from .signature import Mismatch
+from .declaring.links import Link, same
+from .declaring.op import Array, Specs, op
+from .declaring.samples import grid
+from .declaring.signature import Mismatch
 from .views import ints_of, spec_of
 
 

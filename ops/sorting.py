@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .op import Array, op
-from .samples import grid
+from .declaring.op import Array, op
+from .declaring.samples import grid
 
 
 def _comparisons(n: int, **_: object) -> int:

@@ -15,9 +15,9 @@ import numpy as np
 from ..graph.attrs import Attr, Attrs
 from ..graph.errors import BackendError
 from ..graph.spec import Spec
-from .op import Array
-from .samples import Range
-from .signature import Mismatch
+from .declaring.op import Array
+from .declaring.samples import Range
+from .declaring.signature import Mismatch
 
 POOLS = ("none", "read", "update")
 

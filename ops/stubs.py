@@ -11,8 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from .calling import parameters
-from .op import Op
+from .declaring.calling import parameters
+from .declaring.op import Op
 
 WIDTH = 120
 HEAD = '''"""Every op with its types and its own words, written from the registry by `python -m hocket.ops.stubs`."""

@@ -9,7 +9,7 @@ from ..graph.arguments import TEXT, a, needs
 from ..graph.attrs import Attrs
 from ..graph.errors import GraphError
 from ..graph.node import Node
-from .registry import REGISTRY
+from .declaring.registry import REGISTRY
 
 
 @needs(GraphError, graph=a(Graph))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .op import Array, op
-from .samples import Range, grid
+from .declaring.op import Array, op
+from .declaring.samples import Range, grid
 
 
 @op(

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from .declaring.op import Array, op
+from .declaring.samples import Range, grid
 from .elementwise import UNARY, UNARY_ERRORS, UNARY_SAMPLES
-from .op import Array, op
-from .samples import Range, grid
 
 
 def entrywise(function: Callable[[float], float]) -> Callable[[Array], Array]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import select
 import signal
-import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ def _keep(child: int, reading: int, launch: Launch) -> NoReturn:
     came = select.select([reading], [], [], START)[0]  # it is readable, too, when the child has ended
     if not came:
         why = f"only some of {launch.size} ranks have started within {START:.0f} s"
-        os.write(2, f"hocket: rank {launch.rank} on {socket.gethostname()}: {why}\n".encode())
+        os.write(2, f"hocket: rank {launch.rank} on {platform.node()}: {why}\n".encode())
         os.kill(child, signal.SIGKILL)
     status = os.waitpid(child, 0)[1]
     code = os.waitstatus_to_exitcode(status)

@@ -26,6 +26,10 @@ SLAB = 64 * 1024
 class Between:
     """Devices by number, each on a rank; `own` are those of this one."""
 
+    world: World
+    ranks: tuple[int, ...]
+    own: tuple[int, ...]
+
     def __init__(self, world: World, ranks: Sequence[int]) -> None:
         self.world, self.ranks = world, tuple(ranks)
         self.own = tuple(d for d, rank in enumerate(ranks) if rank == world.rank)
@@ -91,10 +95,20 @@ class Between:
 class WideMeeting:
     """The place where devices of several ranks meet; `member(number)` is one end, of a device of this rank."""
 
-    def __init__(self, between: Between, devices: Sequence[Device], timeout: float, wire: DType) -> None:
+    def __init__(
+        self,
+        between: Between,
+        devices: Sequence[Device],
+        timeout: float,
+        wire: DType,
+        teams: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """`teams` says for each device whom it meets, itself among them; without it all meet each other."""
         self.between, self.devices, self.timeout, self.wire = between, devices, timeout, wire
-        self.size = len(devices)
-        self.slabs = between.slabs() if len({d.kind for d in devices}) == 1 else None
+        everybody = tuple(range(len(devices)))
+        self.teams = [tuple(team) for team in teams] or [everybody] * len(devices)
+        is_one = all(team == everybody for team in self.teams)
+        self.slabs = between.slabs() if is_one and len({d.kind for d in devices}) == 1 else None
 
     def member(self, number: int) -> WideMember:
         return WideMember(self, number)
@@ -108,31 +122,34 @@ class WideMeeting:
 
 
 class WideMember:
-    """`Comm` of one device, whose thread calls it."""
+    """`Comm` of device `number`, whose thread calls it; `rank` is its place in its team."""
 
     board: npt.NDArray[np.int64] | None = None
 
-    def __init__(self, meeting: WideMeeting, rank: int) -> None:
-        self.meeting, self.rank, self.size = meeting, rank, meeting.size
+    def __init__(self, meeting: WideMeeting, number: int) -> None:
+        self.meeting, self.number, self.team = meeting, number, meeting.teams[number]
+        self.rank, self.size, self.everybody = self.team.index(number), len(self.team), len(meeting.devices)
         self.timeout, self.wire, self.slabs = meeting.timeout, meeting.wire, meeting.slabs
-        self.devices: Sequence[Device] = meeting.devices
+        self.devices: Sequence[Device] = [meeting.devices[d] for d in self.team]
         self._between, self._world = meeting.between, meeting.between.world
 
     def _post(self, array: Array, to: int, sequence: int) -> object:
-        return self._world.post(self._between.ranks[to], self._between.channel(self.rank, to), packed(array, sequence))
+        channel = self._between.channel(self.number, to)
+        return self._world.post(self._between.ranks[to], channel, packed(array, sequence))
 
     def _take(self, source: int, sequence: int) -> Array:
         rank = self._between.ranks[source]
-        packet = self._world.take(rank, self._between.channel(source, self.rank), self.timeout)
+        packet = self._world.take(rank, self._between.channel(source, self.number), self.timeout)
         if packet is None:
             raise self._world.late(rank, self.timeout)
         return unpacked(packet, self._world.name(rank), sequence)
 
     def _exchange(self, own: Callable[[int], Array], sequence: int) -> list[Array]:
-        """What each device has for this one, in their order; ``own(to)`` is what this one has for another."""
-        others = [d for d in range(self.size) if d != self.rank]
-        posted = [self._post(own(to), to, sequence) for to in others]
-        arrays = [own(d) if d == self.rank else self._take(d, sequence) for d in range(self.size)]
+        """What each device of the team has for this one, in their order; ``own(to)`` is what this one has for that at
+        place `to`."""
+        others = [(place, d) for place, d in enumerate(self.team) if d != self.number]
+        posted = [self._post(own(place), to, sequence) for place, to in others]
+        arrays = [own(p) if d == self.number else self._take(d, sequence) for p, d in enumerate(self.team)]
         self._world.settle(posted, self.timeout)
         return arrays
 

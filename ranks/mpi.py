@@ -90,7 +90,8 @@ def _mpi4py(*, starts: bool) -> Any:
             mpi4py.rc.initialize = mpi4py.rc.finalize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as why:  # the library that mpi4py looks for may be missing, too
-        raise BackendError(f"several processes need mpi4py and an MPI library ({why}); {NEEDED}") from None
+        said = str(why).partition("\n")[0]
+        raise BackendError(f"several processes need mpi4py and an MPI library ({said}); {NEEDED}") from None
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     return MPI

@@ -7,7 +7,7 @@ gone.  Whoever waits for another rank notices, and raises `RanksError`; whoever 
 from __future__ import annotations
 
 import os
-import socket
+import platform
 import sys
 import threading
 import time
@@ -64,10 +64,14 @@ class World:
     `ends_process`: another rank's failure ends this process, if it does not end by itself; else it is only noticed.
     """
 
+    rank: int
+    size: int
+    hosts: tuple[str, ...]
+
     def __init__(self, link: Link | None, *, ends_process: bool = False) -> None:
         self._ends_process = ends_process
         self.rank, self.size = (link.rank, link.size) if link else (0, 1)
-        self.hosts = (link.host if link else socket.gethostname(),) * self.size
+        self.hosts = (link.host if link else platform.node(),) * self.size
         self.failure: Failure | None = None
         self._lock = threading.Lock()
         self._wakes: list[Callable[[], None]] = []
@@ -229,9 +233,14 @@ class World:
 
     def _watch(self) -> None:
         """What the thread does until the rank leaves."""
-        beat, grace, told = 0.0, None, False
+        beat, grace, told, before = 0.0, None, False, time.monotonic()
         while not self._leaving.wait(LOOK):
             now = time.monotonic()
+            if (
+                now - before > BEAT
+            ):  # this process was stopped, or had no processor: others may have been silent in vain
+                self._last = {rank: last + now - before for rank, last in self._last.items()}
+            before = now
             if now - beat > BEAT and not told:
                 beat = now
                 self._tell(ALIVE)
@@ -244,6 +253,8 @@ class World:
                 grace = grace or now + GRACE
                 if now > grace:  # the main thread is busy or hangs
                     self.end(2)
+        if not told:  # the others were done before
+            self._tell(DONE)
 
     def _listen(self, rank: int, now: float) -> None:
         while (packet := self._link.poll(rank, WATCH)) is not None:

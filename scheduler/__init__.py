@@ -4,36 +4,78 @@
 it, `running` runs it, `telling` says it in words and JSON.  What other folders use of all this is named here.
 """
 
-from .at_once import run as run
-from .comparing import Difference as Difference
-from .comparing import Judge as Judge
-from .comparing import surroundings as surroundings
-from .fits import memory_problem as memory_problem
-from .fits import shortage as shortage
-from .hardware import CPU as CPU
-from .hardware import Hardware as Hardware
-from .layout import Layout as Layout
-from .lowering.lane import Lane as Lane
-from .lowering.lower import lower as lower
-from .observing import Statistics as Statistics
-from .observing import matching as matching
-from .observing import observed as observed
-from .observing import taken as taken
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .plan import SPLIT_NAMES as SPLIT_NAMES
 from .plan import Host as Host
 from .plan import Plan as Plan
-from .planner import SPLIT_MODES as SPLIT_MODES
-from .planner import plan as plan
-from .planner import plan_for as plan_for
-from .running.comm import Alone as Alone
-from .running.executor import Executor as Executor
-from .running.executor import load as load
-from .running.interrupts import InterruptsKept as InterruptsKept
-from .running.store import Store as Store
-from .running.trace import Trace as Trace
-from .simulated import simulate as simulate
-from .telling.as_json import plan_from_json as plan_from_json
-from .telling.as_json import plan_to_json as plan_to_json
-from .telling.diff import difference as difference
-from .telling.listing import PASSES as PASSES
-from .units import nbytes_text as nbytes_text
-from .verifier.program import check as check
+
+if TYPE_CHECKING:
+    from .at_once import run as run
+    from .comparing import Difference as Difference
+    from .comparing import Judge as Judge
+    from .comparing import surroundings as surroundings
+    from .fits import memory_problem as memory_problem
+    from .fits import shortage as shortage
+    from .hardware import CPU as CPU
+    from .hardware import Hardware as Hardware
+    from .kept import kept_plan as kept_plan
+    from .layout import Layout as Layout
+    from .lowering.lane import Lane as Lane
+    from .lowering.lower import lower as lower
+    from .observing import Statistics as Statistics
+    from .observing import matching as matching
+    from .observing import observed as observed
+    from .observing import taken as taken
+    from .planner import plan as plan
+    from .planner import plan_for as plan_for
+    from .running.comm import Alone as Alone
+    from .running.executor import Executor as Executor
+    from .running.executor import load as load
+    from .running.interrupts import InterruptsKept as InterruptsKept
+    from .running.store import Store as Store
+    from .running.trace import Trace as Trace
+    from .simulated import simulate as simulate
+    from .telling.as_json import plan_from_json as plan_from_json
+    from .telling.as_json import plan_to_json as plan_to_json
+    from .telling.diff import difference as difference
+    from .telling.listing import PASSES as PASSES
+    from .units import nbytes_text as nbytes_text
+    from .verifier.program import check as check
+
+_LATER = {
+    "run": ".at_once",
+    **dict.fromkeys(("Difference", "Judge", "surroundings"), ".comparing"),
+    **dict.fromkeys(("memory_problem", "shortage"), ".fits"),
+    **dict.fromkeys(("CPU", "Hardware"), ".hardware"),
+    "kept_plan": ".kept",
+    "Layout": ".layout",
+    "Lane": ".lowering.lane",
+    "lower": ".lowering.lower",
+    **dict.fromkeys(("Statistics", "matching", "observed", "taken"), ".observing"),
+    **dict.fromkeys(("plan", "plan_for"), ".planner"),
+    "Alone": ".running.comm",
+    **dict.fromkeys(("Executor", "load"), ".running.executor"),
+    "InterruptsKept": ".running.interrupts",
+    "Store": ".running.store",
+    "Trace": ".running.trace",
+    "simulate": ".simulated",
+    **dict.fromkeys(("plan_from_json", "plan_to_json"), ".telling.as_json"),
+    "difference": ".telling.diff",
+    "PASSES": ".telling.listing",
+    "nbytes_text": ".units",
+    "check": ".verifier.program",
+}
+"""Names that are imported when they are first used, and from where: a plan that was kept needs no planner."""
+globals().pop("plan")  # the module, in whose place the function is meant
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LATER[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

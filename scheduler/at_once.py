@@ -7,11 +7,14 @@ from collections.abc import Mapping, Sequence
 import numpy.typing as npt
 
 from ..backends.base import Array
+from ..graph.arguments import needs
+from ..graph.errors import PlanError
 from ..graph.graph import Graph
 from .planner import plan
 from .running.executor import load
 
 
+@needs(PlanError)
 def run(
     graph: Graph,
     inputs: Mapping[str, npt.ArrayLike],

@@ -80,6 +80,12 @@ class Difference:
 class Judge:
     """Runs of one plan against another device, node by node."""
 
+    plan: Plan
+    store: Store
+    weights: Mapping[str, npt.ArrayLike]
+    other: tuple[Backend, Device]
+    place: Sequence[tuple[str, str]]
+
     @needs(PlanError, plan=a(Plan), store=a(Store), weights=a(Mapping))
     def __init__(
         self,
@@ -92,7 +98,7 @@ class Judge:
     ) -> None:
         """`weights` gives arrays by name as files hold them, which are asked for when they are needed."""
         self.plan, self.store, self.weights, self.other, self.place = plan, store, weights, other, place
-        self.values = values_of(plan.graph)
+        self.values: Mapping[str, Value] = values_of(plan.graph)
         self._portions = [(names, *self._torn(names)) for names in _portions(plan.graph)]
 
     @needs(PlanError, inputs=table_of(TEXT, ANY, "a mapping from names of inputs to arrays"))

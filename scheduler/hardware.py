@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..graph.node import Node
@@ -11,26 +12,42 @@ from ..ops import op_of
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Speeds of one kind of device and of the link between two of them, in FLOP/s, bytes/s and seconds."""
+    """Speeds of one kind of device and of the link between two of them, in FLOP/s, bytes/s and seconds.
+
+    Where devices are in several machines, `machine` is how many each of them has, one machine after the other, and
+    `across` are the speeds of the link between two machines; 0 says that all are in one.
+    """
 
     flops: float = 100e9
     bandwidth: float = 20e9
     launch: float = 2e-6
     link_bandwidth: float = 10e9
     link_latency: float = 5e-6
+    machine: int = 0
+    across_bandwidth: float = 1.25e9
+    across_latency: float = 50e-6
 
     @property
     def is_possible(self) -> bool:
-        """Whether speeds are above zero and times not below, and all are finite."""
-        speeds, times = (self.flops, self.bandwidth, self.link_bandwidth), (self.launch, self.link_latency)
-        return all(0 < speed < math.inf for speed in speeds) and all(0 <= time < math.inf for time in times)
+        """Whether speeds are above zero and times not below, all are finite, and machines have devices."""
+        speeds = (self.flops, self.bandwidth, self.link_bandwidth, self.across_bandwidth)
+        times = (self.launch, self.link_latency, self.across_latency)
+        known = type(self.machine) is int and self.machine >= 0
+        return known and all(0 < s < math.inf for s in speeds) and all(0 <= t < math.inf for t in times)
 
-    def compute(self, flops: float, nbytes: float) -> float:
-        """Time of a kernel: whichever of arithmetic and memory takes longer, and its launch."""
-        return max(flops / self.flops, nbytes / self.bandwidth) + self.launch
+    def spans(self, devices: Iterable[int]) -> bool:
+        """Whether devices of these numbers are in several machines."""
+        return bool(self.machine) and len({device // self.machine for device in devices}) > 1
 
-    def meeting(self, nbytes: float) -> float:
-        """Time of a collective in which each device sends so many bytes."""
+    def compute(self, flops: float, nbytes: float, launches: float = 1.0) -> float:
+        """Time of a node: whichever of arithmetic and memory takes longer, and its launches, which are less than one
+        where several nodes share one."""
+        return max(flops / self.flops, nbytes / self.bandwidth) + launches * self.launch
+
+    def meeting(self, nbytes: float, *, far: bool = False) -> float:
+        """Time of a collective in which each device sends so many bytes; `far` if from machine to machine."""
+        if far:
+            return self.across_latency + nbytes / self.across_bandwidth
         return self.link_latency + nbytes / self.link_bandwidth
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from ..backends.base import Backend, Device
-from ..graph.arguments import BOOL, TEXT, needs
+from ..graph.arguments import BOOL, NONE, TEXT, Kind, a, made_of, needs, table_of, tuple_of, whole
 from ..graph.errors import PlanError
 from ..graph.graph import Graph
 from ..ops import REGISTRY
@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 
 Cuts = frozenset[tuple[str, int, int, int]]
 """The factors that are cut, each by a leaf that has it: (leaf, axis, segment, place)."""
+LAYOUTS = table_of(TEXT, a(*get_args(Layout)), "a mapping from names to layouts")
+PLAN = Kind("a Plan", lambda v: isinstance(v, Plan))
+
+
+SPLIT_NAMES = ("none", "layer", "tensor", "layer,tensor", "auto")
+"""How several devices may share a graph: ways that `planner` has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,20 @@ class Host:
     hardware: Hardware | None = None
 
 
+@made_of(
+    PlanError,
+    graph=a(Graph),
+    lanes=tuple_of(a(Lane), "a tuple of lanes"),
+    leaves=LAYOUTS,
+    outputs=LAYOUTS,
+    cuts=a(frozenset),
+    reasons=tuple_of(TEXT, "a tuple of texts"),
+    hardware=a(Hardware),
+    placed=tuple_of(a(Placed), "a tuple of placed nodes"),
+    host=a(Hardware) | NONE,
+    shares=tuple_of(a(int, float), "a tuple of numbers"),
+    spare=tuple_of(TEXT, "a tuple of texts"),
+)
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """What `graph` becomes on a group of devices.  Nothing is allocated yet, so a plan costs no device.
@@ -54,7 +74,8 @@ class Plan:
     `leaves` and `outputs` say how each input, weight, state and output lies on the devices; `reasons` is what the
     search considered; `placed` are the nodes that one device alone computes, and why; `cost` is predicted from the
     programs, for devices and links like `hardware`, the last one like `host` if that is given; `shares` are those of
-    the tensor split, if one was asked for, which plans like this one follow.
+    the tensor split, if one was asked for, which plans like this one follow; `spare` names devices that were given and
+    are left free.
     """
 
     graph: Graph
@@ -67,6 +88,7 @@ class Plan:
     placed: tuple[Placed, ...] = ()
     host: Hardware | None = None
     shares: tuple[float, ...] = ()
+    spare: tuple[str, ...] = ()
 
     @property
     def group(self) -> list[tuple[Backend, Device]]:
@@ -119,12 +141,13 @@ class Plan:
 
         return explain(self, steps=steps)
 
-    @needs(PlanError, title=TEXT)
-    def view(self, *, before: Plan | None = None, title: str = "plan") -> Page:
-        """A page that shows the plan, its graph, memory and time; with `before` beside another plan."""
+    @needs(PlanError, before=PLAN | NONE, tokens=whole(1) | NONE, title=TEXT)
+    def view(self, *, before: Plan | None = None, tokens: int | None = None, title: str = "plan") -> Page:
+        """A page that shows the plan, its graph, memory and time; with `before` beside another plan.  `tokens` says how
+        many a run computes, since no graph tells that."""
         from ..view import view_plan
 
-        return view_plan(self, before=before, title=title)
+        return view_plan(self, before=before, tokens=tokens, title=title)
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

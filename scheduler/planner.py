@@ -6,32 +6,49 @@ Every way goes the same road: where nodes run or which factors are cut (`shardin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from ..backends.base import THREADS, Device, group_of
 from ..graph.arguments import CALLABLE, NONE, TEXT, a, list_of, needs, pair_of, real, shown
-from ..graph.errors import PlanError
+from ..graph.errors import GraphError, PlanError
 from ..graph.graph import Graph
 from ..graph.node import Node, Value
 from ..ops import verify
 from ..ops.collective import COLLECTIVES
+from .auto import Way, best_of
 from .fits import shortage
 from .hardware import CPU, Hardware
 from .layout import REPLICATE, Local
 from .lowering.lane import DEVICES, Devices, lanes_of
-from .plan import Cuts, Host, Plan
+from .plan import SPLIT_NAMES, Cuts, Host, Plan
 from .sharding.assign import assign
 from .sharding.axes import Factor
+from .sharding.cost import Costs
 from .sharding.emit import Sharded, shard
 from .sharding.factors import Factors
 from .sharding.layers import NOTHING_HELD, layer_split, placed_like
 from .sharding.layers import place as place_nodes
-from .sharding.pins import Pin, Pins, Place, closed, decided, lying, placements, rescued, settled, unable, wished
-from .sharding.search import Choice, cuts_of, factors_at
-from .sharding.search import choose as search
-from .sharding.shares import Shares
+from .sharding.pins import (
+    NO_PINS,
+    Pin,
+    Pins,
+    Place,
+    as_before,
+    closed,
+    decided,
+    lying,
+    placements,
+    rescued,
+    settled,
+    unable,
+    wished,
+)
+from .sharding.search import Choice, Search, all_cuts_of, cuts_of, deal, factors_at
+from .sharding.teams import Teams, compose, stages_like, teams_by, teams_like
+from .spelling import spelled_out
 from .verifier.plan import verify_plan
 
 Chooser = Callable[[Graph, Factors], frozenset[Factor]]
@@ -64,11 +81,13 @@ def plan(
     """Verify `graph` and plan it for devices by name (``"cpu:0,cpu:1"`` or a list).
 
     `split_mode` is ``none`` (the first device alone), ``layer`` (consecutive nodes on each device), ``tensor`` (cut
-    wherever kernels get shorter) or ``auto`` (cut where the predicted time falls).  `tensor_split` gives the devices'
-    shares in any unit.  `place` are pairs (regular expression, device): nodes whose name it matches, or that read a
-    weight or state it matches, run on that device alone; the first that matches counts.  `like` is a plan over the
-    same weights and states whose layout is kept.  Each device computes with so many `threads`; without a number devices
-    share the processors.  Raises `GraphError`, `PlanError` or `BackendError`.
+    wherever kernels get shorter), ``layer,tensor`` (consecutive nodes on each machine, or on each team of devices, cut
+    among its devices) or ``auto`` (whichever of these takes least time, on however many of the devices, where memory
+    and devices have a price).  `tensor_split` gives the devices' shares in any unit.  `place` are pairs
+    (regular expression, device): nodes whose name it matches, or that read a weight or state it matches, run on that
+    device alone; the first that matches counts.  `like` is a plan over the same weights and states whose layout is
+    kept.  Each device computes with so many `threads`; without a number devices share the processors.  Raises
+    `GraphError`, `PlanError` or `BackendError`.
     """
     group = group_of(devices.split(",") if isinstance(devices, str) else devices, threads)
     return plan_for(graph, group, split_mode=split_mode, tensor_split=tensor_split, place=place, like=like)
@@ -90,16 +109,17 @@ def plan_for(
     """`plan` for backends and devices that are already at hand; `choose` takes the place of the search.
 
     Where the group's memory is short (and the mode is not ``tensor``), `host` takes what does not fit as one more
-    device.  In mode ``none`` devices that have nothing to do are left out of the plan.
+    device.  In the modes ``none`` and ``auto`` devices that have nothing to do are left out of the plan.
     """
     if split_mode not in SPLIT_MODES:
-        raise PlanError(f"split mode is {shown(split_mode)}; one of {', '.join(SPLIT_MODES)}")
+        raise PlanError(f"split mode is {shown(split_mode)}; need one of {'; '.join(SPLIT_MODES)}")
     if len({str(device) for _, device in group}) < len(group) or not group:
         raise PlanError(
             f"devices {', '.join(str(d) for _, d in group) or 'none'}: name each once, and at least one; "
             "parts of one device are named as cuda:0.0,cuda:0.1"
         )
     verify(graph)
+    graph = spelled_out(graph, group)
     if strange := [n for n in graph.nodes if n.op in COLLECTIVES]:
         raise PlanError(f"{strange[0]!r}: collectives are put in by the planner; leave them out of the graph")
     shares = _proportions(tensor_split, len(group))
@@ -107,6 +127,8 @@ def plan_for(
     made = planning.answer(SPLIT_MODES[split_mode], like, choose)
     if host is not None and like is None and split_mode != "tensor" and shortage(made):
         made = planning.with_host(host, alone=split_mode == "none") or made
+    taken = {str(lane.device) for lane in made.lanes}
+    made = replace(made, spare=tuple(name for name in planning.names if name not in taken))
     verify_plan(made)
     return made
 
@@ -131,8 +153,12 @@ class Planning:
         self.wished = wished(graph, self.place, self.names, strict=earlier is None)
 
     @cached_property
+    def search(self) -> Search:
+        return Search(self.graph, Factors(self.graph))
+
+    @property
     def factors(self) -> Factors:
-        return Factors(self.graph)
+        return self.search.factors
 
     def answer(self, mode: Callable[[Planning], Plan], like: Plan | None, choose: Chooser | None) -> Plan:
         """The plan in `mode`, unless an earlier plan, a lack of choice or the caller decides."""
@@ -141,21 +167,41 @@ class Planning:
         if len(self.group) == 1 and not self.place:
             return self.whole()
         if choose is not None:
-            return self.given(choose(self.graph, self.factors), "chosen by the caller")
+            chosen, why = choose(self.graph, self.factors), "chosen by the caller"
+            if mode is Planning.staged:
+                return self._staged(teams_by(self.machine, len(self.group)), Choice(chosen, (why,)))
+            return self.given(chosen, why)
         return mode(self)
 
     def like(self, earlier: Plan) -> Plan:
         """Over weights and states that lie on the devices already."""
+        if (teams := teams_like([lane.program for lane in earlier.lanes])) is not None:
+            where = stages_like(self.graph, earlier.leaves, teams)
+            sharded, cuts = compose(self.graph, where, teams, earlier.cuts, self.proportions, earlier.leaves)
+            return self._plan(sharded, cuts, ("an earlier plan's layout",), {})
         held = lying(self.graph, earlier.leaves)
         stored = [earlier.leaves[v.node.name] for v in (*earlier.graph.weights, *earlier.graph.states)]
         if stored and all(isinstance(layout, Local) for layout in stored):
             where = placed_like(self.graph, earlier.leaves)
             base = {n: Pin(d, "its weights lie there, or what it reads is made there") for n, d in where.items()}
-            return self._placed(base, held.leaves)
+            return self._placed(base, {v: lies for v, lies in held.leaves.items() if isinstance(lies, Local)})
         if len(self.group) == 1 and not self.place and not held.leaves:
             return self.whole("an earlier plan's layout")
         chosen = factors_at(self.graph, self.factors, earlier.cuts)
-        return self._cut(Choice(chosen, assign(self.graph, self.factors, chosen), ("an earlier plan's layout",)), held)
+        if self.graph.digest() != earlier.graph.digest():  # what stands at a place may be another factor
+            chosen = frozenset(f for f in chosen if f.can_be_cut)
+        choice = Choice(chosen, ("an earlier plan's layout",))
+        while True:
+            try:
+                plan = self._cut(choice, held)
+            except GraphError as why:
+                raise PlanError(
+                    "this graph reads a weight in other pieces than an earlier plan has cut it, which cannot be put "
+                    f"together: {why}; make one plan for both, or load the weights anew"
+                ) from None
+            before, held = held, as_before(held, self.graph, plan.leaves, earlier.leaves)
+            if held == before:
+                return plan
 
     def alone(self) -> Plan:
         """All on the first device, but for what must run elsewhere; devices without work are left out."""
@@ -226,43 +272,117 @@ class Planning:
 
     def given(self, chosen: frozenset[Factor], why: str) -> Plan:
         """The plan in which these factors are cut, each where it can be; `why` is what explain shows."""
-        return self._cut(Choice(chosen, assign(self.graph, self.factors, chosen), (why,)))
+        return self._cut(Choice(chosen, (why,)))
 
     def shards(self) -> Plan:
         """Cut wherever kernels get shorter."""
-        return self._cut(search(self.graph, self.factors, len(self.group), self.hardware, eager=True))
+        return self._cut(self.search.choose(len(self.group), self.hardware, eager=True))
+
+    def staged(self) -> Plan:
+        """Consecutive nodes on each team of devices, cut among the team wherever kernels get shorter."""
+        teams = teams_by(self.machine, len(self.group))
+        return self._staged(teams, self.search.choose(len(teams[0]), self.hardware, eager=True))
+
+    @property
+    def machine(self) -> int:
+        """How many devices each machine has; 0 where all are in one, or nobody knows."""
+        ranks = [device.rank for _, device in self.group]
+        counts = {ranks.count(rank) for rank in ranks}
+        return self.hardware.machine or (counts.pop() if len(counts) == 1 and len(set(ranks)) > 1 else 0)
+
+    def _staged(self, teams: Teams, choice: Choice) -> Plan:
+        if self.wished or decided(self.graph, self.group):
+            raise PlanError(
+                "split mode layer,tensor places no single nodes and mixes no backends; "
+                "leave --place out and name devices of one kind, or use layer or tensor"
+            )
+        held = self.shares or by_memory([device for _, device in self.group])
+        where = layer_split(self.graph, [sum(held[d] for d in team) for team in teams])
+        cuts = all_cuts_of(self.graph, self.factors, choice.factors)
+        sharded, made = compose(self.graph, where, teams, cuts, self.proportions)
+        shown = [", ".join(self.names[d] for d in (team[0], team[-1])) for team in teams]
+        notes = [f"stage {s} of the layers is on {name}" for s, name in enumerate(shown)]
+        plan = self._plan(sharded, made, (*choice.considered, *notes), {})
+        if teams_like([lane.program for lane in plan.lanes]) is None:
+            raise PlanError("split mode layer,tensor finds nothing to cut within a stage; use layer")
+        return plan
 
     def cheapest(self) -> Plan:
-        """The fastest plan that fits into memory; if none does, the one that lacks least."""
-        choice = search(self.graph, self.factors, len(self.group), self.hardware)
-        best = self._cut(choice)
-        # The search sees neither every copy that kernels need nor what is placed.
-        if best.placed or (best.cuts and best.cost.total > choice.alone and best.cost.total > self._time_of_one()):
-            alone = self.given(frozenset(), "whole on each device: no cut is faster")
-            first = [self.alone()] if best.placed else []
-            best = min(best, alone, *first, key=lambda p: (shortage(p) > 0, p.cost.total))
-        if not shortage(best):
-            return best if best.cuts or best.placed else replace(best, reasons=(*best.reasons, self._no_gain()))
-        return min((best, self.shards(), self.layers()), key=shortage)
+        """The plan that takes least time, where memory and devices have their price, of all that fit; if none does, the
+        one that lacks least."""
+        alone = self.alone()
+        once = float(sum(v.spec.nbytes for v in (*self.graph.weights, *self.graph.states)))
+        ways = [Way("whole", 1, 0.0, once, 0.0, lambda: alone).made()]
+        if (devices := len(self.group)) > 1:
+            hardware = self._as_run(alone)
+            fewer = (
+                ()
+                if self.shares or self.wished or len(alone.lanes) > 1
+                else (2**i for i in range(1, devices.bit_length()))
+            )
+            for count in sorted({*(n for n in fewer if n < devices), devices}):
+                ways += self._first(count)._ways(alone, once, hardware)
+                if 0 < hardware.machine < count and count % hardware.machine == 0 and not self.wished:
+                    ways += self._first(count)._staged_ways(once, hardware)
+        return best_of(ways, once)
 
-    def _no_gain(self) -> str:
-        first = self.group[0][1]
-        return f"{len(self.group)} devices take as long as one, each does all: --devices {first} leaves the others free"
+    def _first(self, devices: int) -> Planning:
+        """The same for the first devices of the group."""
+        if devices == len(self.group):
+            return self
+        few = Planning(self.graph, self.group[:devices], (), self.hardware)
+        few.search = self.search
+        return few
 
-    def _time_of_one(self) -> float:
-        """The predicted time of one device, which is also that of many that all do the same."""
-        one = Planning(self.graph, self.group[:1], (), self.hardware)
-        one.factors = self.factors
-        return one.given(frozenset(), "").cost.total
+    def _ways(self, alone: Plan, once: float, hardware: Hardware) -> list[Way]:
+        """The ways to plan for all devices; `alone` is the plan of one, and `hardware` is as `_as_run` says."""
+        count, known = len(self.group), [device.memory for _, device in self.group if device.memory is not None]
+        room = float(min(known)) if known else math.inf
+        ways, seen = [], {frozenset[Factor]()}
+        for eager, kind in ((False, "cut where that saves time"), (True, "cut wherever kernels get shorter")):
+            choice = self.search.choose(count, hardware, eager=eager)
+            if choice.factors not in seen:
+                seen.add(choice.factors)
+                lacking, make = max(0.0, choice.held - room), partial(self._cut, choice)
+                ways.append(Way(kind, count, choice.seconds, count * choice.held, lacking, make))
+        seconds = alone.cost.total + self._passed_on(hardware, count, 1)
+        lacking = max(0.0, once / count - room)
+        return [*ways, Way("layers", count, seconds, once, lacking, self.layers)]
+
+    def _staged_ways(self, once: float, hardware: Hardware) -> list[Way]:
+        """Layers across machines, cut within each."""
+        teams = teams_by(hardware.machine, len(self.group))
+        if decided(self.graph, self.group):
+            return []
+        choice = self.search.choose(len(teams[0]), hardware, eager=True)
+        known = [device.memory for _, device in self.group if device.memory is not None]
+        held = choice.held / len(teams)
+        lacking = max(0.0, held - min(known)) if known else 0.0
+        seconds = choice.seconds + self._passed_on(hardware, len(teams), hardware.machine)
+        kind = f"layers across {len(teams)} machines, cut within each"
+        make = partial(self._staged, teams, choice)
+        return [Way(kind, len(self.group), seconds, len(self.group) * held, lacking, make)]
+
+    @staticmethod
+    def _passed_on(hardware: Hardware, stages: int, devices: int) -> float:
+        """Seconds that what goes from stage to stage takes, each of so many devices, at least."""
+        return sum(hardware.meeting(0.0, far=hardware.spans((s * devices - 1, s * devices))) for s in range(1, stages))
+
+    def _as_run(self, alone: Plan) -> Hardware:
+        """The hardware with the launch of a node by which the graph takes as long as its program on one device, where
+        chains are launched together and states are saved."""
+        costs = Costs(self.graph, 1, self.hardware)
+        work = sum(self.hardware.compute(*done, launches=0.0) for done in costs.work.values())
+        return replace(self.hardware, launch=max(0.0, alone.cost.total - work) / max(1, len(costs.work)))
 
     def _cut(self, choice: Choice, held: Pins | None = None) -> Plan:
         asked = cuts_of(self.graph, self.factors, choice.factors, {})
-        shares = _deal(self.graph, self.factors, asked, self.proportions)
+        shares = deal(self.graph, self.factors, asked, self.proportions)
 
         def build(nodes: Mapping[Node, Pin]) -> tuple[Mapping[Node, Pin], Sharded]:
             pins = settled(self.graph, nodes) if held is None else Pins(nodes, held.leaves)
             pinned = nodes or pins.leaves
-            laid = assign(self.graph, self.factors, choice.factors, pins) if pinned else choice.assignment
+            laid = assign(self.graph, self.factors, choice.factors, pins if pinned else NO_PINS)
             return nodes, shard(self.graph, self.factors, laid, shares)
 
         first = {**decided(self.graph, self.group), **({} if held is None else held.nodes), **self.wished}
@@ -291,12 +411,8 @@ class Planning:
         )
 
 
-SPLIT_MODES: Mapping[str, Callable[[Planning], Plan]] = {
-    "none": Planning.alone,
-    "layer": Planning.layers,
-    "tensor": Planning.shards,
-    "auto": Planning.cheapest,
-}
+WAYS = (Planning.alone, Planning.layers, Planning.shards, Planning.staged, Planning.cheapest)
+SPLIT_MODES: Mapping[str, Callable[[Planning], Plan]] = dict(zip(SPLIT_NAMES, WAYS, strict=True))
 """The modes by name, each a way to answer a planning for several devices."""
 
 
@@ -307,21 +423,6 @@ def _proportions(tensor_split: Sequence[float], devices: int) -> Sequence[float]
         shown = ",".join(f"{s:g}" for s in tensor_split)
         raise PlanError(f"tensor split {shown}: need at most {devices} shares, none negative, one above zero")
     return [*tensor_split, *[0.0] * (devices - len(tensor_split))]
-
-
-def _deal(graph: Graph, factors: Factors, cuts: Cuts, proportions: Sequence[float]) -> Shares:
-    """Shares of all factors that are cut, dealt in the order of their leaves, so that related plans agree."""
-    shares = Shares(proportions)
-    for cut in sorted(cuts, key=_natural):
-        (factor,) = factors_at(graph, factors, frozenset([cut]))
-        shares.of(factor)
-    return shares
-
-
-def _natural(cut: tuple[str, int, int, int]) -> tuple[object, ...]:
-    """Sort key in which layer 9 comes before layer 10."""
-    name = tuple((part.isdecimal(), int(part) if part.isdecimal() else part) for part in cut[0].split("."))
-    return (tuple((flag, str(value).zfill(12)) for flag, value in name), *cut[1:])
 
 
 def by_memory(devices: Sequence[Device]) -> list[float]:

@@ -1,5 +1,8 @@
 """Devices that are not there: known hardware by name, so that a plan can be made for it and judged before it is bought.
 
+GPUs are planned for by the rules of the backend that would run them: what it keeps in which type, what memory kernels
+ask for, and which instructions one launch computes.
+
 Speeds are the makers' data sheets, dense and without sparsity: FLOP/s in 16 bits with tensor cores, bytes/s of memory,
 bytes/s of a link in one direction.  What kernels reach of them is less, so predictions are lower bounds.
 """
@@ -8,11 +11,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from ..backends.base import Array, Comm, Device, Program, Support, Tensor
+from ..backends.base import (
+    Array,
+    Called,
+    Comm,
+    Device,
+    Foretells,
+    Program,
+    Simulates,
+    Support,
+    Tensor,
+    load,
+)
 from ..graph.arguments import TEXT, needs
 from ..graph.errors import BackendError, PlanError
 from ..graph.node import Node
@@ -26,12 +40,14 @@ MOST_DEVICES = 256
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One kind of device; `link` is how several of them are joined unless asked otherwise."""
+    """One kind of device; `link` is how several of them are joined unless asked otherwise; of a GPU the compute
+    `capability`."""
 
     flops: float
     bandwidth: float
     memory: int
     link: str
+    capability: str = ""
     launch: float = 2e-6
 
 
@@ -45,11 +61,11 @@ class Link:
 
 MACHINES: Mapping[str, Machine] = MappingProxyType(
     {
-        "h200": Machine(989e12, 4.8e12, 141 * 10**9, "nvlink"),
-        "h100": Machine(989e12, 3.35e12, 80 * 10**9, "nvlink"),
-        "a100": Machine(312e12, 2.04e12, 80 * 10**9, "nvlink"),
-        "rtx4090": Machine(165e12, 1.01e12, 24 * GIB, "pcie4"),
-        "rtx3090": Machine(71e12, 0.936e12, 24 * GIB, "pcie4"),
+        "h200": Machine(989e12, 4.8e12, 141 * 10**9, "nvlink", "90"),
+        "h100": Machine(989e12, 3.35e12, 80 * 10**9, "nvlink", "90"),
+        "a100": Machine(312e12, 2.04e12, 80 * 10**9, "nvlink", "80"),
+        "rtx4090": Machine(165e12, 1.01e12, 24 * GIB, "pcie4", "89"),
+        "rtx3090": Machine(71e12, 0.936e12, 24 * GIB, "pcie4", "86"),
         "cpu": Machine(100e9, 20e9, 64 * GIB, "memory"),
     }
 )
@@ -58,6 +74,8 @@ LINKS: Mapping[str, Link] = MappingProxyType(
         "nvlink": Link(5e-6, 450e9),
         "pcie5": Link(10e-6, 50e9),
         "pcie4": Link(10e-6, 25e9),
+        "ib400": Link(15e-6, 50e9),
+        "ib200": Link(15e-6, 25e9),
         "ethernet": Link(50e-6, 1.25e9),
         "memory": Link(5e-6, 10e9),
     }
@@ -68,13 +86,12 @@ HOST_LINK = ("pcie4",)
 
 
 class SimulatedBackend:
-    """A backend that plans can be made for and nothing runs on: values keep their dtypes, kernels need no scratch."""
+    """A backend that plans can be made for and nothing runs on: values keep their dtypes, kernels need no scratch, and
+    each instruction is one launch."""
 
     name = SIMULATED
 
     def __init__(self, kind: str) -> None:
-        if kind not in MACHINES:
-            raise PlanError(f"there is no hardware {kind!r} to simulate; known: {', '.join(MACHINES)}")
         self.kind = kind
 
     def with_threads(self, threads: int) -> SimulatedBackend:
@@ -116,6 +133,39 @@ class SimulatedBackend:
         raise BackendError(f"{self.kind} is simulated and cannot {what}; plan for devices that are there to run")
 
 
+class SimulatedGpu(SimulatedBackend):
+    """GPUs on which nothing runs: what plans need to know of them the backend for CUDA says."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        backend = load("cuda")
+        assert isinstance(backend, Simulates)
+        self._rules = backend.absent(MACHINES[kind].capability)
+
+    def supports(self, node: Node, on: Device) -> Support:
+        return self._rules.supports(node, on)
+
+    def stored(self, spec: Spec, kind: str = "value") -> Spec:
+        return self._rules.stored(spec, kind)
+
+    def scratch(self, node: Node) -> int:
+        return self._rules.scratch(node)
+
+    def reads_strided(self, node: Node, operand: int) -> bool:
+        return self._rules.reads_strided(node, operand)
+
+    def foretold(self, program: Program, on: Device) -> Sequence[Called]:
+        """The kernels that the program would launch, in order."""
+        return self._rules.foretold(program, on) if isinstance(self._rules, Foretells) else ()
+
+
+def simulated(kind: str) -> SimulatedBackend:
+    """The backend for hardware of a kind.  Raises `PlanError` with what is known."""
+    if kind not in MACHINES:
+        raise PlanError(f"there is no hardware {kind!r} to simulate; known: {', '.join(MACHINES)}")
+    return SimulatedGpu(kind) if MACHINES[kind].capability else SimulatedBackend(kind)
+
+
 @dataclass(frozen=True, slots=True)
 class Simulation:
     """A group of simulated devices and the speeds that predict their time; the host they are in, and its speeds."""
@@ -128,13 +178,33 @@ class Simulation:
 
 @needs(PlanError, text=TEXT)
 def simulate(text: str) -> Simulation:
-    """The group that ``h200:8,nvlink`` or ``cpu:2`` or ``rtx4090:1,rtx3090:1,pcie4`` describes.
+    """The group that ``h200:8,nvlink`` or ``cpu:2`` or ``rtx4090:1,rtx3090:1,pcie4`` describes; several such machines,
+    and the link between them, as ``h200:8,nvlink x 4,ib400``.
 
     Devices of several kinds are judged by the slowest of them.  Raises `PlanError` with what is known.
     """
+    machine, times, rest = text.partition(" x ")
+    if not times:
+        return _machine(text, text, 1)
+    number, _, link = (part.strip() for part in rest.partition(","))
+    if not re.fullmatch(r"[1-9]\d{0,2}", number, re.ASCII) or link not in LINKS:
+        raise PlanError(_unknown(text, rest))
+    one = _machine(text, machine, int(number))
+    across = LINKS[link]
+    hardware = replace(
+        one.hardware,
+        machine=len(one.group) // int(number),
+        across_bandwidth=across.bandwidth,
+        across_latency=across.latency,
+    )
+    return replace(one, hardware=hardware)
+
+
+def _machine(text: str, described: str, times: int) -> Simulation:
+    """So many machines, each as `described`, which is a part of `text`."""
     counts: dict[str, int] = {}
     links: list[str] = []
-    for part in text.split(","):
+    for part in described.split(","):
         kind, _, number = part.strip().partition(":")
         if kind in LINKS and not number:
             links.append(kind)
@@ -142,11 +212,16 @@ def simulate(text: str) -> Simulation:
             counts[kind] = counts.get(kind, 0) + int(number or 1)
         else:
             raise PlanError(_unknown(text, part))
-    if not counts or len(links) > 1 or sum(counts.values()) > MOST_DEVICES:
+    if not counts or len(links) > 1 or times * sum(counts.values()) > MOST_DEVICES:
         raise PlanError(_unknown(text, text))
-    backends = {kind: SimulatedBackend(kind) for kind in counts}
-    group = tuple((backends[kind], backends[kind].device(i)) for kind, n in counts.items() for i in range(n))
-    host = SimulatedBackend("cpu")
+    backends = {kind: simulated(kind) for kind in counts}
+    group = tuple(
+        (backends[kind], backends[kind].device(machine * n + i))
+        for machine in range(times)
+        for kind, n in counts.items()
+        for i in range(n)
+    )
+    host = simulated("cpu")
     hardware = _slowest([MACHINES[kind] for kind in counts], links)
     return Simulation(group, hardware, (host, host.device(0)), _slowest([MACHINES["cpu"]], HOST_LINK))
 
@@ -165,5 +240,6 @@ def _slowest(machines: Sequence[Machine], links: Sequence[str]) -> Hardware:
 def _unknown(text: str, part: str) -> str:
     return (
         f"cannot simulate {text[:80]!r} (at {part[:80]!r}); give kinds with numbers and at most one link, as "
-        f"h200:8,nvlink, {MOST_DEVICES} devices at most; kinds: {', '.join(MACHINES)}; links: {', '.join(LINKS)}"
+        f"h200:8,nvlink, and how many such machines with what link, as h200:8,nvlink x 4,ib400; "
+        f"{MOST_DEVICES} devices at most; kinds: {', '.join(MACHINES)}; links: {', '.join(LINKS)}"
     )

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ..backends.base import Instruction, Program
 from ..graph.node import Node, Value
 from ..ops import op_of
-from ..ops.collective import sequence_of
+from ..ops.collective import LETTERS, int_attr, sequence_of
 from .hardware import Counts, Estimate, Hardware, sent_bytes
-from .lowering.lane import Lane, first_alike
+from .lowering.lane import Lane, first_alike, teams_of
 
 WORK = "work"
 
@@ -55,23 +56,47 @@ class StepCost:
 class Prices:
     """The predicted cost of every instruction of a program, by position."""
 
-    def __init__(self, lane: Lane, hardware: Hardware, whole: Mapping[str, int], counts: Counts, devices: int) -> None:
-        self.nodes, self.program = lane.graph.nodes, lane.program
-        self.hardware, self.whole, self.counts, self.devices = hardware, whole, counts, devices
+    def __init__(
+        self,
+        lane: Lane,
+        hardware: Hardware,
+        whole: Mapping[str, int],
+        counts: Counts,
+        number: int = 0,
+        team: Sequence[int] = (0,),
+    ) -> None:
+        """`number` is that of the device, `team` are those whom it meets in collectives, itself among them."""
+        self.nodes, self.program, self.launches = lane.graph.nodes, lane.program, lane.launches()
+        self.hardware, self.whole, self.counts, self.number, self.team = hardware, whole, counts, number, team
 
     def of(self, at: int) -> StepCost:
-        i = self.program.instructions[at]
+        """The cost of the instruction at a position."""
+        return self._costs[at]
+
+    @cached_property
+    def _costs(self) -> list[StepCost]:
+        return [self._cost(at, i) for at, i in enumerate(self.program.instructions)]
+
+    def _cost(self, at: int, i: Instruction) -> StepCost:
         if sequence_of(i.op, i.attrs) is not None:
-            moved = sent_bytes(i.op, max(t.spec.nbytes for t in (*i.src, *i.dst) if t is not None), self.devices)
-            return StepCost(0.0, 0.0, moved, self.hardware.meeting(moved) if self.devices > 1 else 0.0)
+            there = self._there(i)
+            moved = sent_bytes(i.op, max(t.spec.nbytes for t in (*i.src, *i.dst) if t is not None), len(there))
+            far = self.hardware.spans(there)
+            return StepCost(0.0, 0.0, moved, self.hardware.meeting(moved, far=far) if len(there) > 1 else 0.0)
         if i.index < 0:  # a copy of a state: of the new one over the old one, or to undo that
-            return StepCost(0.0, _copied(i), 0.0, self.hardware.compute(0.0, _copied(i)))
+            return StepCost(0.0, _copied(i), 0.0, self.hardware.compute(0.0, _copied(i), self.launches[at]))
         node = self.nodes[i.index]
         flops, nbytes = self.counts.of(node)
         times, more = self._missing(node)
-        own = self.hardware.compute(flops, nbytes)
-        uncut = self.hardware.compute(flops * times, min(nbytes * times, nbytes + more)) if more else None
+        own, read = self.hardware.compute(flops, nbytes, self.launches[at]), min(nbytes * times, nbytes + more)
+        uncut = self.hardware.compute(flops * times, read, self.launches[at]) if more else None
         return StepCost(flops, nbytes, 0.0, own, uncut)
+
+    def _there(self, i: Instruction) -> Sequence[int]:
+        """The devices that a meeting joins."""
+        if i.op not in LETTERS:
+            return self.team
+        return self.number, int_attr(i.attrs["to" if i.op == "send" else "source"])
 
     def _missing(self, node: Node) -> tuple[float, float]:
         """How many times as much `node` would do if the weights and states it reads were not cut, and the bytes that
@@ -91,10 +116,12 @@ def prices_of(lanes: Sequence[Lane], speeds: Sequence[Hardware], whole: Mapping[
     """The prices of each device's program, made once for those that run the same; `speeds` are those of each device,
     `whole` gives the bytes of weights and states before they were cut."""
     prices: list[Prices] = []
-    counts = Counts()
+    counts, teams = Counts(), teams_of([lane.program for lane in lanes])
     for number, first in enumerate(first_alike(lanes)):
         new = first == number
-        prices.append(Prices(lanes[number], speeds[number], whole, counts, len(lanes)) if new else prices[first])
+        prices.append(
+            Prices(lanes[number], speeds[number], whole, counts, number, teams[number]) if new else prices[first]
+        )
     return prices
 
 

@@ -1,7 +1,8 @@
-"""Numbers and tables for people."""
+"""Numbers, names of devices and tables for people."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 
@@ -31,3 +32,15 @@ def columns(rows: Sequence[Sequence[str]], right: str) -> list[str]:
         cells = zip(row, widths, right, strict=True)
         shown.append("  ".join(t.rjust(w) if side == "r" else t.ljust(w) for t, w, side in cells).rstrip())
     return shown
+
+
+def places(devices: Sequence[str]) -> str:
+    """Names of devices, consecutive numbers of one kind drawn together: ``cpu:0-3``, of one device: ``cuda:0.0-1``."""
+    ranges: list[tuple[str, int, int]] = []
+    for name in devices:
+        head, number = name.rstrip("0123456789"), int(re.findall(r"\d+", name)[-1])
+        if ranges and ranges[-1][0] == head and ranges[-1][2] + 1 == number:
+            ranges[-1] = (head, ranges[-1][1], number)
+        else:
+            ranges.append((head, number, number))
+    return " ".join(f"{head}{a}" if a == b else f"{head}{a}-{b}" for head, a, b in ranges)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -63,15 +64,21 @@ def view_graph(graph: Graph, *, title: str = "graph") -> Page:
 
 
 def view_plan(
-    plan: Plan, *, before: Plan | None = None, trace: Trace | str | Path | None = None, title: str = "plan"
+    plan: Plan,
+    *,
+    before: Plan | None = None,
+    trace: Trace | str | Path | None = None,
+    tokens: int | None = None,
+    title: str = "plan",
 ) -> Page:
     """The page of a plan; with `before` the two side by side, and what moved; with `trace` what its steps took.
 
-    Raises `PlanError` for a trace of other plans.
+    `tokens` says how many tokens a run computes, so that what crosses is told for each of them: no graph tells that of
+    itself.  Raises `PlanError` for a trace of other plans.
     """
     planned = _planned(plan, None if trace is None else measured(plan, trace))
     shown = [planned] if before is None else [_planned(before), planned]
-    return _page(title, shown, [] if before is None else list(difference(before, plan)))
+    return _page(title, shown, () if before is None else difference(before, plan), tokens)
 
 
 def _planned(plan: Plan, times: Measured | None = None) -> dict[str, Any]:
@@ -81,13 +88,13 @@ def _planned(plan: Plan, times: Measured | None = None) -> dict[str, Any]:
     return {"graph": graph.document(), "plan": drawn, "passes": passes(plan, graph, factors)}
 
 
-def _page(title: str, shown: list[dict[str, Any]], moved: list[str] | None = None) -> Page:
+def _page(title: str, shown: list[dict[str, Any]], moved: Sequence[str] = (), tokens: int | None = None) -> Page:
     folder = files(__package__) / "page"
 
     def read(name: str) -> str:
         return (folder / name).read_text(encoding="utf-8")
 
-    document = {"format": "hocket-page-1", "title": title, "shown": shown, "moved": moved or []}
+    document = {"format": "hocket-page-1", "title": title, "shown": shown, "moved": list(moved), "tokens": tokens}
     parts = {
         "title": html.escape(title.encode("utf-8", "replace").decode("utf-8")),
         "style": read("style.css"),

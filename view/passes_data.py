@@ -36,7 +36,7 @@ def passes(plan: Plan, graph: GraphData, factors: Factors) -> dict[str, Any]:
 
 
 def decisions(plan: Plan, graph: GraphData, factors: Factors) -> dict[int, list[int]]:
-    """Of the weights and states that the search cut: which of the plan's reasons say so, and what else was nearest."""
+    """Of the nodes whose values the search cut: which of the plan's reasons say so, and what else was nearest."""
     cut = factors_at(plan.graph, factors, plan.cuts)
     classes = classes_of(plan.graph, factors) if cut else {}
     said: dict[Factor, int] = {}
@@ -44,8 +44,8 @@ def decisions(plan: Plan, graph: GraphData, factors: Factors) -> dict[int, list[
         for number, reason in enumerate(plan.reasons):
             if reason.startswith(f"cut {name}: "):
                 said |= dict.fromkeys(cut.intersection(members), number)
-    leaves = [n for n in plan.graph.nodes if said and n.op in ("weight", "state")]
-    decided = {graph.number[n]: sorted({said[f] for f in factors.of(Value(n)) if f in said}) for n in leaves}
+    nodes = plan.graph.nodes if said else ()
+    decided = {graph.number[n]: sorted({said[f] for f in factors.of(Value(n)) if f in said}) for n in nodes}
     return {number: reasons for number, reasons in decided.items() if reasons}
 
 

@@ -7,21 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..graph.graph import names
 from ..graph.node import Node
-from ..ops.collective import COLLECTIVES, sequence_of
-from ..scheduler.layout import Layout, Local, Shard
+from ..ops.collective import sequence_of
 from ..scheduler.lowering.lane import Lane, first_alike
 from ..scheduler.plan import Plan
 from ..scheduler.stages import WORK, Stage, StepCost
-from ..scheduler.telling.calls import calls_of
 from ..scheduler.telling.explain import Reasons, reason_lines, summary
+from ..scheduler.telling.hints import hints
+from ..scheduler.telling.layouts import layouts_of
 from ..scheduler.telling.listing import memory_by_step
 from ..scheduler.telling.measured import Measured
 from .graph_data import GraphData
 from .interned import Interned
-
-SUMS = ("all_reduce", "reduce_scatter")
 
 
 class PlanData:
@@ -33,7 +30,6 @@ class PlanData:
         numbers: dict[int, int] = {}
         self.program = [numbers.setdefault(first, len(numbers)) for first in first_alike(plan.lanes)]
         self.first = [self.program.index(p) for p in range(len(numbers))]
-        self.local = [{name: n for n, name in names(plan.lanes[d].graph).items()} for d in self.first]
         self.reasons = Reasons(plan)
         self.texts = Interned[str]("")
         self.costs = Interned[StepCost]()
@@ -46,12 +42,14 @@ class PlanData:
         plan = self.plan
         programs = [self._program(p) for p in range(len(self.first))]
         rows = [self._row(*row) for row in self._rows([p["block"] for p in programs])]
-        layouts = self._layouts()
+        layouts = [self.texts(text) for text in layouts_of(plan).values()]
+        advice = hints(plan)
         measured = None if self.times is None else self._measured(self.times)
         return {
             "summary": summary(plan),
             "cost": {"total": plan.cost.total, "collectives": plan.cost.collectives, "meetings": plan.cost.meetings},
             "decisions": reason_lines(plan),
+            "hinted": {self.graph.number[self.node[name]]: str(hint) for name, hint in advice.items()},
             "devices": [self._device(d) for d in range(len(plan.lanes))],
             "programs": programs,
             "rows": rows,
@@ -127,7 +125,7 @@ class PlanData:
         such a pair; the first pair where its backend cannot say."""
         kernels: list[list[int]] = [[] for _ in lane.program.instructions]
         together = [0] * len(kernels)
-        for called in calls_of(lane):
+        for called in lane.calls or ():
             number = self.kernels((called.kernel, called.source.place, called.source.text))
             for at in called.numbers:
                 kernels[at] += [number] if number not in kernels[at] else []
@@ -213,58 +211,6 @@ class PlanData:
             for p, d in told
         ]
         return [op, block, [[p, *cell] for p, cell in cells.items()], devices, list(dict.fromkeys(reversed(because)))]
-
-    # ----------------------------------------------------------------------------------------------------- layouts
-
-    def _layouts(self) -> list[int]:
-        """How each node's first result lies on the devices, as the number of a text."""
-        owed = [_owed(self.plan.lanes[d].graph, self.local[p], self) for p, d in enumerate(self.first)]
-        layouts = []
-        for node in self.graph.graph.nodes:
-            if node.is_leaf:
-                layouts.append(self.texts(_layout_text(self.plan.leaves[node.name])))
-                continue
-            name = self.graph.names[node]
-            mine = [None if (n := local.get(name)) is None or n.op != node.op else n for local in self.local]
-            layouts.append(self.texts(self._layout(node, mine, any(name in names for names in owed))))
-        return layouts
-
-    def _layout(self, node: Node, local: Sequence[Node | None], owed: bool) -> str:
-        shapes = [None if n is None else n.specs[0].shape for n in local]
-        there = [s for s in shapes if s is not None]
-        full = node.specs[0].shape
-        if not there:
-            return ""
-        if cut := [axis for axis in range(len(full)) if any(s[axis] != full[axis] for s in there if len(s) > axis)]:
-            sizes = (shapes[p] for p in self.program)
-            return f"S{cut[0]}({'|'.join('0' if s is None else str(s[cut[0]]) for s in sizes)})"
-        if len(there) < len(shapes):
-            return "L" + ",".join(str(d) for d, p in enumerate(self.program) if shapes[p] is not None)
-        return "P" if owed else "R"
-
-
-def _owed(graph: Any, local: Mapping[str, Node], data: PlanData) -> set[str]:
-    """Names of a device's nodes whose values are summands: those that a sum over devices reads, and back to where the
-    terms are made, which is where something that was cut is read."""
-    stack = [n.inputs[0].node for n in graph.nodes if n.op in SUMS]
-    whole = {n.name.removesuffix(".zero") for n in graph.nodes if n.op == "fill"}
-    owed: set[str] = set()
-    while stack:
-        node = stack.pop()
-        user = data.node.get(node.name)
-        if node.name in owed or user is None or node.is_leaf or node.op in COLLECTIVES or node.name in whole:
-            continue
-        owed.add(node.name)
-        pairs = list(zip(node.inputs, user.inputs, strict=False))
-        if all(mine.shape == theirs.shape for mine, theirs in pairs):
-            stack += [mine.node for mine, _ in pairs]
-    return owed
-
-
-def _layout_text(layout: Layout) -> str:
-    if isinstance(layout, Shard):
-        return f"S{layout.axis}({'|'.join(str(layout.length(d)) for d in range(len(layout.runs)))})"
-    return f"L{','.join(map(str, layout.devices))}" if isinstance(layout, Local) else str(layout)
 
 
 def _short(seconds: float | None) -> float | None:

@@ -19,9 +19,8 @@ from ...ops.collective import COLLECTIVES
 from ...ops.quants import dequantise
 from ..base import Array, Called, Comm, Device, Instruction, Program, Tensor, contiguous_strides, host_view
 from ..numpy.backend import NumpyBackend
-from ..numpy.table import source
-from .binding import bound, foretold
 from .compiler import REPLAY
+from .kept import kept_replay
 from .kernels.formats import FORMATS, ROWS
 from .kernels.packing import PACK, UNPACK, pack, unpack
 from .replay import Crew, Replay
@@ -31,6 +30,8 @@ ROUNDED = frozenset(("mul_mat", "mul_mat_id"))
 """Ops whose activations are rounded to 8 bits, in blocks of 16, where their weight is packed."""
 PACKERS = os.cpu_count() or 1
 """Threads that pack weights, whatever the number of those that run kernels."""
+WORTH_SHARING = 1 << 22
+"""Bytes of a matrix that several threads pack: to wake them, and wait, takes as long as a megabyte."""
 HALVES = (DType.F16, DType.BF16)
 FILLED = ("weight", "constant")
 """Leaves that `load` fills."""
@@ -48,6 +49,9 @@ class CpuBackend(NumpyBackend):
 
     def with_threads(self, threads: int) -> Self:
         return type(self)(threads)
+
+    def settings(self) -> str:
+        return f"{self.threads} threads"
 
     def stored(self, spec: Spec, kind: str = "value") -> Spec:
         """Weights that are matrices keep their type, quantised ones in whole groups of rows; all else is float32."""
@@ -85,7 +89,10 @@ class CpuBackend(NumpyBackend):
             target = buffer.ctypes.data + i * stored.shape[-2] * step
             block = PACK(source=matrix.ctypes.data, stride=step, target=target, rows=rows, columns=columns)
             words = np.array(block, np.int64)
-            list(self._packers.map(lambda t, a=words: kernel(a.ctypes.data, t, PACKERS), range(PACKERS)))
+            if matrix.nbytes < WORTH_SHARING:
+                kernel(words.ctypes.data, 0, 1)
+            else:
+                list(self._packers.map(lambda t, a=words: kernel(a.ctypes.data, t, PACKERS), range(PACKERS)))
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Replay:
         copies: dict[Tensor, Array] = {}
@@ -105,9 +112,16 @@ class CpuBackend(NumpyBackend):
 
         if self._crew is None:
             self._crew = Crew(self.threads)
+        if (kept := kept_replay(program, buffers, on, self._crew, comm)) is not None:
+            return kept
+        from .binding import bound  # and with it all kernels
+
         return bound(program, buffers, on, self._crew, comm, in_python)
 
     def foretold(self, program: Program, on: Device) -> Sequence[Called]:
+        from ..numpy.table import source
+        from .binding import foretold
+
         return [*foretold(program, self.threads, lambda i: source(i.op))]
 
 

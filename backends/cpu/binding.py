@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from ...ops.collective import COLLECTIVES
+from ...ops.declaring.registry import OWN
 from ..base import Called, Comm, Device, Instruction, Program, Source, Tensor
 from ..flow import Flow
 from ..liveness import readers_of
 from ..operands import Bound, NoKernelError, Operand
 from ..sources import source_of
 from ..table import brought
+from .compiler import Kernel
 from .kernels.table import BINDINGS, FUSED
+from .relocation import Nowhere, Relocatable, made_up, relocatable
 from .replay import Crew, Replay, Segment, Work
 from .steps import Binding, Chain, Step, Steps
 
@@ -30,27 +33,58 @@ def bound(
     in_python: Callable[[Instruction], list[Callable[[], object]]],
 ) -> Replay:
     """A program ready to run; `in_python` gives the calls for an instruction that has no kernel."""
-    flow, steps = _flow(program, [b.ctypes.data for b in buffers]), Steps(crew.threads, comm)
+    addresses = [b.ctypes.data for b in buffers]
+    flow, steps = _flow(program, addresses), Steps(crew.threads, comm)
     work: Work = []
     for part in _parts(flow, steps):
         if isinstance(part, int):
             quietly = np.errstate(all="ignore")
             work += [(part, quietly(call)) for call in in_python(program.instructions[part])]
         else:
-            work.append((part[0].number, Segment(part, crew.threads, steps.owned)))
-    return Replay(program, on, work, flow.together(), flow.finished, crew, comm, buffers)
+            work.append((part[0].number, Segment.of(part, crew.threads, steps.owned)))
+    return Replay(program, on, work, lambda: flow, crew, comm, buffers)
+
+
+def foreseen(program: Program, threads: int) -> tuple[Relocatable | None, Sequence[Kernel]]:
+    """The tables of a program wherever it will lie, and its kernels; None if that has to be known first."""
+    ours = all(i.op in OWN and i.op not in COLLECTIVES for i in program.instructions)
+    memory = Nowhere(made_up(len(program.buffers) + 1)[-1])
+    parts = [*_parts(_nowhere(program), Steps(threads, owned=memory))] if ours else []
+    if len(parts) != 1 or isinstance(parts[0], int):
+        return None, ()
+    tables = relocatable(parts[0], threads, memory, [b.nbytes for b in program.buffers])
+    return tables, [step.kernel for step in parts[0]]
+
+
+def arranged(program: Program) -> Flow:
+    """The flow of a program, with chains gathered as `bound` does."""
+    flow = _nowhere(program)
+    _chains(flow)
+    return flow
 
 
 def foretold(program: Program, threads: int, in_python: Callable[[Instruction], Source]) -> Iterator[Called]:
     """What `bound` would call, found at addresses where nothing lies; how devices meet is not known before they do."""
-    flow, steps = _flow(program, [(number + 1) << 40 for number in range(len(program.buffers))]), Steps(threads)
-    parts = list(_parts(flow, steps))
+    flow = _nowhere(program)
+    parts = list(_parts(flow, Steps(threads)))
     together = flow.together()
     for part in parts:
         if not isinstance(part, int):
             yield from (Called(s.kernel.name, source_of(s.kernel.body), together[s.number]) for s in part)
         elif (i := program.instructions[part]).op not in COLLECTIVES:
             yield Called("NumPy", in_python(i), (part,))
+
+
+def kernels_of(program: Program, threads: int) -> Iterator[Kernel]:
+    """The kernels that `bound` would call."""
+    return (
+        step.kernel for part in _parts(_nowhere(program), Steps(threads)) if not isinstance(part, int) for step in part
+    )
+
+
+def _nowhere(program: Program) -> Flow:
+    """The flow of a program at addresses where nothing lies."""
+    return _flow(program, made_up(len(program.buffers)))
 
 
 def _flow(program: Program, addresses: Sequence[int]) -> Flow:

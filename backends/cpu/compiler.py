@@ -10,27 +10,28 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
-import os
 import sys
-import tempfile
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from types import CellType, FunctionType, ModuleType
 from typing import Any
 
+import llvmlite
 import llvmlite.binding as llvm
 
-from ..cache import COMPILED, COMPILING, MISSING, UNWRITABLE, cache_folder
+from ..cache import COMPILED, COMPILING, MISSING, cache_folder, keep, recalled
 from ..once import once
 from . import processor
 from .simd.vectors import ADDRESS, DOUBLE, FLOAT, NOTHING, Intrinsic, llvm_type
 from .words import Words
 
 Body = Callable[..., Any]
+ALIGNMENT = 64
+"""Of what kernels read and write: a vector, and a cache line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +77,25 @@ log = logging.getLogger("hocket.kernels")
 def _loaded(wanted: Kernel) -> tuple[int, object]:
     """The address of a kernel, compiled if no earlier process has; and what keeps its code alive."""
     with _compiling:
-        code = _stored(wanted) or _compiled(wanted)
-        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target())
-        engine.add_object_file(llvm.ObjectFileRef.from_data(code))
-        engine.finalize_object()
-        return int(engine.get_function_address(_symbol(wanted))), (engine, code)
+        code = _stored(wanted)
+        if code is None and wanted.body is _known_by_name:
+            raise LookupError(wanted.name)
+        return _placed(wanted, code or _compiled(wanted))
+
+
+def _placed(wanted: Kernel, code: bytes) -> tuple[int, object]:
+    """The address of a kernel, and what keeps its code alive.
+
+    Each has an engine of its own: LLVM mixes up the offset tables of several objects in one.  The module that an engine
+    is made with is taken out again, since to compile even an empty one takes ten times as long as all else.
+    """
+    _initialise(llvm.get_default_triple())
+    module, machine = llvm.parse_assembly(""), llvm.Target.from_default_triple().create_target_machine(jit=True)
+    engine = llvm.create_mcjit_compiler(module, machine)
+    engine.remove_module(module)
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    return int(engine.get_function_address(_symbol(wanted))), (engine, module, code)
 
 
 def make_ready(kernels: Iterable[Kernel]) -> None:
@@ -92,39 +107,81 @@ def make_ready(kernels: Iterable[Kernel]) -> None:
         _loaded(wanted)
 
 
+def stored_addresses(names: Sequence[str]) -> Mapping[str, int] | None:
+    """The addresses of kernels of this package by their names; None if the code of one is not stored."""
+    try:
+        return {name: Kernel(name, _known_by_name).address for name in names}
+    except LookupError:
+        return None
+
+
+def _known_by_name(a: int, thread: int, threads: int) -> int:
+    """Stands for the body of a kernel that has been compiled, and is known by its name alone."""
+    raise LookupError("it is never compiled")
+
+
 def _symbol(wanted: Kernel) -> str:
     return "hocket." + wanted.name
 
 
-def _target() -> llvm.TargetMachine:
+def _machine() -> llvm.TargetMachine:
     """A new one each time, since the engine that gets it disposes of it."""
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    return llvm.Target.from_default_triple().create_target_machine(
-        cpu=processor.name(),
-        features=processor.flattened(),
-        opt=3,
-        reloc="pic",
-        codemodel="jitdefault",
-        jit=True,
+    wanted = processor.target()
+    _initialise(wanted.triple)
+    return llvm.Target.from_triple(wanted.triple).create_target_machine(
+        cpu=wanted.cpu, features=wanted.flattened(), opt=3, reloc="pic", codemodel="jitdefault", jit=True
     )
+
+
+@cache
+def _initialise(triple: str) -> None:
+    if triple == llvm.get_default_triple():
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+    else:  # which takes 8 MB
+        llvm.initialize_all_targets()
+        llvm.initialize_all_asmprinters()
 
 
 # ------------------------------------------------------------------------------------------------- stored code
 
 
+SHIPPED = Path(__file__).parent / "compiled"
+"""Kernels that came with the package, or were compiled when it was installed: a folder for each target."""
+
+
 @cache
-def _surroundings() -> bytes:
-    """Everything that decides the code of all kernels."""
+def _sources() -> bytes:
+    """The source of all kernels, and of what makes code of it."""
     here = Path(__file__)
     folders = ("simd", "kernels")
     sources = sorted([here, here.parent / "words.py", *(p for f in folders for p in (here.parent / f).glob("*.py"))])
     digest = hashlib.sha256()
     for source in sources:
         digest.update(source.read_bytes())
-    host = (processor.name(), processor.flattened(), sys.platform)
-    digest.update(repr((host, version("numba"), version("llvmlite"))).encode())
     return digest.digest()
+
+
+def _version_of_numba() -> str:
+    """As the folder beside it is named: to import Numba, or what reads metadata of packages, would take longer."""
+    spec = find_spec("numba")
+    beside = sorted(Path(spec.origin).parents[1].glob("numba-*.dist-info")) if spec and spec.origin else []
+    if len(beside) == 1:
+        return beside[0].name
+    from importlib.metadata import version
+
+    return version("numba")
+
+
+def source_digest() -> bytes:
+    """Everything that decides the code of kernels, and what their words are."""
+    return _sources() + _surroundings()
+
+
+@cache
+def _surroundings() -> bytes:
+    """Everything that decides the code of kernels compiled here."""
+    return repr((processor.target(), sys.platform, _version_of_numba(), llvmlite.__version__)).encode()
 
 
 def _file(wanted: Kernel) -> Path | None:
@@ -134,8 +191,11 @@ def _file(wanted: Kernel) -> Path | None:
         outside = b"" if _is_ours(wanted.body) else _text_of(wanted.body.__code__.co_filename)
     except OSError:
         return None
-    key = hashlib.sha256(_surroundings() + outside + wanted.name.encode()).hexdigest()
-    return cache_folder() / "kernels" / f"{key[:40]}.o"
+    return cache_folder() / "kernels" / _name(wanted, outside + _surroundings())
+
+
+def _name(wanted: Kernel, besides: bytes = b"") -> str:
+    return f"{hashlib.sha256(_sources() + besides + wanted.name.encode()).hexdigest()[:40]}.o"
 
 
 def _is_ours(body: Body) -> bool:
@@ -148,48 +208,31 @@ def _text_of(file: str) -> bytes:
     return Path(file).read_bytes()
 
 
-CHECK = 32
-"""Bytes of the digest before the code."""
+def _files(wanted: Kernel) -> Iterator[Path]:
+    """Where code of a kernel may be that runs here, the best first."""
+    shipped = [SHIPPED / target.name / _name(wanted) for target in processor.fitting()] if _is_ours(wanted.body) else []
+    yield from shipped[:1]
+    if file := _file(wanted):
+        yield file
+    yield from shipped[1:]
 
 
 def _stored(wanted: Kernel) -> bytes | None:
-    """The code an earlier process wrote; None if there is none or it is damaged."""
-    file = _file(wanted)
-    try:
-        data = file.read_bytes() if file else b""
-    except OSError:
-        return None
-    code = data[CHECK:]
-    return code if hashlib.sha256(code).digest() == data[:CHECK] else None
+    """The code that came with the package or that an earlier process wrote; None if there is none, or it is damaged."""
+    return next((code for file in _files(wanted) if (code := recalled(file)) is not None), None)
 
 
 def _is_stored(wanted: Kernel) -> bool:
-    file = _file(wanted)
-    return file is not None and file.exists()
+    return any(file.exists() for file in _files(wanted))
 
 
-def _store(wanted: Kernel, code: bytes) -> None:
-    """Keep the code for later processes, if the folder can be written."""
-    target = _file(wanted)
-    if target is None:
-        return
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:
-            try:
-                file.write(hashlib.sha256(code).digest() + code)
-                file.close()
-                os.replace(file.name, target)
-            except OSError:
-                os.unlink(file.name)
-                raise
-    except OSError as why:
-        _say_unwritable(str(target.parent), why.strerror or str(why))
-
-
-@cache
-def _say_unwritable(folder: str, why: str) -> None:
-    log.warning(UNWRITABLE, folder, why)
+def ship(kernels: Iterable[Kernel]) -> int:
+    """Compile kernels for the target, to come with the package; how many they are."""
+    folder, wanted = SHIPPED / processor.target().name, [*dict.fromkeys(kernels)]
+    for one in wanted:
+        if recalled(folder / _name(one)) is None:
+            keep(folder / _name(one), _code(one))
+    return len(wanted)
 
 
 # --------------------------------------------------------------------------------------------------- compiling
@@ -201,20 +244,27 @@ INLINED = {**OPTIONS, "forceinline": True, "no_cpython_wrapper": True, "no_cfunc
 
 
 def _compiled(wanted: Kernel) -> bytes:
-    """Compile with Numba; the object code has one symbol of ours."""
+    """Compile a kernel, and keep its code for later processes."""
     log.info(COMPILING, wanted.name)
+    code = _code(wanted)
+    if file := _file(wanted):
+        keep(file, code)
+    log.info(COMPILED, wanted.name)
+    return code
+
+
+def _code(wanted: Kernel) -> bytes:
+    """Object code for the target, made by Numba and LLVM, which has one symbol of ours."""
     from numba import cfunc
 
     # What is not inlined has a wrapper that can raise: it needs symbols of Numba, which a warm start has not got, and
     # without them not even the system's are bound.
     function = cfunc("intp(intp, intp, intp)", nogil=True, forceinline=True, **OPTIONS)(_resolved(wanted.body))
     assembly = function.inspect_llvm().replace(function.native_name, _symbol(wanted))
-    module = llvm.parse_assembly(assembly)
+    module, machine = llvm.parse_assembly(assembly), _machine()
+    module.triple, module.data_layout = processor.target().triple, str(machine.target_data)
     module.verify()
-    code: bytes = _target().emit_object(module)
-    _store(wanted, code)
-    log.info(COMPILED, wanted.name)
-    return code
+    return bytes(machine.emit_object(module))
 
 
 def _resolved(body: Body) -> Body:

@@ -1,31 +1,84 @@
-"""The processor that kernels are compiled for: this machine's, or a lesser one.
+"""The processor that kernels are compiled for: this machine's, a lesser one, or one of those that wheels have them for.
 
 ``HOCKET_WITHOUT=avx512,avxvnni`` leaves out every feature whose name begins so: kernels run as they would where the
-processor lacks them.
+processor lacks them.  ``HOCKET_TARGET=x86-64-v3`` takes one of `SHIPPED` instead of this machine's.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 
 import llvmlite.binding as llvm
 
+from ...graph.errors import BackendError
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A processor as LLVM knows it, and whether each of its features may be used."""
+
+    name: str
+    triple: str
+    cpu: str
+    features: Mapping[str, bool]
+
+    def flattened(self) -> str:
+        """Features as LLVM reads them."""
+        return ",".join(f"{'+' if there else '-'}{name}" for name, there in self.features.items())
+
+    def runs_on(self, other: Target) -> bool:
+        """Whether that processor runs what is compiled for this one."""
+        same = self.triple.partition("-")[0] == other.triple.partition("-")[0]
+        return same and all(other.features.get(name) for name, there in self.features.items() if there)
+
+
+V3 = (
+    "64bit avx avx2 bmi bmi2 cmov crc32 cx16 cx8 f16c fma fxsr lzcnt mmx movbe popcnt sahf sse sse2 sse3 sse4.1 sse4.2 "
+    "ssse3 xsave"
+)
+V4 = f"{V3} avx512bw avx512cd avx512dq avx512f avx512vl"
+
+
+def _of(name: str, triple: str, cpu: str, features: str) -> Target:
+    return Target(name, triple, cpu, MappingProxyType(dict.fromkeys(features.split(), True)))
+
+
+SHIPPED = (
+    _of("avx512-vnni-bf16", "x86_64-unknown-linux-gnu", "x86-64-v4", f"{V4} avx512vnni avx512bf16"),
+    _of("x86-64-v3", "x86_64-unknown-linux-gnu", "x86-64-v3", V3),
+    _of("aarch64", "aarch64-unknown-linux-gnu", "generic", "fp-armv8 neon"),
+)
+"""What wheels have kernels for, on Linux; the best first."""
+
 
 @cache
+def target() -> Target:
+    """What kernels are compiled for.  Raises `BackendError` for a name that is none of `SHIPPED`."""
+    if asked := os.environ.get("HOCKET_TARGET"):
+        known = {t.name: t for t in SHIPPED}
+        if asked not in known:
+            raise BackendError(f"HOCKET_TARGET is {asked!r:.60}; one of {', '.join(known)}, or leave it out")
+        return known[asked]
+    without = tuple(name for name in os.environ.get("HOCKET_WITHOUT", "").split(",") if name)
+    host, cpu = llvm.get_host_cpu_features(), str(llvm.get_host_cpu_name())
+    features = MappingProxyType({n: there and not n.startswith(without) for n, there in host.items()})
+    digest = hashlib.sha256(repr((cpu, sorted(features.items()))).encode()).hexdigest()
+    return Target(f"{cpu}-{digest[:12]}", llvm.get_default_triple(), cpu, features)
+
+
+def fitting() -> tuple[Target, ...]:
+    """The targets whose kernels run here: this processor itself, then those of `SHIPPED`."""
+    mine = target()
+    others = (t for t in SHIPPED if sys.platform == "linux" and t != mine and t.runs_on(mine))
+    return (mine, *others)
+
+
 def features() -> Mapping[str, bool]:
     """What LLVM calls the processor's features, and whether kernels may use them."""
-    without = tuple(name for name in os.environ.get("HOCKET_WITHOUT", "").split(",") if name)
-    host = llvm.get_host_cpu_features()
-    return MappingProxyType({n: there and not n.startswith(without) for n, there in host.items()})
-
-
-def name() -> str:
-    return str(llvm.get_host_cpu_name())
-
-
-def flattened() -> str:
-    """Features as LLVM reads them."""
-    return ",".join(f"{'+' if there else '-'}{name}" for name, there in features().items())
+    return target().features

@@ -8,22 +8,26 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from functools import cached_property, partial
 from itertools import chain, pairwise
 from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ...graph.errors import BackendError, StepError
 from ..base import Array, Comm, Device, Program, Timed, run_calls
+from ..flow import Flow
 from .compiler import REPLAY, make_ready
 from .kernels import collective
 from .kernels.loop import ARGS, MEETS, SHARED_BYTES, STEP, STEP_FAILED, WHOLE, run, timed
 from .kernels.packing import NO_ROW
 from .steps import Step
 
+I64 = npt.NDArray[np.int64]
 STATUS = {
     NO_ROW: "id {value} names no row of its table",
     collective.OTHER_FAILED: "another device failed",
@@ -41,27 +45,56 @@ class Loop(NamedTuple):
     memory: Array
 
 
-class Segment:
-    """Consecutive steps of compiled code."""
+def tabulated(
+    steps: Sequence[Step],
+    threads: int,
+    kernel: Callable[[Step], int],
+    place: Callable[[I64], int],
+    none: tuple[int, int] = (0, 0),
+) -> I64:
+    """The table [threads, steps, STEP] of steps; `kernel` and `place` say where their code and words are, `none` what
+    stands there for a thread that has nothing to do."""
+    table = np.zeros((threads, len(steps), STEP), np.int64)
+    for thread, row in np.ndindex(table.shape[:2]):
+        step = steps[row]
+        words = step.words[thread]
+        called = none if words is None else (kernel(step), place(words))
+        table[thread, row] = *called, MEETS * step.meets | WHOLE * step.whole, step.number
+    return table
 
-    def __init__(self, steps: Sequence[Step], threads: int, memory: object) -> None:
-        self.steps = steps
+
+class Segment:
+    """Consecutive steps of compiled code: the names of their kernels, and their table."""
+
+    def __init__(self, kernels: Sequence[str], table: I64, memory: object) -> None:
+        self.kernels, self.numbers = kernels, table[0, :, 3].tolist()
         self._memory = memory  # words know addresses only
-        self.threads = threads if any(w is not None for s in steps for w in s.words[1:]) else 1
-        make_ready([run, *(step.kernel for step in steps)])
-        self.table = np.zeros((self.threads, len(steps), STEP), np.int64)
-        for thread, row in np.ndindex(self.table.shape[:2]):
-            step = steps[row]
-            words = step.words[thread]
-            called = (0, 0) if words is None else (step.kernel.address, words.ctypes.data)
-            self.table[thread, row] = *called, MEETS * step.meets | WHOLE * step.whole, step.number
+        self.threads = len(table) if table[1:, :, 0].any() else 1
+        self.table = np.ascontiguousarray(table[: self.threads])
         self.shared = np.zeros(SHARED_BYTES // 8, np.int64)
-        self._times = np.zeros(len(steps) + 1, np.int64)
-        self._loop = self._plain = self._loop_at(run.address, 0)
+        self.times = np.zeros(len(kernels) + 3, np.int64)
+        self._loop = self._loop_at(run.address, 0)
+
+    @classmethod
+    def of(cls, steps: Sequence[Step], threads: int, memory: object) -> Segment:
+        """Steps whose words are where they will be; `memory` is what these name besides buffers."""
+        make_ready([run, *(step.kernel for step in steps)])
+        table = tabulated(steps, threads, lambda step: step.kernel.address, lambda words: int(words.ctypes.data))
+        return cls([step.kernel.name for step in steps], table, (steps, memory))
 
     @cached_property
-    def _timed(self) -> Loop:
-        return self._loop_at(timed.address, self._times.ctypes.data)
+    def timed(self) -> Segment:
+        """The same steps, whose loop writes into `times` when the first thread began each, as `when` reads it."""
+        twin = copy(self)
+        twin._loop = self._loop_at(timed.address, self.times.ctypes.data)
+        return twin
+
+    @staticmethod
+    def when(times: bytes) -> Array:
+        """The seconds at which steps began, and at which all were done, of what the loop wrote: the ticks of a counter,
+        and the nanoseconds of the clock at the first and the last of them."""
+        *ticks, start, end = np.frombuffer(times, np.int64).tolist()
+        return 1e-9 * np.interp(ticks, (ticks[0], ticks[-1]), (start, end))
 
     def part(self, thread: int) -> int:
         """One thread's part of the run; the status."""
@@ -70,21 +103,8 @@ class Segment:
     def _loop_at(self, address: int, times: int) -> Loop:
         """The loop of that address over these steps; `times` is where it writes when each began, 0 for nowhere."""
         table, shared = self.table.ctypes.data, self.shared.ctypes.data
-        words = np.array(ARGS(table=table, steps=len(self.steps), shared=shared, times=times), np.int64)
+        words = np.array(ARGS(table=table, steps=len(self.kernels), shared=shared, times=times), np.int64)
         return Loop(REPLAY(address), words.ctypes.data, words)
-
-    def measured(self, crew: Crew, together: Mapping[int, tuple[int, ...]]) -> Iterator[Timed]:
-        """Run once; when the first thread did each step: told later.  `together` gives the instructions of a step."""
-        self._loop = self._timed
-        try:
-            crew.run(self)
-        finally:
-            self._loop = self._plain
-        return self._told(self._times.copy(), together)
-
-    def _told(self, times: Array, together: Mapping[int, tuple[int, ...]]) -> Iterator[Timed]:
-        for step, (start, end) in zip(self.steps, pairwise((times * 1e-9).tolist()), strict=True):
-            yield Timed(step.kernel.name, together[step.number], start, end)
 
 
 class StoppedError(BackendError):
@@ -152,6 +172,7 @@ def missing(comm: Comm, sequence: object) -> str:
     return f"collective {sequence} on device {comm.rank} of {comm.size}: {who} did not arrive within {comm.timeout:g} s"
 
 
+Calls = list[tuple[int, Callable[[], object]]]
 Work = list[tuple[int, Segment | Callable[[], object]]]
 """What to run in order, each with the number of its (first) instruction."""
 
@@ -164,23 +185,25 @@ class Replay:
         program: Program,
         on: Device,
         work: Work,
-        together: Mapping[int, tuple[int, ...]],
-        finished: Callable[[int], int | frozenset[int]],
+        flow: Callable[[], Flow],
         crew: Crew,
         comm: Comm,
         memory: Sequence[object],
     ) -> None:
-        """`together` gives for each instruction those that run with it, `finished` what has run where one fails, as
-        `StepError` says it."""
+        """`flow` says which instructions run together, for whom asks."""
         self.program, self.on, self.work, self.crew, self.comm = program, on, work, crew, comm
-        self._together, self._finished = together, finished
+        self._arranged = flow
         self._memory = memory  # compiled steps know addresses only
         self._calls = [(n, partial(crew.run, one) if isinstance(one, Segment) else one) for n, one in work]
+
+    @cached_property
+    def _flow(self) -> Flow:
+        return self._arranged()
 
     def __call__(self) -> None:
         self._run(self._calls)
 
-    def _run(self, calls: Iterable[tuple[int, Callable[[], object]]]) -> None:
+    def _run(self, calls: Calls) -> None:
         try:
             run_calls(self.program, self.on, calls)
         except StepError as error:
@@ -188,27 +211,50 @@ class Replay:
                 raise why from None  # an interrupt: nobody knows how much of a segment has run
             if not isinstance(why, StoppedError):
                 if isinstance(error.finished, int):
-                    error.finished = self._finished(error.finished)
+                    error.finished = self._flow.finished(error.finished)
                 raise
             at = self.program.instructions[why.number]
             said = missing(self.comm, at.attrs["sequence"]) if why.is_late else str(why)
-            raise StepError(at.node, str(self.on), self._finished(why.number), said) from why
+            raise StepError(at.node, str(self.on), self._flow.finished(why.number), said) from why
 
     def kernels(self) -> list[str]:
         """The names of the kernels that a run calls, in order."""
-        names = ([s.kernel.name for s in one.steps] if isinstance(one, Segment) else ["NumPy"] for _, one in self.work)
+        names = (one.kernels if isinstance(one, Segment) else ["NumPy"] for _, one in self.work)
         return [*chain.from_iterable(names)]
 
-    def measured(self) -> Iterator[Timed]:
-        """Run once; when each of these kernels ran, for whom asks after the run."""
-        told: list[Iterable[Timed]] = []
-        self._run((number, partial(self._timed, told, number, one)) for number, one in self.work)
-        return chain.from_iterable(told)
+    def measured(self) -> Iterable[Timed]:
+        """Run once; when each of these kernels ran, which is made of what the clocks wrote once somebody asks.
 
-    def _timed(self, told: list[Iterable[Timed]], number: int, one: Segment | Callable[[], object]) -> None:
-        if isinstance(one, Segment):
-            told.append(one.measured(self.crew, self._together))
-            return
-        start = time.monotonic()
-        one()
-        told.append([Timed("NumPy", self._together[number], start, time.monotonic())])
+        After a token all memory but that of its weights is cold, and a line of Python takes five times as long.
+        """
+        self._run(self._timed_calls)
+        return self._told([*map(bytes, self._clocks)])
+
+    @cached_property
+    def _clocks(self) -> list[memoryview]:
+        """Where each part of the work writes when it began its steps, and when they were done."""
+        return [(one.times if isinstance(one, Segment) else np.zeros(2, np.int64)).data for _, one in self.work]
+
+    @cached_property
+    def _timed_calls(self) -> Calls:
+        return [
+            (number, partial(self.crew.run, one.timed) if isinstance(one, Segment) else partial(_clocked, clock, one))
+            for (number, one), clock in zip(self.work, self._clocks, strict=True)
+        ]
+
+    def _told(self, clocks: Sequence[bytes]) -> Iterator[Timed]:
+        together = self._flow.together()
+        for (number, one), clock in zip(self.work, clocks, strict=True):
+            if isinstance(one, Segment):
+                steps, times = [*zip(one.kernels, one.numbers, strict=True)], Segment.when(clock)
+            else:
+                steps, times = [("NumPy", number)], 1e-9 * np.frombuffer(clock, np.int64)
+            for (kernel, first), (start, end) in zip(steps, pairwise(times.tolist()), strict=True):
+                yield Timed(kernel, together[first], start, end)
+
+
+def _clocked(clock: memoryview, call: Callable[[], object]) -> None:
+    """Run what is no compiled code, and write when it began and ended, in nanoseconds."""
+    clock[0] = time.monotonic_ns()
+    call()
+    clock[1] = time.monotonic_ns()

@@ -15,7 +15,7 @@ from ...graph.dtypes import DType
 from ..base import Comm, Tensor
 from ..flow import Flow
 from ..operands import Bound, Operand, Region
-from .compiler import Kernel
+from .compiler import ALIGNMENT, Kernel
 
 RUN = Region(0, -1, 0)
 """Whether the run goes on, as if it lay in memory: a step that may stop it writes this, one that writes a state reads
@@ -49,6 +49,23 @@ class Step:
     number: int
 
 
+class Owned:
+    """Memory that belongs to tables."""
+
+    def __init__(self) -> None:
+        self._arrays: list[npt.NDArray[np.uint8]] = []
+
+    def take(self, nbytes: int) -> int:
+        """The address of zeros, aligned to a cache line."""
+        raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
+        self._arrays.append(raw)
+        return int(raw.ctypes.data + -raw.ctypes.data % ALIGNMENT)
+
+    def fill(self, address: int, data: bytes) -> None:
+        """Let memory that was taken hold `data`."""
+        ctypes.memmove(address, data, len(data))
+
+
 ALL = -1
 """In place of a thread: each of them touches it."""
 Touched = list[tuple[Region, int]]
@@ -71,7 +88,7 @@ class Steps:
     comm: Comm | None = None
     number: int = 0
     steps: list[Step] = field(default_factory=list)
-    owned: list[Any] = field(default_factory=list)
+    owned: Owned = field(default_factory=Owned)
     _written: Touched = field(default_factory=list)
     _read: Touched = field(default_factory=list)
     _columns: dict[Region, Sequence[int]] = field(default_factory=dict)
@@ -150,12 +167,8 @@ class Steps:
 
     def memory(self, nbytes: int) -> Operand:
         """Memory that lives as long as the tables, aligned to a cache line."""
-        raw = np.zeros(nbytes + 64, np.uint8)
-        start = -raw.ctypes.data % 64
-        self.owned.append(raw)
         self._private -= 1
-        tensor = Tensor(self._private, 0, (nbytes,), (1,), DType.I8)
-        return Operand(raw.ctypes.data + start, tensor)
+        return Operand(self.owned.take(nbytes), Tensor(self._private, 0, (nbytes,), (1,), DType.I8))
 
     def scratch(self, purpose: str, nbytes: int) -> Operand:
         """Memory for a purpose, shared by all steps that ask for it; a later step overwrites what an earlier one
@@ -170,7 +183,7 @@ class Steps:
         data = array.tobytes()
         if data not in self._constants:
             self._constants[data] = memory = self.memory(len(data))
-            ctypes.memmove(memory.address, data, len(data))
+            self.owned.fill(memory.address, data)
         return self._constants[data]
 
     def copies(self, purpose: str, nbytes: int, *, shared: bool = False) -> Sequence[Operand]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Self
 
 import numpy as np
@@ -56,6 +56,25 @@ FIXED = ("weight", "constant")
 FAULT_BYTES = 16
 NumberedCall = tuple[int, Callable[[], object]]
 """What is called for an instruction and perhaps others after it, and the number of that instruction."""
+
+
+@lru_cache(maxsize=1 << 14)  # a plan asks again for every layer and device
+def _stored(spec: Spec, kind: str) -> Spec:
+    """How a value is kept in memory."""
+    matrix = kind in FIXED and len(spec.shape) >= 2
+    if matrix and spec.dtype in PACKINGS:
+        return padded(spec)
+    if spec.dtype.is_integer or (matrix and spec.dtype in HALVES):
+        return spec
+    return Spec(spec.shape, DType.F32)
+
+
+@lru_cache(maxsize=1 << 14)
+def _known(shape: tuple[int, ...], base: Spec, kind: str, is_base: bool) -> Known:
+    """An operand of this shape that shows a leaf or a value."""
+    stored = _stored(base, kind)
+    own = kind in ("weight", "state", "constant")
+    return Known(Spec(shape, stored.dtype), base if own else None, stored if own else None, is_base)
 
 
 class DriverBackend:
@@ -125,19 +144,10 @@ class DriverBackend:
         base = value
         while not base.node.is_leaf and op_of(base.node).is_view:
             base = base.node.inputs[0]
-        kind = base.node.op if base.node.is_leaf else "value"
-        stored = self.stored(base.spec, kind)
-        own = kind in ("weight", "state", "constant")
-        spec = Spec(value.spec.shape, stored.dtype)
-        return Known(spec, base.spec if own else None, stored if own else None, value is base)
+        return _known(value.shape, base.spec, base.node.op if base.node.is_leaf else "value", value is base)
 
     def stored(self, spec: Spec, kind: str = "value") -> Spec:
-        matrix = kind in FIXED and len(spec.shape) >= 2
-        if matrix and spec.dtype in PACKINGS:
-            return padded(spec)
-        if spec.dtype.is_integer or (matrix and spec.dtype in HALVES):
-            return spec
-        return Spec(spec.shape, DType.F32)
+        return _stored(spec, kind)
 
     def tolerance(self, node: Node) -> float | None:
         """The relative error of what is rounded on its way; None for arithmetic in float32."""

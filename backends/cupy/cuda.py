@@ -264,8 +264,26 @@ def _function(kernel: Kernel, index: int) -> Any:
     return module.get_function(lowered[kernel.name])
 
 
+class _Absent(CudaDriver):
+    """Devices of one compute capability that need not be there, as far as plans ask for them."""
+
+    def __init__(self, capability: str) -> None:
+        super().__init__()
+        self._most_shared = most_shared(capability)
+
+    def devices(self) -> Sequence[Device]:
+        return (Device(self.kind, 0),)
+
+    def most_shared(self, on: Device) -> int:
+        return self._most_shared
+
+
 class CudaBackend(DriverBackend):
     """Runs on CUDA devices as ``cuda:0``, ``cuda:1``, ..."""
 
     def __init__(self) -> None:
         super().__init__(CudaDriver())
+
+    def absent(self, model: str) -> DriverBackend:
+        """What plans ask of devices that need not be there; `model` is their compute capability, as ``90``."""
+        return DriverBackend(_Absent(model))

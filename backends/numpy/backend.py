@@ -19,7 +19,6 @@ from ...ops.collective import COLLECTIVES
 from ..base import Array, Called, Comm, Device, Instruction, Program, Support, Tensor
 from ..calls import Call, Replay
 from ..host import HostBackend
-from .table import kernel, source
 
 
 class NumpyBackend(HostBackend):
@@ -30,11 +29,16 @@ class NumpyBackend(HostBackend):
     def stored(self, spec: Spec, kind: str = "value") -> Spec:
         return Spec(spec.shape, spec.dtype if spec.dtype.is_integer else DType.F32)
 
+    def settings(self) -> str:
+        return ""
+
     def supports(self, node: Node, on: Device) -> Support:
         known = node.op in REGISTRY
         return Support(known, "" if known else f"there is no op {node.op!r}")
 
     def scratch(self, node: Node) -> int:
+        from .table import kernel
+
         return 4 * kernel(node.op).scratch(node)
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Callable[[], None]:
@@ -45,12 +49,16 @@ class NumpyBackend(HostBackend):
         return Replay(program, on, calls)
 
     def foretold(self, program: Program, on: Device) -> Sequence[Called]:
+        from .table import source
+
         return [Called(i.op, source(i.op), (n,)) for n, i in enumerate(program.instructions)]
 
     def calls(
         self, i: Instruction, buffers: Sequence[Any], view: Callable[[Tensor], Array], comm: Comm
     ) -> list[Callable[[], object]]:
         """What computes one instruction; `view` gives the array of a tensor."""
+        from .table import kernel  # who runs compiled kernels alone has no use for it
+
         src = [None if t is None else view(t) for t in i.src]
         dst = [view(t) for t in i.dst]
         scratch = np.empty(0, np.float32)

@@ -127,7 +127,7 @@ def _softmax_scratch(node: Node) -> int:
     rows = spec.size // max(1, spec.shape[-1])
     mask = (
         node.src[1].spec.size * (spec.shape[-3] if node.attrs["max_bias"] else 1)
-        if len(node.inputs) > 1 and node.src[1]
+        if len(node.inputs) > 1 and node.src[1] is not None
         else 0
     )
     return 2 * rows + mask

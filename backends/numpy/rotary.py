@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from ...graph.node import Node
-from ...ops.attributes import number
+from ...ops.declaring.attributes import number
 from ...ops.rotary import frequencies, pairs
 from ..calls import Binding, Call, Calls
 

@@ -13,7 +13,7 @@ from write_models import random_rows
 from hocket.frontends.gguf import open_gguf
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.given.large_headers import qwen_80b, write_header
+from tests.given.models.large_headers import qwen_80b, write_header
 
 sys.path.pop(0)
 

@@ -29,7 +29,7 @@ def graph_of(case: Case) -> Graph:
     """The composition of a case, its operands as inputs."""
     operands = {name: input(name, spec.shape, spec.dtype) for name, spec in case.operands}
     compose = COMPOSITIONS[case.op][case.check.removeprefix(f"{CHECK}-")]
-    return Graph({"result": compose(operands, case.settled)})
+    return Graph({f"result{i}": value for i, value in enumerate(compose(operands, case.settled))})
 
 
 def unsupported(case: Case, backend: Backend, device: Device) -> str:
@@ -46,4 +46,5 @@ def run(case: Case, operands: Mapping[str, Array], backend: Backend, device: Dev
     """The results of the composition."""
     executor = load(plan_for(graph_of(case), [(backend, device)], split_mode="none"), {})
     with np.errstate(all="ignore"):
-        return [executor.run(dict(operands))["result"].astype(np.float64)]
+        results = executor.run(dict(operands))
+        return [results[f"result{i}"].astype(np.float64) for i in range(len(results))]

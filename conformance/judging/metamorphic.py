@@ -16,7 +16,7 @@ import numpy as np
 
 from ...graph.spec import Spec, problem
 from ...ops import Op
-from ...ops.signature import Dim, Operand, Role
+from ...ops.declaring.signature import Dim, Operand, Role
 from ..trials.case import Case
 from ..trials.layouts import Array
 from .composed import names_for

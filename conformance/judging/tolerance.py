@@ -20,7 +20,7 @@ import numpy as np
 from ...graph.attrs import Attr
 from ...graph.dtypes import DType
 from ...graph.spec import Spec
-from ...ops.signature import Leading, Role
+from ...ops.declaring.signature import Leading, Role
 from ..trials.case import Case
 from ..trials.layouts import Array
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...graph.attrs import attr_text
-from ...ops.signature import Leading
+from ...ops.declaring.signature import Leading
 from ..judging.run import Outcome, Result
 from ..trials.case import INPUTS, LAYOUTS, Case
 
@@ -20,6 +20,8 @@ LEAST_TELLING = 0.25
 """By how much the share of the failing cases that have a trait must exceed that of the passing ones, for it to be told;
 half of what the best trait has is asked for, too."""
 MOST_TRAITS = 3
+LIMITS = tuple(2**n for n in range(3, 11))
+"""Sizes at which kernels begin to do otherwise: a vector, a tile, a block of threads."""
 USED_AGAIN: Mapping[Leading, str] = {Leading.TILED: "repeated", Leading.GROUPED: "used for several rows"}
 
 
@@ -122,6 +124,6 @@ def _said_of(size: int) -> Iterator[str]:
     yield "is 1" if size == 1 else "is not 1"
     if size % 8:
         yield "is no multiple of 8"
-    for least in (8, 64, 256):
+    for least in LIMITS:
         if size > least:
             yield f"exceeds {least}"

@@ -1,8 +1,7 @@
 """How fast an op runs with cold buffers, and what share of the machine's own limit that is.
 
 A case is planned once and bound to several copies of its memory, together larger than the last-level cache, which are
-run in turn.  The limits are measured in the same run, on the same device: the bandwidth of a large copy or read,
-whichever is faster, and the throughput of a large matrix product, all through the backend.
+run in turn.  The limits are measured in the same run, on the same device, all through the backend.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy as np
 
 from ...backends.base import Backend, Device
 from ...graph.errors import BackendError
-from ...graph.spec import Spec
+from ...graph.spec import Spec, make_spec
 from ...ops import Op
 from ...ops.elementwise import cont
 from ...ops.products import mul_mat
@@ -37,12 +36,32 @@ WANTED_SECONDS = 0.2
 FEWEST_RUNS, MOST_RUNS = 5, 2000
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the device reached: bytes and floating-point operations per second."""
+PRODUCTS = ("mul_mat", "mul_mat_id")
+"""Ops whose arithmetic is that of their weight's type: rows of 8-bit integers, where it is packed."""
 
-    bandwidth: float
-    flops: float
+
+class Limits:
+    """What a device reaches with ops that come nearest to doing nothing else: bytes a second of a copy or of a matrix
+    that is only read, and operations a second of a large product of matrices, whose weights are of the type that the
+    case at hand has."""
+
+    def __init__(self, backend: Backend, device: Device) -> None:
+        self._measure = lambda case: measure(case, backend, device)
+        copy = make_case(cont, {"x": Spec((1 << 24,))})
+        read = make_case(mul_mat, {"w": Spec((4096, 4096)), "x": Spec((1, 4096))})
+        self.bandwidth = max(self._measure(case).bandwidth for case in (copy, read))
+        self._flops: dict[str, float] = {}
+
+    def flops(self, dtype: str) -> float:
+        """Operations a second of a large product with weights of that type, measured when it is first asked for."""
+        if dtype not in self._flops:
+            w, x = make_spec((1024, 1024), dtype), Spec((1024, 1024))
+            self._flops[dtype] = self._measure(make_case(mul_mat, {"w": w, "x": x})).throughput
+        return self._flops[dtype]
+
+    def flops_for(self, case: Case) -> float:
+        """Operations a second that the arithmetic of a case could reach."""
+        return self.flops(case.operands[0][1].dtype.text if case.op in PRODUCTS else "f32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +85,7 @@ class Speed:
 
     def share(self, limits: Limits) -> float:
         """Of the time the device would need at its measured limit for bytes or operations, whichever takes longer."""
-        return max(self.bandwidth / limits.bandwidth, self.throughput / limits.flops)
+        return max(self.bandwidth / limits.bandwidth, self.throughput / limits.flops_for(self.case))
 
     def line(self, limits: Limits) -> str:
         return (
@@ -127,16 +146,6 @@ def _times(runs: Sequence[Callable[[], None]]) -> list[float]:
         run()
         times.append(time.perf_counter() - start)
     return times
-
-
-def limits_of(backend: Backend, device: Device) -> Limits:
-    """Measured on the device itself, with ops that come nearest to doing nothing else: a copy, a matrix that is only
-    read, a product of matrices."""
-    copy = make_case(cont, {"x": Spec((1 << 24,))})
-    read = make_case(mul_mat, {"w": Spec((4096, 4096)), "x": Spec((1, 4096))})
-    product = make_case(mul_mat, {"w": Spec((1024, 1024)), "x": Spec((1024, 1024))})
-    bandwidth = max(measure(case, backend, device).bandwidth for case in (copy, read))
-    return Limits(bandwidth, measure(product, backend, device).throughput)
 
 
 def perf_cases(op: Op[Any]) -> list[Case]:

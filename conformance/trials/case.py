@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from zlib import crc32
 
+from ...graph.arguments import near
 from ...graph.attrs import Attr, attr_text
 from ...graph.errors import GraphError
 from ...graph.parse import parse_case
@@ -114,7 +115,7 @@ def parse(text: str) -> Case:
         raise GraphError(f"cannot read the case {text!r}; it looks like add(a=f32[2,3], b=f32[3], layout=permuted)")
     name, rest = whole[1], whole[2]
     if name not in REGISTRY:
-        raise GraphError(f"case {text!r}: there is no op {name!r}; `hocket ops` lists them")
+        raise GraphError(f"case {text!r}: there is no op {name!r}{near(name, REGISTRY) or '; `hocket ops` lists them'}")
     settings: dict[str, object] = {}
     while setting := _SETTING.search(rest):
         settings[setting[1]] = int(setting[2]) if setting[1] == "seed" else setting[2]
@@ -122,4 +123,8 @@ def parse(text: str) -> Case:
     for key, known in (("layout", LAYOUTS), ("inputs", INPUTS)):
         if settings.get(key, known[0]) not in known:
             raise GraphError(f"case {text!r}: {key} is {settings[key]!r}; one of {', '.join(known)}")
-    return make_case(REGISTRY[name], parse_case(rest), **settings)
+    try:
+        specs = parse_case(rest)
+    except GraphError as why:
+        raise GraphError(f"case {text!r}: {why}") from None
+    return make_case(REGISTRY[name], specs, **settings)

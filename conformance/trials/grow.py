@@ -20,7 +20,7 @@ from ...graph.errors import GraphError
 from ...graph.parse import parse_case
 from ...graph.spec import Spec, problem
 from ...ops import Op
-from ...ops.signature import Leading, Mismatch, Operand, Role, Sizes
+from ...ops.declaring.signature import Leading, Mismatch, Operand, Role, Sizes
 from .case import Case, make_case
 
 Point: TypeAlias = Mapping[str, "Spec | Attr"]

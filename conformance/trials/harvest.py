@@ -30,7 +30,7 @@ def from_model(path: Path, tokens: Iterable[int] = (1, 32), cells: int = 256) ->
     from ...frontends.gguf import open_gguf  # the only use of frontends here, and only when asked for
     from ...frontends.graph_file import PROGRAM, read_graph
     from ...frontends.models import load_model
-    from ...frontends.models.step import Step
+    from ...frontends.step import Step
 
     with open(path, "rb") as file:
         is_program = file.read(len(PROGRAM)) == PROGRAM or str(path).lower().endswith(".onnx")
@@ -43,3 +43,8 @@ def from_model(path: Path, tokens: Iterable[int] = (1, 32), cells: int = 256) ->
         step = Step(sequences=1, tokens=min(count, context), cells=context, context=context, outputs=1)
         cases.update(dict.fromkeys(from_graph(model.graph(step))))
     return list(cases)
+
+
+def texts_of(cases: Iterable[str], path: Path | None) -> tuple[str, ...]:
+    """Cases by their texts: those given, and those of the model in a file, if one is named."""
+    return (*cases, *([] if path is None else [case.text for case in from_model(path)]))

@@ -7,7 +7,7 @@ COMMANDS = {
     "run": "Generate text and stream it.",
     "logits": "Write the logits of every position.",
     "tokenize": "Print the token ids of a text.",
-    "embed": "Write a vector for each text.",
+    "embed": "Write a vector for each text, by an encoder or a language model.",
     "perplexity": "Print how well a model predicts a text.",
     "bench": "Measure how fast a model reads prompts and writes new tokens.",
     "dump": "Print a graph.",

@@ -20,14 +20,15 @@ from ...backends.cpu.limits import Reading
 from ...graph.node import Node
 from ...ops import op_of
 from ...ranks import ALONE, World
-from ..arguments import number_list, positive
-from ..bench_rows import FORMS, written
 from ..errors import ModelError
 from ..models import Model, Step
 from ..open import open_session
-from ..output import write
-from ..progress import compiling_shown
 from ..session import DEFAULT_BATCH, Group, Session, check_context
+from ..terminal.arguments import number_list, positive, positive_list
+from ..terminal.bench_rows import FORMS, written
+from ..terminal.output import write
+from ..terminal.progress import compiling_shown
+from .batched import BATCHED, Batched
 from .flags import adapter_flags, batch_flag, group_flags, group_of, in_ranks, model_of, trace_flag, traced, wire_flag
 
 
@@ -38,7 +39,9 @@ def flags(sub: argparse.ArgumentParser) -> None:
     add("-p", "--n-prompt", dest="prompts", default=[512], help="tokens of prompts (512)")
     add("-n", "--n-gen", dest="new", default=[128], help="new tokens (128)")
     add("-d", "--n-depth", dest="depths", default=[0], help="tokens before what is timed (0)")
-    add("-t", "--threads", dest="counts", help="threads of each device, in turn (its share of the processors)")
+    add("-np", "--parallel", help="sequences at once, in turn: measure as llama-batched-bench does")
+    threads = "threads of each device, in turn (its share of the processors)"
+    add("-t", "--threads", dest="counts", type=positive_list, help=threads)
     sub.add_argument("-r", "--repetitions", type=positive, default=5, metavar="N", help="timed runs of each test (5)")
     batch_flag(sub, DEFAULT_BATCH, "tokens a run")
     group_flags(sub, sub)
@@ -57,7 +60,22 @@ def run(args: argparse.Namespace) -> int:
     if args.trace and args.counts and len(args.counts) > 1:
         raise ModelError(f"got {len(args.counts)} numbers of threads; a trace is of one, as in -t {args.counts[0]}")
     groups = [group_of(args, threads=threads, wire=args.wire) for threads in args.counts or [None]]
+    if args.parallel:
+        return together(args, model, groups)
     for line in profiles(work, groups) if args.profile else written(rows(work, groups), args.output):
+        write(line + "\n")
+    return 0
+
+
+def together(args: argparse.Namespace, model: Model, groups: Sequence[Group]) -> int:
+    """Measure several sequences at once."""
+    if args.profile or args.trace or any(args.depths):
+        raise ModelError("got -np with --profile, --trace or -d, which are of one sequence; leave out one of the two")
+    work = Batched(model, args.prompts, args.new, args.parallel, args.repetitions, args.batch, args.world)
+    about = {"model_filename": str(model.gguf.path), "n_batch": args.batch}
+    known = ({**about, "n_threads": on.threads, "devices": ",".join(on.devices)} for on in groups)
+    rows = ({**of, **row} for of, on in zip(known, groups, strict=True) for row in work.rows(on))
+    for line in written(rows, args.output, BATCHED):
         write(line + "\n")
     return 0
 

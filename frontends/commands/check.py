@@ -2,7 +2,7 @@
 
 from ...conformance.command import fill as flags
 from ...conformance.command import run as check
-from ..progress import compiling_shown
+from ..terminal.progress import compiling_shown
 
 run = compiling_shown()(check)
 

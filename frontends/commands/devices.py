@@ -15,7 +15,7 @@ from ...backends.base import Device, Meets, load
 from ...backends.host import HostBackend
 from ...graph import BackendError
 from ...scheduler import nbytes_text
-from ..output import write
+from ..terminal.output import write
 
 ROWS, COLUMNS = 16384, 4096
 """A float32 matrix of 256 MiB, larger than any cache."""

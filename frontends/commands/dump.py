@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import re
 
-from ...graph import Graph, GraphError, Node, Value, input, to_json
+from ...graph import Graph, GraphError, Value, input, to_json
+from ...graph.fold import layers
 from ...graph.graph import names
 from ...ops.text import dump
 from ...view.dot import to_dot
-from ..arguments import natural
 from ..graph_file import read_graph
-from ..output import write
+from ..terminal.arguments import natural
+from ..terminal.output import write
 from .flags import batch_flag, context_flag
 
 FORMATS = {"text": dump, "json": to_json, "dot": to_dot}
-LAYER = re.compile(r"[A-Za-z_]+\.(\d+)(?:\.|$)")
-"""Names that tell their layer: ``blk.3.attn_q``, ``cache_k.3``."""
 
 
 def flags(sub: argparse.ArgumentParser) -> None:
@@ -38,15 +36,13 @@ def run(args: argparse.Namespace) -> int:
 def cut_layer(graph: Graph, layer: int) -> Graph:
     """The nodes of one layer as a graph of its own: what other nodes give becomes an input, what they take an output.
 
-    Raises `GraphError` if no node belongs to the layer.
+    Layers are found by structure, so names tell nothing.  Raises `GraphError` for one that is not there.
     """
-    layers = node_layers(graph)
-    mine = [node for node in graph.nodes if layers[node] == layer]
-    if not mine:
-        known = sorted({n for n in layers.values() if n is not None})
-        have = f"those there are: {known[0]} to {known[-1]}" if known else "no name here tells a layer, as blk.0.x does"
+    every = layers(graph)
+    if layer >= len(every):
+        have = f"those there are: 0 to {len(every) - 1}" if every else "this graph has none"
         raise GraphError(f"no node belongs to layer {layer}; {have}")
-    called = names(graph)
+    mine, called = every[layer], names(graph)
 
     def label(value: Value) -> str:
         return called[value.node] + (f".{value.index}" if len(value.node.specs) > 1 else "")
@@ -58,22 +54,8 @@ def cut_layer(graph: Graph, layer: int) -> Graph:
                 became[source] = source if source.node.is_leaf else input(label(source), source.shape, source.dtype)
         new = node.with_src(tuple(None if s is None else became[s] for s in node.src))
         became.update(zip(node.results, new.results, strict=True))
-    users = graph.users()
-    inside = {value for node in mine for value in node.results if not node.is_leaf}
-    wanted = [v for v in inside if v in graph.outputs.values() or any(layers[user] != layer for user in users[v])]
+    users, own = graph.users(), set(mine)
+    inside = {value for node in mine for value in node.results}
+    wanted = [v for v in inside if v in graph.outputs.values() or not own.issuperset(users[v])]
     updates = {became[old]: became[new] for old, new in graph.updates.items() if new in inside and old in became}
     return Graph({label(v): became[v] for v in sorted(wanted, key=label)}, updates)
-
-
-def node_layers(graph: Graph) -> dict[Node, int | None]:
-    """The layer of every node by its name; a node without a name belongs where its first user does."""
-    users = graph.users()
-    layers: dict[Node, int | None] = {}
-    for node in reversed(graph.nodes):
-        if node.name:
-            match = LAYER.match(node.name)
-            layers[node] = int(match[1]) if match else None
-        else:
-            readers = (user for value in node.results for user in users[value])
-            layers[node] = next((layers[user] for user in readers), None)
-    return layers

@@ -1,4 +1,4 @@
-"""``hocket embed``: vectors of texts."""
+"""``hocket embed``: vectors of texts, by encoders or language models."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import sys
 
 import numpy as np
 
-from ..arguments import positive
 from ..errors import ModelError
 from ..language_model import Model
-from ..output import write
-from ..progress import compiling_shown
 from ..session import DEFAULT_BATCH
+from ..terminal.arguments import positive
+from ..terminal.output import write
+from ..terminal.progress import compiling_shown
 from .flags import batch_flag, group_flags
 
 

@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from ...scheduler import SPLIT_MODES
-from ..arguments import device_list, natural, placement, positive, scaled_file, shares
+from ...scheduler import SPLIT_NAMES
+from ..errors import ModelError
 from ..models import Model
 from ..open import open_adapted, open_session
-from ..output import log
 from ..session import DEFAULT_BATCH, Group, Session
-from ..threads import set_threads
+from ..terminal.arguments import device_list, natural, placement, positive, scaled_file, shares
+from ..terminal.output import log
+from ..terminal.threads import set_threads
 from ..watch import Watch
 
 DEVICES = (
@@ -37,7 +38,7 @@ def session_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "-t", "--threads", type=positive, metavar="N", help="threads of each device (its share of the processors)"
     )
-    sub.add_argument("--cache-dir", metavar="DIR", help="where compiled kernels are kept (~/.cache/hocket)")
+    sub.add_argument("--cache-dir", metavar="DIR", help="where compiled kernels and plans are kept (~/.cache/hocket)")
     trace_flag(sub)
     sub.add_argument(
         "--watch", metavar="REGEX", help="print statistics of values with such names after each step, to stderr"
@@ -82,7 +83,7 @@ def group_flags(sub: argparse.ArgumentParser, where: argparse._ActionsContainer)
         "--split-mode",
         default="auto",
         metavar="MODE",
-        help=f"how several devices share: {', '.join(SPLIT_MODES)} (auto)",
+        help=f"how several devices share: {'; '.join(SPLIT_NAMES)} (auto)",
     )
     sub.add_argument("--tensor-split", type=shares, default=(), metavar="LIST", help="shares of the devices, as 3,1")
     sub.add_argument(
@@ -139,6 +140,9 @@ def batch_flag(sub: argparse.ArgumentParser, default: int, meaning: str) -> None
 
 def group_of(args: argparse.Namespace, **others: Any) -> Group:
     """The devices of `group_flags` and how they share; `others` are fields of `Group` for which a command has flags."""
+    given, named = len(args.tensor_split), len(args.devices)
+    if 0 < given < named and args.world.size == 1 and not getattr(args, "simulate", None):
+        raise ModelError(f"--tensor-split has {given} shares for {named} devices; give each one, which may be 0")
     return Group(args.devices, args.split_mode, args.tensor_split, tuple(args.place), **others)
 
 

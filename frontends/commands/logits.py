@@ -13,13 +13,13 @@ from typing import BinaryIO
 
 import numpy as np
 
-from ..arguments import token_list
 from ..errors import ModelError
 from ..gguf.tokenizer import tokenizer_from_metadata
 from ..models import Model
 from ..open import context_for
-from ..progress import compiling_shown
 from ..session import F32, Session
+from ..terminal.arguments import token_list
+from ..terminal.progress import compiling_shown
 from .flags import model_of, session_flags, session_of, text_of, traced
 
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ...conformance.reports.matrix import matrix_text, support_matrix
-from ..output import write
+from ..terminal.output import write
 
 
 def flags(sub: argparse.ArgumentParser) -> None:

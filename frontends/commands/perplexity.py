@@ -15,9 +15,9 @@ from tqdm import tqdm
 from ..errors import ModelError
 from ..gguf.tokenizer import tokenizer_from_metadata
 from ..open import context_for, read_text
-from ..output import write
-from ..progress import compiling_shown
 from ..session import F32, Session
+from ..terminal.output import write
+from ..terminal.progress import compiling_shown
 from .flags import model_of, session_flags, session_of, text_of, traced
 
 CHUNK = 512

@@ -27,8 +27,8 @@ from ..gguf.reader import MAGIC
 from ..graph_file import LARGEST, read_graph
 from ..models import Step
 from ..open import context_for, open_model
-from ..output import log, write
 from ..session import DEFAULT_BATCH, HOST, Group
+from ..terminal.output import log, write
 from .flags import batch_flag, context_flag, group_flags, group_of
 
 
@@ -40,7 +40,9 @@ def flags(sub: argparse.ArgumentParser) -> None:
     )
     where = sub.add_mutually_exclusive_group()
     group_flags(sub, where)
-    where.add_argument("--simulate", metavar="SPEC", help="devices that are not there, as h200:8,nvlink or rtx3090:2")
+    where.add_argument(
+        "--simulate", metavar="SPEC", help="devices that are not there, as h200:8,nvlink or 'h200:8,nvlink x 4,ib400'"
+    )
     context_flag(sub)
     batch_flag(sub, DEFAULT_BATCH, "tokens of a prefill (512)")
     sub.add_argument("--phase", choices=("decode", "prefill"), default="decode", help="one token, or a batch (decode)")
@@ -52,6 +54,8 @@ def flags(sub: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.show and (args.json or args.diff):
+        raise ModelError(f"--show {args.show} prints one pass alone; leave it out, or --json and --diff")
     other = None if args.diff is None else read_plan(args.diff)
     tokens = 1 if args.phase == "decode" else args.batch
     graph, context = step_graph(args.model, context=args.context, tokens=tokens)

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import secrets
+import os
 import select
 import sys
 from collections.abc import Sequence
 
 from ...backends.base import find
 from ...scheduler import nbytes_text
-from ..arguments import logit_bias, positive, seed
-from ..conversation import Conversation
-from ..drafting import Ahead, Draft, check_tokens
 from ..errors import ModelError
-from ..generate import Drawing, Timing, draw, prepare, stream_text
+from ..generation.conversation import Conversation
+from ..generation.drafting import GUESSES, Ahead, Draft, OwnDraft, check_tokens
+from ..generation.generate import Drawing, Timing, draw, prepare, stream_text
+from ..generation.grammar import Grammar
+from ..generation.sampling import Sampling
 from ..gguf.chat import chat_template
 from ..gguf.tokenizer import Tokenizer, tokenizer_from_metadata
-from ..grammar import Grammar
 from ..models import Model
 from ..open import context_for, open_model, read_text
-from ..output import log, write
-from ..progress import compiling_shown
-from ..sampling import Sampling
 from ..saved_state import load_state, save_state
 from ..session import Session
-from ..talk import talk
+from ..terminal.arguments import logit_bias, natural, number, or_minus_one, positive
+from ..terminal.output import check_writable, log, write
+from ..terminal.progress import compiling_shown
+from ..terminal.talk import talk
 from .flags import model_of, session_flags, session_of, text_of, traced
 
 OPENING = "It is a truth universally acknowledged, that"
@@ -33,7 +33,6 @@ OPENING = "It is a truth universally acknowledged, that"
 NEW_TOKENS = 128
 ALONE = ("chat", "trace", "watch", "save_state", "load_state", "predict")
 """Flags that say nothing of a comparison."""
-GUESSES = 4
 
 
 def flags(sub: argparse.ArgumentParser) -> None:
@@ -42,16 +41,20 @@ def flags(sub: argparse.ArgumentParser) -> None:
     text = sub.add_mutually_exclusive_group()
     text.add_argument("-p", "--prompt", metavar="TEXT", help="text to continue")
     text.add_argument("-f", "--file", metavar="FILE", help="file with the text to continue, - for stdin")
-    sub.add_argument(
-        "-n", "--predict", type=int, metavar="N", help="new tokens, -1: until the context is full (128; --chat: -1)"
-    )
+    new = "new tokens, -1: until the context is full (128; --chat: -1)"
+    sub.add_argument("-n", "--predict", type=or_minus_one, metavar="N", help=new)
     sampling_flags(sub)
     sub.add_argument("--chat", action="store_true", help="use the chat template; on a terminal /help lists commands")
     sub.add_argument("-sys", "--system-prompt", dest="system", metavar="TEXT", help="what a talk begins with")
     sub.add_argument("--save-state", metavar="FILE", help="keep the session's state, to go on later")
     sub.add_argument("--load-state", metavar="FILE", help="go on from a saved state, on any number of devices")
     sub.add_argument("-md", "--model-draft", dest="draft", metavar="FILE", help="small model that guesses ahead")
-    sub.add_argument("--draft-max", type=positive, metavar="N", help="tokens that it guesses each time (4)")
+    sub.add_argument(
+        "--draft-max",
+        type=positive,
+        metavar="N",
+        help="tokens that it guesses each time (4); without -md, that the model's own block for that (MTP) guesses",
+    )
     sub.add_argument(
         "--compare",
         metavar="DEVICE",
@@ -83,16 +86,16 @@ def ending_flags(sub: argparse.ArgumentParser) -> None:
 def sampling_flags(sub: argparse.ArgumentParser) -> None:
     """How tokens are chosen; the defaults are llama.cpp's."""
     add = sub.add_argument
-    add("--temp", type=float, default=0.8, metavar="T", help="temperature; 0 takes the likeliest (0.8)")
-    add("--top-k", type=int, default=40, metavar="K", help="keep the K likeliest, 0: all (40)")
-    add("--top-p", type=float, default=0.95, metavar="P", help="keep the likeliest up to P in sum (0.95)")
-    add("--min-p", type=float, default=0.05, metavar="P", help="keep those above P times the best (0.05)")
-    add("--repeat-penalty", type=float, default=1.0, metavar="X", help="divide logits of recent tokens by X (1)")
-    add("--repeat-last-n", type=int, default=64, metavar="N", help="so many tokens are recent, -1: all (64)")
-    add("--presence-penalty", type=float, default=0.0, metavar="X", help="subtract X from logits of recent tokens (0)")
-    add("--frequency-penalty", type=float, default=0.0, metavar="X", help="and X for each time they occurred (0)")
+    add("--temp", type=number, default=0.8, metavar="T", help="temperature; 0 takes the likeliest (0.8)")
+    add("--top-k", type=natural, default=40, metavar="K", help="keep the K likeliest, 0: all (40)")
+    add("--top-p", type=number, default=0.95, metavar="P", help="keep the likeliest up to P in sum (0.95)")
+    add("--min-p", type=number, default=0.05, metavar="P", help="keep those above P times the best (0.05)")
+    add("--repeat-penalty", type=number, default=1.0, metavar="X", help="divide logits of recent tokens by X (1)")
+    add("--repeat-last-n", type=or_minus_one, default=64, metavar="N", help="so many tokens are recent, -1: all (64)")
+    add("--presence-penalty", type=number, default=0.0, metavar="X", help="subtract X from logits of recent tokens (0)")
+    add("--frequency-penalty", type=number, default=0.0, metavar="X", help="and X for each time they occurred (0)")
     add("--logit-bias", type=logit_bias, action="append", default=[], metavar="ID=X", help="add X to a token's logit")
-    add("-s", "--seed", type=seed, default=-1, metavar="N", help="seed of the sampling, -1: a random one (-1)")
+    add("-s", "--seed", type=or_minus_one, default=-1, metavar="N", help="seed of the sampling, -1: a random one (-1)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -111,13 +114,19 @@ def run(args: argparse.Namespace) -> int:
         raise ModelError(f"got two models, {args.model} and {args.named}; name one, with or without -m")
     args.model = args.model or args.named
     if args.seed < 0:
-        args.seed = int(text_of(args, lambda: str(secrets.randbits(31))))
+        args.seed = int(text_of(args, lambda: str(int.from_bytes(os.urandom(4)) >> 1)))
+    if args.system is not None and not args.chat:
+        raise ModelError("-sys is what a talk begins with; add --chat, or put it into the prompt")
+    if args.save_state and not args.world.rank:
+        check_writable(args.save_state)
     model = model_of(args)
     tokenizer = tokenizer_from_metadata(model.gguf.metadata)
     if args.compare is not None:
         return compare(args, model, tokenizer)
-    if args.draft and args.context_shift:
-        raise ModelError("a context that shifts has no draft model; leave out -md or --context-shift")
+    if (args.draft or args.draft_max) and args.context_shift:
+        raise ModelError("a context that shifts has no guesses; leave out -md and --draft-max, or --context-shift")
+    if args.draft_max and not args.draft:
+        model = model.guessing()
     default = -1 if args.chat else NEW_TOKENS
     drawing = Drawing(
         default if args.predict is None else args.predict,
@@ -226,10 +235,10 @@ def chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, drawing: 
 
 
 def ahead_of(args: argparse.Namespace, session: Session) -> Ahead | None:
-    """The draft model of -md, on the devices of the model for which it guesses."""
+    """What guesses: the draft model of -md, on the devices of the model for which it does, or a block of that."""
+    if session.model.guesses:
+        return Ahead(session, OwnDraft(session), args.draft_max)
     if args.draft is None:
-        if args.draft_max is not None:
-            raise ModelError(f"--draft-max {args.draft_max} is for a draft model; name one with -md")
         return None
     model = open_model(args.draft)
     check_tokens(session.model, model)

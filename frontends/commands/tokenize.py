@@ -7,7 +7,7 @@ import json
 
 from ..gguf import open_gguf
 from ..gguf.tokenizer import tokenizer_from_metadata
-from ..output import write
+from ..terminal.output import write
 
 
 def flags(sub: argparse.ArgumentParser) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ...view import Page, view_graph, view_plan
 from ..errors import ModelError
-from ..output import log
 from ..session import DEFAULT_BATCH
+from ..terminal.output import log
 from .flags import batch_flag, context_flag, group_flags, group_of
 from .plan import plan_group, read_plan, step_graph
 
@@ -56,10 +56,12 @@ def page_of(args: argparse.Namespace, title: str) -> Page:
     if is_plan(args.model):
         plan = read_plan(args.model)
         return view_graph(plan.graph, title=title) if args.graph else shown(plan)
-    graph, _ = step_graph(args.model, context=args.context, tokens=1 if args.phase == "decode" else args.batch)
+    tokens = 1 if args.phase == "decode" else args.batch
+    graph, context = step_graph(args.model, context=args.context, tokens=tokens)
     if args.graph:
         return view_graph(graph, title=title)
-    return shown(plan_group(graph, group_of(args), args.simulate)[1])
+    known = None if context is None else min(tokens, context)
+    return shown(plan_group(graph, group_of(args), args.simulate)[1], tokens=known)
 
 
 def is_plan(path: str) -> bool:

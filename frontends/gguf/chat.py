@@ -14,6 +14,13 @@ KEY = "tokenizer.chat_template"
 MAX_TEMPLATE = 1 << 20
 """Characters of the largest template; the longest in use has about 30,000."""
 
+NAMED: Mapping[str, str] = {
+    "rwkv-world": "{% for message in messages %}"
+    "{{ {'system': 'System', 'user': 'User'}.get(message['role'], 'Assistant') }}: {{ message['content'] | trim }}\n\n"
+    "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}",
+}
+"""Templates that files only name, since llama.cpp knows them."""
+
 
 def chat_template(metadata: Mapping[str, object], name: str | None = None) -> str:
     """The chat template of a GGUF file: the default one, or the one called ``name`` (such as ``tool_use``).
@@ -23,7 +30,7 @@ def chat_template(metadata: Mapping[str, object], name: str | None = None) -> st
     key = KEY if name is None else f"{KEY}.{name}"
     template = metadata.get(key)
     if isinstance(template, str) and template:
-        return template
+        return NAMED.get(template, template)
     if template:
         raise ModelError(f"{key} is a {type(template).__name__}; need a string")
     others = sorted(k.removeprefix(f"{KEY}.") for k in metadata if k.startswith(f"{KEY}."))

@@ -10,6 +10,9 @@ from codecs import getincrementaldecoder
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from ..errors import ModelError
 
 LENGTH = struct.Struct("<Q")
@@ -17,6 +20,8 @@ COUNT = struct.Struct("<I")
 LONG = 1 << 12
 LONGEST = 1 << 26
 """Bytes of one string.  Python may need four times as many for it, which a large file must not turn against us."""
+BLOCK = 1 << 18
+"""Bytes looked through at once."""
 AGAIN = "download or convert the file again"
 
 
@@ -103,6 +108,27 @@ class Cursor:
             return self._long_string(start, size)
         return str(self.file.data[start : start + size], "utf-8", "replace")
 
+    def strings(self, count: int) -> list[str]:
+        """The next strings, as `string` gives them one by one: a vocabulary has so many that the call is what costs."""
+        at, lengths = self.at, self._lengths(count)
+        if lengths is None or not count:
+            return [self.string() for _ in range(count)]
+        self.at += 8 * count + int(lengths.sum())
+        bytes_ = np.frombuffer(self.file.data, np.uint8, self.at - at, at)
+        starts = np.cumsum(lengths + 8) - lengths - 8
+        keep = np.ones(len(bytes_), bool)
+        for i in range(7):  # of each length one byte is left, a zero, which ends the string before
+            keep[starts + i] = False
+        joined = bytes_[keep]
+        try:
+            texts = str(joined.data, "utf-8").split("\0")[1:]
+        except UnicodeDecodeError:
+            texts = []
+        if len(texts) != count:  # damaged text, or strings that hold zeros
+            self.at = at
+            return [self.string() for _ in range(count)]
+        return texts
+
     def _long_string(self, start: int, size: int) -> str:
         if size > LONGEST:
             raise self.error(f"has a string of {size} bytes; at most {LONGEST} are accepted")
@@ -130,7 +156,11 @@ class Cursor:
             raise self.error(f"has a name that is not UTF-8 ({error.reason})") from None
 
     def pass_strings(self, count: int) -> None:
-        """Pass ``count`` strings.  Each length is inline, so this loop is what opening a large vocabulary costs."""
+        """Pass ``count`` strings.  Each length is inline, so finding them is what opening a large vocabulary costs."""
+        lengths = self._lengths(count)
+        if lengths is not None:
+            self.at += 8 * count + int(lengths.sum())
+            return
         data, at, last = self.file.data, self.at, self.file.size - LENGTH.size
         length = LENGTH.unpack_from
         for i in range(count):
@@ -140,3 +170,26 @@ class Cursor:
         if at > self.file.size:
             raise self.error(f"has a last string that ends at byte {at}, but the file ends at byte {self.file.size}")
         self.at = at
+
+    def _lengths(self, count: int) -> npt.NDArray[np.int64] | None:
+        """The lengths in bytes of the next strings [count], found all at once; None where some are empty or longer than
+        255, or the file is damaged.
+
+        Such a length is a byte and seven zeros.  Where those stand is a guess, and proof that each string ends where
+        the next begins.
+        """
+        at, left, lengths = self.at, count, [np.zeros(0, np.int64)]
+        while left:
+            if at >= self.file.size:
+                return None
+            part = np.frombuffer(self.file.data, np.uint8, min(BLOCK, self.file.size - at), at)
+            zeros = np.flatnonzero(part == 0)
+            starts = zeros[:-6][zeros[6:] - zeros[:-6] == 6][:left] - 1
+            if not len(starts) or starts[0] != 0:
+                return None
+            lengths.append(part[starts].astype(np.int64))
+            ends = starts + 8 + lengths[-1]
+            if (ends[:-1] != starts[1:]).any():
+                return None
+            at, left = at + int(ends[-1]), left - len(starts)
+        return np.concatenate(lengths) if at <= self.file.size else None

@@ -66,6 +66,7 @@ class Array(Sequence[Item]):
     length: int
     _file: MappedFile
     _start: int
+    _end: int
     _decoded: list[tuple[Item, ...]] = field(default_factory=list)
 
     def numpy(self) -> np.ndarray:
@@ -84,6 +85,13 @@ class Array(Sequence[Item]):
             raise self._file.error(f"a metadata array holds {self.kind}s where strings are needed")
         return self._all()  # type: ignore[return-value]  # numeric by the check above
 
+    def digest(self) -> bytes:
+        """The SHA-256 of the elements as they lie in the file."""
+        from hashlib import sha256  # loads OpenSSL
+
+        with memoryview(self._file.data) as data:
+            return sha256(data[self._start : self._end]).digest()
+
     def _all(self) -> tuple[Item, ...]:
         if not self._decoded:
             self._decoded.append(tuple(self._decode()))
@@ -92,7 +100,7 @@ class Array(Sequence[Item]):
     def _decode(self) -> list[Item]:
         cursor = Cursor(self._file, self._start, "metadata array")
         if self.kind is Kind.STRING:
-            return [cursor.string() for _ in range(self.length)]
+            return [*cursor.strings(self.length)]
         if self.kind is Kind.ARRAY:
             return [read_array(cursor) for _ in range(self.length)]
         return list(self.numpy().tolist())
@@ -143,7 +151,7 @@ def read_array(cursor: Cursor, depth: int = 1) -> Array:
             read_array(cursor, depth + 1)
     else:
         cursor.step(count * kind.least)
-    return Array(kind, count, cursor.file, start)
+    return Array(kind, count, cursor.file, start, cursor.at)
 
 
 def _read_kind(cursor: Cursor) -> Kind:

@@ -110,7 +110,7 @@ _RULES: tuple[tuple[str, PreTokenizer], ...] = (
     ),
     (
         "gpt-2 phi-2 gigachat a.x-4.0 mellum mpt olmo jais trillion granite-docling exaone4 modern-bert "
-        "jina-es jina-de jina-v2-es jina-v2-de",
+        "jina-es jina-de jina-v1-en jina-v2-code jina-v2-es jina-v2-de roberta-bpe",
         PreTokenizer((_GPT2,)),
     ),
     ("falcon", PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"))),

@@ -11,14 +11,14 @@ import os
 import re
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from difflib import get_close_matches
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar, overload
 
 import numpy as np
 
+from ...graph.arguments import near
 from ..errors import ModelError
 from .mapped import Cursor, MappedFile, map_file, shown
 from .metadata import Array, Item, Kind, read_metadata
@@ -97,10 +97,18 @@ class Gguf:
         """The tensor of that name; ModelError with the nearest name if there is none."""
         stored = self.tensors.get(name)
         if stored is None:
-            near = get_close_matches(name, self.tensors, n=1)
-            hint = f"; the nearest is {shown(near[0])}" if near else ""
+            hint = near(name, self.tensors)
             raise self._error(f"tensor {shown(name)} is missing from {len(self.tensors)} tensors{hint}")
         return stored
+
+    def stack(self, prefix: str) -> Gguf:
+        """The tensors of one stack of several, with the names that they have in models of one, and the embedding."""
+        tensors = {
+            name.removeprefix(prefix).replace(".attn_o.", ".attn_output."): tensor
+            for name, tensor in self.tensors.items()
+            if name.startswith(prefix) or name == "token_embd.weight"
+        }
+        return replace(self, tensors=MappingProxyType(tensors))
 
     def _as(self, key: str, value: Item, kind: type[Value]) -> Value:
         if kind is float and type(value) is int:

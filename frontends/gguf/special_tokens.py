@@ -46,13 +46,13 @@ In gpt-oss and solar-open ``<|end|>`` ends one message of several; in gemma4 ``<
 
 
 def special_tokens(
-    tokens: Sequence[str], types: Sequence[int], ids: Mapping[str, int | None]
+    where: Mapping[str, int], tokens: Sequence[str], types: Sequence[int], ids: Mapping[str, int | None]
 ) -> tuple[tuple[int, ...], frozenset[int]]:
     """The corrected type of each token, and the ids that end a generation.
 
-    ``ids`` holds the ids the file names (eos, eot, eom, fim_pad, fim_rep, fim_sep), None where it names none.
+    ``where`` gives the id of each text; ``ids`` holds the ids the file names (eos, eot, eom, fim_pad, fim_rep,
+    fim_sep), None where it names none.
     """
-    where = {text: i for i, text in enumerate(tokens)}
     final = list(types)
     ends = {ids[name] for name in _ENDING if ids.get(name) is not None}
     for name, texts in FILL_IN.items():

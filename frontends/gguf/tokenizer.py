@@ -1,8 +1,9 @@
 """Text to token ids and back, from the metadata of a GGUF file alone.
 
-Three kinds of vocabulary (``tokenizer.ggml.model``): byte-level BPE (``gpt2``), SentencePiece BPE (``llama``) and BPE
-on raw text (``gemma4``).  Merging is done by HF ``tokenizers``, built on first use; everything around it (special
-tokens in text, BOS and EOS, defaults of missing keys) follows llama.cpp's ``llama-vocab.cpp``.
+Kinds of vocabulary (``tokenizer.ggml.model``): byte-level BPE (``gpt2``), SentencePiece BPE (``llama``), BPE on raw
+text (``gemma4``), the longest match (``rwkv``), WordPiece (``bert``) and unigrams (``t5``).  `merging` has the models
+of all; everything around them (special tokens in text, BOS and EOS, defaults of missing keys) follows llama.cpp's
+``llama-vocab.cpp``.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from ...graph.arguments import BOOL, TEXT, a, needs, shown, whole
 from ..errors import ModelError
+from .longest_match import spelled_bytes
+from .merging import KINDS, Merger
 from .special_tokens import BYTE, CONTROL, NORMAL, UNKNOWN, USER, special_tokens, stripping
 from .vocabulary import (
-    BUILDERS,
     byte_of,
     check_unicode,
     read_id,
@@ -28,11 +30,10 @@ from .vocabulary import (
     read_tokens,
 )
 
-if TYPE_CHECKING:
-    import tokenizers
-
 Result = TypeVar("Result")
 SPACE = "▁"
+SPACED = ("gpt2", "rwkv", "bert", "t5")
+"""Kinds whose models take spaces as they are."""
 ID = whole(0)
 MAX_RUN = 1 << 21
 """Characters of the longest run without, or of nothing but, white space: the regex engine gives up at five times it."""
@@ -42,6 +43,9 @@ DEFAULT_IDS: Mapping[str, tuple[int | None, int | None, int | None]] = {
     "gpt2": (11, 11, None),
     "llama": (1, 2, 0),
     "gemma4": (None, None, None),
+    "rwkv": (None, None, None),
+    "bert": (101, 102, 100),
+    "t5": (None, 1, 2),
 }
 """BOS, EOS and unknown id of each kind where the file names none."""
 _ID_NAMES = ("bos", "eos", "eot", "eom", "unknown", "fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep")
@@ -55,7 +59,7 @@ BYTES = {chr(b): bytes([b]) for b in _PRINTED} | {chr(256 + i): bytes([b]) for i
 class Tokenizer:
     """A vocabulary and its rules; make one with ``tokenizer_from_metadata``.
 
-    The first ``encode`` may take seconds, as merges are built only then; ``decode`` needs none.
+    The first ``encode`` of a long text may take seconds, as merges are built only then; ``decode`` needs none.
     """
 
     kind: str
@@ -70,8 +74,7 @@ class Tokenizer:
     add_space_prefix: bool
     strip_after: frozenset[int]
     """Special tokens that swallow the white space after them (phi-3)."""
-    _build: Callable[[], tokenizers.Tokenizer]
-    _built: list[tokenizers.Tokenizer] = field(default_factory=list)
+    _merger: Merger
     _specials: dict[bool, tuple[int, ...]] = field(default_factory=dict)
 
     @property
@@ -144,6 +147,8 @@ class Tokenizer:
             return b""
         if self.kind == "gpt2":
             return b"".join(BYTES.get(char) or char.encode() for char in text)
+        if self.kind == "rwkv":
+            return spelled_bytes(text)
         return text.replace(SPACE, " ").encode()
 
     def _encode_pieces(self, text: str, parse_special: bool) -> Iterator[int]:
@@ -152,7 +157,8 @@ class Tokenizer:
             if isinstance(piece, int):
                 yield piece
             else:
-                yield from self._merge(" " + piece if self.add_space_prefix and after_special else piece)
+                prefixed = self.kind == "llama" and self.add_space_prefix and after_special
+                yield from self._merge(" " + piece if prefixed else piece)
             after_special = isinstance(piece, int)
 
     def _split(self, text: str, parse_special: bool) -> list[str | int]:
@@ -187,13 +193,14 @@ class Tokenizer:
         return self._specials[parse_special]
 
     def _merge(self, text: str) -> Sequence[int]:
-        if not self._built:
-            self._built.append(_guarded("the vocabulary cannot be used", self._build))
-        if self.kind != "gpt2":
+        if self.kind not in SPACED:
             text = text.replace(" ", SPACE)
-        run = partial(self._built[0].encode, text, add_special_tokens=False)
-        ids: list[int] = _guarded(f"a text of {len(text)} characters cannot be tokenized", run).ids
-        return ids
+        model = _guarded("the vocabulary cannot be used", partial(self._merger.model_for, text))
+
+        def ids() -> list[int]:
+            return list(model.encode(text, add_special_tokens=False).ids)
+
+        return _guarded(f"a text of {len(text)} characters cannot be tokenized", ids)
 
     def __repr__(self) -> str:
         return f"<Tokenizer {self.kind}, {self.n_tokens} tokens>"
@@ -228,17 +235,18 @@ def tokenizer_from_metadata(metadata: Mapping[str, object]) -> Tokenizer:
     together.  Merges are checked when the first text is encoded.
     """
     kind = _kind(metadata)
-    tokens = read_tokens(metadata)
+    where = read_tokens(metadata)
+    tokens = tuple(where)
     types = read_numbers(metadata, "token_type", len(tokens)) or (NORMAL,) * len(tokens)
     rule = read_rule(metadata, kind)
     ids = _special_ids(metadata, kind, len(tokens), rule.has_bos)
-    final_types, eos_ids = special_tokens(tokens, [int(type_) for type_ in types], ids)
-    adds = {"bos": read_scalar(metadata, "add_bos_token", bool, rule.add_bos) or kind == "gemma4"}
-    adds["eos"] = read_scalar(metadata, "add_eos_token", bool, False)
+    final_types, eos_ids = special_tokens(where, tokens, [*map(int, types)], ids)
+    adds = {"bos": read_scalar(metadata, "add_bos_token", bool, rule.add_bos) or kind in ("gemma4", "bert")}
+    adds["eos"] = read_scalar(metadata, "add_eos_token", bool, kind == "t5") or kind == "bert"
     for name, asked in adds.items():
         if asked and ids[name] is None:
             raise ModelError(f"tokenizer.ggml.{name}_token_id is missing, but {name.upper()} is to be added; set it")
-    for i, type_ in enumerate(final_types):
+    for i, type_ in enumerate(final_types if BYTE in final_types else ()):
         if type_ == BYTE:
             byte_of(i, tokens[i])
     name_ = metadata.get("general.name")
@@ -251,14 +259,17 @@ def tokenizer_from_metadata(metadata: Mapping[str, object]) -> Tokenizer:
         eos_ids,
         add_bos=adds["bos"],
         add_eos=adds["eos"],
-        add_space_prefix=kind == "llama" and read_scalar(metadata, "add_space_prefix", bool, True),
+        add_space_prefix=kind in ("llama", "bert", "t5") and read_scalar(metadata, "add_space_prefix", bool, True),
         strip_after=stripping(name_ if isinstance(name_, str) else "", tokens, final_types),
-        _build=partial(BUILDERS[kind], metadata, tokens, rule, ids["unknown"]),
+        _merger=Merger(metadata, kind, where, rule, ids["unknown"]),
     )
 
 
 def _special_ids(metadata: Mapping[str, object], kind: str, n_tokens: int, has_bos: bool) -> dict[str, int | None]:
     ids = {name: read_id(metadata, f"{name}_token_id", n_tokens) for name in _ID_NAMES}
+    if kind == "bert":  # the tokens before and behind a text
+        cls, sep = (read_id(metadata, f"{name}_token_id", n_tokens) for name in ("cls", "seperator"))
+        ids |= {"bos": cls if ids["bos"] is None else ids["bos"], "eos": ids["eos"] if sep is None else sep}
     bos, eos, unknown = DEFAULT_IDS[kind]
     for name, default in (("bos", bos if has_bos else None), ("eos", eos), ("unknown", unknown)):
         if ids[name] is None and default is not None and default < n_tokens:
@@ -273,8 +284,8 @@ def _kind(metadata: Mapping[str, object]) -> str:
             f"the model has no vocabulary (tokenizer.ggml.model is {kind!r}); "
             "give token ids with --tokens of hocket logits"
         )
-    if kind not in BUILDERS:
-        raise ModelError(f"tokenizer.ggml.model: unknown tokenizer {kind[:80]!a}; known are {', '.join(BUILDERS)}")
+    if kind not in KINDS:
+        raise ModelError(f"tokenizer.ggml.model: unknown tokenizer {kind[:80]!a}; known are {', '.join(KINDS)}")
     return kind
 
 

@@ -1,4 +1,4 @@
-"""Reading ``tokenizer.ggml.*``: every value checked before HF ``tokenizers`` sees it, then its model built.
+"""Reading ``tokenizer.ggml.*``: every value checked before HF ``tokenizers`` sees it.
 
 The metadata may come from a damaged or hostile file; whatever is wrong with it is one ModelError.
 """
@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from ..errors import ModelError
 from .pretokenizers import GEMMA4, PreTokenizer, pre_tokenizer
-
-if TYPE_CHECKING:
-    import tokenizers
 
 PREFIX = "tokenizer.ggml."
 MAX_TOKEN = 1024
@@ -46,37 +46,51 @@ def read_id(metadata: Mapping[str, object], name: str, n_tokens: int) -> int | N
     return value
 
 
-def read_tokens(metadata: Mapping[str, object]) -> tuple[str, ...]:
-    """The text of every token; ModelError if there are none, if two are equal, or if one is not Unicode text."""
+def read_tokens(metadata: Mapping[str, object]) -> dict[str, int]:
+    """The id of every token by its text, in order; ModelError if there are none, if two are equal, or if one is not
+    Unicode text."""
     strings = _strings(metadata, "tokens")
     if not strings:
         raise ModelError(f"{PREFIX}tokens is empty; need a vocabulary")
-    tokens = tuple(text or f"[EMPTY_{i}]" for i, text in enumerate(strings))
-    where: dict[str, int] = {}
-    for i, text in enumerate(tokens):
-        if where.setdefault(text, i) != i:
-            raise ModelError(f"{PREFIX}tokens: {where[text]} and {i} are both {text[:40]!a}; need each text once")
-    return tokens
+    tokens = tuple(text or f"[EMPTY_{i}]" for i, text in enumerate(strings)) if "" in strings else strings
+    where = dict(zip(tokens, range(len(tokens)), strict=True))
+    if len(where) < len(tokens):
+        first: dict[str, int] = {}
+        for i, text in enumerate(tokens):
+            if first.setdefault(text, i) != i:
+                raise ModelError(f"{PREFIX}tokens: {first[text]} and {i} are both {text[:40]!a}; need each text once")
+    return where
 
 
 def read_numbers(metadata: Mapping[str, object], name: str, length: int) -> tuple[float, ...] | None:
     """The numbers of an array beside the tokens, None if it is missing; ModelError if it has another length."""
     if metadata.get(PREFIX + name) is None:
         return None
-    values = _array(metadata, name)
+    values = cast("tuple[float, ...]", _array(metadata, name))  # what is no number is refused below
     if len(values) != length:
         raise ModelError(f"{PREFIX}{name} has {len(values)} values, {PREFIX}tokens {length}; need as many")
-    for value in values:
-        if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]  # the line itself checks it
-            raise ModelError(f"{PREFIX}{name} holds {str(value)[:40]}; need finite numbers")
-    return values  # type: ignore[return-value]  # checked one by one above
+    kinds = {*map(type, values)}  # vocabularies are long: types are looked at in C, and values only where need be
+    odd = [v for v in values if type(v) not in (int, float)] if kinds - {int, float} else []
+    if not odd and float in kinds:
+        odd = [v for v in values if not math.isfinite(v)]
+    if odd:
+        raise ModelError(f"{PREFIX}{name} holds {str(odd[0])[:40]}; need finite numbers")
+    return values
 
 
 def read_rule(metadata: Mapping[str, object], kind: str) -> PreTokenizer:
     """How text is cut before merging; only byte-level BPE looks at ``tokenizer.ggml.pre``."""
     if kind == "gpt2":
         return pre_tokenizer(read_scalar(metadata, "pre", str, "default") or "default")
-    return GEMMA4 if kind == "gemma4" else SPM
+    return {"gemma4": GEMMA4, "rwkv": WHOLE, "t5": UNIGRAM}.get(kind, SPM)
+
+
+WHOLE = PreTokenizer(())
+"""Nothing is cut before."""
+SPM = PreTokenizer((), add_bos=True)
+"""SentencePiece merges over the whole text."""
+UNIGRAM = PreTokenizer((), has_bos=False)
+"""The same for unigrams."""
 
 
 def byte_of(token: int, text: str) -> bytes:
@@ -95,77 +109,50 @@ def check_unicode(who: str, text: str) -> None:
         raise ModelError(f"{who} is not valid Unicode at character {error.start}; need UTF-8 text") from None
 
 
-def byte_level_model(
-    metadata: Mapping[str, object], tokens: Sequence[str], rule: PreTokenizer, unk: int | None
-) -> tokenizers.Tokenizer:
-    """Byte-level BPE: merges from the file, inside the pieces that ``rule`` cuts.  ``unk`` is not used."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-
-    vocab = {text: i for i, text in enumerate(tokens)}
-    model = models.BPE(vocab, _stored_merges(metadata, vocab), ignore_merges=rule.ignore_merges)
-    built = Tokenizer(model)
-    steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rule.patterns]
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    built.pre_tokenizer = pre_tokenizers.Sequence([*steps, to_bytes])
-    return built
+def stored_merges(metadata: Mapping[str, object], where: Mapping[str, int]) -> npt.NDArray[np.int32]:
+    """The merges that a file lists, the first first [merges, 3]: ids of the left part, the right part and the whole.
+    ModelError for one that is not two tokens that together are a third."""
+    merges = _strings(metadata, "merges")
+    # The first part may itself start with a space, so that one does not separate.
+    pairs = [(merge[:cut], merge[cut + 1 :]) for merge in merges for cut in (merge.find(" ", 1),)]
+    ids = [(where.get(left, -1), where.get(right, -1), where.get(left + right, -1)) for left, right in pairs]
+    if not all(" " in merge[1:] for merge in merges) or any(-1 in three for three in ids):
+        i = next(i for i, merge in enumerate(merges) if -1 in ids[i] or " " not in merge[1:])
+        raise ModelError(f"{PREFIX}merges: {i}, {merges[i][:40]!a}, is not two tokens that together are a third")
+    return np.array([*dict.fromkeys(ids)], np.int32).reshape(-1, 3)
 
 
-def raw_model(
-    metadata: Mapping[str, object], tokens: Sequence[str], rule: PreTokenizer, unk: int | None
-) -> tokenizers.Tokenizer:
-    """BPE on raw text with byte fallback: stored merges (gemma4), or merges derived from scores (SentencePiece)."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-
-    vocab = {text: i for i, text in enumerate(tokens)}
-    merges = _stored_merges(metadata, vocab) if rule.patterns else _derived_merges(metadata, tokens, vocab)
-    unk_token = None if unk is None else tokens[unk]
-    built = Tokenizer(models.BPE(vocab, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True))
-    if rule.patterns:
-        steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rule.patterns]
-        built.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    return built
-
-
-SPM = PreTokenizer((), add_bos=True)
-"""SentencePiece merges over the whole text."""
-
-Builder = Callable[[Mapping[str, object], Sequence[str], PreTokenizer, int | None], "tokenizers.Tokenizer"]
-BUILDERS: Mapping[str, Builder] = {"gpt2": byte_level_model, "llama": raw_model, "gemma4": raw_model}
-"""How the model of each kind (``tokenizer.ggml.model``) is built."""
-
-
-def _stored_merges(metadata: Mapping[str, object], vocab: Mapping[str, int]) -> list[tuple[str, str]]:
-    merges: dict[tuple[str, str], None] = {}
-    for i, merge in enumerate(_strings(metadata, "merges")):
-        cut = merge.find(" ", 1)  # the first part may itself start with a space, so that one does not separate
-        pair = merge[:cut], merge[cut + 1 :]
-        if cut < 0 or pair[0] not in vocab or pair[1] not in vocab or pair[0] + pair[1] not in vocab:
-            raise ModelError(f"{PREFIX}merges: {i}, {merge[:40]!a}, is not two tokens that together are a third")
-        merges.setdefault(pair)
-    return list(merges)
-
-
-def _derived_merges(
-    metadata: Mapping[str, object], tokens: Sequence[str], vocab: Mapping[str, int]
-) -> list[tuple[str, str]]:
+def derived_merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """Every way to make a token of two others, the highest score first: SentencePiece stores no merges."""
-    scores = read_numbers(metadata, "scores", len(tokens))
-    if scores is None:
-        raise ModelError(f"{PREFIX}scores is missing; a vocabulary of kind 'llama' needs one score a token")
-    if max(map(len, tokens)) > MAX_TOKEN:
-        raise ModelError(f"{PREFIX}tokens holds one of {max(map(len, tokens))} characters; at most {MAX_TOKEN} can be")
     merges = []
     # On equal scores the longer left part first: merging goes from left to right.
-    for i in sorted(range(len(tokens)), key=lambda i: -scores[i]):
-        text = tokens[i]
+    for text, _ in sorted(vocabulary.items(), key=lambda token: (-scores[token[1]], token[1])):
         cuts = range(len(text) - 1, 0, -1)
-        merges += [(text[:cut], text[cut:]) for cut in cuts if text[:cut] in vocab and text[cut:] in vocab]
+        merges += [(text[:cut], text[cut:]) for cut in cuts if text[:cut] in vocabulary and text[cut:] in vocabulary]
     return merges
+
+
+def read_scores(metadata: Mapping[str, object], where: Mapping[str, int], kind: str = "llama") -> tuple[float, ...]:
+    """A score for each token; ModelError where they are missing, or a token is too long for `derived_merges`."""
+    scores = read_numbers(metadata, "scores", len(where))
+    if scores is None:
+        raise ModelError(f"{PREFIX}scores is missing; a vocabulary of kind {kind!r} needs one score a token")
+    if (longest := max(map(len, where))) > MAX_TOKEN:
+        raise ModelError(f"{PREFIX}tokens holds one of {longest} characters; at most {MAX_TOKEN} can be")
+    return scores
+
+
+def read_bytes(metadata: Mapping[str, object], name: str) -> bytes:
+    """Bytes from an array of integers, signed or not; ModelError for another one."""
+    values = cast("tuple[int, ...]", _array(metadata, name))  # what is no byte is refused below
+    if not all(type(value) is int and -128 <= value < 256 for value in values):
+        raise ModelError(f"{PREFIX}{name} holds something else than bytes; need an array of them")
+    return bytes(value & 255 for value in values)
 
 
 def _strings(metadata: Mapping[str, object], name: str) -> tuple[str, ...]:
     values = _array(metadata, name)
-    for i, value in enumerate(values):
+    for i, value in enumerate(() if {*map(type, values)} <= {str} else values):
         if type(value) is not str:
             raise ModelError(f"{PREFIX}{name}: {i} is a {type(value).__name__}; need strings")
     strings: tuple[str, ...] = values  # type: ignore[assignment]  # checked one by one above

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from types import MappingProxyType
 
@@ -18,18 +18,21 @@ from ...graph import Graph
 from ..adapters import NO_ADAPTERS, Adapters
 from ..errors import ModelError
 from ..gguf import Gguf, Tensor
+from ..gguf.keys import Keys
+from ..step import Batch as Batch
+from ..step import Step as Step
+from ..step import step_inputs as step_inputs
+from .ahead import LookingAhead
 from .decoder import Decoder
 from .families import FAMILIES
 from .family import Family
+from .frame import SNAPSHOTS as SNAPSHOTS
+from .frame import WINDOWS as WINDOWS
 from .frame import Frame
 from .hyper import Hyper
-from .keys import Keys
-from .per_layer import PerLayer
-from .reading import read_hyper
-from .residuals import Banked, Cycles, GatedStreams, Skipping, Streams
-from .step import Batch as Batch
-from .step import Step as Step
-from .step import step_inputs as step_inputs
+from .layers.residuals import Banked, Cycles, GatedStreams, NormedSums, PerLayer, Skipping, Streams
+from .layers.rwkv import Shifting
+from .reading import read_ahead, read_hyper
 from .weights import Weights as Weights
 
 SCALES = ("ffn_*.scale", "attn_gate.scale")
@@ -39,7 +42,9 @@ DECODERS: Mapping[str, type[Decoder]] = MappingProxyType(
         "": Decoder,
         "banked": Banked,
         "cycles": Cycles,
+        "normed sums": NormedSums,
         "per layer": PerLayer,
+        "shifting": Shifting,
         "skip": Skipping,
         "streams": Streams,
         "gated streams": GatedStreams,
@@ -92,12 +97,31 @@ class Model:
     def window(self, cache: str) -> int:
         """How many tokens the layer sees whose state is ``cache``: 0 for all, and for states that are no cache."""
         kind, _, layer = cache.rpartition(".")
-        return self.hyper.windows[int(layer)] if kind in ("cache_k", "cache_v") else 0
+        return self.hyper.window(int(layer)) if kind in ("cache_k", "cache_v") else 0
 
     @property
     def is_causal(self) -> bool:
-        """Whether a token sees only those before it; a diffusion model sees all at once, so there are no steps."""
+        """Whether a token sees only those before it; others see all at once, so there are no steps."""
         return self.hyper.causal
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether its graphs give ``hidden`` rows alone, whatever a step asks for: it has no output matrix."""
+        return self.hyper.family.runs == "encoder"
+
+    def guessing(self) -> Model:
+        """The model together with the block that guesses further tokens (MTP), as steps that give more than ``logits``
+        or ``hidden`` need it.  ModelError if it has no such block, or one that hocket does not run."""
+        return replace(self, hyper=read_ahead(Keys(self.gguf, self.architecture), self.hyper))
+
+    @property
+    def guesses(self) -> bool:
+        """Whether its block that guesses further tokens is used."""
+        return self.hyper.ahead is not None
+
+    def is_own(self, state: str) -> bool:
+        """Whether a state belongs to a sequence, not to guesses or to what takes tokens back."""
+        return not state.endswith((SNAPSHOTS, WINDOWS, f".{self.hyper.stored}"))
 
     def graph(self, step: Step) -> Graph:
         """The graph of ``step``; weights are bound by tensor name, inputs as `inputs` gives them.
@@ -111,8 +135,10 @@ class Model:
                 f"only where that is all of them; use a context size of at most {attended}"
             )
         frame = Frame(step, taps=self.hyper.taps, steered=self.adapters.steered)
-        graph = DECODERS[self.hyper.family.residuals](self.hyper, self.weights, frame).graph()
-        self.weights.refuse_leftovers(self.hyper.stored)
+        plain = step.gives in ("logits", "hidden")
+        decoder = DECODERS[self.hyper.family.residuals] if plain else LookingAhead
+        graph = decoder(self.hyper, self.weights, frame).graph()
+        self.weights.refuse_leftovers(self.hyper.stored + (step.gives == "all"))
         return self.adapters.adapted(graph)
 
     def inputs(self, step: Step, batch: Batch) -> dict[str, npt.NDArray[np.generic]]:
@@ -124,11 +150,16 @@ class Model:
                     f"batch: tokens run from {min(new)} to {max(new)}; need 0 to {self.vocabulary_size - 1}; "
                     "use the tokenizer of this model"
                 )
-        arrays = step_inputs(step, batch, taps=self.hyper.taps, causal=self.is_causal)
-        needs = self.hyper.inputs(step)
+        hyper = self.hyper.ahead if step.gives == "guess" else self.hyper
+        assert hyper is not None
+        arrays = step_inputs(step, batch, taps=hyper.taps, causal=hyper.causal)
+        needs = hyper.inputs(step)
         arrays = {name: array for name, array in arrays.items() if name in needs}
-        for feed in self.hyper.feeds:
+        for feed in hyper.feeds:
             arrays |= feed.arrays(step, batch)
+        if step.gives in ("both", "guess"):
+            shape = (step.sequences, hyper.width)
+            arrays["seen"] = np.zeros(shape, np.float32) if batch.seen is None else batch.seen
         return arrays
 
     def __repr__(self) -> str:
@@ -148,6 +179,7 @@ def load_model(gguf: Gguf) -> Model:
             f"{gguf.path}: architecture {reprlib.repr(architecture)} is unknown; "
             f"need one of the {len(ARCHITECTURES)} in docs/models.md{near and ', such as ' + near}"
         )
+    gguf = gguf.stack(family.stack) if family.stack else gguf
     unread = family.ignores if family.scaled else (*family.ignores, *SCALES)
     hyper = read_hyper(Keys(gguf, architecture), family)
     return Model(architecture, gguf, hyper, Weights(gguf, unread, family.spare, hyper.source))

@@ -1,7 +1,7 @@
 """The one decoder: embedding, then mixers and feed-forward on a residual, then the wanted logits.
 
 What a block does follows from the traits of its family (`Family`) and from its `Layer`; the parts themselves follow
-from the tensors that the file has.  Modules `residuals` and `per_layer` have decoders whose residual is another.
+from the tensors that the file has.  Module `residuals` has decoders whose residual is another.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ import math
 
 from ... import ops
 from ...graph import DType, Graph, Value
-from . import blocks
-from .blocks import Norm, capped, product
 from .frame import Frame
 from .hyper import Hyper, Layer
-from .moe import mixture, routed
+from .layers.blocks import Norm, capped, feed_forward, linear, product
+from .layers.moe import mixture, routed
 from .weights import Weights
 
 
@@ -50,6 +49,9 @@ class Decoder:
             rows = weights.shape("position_embd.weight")[0]
             where = ops.reshape(frame.pos, shape=(frame.step.rows,))
             x = ops.add(x, ops.get_rows(weights("position_embd.weight", (rows, hyper.width)), where, name="places"))
+        if weights.has("token_types.weight"):  # all tokens are of the first type
+            types = weights("token_types.weight", weights.shape("token_types.weight"))
+            x = ops.add(x, ops.slice_(types, axis=0, start=0, stop=1) if len(types.shape) > 1 else types)
         if self.family.embedding_norm == "bare":
             x = self.norm.plain(x)
         elif self.family.embedding_norm:
@@ -82,7 +84,9 @@ class Decoder:
         return ops.add(added, y, name=f"{block}.ffn_residual")
 
     def normed(self, i: int, name: str, x: Value) -> Value:
-        return self.norm(self.weights, f"blk.{i}.{name}", x) if name else x
+        stem = f"blk.{i}.{name.removesuffix('?')}"
+        absent = not name or (name.endswith("?") and not self.weights.has(f"{stem}.weight"))
+        return x if absent else self.norm(self.weights, stem, x)
 
     def scaled(self, x: Value) -> Value:
         """What joins the residual, times the factor that the model has for it."""
@@ -115,17 +119,15 @@ class Decoder:
 
     def dense(self, i: int, layer: Layer, h: Value) -> Value:
         if not layer.dense:  # as in llama.cpp's graph, which does not read the experts of this block
-            return blocks.PLAIN[str(self.family.unit)](h)
-        return blocks.feed_forward(
-            self.weights, f"blk.{i}", h, unit=layer.unit, limit=layer.limit, first=layer.gate_first
-        )
+            return layer.unit.plain(h)
+        return feed_forward(self.weights, f"blk.{i}", h, layer.unit)
 
     def chosen(self, i: int, layer: Layer, h: Value, added: Value, before: Value) -> Value:
         """The answer of experts, and of the dense feed-forward beside them if there is one."""
         weights, block, experts = self.weights, f"blk.{i}", layer.experts
         assert experts is not None
         if not layer.dense:
-            return mixture(weights, block, h, experts, before if experts.kind == "early router" else None)
+            return mixture(weights, block, h, experts, before if experts.family.mixture == "early router" else None)
         if self.family.beside == "normed":
             return self.two_norms(i, layer, h, added)
         y = mixture(
@@ -149,15 +151,23 @@ class Decoder:
         return ops.add(y, self.normed(i, "post_ffw_norm_2", z))
 
     def ended_by(self, x: Value) -> Graph:
-        """The graph of all blocks, the final norm and the output matrix."""
-        x = self.norm(self.weights, self.family.output_norm, x) if self.family.output_norm else x
-        return self.frame.graph(x, self.logits(x))
+        """The graph of all blocks, the final norm and the output matrix; of encoders, what they make of tokens."""
+        weights = self.weights
+        x = self.norm(weights, self.family.output_norm, x) if self.family.output_norm else x
+        if self.family.runs == "encoder":
+            for name in filter(lambda name: weights.has(f"{name}.weight"), ("dense_2", "dense_3")):
+                x = linear(weights, name, x, weights.shape(f"{name}.weight")[0])
+        elif self.frame.step.gives != "hidden":
+            return self.frame.graph({"logits": self.logits(x)})
+        return self.frame.graph({"hidden": x})
 
-    def logits(self, x: Value) -> Value:
-        """The output matrix, which is the token embedding where the file has none: f32[n, vocabulary]."""
+    def logits(self, x: Value, matrix: Value | None = None) -> Value:
+        """``x`` times a matrix, else the output matrix, which is the token embedding where the file has none:
+        f32[n, vocabulary]."""
         hyper, weights = self.hyper, self.weights
         shape = (hyper.vocabulary_size, hyper.width)
-        matrix = weights.optional("output.weight", shape)
+        if matrix is None:
+            matrix = weights.optional("output.weight", shape)
         if matrix is None:
             matrix = weights("token_embd.weight", shape)
         y = ops.mul_mat(matrix, x, name="logits")

@@ -8,23 +8,40 @@ from types import MappingProxyType
 
 from .family import Family, Windows
 
+LOCAL, QUARTER, FOREIGN = Windows(), Windows(period=4), Windows(base=10000.0, scaled=False)
+FIRST = Windows(period=4, whole_first=True)
 LLAMA = Family(rope="normal", factors=True)
 LAYER_NORM = Family(norm="layer")
 GPT2 = Family(norm="layer", rope="none", unit="gelu")
+SCORED = Family(gating="key sigmoid", normalised=None)
 QWEN = Family()
 QWEN3 = Family(qk_norm="before")
 GRANITE = Family(rope="normal", factors=True, rotated="finetuned", residual="key", embedding="key", logits="over")
 COHERE = Family(norm="layer", rope="normal", ffn_norm="", parallel="yes", logits="times")
+COHERE2 = replace(COHERE, factors=True, rotated="window", windows=QUARTER, scaled=True)
 SANDWICH = Family(attn_post="post_attention_norm", ffn_post="post_ffw_norm", qk_norm="before")
 GEMMA2 = replace(SANDWICH, embedding="width", unit="gelu", softcap=0.0)
-LOCAL = Windows()
+BERT = Family(
+    runs="encoder",
+    norm="layer",
+    embedding_norm="token_embd_norm",
+    output_norm="",
+    residuals="normed sums",
+    rope="none",
+    unit="gelu erf",
+)
+T5 = Family(runs="encoder", stack="enc.", rope="none", scale="one", unit="gelu or relu")
 LATENT = Family(rope="normal", mixer="latent", gating="key", normalised=None)
-CHOOSING = replace(LATENT, spare=("indexer*",), sparse="top_k")
+INDEXER = ("indexer*",)
+CHOOSING = replace(LATENT, spare=INDEXER, sparse="top_k")
+OF_RWKV = Family(rope="none", recurrent="rwkv6", recurrent_where="all")
+RWKV = replace(OF_RWKV, norm="layer", ffn_norm="attn_norm_2", embedding_norm="token_embd_norm", residuals="shifting")
+FIRST_VALUES = ("time_mix_v?.weight",)
 NO_OUTPUT_BIAS = ("attn_output.bias",)
 NO_BIASES = ("attn_output.bias", "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
 DENSE = ("ffn_gate.*", "ffn_up.*", "ffn_down.*")
-QWEN35 = Family(
-    qk_norm="before",
+QWEN35 = replace(
+    QWEN3,
     ffn_norm="post_attention_norm",
     gated_queries=True,
     recurrent="delta",
@@ -32,6 +49,11 @@ QWEN35 = Family(
     scaled=True,
 )
 KIMI_UNREAD = ("attn_q.bias", "attn_k.bias", "attn_v.bias", "ssm_*.scale")
+KIMI = Family(
+    rope="none", mixer="latent", recurrent="kimi", gating="key", normalised=None, ignores=(*KIMI_UNREAD, "attn_*.scale")
+)
+BOUNDED = replace(KIMI, bounded_decay=-1.0)
+NEMOTRON = Family(rope="none", recurrent="mamba2", mixer="single", unit="relu2", scaled=True)
 UNSCALED_DELTA = ("attn_qkv.scale", "attn_gate.scale", "ssm_*.scale", "ssm_in.weight")
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -41,12 +63,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "mistral3": replace(LLAMA, scaled=True, temperature=(0, 0.0, 0.0)),
         "nanbeige": replace(LLAMA, scaled=True, repeats="num_loops"),
         "minicpm": Family(
-            rope="normal",
-            factors=True,
-            embedding=12.0,
-            residual="layers",
-            logits="over",
-            logit_default="width",
+            rope="normal", factors=True, embedding=12.0, residual="layers", logits="over", logit_default="width"
         ),
         "deci": replace(LLAMA, headless=True),
         "arcee": replace(LLAMA, unit="relu2"),
@@ -83,12 +100,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             windows=Windows(period=4, default=4096, least_layers=64),
         ),
         "exaone-moe": Family(
-            factors=True,
-            qk_norm="before",
-            rotated="window",
-            windows=Windows(period=4),
-            gating="key",
-            normalised=None,
+            factors=True, qk_norm="before", rotated="window", windows=QUARTER, gating="key", normalised=None
         ),
         "ernie4_5": Family(rope="normal", ignores=NO_OUTPUT_BIAS),
         "ernie4_5-moe": Family(
@@ -124,7 +136,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             embedding_norm="bare",
             post_eps=1e-8,
             rotated="window",
-            windows=Windows(period=4),
+            windows=QUARTER,
             logits="times",
             softcap=0.0,
         ),
@@ -138,29 +150,23 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3vl": QWEN3,
         "qwen3vlmoe": QWEN3,
         "qwen3tts": QWEN3,
-        "dream": Family(causal=False, ignores=("output.bias",)),
-        "llada": Family(rope="normal", causal=False, ignores=NO_BIASES),
-        "llada-moe": Family(qk_norm="before", causal=False, normalised=False),
-        "rnd1": Family(qk_norm="before", causal=False),
+        "dream": Family(runs="at once", ignores=("output.bias",)),
+        "llada": Family(rope="normal", runs="at once", ignores=NO_BIASES),
+        "llada-moe": Family(qk_norm="before", runs="at once", normalised=False),
+        "rnd1": Family(qk_norm="before", runs="at once"),
         "qwen3next": replace(QWEN35, shared_gate=True, ignores=UNSCALED_DELTA),
         "qwen35": QWEN35,
         "qwen35moe": replace(QWEN35, shared_gate=True),
         "maple": Family(qk_norm="before", rotated="window", windows=LOCAL, mixture="gate first"),
-        "mellum": Family(qk_norm="before", windows=Windows(period=4), scaled=True),
+        "mellum": Family(qk_norm="before", windows=QUARTER, scaled=True),
         # ----------------------------------------------------------------------------------------------- experts
         "bailingmoe": Family(rope="normal", factors=True, scale="rotated", normalised=None),
         "bailingmoe2": Family(qk_norm="before", gating="key", normalised=None),
         "deepseek": Family(rope="normal", factors=True, normalised=False),
         "dots1": Family(qk_norm="before", gating="key", normalised=None),
-        "glm4moe": Family(
-            rope="neox", ffn_norm="post_attention_norm", gating="key sigmoid", normalised=None, ignores=NO_OUTPUT_BIAS
-        ),
+        "glm4moe": replace(SCORED, ffn_norm="post_attention_norm", ignores=NO_OUTPUT_BIAS),
         "gpt-oss": Family(
-            ffn_norm="post_attention_norm",
-            windows=Windows(period=2),
-            unit="oai",
-            gating="chosen",
-            normalised=False,
+            ffn_norm="post_attention_norm", windows=Windows(period=2), unit="oai", gating="chosen", normalised=False
         ),
         "grok": Family(
             attn_post="attn_output_norm",
@@ -175,31 +181,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             beside="mean",
         ),
         "grovemoe": Family(qk_norm="before", mixture="chunks"),
-        "hy_v3": Family(
-            factors=True,
-            qk_norm="before",
-            gating="key sigmoid",
-            normalised=None,
-            scaled=True,
-            spare=DENSE,
-        ),
-        "laguna": Family(
-            qk_norm="before",
-            gate="softplus",
-            windows=Windows(period=4, whole_first=True, scaled=False),
-            gating="key sigmoid",
-            normalised=None,
-        ),
+        "hy_v3": replace(SCORED, factors=True, qk_norm="before", scaled=True, spare=DENSE),
+        "laguna": replace(SCORED, qk_norm="before", gate="softplus", windows=replace(FIRST, scaled=False)),
         "afmoe": replace(
-            SANDWICH,
-            embedding="width",
-            rotated="every 4",
-            windows=Windows(period=4),
-            gating="key sigmoid",
-            normalised=None,
+            SANDWICH, embedding="width", rotated="every 4", windows=QUARTER, gating="key sigmoid", normalised=None
         ),
         "mimo2": Family(
-            windows=Windows(base=10000.0, scaled=False),
+            hands_on="residual",
+            windows=FOREIGN,
             gating="sigmoid",
             spare=DENSE,
             ignores=("attn_qkv.scale", "attn_q.scale", "attn_k.scale", "attn_v.scale", "attn_*.bias"),
@@ -207,7 +196,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "minimax-m2": Family(qk_norm="before", gating="key"),
         "smallthinker": Family(
             rotated="every 4 first",
-            windows=Windows(period=4, whole_first=True, size=4096),
+            windows=replace(FIRST, size=4096),
             unit="relu",
             gating="key",
             mixture="early router",
@@ -231,16 +220,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "phimoe": Family(factors=True),
         "stablelm": Family(norm="layer", parallel="absent"),
         "command-r": COHERE,
-        "cohere2": replace(COHERE, factors=True, rotated="window", windows=Windows(period=4), scaled=True),
+        "cohere2": COHERE2,
         "cohere2moe": replace(
-            COHERE,
+            COHERE2,
             norm="either",
-            factors=True,
             rotated="window|dense",
-            windows=Windows(period=4, whole_first=True),
+            windows=FIRST,
             gating="key sigmoid",
             normalised=None,
-            scaled=True,
             mixture="halved",
         ),
         # -------------------------------------------------------------------------------------- Gemma, GLM, Granite
@@ -253,12 +240,36 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "granite": GRANITE,
         "granitemoe": replace(GRANITE, rotated="all"),
         "granite_swa": replace(GRANITE, rotated="pattern", windows=LOCAL),
+        # ---------------------------------------------------------------------------------------------- encoders
+        "bert": BERT,
+        "nomic-bert": replace(BERT, rope="neox", unit="silu"),
+        "nomic-bert-moe": replace(BERT, rope="neox", normalised=False),
+        "jina-bert-v2": replace(BERT, alibi=8.0),
+        "jina-bert-v3": replace(BERT, rope="neox"),
+        "modern-bert": Family(
+            runs="encoder",
+            norm="layer",
+            embedding_norm="token_embd_norm",
+            attn_norm="attn_norm?",
+            unit="gelu erf",
+            windows=Windows(period=3, whole_first=True, base=10000.0, scaled=False),
+        ),
+        "eurobert": Family(runs="encoder"),
+        "gemma-embedding": replace(
+            GEMMA2, softcap=None, windows=Windows(period=6, base=10000.0, scaled=False), runs="encoder"
+        ),
+        "t5": T5,
+        "t5encoder": T5,
         # --------------------------------------------------------------------------------------------- recurrent
         "mamba": Family(rope="none", recurrent="mamba", recurrent_where="all"),
         "mamba2": Family(rope="none", recurrent="mamba2", recurrent_where="all"),
         "jamba": Family(rope="none", recurrent="mamba", normalised=False),
         "falcon-h1": Family(recurrent="mamba2", recurrent_where="both", ignores=NO_OUTPUT_BIAS),
         "plamo2": replace(SANDWICH, recurrent="plamo2", ignores=("attn_qkv.scale", "ssm_*.scale")),
+        "rwkv6": RWKV,
+        "rwkv7": replace(RWKV, recurrent="rwkv7", spare=FIRST_VALUES),
+        "rwkv6qwen2": OF_RWKV,
+        "arwkv7": replace(OF_RWKV, recurrent="rwkv7", spare=FIRST_VALUES),
         "minimax-01": Family(
             residual="key",
             residual_after_norm=True,
@@ -269,32 +280,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "lfm2": Family(output_norm="token_embd_norm", qk_norm="before", recurrent="convolution", windows=LOCAL),
         "lfm2moe": Family(output_norm="token_embd_norm", qk_norm="before", recurrent="convolution", gating="key"),
-        "kimi-linear": Family(
-            rope="none",
-            mixer="latent",
-            recurrent="kimi",
-            gating="key",
-            ignores=(*KIMI_UNREAD, "attn_[qkv].scale"),
-            spare=("attn_output.scale",),
+        "kimi-linear": replace(
+            KIMI, normalised=True, ignores=(*KIMI_UNREAD, "attn_[qkv].scale"), spare=("attn_output.scale",)
         ),
-        "bailingmoe3": Family(
-            rope="normal|mrope",
-            mixer="latent",
-            recurrent="kimi",
-            bounded_decay=1.0,
-            gating="key",
-            normalised=None,
-            ignores=(*KIMI_UNREAD, "attn_*.scale"),
-        ),
+        "bailingmoe3": replace(KIMI, rope="normal|mrope", bounded_decay=1.0),
         "deepseek2": replace(LATENT, log_multiplier=10.0, temperature=(-1, 0.0, 0.0)),
         "mistral4": replace(LATENT, log_multiplier=10.0, temperature=(-1, 0.0, 0.0)),
         "minicpm3": Family(
-            mixer="latent",
-            factors=True,
-            embedding=12.0,
-            residual="layers",
-            logits="over",
-            logit_default="width",
+            mixer="latent", factors=True, embedding=12.0, residual="layers", logits="over", logit_default="width"
         ),
         "gemma4": replace(
             GEMMA2,
@@ -302,43 +295,27 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             scale="one",
             factors=True,
             whole_factors=True,
-            windows=Windows(base=10000.0, scaled=False),
+            windows=FOREIGN,
             beside="normed",
             residuals="per layer",
             scaled=True,
         ),
-        "kimi-k3": Family(
-            rope="none",
-            mixer="latent",
-            recurrent="kimi",
-            bounded_decay=-1.0,
-            residuals="banked",
-            unit="situ",
-            gating="key",
-            normalised=None,
-            ignores=(*KIMI_UNREAD, "attn_*.scale"),
-            spare=("attn_res_score.weight",),
-        ),
+        "kimi-k3": replace(BOUNDED, residuals="banked", unit="situ", spare=("attn_res_score.weight",)),
         "hy_v4": replace(CHOOSING, residuals="streams", mixture="gate first", ignores=("attn_*.scale",)),
-        "glm5-next": Family(
-            rope="none",
-            mixer="latent",
-            recurrent="kimi",
-            bounded_decay=-1.0,
+        "glm5-next": replace(
+            BOUNDED,
             l2_eps=1e-6,
             residuals="streams",
             gating="key sigmoid",
-            normalised=None,
             mixture="gate first",
-            ignores=(*KIMI_UNREAD, "attn_*.scale"),
-            spare=("indexer*",),
+            spare=INDEXER,
             sparse="top_k",
         ),
         "deepseek32": replace(CHOOSING, log_multiplier=10.0, scaled=True),
         "glm-dsa": replace(CHOOSING, gating="key sigmoid", scaled=True),
         "dots3note": replace(CHOOSING, windows=Windows(base=10000.0), scaled=True, ignores=("attn_gate.scale",)),
         "minimax-m3": Family(
-            qk_norm="before", unit="oai", gating="key", normalised=None, spare=("indexer.*",), sparse="top_k block_size"
+            qk_norm="before", unit="oai", gating="key", normalised=None, spare=INDEXER, sparse="top_k block_size"
         ),
         "deepseek4": replace(
             CHOOSING,
@@ -357,20 +334,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             delta_gate="sigmoid",
             shared_gate=True,
             ignores=("attn_?.bias",),
-            spare=("indexer.*",),
+            spare=INDEXER,
             sparse="top_k",
         ),
         "hrm_text": Family(bare=True, output_norm="", residuals="cycles", embedding="key"),
         "granitehybrid": replace(GRANITE, recurrent="mamba2"),
-        "nemotron_h": Family(rope="none", recurrent="mamba2", mixer="single", unit="relu2", scaled=True),
-        "nemotron_h_moe": Family(
-            rope="none",
-            recurrent="mamba2",
-            mixer="single",
-            unit="relu2",
-            scaled=True,
-            gating="sigmoid",
-            normalised=None,
-        ),
+        "nemotron_h": NEMOTRON,
+        "nemotron_h_moe": replace(NEMOTRON, gating="sigmoid", normalised=None),
     }
 )

@@ -36,7 +36,8 @@ class Family:
     """Traits of an architecture; the defaults are those of LLaMA with rotated halves.
 
     Norms: ``norm`` is ``rms`` or ``layer``; with ``bare`` they have no weights.  A name of a norm is that of its
-    tensor, empty if there is none: before and after mixer and feed-forward, after the embedding, before the output.
+    tensor, with a ``?`` if blocks may lack it and empty if there is none: before and after mixer and feed-forward,
+    after the embedding, before the output.
     ``parallel`` blocks add both parts to the same input: ``yes``, ``key`` (as ``use_parallel_residual`` says) or
     ``absent`` (if the block lacks the norm of the feed-forward).
     """
@@ -90,7 +91,9 @@ class Family:
     score_cap: float | None = None
     """Bound of the scores where ``attn_logit_softcapping`` is missing; None if the key is not read."""
     alibi: float = 0.0
-    causal: bool = True
+    runs: str = "steps"
+    """Token by token in ``steps``; ``at once``, each token seeing all (diffusion); or as an ``encoder``, which does so
+    and has no logits."""
     value_norm: bool = False
     temperature: tuple[int, float, float] | None = None
     """Floor, factor and offset of the temperature of queries (0: from metadata)."""
@@ -100,7 +103,7 @@ class Family:
     """Each head of ``attn_q`` gives its query and then its gate."""
 
     unit: str = "silu"
-    """Activation of feed-forwards: silu, gelu, relu, relu2, oai."""
+    """Activation of feed-forwards: silu, gelu, gelu erf, relu, relu2, oai; ``gelu or relu``, which has no gate."""
     gating: str = "softmax"
     """How routers weigh: softmax, sigmoid, chosen (softmax over those chosen), or ``key``/``key sigmoid`` for
     ``expert_gating_func`` with that default."""
@@ -136,14 +139,23 @@ class Family:
     sparse: str = ""
     """The keys whose product is how many tokens attention chooses: longer contexts are refused."""
     residuals: str = ""
-    """Which decoder has its residuals: that of `decoder`, or one of `residuals` and `per_layer`."""
+    """Which decoder has its residuals: that of `decoder`, one of `residuals`, or that of `rwkv`."""
+    stack: str = ""
+    """What the names of its tensors begin with, if that is a stack of several."""
 
+    hands_on: str = "normed"
+    """What a block that guesses further tokens is given: the last ``residual``, or that ``normed``."""
     ignores: tuple[str, ...] = ()
     """Optional tensors that files may carry and that llama.cpp's graph does not read."""
     spare: tuple[str, ...] = ()
     """Tensors that some blocks need and others may carry for nothing."""
     scaled: bool = False
     """Whether ``.scale`` of feed-forwards and experts is read."""
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token sees only those before it."""
+        return self.runs == "steps"
 
     @property
     def sees_input(self) -> bool:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial, reduce
 
 from ... import ops
 from ...graph import DType, Graph, Value, input, state
-from .step import Ring, Step
+from ..step import Ring, Step
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
     """Which cells a token sees: all before it and its own, of the last ``window`` or, ``chunked``, of its own chunk of
-    so many alone unless that is 0; with ``distances`` the mask holds how far they are, for ALiBi; unless ``causal``
-    all cells of its sequence."""
+    so many alone unless that is 0; with ``distances`` the mask holds how far they are, for ALiBi.  Unless ``causal`` it
+    sees all tokens of its text, or half of ``window`` on either side."""
 
     window: int = 0
     chunked: bool = False
@@ -28,6 +29,8 @@ class Sight:
         return self.window if self.causal and not self.chunked and not self.distances else 0
 
 
+Warmth = tuple[int, float, float] | None
+"""Floor, factor and offset of the temperature of queries, see `Frame.warmed`; None for 1."""
 ALL = Sight()
 HIDDEN = -1e38
 """What is added to the scores of cells that are not seen: their share is 0."""
@@ -35,6 +38,9 @@ CACHED = frozenset({"pos", "slot"})
 """Inputs of mixers that attend to a cache."""
 RECURRENT = frozenset({"valid", "conv_rows"})
 """Inputs of mixers that convolve and carry a state."""
+SNAPSHOTS, WINDOWS = ".snapshots", ".windows"
+"""``NAME.T`` and this name a state that holds NAME as it was behind each of T tokens: [B, T, ...], the last first, or
+[B, kept+T, c], rows of which it was."""
 
 
 class Frame:
@@ -56,23 +62,61 @@ class Frame:
         self.out_ids = input("out_ids", (step.outputs,), DType.I32)
         self.valid = input("valid", (step.sequences, step.tokens, 1))
         self.last = input("last", (step.sequences, step.tokens), DType.I32)
-        self._masks: dict[Sight, Value] = {}
-        self._cells: dict[str, Value] = {}
+        self._masks: dict[tuple[Sight, Value | None], Value] = {}
+        self.left: dict[str, Value] = {}
+        """What layers leave for later ones: all cells of their caches, and whatever else has a name."""
         self._fed: dict[str, Value] = {}
         self._updates: dict[Value, Value] = {}
 
-    def mask(self, sight: Sight = ALL) -> Value:
-        """f32[B, T, cells]: which cells each token may see."""
-        if sight not in self._masks:
-            self._masks[sight] = self._mask(sight)
-        return self._masks[sight]
+    def mask(self, sight: Sight = ALL, biases: Value | None = None) -> Value:
+        """f32[B, T, cells]: which cells each token may see, or tokens unless it is causal; with ``biases`` f32[buckets,
+        heads] also what each head adds for a distance, f32[B, heads, T, T]."""
+        key = sight, biases
+        if key not in self._masks:
+            mask = self._mask(sight) if sight.causal else self._open_mask(sight)
+            self._masks[key] = mask if biases is None else self._biased(mask, biases)
+        return self._masks[key]
+
+    def _open_mask(self, sight: Sight) -> Value:
+        """f32[B, T, T]: a token sees all of its text, or half a window of it on either side."""
+        count, half = self.step.tokens, sight.window // 2
+        mask = ops.causal_mask(self.last, cells=count, name="mask")
+        if sight.window:
+            end = ops.cast(ops.scale(ops.cast(self.pos, dtype=DType.F32), scale=1.0, bias=half), dtype=DType.I32)
+            mask = ops.add(mask, ops.causal_mask(end, cells=count, window=2 * half + 1), name="window_mask")
+        return ops.sub(mask, ops.abs_(self.distances), name="distances") if sight.distances else mask
+
+    @cached_property
+    def distances(self) -> Value:
+        """How far each token of a text lies behind another: f32[B, T, T]."""
+        count = self.step.tokens
+        numbers = ops.repeat(ops.arange(start=0.0, stop=float(count)), shape=(*self.pos.shape, count))
+        return ops.sub(numbers, self.positions)
+
+    def _biased(self, mask: Value, table: Value) -> Value:
+        """``mask`` plus the entry of ``table`` for each distance: half of the buckets are for tokens ahead, and of each
+        half the first are for one distance each, the others for more and more, up to 128.  Raffel et al., T5, 2020."""
+        (buckets, heads), (sequences, count) = table.shape, self.pos.shape
+        near, far = buckets // 4, buckets // 2 - buckets // 4
+        ahead = ops.arange(start=1.0 - count, stop=float(count))
+        size = ops.abs_(ahead)
+        octaves = ops.log(ops.scale(ops.clamp(size, min=near, max=math.inf), scale=1.0 / near))
+        # A little more, since powers of the ratio begin a bucket.
+        number = ops.floor(ops.scale(octaves, scale=far / math.log(128.0 / near), bias=1e-4))
+        number = ops.add(ops.clamp(size, min=0.0, max=near), ops.clamp(number, min=0.0, max=far - 1.0))
+        number = ops.add(number, ops.scale(ops.step(ahead), scale=float(buckets // 2)))
+        biases = ops.get_rows(table, ops.cast(number, dtype=DType.I32), name="biases")
+        where = ops.cast(ops.scale(self.distances, scale=1.0, bias=count - 1.0), dtype=DType.I32)
+        biases = ops.get_rows(biases, ops.reshape(where, shape=(where.spec.size,)))
+        biases = ops.transpose(ops.reshape(biases, shape=(sequences, count * count, heads)))
+        biases = ops.reshape(biases, shape=(sequences, heads, count, count))
+        return ops.add(biases, ops.reshape(mask, shape=(sequences, 1, count, count)), name="biased_mask")
 
     def _mask(self, sight: Sight) -> Value:
         cells, window = self.step.cells, 0 if sight.chunked else sight.window
-        pos = self.pos if sight.causal else self.last
         if 0 < (ring := self.step.ring(sight.rolling)) < cells:
             return self._ring_mask(ring, window)
-        mask = ops.causal_mask(pos, cells=cells, window=window, name="window_mask" if window else "mask")
+        mask = ops.causal_mask(self.pos, cells=cells, window=window, name="window_mask" if window else "mask")
         if sight.chunked and cells > sight.window:
             chunk = ops.floor(ops.scale(self.positions, scale=1.0 / sight.window, bias=0.5 / sight.window))
             first = ops.scale(chunk, scale=float(sight.window), bias=-0.5)
@@ -123,14 +167,22 @@ class Frame:
         last = ops.cast(ops.scale(self.quotient(ratio, 1.0), scale=1.0, bias=-1.0), dtype=DType.I32)
         return ops.causal_mask(last, cells=-(-self.step.cells // ratio), name=f"block_mask.{ratio}")
 
-    def temperature(self, floor: int, factor: float, offset: float) -> Value | None:
-        """``1 + factor ln(1 + (pos + offset) // floor)`` of each token, f32[B, T, 1, 1]; None where it is 1 for all."""
-        if self.step.cells + offset <= floor:
-            return None
+    def warmed(self, q: Value, temperature: Warmth) -> Value:
+        """``q`` f32[B,T,heads,size] times ``1 + factor ln(1 + (pos + offset) // floor)`` of each token."""
+        if temperature is None:
+            return q
+        floor, factor, offset = temperature
+        if self.step.cells + offset <= floor:  # it is 1 for all
+            return q
         warmth = ops.scale(
             ops.log(ops.scale(self.quotient(floor, offset), scale=1.0, bias=1.0)), scale=factor, bias=1.0
         )
-        return ops.reshape(warmth, shape=(*self.pos.shape, 1, 1))
+        return ops.mul(q, ops.reshape(warmth, shape=(*self.pos.shape, 1, 1)))
+
+    @cached_property
+    def each_token(self) -> Value:
+        """f32[B, T, 1, 1], 0 for padding."""
+        return ops.reshape(self.valid, shape=(*self.pos.shape, 1, 1))
 
     @property
     def conv_rows(self) -> Value:
@@ -149,7 +201,10 @@ class Frame:
         return ops.reshape(x, shape=(self.step.rows, x.spec.size // self.step.rows))
 
     def wanted(self, x: Value) -> Value:
-        """The rows of ``x`` f32[B*T, n] whose logits are asked for, f32[outputs, n]."""
+        """The rows of ``x`` f32[B*T, n] whose logits are asked for, f32[outputs, n]; all where a guess follows."""
+        return x if self.step.gives in ("both", "all") else self.chosen(x)
+
+    def chosen(self, x: Value) -> Value:
         return ops.get_rows(x, self.out_ids, name="wanted")
 
     def cached(self, name: str, new: Value, slot: Value | None = None, *, ratio: int = 1, sight: Sight = ALL) -> Value:
@@ -172,16 +227,14 @@ class Frame:
         known = ops.slice_(cache, axis=0, start=0, stop=sequences * context)
         known = ops.reshape(known, shape=(sequences, context, heads * size))
         known = ops.slice_(known, axis=1, start=0, stop=cells)
-        self._cells[name] = ops.reshape(known, shape=(sequences, cells, heads, size))
-        return self._cells[name]
+        self.left[name] = ops.reshape(known, shape=(sequences, cells, heads, size))
+        return self.left[name]
 
     def both_cached(self, layer: int, k: Value, v: Value, sight: Sight) -> tuple[Value, Value]:
-        """Keys and values of a layer, written and read as `cached` does."""
+        """Keys and values of a layer, written and read as `cached` does; as they are where all tokens come at once."""
+        if not sight.causal:
+            return k, v
         return self.cached(f"cache_k.{layer}", k, sight=sight), self.cached(f"cache_v.{layer}", v, sight=sight)
-
-    def cells(self, name: str) -> Value:
-        """All cells of the cache ``name``, which an earlier layer has written in this graph."""
-        return self._cells[name]
 
     def preceded(self, name: str, new: Value, kept: int) -> Value:
         """``new`` f32[B,T,c] behind the last ``kept`` rows of earlier runs: f32[B, kept+T, c].
@@ -193,16 +246,42 @@ class Frame:
         if kept != self.taps - 1:
             rows = ops.slice_(rows, axis=1, start=0, stop=kept)
         self._updates[old] = ops.get_rows(both, rows, name=f"{name}.new")
+        if self.step.reversible:
+            self._updates[state(f"{name}.{self.step.tokens}{WINDOWS}", both.shape)] = both
         return both
 
     def state(self, name: str, *shape: int) -> Value:
         """A state f32[B, *shape]; `update` says what it becomes."""
         return state(name, (self.step.sequences, *shape))
 
+    @property
+    def snapshots(self) -> int:
+        """How many states an op that carries one is to give back."""
+        return self.step.tokens if self.step.reversible else 1
+
     def update(self, old: Value, new: Value) -> None:
+        """A state becomes ``new`` f32[B, ...], or the first of its `snapshots` f32[B, snapshots, ...], which are kept
+        too."""
+        if self.snapshots > 1:
+            self._updates[state(f"{old.node.name}.{self.snapshots}{SNAPSHOTS}", new.shape)] = new
+            new = ops.reshape(ops.slice_(new, axis=1, start=0, stop=1), shape=old.shape)
         self._updates[old] = new
 
-    def graph(self, hidden: Value, logits: Value) -> Graph:
-        """The finished graph: what the step asks for, ``hidden`` f32[outputs, E] or ``logits`` f32[outputs,
-        vocabulary], and all states that changed."""
-        return Graph({"hidden": hidden} if self.step.hidden else {"logits": logits}, self._updates)
+    def carried(self, rule: Callable[..., tuple[Value, Value]], operands: tuple[Value, ...], old: Value) -> Value:
+        """What a recurrence makes of ``operands`` [B, T, ...] and a state, which is updated; token by token where
+        snapshots are asked for, since the op itself gives none."""
+        if self.snapshots == 1:
+            y, new = rule(*operands, old)
+            self.update(old, new)
+            return y
+        kept, answers, new = [], [], old
+        for t in range(self.step.tokens):
+            y, new = rule(*(ops.slice_(x, axis=1, start=t, stop=t + 1) for x in operands), new)
+            answers.append(y)
+            kept.append(ops.reshape(new, shape=(new.shape[0], 1, *new.shape[1:])))
+        self.update(old, reduce(partial(ops.concat, axis=1), reversed(kept)))
+        return reduce(partial(ops.concat, axis=1), answers)
+
+    def graph(self, outputs: Mapping[str, Value]) -> Graph:
+        """The finished graph: ``outputs``, and all states that changed."""
+        return Graph(outputs, self._updates)

@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ...graph import Value
-from .blocks import Norm, Unit
-from .compressed import Blocks
+from ..step import Batch, Ring, Step
 from .family import Family
 from .frame import Frame
-from .moe import Experts
-from .ngrams import Ngrams
-from .step import Batch, Ring, Step
+from .layers.blocks import Norm, Unit
+from .layers.compressed import Blocks
+from .layers.moe import Experts
+from .layers.ngrams import Ngrams
 from .weights import Weights
 
 
@@ -52,9 +52,7 @@ class Layer:
     parallel: bool = False
     norms_twice: bool = False
     """Whether a parallel block has a norm for each of its parts."""
-    unit: Unit = "silu"
-    limit: float = 0.0
-    gate_first: bool = False
+    unit: Unit = field(default=Unit())
     looks_up: bool = False
     """Whether its activation is looked up in half precision, where last bits tell."""
 
@@ -88,7 +86,7 @@ class Hyper:
     attended: int = 0
     """Tokens that attention chooses from a longer context; 0 if it sees all."""
     span: int = 1
-    """Blocks between two sums that are kept, or of a stack."""
+    """Blocks between two sums that are kept, of a stack, or behind which the residual is halved."""
     cycles: int = 1
     stored: int = 0
     """Blocks that the file has."""
@@ -99,6 +97,8 @@ class Hyper:
     ngrams: Ngrams | None = None
     windows: Mapping[int, int] = field(default_factory=dict)
     """Behind how many tokens layers with a cache never see a cell again, 0 for those that see all."""
+    ahead: Hyper | None = None
+    """The block that guesses further tokens, as the one of a model of its own, if it is to be used."""
 
     @property
     def layers(self) -> int:
@@ -127,6 +127,10 @@ class Hyper:
         rolls = self.windows and all(map(step.ring, self.windows.values()))
         return self.needs - {"slot"} if rolls else self.needs
 
-    @property
+    def window(self, layer: int) -> int:
+        """Behind how many tokens a layer, perhaps the one that guesses, never sees a cell again."""
+        return self.windows[layer] if self.ahead is None else {**self.windows, **self.ahead.windows}[layer]
+
+    @cached_property
     def causal(self) -> bool:
         return self.family.causal

@@ -8,21 +8,22 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Protocol
 
-from .attention import Attention, Passing
-from .blocks import Norm, Situ, Unit
-from .compressed import Blocks, Compressed
-from .delta import DeltaNet
+from ..errors import ModelError
+from ..gguf.keys import Keys
 from .family import Family, Windows
-from .frame import ALL, Sight
+from .frame import Sight, Warmth
 from .hyper import Hyper, Layer, Mixer, StreamTraits
-from .keys import Keys
-from .kimi import KimiDelta
-from .latent import Latent
-from .lightning import Lightning, ShortConvolution
-from .mamba import Mamba, Mamba2, Plamo2
-from .moe import Experts
-from .ngrams import Ngrams
-from .rope import Rope, original_context, style
+from .layers.attention import Attention, Passing
+from .layers.blocks import Norm, Unit
+from .layers.compressed import Blocks, Compressed
+from .layers.delta import DeltaNet, KimiDelta
+from .layers.latent import Latent
+from .layers.lightning import Lightning, ShortConvolution
+from .layers.mamba import Mamba, Mamba2, Plamo2
+from .layers.moe import Experts
+from .layers.ngrams import Ngrams
+from .layers.rope import Rope, original_context, style
+from .layers.rwkv import Rwkv6, Rwkv7
 
 
 class Recurrent(Protocol):
@@ -41,6 +42,8 @@ RECURRENT: Mapping[str, type[Recurrent]] = MappingProxyType(
         "mamba": Mamba,
         "mamba2": Mamba2,
         "plamo2": Plamo2,
+        "rwkv6": Rwkv6,
+        "rwkv7": Rwkv7,
     }
 )
 
@@ -66,12 +69,7 @@ def read_hyper(keys: Keys, family: Family) -> Hyper:
         blocks=blocks,
         blocks_of=tuple(map(Blocks, sorted(ratios))),
         ngrams=Ngrams.from_keys(keys, count),
-        windows={
-            i: mixer.sight.rolling
-            for i, block in enumerate(blocks)
-            for mixer in block.mixers
-            if isinstance(mixer, Attention | Latent | Compressed)
-        },
+        windows=rolling(dict(enumerate(blocks))),
         streams=reader.streams(),
         attended=math.prod(keys.count(f"attention.indexer.{name}") for name in family.sparse.split())
         if family.sparse
@@ -85,6 +83,33 @@ def read_hyper(keys: Keys, family: Family) -> Hyper:
         logits=reader.logits(),
         softcap=0.0 if family.softcap is None else keys.optional("final_logit_softcapping") or family.softcap,
     )
+
+
+def rolling(blocks: Mapping[int, Layer]) -> dict[int, int]:
+    """Behind how many tokens the blocks that have a cache never see a cell again."""
+    cached = Attention | Latent | Compressed
+    return {i: m.sight.rolling for i, block in blocks.items() for m in block.mixers if isinstance(m, cached)}
+
+
+def can_look_ahead(family: Family) -> bool:
+    """Whether the block that guesses further tokens is one like those of the model."""
+    return family.causal and not family.residuals and family.mixer in ("attention", "latent")
+
+
+def read_ahead(keys: Keys, hyper: Hyper) -> Hyper:
+    """``hyper`` with the first block that guesses further tokens; ModelError if the file has none that hocket runs."""
+    number, family = hyper.stored, hyper.family
+    if f"blk.{number}.nextn.eh_proj.weight" not in keys.gguf.tensors:
+        raise ModelError(
+            f"{keys.gguf.path}: has no block that guesses further tokens (MTP); name a draft model with -md instead"
+        )
+    if not can_look_ahead(family):
+        raise ModelError(
+            f"{keys.gguf.path}: hocket does not run the block that guesses further tokens (MTP) of "
+            f"{keys.architecture}; leave out --draft-max, or name a draft model with -md"
+        )
+    block = Reader(keys, replace(family, recurrent=""), number + 1, hyper.width).layer(number, number)
+    return replace(hyper, ahead=replace(hyper, blocks=(block,), windows=rolling({number: block})))
 
 
 def layers_run(keys: Keys) -> int:
@@ -119,12 +144,13 @@ class Reader:
 
     @property
     def unit(self) -> Unit:
-        if self.family.unit != "situ":
-            return self.family.unit
         linear = self.keys.optional("activation.situ_linear_beta") or 0.0
-        return Situ(self.keys.positive("activation.situ_beta", 1.0), linear)
+        beta = self.keys.positive("activation.situ_beta", 1.0) if self.family.unit == "situ" else 1.0
+        return Unit(self.family.unit, first="gate first" in self.family.mixture, beta=beta, linear=linear)
 
     def span(self) -> int:
+        if self.family.residuals == "shifting":
+            return self.keys.given("rescale_every_n_layers", self.count + 1)
         keys = {"banked": "attn_res.block_size", "cycles": "hrm.layers_per_stack"}
         return self.keys.count(keys[self.family.residuals]) if self.family.residuals in keys else 1
 
@@ -198,10 +224,8 @@ class Reader:
             dense or has_experts,
             parallel,
             f"{block}.{self.family.ffn_norm}.weight" in tensors and self.family.mixer != "single",
-            self.unit,
-            self.keys.limits("swiglu_clamp_shexp", self.count)[stored],
-            "gate first" in self.family.mixture,
-            self.unit == "half gelu" or (self.unit == "gelu" and f"{block}.ffn_gate.weight" not in tensors),
+            replace(self.unit, limit=self.keys.limits("swiglu_clamp_shexp", self.count)[stored]),
+            self.unit.kind == "half gelu" or (self.unit.kind == "gelu" and f"{block}.ffn_gate.weight" not in tensors),
         )
 
     def routes(self, i: int) -> bool:
@@ -244,9 +268,7 @@ class Reader:
     def latent(self, i: int) -> Latent:
         keys, family, window = self.keys, self.family, self.windows[i]
         rope = self.rope(i, keys.given("rope.dimension_count", 1)) if family.rope != "none" else None
-        sight = Sight(window) if window else ALL
-        made = Latent.from_keys(keys, family, self.norm, self.heads[i], rope, local=bool(window), sight=sight)
-        return replace(made, original_context=original_context(keys), temperature=self.temperature(rope))
+        return Latent.from_keys(keys, family, self.norm, self.heads[i], rope, Sight(window), self.temperature(rope))
 
     def compressed(self, i: int) -> Compressed:
         keys = self.keys
@@ -265,6 +287,7 @@ class Reader:
         rope = self.rope(i, key_size)
         chunked = bool(window) and family.windows is not None and family.windows.chunked
         return Attention(
+            family=family,
             norm=self.norm,
             heads=heads,
             kv_heads=self.kv_heads[i],
@@ -279,10 +302,7 @@ class Reader:
             cap=0.0 if family.score_cap is None else keys.optional("attn_logit_softcapping") or family.score_cap,
             clamp=keys.optional("attention.clamp_kqv") or 0.0,
             alibi=self.alibi,
-            gate=family.gate,
-            gated_queries=family.gated_queries,
             value_scale=keys.optional("attention.value_scale") or 1.0,
-            value_norm=family.value_norm,
             source=self.shared(i),
             temperature=self.temperature(rope),
         )
@@ -335,7 +355,7 @@ class Reader:
             "one": 1.0,
         }[self.family.scale]
 
-    def temperature(self, rope: Rope | None) -> tuple[int, float, float] | None:
+    def temperature(self, rope: Rope | None) -> Warmth:
         family, keys = self.family, self.keys
         if family.temperature is None or (family.rotated.startswith("every") and rope is not None):
             return None
@@ -371,23 +391,15 @@ class Reader:
         """Whether heads of a layer turn."""
         keys, window = self.keys, self.windows[i]
         lead = keys.count("leading_dense_block_count", 0, least=0)
-        match self.family.rotated:
-            case "all":
-                return True
-            case "of 32":
-                return self.count == 32
-            case "window":
-                return bool(window)
-            case "window|plain":
-                return bool(window) or not any(self.windows)
-            case "window|dense":
-                return bool(window) or i < lead
-            case "every 4":
-                return (i + 1) % 4 != 0
-            case "every 4 first":
-                return not any(self.windows) or i % 4 != 0
-            case "finetuned":
-                return not keys.has("rope.scaling.finetuned") or keys.flags("rope.scaling.finetuned", 1)[0]
-            case _:
-                name = "attention.rope_pattern"
-                return not keys.has(name) or keys.flags(name, self.count)[i]
+        given = {"finetuned": "rope.scaling.finetuned", "pattern": "attention.rope_pattern"}.get(self.family.rotated)
+        if given:
+            return not keys.has(given) or keys.flags(given, self.count)[i]
+        return {
+            "all": True,
+            "of 32": self.count == 32,
+            "window": bool(window),
+            "window|plain": bool(window) or not any(self.windows),
+            "window|dense": bool(window) or i < lead,
+            "every 4": (i + 1) % 4 != 0,
+            "every 4 first": not any(self.windows) or i % 4 != 0,
+        }[self.family.rotated]

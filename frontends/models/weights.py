@@ -7,11 +7,12 @@ import reprlib
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
+from ... import ops
 from ...graph import Value, weight
 from ...graph.dtypes import FLOATS
 from ..errors import ModelError
 from ..gguf import Gguf
-from .keys import REMEDY
+from ..gguf.keys import REMEDY
 
 BLOCK = re.compile(r"blk\.(\d+)\.")
 NEVER_READ = ("*.input_scale", "cls.*", "rope_freqs.weight", "rope_factors_*.weight")
@@ -60,6 +61,12 @@ class Weights:
     def optional(self, name: str, shape: tuple[int, ...]) -> Value | None:
         """The leaf of the tensor ``name``, or None if the file has no such tensor or the architecture ignores it."""
         return self(name, shape) if self.has(name) else None
+
+    def reshaped(self, name: str, shape: tuple[int, ...]) -> Value:
+        """The tensor ``name`` in that shape, whatever axes of length 1 the file gives it."""
+        stored = self.shape(name)
+        same = stored != shape and [n for n in stored if n > 1] == [n for n in shape if n > 1]
+        return ops.reshape(self(name, stored), shape=shape) if same else self(name, shape)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of the tensor ``name``; ModelError if it is missing."""

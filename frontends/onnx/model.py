@@ -13,21 +13,22 @@ import numpy as np
 import numpy.typing as npt
 
 from ...graph import DType, Graph, GraphError, Value, input, weight
+from ...graph.arguments import needs
 from ..errors import ModelError
+from ..tensors.interface import LARGEST_CONSTANT, Argument, Result, type_of
 from ..tensors.tensor import Tensor, cast, held, literal, merged
-from ..torch.exported import LARGEST_CONSTANT, TYPES
-from ..torch.program import Argument, Result
 from .files import MOST_NODES, array_of, read_model
 from .program import Program, stored
 from .table import FOLDED, OLDER, READ_NOW, ROWS
 
 if TYPE_CHECKING:
-    from onnx import ModelProto, NodeProto, ValueInfoProto
+    from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto
 
 LARGEST_FOLDED = 1 << 12
 """Entries of the inputs of a node that is computed when the model is read."""
 
 
+@needs(ModelError)
 def from_onnx(
     source: str | os.PathLike[str] | bytes,
     *,
@@ -121,12 +122,6 @@ def _opsets(model: ModelProto) -> dict[str, int]:
     return {"" if o.domain == "ai.onnx" else o.domain: o.version for o in model.opset_import}
 
 
-def _type_of(name: str, where: str) -> tuple[DType, bool]:
-    if name not in TYPES:
-        raise ModelError(f"%{where} is of {name}; hocket has {', '.join(TYPES)}")
-    return TYPES[name]
-
-
 @dataclass
 class _Importer:
     """One model on its way to a graph."""
@@ -150,6 +145,15 @@ class _Importer:
             raise ModelError(
                 f"the model has {len(graph.sparse_initializer)} sparse initialisers; hocket has dense ones"
             )
+        initialised = {tensor.name for tensor in graph.initializer}
+        for info in graph.input:
+            if info.name not in initialised:
+                self._argument(info)
+        self._read(graph)
+        return self._finished()
+
+    def _read(self, graph: GraphProto) -> None:
+        """The nodes of the model, or of a branch that is taken."""
         for tensor in graph.initializer:
             data = self.constants[tensor.name] = array_of(tensor, self.folder)
             if data.size > 1 and data.dtype.kind not in "biu":
@@ -157,14 +161,9 @@ class _Importer:
         for node in graph.node:
             if node.op_type in READ_NOW:
                 self.parameters -= set(node.input)
-        for info in graph.input:
-            if info.name not in self.constants:
-                self._argument(info)
-        self._refuse_missing()
-        opset = _opsets(self.model).get("", 1)
+        self._refuse_missing(graph)
         for node in graph.node:
-            self._node(node, opset)
-        return self._finished()
+            self._node(node, _opsets(self.model).get("", 1))
 
     def _argument(self, info: ValueInfoProto) -> None:
         from onnx import helper
@@ -181,17 +180,17 @@ class _Importer:
                 f"%{info.name} has a shape that varies, [{listed}]; say it: shapes={{{info.name!r}: (...)}}"
             )
         name = np.dtype(helper.tensor_dtype_to_np_dtype(kind.elem_type)).name
-        dtype, truth = _type_of(name, info.name)
+        dtype, truth = type_of(name, info.name)
         shape = tuple(int(n) for n in dims)
         self.arguments.append(Argument(info.name, None, shape, name))
         self.values[info.name] = Tensor(input(info.name, held(shape), dtype), shape, truth)
 
-    def _refuse_missing(self) -> None:
+    def _refuse_missing(self, graph: GraphProto) -> None:
         """Raise `ModelError` with all ops that have no row."""
         missing = Counter(
             ".".join(filter(None, (_domain(node), node.op_type)))
-            for node in self.model.graph.node
-            if (_domain(node) or node.op_type not in ROWS) and not self._is_known(node)
+            for node in graph.node
+            if (_domain(node) or node.op_type not in (*ROWS, "If")) and not self._is_known(node)
         )
         if missing:
             listed = ", ".join(f"{name} ({count})" for name, count in missing.most_common())
@@ -212,6 +211,9 @@ class _Importer:
         if self._is_known(node) and sum(self.constants[n].size for n in node.input if n) <= LARGEST_FOLDED:
             self._fold(node, opset, where)
             return
+        if node.op_type == "If":
+            self._branch(node, where)
+            return
         since, older = OLDER.get(node.op_type, (0, None))
         row = older if older is not None and opset < since else ROWS[node.op_type]
         try:
@@ -231,9 +233,32 @@ class _Importer:
                 None if isinstance(why, ModelError | GraphError) else why
             )
 
+    def _branch(self, node: NodeProto, where: str) -> None:
+        """What the branch gives that is taken, whatever the inputs are."""
+        condition = self.constants.get(node.input[0]) if len(node.input) == 1 else None
+        if condition is None or condition.size != 1:
+            raise ModelError(
+                f"{where}: which branch is taken depends on an input of the model; fix it: fixed={{name: array}}"
+            )
+        taken = next(
+            (a.g for a in node.attribute if a.name == ("then_branch" if condition.all() else "else_branch")), None
+        )
+        if taken is None or len(taken.output) < len(node.output):
+            raise ModelError(f"{where}: the branch that is taken is missing, or gives too few results")
+        self._read(taken)
+        for name, given in zip(node.output, taken.output, strict=False):
+            if given.name not in self.values and given.name not in self.constants:
+                raise ModelError(f"{where}: its branch gives %{given.name}, which no node gives")
+            if name and given.name in self.values:
+                self.values[name] = self.values[given.name]
+            if name and given.name in self.constants:
+                self.constants[name] = self.constants[given.name]
+            if given.name in self.parameters:
+                self.parameters.add(name)
+
     def _keep(self, name: str, result: Tensor) -> None:
         if name in self.kinds:
-            result = cast(result, *_type_of(self.kinds[name], name))
+            result = cast(result, *type_of(self.kinds[name], name))
         if result.known is not None:
             self.constants[name] = np.asarray(result.known)
         self.values[name] = result
@@ -254,7 +279,7 @@ class _Importer:
         try:
             with np.errstate(all="ignore"):
                 results = ReferenceEvaluator(alone).run(None, feeds)
-        except Exception as why:  # of whatever kind the package has
+        except Exception as why:  # the evaluator runs a node as NumPy code, which raises of any kind
             raise ModelError(f"{where}: {' '.join(str(why).split())[:300]}") from None
         for name, result in zip(filter(None, node.output), results, strict=True):
             self.constants[name] = np.asarray(result)
@@ -263,7 +288,7 @@ class _Importer:
         if name not in self.values:
             known = self.constants[name]
             wide = known.dtype == np.float64
-            dtype, truth = (DType.F32, False) if wide else _type_of(known.dtype.name, name)
+            dtype, truth = (DType.F32, False) if wide else type_of(known.dtype.name, name)
             if name not in self.parameters and known.nbytes <= LARGEST_CONSTANT and dtype is not DType.BF16:
                 self.values[name] = literal(known)
             else:
@@ -302,7 +327,7 @@ def _attributes(node: NodeProto) -> dict[str, Any]:
             value = array_of(value, None)
         elif attribute.type == AttributeProto.STRING:
             value = value.decode("utf-8", "replace")
-        elif attribute.type in (AttributeProto.INTS, AttributeProto.FLOATS):
+        elif attribute.type in (AttributeProto.INTS, AttributeProto.FLOATS, AttributeProto.STRINGS):
             value = list(value)
         elif attribute.type not in (AttributeProto.INT, AttributeProto.FLOAT):
             raise ModelError(f"attribute {attribute.name!r} is of a kind that hocket does not read")

@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from ...graph import Graph
 from ..errors import ModelError
+from ..tensors.interface import Argument, Result
 from ..tensors.tensor import held
-from ..torch.program import Argument, Result
 
 if TYPE_CHECKING:
     from ...scheduler import Plan

@@ -15,7 +15,7 @@ from typing import Any
 from ... import ops
 from ..tensors import arithmetic as arith
 from ..tensors import products, reducing
-from . import calls, spatial, sums
+from . import calls, recurrences, spatial, sums
 
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     **{name.capitalize(): getattr(ops, name) for name in ("sqrt", "exp", "log", "sin", "cos", "tan", "tanh", "erf")},
@@ -113,6 +113,9 @@ ROWS: Mapping[str, calls.Row] = MappingProxyType(
         "BatchNormalization": sums.batch_norm,
         "InstanceNormalization": sums.instance_norm,
         "LRN": sums.local_norm,
+        "RNN": recurrences.rnn,
+        "GRU": recurrences.gru,
+        "LSTM": recurrences.lstm,
         # entries by number
         "Gather": calls.gather,
         "GatherElements": calls.gather_elements,

@@ -168,9 +168,10 @@ def batch_norm(
 ) -> Tensor:
     """Each channel of x [images, channels, ...] less a mean that is given, over a deviation that is given."""
     factor = rsqrt(add(variance, float(eps)))
-    weight = factor if weight is None else mul(factor, weight)
-    centred = sub(x, per_channel(mean, x.rank))
-    return _weighted(centred, *(None if p is None else per_channel(p, x.rank) for p in (weight, bias)))
+    factor = factor if weight is None else mul(factor, weight)
+    less = mul(mean, factor)
+    shift = sub(0.0, less) if bias is None else sub(bias, less)
+    return _weighted(x, per_channel(factor, x.rank), per_channel(shift, x.rank))
 
 
 def per_channel(p: Tensor, rank: int) -> Tensor:

@@ -9,10 +9,10 @@ import numpy as np
 
 from ... import ops
 from ..errors import ModelError
-from .arithmetic import add, div, mul
+from .arithmetic import add, div
 from .products import per_channel
 from .reducing import argmax
-from .shapes import cut, flip, moved, pad, permute, reshape
+from .shapes import cut, expand, flip, moved, pad, permute, reshape
 from .tensor import Tensor, cast, literal, tensor
 
 Sizes = Sequence[int]
@@ -57,17 +57,10 @@ def convolution(
         raise ModelError(f"a convolution of {c} channels by {groups} groups with weights of {list(weight.shape)}")
     parts, counts = _windows(x, size, stride, dilation, pads)
     windows, taps = prod(counts), prod(size)
-    if groups == 1:
-        rows = reshape(parts, (n, windows, c * taps))
-        out = tensor(ops.mul_mat(reshape(weight, (o, c * taps)).value, rows.value))
-    elif share == 1 and o == c:
-        each = mul(parts, reshape(weight, (c, taps)))
-        out = reshape(tensor(ops.sum_rows(each.value)), (n, windows, c))
-    else:
-        rows = permute(reshape(parts, (n, windows, groups, share * taps)), (0, 2, 1, 3))
-        product = tensor(ops.mul_mat(reshape(weight, (groups, o // groups, share * taps)).value, rows.value))
-        out = reshape(permute(product, (0, 2, 1, 3)), (n, windows, o))
-    image = reshape(permute(out, (0, 2, 1)), (n, o, *counts))
+    shared = reshape(weight, (1, groups, o // groups, share * taps))
+    runs = permute(reshape(parts, (n, windows, groups, share * taps)), (0, 2, 1, 3))
+    each = expand(shared, (n, *shared.shape[1:]))
+    image = reshape(tensor(ops.mul_mat(runs.value, each.value)), (n, o, *counts))  # windows are the rows of a weight
     return image if bias is None else add(image, per_channel(bias, image.rank))
 
 
@@ -141,8 +134,9 @@ def max_pool(
         around = [(a, b + e) for (a, b), e in zip(pads, longer, strict=True)]
         lowest = -(2.0 ** (8 * x.dtype.storage.itemsize - 1)) if x.is_integer else -np.inf
         parts, counts = _windows(x, size, stride, dilation, around, lowest)
-        best = argmax(parts, -1) if places else tensor(ops.reduce(parts.value, kind="max"))
-        return reshape(permute(reshape(best, parts.shape[:3]), (0, 2, 1)), (*x.shape[:2], *counts))
+        rows = permute(parts, (0, 2, 1, 3))
+        best = argmax(rows, -1) if places else tensor(ops.reduce(rows.value, kind="max"))
+        return reshape(best, (*x.shape[:2], *counts))
 
     return _pooled(x, pool, len(size))
 
@@ -164,7 +158,7 @@ def average_pool(
         longer = _ends(x, size, stride, pads, steps) if ceil_mode else [0] * len(size)
         around = [(a, b + e) for (a, b), e in zip(pads, longer, strict=True)]
         parts, counts = _windows(x, size, stride, steps, around)
-        sums = permute(reshape(tensor(ops.sum_rows(parts.value)), parts.shape[:3]), (0, 2, 1))
+        sums = tensor(ops.sum_rows(permute(parts, (0, 2, 1, 3)).value))
         out = reshape(sums, (*x.shape[:2], *counts))
         if divisor:
             return div(out, float(divisor))

@@ -13,7 +13,7 @@ from ... import ops
 from ..errors import ModelError
 from ..tensors import arithmetic as arith
 from ..tensors import indexing, products, reducing, shapes
-from ..tensors.tensor import Operand, Tensor, literal
+from ..tensors.tensor import Operand, Tensor, cast, literal
 
 Row: TypeAlias = Callable[..., Any]
 
@@ -61,7 +61,9 @@ def like(value: float) -> Row:
     return lambda x, *_: literal(np.full(x.shape, value, np.float32))
 
 
-def full_like(x: Tensor, value: float) -> Tensor:
+def full_like(x: Tensor, value: Operand) -> Tensor:
+    if isinstance(value, Tensor):
+        return shapes.expand(cast(value, x.dtype, x.truth), x.shape)
     return literal(np.full(x.shape, value, np.int64 if isinstance(value, int) else np.float32))
 
 

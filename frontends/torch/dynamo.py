@@ -13,7 +13,8 @@ import torch
 
 from ...graph import HocketError
 from ..errors import ModelError
-from .exported import from_torch
+from .exported import MissingRowsError, from_torch
+from .parts import parts_of
 from .program import Runner
 
 Arguments = tuple[Any, ...]
@@ -28,8 +29,9 @@ def compiled(
 ) -> Callable[..., Any]:
     """What runs a captured graph: ``torch.compile(model, backend="hocket", options={"devices": "cpu:0,cpu:1"})``.
 
-    `options` are ``devices`` and those of `hocket.plan`.  A graph that hocket has not all ops of is left to PyTorch,
-    with a warning that lists them.  Raises `ModelError` where gradients are wanted.
+    `options` are ``devices`` and those of `hocket.plan`.  Ops without a row PyTorch runs, with a warning that lists
+    them, and hocket what comes before and behind them; a graph that hocket cannot take otherwise is left to PyTorch.
+    Raises `ModelError` where gradients are wanted.
     """
     given = {"devices": "cpu:0", **(options or {})}
     if unknown := sorted(given.keys() - {"devices", "split_mode", "tensor_split", "place"}):
@@ -42,7 +44,7 @@ class Compiled:
 
     def __init__(self, module: torch.fx.GraphModule, options: Mapping[str, Any]) -> None:
         self.module, self.options = module, dict(options)
-        self.loaded: dict[Arguments, Loaded | None] = {}
+        self.loaded: dict[Arguments, Callable[[Arguments], Any]] = {}
 
     def __call__(self, *args: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
@@ -50,16 +52,18 @@ class Compiled:
         key = tuple((a.shape, a.dtype) if isinstance(a, torch.Tensor) else a for a in args)
         if key not in self.loaded:
             self.loaded[key] = self._load(args)
-        runner = self.loaded[key]
-        return self.module(*args) if runner is None else runner(args)
+        return self.loaded[key](args)
 
-    def _load(self, args: Arguments) -> Loaded | None:
-        """The graph on its devices; None if PyTorch has to run it."""
+    def _load(self, args: Arguments) -> Callable[[Arguments], Any]:
+        """The graph on its devices, all of it or in parts, or as PyTorch runs it."""
         try:
             return Loaded(self.module, args, self.options)
+        except MissingRowsError as why:
+            warnings.warn(f"PyTorch runs itself what hocket has no row for: {why.listed}", stacklevel=2)
+            return Broken(self.module, args, self.options)
         except ModelError as why:
             warnings.warn(f"PyTorch runs this graph itself: {why}", stacklevel=2)
-            return None
+            return lambda given: self.module(*given)
 
 
 class _Fixed(torch.nn.Module):
@@ -76,6 +80,11 @@ class _Fixed(torch.nn.Module):
             if own:
                 self.register_parameter(name, value)
 
+    @property
+    def free(self) -> list[int]:
+        """The arguments, by number, that are given at each call."""
+        return [i for i, name in enumerate(self.names) if name is None]
+
     def forward(self, *rest: Any) -> Any:
         others = iter(rest)
         return self.module(*(next(others) if name is None else getattr(self, name) for name in self.names))
@@ -86,20 +95,10 @@ class Loaded:
 
     def __init__(self, module: torch.fx.GraphModule, args: Arguments, options: Mapping[str, Any]) -> None:
         fixed = _Fixed(module, args).eval()
-        self.free = [i for i, name in enumerate(fixed.names) if name is None]
-        self.parameters = [args[i] for i, name in enumerate(fixed.names) if name is not None]
+        self.free, self.parameters = fixed.free, list(fixed.parameters())
         given = dict(options)
         devices = given.pop("devices")
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")
-            try:
-                exported = torch.export.export(fixed, tuple(args[i] for i in self.free), strict=False)
-            except HocketError:
-                raise
-            except Exception as why:  # PyTorch has many kinds
-                first = str(why).strip().partition("\n")[0]
-                raise ModelError(f"it cannot be exported: {first}") from None
-        self.runner = from_torch(exported).on(devices, **given)
+        self.runner = from_torch(_exported(fixed, args)).on(devices, **given)
         self.version = self._version()
 
     def _version(self) -> list[tuple[int, int]]:
@@ -111,3 +110,40 @@ class Loaded:
             self.runner = Runner(self.runner.program, self.runner.plan)
             self.version = now
         return self.runner(*(args[i] for i in self.free))
+
+
+class _Part(torch.nn.Module):
+    """A part of a captured graph, which hocket runs once it is called."""
+
+    def __init__(self, module: torch.fx.GraphModule, options: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.call = Compiled(module, options)
+
+    def forward(self, *args: Any) -> Any:
+        return self.call(*args)
+
+
+class Broken:
+    """A captured graph that breaks at ops without a row: PyTorch runs these, hocket what lies between."""
+
+    def __init__(self, module: torch.fx.GraphModule, args: Arguments, options: Mapping[str, Any]) -> None:
+        fixed = _Fixed(module, args).eval()
+        self.free = fixed.free
+        self.whole, ours = parts_of(_exported(fixed, args))
+        for name in ours:
+            setattr(self.whole, name, _Part(getattr(self.whole, name), options))
+
+    def __call__(self, args: Arguments) -> Any:
+        return self.whole(*(args[i] for i in self.free))
+
+
+def _exported(fixed: _Fixed, args: Arguments) -> Any:
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        try:
+            return torch.export.export(fixed, tuple(args[i] for i in fixed.free), strict=False)
+        except HocketError:
+            raise
+        except Exception as why:  # export runs the model itself, which raises of any kind
+            first = str(why).strip().partition("\n")[0]
+            raise ModelError(f"it cannot be exported: {first}") from None

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from ...graph import DType, Graph, GraphError, Value, input, state, weight
+from ...graph.arguments import needs
 from ..errors import ModelError
+from ..tensors.interface import LARGEST_CONSTANT, Argument, Result, type_of
 from ..tensors.tensor import Tensor, cast, held, literal, merged
 from .arrays import array_of
-from .program import Argument, Program, Result
+from .program import Program
 from .table import ROWS
 
 if TYPE_CHECKING:
@@ -22,14 +24,24 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
     from torch.fx import Node
 
-LARGEST_CONSTANT = 1 << 12
-"""Bytes of an array that is part of the graph itself; larger ones are weights."""
 DROPPED = ("layout", "device", "pin_memory", "memory_format", "dtype", "non_blocking", "requires_grad", "generator")
 """Keywords of calls that say nothing about numbers, or what the result's type says already."""
 CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
 """Calls that compute nothing."""
 
 
+class MissingRowsError(ModelError):
+    """A program calls ops without a row; `listed` is how often each."""
+
+    def __init__(self, listed: str) -> None:
+        self.listed = listed
+        super().__init__(
+            f"the program calls ops that hocket has no row for: {listed}; add rows to frontends/torch/table.py, "
+            "or let torch.compile run them in PyTorch"
+        )
+
+
+@needs(ModelError)
 def from_torch(exported: ExportedProgram) -> Program:
     """An exported program (``torch.export.export(model.eval(), args)``) as a graph, with its weights, ready to call.
 
@@ -41,6 +53,14 @@ def from_torch(exported: ExportedProgram) -> Program:
     if (kind.__name__, kind.__module__.split(".")[0]) != ("ExportedProgram", "torch"):
         raise ModelError(f"from_torch takes a program that torch.export.export made, not {kind.__name__}")
     import torch
+
+    with torch.no_grad():
+        return _Importer(decomposed(exported)).program()
+
+
+def decomposed(exported: ExportedProgram) -> ExportedProgram:
+    """The program in ops that have a row, as far as PyTorch can say others with such."""
+    import torch
     from torch.export import default_decompositions
 
     kept = default_decompositions()
@@ -48,7 +68,12 @@ def from_torch(exported: ExportedProgram) -> Program:
         kept.pop(op)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PyTorch's own, of its own names
-        return _Importer(exported.run_decompositions(kept)).program()
+        return exported.run_decompositions(kept)
+
+
+def has_row(node: Node) -> bool:
+    """Whether hocket computes a call, or a call that computes nothing."""
+    return node.op == "call_function" and (_name_of(node.target) in ROWS or _is_free(node))
 
 
 def _name_of(target: object) -> str:
@@ -154,10 +179,7 @@ class _Importer:
                     missing[_text_of(node.target)] += 1
         if missing:
             listed = ", ".join(f"{name} ({count})" for name, count in missing.most_common())
-            raise ModelError(
-                f"the program calls ops that hocket has no row for: {listed}; add rows to frontends/torch/table.py, "
-                "or let torch.compile run them in PyTorch"
-            )
+            raise MissingRowsError(listed)
 
     def _call(self, node: Node) -> None:
         name = _name_of(node.target)
@@ -264,26 +286,11 @@ def _dtype(name: str) -> object:
     return getattr(torch, name)
 
 
-TYPES: Mapping[str, tuple[DType, bool]] = {
-    "float32": (DType.F32, False),
-    "float16": (DType.F16, False),
-    "bfloat16": (DType.BF16, False),
-    "int8": (DType.I8, False),
-    "int16": (DType.I16, False),
-    "int32": (DType.I32, False),
-    "int64": (DType.I64, False),
-    "bool": (DType.F32, True),
-}
-"""PyTorch's types: the type of a value, and whether they are truth values."""
-
-
 def _type_of(dtype: object, where: object, *, known: bool = False) -> tuple[DType, bool]:
     name = str(dtype).removeprefix("torch.")
     if known and name == "float64":
         return DType.F32, False
-    if name not in TYPES:
-        raise ModelError(f"%{where} is of {name}; hocket has {', '.join(TYPES)}")
-    return TYPES[name]
+    return type_of(name, where)
 
 
 def _static(where: object, value: Any) -> tuple[int, ...]:

@@ -11,31 +11,11 @@ import numpy.typing as npt
 
 from ...graph import Graph
 from ..errors import ModelError
+from ..tensors.interface import Argument, Result
 from .arrays import array_of, tensor_of
 
 if TYPE_CHECKING:
     from ...scheduler import Plan
-
-
-@dataclass(frozen=True, slots=True)
-class Argument:
-    """One argument of a program, in the order of its flattened call: an input by `name`, or what was fixed when it was
-    exported."""
-
-    name: str
-    fixed: object = None
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """One result: an output by `name`, or what does not depend on arguments."""
-
-    name: str
-    fixed: object = None
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from ...backends.base import Backend, Device, Program
+from ...backends.base import Backend, Called, Device, Foretells, Program
 from ...graph.arguments import Kind, a, list_of, pair_of
 from ...graph.graph import Graph
 from ...graph.node import Node
+from ...ops.collective import COLLECTIVES, LETTERS, sequence_of
 from .lower import check_support, lower_with_saves
 
 Devices = Sequence[tuple[Backend, Device]]
@@ -31,6 +33,24 @@ class Lane:
     graph: Graph
     program: Program
 
+    @cached_property
+    def calls(self) -> Sequence[Called] | None:
+        """The kernels that the program will call and where they are written, as far as that is known before there is
+        memory for it; None where the backend cannot say."""
+        backend = self.backend
+        return backend.foretold(self.program, self.device) if isinstance(backend, Foretells) else None
+
+    def launches(self) -> Sequence[float]:
+        """How many launches each instruction takes: those of a chain are shared by its instructions; one each where the
+        backend cannot say what is called."""
+        if self.calls is None:
+            return [1.0] * len(self.program.instructions)
+        launches = [0.0] * len(self.program.instructions)
+        for called in self.calls:
+            for number in called.numbers:
+                launches[number] += 1 / len(called.numbers)
+        return launches
+
     def memory(self) -> dict[str, int]:
         """Bytes on the device: weights, states and constants as stored, and the arena of intermediate values."""
         return {kind: self.program.nbytes(kind) for kind in ("weight", "state", "constant", "arena")}
@@ -40,6 +60,28 @@ def first_alike(lanes: Sequence[Lane]) -> list[int]:
     """For each lane the number of the first one that runs the same program: its own, if none does."""
     first: dict[int, int] = {}
     return [first.setdefault(id(lane.program), number) for number, lane in enumerate(lanes)]
+
+
+def teams_of(programs: Sequence[Program]) -> tuple[tuple[int, ...], ...]:
+    """For each device those whom it meets in collectives, itself among them: they are in one team.
+
+    Whoever has a meeting of the same number comes to it.  The verifier sees to it that all meetings of a device are of
+    one team; letters go from any device to any other.  Where nobody meets, all are one team, whose letters go the
+    shortest way.
+    """
+    numbers: list[int | None] = []
+    known: dict[int, int | None] = {}
+    for program in programs:
+        if id(program) not in known:
+            together = (i for i in program.instructions if i.op in COLLECTIVES and i.op not in LETTERS)
+            known[id(program)] = next((sequence_of(i.op, i.attrs) for i in together), None)
+        numbers.append(known[id(program)])
+    if not any(number is not None for number in numbers):
+        return (tuple(range(len(numbers))),) * len(numbers)
+    members: dict[int | None, list[int]] = {}
+    for device, number in enumerate(numbers):
+        members.setdefault(number, []).append(device)
+    return tuple((d,) if number is None else tuple(members[number]) for d, number in enumerate(numbers))
 
 
 def lanes_of(graphs: Sequence[Graph], group: Devices) -> tuple[Lane, ...]:

@@ -39,6 +39,8 @@ def schedule(graph: Graph, views: Mapping[Value, Strided]) -> Schedule:
     donated: dict[Value, Value] = {}
     copied: dict[Value, Value] = {}
     for state, new in graph.updates.items():
+        if new == state:
+            continue  # it is there, and stays
         target = views[new]
         before = [n for n in readers[state] if n is not target.base.node]
         possible = (
@@ -74,7 +76,7 @@ def settle(graph: Graph) -> Graph:
         k: cont(v, name=f"{v.node.name or v.node.op}.old") if v in copied else v for k, v in graph.outputs.items()
     }
     updates = {
-        k: cont(v, name=f"{k.node.name}.new") if base(v).is_leaf else v for k, v in graph.updates.items() if k != v
+        k: cont(v, name=f"{k.node.name}.new") if base(v).is_leaf and k != v else v for k, v in graph.updates.items()
     }
     return Graph(outputs, updates)
 
@@ -135,18 +137,19 @@ class _Waits:
 
 
 def together(graph: Graph) -> list[Node]:
-    """The nodes in order, those that only a new state needs straight behind the last that they read."""
+    """The nodes in order; what only a new state needs, and what is sent, straight behind the last that it reads."""
     place: dict[Node, tuple[int, int]] = {}
     for at, node in enumerate(topological_order(graph.outputs.values())):
         place[node] = (at, -1)
-    for at, node in enumerate(n for n in graph.nodes if n not in place):
+    for at, node in enumerate(n for n in graph.nodes if n not in place or n.op == "send"):
         place[node] = (max((place[s.node][0] for s in node.inputs if not s.node.is_leaf), default=-1), at)
     return sorted(graph.nodes, key=place.__getitem__)
 
 
 def _order(graph: Graph, later: Mapping[Node, list[Node]]) -> tuple[Node, ...]:
     """Graph order, but each writer of a state after the readers of its old value, and what only a new state needs
-    straight behind the last that it reads: at the end, where the graph has it, all that would still be kept."""
+    straight behind the last that it reads: at the end, where the graph has it, all that would still be kept.  What is
+    sent goes at once, since somebody waits for it."""
     done: dict[Node, None] = {}
     for root in together(graph):
         stack = [root]

@@ -77,6 +77,7 @@ class Member:
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.meeting, self.rank, self.size = meeting, rank, meeting.size
+        self.everybody = meeting.size
         self.timeout, self.board, self.devices = meeting.timeout, meeting.board, meeting.devices
         self.slabs: Slabs | None = None
         self.wire = meeting.wire
@@ -155,15 +156,74 @@ def _as_wide(own: Array, wire: Array) -> Array:
     return own if own.dtype == wire.dtype else np.empty(own.shape, wire.dtype)
 
 
+class Teams:
+    """The place where the threads of several teams meet, each team by itself, and where letters go between all."""
+
+    def __init__(
+        self,
+        teams: Sequence[Sequence[int]],
+        timeout: float = 60.0,
+        *,
+        devices: Sequence[Device] = (),
+        wire: DType = DType.F32,
+    ) -> None:
+        """`teams` says for each device of which it is; `devices` as for `Meeting`."""
+        self.teams = [tuple(team) for team in teams]
+        self.letters = Meeting(len(teams), timeout, wire=wire)
+        self.meetings = {
+            team: Meeting(len(team), timeout, devices=[devices[d] for d in team] if devices else (), wire=wire)
+            for team in self.teams
+        }
+
+    def member(self, number: int) -> TeamMember:
+        team = self.teams[number]
+        return TeamMember(self.meetings[team], team.index(number), self.letters.member(number))
+
+    def abort(self, why: str) -> None:
+        """Wake everybody who waits: a member failed."""
+        for meeting in (self.letters, *self.meetings.values()):
+            meeting.abort(why)
+
+    def clear(self) -> None:
+        """Forget what was sent, and that somebody failed: a run is over, and nobody waits."""
+        for meeting in (self.letters, *self.meetings.values()):
+            meeting.clear()
+
+
+class TeamMember(Member):
+    """`Comm` of one thread of a team; its letters go by the numbers of all devices."""
+
+    def __init__(self, meeting: Meeting, rank: int, letters: Member) -> None:
+        super().__init__(meeting, rank)
+        self.everybody, self._letters = letters.size, letters
+
+    def send(self, source: Array, to: int, sequence: int) -> None:
+        self._letters.send(source, to, sequence)
+
+    def receive(self, into: Array, source: int, sequence: int) -> None:
+        self._letters.receive(into, source, sequence)
+
+
+def meeting_of(
+    teams: Sequence[Sequence[int]], timeout: float = 60.0, *, devices: Sequence[Device] = (), wire: DType = DType.F32
+) -> Meeting | Teams:
+    """Where the devices of one process meet: all of them, or in teams."""
+    if len(set(map(tuple, teams))) == 1:
+        return Meeting(len(teams), timeout, devices=devices, wire=wire)
+    return Teams(teams, timeout, devices=devices, wire=wire)
+
+
 class Alone:
     """`Comm` of a group of one: every collective is a copy."""
 
-    rank, size = 0, 1
-    timeout = 0.0
+    rank: int = 0
+    size: int = 1
+    everybody: int = 1
+    timeout: float = 0.0
     board: npt.NDArray[np.int64] | None = None
     slabs: Slabs | None = None
     devices: Sequence[Device] = ()
-    wire = DType.F32
+    wire: DType = DType.F32
 
     def all_reduce(self, source: Array, into: Array, scratch: Array, sequence: int) -> None:
         np.copyto(into, source)

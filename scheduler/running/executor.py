@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, cast
 from zlib import crc32
 
@@ -14,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...backends.base import Array, Comm, Measures, Program, Timed
-from ...graph.arguments import ANY, TEXT, Kind, a, demand, needs, real, table_of, whole
+from ...graph.arguments import ANY, TEXT, Kind, a, demand, near, needs, real, table_of, whole
 from ...graph.arrays import fitted
 from ...graph.attrs import quote
 from ...graph.dtypes import DType
@@ -23,12 +22,13 @@ from ...ops.quants import decoded, encoded
 from ...ranks import ALONE, World
 from ...ranks.meeting import WideMeeting
 from ...ranks.mpi import MpiLink
-from ..layout import Replicate
+from ..layout import Local, Replicate, Shard
+from ..lowering.lane import teams_of
 from ..plan import Plan
-from .comm import Alone, Meeting
+from .comm import Alone, Meeting, Teams, meeting_of
 from .interrupts import InterruptsKept
-from .store import Store, assembled
-from .trace import Run, Trace
+from .store import Part, Store, assembled
+from .trace import MOST_RUNS, Trace
 from .turns import Turn
 
 MOST_SECONDS = 1e9
@@ -51,6 +51,10 @@ class Executor:
     under `label`.
     """
 
+    plan: Plan
+    store: Store
+    label: str
+
     @needs(PlanError, plan=a(Plan), store=a(Store), timeout=real(0, MOST_SECONDS), wire=WIRE, label=TEXT)
     def __init__(
         self, plan: Plan, store: Store, *, timeout: float = 60.0, wire: DType = DType.F32, label: str = "run"
@@ -69,36 +73,42 @@ class Executor:
         with self._turn:
             self._prepare()
 
-    def _met(self, wire: DType) -> Meeting | WideMeeting:
+    def _met(self, wire: DType) -> Meeting | Teams | WideMeeting:
         """Where the devices meet: in this process, or between several, none of which is waited for much longer than the
         whole run should take."""
         lanes, between = self.plan.lanes, self._between
-        devices = [lane.device for lane in lanes]
+        devices, teams = [lane.device for lane in lanes], teams_of([lane.program for lane in lanes])
         if between.world.size > 1:
             timeout = min(self._timeout, PATIENCE + SLOWER * self.plan.cost.total)
             between.world.agree("plan", self.plan.digest(), "give all ranks the same model and flags")
-            return WideMeeting(between, devices, timeout, wire)
+            return WideMeeting(between, devices, timeout, wire, teams)
         alike = len({type(lane.backend) for lane in lanes}) == 1
-        return Meeting(len(lanes), self._timeout, devices=devices if alike else [], wire=wire)
+        return meeting_of(teams, self._timeout, devices=devices if alike else [], wire=wire)
 
     def _prepare(self) -> None:
         plan = self.plan
         self._buffers = self.store.buffers(plan)
         self._inputs: dict[str, list[tuple[Any, DType]]] = {name: [] for name in self._specs}
-        self._outputs: dict[int, dict[str, Any]] = {}
+        self._outputs: dict[str, dict[int, Part]] = {name: {} for name in self._shapes}
         for number, buffers in self._buffers.items():
             lane = plan.lanes[number]
             for name, t in lane.program.inputs.items():
                 self._inputs[name].append((lane.backend.view(buffers[t.buffer], t), t.dtype))
-            outputs = lane.program.outputs.items()
-            self._outputs[number] = {name: lane.backend.view(buffers[t.buffer], t) for name, t in outputs}
+            for name, t in lane.program.outputs.items():
+                if name in self._outputs:  # others are for another device
+                    self._outputs[name][number] = Part(lane.backend.view(buffers[t.buffer], t), t.dtype)
+        self._reads = {name: self._reader(name) for name in self._shapes}
         self._replays = {
             n: self._compiled(n, plan.lanes[n].program, self._meeting.member(n) if len(plan.lanes) > 1 else Alone())
             for n in self._buffers
         }
-        self._noted: list[Iterable[Timed]] = []
-        self._timed = {number: partial(self._note, number) for number in self._replays}
-        untimed = (number for number, replay in self._replays.items() if not isinstance(replay, Measures))
+        self._noted: list[Any] = [()] * len(plan.lanes)
+        self._timed = {
+            number: cast(Measures, replay).measured
+            for number, replay in self._replays.items()
+            if isinstance(replay, Measures)
+        }
+        untimed = (number for number in self._replays if number not in self._timed)
         self._untimed = next((plan.lanes[number].device for number in untimed), None)
         self._threads = ThreadPoolExecutor(len(self._replays) - 1, "hocket") if len(self._replays) > 1 else None
         self._between.world.everyones(b"")  # what others compile meanwhile takes longer than a run is waited for
@@ -110,6 +120,7 @@ class Executor:
     def __repr__(self) -> str:
         return f"Executor({self.plan!r})"
 
+    @needs(PlanError)
     def run(self, inputs: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
         """Outputs by name, as host arrays of their own.  States advance.
 
@@ -118,10 +129,14 @@ class Executor:
         with self._turn:
             self._bind(inputs)
             self._replay()
-            return {
-                name: assembled(shape, self.plan.outputs[name], self._parts(name), self._between)
-                for name, shape in self._shapes.items()
-            }
+            return {name: read() for name, read in self._reads.items()}
+
+    def _reader(self, name: str) -> Callable[[], Array]:
+        """What reads an output after a run: which way is settled once, since a token may take no more than 1 ms."""
+        layout, parts = self.plan.outputs[name], self._outputs[name]
+        if self._between.is_wide or isinstance(layout, Shard):
+            return lambda: assembled(self._shapes[name], layout, self._parts(name), self._between)
+        return parts[layout.devices[0] if isinstance(layout, Local) else 0].copied
 
     @needs(PlanError, name=TEXT)
     def copies(self, name: str) -> list[Array]:
@@ -136,9 +151,7 @@ class Executor:
 
     def _parts(self, name: str) -> dict[int, Array]:
         """What each device of this process that has any of an output has of it."""
-        holders = {number: has[name] for number, has in self._outputs.items() if name in has}
-        dtypes = {number: self.plan.lanes[number].program.outputs[name].dtype for number in holders}
-        return {number: decoded(array, dtypes[number]) for number, array in holders.items()}
+        return {number: part.numbers() for number, part in self._outputs[name].items()}
 
     def bind(self, inputs: Mapping[str, npt.ArrayLike]) -> None:
         """Copy the inputs to all devices."""
@@ -146,10 +159,10 @@ class Executor:
             self._bind(inputs)
 
     def _bind(self, inputs: Mapping[str, npt.ArrayLike]) -> None:
-        if not isinstance(inputs, Mapping) or not inputs.keys() <= self._specs.keys():
+        if type(inputs) is not dict or not inputs.keys() <= self._specs.keys():
             demand(PlanError, "run", "inputs", inputs, INPUTS)
-            (name, *_) = (key for key in inputs if key not in self._specs)
-            raise PlanError(f"there is no input %{quote(name):.60}; inputs: {', '.join(self._specs) or 'none'}")
+            for name in inputs.keys() - self._specs.keys():
+                raise PlanError(f"there is no input %{quote(name):.60}; inputs: {', '.join(self._specs) or 'none'}")
         is_wide, check = self._between.is_wide, 0
         for name, spec in self._specs.items():
             if name not in inputs:
@@ -173,28 +186,25 @@ class Executor:
         if self._lost is not None:
             raise self._lost
         with InterruptsKept():
-            if self.trace is not None and self.trace.has_room():
-                self._run_timed(self.trace)
-            else:
+            trace = self.trace
+            if trace is None:
                 self._run_all(self._replays)
-
-    def _run_timed(self, trace: Trace) -> None:
-        self._demand_times()
-        self._noted = [()] * len(self.plan.lanes)
-        start = time.monotonic()
-        self._run_all(self._timed)
-        trace.runs.append(Run(self.plan, self.label, start, time.monotonic(), self._noted))
-
-    def _note(self, number: int) -> None:
-        """Run one device, and note what it did when."""
-        self._noted[number] = cast(Measures, self._replays[number]).measured()
+            elif len(trace.noted) < MOST_RUNS:
+                self._demand_times()
+                start = time.monotonic()
+                self._run_all(self._timed)
+                trace.noted.append((self.plan, self.label, start, time.monotonic(), tuple(self._noted)))
+            else:
+                trace.left_out += 1
+                self._run_all(self._replays)
 
     def _demand_times(self) -> None:
         """Raises `PlanError` if a backend cannot tell what its steps take."""
         if self._untimed is not None:
             raise PlanError(f"device {self._untimed} cannot time its steps; its backend compiles no `Measures`")
 
-    def _run_all(self, replays: Mapping[int, Callable[[], None]]) -> None:
+    def _run_all(self, replays: Mapping[int, Callable[[], Any]]) -> None:
+        """Run all devices of this process; what each then says of its run is noted."""
         self._failures.clear()
         own, run = list(replays), self._guarded
         others = {n: self._threads.submit(run, n, replays[n]) for n in own[1:]} if self._threads else {}
@@ -237,10 +247,10 @@ class Executor:
         finally:
             self.trace = before
 
-    def _guarded(self, number: int, replay: Callable[[], None]) -> None:
+    def _guarded(self, number: int, replay: Callable[[], Any]) -> None:
         """Run one device; on failure wake the others, who may be waiting for it."""
         try:
-            replay()
+            self._noted[number] = replay()
         except BaseException as why:  # a thread's error is handed to the caller, whatever it is
             self._stop(number, why)
 
@@ -296,6 +306,8 @@ def load(plan: Plan, weights: Mapping[str, npt.ArrayLike], *, comm: Any = None) 
     store = Store([(lane.backend, lane.device) for lane in plan.lanes], world)
     for value in plan.graph.weights:
         name, spec = value.node.name, value.spec
-        if name in weights:
-            store.bind(name, weights[name], spec, plan.leaves[name])
+        if name not in weights:
+            hint = near(name, weights)
+            raise PlanError(f"weight %{quote(name)}: {spec} is not bound; pass it when loading the plan{hint}")
+        store.bind(name, weights[name], spec, plan.leaves[name])
     return Executor(plan, store)

@@ -38,11 +38,11 @@ class Store:
 
     @needs(PlanError, group=DEVICES)
     def __init__(self, group: Sequence[tuple[Backend, Device]], world: World = ALONE) -> None:
-        self.group = tuple(group)
-        self.backends = tuple(backend for backend, _ in self.group)
-        self.turn = Turn(self.backends)
-        self.between = Between(world, [_rank(device, world) for _, device in group])
-        self.nread = 0
+        self.group: tuple[tuple[Backend, Device], ...] = tuple(group)
+        self.backends: tuple[Backend, ...] = tuple(backend for backend, _ in self.group)
+        self.turn: Turn = Turn(self.backends)
+        self.between: Between = Between(world, [_rank(device, world) for _, device in group])
+        self.nread: int = 0
         self._devices = {number: _DeviceStore(*self.group[number]) for number in self.between.own}
         self._layouts: dict[str, tuple[Spec, Layout]] = {}
         self._states: dict[str, None] = {}
@@ -89,6 +89,7 @@ class Store:
 
     @property
     def states(self) -> tuple[str, ...]:
+        """Their names."""
         return tuple(self._states)
 
     def nbytes(self) -> list[dict[str, int]]:
@@ -118,10 +119,18 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one device has of a state: its view of the memory, and the dtype in which numbers lie there."""
+    """What one device has of a state or an output: its view of the memory, and the dtype in which numbers lie there."""
 
     array: Any
     dtype: DType
+
+    def numbers(self) -> Array:
+        """They themselves, where memory holds them as they are."""
+        return decoded(self.array, self.dtype)
+
+    def copied(self) -> Array:
+        """A host array of its own."""
+        return np.array(self.numbers())
 
 
 class StateView:
@@ -129,6 +138,12 @@ class StateView:
 
     Of devices in several processes each has the `parts` of its own; to read the state, all have to.
     """
+
+    name: str
+    spec: Spec
+    shape: tuple[int, ...]
+    layout: Layout
+    parts: Mapping[int, Part]
 
     def __init__(
         self, name: str, spec: Spec, layout: Layout, parts: Mapping[int, Part], turn: Turn, between: Between
@@ -138,7 +153,7 @@ class StateView:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         with self._turn:
-            parts = {number: decoded(p.array, p.dtype) for number, p in self.parts.items()}
+            parts = {number: part.numbers() for number, part in self.parts.items()}
             whole = assembled(self.spec.shape, self.layout, parts, self._between)
         return whole if dtype is None else whole.astype(dtype)
 
@@ -155,7 +170,7 @@ class StateView:
                     part.array[index] = encoded(values, part.dtype)
                     continue
                 whole = np.empty(self.shape, values.dtype)  # what other devices have of it is not looked at
-                put(whole, self.layout, number, decoded(part.array, part.dtype))
+                put(whole, self.layout, number, part.numbers())
                 whole[index] = values
                 part.array[...] = encoded(_share(whole, self.spec, self.layout, number), part.dtype)
 
@@ -259,8 +274,9 @@ def assembled(shape: tuple[int, ...], layout: Layout, parts: Mapping[int, Any], 
     from what the others send."""
     if not isinstance(layout, Shard):
         return np.array(between.one(parts, layout.devices if isinstance(layout, Local) else range(len(between.ranks))))
-    everywhere = between.everywhere(parts, range(len(layout.runs)))
-    whole = np.empty(shape, np.asarray(everywhere[0]).dtype)
+    holders = [number for number, runs in enumerate(layout.runs) if runs] or range(len(layout.runs))
+    everywhere = between.everywhere(parts, holders)
+    whole = np.empty(shape, np.asarray(everywhere[holders[0]]).dtype)
     for number, part in everywhere.items():
         put(whole, layout, number, part)
     return whole

@@ -9,8 +9,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from ...backends.base import Comm
 from ...graph.errors import PlanError
+from ..lowering.lane import teams_of
 from ..plan import Plan
-from .comm import Alone, Meeting
+from .comm import Alone, meeting_of
 
 
 class Tick(Protocol):
@@ -76,7 +77,7 @@ def timeline(plan: Plan, on: ClockBackend | None = None) -> Timeline:
     clocks = [b for b in backends if isinstance(b, ClockBackend)]
     if len(clocks) < len(plan.lanes):
         raise PlanError(f"{plan.lanes[0].device} keeps no virtual clock; plan for null:0, …, or give a null backend")
-    meeting = Meeting(len(clocks))
+    meeting = meeting_of(teams_of([lane.program for lane in plan.lanes]))
     comms: list[Comm] = [meeting.member(i) for i in range(len(clocks))] if len(clocks) > 1 else [Alone()]
     runs = []
     for clock, lane, comm in zip(clocks, plan.lanes, comms, strict=True):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...backends.base import Timed
+from ...graph.arguments import a, made_of, whole
 from ...graph.errors import PlanError
 from ..plan import Plan
 
@@ -18,33 +19,35 @@ MOST_RUNS = 2000
 """Runs that a trace holds.  Those of a model of a thousand steps are then a file of some hundred megabytes."""
 
 
-class Run:
-    """One run of `plan`, from `start` to `end` in seconds of `time.monotonic`."""
+class Run(NamedTuple):
+    """One run of `plan`, from `start` to `end` in seconds of `time.monotonic`; for each device its steps in order."""
 
-    def __init__(self, plan: Plan, label: str, start: float, end: float, noted: Sequence[Iterable[Timed]]) -> None:
-        self.plan, self.label, self.start, self.end = plan, label, start, end
-        self._noted: Sequence[Iterable[Timed]] = noted
-
-    @property
-    def steps(self) -> Sequence[Sequence[Timed]]:
-        """For each device what it did, in order; backends say it when it is first asked for."""
-        self._noted = noted = [list(steps) for steps in self._noted]
-        return noted
+    plan: Plan
+    label: str
+    start: float
+    end: float
+    steps: Sequence[Sequence[Timed]]
 
 
+@made_of(PlanError, left_out=whole(0), noted=a(list))
 @dataclass(slots=True)
 class Trace:
     """Runs in the order in which they were made, up to `MOST_RUNS`; `left_out` counts those that came later, which
-    nobody timed."""
+    nobody timed.
 
-    runs: list[Run] = field(default_factory=list)
+    `noted` is for executors: what they say of a run at its end, when every line of Python takes time from the next.
+    """
+
     left_out: int = 0
+    noted: list[tuple[Plan, str, float, float, Sequence[Iterable[Timed]]]] = field(default_factory=list)
+    _runs: list[Run] = field(default_factory=list, init=False)
 
-    def has_room(self) -> bool:
-        """Whether one more run is to be timed; if not, it is counted."""
-        full = len(self.runs) >= MOST_RUNS
-        self.left_out += full
-        return not full
+    @property
+    def runs(self) -> Sequence[Run]:
+        """The runs; backends are asked for the steps of each when this is first read behind it."""
+        for plan, label, start, end, steps in self.noted[len(self._runs) :]:
+            self._runs.append(Run(plan, label, start, end, [list(own) for own in steps]))
+        return self._runs
 
     def save(self, path: str | Path) -> None:
         """Write the trace as JSON for Perfetto or Chrome, gzipped if the name ends in ``.gz``; ``hocket view --trace``

@@ -41,7 +41,7 @@ mul_mat Partial()
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...graph.graph import Graph
@@ -75,7 +75,9 @@ class Assignment:
 
     `made[v]` is the state in which a value is produced; `by[n]` is the cut of a node, Replicate if every device does
     all of it, the kind of sum if it passes one on, Local if one device does it; `wants[n]` are the states in which the
-    node reads its operands; `dealt[n]` are the numbers by which a node finds its rows of a table that is cut.
+    node reads its operands; `dealt[n]` are the numbers by which a node finds its rows of a table that is cut; `held`
+    are weights and states of which it was given where they lie; `whole` are weights that stay whole though they have a
+    chosen factor.  In one that module `again` made, all but `fresh` nodes are as in `base`.
     """
 
     chosen: frozenset[Factor]
@@ -83,7 +85,11 @@ class Assignment:
     by: dict[Node, State] = field(default_factory=dict)
     wants: dict[Node, tuple[State, ...]] = field(default_factory=dict)
     dealt: dict[Node, Value] = field(default_factory=dict)
+    held: set[Value] = field(default_factory=set)
     conversions: list[Conversion] = field(default_factory=list)
+    whole: frozenset[Value] = frozenset()
+    base: Assignment | None = None
+    fresh: tuple[Node, ...] = ()
 
 
 def operands(node: Node) -> list[tuple[str, Value]]:
@@ -101,23 +107,35 @@ def lookup(node: Node) -> tuple[str, Value, Sequence[str]]:
     return table.name, dict(operands(node))[dim.index], joint
 
 
-def assign(graph: Graph, factors: Factors, chosen: frozenset[Factor], pins: Pins = NO_PINS) -> Assignment:
+def assign(
+    graph: Graph,
+    factors: Factors,
+    chosen: frozenset[Factor],
+    pins: Pins = NO_PINS,
+    shown: Iterable[Value] = (),
+) -> Assignment:
     """Lay `graph` out over the `chosen` factors.  Always succeeds: what does not fit is converted.
 
-    A weight that some node needs whole stays whole on every device (nodes that can still take a slice of it).
+    A weight that some node needs whole stays whole on every device (nodes that can still take a slice of it).  Values
+    that are `shown` to others end whole on every device.
     """
     users = graph.users()
-    whole: set[Value] = set()
+    return settled(lambda whole: Pass(graph, factors, chosen, users, whole, pins).run(shown))
+
+
+def settled(laid: Callable[[frozenset[Value]], Assignment]) -> Assignment:
+    """What `laid` gives once it is told of all weights that stay whole."""
+    whole = frozenset[Value]()
     while True:
-        assignment = _Pass(graph, factors, chosen, users, whole, pins).run()
+        assignment = laid(whole)
         cut = (c.value for c in assignment.conversions if isinstance(c.before, Cut))
-        gathered = {value for value in cut if value.node.op == "weight"}
+        gathered = frozenset(value for value in cut if value.node.op == "weight")
         if not gathered:
             return assignment
         whole |= gathered
 
 
-class _Pass:
+class Pass:
     """One walk over the graph, sources first."""
 
     def __init__(
@@ -126,32 +144,44 @@ class _Pass:
         factors: Factors,
         chosen: frozenset[Factor],
         users: Mapping[Value, list[Node]],
-        whole: Iterable[Value],
-        pins: Pins,
+        whole: frozenset[Value],
+        pins: Pins = NO_PINS,
     ) -> None:
-        self.graph, self.factors, self.users, self.whole, self.pins = graph, factors, users, set(whole), pins
-        self.out = Assignment(chosen)
+        self.graph, self.factors, self.users, self.whole, self.pins = graph, factors, users, whole, pins
+        self.out = Assignment(chosen, whole=whole)
         self.converted: set[tuple[Value, State]] = set()
         self.stored: set[Value] = set()  # weights, states and views of them: where a cut saves memory and reading
         self.ends = {*graph.outputs.values(), *graph.updates.values()}
 
-    def run(self) -> Assignment:
+    def run(self, shown: Iterable[Value] = ()) -> Assignment:
         for node in self.graph.nodes:
-            if node.is_leaf:
-                self._leaf(node)
-            else:
-                self._node(node)
+            self._visit(node)
+        self._end(shown)
+        return self.out
+
+    def _visit(self, node: Node) -> None:
+        if node.is_leaf:
+            self._leaf(node)
+        else:
+            self._node(node)
+
+    def _end(self, shown: Iterable[Value] = ()) -> None:
+        """What outputs and updates still need."""
         for value in self.graph.outputs.values():
             if self.out.made[value].is_owed:
                 self._convert(value, REPLICATE, None)
+        for value in shown:
+            self._convert(value, REPLICATE, None)
         for state, new in self.graph.updates.items():
             self._convert(new, self.out.made[state], None)
-        return self.out
 
     def _leaf(self, node: Node) -> None:
         value = Value(node)
-        if value in self.pins.leaves:
-            self.out.made[value] = self.pins.leaves[value]
+        if (lies := self.pins.leaves.get(value)) is not None:
+            self.out.made[value] = lies
+            self.out.held.add(value)
+            if lies is REPLICATE:
+                self.stored.add(value)
             return
         cuts: list[Factor] = []
         if node.op in ("weight", "state"):
@@ -198,7 +228,7 @@ class _Pass:
             made = self.out.made[source]
             if isinstance(made, Cut):
                 candidates[made.factor] = None
-            elif source in self.stored:
+            elif self._is_stored(source):
                 candidates |= dict.fromkeys(self._cuts(source))
         if not candidates:
             return None
@@ -259,7 +289,7 @@ class _Pass:
         """All operands whole; or, where the op is linear and nobody needs the sum yet, partial sums as they are; and
         what the results are then."""
         made, named = self.out.made, operands(node)
-        partial = {s for s in node.inputs if made[s].is_owed and (s, REPLICATE) not in self.converted}
+        partial = {s for s in node.inputs if made[s].is_owed and not self._is_converted(s, REPLICATE)}
         whole = tuple(REPLICATE for _ in named)
         if not partial or not all(self._passes(user, s) for s in partial for user in self.users[s]):
             return whole, REPLICATE
@@ -295,18 +325,29 @@ class _Pass:
         names = {n for joint in passing for n in joint.split("+")}
         places = [n for n, s in operands(user) if s == value]
         others = [s for s in user.inputs if s != value]
-        cut_anyway = any(s in self.stored and self._cuts(s) for s in others)
+        cut_anyway = any(self._is_stored(s) and self._cuts(s) for s in others)
         return value not in self.ends and len(places) == 1 and places[0] in names and not cut_anyway
 
     def _convert(self, value: Value, wanted: State, node: Node | None) -> None:
         """Note what takes `value` to the state in which `node` reads it; a slice of what is whole by now is free."""
         made = self.out.made[value]
-        if (value, wanted) in self.converted or not way(made, wanted):
+        if not way(made, wanted) or self._is_converted(value, wanted):
             return
-        if (value, REPLICATE) in self.converted:
+        if self._is_converted(value, REPLICATE):
             made = REPLICATE
         for state in way(made, wanted):
-            if (value, state) not in self.converted:
-                self.converted.add((value, state))
-                self.out.conversions.append(Conversion(value, made, state, node))
+            if not self._is_converted(value, state):
+                self._note(Conversion(value, made, state, node))
             made = state
+
+    def _is_converted(self, value: Value, state: State) -> bool:
+        """Whether it is there in this state by now."""
+        return (value, state) in self.converted
+
+    def _is_stored(self, value: Value) -> bool:
+        """Whether it is known by now as a weight, a state or a view of one."""
+        return value in self.stored
+
+    def _note(self, conversion: Conversion) -> None:
+        self.converted.add((conversion.value, conversion.after))
+        self.out.conversions.append(conversion)

@@ -24,7 +24,8 @@ class Factor:
     __slots__ = ("blocked", "parts", "segments", "size", "up")
 
     def __init__(self, size: int, blocked: bool = False) -> None:
-        self.size, self.blocked = size, blocked
+        self.size: int = size
+        self.blocked: bool = blocked
         self.up: Factor | None = None
         self.parts: tuple[Factor, Factor] | None = None  # outer and inner
         self.segments: tuple[Factor, Factor] | None = None  # one after the other
@@ -34,6 +35,10 @@ class Factor:
         while factor.up is not None:
             factor = factor.up
         return factor
+
+    @property
+    def can_be_cut(self) -> bool:
+        return self.size > 1 and not self.blocked
 
     def __repr__(self) -> str:
         return f"{self.size}{'!' if self.blocked else ''}"

@@ -24,23 +24,41 @@ class Costs:
         counts = Counts()
         self.work = {n: counts.of(n) for n in graph.nodes if not n.is_leaf and not op_of(n).is_view}
         self.stored = [Value(n) for n in graph.nodes if n.op in ("weight", "state")]
+        self._places = {node: at for at, node in enumerate((*self.work, *(v.node for v in self.stored)))}
+        self._known: dict[int, tuple[Assignment, list[float]]] = {}
 
     def estimate(self, assignment: Assignment) -> Estimate:
         """The predicted time of one run."""
-        times = self.times
-        compute = sum(times.get(node, 1) * self.node_time(node, assignment) for node in self.work)
+        times, compute = self.times, sum(self._each(assignment)[: len(self.work)])
         sent = [(times.get(c.value.node, 1), c) for c in assignment.conversions if not c.is_free]
         return Estimate(compute, sum(n * self.conversion_time(c) for n, c in sent), sum(n for n, _ in sent))
 
     def held(self, assignment: Assignment) -> float:
         """Bytes of weights and states on the device that has most of them."""
-        total = 0.0
-        for value in self.stored:
-            made = assignment.made[value]
-            size = made.factor.size if isinstance(made, Cut) else 0
-            share = -(-size // self.devices) / size if size else 1.0
-            total += self.times.get(value.node, 1) * value.spec.nbytes * share
-        return total
+        return sum(self._each(assignment)[len(self.work) :])
+
+    def _each(self, assignment: Assignment) -> list[float]:
+        """Seconds of each node, then bytes of each weight and state.  What is as in another assignment is taken from
+        that."""
+        base = assignment.base
+        if base is None:
+            return [self._of(node, assignment) for node in self._places]
+        if id(base) not in self._known:
+            self._known[id(base)] = base, self._each(base)
+        each = list(self._known[id(base)][1])
+        for node in assignment.fresh:
+            if (at := self._places.get(node)) is not None:
+                each[at] = self._of(node, assignment)
+        return each
+
+    def _of(self, node: Node, assignment: Assignment) -> float:
+        """Seconds of a node; bytes of a weight or state on the device that has most of it."""
+        if not node.is_leaf:
+            return self.times.get(node, 1) * self.node_time(node, assignment)
+        made = assignment.made[Value(node)]
+        size = made.factor.size if isinstance(made, Cut) else 0
+        share = -(-size // self.devices) / size if size else 1.0
+        return self.times.get(node, 1) * node.specs[0].nbytes * share
 
     def node_time(self, node: Node, assignment: Assignment) -> float:
         """Seconds of `node` on the busiest device."""
@@ -66,4 +84,5 @@ class Costs:
         if conversion.is_free or self.devices == 1:
             return 0.0
         op = "all_reduce" if conversion.before.is_owed and not isinstance(conversion.after, Cut) else "all_gather"
-        return self.hardware.meeting(sent_bytes(op, conversion.value.spec.nbytes, self.devices))
+        far = self.hardware.spans((0, self.devices - 1))
+        return self.hardware.meeting(sent_bytes(op, conversion.value.spec.nbytes, self.devices), far=far)

@@ -16,7 +16,7 @@ from .assign import Assignment
 from .axes import Factor
 from .factors import Factors
 from .shares import Shares, runs_of
-from .states import Cut, State, way
+from .states import Cut, Lying, State, way
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,10 +32,19 @@ class Sharded:
     outputs: Mapping[str, Layout]
 
 
-def shard(graph: Graph, factors: Factors, assignment: Assignment, shares: Shares) -> Sharded:
-    """Emit the graph of every device.  With one device that is the graph itself."""
-    layouts = _Layouts(graph, factors, assignment, shares)
-    ends = {name: _ended(assignment.made[v]) for name, v in graph.outputs.items()}
+def shard(
+    graph: Graph,
+    factors: Factors,
+    assignment: Assignment,
+    shares: Shares,
+    *,
+    first: int = 0,
+    whole: Container[Value] = frozenset(),
+) -> Sharded:
+    """Emit the graph of every device, with collectives numbered from `first` on; outputs that are among the values
+    `whole` end so on all of them.  With one device that is the graph itself."""
+    layouts = _Layouts(graph, factors, assignment, shares, first)
+    ends = {name: REPLICATE if v in whole else _ended(assignment.made[v]) for name, v in graph.outputs.items()}
     outputs = {name: layouts.of(v, ends[name]) for name, v in graph.outputs.items()}
     emitted: dict[Hashable, tuple[Graph, Mapping[Node, Node]]] = {}
     for key in (keys := [_kind(d, assignment, shares) for d in range(len(shares))]):
@@ -44,7 +53,7 @@ def shard(graph: Graph, factors: Factors, assignment: Assignment, shares: Shares
             emitted[key] = device.emit(graph, ends), device.origins
     graphs = tuple(emitted[key][0] for key in keys)
     leaves = {n.name: layouts.of(Value(n), assignment.made[Value(n)]) for n in graph.nodes if n.is_leaf}
-    leaves.update(_rarely_read(graph, graphs, leaves))
+    leaves.update(_rarely_read(graph, graphs, leaves, assignment.held))
     return Sharded(graphs, tuple(emitted[key][1] for key in keys), leaves, outputs)
 
 
@@ -60,15 +69,19 @@ def _kind(device: int, assignment: Assignment, shares: Shares) -> Hashable:
             return device
     if assignment.dealt or any(isinstance(by, Local) for by in assignment.by.values()):
         return device
+    if any(isinstance(made, Lying) for made in assignment.made.values()):
+        return device
     return device == 0, *(high - low for low, high in (shares.of(f)[device] for f in assignment.chosen))
 
 
-def _rarely_read(graph: Graph, graphs: Sequence[Graph], leaves: Mapping[str, Layout]) -> dict[str, Layout]:
+def _rarely_read(
+    graph: Graph, graphs: Sequence[Graph], leaves: Mapping[str, Layout], held: Container[Value]
+) -> dict[str, Layout]:
     """Whole weights and states that some devices turn out not to read, as what they compute is placed elsewhere."""
     read = [{n.name for n in local.nodes if n.is_leaf} for local in graphs]
     homes: dict[str, Layout] = {}
     for node in graph.nodes:
-        if node.op in ("weight", "state") and leaves[node.name] is REPLICATE:
+        if node.op in ("weight", "state") and leaves[node.name] is REPLICATE and Value(node) not in held:
             where = tuple(d for d, names in enumerate(read) if node.name in names)
             if 0 < len(where) < len(graphs):
                 homes[node.name] = Local(where)
@@ -82,15 +95,28 @@ def unused(name: str, taken: Container[str]) -> str:
     return name
 
 
+def with_meetings(graph: Graph, met: Sequence[Value]) -> Graph:
+    """A device comes to its meetings even where nothing of its own depends on them."""
+    there, missing = set(graph.nodes), {}
+    for number, value in reversed(list(enumerate(met))):  # what comes last may read what came before
+        if value.node not in there:
+            missing[unused(f"met.{number}", graph.outputs)] = value
+            stack = [value.node]
+            while stack:
+                there.add(node := stack.pop())
+                stack += [s.node for s in node.inputs if s.node not in there]
+    return Graph({**graph.outputs, **missing}, graph.updates) if missing else graph
+
+
 class _Layouts:
     """Layouts of values in the states an assignment gives them; collectives are numbered here, once for all."""
 
-    def __init__(self, graph: Graph, factors: Factors, assignment: Assignment, shares: Shares) -> None:
+    def __init__(self, graph: Graph, factors: Factors, assignment: Assignment, shares: Shares, first: int) -> None:
         self.graph, self.factors, self.assignment, self.shares = graph, factors, assignment, shares
         self.called = names(graph)  # a device's nodes go by the names that a dump of the user's graph shows
         self.sequence: dict[tuple[Value, State], int] = {}
         self.letters: dict[Value, dict[int, int]] = {}
-        count = 0
+        count = first
         for conversion in (c for c in assignment.conversions if not c.is_free):
             value, before, after = conversion.value, conversion.before, conversion.after
             if not isinstance(before, Local):
@@ -107,6 +133,8 @@ class _Layouts:
     def of(self, value: Value, state: State) -> Layout:
         if isinstance(state, Local):
             return state
+        if isinstance(state, Lying):
+            return state.layout
         if not isinstance(state, Cut):
             return PARTIAL if state.is_owed else REPLICATE
         if (value, state.factor) not in self._cut:  # every device asks, at every use
@@ -151,7 +179,10 @@ class _Device:
             for old, new in graph.updates.items()
             if not self._is_elsewhere(made[old])
         }
-        return self._with_meetings(Graph(outputs, updates))
+        for old in graph.states:  # one that a device has, as an earlier plan says, stays there if it is not read, too
+            if old in assignment.held and made[old] is REPLICATE and old not in graph.updates:
+                updates[self.local[old, REPLICATE]] = self.local[old, REPLICATE]
+        return with_meetings(Graph(outputs, updates), self.met)
 
     def _is_elsewhere(self, state: State) -> bool:
         return isinstance(state, Local) and self.device not in state.devices
@@ -159,7 +190,7 @@ class _Device:
     def _attend(self, source: Value) -> None:
         """Take part in making whole what another device alone will read."""
         made = self.layouts.assignment.made[source]
-        if made.is_owed or isinstance(made, Cut):
+        if made.is_owed or isinstance(made, Cut | Lying):
             self._as(source, REPLICATE)
 
     def _keep(self, value: Value, state: State, new: Value) -> None:
@@ -172,18 +203,6 @@ class _Device:
                     self.met.append(
                         send(new, to=to, sequence=number, name=f"{self.layouts.called[value.node]}.to.{to}")
                     )
-
-    def _with_meetings(self, graph: Graph) -> Graph:
-        """A device comes to its meetings even where nothing of its own depends on them."""
-        there, missing = set(graph.nodes), {}
-        for number, value in reversed(list(enumerate(self.met))):  # what comes last may read what came before
-            if value.node not in there:
-                missing[unused(f"met.{number}", graph.outputs)] = value
-                stack = [value.node]
-                while stack:
-                    there.add(node := stack.pop())
-                    stack += [s.node for s in node.inputs if s.node not in there]
-        return Graph({**graph.outputs, **missing}, graph.updates) if missing else graph
 
     def _shape(self, value: Value, state: State) -> tuple[int, ...]:
         return local_shape(value.shape, self.layouts.of(value, state), self.device)

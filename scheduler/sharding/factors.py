@@ -35,8 +35,8 @@ from typing import Any
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...ops import op_of
-from ...ops.op import Op
-from ...ops.signature import Dim, Leading, Operand, Role
+from ...ops.declaring.op import Op
+from ...ops.declaring.signature import Dim, Leading, Operand, Role
 from .axes import (
     Axis,
     Factor,

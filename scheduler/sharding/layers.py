@@ -85,13 +85,9 @@ def _crossing(graph: Graph, nodes: Sequence[Node]) -> list[int]:
     return list(accumulate(change))
 
 
-def place(graph: Graph, placement: Placement, devices: int, held: Mapping[Value, Local] = NOTHING_HELD) -> Sharded:
-    """Emit the graph of every device: its nodes, what it receives, what it sends.
-
-    A value is sent at most once to each device.  A weight is kept on every device that reads it; a state lives where
-    its new value is made (or where it is first read), and is sent from there.  What is `held` by devices already stays
-    there.
-    """
+def homes(graph: Graph, placement: Placement) -> dict[Value, int]:
+    """Where each computed value is made, and where each state lives: where its new value is made, or it is first
+    read."""
     home: dict[Value, int] = {}
     for node in graph.nodes:
         for value in node.results:
@@ -102,13 +98,24 @@ def place(graph: Graph, placement: Placement, devices: int, held: Mapping[Value,
         new = graph.updates.get(state)
         readers = [placement[n] for n in users[state]]
         home[state] = home[new] if new in home else (readers or [0])[0]
+    return home
+
+
+def place(graph: Graph, placement: Placement, devices: int, held: Mapping[Value, Local] = NOTHING_HELD) -> Sharded:
+    """Emit the graph of every device: its nodes, what it receives, what it sends.
+
+    A value is sent at most once to each device.  A weight is kept on every device that reads it; a state lives where
+    its new value is made (or where it is first read), and is sent from there.  What is `held` by devices already stays
+    there.
+    """
+    home = homes(graph, placement)
     home.update({value: layout.devices[0] for value, layout in held.items()})
     emitter = _Emitter(graph, placement, home, devices, held)
     leaves: dict[str, Layout] = {}
     for leaf in (n for n in graph.nodes if n.is_leaf):
         having = tuple(d for d in range(devices) if (d, Value(leaf)) in emitter.local)
-        homes = {"weight": having or (0,), "state": (home.get(Value(leaf), 0),)}
-        leaves[leaf.name] = held.get(Value(leaf)) or (Local(homes[leaf.op]) if leaf.op in homes else REPLICATE)
+        kept = {"weight": having or (0,), "state": (home.get(Value(leaf), 0),)}
+        leaves[leaf.name] = held.get(Value(leaf)) or (Local(kept[leaf.op]) if leaf.op in kept else REPLICATE)
     outputs: dict[str, Layout] = {name: Local((emitter.where(v),)) for name, v in graph.outputs.items()}
     return Sharded(emitter.graphs(), tuple(emitter.origins), leaves, outputs)
 

@@ -15,8 +15,9 @@ from ...graph.errors import PlanError
 from ...graph.graph import Graph, names
 from ...graph.node import Node, Value
 from ...ops import op_of
-from ..layout import Layout, Local
+from ..layout import Layout, Local, Replicate, Shard
 from ..plan import Placed
+from .states import Lying
 
 Place = Sequence[tuple[str, str]]
 """Pairs (regular expression, device): what ``--place REGEX=DEVICE`` says; the first that matches a node counts."""
@@ -37,10 +38,10 @@ NodePins = Mapping[Node, Pin]
 
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """Pinned nodes, and the weights and states that lie on some devices only."""
+    """Pinned nodes, and the weights and states that lie on some devices only, or as an earlier plan has them."""
 
     nodes: NodePins = field(default_factory=dict)
-    leaves: Mapping[Value, Local] = field(default_factory=dict)
+    leaves: Mapping[Value, Local | Replicate | Lying] = field(default_factory=dict)
 
 
 NO_PINS = Pins()
@@ -100,6 +101,19 @@ def decided(graph: Graph, group: Sequence[tuple[Backend, Device]]) -> dict[Node,
 
 def _is_choice(node: Node) -> bool:
     return any(s.dtype.is_float for s in node.inputs) and any(v.dtype.is_integer for v in node.results)
+
+
+def as_before(pins: Pins, graph: Graph, leaves: Mapping[str, Layout], earlier: Mapping[str, Layout]) -> Pins:
+    """`pins`, and also the weights and states that lie otherwise by `leaves` than by those of an `earlier` plan.
+
+    They stay as they lie: two graphs may slice one weight in different pieces, and a cut of one is none of the other.
+    """
+    others: dict[Value, Replicate | Lying] = {}
+    for value in (*graph.weights, *graph.states):
+        lies = earlier.get(value.node.name)
+        if isinstance(lies, Shard | Replicate) and lies != leaves[value.node.name]:
+            others[value] = Lying(lies) if isinstance(lies, Shard) else lies
+    return Pins(pins.nodes, {**pins.leaves, **others})
 
 
 def lying(graph: Graph, leaves: Mapping[str, Layout]) -> Pins:

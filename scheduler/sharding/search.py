@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 
 from ...graph.graph import Graph
@@ -17,97 +18,131 @@ from ...graph.node import Node, Value
 from ..hardware import Estimate, Hardware
 from ..layout import Layout, Shard
 from ..units import nbytes_text, time_text
-from .assign import Assignment, assign
+from .again import Layer
+from .assign import Assignment
 from .axes import Factor
 from .condense import Condensed, condense
 from .cost import Costs
 from .factors import Factors
+from .shares import Shares
 
 NO_TIMES: Mapping[Node, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The factors to cut, the layout that follows, and what else was considered; `alone` is the time without cuts."""
+    """The factors to cut, what else was considered, and what is predicted: the time of a run, without any cut as well
+    (`alone`), and the bytes of weights and states on each device."""
 
     factors: frozenset[Factor]
-    assignment: Assignment
-    considered: tuple[str, ...]
+    considered: tuple[str, ...] = ()
+    seconds: float = math.inf
     alone: float = math.inf
+    held: float = math.inf
 
 
-def choose(graph: Graph, factors: Factors, devices: int, hardware: Hardware, *, eager: bool = False) -> Choice:
-    """The best set of factors found: from none, add the class that saves most per collective while the total falls; of
-    choices that take about as long, the one that leaves fewer bytes on each device.
+class Search:
+    """What may be cut in a graph, over any number of devices.  Parts that repeat are judged once, and so is each set of
+    factors, however many devices it is judged for."""
 
-    `eager` adds classes that shorten the kernels even where their collectives cost more: the user asked for shards.
-    Parts that repeat are judged once.
-    """
-    if devices == 1:
-        return Choice(frozenset(), assign(graph, factors, frozenset()), ())
-    if (small := condense(graph)) is not None:
-        own = Factors(small.graph)
-        best, notes, alone = _search(small.graph, own, Costs(small.graph, devices, hardware, small.times), eager)
-        if (chosen := _spread(graph, factors, small, own, best.factors)) is not None:
-            return Choice(chosen, assign(graph, factors, chosen), notes, alone)
-    best, notes, alone = _search(graph, factors, Costs(graph, devices, hardware), eager)
-    return Choice(best.factors, best.assignment, notes, alone)
+    def __init__(self, graph: Graph, factors: Factors) -> None:
+        self.graph, self.factors = graph, factors
 
+    @cached_property
+    def _all(self) -> _Judge:
+        return _Judge(self.graph, self.factors, NO_TIMES)
 
-def _search(graph: Graph, factors: Factors, costs: Costs, eager: bool) -> tuple[_Judged, tuple[str, ...], float]:
-    """The best set of factors, what was considered, and the time without cuts."""
-    current = uncut = _judge(graph, factors, frozenset(), costs)
-    classes = classes_of(graph, factors, costs.times)
-    notes = [f"uncut, each device does all: {_shown(current.cost)}"]
-    while classes:
-        tried: dict[str, _Judged] = {}
-        for name, members in list(classes.items()):
-            wanted = current.factors | frozenset(members)
-            if clash(graph, factors, wanted):
-                del classes[name]
-            else:
-                tried[name] = _judge(graph, factors, wanted, costs)
-        worth = {name: _worth(current.cost, judged.cost, eager) for name, judged in tried.items()}
-        ranked = sorted(tried, key=lambda n: -worth[n])
-        if not ranked or worth[ranked[0]] <= 0:
-            notes += [f"no further cut pays: {n} gives {_shown(tried[n].cost)}" for n in ranked[:1]]
-            break
-        name = ranked[0]
-        if not eager:
-            first, pays = tried[name], [n for n in ranked if worth[n] > 0]
-            alike = [n for n in pays if abs(tried[n].cost.total - first.cost.total) <= ALIKE * first.cost.total]
-            rivals = [n for n in alike if n == name or clash(graph, factors, first.factors | tried[n].factors)]
-            name = min(rivals, key=lambda n: tried[n].held)
-        beaten = "".join(
-            f"; {_why(tried[name], tried[n], name == ranked[0])} {n}: {_shown(tried[n].cost)}"
-            for n in [n for n in ranked if n != name][:1]
-        )
-        notes.append(f"cut {name}: {_shown(tried[name].cost)}{beaten}")
-        current = tried[name]
-        del classes[name]
-    if not eager and current is not uncut:
-        most = min(current.cost.total * (1 + ALIKE), uncut.cost.total * (1 - ALIKE))
-        current, more = _lightened(graph, factors, costs, current, classes, most)
-        notes += more
-    return current, tuple(notes), uncut.cost.total
+    @cached_property
+    def _condensed(self) -> tuple[Condensed, _Judge] | None:
+        small = condense(self.graph)
+        return None if small is None else (small, _Judge(small.graph, Factors(small.graph), small.times))
+
+    def choose(self, devices: int, hardware: Hardware, *, eager: bool = False) -> Choice:
+        """The best set of factors for so many devices: from none, add the class that saves most per collective while
+        the total falls; of choices that take about as long, the one that leaves fewer bytes on each device.
+
+        `eager` adds classes that shorten the kernels even where their collectives cost more: the user asked for shards.
+        """
+        if self._condensed is not None:
+            small, judge = self._condensed
+            choice = judge.choose(devices, hardware, eager)
+            if (chosen := _spread(self.graph, self.factors, small, judge.factors, choice.factors)) is not None:
+                return replace(choice, factors=chosen)
+        return self._all.choose(devices, hardware, eager)
 
 
-def _lightened(
-    graph: Graph, factors: Factors, costs: Costs, current: _Judged, classes: Mapping[str, list[Factor]], most: float
-) -> tuple[_Judged, list[str]]:
-    """`current` with whatever else takes bytes off the devices in at most so many seconds, and notes."""
-    left, notes = dict(classes), list[str]()
-    while True:
-        wanted = {name: current.factors | frozenset(members) for name, members in left.items()}
-        tried = {n: _judge(graph, factors, w, costs) for n, w in wanted.items() if not clash(graph, factors, w)}
-        left = {n: left[n] for n, j in tried.items() if j.cost.total <= most and j.held < current.held}
-        if not left:
-            return current, notes
-        name = min(left, key=lambda n: tried[n].held)
-        saved = nbytes_text(int(current.held - tried[name].held))
-        notes.append(f"cut {name}: {_shown(tried[name].cost)}, about as long with {saved} less on each device")
-        current = tried[name]
-        del left[name]
+class _Judge:
+    """Sets of factors of one graph, each with the layout that follows, and what that would cost."""
+
+    def __init__(self, graph: Graph, factors: Factors, times: Mapping[Node, int]) -> None:
+        self.graph, self.factors, self.times = graph, factors, times
+        self.classes = classes_of(graph, factors, times)
+        self._layer = Layer(graph, factors)
+        self._laid: dict[frozenset[Factor], Assignment | None] = {frozenset(): self._layer.uncut}
+
+    def laid(self, chosen: frozenset[Factor], current: frozenset[Factor]) -> Assignment | None:
+        """The layout that follows from these factors, found from that of the `current` ones; None where they clash."""
+        if chosen not in self._laid:
+            base = self._laid[current]
+            assert base is not None
+            clashes = clash(self.graph, self.factors, chosen)
+            self._laid[chosen] = None if clashes else self._layer.lay(chosen, base)
+        return self._laid[chosen]
+
+    def choose(self, devices: int, hardware: Hardware, eager: bool) -> Choice:
+        """What `Search.choose` says, for this graph."""
+        costs = Costs(self.graph, devices, hardware, self.times)
+        uncut = _judged(costs, self._layer.uncut)
+        notes = [f"uncut, each device does all: {_shown(uncut.cost)}"]
+        best = self._grown(costs, uncut, eager, notes)
+        if not eager and best is not uncut:
+            most = min(best.cost.total * (1 + ALIKE), uncut.cost.total * (1 - ALIKE))
+            best = self._lightened(costs, best, most, notes)
+        return Choice(best.factors, tuple(notes), best.cost.total, uncut.cost.total, best.held)
+
+    def _tried(self, costs: Costs, names: Iterable[str], current: _Judged) -> dict[str, _Judged]:
+        """Each of these classes that can be cut beside what is cut already, together with that."""
+        sets = {name: current.factors.union(self.classes[name]) for name in names}
+        laid = {n: self.laid(chosen, current.factors) for n, chosen in sets.items() if chosen != current.factors}
+        return {name: _judged(costs, assignment) for name, assignment in laid.items() if assignment is not None}
+
+    def _grown(self, costs: Costs, uncut: _Judged, eager: bool, notes: list[str]) -> _Judged:
+        """`uncut` with one class after the other, as long as that pays."""
+        current = uncut
+        while tried := self._tried(costs, self.classes, current):
+            worth = {name: _worth(current.cost, judged.cost, eager) for name, judged in tried.items()}
+            ranked = sorted(tried, key=lambda n: -worth[n])
+            name = ranked[0]
+            if worth[name] <= 0:
+                notes.append(f"no further cut pays: {name} gives {_shown(tried[name].cost)}")
+                break
+            if not eager:
+                first, pays = tried[name], [n for n in ranked if worth[n] > 0]
+                alike = [n for n in pays if abs(tried[n].cost.total - first.cost.total) <= ALIKE * first.cost.total]
+                rivals = [
+                    n for n in alike if n == name or self.laid(first.factors | tried[n].factors, first.factors) is None
+                ]
+                name = min(rivals, key=lambda n: tried[n].held)
+            beaten = "".join(
+                f"; {_why(tried[name], tried[n], name == ranked[0])} {n}: {_shown(tried[n].cost)}"
+                for n in [n for n in ranked if n != name][:1]
+            )
+            notes.append(f"cut {name}: {_shown(tried[name].cost)}{beaten}")
+            current = tried[name]
+        return current
+
+    def _lightened(self, costs: Costs, current: _Judged, most: float, notes: list[str]) -> _Judged:
+        """`current` with whatever else takes bytes off the devices in at most so many seconds."""
+        left: Iterable[str] = self.classes
+        while True:
+            tried = self._tried(costs, left, current)
+            left = [n for n, judged in tried.items() if judged.cost.total <= most and judged.held < current.held]
+            if not left:
+                return current
+            name = min(left, key=lambda n: tried[n].held)
+            saved = nbytes_text(int(current.held - tried[name].held))
+            notes.append(f"cut {name}: {_shown(tried[name].cost)}, about as long with {saved} less on each device")
+            current = tried[name]
 
 
 def _spread(
@@ -130,12 +165,15 @@ def _spread(
 
 @dataclass(frozen=True, slots=True)
 class _Judged:
-    """A set of factors, the layout that follows, its predicted cost, and the bytes that each device keeps."""
+    """A set of factors, its predicted cost, and the bytes that each device keeps."""
 
     factors: frozenset[Factor]
-    assignment: Assignment
     cost: Estimate
     held: float
+
+
+def _judged(costs: Costs, assignment: Assignment) -> _Judged:
+    return _Judged(assignment.chosen, costs.estimate(assignment), costs.held(assignment))
 
 
 ALIKE = 0.02
@@ -152,11 +190,6 @@ def _worth(now: Estimate, then: Estimate, eager: bool) -> float:
     added = max(0.0, then.collectives - now.collectives)
     pays = saved > 0 and (saved > RELUCTANCE * added if eager else then.total < now.total)
     return saved / (added + 1e-9) if pays else -1.0
-
-
-def _judge(graph: Graph, factors: Factors, chosen: frozenset[Factor], costs: Costs) -> _Judged:
-    assignment = assign(graph, factors, chosen)
-    return _Judged(chosen, assignment, costs.estimate(assignment), costs.held(assignment))
 
 
 def _why(chosen: _Judged, other: _Judged, is_worth_most: bool) -> str:
@@ -195,7 +228,7 @@ def classes_of(graph: Graph, factors: Factors, times: Mapping[Node, int] = NO_TI
                             counts[factor] = min(counts.get(factor, times.get(node, 1)), times.get(node, 1))
     grouped: dict[tuple[object, ...], list[Factor]] = defaultdict(list)
     for factor in first:
-        if not factor.blocked and factor.size > 1:
+        if factor.can_be_cut:
             grouped[(factor.size, frozenset(uses[factor]))].append(factor)
     classes: dict[str, list[Factor]] = {}
     for members in grouped.values():
@@ -237,22 +270,52 @@ def cuts_of(
     A leaf is cut on one axis at most: where `leaves` has its layout, a factor is named by it only if it lies so.
     """
     named: dict[Factor, tuple[str, int, int, int]] = {}
+    for factor, place in _places(graph, factors, chosen):
+        lies = leaves.get(place[0])
+        if not (isinstance(lies, Shard) and lies.axis != place[1]):
+            named.setdefault(factor, place)
+    return frozenset(named.values())
+
+
+def all_cuts_of(graph: Graph, factors: Factors, chosen: frozenset[Factor]) -> frozenset[tuple[str, int, int, int]]:
+    """What `cuts_of` gives, by every leaf that has a factor, for graphs over some of the leaves."""
+    return frozenset(place for _, place in _places(graph, factors, chosen))
+
+
+def _places(
+    graph: Graph, factors: Factors, chosen: frozenset[Factor]
+) -> Iterator[tuple[Factor, tuple[str, int, int, int]]]:
+    """Where weights and states have `chosen` factors."""
     for node in graph.nodes:
         if node.op in ("weight", "state"):
             for axis, parts in enumerate(factors.axes(Value(node))):
                 for at, segment in enumerate(parts):
-                    for i, factor in enumerate(segment):
-                        lies = leaves.get(node.name)
-                        if factor in chosen and not (isinstance(lies, Shard) and lies.axis != axis):
-                            named.setdefault(factor, (node.name, axis, at, i))
-    return frozenset(named.values())
+                    yield from ((f, (node.name, axis, at, i)) for i, f in enumerate(segment) if f in chosen)
 
 
 def factors_at(graph: Graph, factors: Factors, cuts: frozenset[tuple[str, int, int, int]]) -> frozenset[Factor]:
-    """The factors of `graph` that `cuts_of` named in another graph over the same leaves."""
+    """The factors of `graph` that `cuts_of` named in another graph over the same leaves, where it has such."""
     leaves = {n.name: Value(n) for n in graph.nodes if n.op in ("weight", "state")}
     named = set()
     for name, axis, at, i in cuts:
         if name in leaves:
-            named.add(factors.axes(leaves[name])[axis][at][i])
+            parts = factors.axes(leaves[name])[axis]
+            named |= {s[i] for s in parts[at : at + 1] if i < len(s)}
     return frozenset(named)
+
+
+def deal(
+    graph: Graph, factors: Factors, cuts: frozenset[tuple[str, int, int, int]], proportions: Sequence[float]
+) -> Shares:
+    """Shares of all factors that are cut, dealt in the order of their leaves, so that related plans agree."""
+    shares = Shares(proportions)
+    for cut in sorted(cuts, key=_natural):
+        (factor,) = factors_at(graph, factors, frozenset([cut]))
+        shares.of(factor)
+    return shares
+
+
+def _natural(cut: tuple[str, int, int, int]) -> tuple[object, ...]:
+    """Sort key in which layer 9 comes before layer 10."""
+    name = tuple((part.isdecimal(), int(part) if part.isdecimal() else part) for part in cut[0].split("."))
+    return (tuple((flag, str(value).zfill(12)) for flag, value in name), *cut[1:])

@@ -8,16 +8,19 @@ the factor is dealt:
     Partial       every device has a summand; the sum is owed
     Routed(f, i)  a sum is owed of which each entry is zero on all devices but one
     Local(d)      device d alone has all of it
+    Lying(s)      every device has the entries that an earlier plan gave it: no factor of this graph says which
 
 A value is produced in one state and read in another.  Most pairs take one conversion; the rest go through Replicate:
 
-    made          wanted: Replicate   Cut(f)            Partial             Local
-    Replicate             -           take a slice      keep it on one      -
-    Cut(g)                all-gather  all-to-all        through Replicate   through Replicate
-    Partial, Routed       all-reduce  reduce-scatter    -                   through Replicate
-    Local                 send        through Replicate through Replicate   send
+    made          wanted: Replicate   Cut(f)            Partial             Local               Lying(s)
+    Replicate             -           take a slice      keep it on one      -                   take a slice
+    Cut(g)                all-gather  all-to-all        through Replicate   through Replicate   through Replicate
+    Partial, Routed       all-reduce  reduce-scatter    -                   through Replicate   through Replicate
+    Local                 send        through Replicate through Replicate   send                through Replicate
+    Lying(t)              all-gather  through Replicate through Replicate   through Replicate   through Replicate
 
-Nobody wants a Routed value that was not made so: no device could know where its summand has to be zero.
+Nobody wants a Routed value that was not made so: no device could know where its summand has to be zero.  Weights and
+states alone are Lying.
 
 >>> f, g = Factor(8), Factor(6)
 >>> way(Cut(f), Cut(f)), way(Cut(f), Cut(g))
@@ -32,7 +35,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ...graph.node import Value
-from ..layout import PARTIAL, REPLICATE, Local, Partial, Replicate
+from ..layout import PARTIAL, REPLICATE, Local, Partial, Replicate, Shard
 from .axes import Factor
 
 
@@ -54,7 +57,15 @@ class Routed:
     is_owed = True
 
 
-State: TypeAlias = Replicate | Cut | Partial | Routed | Local
+@dataclass(frozen=True, slots=True)
+class Lying:
+    """Each device has what `layout` says, which an earlier plan over the same weights and states settled."""
+
+    layout: Shard
+    is_owed = False
+
+
+State: TypeAlias = Replicate | Cut | Partial | Routed | Local | Lying
 
 
 def way(made: State, wanted: State) -> tuple[State, ...]:
@@ -67,5 +78,5 @@ def way(made: State, wanted: State) -> tuple[State, ...]:
     assert not isinstance(wanted, Routed), f"{made} cannot become {wanted}"
     if isinstance(made, Local) and isinstance(wanted, Local):
         return () if set(wanted.devices) <= set(made.devices) else (wanted,)
-    direct = REPLICATE in (made, wanted) or (isinstance(wanted, Cut) and not isinstance(made, Local))
+    direct = REPLICATE in (made, wanted) or (isinstance(wanted, Cut) and not isinstance(made, Local | Lying))
     return (wanted,) if direct else (REPLICATE, wanted)

@@ -13,22 +13,22 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
-from ...backends.base import Backend, BufferSpec, Device, Instruction, Program, Tensor, find
+from ...backends.base import Backend, Device, find
 from ...graph.arguments import TEXT, a, needs
-from ...graph.dtypes import BY_TEXT
 from ...graph.errors import BackendError, GraphError, PlanError
 from ...graph.export import from_json as graph_from_json
 from ...graph.export import to_json as graph_to_json
-from ...graph.graph import Graph, names
+from ...graph.graph import names
 from ...graph.node import Node
-from ...graph.spec import Spec, make_spec
-from ...ops import REGISTRY, verify
+from ...graph.spec import Spec
+from ...ops import verify
 from ..hardware import Hardware
-from ..layout import PARTIAL, REPLICATE, Layout, Local, Shard, local_shape
+from ..layout import Layout, Local, Shard, local_shape
 from ..lowering.lane import Lane, first_alike
 from ..plan import Placed, Plan
-from ..simulated import SIMULATED, SimulatedBackend
+from ..simulated import SIMULATED, simulated
 from ..verifier.plan import verify_plan
+from .as_data import count, layout_data, program_data, read_layout, read_program, text_of
 
 FORMAT = "hocket-plan-3"
 
@@ -41,6 +41,7 @@ def plan_to_json(plan: Plan) -> str:
     document["placed"] = [asdict(placed) for placed in plan.placed]
     document["hardware"] = asdict(plan.hardware)
     document["shares"] = list(plan.shares)
+    document["spare"] = list(plan.spare)
     document["host"] = None if plan.host is None else asdict(plan.host)
     document["cost"] = asdict(plan.cost)
     document["memory"] = [
@@ -86,7 +87,7 @@ def _running(plan: Plan) -> dict[str, Any]:
     alike = first_alike(plan.lanes)
     own = {first: place for place, first in enumerate(dict.fromkeys(alike))}
     programs = [
-        {"graph": json.loads(graph_to_json(plan.lanes[first].graph)), **_program(plan.lanes[first].program)}
+        {"graph": json.loads(graph_to_json(plan.lanes[first].graph)), **program_data(plan.lanes[first].program)}
         for first in own
     ]
     return {
@@ -103,45 +104,10 @@ def _running(plan: Plan) -> dict[str, Any]:
             for lane, first in zip(plan.lanes, alike, strict=True)
         ],
         "programs": programs,
-        "leaves": {name: _layout(layout) for name, layout in plan.leaves.items()},
-        "outputs": {name: _layout(layout) for name, layout in plan.outputs.items()},
+        "leaves": {name: layout_data(layout) for name, layout in plan.leaves.items()},
+        "outputs": {name: layout_data(layout) for name, layout in plan.outputs.items()},
         "cuts": sorted(map(list, plan.cuts)),
     }
-
-
-def _layout(layout: Layout) -> object:
-    match layout:
-        case Shard(axis, runs):
-            return {"axis": axis, "runs": runs}
-        case Local(devices):
-            return {"devices": devices}
-        case _:
-            return str(layout)
-
-
-def _program(program: Program) -> dict[str, Any]:
-    """The program; attributes of an instruction are those of the node that it numbers."""
-    return {
-        "buffers": [[b.kind, b.name, b.nbytes, _spec(b.declared), _spec(b.stored)] for b in program.buffers],
-        "instructions": list(map(_instruction, program.instructions)),
-        "undo": [[at, _instruction(back)] for at, back in program.undo],
-        "inputs": {name: _tensor(t) for name, t in program.inputs.items()},
-        "results": {name: _tensor(t) for name, t in program.outputs.items()},
-    }
-
-
-def _instruction(i: Instruction) -> object:
-    return [i.index, i.op, i.node, list(map(_tensor, i.src)), list(map(_tensor, i.dst)), _tensor(i.scratch)]
-
-
-def _spec(spec: Spec | None) -> object:
-    return None if spec is None else [list(spec.shape), spec.dtype.text]
-
-
-def _tensor(tensor: Tensor | None) -> object:
-    if tensor is None:
-        return None
-    return [tensor.buffer, tensor.offset, list(tensor.shape), list(tensor.strides), tensor.dtype.text]
 
 
 # ------------------------------------------------------------------------------------------------------------ reading
@@ -150,110 +116,44 @@ def _tensor(tensor: Tensor | None) -> object:
 def _plan(document: dict[str, Any]) -> Plan:
     graph = graph_from_json(json.dumps(document["graph"]))
     graphs = [graph_from_json(json.dumps(entry["graph"])) for entry in document["programs"]]
-    programs = [_read_program(entry, own) for entry, own in zip(document["programs"], graphs, strict=True)]
+    programs = [read_program(entry, own) for entry, own in zip(document["programs"], graphs, strict=True)]
     lanes = []
     for entry in document["lanes"]:
         backend, device = _device(entry)
-        number = _whole_number(entry["program"])
+        number = count(entry["program"])
         lanes.append(Lane(device, backend, graphs[number], programs[number]))
     return Plan(
         graph,
         tuple(lanes),
-        MappingProxyType({name: _read_layout(v) for name, v in document["leaves"].items()}),
-        MappingProxyType({name: _read_layout(v) for name, v in document["outputs"].items()}),
-        frozenset((_text(n), _whole_number(a), _whole_number(s), _whole_number(i)) for n, a, s, i in document["cuts"]),
-        tuple(map(_text, document["reasons"])),
+        MappingProxyType({name: read_layout(v) for name, v in document["leaves"].items()}),
+        MappingProxyType({name: read_layout(v) for name, v in document["outputs"].items()}),
+        frozenset((text_of(n), count(a), count(s), count(i)) for n, a, s, i in document["cuts"]),
+        tuple(map(text_of, document["reasons"])),
         _read_hardware(document["hardware"]),
         tuple(
-            Placed(_whole_number(p["device"]), _text(p["because"]), tuple(map(_text, p["nodes"])))
+            Placed(count(p["device"]), text_of(p["because"]), tuple(map(text_of, p["nodes"])))
             for p in document["placed"]
         ),
         None if document["host"] is None else _read_hardware(document["host"]),
         tuple(map(_share, document["shares"])),
+        tuple(map(text_of, document["spare"])),
     )
 
 
 def _device(entry: Mapping[str, Any]) -> tuple[Backend, Device]:
-    kind, index = _text(entry["kind"]), _whole_number(entry["index"])
+    kind, index = text_of(entry["kind"]), count(entry["index"])
     if entry["backend"] == SIMULATED:
-        simulated = SimulatedBackend(kind)
-        return simulated, simulated.device(index)
-    backend, device = find(str(Device(kind, index, part=_whole_number(entry["part"]) if "part" in entry else None)))
+        absent = simulated(kind)
+        return absent, absent.device(index)
+    backend, device = find(str(Device(kind, index, part=count(entry["part"]) if "part" in entry else None)))
     if backend.name != entry["backend"]:
         raise BackendError(f"the plan is for backend {entry['backend']!r:.60}, but {device} is of {backend.name!r}")
     return backend, device
 
 
-def _read_program(entry: Mapping[str, Any], graph: Graph) -> Program:
-    def tensors(items: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        return MappingProxyType({name: _present(value) for name, value in items.items()})
-
-    return Program(
-        tuple(
-            BufferSpec(_text(kind), _text(name), _whole_number(nbytes), _read_spec(declared), _read_spec(stored))
-            for kind, name, nbytes, declared, stored in entry["buffers"]
-        ),
-        tuple(_read_instruction(graph, *parts) for parts in entry["instructions"]),
-        tensors(entry["inputs"]),
-        tensors(entry["results"]),
-        tuple((_whole_number(at), _read_instruction(graph, *parts)) for at, parts in entry["undo"]),
-    )
-
-
-def _read_instruction(graph: Graph, index: Any, op: Any, name: Any, src: Any, dst: Any, scratch: Any) -> Instruction:
-    operands, results = tuple(map(_read_tensor, src)), tuple(map(_present, dst))
-    if type(index) is not int or not -1 <= index < len(graph.nodes):
-        raise ValueError(f"step {name!r:.60} computes node {index!r:.60} of {len(graph.nodes)}")
-    attrs = REGISTRY[_text(op)].defaults if index == -1 else graph.nodes[index].attrs
-    return Instruction(op, operands, results, attrs, _read_tensor(scratch), _text(name), index)
-
-
-def _read_tensor(value: Any) -> Tensor | None:
-    return None if value is None else _present(value)
-
-
-def _present(value: Any) -> Tensor:
-    buffer, offset, shape, strides, dtype = value
-    if len(shape) != len(strides):
-        raise ValueError(f"a tensor has {len(shape)} axes but {len(strides)} strides")
-    return Tensor(_whole_number(buffer), _whole_number(offset), _numbers(shape), _numbers(strides), BY_TEXT[dtype])
-
-
-def _read_spec(value: Any) -> Spec | None:
-    return None if value is None else make_spec(_numbers(value[0]), _text(value[1]))
-
-
-def _read_layout(value: Any) -> Layout:
-    match value:
-        case "R":
-            return REPLICATE
-        case "P":
-            return PARTIAL
-        case {"axis": axis, "runs": runs}:
-            return Shard(_whole_number(axis), tuple(tuple((_run(run)) for run in device) for device in runs))
-        case {"devices": devices}:
-            return Local(_numbers(devices))
-        case _:
-            raise ValueError(f"{value!r:.60} is no layout")
-
-
-def _run(value: Any) -> tuple[int, int]:
-    offset, length = value
-    return _whole_number(offset), _whole_number(length)
-
-
-def _numbers(values: Any) -> tuple[int, ...]:
-    return tuple(map(_whole_number, values))
-
-
-def _whole_number(value: Any) -> int:
-    if type(value) is not int or value < 0:  # False is 0 to Python
-        raise ValueError(f"{value!r:.60} is no count")
-    return value
-
-
 def _read_hardware(entry: Mapping[str, Any]) -> Hardware:
-    return Hardware(**{key: _speed(value) for key, value in entry.items()})
+    speeds = {key: _speed(value) for key, value in entry.items() if key != "machine"}
+    return Hardware(**speeds, machine=count(entry.get("machine", 0)))
 
 
 def _speed(value: Any) -> float:
@@ -266,12 +166,6 @@ def _share(value: Any) -> float:
     if not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise ValueError(f"{value!r:.60} is no share")
     return float(value)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r:.60} is no text")
-    return value
 
 
 # ----------------------------------------------------------------------------------------------------------- checking

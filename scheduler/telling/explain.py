@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ...backends.base import Meets
 from ...graph.attrs import quote
@@ -16,8 +16,9 @@ from ..layout import Local, Shard
 from ..lowering.lane import Lane
 from ..plan import Plan
 from ..stages import WORK, Stage, leaf_of
-from ..units import columns, nbytes_text, time_text
+from ..units import columns, nbytes_text, places, time_text
 from .critical import critical_path
+from .hints import Hint, hints
 from .listing import program_text, ref
 
 
@@ -44,11 +45,19 @@ def summary(plan: Plan) -> str:
     meetings = ", ".join(f"{n} {op}" for op, n in sorted(counts.items())) or "no collectives"
     where = places([str(lane.device) for lane in plan.lanes])
     simulated = " (simulated)" if plan.lanes[0].backend.name == "simulated" else ""
+    idle = f"{places(plan.spare)} left free; " if plan.spare else ""
+    if len(plan.lanes) > 1 and len(plan.stages) == 1 and not _parted(plan):
+        idle += f"each of {len(plan.lanes)} devices does all; "
     return (
-        f"{len(plan.graph.nodes)} nodes, {views} of them views; {longest} steps on {where}{simulated}; {meetings}; "
-        f"{plan.flops() / 1e6:.1f} MFLOP; {time_text(plan.cost.total)} a run estimated, "
+        f"{idle}{len(plan.graph.nodes)} nodes, {views} of them views; {longest} steps on {where}{simulated}; "
+        f"{meetings}; {plan.flops() / 1e6:.1f} MFLOP; {time_text(plan.cost.total)} a run estimated, "
         f"{time_text(plan.cost.collectives)} of it in collectives"
     )
+
+
+def _parted(plan: Plan) -> bool:
+    """Whether devices hold different parts of a weight, a state or an output."""
+    return any(isinstance(layout, Shard | Local) for layout in (*plan.leaves.values(), *plan.outputs.values()))
 
 
 def reason_lines(plan: Plan) -> list[str]:
@@ -105,18 +114,6 @@ def path_lines(plan: Plan) -> list[str]:
     return [f"the time of a run is {', '.join(shares)}"]
 
 
-def places(devices: Sequence[str]) -> str:
-    """Names of devices, consecutive numbers of one kind drawn together: ``cpu:0-3``, of one device: ``cuda:0.0-1``."""
-    ranges: list[tuple[str, int, int]] = []
-    for name in devices:
-        head, number = name.rstrip("0123456789"), int(re.findall(r"\d+", name)[-1])
-        if ranges and ranges[-1][0] == head and ranges[-1][2] + 1 == number:
-            ranges[-1] = (head, ranges[-1][1], number)
-        else:
-            ranges.append((head, number, number))
-    return " ".join(f"{head}{a}" if a == b else f"{head}{a}-{b}" for head, a, b in ranges)
-
-
 def memory_table(plan: Plan) -> list[str]:
     """Bytes on each device by kind, and what is left of its memory.
 
@@ -139,11 +136,12 @@ def memory_table(plan: Plan) -> list[str]:
 
 def stage_table(plan: Plan) -> list[str]:
     """One row a stage; stages that come again in the same order, as layers do, are shown once and counted."""
-    reasons = Reasons(plan)
+    reasons, advice = Reasons(plan), hints(plan)
     rows = [("stage", "where", "nodes", "reads", "moved", "est", "uncut", "because")]
     table: list[tuple[str, ...]] = []
     for number, stage in enumerate(plan.stages):
-        table.append(_row(plan, number, stage, reasons.of(stage)))
+        said = [reasons.of(stage), *(f"hint: {hint}" for hint in reasons.hints(stage, advice))]
+        table.append(_row(plan, number, stage, "; ".join(said)))
     kept: list[tuple[str, ...]] = []
     notes: dict[int, str] = {}
     for start, length, times in repeats([_likeness(row) for row in table]):
@@ -181,10 +179,21 @@ class Reasons:
         self.because = _because(plan)
 
     def of(self, stage: Stage) -> str:
+        nodes = self._nodes(stage)
+        if stage.op == WORK:
+            return self._work(nodes, stage.devices)
+        return self._meeting(self.plan.lanes[stage.source], stage, nodes[0])
+
+    def hints(self, stage: Stage, advice: Mapping[str, Hint]) -> list[Hint]:
+        """Of `advice` about weights, what is about those that a stage reads."""
+        read = (leaf_of(s).name for n in self._nodes(stage) for s in n.inputs) if stage.op == WORK else ()
+        return list(dict.fromkeys(advice[name] for name in read if name in advice))
+
+    def _nodes(self, stage: Stage) -> list[Node]:
+        """What a stage computes, of the graph of its first device."""
         lane = self.plan.lanes[stage.source]
         instructions = lane.program.instructions[stage.first : stage.first + stage.count]
-        nodes = [lane.graph.nodes[i.index] for i in instructions if i.index >= 0]
-        return self._work(nodes, stage.devices) if stage.op == WORK else self._meeting(lane, stage, nodes[0])
+        return [lane.graph.nodes[i.index] for i in instructions if i.index >= 0]
 
     def _work(self, nodes: Sequence[Node], devices: Sequence[int]) -> str:
         """The placed and the cut leaf with most bytes that the stage reads."""

@@ -15,6 +15,7 @@ Plan
     placed: nodes and devices that there are; each node is computed there only
     host: as hardware
     shares: none, or one a device, none negative, one above zero; later plans follow them
+    spare: names of devices that take no part, none twice
 Lane
     device: the backend has it
     backend: keeps every dtype and runs every node as the program presupposes
@@ -85,4 +86,7 @@ Hardware
     launch: not negative, finite; free otherwise
     link_bandwidth: above zero, finite; free otherwise
     link_latency: not negative, finite; free otherwise
+    machine: not negative; free otherwise
+    across_bandwidth: above zero, finite; free otherwise
+    across_latency: not negative, finite; free otherwise
 """

@@ -1,4 +1,8 @@
-"""Where the programs of a group of devices meet, in the order in which each device runs: does everybody come?"""
+"""Where the programs of a group of devices meet, in the order in which each device runs: does everybody come?
+
+Who has a meeting comes to it; a device meets the same others in all of its meetings, which are its team.  Letters go
+from any device to any other.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,7 @@ from itertools import pairwise
 from ...backends.base import Instruction, Program
 from ...graph.attrs import Attr, quote
 from ...graph.spec import Spec
-from ...ops.collective import COLLECTIVES
-
-PAIRED = ("send", "receive")
+from ...ops.collective import COLLECTIVES, LETTERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +63,6 @@ def meeting_faults(programs: Sequence[Program]) -> Iterator[str]:
         times = Counter((a.sequence, a.op) for a in lane)
         complaints += [f"{a} is there twice" for a in lane if times[a.sequence, a.op] > 1]
         complaints += [f"{b} runs after {a}" for a, b in pairwise(lane) if b.sequence < a.sequence]
-        complaints += [
-            f"{a}: its rank is {a.terms['rank']!r}" for a in lane if "rank" in a.terms and a.terms["rank"] != a.device
-        ]
     yield from complaints
     if not complaints:
         yield from stuck(lanes)
@@ -71,16 +70,22 @@ def meeting_faults(programs: Sequence[Program]) -> Iterator[str]:
 
 def _group_faults(lanes: Sequence[Sequence[Appointment]]) -> Iterator[str]:
     groups: dict[int, dict[int, Appointment]] = {}
-    for appointment in (a for lane in lanes for a in lane if a.op not in PAIRED):
+    for appointment in (a for lane in lanes for a in lane if a.op not in LETTERS):
         groups.setdefault(appointment.sequence, {})[appointment.device] = appointment
+    teams: dict[int, set[int]] = {}  # all whom a device meets
+    for members in groups.values():
+        for device in members:
+            teams.setdefault(device, set()).update(members)
     for members in groups.values():
         first = next(iter(members.values()))
-        missing = [d for d in range(len(lanes)) if d not in members]
+        missing = sorted(set().union(*(teams[d] for d in members)) - members.keys())
         if missing:
             yield f"{first}: device {missing[0]} does not come"
-        for other in members.values():
+        for place, other in enumerate(members.values()):
             if other.kind != first.kind:
                 yield f"{first} meets {other}, which is another"
+            if "rank" in other.terms and other.terms["rank"] != place:
+                yield f"{other}: its rank is {other.terms['rank']!r}"
 
 
 def _pair_faults(lanes: Sequence[Sequence[Appointment]]) -> Iterator[str]:
@@ -99,11 +104,12 @@ def _pair_faults(lanes: Sequence[Sequence[Appointment]]) -> Iterator[str]:
 def stuck(lanes: Sequence[Sequence[Appointment]]) -> Iterator[str]:
     """Walk all devices through their meetings; what remains waits for each other."""
     at = [0] * len(lanes)
+    sizes = Counter(a.sequence for lane in lanes for a in lane if a.op not in LETTERS)
     sent: set[tuple[object, ...]] = set()
     while True:
         before = list(at)
         for device, lane in enumerate(lanes):
-            while at[device] < len(lane) and lane[at[device]].op in PAIRED:
+            while at[device] < len(lane) and lane[at[device]].op in LETTERS:
                 a = lane[at[device]]
                 if a.op == "send":
                     sent.add((a.device, a.terms["to"], a.sequence))
@@ -111,8 +117,10 @@ def stuck(lanes: Sequence[Sequence[Appointment]]) -> Iterator[str]:
                     break
                 at[device] += 1
         here = [lane[i] if i < len(lane) else None for lane, i in zip(lanes, at, strict=True)]
-        if all(a is not None and a.op not in PAIRED for a in here) and len({a.sequence for a in here if a}) == 1:
-            at = [i + 1 for i in at]
+        there = Counter(a.sequence for a in here if a is not None and a.op not in LETTERS)
+        for device, meeting in enumerate(here):
+            if meeting is not None and meeting.op not in LETTERS:
+                at[device] += there[meeting.sequence] == sizes[meeting.sequence]
         if at == before:
             break
     waiting = [str(lane[i]) for lane, i in zip(lanes, at, strict=True) if i < len(lane)]

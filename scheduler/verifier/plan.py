@@ -89,6 +89,11 @@ def _shows(layout: Layout, device: int, own: tuple[Index, ...]) -> bool:
     return device == (layout.devices[0] if isinstance(layout, Local) else 0)
 
 
+def _lies_elsewhere(layout: Layout, device: int) -> bool:
+    """Whether other devices have all entries of a value that is cut."""
+    return isinstance(layout, Shard) and not layout.runs[device] and any(layout.runs)
+
+
 class _Whole:
     """The devices together against the user's graph."""
 
@@ -194,7 +199,7 @@ class _Whole:
                 continue
             for device, wanted in enumerate(axes):
                 local = self.plan.lanes[device].graph.outputs.get(name)
-                if wanted is not None and local is None:
+                if wanted is not None and local is None and not _lies_elsewhere(self.plan.outputs[name], device):
                     yield f"output {name!r} is missing on device {device}"
                 elif wanted is not None and local is not None:
                     yield from self._ends_as(trace, device, local, value, wanted, f"output {name!r}")

@@ -6,6 +6,7 @@ Each statement has its form, and is about devices, leaves, outputs and nodes tha
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 
 from ...graph.attrs import quote
@@ -13,6 +14,9 @@ from ...graph.errors import GraphError, HocketError
 from ...ops import verify
 from ..layout import Layout, Local, Replicate, Shard
 from ..plan import Plan
+
+DEVICE = re.compile(r"[^\W\d]\w*:\d+(\.\d+)?(@\d+)?", re.ASCII)
+"""The name of a device."""
 
 
 def record_faults(plan: Plan) -> Iterator[str]:
@@ -31,6 +35,9 @@ def record_faults(plan: Plan) -> Iterator[str]:
     shares = all(0 <= share < math.inf for share in plan.shares) and sum(plan.shares) > 0
     if plan.shares and (len(plan.shares) != len(plan.lanes) or not shares):
         yield f"its shares are {list(plan.shares)}, need one a device, none negative, one above zero"
+    named = [*plan.spare, *(str(lane.device) for lane in plan.lanes)]
+    if len({*named}) < len(named) or not all(DEVICE.fullmatch(name) for name in plan.spare):
+        yield f"devices left free are {list(plan.spare)}: one is none, takes part, or is named twice"
     for hardware in (plan.hardware, plan.host):
         if hardware is not None and not hardware.is_possible:
             yield f"{hardware} has a speed that no device has"

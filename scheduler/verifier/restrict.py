@@ -31,9 +31,9 @@ from ...graph.attrs import Attr, Attrs
 from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops import REGISTRY
-from ...ops.links import Link
-from ...ops.op import Op
-from ...ops.signature import Dim, Leading, Mismatch, Role, Signature
+from ...ops.declaring.links import Link
+from ...ops.declaring.op import Op
+from ...ops.declaring.signature import Dim, Leading, Mismatch, Role, Signature
 from .indices import (
     Digits,
     Index,

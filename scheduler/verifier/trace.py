@@ -295,15 +295,16 @@ class Trace:
                     for number, result in zip(numbers, made.axes, strict=True)
                 ]
 
-    # ----------------------------------------------------------------------------------------------- all devices
+    # ---------------------------------------------------------------------------------- all devices of one team
 
     def _meet(self, members: Mapping[int, Node]) -> Iterator[str]:
         one = next(iter(members.values()))
-        if len(members) < len(self.graphs) or len({n.op for n in members.values()}) > 1:
+        if len({n.op for n in members.values()}) > 1:
             yield f"not every device comes to {one!r}"
             return
-        nodes = [members[d] for d in range(len(self.graphs))]
-        known = [self.of(d, n.inputs[0]) for d, n in enumerate(nodes)]
+        team = sorted(members)
+        nodes = [members[d] for d in team]
+        known = [self.of(d, n.inputs[0]) for d, n in zip(team, nodes, strict=True)]
         if not all(known):
             return
         reasons, met = list[str](), False
@@ -319,8 +320,8 @@ class Trace:
                 for kept, held in zip(after, results, strict=True):
                     self._add(kept, [held])
                 break  # another choice of the others would give the same
-        for device, node in enumerate(nodes):
-            self.held[device][node] = [self._known(after[device])]
+        for device, node, results_there in zip(team, nodes, after, strict=True):
+            self.held[device][node] = [self._known(results_there)]
         if not met:
             yield f"{one!r}: {'; '.join(dict.fromkeys(reasons)) or 'the devices bring different values'}"
 

@@ -9,8 +9,8 @@ from hocket.conformance import Outcome, run_case
 from hocket.conformance.trials.generate import quick_cases
 from hocket.ops import REGISTRY
 
-from ..given.faults import FAULTS
-from ..given.faults.site import Fault, FaultyBackend
+from ..given.kernel_faults import FAULTS
+from ..given.kernel_faults.site import Fault, FaultyBackend
 
 DEVICE = Device("cpu", 0)
 

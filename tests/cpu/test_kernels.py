@@ -2,7 +2,6 @@
 
 import doctest
 import gc
-import hashlib
 import io
 import os
 import subprocess
@@ -15,13 +14,14 @@ import pytest
 
 import hocket
 from hocket import ops
+from hocket.backends.cache import _say_unwritable, keep, recalled
 from hocket.backends.cpu import compiler, processor
 from hocket.backends.cpu.backend import CpuBackend
 from hocket.backends.cpu.compiler import REPLAY
-from hocket.backends.cpu.kernels import packing, products, rounding
+from hocket.backends.cpu.kernels import loop, packing, products, rounding
 from hocket.backends.cpu.kernels.formats import FORMATS
 from hocket.backends.cpu.simd import tiles
-from hocket.frontends.progress import compiling_shown
+from hocket.frontends.terminal.progress import compiling_shown
 from hocket.graph.dtypes import DType
 from hocket.ops.quants import dequantise
 
@@ -194,7 +194,10 @@ def test_threads_of_a_device_end_with_it():
 
 SCRIPT = """
 import numpy as np, sys
+from pathlib import Path
+from hocket.backends.cpu import compiler
 from hocket.backends.cpu.compiler import REPLAY
+compiler.SHIPPED = Path("nowhere")
 from hocket.backends.cpu.kernels.rounding import round_rows
 x, q = np.arange(32, dtype=np.float32), np.zeros(64, np.uint8)
 words = np.array([x.ctypes.data, 128, 1, 32, q.ctypes.data], np.int64)
@@ -226,7 +229,7 @@ def test_kernels_are_compiled_once_and_a_damaged_file_is_made_anew(tmp_path):
     assert finish(start(tmp_path)) == (codes, False)
     (file,) = (tmp_path / "kernels").iterdir()
     whole = file.read_bytes()
-    assert hashlib.sha256(whole[32:]).digest() == whole[:32]
+    assert recalled(file) == whole[32:]
     file.write_bytes(whole[:-100])
     assert finish(start(tmp_path)) == (codes, True)
     assert file.read_bytes() == whole
@@ -253,14 +256,14 @@ def test_a_terminal_shows_which_kernel_is_compiled_and_nothing_afterwards(tmp_pa
 def test_a_folder_that_cannot_be_written_is_said_in_one_line_once(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path / "file"))
-    compiler._say_unwritable.cache_clear()
+    _say_unwritable.cache_clear()
     terminal = Terminal()
     with compiling_shown(terminal):
         for name in ("test.three", "test.four"):
             assert call(compiler.Kernel(name, lambda a, thread, threads: threads)) == 1
     said = [line for line in terminal.getvalue().split("\n") if "cannot be kept in" in line]
     assert len(said) == 1
-    assert "file/kernels (Not a directory), so each start compiles them; choose another --cache-dir" in said[0]
+    assert "file (Not a directory), so each start makes them anew; choose another --cache-dir" in said[0]
 
 
 def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path):
@@ -282,9 +285,67 @@ def test_a_processor_without_wide_vectors_computes_the_same(op: str):
 
 def test_features_that_are_left_out_are_not_used(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOCKET_WITHOUT", "avx")
-    features = processor.features.__wrapped__()
+    features = processor.target.__wrapped__().features
     assert features
     assert not any(there for name, there in features.items() if name.startswith("avx"))
+
+
+def test_kernels_for_other_processors_run_where_their_features_are(monkeypatch: pytest.MonkeyPatch):
+    wide, v3, arm = processor.SHIPPED
+    assert v3.runs_on(wide)
+    assert not wide.runs_on(v3)
+    assert not v3.runs_on(arm)
+    assert not arm.runs_on(wide)
+    monkeypatch.setattr(processor, "target", lambda: wide)
+    assert processor.fitting() == (wide, v3)
+    monkeypatch.undo()
+    with pytest.raises(hocket.BackendError, match="one of avx512-vnni-bf16, x86-64-v3, aarch64"):
+        named("x86-64-v2", monkeypatch)
+    assert named("aarch64", monkeypatch) == arm
+
+
+def named(target: str, monkeypatch: pytest.MonkeyPatch) -> processor.Target:
+    monkeypatch.setenv("HOCKET_TARGET", target)
+    return processor.target.__wrapped__()
+
+
+SHIPS = """
+import sys
+from pathlib import Path
+from hocket.backends.cpu import compiler
+from hocket.backends.cpu.kernels import loop
+compiler.SHIPPED = Path(sys.argv[1])
+compiler.ship([loop.run])
+"""
+MACHINES = {"avx512-vnni-bf16": 62, "x86-64-v3": 62, "aarch64": 183}
+"""Numbers of ELF."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("target", MACHINES)
+def test_kernels_are_compiled_for_other_processors(target: str, tmp_path):
+    environment = {**os.environ, "HOCKET_TARGET": target}
+    subprocess.run([sys.executable, "-c", SHIPS, str(tmp_path)], env=environment, check=True, timeout=120)
+    (file,) = (tmp_path / target).iterdir()
+    code = recalled(file)
+    assert code is not None
+    assert code[:4] == b"\x7fELF"
+    assert int.from_bytes(code[18:20], "little") == MACHINES[target]
+    assert b"hocket.loop.run" in code
+
+
+def test_kernels_that_came_with_the_package_are_not_compiled(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    one = loop.run
+    monkeypatch.setattr(compiler, "SHIPPED", tmp_path)
+    file = tmp_path / processor.SHIPPED[1].name / compiler._name(one)
+    monkeypatch.setattr(processor, "fitting", lambda: (processor.target(), processor.SHIPPED[1]))
+    monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path / "cache"))
+    assert compiler._stored(one) is None
+    keep(file, b"code")
+    assert compiler._is_stored(one)
+    assert compiler._stored(one) == b"code"
+    file.write_bytes(file.read_bytes() + b"?")
+    assert compiler._stored(one) is None
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])

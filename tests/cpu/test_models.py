@@ -8,7 +8,7 @@ import pytest
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
 
-from ..given.models import INDEX, golden, limit, nmse, path_of
+from ..given.models.goldens import INDEX, golden, limit, nmse, path_of
 
 GROUPS = {
     "one": Group(threads=1),

@@ -16,7 +16,7 @@ from hocket.frontends.session import Group, Session, Step
 from hocket.graph import DType, Graph, StepError, input, state
 from hocket.scheduler import Plan, load, plan_for
 
-from ..given.models import FIXTURES
+from ..given.models.goldens import FIXTURES
 
 Bytes = tuple[int, int, int]
 

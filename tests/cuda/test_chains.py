@@ -18,8 +18,8 @@ from hocket.frontends.session import Group, Session
 from hocket.graph import BackendError, DType, Graph, StepError, Value, input, state, weight
 from hocket.scheduler import load, plan_for
 
-from ..given.emulation import needs_compiler
-from ..given.models import golden, limit, nmse, path_of, tokens_of
+from ..given.devices.emulation import needs_compiler
+from ..given.models.goldens import golden, limit, nmse, path_of, tokens_of
 from ..given.random_rows import random_rows
 
 pytestmark = needs_compiler

@@ -28,9 +28,9 @@ from hocket.ops import REGISTRY
 from hocket.ops.collective import COLLECTIVES
 from hocket.scheduler import load, plan, plan_for
 
-from ..given.emulation import needs_compiler
-from ..given.fake_cupy import fake_cupy
-from ..given.models import FIXTURES, nmse, path_of
+from ..given.devices.emulation import needs_compiler
+from ..given.devices.fake_cupy import fake_cupy
+from ..given.models.goldens import FIXTURES, nmse, path_of
 
 
 @pytest.mark.long(every=20)
@@ -38,11 +38,14 @@ from ..given.models import FIXTURES, nmse, path_of
 @pytest.mark.parametrize("name", sorted(BINDINGS.keys() | COLLECTIVES))
 def test_every_kernel_does_what_its_op_means(name):
     """Forty cases of the quick run, which ``hocket check --backend cuda-emulated`` makes whole in two minutes; one may
-    have no reference, but none may lack a kernel."""
+    have no reference, or more of something than a kernel takes, but none may lack a kernel."""
     backend, cases = EmulatedBackend(), quick_cases(REGISTRY[name])
     for case in cases[:: max(1, len(cases) // 40)]:
         result = run_case(case, backend, backend.device(0))
-        assert result.outcome in (Outcome.PASS, Outcome.NO_REFERENCE), f"{case}: {result.outcome}: {result.why}"
+        is_large = result.outcome is Outcome.UNSUPPORTED and " are too " in result.why
+        assert is_large or result.outcome in (Outcome.PASS, Outcome.NO_REFERENCE), (
+            f"{case}: {result.outcome}: {result.why}"
+        )
 
 
 ELSEWHERE = {

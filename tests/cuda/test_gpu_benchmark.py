@@ -15,9 +15,9 @@ from hocket.backends.cupy.device import nvrtc
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver
 from hocket.backends.cupy.table import SOURCES
 
-from ..given.emulation import needs_compiler
-from ..given.fake_cupy import fake_cupy
-from ..given.models import ROOT
+from ..given.devices.emulation import needs_compiler
+from ..given.devices.fake_cupy import fake_cupy
+from ..given.models.goldens import ROOT
 
 BENCHMARKS = str(ROOT / "benchmarks")
 sys.path.insert(0, BENCHMARKS)

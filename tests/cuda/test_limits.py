@@ -26,10 +26,10 @@ from hocket.graph import Graph, input
 from hocket.graph.errors import BackendError
 from hocket.scheduler import load, plan_for
 
-from ..given.devices_meet import Rig, reduced, same
-from ..given.emulation import needs_compiler
-from ..given.fake_cupy import StreamError, fake_cupy
-from ..given.fake_nccl import FakeNccl
+from ..given.devices.devices_meet import Rig, reduced, same
+from ..given.devices.emulation import needs_compiler
+from ..given.devices.fake_cupy import StreamError, fake_cupy
+from ..given.devices.fake_nccl import FakeNccl
 
 CONSUMER = most_shared("89")
 TOKENS = 70

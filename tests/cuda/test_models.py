@@ -8,8 +8,8 @@ import pytest
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
 
-from ..given.emulation import needs_compiler
-from ..given.models import INDEX, golden, limit, nmse, path_of
+from ..given.devices.emulation import needs_compiler
+from ..given.models.goldens import INDEX, golden, limit, nmse, path_of
 
 pytestmark = needs_compiler
 GROUPS = {"one": Group(("cuda-emulated:0",)), "two": Group(("cuda-emulated:0", "cuda-emulated:1"), "tensor")}

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ..given.fake_cupy import fake_cupy
-from ..given.fake_nccl import FakeNccl
+from ..given.devices.fake_cupy import fake_cupy
+from ..given.devices.fake_nccl import FakeNccl
 
 OF_TESTS = {"enabled", "pinned", "launch"}
 """Names of the stand-ins that are their own."""

@@ -12,7 +12,7 @@ from hocket.backends.cupy import cuda
 from hocket.backends.cupy.device import staging
 from hocket.graph.dtypes import DType
 
-from ..given.fake_cupy import Event, Stream, fake_cupy
+from ..given.devices.fake_cupy import Event, Stream, fake_cupy
 
 HALF = 256
 ON = Device("cuda", 0)

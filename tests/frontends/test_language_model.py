@@ -13,9 +13,12 @@ import pytest
 import hocket
 from hocket.cli import main
 from hocket.frontends import language_model
-from hocket.frontends.session import Session
+from hocket.frontends.open import open_model
+from hocket.frontends.pooling import RANK, pooling
+from hocket.frontends.session import Group, Session
 
-from ..given.models import FIXTURES, TINY, golden, limit, nmse, opened
+from ..given.models import architectures
+from ..given.models.goldens import FIXTURES, TINY, golden, limit, nmse, opened, path_of
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +40,26 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone(model):
     prompts = ["It is", "She was not", "Mr. Darcy"]
     options = {"max_tokens": 6, "seed": 3}
     assert model.generate_batch(prompts, **options) == ["".join(model.generate(p, **options)) for p in prompts]
+
+
+def test_a_draft_changes_no_text_and_its_memory_counts(model):
+    options = {"max_tokens": 12, "seed": 3}
+    prompts = ["It is", "It is a truth", "She was not"]
+    alone = ["".join(model.generate(p, **options)) for p in prompts]
+    with hocket.Model(context=128, threads=1, draft=TINY, draft_max=3) as both:
+        assert ["".join(both.generate(p, **options)) for p in prompts] == alone
+        assert ["".join(piece) for piece in zip(*(both.generate(p, **options) for p in prompts[:2]), strict=True)]
+        assert both.memory["cpu:0"]["weight"] == 2 * model.memory["cpu:0"]["weight"]
+        with pytest.raises(hocket.ModelError, match="leave out draft and draft_max, or context_shift"):
+            next(both.generate("It is", context_shift=True))
+    with pytest.raises(hocket.ModelError, match="same vocabulary"):
+        hocket.Model(draft=path_of("llama"))
+
+
+def test_a_notebook_shows_a_model_as_a_table(model):
+    shown = model._repr_html_()
+    assert "<th>context</th><td>128 tokens</td>" in shown
+    assert "<th>cpu:0</th><td>weight 3.9 MiB, " in shown
 
 
 def test_generations_that_overlap_do_not_disturb_each_other(model):
@@ -96,6 +119,23 @@ def test_embeddings_are_what_the_output_matrix_reads(devices):
         both = model.embed([tokens[:3], tokens[:7]])
         assert np.allclose(np.linalg.norm(both, axis=-1), 1)
         assert np.allclose(both[0], model.embed([tokens[:3]])[0], atol=1e-6)
+
+
+def test_an_encoder_makes_a_vector_of_a_whole_text_and_has_no_logits(tmp_path):
+    tokens, want = architectures.golden("bert-encoder")
+    path = architectures.written("bert-encoder", tmp_path)
+    session = Session(open_model(path), on=Group(exact=True), batch=4)
+    (rows,) = session.evaluate([tokens], every_position=True, hidden=True)
+    assert nmse(rows[-len(want) :], want) <= 1e-10
+    with hocket.Model(path, exact=True, batch=4) as model:
+        assert np.allclose(model.embed([tokens[:3], tokens], normalise=False)[1], rows.mean(0), atol=1e-5)
+        with pytest.raises(hocket.ModelError, match="bert is an encoder: it makes vectors"):
+            model.logits(tokens)
+
+
+def test_a_file_that_ranks_pairs_of_texts_embeds_none():
+    with pytest.raises(hocket.ModelError, match=r"4 \(rank\): it scores pairs of texts"):
+        pooling(RANK)
 
 
 def test_a_saved_state_goes_on_elsewhere(model, tmp_path):

@@ -17,7 +17,7 @@ from hocket.frontends.open import open_model
 from hocket.frontends.saved_state import load_state, save_state
 from hocket.frontends.session import Group, Session
 
-from ..given.models import nmse, path_of
+from ..given.models.goldens import nmse, path_of
 
 TOKENS = [5, 17, 33, 2, 60, 41, 8, 19, 77, 3]
 GROUPS = {

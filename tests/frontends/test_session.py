@@ -11,7 +11,7 @@ from hocket.frontends.models import Model
 from hocket.frontends.open import context_for, open_model
 from hocket.frontends.session import Group, Progress, Session
 
-from ..given.models import DENSE, INDEX, nmse, path_of, tokens_of
+from ..given.models.goldens import DENSE, INDEX, nmse, path_of, tokens_of
 
 
 def noise(name: str) -> float:

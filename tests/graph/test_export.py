@@ -14,8 +14,8 @@ import pytest
 from hocket import ops, to_dot
 from hocket.graph import Graph, constant, input, state, to_networkx, weight
 
-from ..given.models import ROOT
-from ..given.random_graphs import HOSTILE_NAMES, PLAIN_NAMES, seeded_graph
+from ..given.graphs.random_graphs import HOSTILE_NAMES, PLAIN_NAMES, seeded_graph
+from ..given.models.goldens import ROOT
 
 NAMES = (*HOSTILE_NAMES, *PLAIN_NAMES)
 STRING = r'"(?:[^"\\\n]|\\.)*"'
@@ -82,7 +82,7 @@ def test_json_is_json_for_everybody():
 
 DIGESTS = """
 import sys
-from tests.given.random_graphs import seeded_graph, HOSTILE_NAMES
+from tests.given.graphs.random_graphs import seeded_graph, HOSTILE_NAMES
 padding = [object() for _ in range(int(sys.argv[1]))]
 print([seeded_graph(seed, names=HOSTILE_NAMES).digest() for seed in range(10)])
 """

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from hocket.frontends.models import Step, load_model
 from hocket.graph import Graph
-from hocket.graph.fold import LARGEST, Block, Group, blocks, fold, repeats
+from hocket.graph.fold import LARGEST, Block, Group, blocks, fold, layers, repeats
 
-from ..given.pictured import PICTURED, vision_transformer, without_names
-from ..given.random_graphs import seeded_graph
+from ..given.graphs.pictured import PICTURED, mixer, vision_transformer, without_names
+from ..given.graphs.random_graphs import seeded_graph
+from ..given.models.goldens import opened
 
 
 def shape(items):
@@ -44,6 +46,20 @@ def test_an_encoder_and_a_decoder_are_two_groups():
 def test_names_do_not_decide_what_repeats(name):
     graph = PICTURED[name]()
     assert shape(fold(without_names(graph))) == shape(fold(graph))
+
+
+@pytest.mark.parametrize("count", [2, 3, 6])
+@pytest.mark.parametrize(("made", "nodes"), [(vision_transformer, 31), (mixer, 20)])
+def test_layers_are_found_without_names(made, nodes, count):
+    graph = without_names(made(layers=count))
+    assert [len(layer) for layer in layers(graph)] == [nodes] * count
+    (group,) = (item for item in fold(graph) if isinstance(item, Group))
+    assert len(group.each) == count
+
+
+def test_two_layers_that_share_a_mask_are_two_though_the_last_chooses_rows():
+    graph = load_model(opened("llama")).graph(Step(1, 4, 16, 16, 1))
+    assert len(layers(without_names(graph))) == 2
 
 
 def test_repetitions_of_a_group_are_alike():

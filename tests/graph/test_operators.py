@@ -88,11 +88,26 @@ def test_a_value_of_numbers_picks_rows():
         (lambda: x[0, 0, 0], "3 entries for 2 axes"),
         (lambda: x[..., ...], "more than one"),
         (lambda: ops.reshape(x, shape=(3, 2, 2)).T, "rank 3, not 2"),
+        (lambda: bool(x), "choose with ops.where"),
+        (lambda: x < w, "compare with ops.compare"),
+        (lambda: x == 1.0, "== 1.0: a graph has no numbers yet"),
+        (lambda: np.ones(4) == x, "a graph has no numbers yet"),
+        (lambda: float(x), "hocket.run gives those of an output"),
+        (lambda: np.asarray(x), "hocket.run gives those of an output"),
+        (lambda: list(x), "take parts of it by index"),
     ],
 )
 def test_what_has_no_meaning_is_refused(wrong, said):
     with pytest.raises(GraphError, match=said):
         wrong()
+
+
+def test_a_value_is_a_key_and_knows_where_its_methods_are():
+    assert {x: 1}[hocket.Value(x.node)] == 1
+    assert x != w
+    for name, said in (("reshape", r"write ops.reshape\(x, ...\)"), ("shap", "near it: shape")):
+        with pytest.raises(AttributeError, match=said):
+            getattr(x, name)
 
 
 @pytest.mark.parametrize("dtype", ["f16", "float16", np.float16, np.dtype("float16"), hocket.DType.F16])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hocket import ops
 from hocket.graph import DType, Graph, GraphError, Node, Spec, Value, dump, from_json, input, parse, to_json
 
-from ..given.random_graphs import HOSTILE_NAMES, PLAIN_NAMES, graphs, seeded_graph
+from ..given.graphs.random_graphs import HOSTILE_NAMES, PLAIN_NAMES, graphs, seeded_graph
 
 NAMES = (*HOSTILE_NAMES, *PLAIN_NAMES)
 some = settings(max_examples=60, deadline=None, derandomize=True, database=None)

@@ -10,8 +10,8 @@ import pytest
 
 from hocket import ops
 from hocket.graph import Graph, Spec, Value, input, parse_case
+from hocket.ops.declaring.signature import Leading, Role
 from hocket.ops.gated import KINDS
-from hocket.ops.signature import Leading, Role
 from hocket.ops.unary import erfc
 from hocket.ops.unary import error_function as erf
 from hocket.scheduler import load, plan

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from ..given.models import ROOT
+from ..given.models.goldens import ROOT
 
 PROGRAM = """
 import numpy as np

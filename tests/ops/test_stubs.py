@@ -14,7 +14,7 @@ import hocket
 from hocket import GraphError, ops
 from hocket.ops import stubs
 
-from ..given.models import ROOT
+from ..given.models.goldens import ROOT
 
 RIGHT = """
 import numpy as np

@@ -15,8 +15,8 @@ from hocket.graph import parse as parse_all
 from hocket.graph.attrs import attr_text
 from hocket.graph.parse import parse_case
 
-from ..given.models import DENSE, opened
-from ..given.random_graphs import HOSTILE_NAMES, PLAIN_NAMES, seeded_graph
+from ..given.graphs.random_graphs import HOSTILE_NAMES, PLAIN_NAMES, seeded_graph
+from ..given.models.goldens import DENSE, opened
 
 
 @pytest.mark.parametrize("seed", range(30))

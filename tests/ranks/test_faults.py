@@ -8,9 +8,9 @@ import pytest
 
 from hocket.ranks.world import GRACE, LINGER, SILENCE
 
-from ..given import rank_faults
-from ..given.models import TINY
-from ..given.mpi import left_behind, mpiexec, needs_mpi
+from ..given.models.goldens import TINY
+from ..given.ranks import faults
+from ..given.ranks.mpi import left_behind, mpiexec, needs_mpi
 
 SAID = {
     "killed": "nothing was heard of it for 4 s",
@@ -61,4 +61,4 @@ def test_a_failure_is_known_to_all_within_ten_seconds():
 
 def went_wrong(fault, ranks, *more):
     words = ("run", TINY, "-n", 9, "--temp", 0, "--ignore-eos", "-p", "a", "-t", 1, "--devices", "numpy:0", *more)
-    return mpiexec(ranks, rank_faults.__file__, fault, *words)
+    return mpiexec(ranks, faults.__file__, fault, *words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -12,10 +13,10 @@ from hocket.ranks import RanksError
 from hocket.ranks.arrays import packed, unpacked
 from hocket.scheduler.running.comm import Meeting
 
-from ..given import meetings
-from ..given.meetings import CASES, member
-from ..given.mpi import mpiexec, needs_mpi
-from ..given.thread_link import in_threads
+from ..given.ranks import meetings
+from ..given.ranks.meetings import CASES, member
+from ..given.ranks.mpi import mpiexec, needs_mpi
+from ..given.ranks.thread_link import in_threads
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -45,6 +46,10 @@ def test_ranks_that_do_not_agree_are_named_on_all_of_them():
             world.agree("plan", f"b{min(world.rank, 1)}", "do")
 
     in_threads(3, run, hosts=3)
+
+
+def test_a_rank_that_is_done_waits_for_one_that_is_not():
+    assert in_threads(2, lambda world: time.sleep(0.3 * world.rank)) == [None, None]
 
 
 def test_whoever_waits_hears_that_another_rank_failed():

@@ -16,9 +16,9 @@ from hocket.frontends.saved_state import load_state, save_state
 from hocket.frontends.session import Session
 from hocket.graph.errors import PlanError
 
-from ..given.models import FIXTURES, TINY, nmse
-from ..given.mpi import mpiexec, needs_mpi
-from ..given.thread_link import in_threads
+from ..given.models.goldens import FIXTURES, TINY, nmse
+from ..given.ranks.mpi import mpiexec, needs_mpi
+from ..given.ranks.thread_link import in_threads
 
 MODEL = FIXTURES / "qwen35" / "model.gguf"
 TOKENS = [3, 17, 5, 9, 11, 2, 40, 8]
@@ -27,6 +27,7 @@ SPLITS = {
     "layer": Group(("numpy:0",), "layer"),
     "uneven": Group(("numpy:0",), "tensor", tensor_split=(3.0, 1.0)),
     "two devices on a rank": Group(("numpy:0@0", "numpy:1@0", "numpy:0@1"), "tensor"),
+    "layers, each cut on a rank": Group(("numpy:0@0", "numpy:1@0", "numpy:0@1", "numpy:1@1"), "layer,tensor"),
     "one rank idle": Group(("numpy:0@1",)),
 }
 
@@ -94,7 +95,7 @@ def test_other_inputs_on_another_rank_are_noticed():
 
 def test_devices_of_ranks_that_are_not_there_are_refused(capsys):
     x = hocket.input("x", (2, 8))
-    plan = hocket.plan(hocket.Graph({"y": ops.silu(x)}), "numpy:0@0,numpy:0@1")
+    plan = hocket.plan(hocket.Graph({"y": ops.silu(x)}), "numpy:0@0,numpy:0@1", split_mode="layer")
     with pytest.raises(PlanError, match=r"numpy:0@1 is one of process 1, but the last one is 0; start more"):
         hocket.load(plan, {})
     assert main(["logits", str(MODEL), "--tokens", "1", "--out", "x", "--devices", "numpy:0@1"]) == 2

@@ -6,6 +6,8 @@ import re
 import runpy
 import textwrap
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from hocket.frontends.session import Group, Session
 from hocket.ops.page import page
 from hocket.scheduler import planner
 
-from ..given.models import ROOT, golden, limit, nmse, opened
+from ..given.models.goldens import ROOT, golden, limit, nmse, opened
 
 DOCS = ROOT / "docs"
 
@@ -30,20 +32,17 @@ def test_the_op_reference_is_up_to_date():
     assert (DOCS / "ops.md").read_text("utf-8") == page(), "run python -m hocket.ops.page > docs/ops.md"
 
 
-def test_the_list_of_modules_is_up_to_date():
-    code = runpy.run_path(str(DOCS / "write_map.py"))
-    assert (DOCS / "modules.md").read_text("utf-8") == code["page"](), "run python docs/write_map.py"
-
-
-def test_the_list_of_commands_is_up_to_date(monkeypatch):
+@pytest.mark.parametrize("path", sorted(DOCS.glob("write_*.py")), ids=lambda p: p.stem)
+def test_a_page_that_is_written_from_the_code_is_up_to_date(path, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 1)  # no number of a machine's may show
-    code = runpy.run_path(str(DOCS / "write_cli.py"))
-    assert (DOCS / "cli.md").read_text("utf-8") == code["page"](), "run python docs/write_cli.py"
+    writer = runpy.run_path(str(path))
+    assert writer["PAGE"].read_text("utf-8") == writer["page"](), f"run python docs/{path.name}"
 
 
-def test_the_list_of_architectures_is_up_to_date():
-    code = runpy.run_path(str(DOCS / "write_models.py"))
-    assert (DOCS / "models.md").read_text("utf-8") == code["page"](), "run python docs/write_models.py"
+def test_everything_public_is_on_the_page_of_python():
+    headings = re.findall(r"^### `hocket\.(\w+)`$", (DOCS / "python.md").read_text("utf-8"), re.MULTILINE)
+    modules = {name for name in dir(hocket) if isinstance(getattr(hocket, name), ModuleType)}
+    assert {*headings} == {name for name in dir(hocket) if not name.startswith("_")} - modules
 
 
 def test_the_worked_example_of_the_map_is_what_the_passes_make():
@@ -57,17 +56,39 @@ def test_the_worked_example_of_the_map_is_what_the_passes_make():
             assert any(line == written[: len(line)] for written in golden), f"{name}: {line}"
 
 
-@pytest.mark.parametrize("path", sorted(DOCS.glob("*.md")), ids=lambda p: p.name)
+PAGES = sorted([*DOCS.glob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("*/*/*.md"), *ROOT.glob("examples/*.md")])
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_links_of_a_page_lead_somewhere(path):
-    targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text("utf-8"))
-    assert not [t for t in targets if not (path.parent / t).exists()]
+    for target, anchor in LINK.findall(without_code(path)):
+        place = path.parent / target if target else path
+        assert place.exists(), target
+        assert not anchor or anchor in anchors(place), f"{target}#{anchor}"
+
+
+LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]*))?\)")
+
+
+def without_code(path: Path) -> str:
+    return re.sub(r"^ *```.*?^ *```$|`[^`\n]*`", "", path.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(path: Path) -> set[str]:
+    """What links may name of a page: its headings, as pages are shown."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", path.read_text("utf-8"), flags=re.S | re.M), re.M)
+    return {re.sub(r"[^\w\s-]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
 def test_the_op_of_the_guide_can_be_declared_as_it_is_written():
     code = re.search(r"```python\n(.*?)```", (DOCS / "add-an-op.md").read_text("utf-8"), re.DOTALL)[1]
     space: dict[str, object] = {}
     lines = [line.removeprefix("   ") for line in code.splitlines()]
-    head = ["from hocket.ops.op import Array, op", "from hocket.ops.samples import grid", "import numpy as np"]
+    head = [
+        "from hocket.ops.declaring.op import Array, op",
+        "from hocket.ops.declaring.samples import grid",
+        "import numpy as np",
+    ]
     exec(compile("\n".join([*head, *lines]), "add-an-op.md", "exec"), space)
     centre = space["centre"]
     assert isinstance(centre, ops.Op)
@@ -80,7 +101,8 @@ def test_the_cpu_kernel_of_the_guide_works_as_it_is_written(threads, monkeypatch
     code = [textwrap.dedent(block) for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)]
     space: dict[str, object] = {"__name__": "guide"}
     exec(compile("\n".join(code), "add-a-cpu-kernel.md", "exec"), space)
-    monkeypatch.setattr(binding, "BINDINGS", merged(binding.BINDINGS, space["BINDINGS"]))
+    others = {name: bind for name, bind in binding.BINDINGS.items() if name not in space["BINDINGS"]}
+    monkeypatch.setattr(binding, "BINDINGS", merged(others, space["BINDINGS"]))
     x = hocket.input("x", (301, 77))
     graph, backend = hocket.Graph({"y": ops.leaky_relu(x, negative_slope=0.1)}), CpuBackend(threads)
     run = hocket.load(planner.plan_for(graph, [(backend, backend.device(0))]), {})

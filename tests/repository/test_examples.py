@@ -11,7 +11,7 @@ import pytest
 
 from hocket.cli import build_parser
 
-from ..given.models import ROOT, TINY
+from ..given.models.goldens import ROOT
 
 EXAMPLES = ROOT / "examples"
 
@@ -23,20 +23,18 @@ def test_an_example_runs(path):
     assert done.stdout
 
 
+SCREEN = 44
+"""Lines of a terminal."""
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("number", "printed"), [(0, "all_reduce"), (1, " ")], ids=["graph", "model"])
-def test_a_python_block_of_the_readme_runs(number, printed):
-    code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[number].replace('"model.gguf"', repr(TINY))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert printed in done.stdout
+def test_the_readme_fits_two_screens():
+    assert len(README.splitlines()) <= 2 * SCREEN
 
 
 def test_every_command_of_the_readme_has_the_flags_that_it_shows():
     lines = re.findall(r"^(?:mpiexec -n \d+ )?hocket (.*?)(?:  +#.*)?$", README, re.MULTILINE)
-    assert len(lines) >= 8
+    assert len(lines) >= 5
     for words in map(shlex.split, lines):
         assert build_parser(words).parse_args(words).run
 

@@ -13,24 +13,24 @@ import pytest
 import hocket
 from hocket import ops, scheduler
 from hocket.backends import base
-from hocket.frontends.generate import generate
+from hocket.frontends.generation.generate import generate
+from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.gguf.tokenizer import Tokenizer, tokenizer_from_metadata
 from hocket.frontends.models import Model, Step
 from hocket.frontends.open import open_model
-from hocket.frontends.sampling import Sampling
 from hocket.frontends.saved_state import load_state, save_state
 from hocket.frontends.session import Group, Session
 from hocket.graph.parse import parse_case
 from hocket.graph.spec import Spec
 
-from ..given.models import FIXTURES
+from ..given.models.goldens import FIXTURES
 
 LONGEST = 700
 """Characters of a message."""
-RECORDS = {"DType", "Node", "Value", "Spec", "Op", "Range", "Trace", "Options", "Token"}
-"""What only keeps what it is given: a graph of such is checked when it is planned."""
-DECLARING = {"op", "op_of"}
+DECLARING = {"op", "op_of", "Op"}
 """For authors of ops, whose mistakes are ours."""
+MAPPINGS = {"Options"}
+"""A dict to Python; who is given it looks at its entries."""
 
 
 class Awkward:
@@ -139,6 +139,13 @@ Case = tuple[Callable[..., Any], Mapping[str, Any]]
 
 def cases() -> Iterator[tuple[str, Case]]:
     """Names, functions, and arguments that are right."""
+    yield "DType", (hocket.DType, {"value": "f32"})
+    yield "Spec", (hocket.Spec, {"shape": (3, 4), "dtype": hocket.DType.F16})
+    yield "Value", (hocket.Value, {"node": x.node, "index": 0})
+    yield "Node", (hocket.Node, {name: getattr(new.node, name) for name in ("op", "src", "attrs", "specs", "name")})
+    yield "Plan", (hocket.Plan, {f.name: getattr(plan(), f.name) for f in dataclasses.fields(hocket.Plan)})
+    yield "Trace", (hocket.Trace, {"left_out": 0, "noted": []})
+    yield "Range", (ops.Range, {"low": 0.0, "high": "n", "distinct": True})
     yield "Graph", (hocket.Graph, {"outputs": {"y": new}, "updates": {s: new}})
     yield "Graph.leaves", (graph.leaves, {"op": "input"})
     yield "Graph.view", (graph.view, {"title": "a graph"})
@@ -194,6 +201,7 @@ def cases() -> Iterator[tuple[str, Case]]:
 
 
 def cases_of_models() -> Iterator[tuple[str, Case]]:
+    yield "Token", (hocket.Token, {"id": 1, "text": "a", "logprob": -0.5})
     yield "open_model", (open_model, {"path": None, "header_only": False})
     yield "Group", (Group, dataclasses.asdict(Group(("numpy:0",), threads=1)))
     yield "Sampling", (Sampling, SAMPLING)
@@ -293,6 +301,58 @@ def test_a_wrong_operand_or_attribute_is_an_error_of_hockets_own(name):
     assert not found
 
 
+def not_called_so() -> Iterator[tuple[str, Callable[[], object]]]:
+    """What is said of it, and a call that Python would answer with a TypeError."""
+    yield "plan: there is no argument 'device'; near it: devices", lambda: hocket.plan(graph, device="cpu:0")
+    yield "plan: too many positional arguments; arguments: graph, ", lambda: hocket.plan(graph, "cpu:0", "tensor")
+    yield "load: missing a required argument: 'weights'; arguments: plan, ", lambda: hocket.load(plan())
+    yield "run: there is no argument 'device'; near it: devices", lambda: hocket.run(graph, INPUTS, device="cpu:0")
+    yield "Executor.run: there is no argument 'x'", lambda: executor().run(x=INPUTS["x"])
+    yield "input: there is no argument 'dtyp'; near it: dtype", lambda: hocket.input("n", (3,), dtyp="f32")
+    yield "Model: there is no argument 'device'; near it: devices", lambda: hocket.Model(device="cpu:0")
+    yield "Model.embed: there is no argument 'normalize'", lambda: language_model().embed("a", normalize=True)
+    yield "Model.generate: missing a required argument: 'prompt'", lambda: language_model().generate()
+    yield "Plan.explain: there is no argument 'step'; near it: steps", lambda: plan().explain(step=True)
+    yield "from_onnx: there is no argument 'shape'; near it: shapes", lambda: hocket.from_onnx("m.onnx", shape={})
+    yield "from_torch: missing a required argument: 'exported'", lambda: hocket.from_torch()
+    yield "Spec: missing a required argument: 'shape'; arguments: shape, dtype", lambda: hocket.Spec()
+    yield "Graph: there is no argument 'output'; near it: outputs", lambda: hocket.Graph(output={"y": x})
+    yield "Sampling: there is no argument 'temp'; near it: temperature", lambda: Sampling(temp=1.0)
+    # And names that are not there.
+    yield "unknown dtype 'f33'; near it: f32", lambda: hocket.DType("f33")
+    yield "unknown dtype 'float31'; near it: float32", lambda: hocket.input("n", (3,), "float31")
+    yield "no backend for device kind 'cpu0'; near it: cpu", lambda: hocket.plan(graph, "cpu0")
+    yield (
+        "weight %w: f32[5,4] is not bound; pass it when loading the plan; near it: W",
+        lambda: hocket.load(plan(), {"W": 0, "q": WEIGHTS["q"]}),
+    )
+    yield (
+        "there is no op 'sliu'; near it: silu",
+        lambda: hocket.verify(hocket.parse("%x = input() : f32[3]\n%y = sliu(%x) : f32[3]\nreturn y=%y")),
+    )
+    yield "no operand or attribute epsilon; near it: eps", lambda: ops.rms_norm(x, epsilon=1e-5)
+    yield "op is 'weights'; it must be one of constant, input, state, weight", lambda: graph.leaves("weights")
+    yield (
+        "the op's name is '<lambda>'; it must be a plain word",
+        lambda: hocket.register(ops.op("x[...] -> [...]")(lambda x: x)),
+    )
+    yield "signature: 'x[...' cannot be read; see docs/add-an-op.md", lambda: ops.op("x[... -> [...]")(len)
+    yield "got a grammar and a JSON schema; give one", lambda: continued(prompt="a", grammar="g", json_schema={})
+    yield "nowhere/s.bin: No such file or directory; check its name", lambda: language_model().save("nowhere/s.bin")
+
+
+def test_what_is_called_wrongly_says_what_there_is():
+    for said, call in not_called_so():
+        with pytest.raises(hocket.HocketError, match=r"^[^\n]+$") as caught:
+            call()
+        assert said in str(caught.value)
+
+
+def test_a_name_that_the_package_does_not_have_is_answered_with_the_nearest():
+    with pytest.raises(AttributeError, match="no attribute 'Modle'; near it: Model"):
+        _ = hocket.Modle
+
+
 def test_every_public_function_is_called_here():
     """A new name of the package is either tested or said to be none that can be called wrongly."""
     named = {name.split()[0].split(".")[0].rstrip(",") for name in (*CASES, *MODELS)}
@@ -300,7 +360,7 @@ def test_every_public_function_is_called_here():
     ours = {n: f for n, f in everything.items() if getattr(f, "__module__", "").startswith("hocket")}
     public = {n for n, f in ours.items() if callable(f)}
     errors = {n for n in public if n.endswith("Error")}
-    assert public - errors - RECORDS - DECLARING - set(BUILDERS) - WITH_EXTRAS - {"Plan"} <= named
+    assert public - errors - DECLARING - MAPPINGS - set(BUILDERS) - WITH_EXTRAS <= named
     for kind, right in ((hocket.Graph, "Graph"), (hocket.Store, "Store"), (hocket.Executor, "Executor")):
         methods = {n for n, f in vars(kind).items() if not n.startswith("_") and callable(f) and _has_arguments(f)}
         covered = {c.split()[0].rstrip(",") for c in CASES}

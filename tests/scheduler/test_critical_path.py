@@ -9,7 +9,7 @@ import hocket
 from hocket.scheduler.stages import WORK, Stage, estimate
 from hocket.scheduler.telling.critical import critical_path
 
-from ..given.random_graphs import seeded_graph
+from ..given.graphs.random_graphs import seeded_graph
 
 
 def work(device: int, seconds: float) -> Stage:

@@ -19,8 +19,8 @@ from hocket.ops.collective import COLLECTIVES
 from hocket.scheduler import Executor, Store, load, plan_for
 from hocket.scheduler.verifier.plan import verify_plan
 
-from ..given.grouped import cached_product, everything_that_fits, group_of, random_plan, run_of, weights_of
-from ..given.random_graphs import bindings, graphs, seeded_graph
+from ..given.graphs.random_graphs import bindings, graphs, seeded_graph
+from ..given.plans.grouped import cached_product, everything_that_fits, group_of, random_plan, run_of, weights_of
 
 SEEDS = range(2000, 2040)
 BOTH = pytest.mark.parametrize("mode", ["tensor", "layer"])
@@ -46,7 +46,7 @@ def test_every_plan_of_any_graph_is_verified(graph, seed, n, by_layers):
 @pytest.mark.parametrize("mode", ["tensor", "layer", "auto", "none"])
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
 def test_plans_of_the_search_are_verified_too(mode, n):
-    from ..given.plan_faults import decoder
+    from ..given.plans.faults import decoder
 
     verify_plan(plan_for(decoder(), group_of(n, "cpu"), split_mode=mode))
 

@@ -19,12 +19,12 @@ from hocket.scheduler.sharding.assign import assign
 from hocket.scheduler.sharding.emit import shard
 from hocket.scheduler.sharding.factors import Factors
 from hocket.scheduler.sharding.layers import layer_split, place
-from hocket.scheduler.sharding.search import choose
+from hocket.scheduler.sharding.search import Search
 from hocket.scheduler.sharding.shares import Shares
 from hocket.scheduler.simulated import simulate
 from hocket.scheduler.telling.listing import factors_text, graphs_text, layouts_text, memory_text, program_text
 
-from ..given.models import GOLDENS, path_of
+from ..given.models.goldens import GOLDENS, path_of
 
 PASSED = GOLDENS / "passes"
 DECODE, PREFILL = Step(1, 1, 16, 16, 1), Step(2, 4, 16, 16, 2)
@@ -57,7 +57,7 @@ def passes(graph: Graph) -> Iterator[tuple[str, str]]:
     yield "1-built", dump(graph)
     factors = Factors(graph)
     yield "2-factors", factors_text(factors)
-    chosen = choose(graph, factors, 2, simulation.hardware, eager=True).factors
+    chosen = Search(graph, factors).choose(2, simulation.hardware, eager=True).factors
     sharded = shard(graph, factors, assign(graph, factors, chosen), Shares([1, 1]))
     yield "3-sharded", layouts_text(sharded.leaves, sharded.outputs) + "\n\n" + graphs_text(sharded.graphs)
     placed = place(graph, layer_split(graph, [1, 1]), 2)

@@ -13,8 +13,6 @@ import pytest
 
 from hocket import ops
 from hocket.cli import main
-from hocket.frontends.gguf import open_gguf
-from hocket.frontends.models import Step, load_model
 from hocket.graph import BackendError, Graph, HocketError, PlanError, input, to_json, weight
 from hocket.graph.fold import repeats
 from hocket.scheduler import load, plan, plan_for
@@ -24,18 +22,13 @@ from hocket.scheduler.sharding.condense import condense
 from hocket.scheduler.simulated import simulate
 from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
 from hocket.scheduler.telling.diff import difference, drawn_together
-from hocket.scheduler.telling.explain import places
+from hocket.scheduler.units import places
 
-from ..given.models import GOLDENS, path_of
-from ..given.plan_faults import tensor_plan
-from ..given.random_graphs import bindings, seeded_graph
+from ..given.graphs.random_graphs import bindings, seeded_graph
+from ..given.models.goldens import GOLDENS, decode_graph, path_of
+from ..given.plans.faults import tensor_plan
 
 PLANS = GOLDENS / "plans"
-DECODE = Step(1, 1, 64, 64, 1)
-
-
-def decode_graph(name):
-    return load_model(open_gguf(path_of(name), header_only=True)).graph(DECODE)
 
 
 def mlp(columns=256, rows=64):
@@ -324,7 +317,7 @@ def test_virtual_devices_of_a_machine_share_its_memory():
     (pool,) = pools(made)
     assert pool.is_shared
     assert pool.needed == sum(made.memory().values())
-    assert len(pools(plan_for(mlp(), simulate("cpu:3").group))) == 3
+    assert len(pools(plan_for(mlp(), simulate("cpu:3").group, split_mode="tensor"))) == 3
 
 
 def test_auto_cuts_what_does_not_fit_on_one_device():

@@ -120,6 +120,16 @@ def test_a_state_that_stays_as_it_is_costs_nothing():
     assert len(made.lanes[0].program.instructions) == 1
 
 
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_state_that_nothing_reads_is_kept(devices):
+    kept = state("kept", (2,))
+    graph = Graph({"y": ops.silu(input("x", (2,)))}, {kept: kept})
+    run = load(plan(graph, [f"reference:{d}" for d in range(devices)]), {})
+    run.store.state("kept")[...] = [1, 2]
+    run.run({"x": [0, 0]})
+    assert run.store.state("kept").tolist() == [1, 2]
+
+
 def test_an_operand_that_is_read_again_is_not_overwritten():
     x = input("x", (3,))
     once = ops.exp(x, name="once")

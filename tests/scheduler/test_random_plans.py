@@ -16,9 +16,9 @@ from hocket.scheduler import plan_for
 from hocket.scheduler.sharding.axes import Factor
 from hocket.scheduler.sharding.factors import Factors
 
-from ..given.random_graphs import seeded_graph
-from ..given.ways_to_plan import SLOW, compared, results, values_of, ways_tried
-from ..given.wide_graphs import OPS, SAMPLES, wide_graph
+from ..given.graphs.random_graphs import seeded_graph
+from ..given.graphs.wide_graphs import OPS, SAMPLES, wide_graph
+from ..given.plans.ways import SLOW, compared, results, values_of, ways_tried
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -17,7 +17,7 @@ from hocket.scheduler import load, plan_for
 from hocket.scheduler.fits import memory_problem
 from hocket.scheduler.simulated import LINKS, MACHINES, simulate
 
-from ..given.large_headers import LARGE, llama_70b, qwen_80b
+from ..given.models.large_headers import LARGE, llama_70b, qwen_80b
 
 
 @pytest.fixture(scope="module", params=LARGE)
@@ -29,7 +29,7 @@ def large(request, tmp_path_factory):
 @pytest.mark.long
 def test_a_large_model_is_planned_for_eight_devices(large, capsys):
     """How long that takes is measured by benchmarks/plan_large.py."""
-    assert main(["plan", large, "--simulate", "h200:8,nvlink", "-c", "4096"]) == 0
+    assert main(["plan", large, "--simulate", "h200:8,nvlink", "-c", "4096", "--split-mode", "tensor"]) == 0
     out = capsys.readouterr().out
     assert "a run estimated" in out
     assert re.search(r"h200:7 +\d", out)

@@ -11,9 +11,9 @@ from hocket import to_dot
 from hocket.frontends.commands.plan import step_graph
 from hocket.frontends.models import Step, load_model
 
-from ..given.large_headers import qwen_80b
-from ..given.models import opened
-from ..given.pictured import PICTURED, vision_transformer
+from ..given.graphs.pictured import PICTURED, vision_transformer
+from ..given.models.goldens import opened
+from ..given.models.large_headers import qwen_80b
 
 
 def drawn(dot):

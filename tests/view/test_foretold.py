@@ -10,7 +10,7 @@ import pytest
 from hocket.backends.base import Foretells
 from hocket.scheduler import load, plan
 
-from ..given.pictured import vision_transformer
+from ..given.graphs.pictured import vision_transformer
 
 
 def weights(graph):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,7 @@ from hocket.scheduler import load, plan, plan_for, simulate
 from hocket.view import view_graph, view_plan
 
 from ..given.browser import browser, complaints, resize
-from ..given.pictured import PICTURED, vision_transformer
+from ..given.graphs.pictured import PICTURED, vision_transformer, without_names
 
 WIDE = 1440
 HOSTILE = "</script><img src=x onerror=\"document.title='hacked'\">'\"🎼"
@@ -44,6 +46,7 @@ def pages(tmp_path_factory):
     graphs["hostile"] = Graph({HOSTILE: ops.add(x, weight(HOSTILE * 2, (4,)), name=HOSTILE * 200)})
     made = {name: view_graph(graph, title=name) for name, graph in graphs.items()}
     layer, tensor = planned("layer"), planned("tensor")
+    made["nameless"] = plan(without_names(vision_transformer()), "cpu:0,cpu:1", split_mode="tensor").view(tokens=16)
     made |= {"measured": measured().view()}
     made |= {"layer": view_plan(layer), "tensor": view_plan(tensor), "both": view_plan(tensor, before=layer)}
     for name, page in made.items():
@@ -217,6 +220,16 @@ def test_two_plans_stand_side_by_side_with_what_moved(at):
     page = at("both")
     assert len(texts(page, ".plan")) == 2
     assert any("->" in text for text in texts(page, ".moved li"))
+
+
+def test_a_page_without_names_answers_what_a_stranger_asks(at):
+    page = at("nameless")
+    glance = " ".join(texts(page, "#details dd, #details .weights li"))
+    assert re.search(r"B a token over all links", glance)
+    assert re.search(r"at step \d+ to compute in, \w+ %", glance)
+    assert "weight f32[64,32], read by mul_mat as w; cut along axis 0: 32 on each device" in glance
+    press(page, "/", "softmax", "ENTER")
+    assert re.search(r"decided\s*cut ", "".join(texts(page, "#details dl")))
 
 
 def test_hostile_names_are_shown_as_text(at):

@@ -9,13 +9,14 @@ import pytest
 
 import hocket
 from hocket import ops
+from hocket.graph import Graph, input, weight
 from hocket.scheduler import plan_for, simulate
 from hocket.view import view_graph, view_plan
 from hocket.view.graph_data import RESULTS
 from hocket.view.page import in_script
 
-from ..given.pictured import PICTURED, vision_transformer
-from ..given.random_graphs import HOSTILE_NAMES
+from ..given.graphs.pictured import PICTURED, vision_transformer
+from ..given.graphs.random_graphs import HOSTILE_NAMES
 
 HOSTILE = (
     *HOSTILE_NAMES,
@@ -105,12 +106,24 @@ def test_what_was_cut_names_the_decision_and_what_it_beat(plan, shown):
     decided, reasons = shown["plan"]["decided"], shown["plan"]["decisions"]
     assert decided
     nodes = plan.graph.nodes
+    assert {nodes[int(number)].op for number in decided} >= {"softmax", "mul_mat", "weight"}
     for number, own in decided.items():
-        assert str(plan.leaves[nodes[int(number)].name]).startswith("S")
+        node = nodes[int(number)]
+        assert not node.is_leaf or str(plan.leaves[node.name]).startswith("S")
         assert all(reasons[r].startswith("cut ") for r in own)
     assert any(" beat " in reasons[r] or " saves more " in reasons[r] for own in decided.values() for r in own)
     cut = {n for n, node in enumerate(nodes) if node.op == "weight" and str(plan.leaves[node.name]).startswith("S")}
     assert cut == {int(number) for number in decided if nodes[int(number)].op == "weight"}
+
+
+def test_a_weight_that_could_lie_elsewhere_has_a_hint():
+    x = ops.get_rows(weight("table", (500, 64)), input("number", (3,), "i32"))
+    down = ops.mul_mat(weight("down", (64, 256)), ops.silu(ops.mul_mat(weight("up", (256, 64)), x)))
+    made = hocket.plan(Graph({"y": ops.add(x, down)}), "cpu:0,cpu:1", split_mode="tensor")
+    shown = data(made.view(tokens=3))
+    (hint,) = shown["shown"][0]["plan"]["hinted"].values()
+    assert hint.startswith("--place table=cpu:0 saves 125.0 KiB on cpu:1, costs ")
+    assert shown["tokens"] == 3
 
 
 def test_a_node_names_its_kernel_and_where_that_is_written():

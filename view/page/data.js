@@ -115,6 +115,8 @@ class Model {
     return p.own[step] ?? (p.node[step] < 0 ? p.ops[p.op[step]] : this.name(p.node[step]));
   }
 
+  stepOp(program, step) { return this.plan.programs[program].ops[this.plan.programs[program].op[step]] ?? ""; }
+
   layout(node) { return this.plan ? this.plan.texts[this.plan.layouts[node]] : ""; }
 
   /** The devices that run a program. */

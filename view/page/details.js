@@ -31,19 +31,21 @@ class Details {
     const crossing = model.crossing();
     const peaks = model.plan.programs.map((_, p) => p).map((p) => el("div", {},
       deviceText(model.running(p).map((d) => d.name)), ": ",
-      link(`${bytesText(model.plan.programs[p].live[model.peak(p)] ?? 0)} at step ${model.peak(p)}`, () => app.select({ kind: "step", model, program: p, step: model.peak(p) }))));
+      link(`${bytesText(model.plan.programs[p].live[model.peak(p)] ?? 0)} at step ${model.peak(p)}`, () => app.select({ kind: "step", model, program: p, step: model.peak(p) })),
+      ` to compute in, ${model.stepOp(p, model.peak(p))} ${reference(shortened(model.stepName(p, model.peak(p)), 30))}`));
     const total = cost.total || 1e-12;
     return [
       el("h2", {}, "At a glance"),
       facts([
-        ["one run", el("b", {}, secondsText(cost.total)), " estimated"],
+        ["one run", el("b", {}, secondsText(cost.total)), ` estimated${page.tokens ? `, of ${plural(page.tokens, "token")}` : ""}`],
         measured && ["measured", el("b", {}, secondsText(measured.seconds)), ` the median of ${plural(measured.runs, "run")} of ${measured.label}${measured.exact ? "" : ", the same steps on other shapes than here"}`],
         ["of that", `${secondsText(cost.collectives)} (${percent(cost.collectives / total)}) in ${plural(crossing.meetings, "meeting")} of devices`],
-        ["crosses", crossing.all ? el("span", {}, el("b", {}, bytesText(crossing.all)), ` a run over all links; the busiest device sends ${bytesText(crossing.most)}`) : "nothing: no device needs what another has"],
+        ["crosses", crossing.all ? el("span", {}, el("b", {}, bytesText(crossing.all / (page.tokens ?? 1))), ` ${page.tokens ? "a token" : "a run"} over all links; the busiest device sends ${bytesText(crossing.most / (page.tokens ?? 1))}`) : "nothing: no device needs what another has"],
         ["memory peak", ...peaks],
       ]),
       el("h3", {}, "What a run takes and gives"), io,
       el("h3", {}, "Which weights are where"), this.homes(model), this.weights(model),
+      ...this.couldLie(model),
       el("h3", {}, "Why it is cut so"), el("ul", { class: "decisions" }, model.plan.decisions.map((d) => el("li", {}, d)), model.plan.decisions.length ? "" : el("li", {}, "one device does all: there was nothing to decide")),
       el("h3", {}, "How values lie"), this.legend(),
       el("h3", {}, "The graph"), this.ops(model),
@@ -68,7 +70,8 @@ class Details {
     return facts(blocks.map((own, d) => [model.devices[d].name, shortened(text(own), 160)]));
   }
 
-  /** Weights and states by how they lie, with their bytes, those of layers drawn together. */
+  /** Weights and states by how they lie, with their bytes; those that differ at most in numbers in their names, and are
+   * read by the same op, are drawn together. */
   weights(model) {
     const groups = new Map();
     for (let n = 0; n < model.count; n++) {
@@ -76,20 +79,30 @@ class Details {
       if (kind !== "weight" && kind !== "state") continue;
       const how = layoutWords(model.layout(n), model.devices);
       const name = model.name(n).replace(/\d+/g, "*");
-      const key = `${kind} ${how.kind === "shard" ? how.mark : how.kind} ${name}`;
-      if (!groups.has(key)) groups.set(key, { name, how, count: 0, nbytes: 0, first: n, sizes: new Set() });
+      const [reader] = model.users[n];
+      const use = reader === undefined ? "nobody" : `${model.op(reader).name}${model.op(reader).operands ? ` as ${model.op(reader).operands[model.sources(reader).indexOf(n)]}` : ""}`;
+      const about = `${kind} ${model.specs(n)[0]}, read by ${use}`;
+      const key = `${about} ${how.kind === "shard" ? how.mark : how.kind} ${name}`;
+      if (!groups.has(key)) groups.set(key, { name, about, how, count: 0, nbytes: 0, first: n, sizes: new Set() });
       const group = groups.get(key);
       group.count += 1;
       group.nbytes += model.nbytes(n);
       group.sizes.add(how.words);
     }
     const all = [...groups.values()].sort((a, b) => b.nbytes - a.nbytes);
-    const row = (g) => el("li", { title: [...g.sizes].slice(0, 6).join("\n") }, swatch(g.how.kind), el("span", { class: "mark" }, g.how.kind === "local" ? "one" : g.how.mark),
-      link(clipped(g.count > 1 ? g.name : model.name(g.first), g.count > 1 ? 25 : 29), () => app.reveal(model, g.first)), el("span", { class: "times" }, g.count > 1 ? `× ${g.count}` : ""), el("span", { class: "n" }, bytesText(g.nbytes)));
+    const row = (g) => el("li", {}, swatch(g.how.kind), el("span", { class: "mark" }, g.how.kind === "local" ? "one" : g.how.mark),
+      link(clipped(g.count > 1 ? g.name : model.name(g.first), g.count > 1 ? 25 : 29), () => app.reveal(model, g.first)), el("span", { class: "times" }, g.count > 1 ? `× ${g.count}` : ""), el("span", { class: "n" }, bytesText(g.nbytes)),
+      el("span", { class: "dim" }, `${g.about}; ${eitherWords([...g.sizes])}`));
     const shown = all.slice(0, 14);
     const rest = all.slice(14);
     return el("div", {}, el("ul", { class: "weights" }, shown.map(row)),
       rest.length ? el("details", {}, el("summary", {}, `${rest.length} more, ${bytesText(rest.reduce((n, g) => n + g.nbytes, 0))}`), el("ul", { class: "weights" }, rest.slice(0, 400).map(row))) : "");
+  }
+
+  /** Placements that would save memory, with what they cost. */
+  couldLie(model) {
+    const hints = [...new Set(Object.values(model.plan.hinted))];
+    return hints.length ? [el("h3", {}, "What could lie elsewhere"), el("ul", { class: "decisions" }, hints.map((h) => el("li", {}, h)))] : [];
   }
 
   legend() {
@@ -118,7 +131,7 @@ class Details {
       facts([
         ["result", ...model.specs(node).map((s) => el("div", {}, s)), el("div", { class: "dim" }, bytesText(model.nbytes(node)))],
         model.plan && !op.view && ["lies", el("span", {}, swatch(how.kind), ` ${how.words}`)],
-        model.plan && model.isLeaf(node) && this.decided(model, [node]),
+        ...(model.plan && model.isLeaf(node) ? [this.decided(model, [node]), this.hinted(model, [node])] : []),
         model.attrs(node) && ["attributes", el("code", {}, model.attrs(node))],
         sources.length && ["reads", ...sources],
         ["read by", ...(users.length ? users : ["nobody: an output or a new state"]), model.users[node].length > 12 ? `and ${model.users[node].length - 12} more` : ""],
@@ -146,7 +159,7 @@ class Details {
         ["backend", [...new Set(steps.flatMap((s) => model.running(s.program).map((d) => d.backend)))].join(", ")],
         ...this.kernelFacts(model, steps),
         rows.length && ["because", ...[...new Set(rows.flatMap((r) => r.because))].map((b) => el("div", {}, b)), link("show in the plan", () => app.showRow(model, rows[0].number))],
-        this.decided(model, [node]),
+        this.decided(model, [node]), this.hinted(model, [node]),
       ]),
     ];
   }
@@ -155,6 +168,12 @@ class Details {
   decided(model, nodes) {
     const reasons = nodes.flatMap((n) => [n, ...model.sources(n)]).flatMap((n) => model.plan.decided[n] ?? []);
     return reasons.length > 0 && ["decided", ...[...new Set(reasons)].map((r) => el("div", {}, model.plan.decisions[r]))];
+  }
+
+  /** What would pay if the weights that nodes read or are lay elsewhere. */
+  hinted(model, nodes) {
+    const hints = nodes.flatMap((n) => [n, ...model.sources(n)]).map((n) => model.plan.hinted[n]).filter(Boolean);
+    return hints.length > 0 && ["hint", ...[...new Set(hints)].map((h) => el("div", {}, h))];
   }
 
   /** The kernels that compute steps, where they are written, and their source where it is short. */
@@ -204,11 +223,12 @@ class Details {
     if (row.op !== "work") return this.meeting(model, row, cell);
     const p = model.plan.programs[cell.program];
     const steps = Array.from({ length: cell.count }, (_, i) => cell.first + i);
+    const nodes = steps.map((s) => p.node[s]).filter((n) => n >= 0);
     const most = Math.max(...steps.map((s) => model.costs[p.cost[s]].seconds));
     return [
       el("h2", {}, `${plural(cell.count, "node")} on ${deviceText(alike.map((d) => model.devices[d].name))}`),
       el("p", { class: "name" }, `${model.graph.labels[row.block]}, steps ${cell.first} to ${cell.first + cell.count - 1}`),
-      facts([...this.costFacts(model, cell.program, cell), ...this.timeFacts(model, cell.program, steps), ["because", ...row.because.map((b) => el("div", {}, b))], this.decided(model, steps.map((s) => p.node[s]).filter((n) => n >= 0))]),
+      facts([...this.costFacts(model, cell.program, cell), ...this.timeFacts(model, cell.program, steps), ["because", ...row.because.map((b) => el("div", {}, b))], this.decided(model, nodes), this.hinted(model, nodes)]),
       el("p", {}, link("draw as a graph", () => app.openGraph(model, model.paths.get(row.block)))),
       el("ol", { class: "steps", start: cell.first }, steps.map((s) => {
         const cost = model.costs[p.cost[s]];

@@ -228,7 +228,9 @@ class PlanView {
     }
     this.draw();
     const shown = this.root.querySelector(`[data-row="${number}"]`);
-    shown?.scrollIntoView({ block: "center" });
+    const bring = () => shown?.scrollIntoView({ block: "center" });
+    bring();
+    requestAnimationFrame(bring); // rows that were never in sight get their heights only now
     this.mark(number);
   }
 

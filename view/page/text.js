@@ -49,6 +49,14 @@ function layoutWords(text, devices) {
   return { kind: "shard", mark: `S${axis}`, words: `cut along axis ${axis}: ${runs}` };
 }
 
+/** Layouts in words, of which one holds; what all begin with is said once. */
+function eitherWords(words) {
+  const [first, ...others] = words.slice(0, 3);
+  const [start] = /^(.*?: )?/.exec(first);
+  const rest = others.map((w) => (w.startsWith(start) ? w.slice(start.length) : w));
+  return [first, ...rest, ...(words.length > 3 ? [`${words.length - 3} other ways`] : [])].join(", or ");
+}
+
 const OP_WORDS = {
   all_reduce: "sum over devices", all_gather: "gather", reduce_scatter: "sum to shards", all_to_all: "recut", send: "copy",
 };

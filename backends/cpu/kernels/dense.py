@@ -17,8 +17,11 @@ from .grouped import Blocks, Slots, add_product, fetch, product_of
 from .packing import share
 from .rows import lanes, put
 
-WIDE, COLUMN = 128, 64
-"""Columns that are expanded at a time, and bytes of one of a group."""
+WIDE, COLUMN = 768, 64
+"""Columns that are expanded at a time, and bytes of one of a group.  They fill a good part of the second cache, from
+which a tile takes them as fast as it multiplies: sums are put aside less often than if the first cache held them."""
+CHUNK, FEW = 512, 3
+"""Rows of activations that meet what is expanded before it is expanded again, and that meet a weight as it lies."""
 
 
 @part
@@ -86,7 +89,7 @@ def _alone(dtype: DType) -> Part:
 @cache
 def blocks_of(dtype: DType) -> Blocks:
     """A tile is 8 rows of activations by 3 groups: as many sums as there are registers for."""
-    return Blocks(1, 4, COLUMN, WIDE, 8, 3, 3, _expand(dtype), _add(tile(8, 3)), _alone(dtype))
+    return Blocks(1, 4, COLUMN, WIDE, CHUNK, 8, 3, FEW, _expand(dtype), _add(tile(8, 3)), _alone(dtype))
 
 
 @cache
@@ -120,9 +123,9 @@ def columns(a, thread, threads):
 
 
 def bind_columns(steps: Steps, call: Bound) -> bool:
-    """Matrices, one for each matrix of x, whose columns lie densely."""
+    """Matrices, one for each matrix of x, whose columns lie densely; more rows of x are worth expanding these."""
     w, x, y = call.operand(0), call.operand(1), call.out
-    alike = len(w.shape) == len(x.shape) == 3 and w.shape[0] == x.shape[0]
+    alike = len(w.shape) == len(x.shape) == 3 and w.shape[0] == x.shape[0] and x.shape[1] <= FEW
     if not alike or not (w.is_float and x.is_float) or w.strides[1] != 1 or y.strides[-1] != 1:
         return False
     (matrices, count, _), (_, rows, width) = x.shape, w.shape

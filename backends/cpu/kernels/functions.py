@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import numpy as np
 
 from ..compiler import Part, part
@@ -9,24 +12,41 @@ from ..simd.vectors import (
     Intrinsic,
     absolute,
     add,
+    add_int,
+    and_int,
+    bits_to_float,
+    comparison,
     div,
+    float_to_bits,
     fma,
     halve,
+    larger,
     maximum,
     minimum,
     mul,
     power_of_two,
+    round_away,
+    round_down,
     round_to_int,
+    round_to_zero,
+    round_up,
+    shift_right_signed,
+    smaller,
     splat,
+    splat_int,
     square_root,
     sub,
     sub_int,
     to_float,
     where_less,
+    where_nonzero,
+    with_sign,
     zeros,
 )
 
-ONE, TWO = np.float32(1), np.float32(2)
+ONE, TWO, HALF = np.float32(1), np.float32(2), np.float32(0.5)
+INFINITY = np.float32(np.inf)
+TINY = np.finfo(np.float32).tiny
 
 
 @part
@@ -66,7 +86,58 @@ def relu(x):
 
 
 @part
+def expm1(x):
+    """``exp(x) - 1``; near 0 ``x`` and a polynomial times ``x^2``: relative error below 1e-7."""
+    p = fma(x, splat(2.48242376e-5), splat(1.99618859e-4))
+    p = fma(p, x, splat(1.38891055e-3))
+    p = fma(p, x, splat(8.33318298e-3))
+    p = fma(p, x, splat(4.16666637e-2))
+    p = fma(p, x, splat(1.66666671e-1))
+    p = fma(p, x, splat(HALF))
+    near = fma(p, mul(x, x), x)
+    return where_less(absolute(x), splat(HALF), near, sub(exp(x), splat(ONE)))
+
+
+@part
+def elu(x):
+    return where_less(zeros(), x, x, expm1(x))
+
+
+@part
+def log(x):
+    """``n ln 2 + 2 artanh((m - 1) / (m + 1))`` with ``x = 2^n m`` and m around 1; relative error below 2e-7."""
+    small = where_less(x, splat(TINY), mul(x, splat(8388608.0)), x)
+    bits = sub_int(float_to_bits(small), splat_int(0x3F3504F3))  # that of sqrt(1 / 2)
+    n = to_float(shift_right_signed(bits, splat_int(23)))
+    m = bits_to_float(add_int(and_int(bits, splat_int(0x7FFFFF)), splat_int(0x3F3504F3)))
+    s = div(sub(m, splat(ONE)), add(m, splat(ONE)))
+    y = mul(s, s)
+    p = fma(y, splat(0.29925195), splat(0.39974819))
+    p = fma(p, y, splat(0.66666816))
+    p = fma(p, mul(y, s), add(s, s))
+    n = sub(n, where_less(x, splat(TINY), splat(23.0), zeros()))
+    finite = add(fma(n, splat(2.12194440e-4 * -1), p), mul(n, splat(0.693359375)))
+    known = where_less(x, splat(INFINITY), finite, x)
+    return where_less(zeros(), x, known, log_of_none(x))
+
+
+@part
+def log_of_none(x):
+    """-inf of 0, NaN of what is negative or NaN."""
+    return where_nonzero(x, square_root(sub(splat(-ONE), absolute(x))), splat(-INFINITY))
+
+
+@part
 def log1p(x):
+    """The logarithm of ``1 + x``, and what rounding ``1 + x`` has lost."""
+    whole = add(splat(ONE), x)
+    lost = div(sub(x, sub(whole, splat(ONE))), whole)
+    known = add(log(whole), where_less(absolute(lost), splat(INFINITY), lost, zeros()))
+    return where_less(x, splat(INFINITY), known, log(x))
+
+
+@part
+def log1p_up_to_1(x):
     """The logarithm of ``1 + x`` for x in [0, 1]: 2 artanh(x / (2 + x)), seven terms; error below 3e-8."""
     z = div(x, add(x, splat(TWO)))
     y = mul(z, z)
@@ -81,7 +152,7 @@ def log1p(x):
 
 @part
 def softplus(x):
-    return add(maximum(x, zeros()), log1p(exp(sub(zeros(), absolute(x)))))
+    return add(maximum(x, zeros()), log1p_up_to_1(exp(sub(zeros(), absolute(x)))))
 
 
 @part
@@ -101,6 +172,65 @@ def gelu(x):
     """``x sigmoid(2 u)`` with ``u = sqrt(2 / pi) (x + 0.044715 x^3)``."""
     u = mul(splat(1.5957691216057308), fma(mul(mul(x, x), x), splat(0.044715), x))
     return mul(x, sigmoid(u))
+
+
+@part
+def erfc_above_0(x):
+    """``1 - erf(x)`` for x from 0: ``exp(-x^2)`` times a polynomial in ``1 / (1 + x / 2)``; relative error 3e-7."""
+    t = div(splat(ONE), fma(x, splat(HALF), splat(ONE)))
+    p = fma(t, splat(-0.06020521), splat(0.28990432))
+    p = fma(p, t, splat(-0.49774992))
+    p = fma(p, t, splat(0.28953269))
+    p = fma(p, t, splat(-0.03407368))
+    p = fma(p, t, splat(0.20563396))
+    p = fma(p, t, splat(0.24241343))
+    p = fma(p, t, splat(0.28246245))
+    p = fma(p, t, splat(0.28208189))
+    return mul(mul(p, t), exp(sub(zeros(), mul(x, x))))
+
+
+@part
+def erf(x):
+    """Near 0 an odd polynomial, else what `erfc_above_0` leaves."""
+    y = mul(x, x)
+    p = fma(y, splat(7.84725915e-5), splat(-8.00818933e-4))
+    p = fma(p, y, splat(5.18809889e-3))
+    p = fma(p, y, splat(-2.68536911e-2))
+    p = fma(p, y, splat(1.12835822e-1))
+    p = fma(p, y, splat(-3.76126256e-1))
+    p = fma(p, y, splat(1.12837917))
+    far = with_sign(sub(splat(ONE), erfc_above_0(absolute(x))), x)
+    return where_less(absolute(x), splat(ONE), mul(p, x), far)
+
+
+@part
+def gelu_erf(x):
+    """Half of erfc on either side: it keeps its digits for negative x."""
+    half = mul(splat(HALF), erfc_above_0(mul(absolute(x), splat(0.7071067811865476))))
+    return mul(x, where_less(x, zeros(), half, sub(splat(ONE), half)))
+
+
+@part
+def hardsigmoid(x):
+    return where_less(
+        x, splat(-3.0), zeros(), where_less(splat(3.0), x, splat(ONE), div(add(x, splat(3.0)), splat(6.0)))
+    )
+
+
+@part
+def hardswish(x):
+    return mul(x, hardsigmoid(x))
+
+
+@part
+def sgn(x):
+    """x itself where it is 0 or NaN."""
+    return where_less(zeros(), x, splat(ONE), where_less(x, zeros(), splat(-ONE), x))
+
+
+@part
+def step(x):
+    return where_less(zeros(), x, splat(ONE), zeros())
 
 
 @part
@@ -139,6 +269,11 @@ def geglu_quick(gate, up):
 
 
 @part
+def geglu_erf(gate, up):
+    return mul(gelu_erf(gate), up)
+
+
+@part
 def reglu(gate, up):
     return mul(relu(gate), up)
 
@@ -157,18 +292,39 @@ UNARY: dict[str, Part | Intrinsic] = {
     "tanh": tanh,
     "gelu": gelu,
     "gelu_quick": gelu_quick,
+    "gelu_erf": gelu_erf,
+    "erf": erf,
+    "log": log,
+    "log1p": log1p,
+    "expm1": expm1,
+    "elu": elu,
+    "hardsigmoid": hardsigmoid,
+    "hardswish": hardswish,
+    "sgn": sgn,
+    "step": step,
+    "floor": round_down,
+    "ceil": round_up,
+    "trunc": round_to_zero,
+    "round": round_away,
 }
+COMPARISONS: Mapping[str, str] = MappingProxyType(
+    {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+)
 GATED: dict[str, Part | Intrinsic] = {
     "swiglu": swiglu,
     "reglu": reglu,
     "geglu": geglu,
     "geglu_quick": geglu_quick,
+    "geglu_erf": geglu_erf,
 }
 BINARY: dict[str, Part | Intrinsic] = {
     "add": add,
     "sub": sub,
     "mul": mul,
     "div": div,
+    "maximum": larger,
+    "minimum": smaller,
+    **{kind: comparison(sign) for kind, sign in COMPARISONS.items()},
     **GATED,
 }
 
@@ -181,3 +337,8 @@ def affine(x, a, b):
 @part
 def clamp(x, low, high):
     return minimum(maximum(x, splat(low)), splat(high))
+
+
+@part
+def leaky(x, slope, _):
+    return where_less(zeros(), x, x, mul(x, splat(slope)))

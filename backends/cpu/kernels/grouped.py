@@ -22,8 +22,6 @@ from .packing import share
 
 ROWS = LANES
 """Rows of the weight in a group: a lane each, so that no sum crosses lanes."""
-CHUNK = 256
-"""Rows of activations that meet what is expanded before it is expanded again."""
 NONE = np.float32(0)
 NEAR, FAR = 8192, 16384
 """Bytes ahead of its use at which a weight that is read once is fetched, to the first and to the second cache: products
@@ -40,13 +38,15 @@ class Blocks:
     block that is expanded at `p`, and `span` bytes on for the next group, and begins at byte `at` of the rows `r`.
     ``alone(to, group, stride, left, columns, x)`` stores the products of a group with one row of activations.
 
-    At most `wide` blocks are expanded at a time, and up to `few` rows go alone that would not fill a tile.
+    At most `wide` blocks are expanded at a time, which `chunk` rows of activations meet before they are expanded again;
+    up to `few` rows go alone that would not fill a tile.
     """
 
     columns: int
     record: int
     size: int
     wide: int
+    chunk: int
     rows: int
     groups: int
     few: int
@@ -61,7 +61,7 @@ class Blocks:
     @property
     def scratch(self) -> int:
         """Bytes that each thread needs: expanded blocks, and the sums of a chunk."""
-        return self.groups * (self.span + CHUNK * ROWS * 4)
+        return self.groups * (self.span + self.chunk * ROWS * 4)
 
 
 @part
@@ -104,7 +104,7 @@ def product_of(name: str, blocks: Blocks) -> Kernel:
     expand, add, alone = blocks.expand, blocks.add, blocks.alone
     width, record, size, wide = blocks.columns, blocks.record, blocks.size, blocks.wide
     span, scratch = blocks.span, blocks.scratch
-    tall, tile_groups, few = blocks.rows, blocks.groups, blocks.few
+    tall, tile_groups, few, many = blocks.rows, blocks.groups, blocks.few, blocks.chunk
 
     def body(a, thread, threads):
         w, stride, between, rows, columns = ARGS.w(a), ARGS.stride(a), ARGS.between(a), ARGS.rows(a), ARGS.columns(a)
@@ -119,8 +119,8 @@ def product_of(name: str, blocks: Blocks) -> Kernel:
             matrix, last = w + expert * between, end
             if (end - start) % tall <= few:
                 last -= (end - start) % tall
-            for chunk in range(start, last, CHUNK):
-                stop = min(last, chunk + CHUNK)
+            for chunk in range(start, last, many):
+                stop = min(last, chunk + many)
                 for group in range(lo, hi, tile_groups):
                     for first in range(0, max(1, n), wide):
                         count, sums = min(wide, n - first), expanded + tile_groups * span

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..compiler import kernel, part
-from ..simd.threads import call, fetch_add, give_way, load_shared, now, store_shared
+from ..simd.threads import call, fetch_add, give_way, load_shared, now, store_shared, ticks
 from ..simd.vectors import load_long, store_long
 from ..words import words
 
@@ -41,17 +41,20 @@ ARGS = words("table steps shared times")
 
 @part
 def walk(a, thread, threads, times):
-    """Every step in turn; thread 0 writes when each began, and when all were done, unless `times` is 0.
+    """Every step in turn; thread 0 writes the ticks at which each began, and at which all were done, and then what the
+    clock showed at the first and at the last of these, unless `times` is 0.
 
     A thread may be ahead of another up to the next meeting: `steps.RUN` is why that does no harm when one stops.
     """
     count, shared = ARGS.steps(a), ARGS.shared(a)
+    if times != 0 and thread == 0:
+        store_long(times + 8 * (count + 1), now())
     steps = ARGS.table(a) + thread * count * 8 * STEP
     for i in range(count):
         step = steps + i * 8 * STEP
         how = load_long(step + 16)
         if times != 0 and thread == 0:
-            store_long(times + 8 * i, now())
+            store_long(times + 8 * i, ticks())
         if threads > 1 and how & MEETS:
             status = meet(shared, threads)
             if status != 0:
@@ -66,7 +69,8 @@ def walk(a, thread, threads, times):
             return status
     status = meet(shared, threads) if threads > 1 else 0
     if times != 0 and thread == 0:
-        store_long(times + 8 * count, now())
+        store_long(times + 8 * count, ticks())
+        store_long(times + 8 * (count + 2), now())
     return status
 
 
@@ -78,6 +82,6 @@ def run(a, thread, threads):
 
 @kernel
 def timed(a, thread, threads):
-    """Run all steps, and write the nanoseconds at which each began, and one more when all were done.  Waiting counts to
-    the step that had to wait.  Returns what `run` does."""
+    """Run all steps, and write when each began and when all were done, as `walk` says; waiting counts to the step that
+    had to wait.  Returns what `run` does."""
     return walk(a, thread, threads, ARGS.times(a))

@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from ....graph.dtypes import DType
+from ....ops.views import ints_of
 from ...chains import ChangedState, changed_state
 from ...flow import Flow
 from ...operands import Bound, Operand, need
@@ -20,7 +21,7 @@ from ..words import words
 from .dense import LOADS
 from .formats import FORMATS
 from .packing import NO_ROW, UNPACK, share, unpack
-from .rows import add_unary, put
+from .rows import FILL_WORDS, add_rows, add_unary, can_copy, fill, put
 
 MOVE = words("table step rows columns ids id_bytes other pace count tables between")
 
@@ -190,5 +191,21 @@ def _concat(steps: Steps, call: Bound) -> bool:
     return all(add_unary(steps, "copy", s, part) for s, part in zip((a, b), parts, strict=True))
 
 
-BINDINGS = {"get_rows": _get_rows, "set_rows": _set_rows, "concat": _concat}
+def _pad(steps: Steps, call: Bound) -> bool:
+    """Zeros, and the copy in their middle."""
+    x, out = call.operand(0), call.out
+    if call.attrs["circular"]:
+        return False
+    inner = out
+    for axis, (n, left) in enumerate(zip(x.shape, ints_of(call.attrs, "left"), strict=True)):
+        inner = inner.part(axis, left, n)
+    zeros = {"value": 0}
+    if not x.tensor.spec.size:
+        return add_rows(steps, (fill, FILL_WORDS, zeros), [], out)
+    if not can_copy(x, inner) or not add_rows(steps, (fill, FILL_WORDS, zeros), [], out):
+        return False
+    return add_unary(steps, "copy", x, inner)
+
+
+BINDINGS = {"pad": _pad, "get_rows": _get_rows, "set_rows": _set_rows, "concat": _concat}
 FUSED: Mapping[str, tuple[Fused, ...]] = {"get_rows": (_save_and_set_rows,)}

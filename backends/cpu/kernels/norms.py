@@ -12,12 +12,12 @@ from ...flow import Flow, apart
 from ...operands import Bound, Operand, need
 from ..compiler import Kernel, kernel, part
 from ..pieces import pieces_of
-from ..simd.vectors import LANES, add, fma, mul, splat, sqrt_scalar, total, zeros
+from ..simd.vectors import LANES, add, first_lanes, fma, mul, splat, sqrt_scalar, sub, total, zeros
 from ..steps import Binding, Chain, Fused, Share, Steps
 from .packing import share
 from .products import stand_ins, wanted_of
 from .rounding import Target, round_row
-from .rows import ELEMENTS, lanes, put, row_words, rows_of
+from .rows import ELEMENTS, lanes, put, row_words, rows_of, whole_rows
 
 ONE = np.float32(1)
 
@@ -77,6 +77,28 @@ def norm(name: str) -> Kernel:
     return Kernel(f"norms.norm.{name}", body)
 
 
+@kernel
+def centred_norm(a, thread, threads):
+    """Each row less its mean, over its deviation."""
+    n, eps = PLAIN.columns(a), PLAIN.eps(a)
+    lo, hi = share(PLAIN.rows(a), thread, threads)
+    for i in range(lo, hi):
+        x, y = PLAIN.x(a, i), PLAIN.y(a, i)
+        sums, squares = zeros(), zeros()
+        for c in range(0, n, LANES):
+            sums = add(sums, lanes(x, c, n, 4))
+        mean = splat(total(sums) / np.float32(n))
+        for c in range(0, n, LANES):
+            v = sub(lanes(x, c, n, 4), mean)
+            if n - c < LANES:
+                v = first_lanes(v, n - c)
+            squares = fma(v, v, squares)
+        f = splat(rms_factor(total(squares), n, eps))
+        for c in range(0, n, LANES):
+            put(y, c, n, mul(sub(lanes(x, c, n, 4), mean), f))
+    return 0
+
+
 SCALED = row_words("x w y", "eps:f32 between rounding[*]")
 """`between` are bytes from thread to thread of the target; `rounding` is that of `rounding.Target`."""
 ROUNDING = SCALED.start("rounding")
@@ -104,10 +126,12 @@ def kind_of(call: Bound) -> str:
 def _bind(name: str) -> Binding:
     def bind(steps: Steps, call: Bound) -> bool:
         x, y = call.operand(0), call.out
-        walk = rows_of(y.shape, [x, y], whole_rows=True) if x.is_float else None
-        if walk is None or walk[ELEMENTS] != [4, 4]:
+        walked = whole_rows(steps, x, y) if y.shape and y.is_dense_along(-1) else None
+        if walked is None:
             return False
-        steps.add(norm(kind_of(call)), PLAIN(walk=walk, eps=call.float("eps")), reads=[x], writes=[y])
+        walk, x = walked
+        kernel = centred_norm if call.op == "norm" else norm(kind_of(call))
+        steps.add(kernel, PLAIN(walk=walk, eps=call.float("eps")), reads=[x], writes=[y])
         return True
 
     return bind
@@ -177,4 +201,4 @@ def _share(norm: Bound, x: Operand, factors: Operand, y: Operand, to: Target | N
 
 
 FUSED: Mapping[str, tuple[Fused, ...]] = {"rms_norm": (_scaled,)}
-BINDINGS = {name: _bind(name) for name in ("rms_norm", "l2_norm")}
+BINDINGS = {name: _bind(name) for name in ("rms_norm", "l2_norm", "norm")}

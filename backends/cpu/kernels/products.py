@@ -14,7 +14,7 @@ from ..compiler import Kernel, Part, part
 from ..simd.tiles import RECORD, SUMS, VECTORS, Tile, load_codes, store_codes, tile
 from ..simd.vectors import load, store, sub
 from ..steps import Steps, like
-from . import dense
+from . import dense, matrices
 from .formats import COLUMNS, FORMATS, ROWS, Format
 from .grouped import Blocks, Slots, add_product, fetch, in_order, is_dealt, product_of
 from .rounding import Wanted, rounded, rounded_bytes
@@ -22,7 +22,7 @@ from .rounding import Wanted, rounded, rounded_bytes
 SCALES, BIASES, EXPANDED = 64 * VECTORS, 64 * VECTORS + 128, 64 * VECTORS + 256
 """An expanded block: codes as bytes, scales of both halves, the bias of the first and what that of the second is more,
 as float32; its size."""
-WIDE = 24
+WIDE, CHUNK = 24, 256
 GROUP = WIDE * EXPANDED
 
 
@@ -126,7 +126,7 @@ def blocks_of(form: Format) -> Blocks:
     """A tile is 4 rows of activations by 2 groups: what is loaded is used at least twice, since processors broadcast
     from memory more slowly than they multiply."""
     expand, add, alone = expand_of(form), add_pair_of(form, tile(4, 2)), alone_of(form)
-    return Blocks(COLUMNS, RECORD, EXPANDED, WIDE, 4, 2, 2, expand, add, alone)
+    return Blocks(COLUMNS, RECORD, EXPANDED, WIDE, CHUNK, 4, 2, 2, expand, add, alone)
 
 
 @cache
@@ -214,7 +214,7 @@ def _mul_mat(steps: Steps, call: Bound) -> bool:
     if is_compiled(call):
         bind_product(steps, call, in_order(steps, call.operand(1)))
         return True
-    return len(call.operand(0).shape) == 3 and dense.bind_columns(steps, call)
+    return dense.bind_columns(steps, call) or matrices.bind(steps, call)
 
 
 BINDINGS = {"mul_mat": _mul_mat}

@@ -42,8 +42,10 @@ def decayed(s, g, c):
     return mul(s, exp(load(g + 4 * c)))
 
 
-ARGS = words("sequences tokens keyed heads size width q[4] k[4] v[4] g[4] beta[4] out[4] state new kept")
-"""Of q to out the address, and bytes from sequence to sequence, token to token, head to head; the states are dense."""
+ARGS = words("sequences tokens keyed heads size width q[4] k[4] v[4] g[4] beta[4] out[4] state new[3] kept")
+"""Of q to out the address, and bytes from sequence to sequence, token to token, head to head; the states are dense.
+Of the new ones the address of the first token's, and bytes from sequence to sequence and from token to token, which are
+none where only the last is asked for."""
 
 
 @cache
@@ -62,16 +64,15 @@ def delta_net(per_channel: bool, tiled: bool) -> Kernel:
             source = h % keyed if tiled else h // (heads // keyed)
             last = min(width, first + BLOCK)
             old = ARGS.state(a) + 4 * size * ((n * heads + h) * width)
-            new = ARGS.new(a) + 4 * size * ((n * heads + h) * width)
+            new = ARGS.new(a, 0) + n * ARGS.new(a, 1) + 4 * size * h * width
             if ARGS.kept(a) != 0:
                 kept = ARGS.kept(a) + 4 * size * ((n * heads + h) * width)
                 for c in range(first * size, last * size, LANES):
                     prefetch_far(old + 4 * (c + BLOCK * size))  # the next block
                     store_past(kept + 4 * c, load(old + 4 * c))
-            if old != new:
-                for c in range(first * size, last * size, LANES):
-                    store(new + 4 * c, load(old + 4 * c))
             for t in range(tokens):
+                before = new + (t - 1) * ARGS.new(a, 2) if t > 0 else old
+                after = new + t * ARGS.new(a, 2)
                 q = ARGS.q(a, 0) + n * ARGS.q(a, 1) + t * ARGS.q(a, 2) + source * ARGS.q(a, 3)
                 k = ARGS.k(a, 0) + n * ARGS.k(a, 1) + t * ARGS.k(a, 2) + source * ARGS.k(a, 3)
                 v = ARGS.v(a, 0) + n * ARGS.v(a, 1) + t * ARGS.v(a, 2) + h * ARGS.v(a, 3)
@@ -84,16 +85,16 @@ def delta_net(per_channel: bool, tiled: bool) -> Kernel:
                     both = fma(load(q + 4 * c), load(k + 4 * c), both)
                 overlap, fade = total(both), splat(decay)
                 for row in range(first, last):
-                    s, x, y = new + 4 * row * size, zeros(), zeros()
+                    s, x, y = before + 4 * row * size, zeros(), zeros()
                     for c in range(0, size, LANES):
                         held = decayed(load(s + 4 * c), g, c) if per_channel else load(s + 4 * c)
                         x, y = fma(held, load(k + 4 * c), x), fma(held, load(q + 4 * c), y)
                     delta = (load_scalar(v + 4 * row) - decay * total(x)) * beta
                     store_scalar(out + 4 * row, (decay * total(y) + delta * overlap) * scale)
-                    change = splat(delta)
+                    change, s_new = splat(delta), after + 4 * row * size
                     for c in range(0, size, LANES):
                         held = decayed(load(s + 4 * c), g, c) if per_channel else mul(load(s + 4 * c), fade)
-                        store(s + 4 * c, fma(change, load(k + 4 * c), held))
+                        store(s_new + 4 * c, fma(change, load(k + 4 * c), held))
         return 0
 
     return Kernel(f"recurrent.delta_net.{'channels' if per_channel else 'heads'}.{'tiled' if tiled else 'runs'}", body)
@@ -111,7 +112,7 @@ def is_compiled(call: Bound) -> bool:
     q, k, v, g, beta, state = (call.operand(i) for i in range(6))
     out, new = call.dst
     plain = all(o.is_float for o in (q, k, v, g, beta, state, out, new)) and state.is_dense and new.is_dense
-    if not plain or call.attrs["pool"] != "none" or call.attrs["snapshots"] != 1:
+    if not plain or call.attrs["pool"] != "none" or call.attrs["snapshots"] not in (1, q.shape[-3]) or not q.shape[-3]:
         return False
     dense = all(o.strides[-1] == 1 for o in (q, k, v, out)) and (g.shape[-1] == 1 or g.strides[-1] == 1)
     return not q.shape[-1] % LANES and dense and len(q.shape) in (3, 4) and q.shape[-2] > 0
@@ -122,7 +123,9 @@ def _add_delta_net(steps: Steps, call: Bound, kept: Operand | None) -> None:
     q, k, v, g, beta, state = (call.operand(i) for i in range(6))
     out, new = call.dst
     sequences = q.shape[0] if len(q.shape) == 4 else 1
-    q_at, k_at, v_at, g_at, out_at = (_strides(x, 3, len(q.shape) == 4) for x in (q, k, v, g, out))
+    snapshots = new.shape[-4] if len(new.shape) > len(state.shape) else 1
+    size = 4 * math.prod(state.shape[-3:])
+    q_at, k_at, v_at, g_at, out_at = (head_strides(x, 3, len(q.shape) == 4) for x in (q, k, v, g, out))
     words = ARGS(
         sequences=sequences,
         tokens=q.shape[-3],
@@ -134,10 +137,10 @@ def _add_delta_net(steps: Steps, call: Bound, kept: Operand | None) -> None:
         k=k_at,
         v=v_at,
         g=g_at,
-        beta=_strides(beta, 2, len(q.shape) == 4),
+        beta=head_strides(beta, 2, len(q.shape) == 4),
         out=out_at,
         state=state.address,
-        new=new.address,
+        new=[new.address + (snapshots - 1) * size, snapshots * size, 0 if snapshots == 1 else -size],
         kept=0 if kept is None else kept.address,
     )
     kernel = delta_net(g.shape[-1] != 1, call.attrs["heads"] == "tiled")
@@ -157,7 +160,7 @@ def _kept_and_delta_net(flow: Flow, number: int) -> Chain:
     return Chain(chain, partial(_add_delta_net, call=change, kept=kept))
 
 
-def _strides(operand: Operand, axes: int, batched: bool) -> list[int]:
+def head_strides(operand: Operand, axes: int, batched: bool) -> list[int]:
     """The address, and bytes from sequence to sequence, token to token, head to head, of (sequence, token, head, ...),
     in which so many `axes` follow the sequence."""
     rank = len(operand.shape)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
+from types import MappingProxyType
 
 import numpy as np
 
@@ -11,15 +13,22 @@ from ...operands import Bound
 from ..compiler import Kernel, kernel, part
 from ..simd.vectors import (
     LANES,
+    Intrinsic,
     add,
+    factor_across,
+    lane_0,
     lanes_above,
+    larger,
     largest,
+    largest_across,
     load,
     load_int,
     load_scalar,
     load_some_or,
     maximum,
     mul,
+    smaller,
+    smallest_across,
     splat,
     splat_from,
     store_int,
@@ -29,11 +38,11 @@ from ..simd.vectors import (
     where_inside,
     zeros,
 )
-from ..steps import Steps
+from ..steps import Binding, Steps
 from ..words import words
 from .functions import exp
 from .packing import share
-from .rows import ELEMENTS, lanes, put, row_words, rows_of
+from .rows import lanes, put, row_words, whole_rows
 
 ONE, NONE, MINUS_INFINITY = np.float32(1), np.float32(0), np.float32(-np.inf)
 LOWEST = np.finfo(np.float32).min
@@ -66,6 +75,55 @@ def sums(mean: bool) -> Kernel:
         return 0
 
     return Kernel(f"reductions.{'mean' if mean else 'sums'}", body)
+
+
+FOLDS: Mapping[str, tuple[Intrinsic, Intrinsic, float]] = MappingProxyType(
+    {
+        "sum": (add, total, 0.0),
+        "prod": (mul, factor_across, 1.0),
+        "max": (larger, largest_across, -np.inf),
+        "min": (smaller, smallest_across, np.inf),
+    }
+)
+"""Two vectors joined, the lanes of one joined, and what changes neither."""
+
+
+@cache
+def folded(kind: str) -> Kernel:
+    """Each row as one number."""
+    join, across, start = FOLDS[kind]
+    neutral = np.float32(start)
+
+    def body(a, thread, threads):
+        n = SUMS.columns(a)
+        lo, hi = share(SUMS.rows(a), thread, threads)
+        for i in range(lo, hi):
+            x, acc = SUMS.x(a, i), splat(neutral)
+            for c in range(0, n, LANES):
+                acc = join(acc, lanes_or(x, c, n, neutral))
+            store_scalar(SUMS.y(a, i), across(acc))
+        return 0
+
+    return Kernel(f"reductions.{kind}", body)
+
+
+@cache
+def running(kind: str) -> Kernel:
+    """Each row with its numbers joined up to each of them."""
+    join, _, start = FOLDS[kind]
+    neutral = np.float32(start)
+
+    def body(a, thread, threads):
+        n = SUMS.columns(a)
+        lo, hi = share(SUMS.rows(a), thread, threads)
+        for i in range(lo, hi):
+            x, y, acc = SUMS.x(a, i), SUMS.y(a, i), splat(neutral)
+            for c in range(n):
+                acc = join(acc, splat_from(x + 4 * c))
+                store_scalar(y + 4 * c, lane_0(acc))
+        return 0
+
+    return Kernel(f"reductions.running.{kind}", body)
 
 
 SOFTMAX = row_words("x y", "scale:f32")
@@ -149,27 +207,37 @@ def causal_mask(a, thread, threads):
     return 0
 
 
-def _reduced(name: str):
+def _reduced(name: str) -> Binding:
     def bind(steps: Steps, call: Bound) -> bool:
         x, y = call.operand(0), call.out
-        if not x.is_float or not y.is_dense or not x.shape[-1]:
+        walked = whole_rows(steps, x, y) if y.is_dense and x.shape[-1] else None
+        if walked is None:
             return False
-        walk = rows_of(x.shape, [x, y], whole_rows=True)
-        if walk is None or walk[ELEMENTS][0] != 4:
-            return False
-        steps.add(sums(name == "mean"), SUMS(walk=walk), reads=[x], writes=[y])
+        walk, x = walked
+        kernel = folded(str(call.attrs["kind"])) if name == "reduce" else sums(name == "mean")
+        steps.add(kernel, SUMS(walk=walk), reads=[x], writes=[y])
         return True
 
     return bind
 
 
+def _running(steps: Steps, call: Bound) -> bool:
+    x, y = call.operand(0), call.out
+    walked = whole_rows(steps, x, y) if y.shape and y.is_dense_along(-1) else None
+    if walked is None:
+        return False
+    walk, x = walked
+    steps.add(running(str(call.attrs.get("kind", "sum"))), SUMS(walk=walk), reads=[x], writes=[y])
+    return True
+
+
 def _softmax(steps: Steps, call: Bound) -> bool:
     x, y = call.operand(0), call.out
-    if call.optional(1) is not None or call.optional(2) is not None or not x.is_float:
+    alone = call.optional(1) is None and call.optional(2) is None
+    walked = whole_rows(steps, x, y) if alone and y.is_dense_along(-1) else None
+    if walked is None:
         return False
-    walk = rows_of(y.shape, [x, y], whole_rows=True)
-    if walk is None or walk[ELEMENTS] != [4, 4]:
-        return False
+    walk, x = walked
     steps.add(softmax, SOFTMAX(walk=walk, scale=call.float("scale")), reads=[x], writes=[y])
     return True
 
@@ -198,6 +266,9 @@ def _causal_mask(steps: Steps, call: Bound) -> bool:
 BINDINGS = {
     "sum_rows": _reduced("sum_rows"),
     "mean": _reduced("mean"),
+    "reduce": _reduced("reduce"),
+    "cumsum": _running,
+    "accumulate": _running,
     "softmax": _softmax,
     "top_k": _top_k,
     "causal_mask": _causal_mask,

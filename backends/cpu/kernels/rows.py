@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
+from ...base import contiguous_strides
 from ...operands import Bound, Operand
 from ..compiler import Kernel, Part, kernel, part
 from ..pieces import pieces_of
-from ..simd.vectors import LANES, load, load_some, splat, splat_from, store, store_some, word
+from ..simd.vectors import (
+    LANES,
+    load,
+    load_apart,
+    load_some,
+    mul_int,
+    numbers_from,
+    splat,
+    splat_from,
+    splat_int,
+    store,
+    store_some,
+    where_nonzero,
+    word,
+)
 from ..steps import Binding, Share, Steps
 from ..words import Words, words
-from .functions import BINARY, GATED, UNARY, affine, clamp
+from .functions import BINARY, COMPARISONS, GATED, UNARY, affine, clamp, leaky
 from .packing import share
 
 HEAD = 4
@@ -108,6 +124,18 @@ def unary(name: str) -> Kernel:
     return Kernel(f"rows.unary.{name}", body)
 
 
+@kernel
+def collect(a, thread, threads):
+    """Elements that lie apart, as dense rows."""
+    n, apart = UNARY_WORDS.columns(a), splat_int(UNARY_WORDS.x_step(a))
+    lo, hi = share(UNARY_WORDS.rows(a), thread, threads)
+    for i in range(lo, hi):
+        x, y = UNARY_WORDS.x(a, i), UNARY_WORDS.y(a, i)
+        for c in range(0, n, LANES):
+            put(y, c, n, load_apart(x, mul_int(numbers_from(c, n), apart)))
+    return 0
+
+
 BINARY_WORDS = row_words("x z y")
 
 
@@ -128,7 +156,7 @@ def binary(name: str) -> Kernel:
     return Kernel(f"rows.binary.{name}", body)
 
 
-WITH_NUMBERS = {"scale": affine, "clamp": clamp}
+WITH_NUMBERS = {"scale": affine, "clamp": clamp, "leaky_relu": leaky}
 
 
 NUMBERS_WORDS = row_words("x y", "first:f32 second:f32")
@@ -151,6 +179,27 @@ def with_numbers(name: str) -> Kernel:
     return Kernel(f"rows.with_numbers.{name}", body)
 
 
+CHOICE_WORDS = row_words("t x z y")
+
+
+@kernel
+def choose(a, thread, threads):
+    """``t != 0 ? x : z``, of which any may be one number for the whole row."""
+    n, t_step, x_step, z_step = (
+        CHOICE_WORDS.columns(a),
+        CHOICE_WORDS.t_step(a),
+        CHOICE_WORDS.x_step(a),
+        CHOICE_WORDS.z_step(a),
+    )
+    lo, hi = share(CHOICE_WORDS.rows(a), thread, threads)
+    for i in range(lo, hi):
+        t, x, z, y = CHOICE_WORDS.t(a, i), CHOICE_WORDS.x(a, i), CHOICE_WORDS.z(a, i), CHOICE_WORDS.y(a, i)
+        for c in range(0, n, LANES):
+            chosen = where_nonzero(lanes(t, c, n, t_step), lanes(x, c, n, x_step), lanes(z, c, n, z_step))
+            put(y, c, n, chosen)
+    return 0
+
+
 FILL_WORDS = row_words("y", "value:f32")
 
 
@@ -171,10 +220,13 @@ LONGEST = 2048
 """Elements of a row that is cut from a longer run, so that threads have rows to share."""
 
 
-def rows_of(shape: Sequence[int], operands: Sequence[Operand], *, whole_rows: bool = False) -> list[int] | None:
+def rows_of(
+    shape: Sequence[int], operands: Sequence[Operand], *, whole_rows: bool = False, apart: bool = False
+) -> list[int] | None:
     """The walk (`row_words`) through `operands`, broadcast to `shape`, row by row; None if they have no such rows.
 
-    Axes that all operands walk through alike become one; with `whole_rows` the last axis stays as it is.
+    Axes that all operands walk through alike become one; with `whole_rows` the last axis stays as it is.  With `apart`
+    elements may lie apart.
     """
     if any(n not in (1, m) for o in operands for n, m in zip(reversed(o.shape), reversed(shape), strict=False)):
         return None  # an operand that is tiled
@@ -193,7 +245,7 @@ def rows_of(shape: Sequence[int], operands: Sequence[Operand], *, whole_rows: bo
     if not whole_rows:
         last = [merged.pop() if merged else (1, *(1 for _ in operands))]
     (n, *steps) = last[0]
-    if any(s not in (0, 1) for s in steps) and n > 1:
+    if not apart and any(s not in (0, 1) for s in steps) and n > 1:
         return None
     if not merged and not whole_rows and n > LONGEST:
         piece = max(p for p in range(1, LONGEST + 1) if n % p == 0)
@@ -221,10 +273,19 @@ Numbered = tuple[Kernel, Words, Mapping[str, int]]
 
 
 def add_rows(steps: Steps, of: Numbered, sources: Sequence[Operand], out: Operand) -> bool:
-    """Append a kernel of this file; False if the operands have no rows that it can walk."""
+    """Append a kernel of this file; False if the operands have no rows that it can walk.
+
+    What lies apart is collected first.
+    """
     whole = _share(of, sources, out)
     if whole is None:
-        return False
+        dense = [_room(steps, o, k) for k, o in enumerate(sources)]
+        if _share(of, dense, out) is None:
+            return False
+        for source, to in zip(sources, dense, strict=True):
+            if to is not source:
+                _collect(steps, source, to)
+        return add_rows(steps, of, dense, out)
     if (pieces := pieces_of(steps, sources, out)) is not None:
         cut = zip(*(pieces.of(o) for o in (*sources, out)), strict=True)
         parts = [None if None in each else _share(of, each[:-1], each[-1]) for each in cut]
@@ -235,6 +296,51 @@ def add_rows(steps: Steps, of: Numbered, sources: Sequence[Operand], out: Operan
             return True
     steps.add(of[0], whole.words, reads=sources, writes=[out])
     return True
+
+
+def _room(steps: Steps, x: Operand, number: int) -> Operand:
+    """Memory for what `x` holds, if its elements lie apart and can be collected; else `x` itself."""
+    if not x.shape or x.shape[-1] == 1 or x.strides[-1] in (0, 1):
+        return x
+    nbytes = x.tensor.spec.nbytes
+    memory = steps.scratch(f"collected {number} {nbytes}", nbytes)
+    tensor = replace(memory.tensor, shape=x.shape, strides=contiguous_strides(x.shape), dtype=x.dtype)
+    to = Operand(memory.address, tensor)
+    return to if can_copy(x, to) else x
+
+
+def _gathering(x: Operand, to: Operand) -> list[int] | None:
+    """The walk of `collect`, if there is one."""
+    walk = rows_of(to.shape, [x, to], apart=True) if x.is_float and to.is_float and to.tensor.spec.size else None
+    return None if walk is None or walk[-1] != 4 else walk
+
+
+def can_copy(x: Operand, to: Operand) -> bool:
+    """Whether `add_unary` copies this there."""
+    return _gathering(x, to) is not None
+
+
+def _collect(steps: Steps, x: Operand, to: Operand) -> bool:
+    """Append the step that copies what lies apart; False if it has no rows even so."""
+    walk = _gathering(x, to)
+    if walk is None:
+        return False
+    steps.add(collect, UNARY_WORDS(walk=walk), reads=[x], writes=[to])
+    return True
+
+
+def whole_rows(steps: Steps, x: Operand, y: Operand) -> tuple[list[int], Operand] | None:
+    """The walk through whole rows of `x` and `y`, broadcast to `x`, and what is walked in the place of `x`.
+
+    Where elements of `x` lie apart a step collects them.  None, and no step, if there is no such walk.
+    """
+    for source in (x, _room(steps, x, 0)):
+        walk = rows_of(x.shape, [source, y], whole_rows=True) if x.is_float and x.shape else None
+        if walk is not None and walk[ELEMENTS][0] == 4:
+            if source is not x:
+                _collect(steps, x, source)
+            return walk, source
+    return None
 
 
 def _share(of: Numbered, sources: Sequence[Operand], out: Operand) -> Share | None:
@@ -249,7 +355,10 @@ def _share(of: Numbered, sources: Sequence[Operand], out: Operand) -> Share | No
 
 def add_unary(steps: Steps, name: str, x: Operand, out: Operand) -> bool:
     """One of UNARY; False if the operands have no rows that it can walk."""
-    return add_rows(steps, (unary(name), UNARY_WORDS, {}), [x], out)
+    of: Numbered = (unary(name), UNARY_WORDS, {})
+    if name == "copy" and _share(of, [x], out) is None:
+        return _collect(steps, x, out)
+    return add_rows(steps, of, [x], out)
 
 
 def add_binary(steps: Steps, name: str, x: Operand, z: Operand, out: Operand) -> bool:
@@ -273,6 +382,19 @@ def _with_numbers(name: str, first: str, second: str) -> Binding:
     return bind
 
 
+def _leaky(steps: Steps, call: Bound) -> bool:
+    numbers = {"first": call.float("negative_slope"), "second": 0}
+    return add_rows(steps, (with_numbers("leaky_relu"), NUMBERS_WORDS, numbers), [call.operand(0)], call.out)
+
+
+def _compare(steps: Steps, call: Bound) -> bool:
+    return add_binary(steps, str(call.attrs["kind"]), call.operand(0), call.operand(1), call.out)
+
+
+def _where(steps: Steps, call: Bound) -> bool:
+    return add_rows(steps, (choose, CHOICE_WORDS, {}), [call.operand(i) for i in range(3)], call.out)
+
+
 def _fill(steps: Steps, call: Bound) -> bool:
     return add_rows(steps, (fill, FILL_WORDS, {"value": call.float("value")}), [], call.out)
 
@@ -281,7 +403,10 @@ BINDINGS = {
     "scale": _with_numbers("scale", "scale", "bias"),
     "clamp": _with_numbers("clamp", "min", "max"),
     "fill": _fill,
+    "leaky_relu": _leaky,
+    "compare": _compare,
+    "where": _where,
     **{n: _unary(n) for n in UNARY if n != "copy"},
-    **{n: _binary(n) for n in BINARY if n not in GATED},
+    **{n: _binary(n) for n in BINARY if n not in GATED and n not in COMPARISONS},
     "cont": _unary("copy"),
 }

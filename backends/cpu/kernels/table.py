@@ -19,7 +19,9 @@ from . import (
     reductions,
     rotary,
     rows,
+    scans,
     short_convolution,
+    windows,
 )
 
 BINDINGS: Mapping[str, Binding] = merged(
@@ -33,10 +35,12 @@ BINDINGS: Mapping[str, Binding] = merged(
     collective.BINDINGS,
     experts.BINDINGS,
     recurrent.BINDINGS,
+    scans.BINDINGS,
     short_convolution.BINDINGS,
     reductions.BINDINGS,
+    windows.BINDINGS,
 )
 FUSED: Mapping[str, tuple[Fused, ...]] = merged_lists(
-    rotary.FUSED, norms.FUSED, pairs.FUSED, moves.FUSED, recurrent.FUSED, short_convolution.FUSED
+    rotary.FUSED, norms.FUSED, pairs.FUSED, moves.FUSED, recurrent.FUSED, short_convolution.FUSED, windows.FUSED
 )
 """Chains by the op of their first instruction, tried before it is bound by itself."""

@@ -6,6 +6,7 @@ import sys
 
 from llvmlite import ir
 
+from ..processor import target
 from .vectors import ADDRESS, NOTHING, _call, _i32, _i64, _pointer, intrinsic
 
 
@@ -35,6 +36,15 @@ def now(b):
     _call(b, "clock_gettime", _i32, clock, time)
     parts = [b.load(b.gep(time, [ir.Constant(_i32, 0), ir.Constant(_i32, i)])) for i in (0, 1)]
     return b.add(b.mul(parts[0], ir.Constant(_i64, 10**9)), parts[1])
+
+
+@intrinsic(ADDRESS)
+def ticks(b):
+    """A counter that goes forward evenly, in a unit of its own: on x86 that of the processor, which is read five times
+    as fast as the clock; elsewhere the clock."""
+    if target().triple.startswith("x86_64"):
+        return b.call(b.module.declare_intrinsic("llvm.readcyclecounter", (), ir.FunctionType(_i64, [])), [])
+    return now.body(b)
 
 
 @intrinsic(ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS)

@@ -158,12 +158,22 @@ def tile(count: int, groups: int) -> Tile:
 
     @intrinsic(rows_of, *[ADDRESS] * 6)
     def chosen(b, slots, n, used, shared, p, step):
+        own = [
+            simd.load_int.body(b, b.add(slots, b.mul(smaller(b, i, n), ir.Constant(n.type, 4)))) for i in range(count)
+        ]
+        alone, before = [b.mul(slot, shared) for slot in own], b.block
+        with b.if_then(
+            b.icmp_unsigned("!=", used, ir.Constant(used.type, 1))
+        ):  # divisions take as long as the products
+            several_of = [b.add(b.mul(b.udiv(s, used), shared), b.urem(b.urem(s, used), shared)) for s in own]
+            behind = b.block
         addresses = []
-        for i in range(count):
-            slot = simd.load_int.body(b, b.add(slots, b.mul(smaller(b, i, n), ir.Constant(n.type, 4))))
-            token, place = b.udiv(slot, used), b.urem(b.urem(slot, used), shared)
-            addresses.append(b.add(p, b.mul(step, b.add(b.mul(token, shared), place))))
-        return bundle(b, addresses)
+        for one, other in zip(alone, several_of, strict=True):
+            row = b.phi(one.type)
+            row.add_incoming(one, before)
+            row.add_incoming(other, behind)
+            addresses.append(row)
+        return bundle(b, [b.add(p, b.mul(step, row)) for row in addresses])
 
     @intrinsic(sums_of)
     def zeros(b):

@@ -145,6 +145,9 @@ def load_bf16(b, a):
     return b.bitcast(b.shl(wide, _const(_I, 16)), _F)
 
 
+load_ints = intrinsic(INTS, ADDRESS)(lambda b, a: _load(b, a, _I, 4))
+
+
 @intrinsic(INTS, ADDRESS)
 def load_small(b, a):
     """16 unsigned bytes, a lane each."""
@@ -170,6 +173,23 @@ def load_some_or(b, a, count, otherwise):
     """The first `count` lanes, the others from `otherwise`."""
     where = _pointer(b, a, _F)
     return _call(b, "llvm.masked.load.v16f32.p0", _F, where, ir.Constant(_i32, 4), _mask(b, count), otherwise)
+
+
+@intrinsic(FLOATS, ADDRESS, INTS)
+def load_apart(b, a, offsets):
+    """A lane each from so many bytes after an address."""
+    wide = ir.VectorType(_i64, LANES)
+    at = b.inttoptr(b.add(_splat(b, a, wide), b.sext(offsets, wide)), ir.VectorType(_f32.as_pointer(), LANES))
+    every = ir.Constant(ir.VectorType(ir.IntType(1), LANES), [1] * LANES)
+    return _call(b, "llvm.masked.gather.v16f32.v16p0", _F, at, ir.Constant(_i32, 4), every, _const(_F, 0.0))
+
+
+@intrinsic(INTS, ADDRESS, ADDRESS)
+def numbers_from(b, first, end):
+    """Numbers from the first on, a lane each; the last before the end again where there are no more."""
+    numbers = b.add(_splat(b, b.trunc(first, _i32), _I), ir.Constant(_I, list(range(LANES))))
+    last = _splat(b, b.sub(b.trunc(end, _i32), ir.Constant(_i32, 1)), _I)
+    return b.select(b.icmp_signed("<", numbers, last), numbers, last)
 
 
 @intrinsic(NOTHING, ADDRESS, FLOATS, ADDRESS)
@@ -218,6 +238,11 @@ maximum = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: _call(b, "llvm.maxnu
 minimum = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: _call(b, "llvm.minnum.v16f32", _F, x, y))
 absolute = intrinsic(FLOATS, FLOATS)(lambda b, x: _call(b, "llvm.fabs.v16f32", _F, x))
 square_root = intrinsic(FLOATS, FLOATS)(lambda b, x: _call(b, "llvm.sqrt.v16f32", _F, x))
+round_down = intrinsic(FLOATS, FLOATS)(lambda b, x: _call(b, "llvm.floor.v16f32", _F, x))
+round_up = intrinsic(FLOATS, FLOATS)(lambda b, x: _call(b, "llvm.ceil.v16f32", _F, x))
+round_to_zero = intrinsic(FLOATS, FLOATS)(lambda b, x: _call(b, "llvm.trunc.v16f32", _F, x))
+round_away = intrinsic(FLOATS, FLOATS)(lambda b, x: _call(b, "llvm.round.v16f32", _F, x))
+with_sign = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, of: _call(b, "llvm.copysign.v16f32", _F, x, of))
 largest = intrinsic(FLOAT, FLOATS)(lambda b, x: _call(b, "llvm.vector.reduce.fmax.v16f32", _f32, x))
 to_float = intrinsic(FLOATS, INTS)(lambda b, x: b.sitofp(x, _F))
 round_to_int = intrinsic(INTS, FLOATS)(lambda b, x: b.fptosi(_call(b, "llvm.rint.v16f32", _F, x), _I))
@@ -242,6 +267,36 @@ def where_less(b, x, y, then, otherwise):
     return b.select(b.fcmp_ordered("<", x, y), then, otherwise)
 
 
+@intrinsic(FLOATS, FLOATS, FLOATS, FLOATS)
+def where_nonzero(b, x, then, otherwise):
+    """Lanes of `then` where x is not 0 (NaN is not), else of `otherwise`."""
+    return b.select(b.fcmp_unordered("!=", x, _const(_F, 0.0)), then, otherwise)
+
+
+def _of_two(sign: str) -> Intrinsic:
+    """The number of two for which ``x sign y``, NaN if one is."""
+
+    @intrinsic(FLOATS, FLOATS, FLOATS)
+    def chosen(b, x, y):
+        return b.select(b.fcmp_unordered("uno", x, y), b.fadd(x, y), b.select(b.fcmp_ordered(sign, x, y), x, y))
+
+    return chosen
+
+
+larger, smaller = _of_two(">"), _of_two("<")
+
+
+def comparison(sign: str) -> Intrinsic:
+    """1 where ``x sign y``, else 0; of NaN nothing but ``!=`` holds."""
+
+    @intrinsic(FLOATS, FLOATS, FLOATS)
+    def holds(b, x, y):
+        compare = b.fcmp_unordered if sign == "!=" else b.fcmp_ordered
+        return b.select(compare(sign, x, y), _const(_F, 1.0), _const(_F, 0.0))
+
+    return holds
+
+
 @intrinsic(FLOATS, INTS)
 def power_of_two(b, n):
     """``2**n`` for n from -126 to 127."""
@@ -257,16 +312,30 @@ def where_inside(b, x, count):
     return b.select(_mask(b, count), x, _const(_F, float("-inf")))
 
 
-@intrinsic(FLOAT, FLOATS)
-def total(b, x):
-    """The sum of the lanes, in the order of a tree."""
-    n = LANES
-    while n > 1:
-        n //= 2
-        half = ir.VectorType(_i32, n)
-        low, high = (ir.Constant(half, list(range(start, start + n))) for start in (0, n))
-        x = b.fadd(b.shuffle_vector(x, x, low), b.shuffle_vector(x, x, high))
-    return b.extract_element(x, ir.Constant(_i32, 0))
+@intrinsic(FLOATS, FLOATS, ADDRESS)
+def first_lanes(b, x, count):
+    """The first `count` lanes, 0 in the others."""
+    return b.select(_mask(b, count), x, _const(_F, 0.0))
+
+
+def _across(join: Callable[..., Any]) -> Intrinsic:
+    """All lanes joined, in the order of a tree."""
+
+    @intrinsic(FLOAT, FLOATS)
+    def across(b, x):
+        n = LANES
+        while n > 1:
+            n //= 2
+            half = ir.VectorType(_i32, n)
+            low, high = (ir.Constant(half, list(range(start, start + n))) for start in (0, n))
+            x = join(b, b.shuffle_vector(x, x, low), b.shuffle_vector(x, x, high))
+        return b.extract_element(x, ir.Constant(_i32, 0))
+
+    return across
+
+
+total, factor_across = _across(lambda b, x, y: b.fadd(x, y)), _across(lambda b, x, y: b.fmul(x, y))
+largest_across, smallest_across = _across(larger.body), _across(smaller.body)
 
 
 @intrinsic(ADDRESS, FLOATS, FLOATS)
@@ -301,6 +370,7 @@ sub_int = intrinsic(INTS, INTS, INTS)(lambda b, x, y: b.sub(x, y))
 and_int = intrinsic(INTS, INTS, INTS)(lambda b, x, y: b.and_(x, y))
 or_int = intrinsic(INTS, INTS, INTS)(lambda b, x, y: b.or_(x, y))
 shift_left = intrinsic(INTS, INTS, INTS)(lambda b, x, n: b.shl(x, n))
+shift_right_signed = intrinsic(INTS, INTS, INTS)(lambda b, x, n: b.ashr(x, n))
 shift_right = intrinsic(INTS, INTS, INTS)(lambda b, x, n: b.lshr(x, n))
 bits_to_float = intrinsic(FLOATS, INTS)(lambda b, x: b.bitcast(x, _F))
 float_to_bits = intrinsic(INTS, FLOATS)(lambda b, x: b.bitcast(x, _I))

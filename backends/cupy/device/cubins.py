@@ -5,12 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 
-from ...cache import COMPILED, COMPILING, cache_folder
+from ...cache import COMPILED, COMPILING, cache_folder, keep, recalled
 from . import nvrtc
 from .driver import Source
 
@@ -21,15 +18,14 @@ def cubin(source: Source, arch: str) -> tuple[bytes, dict[str, str]]:
     """The code of a source, and what each of its names is called there.  Raises `BackendError` if it does not
     compile."""
     target = _file(source, arch)
-    with suppress(OSError, ValueError):
-        digest, names, image = target.read_bytes().split(b"\n", 2)
-        if hashlib.sha256(names + image).hexdigest().encode() == digest:
-            return image, json.loads(names)
+    if (kept := recalled(target)) is not None:
+        names, image = kept.split(b"\n", 1)
+        return image, json.loads(names)
     log.info(COMPILING, source.file)
     made = nvrtc.compile(source, arch)
     log.info(COMPILED, source.file)
     names = json.dumps(dict(made.lowered)).encode()
-    _store(target, b"\n".join((hashlib.sha256(names + made.image).hexdigest().encode(), names, made.image)))
+    keep(target, names + b"\n" + made.image)
     return made.image, dict(made.lowered)
 
 
@@ -38,12 +34,3 @@ def _file(source: Source, arch: str) -> Path:
     parts = (source.text, *source.names, arch, repr(nvrtc.version()), *nvrtc.OPTIONS)
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     return cache_folder() / "cubins" / f"{Path(source.file).stem}-{arch}-{key[:32]}.cubin"
-
-
-def _store(target: Path, data: bytes) -> None:
-    """Keep it for later processes, if the folder can be written."""
-    with suppress(OSError):
-        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:
-            file.write(data)
-        os.replace(file.name, target)

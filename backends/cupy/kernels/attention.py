@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ....graph.dtypes import DType
-from ....ops.attributes import number
+from ....ops.declaring.attributes import number
 from ....ops.norms import alibi_slopes
 from ...operands import Bound, Operand, need
 from ..binding.axes import axes_of

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ....graph.dtypes import DType
-from ....ops.attributes import number
+from ....ops.declaring.attributes import number
 from ...operands import Bound, Operand, need
 from ..binding.axes import MOST, axes_of, row_heads
 from ..binding.launches import Binding, Launches, Word, blocks

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....graph.dtypes import DType
-from ....ops.attributes import number
+from ....ops.declaring.attributes import number
 from ....ops.rotary import frequencies, planes
 from ....ops.views import ints_of
 from ...chains import ROPES, changed_state, turned_heads

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ....ops.attributes import number
+from ....ops.declaring.attributes import number
 from ....ops.norms import alibi_slopes
 from ...chains import scaled_norm
 from ...flow import Flow, apart

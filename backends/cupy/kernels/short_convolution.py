@@ -9,7 +9,7 @@ from math import prod
 from types import MappingProxyType
 
 from ....graph.dtypes import DType
-from ....ops.attributes import number as attribute
+from ....ops.declaring.attributes import number as attribute
 from ...base import contiguous_strides
 from ...chains import short_convolution
 from ...flow import Flow, apart, lies_as
@@ -75,9 +75,9 @@ def launch_inputs(
     made: Made, eps: float, ids: Operand | None = None, fault: Sequence[Word] = (0, 0),
 ) -> None:  # fmt: skip
     """The convolution of x [B, T, channels] with SiLU, norms of keys and queries, and gates, as
-    ``frontends/models/delta.py`` spells them out.  `old` [B, 3, channels] may be what `made` keeps: the last rows, or
-    those numbered by `ids` [B, 3], 0 for the first of `old`.  `alpha`, `beta` [B, T, value heads] are what linear
-    layers give; `valid` [B, T] is 0 for padding."""
+    ``frontends/models/layers/delta.py`` spells them out.  `old` [B, 3, channels] may be what `made` keeps: the last
+    rows, or those numbered by `ids` [B, 3], 0 for the first of `old`.  `alpha`, `beta` [B, T, value heads] are what
+    linear layers give; `valid` [B, T] is 0 for padding."""
     size = made.k.shape[-1]
     need(size in INPUT_SIZES and made.v.shape[-1] == size, f"heads of {size} are not convolved together")
     sequences, tokens, key_heads, _ = made.k.shape

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ....graph.dtypes import DType
-from ....ops.attributes import number
+from ....ops.declaring.attributes import number
 from ...base import contiguous_strides
 from ...operands import Bound, Operand, need
 from ..binding.launches import Launches, Word

@@ -55,7 +55,8 @@ def transport_of(devices: Sequence[Device], driver: Driver) -> Transport:
 
 
 def transport_for(comm: Comm, driver: Driver) -> Transport:
-    """How the members of `comm` meet; on devices only where all are of this driver."""
-    if comm.board is None or comm.size < 2:
+    """How the members of `comm` meet; on devices only where all are of this driver, and there are no other teams to
+    which letters go."""
+    if comm.board is None or comm.size < 2 or comm.everybody > comm.size:
         return THROUGH_HOST
     return transport_of(comm.devices, driver)

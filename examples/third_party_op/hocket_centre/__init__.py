@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 
 from hocket.ops import op
-from hocket.ops.op import Array
+
+Array = npt.NDArray[Any]
 
 
 @op(

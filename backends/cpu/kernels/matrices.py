@@ -1,0 +1,174 @@
+"""Products of matrices with matrices that the graph computes: what attention written out multiplies, and convolutions.
+
+Rows of x meet one matrix of w; a table of addresses makes all ways to broadcast and to transpose alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from ....graph.dtypes import DType
+from ...operands import Bound, Operand
+from ..compiler import Kernel, Part, part
+from ..simd.tiles import tile
+from ..simd.vectors import LANES, load, load_apart, load_int, load_ints, load_long, store
+from ..steps import Steps
+from ..words import words
+from .dense import COLUMN, LOADS, blocks_of
+from .grouped import ROWS
+from .packing import share
+from .rows import lanes
+
+Addresses = npt.NDArray[np.int64]
+TABLE = 3
+"""Addresses of a product: its matrix of w, its first rows of x and of y."""
+ARGS = words("table products count rows columns w_row w_column x_row y_row scratch windows entries")
+
+
+@cache
+def expand_rows(dtype: DType) -> Part:
+    """``(a, to, w, row, left, first, count)``: `count` columns from the first of 16 rows, or of as many as are left."""
+    expand = blocks_of(dtype).expand
+
+    def expand_some(a, to, w, row, left, first, count):
+        expand(to, w + row * ARGS.w_row(a), ARGS.w_row(a), left, ARGS.columns(a), first, count)
+
+    return part(expand_some)
+
+
+@part
+def expand_columns(a, to, w, row, left, first, count):
+    """The same of a matrix whose columns are dense."""
+    for c in range(first, first + count):
+        store(to + (c - first) * COLUMN, lanes(w + 4 * row + c * ARGS.w_column(a), 0, left, 4))
+
+
+@part
+def expand_windows(a, to, w, row, left, first, count):
+    """The same of windows of an image at `w`: row i begins ``windows[i]`` bytes on, column c ``entries[c]`` further."""
+    windows, entries = ARGS.windows(a) + 4 * row, ARGS.entries(a)
+    start, offsets = load_int(windows), load_ints(windows)
+    if left >= LANES and load_int(windows + 4 * LANES - 4) - start == 4 * LANES - 4:
+        for c in range(first, first + count):
+            store(to + (c - first) * COLUMN, load(w + start + load_int(entries + 4 * c)))
+    else:
+        for c in range(first, first + count):
+            store(to + (c - first) * COLUMN, load_apart(w + load_int(entries + 4 * c), offsets))
+
+
+@cache
+def product(name: str, dtype: DType, expand: Part) -> Kernel:
+    """``y[b] = x[b] @ w[b].T`` for each of `products`: `count` rows of x meet `rows` rows of w, of so many `columns`.
+
+    Bytes: `w_row`, `w_column`, `x_row` and `y_row` from one to the next; `Blocks.scratch` for each thread.
+    """
+    blocks = blocks_of(dtype)
+    some = tile(blocks.rows, blocks.groups)
+    tile_rows, zeros, put, save, saved = some.rows, some.zeros, some.put, some.save, some.saved
+    add, record, size, wide, span = blocks.add, blocks.record, blocks.size, blocks.wide, blocks.span
+    tall, tile_groups, scratch, many = blocks.rows, blocks.groups, blocks.scratch, blocks.chunk
+
+    def body(a, thread, threads):
+        count, rows, columns = ARGS.count(a), ARGS.rows(a), ARGS.columns(a)
+        x_row, y_row, expanded = ARGS.x_row(a), ARGS.y_row(a), ARGS.scratch(a) + thread * scratch
+        groups = (rows + ROWS - 1) // ROWS
+        panels = (groups + tile_groups - 1) // tile_groups
+        lo, hi = share(ARGS.products(a) * panels, thread, threads)
+        for unit in range(lo, hi):
+            at, group = ARGS.table(a) + unit // panels * 8 * TABLE, unit % panels * tile_groups
+            w, x, y = load_long(at), load_long(at + 8), load_long(at + 16) + group * ROWS * 4
+            for chunk in range(0, count, many):
+                stop = min(count, chunk + many)
+                for first in range(0, max(1, columns), wide):
+                    some_columns, sums = min(wide, columns - first), expanded + tile_groups * span
+                    for g in range(min(tile_groups, groups - group)):
+                        row = (group + g) * ROWS
+                        expand(a, expanded + g * span, w, row, rows - row, first, some_columns)
+                    for i in range(chunk, stop, tall):
+                        r = tile_rows(x + i * x_row + first * record, x_row, stop - i)
+                        acc = saved(sums) if first > 0 else zeros()
+                        for c in range(some_columns):
+                            acc = add(acc, expanded + c * size, r, c * record)
+                        if first + wide < columns:
+                            save(sums, acc)
+                        else:
+                            put(tile_rows(y + i * y_row, y_row, stop - i), acc, rows - group * ROWS)
+                        sums += tall * tile_groups * ROWS * 4
+        return 0
+
+    return Kernel(f"matrices.{name}.{dtype}", body)
+
+
+def bind(steps: Steps, call: Bound) -> bool:
+    """A product whose matrices lie as kernels read them; halves have a multiple of 16 columns."""
+    w, x, y = call.operand(0), call.operand(1), call.out
+    if w.dtype not in LOADS or not lie_well(x, y):
+        return False
+    if w.is_dense_along(-1) and (w.is_float or w.shape[-1] % LANES == 0):
+        kernel = product("rows", w.dtype, expand_rows(w.dtype))
+    elif w.is_dense_along(-2) and w.is_float:
+        kernel = product("columns", w.dtype, expand_columns)
+    else:
+        return False
+    row, column = (s * w.dtype.storage.itemsize for s in w.strides[-2:])
+    add_products(steps, kernel, call, addresses_of(call), [w, x], w_row=row, w_column=column)
+    return True
+
+
+def add_products(
+    steps: Steps, kernel: Kernel, call: Bound, table: Addresses, reads: Sequence[Operand], **where: int
+) -> None:
+    """The step; `where` says where the kernel finds rows and columns of w."""
+    w, x, y = call.operand(0), call.operand(1), call.out
+    size, along = blocks_of(w.dtype).scratch, _rows_along(w, x)
+    words = ARGS(
+        table=steps.constant(table).address,
+        products=len(table),
+        count=x.shape[along],
+        rows=w.shape[-2],
+        columns=w.shape[-1],
+        x_row=4 * x.strides[along],
+        y_row=4 * y.strides[along],
+        scratch=steps.scratch(f"product {size}", size * steps.threads).address,
+        **{"w_row": 0, "w_column": 0, "windows": 0, "entries": 0, **where},
+    )
+    steps.add(kernel, words, reads=reads, writes=[y])
+
+
+def lie_well(x: Operand, y: Operand) -> bool:
+    """Whether kernels read and write these as they lie."""
+    return x.is_float and y.is_float and x.is_dense_along(-1) and y.is_dense_along(-1)
+
+
+def _leading(w: Operand, x: Operand) -> tuple[int, ...]:
+    """The axes of x but the last as w has them: 1 where the same matrix stands for all."""
+    return (*(1,) * (len(x.shape) - len(w.shape)), *w.shape[:-2], 1)
+
+
+def _rows_along(w: Operand, x: Operand) -> int:
+    """The longest axis of x that w has not: a product takes all of its rows."""
+    leading = _leading(w, x)
+    return max((axis for axis in reversed(range(len(leading))) if leading[axis] == 1), key=x.shape.__getitem__)
+
+
+def addresses_of(call: Bound) -> Addresses:
+    """For each product where its matrix of w, and its first rows of x and of y begin."""
+    w, x, y = call.operand(0), call.operand(1), call.out
+    leading, along, rank = _leading(w, x), _rows_along(w, x), len(x.shape) - 1
+    shape = [1 if axis == along else n for axis, n in enumerate(x.shape[:-1])]
+    each = np.indices(shape, np.int64).reshape(rank, -1)
+    own = [each[axis] * leading[axis] // x.shape[axis] for axis in range(len(x.shape) - len(w.shape), rank - 1)]
+    reached = ((w, own), (x, [*each]), (y, [*each]))
+    return np.stack([_addresses(o, at, each.shape[1]) for o, at in reached], axis=1)
+
+
+def _addresses(operand: Operand, entries: Sequence[Addresses], count: int) -> Addresses:
+    """Where `count` entries of the first axes begin."""
+    addresses = np.full(count, operand.address, np.int64)
+    for at, stride in zip(entries, operand.strides, strict=False):
+        addresses += operand.dtype.storage.itemsize * stride * at
+    return addresses

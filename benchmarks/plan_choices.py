@@ -1,0 +1,108 @@
+"""What ``--split-mode auto`` takes for large models on large machines, and how that compares with choices by hand.
+
+Run ``python benchmarks/plan_choices.py > docs/auto.md``; it takes some minutes.  Models are files that are only
+headers, machines are simulated, times are predictions.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from hocket.frontends.models import Step
+from hocket.frontends.open import open_model
+from hocket.graph import Graph
+from hocket.scheduler import Plan, nbytes_text, plan_for, shortage, simulate
+from hocket.scheduler.units import time_text
+
+CONTEXT = 4096
+MACHINES = ("h200:1", "h200:2,nvlink", "h200:4,nvlink", "h200:8,nvlink", "rtx4090:2,pcie4")
+STEPS = {
+    "decode": Step(1, 1, CONTEXT, CONTEXT, 1),
+    "a prompt of 512": Step(1, 512, CONTEXT, CONTEXT, 1),
+    "16 sequences": Step(16, 1, CONTEXT, CONTEXT, 16),
+}
+PAIRS = (
+    *(("Llama-3-8B", machine) for machine in ("h200:2,nvlink", "rtx4090:2,pcie4", "cpu:4", "a100:4,ethernet")),
+    *(("Llama-3-70B", machine) for machine in ("h200:8,nvlink", "rtx3090:4,pcie4")),
+    *(("Qwen3-Next-80B-A3B", machine) for machine in ("h200:4,nvlink", "h100:2,pcie5")),
+    *(("Qwen3-235B-A22B", machine) for machine in ("h200:4,nvlink", "h100:8,nvlink")),
+)
+LAYERS = 12
+"""Of the models that are planned by hand as well, which takes a plan for each mode and number of devices."""
+Write = Callable[..., str]
+TEXT = """# What `auto` takes
+
+Written by `python benchmarks/plan_choices.py > docs/auto.md`: files that are only headers, 4-bit weights, a context of
+{context} tokens in use, simulated machines.  All times are **estimated** from data sheets.
+
+`auto` makes the plan that takes least time, where memory and devices have a price (`scheduler/auto.py`): a full copy of
+weights and states on every device has to save {copied:.0%} of the time, and many devices in place of one {joined:.0%}.
+What does not fit comes last.  `held` is what all devices together hold of weights and states.
+"""
+
+
+def planned(graph: Graph, machine: str, mode: str = "auto", devices: int | None = None) -> Plan:
+    simulation = simulate(machine)
+    return plan_for(graph, simulation.group[:devices], split_mode=mode, hardware=simulation.hardware)
+
+
+def held(plan: Plan) -> int:
+    return plan.memory()["weight"] + plan.memory()["state"]
+
+
+def choices(name: str, path: str) -> Iterator[str]:
+    """The section of a model: what is taken on each machine for each step, and what comes next."""
+    yield f"\n## {name}\n"
+    yield "| machine | step | taken | a run | held | left aside |"
+    yield "|---|---|---|---|---|---|"
+    model = open_model(path, header_only=True)
+    for machine in MACHINES:
+        for kind, step in STEPS.items():
+            plan = planned(model.graph(step), machine)
+            taken = [r.removeprefix("taken: ").rsplit(":", 1)[0] for r in plan.reasons if r.startswith("taken: ")]
+            aside = [r.removeprefix("left aside: ") for r in plan.reasons if r.startswith("left aside: ")]
+            cells = (machine, kind, (taken or ["whole, on 1 device"])[0], time_text(plan.cost.total))
+            lacking = f", {nbytes_text(short)} short" if (short := shortage(plan)) else ""
+            yield f"| {' | '.join(cells)} | {nbytes_text(held(plan))}{lacking} | {(aside or ['-'])[0]} |"
+
+
+def comparisons(shapes: dict[str, Write], folder: Path) -> Iterator[str]:
+    """The section that holds `auto` against all other modes on all numbers of devices."""
+    yield f"\n## Against choices by hand\n\nThe first {LAYERS} layers of each model, one token.  Choices that copy the"
+    yield "weights to every device are left aside.\n"
+    yield "| model | machine | auto | best by hand | which | ratio |"
+    yield "|---|---|---|---|---|---|"
+    for name, machine in PAIRS:
+        path = shapes[name](folder / f"{name}-short.gguf", layers=LAYERS)
+        graph = open_model(path, header_only=True).graph(STEPS["decode"])
+        auto, most = planned(graph, machine), len(simulate(machine).group)
+        rivals: list[tuple[float, str]] = []
+        for devices in sorted({1, 2, most}):
+            for mode in ("layer", "tensor") if devices > 1 else ("none",):
+                plan = planned(graph, machine, mode, devices)
+                once = sum(v.spec.nbytes for v in (*graph.weights, *graph.states))
+                copies = held(plan) > once * (1 + (devices - 1) / 2)
+                rivals += [] if copies else [(plan.cost.total, f"{mode}, {devices} device{'s' * (devices > 1)}")]
+        best, which = min(rivals)
+        cells = (name, machine, time_text(auto.cost.total), time_text(best), which, f"{auto.cost.total / best:.3f}")
+        yield f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    root = Path(__file__).parents[1]
+    sys.path.insert(0, str(root))
+    from hocket.scheduler.auto import COPIED, JOINED
+    from tests.given.models.large_headers import SHAPES
+
+    print(TEXT.format(context=CONTEXT, copied=COPIED, joined=JOINED), end="")
+    with TemporaryDirectory() as folder:
+        for name, write in SHAPES.items():
+            print(*choices(name, write(Path(folder) / f"{name}.gguf")), sep="\n", flush=True)
+        print(*comparisons(SHAPES, Path(folder)), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

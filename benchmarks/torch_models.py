@@ -1,0 +1,125 @@
+"""A model by hocket, by PyTorch itself and by `torch.compile`, in alternation: medians, and medians of the ratios of
+runs that follow each other, since a machine that others use does not stay the same for long.
+
+``python benchmarks/torch_models.py`` runs Llama and BERT shapes of about 100 million float32 weights, which are random,
+on one sequence.  `torch.compile` needs a C++ compiler.  All sides have as many threads, and run in one process, a pause
+apart, in which threads that wait for work fall asleep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from statistics import median
+
+import results_file as results
+import torch
+import transformers
+
+import hocket
+
+PAUSE = 0.05
+"""Seconds between two runs."""
+
+
+def llama() -> torch.nn.Module:
+    """12 layers of 768, as large as GPT-2, with the MLP and the norms of Llama."""
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=768,
+            intermediate_size=2048,
+            num_hidden_layers=12,
+            num_attention_heads=12,
+            vocab_size=16000,
+            use_cache=False,
+        )
+    )
+
+
+def bert() -> torch.nn.Module:
+    """The base model."""
+    return transformers.BertModel(transformers.BertConfig())
+
+
+MODELS: Mapping[str, Callable[[], torch.nn.Module]] = {"llama": llama, "bert": bert}
+
+
+def compare(name: str, tokens: int, threads: int, rounds: int, compiled: bool) -> Iterator[dict[str, object]]:
+    """One row for each side that hocket is compared with."""
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    ids = torch.randint(0, model.config.vocab_size, (1, tokens))
+    runner = hocket.from_torch(torch.export.export(model, (ids,), strict=False)).on("cpu:0", threads=threads)
+    sides: dict[str, Callable[[torch.Tensor], object]] = {"hocket": runner, "eager": model}
+    if compiled:
+        torch.compiler.reset()
+        sides["inductor"] = torch.compile(model, dynamic=False)
+    with torch.no_grad():
+        results_of = {side: run(ids)[0] for side, run in sides.items()}
+        seconds: dict[str, list[float]] = {side: [] for side in sides}
+        for turn in range(rounds + 2):
+            for side, run in sides.items():
+                time.sleep(PAUSE)
+                start = time.perf_counter()
+                run(ids)
+                if turn >= 2:  # the first two are to warm up
+                    seconds[side].append(time.perf_counter() - start)
+    wanted = results_of["eager"].double()
+    error = float(((results_of["hocket"] - wanted) ** 2).sum() / (wanted**2).sum())
+    weights = sum(p.numel() for p in model.parameters())
+    for side in list(sides)[1:]:
+        ratios = [theirs / ours for ours, theirs in zip(seconds["hocket"], seconds[side], strict=True)]
+        yield {
+            "model": name,
+            "weights": weights,
+            "tokens": tokens,
+            "threads": threads,
+            "side": side,
+            "ratio": median(ratios),
+            "nmse": error,
+            "hocket_seconds": seconds["hocket"],
+            "seconds": seconds[side],
+        }
+
+
+HEAD = ("model", "weights", "tokens", "threads", "hocket ms", "against", "its ms", "ratio", "NMSE to eager")
+
+
+def cells(row: Mapping[str, object]) -> list[str]:
+    def spread(seconds: list[float]) -> str:
+        return f"{1e3 * median(seconds):.1f} [{1e3 * min(seconds):.1f}..{1e3 * max(seconds):.1f}]"
+
+    counts = (f"{row['weights'] / 1e6:.0f} M", str(row["tokens"]), str(row["threads"]))
+    times = (spread(row["hocket_seconds"]), row["side"], spread(row["seconds"]))
+    return [row["model"], *counts, *times, f"{row['ratio']:.2f}", f"{row['nmse']:.1e}"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=list(MODELS), metavar="MODEL", help="llama, bert (both)")
+    parser.add_argument("-n", "--tokens", default="128", help="numbers of tokens (128)")
+    parser.add_argument("-t", "--threads", type=int, default=2, help="threads (2)")
+    parser.add_argument("-r", "--rounds", type=int, default=11, help="rounds (11)")
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--shared", action="store_true", help="say that others used the machine meanwhile")
+    parser.add_argument("--save", type=Path, metavar="STEM", help="write STEM.json and STEM.md")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if unknown := set(args.models) - set(MODELS):
+        parser.error(f"no model {', '.join(unknown)}; there are {', '.join(MODELS)}")
+    about = {**results.circumstances(args.shared), "torch": torch.__version__}
+    rows: list[dict[str, object]] = []
+    print(results.one_line(about), results.table(HEAD, []), sep="\n\n", end="")
+    for name in args.models:
+        for tokens in map(int, args.tokens.split(",")):
+            for row in compare(name, tokens, args.threads, args.rounds, not args.no_compile):
+                print(f"| {' | '.join(cells(row))} |", flush=True)
+                rows.append(row)
+    if args.save:
+        results.save(args.save, about, rows, results.table(HEAD, list(map(cells, rows))))
+
+
+if __name__ == "__main__":
+    main()

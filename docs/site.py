@@ -1,0 +1,51 @@
+"""The site has the layout of the repository: its pages, and whatever they link to, so that links need no change."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parent.parent
+OUTSIDE = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
+LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=[)#])")
+
+
+def target(page: str, link: str) -> str:
+    """The file that a link of a page leads to, both from the root; of a folder its README."""
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(page), link))
+    return f"{path}/README.md" if (ROOT / path).is_dir() else path
+
+
+def reached() -> Iterator[str]:
+    """Every file of the site, each once."""
+    waiting = [*OUTSIDE, *(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))]
+    known = {*waiting}
+    while waiting:
+        name = waiting.pop()
+        yield name
+        links = LINK.findall((ROOT / name).read_text("utf-8")) if name.endswith(".md") else ()
+        new = {path for link in links if (ROOT / (path := target(name, link))).is_file()} - known
+        waiting += new
+        known |= new
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """What mkdocs asks for the files of the site; those of the theme stay."""
+    own = [file for file in files if file.src_uri.startswith("assets/")]
+    pages = [File.generated(config, name, abs_src_path=str(ROOT / name)) for name in reached()]
+    return Files([*own, *pages])
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """What mkdocs asks for the text of a page: a folder cannot be linked to, its README can."""
+
+    def named(link: re.Match[str]) -> str:
+        is_folder = (ROOT / posixpath.dirname(page.file.src_uri) / link[0]).is_dir()
+        return f"{link[0].rstrip('/')}/README.md" if is_folder else link[0]
+
+    return LINK.sub(named, markdown)

@@ -1,0 +1,126 @@
+"""Write docs/python.md: everything that `import hocket` gives, with signatures and docstrings."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "python.md"
+HEAD = """# Python
+
+Written by `python docs/write_python.py` from the code: everything that `import hocket` gives.  Ops have
+[a page of their own](ops.md).  Whatever is wrong raises a `hocket.HocketError` with one line.
+
+"""
+SECTIONS: Mapping[str, tuple[str, ...]] = {
+    "Language models": ("Model", "Options", "Sampling", "Token"),
+    "Building graphs": ("input", "weight", "state", "constant", "Graph", "Value", "Node", "Spec", "DType", "register"),
+    "Planning and running": ("run", "plan", "Plan", "load", "Executor", "Store", "Trace"),
+    "Reading and writing graphs": ("verify", "dump", "parse", "to_json", "from_json", "to_dot", "to_networkx"),
+    "Programs of others": ("from_torch", "from_onnx"),
+    "Errors": ("HocketError", "GraphError", "PlanError", "BackendError", "ModelError"),
+}
+
+
+class Plain(str):
+    """An annotation, or a default, that is shown without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def as_markdown(docstring: str) -> str:
+    """A docstring whose examples are blocks of code."""
+    text = inspect.cleandoc(docstring)
+    return re.sub(r"(?m)^(>>>.*(?:\n(?!\n).+)*)", r"```pycon\n\1\n```", text)
+
+
+def shown(parameter: inspect.Parameter) -> inspect.Parameter:
+    """A parameter as it is written; a default that is no short literal is ``...``."""
+    if parameter.default is not parameter.empty and re.match("<|.{40}", repr(parameter.default)):
+        parameter = parameter.replace(default=Plain("..."))
+    return parameter.replace(annotation=Plain(parameter.annotation)) if parameter.annotation else parameter
+
+
+def signature(name: str, function: Any) -> str:
+    """How it is called, an argument a line where one line is too short; `self` is left out."""
+    given = inspect.signature(function)
+    own = [shown(parameter) for parameter in given.parameters.values() if parameter.name != "self"]
+    returns = "" if given.return_annotation is given.empty else f" -> {given.return_annotation}"
+    text = f"{name}{given.replace(parameters=own, return_annotation=given.empty)}{returns}"
+    if len(text) > 110:
+        words, starred = [], False
+        for parameter in own:
+            if parameter.kind is parameter.KEYWORD_ONLY and not starred:
+                words, starred = [*words, "*"], True
+            words.append(str(parameter))
+        text = f"{name}(\n" + "".join(f"    {word},\n" for word in words) + f"){returns}"
+    return f"```python\n{text}\n```\n"
+
+
+def fields(kind: type) -> Iterator[tuple[str, str, str]]:
+    """Name, type and docstring of each annotated field of a class, as its source has them."""
+    (body,) = (n.body for n in ast.parse(textwrap.dedent(inspect.getsource(kind))).body if isinstance(n, ast.ClassDef))
+    for node, after in zip(body, [*body[1:], None], strict=True):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id[0] != "_":
+            constant = after.value if isinstance(after, ast.Expr) else None
+            says = constant.value if isinstance(constant, ast.Constant) and isinstance(constant.value, str) else ""
+            yield node.target.id, ast.unparse(node.annotation), " ".join(says.split())
+
+
+def described(name: str, thing: Any) -> Iterator[str]:
+    """The section of one name."""
+    if not inspect.isclass(thing):
+        yield f"### `hocket.{name}`\n\n{signature(f'hocket.{name}', thing)}\n{as_markdown(thing.__doc__)}\n\n"
+        return
+    is_called = "__init__" in vars(thing) and not issubclass(thing, Enum | dict | BaseException)
+    yield f"### `hocket.{name}`\n\n"
+    if is_called:
+        yield signature(f"hocket.{name}", thing.__init__).replace(") -> None\n", ")\n") + "\n"
+    yield f"{as_markdown(thing.__doc__)}\n\n"
+    rows = [] if issubclass(thing, BaseException) else list(fields(thing))
+    if rows and (not is_called or any(says for *_, says in rows)):
+        cells = "".join("| `{}` | `{}` | {} |\n".format(*(c.replace("|", "\\|") for c in row)) for row in rows)
+        yield f"| field | type | |\n|---|---|---|\n{cells}\n"
+    for member, value in vars(thing).items():
+        if member[0] != "_" and not isinstance(value, thing):
+            yield from inside(name, member, value)
+
+
+def inside(name: str, member: str, value: Any) -> Iterator[str]:
+    """A property or a method of a class; nothing for what is neither."""
+    read = value.fget if isinstance(value, property) else value.func if isinstance(value, cached_property) else None
+    if read is not None:
+        returns = inspect.signature(read).return_annotation
+        yield f"#### `{name}.{member}`\n\n`{returns}`: {as_markdown(value.__doc__)}\n\n"
+    elif inspect.isfunction(value):
+        yield f"#### `{name}.{member}`\n\n{signature(member, value)}\n{as_markdown(value.__doc__ or '')}\n\n"
+
+
+def sections() -> Iterator[str]:
+    """A section for each group of names."""
+    import hocket
+
+    for title, names in SECTIONS.items():
+        yield f"## {title}\n\n"
+        for name in names:
+            yield from described(name, getattr(hocket, name))
+
+
+def page() -> str:
+    """The page as it should be."""
+    return HEAD + "".join(sections()).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), "utf-8")
+    sys.stdout.write(f"wrote {PAGE.name}\n")

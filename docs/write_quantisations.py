@@ -1,0 +1,70 @@
+"""Write docs/quantisations.md: every type of a weight, and what each backend makes of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import hocket
+from hocket import ops
+from hocket.backends.base import find
+from hocket.frontends.models import ARCHITECTURES
+from hocket.graph import DType, Node, Spec
+from hocket.graph.dtypes import FLOATS
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "quantisations.md"
+HEAD = """# Every type of a weight
+
+Written by `python docs/write_quantisations.py`: what the backends answer when they are asked.  An architecture says
+nothing of types: each of [the {architectures}](models.md) multiplies and looks up by the same ops ({readers}), which
+take every type of this table on every backend, cut over devices or not; so it holds for all of them.
+
+"As it is" means that kernels read the blocks of the file; where a type is given instead, weights are converted once,
+when they are loaded, and take that many bits.  Bits are those of one weight with its share of scales.  `cuda-emulated`
+keeps what `cuda` does, `reference` keeps float64.
+
+| type | weights a block | bits | {backends} |
+|---|---|---|{rules}
+"""
+BACKENDS = {"cpu": "cpu", "cuda": "cuda-emulated", "numpy": "numpy"}
+"""A column each, and who is asked: ``cuda`` itself needs a GPU."""
+
+
+def readers(dtype: DType) -> tuple[Node, ...]:
+    """The nodes by which models read matrices of a type: one matrix, those of experts, rows of a table."""
+    matrix, experts = hocket.weight("w", (256, 256), dtype), hocket.weight("w", (4, 256, 256), dtype)
+    ids, x = hocket.input("ids", (1, 2), "i32"), hocket.input("x", (1, 1, 256))
+    row = hocket.input("row", (1,), "i32")
+    return ops.mul_mat(matrix, x).node, ops.mul_mat_id(experts, x, ids).node, ops.get_rows(matrix, row).node
+
+
+def rows() -> Iterator[str]:
+    """A row for each type that matrices may have.  Raises `ValueError` if a backend cannot read it."""
+    asked = [find(kind) for kind in BACKENDS.values()]
+    for dtype in (d for d in DType if d.is_quantised or d in FLOATS):
+        cells = []
+        for backend, device in asked:
+            if refusals := [answer.why for n in readers(dtype) if not (answer := backend.supports(n, device)).ok]:
+                raise ValueError(f"{backend.name} does not read {dtype}: {refusals[0]}")
+            kept = backend.stored(Spec((256, 256), dtype), "weight").dtype
+            cells.append("as it is" if kept is dtype else f"{kept}, {kept.block_bytes * 8} bits")
+        bits = f"{dtype.block_bytes * 8 / dtype.block:g}"
+        yield f"| `{dtype}` | {dtype.block} | {bits} | {' | '.join(cells)} |\n"
+
+
+def page() -> str:
+    """The page as it should be."""
+    head = HEAD.format(
+        architectures=f"{len(ARCHITECTURES)} architectures",
+        readers=", ".join(f"`{node.op}`" for node in readers(DType.F32)),
+        backends=" | ".join(BACKENDS),
+        rules="---|" * len(BACKENDS),
+    )
+    return head + "".join(rows())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), "utf-8")
+    sys.stdout.write(f"wrote {PAGE.name}\n")

@@ -1,0 +1,105 @@
+"""Several sequences at once, which ``hocket bench -np`` measures as ``llama-batched-bench`` does: their prompts, then
+steps in which each gets a token."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from ...ranks import World
+from ..errors import ModelError
+from ..models import Model
+from ..open import open_session
+from ..session import Group, Session, check_context
+from ..terminal.bench_rows import Row, Table
+
+HEAD = ("PP", "TG", "B", "N_KV", "T_PP s", "S_PP t/s", "T_TG s", "S_TG t/s", "T s", "S t/s")
+NAMES = ("pp", "tg", "pl", "n_kv", "t_pp", "speed_pp", "t_tg", "speed_tg", "t", "speed")
+
+
+def _cells(row: Row) -> list[object]:
+    """Seconds and rates with three and two digits behind the point, as llama-batched-bench has them."""
+    numbers = [(name, row[name]) for name in NAMES]
+    digits = {name: 2 if name.startswith("speed") else 3 for name in NAMES}
+    return [f"{number:.{digits[name]}f}" if isinstance(number, float) else number for name, number in numbers]
+
+
+BATCHED = Table("llama_batched_bench", HEAD, _cells)
+
+
+@dataclass(frozen=True, slots=True)
+class Batched:
+    """What to measure: for every number of sequences each prompt, and then so many new tokens, with at most `batch`
+    tokens of all sequences in a run; the median of so many repeats."""
+
+    model: Model
+    prompts: Sequence[int]
+    new: Sequence[int]
+    sequences: Sequence[int]
+    repeats: int
+    batch: int
+    world: World
+
+    def rows(self, on: Group) -> Iterator[dict[str, object]]:
+        """A row for each prompt, number of new tokens and number of sequences, by the names of llama-batched-bench.
+
+        Repeats go through the numbers of sequences in turn, since a machine that others use does not stay the same.
+        """
+        if not any(self.prompts) and not any(self.new):
+            raise ModelError("there is nothing to measure; ask for a prompt with -p or for new tokens with -n")
+        if 0 in self.sequences:
+            raise ModelError("got 0 sequences; -np takes numbers above 0, as 1,4,16")
+        sessions = self.sessions(on)
+        for prompt, new in product(self.prompts, self.new):
+            times: Mapping[int, list[tuple[float, float]]] = {count: [] for count in sessions}
+            for _ in range(1 + self.repeats):  # the first makes plans
+                for count, session in sessions.items():
+                    times[count].append(seconds(session, prompt, new))
+            for count in self.sequences:
+                yield row(prompt, new, count, *sorted(times[count][1:], key=sum)[self.repeats // 2])
+
+    def sessions(self, on: Group) -> dict[int, Session]:
+        """A session for each number of sequences; all read the same weights.  Raises `ModelError` if the model has not
+        got the context."""
+        context = max(self.prompts) + max(self.new)
+        check_context(context, self.model)
+        first, *others = dict.fromkeys(self.sequences)
+        one = open_session(
+            self.model, on=on, sequences=first, context=context, batch=self._batch(first), world=self.world
+        )
+        beside = {n: Session(self.model, like=one, sequences=n, context=context, batch=self._batch(n)) for n in others}
+        return {first: one, **beside}
+
+    def _batch(self, sequences: int) -> int:
+        """Tokens of each sequence in a run."""
+        return max(1, self.batch // sequences)
+
+
+def seconds(session: Session, prompt: int, new: int) -> tuple[float, float]:
+    """What the prompts of all sequences take, and so many steps after them."""
+    count = session.sequences
+    for sequence in range(count):
+        session.reset(sequence)
+    tokens = np.random.default_rng(0).integers(0, session.model.vocabulary_size, (count, prompt + new)).tolist()
+    start = time.perf_counter()
+    if prompt:
+        session.evaluate([own[:prompt] for own in tokens])
+    read = time.perf_counter()
+    for step in range(prompt, prompt + new):
+        session.evaluate([[own[step]] for own in tokens])
+    return read - start, time.perf_counter() - read
+
+
+def row(prompt: int, new: int, count: int, prompt_seconds: float, new_seconds: float) -> dict[str, object]:
+    """One measurement: tokens, and tokens a second of all sequences together."""
+    total = prompt_seconds + new_seconds
+    return {
+        **{"pp": prompt, "tg": new, "pl": count, "n_kv": count * (prompt + new)},
+        **{"t_pp": prompt_seconds, "speed_pp": count * prompt / prompt_seconds if prompt else 0.0},
+        **{"t_tg": new_seconds, "speed_tg": count * new / new_seconds if new else 0.0},
+        **{"t": total, "speed": count * (prompt + new) / total},
+    }

@@ -1,0 +1,111 @@
+"""From logits to the next token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+
+from ...backends.cpu.choices import descending, largest
+from ...graph.arguments import FINITE, Kind, demand, list_of, made_of, pair_of, real, whole
+from ..errors import ModelError
+
+FEW = 256
+"""More candidates than that are sorted with all others instead of picked out."""
+
+
+AT_LEAST_0 = Kind("a number of at least 0", real(0, 1e30).holds)
+SAMPLING: Mapping[str, Kind] = MappingProxyType(
+    {
+        "temperature": AT_LEAST_0,
+        "top_k": whole(0, 2**31),
+        "top_p": Kind("a number above 0 and at most 1", lambda v: real(0, 1).holds(v) and v > 0),
+        "min_p": Kind("a number of at least 0 and below 1", lambda v: real(0, 1).holds(v) and v < 1),
+        "repeat_penalty": Kind("a number above 0", lambda v: AT_LEAST_0.holds(v) and v > 0),
+        "repeat_last_n": whole(-1, 2**31),
+        "presence_penalty": FINITE,
+        "frequency_penalty": FINITE,
+        "bias": list_of(pair_of(whole(0, 2**31), FINITE), "pairs of a token and a number"),
+    }
+)
+
+
+@made_of(ModelError)
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to choose: biases and penalties, then the best at temperature 0, else top-k, top-p, min-p, temperature.
+
+    The order and the penalties are those of llama.cpp.  `bias` are pairs (token, what is added to its logit).  Of the
+    last `repeat_last_n` tokens (0: none, -1: all) each has its logit divided by `repeat_penalty` where it is positive
+    and multiplied where not, and lowered by `presence_penalty` once and by `frequency_penalty` for each time it occurs.
+    `top_k` 0, `top_p` 1, `min_p` 0, `repeat_penalty` 1 and the other penalties 0 leave their part out.  Raises
+    `ModelError`.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repeat_penalty: float = 1.0
+    repeat_last_n: int = 64
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, kind in SAMPLING.items():
+            demand(ModelError, "sampling", name.replace("_", "-"), getattr(self, name), kind)
+
+    def choose(self, logits: npt.NDArray[np.float32], rng: np.random.Generator, before: Sequence[int] = ()) -> int:
+        """One token id from logits ``[vocabulary]``; `before` are the tokens that stand before it, the last one last.
+
+        Raises `ModelError` if the logits are no numbers to choose by, or a bias is of no token.
+        """
+        best = int(np.argmax(logits))  # of a NaN, if there is one
+        if not np.isfinite(logits[best]):
+            raise ModelError(
+                f"the model gives token {best} the logit {logits[best]}; its file is damaged, fetch it again"
+            )
+        changed = self._changed(logits, before)
+        if self.temperature == 0:
+            return best if changed is logits else int(np.argmax(changed))
+        ids, kept = self.candidates(changed)
+        with np.errstate(over="ignore"):  # a very low temperature leaves only the first
+            return int(rng.choice(ids, p=softmax((kept - kept[0]) / self.temperature)))
+
+    def _changed(self, logits: npt.NDArray[np.float32], before: Sequence[int]) -> npt.NDArray[np.float32]:
+        """The logits with biases and penalties; the very array where there are none."""
+        penalises = self.repeat_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        recent = before[max(0, len(before) - self.repeat_last_n) :] if self.repeat_last_n >= 0 else before
+        if not self.bias and not (penalises and len(recent)):
+            return logits
+        changed = logits.copy()
+        for token, added in self.bias:
+            if not 0 <= token < len(logits):
+                raise ModelError(f"logit bias: token {token}; need 0 to {len(logits) - 1}, as hocket tokenize prints")
+            changed[token] += np.float32(added)
+        if penalises and len(recent):
+            ids, counts = np.unique(np.asarray(recent, np.int64), return_counts=True)
+            old = changed[ids]
+            scaled = np.where(old > 0, old / np.float32(self.repeat_penalty), old * np.float32(self.repeat_penalty))
+            lowered = counts * np.float32(self.frequency_penalty) + np.float32(self.presence_penalty)
+            changed[ids] = scaled - lowered
+        return changed
+
+    def candidates(self, logits: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+        """Ids that survive the filters, most likely first, with their logits; at least one always does."""
+        few = 0 < self.top_k <= FEW and self.top_k < len(logits)
+        ids = largest(logits, self.top_k) if few else descending(logits)[: self.top_k or None]
+        kept = logits[ids].astype(np.float64)
+        p = softmax(kept)
+        count = int(np.searchsorted(np.cumsum(p), self.top_p)) + 1 if self.top_p < 1 else len(p)
+        count = min(count, int(np.count_nonzero(p >= self.min_p * p[0])))
+        return ids[:count], kept[:count]
+
+
+def softmax(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    e = np.exp(x - x.max())
+    return e / e.sum()

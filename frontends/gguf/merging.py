@@ -1,0 +1,140 @@
+"""Models that turn text into tokens: HF ``tokenizers``, given what of a vocabulary a text can use, or `LongestMatch`.
+
+To build the model of a whole vocabulary takes a tenth of a second or more, which a short prompt need not wait for:
+a token that is no part of a text is never merged to, so a model without it gives the same ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from ...backends.cache import cache_folder, keep, recalled
+from .longest_match import LongestMatch
+from .metadata import Array
+from .pretokenizers import PreTokenizer
+from .vocabulary import PREFIX, derived_merges, read_scores, stored_merges
+from .words import unigrams, wordpiece
+
+if TYPE_CHECKING:
+    import tokenizers
+
+ENOUGH = 20_000
+"""After so many parts of texts have been looked up, the whole vocabulary is worth its time."""
+BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
+"""What raw text falls back to where it has no token."""
+MERGED = ("gpt2", "llama", "gemma4")
+"""Byte-level BPE, SentencePiece, and BPE on raw text."""
+KINDS = (*MERGED, "rwkv", "bert", "t5")
+"""Every ``tokenizer.ggml.model``: beside those that merge, the longest token each time, WordPiece and unigrams."""
+
+
+class Merger:
+    """The merges of one vocabulary.  ``where`` gives the ids of tokens by their text, in order."""
+
+    def __init__(
+        self, metadata: Mapping[str, object], kind: str, where: Mapping[str, int], rule: PreTokenizer, unk: int | None
+    ) -> None:
+        self._metadata, self._kind, self._where, self._rule = metadata, kind, where, rule
+        self._tokens = tuple(where)
+        self._unk, self._unknown = unk, None if unk is None or kind == "gpt2" else self._tokens[unk]
+        self._looked_up = 0
+
+    def model_for(self, text: str) -> tokenizers.Tokenizer | LongestMatch:
+        """A model that gives a text the ids that the whole vocabulary does."""
+        if self._kind in MERGED and len(text) <= ENOUGH and self._looked_up <= ENOUGH:
+            parts = self._parts(text)
+            self._looked_up += len(parts)
+            if self._looked_up <= ENOUGH:
+                always = () if self._kind == "gpt2" else (*BYTES, *filter(None, (self._unknown,)))
+                return self._model({part: self._where[part] for part in (*parts, *always) if part in self._where})
+        return self._whole
+
+    @cached_property
+    def _whole(self) -> tokenizers.Tokenizer | LongestMatch:
+        if self._kind in MERGED:
+            return self._model(self._where)
+        if self._kind == "rwkv":
+            return LongestMatch(self._tokens, self._unk)
+        return (wordpiece if self._kind == "bert" else unigrams)(self._metadata, self._where, self._unk)
+
+    def _parts(self, text: str) -> set[str]:
+        """All that stands in one of the pieces into which a text is cut, until it is too much."""
+        pieces = [text] if self._cut is None else [piece for piece, _ in self._cut.pre_tokenize_str(text)]
+        parts: set[str] = set()
+        for piece in dict.fromkeys(pieces):
+            for start in range(len(piece)):
+                parts.update(piece[start:end] for end in range(start + 1, min(len(piece), start + self._longest) + 1))
+                if len(parts) > ENOUGH:
+                    return parts
+        return parts
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._where))
+
+    @cached_property
+    def _cut(self) -> tokenizers.pre_tokenizers.PreTokenizer | None:
+        """What cuts a text into pieces, inside which is merged; None if all of it is one."""
+        from tokenizers import Regex, pre_tokenizers
+
+        steps: list[pre_tokenizers.PreTokenizer] = [
+            pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self._rule.patterns
+        ]
+        if self._kind == "gpt2":
+            steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        return pre_tokenizers.Sequence(steps) if steps else None
+
+    def _model(self, vocabulary: Mapping[str, int]) -> tokenizers.Tokenizer:
+        from tokenizers import Tokenizer, models
+
+        merges, vocab = self._merges_to(vocabulary), dict(vocabulary)
+        if self._kind == "gpt2":
+            model = models.BPE(vocab, merges, ignore_merges=self._rule.ignore_merges)
+        else:
+            model = models.BPE(vocab, merges, unk_token=self._unknown, fuse_unk=True, byte_fallback=True)
+        built = Tokenizer(model)
+        if self._cut is not None:
+            built.pre_tokenizer = self._cut
+        return built
+
+    def _merges_to(self, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+        """The merges that make one of these tokens, the first first."""
+        if self._kind == "llama":
+            return derived_merges(vocabulary, self._scores)
+        wanted = np.zeros(len(self._tokens), bool)
+        wanted[[*vocabulary.values()]] = True
+        left, right, _ = self._stored[wanted[self._stored[:, 2]]].T.tolist()
+        return [(self._tokens[a], self._tokens[b]) for a, b in zip(left, right, strict=True)]
+
+    @cached_property
+    def _scores(self) -> Sequence[float]:
+        return read_scores(self._metadata, self._where)
+
+    @cached_property
+    def _stored(self) -> npt.NDArray[np.int32]:
+        """What `stored_merges` gives, kept on disk once it has checked them."""
+        file = self._file()
+        if file is not None and (data := recalled(file)) is not None:
+            return np.frombuffer(data, np.int32).reshape(-1, 3)
+        merges = stored_merges(self._metadata, self._where)
+        if file is not None:
+            keep(file, merges.tobytes())
+        return merges
+
+    def _file(self) -> Path | None:
+        """Where the merges of a file are kept: named by the bytes there, and by the code that reads them."""
+        from hashlib import sha256  # loads OpenSSL
+
+        digest = sha256((Path(__file__).parent / "vocabulary.py").read_bytes())
+        for name in ("tokens", "merges"):
+            array = self._metadata.get(PREFIX + name)
+            if not isinstance(array, Array):
+                return None
+            digest.update(array.digest())
+        return cache_folder() / "merges" / f"{digest.hexdigest()[:40]}.i32"

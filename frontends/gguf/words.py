@@ -1,0 +1,63 @@
+"""Vocabularies without merges: WordPiece (``bert``) and unigrams (``t5``), as models of HF ``tokenizers``.
+
+Wu et al., Google's neural machine translation system, 2016; Kudo, Subword regularization, 2018.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ..errors import ModelError
+from .special_tokens import NORMAL, UNUSED, USER
+from .vocabulary import PREFIX, read_bytes, read_numbers, read_scalar, read_scores
+
+if TYPE_CHECKING:
+    import tokenizers
+
+BRACKETED = re.compile(r"\[.*\]", re.DOTALL)
+"""Tokens of WordPiece that are no part of words, such as ``[CLS]``."""
+FOUND = (NORMAL, USER, UNUSED)
+"""Types of tokens that unigrams are."""
+
+
+def wordpiece(metadata: Mapping[str, object], where: Mapping[str, int], unk: int | None) -> tokenizers.Tokenizer:
+    """Of each word the longest token that begins it, and so on.  Files mark tokens that begin a word with ``▁``, models
+    those that do not with ``##``.  Words are in lower case and without accents unless the file says otherwise."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+    if unk is None:
+        raise ModelError(f"{PREFIX}unknown_token_id is missing; a vocabulary of kind 'bert' needs one")
+    spelled = [text if BRACKETED.fullmatch(text) else text[1:] if text[0] == "▁" else "##" + text for text in where]
+    built = Tokenizer(models.WordPiece({text: i for i, text in enumerate(spelled)}, unk_token=spelled[unk]))
+    lower = read_scalar(metadata, "normalizer.lowercase", bool, True)
+    plain = read_scalar(metadata, "normalizer.strip_accents", bool, lower)
+    built.normalizer = normalizers.BertNormalizer(lowercase=lower, strip_accents=plain)
+    built.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return built
+
+
+def unigrams(metadata: Mapping[str, object], where: Mapping[str, int], unk: int | None) -> tokenizers.Tokenizer:
+    """The tokens whose scores have the greatest sum, of text that a map of characters, stored with them, has
+    normalised."""
+    from tokenizers import Regex, Tokenizer, models, normalizers
+
+    scores = read_scores(metadata, where, "t5")
+    types = read_numbers(metadata, "token_type", len(where)) or (NORMAL,) * len(where)
+    least = min((score for score, type_ in zip(scores, types, strict=True) if type_ in FOUND), default=0.0)
+    # Other tokens are never found in a text.
+    pieces = [
+        (text, score) if type_ in FOUND else (f"\0\0{i}", least)
+        for i, (text, score, type_) in enumerate(zip(where, scores, types, strict=True))
+    ]
+    built = Tokenizer(models.Unigram(pieces, unk_id=unk, byte_fallback=False))
+    steps: list[normalizers.Normalizer] = []
+    if metadata.get(PREFIX + "precompiled_charsmap") is not None:
+        steps.append(normalizers.Precompiled(read_bytes(metadata, "precompiled_charsmap")))
+    if read_scalar(metadata, "remove_extra_whitespaces", bool, False):
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    if read_scalar(metadata, "add_space_prefix", bool, True):
+        steps.append(normalizers.Prepend("▁"))
+    built.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    return built

@@ -1,0 +1,1 @@
+"""The layers that decoders are built of, a kind a module: mixers, feed-forwards, residuals."""

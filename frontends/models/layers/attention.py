@@ -1,0 +1,178 @@
+"""Attention over a cache, in all the forms that differ by numbers and by tensors alone.
+
+Vaswani et al., 2017; groups of query heads share a key/value head (Ainslie et al., GQA, 2023).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .... import ops
+from ....graph import Value
+from ...errors import ModelError
+from ...gguf.keys import REMEDY
+from ..family import Family
+from ..frame import CACHED, Frame, Sight, Warmth
+from ..weights import Weights
+from .blocks import Norm, linear, opened, parts
+from .rope import Rope, divisors
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """The attention of one layer: ``heads`` queries of ``key_size`` on ``kv_heads`` keys, values of ``value_size``.
+
+    ``sight`` says which cells a token sees, ``rope`` how heads turn (None: not at all).  ``cap`` bounds scores and
+    ``clamp`` q, k and v unless 0.  A layer with ``source`` reads the cache of that layer and has none of its own.
+    """
+
+    family: Family
+    norm: Norm
+    heads: int
+    kv_heads: int
+    key_size: int
+    value_size: int
+    scale: float
+    sight: Sight
+    rope: Rope | None = None
+    factors: bool = False
+    original_context: int = 0
+    qk_norm: str = "maybe"
+    cap: float = 0.0
+    clamp: float = 0.0
+    alibi: float = 0.0
+    value_scale: float = 1.0
+    temperature: Warmth = None
+    source: int | None = None
+
+    @property
+    def taps(self) -> int:
+        return 0
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return CACHED if self.sight.causal else frozenset({"pos"})
+
+    def __call__(self, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
+        """f32[B*T, E] to f32[B*T, E]."""
+        block, size = f"blk.{layer}", self.key_size
+        q, k, v = self.projected(weights, frame, block, x)
+        gate = None
+        if self.family.gated_queries:
+            gate = ops.slice_(q, axis=-1, start=size, stop=2 * size)
+            q = ops.slice_(q, axis=-1, start=0, stop=size)
+        if self.family.value_norm and v is not None:
+            v = self.norm.plain(v)
+        q = self.turned(weights, frame, f"{block}.attn_q_norm", q, name=f"{block}.q_rope")
+        if k is not None:
+            k = self.turned(weights, frame, f"{block}.attn_k_norm", k, name=f"{block}.k_rope")
+        q = frame.warmed(q, self.temperature)
+        if k is not None and v is not None:
+            cells = frame.both_cached(layer, k, v, self.sight)
+        else:
+            cells = frame.left[f"cache_k.{self.source}"], frame.left[f"cache_v.{self.source}"]
+        y = self.attend(weights, frame, block, q, *cells)
+        if gate is not None:
+            y = ops.mul(y, ops.sigmoid(gate), name=f"{block}.attn_gated")
+        return self.answered(weights, frame, block, x, y)
+
+    def projected(
+        self, weights: Weights, frame: Frame, block: str, x: Value
+    ) -> tuple[Value, Value | None, Value | None]:
+        """q, k and v f32[B,T,heads,size]; their matrices may be one tensor, and v may be k.  A layer that has no
+        cache of its own has queries alone."""
+        shapes = {
+            "attn_q": (self.heads, 2 * self.key_size if self.family.gated_queries else self.key_size),
+            "attn_k": (self.kv_heads, self.key_size),
+            "attn_v": (self.kv_heads, self.value_size),
+        }
+        widths = [heads * size for heads, size in shapes.values()]
+        if self.source is not None:
+            return frame.split(linear(weights, f"{block}.attn_q", x, widths[0]), *shapes["attn_q"]), None, None
+        if weights.has(f"{block}.attn_qkv.weight"):
+            rows = self.separated(weights, f"{block}.attn_qkv", x, widths)
+        elif self.family.value_norm and not weights.has(f"{block}.attn_v.weight"):
+            q, k = (linear(weights, f"{block}.{name}", x, n) for name, n in zip(shapes, widths[:2], strict=False))
+            rows = [q, k, k]
+        else:
+            rows = [linear(weights, f"{block}.{name}", x, n) for name, n in zip(shapes, widths, strict=True)]
+        if self.clamp:
+            rows = [ops.clamp(row, min=-self.clamp, max=self.clamp) for row in rows]
+        q, k, v = (frame.split(row, *shape) for row, shape in zip(rows, shapes.values(), strict=True))
+        return q, k, v
+
+    def separated(self, weights: Weights, name: str, x: Value, widths: list[int]) -> list[Value]:
+        """q, k and v of one matrix, which may have as many heads for keys as for queries: then the first ones count."""
+        rows = weights.shape(f"{name}.weight")[0]
+        if rows == sum(widths) or rows != 3 * widths[0]:
+            return parts(linear(weights, name, x, sum(widths)), *widths)
+        three = parts(linear(weights, name, x, rows), widths[0], widths[0], widths[0])
+        return [ops.slice_(y, axis=-1, start=0, stop=n) for y, n in zip(three, widths, strict=True)]
+
+    def turned(self, weights: Weights, frame: Frame, norm: str, x: Value, *, name: str) -> Value:
+        """Queries or keys, normalised and rotated in the order of the family."""
+        before = self.qk_norm == "before" or (
+            self.qk_norm == "maybe" and weights.has(f"{norm.replace('attn_k', 'attn_q')}.weight")
+        )
+        if before:
+            x = self.normed(weights, norm, x)
+        if self.rope is not None:
+            block = norm.partition(".attn")[0]
+            factors = divisors(weights, frame, self.rope, self.original_context, block) if self.factors else None
+            x = self.rope.rotate(x, frame.pos, factors, name=name)
+        if self.qk_norm == "after":
+            x = self.normed(weights, norm, x)
+        if self.qk_norm == "bare" or (self.qk_norm == "bare rotated" and self.rope is not None):
+            x = self.norm.plain(x)
+            # A factor for each query head, if any.
+            factors = weights.optional(f"{norm}.weight", (self.heads, 1))
+            x = x if factors is None else ops.mul(x, factors)
+        return x
+
+    def normed(self, weights: Weights, name: str, x: Value) -> Value:
+        """Each head normalised, or all of them as one row if the weight is as long."""
+        heads, size = x.shape[-2:]
+        if weights.shape(f"{name}.weight") != (heads * size,) or heads == 1:
+            return self.norm(weights, name, x)
+        row = ops.reshape(x, shape=(*x.shape[:-2], heads * size))
+        return ops.reshape(self.norm(weights, name, row), shape=x.shape)
+
+    def attend(self, weights: Weights, frame: Frame, block: str, q: Value, k: Value, v: Value) -> Value:
+        """Mixed values f32[B,T,heads,value size]."""
+        biases, sinks = self.biases(weights, block), weights.optional(f"{block}.attn_sinks.weight", (self.heads,))
+        return ops.attention(
+            *(q, k, v, frame.mask(self.sight, biases), sinks),
+            mask_heads="one" if biases is None else "each",
+            scale=self.scale,
+            softcap=self.cap or 0.0,
+            max_bias=self.alibi or 0.0,
+            name=f"{block}.attn",
+        )
+
+    def biases(self, weights: Weights, block: str) -> Value | None:
+        """What each head adds for the distance of two tokens, f32[buckets, heads], perhaps that of the first layer."""
+        own, first = (f"{name}.attn_rel_b.weight" for name in (block, "blk.0"))
+        name = own if weights.has(own) else first
+        if not weights.has(name):
+            return None
+        buckets = weights.shape(name)[0]
+        if not 4 <= buckets < 512:
+            raise ModelError(f"{weights.gguf.path}: tensor {name} has {buckets} buckets; need 4 to 511; {REMEDY}")
+        return weights(name, (buckets, self.heads))
+
+    def answered(self, weights: Weights, frame: Frame, block: str, x: Value, y: Value) -> Value:
+        """What heads answer, gated by the token ``x`` if the file has such a gate, projected: f32[B*T, E]."""
+        y = opened(weights, frame, block, x, y, self.family.gate)
+        y = linear(weights, f"{block}.attn_output", frame.rows(y), x.shape[-1])
+        return y if self.value_scale == 1.0 else ops.scale(y, scale=self.value_scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Passing:
+    """A layer whose attention is a matrix alone: f32[n, E] to f32[n, E]."""
+
+    taps: int = 0
+    needs: frozenset[str] = frozenset()
+
+    def __call__(self, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
+        return linear(weights, f"blk.{layer}.attn_output", x, x.shape[-1])

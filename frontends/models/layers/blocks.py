@@ -1,0 +1,192 @@
+"""What all families have in common: embedding, normalised and linear layers, the feed-forward, the output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from .... import ops
+from ....graph import DType, Value
+from ..frame import Frame
+from ..weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A normalisation over the last axis: root mean square or, with ``centred``, layer norm; ``bare`` if it has no
+    weights."""
+
+    eps: float
+    centred: bool = False
+    bare: bool = False
+
+    def __call__(self, weights: Weights, name: str, x: Value) -> Value:
+        """``x`` normalised, times the weight ``name`` plus its bias if the file has one; same shape as ``x``.
+
+        The weight holds the last axis, or as many of the last axes as it has.
+        """
+        if self.bare:
+            return self.plain(x, name=name)
+        tensor = f"{name}.weight"
+        axes = len(weights.shape(tensor))
+        y = ops.mul(self.plain(x), weights(tensor, x.shape[-axes:]), name=name)
+        bias = weights.optional(f"{name}.bias", x.shape[-axes:])
+        return y if bias is None else ops.add(y, bias)
+
+    def plain(self, x: Value, name: str = "") -> Value:
+        """``x`` normalised, without weights."""
+        return ops.norm(x, eps=self.eps, name=name) if self.centred else ops.rms_norm(x, eps=self.eps, name=name)
+
+
+def linear(weights: Weights, name: str, x: Value, features: int, *, bias_first: bool = False) -> Value:
+    """``x`` f32[n, k] times the matrix ``name`` [features, k], times its scale and plus its bias where the file has
+    them (the bias first in feed-forwards): f32[n, features]."""
+    y = ops.mul_mat(weights(f"{name}.weight", (features, x.shape[-1])), x, name=name)
+    scale, bias = weights.optional(f"{name}.scale", (1,)), weights.optional(f"{name}.bias", (features,))
+    if bias is not None and bias_first:
+        y = ops.add(y, bias)
+    if scale is not None:
+        y = ops.mul(y, scale)
+    return y if bias is None or bias_first else ops.add(y, bias)
+
+
+def product(weights: Weights, name: str, x: Value, features: int) -> Value:
+    """``x`` f32[n, k] times the matrix ``name`` alone, without scale or bias: f32[n, features].  A matrix of one row
+    may be a vector."""
+    shape = weights.shape(f"{name}.weight")
+    matrix = weights(f"{name}.weight", shape if len(shape) == 1 else (features, x.shape[-1]))
+    if len(shape) == 1:
+        matrix = ops.reshape(matrix, shape=(features, x.shape[-1]))
+    return ops.mul_mat(matrix, x, name=name)
+
+
+def opened(weights: Weights, frame: Frame, block: str, x: Value, y: Value, gate: str = "sigmoid") -> Value:
+    """What heads answer, ``y`` f32[B,T,heads,size], gated by the token ``x`` if the file has such a gate."""
+    name, heads = f"{block}.attn_gate", y.shape[2]
+    if not weights.has(f"{name}.weight"):
+        return y
+    shape = weights.shape(f"{name}.weight")
+    each = shape[0] // heads if len(shape) > 1 else 1
+    opening = GATES[gate](product(weights, name, x, heads * each))
+    return ops.mul(y, frame.split(opening, heads, each), name=f"{block}.attn_gated")
+
+
+def parts(x: Value, *widths: int) -> list[Value]:
+    """The last axis of ``x`` cut into so many columns each."""
+    ends = [sum(widths[: i + 1]) for i in range(len(widths))]
+    return [ops.slice_(x, axis=-1, start=end - n, stop=end) for end, n in zip(ends, widths, strict=True)]
+
+
+def halved(x: Value) -> Value:
+    """``x`` rounded to half precision, as f32."""
+    return ops.cast(ops.cast(x, dtype=DType.F16), dtype=DType.F32)
+
+
+def halved_gelu(x: Value, name: str = "") -> Value:
+    """GELU in half precision: llama.cpp looks it up in a table of all f16, whose rounding shows in the logits of
+    families that have no gate beside it."""
+    return halved(ops.gelu(halved(x), name=name))
+
+
+def half_geglu(gate: Value, up: Value, name: str = "") -> Value:
+    return ops.mul(halved_gelu(gate), up, name=name)
+
+
+def squared_relu(x: Value, name: str = "") -> Value:
+    return ops.sqr(ops.relu(x), name=name)
+
+
+def bent(x: Value, most: float) -> Value:
+    return ops.scale(ops.tanh(ops.scale(x, scale=1.0 / most)), scale=most)
+
+
+PLAIN: Mapping[str, Callable[..., Value]] = MappingProxyType(
+    {
+        "silu": ops.silu,
+        "gelu": halved_gelu,
+        "gelu erf": ops.gelu_erf,
+        "gelu or relu": ops.relu,
+        "relu": ops.relu,
+        "relu2": squared_relu,
+    }
+)
+GATED: Mapping[str, Callable[..., Value]] = MappingProxyType(
+    {
+        "silu": ops.swiglu,
+        "gelu": ops.geglu,
+        "gelu erf": ops.geglu_erf,
+        "gelu or relu": ops.geglu,
+        "half gelu": half_geglu,
+        "oai": ops.swiglu_oai,
+        "relu": ops.reglu,
+    }
+)
+GATES: Mapping[str, Callable[..., Value]] = MappingProxyType(
+    {"sigmoid": ops.sigmoid, "silu": ops.silu, "softplus": ops.softplus}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The activation of a feed-forward, ``silu`` or another of the tables.
+
+    SiLU's two factors are clamped by ``limit`` unless that is 0: with ``first`` the gate before its activation.
+    ``situ`` is ``beta tanh(gate / beta) sigmoid(gate) * linear tanh(up / linear)``, whose second factor is ``up`` if
+    linear is 0 (Kimi K3).
+    """
+
+    kind: str = "silu"
+    limit: float = 0.0
+    first: bool = False
+    beta: float = 1.0
+    linear: float = 0.0
+
+    def plain(self, x: Value, name: str = "") -> Value:
+        return PLAIN[self.kind](x, name=name)
+
+    def gated(self, gate: Value, up: Value, name: str) -> Value:
+        if self.kind == "situ":
+            opened = ops.mul(bent(gate, self.beta), ops.sigmoid(gate))
+            return ops.mul(opened, bent(up, self.linear) if self.linear else up, name=name)
+        if not self.limit or self.kind != "silu":
+            return GATED[self.kind](gate, up, name=name)
+        if self.first:
+            return ops.swiglu_clamp(gate, up, limit=self.limit, name=name)
+        bounded = ops.clamp(ops.silu(gate), min=-3.0e38, max=self.limit)
+        return ops.mul(bounded, ops.clamp(up, min=-self.limit, max=self.limit), name=name)
+
+    def halves(self, both: Value, name: str) -> Value:
+        """The gated unit of gate and up side by side, f32[..., 2n] to f32[..., n]."""
+        if not self.limit and (kind := getattr(GATED.get(self.kind), "name", "")):
+            return ops.glu(both, kind=kind, name=name)
+        gate, up = parts(both, both.shape[-1] // 2, both.shape[-1] // 2)
+        return self.gated(gate, up, name)
+
+
+def feed_forward(weights: Weights, block: str, x: Value, unit: Unit, suffix: str = "") -> Value:
+    """Linear layers around an activation, f32[n, E] to f32[n, E]; ``suffix`` tells such layers of a block apart.
+
+    Its form follows from the tensors: gate and up as two, gate and up in one of twice the columns that down takes, or
+    up alone (Shazeer, GLU variants, 2020).
+    """
+    width = x.shape[-1]
+    down, name = f"{block}.ffn_down{suffix}", f"{block}.ffn_glu{suffix}"
+    features = weights.shape(f"{down}.weight")[-1]
+    if weights.has(f"{block}.ffn_gate{suffix}.weight"):
+        gate = linear(weights, f"{block}.ffn_gate{suffix}", x, features, bias_first=True)
+        up = linear(weights, f"{block}.ffn_up{suffix}", x, features, bias_first=True)
+        inner = unit.gated(gate, up, name)
+    elif weights.shape(f"{block}.ffn_up{suffix}.weight")[0] == 2 * features:
+        both = linear(weights, f"{block}.ffn_up{suffix}", x, 2 * features, bias_first=True)
+        inner = unit.halves(both, name)
+    else:
+        inner = unit.plain(linear(weights, f"{block}.ffn_up{suffix}", x, features, bias_first=True), name)
+        divisors = weights.optional(f"{block}.ffn.act.scales", (features,))
+        inner = inner if divisors is None else ops.div(inner, divisors)
+    return linear(weights, down, inner, width, bias_first=True)
+
+
+def capped(x: Value, most: float) -> Value:
+    """``x`` bent so that it stays within ``most`` of 0, in its shape."""
+    return ops.scale(ops.tanh(ops.scale(x, scale=1.0 / most)), scale=most, name="logits_capped")

@@ -1,0 +1,192 @@
+"""Attention to the last tokens one by one, and to all earlier ones in blocks, each of which a cache holds as one key.
+
+DeepSeek-AI, DeepSeek-V4, 2026; graph: llama.cpp ``deepseek4.cpp``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from .... import ops
+from ....graph import DType, Value
+from ...gguf.keys import Keys
+from ...step import Batch, Step
+from ..frame import CACHED, Frame, Sight
+from ..weights import Weights
+from .blocks import Norm, product
+from .rope import Rope
+
+RATIOS = (0, 4, 128)
+"""Tokens a block that models have; 0 for layers without blocks.  Blocks of 4 see those of the block before, too."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of ``ratio`` tokens that a run completes, at most ``count(step)`` a sequence, and their inputs.
+
+    ``block_rows.R`` i32[B, N*span] numbers, in [kept rows, new tokens], the tokens that a block is made of;
+    ``block_pos.R`` i32[B, N] is the position of its first own token, ``block_slot.R`` i32[B*N] the row of the cache
+    that takes it.  Where fewer blocks are completed, the others write the spare row.
+    """
+
+    ratio: int
+
+    @property
+    def span(self) -> int:
+        """Tokens that a block is made of."""
+        return 2 * self.ratio if self.ratio == RATIOS[1] else self.ratio
+
+    @property
+    def kept(self) -> int:
+        """Earlier tokens that a block may still need."""
+        return self.span - 1
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(f"block_{kind}.{self.ratio}" for kind in ("rows", "pos", "slot"))
+
+    def count(self, step: Step) -> int:
+        return -(-step.tokens // self.ratio)
+
+    def arrays(self, step: Step, batch: Batch) -> Mapping[str, npt.NDArray[np.generic]]:
+        """The inputs for a batch that fits the step."""
+        count, cells = self.count(step), -(-step.context // self.ratio)
+        rows = np.zeros((step.sequences, count, self.span), np.int32)
+        pos = np.zeros((step.sequences, count), np.int32)
+        slot = np.full((step.sequences, count), step.sequences * cells, np.int32)
+        for i, (new, length) in enumerate(zip(batch.tokens, batch.lengths, strict=True)):
+            done = np.arange(length // self.ratio, (length + len(new)) // self.ratio)
+            first = self.kept + (done + 1) * self.ratio - self.span - length
+            rows[i, : len(done)] = first[:, None] + np.arange(self.span)
+            pos[i, : len(done)] = done * self.ratio
+            slot[i, : len(done)] = i * cells + done
+        arrays = {"rows": rows.reshape(step.sequences, -1), "pos": pos, "slot": slot.reshape(-1)}
+        return {f"block_{kind}.{self.ratio}": array for kind, array in arrays.items()}
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """Heads of ``size`` columns, the last of which turn, on one key that is the value, too; ``groups`` of heads are
+    projected to ``rank`` columns each before all are put together.
+
+    States: ``cache_k.N``; with ``blocks`` also ``cache_c.N`` f32[B * blocks of a context + 1, size] and, of the tokens
+    that are in no block yet, ``block_kv.N`` and ``block_score.N`` f32[B, kept, columns].
+    """
+
+    norm: Norm
+    heads: int
+    size: int
+    groups: int
+    rope: Rope
+    sight: Sight
+    blocks: Blocks | None = None
+
+    @classmethod
+    def from_keys(cls, keys: Keys, norm: Norm, heads: int, rope: Rope, window: int, layer: int) -> Compressed:
+        """ModelError if the metadata make no sense; ``rope`` is that of the metadata, which only layers with blocks
+        stretch."""
+        ratio = keys.each("attention.compress_ratios", keys.blocks())[layer]
+        if ratio not in RATIOS:
+            raise keys.error("attention.compress_ratios", f"holds {ratio}; need {', '.join(map(str, RATIOS))}")
+        groups, size = keys.count("attention.output_group_count"), keys.count("attention.key_length")
+        if heads % groups:
+            raise keys.error("attention.output_group_count", f"is {groups}; need a divisor of head_count {heads}")
+        plain = Rope(rope.n_dims, rope.mode, rope.base)
+        base = Rope.base_from(keys, "attention.compress_rope_freq_base") if ratio else 0.0
+        # The magnitude of YaRN, which `ops.rope` applies, is taken back.
+        magnitude = 1.0 / (1.0 - 0.1 * math.log(rope.freq_scale)) if rope.ext_factor else 1.0
+        turning = replace(rope, base=base, attn_factor=magnitude) if ratio else plain
+        return cls(norm, heads, size, groups, turning, Sight(window), Blocks(ratio) if ratio else None)
+
+    @property
+    def taps(self) -> int:
+        return self.blocks.span if self.blocks else 0
+
+    @cached_property
+    def needs(self) -> frozenset[str]:
+        return CACHED | ({"conv_rows"} | self.blocks.names if self.blocks else frozenset())
+
+    def __call__(self, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
+        """f32[B*T, E] to f32[B*T, E]."""
+        block, width = f"blk.{layer}", self.heads * self.size
+        rank = weights.shape(f"{block}.attn_q_a.weight")[0]
+        short = self.norm(weights, f"{block}.attn_q_a_norm", product(weights, f"{block}.attn_q_a", x, rank))
+        q = self.norm.plain(frame.split(product(weights, f"{block}.attn_q_b", short, width), self.heads, self.size))
+        q = self.turned(q, frame.pos, name=f"{block}.q_rope")
+        k = self.norm(weights, f"{block}.attn_kv_a_norm", product(weights, f"{block}.attn_kv", x, self.size))
+        k = self.turned(frame.split(k, 1, self.size), frame.pos, name=f"{block}.k_rope")
+        cells, mask = frame.cached(f"cache_k.{layer}", k, sight=self.sight), frame.mask(self.sight)
+        if self.blocks:
+            earlier = self.compressed(weights, frame, layer, x, self.blocks)
+            cells = ops.concat(cells, earlier, axis=1)
+            mask = ops.concat(mask, frame.complete(self.blocks.ratio), axis=-1)
+        sinks = weights.optional(f"{block}.attn_sinks.weight", (self.heads,))
+        scale = 1.0 / math.sqrt(self.size)
+        y = ops.attention(q, cells, cells, mask, sinks, scale=scale, name=f"{block}.attn")
+        y = self.turned(y, frame.backwards, name=f"{block}.attn_turned_back")
+        return self.answered(weights, frame, block, y, x.shape[-1])
+
+    def turned(self, x: Value, pos: Value, *, name: str) -> Value:
+        return self.rope.rotate(x, pos, name=name, offset=self.size - self.rope.n_dims)
+
+    def compressed(self, weights: Weights, frame: Frame, layer: int, x: Value, blocks: Blocks) -> Value:
+        """All blocks of the cache f32[B, blocks, 1, size], those that this run completes among them: of each column a
+        mean of their tokens, by weights from scores of their own."""
+        block, step, ratio, size = f"blk.{layer}", frame.step, blocks.ratio, self.size
+        columns = size * (blocks.span // ratio)
+        kv = product(weights, f"{block}.attn_compressor_kv", x, columns)
+        places = weights(f"{block}.attn_compressor_ape.weight", (ratio, columns))
+        places = ops.get_rows(places, frame.within(ratio))
+        score = ops.add(product(weights, f"{block}.attn_compressor_gate", x, columns), places)
+        count = blocks.count(step)
+        rows = frame.fed(f"block_rows.{ratio}", step.sequences, count * blocks.span)
+        pos = frame.fed(f"block_pos.{ratio}", step.sequences, count)
+        slot = frame.fed(f"block_slot.{ratio}", step.sequences * count)
+
+        def members(name: str, new: Value) -> Value:
+            """f32[B, N, span, columns]: the tokens of each block that this run completes."""
+            known = frame.preceded(f"{name}.{layer}", frame.split(new, columns), blocks.kept)
+            return ops.reshape(ops.get_rows(known, rows), shape=(step.sequences, count, blocks.span, columns))
+
+        kv, score = members("block_kv", kv), members("block_score", score)
+        if blocks.span > ratio:  # the block before gives its first columns, the block itself its last ones
+            old, own = (0, ratio, 0, size), (ratio, 2 * ratio, size, columns)
+            kv = ops.concat(part(kv, *old), part(kv, *own), axis=2)
+            score = ops.concat(ops.add(part(score, *old), begun(pos)), part(score, *own), axis=2)
+        shares = ops.softmax(ops.transpose(score))
+        mean = ops.sum_rows(ops.mul(ops.transpose(kv), shares))
+        mean = ops.reshape(mean, shape=(step.sequences, count, 1, size))
+        mean = self.norm(weights, f"{block}.attn_compressor_norm", mean)
+        mean = self.turned(mean, pos, name=f"{block}.block_rope")
+        return frame.cached(f"cache_c.{layer}", mean, slot, ratio=ratio)
+
+    def answered(self, weights: Weights, frame: Frame, block: str, y: Value, width: int) -> Value:
+        """What heads answer, projected by groups and then together: f32[B*T, width]."""
+        rows, groups, each = frame.step.rows, self.groups, self.heads * self.size // self.groups
+        name = f"{block}.attn_output_a"
+        shape = weights.shape(f"{name}.weight")
+        matrix = weights(f"{name}.weight", shape)
+        rank = matrix.spec.size // (groups * each)
+        matrix = ops.reshape(matrix, shape=(groups, rank, each)) if len(shape) < 3 else matrix
+        grouped = ops.permute(ops.reshape(y, shape=(rows, groups, each)), axes=(1, 0, 2))
+        short = ops.permute(ops.mul_mat(matrix, grouped, name=name), axes=(1, 0, 2))
+        short = ops.reshape(short, shape=(rows, groups * rank))
+        return product(weights, f"{block}.attn_output_b", short, width)
+
+
+def begun(pos: Value) -> Value:
+    """0 for blocks that have one before them, -inf for the first of a sequence: f32[B, N, 1, 1]."""
+    before = ops.cast(ops.scale(ops.cast(pos, dtype=DType.F32), scale=1.0, bias=-1.0), dtype=DType.I32)
+    return ops.reshape(ops.causal_mask(before, cells=1), shape=(*pos.shape, 1, 1))
+
+
+def part(x: Value, start: int, stop: int, left: int, right: int) -> Value:
+    """Tokens and columns of ``x`` f32[B, N, tokens, columns]."""
+    tokens = ops.slice_(x, axis=2, start=start, stop=stop)
+    return ops.slice_(tokens, axis=3, start=left, stop=right)

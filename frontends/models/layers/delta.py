@@ -1,0 +1,166 @@
+"""Gated delta nets: convolution, gates, rule, gated norm; with a decay for each head, or for each key channel.
+
+Yang, Kautz and Hatamizadeh, Gated delta networks, 2024; Kimi team, Kimi Linear, 2025.  States f32[B, taps-1, channels]
+``conv_state.N``, of Kimi ``conv_state_q.N`` and those of k and v, and ``delta_state.N`` f32[B, heads, value, key].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .... import ops
+from ....graph import Value
+from ...gguf.keys import Keys
+from ..family import Family
+from ..frame import RECURRENT, Frame
+from ..weights import Weights
+from .blocks import GATES, Norm, linear, parts, product
+from .mamba import convolved
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """The layers of Qwen3-Next and Qwen3.5; their answer is gated by SiLU or the sigmoid of another projection."""
+
+    taps: int
+    key_heads: int
+    value_heads: int
+    size: int
+    norm: Norm
+    gate: str = "silu"
+    needs: frozenset[str] = RECURRENT
+
+    @classmethod
+    def from_keys(cls, keys: Keys, family: Family, layer: int) -> DeltaNet:
+        """ModelError if heads do not divide or do not fill the inner size."""
+        size, key_heads = keys.count("ssm.state_size"), keys.count("ssm.group_count")
+        value_heads, inner = keys.count("ssm.time_step_rank"), keys.count("ssm.inner_size")
+        if value_heads % key_heads:
+            raise keys.error("ssm.time_step_rank", f"is {value_heads}; need a multiple of group_count {key_heads}")
+        if inner != value_heads * size:
+            raise keys.error("ssm.inner_size", f"is {inner}; need time_step_rank * state_size {value_heads * size}")
+        # One tap would leave no state to keep, and no such model exists.
+        taps, eps = keys.count("ssm.conv_kernel", least=2), keys.positive("attention.layer_norm_rms_epsilon")
+        return cls(taps, key_heads, value_heads, size, Norm(eps), family.delta_gate)
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Channels of q, k and v, which pass the convolution side by side."""
+        return self.key_heads * self.size, self.key_heads * self.size, self.value_heads * self.size
+
+    def __call__(self, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
+        """f32[B*T, E] to f32[B*T, E].  Files in which rates come by key head keep the value heads of a key head
+        together."""
+        block, heads = f"blk.{layer}", self.value_heads
+        by_key_head = weights.has(f"{block}.ssm_ba.weight")
+        qkv, z, alpha, beta = (self.by_key_head if by_key_head else self.projected)(weights, block, x)
+        mixed = parts(convolved(weights, frame, layer, qkv, self.taps), *self.widths)
+        q, k, v = (frame.split(y, y.shape[-1] // self.size, self.size) for y in mixed)
+        steps = ops.softplus(ops.add(alpha, weights(f"{block}.ssm_dt.bias", (heads,))))
+        # The file holds -exp(A_log).
+        decay = frame.split(ops.mul(steps, weights(f"{block}.ssm_a", (heads,))), heads)
+        decay = frame.split(ops.mul(decay, frame.valid, name=f"{block}.decay"), heads, 1)
+        kinds = "interleaved" if by_key_head else "tiled"
+        o = ruled(frame, layer, q, k, v, decay, beta, self.norm.eps, kinds)
+        z = frame.split(z, heads, self.size)
+        o = ops.mul(self.norm(weights, f"{block}.ssm_norm", o), GATES[self.gate](z), name=f"{block}.ssm_gated")
+        return linear(weights, f"{block}.ssm_out", frame.rows(o), x.shape[-1])
+
+    def projected(self, weights: Weights, block: str, x: Value) -> list[Value]:
+        """q, k and v side by side f32[B*T, channels], what gates the answer f32[B*T, heads * size], and for each value
+        head what its decay and its learning rate come from, f32[B*T, heads]."""
+        heads, inner = self.value_heads, self.widths[2]
+        widths = {"attn_qkv": sum(self.widths), "attn_gate": inner, "ssm_alpha": heads, "ssm_beta": heads}
+        return [linear(weights, f"{block}.{name}", x, n) for name, n in widths.items()]
+
+    def by_key_head(self, weights: Weights, block: str, x: Value) -> list[Value]:
+        """The same of one matrix of rates, in early files also one of q, k, v and z, in which the rows of a key head
+        lie together."""
+        rows, repeat, size = x.shape[0], self.value_heads // self.key_heads, self.size
+
+        def columns(name: str, *widths: int) -> list[Value]:
+            """Parts of so many columns a key head, each of all key heads side by side: f32[B*T, key_heads * width]."""
+            both = linear(weights, f"{block}.{name}", x, self.key_heads * sum(widths))
+            both = ops.reshape(both, shape=(rows, self.key_heads, sum(widths)))
+            return [ops.reshape(part, shape=(rows, part.spec.size // rows)) for part in parts(both, *widths)]
+
+        beta, alpha = columns("ssm_ba", repeat, repeat)
+        if weights.has(f"{block}.attn_qkv.weight"):
+            qkv = linear(weights, f"{block}.attn_qkv", x, sum(self.widths))
+            z = linear(weights, f"{block}.attn_gate", x, self.widths[2])
+        else:
+            q, k, v, z = columns("ssm_in", size, size, repeat * size, repeat * size)
+            qkv = ops.concat(ops.concat(q, k, axis=-1), v, axis=-1)
+        return [qkv, z, alpha, beta]
+
+
+@dataclass(frozen=True, slots=True)
+class KimiDelta:
+    """Kimi delta attention: ``floor`` is the lowest log decay of a bounded gate, 0 for one that is not, and ``sign``
+    that of what bounds it."""
+
+    taps: int
+    heads: int
+    size: int
+    floor: float
+    sign: float
+    norm: Norm
+    l2_eps: float
+    needs: frozenset[str] = RECURRENT
+
+    @classmethod
+    def from_keys(cls, keys: Keys, family: Family, layer: int) -> KimiDelta:
+        heads = max(keys.each("attention.head_count", keys.blocks()))
+        floor = keys.number("kda.gate_lower_bound", 0.0) if family.bounded_decay else 0.0
+        taps, eps = keys.count("ssm.conv_kernel", least=2), keys.eps("attention.layer_norm_rms_epsilon")
+        size, l2_eps = keys.count("kda.head_dim"), family.l2_eps or eps
+        return cls(taps, heads, size, floor, family.bounded_decay, Norm(eps), l2_eps)
+
+    def __call__(self, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
+        """f32[B*T, E] to f32[B*T, E]."""
+        block, heads, size = f"blk.{layer}", self.heads, self.size
+        made = ((kind, product(weights, f"{block}.attn_{kind}", x, heads * size)) for kind in "qkv")
+        mixed = (convolved(weights, frame, layer, y, self.taps, f"_{kind}") for kind, y in made)
+        q, k, v = (frame.split(y, heads, size) for y in mixed)
+        beta, decay = product(weights, f"{block}.ssm_beta", x, heads), self.decay(weights, frame, block, x)
+        o = ruled(frame, layer, q, k, v, decay, beta, self.l2_eps)
+        gate = frame.split(self.through(weights, block, "ssm_g", x), heads, size)
+        y = ops.mul(self.norm(weights, f"{block}.ssm_norm", o), ops.sigmoid(gate), name=f"{block}.ssm_gated")
+        return product(weights, f"{block}.attn_output", frame.rows(y), x.shape[-1])
+
+    def decay(self, weights: Weights, frame: Frame, block: str, x: Value) -> Value:
+        """Log decays f32[B,T,heads,size], 0 for padding."""
+        g = ops.add(
+            self.through(weights, block, "ssm_f", x), weights(f"{block}.ssm_dt.bias", (self.heads * self.size,))
+        )
+        a = weights.reshaped(f"{block}.ssm_a", (self.heads, 1))
+        if self.floor:
+            g = ops.scale(ops.mul(frame.split(g, self.heads, self.size), a), scale=self.sign)
+            g = ops.scale(ops.sigmoid(g), scale=self.floor)
+        else:
+            g = ops.mul(frame.split(ops.softplus(g), self.heads, self.size), a)
+        return ops.mul(g, frame.each_token, name=f"{block}.decay")
+
+    def through(self, weights: Weights, block: str, name: str, x: Value) -> Value:
+        """``x`` f32[B*T, E] times a matrix f32[B*T, heads * size], which may be a product of two."""
+        width = self.heads * self.size
+        if weights.has(f"{block}.{name}.weight"):
+            return product(weights, f"{block}.{name}", x, width)
+        y = product(weights, f"{block}.{name}_a", x, weights.shape(f"{block}.{name}_a.weight")[0])
+        return product(weights, f"{block}.{name}_b", y, width) if weights.has(f"{block}.{name}_b.weight") else y
+
+
+def ruled(
+    frame: Frame, layer: int, q: Value, k: Value, v: Value, decay: Value, beta: Value, eps: float, heads: str = "tiled"
+) -> Value:
+    """What the rule answers, f32[B,T,heads,size]: q and k come to length one; ``decay`` f32[B,T,heads,1|size] is its
+    logarithm, ``beta`` f32[B*T,heads] makes learning rates, which padding has none of."""
+    block, (_, _, count, size) = f"blk.{layer}", v.shape
+    q, k = ops.l2_norm(q, eps=eps, name=f"{block}.q_l2"), ops.l2_norm(k, eps=eps, name=f"{block}.k_l2")
+    beta = ops.mul(frame.split(ops.sigmoid(beta), count), frame.valid, name=f"{block}.beta")
+    old = frame.state(f"delta_state.{layer}", count, size, size)
+    o, new = ops.gated_delta_net(
+        q, k, v, decay, beta, old, heads=heads, snapshots=frame.snapshots, name=f"{block}.delta_net"
+    )
+    frame.update(old, new)
+    return o

@@ -1,0 +1,127 @@
+"""Selective state space models: Mamba (Gu and Dao, 2023), Mamba-2 (Dao and Gu, 2024) and PLaMo 2's kind of it.
+
+States ``conv_state.N`` f32[B, taps-1, channels] and ``ssm_state.N`` f32[B, heads, channels, state].
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Self
+
+from .... import ops
+from ....graph import Value
+from ...gguf.keys import Keys
+from ..family import Family
+from ..frame import RECURRENT, Frame
+from ..weights import Weights
+from .blocks import Norm, linear, parts
+
+SHUT = 1e4
+"""A step size so far below zero that softplus gives none at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba:
+    """A layer whose channels are heads; steps, inputs and outputs of states follow from the convolved token."""
+
+    taps: int
+    inner: int
+    state: int
+    heads: int
+    groups: int
+    norm: Norm
+    bare: bool
+    """Whether steps, inputs and outputs are normalised without weights, as Falcon Mamba does."""
+    needs: frozenset[str] = RECURRENT
+
+    @classmethod
+    def from_keys(cls, keys: Keys, family: Family, layer: int) -> Self:
+        """ModelError if heads do not fill the inner size or groups do not divide."""
+        inner = keys.count("ssm.inner_size")
+        heads = inner if cls is Mamba else keys.count("ssm.time_step_rank")
+        groups = keys.count("ssm.group_count") if cls is Mamba2 else 1
+        if inner % heads:
+            raise keys.error("ssm.inner_size", f"is {inner}; need a multiple of time_step_rank {heads}")
+        if heads % groups or inner % groups:
+            raise keys.error("ssm.group_count", f"is {groups}; need a divisor of {heads} heads and {inner} channels")
+        eps = keys.optional("attention.layer_norm_rms_epsilon") or keys.positive("attention.layer_norm_epsilon")
+        bare = keys.has("ssm.dt_b_c_rms") and keys.flags("ssm.dt_b_c_rms", 1)[0]
+        taps, state = keys.count("ssm.conv_kernel", least=2), keys.count("ssm.state_size")
+        return cls(taps, inner, state, heads, groups, Norm(eps), bare)
+
+    def __call__(self, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
+        """f32[B*T, E] to f32[B*T, E].  Steps of padding are none, so that the state stays."""
+        block, heads, channels = f"blk.{layer}", self.heads, self.inner // self.heads
+        z, inputs, dt, b, c = self.read(weights, frame, layer, x)
+        b, c = (frame.split(y, self.groups, self.state) for y in (b, c))
+        shut, inputs = ops.scale(frame.valid, scale=SHUT, bias=-SHUT), frame.split(inputs, heads, channels)
+        steps = ops.add(frame.split(dt, heads), shut, name=f"{block}.steps")
+        rates = math.prod(weights.shape(f"{block}.ssm_a")) // heads
+        a, d = weights.reshaped(f"{block}.ssm_a", (heads, rates)), weights.reshaped(f"{block}.ssm_d", (heads, 1))
+        old = frame.state(f"ssm_state.{layer}", heads, channels, self.state)
+        y, new = ops.ssm_scan(inputs, steps, a, b, c, old, snapshots=frame.snapshots, name=f"{block}.ssm_scan")
+        frame.update(old, new)
+        y = ops.swiglu(z, frame.rows(ops.add(y, ops.mul(inputs, d))), name=f"{block}.ssm_gated")
+        if weights.has(f"{block}.ssm_norm.weight"):
+            y = self.norm(weights, f"{block}.ssm_norm", frame.split(y, self.groups, self.inner // self.groups))
+        return linear(weights, f"{block}.ssm_out", frame.rows(y), x.shape[1])
+
+    def read(self, weights: Weights, frame: Frame, layer: int, x: Value) -> tuple[Value, ...]:
+        """What a token asks of states: gate f32[B*T, inner], input f32[B, T, inner], step sizes f32[B*T, heads], and
+        what goes into states and comes out f32[B*T, groups * state]."""
+        x, z = parts(linear(weights, f"blk.{layer}.ssm_in", x, 2 * self.inner), self.inner, self.inner)
+        return z, *self.following(weights, frame, layer, x, "dt", "b", "c")
+
+    def following(self, weights: Weights, frame: Frame, layer: int, x: Value, *order: str) -> tuple[Value, ...]:
+        """The input behind its convolution, and what follows from it; the matrix has columns in that ``order``."""
+        block, x = f"blk.{layer}", convolved(weights, frame, layer, x, self.taps)
+        widths = {"dt": weights.shape(f"{block}.ssm_dt.weight")[1], "b": self.state, "c": self.state}
+        made = parts(
+            linear(weights, f"{block}.ssm_x", frame.rows(x), sum(widths.values())), *(widths[n] for n in order)
+        )
+        given = {n: self.normed(weights, f"{block}.ssm_{n}_norm", y) for n, y in zip(order, made, strict=True)}
+        return x, linear(weights, f"{block}.ssm_dt", given["dt"], self.heads), given["b"], given["c"]
+
+    def normed(self, weights: Weights, name: str, x: Value) -> Value:
+        if weights.has(f"{name}.weight"):
+            return self.norm(weights, name, x)
+        return self.norm.plain(x) if self.bare else x
+
+
+class Mamba2(Mamba):
+    """A layer whose heads have one rate each; ``groups`` of heads share inputs and outputs of the state."""
+
+    __slots__ = ()
+
+    def read(self, weights: Weights, frame: Frame, layer: int, x: Value) -> tuple[Value, ...]:
+        block, shared = f"blk.{layer}", self.groups * self.state
+        widths = self.inner, self.inner + 2 * shared, self.heads
+        z, x, dt = parts(linear(weights, f"{block}.ssm_in", x, sum(widths)), *widths)
+        x, b, c = parts(convolved(weights, frame, layer, x, self.taps), self.inner, shared, shared)
+        return z, x, ops.add(dt, weights(f"{block}.ssm_dt.bias", (self.heads,))), b, c
+
+
+class Plamo2(Mamba):
+    """Mamba-2's heads with Mamba's steps, inputs and outputs."""
+
+    __slots__ = ()
+
+    def read(self, weights: Weights, frame: Frame, layer: int, x: Value) -> tuple[Value, ...]:
+        rows, size = x.shape[0], self.inner // self.heads
+        both = linear(weights, f"blk.{layer}.ssm_in", x, 2 * self.inner)
+        # Each head has its gate and then its input.
+        z, x = parts(ops.reshape(both, shape=(rows, self.heads, 2 * size)), size, size)
+        z, x = (ops.reshape(y, shape=(rows, self.inner)) for y in (z, x))
+        return z, *self.following(weights, frame, layer, x, "b", "c", "dt")
+
+
+def convolved(weights: Weights, frame: Frame, layer: int, x: Value, taps: int, kind: str = "") -> Value:
+    """``x`` f32[B*T, channels] behind a short convolution and SiLU, f32[B, T, channels]; ``kind`` tells those of a
+    layer apart."""
+    block, channels = f"blk.{layer}", x.shape[-1]
+    tokens = frame.preceded(f"conv_state{kind}.{layer}", frame.split(x, channels), taps - 1)
+    kernel = weights.reshaped(f"{block}.ssm_conv1d{kind}.weight", (channels, taps))
+    y = ops.ssm_conv(tokens, kernel, name=f"{block}.ssm_conv1d{kind}")
+    bias = weights.optional(f"{block}.ssm_conv1d{kind}.bias", (channels,))
+    return ops.silu(y if bias is None else ops.add(y, bias), name=f"{block}.conv_silu{kind}")

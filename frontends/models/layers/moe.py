@@ -1,0 +1,248 @@
+"""Mixtures of experts: a router sends each token to a few of many feed-forwards and adds up what they answer.
+
+Shazeer et al., The sparsely-gated mixture-of-experts layer, 2017; graph: llama.cpp ``build_moe_ffn``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from .... import ops
+from ....graph import DType, Value
+from ...gguf.keys import Keys
+from ..family import Family
+from ..weights import Weights
+from .blocks import Norm, Unit, feed_forward, linear, product
+
+GATINGS = ("softmax", "sigmoid", "chosen", "root")
+"""What ``expert_gating_func`` counts from 1: softmax, sigmoid, softmax over the chosen, root of softplus."""
+SMALLEST_SUM = 2.0**-14
+"""What llama.cpp divides routing weights by at least: the smallest normal number of f16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Each token is answered by ``used`` of ``count`` experts, and by a shared one if the file has any.
+
+    Shares come from the router through ``gating``; those of the chosen experts are divided by their sum if
+    ``normalised``, and multiplied by ``scale``.  Of ``groups`` of experts only the ``groups_used`` best ones, by the
+    sum of their two best shares, are chosen from.
+    """
+
+    count: int
+    used: int
+    gating: str = "softmax"
+    normalised: bool = True
+    scale: float = 1.0
+    unit: Unit = field(default=Unit())
+    shared: Unit = field(default=Unit())
+    norm: Norm = field(default=Norm(0.0))
+    groups: int = 1
+    groups_used: int = 1
+    family: Family = field(default=Family())
+    group_size: int = 1
+    group_scale: float = 1.0
+
+    @classmethod
+    def from_keys(cls, keys: Keys, family: Family, layer: int, blocks: int, unit: Unit, norm: Norm) -> Experts:
+        """The experts of a block; ModelError if the metadata make no sense."""
+        count, used = keys.count("expert_count"), keys.each("expert_used_count", blocks)[layer]
+        if not 1 <= used <= count:
+            raise keys.error("expert_used_count", f"is {used}; need 1 to expert_count {count}")
+        groups = keys.given("expert_group_count", 1)
+        groups_used = keys.given("expert_group_used_count", 1)
+        if groups > 1 and (count % groups or groups_used >= groups):
+            raise keys.error(
+                "expert_group_count", f"is {groups}; need a divisor of {count} above the {groups_used} used"
+            )
+        normalised = family.normalised
+        if normalised is None:
+            normalised = keys.has("expert_weights_norm") and keys.flags("expert_weights_norm", 1)[0]
+        both = keys.has("swiglu_clamp_shexp") or "one limit" not in family.mixture
+        limits = "swiglu_clamp_exp", "swiglu_clamp_shexp" if both else "swiglu_clamp_exp"
+        routed, shared = (replace(unit, limit=keys.limits(name, blocks)[layer]) for name in limits)
+        gating, scale = _gating(keys, family), keys.optional("expert_weights_scale") or 1.0
+        size, factor = keys.given("experts_per_group", 1), keys.optional("expert_group_scale") or 1.0
+        return cls(
+            count, used, gating, normalised, scale, routed, shared, norm, groups, groups_used, family, size, factor
+        )
+
+
+def _gating(keys: Keys, family: Family) -> str:
+    name, _, default = family.gating.partition(" ")
+    if name != "key":
+        return name
+    number = keys.given("expert_gating_func", 1 + GATINGS.index(default or "softmax"))
+    if number > len(GATINGS):
+        raise keys.error("expert_gating_func", f"is {number}; need one of 1 to {len(GATINGS)}")
+    return GATINGS[number - 1]
+
+
+def mixture(weights: Weights, block: str, x: Value, experts: Experts, router: Value | None = None) -> Value:
+    """The weighted sum of the chosen experts, plus the shared one: f32[n, E] to f32[n, E].
+
+    ``router`` is what the router sees if that is not ``x``.
+    """
+    scores = linear(weights, f"{block}.ffn_gate_inp", x if router is None else router, experts.count)
+    y = narrowed(weights, block, x, experts, scores)
+    if experts.family.mixture == "chunks":
+        y = ops.add(y, ops.scale(chunked(weights, block, y, experts, scores), scale=experts.group_scale))
+    if weights.has(f"{block}.ffn_down_shexp.weight"):
+        y = ops.add(y, shared_answer(weights, block, x, experts), name=f"{block}.ffn_moe_shared")
+        if experts.family.mixture == "halved":
+            y = ops.scale(y, scale=0.5)
+    return y
+
+
+def narrowed(weights: Weights, block: str, x: Value, experts: Experts, scores: Value) -> Value:
+    """The same as `routed`, between a projection to fewer columns and one back if the file has them."""
+    for down, norm, up in (
+        ("ffn_routed_down", "ffn_routed_norm", "ffn_routed_up"),
+        ("ffn_latent_down", "", "ffn_latent_up"),
+    ):
+        if weights.has(f"{block}.{down}.weight"):
+            y = product(weights, f"{block}.{down}", x, weights.shape(f"{block}.{down}.weight")[0])
+            y = routed(weights, block, y, experts, scores)
+            if norm and weights.has(f"{block}.{norm}.weight"):
+                y = experts.norm(weights, f"{block}.{norm}", y)
+            return product(weights, f"{block}.{up}", y, x.shape[-1])
+    return routed(weights, block, x, experts, scores)
+
+
+def routed(weights: Weights, block: str, x: Value, experts: Experts, scores: Value) -> Value:
+    """The weighted sum of the experts that ``scores`` f32[n, count] choose: f32[n, E] to f32[n, E]."""
+    ids, shares = route(weights, block, scores, experts)
+    if experts.family.mixture == "weighted input":
+        rows, width = x.shape
+        used = ops.reshape(shares, shape=(rows, experts.used, 1))
+        repeated = ops.repeat(ops.reshape(x, shape=(rows, 1, width)), shape=(rows, experts.used, width))
+        y = answers(weights, block, ops.mul(repeated, used), ids, experts)
+        return ops.reshape(ops.sum_rows(ops.transpose(y)), shape=(rows, width))
+    x = ops.reshape(x, shape=(x.shape[0], 1, x.shape[1]))
+    return combined(answers(weights, block, x, ids, experts), shares, name=f"{block}.ffn_moe")
+
+
+def chunked(weights: Weights, block: str, x: Value, experts: Experts, scores: Value) -> Value:
+    """What the small experts that groups of experts share make of the answer ``x`` f32[n, E] so far: f32[n, E].
+
+    Inclusion AI, Grove MoE, 2025; graph: llama.cpp ``grovemoe.cpp``, whose shares are those of the experts that have
+    the groups' numbers.
+    """
+    rows, count = scores.shape
+    used = min(experts.used, count // experts.group_size)
+    probabilities = ops.softmax(ops.reshape(scores, shape=(rows, 1, count)))
+    ids = ops.top_k(ops.sigmoid(scores), k=used)
+    if experts.group_size > 1:
+        group = ops.floor(ops.scale(ops.cast(ids, dtype=DType.F32), scale=1.0 / experts.group_size))
+        ids = ops.cast(group, dtype=DType.I32)
+    table = ops.reshape(probabilities, shape=(rows, count, 1))
+    shares = ops.reshape(ops.get_rows(table, ids), shape=(rows, 1, used))
+    shares = ops.div(shares, ops.clamp(ops.sum_rows(shares), min=SMALLEST_SUM, max=math.inf))
+    given = ops.reshape(x, shape=(rows, 1, x.shape[1]))
+    return combined(answers(weights, block, given, ids, experts, "chexps", "chunk"), shares, name=f"{block}.ffn_chunk")
+
+
+def route(weights: Weights, block: str, scores: Value, experts: Experts) -> tuple[Value, Value]:
+    """Which experts answer a token, i32[n, used], and how much each counts, f32[n, 1, used]."""
+    rows, count, used = scores.shape[0], experts.count, experts.used
+    row = ops.reshape(scores, shape=(rows, 1, count))
+    match experts.gating:
+        case "softmax":
+            probabilities = ops.softmax(row, name=f"{block}.ffn_moe_probs")
+        case "sigmoid":
+            probabilities = ops.sigmoid(row, name=f"{block}.ffn_moe_probs")
+        case "root":
+            probabilities = ops.sqrt(ops.softplus(row), name=f"{block}.ffn_moe_probs")
+        case _:
+            probabilities = row
+    choice = ops.reshape(selection(weights, block, row, probabilities, experts), shape=(rows, count))
+    ids = ops.top_k(choice, k=used, name=f"{block}.ffn_moe_ids")
+    table = ops.reshape(probabilities, shape=(rows, count, 1))
+    shares = ops.reshape(ops.get_rows(table, ids), shape=(rows, 1, used))
+    if experts.gating == "chosen":
+        shares = ops.softmax(shares)
+    if experts.normalised:
+        total = ops.clamp(ops.sum_rows(shares), min=SMALLEST_SUM, max=math.inf)
+        shares = ops.div(shares, total, name=f"{block}.ffn_moe_shares")
+    if experts.scale != 1.0:
+        shares = ops.scale(shares, scale=experts.scale, name=f"{block}.ffn_moe_scaled")
+    return ids, shares
+
+
+def selection(weights: Weights, block: str, scores: Value, probabilities: Value, experts: Experts) -> Value:
+    """What experts are chosen by, f32[n, 1, count]: their probabilities, with a bias if the file has one, and within
+    the best groups alone."""
+    if experts.family.mixture == "weighted input":
+        return scores
+    choice = ops.sigmoid(scores) if experts.family.mixture == "chunks" else probabilities
+    for name in (f"{block}.exp_probs_b.bias", f"{block}.exp_probs_b.weight"):
+        if (bias := weights.optional(name, (experts.count,))) is not None:
+            choice = ops.add(choice, bias)
+    return grouped(choice, experts) if experts.groups > 1 else choice
+
+
+def grouped(choice: Value, experts: Experts) -> Value:
+    """``choice`` f32[n, 1, count] with -inf outside the best groups of experts.  DeepSeek-AI, DeepSeek-V3, 2024."""
+    rows, groups = choice.shape[0], experts.groups
+    size = experts.count // groups
+    table = ops.reshape(choice, shape=(rows, groups, size))
+    best = ops.top_k(table, k=min(2, size))
+    two = ops.get_rows(ops.reshape(table, shape=(rows, groups, size, 1)), best)
+    sums = ops.reshape(ops.sum_rows(ops.reshape(two, shape=(rows, groups, best.shape[-1]))), shape=(rows, groups))
+    chosen = ops.top_k(sums, k=experts.groups_used)
+    kept = ops.set_rows(ops.fill(table, value=-math.inf), ops.get_rows(table, chosen), chosen)
+    return ops.reshape(kept, shape=choice.shape)
+
+
+def answers(
+    weights: Weights, block: str, x: Value, ids: Value, experts: Experts, suffix: str = "exps", name: str = "moe"
+) -> Value:
+    """The chosen experts' feed-forward for each token, f32[n, 1 or used, E] to f32[n, used, E]; gate and up may be one
+    tensor."""
+    width = x.shape[-1]
+    count, _, features = weights.shape(f"{block}.ffn_down_{suffix}.weight")
+
+    def product(kind: str, y: Value, n: int) -> Value:
+        tensor = f"{block}.ffn_{kind}_{suffix}"
+        w = weights(f"{tensor}.weight", (count, n, y.shape[-1]))
+        z = ops.mul_mat_id(w, y, ids, name=tensor)
+        scale, bias = weights.optional(f"{tensor}.scale", (count,)), weights.optional(f"{tensor}.bias", (count, n))
+        if scale is not None:
+            rows = ops.reshape(ops.get_rows(ops.reshape(scale, shape=(count, 1)), _flat(ids)), shape=(*ids.shape, 1))
+            z = ops.mul(z, rows)
+        return z if bias is None else ops.add_id(z, bias, ids)
+
+    glu, unit = f"{block}.ffn_{name}_glu", experts.unit
+    if weights.has(f"{block}.ffn_gate_up_{suffix}.weight"):
+        inner = unit.halves(product("gate_up", x, 2 * features), glu)
+    elif weights.has(f"{block}.ffn_gate_{suffix}.weight"):
+        inner = unit.gated(product("gate", x, features), product("up", x, features), glu)
+    else:
+        inner = unit.plain(product("up", x, features), glu)
+    return product("down", inner, width)
+
+
+def _flat(ids: Value) -> Value:
+    return ops.reshape(ids, shape=(ids.spec.size,))
+
+
+def combined(answer: Value, shares: Value, *, name: str) -> Value:
+    """Answers f32[n, used, E] weighed by ``shares`` f32[n, 1, used] and added up, f32[n, E].
+
+    A product with the weights, so that no [n, used, E] is written again, and linear in the answers: where experts are
+    cut across devices, their partial sums meet as one [n, E].
+    """
+    rows, _, width = answer.shape
+    return ops.reshape(ops.mul_mat(ops.transpose(answer), shares, name=name), shape=(rows, width))
+
+
+def shared_answer(weights: Weights, block: str, x: Value, experts: Experts) -> Value:
+    """The feed-forward of the expert that answers every token, times a sigmoid of the token if the file has its gate:
+    f32[n, E] to f32[n, E]."""
+    width = x.shape[-1]
+    y = feed_forward(weights, block, x, experts.shared, "_shexp")
+    if not experts.family.shared_gate:
+        return y
+    row = ops.reshape(weights(f"{block}.ffn_gate_inp_shexp.weight", (width,)), shape=(1, width))
+    return ops.mul(y, ops.sigmoid(ops.mul_mat(row, x)), name=f"{block}.ffn_shexp_gated")

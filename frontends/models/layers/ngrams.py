@@ -1,0 +1,137 @@
+"""A layer that adds, to all residual streams, rows of a table that hashes of the last tokens choose.
+
+Qwen team, 2026, after Over-tokenized Transformers (Huang et al., 2025); graph: llama.cpp ``qwen4exp.cpp``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .... import ops
+from ....graph import Value
+from ...errors import ModelError
+from ...gguf.keys import MOST, Keys
+from ...step import Batch, Step
+from ..frame import Frame
+from ..weights import Weights
+from .blocks import Norm, product
+
+LONGEST = 8
+"""Tokens that a hash may be of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ngrams:
+    """The tables of layer ``layer``: hashes of the last 2, 3, ... ``longest`` tokens, ``heads`` of each.
+
+    Hash h of n tokens is ``(t[0] m[0] xor ... xor t[n-1] m[n-1]) mod sizes[h] + starts[h]``, in 64 bits; ``end`` stands
+    for tokens before the sequence, and for those before such a token.  The answer passes a convolution of ``taps`` taps
+    that are ``longest`` tokens apart.
+    """
+
+    layer: int
+    longest: int
+    heads: int
+    taps: int
+    width: int
+    end: int
+    multipliers: tuple[int, ...]
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def from_keys(cls, keys: Keys, layers: int) -> Ngrams | None:
+        """None for a model without such a layer; ModelError if the metadata make no sense."""
+        where = keys.integers("ple.layers")
+        if not where:
+            return None
+        if len(where) > 1 or where[0] >= layers:
+            raise keys.error("ple.layers", f"is {list(where)}; need one layer below {layers}")
+        longest, each = keys.count("ple.ngram_size", least=2), keys.count("ple.heads_per_ngram")
+        if longest > LONGEST:
+            raise keys.error("ple.ngram_size", f"is {longest}; need at most {LONGEST}")
+        lists = {
+            "ple.layer_multipliers": longest,
+            "ple.head_offsets": (longest - 1) * each,
+            "ple.head_vocab_sizes": (longest - 1) * each,
+        }
+        multipliers, starts, sizes = (keys.integers(name, count) for name, count in lists.items())
+        if min(sizes) < 1 or max(start + size for start, size in zip(starts, sizes, strict=True)) > MOST:
+            raise keys.error("ple.head_vocab_sizes", f"need sizes of at least 1 that end, with offsets, below {MOST}")
+        taps, width = keys.count("ple.conv_kernel", least=2), keys.count("embedding_length_per_layer_input")
+        end = keys.count("ple.eos_token_id", least=0)
+        return cls(where[0], longest, each, taps, width, end, multipliers, starts, sizes)
+
+    @property
+    def kept(self) -> int:
+        """Earlier tokens that the convolution needs."""
+        return (self.taps - 1) * self.longest
+
+    @property
+    def remembers(self) -> int:
+        """Earlier tokens that hashes need."""
+        return self.longest - 1
+
+    def arrays(self, step: Step, batch: Batch) -> Mapping[str, npt.NDArray[np.generic]]:
+        """``ngram_rows`` i32[B*T*hashes]: the rows of the table for each token."""
+        rows = np.zeros((step.sequences, step.tokens, len(self.sizes)), np.int32)
+        for i, (new, length) in enumerate(zip(batch.tokens, batch.lengths, strict=True)):
+            need = min(length, self.remembers)
+            before = list(batch.before[i])[-need:] if need and i < len(batch.before) else []
+            if new and len(before) < need:
+                raise ModelError(
+                    f"batch: sequence {i} goes on behind {length} tokens, of which this model needs the last {need}; "
+                    "give them as `before`"
+                )
+            for t in range(len(new)):
+                rows[i, t] = self.hashes([*before, *new[: t + 1]][-self.longest :])
+        return {"ngram_rows": rows.reshape(-1)}
+
+    def hashes(self, tokens: list[int]) -> list[int]:
+        """The rows for the last one of ``tokens``."""
+        latest = [tokens[-1]]
+        for token in reversed(tokens[:-1]):
+            if token == self.end:
+                break
+            latest.append(token)
+        latest += [self.end] * (self.longest - len(latest))
+        mixed, rows = latest[0] * self.multipliers[0], []
+        for n in range(1, self.longest):
+            mixed = (mixed ^ latest[n] * self.multipliers[n]) & (2**64 - 1)
+            span = slice((n - 1) * self.heads, n * self.heads)
+            rows += [mixed % size + start for size, start in zip(self.sizes[span], self.starts[span], strict=True)]
+        return rows
+
+    def __call__(self, weights: Weights, frame: Frame, norm: Norm, x: Value) -> Value:
+        """The streams f32[B*T, streams, E] with what the table says of each token, gated by its likeness to them."""
+        block, (rows, streams, width) = f"blk.{self.layer}", x.shape
+        entries = weights.shape("per_layer_token_embd.weight")[0]  # perhaps more than hashes can choose
+        table = weights("per_layer_token_embd.weight", (entries, self.width))
+        ids = frame.fed("ngram_rows", rows * len(self.sizes))
+        short = ops.reshape(ops.get_rows(table, ids, name="ngrams"), shape=(rows, len(self.sizes) * self.width))
+        key = ops.reshape(product(weights, f"{block}.ple_key", short, streams * width), shape=x.shape)
+        key, query = norm(weights, f"{block}.ple_norm_key", key), norm(weights, f"{block}.ple_norm_query", x)
+        likeness = ops.scale(ops.sum_rows(ops.mul(key, query)), scale=1.0 / math.sqrt(width))
+        root = ops.sqrt(ops.clamp(ops.abs_(likeness), min=1e-6, max=math.inf))
+        gate = ops.sigmoid(ops.mul(ops.sgn(likeness), root))
+        value = ops.reshape(product(weights, f"{block}.ple_value", short, width), shape=(rows, 1, width))
+        value = ops.mul(ops.repeat(value, shape=x.shape), gate, name=f"{block}.ngrams_gated")
+        return ops.add(x, ops.add(value, self.convolved(weights, frame, norm, value)), name=f"{block}.ngrams_residual")
+
+    def convolved(self, weights: Weights, frame: Frame, norm: Norm, x: Value) -> Value:
+        """A convolution of each channel, whose taps lie apart: f32[B*T, streams, E]."""
+        block, columns = f"blk.{self.layer}", x.shape[1] * x.shape[2]
+        new = frame.split(norm(weights, f"{block}.ple_norm_conv", x), columns)
+        known = frame.preceded(f"ngram_state.{self.layer}", new, self.kept)
+        kernel = weights(f"{block}.ple_conv1d.weight", (columns, self.taps))
+        # Zeros between the taps make one dense kernel.
+        taps = ops.reshape(kernel, shape=(columns, self.taps, 1))
+        zeros = ops.repeat(ops.fill(taps, value=0.0), shape=(columns, self.taps, self.longest - 1))
+        dense = ops.reshape(ops.concat(zeros, taps, axis=-1), shape=(columns, self.taps * self.longest))
+        dense = ops.slice_(dense, axis=-1, start=self.longest - 1, stop=self.taps * self.longest)
+        return ops.reshape(ops.silu(ops.ssm_conv(known, dense)), shape=x.shape)

@@ -1,0 +1,237 @@
+"""Decoders whose residual is not one sum: several streams, a mix of earlier sums, a skip from the start, cycles, or
+more for each block."""
+
+from __future__ import annotations
+
+import math
+
+from .... import ops
+from ....graph import Graph, Value
+from ..decoder import Decoder
+from ..hyper import Layer
+from .blocks import parts, product
+
+
+class Skipping(Decoder):
+    """Every block adds the embedding again, times a factor of its own.  Talkie."""
+
+    def graph(self) -> Graph:
+        x = first = self.embedded()
+        for i, layer in enumerate(self.hyper.blocks):
+            first = self.frame.wanted(first) if self.is_last(i) else first
+            x = self.block(i, layer, x)
+            x = ops.add(x, ops.mul(first, self.weights(f"blk.{i}.layer_output_scale.weight", (1,))))
+            x = self.frame.steered(i, x)
+        return self.ended_by(x)
+
+
+class PerLayer(Decoder):
+    """Every block also sees a short vector of the token that belongs to it alone, and adds what it makes of that at
+    its end; then it scales its output.
+
+    Gemma team, Gemma 3n and Gemma 4; graph: llama.cpp ``gemma4.cpp``.
+    """
+
+    def embedded(self) -> Value:
+        x = super().embedded()
+        self.short = self.shortened(x) if self.weights.has("per_layer_token_embd.weight") else None
+        return x
+
+    def shortened(self, x: Value) -> Value:
+        """f32[B*T, layers * P]: a projection of the embedding, plus rows of a table of their own."""
+        hyper, weights = self.hyper, self.weights
+        columns = weights.shape("per_layer_token_embd.weight")[1]
+        each = columns // hyper.layers
+        rows = ops.get_rows(
+            weights("per_layer_token_embd.weight", (hyper.vocabulary_size, columns)), self.frame.tokens, name="places"
+        )
+        y = ops.scale(product(weights, "per_layer_model_proj", x, columns), scale=1.0 / math.sqrt(hyper.width))
+        y = ops.reshape(y, shape=(x.shape[0], hyper.layers, each))
+        y = ops.reshape(self.norm(weights, "per_layer_proj_norm", y), shape=(x.shape[0], columns))
+        return ops.scale(ops.add(y, ops.scale(rows, scale=math.sqrt(each))), scale=math.sqrt(0.5), name="short")
+
+    def block(self, i: int, layer: Layer, x: Value) -> Value:
+        block, x = f"blk.{i}", super().block(i, layer, x)
+        if self.short is not None:
+            each = self.short.shape[-1] // self.hyper.layers
+            short = ops.slice_(self.short, axis=-1, start=i * each, stop=(i + 1) * each)
+            short = self.frame.wanted(short) if self.is_last(i) else short
+            y = ops.mul(ops.gelu(product(self.weights, f"{block}.inp_gate", x, each)), short)
+            y = self.normed(i, "post_norm", product(self.weights, f"{block}.proj", y, x.shape[-1]))
+            x = ops.add(x, y, name=f"{block}.short_residual")
+        factor = self.weights.optional(f"{block}.layer_output_scale.weight", (1,))
+        return x if factor is None else ops.mul(x, factor)
+
+
+class NormedSums(Decoder):
+    """Each part reads a residual that is normalised behind every sum.
+
+    Devlin et al., BERT, 2018; a second such norm behind attention: Günther et al., Jina embeddings 2, 2023.
+    """
+
+    def block(self, i: int, layer: Layer, x: Value) -> Value:
+        h = self.mixed(i, layer, x, x)
+        h, x = (self.frame.wanted(h), self.frame.wanted(x)) if self.is_last(i) else (h, x)
+        added = self.normed(i, "attn_output_norm", ops.add(x, h))
+        if self.weights.has(f"blk.{i}.attn_norm_2.weight"):
+            added = self.normed(i, "attn_norm_2", ops.add(added, x))
+        y = self.fed(i, layer, added, added, x)
+        return self.normed(i, "layer_output_norm", ops.add(added, y, name=f"blk.{i}.ffn_residual"))
+
+
+class Streams(Decoder):
+    """Several residual streams, from which each part reads a mix and to which it writes by weights.
+
+    Zhu et al., Hyper-connections, 2024; Xie et al., mHC, 2025.  Streams are mixed among each other where the file has
+    logits for that.  f32[n, streams, E].
+    """
+
+    def graph(self) -> Graph:
+        x = self.embedded()
+        rows, width, streams = self.frame.step.rows, self.hyper.width, self.hyper.streams.count
+        x = ops.repeat(ops.reshape(x, shape=(rows, 1, width)), shape=(rows, streams, width))
+        for i, layer in enumerate(self.hyper.blocks):
+            x = self.frame.steered(i, self.block(i, layer, x))
+        return self.ended_by(self.head(self.ended(x)))
+
+    def ended(self, x: Value) -> Value:
+        """The wanted rows of all streams."""
+        rows, streams, width = x.shape
+        x = self.frame.wanted(ops.reshape(x, shape=(rows, streams * width)))
+        return ops.reshape(x, shape=(x.shape[0], streams, width))
+
+    def block(self, i: int, layer: Layer, x: Value) -> Value:
+        before, post, comb = self.read(f"blk.{i}.hc_attn", x)
+        h = self.normed(i, self.family.attn_norm, before)
+        x = ops.dsv4_hc_post(self.mixed(i, layer, before, h), x, post, comb, name=f"blk.{i}.attn_residual")
+        added, post, comb = self.read(f"blk.{i}.hc_ffn", x)
+        y = self.fed(i, layer, self.normed(i, self.family.ffn_norm, added), added, before)
+        return ops.dsv4_hc_post(y, x, post, comb, name=f"blk.{i}.ffn_residual")
+
+    def read(self, name: str, x: Value) -> tuple[Value, Value, Value | None]:
+        """The mix that a part reads f32[n, E], the weights f32[n, streams] by which it writes, and how streams mix."""
+        traits, n = self.hyper.streams, self.hyper.streams.count
+        mixes, scale, base = self.mixes(name, x)
+        logits = zip(parts(mixes, n, n), parts(scale, 1, 1), parts(base, n, n), strict=True)
+        pre, post = (ops.sigmoid(ops.add(ops.mul(y, factor), offset)) for y, factor, offset in logits)
+        pre = ops.scale(pre, scale=1.0, bias=traits.eps)
+        comb = None
+        if mixes.shape[-1] > 2 * n:
+            post = ops.scale(post, scale=2.0)
+            comb = ops.dsv4_hc_comb(mixes, scale, base, n_iter=traits.iterations, eps=traits.eps)
+        else:
+            post = ops.scale(post, scale=traits.magnitude, bias=traits.eps)
+        return ops.dsv4_hc_pre(x, pre), post, comb
+
+    def mixes(self, name: str, x: Value) -> tuple[Value, Value, Value]:
+        """Logits of all streams together, and their factors and offsets."""
+        rows, streams, width = x.shape
+        flat = self.norm.plain(ops.reshape(x, shape=(rows, streams * width)))
+        weights = self.weights
+        columns = weights.shape(f"{name}_fn.weight")[0]
+        matrix = weights(f"{name}_fn.weight", (columns, streams * width))
+        scale = weights(f"{name}_scale.weight", weights.shape(f"{name}_scale.weight"))
+        return ops.mul_mat(matrix, flat, name=name), scale, weights(f"{name}_base.weight", (columns,))
+
+    def head(self, x: Value) -> Value:
+        """One stream of all, f32[n, E]: by weights of their own if the file has them, else the mean."""
+        if not self.weights.has("output_hc_fn.weight"):
+            count = self.hyper.streams.count
+            return ops.scale(
+                ops.reshape(ops.sum_rows(ops.transpose(x)), shape=(x.shape[0], x.shape[2])), scale=1.0 / count
+            )
+        mixes, scale, base = self.mixes("output_hc", x)
+        pre = ops.sigmoid(ops.add(ops.mul(mixes, scale), base))
+        return ops.dsv4_hc_pre(x, ops.scale(pre, scale=1.0, bias=self.hyper.streams.eps))
+
+
+class GatedStreams(Streams):
+    """Streams that a part reads as their mean, each entry gated through fewer columns; one layer may add hashes of the
+    last tokens.
+
+    Graph: llama.cpp ``qwen4exp.cpp``.
+    """
+
+    def block(self, i: int, layer: Layer, x: Value) -> Value:
+        ngrams = self.hyper.ngrams
+        if ngrams is not None and ngrams.layer == i:
+            x = ngrams(self.weights, self.frame, self.norm, x)
+        return super().block(i, layer, x)
+
+    def read(self, name: str, x: Value) -> tuple[Value, Value, Value | None]:
+        """What a part reads f32[n, E], and the weights f32[n, streams] by which it writes."""
+        mean, flat = self.mean(name, x)
+        weight = ops.scale(product(self.weights, f"{name}_inject", flat, x.shape[1]), scale=1.0 / x.shape[1])
+        return mean, ops.scale(ops.sigmoid(weight), scale=2.0), None
+
+    def mean(self, name: str, x: Value) -> tuple[Value, Value]:
+        """The gated mean f32[n, E], and the normalised streams side by side f32[n, streams * E]."""
+        rows, streams, width = x.shape
+        normed = self.norm(self.weights, f"{name}_norm", x)
+        flat = ops.reshape(normed, shape=(rows, streams * width))
+        rank = self.weights.shape(f"{name}_down.weight")[0]
+        short = ops.scale(product(self.weights, f"{name}_down", flat, rank), scale=1.0 / streams)
+        gate = product(self.weights, f"{name}_up", ops.silu(short), streams * width)
+        gate = ops.reshape(gate, shape=x.shape)
+        return ops.dsv4_hc_pre(normed, gate, gated=True, scale=1.0 / streams, name=f"{name}.mix"), flat
+
+    def head(self, x: Value) -> Value:
+        return self.mean("output_hc", x)[0]
+
+
+class Banked(Decoder):
+    """Each part reads a mix of the sums at the starts of earlier spans of blocks and of the one that grows.
+
+    Kimi team, Attention residuals, 2026; graph: llama.cpp ``kimi-k3.cpp``.
+    """
+
+    def graph(self) -> Graph:
+        x, bank = self.embedded(), list[Value]()
+        for i, layer in enumerate(self.hyper.blocks):
+            h = self.normed(i, self.family.attn_norm, self.read(f"blk.{i}.attn_res_score", x, bank))
+            starts = i % self.hyper.span == 0
+            if starts:
+                bank.append(x)
+            y = self.mixed(i, layer, x, h)
+            x = y if starts else ops.add(x, y, name=f"blk.{i}.attn_residual")
+            h = self.normed(i, self.family.ffn_norm, self.read(f"blk.{i}.ffn_res_score", x, bank))
+            x = ops.add(x, self.fed(i, layer, h, x, x), name=f"blk.{i}.ffn_residual")
+            x = self.frame.steered(i, x)
+        x = self.read("output_res_score", x, bank)
+        return self.ended_by(self.frame.wanted(x))
+
+    def read(self, name: str, x: Value, bank: list[Value]) -> Value:
+        """A softmax over scores of all sums weighs them: f32[n, E]."""
+        if not bank:
+            return x
+        rows, width = x.shape
+        sums = ops.reshape(bank[0], shape=(rows, 1, width))
+        for other in (*bank[1:], x):
+            sums = ops.concat(sums, ops.reshape(other, shape=(rows, 1, width)), axis=1)
+        scores = ops.sum_rows(ops.mul(self.norm.plain(sums), self.weights(f"{name}.weight", (width,))))
+        shares = ops.softmax(ops.reshape(scores, shape=(rows, 1, len(bank) + 1)))
+        return ops.dsv4_hc_pre(sums, ops.reshape(shares, shape=(rows, len(bank) + 1)), name=f"{name}.mix")
+
+
+class Cycles(Decoder):
+    """Two stacks of blocks that run in turn on each other's answer, each pass with caches of its own.
+
+    Wang et al., Hierarchical reasoning model, 2025; graph: llama.cpp ``hrm-text.cpp``.
+    """
+
+    def graph(self) -> Graph:
+        high, low = self.embedded(), self.weights("hrm.z_l_init", (self.hyper.width,))
+        span, passes = self.hyper.span, self.hyper.cycles
+        for start in range(0, self.hyper.layers, span):
+            both = ops.add(high, low)
+            for i in range(start, start + span):
+                both = self.frame.steered(i, Decoder.block(self, i, self.hyper.blocks[i], both))
+            both = self.norm.plain(both)
+            if (start // span + 1) % (passes + 1):
+                low = both
+            else:
+                high = both
+        return self.ended_by(self.frame.wanted(high))
+
+    def is_last(self, i: int) -> bool:
+        return False

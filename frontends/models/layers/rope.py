@@ -1,0 +1,117 @@
+"""The rotary embedding of a model: which pairs turn how fast, settled once from its metadata."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+from .... import ops
+from ....graph import Value
+from ...gguf.keys import Keys
+from ..frame import Frame
+from ..weights import Weights
+
+SCALINGS = ("none", "linear", "yarn")
+SECTIONS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Parameters of `ops.rope`, which layers share.  Su et al., 2021; YaRN: Peng et al., 2023."""
+
+    n_dims: int
+    mode: str
+    base: float = 10000.0
+    freq_scale: float = 1.0
+    ext_factor: float = 0.0
+    attn_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    original_context: int = 0
+
+    @classmethod
+    def from_keys(
+        cls, keys: Keys, mode: str, head_size: int, dimensions: str = "rope.dimension_count", multiplier: float = 1.0
+    ) -> Rope:
+        """As ``llama_context`` of llama.cpp settles them; ModelError if the metadata make no sense."""
+        n_dims = keys.given(dimensions, head_size)
+        if n_dims % 2 or n_dims > head_size:
+            raise keys.error(dimensions, f"is {n_dims}; need an even number of at most {head_size}")
+        base = cls.base_from(keys, "rope.freq_base")
+        scaling = keys.choice("rope.scaling.type", "linear", SCALINGS)
+        factor = keys.optional("rope.scaling.factor") or keys.optional("rope.scale_linear") or 1.0
+        attn_factor = keys.optional("rope.scaling.attn_factor") or 1.0
+        if scaling == "none":
+            return cls(n_dims, mode, base, attn_factor=attn_factor)
+        if scaling == "linear":
+            return cls(n_dims, mode, base, 1.0 / factor, attn_factor=attn_factor)
+        if factor < 1.0:
+            raise keys.error("rope.scaling.factor", f"is {factor}; YaRN needs at least 1")
+        return cls(
+            n_dims,
+            mode,
+            base,
+            1.0 / factor,
+            ext_factor=1.0,
+            attn_factor=attn_factor * _magnitude(keys, factor, multiplier),
+            beta_fast=keys.positive("rope.scaling.yarn_beta_fast", 32.0),
+            beta_slow=keys.positive("rope.scaling.yarn_beta_slow", 1.0),
+            original_context=original_context(keys),
+        )
+
+    @staticmethod
+    def base_from(keys: Keys, name: str, default: float = 10000.0) -> float:
+        """The base that the key ``name`` gives; ModelError unless it is above 1."""
+        base = keys.positive(name, default)
+        if base <= 1.0:
+            raise keys.error(name, f"is {base}; need a number above 1")
+        return base
+
+    def rotate(self, x: Value, pos: Value, factors: Value | None = None, *, name: str, offset: int = 0) -> Value:
+        """``x`` f32[B,T,heads,size] turned by its positions i32[B,T], from column ``offset`` on; ``factors``
+        f32[n_dims/2] divide the speeds."""
+        return ops.rope(x, pos, factors, **asdict(self), offset=offset, name=name)
+
+
+def divisors(weights: Weights, frame: Frame, rope: Rope, original_context: int, block: str) -> Value | None:
+    """What divides the speed of each pair, f32[n_dims/2]: Llama 3.1 has one such vector, LongRoPE one for short
+    contexts and one for those longer than the model was made for.  Files may hold more than the columns that turn."""
+    length = "long" if frame.step.context > original_context else "short"
+    for stem in ("rope_freqs", f"rope_factors_{length}"):
+        for name in (f"{stem}.weight", f"{block}.{stem}.weight"):
+            if name in weights.gguf.tensors:
+                whole = weights(name, weights.shape(name))
+                count = rope.n_dims // 2
+                return whole if whole.shape == (count,) else ops.slice_(whole, axis=0, start=0, stop=count)
+    return None
+
+
+def _magnitude(keys: Keys, factor: float, unit: float) -> float:
+    """By what YaRN's own magnitude 1 + 0.1 ln(factor), which `ops.rope` applies, is off for a model that says so."""
+    multiplier = keys.optional("rope.scaling.yarn_log_multiplier")
+    if multiplier is None:
+        return 1.0
+    multiplier *= unit
+    # DeepSeek V2 has the same multiplier for both of its magnitudes.
+    own = multiplier if keys.architecture == "deepseek2" and multiplier != 1.0 else 1.0
+    usual = 1.0 + 0.1 * math.log(factor)
+    return (1.0 + 0.1 * own * math.log(factor)) / (1.0 + 0.1 * multiplier * math.log(factor)) / usual
+
+
+def original_context(keys: Keys) -> int:
+    """Tokens that the model saw before its context was stretched."""
+    return keys.given("rope.scaling.original_context_length", keys.count("context_length"))
+
+
+def style(keys: Keys, rope: str) -> str:
+    """The pairs that turn together: ``normal`` or ``neox``.
+
+    Of text, the time, height and width of a token are its position, so multi-axis RoPE equals plain ``neox``.  A family
+    may have it only where ``rope.dimension_sections`` gives sections.
+    """
+    plain, _, sectioned = rope.partition("|")
+    if not sectioned:
+        return plain
+    key = f"{keys.architecture}.rope.dimension_sections"
+    sections = keys.gguf.numbers(key)[:2].tolist() if keys.has("rope.dimension_sections") else [0]
+    return "neox" if len(sections) > 1 and min(sections) > 0 else plain

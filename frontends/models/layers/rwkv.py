@@ -1,0 +1,198 @@
+"""RWKV 6 and 7: each token is seen beside the one before it, and heads keep a matrix that fades channel by channel.
+
+Peng et al., Eagle and Finch, 2024, and RWKV-7 Goose, 2025.  States ``shift_state.N`` and, of the feed-forward,
+``shift_state_ffn.N`` f32[B, 1, E]; ``wkv_state.N`` f32[B, heads, size, size].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Self
+
+from .... import ops
+from ....graph import Value
+from ...gguf.keys import Keys
+from ..decoder import Decoder
+from ..family import Family
+from ..frame import RECURRENT, Frame
+from ..hyper import Layer
+from ..weights import Weights
+from .blocks import linear, product
+
+HEAD_EPS = 64e-5
+"""Of the norm of each head."""
+FASTEST = -math.exp(-0.5)
+"""The lowest log decay of RWKV 7."""
+FIRST_VALUES = "first values"
+"""What the first layer of RWKV 7 leaves for the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rwkv:
+    """Sizes, and what is the same around both rules by which heads remember."""
+
+    heads: int
+    size: int
+    taps: int = 2
+    needs: frozenset[str] = RECURRENT
+
+    @classmethod
+    def from_keys(cls, keys: Keys, family: Family, layer: int) -> Self:
+        """ModelError if heads do not fill the width."""
+        size, width = keys.count("wkv.head_size"), keys.count("embedding_length")
+        if width % size:
+            raise keys.error("wkv.head_size", f"is {size}; need a divisor of embedding_length {width}")
+        return cls(width // size, size)
+
+    def carried(self, frame: Frame, layer: int, rule: Callable[..., tuple[Value, Value]], *operands: Value) -> Value:
+        old = frame.state(f"wkv_state.{layer}", self.heads, self.size, self.size)
+        return frame.carried(partial(rule, name=f"blk.{layer}.wkv"), operands, old)
+
+    def split(self, frame: Frame, x: Value) -> Value:
+        """f32[B*T, E] as f32[B, T, heads, size]."""
+        return frame.split(x, self.heads, self.size)
+
+    def normed(self, weights: Weights, frame: Frame, name: str, y: Value) -> Value:
+        """Heads normalised where the file has weights for that: f32[B*T, E]."""
+        if not weights.has(f"{name}.weight"):
+            return frame.rows(y)
+        width = (self.heads * self.size,)
+        y = ops.mul(frame.rows(ops.norm(y, eps=HEAD_EPS)), weights(f"{name}.weight", width))
+        return ops.add(y, weights(f"{name}.bias", width))
+
+
+class Rwkv6(Rwkv):
+    """Models made from Qwen have no bonus for the token itself: their rule is gated linear attention, whose keys count
+    the less the more is kept, and heads share keys and values in groups."""
+
+    __slots__ = ()
+
+    def __call__(self, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
+        """f32[B*T, E] to f32[B*T, E]."""
+        name, width, valid = f"blk.{layer}.time_mix", x.shape[1], frame.each_token
+        back = backwards(frame, f"shift_state.{layer}", x)
+        w, k, v, r, g = self.between(weights, name, x, back)
+        w = ops.add(narrowed(weights, f"{name}_decay_w", w, width, ops.tanh), weights(f"{name}_decay.weight", (width,)))
+        decay = ops.exp(ops.neg(ops.mul(self.split(frame, ops.exp(w)), valid)), name=f"blk.{layer}.decay")
+        k, v = (self.grouped(weights, frame, f"{name}_{kind}", y) for kind, y in (("key", k), ("value", v)))
+        r = self.split(frame, linear(weights, f"{name}_receptance", r, width))
+        gate = product(weights, f"{name}_gate", g, width)
+        if not weights.has(f"{name}_first.weight"):
+            rule = partial(ops.gated_linear_attn, scale=self.size**-0.5)
+            y = self.carried(frame, layer, rule, ops.sub(k, ops.mul(k, decay)), v, r, decay)
+            return product(weights, f"{name}_output", ops.mul(frame.rows(y), ops.sigmoid(gate)), width)
+        bonus = weights(f"{name}_first.weight", (self.heads, self.size))
+
+        def wkv(k: Value, v: Value, r: Value, decay: Value, old: Value, name: str) -> tuple[Value, Value]:
+            return ops.rwkv_wkv6(k, v, r, bonus, decay, old, name=name)
+
+        y = self.carried(frame, layer, wkv, ops.mul(k, valid), v, r, decay)
+        y = ops.mul(self.normed(weights, frame, f"{name}_ln", y), ops.silu(gate))
+        return product(weights, f"{name}_output", y, width)
+
+    def between(self, weights: Weights, name: str, x: Value, back: Value) -> list[Value]:
+        """Five mixes of each token and the one before, by weights that depend on both."""
+        rows, width = x.shape
+        mixed = ops.add(ops.mul(back, weights.reshaped(f"{name}_lerp_x.weight", (width,))), x)
+        rank = weights.shape(f"{name}_w1.weight")[0] // 5
+        short = ops.reshape(ops.tanh(product(weights, f"{name}_w1", mixed, 5 * rank)), shape=(rows, 5, rank))
+        own = ops.mul_mat(weights(f"{name}_w2.weight", (5, width, rank)), ops.permute(short, axes=(1, 0, 2)))
+        return mixes(weights, f"{name}_lerp", "wkvrg", x, back, own)
+
+    def grouped(self, weights: Weights, frame: Frame, name: str, x: Value) -> Value:
+        """Keys or values f32[B, T, heads, size]: neighbouring heads may share those of one."""
+        count, (sequences, tokens) = weights.shape(f"{name}.weight")[0] // self.size, frame.pos.shape
+        y = linear(weights, name, x, count * self.size)
+        if count != self.heads:
+            y = ops.reshape(y, shape=(x.shape[0], count, 1, self.size))
+            y = ops.repeat(y, shape=(x.shape[0], count, self.heads // max(count, 1), self.size))
+        return ops.reshape(y, shape=(sequences, tokens, self.heads, self.size))
+
+
+class Rwkv7(Rwkv):
+    """Values lean on those of the first layer; what a key is about to write is first taken out of the state."""
+
+    __slots__ = ()
+
+    def __call__(self, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
+        """f32[B*T, E] to f32[B*T, E]."""
+        name, width, valid = f"blk.{layer}.time_mix", x.shape[1], frame.each_token
+        back = backwards(frame, f"shift_state.{layer}", x)
+        gates = weights.has(f"{name}_g1.weight")
+        r, w, k, v, a, *g = mixes(weights, f"{name}_lerp", "rwkvag" if gates else "rwkva", x, back)
+        fading = ops.sigmoid(narrowed(weights, f"{name}_w", w, width, ops.tanh))
+        decay = ops.exp(ops.mul(ops.scale(self.split(frame, fading), scale=FASTEST), valid), name=f"blk.{layer}.decay")
+        r, k = (product(weights, f"{name}_{kind}", y, width) for kind, y in (("receptance", r), ("key", k)))
+        v = self.values(weights, frame, name, v)
+        rate = ops.sigmoid(narrowed(weights, f"{name}_a", a, width))
+        taken = ops.l2_norm(self.split(frame, ops.mul(k, weights(f"{name}_k_k.weight", (width,)))), eps=1e-12)
+        slower = ops.mul(k, weights(f"{name}_k_a.weight", (width,)))
+        k = self.split(frame, ops.add(k, ops.sub(ops.mul(slower, rate), slower)))
+        r, v, given = self.split(frame, r), self.split(frame, v), ops.mul(taken, self.split(frame, rate))
+        operands = r, decay, ops.mul(k, valid), v, ops.neg(taken), ops.mul(given, valid)
+        y = self.normed(weights, frame, f"{name}_ln", self.carried(frame, layer, ops.rwkv_wkv7, *operands))
+        share = ops.reshape(weights(f"{name}_r_k.weight", (width,)), shape=(self.heads, self.size))
+        y = ops.add(y, frame.rows(ops.mul(v, ops.sum_rows(ops.mul(ops.mul(k, r), share)))))
+        y = ops.mul(y, narrowed(weights, f"{name}_g", g[0], width, ops.sigmoid)) if gates else y
+        return product(weights, f"{name}_output", y, width)
+
+    def values(self, weights: Weights, frame: Frame, name: str, x: Value) -> Value:
+        """f32[B*T, E]; those of the first layer are kept for the others."""
+        v = product(weights, f"{name}_value", x, x.shape[1])
+        if (first := frame.left.setdefault(FIRST_VALUES, v)) is v:
+            return v
+        return ops.add(v, ops.mul(ops.sub(first, v), ops.sigmoid(narrowed(weights, f"{name}_v", x, x.shape[1]))))
+
+
+class Shifting(Decoder):
+    """RWKV's own blocks: their feed-forward sees the token before, too, and the residual may be halved now and then."""
+
+    def block(self, i: int, layer: Layer, x: Value) -> Value:
+        block, frame = f"blk.{i}", self.frame
+        mixed = self.mixed(i, layer, x, self.normed(i, self.family.attn_norm, x))
+        x = ops.add(x, mixed, name=f"{block}.attn_residual")
+        h = self.normed(i, self.family.ffn_norm, x)
+        back = backwards(frame, f"shift_state_ffn.{i}", h)
+        if self.is_last(i):
+            x, h, back = map(frame.wanted, (x, h, back))
+        x = ops.add(x, self.answer(f"{block}.channel_mix", h, back), name=f"{block}.ffn_residual")
+        return x if (i + 1) % self.hyper.span else ops.scale(x, scale=0.5)
+
+    def answer(self, name: str, x: Value, back: Value) -> Value:
+        weights, width = self.weights, x.shape[1]
+        gates = weights.has(f"{name}_receptance.weight")
+        k, *r = mixes(weights, f"{name}_lerp", "kr" if gates else "k", x, back)
+        inner = ops.sqr(ops.relu(product(weights, f"{name}_key", k, weights.shape(f"{name}_key.weight")[0])))
+        y = product(weights, f"{name}_value", inner, width)
+        return ops.mul(y, ops.sigmoid(product(weights, f"{name}_receptance", r[0], width))) if gates else y
+
+
+def backwards(frame: Frame, name: str, x: Value) -> Value:
+    """What leads from each of ``x`` f32[B*T, E] to the token before, which the state ``name`` keeps for the first."""
+    both = frame.preceded(name, frame.split(x, x.shape[1]), 1)
+    return ops.sub(frame.rows(ops.slice_(both, axis=1, start=0, stop=frame.step.tokens)), x)
+
+
+def mixes(weights: Weights, name: str, kinds: str, x: Value, back: Value, own: Value | None = None) -> list[Value]:
+    """``x + share * back`` f32[n, E] for each of ``kinds``, whose shares of each column are one tensor of the file or
+    one each; ``own`` f32[kinds, n, E] are added to those."""
+    rows, width = x.shape
+    if weights.has(f"{name}_fused.weight"):
+        whole = weights.reshaped(f"{name}_fused.weight", (len(kinds), width))
+        shares = [ops.slice_(whole, axis=0, start=i, stop=i + 1) for i in range(len(kinds))]
+    else:
+        shares = [weights.reshaped(f"{name}_{kind}.weight", (1, width)) for kind in kinds]
+    if own is None:
+        return [ops.add(ops.mul(back, share), x) for share in shares]
+    parts = (ops.reshape(ops.slice_(own, axis=0, start=i, stop=i + 1), shape=(rows, width)) for i in range(len(kinds)))
+    return [ops.add(ops.mul(ops.add(y, share), back), x) for y, share in zip(parts, shares, strict=True)]
+
+
+def narrowed(weights: Weights, name: str, x: Value, width: int, inner: Callable[[Value], Value] = lambda y: y) -> Value:
+    """``x`` f32[n, E] through few columns and ``inner``: f32[n, width], plus a bias if the file has one."""
+    y = inner(product(weights, f"{name}1", x, weights.shape(f"{name}1.weight")[0]))
+    y, bias = product(weights, f"{name}2", y, width), weights.optional(f"{name}0.weight", (width,))
+    return y if bias is None else ops.add(y, bias)

@@ -1,0 +1,187 @@
+"""ONNX's recurrences, written out step by step: RNN, GRU and LSTM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ... import ops
+from ..errors import ModelError
+from ..tensors import arithmetic as arith
+from ..tensors import products, shapes
+from ..tensors.tensor import Tensor, literal
+from .calls import Row, known
+
+LONGEST = 1 << 10
+"""Steps that are written out."""
+
+Activation: TypeAlias = Callable[[Tensor], Tensor]
+
+ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+    {
+        "sigmoid": lambda x: arith.unary(ops.sigmoid, x),
+        "tanh": lambda x: arith.unary(ops.tanh, x),
+        "relu": lambda x: arith.unary(ops.relu, x),
+        "softplus": lambda x: arith.unary(ops.softplus, x),
+        "softsign": lambda x: arith.div(x, arith.add(arith.absolute(x), 1.0)),
+    }
+)
+"""By ONNX's names in small letters: those without parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One direction: what meets the state, and the settings that all steps share."""
+
+    weight: Tensor
+    bias: Tensor | None
+    peepholes: Tensor | None
+    activations: Sequence[Activation]
+    settings: Mapping[str, int]
+
+    def recurrent(self, h: Tensor, gates: slice = slice(None)) -> Tensor:
+        """What a state gives to some of the gates."""
+        size = h.shape[-1]
+        first, last, _ = gates.indices(self.weight.shape[0] // size)
+        weight, bias = (
+            x if x is None else shapes.cut(x, 0, first * size, last * size) for x in (self.weight, self.bias)
+        )
+        assert weight is not None
+        return products.linear(h, weight, bias)
+
+    def from_peephole(self, x: Tensor, number: int, c: Tensor) -> Tensor:
+        """`x` plus what the gate of that number sees of a cell."""
+        if self.peepholes is None:
+            return x
+        size = c.shape[-1]
+        return arith.add(x, arith.mul(c, shapes.cut(self.peepholes, 0, number * size, (number + 1) * size)))
+
+
+Step: TypeAlias = Callable[[Cell, Tensor, Sequence[Tensor]], tuple[Tensor, ...]]
+"""From what the input gives all gates, and the states, to the next states; the first is the result of the step."""
+
+
+def _plain(cell: Cell, x: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return (cell.activations[0](arith.add(x, cell.recurrent(states[0]))),)
+
+
+def _gru(cell: Cell, x: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    (h,), (gate, last) = states, cell.activations
+    of_update, of_reset, of_new = shapes.split(x, h.shape[-1], 1)
+    if cell.settings["linear_before_reset"]:
+        update, reset, seen = shapes.split(cell.recurrent(h), h.shape[-1], 1)
+        update, reset = gate(arith.add(of_update, update)), gate(arith.add(of_reset, reset))
+        seen = arith.mul(reset, seen)
+    else:
+        update, reset = shapes.split(cell.recurrent(h, slice(2)), h.shape[-1], 1)
+        update, reset = gate(arith.add(of_update, update)), gate(arith.add(of_reset, reset))
+        seen = cell.recurrent(arith.mul(reset, h), slice(2, 3))
+    new = last(arith.add(of_new, seen))
+    return (arith.add(new, arith.mul(update, arith.sub(h, new))),)
+
+
+def _lstm(cell: Cell, x: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    h, c = states
+    gate, middle, last = cell.activations
+    into, out, keep, new = shapes.split(arith.add(x, cell.recurrent(h)), c.shape[-1], 1)
+    taken = gate(cell.from_peephole(into, 0, c))
+    kept = arith.sub(1.0, taken) if cell.settings["input_forget"] else gate(cell.from_peephole(keep, 2, c))
+    c = arith.add(arith.mul(kept, c), arith.mul(taken, middle(new)))
+    return arith.mul(gate(cell.from_peephole(out, 1, c)), last(c)), c
+
+
+_DIRECTIONS = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}
+
+
+def recurrence(step: Step, names: Sequence[str], settings: Sequence[str] = ()) -> Row:
+    """The row of a recurrence whose gates are activated by `names` unless a node says others."""
+
+    def row(
+        x: Tensor,
+        weight: Tensor,
+        before: Tensor,
+        bias: Tensor | None = None,
+        lengths: Tensor | None = None,
+        *more: Tensor | None,
+        direction: str = "forward",
+        activations: Sequence[Any] | None = None,
+        hidden_size: int | None = None,
+        layout: int = 0,
+        clip: float | None = None,
+        **said: Any,
+    ) -> tuple[Tensor, ...]:
+        if direction not in _DIRECTIONS:
+            raise ModelError(f"direction {direction!r}; need one of {', '.join(_DIRECTIONS)}")
+        ways, size = _DIRECTIONS[direction], before.shape[-1]
+        chosen = _activations(activations or [*names] * len(ways), said, clip)
+        unknown = sorted(set(said) - set(settings))
+        if unknown or len(chosen) != len(names) * len(ways) or (hidden_size or size) != size:
+            raise ModelError(f"settings {unknown}, {len(chosen)} activations, {hidden_size} hidden; not of this op")
+        count = 2 if step is _lstm else 1
+        given, peepholes = (*more, None, None)[:count], more[count] if len(more) > count else None
+        firsts = [x if x is None or not layout else _turned(x) for x in given]
+        x = _turned(x) if layout else x
+        length, batch = x.shape[:2]
+        if lengths is not None and (known(lengths) != length).any():
+            raise ModelError("sequences that end early; hocket has those of one length")
+        if not 0 < length <= LONGEST:
+            raise ModelError(f"{length} steps; hocket writes out {LONGEST} at most")
+        ends: list[list[Tensor]] = []
+        rows: list[list[Tensor]] = []
+        for way, is_backward in enumerate(ways):
+            of_x, of_h = (None, None) if bias is None else shapes.split(_at(bias, way), bias.shape[1] // 2, 0)
+            own = chosen[way * len(names) : (way + 1) * len(names)]
+            flags = {name: int(said.get(name, 0)) for name in settings}
+            cell = Cell(_at(before, way), of_h, None if peepholes is None else _at(peepholes, way), own, flags)
+            gates = shapes.unbind(products.linear(x, _at(weight, way), of_x), 0)
+            zeros = literal(np.zeros((batch, size), np.float32))
+            states = [zeros if first is None else _at(first, way) for first in firsts]
+            steps = list(_walked(step, cell, gates[::-1] if is_backward else gates, states))
+            rows.append([states[0] for states in (steps[::-1] if is_backward else steps)])
+            ends.append(list(steps[-1]))
+        every = shapes.stack([shapes.stack(list(at)) for at in zip(*rows, strict=True)])
+        last = [shapes.stack(list(of)) for of in zip(*ends, strict=True)]
+        if layout:
+            return shapes.permute(every, (2, 0, 1, 3)), *map(_turned, last)
+        return every, *last
+
+    return row
+
+
+def _walked(step: Step, cell: Cell, gates: Sequence[Tensor], states: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    for x in gates:
+        states = step(cell, x, states)
+        yield tuple(states)
+
+
+def _activations(names: Sequence[Any], said: dict[str, Any], clip: float | None) -> list[Activation]:
+    """What gates are activated by, of inputs that are kept within bounds first."""
+    own = [name.decode() if isinstance(name, bytes) else str(name) for name in names]
+    if unknown := [name for name in own if name.lower() not in ACTIVATIONS]:
+        raise ModelError(f"activation {unknown[0]}; hocket has {', '.join(ACTIVATIONS)} here")
+    for name in ("activation_alpha", "activation_beta"):
+        said.pop(name, None)  # no parameters of these
+    chosen = [ACTIVATIONS[name.lower()] for name in own]
+    return [_bounded(f, float(clip)) for f in chosen] if clip else chosen
+
+
+def _bounded(activation: Activation, bound: float) -> Activation:
+    """An activation of inputs from ``-bound`` to ``bound``."""
+    return lambda x: activation(arith.clamp(x, -bound, bound))
+
+
+def _at(x: Tensor, way: int) -> Tensor:
+    return shapes.select(x, 0, way)
+
+
+def _turned(x: Tensor) -> Tensor:
+    return shapes.transpose(x, 0, 1)
+
+
+rnn = recurrence(_plain, ("Tanh",))
+gru = recurrence(_gru, ("Sigmoid", "Tanh"), ("linear_before_reset",))
+lstm = recurrence(_lstm, ("Sigmoid", "Tanh", "Tanh"), ("input_forget",))

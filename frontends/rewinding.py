@@ -1,0 +1,63 @@
+"""Sessions taken back: to a point that was marked, or by the last tokens of a step that kept what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import ModelError
+from .models import SNAPSHOTS, WINDOWS
+from .session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A point to which a session can go back: lengths, last tokens, and whatever is not kept cell by cell."""
+
+    lengths: tuple[int, ...]
+    recent: tuple[list[int], ...]
+    states: Mapping[str, npt.NDArray[np.float32]]
+
+
+def mark(session: Session) -> Mark:
+    """Where a session is now.  Caches need no copy: cells behind the end of a sequence are not read."""
+    with session.store.turn:
+        states = {n: np.array(session.store.state(n)) for n in session.states if not session.is_cache(n)}
+        return Mark(tuple(session.lengths), tuple(session.recent), states)
+
+
+def back(session: Session, mark: Mark) -> None:
+    """Go back to a mark of this session: what is not kept cell by cell is restored."""
+    with session.store.turn:
+        for name, array in mark.states.items():
+            session.store.state(name)[...] = array
+        session.lengths, session.recent = list(mark.lengths), list(mark.recent)
+
+
+def take_back(session: Session, kept: int) -> None:
+    """Forget all but the first `kept` tokens that sequence 0 has read in the last call of `Session.evaluate`, which has
+    to have been `reversible`.
+
+    Nothing is read anew: the step has kept recurrent states as they were behind each token.  Raises `ModelError` if
+    there are no such tokens.
+    """
+    with session.store.turn:
+        before = session.reversible
+        if before is None or not 1 <= kept <= len(before.part[0]):
+            raise ModelError(
+                f"take_back: there are no {kept} tokens of a reversible step; evaluate them with reversible=True"
+            )
+        store, count = session.store, before.step.tokens
+        for name in session.states:
+            old = store.state(name)
+            if (kind := f"{name}.{count}{SNAPSHOTS}") in store.states:
+                old[0] = store.state(kind)[0, count - kept]
+            elif (kind := f"{name}.{count}{WINDOWS}") in store.states:
+                old[0] = store.state(kind)[0, kept : kept + old.shape[1]]
+        session.lengths, session.recent = list(before.lengths), list(before.recent)
+        session.advance([before.part[0][:kept], *before.part[1:]])
+        session.seen[:1] = [rows[:kept] for rows in session.seen[:1]]
+        session.reversible = None

@@ -1,0 +1,135 @@
+"""How the arguments of commands are read, and what is said of wrong ones: one line."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import math
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NoReturn
+
+from ...graph.arguments import near
+
+WHAT_TO_DO: Mapping[int | None, str] = MappingProxyType(
+    {
+        errno.ENOENT: "; check its name and its folder",
+        errno.EISDIR: "; name a file in it",
+        errno.EACCES: "; choose a place that you may use",
+        errno.EROFS: "; choose a place that can be written",
+        errno.ENOSPC: "; free some space",
+    }
+)
+
+
+def one_line(text: str) -> str:
+    """A message as one line that no terminal takes for commands, whatever names it quotes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def of_file(error: OSError) -> str:
+    """What the system says of a file, and what to do."""
+    said = error.strerror or str(error)
+    return f"{error.filename}: {said}{WHAT_TO_DO.get(error.errno, '')}" if error.filename else said
+
+
+class Parser(argparse.ArgumentParser):
+    """Wrong usage costs one line, as every other error."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {one_line(message)}; see {self.prog} --help\n")
+
+    def refuse(self, words: Sequence[str]) -> NoReturn:
+        """Say of words that are left over which flag was meant."""
+        word = next((w for w in words if w.startswith("-")), words[0])
+        flag = word.partition("=")[0]
+        is_flag = flag.startswith("-")
+        kind = "flag" if is_flag else "place for the argument"
+        hint = near(flag, self._option_string_actions, least=0.7) if is_flag else ""
+        self.error(f"there is no {kind} {flag!r:.80}{hint}")
+
+
+def device_list(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def shares(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need numbers, as 3,1") from None
+
+
+def placement(text: str) -> tuple[str, str]:
+    pattern, _, device = text.rpartition("=")
+    if not pattern or not device:
+        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need a regular expression and a device, as ffn_up=cpu:1")
+    return pattern, device
+
+
+def scaled_file(text: str) -> tuple[str, float]:
+    """A file and how often it counts, once where that is not said."""
+    path, _, scale = text.rpartition(":")
+    try:
+        factor = float(scale)
+    except ValueError:
+        path, factor = text, 1.0  # a colon of the name itself
+    if not path or not math.isfinite(factor):
+        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need a file and perhaps a number, as tone.gguf:0.5")
+    return path, factor
+
+
+def logit_bias(text: str) -> tuple[int, float]:
+    """``15043=-2.5``, or as llama.cpp has it, ``15043-2.5``."""
+    parts = re.fullmatch(r"(\d{1,10})(?:=|(?=[+-]))(\S+)", text)
+    try:
+        if parts is None:
+            raise ValueError
+        return int(parts[1]), float(parts[2])
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need a token id and a number, as 15043=-2.5") from None
+
+
+def token_list(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need token ids, as 1,2,3") from None
+
+
+def number_list(text: str) -> list[int]:
+    return [natural(part) for part in text.split(",")]
+
+
+def positive_list(text: str) -> list[int]:
+    return [positive(part) for part in text.split(",")]
+
+
+def number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need a number") from None
+
+
+def positive(text: str) -> int:
+    return _integer(text, 1)
+
+
+def natural(text: str) -> int:
+    return _integer(text, 0)
+
+
+def or_minus_one(text: str) -> int:
+    return _integer(text, -1)
+
+
+def _integer(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need an integer of at least {least}")
+    return value

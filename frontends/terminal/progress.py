@@ -1,0 +1,51 @@
+"""What a user sees while kernels are compiled, which takes seconds the first time a machine runs a model."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from ...backends.cache import COMPILING, MISSING
+
+WIDTH = 78
+
+
+class CompilingLine(logging.Handler):
+    """One line on a terminal that names the kernel at work and counts them; it is gone when none is.  Warnings stay."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self.stream, self.count, self.total = stream, 0, 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = ""
+        if record.levelno >= logging.WARNING:
+            self.stream.write(f"\r{'':{WIDTH}}\rhocket: {record.getMessage()}\n")
+        elif record.msg == MISSING:
+            self.total = self.count + int(record.args[0])  # type: ignore[index,arg-type]  # a number
+        elif record.msg == COMPILING:
+            self.count += 1
+            count = f"{self.count} of {max(self.count, self.total)}"
+            line = f"compiling kernels: {count}, first run only ({record.getMessage().split()[-1]})"[:WIDTH]
+        self.stream.write(f"\r{line:{WIDTH}}\r{line}")
+        self.stream.flush()
+
+
+@contextmanager
+def compiling_shown(stream: TextIO | None = None) -> Iterator[None]:
+    """Show it meanwhile on stderr, if that is a terminal."""
+    stream = stream or sys.stderr
+    if stream is None or not stream.isatty():
+        yield
+        return
+    logger, handler = logging.getLogger("hocket.kernels"), CompilingLine(stream)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)

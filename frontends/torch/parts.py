@@ -1,0 +1,31 @@
+"""A program cut at ops that hocket has no row for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .exported import decomposed, has_row
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+    from torch.fx import GraphModule, Node
+
+LEAVES = ("placeholder", "get_attr", "output")
+
+
+def parts_of(exported: ExportedProgram) -> tuple[GraphModule, list[str]]:
+    """The program as a module whose parts follow each other, and the names of the parts that hocket can run."""
+    from torch.fx.passes.split_module import split_module
+
+    module = decomposed(exported).module()
+    parts: dict[Node, int] = {}
+    ours: list[bool] = []
+    for node in module.graph.nodes:
+        if node.op in LEAVES:
+            continue
+        mine = has_row(node)
+        if not ours or ours[-1] != mine:
+            ours.append(mine)
+        parts[node] = len(ours) - 1
+    whole = split_module(module, module, lambda node: parts.get(node, 0))
+    return whole, [f"submod_{number}" for number, mine in enumerate(ours) if mine]

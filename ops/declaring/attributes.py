@@ -1,0 +1,97 @@
+"""Attributes are checked against the annotation of the reference's parameter: one table of kinds, tuples of them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import numpy as np
+
+from ...graph.arguments import shown
+from ...graph.attrs import Attr, Attrs
+from ...graph.dtypes import DType, dtype_of
+from .signature import Mismatch
+
+LONGEST = 200
+
+
+def _int(value: object) -> int:
+    if isinstance(value, bool):
+        raise TypeError
+    number = operator.index(value)  # type: ignore[arg-type]  # raises TypeError, as wanted
+    if not -(2**63) <= number < 2**63:
+        raise TypeError
+    return number
+
+
+def _float(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise TypeError
+    return float(value)
+
+
+def _bool(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or len(value) > LONGEST:
+        raise TypeError
+    return value
+
+
+def _dtype(value: object) -> DType:
+    dtype = dtype_of(value)
+    if dtype is None:
+        raise TypeError
+    return dtype
+
+
+KINDS: Mapping[str, tuple[str, Callable[[object], Attr]]] = MappingProxyType(
+    {
+        "int": ("an integer of 64 bits", _int),
+        "float": ("a number", _float),
+        "bool": ("true or false", _bool),
+        "str": (f"text of at most {LONGEST} characters", _text),
+        "DType": ("a DType or the name of one", _dtype),
+    }
+)
+
+
+def number(attrs: Attrs, name: str) -> float:
+    """An attribute that `settled` has checked to be a number."""
+    value = attrs[name]
+    assert isinstance(value, int | float), f"{name} was settled as a number"
+    return value
+
+
+def settled(name: str, kind: str, value: object) -> Attr:
+    """`value` as the graph keeps an attribute annotated `kind`.  Raises `Mismatch` saying what it must be."""
+    need, convert = _kind(kind)
+    try:
+        return convert(value)
+    except (TypeError, ValueError, OverflowError):
+        raise Mismatch(f"{name} is {shown(value)}; it must be {need}") from None
+
+
+def is_kept(kind: str) -> bool:
+    """Whether graphs keep attributes that are annotated so."""
+    inner = kind.removeprefix("tuple[").removesuffix(", ...]")
+    return inner in KINDS or (inner != kind and is_kept(inner))
+
+
+def _kind(kind: str) -> tuple[str, Callable[[object], Attr]]:
+    if not kind.startswith("tuple["):
+        return KINDS[kind]
+    inner = kind.removeprefix("tuple[").removesuffix("]").removesuffix(", ...")
+    need, convert = _kind(inner)
+
+    def each(value: object) -> Attr:
+        if not isinstance(value, tuple | list):
+            raise TypeError
+        return tuple(map(convert, value))
+
+    return f"a tuple, each entry {need}", each

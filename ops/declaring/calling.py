@@ -1,0 +1,55 @@
+"""How an op is called, as Python says it: what `help`, editors and type checkers show."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+
+from ...graph.attrs import Attrs
+from .signature import Signature
+
+EMPTY = inspect.Parameter.empty
+
+
+def call_signature(longest: Signature, least: int, kinds: Mapping[str, str], defaults: Attrs) -> inspect.Signature:
+    """Operands by place or name, then attributes and the name of the node by name; the first `least` operands are in
+    every form of the op."""
+    operands, may_end = [], False
+    for i, operand in enumerate(longest.operands):
+        lacking = operand.optional or i >= least
+        may_end |= lacking
+        kind, default = "Value | None" if lacking else "Value", None if may_end else EMPTY
+        operands.append(
+            inspect.Parameter(operand.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=kind)
+        )
+    named = {**{name: (taken(kind), defaults.get(name, EMPTY)) for name, kind in kinds.items()}, "name": ("str", "")}
+    attributes = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        for name, (kind, default) in named.items()
+    ]
+    count = len(longest.results)
+    returns = "Value" if count == 1 else f"tuple[{', '.join(['Value'] * count)}]"
+    return inspect.Signature([*operands, *attributes], return_annotation=returns)
+
+
+def taken(kind: str) -> str:
+    """What a caller may give for an attribute that the graph keeps as `kind`."""
+    return re.sub(r"tuple\[(\w+), \.\.\.\]", r"Sequence[\1]", re.sub(r"\bDType\b", "DTypeLike", kind))
+
+
+def call_text(signature: inspect.Signature) -> str:
+    """``(parameters) -> result`` without types, on one line."""
+    return f"({', '.join(parameters(signature, types=False))}) -> {signature.return_annotation}"
+
+
+def parameters(signature: inspect.Signature, *, types: bool = True) -> Iterator[str]:
+    """Each parameter as it is declared, with or without its type."""
+    by_name = False
+    for p in signature.parameters.values():
+        if p.kind is p.KEYWORD_ONLY and not by_name:
+            by_name = True
+            yield "*"
+        equals, kind = (" = ", f": {p.annotation}") if types else ("=", "")
+        default = f'"{p.default}"' if isinstance(p.default, str) else repr(p.default)
+        yield f"{p.name}{kind}" + ("" if p.default is EMPTY else f"{equals}{default}")

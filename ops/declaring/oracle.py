@@ -1,0 +1,54 @@
+"""The oracle: a whole graph in float64, one reference after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from ...graph.arguments import a, needs
+from ...graph.arrays import fitted, numbers
+from ...graph.errors import GraphError
+from ...graph.graph import Graph
+from ...graph.node import Node, Value, constant_array
+from .op import Array
+from .registry import op_of
+
+
+def exact(array: npt.ArrayLike) -> Array:
+    """`array` as the references take it: float64, or integers as they are."""
+    array = numbers("array", array, GraphError)
+    return array if array.dtype.kind in "iu" else array.astype(np.float64)
+
+
+@needs(GraphError, graph=a(Graph), bindings=a(Mapping))
+def evaluate(graph: Graph, bindings: Mapping[str, npt.ArrayLike]) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Outputs by name and new states by name.  `bindings` holds dequantised arrays for inputs, weights and states;
+    a state that is missing is zeros.  Raises `GraphError` for a leaf without a binding or of another shape."""
+    values: dict[Value, Array] = {}
+    left = {v: len(nodes) for v, nodes in graph.users().items()}
+    keep = set(graph.roots())
+    for node in graph.nodes:
+        if node.is_leaf:
+            values[Value(node)] = _leaf(node, bindings)
+            continue
+        results = op_of(node).run([None if s is None else values[s] for s in node.src], node.attrs)
+        values.update(zip(node.results, results, strict=True))
+        for source in dict.fromkeys(node.inputs):
+            left[source] -= 1
+            if not left[source] and source not in keep:
+                del values[source]
+    outputs = {name: values[v] for name, v in graph.outputs.items()}
+    return outputs, {old.node.name: values[new] for old, new in graph.updates.items()}
+
+
+def _leaf(node: Node, bindings: Mapping[str, npt.ArrayLike]) -> Array:
+    if node.op == "constant":
+        return exact(constant_array(node))
+    spec = node.specs[0]
+    if node.name not in bindings:
+        if node.op == "state":
+            return exact(np.zeros(spec.shape, spec.dtype.storage))
+        raise GraphError(f"{node.op} %{node.name}: {spec} is not bound; pass an array of that shape")
+    return exact(fitted(f"{node.op} %{node.name}", bindings[node.name], spec, GraphError))

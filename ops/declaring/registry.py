@@ -1,0 +1,160 @@
+"""The table of all ops, and the rules of graphs that need it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+from ...graph.arguments import a, near, needs
+from ...graph.errors import GraphError
+from ...graph.graph import Graph
+from ...graph.node import LEAVES, Node, Value
+from ...graph.verify import RULES as GRAPH_RULES
+from ...graph.verify import Rule
+from ...graph.verify import verify as verify_rules
+from .. import (
+    arrange,
+    attend,
+    choosing,
+    collective,
+    elementwise,
+    experts,
+    gated,
+    generators,
+    indexer,
+    integers,
+    lookups,
+    moves,
+    norms,
+    products,
+    recurrent,
+    reductions,
+    rotary,
+    scans,
+    sliding,
+    sorting,
+    triangular,
+    unary,
+    views,
+)
+from .attributes import KINDS, is_kept
+from .op import Op
+from .signature import Mismatch
+
+R = TypeVar("R", Value, tuple[Value, Value])
+_MODULES = (
+    *(views, elementwise, unary, gated, norms, reductions, sorting, products, moves, arrange, triangular, generators),
+    *(choosing, integers, lookups, sliding),
+    *(attend, rotary, recurrent, scans, experts, indexer, collective),
+)
+
+OWN = {op.name: op for module in _MODULES for op in vars(module).values() if isinstance(op, Op)}
+GROUP = "hocket.ops"
+"""The entry-point group in which packages name their ops; an entry's name is the op's."""
+
+
+class Registry(Mapping[str, Op[Any]]):
+    """Every op by name: hocket's own, those that `register` was given, and those that installed packages name.
+
+    Packages are looked at when a name is asked for that is not known, or for all names.
+    """
+
+    def __init__(self, own: Mapping[str, Op[Any]]) -> None:
+        self._ops = dict(own)
+        self._looked = False
+
+    def __getitem__(self, name: str) -> Op[Any]:
+        if name not in self._ops and name not in LEAVES:
+            self._look()
+        return self._ops[name]
+
+    def __iter__(self) -> Iterator[str]:
+        self._look()
+        return iter(tuple(self._ops))
+
+    def __len__(self) -> int:
+        self._look()
+        return len(self._ops)
+
+    def add(self, op: Op[Any]) -> None:
+        """Raises `GraphError` if another op has its name."""
+        if op.name in LEAVES or self._ops.setdefault(op.name, op) is not op:
+            raise GraphError(f"register: there is an op {op.name!r} already; give this one another name")
+
+    def _look(self) -> None:
+        """Import what installed packages name, once."""
+        if self._looked:
+            return
+        self._looked = True
+        from importlib.metadata import entry_points  # 15 ms that graphs of our own ops need not pay
+
+        for entry in entry_points(group=GROUP):
+            try:
+                register(entry.load())
+            except (ImportError, AttributeError) as why:
+                raise GraphError(f"op {entry.name!r} of {entry.value} does not load: {why}") from None
+
+
+REGISTRY = Registry(OWN)
+
+
+@needs(GraphError, op=a(Op))
+def register(op: Op[R]) -> Op[R]:
+    """Make an op of another package known, and return it: from now on it is planned, cut, verified, read, checked by
+    the kit and dumped like hocket's own.
+
+    A package that names it in the entry-point group ``hocket.ops`` need not call this.  Raises `GraphError` if its name
+    is taken, or an attribute is annotated with a type that graphs do not keep.
+
+    >>> @hocket.register
+    ... @hocket.ops.op("x[..., *c] -> [..., c]", samples=("x=f32[3,4]",))
+    ... def centre(x):
+    ...     return x - x.mean(-1, keepdims=True)
+    >>> y = centre(hocket.input("x", (2, 8)))
+    """
+    if not op.name.isidentifier():
+        raise GraphError(f"register: the op's name is {op.name!r:.60}; it must be a plain word, so declare it with def")
+    for name, kind in op.kinds.items():
+        if not is_kept(kind):
+            kept = ", ".join(KINDS)
+            raise GraphError(f"{op.name}: attribute {name} is annotated {kind!r}; need {kept} or tuples of one")
+    REGISTRY.add(op)
+    return op
+
+
+def op_of(node: Node) -> Op[Any]:
+    """The declaration of a node's op; the graph must have been verified."""
+    return REGISTRY[node.op]
+
+
+def ops_are_declared(graph: Graph) -> Iterator[str]:
+    """Every node is a leaf or an op of the registry."""
+    for node in graph.nodes:
+        if node.op not in REGISTRY and node.op not in LEAVES:
+            yield f"%{node.label}: there is no op {node.op!r}{near(node.op, REGISTRY) or '; `hocket ops` lists them'}"
+
+
+def specs_follow_from_operands(graph: Graph) -> Iterator[str]:
+    """A node has the attributes of its op, and its specs are those that the op infers."""
+    for node in graph.nodes:
+        declared = REGISTRY.get(node.op)
+        if declared is None:
+            continue
+        try:
+            if missing := declared.settle(node.attrs).keys() - node.attrs.keys():
+                raise Mismatch(f"attribute {min(missing)} is missing")
+            inferred = declared.infer([None if s is None else s.spec for s in node.src], node.attrs)
+        except (Mismatch, TypeError, KeyError, ValueError) as why:
+            yield f"{node!r}: {why}"
+        else:
+            if inferred != node.specs:
+                yield f"{node!r}: operands give {', '.join(map(str, inferred))}"
+
+
+RULES: tuple[Rule, ...] = (*GRAPH_RULES, ops_are_declared, specs_follow_from_operands)
+
+
+@needs(GraphError, graph=a(Graph))
+def verify(graph: Graph) -> None:
+    """Raise `GraphError` unless `graph` obeys every rule, those of its ops included."""
+    verify_rules(graph, RULES)

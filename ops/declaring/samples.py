@@ -1,0 +1,28 @@
+"""Sample cases of an op as text: ``w=q4_K[64,256], x=f32[7,256], eps=1e-06``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+from ...graph.arguments import BOOL, FINITE, TEXT, made_of
+from ...graph.errors import GraphError
+
+
+@made_of(GraphError, low=FINITE, high=FINITE | TEXT, distinct=BOOL)
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Legal values of an operand: low to high inclusive; a text bound is a dimension, and then exclusive."""
+
+    low: float
+    high: float | str
+    distinct: bool = False
+
+
+def grid(template: str, **axes: tuple[object, ...]) -> tuple[str, ...]:
+    """`template` with every combination of `axes` filled in.
+
+    >>> grid("x={x}[{n},4]", x=("f32", "f16"), n=(1, 2))
+    ('x=f32[1,4]', 'x=f32[2,4]', 'x=f16[1,4]', 'x=f16[2,4]')
+    """
+    return tuple(template.format(**dict(zip(axes, values, strict=True))) for values in product(*axes.values()))

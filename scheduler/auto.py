@@ -1,0 +1,89 @@
+"""Which of several ways to plan is taken: the fastest, where memory and devices have their price."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from .fits import shortage
+from .plan import Plan
+from .units import nbytes_text, time_text
+
+COPIED = 0.1
+"""The part of the time that a full copy of weights and states on every device has to save at least."""
+JOINED = 0.02
+"""The part of the time that very many devices in place of one have to save at least; two devices half of it."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to plan: in words, on so many devices, what is predicted of it, and what makes the plan.
+
+    `held` are the bytes of weights and states on all devices together, `lacking` those that do not fit.  Once there is
+    a plan they are its own.
+    """
+
+    kind: str
+    devices: int
+    seconds: float
+    held: float
+    lacking: float
+    make: Callable[[], Plan]
+    plan: Plan | None = None
+
+    def made(self) -> Way:
+        """The way with its plan."""
+        plan = self.make()
+        memory = plan.memory()
+        held = memory["weight"] + memory["state"]
+        return replace(
+            self, plan=plan, devices=len(plan.lanes), seconds=plan.cost.total, held=held, lacking=shortage(plan)
+        )
+
+    def priced(self, once: float) -> float:
+        """Seconds with the price of devices and of memory; `once` is what one device alone would hold."""
+        if self.devices == 1:
+            return self.seconds
+        copied = min(1.0, max(0.0, self.held / max(once, 1.0) - 1) / (self.devices - 1))
+        return self.seconds / (1 - COPIED * copied) * (1 + JOINED * (1 - 1 / self.devices))
+
+    def told(self) -> str:
+        """What it is, and what it costs."""
+        about = "" if self.plan is not None else "about "
+        short = f", {nbytes_text(int(self.lacking))} short" if self.lacking else ""
+        devices = f"{self.devices} device{'s' if self.devices > 1 else ''}"
+        held = nbytes_text(int(self.held))
+        return f"{self.kind}, on {devices}: {about}{time_text(self.seconds)}, {held} held in all{short}"
+
+
+def best_of(ways: Sequence[Way], once: float) -> Plan:
+    """The plan of the way that fits, or lacks least, and costs least; its reasons say what was left aside and why.
+
+    A plan is made only of ways that promise to be the best.
+    """
+    left = list(ways)
+
+    def cost(way: Way) -> tuple[float, float]:
+        return way.lacking, way.priced(once)
+
+    while (best := min(left, key=cost)).plan is None:
+        left[left.index(best)] = best.made()
+    others = sorted((way for way in left if way is not best), key=cost)
+    first = {way.kind: way for way in reversed(others)}.values()
+    most = max(way.devices for way in left)
+    shown = [way for way in others if way in first or way.devices == most]
+    notes = [f"taken: {best.told()}", *(f"left aside: {way.told()}; {_why(way, best)}" for way in shown)]
+    notes += [f"left aside: {len(others) - len(shown)} ways like these"] if len(others) > len(shown) else []
+    return replace(best.plan, reasons=(*best.plan.reasons, *(notes if others else ())))
+
+
+def _why(other: Way, best: Way) -> str:
+    """Why it was not taken."""
+    if other.lacking > best.lacking:
+        return "does not fit"
+    gain = 1 - other.seconds / best.seconds if best.seconds else 0.0
+    if gain < 0:
+        return f"{-gain:.1%} slower"
+    dear = [f"{other.devices} devices"] if other.devices > best.devices else []
+    dear += [f"{nbytes_text(int(other.held - best.held))} more"] if other.held > best.held else []
+    return f"{gain:.1%} faster, too little for {' and '.join(dear) or 'another way'}"

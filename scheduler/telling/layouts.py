@@ -1,0 +1,74 @@
+"""How every value of the user's graph lies on the devices of a plan, read off the graphs that the devices run.
+
+A layout is a short text: ``R`` whole on each device, ``P`` a summand on each, ``S1(32|64)`` cut along axis 1 with so
+many entries each, ``L0,2`` whole on devices 0 and 2 only, and nothing for what no device keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+
+from ...graph.graph import Graph, names
+from ...graph.node import Node
+from ...ops.collective import COLLECTIVES
+from ..layout import Layout, Local, Shard
+from ..lowering.lane import first_alike
+from ..plan import Plan
+
+SUMS = ("all_reduce", "reduce_scatter")
+
+
+def layouts_of(plan: Plan) -> dict[Node, str]:
+    """The layout of the first result of each node, in the order of the graph."""
+    called = names(plan.graph)
+    users = {name: node for node, name in called.items()}
+    first = first_alike(plan.lanes)
+    own = {d: {name: n for n, name in names(plan.lanes[d].graph).items()} for d in set(first)}
+    graphs = [plan.lanes[d].graph for d in own]
+    whole = {n.name.removesuffix(".zero") for graph in graphs for n in graph.nodes if n.op == "fill"}
+    owed = set[str]().union(*(_owed(graph, users, whole) for graph in graphs))
+    layouts = {}
+    for node in plan.graph.nodes:
+        name = called[node]
+        if node.is_leaf:
+            layouts[node] = _leaf_text(plan.leaves[name])
+        else:
+            local = {d: n for d, nodes in own.items() if (n := nodes.get(name)) is not None and n.op == node.op}
+            layouts[node] = _text(node, [local.get(d) for d in first], name in owed)
+    return layouts
+
+
+def _leaf_text(layout: Layout) -> str:
+    if isinstance(layout, Shard):
+        return f"S{layout.axis}({'|'.join(str(layout.length(d)) for d in range(len(layout.runs)))})"
+    return f"L{','.join(map(str, layout.devices))}" if isinstance(layout, Local) else str(layout)
+
+
+def _text(node: Node, local: Sequence[Node | None], owed: bool) -> str:
+    """The layout of a computed value; `local` is what each device computes for it."""
+    shapes = [None if n is None else n.specs[0].shape for n in local]
+    there = [shape for shape in shapes if shape is not None]
+    for axis, size in enumerate(node.specs[0].shape):
+        if any(shape[axis] != size for shape in there if len(shape) > axis):
+            return f"S{axis}({'|'.join('0' if shape is None else str(shape[axis]) for shape in shapes)})"
+    if len(there) < len(shapes):
+        return f"L{','.join(str(d) for d, shape in enumerate(shapes) if shape is not None)}" if there else ""
+    return "P" if owed else "R"
+
+
+def _owed(graph: Graph, users: Mapping[str, Node], whole: Set[str]) -> set[str]:
+    """Names of a device's nodes whose values are summands: those that a sum over devices reads, and back to where the
+    terms are made, which is where something that was cut is read.  What is `whole` one device alone adds, and others
+    add zeros."""
+    stack = [n.inputs[0].node for n in graph.nodes if n.op in SUMS]
+    owed: set[str] = set()
+    while stack:
+        node = stack.pop()
+        user = users.get(node.name)
+        if node.name in owed or user is None or node.is_leaf or node.op in COLLECTIVES or node.name in whole:
+            continue
+        owed.add(node.name)
+        pairs = list(zip(node.inputs, user.inputs, strict=False))
+        if all(mine.shape == theirs.shape for mine, theirs in pairs):
+            stack += [mine.node for mine, _ in pairs]
+    return owed

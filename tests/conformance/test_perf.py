@@ -1,0 +1,32 @@
+"""Speeds of ops beside what the machine can do."""
+
+import pytest
+
+from hocket.backends import find
+from hocket.conformance import parse_case
+from hocket.conformance.command import main
+from hocket.conformance.reports import perf
+
+
+@pytest.mark.long
+def test_speed_is_measured_beside_the_limits_of_the_machine(capsys):
+    assert main(["--perf", "--case", "rms_norm(x=f32[64,256])"]) == 0
+    said = capsys.readouterr().out
+    assert "GB/s" in said.splitlines()[0]
+    assert "GFLOP/s" in said.splitlines()[1]
+    assert "rms_norm(x=f32[64,256]" in said
+
+
+def test_the_limit_of_a_product_is_that_of_its_weights_type(monkeypatch):
+    flops = {"f32": 100, "q4_0": 800}
+
+    def measured(case, backend, device):
+        dtype = case.operands[0][1].dtype.text
+        return perf.Speed(case, 1.0, 0.0, nbytes=10, flops=flops[dtype] if case.op == "mul_mat" else 0, cold=True)
+
+    monkeypatch.setattr(perf, "measure", measured)
+    limits = perf.Limits(*find("cpu"))
+    packed = parse_case("mul_mat(w=q4_0[64,256], x=f32[16,256])")
+    plain = parse_case("scale(x=f32[64,256], scale=2.0)")
+    assert (limits.bandwidth, limits.flops_for(packed), limits.flops_for(plain)) == (10, 800, 100)
+    assert perf.Speed(packed, 1.0, 0.0, nbytes=1, flops=400, cold=True).share(limits) == 0.5

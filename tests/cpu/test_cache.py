@@ -1,0 +1,82 @@
+"""What is kept on disk: how much of it, and what makes room, while other processes read and keep."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hocket.backends.cache import DAY, keep, make_room, recalled
+
+HOUR = 3600
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
+    make_room.cache_clear()
+    yield tmp_path
+    make_room.cache_clear()
+
+
+def aged(file: Path, hours: float, nbytes: int = 1000) -> Path:
+    keep(file, bytes(nbytes - 32))
+    then = time.time() - hours * HOUR
+    os.utime(file, (then, then))
+    return file
+
+
+def test_what_was_used_least_lately_makes_room(folder: Path):
+    rooms = ("kernels", "plans", "bindings", "merges", "cubins")
+    files = [aged(folder / rooms[i % 5] / f"{i}.o", 10 - i) for i in range(10)]
+    others = [aged(folder / name, 99) for name in ("emulated/one.so", "history", "models/mine.gguf")]
+    make_room(folder, 4500)
+    assert [file.exists() for file in files] == [False] * 6 + [True] * 4
+    assert all(file.exists() for file in others)
+    make_room.cache_clear()
+    make_room(folder, 0)
+    assert not any(file.exists() for file in files)
+
+
+def test_the_first_thing_that_is_kept_makes_room(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    old, new = (aged(folder / "plans" / name, hours) for name, hours in (("old", 9), ("new", 2)))
+    monkeypatch.setattr("hocket.backends.cache.MOST", 2500)
+    make_room.cache_clear()
+    keep(folder / "plans" / "newest", bytes(968))
+    assert [file.exists() for file in (old, new, folder / "plans" / "newest")] == [False, True, True]
+
+
+def test_what_is_read_counts_as_used(folder: Path):
+    often, never = (aged(folder / "kernels" / name, 3 * DAY / HOUR) for name in ("often", "never"))
+    assert recalled(often) == bytes(968)
+    make_room(folder, 1000)
+    assert (often.exists(), never.exists()) == (True, False)
+
+
+def test_others_may_keep_read_and_make_room_at_once(folder: Path):
+    data, failed = {f"{i}.o": bytes([i]) * 500 for i in range(20)}, []
+
+    def work(shift: int) -> None:
+        try:
+            for i in range(60):
+                name = f"{(i + shift) % 20}.o"
+                keep(folder / "kernels" / name, data[name])
+                make_room.cache_clear()
+                make_room(folder, 4000)
+                assert recalled(folder / "kernels" / name) in (None, data[name])
+        except BaseException as why:
+            failed.append(why)
+
+    threads = [threading.Thread(target=work, args=(shift,)) for shift in (0, 7, 13)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    make_room.cache_clear()
+    make_room(folder, 4000)
+    assert sum(file.stat().st_size for file in (folder / "kernels").iterdir()) <= 4000

@@ -1,0 +1,231 @@
+"""Faults planted in the delta net's CUDA kernels, each of which has to be found: by the emulation or by the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from hocket.backends.cupy.device.driver import LaunchError
+from hocket.backends.cupy.kernels import gated_delta_net as binding
+
+from ...given.devices.delta_launches import ORDERS, Problem, bind, problem, reference, run, with_slots, worst
+from ...given.devices.emulation import needs_compiler, with_fault
+
+pytestmark = needs_compiler
+
+STEP, CHUNKS, PREPARE, SCAN = (
+    f"gated_delta_net{name}" for name in (".cu", "_chunks.cuh", "_prepare.cu", "_scan.cu")
+)  # fmt: skip
+STATES = "states.cu"
+
+
+def steps() -> Problem:
+    """19 tokens in three stages; rows that do not fill a block; two sequences."""
+    return problem(1, 64, 1, 2, 19, batch=2, values=44, snapshots=2)
+
+
+def chunks() -> Problem:
+    """Four chunks, the last of six tokens; two sequences."""
+    return problem(2, 64, 1, 1, 102, batch=2)
+
+
+def channels() -> Problem:
+    return problem(3, 64, 1, 1, 102, channels=True)
+
+
+def step_by_channel() -> Problem:
+    return problem(3, 64, 1, 1, 11, channels=True)
+
+
+def swapped() -> Problem:
+    return with_slots(problem(4, 64, 1, 1, 3, batch=2), 2, [0, 1], [1, 0])
+
+
+def found(make: Callable[[], Problem], file: str = "", good: str = "", bad: str = "") -> str:
+    """What gives a fault away; nothing if nothing does."""
+    outs = []
+    wanted = reference(make())
+    for order in ORDERS:
+        p = make()
+        bound = bind(p, in_place=p.pool == "update")
+        items = [with_fault(launch, file, good, bad) for launch in bound.items] if file else bound.items
+        try:
+            run(items, order)
+        except LaunchError as why:
+            return str(why)
+        whole = max(worst(got, right)[0] for got, right in zip((bound.out, bound.new), wanted, strict=True))
+        if not whole <= 1e-7:
+            return f"the error is {whole:.1e}"
+        outs.append(bound.out)
+    return "" if all(np.array_equal(outs[0], x) for x in outs) else "orders of threads differ"
+
+
+@pytest.fixture(autouse=True)
+def several_warps(monkeypatch):
+    """In a block of the scan, as on large problems."""
+    monkeypatch.setattr(binding, "BLOCKS", 1)
+
+
+@pytest.mark.long(every=3)
+@pytest.mark.parametrize("make", [steps, chunks, channels, step_by_channel, swapped])
+def test_without_a_fault_nothing_is_found(make):
+    assert not found(make)
+
+
+FAULTS = {
+    # token by token
+    "no barrier before a stage is read": (
+        steps,
+        STEP,
+        "        __syncthreads();  // the stage",
+        "        // the stage",
+    ),
+    "no wait for what is copied": (steps, STEP, "    cp_async_wait<0>();\n    if (CHANNELS)", "    if (CHANNELS)"),
+    "one stage instead of two": (steps, STEP, "at = first / tile & 1;", "at = 0;"),
+    "a sum leaves lanes out": (steps, STEP, "for (int m = LANES / 2; m; m /= 2)", "for (int m = LANES / 4; m; m /= 2)"),
+    "a sum takes the wrong lane": (
+        steps,
+        STEP,
+        "overlap += __shfl_xor_sync(ALL_LANES, overlap, m);",
+        "overlap += __shfl_xor_sync(ALL_LANES, overlap, m ^ 1);",
+    ),
+    "the last stage is read to its end": (
+        steps,
+        STEP,
+        "const int count = min(tile, tokens - first), at",
+        "const int count = tile, at",
+    ),
+    "rows behind the last are read": (steps, STEP, "if (row + r >= a.value_size)", "if (row + r > a.value_size)"),
+    "rows behind the last are written": (
+        steps,
+        STEP,
+        "if (row + r < a.value_size) store_some",
+        "if (row + r <= a.value_size) store_some",
+    ),
+    "an output too many": (steps, STEP, "row + sub < a.value_size) a.out", "row + sub <= a.value_size) a.out"),
+    "a snapshot too many": (steps, STEP, "if (back < a.stored) keep(back);", "if (back <= a.stored) keep(back);"),
+    "the newest snapshot is missing": (
+        steps,
+        STEP,
+        "if (back < a.stored) keep(back);",
+        "if (back < a.stored && back) keep(back);",
+    ),
+    "a decay of the wrong token": (steps, STEP, "scalars[0] = expf(g)", "scalars[threadIdx.x ? 0 : T::SIZE] = expf(g)"),
+    "decays by channel are not exponentiated": (
+        step_by_channel,
+        STEP,
+        "if (c < T::DECAY || c >= T::V) continue;",
+        "continue;",
+    ),
+    # pools
+    "a state that another sequence writes is not sheltered": (
+        swapped,
+        STATES,
+        "const bool moves = block_max(others, room) > 0",
+        "const bool moves = block_max(others, room) > 1",
+    ),
+    "half of a state is sheltered": (
+        swapped,
+        STATES,
+        "i < a.state_size; i += blockDim.x) a.aside",
+        "i < a.state_size / 2; i += blockDim.x) a.aside",
+    ),
+    # fragments
+    "a left operand with rows and columns exchanged": (
+        chunks,
+        CHUNKS,
+        "split<EXACT>(x[2], x[3], f.hi[1], f.lo[1]);\n    split<EXACT>(y[0], y[1], f.hi[2], f.lo[2]);",
+        "split<EXACT>(x[2], x[3], f.hi[2], f.lo[2]);\n    split<EXACT>(y[0], y[1], f.hi[1], f.lo[1]);",
+    ),
+    "ldmatrix with the wrong row": (
+        chunks,
+        CHUNKS,
+        "place<UNITS>(row + lane / 16 * 8 + lane % 8, at / 8 + lane / 8 % 2)",
+        "place<UNITS>(row + lane / 8 % 2 * 8 + lane % 8, at / 8 + lane / 16)",
+    ),
+    "ldmatrix without its transpose": (chunks, CHUNKS, "ldmatrix_x4_trans(hi, from);", "ldmatrix_x4(hi, from);"),
+    "the lower part is lost": (chunks, CHUNKS, "        mma_bf16(x, f.lo, x_hi);\n", ""),
+    "tiles shuffled in two ways": (
+        chunks,
+        CHUNKS,
+        "from = tile + place<UNITS>(row + lane / 8 % 2 * 8",
+        "from = tile + place<(UNITS > 4 ? 4 : UNITS)>(row + lane / 8 % 2 * 8",
+    ),
+    # preparation
+    "no barrier between blocks of the inverse": (
+        chunks,
+        PREPARE,
+        "            *(float4 *)(s.L + corner + w + r * STEP + c) = sum;\n        }\n        __syncthreads();",
+        "            *(float4 *)(s.L + corner + w + r * STEP + c) = sum;\n        }",
+    ),
+    "the diagonal of P is missing": (chunks, PREPARE, "x = r >= c ? x * expf", "x = r > c ? x * expf"),
+    "a token behind the last is prepared": (
+        chunks,
+        PREPARE,
+        "if (r < length) x = *(const float4 *)((is_q ? a.q : a.k)",
+        "if (r <= length) x = *(const float4 *)((is_q ? a.q : a.k)",
+    ),
+    "decays behind the last token": (
+        chunks,
+        PREPARE,
+        "float sum = t < length ? bounded(*a.g.row(n, first + t, h)) : 0.f;",
+        "float sum = *a.g.row(n, first + t, h);",
+    ),
+    "sums of decays leave a lane out": (chunks, PREPARE, "if (lane >= m) sum += other;", "if (lane > m) sum += other;"),
+    "X without beta": (chunks, PREPARE, "x[1] * s.beta[c + 1]", "x[1]"),
+    "the record is written before it is complete": (
+        chunks,
+        PREPARE,
+        "    __syncthreads();\n    for (int i = threadIdx.x * 16; i < R::HEADS",
+        "    for (int i = threadIdx.x * 16; i < R::HEADS",
+    ),
+    "a factor too many in a diagonal block": (
+        channels,
+        PREPARE,
+        "if (r > c + j) w[j][i] *=",
+        "if (r >= c + j) w[j][i] *=",
+    ),
+    "a block refers to its second row": (
+        channels,
+        PREPARE,
+        "*row_sums = G + 16 * I * STEP, *column_sums",
+        "*row_sums = G + (16 * I + 1) * STEP, *column_sums",
+    ),
+    # scan
+    "no barrier between chunks": (chunks, SCAN, "        __syncthreads();  // the stage", "        // the stage"),
+    "no wait for a chunk": (chunks, SCAN, "        cp_async_wait<0>();\n", ""),
+    "both chunks in one stage": (
+        chunks,
+        SCAN,
+        "char *stage = shared + chunk % 2 * STAGE;",
+        "char *stage = shared;",
+    ),
+    "outputs behind the last token": (chunks, SCAN, "if (8 * j + e % 2 < left) out", "if (8 * j + e % 2 <= left) out"),
+    "values behind the last token": (
+        chunks,
+        SCAN,
+        "            if (r < left)\n                cp_async",
+        "            if (r <= left)\n                cp_async",
+    ),
+    "the last token does not decay the state": (
+        chunks,
+        SCAN,
+        "S[j][e] *= factors[CHANNELS ? 8 * j + column + e % 2 : C - 1];",
+        "S[j][e] *= factors[CHANNELS ? 8 * j + column + e % 2 : C - 2];",
+    ),
+    "deltas with the factor of the row above": (chunks, SCAN, "factors[C + 16 * k", "factors[C - 1 + 16 * k"),
+    "blocks of P beside those of X": (
+        chunks,
+        SCAN,
+        "heads + R::P, R::SQUARE, 16 * p, 16 * k",
+        "heads + R::P, R::SQUARE, 16 * k, 16 * p",
+    ),
+}
+
+
+@pytest.mark.long(every=26)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(name: str):
+    assert found(*FAULTS[name])

@@ -1,0 +1,159 @@
+"""Mistakes planted in the kernels of products: each is found by the emulation, or by exact integers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from hocket import ops
+from hocket.backends.cupy.backend import DriverBackend
+from hocket.backends.cupy.emulation.emulated import EmulatedDriver
+from hocket.graph import Graph, input, weight
+from hocket.graph.dtypes import DType
+from hocket.ops.quants import dequantise
+from hocket.scheduler import load, plan_for
+
+from ...given.devices.emulation import is_found, needs_compiler
+from ...given.devices.products import product
+from ...given.random_rows import random_rows
+
+pytestmark = needs_compiler
+RNG = np.random.default_rng(11)
+
+
+def packed_product(dtype: DType, rows: int, columns: int, tokens: int) -> Callable[[DriverBackend], bool]:
+    def is_right(backend: DriverBackend) -> bool:
+        found, want, size = product(dtype, rows, columns, tokens, backend)
+        same = all(np.array_equal(f, found[0]) for f in found)
+        return same and bool((np.abs(found[0] - want) <= 2e-6 * size + 1e-30).all())
+
+    return is_right
+
+
+def dense_product(backend: DriverBackend) -> bool:
+    w, x = RNG.standard_normal((70, 72)).astype(np.float16), RNG.standard_normal((9, 72)).astype(np.float32)
+    graph = Graph({"y": ops.mul_mat(weight("w", w.shape, DType.F16), input("x", x.shape))})
+    run = load(plan_for(graph, [(backend, backend.device(0))]), {"w": w})
+    results = [run.run({"x": x})["y"] for _ in range(4)]
+    exact = w.astype(np.float64)
+    near = np.abs(results[0] - x @ exact.T) <= 2.0**-16 * (np.abs(x) @ np.abs(exact).T)
+    return all(np.array_equal(f, results[0]) for f in results) and bool(near.all())
+
+
+def routed(tokens: int) -> Callable[[DriverBackend], bool]:
+    def is_right(backend: DriverBackend) -> bool:
+        raw = random_rows(DType.Q8_0, 3 * 32, 32, RNG).reshape(3, 32, -1)
+        x = RNG.standard_normal((tokens, 1, 32)).astype(np.float32)
+        ids = RNG.integers(0, 6, (tokens, 2)).astype(np.int32)
+        w = weight("w", (3, 32, 32), DType.Q8_0)
+        node = ops.mul_mat_id(w, input("x", x.shape), input("ids", ids.shape, DType.I32), first=2, total=6)
+        run = load(plan_for(Graph({"y": node}), [(backend, backend.device(0))]), {"w": raw})
+        results = [run.run({"x": x, "ids": i})["y"] for i in (ids, ids, np.full_like(ids, 2), ids, ids)]
+        here = ((ids >= 2) & (ids < 5))[..., None]
+        matrices = dequantise(raw.reshape(96, -1), DType.Q8_0).reshape(3, 32, 32)
+        want = np.einsum("tink,tk->tin", matrices[np.clip(ids - 2, 0, 2)], x[:, 0]) * here
+        near = np.abs(results[0] - want).max() <= 0.02 * np.abs(want).max()
+        full = np.einsum("nk,tk->tn", matrices[0], x[:, 0])[:, None]
+        near = near and np.abs(results[2] - full).max() <= 0.02 * np.abs(full).max()
+        return bool(near) and all(np.array_equal(results[i], results[0]) for i in (1, 3, 4))
+
+    return is_right
+
+
+LONG, WIDE, TALL = (packed_product(DType.Q4_0, *shape) for shape in ((32, 4224, 1), (33, 96, 2), (33, 288, 9)))
+HIGH, MIXED = packed_product(DType.Q5_1, 33, 64, 2), packed_product(DType.Q6_K, 33, 256, 9)
+PLANTS = {
+    "codes are read before all lanes wrote them": (
+        "packed.cu",
+        "r.scale;\n        }\n        __syncwarp();",
+        "r.scale;\n        }",
+        WIDE,
+    ),
+    "sums of other warps are read too early": (
+        "packed.cu",
+        "sums[warp][n][lane] = sum[n];\n    __syncthreads();",
+        "sums[warp][n][lane] = sum[n];",
+        LONG,
+    ),
+    "a row past the last is written": ("packed.cu", "if (row >= made.rows || i / 32", "if (i / 32", WIDE),
+    "a high bit of the wrong column": (
+        "packed.cu",
+        "high[t * HIGH / 4] >> HIGH * (2 * t",
+        "high[t * HIGH / 4] >> HIGH * (t",
+        HIGH,
+    ),
+    "a stage is read before it is there": ("packed.cu", "cp_async_wait<0>();", "cp_async_wait<1>();", TALL),
+    "a stage is read before all threads have theirs": (
+        "packed.cu",
+        "__syncthreads();  // this stage is there, and nobody reads the one before",
+        "",
+        TALL,
+    ),
+    "the sums of a warp are written over a stage that is still read": (
+        "packed.cu",
+        "        __syncthreads();\n        made.reduce",
+        "        made.reduce",
+        TALL,
+    ),
+    "sums of warps are added too early": (
+        "packed.cu",
+        "% 4];\n            __syncthreads();\n            if (warp_k < half)",
+        "% 4];\n            if (warp_k < half)",
+        TALL,
+    ),
+    "the fragment of another half": ("packed.cu", "2 * k + lane / 8 % 2", "2 * k + lane / 16", TALL),
+    "the scale of another row": ("packed.cu", "mine.scale[h], g + 8 * i", "mine.scale[h], g + 4 * i", TALL),
+    "the scale of another half": ("packed.cu", "scale[row][h], s);", "scale[row][0], s);", MIXED),
+    "two bits of the wrong column": ("packed.cu", ">> W * (2 * t % (8 / W))", ">> W * (t % (8 / W))", MIXED),
+    "an entry past the last is written": (
+        "packed.cu",
+        "if (entry < tile.z && row < a.rows)",
+        "if (row < a.rows)",
+        TALL,
+    ),
+    "an expert of elsewhere is the first one": (
+        "packed.cu",
+        "matrix < 0 ? 0 : (int)a.blocks",
+        "(int)a.blocks",
+        routed(1),
+    ),
+    "counts are read before all are counted": (
+        "routes.cu",
+        "&counts[matrix < 0 ? here : matrix], 1);\n    }\n    __syncthreads();",
+        "&counts[matrix < 0 ? here : matrix], 1);\n    }",
+        routed(24),
+    ),
+    "tiles of the run before are left": ("routes.cu", "a.tiles[i] = make_int4(0, 0, 0, 0);", ";", routed(24)),
+    "a weight's small term is left out": (
+        "dense.cu",
+        "for (int term = OF_W; term >= 0",
+        "for (int term = 1; term >= 0",
+        dense_product,
+    ),
+    "a tile is read before it is written": (
+        "dense.cu",
+        "store<2>(xs, mine, column);\n            __syncthreads();",
+        "store<2>(xs, mine, column);",
+        dense_product,
+    ),
+    "a tile is written over while it is read": (
+        "dense.cu",
+        "            }\n            __syncthreads();\n        }",
+        "            }\n        }",
+        dense_product,
+    ),
+}
+
+
+@pytest.mark.long(every=18)
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_mistake_in_a_product_is_found(name):
+    file, old, new, is_right = PLANTS[name]
+    assert is_found(file, old, new, is_right)
+
+
+@pytest.mark.parametrize("is_right", dict.fromkeys(p[3] for p in PLANTS.values()))
+def test_without_a_mistake_nothing_is_found(is_right):
+    assert is_right(DriverBackend(EmulatedDriver()))

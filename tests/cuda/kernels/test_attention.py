@@ -1,0 +1,302 @@
+"""Attention on CUDA, emulated: every variant against its definition in float64, over every shape that has a kernel."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hocket.backends.cupy.backend import DriverBackend
+from hocket.backends.cupy.emulation.emulated import EmulatedBackend, EmulatedDriver
+from hocket.backends.cupy.kernels import attention as binding
+from hocket.conformance import Outcome, run_case
+from hocket.conformance.judging.run import execute
+from hocket.conformance.trials.case import parse
+from hocket.conformance.trials.inputs import draw
+from hocket.ops import attention
+
+from ...given.devices.emulation import FaultyDriver, needs_compiler
+
+pytestmark = needs_compiler
+
+NEAR = 5e-12
+"""Of the worst row, in the normalised mean square: errors of 2e-6.  Products of halves alone are off by 1e-4."""
+
+
+def case(t, h, g, s, d, e=None, rest="", ahead="", mask=None, inputs="normal", layout="contiguous"):
+    """A case over `t` tokens, `h` heads for each of `g` key heads, `s` keys of size `d`, values of size `e`."""
+    specs = [f"q=f32[{ahead}{t},{h * g},{d}]", f"k=f32[{ahead}{s},{g},{d}]", f"v=f32[{ahead}{s},{g},{e or d}]"]
+    specs += [f"mask=f32[{mask}{t},{s}]"] if mask is not None else []
+    return parse(
+        f"attention({', '.join(specs)}, scale={d**-0.5:.4f}{rest and ', ' + rest}, layout={layout}, inputs={inputs})"
+    )
+
+
+FEW = (
+    *(case(1, h, 2, 45, 64) for h in (1, 2, 3, 8, 9)),
+    *(case(t, 2, 1, 70, 32, mask="") for t in range(2, 10)),
+    *(case(2, 3, 2, s, 16, mask="", inputs="infinities") for s in (0, 1, 31, 32, 33, 129)),
+    *(case(2, 4, 1, s, 64, mask="", inputs="infinities") for s in (300, 1100)),  # splits
+    *(case(3, 2, 1, 40, d, mask="") for d in (4, 60, 68, 96, 128, 200, 256)),
+    *(case(1, 2, 1, 150, d, e) for d, e in ((192, 128), (576, 512), (64, 512), (512, 4))),
+    *(case(2, 1, 2, 20, d, e) for d, e in ((1, 1), (7, 5), (66, 130), (644, 8), (8, 1030))),  # any size
+    case(33, 1, 2, 40, 64, mask=""),
+    case(1, 1, 2, 40, 7, mask=""),
+    *(case(2, 4, 2, 40, 64, mask="", layout=how) for how in ("offset", "sliced", "permuted", "broadcast")),
+)
+TILED = (
+    case(33, 2, 2, 70, 64, mask="", inputs="infinities"),
+    case(70, 1, 1, 130, 64),
+    case(70, 3, 1, 65, 40, 24, mask=""),
+    case(64, 1, 2, 600, 64, mask=""),  # splits
+    case(64, 1, 1, 0, 64, mask=""),
+    case(65, 1, 1, 1, 16, mask=""),
+    *(
+        case(66, 1, 1, 70, d, e, mask="", inputs="infinities")
+        for d, e in ((128, 128), (192, 128), (256, 250), (7, 129))
+    ),
+    *(case(9, 8, 2, 70, 128, mask="", layout=how) for how in ("offset", "sliced", "permuted", "broadcast")),
+    case(
+        33, 2, 2, 70, 576, 512, mask="", inputs="infinities"
+    ),  # latent attention: rows, half rows and keys that are left
+    *(case(2, 33, 1, s, 576, 512, rest="sinks=f32[33]") for s in (1, 17)),
+    case(1, 64, 1, 300, 576, 512, mask=""),  # splits
+    case(64, 1, 1, 33, 300, 260, ahead="2,", mask="", layout="permuted"),
+)
+VARIANTS = tuple(
+    case(t, 2, 2, 75, 64, ahead=ahead, mask=mask, inputs=inputs, rest=", ".join(rest))
+    for t in (3, 33)
+    for ahead, mask, inputs, rest in (
+        ("", "", "normal", ("sinks=f32[4]",)),
+        ("", "", "infinities", ("sinks=f32[4]", "softcap=2.0")),
+        ("", None, "normal", ("softcap=5.0",)),
+        ("", "", "infinities", ("max_bias=8.0",)),
+        ("", "4,", "normal", ('mask_heads="each"',)),
+        ("", "2,", "infinities", ('mask_heads="tiled"', "max_bias=8.0")),
+        ("2,", "", "normal", ()),
+        ("2,", "2,", "normal", ()),
+        ("4,", "2,", "infinities", ("sinks=f32[4]",)),
+        ("2,3,", "3,", "normal", ()),
+        ("2,2,", "2,1,4,", "normal", ('mask_heads="each"',)),
+        *(("", "", kind, ()) for kind in ("uniform", "large", "denormal", "ties", "zeros", "constant")),
+    )
+)
+
+
+@pytest.mark.long(every=14)
+@pytest.mark.parametrize("case", FEW + TILED + VARIANTS, ids=str)
+def test_attention_is_its_definition_in_every_order_of_threads(case):
+    """The kit runs a case three times, each in another order, and wants the same bits."""
+    backend = EmulatedBackend()
+    result = run_case(case, backend, backend.device(0))
+    assert result.outcome is Outcome.PASS, result.why
+    if case.inputs in ("normal", "infinities"):
+        assert result.difference.nmse < NEAR
+
+
+@pytest.mark.long
+def test_every_kernel_has_a_case():
+    """Each size of heads, each count of rows."""
+    launched = set()
+
+    class Driver(EmulatedDriver):
+        def record(self, launches, on):
+            launched.update(launch.kernel.name for launch in launches)
+            return lambda: None
+
+    backend = DriverBackend(Driver())
+    more = [case(t, 1, 1, 40, d, e) for t in (1, 2, 4, 8) for d, e in ((64, 64), (128, 128), (256, 256), (576, 512))]
+    for c in (*FEW, *TILED, *VARIANTS, *more):
+        run_case(c, backend, backend.device(0))
+    assert launched == {name for source in binding.SOURCES for name in source.names}
+
+
+@pytest.mark.parametrize("t", [1, 4, 70])
+def test_tiles_that_are_hidden_are_not_read(t):
+    """A causal mask over a long cache: keys behind the last token, and before the window, may hold anything."""
+    keys, window, last = 640, 100, 300
+    c = case(t, 1, 1, keys, 64, mask="")
+    units = draw(c)
+    distance = last - t + 1 + np.arange(t)[:, None] - np.arange(keys)
+    units["mask"] = np.where((distance >= 0) & (distance < window), 0.0, -np.inf)
+    want = attention.reference(*units.values(), scale=c.settled["scale"])
+    dirty = {**units, "k": units["k"].copy(), "v": units["v"].copy()}
+    for x in (dirty["k"], dirty["v"]):
+        x[384:] = np.nan
+        x[:128] = np.nan
+    backend = EmulatedBackend()
+    (got,) = execute(c, dirty, backend, backend.device(0))
+    np.testing.assert_allclose(got, want, atol=3e-6)
+
+
+def test_numbers_of_any_size_keep_their_digits():
+    """Keys and values that differ by powers of ten, as halves of powers of two for each row."""
+    c = case(66, 1, 1, 70, 64)
+    units = draw(c)
+    size = 10.0 ** np.random.default_rng(1).integers(-9, 9, (70, 1, 1))
+    units["k"], units["v"] = units["k"] / size, units["v"] * size
+    units = {name: x.astype(np.float32).astype(np.float64) for name, x in units.items()}
+    want = attention.reference(*units.values(), scale=c.settled["scale"])
+    most = attention.reference(units["q"], units["k"], np.abs(units["v"]), scale=c.settled["scale"])
+    backend = EmulatedBackend()
+    (got,) = execute(c, units, backend, backend.device(0))
+    assert np.max(np.abs(got - want) / most) < 2e-5  # of scores near 30, in float32
+
+
+def test_shared_memory_fits_every_device():
+    assert all(t.shared_bytes + 1024 <= 99 * 1024 for t in binding.TILED)
+
+
+# ---------------------------------------------------------------------------------------------------- planted faults
+
+
+FEW_CU, AROUND, TILES, WIDE_CU = (f"attention_{name}.cu" for name in ("few", "around", "tiles", "wide"))
+SHORT = case(2, 3, 2, 45, 64, mask="")
+LONG = case(2, 1, 1, 700, 64, mask="", inputs="infinities")
+TILE = case(33, 2, 2, 75, 64, mask="", inputs="infinities")
+HEADS = case(1, 1, 512, 300, 8)
+SPLIT = case(64, 1, 1, 600, 64, mask="", inputs="infinities")
+WIDE = case(66, 1, 1, 70, 256)
+LATENT = case(2, 33, 1, 45, 576, 512, mask="", inputs="infinities")
+FAULTS = {
+    "queries are read before they are there": (
+        FEW_CU,
+        ": 0.0f;\n        }\n        __syncthreads();",
+        ": 0.0f;\n        }",
+        SHORT,
+    ),
+    "the mask of another key": (FEW_CU, "bias[r], s + u * at_once + sub)", "bias[r], s + u * at_once)", SHORT),
+    "keys past the last one": (
+        FEW_CU,
+        "s + u * at_once + sub, key_count - 1)",
+        "s + u * at_once + sub, 1 << 20)",
+        SHORT,
+    ),
+    "a sum that does not fade": (
+        FEW_CU,
+        "sum[r] *= fade;\n#pragma unroll\n                    for",
+        "\n                    for",
+        SHORT,
+    ),
+    "half of the lanes add up": (
+        FEW_CU,
+        "by = lanes / 2; by > 0; by >>= 1) score",
+        "by = lanes / 2; by > 1; by >>= 1) score",
+        SHORT,
+    ),
+    "no barrier before the next row": (FEW_CU, "all, total);\n        __syncthreads();", "all, total);", SHORT),
+    "a warp leaves tiles out": (
+        FEW_CU,
+        "first += 32 * WARPS * (int)a.splits",
+        "first += 64 * WARPS * (int)a.splits",
+        HEADS,
+    ),
+    "a split of its own top": (AROUND, "x = fmaf(grown(state[2 * s] - top)", "x = fmaf(grown(state[0] - top)", LONG),
+    "the last split is left out": (AROUND, "s < a.splits; s++) x", "s + 1 < a.splits; s++) x", SPLIT),
+    "a tile of which some is seen is hidden": (AROUND, "hidden &= bias == -INFINITY", "hidden &= bias < 9.0f", TILE),
+    "a tile of which some is hidden is open": (AROUND, "open &= bias == 0.0f", "open &= true", TILE),
+    "keys past the last one are halves": (AROUND, "if (!real || key >= a.keys) row", "if (!real) row", TILE),
+    "no wait for keys": (
+        TILES,
+        "cp_async_wait<1>();\n        __syncthreads();\n        float s",
+        "__syncthreads();\n        float s",
+        TILE,
+    ),
+    "no barrier for keys": (
+        TILES,
+        "cp_async_wait<1>();\n        __syncthreads();\n        float s",
+        "cp_async_wait<1>();\n        float s",
+        TILE,
+    ),
+    "keys are overwritten while they are read": (
+        TILES,
+        "        __syncthreads();\n        const int first",
+        "        const int first",
+        TILE,
+    ),
+    "values are overwritten while they are read": (
+        TILES,
+        "        __syncthreads();\n        tile = next;",
+        "        tile = next;",
+        TILE,
+    ),
+    "low halves are left out": (TILES, "mma_f16(d, high, l), mma_f16(e, high, l + 2);", "", TILE),
+    "queries of another warp": (
+        TILES,
+        "q_row = 16 * warp + lane % 16",
+        "q_row = lane % 16",
+        TILE,
+    ),
+    "a row in another bank": (
+        TILES,
+        "pair(16 * n + lane % 16, 2 * e, turned, E)",
+        "(16 * n + lane % 16) * E + 8 * (2 * e + lane / 16)",
+        TILE,
+    ),
+    "values keep the unit of an earlier tile": (
+        TILES,
+        "change[r] = fade[r] * (run[r] / most[r])",
+        "change[r] = fade[r]",
+        WIDE,
+    ),
+    "the other token's mask": (TILES, "const Bias bias = biases[8 * r]", "const Bias bias = biases[0]", TILE),
+    "columns past the last one are written": (TILES, "if (8 * e + 2 * t + i < width)", "", case(66, 1, 1, 20, 60)),
+    "queries are read before all columns are there": (
+        WIDE_CU,
+        "bias_of(a, batch, row);\n    }\n    __syncthreads();",
+        "bias_of(a, batch, row);\n    }",
+        LATENT,
+    ),
+    "keys come while queries are read": (
+        WIDE_CU,
+        "units[mine + g + 8]};\n    __syncthreads();",
+        "units[mine + g + 8]};",
+        LATENT,
+    ),
+    "a quarter of the scores is left out": (
+        WIDE_CU,
+        "for (int w = 1; w < SHARING",
+        "for (int w = 1; w < SHARING - 1",
+        LATENT,
+    ),
+    "scores are read before they are there": (
+        WIDE_CU,
+        "__syncthreads();\n        const int first",
+        "const int first",
+        LATENT,
+    ),
+    "scores of the other rows": (WIDE_CU, "scores[warp - part][n]", "scores[0][n]", LATENT),
+    "every warp has the first columns of the keys": (
+        WIDE_CU,
+        "pair(k_row, 2 * (part * OWN_D + d)",
+        "pair(k_row, 2 * d",
+        LATENT,
+    ),
+    "every warp has the first columns of the values": (
+        WIDE_CU,
+        "2 * (part * OWN_E / 16 + e), turned",
+        "2 * e, turned",
+        LATENT,
+    ),
+    "values are overwritten while other warps read them": (
+        WIDE_CU,
+        "        __syncthreads();\n        tile = next;",
+        "        tile = next;",
+        LATENT,
+    ),
+    "no wait for values": (
+        WIDE_CU,
+        "p_low);\n        cp_async_wait<1>();",
+        "p_low);",
+        LATENT,
+    ),
+}
+
+
+@pytest.mark.long(every=16)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_in_a_kernel_is_found(name):
+    file, good, bad, found_by = FAULTS[name]
+    backend = DriverBackend(FaultyDriver(file, good, bad))
+    result = run_case(found_by, backend, backend.device(0))
+    wrong = result.outcome is Outcome.FAIL or result.difference.nmse > NEAR
+    assert wrong, str(result.difference)

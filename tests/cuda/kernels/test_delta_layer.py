@@ -1,0 +1,136 @@
+"""What surrounds the delta rule in a layer, on emulated CUDA devices: convolution, norms and gates, and gated norm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from hocket.backends.cupy.binding.launches import Launches
+from hocket.backends.cupy.device.driver import LaunchError
+from hocket.backends.cupy.kernels.short_convolution import Layer, Made, launch_gated_norm, launch_inputs
+
+from ...given.devices.delta_launches import NOTHING, ORDERS, aligned, operand, run, worst
+from ...given.devices.emulation import needs_compiler, with_fault
+
+pytestmark = needs_compiler
+
+EPS, LIMIT = 1e-6, 1e-12
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A layer's inputs, float32: x [B,T,(2 Hk + Hv) d], alpha, beta [B,T,Hv], valid [B,T], weights, and old rows."""
+
+    size: int
+    key_heads: int
+    value_heads: int
+    arrays: dict[str, np.ndarray]
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.arrays[name]
+
+
+def parts(size: int, key_heads: int, value_heads: int, batch: int, tokens: int) -> Parts:
+    rng = np.random.default_rng(size + tokens)
+    channels = (2 * key_heads + value_heads) * size
+    valid = (rng.random((batch, tokens)) < 0.8).astype(np.float32)
+    shapes = {
+        "x": (batch, tokens, channels),
+        "alpha": (batch, tokens, value_heads),
+        "beta": (batch, tokens, value_heads),
+        "w": (channels, 4),
+        "a": (value_heads,),
+        "dt": (value_heads,),
+        "old": (batch, 3, channels),
+    }
+    drawn = {name: rng.normal(0, 1, shape) for name, shape in shapes.items()} | {"valid": valid}
+    drawn["a"] = -np.exp(drawn["a"])
+    return Parts(size, key_heads, value_heads, {n: aligned(x.astype(np.float32)) for n, x in drawn.items()})
+
+
+def expected(p: Parts) -> dict[str, np.ndarray]:
+    a = {name: x.astype(np.float64) for name, x in p.arrays.items()}
+    rows = np.concatenate([a["old"], a["x"]], axis=1)
+    tokens = a["x"].shape[1]
+    y = sum(rows[:, j : j + tokens] * a["w"][:, j] for j in range(4))
+    y = (y / (1 + np.exp(-y))).reshape(*y.shape[:2], -1, p.size)
+    q, k, v = np.split(y, [p.key_heads, 2 * p.key_heads], axis=2)
+    q, k = (x / np.sqrt((x**2).sum(axis=-1, keepdims=True) + EPS) for x in (q, k))
+    valid = a["valid"][..., None]
+    g = np.logaddexp(0, a["alpha"] + a["dt"]) * a["a"] * valid
+    return {"q": q, "k": k, "v": v, "g": g, "beta": valid / (1 + np.exp(-a["beta"])), "kept": rows[:, -3:]}
+
+
+def bind_inputs(p: Parts, in_place: bool = False) -> tuple[list, dict[str, np.ndarray]]:
+    made = {name: aligned(np.full(x.shape, NOTHING, np.float32)) for name, x in expected(p).items()}
+    if in_place:
+        made["kept"] = p["old"]
+    launches = Launches(keep=lambda array: array.ctypes.data)
+    layer = Layer(operand(p["w"]), operand(p["a"]), operand(p["dt"]))
+    source = (operand(p[name]) for name in ("x", "alpha", "beta", "valid", "old"))
+    launch_inputs(launches, *source, layer, Made(**{name: operand(x) for name, x in made.items()}), EPS)
+    return launches.items, made
+
+
+def difference(p: Parts, order: int = 0, edit: Callable = lambda launch: launch, in_place: bool = False) -> float:
+    wanted = expected(p)
+    items, made = bind_inputs(p, in_place)
+    run([edit(launch) for launch in items], order)
+    return max(worst(made[name], wanted[name])[0] for name in wanted)
+
+
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 16, 17, 40])
+def test_inputs_of_the_rule_are_made_in_one_launch(size: int, tokens: int):
+    p = parts(size, 1 + tokens % 2, 3 - tokens % 2, 1 + tokens % 3, tokens)
+    assert len(bind_inputs(p)[0]) == 1
+    assert difference(p, ORDERS[tokens % 3]) < LIMIT
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 40])
+def test_the_rows_that_a_convolution_keeps_take_the_place_of_the_old_ones(tokens: int):
+    for order in ORDERS:
+        assert difference(parts(64, 1, 2, 2, tokens), order, in_place=True) < LIMIT
+
+
+@pytest.mark.parametrize("size", [16, 32, 64, 128, 256])
+def test_the_gated_norm_is_norm_weight_and_gate(size: int):
+    rng = np.random.default_rng(size)
+    x, z = (aligned(rng.normal(0, 1, (2, 3, 5, size)).astype(np.float32)) for _ in range(2))
+    w, out = aligned(rng.normal(0, 1, size).astype(np.float32)), aligned(np.full(x.shape, NOTHING, np.float32))
+    launches = Launches(keep=lambda array: array.ctypes.data)
+    launch_gated_norm(launches, *map(operand, (x, z, w, out)), EPS)
+    run(launches.items)
+    wide = x.astype(np.float64)
+    wanted = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + EPS) * w * z / (1 + np.exp(-z.astype(np.float64)))
+    assert worst(out, wanted)[0] < LIMIT
+
+
+FAULTS = {
+    "runs without the rows before": ("row(first - 3), x1", "row(first - 2), x1"),
+    "old rows of another sequence": ("a.old + (n * 3 + t + 3)", "a.old + (t + 3)"),
+    "kept rows one early": (": tokens + i;", ": tokens + i - 1;"),
+    "values are normed, too": ("if (!is_v) y *=", "y *="),
+    "tokens behind the last": ("min(first + RUN, tokens)", "first + RUN"),
+    "heads behind the last": ("const bool is_there = head < heads;", "const bool is_there = head <= heads;"),
+    "padding writes": ("valid / (1.0f + expf(", "1.0f / (1.0f + expf("),
+    "a norm of half a head": ("m = LANES / 2; m; m /= 2", "m = LANES / 4; m; m /= 2"),
+}
+
+
+@pytest.mark.long(every=4)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_planted_in_the_inputs_is_found(name: str):
+    good, bad = FAULTS[name]
+
+    def seen(order: int) -> bool:
+        p = parts(64, 1, 2, 2, 35)
+        try:
+            return difference(p, order, lambda launch: with_fault(launch, "short_convolution.cu", good, bad)) > LIMIT
+        except LaunchError:
+            return True
+
+    assert any(map(seen, ORDERS))

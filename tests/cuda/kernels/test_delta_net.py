@@ -1,0 +1,301 @@
+"""The gated delta net's CUDA kernels, run on emulated devices, against the recurrence in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hocket.backends.cupy.device import nvrtc
+from hocket.backends.cupy.kernels import gated_delta_net as binding
+from hocket.graph.errors import BackendError
+
+from ...given.devices.delta_launches import (
+    ORDERS,
+    Problem,
+    aligned,
+    bind,
+    check,
+    problem,
+    reference,
+    run,
+    with_slots,
+    worst,
+)
+from ...given.devices.emulation import needs_compiler
+
+pytestmark = needs_compiler
+
+STEPS, EXACT, FAST = 1e-12, 2e-9, 1e-4
+"""What each kind of kernel is held to: the requirement is 1e-7 for the first two."""
+KINDS = pytest.mark.parametrize("channels", [False, True], ids=["heads", "channels"])
+
+
+@pytest.mark.long(every=4)
+@KINDS
+@pytest.mark.parametrize("size", [16, 32, 64, 128, 256])
+def test_token_by_token_the_rule_is_the_recurrence(size: int, channels: bool):
+    for tokens in range(1, 18):
+        mapping = ("tiled", "interleaved")[tokens % 2]
+        p = problem(tokens, size, 1 + tokens % 2, 2 * (1 + tokens % 2), tokens, channels=channels, mapping=mapping)
+        bound = bind(p)
+        assert bound.kernels == ["delta_net"]
+        check(p, bound, STEPS, ORDERS[tokens % 3])
+
+
+@pytest.mark.long(every=4)
+@KINDS
+@pytest.mark.parametrize(("size", "tokens"), [(128, 65), (128, 127), (64, 128), (128, 200), (64, 256), (64, 100)])
+def test_by_chunks_the_rule_is_the_recurrence(size: int, tokens: int, channels: bool):
+    p = problem(tokens, size, 1, 2, tokens, batch=1 + tokens % 2, channels=channels)
+    bound = bind(p)
+    assert bound.kernels[-1] == "delta_scan"
+    check(p, bound, EXACT, ORDERS[tokens % 3])
+
+
+@pytest.mark.long(every=4)
+@KINDS
+@pytest.mark.parametrize("size", [64, 128])
+def test_fast_chunks_are_as_exact_as_bfloat16(size: int, channels: bool):
+    p = problem(5, size, 1, 1, 150, channels=channels)
+    assert check(p, bind(p, exact=False), FAST) > 1e-7
+
+
+@pytest.mark.long
+@KINDS
+def test_a_thousand_tokens_go_through_chunks(channels: bool):
+    p = problem(6, 64, 1, 1, 1000, channels=channels)
+    check(p, bind(p), EXACT)
+
+
+@KINDS
+@pytest.mark.parametrize("tokens", [63, 64, 65])
+def test_around_the_crossover_all_is_well(tokens: int, channels: bool):
+    p = problem(tokens, 64, 2, 2, tokens, batch=3, channels=channels)
+    bound = bind(p)
+    chunked = tokens > 64
+    assert ("delta_scan" in bound.kernels) == chunked
+    check(p, bound, EXACT if chunked else STEPS)
+
+
+@KINDS
+def test_decays_of_twenty_a_token_neither_overflow_nor_give_nan(channels: bool):
+    """G reaches -1000 within a chunk: e^-G would not be a float."""
+    for strong in (1.0, 0.3):
+        p = problem(7, 64, 1, 1, 130, channels=channels, strong=strong)
+        p.g[...] *= np.float32(2 * (strong == 1.0) + 1)
+        check(p, bind(p), EXACT)
+        check(p, bind(p, exact=False), FAST)
+
+
+@pytest.mark.long
+@KINDS
+def test_a_decay_to_nothing_forgets_the_state(channels: bool):
+    p = problem(13, 64, 1, 1, 100, channels=channels)
+    p.g[:, [0, 40, 41, 96]] = -np.inf
+    check(p, bind(p), EXACT)
+
+
+@pytest.mark.long
+@KINDS
+def test_keys_almost_parallel_and_no_decay_cost_no_more_than_is_allowed(channels: bool):
+    p = problem(8, 128, 1, 1, 128, channels=channels, hard=True)
+    check(p, bind(p), 1e-8)
+
+
+GGML = [
+    # size, heads, tokens, batch, value heads of a key head, permuted, channels, snapshots
+    (128, 2, 1, 1, 2, False, False, 1),
+    (16, 4, 1, 1, 1, True, True, 1),
+    (16, 4, 1, 2, 2, True, False, 1),
+    (64, 4, 4, 1, 1, False, False, 1),
+    (64, 4, 4, 2, 1, True, False, 1),
+    (32, 2, 4, 2, 2, False, True, 1),
+    (64, 2, 8, 1, 1, False, False, 1),
+    (64, 2, 16, 2, 1, True, True, 1),
+    (64, 2, 33, 1, 2, True, True, 1),
+    (128, 1, 64, 1, 2, False, False, 1),
+    (128, 1, 65, 1, 2, True, True, 1),
+    (64, 1, 100, 2, 2, True, False, 1),
+    (64, 1, 127, 1, 1, False, True, 1),
+    (128, 1, 200, 1, 1, True, False, 1),
+    (64, 1, 256, 1, 1, False, False, 1),
+    (16, 4, 2, 1, 1, False, False, 2),
+    (32, 4, 4, 2, 1, False, True, 4),
+    (32, 4, 8, 1, 1, False, False, 3),
+    (64, 4, 16, 2, 1, False, False, 4),
+    (128, 1, 2, 1, 2, False, True, 4),
+    (64, 1, 100, 2, 2, True, False, 4),
+    (64, 1, 68, 1, 1, False, True, 2),
+]
+
+
+@pytest.mark.long(every=4)
+@pytest.mark.parametrize(("size", "heads", "tokens", "batch", "repeat", "permuted", "channels", "snapshots"), GGML)
+def test_what_ggml_tests(size, heads, tokens, batch, repeat, permuted, channels, snapshots):
+    """``test_gated_delta_net`` of llama.cpp, b11434, with fewer heads."""
+    p = problem(
+        tokens, size, heads, heads * repeat, tokens, batch, permuted=permuted, channels=channels, snapshots=snapshots,
+        strong=1.0,
+    )  # fmt: skip
+    bound = bind(p)
+    check(p, bound, EXACT if "delta_scan" in bound.kernels else STEPS)
+
+
+def test_snapshots_behind_chunks_go_token_by_token():
+    p = problem(1, 64, 1, 1, 80, snapshots=3)
+    assert bind(p).kernels == ["delta_prepare", "delta_scan", "delta_net"]
+    assert bind(replace(p, snapshots=1)).kernels == ["delta_prepare", "delta_scan"]
+
+
+def test_without_tokens_the_state_stays_and_older_snapshots_are_zeros():
+    p = problem(2, 32, 1, 2, 0, batch=2, snapshots=3)
+    bound = bind(p)
+    run(bound.items)
+    assert np.array_equal(bound.new[:, 0], p.state)
+    assert not bound.new[:, 1:].any()
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 70])
+def test_a_state_is_updated_in_its_own_memory(tokens: int):
+    p = problem(3, 64, 1, 2, tokens, batch=2)
+    wanted_out, wanted_state = reference(p)
+    bound = bind(p, in_place=True)
+    assert bound.new is p.state
+    run(bound.items)
+    assert worst(bound.out, wanted_out)[0] < EXACT
+    assert worst(bound.new, wanted_state)[0] < EXACT
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(("tokens", "snapshots"), [(0, 1), (1, 1), (2, 3), (5, 2), (70, 1), (70, 2)])
+def test_states_of_a_pool_are_found_and_left_where_the_slots_say(tokens: int, snapshots: int, in_place: bool):
+    """Sequences swap their slots, one reads what another one writes, two begin with the same state."""
+    p = problem(4, 64, 1, 1, tokens, batch=3, snapshots=snapshots)
+    out = {1: [2, 5, 0], 2: [[2, 1], [5, 3], [0, 6]], 3: [[2, 1, 7], [5, 3, 8], [0, 6, 4]]}[snapshots]
+    p = with_slots(p, 9, [5, 2, 2], out)
+    wanted_out, wanted_pool = reference(p)
+    for order in ORDERS:
+        pool = aligned(p.state)
+        bound = bind(replace(p, state=pool), in_place=in_place)
+        run(bound.items, order)
+        assert not tokens or worst(bound.out, wanted_out)[0] < EXACT
+        assert worst(bound.new, wanted_pool)[0] < EXACT
+        untouched = sorted(set(range(9)) - set(np.ravel(out)))
+        assert np.array_equal(bound.new[untouched], p.state[untouched])
+
+
+def test_states_of_a_pool_are_read_and_the_pool_stays():
+    p = with_slots(problem(5, 32, 1, 2, 3, batch=2), 6, [4, 1])
+    before = p.state.copy()
+    check(p, bind(p), STEPS)
+    assert np.array_equal(p.state, before)
+
+
+@pytest.mark.parametrize("tokens", [2, 70])
+@pytest.mark.parametrize(
+    ("slots_in", "slots_out", "wrong"), [([1, 9], [0, 1], 9), ([1, -1], [0, 1], -1), ([1, 0], [0, 7], 7)]
+)
+def test_a_slot_that_is_not_there_is_noted_and_touches_nothing(tokens, slots_in, slots_out, wrong):
+    p = with_slots(problem(6, 64, 1, 1, tokens, batch=2), 7, slots_in, slots_out)
+    bound = bind(p, in_place=True)
+    before = p.state.copy()
+    run(bound.items)
+    assert bound.fault.tolist() == [1, wrong]
+    assert np.array_equal(p.state[2:], before[2:])
+
+
+@pytest.mark.parametrize(
+    ("size", "values", "tokens"),
+    [(64, 12, 5), (64, 48, 80), (64, 16, 80), (8, 5, 3), (24, 7, 11), (100, 3, 4), (200, 9, 2)],
+)
+def test_sizes_of_keys_and_values_are_free(size: int, values: int, tokens: int):
+    p = problem(7, size, 1, 2, tokens, values=values)
+    bound = bind(p)
+    check(p, bound, EXACT if "delta_scan" in bound.kernels else STEPS)
+
+
+def _apart(x: np.ndarray, gap: int) -> np.ndarray:
+    """The same numbers, of which each element lies `gap` away from the last."""
+    room = aligned(np.full((*x.shape[:-1], x.shape[-1] * gap), np.nan, np.float32))
+    room[..., ::gap] = x
+    return room[..., ::gap]
+
+
+@KINDS
+def test_rows_with_gaps_and_off_alignment_are_read_one_by_one(channels: bool):
+    p = problem(8, 64, 1, 2, 70, channels=channels)
+    gaps = replace(p, q=_apart(p.q, 3), v=_apart(p.v, 2), beta=_apart(p.beta, 5))
+    bound = bind(gaps)
+    assert bound.kernels == ["delta_net"]
+    check(gaps, bound, STEPS)
+    shifted = np.concatenate([np.zeros(1, np.float32), p.k.ravel()])[1:].reshape(p.k.shape)
+    check(replace(p, k=shifted), bind(replace(p, k=shifted)), STEPS)
+
+
+def _results(p: Problem, order: int, exact: bool) -> tuple[np.ndarray, np.ndarray]:
+    bound = bind(p, exact=exact)
+    run(bound.items, order)
+    return bound.out, bound.new
+
+
+@pytest.mark.long(every=3)
+@KINDS
+@pytest.mark.parametrize(("tokens", "exact"), [(19, True), (100, True), (100, False)])
+def test_the_order_of_threads_changes_no_bit(tokens: int, exact: bool, channels: bool):
+    p = problem(9, 64, 1, 2, tokens, batch=2, channels=channels)
+    first, *others = (_results(p, order, exact) for order in ORDERS)
+    assert all(np.array_equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.long(every=2)
+@pytest.mark.parametrize("exact", [True, False])
+def test_how_values_are_dealt_to_blocks_changes_no_bit(exact: bool):
+    p = problem(10, 128, 1, 1, 70)
+    results = []
+    for values in binding.SLICES:
+
+        def launch(launches, call, rule, exact, values=values):
+            carried = binding.carry(launches, call, rule.sequences, rule.tokens)
+            chunk = binding.chunk_of(rule.key_size, rule.channels, exact)
+            memory = binding.chunk_memory(launches, rule, rule.tokens, chunk)
+            binding.launch_chunks(launches, rule, carried, memory, chunk, values)
+
+        bound = bind(p, exact=exact, launch=launch)
+        check(p, bound, EXACT if exact else FAST)
+        results.append(bound.out)
+    assert all(np.array_equal(results[0], other) for other in results)
+
+
+def test_lanes_with_fewer_rows_give_the_same():
+    p = problem(11, 128, 1, 2, 6)
+    for shape in binding.SHAPES[128]:
+
+        def launch(launches, call, rule, exact, shape=shape):
+            carried = binding.carry(launches, call, rule.sequences, rule.tokens)
+            binding.launch_steps(launches, rule, carried.begin, carried, carried.stored, shape)
+
+        bound = bind(p, launch=launch)
+        assert f"{shape[0]}, {shape[1]}>" in bound.items[-1].kernel.name
+        check(p, bound, STEPS)
+
+
+# ---------------------------------------------------------------------------------------------------------- NVRTC
+
+
+def test_a_step_of_128_keys_spills_nothing_and_takes_at_most_80_registers():
+    """That nothing else spills, test_nvrtc.py says."""
+    try:
+        nvrtc.nvrtc()
+    except BackendError as why:
+        pytest.skip(str(why))
+    for name, used in nvrtc.compile(binding.STEPS[128], "sm_90a").resources.items():
+        assert used.spilled == 0, name
+        assert used.registers <= 80, name
+
+
+def test_sizes_in_bytes_fit_a_block_of_a_device():
+    """227 KiB: devices of compute capability 9.0 and 10.0."""
+    for chunk in binding.CHUNKS:
+        assert max(chunk.prepare_bytes, *map(chunk.scan_bytes, binding.SLICES)) <= 227 * 1024

@@ -1,0 +1,83 @@
+"""Products with weights in float32 and many tokens on emulated devices: small integers give exact sums; mistakes in the
+kernel are found."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from hocket import ops
+from hocket.backends.cupy.backend import DriverBackend
+from hocket.backends.cupy.emulation.emulated import EmulatedDriver
+from hocket.graph import Graph, input, weight
+from hocket.graph.dtypes import DType
+from hocket.scheduler import load, plan_for
+
+from ...given.devices.emulation import is_found, needs_compiler
+
+pytestmark = needs_compiler
+
+
+def is_right(rows, columns, tokens, matrices=1, dtype=DType.F32, *, turned=False, backend=None):
+    """Four runs, in each of which threads take turns in another order."""
+    rng = np.random.default_rng(0)
+    backend = backend or DriverBackend(EmulatedDriver())
+    w = rng.integers(-3, 4, (matrices, rows, columns)).astype(dtype.storage)
+    x = rng.integers(-3, 4, (matrices, columns, tokens) if turned else (matrices, tokens, columns)).astype(np.float32)
+    given = input("x", x.shape)
+    node = ops.mul_mat(weight("w", w.shape, dtype), ops.transpose(given) if turned else given)
+    run = load(plan_for(Graph({"y": node}), [(backend, backend.device(0))]), {"w": w})
+    want = np.einsum("bnk,bmk->bmn", w.astype(np.float64), x.swapaxes(1, 2) if turned else x)
+    return all(np.array_equal(run.run({"x": x})["y"], want) for _ in range(4))
+
+
+@pytest.mark.parametrize("tokens", [17, 31, 33, 64, 65, 130])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (31, 33), (128, 16), (129, 100), (260, 7)])
+def test_sums_are_exact(rows, columns, tokens):
+    assert is_right(rows, columns, tokens)
+
+
+@pytest.mark.parametrize("columns", [0, 1023, 1024, 1025, 4099])
+def test_the_sums_of_few_tiles_are_shared_out_among_blocks(columns):
+    assert is_right(5, columns, 20, matrices=2)
+
+
+@pytest.mark.parametrize("dtype", [DType.F32, DType.F16])
+def test_operands_may_lie_anyhow(dtype):
+    assert is_right(33, 260, 40, matrices=3, dtype=dtype, turned=True)
+
+
+TILES, SHARED = partial(is_right, 130, 50, 70), partial(is_right, 70, 400, 33, 2)
+PLANTS = {
+    "a stage is read before it is there": ("next_w[i];\n        __syncthreads();", "next_w[i];", TILES),
+    "a stage is written over while it is read": (
+        "vs[j], sum[i][j]);\n        }\n        __syncthreads();",
+        "vs[j], sum[i][j]);\n        }",
+        TILES,
+    ),
+    "the end of a row is not zeros": ("c + i < end ? to_float", "true ? to_float", TILES),
+    "rows past the last are read": ("min(n0 + w_row, a.n - 1)", "(n0 + w_row)", TILES),
+    "columns past the last are written": ("if (m < a.m && n < a.n) out", "if (m < a.m) out", TILES),
+    "the fours of another half": ("j / 4 * 64 + right", "j / 4 * 32 + right", TILES),
+    "a part takes what belongs to the next": ("end = min(k0 + a.run, a.k)", "end = min(k0 + a.run + 1, a.k)", SHARED),
+    "the last part is left out": (
+        "for (i64 s = 0; s < a.splits; s++) sum +=",
+        "for (i64 s = 1; s < a.splits; s++) sum +=",
+        SHARED,
+    ),
+    "parts of another matrix": ("blockIdx.y * a.splits * a.count", "blockIdx.y * a.count", SHARED),
+}
+
+
+@pytest.mark.long(every=4)
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_mistake_in_a_product_is_found(name):
+    old, new, right = PLANTS[name]
+    assert is_found("products.cu", old, new, lambda backend: right(backend=backend))
+
+
+@pytest.mark.parametrize("right", [TILES, SHARED])
+def test_without_a_mistake_nothing_is_found(right):
+    assert right()

@@ -1,0 +1,345 @@
+"""Devices that meet within their launches, over each other's memory: the bits of the host's sums, and no hangs."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+
+import numpy as np
+import pytest
+
+from hocket import ops
+from hocket.backends.cupy import cuda
+from hocket.backends.cupy.device.driver import Source
+from hocket.backends.cupy.emulation.emulated import EmulatedBackend
+from hocket.backends.cupy.kernels import collective
+from hocket.backends.cupy.meeting import meetings
+from hocket.backends.cupy.meeting.transport import THROUGH_HOST
+from hocket.backends.cupy.table import BINDINGS, SOURCES
+from hocket.frontends.open import open_model
+from hocket.frontends.session import Group, Session
+from hocket.graph import Graph, input, weight
+from hocket.graph.errors import BackendError
+from hocket.ops import op_of
+from hocket.ops.collective import COLLECTIVES
+from hocket.scheduler import load, plan_for
+
+from ...given.devices.devices_meet import CASES, Part, Rig, passed_on, reduced, same, summands, through_the_host
+from ...given.devices.emulation import edited, needs_compiler
+from ...given.devices.fake_cupy import fake_cupy
+from ...given.graphs.random_graphs import bindings, seeded_graph
+from ...given.models.goldens import FIXTURES
+from ...given.plans.grouped import everything_that_fits, weights_of
+
+pytestmark = needs_compiler
+
+
+@pytest.mark.long(every=4)
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_devices_that_meet_in_their_launches_get_the_bits_of_the_host(case, n, monkeypatch):
+    parts = CASES[case](n)
+    rig = Rig(EmulatedBackend(), parts)
+    wanted = through_the_host(monkeypatch, parts)
+    for _ in range(5):
+        same(rig.run(), wanted)
+    assert all(len(replay._calls) == 1 for replay in rig.replays)  # one recorded program
+
+
+def test_all_devices_have_the_same_bits_whoever_comes_last():
+    rig = Rig(EmulatedBackend(), reduced(3, (5, 7)))
+    for late in (0, 1, 2):
+        results = rig.run(ahead=lambda rank, late=late: time.sleep(0.05 * (rank == late)))
+        assert len({own[0].tobytes() for own in results}) == 1
+
+
+def test_many_collectives_in_a_row_keep_their_order():
+    parts = [[Part("all_reduce", x + k, (9,), inplace=k % 2 == 0) for k in range(20)] for x in summands(3, (9,))]
+    rig = Rig(EmulatedBackend(), parts)
+    for _ in range(3):
+        same([rig.run()[0]], [[((parts[0][k].source + parts[1][k].source) + parts[2][k].source) for k in range(20)]])
+
+
+def test_operands_that_are_not_dense_meet_through_the_host_on_all_devices(monkeypatch):
+    x = summands(2, (4, 6))
+    parts = [
+        [Part("all_reduce", x[0], (4, 6), strides=(1, 4)), Part("all_reduce", x[0], (4, 6))],
+        [Part("all_reduce", x[1], (4, 6)), Part("all_reduce", x[1], (4, 6))],
+    ]
+    rig = Rig(EmulatedBackend(), parts)
+    same(rig.run(), through_the_host(monkeypatch, parts))
+    assert len(rig.replays[0]._calls) == len(rig.replays[1]._calls) > 1
+
+
+# ---------------------------------------------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("size", [40, 40000])
+def test_a_device_that_never_comes_is_named_by_all_others_in_time(size):
+    rig = Rig(EmulatedBackend(), reduced(3, (size,)), timeout=0.3)
+    right = rig.run()
+    start = time.monotonic()
+    with pytest.raises(BackendError) as caught:
+        rig.run(absent=(1,))
+    assert time.monotonic() - start < 3
+    assert str(caught.value).endswith("collective 10 on device 0 of 3: device 1 did not arrive within 0.3 s") or str(
+        caught.value
+    ).endswith("collective 10 on device 2 of 3: device 1 did not arrive within 0.3 s")
+    assert {rank for rank, _ in rig.failures} == {0, 2}
+    same(rig.run(), right)
+
+
+def test_a_device_that_does_not_come_to_the_first_run_is_an_error():
+    rig = Rig(EmulatedBackend(), reduced(2, (4,)), timeout=0.2)
+    with pytest.raises(BackendError, match=r"device 1 did not arrive within 0\.2 s"):
+        rig.run(absent=(1,))
+    rig.run()
+
+
+def test_a_sender_that_never_sends_is_named():
+    rig = Rig(EmulatedBackend(), passed_on(2), timeout=0.2)
+    right = rig.run()
+    with pytest.raises(BackendError, match=r"collective 0 on device 1 of 2: device 0 did not arrive within 0\.2 s"):
+        rig.run(absent=(0,))
+    same(rig.run(), right)
+
+
+def test_a_device_that_fails_stops_all_others_at_once_and_the_next_run_is_right():
+    rig = Rig(EmulatedBackend(), reduced(4, (5,)), timeout=60)
+    right = rig.run()
+
+    def broken(rank):
+        if rank == 2:
+            raise RuntimeError("planted")
+
+    for _ in range(3):
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match="planted"):
+            rig.run(ahead=broken)
+        assert time.monotonic() - start < 5
+        others = {str(why).partition(": ")[2] for rank, why in rig.failures if rank != 2}
+        assert others == {f"collective 10 on device {rank} of 4: another device failed" for rank in (0, 1, 3)}
+        same(rig.run(), right)
+
+
+def test_plans_that_do_not_match_are_an_error():
+    x = summands(2, (4,))
+    parts = [[Part("all_reduce", x[0], (4,))], [Part("all_reduce", x[1], (4,), {"sequence": 11})]]
+    with pytest.raises(BackendError, match="the plans of the devices do not match"):
+        Rig(EmulatedBackend(), parts, timeout=1).run()
+
+
+def test_devices_at_different_collectives_are_an_error():
+    _come_in_different_orders()
+
+
+def _come_in_different_orders():
+    """Both know both collectives."""
+    x = summands(2, (4,))
+    orders = ((1, 2), (2, 1))
+    parts = [[Part("all_reduce", x[d], (4,), {"sequence": s}) for s in orders[d]] for d in range(2)]
+    with pytest.raises(BackendError, match=r"is at another one: the plans of the devices do not match|another device"):
+        Rig(EmulatedBackend(), parts, timeout=5).run()
+
+
+# ------------------------------------------------------------------------------------------------------ whole plans
+
+
+def _can_run(seed):
+    computed = {n.op for n in seeded_graph(seed).nodes if not n.is_leaf and not op_of(n).is_view}
+    return computed <= BINDINGS.keys()
+
+
+SEEDS = [seed for seed in range(120) if _can_run(seed)][:12]
+
+
+@pytest.mark.long(every=4)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_random_graph_cut_wherever_it_can_be_gives_the_bits_of_the_host(seed, monkeypatch):
+    graph, dice, backend = seeded_graph(seed), random.Random(seed), EmulatedBackend()
+    group = [(backend, backend.device(d)) for d in range(dice.choice([2, 3, 4]))]
+    made = plan_for(graph, group, choose=lambda g, f: everything_that_fits(g, f, dice))
+    values = bindings(graph, np.random.default_rng(seed))
+    feed = {v.node.name: values[v.node.name] for v in graph.inputs}
+
+    def outputs():
+        run = load(made, weights_of(graph, values))
+        return [{name: out.tobytes() for name, out in run.run(feed).items()} for _ in range(3)]
+
+    over_peers = outputs()
+    monkeypatch.setattr(meetings, "transport_for", lambda comm, driver: THROUGH_HOST)
+    assert over_peers == outputs()
+
+
+@pytest.mark.long(every=5)
+@pytest.mark.parametrize("name", ["llama", "llama-moe", "qwen3", "qwen35", "qwen35moe"])
+def test_a_model_split_over_two_devices_gives_the_bits_of_the_host(name, monkeypatch):
+    folder = FIXTURES / name
+    tokens = np.load(folder / "tokens.npy").tolist()[:6]
+
+    def logits():
+        session = Session(open_model(folder / "model.gguf"), on=Group(("cuda-emulated:0", "cuda-emulated:1"), "tensor"))
+        return [session.evaluate([part])[0].tobytes() for part in (tokens[:4], tokens[4:5], tokens[5:])]
+
+    over_peers = logits()
+    monkeypatch.setattr(meetings, "transport_for", lambda comm, driver: THROUGH_HOST)
+    assert over_peers == logits()
+
+
+def test_a_plan_of_several_devices_is_one_recorded_program_each():
+    w = {"up": np.ones((12, 8), np.float32), "down": np.ones((8, 12), np.float32)}
+    hidden = ops.relu(ops.mul_mat(weight("up", (12, 8)), input("x", (5, 8))))
+    graph = Graph({"y": ops.mul_mat(weight("down", (8, 12)), hidden)})
+    backend, dice = EmulatedBackend(), random.Random(0)
+    group = [(backend, backend.device(d)) for d in range(2)]
+    run = load(plan_for(graph, group, choose=lambda g, f: everything_that_fits(g, f, dice)), w)
+    assert any(i.op in COLLECTIVES for i in run.plan.lanes[0].program.instructions)
+    assert (run.run({"x": np.ones((5, 8), np.float32)})["y"] == 96).all()
+    assert [len(replay._calls) for replay in run._replays.values()] == [1, 1]
+
+
+# --------------------------------------------------------------------------------------------- the driver of devices
+
+
+@pytest.fixture(params=[True, False], ids=["peers", "no peers"])
+def devices(request, monkeypatch):
+    """The backend of real devices, over a stand-in for CuPy that emulates launches."""
+    cupy = fake_cupy(SOURCES, request.param)
+    monkeypatch.setattr(cuda, "_cupy", lambda: cupy)
+    monkeypatch.setattr(cuda, "cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}))
+    cuda._module.cache_clear()
+    yield cuda.CudaBackend(), cupy.cuda.runtime, request.param
+    cuda._module.cache_clear()
+
+
+@pytest.mark.long(every=5)
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_real_devices_meet_in_one_graph_where_they_reach_each_other(case, n, devices, monkeypatch):
+    backend, runtime, are_peers = devices
+    parts = CASES[case](n)
+    rig = Rig(backend, parts)
+    for _ in range(2):
+        same(rig.run(), through_the_host(monkeypatch, parts))
+    assert runtime.enabled == {(a, b) for a in range(n) for b in range(n) if a != b and are_peers}
+    assert len(runtime.pinned) == are_peers
+    assert not are_peers or all(len(replay._calls) == 1 for replay in rig.replays)
+    del rig
+    gc.collect()
+    assert not runtime.pinned
+
+
+# ------------------------------------------------------------------------------------------------------------ faults
+
+_START = """            decltype(widened(pack.at[0])) total[N];
+#pragma unroll
+            for (int e = 0; e < N; e++) total[e] = widened(pack.at[e]);
+            """
+# What is written in the file, and what in its stead.
+PLANTS = {
+    "nobody waits for the operands": (
+        "|| !meet(a.group, 0)) return;",
+        ") return;",
+    ),
+    "nobody waits for the results": (
+        "    sum_part(a, threadIdx.x, THREADS);\n    meet(a.group, 1);",
+        "    sum_part(a, threadIdx.x, THREADS);",
+    ),
+    "a device tells only itself that it has come": (
+        "&g.signals[peer][ARRIVED + APART * g.rank], mine",
+        "&g.signals[g.rank][ARRIVED + APART * peer], mine",
+    ),
+    "a device signs as another": (
+        "[ARRIVED + APART * g.rank], mine",
+        "[ARRIVED + APART * ((g.rank + 1) % g.devices)], mine",
+    ),
+    "tickets do not tell runs apart": (
+        "return g.signals[g.rank][RUN] << 32 | ",
+        "return ",
+    ),
+    "tickets do not tell collectives apart": (
+        "(u64)(g.sequence + 1) << 1 | has_results",
+        "(u64)has_results",
+    ),
+    "every device does the part of the next": (
+        "packs * a.group.rank / devices, high = packs * (a.group.rank + 1) / devices",
+        "packs * (a.group.rank + 1) / devices, high = packs * (a.group.rank + 2) / devices",
+    ),
+    "the rest behind the last pack is left out": (
+        "for (i64 i = p * N; i < a.count; i++) {",
+        "for (i64 i = p * N; i + 1 < a.count; i++) {",
+    ),
+    "sums go to the device itself alone": (
+        "for (int d = 0; d < devices; d++) ((Pack<T> *)a.target[d])[p] = pack;",
+        "((Pack<T> *)a.target[a.group.rank])[p] = pack;",
+    ),
+    "summands come in an order of their own": (
+        "Pack<T> pack = ((const Pack<T> *)a.source[0])[p];\n" + _START + "for (int d = 1; d < devices; d++) {",
+        "Pack<T> pack = ((const Pack<T> *)a.source[devices - 1])[p];\n"
+        + _START
+        + "for (int d = devices - 2; d >= 0; d--) {",
+    ),
+    "a wait that has failed is forgotten": (
+        "    return !is_stopped(g.signals[g.rank]);",
+        "    return true;",
+    ),
+    "no wait ends by itself": (
+        "if (now - since > (u64)g.patience)",
+        "if (now - since > 8 * (u64)g.patience)",
+    ),
+    "a device that waits does not look whether another failed": (
+        "if (failed) return stop(g, OTHER_FAILED, who), 0;",
+        "",
+    ),
+}
+
+
+def _right(parts):
+    """Sums are right whoever comes last, in any order of threads; a device that does not come, or fails, is told in
+    time, and nothing is written then."""
+    rig = Rig(EmulatedBackend(), parts, timeout=0.5)
+    wanted = [parts[0][k].source + parts[1][k].source + parts[2][k].source for k in range(len(parts[0]))]
+    for run in range(9):
+        _forget(rig)
+        same(rig.run(ahead=lambda rank, run=run: time.sleep(0.05 * (rank == run % 3))), [wanted] * 3)
+    _forget(rig)
+    start = time.monotonic()
+    with pytest.raises(BackendError, match="device 2 did not arrive"):
+        rig.run(absent=(2,))
+    assert time.monotonic() - start < 2
+    assert all(np.isnan(target).all() for rank in (0, 1) for target in _targets(rig, rank))
+    same(rig.run(), [wanted] * 3)
+    _come_in_different_orders()
+    patient = Rig(EmulatedBackend(), parts, timeout=5)
+    patient.run()
+    start = time.monotonic()
+    with pytest.raises(ZeroDivisionError):
+        patient.run(ahead=lambda rank: 1 / (rank - 2))
+    assert time.monotonic() - start < 3
+
+
+def _targets(rig, rank):
+    return [rig.backend.view(rig.buffers[rank][0], target) for _, target in rig.tensors[rank]]
+
+
+def _forget(rig):
+    for rank in range(3):
+        for target in _targets(rig, rank):
+            target[...] = np.nan
+
+
+SUMS = [[Part("all_reduce", x + k, (1003,)) for k in range(3)] for x in summands(3, (1003,))]
+
+
+def test_what_is_right_is_found_right():
+    _right(SUMS)
+
+
+@pytest.mark.long(every=9)
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_fault_that_is_planted_in_a_collective_is_found(name, monkeypatch):
+    names = ("all_reduce<float>", "begin_run", "meet_all", "tell_one", "await_one")
+    monkeypatch.setattr(collective, "SOURCE", edited(Source("collective.cu", names), *PLANTS[name]))
+    with pytest.raises((AssertionError, BackendError, pytest.fail.Exception)):
+        _right(SUMS)

@@ -1,0 +1,328 @@
+"""Devices that meet with NCCL, over stand-ins for CuPy and for NCCL: results, graphs, and waits that end."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from hocket import ops
+from hocket.backends.base import Device
+from hocket.backends.cupy import cuda
+from hocket.backends.cupy.meeting import transport, watch
+from hocket.backends.cupy.meeting.transport import transport_of
+from hocket.graph import Graph, input, state, weight
+from hocket.graph.errors import BackendError
+from hocket.scheduler import load, plan_for
+
+from ...given.devices.devices_meet import CASES, Part, Rig, reduced, same, summands, through_the_host
+from ...given.devices.emulation import needs_compiler
+from ...given.devices.fake_cupy import Stream
+from ...given.devices.fake_nccl import backend_of
+from ...given.plans.grouped import everything_that_fits
+
+pytestmark = needs_compiler
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """The backend of devices that only NCCL joins."""
+    yield backend_of(monkeypatch, are_peers=False)
+    cuda._module.cache_clear()
+
+
+@pytest.fixture
+def both(monkeypatch):
+    """The same where they reach each other's memory, too, and what is large is so soon."""
+    monkeypatch.setattr(transport, "LIBRARY_FROM", 1024)
+    yield backend_of(monkeypatch, are_peers=True)
+    cuda._module.cache_clear()
+
+
+def alike(found, wanted):
+    """Bits on all devices; of sums nearly those of the host, whose order is another one."""
+    for own, others in zip(found, wanted, strict=True):
+        for x, y in zip(own, others, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-3)
+            assert x.dtype == y.dtype
+
+
+@pytest.mark.long(every=9)
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_devices_that_nccl_joins_compute_what_the_host_does_in_one_graph(case, n, joined, monkeypatch):
+    backend, nccl = joined
+    parts = CASES[case](n)
+    wanted, rig = through_the_host(monkeypatch, parts), Rig(backend, parts)
+    for _ in range(3):
+        results = rig.run()
+        is_sum = parts[0][0].op == "all_reduce"
+        if n == 2 or not is_sum or parts[0][0].source.dtype.kind != "f":
+            same(results, wanted)
+        alike(results, wanted)
+        assert not is_sum or len({own[0].tobytes() for own in results}) == 1
+    assert all(len(replay._calls) == 1 for replay in rig.replays)
+    assert bool(nccl.calls) == (case != "none")
+    del rig, backend, joined
+    gc.collect()
+    assert nccl.early == []
+
+
+def test_operands_that_are_not_dense_are_packed(joined, monkeypatch):
+    x = summands(2, (4, 6))
+    parts = [
+        [Part("all_reduce", x[0], (4, 6), strides=(1, 4)), Part("all_reduce", x[0], (4, 6))],
+        [Part("all_reduce", x[1], (4, 6)), Part("all_reduce", x[1], (4, 6))],
+    ]
+    rig = Rig(joined[0], parts)
+    same(rig.run(), through_the_host(monkeypatch, parts))
+    assert [len(replay._calls) for replay in rig.replays] == [1, 1]
+
+
+def test_what_is_large_goes_with_nccl_and_what_is_small_over_peer_addresses(both, monkeypatch):
+    backend, nccl = both
+    parts = [[Part("all_reduce", x, (1003,)), Part("all_reduce", x[:9], (9,))] for x in summands(2, (1003,))]
+    rig = Rig(backend, parts)
+    for _ in range(3):
+        same(rig.run(), through_the_host(monkeypatch, parts))
+    assert nccl.calls == ["sum", "sum"]  # once, when they were recorded, on each device
+    assert [len(replay._calls) for replay in rig.replays] == [1, 1]
+
+
+def test_all_programs_of_a_group_share_one_communicator(joined):
+    backend, nccl = joined
+    rigs = [Rig(backend, reduced(2, (size,))) for size in (5, 6)]
+    for rig in rigs * 2:
+        rig.run()
+    assert len(nccl.made) == 2
+
+
+# ---------------------------------------------------------------------------------------------------------- failures
+
+LATE = r"collective 10 on device {} of 3: device 1 did not arrive within 0\.4 s; load the model anew to go on"
+
+
+@pytest.mark.parametrize("links", ["joined", "both"])
+def test_a_device_that_never_comes_is_named_in_time_and_the_group_is_lost(links, request):
+    backend, nccl = request.getfixturevalue(links)
+    rig = Rig(backend, reduced(3, (400,)), timeout=0.4)
+    rig.meeting.timeout = 30  # of the first meeting, in which kernels are compiled
+    rig.run()
+    start = time.monotonic()
+    with pytest.raises(BackendError, match=LATE.format("[02]")) as caught:
+        rig.run(absent=(1,))
+    assert time.monotonic() - start < 3
+    assert "\n" not in str(caught.value)
+    assert {rank for rank, _ in rig.failures} == {0, 2}
+    start = time.monotonic()
+    with pytest.raises(BackendError, match=r"cuda:[02]: devices were lost in an earlier run; load the model anew"):
+        rig.run()
+    assert time.monotonic() - start < 3
+    settled(nccl, {0, 2})
+
+
+def settled(nccl, ranks):
+    """The communicators that were aborted are gone, and no graph was in the way."""
+    until = time.monotonic() + 5
+    while time.monotonic() < until and not all(c.is_over for c in nccl.made if c.rank in ranks):
+        time.sleep(0.01)
+    assert all(c.is_over and not c.graphs for c in nccl.made if c.rank in ranks)
+
+
+def test_a_device_that_fails_ends_the_waits_of_all_others_at_once(joined):
+    backend, nccl = joined
+    rig = Rig(backend, reduced(3, (5,)), timeout=60)
+    rig.run()
+
+    def broken(rank):
+        if rank == 2:
+            raise RuntimeError("planted")
+
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="planted"):
+        rig.run(ahead=broken)
+    assert time.monotonic() - start < 5
+    others = {str(why).partition(": ")[2] for rank, why in rig.failures if rank != 2}
+    tail = "another device failed; load the model anew to go on"
+    assert others == {f"collective 10 on device {rank} of 3: {tail}" for rank in (0, 1)}
+    settled(nccl, {0, 1})
+
+
+@pytest.mark.parametrize("links", ["joined", "both"])
+def test_a_device_that_breaks_is_named_and_ends_the_waits_of_all_others(links, request):
+    """As after an illegal address: nothing of its stream runs any more, and every call says so."""
+    backend, nccl = request.getfixturevalue(links)
+    rig = Rig(backend, reduced(3, (400,)), timeout=60)
+    rig.run()
+
+    def breaks(rank):
+        if rank == 1:
+            backend.driver.stream(Device("cuda", 1)).put(lambda: 1 / 0)
+
+    start = time.monotonic()
+    with pytest.raises(
+        BackendError,
+        match=r"^cuda:1 cannot end what was launched: division by zero; if that goes on, start the process anew$",
+    ):
+        rig.run(ahead=breaks)
+    assert time.monotonic() - start < 5
+    assert {rank for rank, _ in rig.failures} == {0, 1, 2}
+    assert all("another device failed" in str(why) for rank, why in rig.failures if rank != 1)
+    settled(nccl, {0, 2})
+
+
+@pytest.mark.parametrize("stuck", [0, 1])
+def test_a_device_that_never_stops_is_named_and_nobody_waits_for_it(stuck, joined):
+    backend, _ = joined
+    rig = Rig(backend, reduced(2, (9,)), timeout=0.4)
+    rig.meeting.timeout = 30
+    rig.run()
+    free = threading.Event()
+
+    def hang(rank):
+        if rank == stuck:
+            backend.driver.stream(Device("cuda", stuck)).put(free.wait)
+
+    start = time.monotonic()
+    with pytest.raises(BackendError, match=f"device {stuck} did not arrive within 0\\.4 s; load the model anew"):
+        rig.run(ahead=hang)
+    assert time.monotonic() - start < 3
+    assert {str(why) for rank, why in rig.failures if rank == stuck} == {f"cuda:{stuck} does not stop; end the process"}
+    free.set()
+
+
+def test_a_device_that_does_not_come_to_the_first_run_costs_nothing_but_that_run(joined):
+    rig = Rig(joined[0], reduced(2, (4,)), timeout=0.5)
+    with pytest.raises(BackendError, match=r"device 1 did not arrive within 0\.5 s"):
+        rig.run(absent=(1,))
+    rig.meeting.timeout = 30
+    rig.run()
+
+
+def test_a_long_wait_for_the_device_itself_is_no_failure(joined, monkeypatch):
+    """Patience counts in collectives alone."""
+    rig = Rig(joined[0], reduced(2, (4,)), timeout=30)
+    rig.run()
+    monkeypatch.setattr(Stream, "lag", 0.15)
+    for replay in rig.replays:
+        replay._comm.timeout = 0.5
+    start = time.monotonic()
+    rig.run()
+    assert time.monotonic() - start > 0.5
+
+
+def test_sizes_that_do_not_match_are_refused_before_anything_hangs(joined):
+    x = summands(2, (4,))
+    with pytest.raises(BackendError, match=r"the plans of the devices do not match|another device|did not end"):
+        Rig(joined[0], [[Part("all_reduce", x[0], (4,))], [Part("all_reduce", x[1][:3], (3,))]], timeout=2).run()
+
+
+def test_a_collective_that_never_ends_although_all_came_is_an_error(joined, monkeypatch):
+    rig = Rig(joined[0], reduced(2, (4,)), timeout=0.5)
+    rig.meeting.timeout = 30
+    rig.run()
+    for c in joined[1].made:
+        monkeypatch.setattr(c, "_sum", lambda *_, c=c: c._await(lambda: False))
+    with pytest.raises(BackendError, match=r"collective 10 on device [01] of 2: it did not end within 0\.5 s|another"):
+        rig.run()
+
+
+def test_what_nccl_notes_of_itself_ends_the_run(joined, monkeypatch):
+    rig = Rig(joined[0], reduced(2, (4,)), timeout=30)
+    rig.run()
+
+    def broken():
+        raise joined[1].NcclError("unhandled system error")
+
+    monkeypatch.setattr(joined[1].made[0], "check_async_error", broken)
+    start = time.monotonic()
+    with pytest.raises(BackendError, match="unhandled system error"):
+        rig.run(absent=(1,) if joined[1].made[0].rank == 0 else (0,))
+    assert time.monotonic() - start < 5
+
+
+def test_a_communicator_that_others_do_not_join_is_an_error_in_time(joined):
+    def hang():
+        time.sleep(5)
+
+    with pytest.raises(BackendError, match=r"NCCL 2\.27\.3, joining: it did not end within 0\.1 s"):
+        watch.within(0.1, hang, "NCCL 2.27.3, joining")
+
+
+def test_a_device_that_comes_too_late_leaves_the_states_as_they_were(joined):
+    backend, _ = joined
+    old = state("old", (2, 8))
+    y = ops.mul_mat(weight("down", (8, 8)), ops.mul_mat(weight("up", (8, 8)), input("x", (2, 8))))
+    graph = Graph({"y": y}, {old: ops.add(old, y)})
+    group = [(backend, backend.device(d)) for d in range(2)]
+    eye = np.eye(8, dtype=np.float32)
+    made = plan_for(graph, group, choose=lambda g, f: everything_that_fits(g, f, random.Random(0)))
+    run = load(made, {"up": eye, "down": eye})
+    run.run({"x": np.ones((2, 8))})
+    before = np.array(run.store.state("old"))
+    assert (before == 1).all()
+    for replay in run._replays.values():
+        replay._comm.timeout = 0.3
+    replays, run._replays = run._replays, {0: run._replays[0], 1: lambda: time.sleep(0.8) or replays[1]()}
+    with pytest.raises(BackendError, match=r"device 1 did not arrive within 0\.3 s"):
+        run.run({"x": np.ones((2, 8))})
+    run._replays = replays
+    assert (np.array(run.store.state("old")) == before).all()
+    with pytest.raises(BackendError, match="load the model anew"):
+        run.run({"x": np.ones((2, 8))})
+    assert (np.array(run.store.state("old")) == before).all()
+
+
+# ------------------------------------------------------------------------------------------------- what is chosen
+
+
+def words(backend, names=((0, None), (1, None))):
+    return transport_of([Device("cuda", index, part=part) for index, part in names], backend.driver).why
+
+
+def test_the_way_devices_meet_is_said_with_its_reason(monkeypatch):
+    none = {"nccl": None}
+    assert words(backend_of(monkeypatch, True)[0]) == (
+        "over each other's memory; values of 8 MiB and more with NCCL 2.27.3"
+    )
+    assert words(backend_of(monkeypatch, True, **none)[0]) == "over each other's memory"
+    assert words(backend_of(monkeypatch, False)[0]) == "with NCCL 2.27.3: they do not reach each other's memory"
+    assert words(backend_of(monkeypatch, False, **none)[0]) == (
+        "through memory of the host: they do not reach each other's memory, and this CuPy has no NCCL "
+        "(on Linux: pip install nvidia-nccl-cu13, or nvidia-nccl-cu12)"
+    )
+    assert words(backend_of(monkeypatch, True)[0], ((0, 0), (0, 1))).startswith(
+        "through memory of the host: kernels of parts of one"
+    )
+    assert words(backend_of(monkeypatch, True)[0], [(0, n) for n in range(9)]) == (
+        "through memory of the host: they are more than 8, and NCCL joins no parts of one device"
+    )
+
+
+def test_nccl_that_does_not_load_is_said(monkeypatch):
+    def missing():
+        raise ImportError("libnccl.so.2: cannot open\nshared object file")
+
+    backend, _ = backend_of(monkeypatch, False)
+    monkeypatch.setattr(cuda, "_nccl", missing)
+    assert words(backend).endswith("NCCL does not load: libnccl.so.2: cannot open shared object file")
+
+
+def test_nccl_that_refuses_a_device_is_one_line(monkeypatch):
+    backend, _ = backend_of(monkeypatch, False)
+    nccl = backend.driver.library([Device("cuda", 0), Device("cuda", 1)])
+
+    class Refused(SimpleNamespace):
+        NcclError = RuntimeError
+
+        def NcclCommunicator(self, *_):
+            raise RuntimeError("unhandled cuda error")
+
+    nccl.nccl = Refused()
+    with pytest.raises(BackendError, match=r"^cuda:1 cannot join a group of 2 devices with NCCL 2\.27\.3: unhandled"):
+        nccl.join(np.zeros(128, np.int64), 1, 2, Device("cuda", 1))

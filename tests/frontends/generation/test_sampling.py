@@ -1,0 +1,299 @@
+"""Choosing tokens, and the loop that generates text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from hocket.frontends.errors import ModelError
+from hocket.frontends.generation.conversation import Conversation
+from hocket.frontends.generation.generate import Drawing, Timing, draw, generate, stream_text
+from hocket.frontends.generation.sampling import Sampling
+from hocket.frontends.gguf.chat import KEY
+from hocket.frontends.gguf.tokenizer import Tokenizer, tokenizer_from_metadata
+from hocket.frontends.models import Model, load_model
+from hocket.frontends.open import open_model
+from hocket.frontends.saved_state import save_state
+from hocket.frontends.session import Session
+
+EVERYTHING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+GREEDY = Sampling()
+
+
+def log(*p: float) -> npt.NDArray[np.float32]:
+    return np.log(np.array(p, np.float32))
+
+
+def survivors(logits: npt.NDArray[np.float32], **filters: float) -> list[int]:
+    return Sampling(1.0, **{**EVERYTHING, **filters}).candidates(logits)[0].tolist()  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------------------------- choosing
+
+
+def test_temperature_zero_takes_the_likeliest_and_the_first_of_equals() -> None:
+    rng = np.random.default_rng(0)
+    assert GREEDY.choose(log(0.1, 0.4, 0.4, 0.1), rng) == 1
+
+
+def test_each_filter_keeps_what_its_definition_says() -> None:
+    logits = log(0.1, 0.4, 0.2, 0.3)
+    assert survivors(logits) == [1, 3, 2, 0]
+    assert survivors(logits, top_k=2) == [1, 3]
+    assert survivors(logits, top_p=0.65) == [1, 3]
+    assert survivors(logits, top_p=0.75) == [1, 3, 2]
+    assert survivors(logits, top_p=1e-9) == [1]
+    assert survivors(logits, min_p=0.45) == [1, 3, 2]
+    assert survivors(logits, min_p=0.99) == [1]
+    # top-p counts what top-k has left: 0.4 / 0.7 is enough for 0.5.
+    assert survivors(logits, top_k=2, top_p=0.5) == [1]
+
+
+@pytest.mark.parametrize("kept", [0, 1, 16, 40, 256, 257, 5000])
+@pytest.mark.parametrize("n", [1, 15, 33, 257, 3000])
+def test_candidates_come_in_falling_order_and_equals_as_they_stand(n: int, kept: int) -> None:
+    rng = np.random.default_rng(n)
+    plain = rng.standard_normal(n).astype(np.float32)
+    zeros = np.where(rng.random(n) < 0.5, np.float32(0), np.float32(-0.0))
+    few = np.where(rng.random(n) < 0.9, np.float32(-np.inf), plain)
+    few[-1] = 0
+    for logits in (plain, np.round(plain), np.sort(plain * np.float32(1e-39)), zeros, few):
+        wanted = np.argsort(-logits, kind="stable")[: kept or None].tolist()
+        assert survivors(logits, top_k=kept) == wanted
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_tokens_are_drawn_as_often_as_their_probability_says(temperature: float) -> None:
+    rng, logits = np.random.default_rng(1), log(0.5, 0.3, 0.15, 0.05)
+    sampling = Sampling(temperature, **EVERYTHING)  # type: ignore[arg-type]
+    count = 4000
+    drawn = np.bincount([sampling.choose(logits, rng) for _ in range(count)], minlength=4) / count
+    p = np.exp(logits.astype(np.float64) / temperature)
+    p /= p.sum()
+    assert np.all(np.abs(drawn - p) <= 4 * np.sqrt(p * (1 - p) / count))
+
+
+def test_a_filtered_token_is_never_drawn() -> None:
+    rng, sampling = np.random.default_rng(2), Sampling(5.0, top_k=2)
+    assert {sampling.choose(log(0.1, 0.4, 0.2, 0.3), rng) for _ in range(200)} == {1, 3}
+
+
+def test_a_very_low_temperature_is_greedy_without_a_warning() -> None:
+    rng = np.random.default_rng(0)
+    assert {Sampling(t).choose(log(0.2, 0.5, 0.3), rng) for t in (1e-310, 1e-30, 1e-3)} == {1}
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_are_an_error(bad: float, temperature: float) -> None:
+    logits = np.array([0.5, bad, 0.1], np.float32)
+    with pytest.raises(ModelError, match="gives token 1 the logit"):
+        Sampling(temperature).choose(logits, np.random.default_rng(0))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"min_p": -0.1},
+        {"min_p": 1.0},
+    ],
+)
+def test_an_impossible_setting_is_named(setting: dict[str, float]) -> None:
+    with pytest.raises(ModelError, match=f"{next(iter(setting)).replace('_', '-')} is .*; it must be"):
+        Sampling(**setting)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------------------------- generating
+
+
+@pytest.fixture(scope="module")
+def tiny() -> tuple[Model, Tokenizer]:
+    model = open_model(None)
+    return model, tokenizer_from_metadata(model.gguf.metadata)
+
+
+@pytest.fixture
+def session(tiny: tuple[Model, Tokenizer]) -> Session:
+    return Session(tiny[0], context=64)
+
+
+def test_one_seed_gives_one_text_and_another_a_different_one(tiny: tuple[Model, Tokenizer]) -> None:
+    def text(seed: int) -> list[int]:
+        return list(generate(Session(tiny[0], context=64), [100, 200], limit=20, sampling=Sampling(1.0), seed=seed))
+
+    assert text(1) == text(1)
+    assert text(1) != text(2)
+
+
+def test_generation_ends_at_the_limit_and_before_a_stop_token(session: Session) -> None:
+    given = list(generate(session, [100, 200], limit=12, sampling=GREEDY))
+    assert len(given) == 12
+    session.reset(0)
+    stop = given[5]
+    ended = list(generate(session, [100, 200], limit=12, sampling=GREEDY, stop=frozenset({stop})))
+    assert ended == given[: given.index(stop)]
+    session.reset(0)
+    assert list(generate(session, [100, 200], limit=0, sampling=GREEDY)) == []
+
+
+def test_timing_counts_the_tokens_that_were_run(session: Session) -> None:
+    timing, start, planned = Timing(), time.perf_counter(), session.planning
+    list(generate(session, [100, 200, 300], limit=5, sampling=GREEDY, timing=timing))
+    spent = time.perf_counter() - start
+    # The fifth new token comes from the logits of the fourth, and is not run itself.
+    assert (timing.prompt_tokens, timing.new_tokens) == (3, 4)
+    assert timing.prefill > 0 < timing.decode
+    assert timing.planning == session.planning - planned
+    assert timing.prefill + timing.decode + timing.planning <= spent
+    again = Timing()
+    session.reset(0)
+    list(generate(session, [100, 200, 300], limit=5, sampling=GREEDY, timing=again))
+    assert again.planning == 0  # both sizes of a step have their plans
+    assert "tok/s" in str(timing)
+    assert (timing + timing).new_tokens == 8
+    assert str(Timing()) == "prefill 0 tokens -, decode 0 tokens -, plans and kernels 0.0 s"
+
+
+def test_a_full_context_ends_an_unlimited_text_and_is_an_error_otherwise(session: Session) -> None:
+    assert len(list(generate(session, [100] * 60, limit=-1, sampling=GREEDY))) == 5
+    session.reset(0)
+    assert len(list(generate(session, [100] * 60, limit=5, sampling=GREEDY))) == 5
+    session.reset(0)
+    with pytest.raises(ModelError, match="context of 64 tokens is full after 5 new ones"):
+        list(generate(session, [100] * 60, limit=6, sampling=GREEDY))
+
+
+def test_an_empty_prompt_is_an_error(session: Session) -> None:
+    with pytest.raises(ModelError, match="prompt is empty"):
+        list(generate(session, [], limit=1, sampling=GREEDY))
+
+
+def test_text_is_streamed_in_whole_characters(tiny: tuple[Model, Tokenizer]) -> None:
+    ids = tiny[1].encode("naïve 東京")
+    pieces = list(stream_text(iter(ids), tiny[1]))
+    assert "".join(pieces) == "naïve 東京"
+    assert "\ufffd" not in "".join(pieces)
+    assert list(stream_text(iter(ids[:-1]), tiny[1]))[-1] == "\ufffd"
+
+
+# -------------------------------------------------------------------------------------------------- conversing
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@pytest.fixture
+def talk(tiny: tuple[Model, Tokenizer], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Conversation]:
+    """Conversations with a model that has been given a template; ``session.heard`` collects what is evaluated."""
+
+    def start(template: str = TEMPLATE, **settings: int) -> Conversation:
+        model, tokenizer = tiny
+        gguf = replace(model.gguf, metadata=MappingProxyType({**model.gguf.metadata, KEY: template}))
+        context = settings.pop("context", None)
+        return Conversation(Session(load_model(gguf), context=context), tokenizer, Drawing(sampling=GREEDY, **settings))
+
+    return start
+
+
+def heard(conversation: Conversation, said: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[int]]:
+    """The answer, and the tokens that were evaluated for it."""
+    session, tokens = conversation.session, list[int]()
+    evaluate = type(session).evaluate
+
+    def spy(new: list[list[int]]) -> object:
+        tokens.extend(new[0])
+        return evaluate(session, new)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "evaluate", spy)
+        return "".join(conversation.answer(said)), tokens
+
+
+def test_a_conversation_evaluates_only_what_is_new(
+    talk: Callable[..., Conversation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversation = talk(limit=6)
+    tokenizer = conversation.tokenizer
+    first, one = heard(conversation, "Is she happy?", monkeypatch)
+    second, two = heard(conversation, "And he?", monkeypatch)
+    # The last token of an answer that the limit cut is evaluated with the next message.
+    new = f"<|endoftext|>user:{conversation.messages[2]['content']}<|endoftext|>assistant:"
+    ids = tokenizer.encode(new, add_special=False, parse_special=True)
+    assert two[1 : 1 + len(ids)] == ids
+    assert tokenizer.decode([*one, *two][: len(one) + 1]) == f"user:Is she happy?assistant:{first}"
+    anew = Session(conversation.session.model)
+    want = "".join(stream_text(generate(anew, [*one, *two[: 1 + len(ids)]], limit=6, sampling=GREEDY), tokenizer))
+    assert second == want
+    assert [m["role"] for m in conversation.messages] == ["user", "assistant", "user", "assistant"]
+    assert conversation.timing.prompt_tokens == len(one) - 5 + 1 + len(ids)
+
+
+def test_a_template_that_rewrites_the_past_makes_the_session_start_anew(
+    talk: Callable[..., Conversation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversation = talk("{{ messages | length }}: {{ messages[-1].content }}", limit=4)
+    heard(conversation, "Is she happy?", monkeypatch)
+    _, tokens = heard(conversation, "And he?", monkeypatch)
+    assert conversation.tokenizer.decode(tokens).startswith("3: And he?")
+    assert conversation.session.lengths[0] == len(tokens)
+
+
+def test_a_model_without_a_template_cannot_chat(tiny: tuple[Model, Tokenizer]) -> None:
+    with pytest.raises(ModelError, match="no chat template"):
+        Conversation(Session(tiny[0]), tiny[1], Drawing(1, GREEDY))
+
+
+def test_a_talk_that_was_saved_goes_on_as_if_it_had_not_ended(
+    talk: Callable[..., Conversation], tmp_path: Path
+) -> None:
+    whole, first, second = talk(limit=6), talk(limit=6), talk(limit=6)
+    said = ["Is she happy?", "And he?", "Why?"]
+    answers = ["".join(whole.answer(text)) for text in said]
+    assert "".join(first.answer(said[0])) == answers[0]
+    first.save(tmp_path / "talk")
+    second.load(tmp_path / "talk")
+    assert ["".join(second.answer(text)) for text in said[1:]] == answers[1:]
+    assert second.messages == whole.messages
+    save_state(first.session, [first.known], tmp_path / "state")
+    with pytest.raises(ModelError, match="holds no talk"):
+        second.load(tmp_path / "state")
+    save_state(first.session, [first.known], tmp_path / "state", talk={"messages": [{"role": 3}], "seen": ""})
+    with pytest.raises(ModelError, match="its talk is damaged"):
+        second.load(tmp_path / "state")
+    assert second.messages == whole.messages
+
+
+def test_a_talk_goes_on_in_a_context_that_shifts(talk: Callable[..., Conversation]) -> None:
+    conversation = talk(limit=24, context=64, kept=0)
+    for said in ("Is she happy?", "And he?", "Why?", "When?"):
+        answer = "".join(conversation.answer(said))
+        assert answer
+        assert conversation.session.lengths[0] <= 64
+        assert len(conversation.known) - conversation.session.lengths[0] in (0, 1)
+
+
+def test_a_context_that_shifts_goes_on_with_its_first_tokens_and_half_of_the_last(
+    tiny: tuple[Model, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, known = Session(tiny[0], context=16), [list[int]()]
+    drawn = [one.token for one in draw(session, [[7, 8, 9]], Drawing(40, GREEDY, kept=2), known=known)]
+    assert len(drawn) == 40
+    anew = Session(tiny[0], context=64)
+    tokens = [7, 8, 9, *drawn[:14]]  # the context is full behind 13 of them, and the next one is not read any more
+    kept = [*tokens[:2], *tokens[-6:]]
+    assert next(iter(generate(anew, kept, limit=1, sampling=GREEDY))) == drawn[14]

@@ -1,0 +1,189 @@
+"""Every row of the table of architectures against the logits of llama.cpp, or of encoders against what PyTorch makes
+of texts; and what is said of some models."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hocket import ops
+from hocket.frontends.errors import ModelError
+from hocket.frontends.models import ARCHITECTURES, Batch, Model, Step, Weights
+from hocket.frontends.open import open_model
+from hocket.frontends.saved_state import load_state, save_state
+from hocket.frontends.session import Group, Session
+
+from ...given.models import encoders, rwkv
+from ...given.models.architectures import ALL, ROWS, golden, written
+from ...given.models.goldens import F64, INDEX, nmse
+from ...given.models.sharded import COUNTS, RESULTS
+
+ROUNDED = (
+    *("bloom-dense", "codeshell-dense", "falcon-dense", "gpt2-dense", "gptneox-dense", "mpt-dense", "phi2-dense"),
+    *("pockettts-dense", "spark2_5-dense", "starcoder-dense", "starcoder2-dense"),
+)
+"""Models with a GELU that llama.cpp looks up in half precision, which only backends round as it does."""
+CARRIED = (
+    *("bailingmoe3-moe", "deepseek2-moe", "falcon-h1-dense", "glm5-next-moe", "jamba-dense"),
+    *("lfm2moe-moe", "mamba-dense", "minimax-01-moe", "plamo2-dense", "qwen4exp-moe"),
+)
+"""Models in which something is carried from step to step: latent vectors, states, convolutions, blocks, hashes."""
+
+
+def exact(model: Model, parts: list[list[int]]) -> F64:
+    """Logits at every position, or what an encoder makes of each token, in float64, of a text that comes in parts."""
+    weights: dict[str, F64] = {}
+    states: dict[str, F64] = {}
+    rows, known = [], list[int]()
+    for part in parts:
+        step = Step(1, len(part), sum(map(len, parts)), sum(map(len, parts)), len(part))
+        graph = model.graph(step)
+        for leaf in graph.weights:
+            if leaf.node.name not in weights:
+                weights[leaf.node.name] = model.gguf.tensor(leaf.node.name).dequantise().astype(np.float64)
+        inputs = model.inputs(step, Batch([part], [len(known)], [(0, i) for i in range(len(part))], [known]))
+        outputs, changed = ops.evaluate(graph, {**weights, **states, **inputs})
+        states |= changed
+        rows += outputs.values()
+        known += part
+    return np.concatenate(rows)
+
+
+@pytest.mark.long(every=3)
+@pytest.mark.parametrize("name", [name for name in ALL if name not in ROUNDED])
+def test_logits_in_one_batch_equal_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
+    tokens, want = golden(name)
+    assert nmse(exact(open_model(written(name, tmp_path)), [tokens])[-ROWS:], want) <= 1e-8
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_logits_in_parts_equal_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
+    tokens, want = golden(name)
+    parts = [tokens[:4], tokens[4:5], tokens[5:]]
+    assert nmse(exact(open_model(written(name, tmp_path)), parts)[-ROWS:], want) <= 1e-8
+
+
+@pytest.mark.long(every=6)
+@pytest.mark.parametrize("name", ROUNDED)
+def test_a_gelu_is_rounded_as_llama_cpp_does(name: str, tmp_path: Path) -> None:
+    tokens, want = golden(name)
+    session = Session(open_model(written(name, tmp_path)), on=Group(exact=True))
+    assert nmse(session.evaluate([tokens], every_position=True)[0][-ROWS:], want) <= 1e-8
+
+
+@pytest.mark.parametrize("name", ["bloom-dense", "deepseek2-moe", "lfm2moe-moe"])
+def test_two_devices_give_the_logits_of_one(name: str, tmp_path: Path) -> None:
+    tokens, _ = golden(name)
+    model = open_model(written(name, tmp_path))
+    one = Session(model, on=Group(exact=True)).evaluate([tokens], every_position=True)[0]
+    two = Session(model, on=Group(("cpu:0", "cpu:1"), "tensor", exact=True)).evaluate([tokens], every_position=True)[0]
+    assert nmse(two, one) <= 1e-10
+
+
+@pytest.mark.parametrize("name", encoders.MODELS)
+def test_texts_side_by_side_are_what_pytorch_makes_of_each_on_any_devices(name: str, tmp_path: Path) -> None:
+    tokens, want = golden(name)
+    model = open_model(written(name, tmp_path))
+    for devices in (("cpu:0",), ("cpu:0", "cpu:1")):
+        session = Session(model, on=Group(devices, "tensor", exact=True), sequences=2)
+        _, rows = session.evaluate([tokens[:5], tokens], every_position=True, hidden=True)
+        assert nmse(rows[-ROWS:], want) <= 1e-10
+        assert not session.states
+    with pytest.raises(ModelError, match=f"{model.architecture} is an encoder.*use `hocket embed`"):
+        session.evaluate([[1], []])
+
+
+def test_biases_of_distances_need_a_sound_table(tmp_path: Path) -> None:
+    path = written("t5-relu", tmp_path)
+    model = open_model(path)
+    tensor = replace(model.gguf.tensor("blk.0.attn_rel_b.weight"), shape=(3, 4))
+    gguf = replace(model.gguf, tensors={**model.gguf.tensors, "blk.0.attn_rel_b.weight": tensor})
+    weights = Weights(gguf)
+    with pytest.raises(ModelError, match=r"attn_rel_b\.weight has 3 buckets; need 4 to 511"):
+        replace(model, gguf=gguf, weights=weights).graph(Step(1, 4, 8, 8, 4))
+
+
+def test_a_model_that_sees_all_tokens_at_once_has_no_steps(tmp_path: Path) -> None:
+    tokens, _ = golden("llada-dense")
+    session = Session(open_model(written("llada-dense", tmp_path)))
+    session.evaluate([tokens[:3]])
+    with pytest.raises(ModelError, match="sees all tokens at once"):
+        session.evaluate([tokens[3:4]])
+
+
+def test_a_context_in_which_attention_would_have_to_choose_is_refused(tmp_path: Path) -> None:
+    model = open_model(written("minimax-m3-moe", tmp_path))
+    most = model.hyper.attended
+    model.graph(Step(1, 1, 256, most, 1))
+    with pytest.raises(ModelError, match=f"use a context size of at most {most}"):
+        model.graph(Step(1, 1, 256, most + 1, 1))
+
+
+def test_an_optional_tensor_that_is_not_used_changes_nothing(tmp_path: Path) -> None:
+    graph = open_model(written("refact-moe", tmp_path)).graph(Step(1, 1, 8, 8, 1))
+    read = {leaf.node.name for leaf in graph.weights}
+    assert "blk.0.attn_q.scale" in read
+    assert not read & {"rope_freqs.weight", "blk.0.attn_output.bias", "blk.0.attn_q.input_scale"}
+
+
+def test_every_architecture_is_compared_with_llama_cpp_or_a_paper() -> None:
+    compared = {name.rsplit("-", 1)[0] for name in ALL} | {row["arch"] for row in INDEX.values()}
+    assert set(ARCHITECTURES) <= compared | set(rwkv.KINDS)
+
+
+@pytest.mark.long(every=2)
+@pytest.mark.parametrize("name", ["qwen4exp-moe", "deepseek4-moe"])
+def test_blocks_and_hashes_of_one_sequence_leave_another_alone(name: str, tmp_path: Path) -> None:
+    tokens = np.random.default_rng(0).integers(1, 128, 21).tolist()
+    model = open_model(written(name, tmp_path))
+    want = Session(model, on=Group(exact=True), context=64).evaluate([tokens])[0]
+    both = Session(model, on=Group(exact=True), context=64, sequences=2)
+    both.evaluate([[7, 8, 9], tokens[:10]])
+    both.evaluate([[1], tokens[10:13]])
+    assert nmse(both.evaluate([[], tokens[13:]])[1], want) <= 1e-10
+    both.reset(1)
+    assert nmse(both.evaluate([[2, 3], tokens])[1], want) <= 1e-10
+
+
+@pytest.mark.long
+def test_a_block_of_128_tokens_is_the_same_however_they_come(tmp_path: Path) -> None:
+    model = open_model(written("deepseek4-moe", tmp_path))
+    tokens = np.random.default_rng(1).integers(0, model.vocabulary_size, 140).tolist()
+    want = Session(model, on=Group(exact=True), context=256).evaluate([tokens])[0]
+    parts = Session(model, on=Group(exact=True), context=256, batch=50).evaluate([tokens])[0]
+    short = Session(model, on=Group(exact=True), context=256).evaluate([tokens[13:]])[0]
+    assert nmse(parts, want) <= 1e-10 < nmse(short, want)
+
+
+def test_hashes_need_the_tokens_before(tmp_path: Path) -> None:
+    model = open_model(written("qwen4exp-moe", tmp_path))
+    step = Step(1, 1, 16, 16, 1)
+    with pytest.raises(ModelError, match="of which this model needs the last 2; give them as `before`"):
+        model.inputs(step, Batch([[5]], [4]))
+    given = model.inputs(step, Batch([[5]], [4], before=[[3, 4]]))["ngram_rows"]
+    # Multipliers 1, 3, 5; four tables of 128 rows, two for each length.
+    assert given.tolist() == [(5 ^ 12), 128 + (5 ^ 12), 256 + (5 ^ 12 ^ 15), 384 + (5 ^ 12 ^ 15)]
+    ended = model.inputs(step, Batch([[5]], [4], before=[[3, 0]]))["ngram_rows"]
+    assert ended.tolist() == [5, 133, 261, 389]
+
+
+def test_a_saved_sequence_goes_on_with_the_hashes_of_its_last_tokens(tmp_path: Path) -> None:
+    model = open_model(written("qwen4exp-moe", tmp_path))
+    session = Session(model, on=Group(exact=True), context=64)
+    session.evaluate([[5, 6, 7]])
+    save_state(session, [[5, 6, 7]], tmp_path / "state")
+    want = session.evaluate([[8]])[0]
+    load_state(session, tmp_path / "state")
+    assert (session.evaluate([[8]])[0] == want).all()
+    session.reset(0)
+    assert nmse(session.evaluate([[8]])[0], want) > 1e-3
+
+
+def test_every_model_has_been_cut_over_devices() -> None:
+    results = json.loads(RESULTS.read_text("utf-8"))
+    assert set(results) == {*ALL, *rwkv.KINDS}
+    assert all(set(errors) == set(map(str, COUNTS)) and max(errors.values()) <= 1e-9 for errors in results.values())

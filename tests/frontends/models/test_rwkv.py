@@ -1,0 +1,114 @@
+"""RWKV 6 and 7 against the recurrences of the papers, and against themselves: in steps, on devices, taken back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hocket.frontends.errors import ModelError
+from hocket.frontends.gguf.chat import chat_template, render_chat
+from hocket.frontends.gguf.longest_match import LongestMatch
+from hocket.frontends.gguf.tokenizer import tokenizer_from_metadata
+from hocket.frontends.models import Batch, Step
+from hocket.frontends.open import open_model
+from hocket.frontends.rewinding import take_back
+from hocket.frontends.saved_state import load_state, save_state
+from hocket.frontends.session import Group, Session
+
+from ...given.models import rwkv
+from ...given.models.exact import SAME, Run, at_once
+from ...given.models.goldens import F64, nmse
+from ...given.models.rwkv import TOKENS
+
+EXACT = Group(exact=True)
+FORMS = [*((kind, {}) for kind in rwkv.KINDS), ("rwkv6", {"fused": False}), ("arwkv7", {"gate": False})]
+
+
+def wanted(kind: str, **form: bool) -> F64:
+    reference = rwkv.Reference(kind, **form)
+    return np.stack([reference(token) for token in TOKENS])
+
+
+@pytest.mark.parametrize(("kind", "form"), FORMS)
+def test_logits_equal_those_of_the_recurrences_in_the_papers(kind: str, form: dict[str, bool], tmp_path: Path) -> None:
+    model = open_model(rwkv.written(kind, tmp_path / "model.gguf", **form))
+    assert nmse(at_once(Run(model), TOKENS), wanted(kind, **form)) <= SAME
+
+
+@pytest.mark.parametrize("kind", rwkv.KINDS)
+def test_padded_steps_side_by_side_equal_one_batch(kind: str, tmp_path: Path) -> None:
+    model, want = open_model(rwkv.written(kind, tmp_path / "model.gguf")), wanted(kind)
+    run, at, got = Run(model), 0, list[F64]()
+    # The other sequence idles, and a run of four may hold fewer tokens.
+    for new in (TOKENS[:3], TOKENS[3:4], TOKENS[4:8], TOKENS[8:]):
+        step = Step(2, 1 if len(new) == 1 else 4, 16, 16, 4)
+        got += list(run(step, Batch([[], new], [0, at], [(1, i) for i in range(len(new))]))[: len(new)])
+        at += len(new)
+    assert nmse(np.array(got), want) <= SAME
+
+
+@pytest.mark.parametrize("kind", rwkv.KINDS)
+def test_devices_share_the_heads_and_a_saved_state_goes_on(kind: str, tmp_path: Path) -> None:
+    model, want = open_model(rwkv.written(kind, tmp_path / "model.gguf")), wanted(kind)
+    cut = Session(model, on=Group(("cpu:0", "cpu:1"), "tensor", exact=True), context=32)
+    assert nmse(cut.evaluate([TOKENS[:-1]], every_position=True)[0], want[:-1]) <= 1e-10
+    assert str(cut.plan(cut.step(1, 1)).leaves["wkv_state.1"]) == "S1(2|2)"
+    save_state(cut, [TOKENS[:-1]], tmp_path / "state")
+    one = Session(model, on=EXACT, context=32)
+    load_state(one, tmp_path / "state")
+    assert nmse(one.evaluate([TOKENS[-1:]])[0], want[-1:]) <= 1e-10
+
+
+@pytest.mark.parametrize("kind", rwkv.KINDS)
+def test_compiled_kernels_remember_as_the_papers_say(kind: str, tmp_path: Path) -> None:
+    session = Session(open_model(rwkv.written(kind, tmp_path / "model.gguf")), context=32)
+    parts = [session.evaluate([new], every_position=True)[0] for new in (TOKENS[:5], *([t] for t in TOKENS[5:]))]
+    assert nmse(np.concatenate(parts), wanted(kind)) <= 1e-9
+    ran = session.executor(session.step(1, 1)).kernels()
+    assert sum(name.startswith("scans.") for name in ran) == rwkv.LAYERS
+    assert ("NumPy" in ran) == (kind == "rwkv6qwen2")  # whose heads share keys: those are repeated
+
+
+@pytest.mark.parametrize("kind", ["rwkv6", "rwkv7"])
+def test_tokens_are_taken_back(kind: str, tmp_path: Path) -> None:
+    session = Session(open_model(rwkv.written(kind, tmp_path / "model.gguf")), on=EXACT, context=32)
+    session.evaluate([TOKENS[:3]])
+    session.evaluate([[*TOKENS[3:5], 7, 7]], every_position=True, reversible=True)
+    take_back(session, 2)
+    assert nmse(session.evaluate([TOKENS[5:]], every_position=True)[0], wanted(kind)[5:]) <= 1e-10
+
+
+def test_the_longest_token_comes_first_and_bytes_come_back(tmp_path: Path) -> None:
+    metadata = open_model(rwkv.written("rwkv7", tmp_path / "model.gguf")).gguf.metadata
+    tokenizer = tokenizer_from_metadata(metadata)
+    text = "abcd\n\n\t你 the\\'\"\0"
+    ids = tokenizer.encode(text.replace("d", ""))
+    written = ["abc", "\\n\\n", "\\t", "\\xe4\\xbd\\xa0", " the", "\\\\", "\\'", '"', "\\x00"]
+    assert [rwkv.VOCABULARY[i] for i in ids] == written
+    assert tokenizer.decode(ids) == text.replace("d", "")
+    assert b"".join(map(tokenizer.token_bytes, range(1, len(rwkv.VOCABULARY)))).startswith(b"ababab" + b"c \n\t\r\\'\"")
+    assert tokenizer.token_bytes(rwkv.VOCABULARY.index("\\xff")) == b"\xff"
+    # "abcd" begins with the longer "abc", so "bcd" is never seen, and nothing begins with d.
+    with pytest.raises(ModelError, match="no token for the byte 0x64; use a whole vocabulary"):
+        tokenizer.encode("abcd")
+    assert tokenizer.eos_ids == {0, rwkv.VOCABULARY.index("\\n\\n")}
+    assert tokenizer.encode("<s>a") == [0, 1]
+
+
+def test_a_template_that_is_only_named_is_known() -> None:
+    said = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": " Hi "}]
+    rendered = render_chat(chat_template({"tokenizer.chat_template": "rwkv-world"}), said, bos="", eos="")
+    assert rendered == "System: Be kind.\n\nUser: Hi\n\nAssistant:"
+
+
+def test_a_byte_without_a_token_may_have_one_that_stands_for_it() -> None:
+    assert LongestMatch(["a", "aab"], 7).encode("aaab!a").ids == [0, 1, 7, 0]
+
+
+def test_a_head_size_that_does_not_fill_the_width_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rwkv, "SIZE", 24)
+    path = rwkv.written("rwkv7", tmp_path / "model.gguf")
+    with pytest.raises(ModelError, match=r"wkv\.head_size is 24; need a divisor of embedding_length 64"):
+        open_model(path)

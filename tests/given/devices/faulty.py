@@ -1,0 +1,121 @@
+"""Backends that fail where they are told to, and plans of models that run on them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from hocket.backends.base import Device, run_calls
+from hocket.backends.cpu.backend import CpuBackend
+from hocket.backends.reference.backend import ReferenceBackend
+from hocket.frontends.gguf import open_gguf
+from hocket.frontends.models import Step, load_model
+from hocket.graph import Spec
+from hocket.scheduler import Executor, Store, plan_for
+
+from ..models.goldens import path_of, tokens_of
+
+
+class PlantedError(Exception):
+    """What an instruction raises that was told to fail."""
+
+
+def raises() -> None:
+    raise PlantedError("planted")
+
+
+class _Faulty:
+    """Each instruction is compiled by itself.  `plan_fault` says of one that it does something before it runs, or when
+    it has written what it writes; once, so that what takes the step back does not fail, too."""
+
+    where: tuple[str, int] | None = None
+    late = False
+    what: Callable[[], None] = staticmethod(raises)
+
+    def plan_fault(self, device: Device, number: int, *, late: bool, what: Callable[[], None] = raises) -> None:
+        self.where, self.late, self.what = (str(device), number), late, what
+
+    def with_threads(self, threads):
+        return self
+
+    def compile(self, program, buffers, on, comm):
+        single = [dataclasses.replace(program, instructions=(i,), undo=()) for i in program.instructions]
+        steps = [super(_Faulty, self).compile(p, buffers, on, comm) for p in single]
+        calls = [(number, partial(self._run, (str(on), number), step)) for number, step in enumerate(steps)]
+        return lambda: run_calls(program, on, calls)
+
+    def _run(self, here: tuple[str, int], step: Callable[[], None]) -> None:
+        if self.where != here:
+            step()
+            return
+        self.where = None
+        if self.late:
+            step()
+        self.what()
+        if not self.late:
+            step()
+
+
+class FaultyCpu(_Faulty, CpuBackend):
+    """The CPU backend, but for its faults."""
+
+
+class FaultyReference(_Faulty, ReferenceBackend):
+    """The reference backend, but for its faults."""
+
+
+@dataclasses.dataclass
+class Bench:
+    """A plan that runs on a faulty backend, with states that hold something and an input for one step."""
+
+    backend: Any
+    run: Executor
+    feed: dict[str, Any]
+    states: dict[str, Any]
+
+    def reset(self) -> None:
+        for name, array in self.states.items():
+            self.run.store.state(name)[...] = array
+
+    def held(self) -> dict[str, bytes]:
+        """The states as each device holds them, bit by bit."""
+        store = self.run.store
+        parts = {name: store.state(name).parts for name in store.states}
+        return {f"{n} of {d}": p.array.tobytes() for n, all_ in parts.items() for d, p in all_.items()}
+
+    def outputs(self) -> dict[str, bytes]:
+        return {name: array.tobytes() for name, array in self.run.run(self.feed).items()}
+
+
+def _made_up(state: Any, rng: np.random.Generator) -> Any:
+    return rng.standard_normal(state.shape).astype(state.dtype.storage if state.dtype.is_integer else np.float32)
+
+
+def bench(backend: Any, made: Any, store: Store, feed: dict[str, Any], rng: np.random.Generator) -> Bench:
+    run = Executor(made, store, timeout=20)
+    made_up = {v.node.name: _made_up(v, rng) for v in made.graph.states}
+    broken = Bench(backend, run, feed, made_up)
+    broken.reset()
+    return broken
+
+
+def model_bench(name: str, devices: int, mode: str, tokens: int) -> Bench:
+    """One step of a model: `tokens` new ones behind five that were there, in a plan for one more."""
+    from hocket.frontends.models import Batch
+
+    model = load_model(open_gguf(path_of(name)))
+    step = Step(1, tokens + (tokens > 1), 16, 16, 1)
+    backend = FaultyCpu()
+    group = [(backend, backend.device(i)) for i in range(devices)]
+    made = plan_for(model.graph(step), group, split_mode=mode)
+    store = Store(group)
+    for weight in made.graph.weights:
+        tensor = model.gguf.tensors[weight.node.name]
+        store.bind(weight.node.name, tensor.raw, Spec(tensor.shape, tensor.dtype), made.leaves[weight.node.name])
+    known = tokens_of(name)
+    feed = model.inputs(step, Batch([known[5 : 5 + tokens]], [5]))
+    return bench(backend, made, store, dict(feed), np.random.default_rng(1))

@@ -1,0 +1,86 @@
+"""The models of ``fixtures``, with their golden logits from llama.cpp, and how logits are compared."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hocket.frontends.gguf import Gguf, open_gguf
+from hocket.frontends.models import Step
+from hocket.frontends.open import open_model
+from hocket.frontends.session import Group, Session
+from hocket.graph import Graph
+
+TESTS = Path(__file__).parents[2]
+ROOT = TESTS.parent
+FIXTURES, GOLDENS = TESTS / "fixtures", TESTS / "goldens"
+TINY = str(ROOT / "data" / "hocket-tiny-q8_0.gguf")
+"""The model that the package ships."""
+TINY_GOLDENS = GOLDENS / "hocket_tiny"
+"""What llama.cpp makes of it."""
+
+INDEX: dict[str, dict[str, Any]] = {
+    row["file"].split("/")[0]: row for row in json.loads((FIXTURES / "index.json").read_text("utf-8"))
+}
+"""What is known of each model: its types, and how far from the golden logits others were, and may be."""
+
+_FLOAT = {name: row for name, row in INDEX.items() if set(row["types"]) == {"F16", "F32"}}
+DENSE = tuple(name for name, row in _FLOAT.items() if row["router_gap"] is None)
+"""Models of plain floats without experts."""
+MIXTURES = tuple(name for name in _FLOAT if name not in DENSE)
+"""Models of plain floats with experts."""
+
+F64 = npt.NDArray[np.float64]
+
+
+def layers_with_experts(name: str) -> int:
+    return sum(tensor.endswith("ffn_gate_inp.weight") for tensor in opened(name).tensors)
+
+
+def path_of(name: str) -> Path:
+    return FIXTURES / name / "model.gguf"
+
+
+def decode_graph(name: str) -> Graph:
+    """The step of one token, with 64 before it."""
+    return open_model(path_of(name), header_only=True).graph(Step(1, 1, 64, 64, 1))
+
+
+def opened(name: str) -> Gguf:
+    return open_gguf(path_of(name))
+
+
+def tokens_of(name: str) -> list[int]:
+    tokens: list[int] = np.load(FIXTURES / name / "tokens.npy").tolist()
+    return tokens
+
+
+def golden(name: str) -> tuple[list[int], F64]:
+    """Tokens, and the logits of llama.cpp at each of them."""
+    return tokens_of(name), np.load(FIXTURES / name / "logits.npy").astype(np.float64)
+
+
+def limit(name: str) -> float:
+    """The NMSE that a backend may have which rounds activations to 8 bits before they meet quantised weights."""
+    row = INDEX[name]
+    return float(row["tol_half" if any(t[0] in "QIM" for t in row["types"]) else "tol_f32"])
+
+
+def nmse(got: npt.ArrayLike, want: npt.ArrayLike) -> float:
+    """The larger of the error over all rows and the error of the worst row, both over the squares of what is wanted."""
+    x, y = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert x.shape == y.shape
+    error, power = np.square(x - y).sum(-1), np.square(y).sum(-1)
+    return float(max(error.sum() / power.sum(), (error / power).max()))
+
+
+@cache
+def alone(name: str, exact: bool = False) -> npt.NDArray[np.float32]:
+    """The logits of one device, all tokens in one batch."""
+    session = Session(open_model(path_of(name)), on=Group(exact=exact))
+    return session.evaluate([tokens_of(name)], every_position=True)[0]

@@ -1,0 +1,64 @@
+"""Models of `torchvision` with random weights: what makes each, and how large a picture it is shown."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+MODELS: Mapping[str, tuple[int, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "convnext_tiny": (64, {}),
+        "densenet121": (64, {}),
+        "efficientnet_b0": (64, {}),
+        "googlenet": (96, {"aux_logits": False, "init_weights": False}),
+        "mnasnet0_5": (64, {}),
+        "mobilenet_v3_small": (64, {}),
+        "regnet_y_400mf": (64, {}),
+        "resnet18": (64, {}),
+        "shufflenet_v2_x0_5": (64, {}),
+        "squeezenet1_1": (64, {}),
+        "swin_t": (64, {}),
+        "vit_b_16": (32, {"image_size": 32}),
+    }
+)
+
+_LIBRARY = torch.library.Library("torchvision", "FRAGMENT")
+
+
+def make_importable() -> None:
+    """Declare the compiled ops that `torchvision` describes when it is imported, where they cannot be loaded.
+
+    Its wheel of PyPI needs PyTorch's for CUDA; beside that for processors its compiled half stays away, and so would
+    all of it, and whatever of `transformers` imports it.  None of the models here calls these ops.
+    """
+    found = importlib.util.find_spec("torchvision")
+    if found is None or found.origin is None:
+        return
+    try:
+        torch.ops.load_library(str(next(Path(found.origin).parent.glob("_C*.so"))))
+    except (OSError, StopIteration):
+        for name in ("nms", "qnms"):
+            if not hasattr(torch.ops.torchvision, name):
+                _LIBRARY.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+def made(name: str) -> tuple[torch.nn.Module, torch.Tensor]:
+    """A model and a picture.  What begins as zeros or ones is random as well, so that nothing is hidden behind it."""
+    make_importable()
+    from torchvision import models
+
+    torch.manual_seed(0)
+    size, options = MODELS[name]
+    model = models.get_model(name, weights=None, num_classes=10, **options).eval()
+    for part in model.modules():
+        if isinstance(part, torch.nn.BatchNorm2d):
+            part.running_mean.normal_(0, 0.1)
+            part.running_var.uniform_(0.5, 1.5)
+        if isinstance(part, torch.nn.Linear):
+            torch.nn.init.normal_(part.weight, std=0.05)
+    return model, torch.randn(1, 3, size, size)

@@ -1,0 +1,112 @@
+"""Plans of random graphs over several reference devices, and what it takes to run them."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from hocket import ops
+from hocket.backends.base import find
+from hocket.graph import DType, Graph, input, state, weight
+from hocket.ops.quants import encoded
+from hocket.scheduler import Executor, Plan, Store, load, plan_for
+from hocket.scheduler.sharding.factors import Factors
+from hocket.scheduler.sharding.search import clash, classes_of
+
+from ..graphs.random_graphs import bindings, seeded_graph
+
+
+def devices(n: int, kind: str = "cpu") -> tuple[str, ...]:
+    return tuple(f"{kind}:{i}" for i in range(n))
+
+
+def raw(array, dtype: DType):
+    """Bound as a file holds it; a quantised weight as zero blocks with scales of one or so."""
+    if not dtype.is_quantised:
+        return encoded(array, dtype)
+    rng = np.random.default_rng(array.size)
+    blocks = rng.integers(0, 255, (*array.shape[:-1], array.shape[-1] // dtype.block, dtype.block_bytes))
+    blocks = blocks.astype(np.uint8)
+    if blocks.size:
+        blocks[..., :2] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
+    return blocks.reshape(*array.shape[:-1], -1)
+
+
+def everything_that_fits(graph: Graph, factors: Factors, dice: random.Random):
+    """A random choice of factors to cut: far more than the search would choose."""
+    chosen: frozenset = frozenset()
+    for members in sorted(classes_of(graph, factors).items(), key=lambda _: dice.random()):
+        if not clash(graph, factors, chosen | set(members[1])):
+            chosen |= set(members[1])
+    return chosen
+
+
+def group_of(n: int, kind: str = "reference"):
+    return [find(name) for name in devices(n, kind)]
+
+
+def weights_of(graph: Graph, values):
+    """Weights as files hold them."""
+    return {v.node.name: raw(values[v.node.name], v.dtype) for v in graph.weights}
+
+
+def run_of(made, values, feed=None):
+    run = load(made, weights_of(made.graph, values))
+    return run.run(feed or {v.node.name: values[v.node.name] for v in made.graph.inputs})
+
+
+def random_plan(seed: int, mode: str):
+    """A random graph on several reference devices, cut wherever it can be or by layers, and bindings."""
+    graph, dice = seeded_graph(seed), random.Random(seed)
+    n = dice.choice([2, 3, 4])
+    shares = [dice.choice([0, 1, 1, 2]) for _ in range(n - 1)] + [1]
+    group = [find(name) for name in devices(n, "reference")]
+    if mode == "layer":
+        made = plan_for(graph, group, split_mode="layer", tensor_split=shares)
+    else:
+        made = plan_for(graph, group, tensor_split=shares, choose=lambda g, f: everything_that_fits(g, f, dice))
+    return made, plan_for(graph, group[:1]), bindings(graph, np.random.default_rng(seed))
+
+
+def bound(graph: Graph, values, leaves):
+    def bind(store: Store) -> None:
+        for v in graph.weights:
+            store.bind(v.node.name, raw(values[v.node.name], v.dtype), v.spec, leaves[v.node.name])
+
+    return bind
+
+
+def cached_product(tokens: int) -> Graph:
+    cache = state("cache", (16, 8))
+    rows = ops.mul_mat(weight("k", (8, 4)), input("x", (tokens, 4)))
+    new = ops.set_rows(cache, rows, input("ids", (tokens,), "i32"))
+    return Graph({"y": ops.mul_mat(new, ops.silu(rows))}, {cache: new})
+
+
+def equal_to_one(graph, group, seed, *, mode, place=(), reference=None, tolerance=1e-9):
+    """Two runs of a graph on a group, the second by a plan over the same weights and states, equal those on one device
+    that does everything; states too."""
+    dice, options = random.Random(seed), {"place": place, "split_mode": mode}
+    if mode == "cut":
+        options = {"place": place, "choose": lambda g, f: everything_that_fits(g, f, dice)}
+    many = plan_for(graph, group, **options)
+    one = plan_for(graph, reference or group_of(1))
+    values, results = bindings(graph, np.random.default_rng(seed)), []
+    for made in (one, many):
+        run = load(made, weights_of(graph, values))
+        for v in graph.states:
+            run.store.state(v.node.name)[...] = values[v.node.name]
+        feed = {v.node.name: values[v.node.name] for v in graph.inputs}
+        later = plan_for(graph, made.group, like=made, place=place if made is many else ())
+        outputs = [run.run(feed), Executor(later, run.store).run(feed)]
+        results.append([*outputs, {name: np.array(run.store.state(name)) for name in run.store.states}])
+    for want, got in zip(*results, strict=True):
+        for name, array in want.items():
+            np.testing.assert_allclose(got[name], array, rtol=tolerance, atol=tolerance)
+    return many
+
+
+def reductions(made: Plan) -> list[tuple[str, tuple[int, ...]]]:
+    met = [n for n in made.lanes[0].graph.nodes if n.op.startswith(("all_", "reduce_scatter"))]
+    return [(n.op, n.specs[0].shape) for n in met]

@@ -1,0 +1,152 @@
+"""Whether a plan runs right, found out by running it: on memory full of NaN, twice, and failing wherever it can.
+
+The right result comes from the user's graph alone, node by node, without plan, program or memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hocket.backends.numpy.backend import NumpyBackend
+from hocket.graph import Graph, StepError
+from hocket.graph.node import constant_array
+from hocket.ops import REGISTRY
+from hocket.ops.quants import dequantise
+from hocket.scheduler import Executor, Plan, Store
+
+from ..devices.faulty import FaultyReference, _Faulty
+from ..graphs.random_graphs import bindings
+from .grouped import raw
+
+NAN = 0xFF
+"""As bytes: NaN in every float type, -1 in every integer type."""
+RUNS = 2
+
+
+class FaultyNumpy(_Faulty, NumpyBackend):
+    """The NumPy backend, but for its faults: it needs scratch."""
+
+
+def faulty_group(n: int, kind: str = "reference"):
+    """Devices that can be told to fail: of the references, of NumPy, or of both in turn (``mixed``)."""
+    reference, numpy = FaultyReference(), FaultyNumpy()
+    backends = {"reference": [reference], "numpy": [numpy], "mixed": [reference, numpy]}[kind]
+    return [(b, b.device(i)) for i in range(n) for b in (backends[i % len(backends)],)]
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What a graph gives in each of a few runs over the same inputs: outputs and then states."""
+
+    graph: Graph
+    values: Mapping[str, np.ndarray]
+    results: tuple[Mapping[str, np.ndarray], ...]
+
+
+def truth_of(graph: Graph, seed: int) -> Truth:
+    values = bindings(graph, np.random.default_rng(seed))
+    states = {v.node.name: np.asarray(values[v.node.name], float if v.dtype.is_float else None) for v in graph.states}
+    results = []
+    for _ in range(RUNS):
+        outputs, states = _evaluated(graph, values, states)
+        results.append({**outputs, **{f"state {name}": array for name, array in states.items()}})
+    return Truth(graph, values, tuple(results))
+
+
+def _evaluated(graph: Graph, values: Mapping[str, Any], states: Mapping[str, Any]) -> tuple[dict, dict]:
+    """Outputs and new states, by the references of ops in float64."""
+    computed: dict[Any, Any] = {}
+    with np.errstate(all="ignore"):
+        for node in graph.nodes:
+            if node.is_leaf:
+                dtype = node.specs[0].dtype
+                array = constant_array(node) if node.op == "constant" else {**values, **states}[node.name]
+                if node.op == "weight":
+                    array = raw(array, dtype)
+                    array = (
+                        array
+                        if dtype.is_integer
+                        else dequantise(np.atleast_1d(array), dtype).reshape(node.specs[0].shape)
+                    )
+                results = [np.asarray(array, None if dtype.is_integer else float)]
+            else:
+                results = REGISTRY[node.op].run([None if s is None else computed[s] for s in node.src], node.attrs)
+            computed.update(zip(node.results, map(np.array, results), strict=True))
+    new = {old.node.name: computed[v] for old, v in graph.updates.items()}
+    return {name: computed[v] for name, v in graph.outputs.items()}, {**states, **new}
+
+
+def run_faults(plan: Plan, truth: Truth, *, failing: int = 4) -> str | None:
+    """What is wrong when `plan` runs, None if it runs right and up to `failing` steps of each device are undone."""
+    try:
+        return _run_faults(plan, truth, failing)
+    except Exception as why:  # whatever a wrong plan raises
+        return f"{type(why).__name__}: {why}"
+
+
+def _run_faults(plan: Plan, truth: Truth, failing: int) -> str | None:
+    run = _executor(plan, truth)
+    feed = {v.node.name: truth.values[v.node.name] for v in truth.graph.inputs}
+
+    def reset() -> None:
+        for v in truth.graph.states:
+            run.store.state(v.node.name)[...] = truth.values[v.node.name]
+
+    reset()
+    for number, wanted in enumerate(truth.results):
+        _poison(run)
+        results = {**run.run(feed), **{f"state {n}": np.array(run.store.state(n)) for n in run.store.states}}
+        for name, array in wanted.items():
+            if why := _differ(results[name], array):
+                return f"run {number}: {name} {why}"
+    for lane in plan.lanes:
+        steps = len(lane.program.instructions)
+        for at in range(0, steps, max(1, steps // failing)) if failing and hasattr(lane.backend, "plan_fault") else ():
+            reset()
+            before = _held(run)
+            lane.backend.plan_fault(lane.device, at, late=at % 2 == 0)
+            _poison(run)
+            try:
+                run.run(feed)
+                return f"step {at} of {lane.device} does not run"
+            except StepError as why:
+                if "planted" not in str(why):
+                    raise
+            if _held(run) != before:
+                return f"step {at} of {lane.device} is not undone"
+    return None
+
+
+def _executor(plan: Plan, truth: Truth) -> Executor:
+    store = Store([(lane.backend, lane.device) for lane in plan.lanes])
+    for v in truth.graph.weights:
+        name = v.node.name
+        store.bind(name, raw(truth.values[name], v.dtype), v.spec, plan.leaves[name])
+    return Executor(plan, store, timeout=5)
+
+
+def _poison(run: Executor) -> None:
+    for lane, buffers in zip(run.plan.lanes, run._buffers.values(), strict=True):
+        for spec, buffer in zip(lane.program.buffers, buffers, strict=True):
+            if spec.kind == "arena":
+                buffer[...] = NAN
+
+
+def _held(run: Executor) -> list[bytes]:
+    """The states as each device holds them, bit by bit."""
+    parts = [part for name in run.store.states for part in run.store.state(name).parts.values()]
+    return [b"" if part is None else part.array.tobytes() for part in parts]
+
+
+def _differ(got: Any, wanted: Any) -> str | None:
+    got, wanted = np.asarray(got), np.asarray(wanted)
+    if got.shape != wanted.shape:
+        return f"is {list(got.shape)} and not {list(wanted.shape)}"
+    if got.dtype.kind in "iu" and wanted.dtype.kind in "iu":
+        return None if np.array_equal(got, wanted) else "differs"
+    scale = np.abs(wanted[np.isfinite(wanted)]).max(initial=1e-6)
+    return None if np.allclose(got, wanted, rtol=1e-4, atol=1e-4 * scale, equal_nan=True) else "differs"

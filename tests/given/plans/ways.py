@@ -1,0 +1,117 @@
+"""Ways to plan a graph, and whether each gives what one device gives."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from hocket.backends.base import find
+from hocket.graph import Graph, HocketError
+from hocket.scheduler import Executor, Plan, load, plan_for
+from hocket.scheduler.hardware import Hardware
+from hocket.scheduler.sharding.axes import Factor
+from hocket.scheduler.sharding.factors import Factors
+from hocket.scheduler.sharding.search import clash, classes_of
+
+from ..graphs.random_graphs import bindings
+from .grouped import raw
+
+SLOW = Hardware(flops=1e3, bandwidth=1e3, launch=0, link_latency=1e-9)
+"""Devices so slow that every cut pays."""
+WORST, NMSE = 1e-6, 1e-12
+MAY_BE_REFUSED = (
+    "no node, weight or state has such a name",
+    "finds nothing to cut within a stage",
+    "would go back from stage",
+)
+"""What a random graph or a random wish may not allow."""
+
+
+def values_of(graph: Graph, seed: int) -> Mapping[str, np.ndarray]:
+    return bindings(graph, np.random.default_rng(seed))
+
+
+def results(plan: Plan, values: Mapping[str, np.ndarray]) -> list[Mapping[str, np.ndarray]]:
+    """Outputs of two runs in turn, the second by a plan over the same weights and states; and the states at the end."""
+    graph = plan.graph
+    run = load(plan, {v.node.name: raw(values[v.node.name], v.dtype) for v in graph.weights})
+    for v in graph.states:
+        run.store.state(v.node.name)[...] = values[v.node.name]
+    feed = {v.node.name: values[v.node.name] for v in graph.inputs}
+    first = {k: np.array(v) for k, v in run.run(feed).items()}
+    second = {k: np.array(v) for k, v in Executor(plan_for(graph, plan.group, like=plan), run.store).run(feed).items()}
+    return [first, second, {name: np.array(run.store.state(name)) for name in run.store.states}]
+
+
+def difference(got: np.ndarray, want: np.ndarray) -> str:
+    """How two arrays differ: by shape, by the worst element, or in a row; empty where they agree."""
+    if got.shape != want.shape:
+        return f"is {got.shape} and not {want.shape}"
+    finite = np.isfinite(want) & (np.abs(want) < 1e100)
+    a, b = (np.where(finite, np.nan_to_num(np.asarray(x, float)), 0.0) for x in (got, want))
+    if not a.size:
+        return ""
+    scale = max(1.0, float(np.abs(b).max()))
+    worst = float(np.abs(a - b).max()) / scale
+    rows = (np.atleast_1d(x).reshape(-1, x.shape[-1] if x.ndim else 1) for x in (a, b))
+    mine, theirs = rows
+    power = np.maximum((theirs**2).sum(1), (1e-6 * scale) ** 2 * theirs.shape[1])
+    nmse = float((((mine - theirs) ** 2).sum(1) / power).max())
+    return "" if worst <= WORST and nmse <= NMSE else f"differs by {worst:.1e}, NMSE of the worst row {nmse:.1e}"
+
+
+def compared(got: list[Mapping[str, np.ndarray]], want: list[Mapping[str, np.ndarray]]) -> str:
+    for what, mine, theirs in zip(("first run", "second run", "states"), got, want, strict=True):
+        for name, array in theirs.items():
+            if why := difference(np.asarray(mine[name]), np.asarray(array)):
+                return f"{what}: {name} {why}"
+    return ""
+
+
+def some_that_fit(graph: Graph, factors: Factors, dice: random.Random) -> frozenset[Factor]:
+    """A random choice of factors to cut: all that fit together, or a few of them."""
+    chosen, part = frozenset[Factor](), dice.choice((1.0, 0.5, 0.2))
+    for members in sorted(classes_of(graph, factors).values(), key=lambda _: dice.random()):
+        if dice.random() < part and not clash(graph, factors, chosen | set(members)):
+            chosen |= set(members)
+    return chosen
+
+
+def options(graph: Graph, dice: random.Random) -> Iterator[tuple[str, int, dict[str, object]]]:
+    """Plans of all kinds: their name, the number of devices, and what `plan_for` is given."""
+    placed = dice.choice([n.name for n in graph.nodes if n.name] or ["y"])
+    for mode in ("none", "layer", "tensor", "auto", "cut", "cut", "placed"):
+        n = dice.randint(1, 5)
+        shares = [dice.choice([0, 1, 1, 2, 5]) for _ in range(dice.randint(0, n - 1))] + [1]
+        given: dict[str, object] = {"tensor_split": shares if dice.random() < 0.7 else ()}
+        if mode in ("tensor", "auto"):
+            given["hardware"] = SLOW if dice.random() < 0.8 else Hardware()
+        if mode == "cut":
+            own = random.Random(dice.random())
+            given["choose"] = lambda g, f, own=own: some_that_fit(g, f, own)
+        elif mode == "placed":
+            given |= {"split_mode": dice.choice(("tensor", "auto", "layer", "none")), "hardware": SLOW}
+            given["place"] = [(f"^{placed}$", f"reference:{dice.randrange(n)}")]
+        else:
+            given["split_mode"] = mode
+        yield f"{mode} {n} {given['tensor_split']} {given.get('place', '')}", n, given
+    own, n = random.Random(dice.random()), dice.choice((4, 6))
+    given = {"split_mode": "layer,tensor", "hardware": SLOW, "choose": lambda g, f: some_that_fit(g, f, own)}
+    yield f"layer,tensor {n}", n, given
+
+
+def ways_tried(graph: Graph, seed: int) -> Iterator[tuple[str, str]]:
+    """Each way to plan `graph`, and what is wrong with it; empty if nothing is."""
+    dice, values = random.Random(seed), values_of(graph, seed)
+    want = results(plan_for(graph, [find("reference:0")]), values)
+    for name, n, given in options(graph, dice):
+        try:
+            made = plan_for(graph, [find(f"reference:{d}") for d in range(n)], **given)
+            yield name, compared(results(made, values), want)
+        except HocketError as why:
+            fault = str(why)
+            yield name, "" if any(why in fault for why in MAY_BE_REFUSED) else f"refused: {fault}"
+        except Exception as why:  # every raw error is a fault of its own
+            yield name, f"RAW {type(why).__name__}: {why}"

@@ -1,0 +1,115 @@
+"""Plans on a virtual clock, and plans whose devices take turns by lot."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hocket import ops
+from hocket.backends.base import find
+from hocket.backends.null.backend import NullBackend
+from hocket.graph import Graph, PlanError, input, weight
+from hocket.scheduler import Executor, Store, load, plan_for
+from hocket.scheduler.hardware import CPU, Hardware
+from hocket.scheduler.running.timeline import timeline
+
+from ...given.graphs.random_graphs import bindings
+from ...given.plans.faults import decoder, gather_plan, layer_plan, renumbered, tensor_plan
+from ...given.plans.grouped import bound, devices, random_plan, raw
+from ...given.plans.interleaved import DeadlockError, Interleaved
+
+
+def null_group(n: int, **options):
+    backend = NullBackend(**options)
+    return [(backend, backend.device(i)) for i in range(n)]
+
+
+# -------------------------------------------------------------------------------------------------------- the clock
+
+
+def test_a_plan_for_null_devices_runs_through_the_executor_like_any_other():
+    made = plan_for(decoder(), null_group(2), split_mode="tensor")
+    out = Executor(made, _bound(made)).run({"x": np.zeros((3, 8)), "ids": [0, 1, 2]})
+    assert {name: a.shape for name, a in out.items()} == {"logits": (3, 10), "z": (3, 8)}
+
+
+def _bound(made):
+    store = Store([(lane.backend, lane.device) for lane in made.lanes])
+    for v in made.graph.weights:
+        store.bind(v.node.name, np.zeros(v.shape, np.float32), v.spec, made.leaves[v.node.name])
+    return store
+
+
+@pytest.mark.parametrize("made", [tensor_plan, layer_plan, gather_plan])
+def test_time_passes_without_gaps_and_devices_leave_a_collective_together(made):
+    events = timeline(made(), NullBackend(CPU))
+    for track, lane in zip(events.tracks, made().lanes, strict=True):
+        assert [s.node for s in track] == [i.node for i in lane.program.instructions]
+        now = 0.0
+        for s in track:
+            assert s.start == pytest.approx(now + s.waited)
+            assert s.end >= s.start
+            now = s.end
+    ends = [{s.node: s.end for s in track if s.op in ("all_reduce", "all_gather")} for track in events.tracks]
+    assert ends[0] == ends[1]
+    assert all(0 < events.busy(d) <= 1 for d in range(2))
+    assert events.peak == tuple(sum(lane.memory().values()) for lane in made().lanes)
+
+
+def test_in_a_layer_split_the_second_device_waits_for_the_first():
+    events = timeline(layer_plan(), NullBackend(CPU))
+    (received,) = (s for s in events.tracks[1] if s.op == "receive")
+    (sent,) = (s for s in events.tracks[0] if s.op == "send")
+    assert received.end == pytest.approx(sent.end)
+    assert received.waited > 0
+    assert events.busy(1) < 1
+
+
+def test_two_devices_halve_what_is_bound_by_arithmetic():
+    w, x = weight("w", (256, 256)), input("x", (64, 256))
+    graph = Graph({"y": ops.mul_mat(w, x)})
+    slow = Hardware(flops=1e6, launch=0, link_latency=0, link_bandwidth=1e12)
+    one, two = (
+        timeline(plan_for(graph, null_group(n, speeds=slow), split_mode="tensor", hardware=slow)).seconds
+        for n in (1, 2)
+    )
+    assert two == pytest.approx(one / 2, rel=0.01)
+
+
+def test_the_same_plan_takes_the_same_time_every_time():
+    assert len({timeline(tensor_plan(), NullBackend()).seconds for _ in range(5)}) == 1
+
+
+def test_a_plan_for_devices_without_a_virtual_clock_is_refused():
+    with pytest.raises(PlanError, match="cpu:0 keeps no virtual clock"):
+        timeline(tensor_plan())
+
+
+# ---------------------------------------------------------------------------------------------------- interleavings
+
+
+@pytest.mark.parametrize("mode", ["tensor", "layer"])
+@pytest.mark.parametrize("seed", range(1000, 1025))
+def test_every_interleaving_gives_the_result_of_one_device(seed, mode):
+    made, whole, values = random_plan(seed, mode)
+    one = load(whole, {v.node.name: raw(values[v.node.name], v.dtype) for v in made.graph.weights})
+    many = Interleaved(made, bound(made.graph, values, made.leaves))
+    feed = {v.node.name: values[v.node.name] for v in made.graph.inputs}
+    for turn in range(3):
+        want, got = one.run(feed), many.run(feed, turn, poison=None if turn == 2 else 0xFF)
+        for name in want:
+            np.testing.assert_allclose(got[name], want[name], rtol=1e-9, atol=1e-9)
+        for name in one.store.states:
+            np.testing.assert_allclose(
+                np.array(many.store.state(name)), np.array(one.store.state(name)), rtol=1e-9, atol=1e-9
+            )
+
+
+def test_an_interleaving_shows_a_deadlock():
+    group = [find(name) for name in devices(2, "reference")]
+    whole = plan_for(decoder(), group, split_mode="layer")
+    broken = renumbered(whole, 1, {0: 5})
+    values = bindings(whole.graph, np.random.default_rng(0))
+    run = Interleaved(broken, bound(whole.graph, values, whole.leaves))
+    with pytest.raises(DeadlockError):
+        run.run({"x": values["x"], "ids": [0, 1, 2]}, seed=0)

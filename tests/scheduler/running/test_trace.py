@@ -1,0 +1,182 @@
+"""A trace has every step of every device once, between the ends of its run, and is what Perfetto reads."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import re
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hocket.backends.base import find
+from hocket.graph import BackendError, PlanError, StepError
+from hocket.ops.collective import sequence_of
+from hocket.scheduler import load, plan_for
+from hocket.scheduler.telling.listing import memory_by_step
+from hocket.scheduler.telling.measured import measured
+
+from ...given.devices.emulation import needs_compiler
+from ...given.graphs.random_graphs import bindings
+from ...given.plans.faults import SLOW, decoder
+from ...given.plans.grouped import weights_of
+
+RUNS = 3
+KINDS = ["reference", "numpy", "cpu", pytest.param("cuda-emulated", marks=needs_compiler)]
+
+
+def traced(kind, mode):
+    """An executor over two devices, and the trace of a few runs."""
+    graph = decoder()
+    made = plan_for(graph, [find(f"{kind}:{i}") for i in range(2)], split_mode=mode, hardware=SLOW)
+    values = bindings(graph, np.random.default_rng(0))
+    run = load(made, weights_of(graph, values))
+    feed = {"x": values["x"], "ids": np.arange(3)}
+    run.run(feed)
+    with run.tracing() as trace:
+        for _ in range(RUNS):
+            run.run(feed)
+    run.run(feed)
+    return run, trace
+
+
+def saved(trace, path):
+    trace.save(path)
+    return json.loads(path.read_text("ascii"))
+
+
+@pytest.mark.parametrize("mode", ["tensor", "layer"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_step_of_every_device_is_there_once_a_run_and_in_its_time(kind, mode, tmp_path):
+    run, trace = traced(kind, mode)
+    assert len(trace.runs) == RUNS
+    document = saved(trace, tmp_path / "trace.json")
+    events = document["traceEvents"]
+    runs = [e for e in events if e["ph"] == "X" and e["cat"] == "run"]
+    ends = [(e["ts"], e["ts"] + e["dur"]) for e in runs]
+    assert ends == sorted(ends)
+    for device, lane in enumerate(run.plan.lanes):
+        steps = [e for e in events if e["ph"] == "X" and e["pid"] == 2 + device]
+        program = lane.program.instructions
+        for start, end in ends:
+            mine = [e for e in steps if start - 0.01 <= e["ts"] <= end]
+            groups = {tuple(e["args"]["steps"]) for e in mine}
+            assert Counter(n for group in groups for n in group) == dict.fromkeys(range(len(program)), 1)
+            assert all(a["ts"] + a["dur"] <= b["ts"] + 0.01 for a, b in itertools.pairwise(mine))
+            assert mine[-1]["ts"] + mine[-1]["dur"] <= end + 0.01
+        for e in steps:
+            args, last = e["args"], program[e["args"]["steps"][-1]]
+            assert (e["name"], e["cat"], args["shape"]) == (last.node, last.op, str(last.dst[0].spec))
+            assert args["nodes"].split() == [program[n].node for n in args["steps"]]
+            assert args["bytes"] > 0
+
+
+@pytest.mark.parametrize("mode", ["tensor", "layer"])
+def test_meetings_are_arrows_between_devices_and_memory_is_counted(mode, tmp_path):
+    run, trace = traced("reference", mode)
+    events = saved(trace, tmp_path / "trace.json")["traceEvents"]
+    steps = [e for e in events if e["ph"] == "X" and e["cat"] != "run"]
+    meetings = {sequence_of(i.op, i.attrs) for i in run.plan.lanes[0].program.instructions} - {None}
+    starts, ends = ([e for e in events if e["ph"] == kind] for kind in "sf")
+    assert len(starts) == len(ends) == len(meetings) * RUNS > 0
+    for start, end in zip(starts, ends, strict=True):
+        assert start["id"] == end["id"]
+        assert start["pid"] != end["pid"]
+        assert start["ts"] <= end["ts"] + 0.001
+        for arrow in (start, end):  # each end lies on a step of a meeting
+            (there,) = [s for s in steps if s["pid"] == arrow["pid"] and s["ts"] <= arrow["ts"] <= s["ts"] + s["dur"]]
+            assert there["cat"] in ("all_reduce", "send", "receive")
+    for device, lane in enumerate(run.plan.lanes):
+        counted = [
+            e["args"]["bytes"] for e in events if e["ph"] == "C" and e["pid"] == 2 + device and "co" in e["name"]
+        ]
+        live = memory_by_step(lane.program)[0]
+        assert counted == [n for n, before in zip(live, [-1, *live], strict=False) if n != before] * RUNS
+
+
+@pytest.mark.parametrize("kind", ["reference", "numpy", "cpu"])
+def test_a_step_that_fails_is_undone_and_told_as_if_nobody_watched(kind):
+    run, _ = traced(kind, "tensor")
+    before = [np.array(run.store.state(name)) for name in run.store.states]
+    wrong = {"x": np.ones((3, 8)), "ids": [0, 1, 99]}
+    with pytest.raises(BackendError) as plainly:
+        run.run(wrong)
+    with run.tracing() as trace, pytest.raises(StepError) as watched:
+        run.run(wrong)
+    messages = (re.sub(f"{kind}:[01]", kind, str(why.value)) for why in (watched, plainly))  # both fail; one is first
+    assert len(set(messages)) == 1
+    assert not trace.runs
+    assert all((np.array(run.store.state(n)) == b).all() for n, b in zip(run.store.states, before, strict=True))
+
+
+def test_times_of_a_trace_are_found_for_a_plan_with_the_same_steps_and_no_other(tmp_path):
+    run, trace = traced("cpu", "tensor")
+    trace.save(tmp_path / "trace.json.gz")
+    times = measured(run.plan, tmp_path / "trace.json.gz")
+    assert (times.runs, times.exact) == (RUNS, True)
+    for steps in times.devices:
+        assert all(s is not None and s.seconds >= 0 and s.kernel for s in steps)
+        assert 0 < sum(s.seconds for s in steps) < 3 * times.seconds
+    other, _ = traced("cpu", "layer")
+    with pytest.raises(PlanError, match="none of its 1 plans has the steps of this one"):
+        measured(other.plan, trace)
+
+
+WRONG = {
+    "traceEvents": [
+        None,
+        3,
+        [7],
+        [{"ph": "X"}],
+        [{"ph": "X", "args": {"plan": 0}, "cat": "run", "dur": float("nan")}],
+        [],
+    ],
+    "otherData": [None, {}, {"format": "x" * 10_000}, {"format": "hocket-trace-1", "plans": [[]]}],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in WRONG.items() for value in values])
+def test_a_damaged_trace_is_refused_in_one_line(field, value, tmp_path):
+    run, trace = traced("reference", "tensor")
+    document = copy.deepcopy(saved(trace, path := tmp_path / "trace.json"))
+    document[field] = value
+    path.write_text(json.dumps(document))
+    with pytest.raises(PlanError) as caught:
+        measured(run.plan, path)
+    assert str(path) in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("data", [b"", b"\x1f\x8b garbage", b"[" * 100_000, b"\xff\xfe", b'{"otherData": 1}', b"[]"])
+def test_a_file_that_is_no_trace_is_refused(data, tmp_path):
+    (tmp_path / "trace.json").write_bytes(data)
+    with pytest.raises(PlanError, match=r"trace\.json: is (no trace|damaged)"):
+        measured(traced("reference", "tensor")[0].plan, tmp_path / "trace.json")
+
+
+def shell() -> str | None:
+    """The program of Perfetto that reads traces, where one was installed; its package would download it."""
+    cached = Path.home().glob(".local/share/perfetto/prebuilts/trace_processor_shell-*")
+    return next((str(path) for path in cached if path.is_file()), shutil.which("trace_processor_shell"))
+
+
+def test_perfetto_imports_a_trace_without_an_error(tmp_path):
+    perfetto = pytest.importorskip("perfetto.trace_processor", reason="the perfetto package is not installed")
+    if (program := shell()) is None:
+        pytest.skip("the trace_processor_shell of the perfetto package is not installed")
+    _, trace = traced("reference", "tensor")
+    events = saved(trace, path := tmp_path / "trace.json")["traceEvents"]
+    config = perfetto.TraceProcessorConfig(bin_path=program)
+    with perfetto.TraceProcessor(trace=str(path), config=config) as read:
+
+        def count(table, where="true"):
+            return next(iter(read.query(f"select count(*) as n from {table} where {where}"))).n
+
+        assert count("slice") == sum(e["ph"] == "X" for e in events)
+        assert count("flow") == sum(e["ph"] == "s" for e in events)
+        assert count("counter") == sum(e["ph"] == "C" for e in events)
+        assert count("stats", "severity = 'error' and value > 0") == 0

@@ -1,0 +1,154 @@
+"""Short memory: shares by what devices have, and the host, which takes what does not fit on the others."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hocket import ops
+from hocket.backends.base import Device, find
+from hocket.backends.numpy.backend import NumpyBackend
+from hocket.cli import main
+from hocket.frontends import devices
+from hocket.frontends.gguf import open_gguf
+from hocket.frontends.models import load_model
+from hocket.frontends.session import Group, Session
+from hocket.graph import BackendError, Graph, input, weight
+from hocket.scheduler import Host, load, plan, plan_for
+from hocket.scheduler.fits import memory_problem, shortage
+from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
+
+from ...given.models.goldens import nmse, path_of, tokens_of
+from ...given.models.large_headers import llama_70b
+
+MODES = ("none", "layer", "tensor", "auto")
+
+
+class Small(NumpyBackend):
+    """Two devices with little memory."""
+
+    name = "small"
+
+    def __init__(self, *memory):
+        self.memory = memory
+
+    def devices(self):
+        return tuple(map(self.device, range(len(self.memory))))
+
+    def device(self, index):
+        if index >= len(self.memory):
+            raise BackendError(f"there is no small:{index}")
+        return Device("small", index, self.memory[index])
+
+
+def small_group(*memory):
+    backend = Small(*memory)
+    return [(backend, device) for device in backend.devices()]
+
+
+HOST = Host(*find("numpy:0"))
+
+
+def tower(layers=16, width=32):
+    """Equal layers, one after the other, each of 4 KiB."""
+    x = input("x", (1, width))
+    for i in range(layers):
+        x = ops.silu(ops.mul_mat(weight(f"w.{i}", (width, width)), x, name=f"h.{i}"), name=f"x.{i}")
+    return Graph({"y": x})
+
+
+def held(made):
+    return {str(lane.device): lane.memory()["weight"] >> 12 for lane in made.lanes}
+
+
+@pytest.mark.parametrize("mode", ["none", "layer", "auto"])
+def test_weights_that_do_not_fit_stay_on_the_host(mode):
+    graph = tower()
+    made = plan_for(graph, small_group(45_000), split_mode=mode, host=HOST)
+    assert held(made) == {"small:0": 10, "numpy:0": 6}
+    assert not shortage(made)
+    assert "weights that do not fit stay on numpy:0" in made.explain()
+    data = {v.node.name: np.random.default_rng(1).standard_normal(v.shape) for v in graph.weights}
+    feed = {"x": np.ones((1, 32))}
+    want = load(plan(graph, "numpy:0"), data).run(feed)["y"]
+    np.testing.assert_array_equal(load(made, data).run(feed)["y"], want)
+
+
+def test_the_host_takes_no_more_than_it_must_of_several_devices():
+    made = plan_for(tower(), small_group(33_500, 21_000), split_mode="layer", host=HOST)
+    assert held(made) == {"small:0": 8, "small:1": 5, "numpy:0": 3}
+
+
+def test_a_layer_split_follows_the_memory_of_devices():
+    made = plan_for(tower(), small_group(150_000, 50_000), split_mode="layer")
+    assert held(made) == {"small:0": 12, "small:1": 4}
+    asked = plan_for(tower(), small_group(150_000, 50_000), split_mode="layer", tensor_split=(1, 1))
+    assert held(asked) == {"small:0": 8, "small:1": 8}
+
+
+def test_what_fits_does_without_the_host():
+    for mode in MODES:
+        made = plan_for(tower(), small_group(1 << 20), split_mode=mode, host=HOST)
+        assert [str(lane.device) for lane in made.lanes] == ["small:0"]
+
+
+def test_shards_are_not_moved_to_the_host():
+    made = plan_for(tower(), small_group(20_000, 20_000), split_mode="tensor", host=HOST)
+    assert memory_problem(made)
+
+
+def test_what_does_not_fit_with_the_host_either_is_said_of_the_devices():
+    tiny = Small(10_000)
+    poor = Host(tiny, Device("host", 0, 20_000))
+    made = plan_for(tower(), small_group(30_000), split_mode="none", host=poor)
+    assert [str(lane.device) for lane in made.lanes] == ["small:0"]
+    problem = memory_problem(made)
+    assert problem
+    assert "small:0: needs" in problem
+
+
+def test_a_simulated_host_takes_what_does_not_fit_at_its_own_speed():
+    from hocket.frontends.commands.plan import plan_group
+
+    graph = Graph(
+        {
+            "y": ops.mul_mat(
+                weight("b", (100_000, 100_000), "f16"),
+                ops.mul_mat(weight("a", (100_000, 100_000), "f16"), input("x", (1, 100_000))),
+            )
+        }
+    )
+    asked, made = plan_group(graph, Group(split_mode="auto"), "rtx3090:1")
+    assert memory_problem(asked)
+    assert [str(lane.device) for lane in made.lanes] == ["rtx3090:0", "cpu:0"]
+    assert made.host is not None
+    assert made.host.bandwidth < made.hardware.bandwidth
+    assert made.cost.total > 20e9 / 20e9 / 2  # the host reads its 20 GB of weights from its own memory
+    assert plan_from_json(plan_to_json(made)).cost == made.cost
+
+
+@pytest.mark.long
+def test_the_command_says_what_does_not_fit_and_plans_with_the_host(tmp_path, capsys):
+    path = llama_70b(tmp_path / "model.gguf")
+    assert main(["plan", path, "--simulate", "rtx3090:1", "-c", "1024"]) == 1
+    out, err = capsys.readouterr()
+    assert "weights that do not fit stay on cpu:0" in out
+    assert "use 2 such devices" in err
+    assert "in this plan the rest is on cpu:0" in err
+
+
+@pytest.mark.parametrize("mode", ["none", "layer", "auto"])
+def test_a_session_uses_the_host_for_what_does_not_fit(mode, monkeypatch):
+    model = load_model(open_gguf(path_of("qwen35")))
+    tokens = tokens_of("qwen35")
+    one = Session(model)
+    want = one.evaluate([tokens], every_position=True)[0]
+    total = sum(one._first.memory().values())
+    small = Small(int(total * 0.6))
+    known = {"small:0": (small, small.device(0))}
+    monkeypatch.setattr(devices, "find", lambda name: known.get(name) or find(name))
+    many = Session(model, on=Group(("small:0",), mode))
+    assert [str(device) for _, device in many.group] == ["small:0", "cpu:0"]
+    parts = [tokens[:5], *([t] for t in tokens[5:])]
+    stepped = np.concatenate([many.evaluate([part], every_position=True)[0] for part in parts])
+    assert nmse(stepped, want) <= 1e-10

@@ -1,0 +1,93 @@
+"""Every state in which a value is made, with every state in which it may be read: a plan that is proven, and runs."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from hocket import ops
+from hocket.graph import Graph, Value, input, weight
+from hocket.scheduler.hardware import CPU
+from hocket.scheduler.layout import PARTIAL, REPLICATE, Local
+from hocket.scheduler.planner import Planning
+from hocket.scheduler.sharding.assign import Assignment, Pass
+from hocket.scheduler.sharding.emit import shard
+from hocket.scheduler.sharding.factors import Factors
+from hocket.scheduler.sharding.pins import NO_PINS
+from hocket.scheduler.sharding.shares import Shares
+from hocket.scheduler.sharding.states import Cut, Routed, State, way
+from hocket.scheduler.verifier.plan import verify_plan
+
+from ...given.plans.grouped import group_of, run_of
+
+STATES = ("replicated", "cut by rows", "cut by columns", "owed", "routed", "on device 0", "on device 2")
+
+
+class Experts:
+    """A product with chosen experts, doubled: a value that can be made in every state, and a node that reads it."""
+
+    def __init__(self) -> None:
+        self.table = weight("table", (8, 6, 3))
+        self.ids = input("ids", (4, 1), "i32")
+        self.product = ops.mul_mat_id(self.table, input("x", (4, 1, 3)), self.ids)
+        self.doubled = ops.scale(self.product, scale=2.0)
+        self.graph = Graph({"y": self.doubled})
+        self.factors = Factors(self.graph)
+        ((self.row,),), _, ((self.column,),) = self.factors.axes(self.product)
+        ((self.expert,),), _, _ = self.factors.axes(self.table)
+        kinds = (REPLICATE, Cut(self.row), Cut(self.column), PARTIAL, Routed(self.expert, self.ids))
+        self.states = dict(zip(STATES, (*kinds, Local((0,)), Local((2,))), strict=True))
+
+    def assignment(self, made: State, wanted: State) -> Assignment:
+        """The product is made in one state, and read in another."""
+        chosen = frozenset({self.row, self.column, self.expert})
+        walk = Pass(self.graph, self.factors, chosen, self.graph.users(), (), NO_PINS)
+        out, node, scale = walk.out, self.product.node, self.doubled.node
+        by = Cut(self.expert) if made.is_owed else made
+        if made.is_owed:
+            out.dealt[node] = self.ids
+        cut = isinstance(by, Cut)
+        out.wants[node] = tuple(REPLICATE if cut and by.factor not in self.factors.of(s) else by for s in node.inputs)
+        out.made |= dict.fromkeys(node.inputs, REPLICATE) | {self.table: out.wants[node][0]}
+        out.made |= {self.product: made, self.doubled: wanted}
+        out.by |= {node: by, scale: wanted}
+        out.wants[scale] = (wanted,)
+        for reader in (node, scale):
+            for value, state in zip(reader.inputs, out.wants[reader], strict=True):
+                walk._convert(value, state, reader)
+        if wanted.is_owed:
+            walk._convert(self.doubled, REPLICATE, None)
+        return out
+
+
+PAIRS = [(made, wanted) for made, wanted in product(STATES, STATES) if wanted != "routed" or made == "routed"]
+
+
+@pytest.mark.parametrize(("made", "wanted"), PAIRS)
+def test_a_value_goes_from_every_state_to_every_state_in_which_it_may_be_read(made, wanted):
+    given = Experts()
+    group = group_of(3)
+    assignment = given.assignment(given.states[made], given.states[wanted])
+    sharded = shard(given.graph, given.factors, assignment, Shares([1, 2, 1]))
+    plan = Planning(given.graph, group, (), CPU)._plan(sharded, frozenset(), (), {})
+    verify_plan(plan)
+    table, x, ids = np.arange(144.0).reshape(8, 6, 3), np.arange(12.0).reshape(4, 1, 3), np.array([[7], [0], [3], [3]])
+    wanted_numbers = 2 * np.einsum("tnk,tvk->tvn", table[ids[:, 0]], x)
+    np.testing.assert_array_equal(run_of(plan, {"table": table, "x": x, "ids": ids})["y"], wanted_numbers)
+
+
+@pytest.mark.parametrize("made", [s for s in STATES if s != "routed"])
+def test_nothing_becomes_routed_that_was_not_made_so(made):
+    states = Experts().states
+    with pytest.raises(AssertionError, match="cannot become"):
+        way(states[made], states["routed"])
+
+
+def test_a_sum_that_is_routed_otherwise_is_as_good_as_any_sum():
+    given = Experts()
+    other = Routed(given.expert, Value(input("others", (4, 1), "i32").node))
+    assert way(other, PARTIAL) == ()
+    with pytest.raises(AssertionError, match="cannot become"):
+        way(other, given.states["routed"])

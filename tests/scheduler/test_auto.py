@@ -1,0 +1,99 @@
+"""What the mode auto takes: memory and devices have their price, and what was left aside is said."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from hocket import ops
+from hocket.frontends.commands.plan import step_graph
+from hocket.graph import Graph, input
+from hocket.scheduler import plan_for
+from hocket.scheduler.auto import Way, best_of
+from hocket.scheduler.simulated import simulate
+
+from ..given.models.large_headers import llama_8b, llama_70b, qwen_80b
+
+
+def way(kind, devices, seconds, held, lacking=0.0):
+    """A way to plan with a plan of these numbers; it notes when it is made."""
+    made = []
+
+    def make():
+        made.append(kind)
+        x = input("x", (1, 4))
+        plan = plan_for(Graph({"y": ops.silu(x)}), simulate(f"h200:{devices}").group, choose=lambda g, f: frozenset())
+        return plan
+
+    return Way(kind, devices, seconds, held, lacking, make), made
+
+
+@pytest.mark.parametrize(
+    ("seconds", "held", "taken"),
+    [
+        (0.95, 8.0, "one"),  # a twentieth is too little for a copy on every device
+        (0.85, 8.0, "many"),
+        (0.95, 1.1, "many"),  # little memory, so that little time pays for it
+        (0.995, 1.0, "one"),  # more devices that do not help
+        (1.0, 1.0, "one"),
+    ],
+)
+def test_time_is_weighed_against_memory_and_devices(seconds, held, taken):
+    one, many = (
+        Way(kind, n, s, h, 0.0, lambda: None) for kind, n, s, h in [("one", 1, 1, 1), ("many", 8, seconds, held)]
+    )
+    assert min(one, many, key=lambda w: w.priced(1.0)).kind == taken
+
+
+def test_plans_are_made_of_ways_that_promise_most_until_one_keeps_it():
+    slow, plain, short = way("slow", 2, 1.0, 1.0), way("quick", 2, 0.0, 1.0), way("short", 2, 0.0, 1.0, lacking=5.0)
+    plan = best_of([slow[0], plain[0], short[0]], 1.0)
+    assert (slow[1], plain[1], short[1]) == ([], ["quick"], [])
+    assert plan.reasons[-3].startswith("taken: quick, on 2 devices: ")
+    assert plan.reasons[-2].startswith("left aside: slow, on 2 devices: about 1 s")
+    assert "% slower" in plan.reasons[-2]
+    assert plan.reasons[-1].endswith("5 B short; does not fit")
+
+
+def test_instructions_of_a_chain_share_its_launch(tmp_path):
+    graph, _ = step_graph(llama_8b(tmp_path / "model.gguf", layers=2), context=64, tokens=1)
+    simulation = simulate("h200:1")
+    plan = plan_for(graph, simulation.group, hardware=simulation.hardware)
+    (lane,) = plan.lanes
+    assert sum(lane.launches()) == pytest.approx(len(lane.calls))
+    assert len(lane.calls) < 0.7 * len(lane.program.instructions)
+    dear = replace(plan, hardware=replace(plan.hardware, launch=plan.hardware.launch + 1e-3))
+    assert dear.cost.total - plan.cost.total == pytest.approx(len(lane.calls) * 1e-3)
+
+
+@pytest.mark.parametrize(("layers", "devices"), [(4, 2), pytest.param(48, 8, marks=pytest.mark.long())])
+def test_devices_that_do_not_help_are_left_free_and_the_first_line_says_so(tmp_path, layers, devices):
+    """One token of a mixture of experts waits for launches, which no cut makes fewer."""
+    graph, _ = step_graph(qwen_80b(tmp_path / "model.gguf", layers=layers), context=1024, tokens=1)
+    simulation = simulate(f"h200:{devices},nvlink")
+    plan = plan_for(graph, simulation.group, hardware=simulation.hardware)
+    free = [str(device) for _, device in simulation.group[1:]]
+    assert list(plan.spare) == free
+    assert re.match(r"h200:[1-7-]+ left free; ", plan.explain())
+    once = sum(v.spec.nbytes for v in (*graph.weights, *graph.states))
+    held = plan.memory()["weight"] + plan.memory()["state"]
+    assert held < 1.2 * once
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tokens", [1, 512])
+@pytest.mark.parametrize("devices", ["h200:1", "h200:4,nvlink", "rtx4090:2", "h100:2,ethernet", "cpu:2"])
+@pytest.mark.parametrize("model", [llama_70b, qwen_80b])
+def test_auto_is_no_slower_than_what_is_chosen_by_hand(tmp_path, model, devices, tokens):
+    """But for what copies weights to every device and gains less than a tenth."""
+    graph, _ = step_graph(model(tmp_path / "model.gguf", layers=4), context=1024, tokens=tokens)
+    simulation = simulate(devices)
+    auto = plan_for(graph, simulation.group, hardware=simulation.hardware).cost.total
+    for count in {1, 2, len(simulation.group)}:
+        for mode in ("none", "layer", "tensor"):
+            plan = plan_for(graph, simulation.group[:count], split_mode=mode, hardware=simulation.hardware)
+            memory, once = plan.memory(), sum(v.spec.nbytes for v in (*graph.weights, *graph.states))
+            copies = memory["weight"] + memory["state"] > 1.1 * once
+            assert auto <= plan.cost.total * {"none": 1.0}.get(mode, 1 / 0.9 if copies else 1.03), (mode, count)

@@ -1,0 +1,61 @@
+"""Hints say what planning with the flag that they name would give."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from hocket import ops
+from hocket.graph import Graph, input, weight
+from hocket.scheduler import plan
+from hocket.scheduler.telling.hints import hints
+
+from ..given.models.goldens import decode_graph
+
+
+def lookup(name="words", rows=500):
+    """A table that is looked up, two layers, and a weight whose name has that of the table in it."""
+    x = ops.get_rows(weight(name, (rows, 64)), input("number", (3,), "i32"))
+    for i in range(2):
+        up = ops.silu(ops.mul_mat(weight(f"up.{i}", (256, 64)), x))
+        x = ops.add(x, ops.mul_mat(weight(f"down.{i}", (64, 256)), up))
+    return Graph({"y": ops.mul_mat(weight(f"{name}.last", (128, 64)), x)})
+
+
+def weights(made):
+    return {str(lane.device): lane.memory()["weight"] for lane in made.lanes}
+
+
+@pytest.mark.parametrize("devices", ["cpu:0,cpu:1", "cpu:0,numpy:0,cpu:1"])
+@pytest.mark.parametrize(
+    "name", ["lookup", "llama", *(pytest.param(n, marks=pytest.mark.long()) for n in ("qwen3moe", "gemma3"))]
+)
+def test_a_hint_says_what_planning_so_gives(name, devices):
+    graph = lookup() if name == "lookup" else decode_graph(name)
+    made = plan(graph, devices, split_mode="tensor")
+    advice = {hint.place: hint for hint in hints(made).values()}
+    assert advice
+    for place, hint in advice.items():
+        placed = plan(graph, devices, split_mode="tensor", place=[tuple(place.rsplit("=", 1))])
+        before, after = weights(made), weights(placed)
+        assert dict(hint.saved) == {d: before[d] - after[d] for d in before if before[d] != after[d]}
+        assert placed.cost.total - made.cost.total == pytest.approx(hint.seconds, rel=0.02)
+
+
+def test_a_hint_stands_behind_the_reason_of_each_stage_that_reads_the_weight():
+    lines = plan(lookup(), "cpu:0,cpu:1", split_mode="tensor").explain().splitlines()
+    said = [line for line in lines if "hint: --place '^words$=cpu:0' saves 125.0 KiB on cpu:1, costs " in line]
+    assert said
+    assert all(re.match(r" +[01] ", line) for line in said)
+
+
+def test_no_hint_where_it_saves_little_or_nothing():
+    assert not hints(plan(lookup(), "cpu:0"))
+    assert not hints(plan(lookup(rows=2), "cpu:0,cpu:1", split_mode="tensor"))
+    assert not hints(plan(lookup(), "cpu:0,cpu:1", split_mode="layer"))
+
+
+def test_a_name_that_cannot_be_typed_gives_no_hint():
+    assert not hints(plan(lookup("words\n"), "cpu:0,cpu:1", split_mode="tensor"))
+    assert not hints(plan(lookup("w" * 100), "cpu:0,cpu:1", split_mode="tensor"))

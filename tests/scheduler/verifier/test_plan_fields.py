@@ -1,0 +1,91 @@
+"""Every field of everything in a plan is checked, or the verifier's docstring says that no run depends on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+
+import pytest
+
+from hocket.scheduler import verifier
+
+from ...given.plans.campaign import (
+    FEW,
+    Tally,
+    given,
+    lowered_again,
+    one_field,
+    reordered,
+    shifted,
+    sites_of,
+    truth,
+)
+from ...given.plans.mutations import put
+from ...given.plans.oracle import run_faults
+
+
+def documented() -> dict[str, str]:
+    """What the verifier's docstring says of each field, by ``Class.field``."""
+    rows: dict[str, str] = {}
+    owner = ""
+    for line in (verifier.__doc__ or "").splitlines():
+        if re.fullmatch("[A-Z][A-Za-z]+", line):
+            owner = line
+        elif owner and (field := re.match(r"    ([a-z_]+): (.+)", line)):
+            rows[f"{owner}.{field[1]}"] = field[2]
+    return rows
+
+
+def fields() -> dict[str, list[str]]:
+    """The plans in which there is each field of each record."""
+    missed: dict[str, list[str]] = {}
+    for name in FEW:
+        for field in sites_of(name)[0]:
+            missed.setdefault(field, []).append(name)
+    return missed
+
+
+def test_the_docstring_of_the_verifier_names_every_field_of_everything_in_a_plan():
+    assert documented().keys() == fields().keys() | {"Graph.nodes"}  # which no caller can set
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_the_plans_that_are_broken_run_right(name):
+    assert run_faults(given(name), truth(name)) is None
+
+
+def test_a_field_that_is_wrong_is_found_or_the_plan_runs_right():
+    dice, tally = random.Random(5), Tally()
+    checked = {field for field, said in documented().items() if not said.startswith("free")} - {"Graph.nodes"}
+    for field, names in fields().items():
+        for name in dice.sample(names * 3, len(names) * 3):  # what one record holds may leave little to be wrong
+            for mutant in one_field(name, field, dice):
+                tally.judge(mutant)
+            if tally.refused[field] or field not in checked:
+                break
+    assert not tally.missed
+    assert not tally.raised
+    assert sorted(checked - tally.refused.keys()) == []
+    free = documented().keys() - checked
+    assert sorted(free & tally.refused.keys()) == []
+
+
+@pytest.mark.parametrize("kind", [shifted, reordered, lowered_again])
+def test_what_is_changed_in_several_places_at_once_is_found_or_the_plan_runs_right(kind):
+    dice, tally = random.Random(6), Tally()
+    for name in FEW:
+        for mutant in kind(name, dice):
+            tally.judge(mutant)
+    assert not tally.missed
+    assert not tally.raised
+    assert tally.refused
+
+
+def test_the_oracle_finds_a_plan_that_runs_wrong():
+    """A step left out, which the verifier is not asked about."""
+    plan = given("cut")
+    program = plan.lanes[0].program
+    path = (("field", "lanes"), ("item", 0), ("field", "program"))
+    less = dataclasses.replace(program, instructions=program.instructions[:-1])
+    assert run_faults(put(plan, path, less), truth("cut"))
