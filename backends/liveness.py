@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from operator import itemgetter
 
 from .base import Program, Tensor
 from .operands import Bound, Operand, Region
@@ -65,11 +67,11 @@ class Readers:
             read, written = self.touched(number)
             for maker in {maker for region in read for maker in _makers(region, held[region.buffer])}:
                 readers[maker].append(number)
-            for region in written:
+            is_traced = written and not written[0].pitch and self.bound(number).out.declared is None
+            for at, region in enumerate(written):
                 if not region.pitch:  # what has gaps leaves something of what was there
-                    held[region.buffer] = _without(region, held[region.buffer])
-            if written and not written[0].pitch and self.bound(number).out.declared is None:
-                held[written[0].buffer].append((written[0].low, written[0].high, number))
+                    _write(region, held[region.buffer], number if is_traced and at == 0 else None)
+            if is_traced:
                 readers[number] = []
         for region in self.kept:
             for maker in _makers(region, held[region.buffer]):
@@ -78,22 +80,27 @@ class Readers:
 
 
 Held = tuple[int, int, int]
-"""Bytes, from one to before another, and the number of the instruction that made what they hold."""
+"""Bytes, from one to before another, and the number of the instruction that made what they hold.  Those of a buffer are
+in order, and no two overlap."""
+
+
+def _within(region: Region, held: Sequence[Held]) -> slice:
+    """Which of `held` a region overlaps."""
+    first = bisect_right(held, region.low, key=itemgetter(1))
+    return slice(first, bisect_left(held, region.high, first, key=itemgetter(0)))
 
 
 def _makers(region: Region, held: Sequence[Held]) -> list[int]:
-    return [maker for low, high, maker in held if region.low < high and low < region.high]
+    return [maker for _, _, maker in held[_within(region, held)]]
 
 
-def _without(region: Region, held: Sequence[Held]) -> list[Held]:
-    """What is left when a region is written."""
-    start, end = region.low, region.high
-    left = [span for span in held if span[1] <= start or end <= span[0]]
-    if len(left) < len(held):
-        for low, high, maker in held:
-            if start < high and low < end:
-                left += [(low, start, maker)] * (low < start) + [(end, high, maker)] * (end < high)
-    return left
+def _write(region: Region, held: list[Held], maker: int | None) -> None:
+    """Let `held` be what is there after `maker` has written a region; None if it is not to be found again."""
+    start, end, within = region.low, region.high, _within(region, held)
+    over = held[within]
+    before = [(low, start, old) for low, _, old in over[:1] if low < start]
+    behind = [(end, high, old) for _, high, old in over[-1:] if end < high]
+    held[within] = [*before, *([(start, end, maker)] if maker is not None and start < end else []), *behind]
 
 
 def readers_of(program: Program, operand: Callable[[Tensor], Operand]) -> Readers:

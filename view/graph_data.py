@@ -10,6 +10,7 @@ from ..graph.attrs import attr_text
 from ..graph.fold import Block, Item, blocks, fold
 from ..graph.graph import Graph, names
 from ..graph.node import Node, Value
+from ..graph.spec import Spec
 from ..ops import REGISTRY
 from ..ops.text import own_attrs
 from .interned import Interned
@@ -37,12 +38,12 @@ class GraphData:
 
     def document(self) -> dict[str, Any]:
         """The graph as plain data."""
-        ops, specs, attrs = Interned[str](), Interned[tuple[str, int]](), Interned[str]("")
+        ops, specs, attrs = Interned[str](), Interned[Spec](), Interned[str]("")
         nodes = self.graph.nodes
         columns = {
             "op": [ops(n.op) for n in nodes],
             "name": [self.names[n] for n in nodes],
-            "spec": [[specs((str(s), s.nbytes)) for s in n.specs] for n in nodes],
+            "spec": [list(map(specs, n.specs)) for n in nodes],
             "src": [list(map(self.value, n.src)) for n in nodes],
             "attrs": [attrs(attrs_text(n)) for n in nodes],
             "block": [self.block.get(n, -1) for n in nodes],
@@ -50,7 +51,7 @@ class GraphData:
         return {
             "nodes": columns,
             "ops": [op_text(name) for name in ops.items],
-            "specs": specs.items,
+            "specs": list(map(spec_data, specs.items)),
             "attrs": attrs.items,
             "outputs": [[name, self.value(v)] for name, v in self.graph.outputs.items()],
             "updates": [[self.value(old), self.value(new)] for old, new in self.graph.updates.items()],
@@ -69,6 +70,11 @@ class GraphData:
             }
             for item in items
         ]
+
+
+def spec_data(spec: Spec) -> tuple[str, int]:
+    """A spec as the page has it: its text, and its bytes."""
+    return str(spec), spec.nbytes
 
 
 def attrs_text(node: Node) -> str:

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ..graph.dtypes import DType
 from ..graph.node import Node
+from ..graph.spec import Spec
 from ..ops.collective import sequence_of
 from ..scheduler.lowering.lane import Lane, first_alike
 from ..scheduler.plan import Plan
@@ -17,7 +19,7 @@ from ..scheduler.telling.hints import hints
 from ..scheduler.telling.layouts import layouts_of
 from ..scheduler.telling.listing import memory_by_step
 from ..scheduler.telling.measured import Measured
-from .graph_data import GraphData
+from .graph_data import GraphData, spec_data
 from .interned import Interned
 
 
@@ -33,7 +35,7 @@ class PlanData:
         self.reasons = Reasons(plan)
         self.texts = Interned[str]("")
         self.costs = Interned[StepCost]()
-        self.specs = Interned[tuple[str, int]]()
+        self.specs = Interned[tuple[tuple[int, ...], DType]]()
         self.kernels = Interned[tuple[str, str, str]]()
         self.calls = Interned[tuple[tuple[int, ...], int]](((), 0))
 
@@ -42,8 +44,8 @@ class PlanData:
         plan = self.plan
         programs = [self._program(p) for p in range(len(self.first))]
         rows = [self._row(*row) for row in self._rows([p["block"] for p in programs])]
-        layouts = [self.texts(text) for text in layouts_of(plan).values()]
-        advice = hints(plan)
+        layouts = layouts_of(plan)
+        advice = hints(plan, layouts)
         measured = None if self.times is None else self._measured(self.times)
         return {
             "summary": summary(plan),
@@ -53,10 +55,10 @@ class PlanData:
             "devices": [self._device(d) for d in range(len(plan.lanes))],
             "programs": programs,
             "rows": rows,
-            "layouts": layouts,
+            "layouts": list(map(self.texts, layouts.values())),
             "measured": measured,
             "texts": self.texts.items,
-            "specs": self.specs.items,
+            "specs": [spec_data(Spec(*parts)) for parts in self.specs.items],
             "kernels": self.kernels.items,
             "calls": self.calls.items,
             "costs": [[c.flops, c.nbytes, c.moved, _short(c.seconds), _short(c.uncut)] for c in self.costs.items],
@@ -113,7 +115,7 @@ class PlanData:
             "own": own,
             "block": self._blocks(origin),
             "cost": [self.costs(prices.of(at)) for at in range(len(program.instructions))],
-            "spec": [self.specs((str(i.dst[0].spec), i.dst[0].spec.nbytes)) for i in program.instructions],
+            "spec": [self.specs((i.dst[0].shape, i.dst[0].dtype)) for i in program.instructions],
             "calls": self._calls(lane),
             "last": last,
             "live": live,

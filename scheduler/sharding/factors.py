@@ -28,8 +28,9 @@ The idea is that of named dimensions in Mesh-TensorFlow (Shazeer et al., 2018) a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from ...graph.graph import Graph
@@ -85,11 +86,12 @@ class Factors:
                 tie(a, b)
         self._settle()
         # From here on nothing is split or cut, so every question has one answer; a search asks often.
-        self._known = {v: tuple(map(segments, axes)) for v, axes in self._axes.items()}
+        settled = cache(segments)  # values share axes
+        self._known = {v: tuple(map(settled, axes)) for v, axes in self._axes.items()}
         self._all = {v: frozenset(f for axis in axes for s in axis for f in s) for v, axes in self._known.items()}
-        self._uses = {node: self._used(roles, self._indices[node]) for node, roles in self._roles.items()}
+        self._uses = {node: _used(roles, self._indices[node], settled) for node, roles in self._roles.items()}
         words = [*self._called, *self._ranges.values()]
-        self._words = {f: word.replace("_", " ") for axis, word in words for s in segments(axis) for f in s}
+        self._words = {f: word.replace("_", " ") for axis, word in words for s in settled(axis) for f in s}
 
     # ------------------------------------------------------------------------------------------------ questions
 
@@ -107,19 +109,6 @@ class Factors:
     def word(self, factor: Factor) -> str:
         """What a factor counts, where a signature calls it by a word and no letter; else empty."""
         return self._words.get(factor, "")
-
-    @staticmethod
-    def _used(roles: list[tuple[Role, Axis]], indices: list[Sequence[Axis]]) -> Uses:
-        used: dict[Role, set[Factor]] = {role: set() for role in Role}
-        for axes in indices:
-            used[Role.COUPLED] |= repeated(map(segments, axes))
-        for role, axis in roles:
-            parts = segments(axis)
-            if role is Role.LOOKED_UP and (len(parts) > 1 or len(parts[0]) > 1):
-                role = Role.COUPLED  # a device has one run of rows
-            used[role].update(f for s in parts for f in s)
-        looked_up = next(iter(used[Role.LOOKED_UP] - used[Role.COUPLED]), None)
-        return Uses(frozenset(used[Role.COUPLED]), frozenset(used[Role.CONTRACTED]), looked_up)
 
     # ----------------------------------------------------------------------------------------------- building
 
@@ -302,3 +291,21 @@ class Factors:
                     for factor in product[1:]:
                         if factor.segments:
                             block([factor])
+
+
+def _used(
+    roles: Sequence[tuple[Role, Axis]],
+    indices: Sequence[Sequence[Axis]],
+    settled: Callable[[Axis], list[list[Factor]]],
+) -> Uses:
+    """How a node uses its factors; `settled` gives the segments of an axis, once they are what they stay."""
+    used: dict[Role, set[Factor]] = {role: set() for role in Role}
+    for axes in indices:
+        used[Role.COUPLED] |= repeated(map(settled, axes))
+    for role, axis in roles:
+        parts = settled(axis)
+        if role is Role.LOOKED_UP and (len(parts) > 1 or len(parts[0]) > 1):
+            role = Role.COUPLED  # a device has one run of rows
+        used[role].update(f for s in parts for f in s)
+    looked_up = next(iter(used[Role.LOOKED_UP] - used[Role.COUPLED]), None)
+    return Uses(frozenset(used[Role.COUPLED]), frozenset(used[Role.CONTRACTED]), looked_up)

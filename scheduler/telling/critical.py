@@ -31,25 +31,31 @@ def critical_path(stages: Sequence[Stage], devices: int) -> list[Link]:
 
     Their times add up to the time of the run as `stages.estimate` gives it.  Stages that take no time are left out.
     """
-    import networkx as nx  # 75 ms, which a run without a question need not pay
-
-    graph = nx.DiGraph()
-    graph.add_node(START)
+    ends: dict[Point, tuple[float, Point]] = {START: (0.0, START)}  # when, and after which other point
     last = [START] * devices  # the point after which each device is free
+
+    def follow(point: Point, before: Point, seconds: float) -> None:
+        end = ends[before][0] + seconds
+        if point not in ends or end > ends[point][0]:
+            ends[point] = end, before
+
     for number, stage in enumerate(stages):
         points = {d: (number, d if stage.op == WORK else stage.source) for d in stage.devices}
         waiting = [stage.source] if stage.op == "send" else stage.devices
         for d in stage.devices:
             if stage.op == WORK or d in waiting:
-                graph.add_edge(last[d], points[d], seconds=stage.seconds)
+                follow(points[d], last[d], stage.seconds)
         for d in stage.devices:
             if stage.op != "send":
                 last[d] = points[d]
             elif d != stage.source:  # the receiver goes on when both are there: what it did itself, and what was sent
                 free = (number, devices + d)
-                graph.add_edge(last[d], free, seconds=0.0)
-                graph.add_edge(points[d], free, seconds=0.0)
+                follow(free, last[d], 0.0)
+                follow(free, points[d], 0.0)
                 last[d] = free
-    path = nx.dag_longest_path(graph, weight="seconds")
+    path = [max(ends, key=lambda point: ends[point][0])]
+    while path[-1] != START:
+        path.append(ends[path[-1]][1])
+    path.reverse()
     kept = [(stages[number], d) for number, d in path if number >= 0 and d < devices and stages[number].seconds]
     return [Link(stage, d if stage.op == WORK else None) for stage, d in kept]

@@ -49,12 +49,12 @@ class Hint:
         return f"--place {shlex.quote(self.place)} {', '.join(said)}"
 
 
-def hints(plan: Plan) -> dict[str, Hint]:
+def hints(plan: Plan, layouts: Mapping[Node, str] | None = None) -> dict[str, Hint]:
     """The best hint for each weight that has one, by name: a larger share of a device's bytes is saved than of the time
-    of a run is lost."""
+    of a run is lost.  `layouts` are those of the plan, for who has them."""
     if len(plan.lanes) == 1:
         return {}
-    moves = _Moves(plan)
+    moves = _Moves(plan, layouts_of(plan) if layouts is None else layouts)
     whole = [v.node for v in plan.graph.weights if isinstance(plan.leaves[v.node.name], Replicate)]
     options = {leaf.name: list(moves.of(leaf)) for leaf in whole}
     return {name: min(own, key=lambda hint: hint.seconds) for name, own in options.items() if own}
@@ -63,11 +63,10 @@ def hints(plan: Plan) -> dict[str, Hint]:
 class _Moves:
     """What it does to a plan if a weight lies on one device alone."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.counts = plan, Counts()
+    def __init__(self, plan: Plan, layouts: Mapping[Node, str]) -> None:
+        self.plan, self.layouts, self.counts = plan, layouts, Counts()
         self.called = names(plan.graph)
         self.users = plan.graph.users()
-        self.layouts = layouts_of(plan)
         self.devices = [str(lane.device) for lane in plan.lanes]
         self.held = [max(1, sum(lane.memory().values())) for lane in plan.lanes]
         self.own = [{b.name: b.nbytes for b in lane.program.buffers if b.kind == "weight"} for lane in plan.lanes]

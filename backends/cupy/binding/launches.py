@@ -61,6 +61,11 @@ class Launches:
         )
         if 0 in (shape := _three(grid)):
             return
+        packed, spans = self._packed(words)
+        self.items.append(Launch(kernel, shape, _three(block), shared_bytes, packed, spans, self.number))
+
+    def _packed(self, words: Sequence[Word]) -> tuple[tuple[int, ...], tuple[Span, ...]]:
+        """Words as 64 bits each, and the bytes that those of them which are addresses stand for."""
         packed, spans = [], []
         for i, word in enumerate(words):
             if isinstance(word, Operand):
@@ -70,7 +75,7 @@ class Launches:
                 packed.append(int(word) % 2**64)
             else:
                 packed.append(int(struct.unpack("<Q", struct.pack("<d", word))[0]))
-        self.items.append(Launch(kernel, shape, _three(block), shared_bytes, tuple(packed), tuple(spans), self.number))
+        return tuple(packed), tuple(spans)
 
     def scratch(self, shape: Sequence[int], dtype: DType = DType.F32) -> Operand:
         """Memory of this instruction alone, dense; it holds anything when the first launch begins."""
@@ -88,6 +93,13 @@ class Launches:
         """The words of a `Fault`: `text` says what is wrong with a number from data, which stands for ``{value}``."""
         self.faults.append((self.number, text))
         return [_dense(self.fault_at, (2,), DType.I64, 0), len(self.faults) - 1]
+
+
+class Wordless(Launches):
+    """Launches without their words, for who asks which kernels there are and runs none."""
+
+    def _packed(self, words: Sequence[Word]) -> tuple[tuple[int, ...], tuple[Span, ...]]:
+        return (), ()
 
 
 _DTYPES = {"f4": DType.F32, "f2": DType.F16, "u2": DType.BF16, "i1": DType.I8, "i2": DType.I16, "i4": DType.I32}

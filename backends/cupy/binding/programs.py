@@ -16,7 +16,7 @@ from ...sources import short
 from ..device.driver import KERNELS, Kernel, Launch, Step
 from ..table import FUSED, binding
 from .chains import fuse
-from .launches import Launches
+from .launches import Launches, Wordless
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +68,13 @@ def _alone(flow: Flow, launches: Launches, operand: Callable[[Tensor], Operand],
 def foretold(program: Program, most_shared: int) -> Iterator[Called]:
     """What a program would launch, found at addresses where nothing lies; how devices meet is not known before."""
 
+    @cache
     def operand(t: Tensor) -> Operand:
         spec = program.buffers[t.buffer]
         return Operand(((t.buffer + 1) << 40) + t.offset, t, spec.declared, spec.stored)
 
     flow = Flow(program, readers_of(program, operand))
-    launches = Launches(keep=lambda array: 1 << 20, most_shared=most_shared)
+    launches = Wordless(keep=lambda array: 1 << 20, most_shared=most_shared)
     parts = list(bound_parts(flow, launches, operand))
     together = flow.together()
     for part in parts:
