@@ -6,9 +6,7 @@ import copy
 import itertools
 import json
 import re
-import shutil
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,9 +17,12 @@ from hocket.ops.collective import sequence_of
 from hocket.scheduler import load, plan_for
 from hocket.scheduler.telling.listing import memory_by_step
 from hocket.scheduler.telling.measured import measured
+from hocket.scheduler.telling.perfetto import trace_text
 
+from ...given.browser import browser
 from ...given.devices.emulation import needs_compiler
 from ...given.graphs.random_graphs import bindings
+from ...given.importer import asked
 from ...given.plans.faults import SLOW, decoder
 from ...given.plans.grouped import weights_of
 
@@ -158,25 +159,36 @@ def test_a_file_that_is_no_trace_is_refused(data, tmp_path):
         measured(traced("reference", "tensor")[0].plan, tmp_path / "trace.json")
 
 
-def shell() -> str | None:
-    """The program of Perfetto that reads traces, where one was installed; its package would download it."""
-    cached = Path.home().glob(".local/share/perfetto/prebuilts/trace_processor_shell-*")
-    return next((str(path) for path in cached if path.is_file()), shutil.which("trace_processor_shell"))
-
-
-def test_perfetto_imports_a_trace_without_an_error(tmp_path):
-    perfetto = pytest.importorskip("perfetto.trace_processor", reason="the perfetto package is not installed")
-    if (program := shell()) is None:
-        pytest.skip("the trace_processor_shell of the perfetto package is not installed")
-    _, trace = traced("reference", "tensor")
+@pytest.mark.long(every=2)
+@pytest.mark.parametrize("mode", ["tensor", "layer"])
+def test_perfettos_importer_takes_a_trace_without_a_complaint(mode, tmp_path):
+    _, trace = traced("reference", mode)
     events = saved(trace, path := tmp_path / "trace.json")["traceEvents"]
-    config = perfetto.TraceProcessorConfig(bin_path=program)
-    with perfetto.TraceProcessor(trace=str(path), config=config) as read:
+    count = Counter(e["ph"] for e in events)
+    steps = sorted((2 + d, s.kernel, s.numbers) for run in trace.runs for d, own in enumerate(run.steps) for s in own)
+    with browser(tmp_path / "profile") as opened:
+        found = asked(
+            opened,
+            path.read_bytes(),
+            [
+                "select count(*) from slice",
+                "select count(*) from counter",
+                "select count(*) from flow join slice a on a.id = slice_out join slice b on b.id = slice_in "
+                "where a.track_id != b.track_id and a.category = b.category or b.category = 'receive'",
+                "select name, value from stats where severity != 'info' and value > 0",
+                "select count(*) from slice where depth > 0 or dur < 0",
+                "select distinct pid, name from process where pid > 0 order by pid",
+                "select pid, count(*) from slice join thread_track t on t.id = slice.track_id join thread using (utid) "
+                "join process using (upid) group by pid order by pid",
+            ],
+        )
+    assert found[:5] == [[(count["X"],)], [(count["C"],)], [(count["s"],)], [], [(0,)]]
+    assert found[5] == [(1, "hocket"), (2, "reference:0"), (3, "reference:1")]
+    assert found[6] == sorted(Counter([1] * RUNS + [pid for pid, *_ in steps]).items())
 
-        def count(table, where="true"):
-            return next(iter(read.query(f"select count(*) as n from {table} where {where}"))).n
 
-        assert count("slice") == sum(e["ph"] == "X" for e in events)
-        assert count("flow") == sum(e["ph"] == "s" for e in events)
-        assert count("counter") == sum(e["ph"] == "C" for e in events)
-        assert count("stats", "severity = 'error' and value > 0") == 0
+def test_perfettos_importer_complains_of_what_is_no_trace(tmp_path):
+    _, trace = traced("reference", "tensor")
+    text = "".join(trace_text(trace))
+    with browser(tmp_path / "profile") as opened, pytest.raises(ValueError, match="Invalid number"):
+        asked(opened, text.replace('"dur": ', '"dur": x').encode(), [])
