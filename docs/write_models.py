@@ -20,8 +20,8 @@ of whole texts (`hocket embed`, `hocket.Model.embed`); "chosen" gives the keys w
 is the longest context, since attention would have to choose from a longer one.  "Cut over" are the numbers of devices
 on which the architecture's tiny models give the logits of one device, to an NMSE of 1e-10 in the worst row, or of what
 is in brackets (where GELU is rounded to half precision, the order of a sum can flip a last bit): measured, see
-`tests/given/models/sharded.py`.  "MTP" says whether a block that
-guesses further tokens is run where a file has one (`hocket run --draft-max N`).
+`tests/given/models/sharded.py`.  "MTP" says whether blocks that
+guess further tokens are run where a file has any (`hocket run --draft-max N`).
 
 | architecture | mixers | how it runs | cut over | MTP | traits |
 |---|---|---|---|---|---|

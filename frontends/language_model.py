@@ -83,7 +83,7 @@ class Model:
     run``: devices and how they share (`hocket.plan`), `context` in tokens, tokens of a prompt that run as one `batch`,
     `threads` of each device (without a number devices share the processors), `exact` for float32 throughout.
     `draft` is the file of a small model with the same tokens, which guesses up to `draft_max` of them ahead (4): the
-    same text sooner; `draft_max` alone lets the model's own block for that guess (MTP).  `lora` and `control_vectors`
+    same text sooner; `draft_max` alone lets the model's own blocks for that guess (MTP).  `lora` and `control_vectors`
     are GGUF files, or pairs of a file and its scale, which all add up; `control_layers` are the first and the last
     layer behind which control vectors count.
 
@@ -238,7 +238,7 @@ class Model:
     def _ahead(self, held: _Held, drawing: Drawing) -> Ahead | None:
         """What guesses ahead of a session: a block of its model, or a draft model in a session of its own."""
         root = self._drafting
-        if root is None and not self._model.guesses:
+        if root is None and not self._model.guessers:
             return None
         if drawing.kept is not None:
             raise ModelError("a context that shifts has no guesses; leave out draft and draft_max, or context_shift")

@@ -116,9 +116,9 @@ class Session:
         if self.world.size > 1:
             self.world.agree("model", f"one with the digest {model_digest(model)[:16]}", "give all ranks the same file")
         self._place = tuple((pattern, spelled(device, on)) for pattern, device in on.place)
-        self._gives = "both" if model.guesses else "logits"
+        self._gives = "both" if model.guessers else "logits"
         self._one = self.step(1, 1, sequences)
-        self._whole = replace(self._one, gives="all") if model.guesses else self._one
+        self._whole = replace(self._one, gives="all") if model.guessers else self._one
         """A step that reads all weights, over whose layout all others run."""
         self.group: list[tuple[Backend, Device]]  # in mode none perhaps fewer than asked
         if like is None:
@@ -134,8 +134,8 @@ class Session:
             matching(self._first.graph, watch.pattern)  # a mistake should be known before weights are loaded
         self.lengths = [0] * sequences
         self.recent: list[list[int]] = [[] for _ in range(sequences)]
-        self.seen = [np.zeros((1, model.hyper.width), np.float32)] * sequences if model.guesses else []
-        """What the model has made of the last tokens of each sequence [rows, width], for those that guess further."""
+        self.seen = [np.zeros((1, model.handed), np.float32)] * sequences if model.guessers else []
+        """What the model has made of the last tokens of each sequence [rows, `Model.handed`], for blocks that guess."""
         self.reversible: Before | None = None
         """The last step, if it was a reversible one."""
         self._nothing = np.zeros((0, model.vocabulary_size), np.float32)
@@ -302,15 +302,17 @@ class Session:
         """The names of the states that belong to the sequences."""
         return tuple(filter(self.model.is_own, self.store.states))
 
-    @needs(ModelError, tokens=COUNT, length=COUNT, outputs=COUNT, gives=TEXT | NONE)
-    def step(self, tokens: int, length: int, outputs: int = 1, gives: str | None = None) -> Step:
+    @needs(ModelError, tokens=COUNT, length=COUNT, outputs=COUNT, gives=TEXT | NONE, turn=whole(0))
+    def step(self, tokens: int, length: int, outputs: int = 1, gives: str | None = None, turn: int = 0) -> Step:
         """The step that runs so many new tokens (a bucket) where the longest sequence then has `length`; what it
         `gives` is logits, and for models that guess what guesses need, unless another `Step.gives` is named."""
-        return self._step_of(tokens, length, outputs, gives or self._gives)
+        return self._step_of(tokens, length, outputs, gives or self._gives, turn=turn)
 
-    def _step_of(self, tokens: int, length: int, outputs: int, gives: str, reversible: bool = False) -> Step:
-        cells = min(self.context, max(FEWEST_CELLS, _bucket(length)))
-        return _step(self.sequences, tokens, cells, self.context, outputs, gives, _bucket(self.batch), reversible)
+    def _step_of(
+        self, tokens: int, length: int, outputs: int, gives: str, reversible: bool = False, turn: int = 0
+    ) -> Step:
+        cells, most = min(self.context, max(FEWEST_CELLS, _bucket(length))), _bucket(self.batch)
+        return _step(self.sequences, tokens, cells, self.context, outputs, gives, most, reversible, turn)
 
     def _room(self, tokens: int) -> int:
         """The tokens of the step that runs so many: where values are watched no more, so that nothing is padded."""

@@ -35,12 +35,14 @@ class Step:
     context: int
     outputs: int
     gives: str = "logits"
-    """Of each row ``logits``; ``hidden``, what the output matrix reads of it; ``both``, while the block that guesses
-    further tokens reads the same tokens; ``guess``, both of that block alone; or ``all`` of this."""
+    """Of each row ``logits``; ``hidden``, what the output matrix reads of it; ``both``, with what the blocks that guess
+    further tokens are to read next, while they read the same tokens; ``guess``, both of one of these blocks, whose
+    ``turn`` it is; or ``all`` of this."""
     most: int = 0
     """0 if that is not known: then all layers keep the whole context."""
     reversible: bool = False
     """Whether recurrent states are kept as they are behind each of the tokens, see `Frame.update`."""
+    turn: int = 0
 
     def __post_init__(self) -> None:
         for name in ("sequences", "tokens", "cells", "context", "outputs"):
@@ -74,7 +76,7 @@ class Batch:
     ``wanted`` lists the rows whose logits should come out, as (sequence, index of the new token), in that order.
     None means the last new token of each sequence, so that logits row i belongs to sequence i (an idle sequence has
     a row too, without meaning).  ``before`` holds, for each sequence, the tokens that it has already, or the last
-    `Model.remembers` of them, and ``seen`` f32[B, E] what the model made of the very last.
+    `Model.remembers` of them, and ``seen`` f32[B, `Model.handed`] what blocks that guess read of the very last.
     """
 
     tokens: Sequence[Sequence[int]]

@@ -53,7 +53,7 @@ def flags(sub: argparse.ArgumentParser) -> None:
         "--draft-max",
         type=positive,
         metavar="N",
-        help="tokens that it guesses each time (4); without -md, that the model's own block for that (MTP) guesses",
+        help="tokens that it guesses each time (4); without -md, that the model's own blocks for that (MTP) guess",
     )
     sub.add_argument(
         "--compare",
@@ -236,7 +236,7 @@ def chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, drawing: 
 
 def ahead_of(args: argparse.Namespace, session: Session) -> Ahead | None:
     """What guesses: the draft model of -md, on the devices of the model for which it does, or a block of that."""
-    if session.model.guesses:
+    if session.model.guessers:
         return Ahead(session, OwnDraft(session), args.draft_max)
     if args.draft is None:
         return None

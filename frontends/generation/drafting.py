@@ -79,8 +79,8 @@ class Draft:
 
 
 class OwnDraft:
-    """Guesses by the block of a model itself that predicts further tokens (MTP); `session` is of one sequence and of
-    a model made with `Model.guessing`."""
+    """Guesses by the blocks of a model itself that predict further tokens (MTP), in turn; `session` is of one sequence
+    and of a model made with `Model.guessing`."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -91,7 +91,7 @@ class OwnDraft:
         seen, at = session.seen[0][-1:], session.lengths[0]
         with session.store.turn:
             while len(tokens) < count:
-                step = session.step(1, at + 1, 1, "guess")
+                step = session.step(1, at + 1, 1, "guess", self.turn(len(tokens)))
                 given = session.executor(step).run(session.model.inputs(step, Batch([[token]], [at], seen=seen)))
                 token, seen, at = int(given["logits"].argmax()), given["hidden"], at + 1
                 tokens.append(token)
@@ -99,7 +99,12 @@ class OwnDraft:
 
     def prepare(self, prompt: int, count: int) -> None:
         for length in (1, prompt + count):
-            self.session.executor(self.session.step(1, self.session.lengths[0] + length, 1, "guess"))
+            for turn in {self.turn(guess) for guess in range(count)}:
+                self.session.executor(self.session.step(1, self.session.lengths[0] + length, 1, "guess", turn))
+
+    def turn(self, guess: int) -> int:
+        """Which block makes a guess: each makes one, and the last one all others."""
+        return min(guess, self.session.model.guessers - 1)
 
 
 class Ahead:

@@ -110,18 +110,24 @@ class Model:
         return self.hyper.family.runs == "encoder"
 
     def guessing(self) -> Model:
-        """The model together with the block that guesses further tokens (MTP), as steps that give more than ``logits``
-        or ``hidden`` need it.  ModelError if it has no such block, or one that hocket does not run."""
+        """The model together with the blocks that guess further tokens (MTP), as steps that give more than ``logits``
+        or ``hidden`` need them.  ModelError if it has no such block, or one that hocket does not run."""
         return replace(self, hyper=read_ahead(Keys(self.gguf, self.architecture), self.hyper))
 
     @property
-    def guesses(self) -> bool:
-        """Whether its block that guesses further tokens is used."""
-        return self.hyper.ahead is not None
+    def guessers(self) -> int:
+        """How many of its blocks that guess further tokens are used."""
+        return self.hyper.ahead.layers if self.hyper.ahead else 0
+
+    @property
+    def handed(self) -> int:
+        """Columns of `Batch.seen`."""
+        return self.guessers * self.hyper.ahead.handed if self.hyper.ahead else 0
 
     def is_own(self, state: str) -> bool:
         """Whether a state belongs to a sequence, not to guesses or to what takes tokens back."""
-        return not state.endswith((SNAPSHOTS, WINDOWS, f".{self.hyper.stored}"))
+        guessing = tuple(f".{self.layers + k}" for k in range(self.guessers))
+        return not state.endswith((SNAPSHOTS, WINDOWS, *guessing))
 
     def graph(self, step: Step) -> Graph:
         """The graph of ``step``; weights are bound by tensor name, inputs as `inputs` gives them.
@@ -136,9 +142,9 @@ class Model:
             )
         frame = Frame(step, taps=self.hyper.taps, steered=self.adapters.steered)
         plain = step.gives in ("logits", "hidden")
-        decoder = DECODERS[self.hyper.family.residuals] if plain else LookingAhead
-        graph = decoder(self.hyper, self.weights, frame).graph()
-        self.weights.refuse_leftovers(self.hyper.stored + (step.gives == "all"))
+        decoder = DECODERS[self.hyper.family.residuals](self.hyper, self.weights, frame)
+        graph = decoder.graph() if plain else LookingAhead(decoder).graph()
+        self.weights.refuse_leftovers(self.hyper.stored + (self.guessers if step.gives == "all" else 0))
         return self.adapters.adapted(graph)
 
     def inputs(self, step: Step, batch: Batch) -> dict[str, npt.NDArray[np.generic]]:
@@ -158,7 +164,7 @@ class Model:
         for feed in hyper.feeds:
             arrays |= feed.arrays(step, batch)
         if step.gives in ("both", "guess"):
-            shape = (step.sequences, hyper.width)
+            shape = (step.sequences, self.handed)
             arrays["seen"] = np.zeros(shape, np.float32) if batch.seen is None else batch.seen
         return arrays
 

@@ -1,64 +1,101 @@
-"""Multi-token prediction: a block behind those of the model, which guesses one token further.
+"""Multi-token prediction: blocks behind those of the model, each of which guesses one token further than the last.
 
-It reads each token together with what the model made of the token before.  DeepSeek-AI, DeepSeek-V3, 2024.
+The first reads each token together with what the model made of the token before it; each other one, with what the block
+before it made of that token.  DeepSeek-AI, DeepSeek-V3, 2024.
 """
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import reduce
 
 from ... import ops
 from ...graph import Graph, Value, input
 from .decoder import Decoder
-from .layers.blocks import linear
+from .layers.blocks import linear, parts
 
 
-class LookingAhead(Decoder):
-    """Builds steps in which the first such block takes part; its matrices are the model's own where it has none."""
+class LookingAhead:
+    """Builds steps of a decoder in which such blocks take part; its matrices serve them where they have none.
+
+    A row of ``seen`` or ``hidden`` f32[n, blocks * handed] holds what each block is to read with the next token.
+    """
+
+    def __init__(self, trunk: Decoder) -> None:
+        assert trunk.hyper.ahead is not None
+        self.trunk, self.hyper, self.weights, self.frame = trunk, trunk.hyper.ahead, trunk.weights, trunk.frame
+        self.handed, self.streams = self.hyper.handed, self.hyper.handed // self.hyper.width
+        self.decoder = (type(trunk) if self.streams > 1 else Decoder)(self.hyper, self.weights, self.frame)
+        seen = input("seen", (self.frame.step.sequences, self.hyper.layers * self.handed))
+        self.seen = parts(seen, *[self.handed] * self.hyper.layers) if self.hyper.layers > 1 else [seen]
 
     def graph(self) -> Graph:
-        return self.frame.graph(self.guess(self.seen)) if self.frame.step.gives == "guess" else super().graph()
+        return self.frame.graph(self.guess() if self.frame.step.gives == "guess" else self.followed())
 
-    def ended_by(self, x: Value) -> Graph:
-        """``logits`` and ``hidden`` of the wanted rows, while the block reads the same tokens."""
-        normed = self.norm(self.weights, self.family.output_norm, x)
-        hidden = self.handed_on(x, normed)
-        outputs = {"hidden": self.frame.chosen(hidden), "logits": self.logits(self.frame.chosen(normed))}
-        # Nobody asks what the block guesses here, but with all of it heads are cut as its weights lie.
-        guess = self.guess(self.before(hidden))
-        return self.frame.graph({**outputs, "guess": guess["logits" if self.frame.step.gives == "all" else "hidden"]})
+    def followed(self) -> dict[str, Value]:
+        """``logits`` and ``hidden`` of the wanted rows, while all blocks read the same tokens."""
+        x = self.trunk.residual()
+        normed = self.trunk.read_out(x)
+        outputs = {"logits": self.trunk.logits(self.frame.chosen(normed))}
+        handed = [self.handed_on(x, normed)]
+        for k in range(self.hyper.layers):
+            x, normed = self.read(k, self.before(k, handed[k]))
+            handed.append(self.handed_on(x, normed))
+            # Nobody asks what blocks guess here, but with all of it heads are cut as their weights lie.
+            if self.frame.step.gives == "all":
+                outputs[f"guess.{k}"] = self.logits(k, normed)
+        *rows, outputs["guess"] = map(self.frame.chosen, handed)
+        return {**outputs, "hidden": side_by_side(rows)}
+
+    def guess(self) -> dict[str, Value]:
+        """``logits`` of the block whose turn it is, and ``hidden`` for the next one, while those behind it read the
+        same token; the last block has all turns that are left."""
+        first, last = self.frame.step.turn, self.hyper.layers - 1
+        answers = [self.read(k, self.seen[k]) for k in range(first, last + 1)]
+        after = min(first + 1, last)
+        handed = [self.handed_on(x, normed) for x, normed in answers[: last + 1 - after]]
+        rows = [self.frame.chosen(row) for row in (*self.seen[:after], *handed)]
+        return {"logits": self.logits(first, answers[0][1]), "hidden": side_by_side(rows)}
+
+    def before(self, k: int, handed: Value) -> Value:
+        """What block k reads with each token: ``handed`` f32[B*T, handed] one token later."""
+        frame = self.frame
+        first = ops.reshape(self.seen[k], shape=(frame.step.sequences, 1, self.handed))
+        both = ops.concat(first, frame.split(handed, self.handed), axis=1)
+        return frame.rows(ops.slice_(both, axis=1, start=0, stop=frame.step.tokens))
+
+    def read(self, k: int, before: Value) -> tuple[Value, Value]:
+        """The residual behind block k, which reads a token with what is ``before`` it, and its norm f32[n, E]."""
+        weights, name, width, norm = self.weights, self.name(k), self.hyper.width, self.decoder.norm
+        matrix = weights.optional(f"{name}.embed_tokens.weight", self.table)
+        matrix = weights("token_embd.weight", self.table) if matrix is None else matrix
+        token = norm(weights, f"{name}.enorm", ops.get_rows(matrix, self.frame.tokens))
+        if self.streams > 1:
+            shape = before.shape[0], self.streams, width
+            before = ops.reshape(before, shape=shape)
+            token = ops.repeat(ops.reshape(token, shape=(shape[0], 1, width)), shape=shape)
+        both = ops.concat(token, norm(weights, f"{name}.hnorm", before), axis=-1)
+        both = ops.reshape(both, shape=(before.spec.size // width, 2 * width))
+        x = ops.reshape(linear(weights, f"{name}.eh_proj", both, width), shape=before.shape)
+        x = self.decoder.block(self.hyper.stored + k, self.hyper.blocks[k], x)
+        return x, self.decoder.read_out(x, name)
 
     def handed_on(self, x: Value, normed: Value) -> Value:
-        """What the block is given, or gives itself, of a residual and its last norm."""
-        return x if self.family.hands_on == "residual" else normed
+        """What the next block is given of a residual and its last norm: f32[n, handed]."""
+        whole = self.streams > 1 or self.hyper.family.hands_on == "residual"
+        return ops.reshape(x, shape=(x.shape[0], self.handed)) if whole else normed
+
+    def logits(self, k: int, normed: Value) -> Value:
+        matrix = self.weights.optional(f"{self.name(k)}.shared_head_head.weight", self.table)
+        return self.trunk.logits(self.frame.chosen(normed), matrix)
 
     @property
-    def number(self) -> int:
-        return self.hyper.stored
+    def table(self) -> tuple[int, int]:
+        return self.hyper.vocabulary_size, self.hyper.width
 
-    @cached_property
-    def seen(self) -> Value:
-        """f32[B, E]: what the model, or the block itself, made of the last token before this run."""
-        return input("seen", (self.frame.step.sequences, self.hyper.width))
+    def name(self, k: int) -> str:
+        """What the names of block k's own weights begin with."""
+        return f"blk.{self.hyper.stored + k}.nextn"
 
-    def before(self, hidden: Value) -> Value:
-        """What was made of the token before each, of ``hidden`` f32[B*T, E] that of each: f32[B*T, E]."""
-        step, width = self.frame.step, self.hyper.width
-        first = ops.reshape(self.seen, shape=(step.sequences, 1, width))
-        both = ops.concat(first, self.frame.split(hidden, width), axis=1)
-        return self.frame.rows(ops.slice_(both, axis=1, start=0, stop=step.tokens))
 
-    def guess(self, before: Value) -> dict[str, Value]:
-        """``logits`` f32[outputs, vocabulary] of the block, and ``hidden`` f32[outputs, E] for the guess after that."""
-        weights, name, table = self.weights, f"blk.{self.number}.nextn", (self.hyper.vocabulary_size, self.hyper.width)
-        assert self.hyper.ahead is not None
-        matrix = weights.optional(f"{name}.embed_tokens.weight", table)
-        matrix = weights("token_embd.weight", table) if matrix is None else matrix
-        token = self.norm(weights, f"{name}.enorm", ops.get_rows(matrix, self.frame.tokens))
-        both = ops.concat(token, self.norm(weights, f"{name}.hnorm", before), axis=-1)
-        x = linear(weights, f"{name}.eh_proj", both, self.hyper.width)
-        x = self.frame.chosen(self.block(self.number, self.hyper.ahead.blocks[0], x))
-        own = weights.has(f"{name}.shared_head_norm.weight")
-        normed = self.norm(weights, f"{name}.shared_head_norm" if own else self.family.output_norm, x)
-        logits = self.logits(normed, weights.optional(f"{name}.shared_head_head.weight", table))
-        return {"logits": logits, "hidden": self.handed_on(x, normed)}
+def side_by_side(rows: list[Value]) -> Value:
+    return reduce(lambda left, right: ops.concat(left, right, axis=-1), rows)

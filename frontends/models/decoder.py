@@ -7,6 +7,7 @@ from the tensors that the file has.  Module `residuals` has decoders whose resid
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from ... import ops
 from ...graph import DType, Graph, Value
@@ -30,10 +31,30 @@ class Decoder:
         self.post_norm = hyper.norm if eps is None else Norm(eps)
 
     def graph(self) -> Graph:
+        """The graph of all blocks, the last norm and the output matrix; of encoders, what they make of tokens."""
+        x = self.read_out(self.residual())
+        if self.family.runs == "encoder":
+            for name in filter(lambda name: self.weights.has(f"{name}.weight"), ("dense_2", "dense_3")):
+                x = linear(self.weights, name, x, self.weights.shape(f"{name}.weight")[0])
+        elif self.frame.step.gives != "hidden":
+            return self.frame.graph({"logits": self.logits(x)})
+        return self.frame.graph({"hidden": x})
+
+    def residual(self) -> Value:
+        """What is behind the last block, of the wanted rows."""
         x = self.embedded()
         for i, layer in enumerate(self.hyper.blocks):
             x = self.frame.steered(i, self.block(i, layer, x))
-        return self.ended_by(x)
+        return x
+
+    def read_out(self, x: Value, own: str = "") -> Value:
+        """What the output matrix reads of a residual, f32[n, E]; ``own`` begins the names of weights for that which a
+        block that guesses further tokens may have."""
+        if own and self.weights.has(f"{own}.shared_head_norm.weight"):
+            return replace(self.norm, centred=self.family.guess_norm == "layer" or self.norm.centred)(
+                self.weights, f"{own}.shared_head_norm", x
+            )
+        return self.norm(self.weights, self.family.output_norm, x) if self.family.output_norm else x
 
     def is_last(self, i: int) -> bool:
         return i == self.hyper.layers - 1
@@ -149,17 +170,6 @@ class Decoder:
         scores = product(weights, f"{block}.ffn_gate_inp", seen, experts.count)
         z = routed(weights, block, self.normed(i, "pre_ffw_norm_2", added), experts, scores)
         return ops.add(y, self.normed(i, "post_ffw_norm_2", z))
-
-    def ended_by(self, x: Value) -> Graph:
-        """The graph of all blocks, the final norm and the output matrix; of encoders, what they make of tokens."""
-        weights = self.weights
-        x = self.norm(weights, self.family.output_norm, x) if self.family.output_norm else x
-        if self.family.runs == "encoder":
-            for name in filter(lambda name: weights.has(f"{name}.weight"), ("dense_2", "dense_3")):
-                x = linear(weights, name, x, weights.shape(f"{name}.weight")[0])
-        elif self.frame.step.gives != "hidden":
-            return self.frame.graph({"logits": self.logits(x)})
-        return self.frame.graph({"hidden": x})
 
     def logits(self, x: Value, matrix: Value | None = None) -> Value:
         """``x`` times a matrix, else the output matrix, which is the token embedding where the file has none:

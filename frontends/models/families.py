@@ -53,7 +53,7 @@ KIMI = Family(
     rope="none", mixer="latent", recurrent="kimi", gating="key", normalised=None, ignores=(*KIMI_UNREAD, "attn_*.scale")
 )
 BOUNDED = replace(KIMI, bounded_decay=-1.0)
-NEMOTRON = Family(rope="none", recurrent="mamba2", mixer="single", unit="relu2", scaled=True)
+NEMOTRON = Family(rope="none", recurrent="mamba2", mixer="single", unit="relu2", scaled=True, guess_norm="layer")
 UNSCALED_DELTA = ("attn_qkv.scale", "attn_gate.scale", "ssm_*.scale", "ssm_in.weight")
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -278,7 +278,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             interval=8,
             spare=("attn_output.scale", "attn_qkv.scale"),
         ),
-        "lfm2": Family(output_norm="token_embd_norm", qk_norm="before", recurrent="convolution", windows=LOCAL),
+        "lfm2": Family(
+            output_norm="token_embd_norm", qk_norm="before", recurrent="convolution", windows=Windows(period=0)
+        ),
         "lfm2moe": Family(output_norm="token_embd_norm", qk_norm="before", recurrent="convolution", gating="key"),
         "kimi-linear": replace(
             KIMI, normalised=True, ignores=(*KIMI_UNREAD, "attn_[qkv].scale"), spare=("attn_output.scale",)
@@ -322,7 +324,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             mixer="compressed",
             residuals="streams",
             mixture="gate first, one limit",
-            windows=LOCAL,
+            windows=Windows(period=0),
             ignores=("exp_probs_b_vl.*",),
         ),
         "qwen4exp": replace(

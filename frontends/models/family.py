@@ -144,7 +144,10 @@ class Family:
     """What the names of its tensors begin with, if that is a stack of several."""
 
     hands_on: str = "normed"
-    """What a block that guesses further tokens is given: the last ``residual``, or that ``normed``."""
+    """What a block that guesses further tokens is given: the last ``residual``, or that ``normed``; all streams, where
+    it has several of its own."""
+    guess_norm: str = ""
+    """The kind of its own last norm, if that is not ``norm``."""
     ignores: tuple[str, ...] = ()
     """Optional tensors that files may carry and that llama.cpp's graph does not read."""
     spare: tuple[str, ...] = ()

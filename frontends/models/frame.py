@@ -202,7 +202,7 @@ class Frame:
 
     def wanted(self, x: Value) -> Value:
         """The rows of ``x`` f32[B*T, n] whose logits are asked for, f32[outputs, n]; all where a guess follows."""
-        return x if self.step.gives in ("both", "all") else self.chosen(x)
+        return self.chosen(x) if self.step.gives in ("logits", "hidden") else x
 
     def chosen(self, x: Value) -> Value:
         return ops.get_rows(x, self.out_ids, name="wanted")

@@ -98,7 +98,9 @@ class Hyper:
     windows: Mapping[int, int] = field(default_factory=dict)
     """Behind how many tokens layers with a cache never see a cell again, 0 for those that see all."""
     ahead: Hyper | None = None
-    """The block that guesses further tokens, as the one of a model of its own, if it is to be used."""
+    """The blocks that guess further tokens, as those of a model of their own, if they are to be used."""
+    handed: int = 0
+    """Columns of what each of these blocks is given beside a token."""
 
     @property
     def layers(self) -> int:
@@ -128,7 +130,7 @@ class Hyper:
         return self.needs - {"slot"} if rolls else self.needs
 
     def window(self, layer: int) -> int:
-        """Behind how many tokens a layer, perhaps the one that guesses, never sees a cell again."""
+        """Behind how many tokens a layer, perhaps one that guesses, never sees a cell again."""
         return self.windows[layer] if self.ahead is None else {**self.windows, **self.ahead.windows}[layer]
 
     @cached_property

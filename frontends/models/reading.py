@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Protocol
 
@@ -59,7 +60,6 @@ def read_hyper(keys: Keys, family: Family) -> Hyper:
     if family.residuals == "cycles":
         source = {i: i % span + span * ((i // span) % (cycles + 1) == cycles) for i in range(count)}
     blocks = tuple(reader.layer(source.get(i, i), i) for i in range(count * repeats))
-    ratios = {m.blocks.ratio for block in blocks for m in block.mixers if isinstance(m, Compressed) and m.blocks}
     return Hyper(
         family=family,
         context_length=keys.count("context_length"),
@@ -67,7 +67,7 @@ def read_hyper(keys: Keys, family: Family) -> Hyper:
         width=width,
         norm=reader.norm,
         blocks=blocks,
-        blocks_of=tuple(map(Blocks, sorted(ratios))),
+        blocks_of=blocks_of_tokens(blocks),
         ngrams=Ngrams.from_keys(keys, count),
         windows=rolling(dict(enumerate(blocks))),
         streams=reader.streams(),
@@ -91,15 +91,22 @@ def rolling(blocks: Mapping[int, Layer]) -> dict[int, int]:
     return {i: m.sight.rolling for i, block in blocks.items() for m in block.mixers if isinstance(m, cached)}
 
 
+def blocks_of_tokens(blocks: Iterable[Layer]) -> tuple[Blocks, ...]:
+    ratios = {m.blocks.ratio for block in blocks for m in block.mixers if isinstance(m, Compressed) and m.blocks}
+    return tuple(map(Blocks, sorted(ratios)))
+
+
 def can_look_ahead(family: Family) -> bool:
-    """Whether the block that guesses further tokens is one like those of the model."""
-    return family.causal and not family.residuals and family.mixer in ("attention", "latent")
+    """Whether blocks that guess further tokens are like those of the model, or have one residual and attend."""
+    plain = family.residuals in ("", "streams", "gated streams") and not family.repeats
+    return family.causal and plain and family.recurrent_where != "all"
 
 
 def read_ahead(keys: Keys, hyper: Hyper) -> Hyper:
-    """``hyper`` with the first block that guesses further tokens; ModelError if the file has none that hocket runs."""
-    number, family = hyper.stored, hyper.family
-    if f"blk.{number}.nextn.eh_proj.weight" not in keys.gguf.tensors:
+    """``hyper`` with the blocks that guess further tokens; ModelError if the file has none that hocket runs."""
+    first, family, tensors = hyper.stored, hyper.family, keys.gguf.tensors
+    numbers = list(takewhile(lambda i: f"blk.{i}.nextn.eh_proj.weight" in tensors, range(first, keys.blocks())))
+    if not numbers:
         raise ModelError(
             f"{keys.gguf.path}: has no block that guesses further tokens (MTP); name a draft model with -md instead"
         )
@@ -108,8 +115,27 @@ def read_ahead(keys: Keys, hyper: Hyper) -> Hyper:
             f"{keys.gguf.path}: hocket does not run the block that guesses further tokens (MTP) of "
             f"{keys.architecture}; leave out --draft-max, or name a draft model with -md"
         )
-    block = Reader(keys, replace(family, recurrent=""), number + 1, hyper.width).layer(number, number)
-    return replace(hyper, ahead=replace(hyper, blocks=(block,), windows=rolling({number: block})))
+    family = replace(family, recurrent="", rotated="all")
+    if family.mixer == "single":
+        family = replace(family, mixer="attention", ffn_norm="post_attention_norm")
+    reader = Reader(keys, family, numbers[-1] + 1, hyper.width)
+    blocks = {i: reader.layer(i, i) for i in numbers}
+    if any(mixer.taps for block in blocks.values() for mixer in block.mixers):
+        raise ModelError(
+            f"{keys.gguf.path}: a block that guesses further tokens (MTP) keeps more than a cache of them, which "
+            "hocket could not take back; leave out --draft-max, or name a draft model with -md"
+        )
+    streams = hyper.streams.count if any(name.startswith(f"blk.{first}.hc_") for name in tensors) else 1
+    ahead = replace(
+        hyper,
+        family=family,
+        blocks=tuple(blocks.values()),
+        blocks_of=blocks_of_tokens(blocks.values()),
+        ngrams=None,
+        windows=rolling(blocks),
+        handed=hyper.width * streams,
+    )
+    return replace(hyper, ahead=ahead)
 
 
 def layers_run(keys: Keys) -> int:
@@ -121,10 +147,11 @@ def layers_run(keys: Keys) -> int:
 
 
 class Reader:
-    """Reads the layers of one model."""
+    """Reads the layers of one model: the first ``count``."""
 
     def __init__(self, keys: Keys, family: Family, count: int, width: int) -> None:
         self.keys, self.family, self.count, self.width = keys, family, count, width
+        self.own = layers_run(keys)
         self.heads = keys.each("attention.head_count", count, 0 if family.recurrent_where == "all" else None)
         self.kv_heads = (
             keys.each("attention.head_count_kv", count) if keys.has("attention.head_count_kv") else self.heads
@@ -192,10 +219,8 @@ class Reader:
         if keys.is_list(name):
             return keys.flags(name, self.count)
         period = keys.count(name, traits.period, least=0 if traits.period == 0 else 1)
-        if period == 0:
-            return (True,) * self.count
         whole = 0 if traits.whole_first else period - 1
-        return tuple(i % period != whole for i in range(self.count))
+        return tuple(i < self.own and (not period or i % period != whole) for i in range(self.count))
 
     # ---------------------------------------------------------------------------------------------------- layers
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 
 from .... import ops
-from ....graph import Graph, Value
+from ....graph import Value
 from ..decoder import Decoder
 from ..hyper import Layer
 from .blocks import parts, product
@@ -15,14 +15,14 @@ from .blocks import parts, product
 class Skipping(Decoder):
     """Every block adds the embedding again, times a factor of its own.  Talkie."""
 
-    def graph(self) -> Graph:
+    def residual(self) -> Value:
         x = first = self.embedded()
         for i, layer in enumerate(self.hyper.blocks):
             first = self.frame.wanted(first) if self.is_last(i) else first
             x = self.block(i, layer, x)
             x = ops.add(x, ops.mul(first, self.weights(f"blk.{i}.layer_output_scale.weight", (1,))))
             x = self.frame.steered(i, x)
-        return self.ended_by(x)
+        return x
 
 
 class PerLayer(Decoder):
@@ -86,19 +86,17 @@ class Streams(Decoder):
     logits for that.  f32[n, streams, E].
     """
 
-    def graph(self) -> Graph:
+    def residual(self) -> Value:
         x = self.embedded()
         rows, width, streams = self.frame.step.rows, self.hyper.width, self.hyper.streams.count
         x = ops.repeat(ops.reshape(x, shape=(rows, 1, width)), shape=(rows, streams, width))
         for i, layer in enumerate(self.hyper.blocks):
             x = self.frame.steered(i, self.block(i, layer, x))
-        return self.ended_by(self.head(self.ended(x)))
-
-    def ended(self, x: Value) -> Value:
-        """The wanted rows of all streams."""
-        rows, streams, width = x.shape
         x = self.frame.wanted(ops.reshape(x, shape=(rows, streams * width)))
         return ops.reshape(x, shape=(x.shape[0], streams, width))
+
+    def read_out(self, x: Value, own: str = "") -> Value:
+        return super().read_out(self.head(x, f"{own}.hc_head"), own)
 
     def block(self, i: int, layer: Layer, x: Value) -> Value:
         before, post, comb = self.read(f"blk.{i}.hc_attn", x)
@@ -133,8 +131,8 @@ class Streams(Decoder):
         scale = weights(f"{name}_scale.weight", weights.shape(f"{name}_scale.weight"))
         return ops.mul_mat(matrix, flat, name=name), scale, weights(f"{name}_base.weight", (columns,))
 
-    def head(self, x: Value) -> Value:
-        """One stream of all, f32[n, E]: by weights of their own if the file has them, else the mean."""
+    def head(self, x: Value, own: str) -> Value:
+        """One stream of all, f32[n, E]: by weights for that if the file has them, else the mean."""
         if not self.weights.has("output_hc_fn.weight"):
             count = self.hyper.streams.count
             return ops.scale(
@@ -175,8 +173,8 @@ class GatedStreams(Streams):
         gate = ops.reshape(gate, shape=x.shape)
         return ops.dsv4_hc_pre(normed, gate, gated=True, scale=1.0 / streams, name=f"{name}.mix"), flat
 
-    def head(self, x: Value) -> Value:
-        return self.mean("output_hc", x)[0]
+    def head(self, x: Value, own: str) -> Value:
+        return self.mean(own if self.weights.has(f"{own}_norm.weight") else "output_hc", x)[0]
 
 
 class Banked(Decoder):
@@ -185,7 +183,7 @@ class Banked(Decoder):
     Kimi team, Attention residuals, 2026; graph: llama.cpp ``kimi-k3.cpp``.
     """
 
-    def graph(self) -> Graph:
+    def residual(self) -> Value:
         x, bank = self.embedded(), list[Value]()
         for i, layer in enumerate(self.hyper.blocks):
             h = self.normed(i, self.family.attn_norm, self.read(f"blk.{i}.attn_res_score", x, bank))
@@ -197,8 +195,7 @@ class Banked(Decoder):
             h = self.normed(i, self.family.ffn_norm, self.read(f"blk.{i}.ffn_res_score", x, bank))
             x = ops.add(x, self.fed(i, layer, h, x, x), name=f"blk.{i}.ffn_residual")
             x = self.frame.steered(i, x)
-        x = self.read("output_res_score", x, bank)
-        return self.ended_by(self.frame.wanted(x))
+        return self.frame.wanted(self.read("output_res_score", x, bank))
 
     def read(self, name: str, x: Value, bank: list[Value]) -> Value:
         """A softmax over scores of all sums weighs them: f32[n, E]."""
@@ -219,7 +216,7 @@ class Cycles(Decoder):
     Wang et al., Hierarchical reasoning model, 2025; graph: llama.cpp ``hrm-text.cpp``.
     """
 
-    def graph(self) -> Graph:
+    def residual(self) -> Value:
         high, low = self.embedded(), self.weights("hrm.z_l_init", (self.hyper.width,))
         span, passes = self.hyper.span, self.hyper.cycles
         for start in range(0, self.hyper.layers, span):
@@ -231,7 +228,7 @@ class Cycles(Decoder):
                 low = both
             else:
                 high = both
-        return self.ended_by(self.frame.wanted(high))
+        return self.frame.wanted(high)
 
     def is_last(self, i: int) -> bool:
         return False

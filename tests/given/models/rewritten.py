@@ -21,26 +21,46 @@ def tensors_of(name: str) -> Tensors:
     return {t.name: np.array(t.data) for t in GGUFReader(path_of(name)).tensors}
 
 
-def with_block_ahead(path: Path, source: Path, pull: float, seed: int = 0) -> Model:
-    """The model of a file with a further block that guesses (MTP): the last of its own again, behind a matrix that
+def with_blocks_ahead(path: Path, source: Path, pull: float, count: int = 1, seed: int = 0) -> Model:
+    """The model of a file with further blocks that guess (MTP): its last one that attends again, behind a matrix that
     takes the token `pull` times and a random mix of both; its embedding is as much longer, so that a token says most
-    of what follows."""
+    of what follows.  Names and shapes are those that llama.cpp's converters give such blocks."""
     rng = np.random.default_rng(seed)
     tensors = {t.name: dequantize(t.data, t.tensor_type) for t in GGUFReader(source).tensors}
     model = open_model(source)
-    width, last, new = model.hyper.width, f"blk.{model.layers - 1}.", f"blk.{model.layers}."
+    hyper, width, first = model.hyper, model.hyper.width, model.layers
+    attending = [i for i, b in enumerate(hyper.blocks) if b.mixers and not any(m.taps for m in b.mixers)]
+    like, gated = attending[-1], "output_hc_norm.weight" in tensors
     tensors["token_embd.weight"] = tensors["token_embd.weight"] * np.float32(pull)
-    tensors |= {new + name.removeprefix(last): array for name, array in tensors.items() if name.startswith(last)}
-    mix = np.concatenate([pull * np.eye(width), np.zeros((width, width))], axis=1)
-    mix += rng.standard_normal(mix.shape) / np.sqrt(2 * width)
-    tensors[f"{new}nextn.eh_proj.weight"] = mix.astype(np.float32)
-    for name in ("enorm", "hnorm", "shared_head_norm"):
-        tensors[f"{new}nextn.{name}.weight"] = (1.0 + 0.2 * rng.standard_normal(width)).astype(np.float32)
-    return written(path, source, tensors, block_count=model.layers + 1, nextn_predict_layers=1)
+    block = {name.removeprefix(f"blk.{like}."): t for name, t in tensors.items() if name.startswith(f"blk.{like}.")}
+    if hyper.family.mixer == "single":  # a block of such a model has one part, but one that guesses both
+        fed = f"blk.{max(i for i, b in enumerate(hyper.blocks) if not b.mixers)}."
+        parts = {name.removeprefix(fed): array for name, array in tensors.items() if name.startswith(fed)}
+        block |= {name.replace("attn_norm", "post_attention_norm"): array for name, array in parts.items()}
+    if model.architecture == "glm5-next":  # its files give such a block no streams
+        block = {name: array for name, array in block.items() if not name.startswith("hc_")}
+
+    def norm(*shape: int) -> Array:
+        return (1.0 + 0.2 * rng.standard_normal(shape)).astype(np.float32)
+
+    for new in (f"blk.{first + k}." for k in range(count)):
+        tensors |= {new + name: array for name, array in block.items()}
+        mix = np.concatenate([pull * np.eye(width), np.zeros((width, width))], axis=1)
+        mix += rng.standard_normal(mix.shape) / np.sqrt(2 * width)
+        tensors[f"{new}nextn.eh_proj.weight"] = mix.astype(np.float32)
+        tensors[f"{new}nextn.enorm.weight"] = norm(width)
+        tensors[f"{new}nextn.hnorm.weight"] = norm(*[hyper.streams.count] * gated, width)
+        if gated:
+            heads = {name: array for name, array in tensors.items() if name.startswith("output_hc_")}
+            tensors |= {f"{new}nextn.{n.removeprefix('output_').replace('hc', 'hc_head')}": a for n, a in heads.items()}
+        else:
+            tensors[f"{new}nextn.shared_head_norm.weight"] = norm(width)
+    return written(path, source, tensors, like, block_count=first + count, nextn_predict_layers=count)
 
 
-def written(path: Path, source: str | Path, tensors: Tensors, **keys: int) -> Model:
-    """A fixture, or the model of another file, with these tensors and counts in its metadata, written and opened."""
+def written(path: Path, source: str | Path, tensors: Tensors, like: int = -1, **keys: int) -> Model:
+    """A fixture, or the model of another file, with these tensors and counts in its metadata, written and opened; what
+    the metadata say of each block they say of new ones as of the one they are `like`."""
     fields = GGUFReader(path_of(source) if isinstance(source, str) else source).fields
     architecture = str(fields["general.architecture"].contents())
     writer = GGUFWriter(path, architecture)
@@ -54,8 +74,8 @@ def written(path: Path, source: str | Path, tensors: Tensors, **keys: int) -> Mo
             continue  # an empty list, which the writer cannot write
         if not key.startswith("GGUF.") and key != "general.architecture" and key not in names:
             value = field.contents()
-            if isinstance(value, list) and len(value) == blocks:  # a value for each block: the last for new ones
-                value += value[-1:] * (keys.get("block_count", blocks) - blocks)
+            if isinstance(value, list) and len(value) == blocks:  # a value for each block
+                value += [value[like]] * (keys.get("block_count", blocks) - blocks)
             writer.add_key_value(key, value, kind, inner[0] if kind is GGUFValueType.ARRAY else None)
     for tensor, array in tensors.items():
         writer.add_tensor(tensor, array)
