@@ -167,7 +167,7 @@ def test_devices_that_reach_each_other_already_still_do(cupy):
 def test_nobody_watches_a_stream_in_which_no_library_waits(cupy, monkeypatch):
     monkeypatch.setattr(Watch, "wait", fails)
     parts = reduced(2, (40,))
-    rig = Rig(cuda.CudaBackend(), parts, timeout=30)
+    rig = Rig(cuda.CudaBackend(), parts)
     assert all(replay._meetings.transport.library is not None for replay in rig.replays)
     same(rig.run(), [[parts[0][0].source + parts[1][0].source]] * 2)
 

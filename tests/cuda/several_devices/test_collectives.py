@@ -31,6 +31,7 @@ from ...given.devices.fake_cupy import fake_cupy
 from ...given.graphs.random_graphs import bindings, seeded_graph
 from ...given.models.goldens import FIXTURES
 from ...given.plans.grouped import everything_that_fits, weights_of
+from ...given.waits import HOUR
 
 pytestmark = needs_compiler
 
@@ -75,38 +76,37 @@ def test_operands_that_are_not_dense_meet_through_the_host_on_all_devices(monkey
 # ---------------------------------------------------------------------------------------------------------- failures
 
 
+@pytest.mark.parametrize("teller", [0, 2])
 @pytest.mark.parametrize("size", [40, 40000])
-def test_a_device_that_never_comes_is_named_by_all_others_in_time(size):
-    rig = Rig(EmulatedBackend(), reduced(3, (size,)), timeout=0.3)
+def test_a_device_that_never_comes_is_named_and_all_others_stop(size, teller):
+    rig = Rig(EmulatedBackend(), reduced(3, (size,)))
     right = rig.run()
-    start = time.monotonic()
-    with pytest.raises(BackendError) as caught:
-        rig.run(absent=(1,))
-    assert time.monotonic() - start < 3
-    assert str(caught.value).endswith("collective 10 on device 0 of 3: device 1 did not arrive within 0.3 s") or str(
-        caught.value
-    ).endswith("collective 10 on device 2 of 3: device 1 did not arrive within 0.3 s")
-    assert {rank for rank, _ in rig.failures} == {0, 2}
+    with pytest.raises(BackendError):
+        rig.run_without(1, teller=teller)
+    said = {rank: str(why) for rank, why in rig.failures}
+    assert said.keys() == {0, 2}
+    assert said[teller].endswith(f"collective 10 on device {teller} of 3: device 1 did not arrive within 0.3 s")
+    assert said[2 - teller].endswith((": another device failed", ": device 1 did not arrive within 3600 s"))
     same(rig.run(), right)
 
 
 def test_a_device_that_does_not_come_to_the_first_run_is_an_error():
-    rig = Rig(EmulatedBackend(), reduced(2, (4,)), timeout=0.2)
+    rig = Rig(EmulatedBackend(), reduced(2, (4,)))
     with pytest.raises(BackendError, match=r"device 1 did not arrive within 0\.2 s"):
-        rig.run(absent=(1,))
+        rig.run_without(1, patience=0.2)
     rig.run()
 
 
 def test_a_sender_that_never_sends_is_named():
-    rig = Rig(EmulatedBackend(), passed_on(2), timeout=0.2)
+    rig = Rig(EmulatedBackend(), passed_on(2))
     right = rig.run()
-    with pytest.raises(BackendError, match=r"collective 0 on device 1 of 2: device 0 did not arrive within 0\.2 s"):
-        rig.run(absent=(0,))
+    with pytest.raises(BackendError, match=r"collective 0 on device 1 of 2: device 0 did not arrive within 0\.3 s"):
+        rig.run_without(0, teller=1)
     same(rig.run(), right)
 
 
-def test_a_device_that_fails_stops_all_others_at_once_and_the_next_run_is_right():
-    rig = Rig(EmulatedBackend(), reduced(4, (5,)), timeout=60)
+def test_a_device_that_fails_stops_all_others_and_the_next_run_is_right():
+    rig = Rig(EmulatedBackend(), reduced(4, (5,)))
     right = rig.run()
 
     def broken(rank):
@@ -114,10 +114,8 @@ def test_a_device_that_fails_stops_all_others_at_once_and_the_next_run_is_right(
             raise RuntimeError("planted")
 
     for _ in range(3):
-        start = time.monotonic()
         with pytest.raises(RuntimeError, match="planted"):
             rig.run(ahead=broken)
-        assert time.monotonic() - start < 5
         others = {str(why).partition(": ")[2] for rank, why in rig.failures if rank != 2}
         assert others == {f"collective 10 on device {rank} of 4: another device failed" for rank in (0, 1, 3)}
         same(rig.run(), right)
@@ -127,20 +125,20 @@ def test_plans_that_do_not_match_are_an_error():
     x = summands(2, (4,))
     parts = [[Part("all_reduce", x[0], (4,))], [Part("all_reduce", x[1], (4,), {"sequence": 11})]]
     with pytest.raises(BackendError, match="the plans of the devices do not match"):
-        Rig(EmulatedBackend(), parts, timeout=1).run()
+        Rig(EmulatedBackend(), parts).run()
 
 
 def test_devices_at_different_collectives_are_an_error():
-    _come_in_different_orders()
+    _come_in_different_orders(HOUR)
 
 
-def _come_in_different_orders():
+def _come_in_different_orders(limit):
     """Both know both collectives."""
     x = summands(2, (4,))
     orders = ((1, 2), (2, 1))
     parts = [[Part("all_reduce", x[d], (4,), {"sequence": s}) for s in orders[d]] for d in range(2)]
     with pytest.raises(BackendError, match=r"is at another one: the plans of the devices do not match|another device"):
-        Rig(EmulatedBackend(), parts, timeout=5).run()
+        Rig(EmulatedBackend(), parts, limit).run()
 
 
 # ------------------------------------------------------------------------------------------------------ whole plans
@@ -286,7 +284,7 @@ PLANTS = {
     ),
     "no wait ends by itself": (
         "if (now - since > (u64)g.patience)",
-        "if (now - since > 8 * (u64)g.patience)",
+        "if (now - since > 100 * (u64)g.patience)",
     ),
     "a device that waits does not look whether another failed": (
         "if (failed) return stop(g, OTHER_FAILED, who), 0;",
@@ -295,28 +293,25 @@ PLANTS = {
 }
 
 
-def _right(parts):
-    """Sums are right whoever comes last, in any order of threads; a device that does not come, or fails, is told in
-    time, and nothing is written then."""
-    rig = Rig(EmulatedBackend(), parts, timeout=0.5)
+def _right(parts, limit=HOUR):
+    """Sums are right whoever comes last, in any order of threads; a device that does not come, or fails, is told, and
+    nothing is written then.  What is not right may hang: no run takes longer than `limit` seconds."""
+    rig = Rig(EmulatedBackend(), parts, limit)
     wanted = [parts[0][k].source + parts[1][k].source + parts[2][k].source for k in range(len(parts[0]))]
     for run in range(9):
         _forget(rig)
         same(rig.run(ahead=lambda rank, run=run: time.sleep(0.05 * (rank == run % 3))), [wanted] * 3)
     _forget(rig)
-    start = time.monotonic()
-    with pytest.raises(BackendError, match="device 2 did not arrive"):
-        rig.run(absent=(2,))
-    assert time.monotonic() - start < 2
+    with pytest.raises(BackendError):
+        rig.run_without(2)
+    assert "device 2 did not arrive within 0.3 s" in str(dict(rig.failures)[0])
     assert all(np.isnan(target).all() for rank in (0, 1) for target in _targets(rig, rank))
     same(rig.run(), [wanted] * 3)
-    _come_in_different_orders()
-    patient = Rig(EmulatedBackend(), parts, timeout=5)
-    patient.run()
-    start = time.monotonic()
+    _come_in_different_orders(limit)
     with pytest.raises(ZeroDivisionError):
-        patient.run(ahead=lambda rank: 1 / (rank - 2))
-    assert time.monotonic() - start < 3
+        rig.run(ahead=lambda rank: 1 / (rank - 2))
+    assert all("another device failed" in str(why) for rank, why in rig.failures if rank != 2)
+    same(rig.run(), [wanted] * 3)
 
 
 def _targets(rig, rank):
@@ -342,4 +337,4 @@ def test_a_fault_that_is_planted_in_a_collective_is_found(name, monkeypatch):
     names = ("all_reduce<float>", "begin_run", "meet_all", "tell_one", "await_one")
     monkeypatch.setattr(collective, "SOURCE", edited(Source("collective.cu", names), *PLANTS[name]))
     with pytest.raises((AssertionError, BackendError, pytest.fail.Exception)):
-        _right(SUMS)
+        _right(SUMS, limit=2)

@@ -101,13 +101,13 @@ def test_a_fault_that_is_planted_in_rounded_sums_is_found(name, monkeypatch):
 
 def test_a_lost_device_leaves_no_result_of_a_rounded_sum(monkeypatch):
     monkeypatch.setattr(meetings, "NARROW_FROM", LEAST)
-    rig = Rig(EmulatedBackend(), reduced(2, (999,)), timeout=0.3, wire=DType.BF16)
+    rig = Rig(EmulatedBackend(), reduced(2, (999,)), wire=DType.BF16)
     right = rig.run()
     targets = [rig.backend.view(rig.buffers[rank][0], rig.tensors[rank][0][1]) for rank in range(2)]
     for target in targets:
         target[...] = np.nan
     with pytest.raises(BackendError, match=r"device 1 did not arrive within 0\.3 s"):
-        rig.run(absent=(1,))
+        rig.run_without(1)
     assert all(np.isnan(target).all() for target in targets)
     same(rig.run(), right)
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from hocket.backends.base import BufferSpec, Instruction, Program, Tensor, contiguous_strides
+from hocket.backends.base import BOARD_RUN, BufferSpec, Instruction, Program, Tensor, contiguous_strides
 from hocket.backends.cupy.emulation.emulated import EmulatedBackend
+from hocket.backends.cupy.kernels.collective import SIGNAL_WORDS, mark_of
 from hocket.backends.cupy.meeting import meetings
 from hocket.backends.cupy.meeting.transport import THROUGH_HOST
 from hocket.graph.dtypes import DType
 from hocket.scheduler.running.comm import Meeting
+
+from ..waits import HOUR, until
 
 DTYPES = {np.dtype(d.storage): d for d in (DType.F32, DType.I8, DType.I16, DType.I32, DType.I64)}
 
@@ -33,14 +38,21 @@ class Part:
     shift: int = 0
 
 
+ARRIVED, APART = 16, 16
+"""Of the words by which others tell a device that they have come: the first, and from one device's to the next one's."""
+
+
 class Rig:
     """`parts[rank]` are what a device does in order; each starts from its own source.  `devices` are those of these
-    numbers, unless given."""
+    numbers, unless given.
 
-    def __init__(self, backend, parts, timeout=5.0, *, wire=DType.F32, devices=None):
-        self.backend, self.parts = backend, parts
+    A run that takes longer than `limit` seconds is ended: only where a fault was planted need that be less than an hour.
+    """
+
+    def __init__(self, backend, parts, limit=HOUR, *, wire=DType.F32, devices=None):
+        self.backend, self.parts, self.limit = backend, parts, limit
         devices = devices or [backend.device(rank) for rank in range(len(parts))]
-        self.meeting = Meeting(len(parts), timeout, devices=devices, wire=wire)
+        self.meeting = Meeting(len(parts), limit, devices=devices, wire=wire)
         self.buffers, self.replays, self.tensors = [], [], []
         for rank, own in enumerate(parts):
             program, tensors = _program(own)
@@ -49,16 +61,51 @@ class Rig:
             self.tensors.append(tensors)
             self.replays.append(backend.compile(program, buffers, devices[rank], self.meeting.member(rank)))
 
-    def run(self, ahead=lambda rank: None, absent=()):
-        """Results of all devices; `ahead` runs before a device begins, which `absent` ones never do.
+    def run(self, ahead=lambda rank: None):
+        """Results of all devices; `ahead` runs before a device begins.  Raises what went wrong first."""
+        return self._run(range(len(self.parts)), ahead)
 
-        Raises what went wrong first.
-        """
+    def run_without(self, *absent, teller=0, patience=0.3, begin=False, ahead=lambda rank: None):
+        """As `run`, but `absent` devices come to no meeting (`begin`: they run, and `ahead` keeps them from it), and
+        the patience of `teller` ends after so many seconds.  It comes when all others that are there wait, so that it
+        misses none of them, however late they are."""
+        present = [rank for rank in range(len(self.parts)) if rank not in absent]
+        seen = {rank: self._ticket(rank, teller) for rank in present}
+
+        def in_turn(rank):
+            ahead(rank)
+            if rank == teller:
+                others = [other for other in present if other != teller]
+                until(lambda: self.meeting.failure or all(self._has_come(d, teller, seen[d]) for d in others))
+
+        self._be_patient(teller, patience)
+        try:
+            return self._run(range(len(self.parts)) if begin else present, in_turn)
+        finally:
+            self._be_patient(teller, self.limit)
+
+    def _be_patient(self, rank, seconds):
+        """Launches that are recorded know how long they wait."""
+        replay = self.replays[rank]
+        self.meeting.timeout = replay._comm.timeout = seconds
+        group = replay._meetings._group
+        if group is not None and replay._calls:
+            replay._meetings._group = replace(group, timeout=seconds)
+            replay._record()
+
+    def _has_come(self, rank, teller, seen):
+        mark = mark_of(self.meeting.board, rank)
+        return self._ticket(rank, teller) != seen or (mark is not None and mark.run == self.meeting.board[BOARD_RUN])
+
+    def _ticket(self, rank, teller):
+        """What the device wrote last into memory of `teller`; 0 where it writes nothing there."""
+        address = getattr(self.replays[teller]._meetings, "_signals", None)
+        return address and (ctypes.c_int64 * SIGNAL_WORDS).from_address(address)[ARRIVED + APART * rank]
+
+    def _run(self, present, ahead):
         failures = []
 
         def one(rank):
-            if rank in absent:
-                return
             for part, (source, _) in zip(self.parts[rank], self.tensors[rank], strict=True):
                 if part.source is not None:
                     self.backend.view(self.buffers[rank][0], source)[...] = part.source
@@ -69,8 +116,11 @@ class Rig:
                 failures.append((rank, why))
                 self.meeting.abort(str(why))
 
+        end = threading.Timer(self.limit, self.meeting.abort, ["this run takes too long"])
+        end.start()
         with ThreadPoolExecutor(len(self.parts)) as pool:
-            list(pool.map(one, range(len(self.parts))))
+            list(pool.map(one, present))
+        end.cancel()
         self.meeting.clear()
         self.failures = failures
         if failures:

@@ -22,6 +22,8 @@ import numpy as np
 from hocket.backends.cupy.device.driver import Kernel, Launch
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver
 
+from ..waits import HOUR
+
 GARBAGE = 0xA5
 
 
@@ -178,7 +180,7 @@ class Stream:
     def synchronize(self):
         assert not self.is_capturing
         with self.changed:
-            assert self.changed.wait_for(lambda: not self.is_busy, 60), "the stream does not end"
+            assert self.changed.wait_for(lambda: not self.is_busy, HOUR), "the stream does not end"
             self._check()
 
     def _check(self):
@@ -223,7 +225,7 @@ class Event:
         stream.put(pass_it)
 
     def synchronize(self):
-        assert self.passed.wait(60)
+        assert self.passed.wait(HOUR)
 
 
 def elapsed(start, end):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 from collections import defaultdict, deque
 from itertools import count
 
@@ -18,6 +17,7 @@ import numpy as np
 from hocket.backends.cupy import cuda
 from hocket.backends.cupy.table import SOURCES
 
+from ..waits import until
 from .fake_cupy import Stream, fake_cupy
 
 TYPES = {0: np.int8, 2: np.int32, 4: np.int64, 7: np.float32, 9: np.uint16}
@@ -121,10 +121,7 @@ class Communicator:
         with self.world.changed:
             self.is_over = True
             self.world.changed.notify_all()
-        until = time.monotonic() + 30
-        while self.graphs and time.monotonic() < until:
-            time.sleep(0.001)
-        assert not self.graphs
+        until(lambda: not self.graphs)
 
     def __del__(self):
         if self.graphs:

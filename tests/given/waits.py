@@ -1,0 +1,15 @@
+"""How long tests wait: nothing that is right may fail because a thread of it had no processor for a while."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+HOUR = 3600.0
+"""Seconds.  What takes as long hangs: pytest ends it then, and shows where (``faulthandler_timeout``)."""
+
+
+def until(holds: Callable[[], object]) -> None:
+    """Wait until that holds."""
+    while not holds():
+        time.sleep(0.005)
