@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -26,6 +25,7 @@ from hocket.graph.dtypes import DType
 from hocket.ops.quants import dequantise
 
 from ..given.random_rows import random_rows
+from ..given.waits import until
 
 RNG = np.random.default_rng(5)
 
@@ -175,19 +175,19 @@ def test_an_id_that_is_no_row_stops_all_threads_with_an_error():
 
 
 def test_threads_of_a_device_end_with_it():
-    def helpers() -> int:
-        gc.collect()
-        time.sleep(0.05)
-        return sum(t.name in ("hocket.1", "hocket.2") for t in threading.enumerate())
+    def helpers() -> set[threading.Thread]:
+        return {t for t in threading.enumerate() if t.name in ("hocket.1", "hocket.2")} - others
 
     graph = hocket.Graph({"y": ops.mul_mat(hocket.weight("w", (512, 512), DType.Q8_0), hocket.input("x", (3, 512)))})
-    before, backend = helpers(), CpuBackend(3)
+    others: set[threading.Thread] = set()
+    others, backend = helpers(), CpuBackend(3)
     run = hocket.load(hocket.scheduler.plan_for(graph, [(backend, backend.device(0))]), weights_of(graph))
-    assert helpers() == before, "nothing has run yet"
+    assert not helpers(), "nothing has run yet"
     run.run({"x": np.ones((3, 512))})
-    assert helpers() == before + 2
+    assert len(helpers()) == 2
     del run, backend
-    assert helpers() == before
+    gc.collect()
+    until(lambda: not helpers())
 
 
 # ------------------------------------------------------------------------------------------------ stored kernels
@@ -213,7 +213,7 @@ def start(folder) -> subprocess.Popen:
 
 def finish(process: subprocess.Popen) -> tuple[str, bool]:
     """The codes it printed, and whether it had to compile."""
-    out = process.communicate(timeout=120)[0]
+    out = process.communicate()[0]
     assert process.returncode == 0
     codes, _, compiled = out.strip().rpartition(" ")
     return codes, compiled == "True"
@@ -278,7 +278,7 @@ def test_a_processor_without_wide_vectors_computes_the_same(op: str):
     """All packed types, and plain vector code, in what LLVM makes of it for 256 bits and no dot products of bytes."""
     surroundings = {**os.environ, "HOCKET_WITHOUT": "avx512,avxvnni"}
     command = [sys.executable, "-m", "hocket", "check", "--backend", "cpu", "--op", op]
-    done = subprocess.run(command, env=surroundings, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=surroundings, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 pass" not in done.stdout
 
@@ -325,7 +325,7 @@ MACHINES = {"avx512-vnni-bf16": 62, "x86-64-v3": 62, "aarch64": 183}
 @pytest.mark.parametrize("target", MACHINES)
 def test_kernels_are_compiled_for_other_processors(target: str, tmp_path):
     environment = {**os.environ, "HOCKET_TARGET": target}
-    subprocess.run([sys.executable, "-c", SHIPS, str(tmp_path)], env=environment, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", SHIPS, str(tmp_path)], env=environment, check=True)
     (file,) = (tmp_path / target).iterdir()
     code = recalled(file)
     assert code is not None

@@ -72,5 +72,5 @@ def test_a_quantised_model_takes_at_most_a_quarter_more_memory_than_its_file(tmp
     write_llama(small, 64)
     write_llama(large, INNER)
     command = [sys.executable, "-c", SCRIPT, str(small), str(large)]
-    ratio = float(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout)
+    ratio = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert 0.9 < ratio <= MOST

@@ -28,7 +28,7 @@ ROOT = str(Path(hocket.__file__).parent)
 HERE = str(Path(__file__).parent)
 SECONDS = 5.0
 """Processor time that one input may take."""
-STUCK = 60.0
+STUCK = 3600.0
 """Seconds after which the process ends itself: code that is not Python does not hear the alarm."""
 LARGEST = 1 << 19
 """Bytes of an input; what grows past that is not tried."""

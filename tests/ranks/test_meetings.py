@@ -17,11 +17,12 @@ from ..given.ranks import meetings
 from ..given.ranks.meetings import CASES, member
 from ..given.ranks.mpi import mpiexec, needs_mpi
 from ..given.ranks.thread_link import in_threads
+from ..given.waits import HOUR
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_devices_of_one_process_meet(case):
-    meeting = Meeting(3, 20.0)
+    meeting = Meeting(3, HOUR)
     with ThreadPoolExecutor(3) as threads:
         for one in [threads.submit(case, meeting.member(rank)) for rank in range(3)]:
             one.result()

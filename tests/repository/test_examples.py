@@ -18,7 +18,7 @@ EXAMPLES = ROOT / "examples"
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.name)
 def test_an_example_runs(path):
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout
 

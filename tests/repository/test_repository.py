@@ -297,3 +297,51 @@ def test_attributes_of_public_classes_say_their_types():
 
 def _is_ours(kind: type) -> bool:
     return kind.__module__.startswith("hocket.") and not issubclass(kind, Enum)
+
+
+# ----------------------------------------------------------------------------------------------------------- clocks
+
+CLOCKS = {"time", "monotonic", "perf_counter", "process_time", "thread_time"}
+CLOCKS |= {f"{name}_ns" for name in CLOCKS}
+
+
+def reads_clock(node: ast.AST, known: set[str]) -> bool:
+    """Whether an expression asks a clock, or has a name of what did."""
+    for part in ast.walk(node):
+        match part:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="time"), attr=name) | ast.Name(id=name)) if (
+                name in CLOCKS
+            ):
+                return True
+            case ast.Name(id=name) if name in known:
+                return True
+    return False
+
+
+def timed_asserts(text: str) -> list[int]:
+    """The lines of assertions about seconds: a clock is asked in them, or for a name in them."""
+    lines = []
+    for function in ast.walk(ast.parse(text)):
+        if isinstance(function, ast.FunctionDef):
+            known: set[str] = set()
+            for node in ast.walk(function):  # breadth first: in the order of lines, but for blocks
+                if isinstance(node, ast.Assign) and reads_clock(node.value, known):
+                    known |= {n.id for n in ast.walk(ast.Tuple(node.targets)) if isinstance(n, ast.Name)}
+            lines += [n.lineno for n in ast.walk(function) if isinstance(n, ast.Assert) and reads_clock(n.test, known)]
+    return lines
+
+
+@pytest.mark.parametrize(
+    "line", ["assert time.monotonic() - start < 5", "spent = perf_counter()\n    assert spent < 5"]
+)
+def test_an_assertion_about_seconds_is_seen(line):
+    assert timed_asserts(f"def test():\n    {line}\n")
+    assert not timed_asserts("def test():\n    while time.time() < 5:\n        assert calls < 5\n")
+
+
+def test_no_test_asserts_how_many_seconds_something_takes():
+    """They depend on the host: count calls (``given/calls.py``), or measure in ``benchmarks``."""
+    tests = {
+        name: text for name, text in text_files() if name.startswith(("tests/", "conformance/")) and name[-3:] == ".py"
+    }
+    assert not {name: lines for name, text in tests.items() for lines in [timed_asserts(text)] if lines}

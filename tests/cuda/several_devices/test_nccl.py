@@ -115,13 +115,16 @@ def test_all_programs_of_a_group_share_one_communicator(joined):
 
 # ---------------------------------------------------------------------------------------------------------- failures
 
+
 @pytest.mark.parametrize("teller", [0, 2])
 @pytest.mark.parametrize("links", ["joined", "both"])
 def test_a_device_that_never_comes_is_named_and_the_group_is_lost(links, teller, request):
     backend, nccl = request.getfixturevalue(links)
     rig = Rig(backend, reduced(3, (400,)))
     rig.run()
-    late = rf"collective 10 on device {teller} of 3: device 1 did not arrive within 0\.3 s; load the model anew to go on$"
+    late = (
+        rf"collective 10 on device {teller} of 3: device 1 did not arrive within 0\.3 s; load the model anew to go on$"
+    )
     with pytest.raises(BackendError, match=late) as caught:
         rig.run_without(1, teller=teller)
     assert "\n" not in str(caught.value)

@@ -38,7 +38,7 @@ def main_ids(capsys: Capture, text: str) -> list[int]:
 
 def hocket_process(*args: str, **options: Any) -> subprocess.CompletedProcess[bytes]:
     """The command in a process of its own."""
-    return subprocess.run([sys.executable, "-m", "hocket", *args], capture_output=True, timeout=60, **options)
+    return subprocess.run([sys.executable, "-m", "hocket", *args], capture_output=True, **options)
 
 
 # ---------------------------------------------------------------------------------------------------------- run
@@ -368,7 +368,7 @@ def test_a_reader_that_stops_reading_ends_the_command_quietly() -> None:
         process.stdout.read(1)
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait(60) == 0
+        assert process.wait() == 0
 
 
 def test_text_is_utf_8_whatever_the_locale_says(tmp_path: Path) -> None:

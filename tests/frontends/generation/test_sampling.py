@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 
@@ -149,10 +150,12 @@ def test_generation_ends_at_the_limit_and_before_a_stop_token(session: Session) 
     assert list(generate(session, [100, 200], limit=0, sampling=GREEDY)) == []
 
 
-def test_timing_counts_the_tokens_that_were_run(session: Session) -> None:
-    timing, start, planned = Timing(), time.perf_counter(), session.planning
+def test_timing_counts_the_tokens_that_were_run(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))
+    timing, start, planned = Timing(), next(ticks), session.planning
     list(generate(session, [100, 200, 300], limit=5, sampling=GREEDY, timing=timing))
-    spent = time.perf_counter() - start
+    spent = next(ticks) - start
     # The fifth new token comes from the logits of the fourth, and is not run itself.
     assert (timing.prompt_tokens, timing.new_tokens) == (3, 4)
     assert timing.prefill > 0 < timing.decode

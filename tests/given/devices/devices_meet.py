@@ -39,14 +39,14 @@ class Part:
 
 
 ARRIVED, APART = 16, 16
-"""Of the words by which others tell a device that they have come: the first, and from one device's to the next one's."""
+"""Of the words by which others tell a device that they have come: the first, and how far they lie apart."""
 
 
 class Rig:
     """`parts[rank]` are what a device does in order; each starts from its own source.  `devices` are those of these
     numbers, unless given.
 
-    A run that takes longer than `limit` seconds is ended: only where a fault was planted need that be less than an hour.
+    A run that takes longer than `limit` seconds is ended: where a fault was planted, that may be less than an hour.
     """
 
     def __init__(self, backend, parts, limit=HOUR, *, wire=DType.F32, devices=None):

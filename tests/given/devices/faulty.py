@@ -18,6 +18,7 @@ from hocket.graph import Spec
 from hocket.scheduler import Executor, Store, plan_for
 
 from ..models.goldens import path_of, tokens_of
+from ..waits import HOUR
 
 
 class PlantedError(Exception):
@@ -96,7 +97,7 @@ def _made_up(state: Any, rng: np.random.Generator) -> Any:
 
 
 def bench(backend: Any, made: Any, store: Store, feed: dict[str, Any], rng: np.random.Generator) -> Bench:
-    run = Executor(made, store, timeout=20)
+    run = Executor(made, store, timeout=HOUR)
     made_up = {v.node.name: _made_up(v, rng) for v in made.graph.states}
     broken = Bench(backend, run, feed, made_up)
     broken.reset()

@@ -20,6 +20,7 @@ from hocket.scheduler import Executor, Plan, Store
 
 from ..devices.faulty import FaultyReference, _Faulty
 from ..graphs.random_graphs import bindings
+from ..waits import HOUR
 from .grouped import raw
 
 NAN = 0xFF
@@ -126,7 +127,7 @@ def _executor(plan: Plan, truth: Truth) -> Executor:
     for v in truth.graph.weights:
         name = v.node.name
         store.bind(name, raw(truth.values[name], v.dtype), v.spec, plan.leaves[name])
-    return Executor(plan, store, timeout=5)
+    return Executor(plan, store, timeout=HOUR)
 
 
 def _poison(run: Executor) -> None:

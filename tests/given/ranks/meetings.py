@@ -105,7 +105,7 @@ def member(world, each=1):
     """The first of `each` devices of this rank."""
     ranks = [rank for rank in range(world.size) for _ in range(each)]
     devices = [Device("numpy", i, rank=rank) for i, rank in enumerate(ranks)]
-    return WideMeeting(Between(world, ranks), devices, 20.0, DType.F32).member(each * world.rank)
+    return WideMeeting(Between(world, ranks), devices, 3600.0, DType.F32).member(each * world.rank)
 
 
 def main():

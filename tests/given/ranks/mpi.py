@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from ..waits import HOUR
+
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 needs_mpi = pytest.mark.skipif(
     not (MPIEXEC.exists() and find_spec("mpi4py")), reason="mpi4py and mpich are missing; pip install 'hocket[mpi]'"
 )
-LIMIT = 120
-"""Seconds; a busy machine takes several times as long as a quiet one."""
 
 
 @dataclass(frozen=True)
@@ -25,16 +24,14 @@ class Ended:
     out: str
     lines: list[str]
     """What hocket said on stderr."""
-    seconds: float
 
 
 def mpiexec(ranks, *words):
     """Run ``python WORDS`` in so many processes, which reach each other through this machine only."""
     command = [str(MPIEXEC), "-iface", "lo", "-n", str(ranks), sys.executable, *map(str, words)]
-    start = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, stdin=subprocess.DEVNULL, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HOUR, stdin=subprocess.DEVNULL, check=False)
     lines = [line for line in done.stderr.splitlines() if line.startswith("hocket: ")]
-    return Ended(done.returncode, done.stdout, lines, time.monotonic() - start)
+    return Ended(done.returncode, done.stdout, lines)
 
 
 def left_behind(word):

@@ -51,4 +51,4 @@ def in_threads(size, run, *, hosts=1):
             raise
 
     with ThreadPoolExecutor(size) as threads:
-        return [one.result(60) for one in [threads.submit(one, rank) for rank in range(size)]]
+        return [one.result() for one in [threads.submit(one, rank) for rank in range(size)]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import signal
 import threading
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -28,6 +27,7 @@ from ...given.devices.faulty import Bench, FaultyCpu, FaultyReference, bench, mo
 from ...given.graphs.random_graphs import bindings, seeded_graph
 from ...given.models.goldens import path_of, tokens_of
 from ...given.plans.grouped import everything_that_fits, weights_of
+from ...given.waits import HOUR, until
 
 
 def fail_everywhere(made: Bench) -> int:
@@ -196,20 +196,17 @@ def test_a_kernel_that_fails_says_its_node_its_device_and_how_many_steps_had_fin
     assert run.run({"ids": [1, 2]})["y"].shape == (2, 4)
 
 
-def stalling(what, timeout: float) -> Bench:
-    """A model on two devices, the second of which does `what` instead of its first instruction."""
+def stalling(what, patience: float) -> Bench:
+    """A model on two devices, the second of which does `what` before its first instruction."""
     made = model_bench("llama", 2, "tensor", 1)
-    made.run = Executor(made.run.plan, made.run.store, timeout=timeout)
+    made.run = Executor(made.run.plan, made.run.store, timeout=patience)
     made.backend.plan_fault(made.run.plan.lanes[1].device, 0, late=False, what=what)
     return made
 
 
 def test_a_device_that_does_not_arrive_is_named_with_the_collective_and_the_step_is_taken_back():
-    def until_the_other_gives_up() -> None:
-        while not made.run._meeting.failure:
-            time.sleep(0.01)
-
-    made = stalling(until_the_other_gives_up, timeout=0.2)
+    made = stalling(lambda: until(lambda: made.run._meeting.failure), patience=0.2)
+    made.run._timeout = HOUR  # in which the device that came too late has to stop
     before = made.held()
     why = r"on cpu:0: collective 0 on device 0 of 2: device 1 did not arrive within 0\.2 s$"
     with pytest.raises(StepError, match=why):
@@ -223,7 +220,7 @@ def test_a_device_that_does_not_arrive_is_named_with_the_collective_and_the_step
 
 def test_a_device_that_never_stops_is_an_error_and_not_a_hang():
     gate = threading.Event()
-    made = stalling(gate.wait, timeout=0.1)
+    made = stalling(gate.wait, patience=0.1)
     try:
         with pytest.raises(BackendError, match=r"device 1 did not arrive.*; and cpu:1 does not stop: states are lost"):
             made.run.run(made.feed)

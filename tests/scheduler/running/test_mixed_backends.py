@@ -22,6 +22,7 @@ from ...given.graphs.random_graphs import seeded_graph
 from ...given.models.goldens import nmse, path_of, tokens_of
 from ...given.plans.faults import SLOW, decoder
 from ...given.plans.grouped import devices, equal_to_one
+from ...given.waits import HOUR
 
 MODES = ("none", "layer", "tensor", "auto")
 
@@ -110,7 +111,7 @@ def test_backends_that_keep_other_dtypes_agree_in_every_collective():
     rng, dtypes = np.random.default_rng(0), (np.float32, np.float64, np.float32)
     sources = [rng.standard_normal((4, 6)).astype(d) for d in dtypes]
     want = (sources[0] + sources[1].astype(np.float32)) + sources[2]
-    meeting = Meeting(3, timeout=5)
+    meeting = Meeting(3, HOUR)
 
     def reduce(rank):
         into = np.empty((4, 6), dtypes[rank])

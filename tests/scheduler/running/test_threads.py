@@ -23,6 +23,7 @@ from hocket.scheduler.running.turns import Turn
 
 from ...given import threads
 from ...given.models.goldens import FIXTURES, open_model
+from ...given.waits import until
 
 STARTS = 8
 
@@ -42,7 +43,7 @@ def at_once(work: Callable[[int], object]) -> list[object]:
 def test_threads_that_plan_load_and_run_crash_nothing_and_get_right_numbers():
     """Run ``python tests/given/threads.py`` for the long version."""
     command = [sys.executable, threads.__file__, "--threads", "4", "--seconds", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert not done.returncode, done.stdout + done.stderr
 
 
@@ -115,15 +116,19 @@ def test_an_interrupt_ends_waiting_for_a_turn_and_leaves_it_to_others():
     def hold() -> None:
         with Turn([second]):
             busy.set()
-            free.wait(30)
+            free.wait()
+
+    def interrupt(waiting: int) -> None:
+        until(lambda: sys._current_frames()[waiting].f_code is Turn.__enter__.__code__)
+        os.kill(os.getpid(), signal.SIGINT)
 
     holder = threading.Thread(target=hold)
     holder.start()
-    busy.wait(30)
-    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    busy.wait()
+    threading.Thread(target=interrupt, args=(threading.get_ident(),)).start()
     with pytest.raises(KeyboardInterrupt), Turn([first, second]):
         pass
     with ThreadPoolExecutor(1) as pool:  # nothing is held of what was waited for
-        assert pool.submit(lambda: Turn([first]).__enter__()).exception(timeout=10) is None
+        assert pool.submit(lambda: Turn([first]).__enter__()).exception() is None
     free.set()
     holder.join()

@@ -27,6 +27,7 @@ from hocket.scheduler.sharding.shares import Shares, joined, runs_of
 from ...given.graphs.random_graphs import bindings, seeded_graph
 from ...given.models.goldens import DENSE, FIXTURES, INDEX, alone, nmse, path_of, tokens_of
 from ...given.plans.grouped import devices, everything_that_fits, raw
+from ...given.waits import HOUR
 
 # ---------------------------------------------------------------------------------------------------------- models
 
@@ -207,7 +208,7 @@ def meet(attrs: list[dict], op: str, sources: list[np.ndarray], shapes: list[tup
     from hocket.backends.calls import Call
     from hocket.backends.numpy.table import kernel
 
-    meeting = Meeting(len(sources), timeout=5)
+    meeting = Meeting(len(sources), HOUR)
     outs = [np.full(shape, np.nan) for shape in shapes]
 
     def run(rank: int) -> None:
