@@ -7,29 +7,9 @@ Build a graph from leaves (`input`, `weight`, `state`, `constant`) and ops (`hoc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import ops as ops
-from .graph import BackendError as BackendError
-from .graph import DType as DType
-from .graph import Graph as Graph
-from .graph import GraphError as GraphError
-from .graph import HocketError as HocketError
-from .graph import Node as Node
-from .graph import PlanError as PlanError
-from .graph import Spec as Spec
-from .graph import Value as Value
-from .graph import constant as constant
-from .graph import from_json as from_json
-from .graph import input as input
-from .graph import state as state
-from .graph import to_json as to_json
-from .graph import to_networkx as to_networkx
-from .graph import weight as weight
-from .ops import register as register
-from .ops import verify as verify
-from .ops.text import dump as dump
-from .ops.text import parse as parse
-
 if TYPE_CHECKING:
+    from . import graph as graph
+    from . import ops as ops
     from . import scheduler as scheduler
     from .frontends.errors import ModelError as ModelError
     from .frontends.generation.options import Options as Options
@@ -38,6 +18,26 @@ if TYPE_CHECKING:
     from .frontends.language_model import Token as Token
     from .frontends.onnx.model import from_onnx as from_onnx
     from .frontends.torch.exported import from_torch as from_torch
+    from .graph import BackendError as BackendError
+    from .graph import DType as DType
+    from .graph import Graph as Graph
+    from .graph import GraphError as GraphError
+    from .graph import HocketError as HocketError
+    from .graph import Node as Node
+    from .graph import PlanError as PlanError
+    from .graph import Spec as Spec
+    from .graph import Value as Value
+    from .graph import constant as constant
+    from .graph import from_json as from_json
+    from .graph import input as input
+    from .graph import state as state
+    from .graph import to_json as to_json
+    from .graph import to_networkx as to_networkx
+    from .graph import weight as weight
+    from .ops import register as register
+    from .ops import verify as verify
+    from .ops.text import dump as dump
+    from .ops.text import parse as parse
     from .scheduler import Executor as Executor
     from .scheduler import Plan as Plan
     from .scheduler import Store as Store
@@ -50,17 +50,25 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 LATER = {
+    **dict.fromkeys(("BackendError", "GraphError", "HocketError", "PlanError"), ".graph"),
+    **dict.fromkeys(("DType", "Graph", "Node", "Spec", "Value", "constant", "input", "state", "weight"), ".graph"),
+    **dict.fromkeys(("from_json", "to_json", "to_networkx"), ".graph"),
+    **dict.fromkeys(("register", "verify"), ".ops"),
+    **dict.fromkeys(("dump", "parse"), ".ops.text"),
     **dict.fromkeys(("Executor", "Plan", "Store", "Trace", "load", "plan", "run"), ".scheduler"),
     **dict.fromkeys(("Model", "Token"), ".frontends.language_model"),
     "Options": ".frontends.generation.options",
     "ModelError": ".frontends.errors",
     "Sampling": ".frontends.generation.sampling",
-    "scheduler": ".scheduler",
     "to_dot": ".view.dot",
     "from_onnx": ".frontends.onnx.model",
     "from_torch": ".frontends.torch.exported",
+    "graph": ".graph",
+    "ops": ".ops",
+    "scheduler": ".scheduler",
 }
-"""Names that are imported when they are first used, and from where: most of the package."""
+"""Names that are imported when they are first used, and from where: a command imports what it needs alone, and nothing
+before it has said how."""
 
 
 def __getattr__(name: str) -> Any:
@@ -69,7 +77,8 @@ def __getattr__(name: str) -> Any:
 
         raise AttributeError(f"module 'hocket' has no attribute {name!r}{near(name, __dir__())}")
     module = import_module(LATER[name], __name__)
-    return module if LATER[name] == f".{name}" else getattr(module, name)
+    value = globals()[name] = module if LATER[name] == f".{name}" else getattr(module, name)
+    return value
 
 
 def __dir__() -> list[str]:

@@ -6,7 +6,6 @@ Nothing is coloured, so ``NO_COLOR`` has nothing to turn off.
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -28,15 +27,11 @@ SHARING = (
     "Commands that run or plan a model take --devices, --split-mode, --tensor-split and --place REGEX=DEVICE (what has "
     "such a name, or reads a weight or state of such a name, runs on that device); see hocket COMMAND --help."
 )
-OBJECTS = 100_000
-"""So many more have to be there before Python looks for those that only each other hold."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; usage errors exit."""
     words = sys.argv[1:] if argv is None else list(argv)
-    if argv is None:  # the process is ours, and what it makes stays: to look through that took a tenth of the start
-        gc.set_threshold(OBJECTS)
     if launch := launched():
         return run_rank(launch, partial(_run, words), _said, version=__version__, debug="--debug" in words)
     try:
