@@ -6,7 +6,7 @@ Whoever imports hocket, or calls `hocket.cli.main`, keeps a process of their own
 import gc
 import os
 
-OBJECTS = 100_000
+OBJECTS = 1_000_000
 """So many more have to be there before Python looks for those that only each other hold."""
 IDLE = "20"
 """Threads of a matrix product look 2**20 cycles, half a millisecond, for the next one before they sleep.  They begin

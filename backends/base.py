@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
@@ -17,6 +17,7 @@ from ..graph.attrs import Attrs
 from ..graph.dtypes import DType
 from ..graph.errors import BackendError, HocketError, StepError
 from ..graph.node import Node
+from ..graph.records import dataclass
 from ..graph.spec import Spec
 from .once import once
 

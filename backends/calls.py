@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ..graph.attrs import Attrs
 from ..graph.node import Node
+from ..graph.records import dataclass
 from ..ops import Op
 from .base import Array, Comm, Device, Program, Timed, run_calls
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 
 from ..graph.attrs import Attrs
 from ..graph.dtypes import DType
 from ..graph.errors import BackendError
+from ..graph.records import dataclass
 from ..graph.spec import Spec
 from .base import Tensor, contiguous_strides
 

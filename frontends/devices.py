@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from types import MappingProxyType
 
 from ..backends.base import THREADS, Backend, Device, find, threads_for
 from ..graph.arguments import BOOL, TEXT, Kind, demand, list_of, pair_of, real
 from ..graph.dtypes import DType
+from ..graph.records import dataclass
 from ..ranks import ALONE, World
 from .errors import ModelError
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from ..graph.records import dataclass
 from .errors import ModelError
 from .models import SNAPSHOTS, WINDOWS
 from .session import Session

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from ..graph.arguments import ANY, BOOL, CALLABLE, NONE, TEXT, Kind, a, demand, 
 from ..graph.arrays import numbers
 from ..graph.graph import Graph
 from ..graph.node import Node, Value
+from ..graph.records import dataclass
 from ..graph.rewrite import rewrite
 from ..graph.spec import Spec
 from ..ranks import ALONE, World

@@ -7,12 +7,12 @@ so that one plan per `Step` serves every batch that fits into it; sequences that
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from ..graph.arguments import shown
+from ..graph.records import dataclass
 from .errors import ModelError
 
 LARGEST_ROW = 2**31 - 1

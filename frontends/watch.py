@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 from ..backends.base import Array
 from ..graph.arguments import CALLABLE, TEXT, demand
+from ..graph.records import dataclass
 from ..scheduler import Statistics
 from ..scheduler.units import columns
 from .errors import ModelError

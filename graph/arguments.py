@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
 from .errors import HocketError
+from .records import dataclass
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import count
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from .arguments import TEXT, Kind, a, made_of, needs, table_of
 from .attrs import Attrs, word
 from .errors import GraphError
 from .node import LEAVES, Node, Value, line, ref
+from .records import dataclass
 
 if TYPE_CHECKING:
     from ..view import Page

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import EllipsisType, MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
@@ -15,6 +14,7 @@ from .arrays import numbers
 from .attrs import NO_ATTRS, Attrs, attr_text, quote, word
 from .dtypes import BY_TEXT, DType, DTypeLike
 from .errors import GraphError
+from .records import dataclass
 from .spec import Spec, make_spec
 
 Index: TypeAlias = "int | slice | EllipsisType | Value | tuple[int | slice | EllipsisType | None, ...] | None"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from .arguments import made_of, shown
 from .dtypes import DType, DTypeLike, dtype_named
 from .errors import GraphError
+from .records import dataclass
 
 MAX_RANK = 5
 INTEGER = frozenset({int})

@@ -13,9 +13,9 @@ import select
 import signal
 import sys
 import time
-from dataclasses import dataclass
 from typing import NoReturn
 
+from ..graph.records import dataclass
 from .world import GRACE, LINGER, SILENCE
 
 STARTERS = (

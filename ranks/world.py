@@ -12,13 +12,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ..graph.errors import BackendError
+from ..graph.records import dataclass
 from .link import Link, Packet
 
 BEAT = 0.5

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from ..graph.node import Node
+from ..graph.records import dataclass
 from ..ops import op_of
 
 

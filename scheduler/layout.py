@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
+
+from ..graph.records import dataclass
 
 Run: TypeAlias = tuple[int, int]
 """Offset and length along one axis."""

@@ -6,7 +6,6 @@ It imports nobody who makes, proves, runs or tells a plan; `digest`, `explain` a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, get_args
 
@@ -14,6 +13,7 @@ from ..backends.base import Backend, Device
 from ..graph.arguments import BOOL, NONE, TEXT, Kind, a, made_of, needs, table_of, tuple_of, whole
 from ..graph.errors import PlanError
 from ..graph.graph import Graph
+from ..graph.records import dataclass
 from ..ops import REGISTRY
 from ..ops.collective import COLLECTIVES
 from .hardware import CPU, Estimate, Hardware

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from ..backends.base import Instruction, Program
 from ..graph.node import Node, Value
+from ..graph.records import dataclass
 from ..ops import op_of
 from ..ops.collective import LETTERS, int_attr, sequence_of
 from .hardware import Counts, Estimate, Hardware, sent_bytes

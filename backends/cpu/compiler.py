@@ -13,7 +13,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 import llvmlite
 import llvmlite.binding as llvm
 
+from ...graph.records import dataclass
 from ..cache import COMPILED, COMPILING, MISSING, cache_folder, keep, recalled
 from ..once import once
 from . import processor

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
+from ...graph.records import dataclass
 from ..operands import Operand
 from .steps import Steps
 

@@ -10,13 +10,13 @@ import hashlib
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 
 import llvmlite.binding as llvm
 
 from ...graph.errors import BackendError
+from ...graph.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

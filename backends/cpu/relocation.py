@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ...graph.records import dataclass
 from .compiler import ALIGNMENT
 from .replay import tabulated
 from .steps import Owned, Step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import count
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...graph.dtypes import DType
+from ...graph.records import dataclass
 from ..base import Comm, Tensor
 from ..flow import Flow
 from ..operands import Bound, Operand, Region

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from ...graph.records import dataclass
 from .simd.vectors import ADDRESS, FLOAT, Intrinsic, float_word, word
 
 FIELD = re.compile(r"(?P<name>[a-z]\w*)(\[(?P<count>\d+|\*)\])?(?P<float>:f32)?")

@@ -6,11 +6,11 @@ Both are nodes of the graph that read tensors of other files, so the planner dea
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from ...graph import Graph, Value
 from ...graph.arguments import FINITE, NONE, a, list_of, needs, pair_of, whole
+from ...graph.records import dataclass
 from ..errors import ModelError
 from ..gguf import Gguf, Tensor
 from .control import Direction, read_directions

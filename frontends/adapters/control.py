@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from ... import ops
 from ...graph import Value, weight
 from ...graph.dtypes import FLOATS
+from ...graph.records import dataclass
 from ..errors import ModelError
 from ..gguf import Tensor, open_gguf
 

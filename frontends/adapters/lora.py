@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 from ... import ops
 from ...graph import Graph, Node, Value, weight
 from ...graph.dtypes import FLOATS
+from ...graph.records import dataclass
 from ...graph.rewrite import rewrite
 from ..errors import ModelError
 from ..gguf import Gguf, Tensor, open_gguf

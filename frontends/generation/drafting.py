@@ -8,12 +8,12 @@ computed them; so the text is the one that is written without guesses.  Leviatha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from ...graph.records import dataclass
 from ..errors import ModelError
 from ..gguf import Array
 from ..models import Batch, Model

@@ -7,12 +7,12 @@ import math
 import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from ...graph.arguments import ANY, NONE, a, list_of, needs, whole
+from ...graph.records import dataclass
 from ..errors import ModelError
 from ..gguf.tokenizer import Tokenizer, Utf8Stream
 from ..session import Session

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy.typing as npt
 
 from ...backends.cpu.choices import descending, largest
 from ...graph.arguments import FINITE, Kind, demand, list_of, made_of, pair_of, real, whole
+from ...graph.records import dataclass
 from ..errors import ModelError
 
 FEW = 256

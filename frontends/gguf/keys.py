@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from ...graph.records import dataclass
 from ..errors import ModelError
 from .metadata import Array
 from .reader import Gguf

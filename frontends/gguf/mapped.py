@@ -7,12 +7,12 @@ import os
 import stat
 import struct
 from codecs import getincrementaldecoder
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from ...graph.records import dataclass
 from ..errors import ModelError
 
 LENGTH = struct.Struct("<Q")

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from typing import TypeAlias, Union, overload
 
 import numpy as np
 
+from ...graph.records import dataclass
 from .mapped import Cursor, MappedFile, shown
 
 MAX_DEPTH = 4

@@ -8,8 +8,8 @@ llama.cpp's ``llama-vocab.cpp``.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from ...graph.records import dataclass
 from ..errors import ModelError
 
 

@@ -11,7 +11,7 @@ import os
 import re
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar, overload
@@ -19,6 +19,7 @@ from typing import TypeVar, overload
 import numpy as np
 
 from ...graph.arguments import near
+from ...graph.records import dataclass
 from ..errors import ModelError
 from .mapped import Cursor, MappedFile, map_file, shown
 from .metadata import Array, Item, Kind, read_metadata

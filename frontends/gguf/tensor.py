@@ -7,7 +7,6 @@ rows of E values into rows of F values has shape [F, E], and its last axis is th
 from __future__ import annotations
 
 import mmap
-from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...graph.dtypes import BY_GGML, DType
+from ...graph.records import dataclass
 from ...ops.quants import dequantise
 from .mapped import Cursor, MappedFile, shown
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import TypeVar
 
 from ...graph.arguments import BOOL, TEXT, a, needs, shown, whole
+from ...graph.records import dataclass
 from ..errors import ModelError
 from .longest_match import spelled_bytes
 from .merging import KINDS, Merger

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from types import MappingProxyType
 
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...graph import Graph
+from ...graph.records import dataclass
 from ..adapters import NO_ADAPTERS, Adapters
 from ..errors import ModelError
 from ..gguf import Gguf, Tensor

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cached_property, partial, reduce
 
 from ... import ops
 from ...graph import DType, Graph, Value, input, state
+from ...graph.records import dataclass
 from ..step import Ring, Step
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from typing import Protocol
 
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...graph import Value
+from ...graph.records import dataclass
 from ..step import Batch, Ring, Step
 from .family import Family
 from .frame import Frame

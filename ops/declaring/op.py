@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Generic, TypeAlias, TypeVar, overload
@@ -15,6 +15,7 @@ from ...graph.arguments import made_of, near, shown
 from ...graph.attrs import Attr, Attrs, word
 from ...graph.errors import GraphError
 from ...graph.node import Node, Value
+from ...graph.records import dataclass
 from ...graph.spec import Spec, problem
 from .attributes import settled
 from .calling import call_signature, call_text

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import product
 
 from ...graph.arguments import BOOL, FINITE, TEXT, made_of
 from ...graph.errors import GraphError
+from ...graph.records import dataclass
 
 
 @made_of(GraphError, low=FINITE, high=FINITE | TEXT, distinct=BOOL)

@@ -20,13 +20,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 
 from ...graph.attrs import Attrs
 from ...graph.dtypes import BY_TEXT, FLOATS, INTEGERS, QUANTISED, DType
 from ...graph.errors import GraphError
+from ...graph.records import dataclass
 from ...graph.spec import Spec
 
 DTYPE_CLASSES: Mapping[str, tuple[DType, ...]] = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from ...backends.base import ALIGNMENT
+from ...graph.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

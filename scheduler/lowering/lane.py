@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 from ...backends.base import Backend, Called, Device, Foretells, Program
 from ...graph.arguments import Kind, a, list_of, pair_of
 from ...graph.graph import Graph
 from ...graph.node import Node
+from ...graph.records import dataclass
 from ...ops.collective import COLLECTIVES, LETTERS, sequence_of
 from .lower import check_support, lower_with_saves
 

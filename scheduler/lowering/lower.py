@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from ...backends.base import Backend, BufferSpec, Device, Instruction, Program, Tensor
@@ -12,6 +11,7 @@ from ...graph.dtypes import DType
 from ...graph.errors import PlanError
 from ...graph.graph import Graph, names
 from ...graph.node import Node, Value
+from ...graph.records import dataclass
 from ...graph.spec import Spec
 from ...ops import op_of
 from ...ops.elementwise import cont

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 
 from ...graph.graph import Graph, topological_order
 from ...graph.node import Node, Value
+from ...graph.records import dataclass
 from ...ops import cont, op_of
 from ...ops.collective import sequence_of
 from .strides import Strided

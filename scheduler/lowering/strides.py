@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
 from ...backends.base import contiguous_strides
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
+from ...graph.records import dataclass
 from ...graph.rewrite import rewrite
 from ...ops import cont, op_of
 

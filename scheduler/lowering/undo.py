@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from ...backends.base import Backend, Device
 from ...graph.dtypes import FLOATS, DType
 from ...graph.node import Node, Value
+from ...graph.records import dataclass
 from ...ops import broadcast, cont, get_rows, op_of, reshape, set_rows
 from .order import Schedule
 from .strides import Strided, through_view, whole

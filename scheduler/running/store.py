@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from ...graph.dtypes import DType
 from ...graph.errors import PlanError
 from ...graph.graph import Graph
 from ...graph.node import constant_array
+from ...graph.records import dataclass
 from ...graph.spec import Spec
 from ...ops.quants import decoded, encoded
 from ...ranks import ALONE, World

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...backends.base import Timed
 from ...graph.arguments import a, made_of, whole
 from ...graph.errors import PlanError
+from ...graph.records import dataclass
 from ..plan import Plan
 
 if TYPE_CHECKING:

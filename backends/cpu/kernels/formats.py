@@ -10,13 +10,13 @@ scale and bias shared by 16 or 32 columns.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
 import numpy as np
 
 from ....graph.dtypes import DType
+from ....graph.records import dataclass
 from ....ops.quants import E2M1, NONLINEAR
 from ..compiler import Part, part
 from ..simd.tiles import codes_of

@@ -23,12 +23,12 @@ only other rows have work meanwhile.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from llvmlite import ir
 
+from ....graph.records import dataclass
 from . import vectors as simd
 from .vectors import ADDRESS, BYTES, FLOATS, INTS, LANES, NOTHING, Intrinsic, intrinsic, several
 

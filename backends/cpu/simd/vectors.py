@@ -10,11 +10,11 @@ kernels call it with values, ``store(p, v)``, and other operations call its body
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
 
+from ....graph.records import dataclass
 from ..processor import features
 
 ADDRESS, FLOAT, DOUBLE, NOTHING = "address", "f32", "f64", "nothing"

@@ -5,10 +5,9 @@ Vaswani et al., 2017; groups of query heads share a key/value head (Ainslie et a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from .... import ops
 from ....graph import Value
+from ....graph.records import dataclass
 from ...errors import ModelError
 from ...gguf.keys import REMEDY
 from ..family import Family

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from .... import ops
 from ....graph import DType, Value
+from ....graph.records import dataclass
 from ..frame import Frame
 from ..weights import Weights
 

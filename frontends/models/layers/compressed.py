@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from .... import ops
 from ....graph import DType, Value
+from ....graph.records import dataclass
 from ...gguf.keys import Keys
 from ...step import Batch, Step
 from ..frame import CACHED, Frame, Sight

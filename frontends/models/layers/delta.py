@@ -6,10 +6,9 @@ Yang, Kautz and Hatamizadeh, Gated delta networks, 2024; Kimi team, Kimi Linear,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from .... import ops
 from ....graph import Value
+from ....graph.records import dataclass
 from ...gguf.keys import Keys
 from ..family import Family
 from ..frame import RECURRENT, Frame

@@ -6,10 +6,10 @@ DeepSeek-AI, DeepSeek-V2, 2024.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from .... import ops
 from ....graph import Value
+from ....graph.records import dataclass
 from ...gguf.keys import Keys
 from ..family import Family
 from ..frame import CACHED, Frame, Sight, Warmth

@@ -6,11 +6,11 @@ Lightning attention: Qin et al., 2024, in MiniMax-01 (MiniMax, 2025).  Short con
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 
 from .... import ops
 from ....graph import Value
+from ....graph.records import dataclass
 from ...gguf.keys import Keys
 from ..family import Family
 from ..frame import Frame

@@ -6,11 +6,11 @@ States ``conv_state.N`` f32[B, taps-1, channels] and ``ssm_state.N`` f32[B, head
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Self
 
 from .... import ops
 from ....graph import Value
+from ....graph.records import dataclass
 from ...gguf.keys import Keys
 from ..family import Family
 from ..frame import RECURRENT, Frame

@@ -6,10 +6,11 @@ Shazeer et al., The sparsely-gated mixture-of-experts layer, 2017; graph: llama.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from .... import ops
 from ....graph import DType, Value
+from ....graph.records import dataclass
 from ...gguf.keys import Keys
 from ..family import Family
 from ..weights import Weights

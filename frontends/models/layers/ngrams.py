@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from .... import ops
 from ....graph import Value
+from ....graph.records import dataclass
 from ...errors import ModelError
 from ...gguf.keys import MOST, Keys
 from ...step import Batch, Step

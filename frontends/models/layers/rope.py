@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from .... import ops
 from ....graph import Value
+from ....graph.records import dataclass
 from ...gguf.keys import Keys
 from ..frame import Frame
 from ..weights import Weights

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
 from .... import ops
 from ....graph import Value
+from ....graph.records import dataclass
 from ...gguf.keys import Keys
 from ..decoder import Decoder
 from ..family import Family
