@@ -89,7 +89,7 @@ def build_parser(words: Sequence[str]) -> Parser:
         "hocket", description="Run GGUF language models as compiled graphs.", epilog=SHARING, allow_abbrev=False
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
-    commands = parser.add_subparsers(metavar="COMMAND", parser_class=Parser)
+    commands = parser.add_subparsers(metavar="COMMAND", parser_class=Parser, prog=parser.prog)
     asked = _asked(words)
     for name, purpose in COMMANDS.items():
         sub = commands.add_parser(name, help=purpose, description=purpose, allow_abbrev=False)

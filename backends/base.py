@@ -23,8 +23,7 @@ from .once import once
 
 Array: TypeAlias = npt.NDArray[Any]
 ALIGNMENT = 64
-"""Bytes: every buffer, and every value and scratch in the arena, begins at a multiple of a cache line, which is the
-widest vector, too."""
+"""Bytes: every buffer, value and scratch begins at a multiple of a cache line, which is the widest vector, too."""
 BOARD_FAILED, BOARD_RUN = 8, 9
 """Words of a group's board (`Comm.board`)."""
 GROUP = "hocket.backends"

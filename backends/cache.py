@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import time
 from contextlib import suppress
 from functools import cache
@@ -53,6 +52,8 @@ def keep(file: Path, data: bytes) -> None:
 
     It is written beside and renamed, so that any number of processes may do so at once.
     """
+    import tempfile  # 2 ms that a warm start need not pay
+
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as beside:

@@ -52,15 +52,17 @@ class _Later(NamedTuple):
 def _compiled(cls: type, name: str, frozen: bool) -> Any:
     """One method of a dataclass with the fields of `cls`."""
     is_init = name == "__init__"
+    namespace = {"__doc__": name} | ({"__post_init__": None} if hasattr(cls, "__post_init__") else {})
     twin = dataclasses.make_dataclass(
         cls.__name__,
         [(field.name, field.type, _declared(field)) for field in dataclasses.fields(cls)],
-        namespace={"__post_init__": None} if hasattr(cls, "__post_init__") else {},
+        namespace=namespace,  # with a text, as one would be made of the signature
         init=is_init,
         repr=name == "__repr__",
         eq=name == "__eq__",
         unsafe_hash=name == "__hash__",
         frozen=frozen and is_init,  # so that it assigns past what refuses to
+        slots=is_init and "__slots__" in vars(cls),  # so that it assigns defaults that no class holds
     )
     method = vars(twin)[name]
     method.__qualname__, method.__module__ = f"{cls.__qualname__}.{name}", cls.__module__
@@ -73,7 +75,7 @@ def _declared(field: dataclasses.Field[Any]) -> Any:
     return dataclasses.field(**{name: getattr(field, name) for name in names})
 
 
-def _refusing(cls: type) -> tuple[Callable[[object, str, object], None], Callable[[object, str], None]]:
+def _refusing(cls: Any) -> tuple[Callable[[object, str, object], None], Callable[[object, str], None]]:
     """``__setattr__`` and ``__delattr__`` of a frozen class."""
     names = frozenset(field.name for field in dataclasses.fields(cls))
 

@@ -151,6 +151,8 @@ def open_gguf(path: str | os.PathLike[str], *, header_only: bool = False) -> Ggu
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
+    """What the header of one file says; a model may lie in several."""
+
     file: MappedFile
     version: int
     metadata: Mapping[str, Item]

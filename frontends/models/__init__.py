@@ -8,7 +8,6 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping
 from dataclasses import replace
-from difflib import get_close_matches
 from types import MappingProxyType
 
 import numpy as np
@@ -181,6 +180,8 @@ def load_model(gguf: Gguf) -> Model:
     architecture = gguf.require("general.architecture", str)
     family = ARCHITECTURES.get(architecture)
     if family is None:
+        from difflib import get_close_matches  # 2 ms that only strangers pay
+
         near = ", ".join(get_close_matches(architecture, ARCHITECTURES, n=3, cutoff=0.4))
         raise ModelError(
             f"{gguf.path}: architecture {reprlib.repr(architecture)} is unknown; "

@@ -259,11 +259,13 @@ class _Declare:
     @overload
     def __call__(self, reference: Callable[..., Array]) -> Op[Value]: ...
     def __call__(self, reference: Callable[..., Any]) -> Op[Any]:
-        keywords = [p for p in inspect.signature(reference).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        function = inspect.unwrap(reference)
+        code, given = function.__code__, function.__kwdefaults__ or {}  # its whole signature takes ten times as long
+        keywords = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
         name = reference.__name__.rstrip("_")
-        defaults = MappingProxyType({p.name: p.default for p in keywords if p.default is not p.empty})
-        required = tuple(p.name for p in keywords if p.default is p.empty)
-        kinds = {p.name: _annotated(p.annotation) for p in sorted(keywords, key=lambda p: p.default is not p.empty)}
+        defaults = MappingProxyType({keyword: given[keyword] for keyword in keywords if keyword in given})
+        required = tuple(keyword for keyword in keywords if keyword not in given)
+        kinds = {keyword: _annotated(function.__annotations__[keyword]) for keyword in (*required, *defaults)}
         view = self.parts.pop("view")
         as_view = reference if view is True else view or None
         return Op(

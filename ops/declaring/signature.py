@@ -100,6 +100,8 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
+    """The operands and results of an op, and the text that declares them."""
+
     operands: tuple[Operand, ...]
     results: tuple[Operand, ...]
     text: str

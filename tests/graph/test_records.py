@@ -1,0 +1,133 @@
+"""Records are what `dataclasses.dataclass` makes of the same class."""
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable
+from dataclasses import field
+from itertools import product
+from typing import Any
+
+import pytest
+
+from hocket.graph import records
+
+OPTIONS = [
+    {"frozen": frozen, "slots": slots, "eq": eq, "kw_only": kw_only}
+    for frozen, slots, eq, kw_only in product((False, True), repeat=4)
+]
+
+
+def declared(decorator: Callable[..., Any], **options: bool) -> Any:
+    @decorator(**options)
+    class Point:
+        """A place."""
+
+        x: int
+        y: int = 2
+        names: list[str] = field(default_factory=list, compare=False)
+        seen: int = field(default=7, init=False)
+        hidden: str = field(default="h", repr=False)
+
+        def __post_init__(self) -> None:
+            if self.x < 0:
+                raise ValueError(f"x is {self.x}")
+
+    return Point
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    """What a call gives, or how it fails; sizes of hashes differ from run to run, so no more than that there is one."""
+    try:
+        return call()
+    except Exception as why:
+        return type(why).__name__, str(why)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_record_behaves_as_the_dataclass(options):
+    def told(decorator):
+        kind = declared(decorator, **options)
+        one, same, other = (outcome(lambda y=y: kind(x=1, y=y)) for y in (2, 2, 3))
+
+        def assigned():
+            one.x = 5
+            return one.x
+
+        def removed():
+            del one.x
+            return hasattr(one, "x")
+
+        return [
+            repr(one),
+            (one == same, one == other, one == (1, 2), one != same),
+            outcome(lambda: hash(one) == hash(same)),
+            outcome(lambda: kind(1, 3).y),
+            outcome(lambda: kind()),
+            outcome(lambda: kind(x=1, z=1)),
+            outcome(lambda: kind(x=-1)),
+            repr(dataclasses.replace(one, x=9)),
+            dataclasses.asdict(one),
+            (kind.__match_args__, kind.__doc__, kind.__name__, kind.__qualname__, kind.__module__),
+            str(inspect.signature(kind)),
+            repr(copy.copy(one)),
+            repr(copy.deepcopy(one)),
+            hasattr(one, "__dict__"),
+            outcome(assigned),
+            outcome(removed),
+            options["slots"] or outcome(lambda: setattr(kind(x=1), "new", 1)),  # where Python 3.11 itself stumbles
+        ]
+
+    ours, theirs = told(records.dataclass), told(dataclasses.dataclass)
+    for mine, its in zip(ours, theirs, strict=True):
+        assert mine == its
+
+
+def test_what_a_class_defines_itself_stays():
+    @records.dataclass(frozen=True)
+    class Own:
+        x: int
+
+        def __init__(self) -> None:
+            object.__setattr__(self, "x", 3)
+
+        def __repr__(self) -> str:
+            return "own"
+
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        def __hash__(self) -> int:
+            return 4
+
+    assert (Own().x, repr(Own()), Own() == 5, hash(Own())) == (3, "own", True, 4)
+
+
+def test_one_record_extends_another():
+    @records.dataclass(frozen=True)
+    class Base:
+        x: int
+
+    @records.dataclass(frozen=True)
+    class More(Base):
+        y: int = 1
+
+    class Plain(Base):
+        pass
+
+    assert repr(More(1)) == f"{More.__qualname__}(x=1, y=1)"
+    assert More(1) == More(1, 1) != Base(1)
+    assert hash(Plain(1)) == hash(Base(1))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Plain(1).x = 2
+    plain = Plain(1)
+    plain.other = 2  # as a class that is no dataclass may
+    assert plain.other == 2
+
+
+def test_methods_are_compiled_when_they_are_asked_for():
+    kind = declared(records.dataclass, frozen=True, slots=True)
+    assert {type(vars(kind)[name]) for name in ("__init__", "__repr__", "__eq__", "__hash__")} == {records._Later}
+    kind(1)
+    assert inspect.isfunction(vars(kind)["__init__"])
+    assert type(vars(kind)["__repr__"]) is records._Later
