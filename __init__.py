@@ -72,6 +72,8 @@ before it has said how."""
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__all__":  # of `from hocket import *`
+        return [*LATER]
     if name not in LATER:
         from .graph.arguments import near
 

@@ -23,6 +23,8 @@ from .graph.errors import HocketError
 from .ranks import ALONE, World
 from .ranks.launch import launched
 
+OWN = ("-h", "--help", "--version")
+"""Flags that may stand before a command."""
 SHARING = (
     "Commands that run or plan a model take --devices, --split-mode, --tensor-split and --place REGEX=DEVICE (what has "
     "such a name, or reads a weight or state of such a name, runs on that device); see hocket COMMAND --help."
@@ -66,6 +68,10 @@ def _guarded(words: Sequence[str]) -> int:
 def _run(words: Sequence[str], world: World = ALONE) -> int:
     parser = build_parser(words)
     asked = _asked(words)
+    if asked is not None and words[0] != asked and words[0] not in OWN:
+        parser.error(
+            f"got {words[0]!r:.80} before a command; need the command first, as in: hocket run {words[0]!s:.80}"
+        )
     if asked is not None and asked not in COMMANDS:
         hint = near(asked, COMMANDS) or f"; commands: {', '.join(COMMANDS)}"
         parser.error(f"there is no command {asked!r:.80}{hint}")

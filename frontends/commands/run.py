@@ -13,7 +13,7 @@ from ...scheduler import nbytes_text
 from ..errors import ModelError
 from ..generation.conversation import Conversation
 from ..generation.drafting import GUESSES, Ahead, Draft, OwnDraft, check_tokens
-from ..generation.generate import Drawing, Timing, draw, prepare, stream_text
+from ..generation.generate import EMPTY, Drawing, Timing, draw, prepare, stream_text
 from ..generation.grammar import Grammar
 from ..generation.sampling import Sampling
 from ..gguf.chat import chat_template
@@ -154,10 +154,11 @@ def complete(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, drawi
         session = session_of(args, model, context_for(model, len(tokens), args.context))
         before = load_state(session, args.load_state)[0] if args.load_state else []
         new = before[session.lengths[0] :] + tokens  # the last token that was shown has not been read yet
-        if not new and before:
-            raise ModelError(f"{args.load_state}: its text has come to an end; give more of it with -p")
+        if not new:
+            ended = f"{args.load_state}: its text has come to an end; give more of it with -p"
+            raise ModelError(ended if before else EMPTY)
         ahead = ahead_of(args, session)
-        prepare(session, new, drawing.limit, ahead)
+        prepare(session, new, drawing, ahead)
     known, timing = [before[: session.lengths[0]]], Timing()
     drawn = draw(session, [new], drawing, known=known, timing=timing, ahead=ahead)
     write(text)
@@ -215,7 +216,7 @@ def chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, drawing: 
     with compiling_shown():
         session = session_of(args, model, context_for(model, 0, args.context))
         ahead = ahead_of(args, session)
-        prepare(session, [], drawing.limit, ahead)
+        prepare(session, [], drawing, ahead)
     conversation = Conversation(session, tokenizer, drawing, stops=args.stops, system=args.system, ahead=ahead)
     if args.load_state:
         conversation.load(args.load_state)

@@ -125,6 +125,9 @@ class Drawing:
         return [*tokens[:kept], *tokens[len(tokens) - (context // 2 - kept) :]]
 
 
+EMPTY = "the prompt is empty and the model adds no BOS token; give some text to continue"
+
+
 def draw(
     session: Session,
     prompts: Sequence[Sequence[int]],
@@ -160,7 +163,7 @@ def _drawn(
     if drawing.kept is not None:
         prompts = [_made_room(session, i, p, drawing, known) for i, p in enumerate(prompts)]
     if not any(map(len, prompts)):
-        raise ModelError("the prompt is empty and the model adds no BOS token; give some text to continue")
+        raise ModelError(EMPTY)
     limit, sampling = drawing.limit, drawing.sampling
     active |= {i for i, prompt in enumerate(prompts) if len(prompt)}
     same = np.random.default_rng(0)
@@ -239,10 +242,12 @@ def _made_room(session: Session, i: int, prompt: Sequence[int], drawing: Drawing
     return whole
 
 
-def prepare(session: Session, prompt: Sequence[int], limit: int, ahead: Ahead | None = None) -> None:
-    """Make the plans and kernels of a generation before it begins, so that nothing holds up its text."""
+def prepare(session: Session, prompt: Sequence[int], drawing: Drawing, ahead: Ahead | None = None) -> None:
+    """Make the plans and kernels of a generation before it begins, so that nothing holds up its text.  Raises
+    `ModelError` if its tokens could not be chosen."""
+    drawing.sampling.check(session.model.vocabulary_size)
     session.prepare(len(prompt))
-    if limit not in (0, 1):
+    if drawing.limit not in (0, 1):
         length = session.lengths[0] + len(prompt) + 1
         session.executor(session.step(1, length, session.sequences))
         if ahead is not None:

@@ -59,6 +59,12 @@ class Sampling:
         for name, kind in SAMPLING.items():
             demand(ModelError, "sampling", name.replace("_", "-"), getattr(self, name), kind)
 
+    def check(self, vocabulary: int) -> None:
+        """Raises `ModelError` if a bias is of none of so many tokens."""
+        for token, _ in self.bias:
+            if not 0 <= token < vocabulary:
+                raise ModelError(f"logit bias: token {token}; need 0 to {vocabulary - 1}, as hocket tokenize prints")
+
     def choose(self, logits: npt.NDArray[np.float32], rng: np.random.Generator, before: Sequence[int] = ()) -> int:
         """One token id from logits ``[vocabulary]``; `before` are the tokens that stand before it, the last one last.
 
@@ -83,9 +89,8 @@ class Sampling:
         if not self.bias and not (penalises and len(recent)):
             return logits
         changed = logits.copy()
+        self.check(len(logits))
         for token, added in self.bias:
-            if not 0 <= token < len(logits):
-                raise ModelError(f"logit bias: token {token}; need 0 to {len(logits) - 1}, as hocket tokenize prints")
             changed[token] += np.float32(added)
         if penalises and len(recent):
             ids, counts = np.unique(np.asarray(recent, np.int64), return_counts=True)

@@ -40,6 +40,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {one_line(message)}; see {self.prog} --help\n")
 
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            said = f"got {str(value)[:80]!r}; need one of {', '.join(known)}{near(value, known)}"
+            raise argparse.ArgumentError(action, said)
+
     def refuse(self, words: Sequence[str]) -> NoReturn:
         """Say of words that are left over which flag was meant."""
         word = next((w for w in words if w.startswith("-")), words[0])

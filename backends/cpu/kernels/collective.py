@@ -11,11 +11,11 @@ import math
 from ...base import Comm
 from ...operands import Bound
 from ..compiler import kernel, part
-from ..simd.threads import fetch_add, give_way, load_shared, now, store_shared
+from ..simd.threads import fetch_add, load_shared, now, store_shared
 from ..simd.vectors import LANES, add, load, load_long, load_some, store, store_long, store_some
 from ..steps import Steps
 from ..words import words
-from .loop import SPINS
+from .loop import SPINS, bide
 from .packing import share
 
 ARRIVED, FAILED, SLOTS, SLOT = 0, 64, 128, 64
@@ -31,13 +31,13 @@ def meet_all(board, participants, patience):
     """Wait for all devices, `patience` nanoseconds at most; 0 or why not."""
     arrived = fetch_add(board + ARRIVED, 1) + 1
     target = (arrived + participants - 1) // participants * participants
-    spins, since = 0, 0
+    looks, since = 0, 0
     while load_shared(board + ARRIVED) < target:
         if load_shared(board + FAILED) != 0:
             return OTHER_FAILED
-        spins += 1
-        if spins > SPINS:
-            give_way()
+        looks += 1
+        bide(looks)
+        if looks > SPINS:
             time = now()
             if since == 0:
                 since = time

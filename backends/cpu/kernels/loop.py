@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..compiler import kernel, part
-from ..simd.threads import call, fetch_add, give_way, load_shared, now, store_shared, ticks
+from ..simd.threads import call, fetch_add, give_way, load_shared, now, rest, store_shared, ticks
 from ..simd.vectors import load_long, store_long
 from ..words import words
 
@@ -14,6 +14,9 @@ MEETS, WHOLE = 1, 2
 """All threads meet before a step; the arguments are this thread's, who does all that they say."""
 SPINS = 2000
 """How often a thread looks before it gives its core away: longer than a meeting takes, shorter than a time slice."""
+YIELDS = 1000
+"""How often it gives its core away before it sleeps between two looks: whom it waits for may be waiting for a core, and
+the system moves a thread to one that is idle, not to one whose thread keeps giving way."""
 
 ARRIVED, FAILED, STEP_FAILED = 0, 64, 72
 """Bytes into the shared block: how many have arrived in all; the status of a thread that failed, and its step."""
@@ -21,17 +24,25 @@ SHARED_BYTES = 128
 
 
 @part
+def bide(looks):
+    """What a thread does that has looked so often in vain."""
+    if looks > SPINS + YIELDS:
+        rest()
+    elif looks > SPINS:
+        give_way()
+
+
+@part
 def meet(shared, threads):
     """Wait until all threads have come; the status of one that failed, or 0."""
     arrived = fetch_add(shared + ARRIVED, 1) + 1
     target = (arrived + threads - 1) // threads * threads
-    spins = 0
+    looks = 0
     while load_shared(shared + ARRIVED) < target:
         if load_shared(shared + FAILED) != 0:
             return load_shared(shared + FAILED)
-        spins += 1
-        if spins > SPINS:
-            give_way()
+        looks += 1
+        bide(looks)
     return 0
 
 

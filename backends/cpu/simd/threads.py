@@ -28,6 +28,12 @@ def give_way(b):
 
 
 @intrinsic(ADDRESS)
+def rest(b):
+    """Sleep for 50 microseconds, or what the system makes of it, so that the core is seen to be free."""
+    return b.sext(_call(b, "usleep", _i32, ir.Constant(_i32, 50)), _i64)
+
+
+@intrinsic(ADDRESS)
 def now(b):
     """Nanoseconds of a clock that only goes forward (``CLOCK_MONOTONIC``)."""
     with b.goto_entry_block():

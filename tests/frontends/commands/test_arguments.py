@@ -26,6 +26,9 @@ TEXT = "It is a truth which I am not at all in love"
         ("run --temp hot", "argument --temp: got 'hot'; need a number"),
         ("run --logit-bias 5:1", "argument --logit-bias: got '5:1'; need a token id and a number, as 15043=-2.5"),
         ("bench m.gguf -t 0", "argument -t/--threads: got '0'; need an integer of at least 1"),
+        ("-p hi", "hocket: got '-p' before a command; need the command first, as in: hocket run -p; see hocket --help"),
+        ("dump --format jsonn", "argument --format: got 'jsonn'; need one of text, json, dot; near it: json"),
+        ("bench -o yaml", "argument -o/--output: got 'yaml'; need one of md, json, jsonl, csv, sql; see hocket bench"),
         ("check -j 0", "argument -j/--jobs: got '0'; need an integer of at least 1"),
     ],
 )
@@ -50,6 +53,8 @@ def test_a_wrong_word_is_answered_with_the_nearest(words, said, capsys):
             "run -p x -n 1 --devices cpu:0,cpu:1 --tensor-split 1",
             "--tensor-split has 1 shares for 2 devices; give each",
         ),
+        ("run -p x --logit-bias 999999=1", "logit bias: token 999999; need 0 to 2047, as hocket tokenize prints"),
+        ("run -f empty.txt", "the prompt is empty and the model adds no BOS token; give some text to continue"),
         ("plan GRAPH --json --show factors", "--show factors prints one pass alone; leave it out, or --json"),
         ("check --op silu --html nowhere/x.html", "nowhere/x.html: No such file or directory; check its name"),
         ("check --case sliu(x=f32[3])", "there is no op 'sliu'; near it: silu"),
@@ -59,12 +64,13 @@ def test_a_wrong_word_is_answered_with_the_nearest(words, said, capsys):
 )
 def test_what_cannot_be_is_said_in_one_line_before_the_work(words, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").touch()
     assert main(words.split()) == 2
     printed = capsys.readouterr()
     (line,) = printed.err.splitlines()
     assert said in line
     assert printed.out == ""
-    assert not list(tmp_path.iterdir())
+    assert [file.name for file in tmp_path.iterdir()] == ["empty.txt"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,47 @@
+"""The command: what its process is told before NumPy is there, and what it need not import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def said_by(code: str) -> list[str]:
+    """The words that a new process prints."""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return run.stdout.split()
+
+
+def test_the_package_imports_what_is_used_alone():
+    code = "import hocket, sys; print('numpy' in sys.modules, hocket.ModelError.__name__, 'numpy' in sys.modules)"
+    assert said_by(code)[:2] == ["False", "ModelError"]
+
+
+def test_every_name_of_the_package_is_there_and_named():
+    code = (
+        "import hocket; from hocket import *\n"
+        "print(all(hasattr(hocket, name) for name in dir(hocket)), 'Model' in dir(hocket), Model is hocket.Model)"
+    )
+    assert said_by(code) == ["True", "True", "True"]
+
+
+def test_the_command_is_told_before_numpy_is_there():
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        assert tomllib.load(file)["project"]["scripts"]["hocket"] == "hocket.__main__:main"
+    code = (
+        "import os, sys; os.environ.pop('OPENBLAS_THREAD_TIMEOUT', None); sys.argv = ['hocket', '--version']\n"
+        "from hocket.__main__ import main\n"
+        "print('numpy' in sys.modules); main(); print(os.environ['OPENBLAS_THREAD_TIMEOUT'])"
+    )
+    assert said_by(code) == ["False", "hocket", __import__("hocket").__version__, "20"]
+
+
+def test_a_library_keeps_the_settings_of_its_process():
+    code = (
+        "import os; before = dict(os.environ); import hocket.cli, gc; print(before == os.environ, gc.get_threshold())"
+    )
+    assert said_by(code)[0] == "True"
