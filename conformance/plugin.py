@@ -30,8 +30,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--conformance-from-graph", type=Path, metavar="MODEL", help="the exact cases of a GGUF, .pt2 or .onnx file"
     )
     group.addoption("--conformance-full", action="store_true", help="every case, not the covering choice")
-    group.addoption("--conformance-seed", type=int, default=0, help="move all random numbers")
-    group.addoption("--conformance-xfail", type=Path, default=None, help="file of cases expected to fail")
+    group.addoption("--conformance-seed", type=int, default=0, metavar="N", help="move all random numbers")
+    group.addoption("--conformance-xfail", type=Path, metavar="FILE", help="file of cases expected to fail")
     group.addoption("--require", choices=("MUST", "SHOULD"), default="", help="unsupported ops of that tier fail")
 
 
@@ -53,12 +53,20 @@ def suite_of(config: pytest.Config) -> Suite:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if FIXTURE in metafunc.fixturenames:
+        from ..backends import find
         from ..graph.errors import HocketError
+        from .reports.expected import read_expected
 
         try:
-            cases = list(suite_of(metafunc.config).cases())
+            suite = suite_of(metafunc.config)
+            find(suite.backend)  # what is asked for should be there before the first case runs
+            if suite.xfail:
+                read_expected(suite.xfail)
+            cases = list(suite.cases())
         except HocketError as why:
             raise pytest.UsageError(str(why)) from None
+        except OSError as why:
+            raise pytest.UsageError(f"{why.filename}: {why.strerror}; check its name and its folder") from None
         metafunc.parametrize(FIXTURE, cases, ids=str)
 
 

@@ -433,6 +433,11 @@ def test_the_same_cases_run_under_pytest(outside):
     one = run_outside(outside, *kit, "--backend", "toy", "--conformance-case", "add(a=f32[3,5], b=f32[3,5])")
     assert one.returncode == 0, one.stdout + one.stderr
     assert "1 passed" in one.stdout
+    for wrong in ("--backend=gpu", "--conformance-xfail=nofile", "--conformance-from-graph=nofile"):
+        done = run_outside(outside, *kit, wrong)
+        assert done.returncode != 0
+        assert "UsageError" in done.stdout
+        assert wrong.partition("=")[2] in done.stdout
 
 
 def plugin_is_installed() -> bool:
