@@ -85,8 +85,8 @@ class _Judge:
         if chosen not in self._laid:
             base = self._laid[current]
             assert base is not None
-            clashes = clash(self.graph, self.factors, chosen)
-            self._laid[chosen] = None if clashes else self._layer.lay(chosen, base)
+            fits = cut_twice(self.graph, self.factors, chosen) is None
+            self._laid[chosen] = self._layer.lay(chosen, base) if fits else None
         return self._laid[chosen]
 
     def choose(self, devices: int, hardware: Hardware, eager: bool) -> Choice:
@@ -160,7 +160,7 @@ def _spread(
             if [[f.size for f in segment] for segment in parts] != wanted or parts[at][i].blocked:
                 return None
             everywhere.add(parts[at][i])
-    return None if clash(graph, factors, frozenset(everywhere)) else frozenset(everywhere)
+    return frozenset(everywhere) if cut_twice(graph, factors, frozenset(everywhere)) is None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +248,8 @@ def _named(factors: Factors, one: Factor, leaf: tuple[Node, int], layers: int) -
     return f"{where}, and {layers - 1} alike ({one.size} pieces each)" if of else f"{where} ({one.size} pieces)"
 
 
-def clash(graph: Graph, factors: Factors, chosen: frozenset[Factor]) -> bool:
-    """Whether some weight or state would have two chosen factors, or one in two axes: it can be cut once only."""
+def cut_twice(graph: Graph, factors: Factors, chosen: frozenset[Factor]) -> Value | None:
+    """A weight or state that would have two chosen factors, or one in two axes, and can be cut once only; else None."""
     for node in graph.nodes:
         if node.op in ("weight", "state"):
             value = Value(node)
@@ -258,8 +258,8 @@ def clash(graph: Graph, factors: Factors, chosen: frozenset[Factor]) -> bool:
             axes = enumerate(factors.axes(value))
             places = {(a, f) for a, parts in axes for segment in parts for f in segment if f in chosen}
             if len(places) > 1:
-                return True
-    return False
+                return value
+    return None
 
 
 def cuts_of(

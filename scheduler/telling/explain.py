@@ -18,14 +18,18 @@ from ..plan import Plan
 from ..stages import WORK, Stage, leaf_of
 from ..units import columns, nbytes_text, places, time_text
 from .critical import critical_path
+from .evenness import evenness
 from .hints import Hint, hints
 from .listing import program_text, ref
 
 
 def explain(plan: Plan, *, steps: bool = False) -> str:
-    """The summary, what the search considered, memory and stages; with `steps` each instruction of each device."""
+    """The summary, what the search considered, memory, which weights lie unevenly, and stages; with `steps` each
+    instruction of each device."""
     lines = [summary(plan), *(f"  {reason}" for reason in reason_lines(plan))]
     lines += ["", *memory_table(plan), ""]
+    if uneven := evenness(plan):
+        lines += [*uneven.lines(), ""]
     lines += stage_table(plan)
     if steps:
         for lane in plan.lanes:

@@ -12,7 +12,7 @@ from hocket.graph import DType, Graph, input, state, weight
 from hocket.ops.quants import encoded
 from hocket.scheduler import Executor, Plan, Store, load, plan_for
 from hocket.scheduler.sharding.factors import Factors
-from hocket.scheduler.sharding.search import clash, classes_of
+from hocket.scheduler.sharding.search import classes_of, cut_twice
 
 from ..graphs.random_graphs import bindings, seeded_graph
 
@@ -37,7 +37,7 @@ def everything_that_fits(graph: Graph, factors: Factors, dice: random.Random):
     """A random choice of factors to cut: far more than the search would choose."""
     chosen: frozenset = frozenset()
     for members in sorted(classes_of(graph, factors).items(), key=lambda _: dice.random()):
-        if not clash(graph, factors, chosen | set(members[1])):
+        if cut_twice(graph, factors, chosen | set(members[1])) is None:
             chosen |= set(members[1])
     return chosen
 

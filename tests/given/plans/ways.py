@@ -13,7 +13,7 @@ from hocket.scheduler import Executor, Plan, load, plan_for
 from hocket.scheduler.hardware import Hardware
 from hocket.scheduler.sharding.axes import Factor
 from hocket.scheduler.sharding.factors import Factors
-from hocket.scheduler.sharding.search import clash, classes_of
+from hocket.scheduler.sharding.search import classes_of, cut_twice
 
 from ..graphs.random_graphs import bindings
 from .grouped import raw
@@ -74,7 +74,7 @@ def some_that_fit(graph: Graph, factors: Factors, dice: random.Random) -> frozen
     """A random choice of factors to cut: all that fit together, or a few of them."""
     chosen, part = frozenset[Factor](), dice.choice((1.0, 0.5, 0.2))
     for members in sorted(classes_of(graph, factors).values(), key=lambda _: dice.random()):
-        if dice.random() < part and not clash(graph, factors, chosen | set(members)):
+        if dice.random() < part and cut_twice(graph, factors, chosen | set(members)) is None:
             chosen |= set(members)
     return chosen
 

@@ -1,0 +1,208 @@
+"""Where the weights of a plan do not lie evenly: how much more or less than its share a device holds, and because of
+which weights.
+
+What a weight adds to a device is what it takes there beyond the device's share of it; over all weights that makes up
+the difference, to the byte.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ...graph.attrs import quote
+from ...graph.node import Node, Value
+from ...graph.spec import Spec
+from ..layout import Local, Shard, local_shape
+from ..plan import Plan
+from ..sharding.assign import Assignment, assign
+from ..sharding.axes import Factor
+from ..sharding.cost import Costs
+from ..sharding.factors import Factors
+from ..sharding.search import classes_of, cut_twice, factors_at
+from ..sharding.states import Cut
+from ..units import nbytes_text, places, time_text
+
+EVEN = 0.02
+"""A device that is off its share by no more than this part of it is taken to have its share."""
+SHOWN = 4
+"""Causes that are told one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Weights that lie unevenly for one reason: `nbytes` is what they take of the fullest device, `over` what that is
+    beyond its share of them."""
+
+    weights: tuple[str, ...]
+    nbytes: int
+    over: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evenness:
+    """Bytes of weights that each device holds, its share of all that there are (even, or as was asked for), and why the
+    fullest has more."""
+
+    devices: tuple[str, ...]
+    held: tuple[int, ...]
+    shares: tuple[float, ...]
+    is_asked: bool
+    causes: tuple[Cause, ...]
+
+    def lines(self) -> list[str]:
+        """``cpu:0 holds 3.1 KiB of weights, 55% more than an even share, 2.0 KiB:`` and a line for each cause."""
+        alike: dict[tuple[int, float], list[str]] = defaultdict(list)
+        for device, held, share in zip(self.devices, self.held, self.shares, strict=True):
+            alike[held, share].append(device)
+        heads = [_head(names, *amounts, self.is_asked) for amounts, names in alike.items()]
+        first, rest = self.causes[:SHOWN], self.causes[SHOWN:]
+        rows = [(cause.over, f"{_named(cause.weights)} ({nbytes_text(cause.nbytes)}) {cause.why}") for cause in first]
+        if rest:
+            count, nbytes = sum(len(cause.weights) for cause in rest), sum(cause.nbytes for cause in rest)
+            rows.append((sum(cause.over for cause in rest), f"{count} other weights ({nbytes_text(nbytes)})"))
+        sized = [("-" if over < 0 else "+") + nbytes_text(abs(over)) for over, _ in rows]
+        width = max(map(len, sized), default=0)
+        told = (f"  {size:>{width}}  {text}" for size, (_, text) in zip(sized, rows, strict=True))
+        return [f"{'; '.join(heads)}:", *told]
+
+
+def evenness(plan: Plan) -> Evenness | None:
+    """What there is to say of a plan in which a device is off its share of the weights by more than `EVEN`; else
+    None."""
+    own = [{b.name: b.nbytes for b in lane.program.buffers if b.kind == "weight"} for lane in plan.lanes]
+    once = {v.node.name: _once(plan, v.node, [sizes.get(v.node.name, 0) for sizes in own]) for v in plan.graph.weights}
+    asked = plan.shares if sum(plan.shares) else (1.0,) * len(own)
+    parts = [part / sum(asked) for part in asked]
+    held, total = [sum(sizes.values()) for sizes in own], sum(once.values())
+    shares = [part * total for part in parts]
+    if all(abs(h - s) <= EVEN * s for h, s in zip(held, shares, strict=True)):
+        return None
+    fullest = max(range(len(own)), key=lambda d: held[d] / max(shares[d], 1.0))
+    over = {name: own[fullest].get(name, 0) - parts[fullest] * size for name, size in once.items()}
+    causes = _causes(plan, fullest, own[fullest], {name: extra for name, extra in over.items() if extra})
+    devices = tuple(str(lane.device) for lane in plan.lanes)
+    return Evenness(devices, tuple(held), tuple(shares), bool(sum(plan.shares)), tuple(causes))
+
+
+def _once(plan: Plan, leaf: Node, own: Sequence[int]) -> int:
+    """Bytes of a weight as the first device that has some of it would store all of it; 0 if none has."""
+    lane = next((lane for lane, nbytes in zip(plan.lanes, own, strict=True) if nbytes), None)
+    return 0 if lane is None else lane.backend.stored(leaf.specs[0], "weight").nbytes
+
+
+def _causes(plan: Plan, fullest: int, own: Mapping[str, int], over: Mapping[str, float]) -> list[Cause]:
+    """The reasons for what the fullest device has beyond its shares, those that add most first."""
+    reasons = _Reasons(plan, fullest)
+    grouped: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(over, key=lambda name: -own.get(name, 0)):
+        grouped[reasons.of(name)].append(name)
+    causes = [
+        Cause(tuple(names), sum(own.get(n, 0) for n in names), sum(over[n] for n in names), why)
+        for why, names in grouped.items()
+    ]
+    return sorted(causes, key=lambda cause: -cause.over)
+
+
+class _Reasons:
+    """Why a weight takes more of a device than its share, from the layouts of a plan and the factors of its graph."""
+
+    def __init__(self, plan: Plan, device: int) -> None:
+        self.plan, self.device = plan, device
+        self.leaves = {v.node.name: v for v in plan.graph.weights}
+        self.users = plan.graph.users()
+        self.factors = Factors(plan.graph)
+        self.chosen = factors_at(plan.graph, self.factors, plan.cuts)
+        self.classes = classes_of(plan.graph, self.factors)
+        self.class_of = {factor: name for name, members in self.classes.items() for factor in members}
+        self.costs = Costs(plan.graph, len(plan.lanes), plan.hardware)
+        self._laid: dict[frozenset[Factor], Assignment] = {}
+
+    def of(self, name: str) -> str:
+        """What is to be said of a weight."""
+        layout = self.plan.leaves[name]
+        if isinstance(layout, Shard):
+            return f"cut along {self._pieces(name, layout)}{self._widened(name, layout)}"
+        if isinstance(layout, Local):
+            return self._placed(layout.devices)
+        return f"whole on each device: {self._whole(self.leaves[name])}"
+
+    def _placed(self, devices: Sequence[int]) -> str:
+        """Why weights are whole on some devices."""
+        if self.device not in devices:
+            return "whole on other devices"
+        where = places([str(self.plan.lanes[d].device) for d in devices])
+        said = "; ".join(dict.fromkeys(p.because for p in self.plan.placed if p.device == self.device))
+        return f"whole on {where}{' alone' if len(devices) == 1 else ''}{said and ': ' + said}"
+
+    def _pieces(self, name: str, layout: Shard) -> str:
+        """``axis 0, 4 kv heads on 3 devices: 2, 1 and 1``."""
+        size, lengths = self.leaves[name].shape[layout.axis], [layout.length(d) for d in range(len(layout.runs))]
+        if sum(lengths) > size:
+            return f"axis {layout.axis}, a part of which is whole on several devices"
+        own = self.factors.axes(self.leaves[name])[layout.axis]
+        factor, word = next((f for segment in own for f in segment if f in self.chosen), None), "entries"
+        if factor is not None and all(n * factor.size % size == 0 for n in lengths):
+            word = self.factors.word(factor) or "pieces"
+            size, lengths = factor.size, [n * factor.size // size for n in lengths]
+        counts = [str(n) for n in lengths]
+        return f"axis {layout.axis}, {size} {word} on {len(counts)} devices: {', '.join(counts[:-1])} and {counts[-1]}"
+
+    def _widened(self, name: str, layout: Shard) -> str:
+        """``, stored as f32`` where a device keeps pieces in another type than the whole."""
+        leaf, backend = self.leaves[name], self.plan.lanes[self.device].backend
+        local = Spec(local_shape(leaf.shape, layout, self.device), leaf.dtype)
+        as_stored = backend.stored(local, "weight").dtype
+        return "" if as_stored is backend.stored(leaf.spec, "weight").dtype else f", stored as {as_stored}"
+
+    def _whole(self, weight: Value) -> str:
+        """Why a weight is whole on each device: what it would take to cut it by each class of factors that it has."""
+        own = self.factors.of(weight)
+        if not own.isdisjoint(self.chosen):
+            return self._read_whole(weight, self._assignment(self.chosen))
+        options = dict.fromkeys(self.class_of[f] for axis in self._ordered(weight) for f in axis if f in self.class_of)
+        told = [self._option(weight, name) for name in options]
+        return min(told, key=lambda option: option[0])[1] if told else "no axis of it can be cut"
+
+    def _ordered(self, weight: Value) -> list[list[Factor]]:
+        return [[f for segment in segments for f in segment] for segments in self.factors.axes(weight)]
+
+    def _option(self, weight: Value, name: str) -> tuple[float, str]:
+        """How many seconds more a run would take if a weight were cut so, and that in words; without end if it cannot
+        be cut so."""
+        chosen = self.chosen.union(self.classes[name])
+        axis = next(a for a, factors in enumerate(self._ordered(weight)) if not chosen.isdisjoint(factors))
+        if (twice := cut_twice(self.plan.graph, self.factors, chosen)) is not None:
+            return math.inf, f"a cut along axis {axis} would cut {_named([twice.node.name])} twice"
+        then = self._assignment(chosen)
+        if not isinstance(then.made[weight], Cut):
+            return math.inf, self._read_whole(weight, then)
+        now, cost = self.costs.estimate(self._assignment(self.chosen)), self.costs.estimate(then)
+        longer, oftener = cost.total - now.total, cost.meetings - now.meetings
+        said = f"{'longer' if longer >= 0 else 'shorter'}, with {abs(oftener)} {'more' if oftener >= 0 else 'fewer'}"
+        return longer, f"a cut along axis {axis} would make a run {time_text(abs(longer))} {said} collectives"
+
+    def _assignment(self, chosen: frozenset[Factor]) -> Assignment:
+        if chosen not in self._laid:
+            self._laid[chosen] = assign(self.plan.graph, self.factors, chosen)
+        return self._laid[chosen]
+
+    def _read_whole(self, weight: Value, made: Assignment) -> str:
+        """Who reads a weight whole that could be cut; where nobody does, a flag or an earlier plan has said so."""
+        reader = next((user for user in self.users[weight] if not isinstance(made.by[user], Cut)), None)
+        return "it was to lie so" if reader is None else f"{reader.op} reads it whole"
+
+
+def _head(devices: Sequence[str], held: int, share: float, is_asked: bool) -> str:
+    """What devices that are alike hold, beside their share."""
+    verb, each = ("holds", "") if len(devices) == 1 else ("hold", " each")
+    off = f"{abs(held / share - 1):.0%} {'more' if held > share else 'less'} than" if share else "all of it beyond"
+    kind = "the share asked for" if is_asked else "an even share"
+    return f"{places(devices)} {verb} {nbytes_text(held)} of weights{each}, {off} {kind}, {nbytes_text(share)}"
+
+
+def _named(weights: Sequence[str]) -> str:
+    return f"%{quote(weights[0])}" + (f" and {len(weights) - 1} more" if len(weights) > 1 else "")

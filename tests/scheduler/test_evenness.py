@@ -1,0 +1,84 @@
+"""What `explain` says of weights that do not lie evenly: it adds up, and it is in the plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from hocket import ops
+from hocket.backends.base import group_of
+from hocket.graph import Graph, input, weight
+from hocket.scheduler import plan, plan_for
+from hocket.scheduler.layout import Local, Replicate, Shard
+from hocket.scheduler.telling.evenness import EVEN, evenness
+from hocket.scheduler.units import nbytes_text
+
+from ..given.models.goldens import decode_graph
+
+
+def layer(rows=60, heads=3):
+    """A table that is looked up, heads, and a norm."""
+    x = ops.get_rows(weight("table", (rows, 12)), input("numbers", (4,), "i32"))
+    x = ops.mul(ops.rms_norm(x, eps=1e-6), weight("norm", (12,)))
+    wide = ops.reshape(ops.mul_mat(weight("into", (heads * 400, 12)), x), shape=(4, heads, 400))
+    wide = ops.reshape(ops.softmax(wide), shape=(4, heads * 400))
+    return Graph({"y": ops.mul_mat(weight("out", (12, heads * 400)), wide)})
+
+
+def by_heads(graph, factors):
+    """The factor of the heads, as the caller's choice: so small a graph is not worth it."""
+    (heads,) = factors.axes(graph.weights[0])[1][0][:1]
+    return {heads}
+
+
+def cut(graph, **options):
+    group = group_of(["cpu:0", "cpu:1"], 1)
+    return plan_for(graph, group, split_mode="tensor", choose=lambda g, f: frozenset(by_heads(g, f)), **options)
+
+
+@pytest.mark.parametrize(
+    ("split_mode", "devices"), [("tensor", 2), ("tensor", 3), ("tensor", 4), ("layer", 3), ("layer,tensor", 4)]
+)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen35", "qwen3moe"])
+def test_either_each_device_has_its_share_or_it_is_said_why_not_to_the_byte(name, split_mode, devices):
+    made = plan(decode_graph(name), ",".join(f"cpu:{i}" for i in range(devices)), split_mode=split_mode)
+    held = [lane.memory()["weight"] for lane in made.lanes]
+    said, share = evenness(made), plan(made.graph, "cpu:0").memory()["weight"] / devices
+    if said is None:
+        assert all(abs(n - share) <= EVEN * share for n in held)
+        return
+    assert list(said.held) == held
+    assert list(said.shares) == pytest.approx([share] * devices)
+    fullest = max(held)
+    assert sum(cause.over for cause in said.causes) == pytest.approx(fullest - share)
+    own = {b.name: b.nbytes for b in made.lanes[held.index(fullest)].program.buffers if b.kind == "weight"}
+    for cause in said.causes:
+        assert cause.nbytes == sum(own.get(name, 0) for name in cause.weights)
+        layouts = {type(made.leaves[name]) for name in cause.weights}
+        begins = "whole on each device: " if layouts == {Replicate} else "cut along axis " if layouts == {Shard} else ""
+        assert cause.why.startswith(begins or "whole on ")
+        assert begins or layouts == {Local}
+    text = made.explain()
+    assert all(line in text for line in said.lines())
+    assert all(f"{nbytes_text(n)} of weights" in said.lines()[0] for n in held)
+
+
+def test_reasons_are_those_of_the_plan():
+    lines = cut(layer()).explain().splitlines()
+    at = next(i for i, line in enumerate(lines) if "an even share" in line)
+    assert lines[at].startswith("cpu:0 holds 77.9 KiB of weights, 35% more than an even share, 57.7 KiB; cpu:1 holds ")
+    assert [" ".join(line.split()) for line in lines[at + 1 : at + 5]] == [
+        "+9.4 KiB %out (37.5 KiB) cut along axis 1, 3 pieces on 2 devices: 2 and 1",
+        "+9.4 KiB %into (37.5 KiB) cut along axis 0, 3 pieces on 2 devices: 2 and 1",
+        "+1.4 KiB %table (2.8 KiB) whole on each device: get_rows reads it whole",
+        "+24 B %norm (48 B) whole on each device: a cut along axis 0 would cut %into twice",
+    ]
+
+
+def test_shares_that_were_asked_for_count_as_even():
+    text = cut(layer(heads=4), tensor_split=(3, 1)).explain()
+    assert "cpu:0 holds 115.4 KiB of weights, 1% more than the share asked for, 114.6 KiB; cpu:1 holds 40.4 KiB" in text
+
+
+def test_nothing_is_said_where_there_is_nothing_to_share():
+    assert evenness(plan(layer(), "cpu:0")) is None
+    assert evenness(plan(Graph({"y": ops.silu(input("x", (8,)))}), "cpu:0,cpu:1", split_mode="tensor")) is None
