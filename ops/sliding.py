@@ -17,7 +17,7 @@ from .declaring.signature import Mismatch
 from .views import ints_of, spec_of
 
 
-def _counts(shape: tuple[int, ...], attrs: Mapping[str, Attr]) -> tuple[int, ...]:
+def counts_of(shape: tuple[int, ...], attrs: Mapping[str, Attr]) -> tuple[int, ...]:
     """How many windows there are along each axis.  Raises `Mismatch`."""
     size, stride, dilation, left, right = (ints_of(attrs, k) for k in ("size", "stride", "dilation", "left", "right"))
     if not size or len({len(size), len(stride), len(dilation), len(left), len(right)}) != 1:
@@ -35,7 +35,7 @@ def _counts(shape: tuple[int, ...], attrs: Mapping[str, Attr]) -> tuple[int, ...
 
 def _windowed(specs: Specs, attrs: Attrs) -> Spec:
     spec = spec_of(specs)
-    counts = _counts(spec.shape, attrs)
+    counts = counts_of(spec.shape, attrs)
     return Spec((spec.shape[0], prod(counts), spec.shape[1], prod(ints_of(attrs, "size"))), spec.dtype)
 
 
@@ -86,7 +86,7 @@ def windows(
     the last axis a pooling.  ggml: ``IM2COL``, ``IM2COL_3D``.
     """
     setting = {"size": size, "stride": stride, "dilation": dilation, "left": left, "right": right}
-    counts = _counts(x.shape, setting)
+    counts = counts_of(x.shape, setting)
     pads = ((0, 0), (0, 0), *zip(left, right, strict=True))
     padded = np.pad(x, pads, constant_values=np.asarray(value).astype(x.dtype)) if any(left + right) else x
     spans = [(stride[i], dilation[i], s * (counts[i] - 1) + 1) for i, s in enumerate(stride)]

@@ -11,6 +11,7 @@ from .binding.launches import Binding
 from .device.driver import Source
 from .kernels import (
     attention,
+    choosing,
     collective,
     elementwise,
     gated_delta_net,
@@ -19,19 +20,24 @@ from .kernels import (
     moves,
     products,
     recurrences,
+    reductions,
     rotary,
     rows,
     short_convolution,
+    sliding,
     sorting,
 )
 
 FAMILIES: tuple[ModuleType, ...] = (
     elementwise,
     moves,
+    choosing,
+    sliding,
     matmul,
     products,
     rotary,
     rows,
+    reductions,
     sorting,
     indexer,
     short_convolution,

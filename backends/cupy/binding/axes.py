@@ -83,6 +83,11 @@ def row_heads(x: Operand) -> Operand:
     return replace(x, tensor=replace(x.tensor, shape=x.shape[:-1], strides=x.strides[:-1]))
 
 
+def repeated_heads(x: Operand) -> Operand:
+    """Where the rows of `x` begin, for each entry of a row."""
+    return replace(x, tensor=replace(x.tensor, shape=(*x.shape[:-1], 1), strides=(*x.strides[:-1], 0)))
+
+
 def expanded(shape: Sequence[int], operands: Sequence[Operand], divides: int) -> tuple[tuple[int, ...], list[Operand]]:
     """`shape` and operands of as many axes (or fewer) with axes of shape cut in two where that of operand number
     `divides` is a divisor: an outer axis along which it walks, and an inner one, neighbours that all have one of its

@@ -39,7 +39,8 @@ def _clamped(call: Bound) -> Sequence[float]:
 
 _NOTHING = _attributes()
 _PLAIN = (
-    *("neg", "abs", "sgn", "step", "sqr", "sqrt", "log", "exp", "expm1", "sin", "cos", "tanh"),
+    *("neg", "abs", "sgn", "step", "sqr", "sqrt", "log", "log1p", "exp", "expm1", "erf", "sin", "cos", "tan"),
+    *("arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "arcsinh", "arccosh", "arctanh"),
     *("floor", "ceil", "round", "trunc", "sigmoid", "silu", "softplus", "relu", "elu"),
     *("gelu", "gelu_erf", "gelu_quick", "hardsigmoid", "hardswish"),
 )
@@ -52,7 +53,8 @@ UNARY: Mapping[str, Numbers] = {
     "fill": _attributes("value"),
 }
 BINARY: Mapping[str, Numbers] = {
-    **dict.fromkeys(("add", "sub", "mul", "div", "reglu", "geglu", "geglu_erf", "geglu_quick", "swiglu"), _NOTHING),
+    **dict.fromkeys(("add", "sub", "mul", "div", "maximum", "minimum", "power"), _NOTHING),
+    **dict.fromkeys(("reglu", "geglu", "geglu_erf", "geglu_quick", "swiglu"), _NOTHING),
     "swiglu_oai": _clamped,
     "swiglu_clamp": _clamped,
 }
@@ -90,12 +92,15 @@ def launch_map(
 
 def as_float(launches: Launches, x: Operand) -> Operand:
     """`x` as float32: itself, or a copy in scratch."""
-    if x.is_float:
+    return packed.expanded(launches, x) if x.dtype in PACKINGS else as_type(launches, x, DType.F32)
+
+
+def as_type(launches: Launches, x: Operand, dtype: DType) -> Operand:
+    """`x` in that type: itself, or a copy in scratch."""
+    if x.dtype is dtype:
         return x
-    if x.dtype in PACKINGS:
-        return packed.expanded(launches, x)
-    need(x.dtype in TYPES, f"kernels that read {x.dtype} here are missing")
-    copy = launches.scratch(x.shape)
+    need(x.dtype in TYPES and dtype in TARGETS, f"kernels that read {x.dtype} as {dtype} here are missing")
+    copy = launches.scratch(x.shape, dtype)
     launch_cast(launches, x, copy)
     return copy
 

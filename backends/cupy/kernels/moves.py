@@ -96,19 +96,19 @@ def _region(call: Bound) -> Operand:
     return region
 
 
-def _begin_with(launches: Launches, x: Operand, out: Operand) -> None:
+def begin_with(launches: Launches, x: Operand, out: Operand) -> None:
     """Copy `x` unless it is the result's own memory."""
     if x.address != out.address:
         launch_copy(launches, x, out)
 
 
 def _set(launches: Launches, call: Bound) -> None:
-    _begin_with(launches, call.operand(0), call.out)
+    begin_with(launches, call.operand(0), call.out)
     launch_copy(launches, call.operand(1), _region(call))
 
 
 def _acc(launches: Launches, call: Bound) -> None:
-    _begin_with(launches, call.operand(0), call.out)
+    begin_with(launches, call.operand(0), call.out)
     region = _region(call)
     launch_binary(launches, "add", region, call.operand(1), region)
 
@@ -145,7 +145,7 @@ def _set_rows(launches: Launches, call: Bound) -> None:
     into, rows, ids, out = call.operand(0), call.operand(1), call.operand(2), call.out
     need(ids.dtype in IDS, f"ids of type {ids.dtype} are missing")
     rows = as_float(launches, rows)
-    _begin_with(launches, into, out)
+    begin_with(launches, into, out)
     heads = row_heads(rows)
     table = _with_axes(out, (*out.shape[:-2], 1), (*out.strides[:-2], 0))
     shape, (table_of, ids_of, rows_of) = expanded(heads.shape, [table, ids, heads], divides=1)
