@@ -18,8 +18,9 @@ def _nonzero(b: Array) -> Array:
 
 def _divided(a: Array, b: Array) -> Array:
     """The quotient rounded towards zero; 0 where `b` is."""
-    quotient = np.abs(a) // np.abs(_nonzero(b)) * np.sign(a) * np.sign(b)
-    return quotient.astype(a.dtype)
+    by = _nonzero(b)
+    crosses = (a % by != 0) & ((a < 0) != (by < 0))  # nothing is made positive: the least integer has no counterpart
+    return np.where(b == 0, 0, a // by + crosses).astype(a.dtype)
 
 
 CALCULATIONS: Mapping[str, Callable[[Array, Array], Array]] = MappingProxyType(

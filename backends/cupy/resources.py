@@ -50,9 +50,12 @@ def measured(source: Source, arch: str) -> dict[str, Resources]:
 
 
 def write() -> None:
-    """Compile everything and keep what it takes."""
-    jobs = [(source, arch) for source in SOURCES for arch in ARCHITECTURES]
-    table: dict[str, dict[str, list[int]]] = {}
+    """Compile what has changed since the table was written, and keep what it takes."""
+    before = recorded()
+    stale = [source for source in SOURCES if digest(source) not in before.digests]
+    jobs = [(source, arch) for source in stale for arch in ARCHITECTURES]
+    kept = {f"{source.file}: {name}" for source in SOURCES if source not in stale for name in source.names}
+    table = {name: {arch: [*row] for arch, row in before.kernels[name].items()} for name in kept}
     with ThreadPoolExecutor(2) as pool:
         for (_, arch), found in zip(jobs, pool.map(lambda job: measured(*job), jobs), strict=True):
             for name, r in found.items():

@@ -16,6 +16,7 @@ from .kernels import (
     elementwise,
     gated_delta_net,
     indexer,
+    integers,
     matmul,
     moves,
     products,
@@ -31,6 +32,7 @@ from .kernels import (
 FAMILIES: tuple[ModuleType, ...] = (
     elementwise,
     moves,
+    integers,
     choosing,
     sliding,
     matmul,
