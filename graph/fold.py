@@ -131,22 +131,28 @@ class _Piece:
 def _ordered(graph: Graph) -> list[Node]:
     """The computed nodes in order: first those on which long-lived values rest and which no layer needs otherwise, and
     those that only a new state needs straight behind the last that they read."""
+    nodes = _placed(graph, frozenset())
+    early = frozenset(topological_order(_lasting(nodes, spans_of(graph, nodes))))
+    return [*(n for n in nodes if n in early), *(n for n in _placed(graph, early) if n not in early)]
+
+
+def _placed(graph: Graph, early: Set[Node]) -> list[Node]:
+    """The computed nodes, sources before users, if those that are `early` are there from the start."""
     place: dict[Node, tuple[int, int]] = {}
-    for at, node in enumerate(_deepest_first(graph)):
+    for at, node in enumerate(_deepest_first(graph, early)):
         place[node] = (at, -1)
     for at, node in enumerate(n for n in graph.nodes if n not in place):
         place[node] = (max((place[s.node][0] for s in node.inputs if not s.node.is_leaf), default=-1), at)
-    nodes = sorted((n for n in graph.nodes if not n.is_leaf), key=place.__getitem__)
-    early = set(topological_order(_lasting(nodes, spans_of(graph, nodes))))
-    return [*(n for n in nodes if n in early), *(n for n in nodes if n not in early)]
+    return sorted((n for n in graph.nodes if not n.is_leaf), key=place.__getitem__)
 
 
-def _deepest_first(graph: Graph) -> Iterator[Node]:
+def _deepest_first(graph: Graph, early: Set[Node]) -> Iterator[Node]:
     """What the outputs rest on, sources before users; of several sources the one with the longest way behind it first,
-    so that all of an encoder stands before the decoder that reads it."""
+    so that all of an encoder stands before the decoder that reads it.  No way goes behind what is `early`: the first
+    layer of a decoder, too, does its own work before it reads the encoder."""
     depth: dict[Node, int] = {}
     for node in graph.nodes:
-        depth[node] = max((depth[s.node] + 1 for s in node.inputs), default=0)
+        depth[node] = 0 if node in early else max((depth[s.node] + 1 for s in node.inputs), default=0)
     done: set[Node] = set()
     stack = [v.node for v in graph.outputs.values()][::-1]
     while stack:

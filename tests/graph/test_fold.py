@@ -8,7 +8,7 @@ from hocket.frontends.models import Step, load_model
 from hocket.graph import Graph
 from hocket.graph.fold import LARGEST, Block, Group, blocks, fold, layers, repeats
 
-from ..given.graphs.pictured import PICTURED, mixer, vision_transformer, without_names
+from ..given.graphs.pictured import PICTURED, encoder_decoder, mixer, vision_transformer, without_names
 from ..given.graphs.random_graphs import seeded_graph
 from ..given.models.goldens import opened
 
@@ -37,9 +37,12 @@ def test_the_layers_of_a_vision_transformer_are_one_group():
     assert len(group.each) == 7
 
 
-def test_an_encoder_and_a_decoder_are_two_groups():
-    """The first layer of the decoder waits for the encoder in another order than the others, which follow it."""
-    assert [i[0] for i in shape(fold(PICTURED["translation"]())) if isinstance(i, tuple)] == [4, 3]
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_an_encoder_and_a_decoder_are_two_groups_of_as_many_layers(count):
+    """The first layer of the decoder has no other to wait for, but reads the encoder as all of them do."""
+    graph = encoder_decoder(layers=count)
+    assert [i[0] for i in shape(fold(graph)) if isinstance(i, tuple)] == [count, count]
+    assert [len(layer) for layer in layers(without_names(graph))] == [31] * count + [54] * count
 
 
 @pytest.mark.parametrize("name", PICTURED)
