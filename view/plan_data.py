@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import accumulate, groupby
 from typing import Any
 
 from ..graph.dtypes import DType
@@ -159,12 +160,19 @@ class PlanData:
         return name.rpartition(".from.")[0] if local.op == "receive" else name
 
     def _blocks(self, origin: Sequence[int]) -> list[int]:
-        """The block of each instruction; they follow each other, so one that strays belongs where it runs."""
-        nodes, found, at = self.graph.graph.nodes, [], 0
+        """The block of each instruction.  Blocks follow each other, so what strays belongs where it runs, unless all of
+        a block is in what strays: a device may do all of an encoder in the midst of a decoder."""
+        nodes, own = self.graph.graph.nodes, list[int]()
         for node in origin:
-            at = max(at, self.graph.block.get(nodes[node], 0) if node >= 0 else 0)
-            found.append(at)
-        return found
+            own.append(self.graph.block.get(nodes[node], own[-1] if own else 0) if node >= 0 else own[-1] if own else 0)
+        first, last = {b: at for at, b in reversed([*enumerate(own)])}, {b: at for at, b in enumerate(own)}
+        reached = list(accumulate(own, max))
+        for _, stretch in groupby(range(len(own)), key=lambda at: (own[at] < reached[at], reached[at])):
+            start, *rest = stretch
+            end = rest[-1] if rest else start
+            if not any(start <= first[own[at]] and last[own[at]] <= end for at in (start, *rest)):
+                own[start : end + 1] = reached[start : end + 1]
+        return own
 
     # -------------------------------------------------------------------------------------------------------- rows
 
@@ -178,15 +186,17 @@ class PlanData:
                     meetings[number][d] = at
 
         def work(until: Mapping[int, int]) -> Iterator[tuple[str, int, dict[int, tuple[int, int]], list[int]]]:
-            cells: dict[int, dict[int, tuple[int, int]]] = defaultdict(dict)
+            cells: dict[tuple[int, int], dict[int, tuple[int, int]]] = defaultdict(dict)
             for d, end in until.items():
-                for at in range(done[d], end):
-                    b = block[self.program[d]][at]
-                    first, count = cells[b].get(d, (at, 0))
-                    cells[b][d] = (first, count + 1)
+                blocks, times = block[self.program[d]], Counter[int]()
+                for b, run in groupby(range(done[d], end), key=blocks.__getitem__):
+                    first, *rest = run
+                    cells[b, times[b]][d] = (first, 1 + len(rest))
+                    times[b] += 1
                 done[d] = end
-            for b in sorted(cells):
-                yield WORK, b, {self.program[d]: cell for d, cell in cells[b].items()}, list(cells[b])
+            for b, time in sorted(cells):
+                there = cells[b, time]
+                yield WORK, b, {self.program[d]: cell for d, cell in there.items()}, list(there)
 
         for number in sorted(meetings):
             there = meetings[number]

@@ -181,6 +181,7 @@ class Reasons:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.because = _because(plan)
+        self.shapes = {name: [spec.shape for spec in node.specs] for node, name in names(plan.graph).items()}
 
     def of(self, stage: Stage) -> str:
         nodes = self._nodes(stage)
@@ -225,7 +226,12 @@ class Reasons:
         stored = [(s, leaf) for s, leaf in read if leaf.op in ("weight", "state")]
         if part := [leaf for s, leaf in stored if s.spec.nbytes < leaf.specs[0].nbytes]:
             return f"a part of %{part[0].label}, which is whole on each device"
-        return "its weights are whole on each device" if stored else "what it reads is whole on each device"
+        if stored:
+            return "its weights are whole on each device"
+        for s, _ in read:
+            if s.shape != self.shapes.get(s.node.name, [s.shape] * (s.index + 1))[s.index]:
+                return f"{named(s)} lies in shards, with which each device goes on"
+        return "what it reads is whole on each device"
 
     def _meeting(self, lane: Lane, stage: Stage, node: Node) -> str:
         if stage.op == "send":

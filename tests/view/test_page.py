@@ -68,6 +68,17 @@ def test_every_instruction_stands_in_one_row(plan, shown):
     assert [len(s) for s in seen] == [len(p["op"]) for p in shown["plan"]["programs"]]
 
 
+def test_an_encoder_that_runs_within_a_decoder_has_rows_of_its_own():
+    plan = planned(PICTURED["translation"]())
+    shown = data(view_plan(plan))["shown"][0]
+    working = {row[1] for row in shown["plan"]["rows"] if row[0] == "work"}
+    assert working == set(range(len(shown["graph"]["labels"])))
+    for number, program in enumerate(shown["plan"]["programs"]):
+        cells = [c for row in shown["plan"]["rows"] for c in row[2] if c[0] == number]
+        steps = sorted(at for _, first, count in cells for at in range(first, first + count))
+        assert steps == list(range(len(program["op"])))
+
+
 def test_the_rows_take_as_long_as_the_plan_says(plan, shown):
     """Each device starts a row when it has done the one before and, to meet, all are there."""
     clock = [0.0] * len(plan.lanes)
