@@ -20,16 +20,20 @@ else:
 
         def record(cls):
             own = {name for name, value in vars(cls).items() if value is not None}
-            bare = dataclasses.dataclass(init=False, repr=False, eq=False, slots=slots, kw_only=kw_only)(cls)
+            extends = any(map(dataclasses.is_dataclass, cls.__bases__))  # then whether both are frozen is looked at
+            bare = dataclasses.dataclass(
+                init=False, repr=False, eq=False, frozen=frozen and extends, slots=slots, kw_only=kw_only
+            )(cls)
+            bare.__dataclass_params__.frozen = frozen
             for name in asked:
                 if asked[name] and name not in own:
                     setattr(bare, name, _Later(bare, name, frozen))
             if eq and not frozen and "__hash__" not in own:
                 bare.__hash__ = None
-            if frozen:
+            if frozen and not extends:
                 bare.__setattr__, bare.__delattr__ = _refusing(bare)
-                if slots:
-                    bare.__getstate__, bare.__setstate__ = _state, _set_state
+            if frozen and slots:
+                bare.__getstate__, bare.__setstate__ = _state, _set_state
             return bare
 
         return record if cls is None else record(cls)

@@ -125,6 +125,30 @@ def test_one_record_extends_another():
     assert plain.other == 2
 
 
+@pytest.mark.parametrize("frozen", [*product((False, True), repeat=2)], ids=str)
+@pytest.mark.parametrize("slots", [False, True])
+def test_records_and_dataclasses_extend_each_other(frozen, slots):
+    def told(first, second):
+        def extended():
+            @first(frozen=frozen[0], slots=slots)
+            class Base:
+                x: int
+
+            @second(frozen=frozen[1], slots=slots)
+            class More(Base):
+                y: int = 1
+
+            more = More(1)
+            refused = [outcome(lambda name=name: setattr(more, name, 3)) for name in ("x", "y")]
+            return repr(more), repr(copy.copy(more)), refused, more.__dataclass_params__.frozen
+
+        return outcome(extended)
+
+    expected = told(dataclasses.dataclass, dataclasses.dataclass)
+    for pair in product((records.dataclass, dataclasses.dataclass), repeat=2):
+        assert told(*pair) == expected
+
+
 def test_methods_are_compiled_when_they_are_asked_for():
     kind = declared(records.dataclass, frozen=True, slots=True)
     assert {type(vars(kind)[name]) for name in ("__init__", "__repr__", "__eq__", "__hash__")} == {records._Later}
