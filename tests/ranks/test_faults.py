@@ -9,14 +9,13 @@ import pytest
 from hocket.ranks.world import GRACE, LINGER, SILENCE
 
 from ..given.models.goldens import TINY
-from ..given.ranks import faults
-from ..given.ranks.mpi import left_behind, mpiexec, needs_mpi
+from ..given.ranks.mpi import hocket_in, left_behind, needs_mpi
 
 SAID = {
-    "killed": "nothing was heard of it for 4 s",
-    "stopped": "nothing was heard of it for 4 s",
-    "leaves": "nothing was heard of it for 4 s",
-    "hangs": "it did not come within 6 s",
+    "killed": "nothing was heard of it for 2 s",
+    "stopped": "nothing was heard of it for 2 s",
+    "leaves": "nothing was heard of it for 2 s",
+    "hangs": "it did not come within 2 s",
     "terminated": "it was told to end (SIGTERM)",
     "interrupted": "it was interrupted (Ctrl-C)",
     "raises": "the disk is full",
@@ -61,4 +60,4 @@ def test_a_failure_is_known_to_all_within_ten_seconds():
 
 def went_wrong(fault, ranks, *more):
     words = ("run", TINY, "-n", 9, "--temp", 0, "--ignore-eos", "-p", "a", "-t", 1, "--devices", "numpy:0", *more)
-    return mpiexec(ranks, faults.__file__, fault, *words)
+    return hocket_in(ranks, *words, fault=fault)

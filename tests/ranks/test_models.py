@@ -17,7 +17,7 @@ from hocket.frontends.session import Session
 from hocket.graph.errors import PlanError
 
 from ..given.models.goldens import FIXTURES, TINY, nmse
-from ..given.ranks.mpi import mpiexec, needs_mpi
+from ..given.ranks.mpi import hocket_in, needs_mpi
 from ..given.ranks.thread_link import in_threads
 
 MODEL = FIXTURES / "qwen35" / "model.gguf"
@@ -107,10 +107,10 @@ def test_devices_of_ranks_that_are_not_there_are_refused(capsys):
 @needs_mpi
 @pytest.mark.long
 def test_the_command_runs_in_two_processes():
-    words = ("-m", "hocket", "run", TINY, "-n", 4, "--temp", 0, "-p", "a", "--devices", "numpy:0", "--ignore-eos")
-    done = mpiexec(2, *words, "--split-mode", "tensor")
+    words = ("run", TINY, "-n", 4, "--temp", 0, "-p", "a", "--devices", "numpy:0", "--ignore-eos")
+    done = hocket_in(2, *words, "--split-mode", "tensor")
     assert done.code == 0, done
-    assert done.out == mpiexec(1, *words).out
+    assert done.out == hocket_in(1, *words).out
 
 
 @needs_mpi
@@ -121,7 +121,7 @@ def test_the_command_runs_in_two_processes():
 def test_logits_over_mpi_are_those_of_one_device(name, split, ranks, tmp_path):
     words = ("logits", FIXTURES / name / "model.gguf", "--tokens", ",".join(map(str, TOKENS)), "--exact", "--step")
     for count, out, more in ((1, "alone", ()), (ranks, "ranks", ("--split-mode", *split))):
-        done = mpiexec(count, "-m", "hocket", *words, "--out", tmp_path / out, *more)
+        done = hocket_in(count, *words, "--out", tmp_path / out, *more)
         assert done.code == 0, done
     assert nmse(np.load(tmp_path / "ranks"), np.load(tmp_path / "alone")) <= 1e-10
 
@@ -129,7 +129,7 @@ def test_logits_over_mpi_are_those_of_one_device(name, split, ranks, tmp_path):
 @needs_mpi
 @pytest.mark.long
 def test_compiled_ranks_compute_what_compiled_devices_do():
-    words = ("-m", "hocket", "run", "-n", 12, "--temp", 0, "-p", "Once upon", "--split-mode", "tensor", "-t", 1)
-    alone = mpiexec(1, *words, "--devices", "cpu:0,cpu:1")
+    words = ("run", "-n", 12, "--temp", 0, "-p", "Once upon", "--split-mode", "tensor", "-t", 1)
+    alone = hocket_in(1, *words, "--devices", "cpu:0,cpu:1")
     assert re.match("Once upon .", alone.out)
-    assert mpiexec(2, *words).out == mpiexec(2, *words, "--devices", "cpu:0@0,cpu:0@1").out == alone.out
+    assert hocket_in(2, *words).out == hocket_in(2, *words, "--devices", "cpu:0@0,cpu:0@1").out == alone.out

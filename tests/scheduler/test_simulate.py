@@ -17,7 +17,7 @@ from hocket.scheduler import load, plan_for
 from hocket.scheduler.fits import memory_problem
 from hocket.scheduler.simulated import LINKS, MACHINES, simulate
 
-from ..given.models.large_headers import LARGE, llama_70b, qwen_80b
+from ..given.models.large_headers import LARGE, llama_70b, llama_405b, qwen_80b
 
 
 @pytest.fixture(scope="module", params=LARGE)
@@ -36,8 +36,9 @@ def test_a_large_model_is_planned_for_eight_devices(large, capsys):
 
 
 @pytest.mark.long
-def test_auto_predicts_for_eight_devices_no_more_than_for_one(large):
-    graph, _ = step_graph(large, context=4096, tokens=1)
+@pytest.mark.parametrize("kind", LARGE)
+def test_auto_predicts_for_eight_devices_no_more_than_for_one(kind, tmp_path):
+    graph, _ = step_graph(LARGE[kind](tmp_path / "few.gguf", layers=8), context=4096, tokens=1)
     simulation = simulate("h200:8,nvlink")
     one = plan_for(graph, simulation.group[:1], hardware=simulation.hardware)
     many = plan_for(graph, simulation.group, split_mode="auto", hardware=simulation.hardware)
@@ -72,7 +73,7 @@ def test_a_context_that_does_not_fit_comes_with_one_that_does(tmp_path, capsys):
 
 @pytest.mark.long
 def test_weights_that_do_not_fit_come_with_the_number_of_devices_that_would_do(tmp_path, capsys):
-    path = llama_70b(tmp_path / "model.gguf", layers=56)
+    path = llama_405b(tmp_path / "model.gguf", layers=15)
     assert main(["plan", path, "--simulate", "rtx3090:1", "-c", "1024"]) == 1
     said = capsys.readouterr().err
     number = int(re.search(r"use (\d+) such devices", said)[1])
@@ -82,7 +83,7 @@ def test_weights_that_do_not_fit_come_with_the_number_of_devices_that_would_do(t
 
 @pytest.mark.long
 def test_devices_of_no_split_are_told_of_the_modes_that_split(tmp_path, capsys):
-    path = llama_70b(tmp_path / "model.gguf", layers=56)
+    path = llama_405b(tmp_path / "model.gguf", layers=15)
     assert main(["plan", path, "--simulate", "rtx3090:2", "-c", "1024", "--split-mode", "none"]) == 1
     assert "--split-mode tensor" in capsys.readouterr().err
 

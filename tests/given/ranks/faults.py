@@ -1,4 +1,7 @@
-"""``python faults.py FAULT WORDS...``: the command hocket, in which rank 1 goes wrong as told."""
+"""``python faults.py FAULT WORDS...``: the command hocket, in which rank 1 goes wrong as told; ``none`` of them does.
+
+However busy the machine is, no rank but one that goes wrong is called late or gone.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,15 @@ from hocket import cli
 from hocket.frontends.generation import generate
 from hocket.frontends.terminal import rank
 from hocket.graph.errors import BackendError
+from hocket.ranks import launch, world
+from hocket.scheduler.running import executor
 
 MINE = os.environ.get("PMI_RANK") == "1"
 MOMENT = 4
+HOUR = 3600.0
+SOON = 2.0
+GONE, LATE = ("killed", "stopped", "leaves"), ("hangs",)
+"""Faults that show in that nothing is heard of rank 1, and in that it does not come."""
 
 
 def send(number: int) -> Callable[[], None]:
@@ -43,7 +52,24 @@ AT_A_TOKEN = {
 }
 
 
+def be_patient(fault: str) -> None:
+    """Whoever failed waits until all others have spoken; the patience with rank 1 alone may end, `SOON`."""
+    launch.START = launch.LINGER = world.LINGER = HOUR
+    executor.PATIENCE = SOON if fault in LATE else HOUR
+    listen, take = world.World._listen, world.World.take
+
+    def heard(self, rank, now):
+        world.SILENCE = SOON if rank == 1 and fault in GONE else HOUR
+        listen(self, rank, now)
+
+    def taken(self, source, channel, timeout=None):
+        return take(self, source, channel, timeout if source == 1 and fault in LATE else timeout and HOUR)
+
+    world.World._listen, world.World.take = heard, taken
+
+
 def main(fault: str, words: list[str]) -> int:
+    be_patient(fault)
     if fault in AT_A_TOKEN and MINE:
         plain, numbers = generate.agreed, count()
 

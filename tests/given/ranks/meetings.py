@@ -11,6 +11,8 @@ from hocket.backends.base import Device
 from hocket.graph.dtypes import DType
 from hocket.ranks.meeting import Between, WideMeeting
 
+HOUR = 3600.0
+
 
 def source(rank, shape, dtype=np.float32):
     return np.random.default_rng(rank).normal(size=shape).astype(dtype)
@@ -105,13 +107,15 @@ def member(world, each=1):
     """The first of `each` devices of this rank."""
     ranks = [rank for rank in range(world.size) for _ in range(each)]
     devices = [Device("numpy", i, rank=rank) for i, rank in enumerate(ranks)]
-    return WideMeeting(Between(world, ranks), devices, 3600.0, DType.F32).member(each * world.rank)
+    return WideMeeting(Between(world, ranks), devices, HOUR, DType.F32).member(each * world.rank)
 
 
 def main():
     from hocket.ranks import World
+    from hocket.ranks import world as module
     from hocket.ranks.mpi import MpiLink
 
+    module.SILENCE = HOUR
     world = World(MpiLink())
     for case in CASES:
         case(member(world))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ..waits import HOUR
+from . import faults
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 needs_mpi = pytest.mark.skipif(
@@ -32,6 +33,11 @@ def mpiexec(ranks, *words):
     done = subprocess.run(command, capture_output=True, text=True, timeout=HOUR, stdin=subprocess.DEVNULL, check=False)
     lines = [line for line in done.stderr.splitlines() if line.startswith("hocket: ")]
     return Ended(done.returncode, done.stdout, lines)
+
+
+def hocket_in(ranks, *words, fault="none"):
+    """Run the command hocket, as `faults` says."""
+    return mpiexec(ranks, faults.__file__, fault, *words)
 
 
 def left_behind(word):

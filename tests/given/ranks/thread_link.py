@@ -7,8 +7,13 @@ from collections import defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import pytest
 
 from hocket.ranks import World
+from hocket.ranks import world as ranks_world
+from hocket.scheduler.running import executor
+
+from ..waits import HOUR
 
 
 class ThreadLink:
@@ -50,5 +55,7 @@ def in_threads(size, run, *, hosts=1):
             world.fail(str(why))
             raise
 
-    with ThreadPoolExecutor(size) as threads:
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(size) as threads:
+        patch.setattr(ranks_world, "SILENCE", HOUR)
+        patch.setattr(executor, "PATIENCE", HOUR)
         return [one.result() for one in [threads.submit(one, rank) for rank in range(size)]]
