@@ -149,15 +149,10 @@ class PlanData:
             return self.node.get(i.node.rpartition(".from.")[0]), True
         while local.inputs:
             local = local.inputs[0].node
-            name = self.graph_name(number, local)
+            name = local.name.rpartition(".from.")[0] if local.op == "receive" else local.name
             if name in self.node:
                 return self.node[name], True
         return None, True
-
-    def graph_name(self, number: int, local: Node) -> str:
-        """The name of a device's node; conversions that are received are named for what they bring."""
-        name = local.name
-        return name.rpartition(".from.")[0] if local.op == "receive" else name
 
     def _blocks(self, origin: Sequence[int]) -> list[int]:
         """The block of each instruction.  Blocks follow each other, so what strays belongs where it runs, unless all of
