@@ -104,27 +104,19 @@ def can_look_ahead(family: Family) -> bool:
 
 def read_ahead(keys: Keys, hyper: Hyper) -> Hyper:
     """``hyper`` with the blocks that guess further tokens; ModelError if the file has none that hocket runs."""
-    first, family, tensors = hyper.stored, hyper.family, keys.gguf.tensors
+    tensors, first = keys.gguf.tensors, hyper.stored
     numbers = list(takewhile(lambda i: f"blk.{i}.nextn.eh_proj.weight" in tensors, range(first, keys.blocks())))
     if not numbers:
-        raise ModelError(
-            f"{keys.gguf.path}: has no block that guesses further tokens (MTP); name a draft model with -md instead"
-        )
-    if not can_look_ahead(family):
-        raise ModelError(
-            f"{keys.gguf.path}: hocket does not run the block that guesses further tokens (MTP) of "
-            f"{keys.architecture}; leave out --draft-max, or name a draft model with -md"
-        )
-    family = replace(family, recurrent="", rotated="all")
+        raise no_guesses(keys, "has no block that guesses further tokens (MTP)")
+    if not can_look_ahead(hyper.family):
+        raise no_guesses(keys, f"hocket does not run the blocks of {keys.architecture} that guess further tokens (MTP)")
+    family = replace(hyper.family, recurrent="", rotated="all")
     if family.mixer == "single":
         family = replace(family, mixer="attention", ffn_norm="post_attention_norm")
     reader = Reader(keys, family, numbers[-1] + 1, hyper.width)
     blocks = {i: reader.layer(i, i) for i in numbers}
     if any(mixer.taps for block in blocks.values() for mixer in block.mixers):
-        raise ModelError(
-            f"{keys.gguf.path}: a block that guesses further tokens (MTP) keeps more than a cache of them, which "
-            "hocket could not take back; leave out --draft-max, or name a draft model with -md"
-        )
+        raise no_guesses(keys, "a block that guesses further tokens (MTP) keeps what cannot be taken back")
     streams = hyper.streams.count if any(name.startswith(f"blk.{first}.hc_") for name in tensors) else 1
     ahead = replace(
         hyper,
@@ -136,6 +128,10 @@ def read_ahead(keys: Keys, hyper: Hyper) -> Hyper:
         handed=hyper.width * streams,
     )
     return replace(hyper, ahead=ahead)
+
+
+def no_guesses(keys: Keys, why: str) -> ModelError:
+    return ModelError(f"{keys.gguf.path}: {why}; name a draft model with -md, or leave out --draft-max")
 
 
 def layers_run(keys: Keys) -> int:
