@@ -18,6 +18,8 @@ from .parts import parts_of
 from .program import Runner
 
 Arguments = tuple[Any, ...]
+MOST_NUMBERS = 16
+"""Programs of one graph for numbers that differ from call to call; beyond these PyTorch runs it."""
 
 
 def compiled(
@@ -40,45 +42,85 @@ def compiled(
 
 
 class Compiled:
-    """A captured graph; it is exported, planned and loaded for each combination of shapes that it is called with."""
+    """A captured graph; it is exported, planned and loaded for each combination of shapes that it is called with, and
+    of numbers that Dynamo hands over as tensors."""
 
     def __init__(self, module: torch.fx.GraphModule, options: Mapping[str, Any]) -> None:
         self.module, self.options = module, dict(options)
+        self.numbers = _numbers(module)
         self.loaded: dict[Arguments, Callable[[Arguments], Any]] = {}
 
     def __call__(self, *args: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             raise ModelError("hocket computes no gradients; call the compiled model within torch.no_grad()")
-        key = tuple((a.shape, a.dtype) if isinstance(a, torch.Tensor) else a for a in args)
+        numbers = {i: args[i].item() for i in self.numbers if isinstance(args[i], torch.Tensor)}
+        shapes = ((a.shape, a.dtype) if isinstance(a, torch.Tensor) else a for a in args)
+        key = (*shapes, *map(repr, numbers.values()))
         if key not in self.loaded:
-            self.loaded[key] = self._load(args)
+            self.loaded[key] = self._load(args, numbers)
         return self.loaded[key](args)
 
-    def _load(self, args: Arguments) -> Callable[[Arguments], Any]:
+    def _load(self, args: Arguments, numbers: Mapping[int, Any]) -> Callable[[Arguments], Any]:
         """The graph on its devices, all of it or in parts, or as PyTorch runs it."""
+        module = _with_numbers(self.module, numbers) if numbers else self.module
+        args = tuple(None if i in numbers else a for i, a in enumerate(args))
         try:
-            return Loaded(self.module, args, self.options)
+            if numbers and len(self.loaded) >= MOST_NUMBERS:
+                raise ModelError(
+                    f"it is called with more than {MOST_NUMBERS} numbers; give a number that varies as a tensor"
+                )
+            return Loaded(module, args, self.options)
         except MissingRowsError as why:
             warnings.warn(f"PyTorch runs itself what hocket has no row for: {why.listed}", stacklevel=2)
-            return Broken(self.module, args, self.options)
+            return Broken(module, args, self.options)
         except ModelError as why:
             warnings.warn(f"PyTorch runs this graph itself: {why}", stacklevel=2)
             return lambda given: self.module(*given)
 
 
+def _placeholders(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def _numbers(module: torch.fx.GraphModule) -> list[int]:
+    """The arguments, by number, that are read as Python numbers alone: floats that have changed, say."""
+    nodes = enumerate(_placeholders(module.graph))
+    return [i for i, node in nodes if node.users and all(map(_is_item, node.users))]
+
+
+def _is_item(node: torch.fx.Node) -> bool:
+    return node.op == "call_method" and node.target == "item"
+
+
+def _with_numbers(module: torch.fx.GraphModule, numbers: Mapping[int, Any]) -> torch.fx.GraphModule:
+    """The graph with these numbers in place of what is read from its arguments."""
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    placeholders = _placeholders(graph)
+    read = {item: number for i, number in numbers.items() for item in placeholders[i].users}
+
+    def known(node: torch.fx.Node) -> Any:
+        return read.get(node, node)
+
+    for node in graph.nodes:
+        node.args, node.kwargs = torch.fx.node.map_arg((node.args, node.kwargs), known)
+    for item in read:
+        graph.erase_node(item)
+    return torch.fx.GraphModule(module, graph)
+
+
 class _Fixed(torch.nn.Module):
-    """A captured graph whose parameters are its own instead of arguments."""
+    """A captured graph whose parameters are its own instead of arguments; those that are None are left so."""
 
     def __init__(self, module: torch.fx.GraphModule, args: Arguments) -> None:
         super().__init__()
         self.module = module
         self.names: list[str | None] = []
-        placeholders = [node.name for node in module.graph.nodes if node.op == "placeholder"]
-        for name, value in zip(placeholders, args, strict=True):
-            own = isinstance(value, torch.nn.Parameter)
-            self.names.append(name if own else None)
+        for node, value in zip(_placeholders(module.graph), args, strict=True):
+            own = value is None or isinstance(value, torch.nn.Parameter)
+            self.names.append(node.name if own else None)
             if own:
-                self.register_parameter(name, value)
+                self.register_parameter(node.name, value)
 
     @property
     def free(self) -> list[int]:

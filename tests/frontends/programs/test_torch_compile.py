@@ -88,3 +88,33 @@ def test_an_option_that_is_none():
 
     with pytest.raises(ModelError, match="'device'"):
         compiled(torch.fx.symbolic_trace(torch.nn.ReLU()), [], options={"device": "cpu:0"})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_numbers_that_change_from_call_to_call_are_those_of_a_program_each(dynamic, monkeypatch, recwarn):
+    """Dynamo hands over a float that has changed, and all floats of a dynamic model, as a tensor that it reads."""
+    import torch
+
+    from hocket.frontends.torch import dynamo
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.norm = torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)
+
+        def forward(self, x, *, scale=1.0):
+            return {"y": self.norm(self.linear(x) * scale)}
+
+    monkeypatch.setattr(dynamo, "MOST_NUMBERS", 3)
+    model, x = Model().eval(), torch.randn(3, 8)
+    ours = torch.compile(model, backend=dynamo.compiled, options={"devices": "cpu:0,cpu:1"}, dynamic=dynamic)
+    with torch.no_grad():
+        for scale in (1.0, 2.5, 0.25, 2.5):
+            assert nmse(ours(x, scale=scale)["y"], model(x, scale=scale)["y"]) < 1e-10
+        assert not [w for w in recwarn if "PyTorch runs" in str(w.message)]
+        results = {}
+        with pytest.warns(UserWarning, match="more than 3 numbers"):
+            results.update({scale: ours(x, scale=scale)["y"] for scale in (3.0, 4.0, 5.0)})
+        for scale, result in results.items():
+            assert nmse(result, model(x, scale=scale)["y"]) < 1e-10
