@@ -225,8 +225,8 @@ class Backend(Protocol):
         """Whether `node` can run there."""
 
     def stored(self, spec: Spec, kind: str = "value") -> Spec:
-        """The shape and dtype in which a value of `spec` is kept in memory; `kind` is the op of a leaf, or
-        ``value``."""
+        """The shape and dtype in which a value of `spec` is kept in memory; `kind` is the op of a leaf, ``state`` also
+        for one of which entries were replaced, or ``value``."""
 
     def scratch(self, node: Node) -> int:
         """Bytes of temporary memory that `node` needs while it runs."""

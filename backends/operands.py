@@ -112,7 +112,7 @@ class Operand:
         for (_, outer), (m, inner) in pairwise(axes):
             if outer != m * inner:
                 return None
-        return 4 * (axes[-1][1] if axes else n)
+        return self.tensor.dtype.storage.itemsize * (axes[-1][1] if axes else n)
 
     @cached_property  # a step asks it of everything that ran shortly before
     def region(self) -> Region:
@@ -123,7 +123,7 @@ class Operand:
         size = t.dtype.storage.itemsize
         reach = sum((n - 1) * s for n, s in zip(t.shape, t.strides, strict=True)) + 1
         high = t.offset + (reach * size if all(t.shape) else 0)
-        pitch, width = (self._row_step() if t.shape and size == 4 else None), size * (t.shape[-1] if t.shape else 1)
+        pitch, width = (self._row_step() if t.shape else None), size * (t.shape[-1] if t.shape else 1)
         if pitch is None or pitch <= width or high - t.offset <= width:
             return Region(t.buffer, t.offset, high)
         return Region(t.buffer, t.offset, high, pitch, width)

@@ -9,13 +9,20 @@ from dataclasses import asdict, replace
 from types import MappingProxyType
 
 from ..backends.base import THREADS, Backend, Device, find, threads_for
-from ..graph.arguments import BOOL, TEXT, Kind, demand, list_of, pair_of, real
+from ..graph.arguments import BOOL, NONE, TEXT, Kind, demand, list_of, pair_of, real
 from ..graph.dtypes import DType
 from ..graph.records import dataclass
 from ..ranks import ALONE, World
 from .errors import ModelError
 
 WIRES = {str(dtype): dtype for dtype in (DType.F32, DType.BF16)}
+CACHES = {str(dtype): dtype for dtype in (DType.F32, DType.F16, DType.BF16)}
+"""What caches may hold."""
+
+
+def one_of(types: Mapping[str, DType]) -> Kind:
+    return Kind(" or ".join(types), lambda v: isinstance(v, str) and v in types)
+
 
 GROUP: Mapping[str, Kind] = MappingProxyType(
     {
@@ -25,8 +32,10 @@ GROUP: Mapping[str, Kind] = MappingProxyType(
         "place": list_of(pair_of(TEXT, TEXT), "a sequence of pairs (regular expression, device)"),
         "threads": THREADS,
         "exact": BOOL,
-        "wire": Kind(" or ".join(WIRES), lambda v: isinstance(v, str) and v in WIRES),
+        "wire": one_of(WIRES),
         "fast": BOOL,
+        "cache_type_k": one_of(CACHES) | NONE,
+        "cache_type_v": one_of(CACHES) | NONE,
     }
 )
 """What each field of a `Group` may be."""
@@ -40,7 +49,8 @@ class Group:
     ``cpu`` rounds activations to 8 bits before they meet quantised weights.  `fast` lets backends round to bfloat16
     what they compute exactly unless they are asked: factors of the products in the delta rule.  `wire` is what large
     sums are sent in between GPUs: ``f32``, or ``bf16``, which is half as much and not exact
-    (`hocket.backends.base.Comm.wire`).
+    (`hocket.backends.base.Comm.wire`).  `cache_type_k` and `cache_type_v` say what is kept of each token for attention:
+    ``f16`` unless they are given, or ``f32`` where results are to be exact.
     """
 
     devices: tuple[str, ...] = ("cpu:0",)
@@ -51,10 +61,18 @@ class Group:
     exact: bool = False
     wire: str = "f32"
     fast: bool = False
+    cache_type_k: str | None = None
+    cache_type_v: str | None = None
 
     def __post_init__(self) -> None:
         for name, kind in GROUP.items():
             demand(ModelError, "Group", name, getattr(self, name), kind)
+
+    @property
+    def caches(self) -> tuple[DType, DType]:
+        """The types of cached keys and of cached values."""
+        usual = "f32" if self.exact else "f16"
+        return CACHES[self.cache_type_k or usual], CACHES[self.cache_type_v or usual]
 
 
 ONE_DEVICE = Group()

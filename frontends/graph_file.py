@@ -6,7 +6,9 @@ import stat
 from pathlib import Path
 
 from ..graph import Graph, GraphError, from_json
+from ..graph.dtypes import DType
 from ..ops.text import parse
+from .devices import ONE_DEVICE
 from .errors import ModelError
 from .gguf.reader import MAGIC
 from .models import Step
@@ -19,8 +21,11 @@ LARGEST = 1 << 28
 """Bytes of a graph file; that of the largest model has a few million."""
 
 
-def read_graph(path: str, *, context: int | None = None, tokens: int = 1) -> Graph:
-    """The graph in a file.  For a model, that of a step with ``tokens`` new tokens; only its header is read.
+def read_graph(
+    path: str, *, context: int | None = None, tokens: int = 1, caches: tuple[DType, DType] = ONE_DEVICE.caches
+) -> Graph:
+    """The graph in a file.  For a model, that of a step with ``tokens`` new tokens, whose keys and values are kept as
+    `caches` says; only its header is read.
 
     A .pt2 file is read without unpickling; an .onnx file is known by its name.
     Raises `ModelError` or `GraphError` for a file that is none of these.
@@ -33,7 +38,8 @@ def read_graph(path: str, *, context: int | None = None, tokens: int = 1) -> Gra
         if start == MAGIC:
             model = open_model(path, header_only=True)
             context = context_for(model, tokens, context)
-            return model.graph(Step(1, tokens, min(context, max(FEWEST_CELLS, tokens)), context, tokens))
+            cells, (keys, values) = min(context, max(FEWEST_CELLS, tokens)), caches
+            return model.graph(Step(1, tokens, cells, context, tokens, keys=keys, values=values))
         if start == PROGRAM:
             return _of_program(path)
         if path.lower().endswith(".onnx"):  # which have nothing of their own to begin with

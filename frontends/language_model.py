@@ -81,7 +81,8 @@ class Model:
 
     `path` is a file, or None for the small model that comes with hocket; the other arguments are those of ``hocket
     run``: devices and how they share (`hocket.plan`), `context` in tokens, tokens of a prompt that run as one `batch`,
-    `threads` of each device (without a number devices share the processors), `exact` for float32 throughout.
+    `threads` of each device (without a number devices share the processors), `exact` for float32 throughout, how keys
+    and values are cached (``f16`` unless `exact`, ``bf16`` or ``f32``).
     `draft` is the file of a small model with the same tokens, which guesses up to `draft_max` of them ahead (4): the
     same text sooner; `draft_max` alone lets the model's own blocks for that guess (MTP).  `lora` and `control_vectors`
     are GGUF files, or pairs of a file and its scale, which all add up; `control_layers` are the first and the last
@@ -117,6 +118,8 @@ class Model:
         threads: int | None = None,
         exact: bool = False,
         fast: bool = False,
+        cache_type_k: str | None = None,
+        cache_type_v: str | None = None,
         draft: str | Path | None = None,
         draft_max: int | None = None,
         lora: Sequence[Scaled] = (),
@@ -125,7 +128,8 @@ class Model:
     ) -> None:
         names = tuple(devices.split(",")) if isinstance(devices, str) else tuple(devices)
         shares = tuple(tensor_split)
-        group = Group(names, split_mode, shares, place, threads, exact, fast=fast)  # type: ignore[arg-type]  # it checks
+        computed = {"exact": exact, "fast": fast, "cache_type_k": cache_type_k, "cache_type_v": cache_type_v}
+        group = Group(names, split_mode, shares, place, threads, **computed)  # type: ignore[arg-type]  # it checks
         model = open_adapted(path, lora=lora, control_vectors=control_vectors, control_layers=control_layers)
         self._model = model.guessing() if draft is None and draft_max else model
         self._group, self._lock = group, threading.Lock()

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 import numpy as np
@@ -29,11 +29,11 @@ from .terminal.output import check_writable
 
 FORMAT = "hocket-state-2"
 ARRAY = re.compile(
-    rb"\x93NUMPY\x01\x00..\{'descr': '(?P<dtype><f4|\|u1)', 'fortran_order': False, "
+    rb"\x93NUMPY\x01\x00..\{'descr': '(?P<dtype><f4|<f2|\|u1)', 'fortran_order': False, "
     rb"'shape': \((?P<shape>(?:[0-9]{1,18},? ?){0,8})\), \} *\n",
     re.DOTALL,
 )
-"""How `numpy.save` begins a dense array of float32 or bytes."""
+"""How `numpy.save` begins a dense array of float32, float16 or bytes."""
 
 
 @needs(
@@ -123,14 +123,14 @@ def saved_talk(session: Session, path: str | Path) -> Mapping[str, object]:
 def _read(saved: bytes) -> tuple[Mapping[str, object], dict[str, npt.NDArray[np.generic]]]:
     members = _members(BytesIO(saved), len(saved))
     try:
-        header = json.loads(_array("header.npy", members.pop("header.npy"), "|u1").tobytes())
+        header = json.loads(_array("header.npy", members.pop("header.npy"), ("|u1",)).tobytes())
     except RecursionError:
         raise ValueError("its header is nested too deep") from None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise ValueError(f"its format is not {FORMAT}")
     if not all(name.startswith("state/") for name in members):
         raise ValueError("it holds more than states")
-    states = {name.removesuffix(".npy"): _array(name, data, "<f4") for name, data in members.items()}
+    states = {name.removesuffix(".npy"): _array(name, data, ("<f4", "<f2")) for name, data in members.items()}
     return header, {name.removeprefix("state/"): array for name, array in states.items()}
 
 
@@ -152,11 +152,11 @@ def _members(file: BinaryIO, size: int) -> dict[str, bytes]:
         raise ValueError(f"its archive is damaged: {why}") from None
 
 
-def _array(name: str, data: bytes, dtype: str) -> npt.NDArray[np.generic]:
+def _array(name: str, data: bytes, dtypes: Sequence[str]) -> npt.NDArray[np.generic]:
     """The array of a member, a view of its bytes: NumPy's own reader allocates whatever the shape says."""
     head = ARRAY.match(data)
-    if head is None or head["dtype"] != dtype.encode():
-        raise ValueError(f"{name!r:.60} is no array of {np.dtype(dtype)}")
+    if head is None or (dtype := head["dtype"].decode()) not in dtypes:
+        raise ValueError(f"{name!r:.60} is no array of {' or '.join(map(str, map(np.dtype, dtypes)))}")
     shape, left = tuple(map(int, re.findall(rb"[0-9]+", head["shape"]))), len(data) - head.end()
     if math.prod(shape) * np.dtype(dtype).itemsize != left:
         raise ValueError(f"{name!r:.60} has {left} bytes, not what its shape says")
@@ -207,7 +207,7 @@ def _rows(session: Session, name: str, lengths: Sequence[int]) -> npt.NDArray[np
     return np.concatenate([i * cells + positions % cells for i, positions in enumerate(seen)])
 
 
-def _used(session: Session, name: str) -> npt.NDArray[np.float32]:
+def _used(session: Session, name: str) -> npt.NDArray[np.floating[Any]]:
     whole = np.ascontiguousarray(session.store.state(name))
     return whole[_rows(session, name, session.lengths)] if session.is_cache(name) else whole
 

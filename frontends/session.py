@@ -110,7 +110,7 @@ class Session:
         check_context(self.context, model)
         if on.exact and on.wire != "f32":
             raise ModelError(f"results that are to be exact are not sent as {on.wire}; leave out one of the two")
-        self._wire = WIRES[on.wire]
+        self._wire, self._caches = WIRES[on.wire], on.caches
         if on.exact and on.fast:
             raise ModelError("results that are to be exact are not rounded to bfloat16; leave out one of the two")
         self._graph = partial(hurried, model) if on.fast else model.graph
@@ -313,7 +313,7 @@ class Session:
         self, tokens: int, length: int, outputs: int, gives: str, reversible: bool = False, turn: int = 0
     ) -> Step:
         cells, most = min(self.context, max(FEWEST_CELLS, _bucket(length))), _bucket(self.batch)
-        return _step(self.sequences, tokens, cells, self.context, outputs, gives, most, reversible, turn)
+        return _step(self.sequences, tokens, cells, self.context, outputs, gives, most, reversible, turn, *self._caches)
 
     def _room(self, tokens: int) -> int:
         """The tokens of the step that runs so many: where values are watched no more, so that nothing is padded."""

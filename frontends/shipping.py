@@ -25,6 +25,7 @@ from ..graph.graph import Graph
 from ..graph.node import input, weight
 from ..ops import get_rows, mul_mat
 from ..scheduler import plan_for
+from .devices import ONE_DEVICE
 from .models import Step
 from .open import open_model
 
@@ -37,7 +38,9 @@ def kernels(*, of_all_types: bool) -> Iterator[Kernel]:
     """Those that the embedded model calls, and with `of_all_types` those that read weights of each type."""
     yield from (run, top_k)
     model = open_model(None)
-    graphs = [model.graph(Step(1, tokens, 256, 256, 1)) for tokens in TOKENS]
+    caches = [(dtype, dtype) for dtype in PLAIN] if of_all_types else [ONE_DEVICE.caches]
+    steps = [Step(1, tokens, 256, 256, 1, keys=k, values=v) for tokens in TOKENS for k, v in caches]
+    graphs = [*map(model.graph, steps)]
     types = [*FORMATS] if of_all_types else [t.dtype for t in model.tensors.values() if t.dtype in FORMATS]
     for dtype in dict.fromkeys(types):
         yield from (pack(FORMATS[dtype]), unpack(FORMATS[dtype]))

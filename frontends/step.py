@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..graph.arguments import shown
+from ..graph.dtypes import DType
 from ..graph.records import dataclass
 from .errors import ModelError
 
@@ -43,6 +44,9 @@ class Step:
     reversible: bool = False
     """Whether recurrent states are kept as they are behind each of the tokens, see `Frame.update`."""
     turn: int = 0
+    keys: DType = DType.F32
+    values: DType = DType.F32
+    """What caches hold of a token: keys, or what keys and values are made of, and values."""
 
     def __post_init__(self) -> None:
         for name in ("sequences", "tokens", "cells", "context", "outputs"):

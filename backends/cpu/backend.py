@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -16,7 +17,7 @@ from ...graph.dtypes import DType
 from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops.collective import COLLECTIVES
-from ...ops.quants import dequantise
+from ...ops.quants import decoded, dequantise, encoded
 from ..base import Array, Called, Comm, Device, Instruction, Program, Tensor, contiguous_strides, host_view
 from ..numpy.backend import NumpyBackend
 from .compiler import REPLAY
@@ -54,7 +55,10 @@ class CpuBackend(NumpyBackend):
         return f"{self.threads} threads"
 
     def stored(self, spec: Spec, kind: str = "value") -> Spec:
-        """Weights that are matrices keep their type, quantised ones in whole groups of rows; all else is float32."""
+        """Weights that are matrices keep their type, quantised ones in whole groups of rows; so do states that are rows
+        of 16-bit numbers, as caches are; all else is float32."""
+        if kind == "state" and len(spec.shape) == 2 and spec.dtype in HALVES:
+            return spec
         if kind in FILLED and len(spec.shape) >= 2:
             *leading, rows, columns = spec.shape
             if spec.dtype in FORMATS:
@@ -96,6 +100,7 @@ class CpuBackend(NumpyBackend):
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Replay:
         copies: dict[Tensor, Array] = {}
+        kinds = [buffer.kind for buffer in program.buffers]
 
         def view(tensor: Tensor) -> Array:
             plain = self.view(buffers[tensor.buffer], tensor) if not tensor.dtype.is_quantised else None
@@ -108,7 +113,14 @@ class CpuBackend(NumpyBackend):
             return copies[tensor]
 
         def in_python(i: Instruction) -> list[Callable[[], object]]:
-            return self.calls(i, buffers, view, comm)
+            """For kernels that know float32 alone, rows of 16-bit numbers are copied there and back."""
+            halves = [t for t in (*i.src, *i.dst) if t and t.dtype in HALVES and kinds[t.buffer] == "state"]
+            floats = {t: np.empty(t.shape, np.float32) for t in halves}
+            calls = self.calls(i, buffers, lambda t: floats[t] if t in floats else view(t), comm)
+            lie = {t: self.view(buffers[t.buffer], t) for t in floats}
+            before = [partial(_widen, lie[t], floats[t], t.dtype) for t in floats]
+            after = [partial(_narrow, floats[t], lie[t], t.dtype) for t in dict.fromkeys(i.dst) if t in floats]
+            return [*before, *calls, *after]
 
         if self._crew is None:
             self._crew = Crew(self.threads)
@@ -123,6 +135,14 @@ class CpuBackend(NumpyBackend):
         from .binding import foretold
 
         return [*foretold(program, self.threads, lambda i: source(i.op))]
+
+
+def _widen(halves: Array, floats: Array, dtype: DType) -> None:
+    floats[...] = decoded(halves, dtype)
+
+
+def _narrow(floats: Array, halves: Array, dtype: DType) -> None:
+    halves[...] = encoded(floats, dtype)
 
 
 def _dequantised(program: Program, buffers: Sequence[Any], tensor: Tensor) -> Array:

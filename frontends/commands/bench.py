@@ -29,7 +29,19 @@ from ..terminal.bench_rows import FORMS, written
 from ..terminal.output import write
 from ..terminal.progress import compiling_shown
 from .batched import BATCHED, Batched
-from .flags import adapter_flags, batch_flag, group_flags, group_of, in_ranks, model_of, trace_flag, traced, wire_flag
+from .flags import (
+    adapter_flags,
+    batch_flag,
+    cache_flags,
+    caches_of,
+    group_flags,
+    group_of,
+    in_ranks,
+    model_of,
+    trace_flag,
+    traced,
+    wire_flag,
+)
 
 
 def flags(sub: argparse.ArgumentParser) -> None:
@@ -47,6 +59,7 @@ def flags(sub: argparse.ArgumentParser) -> None:
     group_flags(sub, sub)
     adapter_flags(sub)
     wire_flag(sub)
+    cache_flags(sub)
     sub.add_argument("-o", "--output", choices=tuple(FORMS), default="md", help="how to print (md)")
     timed = sub.add_mutually_exclusive_group()
     timed.add_argument("--profile", action="store_true", help="print how long each kernel takes in a run instead")
@@ -59,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
     work = Work(model, todo, args.repetitions, args.batch, args.trace, args.world)
     if args.trace and args.counts and len(args.counts) > 1:
         raise ModelError(f"got {len(args.counts)} numbers of threads; a trace is of one, as in -t {args.counts[0]}")
-    groups = [group_of(args, threads=threads, wire=args.wire) for threads in args.counts or [None]]
+    computed = {"wire": args.wire, **caches_of(args)}
+    groups = [group_of(args, threads=threads, **computed) for threads in args.counts or [None]]
     if args.parallel:
         return together(args, model, groups)
     for line in profiles(work, groups) if args.profile else written(rows(work, groups), args.output):
@@ -130,6 +144,7 @@ def rows(work: Work, groups: Sequence[Group]) -> Iterator[dict[str, object]]:
         reading = reading_of(session) if any(test.kind == NEW for test in work.tests) else None
         known = {**about, "n_batch": work.batch, "n_ubatch": work.batch, "n_threads": threads_of(session)}
         known |= {"split_mode": on.split_mode, "devices": names_of(session)}
+        known |= {"type_k": str(on.caches[0]), "type_v": str(on.caches[1])}
         known |= {"tensor_split": "/".join(map(str, on.tensor_split)), "weight_bytes": nbytes}
         with traced(session, work.trace):
             for test in work.tests:

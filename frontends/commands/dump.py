@@ -9,10 +9,11 @@ from ...graph.fold import layers
 from ...graph.graph import names
 from ...ops.text import dump
 from ...view.dot import to_dot
+from ..devices import Group
 from ..graph_file import read_graph
 from ..terminal.arguments import natural
 from ..terminal.output import write
-from .flags import batch_flag, context_flag
+from .flags import batch_flag, cache_flags, context_flag
 
 FORMATS = {"text": dump, "json": to_json, "dot": to_dot}
 
@@ -23,10 +24,12 @@ def flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--layer", type=natural, metavar="N", help="only this layer, what it reads as inputs")
     context_flag(sub)
     batch_flag(sub, 1, "new tokens of the step (1)")
+    cache_flags(sub)
 
 
 def run(args: argparse.Namespace) -> int:
-    graph = read_graph(args.model, context=args.context, tokens=args.batch)
+    caches = Group(cache_type_k=args.cache_type_k, cache_type_v=args.cache_type_v).caches
+    graph = read_graph(args.model, context=args.context, tokens=args.batch, caches=caches)
     if args.layer is not None:
         graph = cut_layer(graph, args.layer)
     write(FORMATS[args.format](graph).removesuffix("\n") + "\n")

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from ...scheduler import SPLIT_NAMES
+from ..devices import CACHES
 from ..errors import ModelError
 from ..models import Model
 from ..open import open_adapted, open_session
@@ -31,6 +32,7 @@ def session_flags(sub: argparse.ArgumentParser) -> None:
     adapter_flags(sub)
     sub.add_argument("--exact", action="store_true", help="float32 throughout, in plain NumPy: slower")
     wire_flag(sub)
+    cache_flags(sub)
     sub.add_argument("--fast", action="store_true", help="bfloat16 in the delta rule's products, where that is faster")
     context_flag(sub)
     batch_flag(sub, DEFAULT_BATCH, "tokens a run")
@@ -103,6 +105,17 @@ def wire_flag(sub: argparse.ArgumentParser) -> None:
     )
 
 
+def cache_flags(sub: argparse.ArgumentParser) -> None:
+    """What is kept of each token for attention."""
+    for short, name, what in (("-ctk", "--cache-type-k", "keys"), ("-ctv", "--cache-type-v", "values")):
+        sub.add_argument(short, name, choices=(*CACHES,), help=f"how cached {what} are kept (f16; with --exact f32)")
+
+
+def caches_of(args: argparse.Namespace) -> dict[str, str | None]:
+    """The fields of `Group` that `cache_flags` say."""
+    return {"cache_type_k": args.cache_type_k, "cache_type_v": args.cache_type_v}
+
+
 def trace_flag(sub: argparse._ActionsContainer) -> None:
     sub.add_argument(
         "--trace", metavar="FILE", help="write what ran when, for ui.perfetto.dev and hocket view --trace (.gz: packed)"
@@ -157,7 +170,8 @@ def session_of(args: argparse.Namespace, model: Model, context: int, *, watched:
         os.environ["HOCKET_CACHE_DIR"] = args.cache_dir  # read where the first kernel is compiled
     if args.threads:
         set_threads(args.threads)
-    group = group_of(args, threads=args.threads, exact=args.exact, fast=args.fast, wire=args.wire)
+    computed = {"exact": args.exact, "fast": args.fast, "wire": args.wire, **caches_of(args)}
+    group = group_of(args, threads=args.threads, **computed)
     watch = watch_of(args) if watched else None
     return open_session(model, on=group, context=context, batch=args.batch, watch=watch, world=args.world)
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from ...backends.base import find
-from ...graph import Graph, PlanError
+from ...graph import DType, Graph, PlanError
 from ...scheduler import (
     CPU,
     PASSES,
@@ -22,6 +22,7 @@ from ...scheduler import (
     shortage,
     simulate,
 )
+from ..devices import ONE_DEVICE
 from ..errors import ModelError
 from ..gguf.reader import MAGIC
 from ..graph_file import LARGEST, read_graph
@@ -29,7 +30,7 @@ from ..models import Step
 from ..open import context_for, open_model
 from ..session import DEFAULT_BATCH, HOST, Group
 from ..terminal.output import log, write
-from .flags import batch_flag, context_flag, group_flags, group_of
+from .flags import batch_flag, cache_flags, caches_of, context_flag, group_flags, group_of
 
 
 def flags(sub: argparse.ArgumentParser) -> None:
@@ -45,6 +46,7 @@ def flags(sub: argparse.ArgumentParser) -> None:
     )
     context_flag(sub)
     batch_flag(sub, DEFAULT_BATCH, "tokens of a prefill (512)")
+    cache_flags(sub)
     sub.add_argument("--phase", choices=("decode", "prefill"), default="decode", help="one token, or a batch (decode)")
     sub.add_argument("--steps", action="store_true", help="list every instruction of every device too")
     sub.add_argument("--show", choices=PASSES, help="print what one pass made instead of the explanation")
@@ -58,8 +60,9 @@ def run(args: argparse.Namespace) -> int:
         raise ModelError(f"--show {args.show} prints one pass alone; leave it out, or --json and --diff")
     other = None if args.diff is None else read_plan(args.diff)
     tokens = 1 if args.phase == "decode" else args.batch
-    graph, context = step_graph(args.model, context=args.context, tokens=tokens)
-    asked, made = plan_group(graph, group_of(args), args.simulate)
+    on = group_of(args, **caches_of(args))
+    graph, context = step_graph(args.model, context=args.context, tokens=tokens, caches=on.caches)
+    asked, made = plan_group(graph, on, args.simulate)
     text = plan_to_json(made) + "\n" if args.json or args.out else ""
     if args.out:
         Path(args.out).write_text(text, "utf-8")
@@ -78,8 +81,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def step_graph(path: str, *, context: int | None, tokens: int) -> tuple[Graph, int | None]:
-    """The graph in a file, and its context if it is of a model: then with all of it in use, and one row of logits.
+def step_graph(
+    path: str, *, context: int | None, tokens: int, caches: tuple[DType, DType] = ONE_DEVICE.caches
+) -> tuple[Graph, int | None]:
+    """The graph in a file, and its context if it is of a model: then with all of it in use, keys and values kept as
+    `caches` says, and one row of logits.
 
     That is the largest graph that a session of this context runs with so many tokens, so what fits fits.  Raises
     `ModelError` or `GraphError`.
@@ -90,7 +96,8 @@ def step_graph(path: str, *, context: int | None, tokens: int) -> tuple[Graph, i
         return read_graph(path), None
     model = open_model(path, header_only=True)
     context = context_for(model, 0, context)
-    return model.graph(Step(1, min(tokens, context), context, context, 1)), context
+    step = Step(1, min(tokens, context), context, context, 1, keys=caches[0], values=caches[1])
+    return model.graph(step), context
 
 
 def plan_group(graph: Graph, on: Group, simulated: str | None = None) -> tuple[Plan, Plan]:

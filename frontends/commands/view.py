@@ -10,7 +10,7 @@ from ...view import Page, view_graph, view_plan
 from ..errors import ModelError
 from ..session import DEFAULT_BATCH
 from ..terminal.output import log
-from .flags import batch_flag, context_flag, group_flags, group_of
+from .flags import batch_flag, cache_flags, caches_of, context_flag, group_flags, group_of
 from .plan import plan_group, read_plan, step_graph
 
 PLAN_START = 200
@@ -28,6 +28,7 @@ def flags(sub: argparse.ArgumentParser) -> None:
     where.add_argument("--graph", action="store_true", help="the graph alone, without a plan")
     context_flag(sub)
     batch_flag(sub, DEFAULT_BATCH, "tokens of a prefill (512)")
+    cache_flags(sub)
     sub.add_argument("--phase", choices=("decode", "prefill"), default="decode", help="one token, or a batch (decode)")
     sub.add_argument("--trace", metavar="FILE", help="what its steps took, as hocket run --trace wrote it")
     sub.add_argument("--diff", metavar="OTHER", help="show this plan in JSON beside it, and what moved")
@@ -57,11 +58,12 @@ def page_of(args: argparse.Namespace, title: str) -> Page:
         plan = read_plan(args.model)
         return view_graph(plan.graph, title=title) if args.graph else shown(plan)
     tokens = 1 if args.phase == "decode" else args.batch
-    graph, context = step_graph(args.model, context=args.context, tokens=tokens)
+    on = group_of(args, **caches_of(args))
+    graph, context = step_graph(args.model, context=args.context, tokens=tokens, caches=on.caches)
     if args.graph:
         return view_graph(graph, title=title)
     known = None if context is None else min(tokens, context)
-    return shown(plan_group(graph, group_of(args), args.simulate)[1], tokens=known)
+    return shown(plan_group(graph, on, args.simulate)[1], tokens=known)
 
 
 def is_plan(path: str) -> bool:

@@ -207,12 +207,21 @@ class Frame:
     def chosen(self, x: Value) -> Value:
         return ops.get_rows(x, self.out_ids, name="wanted")
 
-    def cached(self, name: str, new: Value, slot: Value | None = None, *, ratio: int = 1, sight: Sight = ALL) -> Value:
-        """Write ``new`` f32[B,T,heads,size] into the cache ``name`` and read all cells: f32[B, cells, heads, size].
+    def cached(
+        self,
+        name: str,
+        new: Value,
+        slot: Value | None = None,
+        *,
+        ratio: int = 1,
+        sight: Sight = ALL,
+        dtype: DType | None = None,
+    ) -> Value:
+        """Write ``new`` f32[B,T,heads,size] into the cache ``name`` and read all cells [B, cells, heads, size].
 
-        The state is f32[B*context + 1, heads*size]; the last row takes what padding writes and is never read.  A cache
-        may have a cell for ``ratio`` tokens each; ``slot`` then says which cells are written.  What is out of ``sight``
-        may be overwritten.
+        The state is [B*context + 1, heads*size] of `dtype`, which is that of keys unless given; the last row takes what
+        padding writes and is never read.  A cache may have a cell for ``ratio`` tokens each; ``slot`` then says which
+        cells are written.  What is out of ``sight`` may be overwritten.
         """
         step = self.step
         sequences, count, heads, size = new.shape
@@ -220,7 +229,7 @@ class Frame:
         if ring := step.ring(sight.rolling):
             context, cells = ring, min(ring, cells)
             slot = self.fed(Ring(sight.rolling).name, step.rows)
-        old = state(name, (sequences * context + 1, heads * size))
+        old = state(name, (sequences * context + 1, heads * size), dtype or step.keys)
         rows = ops.reshape(new, shape=(sequences * count, heads * size))
         cache = ops.set_rows(old, rows, self.slot if slot is None else slot, name=f"{name}.new")
         self._updates[old] = cache
@@ -234,7 +243,8 @@ class Frame:
         """Keys and values of a layer, written and read as `cached` does; as they are where all tokens come at once."""
         if not sight.causal:
             return k, v
-        return self.cached(f"cache_k.{layer}", k, sight=sight), self.cached(f"cache_v.{layer}", v, sight=sight)
+        keys = self.cached(f"cache_k.{layer}", k, sight=sight)
+        return keys, self.cached(f"cache_v.{layer}", v, sight=sight, dtype=self.step.values)
 
     def preceded(self, name: str, new: Value, kept: int) -> Value:
         """``new`` f32[B,T,c] behind the last ``kept`` rows of earlier runs: f32[B, kept+T, c].

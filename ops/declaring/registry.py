@@ -127,6 +127,24 @@ def op_of(node: Node) -> Op[Any]:
     return REGISTRY[node.op]
 
 
+def kind_of(value: Value) -> str:
+    """What a backend is told of a value when it says how it keeps it: the op of a leaf; ``state`` for a state in which
+    an op has replaced entries, since it may do so in its memory; else ``value``."""
+    if value.node.is_leaf:
+        return value.node.op
+    while not value.node.is_leaf:
+        node, declared = value.node, op_of(value.node)
+        if declared.is_view:
+            value = node.inputs[0]
+            continue
+        operand = dict(declared.inplace_in(node.attrs)).get(value.index)
+        before = dict(zip(declared.operand_names, node.src, strict=False)).get(operand or "")
+        if before is None or declared.overwrites_in(node.attrs) is None:
+            return "value"
+        value = before
+    return "state" if value.node.op == "state" else "value"
+
+
 def ops_are_declared(graph: Graph) -> Iterator[str]:
     """Every node is a leaf or an op of the registry."""
     for node in graph.nodes:

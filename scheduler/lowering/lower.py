@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from ...backends.base import Backend, BufferSpec, Device, Instruction, Program, Tensor
@@ -13,7 +14,7 @@ from ...graph.graph import Graph, names
 from ...graph.node import Node, Value
 from ...graph.records import dataclass
 from ...graph.spec import Spec
-from ...ops import op_of
+from ...ops import kind_of, op_of
 from ...ops.elementwise import cont
 from .arena import Lifetime, place
 from .order import Schedule, may_overwrite, schedule, settle
@@ -38,7 +39,7 @@ def lower_with_saves(graph: Graph, backend: Backend, on: Device) -> tuple[Graph,
     check_support(graph, backend, on)
     graph = densify(settle(graph), backend.reads_strided)
     views = resolve(graph)
-    order = schedule(graph, views)
+    order = schedule(graph, views, lambda value: backend.stored(value.spec, kind_of(value)))
     lowering = _Lowering(graph, backend, on, views, order)
     added = tuple(node for some in lowering.saves.values() for save in some for node in (save.keep, save.back))
     return graph, lowering.program(), added
@@ -86,7 +87,7 @@ class _Lowering:
         undo: list[tuple[int, Instruction]] = []
         for node in (*self.work, None):
             for save in self.saves.get(node, ()):
-                undo.append((len(instructions), self._instruction(save.back)))
+                undo.append((len(instructions), self._undoing(save)))
                 instructions.append(self._instruction(save.keep))
             if node is not None:
                 instructions.append(self._instruction(node))
@@ -101,6 +102,12 @@ class _Lowering:
             MappingProxyType({name: self._tensor(v) for name, v in self.graph.outputs.items()}),
             tuple(undo),
         )
+
+    def _undoing(self, save: Save) -> Instruction:
+        """What puts a state back where it lies, as it is kept there."""
+        (state, *_), back = self._instruction(save.keep).src, self._instruction(save.back)
+        assert state is not None, "what is saved is there"
+        return replace(back, dst=(state,))
 
     def _all_saves(self) -> Iterator[Save]:
         return (save for saves in self.saves.values() for save in saves)
@@ -161,7 +168,7 @@ class _Lowering:
     # ------------------------------------------------------------------------------------------------- placing
 
     def _stored(self, value: Value) -> Spec:
-        return self.backend.stored(value.spec, value.node.op if value.node.is_leaf else "value")
+        return self.backend.stored(value.spec, kind_of(value))
 
     def _nbytes(self, value: Value) -> int:
         return self._stored(value).nbytes

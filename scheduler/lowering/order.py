@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 
 from ...graph.graph import Graph, topological_order
 from ...graph.node import Node, Value
 from ...graph.records import dataclass
+from ...graph.spec import Spec
 from ...ops import cont, op_of
 from ...ops.collective import sequence_of
 from .strides import Strided
@@ -24,11 +25,12 @@ class Schedule:
     copied: Mapping[Value, Value]
 
 
-def schedule(graph: Graph, views: Mapping[Value, Strided]) -> Schedule:
+def schedule(graph: Graph, views: Mapping[Value, Strided], kept: Callable[[Value], Spec]) -> Schedule:
     """Order `graph` so that as many states as possible are updated in place.
 
-    A node may write a state's memory if every other reader of the old value can run before it.  Where that would be
-    a cycle the new value gets memory of its own and is copied at the end: slower, never wrong.
+    A node may write a state's memory if that holds the new value as it is `kept`, and every other reader of the old
+    one can run before it.  Where that would be a cycle the new value gets memory of its own and is copied at the end:
+    slower, never wrong.
     """
     readers: dict[Value, list[Node]] = defaultdict(list)
     for node in graph.nodes:
@@ -46,6 +48,7 @@ def schedule(graph: Graph, views: Mapping[Value, Strided]) -> Schedule:
         possible = (
             target.covers_base
             and target.base not in donated
+            and kept(target.base).dtype is kept(state).dtype
             and may_overwrite(target.base, state, views)
             and not waits.reaches(target.base.node, set(before))
         )

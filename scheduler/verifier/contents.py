@@ -12,7 +12,7 @@ from ...backends.base import ALIGNMENT, Backend, Program, Tensor, contiguous_str
 from ...graph.dtypes import DType
 from ...graph.node import Node, Value
 from ...graph.spec import MAX_SIZE
-from ...ops import op_of
+from ...ops import kind_of, op_of
 
 
 class Memory:
@@ -135,7 +135,7 @@ def _through(node: Node, source: Seen) -> Seen:
 
 def kept_dtype(backend: Backend, value: Value) -> DType:
     """The dtype in which a backend keeps a value that is no view."""
-    return backend.stored(value.spec, value.node.op if value.node.is_leaf else "value").dtype
+    return backend.stored(value.spec, kind_of(value)).dtype
 
 
 def scratch_faults(memory: Memory, scratch: Tensor | None, need: int, where: str) -> Iterator[str]:

@@ -15,6 +15,7 @@ from ...base import contiguous_strides
 from ...operands import Bound, Operand, float_bits
 from ..steps import SHARED, Share, Steps
 from . import attention_few, attention_many
+from .cells import CELLS
 from .products import stand_ins
 from .rows import UNARY_WORDS, rows_of, unary
 from .scores import OUT
@@ -34,7 +35,7 @@ def _at(x: Operand, axes: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> Addres
     """Addresses in `x` for all combinations of entries of some axes; an index past the end begins anew."""
     addresses = np.array(x.address, np.int64)
     for axis, index in axes:
-        addresses = addresses[..., None] + 4 * x.strides[axis] * (index % x.shape[axis])
+        addresses = addresses[..., None] + x.dtype.storage.itemsize * x.strides[axis] * (index % x.shape[axis])
     return addresses
 
 
@@ -105,9 +106,16 @@ def _chunks(steps: Steps, units: int, keys: int, nbytes: int) -> int:
     return max(1, min(steps.threads // math.gcd(units, steps.threads), keys // LEAST))
 
 
+def _is_read(x: Operand | None) -> bool:
+    """Whether kernels read keys or values as they lie, or a copy that can be made of them."""
+    return x is not None and (x.is_float or (x.dtype in CELLS and x.is_dense_along(-1)))
+
+
 def _attention(steps: Steps, call: Bound) -> bool:
     given, sinks, out = call.src[:4], call.optional(4), call.out
-    if not all(x is None or x.is_float for x in (*given, sinks)) or not out.is_float or out.strides[-1] != 1:
+    if not all(x is None or x.is_float for x in (given[0], given[3], sinks)) or not all(map(_is_read, given[1:3])):
+        return False
+    if not out.is_float or out.strides[-1] != 1:
         return False
     q, k, v, mask = (x and _dense(steps, n, x) for n, x in zip(("q", "k", "v", "mask"), (*given, None), strict=False))
     assert q is not None
@@ -126,8 +134,8 @@ def _attention(steps: Steps, call: Bound) -> bool:
         "size": size,
         "width": width,
         "q_step": 4 * q.strides[len(leading)],
-        "k_step": 4 * k.strides[len(leading)],
-        "v_step": 4 * v.strides[len(leading)],
+        "k_step": k.dtype.storage.itemsize * k.strides[len(leading)],
+        "v_step": v.dtype.storage.itemsize * v.strides[len(leading)],
         "mask_step": 4 * mask.strides[-2] if mask else 0,
         "out_step": 4 * out.strides[len(leading)],
         "factor": float_bits(scale / cap if cap else scale * LOG2_E),
@@ -140,7 +148,7 @@ def _attention(steps: Steps, call: Bound) -> bool:
         each = attention_many.scratch_bytes(shared * span, size, width)
         scratch = steps.scratch("attention", each * steps.threads)
         words = attention_many.ARGS(**common, scratch=scratch.address, scratch_bytes=each, span=span)
-        steps.add(attention_many.attend, words, reads=reads, writes=[out, scratch])
+        steps.add(attention_many.attend(k.dtype, v.dtype), words, reads=reads, writes=[out, scratch])
         return True
     chunks = _chunks(steps, units, keys, k.tensor.spec.nbytes)
     rows = tokens * shared
@@ -150,7 +158,7 @@ def _attention(steps: Steps, call: Bound) -> bool:
     common |= {"scratch": scratch.address, "scratch_bytes": each, "partial": parts.address, "chunks": chunks}
     words = attention_few.ARGS(**common)
     writes = [parts, scratch, out] if chunks == 1 else [parts, scratch]
-    steps.add(attention_few.attend, words, reads=reads, writes=writes)
+    steps.add(attention_few.attend(k.dtype, v.dtype), words, reads=reads, writes=writes)
     if chunks > 1:
         _join(steps, call, common, addresses, [parts, *([sinks] if sinks else [])], scratch)
     return True

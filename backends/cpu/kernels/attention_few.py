@@ -5,7 +5,10 @@ Keys may be cut into parts, which threads share; `join` puts the parts together.
 
 from __future__ import annotations
 
-from ..compiler import kernel, part
+from functools import cache
+
+from ....graph.dtypes import DType
+from ..compiler import Kernel, Part, kernel, part
 from ..simd.order import fold_1, fold_2, fold_4, fold_8
 from ..simd.vectors import (
     LANES,
@@ -27,6 +30,7 @@ from ..simd.vectors import (
     zeros,
 )
 from ..words import words
+from .cells import CELLS, Cells
 from .packing import share
 from .rows import put
 from .scores import (
@@ -50,7 +54,6 @@ from .scores import (
     round_up,
     seen_lanes,
     sink_of,
-    some,
 )
 
 ARGS = words(f"{COMMON} partial chunks")
@@ -79,55 +82,57 @@ def scratch_bytes(rows: int, keys: int, width: int) -> int:
     return rows * 4 * (-(-keys // LANES) * LANES) + part_bytes(width)
 
 
-@part
-def eight_sums(x, at, offsets, left, sums):
-    """Sums of products with eight keys, 16 columns further."""
-    i, j, k, l, m, n, o, p = offsets
-    a, b, c, d, e, f, g, h = sums
-    a, b, c, d = (
-        fma(some(at + i, left), x, a),
-        fma(some(at + j, left), x, b),
-        fma(some(at + k, left), x, c),
-        fma(some(at + l, left), x, d),
-    )
-    e, f, g, h = (
-        fma(some(at + m, left), x, e),
-        fma(some(at + n, left), x, f),
-        fma(some(at + o, left), x, g),
-        fma(some(at + p, left), x, h),
-    )
-    return a, b, c, d, e, f, g, h
-
-
-@part
-def eight_dots(query, key, step, i, last, size):
+def _eight_dots(cells: Cells) -> Part:
     """The products of a query with eight keys from number i, each as two numbers to be added; a key past the last is
     the last."""
-    offsets = (
-        min(i, last) * step,
-        min(i + 1, last) * step,
-        min(i + 2, last) * step,
-        min(i + 3, last) * step,
-        min(i + 4, last) * step,
-        min(i + 5, last) * step,
-        min(i + 6, last) * step,
-        min(i + 7, last) * step,
-    )
-    sums, c = (zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros()), 0
-    while c + LANES <= size:
-        sums = eight_sums(load(query + 4 * c), key + 4 * c, offsets, LANES, sums)
-        c += LANES
-    if c < size:
-        sums = eight_sums(load_some(query + 4 * c, size - c), key + 4 * c, offsets, size - c, sums)
-    a, b, d, e, f, g, h, k = sums
-    return fold_2(fold_4(fold_8(a, b), fold_8(d, e)), fold_4(fold_8(f, g), fold_8(h, k)))
+    some = cells.some
+
+    def eight_sums(x, key, offsets, col, size, sums):
+        """Sums of products with eight keys, 16 columns further."""
+        i, j, k, l, m, n, o, p = offsets
+        a, b, c, d, e, f, g, h = sums
+        a, b, c, d = (
+            fma(some(key + i, col, size), x, a),
+            fma(some(key + j, col, size), x, b),
+            fma(some(key + k, col, size), x, c),
+            fma(some(key + l, col, size), x, d),
+        )
+        e, f, g, h = (
+            fma(some(key + m, col, size), x, e),
+            fma(some(key + n, col, size), x, f),
+            fma(some(key + o, col, size), x, g),
+            fma(some(key + p, col, size), x, h),
+        )
+        return a, b, c, d, e, f, g, h
+
+    further = part(eight_sums)
+
+    def eight_dots(query, key, step, i, last, size):
+        offsets = (
+            min(i, last) * step,
+            min(i + 1, last) * step,
+            min(i + 2, last) * step,
+            min(i + 3, last) * step,
+            min(i + 4, last) * step,
+            min(i + 5, last) * step,
+            min(i + 6, last) * step,
+            min(i + 7, last) * step,
+        )
+        sums, c = (zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros()), 0
+        while c + LANES <= size:
+            sums = further(load(query + 4 * c), key, offsets, c, c + LANES, sums)
+            c += LANES
+        if c < size:
+            sums = further(load_some(query + 4 * c, size - c), key, offsets, c, size, sums)
+        a, b, d, e, f, g, h, k = sums
+        return fold_2(fold_4(fold_8(a, b), fold_8(d, e)), fold_4(fold_8(f, g), fold_8(h, k)))
+
+    return part(eight_dots)
 
 
 @part
-def four(p, left):
-    if left >= COLUMNS:
-        return load(p), load(p + 64), load(p + 128), load(p + 192)
-    return some(p, left), some(p + 64, left - LANES), some(p + 128, left - 2 * LANES), some(p + 192, left - 3 * LANES)
+def four_from(p):
+    return load(p), load(p + 64), load(p + 128), load(p + 192)
 
 
 @part
@@ -139,22 +144,33 @@ def four_to(p, values):
     store(p + 192, d)
 
 
-@part
-def add_values(p, q, value, pace, n, ahead, to, on, left):
-    """Values of `n` keys with the weights of two rows, added to 64 columns of each."""
-    a, b, c, d = four(to, COLUMNS)
-    e, f, g, h = four(on, COLUMNS)
-    for r in range(n):
-        at = value + r * pace
-        if ahead != 0:
-            for line in range(0, min(4 * left, 4 * COLUMNS), LINE):
-                prefetch_far(at + ahead + line)
-        k, l, m, o = four(at, left)
-        u, v = splat_from(p + 4 * r), splat_from(q + 4 * r)
-        a, b, c, d = fma(k, u, a), fma(l, u, b), fma(m, u, c), fma(o, u, d)
-        e, f, g, h = fma(k, v, e), fma(l, v, f), fma(m, v, g), fma(o, v, h)
-    four_to(to, (a, b, c, d))
-    four_to(on, (e, f, g, h))
+def _add_values(cells: Cells) -> Part:
+    """Values of `n` keys with the weights of two rows, added to 64 columns from column `col` of each."""
+    whole, some, nbytes = cells.whole, cells.some, cells.nbytes
+
+    def four_values(row, c, width):
+        if width - c >= COLUMNS:
+            return whole(row, c), whole(row, c + 16), whole(row, c + 32), whole(row, c + 48)
+        return some(row, c, width), some(row, c + 16, width), some(row, c + 32, width), some(row, c + 48, width)
+
+    four = part(four_values)
+
+    def add_values(p, q, value, pace, n, ahead, to, on, col, width):
+        a, b, c, d = four_from(to)
+        e, f, g, h = four_from(on)
+        for r in range(n):
+            row = value + r * pace
+            if ahead != 0:
+                for line in range(0, nbytes * min(width - col, COLUMNS), LINE):
+                    prefetch_far(row + nbytes * col + ahead + line)
+            k, l, m, o = four(row, col, width)
+            u, v = splat_from(p + 4 * r), splat_from(q + 4 * r)
+            a, b, c, d = fma(k, u, a), fma(l, u, b), fma(m, u, c), fma(o, u, d)
+            e, f, g, h = fma(k, v, e), fma(l, v, f), fma(m, v, g), fma(o, v, h)
+        four_to(to, (a, b, c, d))
+        four_to(on, (e, f, g, h))
+
+    return part(add_values)
 
 
 @part
@@ -243,72 +259,86 @@ def put_group(a, unit, scratch):
             put_row(parts, count, span, scratch, sink_of(head), out, width)
 
 
-@part
-def add_keys(a, heads, low, high, scores, states, pitch):
+def _add_keys(cells: Cells) -> Part:
     """Scores of all rows for keys from `low` to before `high`; the highest of each lane to their states."""
-    tokens, shared, keys, size = ARGS.tokens(a), ARGS.shared(a), ARGS.keys(a), ARGS.size(a)
-    q_step, step, mask_step = ARGS.q_step(a), ARGS.k_step(a), ARGS.mask_step(a)
-    factor, cap, reach = ARGS.factor(a), ARGS.cap(a), 4 * round_up(keys, LANES)
-    key, each = load_long(heads + K), round_up(LANES // 2, tokens * shared) // (tokens * shared)
-    for s in range(low, high, LANES):
-        soon, end = s + AHEAD, min(high, s + AHEAD + LANES)
-        for half in range(0, LANES, LANES // 2):  # so few keys stay in the first cache, however far apart they lie
-            to, state = scores + 4 * (s - low), states
-            for t in range(tokens):
-                for h in range(shared):
-                    head = heads + h * HEAD
-                    query, seen = load_long(head + Q) + t * q_step, load_long(head + MASK) + t * mask_step
-                    x = eight_dots(query, key + s * step, step, half, keys - 1 - s, size)
-                    if half != 0:
-                        x, hidden = mul(fold_1(load(to), x), splat(factor)), mask_lanes(seen, s, keys)
-                        x = finished(x, hidden, cap, load_scalar(head + SLOPE))
-                        store(state, greater(x, load(state)))
-                    store(to, x)
-                    to += reach
-                    state += pitch
-                    fetch(key + soon * step, step, min(each, end - soon), 4 * size)
-                    soon += each
+    eight_dots, nbytes = _eight_dots(cells), cells.nbytes
+
+    def add_keys(a, heads, low, high, scores, states, pitch):
+        tokens, shared, keys, size = ARGS.tokens(a), ARGS.shared(a), ARGS.keys(a), ARGS.size(a)
+        q_step, step, mask_step = ARGS.q_step(a), ARGS.k_step(a), ARGS.mask_step(a)
+        factor, cap, reach = ARGS.factor(a), ARGS.cap(a), 4 * round_up(keys, LANES)
+        key, each = load_long(heads + K), round_up(LANES // 2, tokens * shared) // (tokens * shared)
+        for s in range(low, high, LANES):
+            soon, end = s + AHEAD, min(high, s + AHEAD + LANES)
+            for half in range(0, LANES, LANES // 2):  # so few keys stay in the first cache, however far apart they lie
+                to, state = scores + 4 * (s - low), states
+                for t in range(tokens):
+                    for h in range(shared):
+                        head = heads + h * HEAD
+                        query, seen = load_long(head + Q) + t * q_step, load_long(head + MASK) + t * mask_step
+                        x = eight_dots(query, key + s * step, step, half, keys - 1 - s, size)
+                        if half != 0:
+                            x, hidden = mul(fold_1(load(to), x), splat(factor)), mask_lanes(seen, s, keys)
+                            x = finished(x, hidden, cap, load_scalar(head + SLOPE))
+                            store(state, greater(x, load(state)))
+                        store(to, x)
+                        to += reach
+                        state += pitch
+                        fetch(key + soon * step, step, min(each, end - soon), nbytes * size)
+                        soon += each
+
+    return part(add_keys)
 
 
-@part
-def add_all_values(a, value, rows, n, scores, states, pitch, unused):
+def _add_all_values(cells: Cells) -> Part:
     """The weighted values of `n` keys, added to the states of all rows."""
-    step, width, reach = ARGS.v_step(a), ARGS.width(a), 4 * round_up(ARGS.keys(a), LANES)
-    for s in range(0, n, RUN):
-        for r in range(0, rows, 2):
-            ahead = AHEAD * step if r == 0 and s + AHEAD + RUN <= n else 0
-            p, to = scores + r * reach + 4 * s, states + r * pitch + VALUES
-            q, on = (p + reach, to + pitch) if r + 1 < rows else (p, unused + VALUES)
-            for c in range(0, 4 * width, 4 * COLUMNS):
-                at, left = value + s * step + c, width - c // 4
-                add_values(p, q, at, step, min(RUN, n - s), ahead, to + c, on + c, left)
+    add_values = _add_values(cells)
+
+    def add_all_values(a, value, rows, n, scores, states, pitch, unused):
+        step, width, reach = ARGS.v_step(a), ARGS.width(a), 4 * round_up(ARGS.keys(a), LANES)
+        for s in range(0, n, RUN):
+            for r in range(0, rows, 2):
+                ahead = AHEAD * step if r == 0 and s + AHEAD + RUN <= n else 0
+                p, to = scores + r * reach + 4 * s, states + r * pitch + VALUES
+                q, on = (p + reach, to + pitch) if r + 1 < rows else (p, unused + VALUES)
+                row, count = value + s * step, min(RUN, n - s)
+                for c in range(0, width, COLUMNS):
+                    add_values(p, q, row, step, count, ahead, to + 4 * c, on + 4 * c, c, width)
+
+    return part(add_all_values)
 
 
-@kernel
-def attend(a, thread, threads):
-    """A part of the keys with a group of heads at a time."""
-    tokens, shared, keys, chunks = ARGS.tokens(a), ARGS.shared(a), ARGS.keys(a), ARGS.chunks(a)
-    rows, reach, span = tokens * shared, 4 * round_up(keys, LANES), VALUES + 4 * round_up(ARGS.width(a), COLUMNS)
-    scores, pitch = ARGS.scratch(a) + thread * ARGS.scratch_bytes(a), chunks * span
-    lo, hi = share(ARGS.units(a) * chunks, thread, threads)
-    for unit in range(lo, hi):
-        group, chunk = unit // chunks, unit % chunks
-        heads, states = ARGS.heads(a) + group * shared * HEAD, ARGS.partial(a) + (group * rows * chunks + chunk) * span
-        low, high = seen_range(heads, shared, tokens, ARGS.mask_step(a), keys)
-        first, last = share((high - low + LANES - 1) // LANES, chunk, chunks)
-        low, high = low + first * LANES, min(high, low + last * LANES)
-        for r in range(rows):
-            store(states + r * pitch, splat(MINUS_INFINITY))
-            for c in range(VALUES, span, 64):
-                store(states + r * pitch + c, zeros())
-        add_keys(a, heads, low, high, scores, states, pitch)
-        for r in range(rows):
-            to_weights(scores + r * reach, high - low, states + r * pitch)
-        value = load_long(heads + V) + low * ARGS.v_step(a)
-        add_all_values(a, value, rows, high - low, scores, states, pitch, scores + rows * reach)
-        if chunks == 1:
-            put_group(a, group, scores)
-    return 0
+@cache
+def attend(k: DType, v: DType) -> Kernel:
+    """A part of the keys, of type `k`, and of the values, of type `v`, with a group of heads at a time."""
+    add_keys, add_all_values = _add_keys(CELLS[k]), _add_all_values(CELLS[v])
+
+    def body(a, thread, threads):
+        tokens, shared, keys, chunks = ARGS.tokens(a), ARGS.shared(a), ARGS.keys(a), ARGS.chunks(a)
+        rows, reach, span = tokens * shared, 4 * round_up(keys, LANES), VALUES + 4 * round_up(ARGS.width(a), COLUMNS)
+        scores, pitch = ARGS.scratch(a) + thread * ARGS.scratch_bytes(a), chunks * span
+        lo, hi = share(ARGS.units(a) * chunks, thread, threads)
+        for unit in range(lo, hi):
+            group, chunk = unit // chunks, unit % chunks
+            heads = ARGS.heads(a) + group * shared * HEAD
+            states = ARGS.partial(a) + (group * rows * chunks + chunk) * span
+            low, high = seen_range(heads, shared, tokens, ARGS.mask_step(a), keys)
+            first, last = share((high - low + LANES - 1) // LANES, chunk, chunks)
+            low, high = low + first * LANES, min(high, low + last * LANES)
+            for r in range(rows):
+                store(states + r * pitch, splat(MINUS_INFINITY))
+                for c in range(VALUES, span, 64):
+                    store(states + r * pitch + c, zeros())
+            add_keys(a, heads, low, high, scores, states, pitch)
+            for r in range(rows):
+                to_weights(scores + r * reach, high - low, states + r * pitch)
+            value = load_long(heads + V) + low * ARGS.v_step(a)
+            add_all_values(a, value, rows, high - low, scores, states, pitch, scores + rows * reach)
+            if chunks == 1:
+                put_group(a, group, scores)
+        return 0
+
+    return Kernel(f"attention_few.attend.{k}.{v}", body)
 
 
 @kernel

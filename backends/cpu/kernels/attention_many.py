@@ -7,8 +7,10 @@ and values of a tile are copied first, so that rows of any stride and length bec
 from __future__ import annotations
 
 import math
+from functools import cache
 
-from ..compiler import kernel, part
+from ....graph.dtypes import DType
+from ..compiler import Kernel, Part, part
 from ..simd.order import turn
 from ..simd.vectors import (
     LANES,
@@ -32,6 +34,7 @@ from ..simd.vectors import (
     zeros_below,
 )
 from ..words import words
+from .cells import CELLS, Cells
 from .rows import put
 from .scores import (
     COMMON,
@@ -234,14 +237,31 @@ def take_queries(a, heads, start, end, place):
             results += 4 * BLOCK * round_up(ARGS.width(a), BLOCK)
 
 
-@part
-def take_tile(a, heads, s, place):
+def _take_rows(cells: Cells) -> Part:
+    """The rows of a tile, `rows` of `size` elements, to dense ones of `wide`; what is missing is zero."""
+    some = cells.some
+
+    def take_rows(source, step, rows, size, to, wide):
+        for r in range(TILE):
+            for c in range(0, wide, LANES):
+                row = source + r * step
+                store(to + 4 * (r * wide + c), some(row, c, size) if r < rows and c < size else zeros())
+
+    return part(take_rows)
+
+
+def _take_tile(k: DType, v: DType) -> Part:
     """Keys and values of a tile."""
-    keys, values, left = place[0], place[1], ARGS.keys(a) - s
-    size, width, pace = ARGS.size(a), ARGS.width(a), ARGS.k_step(a)
-    copy_rows(load_long(heads + K) + s * pace, pace, left, size, ONE, keys, TILE, round_up(size, LANES), zeros())
-    pace = ARGS.v_step(a)
-    copy_rows(load_long(heads + V) + s * pace, pace, left, width, ONE, values, TILE, round_up(width, BLOCK), zeros())
+    take_keys, take_values = _take_rows(CELLS[k]), _take_rows(CELLS[v])
+
+    def take_tile(a, heads, s, place):
+        keys, values, left = place[0], place[1], ARGS.keys(a) - s
+        size, width, pace = ARGS.size(a), ARGS.width(a), ARGS.k_step(a)
+        take_keys(load_long(heads + K) + s * pace, pace, left, size, keys, round_up(size, LANES))
+        pace = ARGS.v_step(a)
+        take_values(load_long(heads + V) + s * pace, pace, left, width, values, round_up(width, BLOCK))
+
+    return part(take_tile)
 
 
 @part
@@ -272,32 +292,36 @@ def meet(a, count, union, hidden, slope, queries, state, result, place):
             add_products(weights, 4, 4 * BLOCK, at + c, 4 * wide, high - low, to + c, 4 * wide, fades + 4 * t)
 
 
-@part
-def meet_all(a, heads, start, end, s, place):
+def _meet_all(k: DType, v: DType) -> Part:
     """All tokens of a unit meet a tile, which is copied when the first of them sees any of it."""
-    shared, keys, step = ARGS.shared(a), ARGS.keys(a), ARGS.mask_step(a)
-    _, _, _, hidden, bits, _, queries, states, results = place
-    deep, wide = round_up(ARGS.size(a), LANES), round_up(ARGS.width(a), BLOCK)
-    ready = False
-    for first in range(start, end, BLOCK):
-        known, union, plain, count = 0, 0, False, min(BLOCK, end - first)
-        for h in range(shared):
-            head = heads + h * HEAD
-            seen = load_long(head + MASK) + first * step
-            if seen != known:
-                union, plain = survey(seen, step, count, s, keys, bits)
-                known = seen
-                if union != 0 and not plain:
-                    take_mask(seen + 4 * s, step, count, keys - s, place)
-            if union != 0:
-                if not ready:
-                    take_tile(a, heads, s, place)
-                    ready = True
-                slope = load_scalar(head + SLOPE)
-                meet(a, count, union, 0 if plain else hidden, slope, queries, states, results, place)
-            queries += 4 * BLOCK * deep
-            states += 8 * BLOCK
-            results += 4 * BLOCK * wide
+    take_tile = _take_tile(k, v)
+
+    def meet_all(a, heads, start, end, s, place):
+        shared, keys, step = ARGS.shared(a), ARGS.keys(a), ARGS.mask_step(a)
+        _, _, _, hidden, bits, _, queries, states, results = place
+        deep, wide = round_up(ARGS.size(a), LANES), round_up(ARGS.width(a), BLOCK)
+        ready = False
+        for first in range(start, end, BLOCK):
+            known, union, plain, count = 0, 0, False, min(BLOCK, end - first)
+            for h in range(shared):
+                head = heads + h * HEAD
+                seen = load_long(head + MASK) + first * step
+                if seen != known:
+                    union, plain = survey(seen, step, count, s, keys, bits)
+                    known = seen
+                    if union != 0 and not plain:
+                        take_mask(seen + 4 * s, step, count, keys - s, place)
+                if union != 0:
+                    if not ready:
+                        take_tile(a, heads, s, place)
+                        ready = True
+                    slope = load_scalar(head + SLOPE)
+                    meet(a, count, union, 0 if plain else hidden, slope, queries, states, results, place)
+                queries += 4 * BLOCK * deep
+                states += 8 * BLOCK
+                results += 4 * BLOCK * wide
+
+    return part(meet_all)
 
 
 @part
@@ -317,15 +341,21 @@ def put_results(a, heads, start, end, place):
             results += 4 * BLOCK * wide
 
 
-@kernel
-def attend(a, thread, threads):
-    """Some blocks of tokens of a group of heads at a time; units go round the threads, since later tokens see more."""
-    tokens, units, span, place = ARGS.tokens(a), ARGS.units(a), ARGS.span(a), places(a, thread)
-    for unit in range(thread, units * ((tokens + span - 1) // span), threads):
-        heads, start = ARGS.heads(a) + unit % units * ARGS.shared(a) * HEAD, unit // units * span
-        end = min(tokens, start + span)
-        take_queries(a, heads, start, end, place)
-        for s in range(0, ARGS.keys(a), TILE):
-            meet_all(a, heads, start, end, s, place)
-        put_results(a, heads, start, end, place)
-    return 0
+@cache
+def attend(k: DType, v: DType) -> Kernel:
+    """Some blocks of tokens of a group of heads at a time, with keys of type `k` and values of type `v`; units go round
+    the threads, since later tokens see more."""
+    meet_all = _meet_all(k, v)
+
+    def body(a, thread, threads):
+        tokens, units, span, place = ARGS.tokens(a), ARGS.units(a), ARGS.span(a), places(a, thread)
+        for unit in range(thread, units * ((tokens + span - 1) // span), threads):
+            heads, start = ARGS.heads(a) + unit % units * ARGS.shared(a) * HEAD, unit // units * span
+            end = min(tokens, start + span)
+            take_queries(a, heads, start, end, place)
+            for s in range(0, ARGS.keys(a), TILE):
+                meet_all(a, heads, start, end, s, place)
+            put_results(a, heads, start, end, place)
+        return 0
+
+    return Kernel(f"attention_many.attend.{k}.{v}", body)

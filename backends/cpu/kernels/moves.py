@@ -21,19 +21,20 @@ from ..words import words
 from .dense import LOADS
 from .formats import FORMATS
 from .packing import NO_ROW, UNPACK, share, unpack
-from .rows import FILL_WORDS, add_rows, add_unary, can_copy, fill, put
+from .rows import FILL_WORDS, STORES, add_rows, add_unary, can_copy, fill
 
 MOVE = words("table step rows columns ids id_bytes other pace count tables between")
 
 
 @cache
 def move_rows(scatter: bool, dtype: DType = DType.F32) -> Kernel:
-    """Row ``ids[i]`` of a table to row i of `other` as float32, or the other way round, `count` for each table.
+    """Row ``ids[i]`` of a table of `dtype` to row i of `other`, of float32, or the other way round, `count` for each
+    table.
 
     `step`, `pace` and `between` are bytes from row to row of a table, of `other`, and from table to table.  An id that
     is no row stops the run.
     """
-    load = LOADS[dtype]
+    load, store = (LOADS[DType.F32], STORES[dtype]) if scatter else (LOADS[dtype], STORES[DType.F32])
 
     def body(a, thread, threads):
         table, step, rows, columns = MOVE.table(a), MOVE.step(a), MOVE.rows(a), MOVE.columns(a)
@@ -48,7 +49,7 @@ def move_rows(scatter: bool, dtype: DType = DType.F32) -> Kernel:
             if scatter:
                 source, target = target, source
             for c in range(0, columns, LANES):
-                put(target, c, columns, load(source, c, columns))
+                store(target, c, columns, load(source, c, columns))
         return 0
 
     return Kernel(f"moves.{'scatter' if scatter else 'gather'}.{dtype}", body)
@@ -108,13 +109,13 @@ def _get_rows(steps: Steps, call: Bound) -> bool:
 def _set_rows(steps: Steps, call: Bound) -> bool:
     into, rows, ids, out = call.operand(0), call.operand(1), call.operand(2), call.out
     size = _ids_size(ids)
-    plain = all(o.is_float and o.has_rows and len(o.shape) == 2 for o in (into, rows, out))
-    if size is None or not plain or len(ids.shape) != 1:
+    plain = all(o.has_rows and len(o.shape) == 2 for o in (into, rows, out))
+    if size is None or not plain or len(ids.shape) != 1 or not rows.is_float or out.dtype not in STORES:
         return False
-    if into.address != out.address and not add_unary(steps, "copy", into, out):
+    if into.address != out.address and not (out.is_float and add_unary(steps, "copy", into, out)):
         return False
     words = _words_of(out, rows, ids, size)
-    _add(steps, move_rows(True), words, [rows, ids, out], [out], rows)
+    _add(steps, move_rows(True, out.dtype), words, [rows, ids, out], [out], rows)
     return True
 
 
@@ -125,7 +126,8 @@ def _save_and_set_rows(flow: Flow, number: int) -> Chain:
     table, ids, kept = save.operand(0), save.operand(1), save.out
     into, rows, out = change.operand(0), change.operand(1), change.out
     need(ids.tensor == change.operand(2).tensor and table.tensor == into.tensor == out.tensor, "other rows are saved")
-    need(all(o.is_float and o.has_rows and len(o.shape) == 2 for o in (table, rows, kept)), "operands have no rows")
+    need(all(o.has_rows and len(o.shape) == 2 for o in (table, rows, kept)), "operands have no rows")
+    need(table.dtype in STORES and rows.is_float and kept.is_float, "it holds other numbers")
     need(table.strides[-1] == 1 and len(ids.shape) == 1 and _ids_size(ids) is not None, "ids lie otherwise")
     return Chain(chain, partial(_add_save_and_set_rows, save=save, change=change, numbers=chain))
 
@@ -148,10 +150,10 @@ def _add_save_and_set_rows(steps: Steps, save: Bound, change: Bound, numbers: Ch
 
     steps.number = numbers.save
     saves = [Share(_words_of(table, kept, ids, size), [table, ids], [kept]) for table, _, kept in parts]
-    steps.deal_columns(move_rows(False), saves, kept, bounds)
+    steps.deal_columns(move_rows(False, table.dtype), saves, kept, bounds)
     steps.number = numbers.change
     changes = [Share(_words_of(table, rows, ids, size), [rows, ids, table], [table]) for table, rows, _ in parts]
-    steps.deal(move_rows(True), changes)
+    steps.deal(move_rows(True, table.dtype), changes)
 
 
 def _words_of(table: Operand, other: Operand, ids: Operand, size: int) -> list[int]:

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from types import MappingProxyType
 
+from ....graph.dtypes import DType
 from ...base import contiguous_strides
 from ...operands import Bound, Operand
 from ..compiler import Kernel, Part, kernel, part
@@ -23,6 +25,8 @@ from ..simd.vectors import (
     splat_int,
     store,
     store_some,
+    store_some_bf16,
+    store_some_half,
     where_nonzero,
     word,
 )
@@ -102,6 +106,20 @@ def put(p, c, n, value):
         store(p + 4 * c, value)
     else:
         store_some(p + 4 * c, value, n - c)
+
+
+@part
+def put_half(p, c, n, value):
+    store_some_half(p + 2 * c, value, n - c)
+
+
+@part
+def put_bf16(p, c, n, value):
+    store_some_bf16(p + 2 * c, value, n - c)
+
+
+STORES: Mapping[DType, Part] = MappingProxyType({DType.F32: put, DType.F16: put_half, DType.BF16: put_bf16})
+"""How 16 elements of a row of `n` are written from column `c` on, the nearest of each type."""
 
 
 UNARY_WORDS = row_words("x y")

@@ -21,7 +21,6 @@ from ..simd.vectors import (
     load,
     load_long,
     load_scalar,
-    load_some,
     load_some_or,
     mul,
     shift_left,
@@ -111,11 +110,3 @@ def mask_lanes(seen, s, keys):
 def seen_lanes(mask):
     """A bit for each key that may be seen."""
     return lanes_above(mask, splat(LOWEST))
-
-
-@part
-def some(p, count):
-    """16 elements, or as many as there are and zeros."""
-    if count >= LANES:
-        return load(p)
-    return load_some(p, count)
