@@ -82,11 +82,10 @@ class Model:
     `path` is a file, or None for the small model that comes with hocket; the other arguments are those of ``hocket
     run``: devices and how they share (`hocket.plan`), `context` in tokens, tokens of a prompt that run as one `batch`,
     `threads` of each device (without a number devices share the processors), `exact` for float32 throughout, how keys
-    and values are cached (``f16`` unless `exact`, ``bf16`` or ``f32``).
-    `draft` is the file of a small model with the same tokens, which guesses up to `draft_max` of them ahead (4): the
-    same text sooner; `draft_max` alone lets the model's own blocks for that guess (MTP).  `lora` and `control_vectors`
-    are GGUF files, or pairs of a file and its scale, which all add up; `control_layers` are the first and the last
-    layer behind which control vectors count.
+    and values are cached (``f16`` unless `exact`, ``bf16`` or ``f32``).  `draft` is the file of a small model with the
+    same tokens, which guesses up to `draft_max` of them ahead (4): the same text sooner; `draft_max` alone lets the
+    model's own blocks for that guess (MTP).  `lora` and `control_vectors` are GGUF files, or pairs of a file and its
+    scale, which all add up; `control_layers` are the first and the last layer behind which control vectors count.
 
     Threads may share a model: calls that overlap, as generators that are read in turn, have memories of their own over
     the same weights.  A prompt that begins with what the model has just read is read from there on.  Raises
@@ -126,8 +125,7 @@ class Model:
         control_vectors: Sequence[Scaled] = (),
         control_layers: tuple[int, int] | None = None,
     ) -> None:
-        names = tuple(devices.split(",")) if isinstance(devices, str) else tuple(devices)
-        shares = tuple(tensor_split)
+        names, shares = tuple(devices.split(",") if isinstance(devices, str) else devices), tuple(tensor_split)
         computed = {"exact": exact, "fast": fast, "cache_type_k": cache_type_k, "cache_type_v": cache_type_v}
         group = Group(names, split_mode, shares, place, threads, **computed)  # type: ignore[arg-type]  # it checks
         model = open_adapted(path, lora=lora, control_vectors=control_vectors, control_layers=control_layers)
@@ -140,7 +138,6 @@ class Model:
         self._tokenizer: Tokenizer | None = None
 
     # ------------------------------------------------------------------------------------------------ generation
-
     @needs(ModelError, prompt=PROMPT)
     def generate(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Iterator[str]:
         """The text that continues `prompt` (text, or tokens), piece by piece as it is made.
@@ -276,7 +273,7 @@ class Model:
         Their sum scores the text, ``exp(-mean)`` is its perplexity.
 
         >>> round(float(np.exp(-model.score("It is a truth universally acknowledged").mean())), 1)
-        26.7
+        26.8
         """
         ids = self._ids(text)
         rows = self.logits(ids)[:-1].astype(np.float64)

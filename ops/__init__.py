@@ -21,7 +21,6 @@ from .declaring.oracle import evaluate as evaluate
 from .declaring.oracle import exact as exact
 from .declaring.registry import REGISTRY as REGISTRY
 from .declaring.registry import RULES as RULES
-from .declaring.registry import kind_of as kind_of
 from .declaring.registry import op_of as op_of
 from .declaring.registry import register as register
 from .declaring.registry import verify as verify

@@ -14,7 +14,8 @@ from ...graph.graph import Graph, names
 from ...graph.node import Node, Value
 from ...graph.records import dataclass
 from ...graph.spec import Spec
-from ...ops import kind_of, op_of
+from ...ops import op_of
+from ...ops.declaring.registry import kind_of
 from ...ops.elementwise import cont
 from .arena import Lifetime, place
 from .order import Schedule, may_overwrite, schedule, settle

@@ -14,7 +14,8 @@ from ...backends.base import Backend, Device
 from ...graph.dtypes import FLOATS, DType
 from ...graph.node import Node, Value
 from ...graph.records import dataclass
-from ...ops import broadcast, cont, get_rows, kind_of, op_of, reshape, set_rows
+from ...ops import broadcast, cont, get_rows, op_of, reshape, set_rows
+from ...ops.declaring.registry import kind_of
 from .order import Schedule
 from .strides import Strided, through_view, whole
 

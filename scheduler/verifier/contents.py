@@ -12,7 +12,8 @@ from ...backends.base import ALIGNMENT, Backend, Program, Tensor, contiguous_str
 from ...graph.dtypes import DType
 from ...graph.node import Node, Value
 from ...graph.spec import MAX_SIZE
-from ...ops import kind_of, op_of
+from ...ops import op_of
+from ...ops.declaring.registry import kind_of
 
 
 class Memory:

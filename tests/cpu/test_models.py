@@ -8,13 +8,13 @@ import pytest
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
 
-from ..given.models.goldens import INDEX, golden, limit, nmse, path_of
+from ..given.models.goldens import FLOAT_CACHES, INDEX, golden, limit, nmse, path_of
 
 GROUPS = {
-    "one": Group(threads=1),
-    "two threads": Group(threads=2),
-    "tensor": Group(("cpu:0", "cpu:1", "cpu:2"), "tensor", threads=1),
-    "layer": Group(("cpu:0", "cpu:1"), "layer", threads=2),
+    "one": Group(threads=1, **FLOAT_CACHES),
+    "two threads": Group(threads=2, **FLOAT_CACHES),
+    "tensor": Group(("cpu:0", "cpu:1", "cpu:2"), "tensor", threads=1, **FLOAT_CACHES),
+    "layer": Group(("cpu:0", "cpu:1"), "layer", threads=2, **FLOAT_CACHES),
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -9,9 +11,11 @@ import pytest
 from hocket.frontends.errors import ModelError
 from hocket.frontends.models import Model
 from hocket.frontends.open import context_for, open_model
+from hocket.frontends.saved_state import load_state, save_state
 from hocket.frontends.session import Group, Progress, Session
+from hocket.graph import DType
 
-from ..given.models.goldens import DENSE, INDEX, nmse, path_of, tokens_of
+from ..given.models.goldens import DENSE, FLOAT_CACHES, INDEX, nmse, path_of, tokens_of
 
 
 def noise(name: str) -> float:
@@ -27,7 +31,7 @@ def opened(name: str) -> tuple[Model, list[int]]:
     return open_model(path_of(name)), tokens
 
 
-FAST, EXACT = Group(), Group(exact=True)
+FAST, EXACT = Group(**FLOAT_CACHES), Group(exact=True)
 
 
 def alone(model: Model, tokens: list[int], on: Group = FAST) -> npt.NDArray[np.float32]:
@@ -38,7 +42,7 @@ def alone(model: Model, tokens: list[int], on: Group = FAST) -> npt.NDArray[np.f
 def test_sequences_of_different_length_in_one_batch_equal_each_alone(name: str) -> None:
     model, tokens = opened(name)
     texts = [tokens[:23], tokens[10:17]]
-    both = Session(model, sequences=2).evaluate(texts, every_position=True)
+    both = Session(model, on=FAST, sequences=2).evaluate(texts, every_position=True)
     for got, text in zip(both, texts, strict=True):
         assert nmse(got, alone(model, text)) <= noise(name)
 
@@ -54,7 +58,7 @@ def test_sequences_of_the_embedded_model_side_by_side_equal_each_alone() -> None
 @pytest.mark.parametrize("name", DENSE)
 def test_a_sequence_may_join_later_and_another_idle(name: str) -> None:
     model, tokens = opened(name)
-    session = Session(model, sequences=2)
+    session = Session(model, on=FAST, sequences=2)
     first, nothing = session.evaluate([tokens[:9], []], every_position=True)
     assert nothing.shape == (0, model.vocabulary_size)
     second, joined = session.evaluate([tokens[9:10], tokens[3:15]], every_position=True)
@@ -70,7 +74,7 @@ def test_a_sequence_may_join_later_and_another_idle(name: str) -> None:
 @pytest.mark.parametrize("name", DENSE)
 def test_prefill_in_pieces_equals_one_batch(name: str) -> None:
     model, tokens = opened(name)
-    session = Session(model, batch=8)
+    session = Session(model, on=FAST, batch=8)
     assert nmse(session.evaluate([tokens[:29]], every_position=True)[0], alone(model, tokens[:29])) <= noise(name)
     session.reset(0)
     assert nmse(session.evaluate([tokens[:29]])[0], alone(model, tokens[:29])[-1:]) <= noise(name)
@@ -80,7 +84,7 @@ def test_prefill_in_pieces_equals_one_batch(name: str) -> None:
 @pytest.mark.parametrize("name", DENSE)
 def test_a_reset_sequence_starts_anew_and_its_neighbour_goes_on(name: str) -> None:
     model, tokens = opened(name)
-    session = Session(model, sequences=2)
+    session = Session(model, on=FAST, sequences=2)
     session.evaluate([tokens[:12], tokens[20:30]])
     session.reset(0)
     assert session.lengths == [0, 10]
@@ -92,7 +96,7 @@ def test_a_reset_sequence_starts_anew_and_its_neighbour_goes_on(name: str) -> No
 @pytest.mark.parametrize("name", ["llama", "qwen35"])
 def test_a_full_context_is_an_error_that_leaves_the_session_as_it_was(name: str) -> None:
     model, tokens = opened(name)
-    session = Session(model, context=16)
+    session = Session(model, on=FAST, context=16)
     session.evaluate([tokens[:10]])
     with pytest.raises(ModelError, match=r"would have 17 tokens, but the context holds 16.*--ctx-size"):
         session.evaluate([tokens[10:17]])
@@ -105,7 +109,7 @@ def test_a_full_context_is_an_error_that_leaves_the_session_as_it_was(name: str)
 
 def test_plans_are_built_once_for_each_bucket() -> None:
     model = open_model(None)
-    session = Session(model)
+    session = Session(model, on=FAST)
     session.evaluate([list(range(100, 113))])
     for token in range(300):
         session.evaluate([[token]])
@@ -156,3 +160,22 @@ def test_the_context_is_settled_before_the_weights_are_loaded() -> None:
         context_for(model, 21, 20)
     with pytest.raises(ModelError, match=r"but the context holds 512; shorten it$"):
         context_for(model, 513, None)
+
+
+def test_caches_are_of_16_bits_unless_asked_for_or_exact(tmp_path: Path) -> None:
+    """A saved state goes from one to the other: what 16 bits hold, 32 do."""
+    model, tokens = opened("llama")
+    halves, floats = Session(model), Session(model, on=FAST)
+    assert [s.store.nbytes()[0]["state"] for s in (halves, floats)] == [n := halves.store.nbytes()[0]["state"], 2 * n]
+    assert Group(exact=True).caches == FAST.caches == (DType.F32, DType.F32)
+    assert Group(cache_type_v="bf16").caches == (DType.F16, DType.BF16)
+    want = floats.evaluate([tokens[:12]], every_position=True)[0]
+    assert 0 < nmse(halves.evaluate([tokens[:12]], every_position=True)[0], want) <= 1e-5
+    save_state(halves, [tokens[:12]], tmp_path / "state")
+    floats.reset(0)
+    load_state(floats, tmp_path / "state")
+    kept = [np.array(s.store.state("cache_k.0"), np.float32)[:12] for s in (halves, floats)]
+    assert np.array_equal(*kept)
+    assert nmse(floats.evaluate([[7]])[0], halves.evaluate([[7]])[0]) <= 1e-5
+    with pytest.raises(ModelError, match=r"cache_type_k is 'q9'.*f32 or f16 or bf16"):
+        Group(cache_type_k="q9")

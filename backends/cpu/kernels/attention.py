@@ -113,7 +113,8 @@ def _is_read(x: Operand | None) -> bool:
 
 def _attention(steps: Steps, call: Bound) -> bool:
     given, sinks, out = call.src[:4], call.optional(4), call.out
-    if not all(x is None or x.is_float for x in (given[0], given[3], sinks)) or not all(map(_is_read, given[1:3])):
+    floats = (call.operand(0), call.optional(3), sinks)
+    if not all(x is None or x.is_float for x in floats) or not all(map(_is_read, given[1:3])):
         return False
     if not out.is_float or out.strides[-1] != 1:
         return False

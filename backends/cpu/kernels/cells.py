@@ -8,7 +8,8 @@ from types import MappingProxyType
 
 from ....graph.dtypes import DType
 from ..compiler import Part, part
-from ..simd.vectors import LANES, load, load_bf16, load_half, load_some, load_some_bf16, load_some_half
+from ..simd.shorts import load_some_bf16, load_some_half
+from ..simd.vectors import LANES, load, load_bf16, load_half, load_some
 
 
 @dataclass(frozen=True, slots=True)

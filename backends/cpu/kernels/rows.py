@@ -13,6 +13,7 @@ from ...base import contiguous_strides
 from ...operands import Bound, Operand
 from ..compiler import Kernel, Part, kernel, part
 from ..pieces import pieces_of
+from ..simd.shorts import store_some_bf16, store_some_half
 from ..simd.vectors import (
     LANES,
     load,
@@ -25,8 +26,6 @@ from ..simd.vectors import (
     splat_int,
     store,
     store_some,
-    store_some_bf16,
-    store_some_half,
     where_nonzero,
     word,
 )

@@ -23,7 +23,6 @@ LANES = 16
 
 _i8, _i16, _i32, _i64, _half, _f32 = (*map(ir.IntType, (8, 16, 32, 64)), ir.HalfType(), ir.FloatType())
 _F, _I, _B = ir.VectorType(_f32, 16), ir.VectorType(_i32, 16), ir.VectorType(_i8, 64)
-_S, _H = ir.VectorType(_i16, 16), ir.VectorType(_half, 16)
 _TYPES = {ADDRESS: _i64, FLOAT: _f32, DOUBLE: ir.DoubleType(), FLOATS: _F, INTS: _I, BYTES: _B}
 
 
@@ -144,45 +143,6 @@ def load_bf16(b, a):
     """16 bfloat16: the upper halves of float32."""
     wide = b.zext(_load(b, a, ir.VectorType(_i16, 16), 2), _I)
     return b.bitcast(b.shl(wide, _const(_I, 16)), _F)
-
-
-@intrinsic(FLOATS, ADDRESS, ADDRESS)
-def load_some_half(b, a, count):
-    """The first `count` of 16 float16; the others are zero, and their memory is not touched."""
-    return b.fpext(b.bitcast(_load_some_shorts(b, a, count), _H), _F)
-
-
-@intrinsic(FLOATS, ADDRESS, ADDRESS)
-def load_some_bf16(b, a, count):
-    """The first `count` of 16 bfloat16; the others are zero, and their memory is not touched."""
-    return b.bitcast(b.shl(b.zext(_load_some_shorts(b, a, count), _I), _const(_I, 16)), _F)
-
-
-def _load_some_shorts(b: Any, a: Any, count: Any) -> Any:
-    where, mask = _pointer(b, a, _S), _mask(b, count)
-    return _call(b, "llvm.masked.load.v16i16.p0", _S, where, ir.Constant(_i32, 2), mask, _const(_S, 0))
-
-
-@intrinsic(NOTHING, ADDRESS, FLOATS, ADDRESS)
-def store_some_half(b, a, v, count):
-    """The first `count` lanes as float16: the nearest, even ones on a tie."""
-    _store_some_shorts(b, a, b.bitcast(b.fptrunc(v, _H), _S), count)
-
-
-@intrinsic(NOTHING, ADDRESS, FLOATS, ADDRESS)
-def store_some_bf16(b, a, v, count):
-    """The first `count` lanes as bfloat16: the nearest, even ones on a tie; NaN stays."""
-    bits = b.bitcast(v, _I)
-    odd = b.and_(b.lshr(bits, _const(_I, 16)), _const(_I, 1))
-    near = b.add(bits, b.add(odd, _const(_I, 0x7FFF)))
-    quiet = b.or_(bits, _const(_I, 0x400000))
-    rounded = b.select(b.fcmp_unordered("uno", v, v), quiet, near)
-    _store_some_shorts(b, a, b.trunc(b.lshr(rounded, _const(_I, 16)), _S), count)
-
-
-def _store_some_shorts(b: Any, a: Any, v: Any, count: Any) -> None:
-    where, mask = _pointer(b, a, _S), _mask(b, count)
-    _call(b, "llvm.masked.store.v16i16.p0", ir.VoidType(), v, where, ir.Constant(_i32, 2), mask)
 
 
 load_ints = intrinsic(INTS, ADDRESS)(lambda b, a: _load(b, a, _I, 4))

@@ -22,7 +22,7 @@ from hocket.scheduler.sharding.axes import Factor
 from hocket.scheduler.sharding.factors import Factors
 
 from ...given.models.exact import SAME, STEP, Run, at_once, changed
-from ...given.models.goldens import F64, INDEX, MIXTURES, alone, golden, layers_with_experts, nmse, opened
+from ...given.models.goldens import F64, FLOAT_CACHES, INDEX, MIXTURES, alone, golden, layers_with_experts, nmse, opened
 from ...given.plans.grouped import devices, reductions
 
 
@@ -51,7 +51,7 @@ def test_logits_token_by_token_equal_those_of_llama_cpp(name: str) -> None:
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_session_in_pieces_has_the_logits_of_llama_cpp(name: str) -> None:
     tokens, want = golden(name)
-    session = Session(load_model(opened(name)))
+    session = Session(load_model(opened(name)), on=Group(**FLOAT_CACHES))
     parts = [tokens[:9], *([t] for t in tokens[9:20]), tokens[20:]]
     got = np.concatenate([session.evaluate([part], every_position=True)[0] for part in parts])
     assert nmse(got.astype(np.float64), want) <= INDEX[name]["tol_f32"]
@@ -151,7 +151,8 @@ def test_all_experts_may_be_used(name: str) -> None:
     tokens, want = golden(name)
     got = at_once(Run(model), tokens[:6])
     assert nmse(got, want[:6]) > 1e-6
-    assert nmse(Session(model).evaluate([tokens[:6]], every_position=True)[0].astype(np.float64), got) <= 1e-9
+    session = Session(model, on=Group(**FLOAT_CACHES))
+    assert nmse(session.evaluate([tokens[:6]], every_position=True)[0].astype(np.float64), got) <= 1e-9
 
 
 def test_the_divisor_of_the_shares_is_held_above_that_of_llama_cpp() -> None:
@@ -169,7 +170,7 @@ def test_the_divisor_of_the_shares_is_held_above_that_of_llama_cpp() -> None:
 def test_a_mixture_on_several_devices_gives_the_logits_of_one(name: str, mode: str, n: int) -> None:
     model, (tokens, want) = load_model(opened(name)), golden(name)
     one = alone(name).astype(np.float64)
-    many = Session(model, on=Group(devices(n), mode))
+    many = Session(model, on=Group(devices(n), mode, **FLOAT_CACHES))
     parts = [tokens[: len(tokens) // 2], *([t] for t in tokens[len(tokens) // 2 :])]
     stepped = np.concatenate([many.evaluate([part], every_position=True)[0] for part in parts])
     many.reset(0)

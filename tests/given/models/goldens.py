@@ -71,6 +71,10 @@ def limit(name: str) -> float:
     return float(row["tol_half" if any(t[0] in "QIM" for t in row["types"]) else "tol_f32"])
 
 
+FLOAT_CACHES = {"cache_type_k": "f32", "cache_type_v": "f32"}
+"""Of a `Group` whose results are compared with exact ones."""
+
+
 def nmse(got: npt.ArrayLike, want: npt.ArrayLike) -> float:
     """The larger of the error over all rows and the error of the worst row, both over the squares of what is wanted."""
     x, y = np.asarray(got, np.float64), np.asarray(want, np.float64)
@@ -82,5 +86,5 @@ def nmse(got: npt.ArrayLike, want: npt.ArrayLike) -> float:
 @cache
 def alone(name: str, exact: bool = False) -> npt.NDArray[np.float32]:
     """The logits of one device, all tokens in one batch."""
-    session = Session(open_model(path_of(name)), on=Group(exact=exact))
+    session = Session(open_model(path_of(name)), on=Group(exact=exact, **FLOAT_CACHES))
     return session.evaluate([tokens_of(name)], every_position=True)[0]

@@ -19,7 +19,7 @@ from hocket.scheduler import load, plan, plan_for
 from hocket.scheduler.running.comm import Meeting
 
 from ...given.graphs.random_graphs import seeded_graph
-from ...given.models.goldens import nmse, path_of, tokens_of
+from ...given.models.goldens import FLOAT_CACHES, nmse, path_of, tokens_of
 from ...given.plans.faults import SLOW, decoder
 from ...given.plans.grouped import devices, equal_to_one
 from ...given.waits import HOUR
@@ -45,8 +45,8 @@ MIXED = ("cpu:0", "reference:0", "cpu:1")
 def test_a_model_on_mixed_backends_gives_the_logits_of_one_device(name, mode):
     model = load_model(open_gguf(path_of(name)))
     tokens = tokens_of(name)
-    one = Session(model, on=Group(("reference:0",))).evaluate([tokens], every_position=True)[0]
-    many = Session(model, on=Group(MIXED, mode))
+    one = Session(model, on=Group(("reference:0",), **FLOAT_CACHES)).evaluate([tokens], every_position=True)[0]
+    many = Session(model, on=Group(MIXED, mode, **FLOAT_CACHES))
     parts = [tokens[: len(tokens) // 2], *([t] for t in tokens[len(tokens) // 2 :])]
     stepped = np.concatenate([many.evaluate([part], every_position=True)[0] for part in parts])
     assert nmse(stepped, one) <= 1e-10

@@ -18,7 +18,7 @@ from hocket.scheduler import Host, load, plan, plan_for
 from hocket.scheduler.fits import memory_problem, shortage
 from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
 
-from ...given.models.goldens import nmse, path_of, tokens_of
+from ...given.models.goldens import FLOAT_CACHES, nmse, path_of, tokens_of
 from ...given.models.large_headers import llama_70b
 
 MODES = ("none", "layer", "tensor", "auto")
@@ -141,13 +141,13 @@ def test_the_command_says_what_does_not_fit_and_plans_with_the_host(tmp_path, ca
 def test_a_session_uses_the_host_for_what_does_not_fit(mode, monkeypatch):
     model = load_model(open_gguf(path_of("qwen35")))
     tokens = tokens_of("qwen35")
-    one = Session(model)
+    one = Session(model, on=Group(**FLOAT_CACHES))
     want = one.evaluate([tokens], every_position=True)[0]
     total = sum(one._first.memory().values())
     small = Small(int(total * 0.6))
     known = {"small:0": (small, small.device(0))}
     monkeypatch.setattr(devices, "find", lambda name: known.get(name) or find(name))
-    many = Session(model, on=Group(("small:0",), mode))
+    many = Session(model, on=Group(("small:0",), mode, **FLOAT_CACHES))
     assert [str(device) for _, device in many.group] == ["small:0", "cpu:0"]
     parts = [tokens[:5], *([t] for t in tokens[5:])]
     stepped = np.concatenate([many.evaluate([part], every_position=True)[0] for part in parts])

@@ -25,7 +25,7 @@ from hocket.scheduler.sharding.factors import Factors
 from hocket.scheduler.sharding.shares import Shares, joined, runs_of
 
 from ...given.graphs.random_graphs import bindings, seeded_graph
-from ...given.models.goldens import DENSE, FIXTURES, INDEX, alone, nmse, path_of, tokens_of
+from ...given.models.goldens import DENSE, FIXTURES, FLOAT_CACHES, INDEX, alone, nmse, path_of, tokens_of
 from ...given.plans.grouped import devices, everything_that_fits, raw
 from ...given.waits import HOUR
 
@@ -44,7 +44,7 @@ def test_a_model_on_several_devices_gives_the_logits_of_one(name, mode, n, split
     golden = np.load(FIXTURES / name / "logits.npy")
     exact = "q4" in name  # what is rounded to 8 bits would differ wherever a sum differs in its last bit
     one = alone(name, exact)
-    many = Session(model, on=Group(devices(n), mode, split, exact=exact))
+    many = Session(model, on=Group(devices(n), mode, split, exact=exact, **FLOAT_CACHES))
     batch = many.evaluate([tokens], every_position=True)[0]
     many.reset(0)
     parts = [tokens[: len(tokens) // 2], *([t] for t in tokens[len(tokens) // 2 :])]

@@ -1,0 +1,71 @@
+"""The first of 16 numbers of 16 bits each, in memory float16 or bfloat16 (the upper half of a float32), in registers
+float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from .vectors import ADDRESS, FLOATS, INTS, LANES, NOTHING, intrinsic, llvm_type
+
+_i1, _i16, _i32 = map(ir.IntType, (1, 16, 32))
+_F, _I = llvm_type(FLOATS), llvm_type(INTS)
+_SHORTS, _HALVES = ir.VectorType(_i16, LANES), ir.VectorType(ir.HalfType(), LANES)
+_MASK = ir.VectorType(_i1, LANES)
+_ADDRESSED = _SHORTS.as_pointer()
+
+
+def _ints(value: int) -> ir.Constant:
+    return ir.Constant(_I, [value] * LANES)
+
+
+def _first(b: Any, count: Any) -> Any:
+    """Lanes below `count`."""
+    every = b.insert_element(ir.Constant(_I, ir.Undefined), b.trunc(count, _i32), ir.Constant(_i32, 0))
+    every = b.shuffle_vector(every, every, _ints(0))
+    return b.icmp_signed("<", ir.Constant(_I, list(range(LANES))), every)
+
+
+def _declared(b: Any, name: str, result: ir.Type, *operands: ir.Type) -> Any:
+    return b.module.globals.get(name) or ir.Function(b.module, ir.FunctionType(result, operands), name)
+
+
+def _load(b: Any, a: Any, count: Any) -> Any:
+    load = _declared(b, "llvm.masked.load.v16i16.p0", _SHORTS, _ADDRESSED, _i32, _MASK, _SHORTS)
+    none = ir.Constant(_SHORTS, [0] * LANES)
+    return b.call(load, [b.inttoptr(a, _ADDRESSED), ir.Constant(_i32, 2), _first(b, count), none])
+
+
+def _store(b: Any, a: Any, shorts: Any, count: Any) -> None:
+    store = _declared(b, "llvm.masked.store.v16i16.p0", ir.VoidType(), _SHORTS, _ADDRESSED, _i32, _MASK)
+    b.call(store, [shorts, b.inttoptr(a, _ADDRESSED), ir.Constant(_i32, 2), _first(b, count)])
+
+
+@intrinsic(FLOATS, ADDRESS, ADDRESS)
+def load_some_half(b, a, count):
+    """The first `count` float16; the other lanes are zero, and their memory is not touched."""
+    return b.fpext(b.bitcast(_load(b, a, count), _HALVES), _F)
+
+
+@intrinsic(FLOATS, ADDRESS, ADDRESS)
+def load_some_bf16(b, a, count):
+    """The first `count` bfloat16; the other lanes are zero, and their memory is not touched."""
+    return b.bitcast(b.shl(b.zext(_load(b, a, count), _I), _ints(16)), _F)
+
+
+@intrinsic(NOTHING, ADDRESS, FLOATS, ADDRESS)
+def store_some_half(b, a, v, count):
+    """The first `count` lanes as float16: the nearest, even ones on a tie."""
+    _store(b, a, b.bitcast(b.fptrunc(v, _HALVES), _SHORTS), count)
+
+
+@intrinsic(NOTHING, ADDRESS, FLOATS, ADDRESS)
+def store_some_bf16(b, a, v, count):
+    """The first `count` lanes as bfloat16: the nearest, even ones on a tie; NaN stays."""
+    bits = b.bitcast(v, _I)
+    odd = b.and_(b.lshr(bits, _ints(16)), _ints(1))
+    near = b.add(bits, b.add(odd, _ints(0x7FFF)))
+    quiet = b.or_(bits, _ints(0x400000))
+    rounded = b.select(b.fcmp_unordered("uno", v, v), quiet, near)
+    _store(b, a, b.trunc(b.lshr(rounded, _ints(16)), _SHORTS), count)

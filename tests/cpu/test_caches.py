@@ -1,0 +1,94 @@
+"""States of 16-bit numbers: rows are written and read as they are, by kernels where these know how, else in NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import hocket
+from hocket import DType, Graph, input, ops, state
+from hocket.ops import REGISTRY
+from hocket.ops.quants import decoded, encoded
+
+from ..given.models.goldens import nmse
+
+TYPES = ["f16", "bf16"]
+DEVICES = ["cpu:0", "cpu:0,cpu:1", "cpu:0,cpu:1,cpu:2"]
+
+
+def ways(dtype):
+    """Graphs that update a state [9, 16] and read it, each in its own way."""
+    old, rows, ids = state("s", (9, 16), dtype), input("rows", (3, 16)), input("ids", (3,), "i32")
+    new, x = ops.set_rows(old, rows, ids), input("x", (9, 16))
+    read = ops.cast(new, dtype="f32")
+    yield "rows of it", Graph({"y": ops.get_rows(new, ids)}, {old: new})
+    yield "an output", Graph({"y": new}, {old: new})
+    yield "a slice", Graph({"y": ops.scale(ops.slice_(read, axis=0, start=1, stop=5), scale=2.0)}, {old: new})
+    yield "what it was", Graph({"y": ops.cast(old, dtype="f32"), "z": read}, {old: new})
+    yield "all of it is new", Graph({"y": x}, {old: ops.cast(ops.add(ops.cast(old, dtype="f32"), x), dtype=dtype)})
+    yield "joined", Graph({"y": ops.cast(ops.concat(new, new, axis=0), dtype="f32")}, {old: new})
+    yield "transposed", Graph({"y": ops.cast(ops.transpose(new), dtype="f32")}, {old: new})
+    yield "a matrix", Graph({"y": ops.mul_mat(new, x)}, {old: new})
+    yield "written twice", Graph({"y": read}, {old: ops.set_rows(new, ops.scale(rows, scale=2.0), ids)})
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("way", [name for name, _ in ways("f16")])
+def test_a_state_of_16_bits_holds_what_both_types_can_hold(way, dtype, devices):
+    """All numbers are multiples of 1/32 below 4, so nothing is rounded, and the definition has the same bits."""
+    graph, rng = dict(ways(dtype))[way], np.random.default_rng(0)
+    floats = {"rows": (3, 16), "x": (9, 16)}
+    given = {n: (rng.integers(-99, 99, shape) / 32).astype(np.float32) for n, shape in floats.items()}
+    given["ids"] = np.array([1, 4, 7], np.int32)
+    given = {v.node.name: given[v.node.name] for v in graph.inputs}
+    right, run = (hocket.load(hocket.plan(graph, on), {}) for on in ("reference:0", devices))
+    for _ in range(3):
+        wanted, results = right.run(given), run.run(given)
+        assert all(np.array_equal(results[name], wanted[name]) for name in wanted)
+        assert np.array_equal(run.store.state("s"), right.store.state("s"))
+        assert np.any(run.store.state("s"))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_rows_are_rounded_to_the_nearest(dtype):
+    rng, kind = np.random.default_rng(0), DType(dtype)
+    rows = rng.standard_normal((8, 37)).astype(np.float32) * 10.0 ** rng.integers(-6, 4, (8, 37))
+    rows = rows.astype(np.float32)
+    rows[0, :6] = [np.inf, -np.inf, np.nan, 0.0, -0.0, 3e38]
+    old = state("s", (9, 37), dtype)
+    new = ops.set_rows(old, input("rows", (8, 37)), input("ids", (8,), "i32"))
+    run = hocket.load(hocket.plan(Graph({"y": new}, {old: new}), "cpu:0"), {})
+    with np.errstate(over="ignore"):
+        run.run({"rows": rows, "ids": np.arange(8, dtype=np.int32)})
+        wanted = decoded(encoded(rows, kind), kind)
+    assert np.array_equal(np.array(run.store.state("s"))[:8], wanted, equal_nan=True)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 20])
+@pytest.mark.parametrize(("keys", "values"), [("f16", "f16"), ("bf16", "bf16"), ("f16", "f32"), ("f32", "bf16")])
+@pytest.mark.parametrize("sizes", [(64, 64), (40, 24), (5, 130)])
+def test_attention_reads_keys_and_values_as_they_are_kept(sizes, keys, values, tokens):
+    """Compiled, over both: no copy in float32 is made."""
+    (size, width), cells, rng = sizes, 70, np.random.default_rng(0)
+    k, v = state("k", (2 * cells + 1, 3 * size), keys), state("v", (2 * cells + 1, 3 * width), values)
+    q, mask = input("q", (2, tokens, 6, size)), input("mask", (2, tokens, cells))
+
+    def seen(x, columns):
+        known = ops.slice_(x, axis=0, start=0, stop=2 * cells)
+        return ops.reshape(known, shape=(2, cells, 3, columns))
+
+    graph = Graph({"y": ops.attention(q, seen(k, size), seen(v, width), mask, scale=0.3)})
+    run = hocket.load(hocket.plan(graph, "cpu:0"), {})
+    for name in ("k", "v"):
+        run.store.state(name)[...] = rng.standard_normal(run.store.state(name).shape)
+    given = {"q": rng.standard_normal(q.shape).astype(np.float32)}
+    given["mask"] = np.where(rng.random(mask.shape) < 0.3, -np.inf, 0.0).astype(np.float32)
+    kept = [
+        np.array(run.store.state(name), np.float64)[: 2 * cells].reshape(2, cells, 3, columns)
+        for name, columns in (("k", size), ("v", width))
+    ]
+    y = run.run(given)["y"]
+    assert "NumPy" not in {step.kernel for step in run.measure()[0]}
+    q64, mask64 = (given[name].astype(np.float64) for name in ("q", "mask"))
+    assert nmse(y, REGISTRY["attention"].reference(q64, *kept, mask64, scale=0.3)) <= 1e-11
