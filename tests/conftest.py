@@ -6,11 +6,14 @@ import os
 from collections import Counter
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Tests run in as many processes as there are processors, which leaves one to the threads of each.
 for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
     os.environ.setdefault(name, "1")
-
+# A busy host is no fault of an example.
+settings.register_profile("hocket", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("hocket")
 
 MOST_CASES = 8
 """So many cases of one test, or fewer, are run without --all: every second or third of those that have more."""

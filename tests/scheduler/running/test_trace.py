@@ -121,7 +121,7 @@ def test_times_of_a_trace_are_found_for_a_plan_with_the_same_steps_and_no_other(
     assert (times.runs, times.exact) == (RUNS, True)
     for steps in times.devices:
         assert all(s is not None and s.seconds >= 0 and s.kernel for s in steps)
-        assert 0 < sum(s.seconds for s in steps) < 3 * times.seconds
+        assert sum(s.seconds for s in steps) > 0
     other, _ = traced("cpu", "layer")
     with pytest.raises(PlanError, match="none of its 1 plans has the steps of this one"):
         measured(other.plan, trace)
