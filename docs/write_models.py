@@ -18,9 +18,8 @@ does not, where they differ from LLaMA's blocks with rotated halves; `frontends/
 "At once" marks diffusion models, which have logits for whole texts and no steps, and "encoder" those that give vectors
 of whole texts (`hocket embed`, `hocket.Model.embed`); "chosen" gives the keys whose product
 is the longest context, since attention would have to choose from a longer one.  "Cut over" are the numbers of devices
-on which the architecture's tiny models give the logits of one device, to an NMSE of 1e-10 in the worst row, or of what
-is in brackets (where GELU is rounded to half precision, the order of a sum can flip a last bit): measured, see
-`tests/given/models/sharded.py`.  "MTP" says whether blocks that
+on which the architecture's tiny models give the logits of one device, to an NMSE of 1e-10 in the worst row: measured,
+see `tests/given/models/sharded.py`.  "MTP" says whether blocks that
 guess further tokens are run where a file has any (`hocket run --draft-max N`).
 
 | architecture | mixers | how it runs | cut over | MTP | traits |
@@ -76,10 +75,7 @@ def counted() -> dict[str, str]:
         worst = errors.setdefault(model.rsplit("-", 1)[0], {})
         for count, error in measured.items():
             worst[count] = max(worst.get(count, 0.0), error)
-    return {
-        name: ", ".join(n if error <= MOST else f"{n} ({error})" for n, error in worst.items())
-        for name, worst in errors.items()
-    }
+    return {name: ", ".join(n for n, error in worst.items() if error <= MOST) for name, worst in errors.items()}
 
 
 def tokenizers() -> Iterator[str]:

@@ -113,7 +113,8 @@ class Session:
         self._wire, self._caches = WIRES[on.wire], on.caches
         if on.exact and on.fast:
             raise ModelError("results that are to be exact are not rounded to bfloat16; leave out one of the two")
-        self._graph = partial(hurried, model) if on.fast else model.graph
+        rule = hurried if on.fast else ordered if on.exact and model.looks_up else None
+        self._graph: Callable[[Step], Graph] = partial(changed, model, rule) if rule else model.graph
         if self.world.size > 1:
             self.world.agree("model", f"one with the digest {model_digest(model)[:16]}", "give all ranks the same file")
         self._place = tuple((pattern, spelled(device, on)) for pattern, device in on.place)
@@ -422,13 +423,19 @@ def token_ids(sequence: int, given: Sequence[int]) -> list[int]:
     return list(map(int, ids))
 
 
-def hurried(model: Model, step: Step) -> Graph:
-    """The graph of a step in which no op has to be exact that need not be."""
-
-    def rule(node: Node) -> Sequence[Value] | None:
-        return replace(node, attrs={**node.attrs, "exact": False}).results if node.attrs.get("exact") else None
-
+def changed(model: Model, rule: Callable[[Node], Sequence[Value] | None], step: Step) -> Graph:
+    """The graph of a step, with `rule` applied to its nodes."""
     return rewrite(model.graph(step), rule)
+
+
+def hurried(node: Node) -> Sequence[Value] | None:
+    """No op is exact that need not be."""
+    return replace(node, attrs={**node.attrs, "exact": False}).results if node.attrs.get("exact") else None
+
+
+def ordered(node: Node) -> Sequence[Value] | None:
+    """Devices share no sum, so that its last bit is that of one device."""
+    return replace(node, attrs={**node.attrs, "ordered": True}).results if node.op == "mul_mat" else None
 
 
 def check_context(context: int, model: Model) -> None:

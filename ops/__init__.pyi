@@ -316,10 +316,11 @@ def minimum(a: Value, b: Value, *, name: str = "") -> Value:
 def mul(a: Value, b: Value, *, name: str = "") -> Value:
     """``a * b`` elementwise; `b` tiles into `a`.  ggml: ``MUL``."""
 
-def mul_mat(w: Value, x: Value, *, name: str = "") -> Value:
+def mul_mat(w: Value, x: Value, *, ordered: bool = False, name: str = "") -> Value:
     """Rows of `x` times the transposed weight, ``x @ w.T``.  ggml: ``MUL_MAT``.
 
-    Leading axes of `w` divide those of `x`: one weight serves a run of neighbouring entries.
+    Leading axes of `w` divide those of `x`: one weight serves a run of neighbouring entries.  With `ordered` devices do
+    not share the terms of a sum, so that its last bit is the same on any number of them.
     """
 
 def mul_mat_id(w: Value, x: Value, ids: Value, *, first: int = 0, total: int = 0, name: str = "") -> Value:

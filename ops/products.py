@@ -21,7 +21,8 @@ def grouped(w: Array, leading: tuple[int, ...], trailing: int) -> Array:
 
 @op(
     "w[/..., n, +k]: weight, x[..., m, +k] -> [..., m, n]: f32",
-    linear=("w", "x"),
+    linear=lambda attrs: () if attrs["ordered"] else ("w", "x"),
+    whole=lambda attrs: ("k",) if attrs["ordered"] else (),
     flops=lambda m, n, k, **_: 2 * m * n * k,
     samples=(
         *grid("w={w}[64,256], x=f32[{m},256]", w=tuple(map(str, FLOATS)), m=(1, 7)),
@@ -30,6 +31,7 @@ def grouped(w: Array, leading: tuple[int, ...], trailing: int) -> Array:
         "w=f32[2,5,8], x=f32[4,3,8]",
         "w=f32[1,2,5,8], x=f32[3,2,3,8]",
         "w=f16[5,8], x=f16[3,8]",
+        "w=f32[5,8], x=f32[3,8], ordered=true",
     ),
     errors=(
         ("w=f32[8,15], x=f32[3,16]", "k is 15 in w"),
@@ -38,9 +40,10 @@ def grouped(w: Array, leading: tuple[int, ...], trailing: int) -> Array:
         ("w=f32[8,16], x=q8_0[3,32]", "x is q8_0"),
     ),
 )
-def mul_mat(w: Array, x: Array) -> Array:
+def mul_mat(w: Array, x: Array, *, ordered: bool = False) -> Array:
     """Rows of `x` times the transposed weight, ``x @ w.T``.  ggml: ``MUL_MAT``.
 
-    Leading axes of `w` divide those of `x`: one weight serves a run of neighbouring entries.
+    Leading axes of `w` divide those of `x`: one weight serves a run of neighbouring entries.  With `ordered` devices do
+    not share the terms of a sum, so that its last bit is the same on any number of them.
     """
     return x @ np.swapaxes(grouped(w, x.shape[:-2], 2), -1, -2)

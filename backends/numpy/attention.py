@@ -11,6 +11,7 @@ from ...graph.node import Node
 from ...ops.norms import alibi_slopes
 from ..base import Array
 from ..calls import Binding, Call, Calls
+from .matmul import summed
 from .norms import softmax_calls
 
 
@@ -34,6 +35,7 @@ def causal_mask(call: Call) -> Calls:
 
 
 def attention(call: Call) -> Calls:
+    """Sums are as those of `mul_mat`, so that they do not depend on where heads lie in memory."""
     q, k, v = call.operand(0), call.operand(1), call.operand(2)
     mask, sinks, out = call.optional(3), call.optional(4), call.out
     tokens, heads = q.shape[-3], q.shape[-2]
@@ -49,14 +51,14 @@ def attention(call: Call) -> Calls:
         for h in range(heads):
             masked = None if mask is None else _tile_of(mask, (*q.shape[:-3], heads), (*i, h))
             key, value = k[i][:, h // shared], v[i][:, h // shared]
-            calls.append(partial(np.matmul, q[i][:, h], key.T, out=scores))
+            calls.append(partial(summed, q[i][:, h], key, scores))
             calls += _scaled(scores, call)
             if masked is not None and bias is not None:
                 calls += [partial(np.multiply, masked, slopes[h], out=bias), partial(np.add, scores, bias, out=scores)]
             elif masked is not None:
                 calls.append(partial(np.add, scores, masked, out=scores))
             calls += softmax_calls(scores, top, total, None if sinks is None else sinks[h : h + 1])
-            calls.append(partial(np.matmul, scores, value, out=out[i][:, h]))
+            calls.append(partial(summed, scores, value.T, out[i][:, h]))
     return calls
 
 

@@ -37,10 +37,10 @@ def mul_mat(call: Call) -> Calls:
     x, out = x.reshape(shape + x.shape[-2:], copy=False), out.reshape(shape + out.shape[-2:], copy=False)
     rows = max(1, WIDENED // max(1, w.shape[-1]))
     starts = range(0, w.shape[-2], rows)
-    return [partial(_summed, x, w[..., at : at + rows, :], out[..., at : at + rows]) for at in starts]
+    return [partial(summed, x, w[..., at : at + rows, :], out[..., at : at + rows]) for at in starts]
 
 
-def _summed(x: Array, w: Array, out: Array) -> None:
+def summed(x: Array, w: Array, out: Array) -> None:
     """``x @ w.T`` with sums in float64."""
     wide = np.matmul(x.astype(np.float64), np.swapaxes(w.astype(np.float64), -1, -2))
     np.copyto(out, wide, casting="same_kind")

@@ -90,6 +90,11 @@ class Model:
         return self.hyper.taps > 0
 
     @property
+    def looks_up(self) -> bool:
+        """Whether an activation is looked up in half precision, so that last bits of sums tell."""
+        return any(block.looks_up for block in self.hyper.blocks)
+
+    @property
     def remembers(self) -> int:
         """Tokens of a sequence that a batch must know before its new ones."""
         return self.hyper.ngrams.remembers if self.hyper.ngrams else 0

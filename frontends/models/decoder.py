@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 
 from ... import ops
-from ...graph import DType, Graph, Value
+from ...graph import Graph, Value
 from .frame import Frame
 from .hyper import Hyper, Layer
 from .layers.blocks import Norm, capped, feed_forward, linear, product
@@ -84,7 +84,7 @@ class Decoder:
         family, block, before = self.family, f"blk.{i}", x
         h = self.normed(i, family.attn_norm, x)
         if layer.mixers:
-            mixed = self.settled(layer, self.mixed(i, layer, x, h))
+            mixed = self.mixed(i, layer, x, h)
             x = self.scaled(h) if family.residual_after_norm else x
             added = ops.add(x, mixed, name=f"{block}.attn_residual")
         else:
@@ -100,7 +100,7 @@ class Decoder:
             h = self.normed(i, family.ffn_norm, added)
         if self.is_last(i) and family.sees_input:
             before = self.frame.wanted(before)
-        y = self.settled(layer, self.fed(i, layer, h, added, before))
+        y = self.fed(i, layer, h, added, before)
         added = self.scaled(h) if family.residual_after_norm else added
         return ops.add(added, y, name=f"{block}.ffn_residual")
 
@@ -112,11 +112,6 @@ class Decoder:
     def scaled(self, x: Value) -> Value:
         """What joins the residual, times the factor that the model has for it."""
         return x if self.hyper.residual == 1.0 else ops.scale(x, scale=self.hyper.residual)
-
-    def settled(self, layer: Layer, x: Value) -> Value:
-        """What is about to join the residual, rounded before it does where last bits tell: what devices sum up is then
-        smaller than the residual, and hardly moves its last bit.  A cast is no sum, so none is passed on through it."""
-        return ops.cast(x, dtype=DType.F32) if layer.looks_up and not layer.parallel else x
 
     def mixed(self, i: int, layer: Layer, x: Value, h: Value) -> Value:
         """What the mixers of a block make of its normalised input ``h``, or of another norm of ``x``."""

@@ -312,7 +312,7 @@ def op(
     `infer` and `links` replace the signature's result shape and sharding where names cannot say them (views).
     `flops` takes the dimensions by name, for one leading index of `batch`; `traffic` takes operand and result specs and
     attributes.  `ranges` are the legal values of operands; `view` marks a view, whose reference moves no element (or is
-    replaced by a function that does not).  `whole` names parallel dimensions that may not be cut under these
+    replaced by a function that does not).  `whole` names dimensions that may not be cut under these
     attributes; `localise` gives the attributes of one shard from its result shape and ``count(axis, n)``, how many of
     the first n entries of an operand's axis the device holds.  `samples` are cases ``"x=f32[2,3], eps=1e-06"``,
     `errors` pairs of a case and a part of the message it must give.  `kernels`, for ops outside of hocket, names by

@@ -75,13 +75,14 @@ def test_a_gelu_is_rounded_as_llama_cpp_does(name: str, tmp_path: Path) -> None:
     assert nmse(session.evaluate([tokens], every_position=True)[0][-ROWS:], want) <= 1e-8
 
 
-@pytest.mark.parametrize("name", ["bloom-dense", "deepseek2-moe", "lfm2moe-moe"])
+@pytest.mark.parametrize("name", ["bloom-dense", "mpt-dense", "deepseek2-moe", "lfm2moe-moe"])
 def test_two_devices_give_the_logits_of_one(name: str, tmp_path: Path) -> None:
     tokens, _ = golden(name)
     model = open_model(written(name, tmp_path))
     one = Session(model, on=Group(exact=True)).evaluate([tokens], every_position=True)[0]
     two = Session(model, on=Group(("cpu:0", "cpu:1"), "tensor", exact=True)).evaluate([tokens], every_position=True)[0]
     assert nmse(two, one) <= 1e-10
+    assert np.array_equal(two, one) or name not in ROUNDED  # where a last bit may flip an entry of a table
 
 
 @pytest.mark.parametrize("name", encoders.MODELS)
@@ -186,4 +187,4 @@ def test_a_saved_sequence_goes_on_with_the_hashes_of_its_last_tokens(tmp_path: P
 def test_every_model_has_been_cut_over_devices() -> None:
     results = json.loads(RESULTS.read_text("utf-8"))
     assert set(results) == {*ALL, *rwkv.KINDS}
-    assert all(set(errors) == set(map(str, COUNTS)) and max(errors.values()) <= 1e-9 for errors in results.values())
+    assert all(set(errors) == set(map(str, COUNTS)) and max(errors.values()) <= 1e-10 for errors in results.values())

@@ -139,6 +139,14 @@ def test_a_fused_qkv_is_cut_inside_each_part_and_v_heads_follow_their_key_head()
     assert layout.runs[1] == ((32, 32), (96, 32), (160, 32), (224, 32))
 
 
+@pytest.mark.parametrize("ordered", [False, True])
+def test_devices_share_no_sum_that_is_to_be_ordered(ordered):
+    x, up, down = input("x", (3, 64)), weight("up", (512, 64)), weight("down", (64, 512))
+    y = ops.mul_mat(down, ops.silu(ops.mul_mat(up, x, ordered=ordered)), ordered=ordered)
+    made = plan(Graph({"y": y}), devices(2), split_mode="tensor")
+    assert ("all_reduce" in {i.op for i in made.lanes[0].program.instructions}) is not ordered
+
+
 def test_a_quantised_row_is_never_cut_inside_a_block():
     """A feed-forward width of 768 in blocks of 256 has three parts: on four devices one gets nothing."""
     w, up, x = weight("w", (64, 768), "q4_K"), weight("up", (768, 64)), input("x", (1, 64))
