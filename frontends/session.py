@@ -16,16 +16,14 @@ import numpy.typing as npt
 from ..backends.base import Backend, Device, find
 from ..graph.arguments import ANY, BOOL, CALLABLE, NONE, TEXT, Kind, a, demand, list_of, needs, whole
 from ..graph.arrays import numbers
-from ..graph.graph import Graph
-from ..graph.node import Node, Value
 from ..graph.records import dataclass
-from ..graph.rewrite import rewrite
 from ..graph.spec import Spec
 from ..ranks import ALONE, World
 from ..scheduler import Executor, Host, InterruptsKept, Plan, Store, kept_plan
 from .devices import ONE_DEVICE, WIRES, found, spelled
 from .devices import Group as Group
 from .errors import ModelError
+from .exactness import graphs_of
 from .identity import model_digest
 from .models import Batch, Model, Step
 from .watch import Seen, Watch
@@ -108,13 +106,8 @@ class Session:
             if value < 1:
                 raise ModelError(f"{name} is {value}; it must be at least 1")
         check_context(self.context, model)
-        if on.exact and on.wire != "f32":
-            raise ModelError(f"results that are to be exact are not sent as {on.wire}; leave out one of the two")
+        self._graph = graphs_of(model, on)
         self._wire, self._caches = WIRES[on.wire], on.caches
-        if on.exact and on.fast:
-            raise ModelError("results that are to be exact are not rounded to bfloat16; leave out one of the two")
-        rule = hurried if on.fast else ordered if on.exact and model.looks_up else None
-        self._graph: Callable[[Step], Graph] = partial(changed, model, rule) if rule else model.graph
         if self.world.size > 1:
             self.world.agree("model", f"one with the digest {model_digest(model)[:16]}", "give all ranks the same file")
         self._place = tuple((pattern, spelled(device, on)) for pattern, device in on.place)
@@ -421,21 +414,6 @@ def token_ids(sequence: int, given: Sequence[int]) -> list[int]:
             f"tokens of sequence {sequence}: got {ids.dtype}{list(ids.shape)}; need integers in one dimension"
         )
     return list(map(int, ids))
-
-
-def changed(model: Model, rule: Callable[[Node], Sequence[Value] | None], step: Step) -> Graph:
-    """The graph of a step, with `rule` applied to its nodes."""
-    return rewrite(model.graph(step), rule)
-
-
-def hurried(node: Node) -> Sequence[Value] | None:
-    """No op is exact that need not be."""
-    return replace(node, attrs={**node.attrs, "exact": False}).results if node.attrs.get("exact") else None
-
-
-def ordered(node: Node) -> Sequence[Value] | None:
-    """Devices share no sum, so that its last bit is that of one device."""
-    return replace(node, attrs={**node.attrs, "ordered": True}).results if node.op == "mul_mat" else None
 
 
 def check_context(context: int, model: Model) -> None:
