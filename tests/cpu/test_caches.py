@@ -47,7 +47,7 @@ def test_a_state_of_16_bits_holds_what_both_types_can_hold(way, dtype, devices):
         wanted, results = right.run(given), run.run(given)
         assert all(np.array_equal(results[name], wanted[name]) for name in wanted)
         assert np.array_equal(run.store.state("s"), right.store.state("s"))
-        assert np.any(run.store.state("s"))
+        assert np.any(np.array(run.store.state("s")))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
