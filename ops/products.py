@@ -21,8 +21,8 @@ def grouped(w: Array, leading: tuple[int, ...], trailing: int) -> Array:
 
 @op(
     "w[/..., n, +k]: weight, x[..., m, +k] -> [..., m, n]: f32",
-    linear=lambda attrs: () if attrs["ordered"] else ("w", "x"),
-    whole=lambda attrs: ("k",) if attrs["ordered"] else (),
+    linear=lambda attrs: () if attrs.get("ordered") else ("w", "x"),
+    whole=lambda attrs: ("k",) if attrs.get("ordered") else (),
     flops=lambda m, n, k, **_: 2 * m * n * k,
     samples=(
         *grid("w={w}[64,256], x=f32[{m},256]", w=tuple(map(str, FLOATS)), m=(1, 7)),
@@ -31,7 +31,7 @@ def grouped(w: Array, leading: tuple[int, ...], trailing: int) -> Array:
         "w=f32[2,5,8], x=f32[4,3,8]",
         "w=f32[1,2,5,8], x=f32[3,2,3,8]",
         "w=f16[5,8], x=f16[3,8]",
-        "w=f32[5,8], x=f32[3,8], ordered=true",
+        "w=f32[8,8], x=f32[3,8], ordered=true",
     ),
     errors=(
         ("w=f32[8,15], x=f32[3,16]", "k is 15 in w"),

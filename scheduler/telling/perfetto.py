@@ -163,6 +163,9 @@ def _arrows(came: Sequence[tuple[int, float, float, bool]], numbers: Iterator[in
         if device == last[0]:
             continue
         arrow = {"name": "meeting", "cat": "meeting", "id": next(numbers), "tid": STREAM}
-        comes = (max(last[1], start) + end) / 2
-        yield _json({"ph": "s", "pid": _pid(last[0]), "ts": round(last[1], 3), **arrow})
+        goes = (
+            last[1] + (min(last[2], end) - last[1]) / 3
+        )  # within both: an arrow belongs to the step that it begins in
+        comes = (max(goes, start) + end) / 2
+        yield _json({"ph": "s", "pid": _pid(last[0]), "ts": round(goes, 3), **arrow})
         yield _json({"ph": "f", "bp": "e", "pid": _pid(device), "ts": round(comes, 3), **arrow})
