@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from importlib import import_module
 from types import MappingProxyType
@@ -261,6 +261,19 @@ class Tolerant(Protocol):
 
     def tolerance(self, node: Node) -> float | None:
         """The relative error of one operation of `node`, as 2**-8 where 8 bits are kept; None for float32's."""
+
+
+@runtime_checkable
+class Graded(Protocol):
+    """A backend that can say without being asked for each node which of its devices are able to run the same."""
+
+    def grade(self, on: Device) -> Hashable:
+        """Equal for devices that are able to run the same nodes."""
+
+
+def grade_of(backend: Backend, on: Device) -> Hashable:
+    """Equal for devices that are able to run the same nodes: each its own, where the backend does not say."""
+    return id(backend), backend.grade(on) if isinstance(backend, Graded) else str(on)
 
 
 @runtime_checkable

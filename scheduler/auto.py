@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,7 +21,7 @@ class Way:
     """A way to plan: in words, on so many devices, what is predicted of it, and what makes the plan.
 
     `held` are the bytes of weights and states on all devices together, `lacking` those that do not fit.  Once there is
-    a plan they are its own.
+    a plan they are its own.  What was `searched` for promises too much, as a search leaves small things out.
     """
 
     kind: str
@@ -30,6 +31,7 @@ class Way:
     lacking: float
     make: Callable[[], Plan]
     plan: Plan | None = None
+    searched: bool = False
 
     def made(self) -> Way:
         """The way with its plan."""
@@ -59,15 +61,20 @@ class Way:
 def best_of(ways: Sequence[Way], once: float) -> Plan:
     """The plan of the way that fits, or lacks least, and costs least; its reasons say what was left aside and why.
 
-    A plan is made only of ways that promise to be the best.
+    A plan is made only of ways that promise to be the best, where promises are taken for as much too good as that which
+    came nearest to the truth was so far.
     """
-    left = list(ways)
+    left, known = list(ways), math.inf
 
     def cost(way: Way) -> tuple[float, float]:
         return way.lacking, way.priced(once)
 
     while (best := min(left, key=cost)).plan is None:
-        left[left.index(best)] = best.made()
+        made = left[left.index(best)] = best.made()
+        if best.searched and best.seconds > 0 and made.seconds / best.seconds < known:
+            before, known = known, made.seconds / best.seconds
+            off = known if before == math.inf else known / before
+            left = [replace(w, seconds=w.seconds * off) if w.searched and w.plan is None else w for w in left]
     others = sorted((way for way in left if way is not best), key=cost)
     first = {way.kind: way for way in reversed(others)}.values()
     most = max(way.devices for way in left)

@@ -35,19 +35,20 @@ class Hardware:
         known = type(self.machine) is int and self.machine >= 0
         return known and all(0 < s < math.inf for s in speeds) and all(0 <= t < math.inf for t in times)
 
-    def spans(self, devices: Iterable[int]) -> bool:
-        """Whether devices of these numbers are in several machines."""
-        return bool(self.machine) and len({device // self.machine for device in devices}) > 1
+    def machines(self, devices: Iterable[int]) -> int:
+        """In how many machines devices of these numbers are."""
+        return len({device // self.machine for device in devices}) if self.machine else 1
 
     def compute(self, flops: float, nbytes: float, launches: float = 1.0) -> float:
         """Time of a node: whichever of arithmetic and memory takes longer, and its launches, which are less than one
         where several nodes share one."""
         return max(flops / self.flops, nbytes / self.bandwidth) + launches * self.launch
 
-    def meeting(self, nbytes: float, *, far: bool = False) -> float:
-        """Time of a collective in which each device sends so many bytes; `far` if from machine to machine."""
-        if far:
-            return self.across_latency + nbytes / self.across_bandwidth
+    def meeting(self, nbytes: float, machines: int = 1) -> float:
+        """Time of a collective in which each device sends so many bytes, over so many machines: what all machines are
+        to know takes a message for each doubling of those that know it."""
+        if machines > 1:
+            return math.ceil(math.log2(machines)) * self.across_latency + nbytes / self.across_bandwidth
         return self.link_latency + nbytes / self.link_bandwidth
 
 

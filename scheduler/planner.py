@@ -344,7 +344,7 @@ class Planning:
             if choice.factors not in seen:
                 seen.add(choice.factors)
                 lacking, make = max(0.0, choice.held - room), partial(self._cut, choice)
-                ways.append(Way(kind, count, choice.seconds, count * choice.held, lacking, make))
+                ways.append(Way(kind, count, choice.seconds, count * choice.held, lacking, make, searched=True))
         seconds = alone.cost.total + self._passed_on(hardware, count, 1)
         lacking = max(0.0, once / count - room)
         return [*ways, Way("layers", count, seconds, once, lacking, self.layers)]
@@ -361,12 +361,13 @@ class Planning:
         seconds = choice.seconds + self._passed_on(hardware, len(teams), hardware.machine)
         kind = f"layers across {len(teams)} machines, cut within each"
         make = partial(self._staged, teams, choice)
-        return [Way(kind, len(self.group), seconds, len(self.group) * held, lacking, make)]
+        return [Way(kind, len(self.group), seconds, len(self.group) * held, lacking, make, searched=True)]
 
     @staticmethod
     def _passed_on(hardware: Hardware, stages: int, devices: int) -> float:
         """Seconds that what goes from stage to stage takes, each of so many devices, at least."""
-        return sum(hardware.meeting(0.0, far=hardware.spans((s * devices - 1, s * devices))) for s in range(1, stages))
+        ends = ((s * devices - 1, s * devices) for s in range(1, stages))
+        return sum(hardware.meeting(0.0, hardware.machines(pair)) for pair in ends)
 
     def _as_run(self, alone: Plan) -> Hardware:
         """The hardware with the launch of a node by which the graph takes as long as its program on one device, where

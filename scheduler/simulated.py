@@ -108,6 +108,9 @@ class SimulatedBackend:
     def supports(self, node: Node, on: Device) -> Support:
         return Support(True)
 
+    def grade(self, on: Device) -> str:
+        return self.kind
+
     def stored(self, spec: Spec, kind: str = "value") -> Spec:
         return spec
 

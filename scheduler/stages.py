@@ -7,7 +7,7 @@ stages, most of them alike.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -17,6 +17,7 @@ from ..graph.records import dataclass
 from ..ops import op_of
 from ..ops.collective import LETTERS, int_attr, sequence_of
 from .hardware import Counts, Estimate, Hardware, sent_bytes
+from .lowering.alike import structure
 from .lowering.lane import Lane, first_alike, teams_of
 
 WORK = "work"
@@ -65,9 +66,12 @@ class Prices:
         counts: Counts,
         number: int = 0,
         team: Sequence[int] = (0,),
+        launches: Sequence[float] | None = None,
     ) -> None:
-        """`number` is that of the device, `team` are those whom it meets in collectives, itself among them."""
-        self.nodes, self.program, self.launches = lane.graph.nodes, lane.program, lane.launches()
+        """`number` is that of the device, `team` are those whom it meets in collectives, itself among them; `launches`
+        are those of the instructions, where that is known already."""
+        self.nodes, self.program = lane.graph.nodes, lane.program
+        self.launches = lane.launches() if launches is None else launches
         self.hardware, self.whole, self.counts, self.number, self.team = hardware, whole, counts, number, team
 
     def of(self, at: int) -> StepCost:
@@ -82,8 +86,8 @@ class Prices:
         if sequence_of(i.op, i.attrs) is not None:
             there = self._there(i)
             moved = sent_bytes(i.op, max(t.spec.nbytes for t in (*i.src, *i.dst) if t is not None), len(there))
-            far = self.hardware.spans(there)
-            return StepCost(0.0, 0.0, moved, self.hardware.meeting(moved, far=far) if len(there) > 1 else 0.0)
+            machines = self.hardware.machines(there)
+            return StepCost(0.0, 0.0, moved, self.hardware.meeting(moved, machines) if len(there) > 1 else 0.0)
         if i.index < 0:  # a copy of a state: of the new one over the old one, or to undo that
             return StepCost(0.0, _copied(i), 0.0, self.hardware.compute(0.0, _copied(i), self.launches[at]))
         node = self.nodes[i.index]
@@ -118,11 +122,16 @@ def prices_of(lanes: Sequence[Lane], speeds: Sequence[Hardware], whole: Mapping[
     `whole` gives the bytes of weights and states before they were cut."""
     prices: list[Prices] = []
     counts, teams = Counts(), teams_of([lane.program for lane in lanes])
+    launches: dict[Hashable, Sequence[float]] = {}  # programs that are alike have the same
     for number, first in enumerate(first_alike(lanes)):
-        new = first == number
-        prices.append(
-            Prices(lanes[number], speeds[number], whole, counts, number, teams[number]) if new else prices[first]
-        )
+        if first < number:
+            prices.append(prices[first])
+            continue
+        lane = lanes[number]
+        key = (type(lane.backend), lane.device.kind, structure(lane.program))
+        if key not in launches:
+            launches[key] = lane.launches()
+        prices.append(Prices(lane, speeds[number], whole, counts, number, teams[number], launches[key]))
     return prices
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 
-from ...backends.base import Backend, Called, Device, Foretells, Program
+from ...backends.base import Backend, Called, Device, Foretells, Program, grade_of
 from ...graph.arguments import Kind, a, list_of, pair_of
 from ...graph.graph import Graph
 from ...graph.node import Node
 from ...graph.records import dataclass
 from ...ops.collective import COLLECTIVES, LETTERS, sequence_of
+from .alike import identity, named, numbered, pattern
 from .lower import check_support, lower_with_saves
 
 Devices = Sequence[tuple[Backend, Device]]
@@ -85,21 +86,31 @@ def teams_of(programs: Sequence[Program]) -> tuple[tuple[int, ...], ...]:
 
 
 def lanes_of(graphs: Sequence[Graph], group: Devices) -> tuple[Lane, ...]:
-    """The lane of each device from its graph; equal graphs on devices of one kind have one program.
+    """The lane of each device from its graph; equal graphs on devices of one kind have one program, and of graphs that
+    are alike one is lowered.
 
     A device that cannot run how another saves its states has a program of its own.
     """
-    known: dict[tuple[object, ...], tuple[Lane, tuple[Node, ...]]] = {}
+    patterns = {graph: pattern(graph) for graph in set(graphs)}
+    identities = {graph: identity(graph) for graph in patterns}
+    lowered: dict[Hashable, tuple[Graph, Program, tuple[Node, ...]]] = {}
+    known: dict[Hashable, tuple[Graph, Program]] = {}
+    checked = set[Hashable]()
     lanes = []
-    digests = {g: g.digest() for g in set(graphs)} if len(group) > 1 else {}
     for graph, (backend, device) in zip(graphs, group, strict=True):
-        key = (type(backend), backend.name, device.kind, digests.get(graph))
-        twin, added = known.get(key, (None, ()))
-        if twin is not None and all(backend.supports(node, device).ok for node in added):
+        if (grade := (graph, grade_of(backend, device))) not in checked:
             check_support(graph, backend, device)
-            lanes.append(Lane(device, backend, twin.graph, twin.program))
-        else:
-            lowered, program, added = lower_with_saves(graph, backend, device)
-            lanes.append(Lane(device, backend, lowered, program))
-            known.setdefault(key, (lanes[-1], added))
+            checked.add(grade)
+        kind: Hashable = (type(backend), backend.name, device.kind, patterns[graph])
+        made = lowered.get(kind)
+        own = made is None or not all(backend.supports(node, device).ok for node in made[2])
+        if made is None or own:
+            made = lower_with_saves(numbered(graph), backend, device)
+            lowered.setdefault(kind, made)
+        key = (kind, identities[graph])
+        twin = known.get(key)
+        if twin is None or own:
+            twin = named(made[0], made[1], graph)
+            known.setdefault(key, twin)
+        lanes.append(Lane(device, backend, *twin))
     return tuple(lanes)

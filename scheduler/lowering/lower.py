@@ -31,13 +31,14 @@ def lower(graph: Graph, backend: Backend, on: Device) -> tuple[Graph, Program]:
 
     Raises `PlanError` naming the first node the device cannot run.
     """
+    check_support(graph, backend, on)
     graph, program, _ = lower_with_saves(graph, backend, on)
     return graph, program
 
 
 def lower_with_saves(graph: Graph, backend: Backend, on: Device) -> tuple[Graph, Program, tuple[Node, ...]]:
-    """What `lower` gives, and the nodes that save states and put them back, which the graph does not have."""
-    check_support(graph, backend, on)
+    """What `lower` gives, and the nodes that save states and put them back, which the graph does not have; the device
+    can run all nodes of `graph`."""
     graph = densify(settle(graph), backend.reads_strided)
     views = resolve(graph)
     order = schedule(graph, views, lambda value: backend.stored(value.spec, kind_of(value)))

@@ -84,5 +84,5 @@ class Costs:
         if conversion.is_free or self.devices == 1:
             return 0.0
         op = "all_reduce" if conversion.before.is_owed and not isinstance(conversion.after, Cut) else "all_gather"
-        far = self.hardware.spans((0, self.devices - 1))
-        return self.hardware.meeting(sent_bytes(op, conversion.value.spec.nbytes, self.devices), far=far)
+        sent = sent_bytes(op, conversion.value.spec.nbytes, self.devices)
+        return self.hardware.meeting(sent, self.hardware.machines(range(self.devices)))

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...backends.base import Backend, Device
+from ...backends.base import Backend, Device, grade_of
 from ...graph.errors import PlanError
 from ...graph.graph import Graph, names
 from ...graph.node import Node, Value
@@ -143,12 +143,14 @@ def unable(
 ) -> list[Unable]:
     """Nodes of the devices' graphs that their devices cannot run."""
     refused = []
+    asked: dict[Hashable, dict[Node, str]] = {}  # by graph and grade: which nodes cannot run, and why
     for number, (graph, origin, (backend, device)) in enumerate(zip(graphs, origins, group, strict=True)):
-        cannot = {}
-        for node in graph.nodes:
-            if not node.is_leaf and not op_of(node).is_view and not (support := backend.supports(node, device)).ok:
-                cannot[node] = support.why
-        if cannot:
+        key = (graph, grade_of(backend, device))
+        if key not in asked:
+            work = (n for n in graph.nodes if not n.is_leaf and not op_of(n).is_view)
+            answers = ((n, backend.supports(n, device)) for n in work)
+            asked[key] = {n: answer.why for n, answer in answers if not answer.ok}
+        if cannot := asked[key]:
             known: dict[Node, Node | None] = dict(origin)
             for node in reversed(graph.nodes):  # what the planner put in is there for the node that reads it
                 for source in node.inputs:

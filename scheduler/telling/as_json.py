@@ -135,7 +135,7 @@ def _plan(document: dict[str, Any]) -> Plan:
             for p in document["placed"]
         ),
         None if document["host"] is None else _read_hardware(document["host"]),
-        tuple(map(_share, document["shares"])),
+        tuple(map(_positive, document["shares"])),
         tuple(map(text_of, document["spare"])),
     )
 
@@ -152,19 +152,17 @@ def _device(entry: Mapping[str, Any]) -> tuple[Backend, Device]:
 
 
 def _read_hardware(entry: Mapping[str, Any]) -> Hardware:
-    speeds = {key: _speed(value) for key, value in entry.items() if key != "machine"}
-    return Hardware(**speeds, machine=count(entry.get("machine", 0)))
+    figures = {key: _positive(value) for key, value in entry.items() if key != "machine"}
+    hardware = Hardware(**figures, machine=count(entry.get("machine", 0)))
+    if not hardware.is_possible:
+        raise ValueError(f"{hardware} has a speed of zero")
+    return hardware
 
 
-def _speed(value: Any) -> float:
-    if not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{value!r:.60} is no speed")
-    return float(value)
-
-
-def _share(value: Any) -> float:
-    if not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ValueError(f"{value!r:.60} is no share")
+def _positive(value: Any) -> float:
+    """A finite number, zero or above: a time, a share, or a speed."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise ValueError(f"{value!r:.60} is no finite number from zero on")
     return float(value)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from ...backends.base import grade_of
 from ...graph.attrs import quote
 from ...graph.errors import GraphError, PlanError
 from ...graph.graph import names
@@ -24,6 +25,7 @@ from ..layout import Layout, Local, Partial, Shard
 from ..plan import Lane, Plan
 from .held import Held
 from .indices import Index, entries, joined, whole
+from .likeness import is_like, outline
 from .meetings import meeting_faults
 from .program import faults
 from .record import leaf_faults, record_faults
@@ -45,20 +47,25 @@ def plan_faults(plan: Plan) -> Iterator[str]:
         sound = False
         yield why
     seen: dict[tuple[object, ...], tuple[list[str], list[Node]]] = {}  # devices that do the same have one program
+    proven: dict[tuple[object, ...], list[Lane]] = {}
+    unable: dict[tuple[object, ...], list[tuple[Node, str]]] = {}
     for number, lane in enumerate(plan.lanes):
         key = (type(lane.backend), id(lane.graph), id(lane.program))
         if key not in seen:
-            complaints = list(_lane_faults(lane))
+            complaints = list(_lane_faults(lane, proven))
             added = [] if complaints else list(saving_nodes(lane.graph, lane.program))
             seen[key] = complaints, [*filter(_computes, lane.graph.nodes), *added]
         complaints, nodes = seen[key]
         for why in complaints:
             sound = False
             yield f"device {number}: {why}"
-        for node in nodes:  # devices with one program may differ in what they can run
-            if not (answer := lane.backend.supports(node, lane.device)).ok:
-                sound = False
-                yield f"device {number}: {node!r} cannot run on {lane.device}: {answer.why}"
+        grade = (key, grade_of(lane.backend, lane.device))  # devices with one program may differ in what they can run
+        if grade not in unable:
+            answers = [(node, lane.backend.supports(node, lane.device)) for node in nodes]
+            unable[grade] = [(node, answer.why) for node, answer in answers if not answer.ok]
+        for node, why in unable[grade]:
+            sound = False
+            yield f"device {number}: {node!r} cannot run on {lane.device}: {why}"
     for why in meeting_faults([lane.program for lane in plan.lanes]):
         sound = False
         yield why
@@ -71,15 +78,21 @@ def _computes(node: Node) -> bool:
     return node.op in REGISTRY and not node.is_leaf and not REGISTRY[node.op].is_view
 
 
-def _lane_faults(lane: Lane) -> Iterator[str]:
-    """A device's graph is legal, and its program runs it."""
+def _lane_faults(lane: Lane, proven: dict[tuple[object, ...], list[Lane]]) -> Iterator[str]:
+    """A device's graph is legal, and its program runs it; which is known of those that are like one that is proven."""
     try:
         if lane.graph.roots():  # a device may have nothing to do
             verify(lane.graph)
     except GraphError as why:
         yield f"its graph is illegal: {why}"
         return
-    yield from faults(lane.graph, lane.program, lane.backend)
+    key = (type(lane.backend), lane.backend.name, outline(lane.graph, lane.program))
+    others = proven.setdefault(key, [])
+    if not any(is_like(lane.graph, lane.program, other.graph, other.program) for other in others):
+        complaints = list(faults(lane.graph, lane.program, lane.backend))
+        yield from complaints
+        if not complaints:
+            others.append(lane)
 
 
 def _shows(layout: Layout, device: int, own: tuple[Index, ...]) -> bool:
@@ -187,7 +200,8 @@ class _Whole:
             yield f"input %{node.label} is given whole to every device, and the plan says {layout}"
             return
         number = self.meaning.number[value]
-        leaves.update({(d, node.name): Held(number, a) for d, a in enumerate(axes) if a is not None})
+        held = {a: Held(number, a) for a in {*axes} if a is not None}  # devices that hold the same share what is known
+        leaves.update({(d, node.name): held[a] for d, a in enumerate(axes) if a is not None})
 
     # ------------------------------------------------------------------------------------------------------- ends
 

@@ -18,8 +18,8 @@ A residual that device 0 alone brings is added to it: a linear op of two sums, e
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, combinations
 
 from .indices import Index, covers, has_twice, length, share_entries
@@ -40,6 +40,14 @@ class Summand:
     sizes: tuple[int, ...] = ()
     parts: tuple[Summand | None, ...] = ()
     by: tuple[int, int] | None = None
+    _hash: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.kind, self.box, self.sizes, self.parts, self.by)))
+
+    def __hash__(self) -> int:
+        """Found once: a residual is a sum of as many parts as there are layers before."""
+        return self._hash
 
 
 NOTHING = Summand("none")
@@ -67,16 +75,30 @@ def linear(parts: Sequence[Owed]) -> Owed:
     return Summand("linear", parts=tuple(parts))
 
 
-def miscounted(summands: Sequence[Owed], seen: set[tuple[int, ...]] | None = None) -> str | None:
-    """Why the devices' summands of one value do not add up to it, each term once; None if they do."""
-    seen = set() if seen is None else seen
+def miscounted(summands: Sequence[Owed], counted: dict[tuple[int, ...], Sequence[Owed]] | None = None) -> str | None:
+    """Why the devices' summands of one value do not add up to it, each term once; None if they do.
+
+    `counted` are summands that are known to add up; those of `summands` are added to it.
+    """
+    seen: dict[tuple[int, ...], Sequence[Owed]] = {}
+    known = {} if counted is None else counted
+    why = _miscounted(summands, known, seen)
+    if why is None:
+        known |= seen
+    return why
+
+
+def _miscounted(
+    summands: Sequence[Owed], known: Mapping[tuple[int, ...], object], seen: dict[tuple[int, ...], Sequence[Owed]]
+) -> str | None:
+    """The same, where `seen` is being asked about already; it keeps what it names by identity."""
     key = tuple(map(id, summands))
-    if key in seen:
+    if key in known or key in seen:
         return None
-    seen.add(key)
+    seen[key] = summands
     there = [(d, s) for d, s in enumerate(summands) if s is not NOTHING]
     if any(s is not None and s.kind == "linear" for _, s in there):
-        return _parts_miscounted(summands, seen)
+        return _parts_miscounted(summands, known, seen)
     if not there:
         return "no device brings anything"
     whole = [d for d, s in there if s is None]
@@ -87,7 +109,9 @@ def miscounted(summands: Sequence[Owed], seen: set[tuple[int, ...]] | None = Non
     return _uncovered(boxes)
 
 
-def _parts_miscounted(summands: Sequence[Owed], seen: set[tuple[int, ...]]) -> str | None:
+def _parts_miscounted(
+    summands: Sequence[Owed], known: Mapping[tuple[int, ...], object], seen: dict[tuple[int, ...], Sequence[Owed]]
+) -> str | None:
     """The same question for each part of a linear op; a device that has all or nothing has so of each part."""
     counts = {len(s.parts) for s in summands if s is not None and s.kind == "linear"}
     kinds = {s.kind for s in summands if s is not None}
@@ -95,7 +119,7 @@ def _parts_miscounted(summands: Sequence[Owed], seen: set[tuple[int, ...]]) -> s
         return "the devices owe sums of different kinds"
     for i in range(counts.pop()):
         parts = [s.parts[i] if s is not None and s.kind == "linear" else s for s in summands]
-        if why := miscounted(parts, seen):
+        if why := _miscounted(parts, known, seen):
             return why
     return None
 

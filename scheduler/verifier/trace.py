@@ -22,7 +22,7 @@ from .held import Held, but, converted
 from .indices import Digits, Index, agreed, entries, index_of, is_whole, joined, length, whole
 from .passing import passed
 from .restrict import Axes, Made, Side, at_positions, restricted, show, side
-from .summands import EMPTY, miscounted
+from .summands import EMPTY, Owed, miscounted
 
 Key: TypeAlias = tuple[object, ...]
 MOST = 64
@@ -116,6 +116,8 @@ class Trace:
         self._sides: dict[Node, tuple[int, Side]] = {}
         self._numbered: dict[tuple[str, Side], tuple[int, Side]] = {}
         self._done: dict[tuple[int, ...], _Done] = {}
+        self._numbers: dict[int, dict[int | None, list[Held]]] = {}
+        self._counted: dict[tuple[int, ...], Sequence[Owed]] = {}
         self.groups: dict[object, dict[int, Node]] = {}
         self.missing: dict[object, set[Place]] = {}
         for device, graph in enumerate(graphs):
@@ -225,8 +227,8 @@ class Trace:
 
     def _readings(self, node: Node, known: Sequence[list[Held]]) -> Iterator[tuple[Held | None, ...]]:
         """What the operands of `node` may be at once, so that the user's graph has such a node on these values."""
-        left_out: dict[int | None, list[Held | None]] = {None: [None]}
-        choices = [_by_number(k) if s is not None else left_out for s, k in zip(node.src, known, strict=True)]
+        left_out: dict[int | None, list[None]] = {None: [None]}
+        choices = [self._by_number(k) if s is not None else left_out for s, k in zip(node.src, known, strict=True)]
         tried = 0
         for first in choices[0] if choices else ((),):
             key = (node.op, first) if choices else (node.op,)
@@ -248,6 +250,14 @@ class Trace:
     def _known(self, held: list[Held]) -> list[Held]:
         """Equal holdings are one list, which stays, so that what follows from them is found once."""
         return self._alike.setdefault(tuple(held), held)
+
+    def _by_number(self, known: list[Held]) -> dict[int | None, list[Held]]:
+        """What holds of an operand, which `_known` gave, by the value that it then is."""
+        if (numbered := self._numbers.get(id(known))) is None:
+            numbered = self._numbers[id(known)] = {}
+            for held in known:
+                numbered.setdefault(held.number, []).append(held)
+        return numbered
 
     @staticmethod
     def _add(kept: list[Held], more: Sequence[Held]) -> None:
@@ -310,7 +320,7 @@ class Trace:
         reasons, met = list[str](), False
         after: list[list[Held]] = [[] for _ in nodes]
         for first in known[0]:
-            choices = [[first], *([h for h in k if h.number == first.number] for k in known[1:])]
+            choices = [[first], *(self._by_number(k).get(first.number, []) for k in known[1:])]
             for brought in self._brought(nodes, choices):
                 results = self._met(nodes, brought)
                 if isinstance(results, str):
@@ -350,7 +360,7 @@ class Trace:
         if nodes[0].op in ("all_reduce", "reduce_scatter"):
             if not all(self.meaning.alike(first.number, first.axes, h.axes) for h in brought):
                 return "the devices bring different entries"
-            if why := miscounted([h.owed for h in brought]):
+            if why := miscounted([h.owed for h in brought], self._counted):
                 return why
             whole_axes = first.axes
         else:
@@ -406,14 +416,6 @@ def _in_turn(graph: Graph) -> tuple[Node, ...]:
     """The nodes of a graph, sources first; its meetings come by number, as programs must have them (`meetings`)."""
     meet = sorted((n for n in graph.nodes if n.op in COLLECTIVES), key=lambda n: int_attr(n.attrs["sequence"]))
     return topological_order(map(Value, (*meet, *graph.nodes)))
-
-
-def _by_number(known: Sequence[Held]) -> dict[int | None, list[Held | None]]:
-    """What holds of an operand, by the value that it then is."""
-    numbered: dict[int | None, list[Held | None]] = {}
-    for held in known:
-        numbered.setdefault(held.number, []).append(held)
-    return numbered
 
 
 @lru_cache(maxsize=1024)

@@ -57,6 +57,17 @@ def test_plans_are_made_of_ways_that_promise_most_until_one_keeps_it():
     assert plan.reasons[-1].endswith("5 B short; does not fit")
 
 
+def test_promises_are_taken_for_as_much_too_good_as_the_first_was():
+    """A search that promised a thousandth of what the plan takes promises the others as little."""
+    (first, one), (second, two) = way("first", 2, 1e-9, 1.0), way("second", 2, 1.01e-9, 1.0)
+    plan = best_of([replace(first, searched=True), replace(second, searched=True)], 1.0)
+    assert (one, two) == (["first"], [])
+    assert plan.reasons[-1].startswith("left aside: second, on 2 devices: about")
+    assert plan.reasons[-1].endswith("1.0% slower")
+    best_of([replace(first, searched=True), second], 1.0)  # what was no search is taken at its word
+    assert two == ["second"]
+
+
 def test_instructions_of_a_chain_share_its_launch(tmp_path):
     graph, _ = step_graph(llama_8b(tmp_path / "model.gguf", layers=2), context=64, tokens=1)
     simulation = simulate("h200:1")

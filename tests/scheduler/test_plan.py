@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from hocket import ops
+from hocket.backends.base import group_of
 from hocket.cli import main
 from hocket.graph import BackendError, Graph, HocketError, PlanError, input, to_json, weight
 from hocket.graph.fold import repeats
@@ -122,6 +123,17 @@ def test_a_damaged_plan_is_refused_in_one_line():
         refused += bool(why := refusal(json.dumps(broken)))
         assert "\n" not in why
     assert refused > 150
+
+
+def test_launches_and_messages_that_take_no_time_are_read_back_and_speeds_of_zero_are_not():
+    free = replace(CPU, launch=0.0, link_latency=0.0, across_latency=0.0)
+    made = plan_for(mlp(), group_of(["cpu:0", "cpu:1"], None), split_mode="tensor", hardware=free)
+    text = plan_to_json(made)
+    assert plan_from_json(text).hardware == free
+    for speed in ("flops", "bandwidth", "link_bandwidth", "across_bandwidth"):
+        document = json.loads(text)
+        document["hardware"][speed] = 0
+        assert "has a speed of zero" in refusal(json.dumps(document))
 
 
 def test_a_name_of_two_lines_is_refused_in_one():

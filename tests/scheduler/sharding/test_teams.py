@@ -135,9 +135,10 @@ def test_machines_are_simulated_with_the_link_between_them():
     mesh = simulate("h200:2,nvlink x 3,ib400")
     assert [str(device) for _, device in mesh.group] == [f"h200:{i}" for i in range(6)]
     assert mesh.hardware.machine == 2
-    assert mesh.hardware.spans((1, 2))
-    assert not mesh.hardware.spans((2, 3))
-    assert mesh.hardware.meeting(1e9, far=True) > mesh.hardware.meeting(1e9)
+    assert mesh.hardware.machines((1, 2)) == 2
+    assert mesh.hardware.machines((2, 3)) == 1
+    assert mesh.hardware.meeting(1e9, 2) > mesh.hardware.meeting(1e9)
+    assert mesh.hardware.meeting(0.0, 8) == 3 * mesh.hardware.meeting(0.0, 2)
     for wrong in ("h200:2 x 3", "h200:2 x 0,ib400", "h200:2 x 3,wires", "h200:200 x 2,ib400", "x 3,ib400"):
         with pytest.raises(PlanError, match="cannot simulate"):
             simulate(wrong)

@@ -1,0 +1,94 @@
+"""Whether what is proven of one device's program holds of another's: everything that the proof looks at is the same
+there, node by node and step by step, but for names, and for whom it meets under which numbers.
+
+A program is right or wrong whatever its leaves, outputs and nodes are called, as long as instructions, buffers, inputs
+and outputs are called as they are; and whoever its device meets, since what devices bring is another proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+from ...backends.base import BufferSpec, Instruction, Program
+from ...graph.attrs import Attr
+from ...graph.graph import Graph, names
+from ...graph.node import Node, Value
+from ...ops.collective import COLLECTIVES
+
+OF_MEETINGS = ("sequence", "to", "source", "rank")
+"""Attributes of collectives that no kernel on the way to the meeting depends on."""
+
+
+def outline(graph: Graph, program: Program) -> Hashable:
+    """Equal for programs that may be alike."""
+    return len(program.instructions), tuple([(n.op, n.specs) for n in graph.nodes])
+
+
+def is_like(graph: Graph, program: Program, proven: Graph, by: Program) -> bool:
+    """Whether `program` runs `graph`, which is legal, if the program `by` runs the graph `proven`."""
+    here, there = ({n: at for at, n in enumerate(g.nodes)} for g in (graph, proven))
+    if len(here) != len(there) or not all(
+        _same_node(a, b, here, there) for a, b in zip(graph.nodes, proven.nodes, strict=True)
+    ):
+        return False
+    if _places(graph.roots(), here) != _places(proven.roots(), there) or len(graph.outputs) != len(proven.outputs):
+        return False
+    leaves = {b.name: a.name for a, b in zip(graph.nodes, proven.nodes, strict=True) if b.is_leaf}
+    outputs = dict(zip(proven.outputs, graph.outputs, strict=True))
+    if not (_same_table(program.inputs, by.inputs, leaves) and _same_table(program.outputs, by.outputs, outputs)):
+        return False
+    if len(program.buffers) != len(by.buffers) or not program.buffers or program.buffers[0] != by.buffers[0]:
+        return False
+    pairs = zip(program.buffers[1:], by.buffers[1:], strict=True)
+    if not all(a == BufferSpec(b.kind, leaves[b.name], b.nbytes, b.declared, b.stored) for a, b in pairs):
+        return False
+    if [at for at, _ in program.undo] != [at for at, _ in by.undo]:
+        return False
+    if len(program.instructions) != len(by.instructions):
+        return False
+    called = names(graph)
+    steps = [*program.instructions, *(back for _, back in program.undo)]
+    known = [*by.instructions, *(back for _, back in by.undo)]
+    return all(
+        _same_step(a, b) and _is_named(a, b, graph, called, leaves, by) for a, b in zip(steps, known, strict=True)
+    )
+
+
+def _same_node(a: Node, b: Node, here: Mapping[Node, int], there: Mapping[Node, int]) -> bool:
+    """Whether two nodes do the same with the values that stand at the same places."""
+    if a.op != b.op or a.specs != b.specs or len(a.src) != len(b.src):
+        return False
+    if a.attrs != b.attrs and (a.op not in COLLECTIVES or _terms(a.attrs) != _terms(b.attrs)):
+        return False
+    return _places(a.src, here) == _places(b.src, there)
+
+
+def _terms(attrs: Mapping[str, Attr]) -> dict[str, Attr]:
+    return {name: value for name, value in attrs.items() if name not in OF_MEETINGS}
+
+
+def _places(values: tuple[Value | None, ...], place: Mapping[Node, int]) -> list[tuple[int, int] | None]:
+    return [None if v is None else (place[v.node], v.index) for v in values]
+
+
+def _same_table(mine: Mapping[str, Any], theirs: Mapping[str, Any], called: Mapping[str, str]) -> bool:
+    return dict(mine) == {called.get(name, ""): tensor for name, tensor in theirs.items()} and len(mine) == len(theirs)
+
+
+def _same_step(a: Instruction, b: Instruction) -> bool:
+    return a.op == b.op and a.index == b.index and a.src == b.src and a.dst == b.dst and a.scratch == b.scratch
+
+
+def _is_named(
+    a: Instruction, b: Instruction, graph: Graph, called: Mapping[Node, str], leaves: Mapping[str, str], by: Program
+) -> bool:
+    """Whether a step has the name and the attributes of its node; or, if it copies or saves a state, what the other
+    has of the state that lies there."""
+    if a.index >= 0:
+        node = graph.nodes[a.index]
+        return a.attrs == node.attrs and a.node == called[node]
+    buffers = {t.buffer for t in (*b.src, *b.dst) if t is not None}
+    states = {by.buffers[number].name for number in buffers if by.buffers[number].kind == "state"}
+    renamed = [leaves[name] + b.node[len(name) :] for name in states if b.node.startswith(f"{name}.")]
+    return a.attrs == b.attrs and a.node in renamed

@@ -1,0 +1,116 @@
+"""Programs that are like a proven one: they are lowered and proven once, and whatever is wrong in another is seen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hocket import ops
+from hocket.backends.base import group_of
+from hocket.graph import Graph, input, state, weight
+from hocket.scheduler import plan_for
+from hocket.scheduler.lowering import lane, lower
+from hocket.scheduler.verifier import plan as verifier
+from hocket.scheduler.verifier.likeness import is_like
+from hocket.scheduler.verifier.plan import plan_faults
+
+LAYERS = 6
+
+
+def tower() -> Graph:
+    """Layers that are all alike, each with a weight and a state."""
+    x, updates = input("x", (2, 32)), {}
+    for i in range(LAYERS):
+        kept = state(f"kept.{i}", (2, 32))
+        y = ops.silu(ops.mul_mat(weight(f"w.{i}", (32, 32)), x))
+        updates[kept] = ops.add(y, kept)
+        x = ops.add(x, ops.scale(updates[kept], scale=0.5), name=f"out.{i}")
+    return Graph({"y": x}, updates)
+
+
+def layers_on(devices: int):
+    return plan_for(tower(), group_of([f"reference:{d}" for d in range(devices)], None), split_mode="layer")
+
+
+def counted(monkeypatch, module, name):
+    """How often a function of a module was called, as a list that grows."""
+    calls, real = [], getattr(module, name)
+
+    def calling(*args):
+        calls.append(args)
+        return real(*args)
+
+    monkeypatch.setattr(module, name, calling)
+    return calls
+
+
+def test_layers_that_are_alike_are_lowered_and_proven_once(monkeypatch):
+    lowered, proven = counted(monkeypatch, lane, "lower_with_saves"), counted(monkeypatch, verifier, "faults")
+    made = layers_on(LAYERS)
+    assert len({id(one.program) for one in made.lanes}) == LAYERS
+    assert len(lowered) == len(proven) == 4  # the first two are cut elsewhere, the last gives the output
+
+
+def test_what_is_stamped_is_what_lowering_gives():
+    for one in layers_on(LAYERS).lanes:
+        graph, program = lower.lower(one.graph, one.backend, one.device)
+        assert graph.digest() == one.graph.digest()
+        assert program == one.program
+
+
+def _on_buffer(program, number, by):
+    return tuple(replace(b, **by) if at == number else b for at, b in enumerate(program.buffers))
+
+
+def _step(at, **by):
+    def change(p):
+        return replace(p, instructions=tuple(replace(i, **by) if n == at else i for n, i in enumerate(p.instructions)))
+
+    return change
+
+
+def _moved(p):
+    first = p.instructions[1]
+    (result,) = first.dst
+    return _step(1, dst=(replace(result, offset=result.offset + 64),))(p)
+
+
+FAULTS = {
+    "a name of a step": _step(2, node="stranger"),
+    "the node of a step": _step(2, index=0),
+    "an attribute": _step(2, attrs={"scale": 3.0}),
+    "an op": _step(2, op="neg"),
+    "a place": _moved,
+    "a step too few": lambda p: replace(p, instructions=p.instructions[:-1]),
+    "nothing is undone": lambda p: replace(p, undo=()),
+    "another is put back": lambda p: replace(p, undo=tuple((at, replace(b, node="w.3.undo")) for at, b in p.undo)),
+    "a leaf of another layer": lambda p: replace(p, buffers=_on_buffer(p, 1, {"name": "w.2"})),
+    "a larger buffer": lambda p: replace(p, buffers=_on_buffer(p, 1, {"nbytes": 1 << 20})),
+    "a larger arena": lambda p: replace(p, buffers=_on_buffer(p, 0, {"nbytes": 1 << 20})),
+    "an output is called otherwise": lambda p: replace(p, outputs={f"{name}~": t for name, t in p.outputs.items()}),
+    "an output is missing": lambda p: replace(p, outputs={}),
+    "an input that is none": lambda p: replace(p, inputs={"x": p.instructions[0].dst[0]}),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_a_program_that_was_stamped_is_found(fault):
+    made = layers_on(LAYERS)
+    assert not list(plan_faults(made))
+    at = 3
+    broken = replace(made.lanes[at], program=FAULTS[fault](made.lanes[at].program))
+    other = made.lanes[2]
+    assert is_like(made.lanes[at].graph, made.lanes[at].program, other.graph, other.program)
+    assert not is_like(broken.graph, broken.program, other.graph, other.program)
+    lanes = tuple(broken if n == at else one for n, one in enumerate(made.lanes))
+    assert list(plan_faults(replace(made, lanes=lanes)))
+
+
+def test_graphs_of_other_shapes_or_wiring_are_not_alike():
+    made = layers_on(LAYERS)
+    first, third, fourth = (made.lanes[n] for n in (0, 2, 3))
+    assert not is_like(first.graph, first.program, third.graph, third.program)
+    (y,) = (v for v in fourth.graph.updates.values())
+    crossed = Graph(fourth.graph.outputs, dict.fromkeys(fourth.graph.updates, y.node.inputs[0]))
+    assert not is_like(crossed, fourth.program, third.graph, third.program)
