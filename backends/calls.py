@@ -21,7 +21,8 @@ from ..graph.attrs import Attrs
 from ..graph.node import Node
 from ..graph.records import dataclass
 from ..ops import Op
-from .base import Array, Comm, Device, Program, Timed, run_calls
+from .abilities import Timed
+from .base import Array, Comm, Device, Program, run_calls
 
 F32 = npt.NDArray[np.float32]
 Calls = list[Callable[[], object]]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
-from .base import Source
+from .abilities import Source
 
 LONGEST = 4096
 """Characters of a source that are told with its place."""

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ..backends.base import Array, Backend, Device, Tolerant
+from ..backends.abilities import Tolerant
+from ..backends.base import Array, Backend, Device
 from ..graph.arguments import ANY, TEXT, a, needs, table_of
 from ..graph.errors import PlanError
 from ..graph.graph import Graph

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from ..backends.base import Settled
+from ..backends.abilities import Settled
 from ..backends.cache import cache_folder, keep, recalled
 from ..graph.export import from_json, to_json
 from ..graph.graph import Graph

@@ -15,18 +15,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from ..backends.base import (
-    Array,
-    Called,
-    Comm,
-    Device,
-    Foretells,
-    Program,
-    Simulates,
-    Support,
-    Tensor,
-    load,
-)
+from ..backends.abilities import Called, Foretells, Simulates
+from ..backends.base import Array, Comm, Device, Program, Support, Tensor, load
 from ..graph.arguments import TEXT, needs
 from ..graph.errors import BackendError, PlanError
 from ..graph.node import Node

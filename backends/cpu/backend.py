@@ -18,7 +18,8 @@ from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops.collective import COLLECTIVES
 from ...ops.quants import decoded, dequantise, encoded
-from ..base import Array, Called, Comm, Device, Instruction, Program, Tensor, contiguous_strides, host_view
+from ..abilities import Called
+from ..base import Array, Comm, Device, Instruction, Program, Tensor, contiguous_strides, host_view
 from ..numpy.backend import NumpyBackend
 from .compiler import REPLAY
 from .kept import kept_replay

@@ -9,7 +9,8 @@ import numpy as np
 
 from ...ops.collective import COLLECTIVES
 from ...ops.declaring.registry import OWN
-from ..base import Called, Comm, Device, Instruction, Program, Source, Tensor
+from ..abilities import Called, Source
+from ..base import Comm, Device, Instruction, Program, Tensor
 from ..flow import Flow
 from ..liveness import readers_of
 from ..operands import Bound, NoKernelError, Operand

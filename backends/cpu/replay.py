@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...graph.errors import BackendError, StepError
-from ..base import Array, Comm, Device, Program, Timed, run_calls
+from ..abilities import Timed
+from ..base import Array, Comm, Device, Program, run_calls
 from ..flow import Flow
 from .compiler import REPLAY, make_ready
 from .kernels import collective

@@ -18,19 +18,8 @@ from ...graph.spec import Spec
 from ...ops import op_of
 from ...ops.collective import COLLECTIVES
 from ...ops.quants import dequantise, encoded
-from ..base import (
-    Array,
-    Called,
-    Comm,
-    Device,
-    Instruction,
-    Program,
-    Support,
-    Tensor,
-    Timed,
-    contiguous_strides,
-    run_calls,
-)
+from ..abilities import Called, Timed
+from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor, contiguous_strides, run_calls
 from ..calls import Call
 from ..flow import Flow
 from ..liveness import readers_of

@@ -16,7 +16,8 @@ from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops import REGISTRY
 from ...ops.collective import COLLECTIVES
-from ..base import Array, Called, Comm, Device, Instruction, Program, Support, Tensor
+from ..abilities import Called
+from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor
 from ..calls import Call, Replay
 from ..host import HostBackend
 

@@ -7,7 +7,7 @@ from functools import cache
 
 from ...ops import REGISTRY
 from .. import meeting
-from ..base import Source
+from ..abilities import Source
 from ..calls import Binding, through_reference
 from ..sources import source_of
 from ..table import brought, merged

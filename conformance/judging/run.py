@@ -10,7 +10,8 @@ from enum import StrEnum
 
 import numpy as np
 
-from ...backends.base import Backend, Device, Tolerant
+from ...backends.abilities import Tolerant
+from ...backends.base import Backend, Device
 from ...graph.errors import GraphError, PlanError
 from ...graph.spec import Spec
 from ...ops import REGISTRY

@@ -14,7 +14,7 @@ from statistics import mean, median, stdev
 
 import numpy as np
 
-from ...backends.base import Threaded, Timed
+from ...backends.abilities import Threaded, Timed
 from ...backends.cpu.backend import CpuBackend
 from ...backends.cpu.limits import Reading
 from ...graph.node import Node

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...backends import registered
-from ...backends.base import Device, Meets, load
+from ...backends.abilities import Meets
+from ...backends.base import Device, load
 from ...backends.host import HostBackend
 from ...graph import BackendError
 from ...scheduler import nbytes_text

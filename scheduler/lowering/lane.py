@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from functools import cached_property
 
-from ...backends.base import Backend, Called, Device, Foretells, Program, grade_of
+from ...backends.abilities import Called, Foretells, grade_of
+from ...backends.base import Backend, Device, Program
 from ...graph.arguments import Kind, a, list_of, pair_of
 from ...graph.graph import Graph
 from ...graph.node import Node

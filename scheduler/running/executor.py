@@ -12,7 +12,8 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from ...backends.base import Array, Comm, Measures, Program, Timed
+from ...backends.abilities import Measures, Timed
+from ...backends.base import Array, Comm, Program
 from ...graph.arguments import ANY, TEXT, Kind, a, demand, near, needs, real, table_of, whole
 from ...graph.arrays import fitted
 from ...graph.attrs import quote

@@ -7,7 +7,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...backends.base import Timed
+from ...backends.abilities import Timed
 from ...graph.arguments import a, made_of, whole
 from ...graph.errors import PlanError
 from ...graph.records import dataclass

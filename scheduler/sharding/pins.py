@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...backends.base import Backend, Device, grade_of
+from ...backends.abilities import grade_of
+from ...backends.base import Backend, Device
 from ...graph.errors import PlanError
 from ...graph.graph import Graph, names
 from ...graph.node import Node, Value

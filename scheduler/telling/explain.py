@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from ...backends.base import Meets
+from ...backends.abilities import Meets
 from ...graph.attrs import quote
 from ...graph.fold import repeats
 from ...graph.graph import names

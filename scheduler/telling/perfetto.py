@@ -13,7 +13,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ...backends.base import Instruction, Program, Timed
+from ...backends.abilities import Timed
+from ...backends.base import Instruction, Program
 from ...ops.collective import sequence_of
 from ..plan import Plan
 from ..running.trace import Run, Trace

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from ...backends.base import grade_of
+from ...backends.abilities import grade_of
 from ...graph.attrs import quote
 from ...graph.errors import GraphError, PlanError
 from ...graph.graph import names

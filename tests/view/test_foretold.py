@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from hocket.backends.base import Foretells
+from hocket.backends.abilities import Foretells
 from hocket.scheduler import load, plan
 
 from ..given.graphs.pictured import vision_transformer

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from ....ops.collective import COLLECTIVES, int_attr
-from ...base import Called, Instruction, Program, Source, Tensor
+from ...abilities import Called, Source
+from ...base import Instruction, Program, Tensor
 from ...flow import Flow
 from ...liveness import readers_of
 from ...operands import Bound, Operand

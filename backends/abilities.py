@@ -1,0 +1,116 @@
+"""What a backend, or what it compiles, may be able to do besides: `isinstance` asks whether it is."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Protocol, runtime_checkable
+
+from ..graph.node import Node
+from ..graph.records import dataclass
+from .base import Backend, Device, Program
+
+
+@runtime_checkable
+class Tolerant(Protocol):
+    """A backend with kernels of coarser arithmetic than float32."""
+
+    def tolerance(self, node: Node) -> float | None:
+        """The relative error of one operation of `node`, as 2**-8 where 8 bits are kept; None for float32's."""
+
+
+@runtime_checkable
+class Graded(Protocol):
+    """A backend that can say without being asked for each node which of its devices are able to run the same."""
+
+    def grade(self, on: Device) -> Hashable:
+        """Equal for devices that are able to run the same nodes."""
+
+
+def grade_of(backend: Backend, on: Device) -> Hashable:
+    """Equal for devices that are able to run the same nodes: each its own, where the backend does not say."""
+    return id(backend), backend.grade(on) if isinstance(backend, Graded) else str(on)
+
+
+@runtime_checkable
+class Meets(Protocol):
+    """A backend whose devices can meet in several ways."""
+
+    def meeting(self, devices: Sequence[Device]) -> str:
+        """How these devices meet, and why so: what follows "they meet"."""
+
+
+@runtime_checkable
+class Settled(Protocol):
+    """A backend whose answers to a planner follow from its source, its settings and the device: plans can be kept."""
+
+    def settings(self) -> str:
+        """What was chosen when it was made, as the number of threads."""
+
+
+@runtime_checkable
+class Threaded(Protocol):
+    """A backend that runs kernels on threads of this machine."""
+
+    threads: int
+    """Threads of each device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A kernel in a run: which instructions of the program it computed, by position, and when it began and ended, in
+    seconds of `time.monotonic`.  Waiting for others counts to the kernel that had to wait."""
+
+    kernel: str
+    numbers: tuple[int, ...]
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@runtime_checkable
+class Measures(Protocol):
+    """A compiled program that can tell what a run does."""
+
+    def kernels(self) -> list[str]:
+        """The names of the kernels that a run calls, in order; another name where something else stands in for one."""
+
+    def measured(self) -> Iterable[Timed]:
+        """Run once, failing as a plain run does: when each of these kernels ran, which may be read after the next run
+        has begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a kernel is written: a file of a package and a line, as ``hocket/ops/norms.py:12``; and `text`, which is
+    empty where it is long."""
+
+    place: str
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """A kernel that a program calls, and the instructions that it computes, by position."""
+
+    kernel: str
+    source: Source
+    numbers: tuple[int, ...]
+
+
+@runtime_checkable
+class Foretells(Protocol):
+    """A backend that can say what a program will call before there is memory for it."""
+
+    def foretold(self, program: Program, on: Device) -> Sequence[Called]:
+        """The kernels in the order in which they run.  What is known only when devices meet is left out."""
+
+
+@runtime_checkable
+class Simulates(Protocol):
+    """A backend that plans can be made for where its devices are missing."""
+
+    def absent(self, model: str) -> Backend:
+        """What plans ask of a backend, for devices of that model, of which there need be none; nothing runs on them."""
