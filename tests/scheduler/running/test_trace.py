@@ -90,7 +90,7 @@ def test_meetings_are_arrows_between_devices_and_memory_is_counted(mode, tmp_pat
         assert start["ts"] <= end["ts"] + 0.001
         for arrow in (start, end):  # each end lies on a step of a meeting
             (there,) = [s for s in steps if s["pid"] == arrow["pid"] and s["ts"] <= arrow["ts"] <= s["ts"] + s["dur"]]
-            assert there["cat"] in ("all_reduce", "send", "receive")
+            assert there["cat"] in ("all_reduce", "send" if arrow is start else "receive")
     for device, lane in enumerate(run.plan.lanes):
         counted = [
             e["args"]["bytes"] for e in events if e["ph"] == "C" and e["pid"] == 2 + device and "co" in e["name"]
@@ -119,9 +119,10 @@ def test_times_of_a_trace_are_found_for_a_plan_with_the_same_steps_and_no_other(
     trace.save(tmp_path / "trace.json.gz")
     times = measured(run.plan, tmp_path / "trace.json.gz")
     assert (times.runs, times.exact) == (RUNS, True)
+    lasted = sum(one.end - one.start for one in trace.runs) / RUNS
     for steps in times.devices:
         assert all(s is not None and s.seconds >= 0 and s.kernel for s in steps)
-        assert sum(s.seconds for s in steps) > 0
+        assert 0 < sum(s.seconds for s in steps) <= 2 * lasted  # as n medians of n times are, whatever these are
     other, _ = traced("cpu", "layer")
     with pytest.raises(PlanError, match="none of its 1 plans has the steps of this one"):
         measured(other.plan, trace)
