@@ -9,7 +9,7 @@ from types import MappingProxyType
 from ....graph.dtypes import DType
 from ..compiler import Part, part
 from ..simd.shorts import load_some_bf16, load_some_half
-from ..simd.vectors import LANES, load, load_bf16, load_half, load_some
+from ..simd.vectors import LANES, Intrinsic, load, load_bf16, load_half, load_some
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,40 +22,20 @@ class Cells:
     some: Part
 
 
-@part
-def f32_whole(row, c):
-    return load(row + 4 * c)
+def _cells(nbytes: int, load: Intrinsic, load_first: Intrinsic) -> Cells:
+    def whole(row, c):
+        return load(row + nbytes * c)
 
+    def some(row, c, n):
+        return load(row + nbytes * c) if n - c >= LANES else load_first(row + nbytes * c, n - c)
 
-@part
-def f32_some(row, c, n):
-    return load(row + 4 * c) if n - c >= LANES else load_some(row + 4 * c, n - c)
-
-
-@part
-def f16_whole(row, c):
-    return load_half(row + 2 * c)
-
-
-@part
-def f16_some(row, c, n):
-    return load_half(row + 2 * c) if n - c >= LANES else load_some_half(row + 2 * c, n - c)
-
-
-@part
-def bf16_whole(row, c):
-    return load_bf16(row + 2 * c)
-
-
-@part
-def bf16_some(row, c, n):
-    return load_bf16(row + 2 * c) if n - c >= LANES else load_some_bf16(row + 2 * c, n - c)
+    return Cells(nbytes, part(whole), part(some))
 
 
 CELLS: Mapping[DType, Cells] = MappingProxyType(
     {
-        DType.F32: Cells(4, f32_whole, f32_some),
-        DType.F16: Cells(2, f16_whole, f16_some),
-        DType.BF16: Cells(2, bf16_whole, bf16_some),
+        DType.F32: _cells(4, load, load_some),
+        DType.F16: _cells(2, load_half, load_some_half),
+        DType.BF16: _cells(2, load_bf16, load_some_bf16),
     }
 )
