@@ -24,8 +24,6 @@ from .once import once
 Array: TypeAlias = npt.NDArray[Any]
 ALIGNMENT = 64
 """Bytes: every buffer, value and scratch begins at a multiple of a cache line, which is the widest vector, too."""
-BOARD_FAILED, BOARD_RUN = 8, 9
-"""Words of a group's board (`Comm.board`)."""
 GROUP = "hocket.backends"
 """The entry-point group in which packages register backends; an entry's name is the device kind."""
 OWN: Mapping[str, str] = MappingProxyType(
@@ -176,11 +174,13 @@ class Comm(Protocol):
     rank: int
     size: int
     everybody: int  # devices that letters are numbered among: more than `size` where there are several such groups
+    is_apart: bool
+    """Whether members are in several processes, where no address of another means anything."""
     timeout: float  # seconds
     board: npt.NDArray[np.int64] | None
-    """Memory that all members share for collectives of compiled code, ``16 + 8 * size`` words that begin as zeros; None
-    where they share none, or where not all of them are compiled.  Word `BOARD_FAILED` is set when a member fails, word
-    `BOARD_RUN` counts the runs that have ended."""
+    """Memory that the members of a process share for collectives of compiled code, ``16 + 8 * size`` words that begin
+    as zeros; None where they share none, or where not all of them are compiled.  Word `BOARD_FAILED` is set when a
+    member fails, wherever it is, word `BOARD_RUN` counts the runs that have ended."""
     slabs: Slabs | None
     """What members in several processes of one machine share instead; None where they share none."""
     devices: Sequence[Device]

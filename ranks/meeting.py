@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..backends.base import BOARD_FAILED, Array, Device, Slabs
+from ..backends.base import Array, Device, Slabs
+from ..backends.board import BOARD_FAILED, end_run, new_board
 from ..graph.dtypes import DType
 from .arrays import packed, unpacked
 from .world import DATA, World
@@ -78,10 +79,13 @@ class Between:
             words = self.world.shared(head + devices * SLAB)
             if words is None:
                 return None
-            board = words[:head]
-            self.world.wakes(lambda: board.__setitem__(BOARD_FAILED, 1))
-            self._slabs = Slabs(board, words[head:].view(np.float32).reshape(2, devices, SLAB))
+            self._slabs = Slabs(words[:head], words[head:].view(np.float32).reshape(2, devices, SLAB))
+            self.world.wakes(self._wake)
         return self._slabs
+
+    def _wake(self, why: str) -> None:
+        assert self._slabs is not None
+        self._slabs.board[BOARD_FAILED] = 1
 
     def _channel(self, device: int) -> int:
         """On which a device's rank sends to all."""
@@ -103,12 +107,17 @@ class WideMeeting:
         wire: DType,
         teams: Sequence[Sequence[int]] = (),
     ) -> None:
-        """`teams` says for each device whom it meets, itself among them; without it all meet each other."""
+        """`teams` says for each device whom it meets, itself among them; without it all meet each other.  `is_apart`
+        will say whether some team has devices of several ranks."""
         self.between, self.devices, self.timeout, self.wire = between, devices, timeout, wire
         everybody = tuple(range(len(devices)))
         self.teams = [tuple(team) for team in teams] or [everybody] * len(devices)
         is_one = all(team == everybody for team in self.teams)
         self.slabs = between.slabs() if is_one and len({d.kind for d in devices}) == 1 else None
+        apart = {team for team in self.teams if len({between.ranks[d] for d in team}) > 1}
+        self.is_apart = bool(apart)
+        self.boards = {team: new_board(len(team)) for team in apart if len({devices[d].kind for d in team}) == 1}
+        between.world.wakes(self._wake)
 
     def member(self, number: int) -> WideMember:
         return WideMember(self, number)
@@ -117,19 +126,26 @@ class WideMeeting:
         """A device of this rank failed: all ranks end."""
         self.between.world.fail(why)
 
+    def _wake(self, why: str) -> None:
+        for board in self.boards.values():
+            board[BOARD_FAILED] = 1
+
     def clear(self) -> None:
-        """Nothing stays of a run."""
+        """Nothing stays of a run but its number."""
+        for board in self.boards.values():
+            end_run(board)
 
 
 class WideMember:
     """`Comm` of device `number`, whose thread calls it; `rank` is its place in its team."""
 
-    board: npt.NDArray[np.int64] | None = None
+    is_apart: bool = True
 
     def __init__(self, meeting: WideMeeting, number: int) -> None:
         self.meeting, self.number, self.team = meeting, number, meeting.teams[number]
         self.rank, self.size, self.everybody = self.team.index(number), len(self.team), len(meeting.devices)
         self.timeout, self.wire, self.slabs = meeting.timeout, meeting.wire, meeting.slabs
+        self.board: npt.NDArray[np.int64] | None = meeting.boards.get(self.team)
         self.devices: Sequence[Device] = [meeting.devices[d] for d in self.team]
         self._between, self._world = meeting.between, meeting.between.world
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
+from weakref import WeakMethod
 
 import numpy as np
 import numpy.typing as npt
@@ -74,7 +75,7 @@ class World:
         self.hosts = (link.host if link else platform.node(),) * self.size
         self.failure: Failure | None = None
         self._lock = threading.Lock()
-        self._wakes: list[Callable[[], None]] = []
+        self._wakes: list[WeakMethod[Callable[[str], None]]] = []
         self._others = [r for r in range(self.size) if r != self.rank]
         self._last = dict.fromkeys(self._others, time.monotonic())
         self._said: dict[int, str] = {}
@@ -173,9 +174,10 @@ class World:
         if self.failure is not None:
             raise RanksError(str(self.failure))
 
-    def wakes(self, wake: Callable[[], None]) -> None:
-        """`wake` is called when a rank fails, for those who wait where they see no `check`."""
-        self._wakes.append(wake)
+    def wakes(self, wake: Callable[[str], None]) -> None:
+        """The method `wake` is called with the reason when a rank fails, as long as its object lives, for those who
+        wait where they see no `check`."""
+        self._wakes = [*(known for known in self._wakes if known() is not None), WeakMethod(wake)]
 
     def fail(self, why: str) -> None:
         """This rank has failed: tell the others, unless another one failed first."""
@@ -189,8 +191,9 @@ class World:
             if self.failure is not None:
                 return False
             self.failure = failure
-        for wake in self._wakes:
-            wake()
+        for known in self._wakes:
+            if (wake := known()) is not None:
+                wake(str(failure))
         return True
 
     def leave(self) -> None:

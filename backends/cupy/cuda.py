@@ -136,11 +136,11 @@ class CudaDriver:
             return "NCCL joins no parts of one device"
         return nccl(_cupy(), _nccl)
 
-    def share(self, board: Array, rank: int) -> int:
+    def share(self, board: Array, is_first: bool) -> int:
         """The board is pinned by the first device, for all of them and for as long as it lives."""
         runtime, address = _cupy().cuda.runtime, int(board.ctypes.data)
         with told(_cupy(), "cuda devices", "share memory of the host"):
-            if rank == 0:
+            if is_first:
                 runtime.hostRegister(address, board.nbytes, PORTABLE_AND_MAPPED)
                 weakref.finalize(board, runtime.hostUnregister, address)
             return int(runtime.pointerGetAttributes(address).devicePointer)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from ...backends.base import BOARD_FAILED, BOARD_RUN, Array, Device, Slabs
+from ...backends.base import Array, Comm, Device, Slabs
+from ...backends.board import BOARD_FAILED, end_run, new_board
 from ...graph.dtypes import DType
 from ...graph.errors import BackendError
 
@@ -27,8 +27,7 @@ class Meeting:
     ) -> None:
         self.size, self.timeout, self.wire = size, timeout, wire
         self.devices: Sequence[Device] = tuple(devices)
-        words = 16 + 8 * size  # in pages of their own, which a driver may pin
-        self.board = np.frombuffer(mmap.mmap(-1, 8 * words), np.int64) if devices else None
+        self.board = new_board(size) if devices else None
         self.barrier = threading.Barrier(size)
         self.mail: dict[tuple[int, int, int], Array] = {}
         self.arrival = threading.Condition()
@@ -55,10 +54,7 @@ class Meeting:
             self.failure = ""
             self.barrier.reset()
         if self.board is not None:
-            run = self.board[BOARD_RUN] + 1
-            if self.board[BOARD_FAILED]:
-                self.board[:] = 0
-            self.board[BOARD_RUN] = run
+            end_run(self.board)
 
     def wait(self, rank: int, sequence: int) -> None:
         try:
@@ -74,6 +70,8 @@ class Meeting:
 
 class Member:
     """`Comm` of one thread."""
+
+    is_apart: bool = False
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.meeting, self.rank, self.size = meeting, rank, meeting.size
@@ -156,6 +154,14 @@ def _as_wide(own: Array, wire: Array) -> Array:
     return own if own.dtype == wire.dtype else np.empty(own.shape, wire.dtype)
 
 
+class Letters(Protocol):
+    """Where letters go between all devices: those of a process, or of several."""
+
+    def member(self, number: int, /) -> Comm: ...
+    def abort(self, why: str) -> None: ...
+    def clear(self) -> None: ...
+
+
 class Teams:
     """The place where the threads of several teams meet, each team by itself, and where letters go between all."""
 
@@ -166,10 +172,12 @@ class Teams:
         *,
         devices: Sequence[Device] = (),
         wire: DType = DType.F32,
+        letters: Letters | None = None,
     ) -> None:
-        """`teams` says for each device of which it is; `devices` as for `Meeting`."""
+        """`teams` says for each device of which it is; `devices` as for `Meeting`; `letters` go within the process
+        unless given."""
         self.teams = [tuple(team) for team in teams]
-        self.letters = Meeting(len(teams), timeout, wire=wire)
+        self.letters = letters or Meeting(len(teams), timeout, wire=wire)
         self.meetings = {
             team: Meeting(len(team), timeout, devices=[devices[d] for d in team] if devices else (), wire=wire)
             for team in self.teams
@@ -193,9 +201,9 @@ class Teams:
 class TeamMember(Member):
     """`Comm` of one thread of a team; its letters go by the numbers of all devices."""
 
-    def __init__(self, meeting: Meeting, rank: int, letters: Member) -> None:
+    def __init__(self, meeting: Meeting, rank: int, letters: Comm) -> None:
         super().__init__(meeting, rank)
-        self.everybody, self._letters = letters.size, letters
+        self.everybody, self._letters = letters.everybody, letters
 
     def send(self, source: Array, to: int, sequence: int) -> None:
         self._letters.send(source, to, sequence)
@@ -219,6 +227,7 @@ class Alone:
     rank: int = 0
     size: int = 1
     everybody: int = 1
+    is_apart: bool = False
     timeout: float = 0.0
     board: npt.NDArray[np.int64] | None = None
     slabs: Slabs | None = None

@@ -79,12 +79,17 @@ class Executor:
         whole run should take."""
         lanes, between = self.plan.lanes, self._between
         devices, teams = [lane.device for lane in lanes], teams_of([lane.program for lane in lanes])
-        if between.world.size > 1:
-            timeout = min(self._timeout, PATIENCE + SLOWER * self.plan.cost.total)
-            between.world.agree("plan", self.plan.digest(), "give all ranks the same model and flags")
-            return WideMeeting(between, devices, timeout, wire, teams)
-        alike = len({type(lane.backend) for lane in lanes}) == 1
-        return meeting_of(teams, self._timeout, devices=devices if alike else [], wire=wire)
+        alike = devices if len({type(lane.backend) for lane in lanes}) == 1 else []
+        if between.world.size == 1:
+            return meeting_of(teams, self._timeout, devices=alike, wire=wire)
+        timeout = min(self._timeout, PATIENCE + SLOWER * self.plan.cost.total)
+        between.world.agree("plan", self.plan.digest(), "give all ranks the same model and flags")
+        wide = WideMeeting(between, devices, timeout, wire, teams)
+        if wide.is_apart:
+            return wide
+        near = Teams(teams, timeout, devices=alike, wire=wire, letters=wide)
+        between.world.wakes(near.abort)
+        return near
 
     def _prepare(self) -> None:
         plan = self.plan
@@ -213,7 +218,7 @@ class Executor:
             run(number, replays[number])
         for number, other in others.items():
             self._await(number, other)
-        if others:
+        if len(self.plan.lanes) > 1:
             self._meeting.clear()
         if self._failures:
             self._fail()

@@ -125,7 +125,7 @@ def all_reduce_slabs(a, thread, threads):
 def _all_reduce(steps: Steps, call: Bound) -> bool:
     comm: Comm | None = steps.comm
     x, y = call.operand(0), call.out
-    if comm is None or (comm.board is None and comm.slabs is None):
+    if comm is None or (comm.slabs is None and (comm.board is None or comm.is_apart)):
         return False
     if not (x.is_float and x.is_dense and y.is_dense):
         return False

@@ -173,8 +173,9 @@ class Driver(Protocol):
     def library(self, devices: Sequence[Device]) -> Library | str:
         """The library of collectives that can join these devices, or why there is none."""
 
-    def share(self, board: Array, rank: int) -> int:
-        """Where kernels of all devices find memory of the host, which begins a page; device 0 of a group asks first."""
+    def share(self, board: Array, is_first: bool) -> int:
+        """Where kernels of all devices of this process find memory of the host, which begins a page; `is_first`: no
+        other device has asked before."""
 
     def prepare(self, kernel: Kernel, on: Device) -> None:
         """Compile a kernel ahead of time.  Raises `BackendError` if it does not."""

@@ -86,7 +86,7 @@ class EmulatedDriver:
     def library(self, devices: Sequence[Device]) -> Library | str:
         return "emulated devices need no library"
 
-    def share(self, board: Array, rank: int) -> int:
+    def share(self, board: Array, is_first: bool) -> int:
         return int(board.ctypes.data)
 
     def prepare(self, kernel: Kernel, on: Device) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ....graph.dtypes import DType
-from ....ops.collective import int_attr
+from ....ops.collective import LETTERS, int_attr
 from ...base import Array, Comm, Device
 from ...operands import Bound, NoKernelError
 from ..binding.launches import Launches
@@ -43,7 +43,8 @@ class Meetings:
     def prepare(self) -> None:
         """Everything but what only the others can tell, so that nobody waits for a compiler."""
         assert self.comm.board is not None
-        self._board = self.driver.share(self.comm.board, self.comm.rank)
+        is_first = all(device.rank != self.on.rank for device in self.comm.devices[: self.comm.rank])
+        self._board = self.driver.share(self.comm.board, is_first)
         self._signals = self.driver.address(self.keep(np.zeros(collective.SIGNAL_WORDS, np.int64)))
         self._narrow_from = NARROW_FROM if self.comm.wire is DType.BF16 else None
         for source in (collective.SOURCE, moves.SOURCE):  # the last copies
@@ -53,8 +54,9 @@ class Meetings:
     def learn(self, calls: Sequence[Bound], record: Callable[[], None]) -> None:
         """Meet all others and hear where their memory is, then record what is launched.  Raises `BackendError`."""
         comm, library = self.comm, self.transport.library
-        offers = {int_attr(call.attrs["sequence"]): collective.offer_of(call) for call in calls}
-        me = collective.Peer(self._signals, self._wire(calls), offers)
+        own = [call for call in calls if not self._leaves(call)]
+        offers = {int_attr(call.attrs["sequence"]): collective.offer_of(call) for call in own}
+        me = collective.Peer(self._signals, self._wire(own), offers)
         self.driver.synchronise(self.on)  # the signals are zeros from now on, whoever asks
         self._group = introduce(comm, me, self._board, self._narrow_from)
         if library is None:
@@ -82,7 +84,7 @@ class Meetings:
     def launch(self, launches: Launches, call: Bound) -> bool:
         """Append a collective, if there are kernels or a library for it; all devices get the same answer."""
         group, membership = self._group, self._membership
-        if group is None:
+        if group is None or self._leaves(call):
             return False
         try:
             if membership is not None and self.transport.takes_library(_largest(call, group)):
@@ -95,6 +97,10 @@ class Meetings:
         except NoKernelError:
             return False
         return True
+
+    def _leaves(self, call: Bound) -> bool:
+        """Whether a letter may go to another team or come from one: it takes the way through the host."""
+        return call.op in LETTERS and self.comm.everybody > self.comm.size
 
     def _with_staging(self, launches: Launches, bind: Callable[[], None]) -> None:
         """Bind at no address, to see what memory it asks for, then at that memory, which all meetings share: they come

@@ -40,10 +40,9 @@ THROUGH_HOST = Transport()
 
 def transport_of(devices: Sequence[Device], driver: Driver) -> Transport:
     """How `devices`, all of them of this driver, meet."""
-    library, few = driver.library(devices), len(devices) <= MOST_DEVICES
-    are_peers = few and driver.are_peers(devices)
-    far = "they do not reach each other's memory" if few else f"they are more than {MOST_DEVICES}"
-    far = "kernels of parts of one device must not wait for each other" if few and has_parts(devices) else far
+    library, far = driver.library(devices), _what_separates(devices)
+    are_peers = not far and driver.are_peers(devices)
+    far = far or "they do not reach each other's memory"
     if isinstance(library, str):
         return Transport(
             are_peers, None, "over each other's memory" if are_peers else f"{THROUGH_HOST.why}: {far}, and {library}"
@@ -54,9 +53,17 @@ def transport_of(devices: Sequence[Device], driver: Driver) -> Transport:
     return Transport(False, library, f"with {library.name}: {far}")
 
 
+def _what_separates(devices: Sequence[Device]) -> str:
+    """Why kernels of `devices` cannot meet, whatever memory they reach; nothing if they can."""
+    if len(devices) > MOST_DEVICES:
+        return f"they are more than {MOST_DEVICES}"
+    if len({device.rank for device in devices}) > 1:
+        return "they are of several processes"
+    return "kernels of parts of one device must not wait for each other" if has_parts(devices) else ""
+
+
 def transport_for(comm: Comm, driver: Driver) -> Transport:
-    """How the members of `comm` meet; on devices only where all are of this driver, and there are no other teams to
-    which letters go."""
-    if comm.board is None or comm.size < 2 or comm.everybody > comm.size:
+    """How the members of `comm` meet; on devices only where all are of this driver."""
+    if comm.board is None or comm.size < 2:
         return THROUGH_HOST
     return transport_of(comm.devices, driver)

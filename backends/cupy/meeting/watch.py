@@ -10,7 +10,8 @@ from typing import TypeVar
 import numpy as np
 
 from ....graph.errors import BackendError
-from ...base import BOARD_FAILED, BOARD_RUN, Comm, Device
+from ...base import Comm, Device
+from ...board import BOARD_FAILED, BOARD_RUN
 from ..device.driver import Driver, Library, Ring
 from ..kernels.collective import Mark, mark_of
 from .peers import Words, everybodys
@@ -18,6 +19,8 @@ from .peers import Words, everybodys
 POLL = 50e-6
 """Seconds between two looks at a stream; a step that takes less than a millisecond is looked at all the time."""
 AT_ONCE = 1e-3
+MEETS_WITHIN = 60.0
+"""Seconds that processes have at least to find each other: they look at all links between their machines."""
 T = TypeVar("T")
 
 
@@ -50,9 +53,8 @@ class Memberships:
         all_of_them = everybodys(comm, mine, -4)
         if known is None or known.is_lost or (all_of_them != mine).any():
             identity = everybodys(comm, fresh, -5)[0]
-            ring = within(
-                comm.timeout, lambda: library.join(identity, comm.rank, comm.size, on), f"{library.name} join"
-            )
+            patience = max(comm.timeout, MEETS_WITHIN) if comm.is_apart else comm.timeout
+            ring = within(patience, lambda: library.join(identity, comm.rank, comm.size, on), f"{library.name} join")
             known = self._known[key] = Membership(identity, ring)
         return known
 
@@ -112,9 +114,11 @@ class Watch:
             return trouble
         if waited < self.comm.timeout:
             return None
-        marks = {d: self._mark(d) for d in range(self.comm.size)}
+        here = [d for d, device in enumerate(self.comm.devices) if device.rank == self.on.rank]
+        marks = {d: self._mark(d) for d in here}
         late = [d for d, m in marks.items() if m is None or m.sequence < mine.sequence]
-        who = f"device {', '.join(map(str, late))} did not arrive" if late else "it did not end"
+        elsewhere = "a device of another process did not arrive" if self.comm.is_apart else "it did not end"
+        who = f"device {', '.join(map(str, late))} did not arrive" if late else elsewhere
         return f"{who} within {self.comm.timeout:g} s"
 
     def _give_up(self) -> None:

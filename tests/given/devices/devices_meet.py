@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from hocket.backends.base import BOARD_RUN, BufferSpec, Instruction, Program, Tensor, contiguous_strides
+from hocket.backends.base import BufferSpec, Instruction, Program, Tensor, contiguous_strides
+from hocket.backends.board import BOARD_RUN
 from hocket.backends.cupy.emulation.emulated import EmulatedBackend
 from hocket.backends.cupy.kernels.collective import SIGNAL_WORDS, mark_of
 from hocket.backends.cupy.meeting import meetings

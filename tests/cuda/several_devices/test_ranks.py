@@ -1,0 +1,123 @@
+"""Devices of several processes: with NCCL where they are apart, on their devices where a team is of one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hocket import ops
+from hocket.backends.base import Device
+from hocket.backends.cupy import cuda
+from hocket.backends.cupy.backend import Replay
+from hocket.backends.cupy.emulation.emulated import EmulatedBackend
+from hocket.backends.cupy.meeting.transport import transport_of
+from hocket.graph import Graph, input, state, weight
+from hocket.graph.errors import BackendError
+from hocket.scheduler import Executor, Store, load, plan_for
+
+from ...given.devices.emulation import needs_compiler
+from ...given.devices.fake_nccl import backend_of
+from ...given.ranks.thread_link import in_threads
+
+pytestmark = needs_compiler
+WIDTH = 64
+RNG = np.random.default_rng(5)
+WEIGHTS = {f"{way}{k}": RNG.standard_normal((WIDTH, WIDTH), np.float32) / 8 for k in range(4) for way in ("up", "down")}
+X = RNG.standard_normal((3, WIDTH), np.float32)
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """NCCL; devices of the backend have no other way to meet."""
+    yield backend_of(monkeypatch, are_peers=False)[1]
+    cuda._module.cache_clear()
+
+
+def layers():
+    """Four layers, each of which ends with a sum where it is cut, and a state that grows by the result."""
+    x = input("x", X.shape)
+    for k in range(4):
+        up = ops.mul_mat(weight(f"up{k}", (WIDTH, WIDTH)), x, name=f"layer.{k}.up")
+        x = ops.add(x, ops.mul_mat(weight(f"down{k}", (WIDTH, WIDTH)), ops.silu(up), name=f"layer.{k}.down"))
+    old = state("old", X.shape)
+    return Graph({"y": x}, {old: ops.add(old, x)})
+
+
+def plan_on(backend, ranks, mode):
+    group = [(backend, replace(backend.device(d), rank=rank if any(ranks) else None)) for d, rank in enumerate(ranks)]
+    return plan_for(layers(), group, split_mode=mode)
+
+
+def executor_of(plan, world):
+    store = Store(plan.group, world)
+    for value in plan.graph.weights:
+        name = value.node.name
+        store.bind(name, WEIGHTS[name], value.spec, plan.leaves[name])
+    return Executor(plan, store)
+
+
+def wanted():
+    run = load(plan_for(layers(), [(EmulatedBackend(), Device("cuda-emulated", 0))]), WEIGHTS)
+    return [run.run({"x": X})["y"] for _ in range(2)]
+
+
+def near(results):
+    for result, right in zip(results, wanted(), strict=True):
+        np.testing.assert_allclose(result, right, rtol=1e-5, atol=1e-5)
+
+
+def test_devices_of_two_ranks_meet_with_nccl_in_one_graph(joined):
+    def run(world):
+        executor = executor_of(plan_on(cuda.CudaBackend(), (0, 1), "tensor"), world)
+        results = [executor.run({"x": X})["y"] for _ in range(2)]
+        assert [len(replay._calls) for replay in executor._replays.values()] == [1]
+        return results
+
+    first, second = in_threads(2, run)
+    assert np.array_equal(first, second)
+    near(first)
+    assert "sum" in joined.calls
+
+
+def test_who_waits_for_a_device_of_a_rank_that_failed_stops(joined):
+    heard = []
+
+    def run(world):
+        executor = executor_of(plan_on(cuda.CudaBackend(), (0, 1), "tensor"), world)
+        executor.run({"x": X})
+        if world.rank:
+            raise ArithmeticError("planted")
+        with pytest.raises(BackendError) as caught:
+            executor.replay()
+        heard.append(str(caught.value))
+        raise caught.value
+
+    with pytest.raises(BackendError):
+        in_threads(2, run)
+    assert "another device failed" in heard[0]
+    assert all(c.is_over for c in joined.made if c.rank == 0)
+
+
+@pytest.mark.parametrize("ranks", [(0, 0, 0, 0), (0, 0, 1, 1)], ids=["one process", "two"])
+def test_teams_meet_on_their_devices_and_letters_between_them_go_through_the_host(ranks, monkeypatch):
+    meeting, through_host = Replay._meeting, []
+    monkeypatch.setattr(Replay, "_meeting", lambda self, i: through_host.append(i.op) or meeting(self, i))
+
+    def run(world):
+        executor = executor_of(plan_on(EmulatedBackend(), ranks, "layer,tensor"), world)
+        results = [executor.run({"x": X})["y"] for _ in range(2)]
+        assert all("all_reduce" in replay.kernels() for replay in executor._replays.values())
+        return results
+
+    for results in in_threads(ranks[-1] + 1, run):
+        near(results)
+    assert set(through_host) == {"send", "receive"}
+
+
+def test_what_devices_of_several_processes_cannot_do_is_said():
+    two = [Device("cuda-emulated", 0, rank=rank) for rank in (0, 1)]
+    assert transport_of(two, EmulatedBackend().driver).why == (
+        "through memory of the host: they are of several processes, and emulated devices need no library"
+    )
