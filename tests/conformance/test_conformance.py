@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import numpy as np
@@ -18,7 +14,7 @@ import pytest
 from hocket.backends import find
 from hocket.backends.base import Support
 from hocket.backends.numpy.backend import NumpyBackend
-from hocket.conformance import Outcome, Suite, cases, check, parse_case, plugin, run_case, support_matrix
+from hocket.conformance import Outcome, Suite, cases, check, parse_case, run_case, support_matrix
 from hocket.conformance.command import main
 from hocket.conformance.judging import zeros
 from hocket.conformance.judging.build import build, lane_for
@@ -389,67 +385,3 @@ def test_the_support_matrix_has_a_row_for_every_op():
     assert [r.op for r in rows] == list(REGISTRY)
     assert {r.cell("cpu") for r in rows} == {"all"}
     assert {r.must for r in rows} == {True, False}
-
-
-# --------------------------------------------------------------------------------------------- from the outside
-
-
-@pytest.fixture(scope="module")
-def outside(tmp_path_factory):
-    """An environment in which the example backend is installed."""
-    target = tmp_path_factory.mktemp("site")
-    source = tmp_path_factory.mktemp("source")
-    copied = source / "third_party_backend"
-    example = ROOT / "examples" / "third_party_backend"
-    for path in example.rglob("*"):  # a copy, since building leaves files behind
-        if path.is_file() and path.suffix in (".py", ".toml", ".md") and "build" not in path.parts:
-            (copied / path.relative_to(example)).parent.mkdir(parents=True, exist_ok=True)
-            (copied / path.relative_to(example)).write_bytes(path.read_bytes())
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*pip, "--disable-pip-version-check", "--target", str(target), str(copied)], check=True)
-    return {**os.environ, "PYTHONPATH": str(target)}
-
-
-def run_outside(outside, *arguments):
-    return subprocess.run([sys.executable, *arguments], env=outside, capture_output=True, text=True, cwd=ROOT.parent)
-
-
-@pytest.mark.long
-def test_a_backend_from_another_package_is_checked_by_name(outside):
-    kit = ("-m", "hocket.conformance", "--backend", "toy", "--op", "add|mul_mat|rms_norm|silu|softmax")
-    done = run_outside(outside, *kit)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "hocket_toy has no kernel for softmax" in done.stdout
-    required = run_outside(outside, *kit, "--require", "MUST")
-    assert required.returncode == 1
-    assert "unsupported, but MUST is required" in required.stdout
-
-
-def test_the_same_cases_run_under_pytest(outside):
-    options = ("-p", "hocket.conformance.plugin") if not plugin_is_installed() else ()
-    kit = ("-m", "pytest", *options, "-q", "-p", "no:cacheprovider", "--pyargs", "hocket.conformance")
-    done = run_outside(outside, *kit, "--backend", "toy", "--conformance-op", "add|softmax")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{len(quick_cases(REGISTRY['add']))} passed" in done.stdout
-    one = run_outside(outside, *kit, "--backend", "toy", "--conformance-case", "add(a=f32[3,5], b=f32[3,5])")
-    assert one.returncode == 0, one.stdout + one.stderr
-    assert "1 passed" in one.stdout
-
-
-@pytest.mark.parametrize(
-    "wrong", [("--backend", "gpu"), ("--conformance-xfail", "nofile"), ("--conformance-from-graph", "no.gguf")]
-)
-def test_what_the_plugin_cannot_run_is_an_error_of_usage_before_the_first_case(wrong):
-    parser = pytest.Parser(_ispytest=True)
-    plugin.pytest_addoption(parser)
-    options = parser.parse([*wrong, "--conformance-op", "neg"])
-    config = SimpleNamespace(getoption=lambda name: vars(options)[name.strip("-").replace("-", "_")])
-    asked = SimpleNamespace(fixturenames=[plugin.FIXTURE], config=config)
-    with pytest.raises(pytest.UsageError, match=wrong[1]):
-        plugin.pytest_generate_tests(asked)
-
-
-def plugin_is_installed() -> bool:
-    from importlib.metadata import entry_points
-
-    return any(e.value == "hocket.conformance.plugin" for e in entry_points(group="pytest11"))
