@@ -47,6 +47,7 @@ def test_a_backend_from_another_package_is_checked_by_name(outside):
     assert "unsupported, but MUST is required" in required.stdout
 
 
+@pytest.mark.long
 def test_the_same_cases_run_under_pytest(outside):
     options = ("-p", "hocket.conformance.plugin") if not plugin_is_installed() else ()
     kit = ("-m", "pytest", *options, "-q", "-p", "no:cacheprovider", "--pyargs", "hocket.conformance")
