@@ -22,6 +22,7 @@ from ..abilities import Called
 from ..base import Array, Comm, Device, Instruction, Program, Tensor, contiguous_strides, host_view
 from ..numpy.backend import NumpyBackend
 from .compiler import REPLAY
+from .fetching import measure_for
 from .kept import kept_replay
 from .kernels.formats import FORMATS, ROWS
 from .kernels.packing import PACK, UNPACK, pack, unpack
@@ -129,6 +130,7 @@ class CpuBackend(NumpyBackend):
             return kept
         from .binding import bound  # and with it all kernels
 
+        measure_for(program)
         return bound(program, buffers, on, self._crew, comm, in_python)
 
     def foretold(self, program: Program, on: Device) -> Sequence[Called]:

@@ -15,6 +15,7 @@ from ..base import Comm, Device, Program
 from ..cache import cache_folder, keep, recalled
 from ..flow import Flow
 from .compiler import ALIGNMENT, make_ready, source_digest, stored_addresses
+from .fetching import measure_for
 from .kernels.loop import run
 from .relocation import read
 from .replay import Crew, Replay, Segment
@@ -31,6 +32,7 @@ def kept_replay(program: Program, buffers: Sequence[np.ndarray], on: Device, cre
     if tables is None or kernels is None:
         from .binding import foreseen  # and with it all kernels
 
+        measure_for(program)
         tables, needed = foreseen(program, crew.threads)
         if tables is None:
             return None

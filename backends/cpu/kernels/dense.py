@@ -67,12 +67,12 @@ def _alone(dtype: DType) -> Part:
     """Row after row as they lie in memory, in four chains."""
     weights, size = LOADS[dtype], dtype.storage.itemsize
 
-    def alone(to, group, stride, left, columns, x):
+    def alone(to, group, stride, left, columns, x, near, far):
         for i in range(min(LANES, left)):
             row, c = group + i * stride, 0
             first, second, third, fourth = zeros(), zeros(), zeros(), zeros()
             while c + 4 * LANES <= columns:
-                fetch(row + c * size, size)
+                fetch(row + c * size, size, near, far)
                 first = fma(weights(row, c, columns), load(x + 4 * c), first)
                 second = fma(weights(row, c + 16, columns), load(x + 4 * c + 64), second)
                 third = fma(weights(row, c + 32, columns), load(x + 4 * c + 128), third)

@@ -1,10 +1,11 @@
 """Packed weights: what kernels need to know of each quantised type.
 
-Rows lie in groups of 16, a lane each, columns in blocks of 32.  A group holds first its codes, then its scales, in as
-many bytes as the same rows take in a GGUF file: packing moves bits and loses none.  Codes are split into planes of 8,
-4, 2 or 1 bits; byte ``4 * row + k`` of a 64-byte vector belongs to column ``4 * j + k`` of the block, where `j` counts
-first the bit fields of a byte and then the vectors.  Every weight is ``scale * code + bias`` with an unsigned code, and
-scale and bias shared by 16 or 32 columns.
+Rows lie in groups of 16, a lane each, columns in blocks of 32, blocks in units of 8 or as many as are left.  A unit
+holds first its codes, then its scales, in as many bytes as the same columns take in a GGUF file: packing moves bits and
+loses none, and who multiplies reads memory from one end to the other, as processors fetch it best.  Codes are split
+into planes of 8, 4, 2 or 1 bits; byte ``4 * row + k`` of a 64-byte vector belongs to column ``4 * j + k`` of the block,
+where `j` counts first the bit fields of a byte and then the vectors.  Every weight is ``scale * code + bias`` with an
+unsigned code, and scale and bias shared by 16 or 32 columns.
 """
 
 from __future__ import annotations
@@ -42,15 +43,17 @@ from ..simd.vectors import (
     where_less,
 )
 
-ROWS, COLUMNS = 16, 32
+ROWS, COLUMNS, UNIT = 16, 32, 8
+"""Rows of a group, columns of a block, blocks of a unit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How one quantised type is packed.
+    """How one quantised type is packed, and columns of a unit are found in it.
 
-    ``four(row, c)`` are the unsigned codes of columns `c` to c + 3 in a row of a file, a byte each; `c` is a multiple
-    of 4.  ``split(row, to, lane, s)`` moves the scales of block `s` of a file to lane `lane` of theirs.
+    ``four(row, c)`` are the unsigned codes of columns `c` to c + 3 of the unit that begins at `row` of a file, a byte
+    each; `c` is a multiple of 4.  ``split(row, to, lane, s)`` moves the scales of its block `s`, as a file has blocks,
+    to lane `lane` of theirs.
 
     ``codes(p, h)`` are the code vectors of 32 columns, from where these stand in the one or two planes; ``scales(p,
     b)`` are the scales of columns 32 b to 32 b + 15 and of the 16 after them, which differ if `halves`; ``biases(p,
@@ -225,37 +228,34 @@ def bits_of_256(row, c):
 
 @part
 def q2_k_four(row, c):
-    return crumbs_of_128(row + c // 256 * 84 + 16, c % 256)
+    return crumbs_of_128(row + 16, c)
 
 
 @part
 def q3_k_four(row, c):
-    block = row + c // 256 * 110
-    return crumbs_of_128(block + 32, c % 256) | bits_of_256(block, c % 256) << 2
+    return crumbs_of_128(row + 32, c) | bits_of_256(row, c) << 2
 
 
 @part
 def q4_k_four(row, c):
-    return nibbles_of_64(row + c // 256 * 144 + 16, c % 256)
+    return nibbles_of_64(row + 16, c)
 
 
 @part
 def q5_k_four(row, c):
-    block = row + c // 256 * 176
-    return nibbles_of_64(block + 48, c % 256) | bits_of_256(block + 16, c % 256) << 4
+    return nibbles_of_64(row + 48, c) | bits_of_256(row + 16, c) << 4
 
 
 @part
 def q6_k_four(row, c):
     """Nibbles of 128 columns in 64 bytes, and two bits of them in 32."""
-    block, i = row + c // 256 * 210, c % 256
-    low = load_four(block + i // 128 * 64 + i % 64) >> i % 128 // 64 * 4 & NIBBLES
-    return low | crumbs_of_128(block + 128, i) << 4
+    low = load_four(row + c // 128 * 64 + c % 64) >> c % 128 // 64 * 4 & NIBBLES
+    return low | crumbs_of_128(row + 128, c) << 4
 
 
 @part
 def iq4_xs_four(row, c):
-    return nibbles(row + c // 256 * 136 + 8, c % 256, 0, 16)
+    return nibbles(row + 8, c, 0, 16)
 
 
 @part
@@ -268,24 +268,20 @@ def six_bits(at, j):
     return (low >> half & 15) | load_byte(at + half + i - 4) >> 6 << 4
 
 
-def _k_split(nbytes: int) -> Part:
+@part
+def k_split(row, to, lane, s):
     """Of Q4_K and Q5_K: for 8 blocks the low nibbles of scale and minimum, for pairs of blocks their high bits; then
     the two float16."""
-
-    def split(row, to, lane, s):
-        block, at = row + s * nbytes, to + s * 256
-        for pair in range(4):
-            high = 0
-            for k in range(2):
-                j = 2 * pair + k
-                scale, minimum = six_bits(block + 4, j), six_bits(block + 4, j + 8)
-                store_byte(at + 16 * j + lane, (scale & 15) | (minimum & 15) << 4)
-                high |= (scale >> 4 | minimum >> 4 << 2) << 4 * k
-            store_byte(at + 128 + 16 * pair + lane, high)
-        move_half(block, at + 192, lane)
-        move_half(block + 2, at + 224, lane)
-
-    return part(split)
+    for pair in range(4):
+        high = 0
+        for k in range(2):
+            j = 2 * pair + k
+            scale, minimum = six_bits(row + 4, j), six_bits(row + 4, j + 8)
+            store_byte(to + 16 * j + lane, (scale & 15) | (minimum & 15) << 4)
+            high |= (scale >> 4 | minimum >> 4 << 2) << 4 * k
+        store_byte(to + 128 + 16 * pair + lane, high)
+    move_half(row, to + 192, lane)
+    move_half(row + 2, to + 224, lane)
 
 
 @part
@@ -297,56 +293,52 @@ def six_high_bits(at, j):
 @part
 def k_scales(p, b):
     """Of Q4_K and Q5_K: the 6-bit scale of 32 columns times a float16 of 256."""
-    at, j = p + b // 8 * 256, b % 8
-    low, high = and_int(load_small(at + 16 * j), splat_int(15)), and_int(six_high_bits(at, j), splat_int(3))
-    d = mul(load_half(at + 192), to_float(or_int(low, shift_left(high, splat_int(4)))))
+    low, high = and_int(load_small(p + 16 * b), splat_int(15)), and_int(six_high_bits(p, b), splat_int(3))
+    d = mul(load_half(p + 192), to_float(or_int(low, shift_left(high, splat_int(4)))))
     return d, d
 
 
 @part
 def k_biases(p, b):
     """The negative 6-bit minimum times another float16."""
-    at, j = p + b // 8 * 256, b % 8
-    low, four = shift_right(load_small(at + 16 * j), splat_int(4)), splat_int(4)
-    high = and_int(shift_right(six_high_bits(at, j), splat_int(2)), splat_int(3))
-    m = mul(mul(load_half(at + 224), splat(-1.0)), to_float(or_int(low, shift_left(high, four))))
+    low, four = shift_right(load_small(p + 16 * b), splat_int(4)), splat_int(4)
+    high = and_int(shift_right(six_high_bits(p, b), splat_int(2)), splat_int(3))
+    m = mul(mul(load_half(p + 224), splat(-1.0)), to_float(or_int(low, shift_left(high, four))))
     return m, m
 
 
 @part
 def q2_k_split(row, to, lane, s):
-    block, at = row + s * 84, to + s * 320
     for j in range(16):
-        store_byte(at + 16 * j + lane, load_byte(block + j))
-    move_half(block + 80, at + 256, lane)
-    move_half(block + 82, at + 288, lane)
+        store_byte(to + 16 * j + lane, load_byte(row + j))
+    move_half(row + 80, to + 256, lane)
+    move_half(row + 82, to + 288, lane)
 
 
 @part
 def q2_k_scales(p, b):
-    at, j, four = p + b // 8 * 320, b % 8 * 2, splat_int(15)
-    d = load_half(at + 256)
-    first, second = and_int(load_small(at + 16 * j), four), and_int(load_small(at + 16 * j + 16), four)
+    j, four = 2 * b, splat_int(15)
+    d = load_half(p + 256)
+    first, second = and_int(load_small(p + 16 * j), four), and_int(load_small(p + 16 * j + 16), four)
     return mul(d, to_float(first)), mul(d, to_float(second))
 
 
 @part
 def q2_k_biases(p, b):
-    at, j, four = p + b // 8 * 320, b % 8 * 2, splat_int(4)
-    m = mul(load_half(at + 288), splat(-1.0))
-    first, second = shift_right(load_small(at + 16 * j), four), shift_right(load_small(at + 16 * j + 16), four)
+    j, four = 2 * b, splat_int(4)
+    m = mul(load_half(p + 288), splat(-1.0))
+    first, second = shift_right(load_small(p + 16 * j), four), shift_right(load_small(p + 16 * j + 16), four)
     return mul(m, to_float(first)), mul(m, to_float(second))
 
 
 @part
 def q3_k_split(row, to, lane, s):
     """6-bit scales: low nibbles of blocks j and j + 8 share a byte, high bits of j, j + 4, j + 8 and j + 12, too."""
-    block, at = row + s * 110, to + s * 224
     for j in range(8):
-        store_byte(at + 16 * j + lane, load_byte(block + 96 + j))
+        store_byte(to + 16 * j + lane, load_byte(row + 96 + j))
     for j in range(4):
-        store_byte(at + 128 + 16 * j + lane, load_byte(block + 104 + j))
-    move_half(block + 108, at + 192, lane)
+        store_byte(to + 128 + 16 * j + lane, load_byte(row + 104 + j))
+    move_half(row + 108, to + 192, lane)
 
 
 @part
@@ -359,44 +351,41 @@ def q3_k_scale(at, j):
 
 @part
 def q3_k_scales(p, b):
-    at, j = p + b // 8 * 224, b % 8 * 2
-    return q3_k_scale(at, j), q3_k_scale(at, j + 1)
+    j = 2 * b
+    return q3_k_scale(p, j), q3_k_scale(p, j + 1)
 
 
 @part
 def q6_k_split(row, to, lane, s):
-    block, at = row + s * 210, to + s * 288
     for j in range(16):
-        store_byte(at + 16 * j + lane, load_byte(block + 192 + j))
-    move_half(block + 208, at + 256, lane)
+        store_byte(to + 16 * j + lane, load_byte(row + 192 + j))
+    move_half(row + 208, to + 256, lane)
 
 
 @part
 def q6_k_scales(p, b):
-    at, j = p + b // 8 * 288, b % 8 * 2
-    whole = load_half(at + 256)
-    d = mul(whole, to_float(load_small_signed(at + 16 * j)))
-    e = mul(whole, to_float(load_small_signed(at + 16 * j + 16)))
+    j = 2 * b
+    whole = load_half(p + 256)
+    d = mul(whole, to_float(load_small_signed(p + 16 * j)))
+    e = mul(whole, to_float(load_small_signed(p + 16 * j + 16)))
     return d, e
 
 
 @part
 def iq4_xs_split(row, to, lane, s):
-    block, at = row + s * 136, to + s * 128
     for j in range(4):
-        store_byte(at + 16 * j + lane, load_byte(block + 4 + j))
+        store_byte(to + 16 * j + lane, load_byte(row + 4 + j))
     for j in range(2):
-        store_byte(at + 64 + 16 * j + lane, load_byte(block + 2 + j))
-    move_half(block, at + 96, lane)
+        store_byte(to + 64 + 16 * j + lane, load_byte(row + 2 + j))
+    move_half(row, to + 96, lane)
 
 
 @part
 def iq4_xs_scales(p, b):
-    at, j = p + b // 8 * 128, b % 8
-    low = shift_right(load_small(at + 16 * (j // 2)), splat_int(j % 2 * 4))
-    high = shift_right(load_small(at + 64 + 16 * (j // 4)), splat_int(j % 4 * 2))
+    low = shift_right(load_small(p + 16 * (b // 2)), splat_int(b % 2 * 4))
+    high = shift_right(load_small(p + 64 + 16 * (b // 4)), splat_int(b % 4 * 2))
     whole = or_int(and_int(low, splat_int(15)), shift_left(and_int(high, splat_int(3)), splat_int(4)))
-    d = mul(load_half(at + 96), to_float(sub_int(whole, splat_int(32))))
+    d = mul(load_half(p + 96), to_float(sub_int(whole, splat_int(32))))
     return d, d
 
 
@@ -428,8 +417,8 @@ _ALL = (
     _format(DType.Q5_1, (4, 1), q5_1_four, _scale_and_bias(24), *_BESIDE),
     _format(DType.Q8_0, (8,), q8_0_four, _one_scale(34), half_scales, 128),
     _format(DType.MXFP4, (4,), mxfp4_four, mxfp4_split, mxfp4_scales, MXFP4_ZERO, codes=mxfp4_codes),
-    _format(DType.Q4_K, (4,), q4_k_four, _k_split(144), k_scales, k_biases),
-    _format(DType.Q5_K, (4, 1), q5_k_four, _k_split(176), k_scales, k_biases),
+    _format(DType.Q4_K, (4,), q4_k_four, k_split, k_scales, k_biases),
+    _format(DType.Q5_K, (4, 1), q5_k_four, k_split, k_scales, k_biases),
     _HALVES(DType.Q2_K, (2,), q2_k_four, q2_k_split, q2_k_scales, q2_k_biases),
     _HALVES(DType.Q3_K, (2, 1), q3_k_four, q3_k_split, q3_k_scales, 4),
     _HALVES(DType.Q6_K, (4, 2), q6_k_four, q6_k_split, q6_k_scales, 32),

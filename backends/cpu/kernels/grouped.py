@@ -14,6 +14,7 @@ import numpy as np
 
 from ...operands import Bound, Operand
 from ..compiler import Kernel, Part, part
+from ..fetching import ahead
 from ..simd.tiles import tile
 from ..simd.vectors import LANES, load_int, prefetch, prefetch_far, store_scalar
 from ..steps import Share, Steps
@@ -23,9 +24,6 @@ from .packing import share
 ROWS = LANES
 """Rows of the weight in a group: a lane each, so that no sum crosses lanes."""
 NONE = np.float32(0)
-NEAR, FAR = 8192, 16384
-"""Bytes ahead of its use at which a weight that is read once is fetched, to the first and to the second cache: products
-read memory up to a fifth faster with both than with one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +34,8 @@ class Blocks:
     from the first to `to`, `size` bytes each, of a group whose rows are `stride` bytes long and of which `left` exist.
     ``add(acc, p, r, at)`` adds to the sums of a tile (`rows` rows of activations by `groups`) the products with a
     block that is expanded at `p`, and `span` bytes on for the next group, and begins at byte `at` of the rows `r`.
-    ``alone(to, group, stride, left, columns, x)`` stores the products of a group with one row of activations.
+    ``alone(to, group, stride, left, columns, x, near, far)`` stores the products of a group with one row of
+    activations; `near` and `far` are how many bytes ahead the weight is fetched to the first and the second cache.
 
     At most `wide` blocks are expanded at a time, which `chunk` rows of activations meet before they are expanded again;
     up to `few` rows go alone that would not fill a tile.
@@ -75,11 +74,11 @@ def clear(starts, experts, y, step, lo, hi):
 
 
 @part
-def fetch(p, lines):
-    """Cache lines of a weight ahead of `p`."""
+def fetch(p, lines, near, far):
+    """Cache lines of a weight so many bytes ahead of `p`, to the first and to the second cache."""
     for line in range(lines):
-        prefetch(p + NEAR + 64 * line)
-        prefetch_far(p + FAR + 64 * line)
+        prefetch(p + near + 64 * line)
+        prefetch_far(p + far + 64 * line)
 
 
 @part
@@ -88,7 +87,7 @@ def row_of(slot, used, shared):
     return slot // used * shared + slot % used % shared
 
 
-ARGS = words("w stride between rows columns x pitch starts experts used shared y step scratch")
+ARGS = words("w stride between rows columns x pitch starts experts used shared y step scratch near far")
 
 
 def product_of(name: str, blocks: Blocks) -> Kernel:
@@ -109,7 +108,7 @@ def product_of(name: str, blocks: Blocks) -> Kernel:
     def body(a, thread, threads):
         w, stride, between, rows, columns = ARGS.w(a), ARGS.stride(a), ARGS.between(a), ARGS.rows(a), ARGS.columns(a)
         x, pitch, starts, experts = ARGS.x(a), ARGS.pitch(a), ARGS.starts(a), ARGS.experts(a)
-        used, shared = ARGS.used(a), ARGS.shared(a)
+        used, shared, near, far = ARGS.used(a), ARGS.shared(a), ARGS.near(a), ARGS.far(a)
         y, step, expanded = ARGS.y(a), ARGS.step(a), ARGS.scratch(a) + thread * scratch
         n, groups, slots = (columns + width - 1) // width, (rows + ROWS - 1) // ROWS, starts + 4 * (experts + 2)
         lo, hi = share((groups + tile_groups - 1) // tile_groups, thread, threads)
@@ -143,7 +142,8 @@ def product_of(name: str, blocks: Blocks) -> Kernel:
                 row, to = x + row_of(slot, used, shared) * pitch, y + slot * step
                 for group in range(lo, hi):
                     left = rows - group * ROWS
-                    alone(to + group * ROWS * 4, matrix + group * ROWS * stride, stride, left, columns, row)
+                    at = matrix + group * ROWS * stride
+                    alone(to + group * ROWS * 4, at, stride, left, columns, row, near, far)
         clear(starts, experts, y, step, lo * ROWS, min(rows, hi * ROWS))
         return 0
 
@@ -183,6 +183,7 @@ def add_product(
     columns = w.shape[-1]
     memory = steps.scratch(f"product {blocks.scratch}", blocks.scratch * steps.threads)
     bounds = bounds_of(call, blocks.groups * ROWS, steps.threads if is_dealt(steps, call) else 1)
+    near, far = ahead(w.dtype)
 
     def part(thread: int) -> Share | None:
         first, count = bounds[thread], bounds[thread + 1] - bounds[thread]
@@ -204,6 +205,8 @@ def add_product(
             used=to.used,
             shared=to.shared,
             scratch=memory.address + thread * blocks.scratch,
+            near=near,
+            far=far,
         )
         return Share(words, [w, own, to.operand], [mine])
 

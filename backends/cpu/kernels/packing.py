@@ -8,7 +8,7 @@ from ..compiler import Kernel, Part, part
 from ..simd.tiles import store_codes
 from ..simd.vectors import load_byte, load_int, load_scalar, store, store_int, store_scalar
 from ..words import words
-from .formats import COLUMNS, ROWS, Format
+from .formats import COLUMNS, ROWS, UNIT, Format
 
 NO_ROW = 1
 """Status of a run that an id stopped which names no row; the id itself stands above the low byte."""
@@ -45,27 +45,28 @@ def pack(form: Format) -> Kernel:
 
     Rows that the last group lacks are left as they are.
     """
-    split, block, width = form.split, form.dtype.block, form.planes[0]
+    split, block, nbytes, width = form.split, form.dtype.block, form.nbytes, form.planes[0]
     high = form.planes[1] if len(form.planes) > 1 else 0
     low_bits, high_bits = _moved(form.four, 0, width), _moved(form.four, width, high or width)
 
     def body(a, thread, threads):
         source, stride, target, rows = PACK.source(a), PACK.stride(a), PACK.target(a), PACK.rows(a)
-        columns = PACK.columns(a)
-        n = columns // COLUMNS
+        n = PACK.columns(a) // COLUMNS
         lo, hi = share((rows + ROWS - 1) // ROWS, thread, threads)
         for group in range(lo, hi):
-            planes = target + group * ROWS * stride
-            second = planes + n * 64 * width
-            scales = second + n * 64 * high
-            for lane in range(min(ROWS, rows - group * ROWS)):
-                row = source + (group * ROWS + lane) * stride
-                for b in range(n):
-                    low_bits(row, b * COLUMNS, planes + b * 64 * width + 4 * lane)
-                    if high:
-                        high_bits(row, b * COLUMNS, second + b * 64 * high + 4 * lane)
-                for s in range(columns // block):
-                    split(row, scales, lane, s)
+            for first in range(0, n, UNIT):
+                count, skipped = min(UNIT, n - first), first * nbytes
+                planes = target + group * ROWS * stride + skipped
+                second = planes + count * 64 * width
+                scales = second + count * 64 * high
+                for lane in range(min(ROWS, rows - group * ROWS)):
+                    row = source + (group * ROWS + lane) * stride + skipped // ROWS
+                    for b in range(count):
+                        low_bits(row, b * COLUMNS, planes + b * 64 * width + 4 * lane)
+                        if high:
+                            high_bits(row, b * COLUMNS, second + b * 64 * high + 4 * lane)
+                    for s in range(count * COLUMNS // block):
+                        split(row, scales, lane, s)
         return 0
 
     return Kernel(f"packing.pack.{form.dtype}", body)
@@ -78,7 +79,7 @@ UNPACK = words("packed stride rows columns ids target step count scratch")
 def unpack(form: Format) -> Kernel:
     """Rows of a packed weight by number, `count` of them: `ids` are int32, `stride` the bytes of a packed row, `step`
     those from row to row of the target; each thread has 1,024 bytes of scratch.  An id that is no row stops the run."""
-    codes, scales, biases, width = form.codes, form.scales, form.biases, form.planes[0]
+    codes, scales, biases, nbytes, width = form.codes, form.scales, form.biases, form.nbytes, form.planes[0]
     high = form.planes[1] if len(form.planes) > 1 else 0
 
     def body(a, thread, threads):
@@ -90,13 +91,15 @@ def unpack(form: Format) -> Kernel:
             row = load_int(ids + 4 * i)
             if row < 0 or row >= rows:
                 return NO_ROW | row << 8
-            planes, lane = packed + row // ROWS * ROWS * stride, row % ROWS
-            second = planes + n * 64 * width
-            last = second + n * 64 * high
+            group, lane = packed + row // ROWS * ROWS * stride, row % ROWS
             for b in range(n):
-                store_codes(scratch, codes(planes + b * 64 * width, second + b * 64 * high))
-                d, e = scales(last, b)
-                m, o = biases(last, b)
+                j = b % UNIT
+                count, planes = min(UNIT, n - (b - j)), group + (b - j) * nbytes
+                second = planes + count * 64 * width
+                last = second + count * 64 * high
+                store_codes(scratch, codes(planes + j * 64 * width, second + j * 64 * high))
+                d, e = scales(last, j)
+                m, o = biases(last, j)
                 store(scratch + 512, d)
                 store(scratch + 576, m)
                 store(scratch + 640, e)

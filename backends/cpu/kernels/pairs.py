@@ -13,6 +13,7 @@ from ...chains import gated_unit
 from ...flow import Flow
 from ...operands import Bound, Operand, need
 from ..compiler import Kernel
+from ..fetching import ahead
 from ..simd.vectors import load, load_int, zeros
 from ..steps import Chain, Fused, Share, Steps
 from ..words import words
@@ -29,7 +30,8 @@ VECTOR = 4 * ROWS
 
 
 ARGS = words(
-    "weights[2] stride between rows columns x pitch starts experts used shared vectors y step passing rounding[*]"
+    "weights[2] stride between rows columns x pitch starts experts used shared vectors y step passing near far "
+    "rounding[*]"
 )
 """`rounding` is that of `rounding.Target`."""
 ROUNDING = ARGS.start("rounding")
@@ -48,7 +50,7 @@ def pair(form: Format, kind: str) -> Kernel:
         stride, between, rows, columns = ARGS.stride(a), ARGS.between(a), ARGS.rows(a), ARGS.columns(a)
         x, pitch, starts, experts = ARGS.x(a), ARGS.pitch(a), ARGS.starts(a), ARGS.experts(a)
         used, shared, both, y, step = ARGS.used(a), ARGS.shared(a), ARGS.vectors(a), ARGS.y(a), ARGS.step(a)
-        slots = starts + 4 * (experts + 2)
+        slots, near, far = starts + 4 * (experts + 2), ARGS.near(a), ARGS.far(a)
         for expert in range(experts + 1):
             for i in range(load_int(starts + 4 * expert), load_int(starts + 4 * (expert + 1))):
                 slot = load_int(slots + 4 * i)
@@ -57,7 +59,7 @@ def pair(form: Format, kind: str) -> Kernel:
                     if expert < experts:
                         for k in range(2):
                             group = ARGS.weights(a, k) + expert * between + first * stride
-                            alone(both + k * VECTOR, group, stride, ROWS, columns, row)
+                            alone(both + k * VECTOR, group, stride, ROWS, columns, row, near, far)
                         put(to, first, rows, unit(load(both), load(both + VECTOR)))
                     else:
                         put(to, first, rows, zeros())
@@ -92,6 +94,7 @@ def _add_pair(steps: Steps, products: Sequence[Bound], call: Bound, kind: str, b
     records, bounds = wanted.records(steps, shared=True), bounds_of(call, 2 * ROWS, steps.threads if dealt else 1)
     targets = wanted.targets(steps, records, bounds)
     memory = steps.scratch("pair", 2 * VECTOR * steps.threads)
+    near, far = ahead(w.dtype)
 
     def share(thread: int, to: Target) -> Share:
         low, count = bounds[thread], bounds[thread + 1] - bounds[thread]
@@ -111,6 +114,8 @@ def _add_pair(steps: Steps, products: Sequence[Bound], call: Bound, kind: str, b
             y=to.floats.address,
             step=to.step,
             passing=to.between,
+            near=near,
+            far=far,
             rounding=to.rounding,
         )
         return Share(words, [*(p.operand(0) for p in products), q[thread], slots.operand], to.writes)

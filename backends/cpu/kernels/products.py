@@ -15,37 +15,38 @@ from ..simd.tiles import RECORD, SUMS, VECTORS, Tile, load_codes, store_codes, t
 from ..simd.vectors import load, store, sub
 from ..steps import Steps, like
 from . import dense, matrices
-from .formats import COLUMNS, FORMATS, ROWS, Format
+from .formats import COLUMNS, FORMATS, ROWS, UNIT, Format
 from .grouped import Blocks, Slots, add_product, fetch, in_order, is_dealt, product_of
 from .rounding import Wanted, rounded, rounded_bytes
 
 SCALES, BIASES, EXPANDED = 64 * VECTORS, 64 * VECTORS + 128, 64 * VECTORS + 256
 """An expanded block: codes as bytes, scales of both halves, the bias of the first and what that of the second is more,
 as float32; its size."""
-WIDE, CHUNK = 24, 256
+WIDE, CHUNK = 3 * UNIT, 256
 GROUP = WIDE * EXPANDED
 
 
 def expand_of(form: Format) -> Part:
     """Codes to bytes, and scales to float32."""
-    codes, scales, biases, width = form.codes, form.scales, form.biases, form.planes[0]
+    codes, scales, biases, nbytes, width = form.codes, form.scales, form.biases, form.nbytes, form.planes[0]
     high = form.planes[1] if len(form.planes) > 1 else 0
     biased = form.zero == 0
 
     def expand(to, group, stride, left, columns, first, count):
-        n = columns // COLUMNS
-        second = group + n * 64 * width
-        last = second + n * 64 * high
-        for b in range(first, first + count):
-            store_codes(to, codes(group + b * 64 * width, second + b * 64 * high))
-            d, e = scales(last, b)
-            store(to + SCALES, d)
-            store(to + SCALES + 64, e)
-            if biased:
-                m, o = biases(last, b)
-                store(to + BIASES, m)
-                store(to + BIASES + 64, sub(o, m))
-            to += EXPANDED
+        for start in range(first, first + count, UNIT):
+            blocks, planes = min(UNIT, first + count - start), group + start * nbytes
+            second = planes + blocks * 64 * width
+            last = second + blocks * 64 * high
+            for b in range(blocks):
+                store_codes(to, codes(planes + b * 64 * width, second + b * 64 * high))
+                d, e = scales(last, b)
+                store(to + SCALES, d)
+                store(to + SCALES + 64, e)
+                if biased:
+                    m, o = biases(last, b)
+                    store(to + BIASES, m)
+                    store(to + BIASES + 64, sub(o, m))
+                to += EXPANDED
 
     return part(expand)
 
@@ -100,22 +101,25 @@ def add_alone_of(form: Format, row: Tile) -> Part:
 
 
 def alone_of(form: Format) -> Part:
-    codes, scales, biases, width = form.codes, form.scales, form.biases, form.planes[0]
+    codes, scales, biases, nbytes, width = form.codes, form.scales, form.biases, form.nbytes, form.planes[0]
     high = form.planes[1] if len(form.planes) > 1 else 0
     one = tile(1, 1)
     rows, zeros, put, add = one.rows, one.zeros, one.put, add_alone_of(form, one)
-    read = form.nbytes
+    lines = nbytes // 64
+    more = (nbytes - 64 * lines) * UNIT // 64
 
-    def alone(to, group, stride, left, columns, x):
+    def alone(to, group, stride, left, columns, x, near, far):
         n = columns // COLUMNS
-        second = group + n * 64 * width
-        last = second + n * 64 * high
         acc, r = zeros(), rows(x, 0, 1)
-        for b in range(n):
-            at = group + b * 64 * width
-            fetch(group + b * read, read // 64)  # codes and scales alike, as they follow each other in memory
-            v = codes(at, second + b * 64 * high)
-            acc = add(acc, v, scales(last, b), biases(last, b), r, b * RECORD)
+        for first in range(0, n, UNIT):
+            count, planes = min(UNIT, n - first), group + first * nbytes
+            second = planes + count * 64 * width
+            last = second + count * 64 * high
+            fetch(planes, more, near, far)
+            for b in range(count):
+                fetch(planes + 64 * (more + b * lines), lines, near, far)
+                v = codes(planes + b * 64 * width, second + b * 64 * high)
+                acc = add(acc, v, scales(last, b), biases(last, b), r, (first + b) * RECORD)
         put(rows(to, 0, 1), acc, left)
 
     return part(alone)
