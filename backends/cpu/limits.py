@@ -11,13 +11,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from ...graph.dtypes import DType
 from .compiler import REPLAY, Kernel
+from .fetching import Product
 from .kernels import limits
 from .simd.vectors import has_vnni
 
 RUNS = 5
-AHEAD = ((0, 0), (4096, 4096), (8192, 16384))
-"""Bytes ahead of its use at which memory is fetched to the first and to the second cache; the best of these counts."""
+PATTERNS = (
+    {"streams": 1, "together": 0, "near": 0, "far": 0},
+    {"streams": 1, "together": 0, "near": 8192, "far": 16384},
+    {"streams": 1, "together": 1, "near": 0, "far": 0},
+    {"streams": 8, "together": 0, "near": 0, "far": 0},
+    {"streams": 8, "together": 0, "near": 2048, "far": 8192},
+)
+"""Ways to read memory and do nothing else, in words of `limits.READ`.  Which is best differs between processors."""
 TURNS = 1_000_000
 
 
@@ -43,22 +51,28 @@ class _Run:
 
 
 class Reading:
-    """Memory that so many threads read together; it should exceed every cache."""
+    """Memory that so many threads read together, in every way; it should exceed every cache.
+
+    The ways are those of `PATTERNS`, and a product of one token with a weight of Q8_0, a quarter as large, fetched as
+    far ahead as `fetching` has choices: the best counts, so that no kernel is nearer to the limit than it is.
+    """
 
     def __init__(self, threads: int, nbytes: int = 1 << 30) -> None:
-        self._memory, self._sums = np.ones(nbytes // 4, np.float32), np.zeros(16 * threads, np.float32)
-        turns = nbytes // (64 * limits.LINES)
-        memory, sums = self._memory.ctypes.data, self._sums.ctypes.data
-        words = [limits.READ(memory=memory, turns=turns, near=near, far=far, sums=sums) for near, far in AHEAD]
-        self._runs = [_Run(limits.read, w, threads) for w in words]
+        turns = nbytes // (64 * limits.LINES * limits.PIECE * threads) * limits.PIECE * threads
+        memory, sums = np.ones(turns * 16 * limits.LINES, np.float32), np.zeros(16 * threads, np.float32)
+        known = {"memory": memory.ctypes.data, "turns": turns, "sums": sums.ctypes.data}
+        self._memory = memory, sums
+        self._runs = [_Run(limits.read, limits.READ(**known, **pattern), threads) for pattern in PATTERNS]
+        self._product = Product(DType.Q8_0, nbytes // 4, threads)
 
     def rate(self) -> float:
         """Bytes a second, now."""
-        return self._memory.nbytes / min(run.seconds() for run in self._runs)
+        seconds = min(run.seconds() for run in self._runs)
+        return max(self._memory[0].nbytes / seconds, self._product.nbytes / min(self._product.seconds()))
 
     def best(self) -> float:
         """Bytes a second while nothing disturbs."""
-        return self._memory.nbytes / min(run.fastest() for run in self._runs)
+        return max([self.rate() for _ in range(1 + RUNS)][1:])
 
 
 def multiply_peak(threads: int) -> float:

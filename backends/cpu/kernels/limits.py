@@ -26,24 +26,33 @@ CHAINS = 12
 """Sums that do not wait for one another: more than a product takes cycles, times the units that make them."""
 
 
-READ = words("memory turns near far sums")
+PIECE = 128
+"""Turns that a thread reads in a row where threads read the same region together: 64 KiB."""
+READ = words("memory turns streams together near far sums")
 
 
 @kernel
 def read(a, thread, threads):
-    """Add up memory, in turns of 512 bytes; `near` and `far` are how many bytes ahead it is fetched to the first and to
-    the second cache, and each thread has 64 bytes for its sums."""
+    """Add up memory, in turns of 512 bytes, of as many `streams` at a time as each thread's part is cut into.
+
+    Parts of threads lie apart, or piece by piece side by side where they read `together`; `near` and `far` are how many
+    bytes ahead memory is fetched to the first and to the second cache; each thread has 64 bytes for its sums.
+    """
     lo, hi = share(READ.turns(a), thread, threads)
-    near, far = READ.near(a), READ.far(a)
+    near, far, streams = READ.near(a), READ.far(a), READ.streams(a)
+    together, each = READ.together(a), (hi - lo) // streams
     s0, s1, s2, s3, s4, s5, s6, s7 = zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros()
-    for i in range(lo, hi):
-        p = READ.memory(a) + i * 64 * LINES
-        for line in range(LINES):
-            prefetch(p + near + 64 * line)
-            prefetch_far(p + far + 64 * line)
-        s0, s1, s2, s3 = add(s0, load(p)), add(s1, load(p + 64)), add(s2, load(p + 128)), add(s3, load(p + 192))
-        p += 256
-        s4, s5, s6, s7 = add(s4, load(p)), add(s5, load(p + 64)), add(s6, load(p + 128)), add(s7, load(p + 192))
+    for i in range(each):
+        for stream in range(streams):
+            turn = i + stream * each
+            turn = (turn // PIECE * threads + thread) * PIECE + turn % PIECE if together else lo + turn
+            p = READ.memory(a) + turn * 64 * LINES
+            for line in range(LINES):
+                prefetch(p + near + 64 * line)
+                prefetch_far(p + far + 64 * line)
+            s0, s1, s2, s3 = add(s0, load(p)), add(s1, load(p + 64)), add(s2, load(p + 128)), add(s3, load(p + 192))
+            p += 256
+            s4, s5, s6, s7 = add(s4, load(p)), add(s5, load(p + 64)), add(s6, load(p + 128)), add(s7, load(p + 192))
     store(READ.sums(a) + 64 * thread, add(add(add(s0, s1), add(s2, s3)), add(add(s4, s5), add(s6, s7))))
     return 0
 
