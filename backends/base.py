@@ -275,10 +275,11 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def host_view(buffer: npt.NDArray[np.uint8], tensor: Tensor) -> Array:
-    """`tensor` as a NumPy array within host memory; not for quantised dtypes, which have no elements."""
-    dtype = tensor.dtype.storage
-    strides = [s * dtype.itemsize for s in tensor.strides]
-    return np.ndarray(tensor.shape, dtype, buffer=buffer.data, offset=tensor.offset, strides=strides)
+    """`tensor` as a NumPy array within host memory; of a quantised dtype the bytes of its blocks, in rows."""
+    dtype, shape, strides = tensor.dtype, tensor.shape, [tensor.dtype.bytes_of(s) for s in tensor.strides]
+    if dtype.is_quantised:
+        shape, strides = (*shape[:-1], dtype.bytes_of(shape[-1])), [*strides[:-1], 1]
+    return np.ndarray(shape, dtype.storage, buffer=buffer.data, offset=tensor.offset, strides=strides)
 
 
 @once

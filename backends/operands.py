@@ -37,12 +37,14 @@ class Region:
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor at its address.  Of a weight, state or constant also what its whole buffer is declared as, and holds."""
+    """A tensor at its address.  Of a weight, state or constant also what its whole buffer is declared as, and holds;
+    of any buffer its `kind`."""
 
     address: int
     tensor: Tensor
     declared: Spec | None = None
     stored: Spec | None = None
+    kind: str = ""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -60,6 +62,11 @@ class Operand:
     @property
     def is_float(self) -> bool:
         return self.tensor.dtype is DType.F32
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether blocks lie as a backend packs those of weights; those of states, old and new, lie row by row."""
+        return self.tensor.dtype.is_quantised and self.stored is not None and self.kind != "state"
 
     @property
     def is_whole(self) -> bool:
@@ -86,11 +93,10 @@ class Operand:
     def part(self, axis: int, start: int, count: int) -> Operand:
         """`count` entries of an axis from `start`."""
         t = self.tensor
-        skipped = start * t.strides[axis] * t.dtype.storage.itemsize
+        skipped = t.dtype.bytes_of(start * t.strides[axis])
         shape = (*t.shape[:axis], count, *t.shape[axis + 1 :])
-        return Operand(
-            self.address + skipped, replace(t, offset=t.offset + skipped, shape=shape), self.declared, self.stored
-        )
+        tensor = replace(t, offset=t.offset + skipped, shape=shape)
+        return replace(self, address=self.address + skipped, tensor=tensor)
 
     @property
     def has_rows(self) -> bool:
@@ -112,18 +118,17 @@ class Operand:
         for (_, outer), (m, inner) in pairwise(axes):
             if outer != m * inner:
                 return None
-        return self.tensor.dtype.storage.itemsize * (axes[-1][1] if axes else n)
+        return self.tensor.dtype.bytes_of(axes[-1][1] if axes else n)
 
     @cached_property  # a step asks it of everything that ran shortly before
     def region(self) -> Region:
         t = self.tensor
-        if t.dtype.is_quantised:
+        if self.is_packed:
             assert self.stored is not None
             return Region(t.buffer, 0, self.stored.nbytes)
-        size = t.dtype.storage.itemsize
-        reach = sum((n - 1) * s for n, s in zip(t.shape, t.strides, strict=True)) + 1
-        high = t.offset + (reach * size if all(t.shape) else 0)
-        pitch, width = (self._row_step() if t.shape else None), size * (t.shape[-1] if t.shape else 1)
+        last = sum((n - 1) * s for n, s in zip(t.shape, t.strides, strict=True))
+        high = t.offset + (t.dtype.bytes_of(last) + t.dtype.block_bytes if all(t.shape) else 0)
+        pitch, width = (self._row_step() if t.shape else None), t.dtype.bytes_of(t.shape[-1] if t.shape else 1)
         if pitch is None or pitch <= width or high - t.offset <= width:
             return Region(t.buffer, t.offset, high)
         return Region(t.buffer, t.offset, high, pitch, width)

@@ -10,13 +10,13 @@ from types import MappingProxyType
 
 from ..backends.base import THREADS, Backend, Device, find, threads_for
 from ..graph.arguments import BOOL, NONE, TEXT, Kind, demand, list_of, pair_of, real
-from ..graph.dtypes import DType
+from ..graph.dtypes import WRITTEN, DType
 from ..graph.records import dataclass
 from ..ranks import ALONE, World
 from .errors import ModelError
 
 WIRES = {str(dtype): dtype for dtype in (DType.F32, DType.BF16)}
-CACHES = {str(dtype): dtype for dtype in (DType.F32, DType.F16, DType.BF16)}
+CACHES = {str(dtype): dtype for dtype in WRITTEN}
 """What caches may hold."""
 
 
@@ -50,7 +50,8 @@ class Group:
     what they compute exactly unless they are asked: factors of the products in the delta rule.  `wire` is what large
     sums are sent in between GPUs: ``f32``, or ``bf16``, which is half as much and not exact
     (`hocket.backends.base.Comm.wire`).  `cache_type_k` and `cache_type_v` say what is kept of each token for attention:
-    ``f16`` unless they are given, or ``f32`` where results are to be exact.
+    ``f16`` unless they are given, or ``f32`` where results are to be exact; ``q8_0`` and ``q4_0`` take blocks of 32
+    numbers.
     """
 
     devices: tuple[str, ...] = ("cpu:0",)

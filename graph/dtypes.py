@@ -84,6 +84,10 @@ class DType(Enum, metaclass=Named):
         """Whether several elements share a block, so that one element has no address of its own."""
         return self.block > 1
 
+    def bytes_of(self, count: int) -> int:
+        """Bytes of so many elements that follow each other, which are whole blocks."""
+        return count // self.block * self.block_bytes
+
     @property
     def is_float(self) -> bool:
         """Whether elements are real numbers stored one by one: f32, f16, bf16, f64."""
@@ -100,6 +104,8 @@ DType.__hash__ = object.__hash__  # type: ignore[method-assign]  # Enum would ha
 FLOATS = (DType.F32, DType.F16, DType.BF16)
 INTEGERS = (DType.I8, DType.I16, DType.I32, DType.I64)
 QUANTISED = tuple(d for d in DType if d.is_quantised)
+WRITTEN = (*FLOATS, DType.Q8_0, DType.Q4_0)
+"""Types that numbers are rounded to in a run, where rows of a state are written."""
 BY_TEXT = {d.text: d for d in DType}
 BY_GGML = {d.ggml: d for d in DType}
 BY_NUMPY = {d.storage.name: d for d in DType if d.block == 1 and d is not DType.BF16} | {"bfloat16": DType.BF16}

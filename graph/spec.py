@@ -41,7 +41,7 @@ class Spec:
         """Bytes of a contiguous value; rows of a quantised type are whole blocks."""
         if self.dtype.block == 1:
             return math.prod(self.shape) * self.dtype.block_bytes
-        return math.prod(self.shape[:-1]) * (self.shape[-1] // self.dtype.block) * self.dtype.block_bytes
+        return math.prod(self.shape[:-1]) * self.dtype.bytes_of(self.shape[-1])
 
     def __str__(self) -> str:
         return f"{self.dtype.text}[{','.join(map(str, self.shape))}]"

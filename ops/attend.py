@@ -53,8 +53,9 @@ def _whole_heads(attrs: Attrs) -> tuple[str, ...]:
 
 @op(
     {
-        name: "q[..., t, (kv_heads query_heads), *d], k[..., *s, kv_heads, *d], v[..., *s, kv_heads, e],"
-        f" mask[~..., {axes}]?, sinks[(kv_heads query_heads)]? -> [..., t, (kv_heads query_heads), e]: f32"
+        name: "q[..., t, (kv_heads query_heads), *d], k[..., *s, kv_heads, *d]: written,"
+        f" v[..., *s, kv_heads, e]: written, mask[~..., {axes}]?, sinks[(kv_heads query_heads)]?"
+        " -> [..., t, (kv_heads query_heads), e]: f32"
         for name, axes in _MASKS.items()
     },
     form="mask_heads",
@@ -65,6 +66,7 @@ def _whole_heads(attrs: Attrs) -> tuple[str, ...]:
     flops=lambda t, kv_heads, query_heads, s, d, e, **_: t * kv_heads * query_heads * s * (2 * d + 2 * e + 5),
     samples=(
         *grid("q=f32[{t},4,16], k={x}[9,{h},16], v={x}[9,{h},16], scale=0.25", t=(1, 3), h=(1, 2, 4), x=("f32", "f16")),
+        *grid("q=f32[2,4,64], k={x}[9,2,64], v={x}[9,2,32], scale=0.125", x=("q8_0", "q4_0")),
         "q=f32[2,3,4,16], k=f32[2,9,2,16], v=f32[2,9,2,24], mask=f32[2,3,9], scale=0.25",
         "q=f32[2,3,4,16], k=f32[2,9,2,16], v=f32[2,9,2,16], mask=f16[3,9], scale=0.25, max_bias=8.0",
         "q=f32[3,4,16], k=f32[9,2,16], v=f32[9,2,16], mask=f32[3,9], sinks=f32[4], scale=0.25, softcap=5.0",
@@ -86,6 +88,7 @@ def _whole_heads(attrs: Attrs) -> tuple[str, ...]:
         ("q=f32[3,4,16], k=f32[9,2,8], v=f32[9,2,16], scale=1.0", "d is 16"),
         ("q=f32[3,4,16], k=f32[9,2,16], v=f32[8,2,16], scale=1.0", "s is 9"),
         ("q=f32[3,4,16], k=f32[9,2,16], v=f32[9,2,16]", "scale is missing"),
+        ("q=f32[3,4,32], k=q4_1[9,2,32], v=f32[9,2,32], scale=1.0", "k is q4_1"),
         (
             'q=f32[3,4,8], k=f32[7,2,8], v=f32[7,2,8], mask=f32[3,3,7], mask_heads="tiled", scale=1.0',
             "mask has 3 heads",

@@ -45,13 +45,14 @@ def get_rows(table: Array, ids: Array) -> Array:
 
 
 @op(
-    "into[..., *r, d]: float, rows[..., *k, d]: float, ids[/..., *k]: index -> [..., r, d]",
+    "into[..., *r, d]: written, rows[..., *k, d]: float, ids[/..., *k]: index -> [..., r, d]",
     inplace="into",
     overwrites=("ids", -2),
     traffic=lambda sources, results, attrs: 2 * (sources[1].nbytes if sources[1] else 0),
     ranges={"ids": Range(0, "r", distinct=True)},
     samples=(
         *grid("into={x}[17,8], rows=f32[{k},8], ids={i}[{k}]", x=("f32", "f16"), k=(0, 1, 5), i=("i32", "i64")),
+        *grid("into={x}[5,64], rows=f32[2,64], ids=i32[2]", x=("q8_0", "q4_0")),
         "into=f32[2,7,8], rows=f32[2,3,8], ids=i32[2,3]",
         "into=f32[2,7,8], rows=f32[2,3,8], ids=i32[3]",
     ),
@@ -93,7 +94,7 @@ def _concat_links(specs: Specs, attrs: Attrs) -> tuple[Link, ...]:
 
 
 @op(
-    "a[~...]: number, b[~...]: number -> [...]",
+    "a[~...]: number|q8_0|q4_0, b[~...]: number|q8_0|q4_0 -> [...]",
     linear=("a+b",),
     infer=_joined,
     links=_concat_links,

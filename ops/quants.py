@@ -70,13 +70,25 @@ def f32_to_bf16(values: F32) -> npt.NDArray[np.uint16]:
 
 
 def decoded(array: np.ndarray, dtype: DType) -> np.ndarray:
-    """The numbers in an array of a dtype that is not quantised.  NumPy has no bf16, so its bits come as uint16; numbers
-    that are numbers already stay what they are."""
-    return bf16_to_f32(array) if dtype is DType.BF16 and array.dtype == dtype.storage else array
+    """The numbers in an array as memory holds them.  NumPy has no bf16, so its bits come as uint16, and blocks come as
+    bytes; numbers that are numbers already stay what they are."""
+    if array.dtype != dtype.storage:
+        return array
+    if dtype.is_quantised:
+        return dequantise(array, dtype)
+    return bf16_to_f32(array) if dtype is DType.BF16 else array
 
 
 def encoded(numbers: np.ndarray, dtype: DType) -> np.ndarray:
-    """Numbers as memory of a dtype that is not quantised holds them: the inverse of `decoded`, rounding."""
+    """Numbers as memory holds them, bytes ``[..., row bytes]`` for blocks: the inverse of `decoded`, rounding.
+
+    A block's largest number decides its scale, so what was rounded once is not rounded again.  Sources:
+    ``quantize_row_q8_0_ref`` and ``quantize_row_q4_0_ref`` of ggml-quants.c.
+    """
+    if dtype.is_quantised:
+        blocks = np.ascontiguousarray(numbers, np.float32).reshape(-1, dtype.block)
+        with np.errstate(all="ignore"):
+            return BLOCKS[dtype](blocks).view(np.uint8).reshape(*numbers.shape[:-1], -1)
     if dtype is not DType.BF16:
         return numbers.astype(dtype.storage, copy=False)
     return f32_to_bf16(np.atleast_1d(numbers).astype(np.float32)).reshape(numbers.shape)
@@ -295,3 +307,33 @@ EXPAND: dict[DType, Expand] = {
     DType.IQ4_XS: _iq4_xs,
     DType.MXFP4: _mxfp4,
 }
+
+
+def _inverse(scale: F32) -> F32:
+    """1 over a scale, 0 where that is 0."""
+    return np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
+
+
+def _blocks(dtype: DType, scale: F32, qs: np.ndarray) -> np.ndarray:
+    blocks = np.empty(len(scale), LAYOUT[dtype])
+    blocks["d"], blocks["qs"] = scale[:, 0], qs
+    return blocks
+
+
+def _to_q8_0(x: F32) -> np.ndarray:
+    d = np.abs(x).max(1, keepdims=True) / np.float32(127)
+    scaled = x * _inverse(d)
+    whole = np.trunc(scaled)
+    away = whole + np.copysign(np.float32(1), scaled) * (np.abs(scaled - whole) >= 0.5)
+    return _blocks(DType.Q8_0, d, np.nan_to_num(away).astype(np.int8))
+
+
+def _to_q4_0(x: F32) -> np.ndarray:
+    low, high = x.min(1, keepdims=True), x.max(1, keepdims=True)
+    d = np.where(-low < high, high, low) / np.float32(-8)
+    q = np.minimum(np.nan_to_num(np.trunc(x * _inverse(d) + np.float32(8.5))), 15).astype(np.uint8)
+    return _blocks(DType.Q4_0, d, q[:, :16] | q[:, 16:] << 4)
+
+
+BLOCKS = {DType.Q8_0: _to_q8_0, DType.Q4_0: _to_q4_0}
+"""What makes records of rows of one block each."""

@@ -109,6 +109,8 @@ def _sliced(specs: Specs, attrs: Attrs) -> Spec:
         raise Mismatch(
             f"start {start} to stop {stop} does not lie within the {spec.shape[axis]} entries of axis {axis}"
         )
+    if spec.dtype.is_quantised and axis == len(spec.shape) - 1 and start % spec.dtype.block:
+        raise Mismatch(f"start is {start}, inside a block of {spec}; it must be a multiple of {spec.dtype.block}")
     return Spec((*spec.shape[:axis], stop - start, *spec.shape[axis + 1 :]), spec.dtype)
 
 
@@ -138,6 +140,7 @@ def _slice_locally(attrs: Attrs, shape: tuple[int, ...], count: Callable[[int, i
         ("x=f32[5,6], axis=0, start=3, stop=9", "does not lie within the 5 entries"),
         ("x=f32[5,6], axis=2, start=0, stop=1", "has rank 2"),
         ("x=q8_0[6,64], axis=1, start=0, stop=16", "multiple"),
+        ("x=q8_0[6,64], axis=1, start=16, stop=48", "inside a block"),
     ),
     compare="exact",
     infinite=("x",),

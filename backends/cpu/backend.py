@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from ...graph.dtypes import DType
+from ...graph.dtypes import WRITTEN, DType
 from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops.collective import COLLECTIVES
@@ -36,6 +36,7 @@ PACKERS = os.cpu_count() or 1
 WORTH_SHARING = 1 << 22
 """Bytes of a matrix that several threads pack: to wake them, and wait, takes as long as a megabyte."""
 HALVES = (DType.F16, DType.BF16)
+SHORTER = frozenset(WRITTEN) - {DType.F32}
 FILLED = ("weight", "constant")
 """Leaves that `load` fills."""
 
@@ -58,8 +59,8 @@ class CpuBackend(NumpyBackend):
 
     def stored(self, spec: Spec, kind: str = "value") -> Spec:
         """Weights that are matrices keep their type, quantised ones in whole groups of rows; so do states that are rows
-        of 16-bit numbers, as caches are; all else is float32."""
-        if kind == "state" and len(spec.shape) == 2 and spec.dtype in HALVES:
+        of fewer bits, as caches are; all else is float32."""
+        if kind == "state" and len(spec.shape) == 2 and spec.dtype in WRITTEN:
             return spec
         if kind in FILLED and len(spec.shape) >= 2:
             *leading, rows, columns = spec.shape
@@ -115,9 +116,9 @@ class CpuBackend(NumpyBackend):
             return copies[tensor]
 
         def in_python(i: Instruction) -> list[Callable[[], object]]:
-            """For kernels that know float32 alone, rows of 16-bit numbers are copied there and back."""
-            halves = [t for t in (*i.src, *i.dst) if t and t.dtype in HALVES and kinds[t.buffer] == "state"]
-            floats = {t: np.empty(t.shape, np.float32) for t in halves}
+            """For kernels that know float32 alone, rows of fewer bits are copied there and back."""
+            kept = [t for t in (*i.src, *i.dst) if t and t.dtype in SHORTER and kinds[t.buffer] not in FILLED]
+            floats = {t: np.empty(t.shape, np.float32) for t in kept}
             calls = self.calls(i, buffers, lambda t: floats[t] if t in floats else view(t), comm)
             lie = {t: self.view(buffers[t.buffer], t) for t in floats}
             before = [partial(_widen, lie[t], floats[t], t.dtype) for t in floats]
@@ -140,12 +141,12 @@ class CpuBackend(NumpyBackend):
         return [*foretold(program, self.threads, lambda i: source(i.op))]
 
 
-def _widen(halves: Array, floats: Array, dtype: DType) -> None:
-    floats[...] = decoded(halves, dtype)
+def _widen(kept: Array, floats: Array, dtype: DType) -> None:
+    floats[...] = decoded(kept, dtype)
 
 
-def _narrow(floats: Array, halves: Array, dtype: DType) -> None:
-    halves[...] = encoded(floats, dtype)
+def _narrow(floats: Array, kept: Array, dtype: DType) -> None:
+    kept[...] = encoded(floats, dtype)
 
 
 def _dequantised(program: Program, buffers: Sequence[Any], tensor: Tensor) -> Array:

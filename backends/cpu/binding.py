@@ -93,7 +93,7 @@ def _flow(program: Program, addresses: Sequence[int]) -> Flow:
 
     def operand(tensor: Tensor) -> Operand:
         spec = program.buffers[tensor.buffer]
-        return Operand(addresses[tensor.buffer] + tensor.offset, tensor, spec.declared, spec.stored)
+        return Operand(addresses[tensor.buffer] + tensor.offset, tensor, spec.declared, spec.stored, spec.kind)
 
     return Flow(program, readers_of(program, operand))
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from ... import graph as g
 from ...backends.base import Backend, Device
+from ...graph.dtypes import QUANTISED
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...ops import verify
@@ -54,7 +55,7 @@ def build(case: Case) -> Built:
     """The graph of `case`.  Operands that may be quantised are weights where they are contiguous (or blocks)."""
     op, attrs = case.declared, case.settled
     quantisable = {
-        o.name for o in op.signature_for(attrs).operands if any(d.is_quantised for d in o.dtypes) and len(o.dtypes) < 30
+        o.name for o in op.signature_for(attrs).operands if {*QUANTISED} < {*o.dtypes} and len(o.dtypes) < 30
     }
     layouts: dict[str, Placed] = {}
     leaves: dict[str, Value] = {}

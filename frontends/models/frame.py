@@ -9,6 +9,7 @@ from functools import cached_property, partial, reduce
 from ... import ops
 from ...graph import DType, Graph, Value, input, state
 from ...graph.records import dataclass
+from ..errors import ModelError
 from ..step import Ring, Step
 
 
@@ -223,13 +224,16 @@ class Frame:
         padding writes and is never read.  A cache may have a cell for ``ratio`` tokens each; ``slot`` then says which
         cells are written.  What is out of ``sight`` may be overwritten.
         """
-        step = self.step
+        step, dtype = self.step, dtype or self.step.keys
         sequences, count, heads, size = new.shape
+        if size % dtype.block:
+            what = f"{name}: heads of {size} numbers are no whole blocks of {dtype}, which have {dtype.block}"
+            raise ModelError(f"{what}; use --cache-type-{'v' if '_v.' in name else 'k'} f16")
         context, cells = -(-step.context // ratio), -(-step.cells // ratio)
         if ring := step.ring(sight.rolling):
             context, cells = ring, min(ring, cells)
             slot = self.fed(Ring(sight.rolling).name, step.rows)
-        old = state(name, (sequences * context + 1, heads * size), dtype or step.keys)
+        old = state(name, (sequences * context + 1, heads * size), dtype)
         rows = ops.reshape(new, shape=(sequences * count, heads * size))
         cache = ops.set_rows(old, rows, self.slot if slot is None else slot, name=f"{name}.new")
         self._updates[old] = cache

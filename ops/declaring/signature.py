@@ -24,7 +24,7 @@ from enum import Enum
 from functools import cache
 
 from ...graph.attrs import Attrs
-from ...graph.dtypes import BY_TEXT, FLOATS, INTEGERS, QUANTISED, DType
+from ...graph.dtypes import BY_TEXT, FLOATS, INTEGERS, QUANTISED, WRITTEN, DType
 from ...graph.errors import GraphError
 from ...graph.records import dataclass
 from ...graph.spec import Spec
@@ -32,6 +32,7 @@ from ...graph.spec import Spec
 DTYPE_CLASSES: Mapping[str, tuple[DType, ...]] = {
     "float": FLOATS,
     "weight": (*FLOATS, *QUANTISED),
+    "written": WRITTEN,
     "index": (DType.I32, DType.I64),
     "integer": INTEGERS,
     "number": (*FLOATS, *INTEGERS),

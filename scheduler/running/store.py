@@ -163,16 +163,18 @@ class StateView:
     def __setitem__(self, index: Any, value: Any) -> None:
         """Assign to `index`, an index that NumPy understands; every device gets its share.  Raises `PlanError` for what
         does not fit there."""
-        values = decoded(self._fitted(index, value), self.spec.dtype)
+        values = self._fitted(index, value)
+        if not self.spec.dtype.is_quantised:  # whose numbers come as such
+            values = decoded(values, self.spec.dtype)
         with self._turn:
             for number, part in self.parts.items():
-                if not isinstance(self.layout, Shard):
+                if not isinstance(self.layout, Shard) and not part.dtype.is_quantised:
                     part.array[index] = encoded(values, part.dtype)
                     continue
                 whole = np.empty(self.shape, values.dtype)  # what other devices have of it is not looked at
                 put(whole, self.layout, number, part.numbers())
                 whole[index] = values
-                part.array[...] = encoded(_share(whole, self.spec, self.layout, number), part.dtype)
+                part.array[...] = encoded(_share(whole, Spec(self.shape), self.layout, number), part.dtype)
 
     def _fitted(self, index: Any, value: Any) -> Array:
         """`value` as numbers for the entries at `index`."""
@@ -282,8 +284,11 @@ def assembled(shape: tuple[int, ...], layout: Layout, parts: Mapping[int, Any], 
     return whole
 
 
-def put(whole: Array, layout: Shard, number: int, part: Any) -> None:
+def put(whole: Array, layout: Layout, number: int, part: Any) -> None:
     """Put what device `number` has of a value to where it belongs."""
+    if not isinstance(layout, Shard):
+        whole[...] = part
+        return
     start, ahead = 0, (slice(None),) * layout.axis
     for offset, n in layout.runs[number]:
         whole[(*ahead, slice(offset, offset + n))] = part[(*ahead, slice(start, start + n))]

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ...backends.base import ALIGNMENT, Backend, Instruction, Program, Tensor
 from ...graph.attrs import quote
-from ...graph.dtypes import FLOATS, DType
+from ...graph.dtypes import WRITTEN, DType
 from ...graph.graph import Graph
 from ...graph.node import Node, Value, input
 from ...ops import REGISTRY, op_of
@@ -218,7 +218,7 @@ def _present(tensor: Tensor | None) -> Tensor:
 
 def _exact(state: Tensor, kept: Tensor) -> bool:
     """Whether every number of a state can be kept there."""
-    return kept.dtype is state.dtype or (kept.dtype is DType.F32 and state.dtype in FLOATS)
+    return kept.dtype is state.dtype or (kept.dtype is DType.F32 and state.dtype in WRITTEN)
 
 
 def _changes_only(node: Node | None, result: int, i: Instruction, saved: Saved) -> bool:

@@ -1,6 +1,8 @@
-"""States of 16-bit numbers: rows are written and read as they are, by kernels where these know how, else in NumPy."""
+"""States of fewer bits a number: rows are written and read as they are, by kernels or in NumPy."""
 
 from __future__ import annotations
+
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,34 +14,41 @@ from hocket.ops.quants import decoded, encoded
 
 from ..given.models.goldens import nmse
 
-TYPES = ["f16", "bf16"]
+TYPES = ["f16", "bf16", "q8_0", "q4_0"]
 DEVICES = ["cpu:0", "cpu:0,cpu:1", "cpu:0,cpu:1,cpu:2"]
 
 
 def ways(dtype):
-    """Graphs that update a state [9, 16] and read it, each in its own way."""
-    old, rows, ids = state("s", (9, 16), dtype), input("rows", (3, 16)), input("ids", (3,), "i32")
-    new, x = ops.set_rows(old, rows, ids), input("x", (9, 16))
+    """Graphs that update a state [9, 64] and read it, each in its own way."""
+    old, rows, ids = state("s", (9, 64), dtype), input("rows", (3, 64)), input("ids", (3,), "i32")
+    new, x = ops.set_rows(old, rows, ids), input("x", (9, 64))
     read = ops.cast(new, dtype="f32")
     yield "rows of it", Graph({"y": ops.get_rows(new, ids)}, {old: new})
     yield "an output", Graph({"y": new}, {old: new})
     yield "a slice", Graph({"y": ops.scale(ops.slice_(read, axis=0, start=1, stop=5), scale=2.0)}, {old: new})
     yield "what it was", Graph({"y": ops.cast(old, dtype="f32"), "z": read}, {old: new})
-    yield "all of it is new", Graph({"y": x}, {old: ops.cast(ops.add(ops.cast(old, dtype="f32"), x), dtype=dtype)})
     yield "joined", Graph({"y": ops.cast(ops.concat(new, new, axis=0), dtype="f32")}, {old: new})
-    yield "transposed", Graph({"y": ops.cast(ops.transpose(new), dtype="f32")}, {old: new})
     yield "a matrix", Graph({"y": ops.mul_mat(new, x)}, {old: new})
     yield "written twice", Graph({"y": read}, {old: ops.set_rows(new, ops.scale(rows, scale=2.0), ids)})
+    if not old.dtype.is_quantised:
+        whole = ops.cast(ops.add(ops.cast(old, dtype="f32"), x), dtype=dtype)
+        yield "all of it is new", Graph({"y": x}, {old: whole})
+        yield "transposed", Graph({"y": ops.cast(ops.transpose(new), dtype="f32")}, {old: new})
+
+
+WAYS = [(name, dtype) for dtype in TYPES for name, _ in ways(dtype)]
+LOWEST = {"q4_0": -8, "q8_0": -127}
+"""Where each block of 32 has such a number, the others down to it and up to one less lie on its grid."""
 
 
 @pytest.mark.parametrize("devices", DEVICES)
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("way", [name for name, _ in ways("f16")])
-def test_a_state_of_16_bits_holds_what_both_types_can_hold(way, dtype, devices):
+@pytest.mark.parametrize(("way", "dtype"), WAYS)
+def test_a_state_holds_what_its_type_can_hold(way, dtype, devices):
     """All numbers are multiples of 1/32 below 4, so nothing is rounded, and the definition has the same bits."""
-    graph, rng = dict(ways(dtype))[way], np.random.default_rng(0)
-    floats = {"rows": (3, 16), "x": (9, 16)}
-    given = {n: (rng.integers(-99, 99, shape) / 32).astype(np.float32) for n, shape in floats.items()}
+    graph, rng, low = dict(ways(dtype))[way], np.random.default_rng(0), LOWEST.get(dtype, -99)
+    floats = {"rows": (3, 64), "x": (9, 64)}
+    given = {n: (rng.integers(low, -low, shape) / 32).astype(np.float32) for n, shape in floats.items()}
+    given["rows"][:, ::32] = low / 32
     given["ids"] = np.array([1, 4, 7], np.int32)
     given = {v.node.name: given[v.node.name] for v in graph.inputs}
     right, run = (hocket.load(hocket.plan(graph, on), {}) for on in ("reference:0", devices))
@@ -52,12 +61,13 @@ def test_a_state_of_16_bits_holds_what_both_types_can_hold(way, dtype, devices):
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_rows_are_rounded_to_the_nearest(dtype):
-    rng, kind = np.random.default_rng(0), DType(dtype)
-    rows = rng.standard_normal((8, 37)).astype(np.float32) * 10.0 ** rng.integers(-6, 4, (8, 37))
+    rng, kind, width = np.random.default_rng(0), DType(dtype), 96 if dtype in LOWEST else 37
+    rows = rng.standard_normal((8, width)).astype(np.float32) * 10.0 ** rng.integers(-6, 4, (8, width))
     rows = rows.astype(np.float32)
     rows[0, :6] = [np.inf, -np.inf, np.nan, 0.0, -0.0, 3e38]
-    old = state("s", (9, 37), dtype)
-    new = ops.set_rows(old, input("rows", (8, 37)), input("ids", (8,), "i32"))
+    rows[1, 32:], rows[2, :3], rows[3] = 0.0, [1e-7, -1e-7, 2e-9], rows[3] * 1e-9
+    old = state("s", (9, width), dtype)
+    new = ops.set_rows(old, input("rows", (8, width)), input("ids", (8,), "i32"))
     run = hocket.load(hocket.plan(Graph({"y": new}, {old: new}), "cpu:0"), {})
     with np.errstate(over="ignore"):
         run.run({"rows": rows, "ids": np.arange(8, dtype=np.int32)})
@@ -66,8 +76,15 @@ def test_rows_are_rounded_to_the_nearest(dtype):
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 20])
-@pytest.mark.parametrize(("keys", "values"), [("f16", "f16"), ("bf16", "bf16"), ("f16", "f32"), ("f32", "bf16")])
-@pytest.mark.parametrize("sizes", [(64, 64), (40, 24), (5, 130)])
+@pytest.mark.parametrize(
+    ("sizes", "keys", "values"),
+    [
+        *product([(64, 64), (40, 24), (5, 130)], ["f16", "f32"], ["f16"]),
+        *[((40, 24), "bf16", "bf16"), ((5, 130), "f32", "bf16")],
+        *[((64, 96), "q8_0", "q8_0"), ((32, 128), "q4_0", "q4_0"), ((64, 32), "q8_0", "q4_0")],
+        *[((64, 40), "q4_0", "f16"), ((40, 64), "f32", "q8_0")],
+    ],
+)
 def test_attention_reads_keys_and_values_as_they_are_kept(sizes, keys, values, tokens):
     """Compiled, over both: no copy in float32 is made."""
     (size, width), cells, rng = sizes, 70, np.random.default_rng(0)

@@ -11,7 +11,7 @@ import pytest
 from hocket.frontends.gguf import bf16_to_f32, dequantise, f32_to_bf16
 from hocket.graph import GraphError
 from hocket.graph.dtypes import DType
-from hocket.ops.quants import CHUNK, EXPAND, LAYOUT
+from hocket.ops.quants import CHUNK, EXPAND, LAYOUT, decoded, encoded
 
 OURS = (DType.F32, DType.F16, DType.BF16, *EXPAND)
 PACKAGE = tuple(d for d in DType if d.is_quantised and d not in (*EXPAND, DType.Q8_1, DType.Q8_K))
@@ -138,3 +138,14 @@ def test_f32_rounds_to_the_nearest_even_bf16_as_the_gguf_package_does() -> None:
     want = gguf.quants.quantize(x.reshape(1, -1), gguf.GGMLQuantizationType.BF16).view(np.uint16)[0]
     np.testing.assert_array_equal(f32_to_bf16(x), want)
     assert np.isnan(bf16_to_f32(f32_to_bf16(x))[np.isnan(x)]).all()
+
+
+@pytest.mark.parametrize("dtype", [DType.Q8_0, DType.Q4_0])
+def test_numbers_become_the_blocks_of_gguf_and_are_rounded_once(dtype: DType) -> None:
+    rng = np.random.default_rng(0)
+    numbers = (rng.standard_normal((9, 4, 96)) * 10.0 ** rng.integers(-9, 5, (9, 4, 1))).astype(np.float32)
+    numbers[1, 2], numbers[3, 1, :32] = 0, np.arange(32) - 8
+    blocks = encoded(numbers, dtype)
+    wanted = gguf.quants.quantize(numbers, gguf.GGMLQuantizationType(dtype.ggml))
+    assert np.array_equal(blocks, wanted)
+    assert np.array_equal(decoded(encoded(decoded(blocks, dtype), dtype), dtype), decoded(blocks, dtype))

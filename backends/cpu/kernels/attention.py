@@ -35,7 +35,7 @@ def _at(x: Operand, axes: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> Addres
     """Addresses in `x` for all combinations of entries of some axes; an index past the end begins anew."""
     addresses = np.array(x.address, np.int64)
     for axis, index in axes:
-        addresses = addresses[..., None] + x.dtype.storage.itemsize * x.strides[axis] * (index % x.shape[axis])
+        addresses = addresses[..., None] + x.dtype.bytes_of(x.strides[axis]) * (index % x.shape[axis])
     return addresses
 
 
@@ -108,7 +108,7 @@ def _chunks(steps: Steps, units: int, keys: int, nbytes: int) -> int:
 
 def _is_read(x: Operand | None) -> bool:
     """Whether kernels read keys or values as they lie, or a copy that can be made of them."""
-    return x is not None and (x.is_float or (x.dtype in CELLS and x.is_dense_along(-1)))
+    return x is not None and (x.is_float or (x.dtype in CELLS and x.is_dense_along(-1) and not x.is_packed))
 
 
 def _attention(steps: Steps, call: Bound) -> bool:
@@ -135,8 +135,8 @@ def _attention(steps: Steps, call: Bound) -> bool:
         "size": size,
         "width": width,
         "q_step": 4 * q.strides[len(leading)],
-        "k_step": k.dtype.storage.itemsize * k.strides[len(leading)],
-        "v_step": v.dtype.storage.itemsize * v.strides[len(leading)],
+        "k_step": k.dtype.bytes_of(k.strides[len(leading)]),
+        "v_step": v.dtype.bytes_of(v.strides[len(leading)]),
         "mask_step": 4 * mask.strides[-2] if mask else 0,
         "out_step": 4 * out.strides[len(leading)],
         "factor": float_bits(scale / cap if cap else scale * LOG2_E),
@@ -153,7 +153,7 @@ def _attention(steps: Steps, call: Bound) -> bool:
         return True
     chunks = _chunks(steps, units, keys, k.tensor.spec.nbytes)
     rows = tokens * shared
-    each = attention_few.scratch_bytes(rows, keys, width)
+    each = attention_few.scratch_bytes(rows, keys, size, width)
     parts = steps.scratch("attention parts", units * rows * chunks * attention_few.part_bytes(width))
     scratch = steps.scratch("attention", each * steps.threads)
     common |= {"scratch": scratch.address, "scratch_bytes": each, "partial": parts.address, "chunks": chunks}

@@ -77,9 +77,10 @@ def part_bytes(width: int) -> int:
     return VALUES + 4 * (-(-width // COLUMNS) * COLUMNS)
 
 
-def scratch_bytes(rows: int, keys: int, width: int) -> int:
-    """Scores of every row, and a partial result that is of no use."""
-    return rows * 4 * (-(-keys // LANES) * LANES) + part_bytes(width)
+def scratch_bytes(rows: int, keys: int, size: int, width: int) -> int:
+    """Scores of every row, a partial result that is of no use, and keys or values as float32."""
+    tile = 4 * max(RUN * COLUMNS, LANES // 2 * size)
+    return rows * 4 * (-(-keys // LANES) * LANES) + part_bytes(width) + tile
 
 
 def _eight_dots(cells: Cells) -> Part:
@@ -146,7 +147,7 @@ def four_to(p, values):
 
 def _add_values(cells: Cells) -> Part:
     """Values of `n` keys with the weights of two rows, added to 64 columns from column `col` of each."""
-    whole, some, nbytes = cells.whole, cells.some, cells.nbytes
+    whole, some, span = cells.whole, cells.some, cells.span
 
     def four_values(row, c, width):
         if width - c >= COLUMNS:
@@ -161,8 +162,8 @@ def _add_values(cells: Cells) -> Part:
         for r in range(n):
             row = value + r * pace
             if ahead != 0:
-                for line in range(0, nbytes * min(width - col, COLUMNS), LINE):
-                    prefetch_far(row + nbytes * col + ahead + line)
+                for line in range(0, span(min(width - col, COLUMNS)), LINE):
+                    prefetch_far(row + span(col) + ahead + line)
             k, l, m, o = four(row, col, width)
             u, v = splat_from(p + 4 * r), splat_from(q + 4 * r)
             a, b, c, d = fma(k, u, a), fma(l, u, b), fma(m, u, c), fma(o, u, d)
@@ -259,11 +260,31 @@ def put_group(a, unit, scratch):
             put_row(parts, count, span, scratch, sink_of(head), out, width)
 
 
+def _as_read(cells: Cells) -> Cells:
+    """The type that heads see."""
+    return cells if cells.expand is None else CELLS[DType.F32]
+
+
+def _eight_keys(cells: Cells) -> Part:
+    """Where eight keys from number i lie: as they are kept, or in `tile` as float32.  Also the bytes from key to key,
+    and the numbers that the first and the last one then have; a key past the last is the last."""
+    if cells.expand is None:
+        return part(lambda keys, step, i, last, size, tile: (keys, step, i, last))
+    expand = cells.expand
+
+    def eight_keys(keys, step, i, last, size, tile):
+        for r in range(LANES // 2):
+            expand(keys + min(i + r, last) * step, 0, size, tile + 4 * r * size)
+        return tile, 4 * size, 0, LANES // 2
+
+    return part(eight_keys)
+
+
 def _add_keys(cells: Cells) -> Part:
     """Scores of all rows for keys from `low` to before `high`; the highest of each lane to their states."""
-    eight_dots, nbytes = _eight_dots(cells), cells.nbytes
+    eight_keys, eight_dots, span = _eight_keys(cells), _eight_dots(_as_read(cells)), cells.span
 
-    def add_keys(a, heads, low, high, scores, states, pitch):
+    def add_keys(a, heads, low, high, scores, states, pitch, tile):
         tokens, shared, keys, size = ARGS.tokens(a), ARGS.shared(a), ARGS.keys(a), ARGS.size(a)
         q_step, step, mask_step = ARGS.q_step(a), ARGS.k_step(a), ARGS.mask_step(a)
         factor, cap, reach = ARGS.factor(a), ARGS.cap(a), 4 * round_up(keys, LANES)
@@ -272,11 +293,12 @@ def _add_keys(cells: Cells) -> Part:
             soon, end = s + AHEAD, min(high, s + AHEAD + LANES)
             for half in range(0, LANES, LANES // 2):  # so few keys stay in the first cache, however far apart they lie
                 to, state = scores + 4 * (s - low), states
+                these, pace, first, last = eight_keys(key + s * step, step, half, keys - 1 - s, size, tile)
                 for t in range(tokens):
                     for h in range(shared):
                         head = heads + h * HEAD
                         query, seen = load_long(head + Q) + t * q_step, load_long(head + MASK) + t * mask_step
-                        x = eight_dots(query, key + s * step, step, half, keys - 1 - s, size)
+                        x = eight_dots(query, these, pace, first, last, size)
                         if half != 0:
                             x, hidden = mul(fold_1(load(to), x), splat(factor)), mask_lanes(seen, s, keys)
                             x = finished(x, hidden, cap, load_scalar(head + SLOPE))
@@ -284,26 +306,45 @@ def _add_keys(cells: Cells) -> Part:
                         store(to, x)
                         to += reach
                         state += pitch
-                        fetch(key + soon * step, step, min(each, end - soon), nbytes * size)
+                        fetch(key + soon * step, step, min(each, end - soon), span(size))
                         soon += each
 
     return part(add_keys)
 
 
+def _some_values(cells: Cells) -> Part:
+    """Where 64 columns from column `c` of `n` values lie: as they are kept, or in `tile` as float32.  Also the bytes
+    from value to value, and from which column to before which they are, and `ahead` if that has to be fetched."""
+    if cells.expand is None:
+        return part(lambda values, step, n, ahead, c, width, tile: (values, step, c, width, ahead))
+    expand, span = cells.expand, cells.span
+
+    def some_values(values, step, n, ahead, c, width, tile):
+        end = min(width, c + COLUMNS)
+        for r in range(n):
+            if ahead != 0:
+                for line in range(span(c), span(end), LINE):
+                    prefetch_far(values + r * step + ahead + line)
+            expand(values + r * step, c, end, tile + 4 * r * COLUMNS)
+        return tile, 4 * COLUMNS, 0, end - c, 0
+
+    return part(some_values)
+
+
 def _add_all_values(cells: Cells) -> Part:
     """The weighted values of `n` keys, added to the states of all rows."""
-    add_values = _add_values(cells)
+    some_values, add_values = _some_values(cells), _add_values(_as_read(cells))
 
-    def add_all_values(a, value, rows, n, scores, states, pitch, unused):
+    def add_all_values(a, value, rows, n, scores, states, pitch, unused, tile):
         step, width, reach = ARGS.v_step(a), ARGS.width(a), 4 * round_up(ARGS.keys(a), LANES)
         for s in range(0, n, RUN):
-            for r in range(0, rows, 2):
-                ahead = AHEAD * step if r == 0 and s + AHEAD + RUN <= n else 0
-                p, to = scores + r * reach + 4 * s, states + r * pitch + VALUES
-                q, on = (p + reach, to + pitch) if r + 1 < rows else (p, unused + VALUES)
-                row, count = value + s * step, min(RUN, n - s)
-                for c in range(0, width, COLUMNS):
-                    add_values(p, q, row, step, count, ahead, to + 4 * c, on + 4 * c, c, width)
+            count, far = min(RUN, n - s), AHEAD * step if s + AHEAD + RUN <= n else 0
+            for c in range(0, width, COLUMNS):
+                row, pace, col, end, ahead = some_values(value + s * step, step, count, far, c, width, tile)
+                for r in range(0, rows, 2):
+                    p, to = scores + r * reach + 4 * s, states + r * pitch + VALUES + 4 * c
+                    q, on = (p + reach, to + pitch) if r + 1 < rows else (p, unused + VALUES + 4 * c)
+                    add_values(p, q, row, pace, count, ahead if r == 0 else 0, to, on, col, end)
 
     return part(add_all_values)
 
@@ -329,11 +370,13 @@ def attend(k: DType, v: DType) -> Kernel:
                 store(states + r * pitch, splat(MINUS_INFINITY))
                 for c in range(VALUES, span, 64):
                     store(states + r * pitch + c, zeros())
-            add_keys(a, heads, low, high, scores, states, pitch)
+            unused = scores + rows * reach
+            tile = unused + VALUES + 4 * round_up(ARGS.width(a), COLUMNS)
+            add_keys(a, heads, low, high, scores, states, pitch, tile)
             for r in range(rows):
                 to_weights(scores + r * reach, high - low, states + r * pitch)
             value = load_long(heads + V) + low * ARGS.v_step(a)
-            add_all_values(a, value, rows, high - low, scores, states, pitch, scores + rows * reach)
+            add_all_values(a, value, rows, high - low, scores, states, pitch, unused, tile)
             if chunks == 1:
                 put_group(a, group, scores)
         return 0

@@ -9,27 +9,46 @@ from types import MappingProxyType
 from ....graph.dtypes import DType
 from ..compiler import Part, part
 from ..simd.shorts import load_some_bf16, load_some_half
-from ..simd.vectors import LANES, Intrinsic, load, load_bf16, load_half, load_some
+from ..simd.vectors import LANES, Intrinsic, load, load_bf16, load_half, load_some, zeros
+from .blocks import EXPAND, LOADS
 
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """A type of cache: the bytes of an element; ``whole(row, c)``, the 16 elements from column c; and ``some(row, c,
-    n)``, those of them before column n, with zeros in the other lanes, whose memory is not touched."""
+    """A type of cache: ``span(n)``, the bytes of n elements from the first of a row on; ``whole(row, c)``, the 16
+    elements from column c; and ``some(row, c, n)``, those of them before column n, with zeros in the other lanes, whose
+    memory is not touched.  ``expand(row, c, n, to)`` writes those from c to n as float32, where that is better than to
+    make float32 of them for each head."""
 
-    nbytes: int
+    span: Part
     whole: Part
     some: Part
+    expand: Part | None = None
 
 
 def _cells(nbytes: int, load: Intrinsic, load_first: Intrinsic) -> Cells:
+    def span(n):
+        return nbytes * n
+
     def whole(row, c):
         return load(row + nbytes * c)
 
     def some(row, c, n):
         return load(row + nbytes * c) if n - c >= LANES else load_first(row + nbytes * c, n - c)
 
-    return Cells(nbytes, part(whole), part(some))
+    return Cells(part(span), part(whole), part(some))
+
+
+def _cells_in_blocks(dtype: DType) -> Cells:
+    block, nbytes, whole = dtype.block, dtype.block_bytes, LOADS[dtype]
+
+    def span(n):
+        return n // block * nbytes
+
+    def some(row, c, n):
+        return whole(row, c) if c < n else zeros()
+
+    return Cells(part(span), whole, part(some), EXPAND[dtype])
 
 
 CELLS: Mapping[DType, Cells] = MappingProxyType(
@@ -37,5 +56,6 @@ CELLS: Mapping[DType, Cells] = MappingProxyType(
         DType.F32: _cells(4, load, load_some),
         DType.F16: _cells(2, load_half, load_some_half),
         DType.BF16: _cells(2, load_bf16, load_some_bf16),
+        **{dtype: _cells_in_blocks(dtype) for dtype in LOADS},
     }
 )

@@ -14,16 +14,47 @@ from ....ops.views import ints_of
 from ...chains import ChangedState, changed_state
 from ...flow import Flow
 from ...operands import Bound, Operand, need
-from ..compiler import Kernel
-from ..simd.vectors import LANES, load_int, load_long
+from ..compiler import Kernel, Part, part
+from ..simd.vectors import LANES, load, load_int, load_long
 from ..steps import Chain, Fused, Share, Steps
 from ..words import words
-from .dense import LOADS
+from . import blocks
+from .cells import CELLS
 from .formats import FORMATS
 from .packing import NO_ROW, UNPACK, share, unpack
-from .rows import FILL_WORDS, STORES, add_rows, add_unary, can_copy, fill
+from .rows import FILL_WORDS, STORES, add_rows, add_unary, can_copy, fill, lanes, put
 
 MOVE = words("table step rows columns ids id_bytes other pace count tables between")
+
+
+def _to_rows(dtype: DType) -> Part:
+    """A row of float32 to one of `dtype`, the nearest numbers that this has."""
+    if dtype in blocks.STORES:
+        store_block = blocks.STORES[dtype]
+
+        def copy(source, target, columns):
+            for c in range(0, columns, blocks.BLOCK):
+                store_block(target, c, load(source + 4 * c), load(source + 4 * c + 64))
+
+        return part(copy)
+    store = STORES[dtype]
+
+    def convert(source, target, columns):
+        for c in range(0, columns, LANES):
+            store(target, c, columns, lanes(source, c, columns, 4))
+
+    return part(convert)
+
+
+def _from_rows(dtype: DType) -> Part:
+    """A row of `dtype` to one of float32."""
+    some = CELLS[dtype].some
+
+    def copy(source, target, columns):
+        for c in range(0, columns, LANES):
+            put(target, c, columns, some(source, c, columns))
+
+    return part(copy)
 
 
 @cache
@@ -34,7 +65,7 @@ def move_rows(scatter: bool, dtype: DType = DType.F32) -> Kernel:
     `step`, `pace` and `between` are bytes from row to row of a table, of `other`, and from table to table.  An id that
     is no row stops the run.
     """
-    load, store = (LOADS[DType.F32], STORES[dtype]) if scatter else (LOADS[dtype], STORES[DType.F32])
+    copy = _to_rows(dtype) if scatter else _from_rows(dtype)
 
     def body(a, thread, threads):
         table, step, rows, columns = MOVE.table(a), MOVE.step(a), MOVE.rows(a), MOVE.columns(a)
@@ -48,8 +79,7 @@ def move_rows(scatter: bool, dtype: DType = DType.F32) -> Kernel:
             source, target = mine + row * step, other + i * pace
             if scatter:
                 source, target = target, source
-            for c in range(0, columns, LANES):
-                store(target, c, columns, load(source, c, columns))
+            copy(source, target, columns)
         return 0
 
     return Kernel(f"moves.{'scatter' if scatter else 'gather'}.{dtype}", body)
@@ -66,12 +96,11 @@ def _get_rows(steps: Steps, call: Bound) -> bool:
     if size is None or not out.has_rows:
         return False
     *leading, rows, columns = table.shape
-    if table.dtype in FORMATS and (leading or not table.is_whole):
-        return False
-    if (form := FORMATS.get(table.dtype)) is not None:
-        if size != 4:
+    if table.is_packed:
+        form = FORMATS.get(table.dtype)
+        if form is None or leading or not table.is_whole or size != 4:
             return False
-        stride = columns // table.dtype.block * table.dtype.block_bytes
+        stride = table.dtype.bytes_of(columns)
         scratch = steps.scratch("unpack", 1024 * steps.threads)
         words = UNPACK(
             packed=table.address,
@@ -86,12 +115,11 @@ def _get_rows(steps: Steps, call: Bound) -> bool:
         )
         _add(steps, unpack(form), words, [table, ids], [out, scratch], out)
         return True
-    if table.dtype not in LOADS or table.strides[-1] != 1 or len(leading) > 1 or not ids.shape[-1]:
+    if table.dtype not in CELLS or table.strides[-1] != 1 or len(leading) > 1 or not ids.shape[-1]:
         return False
-    nbytes = table.dtype.storage.itemsize
     words = MOVE(
         table=table.address,
-        step=nbytes * table.strides[-2],
+        step=table.dtype.bytes_of(table.strides[-2]),
         rows=rows,
         columns=columns,
         ids=ids.address,
@@ -100,17 +128,22 @@ def _get_rows(steps: Steps, call: Bound) -> bool:
         pace=out.row_step,
         count=ids.shape[-1] if leading else math.prod(ids.shape),
         tables=math.prod(leading),
-        between=nbytes * table.strides[0] if leading else 0,
+        between=table.dtype.bytes_of(table.strides[0]) if leading else 0,
     )
     _add(steps, move_rows(False, table.dtype), words, [table, ids], [out], out)
     return True
+
+
+def _is_written(table: Operand) -> bool:
+    """Whether rows of it are written as they are kept."""
+    return table.dtype in STORES or (table.dtype in blocks.STORES and not table.is_packed)
 
 
 def _set_rows(steps: Steps, call: Bound) -> bool:
     into, rows, ids, out = call.operand(0), call.operand(1), call.operand(2), call.out
     size = _ids_size(ids)
     plain = all(o.has_rows and len(o.shape) == 2 for o in (into, rows, out))
-    if size is None or not plain or len(ids.shape) != 1 or not rows.is_float or out.dtype not in STORES:
+    if size is None or not plain or len(ids.shape) != 1 or not rows.is_float or not _is_written(out):
         return False
     if into.address != out.address and not (out.is_float and add_unary(steps, "copy", into, out)):
         return False
@@ -127,7 +160,7 @@ def _save_and_set_rows(flow: Flow, number: int) -> Chain:
     into, rows, out = change.operand(0), change.operand(1), change.out
     need(ids.tensor == change.operand(2).tensor and table.tensor == into.tensor == out.tensor, "other rows are saved")
     need(all(o.has_rows and len(o.shape) == 2 for o in (table, rows, kept)), "operands have no rows")
-    need(table.dtype in STORES and rows.is_float and kept.is_float, "it holds other numbers")
+    need(_is_written(table) and rows.is_float and kept.is_float, "it holds other numbers")
     need(table.strides[-1] == 1 and len(ids.shape) == 1 and _ids_size(ids) is not None, "ids lie otherwise")
     return Chain(chain, partial(_add_save_and_set_rows, save=save, change=change, numbers=chain))
 
@@ -140,8 +173,12 @@ def _add_save_and_set_rows(steps: Steps, save: Bound, change: Bound, numbers: Ch
     table, ids, kept, rows = save.operand(0), save.operand(1), save.out, change.operand(1)
     bounds, size = steps.columns_of([rows]), _ids_size(ids)
     if (
-        bounds is None or size is None or bounds[-1] != table.shape[1] or 0 in np.diff(bounds)
-    ):  # who moves nothing would not stop
+        bounds is None
+        or size is None
+        or bounds[-1] != table.shape[1]
+        or 0 in np.diff(bounds)  # who moves nothing would not stop
+        or np.any(np.mod(bounds, table.dtype.block))
+    ):
         for steps.number, bind, call in zip(numbers, (_get_rows, _set_rows), (save, change), strict=True):
             is_bound = bind(steps, call)
             assert is_bound, "the chain has asked for all that they need"

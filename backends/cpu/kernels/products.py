@@ -186,7 +186,7 @@ def is_compiled(call: Bound) -> bool:
     if experts and not slots_fit(call):
         return False
     if w.dtype in FORMATS:
-        return w.starts_row(ROWS, w.shape[-1] // w.dtype.block * w.dtype.block_bytes)
+        return w.is_packed and w.starts_row(ROWS, w.dtype.bytes_of(w.shape[-1]))
     return dense.fits(w)
 
 

@@ -1,5 +1,5 @@
-"""The first of 16 numbers of 16 bits each, in memory float16 or bfloat16 (the upper half of a float32), in registers
-float32."""
+"""Numbers of 16 bits each, in memory float16 or bfloat16 (the upper half of a float32), in registers float32: the first
+of 16, or one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from .vectors import ADDRESS, FLOATS, INTS, LANES, NOTHING, intrinsic, llvm_type
+from .vectors import ADDRESS, FLOATS, INTS, LANES, NOTHING, intrinsic, lane_0, llvm_type, splat
 
 _i1, _i16, _i32 = map(ir.IntType, (1, 16, 32))
 _F, _I = llvm_type(FLOATS), llvm_type(INTS)
@@ -69,3 +69,17 @@ def store_some_bf16(b, a, v, count):
     quiet = b.or_(bits, _ints(0x400000))
     rounded = b.select(b.fcmp_unordered("uno", v, v), quiet, near)
     _store(b, a, b.trunc(b.lshr(rounded, _ints(16)), _SHORTS), count)
+
+
+@intrinsic(FLOATS, ADDRESS)
+def splat_half(b, a):
+    """One float16 in every lane."""
+    one = b.load(b.inttoptr(a, ir.HalfType().as_pointer()), align=2)
+    return splat.body(b, b.fpext(one, ir.FloatType()))
+
+
+@intrinsic(NOTHING, ADDRESS, FLOATS)
+def store_half(b, a, v):
+    """The first lane as float16."""
+    half = b.fptrunc(lane_0.body(b, v), ir.HalfType())
+    b.store(half, b.inttoptr(a, half.type.as_pointer()), align=2)

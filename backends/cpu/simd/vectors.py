@@ -245,6 +245,7 @@ round_away = intrinsic(FLOATS, FLOATS)(lambda b, x: _call(b, "llvm.round.v16f32"
 with_sign = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, of: _call(b, "llvm.copysign.v16f32", _F, x, of))
 largest = intrinsic(FLOAT, FLOATS)(lambda b, x: _call(b, "llvm.vector.reduce.fmax.v16f32", _f32, x))
 to_float = intrinsic(FLOATS, INTS)(lambda b, x: b.sitofp(x, _F))
+truncated = intrinsic(INTS, FLOATS)(lambda b, x: b.fptosi(x, _I))
 round_to_int = intrinsic(INTS, FLOATS)(lambda b, x: b.fptosi(_call(b, "llvm.rint.v16f32", _F, x), _I))
 
 
