@@ -82,7 +82,7 @@ class Model:
     `path` is a file, or None for the small model that comes with hocket; the other arguments are those of ``hocket
     run``: devices and how they share (`hocket.plan`), `context` in tokens, tokens of a prompt that run as one `batch`,
     `threads` of each device (without a number devices share the processors), `exact` for float32 throughout, how keys
-    and values are cached (``f16`` unless `exact`; f32, bf16, q8_0, q4_0).  `draft` is the file of a small model with the
+    and values are cached (f16 unless `exact`; f32, bf16, q8_0, q4_0).  `draft` is the file of a small model with the
     same tokens, which guesses up to `draft_max` of them ahead (4): the same text sooner; `draft_max` alone lets the
     model's own blocks for that guess (MTP).  `lora` and `control_vectors` are GGUF files, or pairs of a file and its
     scale, which all add up; `control_layers` are the first and the last layer behind which control vectors count.
