@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from .declaring.op import Array, op
@@ -9,16 +11,20 @@ from .declaring.samples import grid
 from .elementwise import tiled
 
 _ROWS = grid("x={x}[{shape}], eps={eps}", x=("f32",), shape=("7", "3,64", "2,3,33"), eps=(1e-06, 0.1))
-_ERRORS = (("x=i32[4]", "x is i32"), ("x=f32[]", "at least 1"))
+_ERRORS = (("x=i32[4]", "x is i32"), ("x=f32[]", "at least 1"), ("x=f32[4], eps=-1.0", "eps is -1.0"))
 
 
-@op("x[..., *c] -> [..., c]", inplace="x", flops=lambda c, **_: 4 * c, samples=_ROWS, errors=_ERRORS)
+def _eps_needs(eps: float, **_: object) -> str | None:
+    return None if 0 <= eps < math.inf else f"eps is {eps}; it must be a number from 0 on"
+
+
+@op("x[..., *c] -> [..., c]", inplace="x", flops=lambda c, **_: 4 * c, needs=_eps_needs, samples=_ROWS, errors=_ERRORS)
 def rms_norm(x: Array, *, eps: float = 1e-6) -> Array:
     """``x / sqrt(mean(x^2) + eps)`` over the last axis.  ggml: ``RMS_NORM``; Zhang and Sennrich, 2019."""
     return x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) / max(1, x.shape[-1]) + eps)
 
 
-@op("x[..., *c] -> [..., c]", inplace="x", flops=lambda c, **_: 4 * c, samples=_ROWS, errors=_ERRORS)
+@op("x[..., *c] -> [..., c]", inplace="x", flops=lambda c, **_: 4 * c, needs=_eps_needs, samples=_ROWS, errors=_ERRORS)
 def l2_norm(x: Array, *, eps: float = 1e-6, clamp: bool = False) -> Array:
     """``x / sqrt(sum(x^2) + eps)`` over the last axis; with `clamp` ``x / max(sqrt(sum(x^2)), eps)``.
 
@@ -28,7 +34,15 @@ def l2_norm(x: Array, *, eps: float = 1e-6, clamp: bool = False) -> Array:
     return x / (np.maximum(np.sqrt(square), eps) if clamp else np.sqrt(square + eps))
 
 
-@op("x[..., *c] -> [..., c]", inplace="x", flops=lambda c, **_: 6 * c, samples=_ROWS, errors=_ERRORS, must=False)
+@op(
+    "x[..., *c] -> [..., c]",
+    inplace="x",
+    flops=lambda c, **_: 6 * c,
+    needs=_eps_needs,
+    samples=_ROWS,
+    errors=_ERRORS,
+    must=False,
+)
 def norm(x: Array, *, eps: float = 1e-5) -> Array:
     """``(x - mean) / sqrt(variance + eps)`` over the last axis.  ggml: ``NORM``; Ba et al., 2016, without weights."""
     n = max(1, x.shape[-1])
@@ -40,7 +54,7 @@ def norm(x: Array, *, eps: float = 1e-5) -> Array:
     "x[..., *c, *h, *w] -> [..., c, h, w]",
     inplace="x",
     flops=lambda c, h, w, **_: 6 * c * h * w,
-    needs=lambda groups, **_: f"groups is {groups}; it must be at least 1" if groups < 1 else None,
+    needs=lambda groups, eps, **_: f"groups is {groups}; it must be at least 1" if groups < 1 else _eps_needs(eps),
     samples=(
         *grid("x=f32[{shape}], groups={groups}", shape=("8,3,5", "2,7,1,4"), groups=(1, 2, 4, 7)),
         "x=f32[6,2,3], groups=3, eps=0.1",
@@ -50,6 +64,7 @@ def norm(x: Array, *, eps: float = 1e-5) -> Array:
     errors=(
         ("x=f32[4,3], groups=2", "needs at least 3"),
         ("x=f32[4,3,3], groups=0", "groups is 0"),
+        ("x=f32[4,3,3], groups=2, eps=-0.5", "eps is -0.5"),
         ("x=f32[4,3,3]", "groups is missing"),
     ),
     must=False,

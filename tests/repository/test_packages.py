@@ -21,6 +21,7 @@ import build_with_kernels
 out = sys.argv[1]  # setuptools has arguments of its own
 build_with_kernels.build_sdist(out)
 build_with_kernels.build_wheel(out)
+build_with_kernels.build_editable(out)
 """
 TOLD = """
 import hocket, sys
@@ -42,16 +43,16 @@ def tracked() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def packed(tracked, tmp_path_factory) -> tuple[Path, Path]:
-    """An sdist and a wheel, built from a copy, since building leaves files behind."""
+def packed(tracked, tmp_path_factory) -> tuple[Path, Path, Path]:
+    """An sdist, a wheel and an editable one, built from a copy, since building leaves files behind."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("packed")
     for name in tracked:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, source / name)
     quiet = {**os.environ, "HOCKET_BUILD_KERNELS": "0"}
     subprocess.run([sys.executable, "-c", BUILD, out], cwd=source, env=quiet, capture_output=True, check=True)
-    (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
-    return sdist, wheel
+    (sdist,), (editable, wheel) = out.glob("*.tar.gz"), sorted(out.glob("*.whl"))
+    return sdist, wheel, editable
 
 
 def test_the_sdist_has_every_file_of_the_repository(packed, tracked):
@@ -83,3 +84,14 @@ def test_the_tests_of_the_sdist_run_over_the_wheel(packed, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(site)}
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+def test_an_editable_install_is_a_folder_that_checkers_of_types_follow(packed, tmp_path):
+    with zipfile.ZipFile(packed[2]) as archive:
+        archive.extractall(tmp_path)
+        names = set(archive.namelist())
+    (record,) = tmp_path.glob("*.dist-info/RECORD")
+    assert {line.partition(",")[0] for line in record.read_text("utf-8").splitlines()} == names
+    (path,) = (Path(file.read_text("utf-8").strip()) for file in tmp_path.glob("*.pth"))
+    assert (path / "hocket" / "py.typed").is_file()
+    assert not [name for name in names if "finder" in name]
