@@ -201,7 +201,8 @@ class Comm(Protocol):
         """Write the sums of parts of all sources into `into`: pairs (index into `into`, index into any source)."""
 
     def send(self, source: Array, to: int, sequence: int) -> None:
-        """Offer `source` to device `to`, which may read it until the run ends."""
+        """Send what `source` holds now to device `to`, which takes what this one sends in the same order; wait while it
+        has taken none of several letters."""
 
     def receive(self, into: Array, source: int, sequence: int) -> None:
         """Copy what device `source` sends under `sequence`, once it has."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -17,19 +17,21 @@ from ..backends.base import Backend, Device, find
 from ..graph.arguments import ANY, BOOL, CALLABLE, NONE, TEXT, Kind, a, demand, list_of, needs, whole
 from ..graph.arrays import numbers
 from ..graph.records import dataclass
-from ..graph.spec import Spec
 from ..ranks import ALONE, World
-from ..scheduler import Executor, Host, InterruptsKept, Plan, Store, kept_plan
-from .devices import ONE_DEVICE, WIRES, found, spelled
+from ..scheduler import Executor, InterruptsKept, Plan, Store, kept_plan
+from .devices import ONE_DEVICE, WIRES, spelled
 from .devices import Group as Group
 from .errors import ModelError
 from .exactness import graphs_of
 from .identity import model_digest
+from .laying_out import PROMPT, laid_out, load_weights
+from .laying_out import Progress as Progress
 from .models import Batch, Model, Step
+from .parts import Part, are_several, devices_that_follow, parts_of, read_behind, tokens_of_part
 from .watch import Seen, Watch
 
 if TYPE_CHECKING:
-    from ..scheduler import Difference, Trace
+    from ..scheduler import Difference, Pipeline, Trace
 
 F32 = npt.NDArray[np.float32]
 FEWEST_CELLS = 256
@@ -37,16 +39,6 @@ FEWEST_CELLS = 256
 DEFAULT_CONTEXT = 4096
 DEFAULT_BATCH = 512
 COUNT = whole(-(2**31), 2**31)
-HOST = "cpu:0"
-"""The device that takes what does not fit on others."""
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How much of the model is loaded, in bytes of its file."""
-
-    done: int
-    total: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +109,16 @@ class Session:
         """A step that reads all weights, over whose layout all others run."""
         self.group: list[tuple[Backend, Device]]  # in mode none perhaps fewer than asked
         if like is None:
-            self._first = self._laid_out(on)
+            prompt, largest = replace(self._whole, tokens=PROMPT), (_bucket(self.batch), self.context, sequences)
+            self._first = laid_out(
+                on,
+                self.world,
+                self._place,
+                self._graph(self._whole),
+                lambda: self._graph(prompt),
+                lambda: self._graph(self.step(*largest)),
+            )
+            self.group = self._first.group
             self.store = Store(self.group, self.world)
         else:
             self.group = like.group
@@ -135,49 +136,12 @@ class Session:
         """The last step, if it was a reversible one."""
         self._nothing = np.zeros((0, model.vocabulary_size), np.float32)
         self._executors: dict[Step, Executor] = {}
+        self._pipelines: dict[Step, Pipeline] = {}
         self._trace: Trace | None = None
         self.planning = 0.0
         if like is None:
-            self._load(on_progress)
+            load_weights(self.store, model, self._first, on_progress)
         self.store.buffers(self._first)  # states exist from now on, as zeros
-
-    def _laid_out(self, on: Group) -> Plan:
-        """The plan whose layout all others keep: that of one token, but where memory is too short for the largest step,
-        one over the layout of that step, in which the host takes what does not fit."""
-        asked = found(on, self.world)
-        options = partial(kept_plan, split_mode=on.split_mode, tensor_split=on.tensor_split, place=self._place)
-        one = self._graph(self._whole)
-        first = options(one, asked)
-        if first.spare and on.threads is None:  # devices that take part share the processors of those left free
-            group = found(replace(on, devices=tuple(str(device) for _, device in first.group)), self.world)
-            first = kept_plan(one, group, place=self._place, like=first)
-        self.group = first.group
-        host = Host(*found(replace(on, devices=(f"{HOST}@0" if self.world.size > 1 else HOST,)), self.world)[0])
-        if host.device in (device for _, device in asked) or all(device.memory is None for _, device in asked):
-            return first
-        from ..scheduler import shortage
-
-        most = self._graph(self.step(_bucket(self.batch), self.context, self.sequences))
-        if not shortage(kept_plan(most, self.group, place=self._place, like=first)):
-            return first
-        largest = options(most, asked, host=host)
-        self.group = largest.group
-        return kept_plan(one, self.group, place=self._place, like=largest)
-
-    def _load(self, on_progress: Callable[[Progress], None] | None) -> None:
-        """Bind every weight of the model's graph, with word of each: large ones first, while little else is in memory
-        beside them and what of the file is being read, and the others as they follow each other in the graph."""
-        stored = self.model.tensors
-        weights = {w.node.name: stored[w.node.name] for w in self._first.graph.weights}
-        total = sum(t.nbytes for t in weights.values())
-        tensors = dict(sorted(weights.items(), key=lambda item: -max(item[1].nbytes, total // 16)))
-        done = 0
-        for name, tensor in tensors.items():
-            self.store.bind(name, tensor.raw, Spec(tensor.shape, tensor.dtype), self._first.leaves[name])
-            tensor.release()
-            done += tensor.nbytes
-            if on_progress:
-                on_progress(Progress(done, total))
 
     # ------------------------------------------------------------------------------------------------ running
 
@@ -207,40 +171,45 @@ class Session:
         with self.store.turn:
             self._check(given, hidden)
             longest = max(map(len, given))
-            if 0 < longest <= self.batch:  # the way of every token that is decoded
+            following = self._following(longest, reversible)
+            size = tokens_of_part(longest, following, self.batch)
+            if 0 < longest <= size:  # the way of every token that is decoded
                 return self._run(given, every_position, hidden, reversible)
             if reversible and longest:
                 raise ModelError(
                     f"{longest} tokens are more than a batch of {self.batch}; only a batch can be taken back"
                 )
             rows_of: list[list[F32]] = [[] for _ in given]
-            for start in range(0, longest, self.batch):
-                part = [new[start : start + self.batch] for new in given]
-                last = [start + len(p) == len(new) for p, new in zip(part, given, strict=True)]
-                logits = self._run(part, every_position, hidden, reversible)
-                for rows, one, mine, ends in zip(rows_of, logits, part, last, strict=True):
-                    if mine and (every_position or ends):
+            parts = parts_of(given, size)
+            one_by_one = (self._run(part, every_position, hidden, False) for part in parts)
+            runs = one_by_one if following == 1 else self._run_in_turn(parts, every_position, hidden)
+            for end, (part, logits) in enumerate(zip(parts, runs, strict=True), 1):
+                for rows, one, mine, new in zip(rows_of, logits, part, given, strict=True):
+                    if mine and (every_position or end * size >= len(new)):
                         rows.append(one)
         return [rows[0] if len(rows) == 1 else np.concatenate([self._nothing, *rows]) for rows in rows_of]
 
     @needs(ModelError, tokens=whole(0), behind=whole(0), every_position=BOOL, reversible=BOOL)
     def prepare(self, tokens: int, *, behind: int = 0, every_position: bool = False, reversible: bool = False) -> None:
         """Make the plans and kernels that so many more tokens of sequence 0 need, `behind` others, before they come."""
-        for start in range(0, tokens, self.batch):
-            count = min(self.batch, tokens - start)
-            room = self._room(count)
-            outputs = self.sequences * (room if every_position else 1)
+        following = self._following(tokens, reversible)
+        size = tokens_of_part(tokens, following, self.batch)
+        if following > 1 and tokens > size:
+            self._pipeline(self._step_for(size, self.lengths[0] + behind + tokens, every_position, self._gives))
+            return
+        for start in range(0, tokens, size):
+            count = min(size, tokens - start)
             length = self.lengths[0] + behind + start + count
-            self.executor(self._step_of(room, length, outputs, self._gives, reversible))
+            self.executor(self._step_for(count, length, every_position, self._gives, reversible))
 
-    def _run(self, part: list[list[int]], every_position: bool, hidden: bool, reversible: bool) -> list[F32]:
-        count = self._room(max(map(len, part)))
+    def _run(self, part: Part, every_position: bool, hidden: bool, reversible: bool) -> list[F32]:
+        """Read a part by itself."""
         longest = max(n + len(new) for n, new in zip(self.lengths, part, strict=True))
-        wanted = [(i, t) for i, new in enumerate(part) for t in range(len(new))] if every_position else None
-        outputs = self.sequences * count if every_position else self.sequences
-        step = self._step_of(count, longest, outputs, "hidden" if hidden else self._gives, reversible)
+        gives = "hidden" if hidden else self._gives
+        step = self._step_for(max(map(len, part)), longest, every_position, gives, reversible)
         executor = self._executors.get(step) or self.executor(step)
         seen = np.concatenate([rows[-1:] for rows in self.seen]) if self.seen else None
+        wanted = _wanted(part) if every_position else None
         inputs = self.model.inputs(step, Batch(part, self.lengths, wanted, self.recent, seen))
         with InterruptsKept():  # states and lengths belong together
             given = executor.run(inputs)
@@ -255,11 +224,38 @@ class Session:
             self.watch.see(Seen.of(taken(given), self.lengths[0] - len(part[0]), len(part[0])))
         return _split(rows, part, every_position, [self._nothing] * self.sequences)
 
-    def advance(self, part: Sequence[Sequence[int]]) -> None:
+    def _following(self, tokens: int, reversible: bool) -> int:
+        """The devices through which parts of so many tokens follow each other, 1 where each is read by itself: where a
+        part needs what the one before it has given, or somebody watches."""
+        alone = not are_several(tokens) or reversible or self.seen or self.watch is not None or self._trace is not None
+        return 1 if alone or not self.model.is_causal else self._stages
+
+    @cached_property
+    def _stages(self) -> int:
+        return devices_that_follow(self._first)
+
+    def _run_in_turn(self, parts: Sequence[Part], every_position: bool, hidden: bool) -> list[list[F32]]:
+        """Read parts that follow each other through the devices: all of them, or nothing."""
+        if not parts:
+            return []
+        lengths, recent, name = self.lengths, self.recent, "hidden" if hidden else "logits"
+        longest = max(n + sum(map(len, own)) for n, *own in zip(lengths, *parts, strict=True))
+        step = self._step_for(max(map(len, parts[0])), longest, every_position, name)
+        inputs = []
+        for part in parts:
+            batch = Batch(part, lengths, _wanted(part) if every_position else None, recent)
+            inputs.append(self.model.inputs(step, batch))
+            lengths, recent = read_behind(part, lengths, recent, self.model.remembers)
+        pipeline = self._pipeline(step)
+        with InterruptsKept():  # states and lengths belong together
+            given = pipeline.run(inputs)
+            self.reversible, self.lengths, self.recent = None, lengths, recent
+        nothing = [self._nothing] * self.sequences
+        return [_split(one[name], part, every_position, nothing) for one, part in zip(given, parts, strict=True)]
+
+    def advance(self, part: Part) -> None:
         """Count tokens that have been read."""
-        self.lengths = [n + len(new) for n, new in zip(self.lengths, part, strict=True)]
-        if most := self.model.remembers:
-            self.recent = [[*old, *new][-most:] for old, new in zip(self.recent, part, strict=True)]
+        self.lengths, self.recent = read_behind(part, self.lengths, self.recent, self.model.remembers)
 
     def _check(self, tokens: Sequence[Sequence[int]], hidden: bool = False) -> None:
         if self.model.is_encoder and not hidden:
@@ -309,6 +305,11 @@ class Session:
         cells, most = min(self.context, max(FEWEST_CELLS, _bucket(length))), _bucket(self.batch)
         return _step(self.sequences, tokens, cells, self.context, outputs, gives, most, reversible, turn, *self._caches)
 
+    def _step_for(self, tokens: int, length: int, every_position: bool, gives: str, reversible: bool = False) -> Step:
+        room = self._room(tokens)
+        outputs = self.sequences * (room if every_position else 1)
+        return self._step_of(room, length, outputs, gives, reversible)
+
     def _room(self, tokens: int) -> int:
         """The tokens of the step that runs so many: where values are watched no more, so that nothing is padded."""
         return _bucket(tokens) if self.watch is None else tokens
@@ -351,6 +352,16 @@ class Session:
                 self._executors[step].trace = self._trace
                 self.planning += time.perf_counter() - start
             return self._executors[step]
+
+    def _pipeline(self, step: Step) -> Pipeline:
+        """The plan of a step, bound so that its runs can follow each other; built at its first use."""
+        if step not in self._pipelines:
+            from ..scheduler import Pipeline
+
+            start = time.perf_counter()
+            self._pipelines[step] = Pipeline(self.plan(step), self.store, wire=self._wire)
+            self.planning += time.perf_counter() - start
+        return self._pipelines[step]
 
     @contextmanager
     def tracing(self) -> Iterator[Trace]:
@@ -398,6 +409,11 @@ def _split(rows: F32, part: Sequence[Sequence[int]], every_position: bool, idle:
     lengths = [len(new) if every_position else 1 for new in part]
     ends = accumulate(lengths)
     return [rows[end - n : end] if new else i for end, n, new, i in zip(ends, lengths, part, idle, strict=True)]
+
+
+def _wanted(part: Part) -> list[tuple[int, int]]:
+    """Every new token of every sequence."""
+    return [(i, t) for i, new in enumerate(part) for t in range(len(new))]
 
 
 _step = lru_cache(maxsize=64)(Step)

@@ -106,9 +106,12 @@ class WideMeeting:
         timeout: float,
         wire: DType,
         teams: Sequence[Sequence[int]] = (),
+        *,
+        shares: bool = True,
     ) -> None:
         """`teams` says for each device whom it meets, itself among them; without it all meet each other.  `is_apart`
-        will say whether some team has devices of several ranks."""
+        will say whether some team has devices of several ranks.  Unless it `shares` a board with devices, they meet
+        through memory of the host."""
         self.between, self.devices, self.timeout, self.wire = between, devices, timeout, wire
         everybody = tuple(range(len(devices)))
         self.teams = [tuple(team) for team in teams] or [everybody] * len(devices)
@@ -116,7 +119,9 @@ class WideMeeting:
         self.slabs = between.slabs() if is_one and len({d.kind for d in devices}) == 1 else None
         apart = {team for team in self.teams if len({between.ranks[d] for d in team}) > 1}
         self.is_apart = bool(apart)
-        self.boards = {team: new_board(len(team)) for team in apart if len({devices[d].kind for d in team}) == 1}
+        self.boards = {
+            team: new_board(len(team)) for team in apart if shares and len({devices[d].kind for d in team}) == 1
+        }
         between.world.wakes(self._wake)
 
     def member(self, number: int) -> WideMember:

@@ -34,9 +34,12 @@ if TYPE_CHECKING:
     from .running.executor import Executor as Executor
     from .running.executor import load as load
     from .running.interrupts import InterruptsKept as InterruptsKept
+    from .running.pipeline import Pipeline as Pipeline
     from .running.store import Store as Store
     from .running.trace import Trace as Trace
+    from .sharding.layers import even_shares as even_shares
     from .simulated import simulate as simulate
+    from .succession import gain as gain
     from .telling.as_json import plan_from_json as plan_from_json
     from .telling.as_json import plan_to_json as plan_to_json
     from .telling.diff import difference as difference
@@ -58,9 +61,12 @@ _LATER = {
     "Alone": ".running.comm",
     **dict.fromkeys(("Executor", "load"), ".running.executor"),
     "InterruptsKept": ".running.interrupts",
+    "Pipeline": ".running.pipeline",
     "Store": ".running.store",
     "Trace": ".running.trace",
+    "even_shares": ".sharding.layers",
     "simulate": ".simulated",
+    "gain": ".succession",
     **dict.fromkeys(("plan_from_json", "plan_to_json"), ".telling.as_json"),
     "difference": ".telling.diff",
     "PASSES": ".telling.listing",

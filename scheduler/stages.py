@@ -148,8 +148,8 @@ def stages(lanes: Sequence[Lane], prices: Sequence[Prices]) -> list[Stage]:
     return timeline + _alike({d: p.rest for d, p in enumerate(own)})
 
 
-def estimate(found: Sequence[Stage], devices: int) -> Estimate:
-    """The time of one run: each device starts a stage when it has done the one before and, to meet, all are there."""
+def finished(found: Sequence[Stage], devices: int) -> float:
+    """When the last device is done: each starts a stage when it has done the one before and, to meet, all are there."""
     clock = [0.0] * devices
     for stage in found:
         if stage.op == WORK:
@@ -160,9 +160,14 @@ def estimate(found: Sequence[Stage], devices: int) -> Estimate:
             for d in stage.devices:
                 if stage.op != "send" or d != stage.source:
                     clock[d] = max(clock[d], ready + stage.seconds)
+    return max(clock, default=0.0)
+
+
+def estimate(found: Sequence[Stage], devices: int) -> Estimate:
+    """The time of one run."""
     meetings = [s for s in found if s.op != WORK]
     sent = sum(s.seconds for s in meetings)
-    return Estimate(max(0.0, max(clock, default=0.0) - sent), sent, len(meetings))
+    return Estimate(max(0.0, finished(found, devices) - sent), sent, len(meetings))
 
 
 def _copied(i: Instruction) -> float:

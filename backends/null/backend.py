@@ -68,13 +68,14 @@ class NullBuffer:
 
 
 class NullBackend:
-    """Runs anywhere as ``null:0`` (and any number of further ones)."""
+    """Runs anywhere as ``null:0`` (and any number of further ones).  `goes_on`: a run begins on the clock when the last
+    one on that device has ended, and not at 0, and its steps follow those in the track."""
 
     name = "null"
 
-    def __init__(self, speeds: Speeds | None = None, memory: int | None = None) -> None:
+    def __init__(self, speeds: Speeds | None = None, memory: int | None = None, *, goes_on: bool = False) -> None:
         self.speeds: Speeds = speeds or Steady()
-        self.memory = memory
+        self.memory, self.goes_on = memory, goes_on
         self.allocated: dict[str, int] = defaultdict(int)
         self.tracks: dict[str, list[Step]] = {}
         self._lock = threading.Lock()
@@ -118,7 +119,7 @@ class NullBackend:
         priced = [(i, price(i, self.speeds, comm.size)) for i in program.instructions]
 
         def replay() -> None:
-            clock = _Clock(comm)
+            clock = _Clock(comm, self.tracks.get(str(on), []) if self.goes_on else [])
             run_calls(program, on, enumerate(partial(clock.run, i, seconds) for i, seconds in priced))
             self.tracks[str(on)] = clock.track
 
@@ -126,11 +127,11 @@ class NullBackend:
 
 
 class _Clock:
-    """The time on one device, from 0 at the start of a run."""
+    """The time on one device, from 0 at the start of a run, or from the end of what it did before."""
 
-    def __init__(self, comm: Comm) -> None:
-        self.comm, self.now = comm, 0.0
-        self.track: list[Step] = []
+    def __init__(self, comm: Comm, before: Sequence[Step]) -> None:
+        self.comm, self.now = comm, before[-1].end if before else 0.0
+        self.track: list[Step] = [*before]
 
     def run(self, i: Instruction, seconds: float) -> None:
         start = self.now

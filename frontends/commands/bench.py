@@ -295,10 +295,10 @@ def profile(session: Session, test: Test, repeats: int) -> list[list[Share]]:
         session.evaluate([tokens[: test.depth]])
     new = tokens[test.depth : test.depth + min(many, session.batch)]
     session.evaluate([new])
-    executor, runs = session.executor(session.step(1 << (len(new) - 1).bit_length(), test.depth + len(new))), []
+    runs = []
     for _ in range(1 + repeats):
         session.lengths[0] = test.depth
-        with executor.tracing() as trace:
+        with session.tracing() as trace:
             start = time.perf_counter()
             session.evaluate([new])
             runs.append((time.perf_counter() - start, trace.runs[-1]))

@@ -26,9 +26,10 @@ from ..devices import ONE_DEVICE
 from ..errors import ModelError
 from ..gguf.reader import MAGIC
 from ..graph_file import LARGEST, read_graph
+from ..laying_out import HOST
 from ..models import Step
 from ..open import context_for, open_model
-from ..session import DEFAULT_BATCH, HOST, Group
+from ..session import DEFAULT_BATCH, Group
 from ..terminal.output import log, write
 from .flags import batch_flag, cache_flags, caches_of, context_flag, group_flags, group_of
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,6 +14,9 @@ from ...backends.base import Array, Comm, Device, Slabs
 from ...backends.board import BOARD_FAILED, end_run, new_board
 from ...graph.dtypes import DType
 from ...graph.errors import BackendError
+
+DEPTH = 2
+"""Letters that one device may have sent to another which that has not taken yet."""
 
 
 class Meeting:
@@ -29,8 +33,8 @@ class Meeting:
         self.devices: Sequence[Device] = tuple(devices)
         self.board = new_board(size) if devices else None
         self.barrier = threading.Barrier(size)
-        self.mail: dict[tuple[int, int, int], Array] = {}
-        self.arrival = threading.Condition()
+        self.mail: defaultdict[tuple[int, int], deque[tuple[int, Array]]] = defaultdict(deque)
+        self.post = threading.Condition()
         self.posted: list[tuple[int, Array] | None] = [None] * size
         self.failure = ""
 
@@ -43,8 +47,8 @@ class Meeting:
         if self.board is not None:
             self.board[BOARD_FAILED] = 1
         self.barrier.abort()
-        with self.arrival:
-            self.arrival.notify_all()
+        with self.post:
+            self.post.notify_all()
 
     def clear(self) -> None:
         """Forget what was sent, and that somebody failed: a run is over, and nobody waits."""
@@ -55,6 +59,12 @@ class Meeting:
             self.barrier.reset()
         if self.board is not None:
             end_run(self.board)
+
+    def wait_for_post(self, holds: Callable[[], object], what: str, why: str) -> None:
+        """Wait, with `post` held, until that holds of the letters; `why` is what nobody did if it never does."""
+        came = self.post.wait_for(lambda: holds() or bool(self.failure), self.timeout)
+        if not came or not holds():
+            raise BackendError(f"{what}: {self.failure or f'{why} within {self.timeout:g} s'}")
 
     def wait(self, rank: int, sequence: int) -> None:
         try:
@@ -123,20 +133,24 @@ class Member:
         self.meeting.wait(self.rank, sequence)
 
     def send(self, source: Array, to: int, sequence: int) -> None:
-        with self.meeting.arrival:
-            self.meeting.mail[self.rank, to, sequence] = source
-            self.meeting.arrival.notify_all()
+        meeting, letter = self.meeting, source.copy()
+        with meeting.post:
+            box = meeting.mail[self.rank, to]
+            what = f"copy {sequence} from device {self.rank} of {self.size}"
+            meeting.wait_for_post(lambda: len(box) < DEPTH, what, f"device {to} took none")
+            box.append((sequence, letter))
+            meeting.post.notify_all()
 
     def receive(self, into: Array, source: int, sequence: int) -> None:
-        key = (source, self.rank, sequence)
-        with self.meeting.arrival:
-            came = self.meeting.arrival.wait_for(
-                lambda: key in self.meeting.mail or bool(self.meeting.failure), self.meeting.timeout
-            )
-        if not came or key not in self.meeting.mail:
-            why = self.meeting.failure or f"device {source} sent nothing within {self.meeting.timeout:g} s"
-            raise BackendError(f"copy {sequence} to device {self.rank} of {self.size}: {why}")
-        np.copyto(into, self.meeting.mail[key])
+        meeting, what = self.meeting, f"copy {sequence} to device {self.rank} of {self.size}"
+        with meeting.post:
+            box = meeting.mail[source, self.rank]
+            meeting.wait_for_post(lambda: box, what, f"device {source} sent nothing")
+            number, letter = box.popleft()
+            meeting.post.notify_all()
+        if number != sequence:
+            raise BackendError(f"{what}: device {source} sent copy {number}; the plans of the devices do not match")
+        np.copyto(into, letter)
 
 
 def _alike(arrays: list[Array]) -> list[Array]:

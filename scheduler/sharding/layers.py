@@ -13,6 +13,7 @@ from types import MappingProxyType
 from ...graph.graph import Graph, names
 from ...graph.node import Node, Value
 from ...ops.collective import receive, send
+from ..hardware import CPU, Counts, Hardware
 from ..layout import REPLICATE, Layout, Local
 from ..lowering.order import together
 from .emit import Sharded, unused
@@ -25,16 +26,38 @@ NOTHING_HELD: Mapping[Value, Local] = MappingProxyType({})
 def layer_split(graph: Graph, proportions: Sequence[float], elsewhere: Container[Node] = ()) -> Placement:
     """Give each device consecutive nodes, with about its proportion of the bytes of weights and states, those that are
     read `elsewhere` left aside."""
-    live = [device for device, proportion in enumerate(proportions) if proportion > 0]
-    shares = [proportions[device] / sum(proportions) for device in live]
     nodes = [n for n in together(graph) if not n.is_leaf]
+    return _dealt(graph, nodes, _held(nodes, elsewhere), proportions)
+
+
+def even_shares(graph: Graph, devices: int, hardware: Hardware = CPU) -> tuple[float, ...]:
+    """The proportions of bytes of weights and states with which so many devices are predicted to take about equally
+    long, each for its own part of `graph`."""
+    nodes, counts = [n for n in together(graph) if not n.is_leaf], Counts()
+    held, seconds = _held(nodes), [hardware.compute(*counts.of(node)) for node in nodes]
+    where = _dealt(graph, nodes, seconds, [1.0] * devices)
+    sums = [0.0] * devices
+    for node, nbytes in zip(nodes, held, strict=True):
+        sums[where[node]] += nbytes
+    return tuple(sums)
+
+
+def _held(nodes: Sequence[Node], elsewhere: Container[Node] = ()) -> list[float]:
+    """For each node the bytes of weights and states that no node before it has read."""
     seen: set[Value] = set()
-    weights = []
+    held = []
     for node in nodes:
         fresh = {s for s in node.inputs if s.node.op in ("weight", "state") and node not in elsewhere} - seen
         seen |= fresh
-        weights.append(sum(s.spec.nbytes for s in fresh))
-    held = list(accumulate(weights))
+        held.append(float(sum(s.spec.nbytes for s in fresh)))
+    return held
+
+
+def _dealt(graph: Graph, nodes: Sequence[Node], loads: Sequence[float], proportions: Sequence[float]) -> Placement:
+    """Give each device consecutive nodes with about its proportion of the loads, so that little has to be sent."""
+    live = [device for device, proportion in enumerate(proportions) if proportion > 0]
+    shares = [proportions[device] / sum(proportions) for device in live]
+    held = list(accumulate(loads))
     total, crossing = held[-1] if held else 0, _crossing(graph, nodes)
     ends: list[int] = []
     wanted = 0.0

@@ -10,6 +10,7 @@ import pytest
 import hocket
 from hocket import ops
 from hocket.cli import main
+from hocket.frontends import parts
 from hocket.frontends.devices import Group
 from hocket.frontends.open import open_model
 from hocket.frontends.saved_state import load_state, save_state
@@ -47,6 +48,20 @@ def test_ranks_compute_what_one_device_does(on):
     for one in everyones:
         assert nmse(one, alone) <= 1e-10
         assert np.array_equal(one, everyones[0])
+
+
+def test_parts_of_a_prompt_follow_each_other_through_ranks(monkeypatch):
+    monkeypatch.setattr(parts, "FEWEST", 2)
+    model = open_model(MODEL)
+    alone = logits(Session(model, on=Group(("numpy:0",)), context=16))
+
+    def run(world):
+        session = Session(model, on=SPLITS["layer"], context=16, world=world)
+        given = logits(session)
+        assert session._pipelines
+        return given
+
+    assert all(nmse(one, alone) <= 1e-10 for one in in_threads(2, run))
 
 
 def test_a_rank_reads_its_own_part_of_the_weights():

@@ -34,7 +34,13 @@ MAY_IMPORT = {
     "data": (),
 }
 INSIDE = {
-    "scheduler.verifier": ("graph", "ops", "backends.base", "backends.abilities", "scheduler.layout", "scheduler.plan"),
+    "scheduler.verifier": (
+        "graph",
+        "ops",
+        "backends.base",
+        "backends.abilities",
+        *map("scheduler.{}".format, ("acts", "layout", "plan")),
+    ),
     "scheduler.lowering": ("graph", "ops", "backends.base", "backends.abilities"),
     "scheduler.sharding": (
         "graph",
@@ -50,10 +56,7 @@ INSIDE = {
         "backends.abilities",
         "backends.board",
         "ranks",
-        "scheduler.layout",
-        "scheduler.plan",
-        "scheduler.lowering.lane",
-        "scheduler.units",
+        *map("scheduler.{}".format, ("acts", "layout", "plan", "lowering.lane", "succession", "units")),
     ),
     "frontends.commands": ("graph", "ops", "backends", "ranks", "scheduler", "view", "frontends", "conformance"),
 }

@@ -272,7 +272,7 @@ def test_a_device_that_comes_too_late_leaves_the_states_as_they_were(joined):
     assert (before == 1).all()
     first, second = run._replays[0], run._replays[1]
     first._comm.timeout, second._comm.timeout = 0.3, HOUR
-    run._replays = {0: first, 1: lambda: until(lambda: run._meeting.failure) or second()}
+    run._replays = {0: first, 1: lambda: until(lambda: run._devices.place.failure) or second()}
     with pytest.raises(BackendError, match=r"device 1 did not arrive within 0\.3 s"):
         run.run({"x": np.ones((2, 8))})
     run._replays = {0: first, 1: second}

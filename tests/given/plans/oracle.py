@@ -131,7 +131,7 @@ def _executor(plan: Plan, truth: Truth) -> Executor:
 
 
 def _poison(run: Executor) -> None:
-    for lane, buffers in zip(run.plan.lanes, run._buffers.values(), strict=True):
+    for lane, buffers in zip(run.plan.lanes, run._bound._buffers.values(), strict=True):
         for spec, buffer in zip(lane.program.buffers, buffers, strict=True):
             if spec.kind == "arena":
                 buffer[...] = NAN

@@ -18,7 +18,7 @@ from hocket.frontends.generation import generate
 from hocket.frontends.terminal import rank
 from hocket.graph.errors import BackendError
 from hocket.ranks import launch, world
-from hocket.scheduler.running import executor
+from hocket.scheduler.running import bound
 
 MINE = os.environ.get("PMI_RANK") == "1"
 MOMENT = 4
@@ -55,7 +55,7 @@ AT_A_TOKEN = {
 def be_patient(fault: str) -> None:
     """Whoever failed waits until all others have spoken; the patience with rank 1 alone may end, `SOON`."""
     launch.START = launch.LINGER = world.LINGER = HOUR
-    executor.PATIENCE = SOON if fault in LATE else HOUR
+    bound.PATIENCE = SOON if fault in LATE else HOUR
     listen, take = world.World._listen, world.World.take
 
     def heard(self, rank, now):

@@ -11,7 +11,7 @@ import pytest
 
 from hocket.ranks import World
 from hocket.ranks import world as ranks_world
-from hocket.scheduler.running import executor
+from hocket.scheduler.running import bound
 
 from ..waits import HOUR
 
@@ -57,5 +57,5 @@ def in_threads(size, run, *, hosts=1):
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(size) as threads:
         patch.setattr(ranks_world, "SILENCE", HOUR)
-        patch.setattr(executor, "PATIENCE", HOUR)
+        patch.setattr(bound, "PATIENCE", HOUR)
         return [one.result() for one in [threads.submit(one, rank) for rank in range(size)]]

@@ -205,8 +205,8 @@ def stalling(what, patience: float) -> Bench:
 
 
 def test_a_device_that_does_not_arrive_is_named_with_the_collective_and_the_step_is_taken_back():
-    made = stalling(lambda: until(lambda: made.run._meeting.failure), patience=0.2)
-    made.run._timeout = HOUR  # in which the device that came too late has to stop
+    made = stalling(lambda: until(lambda: made.run._devices.place.failure), patience=0.2)
+    made.run._devices.timeout = HOUR  # in which the device that came too late has to stop
     before = made.held()
     why = r"on cpu:0: collective 0 on device 0 of 2: device 1 did not arrive within 0\.2 s$"
     with pytest.raises(StepError, match=why):

@@ -1,0 +1,81 @@
+"""How the weights and states of a model lie on the devices of a session, which all of its plans follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from ..graph.graph import Graph
+from ..graph.records import dataclass
+from ..graph.spec import Spec
+from ..ranks import World
+from ..scheduler import Host, Plan, Store, kept_plan
+from .devices import Group, found
+from .models import Model
+
+HOST = "cpu:0"
+"""The device that takes what does not fit on others."""
+PROMPT = 128
+"""Tokens of the prompt that layers are dealt for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How much of the model is loaded, in bytes of its file."""
+
+    done: int
+    total: int
+
+
+def laid_out(
+    on: Group,
+    world: World,
+    place: tuple[tuple[str, str], ...],
+    one: Graph,
+    prompt: Callable[[], Graph],
+    most: Callable[[], Graph],
+) -> Plan:
+    """The plan of `one`, a step that reads all weights, whose layout all others keep: its own, or that of `most`, the
+    largest step, where memory is too short for that, so that the host takes what does not fit.
+
+    Layers are dealt so that the devices take about equally long for a `prompt`, unless shares are asked for or memory
+    differs.
+    """
+    asked = found(on, world)
+    options = partial(kept_plan, split_mode=on.split_mode, place=place)
+    shares = on.tensor_split
+    if on.split_mode == "layer" and not shares and len({device.memory for _, device in asked}) == 1 < len(asked):
+        from ..scheduler import even_shares
+
+        shares = even_shares(prompt(), len(asked))
+    first = options(one, asked, tensor_split=shares)
+    if first.spare and on.threads is None:  # devices that take part share the processors of those left free
+        group = found(replace(on, devices=tuple(str(device) for _, device in first.group)), world)
+        first = kept_plan(one, group, place=place, like=first)
+    host = Host(*found(replace(on, devices=(f"{HOST}@0" if world.size > 1 else HOST,)), world)[0])
+    if host.device in (device for _, device in asked) or all(device.memory is None for _, device in asked):
+        return first
+    from ..scheduler import shortage
+
+    largest = most()
+    if not shortage(kept_plan(largest, first.group, place=place, like=first)):
+        return first
+    spilled = options(largest, asked, tensor_split=on.tensor_split, host=host)
+    return kept_plan(one, spilled.group, place=place, like=spilled)
+
+
+def load_weights(store: Store, model: Model, plan: Plan, on_progress: Callable[[Progress], None] | None) -> None:
+    """Bind every weight of a plan of the model, with word of each: large ones first, while little else is in memory
+    beside them and what of the file is being read, and the others as they follow each other in the graph."""
+    stored = model.tensors
+    weights = {w.node.name: stored[w.node.name] for w in plan.graph.weights}
+    total = sum(t.nbytes for t in weights.values())
+    tensors = dict(sorted(weights.items(), key=lambda item: -max(item[1].nbytes, total // 16)))
+    done = 0
+    for name, tensor in tensors.items():
+        store.bind(name, tensor.raw, Spec(tensor.shape, tensor.dtype), plan.leaves[name])
+        tensor.release()
+        done += tensor.nbytes
+        if on_progress:
+            on_progress(Progress(done, total))

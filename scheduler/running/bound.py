@@ -1,0 +1,155 @@
+"""A plan bound to its memory: inputs go in, programs are compiled for the devices of this process, outputs come out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+
+from ...backends.base import Array, Comm, Program
+from ...graph.arguments import ANY, TEXT, demand, table_of
+from ...graph.arrays import fitted
+from ...graph.attrs import quote
+from ...graph.dtypes import DType
+from ...graph.errors import BackendError, PlanError, StepError
+from ...ops.quants import decoded, encoded
+from ...ranks.meeting import WideMeeting
+from ..layout import Local, Shard
+from ..lowering.lane import teams_of
+from ..plan import Plan
+from .comm import Alone, Meeting, Teams, meeting_of
+from .store import Part, Store, assembled
+
+PATIENCE, SLOWER = 6.0, 20.0
+"""Another process is waited for so many seconds at most, and so many times what a run should take in all."""
+INPUTS = table_of(TEXT, ANY, "a mapping from names of inputs to arrays")
+Places = Mapping[str, Sequence[tuple[Any, DType]]]
+"""Where programs read each input, and the dtype in which it lies there."""
+
+
+class Bound:
+    """`plan` over the weights and states of `store`: `own` are the numbers of the devices of this process."""
+
+    def __init__(self, plan: Plan, store: Store) -> None:
+        self.plan, self.between = plan, store.between
+        self.specs = {v.node.name: v.spec for v in plan.graph.inputs}
+        self.shapes = {name: v.shape for name, v in plan.graph.outputs.items()}
+        self._buffers = store.buffers(plan)
+        self.own = tuple(self._buffers)
+        self.outputs: dict[str, dict[int, Part]] = {name: {} for name in self.shapes}
+        for number in self.own:
+            for name in plan.lanes[number].program.outputs.keys() & self.outputs.keys():  # others are for other devices
+                t = plan.lanes[number].program.outputs[name]
+                self.outputs[name][number] = Part(self.view(number, t), t.dtype)
+
+    def view(self, number: int, tensor: Any) -> Any:
+        """The array of a tensor of a device's program, in place."""
+        return self.plan.lanes[number].backend.view(self._buffers[number][tensor.buffer], tensor)
+
+    # ------------------------------------------------------------------------------------------------- inputs
+
+    def places(self, devices: Iterable[int]) -> Places:
+        """Where the programs of these devices read the inputs."""
+        places: dict[str, list[tuple[Any, DType]]] = {name: [] for name in self.specs}
+        for number in devices:
+            for name, t in self.plan.lanes[number].program.inputs.items():
+                places[name].append((self.view(number, t), t.dtype))
+        return places
+
+    def given(self, inputs: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
+        """The inputs of a run as arrays.  Raises `PlanError` for one that is missing, unknown or does not fit."""
+        if type(inputs) is not dict or not inputs.keys() <= self.specs.keys():
+            demand(PlanError, "run", "inputs", inputs, INPUTS)
+            for name in inputs.keys() - self.specs.keys():
+                raise PlanError(f"there is no input %{quote(name):.60}; inputs: {', '.join(self.specs) or 'none'}")
+        arrays = {}
+        for name, spec in self.specs.items():
+            if name not in inputs:
+                raise PlanError(f"input %{name}: {spec} is missing")
+            arrays[name] = fitted(f"input %{name}", inputs[name], spec)
+        return arrays
+
+    def agree(self, given: Iterable[Mapping[str, Array]]) -> None:
+        """Raises `RanksError` unless all processes are given the same inputs."""
+        if self.between.is_wide:
+            check = 0
+            for array in (array for arrays in given for array in arrays.values()):
+                check = crc32(np.ascontiguousarray(array).data, check)
+            self.between.world.agree("run", f"inputs {check:08x}", "run the same inputs on all ranks", PATIENCE)
+
+    def put(self, arrays: Mapping[str, Array], places: Places) -> None:
+        """Copy the inputs to where programs read them."""
+        for name, array in arrays.items():
+            for view, dtype in places[name]:
+                ready = array.dtype is dtype.storage and dtype is not DType.BF16
+                view[...] = array if ready else encoded(decoded(array, self.specs[name].dtype), dtype)
+
+    # ------------------------------------------------------------------------------------------------ outputs
+
+    def reader(self, name: str) -> Callable[[], Array]:
+        """What reads an output after a run: which way is settled once, since a token may take no more than 1 ms."""
+        layout, parts = self.plan.outputs[name], self.outputs[name]
+        if self.between.is_wide or isinstance(layout, Shard):
+            return lambda: self.whole(name, self.parts(name))
+        return parts[layout.devices[0] if isinstance(layout, Local) else 0].copied
+
+    def parts(self, name: str) -> dict[int, Array]:
+        """What each device of this process that has any of an output has of it."""
+        return {number: part.numbers() for number, part in self.outputs[name].items()}
+
+    def whole(self, name: str, parts: Mapping[int, Array]) -> Array:
+        """An output, put together of what the devices of this process have of it and the others send."""
+        return assembled(self.shapes[name], self.plan.outputs[name], parts, self.between)
+
+    # ----------------------------------------------------------------------------------------------- programs
+
+    def meeting(self, timeout: float, wire: DType, *, shares: bool) -> Meeting | Teams | WideMeeting:
+        """Where the devices meet: in this process, or between several, none of which is waited for much longer than the
+        whole run should take.  Unless it `shares` a board with devices, they meet through memory of the host."""
+        lanes, world = self.plan.lanes, self.between.world
+        devices, teams = [lane.device for lane in lanes], teams_of([lane.program for lane in lanes])
+        alike = devices if shares and len({type(lane.backend) for lane in lanes}) == 1 else []
+        if world.size == 1:
+            return meeting_of(teams, timeout, devices=alike, wire=wire)
+        patience = min(timeout, PATIENCE + SLOWER * self.plan.cost.total)
+        world.agree("plan", self.plan.digest(), "give all ranks the same model and flags")
+        wide = WideMeeting(self.between, devices, patience, wire, teams, shares=shares)
+        if wide.is_apart:
+            return wide
+        near = Teams(teams, patience, devices=alike, wire=wire, letters=wide)
+        world.wakes(near.abort)
+        return near
+
+    def compiled_all(self, meeting: Meeting | Teams | WideMeeting) -> dict[int, Callable[[], Any]]:
+        """What runs the program of each device of this process, which meets the others there."""
+        lanes = self.plan.lanes
+        replays = {
+            n: self.compiled(n, lanes[n].program, meeting.member(n) if len(lanes) > 1 else Alone()) for n in self.own
+        }
+        self.between.world.everyones(b"")  # what others compile meanwhile takes longer than a run is waited for
+        return replays
+
+    def compiled(self, number: int, program: Program, comm: Comm) -> Callable[[], None]:
+        lane = self.plan.lanes[number]
+        return lane.backend.compile(program, self._buffers[number], lane.device, comm)
+
+    def undo(self, number: int, finished: int | frozenset[int] | None) -> None:
+        """Take a run back of which so many instructions of a device have finished, or those; None if nobody knows."""
+        program = self.plan.lanes[number].program
+        if program.undo and finished is None:
+            raise BackendError("it does not say how far it came")
+        self.run(number, program.undoing(finished or 0))
+
+    def run(self, number: int, program: Program) -> None:
+        """Run a program in which a device meets nobody, once."""
+        self.compiled(number, program, Alone())()
+
+
+def finished_by(error: BaseException | None, whole: int) -> int | frozenset[int] | None:
+    """How many instructions a device had finished, or which, when a run ended, of so many; None if nobody knows."""
+    if error is None:
+        return whole
+    return error.finished if isinstance(error, StepError) else None

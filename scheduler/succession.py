@@ -1,0 +1,34 @@
+"""Runs of a plan that follow each other through its devices: in what order, and what that gains."""
+
+from __future__ import annotations
+
+from ..graph.errors import PlanError
+from .acts import Act, Order
+from .plan import Plan
+from .stages import finished
+from .verifier.acts import order_faults
+
+LONG = 64
+"""Runs after which the devices of a pipeline are as busy as they get."""
+
+
+def in_succession(plan: Plan, runs: int) -> Order:
+    """So many runs, each behind the one before: a device begins the next when its part of the last is done and kept.
+
+    Raises `PlanError` if the devices meet otherwise than by letters.
+    """
+    acts = [act for run in range(runs) for act in (Act("put", run), Act("run", run), Act("keep", run))]
+    order = [acts] * len(plan.lanes)
+    for why in order_faults([lane.program for lane in plan.lanes], order, runs):
+        raise PlanError(f"plan for {', '.join(str(lane.device) for lane in plan.lanes)}, {runs} runs: {why}")
+    return order
+
+
+def gain(plan: Plan) -> float:
+    """How many times as fast runs are predicted to be that follow each other as runs that wait for each other: at most
+    the number of devices, and 1 where these meet otherwise than by letters, or each waits for the last."""
+    devices = len(plan.lanes)
+    if devices < 2 or any(order_faults([lane.program for lane in plan.lanes], [()] * devices, 0)):
+        return 1.0
+    once, often = finished(plan.stages, devices), finished(plan.stages * LONG, devices)
+    return once * (LONG - 1) / (often - once) if often > once else 1.0

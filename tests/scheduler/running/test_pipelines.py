@@ -1,0 +1,265 @@
+"""Runs that follow each other through devices give what they give one by one, and are all taken back if one fails."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hocket import ops
+from hocket.backends.base import find
+from hocket.backends.null.backend import NullBackend
+from hocket.graph import BackendError, Graph, PlanError, StepError, input, state, weight
+from hocket.scheduler import Executor, Pipeline, Plan, Store, even_shares, plan_for
+from hocket.scheduler.hardware import Hardware
+from hocket.scheduler.running.comm import DEPTH, Meeting
+
+from ...given.devices.faulty import FaultyReference, raises
+from ...given.waits import HOUR, until
+
+ROWS, WIDTH, RUNS = 3, 4, 5
+
+
+def chain(devices: int, backend: Any = None) -> tuple[Plan, Any]:
+    """A plan of so many stages, each with states that are written whole, or in rows that inputs or another state
+    number; and the backend that runs it."""
+    x, slot, following = input("x", (ROWS, WIDTH)), input("slot", (ROWS,), "i32"), input("next", (1,), "i32")
+    updates = {}
+    for d in range(devices):
+        cache, total = state(f"cache.{d}", (20, WIDTH)), state(f"sum.{d}", (ROWS, WIDTH))
+        at, turn = state(f"at.{d}", (1,), "i32"), state(f"turn.{d}", (8, WIDTH))
+        x = ops.mul_mat(weight(f"w.{d}", (WIDTH, WIDTH)), x, name=f"y.{d}")
+        written, summed = ops.set_rows(cache, x, slot, name=f"written.{d}"), ops.add(total, x, name=f"summed.{d}")
+        first = ops.slice(x, axis=0, start=0, stop=1, name=f"first.{d}")
+        updates |= {cache: written, total: summed, turn: ops.set_rows(turn, first, at, name=f"turned.{d}")}
+        updates[at] = following
+        x = ops.add(ops.get_rows(written, slot, name=f"read.{d}"), summed, name=f"z.{d}")
+    backend = backend or FaultyReference()
+    group = [(backend, backend.device(d)) for d in range(devices)]
+    place = [(rf"\.{d}$", f"{backend.name}:{d}") for d in range(devices)]
+    return plan_for(Graph({"y": x}, updates), group, split_mode="layer", place=place), backend
+
+
+def feeds(runs: int = RUNS) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(0)
+    return [
+        {"x": rng.standard_normal((ROWS, WIDTH)), "slot": ROWS * run + np.arange(ROWS), "next": [run + 1]}
+        for run in range(runs)
+    ]
+
+
+def stored(made):
+    store, rng = Store(made.group), np.random.default_rng(1)
+    for value in made.graph.weights:
+        store.bind(value.node.name, rng.standard_normal(value.shape), value.spec, made.leaves[value.node.name])
+    return store
+
+
+def held(store):
+    return {name: np.asarray(store.state(name)).copy() for name in store.states}
+
+
+def same(one, two):
+    return all(np.array_equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_runs_in_succession_give_what_they_give_one_by_one(devices):
+    made, _ = chain(devices)
+    alone, follow = stored(made), stored(made)
+    executor = Executor(made, alone, timeout=HOUR)
+    wanted = [executor.run(feed) for feed in feeds()]
+    given = Pipeline(made, follow, timeout=HOUR).run(feeds())
+    assert [one.keys() for one in given] == [{"y"}] * RUNS
+    assert all(same(one, two) for one, two in zip(wanted, given, strict=True))
+    assert same(held(alone), held(follow))
+
+
+@pytest.mark.parametrize("slow", range(3))
+def test_however_slow_a_device_is_runs_do_not_mix(slow):
+    """One device begins its second run when all others have gone as far as they get without it."""
+    made, _ = chain(3)
+    executor = Executor(made, stored(made), timeout=HOUR)
+    wanted = [executor.run(feed) for feed in feeds()]
+    pipeline, calls = Pipeline(made, stored(made), timeout=HOUR), [0] * 3
+
+    def counted(number, replay):
+        def run():
+            ahead = [min(RUNS, 1 + DEPTH + 1) if d < slow else 1 for d in range(3)]
+            if calls[number] == 1 and number == slow:
+                until(lambda: all(calls[d] >= ahead[d] for d in range(3) if d != slow))
+            calls[number] += 1
+            replay()
+
+        return run
+
+    for number, lane in pipeline._lanes.items():
+        lane._replay = counted(number, lane._replay)
+    given = pipeline.run(feeds())
+    assert all(same(one, two) for one, two in zip(wanted, given, strict=True))
+
+
+def planted(backend, device, number: int, run: int, what: Callable[[], None] = raises) -> None:
+    """In that run an instruction of a device does `what`: before it runs, or in the first run behind it."""
+
+    def skips() -> None:
+        if left:
+            left.pop()
+            backend.plan_fault(device, number, late=run == 0, what=skips)
+        else:
+            what()
+
+    left = [0] * run
+    backend.plan_fault(device, number, late=run == 0, what=skips)
+
+
+@pytest.mark.parametrize("run", [0, RUNS - 2])
+def test_wherever_a_run_fails_states_are_those_before_the_first(run):
+    made, backend = chain(2)
+    store, rng = stored(made), np.random.default_rng(2)
+    pipeline = Pipeline(made, store, timeout=HOUR)
+    for name in store.states:
+        if not name.startswith("at"):
+            store.state(name)[...] = rng.standard_normal(store.state(name).shape)
+    before = held(store)
+    for lane in made.lanes:
+        for number, i in enumerate(lane.program.instructions):
+            planted(backend, lane.device, number, run)
+            with pytest.raises(StepError, match="PlantedError") as caught:
+                pipeline.run(feeds())
+            assert (caught.value.node, caught.value.device) == (i.node, str(lane.device))
+            assert same(held(store), before), i
+    pipeline.run(feeds())
+    assert not same(held(store), before)
+
+
+def test_an_interrupt_stops_all_devices_and_takes_all_runs_back():
+    made, backend = chain(2)
+    store = stored(made)
+    pipeline, before = Pipeline(made, store, timeout=HOUR), held(store)
+    first = made.lanes[0]
+    planted(backend, first.device, 2, 2, lambda: signal.raise_signal(signal.SIGINT))
+    begun = []
+    lane = pipeline._lanes[0]
+    replay = lane._replay
+    lane._replay = lambda: (begun.append(0), replay())
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.run(feeds())
+    assert len(begun) == 3, "the run that was interrupted is the last"
+    assert same(held(store), before)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_that_somebody_else_takes_waits_for_the_end():
+    made, backend = chain(2)
+    heard = []
+    before = signal.signal(signal.SIGINT, lambda *_: heard.append(len(begun)))
+    try:
+        pipeline, begun = Pipeline(made, stored(made), timeout=HOUR), []
+        replay = pipeline._lanes[0]._replay
+        pipeline._lanes[0]._replay = lambda: (begun.append(0), replay())
+        planted(backend, made.lanes[0].device, 2, 2, lambda: signal.raise_signal(signal.SIGINT))
+        assert len(pipeline.run(feeds())) == RUNS
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert heard == [RUNS]
+
+
+def test_a_failure_before_the_first_run_changes_nothing():
+    made, _ = chain(2)
+    store = stored(made)
+    pipeline, before = Pipeline(made, store, timeout=HOUR), held(store)
+    wrong = feeds()
+    wrong[-1] = {**wrong[-1], "x": np.ones((ROWS, 1))}
+    with pytest.raises(PlanError, match="input %x"):
+        pipeline.run(wrong)
+    assert same(held(store), before)
+
+
+# ------------------------------------------------------------------------------------------------------- letters
+
+
+def test_a_letter_holds_what_was_there_when_it_was_sent_and_none_overtakes():
+    meeting, value = Meeting(2, HOUR), np.zeros(2, np.float32)
+    sender, receiver = meeting.member(0), meeting.member(1)
+    for number in range(DEPTH):
+        value[:] = number
+        sender.send(value, 1, 7)
+    value[:] = -1
+    into = np.empty(2, np.float32)
+    for number in range(DEPTH):
+        receiver.receive(into, 0, 7)
+        assert into.tolist() == [number, number]
+
+
+def test_who_sends_waits_while_the_other_has_too_many_letters():
+    meeting, value = Meeting(2, HOUR), np.zeros(2, np.float32)
+    sent = []
+
+    def send() -> None:
+        for number in range(DEPTH + 1):
+            meeting.member(0).send(value, 1, number)
+            sent.append(number)
+
+    with ThreadPoolExecutor(1) as threads:
+        done = threads.submit(send)
+        until(lambda: len(sent) == DEPTH)
+        meeting.member(1).receive(np.empty(2, np.float32), 0, 0)
+        done.result()
+    assert sent == [0, 1, 2]
+
+
+def test_a_letter_that_nobody_takes_or_sends_is_an_error_and_not_a_hang():
+    meeting, value = Meeting(2, timeout=0.05), np.zeros(2, np.float32)
+    with pytest.raises(BackendError, match=r"copy 3 to device 0 of 2: device 1 sent nothing within 0\.05 s"):
+        meeting.member(0).receive(value, 1, 3)
+    for _ in range(DEPTH):
+        meeting.member(0).send(value, 1, 5)
+    with pytest.raises(BackendError, match=r"copy 5 from device 0 of 2: device 1 took none within 0\.05 s"):
+        meeting.member(0).send(value, 1, 5)
+
+
+def test_a_letter_in_the_place_of_another_is_refused():
+    meeting, value = Meeting(2, HOUR), np.zeros(2, np.float32)
+    meeting.member(0).send(value, 1, 4)
+    with pytest.raises(BackendError, match="copy 5 to device 1 of 2: device 0 sent copy 4; the plans of the devices"):
+        meeting.member(1).receive(value, 0, 5)
+
+
+# --------------------------------------------------------------------------------------------- the virtual clock
+
+
+def test_on_a_virtual_clock_four_devices_are_all_busy():
+    """Each stage takes a quarter of the time of one device, and runs as many as thirty-two wait for nothing else."""
+
+    def seconds(devices: int) -> float:
+        backend = NullBackend(Hardware(launch=0.0), goes_on=True)
+        group = [(backend, backend.device(d)) for d in range(devices)]
+        x = input("x", (64, 512))
+        for stage in range(8):
+            x = ops.mul_mat(weight(f"w.{stage}", (512, 512)), x, name=f"y.{stage}")
+        made = plan_for(Graph({"y": x}), group, split_mode="layer")
+        Pipeline(made, stored(made), timeout=HOUR).run([{"x": np.zeros((64, 512))}] * 32)
+        return max(track[-1].end for track in backend.tracks.values())
+
+    one, four = seconds(1), seconds(4)
+    assert 3.4 < one / four < 4.0
+
+
+def test_layers_are_dealt_by_time_where_bytes_would_mislead():
+    """A table of which few rows are read is most of the bytes, and little of the time."""
+    x = ops.get_rows(weight("table", (4096, 64)), input("ids", (64,), "i32"), name="rows")
+    for number in range(4):
+        x = ops.mul_mat(weight(f"w.{number}", (64, 64)), x, name=f"y.{number}")
+    graph, group = Graph({"y": x}), [find(f"reference:{d}") for d in range(2)]
+
+    def first(**shares):
+        program = plan_for(graph, group, split_mode="layer", **shares).lanes[0].program
+        return [i.node for i in program.instructions if i.op != "send"]
+
+    assert first() == ["rows"]
+    assert first(tensor_split=even_shares(graph, 2, Hardware(launch=0.0))) == ["rows", "y.0", "y.1"]
