@@ -1,0 +1,46 @@
+"""How long `hocket run MODEL -p Hello -n 1` takes from its start to its end, beside llama.cpp's `llama-completion`.
+
+    python benchmarks/start.py model.gguf --llama path/to/llama-completion
+
+The two take turns.  Both are warm: files are in memory, kernels, plans and Python's bytecode are there; where the
+environment forbids Python to keep bytecode (PYTHONDONTWRITEBYTECODE), a start takes a third longer, so it is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from statistics import median
+from time import perf_counter
+
+ROUNDS = 11
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model", help="a GGUF model")
+    parser.add_argument("--llama", help="llama.cpp's llama-completion")
+    args = parser.parse_args()
+    commands = {"hocket": [sys.executable, "-m", "hocket", "run", args.model, "-p", "Hello", "-n", "1"]}
+    if args.llama:
+        commands["llama.cpp"] = [args.llama, "-m", args.model, "-p", "Hello", "-n", "1", "-no-cnv"]
+    warm = {name: [seconds(command)] for name, command in commands.items()}
+    for _ in range(ROUNDS):
+        for name, command in commands.items():
+            warm[name].append(seconds(command))
+    for name, times in warm.items():
+        runs = sorted(times[1:])
+        print(f"{name:10} median {1e3 * median(runs):5.0f} ms, {1e3 * runs[0]:.0f} to {1e3 * runs[-1]:.0f}")
+
+
+def seconds(command: list[str]) -> float:
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    start = perf_counter()
+    subprocess.run(command, env=kept, stdin=subprocess.DEVNULL, capture_output=True, check=True)
+    return perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()
