@@ -30,6 +30,9 @@ from ..simd.vectors import (
     zeros,
 )
 from ..words import words
+from . import attention_keys
+from .attention_keys import SQUARE, dots
+from .blocks import BLOCK
 from .cells import CELLS, Cells
 from .packing import share
 from .rows import put
@@ -79,7 +82,7 @@ def part_bytes(width: int) -> int:
 
 def scratch_bytes(rows: int, keys: int, size: int, width: int) -> int:
     """Scores of every row, a partial result that is of no use, and keys or values as float32."""
-    tile = 4 * max(RUN * COLUMNS, LANES // 2 * size)
+    tile = max(4 * RUN * COLUMNS, attention_keys.keys_bytes(size) + rows * attention_keys.query_bytes(size))
     return rows * 4 * (-(-keys // LANES) * LANES) + part_bytes(width) + tile
 
 
@@ -265,24 +268,9 @@ def _as_read(cells: Cells) -> Cells:
     return cells if cells.expand is None else CELLS[DType.F32]
 
 
-def _eight_keys(cells: Cells) -> Part:
-    """Where eight keys from number i lie: as they are kept, or in `tile` as float32.  Also the bytes from key to key,
-    and the numbers that the first and the last one then have; a key past the last is the last."""
-    if cells.expand is None:
-        return part(lambda keys, step, i, last, size, tile: (keys, step, i, last))
-    expand = cells.expand
-
-    def eight_keys(keys, step, i, last, size, tile):
-        for r in range(LANES // 2):
-            expand(keys + min(i + r, last) * step, 0, size, tile + 4 * r * size)
-        return tile, 4 * size, 0, LANES // 2
-
-    return part(eight_keys)
-
-
 def _add_keys(cells: Cells) -> Part:
     """Scores of all rows for keys from `low` to before `high`; the highest of each lane to their states."""
-    eight_keys, eight_dots, span = _eight_keys(cells), _eight_dots(_as_read(cells)), cells.span
+    eight_dots, span = _eight_dots(cells), cells.span
 
     def add_keys(a, heads, low, high, scores, states, pitch, tile):
         tokens, shared, keys, size = ARGS.tokens(a), ARGS.shared(a), ARGS.keys(a), ARGS.size(a)
@@ -293,12 +281,11 @@ def _add_keys(cells: Cells) -> Part:
             soon, end = s + AHEAD, min(high, s + AHEAD + LANES)
             for half in range(0, LANES, LANES // 2):  # so few keys stay in the first cache, however far apart they lie
                 to, state = scores + 4 * (s - low), states
-                these, pace, first, last = eight_keys(key + s * step, step, half, keys - 1 - s, size, tile)
                 for t in range(tokens):
                     for h in range(shared):
                         head = heads + h * HEAD
                         query, seen = load_long(head + Q) + t * q_step, load_long(head + MASK) + t * mask_step
-                        x = eight_dots(query, these, pace, first, last, size)
+                        x = eight_dots(query, key + s * step, step, half, keys - 1 - s, size)
                         if half != 0:
                             x, hidden = mul(fold_1(load(to), x), splat(factor)), mask_lanes(seen, s, keys)
                             x = finished(x, hidden, cap, load_scalar(head + SLOPE))
@@ -308,6 +295,39 @@ def _add_keys(cells: Cells) -> Part:
                         state += pitch
                         fetch(key + soon * step, step, min(each, end - soon), span(size))
                         soon += each
+
+    return part(add_keys)
+
+
+def _add_keys_in_blocks(dtype: DType) -> Part:
+    """As `_add_keys`, by integers."""
+    round_query, turn_keys, span = attention_keys.round_query(dtype), attention_keys.turn_keys(dtype), CELLS[dtype].span
+
+    def add_keys(a, heads, low, high, scores, states, pitch, tile):
+        tokens, shared, keys, size = ARGS.tokens(a), ARGS.shared(a), ARGS.keys(a), ARGS.size(a)
+        q_step, step, mask_step = ARGS.q_step(a), ARGS.k_step(a), ARGS.mask_step(a)
+        factor, cap, reach = ARGS.factor(a), ARGS.cap(a), 4 * round_up(keys, LANES)
+        key, each = load_long(heads + K), round_up(size + size // BLOCK * 8, 64)
+        queries = tile + (size // BLOCK + 1) * (SQUARE + 32)
+        for t in range(tokens):
+            for h in range(shared):
+                query = load_long(heads + h * HEAD + Q) + t * q_step
+                round_query(query, size, queries + (t * shared + h) * each)
+        for s in range(low, high, LANES):
+            turn_keys(key + s * step, step, keys - 1 - s, size, tile)
+            soon = s + AHEAD
+            fetch(key + soon * step, step, min(LANES, high - soon), span(size))
+            to, state, query = scores + 4 * (s - low), states, queries
+            for t in range(tokens):
+                for h in range(shared):
+                    head = heads + h * HEAD
+                    hidden = mask_lanes(load_long(head + MASK) + t * mask_step, s, keys)
+                    x = finished(mul(dots(query, tile, size), splat(factor)), hidden, cap, load_scalar(head + SLOPE))
+                    store(state, greater(x, load(state)))
+                    store(to, x)
+                    to += reach
+                    state += pitch
+                    query += each
 
     return part(add_keys)
 
@@ -352,7 +372,8 @@ def _add_all_values(cells: Cells) -> Part:
 @cache
 def attend(k: DType, v: DType) -> Kernel:
     """A part of the keys, of type `k`, and of the values, of type `v`, with a group of heads at a time."""
-    add_keys, add_all_values = _add_keys(CELLS[k]), _add_all_values(CELLS[v])
+    add_keys = _add_keys_in_blocks(k) if k.is_quantised else _add_keys(CELLS[k])
+    add_all_values = _add_all_values(CELLS[v])
 
     def body(a, thread, threads):
         tokens, shared, keys, chunks = ARGS.tokens(a), ARGS.shared(a), ARGS.keys(a), ARGS.chunks(a)

@@ -1,0 +1,65 @@
+"""Integers of 16 rows of blocks as columns of four, as `dot4` takes them: unsigned, moved up by half their range."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+
+from .order import turned
+from .vectors import ADDRESS, BYTES, FLOATS, LANES, NOTHING, Intrinsic, bytes_of, intrinsic, llvm_type, store_bytes
+
+_i8, _i32, _i64 = map(ir.IntType, (8, 32, 64))
+_B, _F = llvm_type(BYTES), llvm_type(FLOATS)
+
+
+def _run(b: Any, address: Any, count: int) -> Any:
+    return b.load(b.inttoptr(address, ir.VectorType(_i8, count).as_pointer()), align=1)
+
+
+def _joined(b: Any, x: Any, y: Any) -> Any:
+    count = 2 * x.type.count
+    return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(_i32, count), list(range(count))))
+
+
+def _eight_bits(b: Any, first: Any, second: Any) -> Any:
+    """Signed bytes of two blocks, plus 128."""
+    return b.xor(_joined(b, _run(b, first, 32), _run(b, second, 32)), bytes_of(128))
+
+
+def _four_bits(b: Any, first: Any, second: Any) -> Any:
+    """Halves of bytes of two blocks, which mean 8 less: the low ones are the first half of a block."""
+    four = ir.VectorType(_i8, 16)
+    low, high = (ir.Constant(four, [n] * 16) for n in (15, 4))
+    runs = (_run(b, first, 16), _run(b, second, 16))
+    return _joined(b, *(_joined(b, b.and_(q, low), b.lshr(q, high)) for q in runs))
+
+
+def _turn(load_two: Callable[[Any, Any, Any], Any]) -> Intrinsic:
+    """``(source, step, last, second, to)``: the integers of two blocks of 16 rows, as 16 columns; `step` bytes lie from
+    row to row, `second` from block to block.  A row past the last is the last."""
+
+    @intrinsic(NOTHING, *[ADDRESS] * 5)
+    def turn_blocks(b, source, step, last, second, to):
+        numbers = [ir.Constant(_i64, i) for i in range(LANES)]
+        rows = [b.add(source, b.mul(step, b.select(b.icmp_signed("<", i, last), i, last))) for i in numbers]
+        vectors = [b.bitcast(load_two(b, row, b.add(row, second)), _F) for row in rows]
+        for i, column in zip(numbers, turned(b, vectors), strict=True):
+            store_bytes.body(b, b.add(to, b.mul(i, ir.Constant(_i64, 64))), b.bitcast(column, _B))
+
+    return turn_blocks
+
+
+turn_eight_bits, turn_four_bits = _turn(_eight_bits), _turn(_four_bits)
+
+
+@intrinsic(NOTHING, ADDRESS, ADDRESS, ADDRESS, ADDRESS)
+def gather_halves(b, source, step, last, to):
+    """16 float16, `step` bytes apart, one after the other; one past the last is the last."""
+    short = ir.IntType(16).as_pointer()
+    for i in range(LANES):
+        number = ir.Constant(_i64, i)
+        at = b.add(source, b.mul(step, b.select(b.icmp_signed("<", number, last), number, last)))
+        half = b.load(b.inttoptr(at, short), align=2)
+        b.store(half, b.inttoptr(b.add(to, ir.Constant(_i64, 2 * i)), short), align=2)
