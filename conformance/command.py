@@ -75,6 +75,9 @@ def fill(made: argparse.ArgumentParser) -> None:
     other = made.add_argument_group("instead")
     other.add_argument("--perf", action="store_true", help="measure speed with cold buffers")
     other.add_argument(
+        "--counters", action="store_true", help="what CUDA kernels ask of memory (cuda-emulated), as markdown"
+    )
+    other.add_argument(
         "--compare", nargs=2, type=Path, metavar=("A", "B"), help="what changed between two --json files"
     )
 
@@ -94,6 +97,8 @@ def run(args: argparse.Namespace) -> int:
             for case in suite.cases():
                 print(case)
             return 0
+        if args.counters:
+            return _counters(suite)
         return _perf(suite) if args.perf else _check(suite, args)
     except HocketError as why:
         print(f"hocket check: {why}", file=sys.stderr)
@@ -170,6 +175,21 @@ def _perf(suite: Suite) -> int:
         except (BackendError, NoReference) as why:
             print(f"hocket check: {case} is left out: {why}", file=sys.stderr)
     return 0
+
+
+def _counters(suite: Suite) -> int:
+    """The cases of the main path, or those that are given; 1 if a kernel costs more than it may."""
+    from ..backends.cupy.emulation.main_path import CASES, faults, table
+    from .reports.counters import counters
+
+    if suite.backend.partition(":")[0] != "cuda-emulated":
+        raise BackendError(f"counters are of cuda-emulated, not of {suite.backend}; give --backend cuda-emulated")
+    found = counters([str(case) for case in suite.cases()] if suite.texts or suite.op else CASES)
+    print(table(found))
+    said = [why for counted in found for why in faults(counted)]
+    for why in said:
+        print(f"hocket check: {why}", file=sys.stderr)
+    return 1 if said else 0
 
 
 def _compare(one: Path, two: Path) -> int:

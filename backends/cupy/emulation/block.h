@@ -93,6 +93,21 @@ struct Worker {  // one operating-system thread, and the block it runs
 
 static thread_local Thread *current = nullptr;  // null while no kernel runs
 
+}  // namespace emulation
+#ifdef HOCKET_COUNTED
+#include "counters.h"
+#endif
+namespace emulation {
+
+#ifdef HOCKET_COUNTED
+#define HOCKET_PLACED __attribute__((noinline))  // a call returns to the line that made the access
+#else
+#define HOCKET_PLACED
+struct Hidden { Hidden() {} };
+static inline void count(const void *, size_t, bool, uint64_t) {}
+static inline void close_block() {}
+#endif
+
 // ---------------------------------------------------------------------------------------------------- errors
 
 static inline void leave(Thread *me) { hocket_switch(&me->stack_pointer, me->worker->scheduler); }
@@ -265,6 +280,7 @@ static void run_block(Worker &w, int64_t order) {
         if (!any) say_deadlock(w);
     }
     check_stacks(w);
+    close_block();
 }
 
 // A kernel that waits for another device, which runs on another thread of the operating system.

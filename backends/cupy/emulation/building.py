@@ -26,6 +26,11 @@ OPTIONS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-fopenmp", "-fno-strict-ali
 """With -O2 a kernel takes half as long again to compile and a tenth less to run, and most run a few times."""
 CHECKS = ("-fsanitize=alignment,bounds", "-fsanitize-undefined-trap-on-error")
 """What a device traps, or would not notice, and cuda.h reports."""
+COUNTS = (
+    *("-DHOCKET_COUNTED", "-g", "-fsanitize=kernel-address", "-fno-tree-sra", "-fno-tree-vectorize"),
+    *("--param", "asan-instrumentation-with-call-threshold=0", "--param", "asan-stack=0", "--param", "asan-globals=0"),
+)
+"""In place of the checks: a call for each load and store, which keeps the width that the source gives it."""
 LOCK = ".lock"
 log = logging.getLogger("hocket.kernels")
 _building = threading.Lock()
@@ -52,28 +57,29 @@ def translation(source: Source) -> str:
 
 
 @once
-def library(source: Source) -> ctypes.CDLL:
-    """The compiled library of a source.  Raises `BackendError` with the first error of the compiler."""
+def library(source: Source, extra: tuple[str, ...] = CHECKS) -> ctypes.CDLL:
+    """The compiled library of a source, checked or counted.  Raises `BackendError` with the first error of the
+    compiler."""
     with _building:
-        path = _built(source)
+        path = _built(source, extra)
         try:
             return ctypes.CDLL(str(path))
         except OSError:  # damaged
             path.unlink()
-            return ctypes.CDLL(str(_built(source)))
+            return ctypes.CDLL(str(_built(source, extra)))
 
 
 @cache
-def _surroundings(command: str) -> bytes:
+def _surroundings(command: str, extra: tuple[str, ...]) -> bytes:
     """Everything besides the source that decides its code."""
     version = subprocess.run([command, "--version"], capture_output=True, check=True).stdout
-    options = repr((*OPTIONS, *CHECKS)).encode()
+    options = repr((*OPTIONS, *extra)).encode()
     return b"\0".join((*(h.read_bytes() for h in sorted(HEADERS.glob("*.h"))), version, options))
 
 
-def _built(source: Source) -> Path:
+def _built(source: Source, extra: tuple[str, ...]) -> Path:
     command, text = compiler(), translation(source)
-    key = hashlib.sha256(_surroundings(command) + text.encode()).hexdigest()
+    key = hashlib.sha256(_surroundings(command, extra) + text.encode()).hexdigest()
     target = cache_folder() / "emulated" / f"{Path(source.file).stem}-{key[:32]}.so"
     if target.exists():
         return target
@@ -84,7 +90,7 @@ def _built(source: Source) -> Path:
         target = Path(tempfile.mkdtemp(prefix="hocket-")) / target.name
     with _alone(target.parent, int(key[:8], 16)):
         if not target.exists():  # no other process was first
-            _compile(source, (command, *OPTIONS, *CHECKS), text, target)
+            _compile(source, (command, *OPTIONS, *extra), text, target)
     return target
 
 

@@ -26,7 +26,7 @@ WORKERS = 1 << 14
 FAULT = 1
 
 
-class _Launch(ctypes.Structure):
+class LaunchShape(ctypes.Structure):
     _fields_ = (
         ("grid", ctypes.c_int64 * 3),
         ("block", ctypes.c_int64 * 3),
@@ -35,7 +35,7 @@ class _Launch(ctypes.Structure):
     )
 
 
-class _Report(ctypes.Structure):
+class Report(ctypes.Structure):
     _fields_ = (
         ("status", ctypes.c_int64),
         ("block", ctypes.c_int64 * 3),
@@ -134,13 +134,13 @@ class _Step:
         self.places = places([s for s in launch.spans if s.high - s.low < WHOLE], rooms)
         self.words = np.array(moved(launch, self.places), np.uint64)
         threads = int(np.prod(launch.grid)) * int(np.prod(launch.block))
-        self.shape = _Launch(launch.grid, launch.block, launch.shared_bytes, len(self.words))
+        self.shape = LaunchShape(launch.grid, launch.block, launch.shared_bytes, len(self.words))
         self.shape.workers = min(4, os.cpu_count() or 1) if threads >= WORKERS else 1
         self.shape.arguments = self.words.ctypes.data
 
     def run(self, order: int, pattern: int) -> None:
         """Raises `LaunchError` with what the emulation found."""
-        report = _Report()
+        report = Report()
         self.shape.order = order
         for place in self.places:
             place.fill(pattern)
@@ -154,7 +154,7 @@ class _Step:
                 )
             place.take()
 
-    def _words(self, report: _Report) -> str:
+    def _words(self, report: Report) -> str:
         said = report.text.decode()
         if report.status == FAULT and report.address:
             said += self._where(report.address)

@@ -66,6 +66,7 @@ template <class T> struct Shared {  // of one declaration and operating-system t
     T &get() {
         Worker &w = *current->worker;
         if (serial != w.serial) {
+            Hidden fills;
             if (memory == nullptr) {
                 memory = guarded(sizeof(T));
                 w.declared.push_back({memory, sizeof(T)});
@@ -81,12 +82,15 @@ template <class T> struct Shared {  // of one declaration and operating-system t
 
 // A copy is made only when it is waited for, so that who forgets to wait reads NaN or what was there before; of hasty
 // warps it is made at once as well, so that nobody may still read what it overwrites.
-static inline void copy_later(void *to, const void *from, int bytes) {
+HOCKET_PLACED static inline void copy_later(void *to, const void *from, int bytes) {
     if ((uintptr_t)to % bytes || (uintptr_t)from % bytes) fail("copies %d bytes to shared memory, which are not aligned to it", bytes);
+    count(from, bytes, false, (uint64_t)__builtin_return_address(0));
+    count(to, bytes, true, (uint64_t)__builtin_return_address(0));
     current->copies.push_back({to, from, bytes, current->group});
     if (current->worker->hasty) memcpy(to, from, bytes);
 }
 static inline void wait_for_copies(int pending) {
+    Hidden mine;
     auto &copies = current->copies;
     size_t kept = 0;
     for (auto &c : copies) {
@@ -142,10 +146,12 @@ static inline void multiply_16_8_32(int *d, const unsigned *a, const unsigned *b
 }
 // Four 8 x 8 matrices of 16-bit numbers; lane l brings the address of row l % 8 of matrix l / 8.
 struct Fragment { unsigned *got; const void *row; };
-static inline void load_matrices(unsigned *got, const void *row, bool transposed) {
+HOCKET_PLACED static inline void load_matrices(unsigned *got, const void *row, bool transposed) {
     if ((uintptr_t)row % 16) fail("ldmatrix from an address that is not aligned to 16 bytes");
+    count(row, 16, false, (uint64_t)__builtin_return_address(0));
     Fragment mine{got, row};
     meet("ldmatrix", ~0u, &mine, [transposed](void **all) {
+        Hidden reads;
         for (int lane = 0; lane < 32; lane++)
             for (int m = 0; m < 4; m++) {
                 unsigned pair = 0;

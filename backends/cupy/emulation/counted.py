@@ -1,0 +1,144 @@
+"""Launches whose accesses are counted as a device would make them: sectors of global memory, wavefronts of shared."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ....graph.errors import BackendError
+from ...base import Device
+from ..device.driver import Launch, LaunchError, Step
+from .building import COUNTS, library
+from .emulated import EmulatedDriver, LaunchShape, Report
+from .guarded import Bytes
+
+MOST_SITES = 4096
+ALIGNMENT = 512
+"""Of memory that a device gives."""
+
+
+class _Site(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_uint64) for name in ("code", "is_shared", "is_store", "bytes", "requests", "cost", "least")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """All requests of one line: `cost` is in sectors of 32 bytes, of shared memory in wavefronts, and `least` what they
+    would be if the lanes of a warp wanted the same bytes side by side."""
+
+    where: str
+    is_shared: bool
+    is_store: bool
+    nbytes: int
+    requests: int
+    cost: int
+    least: int
+
+    @property
+    def what(self) -> str:
+        """Such as ``global load of 16 bytes``."""
+        memory, way = "shared" if self.is_shared else "global", "store" if self.is_store else "load"
+        return f"{memory} {way} of {self.nbytes} bytes"
+
+    def __str__(self) -> str:
+        return f"{self.where}, a {self.what} a lane"
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What one launch did: `moved` bytes of distinct sectors, of which it wanted `wanted`."""
+
+    kernel: str
+    sites: tuple[Site, ...]
+    moved: int
+    wanted: int
+
+
+class CountingDriver(EmulatedDriver):
+    """Counts each launch, and keeps in `found`, by the name of its kernel, what the last one did."""
+
+    def __init__(self) -> None:
+        super().__init__(order=0)
+        self.found: dict[str, Counted] = {}
+
+    def alloc(self, nbytes: int, on: Device) -> Bytes:
+        room = np.zeros(nbytes + ALIGNMENT, np.uint8)
+        start = -room.ctypes.data % ALIGNMENT
+        return room[start : start + nbytes]
+
+    def record(self, steps: Sequence[Step], on: Device) -> Callable[[], None]:
+        launches = [step for step in steps if isinstance(step, Launch)]
+
+        def run() -> None:
+            for launch in launches:
+                self.found[str(launch.kernel)] = count(launch)
+
+        return run
+
+
+def count(launch: Launch) -> Counted:
+    """Make a launch and count.  Raises `LaunchError` with what the emulation found."""
+    source, name = launch.kernel.source, launch.kernel.name
+    made = library(replace(source, names=(name,)), COUNTS)  # alone, which compiles faster than with all others
+    words = np.array(launch.words, np.uint64)
+    shape = LaunchShape(launch.grid, launch.block, launch.shared_bytes, len(words), 0, 1, words.ctypes.data)
+    report, sites, moved = Report(), (_Site * MOST_SITES)(), (ctypes.c_uint64 * 4)()
+    spans = sorted({(span.low, span.high) for span in launch.spans if span.high > span.low})
+    given = np.array(_apart(spans), np.uint64).reshape(-1, 2)
+    made.counters_begin(ctypes.c_void_p(given.ctypes.data), ctypes.c_int64(len(given)))
+    made.launch_0.restype, made.counters_end.restype = None, ctypes.c_int64
+    made.launch_0(ctypes.byref(shape), ctypes.byref(report))
+    many = made.counters_end(sites, ctypes.c_int64(MOST_SITES), moved)
+    if report.status:
+        raise LaunchError(launch.number, f"{launch.kernel}: {report.text.decode()}")
+    lines = _lines(made, [site.code for site in sites[:many]])
+    kept = (
+        Site(line, bool(s.is_shared), bool(s.is_store), s.bytes, s.requests, s.cost, s.least)
+        for line, s in zip(lines, sites[:many], strict=True)
+    )
+    return Counted(str(launch.kernel), tuple(kept), moved[0] + moved[2], moved[1] + moved[3])
+
+
+def _apart(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans that overlap, together."""
+    merged: list[tuple[int, int]] = []
+    for low, high in spans:
+        if merged and low < merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], high)
+        else:
+            merged.append((low, high))
+    return merged
+
+
+class _Place(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("file", "base", "symbol", "address"))
+
+
+def _lines(made: ctypes.CDLL, codes: Sequence[int]) -> list[str]:
+    """``file:line`` in the sources of kernels, for addresses that calls return to."""
+    if not codes:
+        return []
+    tool = shutil.which("addr2line")
+    if tool is None:
+        raise BackendError("counters name lines with addr2line, which is not installed; install binutils")
+    place = _Place()
+    ctypes.CDLL(None).dladdr(ctypes.cast(made.launch_0, ctypes.c_void_p), ctypes.byref(place))
+    asked = [hex(code - (place.base or 0) - 1) for code in codes]
+    done = subprocess.run([tool, "-a", "-i", "-e", made._name, *asked], capture_output=True, text=True, check=True)
+    answers = done.stdout.split("0x")[1:]
+    return [_line(answer.splitlines()[1:]) for answer in answers]
+
+
+def _line(frames: Sequence[str]) -> str:
+    """The innermost frame that is in a source of ours but not in the prelude, if there is one."""
+    names = [os.path.basename(frame.partition(" ")[0]) for frame in frames]
+    ours = [name for name in names if name.partition(":")[0].endswith((".cu", ".cuh"))]
+    return next((name for name in ours if not name.startswith("prelude.cuh")), (ours or names)[0])

@@ -1,0 +1,171 @@
+// What the memory of a device would have to do for a launch.  g++ calls a function here for every load and store of the
+// kernel (-fsanitize=kernel-address with calls, which needs no library); block.h includes this where HOCKET_COUNTED is
+// defined, and has empty words in its place where it is not.
+//
+// The n-th access of each lane of a warp from one place of the code is one request, as lanes that walk together make it.
+// Global memory answers in sectors of 32 bytes, shared memory from 32 banks of 4 bytes, a word of each in one wavefront.
+// An access of 8 or 16 bytes a lane goes by parts of a warp that differ by device: its wavefronts are the fewest possible.
+#pragma once
+
+#include <algorithm>
+#include <map>
+
+#define HOCKET_UNSEEN __attribute__((no_sanitize("kernel-address"), noinline))
+
+namespace emulation {
+
+struct Site {  // as counted.py reads it: what one place of the code did in all requests
+    uint64_t code;  // where a call returns to
+    uint64_t is_shared, is_store, bytes;  // of a lane
+    uint64_t requests, cost, least;       // in sectors, or in wavefronts
+};
+struct Access { uint64_t at, code; uint16_t bytes; bool is_shared, is_store; };
+struct Operand { uint64_t low, high; std::vector<uint32_t> read, written; };  // a bit a byte, a word a sector
+
+static std::vector<Operand> operands;
+static std::map<std::pair<uint64_t, bool>, Site> sites;
+static std::vector<std::vector<Access>> seen;  // of each thread of the block
+static volatile bool is_hidden = true;         // volatile, as g++ does not know that loads and stores call; hidden from the counters: what the emulation itself does
+
+struct Hidden {  // while one of these lives
+    bool was = is_hidden;
+    Hidden() { is_hidden = true; }
+    ~Hidden() { is_hidden = was; }
+};
+HOCKET_UNSEEN static bool in_shared(uint64_t at) {
+    const Worker &w = *current->worker;
+    if (at - (uint64_t)w.shared < w.shared_bytes) return true;
+    for (auto &d : w.declared)
+        if (at - (uint64_t)d.first < d.second) return true;
+    return false;
+}
+HOCKET_UNSEEN static void note_access(const void *p, size_t bytes, bool is_store, uint64_t code) {
+    const uint64_t at = (uint64_t)p;
+    const bool is_shared = in_shared(at);
+    if (!is_shared) {
+        Operand *of = nullptr;
+        for (auto &o : operands)
+            if (at >= o.low && at < o.high) of = &o;
+        if (of == nullptr) return;  // registers, or what a launch is given
+        auto &bits = is_store ? of->written : of->read;
+        for (uint64_t b = at; b < std::min(at + bytes, of->high); b++) bits[b / 32 - of->low / 32] |= 1u << b % 32;
+    }
+    const size_t thread = current - current->worker->all.data();
+    if (seen.size() <= thread) seen.resize(thread + 1);
+    seen[thread].push_back({at, code, (uint16_t)bytes, is_shared, is_store});
+}
+HOCKET_UNSEEN static void count(const void *p, size_t bytes, bool is_store, uint64_t code) {
+    if (is_hidden || current == nullptr) return;
+    is_hidden = true;  // templates of the library are called here, whose own accesses come back to this
+    note_access(p, bytes, is_store, code);
+    is_hidden = false;
+}
+HOCKET_UNSEEN static void close_request(const Access *const *all, int lanes) {
+    uint64_t units[32 * 16];  // sectors, or words of shared memory
+    int n = 0;
+    uint64_t bytes = 0;
+    const bool is_shared = all[0]->is_shared;
+    const unsigned unit = is_shared ? 4 : 32;
+    for (int i = 0; i < lanes; i++) {
+        bytes = std::max<uint64_t>(bytes, all[i]->bytes);
+        for (uint64_t x = all[i]->at / unit; x <= (all[i]->at + all[i]->bytes - 1) / unit && n < 512; x++) units[n++] = x;
+    }
+    std::sort(units, units + n);
+    n = std::unique(units, units + n) - units;
+    Site &s = sites[{all[0]->code, all[0]->is_store}];
+    s.code = all[0]->code, s.is_shared = is_shared, s.is_store = all[0]->is_store, s.bytes = std::max(s.bytes, bytes), s.requests++;
+    if (is_shared) {
+        uint64_t in_bank[32] = {}, most = 0;
+        for (int i = 0; i < n; i++) most = std::max(most, ++in_bank[units[i] % 32]);
+        s.cost += most, s.least += (n + 31) / 32;
+        return;
+    }
+    uint64_t ends[32], begins[32], used = 0, upto = 0;  // bytes that some lane wants
+    int order[32];
+    for (int i = 0; i < lanes; i++) order[i] = i, begins[i] = all[i]->at, ends[i] = all[i]->at + all[i]->bytes;
+    std::sort(order, order + lanes, [&](int a, int b) { return begins[a] < begins[b]; });
+    for (int i = 0; i < lanes; i++) {
+        const uint64_t low = std::max(begins[order[i]], upto), high = std::max(ends[order[i]], upto);
+        used += high - low, upto = high;
+    }
+    s.cost += n, s.least += (used + 31) / 32;
+}
+// What the threads of a block did becomes requests.
+static void close_block() {
+    Hidden all_of_it;
+    const auto by_code = [](const Access &a, const Access &b) {
+        return a.code != b.code ? a.code < b.code : a.is_store != b.is_store ? a.is_store < b.is_store : a.is_shared < b.is_shared;
+    };
+    for (size_t first = 0; first < seen.size(); first += 32) {
+        const size_t lanes = std::min<size_t>(32, seen.size() - first);
+        size_t next[32] = {};
+        for (size_t l = 0; l < lanes; l++) std::stable_sort(seen[first + l].begin(), seen[first + l].end(), by_code);
+        for (;;) {
+            const Access *least = nullptr, *all[32];
+            for (size_t l = 0; l < lanes; l++)
+                if (auto &mine = seen[first + l]; next[l] < mine.size() && (!least || by_code(mine[next[l]], *least))) least = &mine[next[l]];
+            if (least == nullptr) break;
+            size_t start[32], most = 0;
+            for (size_t l = 0; l < lanes; l++) {
+                auto &mine = seen[first + l];
+                start[l] = next[l];
+                while (next[l] < mine.size() && !by_code(*least, mine[next[l]])) next[l]++;
+                most = std::max(most, next[l] - start[l]);
+            }
+            for (size_t turn = 0; turn < most; turn++) {
+                int n = 0;
+                for (size_t l = 0; l < lanes; l++)
+                    if (start[l] + turn < next[l]) all[n++] = &seen[first + l][start[l] + turn];
+                close_request(all, n);
+            }
+        }
+    }
+    for (auto &mine : seen) mine.clear();
+}
+
+}  // namespace emulation
+
+#define HOCKET_COUNT(n)                                                                                                         \
+    extern "C" HOCKET_UNSEEN void __asan_load##n##_noabort(const void *p) {                                                     \
+        emulation::count(p, n, false, (uint64_t)__builtin_return_address(0));                                                   \
+    }                                                                                                                           \
+    extern "C" HOCKET_UNSEEN void __asan_store##n##_noabort(const void *p) {                                                    \
+        emulation::count(p, n, true, (uint64_t)__builtin_return_address(0));                                                    \
+    }
+HOCKET_COUNT(1)
+HOCKET_COUNT(2)
+HOCKET_COUNT(4)
+HOCKET_COUNT(8)
+HOCKET_COUNT(16)
+extern "C" HOCKET_UNSEEN void __asan_loadN_noabort(const void *p, size_t n) {
+    emulation::count(p, n, false, (uint64_t)__builtin_return_address(0));
+}
+extern "C" HOCKET_UNSEEN void __asan_storeN_noabort(const void *p, size_t n) {
+    emulation::count(p, n, true, (uint64_t)__builtin_return_address(0));
+}
+extern "C" HOCKET_UNSEEN void __asan_handle_no_return() {}
+extern "C" HOCKET_UNSEEN void __asan_before_dynamic_init(const char *) {}
+extern "C" HOCKET_UNSEEN void __asan_after_dynamic_init() {}
+
+// Operands as pairs of addresses; what was counted before is forgotten.
+extern "C" HOCKET_UNSEEN void counters_begin(const uint64_t *spans, int64_t n) {
+    using namespace emulation;
+    operands.clear(), sites.clear(), seen.clear();
+    for (int64_t i = 0; i < n; i++) {
+        const uint64_t low = spans[2 * i], high = spans[2 * i + 1], sectors = (high - 1) / 32 - low / 32 + 1;
+        operands.push_back({low, high, std::vector<uint32_t>(sectors), std::vector<uint32_t>(sectors)});
+    }
+    is_hidden = false;
+}
+// `moved` gets distinct sectors in bytes and the bytes of them that the kernel wanted, of what it read and of what it wrote.
+extern "C" HOCKET_UNSEEN int64_t counters_end(emulation::Site *out, int64_t most, uint64_t *moved) {
+    using namespace emulation;
+    is_hidden = true;
+    for (auto &o : operands)
+        for (int written = 0; written < 2; written++)
+            for (uint32_t bits : written ? o.written : o.read) moved[2 * written] += bits ? 32 : 0, moved[2 * written + 1] += __builtin_popcount(bits);
+    int64_t n = 0;
+    for (auto &entry : sites)
+        if (n < most) out[n++] = entry.second;
+    return n;
+}

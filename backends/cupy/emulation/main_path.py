@@ -1,0 +1,177 @@
+"""The kernels whose accesses are held to the least: the cases that launch them, and what may cost more, with a reason.
+
+A new kernel of the main path is a new case here; a limit that rises is a line that shows in the diff.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..device.driver import KERNELS
+from .counted import Counted, Site
+
+MOST_MOVED = 1.05
+"""Bytes of distinct sectors for each byte that a launch wants."""
+CASES = (
+    "mul_mat(w=q8_0[64,1024], x=f32[1,1024])",
+    "mul_mat(w=bf16[64,512], x=f32[1,512])",
+    "rms_norm(x=f32[4,1024])",
+    "softmax(x=f32[2,4,256])",
+    "rope(x=f32[2,2,64], pos=i32[2], n_dims=64, base=500000.0)",
+    "add(a=f32[4,512], b=f32[4,512])",
+    "swiglu(gate=f32[2,512], up=f32[2,512])",
+    "get_rows(table=f32[17,128], ids=i32[4])",
+    "set_rows(into=f32[16,128], rows=f32[4,128], ids=i32[4])",
+    "gated_delta_net(q=f32[1,2,128], k=f32[1,2,128], v=f32[1,4,128], g=f32[1,4,1], beta=f32[1,4], "
+    "state=f32[4,128,128])",
+    "mul_mat(w=q4_K[64,256], x=f32[32,256])",
+    "gated_delta_net(q=f32[70,1,64], k=f32[70,1,64], v=f32[70,1,32], g=f32[70,1,1], beta=f32[70,1], "
+    "state=f32[1,32,64])",
+    "attention(q=f32[1,8,128], k=f32[64,2,128], v=f32[64,2,128], scale=0.1)",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """Accesses of the lines of a file that hold `code` may cost up to `times` the least, and why."""
+
+    file: str
+    code: str
+    times: float
+    why: str
+
+
+ALLOWED = (
+    Allowed(
+        "packed.cu",
+        "x[i] = row[32 * block + 4 * lane + i]",
+        4.0,
+        "four loads of 4 bytes, in machine code too; one of 16 would do",
+    ),
+    Allowed(
+        "packed.cu", "cp_async_16(stage + (2 * STEP + b)", 2.0, "rows of scales are 1 KiB apart; a scale to 2 codes"
+    ),
+    Allowed(
+        "gated_delta_net_prepare.cu",
+        "for (int m = c; m < w; m++) sum = fma4(L21[r * STEP + m], *(const float4 *)(X11 + m * STEP + c), sum);",
+        2.5,
+        "rows meet in banks; NVRTC reads 8 and 16 bytes, which meet too; another row stride would do",
+    ),
+    Allowed(
+        "gated_delta_net_prepare.cu",
+        "put_pair<EXACT, C / 8>(s.record, R::SQUARE, r, c, x[0] * s.beta[c], x[1] * s.beta[c + 1]);",
+        2.0,
+        "rows meet in banks; another row stride would do",
+    ),
+    Allowed(
+        "gated_delta_net_prepare.cu",
+        "s.L[r * Square<C>::STEP + c] = r > c ? s.beta[r] * x : 0.f;",
+        2.0,
+        "rows meet in banks; another row stride would do",
+    ),
+    Allowed(
+        "gated_delta_net_prepare.cu",
+        "s.L[r * Square<C>::STEP + c + 1] = r > c + 1 ? s.beta[r] * y : 0.f;",
+        2.0,
+        "rows meet in banks; another row stride would do",
+    ),
+    Allowed(
+        "gated_delta_net_scan.cu",
+        "cp_async_16(V + r * V_STEP + c, values + r * a.v.token + c);",
+        1.1,
+        "the last copies of a warp begin another row",
+    ),
+    Allowed(
+        "gated_delta_net_scan.cu",
+        "*(float4 *)(V + r * V_STEP + c) = make_float4(0, 0, 0, 0);",
+        1.1,
+        "the last copies of a warp begin another row",
+    ),
+    Allowed(
+        "dense.cu", "(const float4 *)(x[n] + c + i)", 2.0, "a lane has 8 numbers of x in two loads; all of it is in L1"
+    ),
+    Allowed("rotary.cu", "x[c * a.step]", 2.0, "lanes take the two numbers of a pair, one after the other"),
+    Allowed("rotary.cu", "out[c * a.out_step]", 2.0, "lanes write the two numbers of a pair, one after the other"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """All accesses of one kind and width of a kernel; `worst` is the site that costs most above the least."""
+
+    kernel: str
+    what: str
+    requests: int
+    cost: int
+    least: int
+    worst: Site
+
+    @property
+    def times(self) -> float:
+        return self.cost / self.least
+
+
+def rows(counted: Counted) -> list[Row]:
+    kinds: dict[str, list[Site]] = {}
+    for site in counted.sites:
+        kinds.setdefault(site.what, []).append(site)
+    return [
+        Row(
+            counted.kernel,
+            what,
+            sum(site.requests for site in sites),
+            sum(site.cost for site in sites),
+            sum(site.least for site in sites),
+            max(sites, key=lambda site: site.cost - site.least),
+        )
+        for what, sites in sorted(kinds.items())
+    ]
+
+
+def faults(counted: Counted) -> list[str]:
+    """What a launch does worse than it may, a line each."""
+    found = []
+    if counted.moved > MOST_MOVED * counted.wanted:
+        found.append(f"{counted.kernel} moves {counted.moved} bytes of sectors, of which it wants {counted.wanted}")
+    for site in counted.sites:
+        if site.cost > _most(site) * site.least:
+            unit = "wavefronts" if site.is_shared else "sectors"
+            found.append(f"{counted.kernel}: {site.cost} {unit} instead of {site.least} at {site}")
+    return found
+
+
+def _most(site: Site) -> float:
+    """How many times the least a line may cost."""
+    file, _, line = site.where.partition(":")
+    return max((a.times for a in ALLOWED if a.file == file and a.code in _code(file, line)), default=1.0)
+
+
+def _code(file: str, line: str) -> str:
+    path = KERNELS / file
+    return path.read_text("utf-8").splitlines()[int(line) - 1] if path.exists() and line.isdecimal() else ""
+
+
+def table(launches: Iterable[Counted]) -> str:
+    """Markdown: what each kernel does, then what is allowed above the least."""
+    lines = [
+        "# What kernels ask of memory",
+        "",
+        "Counted in the emulation, by `hocket check --backend cuda-emulated --counters > benchmarks/kernels_cuda.md`:",
+        "sectors of 32 bytes of global memory and wavefronts of shared memory that the requests of warps take, against",
+        "the least for the bytes that they want. Of an access of 8 or 16 bytes of shared memory it is the lower bound.",
+        "",
+        "| kernel | access | requests | sectors or wavefronts each | times the least | most above it at |",
+        "|---|---|---|---|---|---|",
+    ]
+    seen = sorted(launches, key=lambda counted: counted.kernel)
+    for row in (row for counted in seen for row in rows(counted)):
+        where = row.worst.where if row.times > 1 else ""
+        lines.append(
+            f"| `{row.kernel}` | {row.what} | {row.requests} | {row.cost / row.requests:.2f} "
+            f"| {row.times:.2f} | {where} |"
+        )
+    lines += ["", "| kernel | bytes of distinct sectors | times those it wants |", "|---|---|---|"]
+    lines += [f"| `{c.kernel}` | {c.moved} | {c.moved / max(c.wanted, 1):.3f} |" for c in seen]
+    lines += ["", "Allowed above the least:", ""]
+    return "\n".join([*lines, *(f"- `{a.file}`, `{a.code}`: {a.times:g} times; {a.why}" for a in ALLOWED)])

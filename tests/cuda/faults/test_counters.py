@@ -1,0 +1,111 @@
+"""What kernels ask of memory: those of the main path no more than they must, and what is planted is found."""
+
+from __future__ import annotations
+
+import pytest
+
+from hocket.backends.base import Tensor
+from hocket.backends.cupy.binding.launches import Launches
+from hocket.backends.cupy.device.driver import KERNELS
+from hocket.backends.cupy.emulation.counted import CountingDriver, count
+from hocket.backends.cupy.emulation.main_path import ALLOWED, CASES, faults
+from hocket.backends.operands import Operand
+from hocket.cli import main
+from hocket.conformance.reports.counters import counters
+from hocket.graph import DType
+
+from ...given.devices.emulation import Written, needs_compiler
+
+pytestmark = needs_compiler
+SIZE = 1024
+PLANTED = """
+struct Walked { i64 load, first, store, put, get; const float *x; float *out; };
+template <class Number> __global__ void walked(const __grid_constant__ Walked a) {
+    SHARED(held, Number[32 * 33]);
+    const int lane = threadIdx.x;
+    held[lane * a.put % (32 * 33)] = (Number)a.x[lane * a.load + a.first];
+    __syncwarp();
+    a.out[lane * a.store] = (float)held[lane * a.get % (32 * 33)];
+}
+"""
+NAMES = ("walked<float>", "walked<double>")
+SOURCE = Written("walked.cu", NAMES, body=(KERNELS / "prelude.cuh").read_text("utf-8") + PLANTED)
+
+
+def walked(load=1, first=0, store=1, put=1, get=1, kernel=NAMES[0]):
+    """What a warp is counted for that walks with these steps, in elements."""
+    driver = CountingDriver()
+    device = driver.device(0)
+    memory = [driver.alloc(4 * SIZE + 4, device) for _ in range(2)]
+    operands = [Operand(driver.address(m), Tensor(i, 0, (SIZE + 1,), (1,), DType.F32)) for i, m in enumerate(memory)]
+    launches = Launches(keep=lambda array: 0)
+    launches.add(SOURCE[kernel], 1, 32, [load, first, store, put, get, *operands])
+    return count(launches.items[0])
+
+
+@pytest.mark.parametrize("kernel", NAMES)
+def test_lanes_side_by_side_cost_the_least(kernel):
+    assert faults(walked(kernel=kernel)) == []
+    costs = {site.what: (site.requests, site.cost, site.least) for site in walked().sites}
+    assert costs == {
+        "global load of 4 bytes": (1, 4, 4),
+        "global store of 4 bytes": (1, 4, 4),
+        "shared load of 4 bytes": (1, 1, 1),
+        "shared store of 4 bytes": (1, 1, 1),
+    }
+
+
+@pytest.mark.parametrize(("steps", "what", "cost"), [
+    ({"load": 2}, "global load", 8),
+    ({"load": 4}, "global load", 16),
+    ({"load": 8}, "global load", 32),
+    ({"load": 32}, "global load", 32),
+    ({"first": 1}, "global load", 5),
+    ({"first": 7}, "global load", 5),
+    ({"store": 2}, "global store", 8),
+    ({"store": 4}, "global store", 16),
+    ({"store": 32}, "global store", 32),
+    *(({"put": step}, "shared store", step) for step in (2, 4, 8, 16)),
+    *(({"get": step}, "shared load", step) for step in (2, 4, 8, 16)),
+    ({"put": 32}, "shared store", 32),
+    ({"get": 12}, "shared load", 4),
+], ids=str)  # fmt: skip
+def test_what_is_planted_is_counted_and_named(steps, what, cost):
+    found = walked(**steps)
+    (site,) = (site for site in found.sites if site.what.startswith(what))
+    assert (site.requests, site.cost) == (1, cost)
+    assert any(f"a {site.what}" in why for why in faults(found))
+
+
+@pytest.mark.parametrize("step", [2, 4, 8])
+def test_conflicts_of_wide_accesses_are_found_by_their_lower_bound(step):
+    (site,) = (s for s in walked(put=step, kernel=NAMES[1]).sites if s.what == "shared store of 8 bytes")
+    assert site.cost == 2 * step == step * site.least
+
+
+def test_lanes_that_want_the_same_number_ask_once():
+    costs = {site.what: (site.cost, site.least) for site in walked(load=0, get=0).sites}
+    assert costs["global load of 4 bytes"] == costs["shared load of 4 bytes"] == (1, 1)
+
+
+def test_bytes_of_sectors_that_nobody_wants_are_moved():
+    found = walked(load=32)
+    assert (found.moved, found.wanted) == (32 * 32 + 32 * 4, 2 * 32 * 4)
+
+
+@pytest.mark.long(every=6)
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_of_the_main_path_ask_for_no_more_than_they_must(case):
+    found = counters([case])
+    assert found
+    assert [why for counted in found for why in faults(counted)] == []
+
+
+def test_what_is_allowed_has_a_reason():
+    assert all(a.times > 1 and a.why for a in ALLOWED)
+
+
+def test_the_command_prints_the_table(capsys):
+    assert main(["check", "--backend", "cuda-emulated", "--counters", "--case", "add(a=f32[64], b=f32[64])"]) == 0
+    assert "| global load of 4 bytes | 4 |" in capsys.readouterr().out
+    assert main(["check", "--backend", "numpy", "--counters"]) == 2
