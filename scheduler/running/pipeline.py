@@ -82,6 +82,7 @@ class _Lane:
     def work(self, acts: Sequence[Act], given: Sequence[Mapping[str, Array]], interrupts: InterruptsKept) -> None:
         """Do all that; what is interrupted ends with the run that has begun.  Raises what a device raises."""
         self._outputs = []
+        self._journal.clear()  # runs whose states were lost are not taken back
         self._begun = self._ended = False
         for what, run in acts:
             if what == "put":

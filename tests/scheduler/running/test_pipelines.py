@@ -137,6 +137,30 @@ def test_wherever_a_run_fails_states_are_those_before_the_first(run):
     assert not same(held(store), before)
 
 
+def test_runs_whose_states_were_lost_are_not_taken_back_with_later_ones():
+    made, backend = chain(2)
+    store = stored(made)
+    pipeline = Pipeline(made, store, timeout=HOUR)
+    lane, replay, runs = pipeline._lanes[0], pipeline._lanes[0]._replay, []
+
+    def loses_power() -> None:
+        runs.append(0)
+        if len(runs) == 3:
+            raise OSError("no power")
+        replay()
+
+    lane._replay = loses_power
+    with pytest.raises(BackendError, match=r"no power; and states of \S+ are lost: it does not say how far it came"):
+        pipeline.run(feeds())
+    for name in store.states:
+        store.state(name)[...] = 1
+    before = held(store)
+    planted(backend, made.lanes[0].device, 2, 1)
+    with pytest.raises(StepError, match="PlantedError"):
+        pipeline.run(feeds())
+    assert same(held(store), before)
+
+
 def test_an_interrupt_stops_all_devices_and_takes_all_runs_back():
     made, backend = chain(2)
     store = stored(made)
