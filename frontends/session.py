@@ -194,13 +194,12 @@ class Session:
         """Make the plans and kernels that so many more tokens of sequence 0 need, `behind` others, before they come."""
         following = self._following(tokens, reversible)
         size = tokens_of_part(tokens, following, self.batch)
-        if following > 1 and tokens > size:
-            self._pipeline(self._step_for(size, self.lengths[0] + behind + tokens, every_position, self._gives))
-            return
+        follows = following > 1 and tokens > size
         for start in range(0, tokens, size):
             count = min(size, tokens - start)
             length = self.lengths[0] + behind + start + count
-            self.executor(self._step_for(count, length, every_position, self._gives, reversible))
+            step = self._step_for(size if follows else count, length, every_position, self._gives, reversible)
+            _ = self._pipeline(step) if follows else self.executor(step)
 
     def _run(self, part: Part, every_position: bool, hidden: bool, reversible: bool) -> list[F32]:
         """Read a part by itself."""
@@ -236,19 +235,17 @@ class Session:
 
     def _run_in_turn(self, parts: Sequence[Part], every_position: bool, hidden: bool) -> list[list[F32]]:
         """Read parts that follow each other through the devices: all of them, or nothing."""
-        if not parts:
-            return []
+        from ..scheduler import in_turn
+
         lengths, recent, name = self.lengths, self.recent, "hidden" if hidden else "logits"
-        longest = max(n + sum(map(len, own)) for n, *own in zip(lengths, *parts, strict=True))
-        step = self._step_for(max(map(len, parts[0])), longest, every_position, name)
-        inputs = []
+        runs = []
         for part in parts:
             batch = Batch(part, lengths, _wanted(part) if every_position else None, recent)
-            inputs.append(self.model.inputs(step, batch))
             lengths, recent = read_behind(part, lengths, recent, self.model.remembers)
-        pipeline = self._pipeline(step)
+            step = self._step_for(max(map(len, parts[0])), max(lengths), every_position, name)
+            runs.append((self._pipeline(step), self.model.inputs(step, batch)))
         with InterruptsKept():  # states and lengths belong together
-            given = pipeline.run(inputs)
+            given = in_turn(runs)
             self.reversible, self.lengths, self.recent = None, lengths, recent
         nothing = [self._nothing] * self.sequences
         return [_split(one[name], part, every_position, nothing) for one, part in zip(given, parts, strict=True)]

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .running.executor import load as load
     from .running.interrupts import InterruptsKept as InterruptsKept
     from .running.pipeline import Pipeline as Pipeline
+    from .running.pipeline import in_turn as in_turn
     from .running.store import Store as Store
     from .running.trace import Trace as Trace
     from .sharding.layers import even_shares as even_shares
@@ -61,7 +62,7 @@ _LATER = {
     "Alone": ".running.comm",
     **dict.fromkeys(("Executor", "load"), ".running.executor"),
     "InterruptsKept": ".running.interrupts",
-    "Pipeline": ".running.pipeline",
+    **dict.fromkeys(("Pipeline", "in_turn"), ".running.pipeline"),
     "Store": ".running.store",
     "Trace": ".running.trace",
     "even_shares": ".sharding.layers",

@@ -1,4 +1,4 @@
-"""What devices do when one plan is run several times and the runs follow each other through them."""
+"""What devices do when runs of plans over one store follow each other through them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of one plan that follow each other through its devices, so that all of them are busy."""
+"""Runs of plans over one store that follow each other through its devices, so that all of them are busy."""
 
 from __future__ import annotations
 
@@ -15,19 +15,15 @@ from ..plan import Plan
 from ..succession import in_succession
 from .bound import Bound, finished_by
 from .interrupts import InterruptsKept
-from .journal import Journal
-from .side_by_side import SideBySide
+from .journal import Journal, Saved
+from .side_by_side import Place, SideBySide
 from .store import Store
 from .turns import Turn
 
 
 class Pipeline:
-    """One plan bound to its memory, to be run several times in an order in which devices do not wait for the end of a
-    run to begin their part of the next.
-
-    When a device fails, or for an interrupt, states become what they were before the first of the runs.  Otherwise it
-    is like an `Executor`.
-    """
+    """One plan bound to its memory, to be run in an order in which devices do not wait for the end of a run to begin
+    their part of the next; otherwise it is like an `Executor`."""
 
     plan: Plan
 
@@ -36,74 +32,99 @@ class Pipeline:
         self._turn = Turn((*store.backends, *(plan.lanes[number].backend for number in store.between.own)))
         with self._turn:
             self._bound = bound = Bound(plan, store)
-            meeting = bound.meeting(timeout, wire, shares=False)
-            replays = bound.compiled_all(meeting)
+            self._meeting = bound.meeting(timeout, wire, shares=False)
+            replays = bound.compiled_all(self._meeting)
             self._lanes = {number: _Lane(bound, number, replays[number]) for number in bound.own}
-        self._devices = SideBySide([lane.device for lane in plan.lanes], bound.own, meeting, timeout)
+        self._devices = SideBySide([lane.device for lane in plan.lanes], bound.own, self._meeting, timeout)
 
-    def run(self, inputs: Sequence[Mapping[str, npt.ArrayLike]]) -> list[dict[str, Array]]:
-        """The outputs of each run, by name, from the inputs of each.
 
-        Raises `PlanError` for inputs that do not fit, and where devices meet otherwise than by letters; `BackendError`
-        if a device fails.
-        """
-        order = in_succession(self.plan, len(inputs))
-        with self._turn:
-            given = [self._bound.given(one) for one in inputs]
-            self._bound.agree(given)
-            with InterruptsKept() as interrupts:
-                works = {n: partial(lane.work, order[n], given, interrupts) for n, lane in self._lanes.items()}
-                self._devices.work(works)
-                if self._devices.failures:
-                    self._devices.undo(lambda number, error: self._lanes[number].undo(error))
-            kept = [self._lanes[number].taken() for number in self._bound.own]
-            return [self._whole([outputs[run] for outputs in kept]) for run in range(len(given))]
+def in_turn(runs: Sequence[tuple[Pipeline, Mapping[str, npt.ArrayLike]]]) -> list[dict[str, Array]]:
+    """The outputs of each run, by name, from its inputs; runs may be of several plans over one store.
 
-    def _whole(self, own: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
-        """The outputs of a run, of what each device of this process has of them."""
-        parts = {
-            name: {n: outputs[name] for n, outputs in zip(self._bound.own, own, strict=True) if name in outputs}
-            for name in self._bound.shapes
-        }
-        return {name: self._bound.whole(name, there) for name, there in parts.items()}
+    When a device fails, or for an interrupt, states become what they were before the first of the runs.  Raises
+    `PlanError` for inputs that do not fit, and where devices meet otherwise than by letters; `BackendError` if a device
+    fails.
+    """
+    if not runs:
+        return []
+    pipelines, (first, _) = [pipeline for pipeline, _ in runs], runs[0]
+    order = in_succession([pipeline.plan for pipeline in pipelines])
+    devices = first._devices
+    with first._turn:
+        given = [pipeline._bound.given(inputs) for pipeline, inputs in runs]
+        first._bound.agree(given)
+        devices.place = _Meetings([pipeline._meeting for pipeline in dict.fromkeys(pipelines)])
+        with InterruptsKept() as interrupts:
+            own = {n: _Device([pipeline._lanes[n] for pipeline in pipelines]) for n in first._bound.own}
+            devices.work({n: partial(device.work, order[n], given, interrupts) for n, device in own.items()})
+            if devices.failures:
+                devices.undo(lambda number, error: own[number].undo(error))
+        return [
+            {name: pipeline._bound.whole(name, _of(name, run, own)) for name in pipeline._bound.shapes}
+            for run, pipeline in enumerate(pipelines)
+        ]
+
+
+def _of(name: str, run: int, own: Mapping[int, _Device]) -> dict[int, Array]:
+    """What each device of this process has of an output of a run."""
+    return {number: device.outputs[run][name] for number, device in own.items() if name in device.outputs[run]}
+
+
+class _Meetings:
+    """Where the devices meet in any of the runs."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self._places = places
+
+    def abort(self, why: str) -> None:
+        for place in self._places:
+            place.abort(why)
+
+    def clear(self) -> None:
+        for place in self._places:
+            place.clear()
 
 
 class _Lane:
-    """One device: what it does, and what it has kept of its runs."""
+    """One device's part of a plan."""
 
     def __init__(self, bound: Bound, number: int, replay: Callable[[], object]) -> None:
-        self._bound, self._replay = bound, replay
-        self._places, self._journal = bound.places([number]), Journal(bound, number)
-        self._results = {name: parts[number] for name, parts in bound.outputs.items() if number in parts}
-        self._whole = len(bound.plan.lanes[number].program.instructions)
+        self.bound, self.number, self.replay = bound, number, replay
+        self.places, self.journal = bound.places([number]), Journal(bound, number)
+        self.results = {name: parts[number] for name, parts in bound.outputs.items() if number in parts}
+        self.whole = len(bound.plan.lanes[number].program.instructions)
+
+
+class _Device:
+    """What one device does of runs, and what it has kept of those that have ended; `lanes` are its part of each."""
+
+    def __init__(self, lanes: Sequence[_Lane]) -> None:
+        self._lanes = lanes
         self._begun, self._ended = False, False
-        self._outputs: list[dict[str, Array]] = []
+        self._kept: list[Saved] = []
+        self.outputs: list[dict[str, Array]] = []
 
     def work(self, acts: Sequence[Act], given: Sequence[Mapping[str, Array]], interrupts: InterruptsKept) -> None:
         """Do all that; what is interrupted ends with the run that has begun.  Raises what a device raises."""
-        self._outputs = []
-        self._journal.clear()  # runs whose states were lost are not taken back
-        self._begun = self._ended = False
         for what, run in acts:
+            lane = self._lanes[run]
             if what == "put":
                 if interrupts.would_interrupt:
                     raise KeyboardInterrupt
-                self._bound.put(given[run], self._places)
+                lane.bound.put(given[run], lane.places)
             elif what == "run":
                 self._begun = True
-                self._replay()
+                lane.replay()
                 self._ended = True
             else:
-                self._outputs.append({name: np.array(part.numbers()) for name, part in self._results.items()})
-                self._journal.keep()
+                self.outputs.append({name: np.array(part.numbers()) for name, part in lane.results.items()})
+                self._kept.append(lane.journal.kept(first=not self._kept))
                 self._begun = self._ended = False
-
-    def taken(self) -> list[dict[str, Array]]:
-        """What it has of the outputs of each run, when all have ended well."""
-        self._journal.clear()
-        return self._outputs
 
     def undo(self, error: BaseException | None) -> None:
         """Take everything back, when the device has stopped, of `error` or because it had done all."""
-        finished = finished_by(None if self._ended else error, self._whole) if self._begun else 0
-        self._journal.undo(finished)
+        if self._begun:
+            lane = self._lanes[len(self._kept)]
+            lane.bound.undo(lane.number, finished_by(None if self._ended else error, lane.whole))
+        for run, saved in reversed([*enumerate(self._kept)]):
+            self._lanes[run].journal.undo(saved, first=run == 0)

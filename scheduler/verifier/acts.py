@@ -1,4 +1,4 @@
-"""The verifier of orders in which devices run a plan several times: does each run find what it would find alone?
+"""The verifier of orders in which devices make runs that follow each other: does each find what it would find alone?
 
 It walks through what all devices do.  Of each device it knows the run whose inputs, results and saves lie in the arena,
 and the run whose states lie in the others; of two devices, which letter the one is about to send, and the other about
@@ -30,20 +30,35 @@ class Letter(NamedTuple):
         return f"{self.said} in run {self.run}"
 
 
-def order_faults(programs: Sequence[Program], order: Order, runs: int) -> Iterator[str]:
-    """Everything wrong with `order` as a way to run these programs, one a device, so many times."""
-    met = [appointments(device, program) for device, program in enumerate(programs)]
-    if other := next((a for lane in met for a in lane if a.op not in LETTERS), None):
-        yield f"{other}: runs follow each other only where devices meet by letters"
-        return
-    if len(order) != len(programs):
-        yield f"there are {len(programs)} devices, and {len(order)} are told what to do"
-        return
-    complaints = [why for device, acts in enumerate(order) for why in _memory_faults(device, acts, runs)]
+def order_faults(programs: Sequence[Sequence[Program]], order: Order) -> Iterator[str]:
+    """Everything wrong with `order` as a way to make runs: for each run its programs, one a device."""
+    complaints = [
+        why for each in {tuple(map(id, run)): run for run in programs}.values() for why in meets_otherwise(each)
+    ]
+    wrong = next((len(each) for each in programs if len(each) != len(order)), len(order))
+    if wrong != len(order):
+        complaints.append(f"there are {wrong} devices, and {len(order)} are told what to do")
+    complaints += [why for device, acts in enumerate(order) for why in _memory_faults(device, acts, len(programs))]
     yield from complaints
     if not complaints:
-        yield from _letter_faults([[Letter(a.run, m) for a in acts if a.what == "run" for m in met[d]]
-                                   for d, acts in enumerate(order)])  # fmt: skip
+        known: dict[tuple[int, int], list[Appointment]] = {}
+        for each in programs:
+            for device, program in enumerate(each):
+                if (device, id(program)) not in known:
+                    known[device, id(program)] = appointments(device, program)
+        yield from _letter_faults(
+            [
+                [Letter(a.run, m) for a in acts if a.what == "run" for m in known[device, id(programs[a.run][device])]]
+                for device, acts in enumerate(order)
+            ]
+        )
+
+
+def meets_otherwise(programs: Sequence[Program]) -> Iterator[str]:
+    """A meeting that is no letter, if the devices that run these have one."""
+    met = (a for device, program in enumerate(programs) for a in appointments(device, program))
+    if other := next((a for a in met if a.op not in LETTERS), None):
+        yield f"{other}: runs follow each other only where devices meet by letters"
 
 
 def _memory_faults(device: int, acts: Sequence[Act], runs: int) -> Iterator[str]:

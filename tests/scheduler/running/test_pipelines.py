@@ -14,7 +14,7 @@ from hocket import ops
 from hocket.backends.base import find
 from hocket.backends.null.backend import NullBackend
 from hocket.graph import BackendError, Graph, PlanError, StepError, input, state, weight
-from hocket.scheduler import Executor, Pipeline, Plan, Store, even_shares, plan_for
+from hocket.scheduler import Executor, Pipeline, Plan, Store, even_shares, in_turn, plan_for
 from hocket.scheduler.hardware import Hardware
 from hocket.scheduler.running.comm import DEPTH, Meeting
 
@@ -52,6 +52,10 @@ def feeds(runs: int = RUNS) -> list[dict[str, Any]]:
     ]
 
 
+def follow(pipeline, inputs):
+    return in_turn([(pipeline, one) for one in inputs])
+
+
 def stored(made):
     store, rng = Store(made.group), np.random.default_rng(1)
     for value in made.graph.weights:
@@ -70,13 +74,30 @@ def same(one, two):
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_runs_in_succession_give_what_they_give_one_by_one(devices):
     made, _ = chain(devices)
-    alone, follow = stored(made), stored(made)
+    alone, theirs = stored(made), stored(made)
     executor = Executor(made, alone, timeout=HOUR)
     wanted = [executor.run(feed) for feed in feeds()]
-    given = Pipeline(made, follow, timeout=HOUR).run(feeds())
+    given = follow(Pipeline(made, theirs, timeout=HOUR), feeds())
     assert [one.keys() for one in given] == [{"y"}] * RUNS
     assert all(same(one, two) for one, two in zip(wanted, given, strict=True))
-    assert same(held(alone), held(follow))
+    assert same(held(alone), held(theirs))
+
+
+def test_runs_of_several_plans_follow_each_other_over_the_same_states():
+    made, backend = chain(2)
+    other = plan_for(made.graph, made.group, like=made)
+    alone, theirs = stored(made), stored(made)
+    executor = Executor(made, alone, timeout=HOUR)
+    wanted = [executor.run(feed) for feed in feeds()]
+    pipelines = [Pipeline(one, theirs, timeout=HOUR) for one in (made, other)]
+    runs = [(pipelines[run > 1], feed) for run, feed in enumerate(feeds())]
+    before = held(theirs)
+    planted(backend, made.lanes[1].device, 4, 3)
+    with pytest.raises(StepError, match="PlantedError"):
+        in_turn(runs)
+    assert same(held(theirs), before)
+    assert all(same(one, two) for one, two in zip(wanted, in_turn(runs), strict=True))
+    assert same(held(alone), held(theirs))
 
 
 @pytest.mark.parametrize("slow", range(3))
@@ -98,8 +119,8 @@ def test_however_slow_a_device_is_runs_do_not_mix(slow):
         return run
 
     for number, lane in pipeline._lanes.items():
-        lane._replay = counted(number, lane._replay)
-    given = pipeline.run(feeds())
+        lane.replay = counted(number, lane.replay)
+    given = follow(pipeline, feeds())
     assert all(same(one, two) for one, two in zip(wanted, given, strict=True))
 
 
@@ -130,10 +151,10 @@ def test_wherever_a_run_fails_states_are_those_before_the_first(run):
         for number, i in enumerate(lane.program.instructions):
             planted(backend, lane.device, number, run)
             with pytest.raises(StepError, match="PlantedError") as caught:
-                pipeline.run(feeds())
+                follow(pipeline, feeds())
             assert (caught.value.node, caught.value.device) == (i.node, str(lane.device))
             assert same(held(store), before), i
-    pipeline.run(feeds())
+    follow(pipeline, feeds())
     assert not same(held(store), before)
 
 
@@ -141,7 +162,7 @@ def test_runs_whose_states_were_lost_are_not_taken_back_with_later_ones():
     made, backend = chain(2)
     store = stored(made)
     pipeline = Pipeline(made, store, timeout=HOUR)
-    lane, replay, runs = pipeline._lanes[0], pipeline._lanes[0]._replay, []
+    lane, replay, runs = pipeline._lanes[0], pipeline._lanes[0].replay, []
 
     def loses_power() -> None:
         runs.append(0)
@@ -149,15 +170,15 @@ def test_runs_whose_states_were_lost_are_not_taken_back_with_later_ones():
             raise OSError("no power")
         replay()
 
-    lane._replay = loses_power
+    lane.replay = loses_power
     with pytest.raises(BackendError, match=r"no power; and states of \S+ are lost: it does not say how far it came"):
-        pipeline.run(feeds())
+        follow(pipeline, feeds())
     for name in store.states:
         store.state(name)[...] = 1
     before = held(store)
     planted(backend, made.lanes[0].device, 2, 1)
     with pytest.raises(StepError, match="PlantedError"):
-        pipeline.run(feeds())
+        follow(pipeline, feeds())
     assert same(held(store), before)
 
 
@@ -169,10 +190,10 @@ def test_an_interrupt_stops_all_devices_and_takes_all_runs_back():
     planted(backend, first.device, 2, 2, lambda: signal.raise_signal(signal.SIGINT))
     begun = []
     lane = pipeline._lanes[0]
-    replay = lane._replay
-    lane._replay = lambda: (begun.append(0), replay())
+    replay = lane.replay
+    lane.replay = lambda: (begun.append(0), replay())
     with pytest.raises(KeyboardInterrupt):
-        pipeline.run(feeds())
+        follow(pipeline, feeds())
     assert len(begun) == 3, "the run that was interrupted is the last"
     assert same(held(store), before)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -184,10 +205,10 @@ def test_an_interrupt_that_somebody_else_takes_waits_for_the_end():
     before = signal.signal(signal.SIGINT, lambda *_: heard.append(len(begun)))
     try:
         pipeline, begun = Pipeline(made, stored(made), timeout=HOUR), []
-        replay = pipeline._lanes[0]._replay
-        pipeline._lanes[0]._replay = lambda: (begun.append(0), replay())
+        replay = pipeline._lanes[0].replay
+        pipeline._lanes[0].replay = lambda: (begun.append(0), replay())
         planted(backend, made.lanes[0].device, 2, 2, lambda: signal.raise_signal(signal.SIGINT))
-        assert len(pipeline.run(feeds())) == RUNS
+        assert len(follow(pipeline, feeds())) == RUNS
     finally:
         signal.signal(signal.SIGINT, before)
     assert heard == [RUNS]
@@ -200,7 +221,7 @@ def test_a_failure_before_the_first_run_changes_nothing():
     wrong = feeds()
     wrong[-1] = {**wrong[-1], "x": np.ones((ROWS, 1))}
     with pytest.raises(PlanError, match="input %x"):
-        pipeline.run(wrong)
+        follow(pipeline, wrong)
     assert same(held(store), before)
 
 
@@ -267,7 +288,7 @@ def test_on_a_virtual_clock_four_devices_are_all_busy():
         for stage in range(8):
             x = ops.mul_mat(weight(f"w.{stage}", (512, 512)), x, name=f"y.{stage}")
         made = plan_for(Graph({"y": x}), group, split_mode="layer")
-        Pipeline(made, stored(made), timeout=HOUR).run([{"x": np.zeros((64, 512))}] * 32)
+        follow(Pipeline(made, stored(made), timeout=HOUR), [{"x": np.zeros((64, 512))}] * 32)
         return max(track[-1].end for track in backend.tracks.values())
 
     one, four = seconds(1), seconds(4)

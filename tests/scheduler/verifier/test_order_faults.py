@@ -32,11 +32,11 @@ def programs_of(made):
 
 
 def orders(made, runs):
-    return [list(acts) for acts in in_succession(made, runs)]
+    return [list(acts) for acts in in_succession([made] * runs)]
 
 
 def found(made, order, runs=3):
-    return list(order_faults(programs_of(made), order, runs))
+    return list(order_faults([programs_of(made)] * runs, order))
 
 
 @pytest.mark.parametrize("made", [passed_on, layer_plan], ids=["chain", "decoder"])
@@ -89,7 +89,7 @@ def test_a_letter_that_overtakes_is_found_where_states_are_not():
     order = [[Act(w, r) for r in runs for w in ("put", "run", "keep")] for runs in ((0, 1), (0, 1), (0, 1))]
     first = stateless[0]
     twice = dataclasses.replace(first, instructions=(*first.instructions, letters[0][0]))  # sends each letter twice
-    complaints = list(order_faults([twice, *stateless[1:]], order, 2))
+    complaints = list(order_faults([[twice, *stateless[1:]]] * 2, order))
     assert complaints
     assert "receive 0 (%" in complaints[0]
     assert "in run 1: send 0 (%" in complaints[0]
@@ -135,11 +135,11 @@ def test_devices_that_wait_for_each_other_are_found():
         dataclasses.replace(one, instructions=(here, sent)),
         dataclasses.replace(two, instructions=(taken, there)),
     ]
-    (why,) = order_faults(programs, in_succession(made, 1), 1)
+    (why,) = order_faults([programs], in_succession([made]))
     assert why.startswith("devices wait for each other: receive 1")
 
 
 def test_only_devices_that_meet_by_letters_are_in_succession():
     with pytest.raises(PlanError, match="runs follow each other only where devices meet by letters"):
-        in_succession(tensor_plan(), 2)
+        in_succession([tensor_plan()] * 2)
     assert gain(tensor_plan()) == 1.0
