@@ -131,7 +131,7 @@ class CpuBackend(NumpyBackend):
             return kept
         from .binding import bound  # and with it all kernels
 
-        measure_for(program)
+        measure_for(program, buffers)
         return bound(program, buffers, on, self._crew, comm, in_python)
 
     def foretold(self, program: Program, on: Device) -> Sequence[Called]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +30,11 @@ BETTER = 1.03
 """By how much."""
 WORTH = 64 << 20
 """Bytes of weights of a type in a program for which it is measured: fewer stay in a cache."""
-MEMORY, COLUMNS, ROUNDS = 128 << 20, 1024, 15
+MOST = 128 << 20
+"""Bytes of them that are read for it."""
+ROUNDS = 15
+GROUP = 64
+"""Rows that lie together at most, however a type is packed."""
 log = logging.getLogger("hocket.kernels")
 
 
@@ -38,23 +44,25 @@ def ahead(dtype: DType) -> tuple[int, int]:
     return CHOICES[kept[0] if kept and kept[0] < len(CHOICES) else 0]
 
 
-def measure_for(program: Program) -> None:
-    """Choose for the types of which a program has many weights, where nobody has."""
-    sizes = Counter[DType]()
-    for buffer in program.buffers:
-        if buffer.kind == "weight" and buffer.stored is not None and len(buffer.stored.shape) > 1:
-            sizes[buffer.stored.dtype] += buffer.nbytes
-    for dtype, nbytes in sizes.items():
-        if nbytes >= WORTH and recalled(_file(dtype)) is None:
-            choose(dtype)
+def measure_for(program: Program, buffers: Sequence[np.ndarray]) -> None:
+    """Choose for the types of which a program has many weights, where nobody has, by products with these weights: a
+    copy of them would be memory that the model has no use for."""
+    weights = defaultdict[DType, list[np.ndarray]](list)
+    for spec, memory in zip(program.buffers, buffers, strict=True):
+        if spec.kind == "weight" and spec.stored is not None and len(spec.stored.shape) > 1:
+            dtype, columns = spec.stored.dtype, spec.stored.shape[-1]
+            rows = memory.view(np.uint8)[: spec.stored.nbytes]
+            weights[dtype].append(rows.reshape(-1, columns // dtype.block * dtype.block_bytes))
+    for dtype, matrices in weights.items():
+        if sum(matrix.nbytes for matrix in matrices) >= WORTH and recalled(_file(dtype)) is None:
+            choose(dtype, matrices)
 
 
-def choose(dtype: DType) -> None:
+def choose(dtype: DType, matrices: Sequence[np.ndarray]) -> None:
     """Measure all choices, on one thread, and keep the best for later processes."""
-    try:
-        reading = Product(dtype, MEMORY, 1)
-    except MemoryError:
-        return
+    before = accumulate((matrix.nbytes for matrix in matrices), initial=0)
+    some = [matrix[: _rows(matrix, MOST - read)] for matrix, read in zip(matrices, before, strict=False) if read < MOST]
+    reading = Product(dtype, some, 1)
     reading.seconds()
     seconds = np.quantile([reading.seconds() for _ in range(ROUNDS)], 0.25, axis=0)
     best = int(np.argmin(seconds))
@@ -63,57 +71,67 @@ def choose(dtype: DType) -> None:
     log.debug("GB/s of %s by bytes fetched ahead: %s", dtype, rates)
 
 
-class Product:
-    """A weight of so many bytes, times one row of activations; what comes out is nobody's."""
+def _rows(matrix: np.ndarray, nbytes: int) -> int:
+    """So many rows have so many bytes, in whole groups as packed weights lie."""
+    return max(1, nbytes // matrix.shape[1] // GROUP) * GROUP
 
-    def __init__(self, dtype: DType, nbytes: int, threads: int) -> None:
+
+class Product:
+    """Weights of one type, each an array of rows of bytes, times one row of activations; the results are nobody's."""
+
+    def __init__(self, dtype: DType, matrices: Sequence[np.ndarray], threads: int) -> None:
         from .kernels import dense, grouped, products  # which ask this file how far ahead to fetch
         from .kernels.formats import FORMATS
 
         form = FORMATS.get(dtype)
         blocks = products.blocks_of(form) if form else dense.blocks_of(dtype)
-        stride = COLUMNS // dtype.block * dtype.block_bytes
-        rows = nbytes // stride // grouped.ROWS * grouped.ROWS
-        self.nbytes = rows * stride
-        memory = np.full(self.nbytes, 0x21, np.uint8), np.zeros(4 * COLUMNS, np.uint8), np.zeros(rows, np.float32)
+        self.nbytes = sum(matrix.nbytes for matrix in matrices)
+        rows, stride = np.max([matrix.shape for matrix in matrices], axis=0)
+        x, y = np.zeros(stride // dtype.block_bytes * dtype.block, np.float32), np.zeros(rows, np.float32)
         slots, scratch = np.array([0, 1, 1, 0], np.int32), np.zeros(threads * blocks.scratch, np.uint8)
-        weight, x, y = (array.ctypes.data for array in memory)
         self._blocks = [
-            np.array(
-                grouped.ARGS(
-                    w=weight,
-                    stride=stride,
-                    between=0,
-                    rows=rows,
-                    columns=COLUMNS,
-                    x=x,
-                    pitch=0,
-                    starts=slots.ctypes.data,
-                    experts=1,
-                    used=1,
-                    shared=1,
-                    y=y,
-                    step=0,
-                    scratch=scratch.ctypes.data,
-                    near=near,
-                    far=far,
-                ),
-                np.int64,
-            )
+            [
+                np.array(
+                    grouped.ARGS(
+                        w=matrix.ctypes.data,
+                        stride=matrix.shape[1],
+                        between=0,
+                        rows=len(matrix),
+                        columns=matrix.shape[1] // dtype.block_bytes * dtype.block,
+                        x=x.ctypes.data,
+                        pitch=0,
+                        starts=slots.ctypes.data,
+                        experts=1,
+                        used=1,
+                        shared=1,
+                        y=y.ctypes.data,
+                        step=0,
+                        scratch=scratch.ctypes.data,
+                        near=near,
+                        far=far,
+                    ),
+                    np.int64,
+                )
+                for matrix in matrices
+            ]
             for near, far in CHOICES
         ]
-        self._memory = (*memory, slots, scratch)
+        self._memory = matrices, x, y, slots, scratch
         self._call = REPLAY((products.product(form) if form else dense.product(dtype)).address)
         self._pool, self._threads = ThreadPoolExecutor(threads), threads
 
     def seconds(self) -> list[float]:
         """Of one run with each choice."""
-        return [self._seconds(block.ctypes.data) for block in self._blocks]
+        return [self._seconds(blocks) for blocks in self._blocks]
 
-    def _seconds(self, block: int) -> float:
+    def _seconds(self, blocks: Sequence[np.ndarray]) -> float:
         start = time.perf_counter()
-        list(self._pool.map(lambda thread: self._call(block, thread, self._threads), range(self._threads)))
+        list(self._pool.map(lambda thread: self._part(blocks, thread), range(self._threads)))
         return time.perf_counter() - start
+
+    def _part(self, blocks: Sequence[np.ndarray], thread: int) -> None:
+        for block in blocks:
+            self._call(block.ctypes.data, thread, self._threads)
 
 
 def _file(dtype: DType) -> Path:

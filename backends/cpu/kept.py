@@ -32,7 +32,7 @@ def kept_replay(program: Program, buffers: Sequence[np.ndarray], on: Device, cre
     if tables is None or kernels is None:
         from .binding import foreseen  # and with it all kernels
 
-        measure_for(program)
+        measure_for(program, buffers)
         tables, needed = foreseen(program, crew.threads)
         if tables is None:
             return None

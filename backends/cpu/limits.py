@@ -26,6 +26,8 @@ PATTERNS = (
     {"streams": 8, "together": 0, "near": 2048, "far": 8192},
 )
 """Ways to read memory and do nothing else, in words of `limits.READ`.  Which is best differs between processors."""
+WIDTH = 1024 // DType.Q8_0.block * DType.Q8_0.block_bytes
+"""Bytes of a row of 1,024 weights of Q8_0."""
 TURNS = 1_000_000
 
 
@@ -63,7 +65,8 @@ class Reading:
         known = {"memory": memory.ctypes.data, "turns": turns, "sums": sums.ctypes.data}
         self._memory = memory, sums
         self._runs = [_Run(limits.read, limits.READ(**known, **pattern), threads) for pattern in PATTERNS]
-        self._product = Product(DType.Q8_0, nbytes // 4, threads)
+        rows = np.full((nbytes // 4 // WIDTH, WIDTH), 0x21, np.uint8)
+        self._product = Product(DType.Q8_0, [rows], threads)
 
     def rate(self) -> float:
         """Bytes a second, now."""

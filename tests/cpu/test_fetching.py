@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hocket.backends.base import BufferSpec, Program
@@ -17,12 +19,13 @@ DEFAULT = fetching.CHOICES[0]
 class Measured:
     """Stands for `fetching.Product`: runs with one choice take as long as it is told."""
 
-    nbytes = 1
     asked = 0
+    read = 0
     times: tuple[float, ...] = ()
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self, _: DType, matrices: Sequence[np.ndarray], threads: int) -> None:
         type(self).asked += 1
+        type(self).read = self.nbytes = sum(matrix.nbytes for matrix in matrices)
 
     def seconds(self) -> list[float]:
         return [*self.times]
@@ -36,37 +39,49 @@ def _measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Measured, "times", (1.0, 1.0, 0.9, 0.8, 1.0))
 
 
-def program(*rows: int) -> Program:
+def measure(*rows: int) -> None:
+    """For a program with weights of so many rows, which lie in one another: nobody reads them here."""
     specs = [Spec((n, 1024), DType.Q8_0) for n in rows]
-    return Program(
-        tuple(BufferSpec("weight", f"w{n}", s.nbytes, s, s) for n, s in zip(rows, specs, strict=True)), (), {}, {}
-    )
+    memory = np.zeros(max(spec.nbytes for spec in specs) + 64, np.uint8)
+    weights = tuple(BufferSpec("weight", f"w{n}", s.nbytes, s, s) for n, s in zip(rows, specs, strict=True))
+    fetching.measure_for(Program(weights, (), {}, {}), [memory] * len(rows))
+
+
+def choose() -> None:
+    fetching.choose(DType.Q8_0, [np.zeros((64, 34), np.uint8)])
 
 
 def test_the_best_is_kept_for_its_type():
-    fetching.choose(DType.Q8_0)
+    choose()
     assert fetching.ahead(DType.Q8_0) == fetching.CHOICES[3]
     assert fetching.ahead(DType.Q4_0) == DEFAULT
 
 
 def test_what_is_hardly_better_is_not_taken(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Measured, "times", (1.0, 0.98, 1.0, 1.0, 1.0))
-    fetching.choose(DType.Q8_0)
+    choose()
     assert fetching.ahead(DType.Q8_0) == DEFAULT
 
 
 def test_it_is_measured_once_and_for_many_weights_alone():
-    fetching.measure_for(program(2048, 4096))
+    measure(2048, 4096)
     assert Measured.asked == 0, "so few stay in a cache"
-    fetching.measure_for(program(32768, 32769))
-    fetching.measure_for(program(32768, 32769))
+    measure(32768, 32769)
+    measure(32768, 32769)
     assert Measured.asked == 1
 
 
 def test_what_is_damaged_is_measured_again():
-    fetching.choose(DType.Q8_0)
+    choose()
     file = fetching._file(DType.Q8_0)
     file.write_bytes(file.read_bytes()[:-1] + b"\xff")
     assert fetching.ahead(DType.Q8_0) == DEFAULT
-    fetching.measure_for(program(65536))
+    measure(65536)
     assert Measured.asked == 2
+
+
+@pytest.mark.parametrize("rows", [(65536,), (100_000, 65536), (200_000,)])
+def test_what_is_read_for_it_are_weights_of_the_program_up_to_a_bound(rows: tuple[int, ...]):
+    measure(*rows)
+    assert Measured.read <= min(fetching.MOST + 64 * 1088, sum(rows) * 1088)
+    assert Measured.read >= min(fetching.MOST, sum(rows) * 1088) - 64 * 1088
