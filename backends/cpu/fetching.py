@@ -77,7 +77,10 @@ def _rows(matrix: np.ndarray, nbytes: int) -> int:
 
 
 class Product:
-    """Weights of one type, each an array of rows of bytes, times one row of activations; the results are nobody's."""
+    """Weights of one type times one row of activations; the results are nobody's.
+
+    Each is an array of rows of bytes; those that lie in groups, as packed weights do, are whole groups.
+    """
 
     def __init__(self, dtype: DType, matrices: Sequence[np.ndarray], threads: int) -> None:
         from .kernels import dense, grouped, products  # which ask this file how far ahead to fetch

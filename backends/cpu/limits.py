@@ -13,7 +13,7 @@ import numpy as np
 
 from ...graph.dtypes import DType
 from .compiler import REPLAY, Kernel
-from .fetching import Product
+from .fetching import GROUP, Product
 from .kernels import limits
 from .simd.vectors import has_vnni
 
@@ -65,8 +65,8 @@ class Reading:
         known = {"memory": memory.ctypes.data, "turns": turns, "sums": sums.ctypes.data}
         self._memory = memory, sums
         self._runs = [_Run(limits.read, limits.READ(**known, **pattern), threads) for pattern in PATTERNS]
-        rows = np.full((nbytes // 4 // WIDTH, WIDTH), 0x21, np.uint8)
-        self._product = Product(DType.Q8_0, [rows], threads)
+        weight = np.full((nbytes // 4 // WIDTH // GROUP * GROUP, WIDTH), 0x21, np.uint8)
+        self._product = Product(DType.Q8_0, [weight], threads)
 
     def rate(self) -> float:
         """Bytes a second, now."""
