@@ -1,9 +1,10 @@
 """The build of hocket: that of setuptools, after kernels were compiled into the package.  So nobody waits for a
 compiler in the first minute.
 
-For the processor at hand these are the kernels of the model that comes with hocket.  ``HOCKET_BUILD_KERNELS=all`` makes
-a wheel for other machines, with kernels for every type of weights and each of `hocket.backends.cpu.processor.SHIPPED`;
-``0`` leaves them out: then they are compiled when they are first needed, as any that are not there.
+For the processor at hand these are the kernels of the model that comes with hocket, and of decoders with the types of
+weights that most files have.  ``HOCKET_BUILD_KERNELS=all`` makes a wheel for other machines, with kernels for every
+type and each of `hocket.backends.cpu.processor.SHIPPED`; ``0`` leaves them out: then they are compiled when they are
+first needed, as any that are not there.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Kernels that are ready when installation ends: ``python -m hocket.frontends.shipping`` compiles them.
 
-They lie in the package: those of the embedded model for the processor at hand; with ``--all`` those of every type of
-weights, too, for each of `SHIPPED`, one process after the other with ``HOCKET_TARGET``.  Which kernels these are is
-found by planning and binding, so nothing has to run.
+They lie in the package: those of the embedded model and of decoders with the types of weights that most files have, for
+the processor at hand; with ``--all`` those of every type, too, for each of `SHIPPED`, one process after the other with
+``HOCKET_TARGET``.  Which kernels these are is found by planning and binding, so nothing has to run.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from multiprocessing import get_all_start_methods, get_context
 
 from ..backends.base import group_of
 from ..backends.cpu.binding import kernels_of
@@ -23,7 +24,7 @@ from ..backends.cpu.processor import SHIPPED, target
 from ..graph.dtypes import DType
 from ..graph.graph import Graph
 from ..graph.node import input, weight
-from ..ops import get_rows, mul_mat
+from ..ops import get_rows, mul_mat, rope, swiglu
 from ..scheduler import plan_for
 from .devices import ONE_DEVICE
 from .models import Step
@@ -32,22 +33,21 @@ from .open import open_model
 TOKENS = (1, 2, 16, 128)
 """Tokens of the steps that a first run takes, as the kernels see them: one, few, and many."""
 PLAIN = (DType.F32, DType.F16, DType.BF16)
+USUAL = (DType.Q8_0, DType.Q4_0, DType.Q4_1, DType.Q4_K, DType.Q5_K, DType.Q6_K, DType.F16, DType.BF16)
+"""Types of weights that most files have."""
 
 
 def kernels(*, of_all_types: bool) -> Iterator[Kernel]:
-    """Those that the embedded model calls, and with `of_all_types` those that read weights of each type."""
+    """Those that the embedded model calls, and those that decoders with weights of usual types or of all call."""
     yield from (run, top_k)
-    model = open_model(None)
     caches = [(dtype, dtype) for dtype in PLAIN] if of_all_types else [ONE_DEVICE.caches]
-    steps = [Step(1, tokens, 256, 256, 1, keys=k, values=v) for tokens in TOKENS for k, v in caches]
-    graphs = [*map(model.graph, steps)]
-    types = [*FORMATS] if of_all_types else [t.dtype for t in model.tensors.values() if t.dtype in FORMATS]
-    for dtype in dict.fromkeys(types):
-        yield from (pack(FORMATS[dtype]), unpack(FORMATS[dtype]))
-    for dtype in (*FORMATS, *PLAIN) if of_all_types else ():
-        w = weight("w", (64, 512), dtype)
-        graphs += [Graph({"y": mul_mat(w, input("x", (tokens, 512)))}) for tokens in TOKENS]
-        graphs.append(Graph({"y": get_rows(w, input("ids", (3,), "i32"))}))
+    model = open_model(None)
+    graphs = [model.graph(Step(1, tokens, 256, 256, 1, keys=k, values=v)) for tokens in TOKENS for k, v in caches]
+    for dtype in (*FORMATS, *PLAIN) if of_all_types else USUAL:
+        if dtype in FORMATS:
+            yield from (pack(FORMATS[dtype]), *([unpack(FORMATS[dtype])] if of_all_types else ()))
+        graphs += [_fed_forward(dtype, tokens) for tokens in TOKENS]
+    graphs += [_turned(mode) for mode in ("normal", "neox")]
     for threads in (1, 2):
         group = group_of(["cpu:0"], threads)
         for graph in graphs:
@@ -55,14 +55,43 @@ def kernels(*, of_all_types: bool) -> Iterator[Kernel]:
             yield from kernels_of(lane.program, threads)
 
 
+def _fed_forward(dtype: DType, tokens: int) -> Graph:
+    """Rows of a table of `dtype`, a gated unit of it, and scores of all words, as decoders have them."""
+    words, up, gate, down = (weight(n, (512, 512), dtype) for n in ("words", "up", "gate", "down"))
+    x = get_rows(words, input("ids", (tokens,), "i32"))
+    x = x + mul_mat(down, swiglu(mul_mat(gate, x), mul_mat(up, x)))
+    return Graph({"y": mul_mat(words, x)})
+
+
+def _turned(mode: str) -> Graph:
+    """Heads turned by their places in one of the orders of pairs that files have."""
+    return Graph({"y": rope(input("x", (2, 4, 64)), input("pos", (2,), "i32"), n_dims=64, mode=mode)})
+
+
 def main(words: Sequence[str]) -> int:
     if "--all" in words and "HOCKET_TARGET" not in os.environ:
         command = [sys.executable, "-m", "hocket.frontends.shipping", "--all"]
         each = [subprocess.run(command, env={**os.environ, "HOCKET_TARGET": t.name}).returncode for t in SHIPPED]
         return max(each)
-    count = ship(kernels(of_all_types="--all" in words))
-    print(f"{target().name}: {count} kernels are ready")
-    return 0
+    wanted = [*dict.fromkeys(kernels(of_all_types="--all" in words))]
+    status = ship_at_once(wanted)
+    print(f"{target().name}: {len(wanted)} kernels are ready" if not status else "kernels were not compiled")
+    return status
+
+
+def ship_at_once(wanted: Sequence[Kernel]) -> int:
+    """Compile kernels with all processors; the worst status of a process.  A kernel holds closures: only a fork takes
+    it along, and where there is none one process compiles all."""
+    if "fork" not in get_all_start_methods():
+        ship(wanted)
+        return 0
+    count, fork = os.cpu_count() or 1, get_context("fork")
+    each = [fork.Process(target=ship, args=(wanted[i::count],)) for i in range(count)]
+    for process in each:
+        process.start()
+    for process in each:
+        process.join()
+    return max(abs(process.exitcode or 0) for process in each)
 
 
 if __name__ == "__main__":
