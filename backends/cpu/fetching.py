@@ -49,7 +49,7 @@ def measure_for(program: Program, buffers: Sequence[np.ndarray]) -> None:
     copy of them would be memory that the model has no use for."""
     weights = defaultdict[DType, list[np.ndarray]](list)
     for spec, memory in zip(program.buffers, buffers, strict=True):
-        if spec.kind == "weight" and spec.stored is not None and len(spec.stored.shape) > 1:
+        if spec.kind == "weight" and spec.stored is not None and len(spec.stored.shape) > 1 and spec.nbytes:
             dtype, columns = spec.stored.dtype, spec.stored.shape[-1]
             rows = memory.view(np.uint8)[: spec.stored.nbytes]
             weights[dtype].append(rows.reshape(-1, columns // dtype.block * dtype.block_bytes))

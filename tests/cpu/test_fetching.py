@@ -64,7 +64,7 @@ def test_what_is_hardly_better_is_not_taken(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_it_is_measured_once_and_for_many_weights_alone():
-    measure(2048, 4096)
+    measure(0, 2048, 4096)
     assert Measured.asked == 0, "so few stay in a cache"
     measure(32768, 32769)
     measure(32768, 32769)
