@@ -24,7 +24,6 @@ from .hardware import CPU, Hardware
 from .layout import REPLICATE, Local
 from .lowering.lane import DEVICES, Devices, lanes_of
 from .plan import SPLIT_NAMES, Cuts, Host, Plan
-from .sharding.assign import assign
 from .sharding.axes import Factor
 from .sharding.cost import Costs
 from .sharding.emit import Sharded, shard
@@ -46,6 +45,7 @@ from .sharding.pins import (
     unable,
     wished,
 )
+from .sharding.rows import assign_rows
 from .sharding.search import Choice, Search, all_cuts_of, cuts_of, deal, factors_at
 from .sharding.teams import Teams, compose, stages_like, teams_by, teams_like
 from .spelling import spelled_out
@@ -177,7 +177,9 @@ class Planning:
         """Over weights and states that lie on the devices already."""
         if (teams := teams_like([lane.program for lane in earlier.lanes])) is not None:
             where = stages_like(self.graph, earlier.leaves, teams)
-            sharded, cuts = compose(self.graph, where, teams, earlier.cuts, self.proportions, earlier.leaves)
+            sharded, cuts = compose(
+                self.graph, where, teams, earlier.cuts, self.proportions, self.hardware, earlier.leaves
+            )
             return self._plan(sharded, cuts, ("an earlier plan's layout",), {})
         held = lying(self.graph, earlier.leaves)
         stored = [earlier.leaves[v.node.name] for v in (*earlier.graph.weights, *earlier.graph.states)]
@@ -299,7 +301,7 @@ class Planning:
         held = self.shares or by_memory([device for _, device in self.group])
         where = layer_split(self.graph, [sum(held[d] for d in team) for team in teams])
         cuts = all_cuts_of(self.graph, self.factors, choice.factors)
-        sharded, made = compose(self.graph, where, teams, cuts, self.proportions)
+        sharded, made = compose(self.graph, where, teams, cuts, self.proportions, self.hardware)
         shown = [", ".join(self.names[d] for d in (team[0], team[-1])) for team in teams]
         notes = [f"stage {s} of the layers is on {name}" for s, name in enumerate(shown)]
         plan = self._plan(sharded, made, (*choice.considered, *notes), {})
@@ -382,8 +384,8 @@ class Planning:
 
         def build(nodes: Mapping[Node, Pin]) -> tuple[Mapping[Node, Pin], Sharded]:
             pins = settled(self.graph, nodes) if held is None else Pins(nodes, held.leaves)
-            pinned = nodes or pins.leaves
-            laid = assign(self.graph, self.factors, choice.factors, pins if pinned else NO_PINS)
+            given = pins if nodes or pins.leaves else NO_PINS
+            laid = assign_rows(self.graph, self.factors, choice.factors, given, len(self.group), self.hardware)
             return nodes, shard(self.graph, self.factors, laid, shares)
 
         first = {**decided(self.graph, self.group), **({} if held is None else held.nodes), **self.wished}

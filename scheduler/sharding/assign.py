@@ -1,6 +1,6 @@
 """Which factor each node is computed by, and the state of every value that follows from it (see `states`).
 
-A node is computed in one of five ways; the first that applies says in which states it reads and makes values.  `f` is
+A node is computed in one of these ways; the first that applies says in which states it reads and makes values.  `f` is
 a chosen factor by which an operand is cut already, or by which a weight or state that it reads may be cut:
 
     the node is                     because                             wanted of operands         made
@@ -13,6 +13,8 @@ a chosen factor by which an operand is cut already, or by which a weight or stat
                                                                         of what is added to it     adds others
     passing a sum on                it is linear in operands whose      Partial or Routed of       the same
                                     sum is owed, and needs no more      these, else Replicate
+    cut by r, entry by entry        a sum that it reads is dealt by     Cut(r) if they have r,     Cut(r)
+                                    rows r, an index of every result    else Replicate
     on all devices alike            none of these                       all Replicate              Replicate
 
 A factor that stands for two indices of a node (both rows of ``W Wᵀ``) cannot cut it: a device would have a block on
@@ -113,14 +115,15 @@ def assign(
     chosen: frozenset[Factor],
     pins: Pins = NO_PINS,
     shown: Iterable[Value] = (),
+    rows: Factor | None = None,
 ) -> Assignment:
     """Lay `graph` out over the `chosen` factors.  Always succeeds: what does not fit is converted.
 
     A weight that some node needs whole stays whole on every device (nodes that can still take a slice of it).  Values
-    that are `shown` to others end whole on every device.
+    that are `shown` to others end whole on every device.  Sums that nobody passes on are dealt by `rows`.
     """
     users = graph.users()
-    return settled(lambda whole: Pass(graph, factors, chosen, users, whole, pins).run(shown))
+    return settled(lambda whole: Pass(graph, factors, chosen, users, whole, pins, rows).run(shown))
 
 
 def settled(laid: Callable[[frozenset[Value]], Assignment]) -> Assignment:
@@ -146,9 +149,11 @@ class Pass:
         users: Mapping[Value, list[Node]],
         whole: frozenset[Value],
         pins: Pins = NO_PINS,
+        rows: Factor | None = None,
     ) -> None:
         self.graph, self.factors, self.users, self.whole, self.pins = graph, factors, users, whole, pins
-        self.out = Assignment(chosen, whole=whole)
+        self.rows = rows
+        self.out = Assignment(chosen if rows is None else chosen | {rows}, whole=whole)
         self.converted: set[tuple[Value, State]] = set()
         self.stored: set[Value] = set()  # weights, states and views of them: where a cut saves memory and reading
         self.ends = {*graph.outputs.values(), *graph.updates.values()}
@@ -206,6 +211,9 @@ class Pass:
             wants, results = (by,) * len(node.inputs), (by,) * len(node.specs)
         elif (cut := self._factor_for(node)) is None:
             wants, by = self._wants_whole(node)
+            if by is REPLICATE and self.rows is not None and self._deals(node, self.rows):
+                by = Cut(self.rows)
+                wants = tuple(by if self.rows in self.factors.of(s) else REPLICATE for s in node.inputs)
             results = tuple(by for _ in node.results)
         elif cut is self.factors.uses(node).looked_up:
             wants, summed = self._dealt(node, cut)
@@ -234,7 +242,15 @@ class Pass:
             return None
         uses = self.factors.uses(node)
         legal = [f for f in candidates if f not in uses.coupled and self._is_legal(node, f, uses)]
-        return max(legal, key=lambda f: self._weight_of(node, f), default=None)
+        return max(legal, key=lambda f: (f is not self.rows, self._weight_of(node, f)), default=None)
+
+    def _deals(self, node: Node, rows: Factor) -> bool:
+        """Whether `node` reads a sum that is not whole yet and can be dealt so."""
+        uses = self.factors.uses(node)
+        if rows in uses.coupled or rows is uses.looked_up or not all(rows in self.factors.of(v) for v in node.results):
+            return False
+        sums = (s for s in node.inputs if self.out.made[s].is_owed and rows in self.factors.of(s))
+        return any(not self._is_converted(s, REPLICATE) for s in sums)
 
     def _is_legal(self, node: Node, factor: Factor, uses: Uses) -> bool:
         """Every result has the factor, or it is summed over or looked up: then no result has it, and no entry is on two

@@ -16,13 +16,14 @@ from ...graph.graph import Graph, names
 from ...graph.node import Node, Value, input
 from ...graph.rewrite import rewrite
 from ...ops.collective import COLLECTIVES, receive, send
+from ..hardware import Hardware
 from ..layout import REPLICATE, Layout, Local, Replicate, Shard
 from ..lowering.lane import teams_of
-from .assign import assign
 from .emit import Sharded, shard, unused, with_meetings
 from .factors import Factors
 from .layers import Placement, homes
 from .pins import Pins, as_before
+from .rows import assign_rows
 from .search import cuts_of, deal, factors_at
 
 Cuts = frozenset[tuple[str, int, int, int]]
@@ -69,6 +70,7 @@ def compose(
     teams: Teams,
     cuts: Cuts,
     proportions: Sequence[float],
+    hardware: Hardware,
     earlier: Mapping[str, Layout] | None = None,
 ) -> tuple[Sharded, Cuts]:
     """The graphs of all devices if the nodes are in stages as `where` says, each cut as `cuts` say; and the cuts that
@@ -77,7 +79,7 @@ def compose(
     stages = staged(graph, where, len(teams))
     whole = frozenset[str]()  # leaves that several stages read, and would cut along different axes
     while True:
-        made = _Composition(graph, stages, teams, cuts, proportions, whole, earlier)
+        made = _Composition(graph, stages, teams, cuts, proportions, hardware, whole, earlier)
         if made.torn <= whole:
             return made.sharded(), made.cuts
         whole |= made.torn
@@ -133,11 +135,12 @@ class _Composition:
         teams: Teams,
         cuts: Cuts,
         proportions: Sequence[float],
+        hardware: Hardware,
         whole: frozenset[str],
         earlier: Mapping[str, Layout] | None,
     ) -> None:
         self.graph, self.stages, self.teams, self.proportions = graph, stages, teams, proportions
-        self.asked, self.whole, self.earlier = cuts, whole, earlier
+        self.asked, self.hardware, self.whole, self.earlier = cuts, hardware, whole, earlier
         self.number = 0
         self.cuts: Cuts = frozenset()
         self.sent: list[list[tuple[str, int, int]]] = [[] for _ in proportions]  # output, to whom, under which number
@@ -162,7 +165,7 @@ class _Composition:
         before = {v.node.name: _within(earlier[v.node.name], v.shape, team) for v in stored if v.node.name in earlier}
         pins = Pins({}, {v: REPLICATE for v in stored if v.node.name in self.whole})
         while True:
-            laid = assign(graph, factors, chosen, pins, shown)
+            laid = assign_rows(graph, factors, chosen, pins, len(team), self.hardware, shown)
             part = shard(graph, factors, laid, shares, first=self.number, whole=shown)
             known, pins = pins, as_before(pins, graph, part.leaves, before)
             if pins == known:

@@ -242,7 +242,8 @@ class Reasons:
         because = "" if cut is None else f": %{cut.label} is cut on axis {self._axis(cut)}"
         if stage.op == "all_gather":
             return f"{named(source)} lies in shards and is read whole{because}"
-        return f"{named(source)} is a sum over the devices{because}"
+        whose = ", of which each keeps its own rows" if stage.op == "reduce_scatter" else ""
+        return f"{named(source)} is a sum over the devices{whose}{because}"
 
     def _axis(self, leaf: Node) -> int:
         layout = self.plan.leaves[leaf.name]

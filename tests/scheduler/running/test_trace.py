@@ -50,6 +50,9 @@ def saved(trace, path):
     return json.loads(path.read_text("ascii"))
 
 
+MEETINGS = ("all_reduce", "all_gather", "reduce_scatter")
+
+
 @pytest.mark.parametrize("mode", ["tensor", "layer"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_step_of_every_device_is_there_once_a_run_and_in_its_time(kind, mode, tmp_path):
@@ -90,7 +93,7 @@ def test_meetings_are_arrows_between_devices_and_memory_is_counted(mode, tmp_pat
         assert start["ts"] <= end["ts"] + 0.001
         for arrow in (start, end):  # each end lies on a step of a meeting
             (there,) = [s for s in steps if s["pid"] == arrow["pid"] and s["ts"] <= arrow["ts"] <= s["ts"] + s["dur"]]
-            assert there["cat"] in ("all_reduce", "send" if arrow is start else "receive")
+            assert there["cat"] in (*MEETINGS, "send" if arrow is start else "receive")
     for device, lane in enumerate(run.plan.lanes):
         counted = [
             e["args"]["bytes"] for e in events if e["ph"] == "C" and e["pid"] == 2 + device and "co" in e["name"]
