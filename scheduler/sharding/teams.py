@@ -76,7 +76,7 @@ def compose(
     """The graphs of all devices if the nodes are in stages as `where` says, each cut as `cuts` say; and the cuts that
     are made.  `earlier` says how weights and states lie already.  Raises `PlanError` where a value would have to go
     back to an earlier stage."""
-    stages = staged(graph, where, len(teams))
+    stages = staged(graph, where, teams, earlier or {})
     whole = frozenset[str]()  # leaves that several stages read, and would cut along different axes
     while True:
         made = _Composition(graph, stages, teams, cuts, proportions, hardware, whole, earlier)
@@ -85,9 +85,14 @@ def compose(
         whole |= made.torn
 
 
-def staged(graph: Graph, where: Placement, stages: int) -> list[Stage]:
-    """The graph of every stage.  Raises `PlanError` where a value would have to go back."""
-    home, called = homes(graph, where), names(graph)
+def staged(graph: Graph, where: Placement, teams: Teams, earlier: Mapping[str, Layout]) -> list[Stage]:
+    """The graph of every stage; states stay where they lie already.  Raises `PlanError` where a value would have to go
+    back."""
+    home, called, stages = homes(graph, where), names(graph), len(teams)
+    for state in graph.states:
+        if (lies := earlier.get(state.node.name)) is not None and not _has(lies, teams[home[state]]):
+            there = [stage for stage, team in enumerate(teams) if _has(lies, team)]
+            home[state] = next(iter([s for s in there if s > home[state]] or there), home[state])
     leaves = {n.name for n in graph.nodes if n.is_leaf}
     local: dict[tuple[int, Value], Value] = {}
     taken: list[dict[str, Value]] = [{} for _ in range(stages)]

@@ -57,6 +57,21 @@ def test_stages_that_are_cut_give_what_one_device_gives(make, devices, shares):
     assert not compared(results(made, values), results(plan_for(graph, group("reference", 1)), values))
 
 
+def test_a_state_that_no_node_reads_stays_with_its_team():
+    wide, few, kept = weight("wide", (8, 6)), weight("few", (7,)), state("kept", (8,))
+    new = ops.reshape(ops.mul_mat(wide, input("x", (1, 6))), shape=(8,))
+    outputs = {
+        "y": new,
+        "z": ops.cont(ops.transpose(input("up", (1, 6)))),
+        "v": ops.gather(few, input("i", (3,), "i32")),
+    }
+    graph = Graph(outputs, {kept: new})
+    values = {**values_of(graph, 3), "i": np.array([0, 6, 2])}
+    made = staged(graph, "reference", choose=lambda g, f: frozenset(f.axes(wide)[1][0]))
+    assert made.leaves["kept"] == Local((2, 3)), "the graph has to be one whose new value is made before"
+    assert not compared(results(made, values), results(plan_for(graph, group("reference", 1)), values))
+
+
 def test_devices_that_only_send_letters_are_one_team_and_go_on_meeting_where_their_memory_is():
     made = plan_for(decoder(), group("reference", 3), split_mode="layer")
     assert teams_of([lane.program for lane in made.lanes]) == ((0, 1, 2),) * 3
