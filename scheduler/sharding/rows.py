@@ -19,7 +19,7 @@ from .cost import Costs
 from .factors import Factors
 from .pins import Pins
 
-GAIN = 0.01
+GAIN = 0.03
 """Part of the time of a run that it has to save: what is predicted is not known better."""
 
 

@@ -1,4 +1,4 @@
-"""Sums over the devices of one machine, met without the GIL.
+"""Sums and shares of the devices of one machine, met without the GIL.
 
 Where they share a process, the first thread of each sums its part for all; where they are several processes, each
 copies its summand to where all see it, and sums for itself.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from ....ops.collective import int_attr, runs_of
 from ...base import Comm
 from ...operands import Bound
 from ..compiler import kernel, part
@@ -47,39 +48,91 @@ def meet_all(board, participants, patience):
     return 0
 
 
+@part
+def meet_at(board, rank, devices, source, target, number, patience):
+    """Say where one's operand and result are, and wait for all; 0 or why not."""
+    mine = board + SLOTS + rank * SLOT
+    store_long(mine, source)
+    store_long(mine + 8, target)
+    store_long(mine + 16, number + 1)
+    status = meet_all(board, devices, patience)
+    for d in range(devices):
+        if status == 0 and load_long(board + SLOTS + d * SLOT + 16) != number + 1:
+            status = OUT_OF_STEP
+    return status
+
+
+@part
+def part_from(board, rank, devices, patience):
+    """Wait until nobody reads or writes the memory of others any more; 0 or why not."""
+    status = meet_all(board, devices, patience)
+    if status == 0:
+        store_long(board + SLOTS + rank * SLOT + 16, 0)
+    return status
+
+
+@part
+def sum_of_all(board, devices, at, left):
+    """Up to 16 numbers, the sum of those that all devices have `at` so many bytes in their operands."""
+    total = lanes_of(load_long(board + SLOTS) + at, left)
+    for d in range(1, devices):
+        total = add(total, lanes_of(load_long(board + SLOTS + d * SLOT) + at, left))
+    return total
+
+
 ARGS = words("board rank devices source target count number patience")
 
 
 @kernel
 def all_reduce(a, thread, threads):
     """The sum of `count` float32 over all devices; `number` is that of the collective, `patience` in nanoseconds."""
-    board, rank, devices, count, number = ARGS.board(a), ARGS.rank(a), ARGS.devices(a), ARGS.count(a), ARGS.number(a)
-    mine = board + SLOTS + rank * SLOT
-    store_long(mine, ARGS.source(a))
-    store_long(mine + 8, ARGS.target(a))
-    store_long(mine + 16, number + 1)
-    status = meet_all(board, devices, ARGS.patience(a))
+    board, rank, devices, count = ARGS.board(a), ARGS.rank(a), ARGS.devices(a), ARGS.count(a)
+    status = meet_at(board, rank, devices, ARGS.source(a), ARGS.target(a), ARGS.number(a), ARGS.patience(a))
     if status != 0:
         return status
-    for d in range(devices):
-        if load_long(board + SLOTS + d * SLOT + 16) != number + 1:
-            return OUT_OF_STEP
     lo, hi = share((count + LANES - 1) // LANES, rank, devices)
     for block in range(lo, hi):
         at, left = 4 * LANES * block, count - LANES * block
-        total = lanes_of(load_long(board + SLOTS) + at, left)
-        for d in range(1, devices):
-            total = add(total, lanes_of(load_long(board + SLOTS + d * SLOT) + at, left))
+        total = sum_of_all(board, devices, at, left)
         for d in range(devices):
-            to = load_long(board + SLOTS + d * SLOT + 8) + at
-            if left >= LANES:
-                store(to, total)
-            else:
-                store_some(to, total, left)
-    status = meet_all(board, devices, ARGS.patience(a))
-    if status == 0:
-        store_long(mine + 16, 0)
-    return status
+            store_lanes(load_long(board + SLOTS + d * SLOT + 8) + at, total, left)
+    return part_from(board, rank, devices, ARGS.patience(a))
+
+
+SHARE_ARGS = words("board rank devices source target outer own whole first number patience")
+
+
+@kernel
+def reduce_scatter(a, thread, threads):
+    """For each of `outer` rows the sum over all devices of the `own` float32 from number `first` on, of `whole` in each
+    row of the operands."""
+    board, rank, devices = SHARE_ARGS.board(a), SHARE_ARGS.rank(a), SHARE_ARGS.devices(a)
+    source, target, own = SHARE_ARGS.source(a), SHARE_ARGS.target(a), SHARE_ARGS.own(a)
+    status = meet_at(board, rank, devices, source, target, SHARE_ARGS.number(a), SHARE_ARGS.patience(a))
+    if status != 0:
+        return status
+    for row in range(SHARE_ARGS.outer(a)):
+        at = 4 * (row * SHARE_ARGS.whole(a) + SHARE_ARGS.first(a))
+        for i in range(0, own, LANES):
+            store_lanes(target + 4 * (row * own + i), sum_of_all(board, devices, at + 4 * i, own - i), own - i)
+    return part_from(board, rank, devices, SHARE_ARGS.patience(a))
+
+
+@kernel
+def all_gather(a, thread, threads):
+    """Each of `outer` rows of `own` float32, written from number `first` on to that row of `whole` on all devices."""
+    board, rank, devices = SHARE_ARGS.board(a), SHARE_ARGS.rank(a), SHARE_ARGS.devices(a)
+    source, own = SHARE_ARGS.source(a), SHARE_ARGS.own(a)
+    status = meet_at(board, rank, devices, source, SHARE_ARGS.target(a), SHARE_ARGS.number(a), SHARE_ARGS.patience(a))
+    if status != 0:
+        return status
+    for row in range(SHARE_ARGS.outer(a)):
+        at = 4 * (row * SHARE_ARGS.whole(a) + SHARE_ARGS.first(a))
+        for i in range(0, own, LANES):
+            some = lanes_of(source + 4 * (row * own + i), own - i)
+            for d in range(devices):
+                store_lanes(load_long(board + SLOTS + d * SLOT + 8) + at + 4 * i, some, own - i)
+    return part_from(board, rank, devices, SHARE_ARGS.patience(a))
 
 
 @part
@@ -87,6 +140,14 @@ def lanes_of(p, left):
     if left >= LANES:
         return load(p)
     return load_some(p, left)
+
+
+@part
+def store_lanes(p, value, left):
+    if left >= LANES:
+        store(p, value)
+    else:
+        store_some(p, value, left)
 
 
 SLAB_ARGS = words("board floats slab rank devices source target count number patience")
@@ -151,4 +212,33 @@ def _all_reduce(steps: Steps, call: Bound) -> bool:
     return True
 
 
-BINDINGS = {"all_reduce": _all_reduce}
+def _shares(steps: Steps, call: Bound) -> bool:
+    """A reduce-scatter or an all-gather in which each device has one run of the axis at most."""
+    comm: Comm | None = steps.comm
+    x, y = call.operand(0), call.out
+    axis, runs = int_attr(call.attrs["axis"]), runs_of(call.attrs["runs"])
+    if comm is None or comm.board is None or comm.is_apart or comm.slabs is not None:
+        return False
+    if not (x.is_float and x.is_dense and y.is_dense) or any(len(own) > 1 for own in runs):
+        return False
+    gathers = call.op == "all_gather"
+    whole, inner = (y if gathers else x).shape, math.prod(x.shape[axis + 1 :])
+    first, own = runs[comm.rank][0] if runs[comm.rank] else (0, 0)
+    words = SHARE_ARGS(
+        board=comm.board.ctypes.data,
+        rank=comm.rank,
+        devices=comm.size,
+        source=x.address,
+        target=y.address,
+        outer=math.prod(whole[:axis]),
+        own=own * inner,
+        whole=whole[axis] * inner,
+        first=first * inner,
+        number=int_attr(call.attrs["sequence"]),
+        patience=int(comm.timeout * 1e9),
+    )
+    steps.add(all_gather if gathers else reduce_scatter, words, reads=[x], writes=[y], nbytes=0, stops=True)
+    return True
+
+
+BINDINGS = {"all_reduce": _all_reduce, "all_gather": _shares, "reduce_scatter": _shares}
