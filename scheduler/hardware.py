@@ -53,7 +53,7 @@ class Hardware:
 
 
 CPU = Hardware()
-"""Virtual CPU devices on one machine: a guess that `hocket devices --measure` replaces."""
+"""Virtual CPU devices on one machine: a guess that `hocket calibrate` replaces."""
 
 
 @dataclass(frozen=True, slots=True)

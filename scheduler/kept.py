@@ -18,7 +18,8 @@ from ..backends.cache import cache_folder, keep, recalled
 from ..graph.export import from_json, to_json
 from ..graph.graph import Graph
 from ..ops.declaring.registry import OWN
-from .hardware import CPU, Hardware
+from .calibrated import hardware_of
+from .hardware import Hardware
 from .lowering.lane import Devices, Lane, first_alike
 from .plan import Host, Placed, Plan
 from .spelling import spelled_out
@@ -37,10 +38,12 @@ def kept_plan(
     tensor_split: Sequence[float] = (),
     place: Sequence[tuple[str, str]] = (),
     like: Plan | None = None,
-    hardware: Hardware = CPU,
+    hardware: Hardware | None = None,
     host: Host | None = None,
 ) -> Plan:
-    """What `plan_for` gives, read from disk where an earlier process has kept it."""
+    """What `plan_for` gives, read from disk where an earlier process has kept it; for what was measured of the devices
+    unless `hardware` is given."""
+    hardware = hardware_of(graph, group) if hardware is None else hardware
     graph = spelled_out(graph, group)
     asked = [*group, *([] if host is None else [(host.backend, host.device)])]
     options = (split_mode, tuple(tensor_split), tuple(place), hardware, None if host is None else host.hardware)

@@ -14,6 +14,7 @@ COMMANDS = {
     "plan": "Print how a graph would be dealt to devices, what it costs and why.",
     "view": "Write a page that shows a graph, its plan, memory and time in a browser.",
     "devices": "Print the devices of this machine.",
+    "calibrate": "Measure how fast devices and links are, for later plans.",
     "ops": "Print which op runs on which backend in which dtypes.",
     "check": "Check that a backend computes what the ops mean.",
 }

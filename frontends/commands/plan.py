@@ -22,7 +22,8 @@ from ...scheduler import (
     shortage,
     simulate,
 )
-from ..devices import ONE_DEVICE
+from ...scheduler.calibrated import hardware_of
+from ..devices import ONE_DEVICE, found
 from ..errors import ModelError
 from ..gguf.reader import MAGIC
 from ..graph_file import LARGEST, read_graph
@@ -52,6 +53,7 @@ def flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--steps", action="store_true", help="list every instruction of every device too")
     sub.add_argument("--show", choices=PASSES, help="print what one pass made instead of the explanation")
     sub.add_argument("--diff", metavar="PLAN", help="print what differs from this plan in JSON instead")
+    sub.add_argument("--measure", action="store_true", help="run the plan, and print predicted beside measured times")
     sub.add_argument("--json", action="store_true", help="print the plan as JSON, which --diff reads")
     sub.add_argument("-o", "--out", metavar="FILE", help="write the plan as JSON to a file too")
 
@@ -59,6 +61,8 @@ def flags(sub: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.show and (args.json or args.diff):
         raise ModelError(f"--show {args.show} prints one pass alone; leave it out, or --json and --diff")
+    if args.measure and (args.simulate or args.show or args.json or args.diff):
+        raise ModelError("--measure runs the plan and prints times; leave out --simulate, --show, --json and --diff")
     other = None if args.diff is None else read_plan(args.diff)
     tokens = 1 if args.phase == "decode" else args.batch
     on = group_of(args, **caches_of(args))
@@ -73,6 +77,13 @@ def run(args: argparse.Namespace) -> int:
         write(shown + "\n")
     elif args.show:
         write(PASSES[args.show](made).rstrip("\n") + "\n")
+    elif args.measure:
+        if context is None:
+            raise ModelError(f"{args.model}: --measure needs a model with weights; got a graph")
+        from ..measuring import measured_lines
+
+        speeds = "estimated; hocket calibrate measures" if made.hardware == CPU else "measured by hocket calibrate"
+        write("\n".join([f"speeds: {speeds}", *measured_lines(made, open_model(args.model))]) + "\n")
     else:
         write(text if args.json else made.explain(steps=args.steps) + "\n")
     if problem := memory_problem(asked, context=context):
@@ -105,7 +116,8 @@ def plan_group(graph: Graph, on: Group, simulated: str | None = None) -> tuple[P
     """The plan of `graph` for devices, or for simulated ones, and what a session would do: the same if that fits (or
     nothing does), else one in which the host takes the rest."""
     if simulated is None:
-        group, hardware, host = [find(name) for name in on.devices], CPU, Host(*find(HOST))
+        group, host = found(on), Host(*find(HOST))
+        hardware = hardware_of(graph, group)
     else:
         simulation = simulate(simulated)
         group, hardware = list(simulation.group), simulation.hardware

@@ -1,0 +1,38 @@
+"""``hocket calibrate``: measure what plans are judged by, and keep it for later plans on this machine."""
+
+from __future__ import annotations
+
+import argparse
+
+from ...scheduler.calibrated import Speeds, group_name, keep_speeds
+from ...scheduler.calibrating import speeds_of
+from ..devices import Group, found
+from ..terminal.output import log, write
+
+GROUPS = (("cpu:0",), ("cpu:0", "cpu:1"))
+"""Devices that are measured together: they share the processors and the memory."""
+
+
+def flags(sub: argparse.ArgumentParser) -> None:
+    """It has none."""
+
+
+def run(args: argparse.Namespace) -> int:
+    known: dict[str, Speeds] = {}
+    for devices in GROUPS:
+        group = found(Group(devices=devices))
+        speeds = known[group_name(group)] = speeds_of(group)
+        write("\n".join(lines(group_name(group), speeds, len(group))) + "\n")
+    log(f"kept in {keep_speeds(known)}; plans on such devices use it from now on")
+    return 0
+
+
+def lines(name: str, speeds: Speeds, devices: int) -> list[str]:
+    """What was measured, in words."""
+    link = f"; a message {speeds.link_latency * 1e6:.1f} us and {speeds.link_bandwidth / 1e9:.1f} GB/s"
+    rows = [f"{name}: a launch {speeds.launch * 1e6:.2f} us{link if devices > 1 else ''}"]
+    rows += [
+        f"  {kind:5} a vector {rate / 1e9:6.1f} GB/s, a prompt {speeds.flops[kind] / 1e9:7.1f} GFLOP/s"
+        for kind, rate in speeds.bandwidth.items()
+    ]
+    return rows

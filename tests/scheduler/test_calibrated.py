@@ -1,0 +1,122 @@
+"""Speeds that are measured, kept, and used by plans; nothing here reads a clock."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from hocket.backends.base import find
+from hocket.backends.cache import keep
+from hocket.cli import main
+from hocket.frontends.commands import calibrate
+from hocket.frontends.measuring import compared
+from hocket.graph import DType
+from hocket.scheduler import CPU, kept_plan, plan_for
+from hocket.scheduler.calibrated import (
+    Speeds,
+    _say_unfit,
+    group_name,
+    hardware_of,
+    keep_speeds,
+    read_speeds,
+    speeds_file,
+)
+from hocket.scheduler.calibrating import chain, products, speeds_of
+from hocket.scheduler.telling.measured import Measured, Step
+
+from ..given.models.goldens import TINY
+
+SPEEDS = Speeds({"q8_0": 10e9, "f32": 20e9}, {"q8_0": 4e9, "f32": 1e9}, 3e-6, 5e9, 7e-6)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
+    _say_unfit.cache_clear()
+    return tmp_path
+
+
+def test_plans_use_the_speeds_that_were_kept_for_their_devices():
+    graph, group = products(DType.Q8_0, 1, 1), [find("cpu:0")]
+    assert kept_plan(graph, group).hardware == CPU
+    keep_speeds({group_name(group): SPEEDS})
+    made = kept_plan(graph, group)
+    assert (made.hardware.bandwidth, made.hardware.flops) == pytest.approx((10e9, 4e9))
+    assert (made.hardware.launch, made.hardware.link_bandwidth, made.hardware.link_latency) == (3e-6, 5e9, 7e-6)
+    assert hardware_of(graph, [find("cpu:0"), find("cpu:1")]) == CPU, "two at once have other speeds than one"
+
+
+def test_speeds_of_several_dtypes_are_mixed_by_their_time():
+    graph = products(DType.F16, 1, 1)
+    assert SPEEDS.hardware(graph).bandwidth == pytest.approx(10e9), "what was not measured counts as the slowest"
+    assert SPEEDS.hardware(chain(64)).flops == 1e9, "a graph without weights"
+
+
+def _cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-3])
+
+
+def _foreign(file: Path) -> None:
+    keep(file, json.dumps({"of": "another", "speeds": {}}).encode())
+
+
+def _impossible(file: Path) -> None:
+    keep_speeds({"cpu": Speeds({"f32": 0.0}, {"f32": 1.0}, 0.0)})
+
+
+@pytest.mark.parametrize("spoil", [_cut, _foreign, _impossible])
+def test_a_file_that_does_not_fit_is_left_aside_in_one_line(spoil, caplog: pytest.LogCaptureFixture):
+    graph, group = chain(64), [find("cpu:0")]
+    keep_speeds({group_name(group): SPEEDS})
+    assert read_speeds(speeds_file()) == {group_name(group): SPEEDS}
+    spoil(speeds_file())
+    with caplog.at_level(logging.WARNING, "hocket.kernels"):
+        assert hardware_of(graph, group) == CPU
+        assert hardware_of(graph, group) == CPU
+    (line,) = caplog.messages
+    assert "hocket calibrate" in line
+
+
+def test_what_a_clock_says_becomes_speeds_that_predict_it():
+    """A clock that goes by the speeds of a plan gives these speeds back."""
+    told = []
+
+    def clock(runs):
+        told.append(runs[0].plan.cost.total)
+        return told[-1]
+
+    found = speeds_of([find("numpy:0")], clock, kinds=(DType.F32,))
+    assert found.launch == pytest.approx(CPU.launch, rel=0.05)
+    assert found.bandwidth["f32"] == pytest.approx(CPU.bandwidth, rel=0.02)
+    assert found.flops["f32"] == pytest.approx(CPU.flops, rel=0.02)
+    assert len(told) == 3
+
+
+def test_the_command_keeps_what_it_measures(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(calibrate, "speeds_of", lambda group: SPEEDS)
+    assert main(["calibrate"]) == 0
+    out, err = capsys.readouterr()
+    assert "q8_0  a vector   10.0 GB/s, a prompt     4.0 GFLOP/s" in out
+    assert str(speeds_file()) in err
+    known = read_speeds(speeds_file())
+    assert known is not None
+    assert list(known.values()) == [SPEEDS] * len(known)
+
+
+def test_predicted_stands_beside_measured():
+    plan = plan_for(chain(64), [find("numpy:0")])
+    steps = tuple(Step("k", 2 * plan.prices[0].of(at).seconds, 1) for at in range(48))
+    lines = compared(plan, 4 * plan.cost.total, Measured("run", 1, 1.0, True, (steps,)))
+    assert lines[1].split()[-3:] == ["-75%", "a", "run"]
+    assert lines[2].split()[-2:] == ["-50%", "rms_norm"]
+
+
+def test_a_model_is_run_and_measured(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", TINY, "--measure", "-c", "16"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("speeds: estimated")
+    assert "mul_mat" in out
+    assert main(["plan", TINY, "--measure", "--json"]) == 2
