@@ -106,5 +106,3 @@ def _nbytes(plan: Plan) -> float:
 def _beyond(seconds: float, plan: Plan, launch: float) -> float:
     """The seconds that are no launches; at least a tenth."""
     return max(seconds - launch * sum(plan.lanes[0].launches()), seconds / 10)
-
-

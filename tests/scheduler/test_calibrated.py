@@ -114,9 +114,11 @@ def test_predicted_stands_beside_measured():
     assert lines[2].split()[-2:] == ["-50%", "rms_norm"]
 
 
-def test_a_model_is_run_and_measured(capsys: pytest.CaptureFixture[str]):
+@pytest.mark.long
+def test_a_model_is_run_and_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("HOCKET_CACHE_DIR")  # kernels are kept there
     assert main(["plan", TINY, "--measure", "-c", "16"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("speeds: estimated")
+    assert out.startswith("speeds: ")
     assert "mul_mat" in out
     assert main(["plan", TINY, "--measure", "--json"]) == 2
