@@ -6,37 +6,34 @@ from collections import defaultdict
 from collections.abc import Iterator
 from statistics import median
 
-import numpy as np
-
-from ..scheduler import Executor, Plan, Store
+from ..scheduler import Plan
 from ..scheduler.stages import Stage
 from ..scheduler.telling.measured import Measured, measured
 from ..scheduler.units import time_text
-from .laying_out import load_weights
+from .errors import ModelError
 from .models import Model
+from .session import Group, Session
 
 RUNS = 9
 MOST = 40
 """Stages that are listed."""
 
 
-def measured_lines(plan: Plan, model: Model) -> list[str]:
-    """Run the plan with the weights of the model and compare: all of it, and stage by stage or, where there is one
-    stage alone, op by op."""
-    store = Store(plan.group)
-    load_weights(store, model, plan, None)
-    executor = Executor(plan, store)
-    executor.bind({v.node.name: np.zeros(v.shape, v.dtype.storage) for v in plan.graph.inputs})
-    return compared(plan, *timed(plan, executor))
-
-
-def timed(plan: Plan, executor: Executor) -> tuple[float, Measured]:
-    """Median seconds of a run from its start to its end, and what its steps took."""
-    executor.replay()
-    with executor.tracing() as trace:
-        for _ in range(RUNS):
-            executor.replay()
-    return median(run.end - run.start for run in trace.runs), measured(plan, trace)
+def measured_lines(model: Model, on: Group, tokens: int, context: int | None) -> list[str]:
+    """Run steps of so many tokens and compare: all of a step, and stage by stage or, where there is one stage alone, op
+    by op."""
+    session = Session(model, on=on, batch=tokens, context=context)
+    runs = min(RUNS, max(1, session.context // tokens - 1))
+    session.evaluate([[0] * tokens])  # plans, compiles and warms up
+    with session.tracing() as trace:
+        for _ in range(runs):
+            if session.lengths[0] + tokens <= session.context:
+                session.evaluate([[0] * tokens])
+    if not trace.runs:
+        raise ModelError(f"a context of {session.context} has no room for two steps of {tokens}; give more with -c")
+    plan = trace.runs[-1].plan
+    seconds = median(run.end - run.start for run in trace.runs if run.plan is plan)
+    return compared(plan, seconds, measured(plan, trace))
 
 
 def compared(plan: Plan, seconds: float, steps: Measured) -> list[str]:

@@ -83,7 +83,9 @@ def run(args: argparse.Namespace) -> int:
         from ..measuring import measured_lines
 
         speeds = "estimated; hocket calibrate measures" if made.hardware == CPU else "measured by hocket calibrate"
-        write("\n".join([f"speeds: {speeds}", *measured_lines(made, open_model(args.model))]) + "\n")
+        write(
+            "\n".join([f"speeds: {speeds}", *measured_lines(open_model(args.model), on, tokens, args.context)]) + "\n"
+        )
     else:
         write(text if args.json else made.explain(steps=args.steps) + "\n")
     if problem := memory_problem(asked, context=context):
