@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from ...scheduler.calibrated import Speeds, group_name, keep_speeds
+from ...scheduler.calibrated import Speeds, group_name, keep_speeds, read_speeds
 from ...scheduler.calibrating import speeds_of
 from ..devices import Group, found
+from ..errors import ModelError
 from ..terminal.output import log, write
 
 GROUPS = (("cpu:0",), ("cpu:0", "cpu:1"))
@@ -23,7 +24,12 @@ def run(args: argparse.Namespace) -> int:
         group = found(Group(devices=devices))
         speeds = known[group_name(group)] = speeds_of(group)
         write("\n".join(lines(group_name(group), speeds, len(group))) + "\n")
-    log(f"kept in {keep_speeds(known)}; plans on such devices use it from now on")
+    file = keep_speeds(known)
+    if read_speeds(file) != known:
+        raise ModelError(
+            f"{file} cannot be written, so no plan uses these speeds; name another folder in HOCKET_CACHE_DIR"
+        )
+    log(f"kept in {file}; plans on such devices use it from now on")
     return 0
 
 

@@ -106,6 +106,13 @@ def test_the_command_keeps_what_it_measures(capsys: pytest.CaptureFixture[str], 
     assert list(known.values()) == [SPEEDS] * len(known)
 
 
+def test_what_cannot_be_kept_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path):
+    monkeypatch.setattr(calibrate, "speeds_of", lambda group: SPEEDS)
+    (folder / "speeds").write_text("a file where the folder has to be")
+    assert main(["calibrate"]) == 2
+    assert "speeds.json cannot be written" in capsys.readouterr().err
+
+
 def test_predicted_stands_beside_measured():
     plan = plan_for(chain(64), [find("numpy:0")])
     steps = tuple(Step("k", 2 * plan.prices[0].of(at).seconds, 1) for at in range(48))
