@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from .. import ops
 from ..backends.base import Backend, Device
 from ..graph import DType, Graph, Value, input, weight
+from ..ops import mul_mat, rms_norm
 from .calibrated import Speeds
 from .plan import Plan
 from .planner import plan_for
@@ -62,7 +62,7 @@ def chain(length: int) -> Graph:
     """Steps that follow each other, each a kernel of its own."""
     x: Value = input("x", (1, length))
     for n in range(STEPS):
-        x = ops.rms_norm(x, eps=1e-6, name=f"{'ab'[n % 2]}.{n}")
+        x = rms_norm(x, eps=1e-6, name=f"{'ab'[n % 2]}.{n}")
     return Graph({"y": x})
 
 
@@ -70,7 +70,7 @@ def products(kind: DType, number: int, rows: int) -> Graph:
     """Products of `rows` vectors with so many weights."""
     x: Value = input("x", (rows, WIDTH))
     for n in range(number):
-        x = ops.mul_mat(weight(f"w{n}", (WIDTH, WIDTH), kind), x)
+        x = mul_mat(weight(f"w{n}", (WIDTH, WIDTH), kind), x)
     return Graph({"y": x})
 
 
