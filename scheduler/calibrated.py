@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 from ..backends.abilities import Settled
@@ -122,13 +123,12 @@ def _is_possible(s: Speeds) -> bool:
 @cache
 def _here() -> str:
     """This processor and this version."""
-    from .. import __version__
-
+    version = import_module(__name__.partition(".")[0]).__version__
     model = platform.processor() or platform.machine()
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
         model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
-    return f"hocket {__version__} on {os.cpu_count()} x {model}"
+    return f"hocket {version} on {os.cpu_count()} x {model}"
 
 
 @cache
