@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ..backends.abilities import Settled
 from ..backends.cache import cache_folder, keep, log, recalled
-from ..graph.graph import Graph
+from ..graph import Graph
 from ..graph.records import dataclass
 from .hardware import CPU, Hardware
 from .lowering.lane import Devices
