@@ -21,12 +21,13 @@ class Source:
     """A file of kernels, and those instantiations of it that bindings ask for: they are compiled together, once.
 
     `file` lies in the folder ``kernels``; `names` are C++ expressions such as ``unary<Neg>``; `before` are files that
-    others share with it.
+    others share with it.  `instructions` is the file of those of the devices it is compiled for.
     """
 
     file: str
     names: tuple[str, ...]
     before: tuple[str, ...] = ()
+    instructions: str = "cuda.cuh"
 
     def __getitem__(self, name: str) -> Kernel:
         assert name in self.names, f"{name} is not declared in the source of {self.file}"
@@ -34,8 +35,13 @@ class Source:
 
     @property
     def text(self) -> str:
-        """CUDA C++ that needs no header: the prelude, the files before, then the file."""
-        return "".join(f'#line 1 "{name}"\n{_read(name)}' for name in ("prelude.cuh", *self.before, self.file))
+        """C++ that needs no header."""
+        return "".join(f'#line 1 "{name}"\n{_read(name)}' for name in self.files)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """What the text is made of, in order."""
+        return ("types.cuh", self.instructions, "prelude.cuh", *self.before, self.file)
 
 
 @cache

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from ....graph.errors import BackendError
 from ...once import once
 from .driver import Source
+from .rtc import Compiler
 
 OPTIONS = ("-std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
 INSTALL = "pip install nvidia-cuda-nvrtc"
@@ -63,55 +64,18 @@ def _release(path: Path) -> tuple[int, ...]:
     return tuple(int(part) for part in path.name.partition(".so.")[2].split(".") if part.isdecimal())
 
 
+def _compiler() -> Compiler:
+    return Compiler("NVRTC", "nvrtc", "CUBIN", nvrtc())
+
+
 def version() -> tuple[int, int]:
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    _check(nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
-    return major.value, minor.value
+    return _compiler().version()
 
 
 def compile(source: Source, arch: str) -> Cubin:
     """Machine code for `arch`, such as ``sm_90a``.  Raises `BackendError` with the compiler's first error."""
-    lib, program = nvrtc(), ctypes.c_void_p()
-    text, name = source.text.encode(), source.file.encode()
-    _check(lib.nvrtcCreateProgram(ctypes.byref(program), text, name, 0, None, None))
-    try:
-        for expression in source.names:
-            _check(lib.nvrtcAddNameExpression(program, expression.encode()))
-        options = [o.encode() for o in (*OPTIONS, f"-arch={arch}")]
-        status = lib.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
-        log = _bytes(program, "ProgramLog").rstrip(b"\0").decode()
-        if status:
-            errors = [line for line in log.splitlines() if "error" in line] or [log.strip() or _words(status)]
-            raise BackendError(f"{source.file} does not compile for {arch}: {errors[0]}")
-        lowered = MappingProxyType({e: _lowered(program, e) for e in source.names})
-        return Cubin(_bytes(program, "CUBIN"), lowered, _resources(log, lowered))
-    finally:
-        lib.nvrtcDestroyProgram(ctypes.byref(program))
-
-
-def _words(status: int) -> str:
-    nvrtc().nvrtcGetErrorString.restype = ctypes.c_char_p
-    return str(nvrtc().nvrtcGetErrorString(status).decode())
-
-
-def _check(status: int) -> None:
-    if status:
-        raise BackendError(f"NVRTC: {_words(status)}")
-
-
-def _bytes(program: ctypes.c_void_p, what: str) -> bytes:
-    size = ctypes.c_size_t()
-    _check(nvrtc()[f"nvrtcGet{what}Size"](program, ctypes.byref(size)))
-    buffer = ctypes.create_string_buffer(size.value)
-    _check(nvrtc()[f"nvrtcGet{what}"](program, buffer))
-    return buffer.raw
-
-
-def _lowered(program: ctypes.c_void_p, expression: str) -> str:
-    name = ctypes.c_char_p()
-    _check(nvrtc().nvrtcGetLoweredName(program, expression.encode(), ctypes.byref(name)))
-    assert name.value is not None
-    return name.value.decode()
+    made = _compiler().compile(source, arch, OPTIONS)
+    return Cubin(made.image, made.lowered, _resources(made.log, made.lowered))
 
 
 _ENTRY = re.compile(

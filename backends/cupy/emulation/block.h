@@ -69,6 +69,7 @@ struct Thread {
 struct Meeting {  // of lanes of a warp
     unsigned mask, arrived, generation;
     const char *what;
+    const void *place;
     void *brought[32];
 };
 struct Warp { Meeting meetings[32]; };  // by the lowest lane of the mask

@@ -19,6 +19,7 @@
 #include <cstring>
 
 #include "warp.h"
+#include "wave.h"
 
 #define __global__ static
 #define __device__

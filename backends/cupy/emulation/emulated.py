@@ -6,6 +6,7 @@ import ctypes
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -14,7 +15,7 @@ from ....graph.errors import BackendError
 from ...base import Array, Device, Tensor, host_view
 from ...host import HOST
 from ..backend import DriverBackend
-from ..device.driver import Kernel, Launch, LaunchError, Library, Step
+from ..device.driver import Kernel, Launch, LaunchError, Library, Source, Step
 from ..device.limits import MOST
 from .building import compiler, library
 from .guarded import Bytes, Rooms, address_of, guarded, moved, places
@@ -50,13 +51,14 @@ class EmulatedDriver:
 
     Every operand of a launch lies in memory of its own that faults where it ends.  `order` is the order in which
     threads of a block and blocks take turns (0 forward, 1 backward, more: shuffled); None for another one in every run,
-    so that a kernel whose result depends on it gives several.  `shared` is the bytes of shared memory of a block.
+    so that a kernel whose result depends on it gives several.  `shared` is the bytes of shared memory of a block,
+    `instructions` the file of those of the devices: with ``hip.cuh``, waves have 64 lanes.
     """
 
     kind = "cuda-emulated"
 
-    def __init__(self, order: int | None = None, shared: int = MOST) -> None:
-        self.order, self.shared = order, shared
+    def __init__(self, order: int | None = None, shared: int = MOST, instructions: str = "cuda.cuh") -> None:
+        self.order, self.shared, self.instructions = order, shared, instructions
 
     def devices(self) -> Sequence[Device]:
         return (self.device(0),)
@@ -90,13 +92,17 @@ class EmulatedDriver:
         return int(board.ctypes.data)
 
     def prepare(self, kernel: Kernel, on: Device) -> None:
-        library(kernel.source)
+        library(self._written(kernel.source))
+
+    def _written(self, source: Source) -> Source:
+        """In the instructions of these devices."""
+        return source if source.instructions == self.instructions else replace(source, instructions=self.instructions)
 
     def record(self, steps: Sequence[Step], on: Device) -> Callable[[], None]:
         rooms = Rooms()
         launches = [step for step in steps if isinstance(step, Launch)]
         assert len(launches) == len(steps), "there is no library"
-        ready = [_Step(launch, rooms) for launch in launches]
+        ready = [_Step(launch, library(self._written(launch.kernel.source)), rooms) for launch in launches]
         runs = 0
 
         def run() -> None:
@@ -126,10 +132,9 @@ class EmulatedDriver:
 class _Step:
     """One launch, ready to run."""
 
-    def __init__(self, launch: Launch, rooms: Rooms) -> None:
+    def __init__(self, launch: Launch, code: ctypes.CDLL, rooms: Rooms) -> None:
         self.launch = launch
-        source = launch.kernel.source
-        self.call = library(source)[f"launch_{source.names.index(launch.kernel.name)}"]
+        self.call = code[f"launch_{launch.kernel.source.names.index(launch.kernel.name)}"]
         self.call.restype = None
         self.places = places([s for s in launch.spans if s.high - s.low < WHOLE], rooms)
         self.words = np.array(moved(launch, self.places), np.uint64)
@@ -180,5 +185,5 @@ class _Step:
 class EmulatedBackend(DriverBackend):
     """Runs CUDA kernels on this machine's processor as ``cuda-emulated:0`` (and any number of virtual devices)."""
 
-    def __init__(self, order: int | None = None) -> None:
-        super().__init__(EmulatedDriver(order))
+    def __init__(self, order: int | None = None, instructions: str = "cuda.cuh") -> None:
+        super().__init__(EmulatedDriver(order, instructions=instructions))

@@ -15,15 +15,18 @@ static inline void barrier(int line) {
     if (++w.arrived == w.threads) w.arrived = 0, w.generation++;
     else wait(&w.generation, since);
 }
-// Every lane of `mask` brings a pointer; the last to come runs `act` on all of them.
-template <class Act> inline void meet(const char *what, unsigned mask, void *brought, Act act) {
+// Every lane of `mask` brings a pointer; the last to come runs `act` on all of them.  All come from the same place of the
+// code, where that is given.
+template <class Act> inline void meet(const char *what, unsigned mask, void *brought, Act act, const void *place = nullptr) {
     Thread *me = current;
     if (!(mask >> me->lane & 1)) fail("%s with the mask %08x, in which lane %d is not", what, mask, me->lane);
     Meeting &m = me->worker->warps[me->warp].meetings[__builtin_ctz(mask)];
     if (m.arrived && m.mask != mask) fail("%s with the masks %08x and %08x", what, m.mask, mask);
     if (m.arrived && m.what != what) fail("%s meets %s", what, m.what);
+    if (m.arrived && m.place != place) fail("%s at two places of the code", what);
     m.mask = mask;
     m.what = what;
+    m.place = place;
     m.brought[me->lane] = brought;
     m.arrived |= 1u << me->lane;
     if (m.arrived != mask) return wait(&m.generation, m.generation);
@@ -36,7 +39,7 @@ template <class F> inline void each_lane(unsigned mask, F f) {
         if (mask >> lane & 1) f(lane);
 }
 template <class T> struct Shuffled { T value, got; int from; };
-template <class T> inline T shuffled(unsigned mask, T value, int from) {
+template <class T> inline T shuffled(unsigned mask, T value, int from, const void *place = nullptr) {
     Shuffled<T> mine{value, value, from};
     meet("shuffle", mask, &mine, [mask](void **all) {
         each_lane(mask, [&](int lane) {
@@ -44,17 +47,17 @@ template <class T> inline T shuffled(unsigned mask, T value, int from) {
             if (!(mask >> x->from & 1)) fail("shuffle of lane %d reads lane %d, which the mask %08x lacks", lane, x->from, mask);
             x->got = ((Shuffled<T> *)all[x->from])->value;
         });
-    });
+    }, place);
     return mine.got;
 }
 struct Vote { bool mine; unsigned all; };
-static inline unsigned vote(unsigned mask, bool yes) {
+static inline unsigned vote(unsigned mask, bool yes, const void *place = nullptr) {
     Vote mine{yes, 0};
     meet("vote", mask, &mine, [mask](void **all) {
         unsigned found = 0;
         each_lane(mask, [&](int lane) { found |= (unsigned)((Vote *)all[lane])->mine << lane; });
         each_lane(mask, [&](int lane) { ((Vote *)all[lane])->all = found; });
-    });
+    }, place);
     return mine.all;
 }
 

@@ -85,15 +85,6 @@ struct Tiles {
     i64 seen_batch, seen_head, tiles, tile, dense;
 };
 
-__device__ __forceinline__ u32 pack_half(float low, float high) {
-#ifdef HOCKET_EMULATED
-    return (u32)float_to_half(low) | (u32)float_to_half(high) << 16;
-#else
-    u32 both;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
-#endif
-}
 // Two floats as halves, and as halves what those lack.
 __device__ __forceinline__ void split(float x, float y, u32 &high, u32 &low) {
     high = pack_half(x, y);

@@ -19,40 +19,6 @@ constexpr u64 LATE_DEVICE = 16;  // what the board holds if device d came too la
 enum { LATE, OUT_OF_STEP, OTHER_FAILED };
 constexpr u32 SPINS = 1000;
 
-__device__ __forceinline__ u64 load_acquire(const u64 *p) {
-#ifdef HOCKET_EMULATED
-    return __atomic_load_n(p, __ATOMIC_ACQUIRE);
-#else
-    u64 x;
-    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(x) : "l"(p) : "memory");
-    return x;
-#endif
-}
-__device__ __forceinline__ void store_release(u64 *p, u64 x) {
-#ifdef HOCKET_EMULATED
-    __atomic_store_n(p, x, __ATOMIC_RELEASE);
-#else
-    __threadfence_system();
-    asm volatile("st.release.sys.global.u64 [%0], %1;" :: "l"(p), "l"(x) : "memory");
-#endif
-}
-__device__ __forceinline__ u64 nanoseconds() {
-#ifdef HOCKET_EMULATED
-    return emulation::nanoseconds();
-#else
-    u64 x;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(x));
-    return x;
-#endif
-}
-__device__ __forceinline__ void give_way() {
-#ifdef HOCKET_EMULATED
-    emulation::give_way();
-#else
-    __nanosleep(200);
-#endif
-}
-
 // ------------------------------------------------------------------------------------------------- meetings
 
 struct Group {

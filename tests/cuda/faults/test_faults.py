@@ -22,7 +22,7 @@ from hocket.ops import REGISTRY
 from ...given.devices.emulation import FaultyDriver, Written, needs_compiler
 
 pytestmark = needs_compiler
-PRELUDE = (KERNELS / "prelude.cuh").read_text("utf-8")
+BEFORE = [(KERNELS / name).read_text("utf-8") for name in ("types.cuh", "cuda.cuh", "prelude.cuh")]
 PLANTED = Path(__file__).with_name("planted.cu").read_text("utf-8")
 
 # kernel, threads, blocks, elements of x and of out, and its faults: name, what is said (a wrong result if nothing is)
@@ -68,7 +68,7 @@ FAULTS = {
 }
 CASES = [(*how, fault, said) for how, faults in FAULTS.items() for fault, said in {"NONE": None, **faults}.items()]
 NAMES = tuple(f"{kernel}<{fault}>" for kernel, *_, fault, _ in CASES)
-SOURCE = Written("planted.cu", NAMES, body=f'#line 1 "prelude.cuh"\n{PRELUDE}#line 1 "planted.cu"\n{PLANTED}')
+SOURCE = Written("planted.cu", NAMES, body="".join((*BEFORE, '#line 1 "planted.cu"\n', PLANTED)))
 
 
 def wanted(kernel, x):
@@ -230,7 +230,7 @@ PLANTS = (
     Plant(
         "cast",
         "rounded down",
-        "prelude.cuh",
+        "types.cuh",
         "u + 0x7fffu + (u >> 16 & 1)",
         "u",
     ),

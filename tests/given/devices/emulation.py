@@ -37,7 +37,7 @@ def edited(source: Source, good: str, bad: str) -> Written:
     """
     if (count := source.text.count(good)) != 1:
         pytest.fail(f"{count} times in {source.file}: {good}")
-    made = Written(source.file, source.names, body=source.text.replace(good, bad))
+    made = Written(source.file, source.names, instructions=source.instructions, body=source.text.replace(good, bad))
     try:
         library(made)
     except BackendError as why:
@@ -48,21 +48,23 @@ def edited(source: Source, good: str, bad: str) -> Written:
 def with_fault(launch: Launch, file: str, good: str, bad: str) -> Launch:
     """The launch with a mistake in its kernel, if that sees the file."""
     source, name = launch.kernel.source, launch.kernel.name
-    if file not in ("prelude.cuh", *source.before, source.file):
+    if file not in source.files:
         return launch
-    alone = Source(source.file, (name,), source.before)
+    alone = Source(source.file, (name,), source.before, source.instructions)
     return replace(launch, kernel=edited(alone, good, bad)[name])
 
 
 class FaultyDriver(EmulatedDriver):
     """Launches the kernels that see one file with a mistake in them."""
 
-    def __init__(self, file: str, good: str, bad: str) -> None:
-        super().__init__()
+    def __init__(self, file: str, good: str, bad: str, instructions: str = "cuda.cuh") -> None:
+        super().__init__(instructions=instructions)
         self.edit = file, good, bad
 
     def record(self, launches: Sequence[Launch], on: Device) -> Callable[[], None]:
-        return super().record([with_fault(launch, *self.edit) for launch in launches], on)
+        kernels = (self._written(launch.kernel.source)[launch.kernel.name] for launch in launches)
+        own = [replace(launch, kernel=kernel) for launch, kernel in zip(launches, kernels, strict=True)]
+        return super().record([with_fault(launch, *self.edit) for launch in own], on)
 
 
 def is_found(file: str, good: str, bad: str, is_right: Callable[[DriverBackend], bool]) -> bool:

@@ -1,0 +1,82 @@
+"""Compilers that are libraries with the calls of NVRTC, under names of their own."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ....graph.errors import BackendError
+from .driver import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """Machine code, what names of the source are called in it, and what the compiler said.
+
+    NVRTC finds every name; hiprtc of ROCm 5.2 none that has an alias of a type in it.
+    """
+
+    image: bytes
+    lowered: Mapping[str, str]
+    log: str
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """`name` is for messages; calls of `library` begin with `prefix`, that for machine code ends with `code`."""
+
+    name: str
+    prefix: str
+    code: str
+    library: ctypes.CDLL
+
+    def version(self) -> tuple[int, int]:
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._call("Version", ctypes.byref(major), ctypes.byref(minor))
+        return major.value, minor.value
+
+    def compile(self, source: Source, arch: str, options: Sequence[str]) -> Compiled:
+        """Raises `BackendError` with the compiler's first error."""
+        program = ctypes.c_void_p()
+        text, name = source.text.encode(), source.file.encode()
+        self._call("CreateProgram", ctypes.byref(program), text, name, 0, None, None)
+        try:
+            for expression in source.names:
+                self._call("AddNameExpression", program, expression.encode())
+            given = [option.encode() for option in (*options, f"--gpu-architecture={arch}")]
+            status = self._function("CompileProgram")(program, len(given), (ctypes.c_char_p * len(given))(*given))
+            log = self._bytes(program, "ProgramLog").rstrip(b"\0").decode()
+            if status:
+                errors = [line for line in log.splitlines() if "error" in line] or [log.strip() or self._words(status)]
+                raise BackendError(f"{source.file} does not compile for {arch}: {errors[0]}")
+            found = ((e, self._lowered(program, e)) for e in source.names)
+            lowered = MappingProxyType({e: low for e, low in found if low is not None})
+            return Compiled(self._bytes(program, self.code), lowered, log)
+        finally:
+            self._function("DestroyProgram")(ctypes.byref(program))
+
+    def _function(self, name: str) -> ctypes._NamedFuncPointer:
+        return self.library[self.prefix + name]
+
+    def _call(self, name: str, *arguments: object) -> None:
+        if status := self._function(name)(*arguments):
+            raise BackendError(f"{self.name}: {self._words(status)}")
+
+    def _words(self, status: int) -> str:
+        words = self._function("GetErrorString")
+        words.restype = ctypes.c_char_p
+        return str(words(status).decode())
+
+    def _bytes(self, program: ctypes.c_void_p, what: str) -> bytes:
+        size = ctypes.c_size_t()
+        self._call(f"Get{what}Size", program, ctypes.byref(size))
+        buffer = ctypes.create_string_buffer(size.value)
+        self._call(f"Get{what}", program, buffer)
+        return buffer.raw
+
+    def _lowered(self, program: ctypes.c_void_p, expression: str) -> str | None:
+        name = ctypes.c_char_p()
+        status = self._function("GetLoweredName")(program, expression.encode(), ctypes.byref(name))
+        return None if status or name.value is None else name.value.decode()

@@ -1,0 +1,66 @@
+"""Kernels that decoding needs compile for a device of AMD whose waves have 64 lanes; with ``--every-architecture`` all
+do."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from hocket.backends.cupy.device import hiprtc
+from hocket.backends.cupy.device.driver import KERNELS, Source
+from hocket.backends.cupy.table import SOURCES
+from hocket.graph.errors import BackendError
+
+ARCHITECTURE = "gfx90a"
+OF_PROMPTS = ("attention_tiles.cu", "attention_wide.cu", "gated_delta_net_prepare.cu", "gated_delta_net_scan.cu")
+"""Files whose kernels multiply matrices; those of packed.cu and dense.cu that do are called ``many``."""
+
+
+@pytest.fixture(scope="module")
+def _compiler():
+    try:
+        hiprtc.hiprtc()
+    except BackendError as why:
+        pytest.skip(str(why))
+
+
+def of_decoding(source: Source) -> Source:
+    """The source with those kernels only."""
+    kept = () if source.file in OF_PROMPTS else tuple(name for name in source.names if not name.startswith("many<"))
+    return replace(source, names=kept)
+
+
+def pytest_generate_tests(metafunc):
+    if "source" in metafunc.fixturenames:
+        every = metafunc.config.getoption("--every-architecture")
+        some = [hiprtc.written(s) for s in (SOURCES if every else map(of_decoding, SOURCES)) if s.names]
+        metafunc.parametrize("source", some, ids=[f"{i}-{s.file}" for i, s in enumerate(some)])
+
+
+@pytest.mark.long(every=33)
+@pytest.mark.usefixtures("_compiler")
+def test_a_source_compiles(source):
+    made = hiprtc.compile(source, ARCHITECTURE)
+    assert made.image.startswith(b"\x7fELF")
+    assert b".wavefront_size\x40" in made.image, "waves have other than 64 lanes"
+    kernels = set(re.findall(rb"\w+\.kd(?=\0)", made.image))
+    assert len(kernels) >= len(source.names), f"of {len(source.names)} kernels {len(kernels)} are in the code"
+
+
+@pytest.mark.usefixtures("_compiler")
+def test_what_does_not_compile_is_named():
+    with pytest.raises(BackendError) as caught:
+        hiprtc.compile(hiprtc.written(Source("rows.cu", ("no_such_kernel",))), ARCHITECTURE)
+    assert "rows.cu does not compile for gfx90a" in str(caught.value)
+    assert "no_such_kernel" in str(caught.value)
+
+
+def test_no_other_file_has_inline_assembly_or_asks_what_it_is_compiled_for():
+    for path in sorted(KERNELS.glob("*.cu*")):
+        if path.name not in ("cuda.cuh", "hip.cuh", "types.cuh"):
+            text = path.read_text("utf-8")
+            assert "asm" not in text, path.name
+            assert "#if" not in text, path.name
+    assert "asm" not in (KERNELS / "hip.cuh").read_text("utf-8")
