@@ -18,6 +18,8 @@ from .building import COUNTS, library
 from .emulated import EmulatedDriver, LaunchShape, Report
 from .guarded import Bytes
 
+BEFORE_ALL = ("types.cuh", "cuda.cuh", "hip.cuh", "prelude.cuh")
+
 MOST_SITES = 4096
 ALIGNMENT = 512
 """Of memory that a device gives."""
@@ -138,7 +140,7 @@ def _lines(made: ctypes.CDLL, codes: Sequence[int]) -> list[str]:
 
 
 def _line(frames: Sequence[str]) -> str:
-    """The innermost frame that is in a source of ours but not in the prelude, if there is one."""
+    """The innermost frame that is in a source of ours but not in what stands before all, if there is one."""
     names = [os.path.basename(frame.partition(" ")[0]) for frame in frames]
     ours = [name for name in names if name.partition(":")[0].endswith((".cu", ".cuh"))]
-    return next((name for name in ours if not name.startswith("prelude.cuh")), (ours or names)[0])
+    return next((name for name in ours if not name.startswith(BEFORE_ALL)), (ours or names)[0])

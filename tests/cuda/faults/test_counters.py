@@ -6,7 +6,7 @@ import pytest
 
 from hocket.backends.base import Tensor
 from hocket.backends.cupy.binding.launches import Launches
-from hocket.backends.cupy.device.driver import KERNELS
+from hocket.backends.cupy.device.driver import KERNELS, Source
 from hocket.backends.cupy.emulation.counted import CountingDriver, count
 from hocket.backends.cupy.emulation.main_path import ALLOWED, CASES, faults
 from hocket.backends.operands import Operand
@@ -29,7 +29,11 @@ template <class Number> __global__ void walked(const __grid_constant__ Walked a)
 }
 """
 NAMES = ("walked<float>", "walked<double>")
-SOURCE = Written("walked.cu", NAMES, body=(KERNELS / "prelude.cuh").read_text("utf-8") + PLANTED)
+SOURCE = Written(
+    "walked.cu",
+    NAMES,
+    body="".join((KERNELS / name).read_text("utf-8") for name in Source("", ()).files[:-1]) + PLANTED,
+)
 
 
 def walked(load=1, first=0, store=1, put=1, get=1, kernel=NAMES[0]):
