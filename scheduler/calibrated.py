@@ -12,6 +12,7 @@ import platform
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
+from datetime import date
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -29,13 +30,15 @@ UNFIT = "%s is damaged, or of another processor or version of hocket, so times a
 @dataclass(frozen=True, slots=True)
 class Speeds:
     """Of a group of devices at work together: by dtype of weights the bytes/s in which a vector is multiplied and the
-    FLOP/s in which many are; seconds of a launch; bytes/s and seconds of a message between two."""
+    FLOP/s in which many are; seconds of a launch; bytes/s and seconds of a message between two; FLOP/s of what reads
+    none."""
 
     bandwidth: Mapping[str, float]
     flops: Mapping[str, float]
     launch: float
     link_bandwidth: float = CPU.link_bandwidth
     link_latency: float = CPU.link_latency
+    plain_flops: float = 0.0
 
     def hardware(self, graph: Graph) -> Hardware:
         """Speeds for the mixture of weights that `graph` has; a dtype that was not measured counts as the slowest."""
@@ -50,6 +53,7 @@ class Speeds:
             launch=self.launch,
             link_bandwidth=self.link_bandwidth,
             link_latency=self.link_latency,
+            plain_flops=self.plain_flops,
         )
 
 
@@ -73,6 +77,14 @@ def hardware_of(graph: Graph, group: Devices) -> Hardware:
     return CPU if speeds is None else speeds.hardware(graph)
 
 
+def told_speeds(hardware: Hardware) -> str:
+    """Where the speeds of a plan on devices of this machine are from, in words."""
+    if hardware == CPU:
+        return "estimated; hocket calibrate measures them"
+    document = json.loads(recalled(speeds_file()) or b"{}")
+    return f"calibrated {document.get('date', 'on a day that is not kept')}"
+
+
 def group_name(group: Devices) -> str:
     """What groups of the same speed have in common."""
     return ", ".join(sorted(f"{d.kind} with {b.settings() if isinstance(b, Settled) else '-'}" for b, d in group))
@@ -92,10 +104,14 @@ def keep_speeds(known: Mapping[str, Speeds]) -> Path:
             "launch": s.launch,
             "link_bandwidth": s.link_bandwidth,
             "link_latency": s.link_latency,
+            "plain_flops": s.plain_flops,
         }
         for name, s in known.items()
     }
-    keep(speeds_file(), json.dumps({"of": _here(), "speeds": of}, allow_nan=False, indent=1).encode())
+    keep(
+        speeds_file(),
+        json.dumps({"of": _here(), "date": str(date.today()), "speeds": of}, allow_nan=False, indent=1).encode(),
+    )
     return speeds_file()
 
 
@@ -114,7 +130,7 @@ def read_speeds(file: Path) -> dict[str, Speeds] | None:
 
 def _is_possible(s: Speeds) -> bool:
     return all(
-        Hardware(flops, bandwidth, s.launch, s.link_bandwidth, s.link_latency).is_possible
+        Hardware(flops, bandwidth, s.launch, s.link_bandwidth, s.link_latency, plain_flops=s.plain_flops).is_possible
         for bandwidth in s.bandwidth.values()
         for flops in s.flops.values()
     ) and bool(s.bandwidth and s.flops)

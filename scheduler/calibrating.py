@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from ..backends.base import Backend, Device
-from ..graph import DType, Graph, Value, input, weight
-from ..ops import mul_mat, rms_norm
+from ..graph import DType, Graph, Value, constant, input, weight
+from ..ops import add, attention, causal_mask, mul_mat, rms_norm
 from .calibrated import Speeds
 from .plan import Plan
 from .planner import plan_for
@@ -22,9 +22,9 @@ KINDS = (DType.Q4_0, DType.Q4_1, DType.Q4_K, DType.Q6_K, DType.Q8_0, DType.F16, 
 WIDTH, READ, ROWS, PRODUCTS = 2048, 64 << 20, 256, 2
 """Weights are square; so many bytes of them, more than caches hold, are read with a vector, and so many of them with so
 many rows, as of a prompt."""
-SHORT, LONG, STEPS = 64, 1 << 18, 48
+SHORT, LONG, STEPS = 64, 1 << 18, 384
 """Numbers of a value whose step is all launch, and of one whose message is all bandwidth; steps of a chain."""
-REPEATS = 5
+REPEATS = 11
 Group = Sequence[tuple[Backend, Device]]
 Clock = Callable[[Sequence[Executor]], float]
 
@@ -51,18 +51,21 @@ def speeds_of(group: Group, clock: Clock = seconds_of, kinds: Sequence[DType] = 
         rows = [one_by_one(products(kind, PRODUCTS, ROWS), group, at) for at in range(len(group))]
         bandwidth[str(kind)] = _nbytes(read[0].plan) / _beyond(clock(read), read[0].plan, launch)
         flops[str(kind)] = rows[0].plan.flops() / _beyond(clock(rows), rows[0].plan, launch)
+    seen = [one_by_one(attended(), group, at) for at in range(len(group))]
+    plain = seen[0].plan.flops() / _beyond(clock(seen), seen[0].plan, launch)
     if len(group) == 1:
-        return Speeds(bandwidth, flops, launch)
+        return Speeds(bandwidth, flops, launch, plain_flops=plain)
     latency, each = (message(group[:2], length, clock) for length in (SHORT, LONG))
     moved = 4 * (LONG - SHORT)
-    return Speeds(bandwidth, flops, launch, moved / max(each - latency, moved / 1e13), latency)
+    return Speeds(bandwidth, flops, launch, moved / max(each - latency, moved / 1e13), latency, plain)
 
 
 def chain(length: int) -> Graph:
-    """Steps that follow each other, each a kernel of its own."""
+    """Steps that follow each other, half of them sums of a row, half element by element."""
     x: Value = input("x", (1, length))
     for n in range(STEPS):
-        x = rms_norm(x, eps=1e-6, name=f"{'ab'[n % 2]}.{n}")
+        name = f"{'ab'[n % 2]}.{n}"
+        x = rms_norm(x, eps=1e-6, name=name) if n % 4 < 2 else add(x, x, name=name)
     return Graph({"y": x})
 
 
@@ -72,6 +75,14 @@ def products(kind: DType, number: int, rows: int) -> Graph:
     for n in range(number):
         x = mul_mat(weight(f"w{n}", (WIDTH, WIDTH), kind), x)
     return Graph({"y": x})
+
+
+def attended() -> Graph:
+    """The second half of a prompt, which sees the first: arithmetic without weights."""
+    q, k, v = input("q", (ROWS, 8, 64)), input("k", (2 * ROWS, 2, 64), "f16"), input("v", (2 * ROWS, 2, 64), "f16")
+    places = constant("places", np.arange(ROWS, 2 * ROWS, dtype=np.int32))
+    mask = causal_mask(places, cells=2 * ROWS)
+    return Graph({f"y{n}": attention(q, k, v, mask, scale=0.125 + n / 8) for n in range(PRODUCTS)})
 
 
 def message(group: Group, length: int, clock: Clock) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from ..graph.node import Node
+from ..graph.node import Node, Value
 from ..graph.records import dataclass
 from ..ops import op_of
 
@@ -15,7 +15,8 @@ class Hardware:
     """Speeds of one kind of device and of the link between two of them, in FLOP/s, bytes/s and seconds.
 
     Where devices are in several machines, `machine` is how many each of them has, one machine after the other, and
-    `across` are the speeds of the link between two machines; 0 says that all are in one.
+    `across` are the speeds of the link between two machines; 0 says that all are in one.  `plain_flops` is the
+    arithmetic of what reads no weights, as attention; 0 says that it is as fast as with weights.
     """
 
     flops: float = 100e9
@@ -26,23 +27,25 @@ class Hardware:
     machine: int = 0
     across_bandwidth: float = 1.25e9
     across_latency: float = 50e-6
+    plain_flops: float = 0.0
 
     @property
     def is_possible(self) -> bool:
-        """Whether speeds are above zero and times not below, all are finite, and machines have devices."""
+        """Whether speeds are above zero, what may be zero is not below, all are finite, and machines have devices."""
         speeds = (self.flops, self.bandwidth, self.link_bandwidth, self.across_bandwidth)
-        times = (self.launch, self.link_latency, self.across_latency)
+        others = (self.launch, self.link_latency, self.across_latency, self.plain_flops)
         known = type(self.machine) is int and self.machine >= 0
-        return known and all(0 < s < math.inf for s in speeds) and all(0 <= t < math.inf for t in times)
+        return known and all(0 < s < math.inf for s in speeds) and all(0 <= t < math.inf for t in others)
 
     def machines(self, devices: Iterable[int]) -> int:
         """In how many machines devices of these numbers are."""
         return len({device // self.machine for device in devices}) if self.machine else 1
 
-    def compute(self, flops: float, nbytes: float, launches: float = 1.0) -> float:
-        """Time of a node: whichever of arithmetic and memory takes longer, and its launches, which are less than one
-        where several nodes share one."""
-        return max(flops / self.flops, nbytes / self.bandwidth) + launches * self.launch
+    def compute(self, flops: float, nbytes: float, plain: bool = False, *, launches: float = 1.0) -> float:
+        """Time of a node, which is `plain` if it reads no weights: whichever of arithmetic and memory takes longer, and
+        its launches, which are less than one where several nodes share one."""
+        speed = (self.plain_flops if plain else 0.0) or self.flops
+        return max(flops / speed, nbytes / self.bandwidth) + launches * self.launch
 
     def meeting(self, nbytes: float, machines: int = 1) -> float:
         """Time of a collective in which each device sends so many bytes, over so many machines: what all machines are
@@ -83,12 +86,22 @@ class Counts:
     """Arithmetic and traffic of nodes.  Layers repeat, so what is the same is counted once."""
 
     def __init__(self) -> None:
-        self._known: dict[object, tuple[float, float]] = {}
+        self._known: dict[object, tuple[float, float, bool]] = {}
 
-    def of(self, node: Node) -> tuple[float, float]:
-        """Floating-point operations, and bytes read and written."""
-        key = (node.op, tuple(None if s is None else s.spec for s in node.src), node.specs, tuple(node.attrs.items()))
+    def of(self, node: Node) -> tuple[float, float, bool]:
+        """Floating-point operations, bytes read and written, and whether no weights are read."""
+        plain = all(leaf_of(source).op != "weight" for source in node.inputs)
+        read = tuple(None if s is None else s.spec for s in node.src)
+        key = (plain, node.op, read, node.specs, tuple(node.attrs.items()))
         if (cost := self._known.get(key)) is None:
             declared = op_of(node)
-            cost = self._known[key] = (float(declared.flops(node)), float(declared.nbytes(node)))
+            cost = self._known[key] = (float(declared.flops(node)), float(declared.nbytes(node)), plain)
         return cost
+
+
+def leaf_of(value: Value) -> Node:
+    """The node whose memory a chain of views shows."""
+    node = value.node
+    while not node.is_leaf and op_of(node).is_view:
+        node = node.inputs[0].node
+    return node

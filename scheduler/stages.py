@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from ..backends.base import Instruction, Program
-from ..graph.node import Node, Value
+from ..graph.node import Node
 from ..graph.records import dataclass
-from ..ops import op_of
 from ..ops.collective import LETTERS, int_attr, sequence_of
-from .hardware import Counts, Estimate, Hardware, sent_bytes
+from .hardware import Counts, Estimate, Hardware, leaf_of, sent_bytes
 from .lowering.alike import structure
 from .lowering.lane import Lane, first_alike, teams_of
 
@@ -89,12 +88,13 @@ class Prices:
             machines = self.hardware.machines(there)
             return StepCost(0.0, 0.0, moved, self.hardware.meeting(moved, machines) if len(there) > 1 else 0.0)
         if i.index < 0:  # a copy of a state: of the new one over the old one, or to undo that
-            return StepCost(0.0, _copied(i), 0.0, self.hardware.compute(0.0, _copied(i), self.launches[at]))
+            return StepCost(0.0, _copied(i), 0.0, self.hardware.compute(0.0, _copied(i), launches=self.launches[at]))
         node = self.nodes[i.index]
-        flops, nbytes = self.counts.of(node)
+        flops, nbytes, plain = self.counts.of(node)
         times, more = self._missing(node)
-        own, read = self.hardware.compute(flops, nbytes, self.launches[at]), min(nbytes * times, nbytes + more)
-        uncut = self.hardware.compute(flops * times, read, self.launches[at]) if more else None
+        seconds = partial(self.hardware.compute, plain=plain, launches=self.launches[at])
+        own, read = seconds(flops, nbytes), min(nbytes * times, nbytes + more)
+        uncut = seconds(flops * times, read) if more else None
         return StepCost(flops, nbytes, 0.0, own, uncut)
 
     def _there(self, i: Instruction) -> Sequence[int]:
@@ -219,11 +219,3 @@ class _Parts:
         uncut = sum(c.seconds if c.uncut is None else c.uncut for c in costs) if cut else None
         stage = Stage(WORK, (), start, stop - start, float(reads), 0.0, float(seconds), uncut)
         return " ".join(i.op for i in self.program.instructions[start:stop]), stage
-
-
-def leaf_of(value: Value) -> Node:
-    """The node whose memory a chain of views shows."""
-    node = value.node
-    while not node.is_leaf and op_of(node).is_view:
-        node = node.inputs[0].node
-    return node

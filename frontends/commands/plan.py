@@ -22,7 +22,7 @@ from ...scheduler import (
     shortage,
     simulate,
 )
-from ...scheduler.calibrated import hardware_of
+from ...scheduler.calibrated import hardware_of, told_speeds
 from ..devices import ONE_DEVICE, found
 from ..errors import ModelError
 from ..gguf.reader import MAGIC
@@ -82,12 +82,12 @@ def run(args: argparse.Namespace) -> int:
             raise ModelError(f"{args.model}: --measure needs a model with weights; got a graph")
         from ..measuring import measured_lines
 
-        speeds = "estimated; hocket calibrate measures" if made.hardware == CPU else "measured by hocket calibrate"
-        write(
-            "\n".join([f"speeds: {speeds}", *measured_lines(open_model(args.model), on, tokens, args.context)]) + "\n"
-        )
+        lines = measured_lines(open_model(args.model), on, tokens, args.context)
+        write("\n".join([f"speeds: {told_speeds(made.hardware)}", *lines]) + "\n")
     else:
         write(text if args.json else made.explain(steps=args.steps) + "\n")
+        if not (args.json or args.simulate or made.hardware == CPU):
+            write(f"speeds: {told_speeds(made.hardware)}\n")
     if problem := memory_problem(asked, context=context):
         rest = "" if memory_problem(made) else f"; in this plan the rest is on {made.lanes[-1].device}"
         log(f"hocket: does not fit: {problem}{rest}")

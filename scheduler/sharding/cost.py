@@ -62,7 +62,7 @@ class Costs:
 
     def node_time(self, node: Node, assignment: Assignment) -> float:
         """Seconds of `node` on the busiest device."""
-        flops, nbytes = self.work[node]
+        flops, nbytes, plain = self.work[node]
         by = assignment.by[node]
         if isinstance(by, Cut):
             size = by.factor.size
@@ -77,7 +77,7 @@ class Costs:
             uncut += sum(v.spec.nbytes for v in node.results if not isinstance(made[v], Cut))
             uncut = min(nbytes, uncut)
             flops, nbytes = flops * share, uncut + (nbytes - uncut) * most
-        return self.hardware.compute(flops, nbytes)
+        return self.hardware.compute(flops, nbytes, plain)
 
     def conversion_time(self, conversion: Conversion) -> float:
         """Seconds of a collective."""

@@ -155,7 +155,7 @@ def _read_hardware(entry: Mapping[str, Any]) -> Hardware:
     figures = {key: _positive(value) for key, value in entry.items() if key != "machine"}
     hardware = Hardware(**figures, machine=count(entry.get("machine", 0)))
     if not hardware.is_possible:
-        raise ValueError(f"{hardware} has a speed of zero")
+        raise ValueError(f"hardware has a speed of zero: {hardware}")
     return hardware
 
 

@@ -12,10 +12,11 @@ from ...graph.fold import repeats
 from ...graph.graph import names
 from ...graph.node import Node, Value
 from ...ops import REGISTRY
+from ..hardware import leaf_of
 from ..layout import Local, Shard
 from ..lowering.lane import Lane
 from ..plan import Plan
-from ..stages import WORK, Stage, leaf_of
+from ..stages import WORK, Stage
 from ..units import columns, nbytes_text, places, time_text
 from .critical import critical_path
 from .evenness import evenness

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from ...graph.graph import names
 from ...graph.node import Node, Value
 from ...ops import op_of
-from ..hardware import Counts
+from ..hardware import Counts, leaf_of
 from ..layout import Replicate
 from ..lowering.lane import Lane, first_alike
 from ..plan import Plan
 from ..sharding.pins import closed, wished
-from ..stages import Prices, leaf_of
+from ..stages import Prices
 from ..units import nbytes_text, places, time_text
 from .layouts import layouts_of
 
@@ -130,7 +130,7 @@ class _Moves:
                 return None
             name = self.called[node]
             _, launches = self.runs[to].get(name, (0.0, 1.0))
-            seconds += self.plan.speeds[to].compute(*self.counts.of(node), launches)
+            seconds += self.plan.speeds[to].compute(*self.counts.of(node), launches=launches)
             seconds -= max(own.get(name, (0.0, 1.0))[0] for own in self.runs)
             seconds += self.plan.hardware.meeting(sum(v.spec.nbytes for v in node.results)) if is_read else 0.0
         return seconds

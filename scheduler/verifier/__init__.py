@@ -89,4 +89,5 @@ Hardware
     machine: not negative; free otherwise
     across_bandwidth: above zero, finite; free otherwise
     across_latency: not negative, finite; free otherwise
+    plain_flops: likewise
 """

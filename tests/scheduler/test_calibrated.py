@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from hocket.backends.base import find
-from hocket.backends.cache import keep
+from hocket.backends.cache import keep, recalled
 from hocket.cli import main
 from hocket.frontends.commands import calibrate
+from hocket.frontends.devices import ONE_DEVICE, found
 from hocket.frontends.measuring import compared
 from hocket.graph import DType
 from hocket.scheduler import CPU, kept_plan, plan_for
@@ -23,8 +24,10 @@ from hocket.scheduler.calibrated import (
     keep_speeds,
     read_speeds,
     speeds_file,
+    told_speeds,
 )
-from hocket.scheduler.calibrating import chain, products, speeds_of
+from hocket.scheduler.calibrating import STEPS, attended, chain, products, speeds_of
+from hocket.scheduler.hardware import Hardware
 from hocket.scheduler.telling.measured import Measured, Step
 
 from ..given.models.goldens import TINY
@@ -47,6 +50,22 @@ def test_plans_use_the_speeds_that_were_kept_for_their_devices():
     assert (made.hardware.bandwidth, made.hardware.flops) == pytest.approx((10e9, 4e9))
     assert (made.hardware.launch, made.hardware.link_bandwidth, made.hardware.link_latency) == (3e-6, 5e9, 7e-6)
     assert hardware_of(graph, [find("cpu:0"), find("cpu:1")]) == CPU, "two at once have other speeds than one"
+
+
+def test_what_reads_no_weights_has_arithmetic_of_its_own():
+    quick, slow = (Hardware(flops=1e9, bandwidth=1e15, launch=0.0, plain_flops=plain) for plain in (0.0, 1e8))
+    for graph, times in ((attended(), 10), (products(DType.F32, 1, 8), 1)):
+        first, second = (plan_for(graph, [find("numpy:0")], hardware=h).cost.total for h in (quick, slow))
+        assert second == pytest.approx(times * first, rel=0.01)
+
+
+def test_a_plan_says_when_its_speeds_were_measured(capsys: pytest.CaptureFixture[str]):
+    assert told_speeds(CPU).startswith("estimated")
+    group = found(ONE_DEVICE)
+    document = json.loads(recalled(keep_speeds({group_name(group): SPEEDS})) or b"")
+    keep(speeds_file(), json.dumps({**document, "date": "1971-01-02"}).encode())
+    assert main(["plan", TINY]) == 0
+    assert "speeds: calibrated 1971-01-02\n" in capsys.readouterr().out
 
 
 def test_speeds_of_several_dtypes_are_mixed_by_their_time():
@@ -88,11 +107,12 @@ def test_what_a_clock_says_becomes_speeds_that_predict_it():
         told.append(runs[0].plan.cost.total)
         return told[-1]
 
-    found = speeds_of([find("numpy:0")], clock, kinds=(DType.F32,))
-    assert found.launch == pytest.approx(CPU.launch, rel=0.05)
-    assert found.bandwidth["f32"] == pytest.approx(CPU.bandwidth, rel=0.02)
-    assert found.flops["f32"] == pytest.approx(CPU.flops, rel=0.02)
-    assert len(told) == 3
+    speeds = speeds_of([find("numpy:0")], clock, kinds=(DType.F32,))
+    assert speeds.launch == pytest.approx(CPU.launch, rel=0.05)
+    assert speeds.bandwidth["f32"] == pytest.approx(CPU.bandwidth, rel=0.02)
+    assert speeds.flops["f32"] == pytest.approx(CPU.flops, rel=0.02)
+    assert speeds.plain_flops == pytest.approx(CPU.flops, rel=0.02)
+    assert len(told) == 4
 
 
 def test_the_command_keeps_what_it_measures(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
@@ -115,10 +135,10 @@ def test_what_cannot_be_kept_is_said(capsys: pytest.CaptureFixture[str], monkeyp
 
 def test_predicted_stands_beside_measured():
     plan = plan_for(chain(64), [find("numpy:0")])
-    steps = tuple(Step("k", 2 * plan.prices[0].of(at).seconds, 1) for at in range(48))
+    steps = tuple(Step("k", 2 * plan.prices[0].of(at).seconds, 1) for at in range(STEPS))
     lines = compared(plan, 4 * plan.cost.total, Measured("run", 1, 1.0, True, (steps,)))
     assert lines[1].split()[-3:] == ["-75%", "a", "run"]
-    assert lines[2].split()[-2:] == ["-50%", "rms_norm"]
+    assert [line.split()[-2:] for line in lines[2:]] == [["-50%", "add"], ["-50%", "rms_norm"]]
 
 
 @pytest.mark.long
