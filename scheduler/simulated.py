@@ -25,7 +25,7 @@ from .hardware import Hardware
 
 GIB = 1 << 30
 SIMULATED = "simulated"
-MOST_DEVICES = 256
+MOST_DEVICES = 1024
 
 
 @dataclass(frozen=True, slots=True)

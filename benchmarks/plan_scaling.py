@@ -1,0 +1,109 @@
+"""Tokens per second that plans predict from 1 to 1,024 GPUs, where the limit lies, and why.
+
+Run ``python benchmarks/plan_scaling.py > docs/scaling.md``; it takes some minutes.  Models are files that are only
+headers, machines are simulated, times are predictions.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from hocket.frontends.models import Step
+from hocket.frontends.open import open_model
+from hocket.graph import Graph
+from hocket.scheduler import Plan, nbytes_text, plan_for, shortage, simulate
+from hocket.scheduler.units import time_text
+
+GPUS = (1, 2, 4, 8, 16, 64, 1024)
+MACHINE = 8
+MODELS = ("Llama-3-8B", "Llama-3-70B", "Qwen3-235B-A22B")
+SEQUENCES = (1, 16, 128)
+CONTEXT = 4096
+TEXT = """# From 1 to 1,024 GPUs
+
+Written by `python benchmarks/plan_scaling.py > docs/scaling.md`: files that are only headers, 4-bit weights, {context}
+tokens of context in use by each sequence, simulated H200 in machines of {machine} (NVLink within, InfiniBand of 400
+Gbit/s across), one token for each sequence and step, split mode `auto`.  All figures are **estimated** from data
+sheets; none was measured.
+
+`used` are the GPUs that `auto` takes: more would make a step longer, or shorten it by less than their price.  Whoever
+has more runs copies of the model side by side: tokens per second then grow with the copies, and the time of a step
+stays.  `spent on` says what the slowest GPU does in a step: reading weights, states and activations, or arithmetic
+(`work`), starting kernels (`launches`), and meeting others (`collectives`).  `more` is the best choice on more GPUs
+that was left aside.
+
+The limit lies at one machine.  There starting kernels takes the larger part of a step of one sequence, and does not
+shrink with the number of GPUs; a sum across machines takes ten times as long as one within; and stages of layers on
+several machines take turns in a step of decoding, so they hold more and are no faster.
+"""
+
+
+def machines(gpus: int) -> str:
+    """So many GPUs as `simulate` takes them."""
+    if gpus <= MACHINE:
+        return f"h200:{gpus}" + (",nvlink" if gpus > 1 else "")
+    return f"h200:{MACHINE},nvlink x {gpus // MACHINE},ib400"
+
+
+def spent(plan: Plan) -> str:
+    """What a step is spent on."""
+    total = plan.cost.total
+    launches = plan.hardware.launch * max(sum(lane.launches()) for lane in plan.lanes)
+    parts = {"work": plan.cost.compute - launches, "launches": launches, "collectives": plan.cost.collectives}
+    return ", ".join(f"{name} {max(0.0, seconds) / total:.0%}" for name, seconds in parts.items())
+
+
+def more(plan: Plan, used: int) -> str:
+    """The best choice that was left aside on more GPUs than are used."""
+    aside = [r.removeprefix("left aside: ") for r in plan.reasons if r.startswith("left aside: ")]
+    counted = [(re.search(r"on (\d+) devices|across (\d+) machines", text), text) for text in aside]
+    larger = [text for found, text in counted if found and int(found[1] or 0) + MACHINE * int(found[2] or 0) > used]
+    return larger[0] if larger else "-"
+
+
+def rows(graph: Graph, sequences: int) -> Iterator[str]:
+    """A row for each choice of `auto`, with the numbers of GPUs on which it is taken."""
+    same: list[tuple[int, str]] = []
+    for gpus in GPUS:
+        simulation = simulate(machines(gpus))
+        same.append((gpus, row(plan_for(graph, simulation.group, hardware=simulation.hardware), sequences)))
+    for cells, group in groupby(same, key=lambda pair: pair[1].rpartition(" | ")[0]):
+        taken = list(group)
+        numbers = f"{taken[0][0]:,}" + (f" to {taken[-1][0]:,}" if len(taken) > 1 else "")
+        yield f"| {sequences} | {numbers} | {cells} | {taken[-1][1].rpartition(' | ')[2]} |"
+
+
+def row(plan: Plan, sequences: int) -> str:
+    """What a plan takes and gives."""
+    used = sum(bool(lane.program.instructions) for lane in plan.lanes)
+    held = plan.memory()["weight"] + plan.memory()["state"]
+    lacking = f", {nbytes_text(short)} short" if (short := shortage(plan)) else ""
+    rate = sequences / plan.cost.total
+    cells = (used, time_text(plan.cost.total), f"{rate:,.0f}", f"{rate / used:,.0f}", nbytes_text(held) + lacking)
+    return f"{' | '.join(map(str, cells))} | {spent(plan)} | {more(plan, used)}"
+
+
+def main() -> None:
+    root = Path(__file__).parents[1]
+    sys.path.insert(0, str(root))
+    from tests.given.models.large_headers import SHAPES
+
+    print(TEXT.format(context=CONTEXT, machine=MACHINE), end="")
+    with TemporaryDirectory() as folder:
+        for name in MODELS:
+            model = open_model(SHAPES[name](Path(folder) / f"{name}.gguf"), header_only=True)
+            print(f"\n## {name}\n")
+            print("| sequences | GPUs | used | a step | tokens/s | for each used | held | spent on | more |")
+            print("|--:|--:|--:|--:|--:|--:|--:|---|---|")
+            for sequences in SEQUENCES:
+                graph = model.graph(Step(sequences, 1, CONTEXT, CONTEXT, sequences))
+                print(*rows(graph, sequences), sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
