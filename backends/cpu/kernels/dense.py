@@ -89,7 +89,7 @@ def _alone(dtype: DType) -> Part:
 @cache
 def blocks_of(dtype: DType) -> Blocks:
     """A tile is 8 rows of activations by 3 groups: as many sums as there are registers for."""
-    return Blocks(1, 4, COLUMN, WIDE, CHUNK, 8, 3, FEW, _expand(dtype), _add(tile(8, 3)), _alone(dtype))
+    return Blocks(1, 4, COLUMN, WIDE, CHUNK, 8, 3, FEW, FEW, _expand(dtype), _add(tile(8, 3)), _alone(dtype))
 
 
 @cache

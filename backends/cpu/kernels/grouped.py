@@ -37,8 +37,9 @@ class Blocks:
     ``alone(to, group, stride, left, columns, x, near, far)`` stores the products of a group with one row of
     activations; `near` and `far` are how many bytes ahead the weight is fetched to the first and the second cache.
 
-    At most `wide` blocks are expanded at a time, which `chunk` rows of activations meet before they are expanded again;
-    up to `few` rows go alone that would not fill a tile.
+    At most `wide` blocks are expanded at a time, which `chunk` rows of activations meet before they are expanded again.
+    Rows go alone that would leave a tile with `few` or fewer, and all of them where they are `all_alone` or fewer: what
+    is expanded for them is used too seldom, and a group of the weight stays in the nearest cache from one to the next.
     """
 
     columns: int
@@ -49,6 +50,7 @@ class Blocks:
     rows: int
     groups: int
     few: int
+    all_alone: int
     expand: Part
     add: Part
     alone: Part
@@ -103,7 +105,7 @@ def product_of(name: str, blocks: Blocks) -> Kernel:
     expand, add, alone = blocks.expand, blocks.add, blocks.alone
     width, record, size, wide = blocks.columns, blocks.record, blocks.size, blocks.wide
     span, scratch = blocks.span, blocks.scratch
-    tall, tile_groups, few, many = blocks.rows, blocks.groups, blocks.few, blocks.chunk
+    tall, tile_groups, few, all_alone, many = blocks.rows, blocks.groups, blocks.few, blocks.all_alone, blocks.chunk
 
     def body(a, thread, threads):
         w, stride, between, rows, columns = ARGS.w(a), ARGS.stride(a), ARGS.between(a), ARGS.rows(a), ARGS.columns(a)
@@ -116,7 +118,9 @@ def product_of(name: str, blocks: Blocks) -> Kernel:
         for expert in range(experts):
             start, end = load_int(starts + 4 * expert), load_int(starts + 4 * (expert + 1))
             matrix, last = w + expert * between, end
-            if (end - start) % tall <= few:
+            if end - start <= all_alone:
+                last = start
+            elif (end - start) % tall <= few:
                 last -= (end - start) % tall
             for chunk in range(start, last, many):
                 stop = min(last, chunk + many)
@@ -137,13 +141,12 @@ def product_of(name: str, blocks: Blocks) -> Kernel:
                                 to = chosen(slots + 4 * i, stop - i, 1, 1, y + group * ROWS * 4, step)
                                 put(to, acc, rows - group * ROWS)
                             sums += tall * tile_groups * ROWS * 4
-            for i in range(last, end):
-                slot = load_int(slots + 4 * i)
-                row, to = x + row_of(slot, used, shared) * pitch, y + slot * step
-                for group in range(lo, hi):
-                    left = rows - group * ROWS
-                    at = matrix + group * ROWS * stride
-                    alone(to + group * ROWS * 4, at, stride, left, columns, row, near, far)
+            for group in range(lo, hi):
+                left, at = rows - group * ROWS, matrix + group * ROWS * stride
+                for i in range(last, end):
+                    slot = load_int(slots + 4 * i)
+                    row, to = x + row_of(slot, used, shared) * pitch, y + slot * step + group * ROWS * 4
+                    alone(to, at, stride, left, columns, row, near, far)
         clear(starts, experts, y, step, lo * ROWS, min(rows, hi * ROWS))
         return 0
 
