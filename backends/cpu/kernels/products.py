@@ -129,7 +129,7 @@ def alone_of(form: Format) -> Part:
 def blocks_of(form: Format) -> Blocks:
     """A tile is 4 rows of activations by 2 groups: what is loaded is used at least twice, since processors broadcast
     from memory more slowly than they multiply.  Six rows alone are as fast as a tile or faster (Q4_0, Q4_1
-    and Q8_0 on an AMD Zen 5, two threads)."""
+    and Q8_0 on an AMD Zen 4, two threads)."""
     expand, add, alone = expand_of(form), add_pair_of(form, tile(4, 2)), alone_of(form)
     return Blocks(COLUMNS, RECORD, EXPANDED, WIDE, CHUNK, 4, 2, 2, 6, expand, add, alone)
 

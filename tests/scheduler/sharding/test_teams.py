@@ -154,7 +154,7 @@ def test_machines_are_simulated_with_the_link_between_them():
     assert mesh.hardware.machines((2, 3)) == 1
     assert mesh.hardware.meeting(1e9, 2) > mesh.hardware.meeting(1e9)
     assert mesh.hardware.meeting(0.0, 8) == 3 * mesh.hardware.meeting(0.0, 2)
-    for wrong in ("h200:2 x 3", "h200:2 x 0,ib400", "h200:2 x 3,wires", "h200:200 x 2,ib400", "x 3,ib400"):
+    for wrong in ("h200:2 x 3", "h200:2 x 0,ib400", "h200:2 x 3,wires", "h200:200 x 6,ib400", "x 3,ib400"):
         with pytest.raises(PlanError, match="cannot simulate"):
             simulate(wrong)
 
