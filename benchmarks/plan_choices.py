@@ -16,6 +16,7 @@ from hocket.frontends.open import open_model
 from hocket.graph import Graph
 from hocket.scheduler import Plan, nbytes_text, plan_for, shortage, simulate
 from hocket.scheduler.units import time_text
+from plan_scaling import spent
 
 CONTEXT = 4096
 MACHINES = ("h200:1", "h200:2,nvlink", "h200:4,nvlink", "h200:8,nvlink", "rtx4090:2,pcie4")
@@ -26,7 +27,7 @@ STEPS = {
 }
 PAIRS = (
     *(("Llama-3-8B", machine) for machine in ("h200:2,nvlink", "rtx4090:2,pcie4", "cpu:4", "a100:4,ethernet")),
-    *(("Llama-3-70B", machine) for machine in ("h200:8,nvlink", "rtx3090:4,pcie4")),
+    *(("Llama-3-70B", machine) for machine in ("h200:8,nvlink", "rtx3090:4,pcie4", "h200:2,nvlink x 2,ib400")),
     *(("Qwen3-Next-80B-A3B", machine) for machine in ("h200:4,nvlink", "h100:2,pcie5")),
     *(("Qwen3-235B-A22B", machine) for machine in ("h200:4,nvlink", "h100:8,nvlink")),
 )
@@ -40,7 +41,9 @@ Written by `python benchmarks/plan_choices.py > docs/auto.md`: files that are on
 
 `auto` makes the plan that takes least time, where memory and devices have a price (`scheduler/auto.py`): a full copy of
 weights and states on every device has to save {copied:.0%} of the time, and many devices in place of one {joined:.0%}.
-What does not fit comes last.  `held` is what all devices together hold of weights and states.
+What does not fit comes last.  `held` is what all devices together hold of weights and states.  `spent on` says what the
+slowest device does in a run, and so why more devices help or do not: `work` is shared out, `launches` are not, and
+`collectives` are added.
 """
 
 
@@ -56,15 +59,15 @@ def held(plan: Plan) -> int:
 def choices(name: str, path: str) -> Iterator[str]:
     """The section of a model: what is taken on each machine for each step, and what comes next."""
     yield f"\n## {name}\n"
-    yield "| machine | step | taken | a run | held | left aside |"
-    yield "|---|---|---|---|---|---|"
+    yield "| machine | step | taken | a run | spent on | held | left aside |"
+    yield "|---|---|---|---|---|---|---|"
     model = open_model(path, header_only=True)
     for machine in MACHINES:
         for kind, step in STEPS.items():
             plan = planned(model.graph(step), machine)
             taken = [r.removeprefix("taken: ").rsplit(":", 1)[0] for r in plan.reasons if r.startswith("taken: ")]
             aside = [r.removeprefix("left aside: ") for r in plan.reasons if r.startswith("left aside: ")]
-            cells = (machine, kind, (taken or ["whole, on 1 device"])[0], time_text(plan.cost.total))
+            cells = (machine, kind, (taken or ["whole, on 1 device"])[0], time_text(plan.cost.total), spent(plan))
             lacking = f", {nbytes_text(short)} short" if (short := shortage(plan)) else ""
             yield f"| {' | '.join(cells)} | {nbytes_text(held(plan))}{lacking} | {(aside or ['-'])[0]} |"
 
@@ -81,7 +84,7 @@ def comparisons(shapes: dict[str, Write], folder: Path) -> Iterator[str]:
         auto, most = planned(graph, machine), len(simulate(machine).group)
         rivals: list[tuple[float, str]] = []
         for devices in sorted({1, 2, most}):
-            for mode in ("layer", "tensor") if devices > 1 else ("none",):
+            for mode in ("none",) if devices == 1 else ("layer", "tensor", "layer,tensor")[: 2 + (devices > 2)]:
                 plan = planned(graph, machine, mode, devices)
                 once = sum(v.spec.nbytes for v in (*graph.weights, *graph.states))
                 copies = held(plan) > once * (1 + (devices - 1) / 2)

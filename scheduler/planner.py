@@ -49,6 +49,7 @@ from .sharding.rows import assign_rows
 from .sharding.search import Choice, Search, all_cuts_of, cuts_of, deal, factors_at
 from .sharding.teams import Teams, compose, stages_like, teams_by, teams_like
 from .spelling import spelled_out
+from .uncollected import uncollected
 from .verifier.plan import verify_plan
 
 Chooser = Callable[[Graph, Factors], frozenset[Factor]]
@@ -94,6 +95,7 @@ def plan(
 
 
 @needs(PlanError, group=DEVICES, hardware=a(Hardware), choose=CALLABLE | NONE, host=a(Host) | NONE, **OPTIONS)
+@uncollected()
 def plan_for(
     graph: Graph,
     group: Devices,
@@ -317,11 +319,8 @@ class Planning:
         ways = [Way("whole", 1, 0.0, once, 0.0, lambda: alone).made()]
         if (devices := len(self.group)) > 1:
             hardware = self._as_run(alone)
-            fewer = (
-                ()
-                if self.shares or self.wished or len(alone.lanes) > 1
-                else (2**i for i in range(1, devices.bit_length()))
-            )
+            is_fixed = self.shares or self.wished or len(alone.lanes) > 1
+            fewer = () if is_fixed else (2**i for i in range(1, devices.bit_length()))
             for count in sorted({*(n for n in fewer if n < devices), devices}):
                 ways += self._first(count)._ways(alone, once, hardware)
                 if 0 < hardware.machine < count and count % hardware.machine == 0 and not self.wished:
