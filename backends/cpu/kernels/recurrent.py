@@ -12,22 +12,26 @@ from ...chains import changed_state
 from ...flow import Flow, apart
 from ...operands import Bound, Operand, need
 from ..compiler import Kernel, Part, part
-from ..simd.order import fold_1, fold_2, fold_4, fold_8
+from ..simd.crossings import FOUR, add_products, crossed, no_products
+from ..simd.order import fourth_0, fourth_1, fourth_2, fourth_3
 from ..simd.vectors import (
     LANES,
     fma,
     lane_0,
     load,
     load_scalar,
+    load_some,
     mul,
-    prefetch,
     prefetch_far,
     splat,
     splat_from,
     store,
     store_past,
     store_scalar,
+    store_some,
+    sub,
     total,
+    word,
     zeros,
 )
 from ..steps import Chain, Fused, Steps
@@ -39,33 +43,139 @@ BLOCK = 32
 """Rows of a state that see all tokens before the next rows do: they stay in the first cache."""
 
 
-TALL = 4
-"""Rows that are read together: keys and queries are loaded once for all of them."""
-
-
 ARGS = words("sequences tokens keyed heads size width q[4] k[4] v[4] g[4] beta[4] out[4] state new[3] kept scratch")
 """Of q to out the address, and bytes from sequence to sequence, token to token, head to head; the states are dense.
 Of the new ones the address of the first token's, and bytes from sequence to sequence and from token to token, which are
 none where only the last is asked for.  Each thread has `scratch_bytes` of memory."""
+Q, K, V, G, BETA, OUT = (ARGS.start(name) for name in ("q", "k", "v", "g", "beta", "out"))
+
+
+DELTAS = 4 * FOUR * BLOCK
+FADES = DELTAS + 2 * 4 * BLOCK
+"""Where in a thread's memory stand, behind what the rows of a block make of four vectors, the deltas of two tokens, and
+how channels fade; behind that come four vectors that meet the rows, and the keys that are written."""
 
 
 @part
 def scratch_bytes(size):
-    """Sums of some rows; where channels fade apart, how they do, and what this makes of keys and queries."""
-    return 64 + 3 * 4 * size
+    return FADES + 6 * 4 * size
+
+
+@part
+def address(a, first, n, t, h):
+    """Where a sequence's token has a head's part of the tensor whose words begin at number `first`."""
+    return word(a, first) + n * word(a, first + 1) + t * word(a, first + 2) + h * word(a, first + 3)
 
 
 @cache
-def change_of(per_channel: bool) -> Part:
-    """``(old, new, delta, fades, fade, k, nbytes)``: a row of so many bytes fades, and gets its share of the key."""
+def alone_of(per_channel: bool) -> Part:
+    """``(a, n, h, source, t, first, last, memory)``: some rows of the state see one token."""
 
-    def change(old, new, delta, fades, fade, k, nbytes):
-        by = splat(delta)
-        for c in range(0, nbytes, 4 * LANES):
-            held = mul(load(old + c), load(fades + c) if per_channel else fade)
-            store(new + c, fma(by, load(k + c), held))
+    def alone(a, n, h, source, t, first, last, memory):
+        size, width = ARGS.size(a), ARGS.width(a)
+        scale, step = np.float32(1.0 / math.sqrt(size)), 4 * size
+        fades = memory + FADES
+        faded_q, faded_k = fades + step, fades + 2 * step
+        after = ARGS.new(a, 0) + n * ARGS.new(a, 1) + t * ARGS.new(a, 2) + step * h * width
+        before = after - ARGS.new(a, 2) if t > 0 else ARGS.state(a) + step * ((n * ARGS.heads(a) + h) * width)
+        q, k = address(a, Q, n, t, source), address(a, K, n, t, source)
+        v, g, out = address(a, V, n, t, h), address(a, G, n, t, h), address(a, OUT, n, t, h)
+        beta = load_scalar(address(a, BETA, n, t, h))
+        both, fade = zeros(), exp(splat_from(g))
+        for c in range(0, step, 4 * LANES):
+            both = fma(load(q + c), load(k + c), both)
+            if per_channel:
+                fade = exp(load(g + c))
+                store(fades + c, fade)
+                store(faded_k + c, mul(fade, load(k + c)))
+                store(faded_q + c, mul(fade, load(q + c)))
+        keys, queries = (faded_k, faded_q) if per_channel else (k, q)
+        decay = np.float32(1) if per_channel else lane_0(fade)
+        overlap = total(both)
+        for row in range(first, last):
+            s, z, x, y = before + row * step, after + row * step, zeros(), zeros()
+            for c in range(0, step, 4 * LANES):
+                held = load(s + c)
+                x, y = fma(held, load(keys + c), x), fma(held, load(queries + c), y)
+            delta = (load_scalar(v + 4 * row) - decay * total(x)) * beta
+            store_scalar(out + 4 * row, (decay * total(y) + delta * overlap) * scale)
+            by = splat(delta)
+            for c in range(0, step, 4 * LANES):
+                held = mul(load(s + c), load(fades + c) if per_channel else fade)
+                store(z + c, fma(by, load(k + c), held))
 
-    return part(change)
+    return part(alone)
+
+
+@cache
+def two_of(per_channel: bool) -> Part:
+    """``(a, n, h, source, t, first, last, memory)``: some rows of the state, in fours, see a token and the next.
+
+    The state is read twice and written once for both, as what the second finds follows from the state before either:
+    with fading f and g, ``(S f + d k^T) g k' = S (f g k') + d (g k . k')``.
+    """
+
+    def two(a, n, h, source, t, first, last, memory):
+        size, width = ARGS.size(a), ARGS.width(a)
+        scale, step = splat(np.float32(1.0 / math.sqrt(size))), 4 * size
+        fades, meeting, written = memory + FADES, memory + FADES + step, memory + FADES + 5 * step
+        state = ARGS.new(a, 0) + n * ARGS.new(a, 1) + step * h * width
+        q, k = address(a, Q, n, t, source), address(a, K, n, t, source)
+        next_q, next_k = address(a, Q, n, t + 1, source), address(a, K, n, t + 1, source)
+        g, next_g = address(a, G, n, t, h), address(a, G, n, t + 1, h)
+        fade, then = exp(splat_from(g)), exp(splat_from(next_g))
+        qk, ql, pk, pl = zeros(), zeros(), zeros(), zeros()
+        for c in range(0, step, 4 * LANES):
+            if per_channel:
+                fade, then = exp(load(g + c)), exp(load(next_g + c))
+            both, key, last_key, query = mul(fade, then), load(k + c), load(next_k + c), load(next_q + c)
+            write = mul(then, key)
+            store(fades + c, both)
+            store(meeting + c, mul(fade, key))
+            store(meeting + step + c, mul(fade, load(q + c)))
+            store(meeting + 2 * step + c, mul(both, last_key))
+            store(meeting + 3 * step + c, mul(both, query))
+            store(written + c, write)
+            qk, ql = fma(load(q + c), key, qk), fma(write, last_key, ql)
+            pk, pl = fma(query, write, pk), fma(query, last_key, pl)
+        for row in range(first, last, FOUR):
+            sums = no_products()
+            for c in range(0, step, 4 * LANES):
+                sums = add_products(sums, state + row * step + c, step, meeting + c, step)
+            store(memory + 4 * FOUR * (row - first), crossed(sums))
+        own, next_own, key_first, key_last = splat(total(qk)), splat(total(pl)), splat(total(ql)), splat(total(pk))
+        v, next_v = address(a, V, n, t, h), address(a, V, n, t + 1, h)
+        out, next_out = address(a, OUT, n, t, h), address(a, OUT, n, t + 1, h)
+        beta, next_beta = splat_from(address(a, BETA, n, t, h)), splat_from(address(a, BETA, n, t + 1, h))
+        for row in range(first, last, LANES):
+            at, left = memory + 4 * FOUR * (row - first), last - row
+            m0, m1, m2, m3 = load(at), load(at + 64), load(at + 128), load(at + 192)
+            d = mul(sub(load_some(v + 4 * row, left), fourth_0(m0, m1, m2, m3)), beta)
+            seen = fma(d, key_first, fourth_2(m0, m1, m2, m3))
+            f = mul(sub(load_some(next_v + 4 * row, left), seen), next_beta)
+            y = fma(d, own, fourth_1(m0, m1, m2, m3))
+            z = fma(f, next_own, fma(d, key_last, fourth_3(m0, m1, m2, m3)))
+            store_some(out + 4 * row, mul(y, scale), left)
+            store_some(next_out + 4 * row, mul(z, scale), left)
+            store(memory + DELTAS + 4 * (row - first), d)
+            store(memory + DELTAS + 4 * BLOCK + 4 * (row - first), f)
+        fade = mul(fade, then)
+        for row in range(first, last, FOUR):
+            d = memory + DELTAS + 4 * (row - first)
+            f, s0 = d + 4 * BLOCK, state + row * step
+            s1, s2, s3 = s0 + step, s0 + 2 * step, s0 + 3 * step
+            d0, d1, d2, d3 = splat_from(d), splat_from(d + 4), splat_from(d + 8), splat_from(d + 12)
+            f0, f1, f2, f3 = splat_from(f), splat_from(f + 4), splat_from(f + 8), splat_from(f + 12)
+            for c in range(0, step, 4 * LANES):
+                x, y = load(written + c), load(next_k + c)
+                if per_channel:
+                    fade = load(fades + c)
+                store(s0 + c, fma(f0, y, fma(d0, x, mul(load(s0 + c), fade))))
+                store(s1 + c, fma(f1, y, fma(d1, x, mul(load(s1 + c), fade))))
+                store(s2 + c, fma(f2, y, fma(d2, x, mul(load(s2 + c), fade))))
+                store(s3 + c, fma(f3, y, fma(d3, x, mul(load(s3 + c), fade))))
+
+    return part(two)
 
 
 @cache
@@ -73,88 +183,32 @@ def delta_net(per_channel: bool, tiled: bool) -> Kernel:
     """The rule for `keyed` heads of keys with `size` elements and `heads` of values with `width`; the `state` before is
     kept where `kept` says (0: nowhere) and becomes the `new` one."""
 
-    change = change_of(per_channel)
+    alone, two = alone_of(per_channel), two_of(per_channel)
 
     def body(a, thread, threads):
         tokens, keyed, heads, size, width = ARGS.tokens(a), ARGS.keyed(a), ARGS.heads(a), ARGS.size(a), ARGS.width(a)
         blocks = (width + BLOCK - 1) // BLOCK
-        scale, step = np.float32(1.0 / math.sqrt(size)), 4 * size
-        sums = ARGS.scratch(a) + thread * scratch_bytes(size)
-        fades, faded_k, faded_q = sums + 64, sums + 64 + step, sums + 64 + 2 * step
+        memory = ARGS.scratch(a) + thread * scratch_bytes(size)
         lo, hi = share(ARGS.sequences(a) * heads * blocks, thread, threads)
         for unit in range(lo, hi):
             first = unit % blocks * BLOCK
             h, n = unit // blocks % heads, unit // blocks // heads
             source = h % keyed if tiled else h // (heads // keyed)
             last = min(width, first + BLOCK)
-            old = ARGS.state(a) + 4 * size * ((n * heads + h) * width)
-            new = ARGS.new(a, 0) + n * ARGS.new(a, 1) + 4 * size * h * width
             if ARGS.kept(a) != 0:
-                kept = ARGS.kept(a) + 4 * size * ((n * heads + h) * width)
-                for c in range(first * size, last * size, LANES):
-                    prefetch_far(old + 4 * (c + BLOCK * size))  # the next block
-                    store_past(kept + 4 * c, load(old + 4 * c))
-            for t in range(tokens):
-                before = new + (t - 1) * ARGS.new(a, 2) if t > 0 else old
-                after = new + t * ARGS.new(a, 2)
-                q = ARGS.q(a, 0) + n * ARGS.q(a, 1) + t * ARGS.q(a, 2) + source * ARGS.q(a, 3)
-                k = ARGS.k(a, 0) + n * ARGS.k(a, 1) + t * ARGS.k(a, 2) + source * ARGS.k(a, 3)
-                v = ARGS.v(a, 0) + n * ARGS.v(a, 1) + t * ARGS.v(a, 2) + h * ARGS.v(a, 3)
-                g = ARGS.g(a, 0) + n * ARGS.g(a, 1) + t * ARGS.g(a, 2) + h * ARGS.g(a, 3)
-                beta = load_scalar(ARGS.beta(a, 0) + n * ARGS.beta(a, 1) + t * ARGS.beta(a, 2) + h * ARGS.beta(a, 3))
-                out = ARGS.out(a, 0) + n * ARGS.out(a, 1) + t * ARGS.out(a, 2) + h * ARGS.out(a, 3)
-                both, fade, soon = zeros(), exp(splat_from(g)), min(1, tokens - 1 - t)  # is there a next token?
-                for c in range(0, step, 4 * LANES):
-                    prefetch(k + soon * ARGS.k(a, 2) + c)
-                    prefetch(q + soon * ARGS.q(a, 2) + c)
-                    both = fma(load(q + c), load(k + c), both)
-                    if per_channel:
-                        fade = exp(load(g + c))
-                        store(fades + c, fade)
-                        store(faded_k + c, mul(fade, load(k + c)))
-                        store(faded_q + c, mul(fade, load(q + c)))
-                keys, queries = (faded_k, faded_q) if per_channel else (k, q)
-                decay = np.float32(1) if per_channel else lane_0(fade)
-                overlap = total(both)
-                for c in range(4 * first, 4 * last, 4 * LANES):
-                    prefetch(v + soon * ARGS.v(a, 2) + c)
-                row = first
-                while t > 0 and row + TALL <= last:  # the first token's rows come from memory, best one after another
-                    s0, s1 = before + row * step, before + (row + 1) * step
-                    s2, s3 = s1 + step, s1 + 2 * step
-                    x0, x1, x2, x3 = zeros(), zeros(), zeros(), zeros()
-                    y0, y1, y2, y3 = zeros(), zeros(), zeros(), zeros()
-                    for c in range(0, step, 4 * LANES):
-                        x, y = load(keys + c), load(queries + c)
-                        held0, held1, held2, held3 = load(s0 + c), load(s1 + c), load(s2 + c), load(s3 + c)
-                        x0, x1, x2, x3 = fma(held0, x, x0), fma(held1, x, x1), fma(held2, x, x2), fma(held3, x, x3)
-                        y0, y1, y2, y3 = fma(held0, y, y0), fma(held1, y, y1), fma(held2, y, y2), fma(held3, y, y3)
-                    x, y = fold_4(fold_8(x0, x1), fold_8(x2, x3)), fold_4(fold_8(y0, y1), fold_8(y2, y3))
-                    both = fold_2(x, y)
-                    store(sums, fold_1(both, both))
-                    d0 = (load_scalar(v + 4 * row) - decay * load_scalar(sums)) * beta
-                    d1 = (load_scalar(v + 4 * row + 4) - decay * load_scalar(sums + 4)) * beta
-                    d2 = (load_scalar(v + 4 * row + 8) - decay * load_scalar(sums + 8)) * beta
-                    d3 = (load_scalar(v + 4 * row + 12) - decay * load_scalar(sums + 12)) * beta
-                    store_scalar(out + 4 * row, (decay * load_scalar(sums + 16) + d0 * overlap) * scale)
-                    store_scalar(out + 4 * row + 4, (decay * load_scalar(sums + 20) + d1 * overlap) * scale)
-                    store_scalar(out + 4 * row + 8, (decay * load_scalar(sums + 24) + d2 * overlap) * scale)
-                    store_scalar(out + 4 * row + 12, (decay * load_scalar(sums + 28) + d3 * overlap) * scale)
-                    z = after + row * step
-                    change(s0, z, d0, fades, fade, k, step)
-                    change(s1, z + step, d1, fades, fade, k, step)
-                    change(s2, z + 2 * step, d2, fades, fade, k, step)
-                    change(s3, z + 3 * step, d3, fades, fade, k, step)
-                    row += TALL
-                while row < last:
-                    s, x, y = before + row * step, zeros(), zeros()
-                    for c in range(0, step, 4 * LANES):
-                        held = load(s + c)
-                        x, y = fma(held, load(keys + c), x), fma(held, load(queries + c), y)
-                    delta = (load_scalar(v + 4 * row) - decay * total(x)) * beta
-                    store_scalar(out + 4 * row, (decay * total(y) + delta * overlap) * scale)
-                    change(s, after + row * step, delta, fades, fade, k, step)
-                    row += 1
+                start = 4 * size * ((n * heads + h) * width)
+                for c in range(start + 4 * first * size, start + 4 * last * size, 4 * LANES):
+                    prefetch_far(ARGS.state(a) + c + 4 * BLOCK * size)  # the next block
+                    store_past(ARGS.kept(a) + c, load(ARGS.state(a) + c))
+            alone(a, n, h, source, 0, first, last, memory)  # which takes the state from where it was
+            t = 1
+            while t < tokens:
+                if t + 1 < tokens and ARGS.new(a, 2) == 0 and (last - first) % FOUR == 0:
+                    two(a, n, h, source, t, first, last, memory)
+                    t += 2
+                else:
+                    alone(a, n, h, source, t, first, last, memory)
+                    t += 1
         return 0
 
     return Kernel(f"recurrent.delta_net.{'channels' if per_channel else 'heads'}.{'tiled' if tiled else 'runs'}", body)
