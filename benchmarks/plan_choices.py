@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from plan_scaling import spent
+
 from hocket.frontends.models import Step
 from hocket.frontends.open import open_model
 from hocket.graph import Graph
 from hocket.scheduler import Plan, nbytes_text, plan_for, shortage, simulate
 from hocket.scheduler.units import time_text
-from plan_scaling import spent
 
 CONTEXT = 4096
 MACHINES = ("h200:1", "h200:2,nvlink", "h200:4,nvlink", "h200:8,nvlink", "rtx4090:2,pcie4")
