@@ -253,8 +253,8 @@ GEMMA = Shape(
 MODELS: dict[str, tuple[Shape | None, str]] = {
     **{f"smollm2-{kind}": (None, kind) for kind in ("q4_0", "q8_0", "f16", "bf16")},
     **{f"llama-500m-{kind}": (LLAMA, kind) for kind in ("q4_K", "q6_K", "q8_0")},
-    "qwen35-0.8b-q4_0": (HYBRID, "q4_0"),
-    "qwen3moe-q4_K": (EXPERTS, "q4_K"),
+    **{f"qwen35-0.8b-{kind}": (HYBRID, kind) for kind in ("q4_0", "q8_0")},
+    **{f"qwen3moe-{kind}": (EXPERTS, kind) for kind in ("q4_K", "q4_0")},
     "gemma3-270m-q4_K_M": (GEMMA, "q4_K"),
 }
 """By name: a shape to fill with random weights, or none for SmolLM2's own, and the type of its matrices."""

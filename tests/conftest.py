@@ -16,13 +16,16 @@ settings.register_profile("hocket", deadline=None, suppress_health_check=[Health
 settings.load_profile("hocket")
 
 MOST_CASES = 6
-"""So many cases of one test, or fewer, are run without --all: every second or third of those that have more."""
+"""So many cases of one test, or fewer, are run without --all or --most: every second or third of those that have
+more."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write golden files anew instead of comparing")
     parser.addoption("--every-architecture", action="store_true", help="compile CUDA kernels for all architectures")
     parser.addoption("--all", action="store_true", help="run long tests whole, as if their files were named")
+    parser.addoption("--most", type=int, metavar="N", help=f"cases of a test ({MOST_CASES}; with --all every one)")
+    parser.addoption("--turn", type=int, default=0, metavar="N", help="which cases: another N takes others")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,24 +36,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is long.  Of a test with many cases some stay, so that each kind is tried."""
-    if config.option.all:
-        return
     cases: Counter[str] = Counter()
     counts = Counter(item.nodeid.partition("[")[0] for item in items)
+    most = config.option.most or (len(items) if config.option.all else MOST_CASES)
     stays, leaves = [], []
     for item in items:
-        mark = item.get_closest_marker("long")
+        mark = None if config.option.all else item.get_closest_marker("long")
         test = item.nodeid.partition("[")[0]
-        every = mark.kwargs.get("every") if mark else -(-counts[test] // MOST_CASES)
-        (stays if every and cases[test] % every == 0 else leaves).append(item)
+        every = mark.kwargs.get("every") if mark else -(-counts[test] // most)
+        (stays if every and (cases[test] + config.option.turn) % every == 0 else leaves).append(item)
         cases[test] += 1
     items[:] = stays
     config.hook.pytest_deselected(items=leaves)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if not config.option.all:
-        terminalreporter.write_line("long tests were left out, or some of their cases; --all runs everything")
+    if config.option.most or not config.option.all:
+        what = "cases" if config.option.all else "long tests, or some of their cases,"
+        terminalreporter.write_line(f"{what} were left out; --all runs everything")
 
 
 @pytest.fixture
