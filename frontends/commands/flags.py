@@ -85,7 +85,8 @@ def group_flags(sub: argparse.ArgumentParser, where: argparse._ActionsContainer)
         "--split-mode",
         default="auto",
         metavar="MODE",
-        help=f"how several devices share: {'; '.join(SPLIT_NAMES)} (auto)",
+        help=f"how several devices share: {'; '.join(SPLIT_NAMES)} (auto); where layers are on several devices, parts of a "
+        "prompt follow each other through them",
     )
     sub.add_argument("--tensor-split", type=shares, default=(), metavar="LIST", help="shares of the devices, as 3,1")
     sub.add_argument(
@@ -118,7 +119,10 @@ def caches_of(args: argparse.Namespace) -> dict[str, str | None]:
 
 def trace_flag(sub: argparse._ActionsContainer) -> None:
     sub.add_argument(
-        "--trace", metavar="FILE", help="write what ran when, for ui.perfetto.dev and hocket view --trace (.gz: packed)"
+        "--trace",
+        metavar="FILE",
+        help="write what ran when, for ui.perfetto.dev and hocket view --trace (.gz: packed); parts of a prompt then go "
+        "through the devices one at a time",
     )
 
 
