@@ -337,6 +337,8 @@ def any_op(b: Builder) -> None:
 def sample(b: Builder, op: Op, text: str) -> None:
     """The node of a sample whose operands are made here, in the range that the op declares."""
     parts = parse_case(text)
+    if any(isinstance(spec, Spec) and spec.dtype in (DType.Q8_1, DType.Q8_K) for spec in parts.values()):
+        return  # nobody dequantises these
     operands: dict[str, Value] = {}
     for name, spec in parts.items():
         if not isinstance(spec, Spec):
