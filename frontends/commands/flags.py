@@ -85,8 +85,8 @@ def group_flags(sub: argparse.ArgumentParser, where: argparse._ActionsContainer)
         "--split-mode",
         default="auto",
         metavar="MODE",
-        help=f"how several devices share: {'; '.join(SPLIT_NAMES)} (auto); where layers are on several devices, parts of a "
-        "prompt follow each other through them",
+        help=f"how several devices share: {'; '.join(SPLIT_NAMES)} (auto); where layers are on several devices, "
+        "parts of a prompt follow each other through them",
     )
     sub.add_argument("--tensor-split", type=shares, default=(), metavar="LIST", help="shares of the devices, as 3,1")
     sub.add_argument(
@@ -121,8 +121,8 @@ def trace_flag(sub: argparse._ActionsContainer) -> None:
     sub.add_argument(
         "--trace",
         metavar="FILE",
-        help="write what ran when, for ui.perfetto.dev and hocket view --trace (.gz: packed); parts of a prompt then go "
-        "through the devices one at a time",
+        help="write what ran when, for ui.perfetto.dev and hocket view --trace (.gz: packed); parts of a prompt then "
+        "go through the devices one at a time",
     )
 
 
