@@ -1,8 +1,9 @@
-"""What every kernel takes of a device: ``python -m hocket.backends.cupy.resources`` writes it anew with NVRTC.
+"""What every kernel takes of a device, and what its machine code does: ``python -m hocket.backends.cupy.resources``
+writes it anew with NVRTC and nvdisasm.
 
 The file ``resources.json`` beside this one has a line for each source, the digest of what was compiled for every
-architecture, and one for each kernel: registers of a thread and declared bytes of shared memory, for each architecture.
-No kernel spills registers.
+architecture, and one for each kernel with a `Row` for each architecture: a change that makes one worse shows in the
+diff.  No kernel spills registers.
 """
 
 from __future__ import annotations
@@ -13,20 +14,35 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+from .device.disassembly import disassembled
 from .device.driver import Source
-from .device.nvrtc import OPTIONS, Resources, compile
+from .device.nvrtc import OPTIONS, compile
 from .table import SOURCES
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100")
 FILE = Path(__file__).with_suffix(".json")
 
 
+class Row(NamedTuple):
+    """Of a kernel for one architecture: registers of a thread, declared bytes of shared memory, instructions in all, in
+    its longest loop that has no other in it, and of tensor cores; and how many instructions load how many bits of
+    global memory for a thread."""
+
+    registers: int
+    shared: int
+    instructions: int
+    loop: int
+    products: int
+    loads: Mapping[str, int]
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
-    """By ``file: kernel``, then by architecture: registers, bytes; and digests of the sources that were compiled."""
+    """Rows by ``file: kernel``, then by architecture; and digests of the sources that were compiled."""
 
-    kernels: Mapping[str, Mapping[str, tuple[int, int]]]
+    kernels: Mapping[str, Mapping[str, Row]]
     digests: Sequence[str]
 
 
@@ -34,7 +50,7 @@ def recorded() -> Table:
     """The table as it was last written."""
     document = json.loads(FILE.read_text("utf-8"))
     rows = document["kernels"].items()
-    kernels = {name: {arch: (row[0], row[1]) for arch, row in archs.items()} for name, archs in rows}
+    kernels = {name: {arch: Row(*row) for arch, row in archs.items()} for name, archs in rows}
     return Table(kernels, document["digests"])
 
 
@@ -44,9 +60,17 @@ def digest(source: Source) -> str:
     return f"{source.file} {hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}"
 
 
-def measured(source: Source, arch: str) -> dict[str, Resources]:
-    """What the kernels of a source take.  Raises `BackendError` if it does not compile."""
-    return {f"{source.file}: {name}": found for name, found in compile(source, arch).resources.items()}
+def measured(source: Source, arch: str) -> dict[str, tuple[Row, int]]:
+    """The row of each kernel of a source, and the bytes of registers that it spills.  Raises `BackendError` if it does
+    not compile."""
+    cubin = compile(source, arch)
+    does, rows = disassembled(cubin.image), {}
+    for name, takes in cubin.resources.items():
+        code = does[cubin.lowered[name]]
+        loads = {str(bits): count for bits, count in code.loads.items()}
+        row = Row(takes.registers, takes.shared, code.instructions, code.loop, code.products, loads)
+        rows[f"{source.file}: {name}"] = row, takes.spilled
+    return rows
 
 
 def write() -> None:
@@ -55,11 +79,11 @@ def write() -> None:
     stale = [source for source in SOURCES if digest(source) not in before.digests]
     jobs = [(source, arch) for source in stale for arch in ARCHITECTURES]
     kept = {f"{source.file}: {name}" for source in SOURCES if source not in stale for name in source.names}
-    table = {name: {arch: [*row] for arch, row in before.kernels[name].items()} for name in kept}
+    table = {name: dict(before.kernels[name]) for name in kept}
     with ThreadPoolExecutor(2) as pool:
         for (_, arch), found in zip(jobs, pool.map(lambda job: measured(*job), jobs), strict=True):
-            for name, r in found.items():
-                table.setdefault(name, {})[arch] = [r.registers, r.shared]
+            for name, (row, _) in found.items():
+                table.setdefault(name, {})[arch] = row
     digests = ",\n".join(map(json.dumps, map(digest, SOURCES)))
     kernels = ",\n".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(table.items()))
     FILE.write_text(f'{{"digests": [\n{digests}\n], "kernels": {{\n{kernels}\n}}}}\n', "utf-8")

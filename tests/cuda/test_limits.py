@@ -100,7 +100,7 @@ def test_kernels_that_size_much_memory_declare_little():
     sized = {name: rows for name, rows in recorded().kernels.items() if name.split(": ")[1] in chunked}
     sized |= {name: rows for name, rows in recorded().kernels.items() if name.startswith("attention_tiles.cu")}
     assert len(sized) > len(chunked)
-    assert all(shared <= DECLARED for rows in sized.values() for _, shared in rows.values())
+    assert all(row.shared <= DECLARED for rows in sized.values() for row in rows.values())
 
 
 # --------------------------------------------------------------------------------------------------- what drivers say

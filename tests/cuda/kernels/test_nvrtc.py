@@ -1,25 +1,28 @@
-"""Every kernel that a binding can ask for compiles, and takes no more than before: each for one architecture, and with
-``--every-architecture`` for all."""
+"""Every kernel that a binding can ask for compiles, takes no more than before, and its machine code does no more: each
+for one architecture, and with ``--every-architecture`` for all."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
-from hocket.backends.cupy.device import nvrtc
+from hocket.backends.cupy.device import disassembly, nvrtc
 from hocket.backends.cupy.device.cubins import cubin
 from hocket.backends.cupy.device.driver import Source
 from hocket.backends.cupy.resources import ARCHITECTURES, digest, measured, recorded
 from hocket.backends.cupy.table import SOURCES
 from hocket.graph.errors import BackendError
 
-SLACK = 8
-"""Registers by which compilers of other versions may differ."""
+SLACK, MORE = 8, 1.1
+"""Registers and instructions by which compilers of other versions may differ, and the part of them."""
 
 
 @pytest.fixture(scope="module")
 def _compiler():
     try:
         nvrtc.nvrtc()
+        disassembly.disassembler()
     except BackendError as why:
         pytest.skip(str(why))
 
@@ -48,12 +51,93 @@ def test_a_source_compiles_and_takes_what_is_recorded(number, arch):
     """Where a kernel changed on purpose: ``python -m hocket.backends.cupy.resources``."""
     found, table = measured(SOURCES[number], arch), recorded().kernels
     assert len(found) == len(SOURCES[number].names)
-    for name, resources in found.items():
-        assert not resources.spilled, f"{name} spills {resources.spilled} bytes for {arch}"
+    for name, (row, spilled) in found.items():
+        assert not spilled, f"{name} spills {spilled} bytes for {arch}"
         assert name in table, f"{name} is not in resources.json; write it anew"
-        registers, shared = table[name][arch]
-        assert resources.registers <= registers + SLACK, f"{name} took {registers} registers for {arch}"
-        assert resources.shared == shared, f"{name} took {shared} bytes of shared memory for {arch}"
+        for why in worse(row, table[name][arch]):
+            pytest.fail(f"{name} for {arch}: {why}")
+
+
+def worse(now, before):
+    """In what a row is worse than the one that is recorded."""
+    if now.registers > before.registers + SLACK:
+        yield f"{now.registers} registers in place of {before.registers}"
+    if now.shared != before.shared:
+        yield f"{now.shared} bytes of shared memory in place of {before.shared}"
+    if now.loop > before.loop * MORE + SLACK:
+        yield f"a loop of {now.loop} instructions in place of {before.loop}"
+    if now.products != before.products:
+        yield f"{now.products} instructions of tensor cores in place of {before.products}"
+    if width(now) < width(before) / MORE:
+        yield f"loads of {width(now):.0f} bits in place of {width(before):.0f}"
+
+
+def width(row):
+    """The bits that a load brings on the average."""
+    return sum(int(bits) * count for bits, count in row.loads.items()) / max(1, sum(row.loads.values()))
+
+
+SHOWN = """
+.text.add:
+        /*0000*/                   LDG.E.U8 R1, desc[UR4][R2.64] ;
+.L_x_1:
+        /*0010*/                   LDG.E.128.CONSTANT R4, desc[UR4][R2.64] ;
+.L_x_2:
+        /*0020*/                   HMMA.16816.F32 R4, R4, R8, R12 ;
+        /*0030*/              @!P0 LDGSTS.E.BYPASS.128 [R11], desc[UR6][R6.64] ;
+        /*0040*/               @P0 BRA `(.L_x_2) ;
+        /*0050*/              @UP1 BRA `(.L_x_1) ;
+        /*0060*/                   EXIT ;
+.L_x_3:
+        /*0070*/                   BRA `(.L_x_3);
+"""
+
+
+def test_loops_loads_and_products_are_counted_in_what_the_disassembler_shows():
+    ((name, lines),) = disassembly.kernels_in(SHOWN)
+    assert name == "add"
+    assert disassembly.code_of(lines) == disassembly.Code(8, loop=3, products=1, loads={8: 1, 128: 2})
+
+
+@dataclass
+class Planted:
+    """A source of one kernel."""
+
+    text: str
+    file: str = "planted.cu"
+    names: tuple[str, ...] = ("planted",)
+
+
+SOUND = """
+extern "C" __global__ void __launch_bounds__(1024, 1) planted(const float4* x, float* y, int n) {
+    float sums[40] = {};
+    for (int i = threadIdx.x; i < n; i += 32) {
+        float4 v = x[i];
+        for (int j = 0; j < 4; ++j) sums[j] += v.x * j + v.y * j + v.z + v.w;
+    }
+    for (int j = 0; j < 40; ++j) y[40 * threadIdx.x + j] = sums[j];
+}
+"""
+PLANTED = {
+    "a load is narrowed": SOUND.replace(
+        "float4 v = x[i];", "struct { float x, y, z, w; } v; memcpy(&v, 4 * i + (const float*)x, 16);"
+    ),
+    "a loop does more": SOUND.replace("sums[j] +=", "sums[j] += __sinf(sums[j]) * __cosf(sums[j]) +"),
+    "registers are spilled": SOUND.replace("j < 4;", "j < 40;").replace("(1024, 1)", "(1024, 2)"),
+}
+
+
+@pytest.mark.usefixtures("_compiler")
+def test_what_is_planted_in_machine_code_is_found():
+    ((before, spilled),) = measured(Planted(SOUND), "sm_90a").values()
+    assert not spilled
+    assert not list(worse(before, before))
+    for what, text in PLANTED.items():
+        assert text != SOUND
+        ((now, spilled),) = measured(Planted(text), "sm_90a").values()
+        said = [*worse(now, before), *["spilled"] * bool(spilled)]
+        wanted = {"a load is narrowed": "bits", "a loop does more": "loop", "registers are spilled": "spilled"}[what]
+        assert any(wanted in why for why in said), (what, before, now, spilled)
 
 
 @pytest.mark.usefixtures("_compiler")

@@ -1,0 +1,105 @@
+"""What the machine code of kernels does, as NVIDIA's disassembler shows it.
+
+Of each kernel ``nvdisasm`` writes a line that names it, and then labels and instructions:
+
+    .text.add:
+    .L_x_1:
+            /*0010*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+            /*0020*/              @P0  BRA `(.L_x_1) ;
+
+This is a loop of two instructions, one of which loads 128 bits.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from ....graph.errors import BackendError
+
+INSTALL = "pip install nvidia-cuda-nvdisasm"
+KERNEL = re.compile(r"\.text\.(\S+):")
+LABEL = re.compile(r"(\.L_\w+):")
+INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)([^;]*);")
+TARGET = re.compile(r"`\((\.L_\w+)\)")
+LOAD, PRODUCT = re.compile(r"LDG(STS)?(\.|$)"), re.compile(r"\w*MMA(\.|$)")
+WIDTHS = (("256", 256), ("128", 128), ("64", 64), ("U16", 16), ("S16", 16), ("U8", 8), ("S8", 8))
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """How many instructions a kernel has, and the longest of its loops that have no other in them; how many multiply
+    matrices; and how many load how many bits of global memory for a thread."""
+
+    instructions: int
+    loop: int
+    products: int
+    loads: Mapping[int, int]
+
+
+def disassembler() -> str:
+    """The program, from its wheel or from a CUDA toolkit.  Raises `BackendError` if neither is installed."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    wheels = sorted(p for folder in folders for p in Path(folder).glob("*/bin/nvdisasm"))
+    program = str(wheels[-1]) if wheels else shutil.which("nvdisasm")
+    if program is None:
+        raise BackendError(f"nvdisasm, which shows machine code, is not installed; {INSTALL}")
+    return program
+
+
+def disassembled(image: bytes) -> dict[str, Code]:
+    """What each kernel of a cubin does, by its name there.  Raises `BackendError` if it cannot be read."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "kernels.cubin"
+        file.write_bytes(image)
+        done = subprocess.run([disassembler(), "-c", str(file)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BackendError(f"nvdisasm: {done.stderr.strip().partition(chr(10))[0]}")
+    return {name: code_of(lines) for name, lines in kernels_in(done.stdout)}
+
+
+def kernels_in(text: str) -> Iterator[tuple[str, Sequence[str]]]:
+    """Each kernel with the lines behind its name."""
+    name, lines = "", list[str]()
+    for line in text.splitlines():
+        if begins := KERNEL.match(line):
+            if name:
+                yield name, lines
+            name, lines = begins[1], []
+        else:
+            lines.append(line)
+    if name:
+        yield name, lines
+
+
+def code_of(lines: Sequence[str]) -> Code:
+    """What the instructions among these lines do."""
+    labels: dict[str, int] = {}
+    loops: list[tuple[int, int]] = []
+    ops: list[str] = []
+    for line in lines:
+        if label := LABEL.match(line):
+            labels[label[1]] = len(ops)
+        elif instruction := INSTRUCTION.match(line):
+            op, operands = instruction.groups()
+            ops.append(op)
+            if op.startswith("BRA") and (to := TARGET.search(operands)) and to[1] in labels:
+                loops.append((labels[to[1]], len(ops)))
+    inner = [(a, z) for a, z in loops if not any((a, z) != (b, y) and a <= b and y <= z for b, y in loops)]
+    loads = Counter(map(_width, filter(LOAD.match, ops)))
+    longest = max((z - a for a, z in inner), default=0)
+    return Code(len(ops), longest, sum(1 for op in ops if PRODUCT.match(op)), dict(sorted(loads.items())))
+
+
+def _width(op: str) -> int:
+    """Bits that a load brings to a thread."""
+    parts = op.split(".")
+    return next((bits for word, bits in WIDTHS if word in parts), 32)
