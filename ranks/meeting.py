@@ -136,9 +136,10 @@ class WideMeeting:
             board[BOARD_FAILED] = 1
 
     def clear(self) -> None:
-        """Nothing stays of a run but its number."""
+        """Nothing stays of a run but its number, and that a rank has failed: it may have while the run ended."""
         for board in self.boards.values():
             end_run(board)
+        self.between.world.remind()
 
 
 class WideMember:

@@ -179,6 +179,13 @@ class World:
         wait where they see no `check`."""
         self._wakes = [*(known for known in self._wakes if known() is not None), WeakMethod(wake)]
 
+    def remind(self) -> None:
+        """Wake those again who may have forgotten that a rank has failed."""
+        if self.failure is not None:
+            for known in self._wakes:
+                if (wake := known()) is not None:
+                    wake(str(self.failure))
+
     def fail(self, why: str) -> None:
         """This rank has failed: tell the others, unless another one failed first."""
         if self._others and self._note(Failure(self.rank, self.hosts[self.rank], why)):
@@ -191,9 +198,7 @@ class World:
             if self.failure is not None:
                 return False
             self.failure = failure
-        for known in self._wakes:
-            if (wake := known()) is not None:
-                wake(str(failure))
+        self.remind()
         return True
 
     def leave(self) -> None:

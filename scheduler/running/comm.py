@@ -207,8 +207,9 @@ class Teams:
             meeting.abort(why)
 
     def clear(self) -> None:
-        """Forget what was sent, and that somebody failed: a run is over, and nobody waits."""
-        for meeting in (self.letters, *self.meetings.values()):
+        """Forget what was sent, and that somebody failed: a run is over, and nobody waits.  Letters come last: those
+        between ranks do not forget that a rank failed, and wake the teams again."""
+        for meeting in (*self.meetings.values(), self.letters):
             meeting.clear()
 
 

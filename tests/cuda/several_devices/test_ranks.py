@@ -20,6 +20,7 @@ from hocket.scheduler import Executor, Store, load, plan_for
 from ...given.devices.emulation import needs_compiler
 from ...given.devices.fake_nccl import backend_of
 from ...given.ranks.thread_link import in_threads
+from ...given.waits import until
 
 pytestmark = needs_compiler
 WIDTH = 64
@@ -81,7 +82,8 @@ def test_devices_of_two_ranks_meet_with_nccl_in_one_graph(joined):
     assert "sum" in joined.calls
 
 
-def test_who_waits_for_a_device_of_a_rank_that_failed_stops(joined):
+@pytest.mark.parametrize("fails", ["in the next run", "while the last one ends"])
+def test_who_waits_for_a_device_of_a_rank_that_failed_stops(fails, joined):
     heard = []
 
     def run(world):
@@ -89,6 +91,9 @@ def test_who_waits_for_a_device_of_a_rank_that_failed_stops(joined):
         executor.run({"x": X})
         if world.rank:
             raise ArithmeticError("planted")
+        if fails == "while the last one ends":
+            until(lambda: world.failure is not None)
+            executor._devices.place.clear()
         with pytest.raises(BackendError) as caught:
             executor.replay()
         heard.append(str(caught.value))
