@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,6 +55,11 @@ class Kernel:
 
     source: Source
     name: str
+
+    @property
+    def alone(self) -> Source:
+        """Its source without the others, which compiles faster."""
+        return replace(self.source, names=(self.name,))
 
     def __str__(self) -> str:
         return f"{self.source.file}: {self.name}"

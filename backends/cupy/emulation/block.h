@@ -95,19 +95,11 @@ struct Worker {  // one operating-system thread, and the block it runs
 static thread_local Thread *current = nullptr;  // null while no kernel runs
 
 }  // namespace emulation
-#ifdef HOCKET_COUNTED
-#include "counters.h"
+#ifndef HOCKET_SEEN
+#define HOCKET_SEEN "unseen.h"
 #endif
+#include HOCKET_SEEN
 namespace emulation {
-
-#ifdef HOCKET_COUNTED
-#define HOCKET_PLACED __attribute__((noinline))  // a call returns to the line that made the access
-#else
-#define HOCKET_PLACED
-struct Hidden { Hidden() {} };
-static inline void count(const void *, size_t, bool, uint64_t) {}
-static inline void close_block() {}
-#endif
 
 // ---------------------------------------------------------------------------------------------------- errors
 
@@ -290,6 +282,18 @@ static inline unsigned long long nanoseconds() {
     timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return now.tv_sec * 1000000000ull + now.tv_nsec;
+}
+// Words that several threads see meanwhile; the order is PTX's, such as "acquire.sys".
+template <class T> HOCKET_PLACED T load_word(const char *order, const T *p) {
+    Hidden mine;
+    const T x = __atomic_load_n(p, __ATOMIC_ACQUIRE);
+    note_word(order, p, sizeof x, x, false, (uint64_t)__builtin_return_address(0));
+    return x;
+}
+template <class T> HOCKET_PLACED void store_word(const char *order, T *p, T x) {
+    Hidden mine;
+    note_word(order, p, sizeof x, x, true, (uint64_t)__builtin_return_address(0));
+    __atomic_store_n(p, x, __ATOMIC_RELEASE);
 }
 
 // Memory that ends where nothing may be touched.

@@ -26,11 +26,13 @@ OPTIONS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-fopenmp", "-fno-strict-ali
 """With -O2 a kernel takes half as long again to compile and a tenth less to run, and most run a few times."""
 CHECKS = ("-fsanitize=alignment,bounds", "-fsanitize-undefined-trap-on-error")
 """What a device traps, or would not notice, and cuda.h reports."""
-COUNTS = (
-    *("-DHOCKET_COUNTED", "-g", "-fsanitize=kernel-address", "-fno-tree-sra", "-fno-tree-vectorize"),
+ACCESSES = (
+    *("-g", "-fsanitize=kernel-address", "-fno-tree-sra", "-fno-tree-vectorize"),
     *("--param", "asan-instrumentation-with-call-threshold=0", "--param", "asan-stack=0", "--param", "asan-globals=0"),
 )
 """In place of the checks: a call for each load and store, which keeps the width that the source gives it."""
+COUNTS = (*ACCESSES, '-DHOCKET_SEEN="counters.h"')
+ORDER = (*ACCESSES, '-DHOCKET_SEEN="order.h"')
 LOCK = ".lock"
 log = logging.getLogger("hocket.kernels")
 _building = threading.Lock()

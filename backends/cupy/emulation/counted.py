@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import shutil
-import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from ....graph.errors import BackendError
 from ...base import Device
 from ..device.driver import Launch, LaunchError, Step
 from .building import COUNTS, library
 from .emulated import EmulatedDriver, LaunchShape, Report
 from .guarded import Bytes
-
-BEFORE_ALL = ("types.cuh", "cuda.cuh", "hip.cuh", "prelude.cuh")
+from .lines import lines_of
 
 MOST_SITES = 4096
 ALIGNMENT = 512
@@ -88,8 +83,7 @@ class CountingDriver(EmulatedDriver):
 
 def count(launch: Launch) -> Counted:
     """Make a launch and count.  Raises `LaunchError` with what the emulation found."""
-    source, name = launch.kernel.source, launch.kernel.name
-    made = library(replace(source, names=(name,)), COUNTS)  # alone, which compiles faster than with all others
+    made = library(launch.kernel.alone, COUNTS)
     words = np.array(launch.words, np.uint64)
     shape = LaunchShape(launch.grid, launch.block, launch.shared_bytes, len(words), 0, 1, words.ctypes.data)
     report, sites, moved = Report(), (_Site * MOST_SITES)(), (ctypes.c_uint64 * 4)()
@@ -101,7 +95,7 @@ def count(launch: Launch) -> Counted:
     many = made.counters_end(sites, ctypes.c_int64(MOST_SITES), moved)
     if report.status:
         raise LaunchError(launch.number, f"{launch.kernel}: {report.text.decode()}")
-    lines = _lines(made, [site.code for site in sites[:many]])
+    lines = lines_of(made, [site.code for site in sites[:many]])
     kept = (
         Site(line, bool(s.is_shared), bool(s.is_store), s.bytes, s.requests, s.cost, s.least)
         for line, s in zip(lines, sites[:many], strict=True)
@@ -118,29 +112,3 @@ def _apart(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             merged.append((low, high))
     return merged
-
-
-class _Place(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("file", "base", "symbol", "address"))
-
-
-def _lines(made: ctypes.CDLL, codes: Sequence[int]) -> list[str]:
-    """``file:line`` in the sources of kernels, for addresses that calls return to."""
-    if not codes:
-        return []
-    tool = shutil.which("addr2line")
-    if tool is None:
-        raise BackendError("counters name lines with addr2line, which is not installed; install binutils")
-    place = _Place()
-    ctypes.CDLL(None).dladdr(ctypes.cast(made.launch_0, ctypes.c_void_p), ctypes.byref(place))
-    asked = [hex(code - (place.base or 0) - 1) for code in codes]
-    done = subprocess.run([tool, "-a", "-i", "-e", made._name, *asked], capture_output=True, text=True, check=True)
-    answers = done.stdout.split("0x")[1:]
-    return [_line(answer.splitlines()[1:]) for answer in answers]
-
-
-def _line(frames: Sequence[str]) -> str:
-    """The innermost frame that is in a source of ours but not in what stands before all, if there is one."""
-    names = [os.path.basename(frame.partition(" ")[0]) for frame in frames]
-    ours = [name for name in names if name.partition(":")[0].endswith((".cu", ".cuh"))]
-    return next((name for name in ours if not name.startswith(BEFORE_ALL)), (ours or names)[0])

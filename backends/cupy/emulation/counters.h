@@ -1,6 +1,4 @@
-// What the memory of a device would have to do for a launch.  g++ calls a function here for every load and store of the
-// kernel (-fsanitize=kernel-address with calls, which needs no library); block.h includes this where HOCKET_COUNTED is
-// defined, and has empty words in its place where it is not.
+// What the memory of a device would have to do for a launch.
 //
 // The n-th access of each lane of a warp from one place of the code is one request, as lanes that walk together make it.
 // Global memory answers in sectors of 32 bytes, shared memory from 32 banks of 4 bytes, a word of each in one wavefront.
@@ -10,7 +8,7 @@
 #include <algorithm>
 #include <map>
 
-#define HOCKET_UNSEEN __attribute__((no_sanitize("kernel-address"), noinline))
+#include "accesses.h"
 
 namespace emulation {
 
@@ -25,20 +23,7 @@ struct Operand { uint64_t low, high; std::vector<uint32_t> read, written; };  //
 static std::vector<Operand> operands;
 static std::map<std::pair<uint64_t, bool>, Site> sites;
 static std::vector<std::vector<Access>> seen;  // of each thread of the block
-static volatile bool is_hidden = true;         // volatile, as g++ does not know that loads and stores call; hidden from the counters: what the emulation itself does
 
-struct Hidden {  // while one of these lives
-    bool was = is_hidden;
-    Hidden() { is_hidden = true; }
-    ~Hidden() { is_hidden = was; }
-};
-HOCKET_UNSEEN static bool in_shared(uint64_t at) {
-    const Worker &w = *current->worker;
-    if (at - (uint64_t)w.shared < w.shared_bytes) return true;
-    for (auto &d : w.declared)
-        if (at - (uint64_t)d.first < d.second) return true;
-    return false;
-}
 HOCKET_UNSEEN static void note_access(const void *p, size_t bytes, bool is_store, uint64_t code) {
     const uint64_t at = (uint64_t)p;
     const bool is_shared = in_shared(at);
@@ -53,12 +38,6 @@ HOCKET_UNSEEN static void note_access(const void *p, size_t bytes, bool is_store
     const size_t thread = current - current->worker->all.data();
     if (seen.size() <= thread) seen.resize(thread + 1);
     seen[thread].push_back({at, code, (uint16_t)bytes, is_shared, is_store});
-}
-HOCKET_UNSEEN static void count(const void *p, size_t bytes, bool is_store, uint64_t code) {
-    if (is_hidden || current == nullptr) return;
-    is_hidden = true;  // templates of the library are called here, whose own accesses come back to this
-    note_access(p, bytes, is_store, code);
-    is_hidden = false;
 }
 HOCKET_UNSEEN static void close_request(const Access *const *all, int lanes) {
     uint64_t units[32 * 16];  // sectors, or words of shared memory
@@ -90,6 +69,8 @@ HOCKET_UNSEEN static void close_request(const Access *const *all, int lanes) {
     }
     s.cost += n, s.least += (used + 31) / 32;
 }
+static inline void note_word(const char *, const void *, size_t, uint64_t, bool, uint64_t) {}
+static inline void note_together(unsigned) {}
 // What the threads of a block did becomes requests.
 static void close_block() {
     Hidden all_of_it;
@@ -124,28 +105,6 @@ static void close_block() {
 }
 
 }  // namespace emulation
-
-#define HOCKET_COUNT(n)                                                                                                         \
-    extern "C" HOCKET_UNSEEN void __asan_load##n##_noabort(const void *p) {                                                     \
-        emulation::count(p, n, false, (uint64_t)__builtin_return_address(0));                                                   \
-    }                                                                                                                           \
-    extern "C" HOCKET_UNSEEN void __asan_store##n##_noabort(const void *p) {                                                    \
-        emulation::count(p, n, true, (uint64_t)__builtin_return_address(0));                                                    \
-    }
-HOCKET_COUNT(1)
-HOCKET_COUNT(2)
-HOCKET_COUNT(4)
-HOCKET_COUNT(8)
-HOCKET_COUNT(16)
-extern "C" HOCKET_UNSEEN void __asan_loadN_noabort(const void *p, size_t n) {
-    emulation::count(p, n, false, (uint64_t)__builtin_return_address(0));
-}
-extern "C" HOCKET_UNSEEN void __asan_storeN_noabort(const void *p, size_t n) {
-    emulation::count(p, n, true, (uint64_t)__builtin_return_address(0));
-}
-extern "C" HOCKET_UNSEEN void __asan_handle_no_return() {}
-extern "C" HOCKET_UNSEEN void __asan_before_dynamic_init(const char *) {}
-extern "C" HOCKET_UNSEEN void __asan_after_dynamic_init() {}
 
 // Operands as pairs of addresses; what was counted before is forgotten.
 extern "C" HOCKET_UNSEEN void counters_begin(const uint64_t *spans, int64_t n) {

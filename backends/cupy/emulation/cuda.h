@@ -74,18 +74,21 @@ static inline int __any_sync(unsigned mask, int yes) { return emulation::vote(ma
 static inline int __all_sync(unsigned mask, int yes) { return emulation::vote(mask, yes != 0) == mask; }
 
 // Of integers only: sums of floats in any order are no results.
-template <class T> T atomicAdd(T *at, T by) { return __atomic_fetch_add(at, by, __ATOMIC_RELAXED); }
-template <class T> T atomicExch(T *at, T value) { return __atomic_exchange_n(at, value, __ATOMIC_RELAXED); }
-template <class T> T atomicCAS(T *at, T expected, T value) {
-    __atomic_compare_exchange_n(at, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
-    return expected;
+template <class T, class Act> HOCKET_PLACED T changed(T *at, Act act) {
+    emulation::Hidden mine;
+    emulation::note_word("relaxed.gpu", at, sizeof(T), 0, true, (uint64_t)__builtin_return_address(0));
+    return act();
 }
-template <class T> T atomicMax(T *at, T value) {
-    T was = __atomic_load_n(at, __ATOMIC_RELAXED);
-    while (was < value && !__atomic_compare_exchange_n(at, &was, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
-    return was;
+template <class T> inline T atomicAdd(T *at, T by) {
+    return changed(at, [=] { return __atomic_fetch_add(at, by, __ATOMIC_RELAXED); });
 }
-static inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+template <class T> inline T atomicCAS(T *at, T expected, T value) {
+    return changed(at, [=] {
+        T was = expected;
+        __atomic_compare_exchange_n(at, &was, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+        return was;
+    });
+}
 
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static inline float __fmul_rn(float x, float y) { return x * y; }

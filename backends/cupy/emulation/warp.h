@@ -12,7 +12,7 @@ static inline void barrier(int line) {
     if (w.arrived == 0) w.line = line;
     else if (w.line != line) fail("threads of one block meet at the barriers of lines %d and %d", w.line, line);
     const unsigned since = w.generation;
-    if (++w.arrived == w.threads) w.arrived = 0, w.generation++;
+    if (++w.arrived == w.threads) w.arrived = 0, w.generation++, note_together(0);
     else wait(&w.generation, since);
 }
 // Every lane of `mask` brings a pointer; the last to come runs `act` on all of them.  All come from the same place of the
@@ -32,6 +32,7 @@ template <class Act> inline void meet(const char *what, unsigned mask, void *bro
     if (m.arrived != mask) return wait(&m.generation, m.generation);
     m.arrived = 0;
     m.generation++;
+    note_together(mask);
     act(m.brought);
 }
 template <class F> inline void each_lane(unsigned mask, F f) {

@@ -38,8 +38,10 @@ template <class T> HOCKET_LANE_OP T __shfl_up(T value, unsigned by, int width = 
 #define __lane_id() emulation::lane_of_wave()
 #define __builtin_amdgcn_wave_barrier() emulation::meet("wave barrier", ~0u, nullptr, [](void **) {}, HOCKET_HERE)
 #define __builtin_amdgcn_fence(order, scope) __atomic_thread_fence(order)
-#define __threadfence_system() __atomic_thread_fence(__ATOMIC_SEQ_CST)
-#define __hip_atomic_load(at, order, scope) __atomic_load_n(at, order)
-#define __hip_atomic_store(at, value, order, scope) __atomic_store_n(at, value, order)
+#define __HIP_MEMORY_SCOPE_AGENT ".gpu"
+#define __HIP_MEMORY_SCOPE_SYSTEM ".sys"
+#define __hip_atomic_load(at, order, scope) emulation::load_word((order) == __ATOMIC_ACQUIRE ? "acquire" scope : "relaxed" scope, at)
+#define __hip_atomic_store(at, value, order, scope) \
+    emulation::store_word((order) == __ATOMIC_RELEASE ? "release" scope : "relaxed" scope, at, value)
 #define __builtin_amdgcn_s_memrealtime() (emulation::nanoseconds() / 10)
 #define __builtin_amdgcn_s_sleep(times) emulation::give_way()

@@ -153,24 +153,20 @@ template <class T> __device__ __forceinline__ void store_stream(T *p, T value) {
 
 // --------------------------------------------------------------------------------------------------------- signals
 
-// Words that other devices read and write while this one runs.
+// Words that other devices read and write while this one runs.  A release of the scope of the system is a fence as well.
+#ifdef HOCKET_EMULATED
+#define LOAD_WORD(order, x, p) x = emulation::load_word(order, p)
+#define STORE_WORD(order, p, x) emulation::store_word(order, p, x)
+#else
+#define LOAD_WORD(order, x, p) asm volatile("ld." order ".global.u64 %0, [%1];" : "=l"(x) : "l"(p) : "memory")
+#define STORE_WORD(order, p, x) asm volatile("st." order ".global.u64 [%0], %1;" :: "l"(p), "l"(x) : "memory")
+#endif
 __device__ __forceinline__ u64 load_acquire(const u64 *p) {
-#ifdef HOCKET_EMULATED
-    return __atomic_load_n(p, __ATOMIC_ACQUIRE);
-#else
     u64 x;
-    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(x) : "l"(p) : "memory");
+    LOAD_WORD("acquire.sys", x, p);
     return x;
-#endif
 }
-__device__ __forceinline__ void store_release(u64 *p, u64 x) {
-#ifdef HOCKET_EMULATED
-    __atomic_store_n(p, x, __ATOMIC_RELEASE);
-#else
-    __threadfence_system();
-    asm volatile("st.release.sys.global.u64 [%0], %1;" :: "l"(p), "l"(x) : "memory");
-#endif
-}
+__device__ __forceinline__ void store_release(u64 *p, u64 x) { STORE_WORD("release.sys", p, x); }
 __device__ __forceinline__ u64 nanoseconds() {
 #ifdef HOCKET_EMULATED
     return emulation::nanoseconds();

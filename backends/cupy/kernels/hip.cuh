@@ -149,7 +149,6 @@ __device__ __forceinline__ u64 load_acquire(const u64 *p) {
     return __hip_atomic_load((u64 *)p, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_SYSTEM);
 }
 __device__ __forceinline__ void store_release(u64 *p, u64 x) {
-    __threadfence_system();
     __hip_atomic_store(p, x, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_SYSTEM);
 }
 __device__ __forceinline__ u64 nanoseconds() { return 10 * __builtin_amdgcn_s_memrealtime(); }  // it counts at 100 MHz

@@ -27,7 +27,8 @@ DTYPES = {np.dtype(d.storage): d for d in (DType.F32, DType.I8, DType.I16, DType
 class Part:
     """One device's side of a collective: its operand (None for none), the shape of its result.
 
-    `inplace`: the result lies where the operand does; `strides` of the operand in elements, dense if None.
+    `inplace`: the result lies where the operand does, `over`: where that of the part before does; `strides` of the operand
+    in elements, dense if None.
     """
 
     op: str
@@ -35,6 +36,7 @@ class Part:
     shape: tuple[int, ...]
     attrs: dict = field(default_factory=dict)
     inplace: bool = False
+    over: bool = False
     strides: tuple[int, ...] | None = None
     shift: int = 0
 
@@ -147,7 +149,7 @@ def _program(parts):
     for number, part in enumerate(parts):
         dtype = DTYPES[part.source.dtype] if part.source is not None else part.attrs["dtype"]
         source = None if part.source is None else place(part.source.shape, dtype, part.strides, part.shift)
-        target = source if part.inplace else place(part.shape, dtype)
+        target = source if part.inplace else tensors[-1][0] if part.over else place(part.shape, dtype)
         attrs = {"sequence": 10 + number, **part.attrs}
         instructions.append(Instruction(part.op, (source,) if source else (), (target,), attrs, None, f"n{number}"))
         tensors.append((source, target))

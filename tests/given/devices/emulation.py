@@ -47,11 +47,9 @@ def edited(source: Source, good: str, bad: str) -> Written:
 
 def with_fault(launch: Launch, file: str, good: str, bad: str) -> Launch:
     """The launch with a mistake in its kernel, if that sees the file."""
-    source, name = launch.kernel.source, launch.kernel.name
-    if file not in source.files:
+    if file not in launch.kernel.source.files:
         return launch
-    alone = Source(source.file, (name,), source.before, source.instructions)
-    return replace(launch, kernel=edited(alone, good, bad)[name])
+    return replace(launch, kernel=edited(launch.kernel.alone, good, bad)[launch.kernel.name])
 
 
 class FaultyDriver(EmulatedDriver):

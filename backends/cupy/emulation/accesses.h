@@ -1,0 +1,56 @@
+// What a kernel does to memory, access by access.  g++ calls a function here for every load and store of the kernel
+// (-fsanitize=kernel-address with calls, which needs no library).  What becomes of them is for the header that block.h
+// includes, and that includes this: counters.h or order.h.
+#pragma once
+
+#define HOCKET_UNSEEN __attribute__((no_sanitize("kernel-address"), noinline))
+#define HOCKET_PLACED __attribute__((noinline))  // a call returns to the line that made the access
+
+namespace emulation {
+
+// Volatile, as g++ does not know that loads and stores call.
+static thread_local volatile bool is_hidden = true;
+struct Hidden {  // while one of these lives, what the emulation itself does
+    bool was = is_hidden;
+    Hidden() { is_hidden = true; }
+    ~Hidden() { is_hidden = was; }
+};
+static void note_access(const void *p, size_t bytes, bool is_store, uint64_t code);
+
+HOCKET_UNSEEN static bool in_shared(uint64_t at) {
+    const Worker &w = *current->worker;
+    if (at - (uint64_t)w.shared < w.shared_bytes) return true;
+    for (auto &d : w.declared)
+        if (at - (uint64_t)d.first < d.second) return true;
+    return false;
+}
+HOCKET_UNSEEN static void count(const void *p, size_t bytes, bool is_store, uint64_t code) {
+    if (is_hidden || current == nullptr) return;
+    is_hidden = true;  // templates of the library are called there, whose own accesses come back to this
+    note_access(p, bytes, is_store, code);
+    is_hidden = false;
+}
+
+}  // namespace emulation
+
+#define HOCKET_COUNT(n)                                                                                                         \
+    extern "C" HOCKET_UNSEEN void __asan_load##n##_noabort(const void *p) {                                                     \
+        emulation::count(p, n, false, (uint64_t)__builtin_return_address(0));                                                   \
+    }                                                                                                                           \
+    extern "C" HOCKET_UNSEEN void __asan_store##n##_noabort(const void *p) {                                                    \
+        emulation::count(p, n, true, (uint64_t)__builtin_return_address(0));                                                    \
+    }
+HOCKET_COUNT(1)
+HOCKET_COUNT(2)
+HOCKET_COUNT(4)
+HOCKET_COUNT(8)
+HOCKET_COUNT(16)
+extern "C" HOCKET_UNSEEN void __asan_loadN_noabort(const void *p, size_t n) {
+    emulation::count(p, n, false, (uint64_t)__builtin_return_address(0));
+}
+extern "C" HOCKET_UNSEEN void __asan_storeN_noabort(const void *p, size_t n) {
+    emulation::count(p, n, true, (uint64_t)__builtin_return_address(0));
+}
+extern "C" HOCKET_UNSEEN void __asan_handle_no_return() {}
+extern "C" HOCKET_UNSEEN void __asan_before_dynamic_init(const char *) {}
+extern "C" HOCKET_UNSEEN void __asan_after_dynamic_init() {}

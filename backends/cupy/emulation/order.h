@@ -1,0 +1,72 @@
+// What a kernel does to memory that other threads may see, in an order that all devices share: order.py finds in it what
+// is in no order.
+//
+// `turns` counts the releases of all devices.  An event has the number of those before it: of one that ordered it before
+// another there are fewer, as a release counts before it is seen.
+#pragma once
+
+#include <algorithm>
+#include <map>
+
+#include "accesses.h"
+
+namespace emulation {
+
+enum Kind { LOAD, STORE, RELAXED_LOAD, RELAXED_STORE, ACQUIRE, RELEASE, TOGETHER };
+struct Event {  // as ordered.py reads it
+    uint64_t turn, at, code, value;  // of a word: what it is; together: the lanes of a warp, or 0 for the whole block
+    uint32_t block, thread, bytes;
+    uint8_t kind, is_shared, unused[2];
+};
+struct Span { uint64_t low, high; };
+static thread_local uint64_t *turns;
+static thread_local std::vector<Span> spans;  // the memory of devices, by address
+static thread_local std::vector<Event> events;
+static thread_local std::map<std::pair<uint32_t, const void *>, uint64_t> last_seen;  // words, by the thread that read them
+
+HOCKET_UNSEEN static void add(Kind kind, const void *p, size_t bytes, uint64_t code, uint64_t value, bool is_shared) {
+    const Worker &w = *current->worker;
+    const uint64_t turn = kind == RELEASE ? __atomic_fetch_add(turns, 1, __ATOMIC_SEQ_CST) : __atomic_load_n(turns, __ATOMIC_SEQ_CST);
+    const uint32_t block = w.block.x + w.grid.x * (w.block.y + w.grid.y * w.block.z), thread = current - w.all.data();
+    events.push_back({turn, (uint64_t)p, code, value, block, thread, (uint32_t)bytes, (uint8_t)kind, is_shared});
+}
+HOCKET_UNSEEN static void note_access(const void *p, size_t bytes, bool is_store, uint64_t code) {
+    const uint64_t at = (uint64_t)p;
+    const bool is_shared = in_shared(at);
+    const auto behind = std::upper_bound(spans.begin(), spans.end(), at, [](uint64_t x, const Span &s) { return x < s.low; });
+    if (!is_shared && (behind == spans.begin() || at >= behind[-1].high)) return;  // registers, or the emulation's own
+    add(is_store ? STORE : LOAD, p, bytes, code, 0, is_shared);
+}
+// A load is noted once it is made, a store before.  Only those of the scope of the system reach other devices.  One that
+// reads again what it read is not noted again: threads wait so.
+HOCKET_UNSEEN static void note_word(const char *order, const void *p, size_t bytes, uint64_t value, bool is_store, uint64_t code) {
+    const bool orders = strstr(order, ".sys") && strstr(order, is_store ? "release" : "acquire");
+    if (!is_store) {
+        const std::pair<uint32_t, const void *> key(current - current->worker->all.data(), p);
+        const auto known = last_seen.find(key);
+        if (known != last_seen.end() && known->second == value) return;
+        last_seen[key] = value;
+    }
+    add(is_store ? orders ? RELEASE : RELAXED_STORE : orders ? ACQUIRE : RELAXED_LOAD, p, bytes, code, value, false);
+}
+HOCKET_UNSEEN static void note_together(unsigned lanes) {
+    Hidden mine;
+    add(TOGETHER, nullptr, 0, 0, lanes, false);
+}
+static inline void close_block() { last_seen.clear(); }
+
+}  // namespace emulation
+
+extern "C" HOCKET_UNSEEN void order_begin(uint64_t *all_turns, const emulation::Span *memory, int64_t n) {
+    using namespace emulation;
+    turns = all_turns;
+    spans.assign(memory, memory + n);
+    events.clear(), last_seen.clear();
+    is_hidden = false;
+}
+extern "C" HOCKET_UNSEEN int64_t order_end(const emulation::Event **out) {
+    using namespace emulation;
+    is_hidden = true;
+    *out = events.data();
+    return events.size();
+}

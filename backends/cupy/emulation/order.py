@@ -1,0 +1,240 @@
+"""What a run leaves to chance: two accesses of the same bytes, one of them a store, that nothing puts in an order.
+
+The processor that emulates devices keeps nearly all stores in order, so that a signal without a fence gives the right
+sums here, and wrong ones on a device.  What is looked for is therefore not a wrong sum but an order that is missing.
+One thread's accesses are in order.  So are, before and behind it,
+
+* what the threads of a block did, at a barrier; what the lanes of a warp did, where they meet;
+* launches of one device, which follow each other in its stream;
+* what a thread that releases a word did or knew, for the thread that acquires what was written;
+* what the host writes before a run into the memory of a device, and reads behind it.
+
+An example, of two devices that each run one block.  Thread 5 of device 0 stores x and comes to a barrier, thread 0
+releases the word w behind it; on device 1, thread 3 acquires w, comes to a barrier, and thread 7 loads x.  The first
+barrier ends phase 0 of its block: everybody there knows all of it, which is written ``(0, 0): (1, 0)`` (device 0, block
+0: launch 1 up to phase 0).  Thread 0 releases this, thread 3 learns it, the second barrier tells thread 7, and so the
+store of x (launch 1, phase 0, thread 5) is before the load.  Without the first barrier thread 0 releases only what it
+did itself, ``(0, 0, 0): (1, 0, 0)`` (device 0, block 0, thread 0: launch 1, phase 0, up to its first release); without
+release or acquire thread 3 learns nothing.  Either way, thread 7 does not know of the store, in whatever order the two
+came in this run.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from .lines import lines_of
+from .ordered import Memory, Ran
+
+LOAD, STORE, RELAXED_LOAD, RELAXED_STORE, ACQUIRE, RELEASE, TOGETHER = range(7)
+STORES, WORDS = (STORE, RELAXED_STORE, RELEASE), (RELAXED_LOAD, RELAXED_STORE, ACQUIRE, RELEASE)
+WARP = 32
+NEVER = (-1,)
+BY_HOST = -1
+Clock = dict[tuple[int, ...], tuple[int, ...]]
+"""What somebody knows to be over: of a device its launches, of a block its phases, of a thread what it released."""
+
+
+class Stamp(NamedTuple):
+    """When an access was made: launches of a device count from 1 (0: the host, before the run), phases of a block end
+    with barriers, parts of a thread's phase with its releases."""
+
+    device: int
+    launch: int
+    block: int = 0
+    phase: int = 0
+    thread: int = 0
+    part: int = 0
+
+    def is_before(self, other: Stamp, known: Clock) -> bool:
+        """Whether it is over for who is at `other` and knows so much."""
+        if self[:3] == other[:3] and (self.thread == other.thread or self.phase < other.phase):
+            return True
+        device, launch, block, phase, thread, part = self
+        return (
+            known.get((device,), NEVER) >= (launch,)
+            or known.get((device, block), NEVER) >= (launch, phase)
+            or known.get((device, block, thread), NEVER) >= (launch, phase, part)
+        )
+
+
+class Access(NamedTuple):
+    stamp: Stamp
+    ran: int  # which launch of the log, or `BY_HOST`
+    code: int
+    is_store: bool
+    is_word: bool  # of those that may be accessed by several at once
+
+
+@dataclass(slots=True)
+class Unit:
+    """A few bytes: who stored them last, and who loaded them since, each thread's last time."""
+
+    store: Access | None = None
+    loads: dict[tuple[int, ...], Access] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Block:
+    """`known` to all its threads since their last barrier, and what some know besides."""
+
+    device: int
+    launch: int
+    number: int
+    known: Clock
+    phase: int = 0
+    own: dict[int, Clock] = field(default_factory=dict)
+    parts: dict[int, int] = field(default_factory=dict)
+
+    def of(self, thread: int) -> Clock:
+        return self.own.get(thread, self.known)
+
+    def stamp(self, thread: int) -> Stamp:
+        return Stamp(self.device, self.launch, self.number, self.phase, thread, self.parts.get(thread, 0))
+
+    def told(self, thread: int) -> Clock:
+        """What a thread knows and did so far; what it does from now on is not among it."""
+        part = self.parts.get(thread, 0)
+        self.parts[thread] = part + 1
+        return joined([self.of(thread), {(self.device, self.number, thread): (self.launch, self.phase, part)}])
+
+    def meet(self, first: int, lanes: int) -> None:
+        """Threads of a warp."""
+        together = [first + lane for lane in range(WARP) if lanes >> lane & 1]
+        self.own |= dict.fromkeys(together, joined(self.told(thread) for thread in together))
+
+    def barrier(self) -> None:
+        self.known = joined([self.known, *self.own.values(), {(self.device, self.number): (self.launch, self.phase)}])
+        self.phase += 1
+        self.own, self.parts = {}, {}
+
+
+def joined(clocks: Iterable[Clock]) -> Clock:
+    whole: Clock = {}
+    for clock in clocks:
+        for who, until in clock.items():
+            if whole.get(who, NEVER) < until:
+                whole[who] = until
+    return whole
+
+
+def disorder(log: Sequence[Ran], memory: Sequence[Memory]) -> list[str]:
+    """Pairs of accesses of one run that are in no order, a line for each two places of the code.
+
+    `memory` is that of the devices.  What is in order here is in order in every run that takes the same branches.
+    """
+    return _Run(log, memory).faults()
+
+
+class _Run:
+    def __init__(self, log: Sequence[Ran], memory: Sequence[Memory]) -> None:
+        self.log = log
+        self.memory = sorted(memory, key=lambda m: m.low)
+        self.lows = [m.low for m in self.memory]
+        self.devices: dict[int, Clock] = {d: {(d,): (0,)} for d in {ran.device for ran in log}}
+        self.running: dict[int, int] = {}  # by device, the launch of the log
+        self.begun: dict[int, int] = dict.fromkeys(self.devices, 0)
+        self.blocks: dict[tuple[int, int], Block] = {}  # by launch of the log and number
+        self.units: dict[tuple[int, ...], Unit] = {}
+        self.released: dict[tuple[int, int], Clock] = {}
+        self.pairs: dict[tuple[int, ...], tuple[Access, Access]] = {}
+        every = [ran.events[ran.events["bytes"] > 0] for ran in log]
+        reach = np.bitwise_or.reduce([x for e in every for x in (*e["at"], *e["bytes"].astype(np.uint64))], initial=16)
+        self.unit = int(reach) & -int(reach)
+        """Bytes; all accesses begin and end with one."""
+
+    def faults(self) -> list[str]:
+        turns = np.concatenate([ran.events["turn"] for ran in self.log])
+        numbers = np.concatenate([np.full(len(ran.events), n) for n, ran in enumerate(self.log)])
+        events = np.concatenate([ran.events for ran in self.log]).tolist()
+        for i in np.argsort(turns, kind="stable").tolist():
+            _, at, code, value, block, thread, nbytes, kind, is_shared, _ = events[i]
+            number = int(numbers[i])
+            here = self._block(number, block)
+            if kind == TOGETHER:
+                here.meet(thread // WARP * WARP, value) if value else here.barrier()
+                continue
+            if kind == ACQUIRE and (at, value) in self.released:
+                here.own[thread] = joined([here.of(thread), self.released[at, value]])
+            access = Access(here.stamp(thread), number, code, kind in STORES, kind in WORDS)
+            room = (number, block) if is_shared else ()
+            for unit in range(at // self.unit, (at + nbytes) // self.unit):
+                self._touch((unit, *room), access, here.of(thread))
+            if kind == RELEASE:
+                self.released[at, value] = here.told(thread)
+        for device in self.devices:
+            self._end(device)
+        self._read_by_host()
+        return self._said()
+
+    def _block(self, number: int, block: int) -> Block:
+        device = self.log[number].device
+        if self.running.get(device) != number:
+            self._end(device)
+            self.running[device] = number
+            self.begun[device] += 1
+        if (number, block) not in self.blocks:
+            self.blocks[number, block] = Block(device, self.begun[device], block, self.devices[device])
+        return self.blocks[number, block]
+
+    def _end(self, device: int) -> None:
+        """Of the launch that runs there: all later ones know what its threads knew."""
+        number = self.running.pop(device, None)
+        if number is None:
+            return
+        over = [key for key in self.blocks if key[0] == number]
+        clocks = [clock for key in over for b in (self.blocks.pop(key),) for clock in (b.known, *b.own.values())]
+        known = joined([*clocks, {(device,): (self.begun[device],)}])
+        self.devices[device] = {w: t for w, t in known.items() if w[0] != device or len(w) == 1}
+
+    def _owner(self, key: tuple[int, ...]) -> int | None:
+        """Whose memory that is; shared memory is nobody's."""
+        at = key[0] * self.unit
+        m = self.memory[bisect_right(self.lows, at) - 1] if self.memory and len(key) == 1 else None
+        return m.device if m is not None and m.low <= at < m.high else None
+
+    def _touch(self, key: tuple[int, ...], mine: Access, known: Clock) -> None:
+        unit = self.units.get(key)
+        if unit is None:
+            unit = self.units[key] = Unit(self._filled(key))
+        for other in (unit.store, *(unit.loads.values() if mine.is_store else ())):
+            if other is None or (mine.is_word and other.is_word) or other.stamp.is_before(mine.stamp, known):
+                continue
+            self._note(mine, other)
+        if mine.is_store:
+            unit.store, unit.loads = mine, {}
+        else:
+            unit.loads[mine.stamp[:5]] = mine
+
+    def _filled(self, key: tuple[int, ...]) -> Access | None:
+        """By the host before the run, if it is memory of a device; words it has set before devices knew each other."""
+        owner = self._owner(key)
+        return None if owner is None else Access(Stamp(owner, 0), BY_HOST, 0, is_store=True, is_word=True)
+
+    def _note(self, mine: Access, other: Access) -> None:
+        self.pairs.setdefault((mine.code, mine.is_store, other.code, other.is_store), (mine, other))
+
+    def _read_by_host(self) -> None:
+        """Everything in the memory of a device, when its stream is over."""
+        for key, unit in self.units.items():
+            owner, last = self._owner(key), unit.store
+            if owner not in self.devices or last is None or last.is_word:
+                continue
+            mine = Access(Stamp(owner, self.begun[owner] + 1), BY_HOST, 0, is_store=False, is_word=False)
+            if not last.stamp.is_before(mine.stamp, self.devices[owner]):
+                self._note(mine, last)
+
+    def _said(self) -> list[str]:
+        return sorted({f"{self._words(a)}, in no order with {self._words(b)}" for a, b in self.pairs.values()})
+
+    def _words(self, access: Access) -> str:
+        what = f"a {'store' if access.is_store else 'load'} of"
+        if access.ran == BY_HOST:
+            return f"{what} the host in the memory of device {access.stamp.device}"
+        ran = self.log[access.ran]
+        return f"{what} device {ran.device} at {lines_of(ran.code, [access.code])[0]}"

@@ -1,0 +1,103 @@
+"""Launches of several devices, and all that each of their threads did to memory that others may see."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ...base import Device
+from ..device.driver import Launch, LaunchError, Step
+from .building import ORDER, library
+from .emulated import EmulatedDriver, LaunchShape, Report
+from .guarded import Bytes, address_of
+
+EVENT = np.dtype(
+    [
+        *((name, np.uint64) for name in ("turn", "at", "code", "value")),
+        *((name, np.uint32) for name in ("block", "thread", "bytes")),
+        *(("kind", np.uint8), ("is_shared", np.uint8), ("unused", np.uint16)),
+    ]
+)
+"""As order.h has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A launch of one device, its compiled code, and what its threads did, in order."""
+
+    device: int
+    kernel: str
+    code: ctypes.CDLL
+    events: npt.NDArray[np.void]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of a device, from `low` to before `high`."""
+
+    low: int
+    high: int
+    device: int
+
+
+class OrderedDriver(EmulatedDriver):
+    """Keeps all launches since the last `taken`, those of each device in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: list[Memory] = []
+        self._ran: list[Ran] = []
+        self._turns = ctypes.c_uint64(1)
+        self._adding = threading.Lock()
+
+    def taken(self) -> list[Ran]:
+        with self._adding:
+            ran, self._ran = self._ran, []
+        return ran
+
+    def alloc(self, nbytes: int, on: Device) -> Bytes:
+        memory = super().alloc(nbytes, on)
+        low = address_of(memory)
+        with self._adding:
+            self.memory.append(Memory(low, low + nbytes, on.index))
+        return memory
+
+    def record(self, steps: Sequence[Step], on: Device) -> Callable[[], None]:
+        launches = [step for step in steps if isinstance(step, Launch)]
+        codes = [library(launch.kernel.alone, ORDER) for launch in launches]
+        runs = 0
+
+        def run() -> None:
+            nonlocal runs
+            order = runs % 4
+            runs += 1
+            for launch, code in zip(launches, codes, strict=True):
+                ran = Ran(on.index, str(launch.kernel), code, self._events(launch, code, order))
+                with self._adding:
+                    self._ran.append(ran)
+
+        return run
+
+    def _events(self, launch: Launch, code: ctypes.CDLL, order: int) -> npt.NDArray[np.void]:
+        """Make a launch.  Raises `LaunchError` with what the emulation found."""
+        words = np.array(launch.words, np.uint64)
+        shape = LaunchShape(launch.grid, launch.block, launch.shared_bytes, len(words), order, 1, words.ctypes.data)
+        report, first = Report(), ctypes.c_void_p()
+        code.launch_0.restype, code.order_end.restype = None, ctypes.c_int64
+        with self._adding:
+            memory = np.array(sorted((m.low, m.high) for m in self.memory), np.uint64)
+        given = ctypes.c_void_p(memory.ctypes.data), ctypes.c_int64(len(memory))
+        code.order_begin(ctypes.byref(self._turns), *given)
+        code.launch_0(ctypes.byref(shape), ctypes.byref(report))
+        many = code.order_end(ctypes.byref(first))
+        if report.status:
+            raise LaunchError(launch.number, f"{launch.kernel}: {report.text.decode()}")
+        room = np.empty(many, EVENT)
+        if many:
+            ctypes.memmove(room.ctypes.data, first, room.nbytes)
+        return room

@@ -1,0 +1,215 @@
+"""What devices do to each other's memory is in an order that their signals make: not by luck, and not by x86.
+
+Everything that is planted here gives the right sums in the emulation."""
+
+from __future__ import annotations
+
+import random
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hocket import ops
+from hocket.backends.cupy.backend import DriverBackend
+from hocket.backends.cupy.emulation.order import disorder
+from hocket.backends.cupy.emulation.ordered import OrderedDriver
+from hocket.backends.cupy.meeting import meetings
+from hocket.graph import DType, Graph, input, weight
+from hocket.graph.errors import BackendError
+from hocket.ops.collective import COLLECTIVES
+from hocket.scheduler import load, plan_for
+
+from ...given.devices.devices_meet import CASES, Part, Rig, gathered, reduced, summands
+from ...given.devices.emulation import Written, needs_compiler
+from ...given.plans.grouped import everything_that_fits, weights_of
+
+pytestmark = needs_compiler
+PARTS = {
+    **CASES,
+    "in a row": lambda n: [[Part("all_reduce", x, (40,), inplace=k < 2) for k in range(3)] for x in summands(n, (40,))],
+    "narrow": lambda n: reduced(n, (129, 129)),
+}
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    """Sums go over the wire in 16 bits, where they may, however small."""
+    monkeypatch.setattr(meetings, "NARROW_FROM", 1)
+
+
+class EditedDriver(OrderedDriver):
+    """What it launches is what `edit` makes of the launches that it is given."""
+
+    def __init__(self, edit):
+        super().__init__()
+        self.edit = edit
+
+    def record(self, steps, on):
+        return super().record(self.edit(steps), on)
+
+
+class SeenError(Exception):
+    """A device saw by itself that another is not where it is."""
+
+
+def faults_of(case, n, edit=list, *, runs=1):
+    """What is in no order, in runs whose threads take turns in different ways."""
+    driver = EditedDriver(edit)
+    rig = Rig(DriverBackend(driver), PARTS[case](n), wire=DType.BF16 if case == "narrow" else DType.F32)
+    faults = []
+    for _ in range(runs):
+        try:
+            rig.run()
+        except BackendError as why:
+            raise SeenError if "at another one" in str(why) else why
+        faults += disorder(driver.taken(), driver.memory)
+    return faults
+
+
+@pytest.mark.long(every=4)
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("case", PARTS)
+def test_devices_meet_in_order(case, n, narrow):
+    assert faults_of(case, n, runs=3) == []
+
+
+def test_a_graph_on_two_devices_is_in_order():
+    """Its arenas use memory again, and the second run uses that of the first."""
+    rng = np.random.default_rng(0)
+    x = input("x", (5, 8))
+    for layer in range(2):
+        hidden = ops.silu(ops.mul_mat(weight(f"up{layer}", (12, 8)), x))
+        x = ops.add(x, ops.mul_mat(weight(f"down{layer}", (8, 12)), hidden))
+    graph, driver = Graph({"y": x}), OrderedDriver()
+    backend = DriverBackend(driver)
+    group = [(backend, backend.device(d)) for d in range(2)]
+    values = {v.node.name: rng.standard_normal(v.shape).astype(np.float32) for v in graph.weights}
+    run = load(
+        plan_for(graph, group, choose=lambda g, f: everything_that_fits(g, f, random.Random(0))),
+        weights_of(graph, values),
+    )
+    assert any(i.op in COLLECTIVES for i in run.plan.lanes[0].program.instructions)
+    for _ in range(2):
+        run.run({"x": rng.standard_normal((5, 8)).astype(np.float32)})
+        log = driver.taken()
+        assert len({ran.device for ran in log}) == 2
+        assert disorder(log, driver.memory) == []
+
+
+# ----------------------------------------------------------------------------------------------------------- planted
+
+
+def written(file, good, bad):
+    """Kernels that see a file, with `bad` in it where `good` is, once."""
+
+    def replaced(launch):
+        source = launch.kernel.source
+        if file not in source.files:
+            return launch
+        assert source.text.count(good) == 1, good
+        body = source.text.replace(good, bad)
+        made = Written(source.file, (launch.kernel.name,), instructions=source.instructions, body=body)
+        return replace(launch, kernel=made[launch.kernel.name])
+
+    return lambda steps: [replaced(step) for step in steps]
+
+
+def without(kernel, which=0):
+    """All launches but one of a kernel."""
+
+    def edit(steps):
+        mine = [i for i, step in enumerate(steps) if step.kernel.name == kernel]
+        return [step for i, step in enumerate(steps) if not mine or i != mine[which]]
+
+    return edit
+
+
+def late(kernel):
+    """Its first launch changes places with the next one."""
+
+    def edit(steps):
+        steps = list(steps)
+        at = [i for i, step in enumerate(steps) if step.kernel.name == kernel][:1]
+        for i in at:
+            steps[i : i + 2] = reversed(steps[i : i + 2])
+        return steps
+
+    return edit
+
+
+def gathered_and_changed(n):
+    """What others gather is overwritten at once."""
+    return [[own[0], Part("neg", own[0].source, own[0].source.shape, over=True)] for own in gathered(n)]
+
+
+PARTS = {**PARTS, "gathered and changed": gathered_and_changed}
+MEET = "g.signals[peer][ARRIVED + APART * g.rank]"
+PLANTED = {
+    "a relaxed load": ("in a row", written("cuda.cuh", '"acquire.sys"', '"relaxed.sys"')),
+    "a load in the scope of a device": ("in a row", written("cuda.cuh", '"acquire.sys"', '"acquire.gpu"')),
+    "a load in the scope of a block": ("all_gather", written("cuda.cuh", '"acquire.sys"', '"acquire.cta"')),
+    "a relaxed store": ("in a row", written("cuda.cuh", '"release.sys"', '"relaxed.sys"')),
+    "a store in the scope of a device": ("all_to_all", written("cuda.cuh", '"release.sys"', '"release.gpu"')),
+    "a store in the scope of a block": ("send", written("cuda.cuh", '"release.sys"', '"release.cta"')),
+    "a plain load of a ticket": (
+        "in a row",
+        written("collective.cu", "load_acquire(word);", "*(volatile const u64 *)word;"),
+    ),
+    "a plain store of a ticket": (
+        "in a row",
+        written("collective.cu", f"store_release(&{MEET}, mine)", f"*(volatile u64 *)&{MEET} = mine"),
+    ),
+    "no barrier before a ticket": (
+        "in a row",
+        written("collective.cu", "ticket(g, has_results);\n    __syncthreads();", "ticket(g, has_results);"),
+    ),
+    "no barrier behind a wait": (
+        "in a row",
+        written("collective.cu", "    __syncthreads();\n    return !is_stopped", "    return !is_stopped"),
+    ),
+    "a wait for the first device only": (
+        "in a row",
+        written("collective.cu", "if (peer < g.devices) {", "if (peer < 1) {"),
+    ),
+    "a wait for all devices but one": (
+        "in a row",
+        written("collective.cu", "if (peer < g.devices) {", "if (peer + 1 < g.devices) {"),
+    ),
+    "no first meeting of a sum": ("in a row", written("collective.cu", " || !meet(a.group, 0)", "")),
+    "no second meeting of a sum": ("in a row", written("collective.cu", "    meet(a.group, 1);\n", "")),
+    "a sum before its meeting": ("many", late("meet_all")),
+    "no first meeting of a large sum": ("many", without("meet_all", 0)),
+    "no second meeting of a large sum": ("many", without("meet_all", -1)),
+    "parts of a sum that overlap": (
+        "in a row",
+        written(
+            "collective.cu",
+            "high = packs * (a.group.rank + 1) / devices",
+            "high = packs * (a.group.rank + 1) / devices + 1",
+        ),
+    ),
+    "no meeting before a gather": ("all_gather", without("meet_all", 0)),
+    "a gather before its meeting": ("all_gather", late("meet_all")),
+    "no meeting behind a gather": ("gathered and changed", without("meet_all", -1)),
+    "no meeting before an exchange": ("all_to_all", without("meet_all", 0)),
+    "no meeting before a scattered sum": ("reduce_scatter", without("meet_all", 0)),
+    "a sender that does not tell in order": (
+        "send",
+        written("collective.cu", "store_release(&g.signals[a.other]", 'STORE_WORD("relaxed.sys", &g.signals[a.other]'),
+    ),
+    "no wait for a sender": ("send", without("await_one")),
+    "a wait for a sender that comes late": ("send", late("await_one")),
+    "a sum rounded late": ("narrow", late("narrow")),
+    "no first meeting of a narrow sum": ("narrow", without("meet_all", 0)),
+    "no second meeting of a narrow sum": ("narrow", without("meet_all", -1)),
+}
+
+
+@pytest.mark.long(every=6)
+@pytest.mark.parametrize("what", PLANTED)
+def test_what_is_in_no_order_is_found(what, narrow):
+    case, edit = PLANTED[what]
+    with suppress(SeenError):
+        assert faults_of(case, 3, edit)
