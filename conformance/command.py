@@ -78,6 +78,9 @@ def fill(made: argparse.ArgumentParser) -> None:
         "--counters", action="store_true", help="what CUDA kernels ask of memory (cuda-emulated), as markdown"
     )
     other.add_argument(
+        "--order", action="store_true", help="what threads of CUDA kernels do in no order (cuda-emulated)"
+    )
+    other.add_argument(
         "--compare", nargs=2, type=Path, metavar=("A", "B"), help="what changed between two --json files"
     )
 
@@ -99,6 +102,8 @@ def run(args: argparse.Namespace) -> int:
             return 0
         if args.counters:
             return _counters(suite)
+        if args.order:
+            return _order(suite)
         return _perf(suite) if args.perf else _check(suite, args)
     except HocketError as why:
         print(f"hocket check: {why}", file=sys.stderr)
@@ -178,18 +183,39 @@ def _perf(suite: Suite) -> int:
 
 
 def _counters(suite: Suite) -> int:
-    """The cases of the main path, or those that are given; 1 if a kernel costs more than it may."""
-    from ..backends.cupy.emulation.main_path import CASES, faults, table
-    from .reports.counters import counters
+    """1 if a kernel costs more than it may."""
+    from ..backends.cupy.emulation.main_path import faults, table
+    from .reports.emulated import counters
+
+    counts = counters(_emulated(suite, "counters are"))
+    print(table(counts))
+    return _said([why for counted in counts for why in faults(counted)])
+
+
+def _order(suite: Suite) -> int:
+    """1 if two threads touch the same bytes in no order."""
+    from .reports.emulated import disorders
+
+    texts = _emulated(suite, "the order of accesses is")
+    lines = disorders(texts)
+    if not lines:
+        print(f"all accesses of {len(texts)} cases are in order")
+    return _said(lines)
+
+
+def _emulated(suite: Suite, what: str) -> Sequence[str]:
+    """The cases of the main path, or those that are given."""
+    from ..backends.cupy.emulation.main_path import CASES
 
     if suite.backend.partition(":")[0] != "cuda-emulated":
-        raise BackendError(f"counters are of cuda-emulated, not of {suite.backend}; give --backend cuda-emulated")
-    found = counters([str(case) for case in suite.cases()] if suite.texts or suite.op else CASES)
-    print(table(found))
-    said = [why for counted in found for why in faults(counted)]
-    for why in said:
+        raise BackendError(f"{what} of cuda-emulated, not of {suite.backend}; give --backend cuda-emulated")
+    return [str(case) for case in suite.cases()] if suite.texts or suite.op else CASES
+
+
+def _said(faults: Sequence[str]) -> int:
+    for why in faults:
         print(f"hocket check: {why}", file=sys.stderr)
-    return 1 if said else 0
+    return 1 if faults else 0
 
 
 def _compare(one: Path, two: Path) -> int:

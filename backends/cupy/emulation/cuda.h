@@ -11,7 +11,7 @@
 // to, different ones that meet, masks without the caller, lanes read outside of a mask, memory that is nobody's,
 // misaligned vectors, division of integers by 0, copies in flight at the end.  Shared memory begins as NaN.
 //
-// Not modelled: warps in lockstep, the order in which other threads see stores, anything newer than sm_80.
+// Not modelled: warps in lockstep, anything newer than sm_80.  Stores are seen at once; order.h finds who counts on that.
 #pragma once
 #define HOCKET_EMULATED 1
 
@@ -49,10 +49,14 @@ static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) {
 #define blockIdx (emulation::current->worker->block)
 #define blockDim (emulation::current->worker->shape)
 #define gridDim (emulation::current->worker->grid)
-#define __syncthreads() emulation::barrier(__LINE__)
+#define __syncthreads() emulation::barrier(__FILE__, __LINE__)
 constexpr int warpSize = 32;
 
-static inline void __syncwarp(unsigned mask = ~0u) { emulation::meet("__syncwarp", mask, nullptr, [](void **) {}); }
+// Of all that lanes do together only this one orders memory.
+static inline void __syncwarp(unsigned mask = ~0u, const char *file = __builtin_FILE(), int line = __builtin_LINE()) {
+    if (emulation::is_dropped(file, line)) return;
+    emulation::meet("__syncwarp", mask, nullptr, [mask](void **) { emulation::note_together(mask); });
+}
 template <class T> T __shfl_sync(unsigned mask, T value, int from, int width = 32) {
     const int lane = emulation::current->lane;
     return emulation::shuffled(mask, value, (lane & ~(width - 1)) | (from & (width - 1)));

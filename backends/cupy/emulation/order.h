@@ -21,6 +21,8 @@ struct Event {  // as ordered.py reads it
 struct Span { uint64_t low, high; };
 static thread_local uint64_t *turns;
 static thread_local std::vector<Span> spans;  // the memory of devices, by address
+static thread_local const char *dropped_file;  // of a barrier that this launch goes without
+static thread_local int64_t dropped_line;
 static thread_local std::vector<Event> events;
 static thread_local std::map<std::pair<uint32_t, const void *>, uint64_t> last_seen;  // words, by the thread that read them
 
@@ -53,13 +55,14 @@ HOCKET_UNSEEN static void note_together(unsigned lanes) {
     Hidden mine;
     add(TOGETHER, nullptr, 0, 0, lanes, false);
 }
+static inline bool is_dropped(const char *file, int line) { return line == dropped_line && strcmp(file, dropped_file) == 0; }
 static inline void close_block() { last_seen.clear(); }
 
 }  // namespace emulation
 
-extern "C" HOCKET_UNSEEN void order_begin(uint64_t *all_turns, const emulation::Span *memory, int64_t n) {
+extern "C" HOCKET_UNSEEN void order_begin(uint64_t *all_turns, const emulation::Span *memory, int64_t n, const char *file, int64_t line) {
     using namespace emulation;
-    turns = all_turns;
+    turns = all_turns, dropped_file = file, dropped_line = line;
     spans.assign(memory, memory + n);
     events.clear(), last_seen.clear();
     is_hidden = false;

@@ -4,7 +4,7 @@ The processor that emulates devices keeps nearly all stores in order, so that a 
 sums here, and wrong ones on a device.  What is looked for is therefore not a wrong sum but an order that is missing.
 One thread's accesses are in order.  So are, before and behind it,
 
-* what the threads of a block did, at a barrier; what the lanes of a warp did, where they meet;
+* what the threads of a block did, at a barrier; what the lanes of a warp did, at theirs (no shuffle or vote is one);
 * launches of one device, which follow each other in its stream;
 * what a thread that releases a word did or knew, for the thread that acquires what was written;
 * what the host writes before a run into the memory of a device, and reads behind it.
@@ -128,7 +128,7 @@ def disorder(log: Sequence[Ran], memory: Sequence[Memory]) -> list[str]:
 
     `memory` is that of the devices.  What is in order here is in order in every run that takes the same branches.
     """
-    return _Run(log, memory).faults()
+    return _Run(log, memory).faults() if any(len(ran.events) for ran in log) else []
 
 
 class _Run:

@@ -46,10 +46,14 @@ class Memory:
 
 
 class OrderedDriver(EmulatedDriver):
-    """Keeps all launches since the last `taken`, those of each device in order."""
+    """Keeps all launches since the last `taken`, those of each device in order.
 
-    def __init__(self) -> None:
+    They go without the barrier or meeting of lanes at `dropped`, a line of a file of kernels, if that is given.
+    """
+
+    def __init__(self, dropped: tuple[str, int] = ("", 0)) -> None:
         super().__init__()
+        self.dropped = dropped
         self.memory: list[Memory] = []
         self._ran: list[Ran] = []
         self._turns = ctypes.c_uint64(1)
@@ -91,8 +95,9 @@ class OrderedDriver(EmulatedDriver):
         code.launch_0.restype, code.order_end.restype = None, ctypes.c_int64
         with self._adding:
             memory = np.array(sorted((m.low, m.high) for m in self.memory), np.uint64)
+        file, line = ctypes.c_char_p(self.dropped[0].encode()), ctypes.c_int64(self.dropped[1])
         given = ctypes.c_void_p(memory.ctypes.data), ctypes.c_int64(len(memory))
-        code.order_begin(ctypes.byref(self._turns), *given)
+        code.order_begin(ctypes.byref(self._turns), *given, file, line)
         code.launch_0(ctypes.byref(shape), ctypes.byref(report))
         many = code.order_end(ctypes.byref(first))
         if report.status:

@@ -7,8 +7,9 @@ namespace emulation {
 
 // -------------------------------------------------------------------------------------- barriers and warps
 
-static inline void barrier(int line) {
+static inline void barrier(const char *file, int line) {
     Worker &w = *current->worker;
+    if (is_dropped(file, line)) return;
     if (w.arrived == 0) w.line = line;
     else if (w.line != line) fail("threads of one block meet at the barriers of lines %d and %d", w.line, line);
     const unsigned since = w.generation;
@@ -32,7 +33,6 @@ template <class Act> inline void meet(const char *what, unsigned mask, void *bro
     if (m.arrived != mask) return wait(&m.generation, m.generation);
     m.arrived = 0;
     m.generation++;
-    note_together(mask);
     act(m.brought);
 }
 template <class F> inline void each_lane(unsigned mask, F f) {

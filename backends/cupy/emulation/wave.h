@@ -36,7 +36,8 @@ template <class T> HOCKET_LANE_OP T __shfl_up(T value, unsigned by, int width = 
 }
 #define __ballot(yes) emulation::votes_of_wave(yes, HOCKET_HERE)
 #define __lane_id() emulation::lane_of_wave()
-#define __builtin_amdgcn_wave_barrier() emulation::meet("wave barrier", ~0u, nullptr, [](void **) {}, HOCKET_HERE)
+#define __builtin_amdgcn_wave_barrier() \
+    emulation::meet("wave barrier", ~0u, nullptr, [](void **) { emulation::note_together(~0u); }, HOCKET_HERE)
 #define __builtin_amdgcn_fence(order, scope) __atomic_thread_fence(order)
 #define __HIP_MEMORY_SCOPE_AGENT ".gpu"
 #define __HIP_MEMORY_SCOPE_SYSTEM ".sys"

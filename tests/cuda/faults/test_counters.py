@@ -11,7 +11,7 @@ from hocket.backends.cupy.emulation.counted import CountingDriver, count
 from hocket.backends.cupy.emulation.main_path import ALLOWED, CASES, faults
 from hocket.backends.operands import Operand
 from hocket.cli import main
-from hocket.conformance.reports.counters import counters
+from hocket.conformance.reports.emulated import counters
 from hocket.graph import DType
 
 from ...given.devices.emulation import Written, needs_compiler

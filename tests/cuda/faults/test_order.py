@@ -13,9 +13,12 @@ import pytest
 
 from hocket import ops
 from hocket.backends.cupy.backend import DriverBackend
+from hocket.backends.cupy.emulation import main_path
 from hocket.backends.cupy.emulation.order import disorder
 from hocket.backends.cupy.emulation.ordered import OrderedDriver
 from hocket.backends.cupy.meeting import meetings
+from hocket.cli import main
+from hocket.conformance.reports.emulated import disorders
 from hocket.graph import DType, Graph, input, weight
 from hocket.graph.errors import BackendError
 from hocket.ops.collective import COLLECTIVES
@@ -63,7 +66,9 @@ def faults_of(case, n, edit=list, *, runs=1):
         try:
             rig.run()
         except BackendError as why:
-            raise SeenError if "at another one" in str(why) else why
+            if "at another one" in str(why):
+                raise SeenError from why
+            raise
         faults += disorder(driver.taken(), driver.memory)
     return faults
 
@@ -96,6 +101,18 @@ def test_a_graph_on_two_devices_is_in_order():
         log = driver.taken()
         assert len({ran.device for ran in log}) == 2
         assert disorder(log, driver.memory) == []
+
+
+@pytest.mark.long(every=6)
+@pytest.mark.parametrize("case", main_path.CASES)
+def test_threads_of_kernels_of_the_main_path_are_in_order(case):
+    assert disorders([case]) == []
+
+
+def test_the_command_says_so(capsys):
+    assert main(["check", "--backend", "cuda-emulated", "--order", "--case", "add(a=f32[64], b=f32[64])"]) == 0
+    assert capsys.readouterr().out == "all accesses of 1 cases are in order\n"
+    assert main(["check", "--backend", "numpy", "--order"]) == 2
 
 
 # ----------------------------------------------------------------------------------------------------------- planted

@@ -27,8 +27,8 @@ DTYPES = {np.dtype(d.storage): d for d in (DType.F32, DType.I8, DType.I16, DType
 class Part:
     """One device's side of a collective: its operand (None for none), the shape of its result.
 
-    `inplace`: the result lies where the operand does, `over`: where that of the part before does; `strides` of the operand
-    in elements, dense if None.
+    `inplace`: the result lies where the operand does, `over`: where that of the part before does; `strides` of the
+    operand in elements, dense if None.
     """
 
     op: str

@@ -1,0 +1,40 @@
+"""Cases whose CUDA launches are counted in the emulation, or put in order, and are right as well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ...backends.cupy.backend import DriverBackend
+from ...backends.cupy.emulation.counted import Counted, CountingDriver
+from ...backends.cupy.emulation.emulated import EmulatedDriver
+from ...backends.cupy.emulation.order import disorder
+from ...backends.cupy.emulation.ordered import OrderedDriver
+from ...graph.errors import BackendError
+from ..judging.run import Outcome, run_case
+from ..trials.case import parse
+
+
+def counters(texts: Iterable[str]) -> list[Counted]:
+    """What each kernel of some cases did, a kernel once.  Raises `BackendError` where a result is wrong."""
+    driver = CountingDriver()
+    for text in texts:
+        _run(text, driver)
+    return list(driver.found.values())
+
+
+def disorders(texts: Iterable[str]) -> list[str]:
+    """The accesses of some cases that nothing puts in an order, a line a pair.  Raises `BackendError` where a result is
+    wrong."""
+    lines = []
+    for text in texts:
+        driver = OrderedDriver()
+        _run(text, driver)
+        lines += [f"{text}: {pair}" for pair in disorder(driver.taken(), driver.memory)]
+    return lines
+
+
+def _run(text: str, driver: EmulatedDriver) -> None:
+    backend = DriverBackend(driver)
+    result = run_case(parse(text), backend, backend.device(0))
+    if result.outcome not in (Outcome.PASS, Outcome.NO_REFERENCE):
+        raise BackendError(f"{text}: {result.outcome}: {result.why}")
