@@ -1,0 +1,74 @@
+"""Every barrier that a kernel has is needed, and the order of accesses shows it: results may be right without."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from hocket.backends.cupy.backend import DriverBackend
+from hocket.backends.cupy.device.driver import KERNELS
+from hocket.backends.cupy.emulation.order import disorder
+from hocket.backends.cupy.emulation.ordered import OrderedDriver
+from hocket.conformance import Outcome, run_case
+from hocket.conformance.trials.case import parse
+
+from ...given.devices.emulation import needs_compiler
+
+pytestmark = needs_compiler
+BARRIER = re.compile(r"__sync(threads|warp)\(\);")
+DELTA_NET = (
+    "gated_delta_net(q=f32[{0},1,64], k=f32[{0},1,64], v=f32[{0},1,32], g=f32[{0},1,1], beta=f32[{0},1], "
+    "state=f32[1,32,64])"
+)
+# For each file: its barriers, by number, that a case reaches.
+REACHED = {
+    "packed.cu": {
+        "mul_mat(w=q8_0[2,16384], x=f32[1,16384])": (0,),
+        "mul_mat(w=q8_0[8,2048], x=f32[1,2048])": (1, 2),
+        "mul_mat(w=q4_K[16,512], x=f32[16,512])": (3, 4, 5, 6, 7),
+    },
+    "dense.cu": {"mul_mat(w=f16[32,128], x=f32[33,128])": (0, 1, 2)},
+    "products.cu": {"mul_mat(w=f32[32,64], x=f32[33,64])": (0, 1)},
+    "prelude.cuh": {"softmax(x=f32[1,2,256])": (0, 2, 3), "norm(x=f32[2,1024])": (1,)},
+    "gated_delta_net.cu": {DELTA_NET.format(2): (0,)},
+    "gated_delta_net_prepare.cu": {DELTA_NET.format(70): (0, 1, 2, 3, 4, 5)},
+    "gated_delta_net_scan.cu": {DELTA_NET.format(70): (0,)},
+    "attention_few.cu": {"attention(q=f32[1,4,64], k=f32[32,1,64], v=f32[32,1,64], scale=0.1)": (0, 1, 2, 3)},
+    "sorting.cu": {"argsort(x=f32[2,100])": (0, 1, 2)},
+}
+CASES = [(file, n, case) for file, cases in REACHED.items() for case, numbers in cases.items() for n in numbers]
+
+
+def lines(file: str) -> list[int]:
+    """Of its barriers."""
+    text = (KERNELS / file).read_text("utf-8").splitlines()
+    return [number for number, line in enumerate(text, 1) if BARRIER.search(line)]
+
+
+def judged(case, dropped=("", 0)):
+    """How the case ended, and what was in no order."""
+    driver = OrderedDriver(dropped)
+    backend = DriverBackend(driver)
+    result = run_case(parse(case), backend, backend.device(0))
+    return result.outcome, disorder(driver.taken(), driver.memory)
+
+
+@pytest.mark.long(every=3)
+@pytest.mark.parametrize("case", sorted({case for _, _, case in CASES}))
+def test_with_all_barriers_accesses_are_in_order(case):
+    assert judged(case) == (Outcome.PASS, [])
+
+
+@pytest.mark.long(every=7)
+@pytest.mark.parametrize(("file", "number", "case"), CASES)
+def test_a_barrier_that_is_dropped_is_missed(file, number, case):
+    outcome, pairs = judged(case, (file, lines(file)[number]))
+    assert pairs or outcome is Outcome.FAIL  # a launch that the emulation ended leaves no accesses
+
+
+@pytest.mark.parametrize("file", REACHED)
+def test_every_barrier_of_a_file_is_reached_by_a_case_or_left_out(file):
+    left_out = {"gated_delta_net_prepare.cu": {6, 7, 8}, "sorting.cu": {3}}  # gates per channel; several runs
+    reached = {number for name, number, _ in CASES if name == file}
+    assert reached | left_out.get(file, set()) == set(range(len(lines(file))))
