@@ -6,9 +6,8 @@ from collections.abc import Iterable
 
 from ...backends.cupy.backend import DriverBackend
 from ...backends.cupy.emulation.counted import Counted, CountingDriver
-from ...backends.cupy.emulation.emulated import EmulatedDriver
 from ...backends.cupy.emulation.order import disorder
-from ...backends.cupy.emulation.ordered import OrderedDriver
+from ...backends.cupy.emulation.ordered import OrderedBackend, OrderedDriver
 from ...graph.errors import BackendError
 from ..judging.run import Outcome, run_case
 from ..trials.case import parse
@@ -18,7 +17,7 @@ def counters(texts: Iterable[str]) -> list[Counted]:
     """What each kernel of some cases did, a kernel once.  Raises `BackendError` where a result is wrong."""
     driver = CountingDriver()
     for text in texts:
-        _run(text, driver)
+        _run(text, DriverBackend(driver))
     return list(driver.found.values())
 
 
@@ -28,13 +27,12 @@ def disorders(texts: Iterable[str]) -> list[str]:
     lines = []
     for text in texts:
         driver = OrderedDriver()
-        _run(text, driver)
+        _run(text, OrderedBackend(driver))
         lines += [f"{text}: {pair}" for pair in disorder(driver.taken(), driver.memory)]
     return lines
 
 
-def _run(text: str, driver: EmulatedDriver) -> None:
-    backend = DriverBackend(driver)
+def _run(text: str, backend: DriverBackend) -> None:
     result = run_case(parse(text), backend, backend.device(0))
     if result.outcome not in (Outcome.PASS, Outcome.NO_REFERENCE):
         raise BackendError(f"{text}: {result.outcome}: {result.why}")

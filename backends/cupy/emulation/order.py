@@ -7,7 +7,7 @@ One thread's accesses are in order.  So are, before and behind it,
 * what the threads of a block did, at a barrier; what the lanes of a warp did, at theirs (no shuffle or vote is one);
 * launches of one device, which follow each other in its stream;
 * what a thread that releases a word did or knew, for the thread that acquires what was written;
-* what the host writes before a run into the memory of a device, and reads behind it.
+* what the host writes before a run into the buffers of a device, and reads behind it.
 
 An example, of two devices that each run one block.  Thread 5 of device 0 stores x and comes to a barrier, thread 0
 releases the word w behind it; on device 1, thread 3 acquires w, comes to a barrier, and thread 7 loads x.  The first
@@ -193,10 +193,10 @@ class _Run:
         self.devices[device] = {w: t for w, t in known.items() if w[0] != device or len(w) == 1}
 
     def _owner(self, key: tuple[int, ...]) -> int | None:
-        """Whose memory that is; shared memory is nobody's."""
+        """Of which device's buffers that is, if of any; shared memory is of none."""
         at = key[0] * self.unit
         m = self.memory[bisect_right(self.lows, at) - 1] if self.memory and len(key) == 1 else None
-        return m.device if m is not None and m.low <= at < m.high else None
+        return m.device if m is not None and m.is_buffer and m.low <= at < m.high else None
 
     def _touch(self, key: tuple[int, ...], mine: Access, known: Clock) -> None:
         unit = self.units.get(key)
@@ -212,9 +212,9 @@ class _Run:
             unit.loads[mine.stamp[:5]] = mine
 
     def _filled(self, key: tuple[int, ...]) -> Access | None:
-        """By the host before the run, if it is memory of a device; words it has set before devices knew each other."""
+        """By the host before the run, if it is of a buffer."""
         owner = self._owner(key)
-        return None if owner is None else Access(Stamp(owner, 0), BY_HOST, 0, is_store=True, is_word=True)
+        return None if owner is None else Access(Stamp(owner, 0), BY_HOST, 0, is_store=True, is_word=False)
 
     def _note(self, mine: Access, other: Access) -> None:
         self.pairs.setdefault((mine.code, mine.is_store, other.code, other.is_store), (mine, other))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ...base import Device
+from ..backend import DriverBackend
 from ..device.driver import Launch, LaunchError, Step
 from .building import ORDER, library
 from .emulated import EmulatedDriver, LaunchShape, Report
@@ -38,11 +40,13 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of a device, from `low` to before `high`."""
+    """Bytes of a device, from `low` to before `high`: a buffer, which the host fills before a run and reads behind it,
+    or what a program keeps, which was filled before the devices knew each other."""
 
     low: int
     high: int
     device: int
+    is_buffer: bool
 
 
 class OrderedDriver(EmulatedDriver):
@@ -54,7 +58,8 @@ class OrderedDriver(EmulatedDriver):
     def __init__(self, dropped: tuple[str, int] = ("", 0)) -> None:
         super().__init__()
         self.dropped = dropped
-        self.memory: list[Memory] = []
+        self.buffers: set[int] = set()
+        self._memory: list[Memory] = []
         self._ran: list[Ran] = []
         self._turns = ctypes.c_uint64(1)
         self._adding = threading.Lock()
@@ -68,8 +73,13 @@ class OrderedDriver(EmulatedDriver):
         memory = super().alloc(nbytes, on)
         low = address_of(memory)
         with self._adding:
-            self.memory.append(Memory(low, low + nbytes, on.index))
+            self._memory.append(Memory(low, low + nbytes, on.index, is_buffer=False))
         return memory
+
+    @property
+    def memory(self) -> list[Memory]:
+        with self._adding:
+            return [replace(m, is_buffer=m.low in self.buffers) for m in self._memory]
 
     def record(self, steps: Sequence[Step], on: Device) -> Callable[[], None]:
         launches = [step for step in steps if isinstance(step, Launch)]
@@ -93,8 +103,7 @@ class OrderedDriver(EmulatedDriver):
         shape = LaunchShape(launch.grid, launch.block, launch.shared_bytes, len(words), order, 1, words.ctypes.data)
         report, first = Report(), ctypes.c_void_p()
         code.launch_0.restype, code.order_end.restype = None, ctypes.c_int64
-        with self._adding:
-            memory = np.array(sorted((m.low, m.high) for m in self.memory), np.uint64)
+        memory = np.array(sorted((m.low, m.high) for m in self.memory), np.uint64)
         file, line = ctypes.c_char_p(self.dropped[0].encode()), ctypes.c_int64(self.dropped[1])
         given = ctypes.c_void_p(memory.ctypes.data), ctypes.c_int64(len(memory))
         code.order_begin(ctypes.byref(self._turns), *given, file, line)
@@ -106,3 +115,16 @@ class OrderedDriver(EmulatedDriver):
         if many:
             ctypes.memmove(room.ctypes.data, first, room.nbytes)
         return room
+
+
+class OrderedBackend(DriverBackend):
+    """Runs on an `OrderedDriver`, and tells it which memory the host fills."""
+
+    def __init__(self, driver: OrderedDriver) -> None:
+        super().__init__(driver)
+        self._buffers = driver.buffers
+
+    def alloc(self, nbytes: int, on: Device, lasting: bool = False) -> Any:
+        buffer = super().alloc(nbytes, on, lasting)
+        self._buffers.add(self.driver.address(buffer))
+        return buffer

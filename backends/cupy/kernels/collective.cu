@@ -14,6 +14,7 @@
 
 constexpr int MOST_DEVICES = 8, THREADS = 256;
 constexpr int RUN = 0, STOPPED = 1, APART = 16, ARRIVED = 16, SENT = ARRIVED + APART * MOST_DEVICES;  // words of `signals`
+constexpr int PUSHED = SENT + APART * MOST_DEVICES;  // two for each device
 constexpr int BOARD_FAILED = 8, BOARD_RUN = 9;                                                        // words of the board
 constexpr u64 LATE_DEVICE = 16;  // what the board holds if device d came too late: this + d
 enum { LATE, OUT_OF_STEP, OTHER_FAILED };
@@ -52,15 +53,15 @@ __device__ u64 wait_for(const Group &g, const u64 *word, u64 ticket, i64 who) {
         if (now - since > (u64)g.patience) return stop(g, LATE, who), 0;
     }
 }
-// All threads of one block; whether everybody came.
-__device__ bool meet(const Group &g, u64 has_results) {
+// All threads of one block; whether everybody came.  `words` are those of this kind of meeting.
+__device__ bool meet(const Group &g, u64 has_results, i64 words = ARRIVED) {
     const i64 peer = threadIdx.x;
     const u64 mine = ticket(g, has_results);
     __syncthreads();
-    if (peer < g.devices) store_release(&g.signals[peer][ARRIVED + APART * g.rank], mine);
+    if (peer < g.devices) store_release(&g.signals[peer][words + APART * g.rank], mine);
     __syncthreads();  // threads need not take turns: all are told before anybody waits
     if (peer < g.devices) {
-        const u64 theirs = wait_for(g, &g.signals[g.rank][ARRIVED + APART * peer], mine, peer);
+        const u64 theirs = wait_for(g, &g.signals[g.rank][words + APART * peer], mine, peer);
         // Nobody goes on to another meeting before all results are there.
         if (!has_results && theirs > (mine | 1)) stop(g, OUT_OF_STEP, peer);
     }
@@ -153,6 +154,39 @@ template <class T> __device__ void sum_part(const AllReduce<T> &a, i64 thread, i
                 for (int d = 0; d < devices; d++) put(a.target[d][i], total);
             }
         }
+    }
+}
+// One meeting, for the fewest elements: everybody pushes what it has to everybody, and sums what came.  A device may be one
+// sum ahead of who still reads, so sums take two halves of the inboxes and two words of the signals in turn.  It is never two
+// ahead, as it meets all others in between.
+template <class T> struct Pushed {
+    const T *source;
+    T *target, *inbox[MOST_DEVICES];  // this sum's half, of each device: a slot for each sender
+    i64 count, slot, turn;            // a slot is whole packs of elements
+    Group group;
+};
+template <class T> __global__ void __launch_bounds__(THREADS) all_reduce_pushed(const __grid_constant__ Pushed<T> a) {
+    constexpr int N = 16 / sizeof(T);
+    const i64 devices = a.group.devices, rank = a.group.rank;
+    if (is_stopped(a.group.signals[rank])) return;
+    for (i64 first = threadIdx.x * N; first < a.count; first += THREADS * N) {
+        Pack<T> pack = {};
+        if (first + N <= a.count) pack = *(const Pack<T> *)(a.source + first);
+        else
+            for (int e = 0; first + e < a.count; e++) pack.at[e] = a.source[first + e];
+        for (int d = 0; d < devices; d++) *(Pack<T> *)(a.inbox[d] + rank * a.slot + first) = pack;
+    }
+    if (!meet(a.group, 0, PUSHED + a.turn)) return;
+    for (i64 first = threadIdx.x * N; first < a.count; first += THREADS * N) {
+        Pack<T> total = *(const Pack<T> *)(a.inbox[rank] + first);
+        for (int d = 1; d < devices; d++) {
+            const Pack<T> x = *(const Pack<T> *)(a.inbox[rank] + d * a.slot + first);
+#pragma unroll
+            for (int e = 0; e < N; e++) total.at[e] = plus(total.at[e], x.at[e]);
+        }
+        if (first + N <= a.count) *(Pack<T> *)(a.target + first) = total;
+        else
+            for (int e = 0; first + e < a.count; e++) a.target[first + e] = total.at[e];
     }
 }
 // All in one block, for few elements.

@@ -22,19 +22,28 @@ from .elementwise import MOST_ELEMENTS
 from .moves import launch_copy
 
 MOST_DEVICES, THREADS = 8, 256
-SIGNAL_WORDS = 16 + 2 * 16 * MOST_DEVICES
+SIGNAL_WORDS = 16 + 3 * 16 * MOST_DEVICES
 """Of 8 bytes, for each device, that the others write; they begin as zeros."""
 FIRST_MARK, MARK_STEP = 16, 8
 """Words of the board in which devices tell the host where they are."""
 ONE_BLOCK = 64 * 1024
 """Bytes up to which one block does a whole sum: waiting for others costs more than adding."""
+PUSHED = 128 * 1024
+"""Bytes of all summands up to which every device pushes its own to all others, and one meeting does in place of two: 64
+KiB a device where there are two, 16 where there are eight.  More would keep the one block longer than a meeting."""
+INBOX = 2 * PUSHED
+"""Bytes that a device has for what is pushed to it, for one sum after the other in turn."""
 MOST_BLOCKS = 128
 PACK = 16
 TYPES = {DType.F32: "float", DType.I8: "i8", DType.I16: "i16", DType.I32: "i32", DType.I64: "i64"}
 SOURCE = Source(
     "collective.cu",
     (
-        *(f"{kernel}<{t}>" for kernel in ("all_reduce", "sum_parts", "take") for t in TYPES.values()),
+        *(
+            f"{kernel}<{t}>"
+            for kernel in ("all_reduce", "all_reduce_pushed", "sum_parts", "take")
+            for t in TYPES.values()
+        ),
         *("begin_run", "meet_all", "tell_one", "await_one", "mark"),
         *("sum_parts<bf16_bits>", "narrow", "widen"),
     ),
@@ -53,11 +62,12 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A device as the others know it: where its signals are, and room for what it sends in 16 bits (0: none), its
-    offers by the number of the collective."""
+    """A device as the others know it: where its signals are, room for what it sends in 16 bits and for what is pushed
+    to it (0: none), its offers by the number of the collective."""
 
     signals: int
     wire: int
+    inbox: int
     offers: Mapping[int, Offer]
 
 
@@ -65,7 +75,8 @@ class Peer:
 class Group:
     """The devices that meet, by rank, as one of them sees them; `board` is the address of the group's board.
 
-    Sums of so many float32 values as `narrow_from` and more are sent in bfloat16; none are where it is None.
+    Sums of so many float32 values as `narrow_from` and more are sent in bfloat16; none are where it is None.  Sums take
+    the two halves of the inboxes in turn, the next one half `turn`.
     """
 
     rank: int
@@ -73,6 +84,7 @@ class Group:
     timeout: float
     peers: tuple[Peer, ...]
     narrow_from: int | None = None
+    turn: int = 0
 
     def narrows(self, x: Operand) -> bool:
         """Whether the sum of operands like `x` is sent in bfloat16."""
@@ -157,12 +169,33 @@ def _all_reduce(launches: Launches, call: Bound, group: Group) -> None:
     if group.narrows(call.out):
         _narrow_all_reduce(launches, call, group, words)
         return
+    if is_pushed(call, len(offers)):
+        _push(launches, call, group, words)
+        return
     summing = [*_filled(o.source.address for o in offers), *_filled(o.target.address for o in offers), count, *words]
     nbytes = count * dtype.storage.itemsize
     if nbytes <= ONE_BLOCK:
         launches.add(SOURCE[f"all_reduce<{TYPES[dtype]}>"], 1, THREADS, summing)
         return
     _sum_parts(launches, TYPES[dtype], nbytes, summing, group, words)
+
+
+def is_pushed(call: Bound, devices: int) -> bool:
+    """Whether all devices push their summands of a sum to all."""
+    return call.op == "all_reduce" and devices * _slot(call.out) <= PUSHED
+
+
+def _slot(x: Operand) -> int:
+    """Bytes of a summand in an inbox."""
+    return blocks(x.tensor.spec.nbytes, PACK) * PACK
+
+
+def _push(launches: Launches, call: Bound, group: Group, words: list[Word]) -> None:
+    out = call.out
+    inboxes = _filled(p.inbox + group.turn * PUSHED for p in group.peers)
+    count, slot = math.prod(out.shape), _slot(out) // out.dtype.storage.itemsize
+    pushing = [call.operand(0).address, out.address, *inboxes, count, slot, group.turn, *words]
+    launches.add(SOURCE[f"all_reduce_pushed<{TYPES[out.dtype]}>"], 1, THREADS, pushing)
 
 
 def _sum_parts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -37,7 +38,7 @@ class Meetings:
         self._group: collective.Group | None = None
         self._membership: Membership | None = None
         self._watch: Watch | None = None
-        self._exchanges = 0
+        self._exchanges = self._pushed = 0
         self._staging: list[tuple[int, Any]] = []
 
     def prepare(self) -> None:
@@ -56,7 +57,7 @@ class Meetings:
         comm, library = self.comm, self.transport.library
         own = [call for call in calls if not self._leaves(call)]
         offers = {int_attr(call.attrs["sequence"]): collective.offer_of(call) for call in own}
-        me = collective.Peer(self._signals, self._wire(own), offers)
+        me = collective.Peer(self._signals, self._wire(own), self._inbox(own), offers)
         self.driver.synchronise(self.on)  # the signals are zeros from now on, whoever asks
         self._group = introduce(comm, me, self._board, self._narrow_from)
         if library is None:
@@ -74,9 +75,14 @@ class Meetings:
         counts = [n for n in sums if self._narrow_from is not None and n >= self._narrow_from]
         return self.driver.address(self.keep(np.zeros(max(counts), np.int16))) if counts else 0
 
+    def _inbox(self, calls: Sequence[Bound]) -> int:
+        """Where the others push summands; 0 if they push none."""
+        is_needed = any(collective.is_pushed(call, self.comm.size) for call in calls)
+        return self.driver.address(self.keep(np.zeros(collective.INBOX, np.int8))) if is_needed else 0
+
     def begin(self, launches: Launches) -> None:
         """Append what is launched at the beginning of a run."""
-        self._exchanges = 0
+        self._exchanges = self._pushed = 0
         if self._group is not None:
             launches.number = 0
             collective.launch_begin(launches, self._group)
@@ -91,7 +97,8 @@ class Meetings:
                 self._with_staging(launches, partial(bind_exchange, launches, call, group, membership.ring))
                 self._exchanges += 1
             elif self.transport.are_peers:
-                collective.bind(launches, call, group)
+                collective.bind(launches, call, replace(group, turn=self._pushed % 2))
+                self._pushed += collective.is_pushed(call, self.comm.size)
             else:
                 return False
         except NoKernelError:

@@ -43,9 +43,10 @@ def everybodys(comm: Comm, mine: Words, sequence: int) -> Words:
 
 
 def _written(me: Peer) -> Words:
-    """First where the signals and the room for the wire are, then a row for each offer: number, source, target."""
+    """First where the signals, the room for the wire and the inbox are, then a row for each offer: number, source,
+    target."""
     table = np.full((1 + len(me.offers), 1 + 2 * OPERAND), NONE, np.int64)
-    table[0, :2] = me.signals, me.wire
+    table[0, :3] = me.signals, me.wire, me.inbox
     for row, (sequence, offer) in zip(table[1:], me.offers.items(), strict=True):
         row[0] = sequence
         row[1 : 1 + OPERAND] = _words(offer.source)
@@ -61,7 +62,8 @@ def _words(x: Operand) -> list[int]:
 def _read(table: Words) -> Peer:
     first, *rows = table.tolist()
     offers = {r[0]: Offer(_operand(r[1 : 1 + OPERAND]), _operand(r[1 + OPERAND :])) for r in rows if r[0] != NONE}
-    return Peer(first[0], first[1], offers)
+    signals, wire, inbox = first[:3]
+    return Peer(signals, wire, inbox, offers)
 
 
 def _operand(words: Sequence[int]) -> Operand:

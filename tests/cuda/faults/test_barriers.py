@@ -6,10 +6,9 @@ import re
 
 import pytest
 
-from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.device.driver import KERNELS
 from hocket.backends.cupy.emulation.order import disorder
-from hocket.backends.cupy.emulation.ordered import OrderedDriver
+from hocket.backends.cupy.emulation.ordered import OrderedBackend, OrderedDriver
 from hocket.conformance import Outcome, run_case
 from hocket.conformance.trials.case import parse
 
@@ -49,7 +48,7 @@ def lines(file: str) -> list[int]:
 def judged(case, dropped=("", 0)):
     """How the case ended, and what was in no order."""
     driver = OrderedDriver(dropped)
-    backend = DriverBackend(driver)
+    backend = OrderedBackend(driver)
     result = run_case(parse(case), backend, backend.device(0))
     return result.outcome, disorder(driver.taken(), driver.memory)
 

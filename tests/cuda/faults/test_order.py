@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from hocket import ops
-from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.emulation import main_path
 from hocket.backends.cupy.emulation.order import disorder
-from hocket.backends.cupy.emulation.ordered import OrderedDriver
+from hocket.backends.cupy.emulation.ordered import OrderedBackend, OrderedDriver
+from hocket.backends.cupy.kernels.collective import MOST_DEVICES, PUSHED
 from hocket.backends.cupy.meeting import meetings
 from hocket.cli import main
 from hocket.conformance.reports.emulated import disorders
@@ -32,6 +32,9 @@ pytestmark = needs_compiler
 PARTS = {
     **CASES,
     "in a row": lambda n: [[Part("all_reduce", x, (40,), inplace=k < 2) for k in range(3)] for x in summands(n, (40,))],
+    "larger": lambda n: [
+        [Part("all_reduce", x, (11_000,), inplace=k < 1) for k in range(2)] for x in summands(n, (11_000,))
+    ],
     "narrow": lambda n: reduced(n, (129, 129)),
 }
 
@@ -60,7 +63,7 @@ class SeenError(Exception):
 def faults_of(case, n, edit=list, *, runs=1):
     """What is in no order, in runs whose threads take turns in different ways."""
     driver = EditedDriver(edit)
-    rig = Rig(DriverBackend(driver), PARTS[case](n), wire=DType.BF16 if case == "narrow" else DType.F32)
+    rig = Rig(OrderedBackend(driver), PARTS[case](n), wire=DType.BF16 if case == "narrow" else DType.F32)
     faults = []
     for _ in range(runs):
         try:
@@ -88,7 +91,7 @@ def test_a_graph_on_two_devices_is_in_order():
         hidden = ops.silu(ops.mul_mat(weight(f"up{layer}", (12, 8)), x))
         x = ops.add(x, ops.mul_mat(weight(f"down{layer}", (8, 12)), hidden))
     graph, driver = Graph({"y": x}), OrderedDriver()
-    backend = DriverBackend(driver)
+    backend = OrderedBackend(driver)
     group = [(backend, backend.device(d)) for d in range(2)]
     values = {v.node.name: rng.standard_normal(v.shape).astype(np.float32) for v in graph.weights}
     run = load(
@@ -156,13 +159,26 @@ def late(kernel):
     return edit
 
 
+def pushed_to_one_half(steps):
+    """In place of two in turn."""
+
+    def moved(launch):
+        inboxes = slice(2, 2 + MOST_DEVICES)
+        words = list(launch.words)
+        turn = words[2 + MOST_DEVICES + 2]
+        words[inboxes] = [word - turn * PUSHED if word else 0 for word in words[inboxes]]
+        return replace(launch, words=tuple(words))
+
+    return [moved(step) if "pushed" in step.kernel.name else step for step in steps]
+
+
 def gathered_and_changed(n):
     """What others gather is overwritten at once."""
     return [[own[0], Part("neg", own[0].source, own[0].source.shape, over=True)] for own in gathered(n)]
 
 
 PARTS = {**PARTS, "gathered and changed": gathered_and_changed}
-MEET = "g.signals[peer][ARRIVED + APART * g.rank]"
+MEET = "g.signals[peer][words + APART * g.rank]"
 PLANTED = {
     "a relaxed load": ("in a row", written("cuda.cuh", '"acquire.sys"', '"relaxed.sys"')),
     "a load in the scope of a device": ("in a row", written("cuda.cuh", '"acquire.sys"', '"acquire.gpu"')),
@@ -194,13 +210,18 @@ PLANTED = {
         "in a row",
         written("collective.cu", "if (peer < g.devices) {", "if (peer + 1 < g.devices) {"),
     ),
-    "no first meeting of a sum": ("in a row", written("collective.cu", " || !meet(a.group, 0)", "")),
-    "no second meeting of a sum": ("in a row", written("collective.cu", "    meet(a.group, 1);\n", "")),
+    "no meeting before what was pushed is summed": (
+        "in a row",
+        written("collective.cu", "if (!meet(a.group, 0, PUSHED + a.turn)) return;", ""),
+    ),
+    "sums that are pushed to the same half": ("in a row", pushed_to_one_half),
+    "no first meeting of a sum": ("larger", written("collective.cu", " || !meet(a.group, 0)", "")),
+    "no second meeting of a sum": ("larger", written("collective.cu", "    meet(a.group, 1);\n", "")),
     "a sum before its meeting": ("many", late("meet_all")),
     "no first meeting of a large sum": ("many", without("meet_all", 0)),
     "no second meeting of a large sum": ("many", without("meet_all", -1)),
     "parts of a sum that overlap": (
-        "in a row",
+        "larger",
         written(
             "collective.cu",
             "high = packs * (a.group.rank + 1) / devices",

@@ -245,12 +245,12 @@ PLANTS = {
         "    sum_part(a, threadIdx.x, THREADS);",
     ),
     "a device tells only itself that it has come": (
-        "&g.signals[peer][ARRIVED + APART * g.rank], mine",
-        "&g.signals[g.rank][ARRIVED + APART * peer], mine",
+        "&g.signals[peer][words + APART * g.rank], mine",
+        "&g.signals[g.rank][words + APART * peer], mine",
     ),
     "a device signs as another": (
-        "[ARRIVED + APART * g.rank], mine",
-        "[ARRIVED + APART * ((g.rank + 1) % g.devices)], mine",
+        "[words + APART * g.rank], mine",
+        "[words + APART * ((g.rank + 1) % g.devices)], mine",
     ),
     "tickets do not tell runs apart": (
         "return g.signals[g.rank][RUN] << 32 | ",
@@ -277,6 +277,22 @@ PLANTS = {
         "Pack<T> pack = ((const Pack<T> *)a.source[devices - 1])[p];\n"
         + _START
         + "for (int d = devices - 2; d >= 0; d--) {",
+    ),
+    "nobody waits for what is pushed": (
+        "if (!meet(a.group, 0, PUSHED + a.turn)) return;",
+        "",
+    ),
+    "what is pushed goes to the slot of another": (
+        "(a.inbox[d] + rank * a.slot + first) = pack;",
+        "(a.inbox[d] + (rank + 1) % devices * a.slot + first) = pack;",
+    ),
+    "a device pushes to itself alone": (
+        "for (int d = 0; d < devices; d++) *(Pack<T> *)(a.inbox[d] + rank",
+        "*(Pack<T> *)(a.inbox[rank] + rank",
+    ),
+    "the rest behind the last pushed pack is left out": (
+        "for (int e = 0; first + e < a.count; e++) pack.at[e]",
+        "for (int e = 0; first + e + 1 < a.count; e++) pack.at[e]",
     ),
     "a wait that has failed is forgotten": (
         "    return !is_stopped(g.signals[g.rank]);",
@@ -324,17 +340,23 @@ def _forget(rig):
             target[...] = np.nan
 
 
-SUMS = [[Part("all_reduce", x + k, (1003,)) for k in range(3)] for x in summands(3, (1003,))]
+SIZES = (1003, 12_003)
+"""Elements of sums that are pushed, and of those that are not."""
+
+
+def _all_right(limit=HOUR):
+    for size in SIZES:
+        _right([[Part("all_reduce", x + k, (size,)) for k in range(3)] for x in summands(3, (size,))], limit)
 
 
 def test_what_is_right_is_found_right():
-    _right(SUMS)
+    _all_right()
 
 
 @pytest.mark.long(every=9)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_fault_that_is_planted_in_a_collective_is_found(name, monkeypatch):
-    names = ("all_reduce<float>", "begin_run", "meet_all", "tell_one", "await_one")
+    names = ("all_reduce<float>", "all_reduce_pushed<float>", "begin_run", "meet_all", "tell_one", "await_one")
     monkeypatch.setattr(collective, "SOURCE", edited(Source("collective.cu", names), *PLANTS[name]))
     with pytest.raises((AssertionError, BackendError, pytest.fail.Exception)):
-        _right(SUMS, limit=2)
+        _all_right(limit=2)

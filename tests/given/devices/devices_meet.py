@@ -41,8 +41,8 @@ class Part:
     shift: int = 0
 
 
-ARRIVED, APART = 16, 16
-"""Of the words by which others tell a device that they have come: the first, and how far they lie apart."""
+TICKETS, APART = (16, 272, 273), 16
+"""Of the words by which others tell a device that they have come: the first of each kind, how far they lie apart."""
 
 
 class Rig:
@@ -101,9 +101,10 @@ class Rig:
         return self._ticket(rank, teller) != seen or (mark is not None and mark.run == self.meeting.board[BOARD_RUN])
 
     def _ticket(self, rank, teller):
-        """What the device wrote last into memory of `teller`; 0 where it writes nothing there."""
+        """What the device wrote last into memory of `teller`; zeros where it writes nothing there."""
         address = getattr(self.replays[teller]._meetings, "_signals", None)
-        return address and (ctypes.c_int64 * SIGNAL_WORDS).from_address(address)[ARRIVED + APART * rank]
+        words = (ctypes.c_int64 * SIGNAL_WORDS).from_address(address) if address else [0] * SIGNAL_WORDS
+        return [words[first + APART * rank] for first in TICKETS]
 
     def _run(self, present, ahead):
         failures = []
