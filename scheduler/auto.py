@@ -12,8 +12,8 @@ from .units import nbytes_text, time_text
 
 COPIED = 0.1
 """The part of the time that a full copy of weights and states on every device has to save at least."""
-JOINED = 0.02
-"""The part of the time that very many devices in place of one have to save at least; two devices half of it."""
+JOINED = 0.01
+"""The part of the time that twice as many devices have to save at least."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Way:
         if self.devices == 1:
             return self.seconds
         copied = min(1.0, max(0.0, self.held / max(once, 1.0) - 1) / (self.devices - 1))
-        return self.seconds / (1 - COPIED * copied) * (1 + JOINED * (1 - 1 / self.devices))
+        return self.seconds / (1 - COPIED * copied) * (1 + JOINED * math.log2(self.devices))
 
     def told(self) -> str:
         """What it is, and what it costs."""

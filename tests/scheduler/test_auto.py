@@ -47,6 +47,12 @@ def test_time_is_weighed_against_memory_and_devices(seconds, held, taken):
     assert min(one, many, key=lambda w: w.priced(1.0)).kind == taken
 
 
+@pytest.mark.parametrize(("seconds", "taken"), [(0.995, 8), (0.98, 16)])
+def test_machines_are_joined_only_where_that_helps(seconds, taken):
+    ways = [Way("way", n, s, 1.0, 0.0, lambda: None) for n, s in [(8, 1.0), (16, seconds)]]
+    assert min(ways, key=lambda w: w.priced(1.0)).devices == taken
+
+
 def test_plans_are_made_of_ways_that_promise_most_until_one_keeps_it():
     slow, plain, short = way("slow", 2, 1.0, 1.0), way("quick", 2, 0.0, 1.0), way("short", 2, 0.0, 1.0, lacking=5.0)
     plan = best_of([slow[0], plain[0], short[0]], 1.0)
