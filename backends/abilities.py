@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from ..graph.node import Node
@@ -114,3 +114,7 @@ class Simulates(Protocol):
 
     def absent(self, model: str) -> Backend:
         """What plans ask of a backend, for devices of that model, of which there need be none; nothing runs on them."""
+
+    def predicted(self, kind: str) -> Mapping[str, Mapping[str, float]]:
+        """What products with weights should reach on devices of a kind, by dtype of weights: ``bandwidth`` in bytes/s
+        with one vector, ``flops`` in FLOP/s with many."""

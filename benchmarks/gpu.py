@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 
 import results_file as results
-from on_gpu import attention, checks, delta_net, device, models, peers, products
+from on_gpu import attention, checks, delta_net, device, foretold, models, peers, products
 from on_gpu.bench import Bench, Case, LeftOut, Row
 from on_gpu.machine import machine_for
 
@@ -68,13 +68,14 @@ PARTS = {
 
 def run_part(part: Part, bench: Bench, first: int = 0) -> Iterator[Row]:
     """The rows of all cases from one on.  After a case that raised there are no more: the device may be broken."""
+    kind = foretold.kind_of(str(bench.machine.about()["gpu"]))
     for number, case in enumerate(part.cases(bench)):
         if number < first:
             continue
         yield {"begins": number, "case": case.title}
         try:
             for row in case.rows():
-                yield {"case": case.title, **row}
+                yield {"case": case.title, **foretold.beside(row, case.title, kind)}
         except LeftOut as why:
             yield {"case": case.title, "left out": str(why)}
         except Exception as why:  # whatever a case raises becomes a row, and the other cases go on
@@ -192,7 +193,8 @@ def written(rows: list[Row]) -> str:
         mine = [{k: v for k, v in row.items() if k != "part"} for row in rows if row["part"] == name]
         head = list(dict.fromkeys(k for row in mine for k in row))
         text += f"## {name}\n\n{results.table(head, [[cell(row.get(k, '')) for k in head] for row in mine])}\n"
-    return text
+    lines = "".join(f"- {line}\n" for line in foretold.wrong(rows))
+    return text + (f"## Predicted wrongly\n\n{lines}" if lines else "")
 
 
 def main() -> None:
@@ -236,6 +238,8 @@ def run(args: argparse.Namespace) -> None:
             print("  " + ", ".join(f"{k} {cell(v)}" if k != "case" else str(v) for k, v in row.items()), flush=True)
             if args.save:
                 results.save(args.save, about, rows, written(rows))
+    for line in foretold.wrong(rows):
+        print(line)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,8 @@ Write = Callable[..., str]
 TEXT = """# What `auto` takes
 
 Written by `python benchmarks/plan_choices.py > docs/auto.md`: files that are only headers, 4-bit weights, a context of
-{context} tokens in use, simulated machines.  All times are **estimated** from data sheets.
+{context} tokens in use, simulated machines.  All times are
+**predicted**: products from their machine code, the rest from data sheets.
 
 `auto` makes the plan that takes least time, where memory and devices have a price (`scheduler/auto.py`): a full copy of
 weights and states on every device has to save {copied:.0%} of the time, and twice as many devices {joined:.0%}.
@@ -50,7 +51,7 @@ slowest device does in a run, and so why more devices help or do not: `work` is 
 
 def planned(graph: Graph, machine: str, mode: str = "auto", devices: int | None = None) -> Plan:
     simulation = simulate(machine)
-    return plan_for(graph, simulation.group[:devices], split_mode=mode, hardware=simulation.hardware)
+    return plan_for(graph, simulation.group[:devices], split_mode=mode, hardware=simulation.hardware_for(graph))
 
 
 def held(plan: Plan) -> int:

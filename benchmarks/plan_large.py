@@ -23,7 +23,7 @@ def seconds(path: str) -> float:
     start = process_time()
     graph, _ = step_graph(path, context=4096, tokens=1)
     simulation = simulate("h200:8,nvlink")
-    plan_for(graph, simulation.group, hardware=simulation.hardware).explain()
+    plan_for(graph, simulation.group, hardware=simulation.hardware_for(graph)).explain()
     return process_time() - start
 
 

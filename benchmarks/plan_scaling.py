@@ -28,8 +28,8 @@ TEXT = """# From 1 to 1,024 GPUs
 
 Written by `python benchmarks/plan_scaling.py > docs/scaling.md`: files that are only headers, 4-bit weights, {context}
 tokens of context in use by each sequence, simulated H200 in machines of {machine} (NVLink within, InfiniBand of 400
-Gbit/s across), one token for each sequence and step, split mode `auto`.  All figures are **estimated** from data
-sheets; none was measured.
+Gbit/s across), one token for each sequence and step, split mode `auto`.  All figures are **predicted**:
+products with weights from their machine code, the rest from data sheets; none was measured.
 
 `used` are the GPUs that `auto` takes: more would make a step longer, or shorten it by less than their price.  Whoever
 has more runs copies of the model side by side: tokens per second then grow with the copies, and the time of a step
@@ -71,7 +71,7 @@ def rows(graph: Graph, sequences: int) -> Iterator[str]:
     same: list[tuple[int, str]] = []
     for gpus in GPUS:
         simulation = simulate(machines(gpus))
-        same.append((gpus, row(plan_for(graph, simulation.group, hardware=simulation.hardware), sequences)))
+        same.append((gpus, row(plan_for(graph, simulation.group, hardware=simulation.hardware_for(graph)), sequences)))
     for cells, group in groupby(same, key=lambda pair: pair[1].rpartition(" | ")[0]):
         taken = list(group)
         numbers = f"{taken[0][0]:,}" + (f" to {taken[-1][0]:,}" if len(taken) > 1 else "")

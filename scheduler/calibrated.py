@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import date
@@ -20,48 +19,11 @@ from pathlib import Path
 from ..backends.abilities import Settled
 from ..backends.cache import cache_folder, keep, log, recalled
 from ..graph import Graph
-from ..graph.records import dataclass
 from .hardware import CPU, Hardware
 from .lowering.lane import Devices
+from .speeds import Speeds
 
 UNFIT = "%s is damaged, or of another processor or version of hocket, so times are estimated; run hocket calibrate"
-
-
-@dataclass(frozen=True, slots=True)
-class Speeds:
-    """Of a group of devices at work together: by dtype of weights the bytes/s in which a vector is multiplied and the
-    FLOP/s in which many are; seconds of a launch; bytes/s and seconds of a message between two; FLOP/s of what reads
-    none."""
-
-    bandwidth: Mapping[str, float]
-    flops: Mapping[str, float]
-    launch: float
-    link_bandwidth: float = CPU.link_bandwidth
-    link_latency: float = CPU.link_latency
-    plain_flops: float = 0.0
-
-    def hardware(self, graph: Graph) -> Hardware:
-        """Speeds for the mixture of weights that `graph` has; a dtype that was not measured counts as the slowest."""
-        nbytes: dict[str, float] = defaultdict(float)
-        numbers: dict[str, float] = defaultdict(float)
-        for v in graph.weights:
-            nbytes[str(v.dtype)] += v.spec.nbytes
-            numbers[str(v.dtype)] += v.spec.size
-        return Hardware(
-            flops=_mixed(self.flops, numbers),
-            bandwidth=_mixed(self.bandwidth, nbytes),
-            launch=self.launch,
-            link_bandwidth=self.link_bandwidth,
-            link_latency=self.link_latency,
-            plain_flops=self.plain_flops,
-        )
-
-
-def _mixed(speeds: Mapping[str, float], amounts: Mapping[str, float]) -> float:
-    """The speed at which all amounts, each at its own, take as long."""
-    slowest = min(speeds.values())
-    seconds = sum(amount / speeds.get(name, slowest) for name, amount in amounts.items())
-    return sum(amounts.values()) / seconds if seconds else slowest
 
 
 def hardware_of(graph: Graph, group: Devices) -> Hardware:

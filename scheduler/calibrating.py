@@ -11,11 +11,11 @@ import numpy as np
 from ..backends.base import Backend, Device
 from ..graph import DType, Graph, Value, constant, input, weight
 from ..ops import add, attention, causal_mask, mul_mat, rms_norm
-from .calibrated import Speeds
 from .plan import Plan
 from .planner import plan_for
 from .running.executor import Executor
 from .running.store import Store
+from .speeds import Speeds
 
 KINDS = (DType.Q4_0, DType.Q4_1, DType.Q4_K, DType.Q6_K, DType.Q8_0, DType.F16, DType.F32)
 """Dtypes of weights that are measured."""

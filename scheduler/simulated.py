@@ -4,7 +4,8 @@ GPUs are planned for by the rules of the backend that would run them: what it ke
 ask for, and which instructions one launch computes.
 
 Speeds are the makers' data sheets, dense and without sparsity: FLOP/s in 16 bits with tensor cores, bytes/s of memory,
-bytes/s of a link in one direction.  What kernels reach of them is less, so predictions are lower bounds.
+bytes/s of a link in one direction.  What products with a graph's weights reach of them on a GPU is predicted from their
+machine code; what other kernels reach is less than the data sheet, too, so predictions are lower bounds.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from typing import Any, NoReturn
 
 from ..backends.abilities import Called, Foretells, Simulates
 from ..backends.base import Array, Comm, Device, Program, Support, Tensor, load
+from ..graph import Graph
 from ..graph.arguments import TEXT, needs
 from ..graph.errors import BackendError, PlanError
 from ..graph.node import Node
 from ..graph.spec import Spec
 from .hardware import Hardware
+from .speeds import Speeds
 
 GIB = 1 << 30
 SIMULATED = "simulated"
@@ -87,6 +90,10 @@ class SimulatedBackend:
     def with_threads(self, threads: int) -> SimulatedBackend:
         return self
 
+    def predicted(self) -> Speeds | None:
+        """What kernels should reach; None if nothing is known beside the data sheet."""
+        return None
+
     def devices(self) -> Sequence[Device]:
         return tuple(map(self.device, range(MOST_DEVICES)))
 
@@ -134,6 +141,11 @@ class SimulatedGpu(SimulatedBackend):
         backend = load("cuda")
         assert isinstance(backend, Simulates)
         self._rules = backend.absent(MACHINES[kind].capability)
+        reached = backend.predicted(kind)
+        self._speeds = Speeds(reached["bandwidth"], reached["flops"], MACHINES[kind].launch)
+
+    def predicted(self) -> Speeds | None:
+        return self._speeds
 
     def supports(self, node: Node, on: Device) -> Support:
         return self._rules.supports(node, on)
@@ -167,6 +179,16 @@ class Simulation:
     hardware: Hardware
     host: tuple[SimulatedBackend, Device]
     host_hardware: Hardware
+
+    def hardware_for(self, graph: Graph) -> Hardware:
+        """`hardware` with the speeds that the slowest of the devices should reach with the weights of `graph`."""
+        backends = {id(backend): backend for backend, _ in self.group}.values()
+        reached = [speeds.hardware(graph) for backend in backends if (speeds := backend.predicted()) is not None]
+        return replace(
+            self.hardware,
+            flops=min([self.hardware.flops, *(h.flops for h in reached)]),
+            bandwidth=min([self.hardware.bandwidth, *(h.bandwidth for h in reached)]),
+        )
 
 
 @needs(PlanError, text=TEXT)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, permutations
@@ -20,6 +20,7 @@ from .device.driver import Exchange, Kernel, Launch, LaunchError, Library, Ring,
 from .device.limits import EVERYWHERE, most_shared
 from .device.nccl import nccl
 from .device.staging import DeviceArray, Staging, told
+from .predicted.speeds import predicted
 
 INSTALL = "pip install hocket[cuda13] (or hocket[cuda12], for drivers before 580)"
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
@@ -287,3 +288,7 @@ class CudaBackend(DriverBackend):
     def absent(self, model: str) -> DriverBackend:
         """What plans ask of devices that need not be there; `model` is their compute capability, as ``90``."""
         return DriverBackend(_Absent(model))
+
+    def predicted(self, kind: str) -> Mapping[str, Mapping[str, float]]:
+        """Speeds of products with weights on such a GPU, by a model of its time."""
+        return predicted()[kind]

@@ -122,7 +122,7 @@ def plan_group(graph: Graph, on: Group, simulated: str | None = None) -> tuple[P
         hardware = hardware_of(graph, group)
     else:
         simulation = simulate(simulated)
-        group, hardware = list(simulation.group), simulation.hardware
+        group, hardware = list(simulation.group), simulation.hardware_for(graph)
         host = Host(*simulation.host, simulation.host_hardware)
     options = partial(plan_for, split_mode=on.split_mode, tensor_split=on.tensor_split, place=on.place)
     made = options(graph, group, hardware=hardware)

@@ -24,6 +24,7 @@ BENCHMARKS = str(ROOT / "benchmarks")
 sys.path.insert(0, BENCHMARKS)
 try:
     import gpu
+    from on_gpu import foretold
     from on_gpu.bench import Bench
     from on_gpu.machine import CudaMachine, machine_for
 finally:
@@ -188,3 +189,27 @@ def test_without_the_device_the_script_says_what_to_install(monkeypatch):
     monkeypatch.setattr(cuda.CudaDriver, "_count", lambda self: 0)
     with pytest.raises(SystemExit, match=r"gpu.py: there is no device cuda:0"):
         gpu.main()
+
+
+def test_what_was_predicted_stands_beside_what_is_measured():
+    (title, times), *_ = json.loads(foretold.FILE.read_text("utf-8")).items()
+    assert foretold.kind_of("NVIDIA H200 NVL") == "h200"
+    assert foretold.kind_of("NVIDIA GeForce RTX 4090") == "rtx4090"
+    assert foretold.kind_of("none: emulated") == ""
+    near, far = {"case": title, "µs": times["h200"] * 1.2}, {"case": title, "µs": times["h200"] / 2}
+    rows = [foretold.beside(row, title, "h200") for row in (near, far)]
+    assert [row["predicted µs"] for row in rows] == [times["h200"]] * 2
+    assert list(foretold.wrong(rows)) == [f"{title}: predicted 2.00 times what was measured"]
+    assert "## Predicted wrongly" in gpu.written([{"part": "products", **row} for row in rows])
+    for other in ({"µs": 1.0, "ours": False}, {"error": "none"}):
+        assert foretold.beside(other, title, "h200") == other
+    assert foretold.beside(near, "another case", "h200") == near
+    assert foretold.beside(near, title, "") == near
+
+
+def test_shapes_that_are_predicted_are_cases_that_are_measured():
+    driver, on = EmulatedDriver(0), Device("cuda-emulated", 0)
+    bench = Bench(driver, machine_for(driver, on), on)
+    titles = {case.title for part in gpu.PARTS.values() for case in part.cases(bench)}
+    known = json.loads(foretold.FILE.read_text("utf-8")).keys()
+    assert len(known & titles) >= 6

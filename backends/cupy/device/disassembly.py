@@ -30,6 +30,7 @@ LABEL = re.compile(r"(\.L_\w+):")
 INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)([^;]*);")
 TARGET = re.compile(r"`\((\.L_\w+)\)")
 LOAD, PRODUCT = re.compile(r"LDG(STS)?(\.|$)"), re.compile(r"\w*MMA(\.|$)")
+LINE = re.compile(r'^\s*//## File "([^"]*)", line (\d+)')
 WIDTHS = (("256", 256), ("128", 128), ("64", 64), ("U16", 16), ("S16", 16), ("U8", 8), ("S8", 8))
 
 
@@ -57,13 +58,18 @@ def disassembler() -> str:
 
 def disassembled(image: bytes) -> dict[str, Code]:
     """What each kernel of a cubin does, by its name there.  Raises `BackendError` if it cannot be read."""
+    return {name: code_of(lines) for name, lines in kernels_in(text_of(image))}
+
+
+def text_of(image: bytes, *options: str) -> str:
+    """What nvdisasm writes of a cubin.  Raises `BackendError` if it cannot be read."""
     with TemporaryDirectory() as folder:
         file = Path(folder) / "kernels.cubin"
         file.write_bytes(image)
-        done = subprocess.run([disassembler(), "-c", str(file)], capture_output=True, text=True, check=False)
+        done = subprocess.run([disassembler(), "-c", *options, str(file)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise BackendError(f"nvdisasm: {done.stderr.strip().partition(chr(10))[0]}")
-    return {name: code_of(lines) for name, lines in kernels_in(done.stdout)}
+    return done.stdout
 
 
 def kernels_in(text: str) -> Iterator[tuple[str, Sequence[str]]]:
@@ -94,12 +100,12 @@ def code_of(lines: Sequence[str]) -> Code:
             if op.startswith("BRA") and (to := TARGET.search(operands)) and to[1] in labels:
                 loops.append((labels[to[1]], len(ops)))
     inner = [(a, z) for a, z in loops if not any((a, z) != (b, y) and a <= b and y <= z for b, y in loops)]
-    loads = Counter(map(_width, filter(LOAD.match, ops)))
+    loads = Counter(map(bits_of, filter(LOAD.match, ops)))
     longest = max((z - a for a, z in inner), default=0)
     return Code(len(ops), longest, sum(1 for op in ops if PRODUCT.match(op)), dict(sorted(loads.items())))
 
 
-def _width(op: str) -> int:
-    """Bits that a load brings to a thread."""
+def bits_of(op: str) -> int:
+    """Bits that a load or a store moves for a thread."""
     parts = op.split(".")
     return next((bits for word, bits in WIDTHS if word in parts), 32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from ctypes.util import find_library
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,9 +72,9 @@ def version() -> tuple[int, int]:
     return _compiler().version()
 
 
-def compile(source: Source, arch: str) -> Cubin:
+def compile(source: Source, arch: str, options: Sequence[str] = OPTIONS) -> Cubin:
     """Machine code for `arch`, such as ``sm_90a``.  Raises `BackendError` with the compiler's first error."""
-    made = _compiler().compile(source, arch, OPTIONS)
+    made = _compiler().compile(source, arch, options)
     return Cubin(made.image, made.lowered, _resources(made.log, made.lowered))
 
 

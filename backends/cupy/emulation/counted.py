@@ -13,7 +13,7 @@ from ..device.driver import Launch, LaunchError, Step
 from .building import COUNTS, library
 from .emulated import EmulatedDriver, LaunchShape, Report
 from .guarded import Bytes
-from .lines import lines_of
+from .lines import frames_of, line_of
 
 MOST_SITES = 4096
 ALIGNMENT = 512
@@ -29,7 +29,7 @@ class _Site(ctypes.Structure):
 @dataclass(frozen=True, slots=True)
 class Site:
     """All requests of one line: `cost` is in sectors of 32 bytes, of shared memory in wavefronts, and `least` what they
-    would be if the lanes of a warp wanted the same bytes side by side."""
+    would be if the lanes of a warp wanted the same bytes side by side.  The line is inlined in those of `frames`."""
 
     where: str
     is_shared: bool
@@ -38,6 +38,7 @@ class Site:
     requests: int
     cost: int
     least: int
+    frames: tuple[str, ...] = ()
 
     @property
     def what(self) -> str:
@@ -51,12 +52,18 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What one launch did: `moved` bytes of distinct sectors, of which it wanted `wanted`."""
+    """What one launch did: `moved` bytes of distinct sectors, of which it wanted `wanted`; its blocks asked for `asked`
+    bytes, if a block asks once for a sector."""
 
-    kernel: str
+    launch: Launch
     sites: tuple[Site, ...]
     moved: int
     wanted: int
+    asked: int
+
+    @property
+    def kernel(self) -> str:
+        return str(self.launch.kernel)
 
 
 class CountingDriver(EmulatedDriver):
@@ -86,7 +93,7 @@ def count(launch: Launch) -> Counted:
     made = library(launch.kernel.alone, COUNTS)
     words = np.array(launch.words, np.uint64)
     shape = LaunchShape(launch.grid, launch.block, launch.shared_bytes, len(words), 0, 1, words.ctypes.data)
-    report, sites, moved = Report(), (_Site * MOST_SITES)(), (ctypes.c_uint64 * 4)()
+    report, sites, moved = Report(), (_Site * MOST_SITES)(), (ctypes.c_uint64 * 5)()
     spans = sorted({(span.low, span.high) for span in launch.spans if span.high > span.low})
     given = np.array(_apart(spans), np.uint64).reshape(-1, 2)
     made.counters_begin(ctypes.c_void_p(given.ctypes.data), ctypes.c_int64(len(given)))
@@ -95,12 +102,12 @@ def count(launch: Launch) -> Counted:
     many = made.counters_end(sites, ctypes.c_int64(MOST_SITES), moved)
     if report.status:
         raise LaunchError(launch.number, f"{launch.kernel}: {report.text.decode()}")
-    lines = lines_of(made, [site.code for site in sites[:many]])
+    places = frames_of(made, [site.code for site in sites[:many]])
     kept = (
-        Site(line, bool(s.is_shared), bool(s.is_store), s.bytes, s.requests, s.cost, s.least)
-        for line, s in zip(lines, sites[:many], strict=True)
+        Site(line_of(at), bool(s.is_shared), bool(s.is_store), s.bytes, s.requests, s.cost, s.least, at)
+        for at, s in zip(places, sites[:many], strict=True)
     )
-    return Counted(str(launch.kernel), tuple(kept), moved[0] + moved[2], moved[1] + moved[3])
+    return Counted(launch, tuple(kept), moved[0] + moved[2], moved[1] + moved[3], moved[4])
 
 
 def _apart(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

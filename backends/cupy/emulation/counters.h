@@ -23,6 +23,7 @@ struct Operand { uint64_t low, high; std::vector<uint32_t> read, written; };  //
 static std::vector<Operand> operands;
 static std::map<std::pair<uint64_t, bool>, Site> sites;
 static std::vector<std::vector<Access>> seen;  // of each thread of the block
+static uint64_t asked;  // sectors that blocks want of global memory, each once a block
 
 HOCKET_UNSEEN static void note_access(const void *p, size_t bytes, bool is_store, uint64_t code) {
     const uint64_t at = (uint64_t)p;
@@ -102,6 +103,12 @@ static void close_block() {
             }
         }
     }
+    std::vector<uint64_t> wanted;
+    for (auto &mine : seen)
+        for (auto &a : mine)
+            if (!a.is_shared) wanted.push_back(a.at / 32), wanted.push_back((a.at + a.bytes - 1) / 32);
+    std::sort(wanted.begin(), wanted.end());
+    asked += std::unique(wanted.begin(), wanted.end()) - wanted.begin();
     for (auto &mine : seen) mine.clear();
 }
 
@@ -110,20 +117,22 @@ static void close_block() {
 // Operands as pairs of addresses; what was counted before is forgotten.
 extern "C" HOCKET_UNSEEN void counters_begin(const uint64_t *spans, int64_t n) {
     using namespace emulation;
-    operands.clear(), sites.clear(), seen.clear();
+    operands.clear(), sites.clear(), seen.clear(), asked = 0;
     for (int64_t i = 0; i < n; i++) {
         const uint64_t low = spans[2 * i], high = spans[2 * i + 1], sectors = (high - 1) / 32 - low / 32 + 1;
         operands.push_back({low, high, std::vector<uint32_t>(sectors), std::vector<uint32_t>(sectors)});
     }
     is_hidden = false;
 }
-// `moved` gets distinct sectors in bytes and the bytes of them that the kernel wanted, of what it read and of what it wrote.
+// `moved` gets distinct sectors in bytes and the bytes of them that the kernel wanted, of what it read and of what it wrote;
+// and the bytes of sectors that differ within a block.
 extern "C" HOCKET_UNSEEN int64_t counters_end(emulation::Site *out, int64_t most, uint64_t *moved) {
     using namespace emulation;
     is_hidden = true;
     for (auto &o : operands)
         for (int written = 0; written < 2; written++)
             for (uint32_t bits : written ? o.written : o.read) moved[2 * written] += bits ? 32 : 0, moved[2 * written + 1] += __builtin_popcount(bits);
+    moved[4] = 32 * asked;
     int64_t n = 0;
     for (auto &entry : sites)
         if (n < most) out[n++] = entry.second;

@@ -19,6 +19,11 @@ class _Place(ctypes.Structure):
 
 def lines_of(made: ctypes.CDLL, codes: Sequence[int]) -> list[str]:
     """``file:line`` in the sources of kernels, for addresses that calls return to."""
+    return [line_of(frames) for frames in frames_of(made, codes)]
+
+
+def frames_of(made: ctypes.CDLL, codes: Sequence[int]) -> list[tuple[str, ...]]:
+    """``file:line`` of each function that code of these addresses is inlined in, the innermost first."""
     if not codes:
         return []
     tool = shutil.which("addr2line")
@@ -29,11 +34,17 @@ def lines_of(made: ctypes.CDLL, codes: Sequence[int]) -> list[str]:
     asked = [hex(code - (place.base or 0) - 1) for code in codes]
     done = subprocess.run([tool, "-a", "-i", "-e", made._name, *asked], capture_output=True, text=True, check=True)
     answers = done.stdout.split("0x")[1:]
-    return [_line(answer.splitlines()[1:]) for answer in answers]
+    frames = (answer.splitlines()[1:] for answer in answers)
+    return [tuple(os.path.basename(frame.partition(" ")[0]) for frame in of) for of in frames]
 
 
-def _line(frames: Sequence[str]) -> str:
+def line_of(frames: Sequence[str]) -> str:
     """The innermost frame that is in a source of ours but not in what stands before all, if there is one."""
-    names = [os.path.basename(frame.partition(" ")[0]) for frame in frames]
-    ours = [name for name in names if name.partition(":")[0].endswith((".cu", ".cuh"))]
-    return next((name for name in ours if not name.startswith(BEFORE_ALL)), (ours or names)[0])
+    ours = [name for name in frames if name.partition(":")[0].endswith((".cu", ".cuh"))]
+    return next(iter(of_kernels(frames)), (ours or frames)[0])
+
+
+def of_kernels(frames: Sequence[str]) -> tuple[str, ...]:
+    """The frames in sources of ours, without what stands before all."""
+    ours = (name for name in frames if name.partition(":")[0].endswith((".cu", ".cuh")))
+    return tuple(name for name in ours if not name.startswith(BEFORE_ALL))

@@ -45,21 +45,24 @@ __global__ void __launch_bounds__(THREADS) attention_split(const __grid_constant
     if (real && c == 0) a.units[number] = unit;
 }
 
-// A block for each row of the result.
+// A block for each row of the result, a thread for each split: there are fewer than threads.  Loads do not wait for one
+// another, as each takes as long as the sum of a row.
 __global__ void __launch_bounds__(THREADS) attention_combine(const __grid_constant__ Args a) {
+    SHARED(room, float[32]);
+    SHARED(grows, float[THREADS]);
     const i64 heads = a.groups * a.shared, number = blockIdx.x, token = number / heads % a.tokens;
-    const int head = (int)(number % heads);
+    const int head = (int)(number % heads), splits = (int)a.splits, mine = threadIdx.x;
     const i64 batch = number / heads / a.tokens;
-    const float *state = a.state + 2 * number * a.splits, *sums = a.sums + number * a.splits * a.width;
-    float top = LOWEST, total = 0.0f;
-    for (i64 s = 0; s < a.splits; s++) top = fmaxf(top, state[2 * s]);
-    for (i64 s = 0; s < a.splits; s++) total += grown(state[2 * s] - top) * state[2 * s + 1];
-    const float share = share_of(a, head, top, total);
+    const float *state = a.state + 2 * number * splits, *sums = a.sums + number * splits * a.width;
+    const float2 here = mine < splits ? *(const float2 *)(state + 2 * mine) : make_float2(LOWEST, 0.0f);
+    const float top = block_max(here.x, room);
+    grows[mine] = grown(here.x - top);
+    const float share = share_of(a, head, top, block_sum(grows[mine] * here.y, room));  // a barrier is inside
     float *out = a.out.at + batch * a.out.batch + token * a.out.row + head * a.out.head;
     for (i64 c = threadIdx.x; c < a.width; c += THREADS) {
         float x = 0.0f;
-#pragma unroll 4
-        for (i64 s = 0; s < a.splits; s++) x = fmaf(grown(state[2 * s] - top), sums[s * a.width + c], x);
+#pragma unroll 16
+        for (int s = 0; s < splits; s++) x = fmaf(grows[s], sums[s * a.width + c], x);
         out[c] = x * share;
     }
 }

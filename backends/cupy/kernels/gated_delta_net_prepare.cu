@@ -101,18 +101,28 @@ __global__ void __launch_bounds__(PREPARING<C>) delta_prepare(const __grid_const
     const i64 h = blockIdx.y, n = blockIdx.z, key_head = a.run ? h / a.run : h % a.key_heads;
     const i64 chunk = n * gridDim.x + blockIdx.x;
 
-    for (int i = threadIdx.x; i < 2 * C * D / 4; i += THREADS_HERE) {
-        const bool is_q = i >= C * D / 4;
-        const int r = i / (D / 4) % C, c = i % (D / 4) * 4;
-        float4 x = make_float4(0, 0, 0, 0);
-        if (r < length) x = *(const float4 *)((is_q ? a.q : a.k).row(n, first + r, key_head) + c);
-        if (is_q) x *= (float)a.scale;
-        uint2 hi, lo;
-        split<EXACT>(x.x, x.y, hi.x, lo.x);
-        split<EXACT>(x.z, x.w, hi.y, lo.y);
-        char *to = keys + is_q * R::Q + place<UNITS>(r, c / 8) + c % 8 * 2;
-        *(uint2 *)to = hi;
-        if (EXACT) *(uint2 *)(to + R::TILE) = lo;
+    constexpr int EACH = 2 * C * D / 4 / THREADS_HERE, TOGETHER = EACH < 8 ? EACH : 8;
+    static_assert(EACH % TOGETHER == 0 && EACH * THREADS_HERE == 2 * C * D / 4, "threads share keys and queries evenly");
+    for (int from = threadIdx.x; from < 2 * C * D / 4; from += TOGETHER * THREADS_HERE) {
+        float4 x[TOGETHER];  // all are asked for before the first is waited for
+#pragma unroll
+        for (int u = 0; u < TOGETHER; u++) {
+            const int i = from + u * THREADS_HERE, r = i / (D / 4) % C;
+            x[u] = make_float4(0, 0, 0, 0);
+            if (r < length) x[u] = *(const float4 *)((i >= C * D / 4 ? a.q : a.k).row(n, first + r, key_head) + i % (D / 4) * 4);
+        }
+#pragma unroll
+        for (int u = 0; u < TOGETHER; u++) {
+            const int i = from + u * THREADS_HERE, r = i / (D / 4) % C, c = i % (D / 4) * 4;
+            const bool is_q = i >= C * D / 4;
+            if (is_q) x[u] *= (float)a.scale;
+            uint2 hi, lo;
+            split<EXACT>(x[u].x, x[u].y, hi.x, lo.x);
+            split<EXACT>(x[u].z, x[u].w, hi.y, lo.y);
+            char *to = keys + is_q * R::Q + place<UNITS>(r, c / 8) + c % 8 * 2;
+            *(uint2 *)to = hi;
+            if (EXACT) *(uint2 *)(to + R::TILE) = lo;
+        }
     }
     if (warp == 0) {
         float before = 0;
@@ -186,18 +196,29 @@ __global__ void __launch_bounds__(PREPARING<C>) delta_prepare_channels(const __g
     const i64 h = blockIdx.y, n = blockIdx.z, key_head = a.run ? h / a.run : h % a.key_heads;
     const i64 record = (n * gridDim.x + blockIdx.x) * a.value_heads + h;
 
-    for (int i = threadIdx.x; i < C * D / 4; i += THREADS_HERE) {
-        const int r = i / (D / 4), c = i % (D / 4) * 4;
-        const float4 zero = make_float4(0, 0, 0, 0);
-        const bool is_there = r < length;
-        float4 q = is_there ? *(const float4 *)(a.q.row(n, first + r, key_head) + c) : zero;
-        q *= (float)a.scale;
-        *(float4 *)(Q + r * STEP + c) = q;
-        *(float4 *)(K + r * STEP + c) = is_there ? *(const float4 *)(a.k.row(n, first + r, key_head) + c) : zero;
-        float4 g = is_there ? *(const float4 *)(a.g.row(n, first + r, h) + c) : zero;
-        g = make_float4(bounded(g.x), bounded(g.y), bounded(g.z), bounded(g.w));
-        *(float4 *)(G + r * STEP + c) = g;
-        *(float4 *)(decay + r * STEP + c) = make_float4(expf(g.x), expf(g.y), expf(g.z), expf(g.w));
+    constexpr int EACH = C * D / 4 / THREADS_HERE, TOGETHER = EACH < 4 ? EACH : 4;
+    static_assert(EACH % TOGETHER == 0 && EACH * THREADS_HERE == C * D / 4, "threads share rows evenly");
+    for (int from = threadIdx.x; from < C * D / 4; from += TOGETHER * THREADS_HERE) {
+        float4 q[TOGETHER], k[TOGETHER], g[TOGETHER];  // all are asked for before the first is waited for
+#pragma unroll
+        for (int u = 0; u < TOGETHER; u++) {
+            const int i = from + u * THREADS_HERE, r = i / (D / 4), c = i % (D / 4) * 4;
+            q[u] = k[u] = g[u] = make_float4(0, 0, 0, 0);
+            if (r >= length) continue;
+            q[u] = *(const float4 *)(a.q.row(n, first + r, key_head) + c);
+            k[u] = *(const float4 *)(a.k.row(n, first + r, key_head) + c);
+            g[u] = *(const float4 *)(a.g.row(n, first + r, h) + c);
+        }
+#pragma unroll
+        for (int u = 0; u < TOGETHER; u++) {
+            const int i = from + u * THREADS_HERE, at = i / (D / 4) * STEP + i % (D / 4) * 4;
+            q[u] *= (float)a.scale;
+            *(float4 *)(Q + at) = q[u];
+            *(float4 *)(K + at) = k[u];
+            g[u] = make_float4(bounded(g[u].x), bounded(g[u].y), bounded(g[u].z), bounded(g[u].w));
+            *(float4 *)(G + at) = g[u];
+            *(float4 *)(decay + at) = make_float4(expf(g[u].x), expf(g[u].y), expf(g[u].z), expf(g[u].w));
+        }
     }
     for (int t = threadIdx.x; t < C; t += THREADS_HERE) s.beta[t] = t < length ? *a.beta.row(n, first + t, h) : 0.f;
     __syncthreads();

@@ -53,13 +53,13 @@ def judged(case, dropped=("", 0)):
     return result.outcome, disorder(driver.taken(), driver.memory)
 
 
-@pytest.mark.long(every=3)
+@pytest.mark.long(every=6)
 @pytest.mark.parametrize("case", sorted({case for _, _, case in CASES}))
 def test_with_all_barriers_accesses_are_in_order(case):
     assert judged(case) == (Outcome.PASS, [])
 
 
-@pytest.mark.long(every=7)
+@pytest.mark.long(every=15)
 @pytest.mark.parametrize(("file", "number", "case"), CASES)
 def test_a_barrier_that_is_dropped_is_missed(file, number, case):
     outcome, pairs = judged(case, (file, lines(file)[number]))

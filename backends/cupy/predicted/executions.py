@@ -1,0 +1,119 @@
+"""How often each block of a kernel's machine code runs, where only the accesses of a launch were counted.
+
+The emulation runs what g++ makes of a kernel, and a device what NVRTC makes of it: their blocks differ, but both know
+which line an access is from.  A warp that enters a block leaves it, so what runs is a flow from the begin to the end;
+of all flows that as many warps begin, the one is taken whose bytes at each line differ least from those counted.
+
+A loop of a line that was counted 96 times, over 8 warps, whose block has two such accesses:
+
+    begin 8 -> loop 48 (back 40) -> end 8
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import networkx as nx
+import numpy as np
+
+from ..emulation.counted import Site
+from ..emulation.lines import of_kernels
+from .flow import Block, Place
+
+SHORT = 1e-4
+"""What an instruction that runs costs against an access that is missed: of two flows that fit, the shorter."""
+
+LACKING = 0.4
+"""What an access costs that was counted and that the flow lacks, against one too many: g++ loads some numbers twice."""
+
+
+def executions(blocks: Sequence[Block], sites: Iterable[Site], warps: int) -> list[float]:
+    """How many warps run each block, in a launch of so many warps.
+
+    Raises `ImportError` without SciPy, whose solver is HiGHS.
+    """
+    from scipy.optimize import linprog
+
+    reached = _reached(blocks)
+    edges = [(a, b) for a in reached for b in blocks[a].after]
+    ways_out, ways_in = (np.array([[e[end] == b for e in edges] for b in reached], float) for end in (0, 1))
+    begins = np.array([warps if b == 0 else 0 for b in reached], float)
+    places = _known(blocks, reached, sites)
+    moved = np.array([[of.get(b, 0.0) for b in reached] for of, _ in places]).reshape(-1, len(reached))
+    counted = np.array([number for _, number in places])
+    each = np.identity(len(places))  # how much the flow lacks at each place, and how much it has above
+    instructions = np.array([blocks[b].instructions for b in reached], float)
+    solved = linprog(
+        np.concatenate([SHORT * (instructions @ ways_out), np.repeat([LACKING, 1.0], len(places))]),
+        A_eq=np.block(
+            [[ways_out - ways_in, np.zeros((len(reached), 2 * len(places)))], [moved @ ways_out, each, -each]]
+        ),
+        b_eq=np.concatenate([begins, counted]),
+        method="highs",
+    )
+    ran = np.zeros(len(blocks))
+    ran[reached] = ways_out @ solved.x[: len(edges)]
+    return [float(times) for times in ran]
+
+
+def _known(
+    blocks: Sequence[Block], reached: Iterable[int], sites: Iterable[Site]
+) -> list[tuple[dict[int, float], float]]:
+    """Of places that either compiler knows: the accesses that each block has there, and how many were counted.  One is
+    as wide as the widest that was counted."""
+    there, counted = _there(blocks, reached), _counted(sites)
+    known = []
+    for places in _alike({*there, *counted}):
+        of_block: dict[int, float] = defaultdict(float)
+        width = max((counted[p][1] for p in places if p in counted), default=0)
+        for place in places:
+            for block, nbytes in there.get(place, {}).items():
+                of_block[block] += nbytes / max(width, 1)
+        if width and of_block:
+            known.append((dict(of_block), sum(counted[p][0] for p in places if p in counted) / width))
+    return known
+
+
+def _alike(places: Iterable[Place]) -> Iterable[Sequence[Place]]:
+    """Places together that may be one: either compiler leaves out outer frames, of a lambda or of code it has moved."""
+    groups = nx.Graph()
+    groups.add_nodes_from(places)
+    named = set(places)
+    for place in named:
+        for upto in range(1, len(place.frames)):
+            shorter = Place(place.frames[:upto], place.is_shared, place.is_store)
+            if shorter in named:
+                groups.add_edge(place, shorter)
+    return [sorted(group) for group in nx.connected_components(groups)]
+
+
+def _reached(blocks: Sequence[Block]) -> list[int]:
+    """Blocks that may run, from the first on."""
+    reached, open_ = {0}, [0]
+    while open_:
+        for after in blocks[open_.pop()].after:
+            if after >= 0 and after not in reached:
+                reached.add(after)
+                open_.append(after)
+    return sorted(reached)
+
+
+def _there(blocks: Sequence[Block], reached: Iterable[int]) -> dict[Place, dict[int, float]]:
+    """By place: the bytes a lane that each block moves there."""
+    there: dict[Place, dict[int, float]] = defaultdict(dict)
+    for number in reached:
+        for place, nbytes in blocks[number].accesses.items():
+            at = Place(of_kernels(place.frames), place.is_shared, place.is_store)
+            there[at][number] = there[at].get(number, 0.0) + nbytes
+    return there
+
+
+def _counted(sites: Iterable[Site]) -> dict[Place, tuple[float, int]]:
+    """By place: bytes a lane that were counted, of all warps, and those of one access."""
+    counted: dict[Place, tuple[float, int]] = {}
+    for site in sites:
+        at = Place(of_kernels(site.frames), site.is_shared, site.is_store)
+        nbytes, widest = counted.get(at, (0.0, 0))
+        counted[at] = nbytes + site.requests * site.nbytes, max(widest, site.nbytes)
+    return counted

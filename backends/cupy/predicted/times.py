@@ -1,0 +1,155 @@
+"""How long a launch would take on a GPU that is not here, and what sets that time.
+
+What a launch does is known: bytes and sectors from counters, instructions and products from machine code, blocks and
+what they take from the launch.  Each resource of a GPU is given the time that it would need alone; the longest one sets
+the time.  Before anything else can happen the first load waits, and at the end, where blocks have followed one another,
+the last ones are alone for half of their own time.
+
+A product of a vector with 4096 x 4096 weights in 4 bits, 128 blocks of 16 warps on an H200:
+
+    memory        9.4 MB at 4.3 TB/s            2.2 us
+    instructions  848 a warp, 4 warps each of 4 schedulers, 0.64 a cycle   3.0 us   <- sets the time
+    latency       3 loads after one another     2.4 us
+
+which with the first load is 3.8 us.  It is a model: what it says has been compared with no device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+KIB = 1024
+REGISTERS = 64 * KIB
+"""Of a multiprocessor; given to warps by 256."""
+RESERVED = KIB
+"""Bytes of shared memory that a device takes for itself of each block."""
+SCHEDULERS = 4
+REACHED = 0.9
+"""Of the bandwidth of a data sheet, what a copy reaches."""
+ISSUED = 0.7
+"""Instructions a scheduler starts a cycle, where many warps share it; one warp alone 0.5."""
+ALONE = 0.4
+LATENCY = 0.8e-6
+"""Seconds from a load to its number, where memory is busy."""
+CACHED_LATENCY = 0.3e-6
+"""Where it is in the second cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What a kind of GPU has: architecture whose machine code it runs; multiprocessors; Hz under load; bytes/s of
+    memory and of its second cache; of a multiprocessor, threads, blocks and bytes of shared memory; and cycles in which
+    a scheduler's tensor core makes a product of 16 x 8 x 16 16-bit numbers and one of 16 x 8 x 32 bytes."""
+
+    arch: str
+    processors: int
+    clock: float
+    bandwidth: float
+    cache_bandwidth: float
+    threads: int
+    blocks: int
+    shared: int
+    halves: float
+    bytes: float
+
+
+GPUS: Mapping[str, Gpu] = MappingProxyType(
+    {
+        "h200": Gpu("sm_90a", 132, 1.755e9, 4.8e12, 5.5e12, 2048, 32, 228 * KIB, 6, 6),
+        "h100": Gpu("sm_90a", 132, 1.755e9, 3.35e12, 5.5e12, 2048, 32, 228 * KIB, 6, 6),
+        "a100": Gpu("sm_80", 108, 1.41e9, 2.04e12, 4.0e12, 2048, 32, 164 * KIB, 8, 8),
+        "rtx4090": Gpu("sm_89", 128, 2.52e9, 1.01e12, 4.0e12, 1536, 24, 100 * KIB, 32, 16),
+        "rtx3090": Gpu("sm_80", 82, 1.695e9, 0.936e12, 2.0e12, 1536, 16, 100 * KIB, 32, 16),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one launch does: its blocks, their threads, registers of a thread and bytes of shared memory of a block; and
+    of all blocks together instructions and products of warps, wavefronts of shared memory, bytes of sectors that are
+    asked of the second cache and bytes of memory; and how many loads of a warp come after one another."""
+
+    blocks: int
+    threads: int
+    registers: int
+    shared: int
+    instructions: float
+    halves: float
+    bytes: float
+    wavefronts: float
+    asked: float
+    moved: float
+    rounds: float
+
+    def times(self, blocks: float, each: float = 1.0) -> Work:
+        """As many times the blocks, each of which does `each` times as much."""
+        by = blocks * each
+        return Work(
+            round(self.blocks * blocks),
+            self.threads,
+            self.registers,
+            self.shared,
+            self.instructions * by,
+            self.halves * by,
+            self.bytes * by,
+            self.wavefronts * by,
+            self.asked * by,
+            self.moved * by,
+            self.rounds * each,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Time:
+    """Seconds that each resource would need alone, and of the begin and the end, when none is busy."""
+
+    parts: Mapping[str, float]
+    ends: float
+
+    @property
+    def limit(self) -> str:
+        """What sets the time."""
+        return max(self.parts, key=lambda part: self.parts[part])
+
+    @property
+    def total(self) -> float:
+        return self.parts[self.limit] + self.ends
+
+
+def resident(work: Work, gpu: Gpu) -> int:
+    """Blocks that one multiprocessor holds at once; 0 if a block does not fit."""
+    warps = -(-work.threads // 32)
+    of_a_warp = -(-work.registers * 32 // 256) * 256
+    by_registers = REGISTERS // of_a_warp // SCHEDULERS * SCHEDULERS // warps
+    by_shared = gpu.shared // (work.shared + RESERVED)
+    return min(gpu.blocks, gpu.threads // (32 * warps), by_registers, by_shared)
+
+
+def time_of(work: Work, gpu: Gpu, cached: bool = False) -> Time:
+    """How long a launch takes, without what the device needs between two launches; `cached` says that what it reads is
+    in the second cache, as the launch before has just written it.  Raises `ValueError` if a block does not fit."""
+    latency = CACHED_LATENCY if cached else LATENCY
+    most = -(-work.blocks // gpu.processors)  # blocks of the processor that has most of them
+    together = min(resident(work, gpu), most)
+    if together == 0:
+        raise ValueError("a block takes more than a multiprocessor has")
+    warps = together * -(-work.threads // 32)
+    schedulers = min(SCHEDULERS, warps)
+    share = most / work.blocks / gpu.clock  # of the work of all blocks, for one processor
+    on_each = warps / schedulers
+    issued = ISSUED * on_each / (on_each + ALONE)
+    waves = math.ceil(most / together)
+    parts = {
+        "memory": work.moved / (REACHED * gpu.bandwidth),
+        "second cache": work.asked / gpu.cache_bandwidth,
+        "instructions": work.instructions * share / (schedulers * issued),
+        "tensor cores": (work.halves * gpu.halves + work.bytes * gpu.bytes) * share / schedulers,
+        "shared memory": work.wavefronts * share,
+        "latency": waves * work.rounds * latency,
+    }
+    drained = work.rounds * latency / 2 if waves > 1 else 0.0
+    return Time(MappingProxyType(parts), latency + drained)

@@ -1,0 +1,218 @@
+"""What a model of time says of CUDA kernels on GPUs that are not here, and the speeds that plans for them use.
+
+    python benchmarks/predict_gpu.py
+
+writes ``benchmarks/kernels_cuda_times.md`` and ``.json`` and ``backends/cupy/predicted.json``; it takes some minutes,
+and needs g++, NVRTC, nvdisasm and SciPy.  Of a small case the emulation counts accesses, machine code says how many
+instructions that takes, and a shape is so many times the case.  Shapes have the titles of `benchmarks/gpu.py`, which
+compares what it measures with what is said here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from unittest.mock import patch
+
+from tqdm import tqdm
+
+from hocket.backends.cupy.emulation.counted import Counted
+from hocket.backends.cupy.kernels import gated_delta_net, packed
+from hocket.backends.cupy.predicted.speeds import FILE
+from hocket.backends.cupy.predicted.times import GPUS, Time, time_of
+from hocket.backends.cupy.predicted.works import work_of
+from hocket.conformance.reports.emulated import counters
+from hocket.graph import DType
+from hocket.scheduler.simulated import MACHINES
+
+TABLE = Path(__file__).parent / "kernels_cuda_times.md"
+TIMES = TABLE.with_suffix(".json")
+SHOWN = ("h200", "a100", "rtx4090")
+CACHED = 25e6
+"""Bytes that the second cache still has when the next launch reads them."""
+Part = tuple[object, str, int]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """So many times a case: of each kernel the blocks, and what each of them does; kernels without times are launched
+    for the small case alone.  `nbytes` and `flops` are what any
+    kernel has to do; `asked` is the share of the H200's bandwidth or of its 16-bit products that we want.
+
+    `chosen` are constants by which kernels are chosen, with values that choose for the case what the shape gets.
+    """
+
+    name: str
+    case: str
+    times: Mapping[str, tuple[float, float]]
+    nbytes: float
+    flops: float
+    asked: float | None = None
+    chosen: Sequence[Part] = field(default=())
+
+    def counted(self) -> list[Counted]:
+        with ExitStack() as stack:
+            for module, name, value in self.chosen:
+                stack.enter_context(patch.object(module, name, value))
+            return counters([self.case])
+
+    def predicted(self, counted: Sequence[Counted], kind: str) -> list[tuple[str, Time]]:
+        """How long each of its launches takes."""
+        gpu, times = GPUS[kind], []
+        for launch in counted:
+            name = launch.launch.kernel.name.partition("<")[0]
+            if name not in self.times:
+                continue
+            work = work_of(launch, gpu.arch).times(*self.times[name])
+            work = replace(work, moved=min(work.moved, 2 * self.nbytes))
+            times.append((name, time_of(work, gpu, cached=bool(times) and work.moved < CACHED)))
+        return times
+
+    def share(self, seconds: float, kind: str) -> float:
+        """Of what the data sheet allows."""
+        return max(self.nbytes / MACHINES[kind].bandwidth, self.flops / MACHINES[kind].flops) / seconds
+
+
+def vector(dtype: DType, rows: int, columns: int, asked: float | None = None) -> Shape:
+    """A product of weights and one vector."""
+    kernels = {"few": (rows / 64, 1.0)}
+    chosen = ((packed, "MANY_UNITS", 1),) if rows // 32 >= packed.MANY_UNITS else ()
+    nbytes = rows * columns // dtype.block * dtype.block_bytes + 4 * (rows + columns)
+    case = f"mul_mat(w={dtype}[64,{columns}], x=f32[1,{columns}])"
+    name = f"{dtype} {rows}×{columns}, 1 token"
+    return Shape(name, case, kernels, nbytes, 2 * rows * columns, asked, chosen)
+
+
+def prompt(dtype: DType, rows: int, columns: int, tokens: int, asked: float | None = None) -> Shape:
+    """A product of weights and many tokens."""
+    many = rows / 64 * tokens / 64
+    each = many, columns / 512
+    kernels = {"many": each, "matmul": each, "round_rows": (columns / 512 * tokens / 64, 1.0)}
+    nbytes = rows * columns // dtype.block * dtype.block_bytes + 4 * tokens * (rows + columns)
+    name = f"{dtype} {rows}×{columns}, {tokens} tokens"
+    return Shape(
+        name,
+        f"mul_mat(w={dtype}[64,512], x=f32[64,512])",
+        kernels,
+        nbytes,
+        2 * rows * columns * tokens,
+        asked,
+    )
+
+
+STATE = 128 * 128 * 4
+DECODE = (
+    "gated_delta_net(q=f32[1,2,128], k=f32[1,2,128], v=f32[1,4,128], g=f32[1,4,1], beta=f32[1,4], state=f32[4,128,128])"
+)
+PREFILL = (
+    "gated_delta_net(q=f32[70,2,128], k=f32[70,2,128], v=f32[70,2,128], g=f32[70,2,1], beta=f32[70,2], "
+    "state=f32[2,128,128])"
+)
+CHUNKS = 8192 / 32 / 3
+SHAPES = (
+    *(vector(t, 4096, 4096, a) for t, a in ((DType.Q4_K, 0.7), (DType.Q8_0, 0.82))),
+    *(vector(t, 28672, 4096, a) for t, a in ((DType.Q4_K, 0.7), (DType.Q8_0, 0.82))),
+    *(prompt(t, 4096, 4096, 512, 0.42) for t in (DType.Q4_K, DType.Q8_0)),
+    prompt(DType.BF16, 4096, 4096, 512, 0.57),
+    Shape(
+        "16/32×128, batch 32",
+        DECODE,
+        {"delta_net": (8 * 32, 1.0)},
+        2 * 32 * 32 * STATE,
+        32 * 32 * 6 * 128 * 128,
+        0.81,
+    ),
+    Shape(
+        "32/32×128, 8192 tokens, exact",
+        PREFILL,
+        {"delta_prepare": (16 * CHUNKS, 1.0), "delta_scan": (16, CHUNKS)},
+        8192 * 32 * (4 * 128 + 2) * 4,
+        8192 * 32 * 6 * 128 * 128,
+        None,
+        ((gated_delta_net, "BLOCKS", 8),),
+    ),
+    Shape(
+        "32 heads on 8 of 128, 1 token on 8192",
+        "attention(q=f32[1,4,128], k=f32[8192,1,128], v=f32[8192,1,128], scale=0.1)",
+        {"attend_few": (8, 1.0), "attention_combine": (8, 1.0)},
+        2 * 8192 * 8 * 128 * 4,
+        4 * 8192 * 32 * 128,
+        0.8,
+    ),
+)
+
+
+def speeds_of(dtype: DType) -> dict[str, tuple[float, float]]:
+    """By GPU: the bytes/s of products of such weights with one vector, and the FLOP/s of those with many."""
+    one, many = vector(dtype, 28672, 4096), prompt(dtype, 4096, 4096, 512)
+    of_one, of_many = one.counted(), many.counted()
+    return {
+        kind: (
+            one.nbytes / sum(time.total for _, time in one.predicted(of_one, kind)),
+            many.flops / sum(time.total for _, time in many.predicted(of_many, kind)),
+        )
+        for kind in GPUS
+    }
+
+
+def times_of(number: int) -> dict[str, tuple[float, str]]:
+    """By GPU: the seconds that the shape of a number takes, and what sets them."""
+    shape, found = SHAPES[number], {}
+    counted = shape.counted()
+    for kind in GPUS:
+        times = shape.predicted(counted, kind)
+        limits = ", ".join(time.limit if len(times) == 1 else f"{name}: {time.limit}" for name, time in times)
+        found[kind] = sum(time.total for _, time in times), limits
+    return found
+
+
+def rows(shape: Shape, times: Mapping[str, tuple[float, str]]) -> Iterator[str]:
+    """Of the table, one for each GPU that is shown."""
+    for kind in SHOWN:
+        seconds, limits = times[kind]
+        asked = f"{shape.asked:.0%}" if shape.asked and kind == "h200" else ""
+        share = f"{shape.share(seconds, kind):.0%}"
+        yield f"| {shape.name} | {kind} | {1e6 * seconds:.1f} | {limits} | {share} | {asked} |"
+
+
+HEAD = """# How long CUDA kernels should take
+
+Written by `python benchmarks/predict_gpu.py`. **Predicted by a model, measured nowhere**: accesses counted in the
+emulation, instructions of NVRTC's machine code, and what data sheets say of a GPU
+(`backends/cupy/predicted/times.py`). `share` is of the data sheet's bandwidth, or of its 16-bit products where those
+take longer; `asked` is what we want of an H200.
+
+| shape | GPU | microseconds | set by | share | asked |
+|---|---|---|---|---|---|
+"""
+
+
+def main() -> None:
+    dtypes = [*packed.BY_TYPE, DType.F16, DType.BF16, DType.F32]
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        times = list(tqdm(pool.map(times_of, range(len(SHAPES))), total=len(SHAPES)))
+        reached = list(tqdm(pool.map(speeds_of, dtypes), total=len(dtypes)))
+    lines = [line for shape, of_shape in zip(SHAPES, times, strict=True) for line in rows(shape, of_shape)]
+    TABLE.write_text(HEAD + "\n".join(lines) + "\n", "utf-8")
+    microseconds = {
+        shape.name: {kind: round(1e6 * seconds, 2) for kind, (seconds, _) in of_shape.items()}
+        for shape, of_shape in zip(SHAPES, times, strict=True)
+    }
+    TIMES.write_text(json.dumps(microseconds, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    known = {
+        kind: {
+            what: {str(dtype): float(f"{speeds[kind][i]:.3g}") for dtype, speeds in zip(dtypes, reached, strict=True)}
+            for i, what in enumerate(("bandwidth", "flops"))
+        }
+        for kind in GPUS
+    }
+    FILE.write_text(json.dumps(known, indent=1) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""What a launch does on a GPU that is not here: how often each block of machine code runs, and how long that takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hocket.backends.base import Tensor
+from hocket.backends.cupy.binding.launches import Launches
+from hocket.backends.cupy.device import disassembly, nvrtc
+from hocket.backends.cupy.device.driver import KERNELS, Source
+from hocket.backends.cupy.emulation.counted import CountingDriver, count
+from hocket.backends.cupy.predicted.executions import executions
+from hocket.backends.cupy.predicted.flow import flows
+from hocket.backends.cupy.predicted.speeds import predicted
+from hocket.backends.cupy.predicted.times import GPUS, Work, resident, time_of
+from hocket.backends.cupy.predicted.works import work_of
+from hocket.backends.operands import Operand
+from hocket.conformance.reports.emulated import counters
+from hocket.graph import DType, Graph, input, weight
+from hocket.graph.errors import BackendError
+from hocket.ops import mul_mat
+from hocket.scheduler.simulated import MACHINES, simulate
+
+from ..given.devices.emulation import Written, needs_compiler
+
+ARCHITECTURES = ("sm_80", "sm_90a")
+PLANTED = """#line 1 "planted.cu"
+struct Walked { i64 count, step; const float *x; float *out; };
+template <int KIND> __global__ void walked(const __grid_constant__ Walked a) {
+    float sum = 0.0f;
+    i64 at = threadIdx.x;
+    if (KIND == 0)
+#pragma unroll 1
+        for (i64 i = 0; i < a.count; i++) sum += a.x[threadIdx.x + i * a.step];
+    if (KIND == 1)
+#pragma unroll 8
+        for (i64 i = 0; i < a.count; i++) sum += a.x[threadIdx.x + i * a.step];
+    if (KIND == 2)
+#pragma unroll 1
+        for (i64 i = 0; i < a.count; i++) at = (i64)a.x[at];
+    if (KIND == 3 && threadIdx.x < 32)
+#pragma unroll 1
+        for (i64 i = 0; i < a.count; i++) sum += a.x[threadIdx.x + i * a.step];
+    a.out[threadIdx.x] = sum + (float)at;
+}
+"""
+NAMES = tuple(f"walked<{kind}>" for kind in range(4))
+SOURCE = Written(
+    "planted.cu",
+    NAMES,
+    body="".join(f'#line 1 "prelude.cuh"\n{(KERNELS / name).read_text("utf-8")}' for name in Source("", ()).files[:-1])
+    + PLANTED,
+)
+ONE, SERIAL, CHAIN, SOME = NAMES
+
+
+@pytest.fixture(scope="module")
+def _tools():
+    pytest.importorskip("scipy")
+    try:
+        nvrtc.nvrtc()
+        disassembly.disassembler()
+    except BackendError as why:
+        pytest.skip(str(why))
+
+
+def launched(kernel, times, step=0):
+    """What a block of 128 threads does whose loop runs so many times."""
+    driver = CountingDriver()
+    memory = [driver.alloc(4096, driver.device(0)) for _ in range(2)]
+    operands = [Operand(driver.address(m), Tensor(i, 0, (1024,), (1,), DType.F32)) for i, m in enumerate(memory)]
+    launches = Launches(keep=lambda array: 0)
+    launches.add(SOURCE[kernel], 1, 128, [times, step, *operands])
+    return count(launches.items[0])
+
+
+def loops(kernel, counted, arch):
+    """How often blocks run that come back to themselves, with how many loads of 4 bytes each has."""
+    cubin = nvrtc.compile(SOURCE[kernel].alone, arch, (*nvrtc.OPTIONS, "-lineinfo"))
+    blocks = flows(cubin.image)[cubin.lowered[kernel]]
+    ran = executions(blocks, counted.sites, 4)
+    loads = [sum(n for place, n in b.accesses.items() if not place.is_store) / 4 for b in blocks]
+    return [(n, have) for i, (n, have) in enumerate(zip(ran, loads, strict=True)) if i in blocks[i].after and n > 0]
+
+
+@needs_compiler
+@pytest.mark.usefixtures("_tools")
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("times", [1, 5, 37])
+def test_a_loop_runs_as_often_as_it_does(arch, times):
+    assert loops(ONE, launched(ONE, times), arch) == [(pytest.approx(4 * times), 1)]
+
+
+@needs_compiler
+@pytest.mark.usefixtures("_tools")
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_loop_that_is_unrolled_runs_less_often(arch):
+    assert sum(ran * loads for ran, loads in loops(SERIAL, launched(SERIAL, 37), arch)) == pytest.approx(
+        4 * 37, rel=0.2
+    )
+
+
+@needs_compiler
+@pytest.mark.usefixtures("_tools")
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_loop_that_one_warp_of_four_enters_runs_for_it_alone(arch):
+    assert sum(ran for ran, _ in loops(SOME, launched(SOME, 20), arch)) == pytest.approx(20)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("_tools")
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_loads_that_need_one_another_wait_for_one_another(arch):
+    apart, chain = work_of(launched(SERIAL, 32), arch), work_of(launched(CHAIN, 32), arch)
+    assert 32 <= chain.rounds <= 34
+    assert apart.rounds <= 32 / 8 + 2
+
+
+@needs_compiler
+@pytest.mark.usefixtures("_tools")
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("case", "products"), [
+    ("mul_mat(w=q8_0[64,256], x=f32[64,256])", {"bytes": 64 * 64 * 256 / (16 * 8 * 32)}),
+    ("mul_mat(w=bf16[64,64], x=f32[64,64])", {"halves": 2 * 64 * 64 * 64 / (16 * 8 * 16)}),
+], ids=["packed", "dense"])  # fmt: skip
+def test_products_of_tensor_cores_are_those_of_the_arithmetic(case, products, arch):
+    works = [work_of(launch, arch) for launch in counters([case])]
+    assert {name: sum(getattr(work, name) for work in works) for name in products} == pytest.approx(products, rel=0.15)
+
+
+# Of the H200, as `facts/gpu_review.md` has them from machine code.
+@pytest.mark.parametrize(("threads", "registers", "shared", "blocks"), [
+    (512, 62, 5 * 1024, 2),
+    (256, 52, 0, 4),
+    (128, 151, 25088, 3),
+    (128, 80, 1228, 6),
+    (256, 58, 83 * 1024, 2),
+    (64, 220, 115 * 1024, 1),
+    (128, 198, 4096, 2),
+    (1024, 80, 0, 0),
+])  # fmt: skip
+def test_a_processor_holds_as_many_blocks_as_fit(threads, registers, shared, blocks):
+    work = Work(1, threads, registers, shared, 0, 0, 0, 0, 0, 0, 0)
+    assert resident(work, GPUS["h200"]) == blocks
+
+
+def test_what_takes_longest_sets_the_time():
+    idle = Work(132, 128, 32, 0, *[0.0] * 7)
+    gpu = GPUS["h200"]
+    moved = time_of(replace(idle, moved=4.32e9), gpu)
+    assert (moved.limit, moved.total) == ("memory", pytest.approx(1e-3, rel=0.01))
+    products = time_of(replace(idle, halves=132 * 4 * 1.755e9 / 6 / 1000), gpu)
+    assert (products.limit, products.total) == ("tensor cores", pytest.approx(1e-3, rel=0.01))
+    loads = time_of(replace(idle, rounds=100.0), gpu)
+    assert (loads.limit, loads.total) == ("latency", pytest.approx(101 * 0.8e-6))
+    assert time_of(replace(idle, rounds=100.0), gpu, cached=True).total == pytest.approx(101 * 0.3e-6)
+
+
+def test_the_processor_with_most_blocks_sets_the_time_of_instructions():
+    gpu = GPUS["h200"]
+    even, uneven = (time_of(Work(blocks, 128, 32, 0, blocks * 1e6, *[0.0] * 6), gpu) for blocks in (132, 133))
+    assert even.limit == uneven.limit == "instructions"
+    assert uneven.parts["instructions"] == pytest.approx(2 * even.parts["instructions"], rel=0.2)
+
+
+def test_blocks_that_follow_others_end_alone():
+    gpu = GPUS["h200"]
+    once, twice = (time_of(Work(132 * n, 1024, 32, 0, *[0.0] * 6, 10.0), gpu) for n in (2, 4))
+    assert (once.ends, twice.ends) == (pytest.approx(0.8e-6), pytest.approx(4.8e-6))
+
+
+def test_twice_the_blocks_do_twice_the_work():
+    work = Work(10, 128, 32, 0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
+    assert work.times(2) == Work(20, 128, 32, 0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 7.0)
+    assert work.times(1, 2) == Work(10, 128, 32, 0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0)
+
+
+def test_a_block_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="more than a multiprocessor has"):
+        time_of(Work(1, 1024, 80, 0, *[0.0] * 7), GPUS["h200"])
+
+
+def test_speeds_are_below_the_data_sheet():
+    assert predicted().keys() == GPUS.keys() == MACHINES.keys() - {"cpu"}
+    for kind, speeds in predicted().items():
+        assert set(speeds["bandwidth"]) == set(speeds["flops"]) >= {"q4_0", "q8_0", "q4_K", "f16", "bf16", "f32"}
+        assert all(0.1 < speed / MACHINES[kind].bandwidth < 1 for speed in speeds["bandwidth"].values())
+        assert all(0.01 < speed / MACHINES[kind].flops < 1 for speed in speeds["flops"].values())
+
+
+def test_a_plan_is_judged_by_what_its_weights_reach():
+    def graph(dtype):
+        return Graph({"y": mul_mat(weight("w", (256, 256), dtype), input("x", (1, 256)))})
+
+    simulation = simulate("h200:2,nvlink")
+    speeds = {dtype: simulation.hardware_for(graph(dtype)) for dtype in (DType.Q4_K, DType.Q8_0)}
+    for dtype, hardware in speeds.items():
+        assert hardware.bandwidth == predicted()["h200"]["bandwidth"][str(dtype)] < simulation.hardware.bandwidth
+        assert hardware.flops == predicted()["h200"]["flops"][str(dtype)] < simulation.hardware.flops
+        assert hardware.link_bandwidth == simulation.hardware.link_bandwidth
+    mixed = simulate("h200:1,rtx4090:1,pcie4").hardware_for(graph(DType.Q8_0))
+    assert mixed.bandwidth == predicted()["rtx4090"]["bandwidth"]["q8_0"]
+    assert simulate("cpu:2").hardware_for(graph(DType.Q8_0)) == simulate("cpu:2").hardware
