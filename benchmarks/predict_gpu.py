@@ -41,8 +41,8 @@ Part = tuple[object, str, int]
 @dataclass(frozen=True)
 class Shape:
     """So many times a case: of each kernel the blocks, and what each of them does; kernels without times are launched
-    for the small case alone.  `nbytes` and `flops` are what any
-    kernel has to do; `asked` is the share of the H200's bandwidth or of its 16-bit products that we want.
+    for the small case alone.  `nbytes` and `flops` are what any kernel has to do; `asked` is the share of the H200's
+    bandwidth or of its 16-bit products that we want.
 
     `chosen` are constants by which kernels are chosen, with values that choose for the case what the shape gets.
     """

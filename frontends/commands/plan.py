@@ -86,7 +86,10 @@ def run(args: argparse.Namespace) -> int:
         write("\n".join([f"speeds: {told_speeds(made.hardware)}", *lines]) + "\n")
     else:
         write(text if args.json else made.explain(steps=args.steps) + "\n")
-        if not (args.json or args.simulate or made.hardware == CPU):
+        if args.simulate and not args.json:
+            read, multiplied = made.hardware.bandwidth / 1e12, made.hardware.flops / 1e12
+            write(f"speeds: predicted, weights read at {read:.3g} TB/s and multiplied at {multiplied:.3g} TFLOP/s\n")
+        elif not (args.json or made.hardware == CPU):
             write(f"speeds: {told_speeds(made.hardware)}\n")
     if problem := memory_problem(asked, context=context):
         rest = "" if memory_problem(made) else f"; in this plan the rest is on {made.lanes[-1].device}"

@@ -2,10 +2,10 @@
 
 Of code with lines ``nvdisasm -gi`` shows
 
-    //## File "/tmp/packed.cu", line 12
+    //## File "packed.cu", line 12
             /*0010*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
-    //## File "/tmp/packed.cuh", line 7 inlined at "/tmp/packed.cu", line 13
-    //## File "/tmp/packed.cu", line 13
+    //## File "packed.cuh", line 7 inlined at "packed.cu", line 13
+    //## File "packed.cu", line 13
             /*0020*/                   HMMA.16816.F32.BF16 R8, R4, R12, R8 ;
             /*0030*/              @P0  BRA `(.L_x_1) ;
 
