@@ -106,8 +106,8 @@ template <class T> struct Many {
     const i32 *order;
     i64 used, shared;
 };
-// Numbers as sums of bfloat16 ones: of x the first two terms, 16 bits; a weight is one term, or two if it is half.  What is
-// left out is 2^-17 of a product.
+// Numbers as sums of bfloat16 ones: of x the first two terms, 16 bits; a weight is one term, which is as it was loaded, or
+// two if it is half.  What is left out is 2^-17 of a product.
 __device__ __forceinline__ u32 split(float &x, float &y) {
     const u32 high = pack_bf16(x, y);
     x -= __uint_as_float(high << 16), y -= __uint_as_float(high & 0xffff0000u);
@@ -120,25 +120,49 @@ template <> struct Terms<bf16_bits> {
     static constexpr int OF_W = 1;
 };
 constexpr int TILE = 64, DEPTH = 32, PITCH = DEPTH + 8;  // rows of 80 bytes: eight of them lie in different banks
-// Half a row of a stage, 16 columns, in registers of the thread that brings it.
-struct Half {
-    float v[16];
-    template <class T> __device__ __forceinline__ void load(const T *row, i64 column, i64 columns, bool aligned) {
+__device__ __forceinline__ u32 bits_of(float x) { return __float_as_uint(x); }
+template <class T> __device__ __forceinline__ u32 bits_of(T x) { return x.bits; }
+// Half a row of a stage, 16 columns, in registers of the thread that brings it, as it was loaded: whoever converts a number
+// waits for it.
+template <class T> struct Half {
+    static constexpr int WORDS = 4 * sizeof(T);
+    u32 words[WORDS];
+    __device__ __forceinline__ void load(const T *row, i64 column, i64 columns, bool aligned) {
         if (aligned && column + 16 <= columns) {
 #pragma unroll
-            for (int i = 0; i < 16; i += Piece<T>::SIZE) Piece<T>::load(v + i, row + column + i);
+            for (int i = 0; i < WORDS; i += 4) {
+                const uint4 v = load_stream((const uint4 *)(row + column) + i / 4);
+                words[i] = v.x, words[i + 1] = v.y, words[i + 2] = v.z, words[i + 3] = v.w;
+            }
             return;
         }
 #pragma unroll
-        for (int i = 0; i < 16; i++) v[i] = column + i < columns ? to_float(row[column + i]) : 0.0f;
+        for (int i = 0; i < 16; i++) {
+            const u32 bits = column + i < columns ? bits_of(row[column + i]) : 0;
+            u32 &word = words[i * WORDS / 16];
+            word = WORDS < 16 && i % 2 ? word | bits << 16 : bits;
+        }
     }
-    template <int TERMS> __device__ __forceinline__ void store(u16 (*to)[TILE][PITCH], int row, int column) {
+    __device__ __forceinline__ float at(int i) const {
+        if constexpr (WORDS == 16)
+            return __uint_as_float(words[i]);
+        else
+            return to_float(T{(u16)(words[i / 2] >> 16 * (i % 2))});
+    }
+    template <int TERMS> __device__ __forceinline__ void store(u16 (*to)[TILE][PITCH], int row, int column) const {
+        float v[16];
+#pragma unroll
+        for (int i = 0; i < 16; i++) v[i] = at(i);
 #pragma unroll
         for (int term = 0; term < TERMS; term++)
 #pragma unroll
             for (int i = 0; i < 16; i += 8) {
-                const u32 x = split(v[i], v[i + 1]), y = split(v[i + 2], v[i + 3]), z = split(v[i + 4], v[i + 5]);
-                *(uint4 *)&to[term][row][column + i] = make_uint4(x, y, z, split(v[i + 6], v[i + 7]));
+                uint4 x = {words[i / 2 % WORDS], words[(i / 2 + 1) % WORDS], words[(i / 2 + 2) % WORDS], words[(i / 2 + 3) % WORDS]};
+                if (TERMS > 1) {
+                    x.x = split(v[i], v[i + 1]), x.y = split(v[i + 2], v[i + 3]);
+                    x.z = split(v[i + 4], v[i + 5]), x.w = split(v[i + 6], v[i + 7]);
+                }
+                *(uint4 *)&to[term][row][column + i] = x;
             }
     }
 };
@@ -163,7 +187,8 @@ template <class T> __global__ void __launch_bounds__(128) many(const __grid_cons
         const T *w = a.w + tile.x * a.matrix_step + min(first + mine, a.rows - 1) * a.row_step;
         const float *x = a.x + row_of(slots[mine], a.used, a.shared) * a.x_step;
         const bool w_aligned = ((u64)w & 15) == 0, x_aligned = ((u64)x & 15) == 0;
-        Half next_w, next_x;
+        Half<T> next_w;
+        Half<float> next_x;
         next_w.load(w, column, a.columns, w_aligned);
         next_x.load(x, column, a.columns, x_aligned);
         for (i64 start = 0; start < a.columns; start += DEPTH) {
