@@ -37,7 +37,7 @@ stays.  `spent on` says what the slowest GPU does in a step: reading weights, st
 (`work`), starting kernels (`launches`), and meeting others (`collectives`).  `more` is the best choice on more GPUs
 that was left aside.
 
-The limit lies at one machine.  There starting kernels takes the larger part of a step of one sequence, and does not
+The limit lies at one machine.  There starting kernels takes the largest part of a step of one sequence, and does not
 shrink with the number of GPUs; a sum across two machines takes three times as long as one within; and stages of
 layers on several machines take turns in a step of decoding, so they hold more and are no faster.
 """

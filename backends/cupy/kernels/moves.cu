@@ -65,7 +65,7 @@ template <class T, class Id> __global__ void gather(const __grid_constant__ Gath
     }
     const T *row = a.table.at + p.at[0] + id * a.row_step;
     float *out = a.out.at + p.at[2];
-    for (i64 c = threadIdx.x; c < a.columns; c += blockDim.x) out[c] = to_float(row[c * a.column_step]);
+    each_column(a.columns, [&](i64 c) { return row[c * a.column_step]; }, [&](i64 c, T value) { out[c] = to_float(value); });
 }
 
 // Row i becomes row `ids[i]` of a table.
@@ -87,7 +87,7 @@ template <class Id> __global__ void scatter(const __grid_constant__ Scatter<Id> 
     }
     float *row = a.table.at + p.at[0] + id * a.row_step;
     const float *x = a.x.at + p.at[2];
-    for (i64 c = threadIdx.x; c < a.columns; c += blockDim.x) row[c] = x[c * a.column_step];
+    each_column(a.columns, [&](i64 c) { return x[c * a.column_step]; }, [&](i64 c, float value) { row[c] = value; });
 }
 
 // Row i plus row `ids[i] - first` of a table, if the table has it; `total` rows exist in all.

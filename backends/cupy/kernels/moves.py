@@ -30,6 +30,7 @@ SOURCE = Source(
         *(f"scatter<{i}>" for i in IDS.values()),
         *("add_rows", "band"),
     ),
+    ("columns.cuh",),
 )
 SOURCES = (SOURCE,)
 

@@ -7,9 +7,11 @@ struct Rows {
     Walk<float> out;
     double number;
 };
+constexpr int MOST_THREADS = 512;  // of a row; two blocks of them share a multiprocessor
+#define A_ROW __launch_bounds__(MOST_THREADS, 2)
 template <class Of> __device__ __forceinline__ float sum_over(i64 columns, float *room, Of of) {
     float sum = 0.0f;
-    for (i64 c = threadIdx.x; c < columns; c += blockDim.x) sum += of(c);
+    each_column(columns, of, [&](i64, float value) { sum += value; });
     return block_sum(sum, room);
 }
 
@@ -24,7 +26,7 @@ struct L2 {
 struct L2Clamped {
     static __device__ float factor(float squares, i64 n, float eps) { return 1.0f / fmaxf(sqrtf(squares), eps); }
 };
-template <class F> __global__ void norm_by(const __grid_constant__ Rows a) {
+template <class F> __global__ void A_ROW norm_by(const __grid_constant__ Rows a) {
     SHARED(room, float[32]);
     const i64 *const steps[] = {a.x.step, a.out.step};
     const Places<2> p = places(a.axes, steps, blockIdx.x);
@@ -32,7 +34,7 @@ template <class F> __global__ void norm_by(const __grid_constant__ Rows a) {
     float *out = a.out.at + p.at[1];
     const float squares = sum_over(a.columns, room, [&](i64 c) { return x[c * a.step] * x[c * a.step]; });
     const float factor = F::factor(squares, a.columns, (float)a.number);
-    for (i64 c = threadIdx.x; c < a.columns; c += blockDim.x) out[c] = x[c * a.step] * factor;
+    each_column(a.columns, [&](i64 c) { return x[c * a.step]; }, [&](i64 c, float value) { out[c] = value * factor; });
 }
 // x, or x + y, which becomes `sum`, divided by its root mean square and multiplied by w.
 struct ScaledNorm {
@@ -43,25 +45,29 @@ struct ScaledNorm {
     Walk<const float> x, y;  // y and sum: null where there is one operand; dense rows, as out
     Walk<float> sum, out;
 };
-__global__ void scaled_norm(const __grid_constant__ ScaledNorm a) {
+__global__ void A_ROW scaled_norm(const __grid_constant__ ScaledNorm a) {
     SHARED(room, float[32]);
     const i64 *const steps[] = {a.x.step, a.y.step, a.sum.step, a.out.step};
     const Places<4> p = places(a.axes, steps, blockIdx.x);
     const float *x = a.x.at + p.at[0], *y = a.y.at + p.at[1];
     float *sum = a.sum.at + p.at[2], *out = a.out.at + p.at[3];
     const bool adds = a.y.at;
-    const float squares = sum_over(a.columns, room, [&](i64 c) {
-        float value = x[c * a.step];
-        if (adds) sum[c] = value = value + y[c];
-        return value * value;
-    });
-    const float factor = Rms::factor(squares, a.columns, (float)a.eps);
-    for (i64 c = threadIdx.x; c < a.columns; c += blockDim.x) {  // each thread reads what it has written itself
-        const float value = adds ? sum[c] : x[c * a.step];
-        out[c] = value * factor * a.w[c * a.w_step];
-    }
+    float squares = 0.0f;
+    auto square = [&](i64, float value) { squares += value * value; };
+    if (adds)
+        each_column(
+            a.columns, [&](i64 c) { return make_float2(x[c * a.step], y[c]); },
+            [&](i64 c, float2 both) { square(c, sum[c] = both.x + both.y); });
+    else
+        each_column(a.columns, [&](i64 c) { return x[c * a.step]; }, square);
+    const float factor = Rms::factor(block_sum(squares, room), a.columns, (float)a.eps);
+    const float *const again = adds ? sum : x;  // each thread reads what it has written itself
+    const i64 step = adds ? 1 : a.step;
+    each_column(
+        a.columns, [&](i64 c) { return make_float2(again[c * step], a.w[c * a.w_step]); },
+        [&](i64 c, float2 both) { out[c] = both.x * factor * both.y; });
 }
-__global__ void centred_norm(const __grid_constant__ Rows a) {
+__global__ void A_ROW centred_norm(const __grid_constant__ Rows a) {
     SHARED(room, float[32]);
     const i64 *const steps[] = {a.x.step, a.out.step};
     const Places<2> p = places(a.axes, steps, blockIdx.x);
@@ -74,7 +80,8 @@ __global__ void centred_norm(const __grid_constant__ Rows a) {
         return d * d;
     });
     const float factor = 1.0f / sqrtf(squares / n + (float)a.number);
-    for (i64 c = threadIdx.x; c < a.columns; c += blockDim.x) out[c] = (x[c * a.step] - mean) * factor;
+    each_column(
+        a.columns, [&](i64 c) { return x[c * a.step]; }, [&](i64 c, float value) { out[c] = (value - mean) * factor; });
 }
 
 // --------------------------------------------------------------------------------------------------- softmax
@@ -87,7 +94,7 @@ struct Softmax {
     Walk<float> out;
     Walk<const float> mask, slopes, sinks;  // null where there is none
 };
-__global__ void softmax(const __grid_constant__ Softmax a) {
+__global__ void A_ROW softmax(const __grid_constant__ Softmax a) {
     SHARED(room, float[32]);
     const i64 *const steps[] = {a.x.step, a.out.step, a.mask.step, a.slopes.step, a.sinks.step};
     const Places<5> p = places(a.axes, steps, blockIdx.x);
@@ -95,20 +102,25 @@ __global__ void softmax(const __grid_constant__ Softmax a) {
     float *out = a.out.at + p.at[1];
     const float scale = (float)a.scale, slope = a.slopes.at ? a.slopes.at[p.at[3]] : 1.0f;
     const float sink = a.sinks.at ? a.sinks.at[p.at[4]] : -INFINITY;
-    auto score = [&](i64 c) { return x[c * a.step] * scale + (a.mask.at ? slope * mask[c * a.mask_step] : 0.0f); };
-    float top = -INFINITY;
-    for (i64 c = threadIdx.x; c < a.columns; c += blockDim.x) top = fmaxf(top, score(c));
-    top = fmaxf(block_max(top, room), sink);
-    const float held = top == -INFINITY ? 0.0f : top;  // a row that is masked entirely gives zeros
-    const float sum = sum_over(a.columns, room, [&](i64 c) { return expf(score(c) - held); }) + expf(sink - held);
-    const float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
-    for (i64 c = threadIdx.x; c < a.columns; c += blockDim.x) out[c] = expf(score(c) - held) * factor;
+    auto make = [&](auto score) {
+        float top = -INFINITY;
+        each_column(a.columns, score, [&](i64, float value) { top = fmaxf(top, value); });
+        top = fmaxf(block_max(top, room), sink);
+        const float held = top == -INFINITY ? 0.0f : top;  // a row that is masked entirely gives zeros
+        const float sum = sum_over(a.columns, room, [&](i64 c) { return expf(score(c) - held); }) + expf(sink - held);
+        const float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
+        each_column(a.columns, score, [&](i64 c, float value) { out[c] = expf(value - held) * factor; });
+    };
+    if (a.mask.at)
+        make([&](i64 c) { return x[c * a.step] * scale + slope * mask[c * a.mask_step]; });
+    else
+        make([&](i64 c) { return x[c * a.step] * scale; });
 }
 
 // ------------------------------------------------------------------------------------------------------ sums
 
 // The sum of each row times a number.
-__global__ void sum_rows(const __grid_constant__ Rows a) {
+__global__ void A_ROW sum_rows(const __grid_constant__ Rows a) {
     SHARED(room, float[32]);
     const i64 *const steps[] = {a.x.step, a.out.step};
     const Places<2> p = places(a.axes, steps, blockIdx.x);
@@ -163,7 +175,7 @@ struct Order {
     Walk<i32> out;
 };
 // The first of the largest entries.
-__global__ void argmax(const __grid_constant__ Order a) {
+__global__ void A_ROW argmax(const __grid_constant__ Order a) {
     SHARED(best, float[32]);
     SHARED(where, i64[32]);
     const i64 *const steps[] = {a.x.step, a.out.step};
@@ -171,8 +183,11 @@ __global__ void argmax(const __grid_constant__ Order a) {
     const float *x = a.x.at + p.at[0];
     float most = -INFINITY;
     i64 at = a.columns;
-    for (i64 c = threadIdx.x; c < a.columns; c += blockDim.x)
-        if (at == a.columns || x[c * a.step] > most) most = x[c * a.step], at = c;
+    each_column(
+        a.columns, [&](i64 c) { return x[c * a.step]; },
+        [&](i64 c, float value) {
+            if (at == a.columns || value > most) most = value, at = c;
+        });
     auto take = [&](float other, i64 from) {
         if (from < a.columns && (at == a.columns || other > most || (other == most && from < at))) most = other, at = from;
     };

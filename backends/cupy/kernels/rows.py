@@ -27,6 +27,7 @@ SOURCE = Source(
         *(f"norm_by<{n}>" for n in NORMS),
         *("scaled_norm", "centred_norm", "softmax", "sum_rows", "cumsum", "count_equal", "argmax"),
     ),
+    ("columns.cuh",),
 )
 SOURCES = (SOURCE,)
 

@@ -52,8 +52,8 @@ def test_a_source_compiles(source):
 @pytest.mark.usefixtures("_compiler")
 def test_what_does_not_compile_is_named():
     with pytest.raises(BackendError) as caught:
-        hiprtc.compile(hiprtc.written(Source("rows.cu", ("no_such_kernel",))), ARCHITECTURE)
-    assert "rows.cu does not compile for gfx90a" in str(caught.value)
+        hiprtc.compile(hiprtc.written(Source("indexer.cu", ("no_such_kernel",))), ARCHITECTURE)
+    assert "indexer.cu does not compile for gfx90a" in str(caught.value)
     assert "no_such_kernel" in str(caught.value)
 
 

@@ -143,8 +143,8 @@ def test_what_is_planted_in_machine_code_is_found():
 @pytest.mark.usefixtures("_compiler")
 def test_what_does_not_compile_is_named():
     with pytest.raises(BackendError) as caught:
-        nvrtc.compile(Source("rows.cu", ("no_such_kernel",)), "sm_90a")
-    assert "rows.cu does not compile for sm_90a" in str(caught.value)
+        nvrtc.compile(Source("indexer.cu", ("no_such_kernel",)), "sm_90a")
+    assert "indexer.cu does not compile for sm_90a" in str(caught.value)
     assert "no_such_kernel" in str(caught.value)
 
 
