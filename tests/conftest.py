@@ -15,7 +15,7 @@ for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
 settings.register_profile("hocket", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("hocket")
 
-MOST_CASES = 4
+MOST_CASES = 3
 """So many cases of one test, or fewer, are run without --all or --most: every second or third of those that have
 more."""
 

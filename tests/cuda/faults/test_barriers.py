@@ -23,9 +23,9 @@ DELTA_NET = (
 # For each file: its barriers, by number, that a case reaches.
 REACHED = {
     "packed.cu": {
-        "mul_mat(w=q8_0[2,16384], x=f32[1,16384])": (0,),
         "mul_mat(w=q8_0[8,2048], x=f32[1,2048])": (1, 2),
         "mul_mat(w=q4_K[16,512], x=f32[16,512])": (3, 4, 5, 6, 7),
+        "mul_mat(w=q8_0[2,16384], x=f32[1,16384])": (0,),
     },
     "dense.cu": {"mul_mat(w=f16[32,128], x=f32[33,128])": (0, 1, 2)},
     "products.cu": {"mul_mat(w=f32[32,64], x=f32[33,64])": (0, 1)},

@@ -106,7 +106,7 @@ def test_a_graph_on_two_devices_is_in_order():
         assert disorder(log, driver.memory) == []
 
 
-@pytest.mark.long(every=10)
+@pytest.mark.long(every=9)
 @pytest.mark.parametrize("case", main_path.CASES)
 def test_threads_of_kernels_of_the_main_path_are_in_order(case):
     assert disorders([case]) == []
@@ -245,7 +245,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.long(every=16)
+@pytest.mark.long(every=40)
 @pytest.mark.parametrize("what", PLANTED)
 def test_what_is_in_no_order_is_found(what, narrow):
     case, edit = PLANTED[what]
