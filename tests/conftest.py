@@ -30,8 +30,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "long(every=None): without --all only each such case is run, or none")
-    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput"):
-        config.option.all = True  # who names files or tests wants them whole; workers get the options of their master
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        config.option.all = True  # who names files or tests wants them whole; workers get the same arguments
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

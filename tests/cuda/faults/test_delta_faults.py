@@ -164,8 +164,8 @@ FAULTS = {
     "a token behind the last is prepared": (
         chunks,
         PREPARE,
-        "if (r < length) x = *(const float4 *)((is_q ? a.q : a.k)",
-        "if (r <= length) x = *(const float4 *)((is_q ? a.q : a.k)",
+        "if (r < length) x[u] = *(const float4 *)((i >= C * D / 4 ? a.q : a.k)",
+        "if (r <= length) x[u] = *(const float4 *)((i >= C * D / 4 ? a.q : a.k)",
     ),
     "decays behind the last token": (
         chunks,

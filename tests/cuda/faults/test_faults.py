@@ -208,10 +208,10 @@ PLANTS = (
     ),
     Plant(
         "get_rows",
-        "a row too far is legal",
+        "a column too far is taken",
         "moves.cu",
-        "for (i64 c = threadIdx.x; c < a.columns; c += blockDim.x) out[c] = to",
-        "for (i64 c = threadIdx.x; c <= a.columns; c += blockDim.x) out[c] = to",
+        "each_column(a.columns, [&](i64 c) { return row[",
+        "each_column(a.columns + 1, [&](i64 c) { return row[",
     ),
     Plant(
         "rope",

@@ -106,7 +106,7 @@ PLANTS = {
     "the fragment of another half": ("packed.cu", "2 * k + lane / 8 % 2", "2 * k + lane / 16", TALL),
     "the scale of another row": ("packed.cu", "mine.scale[h], g + 8 * i", "mine.scale[h], g + 4 * i", TALL),
     "the scale of another half": ("packed.cu", "scale[row][h], s);", "scale[row][0], s);", MIXED),
-    "two bits of the wrong column": ("packed.cu", ">> W * (2 * t % (8 / W))", ">> W * (t % (8 / W))", MIXED),
+    "two bits of the wrong column": ("packed.cuh", ">> W * (2 * t % (8 / W))", ">> W * (t % (8 / W))", MIXED),
     "an entry past the last is written": (
         "packed.cu",
         "if (entry < tile.z && row < a.rows)",

@@ -150,6 +150,7 @@ def test_shared_memory_fits_every_device():
 
 
 FEW_CU, AROUND, TILES, WIDE_CU = (f"attention_{name}.cu" for name in ("few", "around", "tiles", "wide"))
+SCORES = "attention_scores.cuh"
 SHORT = case(2, 3, 2, 45, 64, mask="")
 LONG = case(2, 1, 1, 700, 64, mask="", inputs="infinities")
 TILE = case(33, 2, 2, 75, 64, mask="", inputs="infinities")
@@ -190,8 +191,8 @@ FAULTS = {
         "first += 64 * WARPS * (int)a.splits",
         HEADS,
     ),
-    "a split of its own top": (AROUND, "x = fmaf(grown(state[2 * s] - top)", "x = fmaf(grown(state[0] - top)", LONG),
-    "the last split is left out": (AROUND, "s < a.splits; s++) x", "s + 1 < a.splits; s++) x", SPLIT),
+    "a split of its own top": (AROUND, "grown(here.x - top)", "grown(state[0] - top)", LONG),
+    "the last split is left out": (AROUND, "s < splits; s++) x", "s + 1 < splits; s++) x", SPLIT),
     "a tile of which some is seen is hidden": (AROUND, "hidden &= bias == -INFINITY", "hidden &= bias < 9.0f", TILE),
     "a tile of which some is hidden is open": (AROUND, "open &= bias == 0.0f", "open &= true", TILE),
     "keys past the last one are halves": (AROUND, "if (!real || key >= a.keys) row", "if (!real) row", TILE),
@@ -219,7 +220,7 @@ FAULTS = {
         "        tile = next;",
         TILE,
     ),
-    "low halves are left out": (TILES, "mma_f16(d, high, l), mma_f16(e, high, l + 2);", "", TILE),
+    "low halves are left out": (SCORES, "mma_f16(d, high, l), mma_f16(e, high, l + 2);", "", TILE),
     "queries of another warp": (
         TILES,
         "q_row = 16 * warp + lane % 16",
@@ -233,12 +234,12 @@ FAULTS = {
         TILE,
     ),
     "values keep the unit of an earlier tile": (
-        TILES,
+        SCORES,
         "change[r] = fade[r] * (run[r] / most[r])",
         "change[r] = fade[r]",
         WIDE,
     ),
-    "the other token's mask": (TILES, "const Bias bias = biases[8 * r]", "const Bias bias = biases[0]", TILE),
+    "the other token's mask": (SCORES, "const Bias bias = biases[8 * r]", "const Bias bias = biases[0]", TILE),
     "columns past the last one are written": (TILES, "if (8 * e + 2 * t + i < width)", "", case(66, 1, 1, 20, 60)),
     "queries are read before all columns are there": (
         WIDE_CU,

@@ -1,0 +1,47 @@
+"""What mistakes are planted in stands in the kernels, once: without a compiler, and of every mistake.
+
+Tests that plant them take some of a table in a run, so that a kernel may change under the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+from hocket.backends.cupy.device.driver import KERNELS
+
+from ..kernels import test_attention, test_delta_layer, test_float_products, test_recurrences, test_sorting
+from ..several_devices import test_collectives, test_wire
+from . import test_delta_faults, test_faults, test_product_faults
+
+TABLES = {
+    "attention": test_attention.FAULTS.values(),
+    "collectives": (("collective.cu", *plant) for plant in test_collectives.PLANTS.values()),
+    "delta layers": (("short_convolution.cu", *plant) for plant in test_delta_layer.FAULTS.values()),
+    "delta nets": (fault[1:] for fault in test_delta_faults.FAULTS.values()),
+    "float products": (("products.cu", *plant) for plant in test_float_products.PLANTS.values()),
+    "products": test_product_faults.PLANTS.values(),
+    "recurrences": (("recurrences.cu", *plant) for plant in test_recurrences.PLANTS.values()),
+    "several": ((plant.file, plant.old, plant.new) for plant in test_faults.PLANTS),
+    "sorting": (("sorting.cu", *plant) for plant in test_sorting.PLANTS.values()),
+    "wire": (("collective.cu", *plant) for plant in test_wire.PLANTS.values()),
+}
+
+
+def missing(plants: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    """What stands not once in its file, or becomes what it is."""
+    for file, old, new, *_ in plants:
+        count = (KERNELS / file).read_text("utf-8").count(old)
+        if count != 1 or old == new:
+            yield f"{count} times in {file}: {old}"
+
+
+@pytest.mark.parametrize("plants", [pytest.param(list(plants), id=name) for name, plants in TABLES.items()])
+def test_what_a_mistake_is_planted_in_is_there(plants):
+    assert plants
+    assert not list(missing(plants))
+
+
+def test_a_text_that_is_not_there_is_said():
+    assert list(missing([("moves.cu", "no such text", ""), ("moves.cu", "each_column(", "each_column(")]))
