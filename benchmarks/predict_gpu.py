@@ -22,7 +22,7 @@ from unittest.mock import patch
 from tqdm import tqdm
 
 from hocket.backends.cupy.emulation.counted import Counted
-from hocket.backends.cupy.kernels import gated_delta_net, packed
+from hocket.backends.cupy.kernels import gated_delta_net, packed, tiled
 from hocket.backends.cupy.predicted.speeds import FILE
 from hocket.backends.cupy.predicted.times import GPUS, Time, time_of
 from hocket.backends.cupy.predicted.works import work_of
@@ -90,19 +90,16 @@ def vector(dtype: DType, rows: int, columns: int, asked: float | None = None) ->
 
 def prompt(dtype: DType, rows: int, columns: int, tokens: int, asked: float | None = None) -> Shape:
     """A product of weights and many tokens."""
-    many = rows / 64 * tokens / 64
-    each = many, columns / 512
-    kernels = {"many": each, "matmul": each, "round_rows": (columns / 512 * tokens / 64, 1.0)}
+    each = rows / 128 * tokens / 128, columns / 2048
+    kernels = {
+        **dict.fromkeys(("tiled", "tiled_packed", "matmul"), each),
+        "split_rows": (tokens / 128, columns / 2048),
+    }
     nbytes = rows * columns // dtype.block * dtype.block_bytes + 4 * tokens * (rows + columns)
     name = f"{dtype} {rows}×{columns}, {tokens} tokens"
-    return Shape(
-        name,
-        f"mul_mat(w={dtype}[64,512], x=f32[64,512])",
-        kernels,
-        nbytes,
-        2 * rows * columns * tokens,
-        asked,
-    )
+    case = f"mul_mat(w={dtype}[128,2048], x=f32[128,2048])"
+    chosen = ((tiled, "FULL", 1), (tiled, "WORTH", 1))
+    return Shape(name, case, kernels, nbytes, 2 * rows * columns * tokens, asked, chosen)
 
 
 STATE = 128 * 128 * 4

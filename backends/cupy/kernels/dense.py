@@ -1,4 +1,4 @@
-"""Products with weights that are kept as floats, whose rows are dense."""
+"""Products of few tokens with weights that are kept as floats, whose rows are dense."""
 
 from __future__ import annotations
 
@@ -11,18 +11,13 @@ from ..device.driver import Source
 from .elementwise import TYPES
 from .routes import ALONE, Products, filled
 
-TILE = 64
-"""Rows and entries of a tile of tensor cores."""
 OWN = 16
 """Rows of a block for few tokens."""
 COUNTS = (1, 2, 4)
 SOURCES = tuple(
     Source(
         "dense.cu",
-        (
-            *(f"few<{TYPES[dtype]}, {n}>" for n in COUNTS),
-            *([f"many<{TYPES[dtype]}>"] if dtype is not DType.F32 else []),
-        ),
+        tuple(f"few<{TYPES[dtype]}, {n}>" for n in COUNTS),
         ("routes.cuh",),
     )
     for dtype in (DType.F32, DType.F16, DType.BF16)
@@ -30,12 +25,8 @@ SOURCES = tuple(
 BY_TYPE = dict(zip((DType.F32, DType.F16, DType.BF16), SOURCES, strict=True))
 
 
-def _matrices(w: Operand) -> list[Word]:
-    """Columns and rows, the steps between matrices and between rows."""
-    return [w.shape[-1], *_steps(w)]
-
-
 def _steps(w: Operand) -> list[Word]:
+    """Rows, the steps between matrices and between rows."""
     steps = [s for n, s in zip(w.shape[:-2], w.strides[:-2], strict=True) if n != 1]
     return [w.shape[-2], steps[-1] if steps else 0, w.strides[-2]]
 
@@ -52,9 +43,3 @@ def few(
     words = [*filled(fields), len(products), unit, x, w.shape[-1], tokens, rows_of(x), *route]
     kernel = BY_TYPE[w.dtype][f"few<{TYPES[w.dtype]}, {count}>"]
     launches.add(kernel, (taken[0] if unit else sum(taken), entries), 256, words)
-
-
-def many(launches: Launches, w: Operand, x: Operand, out: Operand, tiles: Operand, route: list[Word]) -> None:
-    """One launch for a table of tiles."""
-    words: list[Word] = [w, x, out, *_matrices(w), rows_of(x), rows_of(out), tiles, *route]
-    launches.add(BY_TYPE[w.dtype][f"many<{TYPES[w.dtype]}>"], (blocks(w.shape[-2], TILE), tiles.shape[0]), 128, words)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -19,16 +20,18 @@ from ..binding.chains import Fused
 from ..binding.launches import Binding, Launches, Word, blocks, rows_of
 from ..binding.packing import PACKINGS
 from ..device.driver import Source
-from . import dense, packed, products
+from . import dense, packed, products, tiled
 from .elementwise import as_float
 from .routes import ALONE, MOST_PRODUCTS, UNITS, Products
 
 ROUTES = Source("routes.cu", ("routes",), ("routes.cuh",))
-SOURCES = (ROUTES, *dense.SOURCES, *packed.SOURCES)
+SOURCES = (ROUTES, *dense.SOURCES, *packed.SOURCES, *tiled.SOURCES)
 FEW = 4
 """Rows of x of a matrix up to which single threads keep up with memory; for more there are tensor cores."""
 MOST = 65535
 """Entries, or tiles, of a launch."""
+Many = Callable[..., None]
+"""Multiplies the tiles of a table: x, out, tiles, route."""
 
 
 def _is_packed(w: Operand) -> bool:
@@ -44,20 +47,15 @@ def _as_stored(launches: Launches, w: Operand) -> Operand:
 
 def _has_tiles(w: Operand) -> bool:
     """Whether tensor cores multiply it."""
-    return _is_packed(w) or w.dtype in (DType.F16, DType.BF16)
+    return _is_packed(w) or w.dtype in tiled.FLOATS
 
 
-def _tile_size(w: Operand, entries: float) -> int:
-    return 8 * packed.shape_of_tiles(entries)[0] if _is_packed(w) else dense.TILE
-
-
-def _many(
-    launches: Launches, w: Operand, x: Operand, out: Operand, tiles: Operand, entries: float, route: list[Word]
-) -> None:
-    if _is_packed(w):
-        packed.many(launches, w, x, out, tiles, packed.shape_of_tiles(entries), route)
-    else:
-        dense.many(launches, w, x, out, tiles, route)
+def _tiles(launches: Launches, w: Operand, entries: float, matrices: int) -> tuple[int, Many]:
+    """How many entries a tile has at most if each matrix has so many, and who multiplies them."""
+    if size := tiled.size_of_tiles(launches, w, entries, matrices):
+        return size, partial(tiled.many, launches, w, size=size)
+    shape = packed.shape_of_tiles(entries)
+    return 8 * shape[0], partial(packed.many, launches, w, shape=shape)
 
 
 def _few(
@@ -93,14 +91,14 @@ def _mul_mat(launches: Launches, call: Bound) -> None:
         # All of them are there, so that nothing can be wrong.
         route: list[Word] = [1, 1, launches.constant(matrices), 0, count, count, 0, 0]
         return _few(launches, [(w, out)], x, len(matrices), tokens, route)
-    size = _tile_size(w, tokens)
+    size, many = _tiles(launches, w, tokens, len(matrices))
     tiles = [
         (matrix, entry * tokens + first, min(size, tokens - first), 0)
         for entry, matrix in enumerate(matrices.tolist())
         for first in range(0, tokens, size)
     ]
     need(len(tiles) <= MOST, f"{len(tiles)} tiles are too many for one launch")
-    _many(launches, w, x, out, launches.constant(np.array(tiles, np.int32).reshape(-1, 4)), tokens, [0, 1, 1])
+    many(x, out, launches.constant(np.array(tiles, np.int32).reshape(-1, 4)), route=[0, 1, 1])
 
 
 def _lies_evenly(w: Operand) -> bool:
@@ -131,13 +129,13 @@ def _mul_mat_id(launches: Launches, call: Bound) -> None:
     if slots <= max(FEW, total // 2) or not _has_tiles(w):  # hardly two of one expert
         need(slots <= MOST, f"{slots} slots are too many for one launch")
         return _few(launches, [(w, out)], x, slots, 1, [*spread, *choice])
-    size = _tile_size(w, slots / total)
+    size, many = _tiles(launches, w, slots / total, experts)
     count = experts + 1 + slots // size
     need(count <= MOST, f"{count} tiles are too many for one launch")
     tiles, order = launches.scratch((count, 4), DType.I32), launches.scratch((slots,), DType.I32)
     threads = min(1024, blocks(max(slots, experts + 1), 32) * 32)
     launches.add(ROUTES["routes"], 1, threads, [slots, size, count, tiles, order, *choice], 8 * (experts + 1))
-    _many(launches, w, x, out, tiles, slots / total, [order, *spread])
+    many(x, out, tiles, route=[order, *spread])
 
 
 # --------------------------------------------------------------------------------------------------------- chains

@@ -216,3 +216,30 @@ template <class F> struct Unit {
         return ((const u32 *)(plane + 128 * W * block + 4 * W * row))[t * W / 4] >> W * (2 * t % (8 / W));
     }
 };
+
+template <int WORDS> __device__ __forceinline__ void load_words(u32 *to, const u8 *from) {
+    if (WORDS == 1) to[0] = load_stream((const u32 *)from);
+    if (WORDS == 2) {
+        const uint2 v = load_stream((const uint2 *)from);
+        to[0] = v.x, to[1 % WORDS] = v.y;
+    }
+    if (WORDS == 4) {
+        const uint4 v = load_stream((const uint4 *)from);
+        to[0] = v.x, to[1 % WORDS] = v.y, to[2 % WORDS] = v.z, to[3 % WORDS] = v.w;
+    }
+}
+template <class F> struct RowCodes {  // of a row and block, all in one thread
+    static constexpr int HIGH = F::HIGH ? F::HIGH : 1;
+    u32 low[F::LOW], high[HIGH];
+    __device__ __forceinline__ void load(const Unit<F> &u, i64 block, int row) {
+        constexpr int WORDS = F::LOW < 4 ? F::LOW : 4;
+#pragma unroll
+        for (int i = 0; i < F::LOW; i += WORDS) load_words<WORDS>(low + i, u.low + 128 * (F::LOW * block + i) + 4 * WORDS * row);
+        if (F::HIGH) load_words<HIGH>(high, u.high + 128 * HIGH * block + 4 * HIGH * row);
+    }
+    __device__ __forceinline__ Codes at(int t) const {
+        if (F::LOW == 8) return {{low[t], low[(4 + t) % F::LOW]}, 0};
+        const u32 first = low[t * F::LOW / 4 % F::LOW] >> F::LOW * (2 * t % (8 / F::LOW));
+        return {{first}, high[t * HIGH / 4] >> HIGH * (2 * t % (8 / HIGH))};
+    }
+};
