@@ -1,5 +1,6 @@
-// Products with packed weights.  Activations are rounded to 8 bits in blocks of 32, products of codes are exact integers, and
-// scales are applied in float32, so that the number of tokens changes no more than the order of a sum.
+// Products with packed weights, but for those that fill large tiles: see tiled.cu.  Activations are rounded to 8 bits in
+// blocks of 32, products of codes are exact integers, and scales are applied in float32, so that the number of tokens changes
+// no more than the order of a sum.
 //
 // Integer sums start at MAGIC_BITS: their bits, read as a float, are MAGIC + sum, exactly.  Scales d of activations have 21
 // significant bits, so that MAGIC d is exact as well and one fma(MAGIC + sum, d, -MAGIC d) is d sum, rounded once.

@@ -17,8 +17,8 @@ FULL = 96
 """Large tiles from which they fill a device better than four times as many small ones."""
 FEWEST, WORTH = 128, 32
 """Entries of a matrix, and large tiles, from which packed weights are better unpacked for tensor cores of 16 bits than
-multiplied as bytes by ``packed.cu``.  It is so on an H200, by the model of time: a large tile alone takes as long as 130
-of them, and the other way as long as its work."""
+multiplied as bytes by ``packed.cu``: by the model of time for an H200 one large tile takes as long as 130 of them, and
+bytes take as long as their work."""
 STAGED = 64
 """Columns to a multiple of which rows of terms are filled with zeros."""
 FLOATS = (DType.F16, DType.BF16)
@@ -73,7 +73,9 @@ def _steps(w: Operand) -> list[Word]:
     return [steps[-1] if steps else 0, w.strides[-2]]
 
 
-def many(launches: Launches, w: Operand, x: Operand, out: Operand, tiles: Operand, size: int, route: list[Word]) -> None:
+def many(
+    launches: Launches, w: Operand, x: Operand, out: Operand, tiles: Operand, size: int, route: list[Word]
+) -> None:
     """One launch for a table of tiles, and one that takes x apart."""
     terms, undo = _split(launches, x, w.dtype)
     words = [w, terms, undo, out, w.shape[-1], w.shape[-2], *_steps(w), rows_of(out), tiles, *route]

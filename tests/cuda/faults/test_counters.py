@@ -9,6 +9,7 @@ from hocket.backends.cupy.binding.launches import Launches
 from hocket.backends.cupy.device.driver import KERNELS, Source
 from hocket.backends.cupy.emulation.counted import CountingDriver, count
 from hocket.backends.cupy.emulation.main_path import ALLOWED, CASES, faults
+from hocket.backends.cupy.kernels import tiled
 from hocket.backends.operands import Operand
 from hocket.cli import main
 from hocket.conformance.reports.emulated import counters
@@ -102,6 +103,13 @@ def test_bytes_of_sectors_that_nobody_wants_are_moved():
 def test_kernels_of_the_main_path_ask_for_no_more_than_they_must(case):
     found = counters([case])
     assert found
+    assert [why for counted in found for why in faults(counted)] == []
+
+
+def test_packed_weights_that_are_unpacked_ask_for_no_more_than_they_must(monkeypatch):
+    monkeypatch.setattr(tiled, "WORTH", 1)  # one tile stands for many
+    found = counters(["mul_mat(w=q4_K[128,256], x=f32[128,256])"])
+    assert [counted.launch.kernel.name for counted in found] == ["split_rows<bf16_bits, 1>", "tiled_packed<Q4_K>"]
     assert [why for counted in found for why in faults(counted)] == []
 
 

@@ -16,7 +16,7 @@ from hocket.ops.quants import dequantise
 from hocket.scheduler import load, plan_for
 
 from ...given.devices.emulation import is_found, needs_compiler
-from ...given.devices.products import product
+from ...given.devices.products import dense, product, unpacked
 from ...given.random_rows import random_rows
 
 pytestmark = needs_compiler
@@ -32,14 +32,23 @@ def packed_product(dtype: DType, rows: int, columns: int, tokens: int) -> Callab
     return is_right
 
 
-def dense_product(backend: DriverBackend) -> bool:
-    w, x = RNG.standard_normal((70, 72)).astype(np.float16), RNG.standard_normal((9, 72)).astype(np.float32)
-    graph = Graph({"y": ops.mul_mat(weight("w", w.shape, DType.F16), input("x", x.shape))})
-    run = load(plan_for(graph, [(backend, backend.device(0))]), {"w": w})
-    results = [run.run({"x": x})["y"] for _ in range(4)]
-    exact = w.astype(np.float64)
-    near = np.abs(results[0] - x @ exact.T) <= 2.0**-16 * (np.abs(x) @ np.abs(exact).T)
-    return all(np.array_equal(f, results[0]) for f in results) and bool(near.all())
+def dense_product(columns: int) -> Callable[[DriverBackend], bool]:
+    def is_right(backend: DriverBackend) -> bool:
+        results, want, size = dense(DType.F16, 70, columns, 9, backend)
+        return all(np.array_equal(f, results[0]) for f in results) and bool(
+            (np.abs(results[0] - want) <= 2.0**-19 * size).all()
+        )
+
+    return is_right
+
+
+def unpacked_product(dtype: DType, columns: int) -> Callable[[DriverBackend], bool]:
+    def is_right(backend: DriverBackend) -> bool:
+        results, want, size = unpacked(dtype, 70, columns, 130, backend)
+        same = all(np.array_equal(f, results[0]) for f in results)
+        return same and bool((np.abs(results[0] - want) <= 2e-5 * size).all())
+
+    return is_right
 
 
 def routed(tokens: int) -> Callable[[DriverBackend], bool]:
@@ -64,6 +73,10 @@ def routed(tokens: int) -> Callable[[DriverBackend], bool]:
 
 LONG, WIDE, TALL = (packed_product(DType.Q4_0, *shape) for shape in ((32, 4224, 1), (33, 96, 2), (33, 288, 9)))
 HIGH, MIXED = packed_product(DType.Q5_1, 33, 64, 2), packed_product(DType.Q6_K, 33, 256, 9)
+DENSE, ODD = dense_product(136), dense_product(133)
+UNPACKED, HALVES, LEAST = (
+    unpacked_product(dtype, n) for dtype, n in ((DType.Q8_0, 288), (DType.Q6_K, 256), (DType.Q4_K, 256))
+)
 PLANTS = {
     "codes are read before all lanes wrote them": (
         "packed.cu",
@@ -79,7 +92,7 @@ PLANTS = {
     ),
     "a row past the last is written": ("packed.cu", "if (row >= made.rows || i / 32", "if (i / 32", WIDE),
     "a high bit of the wrong column": (
-        "packed.cu",
+        "packed.cuh",
         "high[t * HIGH / 4] >> HIGH * (2 * t",
         "high[t * HIGH / 4] >> HIGH * (t",
         HIGH,
@@ -126,23 +139,67 @@ PLANTS = {
         routed(24),
     ),
     "tiles of the run before are left": ("routes.cu", "a.tiles[i] = make_int4(0, 0, 0, 0);", ";", routed(24)),
-    "a weight's small term is left out": (
-        "dense.cu",
-        "for (int term = OF_W; term >= 0",
-        "for (int term = 1; term >= 0",
-        dense_product,
+    "the small term of x is left out": (
+        "tiled.cu",
+        "for (int term = TERMS - 1; term >= 0; term--)",
+        "for (int term = 0; term >= 0; term--)",
+        DENSE,
     ),
-    "a tile is read before it is written": (
-        "dense.cu",
-        "store<2>(xs, mine, column);\n            __syncthreads();",
-        "store<2>(xs, mine, column);",
-        dense_product,
+    "a stage of floats is read before it is there": (
+        "tiled.cu",
+        "cp_async_wait<STAGES - 2>();",
+        "cp_async_wait<STAGES - 1>();",
+        DENSE,
     ),
-    "a tile is written over while it is read": (
-        "dense.cu",
-        "            }\n            __syncthreads();\n        }",
-        "            }\n        }",
-        dense_product,
+    "a stage of floats is read before all threads have theirs": (
+        "tiled.cu",
+        "cp_async_wait<STAGES - 2>();\n            __syncthreads();",
+        "cp_async_wait<STAGES - 2>();",
+        DENSE,
+    ),
+    "a stage of floats is written over while it is read": (
+        "tiled.cu",
+        "now == 0 ? STAGES - 1 : now - 1], start",
+        "now], start",
+        DENSE,
+    ),
+    "results of scaled rows stay scaled": ("tiled.cu", "IS_SCALED<T> ? a.undo[rows[entry]] : 1.0f", "1.0f", DENSE),
+    "an entry past the last has a result": ("tiled.cu", "if (entry >= tile.z) continue;", "", DENSE),
+    "a row past the last has a result": ("tiled.cu", "if (row < a.rows) out", "out", DENSE),
+    "columns past the last are read": (
+        "tiled.cu",
+        "column + i < columns ? row[column + i].bits : 0",
+        "row[column + i].bits",
+        ODD,
+    ),
+    "columns of x past the last are no zeros": ("tiled.cu", "if (c + 3 < a.columns) v.w", "v.w", ODD),
+    "what became unsigned stays so": ("tiled.cu", "8388736.0f", "8388608.0f", UNPACKED),
+    "a row of another half": (
+        "tiled.cu",
+        "threadIdx.x / 64 * 32 + lane;",
+        "threadIdx.x / 64 * 32 + lane / 2;",
+        UNPACKED,
+    ),
+    "scales of the first half": ("tiled.cu", "part = F::HALVES ? h : 0;", "part = 0;", HALVES),
+    "no least number": ("tiled.cu", "fmaf(code, s.scale[part], s.bias[part])", "code * s.scale[part]", LEAST),
+    "a stage of x is read before it is there": ("tiled.cu", "cp_async_wait<1>();", "cp_async_wait<2>();", UNPACKED),
+    "a stage of weights is read before all threads have theirs": (
+        "tiled.cu",
+        "cp_async_wait<1>();\n            __syncthreads();",
+        "cp_async_wait<1>();",
+        UNPACKED,
+    ),
+    "a stage of x is written over while it is read": (
+        "tiled.cu",
+        "x[now == 0 ? 2 : now - 1], start",
+        "x[now], start",
+        UNPACKED,
+    ),
+    "codes of another stage": (
+        "tiled.cu",
+        "unpack_row<F>(words, codes[parity]",
+        "unpack_row<F>(words, codes[0]",
+        UNPACKED,
     ),
 }
 

@@ -14,8 +14,14 @@ from hocket.backends.cupy.table import SOURCES
 from hocket.graph.errors import BackendError
 
 ARCHITECTURE = "gfx90a"
-OF_PROMPTS = ("attention_tiles.cu", "attention_wide.cu", "gated_delta_net_prepare.cu", "gated_delta_net_scan.cu")
-"""Files whose kernels multiply matrices; those of packed.cu and dense.cu that do are called ``many``."""
+OF_PROMPTS = (
+    "attention_tiles.cu",
+    "attention_wide.cu",
+    "gated_delta_net_prepare.cu",
+    "gated_delta_net_scan.cu",
+    "tiled.cu",
+)
+"""Files whose kernels multiply matrices; those of packed.cu that do are called ``many``."""
 
 
 @pytest.fixture(scope="module")

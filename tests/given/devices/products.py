@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import numpy as np
 
 from hocket import ops
 from hocket.backends.base import Tensor, contiguous_strides
+from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding.launches import Launches
 from hocket.backends.cupy.emulation.emulated import EmulatedBackend, EmulatedDriver
-from hocket.backends.cupy.kernels import packed
+from hocket.backends.cupy.kernels import packed, tiled
 from hocket.backends.operands import Operand
 from hocket.graph import Graph, input, weight
 from hocket.graph.dtypes import DType
@@ -45,3 +48,46 @@ def product(dtype: DType, rows: int, columns: int, tokens: int, backend: Emulate
     meant = rounded(x, EmulatedDriver())[2].reshape(tokens, columns)
     w = dequantise(raw, dtype).astype(np.float64)
     return [run.run({"x": x})["y"] for _ in range(4)], meant @ w.T, np.abs(meant) @ np.abs(w).T
+
+
+def halves(array: np.ndarray, dtype: DType) -> np.ndarray:
+    """Float32 as the bits of a type of 16 bits, to the nearest, ties to even."""
+    if dtype is DType.F16:
+        return array.astype(np.float16)
+    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def widened(array: np.ndarray) -> np.ndarray:
+    """What `halves` gives, as float64."""
+    if array.dtype == np.float16:
+        return array.astype(np.float64)
+    return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def dense(dtype: DType, rows: int, columns: int, tokens: int, backend: DriverBackend):
+    """A product with weights of 16 bits in four orders of threads, what it must be, and the size of its terms.
+
+    Rows of x are of different sizes.
+    """
+    rng = np.random.default_rng((rows, columns, tokens))
+    w = halves(rng.standard_normal((rows, columns)).astype(np.float32), dtype)
+    x = (rng.standard_normal((tokens, columns)) * 10.0 ** rng.integers(-6, 6, (tokens, 1))).astype(np.float32)
+    graph = Graph({"y": ops.mul_mat(weight("w", w.shape, dtype), input("x", x.shape))})
+    run = load(plan_for(graph, [(backend, backend.device(0))]), {"w": w})
+    wide = widened(w)
+    return [run.run({"x": x})["y"] for _ in range(4)], x @ wide.T, np.abs(x) @ np.abs(wide).T
+
+
+def unpacked(dtype: DType, rows: int, columns: int, tokens: int, backend: DriverBackend):
+    """A product with packed weights that become bfloat16, as x does, in four orders of threads.
+
+    Also what it must be, and the size of its terms.
+    """
+    rng = np.random.default_rng((rows, columns, tokens))
+    raw, x = random_rows(dtype, rows, columns, rng), rng.standard_normal((tokens, columns)).astype(np.float32)
+    graph = Graph({"y": ops.mul_mat(weight("w", (rows, columns), dtype), input("x", x.shape))})
+    with patch.object(tiled, "WORTH", 0):
+        run = load(plan_for(graph, [(backend, backend.device(0))]), {"w": raw})
+    w, x16 = (widened(halves(array, DType.BF16)) for array in (dequantise(raw, dtype), x))
+    return [run.run({"x": x})["y"] for _ in range(4)], x16 @ w.T, np.abs(x16) @ np.abs(w).T

@@ -1,0 +1,144 @@
+"""Products of many tokens in 16-bit terms on CUDA devices, emulated: against float64, less what terms leave out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hocket import ops
+from hocket.backends.cupy.backend import DriverBackend
+from hocket.backends.cupy.binding.packing import PACKINGS
+from hocket.backends.cupy.device.driver import Launch
+from hocket.backends.cupy.device.limits import KIB
+from hocket.backends.cupy.emulation.emulated import EmulatedBackend, EmulatedDriver
+from hocket.backends.cupy.kernels import tiled
+from hocket.graph import Graph, input, weight
+from hocket.graph.dtypes import DType
+from hocket.ops.quants import dequantise
+from hocket.scheduler import load, plan_for
+
+from ...given.devices.emulation import needs_compiler
+from ...given.devices.products import dense, halves, unpacked, widened
+from ...given.random_rows import random_rows
+
+pytestmark = needs_compiler
+RNG = np.random.default_rng(5)
+LEFT_OUT = {DType.F16: 2.0**-22, DType.BF16: 2.0**-17}
+"""Of a number, by its two terms."""
+SUMMED = 2e-6
+"""Of the size of its terms, by a sum in float32."""
+
+
+class Noting(EmulatedDriver):
+    """Keeps the names of what was launched, on a device whose blocks have so much shared memory."""
+
+    def __init__(self, most: int = 227 * KIB) -> None:
+        super().__init__()
+        self.most, self.names = most, []
+
+    def most_shared(self, on):
+        return self.most
+
+    def record(self, launches, on):
+        self.names += [launch.kernel.name for launch in launches if isinstance(launch, Launch)]
+        return super().record(launches, on)
+
+
+@pytest.mark.long(every=4)
+@pytest.mark.parametrize("full", [0, 10**6], ids=["large", "small"])
+@pytest.mark.parametrize("shape", [(70, 136, 9), (131, 33, 140), (64, 64, 64), (1, 7, 65), (200, 300, 5)], ids=str)
+@pytest.mark.parametrize("dtype", LEFT_OUT, ids=str)
+def test_weights_of_16_bits_lose_no_more_than_terms_leave_out(dtype, shape, full, monkeypatch):
+    monkeypatch.setattr(tiled, "FULL", full)
+    driver = Noting()
+    results, want, size = dense(dtype, *shape, DriverBackend(driver))
+    assert all(np.array_equal(y, results[0]) for y in results), "an order of threads shows"
+    assert driver.names[-1].endswith(f"{64 if full else 128}>")
+    assert (np.abs(results[0] - want) <= (LEFT_OUT[dtype] + SUMMED) * size).all()
+    nmse = ((results[0] - want) ** 2).sum(1) / (size**2).sum(1)
+    assert nmse.max() < {DType.F16: 1e-14, DType.BF16: 2e-11}[dtype]
+
+
+@pytest.mark.long(every=5)
+@pytest.mark.parametrize("columns", [256, 512])
+@pytest.mark.parametrize("dtype", PACKINGS, ids=str)
+def test_packed_weights_are_multiplied_as_bfloat16(dtype, columns):
+    columns += 0 if dtype.block == 256 else 32
+    results, want, size = unpacked(dtype, 150, columns, 130, EmulatedBackend())
+    assert all(np.array_equal(y, results[0]) for y in results), "an order of threads shows"
+    assert (np.abs(results[0] - want) <= 2e-5 * size + 1e-30).all()
+
+
+@pytest.mark.parametrize("dtype", [DType.F16, DType.BF16, DType.Q8_0], ids=str)
+def test_slots_of_experts_fill_tiles(dtype, monkeypatch):
+    monkeypatch.setattr(tiled, "WORTH", 0)
+    experts, tokens, columns = 3, 260, 96
+    if dtype is DType.Q8_0:
+        raw = random_rows(dtype, experts * 40, columns, RNG)
+        w = widened(halves(dequantise(raw, dtype), DType.BF16)).reshape(experts, 40, columns)
+        raw = raw.reshape(experts, 40, -1)
+    else:
+        raw = halves(RNG.standard_normal((experts, 40, columns)).astype(np.float32), dtype)
+        w = widened(raw)
+    x = RNG.standard_normal((tokens, 1, columns)).astype(np.float32)
+    ids = np.stack([RNG.permutation(4)[:2] for _ in range(tokens)]).astype(np.int32)
+    driver = Noting()
+    backend = DriverBackend(driver)
+    node = ops.mul_mat_id(
+        weight("w", (experts, 40, columns), dtype), input("x", x.shape), input("ids", ids.shape, DType.I32), total=4
+    )
+    run = load(plan_for(Graph({"y": node}), [(backend, backend.device(0))]), {"w": raw})
+    y = run.run({"x": x, "ids": ids})["y"]
+    assert any(name.startswith("tiled") for name in driver.names)
+    x16 = widened(halves(x, DType.BF16)) if dtype is DType.Q8_0 else x
+    here = (ids < experts)[..., None]
+    want = np.einsum("tink,tk->tin", w[np.clip(ids, 0, 2)], x16[:, 0]) * here
+    assert (np.abs(y - want) <= 2e-5 * np.abs(want).max()).all()
+    assert not y[~here[..., 0]].any()
+
+
+@pytest.mark.parametrize("dtype", LEFT_OUT, ids=str)
+def test_the_largest_and_smallest_numbers_stay_what_they_are(dtype):
+    columns = 64
+    x = np.ones((9, columns), np.float32)
+    x[0] = 3.397e38  # as bfloat16, to the nearest, infinite
+    x[1] = np.finfo(np.float32).tiny
+    x[2], x[2, 0] = 1e-3, 1e30
+    x[3] = 0
+    x[4, 5], x[5, 6], x[6, 7] = np.inf, -np.inf, np.nan
+    backend = EmulatedBackend()
+    graph = Graph({"y": ops.mul_mat(weight("w", (columns, columns), dtype), input("x", x.shape))})
+    run = load(plan_for(graph, [(backend, backend.device(0))]), {"w": halves(np.eye(columns, dtype=np.float32), dtype)})
+    y = run.run({"x": x})["y"]
+    # Half a row's largest number is as far as half reaches down.
+    floor = np.abs(x).max(1, keepdims=True) * 2.0**-38 if dtype is DType.F16 else 0
+    finite = np.isfinite(x).all(1)
+    left_out = np.abs(y[finite] - x[finite])
+    assert (left_out <= (LEFT_OUT[dtype] * np.abs(x) + floor)[finite]).all()
+    assert not np.isfinite(y[~finite]).any(), "0 times infinity is no number"
+
+
+def test_numbers_that_are_none_spoil_their_row_alone():
+    x = RNG.standard_normal((9, 64)).astype(np.float32)
+    x[3, 5], x[4, 5] = np.inf, 1e38
+    w = halves(np.abs(RNG.standard_normal((16, 64))).astype(np.float32) + 1, DType.F16)
+    backend = EmulatedBackend()
+    graph = Graph({"y": ops.mul_mat(weight("w", w.shape, DType.F16), input("x", x.shape))})
+    y = load(plan_for(graph, [(backend, backend.device(0))]), {"w": w}).run({"x": x})["y"]
+    assert (y[3] == np.inf).all()
+    assert np.isfinite(np.delete(y, 3, 0)).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kernel"), [(DType.BF16, "tiled<bf16_bits, 64>"), (DType.Q8_0, "many<Q8_0, 8, 4, 1>")], ids=str
+)
+def test_what_does_not_fit_the_memory_of_a_block_is_multiplied_otherwise(dtype, kernel, monkeypatch):
+    monkeypatch.setattr(tiled, "FULL", 0)
+    monkeypatch.setattr(tiled, "WORTH", 0)
+    driver = Noting(64 * KIB)
+    backend = DriverBackend(driver)
+    raw = random_rows(dtype, 8, 64, RNG) if dtype is DType.Q8_0 else halves(np.ones((8, 64), np.float32), dtype)
+    graph = Graph({"y": ops.mul_mat(weight("w", (8, 64), dtype), input("x", (130, 64)))})
+    run = load(plan_for(graph, [(backend, backend.device(0))]), {"w": raw})
+    run.run({"x": np.ones((130, 64), np.float32)})
+    assert driver.names[-1] == kernel
