@@ -98,6 +98,9 @@ struct SixBitPairs {  // Q4_K and Q5_K: d, dmin, and 8 pairs of 6 bits in 12 byt
         return {{d * byte_of(scale, block % 4)}, {-m * byte_of(least, block % 4)}};
     }
 };
+__device__ __forceinline__ u32 pair_of(const uint4 &bytes, int block) {
+    return (block < 4 ? block < 2 ? bytes.x : bytes.y : block < 6 ? bytes.z : bytes.w) >> 16 * (block % 2);
+}
 struct FourBitPairs {  // Q2_K: 16 pairs of 4 bits, d, dmin
     struct Record {
         uint4 pairs;
@@ -108,10 +111,9 @@ struct FourBitPairs {  // Q2_K: 16 pairs of 4 bits, d, dmin
     static __device__ __forceinline__ Record load(const u8 *at, i64 count, i64 i, int row) {
         return {part<uint4>(at, count, 0, i, row), part<u32>(at, count, 16, i, row)};
     }
-    static __device__ __forceinline__ Scales scales(const Record &r, int block) {
-        const uint4 p = r.pairs;
-        const u32 word = (block < 4 ? block < 2 ? p.x : p.y : block < 6 ? p.z : p.w) >> 16 * (block % 2);
-        const float d = half_to_float((u16)r.d), m = half_to_float((u16)(r.d >> 16));
+    static __device__ __forceinline__ Scales scales(const Record &r, int block) { return of(pair_of(r.pairs, block), r.d); }
+    static __device__ __forceinline__ Scales of(u32 word, u32 both) {
+        const float d = half_to_float((u16)both), m = half_to_float((u16)(both >> 16));
         return {{d * (float)(word & 15), d * (float)(word >> 8 & 15)}, {-m * (float)(word >> 4 & 15), -m * (float)(word >> 12 & 15)}};
     }
 };
@@ -143,10 +145,9 @@ struct Bytes {  // Q6_K: 16 signed bytes, d
     static __device__ __forceinline__ Record load(const u8 *at, i64 count, i64 i, int row) {
         return {part<uint4>(at, count, 0, i, row), part<u16>(at, count, 16, i, row)};
     }
-    static __device__ __forceinline__ Scales scales(const Record &r, int block) {
-        const uint4 s = r.scales;
-        const u32 word = (block < 4 ? block < 2 ? s.x : s.y : block < 6 ? s.z : s.w) >> 16 * (block % 2);
-        const float d = half_to_float(r.d);
+    static __device__ __forceinline__ Scales scales(const Record &r, int block) { return of(pair_of(r.scales, block), r.d); }
+    static __device__ __forceinline__ Scales of(u32 word, u16 half) {
+        const float d = half_to_float(half);
         return {{d * (float)(i8)word, d * (float)(i8)(word >> 8)}, {}};
     }
 };
@@ -163,9 +164,35 @@ struct SixBitsApart {  // IQ4_XS: d, 8 times 2 bits, 8 times 4 bits
     }
 };
 
+// What one block needs of its record, for whoever has blocks of many records under way.
+template <class Scale> struct Alone {
+    typename Scale::Record record;
+    __device__ __forceinline__ void load(const u8 *at, i64 count, i64 block, int row) {
+        record = Scale::load(at, count, block / Scale::SUPER, row);
+    }
+    __device__ __forceinline__ Scales scales(int block) const { return Scale::scales(record, block); }
+};
+// Of 16 bytes two are needed: the registers of the others would be used again at once, which waits for the load.
+template <class Scale, class D> struct PairAlone {
+    u16 pair;
+    D d;
+    __device__ __forceinline__ void load(const u8 *at, i64 count, i64 block, int row) {
+        const i64 i = block / 8;
+        pair = ((const u16 *)at)[8 * (32 * i + row) + block % 8];
+        d = part<D>(at, count, 16, i, row);
+    }
+    __device__ __forceinline__ Scales scales(int) const { return Scale::of(pair, d); }
+};
+template <> struct Alone<FourBitPairs> : PairAlone<FourBitPairs, u32> {};
+template <> struct Alone<Bytes> : PairAlone<Bytes, u16> {};
+
 template <class Code, class Scale> struct Format : Code, Scale {
+    using OfBlock = Alone<Scale>;
     static __device__ __forceinline__ Scales scales(const typename Scale::Record &r, int block) {
-        Scales s = Scale::scales(r, block);
+        return lowered(Scale::scales(r, block));
+    }
+    static __device__ __forceinline__ Scales scales(const OfBlock &r, int block) { return lowered(r.scales(block)); }
+    static __device__ __forceinline__ Scales lowered(Scales s) {  // for codes at the upper end of their bytes
         s.scale[0] *= 1.0f / (1 << Code::UP);
         s.scale[1] *= 1.0f / (1 << Code::UP);
         return s;

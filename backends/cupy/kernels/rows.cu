@@ -8,10 +8,11 @@ struct Rows {
     double number;
 };
 constexpr int MOST_THREADS = 512;  // of a row; two blocks of them share a multiprocessor
+constexpr int PAIRS = 4;  // of loads that are under way together: eight do not fit the registers of two blocks
 #define A_ROW __launch_bounds__(MOST_THREADS, 2)
-template <class Of> __device__ __forceinline__ float sum_over(i64 columns, float *room, Of of) {
+template <int TOGETHER = 8, class Of> __device__ __forceinline__ float sum_over(i64 columns, float *room, Of of) {
     float sum = 0.0f;
-    each_column(columns, of, [&](i64, float value) { sum += value; });
+    each_column<TOGETHER>(columns, of, [&](i64, float value) { sum += value; });
     return block_sum(sum, room);
 }
 
@@ -55,7 +56,7 @@ __global__ void A_ROW scaled_norm(const __grid_constant__ ScaledNorm a) {
     float squares = 0.0f;
     auto square = [&](i64, float value) { squares += value * value; };
     if (adds)
-        each_column(
+        each_column<PAIRS>(
             a.columns, [&](i64 c) { return make_float2(x[c * a.step], y[c]); },
             [&](i64 c, float2 both) { square(c, sum[c] = both.x + both.y); });
     else
@@ -63,7 +64,7 @@ __global__ void A_ROW scaled_norm(const __grid_constant__ ScaledNorm a) {
     const float factor = Rms::factor(block_sum(squares, room), a.columns, (float)a.eps);
     const float *const again = adds ? sum : x;  // each thread reads what it has written itself
     const i64 step = adds ? 1 : a.step;
-    each_column(
+    each_column<PAIRS>(
         a.columns, [&](i64 c) { return make_float2(again[c * step], a.w[c * a.w_step]); },
         [&](i64 c, float2 both) { out[c] = both.x * factor * both.y; });
 }
@@ -104,12 +105,12 @@ __global__ void A_ROW softmax(const __grid_constant__ Softmax a) {
     const float sink = a.sinks.at ? a.sinks.at[p.at[4]] : -INFINITY;
     auto make = [&](auto score) {
         float top = -INFINITY;
-        each_column(a.columns, score, [&](i64, float value) { top = fmaxf(top, value); });
+        each_column<PAIRS>(a.columns, score, [&](i64, float value) { top = fmaxf(top, value); });
         top = fmaxf(block_max(top, room), sink);
         const float held = top == -INFINITY ? 0.0f : top;  // a row that is masked entirely gives zeros
-        const float sum = sum_over(a.columns, room, [&](i64 c) { return expf(score(c) - held); }) + expf(sink - held);
+        const float sum = sum_over<PAIRS>(a.columns, room, [&](i64 c) { return expf(score(c) - held); }) + expf(sink - held);
         const float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
-        each_column(a.columns, score, [&](i64 c, float value) { out[c] = expf(value - held) * factor; });
+        each_column<PAIRS>(a.columns, score, [&](i64 c, float value) { out[c] = expf(value - held) * factor; });
     };
     if (a.mask.at)
         make([&](i64 c) { return x[c * a.step] * scale + slope * mask[c * a.mask_step]; });

@@ -250,10 +250,10 @@ template <class F> __global__ void __launch_bounds__(256) tiled_packed(const __g
         const int lane = threadIdx.x % 32, half = threadIdx.x / 32 % 2, row = threadIdx.x / 64 * 32 + lane;
         const Unit<F> unit(a.w, tile.x * a.matrix_step + min(number, a.matrix_step - 1), blocks, a.row_step);
         RowCodes<F> codes[2];
-        typename F::Record records[2];
+        typename F::OfBlock records[2];
         auto fetch = [&](int parity, typename Block::Terms &x, i64 start) {
             const i64 mine = start / 32 + half;
-            if (mine < blocks) codes[parity].load(unit, mine, lane), records[parity] = unit.record(mine, lane);
+            if (mine < blocks) codes[parity].load(unit, mine, lane), records[parity].load(unit.records, unit.count, mine, lane);
             if (start < a.columns) block.fetch(x, start);
             cp_async_commit();
         };

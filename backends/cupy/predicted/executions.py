@@ -12,7 +12,7 @@ A loop of a line that was counted 96 times, over 8 warps, whose block has two su
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import networkx as nx
 import numpy as np
@@ -64,7 +64,7 @@ def _known(
     as wide as the widest that was counted."""
     there, counted = _there(blocks, reached), _counted(sites)
     known = []
-    for places in _alike({*there, *counted}):
+    for places in _alike({*there, *counted}, _confused(blocks, reached)):
         of_block: dict[int, float] = defaultdict(float)
         width = max((counted[p][1] for p in places if p in counted), default=0)
         for place in places:
@@ -75,8 +75,9 @@ def _known(
     return known
 
 
-def _alike(places: Iterable[Place]) -> Iterable[Sequence[Place]]:
-    """Places together that may be one: either compiler leaves out outer frames, of a lambda or of code it has moved."""
+def _alike(places: Iterable[Place], confused: Iterable[Sequence[Place]]) -> Iterable[Sequence[Place]]:
+    """Places together that may be one: those confused, and either compiler leaves out outer frames, of a lambda or of
+    code it has moved."""
     groups = nx.Graph()
     groups.add_nodes_from(places)
     named = set(places)
@@ -85,7 +86,24 @@ def _alike(places: Iterable[Place]) -> Iterable[Sequence[Place]]:
             shorter = Place(place.frames[:upto], place.is_shared, place.is_store)
             if shorter in named:
                 groups.add_edge(place, shorter)
+    for these in confused:
+        nx.add_path(groups, these)
     return [sorted(group) for group in nx.connected_components(groups)]
+
+
+def _confused(blocks: Sequence[Block], reached: Iterable[int]) -> Iterator[list[Place]]:
+    """Places of a block with one function of the prelude in all of them: NVRTC says of some of its accesses that they
+    were inlined where another one was."""
+    for number in reached:
+        through: dict[tuple[str, bool, bool], set[Place]] = defaultdict(set)
+        for place in blocks[number].accesses:
+            if place.frames and not of_kernels(place.frames[:1]):
+                through[place.frames[0], place.is_shared, place.is_store].add(_of_kernels(place))
+        yield from (sorted(places) for places in through.values() if len(places) > 1)
+
+
+def _of_kernels(place: Place) -> Place:
+    return Place(of_kernels(place.frames), place.is_shared, place.is_store)
 
 
 def _reached(blocks: Sequence[Block]) -> list[int]:
@@ -104,7 +122,7 @@ def _there(blocks: Sequence[Block], reached: Iterable[int]) -> dict[Place, dict[
     there: dict[Place, dict[int, float]] = defaultdict(dict)
     for number in reached:
         for place, nbytes in blocks[number].accesses.items():
-            at = Place(of_kernels(place.frames), place.is_shared, place.is_store)
+            at = _of_kernels(place)
             there[at][number] = there[at].get(number, 0.0) + nbytes
     return there
 
