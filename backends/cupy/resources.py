@@ -74,7 +74,7 @@ def measured(source: Source, arch: str) -> dict[str, tuple[Row, int]]:
 
 
 def write() -> None:
-    """Compile what has changed since the table was written, and keep what it takes."""
+    """Compile what has changed since the table was written, and keep what it takes, unless a kernel spills."""
     before = recorded()
     stale = [source for source in SOURCES if digest(source) not in before.digests]
     jobs = [(source, arch) for source in stale for arch in ARCHITECTURES]
@@ -82,7 +82,9 @@ def write() -> None:
     table = {name: dict(before.kernels[name]) for name in kept}
     with ThreadPoolExecutor(2) as pool:
         for (_, arch), found in zip(jobs, pool.map(lambda job: measured(*job), jobs), strict=True):
-            for name, (row, _) in found.items():
+            for name, (row, spilled) in found.items():
+                if spilled:
+                    raise SystemExit(f"{name} spills {spilled} bytes for {arch}; nothing was written")
                 table.setdefault(name, {})[arch] = row
     digests = ",\n".join(map(json.dumps, map(digest, SOURCES)))
     kernels = ",\n".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(table.items()))
