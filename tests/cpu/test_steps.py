@@ -109,7 +109,7 @@ def kernels_of(graph: hocket.Graph, inputs: dict[str, object], threads: int) -> 
 def test_norms_and_units_that_are_rounded_at_once_are_the_same_bits(rows: int, threads: int, bad: float):
     names = kernels_of(layers(2, rows, DType.Q8_0), {"x": drawn(rows, bad=bad)}, threads)
     assert "rounding.round_rows" not in names
-    unit = ["pairs.pair.q8_0.swiglu"] if rows <= 2 else ["products.product.q8_0"] * 2 + ["gated.gated.swiglu"]
+    unit = ["pairs.pair.q8_0.swiglu"] if rows == 1 else ["products.product.q8_0"] * 2 + ["gated.gated.swiglu"]
     assert names == ["norms.scaled_rms_norm", *unit, "products.product.q4_0", "rows.binary.add"] * 2
 
 
@@ -126,14 +126,14 @@ def test_a_unit_is_computed_with_its_products_whatever_type_they_have(dtype: DTy
 
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(("rows", "half"), [(1, 96), (2, 1056), (1, 40), (4, 96)])
+@pytest.mark.parametrize(("rows", "half"), [(1, 96), (1, 1056), (1, 40), (2, 96)])
 def test_halves_of_one_product_are_a_unit_where_both_begin_with_a_group(
     rows: int, half: int, threads: int, swapped: bool
 ):
     x, w = hocket.input("x", (rows, 64)), hocket.weight("w", (2 * half, 64), DType.Q8_0)
     y = ops.glu(ops.mul_mat(w, x), kind="reglu", swapped=swapped)
     names = kernels_of(hocket.Graph({"y": y}), {"x": drawn(rows, 64)}, threads)
-    assert ("pairs.pair.q8_0.reglu" in names) == (rows <= 2 and half % 16 == 0)
+    assert ("pairs.pair.q8_0.reglu" in names) == (rows == 1 and half % 16 == 0)
 
 
 @pytest.mark.parametrize("total", [0, 7])

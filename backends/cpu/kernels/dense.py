@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 
 from ....graph.dtypes import DType
 from ...operands import Bound, Operand
 from ..compiler import Kernel, Part, kernel, part
 from ..simd.order import turn_bf16, turn_floats, turn_halves
 from ..simd.tiles import Tile, tile
-from ..simd.vectors import LANES, add, fma, load, load_bf16, load_half, splat_from, store_scalar, total, zeros
+from ..simd.vectors import LANES, fma, load, load_bf16, load_half, splat_from, zeros
 from ..steps import Steps
 from ..words import words
 from .grouped import Blocks, Slots, add_product, fetch, product_of
@@ -20,8 +20,9 @@ from .rows import lanes, put
 WIDE, COLUMN = 768, 64
 """Columns that are expanded at a time, and bytes of one of a group.  They fill a good part of the second cache, from
 which a tile takes them as fast as it multiplies: sums are put aside less often than if the first cache held them."""
-CHUNK, FEW = 512, 3
-"""Rows of activations that meet what is expanded before it is expanded again, and that meet a weight as it lies."""
+CHUNK, FEW, LYING = 512, 3, 6
+"""Rows of activations that meet what is expanded before it is expanded again, that do not fill a tile, and that meet a
+weight as it lies."""
 
 
 @part
@@ -63,33 +64,36 @@ def _add(some: Tile) -> Part:
     return part(add)
 
 
-def _alone(dtype: DType) -> Part:
-    """Row after row as they lie in memory, in four chains."""
+def _few(dtype: DType, rows: Tile) -> Part:
+    """Row after row of the weight as they lie in memory; products with a row of activations in four chains."""
     weights, size = LOADS[dtype], dtype.storage.itemsize
+    zeros, inner, inner_some = rows.zeros, rows.inner, rows.inner_some
+    joined, put_totals = rows.joined, rows.put_totals
 
-    def alone(to, group, stride, left, columns, x, near, far):
+    def few(to, group, stride, left, columns, x, near, far):
         for i in range(min(LANES, left)):
             row, c = group + i * stride, 0
             first, second, third, fourth = zeros(), zeros(), zeros(), zeros()
             while c + 4 * LANES <= columns:
                 fetch(row + c * size, size, near, far)
-                first = fma(weights(row, c, columns), load(x + 4 * c), first)
-                second = fma(weights(row, c + 16, columns), load(x + 4 * c + 64), second)
-                third = fma(weights(row, c + 32, columns), load(x + 4 * c + 128), third)
-                fourth = fma(weights(row, c + 48, columns), load(x + 4 * c + 192), fourth)
+                first = inner(first, weights(row, c, columns), x, 4 * c)
+                second = inner(second, weights(row, c + 16, columns), x, 4 * c + 64)
+                third = inner(third, weights(row, c + 32, columns), x, 4 * c + 128)
+                fourth = inner(fourth, weights(row, c + 48, columns), x, 4 * c + 192)
                 c += 4 * LANES
             while c < columns:
-                first = fma(weights(row, c, columns), lanes(x, c, columns, 4), first)
+                first = inner_some(first, weights(row, c, columns), x, 4 * c, columns - c)
                 c += LANES
-            store_scalar(to + 4 * i, total(add(add(first, second), add(third, fourth))))
+            put_totals(to, 4 * i, joined(joined(first, second), joined(third, fourth)))
 
-    return part(alone)
+    return part(few)
 
 
 @cache
 def blocks_of(dtype: DType) -> Blocks:
     """A tile is 8 rows of activations by 3 groups: as many sums as there are registers for."""
-    return Blocks(1, 4, COLUMN, WIDE, CHUNK, 8, 3, FEW, FEW, _expand(dtype), _add(tile(8, 3)), _alone(dtype))
+    few = partial(_few, dtype)
+    return Blocks(1, 4, COLUMN, WIDE, CHUNK, 8, 3, FEW, LYING, _expand(dtype), _add(tile(8, 3)), few)
 
 
 @cache

@@ -1,13 +1,13 @@
 """The loops of a matrix product, whatever the weight's type: experts, rows of activations, groups of the weight.
 
 Groups of 16 rows of the weight are expanded, some columns at a time, to what a tile multiplies: that stays in the
-nearest cache while many rows of activations pass.  A few rows alone meet the weight as it lies.
+nearest cache while many rows of activations pass.  A few rows meet the weight as it lies, up to four at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from ...operands import Bound, Operand
 from ..compiler import Kernel, Part, part
 from ..fetching import ahead
-from ..simd.tiles import tile
+from ..simd.tiles import Tile, tile
 from ..simd.vectors import LANES, load_int, prefetch, prefetch_far, store_scalar
 from ..steps import Share, Steps
 from ..words import words
@@ -34,12 +34,14 @@ class Blocks:
     from the first to `to`, `size` bytes each, of a group whose rows are `stride` bytes long and of which `left` exist.
     ``add(acc, p, r, at)`` adds to the sums of a tile (`rows` rows of activations by `groups`) the products with a
     block that is expanded at `p`, and `span` bytes on for the next group, and begins at byte `at` of the rows `r`.
-    ``alone(to, group, stride, left, columns, x, near, far)`` stores the products of a group with one row of
-    activations; `near` and `far` are how many bytes ahead the weight is fetched to the first and the second cache.
+    ``few(some)`` is ``(to, group, stride, left, columns, x, near, far)``, which stores the products of a group with the
+    rows of a tile of one group: `to` and `x` are their addresses, `near` and `far` how many bytes ahead the weight is
+    fetched to the first and the second cache.
 
     At most `wide` blocks are expanded at a time, which `chunk` rows of activations meet before they are expanded again.
-    Rows go alone that would leave a tile with `few` or fewer, and all of them where they are `all_alone` or fewer: what
-    is expanded for them is used too seldom, and a group of the weight stays in the nearest cache from one to the next.
+    Rows that would leave a tile with `left_over` or fewer meet the weight as it lies, and so do all of them where they
+    are `lying` or fewer: what is expanded for them is used too seldom, and a group of the weight stays in the nearest
+    cache meanwhile.
     """
 
     columns: int
@@ -49,11 +51,11 @@ class Blocks:
     chunk: int
     rows: int
     groups: int
-    few: int
-    all_alone: int
+    left_over: int
+    lying: int
     expand: Part
     add: Part
-    alone: Part
+    few: Callable[[Tile], Part]
 
     @property
     def span(self) -> int:
@@ -89,6 +91,23 @@ def row_of(slot, used, shared):
     return slot // used * shared + slot % used % shared
 
 
+def at_once(blocks: Blocks, rows: int, least: int) -> Part:
+    """``(i, end, ...) -> i``: so many `rows` of activations at once meet a group of the weight as it lies, from slot
+    `i` on while `least` or more are left; the slot behind them."""
+    some = tile(rows, 1)
+    chosen, few = some.chosen, blocks.few(some)
+
+    def meet(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, near, far):
+        while i + least <= end:
+            to = chosen(slots + 4 * i, end - i, 1, 1, y, step)
+            r = chosen(slots + 4 * i, end - i, used, shared, x, pitch)
+            few(to, at, stride, left, columns, r, near, far)
+            i += rows
+        return i
+
+    return part(meet)
+
+
 ARGS = words("w stride between rows columns x pitch starts experts used shared y step scratch near far")
 
 
@@ -102,10 +121,12 @@ def product_of(name: str, blocks: Blocks) -> Kernel:
     """
     some = tile(blocks.rows, blocks.groups)
     chosen, zeros, put, save, saved = some.chosen, some.zeros, some.put, some.save, some.saved
-    expand, add, alone = blocks.expand, blocks.add, blocks.alone
+    expand, add = blocks.expand, blocks.add
+    four, two, one = at_once(blocks, 4, 3), at_once(blocks, 2, 2), at_once(blocks, 1, 1)
     width, record, size, wide = blocks.columns, blocks.record, blocks.size, blocks.wide
     span, scratch = blocks.span, blocks.scratch
-    tall, tile_groups, few, all_alone, many = blocks.rows, blocks.groups, blocks.few, blocks.all_alone, blocks.chunk
+    tall, tile_groups, many = blocks.rows, blocks.groups, blocks.chunk
+    left_over, lying = blocks.left_over, blocks.lying
 
     def body(a, thread, threads):
         w, stride, between, rows, columns = ARGS.w(a), ARGS.stride(a), ARGS.between(a), ARGS.rows(a), ARGS.columns(a)
@@ -118,9 +139,9 @@ def product_of(name: str, blocks: Blocks) -> Kernel:
         for expert in range(experts):
             start, end = load_int(starts + 4 * expert), load_int(starts + 4 * (expert + 1))
             matrix, last = w + expert * between, end
-            if end - start <= all_alone:
+            if end - start <= lying:
                 last = start
-            elif (end - start) % tall <= few:
+            elif (end - start) % tall <= left_over:
                 last -= (end - start) % tall
             for chunk in range(start, last, many):
                 stop = min(last, chunk + many)
@@ -142,11 +163,10 @@ def product_of(name: str, blocks: Blocks) -> Kernel:
                                 put(to, acc, rows - group * ROWS)
                             sums += tall * tile_groups * ROWS * 4
             for group in range(lo, hi):
-                left, at = rows - group * ROWS, matrix + group * ROWS * stride
-                for i in range(last, end):
-                    slot = load_int(slots + 4 * i)
-                    row, to = x + row_of(slot, used, shared) * pitch, y + slot * step + group * ROWS * 4
-                    alone(to, at, stride, left, columns, row, near, far)
+                left, at, to = rows - group * ROWS, matrix + group * ROWS * stride, y + group * ROWS * 4
+                i = four(last, end, slots, used, shared, x, pitch, to, step, at, stride, left, columns, near, far)
+                i = two(i, end, slots, used, shared, x, pitch, to, step, at, stride, left, columns, near, far)
+                one(i, end, slots, used, shared, x, pitch, to, step, at, stride, left, columns, near, far)
         clear(starts, experts, y, step, lo * ROWS, min(rows, hi * ROWS))
         return 0
 

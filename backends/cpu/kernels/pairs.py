@@ -1,4 +1,4 @@
-"""Two products of the same activations and the gated unit of both, for few rows: neither product is written.
+"""Two products of the same activations and the gated unit of both, for one row each: neither product is written.
 
 Each thread computes a group of rows of either weight in turn, and the unit of what came out.
 """
@@ -14,6 +14,7 @@ from ...flow import Flow
 from ...operands import Bound, Operand, need
 from ..compiler import Kernel
 from ..fetching import ahead
+from ..simd.tiles import tile
 from ..simd.vectors import load, load_int, zeros
 from ..steps import Chain, Fused, Share, Steps
 from ..words import words
@@ -22,12 +23,13 @@ from .formats import FORMATS, Format
 from .functions import GATED
 from .gated import UNITS, operands_of
 from .grouped import ROWS, bounds_of, in_order, is_dealt, row_of
-from .products import alone_of, blocks_of, bytes_of, is_compiled, wanted_of
+from .products import bytes_of, few_of, is_compiled, wanted_of
 from .rounding import Target, round_row, rounded, rounded_bytes
 from .rows import put
 
 VECTOR = 4 * ROWS
-
+MOST = {"mul_mat": 1, "mul_mat_id": 2}
+"""So many tokens at most: more of them read a weight at once, and two seldom choose the same expert."""
 
 ARGS = words(
     "weights[2] stride between rows columns x pitch starts experts used shared vectors y step passing near far "
@@ -44,7 +46,8 @@ def pair(form: Format, kind: str) -> Kernel:
     `weights` are gate and up, `vectors` is memory for a vector of either product; words that `grouped.product_of` has,
     too, mean the same.
     """
-    alone, unit = alone_of(form), GATED[kind]
+    one, unit = tile(1, 1), GATED[kind]
+    one_row, few = one.rows, few_of(form, one)
 
     def body(a, thread, threads):
         stride, between, rows, columns = ARGS.stride(a), ARGS.between(a), ARGS.rows(a), ARGS.columns(a)
@@ -59,7 +62,8 @@ def pair(form: Format, kind: str) -> Kernel:
                     if expert < experts:
                         for k in range(2):
                             group = ARGS.weights(a, k) + expert * between + first * stride
-                            alone(both + k * VECTOR, group, stride, ROWS, columns, row, near, far)
+                            product = one_row(both + k * VECTOR, 0, 1)
+                            few(product, group, stride, ROWS, columns, one_row(row, 0, 1), near, far)
                         put(to, first, rows, unit(load(both), load(both + VECTOR)))
                     else:
                         put(to, first, rows, zeros())
@@ -70,13 +74,13 @@ def pair(form: Format, kind: str) -> Kernel:
 
 
 def _pair(flow: Flow, number: int) -> Chain:
-    """Products of few rows, which all go alone, and their unit."""
+    """Products that one row at a time meets, and their unit."""
     numbers, unit = gated_unit(flow, number, UNITS)
     products, call = [flow.call(n) for n in numbers], flow.call(unit)
     (kind, *units), first, y = operands_of(call), products[0], call.out
     w, x, given = first.operand(0), first.operand(1), 2 if first.op == "mul_mat_id" else 1
     need(kind in GATED and w.dtype in FORMATS, "it is another unit, or weights are not packed")
-    need(math.prod(x.shape[:-given]) <= blocks_of(FORMATS[w.dtype]).few, "rows are many")
+    need(math.prod(x.shape[:-given]) <= MOST[first.op], "several rows meet a weight at once, which is read once")
     need(all(is_compiled(p) and _alike(p, first) for p in products) and y.is_dense, "products differ")
     begins = [at for o in units if (at := _rows_of(o, products)) is not None and o.shape == y.shape]
     need(len(begins) == len(units), "operands are not products of whole groups of rows")

@@ -6,7 +6,7 @@ Every code is unpacked once for a chunk of rows of activations.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 
 from ....graph.dtypes import DType
 from ...operands import Bound, Operand
@@ -77,12 +77,12 @@ def add_pair_of(form: Format, rows: Tile) -> Part:
     return part(add)
 
 
-def add_alone_of(form: Format, row: Tile) -> Part:
-    """``(acc, codes, scales, biases, r, at) -> acc``: what a block of one group, as it lies, adds to products with a
-    row."""
-    scaled, biased, centred = row.scaled, row.biased, form.zero != 0
-    low, high = row.centred if centred else row.dots
-    scaled_low, scaled_high = row.scaled_half
+def add_group_of(form: Format, rows: Tile) -> Part:
+    """``(acc, codes, scales, biases, r, at) -> acc``: what a block of one group, as it lies, adds to products with the
+    rows `r`."""
+    scaled, biased, centred = rows.scaled, rows.biased, form.zero != 0
+    low, high = rows.centred if centred else rows.dots
+    scaled_low, scaled_high = rows.scaled_half
     if form.halves:
 
         def add(acc, codes, scales, biases, r, at):
@@ -100,17 +100,16 @@ def add_alone_of(form: Format, row: Tile) -> Part:
     return part(add)
 
 
-def alone_of(form: Format) -> Part:
+def few_of(form: Format, rows: Tile) -> Part:
+    """`Blocks.few`: codes are unpacked once for all rows, and stay in registers."""
     codes, scales, biases, nbytes, width = form.codes, form.scales, form.biases, form.nbytes, form.planes[0]
     high = form.planes[1] if len(form.planes) > 1 else 0
-    one = tile(1, 1)
-    rows, zeros, put, add = one.rows, one.zeros, one.put, add_alone_of(form, one)
+    zeros, put, add = rows.zeros, rows.put, add_group_of(form, rows)
     lines = nbytes // 64
     more = (nbytes - 64 * lines) * UNIT // 64
 
-    def alone(to, group, stride, left, columns, x, near, far):
-        n = columns // COLUMNS
-        acc, r = zeros(), rows(x, 0, 1)
+    def few(to, group, stride, left, columns, x, near, far):
+        n, acc = columns // COLUMNS, zeros()
         for first in range(0, n, UNIT):
             count, planes = min(UNIT, n - first), group + first * nbytes
             second = planes + count * 64 * width
@@ -119,19 +118,19 @@ def alone_of(form: Format) -> Part:
             for b in range(count):
                 fetch(planes + 64 * (more + b * lines), lines, near, far)
                 v = codes(planes + b * 64 * width, second + b * 64 * high)
-                acc = add(acc, v, scales(last, b), biases(last, b), r, (first + b) * RECORD)
-        put(rows(to, 0, 1), acc, left)
+                acc = add(acc, v, scales(last, b), biases(last, b), x, (first + b) * RECORD)
+        put(to, acc, left)
 
-    return part(alone)
+    return part(few)
 
 
 @cache
 def blocks_of(form: Format) -> Blocks:
     """A tile is 4 rows of activations by 2 groups: what is loaded is used at least twice, since processors broadcast
-    from memory more slowly than they multiply.  Six rows alone are as fast as a tile or faster (Q4_0, Q4_1
-    and Q8_0 on an AMD Zen 4, two threads)."""
-    expand, add, alone = expand_of(form), add_pair_of(form, tile(4, 2)), alone_of(form)
-    return Blocks(COLUMNS, RECORD, EXPANDED, WIDE, CHUNK, 4, 2, 2, 6, expand, add, alone)
+    from memory more slowly than they multiply."""
+    expand, add, slow = expand_of(form), add_pair_of(form, tile(4, 2)), form.halves or len(form.planes) > 1
+    lying = 8 if slow else 16  # codes that are unpacked slowly are worth keeping sooner
+    return Blocks(COLUMNS, RECORD, EXPANDED, WIDE, CHUNK, 4, 2, 2, lying, expand, add, partial(few_of, form))
 
 
 @cache

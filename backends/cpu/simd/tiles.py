@@ -123,6 +123,8 @@ class Tile:
     one scale for both; ``scaled_half[half](acc, x, scales..., rows, at)`` where it has two.
     ``biased(acc, biases..., rows, at)``: what biases add, times the float32 at `at`.
     ``outer(acc, weights..., rows, at)``: add products of one column of float32 weights with the float32 at `at`.
+    ``inner(acc, weights, rows, at)``: add products of lanes with 16 float32 at `at`; ``inner_some(..., left)``: with
+    as many as are left; ``joined(acc, acc)``: both sums; ``put_totals(rows, at, acc)``: store the sum of all lanes.
     ``put(rows, acc, left)``: store the lanes of which `left` exist; ``save(p, acc)``, ``saved(p)``: all side by side.
     """
 
@@ -135,6 +137,10 @@ class Tile:
     scaled_half: Sequence[Intrinsic]
     biased: Intrinsic
     outer: Intrinsic
+    inner: Intrinsic
+    inner_some: Intrinsic
+    joined: Intrinsic
+    put_totals: Intrinsic
     put: Intrinsic
     save: Intrinsic
     saved: Intrinsic
@@ -245,6 +251,25 @@ def tile(count: int, groups: int) -> Tile:
         pairs = zip(places, members(b, acc), strict=True)
         return bundle(b, [simd.fma.body(b, weights[g], values[i], total) for (i, g), total in pairs])
 
+    @intrinsic(sums_of, sums_of, FLOATS, rows_of, ADDRESS)
+    def inner(b, acc, weights, rows, at):
+        values = [simd.load.body(b, _record(b, row, at)) for row in members(b, rows)]
+        return bundle(b, [simd.fma.body(b, weights, *pair) for pair in zip(values, members(b, acc), strict=True)])
+
+    @intrinsic(sums_of, sums_of, FLOATS, rows_of, ADDRESS, ADDRESS)
+    def inner_some(b, acc, weights, rows, at, left):
+        values = [simd.load_some.body(b, _record(b, row, at), left) for row in members(b, rows)]
+        return bundle(b, [simd.fma.body(b, weights, *pair) for pair in zip(values, members(b, acc), strict=True)])
+
+    @intrinsic(sums_of, sums_of, sums_of)
+    def joined(b, x, y):
+        return bundle(b, [b.fadd(*pair) for pair in zip(members(b, x), members(b, y), strict=True)])
+
+    @intrinsic(NOTHING, rows_of, ADDRESS, sums_of)
+    def put_totals(b, rows, at, acc):
+        for row, sums in zip(members(b, rows), members(b, acc), strict=True):
+            simd.store_scalar.body(b, _record(b, row, at), simd.total.body(b, sums))
+
     def put_vectors(b: Any, rows: Any, acc: Any, store: Callable[[Any, int, Any], None]) -> None:
         starts = members(b, rows)
         for (i, g), total in zip(places, members(b, acc), strict=True):
@@ -280,6 +305,10 @@ def tile(count: int, groups: int) -> Tile:
         scaled_half=[scaled_half(i) for i in range(2)],
         biased=biased,
         outer=outer,
+        inner=inner,
+        inner_some=inner_some,
+        joined=joined,
+        put_totals=put_totals,
         put=put,
         save=save,
         saved=saved,
