@@ -48,6 +48,14 @@ class Settled(Protocol):
 
 
 @runtime_checkable
+class Packs(Protocol):
+    """A backend that packs quantised weights, in memory of this machine, which may be mapped from a file."""
+
+    def packing(self) -> str:
+        """What names how it packs: where it is the same, so are the bytes of a weight."""
+
+
+@runtime_checkable
 class Threaded(Protocol):
     """A backend that runs kernels on threads of this machine."""
 

@@ -9,10 +9,12 @@ from dataclasses import asdict, replace
 from types import MappingProxyType
 
 from ..backends.base import THREADS, Backend, Device, find, threads_for
+from ..backends.cache import cache_folder
 from ..graph.arguments import BOOL, NONE, TEXT, Kind, demand, list_of, pair_of, real
 from ..graph.dtypes import WRITTEN, DType
 from ..graph.records import dataclass
 from ..ranks import ALONE, World
+from ..scheduler.running.packed import PackedWeights
 from .errors import ModelError
 
 WIRES = {str(dtype): dtype for dtype in (DType.F32, DType.BF16)}
@@ -36,6 +38,7 @@ GROUP: Mapping[str, Kind] = MappingProxyType(
         "fast": BOOL,
         "cache_type_k": one_of(CACHES) | NONE,
         "cache_type_v": one_of(CACHES) | NONE,
+        "keep_packed": BOOL,
     }
 )
 """What each field of a `Group` may be."""
@@ -51,7 +54,8 @@ class Group:
     sums are sent in between GPUs: ``f32``, or ``bf16``, which is half as much and not exact
     (`hocket.backends.base.Comm.wire`).  `cache_type_k` and `cache_type_v` say what is kept of each token for attention:
     ``f16`` unless they are given, or ``f32`` where results are to be exact; ``q8_0`` and ``q4_0`` take blocks of 32
-    numbers.
+    numbers.  `keep_packed` keeps weights as ``cpu`` packs them, beside its kernels: later processes map them, share
+    their memory and start without packing.
     """
 
     devices: tuple[str, ...] = ("cpu:0",)
@@ -64,10 +68,16 @@ class Group:
     fast: bool = False
     cache_type_k: str | None = None
     cache_type_v: str | None = None
+    keep_packed: bool = False
 
     def __post_init__(self) -> None:
         for name, kind in GROUP.items():
             demand(ModelError, "Group", name, getattr(self, name), kind)
+
+    @property
+    def packed(self) -> PackedWeights | None:
+        """Where packed weights are kept."""
+        return PackedWeights(cache_folder() / "packed") if self.keep_packed else None
 
     @property
     def caches(self) -> tuple[DType, DType]:

@@ -82,10 +82,10 @@ class Model:
     `path` is a file, or None for the small model that comes with hocket; the other arguments are those of ``hocket
     run``: devices and how they share (`hocket.plan`), `context` in tokens, tokens of a prompt that run as one `batch`,
     `threads` of each device (without a number devices share the processors), `exact` for float32 throughout, how keys
-    and values are cached (f16 unless `exact`; f32, bf16, q8_0, q4_0).  `draft` is the file of a small model with the
-    same tokens, which guesses up to `draft_max` of them ahead (4): the same text sooner; `draft_max` alone lets the
-    model's own blocks for that guess (MTP).  `lora` and `control_vectors` are GGUF files, or pairs of a file and its
-    scale, which all add up; `control_layers` are the first and the last layer behind which control vectors count.
+    and values are cached (f16 unless `exact`; f32, bf16, q8_0, q4_0), whether to `keep_packed` weights for later runs.
+    `draft` is the file of a small model with the same tokens, which guesses up to `draft_max` of them ahead (4): the
+    same text sooner; `draft_max` alone lets the model's own blocks for that guess (MTP).  `lora` and `control_vectors`
+    are files, or pairs of a file and its scale; all add up; `control_layers` are the first and the last they change.
 
     Threads may share a model: calls that overlap, as generators that are read in turn, have memories of their own over
     the same weights.  A prompt that begins with what the model has just read is read from there on.  Raises
@@ -119,6 +119,7 @@ class Model:
         fast: bool = False,
         cache_type_k: str | None = None,
         cache_type_v: str | None = None,
+        keep_packed: bool = False,
         draft: str | Path | None = None,
         draft_max: int | None = None,
         lora: Sequence[Scaled] = (),
@@ -126,14 +127,13 @@ class Model:
         control_layers: tuple[int, int] | None = None,
     ) -> None:
         names, shares = tuple(devices.split(",") if isinstance(devices, str) else devices), tuple(tensor_split)
-        computed = {"exact": exact, "fast": fast, "cache_type_k": cache_type_k, "cache_type_v": cache_type_v}
-        group = Group(names, split_mode, shares, place, threads, **computed)  # type: ignore[arg-type]  # it checks
+        computed = exact, "f32", fast, cache_type_k, cache_type_v, keep_packed
+        group = Group(names, split_mode, shares, place, threads, *computed)  # type: ignore[arg-type]  # it checks
         model = open_adapted(path, lora=lora, control_vectors=control_vectors, control_layers=control_layers)
         self._model = model.guessing() if draft is None and draft_max else model
-        self._group, self._lock = group, threading.Lock()
+        self._group, self._lock, self._draft_max = group, threading.Lock(), draft_max or GUESSES
         self._first: Session | None = open_session(self._model, on=group, context=context, batch=batch)
         self._idle = [_Held(self._first)]
-        self._draft_max = draft_max or GUESSES
         self._drafting = None if draft is None else self._draft_session(draft)
         self._tokenizer: Tokenizer | None = None
 

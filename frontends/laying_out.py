@@ -74,7 +74,7 @@ def load_weights(store: Store, model: Model, plan: Plan, on_progress: Callable[[
     tensors = dict(sorted(weights.items(), key=lambda item: -max(item[1].nbytes, total // 16)))
     done = 0
     for name, tensor in tensors.items():
-        store.bind(name, tensor.raw, Spec(tensor.shape, tensor.dtype), plan.leaves[name])
+        store.bind(name, tensor.raw, Spec(tensor.shape, tensor.dtype), plan.leaves[name], tensor.origin)
         tensor.release()
         done += tensor.nbytes
         if on_progress:

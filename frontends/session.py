@@ -119,7 +119,7 @@ class Session:
                 lambda: self._graph(self.step(*largest)),
             )
             self.group = self._first.group
-            self.store = Store(self.group, self.world)
+            self.store = Store(self.group, self.world, on.packed)
         else:
             self.group = like.group
             self._first = kept_plan(self._graph(self._whole), self.group, place=self._place, like=like._first)

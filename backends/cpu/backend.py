@@ -21,7 +21,7 @@ from ...ops.quants import decoded, dequantise, encoded
 from ..abilities import Called
 from ..base import Array, Comm, Device, Instruction, Program, Tensor, contiguous_strides, host_view
 from ..numpy.backend import NumpyBackend
-from .compiler import REPLAY
+from .compiler import REPLAY, source_digest
 from .fetching import measure_for
 from .kept import kept_replay
 from .kernels.formats import FORMATS, ROWS
@@ -100,6 +100,10 @@ class CpuBackend(NumpyBackend):
                 kernel(words.ctypes.data, 0, 1)
             else:
                 list(self._packers.map(lambda t, a=words: kernel(a.ctypes.data, t, PACKERS), range(PACKERS)))
+
+    def packing(self) -> str:
+        """The sources of this package's kernels, which a new version of it changes."""
+        return source_digest().hex()
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Replay:
         copies: dict[Tensor, Array] = {}

@@ -38,6 +38,7 @@ from .flags import (
     group_of,
     in_ranks,
     model_of,
+    packed_flag,
     trace_flag,
     traced,
     wire_flag,
@@ -60,6 +61,7 @@ def flags(sub: argparse.ArgumentParser) -> None:
     adapter_flags(sub)
     wire_flag(sub)
     cache_flags(sub)
+    packed_flag(sub)
     sub.add_argument("-o", "--output", choices=tuple(FORMS), default="md", help="how to print (md)")
     timed = sub.add_mutually_exclusive_group()
     timed.add_argument("--profile", action="store_true", help="print how long each kernel takes in a run instead")
@@ -72,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     work = Work(model, todo, args.repetitions, args.batch, args.trace, args.world)
     if args.trace and args.counts and len(args.counts) > 1:
         raise ModelError(f"got {len(args.counts)} numbers of threads; a trace is of one, as in -t {args.counts[0]}")
-    computed = {"wire": args.wire, **caches_of(args)}
+    computed = {"wire": args.wire, "keep_packed": args.keep_packed, **caches_of(args)}
     groups = [group_of(args, threads=threads, **computed) for threads in args.counts or [None]]
     if args.parallel:
         return together(args, model, groups)

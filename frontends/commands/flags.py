@@ -33,6 +33,7 @@ def session_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--exact", action="store_true", help="float32 throughout, in plain NumPy: slower")
     wire_flag(sub)
     cache_flags(sub)
+    packed_flag(sub)
     sub.add_argument("--fast", action="store_true", help="bfloat16 in the delta rule's products, where that is faster")
     context_flag(sub)
     batch_flag(sub, DEFAULT_BATCH, "tokens a run")
@@ -112,6 +113,14 @@ def cache_flags(sub: argparse.ArgumentParser) -> None:
         sub.add_argument(short, name, choices=(*CACHES,), help=f"how cached {what} are kept (f16; with --exact f32)")
 
 
+def packed_flag(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--keep-packed",
+        action="store_true",
+        help="keep weights as kernels of cpu read them, in the cache folder: later runs map them, and need not pack",
+    )
+
+
 def caches_of(args: argparse.Namespace) -> dict[str, str | None]:
     """The fields of `Group` that `cache_flags` say."""
     return {"cache_type_k": args.cache_type_k, "cache_type_v": args.cache_type_v}
@@ -175,6 +184,7 @@ def session_of(args: argparse.Namespace, model: Model, context: int, *, watched:
     if args.threads:
         set_threads(args.threads)
     computed = {"exact": args.exact, "fast": args.fast, "wire": args.wire, **caches_of(args)}
+    computed["keep_packed"] = args.keep_packed
     group = group_of(args, threads=args.threads, **computed)
     watch = watch_of(args) if watched else None
     return open_session(model, on=group, context=context, batch=args.batch, watch=watch, world=args.world)

@@ -32,6 +32,8 @@ class MappedFile:
     path: Path
     data: mmap.mmap
     size: int
+    changed: int
+    """When, in nanoseconds."""
 
     def error(self, problem: str, remedy: str = AGAIN) -> ModelError:
         """A one-line error about this file."""
@@ -56,13 +58,13 @@ def map_file(path: Path) -> MappedFile:
         if mode.st_size == 0:
             raise ModelError(f"{name}: is empty; {AGAIN}")
         with open(path, "rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            data, changed = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), os.fstat(file.fileno()).st_mtime_ns
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ModelError(
             f"{name}: cannot be opened ({shown(reason)}); give the path of a readable .gguf file"
         ) from error
-    return MappedFile(path, data, len(data))
+    return MappedFile(path, data, len(data), changed)
 
 
 class Cursor:

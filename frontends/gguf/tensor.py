@@ -16,6 +16,7 @@ import numpy.typing as npt
 from ...graph.dtypes import BY_GGML, DType
 from ...graph.records import dataclass
 from ...ops.quants import dequantise
+from ...scheduler.running.packed import Origin
 from .mapped import Cursor, MappedFile, shown
 
 MAX_AXES = 4
@@ -45,6 +46,11 @@ class Tensor:
     def nbytes(self) -> int:
         """Bytes in the file, without the padding that follows."""
         return prod(self.shape[:-1]) * self.row_bytes
+
+    @property
+    def origin(self) -> Origin:
+        """What the stored elements are, without a look at them."""
+        return Origin(str(self.file.path.resolve()), f"{self.file.size} bytes of {self.file.changed}", self.offset)
 
     @property
     def raw(self) -> np.ndarray:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ...backends.abilities import Packs
 from ...backends.base import Array, Backend, BufferSpec, Device, Tensor, contiguous_strides
 from ...graph.arguments import TEXT, a, needs
 from ...graph.arrays import fitted, fitted_blocks, numbers
@@ -25,6 +26,7 @@ from ..layout import REPLICATE, Layout, Local, Replicate, Shard, local_shape
 from ..lowering.lane import DEVICES, Lane
 from ..plan import Plan
 from ..units import nbytes_text
+from .packed import Origin, PackedWeights
 from .turns import Turn
 
 
@@ -32,17 +34,21 @@ class Store:
     """Weights and states of a group of devices, shared by all plans that run over them; states begin as zeros.
 
     Of devices in several processes it has those of this one, number ``world.rank``; all do the same in the same order.
-    `nread` is how many bytes of weights these have been given.  Raises `BackendError` when a device has no memory left,
-    and `PlanError` for a device of a process that is not there.
+    `nread` is how many bytes of weights these have been given.  Weights that a backend packs are kept in `packed`, if
+    that is given, and come from there the next time.  Raises `BackendError` when a device has no memory left, and
+    `PlanError` for a device of a process that is not there.
     """
 
     @needs(PlanError, group=DEVICES)
-    def __init__(self, group: Sequence[tuple[Backend, Device]], world: World = ALONE) -> None:
+    def __init__(
+        self, group: Sequence[tuple[Backend, Device]], world: World = ALONE, packed: PackedWeights | None = None
+    ) -> None:
         self.group: tuple[tuple[Backend, Device], ...] = tuple(group)
         self.backends: tuple[Backend, ...] = tuple(backend for backend, _ in self.group)
         self.turn: Turn = Turn(self.backends)
         self.between: Between = Between(world, [_rank(device, world) for _, device in group])
         self.nread: int = 0
+        self._packed = packed
         self._devices = {number: _DeviceStore(*self.group[number]) for number in self.between.own}
         self._layouts: dict[str, tuple[Spec, Layout]] = {}
         self._states: dict[str, None] = {}
@@ -52,9 +58,12 @@ class Store:
         return f"Store({', '.join(str(device) for _, device in self.group)}, {nbytes_text(held)})"
 
     @needs(PlanError, name=TEXT, spec=a(Spec), layout=a(Replicate, Shard, Local, words="a layout of a leaf"))
-    def bind(self, name: str, data: npt.ArrayLike, spec: Spec, layout: Layout = REPLICATE) -> None:
+    def bind(
+        self, name: str, data: npt.ArrayLike, spec: Spec, layout: Layout = REPLICATE, origin: Origin | None = None
+    ) -> None:
         """Load a weight, each device its share; `data` is as a file holds it: numbers, or bytes ``[..., row bytes]`` if
-        quantised.  Raises `PlanError` unless it fits `spec`."""
+        quantised; `origin` is where it comes from, without which it is not kept.  Raises `PlanError` unless it fits
+        `spec`."""
         stored = _stored(f"weight %{name}", data, spec)
         with self.turn:
             self._layouts[name] = (spec, layout)
@@ -62,13 +71,22 @@ class Store:
                 if isinstance(layout, Local) and number not in layout.devices:
                     continue
                 shape = local_shape(spec.shape, layout, number)
-                part = _share(stored, spec, layout, number)
-                self.nread += part.nbytes
-                device.load(BufferSpec("weight", name, 0, Spec(shape, spec.dtype)), part)
+                wanted = BufferSpec("weight", name, 0, Spec(shape, spec.dtype))
+
+                def share(number: int = number) -> Array:
+                    part = _share(stored, spec, layout, number)
+                    self.nread += part.nbytes
+                    return part
+
+                if self._packed is None or origin is None:
+                    device.load(wanted, share)
+                else:
+                    which = f"{layout.axis} {layout.runs[number]}" if isinstance(layout, Shard) else "whole"
+                    device.load(wanted, share, Place(self._packed, origin, f"{spec} {which}"))
 
     def beside(self) -> Store:
         """A store over the same weights, with states of its own."""
-        other = Store(self.group, self.between.world)
+        other = Store(self.group, self.between.world, self._packed)
         for number, mine in self._devices.items():
             theirs = other._devices[number]
             theirs.held.update({key: kept for key, kept in mine.held.items() if key[0] == "weight"})
@@ -194,6 +212,15 @@ class StateView:
         return np.asarray(self).tolist()
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one device's share of a weight is kept."""
+
+    weights: PackedWeights
+    origin: Origin
+    share: str
+
+
 class _DeviceStore:
     """The buffers of one device by (kind, name), and its arena."""
 
@@ -202,14 +229,22 @@ class _DeviceStore:
         self.held: dict[tuple[str, str], tuple[BufferSpec, Any]] = {}
         self.arena: tuple[int, Any] = (0, None)
 
-    def load(self, wanted: BufferSpec, data: Array) -> Any:
+    def load(self, wanted: BufferSpec, data: Callable[[], Array], place: Place | None = None) -> None:
+        """Load a weight; `data` reads it, which is not called where the weight is kept in its `place`."""
         assert wanted.declared is not None
         stored = self.backend.stored(wanted.declared, wanted.kind)
         spec = BufferSpec(wanted.kind, wanted.name, stored.nbytes, wanted.declared, stored)
-        buffer = self.backend.alloc(spec.nbytes, self.device, lasting=True)
-        self.backend.load(data, wanted.declared, buffer)
+        packing = self.backend.packing() if stored.dtype.is_quantised and isinstance(self.backend, Packs) else None
+        if place is None or packing is None:
+            buffer = self.backend.alloc(spec.nbytes, self.device, lasting=True)
+            self.backend.load(data(), wanted.declared, buffer)
+        elif (kept := place.weights.recalled(place.origin, packing, place.share, spec.nbytes)) is not None:
+            buffer = kept
+        else:
+            packed = self.backend.alloc(spec.nbytes, self.device)
+            self.backend.load(data(), wanted.declared, packed)
+            buffer = place.weights.kept(place.origin, packing, place.share, packed)
         self.held[spec.kind, spec.name] = (spec, buffer)
-        return buffer
 
     def part(self, kind: str, name: str) -> Part:
         spec, buffer = self.held[kind, name]
