@@ -27,7 +27,7 @@ from ...graph.records import dataclass
 from ..cache import COMPILED, COMPILING, MISSING, cache_folder, keep, recalled
 from ..once import once
 from . import processor
-from .simd.vectors import ADDRESS, DOUBLE, FLOAT, NOTHING, Intrinsic, llvm_type
+from .simd.vectors import ADDRESS, DOUBLE, FLOAT, FOREIGN, NOTHING, Intrinsic, llvm_type
 from .words import Words
 
 Body = Callable[..., Any]
@@ -255,17 +255,23 @@ def _compiled(wanted: Kernel) -> bytes:
 
 
 def _code(wanted: Kernel) -> bytes:
-    """Object code for the target, made by Numba and LLVM, which has one symbol of ours."""
+    """Object code for the target, which has one symbol of ours."""
+    module, machine = _translated(wanted)
+    return bytes(machine.emit_object(module))
+
+
+def _translated(wanted: Kernel) -> tuple[llvm.ModuleRef, llvm.TargetMachine]:
+    """What Numba makes of a kernel, and the machine for which LLVM makes code of it."""
     from numba import cfunc
 
     # What is not inlined has a wrapper that can raise: it needs symbols of Numba, which a warm start has not got, and
     # without them not even the system's are bound.
     function = cfunc("intp(intp, intp, intp)", nogil=True, forceinline=True, **OPTIONS)(_resolved(wanted.body))
-    assembly = function.inspect_llvm().replace(function.native_name, _symbol(wanted))
+    assembly = function.inspect_llvm().replace(function.native_name, _symbol(wanted)).replace(FOREIGN, "")
     module, machine = llvm.parse_assembly(assembly), _machine()
     module.triple, module.data_layout = processor.target().triple, str(machine.target_data)
     module.verify()
-    return bytes(machine.emit_object(module))
+    return module, machine
 
 
 def _resolved(body: Body) -> Body:

@@ -15,7 +15,7 @@ from ...graph.dtypes import DType
 from .compiler import REPLAY, Kernel
 from .fetching import GROUP, Product
 from .kernels import limits
-from .simd.vectors import has_vnni
+from .simd.bytes import has_fours
 
 RUNS = 5
 PATTERNS = (
@@ -86,7 +86,7 @@ def multiply_peak(threads: int) -> float:
 
 def dot_peak(threads: int) -> float | None:
     """Operations a second of 8-bit dot products; None where the processor has no instruction for them."""
-    return 2 * 4 * _products(limits.dot, np.ones(128, np.uint8), threads) if has_vnni() else None
+    return 2 * 4 * _products(limits.dot, np.ones(128, np.uint8), threads) if has_fours() else None
 
 
 def _products(kernel: Kernel, values: np.ndarray, threads: int) -> float:

@@ -79,6 +79,11 @@ def fitting() -> tuple[Target, ...]:
     return (mine, *others)
 
 
+def is_native() -> bool:
+    """Whether kernels are compiled for a processor of this machine's kind."""
+    return target().triple.partition("-")[0] == llvm.get_default_triple().partition("-")[0]
+
+
 def features() -> Mapping[str, bool]:
     """What LLVM calls the processor's features, and whether kernels may use them."""
     return target().features

@@ -12,14 +12,13 @@ import numpy as np
 
 from ....graph.dtypes import DType
 from ..compiler import Part, part
+from ..simd.bytes import dot4, four_everywhere
 from ..simd.squares import gather_halves, turn_eight_bits, turn_four_bits
 from ..simd.vectors import (
     absolute,
     add,
     div,
-    dot4,
     fma,
-    four_everywhere,
     lane_0,
     larger,
     largest_across,

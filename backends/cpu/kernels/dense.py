@@ -10,7 +10,7 @@ from ...operands import Bound, Operand
 from ..compiler import Kernel, Part, kernel, part
 from ..simd.order import turn_bf16, turn_floats, turn_halves
 from ..simd.tiles import Tile, tile
-from ..simd.vectors import LANES, fma, load, load_bf16, load_half, splat_from, zeros
+from ..simd.vectors import LANES, MANY, fma, load, load_bf16, load_half, splat_from, vectors_in_registers, zeros
 from ..steps import Steps
 from ..words import words
 from .grouped import Blocks, Slots, add_product, fetch, product_of
@@ -55,17 +55,21 @@ def _expand(dtype: DType) -> Part:
     return part(expand)
 
 
-def _add(some: Tile) -> Part:
+def _add(some: Tile, groups: int) -> Part:
     outer, second, third = some.outer, WIDE * COLUMN, 2 * WIDE * COLUMN
 
     def add(acc, p, r, at):
+        return outer(acc, load(p), r, at)
+
+    def add_three(acc, p, r, at):
         return outer(acc, load(p), load(p + second), load(p + third), r, at)
 
-    return part(add)
+    return part(add if groups == 1 else add_three)
 
 
-def _few(dtype: DType, rows: Tile) -> Part:
+def _few(dtype: DType, count: int) -> Part:
     """Row after row of the weight as they lie in memory; products with a row of activations in four chains."""
+    rows = tile(count, 1)
     weights, size = LOADS[dtype], dtype.storage.itemsize
     zeros, inner, inner_some = rows.zeros, rows.inner, rows.inner_some
     joined, put_totals = rows.joined, rows.put_totals
@@ -91,9 +95,10 @@ def _few(dtype: DType, rows: Tile) -> Part:
 
 @cache
 def blocks_of(dtype: DType) -> Blocks:
-    """A tile is 8 rows of activations by 3 groups: as many sums as there are registers for."""
-    few = partial(_few, dtype)
-    return Blocks(1, 4, COLUMN, WIDE, CHUNK, 8, 3, FEW, LYING, _expand(dtype), _add(tile(8, 3)), few)
+    """A tile is as many rows of activations and groups as there are registers for their sums."""
+    rows, groups = (8, 3) if vectors_in_registers() == MANY else (6, 1)
+    expand, add, few = _expand(dtype), _add(tile(rows, groups), groups), partial(_few, dtype)
+    return Blocks(1, 4, COLUMN, WIDE, CHUNK, rows, groups, FEW, LYING, expand, add, few)
 
 
 @cache

@@ -20,6 +20,8 @@ from ....graph.dtypes import DType
 from ....graph.records import dataclass
 from ....ops.quants import E2M1, NONLINEAR
 from ..compiler import Part, part
+from ..simd.bytes import table_of
+from ..simd.dots import Codes
 from ..simd.tiles import codes_of
 from ..simd.vectors import (
     Intrinsic,
@@ -38,7 +40,6 @@ from ..simd.vectors import (
     splat_int,
     store_byte,
     sub_int,
-    table_of,
     to_float,
     where_less,
 )
@@ -58,6 +59,7 @@ class Format:
     ``codes(p, h)`` are the code vectors of 32 columns, from where these stand in the one or two planes; ``scales(p,
     b)`` are the scales of columns 32 b to 32 b + 15 and of the 16 after them, which differ if `halves`; ``biases(p,
     b)`` likewise; where `zero` is not 0, ``-zero * scale``.
+    No code is larger than `largest`.
     """
 
     dtype: DType
@@ -69,6 +71,12 @@ class Format:
     biases: Part
     zero: int
     halves: bool
+    largest: int
+
+    @property
+    def known(self) -> Codes:
+        """Of its codes, for who multiplies them."""
+        return Codes(self.largest, self.zero)
 
     @property
     def nbytes(self) -> int:
@@ -195,14 +203,15 @@ def mxfp4_scales(p, b):
 # --------------------------------------------------------------------------------------------- code books of 16
 
 
-def _looked_up(values: np.ndarray) -> tuple[Intrinsic, int]:
-    """Codes through a book of 16 signed values; made unsigned by what is added, which is returned as well."""
+def _looked_up(values: np.ndarray) -> tuple[Intrinsic, int, int]:
+    """Codes through a book of 16 signed values; made unsigned by what is added, which is returned as well, and the
+    largest of them."""
     zero = -int(values.min())
-    return codes_of((4,), table=table_of([int(v) + zero for v in values])), zero
+    return codes_of((4,), table=table_of([int(v) + zero for v in values])), zero, int(values.max()) + zero
 
 
-nonlinear_codes, NONLINEAR_ZERO = _looked_up(NONLINEAR)
-mxfp4_codes, MXFP4_ZERO = _looked_up(E2M1)
+nonlinear_codes, NONLINEAR_ZERO, NONLINEAR_LARGEST = _looked_up(NONLINEAR)
+mxfp4_codes, MXFP4_ZERO, MXFP4_LARGEST = _looked_up(E2M1)
 
 
 # ------------------------------------------------------------------------------------------------ types of 256 columns
@@ -398,17 +407,21 @@ def _format(
     biases: Part | int,
     *,
     codes: Intrinsic | None = None,
+    largest: int | None = None,
     halves: bool = False,
 ) -> Format:
     """A format of which `biases` are a number where its codes have a fixed zero."""
     zero = biases if isinstance(biases, int) else 0
     of_blocks = biases if isinstance(biases, Part) else _centred(scales, zero)
-    return Format(dtype, widths, four, split, codes or codes_of(widths), scales, of_blocks, zero, halves)
+    most = (1 << sum(widths)) - 1 if largest is None else largest
+    return Format(dtype, widths, four, split, codes or codes_of(widths), scales, of_blocks, zero, halves, most)
 
 
 _BESIDE = scales_beside_biases, biases_beside_scales
 _HALVES = partial(_format, halves=True)
-_NONLINEAR = partial(_format, codes=nonlinear_codes)
+_NONLINEAR = partial(_format, codes=nonlinear_codes, largest=NONLINEAR_LARGEST)
+
+_OF_E2M1 = partial(_format, codes=mxfp4_codes, largest=MXFP4_LARGEST)
 
 _ALL = (
     _format(DType.Q4_0, (4,), q4_0_four, _one_scale(18), half_scales, 8),
@@ -416,7 +429,7 @@ _ALL = (
     _format(DType.Q5_0, (4, 1), q5_0_four, _one_scale(22), half_scales, 16),
     _format(DType.Q5_1, (4, 1), q5_1_four, _scale_and_bias(24), *_BESIDE),
     _format(DType.Q8_0, (8,), q8_0_four, _one_scale(34), half_scales, 128),
-    _format(DType.MXFP4, (4,), mxfp4_four, mxfp4_split, mxfp4_scales, MXFP4_ZERO, codes=mxfp4_codes),
+    _OF_E2M1(DType.MXFP4, (4,), mxfp4_four, mxfp4_split, mxfp4_scales, MXFP4_ZERO),
     _format(DType.Q4_K, (4,), q4_k_four, k_split, k_scales, k_biases),
     _format(DType.Q5_K, (4, 1), q5_k_four, k_split, k_scales, k_biases),
     _HALVES(DType.Q2_K, (2,), q2_k_four, q2_k_split, q2_k_scales, q2_k_biases),

@@ -15,8 +15,8 @@ import numpy as np
 from ...operands import Bound, Operand
 from ..compiler import Kernel, Part, part
 from ..fetching import ahead
-from ..simd.tiles import Tile, tile
-from ..simd.vectors import LANES, load_int, prefetch, prefetch_far, store_scalar
+from ..simd.tiles import tile
+from ..simd.vectors import LANES, MANY, load_int, prefetch, prefetch_far, store_scalar, vectors_in_registers
 from ..steps import Share, Steps
 from ..words import words
 from .packing import share
@@ -34,9 +34,9 @@ class Blocks:
     from the first to `to`, `size` bytes each, of a group whose rows are `stride` bytes long and of which `left` exist.
     ``add(acc, p, r, at)`` adds to the sums of a tile (`rows` rows of activations by `groups`) the products with a
     block that is expanded at `p`, and `span` bytes on for the next group, and begins at byte `at` of the rows `r`.
-    ``few(some)`` is ``(to, group, stride, left, columns, x, near, far)``, which stores the products of a group with the
-    rows of a tile of one group: `to` and `x` are their addresses, `near` and `far` how many bytes ahead the weight is
-    fetched to the first and the second cache.
+    ``few(n)`` is ``(to, group, stride, left, columns, x, near, far)``, which stores the products of a group with n rows
+    of activations: `to` and `x` are addresses, as `Tile.chosen` has them, `near` and `far` how many bytes ahead the
+    weight is fetched to the first and the second cache.
 
     At most `wide` blocks are expanded at a time, which `chunk` rows of activations meet before they are expanded again.
     Rows that would leave a tile with `left_over` or fewer meet the weight as it lies, and so do all of them where they
@@ -55,7 +55,7 @@ class Blocks:
     lying: int
     expand: Part
     add: Part
-    few: Callable[[Tile], Part]
+    few: Callable[[int], Part]
 
     @property
     def span(self) -> int:
@@ -94,8 +94,7 @@ def row_of(slot, used, shared):
 def at_once(blocks: Blocks, rows: int, least: int) -> Part:
     """``(i, end, ...) -> i``: so many `rows` of activations at once meet a group of the weight as it lies, from slot
     `i` on while `least` or more are left; the slot behind them."""
-    some = tile(rows, 1)
-    chosen, few = some.chosen, blocks.few(some)
+    chosen, few = tile(rows, 1).chosen, blocks.few(rows)
 
     def meet(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, near, far):
         while i + least <= end:
@@ -122,7 +121,8 @@ def product_of(name: str, blocks: Blocks) -> Kernel:
     some = tile(blocks.rows, blocks.groups)
     chosen, zeros, put, save, saved = some.chosen, some.zeros, some.put, some.save, some.saved
     expand, add = blocks.expand, blocks.add
-    four, two, one = at_once(blocks, 4, 3), at_once(blocks, 2, 2), at_once(blocks, 1, 1)
+    two, one = at_once(blocks, 2, 2), at_once(blocks, 1, 1)
+    four = at_once(blocks, 4, 3) if vectors_in_registers() == MANY else two
     width, record, size, wide = blocks.columns, blocks.record, blocks.size, blocks.wide
     span, scratch = blocks.span, blocks.scratch
     tall, tile_groups, many = blocks.rows, blocks.groups, blocks.chunk

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..compiler import kernel
+from ..simd.bytes import dot4
 from ..simd.vectors import (
     add,
     add_int,
-    dot4,
     fma,
     load,
     load_bytes,

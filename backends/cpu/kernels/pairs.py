@@ -46,8 +46,7 @@ def pair(form: Format, kind: str) -> Kernel:
     `weights` are gate and up, `vectors` is memory for a vector of either product; words that `grouped.product_of` has,
     too, mean the same.
     """
-    one, unit = tile(1, 1), GATED[kind]
-    one_row, few = one.rows, few_of(form, one)
+    one_row, few, unit = tile(1, 1).rows, few_of(form, 1), GATED[kind]
 
     def body(a, thread, threads):
         stride, between, rows, columns = ARGS.stride(a), ARGS.between(a), ARGS.rows(a), ARGS.columns(a)

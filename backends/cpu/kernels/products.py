@@ -12,7 +12,7 @@ from ....graph.dtypes import DType
 from ...operands import Bound, Operand
 from ..compiler import Kernel, Part, part
 from ..simd.tiles import RECORD, SUMS, VECTORS, Tile, load_codes, store_codes, tile
-from ..simd.vectors import load, store, sub
+from ..simd.vectors import MANY, load, store, sub, vectors_in_registers
 from ..steps import Steps, like
 from . import dense, matrices
 from .formats import COLUMNS, FORMATS, ROWS, UNIT, Format
@@ -20,8 +20,7 @@ from .grouped import Blocks, Slots, add_product, fetch, in_order, is_dealt, prod
 from .rounding import Wanted, rounded, rounded_bytes
 
 SCALES, BIASES, EXPANDED = 64 * VECTORS, 64 * VECTORS + 128, 64 * VECTORS + 256
-"""An expanded block: codes as bytes, scales of both halves, the bias of the first and what that of the second is more,
-as float32; its size."""
+"""An expanded block: codes as bytes, scales and biases of both halves as float32; its size."""
 WIDE, CHUNK = 3 * UNIT, 256
 GROUP = WIDE * EXPANDED
 
@@ -45,41 +44,15 @@ def expand_of(form: Format) -> Part:
                 if biased:
                     m, o = biases(last, b)
                     store(to + BIASES, m)
-                    store(to + BIASES + 64, sub(o, m))
+                    store(to + BIASES + 64, o)
                 to += EXPANDED
 
     return part(expand)
 
 
-def add_pair_of(form: Format, rows: Tile) -> Part:
-    """``(acc, p, r, at) -> acc``: what a block of two groups, expanded at `p`, adds to products with the rows `r`
-    (their records of the same columns stand at `at`)."""
-    scaled, biased, centred = rows.scaled, rows.biased, form.zero != 0
-    low, high = rows.centred if centred else rows.dots
-    scaled_low, scaled_high = rows.scaled_half
-    if form.halves:
-
-        def add(acc, p, r, at):
-            u, v, s, f, b = load_codes(p), load_codes(p + GROUP), p + SCALES, p + GROUP + SCALES, p + GROUP + BIASES
-            acc = scaled_low(acc, low(u, v, r, at), load(s), load(f), r, at)
-            acc = scaled_high(acc, high(u, v, r, at), load(s + 64), load(f + 64), r, at)
-            if centred:
-                return acc
-            acc = biased(acc, load(p + BIASES), load(b), r, at + SUMS)
-            return biased(acc, load(p + BIASES + 64), load(b + 64), r, at + SUMS + 4)
-    else:
-
-        def add(acc, p, r, at):
-            u, v = load_codes(p), load_codes(p + GROUP)
-            acc = scaled(acc, low(u, v, r, at), high(u, v, r, at), load(p + SCALES), load(p + GROUP + SCALES), r, at)
-            return acc if centred else biased(acc, load(p + BIASES), load(p + GROUP + BIASES), r, at + SUMS)
-
-    return part(add)
-
-
-def add_group_of(form: Format, rows: Tile) -> Part:
-    """``(acc, codes, scales, biases, r, at) -> acc``: what a block of one group, as it lies, adds to products with the
-    rows `r`."""
+def add_of(form: Format, rows: Tile) -> Part:
+    """``(acc, codes, scales, biases, r, at) -> acc``: what a block of one group adds to products with the rows `r`,
+    whose records of the same columns stand at `at`."""
     scaled, biased, centred = rows.scaled, rows.biased, form.zero != 0
     low, high = rows.centred if centred else rows.dots
     scaled_low, scaled_high = rows.scaled_half
@@ -100,11 +73,50 @@ def add_group_of(form: Format, rows: Tile) -> Part:
     return part(add)
 
 
-def few_of(form: Format, rows: Tile) -> Part:
+def add_one_of(form: Format, rows: Tile) -> Part:
+    """`Blocks.add` of one group."""
+    add = add_of(form, rows)
+
+    def add_one(acc, p, r, at):
+        scales, biases = (load(p + SCALES), load(p + SCALES + 64)), (load(p + BIASES), load(p + BIASES + 64))
+        return add(acc, load_codes(p), scales, biases, r, at)
+
+    return part(add_one)
+
+
+def add_pair_of(form: Format, rows: Tile) -> Part:
+    """`Blocks.add` of two groups."""
+    scaled, biased, centred = rows.scaled, rows.biased, form.zero != 0
+    low, high = rows.centred if centred else rows.dots
+    scaled_low, scaled_high = rows.scaled_half
+    if form.halves:
+
+        def add(acc, p, r, at):
+            u, v, s, f = load_codes(p), load_codes(p + GROUP), p + SCALES, p + GROUP + SCALES
+            acc = scaled_low(acc, low(u, v, r, at), load(s), load(f), r, at)
+            acc = scaled_high(acc, high(u, v, r, at), load(s + 64), load(f + 64), r, at)
+            if centred:
+                return acc
+            m, o = load(p + BIASES), load(p + GROUP + BIASES)
+            acc = biased(acc, m, o, r, at + SUMS)
+            more, other = load(p + BIASES + 64), load(p + GROUP + BIASES + 64)
+            return biased(acc, sub(more, m), sub(other, o), r, at + SUMS + 4)
+    else:
+
+        def add(acc, p, r, at):
+            u, v = load_codes(p), load_codes(p + GROUP)
+            acc = scaled(acc, low(u, v, r, at), high(u, v, r, at), load(p + SCALES), load(p + GROUP + SCALES), r, at)
+            return acc if centred else biased(acc, load(p + BIASES), load(p + GROUP + BIASES), r, at + SUMS)
+
+    return part(add)
+
+
+def few_of(form: Format, count: int) -> Part:
     """`Blocks.few`: codes are unpacked once for all rows, and stay in registers."""
+    rows = tile(count, 1, form.known)
     codes, scales, biases, nbytes, width = form.codes, form.scales, form.biases, form.nbytes, form.planes[0]
     high = form.planes[1] if len(form.planes) > 1 else 0
-    zeros, put, add = rows.zeros, rows.put, add_group_of(form, rows)
+    zeros, put, add = rows.zeros, rows.put, add_of(form, rows)
     lines = nbytes // 64
     more = (nbytes - 64 * lines) * UNIT // 64
 
@@ -126,11 +138,14 @@ def few_of(form: Format, rows: Tile) -> Part:
 
 @cache
 def blocks_of(form: Format) -> Blocks:
-    """A tile is 4 rows of activations by 2 groups: what is loaded is used at least twice, since processors broadcast
-    from memory more slowly than they multiply."""
-    expand, add, slow = expand_of(form), add_pair_of(form, tile(4, 2)), form.halves or len(form.planes) > 1
+    """A tile is as many rows of activations and groups as registers have room for: what is loaded is used at least
+    twice, since processors broadcast from memory more slowly than they multiply."""
+    rows, groups = (4, 2) if vectors_in_registers() == MANY else (2, 1)
+    some = tile(rows, groups, form.known)
+    add, slow = (add_pair_of if groups == 2 else add_one_of)(form, some), form.halves or len(form.planes) > 1
     lying = 8 if slow else 16  # codes that are unpacked slowly are worth keeping sooner
-    return Blocks(COLUMNS, RECORD, EXPANDED, WIDE, CHUNK, 4, 2, 2, lying, expand, add, partial(few_of, form))
+    expand, few = expand_of(form), partial(few_of, form)
+    return Blocks(COLUMNS, RECORD, EXPANDED, WIDE, CHUNK, rows, groups, 2, lying, expand, add, few)
 
 
 @cache

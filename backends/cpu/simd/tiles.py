@@ -30,6 +30,8 @@ from llvmlite import ir
 
 from ....graph.records import dataclass
 from . import vectors as simd
+from .bytes import four_everywhere, look_up
+from .dots import Codes, Products
 from .vectors import ADDRESS, BYTES, FLOATS, INTS, LANES, NOTHING, Intrinsic, intrinsic, several
 
 VECTORS = 8
@@ -83,7 +85,7 @@ def codes_of(widths: tuple[int, ...], table: Intrinsic | None = None) -> Intrins
             tops = [b.shl(x, simd.bytes_of(widths[0])) for x in _fields(b, h, high)]
             vectors = [b.or_(x, y) for x, y in zip(vectors, tops, strict=True)]
         if table is not None:
-            vectors = [simd.look_up.body(b, table.body(b), x) for x in vectors]
+            vectors = [look_up.body(b, table.body(b), x) for x in vectors]
         return bundle(b, vectors)
 
     return codes
@@ -108,6 +110,9 @@ def load_codes(b, p):
 
 
 # ------------------------------------------------------------------------------------------------ rows at a time
+
+
+ANY = Codes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +152,10 @@ class Tile:
 
 
 @cache
-def tile(count: int, groups: int) -> Tile:
-    """A tile of `count` rows of activations by `groups` of 16 rows of the weight.  The sums of the first row come
-    first."""
+def tile(count: int, groups: int, codes: Codes = ANY) -> Tile:
+    """A tile of `count` rows of activations by `groups` of 16 rows of the weight, of which `codes` are known.  The sums
+    of the first row come first."""
+    known = codes
     rows_of = several(ADDRESS, count)
     sums_of, ints_of = several(FLOATS, count * groups), several(INTS, count * groups)
     places = [(i, g) for i in range(count) for g in range(groups)]
@@ -191,15 +197,16 @@ def tile(count: int, groups: int) -> Tile:
             *codes, rows, at = given
             vectors, records = [members(b, c) for c in codes], [_record(b, row, at) for row in members(b, rows)]
             first = [_first(b, record, start) for record in records]
-            sums = {(i, g): first[i] for i, g in places}
+            products = Products(b, known, {(i, g): first[i] for i, g in places})
             if alone := len(places) == 1:  # nobody to take turns with: a second chain does
-                sums[1, 0] = simd.no_ints.body(b)
+                products.sums[1, 0] = simd.no_ints.body(b)
             for j in columns:
+                weights = [products.weight(vector[j]) for vector in vectors]
                 for i, record in enumerate(records):
-                    four = simd.four_everywhere.body(b, _at(b, record, 4 * j))
+                    four = four_everywhere.body(b, _at(b, record, 4 * j))
                     for g in range(groups):
-                        turn = (j % 2, 0) if alone else (i, g)
-                        sums[turn] = simd.dot4.body(b, sums[turn], vectors[g][j], four)
+                        products.add((j % 2, 0) if alone else (i, g), weights[g], four)
+            sums = products.done()
             return bundle(b, [b.add(*sums.values())] if alone else [sums[place] for place in places])
 
         return made
@@ -300,7 +307,7 @@ def tile(count: int, groups: int) -> Tile:
         chosen=chosen,
         zeros=zeros,
         dots=[dots(half, None) for half in halves],
-        centred=[dots(half, SUMS + 4 * i) for i, half in enumerate(halves)],
+        centred=[dots(half, None if codes.signed else SUMS + 4 * i) for i, half in enumerate(halves)],
         scaled=scaled,
         scaled_half=[scaled_half(i) for i in range(2)],
         biased=biased,

@@ -1,7 +1,7 @@
 """Vectors as kernels write them: 16 float32 or int32 lanes, 64 bytes, loaded from addresses.
 
 Each operation is a few lines of LLVM's builder.  They are plain vector code, legal on every target (LLVM splits what
-the processor has not), but for `dot4`, which is one instruction where there is VNNI.  Nothing here imports Numba:
+the processor has not).  Nothing here imports Numba:
 `compiler` makes functions of these declarations when a kernel has to be compiled.  So an operation has two faces:
 kernels call it with values, ``store(p, v)``, and other operations call its body with a builder before these,
 ``store.body(b, p, v)``.
@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import llvmlite.binding as llvm
 from llvmlite import ir
 
 from ....graph.records import dataclass
-from ..processor import features
+from ..processor import features, is_native
 
 ADDRESS, FLOAT, DOUBLE, NOTHING = "address", "f32", "f64", "nothing"
 FLOATS, INTS, BYTES = "f32x16", "i32x16", "i8x64"
@@ -53,8 +54,12 @@ def intrinsic(result: str, *operands: str) -> Callable[[Callable[..., Any]], Int
     return lambda body: Intrinsic(result, operands, body)
 
 
-def has_vnni() -> bool:
-    return features().get("avx512vnni", False)
+FEW, MANY = 8, 32
+"""How many vectors the registers hold of a processor whose own vectors are shorter, and of one with AVX-512."""
+
+
+def vectors_in_registers() -> int:
+    return MANY if features().get("avx512f") else FEW
 
 
 # ------------------------------------------------------------------------------------------- building blocks
@@ -93,6 +98,18 @@ def _call(b: Any, name: str, result: ir.Type, *values: Any) -> Any:
     kind = ir.FunctionType(result, [v.type for v in values])
     function = b.module.globals.get(name) or ir.Function(b.module, kind, name)
     return b.call(function, values)
+
+
+FOREIGN = "hocket.of."
+"""What stands before an instruction of another kind of processor, while Numba makes code for this one."""
+
+
+def called(b: Any, name: str, result: ir.Type, *values: Any) -> Any:
+    """The result of an instruction that LLVM knows by name."""
+    if is_native():
+        return _call(b, name, result, *values)
+    llvm.add_symbol(FOREIGN + name, 1)  # Numba links what is never called
+    return _call(b, FOREIGN + name, result, *values)
 
 
 def _mask(b: Any, count: Any) -> Any:
@@ -377,47 +394,3 @@ bits_to_float = intrinsic(FLOATS, INTS)(lambda b, x: b.bitcast(x, _F))
 float_to_bits = intrinsic(INTS, FLOATS)(lambda b, x: b.bitcast(x, _I))
 lane_0 = intrinsic(FLOAT, FLOATS)(lambda b, x: b.extract_element(x, ir.Constant(_i32, 0)))
 mul_int = intrinsic(INTS, INTS, INTS)(lambda b, x, y: b.mul(x, y))
-
-
-# ------------------------------------------------------------------------------------------------------ bytes
-
-
-@intrinsic(BYTES, ADDRESS)
-def four_everywhere(b, a):
-    """The four bytes at an address, in every lane of four."""
-    return b.bitcast(_splat(b, _load(b, a, _i32, 1), _I), _B)
-
-
-def table_of(values: list[int]) -> Intrinsic:
-    """16 bytes, four times over, as `look_up` wants them."""
-    return intrinsic(BYTES)(lambda b: ir.Constant(_B, values * 4))
-
-
-@intrinsic(BYTES, BYTES, BYTES)
-def look_up(b, table, index):
-    """Entry ``index[i]`` (0 to 15) of the table that each 16 bytes of `table` hold."""
-    if features().get("avx512bw"):
-        return _call(b, "llvm.x86.avx512.pshuf.b.512", _B, table, index)
-    bytes = _const(_B, 0)
-    for i in range(16):
-        entry = _splat(b, b.extract_element(table, ir.Constant(_i32, i)), _B)
-        bytes = b.select(b.icmp_unsigned("==", index, _const(_B, i)), entry, bytes)
-    return bytes
-
-
-@intrinsic(INTS, INTS, BYTES, BYTES)
-def dot4(b, acc, u, s):
-    """Add to each lane the sum of four neighbours of unsigned `u` times signed `s`."""
-    if has_vnni():
-        return _call(b, "llvm.x86.avx512.vpdpbusd.512", _I, acc, u, s)
-    # Even and odd bytes as 16-bit lanes, multiplied and added in pairs: vpmaddwd on x86, smull and smlal on Arm.
-    half, wide = ir.VectorType(_i16, 32), ir.VectorType(_i32, 32)
-    eight = _const(half, 8)
-    u, s = b.bitcast(u, half), b.bitcast(s, half)
-    even, odd = (ir.Constant(_I, list(range(j, 32, 2))) for j in (0, 1))
-    evens = b.and_(u, _const(half, 255)), b.ashr(b.shl(s, eight), eight)
-    odds = b.lshr(u, eight), b.ashr(s, eight)
-    for x, y in (evens, odds):
-        p = b.mul(b.sext(x, wide), b.sext(y, wide))
-        acc = b.add(acc, b.add(b.shuffle_vector(p, p, even), b.shuffle_vector(p, p, odd)))
-    return acc

@@ -1,0 +1,122 @@
+"""Vectors of 64 bytes: looked up in tables, multiplied and added by fours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from llvmlite import ir
+
+from ..processor import features
+from . import vectors as simd
+from .vectors import ADDRESS, BYTES, INTS, Intrinsic, bytes_of, intrinsic, llvm_type
+
+_B, _I = llvm_type(BYTES), llvm_type(INTS)
+_i16, _i32 = ir.IntType(16), ir.IntType(32)
+
+FOURS: Mapping[str, tuple[str, int]] = MappingProxyType(
+    {
+        "avx512vnni": ("llvm.x86.avx512.vpdpbusd.512", 64),
+        "avxvnni": ("llvm.x86.avx512.vpdpbusd.256", 32),
+        "i8mm": ("llvm.aarch64.neon.usdot.v4i32.v16i8", 16),
+    }
+)
+"""By feature of a processor the instruction that adds four products of an unsigned and a signed byte to a lane, and how
+many bytes it takes."""
+LOOKS: Mapping[str, tuple[str, int]] = MappingProxyType(
+    {
+        "avx512bw": ("llvm.x86.avx512.pshuf.b.512", 64),
+        "avx2": ("llvm.x86.avx2.pshuf.b", 32),
+        "neon": ("llvm.aarch64.neon.tbl1.v16i8", 16),
+    }
+)
+"""That which looks bytes up in 16 others."""
+
+
+def best(of: Mapping[str, tuple[str, int]]) -> tuple[str, int] | None:
+    """The first instruction that the processor has, if it has any."""
+    return next((known for feature, known in of.items() if features().get(feature)), None)
+
+
+def has_fours() -> bool:
+    """Whether the processor adds four products at once."""
+    return best(FOURS) is not None
+
+
+def in_parts(b: Any, name: str, element: ir.Type, size: int, *values: Any) -> Any:
+    """The result, of such elements, of an instruction that takes so many bytes of each vector, on longer ones."""
+    result = ir.VectorType(element, 8 * size // element.width)
+    counts = [8 * size // v.type.element.width for v in values]
+    parts = [
+        simd.called(b, name, result, *(_part(b, v, i * n, n) for v, n in zip(values, counts, strict=True)))
+        for i in range(values[0].type.count // counts[0])
+    ]
+    while len(parts) > 1:
+        parts = [_joined(b, *parts[i : i + 2]) for i in range(0, len(parts), 2)]
+    return parts[0]
+
+
+def _part(b: Any, vector: Any, first: int, count: int) -> Any:
+    if count == vector.type.count:
+        return vector
+    return b.shuffle_vector(vector, vector, _lanes(range(first, first + count)))
+
+
+def _joined(b: Any, x: Any, y: Any) -> Any:
+    return b.shuffle_vector(x, y, _lanes(range(2 * x.type.count)))
+
+
+def _lanes(order: range) -> ir.Constant:
+    return ir.Constant(ir.VectorType(_i32, len(order)), list(order))
+
+
+@intrinsic(BYTES, ADDRESS)
+def four_everywhere(b, a):
+    """The four bytes at an address, in every lane of four."""
+    four = b.load(b.inttoptr(a, _i32.as_pointer()), align=1)
+    one = b.insert_element(ir.Constant(_I, ir.Undefined), four, ir.Constant(_i32, 0))
+    return b.bitcast(b.shuffle_vector(one, one, ir.Constant(_I, [0] * _I.count)), _B)
+
+
+def table_of(values: list[int]) -> Intrinsic:
+    """16 bytes, four times over, as `look_up` wants them."""
+    return intrinsic(BYTES)(lambda b: ir.Constant(_B, values * 4))
+
+
+@intrinsic(BYTES, BYTES)
+def magnitudes(b, x):
+    """Of signed bytes, as unsigned ones."""
+    return simd.called(b, "llvm.abs.v64i8", _B, x, ir.Constant(ir.IntType(1), 0))
+
+
+@intrinsic(BYTES, BYTES, BYTES)
+def look_up(b, table, index):
+    """Entry ``index[i]`` (0 to 15) of the table that each 16 bytes of `table` hold."""
+    if (known := best(LOOKS)) is not None:
+        name, size = known
+        return in_parts(b, name, _B.element, size, table, index)
+    found = bytes_of(0)
+    for i in range(16):
+        entry = b.shuffle_vector(table, table, ir.Constant(ir.VectorType(_i32, 64), [i] * 64))
+        found = b.select(b.icmp_unsigned("==", index, bytes_of(i)), entry, found)
+    return found
+
+
+@intrinsic(INTS, INTS, BYTES, BYTES)
+def dot4(b, acc, u, s):
+    """Add to each lane the sum of four neighbours of unsigned `u` times signed `s`."""
+    if (known := best(FOURS)) is not None:
+        name, size = known
+        return in_parts(b, name, _i32, size, acc, u, s)
+    # Even and odd bytes as 16-bit lanes, multiplied and added in pairs: vpmaddwd on x86, smull and smlal on Arm.
+    half, wide = ir.VectorType(_i16, 32), ir.VectorType(_i32, 32)
+    eight = ir.Constant(half, [8] * 32)
+    u, s = b.bitcast(u, half), b.bitcast(s, half)
+    even, odd = _lanes(range(0, 32, 2)), _lanes(range(1, 32, 2))
+    evens = b.and_(u, ir.Constant(half, [255] * 32)), b.ashr(b.shl(s, eight), eight)
+    odds = b.lshr(u, eight), b.ashr(s, eight)
+    for x, y in (evens, odds):
+        p = b.mul(b.sext(x, wide), b.sext(y, wide))
+        acc = b.add(acc, b.add(b.shuffle_vector(p, p, even), b.shuffle_vector(p, p, odd)))
+    return acc
