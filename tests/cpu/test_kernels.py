@@ -289,54 +289,6 @@ def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path):
     assert finish(start(blocked))[1]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("without", "op"),
-    [("avx512,avxvnni", "mul_mat"), ("avx512,avxvnni", "rms_norm|softmax"), ("avx512vnni", "mul_mat")],
-)
-def test_a_lesser_processor_computes_the_same(without: str, op: str):
-    """All packed types, and plain vector code, for vectors of 256 bits and without dot products of bytes."""
-    surroundings = {**os.environ, "HOCKET_WITHOUT": without}
-    command = [sys.executable, "-m", "hocket", "check", "--backend", "cpu", "--op", op]
-    done = subprocess.run(command, env=surroundings, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "0 pass" not in done.stdout
-
-
-OTHERS = """
-import sys
-from hocket.backends.cpu import compiler, processor
-from hocket.backends.cpu.kernels import products
-from hocket.backends.cpu.kernels.formats import FORMATS
-from hocket.graph.dtypes import DType
-like, feature, *types = sys.argv[1:]
-(base,) = (t for t in processor.SHIPPED if t.name == like)
-target = processor._of("other", base.triple, base.cpu, f"{' '.join(base.features)} {feature}")
-processor.target.__wrapped__, compiler.processor.target = None, lambda: target
-processor.features.__globals__["target"] = lambda: target
-for dtype in types:
-    module, machine = compiler._translated(products.product(FORMATS[DType(dtype)]))
-    print(machine.emit_assembly(module))
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("like", "feature", "instruction"),
-    [
-        ("x86-64-v3", "avxvnni", "vpdpbusd"),
-        ("x86-64-v3", "", "vpmaddubsw"),
-        ("aarch64", "i8mm", "usdot"),
-        ("aarch64", "dotprod", "sdot"),
-    ],
-)
-def test_kernels_use_the_best_instruction_that_adds_up_bytes(like: str, feature: str, instruction: str):
-    command = [sys.executable, "-c", OTHERS, like, feature, "q8_0", "q4_K", "iq4_nl"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(f"\t{instruction}\t") >= 3 * 16
-
-
 def test_features_that_are_left_out_are_not_used(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOCKET_WITHOUT", "avx")
     features = processor.target.__wrapped__().features
