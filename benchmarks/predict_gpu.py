@@ -21,6 +21,7 @@ from unittest.mock import patch
 
 from tqdm import tqdm
 
+from hocket.backends.cupy.emulation import emulated
 from hocket.backends.cupy.emulation.counted import Counted
 from hocket.backends.cupy.kernels import gated_delta_net, packed, tiled
 from hocket.backends.cupy.predicted.speeds import FILE
@@ -44,7 +45,8 @@ class Shape:
     for the small case alone.  `nbytes` and `flops` are what any kernel has to do; `asked` is the share of the H200's
     bandwidth or of its 16-bit products that we want.
 
-    `chosen` are constants by which kernels are chosen, with values that choose for the case what the shape gets.
+    `chosen` are constants by which kernels are chosen, with values that choose for the case what the shape gets.  All
+    blocks of a launch read `common` bytes.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Shape:
     flops: float
     asked: float | None = None
     chosen: Sequence[Part] = field(default=())
+    common: float = 0.0
 
     def counted(self) -> list[Counted]:
         with ExitStack() as stack:
@@ -69,7 +72,8 @@ class Shape:
             if name not in self.times:
                 continue
             work = work_of(launch, gpu.arch).times(*self.times[name])
-            work = replace(work, moved=min(work.moved, 2 * self.nbytes))
+            moved = work.moved - self.common * (work.blocks - 1)
+            work = replace(work, moved=min(moved, 2 * self.nbytes))
             times.append((name, time_of(work, gpu, cached=bool(times) and work.moved < CACHED)))
         return times
 
@@ -78,14 +82,15 @@ class Shape:
         return max(self.nbytes / MACHINES[kind].bandwidth, self.flops / MACHINES[kind].flops) / seconds
 
 
-def vector(dtype: DType, rows: int, columns: int, asked: float | None = None) -> Shape:
-    """A product of weights and one vector."""
-    kernels = {"few": (rows / 64, 1.0)}
-    chosen = ((packed, "MANY_UNITS", 1),) if rows // 32 >= packed.MANY_UNITS else ()
+def vector(dtype: DType, rows: int, columns: int, processors: int, asked: float | None = None) -> Shape:
+    """A product of weights and one vector on a GPU of so many multiprocessors; packed rows are dealt to them evenly."""
+    least = 16 if dtype in packed.BY_TYPE and dtype.block == packed.COLUMNS else 8
+    own = -(-rows // processors // least) * least if dtype in packed.BY_TYPE else 64
     nbytes = rows * columns // dtype.block * dtype.block_bytes + 4 * (rows + columns)
-    case = f"mul_mat(w={dtype}[64,{columns}], x=f32[1,{columns}])"
+    case = f"mul_mat(w={dtype}[{own},{columns}], x=f32[1,{columns}])"
     name = f"{dtype} {rows}×{columns}, 1 token"
-    return Shape(name, case, kernels, nbytes, 2 * rows * columns, asked, chosen)
+    chosen = ((emulated, "PROCESSORS", 1),)
+    return Shape(name, case, {"few": (rows / own, 1.0)}, nbytes, 2 * rows * columns, asked, chosen, 4 * columns)
 
 
 def prompt(dtype: DType, rows: int, columns: int, tokens: int, asked: float | None = None) -> Shape:
@@ -112,8 +117,8 @@ PREFILL = (
 )
 CHUNKS = 8192 / 32 / 3
 SHAPES = (
-    *(vector(t, 4096, 4096, a) for t, a in ((DType.Q4_K, 0.7), (DType.Q8_0, 0.82))),
-    *(vector(t, 28672, 4096, a) for t, a in ((DType.Q4_K, 0.7), (DType.Q8_0, 0.82))),
+    *(vector(t, 4096, 4096, 132, a) for t, a in ((DType.Q4_K, 0.7), (DType.Q8_0, 0.82))),
+    *(vector(t, 28672, 4096, 132, a) for t, a in ((DType.Q4_K, 0.7), (DType.Q8_0, 0.82))),
     *(prompt(t, 4096, 4096, 512, 0.42) for t in (DType.Q4_K, DType.Q8_0)),
     prompt(DType.BF16, 4096, 4096, 512, 0.57),
     Shape(

@@ -89,7 +89,7 @@ def _mul_mat(launches: Launches, call: Bound) -> None:
         need(len(matrices) <= MOST, f"{len(matrices)} matrices are too many for one launch")
         count = math.prod(w.shape[:-2])
         # All of them are there, so that nothing can be wrong.
-        route: list[Word] = [1, 1, launches.constant(matrices), 0, count, count, 0, 0]
+        route: list[Word] = [1, 1, launches.constant(matrices) if count > 1 else 0, 0, count, count, 0, 0]
         return _few(launches, [(w, out)], x, len(matrices), tokens, route)
     size, many = _tiles(launches, w, tokens, len(matrices))
     tiles = [
@@ -160,7 +160,7 @@ def _launch_together(
     for out in outs:
         need(out.is_dense, "results are not dense")
         apart(out, [x])
-    route: list[Word] = [1, 1, launches.constant(np.zeros(1, np.int32)), 0, 1, 1, 0, 0]
+    route: list[Word] = [1, 1, 0, 0, 1, 1, 0, 0]
     # The second result of a unit is not written.
     results = [*outs, *[call.out for call in calls[len(outs) :]]]
     products = [(call.operand(0), _by_row(out)) for call, out in zip(calls, results, strict=True)]

@@ -71,26 +71,34 @@ def routed(tokens: int) -> Callable[[DriverBackend], bool]:
     return is_right
 
 
-LONG, WIDE, TALL = (packed_product(DType.Q4_0, *shape) for shape in ((32, 4224, 1), (33, 96, 2), (33, 288, 9)))
+LONG, WIDE, FAR, TALL = (
+    packed_product(DType.Q4_0, *shape) for shape in ((32, 4224, 1), (33, 96, 2), (17, 8192, 4), (33, 288, 9))
+)
 HIGH, MIXED = packed_product(DType.Q5_1, 33, 64, 2), packed_product(DType.Q6_K, 33, 256, 9)
 DENSE, ODD = dense_product(136), dense_product(133)
 UNPACKED, HALVES, LEAST = (
     unpacked_product(dtype, n) for dtype, n in ((DType.Q8_0, 288), (DType.Q6_K, 256), (DType.Q4_K, 256))
 )
 PLANTS = {
-    "codes are read before all lanes wrote them": (
-        "packed.cu",
-        "r.scale;\n        }\n        __syncwarp();",
-        "r.scale;\n        }",
-        WIDE,
-    ),
-    "sums of other warps are read too early": (
-        "packed.cu",
-        "sums[warp][n][lane] = sum[n];\n    __syncthreads();",
-        "sums[warp][n][lane] = sum[n];",
+    "codes are read before all warps wrote them": (
+        "packed_few.cu",
+        "        __syncthreads();\n        float sum[N] = {};",
+        "        float sum[N] = {};",
         LONG,
     ),
-    "a row past the last is written": ("packed.cu", "if (row >= made.rows || i / 32", "if (i / 32", WIDE),
+    "sums of other warps are read too early": (
+        "packed_few.cu",
+        "        __syncthreads();\n        each_own",
+        "        each_own",
+        LONG,
+    ),
+    "the sum of a group is taken on to the next": ("packed_few.cu", "                sum[n] = 0.0f;\n", "", WIDE),
+    "the sums of a warp lie where those of another do": ("packed_few.cu", "to = warp + group;", "to = group;", LONG),
+    "half of the lanes of a row are left out": ("packed_few.cu", "= P::DOWN; by < 32;", "= 32; by < 32;", LONG),
+    "a stretch of columns is left out": ("packed_few.cu", "start += most * P::CHUNK", "start += end", FAR),
+    "the sum of the stretches before is lost": ("packed_few.cu", "sums[i] += parts", "sums[i] = parts", FAR),
+    "columns past the last are loaded": ("packed_few.cu", "if (block + i < end) load_one", "load_one", WIDE),
+    "a row past the last is written": ("packed_few.cu", "if (row >= made.rows || n", "if (n", WIDE),
     "a high bit of the wrong column": (
         "packed.cuh",
         "high[t * HIGH / 4] >> HIGH * (2 * t",
@@ -127,7 +135,7 @@ PLANTS = {
         TALL,
     ),
     "an expert of elsewhere is the first one": (
-        "packed.cu",
+        "packed_few.cu",
         "matrix < 0 ? 0 : (int)a.blocks",
         "(int)a.blocks",
         routed(1),
