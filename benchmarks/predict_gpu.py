@@ -94,16 +94,17 @@ def vector(dtype: DType, rows: int, columns: int, processors: int, asked: float 
 
 
 def prompt(dtype: DType, rows: int, columns: int, tokens: int, asked: float | None = None) -> Shape:
-    """A product of weights and many tokens."""
-    each = rows / 128 * tokens / 128, columns / 2048
+    """A product of weights and many tokens; two blocks share the columns of tall tiles."""
+    own, chosen = (256, ((tiled, "FULL", 2),)) if dtype in tiled.FLOATS else (128, ((tiled, "WORTH", 1),))
+    many, longer = rows / own * tokens / 128, columns / 2048
     kernels = {
-        **dict.fromkeys(("tiled", "tiled_packed", "matmul"), each),
-        "split_rows": (tokens / 128, columns / 2048),
+        **dict.fromkeys(("tiled", "tiled_packed", "matmul"), (many, longer)),
+        "split_rows": (tokens / 128, longer),
+        "add_shares": (many, 1.0),
     }
     nbytes = rows * columns // dtype.block * dtype.block_bytes + 4 * tokens * (rows + columns)
     name = f"{dtype} {rows}×{columns}, {tokens} tokens"
-    case = f"mul_mat(w={dtype}[128,2048], x=f32[128,2048])"
-    chosen = ((tiled, "FULL", 1), (tiled, "WORTH", 1))
+    case = f"mul_mat(w={dtype}[{own},2048], x=f32[128,2048])"
     return Shape(name, case, kernels, nbytes, 2 * rows * columns * tokens, asked, chosen)
 
 

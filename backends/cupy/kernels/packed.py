@@ -72,10 +72,10 @@ def _units(w: Operand) -> int:
 # ----------------------------------------------------------------------------------------------------- products
 
 
-def _part(dtype: DType) -> tuple[int, int]:
+def _part(dtype: DType, tokens: int) -> tuple[int, int]:
     """Rows, and blocks of columns, that a warp takes at a time; ``Part`` in the kernel."""
     rows = 16 if dtype.block == COLUMNS else 8
-    return rows, 32 // rows * (2 if dtype is DType.Q8_0 else 4)
+    return rows, 32 // rows * (2 if dtype is DType.Q8_0 or tokens > 1 else 4)
 
 
 def _pieces(columns: int, tokens: int) -> int:
@@ -88,7 +88,7 @@ def few(
 ) -> None:
     """All entries in one launch, each of at most 4 rows of x."""
     count, w = next(n for n in COUNTS if n >= tokens), products[0][0]
-    rows, columns = _part(w.dtype)
+    rows, columns = _part(w.dtype, count)
     groups = [blocks(matrix.shape[-2], rows) for matrix, _ in products]
     first, step = [0 if unit else n for n in accumulate(groups, initial=0)], 2 if unit else 1
     fields: list[list[Word]] = [

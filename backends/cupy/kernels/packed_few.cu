@@ -30,8 +30,8 @@ struct Group {
 };
 // A part is a group of DOWN rows and a chunk of columns, of which a lane has OWN blocks of a row.  The fewest rows that fill
 // sectors leave the most groups to be dealt.
-template <class F> struct Part {
-    static constexpr int DOWN = F::SUPER == 1 ? 16 : 8, OWN = F::LOW == 8 ? 2 : 4, CHUNK = OWN * 32 / DOWN;
+template <class F, int N> struct Part {
+    static constexpr int DOWN = F::SUPER == 1 ? 16 : 8, OWN = F::LOW == 8 || N > 1 ? 2 : 4, CHUNK = OWN * 32 / DOWN;
     static constexpr int RECORDS = F::SUPER == 1 ? OWN : 1;
     RowCodes<F> codes[OWN];
     typename F::Record records[RECORDS];
@@ -51,7 +51,7 @@ template <class F> struct Part {
         if (i < RECORDS) records[i] = unit.record(block + i, row);
     }
     // Adds the products with N rows of x, whose block `block` stands at `x`.
-    template <int N> __device__ __forceinline__ void add(float (&sum)[N], const uint4 *x, int block) const {
+    __device__ __forceinline__ void add(float (&sum)[N], const uint4 *x, int block) const {
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
             const Scales s = F::scales(records[i % RECORDS], F::SUPER == 1 ? 0 : block / OWN % (F::SUPER / OWN) * OWN + i);
@@ -88,8 +88,8 @@ template <class F> struct Part {
 // With 16 warps on a multiprocessor, which each wait for up to 4 KiB of codes, some 64 KiB are in flight, of 29 KiB that
 // hide 800 ns at 4.8 TB/s.
 template <class F, int N> __global__ void __launch_bounds__(512, 1) few(const __grid_constant__ Few a) {
-    using P = Part<F>;
-    constexpr int SIZE = N * P::DOWN, TOGETHER = N == 1 ? 2 : 1;  // sums of a group; eights of blocks that are rounded together
+    using P = Part<F, N>;
+    constexpr int SIZE = N * P::DOWN;  // of the sums of a group
     DYNAMIC_SHARED(room, uint4);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
     const int of_block = (int)a.of_block, of_warp = (int)a.of_warp, most = (int)a.chunks;
@@ -128,17 +128,18 @@ template <class F, int N> __global__ void __launch_bounds__(512, 1) few(const __
             enter();
             load(even);
         }
-        for (int b = 8 * TOGETHER * warp; b < chunks * P::CHUNK; b += 8 * TOGETHER * warps) {
-            float4 brought[N * TOGETHER][2];
+        const int eights = (chunks * P::CHUNK + 7) / 8;  // of blocks, which a warp rounds of a row at once; two at a time
+        for (int eight = 2 * warp; eight < N * eights; eight += 2 * warps) {
+            float4 brought[2][2];
 #pragma unroll
-            for (int i = 0; i < N * TOGETHER; i++)
-                bring(brought[i], x + min((i64)(i % N), a.tokens - 1) * a.x_step, start + b + i / N * 8, end);
+            for (int i = 0; i < 2; i++)
+                bring(brought[i], x + min((i64)((eight + i) % N), a.tokens - 1) * a.x_step, start + (eight + i) / N * 8, end);
 #pragma unroll
-            for (int i = 0; i < N * TOGETHER; i++) {
+            for (int i = 0; i < 2; i++) {
                 const Rounded r = round_block(brought[i]);
-                const int block = b + i / N * 8 + lane / 4;
+                const int block = (eight + i) / N * 8 + lane / 4;
                 if (block < chunks * P::CHUNK) {
-                    uint4 *to = room + place<N>(block) + 3 * (i % N);
+                    uint4 *to = room + place<N>(block) + 3 * ((eight + i) % N);
                     ((u32 *)to)[lane % 4] = r.codes[0], ((u32 *)to)[4 + lane % 4] = r.codes[1];
                     if (lane % 4 == 0) *(float4 *)(to + 2) = r.scale;
                 }
