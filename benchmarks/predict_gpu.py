@@ -117,60 +117,65 @@ PREFILL = (
     "state=f32[2,128,128])"
 )
 CHUNKS = 8192 / 32 / 3
-SHAPES = (
-    *(vector(t, 4096, 4096, 132, a) for t, a in ((DType.Q4_K, 0.7), (DType.Q8_0, 0.82))),
-    *(vector(t, 28672, 4096, 132, a) for t, a in ((DType.Q4_K, 0.7), (DType.Q8_0, 0.82))),
-    *(prompt(t, 4096, 4096, 512, 0.42) for t in (DType.Q4_K, DType.Q8_0)),
-    prompt(DType.BF16, 4096, 4096, 512, 0.57),
-    Shape(
-        "16/32×128, batch 32",
-        DECODE,
-        {"delta_net": (8 * 32, 1.0)},
-        2 * 32 * 32 * STATE,
-        32 * 32 * 6 * 128 * 128,
-        0.81,
-    ),
-    Shape(
-        "32/32×128, 8192 tokens, exact",
-        PREFILL,
-        {"delta_prepare": (16 * CHUNKS, 1.0), "delta_scan": (16, CHUNKS)},
-        8192 * 32 * (4 * 128 + 2) * 4,
-        8192 * 32 * 6 * 128 * 128,
-        None,
-        ((gated_delta_net, "BLOCKS", 8),),
-    ),
-    Shape(
-        "32 heads on 8 of 128, 1 token on 8192",
-        "attention(q=f32[1,4,128], k=f32[8192,1,128], v=f32[8192,1,128], scale=0.1)",
-        {"attend_few": (8, 1.0), "attention_combine": (8, 1.0)},
-        2 * 8192 * 8 * 128 * 4,
-        4 * 8192 * 32 * 128,
-        0.8,
-    ),
-)
 
 
-def speeds_of(dtype: DType) -> dict[str, tuple[float, float]]:
-    """By GPU: the bytes/s of products of such weights with one vector, and the FLOP/s of those with many."""
-    one, many = vector(dtype, 28672, 4096), prompt(dtype, 4096, 4096, 512)
-    of_one, of_many = one.counted(), many.counted()
-    return {
-        kind: (
-            one.nbytes / sum(time.total for _, time in one.predicted(of_one, kind)),
-            many.flops / sum(time.total for _, time in many.predicted(of_many, kind)),
-        )
-        for kind in GPUS
-    }
+def shapes(processors: int) -> tuple[Shape, ...]:
+    """Those of the table, on a GPU of so many multiprocessors."""
+    return (
+        *(vector(t, 4096, 4096, processors, a) for t, a in ((DType.Q4_K, 0.7), (DType.Q8_0, 0.82))),
+        *(vector(t, 28672, 4096, processors, a) for t, a in ((DType.Q4_K, 0.7), (DType.Q8_0, 0.82))),
+        *(prompt(t, 4096, 4096, 512, 0.42) for t in (DType.Q4_K, DType.Q8_0)),
+        prompt(DType.BF16, 4096, 4096, 512, 0.57),
+        Shape(
+            "16/32×128, batch 32",
+            DECODE,
+            {"delta_net": (8 * 32, 1.0)},
+            2 * 32 * 32 * STATE,
+            32 * 32 * 6 * 128 * 128,
+            0.81,
+        ),
+        Shape(
+            "32/32×128, 8192 tokens, exact",
+            PREFILL,
+            {"delta_prepare": (16 * CHUNKS, 1.0), "delta_scan": (16, CHUNKS)},
+            8192 * 32 * (4 * 128 + 2) * 4,
+            8192 * 32 * 6 * 128 * 128,
+            None,
+            ((gated_delta_net, "BLOCKS", 8),),
+        ),
+        Shape(
+            "32 heads on 8 of 128, 1 token on 8192",
+            "attention(q=f32[1,4,128], k=f32[8192,1,128], v=f32[8192,1,128], scale=0.1)",
+            {"attend_few": (8, 1.0), "attention_combine": (8, 1.0)},
+            2 * 8192 * 8 * 128 * 4,
+            4 * 8192 * 32 * 128,
+            0.8,
+        ),
+    )
 
 
 def times_of(number: int) -> dict[str, tuple[float, str]]:
     """By GPU: the seconds that the shape of a number takes, and what sets them."""
-    shape, found = SHAPES[number], {}
-    counted = shape.counted()
-    for kind in GPUS:
-        times = shape.predicted(counted, kind)
+    counted: dict[str, list[Counted]] = {}
+    found = {}
+    for kind, gpu in GPUS.items():
+        shape = shapes(gpu.processors)[number]
+        times = shape.predicted(counted.get(shape.case) or counted.setdefault(shape.case, shape.counted()), kind)
         limits = ", ".join(time.limit if len(times) == 1 else f"{name}: {time.limit}" for name, time in times)
         found[kind] = sum(time.total for _, time in times), limits
+    return found
+
+
+def speeds_of(dtype: DType) -> dict[str, tuple[float, float]]:
+    """By GPU: the bytes/s of products of such weights with one vector, and the FLOP/s of those with many."""
+    many = prompt(dtype, 4096, 4096, 512)
+    counted, found = many.counted(), {}
+    for kind, gpu in GPUS.items():
+        one = vector(dtype, 28672, 4096, gpu.processors)
+        seconds = [
+            sum(time.total for _, time in s.predicted(c, kind)) for s, c in ((one, one.counted()), (many, counted))
+        ]
+        found[kind] = one.nbytes / seconds[0], many.flops / seconds[1]
     return found
 
 
@@ -196,15 +201,16 @@ take longer; `asked` is what we want of an H200.
 
 
 def main() -> None:
+    shown = shapes(GPUS[SHOWN[0]].processors)
     dtypes = [*packed.BY_TYPE, DType.F16, DType.BF16, DType.F32]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        times = list(tqdm(pool.map(times_of, range(len(SHAPES))), total=len(SHAPES)))
+        times = list(tqdm(pool.map(times_of, range(len(shown))), total=len(shown)))
         reached = list(tqdm(pool.map(speeds_of, dtypes), total=len(dtypes)))
-    lines = [line for shape, of_shape in zip(SHAPES, times, strict=True) for line in rows(shape, of_shape)]
+    lines = [line for shape, of_shape in zip(shown, times, strict=True) for line in rows(shape, of_shape)]
     TABLE.write_text(HEAD + "\n".join(lines) + "\n", "utf-8")
     microseconds = {
         shape.name: {kind: round(1e6 * seconds, 2) for kind, (seconds, _) in of_shape.items()}
-        for shape, of_shape in zip(SHAPES, times, strict=True)
+        for shape, of_shape in zip(shown, times, strict=True)
     }
     TIMES.write_text(json.dumps(microseconds, indent=1, ensure_ascii=False) + "\n", "utf-8")
     known = {
