@@ -52,8 +52,8 @@ def _has_tiles(w: Operand) -> bool:
 
 def _tiles(launches: Launches, w: Operand, entries: float, matrices: int, is_even: bool) -> tuple[int, Many]:
     """How many entries a tile has at most if each matrix has so many, or on the average, and who multiplies them."""
-    if shape := tiled.shape_of_tiles(launches, w, entries, matrices, is_even):
-        tile, shares = shape
+    if found := tiled.shape_of_tiles(launches, w, entries, matrices, is_even):
+        tile, shares = found
         return tile.entries, partial(tiled.many, launches, w, tile=tile, shares=shares)
     shape = packed.shape_of_tiles(entries)
     return 8 * shape[0], partial(packed.many, launches, w, shape=shape)
