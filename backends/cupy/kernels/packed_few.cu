@@ -99,7 +99,8 @@ template <class F, int N> __global__ void __launch_bounds__(512, 1) few(const __
         if (blockIdx.x == 0 && threadIdx.x == 0) a.choice.check(entry);
         matrix = (int)a.choice.matrix_of(entry);
     }
-    const float *x = a.x + row_of(entry, a.used, a.shared) * a.tokens * a.x_step;
+    const i64 x_row = a.used == 1 ? entry * a.shared : row_of(entry, a.used, a.shared);  // most have no need of a division
+    const float *x = a.x + x_row * a.tokens * a.x_step;
     const int end = matrix < 0 ? 0 : (int)a.blocks;  // one of elsewhere adds nothing
     const int first = (int)blockIdx.x * of_block, groups = min(of_block, (int)a.groups - first);
     const int own = lane / P::DOWN * P::OWN;  // blocks of a chunk before those of this lane

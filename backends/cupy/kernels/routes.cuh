@@ -2,7 +2,6 @@
 
 // The row of x of an entry: a token has `used` entries, of which number i takes row i % `shared` of the token's.
 __device__ __forceinline__ i64 row_of(i64 entry, i64 used, i64 shared) {
-    if (used == 1) return entry * shared;
     return entry / used * shared + entry % used % shared;
 }
 // Which matrix an entry takes, of `matrices` from `first` on that are here, of `total`; -1 if it is elsewhere.
@@ -11,13 +10,11 @@ struct Choice {
     i64 first, matrices, total;
     Fault fault;
     __device__ __forceinline__ i64 matrix_of(i64 entry) const {
-        if (!ids) return 0;
         const i64 id = ids[entry], mine = id - first;
         return id >= 0 && id < total && mine >= 0 && mine < matrices ? mine : -1;
     }
     // By one thread for each entry.
     __device__ __forceinline__ void check(i64 entry) const {
-        if (!ids) return;
         const i64 id = ids[entry];
         if (id < 0 || id >= total) note_fault(fault, id);
     }
