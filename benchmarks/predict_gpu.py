@@ -21,6 +21,7 @@ from unittest.mock import patch
 
 from tqdm import tqdm
 
+from hocket.backends.cupy.emulation import emulated
 from hocket.backends.cupy.emulation.counted import Counted
 from hocket.backends.cupy.kernels import gated_delta_net, packed, tiled
 from hocket.backends.cupy.predicted.speeds import FILE
@@ -44,7 +45,8 @@ class Shape:
     for the small case alone.  `nbytes` and `flops` are what any kernel has to do; `asked` is the share of the H200's
     bandwidth or of its 16-bit products that we want.
 
-    `chosen` are constants by which kernels are chosen, with values that choose for the case what the shape gets.
+    `chosen` are constants by which kernels are chosen, with values that choose for the case what the shape gets.  All
+    blocks of a launch read `common` bytes.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Shape:
     flops: float
     asked: float | None = None
     chosen: Sequence[Part] = field(default=())
+    common: float = 0.0
 
     def counted(self) -> list[Counted]:
         with ExitStack() as stack:
@@ -69,7 +72,8 @@ class Shape:
             if name not in self.times:
                 continue
             work = work_of(launch, gpu.arch).times(*self.times[name])
-            work = replace(work, moved=min(work.moved, 2 * self.nbytes))
+            moved = work.moved - self.common * (work.blocks - 1)
+            work = replace(work, moved=min(moved, 2 * self.nbytes))
             times.append((name, time_of(work, gpu, cached=bool(times) and work.moved < CACHED)))
         return times
 
@@ -78,27 +82,29 @@ class Shape:
         return max(self.nbytes / MACHINES[kind].bandwidth, self.flops / MACHINES[kind].flops) / seconds
 
 
-def vector(dtype: DType, rows: int, columns: int, asked: float | None = None) -> Shape:
-    """A product of weights and one vector."""
-    kernels = {"few": (rows / 64, 1.0)}
-    chosen = ((packed, "MANY_UNITS", 1),) if rows // 32 >= packed.MANY_UNITS else ()
+def vector(dtype: DType, rows: int, columns: int, processors: int, asked: float | None = None) -> Shape:
+    """A product of weights and one vector on a GPU of so many multiprocessors; packed rows are dealt to them evenly."""
+    least = 16 if dtype in packed.BY_TYPE and dtype.block == packed.COLUMNS else 8
+    own = -(-rows // processors // least) * least if dtype in packed.BY_TYPE else 64
     nbytes = rows * columns // dtype.block * dtype.block_bytes + 4 * (rows + columns)
-    case = f"mul_mat(w={dtype}[64,{columns}], x=f32[1,{columns}])"
+    case = f"mul_mat(w={dtype}[{own},{columns}], x=f32[1,{columns}])"
     name = f"{dtype} {rows}×{columns}, 1 token"
-    return Shape(name, case, kernels, nbytes, 2 * rows * columns, asked, chosen)
+    chosen = ((emulated, "PROCESSORS", 1),)
+    return Shape(name, case, {"few": (rows / own, 1.0)}, nbytes, 2 * rows * columns, asked, chosen, 4 * columns)
 
 
 def prompt(dtype: DType, rows: int, columns: int, tokens: int, asked: float | None = None) -> Shape:
-    """A product of weights and many tokens."""
-    each = rows / 128 * tokens / 128, columns / 2048
+    """A product of weights and many tokens; two blocks share the columns of tall tiles."""
+    own, chosen = (256, ((tiled, "FULL", 2),)) if dtype in tiled.FLOATS else (128, ((tiled, "WORTH", 1),))
+    many, longer = rows / own * tokens / 128, columns / 2048
     kernels = {
-        **dict.fromkeys(("tiled", "tiled_packed", "matmul"), each),
-        "split_rows": (tokens / 128, columns / 2048),
+        **dict.fromkeys(("tiled", "tiled_packed", "matmul"), (many, longer)),
+        "split_rows": (tokens / 128, longer),
+        "add_shares": (many, 1.0),
     }
     nbytes = rows * columns // dtype.block * dtype.block_bytes + 4 * tokens * (rows + columns)
     name = f"{dtype} {rows}×{columns}, {tokens} tokens"
-    case = f"mul_mat(w={dtype}[128,2048], x=f32[128,2048])"
-    chosen = ((tiled, "FULL", 1), (tiled, "WORTH", 1))
+    case = f"mul_mat(w={dtype}[{own},2048], x=f32[128,2048])"
     return Shape(name, case, kernels, nbytes, 2 * rows * columns * tokens, asked, chosen)
 
 
@@ -111,60 +117,65 @@ PREFILL = (
     "state=f32[2,128,128])"
 )
 CHUNKS = 8192 / 32 / 3
-SHAPES = (
-    *(vector(t, 4096, 4096, a) for t, a in ((DType.Q4_K, 0.7), (DType.Q8_0, 0.82))),
-    *(vector(t, 28672, 4096, a) for t, a in ((DType.Q4_K, 0.7), (DType.Q8_0, 0.82))),
-    *(prompt(t, 4096, 4096, 512, 0.42) for t in (DType.Q4_K, DType.Q8_0)),
-    prompt(DType.BF16, 4096, 4096, 512, 0.57),
-    Shape(
-        "16/32×128, batch 32",
-        DECODE,
-        {"delta_net": (8 * 32, 1.0)},
-        2 * 32 * 32 * STATE,
-        32 * 32 * 6 * 128 * 128,
-        0.81,
-    ),
-    Shape(
-        "32/32×128, 8192 tokens, exact",
-        PREFILL,
-        {"delta_prepare": (16 * CHUNKS, 1.0), "delta_scan": (16, CHUNKS)},
-        8192 * 32 * (4 * 128 + 2) * 4,
-        8192 * 32 * 6 * 128 * 128,
-        None,
-        ((gated_delta_net, "BLOCKS", 8),),
-    ),
-    Shape(
-        "32 heads on 8 of 128, 1 token on 8192",
-        "attention(q=f32[1,4,128], k=f32[8192,1,128], v=f32[8192,1,128], scale=0.1)",
-        {"attend_few": (8, 1.0), "attention_combine": (8, 1.0)},
-        2 * 8192 * 8 * 128 * 4,
-        4 * 8192 * 32 * 128,
-        0.8,
-    ),
-)
 
 
-def speeds_of(dtype: DType) -> dict[str, tuple[float, float]]:
-    """By GPU: the bytes/s of products of such weights with one vector, and the FLOP/s of those with many."""
-    one, many = vector(dtype, 28672, 4096), prompt(dtype, 4096, 4096, 512)
-    of_one, of_many = one.counted(), many.counted()
-    return {
-        kind: (
-            one.nbytes / sum(time.total for _, time in one.predicted(of_one, kind)),
-            many.flops / sum(time.total for _, time in many.predicted(of_many, kind)),
-        )
-        for kind in GPUS
-    }
+def shapes(processors: int) -> tuple[Shape, ...]:
+    """Those of the table, on a GPU of so many multiprocessors."""
+    return (
+        *(vector(t, 4096, 4096, processors, a) for t, a in ((DType.Q4_K, 0.7), (DType.Q8_0, 0.82))),
+        *(vector(t, 28672, 4096, processors, a) for t, a in ((DType.Q4_K, 0.7), (DType.Q8_0, 0.82))),
+        *(prompt(t, 4096, 4096, 512, 0.42) for t in (DType.Q4_K, DType.Q8_0)),
+        prompt(DType.BF16, 4096, 4096, 512, 0.57),
+        Shape(
+            "16/32×128, batch 32",
+            DECODE,
+            {"delta_net": (8 * 32, 1.0)},
+            2 * 32 * 32 * STATE,
+            32 * 32 * 6 * 128 * 128,
+            0.81,
+        ),
+        Shape(
+            "32/32×128, 8192 tokens, exact",
+            PREFILL,
+            {"delta_prepare": (16 * CHUNKS, 1.0), "delta_scan": (16, CHUNKS)},
+            8192 * 32 * (4 * 128 + 2) * 4,
+            8192 * 32 * 6 * 128 * 128,
+            None,
+            ((gated_delta_net, "BLOCKS", 8),),
+        ),
+        Shape(
+            "32 heads on 8 of 128, 1 token on 8192",
+            "attention(q=f32[1,4,128], k=f32[8192,1,128], v=f32[8192,1,128], scale=0.1)",
+            {"attend_few": (8, 1.0), "attention_combine": (8, 1.0)},
+            2 * 8192 * 8 * 128 * 4,
+            4 * 8192 * 32 * 128,
+            0.8,
+        ),
+    )
 
 
 def times_of(number: int) -> dict[str, tuple[float, str]]:
     """By GPU: the seconds that the shape of a number takes, and what sets them."""
-    shape, found = SHAPES[number], {}
-    counted = shape.counted()
-    for kind in GPUS:
-        times = shape.predicted(counted, kind)
+    counted: dict[str, list[Counted]] = {}
+    found = {}
+    for kind, gpu in GPUS.items():
+        shape = shapes(gpu.processors)[number]
+        times = shape.predicted(counted.get(shape.case) or counted.setdefault(shape.case, shape.counted()), kind)
         limits = ", ".join(time.limit if len(times) == 1 else f"{name}: {time.limit}" for name, time in times)
         found[kind] = sum(time.total for _, time in times), limits
+    return found
+
+
+def speeds_of(dtype: DType) -> dict[str, tuple[float, float]]:
+    """By GPU: the bytes/s of products of such weights with one vector, and the FLOP/s of those with many."""
+    many = prompt(dtype, 4096, 4096, 512)
+    counted, found = many.counted(), {}
+    for kind, gpu in GPUS.items():
+        one = vector(dtype, 28672, 4096, gpu.processors)
+        seconds = [
+            sum(time.total for _, time in s.predicted(c, kind)) for s, c in ((one, one.counted()), (many, counted))
+        ]
+        found[kind] = one.nbytes / seconds[0], many.flops / seconds[1]
     return found
 
 
@@ -190,15 +201,16 @@ take longer; `asked` is what we want of an H200.
 
 
 def main() -> None:
+    shown = shapes(GPUS[SHOWN[0]].processors)
     dtypes = [*packed.BY_TYPE, DType.F16, DType.BF16, DType.F32]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        times = list(tqdm(pool.map(times_of, range(len(SHAPES))), total=len(SHAPES)))
+        times = list(tqdm(pool.map(times_of, range(len(shown))), total=len(shown)))
         reached = list(tqdm(pool.map(speeds_of, dtypes), total=len(dtypes)))
-    lines = [line for shape, of_shape in zip(SHAPES, times, strict=True) for line in rows(shape, of_shape)]
+    lines = [line for shape, of_shape in zip(shown, times, strict=True) for line in rows(shape, of_shape)]
     TABLE.write_text(HEAD + "\n".join(lines) + "\n", "utf-8")
     microseconds = {
         shape.name: {kind: round(1e6 * seconds, 2) for kind, (seconds, _) in of_shape.items()}
-        for shape, of_shape in zip(SHAPES, times, strict=True)
+        for shape, of_shape in zip(shown, times, strict=True)
     }
     TIMES.write_text(json.dumps(microseconds, indent=1, ensure_ascii=False) + "\n", "utf-8")
     known = {

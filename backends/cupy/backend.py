@@ -203,7 +203,12 @@ class Replay:
         self._memory: list[Any] = list(buffers)  # launches know addresses only
         self._constants: dict[bytes, int] = {}
         self._fault = self._keep(np.zeros(FAULT_BYTES // 8, np.int64))
-        self._bound = Launches(self._keep_at, fault_at=driver.address(self._fault), most_shared=driver.most_shared(on))
+        self._bound = Launches(
+            self._keep_at,
+            fault_at=driver.address(self._fault),
+            most_shared=driver.most_shared(on),
+            processors=driver.processors(on),
+        )
         self._readers = readers_of(program, self._operand)
         self._flow = Flow(program, self._readers)
         self._parts = [*bound_parts(self._flow, self._bound, self._operand)]

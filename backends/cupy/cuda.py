@@ -88,6 +88,10 @@ class CudaDriver:
             self._shared[on.index] = most_shared(_capability(on.index))
         return self._shared[on.index]
 
+    def processors(self, on: Device) -> int:
+        with told(_cupy(), on, "say what it has"):
+            return int(_cupy().cuda.runtime.getDeviceProperties(on.index)["multiProcessorCount"])
+
     def alloc(self, nbytes: int, on: Device) -> Any:
         cupy = _cupy()
         try:

@@ -28,8 +28,9 @@ class Launches:
     """The launches of a program while they are bound.
 
     `keep` puts an array into the memory of the device and gives its address; `scratch_at` is where the memory of the
-    current instruction begins; `most_shared` is the bytes of shared memory that a block may have.  What a binding asks
-    for may depend on shapes, attributes and that number only, and launches nothing if it raises `NoKernelError`.
+    current instruction begins; `most_shared` is the bytes of shared memory that a block may have, `processors` how
+    many multiprocessors there are.  What a binding asks for may depend on shapes, attributes and the first of these
+    numbers only, and launches nothing if it raises `NoKernelError`.
     """
 
     keep: Callable[[npt.NDArray[Any]], int]
@@ -40,6 +41,7 @@ class Launches:
     faults: list[tuple[int, str]] = field(default_factory=list)
     fault_at: int = 0
     most_shared: int = MOST
+    processors: int = 1
 
     def fits(self, shared_bytes: int) -> bool:
         """Whether a block may have so much shared memory on the device."""

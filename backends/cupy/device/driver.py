@@ -169,6 +169,9 @@ class Driver(Protocol):
     def most_shared(self, on: Device) -> int:
         """Bytes of shared memory that a block may have on a device, declared ones included."""
 
+    def processors(self, on: Device) -> int:
+        """How many multiprocessors a device has."""
+
     def alloc(self, nbytes: int, on: Device) -> Any:
         """A zeroed buffer, aligned to 16 bytes at least.  Raises `BackendError` when memory is out."""
 

@@ -24,6 +24,8 @@ WHOLE = 1 << 20
 """Bytes from which an operand stays where it is: its copy would take longer than the launch."""
 WORKERS = 1 << 14
 """Threads of a launch from which several processors share it."""
+PROCESSORS = 2
+"""Multiprocessors that kernels are told of: few, so that a block has much to do."""
 FAULT = 1
 
 
@@ -69,6 +71,9 @@ class EmulatedDriver:
 
     def most_shared(self, on: Device) -> int:
         return self.shared
+
+    def processors(self, on: Device) -> int:
+        return PROCESSORS
 
     def alloc(self, nbytes: int, on: Device) -> Bytes:
         try:

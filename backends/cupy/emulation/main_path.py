@@ -45,10 +45,7 @@ class Allowed:
 
 ALLOWED = (
     Allowed(
-        "packed.cu",
-        "x[i] = row[32 * block + 4 * lane + i]",
-        4.0,
-        "four loads of 4 bytes, in machine code too; one of 16 would do",
+        "packed.cu", "codes[0] = r.codes[0], codes[4] = r.codes[1];", 2.0, "halves of sectors are stored one by one"
     ),
     Allowed(
         "packed.cu", "cp_async_16(stage + (2 * STEP + b)", 2.0, "rows of scales are 1 KiB apart; a scale to 2 codes"

@@ -37,8 +37,12 @@ constexpr int OWN = 2;
 template <class T, int N> __global__ void __launch_bounds__(256) few(const __grid_constant__ Few<T> a) {
     constexpr int SIZE = Piece<T>::SIZE;
     const int lane = threadIdx.x % 32;
-    const i64 entry = blockIdx.y, matrix = a.choice.matrix_of(entry);
-    if (blockIdx.x == 0 && threadIdx.x == 0) a.choice.check(entry);
+    const i64 entry = blockIdx.y;
+    i64 matrix = 0;
+    if (a.choice.ids) {
+        if (blockIdx.x == 0 && threadIdx.x == 0) a.choice.check(entry);
+        matrix = a.choice.matrix_of(entry);
+    }
     int which = 0;
     if (!a.unit)
         while (which + 1 < a.products && blockIdx.x >= a.product[which + 1].first) which++;

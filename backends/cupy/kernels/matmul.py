@@ -50,10 +50,11 @@ def _has_tiles(w: Operand) -> bool:
     return _is_packed(w) or w.dtype in tiled.FLOATS
 
 
-def _tiles(launches: Launches, w: Operand, entries: float, matrices: int) -> tuple[int, Many]:
-    """How many entries a tile has at most if each matrix has so many, and who multiplies them."""
-    if size := tiled.size_of_tiles(launches, w, entries, matrices):
-        return size, partial(tiled.many, launches, w, size=size)
+def _tiles(launches: Launches, w: Operand, entries: float, matrices: int, is_even: bool) -> tuple[int, Many]:
+    """How many entries a tile has at most if each matrix has so many, or on the average, and who multiplies them."""
+    if found := tiled.shape_of_tiles(launches, w, entries, matrices, is_even):
+        tile, shares = found
+        return tile.entries, partial(tiled.many, launches, w, tile=tile, shares=shares)
     shape = packed.shape_of_tiles(entries)
     return 8 * shape[0], partial(packed.many, launches, w, shape=shape)
 
@@ -89,9 +90,9 @@ def _mul_mat(launches: Launches, call: Bound) -> None:
         need(len(matrices) <= MOST, f"{len(matrices)} matrices are too many for one launch")
         count = math.prod(w.shape[:-2])
         # All of them are there, so that nothing can be wrong.
-        route: list[Word] = [1, 1, launches.constant(matrices), 0, count, count, 0, 0]
+        route: list[Word] = [1, 1, launches.constant(matrices) if count > 1 else 0, 0, count, count, 0, 0]
         return _few(launches, [(w, out)], x, len(matrices), tokens, route)
-    size, many = _tiles(launches, w, tokens, len(matrices))
+    size, many = _tiles(launches, w, tokens, len(matrices), is_even=True)
     tiles = [
         (matrix, entry * tokens + first, min(size, tokens - first), 0)
         for entry, matrix in enumerate(matrices.tolist())
@@ -129,7 +130,7 @@ def _mul_mat_id(launches: Launches, call: Bound) -> None:
     if slots <= max(FEW, total // 2) or not _has_tiles(w):  # hardly two of one expert
         need(slots <= MOST, f"{slots} slots are too many for one launch")
         return _few(launches, [(w, out)], x, slots, 1, [*spread, *choice])
-    size, many = _tiles(launches, w, slots / total, experts)
+    size, many = _tiles(launches, w, slots / total, experts, is_even=False)
     count = experts + 1 + slots // size
     need(count <= MOST, f"{count} tiles are too many for one launch")
     tiles, order = launches.scratch((count, 4), DType.I32), launches.scratch((slots,), DType.I32)
@@ -160,7 +161,7 @@ def _launch_together(
     for out in outs:
         need(out.is_dense, "results are not dense")
         apart(out, [x])
-    route: list[Word] = [1, 1, launches.constant(np.zeros(1, np.int32)), 0, 1, 1, 0, 0]
+    route: list[Word] = [1, 1, 0, 0, 1, 1, 0, 0]
     # The second result of a unit is not written.
     results = [*outs, *[call.out for call in calls[len(outs) :]]]
     products = [(call.operand(0), _by_row(out)) for call, out in zip(calls, results, strict=True)]

@@ -1,44 +1,5 @@
-// Products with packed weights, but for those that fill large tiles: see tiled.cu.  Activations are rounded to 8 bits in
-// blocks of 32, products of codes are exact integers, and scales are applied in float32, so that the number of tokens changes
-// no more than the order of a sum.
-//
-// Integer sums start at MAGIC_BITS: their bits, read as a float, are MAGIC + sum, exactly.  Scales d of activations have 21
-// significant bits, so that MAGIC d is exact as well and one fma(MAGIC + sum, d, -MAGIC d) is d sum, rounded once.
-constexpr i32 MAGIC_BITS = 0x4b400000;
-constexpr float MAGIC = 12582912.0f;
+// Products of many tokens with packed weights, but for those that fill large tiles: see tiled.cu.  Rows of packed tables.
 
-struct Rounded {
-    u32 codes;
-    float4 scale;  // d, -MAGIC d, d times the sum of the 32 codes, and of the first 16
-};
-// A block of 32 in 8 lanes, 4 numbers each; infinities and NaN end in d.
-__device__ __forceinline__ Rounded round_block(const float (&x)[4]) {
-    u32 top = 0;
-#pragma unroll
-    for (int i = 0; i < 4; i++) top = max(top, __float_as_uint(x[i]) & 0x7fffffffu);
-#pragma unroll
-    for (int by = 1; by < 8; by *= 2) top = max(top, __shfl_xor_sync(ALL_LANES, top, by));
-    const float d = __uint_as_float(__float_as_uint(__uint_as_float(top) * (1.0f / 127.0f)) & ~7u);
-    const float up = d < 1e-37f ? 18446744073709551616.0f : 1.0f;  // the inverse of less is no number
-    const float inverse = d > 0.0f ? 1.0f / (d * up) : 0.0f;
-    u32 codes = 0;
-#pragma unroll
-    for (int i = 0; i < 4; i++) codes |= ((u32)__float2int_rn(x[i] * up * inverse) & 0xff) << 8 * i;
-    i32 half = dp4a(codes, 0x01010101, 0);
-    half += __shfl_xor_sync(ALL_LANES, half, 1);
-    half += __shfl_xor_sync(ALL_LANES, half, 2);
-    const i32 other = __shfl_xor_sync(ALL_LANES, half, 4);
-    return {codes, {d, -MAGIC * d, d * (half + other), d * (threadIdx.x % 8 < 4 ? half : other)}};
-}
-// Lane l brings columns 4 l ... of four blocks from `block` on; those past the last block are 0.
-__device__ __forceinline__ Rounded round_four(const float *row, int block, int blocks) {
-    const int lane = threadIdx.x % 32;
-    float x[4] = {};
-    if (block + lane / 8 < blocks)
-#pragma unroll
-        for (int i = 0; i < 4; i++) x[i] = row[32 * block + 4 * lane + i];
-    return round_block(x);
-}
 struct Round {
     const float *x;
     i64 step, rows, blocks;
@@ -46,115 +7,16 @@ struct Round {
     float4 *scales;  // [rows][blocks]
 };
 __global__ void __launch_bounds__(256) round_rows(const __grid_constant__ Round a) {
-    const i64 chunks = (a.blocks + 3) / 4, i = (i64)blockIdx.x * 8 + threadIdx.x / 32;
+    const i64 chunks = (a.blocks + 7) / 8, i = (i64)blockIdx.x * 8 + threadIdx.x / 32;
     if (i >= a.rows * chunks) return;  // a whole warp
-    const i64 row = i / chunks, block = i % chunks * 4, mine = block + threadIdx.x % 32 / 8;
-    const Rounded r = round_four(a.x + row * a.step, block, a.blocks);
+    const i64 row = i / chunks, block = i % chunks * 8, mine = block + threadIdx.x % 32 / 4;
+    float4 x[2];
+    bring(x, a.x + row * a.step, (int)block, (int)a.blocks);
+    const Rounded r = round_block(x);
     if (mine >= a.blocks) return;
-    a.codes[(row * a.blocks + block) * 8 + threadIdx.x % 32] = r.codes;
-    if (threadIdx.x % 8 == 0) a.scales[row * a.blocks + mine] = r.scale;
-}
-
-// ------------------------------------------------------------------------------------------------------ few tokens
-
-struct Few {
-    struct Product {
-        const u8 *w;
-        float *out;
-        i64 first, units, rows, out_step;  // the first of its blocks
-    } product[MOST_PRODUCTS];
-    i64 products, unit;  // a unit has two products, and makes one result of them
-    const float *x;
-    i64 blocks, row_bytes, tokens, x_step;  // `tokens` rows of x for each entry
-    i64 used, shared;
-    Choice choice;
-};
-// A thread has a row of 32, the warps of a block share its columns: each takes chunks of 4 blocks, rounds what it needs of
-// the N rows of x itself, and the sums of warps are added in order.  Of a gated unit half of the warps have the gate, half
-// what it gates.
-//
-// A warp asks for all codes of a chunk (4-bit: 4 x 16 bytes a lane, 2 KiB) before it rounds; with 32 warps on a
-// multiprocessor 64 KiB are in flight, of some 25 KiB that hide 700 ns at 4.8 TB/s (8-bit: 4 KiB, with 16 warps, which have
-// twice the registers).  A block of 18 bytes (4 bits, a scale)
-// costs a thread about 12 instructions of unpacking, 8 dp4a, 2 + 1 broadcast loads, 4 for the scale and 4 for the sum of
-// each token, and 11 for its part of the rounding: 11 bytes a warp's instruction at one token, where 5.2 keep up with memory.
-template <class F, int N> __global__ void __launch_bounds__(512, N == 1 && F::LOW < 8 ? 2 : 1) few(const __grid_constant__ Few a) {
-    SHARED(codes, uint4[16][N][4][2]);
-    SHARED(scales, float4[16][N][4]);
-    SHARED(sums, float[16][N][32]);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = a.unit ? blockDim.x / 64 : blockDim.x / 32;
-    const i64 entry = blockIdx.y, matrix = a.choice.matrix_of(entry);
-    if (blockIdx.x == 0 && threadIdx.x == 0) a.choice.check(entry);
-    const float *x = a.x + row_of(entry, a.used, a.shared) * a.tokens * a.x_step;
-    const int end = matrix < 0 ? 0 : (int)a.blocks;  // one of elsewhere adds nothing
-    const bool second = warp >= warps;
-    int which = second;
-    if (!a.unit)
-        while (which + 1 < a.products && blockIdx.x >= a.product[which + 1].first) which++;
-    const Few::Product &product = a.product[which];
-    const i64 number = max(matrix, (i64)0) * product.units + blockIdx.x - product.first;
-    const Unit<F> unit(product.w, number, a.blocks, a.row_bytes);
-    float sum[N] = {};
-    for (int block = 4 * (second ? warp - warps : warp); block < end; block += 4 * warps) {
-        constexpr int RECORDS = F::SUPER == 1 ? 4 : 1;
-        RowCodes<F> w[4];
-        typename F::Record records[RECORDS];
-#pragma unroll
-        for (int b = 0; b < 4; b++)
-            if (block + b < end) {
-                w[b].load(unit, block + b, lane);
-                if (b < RECORDS) records[b] = unit.record(block + b, lane);
-            }
-        __syncwarp();  // all have done with the chunk before
-#pragma unroll
-        for (int n = 0; n < N; n++) {
-            const Rounded r = round_four(N == 1 ? x : x + min((i64)n, a.tokens - 1) * a.x_step, block, end);
-            ((u32 *)codes[warp][n])[lane] = r.codes;
-            if (lane % 8 == 0) scales[warp][n][lane / 8] = r.scale;
-        }
-        __syncwarp();
-#pragma unroll
-        for (int b = 0; b < 4; b++) {
-            if (block + b >= end) break;
-            const Scales s = F::scales(records[b % RECORDS], (int)((block + b) % F::SUPER));
-            u32 q[2][4];
-#pragma unroll
-            for (int t = 0; t < 4; t++) {
-                const Codes c = w[b].at(t);
-                q[0][t] = F::codes(c, 0), q[1][t] = F::codes(c, 1);
-            }
-#pragma unroll
-            for (int n = 0; n < N; n++) {
-                i32 dot[2] = {MAGIC_BITS, MAGIC_BITS};
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    const uint4 v = codes[warp][n][b][h];
-                    i32 &d = dot[F::HALVES ? h : 0];
-                    d = dp4a(q[h][3], v.w, dp4a(q[h][2], v.z, dp4a(q[h][1], v.y, dp4a(q[h][0], v.x, d))));
-                }
-                const float4 v = scales[warp][n][b];
-                sum[n] = fmaf(fmaf(__int_as_float(dot[0]), v.x, v.y), s.scale[0], sum[n]);
-                if (F::HALVES) sum[n] = fmaf(fmaf(__int_as_float(dot[1]), v.x, v.y), s.scale[1], sum[n]);
-                if (F::BIAS) sum[n] = fmaf(s.bias[0], F::HALVES ? v.w : v.z, sum[n]);
-                if (F::BIAS && F::HALVES) sum[n] = fmaf(s.bias[1], v.z - v.w, sum[n]);
-            }
-        }
-    }
-#pragma unroll
-    for (int n = 0; n < N; n++) sums[warp][n][lane] = sum[n];
-    __syncthreads();
-    for (int i = threadIdx.x; i < 32 * N; i += blockDim.x) {
-        const Few::Product &made = a.product[a.unit ? 0 : which];
-        const i64 row = 32 * (blockIdx.x - made.first) + i % 32;
-        if (row >= made.rows || i / 32 >= a.tokens) continue;
-        float total = 0.0f, up = 0.0f;
-        for (int w = 0; w < warps; w++) total += sums[w][i / 32][i % 32];
-        if (a.unit) {
-            for (int w = warps; w < 2 * warps; w++) up += sums[w][i / 32][i % 32];
-            total = gated(a.unit, total, up);
-        }
-        made.out[(entry * a.tokens + i / 32) * made.out_step + row] = total;
-    }
+    u32 *codes = a.codes + (row * a.blocks + mine) * 8 + threadIdx.x % 4;
+    codes[0] = r.codes[0], codes[4] = r.codes[1];
+    if (threadIdx.x % 4 == 0) a.scales[row * a.blocks + mine] = r.scale;
 }
 
 // ----------------------------------------------------------------------------------------------------- many tokens

@@ -47,7 +47,7 @@ struct Scales {  // of the two halves of a block, if they differ; else of both
     float scale[2], bias[2];
 };
 // Record `i` of `count`, of which the parts before this one take `before` bytes.
-template <class T> __device__ __forceinline__ T part(const u8 *records, i64 count, int before, i64 i, int row) {
+template <class T> __device__ __forceinline__ T part(const u8 *records, i64 count, int before, int i, int row) {
     return ((const T *)(records + 32 * count * before))[32 * i + row];
 }
 __device__ __forceinline__ float byte_of(u32 word, int i) { return (float)(word >> 8 * i & 0xff); }
@@ -56,7 +56,7 @@ struct OneScale {
     static constexpr int SUPER = 1;
     static constexpr bool HALVES = false, BIAS = false;
     using Record = u16;
-    static __device__ __forceinline__ Record load(const u8 *at, i64 count, i64 i, int row) {
+    static __device__ __forceinline__ Record load(const u8 *at, i64 count, int i, int row) {
         return part<u16>(at, count, 0, i, row);
     }
     static __device__ __forceinline__ Scales scales(const Record &d, int) { return {{half_to_float(d)}, {}}; }
@@ -65,7 +65,7 @@ struct ScaleAndBias {
     static constexpr int SUPER = 1;
     static constexpr bool HALVES = false, BIAS = true;
     using Record = u32;
-    static __device__ __forceinline__ Record load(const u8 *at, i64 count, i64 i, int row) {
+    static __device__ __forceinline__ Record load(const u8 *at, i64 count, int i, int row) {
         return part<u32>(at, count, 0, i, row);
     }
     static __device__ __forceinline__ Scales scales(const Record &r, int) {
@@ -76,7 +76,7 @@ struct Exponent {  // 2^(e - 128), whose two smallest are subnormal: the book is
     static constexpr int SUPER = 1;
     static constexpr bool HALVES = false, BIAS = false;
     using Record = u8;
-    static __device__ __forceinline__ Record load(const u8 *at, i64 count, i64 i, int row) {
+    static __device__ __forceinline__ Record load(const u8 *at, i64 count, int i, int row) {
         return part<u8>(at, count, 0, i, row);
     }
     static __device__ __forceinline__ Scales scales(const Record &e, int) {
@@ -87,13 +87,14 @@ struct SixBitPairs {  // Q4_K and Q5_K: d, dmin, and 8 pairs of 6 bits in 12 byt
     static constexpr int SUPER = 8;
     static constexpr bool HALVES = false, BIAS = true;
     using Record = uint4;
-    static __device__ __forceinline__ Record load(const u8 *at, i64 count, i64 i, int row) {
+    static __device__ __forceinline__ Record load(const u8 *at, i64 count, int i, int row) {
         return part<uint4>(at, count, 0, i, row);
     }
     static __device__ __forceinline__ Scales scales(const Record &r, int block) {
-        const bool early = block < 4;
-        const u32 scale = early ? r.y & 0x3f3f3f3fu : (r.w & 0x0f0f0f0fu) | (r.y >> 2 & 0x30303030u);
-        const u32 least = early ? r.z & 0x3f3f3f3fu : (r.w >> 4 & 0x0f0f0f0fu) | (r.z >> 2 & 0x30303030u);
+        const bool early = block < 4;  // the six bits are together, or four of them apart from the two above
+        const u32 low = early ? 0x3f3f3f3fu : 0x0f0f0f0fu, high = early ? 0 : 0x30303030u;
+        const u32 scale = ((early ? r.y : r.w) & low) | (r.y >> 2 & high);
+        const u32 least = ((early ? r.z : r.w >> 4) & low) | (r.z >> 2 & high);
         const float d = half_to_float((u16)r.x), m = half_to_float((u16)(r.x >> 16));
         return {{d * byte_of(scale, block % 4)}, {-m * byte_of(least, block % 4)}};
     }
@@ -108,7 +109,7 @@ struct FourBitPairs {  // Q2_K: 16 pairs of 4 bits, d, dmin
     };
     static constexpr int SUPER = 8;
     static constexpr bool HALVES = true, BIAS = true;
-    static __device__ __forceinline__ Record load(const u8 *at, i64 count, i64 i, int row) {
+    static __device__ __forceinline__ Record load(const u8 *at, i64 count, int i, int row) {
         return {part<uint4>(at, count, 0, i, row), part<u32>(at, count, 16, i, row)};
     }
     static __device__ __forceinline__ Scales scales(const Record &r, int block) { return of(pair_of(r.pairs, block), r.d); }
@@ -125,7 +126,7 @@ struct SixBits {  // Q3_K: 16 scales of 6 bits in 12 bytes, d
     };
     static constexpr int SUPER = 8;
     static constexpr bool HALVES = true, BIAS = false;
-    static __device__ __forceinline__ Record load(const u8 *at, i64 count, i64 i, int row) {
+    static __device__ __forceinline__ Record load(const u8 *at, i64 count, int i, int row) {
         return {part<uint2>(at, count, 0, i, row), part<u32>(at, count, 8, i, row), part<u16>(at, count, 12, i, row)};
     }
     static __device__ __forceinline__ Scales scales(const Record &r, int block) {
@@ -142,7 +143,7 @@ struct Bytes {  // Q6_K: 16 signed bytes, d
     };
     static constexpr int SUPER = 8;
     static constexpr bool HALVES = true, BIAS = false;
-    static __device__ __forceinline__ Record load(const u8 *at, i64 count, i64 i, int row) {
+    static __device__ __forceinline__ Record load(const u8 *at, i64 count, int i, int row) {
         return {part<uint4>(at, count, 0, i, row), part<u16>(at, count, 16, i, row)};
     }
     static __device__ __forceinline__ Scales scales(const Record &r, int block) { return of(pair_of(r.scales, block), r.d); }
@@ -155,7 +156,7 @@ struct SixBitsApart {  // IQ4_XS: d, 8 times 2 bits, 8 times 4 bits
     static constexpr int SUPER = 8;
     static constexpr bool HALVES = false, BIAS = false;
     using Record = uint2;
-    static __device__ __forceinline__ Record load(const u8 *at, i64 count, i64 i, int row) {
+    static __device__ __forceinline__ Record load(const u8 *at, i64 count, int i, int row) {
         return part<uint2>(at, count, 0, i, row);
     }
     static __device__ __forceinline__ Scales scales(const Record &r, int block) {
@@ -167,7 +168,7 @@ struct SixBitsApart {  // IQ4_XS: d, 8 times 2 bits, 8 times 4 bits
 // What one block needs of its record, for whoever has blocks of many records under way.
 template <class Scale> struct Alone {
     typename Scale::Record record;
-    __device__ __forceinline__ void load(const u8 *at, i64 count, i64 block, int row) {
+    __device__ __forceinline__ void load(const u8 *at, i64 count, int block, int row) {
         record = Scale::load(at, count, block / Scale::SUPER, row);
     }
     __device__ __forceinline__ Scales scales(int block) const { return Scale::scales(record, block); }
@@ -176,8 +177,8 @@ template <class Scale> struct Alone {
 template <class Scale, class D> struct PairAlone {
     u16 pair;
     D d;
-    __device__ __forceinline__ void load(const u8 *at, i64 count, i64 block, int row) {
-        const i64 i = block / 8;
+    __device__ __forceinline__ void load(const u8 *at, i64 count, int block, int row) {
+        const int i = block / 8;
         pair = ((const u16 *)at)[8 * (32 * i + row) + block % 8];
         d = part<D>(at, count, 16, i, row);
     }
@@ -217,13 +218,14 @@ using MXFP4 = Format<TwiceE2M1, Exponent>;
 template <class F> struct Unit {
     const u8 *low, *high, *records;
     i64 count;  // of records
+    Unit() = default;
     __device__ __forceinline__ Unit(const u8 *w, i64 unit, i64 blocks, i64 row_bytes) {
-        low = w + 32 * unit * row_bytes;
+        low = w + (u64)(u32)(32 * unit) * (u32)row_bytes;
         high = low + 128 * blocks * F::LOW;
         records = high + 128 * blocks * F::HIGH;
         count = blocks / F::SUPER;
     }
-    __device__ __forceinline__ typename F::Record record(i64 block, int row) const {
+    __device__ __forceinline__ typename F::Record record(int block, int row) const {
         return F::load(records, count, block / F::SUPER, row);
     }
     // What lane t of four needs of a row: two halves of 4 columns.
@@ -258,11 +260,11 @@ template <int WORDS> __device__ __forceinline__ void load_words(u32 *to, const u
 template <class F> struct RowCodes {  // of a row and block, all in one thread
     static constexpr int HIGH = F::HIGH ? F::HIGH : 1;
     u32 low[F::LOW], high[HIGH];
-    __device__ __forceinline__ void load(const Unit<F> &u, i64 block, int row) {
+    __device__ __forceinline__ void load(const Unit<F> &u, int block, int row) {
         constexpr int WORDS = F::LOW < 4 ? F::LOW : 4;
 #pragma unroll
-        for (int i = 0; i < F::LOW; i += WORDS) load_words<WORDS>(low + i, u.low + 128 * (F::LOW * block + i) + 4 * WORDS * row);
-        if (F::HIGH) load_words<HIGH>(high, u.high + 128 * HIGH * block + 4 * HIGH * row);
+        for (int i = 0; i < F::LOW; i += WORDS) load_words<WORDS>(low + i, u.low + (u32)(128 * (F::LOW * block + i) + 4 * WORDS * row));
+        if (F::HIGH) load_words<HIGH>(high, u.high + (u32)(128 * HIGH * block + 4 * HIGH * row));
     }
     __device__ __forceinline__ Codes at(int t) const {
         if (F::LOW == 8) return {{low[t], low[(4 + t) % F::LOW]}, 0};

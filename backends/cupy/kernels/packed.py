@@ -13,14 +13,17 @@ from ..binding.axes import axes_of
 from ..binding.launches import Launches, Word, blocks, rows_of
 from ..binding.packing import PACKINGS, ROWS
 from ..device.driver import Source
+from ..device.limits import EVERYWHERE
 from .routes import ALONE, Products, filled
 
-HEADERS = ("routes.cuh", "packed.cuh")
+HEADERS = ("routes.cuh", "packed.cuh", "rounding.cuh")
 COLUMNS = 32
-WARPS, CHUNK = 16, 4
-"""Warps of a block that share the columns of a row, and the blocks of columns that each takes at a time."""
-MANY_UNITS = 512
-"""Units of rows from which blocks of half as many warps fill a device."""
+CHUNK, ROUNDED = 4, 8
+"""Blocks of columns that a stage of many tokens has at least; those that a warp rounds at a time."""
+WARPS, PIECE = 16, 16
+"""Most warps of a block for few tokens, and bytes of the pieces in which it keeps x in shared memory."""
+TOGETHER = 2048
+"""Most results of such a block."""
 SMALL, LARGE = (4, 1, 8), (8, 4, 1)
 """Tiles of many entries: groups of 8 entries, units of 32 rows, and warps that share the columns."""
 BUSY = 48
@@ -32,13 +35,13 @@ IDS = {DType.I32: "i32", DType.I64: "i64"}
 def _of(dtype: DType) -> Source:
     name = dtype.name
     tiles = (f"many<{name}, {', '.join(map(str, tile))}>" for tile in (SMALL, LARGE))
-    names = (*(f"few<{name}, {n}>" for n in COUNTS), *tiles, *(f"unpack<{name}, {i}>" for i in IDS.values()))
-    return Source("packed.cu", names, HEADERS)
+    return Source("packed.cu", (*tiles, *(f"unpack<{name}, {i}>" for i in IDS.values())), HEADERS)
 
 
 BY_TYPE = {dtype: _of(dtype) for dtype in PACKINGS}
+OF_FEW = {t: Source("packed_few.cu", tuple(f"few<{t.name}, {n}>" for n in COUNTS), HEADERS) for t in PACKINGS}
 SHARED = Source("packed.cu", ("round_rows",), HEADERS)
-SOURCES = (SHARED, *BY_TYPE.values())
+SOURCES = (SHARED, *BY_TYPE.values(), *OF_FEW.values())
 
 
 # ---------------------------------------------------------------------------------------------------- operands
@@ -57,7 +60,7 @@ def _rounded(launches: Launches, x: Operand) -> tuple[Operand, Operand]:
     per_row = columns // COLUMNS
     codes = launches.scratch((count, columns), DType.I8)
     scales = launches.scratch((count, per_row, 4))
-    grid = blocks(count * blocks(per_row, CHUNK), 8)
+    grid = blocks(count * blocks(per_row, ROUNDED), 8)
     launches.add(SHARED["round_rows"], grid, 256, [x, step, count, per_row, codes, scales])
     return codes, scales
 
@@ -69,10 +72,15 @@ def _units(w: Operand) -> int:
 # ----------------------------------------------------------------------------------------------------- products
 
 
-def _warps(units: int, columns: int, most: int = WARPS) -> int:
-    """That share the columns of a row: as many as do not idle while others take a last chunk."""
-    chunks = max(1, blocks(columns, CHUNK * COLUMNS))
-    return blocks(chunks, blocks(chunks, most if units < MANY_UNITS else WARPS // 2))
+def _part(dtype: DType, tokens: int) -> tuple[int, int]:
+    """Rows, and blocks of columns, that a warp takes at a time; ``Part`` in the kernel."""
+    rows = 16 if dtype.block == COLUMNS else 8
+    return rows, 32 // rows * (2 if dtype is DType.Q8_0 or tokens > 1 else 4)
+
+
+def _pieces(columns: int, tokens: int) -> int:
+    """That so many blocks of rounded columns take in shared memory; ``place`` in the kernel."""
+    return (3 * tokens | 1) * columns + blocks(columns, 8)
 
 
 def few(
@@ -80,18 +88,25 @@ def few(
 ) -> None:
     """All entries in one launch, each of at most 4 rows of x."""
     count, w = next(n for n in COUNTS if n >= tokens), products[0][0]
-    units = [_units(matrix) for matrix, _ in products]
-    first = [0 if unit else n for n in accumulate(units, initial=0)]
+    rows, columns = _part(w.dtype, count)
+    groups = [blocks(matrix.shape[-2], rows) for matrix, _ in products]
+    first, step = [0 if unit else n for n in accumulate(groups, initial=0)], 2 if unit else 1
     fields: list[list[Word]] = [
         [w, out, n, _units(w), w.shape[-2], rows_of(out)] for (w, out), n in zip(products, first, strict=False)
     ]
-    words = [*filled(fields), len(products), unit, x, *_whole(w), tokens, rows_of(x), *route]
-    kernel = BY_TYPE[w.dtype][f"few<{w.dtype.name}, {count}>"]
-    if unit:
-        warps, taken = 2 * _warps(units[0], w.shape[-1], WARPS // 2), units[0]
-    else:
-        warps, taken = _warps(sum(units), w.shape[-1]), sum(units)
-    launches.add(kernel, (taken, entries), 32 * warps, words)
+    even = blocks(sum(groups), max(1, launches.processors // max(1, entries)))
+    of_block = max(step, blocks(min(even, TOGETHER // (count * rows)), step) * step)
+    all_chunks = max(1, blocks(w.shape[-1], COLUMNS * columns))
+    of_sums = 4 * count * rows * (WARPS + 2 * of_block)
+    fit = (EVERYWHERE - of_sums) // (PIECE * _pieces(8, count)) * 8 // columns
+    chunks = blocks(all_chunks, blocks(all_chunks, fit))
+    of_warp = blocks(of_block * chunks, WARPS)
+    warps = blocks(of_block * chunks, of_warp)
+    words = [*filled(fields), len(products), unit, x, *_whole(w), tokens, rows_of(x)]
+    words += [sum(groups), of_block, of_warp, chunks, *route]
+    kernel = OF_FEW[w.dtype][f"few<{w.dtype.name}, {count}>"]
+    shared = PIECE * _pieces(chunks * columns, count) + of_sums
+    launches.add(kernel, (blocks(sum(groups), of_block), entries), 32 * warps, words, shared)
 
 
 def shape_of_tiles(entries: float) -> tuple[int, int, int]:

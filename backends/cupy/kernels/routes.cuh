@@ -6,7 +6,7 @@ __device__ __forceinline__ i64 row_of(i64 entry, i64 used, i64 shared) {
 }
 // Which matrix an entry takes, of `matrices` from `first` on that are here, of `total`; -1 if it is elsewhere.
 struct Choice {
-    const i32 *ids;
+    const i32 *ids;  // or null: of one matrix, which all take
     i64 first, matrices, total;
     Fault fault;
     __device__ __forceinline__ i64 matrix_of(i64 entry) const {

@@ -5,8 +5,9 @@
 // x is scaled by a power of two, and its results back.  Packed weights become bfloat16 on their way to shared memory, and
 // x is one term: of the 8 bits to which packed.cu rounds x either has one more.
 //
-// A block makes N rows by N entries; each of its N / 16 warps has N / 2 rows by 32 entries.  Both operands come to shared
-// memory in stages, some columns of all rows and entries; while one is multiplied the next are on their way.
+// Both operands of a block come to shared memory in stages, some columns of all its rows and entries; while one is
+// multiplied the next are on their way.  The larger a tile the less is asked of the second cache, which sets the time of
+// terms of 16 bits: where large tiles are too few for a device, two blocks share the columns of each.
 
 // ------------------------------------------------------------------------------------------------------ terms of x
 
@@ -82,25 +83,32 @@ template <class W> struct Product {
     const int4 *tiles;  // as of packed.cu: matrix, first entry, entries
     const i32 *order;
     i64 used, shared;
+    i64 run, part_step;  // columns of a block, and floats between the results of those that share them
 };
 __device__ __forceinline__ void multiply(float (&sum)[4], const u32 *w, const u32 *x, bf16_bits) { mma_bf16(sum, w, x); }
 __device__ __forceinline__ void multiply(float (&sum)[4], const u32 *w, const u32 *x, half_bits) { mma_f16(sum, w, x); }
 
-template <class T, int N, int TERMS, int COLUMNS> struct Tile {
-    static constexpr int THREADS = 2 * N, PITCH = COLUMNS + 8;  // 80 or 144 bytes: eight rows lie in different banks
-    static constexpr int DOWN = N / 32, PIECES = COLUMNS / 8, OF_X = TERMS * PIECES / 2;
-    using Weights = u16[N][PITCH];
-    using Terms = u16[TERMS][N][PITCH];
-    float sum[DOWN][4][4];
+// Of ROWS rows by ENTRIES entries; a warp has HIGH by WIDE of them.
+template <int ROWS_, int ENTRIES_, int HIGH_, int WIDE_> struct Sizes {
+    static constexpr int ROWS = ROWS_, ENTRIES = ENTRIES_, HIGH = HIGH_, WIDE = WIDE_;
+    static constexpr int BELOW = ROWS / HIGH, THREADS = 32 * BELOW * (ENTRIES / WIDE);  // warps below each other; of a block
+};
+template <class T, class S, int TERMS, int COLUMNS> struct Tile {
+    static constexpr int PITCH = COLUMNS + 8;  // 80 or 144 bytes: eight rows lie in different banks
+    static constexpr int DOWN = S::HIGH / 16, RIGHT = S::WIDE / 16, PIECES = COLUMNS / 8;
+    static constexpr int OF_X = TERMS * S::ENTRIES * PIECES / S::THREADS;
+    using Weights = u16[S::ROWS][PITCH];
+    using Terms = u16[TERMS][S::ENTRIES][PITCH];
+    float sum[DOWN][2 * RIGHT][4];
     const u16 *from[OF_X];  // the pieces of 16 bytes of a stage that this thread brings
     int4 tile;
     const int *slots, *rows;
 
-    // `slots` and `rows` have room for N entries.
+    // `slots` and `rows` have room for all entries.
     template <class A> __device__ __forceinline__ Tile(const A &a, const int4 &tile, int *slots, int *rows) : tile(tile), slots(slots), rows(rows) {
 #pragma unroll
-        for (int i = 0; i < 16 * DOWN; i++) sum[i / 16][i / 4 % 4][i % 4] = 0.0f;
-        if (threadIdx.x < N) {
+        for (int i = 0; i < 8 * RIGHT * DOWN; i++) sum[i / (8 * RIGHT)][i / 4 % (2 * RIGHT)][i % 4] = 0.0f;
+        if (threadIdx.x < S::ENTRIES) {
             const int entry = tile.y + min((int)threadIdx.x, tile.z - 1), slot = a.order ? a.order[entry] : entry;
             slots[threadIdx.x] = slot;
             rows[threadIdx.x] = (i32)row_of(slot, a.used, a.shared);
@@ -109,48 +117,47 @@ template <class T, int N, int TERMS, int COLUMNS> struct Tile {
         const i64 width = whole_stages(a.columns);
 #pragma unroll
         for (int i = 0; i < OF_X; i++) {
-            const int p = threadIdx.x + i * THREADS, row = p / PIECES;
-            from[i] = a.x + ((i64)rows[row % N] * TERMS + row / N) * width + p % PIECES * 8;
+            const int p = threadIdx.x + i * S::THREADS, row = p / PIECES;
+            from[i] = a.x + ((i64)rows[row % S::ENTRIES] * TERMS + row / S::ENTRIES) * width + p % PIECES * 8;
         }
     }
     __device__ __forceinline__ void fetch(Terms &to, i64 start) const {
 #pragma unroll
         for (int i = 0; i < OF_X; i++) {
-            const int p = threadIdx.x + i * THREADS, row = p / PIECES;
-            cp_async_16(&to[row / N][row % N][p % PIECES * 8], from[i] + start);
+            const int p = threadIdx.x + i * S::THREADS, row = p / PIECES;
+            cp_async_16(&to[row / S::ENTRIES][row % S::ENTRIES][p % PIECES * 8], from[i] + start);
         }
     }
-    static __device__ __forceinline__ int first_row() { return threadIdx.x / 32 % 2 * (N / 2); }
-    static __device__ __forceinline__ int first_entry() { return threadIdx.x / 64 * 32; }
+    static __device__ __forceinline__ int first_row() { return threadIdx.x / 32 % S::BELOW * S::HIGH; }
+    static __device__ __forceinline__ int first_entry() { return threadIdx.x / 32 / S::BELOW * S::WIDE; }
     __device__ __forceinline__ void add(const Weights &w, const Terms &x) {
         const int lane = threadIdx.x % 32;
         if (first_entry() >= tile.z) return;  // a whole warp
 #pragma unroll
         for (int k = 0; k < COLUMNS; k += 16) {
-            u32 of_w[DOWN][4], of_x[TERMS][2][4];
+            u32 of_w[DOWN][4], of_x[RIGHT][4];
 #pragma unroll
             for (int r = 0; r < DOWN; r++) ldmatrix_x4(of_w[r], &w[first_row() + 16 * r + lane % 16][k + lane / 16 * 8]);
-#pragma unroll
-            for (int term = 0; term < TERMS; term++)
-#pragma unroll
-                for (int j = 0; j < 2; j++)
-                    ldmatrix_x4(of_x[term][j], &x[term][first_entry() + 16 * j + lane / 16 * 8 + lane % 8][k + lane / 8 % 2 * 8]);
             // Small terms first.
 #pragma unroll
-            for (int term = TERMS - 1; term >= 0; term--)
+            for (int term = TERMS - 1; term >= 0; term--) {
+#pragma unroll
+                for (int j = 0; j < RIGHT; j++)
+                    ldmatrix_x4(of_x[j], &x[term][first_entry() + 16 * j + lane / 16 * 8 + lane % 8][k + lane / 8 % 2 * 8]);
 #pragma unroll
                 for (int r = 0; r < DOWN; r++)
 #pragma unroll
-                    for (int j = 0; j < 4; j++) multiply(sum[r][j], of_w[r], of_x[term][j / 2] + j % 2 * 2, T{});
+                    for (int j = 0; j < 2 * RIGHT; j++) multiply(sum[r][j], of_w[r], of_x[j / 2] + j % 2 * 2, T{});
+            }
         }
     }
-    template <class A> __device__ __forceinline__ void store(const A &a, i64 first) const {
+    template <class A> __device__ __forceinline__ void store(const A &a, float *to, i64 first) const {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
+        for (int i = 0; i < 4 * RIGHT; i++) {
             const int entry = first_entry() + i / 2 * 8 + 2 * t + i % 2;
             if (entry >= tile.z) continue;
-            float *out = a.out + slots[entry] * a.out_step;
+            float *out = to + slots[entry] * a.out_step;
             const float undo = IS_SCALED<T> ? a.undo[rows[entry]] : 1.0f;
 #pragma unroll
             for (int r = 0; r < 2 * DOWN; r++) {
@@ -169,37 +176,38 @@ template <class T> __device__ __forceinline__ void bring(u16 *to, const T *row, 
 #pragma unroll
     for (int i = 0; i < 8; i++) to[i] = column + i < columns ? row[column + i].bits : 0;
 }
-template <class T, int N> __global__ void __launch_bounds__(2 * N) tiled(const __grid_constant__ Product<T> a) {
-    constexpr int COLUMNS = 32, STAGES = 3;
-    using Block = Tile<T, N, 2, COLUMNS>;
+template <class T, class S> __global__ void __launch_bounds__(S::THREADS) tiled(const __grid_constant__ Product<T> a) {
+    constexpr int COLUMNS = 32, STAGES = 3, OF_W = S::ROWS * COLUMNS / 8 / S::THREADS;
+    using Block = Tile<T, S, 2, COLUMNS>;
     struct Stage {
         typename Block::Weights w;
         typename Block::Terms x;
     };
     DYNAMIC_SHARED(stages, Stage);
-    SHARED(slots, int[N]);
-    SHARED(rows, int[N]);
+    SHARED(slots, int[S::ENTRIES]);
+    SHARED(rows, int[S::ENTRIES]);
     const int4 tile = a.tiles[blockIdx.x];
     if (tile.z == 0) return;
-    const i64 first = (i64)blockIdx.y * N;
+    const i64 first = (i64)blockIdx.y * S::ROWS, begin = blockIdx.z * a.run, end = min(begin + a.run, a.columns);
     Block block(a, tile, slots, rows);
     if (tile.x >= 0) {
-        const int row = threadIdx.x / 4, column = threadIdx.x % 4 * 8;  // and row + N / 2
-        const T *w[2];
+        const int row = threadIdx.x / 4, column = threadIdx.x % 4 * 8;  // and every S::THREADS / 4 rows below
+        const T *w[OF_W];
 #pragma unroll
-        for (int i = 0; i < 2; i++) w[i] = a.w + tile.x * a.matrix_step + min(first + row + i * (N / 2), a.rows - 1) * a.row_step;
+        for (int i = 0; i < OF_W; i++)
+            w[i] = a.w + tile.x * a.matrix_step + min(first + row + i * (S::THREADS / 4), a.rows - 1) * a.row_step;
         auto fetch = [&](Stage &to, i64 start) {
-            if (start < a.columns) {
+            if (start < end) {
                 block.fetch(to.x, start);
 #pragma unroll
-                for (int i = 0; i < 2; i++) bring(&to.w[row + i * (N / 2)][column], w[i], start + column, a.columns);
+                for (int i = 0; i < OF_W; i++) bring(&to.w[row + i * (S::THREADS / 4)][column], w[i], start + column, a.columns);
             }
             cp_async_commit();
         };
 #pragma unroll
-        for (int s = 0; s < STAGES - 1; s++) fetch(stages[s], s * COLUMNS);
+        for (int s = 0; s < STAGES - 1; s++) fetch(stages[s], begin + s * COLUMNS);
         int now = 0;
-        for (i64 start = 0; start < a.columns; start += COLUMNS) {
+        for (i64 start = begin; start < end; start += COLUMNS) {
             cp_async_wait<STAGES - 2>();
             __syncthreads();  // this stage is there, and nobody reads the one before
             fetch(stages[now == 0 ? STAGES - 1 : now - 1], start + (STAGES - 1) * COLUMNS);
@@ -207,7 +215,32 @@ template <class T, int N> __global__ void __launch_bounds__(2 * N) tiled(const _
             now = now + 1 == STAGES ? 0 : now + 1;
         }
     }
-    block.store(a, first);
+    block.store(a, a.out + blockIdx.z * a.part_step, first);
+}
+// What the blocks that share columns have, added in order.
+struct Shares {
+    const float *parts;  // [shares][entries][rows]
+    float *out;
+    i64 shares, part_step, rows, out_step;
+};
+__global__ void __launch_bounds__(256) add_shares(const __grid_constant__ Shares a) {
+    const i64 row = 4 * ((i64)blockIdx.y * blockDim.x + threadIdx.x), entry = blockIdx.x;
+    const float *from = a.parts + entry * a.rows + row;
+    float *to = a.out + entry * a.out_step + row;
+    if (row + 4 <= a.rows && ((a.rows | a.out_step) & 3) == 0 && ((u64)a.out & 15) == 0) {
+        float4 sum = make_float4(0, 0, 0, 0);
+        for (i64 i = 0; i < a.shares; i++) {
+            const float4 v = *(const float4 *)(from + i * a.part_step);
+            sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+        }
+        *(float4 *)to = sum;
+        return;
+    }
+    for (i64 r = 0; r < 4 && row + r < a.rows; r++) {
+        float sum = 0.0f;
+        for (i64 i = 0; i < a.shares; i++) sum += from[i * a.part_step + r];
+        to[r] = sum;
+    }
 }
 
 // -------------------------------------------------------------------------------------------------- packed weights
@@ -231,18 +264,19 @@ template <class F> __device__ __forceinline__ void unpack_row(u32 (&to)[16], con
 // Codes come two stages ahead, to registers, and are unpacked to shared memory just before they are multiplied; x comes
 // two stages ahead, too.
 template <class F> __global__ void __launch_bounds__(256) tiled_packed(const __grid_constant__ Product<u8> a) {
-    constexpr int N = 128, COLUMNS = 64;
-    using Block = Tile<bf16_bits, N, 1, COLUMNS>;
+    constexpr int COLUMNS = 64;
+    using S = Sizes<128, 128, 64, 32>;
+    using Block = Tile<bf16_bits, S, 1, COLUMNS>;
     struct Stages {
         typename Block::Weights w[2];
         typename Block::Terms x[3];
     };
     DYNAMIC_SHARED(stages, Stages);
-    SHARED(slots, int[N]);
-    SHARED(rows, int[N]);
+    SHARED(slots, int[S::ENTRIES]);
+    SHARED(rows, int[S::ENTRIES]);
     const int4 tile = a.tiles[blockIdx.x];
     if (tile.z == 0) return;
-    const i64 first = (i64)blockIdx.y * N;
+    const i64 first = (i64)blockIdx.y * S::ROWS;
     Block block(a, tile, slots, rows);
     if (tile.x >= 0) {
         // A warp brings a block of 32 columns of a unit of 32 rows.
@@ -278,5 +312,5 @@ template <class F> __global__ void __launch_bounds__(256) tiled_packed(const __g
             if (start + COLUMNS < a.columns) step(1, start + COLUMNS);
         }
     }
-    block.store(a, first);
+    block.store(a, a.out, first);
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from ....graph.dtypes import DType
 from ...operands import Operand
@@ -11,10 +12,29 @@ from ..binding.packing import PACKINGS, ROWS
 from ..device.driver import Source
 from .elementwise import TYPES
 
-SMALL, LARGE = 64, 128
-"""Rows and entries of a tile; packed weights have large ones."""
-FULL = 96
-"""Large tiles from which they fill a device better than four times as many small ones."""
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows and entries of a block, and of a warp."""
+
+    rows: int
+    entries: int
+    high: int
+    wide: int
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.rows // self.high) * (self.entries // self.wide)
+
+    def __str__(self) -> str:
+        return f"Sizes<{self.rows}, {self.entries}, {self.high}, {self.wide}>"
+
+
+SMALL, LARGE, TALL = Tile(64, 64, 32, 32), Tile(128, 128, 64, 32), Tile(256, 128, 64, 64)
+"""Packed weights have large ones."""
+FULL, SHARES = 96, 2
+"""Tiles from which they fill a device better than smaller ones; blocks that share the columns of a tall tile where it
+takes them to be so many."""
 FEWEST, WORTH = 128, 32
 """Entries of a matrix, and large tiles, from which packed weights are better unpacked for tensor cores of 16 bits than
 multiplied as bytes by ``packed.cu``: by the model of time for an H200 one large tile takes as long as 130 of them, and
@@ -30,26 +50,38 @@ def _of(*names: str) -> Source:
 
 
 BY_TYPE = {
-    **{t: _of(f"split_rows<{TYPES[t]}, 2>", *(f"tiled<{TYPES[t]}, {n}>" for n in (SMALL, LARGE))) for t in FLOATS},
+    **{
+        t: _of(f"split_rows<{TYPES[t]}, 2>", *(f"tiled<{TYPES[t]}, {n}>" for n in (SMALL, LARGE, TALL))) for t in FLOATS
+    },
     **{t: _of(f"tiled_packed<{t.name}>") for t in PACKINGS},
 }
-SHARED = _of("split_rows<bf16_bits, 1>")
+SHARED = _of("split_rows<bf16_bits, 1>", "add_shares")
 SOURCES = (SHARED, *BY_TYPE.values())
 
 
-def _shared_bytes(dtype: DType, size: int) -> int:
+def _shared_bytes(dtype: DType, tile: Tile) -> int:
     """Of the stages of a block: rows of weights and of terms, with 8 columns more that keep them in different banks."""
     columns, of_weights, of_x = (32, 3, 6) if dtype in FLOATS else (64, 2, 3)
-    return (of_weights + of_x) * size * (columns + 8) * 2
+    return (of_weights * tile.rows + of_x * tile.entries) * (columns + 8) * 2
 
 
-def size_of_tiles(launches: Launches, w: Operand, entries: float, matrices: int) -> int | None:
-    """For so many entries of each matrix; nothing where others multiply such weights better, or at all."""
-    tiles = blocks(w.shape[-2], LARGE) * matrices * max(1.0, entries / LARGE)
-    fits = launches.fits(_shared_bytes(w.dtype, LARGE))
-    if w.dtype in FLOATS:
-        return LARGE if tiles >= FULL and fits else SMALL
-    return LARGE if w.dtype in PACKINGS and entries >= FEWEST and tiles >= WORTH and fits else None
+def shape_of_tiles(
+    launches: Launches, w: Operand, entries: float, matrices: int, is_even: bool
+) -> tuple[Tile, int] | None:
+    """For so many entries of each matrix, or on the average; and how many blocks share the columns of one.  Nothing
+    where others multiply such weights better, or at all."""
+
+    def fills(tile: Tile, shares: int, many: int) -> bool:
+        """Whether so many blocks have work, each with the memory that it takes."""
+        tiles = blocks(w.shape[-2], tile.rows) * matrices * max(1.0, entries / tile.entries)
+        return launches.fits(_shared_bytes(w.dtype, tile)) and shares * tiles >= many
+
+    if w.dtype in PACKINGS:
+        return (LARGE, 1) if entries >= FEWEST and fills(LARGE, 1, WORTH) else None
+    if w.dtype not in FLOATS:
+        return None
+    tall = ((TALL, 1), (TALL, SHARES))[: 1 + is_even] if entries >= TALL.entries else ()
+    return next(((tile, shares) for tile, shares in (*tall, (LARGE, 1)) if fills(tile, shares, FULL)), (SMALL, 1))
 
 
 def _split(launches: Launches, x: Operand, dtype: DType) -> tuple[Operand, Word]:
@@ -74,11 +106,18 @@ def _steps(w: Operand) -> list[Word]:
 
 
 def many(
-    launches: Launches, w: Operand, x: Operand, out: Operand, tiles: Operand, size: int, route: list[Word]
+    launches: Launches, w: Operand, x: Operand, out: Operand, tiles: Operand, tile: Tile, shares: int, route: list[Word]
 ) -> None:
-    """One launch for a table of tiles, and one that takes x apart."""
+    """Launches that take x apart, multiply a table of tiles, and add what blocks have that share columns."""
     terms, undo = _split(launches, x, w.dtype)
-    words = [w, terms, undo, out, w.shape[-1], w.shape[-2], *_steps(w), rows_of(out), tiles, *route]
-    name = f"tiled<{TYPES[w.dtype]}, {size}>" if w.dtype in FLOATS else f"tiled_packed<{w.dtype.name}>"
-    grid = (tiles.shape[0], blocks(w.shape[-2], size))
-    launches.add(BY_TYPE[w.dtype][name], grid, 2 * size, words, _shared_bytes(w.dtype, size))
+    rows, count = w.shape[-2], math.prod(out.shape[:-1])
+    run = blocks(w.shape[-1], shares * STAGED) * STAGED
+    parts = launches.scratch((shares, count, rows)) if shares > 1 else None
+    to: list[Word] = [parts or out, w.shape[-1], rows, *_steps(w), rows if parts else rows_of(out)]
+    words = [w, terms, undo, *to, tiles, *route, run, count * rows]
+    name = f"tiled<{TYPES[w.dtype]}, {tile}>" if w.dtype in FLOATS else f"tiled_packed<{w.dtype.name}>"
+    grid = (tiles.shape[0], blocks(rows, tile.rows), shares)
+    launches.add(BY_TYPE[w.dtype][name], grid, tile.threads, words, _shared_bytes(w.dtype, tile))
+    if parts:
+        words = [parts, out, shares, count * rows, rows, rows_of(out)]
+        launches.add(SHARED["add_shares"], (count, blocks(rows, 1024)), 256, words)

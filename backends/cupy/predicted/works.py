@@ -51,7 +51,7 @@ def _size(shape: str) -> int:
 
 def _rounds(blocks: Sequence[Block], ran: Sequence[float]) -> float:
     """How often warps wait for global memory: where they use what is still under way.  All loads before that one have
-    arrived then."""
+    arrived then; blocks that do not run load nothing."""
     under_way: list[frozenset[int]] = [frozenset()] * len(blocks)
     waits = [0.0] * len(blocks)
     fresh = set(range(len(blocks)))
@@ -64,7 +64,7 @@ def _rounds(blocks: Sequence[Block], ran: Sequence[float]) -> float:
                 pending.clear()
             pending |= step.loads
         for after in blocks[number].after:
-            if after >= 0 and not pending <= under_way[after]:
+            if after >= 0 and ran[number] and not pending <= under_way[after]:
                 under_way[after] |= pending
                 fresh.add(after)
     return sum(times * wait for times, wait in zip(ran, waits, strict=True))

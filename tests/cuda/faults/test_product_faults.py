@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from hocket import ops
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver
+from hocket.backends.cupy.kernels import tiled
 from hocket.graph import Graph, input, weight
 from hocket.graph.dtypes import DType
 from hocket.ops.quants import dequantise
@@ -32,9 +35,13 @@ def packed_product(dtype: DType, rows: int, columns: int, tokens: int) -> Callab
     return is_right
 
 
-def dense_product(columns: int) -> Callable[[DriverBackend], bool]:
+def dense_product(columns: int, rows: int = 70, shares: int = 0) -> Callable[[DriverBackend], bool]:
+    """In tall tiles whose columns several blocks share, if any do."""
+
     def is_right(backend: DriverBackend) -> bool:
-        results, want, size = dense(DType.F16, 70, columns, 9, backend)
+        tall = patch.object(tiled, "shape_of_tiles", lambda *_, **__: (tiled.TALL, shares))
+        with tall if shares else nullcontext():
+            results, want, size = dense(DType.F16, rows, columns, 9 + shares, backend)
         return all(np.array_equal(f, results[0]) for f in results) and bool(
             (np.abs(results[0] - want) <= 2.0**-19 * size).all()
         )
@@ -71,26 +78,36 @@ def routed(tokens: int) -> Callable[[DriverBackend], bool]:
     return is_right
 
 
-LONG, WIDE, TALL = (packed_product(DType.Q4_0, *shape) for shape in ((32, 4224, 1), (33, 96, 2), (33, 288, 9)))
+LONG, WIDE, MANY, FAR, TALL = (
+    packed_product(DType.Q4_0, *shape)
+    for shape in ((32, 4224, 1), (33, 96, 2), (600, 32, 1), (17, 8192, 4), (33, 288, 9))
+)
 HIGH, MIXED = packed_product(DType.Q5_1, 33, 64, 2), packed_product(DType.Q6_K, 33, 256, 9)
 DENSE, ODD = dense_product(136), dense_product(133)
+SHARED, SHARED_ODD = dense_product(136, 72, shares=2), dense_product(136, shares=2)
 UNPACKED, HALVES, LEAST = (
     unpacked_product(dtype, n) for dtype, n in ((DType.Q8_0, 288), (DType.Q6_K, 256), (DType.Q4_K, 256))
 )
 PLANTS = {
-    "codes are read before all lanes wrote them": (
-        "packed.cu",
-        "r.scale;\n        }\n        __syncwarp();",
-        "r.scale;\n        }",
-        WIDE,
-    ),
-    "sums of other warps are read too early": (
-        "packed.cu",
-        "sums[warp][n][lane] = sum[n];\n    __syncthreads();",
-        "sums[warp][n][lane] = sum[n];",
+    "codes are read before all warps wrote them": (
+        "packed_few.cu",
+        "        __syncthreads();\n        float sum[N] = {};",
+        "        float sum[N] = {};",
         LONG,
     ),
-    "a row past the last is written": ("packed.cu", "if (row >= made.rows || i / 32", "if (i / 32", WIDE),
+    "sums of other warps are read too early": (
+        "packed_few.cu",
+        "        __syncthreads();\n        each_own",
+        "        each_own",
+        LONG,
+    ),
+    "the sum of a group is taken on to the next": ("packed_few.cu", "                sum[n] = 0.0f;\n", "", MANY),
+    "the sums of a warp lie where those of another do": ("packed_few.cu", "to = warp + group;", "to = group;", LONG),
+    "half of the lanes of a row are left out": ("packed_few.cu", "= P::DOWN; by < 32;", "= 32; by < 32;", LONG),
+    "a stretch of columns is left out": ("packed_few.cu", "start += most * P::CHUNK", "start += end", FAR),
+    "the sum of the stretches before is lost": ("packed_few.cu", "sums[i] += parts", "sums[i] = parts", FAR),
+    "columns past the last are loaded": ("packed_few.cu", "if (block + i < end) load_one", "load_one", WIDE),
+    "a row past the last is written": ("packed_few.cu", "if (row >= made.rows || n", "if (n", WIDE),
     "a high bit of the wrong column": (
         "packed.cuh",
         "high[t * HIGH / 4] >> HIGH * (2 * t",
@@ -127,7 +144,7 @@ PLANTS = {
         TALL,
     ),
     "an expert of elsewhere is the first one": (
-        "packed.cu",
+        "packed_few.cu",
         "matrix < 0 ? 0 : (int)a.blocks",
         "(int)a.blocks",
         routed(1),
@@ -163,6 +180,14 @@ PLANTS = {
         "now], start",
         DENSE,
     ),
+    "columns of another block are added": (
+        "tiled.cu",
+        "end = min(begin + a.run, a.columns)",
+        "end = a.columns",
+        SHARED,
+    ),
+    "what another block has is left out": ("tiled.cu", "sum.x += v.x", "sum.x = v.x", SHARED),
+    "what another block has of the last rows is left out": ("tiled.cu", "sum += from", "sum = from", SHARED_ODD),
     "results of scaled rows stay scaled": ("tiled.cu", "IS_SCALED<T> ? a.undo[rows[entry]] : 1.0f", "1.0f", DENSE),
     "an entry past the last has a result": ("tiled.cu", "if (entry >= tile.z) continue;", "", DENSE),
     "a row past the last has a result": ("tiled.cu", "if (row < a.rows) out", "out", DENSE),

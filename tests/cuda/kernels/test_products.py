@@ -73,7 +73,8 @@ def test_a_packed_product_is_exact_in_its_rounded_activations(dtype, tokens):
 
 
 @pytest.mark.parametrize(
-    ("columns", "tokens"), [(n, t) for n in (32, 160) for t in (1, 8, 70)] + [(2304, 1), (2304, 8)]
+    ("columns", "tokens"),
+    [(n, t) for n in (32, 160) for t in (1, 8, 70)] + [(2304, 1), (2304, 8), (8192, 4), (32768, 1)],
 )
 def test_any_number_of_columns_is_shared_by_warps(columns, tokens):
     found, want, size = product(DType.Q5_0, 33, columns, tokens, EmulatedBackend())

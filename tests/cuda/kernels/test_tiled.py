@@ -6,12 +6,16 @@ import numpy as np
 import pytest
 
 from hocket import ops
+from hocket.backends.base import Tensor
 from hocket.backends.cupy.backend import DriverBackend
+from hocket.backends.cupy.binding.launches import Launches
 from hocket.backends.cupy.binding.packing import PACKINGS
+from hocket.backends.cupy.binding.trial import tried
 from hocket.backends.cupy.device.driver import Launch
 from hocket.backends.cupy.device.limits import KIB
 from hocket.backends.cupy.emulation.emulated import EmulatedBackend, EmulatedDriver
 from hocket.backends.cupy.kernels import tiled
+from hocket.backends.operands import Operand
 from hocket.graph import Graph, input, weight
 from hocket.graph.dtypes import DType
 from hocket.ops.quants import dequantise
@@ -45,15 +49,19 @@ class Noting(EmulatedDriver):
 
 
 @pytest.mark.long(every=4)
-@pytest.mark.parametrize("full", [0, 10**6], ids=["large", "small"])
-@pytest.mark.parametrize("shape", [(70, 136, 9), (131, 33, 140), (64, 64, 64), (1, 7, 65), (200, 300, 5)], ids=str)
+@pytest.mark.parametrize(
+    ("tile", "shares"), [(tiled.SMALL, 1), (tiled.LARGE, 1), (tiled.TALL, 1), (tiled.TALL, 2)], ids=str
+)
+@pytest.mark.parametrize("shape", [(70, 136, 9), (131, 33, 140), (64, 64, 64), (1, 7, 65), (300, 200, 130)], ids=str)
 @pytest.mark.parametrize("dtype", LEFT_OUT, ids=str)
-def test_weights_of_16_bits_lose_no_more_than_terms_leave_out(dtype, shape, full, monkeypatch):
-    monkeypatch.setattr(tiled, "FULL", full)
+def test_weights_of_16_bits_lose_no_more_than_terms_leave_out(dtype, shape, tile, shares, monkeypatch, request):
+    tried.cache_clear()  # it knows how much scratch another tile takes
+    request.addfinalizer(tried.cache_clear)
+    monkeypatch.setattr(tiled, "shape_of_tiles", lambda *_, **__: (tile, shares))
     driver = Noting()
     results, want, size = dense(dtype, *shape, DriverBackend(driver))
     assert all(np.array_equal(y, results[0]) for y in results), "an order of threads shows"
-    assert driver.names[-1].endswith(f"{64 if full else 128}>")
+    assert driver.names[-shares].endswith(f"{tile}>")
     assert (np.abs(results[0] - want) <= (LEFT_OUT[dtype] + SUMMED) * size).all()
     nmse = ((results[0] - want) ** 2).sum(1) / (size**2).sum(1)
     assert nmse.max() < {DType.F16: 1e-14, DType.BF16: 2e-11}[dtype]
@@ -130,7 +138,26 @@ def test_numbers_that_are_none_spoil_their_row_alone():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kernel"), [(DType.BF16, "tiled<bf16_bits, 64>"), (DType.Q8_0, "many<Q8_0, 8, 4, 1>")], ids=str
+    ("rows", "entries", "is_even", "chosen"),
+    [
+        (4096, 512, True, (tiled.TALL, 2)),
+        (4096, 512, False, (tiled.LARGE, 1)),
+        (14336, 512, True, (tiled.TALL, 1)),
+        (14336, 512, False, (tiled.TALL, 1)),
+        (14336, 100, True, (tiled.LARGE, 1)),
+        (1024, 512, True, (tiled.SMALL, 1)),
+    ],
+)
+def test_tiles_are_as_large_as_fill_a_device(rows, entries, is_even, chosen):
+    w = Operand(0, Tensor(0, 0, (rows, 4096), (4096, 1), DType.BF16))
+    launches = Launches(keep=lambda array: 0)
+    assert tiled.shape_of_tiles(launches, w, entries, 1, is_even) == chosen
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kernel"),
+    [(DType.BF16, f"tiled<bf16_bits, {tiled.SMALL}>"), (DType.Q8_0, "many<Q8_0, 8, 4, 1>")],
+    ids=str,
 )
 def test_what_does_not_fit_the_memory_of_a_block_is_multiplied_otherwise(dtype, kernel, monkeypatch):
     monkeypatch.setattr(tiled, "FULL", 0)
