@@ -11,8 +11,12 @@ constexpr int THREADS = 128;
 constexpr int WARPS = THREADS / 32;
 
 struct View {  // of q, k, v, mask and out; a row is a token or a key, a column of the mask a key
-    float *at;
+    float *at;  // of keys and values: cells
     i64 batch, row, head, column;
+
+    template <class Cell> __device__ __forceinline__ const Cell *cells(int number, int group) const {
+        return (const Cell *)at + number * batch + group * head;
+    }
 };
 struct Args {
     View q, k, v, mask, out;
@@ -96,19 +100,17 @@ __device__ __forceinline__ int chunk(int row, int c, int columns) { return row *
 // The `lanes` that share a row turn it into halves, multiples of a power of two for the row, which all of them get.  Lane
 // `first` has eight columns from 8 first on, and those 8 lanes further, up to EIGHTS times; they go to row `number` of a tile
 // of `columns`.  A row that is null is zeros.
-template <int EIGHTS>
-__device__ __forceinline__ float split_row(const float *row, i64 step, bool dense, int size, int lanes, int first, int columns, int number, u16 *high, u16 *low, bool writes) {
+template <int EIGHTS, class Cell>
+__device__ __forceinline__ float split_row(const Cell *row, i64 step, bool dense, int size, int lanes, int first, int columns, int number, u16 *high, u16 *low, bool writes) {
     float x[EIGHTS][8], most = 0.0f;
 #pragma unroll
     for (int j = 0; j < EIGHTS; j++) {
         const int at = 8 * (first + j * lanes);
         if (dense && row && at < size) {
-            const float4 one = *(const float4 *)(row + at), two = *(const float4 *)(row + at + 4);
-            x[j][0] = one.x, x[j][1] = one.y, x[j][2] = one.z, x[j][3] = one.w;
-            x[j][4] = two.x, x[j][5] = two.y, x[j][6] = two.z, x[j][7] = two.w;
+            eight_cells(x[j], row + at);
         } else {
 #pragma unroll
-            for (int i = 0; i < 8; i++) x[j][i] = row && at + i < size ? row[(at + i) * step] : 0.0f;
+            for (int i = 0; i < 8; i++) x[j][i] = row && at + i < size ? to_float(row[(at + i) * step]) : 0.0f;
         }
 #pragma unroll
         for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(x[j][i]));

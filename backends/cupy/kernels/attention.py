@@ -15,8 +15,9 @@ from ...operands import Bound, Operand, need
 from ..binding.axes import axes_of
 from ..binding.launches import Binding, Launches, Word, blocks
 from ..device.driver import Source
-from .elementwise import as_float
+from .elementwise import CELLS, TYPES, as_float
 
+HEADERS = ("cells.cuh", "attention.cuh")
 THREADS, WARPS, ROWS = 128, 4, 64
 MANY = 64
 """Rows that share a key head from which tiles are worth what it takes to split keys and values into halves."""
@@ -35,6 +36,7 @@ class Few:
     lanes: int
     keys: int
     values: int
+    cells: DType = DType.F32
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -45,13 +47,15 @@ class Few:
         return next((r for r in self.rows if r >= rows), self.rows[-1])
 
     def name(self, rows: int) -> str:
-        return f"attend_few<{self.lanes}, {self.keys}, {self.values}, {rows}, {str(self.keys > 0).lower()}>"
+        sizes = f"{self.lanes}, {self.keys}, {self.values}, {rows}"
+        return f"attend_few<{sizes}, {str(self.keys > 0).lower()}, {TYPES[self.cells]}>"
 
     def source(self) -> Source:
-        return Source("attention_few.cu", tuple(map(self.name, self.rows)), before=("attention.cuh",))
+        return Source("attention_few.cu", tuple(map(self.name, self.rows)), before=HEADERS)
 
-    def takes(self, size: int, width: int) -> bool:
-        return size <= 4 * self.lanes * self.keys and width <= 4 * self.lanes * self.values
+    def takes(self, size: int, width: int, cells: DType) -> bool:
+        fits = size <= 4 * self.lanes * self.keys and width <= 4 * self.lanes * self.values
+        return cells is self.cells and (fits or not self.keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,7 @@ class Tiled:
         return 4 * (self.tile * (self.size + self.width) + (0 if self.held else ROWS * self.size))
 
     def source(self) -> Source:
-        return Source(self.file, (self.name,), before=("attention.cuh", "attention_scores.cuh"))
+        return Source(self.file, (self.name,), before=(*HEADERS, "attention_scores.cuh"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +106,10 @@ class Wide(Tiled):
         return 4 * max(self.tile * (self.size + self.width), self.rows * self.size)
 
 
-FEW = {f: f.source() for f in (Few(8, 2, 2), Few(8, 4, 4), Few(16, 4, 4), Few(32, 5, 4))}
-ANY = Few(32, 0, 4)
-ANY_SOURCE = ANY.source()
+_SHORT = (Few(8, 2, 2), Few(8, 4, 4), Few(16, 4, 4))
+_LONG = tuple(Few(32, fours, 4, cells) for fours in (5, 0) for cells in CELLS)
+FEW = {f: f.source() for f in (*_SHORT, *_LONG)}
+"""The first that takes the sizes of some cells is the best one; the last one takes any."""
 TILED = {
     t: t.source()
     for t in (
@@ -115,9 +120,9 @@ TILED = {
         Wide(576, 512, 16, held=True),
     )
 }
-_AROUND = ("attention_seen", "attention_split", "attention_combine")
-AROUND = Source("attention_around.cu", _AROUND, before=("attention.cuh",))
-SOURCES = (*FEW.values(), ANY_SOURCE, *TILED.values(), AROUND)
+_AROUND = ("attention_seen", *(f"attention_split<{TYPES[cells]}>" for cells in CELLS), "attention_combine")
+AROUND = Source("attention_around.cu", _AROUND, before=HEADERS)
+SOURCES = (*FEW.values(), *TILED.values(), AROUND)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +159,9 @@ Operands = tuple[Operand, Operand, Operand, Operand | None, Operand]
 
 
 def _attention(launches: Launches, call: Bound) -> None:
-    q, k, v = (as_float(launches, call.operand(i)) for i in range(3))
+    q, k, v = as_float(launches, call.operand(0)), call.operand(1), call.operand(2)
+    if k.dtype is not v.dtype or k.dtype not in CELLS:
+        k, v = as_float(launches, k), as_float(launches, v)
     mask, sinks = (None if (o := call.optional(i)) is None else as_float(launches, o) for i in (3, 4))
     one_mask = call.attrs["mask_heads"] == "one"
     *leading, tokens, heads, size = q.shape
@@ -212,7 +219,7 @@ def _batches(leading: Sequence[int], operands: Operands) -> Iterator[Operands]:
 
 
 def _batch(x: Operand, count: int, step: int, skipped: int) -> Operand:
-    t, skipped = x.tensor, 4 * skipped
+    t, skipped = x.tensor, x.dtype.bytes_of(skipped)
     tensor = replace(t, offset=t.offset + skipped, shape=(count, *t.shape[-3:]), strides=(step, *t.strides[-3:]))
     return replace(x, address=x.address + skipped, tensor=tensor)
 
@@ -229,7 +236,9 @@ def _steps(x: Operand) -> list[int]:
 def _in_vectors(x: Operand, columns: int) -> bool:
     """Whether so many columns of any row can be loaded together."""
     *steps, last = _steps(x)
-    return last == 1 and x.shape[-1] % columns == 0 and x.address % 16 == 0 and all(s % 4 == 0 for s in steps)
+    nbytes = min(16, x.dtype.bytes_of(columns))
+    aligned = x.address % nbytes == 0 and all(x.dtype.bytes_of(s) % nbytes == 0 for s in steps)
+    return last == 1 and x.shape[-1] % columns == 0 and aligned
 
 
 class _Attention:
@@ -271,18 +280,19 @@ class _Attention:
 
     def _few(self, operands: Operands, leading: Sequence[int]) -> None:
         s = self.shape
-        kind = next((f for f in FEW if f.takes(s.size, s.width)), ANY)
+        cells = operands[1].dtype
+        fitting = [f for f in FEW if f.takes(s.size, s.width, cells)]
+        kind, anyhow = fitting[0], fitting[-1]
         splits = s.splits(blocks(s.rows, kind.together(s.rows)), 32 * WARPS)
         sums = self._sums(splits)
         for batch in _batches(leading, operands):
             _, k, v, _, out = batch
-            used = kind if _in_vectors(k, 4) and _in_vectors(v, 4) else ANY
+            used = kind if _in_vectors(k, 4) and _in_vectors(v, 4) else anyhow
             rows = used.together(s.rows)
             words = self._words(batch, splits, sums)
             row_blocks = blocks(s.rows, rows) * s.groups * blocks(s.width, MOST_WIDTH)
             need(max(row_blocks, out.shape[0]) <= MOST_GRID, f"{s.rows} rows of {out.shape[0]} batches are too many")
-            source = ANY_SOURCE if used is ANY else FEW[used]
-            self.launches.add(source[used.name(rows)], (splits, row_blocks, out.shape[0]), THREADS, words)
+            self.launches.add(FEW[used][used.name(rows)], (splits, row_blocks, out.shape[0]), THREADS, words)
             self._combine(batch, words, splits)
 
     def _tiles(self, kind: Tiled, operands: Operands, leading: Sequence[int]) -> None:
@@ -330,7 +340,7 @@ class _Attention:
         count = x.shape[0] * s.groups * blocks(s.keys, tile) * tile
         words = [*_view(x), halves, units, s.keys, s.groups, x.shape[-1], columns, blocks(s.keys, tile), tile, count]
         words += [lanes, _in_vectors(x, 8)]
-        self.launches.add(AROUND["attention_split"], blocks(count, THREADS // lanes), THREADS, words)
+        self.launches.add(AROUND[f"attention_split<{TYPES[x.dtype]}>"], blocks(count, THREADS // lanes), THREADS, words)
 
 
 BINDINGS: Mapping[str, Binding] = {"attention": _attention}

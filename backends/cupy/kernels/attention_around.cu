@@ -30,12 +30,12 @@ struct Split {
     float *units;
     i64 keys, groups, size, columns, tiles, tile, count, lanes, dense;
 };
-__global__ void __launch_bounds__(THREADS) attention_split(const __grid_constant__ Split a) {
+template <class Cell> __global__ void __launch_bounds__(THREADS) attention_split(const __grid_constant__ Split a) {
     const int lane = threadIdx.x % 32, lanes = (int)a.lanes, c = lane % lanes, columns = (int)a.columns, tile = (int)a.tile;
     const i64 number = (i64)blockIdx.x * (THREADS / lanes) + threadIdx.x / lanes, all = a.tiles * tile, key = number % all;
     const i64 head = number / all, place = number / tile;
     const bool real = number < a.count;
-    const float *row = a.x.at + head / a.groups * a.x.batch + head % a.groups * a.x.head + key * a.x.row;
+    const Cell *row = a.x.cells<Cell>((int)(head / a.groups), (int)(head % a.groups)) + key * a.x.row;
     if (!real || key >= a.keys) row = nullptr;
     u16 *high = a.halves + place * 2 * tile * columns, *low = high + tile * columns;
     const int here = (int)(key % tile), size = (int)a.size;
