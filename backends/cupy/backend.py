@@ -32,6 +32,7 @@ from .binding.programs import Met, bound_parts, foretold
 from .binding.trial import Known, tried
 from .device.driver import Driver, Launch, LaunchError, Step
 from .device.limits import MOST
+from .kernels.attention import rounding
 from .kernels.packed import expanded
 from .meeting.meetings import Meetings
 from .meeting.transport import transport_of
@@ -145,6 +146,9 @@ class DriverBackend:
         """The relative error of what is rounded on its way; None for arithmetic in float32."""
         if node.attrs.get("exact") is False:
             return 2.0**-8
+        if node.op == "attention":
+            q, k, v = (known.spec for value in node.inputs[:3] if (known := self._operand(value)) is not None)
+            return rounding(q.shape, k, v)
         dtype = node.inputs[0].dtype if node.op in PRODUCTS else DType.F32
         return 2.0**-8 if dtype in PACKINGS else 2.0**-16 if dtype in HALVES else None
 

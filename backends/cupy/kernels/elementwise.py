@@ -69,7 +69,8 @@ TYPES = {
 }
 TARGETS = (DType.F32, DType.I8, DType.I16, DType.I32, DType.I64)
 ROUNDING = {DType.F16: 1, DType.BF16: 2}
-CELLS = (DType.F32, *ROUNDING)
+HALVES = tuple(ROUNDING)
+CELLS = (DType.F32, *HALVES)
 """Types of states that kernels write and read as they are."""
 
 MAPS = Source(
