@@ -81,8 +81,10 @@ __global__ void __launch_bounds__(32 * OF_WARPS, 1) attend_short(const __grid_co
                     if (8 * sub + c < there) cp_async_16(to + c, cells + 8 * sub + c);
             } else {
 #pragma unroll 1
-                for (int c = 8 * sub; c < columns; c += c % 8 == 7 ? 57 : 1, to += c % 8 == 0 ? 57 : 1)
-                    *to = c < there ? cells[c * by.column].bits : (u16)0;
+                for (int i = 0; i < columns / 8; i++) {
+                    const int c = i / 8 * 64 + i % 8, column = 8 * sub + c;
+                    to[c] = column < there ? cells[column * by.column].bits : (u16)0;
+                }
             }
         }
     };
