@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from hocket.backends.cupy.emulation import emulated
 from hocket.backends.cupy.emulation.counted import Counted
-from hocket.backends.cupy.kernels import gated_delta_net, packed, tiled
+from hocket.backends.cupy.kernels import attention, gated_delta_net, packed, tiled
 from hocket.backends.cupy.predicted.speeds import FILE
 from hocket.backends.cupy.predicted.times import GPUS, Time, time_of
 from hocket.backends.cupy.predicted.works import work_of
@@ -149,7 +149,24 @@ def shapes(processors: int) -> tuple[Shape, ...]:
             {"attend_few": (8, 1.0), "attention_combine": (8, 1.0)},
             2 * 8192 * 8 * 128 * 4,
             4 * 8192 * 32 * 128,
+        ),
+        Shape(  # 33 splits
+            "32 heads on 8 of 128, 1 token on 65536, f16",
+            "attention(q=f32[1,4,128], k=f16[4096,1,128], v=f16[4096,1,128], scale=0.1)",
+            {"attend_cells": (8 * 33 / 4, 65536 / 33 / 1024), "attention_combine": (8, 1.0)},
+            2 * 65536 * 8 * 128 * 2,
+            4 * 65536 * 32 * 128,
             0.8,
+            ((attention, "MOST_SPLITS", 4),),
+        ),
+        Shape(  # rows see half of the keys; to find out which tiles they see, a mask of 256 MiB is read besides
+            "32 heads on 8 of 128, 8192 tokens, f16",
+            "attention(q=f32[32,4,128], k=f16[1024,1,128], v=f16[1024,1,128], scale=0.1)",
+            {"attend_short": (8 * 8192 / 32, 4)},
+            2 * 8192 * 8 * 128 * 2 + 2 * 8192 * 32 * 128 * 4,
+            2 * 8192 * 8192 * 32 * 128,
+            0.3,
+            ((attention, "MOST_SPLITS", 1),),
         ),
     )
 

@@ -17,6 +17,7 @@ from ...graph.node import Node, Value
 from ...graph.spec import Spec
 from ...ops import op_of
 from ...ops.collective import COLLECTIVES
+from ...ops.declaring.registry import kind_of
 from ...ops.quants import dequantise, encoded
 from ..abilities import Called, Timed
 from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor, contiguous_strides, run_calls
@@ -31,6 +32,7 @@ from .binding.programs import Met, bound_parts, foretold
 from .binding.trial import Known, tried
 from .device.driver import Driver, Launch, LaunchError, Step
 from .device.limits import MOST
+from .kernels.attention import rounding
 from .kernels.packed import expanded
 from .meeting.meetings import Meetings
 from .meeting.transport import transport_of
@@ -53,7 +55,7 @@ def _stored(spec: Spec, kind: str) -> Spec:
     matrix = kind in FIXED and len(spec.shape) >= 2
     if matrix and spec.dtype in PACKINGS:
         return padded(spec)
-    if spec.dtype.is_integer or (matrix and spec.dtype in HALVES):
+    if spec.dtype.is_integer or (spec.dtype in HALVES and (matrix or (kind == "state" and len(spec.shape) == 2))):
         return spec
     return Spec(spec.shape, DType.F32)
 
@@ -69,7 +71,8 @@ def _known(shape: tuple[int, ...], base: Spec, kind: str, is_base: bool) -> Know
 class DriverBackend:
     """Runs programs on the devices of a driver.
 
-    Values are float32 (integers as declared); weights that are matrices keep their type where kernels read it.
+    Values are float32 (integers as declared); weights that are matrices keep their type where kernels read it, and so
+    do states that are rows of 16-bit numbers.
     """
 
     name: str
@@ -124,7 +127,8 @@ class DriverBackend:
     def _tried(self, node: Node, most_shared: int, strided: int | None = None) -> int:
         """Bind a node to no memory at all; the bytes of scratch that it asks for.  Raises `NoKernelError`."""
         src, attrs = tuple(map(self._operand, node.src)), tuple(node.attrs.items())
-        return tried(node.op, src, node.specs, attrs, most_shared, strided)
+        results = tuple(_stored(value.spec, kind_of(value)) for value in node.results)
+        return tried(node.op, src, results, attrs, most_shared, strided)
 
     def _operand(self, value: Value | None) -> Known | None:
         """What is known of an operand before it has an address."""
@@ -133,7 +137,7 @@ class DriverBackend:
         base = value
         while not base.node.is_leaf and op_of(base.node).is_view:
             base = base.node.inputs[0]
-        return _known(value.shape, base.spec, base.node.op if base.node.is_leaf else "value", value is base)
+        return _known(value.shape, base.spec, kind_of(base), value is base)
 
     def stored(self, spec: Spec, kind: str = "value") -> Spec:
         return _stored(spec, kind)
@@ -142,6 +146,9 @@ class DriverBackend:
         """The relative error of what is rounded on its way; None for arithmetic in float32."""
         if node.attrs.get("exact") is False:
             return 2.0**-8
+        if node.op == "attention":
+            q, k, v = (known.spec for value in node.inputs[:3] if (known := self._operand(value)) is not None)
+            return rounding(q.shape, k, v)
         dtype = node.inputs[0].dtype if node.op in PRODUCTS else DType.F32
         return 2.0**-8 if dtype in PACKINGS else 2.0**-16 if dtype in HALVES else None
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from hocket import ops
-from hocket.graph import Graph, input
+from hocket.graph import Graph, input, weight
 
 from .bench import Bench, Case, Row
 
@@ -24,37 +25,42 @@ class Shape:
         return f"{self.heads} heads on {self.key_heads} of {self.size}"
 
 
+CELLS = ("f32", "f16")
+"""How keys and values are kept."""
 SHAPES = (Shape(32, 8, 128), Shape(16, 4, 256), Shape(16, 2, 256), Shape(9, 3, 64))
 """Of Llama-3-8B, Qwen3.5-4B, Qwen3-Next and SmolLM2-135M."""
 
 
 def cases(bench: Bench) -> Iterator[Case]:
     shapes = bench.choose(SHAPES, (Shape(4, 2, 32),))
-    for shape in shapes:
+    kinds = [(shape, kind, "" if kind == "f32" else f", {kind}") for shape in shapes for kind in CELLS]
+    for shape, kind, said in kinds:
         for tokens in bench.choose((256, 1024, 4096, 16384, 65536), (40,)):
-            yield Case(f"{shape}, 1 token on {tokens}", partial(_attention, bench, shape, 1, tokens))
-    for shape in shapes:
+            yield Case(f"{shape}, 1 token on {tokens}{said}", partial(_attention, bench, shape, 1, tokens, kind))
+    for shape, kind, said in kinds:
         for tokens in bench.choose((128, 512, 2048, 8192), (20,)):
-            yield Case(f"{shape}, {tokens} tokens", partial(_attention, bench, shape, tokens, tokens))
+            yield Case(f"{shape}, {tokens} tokens{said}", partial(_attention, bench, shape, tokens, tokens, kind))
         if not bench.tiny:
-            yield Case(f"{shape}, 512 tokens on 8192", partial(_attention, bench, shape, 512, 8192))
+            yield Case(f"{shape}, 512 tokens on 8192{said}", partial(_attention, bench, shape, 512, 8192, kind))
 
 
-def _attention(bench: Bench, shape: Shape, tokens: int, cells: int) -> Iterator[Row]:
+def _attention(bench: Bench, shape: Shape, tokens: int, cells: int, kind: str) -> Iterator[Row]:
     """The last tokens of a context, each of which sees all before it.  Caches of single tokens are as many as no cache
     of the device holds."""
-    nbytes = 2 * 4 * cells * shape.key_heads * shape.size
+    nbytes = 2 * (4 if kind == "f32" else 2) * cells * shape.key_heads * shape.size
     copies = bench.choose(max(2, min(32, -(-bench.enough // 4 // nbytes))), 2) if tokens == 1 else 1
     pos = input("pos", (1, tokens), "i32")
     mask, given = ops.causal_mask(pos, cells=cells), {"pos": np.arange(cells - tokens, cells, dtype=np.int32)[None]}
+    kept: dict[str, npt.NDArray[np.generic]] = {}
     results = {"mask": mask}  # so that nothing is put in its place when it was read
     for i in range(copies):
         q = input(f"q{i}", (1, tokens, shape.heads, shape.size))
-        k, v = (input(f"{name}{i}", (1, cells, shape.key_heads, shape.size)) for name in "kv")
+        k, v = (weight(f"{name}{i}", (1, cells, shape.key_heads, shape.size), kind) for name in "kv")
         results[f"y{i}"] = ops.attention(q, k, v, mask, scale=shape.size**-0.5)
         some = bench.random.standard_normal(1 << 16, dtype="f4")
-        given |= {x.node.name: np.resize(some, x.shape) for x in (q, k, v)}
-    _held, launches = bench.planned(Graph(results), {}, given)
+        given[q.node.name] = np.resize(some, q.shape)
+        kept |= {x.node.name: np.resize(some, x.shape).astype(x.dtype.storage) for x in (k, v)}
+    _held, launches = bench.planned(Graph(results), kept, given)
     own = [launch for launch in launches if "mask" not in launch.kernel.name]
     seen = tokens * (2 * cells - tokens + 1) / 2
     flops = 4 * shape.heads * shape.size * seen

@@ -10,7 +10,7 @@ import numpy as np
 
 from ... import graph as g
 from ...backends.base import Backend, Device
-from ...graph.dtypes import QUANTISED
+from ...graph.dtypes import QUANTISED, WRITTEN, DType
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...ops import verify
@@ -52,17 +52,20 @@ class Built:
 
 
 def build(case: Case) -> Built:
-    """The graph of `case`.  Operands that may be quantised are weights where they are contiguous (or blocks)."""
+    """The graph of `case`.  Operands that may be quantised are weights where they are contiguous (or blocks), and
+    cached keys and values where they have 16 bits, which backends then keep as they are."""
     op, attrs = case.declared, case.settled
-    quantisable = {
-        o.name for o in op.signature_for(attrs).operands if {*QUANTISED} < {*o.dtypes} and len(o.dtypes) < 30
-    }
+    operands_of = op.signature_for(attrs).operands
+    quantisable = {o.name for o in operands_of if {*QUANTISED} < {*o.dtypes} and len(o.dtypes) < 30}
+    changed = {name for _, name in op.inplace_in(attrs)}
+    cached = {o.name for o in operands_of if {*WRITTEN} == {*o.dtypes} and o.name not in changed}
     layouts: dict[str, Placed] = {}
     leaves: dict[str, Value] = {}
     operands: dict[str, Value] = {}
     for name, spec in case.operands:
         how = place(spec, case.layout, distinct_axes(op, attrs, name))
         is_weight = spec.dtype.is_quantised or (name in quantisable and case.layout == "contiguous")
+        is_weight |= name in cached and spec.dtype in (DType.F16, DType.BF16)
         leaf = (g.weight if is_weight else g.input)(name, how.leaf.shape, how.leaf.dtype)
         layouts[name], leaves[name], operands[name] = how, leaf, how.view(leaf)
     if case.layout == "twin" and (pair := twins(op, case.specs, attrs)) is not None:

@@ -11,27 +11,10 @@ from hocket.ops import REGISTRY
 from hocket.ops.quants import decoded, encoded
 
 from ..given.models.goldens import nmse
+from ..given.state_ways import inputs_of, ways
 
 TYPES = ["f16", "bf16", "q8_0", "q4_0"]
 DEVICES = ["cpu:0", "cpu:0,cpu:1", "cpu:0,cpu:1,cpu:2"]
-
-
-def ways(dtype):
-    """Graphs that update a state [9, 64] and read it, each in its own way."""
-    old, rows, ids = state("s", (9, 64), dtype), input("rows", (3, 64)), input("ids", (3,), "i32")
-    new, x = ops.set_rows(old, rows, ids), input("x", (9, 64))
-    read = ops.cast(new, dtype="f32")
-    yield "rows of it", Graph({"y": ops.get_rows(new, ids)}, {old: new})
-    yield "an output", Graph({"y": new}, {old: new})
-    yield "a slice", Graph({"y": ops.scale(ops.slice_(read, axis=0, start=1, stop=5), scale=2.0)}, {old: new})
-    yield "what it was", Graph({"y": ops.cast(old, dtype="f32"), "z": read}, {old: new})
-    yield "joined", Graph({"y": ops.cast(ops.concat(new, new, axis=0), dtype="f32")}, {old: new})
-    yield "a matrix", Graph({"y": ops.mul_mat(new, x)}, {old: new})
-    yield "written twice", Graph({"y": read}, {old: ops.set_rows(new, ops.scale(rows, scale=2.0), ids)})
-    if not old.dtype.is_quantised:
-        whole = ops.cast(ops.add(ops.cast(old, dtype="f32"), x), dtype=dtype)
-        yield "all of it is new", Graph({"y": x}, {old: whole})
-        yield "transposed", Graph({"y": ops.cast(ops.transpose(new), dtype="f32")}, {old: new})
 
 
 WAYS = [(name, dtype) for dtype in TYPES for name, _ in ways(dtype)]
@@ -43,12 +26,8 @@ LOWEST = {"q4_0": -8, "q8_0": -127}
 @pytest.mark.parametrize(("way", "dtype"), WAYS)
 def test_a_state_holds_what_its_type_can_hold(way, dtype, devices):
     """All numbers are multiples of 1/32 below 4, so nothing is rounded, and the definition has the same bits."""
-    graph, rng, low = dict(ways(dtype))[way], np.random.default_rng(0), LOWEST.get(dtype, -99)
-    floats = {"rows": (3, 64), "x": (9, 64)}
-    given = {n: (rng.integers(low, -low, shape) / 32).astype(np.float32) for n, shape in floats.items()}
-    given["rows"][:, ::32] = low / 32
-    given["ids"] = np.array([1, 4, 7], np.int32)
-    given = {v.node.name: given[v.node.name] for v in graph.inputs}
+    graph = dict(ways(dtype))[way]
+    given = inputs_of(graph, LOWEST.get(dtype, -99))
     right, run = (hocket.load(hocket.plan(graph, on), {}) for on in ("reference:0", devices))
     for _ in range(3):
         wanted, results = right.run(given), run.run(given)

@@ -19,7 +19,7 @@ from hocket.graph import BackendError, DType, Graph, StepError, Value, input, st
 from hocket.scheduler import load, plan_for
 
 from ..given.devices.emulation import needs_compiler
-from ..given.models.goldens import golden, limit, nmse, path_of, tokens_of
+from ..given.models.goldens import FLOAT_CACHES, golden, limit, nmse, path_of, tokens_of
 from ..given.random_rows import random_rows
 
 pytestmark = needs_compiler
@@ -85,7 +85,7 @@ def products(dtype: DType) -> Callable[[bool], Graph]:
     return graph
 
 
-def placed(tokens: int, normed: bool, stored: bool, mode: str = "neox") -> Callable[[bool], Graph]:
+def placed(tokens: int, normed: bool, stored: bool, mode: str = "neox", dtype: str = "f32") -> Callable[[bool], Graph]:
     """Heads through norm and RoPE, perhaps into a cache."""
 
     def graph(forbidden: bool) -> Graph:
@@ -94,9 +94,10 @@ def placed(tokens: int, normed: bool, stored: bool, mode: str = "neox") -> Calla
         turned = ops.rope(inner, input("pos", (1, tokens), "i32"), n_dims=16, mode=mode, offset=4)
         if not stored:
             return both(turned, inner, forbidden)
-        cache = state("cache", (9, 48))
+        cache = state("cache", (9, 48), dtype)
         new = ops.set_rows(cache, ops.reshape(turned, shape=(tokens, 48)), input("ids", (tokens,), "i32"), name="new")
-        return both(ops.neg(new), turned if forbidden else inner, forbidden, {cache: new})
+        read = new if dtype == "f32" else ops.cast(new, dtype="f32")
+        return both(ops.neg(read), turned if forbidden else inner, forbidden, {cache: new})
 
     return graph
 
@@ -122,6 +123,8 @@ CHAINS = {
     "heads into a cache": Chain(placed(3, True, True), (3, 6)),
     "a head into a cache": Chain(placed(1, True, True), (2, 6)),
     "turned heads into a cache": Chain(placed(1, False, True), (3, 5)),
+    "heads into a cache of halves": Chain(placed(3, True, True, dtype="f16"), (4, 7)),
+    "a head into a cache of halves": Chain(placed(1, True, True, dtype="bf16"), (3, 7)),
     "a row": Chain(row, (2, 3), forbids=False),
 }
 
@@ -210,7 +213,8 @@ def logits_of(name: str, devices: int, fused: bool) -> tuple[np.ndarray, int]:
     with pytest.MonkeyPatch.context() as patch:
         if not fused:
             patch.setattr(programs, "FUSED", {})
-        group = Group(tuple(f"cuda-emulated:{i}" for i in range(devices)), "tensor" if devices > 1 else "none")
+        names = tuple(f"cuda-emulated:{i}" for i in range(devices))
+        group = Group(names, "tensor" if devices > 1 else "none", **FLOAT_CACHES)
         session = Session(open_model(path_of(name)), on=group)
         parts = [session.evaluate([p], every_position=True)[0] for p in (tokens[:8], *([t] for t in tokens[8:]))]
         replay = session.executor(session.step(1, len(tokens)))._replays[0]

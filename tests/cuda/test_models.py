@@ -9,10 +9,13 @@ from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
 
 from ..given.devices.emulation import needs_compiler
-from ..given.models.goldens import INDEX, golden, limit, nmse, path_of
+from ..given.models.goldens import FLOAT_CACHES, INDEX, golden, limit, nmse, path_of
 
 pytestmark = needs_compiler
-GROUPS = {"one": Group(("cuda-emulated:0",)), "two": Group(("cuda-emulated:0", "cuda-emulated:1"), "tensor")}
+GROUPS = {
+    "one": Group(("cuda-emulated:0",), **FLOAT_CACHES),
+    "two": Group(("cuda-emulated:0", "cuda-emulated:1"), "tensor", **FLOAT_CACHES),
+}
 STEPS = 3
 
 

@@ -63,7 +63,7 @@ def test_a_context_that_does_not_fit_comes_with_one_that_does(tmp_path, capsys):
     path = llama_70b(tmp_path / "model.gguf", layers=40)
     flags = ["--simulate", "rtx4090", "-c"]
     assert main(["plan", path, *flags, "8192"]) == 0
-    path = llama_70b(tmp_path / "larger.gguf", layers=46)
+    path = llama_70b(tmp_path / "larger.gguf", layers=48)
     assert main(["plan", path, *flags, "8192"]) == 1
     fitting = int(re.search(r"--ctx-size (\d+)", capsys.readouterr().err)[1])
     assert 1024 <= fitting < 8192

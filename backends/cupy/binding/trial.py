@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from ....graph.dtypes import DType
 from ....graph.spec import Spec
 from ...base import Tensor, contiguous_strides
 from ...operands import Bound, NoKernelError, Operand
@@ -44,7 +43,8 @@ def tried(
     most_shared: int,
     strided: int | None,
 ) -> int:
-    """Bind an instruction at made-up addresses; the bytes of scratch that it takes.  Raises `NoKernelError`."""
+    """Bind an instruction at made-up addresses, its results as they are stored; the bytes of scratch that it takes.
+    Raises `NoKernelError`."""
     bind = binding(op)
     if bind is None:
         raise NoKernelError(f"backends/cupy has no kernel for {op}")
@@ -58,7 +58,6 @@ def tried(
 
     launches = Launches(keep=lambda array: 1 << 20, most_shared=most_shared)
     there = tuple(None if s is None else operand(n, s) for n, s in enumerate(src))
-    values = [Spec(s.shape, s.dtype if s.dtype.is_integer else DType.F32) for s in results]
-    made = tuple(operand(len(src) + n, Known(s)) for n, s in enumerate(values))
+    made = tuple(operand(len(src) + n, Known(s)) for n, s in enumerate(results))
     bind(launches, Bound(op, there, made, dict(attrs)))
     return launches.taken

@@ -30,6 +30,8 @@ CASES = (
     "gated_delta_net(q=f32[70,1,64], k=f32[70,1,64], v=f32[70,1,32], g=f32[70,1,1], beta=f32[70,1], "
     "state=f32[1,32,64])",
     "attention(q=f32[1,8,128], k=f32[64,2,128], v=f32[64,2,128], scale=0.1)",
+    "attention(q=f32[1,8,128], k=f16[64,2,128], v=f16[64,2,128], scale=0.1)",
+    "attention(q=f32[32,4,128], k=bf16[128,1,128], v=bf16[128,1,128], scale=0.1)",
 )
 
 
@@ -44,6 +46,18 @@ class Allowed:
 
 
 ALLOWED = (
+    Allowed(
+        "cells.cuh",
+        "one = *(const float4 *)from, two = *(const float4 *)(from + 4)",
+        2.0,
+        "a lane has 8 numbers of a query in two loads, once a block",
+    ),
+    Allowed(
+        "attention_cells.cu",
+        "one = *(const uint2 *)(rows + from + chunk(g, c, D))",
+        2.0,
+        "rows of queries meet in banks, once a block",
+    ),
     Allowed(
         "packed.cu", "codes[0] = r.codes[0], codes[4] = r.codes[1];", 2.0, "halves of sectors are stored one by one"
     ),

@@ -11,8 +11,12 @@ constexpr int THREADS = 128;
 constexpr int WARPS = THREADS / 32;
 
 struct View {  // of q, k, v, mask and out; a row is a token or a key, a column of the mask a key
-    float *at;
+    float *at;  // of keys and values: cells
     i64 batch, row, head, column;
+
+    template <class Cell> __device__ __forceinline__ const Cell *cells(int number, int group) const {
+        return (const Cell *)at + number * batch + group * head;
+    }
 };
 struct Args {
     View q, k, v, mask, out;
@@ -82,33 +86,51 @@ struct Tiles {
     u16 *k, *v;               // of each batch, key head and tile of keys: high halves, then low ones
     float *k_units, *v_units; // of each batch, key head and key: what its halves are multiples of
     i32 *seen;                // of each batch, key head, tile of rows and tile of keys; null if all is
-    i64 seen_batch, seen_head, tiles, tile, dense;
+    i64 seen_batch, seen_head, tiles, tile, rows;  // `tile` keys and `rows` of a tile
+    i64 dense, vectors;  // queries come in eights; keys and values do
 };
 
-// Two floats as halves, and as halves what those lack.
-__device__ __forceinline__ void split(float x, float y, u32 &high, u32 &low) {
-    high = pack_half(x, y);
-    low = pack_half(x - half_to_float((u16)high), y - half_to_float((u16)(high >> 16)));
+// Numbers of 16 bits on tensor cores.
+template <class Cell> struct Pair;
+template <> struct Pair<half_bits> {
+    static constexpr int TERMS = 2;  // whose sum is as near as float32
+    static __device__ __forceinline__ u32 pack(float x, float y) { return pack_half(x, y); }
+    static __device__ __forceinline__ void multiply(float *d, const u32 *a, const u32 *b) { mma_f16(d, a, b); }
+};
+template <> struct Pair<bf16_bits> {
+    static constexpr int TERMS = 3;
+    static __device__ __forceinline__ u32 pack(float x, float y) { return pack_bf16(x, y); }
+    static __device__ __forceinline__ void multiply(float *d, const u32 *a, const u32 *b) { mma_bf16(d, a, b); }
+};
+// Two floats as sums of cells: each term is what those before lack.
+template <class Cell, int TERMS> __device__ __forceinline__ void split(float x, float y, u32 *terms) {
+#pragma unroll
+    for (int i = 0; i < TERMS; i++) {
+        terms[i] = Pair<Cell>::pack(x, y);
+        x -= to_float(Cell{(u16)terms[i]}), y -= to_float(Cell{(u16)(terms[i] >> 16)});
+    }
 }
 // Where eight columns of a row lie in a tile of `columns`: rows that are read together lie in different banks.
 __device__ __forceinline__ int chunk(int row, int c, int columns) { return row * columns + 8 * (c ^ (row & 7)); }
+// `chunk` of one of two neighbours, for the lane: `turned` is which of them, by the lowest bit of its own, and its row.
+__device__ __forceinline__ int pair(int row, int even, int turned, int columns) {
+    return row * columns + 8 * ((even & ~7) + ((even & 6) ^ turned));
+}
 
-// The `lanes` that share a row turn it into halves, multiples of a power of two for the row, which all of them get.  Lane
-// `first` has eight columns from 8 first on, and those 8 lanes further, up to EIGHTS times; they go to row `number` of a tile
-// of `columns`.  A row that is null is zeros.
-template <int EIGHTS>
-__device__ __forceinline__ float split_row(const float *row, i64 step, bool dense, int size, int lanes, int first, int columns, int number, u16 *high, u16 *low, bool writes) {
+// The `lanes` that share a row turn it into sums of cells, multiples of a power of two for the row, which all of them get.
+// Lane `first` has eight columns from 8 first on, and those 8 lanes further, up to EIGHTS times; they go to row `number` of a
+// tile of `columns`, of which each term has one, `apart` from the last.  A row that is null is zeros.
+template <class To, int TERMS, int EIGHTS, class Cell>
+__device__ __forceinline__ float split_row(const Cell *row, i64 step, bool dense, int size, int lanes, int first, int columns, int number, u16 *tile, int apart, bool writes) {
     float x[EIGHTS][8], most = 0.0f;
 #pragma unroll
     for (int j = 0; j < EIGHTS; j++) {
         const int at = 8 * (first + j * lanes);
         if (dense && row && at < size) {
-            const float4 one = *(const float4 *)(row + at), two = *(const float4 *)(row + at + 4);
-            x[j][0] = one.x, x[j][1] = one.y, x[j][2] = one.z, x[j][3] = one.w;
-            x[j][4] = two.x, x[j][5] = two.y, x[j][6] = two.z, x[j][7] = two.w;
+            eight_cells(x[j], row + at);
         } else {
 #pragma unroll
-            for (int i = 0; i < 8; i++) x[j][i] = row && at + i < size ? row[(at + i) * step] : 0.0f;
+            for (int i = 0; i < 8; i++) x[j][i] = row && at + i < size ? to_float(row[(at + i) * step]) : 0.0f;
         }
 #pragma unroll
         for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(x[j][i]));
@@ -119,13 +141,13 @@ __device__ __forceinline__ float split_row(const float *row, i64 step, bool dens
 #pragma unroll
     for (int j = 0; j < EIGHTS; j++) {
         const int c = first + j * lanes, to = chunk(number, c, columns);
-        u32 h[4], l[4];
+        u32 terms[4][TERMS];
 #pragma unroll
-        for (int i = 0; i < 4; i++) split(x[j][2 * i] * up, x[j][2 * i + 1] * up, h[i], l[i]);
-        if (writes && 8 * c < columns) {
-            *(uint4 *)(high + to) = make_uint4(h[0], h[1], h[2], h[3]);
-            *(uint4 *)(low + to) = make_uint4(l[0], l[1], l[2], l[3]);
-        }
+        for (int i = 0; i < 4; i++) split<To, TERMS>(x[j][2 * i] * up, x[j][2 * i + 1] * up, terms[i]);
+        if (writes && 8 * c < columns)
+#pragma unroll
+            for (int i = 0; i < TERMS; i++)
+                *(uint4 *)(tile + i * apart + to) = make_uint4(terms[0][i], terms[1][i], terms[2][i], terms[3][i]);
     }
     return row ? unit : 0.0f;
 }

@@ -1,4 +1,4 @@
-"""Attention: few rows of queries key by key, many in tiles on tensor cores."""
+"""Attention: few rows of queries key by key, many in tiles on tensor cores; over cells of 16 bits all on those."""
 
 from __future__ import annotations
 
@@ -9,115 +9,25 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ....graph.dtypes import DType
+from ....graph.spec import Spec
 from ....ops.declaring.attributes import number
 from ....ops.norms import alibi_slopes
 from ...operands import Bound, Operand, need
 from ..binding.axes import axes_of
 from ..binding.launches import Binding, Launches, Word, blocks
-from ..device.driver import Source
-from .elementwise import as_float
+from .attention_kinds import AROUND, CELLS_OF_FEW, FEW, OWN, THREADS, TILED, WARPS, Short, Tiled
+from .attention_kinds import SOURCES as SOURCES
+from .elementwise import CELLS, TYPES, as_float
 
-THREADS, WARPS, ROWS = 128, 4, 64
 MANY = 64
 """Rows that share a key head from which tiles are worth what it takes to split keys and values into halves."""
 BLOCKS, MOST_SPLITS = 512, 64
 """Blocks that keep any device busy, to which keys are shared out among splits, and the most of these."""
+PROCESSORS = 132
+"""Of the GPU that few rows are dealt out for, evenly."""
 MOST_GRID = 65535
 MOST_WIDTH = 512
 """Columns of values that a block of few rows adds up."""
-
-
-@dataclass(frozen=True, slots=True)
-class Few:
-    """`attend_few` for keys and values up to some sizes, 0 for any: lanes that share a key, and the fours of columns
-    that each holds of a key and of a value."""
-
-    lanes: int
-    keys: int
-    values: int
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """How many may be taken together."""
-        return (1, 2, 4, 8) if self.values * self.lanes <= 64 else (1, 2, 4)
-
-    def together(self, rows: int) -> int:
-        return next((r for r in self.rows if r >= rows), self.rows[-1])
-
-    def name(self, rows: int) -> str:
-        return f"attend_few<{self.lanes}, {self.keys}, {self.values}, {rows}, {str(self.keys > 0).lower()}>"
-
-    def source(self) -> Source:
-        return Source("attention_few.cu", tuple(map(self.name, self.rows)), before=("attention.cuh",))
-
-    def takes(self, size: int, width: int) -> bool:
-        return size <= 4 * self.lanes * self.keys and width <= 4 * self.lanes * self.values
-
-
-@dataclass(frozen=True, slots=True)
-class Tiled:
-    """`attend_tiles` for keys and values of up to so many columns, in tiles of `tile` keys; queries are `held` in
-    registers or lie in shared memory, of which no block takes more than 96 KiB."""
-
-    size: int
-    width: int
-    tile: int
-    held: bool
-    rows: int = ROWS
-    threads: int = THREADS
-
-    @property
-    def file(self) -> str:
-        return "attention_tiles.cu"
-
-    @property
-    def name(self) -> str:
-        return f"attend_tiles<{self.size}, {self.width}, {self.tile}, {str(self.held).lower()}>"
-
-    @property
-    def shared_bytes(self) -> int:
-        return 4 * (self.tile * (self.size + self.width) + (0 if self.held else ROWS * self.size))
-
-    def source(self) -> Source:
-        return Source(self.file, (self.name,), before=("attention.cuh", "attention_scores.cuh"))
-
-
-@dataclass(frozen=True, slots=True)
-class Wide(Tiled):
-    """`attend_wide`, whose queries come through shared memory before keys and values do."""
-
-    rows: int = 32
-    threads: int = 256
-
-    @property
-    def file(self) -> str:
-        return "attention_wide.cu"
-
-    @property
-    def name(self) -> str:
-        return f"attend_wide<{self.size}, {self.width}>"
-
-    @property
-    def shared_bytes(self) -> int:
-        return 4 * max(self.tile * (self.size + self.width), self.rows * self.size)
-
-
-FEW = {f: f.source() for f in (Few(8, 2, 2), Few(8, 4, 4), Few(16, 4, 4), Few(32, 5, 4))}
-ANY = Few(32, 0, 4)
-ANY_SOURCE = ANY.source()
-TILED = {
-    t: t.source()
-    for t in (
-        Tiled(64, 64, 64, True),
-        Tiled(128, 128, 32, True),
-        Tiled(192, 128, 32, False),
-        Tiled(256, 256, 16, False),
-        Wide(576, 512, 16, held=True),
-    )
-}
-_AROUND = ("attention_seen", "attention_split", "attention_combine")
-AROUND = Source("attention_around.cu", _AROUND, before=("attention.cuh",))
-SOURCES = (*FEW.values(), ANY_SOURCE, *TILED.values(), AROUND)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +58,35 @@ class Shape:
         wanted = blocks(BLOCKS, max(1, self.batch * self.groups * row_blocks))
         return max(1, min(MOST_SPLITS, wanted, blocks(self.keys, keys)))
 
+    def even_splits(self, row_blocks: int, keys: int) -> int:
+        """As few as leave no processor idle in the end, from those on with which each has two blocks at once."""
+        count = max(1, self.batch * self.groups * row_blocks)
+        least = max(1, 2 * PROCESSORS // count)
+        least, most = (max(1, min(MOST_SPLITS, n * least, blocks(self.keys, keys))) for n in (1, 2))
+
+        def idle(splits: int) -> float:
+            waves = splits * count / PROCESSORS
+            return round(math.ceil(waves) / waves, 2)
+
+        return min(range(least, most + 1), key=idle)
+
+
+def rounding(q: Sequence[int], k: Spec, v: Spec) -> float | None:
+    """The relative error of queries and weights that become cells as those of many rows do; None if they do not."""
+    shared = q[-2] // k.shape[-2] if k.shape[-2] else 0
+    many = q[-3] * shared >= MANY and k.dtype is v.dtype
+    is_short = many and any(isinstance(t, Short) and t.takes(k.shape[-1], v.shape[-1], k.dtype) for t in TILED)
+    return {DType.F16: 2.0**-11, DType.BF16: 2.0**-8}[k.dtype] if is_short else None
+
 
 Operands = tuple[Operand, Operand, Operand, Operand | None, Operand]
 """q [n, t, h, d], k [n, s, h, d], v [n, s, h, e], mask [n, t, m, s] and out [n, t, h, e]."""
 
 
 def _attention(launches: Launches, call: Bound) -> None:
-    q, k, v = (as_float(launches, call.operand(i)) for i in range(3))
+    q, k, v = as_float(launches, call.operand(0)), call.operand(1), call.operand(2)
+    if k.dtype is not v.dtype or k.dtype not in CELLS:
+        k, v = as_float(launches, k), as_float(launches, v)
     mask, sinks = (None if (o := call.optional(i)) is None else as_float(launches, o) for i in (3, 4))
     one_mask = call.attrs["mask_heads"] == "one"
     *leading, tokens, heads, size = q.shape
@@ -212,7 +144,7 @@ def _batches(leading: Sequence[int], operands: Operands) -> Iterator[Operands]:
 
 
 def _batch(x: Operand, count: int, step: int, skipped: int) -> Operand:
-    t, skipped = x.tensor, 4 * skipped
+    t, skipped = x.tensor, x.dtype.bytes_of(skipped)
     tensor = replace(t, offset=t.offset + skipped, shape=(count, *t.shape[-3:]), strides=(step, *t.strides[-3:]))
     return replace(x, address=x.address + skipped, tensor=tensor)
 
@@ -229,7 +161,28 @@ def _steps(x: Operand) -> list[int]:
 def _in_vectors(x: Operand, columns: int) -> bool:
     """Whether so many columns of any row can be loaded together."""
     *steps, last = _steps(x)
-    return last == 1 and x.shape[-1] % columns == 0 and x.address % 16 == 0 and all(s % 4 == 0 for s in steps)
+    nbytes = min(16, x.dtype.bytes_of(columns))
+    aligned = x.address % nbytes == 0 and all(x.dtype.bytes_of(s) % nbytes == 0 for s in steps)
+    return last == 1 and x.shape[-1] % columns == 0 and aligned
+
+
+@dataclass(frozen=True, slots=True)
+class _Halves:
+    """Scratch for keys and values as two halves each, multiples of a unit."""
+
+    k: Operand
+    v: Operand
+    k_units: Operand
+    v_units: Operand
+
+    @classmethod
+    def of(cls, launches: Launches, kind: Tiled, count: int) -> _Halves:
+        k, v = (launches.scratch((count, n)) for n in (kind.size, kind.width))
+        return cls(k, v, launches.scratch((count,)), launches.scratch((count,)))
+
+    @property
+    def words(self) -> list[Word]:
+        return [self.k, self.v, self.k_units, self.v_units]
 
 
 class _Attention:
@@ -246,8 +199,9 @@ class _Attention:
         self._behind: list[Word] = [scale / (cap or 1.0), cap]
 
     def add(self, operands: Operands, leading: Sequence[int]) -> None:
-        tiled = next((t for t in TILED if self.shape.size <= t.size and self.shape.width <= t.width), None)
-        if self.shape.rows >= MANY and tiled is not None:
+        s, cells = self.shape, operands[1].dtype
+        tiled = next((t for t in TILED if t.takes(s.size, s.width, cells)), None)
+        if s.rows >= MANY and tiled is not None:
             self._tiles(tiled, operands, leading)
         else:
             self._few(operands, leading)
@@ -271,47 +225,50 @@ class _Attention:
 
     def _few(self, operands: Operands, leading: Sequence[int]) -> None:
         s = self.shape
-        kind = next((f for f in FEW if f.takes(s.size, s.width)), ANY)
-        splits = s.splits(blocks(s.rows, kind.together(s.rows)), 32 * WARPS)
+        cells = operands[1].dtype
+        fitting = [f for f in FEW if f.takes(s.size, s.width, cells)]
+        kind, anyhow = fitting[0], fitting[-1]
+        fast = next((c for c in CELLS_OF_FEW if c.takes(s.size, s.width, cells)), None)
+        if fast is None:
+            splits = s.splits(blocks(s.rows, kind.together(s.rows)), 32 * WARPS)
+        else:
+            splits = s.even_splits(blocks(s.rows, OWN), OWN * WARPS)
         sums = self._sums(splits)
         for batch in _batches(leading, operands):
-            _, k, v, _, out = batch
-            used = kind if _in_vectors(k, 4) and _in_vectors(v, 4) else ANY
-            rows = used.together(s.rows)
+            q, k, v, _, out = batch
             words = self._words(batch, splits, sums)
-            row_blocks = blocks(s.rows, rows) * s.groups * blocks(s.width, MOST_WIDTH)
+            if fast is not None and _in_vectors(k, 8) and _in_vectors(v, 8):
+                row_blocks = blocks(s.rows, OWN) * s.groups
+                kernel, shared, more = CELLS_OF_FEW[fast][fast.name], fast.shared_bytes, [_in_vectors(q, 8)]
+            else:
+                used = kind if _in_vectors(k, 4) and _in_vectors(v, 4) else anyhow
+                rows, shared, more = used.together(s.rows), 0, []
+                row_blocks = blocks(s.rows, rows) * s.groups * blocks(s.width, MOST_WIDTH)
+                kernel = FEW[used][used.name(rows)]
             need(max(row_blocks, out.shape[0]) <= MOST_GRID, f"{s.rows} rows of {out.shape[0]} batches are too many")
-            source = ANY_SOURCE if used is ANY else FEW[used]
-            self.launches.add(source[used.name(rows)], (splits, row_blocks, out.shape[0]), THREADS, words)
+            self.launches.add(kernel, (splits, row_blocks, out.shape[0]), THREADS, [*words, *more], shared_bytes=shared)
             self._combine(batch, words, splits)
 
     def _tiles(self, kind: Tiled, operands: Operands, leading: Sequence[int]) -> None:
         s, launches = self.shape, self.launches
-        row_tiles, row_blocks, tiles = blocks(s.rows, ROWS), blocks(s.rows, kind.rows), blocks(s.keys, kind.tile)
+        row_tiles, row_blocks, tiles = (
+            blocks(*n) for n in ((s.rows, kind.seen_rows), (s.rows, kind.rows), (s.keys, kind.tile))
+        )
         splits = s.splits(row_blocks, 4 * kind.tile)
         sums = self._sums(splits)
-        count = s.batch * s.groups * tiles * kind.tile
-        halves = [launches.scratch((count, n)) for n in (kind.size, kind.width)]
-        units = [launches.scratch((count,)) for _ in halves]
+        copies = None if isinstance(kind, Short) else _Halves.of(launches, kind, s.batch * s.groups * tiles * kind.tile)
         seen = None if operands[3] is None else launches.scratch((s.batch, s.groups, row_tiles, tiles), DType.I32)
         for batch in _batches(leading, operands):
             q, k, v, mask, out = batch
             need(out.shape[0] * s.groups <= MOST_GRID, f"{out.shape[0]} batches are too many for a grid")
             need(max(row_blocks, tiles) <= MOST_GRID, f"{s.rows} rows or {s.keys} keys are too many for a grid")
-            for x, n, half, unit in zip((k, v), (kind.size, kind.width), halves, units, strict=True):
-                self._split(x, n, kind.tile, half, unit)
+            if copies is not None:
+                self._split(k, kind.size, kind.tile, copies.k, copies.k_units)
+                self._split(v, kind.width, kind.tile, copies.v, copies.v_units)
             words = self._words(batch, splits, sums)
             step = [0, 0] if mask is None else self._seen_steps(mask, row_tiles * tiles)
-            with_tiles = [
-                *words,
-                *halves,
-                *units,
-                0 if seen is None else seen,
-                *step,
-                tiles,
-                kind.tile,
-                _in_vectors(q, 8),
-            ]
+            with_tiles = [*words, *([0] * 4 if copies is None else copies.words), seen or 0, *step, tiles]
+            with_tiles += [kind.tile, kind.seen_rows, _in_vectors(q, 8), _in_vectors(k, 8) and _in_vectors(v, 8)]
             if mask is not None:
                 masks = (out.shape[0] if step[0] else 1) * (s.groups if step[1] else 1)
                 launches.add(AROUND["attention_seen"], (tiles, row_tiles, masks), THREADS, with_tiles)
@@ -330,7 +287,7 @@ class _Attention:
         count = x.shape[0] * s.groups * blocks(s.keys, tile) * tile
         words = [*_view(x), halves, units, s.keys, s.groups, x.shape[-1], columns, blocks(s.keys, tile), tile, count]
         words += [lanes, _in_vectors(x, 8)]
-        self.launches.add(AROUND["attention_split"], blocks(count, THREADS // lanes), THREADS, words)
+        self.launches.add(AROUND[f"attention_split<{TYPES[x.dtype]}>"], blocks(count, THREADS // lanes), THREADS, words)
 
 
 BINDINGS: Mapping[str, Binding] = {"attention": _attention}

@@ -5,7 +5,7 @@ __global__ void __launch_bounds__(THREADS) attention_seen(const __grid_constant_
     const Args &a = x.a;
     const int groups = x.seen_head ? (int)a.groups : 1, batch = blockIdx.z / groups, group = blockIdx.z % groups, tile = (int)x.tile;
     const int shared = (int)a.shared, heads = x.seen_head ? shared : 1, count = (int)a.tokens * shared;
-    const int first = blockIdx.y * ROWS / shared, end = min((int)blockIdx.y * ROWS + ROWS, count) - 1;
+    const int rows = (int)x.rows, begin = blockIdx.y * rows, first = begin / shared, end = min(begin + rows, count) - 1;
     bool hidden = true, open = true;
     for (int i = threadIdx.x; i < (end / shared - first + 1) * heads * tile; i += THREADS) {
         const Row row = {first + i / tile / heads, group * shared + i / tile % heads, 0, true};
@@ -30,18 +30,18 @@ struct Split {
     float *units;
     i64 keys, groups, size, columns, tiles, tile, count, lanes, dense;
 };
-__global__ void __launch_bounds__(THREADS) attention_split(const __grid_constant__ Split a) {
+template <class Cell> __global__ void __launch_bounds__(THREADS) attention_split(const __grid_constant__ Split a) {
     const int lane = threadIdx.x % 32, lanes = (int)a.lanes, c = lane % lanes, columns = (int)a.columns, tile = (int)a.tile;
     const i64 number = (i64)blockIdx.x * (THREADS / lanes) + threadIdx.x / lanes, all = a.tiles * tile, key = number % all;
     const i64 head = number / all, place = number / tile;
     const bool real = number < a.count;
-    const float *row = a.x.at + head / a.groups * a.x.batch + head % a.groups * a.x.head + key * a.x.row;
+    const Cell *row = a.x.cells<Cell>((int)(head / a.groups), (int)(head % a.groups)) + key * a.x.row;
     if (!real || key >= a.keys) row = nullptr;
-    u16 *high = a.halves + place * 2 * tile * columns, *low = high + tile * columns;
+    u16 *halves = a.halves + place * 2 * tile * columns;
     const int here = (int)(key % tile), size = (int)a.size;
     const float unit = columns <= 8 * lanes
-                           ? split_row<1>(row, a.x.column, a.dense, size, lanes, c, columns, here, high, low, real)
-                           : split_row<3>(row, a.x.column, a.dense, size, lanes, c, columns, here, high, low, real);
+                           ? split_row<half_bits, 2, 1>(row, a.x.column, a.dense, size, lanes, c, columns, here, halves, tile * columns, real)
+                           : split_row<half_bits, 2, 3>(row, a.x.column, a.dense, size, lanes, c, columns, here, halves, tile * columns, real);
     if (real && c == 0) a.units[number] = unit;
 }
 

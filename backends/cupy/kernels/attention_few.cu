@@ -1,11 +1,11 @@
 // Few rows: key by key, each key by some lanes of a warp.
 
 // Four columns from `c` of a row of `n`; vectors where rows are dense and aligned.
-template <bool dense> __device__ __forceinline__ float4 four(const float *row, i64 step, int c, int n) {
-    if (dense) return c < n ? *(const float4 *)(row + c) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+template <bool dense, class Cell> __device__ __forceinline__ float4 four(const Cell *row, i64 step, int c, int n) {
+    if (dense) return c < n ? four_cells(row + c) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     float x[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) x[i] = c + i < n ? row[(c + i) * step] : 0.0f;
+    for (int i = 0; i < 4; i++) x[i] = c + i < n ? to_float(row[(c + i) * step]) : 0.0f;
     return make_float4(x[0], x[1], x[2], x[3]);
 }
 __device__ __forceinline__ float dot(float4 x, float4 y, float sum) {
@@ -14,15 +14,14 @@ __device__ __forceinline__ float dot(float4 x, float4 y, float sum) {
 
 // `lanes` lanes share a key, of which each holds `k4` fours of columns, and `v4` of a value; k4 is 0 for any size.  Blocks
 // are splits; row groups, key heads and, where values are wider than `lanes` hold, runs of columns; batches.
-template <int lanes, int k4, int v4, int rows, bool dense>
+template <int lanes, int k4, int v4, int rows, bool dense, class Cell>
 __global__ void __launch_bounds__(THREADS, 1) attend_few(const __grid_constant__ Args a) {
-    constexpr int at_once = 32 / lanes, unroll = rows * v4 >= 32 ? 1 : 2, step = at_once * unroll, columns = 4 * lanes * v4;
+    constexpr int at_once = 32 / lanes, unroll = rows * v4 >= (dense ? 32 : 16) ? 1 : 2, step = at_once * unroll, columns = 4 * lanes * v4;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, mine = 4 * (lane % lanes), sub = lane / lanes;
     const int row_groups = ((int)(a.tokens * a.shared) + rows - 1) / rows, first_row = blockIdx.y % row_groups * rows;
     const int group = blockIdx.y / row_groups % (int)a.groups, first_column = blockIdx.y / row_groups / (int)a.groups * columns;
     const int batch = blockIdx.z, split = blockIdx.x, size = (int)a.size, width = (int)a.width, key_count = (int)a.keys;
-    const float *keys = a.k.at + batch * a.k.batch + group * a.k.head;
-    const float *values = a.v.at + batch * a.v.batch + group * a.v.head;
+    const Cell *keys = a.k.cells<Cell>(batch, group), *values = a.v.cells<Cell>(batch, group);
     const float scale = (float)a.scale, cap = (float)a.cap;
 
     SHARED(queries, float[rows][k4 ? 4 * lanes * k4 : 4]);
@@ -62,7 +61,7 @@ __global__ void __launch_bounds__(THREADS, 1) attend_few(const __grid_constant__
         const u32 seen = __ballot_sync(ALL_LANES, sees);
         for (int s = 0; s < 32; s += step) {
             if ((seen >> s & (u32)((1ull << step) - 1)) == 0) continue;
-            const float *key[unroll], *from[unroll];
+            const Cell *key[unroll], *from[unroll];
             float4 value[unroll][v4];
             const auto fetch = [&] {
 #pragma unroll

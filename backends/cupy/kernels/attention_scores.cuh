@@ -2,10 +2,6 @@
 
 constexpr float LEAST = 0x1p-100f;  // unit of weights
 
-// `chunk` of one of two neighbours, for the lane: `turned` is which of them, by the lowest bit of its own, and its row.
-__device__ __forceinline__ int pair(int row, int even, int turned, int columns) {
-    return row * columns + 8 * ((even & ~7) + ((even & 6) ^ turned));
-}
 // Sum of three products of a tile of A, high and low, with two tiles of B beside each other.
 __device__ __forceinline__ void multiply(float *d, float *e, const u32 *high, const u32 *low, const u32 *h, const u32 *l) {
     mma_f16(d, high, l), mma_f16(e, high, l + 2);
@@ -96,5 +92,9 @@ template <int KEYS> struct Weights {
 // The weights of 16 keys as halves.
 __device__ __forceinline__ void split_weights(const float (*s)[4], u32 *high, u32 *low) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) split(s[i / 2][2 * (i % 2)], s[i / 2][2 * (i % 2) + 1], high[i], low[i]);
+    for (int i = 0; i < 4; i++) {
+        u32 terms[2];
+        split<half_bits, 2>(s[i / 2][2 * (i % 2)], s[i / 2][2 * (i % 2) + 1], terms);
+        high[i] = terms[0], low[i] = terms[1];
+    }
 }

@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(THREADS) attend_tiles(const __grid_constant__ 
         const int mine = 16 * warp + i + lane / LANES;
         const Row row = row_of(a, batch, group, rows * ROWS + mine);
         const float *from = query_of(a, batch, row);
-        const float u = split_row<1>(from, a.q.column, x.dense, size, LANES, lane % LANES, D, mine, q, q + ROWS * D, true);
+        const float u = split_row<half_bits, 2, 1>(from, a.q.column, x.dense, size, LANES, lane % LANES, D, mine, q, ROWS * D, true);
         for (int r = 0; r < 2; r++) {
             const int at = g + 8 * r - i;
             const float got = __shfl_sync(ALL_LANES, u, (at * LANES) & 31);

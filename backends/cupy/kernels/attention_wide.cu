@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1) attend_wide(const __grid_cons
     SHARED(biases, Bias[WIDE_ROWS]);
     for (int r = warp; r < WIDE_ROWS; r += WIDE_THREADS / 32) {
         const Row row = row_of(a, batch, group, rows * WIDE_ROWS + r);
-        const float u = split_row<3>(query_of(a, batch, row), a.q.column, x.dense, size, 32, lane, D, r, q, q + WIDE_ROWS * D, true);
+        const float u = split_row<half_bits, 2, 3>(query_of(a, batch, row), a.q.column, x.dense, size, 32, lane, D, r, q, WIDE_ROWS * D, true);
         if (lane == 0) units[r] = u * (float)a.scale, biases[r] = bias_of(a, batch, row);
     }
     __syncthreads();

@@ -44,6 +44,17 @@ __device__ __forceinline__ u32 pack_half(float low, float high) {
 #endif
 }
 
+// 2 to the power of x, off by less than 2^-21 of it; 0 where that is below the least normal number.
+__device__ __forceinline__ float power_of_2(float x) {
+#ifdef HOCKET_EMULATED
+    return exp2f(x);
+#else
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#endif
+}
+
 // ------------------------------------------------------------------------------------------------- products
 
 // Four signed bytes of `a` times those of `b`, added to `sum`.

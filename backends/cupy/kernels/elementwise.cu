@@ -129,6 +129,15 @@ template <class To> struct Convert {
     static __device__ __forceinline__ To of(half_bits x, i64) { return (To)to_float(x); }
     static __device__ __forceinline__ To of(bf16_bits x, i64) { return (To)to_float(x); }
 };
+template <class Cell> struct ToCell {
+    static __device__ __forceinline__ Cell of(float x, i64) {
+        Cell cell;
+        put_cell(&cell, x);
+        return cell;
+    }
+};
+template <> struct Convert<half_bits> : ToCell<half_bits> {};
+template <> struct Convert<bf16_bits> : ToCell<bf16_bits> {};
 // A float is rounded to what half (1) or bfloat16 (2) can hold.
 template <> struct Convert<float> {
     template <class From> static __device__ __forceinline__ float of(From from, i64 rounding) {

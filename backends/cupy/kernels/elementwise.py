@@ -69,12 +69,23 @@ TYPES = {
 }
 TARGETS = (DType.F32, DType.I8, DType.I16, DType.I32, DType.I64)
 ROUNDING = {DType.F16: 1, DType.BF16: 2}
+HALVES = tuple(ROUNDING)
+CELLS = (DType.F32, *HALVES)
+"""Types of states that kernels write and read as they are."""
 
 MAPS = Source(
     "elementwise.cu",
     (*(f"unary<function::{n}>" for n in UNARY), *(f"binary<function::{n}>" for n in (*BINARY, "mul_sigmoid"))),
+    ("cells.cuh",),
 )
-CASTS = Source("elementwise.cu", tuple(f"cast<{TYPES[s]}, {TYPES[t]}>" for s in TYPES for t in TARGETS))
+CASTS = Source(
+    "elementwise.cu",
+    (
+        *(f"cast<{TYPES[s]}, {TYPES[t]}>" for s in TYPES for t in TARGETS),
+        *(f"cast<float, {TYPES[t]}>" for t in ROUNDING),
+    ),
+    ("cells.cuh",),
+)
 SOURCES = (MAPS, CASTS)
 
 
@@ -109,6 +120,8 @@ def launch_cast(launches: Launches, x: Operand, out: Operand, rounding: DType | 
     """Convert `x` to the type of `out`, rounded to what another one holds.  Raises `NoKernelError`."""
     if x.dtype in PACKINGS:
         x = packed.expanded(launches, x)
+    if out.dtype in ROUNDING:
+        x = as_float(launches, x)
     need(x.dtype in TYPES, f"casts from {x.dtype} are missing")
     kernel = CASTS[f"cast<{TYPES[x.dtype]}, {TYPES[out.dtype]}>"]
     launch_map(launches, kernel, [x], out, [], ROUNDING.get(rounding, 0) if rounding else 0)

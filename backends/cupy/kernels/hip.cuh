@@ -54,6 +54,9 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     return (u32)float_to_bf16(low) | (u32)float_to_bf16(high) << 16;
 }
 
+// 2 to the power of x.
+__device__ __forceinline__ float power_of_2(float x) { return exp2f(x); }
+
 // --------------------------------------------------------------------------------------------------------- products
 
 #ifndef HOCKET_EMULATED

@@ -69,15 +69,15 @@ template <class T, class Id> __global__ void gather(const __grid_constant__ Gath
 }
 
 // Row i becomes row `ids[i]` of a table.
-template <class Id> struct Scatter {
+template <class T, class Id> struct Scatter {
     i64 rows, columns, row_step, column_step;
     Axes axes;
-    Walk<float> table;
+    Walk<T> table;
     Walk<const Id> ids;
     Walk<const float> x;
     Fault fault;
 };
-template <class Id> __global__ void scatter(const __grid_constant__ Scatter<Id> a) {
+template <class T, class Id> __global__ void scatter(const __grid_constant__ Scatter<T, Id> a) {
     const i64 *const steps[] = {a.table.step, a.ids.step, a.x.step};
     const Places<3> p = places(a.axes, steps, blockIdx.x);
     const i64 id = a.ids.at[p.at[1]];
@@ -85,9 +85,9 @@ template <class Id> __global__ void scatter(const __grid_constant__ Scatter<Id> 
         if (threadIdx.x == 0) note_fault(a.fault, id);
         return;
     }
-    float *row = a.table.at + p.at[0] + id * a.row_step;
+    T *row = a.table.at + p.at[0] + id * a.row_step;
     const float *x = a.x.at + p.at[2];
-    each_column(a.columns, [&](i64 c) { return x[c * a.column_step]; }, [&](i64 c, float value) { row[c] = value; });
+    each_column(a.columns, [&](i64 c) { return x[c * a.column_step]; }, [&](i64 c, float value) { put_cell(row + c, value); });
 }
 
 // Row i plus row `ids[i] - first` of a table, if the table has it; `total` rows exist in all.

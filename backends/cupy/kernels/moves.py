@@ -17,7 +17,7 @@ from ..binding.launches import Binding, Launches, Word, blocks
 from ..binding.packing import PACKINGS
 from ..device.driver import Source
 from . import packed
-from .elementwise import MOST_ELEMENTS, THREADS, TYPES, as_float, launch_binary, launch_cast, launch_map
+from .elementwise import CELLS, MOST_ELEMENTS, THREADS, TYPES, as_float, launch_binary, launch_cast, launch_map
 
 BITS = {1: "u8", 2: "u16", 4: "u32", 8: "u64"}
 IDS = {DType.I32: "i32", DType.I64: "i64"}
@@ -27,10 +27,10 @@ SOURCE = Source(
     (
         *(f"{kernel}<{t}>" for kernel in ("copied", "shifted") for t in BITS.values()),
         *(f"gather<{t}, {i}>" for t in TYPES.values() for i in IDS.values()),
-        *(f"scatter<{i}>" for i in IDS.values()),
+        *(f"scatter<{TYPES[t]}, {i}>" for t in CELLS for i in IDS.values()),
         *("add_rows", "band"),
     ),
-    ("columns.cuh",),
+    ("columns.cuh", "cells.cuh"),
 )
 SOURCES = (SOURCE,)
 
@@ -161,7 +161,9 @@ def _set_rows(launches: Launches, call: Bound) -> None:
     ]
     words += [*axes.walk(1, ids), *axes.walk(2, rows)]
     words += launches.fault(f"id {{value}} names no row of its table, which has {out.shape[-2]}")
-    launches.add(SOURCE[f"scatter<{IDS[ids.dtype]}>"], axes.count, _row_threads(out.shape[-1]), words)
+    launches.add(
+        SOURCE[f"scatter<{TYPES[out.dtype]}, {IDS[ids.dtype]}>"], axes.count, _row_threads(out.shape[-1]), words
+    )
 
 
 def _add_id(launches: Launches, call: Bound) -> None:

@@ -52,7 +52,7 @@ __global__ void rope(const __grid_constant__ Rope a) {
 
 // A head on its way to attention, by one block: divided by its root mean square and multiplied by w, turned, and put where
 // it goes, or into a row of a cache, of which the entries that were there are saved.  Each of it only if it is asked for.
-struct Head {
+template <class Cell> struct Head {
     i64 columns, heads, step, w_step;  // `heads` of a token fill a row of the cache
     double eps;
     const float *w;  // or null
@@ -60,13 +60,13 @@ struct Head {
     Axes axes;       // of the heads
     Walk<const float> x;
     Walk<const i32> positions;
-    float *out;  // dense, or the cache
+    Cell *out;  // dense, or the cache
     const i32 *ids;
     i64 cache_rows;
     float *saved;  // dense; or null
     Fault fault;
 };
-__global__ void __launch_bounds__(512) place_head(const __grid_constant__ Head a) {
+template <class Cell> __global__ void __launch_bounds__(512) place_head(const __grid_constant__ Head<Cell> a) {
     SHARED(room, float[32]);
     DYNAMIC_SHARED(row, float);
     const i64 *const steps[] = {a.x.step, a.positions.step};
@@ -91,10 +91,11 @@ __global__ void __launch_bounds__(512) place_head(const __grid_constant__ Head a
         }
         number = id * a.heads + number % a.heads;
     }
-    float *out = a.out + number * a.columns, *saved = a.saved + blockIdx.x * a.columns;
+    Cell *out = a.out + number * a.columns;
+    float *saved = a.saved + blockIdx.x * a.columns;
     auto put = [&](i64 c, float value) {
-        if (a.saved) saved[c] = out[c];
-        out[c] = value;
+        if (a.saved) saved[c] = to_float(out[c]);
+        put_cell(out + c, value);
     };
     for (i64 j = threadIdx.x; j < a.turns.pairs; j += blockDim.x)
         a.turns.pair(j, a.positions.at + p.at[1], [&](i64 c) { return row[c]; }, put);

@@ -20,11 +20,11 @@ from ..binding.axes import MOST, axes_of, row_heads
 from ..binding.chains import Fused
 from ..binding.launches import Binding, Launches, Word, blocks
 from ..device.driver import Source
-from .elementwise import MOST_ELEMENTS, THREADS, as_float
+from .elementwise import CELLS, MOST_ELEMENTS, THREADS, TYPES, as_float
 from .moves import launch_copy
 from .rows import row_threads
 
-SOURCE = Source("rotary.cu", ("rope", "place_head", "timesteps"))
+SOURCE = Source("rotary.cu", ("rope", *(f"place_head<{TYPES[t]}>" for t in CELLS), "timesteps"), ("cells.cuh",))
 SOURCES = (SOURCE,)
 
 
@@ -156,7 +156,7 @@ def _launch_heads(launches: Launches, flow: Flow, chain: _Chain, x: Operand, fir
     calls = {name: flow.call(n) for name in _Chain.__slots__ if (n := getattr(chain, name)) is not None}
     last = calls.get("store") or calls["rope"]
     out, columns = last.out, x.shape[-1]
-    need(x.is_float and out.is_float and out.is_dense, "heads do not lie densely")
+    need(x.is_float and out.dtype in CELLS and out.is_dense, "heads do not lie densely")
     need(columns <= MOST_COLUMNS, "a row is too long for shared memory")
     heads, ids, saved, fault = 1, None, None, list[Word]([0, 0])
     if chain.store is not None:
@@ -188,7 +188,7 @@ def _launch_heads(launches: Launches, flow: Flow, chain: _Chain, x: Operand, fir
     words: list[Word] = [columns, heads, x.strides[-1], 0 if w is None else w.strides[-1], eps, w or 0, *turns]
     words += [*axes.words, *axes.walk(0, x), *([0] * (1 + MOST) if positions is None else axes.walk(1, positions))]
     words += [out, ids or 0, out.shape[-2] if chain.store is not None else 0, saved or 0, *fault]
-    launches.add(SOURCE["place_head"], axes.count, row_threads(columns), words, 4 * columns)
+    launches.add(SOURCE[f"place_head<{TYPES[out.dtype]}>"], axes.count, row_threads(columns), words, 4 * columns)
     return chain.numbers
 
 

@@ -32,6 +32,11 @@ REACHED = {
     "gated_delta_net_prepare.cu": {DELTA_NET.format(70): (0, 1, 2, 3, 4, 5)},
     "gated_delta_net_scan.cu": {DELTA_NET.format(70): (0,)},
     "attention_few.cu": {"attention(q=f32[1,4,64], k=f32[32,1,64], v=f32[32,1,64], scale=0.1)": (0, 1, 2, 3)},
+    "attention_cells.cu": {"attention(q=f32[1,4,64], k=f16[32,1,64], v=f16[32,1,64], scale=0.1)": (0, 1, 3, 4)},
+    "attention_short.cu": {
+        "attention(q=f32[64,1,64], k=f16[300,1,64], v=f16[300,1,64], scale=0.1)": (0, 1, 3),
+        "attention(q=f32[64,1,56], k=f16[100,1,56], v=f16[100,1,56], scale=0.1)": (2,),
+    },
     "sorting.cu": {"argsort(x=f32[2,100])": (0, 1, 2)},
 }
 
@@ -75,5 +80,6 @@ def test_a_barrier_that_is_dropped_is_missed(file, number, case):
 @pytest.mark.parametrize("file", REACHED)
 def test_every_barrier_of_a_file_is_reached_by_a_case_or_left_out(file):
     left_out = {"gated_delta_net_prepare.cu": {6, 7, 8}, "sorting.cu": {3}}  # gates per channel; several runs
+    left_out["attention_cells.cu"] = {2}  # orders no memory, but loads before products
     reached = {number for name, number, _ in CASES if name == file}
     assert reached | left_out.get(file, set()) == set(range(len(lines(file))))

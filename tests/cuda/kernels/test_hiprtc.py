@@ -15,6 +15,7 @@ from hocket.graph.errors import BackendError
 
 ARCHITECTURE = "gfx90a"
 OF_PROMPTS = (
+    "attention_short.cu",
     "attention_tiles.cu",
     "attention_wide.cu",
     "gated_delta_net_prepare.cu",

@@ -1,0 +1,112 @@
+"""States of 16-bit numbers on CUDA, emulated: written and read as they are, in half of the memory of float32."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import hocket
+from hocket import DType, Graph, input, ops, state
+from hocket.backends.cupy.backend import DriverBackend
+from hocket.backends.cupy.emulation.emulated import EmulatedBackend
+from hocket.frontends.open import open_model
+from hocket.frontends.saved_state import load_state, save_state
+from hocket.frontends.session import Group, Session
+from hocket.graph.errors import StepError
+from hocket.ops.quants import decoded, encoded
+from hocket.scheduler import load, plan_for
+
+from ..given.devices.emulation import is_found, needs_compiler
+from ..given.models.goldens import nmse, path_of, tokens_of
+from ..given.state_ways import inputs_of, ways
+
+pytestmark = needs_compiler
+TYPES = ["f16", "bf16"]
+ONE = "cuda-emulated:0"
+WAYS = [(name, dtype) for dtype in TYPES for name, _ in ways(dtype)]
+
+
+@pytest.mark.parametrize(("way", "dtype"), WAYS)
+def test_a_state_holds_what_its_type_can_hold(way: str, dtype: str) -> None:
+    """Nothing is rounded, and the definition has the same bits, but for the order in which a product adds up."""
+    graph = dict(ways(dtype))[way]
+    given = inputs_of(graph)
+    right, run = (hocket.load(hocket.plan(graph, on), {}) for on in ("reference:0", ONE))
+    assert run.store.nbytes()[0]["state"] == 2 * 9 * 64
+    for _ in range(3):
+        wanted, results = right.run(given), run.run(given)
+        for name in wanted:
+            np.testing.assert_allclose(results[name], wanted[name], rtol=1e-5 if way == "a matrix" else 0)
+        assert np.array_equal(run.store.state("s"), right.store.state("s"))
+        assert np.any(np.array(run.store.state("s")))
+
+
+def rounded(dtype: str, backend: DriverBackend) -> bool:
+    """Whether rows that are written are those that NumPy rounds, to the bit."""
+    rng, kind = np.random.default_rng(0), DType(dtype)
+    rows = (rng.standard_normal((8, 37)) * 10.0 ** rng.integers(-6, 4, (8, 37))).astype(np.float32)
+    rows[0, :6] = [np.inf, -np.inf, np.nan, 0.0, -0.0, 3e38]
+    rows[1, :4] = [1 + 2.0**-11, 1 + 3 * 2.0**-11, 1 + 2.0**-8, 1 + 3 * 2.0**-8]  # ties
+    old = state("s", (9, 37), dtype)
+    new = ops.set_rows(old, input("rows", (8, 37)), input("ids", (8,), "i32"))
+    graph = Graph({"y": new}, {old: new})
+    run = load(plan_for(graph, [(backend, backend.device(0))]), {})
+    run.run({"rows": rows, "ids": np.arange(8, dtype=np.int32)})
+    with np.errstate(over="ignore"):
+        wanted = decoded(encoded(rows, kind), kind)
+    return np.array_equal(np.array(run.store.state("s"))[:8], wanted, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_rows_are_rounded_to_the_nearest(dtype: str) -> None:
+    assert rounded(dtype, EmulatedBackend())
+
+
+@pytest.mark.parametrize(("dtype", "kind", "kept"), [("f16", "half", "0xffffe000u"), ("bf16", "bf16", "0xffff0000u")])
+def test_rows_that_are_cut_off_are_found(dtype: str, kind: str, kept: str) -> None:
+    good, cut = f"to->bits = float_to_{kind}(x)", f"__uint_as_float(__float_as_uint(x) & {kept})"
+    assert is_found("cells.cuh", good, f"to->bits = float_to_{kind}({cut})", lambda backend: rounded(dtype, backend))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_run_that_fails_leaves_a_state_as_it_was(dtype: str) -> None:
+    """It is changed before it is read, at a row that it does not have."""
+    old = state("s", (9, 37), dtype)
+    new = ops.set_rows(old, input("rows", (3, 37)), input("ids", (3,), "i32"))
+    graph = Graph({"y": ops.get_rows(new, input("read", (1,), "i32"))}, {old: new})
+    run = hocket.load(hocket.plan(graph, ONE), {})
+    rows = np.random.default_rng(0).standard_normal((3, 37)).astype(np.float32)
+    run.run({"rows": rows, "ids": [2, 4, 8], "read": [2]})
+    before = np.array(run.store.state("s"))
+    with pytest.raises(StepError, match="id 9 names no row"):
+        run.run({"rows": 2 * rows, "ids": [4, 2, 1], "read": [9]})
+    assert np.array_equal(run.store.state("s"), before)
+
+
+@pytest.mark.long(every=2)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_saved_state_goes_to_other_types_and_back(dtype: str, tmp_path) -> None:
+    """From CUDA to the CPU, which keeps the same numbers, and to float32."""
+    model, tokens = open_model(path_of("qwen3")), tokens_of("qwen3")[:12]
+
+    def session(on: str, kind: str) -> Session:
+        return Session(model, on=Group((on,), cache_type_k=kind, cache_type_v=kind))
+
+    short, wide, cpu = session(ONE, dtype), session(ONE, "f32"), session("cpu:0", dtype)
+    held, floats = (s.store.nbytes()[0]["state"] for s in (short, wide))
+    assert 2 * held == floats
+    want = wide.evaluate([tokens], every_position=True)[0]
+    worst = {"f16": 1e-5, "bf16": 1e-3}[dtype]
+    assert 0 < nmse(short.evaluate([tokens], every_position=True)[0], want) <= worst
+    kept = np.array(short.store.state("cache_v.0"))[:12]
+    for number, (saved, loaded) in enumerate([(short, cpu), (cpu, wide), (wide, short)]):
+        save_state(saved, [tokens], tmp_path / f"{number}")
+        loaded.reset(0)
+        assert load_state(loaded, tmp_path / f"{number}") == [tokens]
+        assert np.array_equal(np.array(loaded.store.state("cache_v.0"))[:12], kept)
+
+
+def test_caches_are_f16_unless_results_are_to_be_exact() -> None:
+    model = open_model(path_of("qwen3"))
+    usual, exact = (Session(model, on=Group((ONE,), exact=exact)).store.nbytes()[0]["state"] for exact in (False, True))
+    assert 2 * usual == exact

@@ -1,0 +1,37 @@
+"""Graphs that update a state and read it, each in its own way, with inputs of which nothing is rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from hocket import Graph, input, ops, state
+
+
+def ways(dtype: str) -> Iterator[tuple[str, Graph]]:
+    """Over a state [9, 64] of that type."""
+    old, rows, ids = state("s", (9, 64), dtype), input("rows", (3, 64)), input("ids", (3,), "i32")
+    new, x = ops.set_rows(old, rows, ids), input("x", (9, 64))
+    read = ops.cast(new, dtype="f32")
+    yield "rows of it", Graph({"y": ops.get_rows(new, ids)}, {old: new})
+    yield "an output", Graph({"y": new}, {old: new})
+    yield "a slice", Graph({"y": ops.scale(ops.slice_(read, axis=0, start=1, stop=5), scale=2.0)}, {old: new})
+    yield "what it was", Graph({"y": ops.cast(old, dtype="f32"), "z": read}, {old: new})
+    yield "joined", Graph({"y": ops.cast(ops.concat(new, new, axis=0), dtype="f32")}, {old: new})
+    yield "a matrix", Graph({"y": ops.mul_mat(new, x)}, {old: new})
+    yield "written twice", Graph({"y": read}, {old: ops.set_rows(new, ops.scale(rows, scale=2.0), ids)})
+    if not old.dtype.is_quantised:
+        whole = ops.cast(ops.add(ops.cast(old, dtype="f32"), x), dtype=dtype)
+        yield "all of it is new", Graph({"y": x}, {old: whole})
+        yield "transposed", Graph({"y": ops.cast(ops.transpose(new), dtype="f32")}, {old: new})
+
+
+def inputs_of(graph: Graph, low: int = -99) -> dict[str, npt.NDArray[np.generic]]:
+    """Multiples of 1/32 below 4; each 32 of the rows that are written begin with `low` of them."""
+    rng, floats = np.random.default_rng(0), {"rows": (3, 64), "x": (9, 64)}
+    given = {n: (rng.integers(low, -low, shape) / 32).astype(np.float32) for n, shape in floats.items()}
+    given["rows"][:, ::32] = low / 32
+    known = {**given, "ids": np.array([1, 4, 7], np.int32)}
+    return {v.node.name: known[v.node.name] for v in graph.inputs}
