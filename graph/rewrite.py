@@ -17,24 +17,29 @@ def rewrite(graph: Graph, rule: Rule) -> Graph:
     `rule` gets the node with its rewritten sources and returns the values that take the place of its results, or None
     to keep it.  Specs must not change; `graph` itself is untouched, and nodes below no change are shared with it.
     """
-    became: dict[Value, Value] = {}
+    became: dict[Node, Sequence[Value]] = {}  # of nodes that change, or read what does
     for old in graph.nodes:
-        src = tuple(None if s is None else became[s] for s in old.src)
-        node = old if src == old.src else old.with_src(src)
+        node = old
+        if any([s is not None and s.node in became for s in old.src]):
+            node = old.with_src(tuple([None if s is None else _now(s, became) for s in old.src]))
         replacement = rule(node)
-        values = (
-            node.results
-            if replacement is None
-            else (replacement,)
-            if isinstance(replacement, Value)
-            else tuple(replacement)
-        )
-        assert [v.spec for v in values] == list(old.specs), f"a rewrite of {old!r} gave {values}"
-        became.update(zip(old.results, values, strict=True))
+        if replacement is None and node is old:
+            continue
+        values = node.results if replacement is None else replacement
+        values = (values,) if isinstance(values, Value) else tuple(values)
+        assert tuple([v.spec for v in values]) == old.specs, f"a rewrite of {old!r} gave {values}"
+        if values != old.results:
+            became[old] = values
+    if not became:
+        return graph
     return Graph(
-        {name: became[v] for name, v in graph.outputs.items()},
-        {became[old]: became[new] for old, new in graph.updates.items()},
+        {name: _now(v, became) for name, v in graph.outputs.items()},
+        {_now(old, became): _now(new, became) for old, new in graph.updates.items()},
     )
+
+
+def _now(value: Value, became: Mapping[Node, Sequence[Value]]) -> Value:
+    return became[value.node][value.index] if value.node in became else value
 
 
 def substitute(graph: Graph, replacements: Mapping[Value, Value]) -> Graph:
