@@ -89,7 +89,9 @@ def densify(graph: Graph, reads_strided: Callable[[Node, int], bool]) -> tuple[G
         return copies[value]
 
     def dense_in(node: Node, operands: Collection[int]) -> Node:
-        return node.with_src(tuple([dense(s) if s is not None and i in operands else s for i, s in enumerate(node.src)]))
+        return node.with_src(
+            tuple([dense(s) if s is not None and i in operands else s for i, s in enumerate(node.src)])
+        )
 
     def rule(node: Node) -> tuple[Value, ...] | None:
         if not node.is_leaf and op_of(node).is_view:
