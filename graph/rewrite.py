@@ -20,7 +20,7 @@ def rewrite(graph: Graph, rule: Rule) -> Graph:
     became: dict[Node, Sequence[Value]] = {}  # of nodes that change, or read what does
     for old in graph.nodes:
         node = old
-        if any([s is not None and s.node in became for s in old.src]):
+        if any(s is not None and s.node in became for s in old.src):
             node = old.with_src(tuple([None if s is None else _now(s, became) for s in old.src]))
         replacement = rule(node)
         if replacement is None and node is old:

@@ -90,8 +90,9 @@ class _Lowering:
         undo: list[tuple[int, Instruction]] = []
         for node in (*self.work, None):
             for save in self.saves.get(node, ()):
-                undo.append((len(instructions), self._undoing(save)))
-                instructions.append(self._instruction(save.keep))
+                keep = self._instruction(save.keep)
+                undo.append((len(instructions), self._undoing(save, keep)))
+                instructions.append(keep)
             if node is not None:
                 instructions.append(self._instruction(node))
         for state, new in self.order.copied.items():
@@ -106,9 +107,9 @@ class _Lowering:
             tuple(undo),
         )
 
-    def _undoing(self, save: Save) -> Instruction:
+    def _undoing(self, save: Save, keep: Instruction) -> Instruction:
         """What puts a state back where it lies, as it is kept there."""
-        (state, *_), back = self._instruction(save.keep).src, self._instruction(save.back)
+        (state, *_), back = keep.src, self._instruction(save.back)
         assert state is not None, "what is saved is there"
         return replace(back, dst=(state,))
 
