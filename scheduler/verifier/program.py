@@ -206,9 +206,9 @@ class _Run:
 
     def _misplaced(self, tensor: Tensor, value: Value) -> str | None:
         """Why a value is not written there: into the arena, or a state that takes what it is to become."""
-        dtype, dense = kept_dtype(self.backend, value), contiguous_strides(value.shape)
-        if (tensor.shape, tensor.strides, tensor.dtype) != (value.shape, dense, dtype):
-            return f"{value!r}, kept as {dtype}, is written to {tensor}"
+        whole = self.views.of(value)
+        if (tensor.shape, tensor.strides, tensor.dtype) != (whole.shape, whole.strides, whole.dtype):
+            return f"{value!r}, kept as {whole.dtype}, is written to {tensor}"
         if why := self.memory.inside(tensor):
             return why
         if tensor.offset % ALIGNMENT:
