@@ -15,31 +15,27 @@ def rewrite(graph: Graph, rule: Rule) -> Graph:
     """Apply `rule` to every node, sources first.
 
     `rule` gets the node with its rewritten sources and returns the values that take the place of its results, or None
-    to keep it.  Specs must not change; `graph` itself is untouched, and nodes below no change are shared with it.
+    to keep it.  Specs must not change; `graph` itself is untouched, nodes below no change are shared with it, and where
+    nothing changes it is what comes back.
     """
-    became: dict[Node, Sequence[Value]] = {}  # of nodes that change, or read what does
+    became: dict[Value, Value] = {}  # only what changes
     for old in graph.nodes:
         node = old
-        if any(s is not None and s.node in became for s in old.src):
-            node = old.with_src(tuple([None if s is None else _now(s, became) for s in old.src]))
+        if became and any(s in became for s in old.src):
+            node = old.with_src(tuple([None if s is None else became.get(s, s) for s in old.src]))
         replacement = rule(node)
         if replacement is None and node is old:
             continue
         values = node.results if replacement is None else replacement
         values = (values,) if isinstance(values, Value) else tuple(values)
         assert tuple([v.spec for v in values]) == old.specs, f"a rewrite of {old!r} gave {values}"
-        if values != old.results:
-            became[old] = values
+        became.update((was, now) for was, now in zip(old.results, values, strict=True) if was != now)
     if not became:
         return graph
     return Graph(
-        {name: _now(v, became) for name, v in graph.outputs.items()},
-        {_now(old, became): _now(new, became) for old, new in graph.updates.items()},
+        {name: became.get(v, v) for name, v in graph.outputs.items()},
+        {became.get(old, old): became.get(new, new) for old, new in graph.updates.items()},
     )
-
-
-def _now(value: Value, became: Mapping[Node, Sequence[Value]]) -> Value:
-    return became[value.node][value.index] if value.node in became else value
 
 
 def substitute(graph: Graph, replacements: Mapping[Value, Value]) -> Graph:

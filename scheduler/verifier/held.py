@@ -10,7 +10,6 @@ from ...ops.collective import int_attr
 from .indices import Index, has_twice, joined, taken
 from .summands import NOTHING, Owed
 
-
 CONVERSIONS = frozenset({"cont", "send", "scale", "fill", "slice", "concat"})
 """Ops that may leave the value as it is."""
 
