@@ -262,11 +262,11 @@ class _Device:
             first, want = node.inputs[0], assignment.wants[node][0]
             count = partial(self._count, layouts.of(first, want))
             shape = layouts.shape(layouts.made[results[0]], self.device)
-            attrs = work.op.settle({**attrs, **work.op.localise(attrs, shape, count)})
+            attrs = {**attrs, **work.op.localise(attrs, shape, count)}
         if isinstance(by, Cut) and by.factor is layouts.factors.uses(node).looked_up:
             low, _ = layouts.shares.of(by.factor)[self.device]
-            attrs = work.op.settle({**attrs, "first": low, "total": by.factor.size})
-        built = work.op.node(src, attrs, layouts.called[node])
+            attrs = {**attrs, "first": low, "total": by.factor.size}
+        built = work.op.node(src, attrs, layouts.called[node], is_settled=attrs is work.attrs)
         self.origins[built] = node
         made = built.results
         for value, new in zip(results, made, strict=True):
