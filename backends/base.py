@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field, replace
+from functools import lru_cache
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias, cast
@@ -268,6 +269,11 @@ def run_calls(program: Program, on: Device, calls: Iterable[tuple[int, Callable[
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides in elements of a dense row-major array."""
+    return _dense_strides(tuple(shape))
+
+
+@lru_cache(maxsize=1 << 14)  # a plan asks again for every layer and device
+def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides, step = [], 1
     for n in reversed(shape):
         strides.append(step)

@@ -1,11 +1,13 @@
 """Time to plan Llama-3-70B and Qwen3-Next-80B for eight simulated H200, from files that are only headers.
 
 Run ``python benchmarks/plan_large.py``; it prints medians of processor time, and the time of a sum that says how fast
-this processor is just now: a shared one may run at half its speed.
+this processor is just now: a shared one may run at half its speed.  ``--layers 128 --devices 64`` plans once such a
+decoder of Llama-3.1-405B's widths instead, cut in shares that all differ, so that no two devices run the same.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 from statistics import median
@@ -27,14 +29,32 @@ def seconds(path: str) -> float:
     return process_time() - start
 
 
+def uneven_seconds(path: str, devices: int) -> tuple[float, int]:
+    """What the plan alone takes if device d has 1 + d / 100 shares, and the steps of all devices."""
+    graph, _ = step_graph(path, context=4096, tokens=1)
+    simulation = simulate(f"h200:{devices},nvlink")
+    hardware, shares = simulation.hardware_for(graph), [1 + d / 100 for d in range(devices)]
+    start = process_time()
+    plan = plan_for(graph, simulation.group, hardware=hardware, split_mode="tensor", tensor_split=shares)
+    return process_time() - start, sum(len(lane.program.instructions) for lane in plan.lanes)
+
+
 def main() -> None:
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    from tests.given.models.large_headers import LARGE
+    from tests.given.models.large_headers import LARGE, llama_405b
 
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=128, help="layers of the decoder that is cut unevenly")
+    parser.add_argument("--devices", type=int, default=0, help="devices that it is cut over; 0 plans the others")
+    args = parser.parse_args()
     start = process_time()
     sum(range(20_000_000))
     print(f"adding 20 million numbers: {process_time() - start:.2f} s")
     with TemporaryDirectory() as folder:
+        if args.devices:
+            taken, steps = uneven_seconds(llama_405b(Path(folder) / "decoder.gguf", args.layers), args.devices)
+            print(f"{args.layers} layers on {args.devices} uneven devices, {steps} steps: {taken:.2f} s")
+            return
         for name, write in LARGE.items():
             path = write(Path(folder) / f"{name}.gguf")
             taken = median(seconds(path) for _ in range(ROUNDS))

@@ -57,7 +57,7 @@ class Node:
     @property
     def results(self) -> tuple[Value, ...]:
         """What it makes, in order."""
-        return (Value(self),) if len(self.specs) == 1 else tuple(Value(self, i) for i in range(len(self.specs)))
+        return (result(self),) if len(self.specs) == 1 else tuple([result(self, i) for i in range(len(self.specs))])
 
     @property
     def is_leaf(self) -> bool:
@@ -215,6 +215,18 @@ class Value:
             if name.startswith("_"):
                 raise AttributeError(name)
             raise AttributeError(_operators().absent(self, name))
+
+
+_set_node, _set_index = (vars(Value)[name].__set__ for name in ("node", "index"))
+
+
+def result(node: Node, index: int = 0) -> Value:
+    """``Value(node, index)`` of a node that is one and a number that is one: nothing is checked, since passes make
+    millions."""
+    made: Value = object.__new__(Value)
+    _set_node(made, node)
+    _set_index(made, index)
+    return made
 
 
 OPERANDS, RESULTS = frozenset({Value, type(None)}), frozenset({Spec})

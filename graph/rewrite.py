@@ -15,25 +15,26 @@ def rewrite(graph: Graph, rule: Rule) -> Graph:
     """Apply `rule` to every node, sources first.
 
     `rule` gets the node with its rewritten sources and returns the values that take the place of its results, or None
-    to keep it.  Specs must not change; `graph` itself is untouched, and nodes below no change are shared with it.
+    to keep it.  Specs must not change; `graph` itself is untouched, nodes below no change are shared with it, and where
+    nothing changes it is what comes back.
     """
-    became: dict[Value, Value] = {}
+    became: dict[Value, Value] = {}  # only what changes
     for old in graph.nodes:
-        src = tuple(None if s is None else became[s] for s in old.src)
-        node = old if src == old.src else old.with_src(src)
+        node = old
+        if became and any(s in became for s in old.src):
+            node = old.with_src(tuple([None if s is None else became.get(s, s) for s in old.src]))
         replacement = rule(node)
-        values = (
-            node.results
-            if replacement is None
-            else (replacement,)
-            if isinstance(replacement, Value)
-            else tuple(replacement)
-        )
-        assert [v.spec for v in values] == list(old.specs), f"a rewrite of {old!r} gave {values}"
-        became.update(zip(old.results, values, strict=True))
+        if replacement is None and node is old:
+            continue
+        values = node.results if replacement is None else replacement
+        values = (values,) if isinstance(values, Value) else tuple(values)
+        assert tuple([v.spec for v in values]) == old.specs, f"a rewrite of {old!r} gave {values}"
+        became.update((was, now) for was, now in zip(old.results, values, strict=True) if was != now)
+    if not became:
+        return graph
     return Graph(
-        {name: became[v] for name, v in graph.outputs.items()},
-        {became[old]: became[new] for old, new in graph.updates.items()},
+        {name: became.get(v, v) for name, v in graph.outputs.items()},
+        {became.get(old, old): became.get(new, new) for old, new in graph.updates.items()},
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
+from functools import lru_cache
 
 from .arguments import made_of, shown
 from .dtypes import DType, DTypeLike, dtype_named
@@ -49,6 +50,7 @@ class Spec:
     __repr__ = __str__
 
 
+@lru_cache(maxsize=1 << 14)  # every layer and device asks
 def problem(spec: Spec) -> str | None:
     """Why `spec` is illegal, or None."""
     shape, dtype = spec.shape, spec.dtype

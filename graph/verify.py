@@ -18,7 +18,7 @@ Rule = Callable[[Graph], Iterator[str]]
 
 def leaves_have_distinct_names(graph: Graph) -> Iterator[str]:
     """Inputs, weights, states and constants are bound by name, so no two share one."""
-    count = Counter(n.name for n in graph.nodes if n.is_leaf)
+    count = Counter([n.name for n in graph.nodes if n.op in LEAVES])
     for name, times in count.items():
         if not name:
             yield f"{times} leaves have no name; give each its own"

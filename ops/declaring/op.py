@@ -126,20 +126,25 @@ class Op(Generic[R]):
         src = list(values)
         for operand in self.operand_names[len(src) :]:
             src.append(attrs.pop(operand, None))
-        while src and src[-1] is None:
-            src.pop()
         if strange := [v for v in src if v is not None and not isinstance(v, Value)]:
             raise GraphError(f"{self.name}: operand {shown(strange[0])} is no graph value; make a leaf with constant()")
         if not isinstance(name, str):
             raise GraphError(f"{self.name}: name is {shown(name)}; need text")
+        made = self.node(src, attrs, name).results
+        return made[0] if len(made) == 1 else made  # type: ignore[return-value]  # R is what the reference returns
+
+    def node(self, src: list[Value | None], attrs: Attrs, name: str, *, is_settled: bool = False) -> Node:
+        """A new node on operands, from which it drops those left out at the end; `is_settled` says that the attributes
+        are what `settle` gave.  Raises `GraphError` if they do not fit."""
+        while src and src[-1] is None:
+            src.pop()
         try:
-            settled = self.settle(attrs)
-            specs = self.infer(tuple(None if v is None else v.spec for v in src), settled)
+            attrs = attrs if is_settled else self.settle(attrs)
+            specs = self.infer([None if v is None else v.spec for v in src], attrs)
         except Mismatch as why:
             operands = ", ".join("_" if v is None else repr(v) for v in src)
             raise GraphError(f"{self.name}({operands}): {why}") from None
-        node = Node(self.name, tuple(src), settled, specs, name)
-        return Value(node) if len(specs) == 1 else node.results  # type: ignore[return-value]  # R is what the reference returns
+        return Node(self.name, tuple(src), attrs, specs, name)
 
     def settle(self, attrs: Attrs) -> Attrs:
         """Attributes with defaults filled in, in declared order.  Raises `Mismatch`."""

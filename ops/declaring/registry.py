@@ -147,8 +147,9 @@ def kind_of(value: Value) -> str:
 
 def ops_are_declared(graph: Graph) -> Iterator[str]:
     """Every node is a leaf or an op of the registry."""
-    for node in graph.nodes:
-        if node.op not in REGISTRY and node.op not in LEAVES:
+    unknown = {op for op in {n.op for n in graph.nodes} if op not in REGISTRY and op not in LEAVES}
+    for node in graph.nodes if unknown else ():
+        if node.op in unknown:
             yield f"%{node.label}: there is no op {node.op!r}{near(node.op, REGISTRY) or '; `hocket ops` lists them'}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from functools import cached_property
 
@@ -93,6 +94,7 @@ def lanes_of(graphs: Sequence[Graph], group: Devices) -> tuple[Lane, ...]:
     A device that cannot run how another saves its states has a program of its own.
     """
     patterns = {graph: pattern(graph) for graph in set(graphs)}
+    alone = {known for known, times in Counter(patterns.values()).items() if times == 1}
     identities = {graph: identity(graph) for graph in patterns}
     lowered: dict[Hashable, tuple[Graph, Program, tuple[Node, ...]]] = {}
     known: dict[Hashable, tuple[Graph, Program]] = {}
@@ -105,13 +107,14 @@ def lanes_of(graphs: Sequence[Graph], group: Devices) -> tuple[Lane, ...]:
         kind: Hashable = (type(backend), backend.name, device.kind, patterns[graph])
         made = lowered.get(kind)
         own = made is None or not all(backend.supports(node, device).ok for node in made[2])
+        is_alone = patterns[graph] in alone  # no other graph would take what comes of numbers in place of names
         if made is None or own:
-            made = lower_with_saves(numbered(graph), backend, device)
+            made = lower_with_saves(graph if is_alone else numbered(graph), backend, device)
             lowered.setdefault(kind, made)
         key = (kind, identities[graph])
         twin = known.get(key)
         if twin is None or own:
-            twin = named(made[0], made[1], graph)
+            twin = made[:2] if is_alone else named(made[0], made[1], graph)
             known.setdefault(key, twin)
         lanes.append(Lane(device, backend, *twin))
     return tuple(lanes)

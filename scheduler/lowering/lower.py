@@ -19,7 +19,7 @@ from ...ops.declaring.registry import kind_of
 from ...ops.elementwise import cont
 from .arena import Lifetime, place
 from .order import Schedule, may_overwrite, schedule, settle
-from .strides import Strided, densify, resolve
+from .strides import Strided, densify
 from .undo import Save, saves
 
 ARENA = 0
@@ -39,8 +39,7 @@ def lower(graph: Graph, backend: Backend, on: Device) -> tuple[Graph, Program]:
 def lower_with_saves(graph: Graph, backend: Backend, on: Device) -> tuple[Graph, Program, tuple[Node, ...]]:
     """What `lower` gives, and the nodes that save states and put them back, which the graph does not have; the device
     can run all nodes of `graph`."""
-    graph = densify(settle(graph), backend.reads_strided)
-    views = resolve(graph)
+    graph, views = densify(settle(graph), backend.reads_strided)
     order = schedule(graph, views, lambda value: backend.stored(value.spec, kind_of(value)))
     lowering = _Lowering(graph, backend, on, views, order)
     added = tuple(node for some in lowering.saves.values() for save in some for node in (save.keep, save.back))
@@ -73,6 +72,8 @@ class _Lowering:
     ) -> None:
         self.graph, self.backend, self.on, self.order = graph, backend, on, order
         self.called, self.views = names(graph), dict(views)
+        self.kept: dict[Value, Spec] = {}
+        self.tensors: dict[Value, Tensor] = {}
         self.index = {node: i for i, node in enumerate(graph.nodes)}
         self.saves: dict[Node | None, list[Save]] = defaultdict(list)  # by the node that they precede
         for save in saves(order, views, backend, on):
@@ -89,8 +90,9 @@ class _Lowering:
         undo: list[tuple[int, Instruction]] = []
         for node in (*self.work, None):
             for save in self.saves.get(node, ()):
-                undo.append((len(instructions), self._undoing(save)))
-                instructions.append(self._instruction(save.keep))
+                keep = self._instruction(save.keep)
+                undo.append((len(instructions), self._undoing(save, keep)))
+                instructions.append(keep)
             if node is not None:
                 instructions.append(self._instruction(node))
         for state, new in self.order.copied.items():
@@ -105,9 +107,9 @@ class _Lowering:
             tuple(undo),
         )
 
-    def _undoing(self, save: Save) -> Instruction:
+    def _undoing(self, save: Save, keep: Instruction) -> Instruction:
         """What puts a state back where it lies, as it is kept there."""
-        (state, *_), back = self._instruction(save.keep).src, self._instruction(save.back)
+        (state, *_), back = keep.src, self._instruction(save.back)
         assert state is not None, "what is saved is there"
         return replace(back, dst=(state,))
 
@@ -170,7 +172,9 @@ class _Lowering:
     # ------------------------------------------------------------------------------------------------- placing
 
     def _stored(self, value: Value) -> Spec:
-        return self.backend.stored(value.spec, kind_of(value))
+        if value not in self.kept:
+            self.kept[value] = self.backend.stored(value.spec, kind_of(value))
+        return self.kept[value]
 
     def _nbytes(self, value: Value) -> int:
         return self._stored(value).nbytes
@@ -204,6 +208,11 @@ class _Lowering:
         return buffers, places, scratch
 
     def _tensor(self, value: Value) -> Tensor:
+        if value not in self.tensors:
+            self.tensors[value] = self._located(value)
+        return self.tensors[value]
+
+    def _located(self, value: Value) -> Tensor:
         view = self.views[value]
         dtype = self._stored(view.base).dtype
         buffer, start = self.places[self.slots.slot_of.get(view.base, view.base)]

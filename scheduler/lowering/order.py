@@ -75,12 +75,13 @@ def settle(graph: Graph) -> Graph:
 
     updated = {state.node for state in graph.updates}
     copied = {v for v in graph.outputs.values() if base(v) in updated or (base(v).is_leaf and v.dtype.is_quantised)}
+    renewed = {k for k, v in graph.updates.items() if base(v).is_leaf and k != v}
+    if not copied and not renewed:
+        return graph
     outputs = {
         k: cont(v, name=f"{v.node.name or v.node.op}.old") if v in copied else v for k, v in graph.outputs.items()
     }
-    updates = {
-        k: cont(v, name=f"{k.node.name}.new") if base(v).is_leaf and k != v else v for k, v in graph.updates.items()
-    }
+    updates = {k: cont(v, name=f"{k.node.name}.new") if k in renewed else v for k, v in graph.updates.items()}
     return Graph(outputs, updates)
 
 

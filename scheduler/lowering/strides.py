@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache
 
 import numpy as np
 
 from ...backends.base import contiguous_strides
+from ...graph.attrs import Attr
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...graph.records import dataclass
 from ...graph.rewrite import rewrite
-from ...ops import cont, op_of
+from ...ops import REGISTRY, cont, op_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +29,19 @@ class Strided:
     @property
     def is_dense(self) -> bool:
         """Whether elements follow each other in row-major order."""
-        if 0 in self.shape:
-            return True
-        dense = contiguous_strides(self.shape)
-        return all(n == 1 or s == d for n, s, d in zip(self.shape, self.strides, dense, strict=True))
+        return _is_dense(self.shape, self.strides)
 
     @property
     def covers_base(self) -> bool:
         """Whether it is all of `base`, in order."""
         return self.offset == 0 and self.is_dense and math.prod(self.shape) == self.base.spec.size
+
+
+@lru_cache(maxsize=1 << 14)  # every layer and device asks
+def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    if 0 in shape:
+        return True
+    return all(n == 1 or s == d for n, s, d in zip(shape, strides, contiguous_strides(shape), strict=True))
 
 
 def whole(value: Value) -> Strided:
@@ -45,34 +51,31 @@ def whole(value: Value) -> Strided:
 
 def through_view(node: Node, source: Strided) -> Strided | None:
     """The result of a view node over `source`; None where strides cannot say it (a reshape of a permuted array)."""
-    as_view = op_of(node).as_view
+    seen = _through(node.op, tuple(node.attrs.items()), source.shape, source.strides)
+    return None if seen is None else Strided(source.base, source.offset + seen[0], *seen[1:])
+
+
+@lru_cache(maxsize=1 << 14)
+def _through(
+    op: str, attrs: tuple[tuple[str, Attr], ...], shape: tuple[int, ...], strides: tuple[int, ...]
+) -> tuple[int, tuple[int, ...], tuple[int, ...]] | None:
+    """How far a view begins behind its source, its shape and its strides."""
+    as_view = REGISTRY[op].as_view
     assert as_view is not None
     # One byte an element, so that NumPy's strides and addresses are counts of elements; nothing is read.
     origin = np.empty(1, np.uint8)
-    dummy = np.lib.stride_tricks.as_strided(origin, source.shape, source.strides)
+    dummy = np.lib.stride_tricks.as_strided(origin, shape, strides)
     try:
-        view = as_view(dummy, **node.attrs)
+        view = as_view(dummy, **dict(attrs))
     except ValueError:
         return None
     shift = view.__array_interface__["data"][0] - dummy.__array_interface__["data"][0] if view.size else 0
-    return Strided(source.base, source.offset + shift, view.shape, view.strides)
+    return shift, view.shape, view.strides
 
 
-def resolve(graph: Graph) -> dict[Value, Strided]:
-    """Every value as a strided view of the value whose memory it shares.  `graph` is one that `densify` gave."""
-    views: dict[Value, Strided] = {}
-    for node in graph.nodes:
-        if not node.is_leaf and op_of(node).is_view:
-            view = through_view(node, views[node.inputs[0]])
-            assert view is not None, "densify() inserts a cont before such a view"
-            views[Value(node)] = view
-        else:
-            views.update((v, whole(v)) for v in node.results)
-    return views
-
-
-def densify(graph: Graph, reads_strided: Callable[[Node, int], bool]) -> Graph:
-    """Insert a `cont` before each operand that its kernel, or its reshape, cannot read as it lies.
+def densify(graph: Graph, reads_strided: Callable[[Node, int], bool]) -> tuple[Graph, Mapping[Value, Strided]]:
+    """Insert a `cont` before each operand that its kernel, or its reshape, cannot read as it lies; and every value of
+    that graph as a strided view of the value whose memory it shares.
 
     `reads_strided(node, operand)` says whether a kernel takes any strides there.  One copy serves all readers.
     """
@@ -85,25 +88,24 @@ def densify(graph: Graph, reads_strided: Callable[[Node, int], bool]) -> Graph:
             views[copies[value]] = whole(copies[value])
         return copies[value]
 
-    def rule(node: Node) -> tuple[Value, ...] | None:
-        if node.is_leaf:
-            views[Value(node)] = whole(Value(node))
-            return None
-        if op_of(node).is_view:
-            source = node.inputs[0]
-            view = through_view(node, views[source])
-            if view is None:
-                node = node.with_src((dense(source),))
-                view = through_view(node, views[node.inputs[0]])
-                assert view is not None
-            views[Value(node)] = view
-            return node.results
-        src = tuple(
-            dense(s) if s is not None and not views[s].is_dense and not reads_strided(node, i) else s
-            for i, s in enumerate(node.src)
+    def dense_in(node: Node, operands: Collection[int]) -> Node:
+        return node.with_src(
+            tuple([dense(s) if s is not None and i in operands else s for i, s in enumerate(node.src)])
         )
-        node = node if src == node.src else node.with_src(src)
-        views.update((v, whole(v)) for v in node.results)
-        return node.results
 
-    return rewrite(graph, rule)
+    def rule(node: Node) -> tuple[Value, ...] | None:
+        if not node.is_leaf and op_of(node).is_view:
+            view, became = through_view(node, views[node.inputs[0]]), node
+            if view is None:
+                became = dense_in(node, [0])
+                view = through_view(became, views[became.inputs[0]])
+                assert view is not None
+            views[Value(became)] = view
+        else:
+            strided = [i for i, s in enumerate(node.src) if s is not None and not views[s].is_dense]
+            copied = [i for i in strided if not reads_strided(node, i)]
+            became = dense_in(node, copied) if copied else node
+            views.update((v, whole(v)) for v in became.results)
+        return None if became is node else became.results
+
+    return rewrite(graph, rule), views

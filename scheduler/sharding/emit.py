@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+from ...graph.attrs import Attrs
 from ...graph.graph import Graph, names
 from ...graph.node import Node, Value
 from ...graph.spec import Spec
 from ...ops import concat, fill, op_of, slice_
 from ...ops.collective import all_gather, all_reduce, all_to_all, receive, reduce_scatter, send
+from ...ops.declaring.op import Op
 from ..layout import PARTIAL, REPLICATE, Layout, Local, Shard, local_shape
 from .assign import Assignment
 from .axes import Factor
@@ -108,6 +111,23 @@ def with_meetings(graph: Graph, met: Sequence[Value]) -> Graph:
     return Graph({**graph.outputs, **missing}, graph.updates) if missing else graph
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Form:
+    """A value in one of the states in which devices have it; there is one of each, so that it is found by identity."""
+
+    value: Value
+    state: State
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What is the same on every device of a node: its op, its attributes but for those of a share, what it reads."""
+
+    op: Op[Any]
+    attrs: Attrs
+    reads: tuple[_Form | None, ...]
+
+
 class _Layouts:
     """Layouts of values in the states an assignment gives them; collectives are numbered here, once for all."""
 
@@ -129,6 +149,30 @@ class _Layouts:
                     letters[device] = count
                     count += 1
         self._cut: dict[tuple[Value, Factor], Shard] = {}
+        self._forms: dict[tuple[Value, State], _Form] = {}
+        self._shapes: dict[_Form, tuple[tuple[int, ...], ...]] = {}
+        self.made = {value: self.form(value, state) for value, state in assignment.made.items()}
+        self.work = {node: self._work(node) for node in graph.nodes if not node.is_leaf}
+
+    def form(self, value: Value, state: State) -> _Form:
+        """`value` in `state`, as a device has it on which it is."""
+        if isinstance(state, Local):
+            state = REPLICATE  # there it is whole
+        elif state is PARTIAL and self.assignment.made[value].is_owed:
+            state = self.assignment.made[value]
+        return self._forms.setdefault((value, state), _Form(value, state))
+
+    def _work(self, node: Node) -> _Work:
+        declared, wants = op_of(node), iter(self.assignment.wants[node])
+        reads = tuple([None if s is None else self.form(s, next(wants)) for s in node.src])
+        return _Work(declared, declared.settle(node.attrs), reads)
+
+    def shape(self, form: _Form, device: int) -> tuple[int, ...]:
+        """The shape of what a device has."""
+        if form not in self._shapes:
+            layout = self.of(form.value, form.state)
+            self._shapes[form] = tuple(local_shape(form.value.shape, layout, d) for d in range(len(self.shares)))
+        return self._shapes[form][device]
 
     def of(self, value: Value, state: State) -> Layout:
         if isinstance(state, Local):
@@ -154,34 +198,38 @@ class _Device:
 
     def __init__(self, device: int, layouts: _Layouts) -> None:
         self.device, self.layouts = device, layouts
-        self.local: dict[tuple[Value, State], Value] = {}
+        self.local: dict[_Form, Value] = {}
         self.origins: dict[Node, Node] = {}
         self.met: list[Value] = []
 
     def emit(self, graph: Graph, ends: Mapping[str, State]) -> Graph:
-        assignment, made = self.layouts.assignment, self.layouts.assignment.made
+        layouts, assignment = self.layouts, self.layouts.assignment
         for node in graph.nodes:
-            by = made[Value(node)] if node.is_leaf else assignment.by[node]
+            by = assignment.made[Value(node)] if node.is_leaf else assignment.by[node]
             if self._is_elsewhere(by):
                 for source in node.inputs:
                     self._attend(source)
-                continue
-            for value, new in zip(node.results, self._leaf(node) if node.is_leaf else self._node(node), strict=True):
-                self._keep(value, made[value], new)
+            elif node.is_leaf:
+                self._keep(Value(node), self._leaf(node))
+            else:
+                for value, new in zip(node.results, self._node(node), strict=True):
+                    self._keep(value, new)
+        updated = {old: new for old, new in graph.updates.items() if not self._is_elsewhere(assignment.made[old])}
         for old, new in graph.updates.items():
-            if self._is_elsewhere(made[old]):
+            if old not in updated:
                 self._attend(new)
         outputs = {
-            name: self._as(v, ends[name]) for name, v in graph.outputs.items() if not self._is_elsewhere(ends[name])
+            name: self._as(layouts.form(v, ends[name]))
+            for name, v in graph.outputs.items()
+            if not self._is_elsewhere(ends[name])
         }
         updates = {
-            self._as(old, made[old]): self._as(new, made[old])
-            for old, new in graph.updates.items()
-            if not self._is_elsewhere(made[old])
+            self._as(layouts.made[old]): self._as(layouts.form(new, assignment.made[old]))
+            for old, new in updated.items()
         }
         for old in graph.states:  # one that a device has, as an earlier plan says, stays there if it is not read, too
-            if old in assignment.held and made[old] is REPLICATE and old not in graph.updates:
-                updates[self.local[old, REPLICATE]] = self.local[old, REPLICATE]
+            if old in assignment.held and assignment.made[old] is REPLICATE and old not in graph.updates:
+                updates[self.local[layouts.made[old]]] = self.local[layouts.made[old]]
         return with_meetings(Graph(outputs, updates), self.met)
 
     def _is_elsewhere(self, state: State) -> bool:
@@ -191,71 +239,64 @@ class _Device:
         """Take part in making whole what another device alone will read."""
         made = self.layouts.assignment.made[source]
         if made.is_owed or isinstance(made, Cut | Lying):
-            self._as(source, REPLICATE)
+            self._whole(source)
 
-    def _keep(self, value: Value, state: State, new: Value) -> None:
+    def _keep(self, value: Value, new: Value) -> None:
         """A value is there; one device's own is sent to all who will read it."""
-        self.local[value, state] = new
-        if isinstance(state, Local):
-            self.local[value, REPLICATE] = new
-            if self.device == state.devices[0]:
-                for to, number in self.layouts.letters.get(value, {}).items():
-                    self.met.append(
-                        send(new, to=to, sequence=number, name=f"{self.layouts.called[value.node]}.to.{to}")
-                    )
+        self.local[self.layouts.made[value]] = new
+        made = self.layouts.assignment.made[value]
+        if isinstance(made, Local) and self.device == made.devices[0]:
+            for to, number in self.layouts.letters.get(value, {}).items():
+                self.met.append(send(new, to=to, sequence=number, name=f"{self.layouts.called[value.node]}.to.{to}"))
 
-    def _shape(self, value: Value, state: State) -> tuple[int, ...]:
-        return local_shape(value.shape, self.layouts.of(value, state), self.device)
-
-    def _leaf(self, node: Node) -> Sequence[Value]:
+    def _leaf(self, node: Node) -> Value:
         value = Value(node)
-        shape = self._shape(value, self.layouts.assignment.made[value])
-        return Node(node.op, (), node.attrs, (Spec(shape, value.dtype),), node.name).results
+        shape = self.layouts.shape(self.layouts.made[value], self.device)
+        return Value(Node(node.op, (), node.attrs, (Spec(shape, value.dtype),), node.name))
 
     def _node(self, node: Node) -> Sequence[Value]:
-        assignment, declared = self.layouts.assignment, op_of(node)
-        wants = iter(assignment.wants[node])
-        src = [None if s is None else self._as(s, next(wants)) for s in node.src]
-        made = [assignment.made[v] for v in node.results]
-        attrs = node.attrs
-        if isinstance(made[0], Cut) and declared.localise is not None:
+        layouts, assignment, work = self.layouts, self.layouts.assignment, self.layouts.work[node]
+        src = [None if form is None else self._as(form) for form in work.reads]
+        results, attrs, by = node.results, work.attrs, assignment.by[node]
+        if work.op.localise is not None and isinstance(assignment.made[results[0]], Cut):
             first, want = node.inputs[0], assignment.wants[node][0]
-            count = partial(self._count, self.layouts.of(first, want))
-            attrs = {**attrs, **declared.localise(attrs, self._shape(node.results[0], made[0]), count)}
-        by = assignment.by[node]
-        if isinstance(by, Cut) and by.factor is self.layouts.factors.uses(node).looked_up:
-            low, _ = self.layouts.shares.of(by.factor)[self.device]
+            count = partial(self._count, layouts.of(first, want))
+            shape = layouts.shape(layouts.made[results[0]], self.device)
+            attrs = {**attrs, **work.op.localise(attrs, shape, count)}
+        if isinstance(by, Cut) and by.factor is layouts.factors.uses(node).looked_up:
+            low, _ = layouts.shares.of(by.factor)[self.device]
             attrs = {**attrs, "first": low, "total": by.factor.size}
-        built = declared(*src, name=self.layouts.called[node], **attrs)
-        results = (built,) if isinstance(built, Value) else built
-        self.origins[results[0].node] = node
-        for value, new, state in zip(node.results, results, made, strict=True):
-            assert new.shape == self._shape(value, state), f"{node!r} on device {self.device} gave {new!r}"
-        return results
+        built = work.op.node(src, attrs, layouts.called[node], is_settled=attrs is work.attrs)
+        self.origins[built] = node
+        made = built.results
+        for value, new in zip(results, made, strict=True):
+            assert new.shape == layouts.shape(layouts.made[value], self.device), (
+                f"{node!r} on {self.device} gave {new!r}"
+            )
+        return made
 
     def _count(self, layout: Layout, axis: int, n: int) -> int:
         return layout.count(self.device, n) if isinstance(layout, Shard) and layout.axis == axis else n
 
     # ---------------------------------------------------------------------------------------------- conversions
 
-    def _as(self, value: Value, state: State) -> Value:
-        """`value` on this device in the layout of `state`, converted at its first use."""
-        if isinstance(state, Local):
-            state = REPLICATE  # here it is whole
-        made = self.layouts.assignment.made[value]
-        if state is PARTIAL and made.is_owed:
-            state = made
-        if isinstance(made, Local) and (value, REPLICATE) not in self.local:
-            self.local[value, REPLICATE] = self._received(value, made)
-        if (value, state) not in self.local:
-            self.local[value, state] = self._converted(value, made, state)
-        return self.local[value, state]
+    def _as(self, form: _Form) -> Value:
+        """A value on this device in a state, converted at its first use."""
+        if (there := self.local.get(form)) is None:
+            there = self.local[form] = self._converted(form.value, form.state)
+        return there
 
-    def _converted(self, value: Value, made: State, state: State) -> Value:
+    def _whole(self, value: Value) -> Value:
+        return self._as(self.layouts.form(value, REPLICATE))
+
+    def _converted(self, value: Value, state: State) -> Value:
         """`value` in a state in which it is not there yet."""
+        made = self.layouts.assignment.made[value]
+        if isinstance(made, Local) and state is REPLICATE:
+            return self._received(value, made)
         if len(way(made, state)) > 1:
-            self._as(value, REPLICATE)
-        if made is REPLICATE or (value, REPLICATE) in self.local:
+            self._whole(value)
+        if made is REPLICATE or self.layouts.form(value, REPLICATE) in self.local:
             return self._owed_once(value) if state is PARTIAL else self._sliced(value, state)
         new = self._meeting(value, made, state)
         self.met.append(new)
@@ -272,7 +313,7 @@ class _Device:
     def _meeting(self, value: Value, made: State, state: State) -> Value:
         """The collective that takes `value` from one layout to another."""
         mine, number, label = (
-            self.local[value, made],
+            self.local[self.layouts.made[value]],
             self.layouts.sequence[value, state],
             self.layouts.called[value.node],
         )
@@ -291,7 +332,7 @@ class _Device:
     def _sliced(self, value: Value, state: State) -> Value:
         layout = self.layouts.of(value, state)
         assert isinstance(layout, Shard)
-        whole = self.local[value, REPLICATE]
+        whole = self._whole(value)
         name = f"{self.layouts.called[value.node]}.share"
         pieces = [
             slice_(whole, axis=layout.axis, start=offset, stop=offset + n, name=name)
@@ -304,5 +345,5 @@ class _Device:
 
     def _owed_once(self, value: Value) -> Value:
         """A whole value as a summand: device 0 brings it, the others nothing."""
-        whole = self.local[value, REPLICATE]
+        whole = self._whole(value)
         return whole if self.device == 0 else fill(whole, value=0.0, name=f"{self.layouts.called[value.node]}.zero")

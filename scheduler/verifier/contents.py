@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from ...backends.base import ALIGNMENT, Backend, Program, Tensor, contiguous_strides
+from ...graph.attrs import Attr
 from ...graph.dtypes import DType
 from ...graph.node import Node, Value
 from ...graph.spec import MAX_SIZE
-from ...ops import op_of
+from ...ops import REGISTRY, op_of
 from ...ops.declaring.registry import kind_of
 
 
@@ -59,34 +60,32 @@ class Memory:
             return start, None
         return self.starts[buffer][at], self.ranges[buffer][at][1]
 
-    def inside(self, tensor: Tensor, what: str) -> Iterator[str]:
+    def inside(self, tensor: Tensor) -> str | None:
+        """Why `tensor` is none that lies in a buffer."""
         if not 0 <= tensor.buffer < len(self.program.buffers):
-            yield f"{what}: {tensor} lies in no buffer"
-            return
-        if len(tensor.shape) != len(tensor.strides) or not all(
-            0 <= n <= MAX_SIZE // 16 for n in (*tensor.shape, *tensor.strides)
-        ):
-            yield f"{what}: shape {list(tensor.shape)} with strides {list(tensor.strides)} is no tensor"
-            return
+            return f"{tensor} lies in no buffer"
+        if not _is_tensor(tensor.shape, tensor.strides):
+            return f"shape {list(tensor.shape)} with strides {list(tensor.strides)} is no tensor"
         _, start, end = extent_of(tensor)
         if not 0 <= start <= end <= self.program.buffers[tensor.buffer].nbytes:
-            yield f"{what}: {tensor} lies outside its buffer of {self.program.buffers[tensor.buffer].nbytes} bytes"
+            return f"{tensor} lies outside its buffer of {self.program.buffers[tensor.buffer].nbytes} bytes"
+        return None
 
-    def expect(self, tensor: Tensor, seen: Seen, what: str) -> Iterator[str]:
-        """Complaints unless `tensor` is what the graph says: this view of that value, which lies there now."""
+    def differs(self, tensor: Tensor, seen: Seen) -> str | None:
+        """Why `tensor` is not what the graph says: this view of that value, which lies there now."""
         if (tensor.shape, tensor.strides) != (seen.shape, seen.strides) or tensor.dtype is not seen.dtype:
-            yield f"{what}: {tensor} is not {seen.dtype}{list(seen.shape)} by strides {list(seen.strides)}"
-            return
-        complaints = list(self.inside(tensor, what))
-        yield from complaints
+            return f"{tensor} is not {seen.dtype}{list(seen.shape)} by strides {list(seen.strides)}"
+        if why := self.inside(tensor):
+            return why
         extent = extent_of(tensor)
-        if complaints or extent[1] == extent[2]:
-            return
+        if extent[1] == extent[2]:
+            return None
         start, held = self.holds(extent)
         if held != seen.base:
-            yield f"{what}: reads {seen.base!r} from {tensor}, which holds {show(held)}"
-        elif tensor.offset != seen.begins(start):
-            yield f"{what}: reads other entries of {seen.base!r} than its view has: {tensor}"
+            return f"reads {seen.base!r} from {tensor}, which holds {show(held)}"
+        if tensor.offset != seen.begins(start):
+            return f"reads other entries of {seen.base!r} than its view has: {tensor}"
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +112,8 @@ class Views:
         self.known: dict[Value, Seen] = {}
 
     def of(self, value: Value) -> Seen:
+        if value in self.known:
+            return self.known[value]
         chain = [value]
         while chain[-1] not in self.known and not chain[-1].node.is_leaf and op_of(chain[-1].node).is_view:
             chain.append(chain[-1].node.inputs[0])
@@ -125,13 +126,23 @@ class Views:
 
 
 def _through(node: Node, source: Seen) -> Seen:
-    """A view node over what its source shows, found on an array of single bytes that is never read."""
-    as_view = op_of(node).as_view
+    """A view node over what its source shows."""
+    shift, shape, strides = _moved(node.op, tuple(node.attrs.items()), source.shape, source.strides)
+    return Seen(source.base, source.offset + shift, shape, strides, source.dtype)
+
+
+@lru_cache(maxsize=1 << 14)  # every layer and device asks
+def _moved(
+    op: str, attrs: tuple[tuple[str, Attr], ...], shape: tuple[int, ...], strides: tuple[int, ...]
+) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """How far a view begins behind its source, its shape and strides, found on an array of single bytes that is never
+    read."""
+    as_view = REGISTRY[op].as_view
     assert as_view is not None
-    bytes_of = np.lib.stride_tricks.as_strided(np.empty(1, np.uint8), source.shape, source.strides)
-    view = as_view(bytes_of, **node.attrs)
+    bytes_of = np.lib.stride_tricks.as_strided(np.empty(1, np.uint8), shape, strides)
+    view = as_view(bytes_of, **dict(attrs))
     shift = view.__array_interface__["data"][0] - bytes_of.__array_interface__["data"][0] if view.size else 0
-    return Seen(source.base, source.offset + shift, view.shape, view.strides, source.dtype)
+    return shift, view.shape, view.strides
 
 
 def kept_dtype(backend: Backend, value: Value) -> DType:
@@ -139,17 +150,16 @@ def kept_dtype(backend: Backend, value: Value) -> DType:
     return backend.stored(value.spec, kind_of(value)).dtype
 
 
-def scratch_faults(memory: Memory, scratch: Tensor | None, need: int, where: str) -> Iterator[str]:
-    """Faults of the scratch of an instruction that needs so many bytes: a row of bytes in the arena."""
+def scratch_fault(memory: Memory, scratch: Tensor | None, need: int) -> str | None:
+    """What is wrong with the scratch of an instruction that needs so many bytes: a row of bytes in the arena."""
     if scratch is None:
-        if need:
-            yield f"{where}: needs {need} bytes of scratch"
-    elif len(scratch.shape) != 1 or scratch != Tensor(0, scratch.offset, scratch.shape, (1,), DType.I8):
-        yield f"{where}: its scratch is {scratch}, which is no row of bytes in the arena"
-    elif scratch.shape[0] != need or scratch.offset % ALIGNMENT:
-        yield f"{where}: its scratch is {scratch}, need {need} bytes at a multiple of {ALIGNMENT}"
-    else:
-        yield from memory.inside(scratch, f"{where}: its scratch")
+        return f"needs {need} bytes of scratch" if need else None
+    if len(scratch.shape) != 1 or scratch != Tensor(0, scratch.offset, scratch.shape, (1,), DType.I8):
+        return f"its scratch is {scratch}, which is no row of bytes in the arena"
+    if scratch.shape[0] != need or scratch.offset % ALIGNMENT:
+        return f"its scratch is {scratch}, need {need} bytes at a multiple of {ALIGNMENT}"
+    why = memory.inside(scratch)
+    return why and f"its scratch: {why}"
 
 
 def show(held: object) -> str:
@@ -158,11 +168,23 @@ def show(held: object) -> str:
 
 def extent_of(tensor: Tensor) -> tuple[int, int, int]:
     """(buffer, first byte, end) of everything a tensor's strides can reach."""
-    if 0 in tensor.shape:
-        return tensor.buffer, tensor.offset, tensor.offset
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
-    blocks = last // tensor.dtype.block + 1
-    return tensor.buffer, tensor.offset, tensor.offset + blocks * tensor.dtype.block_bytes
+    reach = _reach(tensor.shape, tensor.strides, tensor.dtype)
+    return tensor.buffer, tensor.offset, tensor.offset + reach
+
+
+@lru_cache(maxsize=1 << 14)  # every layer and device asks
+def _reach(shape: tuple[int, ...], strides: tuple[int, ...], dtype: DType) -> int:
+    """Bytes from the first that strides can reach to the end of the last."""
+    if 0 in shape:
+        return 0
+    last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    return (last // dtype.block + 1) * dtype.block_bytes
+
+
+@lru_cache(maxsize=1 << 14)
+def _is_tensor(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether there is a stride for each axis, and all are numbers that fit a buffer."""
+    return len(shape) == len(strides) and all(0 <= n <= MAX_SIZE // 16 for n in (*shape, *strides))
 
 
 def meet(one: tuple[int, int, int], two: tuple[int, int, int]) -> bool:
@@ -170,5 +192,7 @@ def meet(one: tuple[int, int, int], two: tuple[int, int, int]) -> bool:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    steps = zip(tensor.shape, tensor.strides, contiguous_strides(tensor.shape), strict=True)
-    return 0 in tensor.shape or all(n == 1 or step == dense for n, step, dense in steps)
+    dense = contiguous_strides(tensor.shape)
+    if tensor.strides == dense or 0 in tensor.shape:
+        return True
+    return all(n == 1 or step == d for n, step, d in zip(tensor.shape, tensor.strides, dense, strict=True))

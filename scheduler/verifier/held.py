@@ -10,6 +10,9 @@ from ...ops.collective import int_attr
 from .indices import Index, has_twice, joined, taken
 from .summands import NOTHING, Owed
 
+CONVERSIONS = frozenset({"cont", "send", "scale", "fill", "slice", "concat"})
+"""Ops that may leave the value as it is."""
+
 
 @dataclass(frozen=True, slots=True)
 class Held:
@@ -28,7 +31,7 @@ def but(axes: tuple[Index, ...], axis: int) -> tuple[Index, ...]:
 def converted(node: Node, operands: Sequence[Held | None]) -> list[Held]:
     """What `node` is as a conversion that leaves the value as it is: fewer entries, shares joined, a summand of 0."""
     first, attrs = operands[0] if operands else None, node.attrs
-    if first is None:
+    if first is None or node.op not in CONVERSIONS:
         return []
     if node.op in ("cont", "send"):
         return [first]

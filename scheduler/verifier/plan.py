@@ -218,11 +218,12 @@ class _Whole:
                 elif wanted is not None and local is not None:
                     yield from self._ends_as(trace, device, local, value, wanted, f"output {name!r}")
         for device, lane in enumerate(self.plan.lanes):
-            used = {s for node in lane.graph.nodes for s in node.inputs}
-            used |= {v for name, v in lane.graph.outputs.items() if name in self.plan.graph.outputs}
-            for name, local in lane.graph.outputs.items():
-                attends = local.node.op in COLLECTIVES and local not in used  # it is there for others
-                if name not in self.plan.graph.outputs and not attends:
+            strange = {name: v for name, v in lane.graph.outputs.items() if name not in self.plan.graph.outputs}
+            if strange:
+                used = {s for node in lane.graph.nodes for s in node.inputs}
+                used |= {v for name, v in lane.graph.outputs.items() if name not in strange}
+            for name, local in strange.items():
+                if local.node.op not in COLLECTIVES or local in used:  # it is not there for others
                     yield f"device {device} has an output {name!r}, which the graph does not have"
 
     def _updates(self, trace: Trace) -> Iterator[str]:

@@ -17,8 +17,8 @@ from ...graph.graph import Graph, names
 from ...graph.node import Node, Value
 from ...ops import op_of
 from ...ops.elementwise import cont
-from .contents import Memory, Views, extent_of, is_dense, kept_dtype, meet, scratch_faults, show
-from .undo import Journal
+from .contents import Memory, Views, extent_of, is_dense, kept_dtype, meet, scratch_fault, show
+from .undo import Journal, Step
 
 KINDS = ("weight", "state", "constant")
 """Leaves that have a buffer of their own."""
@@ -77,7 +77,7 @@ class _Run:
             if step in self.journal.backs:
                 yield from self.journal.save(step, instruction)
                 continue
-            complaints = list(self._step(f"step {step} (%{quote(instruction.node)})", instruction))
+            complaints = [f"{Step(step, instruction.node)}: {why}" for why in self._step(instruction)]
             yield from complaints
             if not complaints:
                 node = self.graph.nodes[instruction.index] if instruction.index >= 0 else None
@@ -101,11 +101,11 @@ class _Run:
                 yield f"{what} has no place"
                 continue
             tensor = program.inputs[value.node.name]
-            complaints = list(self._result(tensor, value, what))
-            if not complaints and tensor.buffer:
-                complaints.append(f"{what} lies outside the arena")
-            yield from complaints
-            if not complaints:
+            if why := self._misplaced(tensor, value):
+                yield f"{what}: {why}"
+            elif tensor.buffer:
+                yield f"{what} lies outside the arena"
+            else:
                 memory.lost.clear()
                 memory.write(extent_of(tensor), value)
                 if memory.lost:
@@ -123,8 +123,8 @@ class _Run:
         for name, value in self.graph.outputs.items():
             if name not in program.outputs:
                 yield f"output {name!r} is missing"
-            else:
-                yield from memory.expect(program.outputs[name], self.views.of(value), f"at the end, output {name!r}")
+            elif why := memory.differs(program.outputs[name], self.views.of(value)):
+                yield f"at the end, output {name!r}: {why}"
         for number, buffer in enumerate(program.buffers[1:], 1):
             _, held = memory.holds((number, 0, buffer.nbytes))
             if buffer.nbytes and not self._is_left(held, buffer):
@@ -144,33 +144,37 @@ class _Run:
 
     # -------------------------------------------------------------------------------------------------- each step
 
-    def _step(self, where: str, i: Instruction) -> Iterator[str]:
+    def _step(self, i: Instruction) -> Iterator[str]:
         """Faults of an instruction that is no save; what it writes is in memory afterwards."""
         work = self._work(i)
         if isinstance(work, str):
-            yield f"{where}: {work}"
+            yield work
             return
         node, results, what = work
         if what in self.ran:
-            yield f"{where}: runs a second time"
+            yield "runs a second time"
         self.ran.add(what)
         if len(node.src) != len(i.src) or len(results) != len(i.dst):
-            yield f"{where}: {len(i.src)} operands and {len(i.dst)} results"
+            yield f"{len(i.src)} operands and {len(i.dst)} results"
             return
-        complaints = list(self._operands(where, node, i))
-        complaints += scratch_faults(self.memory, i.scratch, self.backend.scratch(node), where)
-        for value, tensor in zip(results, i.dst, strict=True):
-            complaints += self._result(tensor, value, f"{where}: result")
+        complaints = list(self._operands(node, i))
+        if why := scratch_fault(self.memory, i.scratch, self.backend.scratch(node)):
+            complaints.append(why)
+        complaints += [
+            f"result: {why}"
+            for value, tensor in zip(results, i.dst, strict=True)
+            if (why := self._misplaced(tensor, value))
+        ]
         yield from complaints
         if complaints:
             return
-        taken = [t for t in (i.scratch, *i.dst) if t is not None]
-        yield from _overlaps(where, i, node, [extent_of(t) for t in taken])
-        for tensor in taken:
-            self.memory.write(extent_of(tensor), None)
+        taken = [extent_of(t) for t in (i.scratch, *i.dst) if t is not None]
+        yield from _overlaps(i, node, taken)
+        for extent in taken:
+            self.memory.write(extent, None)
         held = node.results if isinstance(what, Node) else (what,)
-        for made, tensor in zip(held, i.dst, strict=True):
-            self.memory.write(extent_of(tensor), made)
+        for made, extent in zip(held, taken[i.scratch is not None :], strict=True):
+            self.memory.write(extent, made)
 
     def _work(self, i: Instruction) -> tuple[Node, Sequence[Value], object] | str:
         """What an instruction computes: a node of the graph, or the copy of a new state over the old one, as a node
@@ -190,29 +194,28 @@ class _Run:
             return f"{i.op} is no copy of the new state over %{quote(name)}"
         return cont(new).node, (state,), update
 
-    def _operands(self, where: str, node: Node, i: Instruction) -> Iterator[str]:
+    def _operands(self, node: Node, i: Instruction) -> Iterator[str]:
         for position, (source, tensor) in enumerate(zip(node.src, i.src, strict=True)):
             if (source is None) != (tensor is None):
-                yield f"{where}: operand {position} is {'missing' if tensor is None else 'too many'}"
+                yield f"operand {position} is {'missing' if tensor is None else 'too many'}"
             elif source is not None and tensor is not None:
-                complaints = list(self.memory.expect(tensor, self.views.of(source), f"{where}: operand {position}"))
-                yield from complaints
-                if not complaints and not is_dense(tensor) and not self.backend.reads_strided(node, position):
-                    yield f"{where}: operand {position} is {tensor}, and its kernel reads dense ones"
+                if why := self.memory.differs(tensor, self.views.of(source)):
+                    yield f"operand {position}: {why}"
+                elif not is_dense(tensor) and not self.backend.reads_strided(node, position):
+                    yield f"operand {position} is {tensor}, and its kernel reads dense ones"
 
-    def _result(self, tensor: Tensor, value: Value, what: str) -> Iterator[str]:
-        """Faults of the place into which a value is written: the arena, or a state that takes what it is to become."""
-        dtype = kept_dtype(self.backend, value)
-        wanted = Tensor(tensor.buffer, tensor.offset, value.shape, contiguous_strides(value.shape), dtype)
-        if tensor != wanted:
-            yield f"{what}: {value!r}, kept as {dtype}, is written to {tensor}"
-            return
-        complaints = list(self.memory.inside(tensor, what))
-        yield from complaints
-        if not complaints and tensor.offset % ALIGNMENT:
-            yield f"{what}: {tensor} begins at no multiple of {ALIGNMENT} bytes"
-        if not complaints and tensor.buffer and tensor.buffer not in self.states:
-            yield f"{what}: {tensor} is written into {self.program.buffers[tensor.buffer].kind}s"
+    def _misplaced(self, tensor: Tensor, value: Value) -> str | None:
+        """Why a value is not written there: into the arena, or a state that takes what it is to become."""
+        whole = self.views.of(value)
+        if (tensor.shape, tensor.strides, tensor.dtype) != (whole.shape, whole.strides, whole.dtype):
+            return f"{value!r}, kept as {whole.dtype}, is written to {tensor}"
+        if why := self.memory.inside(tensor):
+            return why
+        if tensor.offset % ALIGNMENT:
+            return f"{tensor} begins at no multiple of {ALIGNMENT} bytes"
+        if tensor.buffer and tensor.buffer not in self.states:
+            return f"{tensor} is written into {self.program.buffers[tensor.buffer].kind}s"
+        return None
 
 
 def _same_entries(one: Tensor, two: Tensor) -> bool:
@@ -221,21 +224,18 @@ def _same_entries(one: Tensor, two: Tensor) -> bool:
     return one.shape == two.shape and all(n == 1 or s == t for n, s, t in triples)
 
 
-def _overlaps(where: str, i: Instruction, node: Node, taken: list[tuple[int, int, int]]) -> Iterator[str]:
+def _overlaps(i: Instruction, node: Node, taken: list[tuple[int, int, int]]) -> Iterator[str]:
     """No two results (or scratch) share bytes, and a result shares bytes with an operand only as declared."""
-    for number, one in enumerate(taken):
-        for two in taken[:number]:
-            if meet(one, two):
-                yield f"{where}: a result or the scratch overlaps another"
+    if any(meet(one, two) for number, one in enumerate(taken) for two in taken[:number]):
+        yield "a result or the scratch overlaps another"
     declared = op_of(node)
-    scratch = i.scratch is not None
-    for number, extent in enumerate(taken):
-        result = number - scratch
-        allowed = [name for r, name in declared.inplace_in(node.attrs) if r == result]
-        for name, tensor in zip(declared.operand_names, i.src, strict=False):
-            if tensor is None or not meet(extent, extent_of(tensor)):
+    operands = [(n, t, extent_of(t)) for n, t in zip(declared.operand_names, i.src, strict=False) if t is not None]
+    for result, extent in enumerate(taken, -(i.scratch is not None)):
+        for name, tensor, read in operands:
+            if not meet(extent, read):
                 continue
-            exact = result >= 0 and extent_of(tensor) == extent and _same_entries(tensor, i.dst[result])
-            twin = any(n in allowed and t == tensor for n, t in zip(declared.operand_names, i.src, strict=False))
+            allowed = [n for r, n in declared.inplace_in(node.attrs) if r == result]
+            exact = result >= 0 and read == extent and _same_entries(tensor, i.dst[result])
+            twin = any(n in allowed and t == tensor for n, t, _ in operands)
             if not exact or not (name in allowed or twin):
-                yield f"{where}: overwrites its operand {name} while reading it"
+                yield f"overwrites its operand {name} while reading it"

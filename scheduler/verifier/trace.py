@@ -18,7 +18,7 @@ from ...graph.graph import Graph, topological_order
 from ...graph.node import Node, Value
 from ...ops import REGISTRY
 from ...ops.collective import COLLECTIVES, int_attr, runs_of
-from .held import Held, but, converted
+from .held import CONVERSIONS, Held, but, converted
 from .indices import Digits, Index, agreed, entries, index_of, is_whole, joined, length, whole
 from .passing import passed
 from .restrict import Axes, Made, Side, at_positions, restricted, show, side
@@ -205,7 +205,7 @@ class Trace:
         the numbers it may be computing (none if it converts or views), and those of which it makes all."""
         results: list[list[Held]] = [[] for _ in node.specs]
         computed, complete = set[int](), set[int]()
-        for pair in self._pairs(known):
+        for pair in self._pairs(known) if node.op in CONVERSIONS else ():
             self._add(results[0], converted(node, pair))
         for operands in self._readings(node, known):
             is_copy = REGISTRY[node.op].is_view or bool(converted(node, operands))

@@ -21,7 +21,7 @@ from ...graph.node import Node, Value, input
 from ...ops import REGISTRY, op_of
 from ...ops.elementwise import cont
 from ...ops.moves import get_rows, set_rows
-from .contents import Memory, extent_of, is_dense, kept_dtype, meet, scratch_faults, show
+from .contents import Memory, extent_of, is_dense, kept_dtype, meet, scratch_fault, show
 
 WAYS = {cont.name: cont.name, get_rows.name: set_rows.name}
 """What saves a state, and what puts back what it saved."""
@@ -34,6 +34,17 @@ class Saved:
     step: int
     state: Tensor
     index: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step of a program as messages call it, which most steps never need."""
+
+    number: int
+    node: str
+
+    def __str__(self) -> str:
+        return f"step {self.number} (%{quote(self.node)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +136,8 @@ class Journal:
             return
         taken = [t for t in (kept, i.scratch, back.scratch) if t is not None]
         for tensor in (*i.src, *taken):
-            if why := list(self.memory.inside(_present(tensor), "it")):
-                yield from why
+            if why := self.memory.inside(_present(tensor)):
+                yield f"it: {why}"
                 return
         buffers = self.program.buffers
         if buffers[state.buffer].kind != "state" or extent_of(state)[1:] != (0, buffers[state.buffer].nbytes):
@@ -156,14 +167,15 @@ class Journal:
         if (i.node, back.node) != (f"{name}.save", f"{name}.undo"):
             yield f"it saves %{quote(name)}, which is put back by %{quote(back.node)}"
         for node, step in zip(nodes, (i, back), strict=True):
-            yield from scratch_faults(self.memory, step.scratch, self.backend.scratch(node), step.op)
+            if why := scratch_fault(self.memory, step.scratch, self.backend.scratch(node)):
+                yield f"{step.op}: {why}"
             for position, tensor in enumerate(map(_present, step.src)):
                 if not is_dense(tensor) and not self.backend.reads_strided(node, position):
                     yield f"operand {position} of {step.op} is {tensor}, and its kernel reads dense ones"
 
     def after(self, step: int, i: Instruction, node: Node | None) -> Iterator[str]:
         """Faults of a step that computes: what it overwrites must have been saved, or not be needed."""
-        where = f"step {step} (%{quote(i.node)})"
+        where = Step(step, i.node)
         yield from self._lost(where)
         scratch = [] if i.scratch is None else [i.scratch]
         for result, tensor in enumerate((*i.dst, *scratch)):
@@ -178,7 +190,7 @@ class Journal:
             elif saved.index is not None and not _changes_only(node, result, i, saved):
                 yield f"{where}: overwrites more of state %{quote(buffer.name)} than the rows that were saved"
 
-    def _lost(self, where: str) -> Iterator[str]:
+    def _lost(self, where: object) -> Iterator[str]:
         """Whether what was just overwritten is needed to undo the step.
 
         Where a state numbers the rows of others, it may change once it is saved itself: it is then put back first.

@@ -10,10 +10,12 @@ from hocket import ops
 from hocket.backends.base import group_of
 from hocket.graph import Graph, input, state, weight
 from hocket.scheduler import plan_for
-from hocket.scheduler.lowering import lane, lower
+from hocket.scheduler.lowering import alike, lane, lower
 from hocket.scheduler.verifier import plan as verifier
 from hocket.scheduler.verifier.likeness import is_like
 from hocket.scheduler.verifier.plan import plan_faults
+
+from ...given.plans.faults import SLOW
 
 LAYERS = 6
 
@@ -55,6 +57,19 @@ def test_layers_that_are_alike_are_lowered_and_proven_once(monkeypatch):
 def test_what_is_stamped_is_what_lowering_gives():
     for one in layers_on(LAYERS).lanes:
         graph, program = lower.lower(one.graph, one.backend, one.device)
+        assert graph.digest() == one.graph.digest()
+        assert program == one.program
+
+
+def test_a_graph_like_no_other_is_lowered_as_a_stamped_one_would_be(monkeypatch):
+    stamped = counted(monkeypatch, lane, "named")
+    group = group_of([f"reference:{d}" for d in range(3)], None)
+    made = plan_for(tower(), group, split_mode="tensor", tensor_split=(4, 3, 1), hardware=SLOW)
+    assert not stamped
+    assert len({alike.structure(one.program) for one in made.lanes}) == 3
+    for one in made.lanes:
+        lowered = lower.lower(alike.numbered(one.graph), one.backend, one.device)
+        graph, program = alike.named(*lowered, one.graph)
         assert graph.digest() == one.graph.digest()
         assert program == one.program
 
