@@ -149,8 +149,14 @@ def stages(lanes: Sequence[Lane], prices: Sequence[Prices]) -> list[Stage]:
 
 
 def finished(found: Sequence[Stage], devices: int) -> float:
-    """When the last device is done: each starts a stage when it has done the one before and, to meet, all are there."""
-    clock = [0.0] * devices
+    """When the last device is done."""
+    return max(clocks(found, [0.0] * devices), default=0.0)
+
+
+def clocks(found: Sequence[Stage], begins: Sequence[float]) -> list[float]:
+    """When each device is done that begins then: it starts a stage when it has done the one before and, to meet, all
+    are there."""
+    clock = [*begins]
     for stage in found:
         if stage.op == WORK:
             for d in stage.devices:
@@ -160,7 +166,7 @@ def finished(found: Sequence[Stage], devices: int) -> float:
             for d in stage.devices:
                 if stage.op != "send" or d != stage.source:
                     clock[d] = max(clock[d], ready + stage.seconds)
-    return max(clock, default=0.0)
+    return clock
 
 
 def estimate(found: Sequence[Stage], devices: int) -> Estimate:
