@@ -116,10 +116,8 @@ class Succession:
             self._working.result()
             raise self._devices.failures[0][1]
         outputs = {name: run.pipeline._bound.whole(name, run.parts(name)) for name in run.pipeline._bound.shapes}
+        run.stays = not self._together
         self._under_way.popleft()
-        if not self._together:
-            for device in self._own.values():
-                device.kept.popleft()
         return outputs
 
     def __exit__(self, kind: object, why: BaseException | None, trace: object) -> None:
@@ -157,11 +155,11 @@ class Succession:
 
     def abort(self, why: str) -> None:
         """Wake everybody who waits: a device failed."""
-        for pipeline in list(self._begun):
-            pipeline._meeting.abort(why)
         for device in self._own.values():
             device.stops = True
             device.waiting.put(None)
+        for pipeline in list(self._begun):  # of later ones no device begins a run
+            pipeline._meeting.abort(why)
 
     def clear(self) -> None:
         """Forget what was sent, and that somebody failed: all devices have ended, and nobody waits."""
@@ -170,11 +168,11 @@ class Succession:
 
 
 class _Run:
-    """A run under way: its inputs, the outputs of each device that is done, and whether it is the first over its store
-    of those that are taken back together."""
+    """A run under way: its inputs, the outputs of each device that is done, whether it is the first over its store of
+    those that are taken back together, and whether it stays whatever happens."""
 
     def __init__(self, pipeline: Pipeline, given: Mapping[str, Array], is_first: bool) -> None:
-        self.pipeline, self.given, self.is_first = pipeline, given, is_first
+        self.pipeline, self.given, self.is_first, self.stays = pipeline, given, is_first, False
         self.outputs: dict[int, Mapping[str, Array]] = {}
 
     def parts(self, name: str) -> dict[int, Array]:
@@ -193,13 +191,12 @@ class _Lane:
 
 
 class _Device:
-    """One device at work: the runs that wait for it, None behind the last, and what takes back those that it has done
-    and `kept`, in their order."""
+    """One device at work: the runs that wait for it, None behind the last."""
 
     def __init__(self, number: int) -> None:
         self.number, self.stops = number, False
         self.waiting: SimpleQueue[_Run | None] = SimpleQueue()
-        self.kept: deque[tuple[_Run, Saved]] = deque()
+        self._kept: list[tuple[_Run, Saved]] = []
         self._begun: _Run | None = None
         self._has_ended = False
 
@@ -215,14 +212,15 @@ class _Device:
             lane.replay()
             self._has_ended = True
             outputs = {name: np.array(part.numbers()) for name, part in lane.results.items()}
-            self.kept.append((run, lane.journal.kept(first=run.is_first)))
+            self._kept = [(old, saved) for old, saved in self._kept if not old.stays]
+            self._kept.append((run, lane.journal.kept(first=run.is_first)))
             self._begun, self._has_ended = None, False
             tell(run, self.number, outputs)
 
     def undo(self, error: BaseException | None) -> None:
-        """Take everything back, when the device has stopped, of `error` or because it had done all."""
+        """Take back all that does not stay, when the device has stopped, of `error` or because it had done all."""
         if self._begun is not None:
             lane = self._begun.pipeline._lanes[self.number]
             lane.bound.undo(self.number, finished_by(None if self._has_ended else error, lane.whole))
-        for run, saved in reversed(self.kept):
+        for run, saved in reversed([(run, saved) for run, saved in self._kept if not run.stays]):
             run.pipeline._lanes[self.number].journal.undo(saved, first=run.is_first)
