@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -107,12 +107,17 @@ class Succession:
             for device in self._own.values():
                 device.waiting.put(run)
 
+    def wait(self) -> None:
+        """Wait until devices have done their parts of all that has begun, or one has failed."""
+        with self._news:
+            self._news.wait_for(lambda: self._are_done(self._under_way) or self._working.done())
+
     def ended(self) -> dict[str, Array]:
         """The outputs, by name, of the first run that is under way, once it has ended.  Raises what a device raised."""
         run = self._under_way[0]
         with self._news:
-            self._news.wait_for(lambda: len(run.outputs) == len(self._own) or self._working.done())
-        if len(run.outputs) < len(self._own):
+            self._news.wait_for(lambda: self._are_done([run]) or self._working.done())
+        if not self._are_done([run]):
             self._working.result()
             raise self._devices.failures[0][1]
         outputs = {name: run.pipeline._bound.whole(name, run.parts(name)) for name in run.pipeline._bound.shapes}
@@ -139,6 +144,9 @@ class Succession:
                 return self._working.result()
             except KeyboardInterrupt as why:
                 self._devices.stop(None, why)
+
+    def _are_done(self, runs: Iterable[_Run]) -> bool:
+        return all(len(run.outputs) == len(self._own) for run in runs)
 
     def _undo(self, number: int, error: BaseException | None) -> None:
         self._own[number].undo(error)
