@@ -87,6 +87,11 @@ class Reading:
     lengths: list[int]
     recent: list[list[int]]
 
+    def rows_of(self, given: Iterable[Mapping[str, F32]], idle: Sequence[F32]) -> list[list[F32]]:
+        """What each part gives for each sequence; those that are given for one that idles."""
+        outputs = zip(given, self.parts, strict=True)
+        return [split_rows(one[self.output], part, self.every_position, idle) for one, part in outputs]
+
 
 def wanted(part: Part) -> list[tuple[int, int]]:
     """Every new token of every sequence."""

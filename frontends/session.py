@@ -265,11 +265,7 @@ class Session:
     def settle(self, reading: Reading, given: Sequence[Mapping[str, npt.NDArray[Any]]]) -> list[list[F32]]:
         """The rows that each part has given for each sequence, now that all have been read."""
         self.reversible, self.lengths, self.recent = None, reading.lengths, reading.recent
-        nothing = [self.nothing] * self.sequences
-        return [
-            split_rows(one[reading.output], part, reading.every_position, nothing)
-            for one, part in zip(given, reading.parts, strict=True)
-        ]
+        return reading.rows_of(given, [self.nothing] * self.sequences)
 
     def advance(self, part: Part) -> None:
         """Count tokens that have been read."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
 import hocket
 from hocket.backends.base import find
+from hocket.cli import main
 from hocket.frontends import devices as devices_of
 from hocket.frontends import parts
 from hocket.frontends.generation.generate import Drawing, draw
@@ -19,7 +22,7 @@ from hocket.graph import StepError
 from hocket.scheduler import Dealing
 
 from ..given.devices.faulty import FaultyCpu
-from ..given.models.goldens import nmse, path_of, tokens_of
+from ..given.models.goldens import TINY, nmse, path_of, tokens_of
 from ..given.ranks.thread_link import in_threads
 
 LAYERS = Group(("cpu:0", "cpu:1"), "layer", threads=1)
@@ -236,6 +239,25 @@ def test_sequences_are_dealt_only_where_a_gain_is_predicted(monkeypatch):
     assert isinstance(dealt(one_device, 16, context=64), Session)
     tensor = Session(open_model(None), on=Group(("cpu:0", "cpu:1"), "tensor", threads=1), context=64)
     assert isinstance(dealt(tensor, 16, context=64), Session)
+
+
+def test_the_commands_say_whether_sequences_are_dealt(capsys):
+    layers = ("--devices", "cpu:0,cpu:1", "--split-mode", "layer")
+    assert main(["plan", str(TINY), "-np", "16", "--ctx-size", "64", *layers]) == 0
+    said = capsys.readouterr().out.splitlines()
+    dealt_so = "sequences: 16 sequences run in 2 micro-batches that follow each other, predicted to take "
+    assert any(line.startswith(dealt_so) for line in said)
+    assert main(["plan", str(TINY), "-np", "2", "--phase", "prefill"]) == 2
+    assert "-np with --phase prefill" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_the_benchmark_of_several_sequences_deals_them(capsys):
+    words = ("-np", "1,16", "-p", "4", "-n", "3", "-r", "1", "-t", "1", "-o", "json")
+    assert main(["bench", str(TINY), *words, "--devices", "cpu:0,cpu:1", "--split-mode", "layer"]) == 0
+    given = capsys.readouterr()
+    assert [row["pl"] for row in json.loads(given.out)] == [1, 16]
+    assert "hocket: 16 sequences run in 2 micro-batches that follow each other" in given.err
 
 
 @pytest.mark.long
