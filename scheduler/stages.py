@@ -15,7 +15,7 @@ from ..backends.base import Instruction, Program
 from ..graph.node import Node
 from ..graph.records import dataclass
 from ..ops.collective import LETTERS, int_attr, sequence_of
-from .hardware import Counts, Estimate, Hardware, leaf_of, sent_bytes
+from .hardware import Counts, Estimate, Hardware, leaf_of
 from .lowering.alike import structure
 from .lowering.lane import Lane, first_alike, teams_of
 
@@ -83,10 +83,8 @@ class Prices:
 
     def _cost(self, at: int, i: Instruction) -> StepCost:
         if sequence_of(i.op, i.attrs) is not None:
-            there = self._there(i)
-            moved = sent_bytes(i.op, max(t.spec.nbytes for t in (*i.src, *i.dst) if t is not None), len(there))
-            machines = self.hardware.machines(there)
-            return StepCost(0.0, 0.0, moved, self.hardware.meeting(moved, machines) if len(there) > 1 else 0.0)
+            met = self.hardware.collective(i.op, met_bytes(i), self._there(i))
+            return StepCost(0.0, 0.0, met.moved, met.seconds)
         if i.index < 0:  # a copy of a state: of the new one over the old one, or to undo that
             return StepCost(0.0, _copied(i), 0.0, self.hardware.compute(0.0, _copied(i), launches=self.launches[at]))
         node = self.nodes[i.index]
@@ -174,6 +172,11 @@ def estimate(found: Sequence[Stage], devices: int) -> Estimate:
     meetings = [s for s in found if s.op != WORK]
     sent = sum(s.seconds for s in meetings)
     return Estimate(max(0.0, finished(found, devices) - sent), sent, len(meetings))
+
+
+def met_bytes(i: Instruction) -> int:
+    """Bytes of the whole value that a collective is about."""
+    return max(t.spec.nbytes for t in (*i.src, *i.dst) if t is not None)
 
 
 def _copied(i: Instruction) -> float:
