@@ -53,5 +53,5 @@ def test_a_plan_says_where_a_sum_is_taken_within_machines_first(rows, is_first_w
     nbytes = met_bytes(made.lanes[0].program.instructions[sum_.first])
     met = simulation.hardware.collective("all_reduce", nbytes, range(8))
     assert (sum_.seconds, sum_.moved) == (met.seconds, met.moved)
-    said = re.search(r"all_reduce over 2 x 4: \S+ us inside, \S+ us across", made.explain())
+    said = re.search(r"all_reduce over 2 x 4: \S+ [mu]s inside, \S+ [mu]s across", made.explain())
     assert bool(said) == is_first_within
