@@ -68,8 +68,8 @@ class Microbatches:
             raise ModelError(f"got tokens for {len(given)} sequences, the session has {self.sequences}")
         dealt = [given[place.start : place.stop] for place in self.places]
         with self.turn:
-            for one, own in zip(self.sessions, dealt, strict=True):
-                one.check(own, hidden)
+            for one, own, place in zip(self.sessions, dealt, self.places, strict=True):
+                one.check(own, hidden, place.start)
             if self.is_traced:
                 return self._one_by_one(dealt, every_position, hidden)
             return self._in_turn(dealt, every_position, hidden)
@@ -168,7 +168,7 @@ class _Following:
         from ..scheduler import Succession
 
         session = self._sessions[group]
-        session.check(tokens)
+        session.check(tokens, first=self.places[group].start)
         reading = session.reading([tokens])
         if self._succession is not None and not session.has_planned(reading):
             self._succession.wait()  # plans are made for devices that do nothing else

@@ -271,8 +271,8 @@ class Session:
         """Count tokens that have been read."""
         self.lengths, self.recent = read_behind(part, self.lengths, self.recent, self.model.remembers)
 
-    def check(self, tokens: Sequence[Sequence[int]], hidden: bool = False) -> None:
-        """Raises `ModelError` for new tokens that `evaluate` would refuse."""
+    def check(self, tokens: Sequence[Sequence[int]], hidden: bool = False, first: int = 0) -> None:
+        """Raises `ModelError` for new tokens that `evaluate` would refuse; sequences are counted from `first`."""
         if self.model.is_encoder and not hidden:
             raise ModelError(
                 f"{self.model.architecture} is an encoder: it makes vectors of whole texts and has no logits of what "
@@ -280,7 +280,7 @@ class Session:
             )
         if len(tokens) != self.sequences:
             raise ModelError(f"got tokens for {len(tokens)} sequences, the session has {self.sequences}")
-        for i, (length, new) in enumerate(zip(self.lengths, tokens, strict=True)):
+        for i, (length, new) in enumerate(zip(self.lengths, tokens, strict=True), first):
             if new and (length or len(new) > self.batch) and not self.model.is_causal:
                 raise ModelError(
                     f"sequence {i} would grow in steps, but this model sees all tokens at once; "

@@ -12,6 +12,7 @@ from hocket.backends.base import find
 from hocket.cli import main
 from hocket.frontends import devices as devices_of
 from hocket.frontends import parts
+from hocket.frontends.errors import ModelError
 from hocket.frontends.generation.generate import Drawing, draw
 from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.microbatches import Microbatches, dealt, decoding
@@ -111,6 +112,8 @@ def test_sequences_may_idle_and_read_prompts_of_any_length(monkeypatch):
     assert all(nmse(one, two) <= 1e-3 for one, two in zip(given, wanted, strict=True) if len(two))
     assert both.lengths == [11, 0, 3, 4]
     assert [len(one) for one in both.evaluate([[], [], [], []])] == [0, 0, 0, 0]
+    with pytest.raises(ModelError, match="sequence 3 would have 66 tokens"):
+        both.evaluate([[1], [1], [1], [1] * 62])
     both.reset(2)
     assert both.lengths == [11, 0, 0, 4]
 
@@ -197,6 +200,25 @@ def test_traced_steps_run_one_by_one_and_are_all_in_the_trace():
         given = read_by(both, prompts, new)
     assert len(trace.runs) == 2 * (1 + 5)
     assert all(one.tobytes() == two.tobytes() for one, two in zip(given, wanted, strict=True))
+
+
+def test_a_traced_step_that_fails_is_taken_back_for_all_sequences(monkeypatch):
+    prompts, new = texts_of("qwen35", 4)
+    broken, plain = (in_batches(rooted("qwen35"), 2, 2) for _ in range(2))
+    wanted = read_by(plain, prompts, new)
+    broken.evaluate(prompts)
+    lengths = broken.lengths
+
+    def fails(*_, **__):
+        raise ArithmeticError("no power")
+
+    with monkeypatch.context() as patch, broken.tracing():
+        patch.setattr(broken.sessions[1], "evaluate", fails)
+        with pytest.raises(ArithmeticError):
+            broken.evaluate([own[:1] for own in new])
+    assert broken.lengths == lengths
+    given = broken.evaluate([own[:1] for own in new])
+    assert all(one.tobytes() == two[1:2].tobytes() for one, two in zip(given, wanted, strict=True))
 
 
 def test_what_is_drawn_is_what_each_sequence_would_draw_alone():
