@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -22,10 +22,13 @@ from .generation.generate import Drawing, Drawn, Stops, draw
 from .generation.options import Options, settled
 from .gguf.chat import chat_template, render_chat
 from .gguf.tokenizer import Tokenizer, Utf8Stream, tokenizer_from_metadata
+from .held import Held
+from .microbatches import dealt
 from .open import open_adapted, open_model, open_session
+from .parts import token_ids
 from .pooling import MEAN, pooling
 from .saved_state import load_state, save_state
-from .session import DEFAULT_BATCH, F32, Group, Session, token_ids
+from .session import DEFAULT_BATCH, F32, Group, Session
 from .terminal.arguments import of_file
 
 TOGETHER = 8
@@ -45,35 +48,6 @@ class Token:
     id: int
     text: str
     logprob: float
-
-
-class _Held:
-    """A session, and the tokens of its sequences: those it has read, and perhaps one that it has not."""
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        self.guessing: Session | None = None
-        """That of the draft model which guesses ahead of this one."""
-        self.tokens: list[list[int]] = [[] for _ in range(session.sequences)]
-
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.session.sequences, self.session.context
-
-    def given(self, ids: list[int]) -> list[int]:
-        """What of `ids` sequence 0 still has to read: the rest, if it has read their beginning, or all, anew."""
-        read = self.tokens[0][: self.session.lengths[0]]
-        if not read or len(ids) <= len(read) or ids[: len(read)] != read:
-            self.anew()
-            return ids
-        self.tokens[0] = read
-        return ids[len(read) :]
-
-    def anew(self) -> None:
-        """Forget everything."""
-        for i in range(self.session.sequences):
-            self.session.reset(i)
-        self.tokens = [[] for _ in range(self.session.sequences)]
 
 
 class Model:
@@ -127,13 +101,15 @@ class Model:
         control_layers: tuple[int, int] | None = None,
     ) -> None:
         names, shares = tuple(devices.split(",") if isinstance(devices, str) else devices), tuple(tensor_split)
-        computed = exact, "f32", fast, cache_type_k, cache_type_v, keep_packed
-        group = Group(names, split_mode, shares, place, threads, *computed)  # type: ignore[arg-type]  # it checks
+        computed = {"exact": exact, "fast": fast, "cache_type_k": cache_type_k, "cache_type_v": cache_type_v}
+        computed["keep_packed"] = keep_packed
+        group = Group(names, split_mode, shares, place, threads, **computed)  # type: ignore[arg-type]  # it checks
         model = open_adapted(path, lora=lora, control_vectors=control_vectors, control_layers=control_layers)
         self._model = model.guessing() if draft is None and draft_max else model
-        self._group, self._lock, self._draft_max = group, threading.Lock(), draft_max or GUESSES
+        self._group, self._lock = group, threading.Lock()
         self._first: Session | None = open_session(self._model, on=group, context=context, batch=batch)
-        self._idle = [_Held(self._first)]
+        self._idle = [Held(self._first)]
+        self._draft_max = draft_max or GUESSES
         self._drafting = None if draft is None else self._draft_session(draft)
         self._tokenizer: Tokenizer | None = None
 
@@ -192,11 +168,12 @@ class Model:
         with self._leased(len(ids)) as held:
             held.anew()
             active: set[int] = set()
-            for one in draw(held.session, ids, drawing, known=held.tokens, active=active):
-                i = one.sequence
-                texts[i] += until[i].feed(decoders[i].feed(one.token))
-                if until[i].met:
-                    active.discard(i)
+            with closing(draw(held.session, ids, drawing, known=held.tokens, active=active)) as drawn:
+                for one in drawn:
+                    i = one.sequence
+                    texts[i] += until[i].feed(decoders[i].feed(one.token))
+                    if until[i].met:
+                        active.discard(i)
         return [
             text if stop.met else text + stop.feed(decoder.finish()) + stop.held
             for text, stop, decoder in zip(texts, until, decoders, strict=True)
@@ -236,7 +213,7 @@ class Model:
         first = self._root
         return open_session(model, on=self._group, context=min(first.context, model.context_length), batch=first.batch)
 
-    def _ahead(self, held: _Held, drawing: Drawing) -> Ahead | None:
+    def _ahead(self, held: Held, drawing: Drawing) -> Ahead | None:
         """What guesses ahead of a session: a block of its model, or a draft model in a session of its own."""
         root = self._drafting
         if root is None and not self._model.guessers:
@@ -244,11 +221,11 @@ class Model:
         if drawing.kept is not None:
             raise ModelError("a context that shifts has no guesses; leave out draft and draft_max, or context_shift")
         if root is None:
-            return Ahead(held.session, OwnDraft(held.session), self._draft_max)
+            return Ahead(held.alone, OwnDraft(held.alone), self._draft_max)
         if held.guessing is None:
             held.guessing = Session(root.model, on=self._group, like=root, context=root.context, batch=root.batch)
         held.guessing.reset(0)
-        return Ahead(held.session, Draft(held.guessing), self._draft_max)
+        return Ahead(held.alone, Draft(held.guessing), self._draft_max)
 
     # ------------------------------------------------------------------------------------------------- evaluation
 
@@ -342,13 +319,13 @@ class Model:
         >>> further = model.generate(ids + model.tokenize(" and then", special=False), max_tokens=2)
         """
         with self._leased() as held, _file_at_hand():
-            save_state(held.session, held.tokens, path)
+            save_state(held.alone, held.tokens, path)
 
     @needs(ModelError, path=a(str, Path))
     def load(self, path: str | Path) -> list[int]:
         """The tokens of a saved state; a prompt that begins with them is read from their end on."""
         with self._leased() as held, _file_at_hand():
-            (held.tokens[0],) = load_state(held.session, path)
+            (held.tokens[0],) = load_state(held.alone, path)
             return list(held.tokens[0])
 
     @property
@@ -362,7 +339,7 @@ class Model:
         first = self._root
         sums = {str(device): dict.fromkeys(("weight", "state", "arena"), 0) for _, device in first.group}
         with self._lock:
-            models = [(first, [held.session for held in self._idle])]
+            models = [(first, [one for held in self._idle for one in held.session.sessions])]
             if self._drafting is not None:
                 models.append((self._drafting, [h.guessing for h in self._idle if h.guessing is not None]))
         for root, sessions in models:
@@ -419,7 +396,7 @@ class Model:
         return self._first
 
     @contextmanager
-    def _leased(self, sequences: int = 1, longest: int | None = None) -> Iterator[_Held]:
+    def _leased(self, sequences: int = 1, longest: int | None = None) -> Iterator[Held]:
         """A session for one call alone: one that is idle, or a new one over the same weights; its context is that of
         the model, or as long as the longest text needs."""
         first = self._root
@@ -430,9 +407,7 @@ class Model:
                 self._idle.remove(held)
         if held is None:
             batch = min(first.batch, key[1])
-            held = _Held(
-                Session(self._model, on=self._group, like=first, sequences=sequences, context=key[1], batch=batch)
-            )
+            held = Held(dealt(first, sequences, context=key[1], batch=batch))
         try:
             yield held
         finally:

@@ -3,9 +3,19 @@ them while the one before it is on the next."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
+
+from ..graph.arrays import numbers
+from ..graph.records import dataclass
 from ..scheduler import Plan
+from .errors import ModelError
+from .step import Step
+
+F32 = npt.NDArray[np.float32]
 
 FEWEST = 64
 """Tokens of a part at least: a product of fewer takes longer for each of them."""
@@ -52,3 +62,68 @@ def read_behind(
     if not remembers:
         return longer, recent
     return longer, [[*old, *new][-remembers:] for old, new in zip(recent, part, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """A reversible step: what the session was before it, and what it has read."""
+
+    step: Step
+    lengths: Sequence[int]
+    recent: Sequence[list[int]]
+    part: Sequence[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Parts as runs that follow each other: the step of each and its inputs, which of its outputs is wanted, and what
+    lengths and last tokens of the sequences are behind them."""
+
+    parts: Sequence[Part]
+    steps: Sequence[Step]
+    inputs: Sequence[Mapping[str, npt.NDArray[np.generic]]]
+    output: str
+    every_position: bool
+    lengths: list[int]
+    recent: list[list[int]]
+
+    def rows_of(self, given: Iterable[Mapping[str, F32]], idle: Sequence[F32]) -> list[list[F32]]:
+        """What each part gives for each sequence; those that are given for one that idles."""
+        outputs = zip(given, self.parts, strict=True)
+        return [split_rows(one[self.output], part, self.every_position, idle) for one, part in outputs]
+
+
+def wanted(part: Part) -> list[tuple[int, int]]:
+    """Every new token of every sequence."""
+    return [(i, t) for i, new in enumerate(part) for t in range(len(new))]
+
+
+def split_rows(rows: F32, part: Part, every_position: bool, idle: Sequence[F32]) -> list[F32]:
+    """The rows of each sequence; those that are given for one that idles."""
+    lengths = [len(new) if every_position else 1 for new in part]
+    ends = accumulate(lengths)
+    return [rows[end - n : end] if new else i for end, n, new, i in zip(ends, lengths, part, idle, strict=True)]
+
+
+def joined(
+    given: Part, size: int, parts: Sequence[Part], runs: Iterable[Sequence[F32]], every_position: bool, nothing: F32
+) -> list[F32]:
+    """What runs of parts, of so many tokens, gave for each sequence: all rows, or those of its last token."""
+    rows_of: list[list[F32]] = [[] for _ in given]
+    for end, (part, logits) in enumerate(zip(parts, runs, strict=True), 1):
+        for rows, one, mine, new in zip(rows_of, logits, part, given, strict=True):
+            if mine and (every_position or end * size >= len(new)):
+                rows.append(one)
+    return [rows[0] if len(rows) == 1 else np.concatenate([nothing, *rows]) for rows in rows_of]
+
+
+def token_ids(sequence: int, given: Sequence[int]) -> list[int]:
+    """Tokens of a sequence that a caller gives, as a list.  Raises `ModelError` unless they are integers."""
+    if type(given) is list and all(type(token) is int for token in given):
+        return given
+    ids = numbers(f"tokens of sequence {sequence}", given, ModelError)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ModelError(
+            f"tokens of sequence {sequence}: got {ids.dtype}{list(ids.shape)}; need integers in one dimension"
+        )
+    return list(map(int, ids))

@@ -12,7 +12,7 @@ import os
 import re
 import struct
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,7 +24,9 @@ import numpy.typing as npt
 from ..graph.arguments import ANY, NONE, a, list_of, needs
 from .errors import ModelError
 from .identity import model_digest
-from .session import Session, token_ids
+from .microbatches import Microbatches
+from .parts import token_ids
+from .session import Session
 from .terminal.output import check_writable
 
 FORMAT = "hocket-state-2"
@@ -38,13 +40,13 @@ ARRAY = re.compile(
 
 @needs(
     ModelError,
-    session=a(Session),
+    session=a(Session, Microbatches),
     tokens=list_of(ANY, "a sequence of sequences of tokens"),
     path=a(str, Path),
     talk=a(Mapping) | NONE,
 )
 def save_state(
-    session: Session,
+    session: Session | Microbatches,
     tokens: Sequence[Sequence[int]],
     path: str | Path,
     *,
@@ -55,7 +57,8 @@ def save_state(
 
     Raises `OSError` if it cannot be written.
     """
-    with session.store.turn:
+    first = session.sessions[0]
+    with first.store.turn:
         header = {
             "format": FORMAT,
             "model": model_digest(session.model),
@@ -65,7 +68,8 @@ def save_state(
             "tokens": [token_ids(i, row) for i, row in enumerate(tokens)],
             **({} if talk is None else {"talk": talk}),
         }
-        arrays = {f"state/{name}": _used(session, name) for name in session.states}
+        shares = {name: [_used(one, name) for one in session.sessions] for name in first.states}
+        arrays = {f"state/{name}": np.concatenate(own) for name, own in shares.items()}
     if session.world.rank:
         return
     path = Path(path)
@@ -81,8 +85,8 @@ def save_state(
             raise
 
 
-@needs(ModelError, session=a(Session), path=a(str, Path))
-def load_state(session: Session, path: str | Path) -> list[list[int]]:
+@needs(ModelError, session=a(Session, Microbatches), path=a(str, Path))
+def load_state(session: Session | Microbatches, path: str | Path) -> list[list[int]]:
     """Put `session` where the saved one was and return the tokens of each sequence.
 
     The session may have another context size, number of devices or processes, or split; of several processes rank 0
@@ -93,23 +97,27 @@ def load_state(session: Session, path: str | Path) -> list[list[int]]:
         header, arrays = _read(session.world.from_first(Path(path).read_bytes))
         lengths, tokens = _checked(session, header)
         recent = _recent(session, header, lengths)
-        wanted = {name: _expected(session, name, lengths) for name in session.states}
+        wanted = {name: _expected(session, name, lengths) for name in session.sessions[0].states}
         if {name: a.shape for name, a in arrays.items()} != wanted:
             raise ValueError("its states have other names or shapes")
     except ModelError:
         raise
     except (ValueError, KeyError) as why:
         raise ModelError(f"{path}: not a saved state of this model ({why}); save one with --save-state") from None
-    with session.store.turn:
+    with session.sessions[0].store.turn:
         for i in range(session.sequences):
             session.reset(i)
-        for name, array in arrays.items():
-            _restore(session, name, array, lengths)
-        session.lengths, session.recent = lengths, recent
+        for one, own in _dealt(session, lengths):
+            for name, array in arrays.items():
+                count = _count(one, name, own)
+                _restore(one, name, array[:count], own)
+                arrays[name] = array[count:]
+            one.lengths = own
+            one.recent, recent = recent[: one.sequences], recent[one.sequences :]
     return tokens
 
 
-def saved_talk(session: Session, path: str | Path) -> Mapping[str, object]:
+def saved_talk(session: Session | Microbatches, path: str | Path) -> Mapping[str, object]:
     """What a saved state says of the talk it is of.  Raises `ModelError` if it is of none."""
     try:
         talk = _read(session.world.from_first(Path(path).read_bytes))[0]["talk"]
@@ -163,7 +171,7 @@ def _array(name: str, data: bytes, dtypes: Sequence[str]) -> npt.NDArray[np.gene
     return np.ndarray(shape, dtype, data, head.end())
 
 
-def _checked(session: Session, header: Mapping[str, object]) -> tuple[list[int], list[list[int]]]:
+def _checked(session: Session | Microbatches, header: Mapping[str, object]) -> tuple[list[int], list[list[int]]]:
     if header["model"] != model_digest(session.model):
         raise ValueError("it is of another model")
     lengths, tokens = header["lengths"], header["tokens"]
@@ -183,7 +191,7 @@ def _checked(session: Session, header: Mapping[str, object]) -> tuple[list[int],
     return lengths, tokens
 
 
-def _recent(session: Session, header: Mapping[str, object], lengths: Sequence[int]) -> list[list[int]]:
+def _recent(session: Session | Microbatches, header: Mapping[str, object], lengths: Sequence[int]) -> list[list[int]]:
     """The last tokens of each sequence, as many as the model needs."""
     most, rows = session.model.remembers, header["recent"]
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
@@ -195,9 +203,20 @@ def _recent(session: Session, header: Mapping[str, object], lengths: Sequence[in
     return rows
 
 
-def _expected(session: Session, name: str, lengths: Sequence[int]) -> tuple[int, ...]:
-    shape = session.store.state(name).shape
-    return (len(_rows(session, name, lengths)), *shape[1:]) if session.is_cache(name) else tuple(shape)
+def _dealt(session: Session | Microbatches, lengths: Sequence[int]) -> Iterator[tuple[Session, list[int]]]:
+    """The sessions that have the states of the sequences, and the lengths of those of each."""
+    places = zip(session.sessions, session.places, strict=True)
+    return ((one, list(lengths[place.start : place.stop])) for one, place in places)
+
+
+def _expected(session: Session | Microbatches, name: str, lengths: Sequence[int]) -> tuple[int, ...]:
+    rest = session.sessions[0].store.state(name).shape[1:]
+    return (sum(_count(one, name, own) for one, own in _dealt(session, lengths)), *rest)
+
+
+def _count(session: Session, name: str, lengths: Sequence[int]) -> int:
+    """Rows that are saved of a state."""
+    return len(_rows(session, name, lengths)) if session.is_cache(name) else session.store.state(name).shape[0]
 
 
 def _rows(session: Session, name: str, lengths: Sequence[int]) -> npt.NDArray[np.int64]:

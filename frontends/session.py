@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..backends.base import Backend, Device, find
 from ..graph.arguments import ANY, BOOL, CALLABLE, NONE, TEXT, Kind, a, demand, list_of, needs, whole
-from ..graph.arrays import numbers
-from ..graph.records import dataclass
 from ..ranks import ALONE, World
 from ..scheduler import Executor, InterruptsKept, Plan, Store, kept_plan
 from .devices import ONE_DEVICE, WIRES, spelled
@@ -27,7 +24,20 @@ from .identity import model_digest
 from .laying_out import PROMPT, laid_out, load_weights
 from .laying_out import Progress as Progress
 from .models import Batch, Model, Step
-from .parts import Part, are_several, devices_that_follow, parts_of, read_behind, tokens_of_part
+from .parts import (
+    Before,
+    Part,
+    Reading,
+    are_several,
+    devices_that_follow,
+    joined,
+    parts_of,
+    read_behind,
+    split_rows,
+    token_ids,
+    tokens_of_part,
+    wanted,
+)
 from .watch import Seen, Watch
 
 if TYPE_CHECKING:
@@ -41,25 +51,15 @@ DEFAULT_BATCH = 512
 COUNT = whole(-(2**31), 2**31)
 
 
-@dataclass(frozen=True, slots=True)
-class Before:
-    """A reversible step: what the session was before it, and what it has read."""
-
-    step: Step
-    lengths: Sequence[int]
-    recent: Sequence[list[int]]
-    part: Sequence[list[int]]
-
-
 class Session:
     """Runs batches of new tokens for a fixed number of sequences and remembers their states.
 
     Plans are built once for each (token bucket, context bucket, number of outputs), buckets being powers of two, and
     replayed; all plans share weights and states.  Raises `ModelError` where the request does not fit the model.
     Threads that share a session take turns, one call after the other; sessions of their own run side by side.  A
-    session made `like` another of the same model and group reads its weights, and has states of its own.  In several
-    processes, the ranks of `world`, each makes the same session and the same calls, and gets the same results; each
-    loads what its own devices have of the model.
+    session made `like` another of the same model is on its devices, reads its weights and has states of its own.  In
+    several processes, the ranks of `world`, each makes the same session and the same calls, and gets the same results;
+    each loads what its own devices have of the model.
     What `watch` names is told after every step.  `recent` are the last tokens of each sequence that some models need.
     `planning` is the seconds that plans have
     taken so far, with the kernels that had to be compiled for them.
@@ -98,18 +98,19 @@ class Session:
             if value < 1:
                 raise ModelError(f"{name} is {value}; it must be at least 1")
         check_context(self.context, model)
-        self._graph = graphs_of(model, on)
-        self._wire, self._caches = WIRES[on.wire], on.caches
+        self.on: Group = on if like is None else like.on
+        self._graph = graphs_of(model, self.on)
+        self._wire, self._caches = WIRES[self.on.wire], self.on.caches
         if self.world.size > 1:
             self.world.agree("model", f"one with the digest {model_digest(model)[:16]}", "give all ranks the same file")
-        self._place = tuple((pattern, spelled(device, on)) for pattern, device in on.place)
+        self._place = tuple((pattern, spelled(device, self.on)) for pattern, device in self.on.place)
         self._gives = "both" if model.guessers else "logits"
         self._one = self.step(1, 1, sequences)
         self._whole = replace(self._one, gives="all") if model.guessers else self._one
         """A step that reads all weights, over whose layout all others run."""
         self.group: list[tuple[Backend, Device]]  # in mode none perhaps fewer than asked
         if like is None:
-            prompt, largest = replace(self._whole, tokens=PROMPT), (_bucket(self.batch), self.context, sequences)
+            prompt, largest = replace(self._whole, tokens=PROMPT), (bucket(self.batch), self.context, sequences)
             self._first = laid_out(
                 on,
                 self.world,
@@ -122,7 +123,7 @@ class Session:
             self.store = Store(self.group, self.world, on.packed)
         else:
             self.group = like.group
-            self._first = kept_plan(self._graph(self._whole), self.group, place=self._place, like=like._first)
+            self._first = like.plan(self._whole)
             self.store = like.store.beside()
         if watch is not None:
             from ..scheduler import matching
@@ -134,10 +135,11 @@ class Session:
         """What the model has made of the last tokens of each sequence [rows, `Model.handed`], for blocks that guess."""
         self.reversible: Before | None = None
         """The last step, if it was a reversible one."""
-        self._nothing = np.zeros((0, model.vocabulary_size), np.float32)
+        self.nothing = np.zeros((0, model.vocabulary_size), np.float32)
         self._executors: dict[Step, Executor] = {}
         self._pipelines: dict[Step, Pipeline] = {}
-        self._trace: Trace | None = None
+        self._plans: dict[Step, Plan] = {} if like is None else like._plans
+        self.trace: Trace | None = None
         self.planning = 0.0
         if like is None:
             load_weights(self.store, model, self._first, on_progress)
@@ -169,7 +171,7 @@ class Session:
         """
         given = [token_ids(i, new) for i, new in enumerate(tokens)]
         with self.store.turn:
-            self._check(given, hidden)
+            self.check(given, hidden)
             longest = max(map(len, given))
             following = self._following(longest, reversible)
             size = tokens_of_part(longest, following, self.batch)
@@ -179,15 +181,10 @@ class Session:
                 raise ModelError(
                     f"{longest} tokens are more than a batch of {self.batch}; only a batch can be taken back"
                 )
-            rows_of: list[list[F32]] = [[] for _ in given]
             parts = parts_of(given, size)
             one_by_one = (self._run(part, every_position, hidden, False) for part in parts)
             runs = one_by_one if following == 1 else self._run_in_turn(parts, every_position, hidden)
-            for end, (part, logits) in enumerate(zip(parts, runs, strict=True), 1):
-                for rows, one, mine, new in zip(rows_of, logits, part, given, strict=True):
-                    if mine and (every_position or end * size >= len(new)):
-                        rows.append(one)
-        return [rows[0] if len(rows) == 1 else np.concatenate([self._nothing, *rows]) for rows in rows_of]
+            return joined(given, size, parts, runs, every_position, self.nothing)
 
     @needs(ModelError, tokens=whole(0), behind=whole(0), every_position=BOOL, reversible=BOOL)
     def prepare(self, tokens: int, *, behind: int = 0, every_position: bool = False, reversible: bool = False) -> None:
@@ -199,7 +196,7 @@ class Session:
             count = min(size, tokens - start)
             length = self.lengths[0] + behind + start + count
             step = self._step_for(size if follows else count, length, every_position, self._gives, reversible)
-            _ = self._pipeline(step) if follows else self.executor(step)
+            _ = self.pipeline(step) if follows else self.executor(step)
 
     def _run(self, part: Part, every_position: bool, hidden: bool, reversible: bool) -> list[F32]:
         """Read a part by itself."""
@@ -208,26 +205,31 @@ class Session:
         step = self._step_for(max(map(len, part)), longest, every_position, gives, reversible)
         executor = self._executors.get(step) or self.executor(step)
         seen = np.concatenate([rows[-1:] for rows in self.seen]) if self.seen else None
-        wanted = _wanted(part) if every_position else None
-        inputs = self.model.inputs(step, Batch(part, self.lengths, wanted, self.recent, seen))
+        rows = wanted(part) if every_position else None
+        inputs = self.model.inputs(step, Batch(part, self.lengths, rows, self.recent, seen))
         with InterruptsKept():  # states and lengths belong together
             given = executor.run(inputs)
             self.reversible = Before(step, self.lengths, self.recent, part) if reversible else None
             self.advance(part)
             if self.seen and not hidden:
-                self.seen = _split(given["hidden"], part, every_position, self.seen)
-        rows = given["hidden" if hidden else "logits"]
+                self.seen = split_rows(given["hidden"], part, every_position, self.seen)
         if self.watch is not None:
             from ..scheduler import taken
 
             self.watch.see(Seen.of(taken(given), self.lengths[0] - len(part[0]), len(part[0])))
-        return _split(rows, part, every_position, [self._nothing] * self.sequences)
+        output = given["hidden" if hidden else "logits"]
+        return split_rows(output, part, every_position, [self.nothing] * self.sequences)
 
     def _following(self, tokens: int, reversible: bool) -> int:
         """The devices through which parts of so many tokens follow each other, 1 where each is read by itself: where a
         part needs what the one before it has given, or somebody watches."""
-        alone = not are_several(tokens) or reversible or self.seen or self.watch is not None or self._trace is not None
+        alone = not are_several(tokens) or reversible or self.seen or self.watch is not None or self.trace is not None
         return 1 if alone or not self.model.is_causal else self._stages
+
+    def part_size(self, tokens: Part) -> int:
+        """How many of new tokens of each sequence are read together in a succession."""
+        longest = max(map(len, tokens))
+        return tokens_of_part(longest, self._following(longest, False), self.batch)
 
     @cached_property
     def _stages(self) -> int:
@@ -237,24 +239,40 @@ class Session:
         """Read parts that follow each other through the devices: all of them, or nothing."""
         from ..scheduler import in_turn
 
-        lengths, recent, name = self.lengths, self.recent, "hidden" if hidden else "logits"
-        runs = []
-        for part in parts:
-            batch = Batch(part, lengths, _wanted(part) if every_position else None, recent)
-            lengths, recent = read_behind(part, lengths, recent, self.model.remembers)
-            step = self._step_for(max(map(len, parts[0])), max(lengths), every_position, name)
-            runs.append((self._pipeline(step), self.model.inputs(step, batch)))
+        reading = self.reading(parts, every_position, hidden)
+        runs = self.runs(reading)
         with InterruptsKept():  # states and lengths belong together
-            given = in_turn(runs)
-            self.reversible, self.lengths, self.recent = None, lengths, recent
-        nothing = [self._nothing] * self.sequences
-        return [_split(one[name], part, every_position, nothing) for one, part in zip(given, parts, strict=True)]
+            return self.settle(reading, in_turn(runs))
+
+    def reading(self, parts: Sequence[Part], every_position: bool = False, hidden: bool = False) -> Reading:
+        """Parts as runs that follow each other."""
+        lengths, recent, name = self.lengths, self.recent, "hidden" if hidden else "logits"
+        steps, inputs = [], []
+        for part in parts:
+            batch = Batch(part, lengths, wanted(part) if every_position else None, recent)
+            lengths, recent = read_behind(part, lengths, recent, self.model.remembers)
+            steps.append(self._step_for(max(map(len, parts[0])), max(lengths), every_position, name))
+            inputs.append(self.model.inputs(steps[-1], batch))
+        return Reading(parts, steps, inputs, name, every_position, lengths, recent)
+
+    def runs(self, reading: Reading) -> list[tuple[Pipeline, Mapping[str, npt.NDArray[Any]]]]:
+        """What `in_turn` or a `Succession` is given to read it."""
+        return [(self.pipeline(step), inputs) for step, inputs in zip(reading.steps, reading.inputs, strict=True)]
+
+    def has_planned(self, reading: Reading) -> bool:
+        return all(step in self._pipelines for step in reading.steps)
+
+    def settle(self, reading: Reading, given: Sequence[Mapping[str, npt.NDArray[Any]]]) -> list[list[F32]]:
+        """The rows that each part has given for each sequence, now that all have been read."""
+        self.reversible, self.lengths, self.recent = None, reading.lengths, reading.recent
+        return reading.rows_of(given, [self.nothing] * self.sequences)
 
     def advance(self, part: Part) -> None:
         """Count tokens that have been read."""
         self.lengths, self.recent = read_behind(part, self.lengths, self.recent, self.model.remembers)
 
-    def _check(self, tokens: Sequence[Sequence[int]], hidden: bool = False) -> None:
+    def check(self, tokens: Sequence[Sequence[int]], hidden: bool = False, first: int = 0) -> None:
+        """Raises `ModelError` for new tokens that `evaluate` would refuse; sequences are counted from `first`."""
         if self.model.is_encoder and not hidden:
             raise ModelError(
                 f"{self.model.architecture} is an encoder: it makes vectors of whole texts and has no logits of what "
@@ -262,7 +280,7 @@ class Session:
             )
         if len(tokens) != self.sequences:
             raise ModelError(f"got tokens for {len(tokens)} sequences, the session has {self.sequences}")
-        for i, (length, new) in enumerate(zip(self.lengths, tokens, strict=True)):
+        for i, (length, new) in enumerate(zip(self.lengths, tokens, strict=True), first):
             if new and (length or len(new) > self.batch) and not self.model.is_causal:
                 raise ModelError(
                     f"sequence {i} would grow in steps, but this model sees all tokens at once; "
@@ -286,6 +304,16 @@ class Session:
         return self._one.ring(self.model.window(cache)) or self.context
 
     @property
+    def sessions(self) -> tuple[Session, ...]:
+        """Those that have the states of the sequences, of which `Microbatches` has several; `places` are the numbers of
+        the sequences of each."""
+        return (self,)
+
+    @property
+    def places(self) -> tuple[range, ...]:
+        return (range(self.sequences),)
+
+    @property
     def states(self) -> tuple[str, ...]:
         """The names of the states that belong to the sequences."""
         return tuple(filter(self.model.is_own, self.store.states))
@@ -299,7 +327,7 @@ class Session:
     def _step_of(
         self, tokens: int, length: int, outputs: int, gives: str, reversible: bool = False, turn: int = 0
     ) -> Step:
-        cells, most = min(self.context, max(FEWEST_CELLS, _bucket(length))), _bucket(self.batch)
+        cells, most = min(self.context, max(FEWEST_CELLS, bucket(length))), bucket(self.batch)
         return _step(self.sequences, tokens, cells, self.context, outputs, gives, most, reversible, turn, *self._caches)
 
     def _step_for(self, tokens: int, length: int, every_position: bool, gives: str, reversible: bool = False) -> Step:
@@ -309,18 +337,21 @@ class Session:
 
     def _room(self, tokens: int) -> int:
         """The tokens of the step that runs so many: where values are watched no more, so that nothing is padded."""
-        return _bucket(tokens) if self.watch is None else tokens
+        return bucket(tokens) if self.watch is None else tokens
 
     @needs(ModelError, step=a(Step))
     def plan(self, step: Step) -> Plan:
         """The plan of a step, over the weights and states as they lie; what is watched is among its outputs."""
         if step == self._whole and self.watch is None:
             return self._first
-        graph = self._graph(step)
-        if self.watch is not None:
-            from ..scheduler import matching, observed
+        if self.watch is None:
+            if step not in self._plans:
+                self._plans[step] = kept_plan(self._graph(step), self.group, place=self._place, like=self._first)
+            return self._plans[step]
+        from ..scheduler import matching, observed
 
-            graph = observed(graph, matching(graph, self.watch.pattern))
+        graph = self._graph(step)
+        graph = observed(graph, matching(graph, self.watch.pattern))
         return kept_plan(graph, self.group, place=self._place, like=self._first)
 
     @needs(ModelError, tokens=list_of(ANY, "a sequence of tokens"), device=TEXT)
@@ -329,7 +360,7 @@ class Session:
         the values before it; see `hocket.scheduler.Judge`.  Raises `ModelError`, `PlanError` or `BackendError`."""
         given = token_ids(0, tokens)
         with self.store.turn:
-            self._check([given])
+            self.check([given])
             step = self.step(len(given), self.lengths[0] + len(given))
             raw = {name: tensor.raw for name, tensor in self.model.tensors.items()}
             from ..scheduler import Judge
@@ -346,11 +377,11 @@ class Session:
                 start = time.perf_counter()
                 label = f"{step.tokens} token{'s' * (step.tokens > 1)}, {step.cells} cells"
                 self._executors[step] = Executor(self.plan(step), self.store, wire=self._wire, label=label)
-                self._executors[step].trace = self._trace
+                self._executors[step].trace = self.trace
                 self.planning += time.perf_counter() - start
             return self._executors[step]
 
-    def _pipeline(self, step: Step) -> Pipeline:
+    def pipeline(self, step: Step) -> Pipeline:
         """The plan of a step, bound so that its runs can follow each other; built at its first use."""
         if step not in self._pipelines:
             from ..scheduler import Pipeline
@@ -361,12 +392,12 @@ class Session:
         return self._pipelines[step]
 
     @contextmanager
-    def tracing(self) -> Iterator[Trace]:
-        """In this context every run is timed step by step and added to the trace that it gives.  Raises `PlanError` at
-        the first run if a backend cannot tell what its steps take."""
+    def tracing(self, trace: Trace | None = None) -> Iterator[Trace]:
+        """In this context every run is timed step by step and added to the trace that it gives, a new one unless given.
+        Raises `PlanError` at the first run if a backend cannot tell what its steps take."""
         from ..scheduler import Trace
 
-        before, trace = self._trace, Trace()
+        before, trace = self.trace, trace or Trace()
         self._follow(trace)
         try:
             yield trace
@@ -375,7 +406,7 @@ class Session:
 
     def _follow(self, trace: Trace | None) -> None:
         with self.store.turn:
-            self._trace = trace
+            self.trace = trace
             for executor in self._executors.values():
                 executor.trace = trace
 
@@ -401,32 +432,8 @@ class Session:
                 state[sequence * rows : (sequence + 1) * rows] = 0
 
 
-def _split(rows: F32, part: Sequence[Sequence[int]], every_position: bool, idle: Sequence[F32]) -> list[F32]:
-    """The rows of each sequence; those that are given for one that idles."""
-    lengths = [len(new) if every_position else 1 for new in part]
-    ends = accumulate(lengths)
-    return [rows[end - n : end] if new else i for end, n, new, i in zip(ends, lengths, part, idle, strict=True)]
-
-
-def _wanted(part: Part) -> list[tuple[int, int]]:
-    """Every new token of every sequence."""
-    return [(i, t) for i, new in enumerate(part) for t in range(len(new))]
-
-
 _step = lru_cache(maxsize=64)(Step)
 """Steps are few, and each is asked for with every token."""
-
-
-def token_ids(sequence: int, given: Sequence[int]) -> list[int]:
-    """Tokens of a sequence that a caller gives, as a list.  Raises `ModelError` unless they are integers."""
-    if type(given) is list and all(type(token) is int for token in given):
-        return given
-    ids = numbers(f"tokens of sequence {sequence}", given, ModelError)
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise ModelError(
-            f"tokens of sequence {sequence}: got {ids.dtype}{list(ids.shape)}; need integers in one dimension"
-        )
-    return list(map(int, ids))
 
 
 def check_context(context: int, model: Model) -> None:
@@ -437,6 +444,6 @@ def check_context(context: int, model: Model) -> None:
         )
 
 
-def _bucket(n: int) -> int:
+def bucket(n: int) -> int:
     """The smallest power of two that is at least `n`."""
     return 1 << max(0, n - 1).bit_length()

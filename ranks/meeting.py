@@ -1,12 +1,15 @@
 """How devices of several ranks meet: the communicators of a plan whose lanes run in different processes.
 
-All devices send what they have as packets, those of one rank, too, so that there is one way.  Where all ranks are on
-one machine, compiled code sums through memory that they share (`Slabs`) and needs no packets for that.
+Devices of one rank meet in its memory.  A sum over ranks is a sum within each of them, of which each device has a
+piece; the sums of the pieces across ranks, which all devices of a rank send at once; and the pieces put together again
+within each.  So no byte goes to another rank twice.  Where all ranks are on one machine, compiled code sums through
+memory that they share (`Slabs`) and needs no packets for that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,10 +19,11 @@ from ..backends.base import Array, Device, Slabs
 from ..backends.board import BOARD_FAILED, end_run, new_board
 from ..graph.dtypes import DType
 from .arrays import packed, unpacked
+from .near import Meeting
 from .world import DATA, World
 
-BLOCKS = 64 * 1024
-"""Bytes of a value from which on each device sums a part of it for all, instead of all of it for itself."""
+BLOCKS = 16 * 1024
+"""Numbers from which on each rank sums a part of them for all, instead of all of them for itself."""
 SLAB = 64 * 1024
 """Float32 of each device that are summed at once through shared memory."""
 
@@ -119,6 +123,8 @@ class WideMeeting:
         self.slabs = between.slabs() if is_one and len({d.kind for d in devices}) == 1 else None
         apart = {team for team in self.teams if len({between.ranks[d] for d in team}) > 1}
         self.is_apart = bool(apart)
+        own = {team: [d for d in team if d in between.own] for team in self.teams}
+        self.near = {team: Meeting(len(mine), timeout) for team, mine in own.items() if mine}
         self.boards = {
             team: new_board(len(team)) for team in apart if shares and len({devices[d].kind for d in team}) == 1
         }
@@ -134,11 +140,15 @@ class WideMeeting:
     def _wake(self, why: str) -> None:
         for board in self.boards.values():
             board[BOARD_FAILED] = 1
+        for meeting in self.near.values():
+            meeting.abort(why)
 
     def clear(self) -> None:
         """Nothing stays of a run but its number, and that a rank has failed: it may have while the run ended."""
         for board in self.boards.values():
             end_run(board)
+        for meeting in self.near.values():
+            meeting.clear()
         self.between.world.remind()
 
 
@@ -154,6 +164,14 @@ class WideMember:
         self.board: npt.NDArray[np.int64] | None = meeting.boards.get(self.team)
         self.devices: Sequence[Device] = [meeting.devices[d] for d in self.team]
         self._between, self._world = meeting.between, meeting.between.world
+        by_rank: dict[int, list[int]] = {}
+        for device in self.team:
+            by_rank.setdefault(self._between.ranks[device], []).append(device)
+        self._mates = by_rank[self._world.rank]
+        self._place = self._mates.index(number)
+        self._near = meeting.near[self.team].member(self._place)
+        self._groups = list(by_rank.values())
+        self._pieces = min(map(len, self._groups))
 
     def _post(self, array: Array, to: int, sequence: int) -> object:
         channel = self._between.channel(self.number, to)
@@ -166,39 +184,71 @@ class WideMember:
             raise self._world.late(rank, self.timeout)
         return unpacked(packet, self._world.name(rank), sequence)
 
-    def _exchange(self, own: Callable[[int], Array], sequence: int) -> list[Array]:
-        """What each device of the team has for this one, in their order; ``own(to)`` is what this one has for that at
-        place `to`."""
-        others = [(place, d) for place, d in enumerate(self.team) if d != self.number]
+    def _exchange(self, peers: Sequence[int], own: Callable[[int], Array], sequence: int) -> list[Array]:
+        """What each of these devices, of which this is one, has for this one; ``own(to)`` is what this one has for that
+        at place `to`."""
+        others = [(place, d) for place, d in enumerate(peers) if d != self.number]
         posted = [self._post(own(place), to, sequence) for place, to in others]
-        arrays = [own(p) if d == self.number else self._take(d, sequence) for p, d in enumerate(self.team)]
+        arrays = [own(p) if d == self.number else self._take(d, sequence) for p, d in enumerate(peers)]
         self._world.settle(posted, self.timeout)
         return arrays
 
-    def all_reduce(self, source: Array, into: Array, scratch: Array, sequence: int) -> None:
-        if source.nbytes < BLOCKS or self.size < 3:
-            np.copyto(into, _sum(self._exchange(lambda to: source, sequence)))
-            return
-        flat = np.ascontiguousarray(source).reshape(-1)
-        bounds = [len(flat) * d // self.size for d in range(self.size + 1)]
-        mine = _sum(self._exchange(lambda to: flat[bounds[to] : bounds[to + 1]], sequence))
-        np.copyto(into, np.concatenate(self._exchange(lambda to: mine, sequence)).reshape(into.shape))
+    def _across(self, piece: Array, sequence: int) -> Array:
+        """The sum over ranks of a piece, which the devices at this place of each of them have."""
+        peers = [mates[self._place] for mates in self._groups]
+        if len(piece) < BLOCKS or len(peers) < 3:
+            return _sum(self._exchange(peers, lambda to: piece, sequence))
+        blocks = _cut(len(piece), len(peers))
+        mine = _sum(self._exchange(peers, lambda to: piece[blocks[to]], sequence))
+        return np.concatenate(self._exchange(peers, lambda to: mine, sequence))
 
-    def all_gather(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
-        for array, pairs in zip(self._exchange(lambda to: source, sequence), parts, strict=True):
-            for target, origin in pairs:
-                np.copyto(into[target], array[origin])
+    def _total(self, source: Array, sequence: int) -> Array:
+        """The sum over the team: of the devices of each rank in their order, then of the ranks in theirs."""
+        flat, total = np.ascontiguousarray(source).reshape(-1), np.empty(source.size, source.dtype)
+        pieces = [*_cut(flat.size, self._pieces), *[slice(0, 0)] * (len(self._mates) - self._pieces)]
+        mine = pieces[self._place]
+        whole = slice(0, mine.stop - mine.start)
+        piece = np.empty(whole.stop, source.dtype)
+        self._near.reduce_scatter(flat, piece, [(whole, mine)], sequence)
+        if self._place < self._pieces:
+            piece = self._across(piece, sequence)
+        self._near.all_gather(piece, total, [[(at, slice(0, at.stop - at.start))] for at in pieces], sequence)
+        return total.reshape(source.shape)
+
+    def all_reduce(self, source: Array, into: Array, scratch: Array, sequence: int) -> None:
+        np.copyto(into, self._total(source, sequence))
 
     def reduce_scatter(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
-        total = _sum(self._exchange(lambda to: source, sequence))
+        total = self._total(source, sequence)
         for target, origin in parts:
             np.copyto(into[target], total[origin])
+
+    def all_gather(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
+        """What a device has goes to one device of each other rank, which shows it to those beside it."""
+        others = [mates for mates in self._groups if mates is not self._mates]
+        posted = [self._post(source, mates[self._place % len(mates)], sequence) for mates in others]
+        own = len(self._mates)
+        brought = {d: self._take(d, sequence) for mates in others for d in mates[self._place :: own]}
+        self._world.settle(posted, self.timeout)
+        known: dict[int, Array] = {}
+        for theirs in self._near.exchanged({self.number: source, **brought}, sequence):
+            known |= theirs
+        for device, pairs in zip(self.team, parts, strict=True):
+            for target, origin in pairs:
+                np.copyto(into[target], known[device][origin])
+        self._near.meeting.wait(self._place, sequence)  # nobody overwrites a source that another still reads
 
     def send(self, source: Array, to: int, sequence: int) -> None:
         self._world.settle([self._post(source, to, sequence)], self.timeout)
 
     def receive(self, into: Array, source: int, sequence: int) -> None:
         np.copyto(into, self._take(source, sequence))
+
+
+def _cut(size: int, count: int) -> list[slice]:
+    """So many parts of about the same size."""
+    bounds = [size * part // count for part in range(count + 1)]
+    return [slice(*ends) for ends in pairwise(bounds)]
 
 
 def _sum(arrays: Sequence[Array]) -> Array:

@@ -39,7 +39,8 @@ class MpiLink:
         return request
 
     def is_sent(self, posted: Any) -> bool:
-        return bool(posted.Test())
+        with self._lock:  # MPI allows no two threads to test one request at once, as `post` does
+            return bool(posted.Test())
 
     def poll(self, source: int, channel: int) -> Packet | None:
         key = (source, channel)

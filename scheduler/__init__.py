@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from .layout import Layout as Layout
     from .lowering.lane import Lane as Lane
     from .lowering.lower import lower as lower
+    from .microbatches import Dealing as Dealing
+    from .microbatches import dealing as dealing
     from .observing import Statistics as Statistics
     from .observing import matching as matching
     from .observing import observed as observed
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from .running.executor import load as load
     from .running.interrupts import InterruptsKept as InterruptsKept
     from .running.pipeline import Pipeline as Pipeline
+    from .running.pipeline import Succession as Succession
     from .running.pipeline import in_turn as in_turn
     from .running.store import Store as Store
     from .running.trace import Trace as Trace
@@ -57,12 +60,13 @@ _LATER = {
     "Layout": ".layout",
     "Lane": ".lowering.lane",
     "lower": ".lowering.lower",
+    **dict.fromkeys(("Dealing", "dealing"), ".microbatches"),
     **dict.fromkeys(("Statistics", "matching", "observed", "taken"), ".observing"),
     **dict.fromkeys(("plan", "plan_for"), ".planner"),
     "Alone": ".running.comm",
     **dict.fromkeys(("Executor", "load"), ".running.executor"),
     "InterruptsKept": ".running.interrupts",
-    **dict.fromkeys(("Pipeline", "in_turn"), ".running.pipeline"),
+    **dict.fromkeys(("Pipeline", "Succession", "in_turn"), ".running.pipeline"),
     "Store": ".running.store",
     "Trace": ".running.trace",
     "even_shares": ".sharding.layers",

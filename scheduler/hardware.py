@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from ..graph.node import Node, Value
 from ..graph.records import dataclass
@@ -37,9 +38,13 @@ class Hardware:
         known = type(self.machine) is int and self.machine >= 0
         return known and all(0 < s < math.inf for s in speeds) and all(0 <= t < math.inf for t in others)
 
+    def by_machine(self, devices: Iterable[int]) -> list[int]:
+        """How many of the devices of these numbers each machine has that has any."""
+        return list(Counter(device // self.machine if self.machine else 0 for device in devices).values())
+
     def machines(self, devices: Iterable[int]) -> int:
         """In how many machines devices of these numbers are."""
-        return len({device // self.machine for device in devices}) if self.machine else 1
+        return len(self.by_machine(devices))
 
     def compute(self, flops: float, nbytes: float, plain: bool = False, *, launches: float = 1.0) -> float:
         """Time of a node, which is `plain` if it reads no weights: whichever of arithmetic and memory takes longer, and
@@ -54,9 +59,43 @@ class Hardware:
             return math.ceil(math.log2(machines)) * self.across_latency + nbytes / self.across_bandwidth
         return self.link_latency + nbytes / self.link_bandwidth
 
+    def collective(self, op: str, nbytes: float, devices: Sequence[int]) -> Collective:
+        """What a collective of these devices over a value of `nbytes` in all takes.
+
+        A sum over several machines with equally many devices is either one over all of them, or first one within each,
+        of which each device has a piece; then one of each piece across machines, for which each device has a link of
+        its own; and then the pieces are gathered within.
+        """
+        each = self.by_machine(devices)
+        machines, count = len(each), len(devices)
+        moved = sent_bytes(op, nbytes, count)
+        if machines == 1:
+            return Collective(moved, self.meeting(moved) if count > 1 else 0.0, 0.0, machines)
+        flat = Collective(moved, 0.0, self.meeting(moved, machines), machines)
+        if op != "all_reduce" or len(set(each)) > 1 or each[0] == 1:
+            return flat
+        within = sent_bytes("all_gather", nbytes, each[0])
+        piece = sent_bytes(op, nbytes / each[0], machines)
+        inside, across = 2 * self.meeting(within), self.meeting(piece, machines)
+        return min(flat, Collective(2 * within + piece, inside, across, machines), key=lambda way: way.seconds)
+
 
 CPU = Hardware()
 """Virtual CPU devices on one machine: a guess that `hocket calibrate` replaces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """Bytes that each device sends in a collective, and its seconds inside machines and across so many of them."""
+
+    moved: float
+    inside: float
+    across: float
+    machines: int
+
+    @property
+    def seconds(self) -> float:
+        return self.inside + self.across
 
 
 @dataclass(frozen=True, slots=True)

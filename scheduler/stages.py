@@ -15,7 +15,7 @@ from ..backends.base import Instruction, Program
 from ..graph.node import Node
 from ..graph.records import dataclass
 from ..ops.collective import LETTERS, int_attr, sequence_of
-from .hardware import Counts, Estimate, Hardware, leaf_of, sent_bytes
+from .hardware import Counts, Estimate, Hardware, leaf_of
 from .lowering.alike import structure
 from .lowering.lane import Lane, first_alike, teams_of
 
@@ -83,10 +83,8 @@ class Prices:
 
     def _cost(self, at: int, i: Instruction) -> StepCost:
         if sequence_of(i.op, i.attrs) is not None:
-            there = self._there(i)
-            moved = sent_bytes(i.op, max(t.spec.nbytes for t in (*i.src, *i.dst) if t is not None), len(there))
-            machines = self.hardware.machines(there)
-            return StepCost(0.0, 0.0, moved, self.hardware.meeting(moved, machines) if len(there) > 1 else 0.0)
+            met = self.hardware.collective(i.op, met_bytes(i), self._there(i))
+            return StepCost(0.0, 0.0, met.moved, met.seconds)
         if i.index < 0:  # a copy of a state: of the new one over the old one, or to undo that
             return StepCost(0.0, _copied(i), 0.0, self.hardware.compute(0.0, _copied(i), launches=self.launches[at]))
         node = self.nodes[i.index]
@@ -149,8 +147,14 @@ def stages(lanes: Sequence[Lane], prices: Sequence[Prices]) -> list[Stage]:
 
 
 def finished(found: Sequence[Stage], devices: int) -> float:
-    """When the last device is done: each starts a stage when it has done the one before and, to meet, all are there."""
-    clock = [0.0] * devices
+    """When the last device is done."""
+    return max(clocks(found, [0.0] * devices), default=0.0)
+
+
+def clocks(found: Sequence[Stage], begins: Sequence[float]) -> list[float]:
+    """When each device is done that begins then: it starts a stage when it has done the one before and, to meet, all
+    are there."""
+    clock = [*begins]
     for stage in found:
         if stage.op == WORK:
             for d in stage.devices:
@@ -160,7 +164,7 @@ def finished(found: Sequence[Stage], devices: int) -> float:
             for d in stage.devices:
                 if stage.op != "send" or d != stage.source:
                     clock[d] = max(clock[d], ready + stage.seconds)
-    return max(clock, default=0.0)
+    return clock
 
 
 def estimate(found: Sequence[Stage], devices: int) -> Estimate:
@@ -168,6 +172,11 @@ def estimate(found: Sequence[Stage], devices: int) -> Estimate:
     meetings = [s for s in found if s.op != WORK]
     sent = sum(s.seconds for s in meetings)
     return Estimate(max(0.0, finished(found, devices) - sent), sent, len(meetings))
+
+
+def met_bytes(i: Instruction) -> int:
+    """Bytes of the whole value that a collective is about."""
+    return max(t.spec.nbytes for t in (*i.src, *i.dst) if t is not None)
 
 
 def _copied(i: Instruction) -> float:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from ..graph.errors import PlanError
 from .acts import Act, Order
 from .plan import Plan
-from .stages import finished
+from .stages import clocks, finished
 from .verifier.acts import meets_otherwise, order_faults
 
 LONG = 64
@@ -25,6 +26,21 @@ def in_succession(plans: Sequence[Plan]) -> Order:
         devices = ", ".join(str(lane.device) for lane in plans[0].lanes)
         raise PlanError(f"plan for {devices}, {len(plans)} runs: {why}")
     return order
+
+
+def seconds_apart(plan: Plan, under_way: int) -> float:
+    """Seconds from the end of a run to that of the next where so many runs are under way, and each begins when the
+    first of them has ended; infinite where devices meet otherwise than by letters."""
+    if any(meets_otherwise([lane.program for lane in plan.lanes])):
+        return math.inf
+    clock = [0.0] * len(plan.lanes)
+    ends: list[float] = []
+    for run in range(LONG):
+        if run >= under_way:
+            clock = [max(now, ends[run - under_way]) for now in clock]
+        clock = clocks(plan.stages, clock)
+        ends.append(max(clock))
+    return (ends[-1] - ends[LONG // 2 - 1]) / (LONG // 2)
 
 
 def gain(plan: Plan) -> float:

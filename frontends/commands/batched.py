@@ -12,10 +12,12 @@ import numpy as np
 
 from ...ranks import World
 from ..errors import ModelError
+from ..microbatches import Microbatches, dealt, decoding
 from ..models import Model
 from ..open import open_session
 from ..session import Group, Session, check_context
 from ..terminal.bench_rows import Row, Table
+from ..terminal.output import log
 
 HEAD = ("PP", "TG", "B", "N_KV", "T_PP s", "S_PP t/s", "T_TG s", "S_TG t/s", "T s", "S t/s")
 NAMES = ("pp", "tg", "pl", "n_kv", "t_pp", "speed_pp", "t_tg", "speed_tg", "t", "speed")
@@ -62,25 +64,28 @@ class Batched:
             for count in self.sequences:
                 yield row(prompt, new, count, *sorted(times[count][1:], key=sum)[self.repeats // 2])
 
-    def sessions(self, on: Group) -> dict[int, Session]:
+    def sessions(self, on: Group) -> dict[int, Session | Microbatches]:
         """A session for each number of sequences; all read the same weights.  Raises `ModelError` if the model has not
         got the context."""
         context = max(self.prompts) + max(self.new)
         check_context(context, self.model)
-        first, *others = dict.fromkeys(self.sequences)
+        most = max(self.sequences)
         one = open_session(
-            self.model, on=on, sequences=first, context=context, batch=self._batch(first), world=self.world
+            self.model, on=on, sequences=most, context=context, batch=self._batch(most), world=self.world
         )
-        beside = {n: Session(self.model, like=one, sequences=n, context=context, batch=self._batch(n)) for n in others}
-        return {first: one, **beside}
+        each = {n: dealt(one, n, context=context, batch=self._batch(n)) for n in dict.fromkeys(self.sequences)}
+        for session in each.values():
+            if isinstance(session, Microbatches):
+                log(f"hocket: {session.dealing}")
+        return each
 
     def _batch(self, sequences: int) -> int:
         """Tokens of each sequence in a run."""
         return max(1, self.batch // sequences)
 
 
-def seconds(session: Session, prompt: int, new: int) -> tuple[float, float]:
-    """What the prompts of all sequences take, and so many steps after them."""
+def seconds(session: Session | Microbatches, prompt: int, new: int) -> tuple[float, float]:
+    """What the prompts of all sequences take, and so many steps after them, each of which waits for the one before."""
     count = session.sequences
     for sequence in range(count):
         session.reset(sequence)
@@ -89,8 +94,13 @@ def seconds(session: Session, prompt: int, new: int) -> tuple[float, float]:
     if prompt:
         session.evaluate([own[:prompt] for own in tokens])
     read = time.perf_counter()
-    for step in range(prompt, prompt + new):
-        session.evaluate([[own[step]] for own in tokens])
+    with decoding(session) as steps:
+        for turn in range(new + 1):
+            for group, place in enumerate(steps.places):
+                if turn:
+                    steps.ended()
+                if turn < new:
+                    steps.begin(group, [[tokens[i][prompt + turn]] for i in place])
     return read - start, time.perf_counter() - read
 
 

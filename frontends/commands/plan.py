@@ -14,6 +14,7 @@ from ...scheduler import (
     PASSES,
     Host,
     Plan,
+    dealing,
     difference,
     memory_problem,
     plan_for,
@@ -31,6 +32,7 @@ from ..laying_out import HOST
 from ..models import Step
 from ..open import context_for, open_model
 from ..session import DEFAULT_BATCH, Group
+from ..terminal.arguments import positive
 from ..terminal.output import log, write
 from .flags import batch_flag, cache_flags, caches_of, context_flag, group_flags, group_of
 
@@ -50,6 +52,9 @@ def flags(sub: argparse.ArgumentParser) -> None:
     batch_flag(sub, DEFAULT_BATCH, "tokens of a prefill (512)")
     cache_flags(sub)
     sub.add_argument("--phase", choices=("decode", "prefill"), default="decode", help="one token, or a batch (decode)")
+    sub.add_argument(
+        "-np", "--parallel", type=positive, default=1, metavar="N", help="sequences that get a token each in a step (1)"
+    )
     sub.add_argument("--steps", action="store_true", help="list every instruction of every device too")
     sub.add_argument("--show", choices=PASSES, help="print what one pass made instead of the explanation")
     sub.add_argument("--diff", metavar="PLAN", help="print what differs from this plan in JSON instead")
@@ -66,7 +71,10 @@ def run(args: argparse.Namespace) -> int:
     other = None if args.diff is None else read_plan(args.diff)
     tokens = 1 if args.phase == "decode" else args.batch
     on = group_of(args, **caches_of(args))
-    graph, context = step_graph(args.model, context=args.context, tokens=tokens, caches=on.caches)
+    if args.parallel > 1 and args.phase == "prefill":
+        raise ModelError("got -np with --phase prefill; sequences get a token each while they decode")
+    graph_of = partial(step_graph, args.model, context=args.context, tokens=tokens, caches=on.caches)
+    graph, context = graph_of(sequences=args.parallel)
     asked, made = plan_group(graph, on, args.simulate)
     text = plan_to_json(made) + "\n" if args.json or args.out else ""
     if args.out:
@@ -86,6 +94,9 @@ def run(args: argparse.Namespace) -> int:
         write("\n".join([f"speeds: {told_speeds(made.hardware)}", *lines]) + "\n")
     else:
         write(text if args.json else made.explain(steps=args.steps) + "\n")
+        if args.parallel > 1 and context is not None and not args.json:
+            how = dealing(args.parallel, lambda n: likened(made, graph_of(sequences=n)[0]))
+            write(f"sequences: {how}\n")
         if args.simulate and not args.json:
             read, multiplied = made.hardware.bandwidth / 1e12, made.hardware.flops / 1e12
             write(f"speeds: predicted, weights read at {read:.3g} TB/s and multiplied at {multiplied:.3g} TFLOP/s\n")
@@ -99,10 +110,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def step_graph(
-    path: str, *, context: int | None, tokens: int, caches: tuple[DType, DType] = ONE_DEVICE.caches
+    path: str,
+    *,
+    context: int | None,
+    tokens: int,
+    caches: tuple[DType, DType] = ONE_DEVICE.caches,
+    sequences: int = 1,
 ) -> tuple[Graph, int | None]:
     """The graph in a file, and its context if it is of a model: then with all of it in use, keys and values kept as
-    `caches` says, and one row of logits.
+    `caches` says, and a row of logits for each sequence.
 
     That is the largest graph that a session of this context runs with so many tokens, so what fits fits.  Raises
     `ModelError` or `GraphError`.
@@ -113,7 +129,7 @@ def step_graph(
         return read_graph(path), None
     model = open_model(path, header_only=True)
     context = context_for(model, 0, context)
-    step = Step(1, min(tokens, context), context, context, 1, keys=caches[0], values=caches[1])
+    step = Step(sequences, min(tokens, context), context, context, sequences, keys=caches[0], values=caches[1])
     return model.graph(step), context
 
 
@@ -130,6 +146,11 @@ def plan_group(graph: Graph, on: Group, simulated: str | None = None) -> tuple[P
     options = partial(plan_for, split_mode=on.split_mode, tensor_split=on.tensor_split, place=on.place)
     made = options(graph, group, hardware=hardware)
     return made, options(graph, group, hardware=hardware, host=host) if shortage(made) else made
+
+
+def likened(made: Plan, graph: Graph) -> Plan:
+    """The plan of another step, whose weights lie as in `made`."""
+    return plan_for(graph, made.group, hardware=made.hardware, like=made)
 
 
 def read_plan(path: str) -> Plan:

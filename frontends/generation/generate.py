@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 import time
+from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 
 import numpy as np
@@ -15,6 +15,8 @@ from ...graph.arguments import ANY, NONE, a, list_of, needs, whole
 from ...graph.records import dataclass
 from ..errors import ModelError
 from ..gguf.tokenizer import Tokenizer, Utf8Stream
+from ..microbatches import Microbatches, decoding
+from ..parts import F32
 from ..session import Session
 from .drafting import Ahead
 from .grammar import Grammar
@@ -129,7 +131,7 @@ EMPTY = "the prompt is empty and the model adds no BOS token; give some text to 
 
 
 def draw(
-    session: Session,
+    session: Session | Microbatches,
     prompts: Sequence[Sequence[int]],
     drawing: Drawing,
     *,
@@ -152,7 +154,7 @@ def draw(
 
 
 def _drawn(
-    session: Session,
+    session: Session | Microbatches,
     prompts: Sequence[Sequence[int]],
     drawing: Drawing,
     known: list[list[int]],
@@ -184,53 +186,74 @@ def _drawn(
     timing.planning = session.planning - planned
     start = clock()
     room = [session.context - length for length in session.lengths]
+    counts = [0] * len(prompts)
     followers = {i: drawing.grammar.begin() for i in active} if drawing.grammar else {}
-    for count in itertools.count(1):
-        new: list[list[int]] = [[] for _ in prompts]
-        for i in sorted(active):
-            rng = np.random.default_rng([drawing.seed, len(known[i])]) if sampling.temperature else same  # 20 us
-            logits = rows[i][-1]
-            seen = followers[i].allowed(logits) if followers else logits
-            token = agreed(session, sampling.choose(seen, rng, known[i]))
-            if token in drawing.stop:
-                active.discard(i)
-                continue
-            known[i].append(token)
-            yield Drawn(i, token, logits)
-            is_full = count > room[i]
-            if (
-                count == limit
-                or (followers and not followers[i].take(token))
-                or (is_full and limit < 0 and drawing.kept is None)
-            ):
-                active.discard(i)
-            elif i in active and is_full and drawing.kept is not None:
-                session.reset(i)
-                known[i][:] = new[i] = drawing.shifted(known[i], session.context)
-                room[i] = count + session.context - len(new[i])
-                continue
-            elif i in active and is_full:
-                raise ModelError(
-                    f"the context of {session.context} tokens is full after {count} new ones; "
-                    "raise --ctx-size, ask for fewer with -n, or go on with --context-shift"
-                )
-            new[i] = [token] if i in active else []
-        if not active:
-            return
-        rows = session.evaluate(new) if ahead is None else [ahead.rows(known[0])]
-        # The first new tokens came from the prefill's logits; what is timed here are the runs after it.
-        timing.new_tokens += len(active)
-        timing.decode, timing.planning = clock() - start, session.planning - planned
+
+    def chosen(i: int, logits: F32) -> Generator[Drawn, None, list[int]]:
+        """What sequence `i` is to read next: nothing if it has ended."""
+        counts[i] += 1
+        rng = np.random.default_rng([drawing.seed, len(known[i])]) if sampling.temperature else same  # 20 us
+        seen = followers[i].allowed(logits) if followers else logits
+        token = agreed(session, sampling.choose(seen, rng, known[i]))
+        if token in drawing.stop:
+            active.discard(i)
+            return []
+        known[i].append(token)
+        yield Drawn(i, token, logits)
+        is_full = counts[i] > room[i]
+        if (
+            counts[i] == limit
+            or (followers and not followers[i].take(token))
+            or (is_full and limit < 0 and drawing.kept is None)
+        ):
+            active.discard(i)
+        if i not in active:
+            return []
+        if is_full and drawing.kept is not None:
+            session.reset(i)
+            known[i][:] = drawing.shifted(known[i], session.context)
+            room[i] = counts[i] + session.context - len(known[i])
+            return list(known[i])
+        if is_full:
+            raise ModelError(
+                f"the context of {session.context} tokens is full after {counts[i]} new ones; "
+                "raise --ctx-size, ask for fewer with -n, or go on with --context-shift"
+            )
+        return [token]
+
+    with decoding(session, alone=drawing.kept is not None) as steps:
+        begun: deque[int] = deque()
+
+        def go_on(group: int, answers: Sequence[F32]) -> Iterator[Drawn]:
+            """Let a group begin its next step, unless all of its sequences have ended."""
+            new: list[list[int]] = []
+            for i, logits in zip(steps.places[group], answers, strict=True):
+                new.append((yield from chosen(i, logits[-1])) if i in active else [])
+            if any(new):
+                steps.begin(group, new)
+                begun.append(group)
+
+        for group, place in enumerate(steps.places):
+            yield from go_on(group, rows[place.start : place.stop])
+        while begun:
+            read = sum(i in active for i in steps.places[begun[0]])
+            answers = steps.ended() if ahead is None else [ahead.rows(known[0])]
+            # The first new tokens came from the prefill's logits; what is timed here are the runs after it.
+            timing.new_tokens += read
+            timing.decode, timing.planning = clock() - start, session.planning - planned
+            yield from go_on(begun.popleft(), answers)
 
 
-def agreed(session: Session, token: int) -> int:
+def agreed(session: Session | Microbatches, token: int) -> int:
     """The token of rank 0: machines that are not alike may round differently, and draw another one."""
     if session.world.size == 1:
         return token
     return int.from_bytes(session.world.from_first(lambda: token.to_bytes(8, "little")), "little")
 
 
-def _made_room(session: Session, i: int, prompt: Sequence[int], drawing: Drawing, known: list[list[int]]) -> list[int]:
+def _made_room(
+    session: Session | Microbatches, i: int, prompt: Sequence[int], drawing: Drawing, known: list[list[int]]
+) -> list[int]:
     """The prompt of a sequence; where it no longer fits behind what is there, all anew from a part of that."""
     if session.lengths[i] + len(prompt) <= session.context or len(prompt) > session.context:
         return list(prompt)

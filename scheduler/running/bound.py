@@ -17,10 +17,11 @@ from ...graph.dtypes import DType
 from ...graph.errors import BackendError, PlanError, StepError
 from ...ops.quants import decoded, encoded
 from ...ranks.meeting import WideMeeting
+from ...ranks.near import Meeting
 from ..layout import Local, Shard
 from ..lowering.lane import teams_of
 from ..plan import Plan
-from .comm import Alone, Meeting, Teams, meeting_of
+from .comm import Alone, Teams, meeting_of
 from .store import Part, Store, assembled
 
 PATIENCE, SLOWER = 6.0, 20.0

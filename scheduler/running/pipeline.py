@@ -1,24 +1,33 @@
-"""Runs of plans over one store that follow each other through its devices, so that all of them are busy."""
+"""Runs of plans that follow each other through devices, so that all of them are busy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
+from queue import SimpleQueue
+from threading import Condition
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from ...backends.base import Array
 from ...graph.dtypes import DType
-from ..acts import Act
+from ...graph.errors import PlanError
 from ..plan import Plan
 from ..succession import in_succession
 from .bound import Bound, finished_by
 from .interrupts import InterruptsKept
 from .journal import Journal, Saved
-from .side_by_side import Place, SideBySide
+from .side_by_side import SideBySide
 from .store import Store
 from .turns import Turn
+
+Asked = tuple["Pipeline", Mapping[str, npt.ArrayLike]]
+"""A run: of which plan, and with what inputs by name."""
 
 
 class Pipeline:
@@ -26,9 +35,10 @@ class Pipeline:
     their part of the next; otherwise it is like an `Executor`."""
 
     plan: Plan
+    store: Store
 
     def __init__(self, plan: Plan, store: Store, *, timeout: float = 60.0, wire: DType = DType.F32) -> None:
-        self.plan = plan
+        self.plan, self.store = plan, store
         self._turn = Turn((*store.backends, *(plan.lanes[number].backend for number in store.between.own)))
         with self._turn:
             self._bound = bound = Bound(plan, store)
@@ -38,8 +48,8 @@ class Pipeline:
         self._devices = SideBySide([lane.device for lane in plan.lanes], bound.own, self._meeting, timeout)
 
 
-def in_turn(runs: Sequence[tuple[Pipeline, Mapping[str, npt.ArrayLike]]]) -> list[dict[str, Array]]:
-    """The outputs of each run, by name, from its inputs; runs may be of several plans over one store.
+def in_turn(runs: Sequence[Asked]) -> list[dict[str, Array]]:
+    """The outputs of each run, by name, from its inputs; runs may be of several plans, over one store or several.
 
     When a device fails, or for an interrupt, states become what they were before the first of the runs.  Raises
     `PlanError` for inputs that do not fit, and where devices meet otherwise than by letters; `BackendError` if a device
@@ -47,42 +57,135 @@ def in_turn(runs: Sequence[tuple[Pipeline, Mapping[str, npt.ArrayLike]]]) -> lis
     """
     if not runs:
         return []
-    pipelines, (first, _) = [pipeline for pipeline, _ in runs], runs[0]
-    order = in_succession([pipeline.plan for pipeline in pipelines])
-    devices = first._devices
-    with first._turn:
+    with Succession(runs[0][0], together=True) as succession:
+        succession.begin(runs)
+        return [succession.ended() for _ in runs]
+
+
+class Succession:
+    """A context in which runs follow each other through the devices of `first`: each device begins its part of the next
+    when it has done and kept its part of the last, and stores are those of the same devices.
+
+    What was given out by `ended` stays; whatever else has begun is taken back at the end, all of it `together` with
+    what was given out if the context fails.
+    """
+
+    def __init__(self, first: Pipeline, *, together: bool = False) -> None:
+        self._first, self._together = first, together
+        self._devices, self._around = first._devices, ExitStack()
+        self._own = {number: _Device(number) for number in first._bound.own}
+        self._under_way: deque[_Run] = deque()
+        self._proven: set[tuple[Pipeline, ...]] = set()
+        self._begun: dict[Pipeline, None] = {}
+        self._news = Condition()
+
+    def __enter__(self) -> Self:
+        self._around.enter_context(self._first._turn)
+        interrupts = self._around.enter_context(InterruptsKept())
+        self._devices.place = self
+        works = {n: partial(device.work, interrupts, self._tell) for n, device in self._own.items()}
+        self._working = self._around.enter_context(ThreadPoolExecutor(1, "hocket")).submit(self._devices.work, works)
+        self._working.add_done_callback(self._wake)
+        return self
+
+    def begin(self, runs: Sequence[Asked]) -> None:
+        """Let runs follow those under way.  Raises `PlanError` as `in_turn`, before any of them begins, and for a run
+        over a store that has one under way, unless all are taken back together."""
         given = [pipeline._bound.given(inputs) for pipeline, inputs in runs]
-        first._bound.agree(given)
-        devices.place = _Meetings([pipeline._meeting for pipeline in dict.fromkeys(pipelines)])
-        with InterruptsKept() as interrupts:
-            own = {n: _Device([pipeline._lanes[n] for pipeline in pipelines]) for n in first._bound.own}
-            devices.work({n: partial(device.work, order[n], given, interrupts) for n, device in own.items()})
-            if devices.failures:
-                devices.undo(lambda number, error: own[number].undo(error))
-        return [
-            {name: pipeline._bound.whole(name, _of(name, run, own)) for name in pipeline._bound.shapes}
-            for run, pipeline in enumerate(pipelines)
-        ]
+        following = [*(run.pipeline for run in self._under_way), *(pipeline for pipeline, _ in runs)]
+        if not self._together and len({pipeline.store for pipeline in following}) < len(following):
+            raise PlanError("a run over the same store is under way; begin the next when that has ended")
+        if tuple(following) not in self._proven:
+            in_succession([pipeline.plan for pipeline in following])
+            self._proven.add(tuple(following))
+        self._first._bound.agree(given)
+        for (pipeline, _), arrays in zip(runs, given, strict=True):
+            is_first = not self._together or all(pipeline.store is not known.store for known in self._begun)
+            self._begun[pipeline] = None
+            run = _Run(pipeline, arrays, is_first)
+            self._under_way.append(run)
+            for device in self._own.values():
+                device.waiting.put(run)
 
+    def wait(self) -> None:
+        """Wait until devices have done their parts of all that has begun, or one has failed."""
+        with self._news:
+            self._news.wait_for(lambda: self._are_done(self._under_way) or self._working.done())
 
-def _of(name: str, run: int, own: Mapping[int, _Device]) -> dict[int, Array]:
-    """What each device of this process has of an output of a run."""
-    return {number: device.outputs[run][name] for number, device in own.items() if name in device.outputs[run]}
+    def ended(self) -> dict[str, Array]:
+        """The outputs, by name, of the first run that is under way, once it has ended.  Raises what a device raised."""
+        run = self._under_way[0]
+        with self._news:
+            self._news.wait_for(lambda: self._are_done([run]) or self._working.done())
+        if not self._are_done([run]):
+            self._working.result()
+            raise self._devices.failures[0][1]
+        outputs = {name: run.pipeline._bound.whole(name, run.parts(name)) for name in run.pipeline._bound.shapes}
+        run.stays = not self._together
+        self._under_way.popleft()
+        return outputs
 
+    def __exit__(self, kind: object, why: BaseException | None, trace: object) -> None:
+        with self._around:
+            if isinstance(why, KeyboardInterrupt) and not self._devices.failures:  # somebody insists
+                self._devices.stop(None, why)
+            self._finish()
+            if self._devices.failures:
+                self._devices.undo(self._undo)
+            if self._under_way or (why is not None and self._together):
+                self._devices.take_back(self._undo, why or PlanError("runs that nobody waited for are taken back"))
 
-class _Meetings:
-    """Where the devices meet in any of the runs."""
+    def _finish(self) -> None:
+        """Wait until all devices have done what has begun, or stopped.  Raises `BackendError` if one does not stop."""
+        for device in self._own.values():
+            device.waiting.put(None)
+        while True:
+            try:
+                return self._working.result()
+            except KeyboardInterrupt as why:
+                self._devices.stop(None, why)
 
-    def __init__(self, places: Sequence[Place]) -> None:
-        self._places = places
+    def _are_done(self, runs: Iterable[_Run]) -> bool:
+        return all(len(run.outputs) == len(self._own) for run in runs)
+
+    def _undo(self, number: int, error: BaseException | None) -> None:
+        self._own[number].undo(error)
+
+    def _tell(self, run: _Run, number: int, outputs: Mapping[str, Array]) -> None:
+        """A device has done and kept its part of a run."""
+        with self._news:
+            run.outputs[number] = outputs
+            self._news.notify()
+
+    def _wake(self, _: object) -> None:
+        with self._news:
+            self._news.notify()
 
     def abort(self, why: str) -> None:
-        for place in self._places:
-            place.abort(why)
+        """Wake everybody who waits: a device failed."""
+        for device in self._own.values():
+            device.stops = True
+            device.waiting.put(None)
+        for pipeline in list(self._begun):  # of later ones no device begins a run
+            pipeline._meeting.abort(why)
 
     def clear(self) -> None:
-        for place in self._places:
-            place.clear()
+        """Forget what was sent, and that somebody failed: all devices have ended, and nobody waits."""
+        for pipeline in self._begun:
+            pipeline._meeting.clear()
+
+
+class _Run:
+    """A run under way: its inputs, the outputs of each device that is done, whether it is the first over its store of
+    those that are taken back together, and whether it stays whatever happens."""
+
+    def __init__(self, pipeline: Pipeline, given: Mapping[str, Array], is_first: bool) -> None:
+        self.pipeline, self.given, self.is_first, self.stays = pipeline, given, is_first, False
+        self.outputs: dict[int, Mapping[str, Array]] = {}
+
+    def parts(self, name: str) -> dict[int, Array]:
+        """What each device of this process has of an output."""
+        return {number: own[name] for number, own in self.outputs.items() if name in own}
 
 
 class _Lane:
@@ -96,35 +199,36 @@ class _Lane:
 
 
 class _Device:
-    """What one device does of runs, and what it has kept of those that have ended; `lanes` are its part of each."""
+    """One device at work: the runs that wait for it, None behind the last."""
 
-    def __init__(self, lanes: Sequence[_Lane]) -> None:
-        self._lanes = lanes
-        self._begun, self._ended = False, False
-        self._kept: list[Saved] = []
-        self.outputs: list[dict[str, Array]] = []
+    def __init__(self, number: int) -> None:
+        self.number, self.stops = number, False
+        self.waiting: SimpleQueue[_Run | None] = SimpleQueue()
+        self._kept: list[tuple[_Run, Saved]] = []
+        self._begun: _Run | None = None
+        self._has_ended = False
 
-    def work(self, acts: Sequence[Act], given: Sequence[Mapping[str, Array]], interrupts: InterruptsKept) -> None:
-        """Do all that; what is interrupted ends with the run that has begun.  Raises what a device raises."""
-        for what, run in acts:
-            lane = self._lanes[run]
-            if what == "put":
-                if interrupts.would_interrupt:
-                    raise KeyboardInterrupt
-                lane.bound.put(given[run], lane.places)
-            elif what == "run":
-                self._begun = True
-                lane.replay()
-                self._ended = True
-            else:
-                self.outputs.append({name: np.array(part.numbers()) for name, part in lane.results.items()})
-                self._kept.append(lane.journal.kept(first=not self._kept))
-                self._begun = self._ended = False
+    def work(self, interrupts: InterruptsKept, tell: Callable[[_Run, int, Mapping[str, Array]], None]) -> None:
+        """Make the runs that come; what is interrupted ends with the one that has begun.  Raises what a device
+        raises."""
+        while (run := self.waiting.get()) is not None and not self.stops:
+            if interrupts.would_interrupt:
+                raise KeyboardInterrupt
+            lane = run.pipeline._lanes[self.number]
+            lane.bound.put(run.given, lane.places)
+            self._begun = run
+            lane.replay()
+            self._has_ended = True
+            outputs = {name: np.array(part.numbers()) for name, part in lane.results.items()}
+            self._kept = [(old, saved) for old, saved in self._kept if not old.stays]
+            self._kept.append((run, lane.journal.kept(first=run.is_first)))
+            self._begun, self._has_ended = None, False
+            tell(run, self.number, outputs)
 
     def undo(self, error: BaseException | None) -> None:
-        """Take everything back, when the device has stopped, of `error` or because it had done all."""
-        if self._begun:
-            lane = self._lanes[len(self._kept)]
-            lane.bound.undo(lane.number, finished_by(None if self._ended else error, lane.whole))
-        for run, saved in reversed([*enumerate(self._kept)]):
-            self._lanes[run].journal.undo(saved, first=run == 0)
+        """Take back all that does not stay, when the device has stopped, of `error` or because it had done all."""
+        if self._begun is not None:
+            lane = self._begun.pipeline._lanes[self.number]
+            lane.bound.undo(self.number, finished_by(None if self._has_ended else error, lane.whole))
+        for run, saved in reversed([(run, saved) for run, saved in self._kept if not run.stays]):
+            run.pipeline._lanes[self.number].journal.undo(saved, first=run.is_first)

@@ -50,26 +50,31 @@ class SideBySide:
             self.place.clear()
 
     def undo(self, back: Callable[[int, BaseException | None], None]) -> NoReturn:
-        """Take back what all devices did and raise what went wrong first; `back` does so for a device of that number,
-        and is told what it failed of."""
-        why, failed = self.failures[0][1], dict(self.failures)
+        """Take back what all devices did, as `take_back`, and raise what went wrong first."""
+        why = self.failures[0][1]
+        self.take_back(back, why)
+        if isinstance(why, StepError) and not isinstance(why.__cause__, Exception | None):
+            raise why.__cause__  # an interrupt
+        raise why
+
+    def take_back(self, back: Callable[[int, BaseException | None], None], why: BaseException) -> None:
+        """Take back what all devices did because of `why`; `back` does so for a device of that number, and is told what
+        it failed of."""
+        failed = dict(self.failures)
         for number in self.own:
             try:
                 back(number, failed.get(number))
             except Exception as fault:  # whatever a backend raises here, the states are lost
                 raise BackendError(f"{why}; and states of {self.devices[number]} are lost: {fault}") from why
-        if isinstance(why, StepError) and not isinstance(why.__cause__, Exception | None):
-            raise why.__cause__  # an interrupt
-        raise why
 
     def _guarded(self, number: int, work: Callable[[], Any]) -> None:
         """Run one device; on failure wake the others, who may be waiting for it."""
         try:
             self.said[number] = work()
         except BaseException as why:  # a thread's error is handed to the caller, whatever it is
-            self._stop(number, why)
+            self.stop(number, why)
 
-    def _stop(self, number: int | None, why: BaseException) -> None:
+    def stop(self, number: int | None, why: BaseException) -> None:
         """Note a failure of a device (or an interrupt), before others hear of it and fail for that reason."""
         self.failures.append((number, why))
         self.place.abort(str(why) or type(why).__name__)
@@ -88,4 +93,4 @@ class SideBySide:
                     )
                     raise self._lost from why
             except KeyboardInterrupt as why:
-                self._stop(None, why)
+                self.stop(None, why)

@@ -8,7 +8,7 @@ from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...ops import op_of
 from ...ops.routing import busiest
-from ..hardware import Counts, Estimate, Hardware, sent_bytes
+from ..hardware import Counts, Estimate, Hardware
 from .assign import Assignment, Conversion
 from .states import Cut
 
@@ -26,6 +26,7 @@ class Costs:
         self.stored = [Value(n) for n in graph.nodes if n.op in ("weight", "state")]
         self._places = {node: at for at, node in enumerate((*self.work, *(v.node for v in self.stored)))}
         self._known: dict[int, tuple[Assignment, list[float]]] = {}
+        self._met: dict[tuple[str, int], float] = {}
 
     def estimate(self, assignment: Assignment) -> Estimate:
         """The predicted time of one run."""
@@ -84,5 +85,7 @@ class Costs:
         if conversion.is_free or self.devices == 1:
             return 0.0
         op = "all_reduce" if conversion.before.is_owed and not isinstance(conversion.after, Cut) else "all_gather"
-        sent = sent_bytes(op, conversion.value.spec.nbytes, self.devices)
-        return self.hardware.meeting(sent, self.hardware.machines(range(self.devices)))
+        met = op, conversion.value.spec.nbytes
+        if met not in self._met:
+            self._met[met] = self.hardware.collective(*met, range(self.devices)).seconds
+        return self._met[met]

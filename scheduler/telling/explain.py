@@ -16,7 +16,7 @@ from ..hardware import leaf_of
 from ..layout import Local, Shard
 from ..lowering.lane import Lane
 from ..plan import Plan
-from ..stages import WORK, Stage
+from ..stages import WORK, Stage, met_bytes
 from ..units import columns, nbytes_text, places, time_text
 from .critical import critical_path
 from .evenness import evenness
@@ -244,7 +244,15 @@ class Reasons:
         if stage.op == "all_gather":
             return f"{named(source)} lies in shards and is read whole{because}"
         whose = ", of which each keeps its own rows" if stage.op == "reduce_scatter" else ""
-        return f"{named(source)} is a sum over the devices{whose}{because}"
+        return f"{named(source)} is a sum over the devices{whose}{because}{self._way(lane, stage)}"
+
+    def _way(self, lane: Lane, stage: Stage) -> str:
+        """How a sum over several machines is taken, where it is first taken within each."""
+        met = self.plan.hardware.collective(stage.op, met_bytes(lane.program.instructions[stage.first]), stage.devices)
+        if not (met.inside and met.across):
+            return ""
+        over = f"{met.machines} x {len(stage.devices) // met.machines}"
+        return f"; {stage.op} over {over}: {time_text(met.inside)} inside, {time_text(met.across)} across"
 
     def _axis(self, leaf: Node) -> int:
         layout = self.plan.leaves[leaf.name]

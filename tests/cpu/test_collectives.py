@@ -7,9 +7,9 @@ import pytest
 
 from hocket import ops
 from hocket.graph import Graph, input, weight
+from hocket.ranks.near import Member
 from hocket.scheduler import load, plan_for
 from hocket.scheduler.hardware import Hardware
-from hocket.scheduler.running.comm import Member
 
 from ..given.plans.grouped import group_of
 

@@ -10,13 +10,15 @@ import pytest
 
 from hocket.graph.errors import BackendError
 from hocket.ranks import RanksError
-from hocket.ranks.arrays import packed, unpacked
-from hocket.scheduler.running.comm import Meeting
+from hocket.ranks.arrays import HEAD, packed, unpacked
+from hocket.ranks.near import Meeting
+from hocket.ranks.world import DATA
+from hocket.scheduler.running.comm import Teams
 
 from ..given.ranks import meetings
-from ..given.ranks.meetings import CASES, member
-from ..given.ranks.mpi import mpiexec, needs_mpi
-from ..given.ranks.thread_link import in_threads
+from ..given.ranks.meetings import CASES, run_cases, sends_along_a_chain
+from ..given.ranks.mpi import left_behind, mpiexec, needs_mpi
+from ..given.ranks.thread_link import ThreadLink, in_threads
 from ..given.waits import HOUR
 
 
@@ -28,17 +30,72 @@ def test_devices_of_one_process_meet(case):
             one.result()
 
 
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case is not sends_along_a_chain], ids=lambda case: case.__name__
+)
+def test_devices_of_one_process_meet_in_teams(case):
+    """Letters go by the numbers of all devices, so that a chain of a team is none."""
+    teams = Teams([(0, 2), (1, 3), (0, 2), (1, 3)], HOUR)
+    with ThreadPoolExecutor(4) as threads:
+        for one in [threads.submit(case, teams.member(number)) for number in range(4)]:
+            one.result()
+
+
+EACH = [(1, 1), (1, 1, 1), (2, 2), (2, 2, 2), (3, 1), (2, 1, 3)]
+"""Devices of each rank."""
+
+
 @pytest.mark.parametrize("hosts", [1, 2])
-@pytest.mark.parametrize("size", [2, 3])
-def test_devices_of_several_ranks_meet(size, hosts):
-    in_threads(size, lambda world: [case(member(world)) for case in CASES], hosts=hosts)
+@pytest.mark.parametrize("each", EACH, ids=str)
+def test_devices_of_several_ranks_meet(each, hosts):
+    in_threads(len(each), lambda world: run_cases(world, each), hosts=hosts)
 
 
 @needs_mpi
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long())])
-def test_devices_meet_over_mpi(size):
-    done = mpiexec(size, meetings.__file__)
+@pytest.mark.parametrize(
+    "each", [(1, 1), *(pytest.param(each, marks=pytest.mark.long()) for each in EACH[1:])], ids=str
+)
+def test_devices_meet_over_mpi(each):
+    done = mpiexec(len(each), meetings.__file__, *each)
     assert (done.code, done.out) == (0, f"{len(CASES)} cases\n"), done
+    assert not left_behind(meetings.__file__)
+
+
+@pytest.mark.parametrize(("op", "times"), [("all_reduce", 1), ("reduce_scatter", 1), ("all_gather", 2)])
+def test_no_byte_goes_to_another_rank_twice(op, times, monkeypatch):
+    """Of a value that both devices of a rank have a summand of, the sum goes to the other rank, in two pieces; of what
+    each of them has alone, both parts."""
+    count, sent = 1 << 12, {}
+    post = ThreadLink.post
+
+    def noted(link, to, channel, packet):
+        if channel >= DATA:
+            sent.setdefault((link.rank, to), []).append(len(packet))
+        post(link, to, channel, packet)
+
+    monkeypatch.setattr(ThreadLink, "post", noted)
+
+    def run(world):
+        place = meetings.meeting(world, (2, 2))
+        into, parts = np.empty(4 * count, np.float32), [[(slice(0, count), slice(0, count))]] * 4
+
+        def meet(member):
+            source = np.ones(count, np.float32)
+            if op == "all_reduce":
+                member.all_reduce(source, source, source, 0)
+            elif op == "reduce_scatter":
+                member.reduce_scatter(source, np.empty(count, np.float32), parts[0], 0)
+            else:
+                member.all_gather(source, into, parts, 0)
+
+        with ThreadPoolExecutor(2) as threads:
+            for one in [threads.submit(meet, place.member(number)) for number in place.between.own]:
+                one.result()
+
+    in_threads(2, run)
+    assert sent.keys() == {(0, 1), (1, 0)}
+    assert {len(packets) for packets in sent.values()} == {2}
+    assert {sum(packets) - 2 * (HEAD.size + 8) for packets in sent.values()} == {4 * count * times}
 
 
 def test_ranks_that_do_not_agree_are_named_on_all_of_them():

@@ -16,7 +16,7 @@ from hocket.backends.cupy.kernels.collective import SIGNAL_WORDS, mark_of
 from hocket.backends.cupy.meeting import meetings
 from hocket.backends.cupy.meeting.transport import THROUGH_HOST
 from hocket.graph.dtypes import DType
-from hocket.scheduler.running.comm import Meeting
+from hocket.ranks.near import Meeting
 
 from ..waits import HOUR, until
 

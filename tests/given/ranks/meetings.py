@@ -1,9 +1,13 @@
 """What every communicator has to do, whatever carries its bytes: each case is one member's part, and checks its result.
 
-As a script it runs all cases over MPI: ``mpiexec -n 3 python meetings.py``.
+As a script it runs all cases over MPI, with one device of each rank or as many as it is told: ``mpiexec -n 3 python
+meetings.py 2 1 2``.
 """
 
 from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -31,12 +35,17 @@ def sums_much(comm):
 
 
 def sums(comm, shape, sequence):
-    """In the order of the members, which everybody agrees on to the last bit."""
-    into, wanted = np.empty(shape, np.float32), np.zeros(shape, np.float32)
+    """In the order of the members, of those of one rank first, which everybody agrees on to the last bit."""
+    into = np.empty(shape, np.float32)
     comm.all_reduce(source(comm.rank, shape), into, np.empty(shape, np.float32), sequence)
-    for one in everybody(comm, shape):
-        wanted += one
-    assert np.array_equal(into, wanted)
+    within: dict[object, np.ndarray] = {}
+    for member, one in enumerate(everybody(comm, shape)):
+        rank = getattr(comm.devices[member], "rank", None) if comm.devices else 0
+        within[rank] = within[rank] + one if rank in within else one
+    first, *others = within.values()
+    for other in others:
+        first = first + other
+    assert np.array_equal(into, first)
 
 
 def sums_in_place(comm):
@@ -60,11 +69,11 @@ def sums_in_the_narrowest_dtype(comm):
 
 
 def gathers_uneven_parts(comm):
-    parts = [[((slice(None), slice(r * 4, r * 4 + r)), (slice(None), slice(0, r)))] for r in range(comm.size)]
-    into = np.zeros((2, 4 * comm.size), np.float32)
+    parts = [[((slice(None), slice(r * 8, r * 8 + r)), (slice(None), slice(0, r)))] for r in range(comm.size)]
+    into = np.zeros((2, 8 * comm.size), np.float32)
     comm.all_gather(source(comm.rank, (2, comm.rank)), into, parts, 5)
     for rank in range(comm.size):
-        assert np.array_equal(into[:, 4 * rank : 4 * rank + rank], source(rank, (2, rank)))
+        assert np.array_equal(into[:, 8 * rank : 8 * rank + rank], source(rank, (2, rank)))
 
 
 def scatters_a_sum(comm):
@@ -103,11 +112,21 @@ CASES = (
 )
 
 
-def member(world, each=1):
-    """The first of `each` devices of this rank."""
-    ranks = [rank for rank in range(world.size) for _ in range(each)]
+def meeting(world, each=(1, 1, 1, 1)):
+    """Where so many devices of each rank meet."""
+    ranks = [rank for rank in range(world.size) for _ in range(each[rank])]
     devices = [Device("numpy", i, rank=rank) for i, rank in enumerate(ranks)]
-    return WideMeeting(Between(world, ranks), devices, HOUR, DType.F32).member(each * world.rank)
+    return WideMeeting(Between(world, ranks), devices, HOUR, DType.F32)
+
+
+def run_cases(world, each=(1, 1, 1, 1)):
+    """All cases on all devices of this rank, a thread each."""
+    for case in CASES:
+        place = meeting(world, each)
+        members = [place.member(number) for number in place.between.own]
+        with ThreadPoolExecutor(len(members)) as threads:
+            for one in [threads.submit(case, member) for member in members]:
+                one.result()
 
 
 def main():
@@ -117,8 +136,7 @@ def main():
 
     module.SILENCE = HOUR
     world = World(MpiLink())
-    for case in CASES:
-        case(member(world))
+    run_cases(world, list(map(int, sys.argv[1:])) or [1] * world.size)
     words = world.everyones(f"rank {world.rank}".encode())
     assert words == [f"rank {rank}".encode() for rank in range(world.size)]
     assert world.from_first(lambda: b"first") == b"first"

@@ -15,8 +15,8 @@ from hocket.frontends.gguf import open_gguf
 from hocket.frontends.models import load_model
 from hocket.frontends.session import Group, Session
 from hocket.graph import DType, Graph, Spec, input, weight
+from hocket.ranks.near import Meeting
 from hocket.scheduler import load, plan, plan_for
-from hocket.scheduler.running.comm import Meeting
 
 from ...given.graphs.random_graphs import seeded_graph
 from ...given.models.goldens import FLOAT_CACHES, nmse, path_of, tokens_of

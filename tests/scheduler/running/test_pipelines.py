@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,62 +12,13 @@ import pytest
 from hocket import ops
 from hocket.backends.base import find
 from hocket.backends.null.backend import NullBackend
-from hocket.graph import BackendError, Graph, PlanError, StepError, input, state, weight
-from hocket.scheduler import Executor, Pipeline, Plan, Store, even_shares, in_turn, plan_for
+from hocket.graph import BackendError, Graph, PlanError, StepError, input, weight
+from hocket.ranks.near import DEPTH, Meeting
+from hocket.scheduler import Executor, Pipeline, even_shares, in_turn, plan_for
 from hocket.scheduler.hardware import Hardware
-from hocket.scheduler.running.comm import DEPTH, Meeting
 
-from ...given.devices.faulty import FaultyReference, raises
+from ...given.plans.chained import ROWS, RUNS, chain, feeds, follow, held, planted, same, stored
 from ...given.waits import HOUR, until
-
-ROWS, WIDTH, RUNS = 3, 4, 5
-
-
-def chain(devices: int, backend: Any = None) -> tuple[Plan, Any]:
-    """A plan of so many stages, each with states that are written whole, or in rows that inputs or another state
-    number; and the backend that runs it."""
-    x, slot, following = input("x", (ROWS, WIDTH)), input("slot", (ROWS,), "i32"), input("next", (1,), "i32")
-    updates = {}
-    for d in range(devices):
-        cache, total = state(f"cache.{d}", (20, WIDTH)), state(f"sum.{d}", (ROWS, WIDTH))
-        at, turn = state(f"at.{d}", (1,), "i32"), state(f"turn.{d}", (8, WIDTH))
-        x = ops.mul_mat(weight(f"w.{d}", (WIDTH, WIDTH)), x, name=f"y.{d}")
-        written, summed = ops.set_rows(cache, x, slot, name=f"written.{d}"), ops.add(total, x, name=f"summed.{d}")
-        first = ops.slice(x, axis=0, start=0, stop=1, name=f"first.{d}")
-        updates |= {cache: written, total: summed, turn: ops.set_rows(turn, first, at, name=f"turned.{d}")}
-        updates[at] = following
-        x = ops.add(ops.get_rows(written, slot, name=f"read.{d}"), summed, name=f"z.{d}")
-    backend = backend or FaultyReference()
-    group = [(backend, backend.device(d)) for d in range(devices)]
-    place = [(rf"\.{d}$", f"{backend.name}:{d}") for d in range(devices)]
-    return plan_for(Graph({"y": x}, updates), group, split_mode="layer", place=place), backend
-
-
-def feeds(runs: int = RUNS) -> list[dict[str, Any]]:
-    rng = np.random.default_rng(0)
-    return [
-        {"x": rng.standard_normal((ROWS, WIDTH)), "slot": ROWS * run + np.arange(ROWS), "next": [run + 1]}
-        for run in range(runs)
-    ]
-
-
-def follow(pipeline, inputs):
-    return in_turn([(pipeline, one) for one in inputs])
-
-
-def stored(made):
-    store, rng = Store(made.group), np.random.default_rng(1)
-    for value in made.graph.weights:
-        store.bind(value.node.name, rng.standard_normal(value.shape), value.spec, made.leaves[value.node.name])
-    return store
-
-
-def held(store):
-    return {name: np.asarray(store.state(name)).copy() for name in store.states}
-
-
-def same(one, two):
-    return all(np.array_equal(one[name], two[name]) for name in one)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
@@ -124,20 +74,6 @@ def test_however_slow_a_device_is_runs_do_not_mix(slow):
     assert all(same(one, two) for one, two in zip(wanted, given, strict=True))
 
 
-def planted(backend, device, number: int, run: int, what: Callable[[], None] = raises) -> None:
-    """In that run an instruction of a device does `what`: before it runs, or in the first run behind it."""
-
-    def skips() -> None:
-        if left:
-            left.pop()
-            backend.plan_fault(device, number, late=run == 0, what=skips)
-        else:
-            what()
-
-    left = [0] * run
-    backend.plan_fault(device, number, late=run == 0, what=skips)
-
-
 @pytest.mark.parametrize("run", [0, RUNS - 2])
 def test_wherever_a_run_fails_states_are_those_before_the_first(run):
     made, backend = chain(2)
@@ -182,12 +118,19 @@ def test_runs_whose_states_were_lost_are_not_taken_back_with_later_ones():
     assert same(held(store), before)
 
 
+def interrupt() -> None:
+    """Press Ctrl-C, and go on when it has been noticed."""
+    kept = signal.getsignal(signal.SIGINT)
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+    until(lambda: signal.getsignal(signal.SIGINT) is not kept)
+
+
 def test_an_interrupt_stops_all_devices_and_takes_all_runs_back():
     made, backend = chain(2)
     store = stored(made)
     pipeline, before = Pipeline(made, store, timeout=HOUR), held(store)
     first = made.lanes[0]
-    planted(backend, first.device, 2, 2, lambda: signal.raise_signal(signal.SIGINT))
+    planted(backend, first.device, 2, 2, interrupt)
     begun = []
     lane = pipeline._lanes[0]
     replay = lane.replay
@@ -207,7 +150,7 @@ def test_an_interrupt_that_somebody_else_takes_waits_for_the_end():
         pipeline, begun = Pipeline(made, stored(made), timeout=HOUR), []
         replay = pipeline._lanes[0].replay
         pipeline._lanes[0].replay = lambda: (begun.append(0), replay())
-        planted(backend, made.lanes[0].device, 2, 2, lambda: signal.raise_signal(signal.SIGINT))
+        planted(backend, made.lanes[0].device, 2, 2, interrupt)
         assert len(follow(pipeline, feeds())) == RUNS
     finally:
         signal.signal(signal.SIGINT, before)

@@ -20,10 +20,10 @@ from hocket.graph.spec import Spec
 from hocket.ops import REGISTRY
 from hocket.ops.collective import COLLECTIVES
 from hocket.ranks.meeting import Between
+from hocket.ranks.near import Meeting
 from hocket.ranks.world import World
 from hocket.scheduler import Executor, Store, load, plan_for
 from hocket.scheduler.layout import Replicate, Shard
-from hocket.scheduler.running.comm import Meeting
 from hocket.scheduler.running.store import _share, assembled
 from hocket.scheduler.sharding.factors import Factors
 from hocket.scheduler.sharding.search import classes_of

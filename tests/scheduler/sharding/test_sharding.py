@@ -18,9 +18,9 @@ from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
 from hocket.graph import BackendError, Graph, PlanError, Value, input, state, weight
 from hocket.ops.collective import COLLECTIVES
+from hocket.ranks.near import Meeting
 from hocket.scheduler import load, plan, plan_for
 from hocket.scheduler.layout import Shard
-from hocket.scheduler.running.comm import Meeting
 from hocket.scheduler.sharding.factors import Factors
 from hocket.scheduler.sharding.shares import Shares, joined, runs_of
 

@@ -1,0 +1,292 @@
+"""Sequences in micro-batches give what they give together, whatever happens to them, and keep all devices busy."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import hocket
+from hocket.backends.base import find
+from hocket.cli import main
+from hocket.frontends import devices as devices_of
+from hocket.frontends import parts
+from hocket.frontends.errors import ModelError
+from hocket.frontends.generation.generate import Drawing, draw
+from hocket.frontends.generation.sampling import Sampling
+from hocket.frontends.microbatches import Microbatches, dealt, decoding
+from hocket.frontends.open import open_model
+from hocket.frontends.saved_state import load_state, save_state
+from hocket.frontends.session import Group, Session
+from hocket.graph import StepError
+from hocket.scheduler import Dealing
+
+from ..given.devices.faulty import FaultyCpu
+from ..given.models.goldens import TINY, nmse, path_of, tokens_of
+from ..given.ranks.thread_link import in_threads
+
+LAYERS = Group(("cpu:0", "cpu:1"), "layer", threads=1)
+EXACT = Group(("cpu:0", "cpu:1"), "layer", exact=True)
+GREEDY = Sampling(temperature=0)
+MODELS = ["llama", "qwen35", "qwen3moe"]
+
+
+def in_batches(root, *sizes):
+    """Micro-batches of so many sequences each, whether or not that is faster."""
+    sessions = [Session(root.model, like=root, sequences=size, context=64, batch=16) for size in sizes]
+    return Microbatches(sessions, Dealing(sizes, sizes, 1.0, 2.0))
+
+
+def rooted(name, on=LAYERS):
+    return Session(open_model(path_of(name)), on=on, context=64)
+
+
+def texts_of(name, sequences, length=4):
+    """Prompts of several lengths, and five tokens behind each."""
+    tokens = tokens_of(name)
+    return [tokens[i : i + length + i % 3] for i in range(sequences)], [
+        tokens[9 + i : 14 + i] for i in range(sequences)
+    ]
+
+
+def read_by(session, prompts, new):
+    """What prompts and steps after them give, each step under way in all micro-batches: rows of each sequence."""
+    rows = [[one] for one in session.evaluate(prompts)]
+    with decoding(session) as steps:
+        for group, place in enumerate(steps.places):
+            steps.begin(group, [new[i][:1] for i in place])
+        for step in range(1, 6):
+            for group, place in enumerate(steps.places):
+                for i, one in zip(place, steps.ended(), strict=True):
+                    rows[i].append(one)
+                if step < 5:
+                    steps.begin(group, [new[i][step : step + 1] for i in place])
+    return [np.concatenate(own) for own in rows]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_exact_results_are_those_of_one_device(name):
+    prompts, new = texts_of(name, 5)
+    alone = Session(open_model(path_of(name)), on=Group(exact=True), context=64, sequences=5, batch=16)
+    wanted = read_by(alone, prompts, new)
+    given = read_by(in_batches(rooted(name, EXACT), 3, 2), prompts, new)
+    assert all(nmse(one, two) <= 1e-10 for one, two in zip(given, wanted, strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_micro_batch_gives_the_bits_that_it_gives_alone(name):
+    prompts, new = texts_of(name, 4)
+    root = rooted(name)
+    both = in_batches(root, 2, 2)
+    given = read_by(both, prompts, new)
+    for place in both.places:
+        alone = Session(root.model, like=root, sequences=2, context=64, batch=16)
+        own = slice(place.start, place.stop)
+        wanted = read_by(alone, prompts[own], new[own])
+        assert all(one.tobytes() == two.tobytes() for one, two in zip(given[own], wanted, strict=True))
+    assert both.lengths == [len(prompt) + 5 for prompt in prompts]
+
+
+def test_ranks_decode_micro_batches_as_one_device_does():
+    prompts, new = texts_of("llama", 4)
+    model = open_model(path_of("llama"))
+    wanted = read_by(Session(model, on=Group(("numpy:0",)), context=64, sequences=4, batch=16), prompts, new)
+
+    def run(world):
+        root = Session(model, on=Group(("numpy:0",), "layer"), context=64, world=world)
+        return read_by(in_batches(root, 2, 2), prompts, new)
+
+    for given in in_threads(2, run):
+        assert all(nmse(one, two) <= 1e-10 for one, two in zip(given, wanted, strict=True))
+
+
+def test_sequences_may_idle_and_read_prompts_of_any_length(monkeypatch):
+    monkeypatch.setattr(parts, "FEWEST", 4)
+    tokens, root = tokens_of("llama"), rooted("llama")
+    texts = [tokens[:11], [], tokens[5:8], tokens[3:7]]
+    wanted = Session(root.model, like=root, sequences=4, context=64).evaluate(texts, every_position=True)
+    both = in_batches(root, 2, 2)
+    given = both.evaluate(texts, every_position=True)
+    assert [one.shape for one in given] == [one.shape for one in wanted]
+    assert all(nmse(one, two) <= 1e-3 for one, two in zip(given, wanted, strict=True) if len(two))
+    assert both.lengths == [11, 0, 3, 4]
+    assert [len(one) for one in both.evaluate([[], [], [], []])] == [0, 0, 0, 0]
+    with pytest.raises(ModelError, match="sequence 3 would have 66 tokens"):
+        both.evaluate([[1], [1], [1], [1] * 62])
+    both.reset(2)
+    assert both.lengths == [11, 0, 0, 4]
+
+
+def broken_batches(monkeypatch, name="qwen35"):
+    backend = FaultyCpu()
+    monkeypatch.setattr(devices_of, "find", lambda name: (backend, find(name)[1]))
+    return backend, in_batches(rooted(name), 2, 2)
+
+
+def test_a_step_that_fails_is_taken_back_for_all_sequences(monkeypatch):
+    backend, broken = broken_batches(monkeypatch)
+    prompts, new = texts_of("qwen35", 4)
+    broken.evaluate(prompts)
+    lengths, again = broken.lengths, []
+    last = broken.sessions[0].group[1][1]
+
+    def skip():
+        again.append(0)
+        backend.plan_fault(last, 30, late=True)
+
+    backend.plan_fault(last, 30, late=True, what=skip)
+    with pytest.raises(StepError, match="cpu:1"):
+        broken.evaluate([own[:1] for own in new])
+    assert again, "it fails in the second micro-batch"
+    assert broken.lengths == lengths
+    whole = in_batches(rooted("qwen35"), 2, 2)
+    wanted = read_by(whole, prompts, new)
+    with decoding(broken) as steps:
+        steps.begin(0, [own[:1] for own in new[:2]])
+        steps.begin(1, [own[:1] for own in new[2:]])
+        given = [*steps.ended(), *steps.ended()]
+    assert all(one.tobytes() == two[1:2].tobytes() for one, two in zip(given, wanted, strict=True))
+
+
+def test_what_was_given_out_stays_when_a_later_step_fails(monkeypatch):
+    backend, broken = broken_batches(monkeypatch)
+    prompts, new = texts_of("qwen35", 4)
+    broken.evaluate(prompts)
+    before = broken.lengths
+
+    def go_on():
+        with decoding(broken) as steps:
+            steps.begin(0, [own[:1] for own in new[:2]])
+            steps.begin(1, [own[:1] for own in new[2:]])
+            steps.ended()
+            steps.ended()
+            backend.plan_fault(broken.sessions[0].group[1][1], 30, late=True)
+            steps.begin(0, [own[1:2] for own in new[:2]])
+            steps.begin(1, [own[1:2] for own in new[2:]])
+            steps.ended()
+
+    with pytest.raises(StepError, match="cpu:1"):
+        go_on()
+    assert broken.lengths == [length + 1 for length in before]
+    given = broken.evaluate([own[1:2] for own in new])
+    wanted = read_by(in_batches(rooted("qwen35"), 2, 2), prompts, new)
+    assert all(one.tobytes() == two[2:3].tobytes() for one, two in zip(given, wanted, strict=True))
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [((2, 2), (4,)), ((4,), (1, 3)), ((3, 1), (2, 2))])
+@pytest.mark.parametrize("name", ["qwen35", "gemma3"])
+def test_a_saved_state_goes_on_in_any_micro_batches(name, saved, loaded, tmp_path):
+    root, path = rooted(name), tmp_path / "state"
+    prompts, new = texts_of(name, 4)
+
+    def sequences(sizes):
+        return in_batches(root, *sizes) if len(sizes) > 1 else Session(root.model, like=root, sequences=4, batch=16)
+
+    first, second = sequences(saved), sequences(loaded)
+    first.evaluate(prompts)
+    save_state(first, prompts, path)
+    assert load_state(second, path) == prompts
+    assert second.lengths == first.lengths
+    one, two = first.evaluate([own[:1] for own in new]), second.evaluate([own[:1] for own in new])
+    assert all(nmse(a, b) <= 1e-3 for a, b in zip(one, two, strict=True))
+
+
+def test_traced_steps_run_one_by_one_and_are_all_in_the_trace():
+    prompts, new = texts_of("llama", 4)
+    both, plain = (in_batches(rooted("llama"), 2, 2) for _ in range(2))
+    wanted = read_by(plain, prompts, new)
+    with both.tracing() as trace:
+        given = read_by(both, prompts, new)
+    assert len(trace.runs) == 2 * (1 + 5)
+    assert all(one.tobytes() == two.tobytes() for one, two in zip(given, wanted, strict=True))
+
+
+def test_a_traced_step_that_fails_is_taken_back_for_all_sequences(monkeypatch):
+    prompts, new = texts_of("qwen35", 4)
+    broken, plain = (in_batches(rooted("qwen35"), 2, 2) for _ in range(2))
+    wanted = read_by(plain, prompts, new)
+    broken.evaluate(prompts)
+    lengths = broken.lengths
+
+    def fails(*_, **__):
+        raise ArithmeticError("no power")
+
+    with monkeypatch.context() as patch, broken.tracing():
+        patch.setattr(broken.sessions[1], "evaluate", fails)
+        with pytest.raises(ArithmeticError):
+            broken.evaluate([own[:1] for own in new])
+    assert broken.lengths == lengths
+    given = broken.evaluate([own[:1] for own in new])
+    assert all(one.tobytes() == two[1:2].tobytes() for one, two in zip(given, wanted, strict=True))
+
+
+def test_what_is_drawn_is_what_each_sequence_would_draw_alone():
+    root, limits = rooted("llama"), Drawing(9, GREEDY)
+    prompts, _ = texts_of("llama", 5)
+    wanted = []
+    for prompt in prompts:
+        alone = Session(root.model, like=root, context=64)
+        wanted.append([one.token for one in draw(alone, [prompt], limits, known=[[]])])
+    both, known = in_batches(root, 2, 2, 1), [[] for _ in prompts]
+    drawn = list(draw(both, prompts, limits, known=known))
+    assert [[one.token for one in drawn if one.sequence == i] for i in range(5)] == wanted
+    assert known == [[*prompt, *new] for prompt, new in zip(prompts, wanted, strict=True)]
+    assert both.lengths == [len(tokens) - 1 for tokens in known]
+
+
+def test_a_reader_who_leaves_leaves_nothing_under_way():
+    both, known = in_batches(rooted("llama"), 1, 1), [[], []]
+    prompts, _ = texts_of("llama", 2)
+    drawing = draw(both, prompts, Drawing(9, GREEDY), known=known)
+    for _ in range(3):
+        next(drawing)
+    drawing.close()
+    assert all(length < len(tokens) for length, tokens in zip(both.lengths, known, strict=True))
+    given = both.evaluate([tokens[length:] for length, tokens in zip(both.lengths, known, strict=True)])
+    alone = Session(both.model, like=both.sessions[0], sequences=2, context=64, batch=16)
+    assert all(nmse(one, two) <= 1e-3 for one, two in zip(given, alone.evaluate(known), strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------ where it pays
+
+
+def test_sequences_are_dealt_only_where_a_gain_is_predicted(monkeypatch):
+    root = Session(open_model(None), on=LAYERS, context=64)
+    both = dealt(root, 16, context=64)
+    assert isinstance(both, Microbatches)
+    assert [one.sequences for one in both.sessions] == [8, 8]
+    assert isinstance(dealt(root, 1, context=64), Session)
+    one_device = Session(open_model(None), on=Group(threads=1), context=64)
+    assert isinstance(dealt(one_device, 16, context=64), Session)
+    tensor = Session(open_model(None), on=Group(("cpu:0", "cpu:1"), "tensor", threads=1), context=64)
+    assert isinstance(dealt(tensor, 16, context=64), Session)
+
+
+def test_the_commands_say_whether_sequences_are_dealt(capsys):
+    layers = ("--devices", "cpu:0,cpu:1", "--split-mode", "layer")
+    assert main(["plan", str(TINY), "-np", "16", "--ctx-size", "64", *layers]) == 0
+    said = capsys.readouterr().out.splitlines()
+    dealt_so = "sequences: 16 sequences run in 2 micro-batches that follow each other, predicted to take "
+    assert any(line.startswith(dealt_so) for line in said)
+    assert main(["plan", str(TINY), "-np", "2", "--phase", "prefill"]) == 2
+    assert "-np with --phase prefill" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_the_benchmark_of_several_sequences_deals_them(capsys):
+    words = ("-np", "1,16", "-p", "4", "-n", "3", "-r", "1", "-t", "1", "-o", "json")
+    assert main(["bench", str(TINY), *words, "--devices", "cpu:0,cpu:1", "--split-mode", "layer"]) == 0
+    given = capsys.readouterr()
+    assert [row["pl"] for row in json.loads(given.out)] == [1, 16]
+    assert "hocket: 16 sequences run in 2 micro-batches that follow each other" in given.err
+
+
+@pytest.mark.long
+def test_texts_of_a_batch_are_what_each_would_be_alone(monkeypatch):
+    prompts = ["It is", "She was", "The", "Mr. Darcy", "On"]
+    options = {"max_tokens": 6, "temperature": 0}
+    with hocket.Model(devices="cpu:0,cpu:1", split_mode="layer", threads=1, context=64) as model:
+        texts = model.generate_batch(prompts, **options)
+        assert any(isinstance(held.session, Microbatches) for held in model._idle)
+        assert texts == ["".join(model.generate(prompt, **options)) for prompt in prompts]

@@ -1,0 +1,77 @@
+"""Plans whose devices are a chain, with states of every kind on each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hocket import ops
+from hocket.graph import Graph, input, state, weight
+from hocket.scheduler import Plan, Store, in_turn, plan_for
+
+from ..devices.faulty import FaultyReference, raises
+
+ROWS, WIDTH, RUNS = 3, 4, 5
+
+
+def chain(devices: int, backend: Any = None) -> tuple[Plan, Any]:
+    """A plan of so many stages, each with states that are written whole, or in rows that inputs or another state
+    number; and the backend that runs it."""
+    x, slot, following = input("x", (ROWS, WIDTH)), input("slot", (ROWS,), "i32"), input("next", (1,), "i32")
+    updates = {}
+    for d in range(devices):
+        cache, total = state(f"cache.{d}", (20, WIDTH)), state(f"sum.{d}", (ROWS, WIDTH))
+        at, turn = state(f"at.{d}", (1,), "i32"), state(f"turn.{d}", (8, WIDTH))
+        x = ops.mul_mat(weight(f"w.{d}", (WIDTH, WIDTH)), x, name=f"y.{d}")
+        written, summed = ops.set_rows(cache, x, slot, name=f"written.{d}"), ops.add(total, x, name=f"summed.{d}")
+        first = ops.slice(x, axis=0, start=0, stop=1, name=f"first.{d}")
+        updates |= {cache: written, total: summed, turn: ops.set_rows(turn, first, at, name=f"turned.{d}")}
+        updates[at] = following
+        x = ops.add(ops.get_rows(written, slot, name=f"read.{d}"), summed, name=f"z.{d}")
+    backend = backend or FaultyReference()
+    group = [(backend, backend.device(d)) for d in range(devices)]
+    place = [(rf"\.{d}$", f"{backend.name}:{d}") for d in range(devices)]
+    return plan_for(Graph({"y": x}, updates), group, split_mode="layer", place=place), backend
+
+
+def feeds(runs: int = RUNS) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(0)
+    return [
+        {"x": rng.standard_normal((ROWS, WIDTH)), "slot": ROWS * run + np.arange(ROWS), "next": [run + 1]}
+        for run in range(runs)
+    ]
+
+
+def follow(pipeline, inputs):
+    return in_turn([(pipeline, one) for one in inputs])
+
+
+def stored(made):
+    store, rng = Store(made.group), np.random.default_rng(1)
+    for value in made.graph.weights:
+        store.bind(value.node.name, rng.standard_normal(value.shape), value.spec, made.leaves[value.node.name])
+    return store
+
+
+def held(store):
+    return {name: np.asarray(store.state(name)).copy() for name in store.states}
+
+
+def same(one, two):
+    return all(np.array_equal(one[name], two[name]) for name in one)
+
+
+def planted(backend, device, number: int, run: int, what: Callable[[], None] = raises) -> None:
+    """In that run an instruction of a device does `what`: before it runs, or in the first run behind it."""
+
+    def skips() -> None:
+        if left:
+            left.pop()
+            backend.plan_fault(device, number, late=run == 0, what=skips)
+        else:
+            what()
+
+    left = [0] * run
+    backend.plan_fault(device, number, late=run == 0, what=skips)
