@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..graph.arguments import ANY, BOOL, demand, list_of, needs, whole
 from ..ranks import World
-from ..scheduler import InterruptsKept, Plan, dealing
+from ..scheduler import InterruptsKept, Plan
 from .errors import ModelError
 from .models import Model
 from .parts import F32, Part, Reading, joined, parts_of, token_ids
@@ -219,6 +219,8 @@ def dealt(
     def plan_of(count: int) -> Plan:
         """When the context is full."""
         return like.plan(replace(step, sequences=count, outputs=count))
+
+    from ..scheduler import dealing
 
     how = dealing(sequences, plan_of)
     return of(sequences) if len(how.sizes) == 1 else Microbatches(list(map(of, how.sizes)), how)
