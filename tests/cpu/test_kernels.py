@@ -16,7 +16,6 @@ from hocket import ops
 from hocket.backends.cache import _say_unwritable, keep, recalled
 from hocket.backends.cpu import compiler, processor
 from hocket.backends.cpu.backend import CpuBackend
-from hocket.backends.cpu.compiler import REPLAY
 from hocket.backends.cpu.kernels import loop, packing, products, rounding
 from hocket.backends.cpu.kernels.formats import FORMATS
 from hocket.backends.cpu.simd import tiles
@@ -24,23 +23,11 @@ from hocket.frontends.terminal.progress import compiling_shown
 from hocket.graph.dtypes import DType
 from hocket.ops.quants import dequantise
 
+from ..given.packed_rows import RECORD, call, packed, rounded
 from ..given.random_rows import random_rows
 from ..given.waits import until
 
 RNG = np.random.default_rng(5)
-
-
-def call(kernel: compiler.Kernel, *words: object, thread: int = 0, threads: int = 1) -> int:
-    block = np.array([w.ctypes.data if isinstance(w, np.ndarray) else w for w in words], np.int64)
-    return int(REPLAY(kernel.address)(block.ctypes.data, thread, threads))
-
-
-def packed(dtype: DType, raw: np.ndarray, columns: int, threads: int = 1) -> np.ndarray:
-    target = np.zeros(-(-len(raw) // 16) * 16 * raw.shape[1], np.uint8)
-    for thread in range(threads):
-        words = (raw, raw.shape[1], target, len(raw), columns)
-        assert call(packing.pack(FORMATS[dtype]), *words, thread=thread, threads=threads) == 0
-    return target
 
 
 @pytest.mark.long(every=4)
@@ -60,30 +47,6 @@ def test_packing_loses_nothing(dtype: DType):
     assert np.array_equal(out, dequantise(raw, dtype)[ids])
     ids[3] = rows
     assert call(packing.unpack(FORMATS[dtype]), *words) == packing.NO_ROW | rows << 8, "a row that is not there"
-
-
-RECORD = np.dtype(
-    [("codes", np.int8, (2, 16)), ("scales", np.float32, 2), ("starts", np.float32, 2), ("sums", np.int32, 2)]
-)
-"""32 rounded activations as a kernel leaves them."""
-
-
-def rounded(x: np.ndarray, zero: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Rows as the kernel rounds them, and the numbers that its codes stand for."""
-    rows, columns = x.shape
-    target = np.zeros(rounding.rounded_bytes(rows, columns), np.uint8)
-    assert call(rounding.round_rows, x, 4 * columns, rows, columns, target, zero) == 0
-    records = target.view(RECORD).reshape(rows, -1)
-    codes, scales = records["codes"].astype(np.int64), records["scales"][..., None].astype(np.float64)
-    begin = 1.5 * 2**23
-    assert np.array_equal(records["starts"].astype(np.float64), -begin * scales[..., 0]), "these are exact"
-    if zero:
-        assert np.array_equal(records["sums"].view(np.float32), begin - zero * codes.sum(-1))
-    else:
-        sums = (codes * scales).sum(-1)
-        want, size = np.stack([sums.sum(-1), sums[..., 1]], -1), np.abs(codes * scales).sum((-2, -1))
-        assert (np.abs(records["sums"].view(np.float32) - want) <= 1e-6 * size[..., None] + 1e-44).all()
-    return target, (codes * scales).reshape(rows, columns)
 
 
 @pytest.mark.parametrize("zero", [0, 8])

@@ -14,8 +14,8 @@ from hocket.graph.dtypes import DType
 from hocket.ops.quants import decoded, dequantise, encoded
 
 from ..given.other_processors import ProductOnArm, translated
+from ..given.packed_rows import packed, rounded
 from ..given.random_rows import random_rows
-from .test_kernels import packed, rounded
 
 RNG = np.random.default_rng(6)
 
