@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import Counter
 
 import pytest
@@ -29,6 +30,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what is in its background so
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "long(every=None): without --all only each such case is run, or none")
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         config.option.all = True  # who names files or tests wants them whole; workers get the same arguments
