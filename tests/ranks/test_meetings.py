@@ -55,10 +55,10 @@ def test_devices_of_several_ranks_meet(each, hosts):
 @pytest.mark.parametrize(
     "each", [(1, 1), *(pytest.param(each, marks=pytest.mark.long()) for each in EACH[1:])], ids=str
 )
-def test_devices_meet_over_mpi(each):
-    done = mpiexec(len(each), meetings.__file__, *each)
+def test_devices_meet_over_mpi(each, tmp_path):
+    done = mpiexec(len(each), meetings.__file__, tmp_path, *each)
     assert (done.code, done.out) == (0, f"{len(CASES)} cases\n"), done
-    assert not left_behind(meetings.__file__)
+    assert not left_behind(str(tmp_path)), "it is on their command lines, and on no others"
 
 
 @pytest.mark.parametrize(("op", "times"), [("all_reduce", 1), ("reduce_scatter", 1), ("all_gather", 2)])

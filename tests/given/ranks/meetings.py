@@ -136,7 +136,7 @@ def main():
 
     module.SILENCE = HOUR
     world = World(MpiLink())
-    run_cases(world, list(map(int, sys.argv[1:])) or [1] * world.size)
+    run_cases(world, list(map(int, sys.argv[2:])) or [1] * world.size)
     words = world.everyones(f"rank {world.rank}".encode())
     assert words == [f"rank {rank}".encode() for rank in range(world.size)]
     assert world.from_first(lambda: b"first") == b"first"
