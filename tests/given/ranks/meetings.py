@@ -1,7 +1,7 @@
 """What every communicator has to do, whatever carries its bytes: each case is one member's part, and checks its result.
 
 As a script it runs all cases over MPI, with one device of each rank or as many as it is told: ``mpiexec -n 3 python
-meetings.py 2 1 2``.
+meetings.py WORD 2 1 2`` (a word that tells its processes from others).
 """
 
 from __future__ import annotations
