@@ -12,7 +12,6 @@ import logging
 import mmap
 import os
 from contextlib import suppress
-from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -98,4 +97,6 @@ class PackedWeights:
 
 
 def _name(text: str) -> str:
+    from hashlib import sha256  # loads OpenSSL, which who keeps no weights need not do
+
     return sha256(text.encode(errors="surrogatepass")).hexdigest()[:32]
