@@ -16,6 +16,7 @@ from multiprocessing import get_all_start_methods, get_context
 from ..backends.base import group_of
 from ..backends.cpu.binding import kernels_of
 from ..backends.cpu.compiler import Kernel, ship
+from ..backends.cpu.kernels.crew import follow, go_on, lead
 from ..backends.cpu.kernels.formats import FORMATS
 from ..backends.cpu.kernels.loop import run
 from ..backends.cpu.kernels.packing import pack, unpack
@@ -39,7 +40,7 @@ USUAL = (DType.Q8_0, DType.Q4_0, DType.Q4_1, DType.Q4_K, DType.Q5_K, DType.Q6_K,
 
 def kernels(*, of_all_types: bool) -> Iterator[Kernel]:
     """Those that the embedded model calls, and those that decoders with weights of usual types or of all call."""
-    yield from (run, top_k)
+    yield from (run, lead, go_on, follow, top_k)
     caches = [(dtype, dtype) for dtype in PLAIN] if of_all_types else [ONE_DEVICE.caches]
     model = open_model(None)
     graphs = [model.graph(Step(1, tokens, 256, 256, 1, keys=k, values=v)) for tokens in TOKENS for k, v in caches]

@@ -22,11 +22,12 @@ from ..abilities import Called
 from ..base import Array, Comm, Device, Instruction, Program, Tensor, contiguous_strides, host_view
 from ..numpy.backend import NumpyBackend
 from .compiler import REPLAY, source_digest
+from .crew import Crew
 from .fetching import measure_for
 from .kept import kept_replay
 from .kernels.formats import FORMATS, ROWS
 from .kernels.packing import PACK, UNPACK, pack, unpack
-from .replay import Crew, Replay
+from .replay import Replay
 from .simd.vectors import LANES
 
 ROUNDED = frozenset(("mul_mat", "mul_mat_id"))

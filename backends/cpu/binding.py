@@ -17,9 +17,10 @@ from ..operands import Bound, NoKernelError, Operand
 from ..sources import source_of
 from ..table import brought
 from .compiler import Kernel
+from .crew import Crew
 from .kernels.table import BINDINGS, FUSED
 from .relocation import Nowhere, Relocatable, made_up, relocatable
-from .replay import Crew, Replay, Segment, Work
+from .replay import Replay, Segment, Work
 from .steps import Binding, Chain, Step, Steps
 
 log = logging.getLogger("hocket.kernels")

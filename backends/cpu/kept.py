@@ -15,10 +15,11 @@ from ..base import Comm, Device, Program
 from ..cache import cache_folder, keep, recalled
 from ..flow import Flow
 from .compiler import ALIGNMENT, make_ready, source_digest, stored_addresses
+from .crew import Crew
 from .fetching import measure_for
 from .kernels.loop import run
 from .relocation import read
-from .replay import Crew, Replay, Segment
+from .replay import Replay, Segment
 
 
 def kept_replay(program: Program, buffers: Sequence[np.ndarray], on: Device, crew: Crew, comm: Comm) -> Replay | None:
@@ -28,7 +29,8 @@ def kept_replay(program: Program, buffers: Sequence[np.ndarray], on: Device, cre
     if file is None or any(address % ALIGNMENT for address in addresses):
         return None
     tables = None if (data := recalled(file)) is None else read(data)
-    kernels = None if tables is None else stored_addresses([run.name, *tables.names])
+    loops = [run, *crew.kernels]
+    kernels = None if tables is None else stored_addresses([*(loop.name for loop in loops), *tables.names])
     if tables is None or kernels is None:
         from .binding import foreseen  # and with it all kernels
 
@@ -36,7 +38,7 @@ def kept_replay(program: Program, buffers: Sequence[np.ndarray], on: Device, cre
         tables, needed = foreseen(program, crew.threads)
         if tables is None:
             return None
-        make_ready([run, *needed])
+        make_ready([*loops, *needed])
         kernels = {wanted.name: wanted.address for wanted in needed}
         keep(file, tables.data())
     names = [tables.names[kernel] for kernel in tables.kernels]

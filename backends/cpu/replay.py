@@ -1,18 +1,15 @@
 """Programs of one device compiled: tables that a loop without the GIL replays, and Python calls for what has no kernel.
 
-Threads of a device walk tables of equal length, each doing its share; they are started once and woken for every run.
+Threads of a device walk tables of equal length, each doing its share.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import cached_property, partial
 from itertools import chain, pairwise
-from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +20,9 @@ from ..abilities import Timed
 from ..base import Array, Comm, Device, Program, run_calls
 from ..flow import Flow
 from .compiler import REPLAY, make_ready
+from .crew import Crew
 from .kernels import collective
+from .kernels.crew import ORDER
 from .kernels.loop import ARGS, MEETS, SHARED_BYTES, STEP, STEP_FAILED, WHOLE, run, timed
 from .kernels.packing import NO_ROW
 from .steps import Step
@@ -38,12 +37,13 @@ STATUS = {
 
 
 class Loop(NamedTuple):
-    """Compiled code that calls steps one after the other, and the words it gets: their address is kept, since asking
-    for it takes a microsecond, which a token of a small model feels."""
+    """Compiled code that calls steps one after the other, the words it gets, and both as a crew takes them: addresses
+    are kept, since asking for one takes a microsecond, which a token of a small model feels."""
 
     call: Callable[[int, int, int], int]
     words: int
-    memory: Array
+    order: int
+    memory: tuple[Array, Array]
 
 
 def tabulated(
@@ -97,15 +97,21 @@ class Segment:
         *ticks, start, end = np.frombuffer(times, np.int64).tolist()
         return 1e-9 * np.interp(ticks, (ticks[0], ticks[-1]), (start, end))
 
-    def part(self, thread: int) -> int:
-        """One thread's part of the run; the status."""
-        return self._loop.call(self._loop.words, thread, self.threads)
+    def run(self, crew: Crew) -> None:
+        """Run on as many threads as there are parts.  Raises `StoppedError` if a kernel stopped the run."""
+        loop = self._loop
+        status = crew.run(loop.order) if self.threads > 1 else loop.call(loop.words, 0, 1)
+        if status:
+            number = int(self.shared[STEP_FAILED // 8])
+            self.shared[:] = 0
+            raise StoppedError(number, status)
 
     def _loop_at(self, address: int, times: int) -> Loop:
         """The loop of that address over these steps; `times` is where it writes when each began, 0 for nowhere."""
         table, shared = self.table.ctypes.data, self.shared.ctypes.data
         words = np.array(ARGS(table=table, steps=len(self.kernels), shared=shared, times=times), np.int64)
-        return Loop(REPLAY(address), words.ctypes.data, words)
+        order = np.array(ORDER(loop=address, words=words.ctypes.data), np.int64)
+        return Loop(REPLAY(address), words.ctypes.data, order.ctypes.data, (words, order))
 
 
 class StoppedError(BackendError):
@@ -114,53 +120,6 @@ class StoppedError(BackendError):
     def __init__(self, number: int, status: int) -> None:
         super().__init__(STATUS[status & 255].format(value=status >> 8))
         self.number, self.is_late = number, status == collective.LATE
-
-
-def _serve(queue: SimpleQueue[Segment | None], done: SimpleQueue[int], number: int) -> None:
-    """The life of a helper: its part of every segment it is given."""
-    while (segment := queue.get()) is not None:
-        segment.part(number)
-        del segment  # a helper that waits keeps nothing alive
-        done.put(number)
-
-
-def _dismiss(queues: Sequence[SimpleQueue[Segment | None]]) -> None:
-    for queue in queues:
-        queue.put(None)
-
-
-class Crew:
-    """The threads of one device besides the one that calls; they start with the first work that is worth sharing, and
-    end with the crew."""
-
-    def __init__(self, threads: int) -> None:
-        self.threads = threads
-        self._queues: list[SimpleQueue[Segment | None]] = []
-        self._done: SimpleQueue[int] = SimpleQueue()  # a semaphore is Python code, and four times slower
-
-    def _start(self) -> None:
-        self._queues = [SimpleQueue() for _ in range(self.threads - 1)]
-        for i, queue in enumerate(self._queues):
-            given = (queue, self._done, i + 1)
-            threading.Thread(target=_serve, args=given, name=f"hocket.{i + 1}", daemon=True).start()
-        weakref.finalize(self, _dismiss, self._queues)
-
-    def run(self, segment: Segment) -> None:
-        """Run a segment on all threads.  Raises `StoppedError` if a kernel stopped the run."""
-        if segment.threads > 1 and not self._queues:
-            self._start()
-        helpers = self._queues if segment.threads > 1 else []
-        for queue in helpers:
-            queue.put(segment)
-        try:
-            status = segment.part(0)
-        finally:  # an interrupt comes when the part is done
-            for _ in helpers:
-                self._done.get()
-        if status:
-            number = int(segment.shared[STEP_FAILED // 8])
-            segment.shared[:] = 0
-            raise StoppedError(number, status)
 
 
 def missing(comm: Comm, sequence: object) -> str:
@@ -195,7 +154,7 @@ class Replay:
         self.program, self.on, self.work, self.crew, self.comm = program, on, work, crew, comm
         self._arranged = flow
         self._memory = memory  # compiled steps know addresses only
-        self._calls = [(n, partial(crew.run, one) if isinstance(one, Segment) else one) for n, one in work]
+        self._calls = [(n, partial(one.run, crew) if isinstance(one, Segment) else one) for n, one in work]
 
     @cached_property
     def _flow(self) -> Flow:
@@ -239,7 +198,7 @@ class Replay:
     @cached_property
     def _timed_calls(self) -> Calls:
         return [
-            (number, partial(self.crew.run, one.timed) if isinstance(one, Segment) else partial(_clocked, clock, one))
+            (number, partial(one.timed.run, self.crew) if isinstance(one, Segment) else partial(_clocked, clock, one))
             for (number, one), clock in zip(self.work, self._clocks, strict=True)
         ]
 

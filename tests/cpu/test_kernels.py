@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from hocket.backends.cache import _say_unwritable, keep, recalled
 from hocket.backends.cpu import compiler, processor
 from hocket.backends.cpu.backend import CpuBackend
 from hocket.backends.cpu.kernels import loop, packing, products, rounding
+from hocket.backends.cpu.kernels.crew import ASLEEP
 from hocket.backends.cpu.kernels.formats import FORMATS
 from hocket.backends.cpu.simd import tiles
 from hocket.frontends.terminal.progress import compiling_shown
@@ -168,6 +170,20 @@ def test_threads_of_a_device_end_with_it():
     del run, backend
     gc.collect()
     until(lambda: not helpers())
+
+
+def test_threads_of_a_device_follow_awake_or_asleep_whoever_calls():
+    graph = hocket.Graph({"y": ops.mul_mat(hocket.weight("w", (512, 512), DType.Q8_0), hocket.input("x", (3, 512)))})
+    backend, given = CpuBackend(4), {"x": np.ones((3, 512))}
+    plan, weights = hocket.scheduler.plan_for(graph, [(backend, backend.device(0))]), weights_of(graph)
+    runs = [hocket.load(plan, weights) for _ in range(3)]
+    wanted = runs[0].run(given)["y"]
+    assert np.array_equal(runs[0].run(given)["y"], wanted), "awake"
+    until(lambda: (backend._crew._states[1:4] == ASLEEP).all())
+    assert np.array_equal(runs[1].run(given)["y"], wanted), "asleep"
+    with ThreadPoolExecutor(3) as callers:
+        results = callers.map(lambda run: [run.run(given)["y"] for _ in range(30)], runs)
+        assert all(np.array_equal(y, wanted) for ys in results for y in ys)
 
 
 # ------------------------------------------------------------------------------------------------ stored kernels

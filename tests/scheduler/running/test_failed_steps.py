@@ -264,20 +264,18 @@ def test_a_second_interrupt_stops_compiled_code_whose_states_are_then_lost():
     model = load_model(open_gguf(path_of("qwen35")))
     whole, session = (sessions.Session(model, on=sessions.Group(threads=2)) for _ in range(2))
     (replay,) = session.executor(session.step(4, 4))._replays.values()
-    segment = replay.work[-1][1]
-    part = segment.part
+    crew, run = replay.crew, replay.crew.run
 
-    def twice(thread: int) -> int:
-        status = part(thread)
-        if thread == 0:
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
+    def twice(order: int) -> int:
+        status = run(order)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         return status
 
-    segment.part = twice
+    crew.run = twice
     with pytest.raises(BackendError, match="states of cpu:0 are lost: it does not say how far it came"):
         session.evaluate([[1, 2, 3, 4]])
-    segment.part = part
+    crew.run = run
     assert session.lengths == [0]
     session.reset(0)
     wanted = whole.evaluate([[1, 2, 3, 4]])[0]
