@@ -13,6 +13,7 @@ from hocket.backends.cpu import binding, kept, replay
 from hocket.backends.cpu.backend import CpuBackend
 from hocket.backends.cpu.kernels.loop import MEETS
 from hocket.backends.cpu.kernels.rows import unary
+from hocket.backends.cpu.simd.vectors import MANY, vectors_in_registers
 from hocket.backends.cpu.steps import RUN, Steps
 from hocket.backends.operands import Region
 from hocket.frontends.open import open_model
@@ -78,6 +79,8 @@ def test_a_model_computes_the_same_bits_without_fused_kernels(name: str, threads
     assert np.array_equal(fused, logits())
 
 
+WIDE = vectors_in_registers() == MANY
+"""Whether a tile is of two groups, as a gate and what it lets through."""
 BAD = {"none": 1.0, "nan": np.nan, "inf": np.inf, "-inf": -np.inf}
 
 
@@ -109,24 +112,29 @@ def kernels_of(graph: hocket.Graph, inputs: dict[str, object], threads: int) -> 
 def test_norms_and_units_that_are_rounded_at_once_are_the_same_bits(rows: int, threads: int, bad: float):
     names = kernels_of(layers(2, rows, DType.Q8_0), {"x": drawn(rows, bad=bad)}, threads)
     assert "rounding.round_rows" not in names
-    unit = ["pairs.pair.q8_0.swiglu"] if rows == 1 else ["products.product.q8_0"] * 2 + ["gated.gated.swiglu"]
+    unit = ["products.product.q8_0"] * 2 + ["gated.gated.swiglu"]
+    unit = {1: ["pairs.pair.q8_0.swiglu"], 70: ["pairs_many.pair_many.q8_0.swiglu"] if WIDE else unit}.get(rows, unit)
     assert names == ["norms.scaled_rms_norm", *unit, "products.product.q4_0", "rows.binary.add"] * 2
 
 
+@pytest.mark.long(every=3)
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("rows", [1, 33, 262])
 @pytest.mark.parametrize("dtype", [DType.Q4_1, DType.Q5_0, DType.Q6_K, DType.MXFP4], ids=str)
-def test_a_unit_is_computed_with_its_products_whatever_type_they_have(dtype: DType, threads: int):
-    x = hocket.input("x", (1, 256))
-    gate, up = (hocket.weight(n, (736, 256), dtype) for n in ("gate", "up"))
+def test_a_unit_is_computed_with_its_products_whatever_type_they_have(dtype: DType, rows: int, threads: int):
+    x = hocket.input("x", (rows, 1024))
+    gate, up = (hocket.weight(n, (736, 1024), dtype) for n in ("gate", "up"))
     down = hocket.weight("down", (64, 736), DType.Q8_0)
     y = ops.mul_mat(down, ops.geglu(ops.mul_mat(gate, x), ops.mul_mat(up, x)))
-    names = kernels_of(hocket.Graph({"y": y}), {"x": drawn(1, 256)}, threads)
-    assert names == ["rounding.round_rows", f"pairs.pair.{dtype}.geglu", "products.product.q8_0"]
+    names = kernels_of(hocket.Graph({"y": y}), {"x": drawn(rows, 1024)}, threads)
+    if rows == 1 or WIDE:
+        pair = "pairs.pair" if rows == 1 else "pairs_many.pair_many"
+        assert names == ["rounding.round_rows", f"{pair}.{dtype}.geglu", "products.product.q8_0"]
 
 
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(("rows", "half"), [(1, 96), (1, 1056), (1, 40), (2, 96)])
+@pytest.mark.parametrize(("rows", "half"), [(1, 96), (1, 1056), (1, 40), (2, 96), (50, 1056), (50, 40)])
 def test_halves_of_one_product_are_a_unit_where_both_begin_with_a_group(
     rows: int, half: int, threads: int, swapped: bool
 ):
@@ -134,6 +142,7 @@ def test_halves_of_one_product_are_a_unit_where_both_begin_with_a_group(
     y = ops.glu(ops.mul_mat(w, x), kind="reglu", swapped=swapped)
     names = kernels_of(hocket.Graph({"y": y}), {"x": drawn(rows, 64)}, threads)
     assert ("pairs.pair.q8_0.reglu" in names) == (rows == 1 and half % 16 == 0)
+    assert ("pairs_many.pair_many.q8_0.reglu" in names) == (WIDE and rows == 50 and half % 16 == 0)
 
 
 @pytest.mark.parametrize("total", [0, 7])

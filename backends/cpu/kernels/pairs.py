@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
 
@@ -41,7 +42,7 @@ ROUNDING = ARGS.start("rounding")
 
 
 @cache
-def pair(form: Format, kind: str) -> Kernel:
+def pair_few(form: Format, kind: str) -> Kernel:
     """``y[i] = unit(gate[expert of slot i] @ x[row of slot i], up[...] @ x[...])``, also rounded.
 
     `weights` are gate and up, `sums` memory for whole groups of either product; words that `grouped.product_of` has,
@@ -75,23 +76,40 @@ def pair(form: Format, kind: str) -> Kernel:
     return Kernel(f"pairs.pair.{form.dtype}.{kind}", body)
 
 
-def _pair(flow: Flow, number: int) -> Chain:
-    """Products that one row at a time meets, and their unit."""
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Products, and the unit of both: `begins` are the addresses of the rows of weights for the gate and what it lets
+    through."""
+
+    numbers: Sequence[int]
+    products: Sequence[Bound]
+    call: Bound
+    kind: str
+    begins: Sequence[int]
+
+
+def pair_of(flow: Flow, number: int) -> Pair:
+    """The pair with this product.  Raises `NoKernelError` if it is none whose rows are whole groups."""
     numbers, unit = gated_unit(flow, number, UNITS)
     products, call = [flow.call(n) for n in numbers], flow.call(unit)
     (kind, *units), first, y = operands_of(call), products[0], call.out
-    w, x, given = first.operand(0), first.operand(1), 2 if first.op == "mul_mat_id" else 1
-    need(kind in GATED and w.dtype in FORMATS, "it is another unit, or weights are not packed")
-    need(math.prod(x.shape[:-given]) <= MOST[first.op], "several rows meet a weight at once, which is read once")
+    need(kind in GATED and first.operand(0).dtype in FORMATS, "it is another unit, or weights are not packed")
     need(all(is_compiled(p) and _alike(p, first) for p in products) and y.is_dense, "products differ")
     begins = [at for o in units if (at := _rows_of(o, products)) is not None and o.shape == y.shape]
     need(len(begins) == len(units), "operands are not products of whole groups of rows")
-    return Chain([*numbers, unit], partial(_add_pair, products=products, call=call, kind=kind, begins=begins))
+    return Pair([*numbers, unit], products, call, kind, begins)
 
 
-def _add_pair(steps: Steps, products: Sequence[Bound], call: Bound, kind: str, begins: Sequence[int]) -> None:
-    """`begins` are the addresses of the rows of weights for the gate and what it lets through."""
-    first, y = products[0], call.out
+def _pair(flow: Flow, number: int) -> Chain:
+    pair = pair_of(flow, number)
+    first = pair.products[0]
+    x, given = first.operand(1), 2 if first.op == "mul_mat_id" else 1
+    need(math.prod(x.shape[:-given]) <= MOST[first.op], "several rows meet a weight at once, which is read once")
+    return Chain(pair.numbers, partial(_add_pair, pair=pair))
+
+
+def _add_pair(steps: Steps, pair: Pair) -> None:
+    first, call, y = pair.products[0], pair.call, pair.call.out
     w, x = first.operand(0), first.operand(1)
     form, (stride, between) = FORMATS[w.dtype], bytes_of(w)
     wanted, dealt = wanted_of(steps, call), is_dealt(steps, first)
@@ -106,7 +124,7 @@ def _add_pair(steps: Steps, products: Sequence[Bound], call: Bound, kind: str, b
     def share(thread: int, to: Target) -> Share:
         low, count = bounds[thread], bounds[thread + 1] - bounds[thread]
         words = ARGS(
-            weights=[at + low * stride for at in begins],
+            weights=[at + low * stride for at in pair.begins],
             stride=stride,
             between=between,
             rows=count,
@@ -125,13 +143,13 @@ def _add_pair(steps: Steps, products: Sequence[Bound], call: Bound, kind: str, b
             far=far,
             rounding=to.rounding,
         )
-        return Share(words, [*(p.operand(0) for p in products), q[thread], slots.operand], to.writes)
+        return Share(words, [*(p.operand(0) for p in pair.products), q[thread], slots.operand], to.writes)
 
     shares = [None if to is None else share(thread, to) for thread, to in enumerate(targets)]
     if dealt:
-        steps.deal_columns(pair(form, kind), shares, y, bounds)
+        steps.deal_columns(pair_few(form, pair.kind), shares, y, bounds)
     else:
-        steps.deal(pair(form, kind), shares)
+        steps.deal(pair_few(form, pair.kind), shares)
     wanted.remember(steps, records)
 
 

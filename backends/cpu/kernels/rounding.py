@@ -185,6 +185,11 @@ class Wanted:
     def zeros(self) -> Sequence[int]:
         return list(dict.fromkeys(zero for _, zero in self.rounded))
 
+    @property
+    def written(self) -> Wanted:
+        """The same, where it is written as float32 in any case."""
+        return replace(self, floats=True)
+
     def records(self, steps: Steps, *, shared: bool) -> Sequence[Sequence[Operand]]:
         """For each thread memory of its own or for all, for each of `zeros`, as rows of float32; none that a source of
         the result may still be in."""

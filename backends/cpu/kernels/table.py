@@ -14,6 +14,7 @@ from . import (
     moves,
     norms,
     pairs,
+    pairs_many,
     products,
     recurrent,
     reductions,
@@ -41,6 +42,13 @@ BINDINGS: Mapping[str, Binding] = merged(
     windows.BINDINGS,
 )
 FUSED: Mapping[str, tuple[Fused, ...]] = merged_lists(
-    rotary.FUSED, norms.FUSED, pairs.FUSED, moves.FUSED, recurrent.FUSED, short_convolution.FUSED, windows.FUSED
+    rotary.FUSED,
+    norms.FUSED,
+    pairs.FUSED,
+    pairs_many.FUSED,
+    moves.FUSED,
+    recurrent.FUSED,
+    short_convolution.FUSED,
+    windows.FUSED,
 )
 """Chains by the op of their first instruction, tried before it is bound by itself."""
