@@ -195,15 +195,15 @@ class StateView:
                 part.array[...] = encoded(_share(whole, Spec(self.shape), self.layout, number), part.dtype)
 
     def _fitted(self, index: Any, value: Any) -> Array:
-        """`value` as numbers for the entries at `index`."""
+        """`value` as numbers that can be assigned to the entries at `index`; one for all of them stays one."""
         there = np.broadcast_to(np.int8(0), self.shape)[index].shape
         given = numbers(f"state %{self.name}", value)
         try:
-            spread = np.broadcast_to(given, there)
+            np.broadcast_to(given, there)
         except ValueError:
             got = f"got shape {list(given.shape)} for entries of shape {list(there)}"
             raise PlanError(f"state %{self.name}: {self.spec}: {got}") from None
-        return fitted(f"state %{self.name}", spread, Spec(there, self.spec.dtype))
+        return fitted(f"state %{self.name}", given, Spec(given.shape, self.spec.dtype))
 
     def any(self) -> bool:
         return bool(np.asarray(self).any())
