@@ -1,0 +1,96 @@
+"""A prompt whose parts follow each other through layers on two CPU devices, beside one device, and what two cores do.
+
+    python benchmarks/pipelines.py MODEL.gguf [...] [--save STEM]
+
+Devices have one thread.  In every round run, one after the other: one device; two sessions of one device each, side by
+side, which share nothing but memory and caches; the pipeline.  Where two cores do not do twice as much together, as on
+a machine that others use, two stages cannot be twice as fast: the last column is the share of what two cores do.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import numpy as np
+from results_file import circumstances, one_line, save, table
+
+from hocket.frontends.open import open_model, open_session
+from hocket.frontends.session import Group, Session
+
+STAGES = ("cpu:0", "cpu:1")
+HEAD = ("model", "tokens", "one device", "two at once are worth", "pipeline", "times one device", "of the limit")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("models", nargs="+", metavar="MODEL.gguf", type=Path)
+    parser.add_argument("-p", type=int, default=2048, help="tokens of the prompt (2048)")
+    parser.add_argument("-r", "--rounds", type=int, default=5, help="rounds (5)")
+    parser.add_argument("--shared", action="store_true", help="say that others used the machine meanwhile")
+    parser.add_argument("--save", metavar="STEM", type=Path, help="write STEM.json and STEM.md")
+    args = parser.parse_args()
+    about = circumstances(args.shared)
+    rounds = [row for path in args.models for row in measured(path, args.p, args.rounds)]
+    text = table(HEAD, [told(path.name, [r for r in rounds if r["model"] == path.name]) for path in args.models])
+    print(one_line(about) + "\n\n" + text, end="")
+    if args.save:
+        save(args.save, about, rounds, text)
+
+
+def measured(path: Path, tokens: int, rounds: int) -> list[dict[str, object]]:
+    """Seconds of each of the three in every round, after one that warms up."""
+    model = open_model(path)
+    prompt = [int(t) for t in np.random.default_rng(0).integers(0, model.vocabulary_size, tokens)]
+    one, other = (open_session(model, on=Group(STAGES[:1], threads=1), context=tokens) for _ in range(2))
+    stages = open_session(model, on=Group(STAGES, "layer", threads=1), context=tokens)
+
+    def read(session: Session) -> None:
+        session.evaluate([prompt])
+
+    def both(pair: Sequence[Session]) -> None:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(read, pair))
+
+    rows = []
+    for _ in range(1 + rounds):
+        for session in (one, other, stages):
+            session.reset(0)
+        alone = seconds(lambda: read(one))
+        one.reset(0)
+        together, piped = seconds(lambda: both((one, other))), seconds(lambda: read(stages))
+        known = {"model": path.name, "tokens": tokens}
+        rows.append({**known, "one": alone, "two at once": together, "pipeline": piped})
+    return rows[1:]
+
+
+def seconds(run: Callable[[], None]) -> float:
+    start = perf_counter()
+    run()
+    return perf_counter() - start
+
+
+def told(name: str, rows: Sequence[dict[str, object]]) -> list[str]:
+    """Medians, and of ratios those of the same round."""
+
+    def middle(value: Callable[[float, float, float], float]) -> float:
+        return median(value(*(float(str(row[k])) for k in ("one", "two at once", "pipeline"))) for row in rows)
+
+    tokens = int(str(rows[0]["tokens"]))
+    return [
+        name,
+        str(tokens),
+        f"{middle(lambda one, two, piped: tokens / one):.0f} tok/s",
+        f"{middle(lambda one, two, piped: 2 * one / two):.2f}",
+        f"{middle(lambda one, two, piped: tokens / piped):.0f} tok/s",
+        f"{middle(lambda one, two, piped: one / piped):.2f}",
+        f"{middle(lambda one, two, piped: two / 2 / piped):.0%}",
+    ]
+
+
+if __name__ == "__main__":
+    main()
