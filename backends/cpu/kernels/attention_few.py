@@ -9,9 +9,11 @@ from functools import cache
 
 from ....graph.dtypes import DType
 from ..compiler import Kernel, Part, kernel, part
-from ..simd.order import fold_1, fold_2, fold_4, fold_8
+from ..simd.order import fold_1, fold_2
+from ..simd.tiles import tile
 from ..simd.vectors import (
     LANES,
+    MANY,
     add,
     fma,
     largest,
@@ -27,6 +29,7 @@ from ..simd.vectors import (
     store_scalar,
     sub,
     total,
+    vectors_in_registers,
     zeros,
 )
 from ..words import words
@@ -71,6 +74,9 @@ RUN = 32
 AHEAD = 64
 """Keys ahead of their use at which they and their values are fetched, into the second cache: those of one head may lie
 so far apart that the first has few places for them."""
+MOST_ROWS = 4 if vectors_in_registers() == MANY else 1
+"""Rows that meet keys and values at once: what is loaded, and made float32, is used for all of them."""
+VECTOR = 4 * LANES
 SUM, VALUES = 4, 64
 """Bytes into a partial result: the highest score, the sum of weights, the sum of weighted values."""
 
@@ -81,100 +87,59 @@ def part_bytes(width: int) -> int:
 
 
 def scratch_bytes(rows: int, keys: int, size: int, width: int) -> int:
-    """Scores of every row, a partial result that is of no use, and keys or values as float32."""
-    tile = max(4 * RUN * COLUMNS, attention_keys.keys_bytes(size) + rows * attention_keys.query_bytes(size))
-    return rows * 4 * (-(-keys // LANES) * LANES) + part_bytes(width) + tile
+    """Scores of every row, and values as float32, or queries with products or keys in blocks."""
+    floats = 4 * MOST_ROWS * VECTOR + rows * 4 * (-(-size // LANES) * LANES)
+    blocks = attention_keys.keys_bytes(size) + rows * attention_keys.query_bytes(size)
+    return rows * 4 * (-(-keys // LANES) * LANES) + max(4 * RUN * COLUMNS, floats, blocks)
 
 
-def _eight_dots(cells: Cells) -> Part:
-    """The products of a query with eight keys from number i, each as two numbers to be added; a key past the last is
-    the last."""
-    some = cells.some
+def _products(cells: Cells, count: int) -> Part:
+    """Products of so many queries with sixteen keys from number `s` on, each as four numbers to be folded, to `to`: a
+    key is made float32 once for all of them, and one past the last is the last."""
+    whole, some, rows = cells.whole, cells.some, tile(count, 1)
+    rows_of, zeros, inner, folded, save = rows.rows, rows.zeros, rows.inner, rows.folded, rows.save
 
-    def eight_sums(x, key, offsets, col, size, sums):
-        """Sums of products with eight keys, 16 columns further."""
-        i, j, k, l, m, n, o, p = offsets
-        a, b, c, d, e, f, g, h = sums
-        a, b, c, d = (
-            fma(some(key + i, col, size), x, a),
-            fma(some(key + j, col, size), x, b),
-            fma(some(key + k, col, size), x, c),
-            fma(some(key + l, col, size), x, d),
-        )
-        e, f, g, h = (
-            fma(some(key + m, col, size), x, e),
-            fma(some(key + n, col, size), x, f),
-            fma(some(key + o, col, size), x, g),
-            fma(some(key + p, col, size), x, h),
-        )
-        return a, b, c, d, e, f, g, h
+    def products(queries, pitch, key, step, s, keys, size, to):
+        x = rows_of(queries, pitch, count)
+        for i in range(s, s + LANES, 4):
+            j, k = key + min(i, keys - 1) * step, key + min(i + 1, keys - 1) * step
+            l, m = key + min(i + 2, keys - 1) * step, key + min(i + 3, keys - 1) * step
+            a, b, c, d = zeros(), zeros(), zeros(), zeros()
+            for col in range(0, size - LANES + 1, LANES):
+                a, b = inner(a, whole(j, col), x, 4 * col), inner(b, whole(k, col), x, 4 * col)
+                c, d = inner(c, whole(l, col), x, 4 * col), inner(d, whole(m, col), x, 4 * col)
+            if size % LANES > 0:
+                col = size - size % LANES
+                a, b = inner(a, some(j, col, size), x, 4 * col), inner(b, some(k, col, size), x, 4 * col)
+                c, d = inner(c, some(l, col, size), x, 4 * col), inner(d, some(m, col, size), x, 4 * col)
+            save(to, folded(a, b, c, d))
+            to += count * VECTOR
 
-    further = part(eight_sums)
-
-    def eight_dots(query, key, step, i, last, size):
-        offsets = (
-            min(i, last) * step,
-            min(i + 1, last) * step,
-            min(i + 2, last) * step,
-            min(i + 3, last) * step,
-            min(i + 4, last) * step,
-            min(i + 5, last) * step,
-            min(i + 6, last) * step,
-            min(i + 7, last) * step,
-        )
-        sums, c = (zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros()), 0
-        while c + LANES <= size:
-            sums = further(load(query + 4 * c), key, offsets, c, c + LANES, sums)
-            c += LANES
-        if c < size:
-            sums = further(load_some(query + 4 * c, size - c), key, offsets, c, size, sums)
-        a, b, d, e, f, g, h, k = sums
-        return fold_2(fold_4(fold_8(a, b), fold_8(d, e)), fold_4(fold_8(f, g), fold_8(h, k)))
-
-    return part(eight_dots)
+    return part(products)
 
 
-@part
-def four_from(p):
-    return load(p), load(p + 64), load(p + 128), load(p + 192)
+def _values(cells: Cells, count: int) -> Part:
+    """Values of `n` keys with the weights of so many rows, added to 64 columns from column `col` of each."""
+    whole, some, rows = cells.whole, cells.some, tile(count, COLUMNS // LANES)
+    rows_of, outer, held, put = rows.rows, rows.outer, rows.held, rows.put
 
+    def values(scores, reach, value, pace, n, states, pitch, col, width):
+        weights, to = rows_of(scores, reach, count), rows_of(states, pitch, count)
+        acc, row = held(to), value
+        if width - col >= COLUMNS:
+            for r in range(n):
+                k, l, m, o = whole(row, col), whole(row, col + 16), whole(row, col + 32), whole(row, col + 48)
+                acc = outer(acc, k, l, m, o, weights, 4 * r)
+                row += pace
+        else:
+            for r in range(n):
+                k, l = some(row, col, width), some(row, col + 16, width)
+                m, o = some(row, col + 32, width), some(row, col + 48, width)
+                acc = outer(acc, k, l, m, o, weights, 4 * r)
+                row += pace
+        put(to, acc, COLUMNS)
 
-@part
-def four_to(p, values):
-    a, b, c, d = values
-    store(p, a)
-    store(p + 64, b)
-    store(p + 128, c)
-    store(p + 192, d)
-
-
-def _add_values(cells: Cells) -> Part:
-    """Values of `n` keys with the weights of two rows, added to 64 columns from column `col` of each."""
-    whole, some, span = cells.whole, cells.some, cells.span
-
-    def four_values(row, c, width):
-        if width - c >= COLUMNS:
-            return whole(row, c), whole(row, c + 16), whole(row, c + 32), whole(row, c + 48)
-        return some(row, c, width), some(row, c + 16, width), some(row, c + 32, width), some(row, c + 48, width)
-
-    four = part(four_values)
-
-    def add_values(p, q, value, pace, n, ahead, to, on, col, width):
-        a, b, c, d = four_from(to)
-        e, f, g, h = four_from(on)
-        for r in range(n):
-            row = value + r * pace
-            if ahead != 0:
-                for line in range(0, span(min(width - col, COLUMNS)), LINE):
-                    prefetch_far(row + span(col) + ahead + line)
-            k, l, m, o = four(row, col, width)
-            u, v = splat_from(p + 4 * r), splat_from(q + 4 * r)
-            a, b, c, d = fma(k, u, a), fma(l, u, b), fma(m, u, c), fma(o, u, d)
-            e, f, g, h = fma(k, v, e), fma(l, v, f), fma(m, v, g), fma(o, v, h)
-        four_to(to, (a, b, c, d))
-        four_to(on, (e, f, g, h))
-
-    return part(add_values)
+    return part(values)
 
 
 @part
@@ -270,31 +235,47 @@ def _as_read(cells: Cells) -> Cells:
 
 def _add_keys(cells: Cells) -> Part:
     """Scores of all rows for keys from `low` to before `high`; the highest of each lane to their states."""
-    eight_dots, span = _eight_dots(cells), cells.span
+    one, two, three, four = (_products(cells, count) for count in range(1, 5))
+    span = cells.span
 
-    def add_keys(a, heads, low, high, scores, states, pitch, tile):
+    @part
+    def finish(a, heads, row, s, count, products, to, state):
+        """Scores of a row from its products, which stand `count` vectors apart."""
+        shared, keys, apart = ARGS.shared(a), ARGS.keys(a), count * VECTOR
+        head = heads + row % shared * HEAD
+        hidden = mask_lanes(load_long(head + MASK) + row // shared * ARGS.mask_step(a), s, keys)
+        first = fold_2(load(products), load(products + apart))
+        x = fold_1(first, fold_2(load(products + 2 * apart), load(products + 3 * apart)))
+        x = finished(mul(x, splat(ARGS.factor(a))), hidden, ARGS.cap(a), load_scalar(head + SLOPE))
+        store(state, greater(x, load(state)))
+        store(to, x)
+
+    def add_keys(a, heads, low, high, scores, states, pitch, scratch):
         tokens, shared, keys, size = ARGS.tokens(a), ARGS.shared(a), ARGS.keys(a), ARGS.size(a)
-        q_step, step, mask_step = ARGS.q_step(a), ARGS.k_step(a), ARGS.mask_step(a)
-        factor, cap, reach = ARGS.factor(a), ARGS.cap(a), 4 * round_up(keys, LANES)
-        key, each = load_long(heads + K), round_up(LANES // 2, tokens * shared) // (tokens * shared)
+        step, reach, rows = ARGS.k_step(a), 4 * round_up(keys, LANES), tokens * shared
+        key, each, products = load_long(heads + K), 4 * round_up(size, LANES), scratch
+        queries = scratch + 4 * MOST_ROWS * VECTOR
+        for row in range(rows):
+            query = load_long(heads + row % shared * HEAD + Q) + row // shared * ARGS.q_step(a)
+            for c in range(0, size, LANES):
+                store(queries + row * each + 4 * c, load_some(query + 4 * c, size - c))
         for s in range(low, high, LANES):
-            soon, end = s + AHEAD, min(high, s + AHEAD + LANES)
-            for half in range(0, LANES, LANES // 2):  # so few keys stay in the first cache, however far apart they lie
-                to, state = scores + 4 * (s - low), states
-                for t in range(tokens):
-                    for h in range(shared):
-                        head = heads + h * HEAD
-                        query, seen = load_long(head + Q) + t * q_step, load_long(head + MASK) + t * mask_step
-                        x = eight_dots(query, key + s * step, step, half, keys - 1 - s, size)
-                        if half != 0:
-                            x, hidden = mul(fold_1(load(to), x), splat(factor)), mask_lanes(seen, s, keys)
-                            x = finished(x, hidden, cap, load_scalar(head + SLOPE))
-                            store(state, greater(x, load(state)))
-                        store(to, x)
-                        to += reach
-                        state += pitch
-                        fetch(key + soon * step, step, min(each, end - soon), span(size))
-                        soon += each
+            fetch(key + (s + AHEAD) * step, step, min(LANES, high - s - AHEAD), span(size))
+            row = 0
+            while row < rows:
+                count, query = min(MOST_ROWS, rows - row), queries + row * each
+                if count == 4:
+                    four(query, each, key, step, s, keys, size, products)
+                elif count == 3:
+                    three(query, each, key, step, s, keys, size, products)
+                elif count == 2:
+                    two(query, each, key, step, s, keys, size, products)
+                else:
+                    one(query, each, key, step, s, keys, size, products)
+                for i in range(count):
+                    to, state = scores + (row + i) * reach + 4 * (s - low), states + (row + i) * pitch
+                    finish(a, heads, row + i, s, count, products + i * VECTOR, to, state)
+                row += count
 
     return part(add_keys)
 
@@ -303,18 +284,18 @@ def _add_keys_in_blocks(dtype: DType) -> Part:
     """As `_add_keys`, by integers."""
     round_query, turn_keys, span = attention_keys.round_query(dtype), attention_keys.turn_keys(dtype), CELLS[dtype].span
 
-    def add_keys(a, heads, low, high, scores, states, pitch, tile):
+    def add_keys(a, heads, low, high, scores, states, pitch, scratch):
         tokens, shared, keys, size = ARGS.tokens(a), ARGS.shared(a), ARGS.keys(a), ARGS.size(a)
         q_step, step, mask_step = ARGS.q_step(a), ARGS.k_step(a), ARGS.mask_step(a)
         factor, cap, reach = ARGS.factor(a), ARGS.cap(a), 4 * round_up(keys, LANES)
         key, each = load_long(heads + K), round_up(size + size // BLOCK * 8, 64)
-        queries = tile + (size // BLOCK + 1) * (SQUARE + 32)
+        queries = scratch + (size // BLOCK + 1) * (SQUARE + 32)
         for t in range(tokens):
             for h in range(shared):
                 query = load_long(heads + h * HEAD + Q) + t * q_step
                 round_query(query, size, queries + (t * shared + h) * each)
         for s in range(low, high, LANES):
-            turn_keys(key + s * step, step, keys - 1 - s, size, tile)
+            turn_keys(key + s * step, step, keys - 1 - s, size, scratch)
             soon = s + AHEAD
             fetch(key + soon * step, step, min(LANES, high - soon), span(size))
             to, state, query = scores + 4 * (s - low), states, queries
@@ -322,7 +303,7 @@ def _add_keys_in_blocks(dtype: DType) -> Part:
                 for h in range(shared):
                     head = heads + h * HEAD
                     hidden = mask_lanes(load_long(head + MASK) + t * mask_step, s, keys)
-                    x = finished(mul(dots(query, tile, size), splat(factor)), hidden, cap, load_scalar(head + SLOPE))
+                    x = finished(mul(dots(query, scratch, size), splat(factor)), hidden, cap, load_scalar(head + SLOPE))
                     store(state, greater(x, load(state)))
                     store(to, x)
                     to += reach
@@ -334,37 +315,45 @@ def _add_keys_in_blocks(dtype: DType) -> Part:
 
 def _some_values(cells: Cells) -> Part:
     """Where 64 columns from column `c` of `n` values lie: as they are kept, or in `tile` as float32.  Also the bytes
-    from value to value, and from which column to before which they are, and `ahead` if that has to be fetched."""
+    from value to value, and from which column to before which they are."""
     if cells.expand is None:
-        return part(lambda values, step, n, ahead, c, width, tile: (values, step, c, width, ahead))
-    expand, span = cells.expand, cells.span
+        return part(lambda values, step, n, c, width, scratch: (values, step, c, width))
+    expand = cells.expand
 
-    def some_values(values, step, n, ahead, c, width, tile):
+    def some_values(values, step, n, c, width, scratch):
         end = min(width, c + COLUMNS)
         for r in range(n):
-            if ahead != 0:
-                for line in range(span(c), span(end), LINE):
-                    prefetch_far(values + r * step + ahead + line)
-            expand(values + r * step, c, end, tile + 4 * r * COLUMNS)
-        return tile, 4 * COLUMNS, 0, end - c, 0
+            expand(values + r * step, c, end, scratch + 4 * r * COLUMNS)
+        return scratch, 4 * COLUMNS, 0, end - c
 
     return part(some_values)
 
 
 def _add_all_values(cells: Cells) -> Part:
     """The weighted values of `n` keys, added to the states of all rows."""
-    some_values, add_values = _some_values(cells), _add_values(_as_read(cells))
+    one, two, three, four = (_values(_as_read(cells), count) for count in range(1, 5))
+    some_values, span = _some_values(cells), cells.span
 
-    def add_all_values(a, value, rows, n, scores, states, pitch, unused, tile):
+    def add_all_values(a, value, rows, n, scores, states, pitch, scratch):
         step, width, reach = ARGS.v_step(a), ARGS.width(a), 4 * round_up(ARGS.keys(a), LANES)
         for s in range(0, n, RUN):
-            count, far = min(RUN, n - s), AHEAD * step if s + AHEAD + RUN <= n else 0
+            count = min(RUN, n - s)
+            fetch(value + (s + AHEAD) * step, step, min(RUN, n - s - AHEAD), span(width))
             for c in range(0, width, COLUMNS):
-                row, pace, col, end, ahead = some_values(value + s * step, step, count, far, c, width, tile)
-                for r in range(0, rows, 2):
-                    p, to = scores + r * reach + 4 * s, states + r * pitch + VALUES + 4 * c
-                    q, on = (p + reach, to + pitch) if r + 1 < rows else (p, unused + VALUES + 4 * c)
-                    add_values(p, q, row, pace, count, ahead if r == 0 else 0, to, on, col, end)
+                at, pace, col, end = some_values(value + s * step, step, count, c, width, scratch)
+                row = 0
+                while row < rows:
+                    several, p, to = min(MOST_ROWS, rows - row), scores + row * reach + 4 * s, states + row * pitch
+                    to += VALUES + 4 * c
+                    if several == 4:
+                        four(p, reach, at, pace, count, to, pitch, col, end)
+                    elif several == 3:
+                        three(p, reach, at, pace, count, to, pitch, col, end)
+                    elif several == 2:
+                        two(p, reach, at, pace, count, to, pitch, col, end)
+                    else:
+                        one(p, reach, at, pace, count, to, pitch, col, end)
+                    row += several
 
     return part(add_all_values)
 
@@ -374,6 +363,7 @@ def attend(k: DType, v: DType) -> Kernel:
     """A part of the keys, of type `k`, and of the values, of type `v`, with a group of heads at a time."""
     add_keys = _add_keys_in_blocks(k) if k.is_quantised else _add_keys(CELLS[k])
     add_all_values = _add_all_values(CELLS[v])
+    key_span, value_span = CELLS[k].span, CELLS[v].span
 
     def body(a, thread, threads):
         tokens, shared, keys, chunks = ARGS.tokens(a), ARGS.shared(a), ARGS.keys(a), ARGS.chunks(a)
@@ -391,13 +381,14 @@ def attend(k: DType, v: DType) -> Kernel:
                 store(states + r * pitch, splat(MINUS_INFINITY))
                 for c in range(VALUES, span, 64):
                     store(states + r * pitch + c, zeros())
-            unused = scores + rows * reach
-            tile = unused + VALUES + 4 * round_up(ARGS.width(a), COLUMNS)
-            add_keys(a, heads, low, high, scores, states, pitch, tile)
+            memory, soon = scores + rows * reach, min(AHEAD, high - low)
+            key, value = load_long(heads + K) + low * ARGS.k_step(a), load_long(heads + V) + low * ARGS.v_step(a)
+            fetch(key, ARGS.k_step(a), soon, key_span(ARGS.size(a)))
+            fetch(value, ARGS.v_step(a), soon, value_span(ARGS.width(a)))
+            add_keys(a, heads, low, high, scores, states, pitch, memory)
             for r in range(rows):
                 to_weights(scores + r * reach, high - low, states + r * pitch)
-            value = load_long(heads + V) + low * ARGS.v_step(a)
-            add_all_values(a, value, rows, high - low, scores, states, pitch, unused, tile)
+            add_all_values(a, value, rows, high - low, scores, states, pitch, memory)
             if chunks == 1:
                 put_group(a, group, scores)
         return 0

@@ -32,6 +32,7 @@ from ....graph.records import dataclass
 from . import vectors as simd
 from .bytes import four_everywhere, look_up
 from .dots import Codes, Products
+from .order import fold_4, fold_8
 from .vectors import ADDRESS, BYTES, FLOATS, INTS, LANES, NOTHING, Intrinsic, intrinsic, several
 
 VECTORS = 8
@@ -129,8 +130,10 @@ class Tile:
     ``biased(acc, biases..., rows, at)``: what biases add, times the float32 at `at`.
     ``outer(acc, weights..., rows, at)``: add products of one column of float32 weights with the float32 at `at`.
     ``inner(acc, weights, rows, at)``: add products of lanes with 16 float32 at `at`; ``inner_some(..., left)``: with
-    as many as are left; ``joined(acc, acc)``: both sums; ``put_totals(rows, at, acc)``: store the sum of all lanes.
-    ``put(rows, acc, left)``: store the lanes of which `left` exist; ``save(p, acc)``, ``saved(p)``: all side by side.
+    as many as are left; ``joined(acc, acc)``: both sums; ``put_totals(rows, at, acc)``: store the sum of all lanes;
+    ``folded(acc, acc, acc, acc)``: of four sums four lanes each, to be folded with those of twelve others.
+    ``put(rows, acc, left)``: store the lanes of which `left` exist; ``held(rows)``: sums that stand there; ``save(p,
+    acc)``, ``saved(p)``: all side by side.
     """
 
     rows: Intrinsic
@@ -146,7 +149,9 @@ class Tile:
     inner_some: Intrinsic
     joined: Intrinsic
     put_totals: Intrinsic
+    folded: Intrinsic
     put: Intrinsic
+    held: Intrinsic
     save: Intrinsic
     saved: Intrinsic
 
@@ -277,6 +282,11 @@ def tile(count: int, groups: int, codes: Codes = ANY) -> Tile:
         for row, sums in zip(members(b, rows), members(b, acc), strict=True):
             simd.store_scalar.body(b, _record(b, row, at), simd.total.body(b, sums))
 
+    @intrinsic(sums_of, *[sums_of] * 4)
+    def folded(b, *four):
+        lanes = zip(*(members(b, acc) for acc in four), strict=True)
+        return bundle(b, [fold_4.body(b, fold_8.body(b, w, x), fold_8.body(b, y, z)) for w, x, y, z in lanes])
+
     def put_vectors(b: Any, rows: Any, acc: Any, store: Callable[[Any, int, Any], None]) -> None:
         starts = members(b, rows)
         for (i, g), total in zip(places, members(b, acc), strict=True):
@@ -291,6 +301,11 @@ def tile(count: int, groups: int, codes: Codes = ANY) -> Tile:
             with otherwise:
                 lefts = [b.sub(left, ir.Constant(left.type, LANES * g)) for g in range(groups)]
                 put_vectors(b, rows, acc, lambda to, g, total: simd.store_some.body(b, to, total, lefts[g]))
+
+    @intrinsic(sums_of, rows_of)
+    def held(b, rows):
+        starts = members(b, rows)
+        return bundle(b, [simd.load.body(b, _at(b, starts[i], 4 * LANES * g)) for i, g in places])
 
     @intrinsic(NOTHING, ADDRESS, sums_of)
     def save(b, p, acc):
@@ -316,7 +331,9 @@ def tile(count: int, groups: int, codes: Codes = ANY) -> Tile:
         inner_some=inner_some,
         joined=joined,
         put_totals=put_totals,
+        folded=folded,
         put=put,
+        held=held,
         save=save,
         saved=saved,
     )
