@@ -14,6 +14,8 @@ from ...base import Array, Device, Tensor
 
 KERNELS = Path(__file__).parent.parent / "kernels"
 Three = tuple[int, int, int]
+CUDA, HIP = "cuda.cuh", "hip.cuh"
+"""Files with the instructions of the devices that kernels are compiled for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class Source:
     file: str
     names: tuple[str, ...]
     before: tuple[str, ...] = ()
-    instructions: str = "cuda.cuh"
+    instructions: str = CUDA
 
     def __getitem__(self, name: str) -> Kernel:
         assert name in self.names, f"{name} is not declared in the source of {self.file}"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ....graph.errors import BackendError
 from ...once import once
-from .driver import Source
+from .driver import HIP, Source
 from .rtc import Compiled, Compiler
 
 OPTIONS = ("-std=c++17", "-O3")
@@ -41,4 +41,4 @@ def compile(source: Source, arch: str) -> Compiled:
 
 def written(source: Source) -> Source:
     """The source in the instructions of these devices."""
-    return replace(source, instructions="hip.cuh")
+    return replace(source, instructions=HIP)

@@ -20,6 +20,8 @@ SHARED: Mapping[str, int] = MappingProxyType(
 Source: CUDA C++ Programming Guide, technical specifications per compute capability.
 """
 MOST = max(SHARED.values())
+LOCAL = 64 * KIB
+"""The same of devices of AMD that are simulated or emulated; a real one says what it has."""
 
 
 def most_shared(capability: str) -> int:

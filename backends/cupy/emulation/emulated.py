@@ -15,8 +15,8 @@ from ....graph.errors import BackendError
 from ...base import Array, Device, Tensor, host_view
 from ...host import HOST
 from ..backend import DriverBackend
-from ..device.driver import Kernel, Launch, LaunchError, Library, Source, Step
-from ..device.limits import MOST
+from ..device.driver import CUDA, HIP, Kernel, Launch, LaunchError, Library, Source, Step
+from ..device.limits import LOCAL, MOST
 from .building import compiler, library
 from .guarded import Bytes, Rooms, address_of, guarded, moved, places
 
@@ -59,7 +59,7 @@ class EmulatedDriver:
 
     kind = "cuda-emulated"
 
-    def __init__(self, order: int | None = None, shared: int = MOST, instructions: str = "cuda.cuh") -> None:
+    def __init__(self, order: int | None = None, shared: int = MOST, instructions: str = CUDA) -> None:
         self.order, self.shared, self.instructions = order, shared, instructions
 
     def devices(self) -> Sequence[Device]:
@@ -67,7 +67,7 @@ class EmulatedDriver:
 
     def device(self, index: int) -> Device:
         compiler()
-        return Device(self.kind, index, None, "CUDA kernels emulated on the processor", memory_of=HOST)
+        return Device(self.kind, index, None, f"{self.kind.partition('-')[0].upper()} kernels emulated on the processor", memory_of=HOST)
 
     def most_shared(self, on: Device) -> int:
         return self.shared
@@ -190,5 +190,24 @@ class _Step:
 class EmulatedBackend(DriverBackend):
     """Runs CUDA kernels on this machine's processor as ``cuda-emulated:0`` (and any number of virtual devices)."""
 
-    def __init__(self, order: int | None = None, instructions: str = "cuda.cuh") -> None:
-        super().__init__(EmulatedDriver(order, instructions=instructions))
+    def __init__(self, order: int | None = None) -> None:
+        super().__init__(EmulatedDriver(order))
+
+
+class EmulatedHipDriver(EmulatedDriver):
+    """The same with waves of 64 lanes; as on real devices of AMD, kernels do not reach other devices' memory."""
+
+    kind = "hip-emulated"
+
+    def __init__(self, order: int | None = None) -> None:
+        super().__init__(order, LOCAL, HIP)
+
+    def are_peers(self, devices: Sequence[Device]) -> bool:
+        return False
+
+
+class EmulatedHipBackend(DriverBackend):
+    """Runs kernels as devices of AMD do on this machine's processor, as ``hip-emulated:0``, ..."""
+
+    def __init__(self, order: int | None = None) -> None:
+        super().__init__(EmulatedHipDriver(order))
