@@ -125,4 +125,4 @@ class Simulates(Protocol):
 
     def predicted(self, kind: str) -> Mapping[str, Mapping[str, float]]:
         """What products with weights should reach on devices of a kind, by dtype of weights: ``bandwidth`` in bytes/s
-        with one vector, ``flops`` in FLOP/s with many."""
+        with one vector, ``flops`` in FLOP/s with many; empty if nothing is known."""

@@ -32,6 +32,7 @@ OWN: Mapping[str, str] = MappingProxyType(
         "cpu": "hocket.backends.cpu.backend:CpuBackend",
         "cuda": "hocket.backends.cupy.cuda:CudaBackend",
         "cuda-emulated": "hocket.backends.cupy.emulation.emulated:EmulatedBackend",
+        "hip": "hocket.backends.cupy.hip:HipBackend",
         "hip-emulated": "hocket.backends.cupy.emulation.emulated:EmulatedHipBackend",
         "null": "hocket.backends.null.backend:NullBackend",
         "numpy": "hocket.backends.numpy.backend:NumpyBackend",

@@ -3,9 +3,10 @@
 GPUs are planned for by the rules of the backend that would run them: what it keeps in which type, what memory kernels
 ask for, and which instructions one launch computes.
 
-Speeds are the makers' data sheets, dense and without sparsity: FLOP/s in 16 bits with tensor cores, bytes/s of memory,
-bytes/s of a link in one direction.  What products with a graph's weights reach of them on a GPU is predicted from their
-machine code; what other kernels reach is less than the data sheet, too, so predictions are lower bounds.
+Speeds are the makers' data sheets, dense and without sparsity: FLOP/s in 16 bits with tensor cores (of AMD in 32 bits
+by vectors, as kernels use no matrix cores there), bytes/s of memory, bytes/s of a link in one direction.  What products
+with a graph's weights reach of them on a GPU of NVIDIA is predicted from their machine code; what other kernels reach
+is less than the data sheet, too, so predictions are lower bounds.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ MOST_DEVICES = 1024
 @dataclass(frozen=True, slots=True)
 class Machine:
     """One kind of device; `link` is how several of them are joined unless asked otherwise; of a GPU the compute
-    `capability`."""
+    `capability`, or the architecture, and the `backend` that would run there."""
 
     flops: float
     bandwidth: float
     memory: int
     link: str
     capability: str = ""
+    backend: str = "cuda"
     launch: float = 2e-6
 
 
@@ -59,12 +61,14 @@ MACHINES: Mapping[str, Machine] = MappingProxyType(
         "a100": Machine(312e12, 2.04e12, 80 * 10**9, "nvlink", "80"),
         "rtx4090": Machine(165e12, 1.01e12, 24 * GIB, "pcie4", "89"),
         "rtx3090": Machine(71e12, 0.936e12, 24 * GIB, "pcie4", "86"),
+        "mi300x": Machine(163.4e12, 5.3e12, 192 * 10**9, "xgmi", "gfx942", "hip"),
         "cpu": Machine(100e9, 20e9, 64 * GIB, "memory"),
     }
 )
 LINKS: Mapping[str, Link] = MappingProxyType(
     {
         "nvlink": Link(5e-6, 450e9),
+        "xgmi": Link(10e-6, 448e9),
         "pcie5": Link(10e-6, 50e9),
         "pcie4": Link(10e-6, 25e9),
         "ib400": Link(15e-6, 50e9),
@@ -134,15 +138,15 @@ class SimulatedBackend:
 
 
 class SimulatedGpu(SimulatedBackend):
-    """GPUs on which nothing runs: what plans need to know of them the backend for CUDA says."""
+    """GPUs on which nothing runs: what plans need to know of them the backend says that would run there."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(kind)
-        backend = load("cuda")
+        backend = load(MACHINES[kind].backend)
         assert isinstance(backend, Simulates)
         self._rules = backend.absent(MACHINES[kind].capability)
         reached = backend.predicted(kind)
-        self._speeds = Speeds(reached["bandwidth"], reached["flops"], MACHINES[kind].launch)
+        self._speeds = Speeds(reached["bandwidth"], reached["flops"], MACHINES[kind].launch) if reached else None
 
     def predicted(self) -> Speeds | None:
         return self._speeds

@@ -32,10 +32,8 @@ SPECIFIC = frozenset(("90", "100", "103", "120"))
 
 
 def _cupy() -> Any:
-    try:
-        import cupy
-    except ImportError as why:
-        raise BackendError(f"cuda devices need CuPy: {INSTALL} ({why})") from None
+    import cupy
+
     return cupy
 
 
@@ -60,40 +58,69 @@ class CudaDriver:
     """
 
     kind = "cuda"
+    install = INSTALL
+    library_name = "NCCL"
+    is_hip = False
+    """Whether CuPy is built for the devices of AMD."""
 
     def __init__(self) -> None:
         self._staged: dict[str, Staging] = {}
         self._shared: dict[int, int] = {}
+
+    @property
+    def cupy(self) -> Any:
+        """CuPy for these devices.  Raises `BackendError`."""
+        try:
+            cupy = _cupy()
+        except ImportError as why:
+            raise BackendError(f"{self.kind} devices need CuPy: {self.install} ({why})") from None
+        if bool(cupy.cuda.runtime.is_hip) is not self.is_hip:
+            others = "CUDA" if self.is_hip else "ROCm"
+            raise BackendError(f"{self.kind} devices need another CuPy than this one for {others}: {self.install}")
+        return cupy
 
     def devices(self) -> Sequence[Device]:
         return tuple(map(self.device, range(self._count())))
 
     def _count(self) -> int:
         """How many devices there are.  Raises `BackendError` if none can be used."""
-        runtime = _cupy().cuda.runtime
+        runtime = self.cupy.cuda.runtime
         try:
             return int(runtime.getDeviceCount())
         except runtime.CUDARuntimeError as why:
-            raise BackendError(f"no CUDA device can be used: {why}; cuda-emulated:0 runs anywhere") from None
+            raise BackendError(
+                f"no {self.kind.upper()} device can be used: {why}; {self.kind}-emulated:0 runs anywhere"
+            ) from None
 
     def device(self, index: int) -> Device:
         if index >= (count := self._count()):
-            raise BackendError(f"there is no device cuda:{index}; this machine has {count}")
-        with told(_cupy(), f"cuda:{index}", "say what it is"):
-            about = _cupy().cuda.runtime.getDeviceProperties(index)
+            raise BackendError(f"there is no device {self.kind}:{index}; this machine has {count}")
+        about = self.about(index)
         return Device(self.kind, index, int(about["totalGlobalMem"]), about["name"].decode())
+
+    def about(self, index: int) -> Mapping[str, Any]:
+        """What a device says of itself."""
+        with told(self.cupy, f"{self.kind}:{index}", "say what it is"):
+            properties: Mapping[str, Any] = self.cupy.cuda.runtime.getDeviceProperties(index)
+        return properties
 
     def most_shared(self, on: Device) -> int:
         if on.index not in self._shared:
-            self._shared[on.index] = most_shared(_capability(on.index))
+            self._shared[on.index] = self._shared_of(on.index)
         return self._shared[on.index]
 
+    def _shared_of(self, index: int) -> int:
+        return most_shared(self._capability(index))
+
+    def _capability(self, index: int) -> str:
+        with self.cupy.cuda.Device(index) as device:
+            return str(device.compute_capability)
+
     def processors(self, on: Device) -> int:
-        with told(_cupy(), on, "say what it has"):
-            return int(_cupy().cuda.runtime.getDeviceProperties(on.index)["multiProcessorCount"])
+        return int(self.about(on.index)["multiProcessorCount"])
 
     def alloc(self, nbytes: int, on: Device) -> Any:
-        cupy = _cupy()
+        cupy = self.cupy
         try:
             staging = self._staging(on)
             return Memory(staging.zeros(max(nbytes, 16)), staging)
@@ -102,7 +129,7 @@ class CudaDriver:
 
     def _staging(self, on: Device) -> Staging:
         if str(on) not in self._staged:
-            self._staged.setdefault(str(on), Staging(_cupy(), on.index))  # of two threads' one stays
+            self._staged.setdefault(str(on), Staging(self.cupy, self.kind, on.index))  # of two threads' one stays
         return self._staged[str(on)]
 
     def address(self, buffer: Memory) -> int:
@@ -112,7 +139,7 @@ class CudaDriver:
         dtype, whole = tensor.dtype.storage, buffer.array
         strides = [s * dtype.itemsize for s in tensor.strides]
         with whole.device:
-            array = _cupy().ndarray(tensor.shape, dtype, whole.data + tensor.offset, strides)
+            array = self.cupy.ndarray(tensor.shape, dtype, whole.data + tensor.offset, strides)
         return DeviceArray(array, buffer.staging)
 
     def are_peers(self, devices: Sequence[Device]) -> bool:
@@ -123,7 +150,7 @@ class CudaDriver:
         """
         if has_parts(devices):
             return False
-        cupy = _cupy()
+        cupy = self.cupy
         runtime, pairs = cupy.cuda.runtime, list(permutations((d.index for d in devices), 2))
         if not all(runtime.deviceCanAccessPeer(own, other) for own, other in pairs):
             return False
@@ -138,61 +165,59 @@ class CudaDriver:
 
     def library(self, devices: Sequence[Device]) -> Library | str:
         if has_parts(devices):
-            return "NCCL joins no parts of one device"
-        return nccl(_cupy(), _nccl)
+            return f"{self.library_name} joins no parts of one device"
+        return nccl(self.cupy, _nccl, self.library_name)
 
     def share(self, board: Array, is_first: bool) -> int:
         """The board is pinned by the first device, for all of them and for as long as it lives."""
-        runtime, address = _cupy().cuda.runtime, int(board.ctypes.data)
-        with told(_cupy(), "cuda devices", "share memory of the host"):
+        runtime, address = self.cupy.cuda.runtime, int(board.ctypes.data)
+        with told(self.cupy, f"{self.kind} devices", "share memory of the host"):
             if is_first:
                 runtime.hostRegister(address, board.nbytes, PORTABLE_AND_MAPPED)
                 weakref.finalize(board, runtime.hostUnregister, address)
             return int(runtime.pointerGetAttributes(address).devicePointer)
 
     def prepare(self, kernel: Kernel, on: Device) -> None:
-        with told(_cupy(), on, f"load {kernel}"), _cupy().cuda.Device(on.index):
-            _function(kernel, on.index)
+        with told(self.cupy, on, f"load {kernel}"), self.cupy.cuda.Device(on.index):
+            self._function(kernel, on.index)
 
     def record(self, steps: Sequence[Step], on: Device) -> Callable[[], None]:
-        """All but a single launch becomes a CUDA graph; exchanges do so on all devices, or on none, as NCCL asks."""
-        cupy, stream, first = _cupy(), self.stream(on), steps[0]
+        cupy = self.cupy
         with told(cupy, on, "record launches"), cupy.cuda.Device(on.index):
-            if len(steps) == 1 and isinstance(first, Launch):
-                replay = self._call(first, on, stream)
-            else:
-                capturing = cupy.cuda.Stream(non_blocking=True)
-                calls = [
-                    self._call(step, on, capturing)
-                    if isinstance(step, Launch)
-                    else partial(step.ring.transfer, step.transfers, capturing.ptr)
-                    for step in steps
-                ]
-                with capturing:
-                    capturing.begin_capture()
-                    for call in calls:
-                        call()
-                    replay = partial(capturing.end_capture().launch, stream)
+            replay = self._replay(steps, on)
 
         def run() -> None:
             try:
                 with cupy.cuda.Device(on.index):
                     replay()
             except cupy.cuda.runtime.CUDARuntimeError as why:
-                raise LaunchError(first.number, str(why)) from None
+                raise LaunchError(steps[0].number, str(why)) from None
 
         return Recorded(run, tuple(step.ring for step in steps if isinstance(step, Exchange)))
+
+    def _replay(self, steps: Sequence[Step], on: Device) -> Callable[[], None]:
+        """All but a single launch becomes a CUDA graph; exchanges do so on all devices, or on none, as NCCL asks."""
+        stream = self.stream(on)
+        if len(steps) == 1 and isinstance(steps[0], Launch):
+            return self._call(steps[0], on, stream)
+        capturing = self.cupy.cuda.Stream(non_blocking=True)
+        calls = [self._call(step, on, capturing) for step in steps]
+        with capturing:
+            capturing.begin_capture()
+            for call in calls:
+                call()
+            return partial(capturing.end_capture().launch, stream)
 
     def stream(self, on: Device) -> Any:
         """The stream that launches and copies go to."""
         return self._staging(on).stream
 
-    def _call(self, launch: Launch, on: Device, stream: Any) -> Callable[[], None]:
-        """One launch into a stream; CUDA copies the words when it is made."""
-        driver = _cupy().cuda.driver
-        function = _function(launch.kernel, on.index)
-        if launch.shared_bytes > EVERYWHERE:
-            driver.funcSetAttribute(function.ptr, MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared_bytes)
+    def _call(self, step: Step, on: Device, stream: Any) -> Callable[[], None]:
+        """One step into a stream; the words of a launch are copied when it is made."""
+        if isinstance(step, Exchange):
+            return partial(step.ring.transfer, step.transfers, stream.ptr)
+        driver, launch, function = self.cupy.cuda.driver, step, self._function(step.kernel, on.index)
+        self._allow(function, launch.shared_bytes)
         words = np.array(launch.words, np.uint64)
         parameters = np.array([words.ctypes.data], np.uint64)
 
@@ -212,13 +237,27 @@ class CudaDriver:
 
         return call
 
+    def _function(self, kernel: Kernel, index: int) -> Any:
+        module, lowered = _module(self, kernel.source, index)
+        return module.get_function(lowered[kernel.name])
+
+    def _allow(self, function: Any, shared_bytes: int) -> None:
+        """Let launches of a kernel size so much shared memory."""
+        if shared_bytes > EVERYWHERE:
+            self.cupy.cuda.driver.funcSetAttribute(function.ptr, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
+
+    def compiled(self, source: Source, index: int) -> tuple[bytes, Mapping[str, str]]:
+        """The code of a source for a device, and what its kernels are called there.  Raises `BackendError`."""
+        capability = self._capability(index)
+        return cubin(source, f"sm_{capability}{'a' if capability in SPECIFIC else ''}")
+
     def is_done(self, on: Device) -> bool:
-        return int(_cupy().cuda.runtime.streamQuery(self.stream(on).ptr)) != NOT_READY  # but done, or failed
+        return int(self.cupy.cuda.runtime.streamQuery(self.stream(on).ptr)) != NOT_READY  # but done, or failed
 
     def timed(self, runs: Sequence[Callable[[], None]], on: Device) -> list[float]:
         """By events between them in the stream."""
-        events, stream = _cupy().cuda, self.stream(on)
-        with told(_cupy(), on, "time launches"), events.Device(on.index):
+        events, stream = self.cupy.cuda, self.stream(on)
+        with told(self.cupy, on, "time launches"), events.Device(on.index):
             marks = [events.Event() for _ in range(len(runs) + 1)]
             marks[0].record(stream)
             for run, mark in zip(runs, marks[1:], strict=True):
@@ -228,7 +267,7 @@ class CudaDriver:
             return [events.get_elapsed_time(start, end) * 1e-3 for start, end in pairwise(marks)]
 
     def synchronise(self, on: Device) -> None:
-        with told(_cupy(), on, "end what was launched"):
+        with told(self.cupy, on, "end what was launched"):
             self.stream(on).synchronize()
 
 
@@ -247,34 +286,23 @@ class Recorded:
         self.run = None
 
 
-def _capability(index: int) -> str:
-    with _cupy().cuda.Device(index) as device:
-        return str(device.compute_capability)
-
-
 @once
-def _module(source: Source, index: int) -> tuple[Any, dict[str, str]]:
+def _module(driver: CudaDriver, source: Source, index: int) -> tuple[Any, Mapping[str, str]]:
     """The code of a source on a device, and what its kernels are called there."""
-    cupy = _cupy()
-    capability = _capability(index)
+    cupy = driver.cupy
     with cupy.cuda.Device(index):
-        image, lowered = cubin(source, f"sm_{capability}{'a' if capability in SPECIFIC else ''}")
+        image, lowered = driver.compiled(source, index)
         module = cupy.cuda.function.Module()
         module.load(image)
     return module, lowered
 
 
-def _function(kernel: Kernel, index: int) -> Any:
-    module, lowered = _module(kernel.source, index)
-    return module.get_function(lowered[kernel.name])
+class Absent(CudaDriver):
+    """Devices that need not be there, as far as plans ask for them: `shared` is the bytes that a block may have."""
 
-
-class _Absent(CudaDriver):
-    """Devices of one compute capability that need not be there, as far as plans ask for them."""
-
-    def __init__(self, capability: str) -> None:
+    def __init__(self, kind: str, shared: int) -> None:
         super().__init__()
-        self._most_shared = most_shared(capability)
+        self.kind, self._most_shared = kind, shared
 
     def devices(self) -> Sequence[Device]:
         return (Device(self.kind, 0),)
@@ -291,7 +319,7 @@ class CudaBackend(DriverBackend):
 
     def absent(self, model: str) -> DriverBackend:
         """What plans ask of devices that need not be there; `model` is their compute capability, as ``90``."""
-        return DriverBackend(_Absent(model))
+        return DriverBackend(Absent(self.name, most_shared(model)))
 
     def predicted(self, kind: str) -> Mapping[str, Mapping[str, float]]:
         """Speeds of products with weights on such a GPU, by a model of its time."""

@@ -8,8 +8,8 @@ import pytest
 from hocket.backends.base import Tensor
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding.launches import Launches
-from hocket.backends.cupy.device.driver import KERNELS, LaunchError
-from hocket.backends.cupy.emulation.emulated import EmulatedDriver
+from hocket.backends.cupy.device.driver import HIP, KERNELS, LaunchError
+from hocket.backends.cupy.emulation.emulated import EmulatedHipDriver
 from hocket.backends.operands import Operand
 from hocket.conformance import Outcome, parse_case, run_case
 from hocket.graph.dtypes import DType
@@ -18,7 +18,6 @@ from hocket.graph.errors import BackendError
 from ..given.devices.emulation import FaultyDriver, Written, needs_compiler
 
 pytestmark = needs_compiler
-HIP = "hip.cuh"
 MATRICES, SUMS = "mul_mat(w=f16[64,256], x=f32[70,256])", "rms_norm(x=f32[3,4,130])"
 CASES = (
     "gated_delta_net(q=f32[1,1,2,64], k=f32[1,1,2,64], v=f32[1,1,4,64], g=f32[1,1,4,1], beta=f32[1,1,4], "
@@ -44,7 +43,7 @@ def outcome(driver, case):
 @pytest.mark.long(every=5)
 @pytest.mark.parametrize("case", CASES)
 def test_what_decoding_needs_holds_in_waves_of_64_lanes(case):
-    found = outcome(EmulatedDriver(instructions=HIP), case)
+    found = outcome(EmulatedHipDriver(), case)
     assert found.outcome is Outcome.PASS, found.why
 
 
@@ -68,7 +67,7 @@ def halves(how, mask="ALL_LANES"):
     before = "".join((KERNELS / name).read_text("utf-8") for name in ("types.cuh", HIP, "prelude.cuh"))
     body = before + HALVES.replace("ALL_LANES", mask)
     made = Written("halves.cu", (f"halves<{how}>",), instructions=HIP, body=body)
-    driver = EmulatedDriver(instructions=HIP)
+    driver = EmulatedHipDriver()
     device = driver.device(0)
     memory = [driver.alloc(4 * 64, device) for _ in range(2)]
     memory[0].view(np.float32)[:] = np.arange(64)

@@ -33,6 +33,10 @@ def _compiler() -> Compiler:
     return Compiler("hiprtc", "hiprtc", "Code", hiprtc())
 
 
+def version() -> tuple[int, int]:
+    return _compiler().version()
+
+
 def compile(source: Source, arch: str) -> Compiled:
     """Machine code for `arch`, such as ``gfx90a``, of a source in ``hip.cuh``.  Raises `BackendError` with the
     compiler's first error."""

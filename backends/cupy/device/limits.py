@@ -21,7 +21,7 @@ Source: CUDA C++ Programming Guide, technical specifications per compute capabil
 """
 MOST = max(SHARED.values())
 LOCAL = 64 * KIB
-"""The same of devices of AMD that are simulated or emulated; a real one says what it has."""
+"""Bytes that a block may ask for on devices of AMD that are simulated or emulated; a real one says what it has."""
 
 
 def most_shared(capability: str) -> int:

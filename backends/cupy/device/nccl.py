@@ -1,4 +1,5 @@
-"""NCCL, through CuPy: collectives of devices that do not reach each other's memory, or that have much to say."""
+"""NCCL, or RCCL with the same calls, through CuPy: collectives of devices that do not reach each other's memory, or
+that have much to say."""
 
 from __future__ import annotations
 
@@ -21,24 +22,29 @@ TYPES = {
 }
 
 
-def nccl(cupy: Any, load: Callable[[], Any]) -> Nccl | str:
-    """NCCL as `load` imports it from CuPy, or why there is none."""
+INSTALL = {
+    "NCCL": "on Linux: pip install nvidia-nccl-cu13, or nvidia-nccl-cu12",
+    "RCCL": "a part of ROCm: apt install rccl",
+}
+
+
+def nccl(cupy: Any, load: Callable[[], Any], name: str) -> Nccl | str:
+    """The library `name` as `load` imports it from CuPy, or why there is none."""
     try:
         library = load()
         if not getattr(library, "available", False):
-            return "this CuPy has no NCCL (on Linux: pip install nvidia-nccl-cu13, or nvidia-nccl-cu12)"
+            return f"this CuPy has no {name} ({INSTALL[name]})"
         version = int(library.get_version())
     except (ImportError, RuntimeError) as why:
-        return f"NCCL does not load: {' '.join(str(why).split())}"
-    return Nccl(cupy, library, version)
+        return f"{name} does not load: {' '.join(str(why).split())}"
+    return Nccl(cupy, library, f"{name} {version // 10000}.{version // 100 % 100}.{version % 100}")
 
 
 class Nccl:
     """The library; one thread calls for each device."""
 
-    def __init__(self, cupy: Any, nccl: Any, version: int) -> None:
-        self.cupy, self.nccl = cupy, nccl
-        self.name = f"NCCL {version // 10000}.{version // 100 % 100}.{version % 100}"
+    def __init__(self, cupy: Any, nccl: Any, name: str) -> None:
+        self.cupy, self.nccl, self.name = cupy, nccl, name
 
     def identity(self) -> Array:
         return np.array(self.nccl.get_unique_id(), np.int64)  # a word each: the sign of C's char differs by machine
@@ -46,7 +52,7 @@ class Nccl:
     def join(self, identity: Array, rank: int, size: int, on: Device) -> NcclRing:
         try:
             with self.cupy.cuda.Device(on.index):
-                return NcclRing(self.nccl, self.nccl.NcclCommunicator(size, tuple(identity.tolist()), rank))
+                return NcclRing(self, self.nccl.NcclCommunicator(size, tuple(identity.tolist()), rank))
         except self.nccl.NcclError as why:
             raise BackendError(f"{on} cannot join a group of {size} devices with {self.name}: {why}") from None
 
@@ -54,8 +60,8 @@ class Nccl:
 class NcclRing:
     """A communicator; it must outlive every graph that has a call of it."""
 
-    def __init__(self, nccl: Any, communicator: Any) -> None:
-        self.nccl, self.communicator = nccl, communicator
+    def __init__(self, library: Nccl, communicator: Any) -> None:
+        self.name, self.nccl, self.communicator = library.name, library.nccl, communicator
 
     def transfer(self, transfers: Sequence[Transfer], stream: int) -> None:
         nccl = self.nccl
@@ -67,7 +73,7 @@ class NcclRing:
             finally:
                 nccl.groupEnd()
         except nccl.NcclError as why:
-            raise BackendError(f"NCCL: {why}") from None
+            raise BackendError(f"{self.name}: {why}") from None
 
     def _call(self, t: Transfer, dtype: int, stream: int) -> None:
         match t.op:

@@ -34,9 +34,9 @@ class Staging:
     once the device has copied all that lies there.
     """
 
-    def __init__(self, cupy: Any, index: int) -> None:
-        self.cupy, self.index = cupy, index
-        with told(cupy, f"cuda:{index}", "make a stream and pinned memory"), cupy.cuda.Device(index):
+    def __init__(self, cupy: Any, kind: str, index: int) -> None:
+        self.cupy, self.index, self.name = cupy, index, f"{kind}:{index}"
+        with told(cupy, self.name, "make a stream and pinned memory"), cupy.cuda.Device(index):
             # Of no stream but its own must it wait: one of another part of the device may be waiting for this one.
             self.stream = cupy.cuda.Stream(non_blocking=True)
             self._emptied = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
@@ -78,7 +78,7 @@ class Staging:
     @contextmanager
     def _at_work(self, doing: str) -> Iterator[None]:
         """On the device, with its stream."""
-        with told(self.cupy, f"cuda:{self.index}", doing), self.cupy.cuda.Device(self.index), self.stream:
+        with told(self.cupy, self.name, doing), self.cupy.cuda.Device(self.index), self.stream:
             yield
 
     def _send(self, host: Array, array: Any) -> None:

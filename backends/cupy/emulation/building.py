@@ -43,7 +43,7 @@ def compiler() -> str:
     path = shutil.which("g++")
     if path is None:
         raise BackendError(
-            "cuda-emulated compiles its kernels with g++, which is not installed; install g++ 12 or newer"
+            "emulated devices compile their kernels with g++, which is not installed; install g++ 12 or newer"
         )
     return path
 

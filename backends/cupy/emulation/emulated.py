@@ -58,6 +58,7 @@ class EmulatedDriver:
     """
 
     kind = "cuda-emulated"
+    description = "CUDA kernels emulated on the processor"
 
     def __init__(self, order: int | None = None, shared: int = MOST, instructions: str = CUDA) -> None:
         self.order, self.shared, self.instructions = order, shared, instructions
@@ -67,7 +68,7 @@ class EmulatedDriver:
 
     def device(self, index: int) -> Device:
         compiler()
-        return Device(self.kind, index, None, f"{self.kind.partition('-')[0].upper()} kernels emulated on the processor", memory_of=HOST)
+        return Device(self.kind, index, None, self.description, memory_of=HOST)
 
     def most_shared(self, on: Device) -> int:
         return self.shared
@@ -198,6 +199,7 @@ class EmulatedHipDriver(EmulatedDriver):
     """The same with waves of 64 lanes; as on real devices of AMD, kernels do not reach other devices' memory."""
 
     kind = "hip-emulated"
+    description = "HIP kernels emulated on the processor, in waves of 64 lanes"
 
     def __init__(self, order: int | None = None) -> None:
         super().__init__(order, LOCAL, HIP)

@@ -20,7 +20,8 @@ from typing import ClassVar
 import numpy as np
 
 from hocket.backends.cupy.device.driver import Kernel, Launch
-from hocket.backends.cupy.emulation.emulated import EmulatedDriver
+from hocket.backends.cupy.device.limits import LOCAL
+from hocket.backends.cupy.emulation.emulated import EmulatedDriver, EmulatedHipDriver
 
 from ..waits import HOUR
 
@@ -188,6 +189,16 @@ class Stream:
             raise StreamError(str(self.error))
 
 
+def _not_on_hip(*_):
+    raise StreamError("hipErrorUnknown: unknown error")
+
+
+class HipStream(Stream):
+    """Nothing is captured."""
+
+    begin_capture = _not_on_hip
+
+
 class Graph:
     """``cupy.cuda.Graph``; `used` are the communicators of NCCL in it."""
 
@@ -237,10 +248,12 @@ def elapsed(start, end):
 
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3
 PROPERTIES = {"totalGlobalMem": 1 << 30, "multiProcessorCount": 1, "l2CacheSize": 1 << 20}
+OF_HIP = {"gcnArchName": b"gfx90a:sramecc+:xnack-", "sharedMemPerBlock": LOCAL}
 
 
-def fake_cupy(sources, are_peers=True, nccl=None):
-    """The module; `sources` is what kernels may be launched of."""
+def fake_cupy(sources, are_peers=True, nccl=None, is_hip=False):
+    """The module, or with `is_hip` that for ROCm; `sources` is what kernels may be launched of."""
+    emulated = (EmulatedHipDriver if is_hip else EmulatedDriver)(0)
     enabled, pinned, current = set(), set(), threading.local()
     staged: list[np.ndarray] = []
     functions: dict[int, Kernel] = {}
@@ -256,7 +269,7 @@ def fake_cupy(sources, are_peers=True, nccl=None):
     def launch_kernel(function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra):
         at = ctypes.c_void_p.from_address(parameters).value
         assert extra == 0
-        Stream.known[stream].put(_emulated(functions[function], (gx, gy, gz), (bx, by, bz), shared, at))
+        Stream.known[stream].put(_emulated(emulated, functions[function], (gx, gy, gz), (bx, by, bz), shared, at))
 
     def copy(into, source, nbytes, kind, stream):
         ends = {HOST_TO_DEVICE: [source], DEVICE_TO_HOST: [into], DEVICE_TO_DEVICE: []}[kind]
@@ -294,6 +307,7 @@ def fake_cupy(sources, are_peers=True, nccl=None):
         return SimpleNamespace(devicePointer=address)
 
     runtime = SimpleNamespace(
+        is_hip=is_hip,
         enabled=enabled,
         pinned=pinned,
         deviceCanAccessPeer=lambda own, other: are_peers and own != other,
@@ -302,7 +316,7 @@ def fake_cupy(sources, are_peers=True, nccl=None):
         hostUnregister=pinned.remove,
         pointerGetAttributes=attributes,
         getDeviceCount=lambda: 4,
-        getDeviceProperties=lambda index: {**PROPERTIES, "name": b"no GPU"},
+        getDeviceProperties=lambda index: {**PROPERTIES, **(OF_HIP if is_hip else {}), "name": b"no GPU"},
         driverGetVersion=lambda: 13000,
         runtimeGetVersion=lambda: 13000,
         memcpyAsync=copy,
@@ -314,11 +328,13 @@ def fake_cupy(sources, are_peers=True, nccl=None):
     )
     driver = SimpleNamespace(launchKernel=launch_kernel, funcSetAttribute=lambda *_: None, CUDADriverError=StreamError)
     device = SimpleNamespace(compute_capability="90")
+    if is_hip:
+        driver.funcSetAttribute = runtime.deviceEnablePeerAccess = device.compute_capability = _not_on_hip
     cuda = SimpleNamespace(
         runtime=runtime,
         driver=driver,
         Device=entered,
-        Stream=Stream,
+        Stream=HipStream if is_hip else Stream,
         Event=Event,
         get_elapsed_time=elapsed,
         alloc_pinned_memory=alloc_pinned,
@@ -337,11 +353,11 @@ def fake_cupy(sources, are_peers=True, nccl=None):
     )
 
 
-def _emulated(kernel, grid, block, shared, at):
+def _emulated(driver, kernel, grid, block, shared, at):
     """A launch whose words lie at an address; they are copied now, as CUDA does."""
     size = _words(kernel)
     words = tuple(np.ctypeslib.as_array((ctypes.c_uint64 * size).from_address(at)).tolist())
-    return EmulatedDriver(0).record([Launch(kernel, grid, block, shared, words, (), 0)], None)
+    return driver.record([Launch(kernel, grid, block, shared, words, (), 0)], None)
 
 
 def _words(kernel):

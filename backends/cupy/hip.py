@@ -1,0 +1,74 @@
+"""Devices of AMD, through CuPy for ROCm: the same calls as for CUDA, kernels compiled by hiprtc, meetings with RCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ...graph.errors import BackendError
+from ..base import Device
+from .backend import DriverBackend
+from .cuda import Absent, CudaDriver
+from .device import hiprtc
+from .device.cubins import cubin
+from .device.driver import Source, Step
+from .device.limits import LOCAL
+
+UNPROVEN = "has not run on a real device yet"
+
+
+class HipDriver(CudaDriver):
+    """The devices of AMD in this machine."""
+
+    kind = "hip"
+    install = f"pip install hocket[rocm], beside ROCm 7; {UNPROVEN}"
+    library_name = "RCCL"
+    is_hip = True
+
+    def device(self, index: int) -> Device:
+        device = super().device(index)
+        return replace(device, description=f"{device.description}; {UNPROVEN}")
+
+    def _shared_of(self, index: int) -> int:
+        return int(self.about(index)["sharedMemPerBlock"])
+
+    def are_peers(self, devices: Sequence[Device]) -> bool:
+        """Memory of hipMalloc, which other devices reach, is the same for all of them between kernels only."""
+        return False
+
+    def _replay(self, steps: Sequence[Step], on: Device) -> Callable[[], None]:
+        """One after the other: CuPy captures no graphs of these devices."""
+        calls = [self._call(step, on, self.stream(on)) for step in steps]
+
+        def replay() -> None:
+            for call in calls:
+                call()
+
+        return replay
+
+    def _allow(self, function: Any, shared_bytes: int) -> None:
+        """A launch may size all that there is; HIP has no such attribute."""
+
+    def compiled(self, source: Source, index: int) -> tuple[bytes, Mapping[str, str]]:
+        arch = self.about(index)["gcnArchName"].decode()
+        image, lowered = cubin(hiprtc.written(source), arch, hiprtc)
+        for name in source.names:
+            if name not in lowered:
+                raise BackendError(f"hiprtc does not say what {name} of {source.file} is called; install ROCm 7")
+        return image, lowered
+
+
+class HipBackend(DriverBackend):
+    """Runs on devices of AMD as ``hip:0``, ``hip:1``, ..."""
+
+    def __init__(self) -> None:
+        super().__init__(HipDriver())
+
+    def absent(self, model: str) -> DriverBackend:
+        """What plans ask of devices that need not be there, of an architecture such as ``gfx942``."""
+        return DriverBackend(Absent(self.name, LOCAL))
+
+    def predicted(self, kind: str) -> Mapping[str, Mapping[str, float]]:
+        """Nothing: there is no model of the time of these GPUs."""
+        return {}

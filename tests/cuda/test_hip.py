@@ -1,0 +1,198 @@
+"""The backend for devices of AMD: kernels in emulated waves of 64 lanes, its driver over stand-ins for CuPy, RCCL."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hocket import ops
+from hocket.backends.base import Device
+from hocket.backends.cupy import cuda, hip
+from hocket.backends.cupy.device import hiprtc
+from hocket.backends.cupy.device.driver import HIP, Launch, Source
+from hocket.backends.cupy.device.limits import EVERYWHERE
+from hocket.backends.cupy.emulation.emulated import EmulatedHipBackend
+from hocket.backends.cupy.meeting.transport import transport_of
+from hocket.backends.cupy.table import BINDINGS, SOURCES
+from hocket.cli import main
+from hocket.conformance import Outcome, run_case
+from hocket.conformance.trials.generate import quick_cases
+from hocket.graph import Graph, input, state, weight
+from hocket.graph.errors import BackendError
+from hocket.ops import REGISTRY
+from hocket.scheduler import load, plan_for
+from hocket.scheduler.simulated import simulate
+
+from ..given.devices.devices_meet import CASES, Rig, same, through_the_host
+from ..given.devices.emulation import needs_compiler
+from ..given.devices.fake_cupy import fake_cupy
+from ..given.devices.fake_nccl import FakeNccl
+
+
+@pytest.mark.long(every=20)
+@needs_compiler
+@pytest.mark.parametrize("name", sorted(BINDINGS))
+def test_every_kernel_does_in_waves_of_64_lanes_what_its_op_means(name):
+    """Ten cases of the quick run, which ``hocket check --backend hip-emulated`` makes whole."""
+    cases = quick_cases(REGISTRY[name])
+    check(EmulatedHipBackend(), cases[:: max(1, len(cases) // 10)])
+
+
+def check(backend, cases):
+    """One may have no reference, or more of something than a kernel takes, but none may lack a kernel."""
+    for case in cases:
+        result = run_case(case, backend, backend.device(0))
+        is_large = result.outcome is Outcome.UNSUPPORTED and " are too " in result.why
+        assert is_large or result.outcome in (Outcome.PASS, Outcome.NO_REFERENCE), f"{case}: {result.why}"
+
+
+# ------------------------------------------------------------------------------------------------ the driver of devices
+
+
+def compiled(source, arch, compiler):
+    """In place of machine code the number of the source."""
+    assert (source.instructions, arch, compiler) == (HIP, "gfx90a:sramecc+:xnack-", hiprtc)
+    (number,) = (i for i, s in enumerate(SOURCES) if (s.file, s.names) == (source.file, source.names))
+    return str(number), {name: name for name in source.names}
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    """A stand-in for CuPy for ROCm, and for RCCL."""
+    made = fake_cupy(SOURCES, nccl=FakeNccl, is_hip=True)
+    monkeypatch.setattr(cuda, "_cupy", lambda: made)
+    monkeypatch.setattr(cuda, "_nccl", lambda: made.cuda.nccl)
+    monkeypatch.setattr(hip, "cubin", compiled)
+    cuda._module.cache_clear()
+    yield made
+    cuda._module.cache_clear()
+
+
+@pytest.mark.long(every=6)
+@needs_compiler
+@pytest.mark.parametrize("name", ["add", "get_rows", "softmax", "mul_mat", "argsort", "gated_delta_net"])
+def test_the_driver_makes_the_launches_of_the_emulated_one(name, cupy):
+    cases = quick_cases(REGISTRY[name])
+    check(hip.HipBackend(), cases[:: max(1, len(cases) // 6)])
+
+
+@needs_compiler
+def test_launches_of_a_program_follow_each_other_and_their_faults_are_reported(cupy):
+    """A graph is captured nowhere, which the stand-in would refuse."""
+    backend = hip.HipBackend()
+    table, kept = weight("table", (4, 2), "f16"), state("kept", (3, 2))
+    new = ops.add(kept, ops.get_rows(table, input("ids", (3,), "i32"), name="rows"))
+    graph = Graph({"y": ops.scale(new, scale=2.0)}, updates={kept: new})
+    values = {"table": np.arange(8, dtype=np.float16).reshape(4, 2)}
+    made = load(plan_for(graph, [(backend, backend.device(0))]), values)
+    assert made.run({"ids": [0, 1, 2]})["y"].tolist() == [[0, 2], [4, 6], [8, 10]]
+    with pytest.raises(BackendError, match="%rows on hip:0: id -1 names no row"):
+        made.run({"ids": [0, -1, 2]})
+    assert made.run({"ids": [0, 0, 0]})["y"].tolist() == [[0, 4], [4, 8], [8, 12]]
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", ["a few", "all_gather", "send"])
+def test_devices_meet_with_rccl(case, cupy, monkeypatch):
+    parts = CASES[case](2)
+    wanted, rig = through_the_host(monkeypatch, parts), Rig(hip.HipBackend(), parts)
+    for _ in range(2):
+        same(rig.run(), wanted)
+    assert cupy.cuda.nccl.calls
+
+
+def test_how_devices_meet_is_told(cupy):
+    driver, two = hip.HipDriver(), [Device("hip", index) for index in range(2)]
+    assert transport_of(two, driver).why == "with RCCL 2.27.3: they do not reach each other's memory"
+    parts = [Device("hip", 0, part=part) for part in range(2)]
+    assert transport_of(parts, driver).why.endswith("and RCCL joins no parts of one device")
+
+
+@needs_compiler
+def test_a_block_has_64_kib_of_memory_without_asking(cupy):
+    driver, on = hip.HipDriver(), Device("hip", 0)
+    assert driver.most_shared(on) == 64 << 10
+    kernel = SOURCES[0][SOURCES[0].names[0]]
+    driver.record([Launch(kernel, (1, 1, 1), (32, 1, 1), EVERYWHERE + 1024, (), (), 0)], on)
+
+
+# ---------------------------------------------------------------------------------------------------- what is said
+
+
+def test_what_has_not_run_on_a_device_is_listed_so(cupy, capsys):
+    assert main(["devices"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hip:")]
+    assert len(lines) == 4
+    assert all("no GPU; has not run on a real device yet; meets others with RCCL" in line for line in lines)
+
+
+def missing():
+    raise ImportError("No module named 'cupy'")
+
+
+@pytest.mark.parametrize(
+    ("module", "driver", "said"),
+    [
+        (lambda: fake_cupy(()), hip.HipDriver, "hip devices need another CuPy than this one for CUDA: pip install"),
+        (lambda: fake_cupy((), is_hip=True), cuda.CudaDriver, "cuda devices need another CuPy than this one for ROCm"),
+        (missing, hip.HipDriver, "hip devices need CuPy: pip install hocket[rocm]"),
+    ],
+    ids=["for CUDA", "for ROCm", "none"],
+)
+def test_without_cupy_for_these_devices_there_are_none(module, driver, said, monkeypatch):
+    monkeypatch.setattr(cuda, "_cupy", module)
+    with pytest.raises(BackendError) as caught:
+        driver().devices()
+    assert str(caught.value).startswith(said)
+    assert "\n" not in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------------- machine code
+
+
+class Cupy:
+    """Says what a device is."""
+
+    def __init__(self, arch):
+        self.cuda = fake_cupy((), is_hip=True).cuda
+        self.cuda.runtime.getDeviceProperties = lambda index: {"gcnArchName": arch}
+
+
+@pytest.fixture
+def gfx90a(monkeypatch, tmp_path):
+    try:
+        hiprtc.hiprtc()
+    except BackendError as why:
+        pytest.skip(str(why))
+    monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cuda, "_cupy", lambda: Cupy(b"gfx90a:sramecc+:xnack-"))
+
+
+def test_a_source_is_compiled_for_the_device_and_kept(gfx90a, monkeypatch):
+    source = Source("rotary.cu", ("timesteps",))
+    image, lowered = hip.HipDriver().compiled(source, 0)
+    assert image.startswith(b"\x7fELF")
+    assert lowered["timesteps"].encode() in image
+    monkeypatch.setattr(hiprtc, "compile", lambda *_: pytest.fail("it is compiled again"))
+    assert hip.HipDriver().compiled(source, 0) == (image, lowered)
+
+
+def test_a_kernel_without_a_name_is_an_error(gfx90a, monkeypatch):
+    source = Source("rotary.cu", ("timesteps",))
+    monkeypatch.setattr(hip, "cubin", lambda *_: (b"", {}))
+    with pytest.raises(BackendError, match=r"does not say what timesteps of rotary\.cu is called; install ROCm 7"):
+        hip.HipDriver().compiled(source, 0)
+
+
+# ---------------------------------------------------------------------------------------------------------- planning
+
+
+def test_plans_are_made_for_devices_of_amd_that_are_not_there():
+    x = input("x", (1, 64))
+    graph = Graph({"y": ops.rms_norm(ops.mul_mat(weight("w", (64, 64), "q8_0"), x))})
+    simulation = simulate("mi300x:8")
+    assert simulation.hardware_for(graph).bandwidth == 5.3e12
+    made = plan_for(graph, simulation.group, hardware=simulation.hardware_for(graph))
+    assert made.lanes[0].memory()["weight"] == 64 * 64 // 32 * 34
+    (backend, device), *_ = simulation.group
+    assert "few<" in " ".join(called.kernel for called in backend.foretold(made.lanes[0].program, device))
