@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 
@@ -20,13 +22,15 @@ from hocket.conformance.trials.generate import quick_cases
 from hocket.graph import Graph, input, state, weight
 from hocket.graph.errors import BackendError
 from hocket.ops import REGISTRY
-from hocket.scheduler import load, plan_for
+from hocket.ops.collective import COLLECTIVES
+from hocket.scheduler import load, plan, plan_for
 from hocket.scheduler.simulated import simulate
 
 from ..given.devices.devices_meet import CASES, Rig, same, through_the_host
 from ..given.devices.emulation import needs_compiler
 from ..given.devices.fake_cupy import fake_cupy
 from ..given.devices.fake_nccl import FakeNccl
+from ..given.plans.grouped import everything_that_fits, weights_of
 
 
 @pytest.mark.long(every=20)
@@ -44,6 +48,21 @@ def check(backend, cases):
         result = run_case(case, backend, backend.device(0))
         is_large = result.outcome is Outcome.UNSUPPORTED and " are too " in result.why
         assert is_large or result.outcome in (Outcome.PASS, Outcome.NO_REFERENCE), f"{case}: {result.why}"
+
+
+@needs_compiler
+def test_emulated_devices_meet_through_memory_of_the_host():
+    x, up, down = input("x", (3, 32)), weight("up", (64, 32)), weight("down", (32, 64))
+    graph, backend = Graph({"y": ops.mul_mat(down, ops.silu(ops.mul_mat(up, x)))}), EmulatedHipBackend()
+    group = [(backend, backend.device(index)) for index in range(2)]
+    rng = np.random.default_rng(0)
+    values = {v.node.name: rng.standard_normal(v.shape).astype(np.float32) for v in (x, up, down)}
+    cut = plan_for(graph, group, choose=lambda g, f: everything_that_fits(g, f, random.Random(0)))
+    assert any(i.op in COLLECTIVES for i in cut.lanes[0].program.instructions)
+    two, one = (load(made, weights_of(graph, values)) for made in (cut, plan(graph, ("reference:0",))))
+    given = {"x": values["x"]}
+    np.testing.assert_allclose(two.run(given)["y"], one.run(given)["y"], rtol=1e-4, atol=1e-4)
+    assert backend.meeting([device for _, device in group]).startswith("through memory of the host")
 
 
 # ------------------------------------------------------------------------------------------------ the driver of devices

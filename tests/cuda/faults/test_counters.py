@@ -16,6 +16,7 @@ from hocket.conformance.reports.emulated import counters
 from hocket.graph import DType
 
 from ...given.devices.emulation import Written, needs_compiler
+from ...given.devices.recorded import asked_more
 
 pytestmark = needs_compiler
 SIZE = 1024
@@ -101,9 +102,10 @@ def test_bytes_of_sectors_that_nobody_wants_are_moved():
 @pytest.mark.long(every=6)
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_of_the_main_path_ask_for_no_more_than_they_must(case):
+    """Nor more often than is recorded; docs/add-a-cuda-kernel.md says how the page is written."""
     found = counters([case])
     assert found
-    assert [why for counted in found for why in faults(counted)] == []
+    assert [why for counted in found for why in (*faults(counted), *asked_more(counted))] == []
 
 
 def test_packed_weights_that_are_unpacked_ask_for_no_more_than_they_must(monkeypatch):

@@ -11,6 +11,7 @@ import pytest
 
 from hocket.backends.cupy.device.driver import KERNELS
 
+from ...given.devices.inefficiencies import ASKED, COMPILED
 from ..kernels import test_attention, test_delta_layer, test_float_products, test_recurrences, test_sorting
 from ..several_devices import test_collectives, test_wire
 from . import test_delta_faults, test_faults, test_product_faults
@@ -21,6 +22,7 @@ TABLES = {
     "delta layers": (("short_convolution.cu", *plant) for plant in test_delta_layer.FAULTS.values()),
     "delta nets": (fault[1:] for fault in test_delta_faults.FAULTS.values()),
     "float products": (("products.cu", *plant) for plant in test_float_products.PLANTS.values()),
+    "inefficiencies": (*ASKED.values(), *COMPILED.values()),
     "products": test_product_faults.PLANTS.values(),
     "recurrences": (("recurrences.cu", *plant) for plant in test_recurrences.PLANTS.values()),
     "several": ((plant.file, plant.old, plant.new) for plant in test_faults.PLANTS),

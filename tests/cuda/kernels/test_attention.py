@@ -190,6 +190,7 @@ WIDE = case(66, 1, 1, 70, 256)
 HALVES = case(33, 2, 2, 75, 64, mask="", inputs="infinities", cells="f16")
 FEW_HALVES = case(3, 2, 2, 150, 64, mask="", inputs="infinities", cells="f16")
 MANY_HALVES = case(70, 1, 1, 300, 128, cells="bf16")
+SHARP = case(200, 1, 1, 300, 128, mask="", inputs="large", cells="f16")
 LATENT = case(2, 33, 1, 45, 576, 512, mask="", inputs="infinities")
 FAULTS = {
     "queries are read before they are there": (
@@ -289,6 +290,7 @@ FAULTS = {
         "if (false)",
         MANY_HALVES,
     ),
+    "one row says whether sums of two fade": (SHORT_CU, "fade[0] < 1.0f || fade[1] < 1.0f", "fade[0] < 1.0f", SHARP),
     "the other token's mask of cells": (
         SHORT_CU,
         "const Bias bias = added[8 * r]",

@@ -14,8 +14,7 @@ from hocket.backends.cupy.resources import ARCHITECTURES, digest, measured, reco
 from hocket.backends.cupy.table import SOURCES
 from hocket.graph.errors import BackendError
 
-SLACK, MORE = 8, 1.1
-"""Registers and instructions by which compilers of other versions may differ, and the part of them."""
+from ...given.devices.recorded import worse
 
 
 @pytest.fixture(scope="module")
@@ -56,25 +55,6 @@ def test_a_source_compiles_and_takes_what_is_recorded(number, arch):
         assert name in table, f"{name} is not in resources.json; write it anew"
         for why in worse(row, table[name][arch]):
             pytest.fail(f"{name} for {arch}: {why}")
-
-
-def worse(now, before):
-    """In what a row is worse than the one that is recorded."""
-    if now.registers > before.registers + SLACK:
-        yield f"{now.registers} registers in place of {before.registers}"
-    if now.shared != before.shared:
-        yield f"{now.shared} bytes of shared memory in place of {before.shared}"
-    if now.loop > before.loop * MORE + SLACK:
-        yield f"a loop of {now.loop} instructions in place of {before.loop}"
-    if now.products != before.products:
-        yield f"{now.products} instructions of tensor cores in place of {before.products}"
-    if width(now) < width(before) / MORE:
-        yield f"loads of {width(now):.0f} bits in place of {width(before):.0f}"
-
-
-def width(row):
-    """The bits that a load brings on the average."""
-    return sum(int(bits) * count for bits, count in row.loads.items()) / max(1, sum(row.loads.values()))
 
 
 SHOWN = """

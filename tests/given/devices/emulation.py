@@ -29,15 +29,17 @@ class Written(Source):
         return self.body
 
 
-def edited(source: Source, good: str, bad: str) -> Written:
-    """The source where `good`, which is there once, is `bad`.
-
-    Where it is not there, or does not compile, the test fails at once: nothing that catches errors takes that for a
-    mistake that was found.
-    """
+def replaced(source: Source, good: str, bad: str) -> Written:
+    """The source where `good`, which is there once, is `bad`; where it is not there, the test fails at once."""
     if (count := source.text.count(good)) != 1:
         pytest.fail(f"{count} times in {source.file}: {good}")
-    made = Written(source.file, source.names, instructions=source.instructions, body=source.text.replace(good, bad))
+    return Written(source.file, source.names, instructions=source.instructions, body=source.text.replace(good, bad))
+
+
+def edited(source: Source, good: str, bad: str) -> Written:
+    """The same, if it compiles; else the test fails at once: nothing that catches errors takes that for a mistake that
+    was found."""
+    made = replaced(source, good, bad)
     try:
         library(made)
     except BackendError as why:

@@ -1,0 +1,95 @@
+"""What makes kernels slower and not wrong is found without a device: by what they ask of memory, by their machine code,
+or by how many of them are launched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hocket.backends.cupy.backend import DriverBackend
+from hocket.backends.cupy.binding import programs
+from hocket.backends.cupy.device import disassembly, nvrtc
+from hocket.backends.cupy.emulation.counted import CountingDriver
+from hocket.backends.cupy.emulation.main_path import CASES, faults
+from hocket.backends.cupy.resources import measured, recorded
+from hocket.backends.cupy.table import FUSED, SOURCES
+from hocket.conformance import Outcome, parse_case, run_case
+from hocket.graph.errors import BackendError
+from hocket.scheduler import plan
+
+from ...given.devices.emulation import needs_compiler, replaced
+from ...given.devices.inefficiencies import ASKED, COMPILED, LAUNCHED
+from ...given.devices.recorded import asked_more, worse
+from ...given.models.goldens import decode_graph
+
+
+class Planting(CountingDriver):
+    """Counts kernels that see a file with another text in it."""
+
+    def __init__(self, file, good, bad):
+        super().__init__()
+        self.file, self.texts = file, (good, bad)
+
+    def record(self, steps, on):
+        return super().record([self.planted(launch) for launch in steps], on)
+
+    def planted(self, launch):
+        kernel = launch.kernel
+        if self.file not in kernel.source.files:
+            return launch
+        return replace(launch, kernel=replaced(kernel.alone, *self.texts)[kernel.name])
+
+
+@pytest.mark.long(every=7)
+@needs_compiler
+@pytest.mark.parametrize("what", ASKED)
+def test_what_is_asked_of_memory_in_vain_is_counted(what):
+    file, good, bad, case = ASKED[what]
+    assert case in CASES, "nobody counts that unless it is planted"
+    assert good.count("\n") == bad.count("\n"), "what is allowed is found by the lines"
+    driver = Planting(file, good, bad)
+    backend = DriverBackend(driver)
+    result = run_case(parse_case(case), backend, backend.device(0))
+    assert result.outcome is Outcome.PASS, f"it is wrong, not slow: {result.why}"
+    assert [why for counted in driver.found.values() for why in (*faults(counted), *asked_more(counted))]
+
+
+@pytest.fixture(scope="module")
+def _compiler():
+    try:
+        nvrtc.nvrtc()
+        disassembly.disassembler()
+    except BackendError as why:
+        pytest.skip(str(why))
+
+
+@pytest.mark.long(every=5)
+@pytest.mark.usefixtures("_compiler")
+@pytest.mark.parametrize("what", COMPILED)
+def test_machine_code_that_does_more_is_found(what):
+    file, good, bad, kernel = COMPILED[what]
+    name = kernel.partition(": ")[2]
+    (source,) = (s for s in SOURCES if name in s.names and f"{s.file}: {name}" == kernel)
+    assert file in source.files
+    ((row, spilled),) = measured(replaced(source[name].alone, good, bad), "sm_90a").values()
+    assert spilled or list(worse(row, recorded().kernels[kernel]["sm_90a"]))
+
+
+def launches(model):
+    """How many a decoded token takes."""
+    (lane,) = plan(decode_graph(model), ("cuda-emulated:0",)).lanes
+    return len(lane.backend.foretold(lane.program, lane.device))
+
+
+@pytest.mark.parametrize("model", LAUNCHED)
+def test_a_token_takes_no_more_launches_than_before(model):
+    assert launches(model) <= LAUNCHED[model][0], "fewer are welcome: write them into the table"
+
+
+@pytest.mark.parametrize(("model", "chain"), [(m, chain) for m, (_, chains) in LAUNCHED.items() for chain in chains])
+def test_launches_that_are_not_saved_are_counted(model, chain, monkeypatch):
+    left = {op: tuple(f for f in chains if f.__name__ != chain) for op, chains in FUSED.items()}
+    assert left != FUSED
+    monkeypatch.setattr(programs, "FUSED", left)
+    assert launches(model) > LAUNCHED[model][0]

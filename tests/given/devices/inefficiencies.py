@@ -1,0 +1,240 @@
+"""What makes kernels of the main path slower and not wrong, and what it is planted in.
+
+Barriers and fences that are dropped are planted in ``tests/cuda/faults/test_barriers.py`` and ``test_order.py``.
+"""
+
+from __future__ import annotations
+
+from hocket.backends.cupy.device.driver import KERNELS
+
+NORM = "rms_norm(x=f32[4,1024])"
+ADD = "add(a=f32[4,512], b=f32[4,512])"
+ROWS = "get_rows(table=f32[17,128], ids=i32[4])"
+STORED = "set_rows(into=f32[16,128], rows=f32[4,128], ids=i32[4])"
+SOFTMAX = "softmax(x=f32[2,4,256])"
+VECTOR = "mul_mat(w=q8_0[64,1024], x=f32[1,1024])"
+PACKED = "mul_mat(w=q4_K[64,256], x=f32[32,256])"
+MATRICES = "mul_mat(w=bf16[64,128], x=f32[64,128])"
+STEP = (
+    "gated_delta_net(q=f32[1,2,128], k=f32[1,2,128], v=f32[1,4,128], g=f32[1,4,1], beta=f32[1,4], state=f32[4,128,128])"
+)
+PROMPT = (
+    "gated_delta_net(q=f32[70,1,64], k=f32[70,1,64], v=f32[70,1,32], g=f32[70,1,1], beta=f32[70,1], state=f32[1,32,64])"
+)
+TOKEN = "attention(q=f32[1,8,128], k=f32[64,2,128], v=f32[64,2,128], scale=0.1)"
+CELLS = "attention(q=f32[1,8,128], k=f16[64,2,128], v=f16[64,2,128], scale=0.1)"
+SHORT = "attention(q=f32[32,4,128], k=bf16[128,1,128], v=bf16[128,1,128], scale=0.1)"
+TILES = (KERNELS / "attention.cuh").read_text("utf-8")
+BETWEEN = TILES.partition("8 * (c ^ (row & 7)); }\n")[2].partition("8 * ((")[0]
+"""What stands between two formulas."""
+
+ASKED = {
+    "loads 32 numbers apart": (
+        "rows.cu",
+        "return x[c * a.step] * x[c * a.step]; });\n    const float factor = F::",
+        "c = c % 32 * 32 + c / 32; return x[c * a.step] * x[c * a.step]; });\n    const float factor = F::",
+        NORM,
+    ),
+    "lanes of a warp in other rows of a block": (
+        "elementwise.cu",
+        "Binary a) {\n    const u32 i = blockIdx.x * blockDim.x + threadIdx.x;",
+        "Binary a) {\n    const u32 i = blockIdx.x * blockDim.x + threadIdx.x % 32 * 8 + threadIdx.x / 32;",
+        ADD,
+    ),
+    "rows of a table read four numbers apart": (
+        "moves.cu",
+        "row[c * a.column_step]; }, [&](i64 c, T value) { out[c] = to_float(value); });",
+        "row[(c % 32 * 4 + c / 32) * a.column_step]; }, "
+        "[&](i64 c, T value) { out[c % 32 * 4 + c / 32] = to_float(value); });",
+        ROWS,
+    ),
+    "rows of a cache written four numbers apart": (
+        "moves.cu",
+        "x[c * a.column_step]; }, [&](i64 c, float value) { put_cell(row + c, value); });",
+        "x[(c % 32 * 4 + c / 32) * a.column_step]; }, "
+        "[&](i64 c, float value) { put_cell(row + c % 32 * 4 + c / 32, value); });",
+        STORED,
+    ),
+    "one pass over a row too many": (
+        "rows.cu",
+        "top = fmaxf(block_max(top, room), sink);",
+        "each_column<PAIRS>(a.columns, score, [&](i64, float value) { top = fmaxf(top, value); }); "
+        "top = fmaxf(block_max(top, room), sink);",
+        SOFTMAX,
+    ),
+    "every warp rounds all of x": (
+        "packed_few.cu",
+        "for (int eight = 2 * warp; eight < N * eights; eight += 2 * warps) {",
+        "for (int eight = 0; eight < N * eights; eight += 2) {",
+        VECTOR,
+    ),
+    "codes of entries in the same banks": ("packed.cu", "(i ^ (entry & 7))", "i", PACKED),
+    "codes of activations stored twice": (
+        "packed.cu",
+        "codes[0] = r.codes[0], codes[4]",
+        "codes[0] = r.codes[0], __syncwarp(), codes[0] = r.codes[0], codes[4]",
+        PACKED,
+    ),
+    "rows of a tile in the same banks": ("tiled.cu", "PITCH = COLUMNS + 8;", "PITCH = COLUMNS;", MATRICES),
+    "half of each sector of weights": (
+        "tiled.cu",
+        "const int row = threadIdx.x / 4, column = threadIdx.x % 4 * 8;",
+        "const int row = threadIdx.x % (S::THREADS / 4), column = threadIdx.x / (S::THREADS / 4) * 8;",
+        MATRICES,
+    ),
+    "each stage of x comes twice": (
+        "tiled.cu",
+        "                block.fetch(to.x, start);\n#pragma",
+        "                block.fetch(to.x, start), block.fetch(to.x, start);\n#pragma",
+        MATRICES,
+    ),
+    "vectors taken apart": (
+        "tiled.cu",
+        "const bool aligned = ((u64)x & 15) == 0;",
+        "const bool aligned = false;",
+        MATRICES,
+    ),
+    "a state stored twice": (
+        "gated_delta_net.cu",
+        "if (back < a.stored) keep(back);",
+        "if (back < a.stored) keep(back), __syncwarp(), keep(back);",
+        STEP,
+    ),
+    "keys of a chunk in the same banks": (
+        "gated_delta_net_chunks.cuh",
+        "(unit ^ (UNITS >= 8 ? row & 7 : row >> 1 & 3))",
+        "unit",
+        PROMPT,
+    ),
+    "rows of a triangle in the same banks": ("gated_delta_net_prepare.cu", "STEP = C + 4,", "STEP = C,", PROMPT),
+    "keys read for each query": (
+        "attention_few.cu",
+        "if (rows < 8) fetch();  // on its way",
+        "if (rows < 8) fetch(), __syncwarp(), fetch();  // on its way",
+        TOKEN,
+    ),
+    "cells read twice": (
+        "attention_cells.cu",
+        "j++) fetch_keys(j);\n",
+        "j++) fetch_keys(j), __syncwarp(), fetch_keys(j);\n",
+        CELLS,
+    ),
+    "keys and values in the same banks": (
+        "attention.cuh",
+        f"8 * (c ^ (row & 7)); }}\n{BETWEEN}8 * ((even & ~7) + ((even & 6) ^ turned));",
+        f"8 * c; }}\n{BETWEEN}8 * (even ^ turned ^ (row & 7));",
+        SHORT,
+    ),
+}
+"""By what it is: a file, a text of it and what stands there instead on as many lines; and the case that shows more
+sectors, more wavefronts or more requests than are allowed."""
+
+COMPILED = {
+    "bytes multiplied one by one": (
+        "cuda.cuh",
+        "return __dp4a(a, b, sum);",
+        "for (int i = 0; i < 32; i += 8) sum += (i8)(a >> i) * (i8)(b >> i);\n    return sum;",
+        "packed_few.cu: few<Q8_0, 1>",
+    ),
+    "weights of 16 bits come in fours": (
+        "dense.cu",
+        "const uint4 v = load_stream((const uint4 *)from);",
+        "const u32 *p = (const u32 *)from;\n"
+        "const uint4 v = make_uint4(load_stream(p), load_stream(p + 1), load_stream(p + 2), load_stream(p + 3));",
+        "dense.cu: few<bf16_bits, 1>",
+    ),
+    "codes come in fours": (
+        "packed.cuh",
+        "load_words<WORDS>(low + i, u.low + (u32)(",
+        "for (int w = 0; w < WORDS; w++) load_words<1>(low + i + w, u.low + 4 * w + (u32)(",
+        "packed_few.cu: few<Q4_K, 1>",
+    ),
+    "states come in single numbers": (
+        "gated_delta_net.cu",
+        "WHOLE ? load_stream((const float4 *)from) : load_some",
+        "WHOLE && a.tokens < 0 ? load_stream((const float4 *)from) : load_some",
+        "gated_delta_net.cu: delta_net<128, false, true, 8, 1>",
+    ),
+    "keys come in single numbers": (
+        "attention_few.cu",
+        "if (dense) return c < n ?",
+        "if (dense && step == 0) return c < n ?",
+        "attention_few.cu: attend_few<8, 4, 4, 4, true, float>",
+    ),
+    "copies to shared memory of four bytes": (
+        "cuda.cuh",
+        'asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(at), "l"(global) : "memory");',
+        "const char *from = (const char *)global;\n"
+        "for (int i = 0; i < 16; i += 4)"
+        ' asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(at + i), "l"(from + i) : "memory");',
+        "tiled.cu: tiled<bf16_bits, Sizes<128, 128, 64, 32>>",
+    ),
+    "products in a loop": (
+        "tiled.cu",
+        "#pragma unroll\n        for (int k = 0; k < COLUMNS; k += 16) {",
+        "#pragma unroll 1\n        for (int k = 0; k < COLUMNS; k += 16) {",
+        "tiled.cu: tiled<bf16_bits, Sizes<128, 128, 64, 32>>",
+    ),
+    "products of a chunk in a loop": (
+        "gated_delta_net_scan.cu",
+        "clear(KS), clear(O);\n#pragma unroll\n",
+        "clear(KS), clear(O);\n#pragma unroll 1\n",
+        "gated_delta_net_scan.cu: delta_scan<64, 32, 16, false, true>",
+    ),
+    "the second product of a term left to the first": (
+        "packed.cu",
+        "#pragma unroll\n        for (int j = 0; j < G; j++) {\n            if (j >= groups) break;",
+        "#pragma unroll 1\n        for (int j = 0; j < G; j++) {\n            if (j >= groups) break;",
+        "packed.cu: many<Q4_K, 4, 1, 8>",
+    ),
+    "more blocks than registers": (
+        "tiled.cu",
+        "__launch_bounds__(S::THREADS) tiled",
+        "__launch_bounds__(S::THREADS, 3) tiled",
+        "tiled.cu: tiled<bf16_bits, Sizes<128, 128, 64, 32>>",
+    ),
+    "keys spilled": (
+        "attention_cells.cu",
+        "__launch_bounds__(THREADS, 2) attend_cells",
+        "__launch_bounds__(THREADS, 4) attend_cells",
+        "attention_cells.cu: attend_cells<half_bits, 128, 128>",
+    ),
+    "shared memory that nobody needs": (
+        "rows.cu",
+        "norm_by(const __grid_constant__ Rows a) {\n    SHARED(room, float[32]);",
+        "norm_by(const __grid_constant__ Rows a) {\n    SHARED(all, float[32][33]);\n    float *room = all[a.step];",
+        "rows.cu: norm_by<Rms>",
+    ),
+    "powers in float64": (
+        "rows.cu",
+        "return expf(score(c) - held); }",
+        "return (float)exp((double)(score(c) - held)); }",
+        "rows.cu: softmax",
+    ),
+    "places by divisions of 64 bits": (
+        "prelude.cuh",
+        "const u32 size = (u32)axes.size[a], next = i / size, here = i - next * size;",
+        "const i64 size = axes.size[a], next = (i64)i / size, here = i - next * size;",
+        "elementwise.cu: binary<function::add>",
+    ),
+    "fragments read number by number": (
+        "cuda.cuh",
+        'asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"\n'
+        '                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");',
+        "const int lane = threadIdx.x % 32;\n"
+        "    for (int m = 0; m < 4; m++) {\n"
+        "        const u32 row_at = __shfl_sync(ALL_LANES, at, 8 * m + lane / 4);\n"
+        '        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r[m]) : "r"(row_at + 4 * (lane % 4)) : "memory");\n'
+        "    }",
+        "attention_short.cu: attend_short<half_bits, 128, 128, 64, 2, 8, false>",
+    ),
+}
+"""By what it is: a file, a text of it, what stands there instead; and the kernel whose machine code for sm_90a shows
+narrower loads, fewer tensor cores, longer loops, more registers, or some that are spilled."""
+
+OF_QWEN = (
+    *("_gated_unit", "_of_the_same_rows", "_normed_heads", "_stored_row", "_sum_norm_and_factor", "_norm_and_factor"),
+    *("_delta_inputs", "_gated_norm", "_with_save", "_times_sigmoid"),
+)
+LAUNCHED = {"qwen35": (53, OF_QWEN), "llama": (30, ("_turned_heads",))}
+"""By model: the launches of a decoded token, and the chains of which each saves some of them."""
