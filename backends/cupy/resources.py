@@ -21,14 +21,14 @@ from .device.driver import Source
 from .device.nvrtc import OPTIONS, compile
 from .table import SOURCES
 
-ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100")
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 FILE = Path(__file__).with_suffix(".json")
 
 
 class Row(NamedTuple):
     """Of a kernel for one architecture: registers of a thread, declared bytes of shared memory, instructions in all, in
-    its longest loop that has no other in it, and of tensor cores; and how many instructions load how many bits of
-    global memory for a thread."""
+    its longest loop that has no other in it, and of tensor cores; how many instructions load how many bits of
+    global memory for a thread; and the threads that a block may have."""
 
     registers: int
     shared: int
@@ -36,6 +36,7 @@ class Row(NamedTuple):
     loop: int
     products: int
     loads: Mapping[str, int]
+    threads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def measured(source: Source, arch: str) -> dict[str, tuple[Row, int]]:
     for name, takes in cubin.resources.items():
         code = does[cubin.lowered[name]]
         loads = {str(bits): count for bits, count in code.loads.items()}
-        row = Row(takes.registers, takes.shared, code.instructions, code.loop, code.products, loads)
+        row = Row(takes.registers, takes.shared, code.instructions, code.loop, code.products, loads, takes.threads)
         rows[f"{source.file}: {name}"] = row, takes.spilled
     return rows
 
@@ -76,10 +77,11 @@ def measured(source: Source, arch: str) -> dict[str, tuple[Row, int]]:
 def write() -> None:
     """Compile what has changed since the table was written, and keep what it takes, unless a kernel spills."""
     before = recorded()
-    stale = [source for source in SOURCES if digest(source) not in before.digests]
-    jobs = [(source, arch) for source in stale for arch in ARCHITECTURES]
-    kept = {f"{source.file}: {name}" for source in SOURCES if source not in stale for name in source.names}
+    known = [source for source in SOURCES if digest(source) in before.digests]
+    kept = {f"{source.file}: {name}" for source in known for name in source.names}
     table = {name: dict(before.kernels[name]) for name in kept}
+    compiled = {arch for rows in table.values() for arch in rows}
+    jobs = [(s, arch) for s in SOURCES for arch in ARCHITECTURES if s not in known or arch not in compiled]
     with ThreadPoolExecutor(2) as pool:
         for (_, arch), found in zip(jobs, pool.map(lambda job: measured(*job), jobs), strict=True):
             for name, (row, spilled) in found.items():
@@ -87,7 +89,8 @@ def write() -> None:
                     raise SystemExit(f"{name} spills {spilled} bytes for {arch}; nothing was written")
                 table.setdefault(name, {})[arch] = row
     digests = ",\n".join(map(json.dumps, map(digest, SOURCES)))
-    kernels = ",\n".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(table.items()))
+    ordered = {name: {arch: table[name][arch] for arch in ARCHITECTURES} for name in sorted(table)}
+    kernels = ",\n".join(f"{json.dumps(name)}: {json.dumps(rows)}" for name, rows in ordered.items())
     FILE.write_text(f'{{"digests": [\n{digests}\n], "kernels": {{\n{kernels}\n}}}}\n', "utf-8")
 
 

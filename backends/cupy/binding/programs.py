@@ -66,8 +66,8 @@ def _alone(flow: Flow, launches: Launches, operand: Callable[[Tensor], Operand],
     return bound
 
 
-def foretold(program: Program, most_shared: int) -> Iterator[Called]:
-    """What a program would launch, found at addresses where nothing lies; how devices meet is not known before."""
+def unplaced(program: Program, most_shared: int, processors: int = 1) -> tuple[Flow, Sequence[Step | Met]]:
+    """What a program would launch on such a device, found at addresses where nothing lies."""
 
     @cache
     def operand(t: Tensor) -> Operand:
@@ -75,8 +75,13 @@ def foretold(program: Program, most_shared: int) -> Iterator[Called]:
         return Operand(((t.buffer + 1) << 40) + t.offset, t, spec.declared, spec.stored)
 
     flow = Flow(program, readers_of(program, operand))
-    launches = Wordless(keep=lambda array: 1 << 20, most_shared=most_shared)
-    parts = list(bound_parts(flow, launches, operand))
+    launches = Wordless(keep=lambda array: 1 << 20, most_shared=most_shared, processors=processors)
+    return flow, list(bound_parts(flow, launches, operand))
+
+
+def foretold(program: Program, most_shared: int) -> Iterator[Called]:
+    """The kernels that a program would launch; how devices meet is not known before."""
+    flow, parts = unplaced(program, most_shared)
     together = flow.together()
     for part in parts:
         if isinstance(part, Launch):

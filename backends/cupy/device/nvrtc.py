@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import math
 import re
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from ctypes.util import find_library
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,20 +16,22 @@ from types import MappingProxyType
 from ....graph.errors import BackendError
 from ...once import once
 from .driver import Source
-from .rtc import Compiler
+from .rtc import Compiled, Compiler
 
 OPTIONS = ("-std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
 INSTALL = "pip install nvidia-cuda-nvrtc"
+MOST_THREADS, INFO = 1024, ".nv.info."
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
     """What one thread of a kernel takes, and one block: 32-bit registers, bytes spilled from them to memory, bytes of
-    shared memory that are declared (what a launch sizes comes on top)."""
+    shared memory that are declared (what a launch sizes comes on top); and how many threads a block may have."""
 
     registers: int
     spilled: int
     shared: int
+    threads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ def version() -> tuple[int, int]:
 def compile(source: Source, arch: str, options: Sequence[str] = OPTIONS) -> Cubin:
     """Machine code for `arch`, such as ``sm_90a``.  Raises `BackendError` with the compiler's first error."""
     made = _compiler().compile(source, arch, options)
-    return Cubin(made.image, made.lowered, _resources(made.log, made.lowered))
+    return Cubin(made.image, made.lowered, _resources(made))
 
 
 _ENTRY = re.compile(
@@ -87,13 +91,40 @@ _ENTRY = re.compile(
 _SHARED = re.compile(r"(\d+) bytes smem")
 
 
-def _resources(log: str, lowered: Mapping[str, str]) -> Mapping[str, Resources]:
-    """What ptxas says of each kernel."""
-    called = {low: name for name, low in lowered.items()}
-    resources = {}
-    for entry, stores, loads, registers, rest in _ENTRY.findall(log):
+def _resources(made: Compiled) -> Mapping[str, Resources]:
+    """What ptxas says of each kernel, and the code itself."""
+    called = {low: name for name, low in made.lowered.items()}
+    threads, resources = most_threads(made.image), {}
+    for entry, stores, loads, registers, rest in _ENTRY.findall(made.log):
         if entry not in called:
             continue  # a kernel of the file that is not asked for
         shared = _SHARED.search(rest)
-        resources[called[entry]] = Resources(int(registers), int(stores) + int(loads), int(shared[1]) if shared else 0)
+        resources[called[entry]] = Resources(
+            int(registers), int(stores) + int(loads), int(shared[1]) if shared else 0, threads.get(entry, MOST_THREADS)
+        )
     return MappingProxyType(resources)
+
+
+def most_threads(image: bytes) -> Mapping[str, int]:
+    """The threads of a block of each kernel that was written with bounds, by its name in the code: attribute 5 in the
+    sections ``.nv.info`` of an ELF file."""
+    found = {}
+    for name, data in _sections(image):
+        at = 0
+        while name.startswith(INFO) and at < len(data):
+            form, attribute, size = struct.unpack_from("<BBH", data, at)
+            if (form, attribute) == (4, 5):
+                found[name.removeprefix(INFO)] = math.prod(struct.unpack_from("<III", data, at + 4))
+            at += 4 + (size if form == 4 else 0)  # other forms have a value in place of a size
+    return MappingProxyType(found)
+
+
+def _sections(image: bytes) -> Iterator[tuple[str, bytes]]:
+    """Of an ELF file of 64 bits."""
+    (table,) = struct.unpack_from("<Q", image, 40)
+    step, count, of_names = struct.unpack_from("<HHH", image, 58)
+    headers = [struct.unpack_from("<IIQQQQ", image, table + i * step) for i in range(count)]
+    names = headers[of_names][4]
+    for name, _, _, _, start, size in headers:
+        first = names + name
+        yield image[first : image.index(b"\0", first)].decode(), image[start : start + size]

@@ -190,13 +190,13 @@ template <class T> __global__ void __launch_bounds__(THREADS) all_reduce_pushed(
     }
 }
 // All in one block, for few elements.
-template <class T> __global__ void __launch_bounds__(THREADS) all_reduce(const __grid_constant__ AllReduce<T> a) {
+template <class T> __global__ void __launch_bounds__(THREADS, 4) all_reduce(const __grid_constant__ AllReduce<T> a) {
     if (is_stopped(a.group.signals[a.group.rank]) || !meet(a.group, 0)) return;
     sum_part(a, threadIdx.x, THREADS);
     meet(a.group, 1);
 }
 // Between two meetings, for many.
-template <class T> __global__ void __launch_bounds__(THREADS) sum_parts(const __grid_constant__ AllReduce<T> a) {
+template <class T> __global__ void __launch_bounds__(THREADS, 4) sum_parts(const __grid_constant__ AllReduce<T> a) {
     if (is_stopped(a.group.signals[a.group.rank])) return;
     sum_part(a, (i64)blockIdx.x * THREADS + threadIdx.x, (i64)gridDim.x * THREADS);
 }

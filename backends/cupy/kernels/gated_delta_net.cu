@@ -87,7 +87,7 @@ __device__ __forceinline__ void finish(float *stage, int count, float g, float b
 }
 
 template <int D, bool CHANNELS, bool WHOLE, int LANES, int ROWS>
-__global__ void __launch_bounds__(THREADS, D > 128 ? 4 : CHANNELS ? 7 : 6) delta_net(const __grid_constant__ DeltaNet a) {
+__global__ void __launch_bounds__(THREADS, D > 128 ? 4 : CHANNELS ? (ROWS == 1 ? 7 : 5) : 6) delta_net(const __grid_constant__ DeltaNet a) {
     constexpr int QUADS = D / LANES / 4, WARP_ROWS = 32 / LANES * ROWS, BLOCK_ROWS = THREADS / 32 * WARP_ROWS;
     using T = Token<D, CHANNELS, BLOCK_ROWS>;
     static_assert(QUADS * LANES * 4 == D && ROWS <= LANES, "a lane holds whole quads and stores at most one output");

@@ -1,0 +1,136 @@
+"""What kernels take is there on devices of each kind: for every launch of the kit's quick cases and of models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import pytest
+
+from hocket.backends.cupy.backend import DriverBackend
+from hocket.backends.cupy.binding.programs import unplaced
+from hocket.backends.cupy.cuda import Absent
+from hocket.backends.cupy.device.driver import Launch
+from hocket.backends.cupy.device.limits import EVERYWHERE, LOCAL, most_shared
+from hocket.backends.cupy.resources import ARCHITECTURES, Row, recorded
+from hocket.backends.cupy.table import BINDINGS, SOURCES
+from hocket.conformance.judging.build import build, lane_for
+from hocket.conformance.trials.generate import quick_cases
+from hocket.frontends.models import Step
+from hocket.frontends.open import open_model
+from hocket.graph import DType, Graph
+from hocket.ops import REGISTRY
+
+from ..given.models.goldens import INDEX, path_of
+
+GRID = (2**31 - 1, 65535, 65535)
+OF_A_WARP = 256
+"""Registers that a warp gets at a time."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of device: for which architecture its code is, bytes of shared memory and registers of a block, and
+    multiprocessors."""
+
+    arch: str
+    shared: int
+    processors: int
+    registers: int | None = 1 << 16
+
+
+PROCESSORS = {"sm_80": 108, "sm_86": 82, "sm_89": 128, "sm_90a": 132, "sm_100": 148, "sm_120": 170}
+KINDS = {
+    **{arch: Kind(arch, most_shared(arch.strip("sm_a")), n) for arch, n in PROCESSORS.items()},
+    # What is declared in a source is the same there; registers the compiler deals by the threads of a block.
+    "gfx942": Kind("sm_90a", LOCAL, 304, None),
+}
+
+
+def lacking(launch: Launch, row: Row, kind: Kind) -> Iterator[str]:
+    """What a launch has too much of."""
+    threads = prod(launch.block)
+    if threads > row.threads:
+        yield f"{threads} threads of {row.threads}"
+    registers = -(-threads // 32) * -(-32 * row.registers // OF_A_WARP) * OF_A_WARP
+    if kind.registers is not None and registers > kind.registers:
+        yield f"{registers} registers of {kind.registers}"
+    shared = row.shared + launch.shared_bytes
+    most = kind.shared if launch.shared_bytes > EVERYWHERE else EVERYWHERE  # else the driver asks for no more
+    if shared > most:
+        yield f"{shared} bytes of shared memory of {most}"
+    if any(size > most for size, most in zip(launch.grid, GRID, strict=True)):
+        yield f"{launch.grid} blocks"
+
+
+class Fitting:
+    """Collects what does not fit where it is launched."""
+
+    def __init__(self) -> None:
+        self.table = recorded().kernels
+        self.backends = {kind.shared: DriverBackend(Absent("cuda", kind.shared)) for kind in KINDS.values()}
+        self.launches = 0
+        self.found: set[str] = set()
+
+    def add(self, what: object, graph: Graph) -> None:
+        """Each launch of a graph, on each kind of device whose kernels take it."""
+        for shared, backend in self.backends.items():
+            (on,) = backend.devices()
+            if not all(backend.supports(node, on).ok for node in graph.nodes if node.op in BINDINGS):
+                continue
+            program = lane_for(graph, backend, on).program
+            for kind in (kind for kind in KINDS.values() if kind.shared == shared):
+                for step in unplaced(program, shared, kind.processors)[1]:
+                    assert isinstance(step, Launch)
+                    self.launches += 1
+                    row = self.table[str(step.kernel)][kind.arch]
+                    self.found |= {f"{what} on {kind}: {step.kernel} has {why}" for why in lacking(step, row, kind)}
+
+
+@pytest.mark.long(every=20)
+@pytest.mark.parametrize("name", sorted(BINDINGS))
+def test_launches_of_the_kit_fit_every_kind_of_device(name):
+    fitting = Fitting()
+    for case in quick_cases(REGISTRY[name]):
+        fitting.add(case, build(case).graph)
+    assert fitting.launches
+    assert sorted(fitting.found) == []
+
+
+@pytest.mark.long(every=8)
+@pytest.mark.parametrize("name", sorted(INDEX))
+def test_launches_of_models_fit_every_kind_of_device(name):
+    model, fitting = open_model(path_of(name), header_only=True), Fitting()
+    for tokens in (1, 7, 200):
+        for cells in (DType.F16, DType.F32):
+            step = Step(1, tokens, 256, 256, tokens, keys=cells, values=cells)
+            fitting.add(step, model.graph(step))
+    assert fitting.launches > 100
+    assert sorted(fitting.found) == []
+
+
+def test_every_kind_of_device_is_one_that_kernels_are_compiled_for():
+    assert tuple(PROCESSORS) == ARCHITECTURES
+
+
+ROW = Row(registers=100, shared=1024, instructions=0, loop=0, products=0, loads={}, threads=512)
+
+
+@pytest.mark.parametrize(
+    ("grid", "threads", "shared", "registers", "why"),
+    [
+        ((1, 1, 1), 512, 0, 100, []),
+        ((1, 1, 1), 544, 0, 100, ["544 threads of 512"]),
+        ((1, 1, 1), 512, 0, 129, ["69632 registers of 65536"]),
+        ((1, 1, 1), 512, 47 << 10, 100, []),
+        ((1, 1, 1), 512, 48 << 10, 100, ["50176 bytes of shared memory of 49152"]),
+        ((1, 1, 1), 512, 98 << 10, 100, []),
+        ((1, 1, 1), 512, (98 << 10) + 16, 100, ["101392 bytes of shared memory of 101376"]),
+        ((1, 1 << 16, 1), 512, 0, 100, ["(1, 65536, 1) blocks"]),
+    ],
+)
+def test_what_does_not_fit_is_found(grid, threads, shared, registers, why):
+    kernel = SOURCES[0][SOURCES[0].names[0]]
+    launch = Launch(kernel, grid, (threads, 1, 1), shared, (), (), 0)
+    assert list(lacking(launch, ROW._replace(registers=registers), KINDS["sm_89"])) == why
