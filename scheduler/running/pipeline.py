@@ -52,8 +52,7 @@ def in_turn(runs: Sequence[Asked]) -> list[dict[str, Array]]:
     """The outputs of each run, by name, from its inputs; runs may be of several plans, over one store or several.
 
     When a device fails, or for an interrupt, states become what they were before the first of the runs.  Raises
-    `PlanError` for inputs that do not fit, and where devices meet otherwise than by letters; `BackendError` if a device
-    fails.
+    `PlanError` for inputs that do not fit, and where all devices meet; `BackendError` if a device fails.
     """
     if not runs:
         return []
