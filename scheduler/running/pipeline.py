@@ -42,7 +42,7 @@ class Pipeline:
         self._turn = Turn((*store.backends, *(plan.lanes[number].backend for number in store.between.own)))
         with self._turn:
             self._bound = bound = Bound(plan, store)
-            self._meeting = bound.meeting(timeout, wire, shares=False)
+            self._meeting = bound.meeting(timeout, wire, follow=True)
             replays = bound.compiled_all(self._meeting)
             self._lanes = {number: _Lane(bound, number, replays[number]) for number in bound.own}
         self._devices = SideBySide([lane.device for lane in plan.lanes], bound.own, self._meeting, timeout)
