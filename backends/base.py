@@ -183,7 +183,7 @@ class Comm(Protocol):
     board: npt.NDArray[np.int64] | None
     """Memory that the members of a process share for collectives of compiled code, ``16 + 8 * size`` words that begin
     as zeros; None where they share none, or where not all of them are compiled.  Word `BOARD_FAILED` is set when a
-    member fails, wherever it is, word `BOARD_RUN` counts the runs that have ended."""
+    member fails, wherever it is; a member that counts its runs does so in `runs_of`."""
     slabs: Slabs | None
     """What members in several processes of one machine share instead; None where they share none."""
     devices: Sequence[Device]

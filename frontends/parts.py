@@ -3,7 +3,7 @@ them while the one before it is on the next."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -33,13 +33,13 @@ def are_several(tokens: int) -> bool:
     return tokens > FEWEST
 
 
-def devices_that_follow(plan: Plan) -> int:
-    """The devices through which runs like that of `plan` follow each other; 1 where that gains nothing."""
+def stages_that_follow(plan: Plan) -> int:
+    """The devices or teams through which runs like that of `plan` follow each other; 1 where that gains nothing."""
     if len(plan.lanes) == 1:
         return 1
-    from ..scheduler import gain
+    from ..scheduler import followed, gain
 
-    return len(plan.lanes) if gain(plan) >= GAIN else 1
+    return followed(plan) if gain(plan) >= GAIN else 1
 
 
 def tokens_of_part(tokens: int, devices: int, most: int) -> int:
@@ -47,6 +47,29 @@ def tokens_of_part(tokens: int, devices: int, most: int) -> int:
     many devices."""
     nearest = 1 << (tokens // (A_DEVICE * devices) * 2 // 3).bit_length()
     return most if devices == 1 else min(most, max(FEWEST, nearest))
+
+
+def told(tokens: int, whole: Plan, plan_of: Callable[[int], Plan]) -> str:
+    """How so many tokens of a prompt are read, why so, and what that takes as predicted; `whole` is the plan that reads
+    all of them at once, ``plan_of(n)`` that of `n`."""
+    from ..scheduler import followed, gain, seconds_in_turn, stages_text, time_text
+
+    stages, at_once = followed(whole), time_text(whole.cost.total)
+    size = tokens_of_part(tokens, stages, tokens)
+    if stages == 1:
+        why = "all devices meet, so that none can begin with other tokens"
+    elif size == tokens:
+        why = f"parts have {FEWEST} tokens at least"
+    elif (times := gain(plan_of(1))) < GAIN:
+        why = f"steps that follow each other are {times:.2f} times as fast, and have to be {GAIN} times as fast"
+    else:
+        parts, through = -(-tokens // size), stages_text(stages, len(whole.lanes))
+        many = "the least" if size == FEWEST else f"about {A_DEVICE} parts for each"
+        return (
+            f"{tokens} tokens are read in {parts} parts of {size}, {many}, that follow each other through {through}, "
+            f"predicted to take {time_text(seconds_in_turn(plan_of(size), parts))}; as one {at_once}"
+        )
+    return f"{tokens} tokens are read as one, predicted to take {at_once}; {why}"
 
 
 def parts_of(given: Part, size: int) -> list[Part]:

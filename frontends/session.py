@@ -29,11 +29,11 @@ from .parts import (
     Part,
     Reading,
     are_several,
-    devices_that_follow,
     joined,
     parts_of,
     read_behind,
     split_rows,
+    stages_that_follow,
     token_ids,
     tokens_of_part,
     wanted,
@@ -233,7 +233,7 @@ class Session:
 
     @cached_property
     def _stages(self) -> int:
-        return devices_that_follow(self._first)
+        return stages_that_follow(self._first)
 
     def _run_in_turn(self, parts: Sequence[Part], every_position: bool, hidden: bool) -> list[list[F32]]:
         """Read parts that follow each other through the devices: all of them, or nothing."""

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..backends.base import Array, Device, Slabs
-from ..backends.board import BOARD_FAILED, end_run, new_board
+from ..backends.board import BOARD_FAILED, end_runs, new_board
 from ..graph.dtypes import DType
 from .arrays import packed, unpacked
 from .near import Meeting
@@ -146,7 +146,7 @@ class WideMeeting:
     def clear(self) -> None:
         """Nothing stays of a run but its number, and that a rank has failed: it may have while the run ended."""
         for board in self.boards.values():
-            end_run(board)
+            end_runs(board)
         for meeting in self.near.values():
             meeting.clear()
         self.between.world.remind()

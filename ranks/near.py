@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..backends.base import Array, Device, Slabs
-from ..backends.board import BOARD_FAILED, end_run, new_board
+from ..backends.board import BOARD_FAILED, end_runs, new_board
 from ..graph.dtypes import DType
 from ..graph.errors import BackendError
 
@@ -57,7 +57,7 @@ class Meeting:
             self.failure = ""
             self.barrier.reset()
         if self.board is not None:
-            end_run(self.board)
+            end_runs(self.board)
 
     def wait_for_post(self, holds: Callable[[], object], what: str, why: str) -> None:
         """Wait, with `post` held, until that holds of the letters; `why` is what nobody did if it never does."""

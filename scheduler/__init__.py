@@ -43,12 +43,16 @@ if TYPE_CHECKING:
     from .running.trace import Trace as Trace
     from .sharding.layers import even_shares as even_shares
     from .simulated import simulate as simulate
+    from .succession import followed as followed
     from .succession import gain as gain
+    from .succession import seconds_in_turn as seconds_in_turn
+    from .succession import stages_text as stages_text
     from .telling.as_json import plan_from_json as plan_from_json
     from .telling.as_json import plan_to_json as plan_to_json
     from .telling.diff import difference as difference
     from .telling.listing import PASSES as PASSES
     from .units import nbytes_text as nbytes_text
+    from .units import time_text as time_text
     from .verifier.program import check as check
 
 _LATER = {
@@ -71,11 +75,11 @@ _LATER = {
     "Trace": ".running.trace",
     "even_shares": ".sharding.layers",
     "simulate": ".simulated",
-    "gain": ".succession",
+    **dict.fromkeys(("followed", "gain", "seconds_in_turn", "stages_text"), ".succession"),
     **dict.fromkeys(("plan_from_json", "plan_to_json"), ".telling.as_json"),
     "difference": ".telling.diff",
     "PASSES": ".telling.listing",
-    "nbytes_text": ".units",
+    **dict.fromkeys(("nbytes_text", "time_text"), ".units"),
     "check": ".verifier.program",
 }
 """Names that are imported when they are first used, and from where: a plan that was kept needs no planner."""

@@ -7,13 +7,12 @@ weights, so where a device waits for memory rather than for arithmetic nothing i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from itertools import takewhile
 
 from ..graph.records import dataclass
 from .plan import Plan
-from .succession import seconds_apart
+from .succession import followed, seconds_apart, stages_text
 from .units import time_text
 
 GAIN = 1.1
@@ -22,37 +21,40 @@ GAIN = 1.1
 
 @dataclass(frozen=True, slots=True)
 class Dealing:
-    """So many sequences in each micro-batch, one after the other; predicted seconds of a step of all of them, and of
-    the best of several micro-batches (infinite where these cannot follow each other) beside that of one."""
+    """So many sequences in each micro-batch, one after the other; `considered` are numbers of micro-batches, from 1 on,
+    with the predicted seconds of a step of all sequences.  Where there are several they follow each other through so
+    many `stages`, of one device or of a team; 1 if all devices meet."""
 
     sizes: tuple[int, ...]
-    dealt: tuple[int, ...]
-    seconds: float
-    at_once: float
+    considered: tuple[tuple[int, float], ...]
+    stages: int
+    devices: int
 
     def __str__(self) -> str:
-        ways = ["as one", f"in {len(self.dealt)} micro-batches that follow each other"]
-        seconds = [self.at_once, self.seconds]
-        if len(self.sizes) > 1:
-            ways, seconds = ways[::-1], seconds[::-1]
-        said = f"{sum(self.sizes)} sequences run {ways[0]}, predicted to take {time_text(seconds[0])} a step"
-        if len(self.dealt) == 1:
-            return said
-        if self.seconds == math.inf:
-            return f"{said}; micro-batches follow each other only where devices meet by letters"
-        return f"{said}; {ways[1]} {time_text(seconds[1])}"
+        sequences, taken = sum(self.sizes), len(self.sizes)
+        ways = {count: f"in {count} micro-batches" if count > 1 else "as one" for count, _ in self.considered}
+        times = {count: time_text(seconds) for count, seconds in self.considered}
+        follow = f" that follow each other through {stages_text(self.stages, self.devices)}" if taken > 1 else ""
+        runs = f"{sequences} sequences run" if sequences > 1 else "1 sequence runs"
+        said = [f"{runs} {ways[taken]}{follow}, predicted to take {times[taken]} a step"]
+        if others := [f"{ways[count]} {times[count]}" for count in reversed(ways) if count != taken]:
+            said.append(", ".join(others))
+        if others and taken == 1:
+            said.append(f"several have to be {GAIN} times as fast")
+        elif self.stages < self.devices and self.stages == 1 < sequences:
+            said.append("all devices meet, so that none can begin with other sequences")
+        return "; ".join(said)
 
 
 def dealing(sequences: int, plan_of: Callable[[int], Plan]) -> Dealing:
     """How to deal so many sequences; ``plan_of(n)`` is the plan of a step in which each of `n` gets a token."""
-    one = (sequences,)
     whole = plan_of(sequences)
-    most = min(len(whole.lanes), sequences)
-    counts = list(takewhile(lambda count: count > 1, (most >> halved for halved in range(most.bit_length()))))
-    if not counts:
-        return Dealing(one, one, whole.cost.total, whole.cost.total)
+    stages = followed(whole)
+    most = min(stages, sequences)
+    counts = takewhile(lambda count: count > 1, (most >> halved for halved in range(most.bit_length())))
     seconds = {count: count * seconds_apart(plan_of(-(-sequences // count)), count) for count in counts}
-    best = min(counts, key=seconds.__getitem__)
-    dealt = tuple(sequences // best + (at < sequences % best) for at in range(best))
-    pays = whole.cost.total >= GAIN * seconds[best]
-    return Dealing(dealt if pays else one, dealt, seconds[best], whole.cost.total)
+    at_once = whole.cost.total
+    best = min(seconds, key=seconds.__getitem__, default=1)
+    taken = best if best > 1 and at_once >= GAIN * seconds[best] else 1
+    sizes = tuple(sequences // taken + (at < sequences % taken) for at in range(taken))
+    return Dealing(sizes, ((1, at_once), *sorted(seconds.items())), stages, len(whole.lanes))

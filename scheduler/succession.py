@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from ..graph.errors import PlanError
 from .acts import Act, Order
+from .lowering.lane import teams_of
 from .plan import Plan
 from .stages import clocks, finished
-from .verifier.acts import meets_otherwise, order_faults
+from .verifier.acts import meets_all, order_faults
 
 LONG = 64
 """Runs after which the devices of a pipeline are as busy as they get."""
@@ -18,7 +18,7 @@ LONG = 64
 def in_succession(plans: Sequence[Plan]) -> Order:
     """A run of each plan behind the one before: a device begins the next when its part of the last is done and kept.
 
-    Raises `PlanError` if the devices meet otherwise than by letters.
+    Raises `PlanError` if all of them meet.
     """
     acts = [act for run in range(len(plans)) for act in (Act("put", run), Act("run", run), Act("keep", run))]
     order = [acts] * max((len(plan.lanes) for plan in plans), default=0)
@@ -28,11 +28,23 @@ def in_succession(plans: Sequence[Plan]) -> Order:
     return order
 
 
+def followed(plan: Plan) -> int:
+    """Through how many devices, or teams of devices, runs of a plan follow each other; 1 where all of them meet."""
+    programs = [lane.program for lane in plan.lanes]
+    if any(meets_all(programs)):
+        return 1
+    teams = set(teams_of(programs))
+    return len(programs) if len(teams) == 1 else len(teams)
+
+
+def stages_text(stages: int, devices: int) -> str:
+    """``4 devices``; ``2 teams of 4 devices``."""
+    return f"{stages} devices" if stages == devices else f"{stages} teams of {devices // stages} devices"
+
+
 def seconds_apart(plan: Plan, under_way: int) -> float:
     """Seconds from the end of a run to that of the next where so many runs are under way, and each begins when the
-    first of them has ended; infinite where devices meet otherwise than by letters."""
-    if any(meets_otherwise([lane.program for lane in plan.lanes])):
-        return math.inf
+    first of them has ended."""
     clock = [0.0] * len(plan.lanes)
     ends: list[float] = []
     for run in range(LONG):
@@ -45,9 +57,13 @@ def seconds_apart(plan: Plan, under_way: int) -> float:
 
 def gain(plan: Plan) -> float:
     """How many times as fast runs are predicted to be that follow each other as runs that wait for each other: at most
-    the number of devices, and 1 where these meet otherwise than by letters, or each waits for the last."""
-    devices = len(plan.lanes)
-    if devices < 2 or any(meets_otherwise([lane.program for lane in plan.lanes])):
+    the number of devices or teams, more only by letters that are on their way meanwhile; 1 where all devices meet."""
+    if followed(plan) == 1:
         return 1.0
-    once, often = finished(plan.stages, devices), finished(plan.stages * LONG, devices)
-    return once * (LONG - 1) / (often - once) if often > once else 1.0
+    apart = seconds_apart(plan, LONG)
+    return plan.cost.total / apart if apart else 1.0
+
+
+def seconds_in_turn(plan: Plan, runs: int) -> float:
+    """Seconds that so many runs take which follow each other."""
+    return finished(plan.stages * runs, len(plan.lanes))

@@ -254,6 +254,7 @@ class Replay:
     def __call__(self) -> None:
         try:
             self._meetings.check()
+            self._meetings.count_run()
             if not self._meetings.is_ready and self.program.instructions:
                 run_calls(self.program, self.on, [(0, self._meet_first)])
             elif not self._meetings.is_ready:  # others still ask where its memory is

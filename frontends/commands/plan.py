@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from ..graph_file import LARGEST, read_graph
 from ..laying_out import HOST
 from ..models import Step
 from ..open import context_for, open_model
+from ..parts import told
 from ..session import DEFAULT_BATCH, Group
 from ..terminal.arguments import positive
 from ..terminal.output import log, write
@@ -94,9 +96,9 @@ def run(args: argparse.Namespace) -> int:
         write("\n".join([f"speeds: {told_speeds(made.hardware)}", *lines]) + "\n")
     else:
         write(text if args.json else made.explain(steps=args.steps) + "\n")
-        if args.parallel > 1 and context is not None and not args.json:
-            how = dealing(args.parallel, lambda n: likened(made, graph_of(sequences=n)[0]))
-            write(f"sequences: {how}\n")
+        if context is not None and not args.json:
+            sequences, prompt = args.parallel, 0 if args.phase == "decode" else min(args.batch, context)
+            write(following(made, lambda **step: likened(made, graph_of(**step)[0]), sequences, prompt))
         if args.simulate and not args.json:
             read, multiplied = made.hardware.bandwidth / 1e12, made.hardware.flops / 1e12
             write(f"speeds: predicted, weights read at {read:.3g} TB/s and multiplied at {multiplied:.3g} TFLOP/s\n")
@@ -107,6 +109,16 @@ def run(args: argparse.Namespace) -> int:
         log(f"hocket: does not fit: {problem}{rest}")
         return 1
     return 0
+
+
+def following(made: Plan, plan_of: Callable[..., Plan], sequences: int, prompt: int) -> str:
+    """What runs that follow each other through devices gain: several sequences in micro-batches, or so many tokens of a
+    prompt in parts."""
+    if sequences > 1:
+        return f"sequences: {dealing(sequences, lambda n: plan_of(sequences=n))}\n"
+    if prompt and len(made.lanes) > 1:
+        return f"prompt: {told(prompt, made, lambda n: plan_of(tokens=n))}\n"
+    return ""
 
 
 def step_graph(

@@ -107,11 +107,13 @@ class Bound:
 
     # ----------------------------------------------------------------------------------------------- programs
 
-    def meeting(self, timeout: float, wire: DType, *, shares: bool) -> Meeting | Teams | WideMeeting:
+    def meeting(self, timeout: float, wire: DType, *, follow: bool = False) -> Meeting | Teams | WideMeeting:
         """Where the devices meet: in this process, or between several, none of which is waited for much longer than the
-        whole run should take.  Unless it `shares` a board with devices, they meet through memory of the host."""
+        whole run should take.  Where runs `follow` each other only teams share a board: letters, which a device sends
+        before its last ones are taken, go through memory of the host."""
         lanes, world = self.plan.lanes, self.between.world
         devices, teams = [lane.device for lane in lanes], teams_of([lane.program for lane in lanes])
+        shares = not follow or len(set(teams)) > 1
         alike = devices if shares and len({type(lane.backend) for lane in lanes}) == 1 else []
         if world.size == 1:
             return meeting_of(teams, timeout, devices=alike, wire=wire)

@@ -59,7 +59,7 @@ class Executor:
             self._bound = Bound(plan, store)
             self._places = self._bound.places(self._bound.own)
             self._reads = {name: self._bound.reader(name) for name in plan.graph.outputs}
-            meeting = self._bound.meeting(timeout, wire, shares=True)
+            meeting = self._bound.meeting(timeout, wire)
             self._replays = self._bound.compiled_all(meeting)
         devices = [lane.device for lane in plan.lanes]
         self._devices = SideBySide(devices, self._bound.own, meeting, timeout)

@@ -42,7 +42,7 @@ class Pipeline:
         self._turn = Turn((*store.backends, *(plan.lanes[number].backend for number in store.between.own)))
         with self._turn:
             self._bound = bound = Bound(plan, store)
-            self._meeting = bound.meeting(timeout, wire, shares=False)
+            self._meeting = bound.meeting(timeout, wire, follow=True)
             replays = bound.compiled_all(self._meeting)
             self._lanes = {number: _Lane(bound, number, replays[number]) for number in bound.own}
         self._devices = SideBySide([lane.device for lane in plan.lanes], bound.own, self._meeting, timeout)
@@ -52,8 +52,7 @@ def in_turn(runs: Sequence[Asked]) -> list[dict[str, Array]]:
     """The outputs of each run, by name, from its inputs; runs may be of several plans, over one store or several.
 
     When a device fails, or for an interrupt, states become what they were before the first of the runs.  Raises
-    `PlanError` for inputs that do not fit, and where devices meet otherwise than by letters; `BackendError` if a device
-    fails.
+    `PlanError` for inputs that do not fit, and where all devices meet; `BackendError` if a device fails.
     """
     if not runs:
         return []

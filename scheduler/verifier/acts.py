@@ -1,8 +1,8 @@
 """The verifier of orders in which devices make runs that follow each other: does each find what it would find alone?
 
 It walks through what all devices do.  Of each device it knows the run whose inputs, results and saves lie in the arena,
-and the run whose states lie in the others; of two devices, which letter the one is about to send, and the other about
-to take.  Nobody is assumed to hold letters: who sends waits for who takes, so that the order is right however many are
+and the run whose states lie in the others; and the meeting that each is about to come to: a letter, or a collective of
+its team.  Nobody is assumed to hold letters: who sends waits for who takes, so that the order is right however many are
 held.
 """
 
@@ -12,19 +12,22 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ...backends.base import Program
-from ...ops.collective import LETTERS
+from ...ops.collective import LETTERS, int_attr
 from ..acts import Act, Order
 from .meetings import Appointment, appointments
 
 NEXT = {"put": "run", "run": "keep", "keep": "put"}
 """What has to be done with the memory of a device before it may be used again."""
+Met = Sequence[Sequence[tuple[Appointment, tuple[int, ...]]]]
+"""The meetings of each device, and whom each of them joins: of a letter sender and receiver."""
 
 
-class Letter(NamedTuple):
-    """A letter at one of its ends: in which run, and what the program says of it."""
+class Coming(NamedTuple):
+    """A meeting that a device comes to: in which run, what its program says of it, and with whom."""
 
     run: int
     said: Appointment
+    team: tuple[int, ...]
 
     def __str__(self) -> str:
         return f"{self.said} in run {self.run}"
@@ -32,33 +35,52 @@ class Letter(NamedTuple):
 
 def order_faults(programs: Sequence[Sequence[Program]], order: Order) -> Iterator[str]:
     """Everything wrong with `order` as a way to make runs: for each run its programs, one a device."""
-    complaints = [
-        why for each in {tuple(map(id, run)): run for run in programs}.values() for why in meets_otherwise(each)
-    ]
+    known = [tuple(map(id, run)) for run in programs]
+    met = {key: _met(run) for key, run in dict(zip(known, programs, strict=True)).items()}
+    complaints = [why for own in met.values() for why in _meets_all(own)]
     wrong = next((len(each) for each in programs if len(each) != len(order)), len(order))
     if wrong != len(order):
         complaints.append(f"there are {wrong} devices, and {len(order)} are told what to do")
     complaints += [why for device, acts in enumerate(order) for why in _memory_faults(device, acts, len(programs))]
     yield from complaints
     if not complaints:
-        known: dict[tuple[int, int], list[Appointment]] = {}
-        for each in programs:
-            for device, program in enumerate(each):
-                if (device, id(program)) not in known:
-                    known[device, id(program)] = appointments(device, program)
-        yield from _letter_faults(
+        yield from _meeting_faults(
             [
-                [Letter(a.run, m) for a in acts if a.what == "run" for m in known[device, id(programs[a.run][device])]]
+                [
+                    Coming(act.run, said, team)
+                    for act in acts
+                    if act.what == "run"
+                    for said, team in met[known[act.run]][device]
+                ]
                 for device, acts in enumerate(order)
             ]
         )
 
 
-def meets_otherwise(programs: Sequence[Program]) -> Iterator[str]:
-    """A meeting that is no letter, if the devices that run these have one."""
-    met = (a for device, program in enumerate(programs) for a in appointments(device, program))
-    if other := next((a for a in met if a.op not in LETTERS), None):
-        yield f"{other}: runs follow each other only where devices meet by letters"
+def meets_all(programs: Sequence[Program]) -> Iterator[str]:
+    """A meeting that joins all of the devices that run these, if they have one."""
+    return _meets_all(_met(programs))
+
+
+def _met(programs: Sequence[Program]) -> Met:
+    lanes = [appointments(device, program) for device, program in enumerate(programs)]
+    members: dict[int, dict[int, None]] = {}
+    for a in (a for lane in lanes for a in lane if a.op not in LETTERS):
+        members.setdefault(a.sequence, {})[a.device] = None
+    teams = {sequence: tuple(own) for sequence, own in members.items()}
+    return [[(a, _pair(a) if a.op in LETTERS else teams[a.sequence]) for a in lane] for lane in lanes]
+
+
+def _pair(letter: Appointment) -> tuple[int, ...]:
+    if letter.op == "send":
+        return letter.device, int_attr(letter.terms["to"])
+    return int_attr(letter.terms["source"]), letter.device
+
+
+def _meets_all(met: Met) -> Iterator[str]:
+    every = (a for lane in met for a, team in lane if a.op not in LETTERS and len(team) == len(met))
+    if a := next(every, None):
+        yield f"{a} joins all devices: runs follow each other only where devices meet by letters, or in teams"
 
 
 def _memory_faults(device: int, acts: Sequence[Act], runs: int) -> Iterator[str]:
@@ -88,25 +110,33 @@ def _memory_faults(device: int, acts: Sequence[Act], runs: int) -> Iterator[str]
         yield f"device {device}: it makes {state} of {runs} runs"
 
 
-def _letter_faults(lanes: Sequence[Sequence[Letter]]) -> Iterator[str]:
-    """Walk all devices through their letters, each of which is sent when it is taken."""
+def _meeting_faults(lanes: Sequence[Sequence[Coming]]) -> Iterator[str]:
+    """Walk all devices through their meetings, to each of which they come together."""
     at = [0] * len(lanes)
+
+    def next_of(device: int) -> Coming | None:
+        return lanes[device][at[device]] if at[device] < len(lanes[device]) else None
+
     moved = True
     while moved:
         moved = False
-        for device, lane in enumerate(lanes):
-            if at[device] == len(lane) or lane[at[device]].said.op != "send":
+        for device in range(len(lanes)):
+            if (mine := next_of(device)) is None or mine.team[0] != device:
                 continue
-            sent = lane[at[device]]
-            to = sent.said.terms["to"]
-            assert isinstance(to, int)
-            taken = lanes[to][at[to]] if at[to] < len(lanes[to]) else None
-            if taken is None or taken.said.op != "receive" or taken.said.terms["source"] != device:
+            others = [other for d in mine.team if (other := next_of(d)) is not None and other.team == mine.team]
+            if len(others) < len(mine.team):
                 continue
-            if (taken.run, taken.said.sequence) != (sent.run, sent.said.sequence):
-                yield f"{taken}: {sent} comes in its place"
+            if strange := [other for other in others if (other.run, _what(other)) != (mine.run, _what(mine))]:
+                yield f"{strange[0]}: {mine} comes in its place"
                 return
-            at[device], at[to], moved = at[device] + 1, at[to] + 1, True
-    waiting = [str(lane[i]) for lane, i in zip(lanes, at, strict=True) if i < len(lane)]
+            for d in mine.team:
+                at[d] += 1
+            moved = True
+    waiting = [str(coming) for device in range(len(lanes)) if (coming := next_of(device)) is not None]
     if waiting:
         yield f"devices wait for each other: {'; '.join(waiting)}"
+
+
+def _what(coming: Coming) -> tuple[object, int]:
+    """What those who come to a meeting say alike."""
+    return coming.said.op in LETTERS or coming.said.op, coming.said.sequence

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -27,7 +29,8 @@ from ..given.models.goldens import TINY, nmse, path_of, tokens_of
 from ..given.ranks.thread_link import in_threads
 
 LAYERS = Group(("cpu:0", "cpu:1"), "layer", threads=1)
-EXACT = Group(("cpu:0", "cpu:1"), "layer", exact=True)
+TEAMS = Group(("cpu:0", "cpu:1", "cpu:2", "cpu:3"), "layer,tensor", threads=1)
+SPLITS = pytest.mark.parametrize("on", [LAYERS, TEAMS], ids=["layer", "layer,tensor"])
 GREEDY = Sampling(temperature=0)
 MODELS = ["llama", "qwen35", "qwen3moe"]
 
@@ -35,7 +38,7 @@ MODELS = ["llama", "qwen35", "qwen3moe"]
 def in_batches(root, *sizes):
     """Micro-batches of so many sequences each, whether or not that is faster."""
     sessions = [Session(root.model, like=root, sequences=size, context=64, batch=16) for size in sizes]
-    return Microbatches(sessions, Dealing(sizes, sizes, 1.0, 2.0))
+    return Microbatches(sessions, Dealing(sizes, ((1, 2.0), (len(sizes), 1.0)), 2, 2))
 
 
 def rooted(name, on=LAYERS):
@@ -65,19 +68,21 @@ def read_by(session, prompts, new):
     return [np.concatenate(own) for own in rows]
 
 
+@SPLITS
 @pytest.mark.parametrize("name", MODELS)
-def test_exact_results_are_those_of_one_device(name):
+def test_exact_results_are_those_of_one_device(name, on):
     prompts, new = texts_of(name, 5)
     alone = Session(open_model(path_of(name)), on=Group(exact=True), context=64, sequences=5, batch=16)
     wanted = read_by(alone, prompts, new)
-    given = read_by(in_batches(rooted(name, EXACT), 3, 2), prompts, new)
+    given = read_by(in_batches(rooted(name, replace(on, exact=True)), 3, 2), prompts, new)
     assert all(nmse(one, two) <= 1e-10 for one, two in zip(given, wanted, strict=True))
 
 
+@SPLITS
 @pytest.mark.parametrize("name", MODELS)
-def test_each_micro_batch_gives_the_bits_that_it_gives_alone(name):
+def test_each_micro_batch_gives_the_bits_that_it_gives_alone(name, on):
     prompts, new = texts_of(name, 4)
-    root = rooted(name)
+    root = rooted(name, on)
     both = in_batches(root, 2, 2)
     given = read_by(both, prompts, new)
     for place in both.places:
@@ -118,30 +123,30 @@ def test_sequences_may_idle_and_read_prompts_of_any_length(monkeypatch):
     assert both.lengths == [11, 0, 0, 4]
 
 
-def broken_batches(monkeypatch, name="qwen35"):
+def broken_batches(monkeypatch, on):
     backend = FaultyCpu()
     monkeypatch.setattr(devices_of, "find", lambda name: (backend, find(name)[1]))
-    return backend, in_batches(rooted(name), 2, 2)
+    return backend, in_batches(rooted("qwen35", on), 2, 2)
 
 
-def test_a_step_that_fails_is_taken_back_for_all_sequences(monkeypatch):
-    backend, broken = broken_batches(monkeypatch)
+@SPLITS
+def test_a_step_that_fails_is_taken_back_for_all_sequences(monkeypatch, on):
+    backend, broken = broken_batches(monkeypatch, on)
     prompts, new = texts_of("qwen35", 4)
     broken.evaluate(prompts)
     lengths, again = broken.lengths, []
-    last = broken.sessions[0].group[1][1]
+    last = broken.sessions[0].group[-1][1]
 
     def skip():
         again.append(0)
         backend.plan_fault(last, 30, late=True)
 
     backend.plan_fault(last, 30, late=True, what=skip)
-    with pytest.raises(StepError, match="cpu:1"):
+    with pytest.raises(StepError, match=str(last)):
         broken.evaluate([own[:1] for own in new])
     assert again, "it fails in the second micro-batch"
     assert broken.lengths == lengths
-    whole = in_batches(rooted("qwen35"), 2, 2)
-    wanted = read_by(whole, prompts, new)
+    wanted = read_by(in_batches(rooted("qwen35", on), 2, 2), prompts, new)
     with decoding(broken) as steps:
         steps.begin(0, [own[:1] for own in new[:2]])
         steps.begin(1, [own[:1] for own in new[2:]])
@@ -149,8 +154,10 @@ def test_a_step_that_fails_is_taken_back_for_all_sequences(monkeypatch):
     assert all(one.tobytes() == two[1:2].tobytes() for one, two in zip(given, wanted, strict=True))
 
 
-def test_what_was_given_out_stays_when_a_later_step_fails(monkeypatch):
-    backend, broken = broken_batches(monkeypatch)
+@SPLITS
+def test_what_was_given_out_stays_when_a_later_step_fails(monkeypatch, on):
+    backend, broken = broken_batches(monkeypatch, on)
+    last = broken.sessions[0].group[-1][1]
     prompts, new = texts_of("qwen35", 4)
     broken.evaluate(prompts)
     before = broken.lengths
@@ -161,16 +168,16 @@ def test_what_was_given_out_stays_when_a_later_step_fails(monkeypatch):
             steps.begin(1, [own[:1] for own in new[2:]])
             steps.ended()
             steps.ended()
-            backend.plan_fault(broken.sessions[0].group[1][1], 30, late=True)
+            backend.plan_fault(last, 30, late=True)
             steps.begin(0, [own[1:2] for own in new[:2]])
             steps.begin(1, [own[1:2] for own in new[2:]])
             steps.ended()
 
-    with pytest.raises(StepError, match="cpu:1"):
+    with pytest.raises(StepError, match=str(last)):
         go_on()
     assert broken.lengths == [length + 1 for length in before]
     given = broken.evaluate([own[1:2] for own in new])
-    wanted = read_by(in_batches(rooted("qwen35"), 2, 2), prompts, new)
+    wanted = read_by(in_batches(rooted("qwen35", on), 2, 2), prompts, new)
     assert all(one.tobytes() == two[2:3].tobytes() for one, two in zip(given, wanted, strict=True))
 
 
@@ -267,8 +274,8 @@ def test_the_commands_say_whether_sequences_are_dealt(capsys):
     layers = ("--devices", "cpu:0,cpu:1", "--split-mode", "layer")
     assert main(["plan", str(TINY), "-np", "16", "--ctx-size", "64", *layers]) == 0
     said = capsys.readouterr().out.splitlines()
-    dealt_so = "sequences: 16 sequences run in 2 micro-batches that follow each other, predicted to take "
-    assert any(line.startswith(dealt_so) for line in said)
+    dealt_so = r"sequences: 16 sequences run in 2 micro-batches that follow each other through 2 devices, predicted to "
+    assert any(re.fullmatch(dealt_so + r"take \S+ [mu]s a step; as one \S+ [mu]s", line) for line in said)
     assert main(["plan", str(TINY), "-np", "2", "--phase", "prefill"]) == 2
     assert "-np with --phase prefill" in capsys.readouterr().err
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
 from hocket.backends.base import find
+from hocket.cli import main
 from hocket.frontends import devices as devices_of
 from hocket.frontends import parts
 from hocket.frontends.open import open_model
@@ -14,9 +17,11 @@ from hocket.frontends.session import Group, Session
 from hocket.graph import StepError
 
 from ..given.devices.faulty import FaultyCpu
-from ..given.models.goldens import nmse, path_of, tokens_of
+from ..given.models.goldens import TINY, nmse, path_of, tokens_of
 
 ONE, LAYERS = Group(threads=1), Group(("cpu:0", "cpu:1"), "layer", threads=1)
+FOUR = ("cpu:0", "cpu:1", "cpu:2", "cpu:3")
+TEAMS = Group(FOUR, "layer,tensor", threads=1)
 
 
 @pytest.fixture(autouse=True)
@@ -45,11 +50,28 @@ def test_parts_that_follow_each_other_give_what_they_give_one_by_one(name):
     assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_exact_results_are_those_of_one_device():
+@pytest.mark.parametrize("name", ["llama", "qwen35", "qwen3moe"])
+def test_parts_that_follow_each_other_through_teams_give_what_they_give_one_by_one(name):
+    model, tokens = open_model(path_of(name)), tokens_of(name)
+    alone, follow = Session(model, on=TEAMS, batch=4, context=64), Session(model, on=TEAMS, context=64)
+    for start, stop in ((0, 15), (15, 16), (16, 27)):
+        with alone.tracing():  # part by part
+            wanted = alone.evaluate([tokens[start:stop]], every_position=True)[0]
+        given = follow.evaluate([tokens[start:stop]], every_position=True)[0]
+        assert given.tobytes() == wanted.tobytes()
+    assert follow._pipelines
+    assert not alone._pipelines
+    ours, theirs = held(follow), held(alone)
+    assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(("mode", "devices"), [("layer", FOUR[:3]), ("layer,tensor", FOUR)])
+def test_exact_results_are_those_of_one_device(mode, devices):
     model, tokens = open_model(path_of("qwen35")), tokens_of("qwen35")[:14]
     one = Session(model, on=Group(exact=True), context=64).evaluate([tokens], every_position=True)[0]
-    three = Group(("cpu:0", "cpu:1", "cpu:2"), "layer", exact=True)
-    assert nmse(Session(model, on=three, context=64).evaluate([tokens], every_position=True)[0], one) <= 1e-10
+    several = Session(model, on=Group(devices, mode, exact=True), context=64)
+    assert nmse(several.evaluate([tokens], every_position=True)[0], one) <= 1e-10
+    assert several._pipelines
 
 
 def test_sequences_of_any_lengths_follow_each_other_together():
@@ -85,21 +107,22 @@ def test_what_needs_the_part_before_or_is_watched_is_read_part_by_part():
     assert not Session(model, on=Group(("cpu:0", "cpu:1"), "tensor"), context=64)._following(12, False) > 1
 
 
-def test_a_prompt_that_fails_in_the_middle_leaves_everything_as_it_was(monkeypatch):
+@pytest.mark.parametrize("on", [LAYERS, TEAMS], ids=["layer", "layer,tensor"])
+def test_a_prompt_that_fails_in_the_middle_leaves_everything_as_it_was(monkeypatch, on):
     backend = FaultyCpu()
     monkeypatch.setattr(devices_of, "find", lambda name: (backend, find(name)[1]))
     model, tokens = open_model(path_of("qwen35")), tokens_of("qwen35")
-    whole, broken = (Session(model, on=LAYERS, context=64) for _ in range(2))
+    whole, broken = (Session(model, on=on, context=64) for _ in range(2))
     for session in (whole, broken):
         session.evaluate([tokens[:3]])
-    last, again = broken.group[1][1], []
+    last, again = broken.group[-1][1], []
 
     def skip() -> None:
         again.append(0)
         backend.plan_fault(last, 30, late=True, **({"what": skip} if len(again) < 2 else {}))
 
     backend.plan_fault(last, 30, late=True, what=skip)
-    with pytest.raises(StepError, match="cpu:1"):
+    with pytest.raises(StepError, match=str(last)):
         broken.evaluate([tokens[3:20]])
     assert len(again) == 2, "it fails in the third part"
     assert broken.lengths == [3]
@@ -125,3 +148,38 @@ def test_a_prompt_that_fails_in_the_middle_leaves_everything_as_it_was(monkeypat
 def test_parts_are_about_ten_for_each_device(monkeypatch, tokens, devices, most, size):
     monkeypatch.setattr(parts, "FEWEST", FEWEST)
     assert tokens_of_part(tokens, devices, most) == size
+
+
+@pytest.mark.parametrize(
+    ("words", "fewest", "said"),
+    [
+        ("2 layer 256", 64, "in 4 parts of 64, the least, that follow each other through 2 devices, {T}; as one T"),
+        ("2 layer 999", 64, "in 4 parts of 64, the least, that follow each other through 2 devices, {T}; as one T"),
+        ("2 layer 200", 4, "in 25 parts of 8, about 10 parts for each, that follow each other through 2 devices, {T};"),
+        ("4 layer,tensor 128", 64, "in 2 parts of 64, the least, that follow each other through 2 teams of 2 devices,"),
+        ("2 layer 64", 64, "as one, {T}; parts have 64 tokens at least"),
+        ("2 tensor 256", 64, "as one, {T}; all devices meet, so that none can begin with other tokens"),
+    ],
+)
+def test_the_plan_of_a_prompt_says_in_how_many_parts_it_is_read_and_why(words, fewest, said, capsys, monkeypatch):
+    monkeypatch.setattr(parts, "FEWEST", fewest)
+    count, mode, batch = words.split()
+    asked = ("--devices", ",".join(FOUR[: int(count)]), "--split-mode", mode, "-b", batch)
+    (line,) = prompt_lines(capsys, *asked)
+    assert line.startswith(f"prompt: {min(int(batch), 256)} tokens are read {said.format(T='predicted to take T')}")
+
+
+def prompt_lines(capsys, *words):
+    """What `hocket plan` says of how a prompt is read, T for its times."""
+    assert main(["plan", str(TINY), "--phase", "prefill", "--ctx-size", "256", *words]) == 0
+    said = capsys.readouterr().out.splitlines()
+    return [re.sub(r"\S+ [mu]s", "T", line) for line in said if line.startswith("prompt: ")]
+
+
+def test_what_gains_too_little_is_read_as_one_and_one_device_has_nothing_to_say(capsys, monkeypatch):
+    monkeypatch.setattr(parts, "FEWEST", FEWEST)
+    monkeypatch.setattr(parts, "GAIN", 2.5)
+    (line,) = prompt_lines(capsys, "--devices", "cpu:0,cpu:1", "--split-mode", "layer", "-b", "256")
+    why = r"steps that follow each other are 1\.\d\d times as fast, and have to be 2\.5 times as fast"
+    assert re.fullmatch(rf"prompt: 256 tokens are read as one, predicted to take T; {why}", line)
+    assert prompt_lines(capsys, "-b", "256") == []

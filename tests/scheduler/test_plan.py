@@ -214,6 +214,8 @@ def test_a_layer_split_shows_its_copies():
     text = plan(mlp(), "cpu:0,cpu:1", split_mode="layer").explain()
     assert "copy cpu:0 -> cpu:1" in text
     assert "is made on cpu:0 and read on cpu:1" in text
+    assert "  runs that follow each other through 2 devices are 2.09 times as fast as one by one" in text
+    assert "follow each other" not in plan(mlp(), "cpu:0,cpu:1", split_mode="tensor").explain()
 
 
 def test_stages_cover_every_instruction_of_every_device_once():

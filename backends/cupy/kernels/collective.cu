@@ -15,7 +15,7 @@
 constexpr int MOST_DEVICES = 8, THREADS = 256;
 constexpr int RUN = 0, STOPPED = 1, APART = 16, ARRIVED = 16, SENT = ARRIVED + APART * MOST_DEVICES;  // words of `signals`
 constexpr int PUSHED = SENT + APART * MOST_DEVICES;  // two for each device
-constexpr int BOARD_FAILED = 8, BOARD_RUN = 9;                                                        // words of the board
+constexpr int BOARD_FAILED = 8;                    // a word of the board
 constexpr u64 LATE_DEVICE = 16;  // what the board holds if device d came too late: this + d
 enum { LATE, OUT_OF_STEP, OTHER_FAILED };
 constexpr u32 SPINS = 1000;
@@ -70,10 +70,10 @@ __device__ bool meet(const Group &g, u64 has_results, i64 words = ARRIVED) {
 }
 
 struct Begin {
-    u64 *signals, *board;
+    u64 *signals, *run;  // the number of this device's run, on the board
 };
 // Before the first meeting of a run.
-__global__ void begin_run(const __grid_constant__ Begin a) { a.signals[RUN] = load_acquire(&a.board[BOARD_RUN]); }
+__global__ void begin_run(const __grid_constant__ Begin a) { a.signals[RUN] = load_acquire(a.run); }
 
 struct Mark {
     u64 *signals, *word;

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from ....graph.dtypes import DType
 from ....graph.errors import BackendError
 from ....ops.collective import int_attr
+from ...board import EACH, FIRST, RUN
 from ...meeting import Index, Pairs, exchanged, gathered, scattered
 from ...operands import Bound, Operand, need
 from ..binding.axes import MOST, axes_of
@@ -24,8 +25,6 @@ from .moves import launch_copy
 MOST_DEVICES, THREADS = 8, 256
 SIGNAL_WORDS = 16 + 3 * 16 * MOST_DEVICES
 """Of 8 bytes, for each device, that the others write; they begin as zeros."""
-FIRST_MARK, MARK_STEP = 16, 8
-"""Words of the board in which devices tell the host where they are."""
 ONE_BLOCK = 64 * 1024
 """Bytes up to which one block does a whole sum: waiting for others costs more than adding."""
 PUSHED = 128 * 1024
@@ -108,14 +107,18 @@ def offer_of(call: Bound) -> Offer:
     return Offer(call.out if call.op in ("send", "receive") else call.operand(0), call.out)
 
 
-def launch_begin(launches: Launches, group: Group) -> None:
-    """To be launched before the first collective of a run."""
-    launches.add(SOURCE["begin_run"], 1, 1, [group.peers[group.rank].signals, group.board])
+def launch_begin(launches: Launches, group: Group, *, follows: bool) -> None:
+    """To be launched before the first collective of a run.  Where runs follow each other, and sums are pushed, all meet
+    first: the last one that was pushed may still be read."""
+    own, mine = group.board + 8 * (FIRST + EACH * group.rank + RUN), group.peers[group.rank]
+    launches.add(SOURCE["begin_run"], 1, 1, [mine.signals, own])
+    if follows and mine.inbox:
+        launches.add(SOURCE["meet_all"], 1, 32, [*_group(launches, -1, group), 1])
 
 
 def launch_mark(launches: Launches, call: Bound, group: Group, *, has_results: int) -> None:
     """Tell the host that the device comes to a collective, or has its results: `mark_of` reads it."""
-    word = group.board + 8 * (FIRST_MARK + MARK_STEP * group.rank)
+    word = group.board + 8 * (FIRST + EACH * group.rank)
     words = [group.peers[group.rank].signals, word, _sequence(call), has_results]
     launches.add(SOURCE["mark"], 1, 1, words)
 
@@ -131,7 +134,7 @@ class Mark:
 
 def mark_of(board: npt.NDArray[np.int64], rank: int) -> Mark | None:
     """What device `rank` marked last; None before its first mark."""
-    word = int(board[FIRST_MARK + MARK_STEP * rank])
+    word = int(board[FIRST + EACH * rank])
     return Mark(word >> 32, ((word & 0xFFFFFFFF) >> 1) - 1, bool(word & 1)) if word else None
 
 
@@ -144,10 +147,10 @@ def _sequence(call: Bound) -> int:
     return int_attr(call.attrs["sequence"])
 
 
-def _group(launches: Launches, call: Bound, group: Group) -> list[Word]:
-    """The fields of a kernel's `Group`."""
-    size, sequence = len(group.peers), _sequence(call)
-    at = f"collective {sequence} on device {group.rank} of {size}"
+def _group(launches: Launches, sequence: int, group: Group) -> list[Word]:
+    """The fields of a kernel's `Group`, at the collective of that number; -1 at the beginning of a run."""
+    size = len(group.peers)
+    at = f"{'a run' if sequence < 0 else f'collective {sequence}'} on device {group.rank} of {size}"
     late = launches.fault(f"{at}: device {{value}} did not arrive within {group.timeout:g} s")
     launches.fault(f"{at}: device {{value}} is at another one: the plans of the devices do not match")
     launches.fault(f"{at}: another device failed")
@@ -165,7 +168,7 @@ def _all_reduce(launches: Launches, call: Bound, group: Group) -> None:
     offers, dtype, count = group.offers(_sequence(call)), call.out.dtype, math.prod(call.out.shape)
     everything = list(chain.from_iterable((o.source, o.target) for o in offers))
     need(_one_type(offers) and all(o.is_dense and o.address % PACK == 0 for o in everything), "operands are not dense")
-    words = _group(launches, call, group)
+    words = _group(launches, _sequence(call), group)
     if group.narrows(call.out):
         _narrow_all_reduce(launches, call, group, words)
         return
@@ -242,7 +245,7 @@ def _met(parts: Callable[[Bound], Iterable[tuple[Index, list[tuple[int, Index]]]
         offers = group.offers(_sequence(call))
         whole = max(math.prod(x.shape) for o in offers for x in (o.source, o.target))
         need(_one_type(offers) and whole < MOST_ELEMENTS, "operands are of several types, or too large")
-        words = _group(launches, call, group)
+        words = _group(launches, _sequence(call), group)
         launches.add(SOURCE["meet_all"], 1, 32, [*words, 0])
         for into, summands in parts(call):
             sources = [piece(offers[device].source, index) for device, index in summands]
@@ -288,14 +291,14 @@ def _send(launches: Launches, call: Bound, group: Group) -> None:
     need(_is_movable(call.out), "kernels that copy this type are missing")
     if call.operand(0).address != call.out.address:
         launch_copy(launches, call.operand(0), call.out)
-    launches.add(SOURCE["tell_one"], 1, 1, [*_group(launches, call, group), to])
+    launches.add(SOURCE["tell_one"], 1, 1, [*_group(launches, _sequence(call), group), to])
 
 
 def _receive(launches: Launches, call: Bound, group: Group) -> None:
     source = int_attr(call.attrs["source"])
     theirs = group.offer(source, _sequence(call)).source
     need(_is_movable(theirs), "kernels that copy this type are missing")
-    launches.add(SOURCE["await_one"], 1, 1, [*_group(launches, call, group), source])
+    launches.add(SOURCE["await_one"], 1, 1, [*_group(launches, _sequence(call), group), source])
     launch_take(launches, [theirs], call.out, group)
 
 

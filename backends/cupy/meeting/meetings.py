@@ -13,6 +13,7 @@ import numpy as np
 from ....graph.dtypes import DType
 from ....ops.collective import LETTERS, int_attr
 from ...base import Array, Comm, Device
+from ...board import runs_of
 from ...operands import Bound, NoKernelError
 from ..binding.launches import Launches
 from ..device.driver import Driver
@@ -80,12 +81,18 @@ class Meetings:
         is_needed = any(collective.is_pushed(call, self.comm.size) for call in calls)
         return self.driver.address(self.keep(np.zeros(collective.INBOX, np.int8))) if is_needed else 0
 
+    def count_run(self) -> None:
+        """Tell all others by which number this device knows the run that it begins."""
+        if self.transport.on_devices:
+            assert self.comm.board is not None
+            runs_of(self.comm.board)[self.comm.rank] += 1
+
     def begin(self, launches: Launches) -> None:
         """Append what is launched at the beginning of a run."""
         self._exchanges = self._pushed = 0
         if self._group is not None:
             launches.number = 0
-            collective.launch_begin(launches, self._group)
+            collective.launch_begin(launches, self._group, follows=self.comm.everybody > self.comm.size)
 
     def launch(self, launches: Launches, call: Bound) -> bool:
         """Append a collective, if there are kernels or a library for it; all devices get the same answer."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from ....graph.errors import BackendError
 from ...base import Comm, Device
-from ...board import BOARD_FAILED, BOARD_RUN
+from ...board import BOARD_FAILED, runs_of
 from ..device.driver import Driver, Library, Ring
 from ..kernels.collective import Mark, mark_of
 from .peers import Words, everybodys
@@ -104,7 +104,7 @@ class Watch:
         board = self.comm.board
         assert board is not None
         mark = mark_of(board, rank)
-        return mark if mark is not None and mark.run == board[BOARD_RUN] else None
+        return mark if mark is not None and mark.run == runs_of(board)[rank] else None
 
     def _trouble(self, mine: Mark, waited: float) -> str | None:
         """Why a collective in which this device waits will never end, if that is known."""
@@ -116,7 +116,7 @@ class Watch:
             return None
         here = [d for d, device in enumerate(self.comm.devices) if device.rank == self.on.rank]
         marks = {d: self._mark(d) for d in here}
-        late = [d for d, m in marks.items() if m is None or m.sequence < mine.sequence]
+        late = [d for d, m in marks.items() if m is None or (m.run, m.sequence) < (mine.run, mine.sequence)]
         elsewhere = "a device of another process did not arrive" if self.comm.is_apart else "it did not end"
         who = f"device {', '.join(map(str, late))} did not arrive" if late else elsewhere
         return f"{who} within {self.comm.timeout:g} s"

@@ -60,14 +60,16 @@ class SeenError(Exception):
     """A device saw by itself that another is not where it is."""
 
 
-def faults_of(case, n, edit=list, *, runs=1):
-    """What is in no order, in runs whose threads take turns in different ways."""
+def faults_of(case, n, edit=list, *, runs=1, times=1):
+    """What is in no order, in runs whose threads take turns in different ways, of which so many `times` follow each
+    other, as those of a team do."""
     driver = EditedDriver(edit)
-    rig = Rig(OrderedBackend(driver), PARTS[case](n), wire=DType.BF16 if case == "narrow" else DType.F32)
+    wire, parts = DType.BF16 if case == "narrow" else DType.F32, PARTS[case](n)
+    rig = Rig(OrderedBackend(driver), parts, wire=wire, everybody=n + (times > 1))
     faults = []
     for _ in range(runs):
         try:
-            rig.run()
+            rig.run(times=times)
         except BackendError as why:
             if "at another one" in str(why):
                 raise SeenError from why
@@ -81,6 +83,17 @@ def faults_of(case, n, edit=list, *, runs=1):
 @pytest.mark.parametrize("case", PARTS)
 def test_devices_meet_in_order(case, n, narrow):
     assert faults_of(case, n, runs=3) == []
+
+
+@pytest.mark.long(every=9)
+@pytest.mark.parametrize("case", [case for case in PARTS if case != "send"])
+def test_runs_that_follow_each_other_are_in_order(case, narrow):
+    assert faults_of(case, 3, times=4) == []
+
+
+def test_a_sum_that_is_pushed_before_that_of_the_last_run_is_read_is_found():
+    with suppress(SeenError):
+        assert [why for _ in range(3) for why in faults_of("a few", 3, without("meet_all"), times=4)]
 
 
 def test_a_graph_on_two_devices_is_in_order():

@@ -15,7 +15,7 @@ from hocket.backends.cupy.emulation.emulated import EmulatedBackend
 from hocket.backends.cupy.meeting.transport import transport_of
 from hocket.graph import Graph, input, state, weight
 from hocket.graph.errors import BackendError
-from hocket.scheduler import Executor, Store, load, plan_for
+from hocket.scheduler import Executor, Pipeline, Store, in_turn, load, plan_for
 
 from ...given.devices.emulation import needs_compiler
 from ...given.devices.fake_nccl import backend_of
@@ -51,12 +51,16 @@ def plan_on(backend, ranks, mode):
     return plan_for(layers(), group, split_mode=mode)
 
 
-def executor_of(plan, world):
+def stored(plan, world):
     store = Store(plan.group, world)
     for value in plan.graph.weights:
         name = value.node.name
         store.bind(name, WEIGHTS[name], value.spec, plan.leaves[name])
-    return Executor(plan, store)
+    return store
+
+
+def executor_of(plan, world):
+    return Executor(plan, stored(plan, world))
 
 
 def wanted():
@@ -114,6 +118,9 @@ def test_teams_meet_on_their_devices_and_letters_between_them_go_through_the_hos
         executor = executor_of(plan_on(EmulatedBackend(), ranks, "layer,tensor"), world)
         results = [executor.run({"x": X})["y"] for _ in range(2)]
         assert all("all_reduce" in replay.kernels() for replay in executor._replays.values())
+        pipeline = Pipeline(executor.plan, stored(executor.plan, world))
+        follow = [run["y"] for run in in_turn([(pipeline, {"x": X})] * 7)]
+        assert all(np.array_equal(one, results[0]) for one in follow)
         return results
 
     for results in in_threads(ranks[-1] + 1, run):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from hocket.backends.base import BufferSpec, Instruction, Program, Tensor, contiguous_strides
-from hocket.backends.board import BOARD_RUN
+from hocket.backends.board import runs_of
 from hocket.backends.cupy.emulation.emulated import EmulatedBackend
 from hocket.backends.cupy.kernels.collective import SIGNAL_WORDS, mark_of
 from hocket.backends.cupy.meeting import meetings
@@ -49,10 +49,11 @@ class Rig:
     """`parts[rank]` are what a device does in order; each starts from its own source.  `devices` are those of these
     numbers, unless given.
 
+    Where there are more devices, `everybody`, they are a team of these, whose runs may follow each other.
     A run that takes longer than `limit` seconds is ended: where a fault was planted, that may be less than an hour.
     """
 
-    def __init__(self, backend, parts, limit=HOUR, *, wire=DType.F32, devices=None):
+    def __init__(self, backend, parts, limit=HOUR, *, wire=DType.F32, devices=None, everybody=0):
         self.backend, self.parts, self.limit = backend, parts, limit
         devices = devices or [backend.device(rank) for rank in range(len(parts))]
         self.meeting = Meeting(len(parts), limit, devices=devices, wire=wire)
@@ -62,11 +63,14 @@ class Rig:
             buffers = [backend.alloc(program.buffers[0].nbytes, devices[rank])]
             self.buffers.append(buffers)
             self.tensors.append(tensors)
-            self.replays.append(backend.compile(program, buffers, devices[rank], self.meeting.member(rank)))
+            member = self.meeting.member(rank)
+            member.everybody = everybody or member.everybody
+            self.replays.append(backend.compile(program, buffers, devices[rank], member))
 
-    def run(self, ahead=lambda rank: None):
-        """Results of all devices; `ahead` runs before a device begins.  Raises what went wrong first."""
-        return self._run(range(len(self.parts)), ahead)
+    def run(self, ahead=lambda rank: None, *, times=1):
+        """Results of all devices; `ahead` runs before a device begins, which then runs so many `times` without waiting
+        for others to end.  Raises what went wrong first."""
+        return self._run(range(len(self.parts)), ahead, times)
 
     def run_without(self, *absent, teller=0, patience=0.3, begin=False, ahead=lambda rank: None):
         """As `run`, but `absent` devices come to no meeting (`begin`: they run, and `ahead` keeps them from it), and
@@ -74,12 +78,13 @@ class Rig:
         misses none of them, however late they are."""
         present = [rank for rank in range(len(self.parts)) if rank not in absent]
         seen = {rank: self._ticket(rank, teller) for rank in present}
+        last = runs_of(self.meeting.board).max()
 
         def in_turn(rank):
             ahead(rank)
             if rank == teller:
                 others = [other for other in present if other != teller]
-                until(lambda: self.meeting.failure or all(self._has_come(d, teller, seen[d]) for d in others))
+                until(lambda: self.meeting.failure or all(self._has_come(d, teller, seen[d], last) for d in others))
 
         self._be_patient(teller, patience)
         try:
@@ -96,9 +101,9 @@ class Rig:
             replay._meetings._group = replace(group, timeout=seconds)
             replay._record()
 
-    def _has_come(self, rank, teller, seen):
+    def _has_come(self, rank, teller, seen, last):
         mark = mark_of(self.meeting.board, rank)
-        return self._ticket(rank, teller) != seen or (mark is not None and mark.run == self.meeting.board[BOARD_RUN])
+        return self._ticket(rank, teller) != seen or (mark is not None and mark.run > last)
 
     def _ticket(self, rank, teller):
         """What the device wrote last into memory of `teller`; zeros where it writes nothing there."""
@@ -106,7 +111,7 @@ class Rig:
         words = (ctypes.c_int64 * SIGNAL_WORDS).from_address(address) if address else [0] * SIGNAL_WORDS
         return [words[first + APART * rank] for first in TICKETS]
 
-    def _run(self, present, ahead):
+    def _run(self, present, ahead, times=1):
         failures = []
 
         def one(rank):
@@ -115,7 +120,8 @@ class Rig:
                     self.backend.view(self.buffers[rank][0], source)[...] = part.source
             try:
                 ahead(rank)
-                self.replays[rank]()
+                for _ in range(times):
+                    self.replays[rank]()
             except Exception as why:  # kept for the test to judge; the others must not wait for this device
                 failures.append((rank, why))
                 self.meeting.abort(str(why))

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from hocket import ops
 from hocket.graph import Graph, input, state, weight
-from hocket.scheduler import Plan, Store, in_turn, plan_for
+from hocket.scheduler import CPU, Plan, Store, in_turn, plan_for
 
 from ..devices.faulty import FaultyReference, raises
+from .grouped import everything_that_fits
 
 ROWS, WIDTH, RUNS = 3, 4, 5
 
 
-def chain(devices: int, backend: Any = None) -> tuple[Plan, Any]:
+def chain(devices: int, backend: Any = None, *, team: int = 1) -> tuple[Plan, Any]:
     """A plan of so many stages, each with states that are written whole, or in rows that inputs or another state
-    number; and the backend that runs it."""
+    number; and the backend that runs it.  A stage is on one device, or cut among a `team`."""
     x, slot, following = input("x", (ROWS, WIDTH)), input("slot", (ROWS,), "i32"), input("next", (1,), "i32")
     updates = {}
     for d in range(devices):
@@ -31,9 +35,13 @@ def chain(devices: int, backend: Any = None) -> tuple[Plan, Any]:
         updates[at] = following
         x = ops.add(ops.get_rows(written, slot, name=f"read.{d}"), summed, name=f"z.{d}")
     backend = backend or FaultyReference()
-    group = [(backend, backend.device(d)) for d in range(devices)]
+    graph, group = Graph({"y": x}, updates), [(backend, backend.device(d)) for d in range(devices * team)]
+    if team > 1:
+        cut = partial(everything_that_fits, dice=random.Random(0))
+        machines = replace(CPU, machine=team)
+        return plan_for(graph, group, split_mode="layer,tensor", hardware=machines, choose=cut), backend
     place = [(rf"\.{d}$", f"{backend.name}:{d}") for d in range(devices)]
-    return plan_for(Graph({"y": x}, updates), group, split_mode="layer", place=place), backend
+    return plan_for(graph, group, split_mode="layer", place=place), backend
 
 
 def feeds(runs: int = RUNS) -> list[dict[str, Any]]:

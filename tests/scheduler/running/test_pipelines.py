@@ -20,10 +20,12 @@ from hocket.scheduler.hardware import Hardware
 from ...given.plans.chained import ROWS, RUNS, chain, feeds, follow, held, planted, same, stored
 from ...given.waits import HOUR, until
 
+TEAMS = pytest.mark.parametrize("team", [1, 2], ids=["devices", "teams"])
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
-def test_runs_in_succession_give_what_they_give_one_by_one(devices):
-    made, _ = chain(devices)
+
+@pytest.mark.parametrize(("devices", "team"), [(1, 1), (2, 1), (4, 1), (2, 2), (2, 3), (3, 2)])
+def test_runs_in_succession_give_what_they_give_one_by_one(devices, team):
+    made, _ = chain(devices, team=team)
     alone, theirs = stored(made), stored(made)
     executor = Executor(made, alone, timeout=HOUR)
     wanted = [executor.run(feed) for feed in feeds()]
@@ -33,8 +35,9 @@ def test_runs_in_succession_give_what_they_give_one_by_one(devices):
     assert same(held(alone), held(theirs))
 
 
-def test_runs_of_several_plans_follow_each_other_over_the_same_states():
-    made, backend = chain(2)
+@TEAMS
+def test_runs_of_several_plans_follow_each_other_over_the_same_states(team):
+    made, backend = chain(2, team=team)
     other = plan_for(made.graph, made.group, like=made)
     alone, theirs = stored(made), stored(made)
     executor = Executor(made, alone, timeout=HOUR)
@@ -50,19 +53,23 @@ def test_runs_of_several_plans_follow_each_other_over_the_same_states():
     assert same(held(alone), held(theirs))
 
 
+@TEAMS
 @pytest.mark.parametrize("slow", range(3))
-def test_however_slow_a_device_is_runs_do_not_mix(slow):
-    """One device begins its second run when all others have gone as far as they get without it."""
-    made, _ = chain(3)
+def test_however_slow_a_device_is_runs_do_not_mix(slow, team):
+    """One device, or the last of a team, begins its second run when all others have gone as far as they get without
+    it: of its team, into that run."""
+    made, _ = chain(3, team=team)
     executor = Executor(made, stored(made), timeout=HOUR)
     wanted = [executor.run(feed) for feed in feeds()]
-    pipeline, calls = Pipeline(made, stored(made), timeout=HOUR), [0] * 3
+    pipeline, calls = Pipeline(made, stored(made), timeout=HOUR), [0] * (3 * team)
+    last = slow * team + team - 1
+    stages = [number // team for number in range(3 * team)]
+    ahead = [min(RUNS, 1 + DEPTH + 1) if stage < slow else 2 if stage == slow else 1 for stage in stages]
 
     def counted(number, replay):
         def run():
-            ahead = [min(RUNS, 1 + DEPTH + 1) if d < slow else 1 for d in range(3)]
-            if calls[number] == 1 and number == slow:
-                until(lambda: all(calls[d] >= ahead[d] for d in range(3) if d != slow))
+            if calls[number] == 1 and number == last:
+                until(lambda: all(calls[d] >= ahead[d] for d in range(len(calls)) if d != last))
             calls[number] += 1
             replay()
 
@@ -74,9 +81,10 @@ def test_however_slow_a_device_is_runs_do_not_mix(slow):
     assert all(same(one, two) for one, two in zip(wanted, given, strict=True))
 
 
+@TEAMS
 @pytest.mark.parametrize("run", [0, RUNS - 2])
-def test_wherever_a_run_fails_states_are_those_before_the_first(run):
-    made, backend = chain(2)
+def test_wherever_a_run_fails_states_are_those_before_the_first(run, team):
+    made, backend = chain(2, team=team)
     store, rng = stored(made), np.random.default_rng(2)
     pipeline = Pipeline(made, store, timeout=HOUR)
     for name in store.states:

@@ -8,11 +8,13 @@ import pytest
 
 from hocket import ops
 from hocket.graph import Graph, PlanError, input, state, weight
+from hocket.ops.collective import COLLECTIVES, LETTERS
 from hocket.scheduler import plan
 from hocket.scheduler.acts import Act
 from hocket.scheduler.succession import gain, in_succession
 from hocket.scheduler.verifier.acts import order_faults
 
+from ...given.plans.chained import chain
 from ...given.plans.faults import layer_plan, tensor_plan
 
 
@@ -39,7 +41,12 @@ def found(made, order, runs=3):
     return list(order_faults([programs_of(made)] * runs, order))
 
 
-@pytest.mark.parametrize("made", [passed_on, layer_plan], ids=["chain", "decoder"])
+def in_teams():
+    """Two stages, each cut among three devices."""
+    return chain(2, team=3)[0]
+
+
+@pytest.mark.parametrize("made", [passed_on, layer_plan, in_teams], ids=["chain", "decoder", "teams"])
 @pytest.mark.parametrize("runs", [0, 1, 5])
 def test_runs_that_follow_each_other_are_right(made, runs):
     assert not found(made(), orders(made(), runs), runs)
@@ -139,7 +146,35 @@ def test_devices_that_wait_for_each_other_are_found():
     assert why.startswith("devices wait for each other: receive 1")
 
 
-def test_only_devices_that_meet_by_letters_are_in_succession():
-    with pytest.raises(PlanError, match="runs follow each other only where devices meet by letters"):
+def met(program):
+    """The collectives of a program."""
+    return [i for i in program.instructions if i.op in COLLECTIVES and i.op not in LETTERS]
+
+
+def test_a_team_whose_members_come_to_meetings_in_another_order_is_found():
+    made = in_teams()
+    programs = programs_of(made)
+    programs[1] = dataclasses.replace(programs[1], instructions=(*reversed(met(programs[1])),))
+    (why,) = order_faults([programs] * 2, orders(made, 2))
+    assert why.startswith("all_gather 2 (")
+    assert "of device 1 in run 0: all_gather 0 (" in why
+    assert why.endswith("of device 0 in run 0 comes in its place")
+
+
+def test_a_team_whose_members_are_in_different_runs_is_found():
+    """One of them comes to its only meeting twice in each run: in the second the others are in their next run."""
+    made = in_teams()
+    gathering = [dataclasses.replace(p, instructions=(met(p)[0],)) for p in programs_of(made)]
+    twice = dataclasses.replace(gathering[0], instructions=gathering[0].instructions * 2)
+    (why,) = order_faults([[twice, *gathering[1:]]] * 2, orders(made, 2))
+    assert "of device 1 in run 1: all_gather 0 (" in why
+    assert why.endswith("of device 0 in run 0 comes in its place")
+
+
+def test_only_devices_that_do_not_all_meet_are_in_succession():
+    with pytest.raises(
+        PlanError, match=r"joins all devices: runs follow each other only where devices meet by letters,"
+    ):
         in_succession([tensor_plan()] * 2)
     assert gain(tensor_plan()) == 1.0
+    assert gain(in_teams()) > 1.5
