@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ..backends.base import Device
 from .layout import Local, Shard
 from .lowering.lane import Lane
 from .plan import Plan
@@ -13,6 +14,8 @@ from .units import nbytes_text
 
 STEP = 64
 """Context sizes are suggested in multiples of this."""
+TRIES = 8
+"""Plans made in looking for the least that the host must take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +122,25 @@ def _split(pool: Pool, plan: Plan) -> str | None:
 def _is_cut(plan: Plan) -> bool:
     """Whether devices hold different parts."""
     return any(isinstance(layout, Shard | Local) for layout in plan.leaves.values())
+
+
+def spilled(lacking: float, plan_with: Callable[[float], Plan]) -> Plan | None:
+    """The plan that fits in which the host has least, found by halving; `plan_with` makes the one in which it has a
+    share of all weights and states, and `lacking` is the share that did not fit.  None if none was found."""
+    low, share, fitting = 0.0, min(1.0, lacking), None
+    for _ in range(TRIES):
+        made = plan_with(share)
+        if not shortage(made):
+            fitting, high = made, share
+        elif share >= 1.0:
+            return None
+        else:
+            low = share
+        share = (low + high) / 2 if fitting else min(1.0, 2 * share)
+    return fitting
+
+
+def by_memory(devices: Sequence[Device]) -> list[float]:
+    """Proportions of a layer split that nobody asked for: the devices' memory, where it is known."""
+    sizes = [float(device.memory or 0) for device in devices]
+    return sizes if all(sizes) else [1.0] * len(sizes)

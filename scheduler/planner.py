@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
-from ..backends.base import THREADS, Device, group_of
+from ..backends.base import THREADS, group_of
 from ..graph.arguments import CALLABLE, NONE, TEXT, a, list_of, needs, pair_of, real, shown
 from ..graph.errors import GraphError, PlanError
 from ..graph.graph import Graph
@@ -19,11 +19,12 @@ from ..graph.node import Node, Value
 from ..ops import verify
 from ..ops.collective import COLLECTIVES
 from .auto import Way, best_of
-from .fits import shortage
+from .fits import by_memory, shortage, spilled
 from .hardware import CPU, Hardware
 from .layout import REPLICATE, Local
 from .lowering.lane import DEVICES, Devices, lanes_of
 from .plan import SPLIT_NAMES, Cuts, Host, Plan
+from .repeating import repeated
 from .sharding.axes import Factor
 from .sharding.cost import Costs
 from .sharding.emit import Sharded, shard
@@ -55,8 +56,6 @@ from .verifier.plan import verify_plan
 Chooser = Callable[[Graph, Factors], frozenset[Factor]]
 MOST = 2.0**63
 """Of a share."""
-TRIES = 8
-"""Plans made in looking for the least that the host must take."""
 
 
 OPTIONS = {
@@ -126,12 +125,15 @@ def plan_for(
         raise PlanError(f"{strange[0]!r}: collectives are put in by the planner; leave them out of the graph")
     shares = _proportions(tensor_split, len(group))
     planning = Planning(graph, tuple(group), shares if tensor_split else (), hardware, place, like)
-    made = planning.answer(SPLIT_MODES[split_mode], like, choose)
-    if host is not None and like is None and split_mode != "tensor" and shortage(made):
-        made = planning.with_host(host, alone=split_mode == "none") or made
-    taken = {str(lane.device) for lane in made.lanes}
-    made = replace(made, spare=tuple(name for name in planning.names if name not in taken))
-    verify_plan(made)
+    made = planning.made(split_mode, like, choose, host)
+    try:
+        verify_plan(made)
+    except PlanError as why:
+        if all(lane.short is None for lane in made.lanes):
+            raise
+        planning.doubt = (f"every run of layers is planned by itself, since of {why}",)
+        made = planning.made(split_mode, like, choose, host)
+        verify_plan(made)
     return made
 
 
@@ -153,6 +155,16 @@ class Planning:
         self.proportions = self.shares or [1.0] * len(group)
         self.names = [str(device) for _, device in group]
         self.wished = wished(graph, self.place, self.names, strict=earlier is None)
+
+        self.doubt: tuple[str, ...] = ()  # why runs are not repeated
+
+    def made(self, split_mode: str, like: Plan | None, choose: Chooser | None, host: Host | None) -> Plan:
+        """The plan, not yet proven."""
+        made = self.answer(SPLIT_MODES[split_mode], like, choose)
+        if host is not None and like is None and split_mode != "tensor" and shortage(made):
+            made = self.with_host(host, alone=split_mode == "none") or made
+        taken = {str(lane.device) for lane in made.lanes}
+        return replace(made, spare=tuple(name for name in self.names if name not in taken))
 
     @cached_property
     def search(self) -> Search:
@@ -332,7 +344,7 @@ class Planning:
         if devices == len(self.group):
             return self
         few = Planning(self.graph, self.group[:devices], (), self.hardware)
-        few.search = self.search
+        few.search, few.doubt = self.search, self.doubt
         return few
 
     def _ways(self, alone: Plan, once: float, hardware: Hardware) -> list[Way]:
@@ -378,6 +390,9 @@ class Planning:
         return replace(self.hardware, launch=max(0.0, alone.cost.total - work) / max(1, len(costs.work)))
 
     def _cut(self, choice: Choice, held: Pins | None = None) -> Plan:
+        first = {**decided(self.graph, self.group), **({} if held is None else held.nodes), **self.wished}
+        if not (first or held or self.doubt) and (short := self._repeated(choice)) is not None:
+            return short
         asked = cuts_of(self.graph, self.factors, choice.factors, {})
         shares = deal(self.graph, self.factors, asked, self.proportions)
 
@@ -387,11 +402,19 @@ class Planning:
             laid = assign_rows(self.graph, self.factors, choice.factors, given, len(self.group), self.hardware)
             return nodes, shard(self.graph, self.factors, laid, shares)
 
-        first = {**decided(self.graph, self.group), **({} if held is None else held.nodes), **self.wished}
         where, sharded = self._built(first, build)
         cuts = cuts_of(self.graph, self.factors, choice.factors, sharded.leaves)
         note = ("what is placed on one device was left aside in choosing cuts",) if where and cuts else ()
-        return self._plan(sharded, cuts, (*choice.considered, *note), where)
+        return self._plan(sharded, cuts, (*choice.considered, *note, *self.doubt), where)
+
+    def _repeated(self, choice: Choice) -> Plan | None:
+        """The plan that one of a short graph stands for, if one does."""
+        every = all_cuts_of(self.graph, self.factors, choice.factors)
+        if (made := repeated(self.graph, self.group, every, self.proportions, self.hardware)) is None:
+            return None
+        cuts = cuts_of(self.graph, self.factors, choice.factors, made.leaves)
+        why, shares = choice.considered, tuple(self.shares)
+        return Plan(self.graph, made.lanes, made.leaves, made.outputs, cuts, why, self.hardware, shares=shares)
 
     def _built(
         self, pins: Mapping[Node, Pin], build: Callable[[Mapping[Node, Pin]], tuple[Mapping[Node, Pin], Sharded]]
@@ -425,25 +448,3 @@ def _proportions(tensor_split: Sequence[float], devices: int) -> Sequence[float]
         shown = ",".join(f"{s:g}" for s in tensor_split)
         raise PlanError(f"tensor split {shown}: need at most {devices} shares, none negative, one above zero")
     return [*tensor_split, *[0.0] * (devices - len(tensor_split))]
-
-
-def by_memory(devices: Sequence[Device]) -> list[float]:
-    """Proportions of a layer split that nobody asked for: the devices' memory, where it is known."""
-    sizes = [float(device.memory or 0) for device in devices]
-    return sizes if all(sizes) else [1.0] * len(sizes)
-
-
-def spilled(lacking: float, plan_with: Callable[[float], Plan]) -> Plan | None:
-    """The plan that fits in which the host has least, found by halving; `plan_with` makes the one in which it has a
-    share of all weights and states, and `lacking` is the share that did not fit.  None if none was found."""
-    low, share, fitting = 0.0, min(1.0, lacking), None
-    for _ in range(TRIES):
-        made = plan_with(share)
-        if not shortage(made):
-            fitting, high = made, share
-        elif share >= 1.0:
-            return None
-        else:
-            low = share
-        share = (low + high) / 2 if fitting else min(1.0, 2 * share)
-    return fitting

@@ -14,6 +14,7 @@ from ...backends.base import BufferSpec, Instruction, Program
 from ...graph.attrs import Attrs
 from ...graph.graph import Graph, names
 from ...graph.node import Node, Value
+from ...graph.repeats import parts
 from ...ops.collective import COLLECTIVES, sequence_of
 
 MEETING = frozenset({"sequence", "to", "source", "rank"})
@@ -68,7 +69,7 @@ def named(lowered: Graph, program: Program, graph: Graph) -> tuple[Graph, Progra
     meetings."""
     became: dict[Node, tuple[Value, ...]] = {}
     for node in lowered.nodes:
-        at, suffix = _parts(node.name)
+        at, suffix = parts(node.name)
         own = graph.nodes[at]
         name, attrs = (f"{own.name or own.op}{suffix}", node.attrs) if suffix else (own.name, own.attrs)
         became[node] = Node(node.op, _moved(node, became), attrs, node.specs, name).results
@@ -76,7 +77,7 @@ def named(lowered: Graph, program: Program, graph: Graph) -> tuple[Graph, Progra
     called = names(renamed)
 
     def leaf(text: str) -> str:
-        at, suffix = _parts(text)
+        at, suffix = parts(text)
         return graph.nodes[at].name + suffix
 
     def instruction(i: Instruction) -> Instruction:
@@ -104,9 +105,3 @@ def _ended(graph: Graph, became: dict[Node, tuple[Value, ...]], outputs: list[st
     values = [became[v.node][v.index] for v in graph.outputs.values()]
     updates = {became[old.node][old.index]: became[new.node][new.index] for old, new in graph.updates.items()}
     return Graph(dict(zip(outputs, values, strict=True)), updates)
-
-
-def _parts(name: str) -> tuple[int, str]:
-    """The number that a name begins with, and what was added to it."""
-    number, dot, rest = name.partition(".")
-    return int(number), dot + rest

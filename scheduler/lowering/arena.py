@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 from ...backends.base import ALIGNMENT
 from ...graph.records import dataclass
@@ -44,6 +45,33 @@ def place(lifetimes: Iterable[Lifetime]) -> Arena:
             free = _release(free, offsets[done], aligned(wanted[done].nbytes))
         offsets[index], top = _take(free, need, top)
         insort(ending, (wanted[index].last, index))
+    return Arena(tuple(offsets), top)
+
+
+def place_by_runs(lifetimes: Iterable[Lifetime], run_of: Sequence[int]) -> Arena:
+    """Offsets such that runs of steps may be repeated in any order, but for the first, -1, and the last: step s is of
+    run ``run_of[s]``.
+
+    What is needed in several runs lies at the bottom; above it lies what one run needs alone, in the same bytes as that
+    of the others; and above that what the runs between the first and the last keep to the end, in their order.
+    """
+    wanted, end, most = list(lifetimes), len(run_of), run_of[-1]
+    bounds = [(run_of[w.first] if w.first >= 0 else -1, run_of[w.last] if w.last < end else most) for w in wanted]
+    groups: dict[int | str, list[int]] = defaultdict(list)
+    for number, (lifetime, (first, last)) in enumerate(zip(wanted, bounds, strict=True)):
+        is_kept = lifetime.last == end and -1 < first < most
+        groups["kept" if is_kept else first if first == last else "lasting"].append(number)
+    offsets, bottom, top = [0] * len(wanted), 0, 0
+    alone: list[int | str] = [group for group in groups if isinstance(group, int)]
+    for group in ("lasting", *alone):
+        arena = place(wanted[number] for number in groups[group])
+        for number, offset in zip(groups[group], arena.offsets, strict=True):
+            offsets[number] = bottom + offset
+        top = max(top, bottom + arena.nbytes)
+        bottom = top if group == "lasting" else bottom
+    for number in sorted(groups["kept"], key=lambda number: wanted[number].first):
+        offsets[number] = top
+        top += aligned(wanted[number].nbytes)
     return Arena(tuple(offsets), top)
 
 

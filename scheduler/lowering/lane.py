@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from dataclasses import field
 from functools import cached_property
+from typing import Any
 
 from ...backends.abilities import Called, Foretells, grade_of
 from ...backends.base import Backend, Device, Program
@@ -12,9 +14,11 @@ from ...graph.arguments import Kind, a, list_of, pair_of
 from ...graph.graph import Graph
 from ...graph.node import Node
 from ...graph.records import dataclass
+from ...graph.repeats import RunsOf, Shortened, parts
 from ...ops.collective import COLLECTIVES, LETTERS, sequence_of
 from .alike import identity, named, numbered, pattern
 from .lower import check_support, lower_with_saves
+from .unfold import unfolded
 
 Devices = Sequence[tuple[Backend, Device]]
 DEVICES = list_of(
@@ -28,13 +32,22 @@ DEVICES = list_of(
 class Lane:
     """One device's part of a plan: `graph` is what it runs, with local shapes and the `cont` nodes kernels needed.
 
-    Instructions of `program` say by number which node of `graph` they compute.
+    Instructions of `program` say by number which node of `graph` they compute.  Both are made when somebody asks for
+    them where the lane is that of a `short` one, whose runs it repeats.
     """
 
     device: Device
     backend: Backend
     graph: Graph
     program: Program
+    short: Short | None = field(default=None, init=False, compare=False, repr=False)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("graph", "program") or self.short is None:
+            raise AttributeError(name)
+        for own, made in zip(("graph", "program"), self.short.unfolded, strict=True):
+            object.__setattr__(self, own, made)
+        return vars(self)[name]
 
     @cached_property
     def calls(self) -> Sequence[Called] | None:
@@ -57,6 +70,36 @@ class Lane:
     def memory(self) -> dict[str, int]:
         """Bytes on the device: weights, states and constants as stored, and the arena of intermediate values."""
         return {kind: self.program.nbytes(kind) for kind in ("weight", "state", "constant", "arena")}
+
+
+@dataclass(frozen=True, eq=False)
+class Short:
+    """Graph and program of a short graph on a device, and the long graph that it stands for."""
+
+    graph: Graph
+    program: Program
+    of: Shortened
+
+    @cached_property
+    def unfolded(self) -> tuple[Graph, Program]:
+        """What the device runs of the long graph."""
+        return unfolded(self.graph, self.program, self.of)
+
+
+def repeating(device: Device, backend: Backend, short: Short) -> Lane:
+    """A lane whose graph and program are those that `short` stands for."""
+    lane: Lane = object.__new__(Lane)
+    for name, value in {"device": device, "backend": backend, "short": short}.items():
+        object.__setattr__(lane, name, value)
+    return lane
+
+
+def lanes_from(lanes: Sequence[Lane], of: Shortened) -> tuple[Lane, ...]:
+    """The lanes of a long graph from those of the short one that stands for it."""
+    shorts: dict[tuple[int, int], Short] = {}
+    for lane in lanes:
+        shorts.setdefault((id(lane.graph), id(lane.program)), Short(lane.graph, lane.program, of))
+    return tuple(repeating(lane.device, lane.backend, shorts[id(lane.graph), id(lane.program)]) for lane in lanes)
 
 
 def first_alike(lanes: Sequence[Lane]) -> list[int]:
@@ -87,13 +130,15 @@ def teams_of(programs: Sequence[Program]) -> tuple[tuple[int, ...], ...]:
     return tuple((d,) if number is None else tuple(members[number]) for d, number in enumerate(numbers))
 
 
-def lanes_of(graphs: Sequence[Graph], group: Devices) -> tuple[Lane, ...]:
+def lanes_of(graphs: Sequence[Graph], group: Devices, of: Shortened | None = None) -> tuple[Lane, ...]:
     """The lane of each device from its graph; equal graphs on devices of one kind have one program, and of graphs that
-    are alike one is lowered.
+    are alike one is lowered.  Where they are `of` a short graph, its runs may be repeated.
 
     A device that cannot run how another saves its states has a program of its own.
     """
-    patterns = {graph: pattern(graph) for graph in set(graphs)}
+    patterns: dict[Graph, Hashable] = {graph: pattern(graph) for graph in set(graphs)}
+    if of is not None:
+        patterns = {graph: (known, tuple(of.kinds_of(graph).values())) for graph, known in patterns.items()}
     alone = {known for known, times in Counter(patterns.values()).items() if times == 1}
     identities = {graph: identity(graph) for graph in patterns}
     lowered: dict[Hashable, tuple[Graph, Program, tuple[Node, ...]]] = {}
@@ -109,7 +154,7 @@ def lanes_of(graphs: Sequence[Graph], group: Devices) -> tuple[Lane, ...]:
         own = made is None or not all(backend.supports(node, device).ok for node in made[2])
         is_alone = patterns[graph] in alone  # no other graph would take what comes of numbers in place of names
         if made is None or own:
-            made = lower_with_saves(graph if is_alone else numbered(graph), backend, device)
+            made = lower_with_saves(graph if is_alone else numbered(graph), backend, device, _runs(graph, is_alone, of))
             lowered.setdefault(kind, made)
         key = (kind, identities[graph])
         twin = known.get(key)
@@ -118,3 +163,15 @@ def lanes_of(graphs: Sequence[Graph], group: Devices) -> tuple[Lane, ...]:
             known.setdefault(key, twin)
         lanes.append(Lane(device, backend, *twin))
     return tuple(lanes)
+
+
+def _runs(graph: Graph, is_alone: bool, of: Shortened | None) -> RunsOf | None:
+    """The runs of what is made of `graph`, whose nodes are called by their places in it unless it is alone."""
+    if of is None or is_alone:
+        return None if of is None else RunsOf(of)
+
+    def called(node: Node) -> str:
+        number, ending = parts(node.name)
+        return graph.nodes[number].name + ending
+
+    return RunsOf(of, called)

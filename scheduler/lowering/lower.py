@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from types import MappingProxyType
 
 from ...backends.base import Backend, BufferSpec, Device, Instruction, Program, Tensor
@@ -13,11 +15,12 @@ from ...graph.errors import PlanError
 from ...graph.graph import Graph, names
 from ...graph.node import Node, Value
 from ...graph.records import dataclass
+from ...graph.repeats import BEFORE, RunsOf
 from ...graph.spec import Spec
 from ...ops import op_of
 from ...ops.declaring.registry import kind_of
 from ...ops.elementwise import cont
-from .arena import Lifetime, place
+from .arena import Arena, Lifetime, place, place_by_runs
 from .order import Schedule, may_overwrite, schedule, settle
 from .strides import Strided, densify
 from .undo import Save, saves
@@ -36,12 +39,14 @@ def lower(graph: Graph, backend: Backend, on: Device) -> tuple[Graph, Program]:
     return graph, program
 
 
-def lower_with_saves(graph: Graph, backend: Backend, on: Device) -> tuple[Graph, Program, tuple[Node, ...]]:
+def lower_with_saves(
+    graph: Graph, backend: Backend, on: Device, runs: RunsOf | None = None
+) -> tuple[Graph, Program, tuple[Node, ...]]:
     """What `lower` gives, and the nodes that save states and put them back, which the graph does not have; the device
-    can run all nodes of `graph`."""
+    can run all nodes of `graph`.  Where it has `runs`, they may be repeated."""
     graph, views = densify(settle(graph), backend.reads_strided)
     order = schedule(graph, views, lambda value: backend.stored(value.spec, kind_of(value)))
-    lowering = _Lowering(graph, backend, on, views, order)
+    lowering = _Lowering(graph, backend, on, views, order, runs)
     added = tuple(node for some in lowering.saves.values() for save in some for node in (save.keep, save.back))
     return graph, lowering.program(), added
 
@@ -68,9 +73,15 @@ class _Lowering:
     """One graph on its way to a program; lives for one call of `lower`."""
 
     def __init__(
-        self, graph: Graph, backend: Backend, on: Device, views: Mapping[Value, Strided], order: Schedule
+        self,
+        graph: Graph,
+        backend: Backend,
+        on: Device,
+        views: Mapping[Value, Strided],
+        order: Schedule,
+        runs: RunsOf | None = None,
     ) -> None:
-        self.graph, self.backend, self.on, self.order = graph, backend, on, order
+        self.graph, self.backend, self.order, self.runs = graph, backend, order, runs
         self.called, self.views = names(graph), dict(views)
         self.kept: dict[Value, Spec] = {}
         self.tensors: dict[Value, Tensor] = {}
@@ -82,6 +93,8 @@ class _Lowering:
             state = save.state.node.name
             self.called.update({save.keep: f"{state}.save", save.back: f"{state}.undo"})
         self.work = [n for n in order.nodes if not n.is_leaf and not op_of(n).is_view]
+        run_of = {} if runs is None else runs.kinds(graph)
+        self.run_at = list(accumulate((run_of[node] for node in self.work), max)) if runs else []
         self.slots = self._share()
         self.buffers, self.places, self.scratch = self._place()
 
@@ -132,6 +145,11 @@ class _Lowering:
             for source in node.inputs:
                 last_read[self.views[source].base] = step[node]
         end = len(self.work)
+        if self.runs is not None:  # any run may be the last that reads it
+            behind = bisect_left(self.run_at, self.run_at[-1])
+            for value, last in last_read.items():
+                if self.runs.lasts(value.node) and BEFORE < self.run_at[last] and last < behind:
+                    last_read[value] = behind - 1
         for value in (*self.graph.outputs.values(), *self.order.copied.values()):
             last_read[self.views[value].base] = end
         slot_of: dict[Value, Value] = dict(self.order.donated)
@@ -193,7 +211,7 @@ class _Lowering:
         others = [node for save in self._all_saves() for node in (save.keep, save.back)]
         needs = {n: nbytes for n in (*self.work, *others) if (nbytes := self.backend.scratch(n))}
         temporary = [Lifetime(nbytes, self.slots.step[n], self.slots.step[n]) for n, nbytes in needs.items()]
-        arena = place([*owners.values(), *temporary])
+        arena = self._arena([*owners.values(), *temporary])
         buffers = [BufferSpec("arena", "", arena.nbytes)]
         places = {v: (ARENA, offset) for v, offset in zip(owners, arena.offsets, strict=False)}
         scratch = {
@@ -206,6 +224,9 @@ class _Lowering:
                 places[Value(node)] = (len(buffers), 0)
                 buffers.append(BufferSpec(node.op, node.name, stored.nbytes, spec, stored))
         return buffers, places, scratch
+
+    def _arena(self, lifetimes: Sequence[Lifetime]) -> Arena:
+        return place_by_runs(lifetimes, self.run_at) if self.run_at else place(lifetimes)
 
     def _tensor(self, value: Value) -> Tensor:
         if value not in self.tensors:

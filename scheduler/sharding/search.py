@@ -309,9 +309,9 @@ def deal(
 ) -> Shares:
     """Shares of all factors that are cut, dealt in the order of their leaves, so that related plans agree."""
     shares = Shares(proportions)
-    for cut in sorted(cuts, key=_natural):
-        (factor,) = factors_at(graph, factors, frozenset([cut]))
-        shares.of(factor)
+    leaves = {n.name: factors.axes(Value(n)) for n in graph.nodes if n.op in ("weight", "state")}
+    for name, axis, at, place in sorted(cuts, key=_natural):
+        shares.of(leaves[name][axis][at][place])
     return shares
 
 

@@ -10,7 +10,8 @@ run its graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import numpy as np
 
@@ -23,12 +24,14 @@ from ...ops import REGISTRY, op_of, verify
 from ...ops.collective import COLLECTIVES
 from ..layout import Layout, Local, Partial, Shard
 from ..plan import Lane, Plan
+from .carrying import Carrying
 from .held import Held
 from .indices import Index, entries, joined, whole
 from .likeness import is_like, outline
 from .meetings import meeting_faults
 from .program import faults
 from .record import leaf_faults, record_faults
+from .repeating import length_faults, name_faults, repetition_faults, short_plan, shortened_of
 from .restrict import show
 from .trace import Meaning, Trace
 from .undo import saving_nodes
@@ -42,6 +45,20 @@ def verify_plan(plan: Plan) -> None:
 
 def plan_faults(plan: Plan) -> Iterator[str]:
     """Everything wrong with `plan`, as text; nothing if it is right."""
+    of = shortened_of(plan)
+    if of is None:
+        yield from _faults(plan, Trace)
+        return
+    if complaints := [*record_faults(plan)] or [*length_faults(plan, of)]:
+        yield from complaints
+        return  # what is found in the short plan says nothing of the long
+    short = short_plan(plan, of)
+    complaints = [*name_faults(short, of)] or [*_faults(short, partial(Carrying, of=of))]
+    yield from complaints or repetition_faults(short, of)
+
+
+def _faults(plan: Plan, follow: Callable[..., Trace]) -> Iterator[str]:
+    """Everything wrong with a plan whose lanes are looked at step by step; `follow` makes the trace of all devices."""
     sound = True
     for why in record_faults(plan):
         sound = False
@@ -71,7 +88,7 @@ def plan_faults(plan: Plan) -> Iterator[str]:
         yield why
     if sound:  # otherwise the graphs are not what runs
         complaints = list(leaf_faults(plan))
-        yield from complaints or _Whole(plan).faults()
+        yield from complaints or _Whole(plan, follow).faults()
 
 
 def _computes(node: Node) -> bool:
@@ -110,8 +127,8 @@ def _lies_elsewhere(layout: Layout, device: int) -> bool:
 class _Whole:
     """The devices together against the user's graph."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.devices = plan, len(plan.lanes)
+    def __init__(self, plan: Plan, follow: Callable[..., Trace]) -> None:
+        self.plan, self.devices, self.follow = plan, len(plan.lanes), follow
         self.meaning = Meaning(plan.graph)
 
     def faults(self) -> Iterator[str]:
@@ -119,7 +136,7 @@ class _Whole:
         for node in self.plan.graph.nodes:
             if node.is_leaf and node.op != "constant":
                 yield from self._bind(node, leaves)
-        trace = Trace(self.meaning, [lane.graph for lane in self.plan.lanes], leaves)
+        trace = self.follow(self.meaning, [lane.graph for lane in self.plan.lanes], leaves)
         said = list(trace.faults())
         for why in said or (*self._outputs(trace), *self._updates(trace), *self._places(trace)):
             yield why + trace.unfinished

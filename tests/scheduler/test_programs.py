@@ -15,7 +15,7 @@ from hocket import ops
 from hocket.backends import find
 from hocket.graph import Graph, PlanError, constant, input, state, weight
 from hocket.scheduler import Executor, Store, load, plan, plan_for
-from hocket.scheduler.lowering.arena import ALIGNMENT, Lifetime, place
+from hocket.scheduler.lowering.arena import ALIGNMENT, Lifetime, place, place_by_runs
 from hocket.scheduler.verifier.program import check, faults
 
 
@@ -84,6 +84,20 @@ def test_a_reader_that_needs_the_new_value_forces_a_copy():
     for n in range(3):
         np.testing.assert_array_equal(run.run({})["late"], [1, 1])
         np.testing.assert_array_equal(run.store.state("n"), [n + 1, n + 1])
+
+
+def test_runs_share_bytes_and_keep_theirs_in_turn_above_what_lasts():
+    wanted = [
+        Lifetime(256, -1, 5),  # an input that all runs read
+        Lifetime(512, 1, 2),  # of run 0 alone
+        Lifetime(640, 3, 4),  # of run 1 alone
+        Lifetime(128, 1, 7),  # kept by run 0
+        Lifetime(384, 3, 7),  # kept by run 1
+        Lifetime(128, 0, 0),  # of what is before
+    ]
+    arena = place_by_runs(wanted, [-1, 0, 0, 1, 1, 2, 2])
+    assert arena.offsets == (0, 256, 256, 256 + 640, 256 + 640 + 128, 256)
+    assert arena.nbytes == 256 + 640 + 128 + 384
 
 
 def test_states_can_trade_places():

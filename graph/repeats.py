@@ -1,0 +1,258 @@
+"""Where a graph repeats itself, and the short graph that stands for it.
+
+The nodes of a model of many layers come again after some number of nodes, but for their leaves.  `repeats_of` finds
+such runs by their structure; no layer is known by name.  `shortened` keeps a few of them::
+
+    before  run run run run ... run  after        long
+    before  run run  after                        short, whose nodes are called by their numbers
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from .graph import Graph, names
+from .node import Node, Value
+from .records import dataclass
+
+LONGEST_RUN = 2048
+"""Nodes of the longest run that is looked for."""
+BEFORE = -1
+"""The number of what stands before all runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repeats:
+    """`times` runs of `length` nodes from node number `start` on.
+
+    A node of a run reads nodes of that run, nodes before all runs, and of the run before nodes at `carried` places: so
+    many nodes before the first run stand where a run has them.  What stands behind the runs reads the last one so.
+    """
+
+    start: int
+    length: int
+    times: int
+    carried: frozenset[int]
+
+    def run_of(self, number: int) -> int:
+        """The run in which a node is: `BEFORE`, and `times` behind all of them."""
+        return min(max((number - self.start) // self.length, BEFORE), self.times) if number >= self.start else BEFORE
+
+    def first_of(self, run: int) -> int:
+        """The number of the first node of a run, of what is behind all runs, or of what stands for one before them."""
+        return self.start + run * self.length
+
+    def without_first(self) -> Repeats:
+        """The same, but the first run is part of what is before."""
+        return Repeats(self.start + self.length, self.length, self.times - 1, self.carried)
+
+    def carried_by(self, number: int, reader: int) -> int | None:
+        """Where in a run node `number` is if a node of run `reader` reads it as one of the run before; else None."""
+        place = number - self.first_of(reader - 1)
+        return place if 0 <= place < self.length and place in self.carried else None
+
+
+def repeats_of(graph: Graph) -> Repeats | None:
+    """The runs that make up most of `graph`; None if no run comes three times."""
+    kinds: dict[object, int] = {}
+    keys = [kinds.setdefault((n.op, tuple(n.attrs.items()), n.specs), len(kinds)) for n in graph.nodes]
+    length, first, last = _longest(np.array(keys))
+    if not length:
+        return None
+    place = {node: at for at, node in enumerate(graph.nodes)}
+    reads = [[None if s is None else (place[s.node], s.index) for s in node.src] for node in graph.nodes]
+    first, last = _matching(reads, length, first, last)
+    spans = [(j, i) for i in range(first, last) for j, again in _sources(reads, i, length) if again != j]
+    first = _narrowest(spans, length, first, last)
+    times = (last + length - first) // length
+    if times < 3:
+        return None
+    found = Repeats(first, length, times, frozenset())
+    behind = found.first_of(times)
+    crossing = {(j - first) % length for j, i in spans if first <= i and found.run_of(j) != found.run_of(i)}
+    last_read = (j for line in reads[behind:] for j in _present(line) if first <= j < behind)
+    carried = frozenset(crossing.union(j - found.first_of(times - 1) for j in last_read))
+    found = Repeats(first, length, times, carried)
+    tried = (found, found.without_first())  # what the first reads may be a leaf, as an input is
+    return next((runs for runs in tried if runs.times > 1 and _is_sound(graph, runs, place, reads)), None)
+
+
+def _present(line: Sequence[tuple[int, int] | None]) -> list[int]:
+    return [source[0] for source in line if source is not None]
+
+
+def _longest(keys: npt.NDArray[np.int64]) -> tuple[int, int, int]:
+    """(n, first, last): nodes from `first` to `last` are each like the one n further on, and that are most nodes; n is
+    0 if there are none."""
+    best, found = 0, (0, 0, 0)
+    for length in range(1, min(len(keys) // 3, LONGEST_RUN) + 1):
+        ends = np.flatnonzero(np.concatenate([[True], keys[length:] != keys[:-length], [True]]))
+        at = int(np.argmax(np.diff(ends)))
+        first, last = int(ends[at]), int(ends[at + 1]) - 1
+        if last - first >= 2 * length and last - first + length > best:
+            best, found = last - first + length, (length, first, last)
+    return found
+
+
+def _sources(reads: Sequence[Sequence[tuple[int, int] | None]], i: int, length: int) -> Iterator[tuple[int, int]]:
+    """Nodes that node `i` reads, each with the one that its twin reads instead."""
+    for mine, twin in zip(reads[i], reads[i + length], strict=True):
+        if mine is not None and twin is not None:
+            yield mine[0], twin[0]
+
+
+def _matching(reads: Sequence[Sequence[tuple[int, int] | None]], length: int, first: int, last: int) -> tuple[int, int]:
+    """The longest part of these nodes of which each reads what its twin reads, or a twin of that."""
+
+    def is_alike(i: int) -> bool:
+        pairs = zip(reads[i], reads[i + length], strict=True)
+        return all(a == b or (a is not None and b is not None and (a[0] + length, a[1]) == b) for a, b in pairs)
+
+    ends = [first - 1, *(i for i in range(first, last) if not is_alike(i)), last]
+    at = max(range(len(ends) - 1), key=lambda e: ends[e + 1] - ends[e])
+    first, last = ends[at] + 1, ends[at + 1]
+    lasting = (j for i in range(first, last) for j, twin in _sources(reads, i, length) if j == twin)
+    return max([first, *(j + 1 for j in lasting)]), last
+
+
+def _narrowest(spans: Sequence[tuple[int, int]], length: int, first: int, last: int) -> int:
+    """Where the first run best begins: where the fewest values cross into the next one."""
+    crossing = np.zeros(length + 1, np.int64)
+    made: dict[int, int] = {}
+    for j, i in spans:
+        made[j] = max(made.get(j, 0), i)
+    for j, i in made.items():  # it crosses every point behind j, up to i
+        low, high = max(j + 1, first + length) - first - length, min(i, first + 2 * length - 1) - first - length
+        if low <= high:
+            crossing[low] += 1
+            crossing[high + 1] -= 1
+    return first + int(np.argmin(np.cumsum(crossing[:-1])))
+
+
+def _is_sound(
+    graph: Graph, found: Repeats, place: dict[Node, int], reads: Sequence[Sequence[tuple[int, int] | None]]
+) -> bool:
+    """Whether runs read no further back than `Repeats` says, leaves are their own, and states stay in their run."""
+    nodes, at = graph.nodes, found.run_of
+    carried = [found.first_of(BEFORE) + place for place in found.carried]
+    if any(number < 0 or nodes[number].is_leaf for number in carried):
+        return False
+    for i in range(found.start, len(nodes)):
+        for j in _present(reads[i]):
+            if at(j) not in (at(i), BEFORE) and found.carried_by(j, at(i)) is None:
+                return False
+            if at(j) != at(i) and at(j) != BEFORE and nodes[j].is_leaf:
+                return False
+            if at(i) > 0 and at(j) == BEFORE and found.carried_by(j, 0) is not None:
+                return False  # nobody could tell it from what the first run reads of the run before
+    changed: dict[int, set[tuple[int, int]]] = defaultdict(set)
+    for old, new in graph.updates.items():
+        run = at(place[old.node])
+        if at(place[new.node]) != run:
+            return False
+        changed[run].add((place[old.node] - found.first_of(run), place[new.node] - found.first_of(run)))
+    ends = {at(place[v.node]) for v in graph.outputs.values()}
+    return ends <= {BEFORE, found.times} and all(changed[run] == changed[0] for run in range(found.times))
+
+
+@dataclass(frozen=True, eq=False)
+class Shortened:
+    """`short` is `long` with the first `times` of its runs, which are called kinds; its nodes are called by their
+    numbers.  Run r of `long` is of kind ``r % times``."""
+
+    long: Graph
+    short: Graph
+    repeats: Repeats
+    times: int
+
+    @cached_property
+    def kinds(self) -> Repeats:
+        """The runs of `short`."""
+        return Repeats(self.repeats.start, self.repeats.length, self.times, self.repeats.carried)
+
+    @property
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """All runs of `long` in order, each with its kind; with what is before them, and behind."""
+        yield BEFORE, BEFORE
+        yield from ((run, run % self.times) for run in range(self.repeats.times))
+        yield self.repeats.times, self.times
+
+    def kind_of(self, name: str) -> int:
+        """In which run of `short` a node is that is called by its number."""
+        return self.kinds.run_of(parts(name)[0])
+
+    def kinds_of(self, graph: Graph) -> dict[Node, int]:
+        """In which run of `short` each node of a device's graph is."""
+        return RunsOf(self).kinds(graph)
+
+    @cached_property
+    def called(self) -> tuple[str, ...]:
+        """What the nodes of `long` are called."""
+        known = names(self.long)
+        return tuple([known[node] for node in self.long.nodes])
+
+    def renamed(self, name: str, run: int, kind: int) -> str:
+        """What has this name in `short`, as it is called in a run of that kind."""
+        number, ending = parts(name)
+        return self.called[number + (run - kind) * self.repeats.length] + ending
+
+
+@dataclass(frozen=True, eq=False)
+class RunsOf:
+    """The runs of devices' graphs of ``of.short``, whose nodes are `called` by the numbers of its nodes."""
+
+    of: Shortened
+    called: Callable[[Node], str] = operator.attrgetter("name")
+
+    def kinds(self, graph: Graph) -> dict[Node, int]:
+        """In which run each node is.  One whose name has an ending is a conversion: of what is carried to the next run
+        it is made where it is read."""
+        runs = self.of.kinds
+        first_read: dict[Node, int] = {}
+        kinds: dict[Node, int] = {}
+        for node in reversed(graph.nodes):
+            number, ending = parts(self.called(node))
+            kind = runs.run_of(number)
+            if ending and first_read.get(node) == kind + 1 and runs.carried_by(number, kind + 1) is not None:
+                kind += 1
+            kinds[node] = kind
+            for source in node.inputs:
+                first_read[source.node] = min(first_read.get(source.node, kind), kind)
+        return kinds
+
+    def lasts(self, node: Node) -> bool:
+        """Whether a node is before all runs and does not stand for what a run carries."""
+        number, _ = parts(self.called(node))
+        return self.of.kinds.run_of(number) == BEFORE and self.of.kinds.carried_by(number, 0) is None
+
+
+def parts(name: str) -> tuple[int, str]:
+    """The number that a name begins with, and its ending."""
+    number, dot, rest = name.partition(".")
+    return int(number), dot + rest
+
+
+def shortened(graph: Graph, repeats: Repeats, times: int) -> Shortened | None:
+    """`graph` with so many of its runs; None where the nodes of such a graph come in another order."""
+    first, behind = repeats.first_of(times), repeats.first_of(repeats.times)
+    made: dict[Node, Node] = {}
+    stands_for: dict[Node, Node] = {}  # what is behind the runs reads the last one that is left
+    for number, node in enumerate((*graph.nodes[:first], *graph.nodes[behind:])):
+        sources = [None if s is None else (stands_for.get(s.node) or made[s.node], s.index) for s in node.src]
+        src = tuple([None if s is None else Value(*s) for s in sources])
+        made[node] = Node(node.op, src, node.attrs, node.specs, str(number))
+        if number == first - 1:
+            last = range(behind - repeats.length, behind)
+            stands_for = {graph.nodes[at]: made[graph.nodes[at - behind + first]] for at in last}
+    short = Graph(
+        {name: Value(made[v.node], v.index) for name, v in graph.outputs.items()},
+        {Value(made[a.node]): Value(made[b.node], b.index) for a, b in graph.updates.items() if a.node in made},
+    )
+    in_order = [n.name for n in short.nodes] == [str(at) for at in range(len(made))]
+    return Shortened(graph, short, repeats, times) if in_order else None

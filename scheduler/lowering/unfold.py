@@ -1,0 +1,165 @@
+"""A device's graph and program of a short graph become those of the long graph that it stands for.
+
+Each run of the long graph is its kind of the short one: the same steps on the same bytes of the arena, but on leaves of
+its own.  What a run keeps to the end lies above what those before it keep, and its meetings come after theirs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from ...backends.base import BufferSpec, Instruction, Program, Tensor
+from ...graph.attrs import Attrs
+from ...graph.graph import Graph, names
+from ...graph.node import Node, Value, result
+from ...graph.records import dataclass
+from ...graph.repeats import BEFORE, Shortened, parts
+from ...ops.collective import sequence_of
+from .arena import aligned
+
+ARENA = 0
+
+
+def unfolded(graph: Graph, program: Program, of: Shortened) -> tuple[Graph, Program]:
+    """What a device runs of ``of.long`` if it runs `graph` by `program` of ``of.short``."""
+    unfolding = _Unfolding(graph, of)
+    long = unfolding.graph()
+    return long, unfolding.program(long, program)
+
+
+class _Unfolding:
+    """One graph of a device; `made` gives for each run the nodes that its kind has become."""
+
+    def __init__(self, graph: Graph, of: Shortened) -> None:
+        self.short, self.of = graph, of
+        self.kind = of.kinds_of(graph)
+        self.nodes: dict[int, list[Node]] = defaultdict(list)
+        self.meetings: dict[int, list[int]] = defaultdict(list)
+        for node in graph.nodes:
+            self.nodes[self.kind[node]].append(node)
+            if (number := sequence_of(node.op, node.attrs)) is not None:
+                self.meetings[self.kind[node]].append(number)
+        self.made: dict[int, dict[Node, Node]] = {}
+
+    # ------------------------------------------------------------------------------------------------- the graph
+
+    def graph(self) -> Graph:
+        met = min((number for numbers in self.meetings.values() for number in numbers), default=0)
+        carried: dict[tuple[int, str], Node] = {}
+        for run, kind in self.of.runs:
+            numbers, made = self.meetings[kind], self.made.setdefault(run, {})
+            for node in self.nodes[kind]:
+                reads = [None if s is None else (self._read(s, run, kind, carried), s.index) for s in node.src]
+                src, attrs = tuple([None if read is None else result(*read) for read in reads]), node.attrs
+                if (number := sequence_of(node.op, attrs)) is not None:
+                    attrs = MappingProxyType({**attrs, "sequence": met + number - min(numbers)})
+                made[node] = Node(node.op, src, attrs, node.specs, self.of.renamed(node.name, run, kind))
+            met += len(numbers)
+            offered = ((self._carried_as(old, kind + 1), new) for old, new in made.items())
+            carried = {place: new for place, new in offered if place is not None}
+        ends = {**self.made[BEFORE], **self.made[self.of.repeats.times]}
+        updates = {
+            Value(self.made[run][old.node], old.index): Value(self.made[run][new.node], new.index)
+            for run, kind in self.of.runs
+            for old, new in self.short.updates.items()
+            if self.kind[old.node] == kind
+        }
+        return Graph({name: Value(ends[v.node], v.index) for name, v in self.short.outputs.items()}, updates)
+
+    def _read(self, source: Value, run: int, kind: int, carried: Mapping[tuple[int, str], Node]) -> Node:
+        """What a node of a run reads in the place of what its kind reads."""
+        if self.kind[source.node] == kind:
+            return self.made[run][source.node]
+        place = self._carried_as(source.node, kind) if self.kind[source.node] == kind - 1 else None
+        return self.made[BEFORE][source.node] if place is None else carried[place]
+
+    def _carried_as(self, node: Node, reader: int) -> tuple[int, str] | None:
+        """What those that run `reader` of the short graph reads of the run before have in common in all runs."""
+        number, ending = parts(node.name)
+        place = self.of.kinds.carried_by(number, reader)
+        return None if place is None else (place, ending)
+
+    # ----------------------------------------------------------------------------------------------- the program
+
+    def program(self, graph: Graph, program: Program) -> Program:
+        """The program of the unfolded `graph` from that of the short one."""
+        called, place = names(graph), {node: at for at, node in enumerate(graph.nodes)}
+        start, sizes = kept_by_kind(program, self.of)
+        backs = dict(program.undo)
+        steps, undo, buffers, top = list[Instruction](), list[tuple[int, Instruction]](), list[BufferSpec](), start
+        positions: dict[int, list[int]] = defaultdict(list)
+        for at, kind in enumerate(kinds_of_steps(self.short, program, self.of)):
+            positions[kind].append(at)
+        leaves: dict[int, list[int]] = defaultdict(list)
+        for number, buffer in enumerate(program.buffers[1:], 1):
+            leaves[self.of.kind_of(buffer.name)].append(number)
+        shared: Mapping[int, int] = {}
+        for run, kind in self.of.runs:
+            own = {number: len(buffers) + at for at, number in enumerate(leaves[kind], 1)}
+            buffers += [self._buffer(program.buffers[number], run, kind) for number in own]
+            shift = top - start - sum(size for other, size in sizes.items() if other < kind)
+            moved = _Moved({**shared, **own}, start, shift)
+            shared, top = (own if run == BEFORE else shared), top + sizes.get(kind, 0)
+            for at in positions[kind]:
+                i = program.instructions[at]
+                if i.index >= 0:
+                    node = self.made[run][self.short.nodes[i.index]]
+                    steps.append(moved.step(i, called[node], node.attrs, place[node]))
+                    continue
+                back = backs[at]
+                undo.append((len(steps), moved.step(back, self.of.renamed(back.node, run, kind), back.attrs)))
+                steps.append(moved.step(i, self.of.renamed(i.node, run, kind), i.attrs))
+        arena = replace(program.buffers[ARENA], nbytes=top)
+        inputs = {self._of_no_run(name): tensor for name, tensor in program.inputs.items()}
+        return Program((arena, *buffers), tuple(steps), MappingProxyType(inputs), program.outputs, tuple(undo))
+
+    def _buffer(self, buffer: BufferSpec, run: int, kind: int) -> BufferSpec:
+        name = self.of.renamed(buffer.name, run, kind)
+        return BufferSpec(buffer.kind, name, buffer.nbytes, buffer.declared, buffer.stored)
+
+    def _of_no_run(self, name: str) -> str:
+        """What a leaf is called that is before all runs or behind them."""
+        kind = self.of.kind_of(name)
+        return self.of.renamed(name, BEFORE if kind == BEFORE else self.of.repeats.times, kind)
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """Where a run has what its kind has: in `buffers` of its own, and in the arena `shift` further from `start` on."""
+
+    buffers: Mapping[int, int]
+    start: int
+    shift: int
+
+    def tensor(self, t: Tensor) -> Tensor:
+        if t.buffer != ARENA:
+            return Tensor(self.buffers[t.buffer], t.offset, t.shape, t.strides, t.dtype)
+        if not self.shift or t.offset < self.start:
+            return t
+        return Tensor(ARENA, t.offset + self.shift, t.shape, t.strides, t.dtype)
+
+    def step(self, i: Instruction, name: str, attrs: Attrs, index: int = -1) -> Instruction:
+        src = tuple([None if t is None else self.tensor(t) for t in i.src])
+        scratch = None if i.scratch is None else self.tensor(i.scratch)
+        return Instruction(i.op, src, tuple(map(self.tensor, i.dst)), attrs, scratch, name, index)
+
+
+def kept_by_kind(program: Program, of: Shortened) -> tuple[int, Mapping[int, int]]:
+    """Where in the arena begins what runs keep to the end, and how many bytes each kind of run keeps there."""
+    sizes: dict[int, int] = {}
+    first = [program.buffers[ARENA].nbytes]
+    for at in sorted(program.saves):
+        (kept,), kind = program.instructions[at].dst, of.kind_of(program.instructions[at].node)
+        if BEFORE < kind < of.times:
+            sizes[kind] = sizes.get(kind, 0) + aligned(kept.spec.nbytes)
+            first.append(kept.offset)
+    return min(first), sizes
+
+
+def kinds_of_steps(graph: Graph, program: Program, of: Shortened) -> list[int]:
+    """In which run of the short graph each step is."""
+    kinds = of.kinds_of(graph)
+    return [of.kind_of(i.node) if i.index < 0 else kinds[graph.nodes[i.index]] for i in program.instructions]

@@ -1,0 +1,151 @@
+"""The verifier of plans whose lanes repeat runs of a short graph: what is proven of the short plan holds of the long.
+
+The short plan is proven as any other.  The rest is an induction over the runs: before each of them a device's memory
+holds the same values in the same places, what those are of the user's graph is the same but for the run, and sums that
+are still owed add up.  So a run may follow any other, and what is proven of its kind holds of each run that is alike.
+
+- `length_faults`: the long graph is the short one, whose runs come oftener
+- `repetition_faults`: what each device's runs read, write and keep (`runs`), and that devices meet alike in all
+- `Carrying` of `carrying`: of all devices together, what is carried from run to run
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import pairwise
+
+from ...graph.graph import Graph
+from ...graph.node import Node
+from ...graph.repeats import BEFORE, Shortened
+from ..layout import Layout
+from ..plan import Lane, Plan
+from .runs import Runs, run_faults
+
+NUMBERED = re.compile(r"(\d{1,9})(\..*)?", re.ASCII | re.DOTALL)
+"""How nodes of devices are called: by the number of a node of the short graph, and an ending if they convert it."""
+
+
+def shortened_of(plan: Plan) -> Shortened | None:
+    """What all lanes of `plan` repeat; None if each lane is to be looked at step by step."""
+    shorts = [lane.short for lane in plan.lanes]
+    first = shorts[0] if shorts else None
+    return first.of if first is not None and all(s is not None and s.of is first.of for s in shorts) else None
+
+
+def short_plan(plan: Plan, of: Shortened) -> Plan:
+    """What `plan` says of the short graph."""
+    lanes = [
+        Lane(lane.device, lane.backend, lane.short.graph, lane.short.program)
+        for lane in plan.lanes
+        if lane.short is not None
+    ]
+    shift = (of.repeats.times - of.times) * of.repeats.length
+    leaves: dict[str, Layout] = {}
+    for number, node in enumerate(of.short.nodes):
+        if node.is_leaf:
+            long = of.long.nodes[number + (shift if of.kinds.run_of(number) == of.times else 0)]
+            leaves[node.name] = plan.leaves[long.name]
+    return replace(plan, graph=of.short, lanes=tuple(lanes), leaves=leaves, cuts=frozenset())
+
+
+def length_faults(plan: Plan, of: Shortened) -> Iterator[str]:
+    """Why the plan's graph is not the short one, whose runs come oftener; or why leaves of its runs lie otherwise."""
+    runs, left_out = of.repeats, (of.repeats.times - of.times) * of.repeats.length
+    sizes = len(of.long.nodes), len(of.short.nodes)
+    if plan.graph is not of.long or plan.placed:
+        yield "its lanes repeat runs of another graph, or nodes are placed"
+        return
+    room = sizes[0] - runs.start - runs.times * runs.length
+    if min(runs.start, runs.length - 1, of.times - 1, left_out, room) < 0 or sizes[0] != sizes[1] + left_out:
+        yield f"its lanes repeat {of.times} kinds of {runs}, which the graph of {sizes[0]} nodes does not have"
+        return
+    place = {node: at for graph in (of.long, of.short) for at, node in enumerate(graph.nodes)}
+    for number, node in enumerate(of.long.nodes):
+        run = runs.run_of(number)
+        kind = _kind(of, run)
+        short = of.short.nodes[number - (run - kind) * runs.length]
+        if (node.op, node.attrs, node.specs) != (short.op, short.attrs, short.specs) or short.name != str(place[short]):
+            yield f"{node!r} of run {run} is not like {short!r}"
+            return
+        reads = [None if s is None else (_standing(of, place[s.node], run, kind), s.index) for s in node.src]
+        if reads != [None if s is None else (place[s.node], s.index) for s in short.src]:
+            yield f"{node!r} of run {run} reads other values than {short!r}"
+            return
+        if node.is_leaf and plan.leaves[node.name] != plan.leaves[of.long.nodes[_first_like(of, number, run)].name]:
+            yield f"{node.op} %{node.label} of run {run} lies otherwise than that of another run of its kind"
+    yield from _ends(of, place)
+
+
+def _kind(of: Shortened, run: int) -> int:
+    """Of which kind a run is."""
+    return BEFORE if run == BEFORE else of.times if run == of.repeats.times else run % of.times
+
+
+def _first_like(of: Shortened, number: int, run: int) -> int:
+    """Which node is like this one of a run in the first run of its kind."""
+    return number if run in (BEFORE, of.repeats.times) else number - (run - run % of.times) * of.repeats.length
+
+
+def _standing(of: Shortened, source: int, run: int, kind: int) -> int | None:
+    """The node of the short graph that stands for node `source` of the long one where a run of that kind reads it."""
+    there, length = of.repeats.run_of(source), of.repeats.length
+    if there == run:
+        return source - (run - kind) * length
+    carried = of.repeats.carried_by(source, run) if run != BEFORE else None
+    if carried is not None and there == run - 1:
+        return of.kinds.first_of(kind - 1) + carried
+    lasts = there == BEFORE and of.repeats.carried_by(source, 0) is None
+    return source if lasts else None
+
+
+def _ends(of: Shortened, place: Mapping[Node, int]) -> Iterator[str]:
+    """Outputs belong to no run, and states change within one, the same in all runs of a kind."""
+
+    def changes(graph: Graph) -> dict[int, set[tuple[int, int, int]]]:
+        runs, found = (of.repeats if graph is of.long else of.kinds), defaultdict[int, set[tuple[int, int, int]]](set)
+        for old, new in graph.updates.items():
+            first = runs.first_of(runs.run_of(place[old.node]))
+            found[runs.run_of(place[old.node])].add((place[old.node] - first, place[new.node] - first, new.index))
+        return found
+
+    long, short = changes(of.long), changes(of.short)
+    for run in {*long, *(r for r, kind in of.runs if kind in short)}:
+        if long[run] != short[_kind(of, run)]:
+            yield f"states of run {run} change otherwise than those of its kind"
+    if of.long.outputs.keys() != of.short.outputs.keys():
+        yield "the short graph has other outputs"
+        return
+    for name, value in of.long.outputs.items():
+        run, twin = of.repeats.run_of(place[value.node]), of.short.outputs[name]
+        if 0 <= run < of.repeats.times:
+            yield f"output {name!r} belongs to run {run}"
+        elif _standing(of, place[value.node], run, _kind(of, run)) != place[twin.node] or value.index != twin.index:
+            yield f"output {name!r} of the short graph is another"
+
+
+def name_faults(short: Plan, of: Shortened) -> Iterator[str]:
+    """Nodes of devices that are not called by numbers of nodes of the short graph."""
+    for device, lane in enumerate(short.lanes):
+        for node in lane.graph.nodes:
+            named = NUMBERED.fullmatch(node.name)
+            if named is None or int(named[1]) >= len(of.short.nodes):
+                yield f"device {device}: {node!r} is called by no number of a node of the short graph"
+
+
+def repetition_faults(short: Plan, of: Shortened) -> Iterator[str]:
+    """Why runs of the proven plan of the short graph may not be repeated on a device, or devices do not meet alike."""
+    said: dict[tuple[object, ...], list[str]] = {}
+    meetings = [Runs(lane.graph, of).meetings() for lane in short.lanes[:1]]
+    for device, lane in enumerate(short.lanes):
+        key = type(lane.backend), lane.backend.name, id(lane.graph), id(lane.program)
+        if key not in said:
+            said[key] = list(run_faults(lane.graph, lane.program, lane.backend, of))
+            if Runs(lane.graph, of).meetings() != meetings[0]:
+                said[key].append("it meets others in other runs than device 0 does")
+        yield from (f"device {device}: {why}" for why in said[key])
+    for (number, run), (following, later) in pairwise(meetings[0]):
+        if following != number + 1 or later < run:
+            yield f"meeting {following} of run {later} follows meeting {number} of run {run}"

@@ -1,0 +1,193 @@
+"""Of one device: whether runs of its short program may be repeated in any order, each on leaves of its own.
+
+The program is proven as it is.  Beyond that, a run reads only what is its own, what lasts, and what the run before
+carries to it, which lies in the same place whichever run that is; nobody overwrites what lasts; and what a run keeps to
+the end lies behind what those before it keep, where nothing else does.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import TypeAlias
+
+from ...backends.base import ALIGNMENT, Backend, Instruction, Program, Tensor
+from ...graph.attrs import quote
+from ...graph.graph import Graph
+from ...graph.node import Node, Value
+from ...graph.repeats import BEFORE, Shortened, parts
+from ...ops.collective import sequence_of
+from .contents import Views, extent_of, meet
+
+Carried: TypeAlias = tuple[int, str]
+"""What carried nodes have in common in all runs: the place of the user's node, and the ending of their names."""
+Extent: TypeAlias = tuple[int, int, int]
+
+
+class Runs:
+    """In which run each node of a device's short graph is, and what is carried between runs."""
+
+    def __init__(self, graph: Graph, of: Shortened) -> None:
+        self.graph, self.of = graph, of
+        self.kind = of.kinds_of(graph)
+        read = {self.name_of(s.node, self.kind[node]) for node in graph.nodes for s in node.inputs} - {None}
+        offered = ((node, self.name_of(node, self.kind[node] + 1)) for node in graph.nodes)
+        self.carried = {node: name for node, name in offered if name is not None and name in read}
+
+    def name_of(self, node: Node, reader: int) -> Carried | None:
+        """As what run `reader` finds `node` among what is carried to it; None if it is none of that."""
+        number, ending = parts(node.name)
+        if self.kind[node] != reader - 1 or reader == BEFORE:
+            return None
+        place = self.of.kinds.carried_by(number, reader)
+        return None if place is None else (place, ending)
+
+    def meetings(self) -> list[tuple[int, int]]:
+        """The meetings of the device: in which run, and under which number."""
+        met = ((self.kind[n], sequence_of(n.op, n.attrs)) for n in self.graph.nodes)
+        return sorted((number, kind) for kind, number in met if number is not None)
+
+    def faults(self) -> Iterator[str]:
+        """Nodes that read of other runs what is not carried, and what is not carried by all runs alike."""
+        for node in self.graph.nodes:
+            kind = self.kind[node]
+            for source in node.inputs:
+                there, is_leaf = self.kind[source.node], source.node.is_leaf
+                is_carried = self.name_of(source.node, kind) is not None
+                lasts = there == BEFORE and (not is_carried or kind == BEFORE) and not self._stands_for_one(source.node)
+                if there != kind and not lasts and not (is_carried and not is_leaf):
+                    yield f"{node!r} of run {kind} reads {source!r} of run {there}"
+        makers: dict[Carried, list[Node]] = defaultdict(list)
+        for node, name in self.carried.items():
+            makers[name].append(node)
+        for (place, ending), nodes in makers.items():
+            makes = sorted(self.kind[node] for node in nodes) == [*range(BEFORE, self.of.times)]
+            if not makes or len({node.specs for node in nodes}) > 1:
+                yield f"what is carried from place {place} of a run{f' ({ending})' * bool(ending)} differs between runs"
+        for old, new in self.graph.updates.items():
+            if self.kind[old.node] != self.kind[new.node]:
+                yield f"{old!r} changes in another run"
+        for output, value in self.graph.outputs.items():
+            if self.kind[value.node] not in (BEFORE, self.of.times) or output not in self.of.short.outputs:
+                yield f"output {output!r} belongs to a run"
+
+    def _stands_for_one(self, node: Node) -> bool:
+        """Whether a node before all runs stands for what a run carries."""
+        return self.of.kinds.carried_by(parts(node.name)[0], 0) is not None
+
+
+def run_faults(graph: Graph, program: Program, backend: Backend, of: Shortened) -> Iterator[str]:
+    """Everything that keeps runs of a proven `program` from being repeated, as text."""
+    runs = Runs(graph, of)
+    complaints = list(runs.faults())
+    yield from complaints or _Steps(runs, program, backend).faults()
+
+
+class _Steps:
+    """The steps of one short program by their runs."""
+
+    def __init__(self, runs: Runs, program: Program, backend: Backend) -> None:
+        self.runs, self.of, self.program, self.views = runs, runs.of, program, Views(backend)
+        nodes = runs.graph.nodes
+        self.kinds = [
+            runs.kind[nodes[i.index]] if i.index >= 0 else self.of.kind_of(i.node) for i in program.instructions
+        ]
+        self.buffers = [BEFORE, *(self.of.kind_of(b.name) for b in program.buffers[1:])]
+        self.lies: dict[Value, Tensor] = {v: program.inputs[v.node.name] for v in runs.graph.inputs}
+        for i in program.instructions:
+            if i.index >= 0:
+                self.lies.update(zip(nodes[i.index].results, i.dst, strict=True))
+
+    def faults(self) -> Iterator[str]:
+        if self.kinds != sorted(self.kinds):
+            yield "steps of a run come after those of the next"
+        yield from self._kept()
+        for i, kind in zip(self.program.instructions, self.kinds, strict=True):
+            yield from self._buffers(i, kind)
+        carried = self._carried()
+        if isinstance(carried, str):
+            yield carried
+            return
+        yield from self._overwritten(self._lasting(), carried)
+
+    def _inner(self, kind: int) -> bool:
+        return BEFORE < kind < self.of.times
+
+    def _kept(self) -> Iterator[str]:
+        """What runs save lies in turn at the top of the arena, and nothing else there."""
+        program = self.program
+        saves = [at for at in sorted(program.saves) if self._inner(self.kinds[at])]
+        kept = [extent_of(program.instructions[at].dst[0]) for at in saves]
+        start = at = min((low for _, low, _ in kept), default=program.buffers[0].nbytes)
+        for _, low, high in kept:
+            if low != at:
+                yield f"what a run keeps begins at byte {low} of the arena, and not at {at}"
+            at = -(-high // ALIGNMENT) * ALIGNMENT
+        if at != program.buffers[0].nbytes:
+            yield f"the arena has {program.buffers[0].nbytes} bytes, and what runs keep ends at {at}"
+        own = set(kept)
+        undone = (back for _, back in program.undo)
+        used = [t for i in (*program.instructions, *undone) for t in (*i.src, *i.dst, i.scratch) if t is not None]
+        for tensor in (*used, *program.inputs.values(), *program.outputs.values()):
+            extent = extent_of(tensor)
+            if tensor.buffer == 0 and extent[2] > start and extent[1] < extent[2] and extent not in own:
+                yield f"{tensor} lies where runs keep what they saved"
+        for at, i in enumerate(program.instructions):
+            if at not in program.saves:
+                if i.index < 0:
+                    yield f"step %{quote(i.node)} copies a state when all runs have ended"
+                elif any(t is not None and extent_of(t) in own for t in (*i.dst, i.scratch)):
+                    yield f"step %{quote(i.node)} writes where runs keep what they saved"
+
+    def _buffers(self, i: Instruction, kind: int) -> Iterator[str]:
+        """A step reads leaves of its own run and those of none, and writes states of its own run."""
+        for tensor in (*i.src, *i.dst):
+            if tensor is not None and tensor.buffer and self.buffers[tensor.buffer] not in (kind, BEFORE):
+                yield f"step %{quote(i.node)} of run {kind} uses a leaf of run {self.buffers[tensor.buffer]}"
+        for tensor in i.dst:
+            if tensor.buffer and self.buffers[tensor.buffer] != kind:
+                yield f"step %{quote(i.node)} of run {kind} writes a state of another run"
+
+    def _base(self, value: Value) -> Value:
+        return self.views.of(value).base
+
+    def _carried(self) -> Mapping[Value, Extent] | str:
+        """Where what is carried lies, by the values in whose memory it does: in the same place in all runs."""
+        places: dict[tuple[int, str, int], Extent] = {}
+        found: dict[Value, Extent] = {}
+        for node in self.runs.carried:
+            for value in node.results:
+                base = self._base(value)
+                if base not in self.lies:
+                    return f"{base!r} is carried from run to run, and lies in no arena"
+                number, ending = parts(base.node.name)
+                kind = self.runs.kind[node]
+                if (there := self.runs.kind[base.node]) != kind:
+                    return f"{value!r} is carried from run {kind}, and lies in memory of run {there}"
+                name = number - self.of.kinds.first_of(kind), ending, base.index
+                found[base] = extent_of(self.lies[base])
+                if places.setdefault(name, found[base]) != found[base]:
+                    return f"{base!r} is carried at bytes {found[base][1:]} of the arena, and in another run elsewhere"
+        return found
+
+    def _lasting(self) -> Mapping[Value, Extent]:
+        """What is made before all runs and read in or behind them, but for what stands for what a run carries."""
+        graph, kind = self.runs.graph, self.runs.kind
+        read = [s for node in graph.nodes if kind[node] != BEFORE for s in node.inputs]
+        bases = {self._base(v) for v in (*read, *graph.outputs.values()) if v.node not in self.runs.carried}
+        there = {v for v in bases & self.lies.keys() if kind[v.node] == BEFORE or v.node.op == "input"}
+        return {v: extent_of(self.lies[v]) for v in there}
+
+    def _overwritten(self, lasting: Mapping[Value, Extent], carried: Mapping[Value, Extent]) -> Iterator[str]:
+        """Runs that overwrite what lasts, or what they have made to be carried on."""
+        nodes, ready = self.runs.graph.nodes, dict[Value, Extent]()
+        for i, kind in zip(self.program.instructions, self.kinds, strict=True):
+            written = [extent_of(t) for t in (*i.dst, i.scratch) if t is not None]
+            own = nodes[i.index].results if i.index >= 0 else ()
+            for value, extent in lasting.items() if self._inner(kind) else ():
+                if any(meet(extent, other) for other in written):
+                    yield f"step %{quote(i.node)} of run {kind} overwrites {value!r}, which later runs read"
+            for value, extent in ready.items():
+                if self.runs.kind[value.node] == kind and any(meet(extent, other) for other in written):
+                    yield f"step %{quote(i.node)} of run {kind} overwrites {value!r}, which the next run reads"
+            ready.update((value, carried[value]) for value in own if value in carried)

@@ -1,0 +1,62 @@
+"""Runs of nodes that come again are found by structure, and a short graph has a few of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from hocket import ops
+from hocket.graph import Graph, input, weight
+from hocket.graph.repeats import BEFORE, repeats_of, shortened
+
+from ..given.graphs.layered import decoder, perceptron
+
+
+def test_a_layer_is_a_run_that_carries_the_residual_to_the_next():
+    graph = decoder(8)
+    runs = repeats_of(graph)
+    assert runs is not None
+    assert runs.times == 7  # from one feed-forward layer to the next; the last is followed by no attention
+    (carried,) = runs.carried
+    assert graph.nodes[runs.first_of(BEFORE) + carried].name == "blk.0.mixed"
+    assert graph.nodes[runs.first_of(3) + carried].name == "blk.4.mixed"
+
+
+def test_what_the_first_run_carries_on_is_no_leaf():
+    graph = perceptron(8)
+    runs = repeats_of(graph)
+    assert runs is not None
+    assert not any(graph.nodes[runs.first_of(BEFORE) + place].is_leaf for place in runs.carried)
+
+
+def skipping() -> Graph:
+    """Each layer reads the last but one."""
+    x = [input("x", (2, 8)), input("y", (2, 8))]
+    for layer in range(9):
+        x.append(ops.add(ops.mul_mat(weight(f"w.{layer}", (8, 8)), x[-1]), x[-2]))
+    return Graph({"y": x[-1]})
+
+
+def early() -> Graph:
+    """An output lies in the midst of the layers."""
+    graph = perceptron(9)
+    (middle,) = (n.results[0] for n in graph.nodes if n.name == "out.4")
+    return Graph({**graph.outputs, "middle": middle})
+
+
+@pytest.mark.parametrize("graph", [perceptron(2), early(), skipping(), Graph({"y": input("x", (2, 2))})])
+def test_a_graph_without_runs_or_that_reads_within_or_behind_them_has_none(graph):
+    assert repeats_of(graph) is None
+
+
+@pytest.mark.parametrize("times", [1, 2, 5])
+def test_a_short_graph_has_the_first_runs_and_what_is_around_them(times):
+    graph = decoder(9)
+    runs = repeats_of(graph)
+    of = shortened(graph, runs, times)
+    assert len(of.short.nodes) == len(graph.nodes) - (runs.times - times) * runs.length
+    assert [n.op for n in of.short.nodes] == [
+        n.op for at, n in enumerate(graph.nodes) if not runs.first_of(times) <= at < runs.first_of(runs.times)
+    ]
+    assert of.renamed(of.short.nodes[-1].name, runs.times, times) == graph.nodes[-1].name
+    assert of.renamed(f"{runs.start}.sum", 3, 0) == f"{graph.nodes[runs.first_of(3)].name}.sum"
+    assert len(of.short.updates) == 2 * (times + 1)

@@ -1,0 +1,97 @@
+"""Plans that repeat runs of a short graph are those that would be made step by step, and are proven."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from hocket.backends.base import find
+from hocket.scheduler import Plan, plan_for, repeating
+from hocket.scheduler.lowering.lane import lanes_of
+from hocket.scheduler.verifier.plan import plan_faults
+
+from ..given.graphs.layered import KV, D, decoder, perceptron
+from ..given.plans.ways import SLOW, difference, results, values_of
+
+GRAPHS = {
+    "decoder": (decoder(9), 3, (3, 2, 1)),
+    "few heads": (decoder(12, kv_heads=2), 4, (1, 1, 1, 2)),
+    "even shares": (decoder(6), 2, (1, 1)),
+    "more layers than kinds": (decoder(14), 3, (5, 4, 2)),
+    "perceptron": (perceptron(12), 3, (3, 2, 2)),
+}
+
+
+def planned(name: str, backend: str = "cpu") -> Plan:
+    graph, devices, shares = GRAPHS[name]
+    group = [find(f"{backend}:{d}") for d in range(devices)]
+    return plan_for(graph, group, split_mode="tensor", tensor_split=shares, hardware=SLOW)
+
+
+@pytest.fixture(autouse=True)
+def every_plan_is_worth_it(monkeypatch):
+    monkeypatch.setattr(repeating, "WORTH", 1)
+
+
+def step_by_step(plan: Plan) -> Plan:
+    """The same plan, of which nobody knows that it repeats itself."""
+    return dataclasses.replace(plan, lanes=tuple(dataclasses.replace(lane) for lane in plan.lanes))
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_what_is_proven_of_a_short_plan_holds_of_the_long_one_step_by_step(name):
+    plan = planned(name)
+    assert all(lane.short is not None and "program" not in vars(lane) for lane in plan.lanes)
+    assert list(plan_faults(plan)) == []
+    long = step_by_step(plan)
+    assert all(lane.short is None for lane in long.lanes)
+    assert list(plan_faults(long)) == []
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_plan_that_repeats_itself_computes_what_one_device_does(name):
+    plan = planned(name, "reference")
+    values = values_of(plan.graph, 1)
+    alone = plan_for(plan.graph, [find("reference:0")])
+    for got, want in zip(results(plan, values), results(alone, values), strict=True):
+        assert got.keys() == want.keys()
+        assert not any(difference(np.asarray(got[key]), np.asarray(want[key])) for key in want)
+
+
+def test_leaves_lie_as_the_programs_of_the_long_plan_have_them():
+    plan = planned("more layers than kinds")
+    assert plan.leaves.keys() == {node.name for node in plan.graph.nodes if node.is_leaf}
+    for device, lane in enumerate(plan.lanes):
+        rows = {b.name: b.declared.shape[0] for b in lane.program.buffers if b.name.endswith("gate")}
+        assert len(rows) == 14
+        assert rows == {name: plan.leaves[name].length(device) for name in rows}
+
+
+def test_what_rounding_takes_from_a_device_in_one_run_it_is_given_in_others():
+    plan = planned("more layers than kinds")
+    assert plan.lanes[0].short.of.times == 8
+    caches = [layout for name, layout in plan.leaves.items() if name.endswith("cache_k")]
+    heads = [sum(layout.length(device) for layout in caches) / D for device in range(3)]
+    assert all(abs(n - 14 * KV * share / 11) < 2.5 for n, share in zip(heads, (5, 4, 2), strict=True))
+
+
+def test_a_plan_that_saves_little_is_made_step_by_step(monkeypatch):
+    monkeypatch.setattr(repeating, "WORTH", 20_000)
+    assert all(lane.short is None for lane in planned("decoder").lanes)
+
+
+def test_runs_that_cannot_be_repeated_are_planned_one_by_one_and_the_plan_says_why(monkeypatch):
+    monkeypatch.setattr(repeating, "lanes_of", lambda graphs, group, of: lanes_of(graphs, group))
+    monkeypatch.setattr(repeating, "_is_repeatable", lambda lane, of: True)
+    plan = planned("decoder")
+    assert all(lane.short is None for lane in plan.lanes)
+    assert any("planned by itself" in why for why in plan.reasons)
+    assert list(plan_faults(plan)) == []
+
+
+def test_memory_for_intermediate_values_grows_little(monkeypatch):
+    short = planned("decoder").memory()["arena"]
+    monkeypatch.setattr(repeating, "WORTH", float("inf"))
+    assert short <= 1.1 * planned("decoder").memory()["arena"]

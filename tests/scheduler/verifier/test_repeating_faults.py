@@ -1,0 +1,272 @@
+"""Faults planted in and between the runs of plans that repeat themselves: the verifier finds every one of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+
+from hocket.backends.base import Instruction, Program, Tensor, find
+from hocket.graph import Graph, Node
+from hocket.graph.repeats import Repeats, Shortened
+from hocket.graph.rewrite import rewrite
+from hocket.scheduler import Plan, plan_for, repeating
+from hocket.scheduler.lowering.lane import Short
+from hocket.scheduler.lowering.lane import repeating as lane_of
+from hocket.scheduler.lowering.lower import lower
+from hocket.scheduler.verifier.plan import plan_faults
+from hocket.scheduler.verifier.runs import run_faults
+
+from ...given.graphs.layered import decoder
+from ...given.plans.ways import SLOW
+
+LAYERS, DEVICE = 14, 1
+
+
+@cache
+def planned() -> Plan:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(repeating, "WORTH", 1)
+        group = [find(f"cpu:{d}") for d in range(3)]
+        plan = plan_for(decoder(LAYERS), group, split_mode="tensor", tensor_split=(5, 4, 2), hardware=SLOW)
+    return plan
+
+
+def shorts(plan: Plan) -> list[Short]:
+    return [lane.short for lane in plan.lanes if lane.short is not None]
+
+
+def with_shorts(plan: Plan, shorts: list[Short], **changes: Any) -> Plan:
+    lanes = [lane_of(lane.device, lane.backend, short) for lane, short in zip(plan.lanes, shorts, strict=True)]
+    return dataclasses.replace(plan, lanes=tuple(lanes), **changes)
+
+
+def programmed(change: Callable[[Program], Program]) -> Plan:
+    """The plan in which the short program of one device is changed."""
+    parts = shorts(planned())
+    parts[DEVICE] = Short(parts[DEVICE].graph, change(parts[DEVICE].program), parts[DEVICE].of)
+    return with_shorts(planned(), parts)
+
+
+def stepped(at: Callable[[Instruction], bool], change: Callable[[Instruction], Instruction]) -> Plan:
+    """The plan in which the one step that is `at` a place of one device is changed."""
+
+    def changed(program: Program) -> Program:
+        assert sum(map(at, program.instructions)) == 1
+        return dataclasses.replace(program, instructions=tuple(change(i) if at(i) else i for i in program.instructions))
+
+    return programmed(changed)
+
+
+def called(kind: int, place: int, ending: str = "") -> Callable[[Instruction], bool]:
+    """The step of a node by its place in a run."""
+    number = shorts(planned())[DEVICE].of.kinds.first_of(kind) + place
+    return lambda i: i.node == f"{number}{ending}"
+
+
+def place_of(name: str, run: int = 0) -> int:
+    """Where in a run a node of the user's graph is."""
+    of = shorts(planned())[DEVICE].of
+    (at,) = (at for at, node in enumerate(of.long.nodes) if node.name == name)
+    return at - of.repeats.first_of(run)
+
+
+def of_another(change: Callable[[Shortened], Shortened], **changes: Any) -> Plan:
+    """The plan whose lanes repeat runs of another graph, or other runs."""
+    of = change(shorts(planned())[0].of)
+    return with_shorts(planned(), [Short(s.graph, s.program, of) for s in shorts(planned())], **changes)
+
+
+def shifted(t: Tensor, **changes: Any) -> Tensor:
+    return dataclasses.replace(t, **{name: getattr(t, name) + more for name, more in changes.items()})
+
+
+def wrong_leaf() -> Plan:
+    """A product of a run reads the weight of another."""
+    program, other = shorts(planned())[DEVICE].program, str(called_number(2, place_of("blk.1.gate")))
+    (number,) = (at for at, b in enumerate(program.buffers) if b.name == other)
+    return stepped(
+        called(3, place_of("blk.1.gateed")),
+        lambda i: dataclasses.replace(i, src=(dataclasses.replace(i.src[0], buffer=number), *i.src[1:])),
+    )
+
+
+def called_number(kind: int, place: int) -> int:
+    return shorts(planned())[DEVICE].of.kinds.first_of(kind) + place
+
+
+def without_a_step() -> Plan:
+    at = called(5, place_of("blk.1.gateed"))
+    return programmed(lambda p: dataclasses.replace(p, instructions=tuple(i for i in p.instructions if not at(i))))
+
+
+def wrong_offset() -> Plan:
+    return stepped(
+        called(4, place_of("blk.1.gateed")),
+        lambda i: dataclasses.replace(i, dst=(shifted(i.dst[0], offset=64),)),
+    )
+
+
+def meetings_exchanged() -> Plan:
+    """One device meets the others under exchanged numbers in two runs."""
+    short = shorts(planned())[DEVICE]
+    met = [n.attrs["sequence"] for n in short.graph.nodes if n.op == "all_reduce"]
+    turned = {met[3]: met[4], met[4]: met[3]}
+
+    def rule(node: Node) -> Any:
+        if node.op != "all_reduce":
+            return None
+        attrs = {**node.attrs, "sequence": turned.get(node.attrs["sequence"], node.attrs["sequence"])}
+        return dataclasses.replace(node, attrs=type(node.attrs)(attrs)).results
+
+    graph = rewrite(short.graph, rule)
+    nodes = graph.nodes
+    steps = (
+        i if i.index < 0 else dataclasses.replace(i, attrs=nodes[i.index].attrs) for i in short.program.instructions
+    )
+    parts = shorts(planned())
+    parts[DEVICE] = Short(graph, dataclasses.replace(short.program, instructions=tuple(steps)), short.of)
+    return with_shorts(planned(), parts)
+
+
+def lowered_as_if_nothing_came_again() -> Plan:
+    """A program that runs the short graph, but keeps values of the next run where this one still needs them."""
+    lane, parts = planned().lanes[DEVICE], shorts(planned())
+    graph, program = lower(parts[DEVICE].graph, lane.backend, lane.device)
+    parts[DEVICE] = Short(graph, program, parts[DEVICE].of)
+    return with_shorts(planned(), parts)
+
+
+def kept_in_another_order() -> Plan:
+    """What two runs save changes places."""
+
+    def change(program: Program) -> Program:
+        one, two = (program.instructions[at].dst[0].offset for at in sorted(program.saves)[4:6])
+        turned = {one: two, two: one}
+
+        def tensor(t: Tensor | None) -> Tensor | None:
+            return t if t is None or t.buffer else dataclasses.replace(t, offset=turned.get(t.offset, t.offset))
+
+        def step(i: Instruction) -> Instruction:
+            return dataclasses.replace(i, src=tuple(map(tensor, i.src)), dst=tuple(map(tensor, i.dst)))
+
+        undo = tuple((at, step(back)) for at, back in program.undo)
+        return dataclasses.replace(program, instructions=tuple(map(step, program.instructions)), undo=undo)
+
+    return programmed(change)
+
+
+def long_graph(name: str, **attrs: Any) -> Plan:
+    """The plan for a graph of which one node is another."""
+
+    def rule(node: Node) -> Any:
+        if node.name != name:
+            return None
+        return dataclasses.replace(node, attrs=type(node.attrs)({**node.attrs, **attrs})).results
+
+    graph = rewrite(planned().graph, rule)
+    return of_another(lambda of: dataclasses.replace(of, long=graph), graph=graph)
+
+
+def without_update(name: str) -> Plan:
+    graph = planned().graph
+    kept = {old: new for old, new in graph.updates.items() if old.node.name != name}
+    changed = Graph(graph.outputs, kept)
+    return of_another(lambda of: dataclasses.replace(of, long=changed), graph=changed)
+
+
+def lying(name: str) -> Plan:
+    """The plan in which a leaf is said to lie as its like of another layer does."""
+    leaves, (*_, what) = planned().leaves, name.split(".")
+    others = (lies for other, lies in leaves.items() if other.endswith(f".{what}") and lies != leaves[name])
+    return dataclasses.replace(planned(), leaves={**leaves, name: next(others)})
+
+
+def another_name() -> Plan:
+    """A node of one device is called by no number."""
+    short = shorts(planned())[DEVICE]
+    name = f"{called_number(2, place_of('blk.1.gateed'))}"
+    graph = rewrite(short.graph, lambda n: dataclasses.replace(n, name="gate").results if n.name == name else None)
+    parts = shorts(planned())
+    parts[DEVICE] = Short(graph, short.program, short.of)
+    return with_shorts(planned(), parts)
+
+
+def devices_exchanged() -> Plan:
+    first, second, third = shorts(planned())
+    return with_shorts(planned(), [second, first, third])
+
+
+def with_repeats(**changes: Any) -> Plan:
+    def change(of: Shortened) -> Shortened:
+        known = {name: getattr(of.repeats, name) for name in ("start", "length", "times", "carried")}
+        return dataclasses.replace(of, repeats=Repeats(**{**known, **changes}))
+
+    return of_another(change)
+
+
+def nothing_carried_on() -> Plan:
+    return with_repeats(carried=frozenset())
+
+
+FAULTS: dict[str, tuple[Callable[[], Plan], str]] = {
+    "a leaf of another run": (wrong_leaf, "reads"),
+    "a step is missing": (without_a_step, "never runs"),
+    "a result lies elsewhere": (wrong_offset, "holds"),
+    "meetings are exchanged": (meetings_exchanged, "runs after"),
+    "lowered as if nothing came again": (lowered_as_if_nothing_came_again, "run"),
+    "kept in another order": (kept_in_another_order, "what a run keeps begins"),
+    "another node in one run of the long graph": (lambda: long_graph("blk.10.attended", scale=0.25), "is not like"),
+    "a state that one run does not change": (lambda: without_update("blk.10.cache_v"), "states of run 9 change"),
+    "a leaf of one run lies otherwise": (lambda: lying("blk.10.gate"), "lies otherwise"),
+    "a leaf of a kind that comes once lies otherwise": (lambda: lying("blk.6.gate"), "bound to entries"),
+    "devices are exchanged": (devices_exchanged, "bound to entries"),
+    "a run less": (lambda: with_repeats(times=LAYERS - 2), "which the graph"),
+    "nothing is carried on": (nothing_carried_on, "reads other values"),
+    "fewer kinds": (lambda: of_another(lambda of: dataclasses.replace(of, times=7)), "which the graph"),
+    "a node has another name": (another_name, "is called by no number"),
+    "runs behind the graph": (lambda: with_repeats(start=10_000), "which the graph"),
+    "runs begin a node later": (lambda: with_repeats(start=shorts(planned())[0].of.repeats.start + 1), "run"),
+}
+
+
+def test_the_plan_in_which_faults_are_planted_has_none():
+    assert list(plan_faults(planned())) == []
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_in_a_short_plan_is_found(name):
+    make, said = FAULTS[name]
+    found = list(plan_faults(make()))
+    assert any(said in why for why in found), found
+
+
+def test_a_program_that_is_right_alone_may_be_no_program_to_repeat():
+    lane = planned().lanes[DEVICE]
+    broken = lowered_as_if_nothing_came_again().lanes[DEVICE].short
+    assert list(run_faults(lane.short.graph, lane.short.program, lane.backend, lane.short.of)) == []
+    assert list(run_faults(broken.graph, broken.program, lane.backend, broken.of)) != []
+
+
+@pytest.mark.parametrize("name", ["lowered as if nothing came again", "a result lies elsewhere"])
+def test_what_is_found_in_a_short_plan_is_wrong_step_by_step(name):
+    plan = FAULTS[name][0]()
+    lanes = tuple(dataclasses.replace(lane) for lane in plan.lanes)
+    assert list(plan_faults(dataclasses.replace(plan, lanes=lanes)))
+
+
+def test_a_lane_that_was_changed_after_it_was_unfolded_is_looked_at_step_by_step():
+    plan, lanes = planned(), list(planned().lanes)
+    program = lanes[DEVICE].program
+    (number,) = (at for at, b in enumerate(program.buffers) if b.name == "blk.10.gate")
+    steps = tuple(
+        i
+        if i.node != "blk.11.gateed"
+        else dataclasses.replace(i, src=(dataclasses.replace(i.src[0], buffer=number), *i.src[1:]))
+        for i in program.instructions
+    )
+    lanes[DEVICE] = dataclasses.replace(lanes[DEVICE], program=dataclasses.replace(program, instructions=steps))
+    assert any("blk.11.gate" in why for why in plan_faults(dataclasses.replace(plan, lanes=tuple(lanes))))
