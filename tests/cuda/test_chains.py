@@ -249,7 +249,8 @@ def test_a_launch_of_a_chain_that_fails_names_one_of_its_instructions_and_takes_
     def broken(launches, flow, number):
         numbers = plain(launches, flow, number)
         last = launches.items.pop()
-        launches.items.append(replace(last, words=(last.words[0] + 1, *last.words[1:])))
+        words = tuple(word + (at == 0) for at, word in enumerate(last.words))
+        launches.items.append(replace(last, words=words))
         return numbers
 
     (plain,) = programs.FUSED["sigmoid"]
