@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -85,6 +86,37 @@ def products(dtype: DType) -> Callable[[bool], Graph]:
     return graph
 
 
+def chosen(k: int, scores: Value) -> Value:
+    return ops.top_k(ops.reshape(scores, shape=(scores.shape[0], scores.shape[-1])), k=k)
+
+
+def router(
+    gating: Callable[[Value], Value], biased: bool = False, normalised: bool = True, count: int = 70
+) -> Callable[[bool], Graph]:
+    def graph(forbidden: bool) -> Graph:
+        shares = gating(input("x", (3, 1, count)))
+        ids = chosen(5, ops.add(shares, weight("b", (count,))) if biased else shares)
+        taken = ops.reshape(ops.get_rows(ops.reshape(shares, shape=(3, count, 1)), ids), shape=(3, 1, 5))
+        if normalised:
+            taken = ops.div(taken, ops.clamp(ops.sum_rows(taken), min=0.25, max=float("inf")))
+        else:
+            taken = ops.scale(taken, scale=2.5)
+        return Graph({"ids": ids, "shares": taken, **({"also": ops.neg(shares)} if forbidden else {})})
+
+    return graph
+
+
+def experts(dtype: DType) -> Callable[[bool], Graph]:
+    """Two tokens, each to three of twelve."""
+
+    def graph(forbidden: bool) -> Graph:
+        x, ids = input("x", (2, 1, 128)), chosen(3, input("scores", (2, 12)))
+        gate, up = (ops.mul_mat_id(weight(n, (12, 40, 128), dtype), x, ids) for n in ("gate", "up"))
+        return both(ops.swiglu(gate, up), up, forbidden)
+
+    return graph
+
+
 def placed(tokens: int, normed: bool, stored: bool, mode: str = "neox", dtype: str = "f32") -> Callable[[bool], Graph]:
     """Heads through norm and RoPE, perhaps into a cache."""
 
@@ -118,6 +150,12 @@ CHAINS = {
     "gated unit, float": Chain(unit(ops.geglu, DType.F32), (1, 3)),
     "products, packed": Chain(products(DType.Q4_0), (2, 4), forbids=False),
     "products, float": Chain(products(DType.F32), (2, 4), forbids=False),
+    "router": Chain(router(ops.softmax), (1, 6), near=1e-6),
+    "router of many": Chain(router(ops.softmax, count=600), (1, 6), near=1e-6),
+    "router with a bias": Chain(router(ops.sigmoid, biased=True), (1, 7), near=1e-6),
+    "router of shares as they are": Chain(router(ops.sigmoid, normalised=False), (1, 4), near=1e-6),
+    "unit of experts, packed": Chain(experts(DType.Q4_0), (2, 4)),
+    "unit of experts, float": Chain(experts(DType.F32), (2, 4)),
     "heads": Chain(placed(3, True, False), (1, 3)),
     "heads of neighbours": Chain(placed(3, True, False, "normal"), (1, 3)),
     "heads into a cache": Chain(placed(3, True, True), (3, 6)),
@@ -154,7 +192,9 @@ def ran(graph: Graph, fused: bool, devices: int = 1) -> Ran:
     backend = DriverBackend(driver := Watched())
     weights = {}
     for w in graph.weights:
-        raw = random_rows(w.dtype, *w.shape, rng) if w.dtype.is_quantised else rng.standard_normal(w.shape)
+        *leading, columns = w.shape
+        rows = math.prod(leading)
+        raw = random_rows(w.dtype, rows, columns, rng) if w.dtype.is_quantised else rng.standard_normal(w.shape)
         weights[w.node.name] = raw if w.dtype.is_quantised else raw.astype(np.float32)
     with pytest.MonkeyPatch.context() as patch:
         if not fused:

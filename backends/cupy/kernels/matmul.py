@@ -112,22 +112,12 @@ def _lies_evenly(w: Operand) -> bool:
 
 
 def _mul_mat_id(launches: Launches, call: Bound) -> None:
-    w, x, ids, out = (
-        _as_stored(launches, call.operand(0)),
-        as_float(launches, call.operand(1)),
-        call.operand(2),
-        call.out,
-    )
+    w, x, out = _as_stored(launches, call.operand(0)), as_float(launches, call.operand(1)), call.out
     need(w.strides[-1] == 1 or w.shape[-1] == 1, "rows of experts are not dense")
-    need(ids.is_dense, "ids of experts do not lie densely")
     rows_of(x), rows_of(out)
-    first, total = (int(np.asarray(call.attrs[name])) for name in ("first", "total"))
-    experts, slots = w.shape[0], math.prod(ids.shape)
-    total = total or experts
-    spread: list[Word] = [ids.shape[-1], x.shape[-2]]
-    flat = replace(ids, tensor=replace(ids.tensor, shape=(slots,), strides=(1,)))
-    choice = [flat, first, experts, total, *launches.fault(f"id {{value}} is none of {total} experts")]
-    if slots <= max(FEW, total // 2) or not _has_tiles(w):  # hardly two of one expert
+    experts, total, slots = w.shape[0], _experts(call), math.prod(call.operand(2).shape)
+    spread, choice = _routed(launches, call)
+    if _are_few_of_each(call) or not _has_tiles(w):
         need(slots <= MOST, f"{slots} slots are too many for one launch")
         return _few(launches, [(w, out)], x, slots, 1, [*spread, *choice])
     size, many = _tiles(launches, w, slots / total, experts, is_even=False)
@@ -137,6 +127,26 @@ def _mul_mat_id(launches: Launches, call: Bound) -> None:
     threads = min(1024, blocks(max(slots, experts + 1), 32) * 32)
     launches.add(ROUTES["routes"], 1, threads, [slots, size, count, tiles, order, *choice], 8 * (experts + 1))
     many(x, out, tiles, route=[order, *spread])
+
+
+def _experts(call: Bound) -> int:
+    """How many there are on all devices."""
+    return int(np.asarray(call.attrs["total"])) or call.operand(0).shape[0]
+
+
+def _are_few_of_each(call: Bound) -> bool:
+    """Whether hardly two slots go to one expert."""
+    return math.prod(call.operand(2).shape) <= max(FEW, _experts(call) // 2)
+
+
+def _routed(launches: Launches, call: Bound) -> tuple[list[Word], list[Word]]:
+    """Which row of x a slot has, and the fields of `Choice`."""
+    x, ids, total = call.operand(1), call.operand(2), _experts(call)
+    need(ids.is_dense, "ids of experts do not lie densely")
+    flat = replace(ids, tensor=replace(ids.tensor, shape=(math.prod(ids.shape),), strides=(1,)))
+    first = int(np.asarray(call.attrs["first"]))
+    fault = launches.fault(f"id {{value}} is none of {total} experts")
+    return [ids.shape[-1], x.shape[-2]], [flat, first, call.operand(0).shape[0], total, *fault]
 
 
 # --------------------------------------------------------------------------------------------------------- chains
@@ -180,13 +190,37 @@ def _unit_of(flow: Flow, number: int) -> int | None:
     return readers[0] if readers and len(readers) == 1 and flow.call(readers[0]).op in UNITS else None
 
 
-def _gated_unit(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
+def _gated(flow: Flow, number: int) -> tuple[tuple[int, ...], int]:
     """Two products and what joins them."""
     products, unit = gated_unit(flow, number, UNITS)
-    call = flow.call(unit)
     need(len(products) == 2 and all(flow.makes(p, unit, k) for k, p in enumerate(products)), "a part is read")
-    need(all(flow.call(p).out.shape == call.out.shape for p in products), "shapes differ")
+    need(all(flow.call(p).out.shape == flow.call(unit).out.shape for p in products), "shapes differ")
+    return products, unit
+
+
+def _gated_unit(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
+    """Two products and what joins them."""
+    products, unit = _gated(flow, number)
+    call = flow.call(unit)
     _launch_together(launches, flow, products, [call.out], UNITS[call.op])
+    return *products, unit
+
+
+def _unit_of_experts(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
+    """Two products with the weights of chosen experts and what joins them."""
+    products, unit = _gated(flow, number)
+    (gate, up), out = map(flow.call, products), flow.call(unit).out
+    w, x, ids = gate.operand(0), gate.operand(1), gate.operand(2)
+    same = lies_as(up.operand(1), x) and lies_as(up.operand(2), ids) and dict(gate.attrs) == dict(up.attrs)
+    need(same and up.operand(0).shape == w.shape and up.operand(0).dtype is w.dtype, "experts or their rows differ")
+    weights = [call.operand(0) for call in (gate, up)]
+    need(all(_is_packed(m) or (m.dtype in dense.BY_TYPE and m.strides[-1] == 1) for m in weights), "weights are not so")
+    need(_are_few_of_each(gate) and math.prod(ids.shape) <= MOST, "slots are many")
+    need(x.is_float and out.is_dense, "operands do not lie densely")
+    apart(out, [x, ids])
+    spread, choice = _routed(launches, gate)
+    made = [(m, _by_row(o)) for m, o in zip(weights, (out, up.out), strict=True)]
+    _few(launches, made, x, math.prod(ids.shape), 1, [*spread, *choice], UNITS[flow.call(unit).op])
     return *products, unit
 
 
@@ -208,5 +242,8 @@ def _of_the_same_rows(launches: Launches, flow: Flow, number: int) -> Sequence[i
     return chosen
 
 
-FUSED: Mapping[str, Sequence[Fused]] = {"mul_mat": (_gated_unit, _of_the_same_rows)}
+FUSED: Mapping[str, Sequence[Fused]] = {
+    "mul_mat": (_gated_unit, _of_the_same_rows),
+    "mul_mat_id": (_unit_of_experts,),
+}
 BINDINGS: Mapping[str, Binding] = {"mul_mat": _mul_mat, "mul_mat_id": _mul_mat_id}
