@@ -7,6 +7,8 @@
 | `gated_unit` | one or two products, and the unit of them |
 | `routed` | what turns scores into probabilities, perhaps ``add``, ``top_k``, ``get_rows``; perhaps the sum of the
   chosen, ``clamp`` and ``div``; perhaps ``scale`` |
+| `summed_experts` | ``mul_mat_id``, the ``mul_mat`` with shares that adds up what the experts answer |
+| `with_other` | those; ``add`` of another product, which may be multiplied by a ``sigmoid`` |
 | `changed_state` | a save, and what changes the state: ``get_rows``, ``set_rows``; ``cont``, ``gated_delta_net`` |
 | `short_convolution` | ``concat``, ``ssm_conv``, ``silu``, two ``l2_norm``, ``get_rows``, and the save of the state |
 
@@ -109,6 +111,50 @@ def routed(flow: Flow, gate: int) -> Routed:
     if len(ends := flow.found(last) or []) == 1 and flow.call(ends[0]).op == "scale":
         scaled = ends[0]
     return Routed(gate, biased, choice, shares, total, limited, normal, scaled)
+
+
+class SummedExperts(NamedTuple):
+    """Products with the weights of a token's experts, each times its share, added up."""
+
+    product: int
+    total: int
+
+
+def summed_experts(flow: Flow, product: int) -> SummedExperts:
+    """The chain that begins with the products; that the sum reads them the other way round is not asked here."""
+    return SummedExperts(product, flow.reader(product, "mul_mat"))
+
+
+class WithOther(NamedTuple):
+    """The same, and the product of one more expert: as it is, or times a sigmoid."""
+
+    product: int
+    total: int
+    both: int
+    other: int
+    times: int | None
+    logistic: int | None
+
+    @property
+    def numbers(self) -> list[int]:
+        return [n for n in self if n is not None]
+
+
+def with_other(flow: Flow, product: int) -> WithOther:
+    """The chain that begins with the products of the experts that a router chose."""
+    total = summed_experts(flow, product).total
+    both = flow.readers_of(total)[0]
+    index = 0 if flow.makes(total, both, 0) else 1
+    need(flow.reader(total, "add", index) == both, "nothing is added to the sum")
+    other, times, logistic = flow.maker(both, 1 - index), None, None
+    need(flow.makes(other, both, 1 - index), "a part of something is added")
+    if flow.call(other).op == "mul":
+        times = other
+        need(flow.found(times) == [both], "something else reads the other answer")
+        logistic, other = sorted((flow.maker(times, k) for k in (0, 1)), key=lambda n: flow.call(n).op == "mul_mat")
+        need(flow.call(logistic).op == "sigmoid" and flow.found(logistic) == [times], "another share")
+    need(flow.call(other).op == "mul_mat" and flow.found(other) == [both if times is None else times], "no product")
+    return WithOther(product, total, both, other, times, logistic)
 
 
 class ChangedState(NamedTuple):

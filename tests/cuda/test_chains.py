@@ -117,6 +117,23 @@ def experts(dtype: DType) -> Callable[[bool], Graph]:
     return graph
 
 
+def answers(dtype: DType, other: str = "", columns: int = 128, used: int = 3) -> Callable[[bool], Graph]:
+    """Two tokens of twelve experts, and perhaps another one that is added as it is, or gated."""
+
+    def graph(forbidden: bool) -> Graph:
+        x, ids = input("x", (2, used, columns)), chosen(used, input("scores", (2, 12)))
+        y = ops.mul_mat_id(weight("down", (12, 40, columns), dtype), x, ids)
+        inner = ops.reshape(ops.mul_mat(ops.transpose(y), input("shares", (2, 1, used))), shape=(2, 40))
+        if other:
+            more = ops.mul_mat(weight("shared", (40, columns), dtype), input("z", (2, columns)))
+            if other == "gated":
+                more = ops.mul(more, ops.sigmoid(input("gate", (2, 1))))
+            return both(ops.add(inner, more), inner, forbidden)
+        return both(inner, y, forbidden)
+
+    return graph
+
+
 def placed(tokens: int, normed: bool, stored: bool, mode: str = "neox", dtype: str = "f32") -> Callable[[bool], Graph]:
     """Heads through norm and RoPE, perhaps into a cache."""
 
@@ -156,6 +173,10 @@ CHAINS = {
     "router of shares as they are": Chain(router(ops.sigmoid, normalised=False), (1, 4), near=1e-6),
     "unit of experts, packed": Chain(experts(DType.Q4_0), (2, 4)),
     "unit of experts, float": Chain(experts(DType.F32), (2, 4)),
+    "answers, packed": Chain(answers(DType.Q4_0), (2, 3), near=1e-5),
+    "answers, packed, and another": Chain(answers(DType.Q4_K, "plain", 768, 2), (2, 5), near=1e-5),
+    "answers, packed, and a gated one": Chain(answers(DType.Q5_1, "gated", 160), (2, 7), near=1e-5),
+    "answers, float, and a gated one": Chain(answers(DType.BF16, "gated", 100), (2, 7), near=1e-5),
     "heads": Chain(placed(3, True, False), (1, 3)),
     "heads of neighbours": Chain(placed(3, True, False, "normal"), (1, 3)),
     "heads into a cache": Chain(placed(3, True, True), (3, 6)),

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ....graph.dtypes import DType
 from ...base import contiguous_strides
-from ...chains import gated_unit
+from ...chains import gated_unit, summed_experts, with_other
 from ...flow import Flow, apart, lies_as
 from ...operands import Bound, Operand, need
 from ..binding.chains import Fused
@@ -22,7 +22,7 @@ from ..binding.packing import PACKINGS
 from ..device.driver import Source
 from . import dense, packed, products, tiled
 from .elementwise import as_float
-from .routes import ALONE, MOST_PRODUCTS, UNITS, Products
+from .routes import ALONE, MOST_PRODUCTS, UNITS, Products, Summed
 
 ROUTES = Source("routes.cu", ("routes",), ("routes.cuh",))
 SOURCES = (ROUTES, *dense.SOURCES, *packed.SOURCES, *tiled.SOURCES)
@@ -43,6 +43,11 @@ def _as_stored(launches: Launches, w: Operand) -> Operand:
     if _is_packed(w):
         return w
     return w if w.dtype in dense.BY_TYPE else as_float(launches, w)
+
+
+def _is_read(w: Operand) -> bool:
+    """Whether it is multiplied with few rows as it is stored."""
+    return _is_packed(w) or (w.dtype in dense.BY_TYPE and w.strides[-1] == 1)
 
 
 def _has_tiles(w: Operand) -> bool:
@@ -165,9 +170,7 @@ def _launch_together(
         matrix = call.operand(0)
         need(lies_as(call.operand(1), x), "other rows are multiplied")
         need(matrix.dtype is w.dtype and matrix.shape[-1] == w.shape[-1] and len(matrix.shape) == 2, "weights differ")
-        need(
-            _is_packed(matrix) or (matrix.dtype in dense.BY_TYPE and matrix.strides[-1] == 1), "weights are not read so"
-        )
+        need(_is_read(matrix), "weights are not read so")
     for out in outs:
         need(out.is_dense, "results are not dense")
         apart(out, [x])
@@ -214,7 +217,7 @@ def _unit_of_experts(launches: Launches, flow: Flow, number: int) -> Sequence[in
     same = lies_as(up.operand(1), x) and lies_as(up.operand(2), ids) and dict(gate.attrs) == dict(up.attrs)
     need(same and up.operand(0).shape == w.shape and up.operand(0).dtype is w.dtype, "experts or their rows differ")
     weights = [call.operand(0) for call in (gate, up)]
-    need(all(_is_packed(m) or (m.dtype in dense.BY_TYPE and m.strides[-1] == 1) for m in weights), "weights are not so")
+    need(all(map(_is_read, weights)), "weights are not read so")
     need(_are_few_of_each(gate) and math.prod(ids.shape) <= MOST, "slots are many")
     need(x.is_float and out.is_dense, "operands do not lie densely")
     apart(out, [x, ids])
@@ -242,8 +245,53 @@ def _of_the_same_rows(launches: Launches, flow: Flow, number: int) -> Sequence[i
     return chosen
 
 
+def _launch_sum(
+    launches: Launches, down: Bound, total: Bound, out: Operand, other: Bound | None = None, gate: Operand | None = None
+) -> None:
+    """What the experts answer, each times its share, added up; and what another one does."""
+    w, x, ids, shares = down.operand(0), down.operand(1), down.operand(2), total.operand(1)
+    used, width, answers = ids.shape[-1], w.shape[-2], total.operand(0)
+    tokens = math.prod(ids.shape) // used if used else 0
+    need(answers.shape[-2:] == (width, used) and answers.strides[-2] == 1, "answers are not added up")
+    need(
+        x.is_float and x.is_dense and x.shape[-2] == used and shares.is_float and shares.is_dense,
+        "rows of x are shared",
+    )
+    need(shares.shape[-2:] == (1, used) and shares.tensor.spec.size == tokens * used, "shares are of others")
+    need(_is_read(w) and len(w.shape) == 3 and tokens and _are_few_of_each(down), "slots are many")
+    need(out.is_dense and out.tensor.spec.size == tokens * width and tokens <= MOST, "results are not dense")
+    matrix = other_x = None
+    if other is not None:
+        matrix, other_x = other.operand(0), other.operand(1)
+        need(_is_read(matrix) and len(matrix.shape) == 2, "weights are not read so")
+        need(matrix.shape == w.shape[1:] and matrix.dtype is w.dtype, "the other expert is of another kind")
+        need(other_x.is_float and other_x.has_rows and math.prod(other_x.shape[:-1]) == tokens, "its rows are others")
+        need(gate is None or (gate.is_float and gate.has_rows and gate.tensor.spec.size == tokens), "shares differ")
+    apart(out, [x, ids, shares, other_x, gate])
+    by_token = replace(shares, tensor=replace(shares.tensor, shape=(tokens, used), strides=(used, 1)))
+    summed = Summed(by_token, _routed(launches, down)[1], matrix, other_x, gate)
+    (packed if _is_packed(w) else dense).summed(launches, w, x, _by_row(out), summed)
+
+
+def _sum_of_experts(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
+    """What chosen experts answer, weighed."""
+    chain = summed_experts(flow, number)
+    down, total = map(flow.call, chain)
+    _launch_sum(launches, down, total, total.out)
+    return chain
+
+
+def _sum_with_other(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
+    """The same, and what the expert of all tokens answers."""
+    chain = with_other(flow, number)
+    down, total, both, other = (flow.call(n) for n in chain[:4] if n is not None)
+    gate = None if chain.logistic is None else flow.call(chain.logistic).operand(0)
+    _launch_sum(launches, down, total, both.out, other, gate)
+    return chain.numbers
+
+
 FUSED: Mapping[str, Sequence[Fused]] = {
     "mul_mat": (_gated_unit, _of_the_same_rows),
-    "mul_mat_id": (_unit_of_experts,),
+    "mul_mat_id": (_unit_of_experts, _sum_of_experts, _sum_with_other),
 }
 BINDINGS: Mapping[str, Binding] = {"mul_mat": _mul_mat, "mul_mat_id": _mul_mat_id}
