@@ -73,8 +73,8 @@ def gated_unit(flow: Flow, product: int, units: Container[str]) -> GatedUnit:
 
 
 class Routed(NamedTuple):
-    """Which experts are chosen by their probabilities, to which a bias may be added, and their shares: the probabilities
-    of the chosen, perhaps divided by their sum within limits, perhaps scaled."""
+    """Which experts are chosen by their probabilities, to which a bias may be added, and their shares: the
+    probabilities of the chosen, perhaps divided by their sum within limits, perhaps scaled."""
 
     gate: int
     biased: int | None

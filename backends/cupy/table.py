@@ -50,11 +50,11 @@ FAMILIES: tuple[ModuleType, ...] = (
     attention,
     collective,
 )
-"""Modules with ``BINDINGS``, how each op is bound, and ``SOURCES``, all they launch; some with ``FUSED``, how
-chains that begin with an op are."""
+"""Modules with ``SOURCES``, all that they launch; most with ``BINDINGS``, how each op is bound, some with ``FUSED``,
+how chains that begin with an op are."""
 
 
-BINDINGS: Mapping[str, Binding] = merged(*(family.BINDINGS for family in FAMILIES))
+BINDINGS: Mapping[str, Binding] = merged(*(getattr(family, "BINDINGS", {}) for family in FAMILIES))
 
 
 def binding(op: str) -> Binding | None:

@@ -151,6 +151,30 @@ def placed(tokens: int, normed: bool, stored: bool, mode: str = "neox", dtype: s
     return graph
 
 
+def attending(tokens: int, normed: bool, dtype: str) -> Callable[[bool], Graph]:
+    """Queries and keys through norm and RoPE, keys and values into caches, all of them to attention."""
+
+    def graph(forbidden: bool) -> Graph:
+        positions, ids = input("pos", (1, tokens), "i32"), input("ids", (tokens,), "i32")
+
+        def turned(name: str, heads: int) -> Value:
+            x = input(name, (1, tokens, heads, 24))
+            x = ops.mul(ops.rms_norm(x, eps=1e-6), weight(f"{name}_w", (24,))) if normed else ops.neg(x)
+            return ops.rope(x, positions, n_dims=16)
+
+        def kept(name: str, y: Value) -> Value:
+            cache = state(name, (9, 48), dtype)
+            caches[cache] = new = ops.set_rows(cache, ops.reshape(y, shape=(tokens, 48)), ids, name=f"new_{name}")
+            return ops.reshape(new, shape=(1, 9, 2, 24))
+
+        caches: dict[Value, Value] = {}
+        q, k, v = turned("q", 4), turned("k", 2), ops.neg(input("v", (1, tokens, 2, 24)))
+        y = ops.attention(q, kept("keys", k), kept("values", v), scale=0.2)
+        return both(y, k, forbidden, caches)
+
+    return graph
+
+
 def row(forbidden: bool) -> Graph:
     cache = state("cache", (9, 48))
     new = ops.set_rows(cache, input("x", (1, 48)), input("ids", (1,), "i32"), name="new")
@@ -184,6 +208,9 @@ CHAINS = {
     "turned heads into a cache": Chain(placed(1, False, True), (3, 5)),
     "heads into a cache of halves": Chain(placed(3, True, True, dtype="f16"), (4, 7)),
     "a head into a cache of halves": Chain(placed(1, True, True, dtype="bf16"), (3, 7)),
+    "heads of attention": Chain(attending(3, True, "f32"), (5, 12)),
+    "heads of attention to halves": Chain(attending(1, True, "f16"), (3, 12)),
+    "turned heads of attention": Chain(attending(1, False, "bf16"), (5, 10)),
     "a row": Chain(row, (2, 3), forbids=False),
 }
 

@@ -1,15 +1,6 @@
 // Which experts a token goes to, and what each of them counts: from the scores of a router to shares in one pass, by one
 // warp for each token, of whose scores a lane has EACH.
 
-// Keys are ordered as those of sorting.cu are: the larger first, NaN last, equal ones by number.
-__device__ __forceinline__ u64 item_of(float x, int number) {
-    const u32 bits = __float_as_uint(-x);
-    u32 key = bits >> 31 ? ~bits : bits | 0x80000000u;
-    if (x == 0.0f) key = 0x80000000u;
-    if (x != x) key = 0xffffffffu;
-    return (u64)key << 32 | (u32)number;
-}
-constexpr u64 LAST = ~0ull;
 enum Gating : i64 { SOFTMAX, SIGMOID };
 
 struct Routing {
@@ -48,7 +39,7 @@ template <int EACH> __global__ void __launch_bounds__(32) route(const __grid_con
     for (int i = 0; i < EACH; i++) {
         const int number = lane + 32 * i;
         made[number] = x[i];
-        item[i] = number < experts ? item_of(a.bias ? x[i] + a.bias[number] : x[i], number) : LAST;
+        item[i] = number < experts ? item_of(a.bias ? x[i] + a.bias[number] : x[i], number, true) : LAST;
     }
     int own = 0;  // lane j gets the expert that comes j-th
     for (int j = 0; j < used; j++) {

@@ -12,13 +12,13 @@ from ...chains import routed
 from ...flow import Flow, apart
 from ...operands import need
 from ..binding.chains import Fused
-from ..binding.launches import Binding, Launches, Word, rows_of
+from ..binding.launches import Launches, Word, rows_of
 from ..device.driver import Source
 
 COUNTS = (1, 2, 4, 8, 16, 32)
 """Scores of a lane."""
 LANES = 32
-SOURCE = Source("routing.cu", tuple(f"route<{n}>" for n in COUNTS))
+SOURCE = Source("routing.cu", tuple(f"route<{n}>" for n in COUNTS), ("items.cuh",))
 SOURCES = (SOURCE,)
 GATINGS = {"softmax": 0, "sigmoid": 1}
 
@@ -56,5 +56,4 @@ def _route(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
     return chain.numbers
 
 
-FUSED: Mapping[str, Sequence[Fused]] = MappingProxyType({gating: (_route,) for gating in GATINGS})
-BINDINGS: Mapping[str, Binding] = MappingProxyType({})
+FUSED: Mapping[str, Sequence[Fused]] = MappingProxyType(dict.fromkeys(GATINGS, (_route,)))
