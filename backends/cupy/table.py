@@ -14,6 +14,7 @@ from .kernels import (
     choosing,
     collective,
     elementwise,
+    experts,
     gated_delta_net,
     indexer,
     integers,
@@ -25,6 +26,7 @@ from .kernels import (
     rotary,
     routing,
     rows,
+    same_rows,
     short_convolution,
     sliding,
     sorting,
@@ -37,6 +39,8 @@ FAMILIES: tuple[ModuleType, ...] = (
     choosing,
     sliding,
     matmul,
+    same_rows,
+    experts,
     products,
     rotary,
     rows,
@@ -50,8 +54,8 @@ FAMILIES: tuple[ModuleType, ...] = (
     attention,
     collective,
 )
-"""Modules with ``SOURCES``, all that they launch; most with ``BINDINGS``, how each op is bound, some with ``FUSED``,
-how chains that begin with an op are."""
+"""Modules that have ``BINDINGS``, how each op is bound, or ``FUSED``, how chains that begin with an op are; and
+``SOURCES``, all that they launch and no other module has."""
 
 
 BINDINGS: Mapping[str, Binding] = merged(*(getattr(family, "BINDINGS", {}) for family in FAMILIES))
@@ -64,4 +68,4 @@ def binding(op: str) -> Binding | None:
 
 FUSED: Mapping[str, Sequence[Fused]] = merged_lists(*(getattr(family, "FUSED", {}) for family in FAMILIES))
 """Tried in this order, before an instruction is bound by itself."""
-SOURCES: tuple[Source, ...] = tuple(source for family in FAMILIES for source in family.SOURCES)
+SOURCES: tuple[Source, ...] = tuple(source for family in FAMILIES for source in getattr(family, "SOURCES", ()))

@@ -117,6 +117,19 @@ def experts(dtype: DType) -> Callable[[bool], Graph]:
     return graph
 
 
+def all_experts(dtype: DType) -> Callable[[bool], Graph]:
+    """The units of two experts of twelve, and of one that both tokens have."""
+
+    def graph(forbidden: bool) -> Graph:
+        x, ids = ops.scale(input("x", (2, 160)), scale=2.0), chosen(2, input("scores", (2, 12)))
+        row = ops.reshape(x, shape=(2, 1, 160))
+        y = ops.swiglu(*(ops.mul_mat_id(weight(n, (12, 40, 160), dtype), row, ids) for n in ("gate", "up")))
+        gate, up = (ops.mul_mat(weight(n, (40, 160), dtype), x) for n in ("shared_gate", "shared_up"))
+        return Graph({"y": y, "z": ops.swiglu(gate, up), **({"also": ops.neg(up)} if forbidden else {})})
+
+    return graph
+
+
 def answers(dtype: DType, other: str = "", columns: int = 128, used: int = 3) -> Callable[[bool], Graph]:
     """Two tokens of twelve experts, and perhaps another one that is added as it is, or gated."""
 
@@ -197,6 +210,8 @@ CHAINS = {
     "router of shares as they are": Chain(router(ops.sigmoid, normalised=False), (1, 4), near=1e-6),
     "unit of experts, packed": Chain(experts(DType.Q4_0), (2, 4)),
     "unit of experts, float": Chain(experts(DType.F32), (2, 4)),
+    "unit of all experts, packed": Chain(all_experts(DType.Q4_0), (3, 8), near=1e-5),
+    "unit of all experts, float": Chain(all_experts(DType.F16), (3, 8), near=1e-5),
     "answers, packed": Chain(answers(DType.Q4_0), (2, 3), near=1e-5),
     "answers, packed, and another": Chain(answers(DType.Q4_K, "plain", 768, 2), (2, 5), near=1e-5),
     "answers, packed, and a gated one": Chain(answers(DType.Q5_1, "gated", 160), (2, 7), near=1e-5),

@@ -30,6 +30,7 @@ template <class T> struct Few {
     i64 columns, tokens, x_step;  // `tokens` rows of x for each entry
     i64 used, shared;
     Choice choice;
+    i64 chosen;     // entries; those behind them are of one more expert, whose unit is of products 2 and 3
     Summed summed;  // its other expert is that of product 1
 };
 // A warp has two rows, of a gated unit one of each product, and all their columns: it asks for 1 KiB of 16-bit weights at a time, 4 times unrolled, and multiplies
@@ -65,13 +66,14 @@ __device__ __forceinline__ void multiply(float (&sum)[OWN][N], const T *const (&
 }
 template <class T, int N> __global__ void __launch_bounds__(256) few(const __grid_constant__ Few<T> a) {
     const int lane = threadIdx.x % 32;
-    const i64 entry = blockIdx.y;
+    const bool is_other = blockIdx.y >= a.chosen;
+    const i64 entry = is_other ? blockIdx.y - a.chosen : blockIdx.y;
     i64 matrix = 0;
-    if (a.choice.ids) {
+    if (a.choice.ids && !is_other) {
         if (blockIdx.x == 0 && threadIdx.x == 0) a.choice.check(entry);
         matrix = a.choice.matrix_of(entry);
     }
-    int which = 0;
+    int which = is_other ? 2 : 0;
     if (!a.unit)
         while (which + 1 < a.products && blockIdx.x >= a.product[which + 1].first) which++;
     const auto &made = a.product[which];
@@ -81,11 +83,12 @@ template <class T, int N> __global__ void __launch_bounds__(256) few(const __gri
     const float *x[N];
 #pragma unroll
     for (int r = 0; r < OWN; r++) {
-        const auto &p = a.product[a.unit ? r : which];
+        const auto &p = a.product[a.unit ? which + r : which];
         w[r] = p.w + max(matrix, (i64)0) * p.matrix_step + min(first + (a.unit ? 0 : r), p.rows - 1) * p.row_step;
     }
 #pragma unroll
-    for (int n = 0; n < N; n++) x[n] = a.x + (row_of(entry, a.used, a.shared) * a.tokens + min((i64)n, a.tokens - 1)) * a.x_step;
+    for (int n = 0; n < N; n++)
+        x[n] = a.x + ((is_other ? entry : row_of(entry, a.used, a.shared)) * a.tokens + min((i64)n, a.tokens - 1)) * a.x_step;
     float sum[OWN][N] = {};
     multiply(sum, w, x, a.x_step, matrix < 0 ? 0 : a.columns);
 #pragma unroll

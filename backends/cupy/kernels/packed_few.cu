@@ -15,6 +15,7 @@ struct Few {
     i64 groups, of_block, of_warp, chunks;  // of all products; of a block; parts that a warp takes of a stretch; its chunks
     i64 used, shared;
     Choice choice;
+    i64 chosen;     // entries; those behind them are of one more expert, whose unit is of products 2 and 3
     Summed summed;  // its other expert is that of product 1
 };
 // Where the rows of a group are: in which product, and which of its groups.
@@ -98,14 +99,15 @@ template <class F, int N, bool SUMS> __device__ __forceinline__ void multiply(co
     DYNAMIC_SHARED(room, uint4);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
     const int of_block = (int)a.of_block, of_warp = (int)a.of_warp, most = (int)a.chunks;
-    const u32 entry = blockIdx.y;
+    const bool is_other = !SUMS && blockIdx.y >= a.chosen;
+    const u32 entry = is_other ? blockIdx.y - (u32)a.chosen : blockIdx.y;
     const int own_entries = SUMS ? a.summed.entries() : 1, used = SUMS ? (int)a.summed.used : 1;
     int matrix = 0, skipped = 0;  // blocks of x before those of the entry
-    if (a.choice.ids) {
+    if (a.choice.ids && !is_other) {
         if (blockIdx.x == 0 && (int)threadIdx.x < used) a.choice.check(entry * used + threadIdx.x);
         if (!SUMS) matrix = (int)a.choice.matrix_of(entry);
     }
-    const i64 x_row = a.used == 1 ? entry * a.shared : row_of(entry, a.used, a.shared);  // most have no need of a division
+    const i64 x_row = a.used == 1 || is_other ? entry * a.shared : row_of(entry, a.used, a.shared);  // most have no need of a division
     const float *x = a.x + x_row * (SUMS ? used : a.tokens) * a.x_step;
     int end = matrix < 0 ? 0 : (int)a.blocks;  // one of elsewhere adds nothing
     const int first = (int)blockIdx.x * of_block, groups = min(of_block, (int)a.groups - first);
@@ -140,7 +142,8 @@ template <class F, int N, bool SUMS> __device__ __forceinline__ void multiply(co
                 return;
             }
             row = above % 32 + lane % P::DOWN;
-            unit = Unit<F>(a.product[at.which].w, matrix * (int)a.product[at.which].units + above / 32, a.blocks, a.row_bytes);
+            const Few::Product &taken = a.product[at.which + (is_other ? 2 : 0)];
+            unit = Unit<F>(taken.w, matrix * (int)taken.units + above / 32, a.blocks, a.row_bytes);
         };
         auto load = [&](P &to) { to.load(unit, start + chunk * P::CHUNK + own, end, row); };
         P even, odd;
@@ -204,7 +207,7 @@ template <class F, int N, bool SUMS> __device__ __forceinline__ void multiply(co
     }
     for (int i = threadIdx.x; i < results; i += blockDim.x) {
         const Group at(a, SUMS ? (u32)first / (u32)joined + i / SIZE : first + i / SIZE * joined);
-        const Few::Product &made = a.product[at.which];
+        const Few::Product &made = a.product[at.which + (is_other ? 2 : 0)];
         const int n = i / P::DOWN % N;
         const i64 row = (i64)at.number * P::DOWN + i % P::DOWN;
         if (row >= made.rows || n >= a.tokens) continue;

@@ -22,7 +22,7 @@ EPS, LIMIT = 1e-6, 1e-12
 
 @dataclass(frozen=True)
 class Parts:
-    """A layer's inputs, float32: x [B,T,(2 Hk + Hv) d], rates [B,T,Hk,2,Hv / Hk] of which alpha and beta are parts, valid [B,T],
+    """A layer's inputs, float32: x [B,T,(2 Hk + Hv) d], rates [B,T,Hk,2,Hv / Hk] with alpha and beta, valid [B,T],
     weights, and old rows."""
 
     size: int
