@@ -13,7 +13,7 @@ from .routes import ALONE, NOTHING_SUMMED, Products, Summed, filled
 
 OWN = 16
 """Rows of a block for few tokens."""
-PAIR, WARPS = 2, 16
+PAIR, WARPS = 2, 12
 """Rows of a block that sums entries, and its warps at most, which share those out."""
 COUNTS = (1, 2, 4)
 SOURCES = tuple(

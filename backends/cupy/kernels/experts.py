@@ -30,8 +30,8 @@ class _Unit:
     @classmethod
     def of(cls, flow: Flow, product: int) -> _Unit:
         products, unit = gated(flow, product)
-        made = cls(products, unit, *map(flow.call, products), flow.call(unit).out)
-        gate, up = made.gate, made.up
+        gate, up = map(flow.call, products)
+        made = cls(products, unit, gate, up, flow.call(unit).out)
         need(all(lies_as(up.operand(k), gate.operand(k)) for k in range(1, len(gate.src))), "rows or experts differ")
         need(dict(gate.attrs) == dict(up.attrs), "experts differ")
         w, other = gate.operand(0), up.operand(0)

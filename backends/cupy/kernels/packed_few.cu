@@ -99,12 +99,12 @@ template <class F, int N, bool SUMS> __device__ __forceinline__ void multiply(co
     DYNAMIC_SHARED(room, uint4);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
     const int of_block = (int)a.of_block, of_warp = (int)a.of_warp, most = (int)a.chunks;
-    const bool is_other = !SUMS && blockIdx.y >= a.chosen;
+    const bool is_other = N == 1 && !SUMS && blockIdx.y >= a.chosen;  // an entry of experts is a row
     const u32 entry = is_other ? blockIdx.y - (u32)a.chosen : blockIdx.y;
-    const int own_entries = SUMS ? a.summed.entries() : 1, used = SUMS ? (int)a.summed.used : 1;
+    const u32 own_entries = SUMS ? a.summed.entries() : 1, used = SUMS ? (u32)a.summed.used : 1;
     int matrix = 0, skipped = 0;  // blocks of x before those of the entry
     if (a.choice.ids && !is_other) {
-        if (blockIdx.x == 0 && (int)threadIdx.x < used) a.choice.check(entry * used + threadIdx.x);
+        if (blockIdx.x == 0 && threadIdx.x < used) a.choice.check(entry * used + threadIdx.x);
         if (!SUMS) matrix = (int)a.choice.matrix_of(entry);
     }
     const i64 x_row = a.used == 1 || is_other ? entry * a.shared : row_of(entry, a.used, a.shared);  // most have no need of a division
@@ -114,7 +114,7 @@ template <class F, int N, bool SUMS> __device__ __forceinline__ void multiply(co
     const int own = lane / P::DOWN * P::OWN;  // blocks of a chunk before those of this lane
     const int padded = (most * P::CHUNK + 7) / 8 * 8;  // blocks of an entry's x
     float *parts = (float *)(room + place<N>(SUMS ? own_entries * padded : most * P::CHUNK)), *sums = parts + (warps + groups) * SIZE;
-    const int joined = SUMS ? own_entries : a.unit ? 2 : 1;  // groups that make one result
+    const int joined = SUMS ? (int)own_entries : a.unit ? 2 : 1;  // groups that make one result
     const int results = (u32)groups / (u32)joined * SIZE;
     auto each_own = [&](auto take) {
         for (int i = threadIdx.x; i < results; i += blockDim.x)
@@ -128,22 +128,17 @@ template <class F, int N, bool SUMS> __device__ __forceinline__ void multiply(co
         Unit<F> unit;
         int row;
         auto enter = [&] {
-            const Group at(a, SUMS ? (u32)(first + group) / (u32)own_entries : first + group);
+            const u32 number = first + group, own_entry = SUMS ? number % own_entries : 0;
+            const Group at(a, SUMS ? number / own_entries : number);
             const int above = at.number * P::DOWN;
+            row = above % 32 + lane % P::DOWN;
             if (SUMS) {
-                const int own_entry = (first + group) % (u32)own_entries;
-                const bool chosen = own_entry < used;
-                matrix = chosen ? (int)a.choice.matrix_of(entry * used + own_entry) : 0;
+                matrix = own_entry < used ? (int)a.choice.matrix_of(entry * used + own_entry) : 0;
                 end = matrix < 0 ? 0 : (int)a.blocks;
                 skipped = own_entry * padded;
-                row = above % 32 + lane % P::DOWN;
-                const Few::Product &taken = a.product[chosen ? 0 : 1];
-                unit = Unit<F>(taken.w, max(matrix, 0) * (int)taken.units + above / 32, a.blocks, a.row_bytes);
-                return;
             }
-            row = above % 32 + lane % P::DOWN;
-            const Few::Product &taken = a.product[at.which + (is_other ? 2 : 0)];
-            unit = Unit<F>(taken.w, matrix * (int)taken.units + above / 32, a.blocks, a.row_bytes);
+            const Few::Product &taken = a.product[SUMS ? own_entry >= used : at.which + (is_other ? 2 : 0)];
+            unit = Unit<F>(taken.w, (SUMS ? max(matrix, 0) : matrix) * (int)taken.units + above / 32, a.blocks, a.row_bytes);
         };
         auto load = [&](P &to) { to.load(unit, start + chunk * P::CHUNK + own, end, row); };
         P even, odd;
@@ -151,23 +146,22 @@ template <class F, int N, bool SUMS> __device__ __forceinline__ void multiply(co
             enter();
             load(even);
         }
-        const int rows = SUMS ? own_entries : N;
-        auto row_at = [&](int i) {
+        const u32 rows = SUMS ? own_entries : N;
+        auto row_at = [&](u32 i) {
             if (!SUMS) return x + min((i64)(i % N), a.tokens - 1) * a.x_step;
-            const int own_entry = i % (u32)rows;
-            return own_entry < used ? x + own_entry * a.x_step : a.summed.x + entry * a.summed.x_step;
+            return i % rows < used ? x + i % rows * a.x_step : a.summed.x + entry * a.summed.x_step;
         };
         const int eights = (chunks * P::CHUNK + 7) / 8;  // of blocks, which a warp rounds of a row at once; two at a time
-        for (int eight = 2 * warp; eight < rows * eights; eight += 2 * warps) {
+        for (int eight = 2 * warp; eight < (int)rows * eights; eight += 2 * warps) {
             float4 brought[2][2];
 #pragma unroll
-            for (int i = 0; i < 2; i++) bring(brought[i], row_at(eight + i), start + (u32)(eight + i) / (u32)rows * 8, SUMS ? (int)a.blocks : end);
+            for (int i = 0; i < 2; i++) bring(brought[i], row_at(eight + i), start + (u32)(eight + i) / rows * 8, SUMS ? (int)a.blocks : end);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const Rounded r = round_block(brought[i]);
-                const int block = (u32)(eight + i) / (u32)rows * 8 + lane / 4;
+                const int block = (u32)(eight + i) / rows * 8 + lane / 4;
                 if (block < chunks * P::CHUNK) {
-                    uint4 *to = room + (SUMS ? place<N>((eight + i) % (u32)rows * padded + block) : place<N>(block) + 3 * ((eight + i) % N));
+                    uint4 *to = room + (SUMS ? place<N>((eight + i) % rows * padded + block) : place<N>(block) + 3 * ((eight + i) % N));
                     ((u32 *)to)[lane % 4] = r.codes[0], ((u32 *)to)[4 + lane % 4] = r.codes[1];
                     if (lane % 4 == 0) *(float4 *)(to + 2) = r.scale;
                 }
