@@ -117,6 +117,14 @@ class Foretells(Protocol):
 
 
 @runtime_checkable
+class Gathers(Protocol):
+    """A backend that runs instructions together where their memory allows it, and so has a say in how that is dealt."""
+
+    def gathered(self, program: Program, on: Device) -> Sequence[Sequence[int]]:
+        """The instructions by position, in the order in which they would run; those that run together are one entry."""
+
+
+@runtime_checkable
 class Simulates(Protocol):
     """A backend that plans can be made for where its devices are missing."""
 

@@ -5,6 +5,10 @@
 | `scaled_norm` | ``rms_norm``, ``mul`` |
 | `turned_heads` | ``rms_norm``, ``mul``, ``rope`` or ``rope_multi`` |
 | `gated_unit` | one or two products, and the unit of them |
+| `routed` | what turns scores into probabilities, perhaps ``add``, ``top_k``, ``get_rows``; perhaps the sum of the
+  chosen, ``clamp`` and ``div``; perhaps ``scale`` |
+| `summed_experts` | ``mul_mat_id``, the ``mul_mat`` with shares that adds up what the experts answer |
+| `with_other` | those; ``add`` of another product, which may be multiplied by a ``sigmoid`` |
 | `changed_state` | a save, and what changes the state: ``get_rows``, ``set_rows``; ``cont``, ``gated_delta_net`` |
 | `short_convolution` | ``concat``, ``ssm_conv``, ``silu``, two ``l2_norm``, ``get_rows``, and the save of the state |
 
@@ -66,6 +70,91 @@ def gated_unit(flow: Flow, product: int, units: Container[str]) -> GatedUnit:
     need(all(flow.found(p) == [unit] for p in products), "something else reads a product")
     need({flow.call(p).op for p in products} == {flow.call(product).op}, "something else makes an operand")
     return GatedUnit(products, unit)
+
+
+class Routed(NamedTuple):
+    """Which experts are chosen by their probabilities, to which a bias may be added, and their shares: the
+    probabilities of the chosen, perhaps divided by their sum within limits, perhaps scaled."""
+
+    gate: int
+    biased: int | None
+    choice: int
+    shares: int
+    total: int | None
+    limited: int | None
+    normal: int | None
+    scaled: int | None
+
+    @property
+    def numbers(self) -> list[int]:
+        """Those that are there; the last one makes the shares."""
+        return [n for n in self if n is not None]
+
+
+def routed(flow: Flow, gate: int) -> Routed:
+    """The chain that begins with what makes probabilities."""
+    readers = {flow.call(n).op: n for n in flow.readers_of(gate)}
+    need(len(flow.readers_of(gate)) == len(readers) == 2 and "get_rows" in readers, "it is read otherwise")
+    shares = readers.pop("get_rows")
+    (first,) = readers.values()
+    biased = first if flow.call(first).op == "add" else None
+    choice = first if biased is None else flow.reader(first, "top_k")
+    need(flow.call(choice).op == "top_k" and flow.makes(gate, first, 0), "nothing is chosen by it")
+    need(flow.makes(gate, shares, 0) and flow.makes(choice, shares, 1), "other shares are taken")
+    total = limited = normal = scaled = None
+    after = {flow.call(n).op: n for n in flow.found(shares) or ()}
+    if after.keys() == {"sum_rows", "div"}:
+        total, normal = after["sum_rows"], after["div"]
+        limited = flow.reader(total, "clamp")
+        need(flow.reader(limited, "div", 1) == normal and flow.makes(shares, normal, 0), "another sum divides them")
+    last = shares if normal is None else normal
+    if len(ends := flow.found(last) or []) == 1 and flow.call(ends[0]).op == "scale":
+        scaled = ends[0]
+    return Routed(gate, biased, choice, shares, total, limited, normal, scaled)
+
+
+class SummedExperts(NamedTuple):
+    """Products with the weights of a token's experts, each times its share, added up."""
+
+    product: int
+    total: int
+
+
+def summed_experts(flow: Flow, product: int) -> SummedExperts:
+    """The chain that begins with the products; that the sum reads them the other way round is not asked here."""
+    return SummedExperts(product, flow.reader(product, "mul_mat"))
+
+
+class WithOther(NamedTuple):
+    """The same, and the product of one more expert: as it is, or times a sigmoid."""
+
+    product: int
+    total: int
+    both: int
+    other: int
+    times: int | None
+    logistic: int | None
+
+    @property
+    def numbers(self) -> list[int]:
+        return [n for n in self if n is not None]
+
+
+def with_other(flow: Flow, product: int) -> WithOther:
+    """The chain that begins with the products of the experts that a router chose."""
+    total = summed_experts(flow, product).total
+    both = flow.readers_of(total)[0]
+    index = 0 if flow.makes(total, both, 0) else 1
+    need(flow.reader(total, "add", index) == both, "nothing is added to the sum")
+    other, times, logistic = flow.maker(both, 1 - index), None, None
+    need(flow.makes(other, both, 1 - index), "a part of something is added")
+    if flow.call(other).op == "mul":
+        times = other
+        need(flow.found(times) == [both], "something else reads the other answer")
+        logistic, other = sorted((flow.maker(times, k) for k in (0, 1)), key=lambda n: flow.call(n).op == "mul_mat")
+        need(flow.call(logistic).op == "sigmoid" and flow.found(logistic) == [times], "another share")
+    need(flow.call(other).op == "mul_mat" and flow.found(other) == [both if times is None else times], "no product")
+    return WithOther(product, total, both, other, times, logistic)
 
 
 class ChangedState(NamedTuple):

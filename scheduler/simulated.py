@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from ..backends.abilities import Called, Foretells, Simulates
+from ..backends.abilities import Called, Foretells, Gathers, Simulates
 from ..backends.base import Array, Comm, Device, Program, Support, Tensor, load
 from ..graph import Graph
 from ..graph.arguments import TEXT, needs
@@ -166,6 +166,10 @@ class SimulatedGpu(SimulatedBackend):
     def foretold(self, program: Program, on: Device) -> Sequence[Called]:
         """The kernels that the program would launch, in order."""
         return self._rules.foretold(program, on) if isinstance(self._rules, Foretells) else ()
+
+    def gathered(self, program: Program, on: Device) -> Sequence[Sequence[int]]:
+        assert isinstance(self._rules, Gathers)
+        return self._rules.gathered(program, on)
 
 
 def simulated(kind: str) -> SimulatedBackend:

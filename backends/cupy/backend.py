@@ -28,7 +28,7 @@ from ..meeting import KERNELS as MEETINGS
 from ..operands import NoKernelError, Operand
 from .binding.launches import Launches
 from .binding.packing import PACKINGS, pack, padded
-from .binding.programs import Met, bound_parts, foretold
+from .binding.programs import Met, bound_parts, foretold, gathered
 from .binding.trial import Known, tried
 from .device.driver import Driver, Launch, LaunchError, Step
 from .device.limits import MOST
@@ -180,6 +180,9 @@ class DriverBackend:
 
     def foretold(self, program: Program, on: Device) -> Sequence[Called]:
         return [*foretold(program, self.driver.most_shared(on))]
+
+    def gathered(self, program: Program, on: Device) -> Sequence[Sequence[int]]:
+        return gathered(program, self.driver.most_shared(on))
 
     def meeting(self, devices: Sequence[Device]) -> str:
         """How `devices` of this backend meet, and why so."""

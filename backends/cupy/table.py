@@ -14,6 +14,7 @@ from .kernels import (
     choosing,
     collective,
     elementwise,
+    experts,
     gated_delta_net,
     indexer,
     integers,
@@ -23,7 +24,9 @@ from .kernels import (
     recurrences,
     reductions,
     rotary,
+    routing,
     rows,
+    same_rows,
     short_convolution,
     sliding,
     sorting,
@@ -36,9 +39,12 @@ FAMILIES: tuple[ModuleType, ...] = (
     choosing,
     sliding,
     matmul,
+    same_rows,
+    experts,
     products,
     rotary,
     rows,
+    routing,
     reductions,
     sorting,
     indexer,
@@ -48,11 +54,11 @@ FAMILIES: tuple[ModuleType, ...] = (
     attention,
     collective,
 )
-"""Modules with ``BINDINGS``, how each op is bound, and ``SOURCES``, all they launch; some with ``FUSED``, how
-chains that begin with an op are."""
+"""Modules that have ``BINDINGS``, how each op is bound, or ``FUSED``, how chains that begin with an op are; and
+``SOURCES``, all that they launch and no other module has."""
 
 
-BINDINGS: Mapping[str, Binding] = merged(*(family.BINDINGS for family in FAMILIES))
+BINDINGS: Mapping[str, Binding] = merged(*(getattr(family, "BINDINGS", {}) for family in FAMILIES))
 
 
 def binding(op: str) -> Binding | None:
@@ -62,4 +68,4 @@ def binding(op: str) -> Binding | None:
 
 FUSED: Mapping[str, Sequence[Fused]] = merged_lists(*(getattr(family, "FUSED", {}) for family in FAMILIES))
 """Tried in this order, before an instruction is bound by itself."""
-SOURCES: tuple[Source, ...] = tuple(source for family in FAMILIES for source in family.SOURCES)
+SOURCES: tuple[Source, ...] = tuple(source for family in FAMILIES for source in getattr(family, "SOURCES", ()))

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import accumulate
 from types import MappingProxyType
 
+from ...backends.abilities import Gathers
 from ...backends.base import Backend, BufferSpec, Device, Instruction, Program, Tensor
 from ...graph.dtypes import DType
 from ...graph.errors import PlanError
@@ -47,6 +48,10 @@ def lower_with_saves(
     graph, views = densify(settle(graph), backend.reads_strided)
     order = schedule(graph, views, lambda value: backend.stored(value.spec, kind_of(value)))
     lowering = _Lowering(graph, backend, on, views, order, runs)
+    if isinstance(backend, Gathers) and runs is None:
+        roomy = _Lowering(graph, backend, on, views, order, is_roomy=True)
+        groups = backend.gathered(roomy.program(), on)
+        lowering = _Lowering(graph, backend, on, views, order, groups=roomy.nodes_of(groups))
     added = tuple(node for some in lowering.saves.values() for save in some for node in (save.keep, save.back))
     return graph, lowering.program(), added
 
@@ -70,7 +75,11 @@ class _Slots:
 
 
 class _Lowering:
-    """One graph on its way to a program; lives for one call of `lower`."""
+    """One graph on its way to a program; lives for one call of `lower`.
+
+    Of nodes in `groups`, each of which the backend may run at once, none writes where another of its group reads.
+    Where it `is_roomy` no memory is used twice, so that nothing but the graph says what can run together.
+    """
 
     def __init__(
         self,
@@ -80,6 +89,8 @@ class _Lowering:
         views: Mapping[Value, Strided],
         order: Schedule,
         runs: RunsOf | None = None,
+        groups: Sequence[Sequence[Node]] = (),
+        is_roomy: bool = False,
     ) -> None:
         self.graph, self.backend, self.order, self.runs = graph, backend, order, runs
         self.called, self.views = names(graph), dict(views)
@@ -92,10 +103,14 @@ class _Lowering:
             self.views.update(save.views)
             state = save.state.node.name
             self.called.update({save.keep: f"{state}.save", save.back: f"{state}.undo"})
-        self.work = [n for n in order.nodes if not n.is_leaf and not op_of(n).is_view]
+        groups = groups or [(n,) for n in order.nodes if not n.is_leaf and not op_of(n).is_view]
+        self.group_of, self.is_roomy = {node: group for group in groups for node in group}, is_roomy
+        self.work = [*self.group_of]
         run_of = {} if runs is None else runs.kinds(graph)
         self.run_at = list(accumulate((run_of[node] for node in self.work), max)) if runs else []
         self.slots = self._share()
+        step = self.slots.step
+        self.spans = {step[n]: (step[group[0]], step[group[-1]]) for n, group in self.group_of.items()}
         self.buffers, self.places, self.scratch = self._place()
 
     def program(self) -> Program:
@@ -120,6 +135,12 @@ class _Lowering:
             tuple(undo),
         )
 
+    def nodes_of(self, groups: Sequence[Sequence[int]]) -> list[list[Node]]:
+        """The nodes of the graph that these instructions of the program compute."""
+        instructions, nodes = self.program().instructions, self.graph.nodes
+        found = ([nodes[instructions[n].index] for n in group if instructions[n].index >= 0] for group in groups)
+        return [group for group in found if group]
+
     def _undoing(self, save: Save, keep: Instruction) -> Instruction:
         """What puts a state back where it lies, as it is kept there."""
         (state, *_), back = keep.src, self._instruction(save.back)
@@ -141,10 +162,10 @@ class _Lowering:
         """Decide in-place results and how long each memory is read; what undoes the step is read when it has ended."""
         step = {n: i for i, n in enumerate(self.work)}
         last_read: dict[Value, int] = {}
+        end = len(self.work)
         for node in self.work:
             for source in node.inputs:
-                last_read[self.views[source].base] = step[node]
-        end = len(self.work)
+                last_read[self.views[source].base] = end if self.is_roomy else step[node]
         if self.runs is not None:  # any run may be the last that reads it
             behind = bisect_left(self.run_at, self.run_at[-1])
             for value, last in last_read.items():
@@ -185,6 +206,8 @@ class _Lowering:
         others = [v for v in node.inputs if slot_of.get(self.views[v].base, self.views[v].base) == slot]
         if any(self.views[v].base != base for v in others) or not may_overwrite(result, base, self.views):
             return None
+        if any(self.views[v].base == base for other in self.group_of[node] if other is not node for v in other.inputs):
+            return None
         return slot
 
     # ------------------------------------------------------------------------------------------------- placing
@@ -202,15 +225,15 @@ class _Lowering:
         owners: dict[Value, Lifetime] = {}
         for value in self.graph.inputs:
             last = self.slots.last_read.get(value, 0)
-            owners[value] = Lifetime(self._nbytes(value), -1, last)
+            owners[value] = self._lifetime(self._nbytes(value), -1, last)
         for node in (*self.work, *(save.keep for save in self._all_saves())):
             now = self.slots.step[node]
             for value in node.results:
                 if value not in self.slots.slot_of:
-                    owners[value] = Lifetime(self._nbytes(value), now, self.slots.last_read.get(value, now))
+                    owners[value] = self._lifetime(self._nbytes(value), now, self.slots.last_read.get(value, now))
         others = [node for save in self._all_saves() for node in (save.keep, save.back)]
         needs = {n: nbytes for n in (*self.work, *others) if (nbytes := self.backend.scratch(n))}
-        temporary = [Lifetime(nbytes, self.slots.step[n], self.slots.step[n]) for n, nbytes in needs.items()]
+        temporary = [self._lifetime(nbytes, self.slots.step[n], self.slots.step[n]) for n, nbytes in needs.items()]
         arena = self._arena([*owners.values(), *temporary])
         buffers = [BufferSpec("arena", "", arena.nbytes)]
         places = {v: (ARENA, offset) for v, offset in zip(owners, arena.offsets, strict=False)}
@@ -227,6 +250,10 @@ class _Lowering:
 
     def _arena(self, lifetimes: Sequence[Lifetime]) -> Arena:
         return place_by_runs(lifetimes, self.run_at) if self.run_at else place(lifetimes)
+
+    def _lifetime(self, nbytes: int, first: int, last: int) -> Lifetime:
+        """From the first step of the group to which `first` belongs to the last one of that of `last`."""
+        return Lifetime(nbytes, self.spans.get(first, (first, first))[0], self.spans.get(last, (last, last))[1])
 
     def _tensor(self, value: Value) -> Tensor:
         if value not in self.tensors:

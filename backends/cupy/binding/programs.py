@@ -36,10 +36,7 @@ class Met:
 def bound_parts(flow: Flow, launches: Launches, operand: Callable[[Tensor], Operand]) -> Iterator[Step | Met]:
     """The launches of a program, and the collectives between them."""
     program = flow.readers.program
-    chains: dict[Sequence[int], list[Step]] = {}
-    for number in range(len(program.instructions)):
-        if flow.is_free(number) and (numbers := fuse(flow, launches, FUSED, number)):
-            chains[tuple(sorted(numbers))], launches.items = launches.items, []
+    chains = _chains(flow, launches)
     for group in flow.groups():
         if group in chains:
             yield from chains[group]
@@ -50,6 +47,15 @@ def bound_parts(flow: Flow, launches: Launches, operand: Callable[[Tensor], Oper
             yield Met(number, i, flow.readers.bound(number))
         elif number not in flow.fixed:
             yield from _alone(flow, launches, operand, number)
+
+
+def _chains(flow: Flow, launches: Launches) -> dict[Sequence[int], list[Step]]:
+    """The launches of each chain, whose instructions are gathered."""
+    chains: dict[Sequence[int], list[Step]] = {}
+    for number in range(len(flow.readers.program.instructions)):
+        if flow.is_free(number) and (numbers := fuse(flow, launches, FUSED, number)):
+            chains[tuple(sorted(numbers))], launches.items = launches.items, []
+    return chains
 
 
 def _alone(flow: Flow, launches: Launches, operand: Callable[[Tensor], Operand], number: int) -> list[Step]:
@@ -68,14 +74,8 @@ def _alone(flow: Flow, launches: Launches, operand: Callable[[Tensor], Operand],
 
 def unplaced(program: Program, most_shared: int, processors: int = 1) -> tuple[Flow, Sequence[Step | Met]]:
     """What a program would launch on such a device, found at addresses where nothing lies."""
-
-    @cache
-    def operand(t: Tensor) -> Operand:
-        spec = program.buffers[t.buffer]
-        return Operand(((t.buffer + 1) << 40) + t.offset, t, spec.declared, spec.stored)
-
-    flow = Flow(program, readers_of(program, operand))
-    launches = Wordless(keep=lambda array: 1 << 20, most_shared=most_shared, processors=processors)
+    operand = _nowhere(program)
+    flow, launches = Flow(program, readers_of(program, operand)), _wordless(most_shared, processors)
     return flow, list(bound_parts(flow, launches, operand))
 
 
@@ -86,6 +86,28 @@ def foretold(program: Program, most_shared: int) -> Iterator[Called]:
     for part in parts:
         if isinstance(part, Launch):
             yield Called(part.kernel.name, _source(part.kernel), together[part.number])
+
+
+def gathered(program: Program, most_shared: int) -> list[tuple[int, ...]]:
+    """The instructions in the order in which they would run, found in the same way; those of a chain in one tuple."""
+    flow = Flow(program, readers_of(program, _nowhere(program)))
+    _chains(flow, _wordless(most_shared))
+    return [*flow.groups()]
+
+
+def _nowhere(program: Program) -> Callable[[Tensor], Operand]:
+    """Operands at addresses where nothing lies."""
+
+    @cache
+    def operand(t: Tensor) -> Operand:
+        spec = program.buffers[t.buffer]
+        return Operand(((t.buffer + 1) << 40) + t.offset, t, spec.declared, spec.stored)
+
+    return operand
+
+
+def _wordless(most_shared: int, processors: int = 1) -> Wordless:
+    return Wordless(keep=lambda array: 1 << 20, most_shared=most_shared, processors=processors)
 
 
 @cache

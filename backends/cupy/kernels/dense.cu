@@ -30,20 +30,40 @@ template <class T> struct Few {
     i64 columns, tokens, x_step;  // `tokens` rows of x for each entry
     i64 used, shared;
     Choice choice;
+    i64 chosen;     // entries; those behind them are of one more expert, whose unit is of products 2 and 3
+    Summed summed;  // its other expert is that of product 1
 };
 // A warp has two rows, of a gated unit one of each product, and all their columns: it asks for 1 KiB of 16-bit weights at a time, 4 times unrolled, and multiplies
 // 1024 of them in some 70 instructions at one token.
 constexpr int OWN = 2;
+// Adds the products of the piece of OWN rows of w that begins at column c with N rows of x.
+template <class T, int N>
+__device__ __forceinline__ void add_piece(float (&sum)[OWN][N], const T *const (&w)[OWN], const float *const (&x)[N], i64 c) {
+    constexpr int SIZE = Piece<T>::SIZE;
+    float v[OWN][SIZE];
+#pragma unroll
+    for (int r = 0; r < OWN; r++) Piece<T>::load(v[r], w[r] + c);
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int i = 0; i < SIZE; i += 4) {
+            const float4 u = *(const float4 *)(x[n] + c + i);
+#pragma unroll
+            for (int r = 0; r < OWN; r++)
+                sum[r][n] = fmaf(v[r][i + 3], u.w, fmaf(v[r][i + 2], u.z, fmaf(v[r][i + 1], u.y, fmaf(v[r][i], u.x, sum[r][n]))));
+        }
+}
 template <class T, int N> __global__ void __launch_bounds__(256) few(const __grid_constant__ Few<T> a) {
     constexpr int SIZE = Piece<T>::SIZE;
     const int lane = threadIdx.x % 32;
-    const i64 entry = blockIdx.y;
+    const bool is_other = N == 1 && blockIdx.y >= a.chosen;  // an entry of experts is a row
+    const i64 entry = is_other ? blockIdx.y - a.chosen : blockIdx.y;
     i64 matrix = 0;
-    if (a.choice.ids) {
+    if (a.choice.ids && !is_other) {
         if (blockIdx.x == 0 && threadIdx.x == 0) a.choice.check(entry);
         matrix = a.choice.matrix_of(entry);
     }
-    int which = 0;
+    int which = is_other ? 2 : 0;
     if (!a.unit)
         while (which + 1 < a.products && blockIdx.x >= a.product[which + 1].first) which++;
     const auto &made = a.product[which];
@@ -53,29 +73,17 @@ template <class T, int N> __global__ void __launch_bounds__(256) few(const __gri
     const float *x[N];
 #pragma unroll
     for (int r = 0; r < OWN; r++) {
-        const auto &p = a.product[a.unit ? r : which];
+        const auto &p = a.product[a.unit ? which + r : which];
         w[r] = p.w + max(matrix, (i64)0) * p.matrix_step + min(first + (a.unit ? 0 : r), p.rows - 1) * p.row_step;
     }
 #pragma unroll
-    for (int n = 0; n < N; n++) x[n] = a.x + (row_of(entry, a.used, a.shared) * a.tokens + min((i64)n, a.tokens - 1)) * a.x_step;
+    for (int n = 0; n < N; n++)
+        x[n] = a.x + ((is_other ? entry : row_of(entry, a.used, a.shared)) * a.tokens + min((i64)n, a.tokens - 1)) * a.x_step;
     const bool aligned = (((u64)w[0] | (u64)w[1] | (u64)x[0] | (u64)(a.x_step * 4)) & 15) == 0;
     const i64 end = matrix < 0 ? 0 : a.columns, pieces = aligned ? end / SIZE * SIZE : 0;
     float sum[OWN][N] = {};
 #pragma unroll(N > 2 ? 2 : 4)
-    for (i64 c = lane * SIZE; c < pieces; c += 32 * SIZE) {
-        float v[OWN][SIZE];
-#pragma unroll
-        for (int r = 0; r < OWN; r++) Piece<T>::load(v[r], w[r] + c);
-#pragma unroll
-        for (int n = 0; n < N; n++)
-#pragma unroll
-            for (int i = 0; i < SIZE; i += 4) {
-                const float4 u = *(const float4 *)(x[n] + c + i);
-#pragma unroll
-                for (int r = 0; r < OWN; r++)
-                    sum[r][n] = fmaf(v[r][i + 3], u.w, fmaf(v[r][i + 2], u.z, fmaf(v[r][i + 1], u.y, fmaf(v[r][i], u.x, sum[r][n]))));
-            }
-    }
+    for (i64 c = lane * SIZE; c < pieces; c += 32 * SIZE) add_piece(sum, w, x, c);
     for (i64 c = pieces + lane; c < end; c += 32)
 #pragma unroll
         for (int r = 0; r < OWN; r++)
@@ -95,4 +103,40 @@ template <class T, int N> __global__ void __launch_bounds__(256) few(const __gri
             for (int r = 0; r < OWN; r++)
                 if (first + r < made.rows) out[r] = total[r];
     }
+}
+// OWN rows of the sum of a token's entries, by a block whose warps share the entries out.
+template <class T> __global__ void __launch_bounds__(384, 2) summed(const __grid_constant__ Few<T> a) {
+    constexpr int SIZE = Piece<T>::SIZE;
+    SHARED(room, float[12][OWN]);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, used = (int)a.summed.used;
+    const i64 token = blockIdx.y, first = (i64)blockIdx.x * OWN;
+    if (blockIdx.x == 0 && (int)threadIdx.x < used) a.choice.check(token * used + threadIdx.x);
+    float result[OWN] = {};
+    for (int entry = warp; entry < a.summed.entries(); entry += warps) {
+        const bool chosen = entry < used;
+        const auto &p = a.product[chosen ? 0 : 1];
+        const i64 matrix = chosen ? a.choice.matrix_of(token * used + entry) : 0;
+        if (matrix < 0) continue;
+        const float *const x[1] = {chosen ? a.x + (token * used + entry) * a.x_step : a.summed.x + token * a.summed.x_step};
+        const T *w[OWN];
+#pragma unroll
+        for (int r = 0; r < OWN; r++) w[r] = p.w + matrix * p.matrix_step + min(first + r, p.rows - 1) * p.row_step;
+        const bool aligned = (((u64)w[0] | (u64)w[1] | (u64)x[0]) & 15) == 0;
+        const i64 pieces = aligned ? a.columns / SIZE * SIZE : 0;
+        float sum[OWN][1] = {};
+#pragma unroll 2
+        for (i64 c = lane * SIZE; c < pieces; c += 32 * SIZE) add_piece(sum, w, x, c);
+        for (i64 c = pieces + lane; c < a.columns; c += 32)
+            for (int r = 0; r < OWN; r++) sum[r][0] = fmaf(to_float(w[r][c]), x[0][c], sum[r][0]);
+        const float share = a.summed.share(token, entry);
+#pragma unroll
+        for (int r = 0; r < OWN; r++) result[r] = fmaf(share, warp_sum(sum[r][0]), result[r]);
+    }
+    if (lane == 0)
+        for (int r = 0; r < OWN; r++) room[warp][r] = result[r];
+    __syncthreads();
+    if (threadIdx.x >= OWN || first + threadIdx.x >= a.product[0].rows) return;
+    float total = 0.0f;
+    for (int w = 0; w < warps; w++) total += room[w][threadIdx.x];
+    a.product[0].out[token * a.product[0].out_step + first + threadIdx.x] = total;
 }

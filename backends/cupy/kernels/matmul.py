@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -12,17 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ....graph.dtypes import DType
-from ...base import contiguous_strides
-from ...chains import gated_unit
-from ...flow import Flow, apart, lies_as
 from ...operands import Bound, Operand, need
-from ..binding.chains import Fused
 from ..binding.launches import Binding, Launches, Word, blocks, rows_of
 from ..binding.packing import PACKINGS
 from ..device.driver import Source
 from . import dense, packed, products, tiled
 from .elementwise import as_float
-from .routes import ALONE, MOST_PRODUCTS, UNITS, Products
+from .routes import ALONE, Products
 
 ROUTES = Source("routes.cu", ("routes",), ("routes.cuh",))
 SOURCES = (ROUTES, *dense.SOURCES, *packed.SOURCES, *tiled.SOURCES)
@@ -34,20 +30,25 @@ Many = Callable[..., None]
 """Multiplies the tiles of a table: x, out, tiles, route."""
 
 
-def _is_packed(w: Operand) -> bool:
+def is_packed(w: Operand) -> bool:
     return w.dtype in PACKINGS and w.is_whole
 
 
 def _as_stored(launches: Launches, w: Operand) -> Operand:
     """A weight as kernels here read it: packed, or of a float type with dense rows."""
-    if _is_packed(w):
+    if is_packed(w):
         return w
     return w if w.dtype in dense.BY_TYPE else as_float(launches, w)
 
 
+def is_read(w: Operand) -> bool:
+    """Whether it is multiplied with few rows as it is stored."""
+    return is_packed(w) or (w.dtype in dense.BY_TYPE and w.strides[-1] == 1)
+
+
 def _has_tiles(w: Operand) -> bool:
     """Whether tensor cores multiply it."""
-    return _is_packed(w) or w.dtype in tiled.FLOATS
+    return is_packed(w) or w.dtype in tiled.FLOATS
 
 
 def _tiles(launches: Launches, w: Operand, entries: float, matrices: int, is_even: bool) -> tuple[int, Many]:
@@ -59,10 +60,18 @@ def _tiles(launches: Launches, w: Operand, entries: float, matrices: int, is_eve
     return 8 * shape[0], partial(packed.many, launches, w, shape=shape)
 
 
-def _few(
-    launches: Launches, products: Products, x: Operand, n: int, tokens: int, route: list[Word], unit: int = ALONE
+def launch_few(
+    launches: Launches,
+    products: Products,
+    x: Operand,
+    n: int,
+    tokens: int,
+    route: list[Word],
+    unit: int = ALONE,
+    others: Products = (),
+    more: int = 0,
 ) -> None:
-    (packed if _is_packed(products[0][0]) else dense).few(launches, products, x, n, tokens, route, unit)
+    (packed if is_packed(products[0][0]) else dense).few(launches, products, x, n, tokens, route, unit, others, more)
 
 
 # -------------------------------------------------------------------------------------------------------- mul_mat
@@ -84,14 +93,14 @@ def _mul_mat(launches: Launches, call: Bound) -> None:
     if math.prod(w.shape[:-2]) == 1:
         matrices, tokens = np.zeros(1, np.int32), math.prod(x.shape[:-1])
     even = w.strides[-1] == 1 and (len(w.shape) == 2 or _lies_evenly(w)) and len(matrices) <= MOST
-    if not _is_packed(w) and (not even or not x.has_rows or (tokens > FEW and not _has_tiles(w))):
+    if not is_packed(w) and (not even or not x.has_rows or (tokens > FEW and not _has_tiles(w))):
         return products.launch_any(launches, w, x, out)
     if tokens <= FEW:
         need(len(matrices) <= MOST, f"{len(matrices)} matrices are too many for one launch")
         count = math.prod(w.shape[:-2])
         # All of them are there, so that nothing can be wrong.
         route: list[Word] = [1, 1, launches.constant(matrices) if count > 1 else 0, 0, count, count, 0, 0]
-        return _few(launches, [(w, out)], x, len(matrices), tokens, route)
+        return launch_few(launches, [(w, out)], x, len(matrices), tokens, route)
     size, many = _tiles(launches, w, tokens, len(matrices), is_even=True)
     tiles = [
         (matrix, entry * tokens + first, min(size, tokens - first), 0)
@@ -112,24 +121,14 @@ def _lies_evenly(w: Operand) -> bool:
 
 
 def _mul_mat_id(launches: Launches, call: Bound) -> None:
-    w, x, ids, out = (
-        _as_stored(launches, call.operand(0)),
-        as_float(launches, call.operand(1)),
-        call.operand(2),
-        call.out,
-    )
+    w, x, out = _as_stored(launches, call.operand(0)), as_float(launches, call.operand(1)), call.out
     need(w.strides[-1] == 1 or w.shape[-1] == 1, "rows of experts are not dense")
-    need(ids.is_dense, "ids of experts do not lie densely")
     rows_of(x), rows_of(out)
-    first, total = (int(np.asarray(call.attrs[name])) for name in ("first", "total"))
-    experts, slots = w.shape[0], math.prod(ids.shape)
-    total = total or experts
-    spread: list[Word] = [ids.shape[-1], x.shape[-2]]
-    flat = replace(ids, tensor=replace(ids.tensor, shape=(slots,), strides=(1,)))
-    choice = [flat, first, experts, total, *launches.fault(f"id {{value}} is none of {total} experts")]
-    if slots <= max(FEW, total // 2) or not _has_tiles(w):  # hardly two of one expert
+    experts, total, slots = w.shape[0], _experts(call), math.prod(call.operand(2).shape)
+    spread, choice = routed(launches, call)
+    if are_few_of_each(call) or not _has_tiles(w):
         need(slots <= MOST, f"{slots} slots are too many for one launch")
-        return _few(launches, [(w, out)], x, slots, 1, [*spread, *choice])
+        return launch_few(launches, [(w, out)], x, slots, 1, [*spread, *choice])
     size, many = _tiles(launches, w, slots / total, experts, is_even=False)
     count = experts + 1 + slots // size
     need(count <= MOST, f"{count} tiles are too many for one launch")
@@ -139,74 +138,24 @@ def _mul_mat_id(launches: Launches, call: Bound) -> None:
     many(x, out, tiles, route=[order, *spread])
 
 
-# --------------------------------------------------------------------------------------------------------- chains
+def _experts(call: Bound) -> int:
+    """How many there are on all devices."""
+    return int(np.asarray(call.attrs["total"])) or call.operand(0).shape[0]
 
 
-def _launch_together(
-    launches: Launches, flow: Flow, numbers: Sequence[int], outs: Sequence[Operand], unit: int
-) -> None:
-    """Products of the same few rows."""
-    calls = [flow.call(n) for n in numbers]
-    need(all(call.op == "mul_mat" for call in calls), "something else makes a result")
-    w, x = calls[0].operand(0), calls[0].operand(1)
-    tokens = math.prod(x.shape[:-1])
-    need(x.is_float and x.has_rows and 0 < tokens <= FEW, "rows of x are many, or do not lie evenly")
-    for call in calls:
-        matrix = call.operand(0)
-        need(lies_as(call.operand(1), x), "other rows are multiplied")
-        need(matrix.dtype is w.dtype and matrix.shape[-1] == w.shape[-1] and len(matrix.shape) == 2, "weights differ")
-        need(
-            _is_packed(matrix) or (matrix.dtype in dense.BY_TYPE and matrix.strides[-1] == 1), "weights are not read so"
-        )
-    for out in outs:
-        need(out.is_dense, "results are not dense")
-        apart(out, [x])
-    route: list[Word] = [1, 1, 0, 0, 1, 1, 0, 0]
-    # The second result of a unit is not written.
-    results = [*outs, *[call.out for call in calls[len(outs) :]]]
-    products = [(call.operand(0), _by_row(out)) for call, out in zip(calls, results, strict=True)]
-    _few(launches, products, x, 1, tokens, route, unit)
+def are_few_of_each(call: Bound) -> bool:
+    """Whether hardly two slots go to one expert."""
+    return math.prod(call.operand(2).shape) <= max(FEW, _experts(call) // 2)
 
 
-def _by_row(out: Operand) -> Operand:
-    """Dense `out` as a matrix."""
-    shape = math.prod(out.shape[:-1]), out.shape[-1]
-    return replace(out, tensor=replace(out.tensor, shape=shape, strides=contiguous_strides(shape)))
+def routed(launches: Launches, call: Bound) -> tuple[list[Word], list[Word]]:
+    """Which row of x a slot has, and the fields of `Choice`."""
+    x, ids, total = call.operand(1), call.operand(2), _experts(call)
+    need(ids.is_dense, "ids of experts do not lie densely")
+    flat = replace(ids, tensor=replace(ids.tensor, shape=(math.prod(ids.shape),), strides=(1,)))
+    first = int(np.asarray(call.attrs["first"]))
+    fault = launches.fault(f"id {{value}} is none of {total} experts")
+    return [ids.shape[-1], x.shape[-2]], [flat, first, call.operand(0).shape[0], total, *fault]
 
 
-def _unit_of(flow: Flow, number: int) -> int | None:
-    """The gated unit that alone reads a product."""
-    readers = flow.found(number)
-    return readers[0] if readers and len(readers) == 1 and flow.call(readers[0]).op in UNITS else None
-
-
-def _gated_unit(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
-    """Two products and what joins them."""
-    products, unit = gated_unit(flow, number, UNITS)
-    call = flow.call(unit)
-    need(len(products) == 2 and all(flow.makes(p, unit, k) for k, p in enumerate(products)), "a part is read")
-    need(all(flow.call(p).out.shape == call.out.shape for p in products), "shapes differ")
-    _launch_together(launches, flow, products, [call.out], UNITS[call.op])
-    return *products, unit
-
-
-def _of_the_same_rows(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
-    """As many products of the same rows as can run together, but none that belongs to a gated unit."""
-    own = flow.call(number)
-    need(_unit_of(flow, number) is None, "it belongs to a gated unit")
-    chosen = [number]
-    for other in flow.readers_of(flow.maker(number, 1)):
-        call = flow.call(other)
-        alike = other > number and call.op == "mul_mat" and lies_as(call.operand(1), own.operand(1))
-        if not alike or len(chosen) == MOST_PRODUCTS or _unit_of(flow, other) is not None:
-            continue
-        same = call.operand(0).dtype is own.operand(0).dtype and len(call.operand(0).shape) == 2
-        if same and flow.can_meet([*chosen, other]):
-            chosen.append(other)
-    need(len(chosen) > 1, "no other product has these rows")
-    _launch_together(launches, flow, chosen, [flow.call(n).out for n in chosen], ALONE)
-    return chosen
-
-
-FUSED: Mapping[str, Sequence[Fused]] = {"mul_mat": (_gated_unit, _of_the_same_rows)}
 BINDINGS: Mapping[str, Binding] = {"mul_mat": _mul_mat, "mul_mat_id": _mul_mat_id}

@@ -14,7 +14,7 @@ from ..binding.launches import Launches, Word, blocks, rows_of
 from ..binding.packing import PACKINGS, ROWS
 from ..device.driver import Source
 from ..device.limits import EVERYWHERE
-from .routes import ALONE, Products, filled
+from .routes import ALONE, NOTHING_SUMMED, Products, Summed, filled
 
 HEADERS = ("routes.cuh", "packed.cuh", "rounding.cuh")
 COLUMNS = 32
@@ -39,7 +39,10 @@ def _of(dtype: DType) -> Source:
 
 
 BY_TYPE = {dtype: _of(dtype) for dtype in PACKINGS}
-OF_FEW = {t: Source("packed_few.cu", tuple(f"few<{t.name}, {n}>" for n in COUNTS), HEADERS) for t in PACKINGS}
+OF_FEW = {
+    t: Source("packed_few.cu", (*(f"few<{t.name}, {n}>" for n in COUNTS), f"summed<{t.name}>"), HEADERS)
+    for t in PACKINGS
+}
 SHARED = Source("packed.cu", ("round_rows",), HEADERS)
 SOURCES = (SHARED, *BY_TYPE.values(), *OF_FEW.values())
 
@@ -84,17 +87,26 @@ def _pieces(columns: int, tokens: int) -> int:
 
 
 def few(
-    launches: Launches, products: Products, x: Operand, entries: int, tokens: int, route: list[Word], unit: int = ALONE
+    launches: Launches,
+    products: Products,
+    x: Operand,
+    entries: int,
+    tokens: int,
+    route: list[Word],
+    unit: int = ALONE,
+    others: Products = (),
+    more: int = 0,
 ) -> None:
-    """All entries in one launch, each of at most 4 rows of x."""
+    """All entries in one launch, each of at most 4 rows of x; and `more` of one row, with the unit `others`."""
     count, w = next(n for n in COUNTS if n >= tokens), products[0][0]
     rows, columns = _part(w.dtype, count)
     groups = [blocks(matrix.shape[-2], rows) for matrix, _ in products]
     first, step = [0 if unit else n for n in accumulate(groups, initial=0)], 2 if unit else 1
     fields: list[list[Word]] = [
-        [w, out, n, _units(w), w.shape[-2], rows_of(out)] for (w, out), n in zip(products, first, strict=False)
+        [w, out, n, _units(w), w.shape[-2], rows_of(out)]
+        for (w, out), n in zip([*products, *others], [*first, 0], strict=False)
     ]
-    even = blocks(sum(groups), max(1, launches.processors // max(1, entries)))
+    even = blocks(sum(groups), max(1, launches.processors // max(1, entries + more)))
     of_block = max(step, blocks(min(even, TOGETHER // (count * rows)), step) * step)
     all_chunks = max(1, blocks(w.shape[-1], COLUMNS * columns))
     of_sums = 4 * count * rows * (WARPS + 2 * of_block)
@@ -103,10 +115,34 @@ def few(
     of_warp = blocks(of_block * chunks, WARPS)
     warps = blocks(of_block * chunks, of_warp)
     words = [*filled(fields), len(products), unit, x, *_whole(w), tokens, rows_of(x)]
-    words += [sum(groups), of_block, of_warp, chunks, *route]
+    words += [sum(groups), of_block, of_warp, chunks, *route, entries, *NOTHING_SUMMED]
     kernel = OF_FEW[w.dtype][f"few<{w.dtype.name}, {count}>"]
     shared = PIECE * _pieces(chunks * columns, count) + of_sums
-    launches.add(kernel, (blocks(sum(groups), of_block), entries), 32 * warps, words, shared)
+    launches.add(kernel, (blocks(sum(groups), of_block), entries + more), 32 * warps, words, shared)
+
+
+def summed(launches: Launches, w: Operand, x: Operand, out: Operand, summed: Summed) -> None:
+    """The weighted sums of a token's products, in one launch; x is dense [tokens, used, columns]."""
+    rows, columns = _part(w.dtype, 1)
+    tokens, entries, groups = out.shape[0], summed.entries, blocks(w.shape[-2], rows)
+    even = blocks(groups, max(1, launches.processors // tokens))
+    of_block = entries * max(1, min(even, TOGETHER // (rows * entries)))
+    chunks = blocks(w.shape[-1], COLUMNS * columns)
+    of_warp = blocks(of_block * chunks, WARPS)
+    warps = blocks(of_block * chunks, of_warp)
+    shared = PIECE * _pieces(entries * blocks(chunks * columns, 8) * 8, 1) + 4 * rows * (WARPS + 2 * of_block)
+    need(shared <= EVERYWHERE, "x of all entries is too long for shared memory")
+    products = [(w, out), *([] if summed.other is None else [(summed.other, out)])]
+    fields: list[list[Word]] = [[m, o, 0, _units(m), m.shape[-2], rows_of(o)] for m, o in products]
+    words = [*filled(fields), 1, ALONE, x, *_whole(w), 1, rows_of(x), groups * entries, of_block, of_warp, chunks]
+    words += [1, 1, *summed.choice, 0, *summed.words]
+    launches.add(
+        OF_FEW[w.dtype][f"summed<{w.dtype.name}>"],
+        (blocks(groups * entries, of_block), tokens),
+        32 * warps,
+        words,
+        shared,
+    )
 
 
 def shape_of_tiles(entries: float) -> tuple[int, int, int]:

@@ -15,6 +15,8 @@ struct Few {
     i64 groups, of_block, of_warp, chunks;  // of all products; of a block; parts that a warp takes of a stretch; its chunks
     i64 used, shared;
     Choice choice;
+    i64 chosen;     // entries; those behind them are of one more expert, whose unit is of products 2 and 3
+    Summed summed;  // its other expert is that of product 1
 };
 // Where the rows of a group are: in which product, and which of its groups.
 struct Group {
@@ -87,28 +89,36 @@ template <class F, int N> struct Part {
 //
 // With 16 warps on a multiprocessor, which each wait for up to 4 KiB of codes, some 64 KiB are in flight, of 29 KiB that
 // hide 800 ns at 4.8 TB/s.
-template <class F, int N> __global__ void __launch_bounds__(512, 1) few(const __grid_constant__ Few a) {
+//
+// Where a token's entries are summed, a block has all of them for each of its groups of rows, one after the other, and x
+// of all of them in one stretch.
+template <class F, int N, bool SUMS> __device__ __forceinline__ void multiply(const Few &a) {
     using P = Part<F, N>;
+    static_assert(N == 1 || !SUMS, "entries are summed for one token at a time");
     constexpr int SIZE = N * P::DOWN;  // of the sums of a group
     DYNAMIC_SHARED(room, uint4);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
     const int of_block = (int)a.of_block, of_warp = (int)a.of_warp, most = (int)a.chunks;
-    const u32 entry = blockIdx.y;
-    int matrix = 0;
-    if (a.choice.ids) {
-        if (blockIdx.x == 0 && threadIdx.x == 0) a.choice.check(entry);
-        matrix = (int)a.choice.matrix_of(entry);
+    const bool is_other = N == 1 && !SUMS && blockIdx.y >= a.chosen;  // an entry of experts is a row
+    const u32 entry = is_other ? blockIdx.y - (u32)a.chosen : blockIdx.y;
+    const u32 own_entries = SUMS ? a.summed.entries() : 1, used = SUMS ? (u32)a.summed.used : 1;
+    int matrix = 0, skipped = 0;  // blocks of x before those of the entry
+    if (a.choice.ids && !is_other) {
+        if (blockIdx.x == 0 && threadIdx.x < used) a.choice.check(entry * used + threadIdx.x);
+        if (!SUMS) matrix = (int)a.choice.matrix_of(entry);
     }
-    const i64 x_row = a.used == 1 ? entry * a.shared : row_of(entry, a.used, a.shared);  // most have no need of a division
-    const float *x = a.x + x_row * a.tokens * a.x_step;
-    const int end = matrix < 0 ? 0 : (int)a.blocks;  // one of elsewhere adds nothing
+    const i64 x_row = a.used == 1 || is_other ? entry * a.shared : row_of(entry, a.used, a.shared);  // most have no need of a division
+    const float *x = a.x + x_row * (SUMS ? used : a.tokens) * a.x_step;
+    int end = matrix < 0 ? 0 : (int)a.blocks;  // one of elsewhere adds nothing
     const int first = (int)blockIdx.x * of_block, groups = min(of_block, (int)a.groups - first);
     const int own = lane / P::DOWN * P::OWN;  // blocks of a chunk before those of this lane
-    float *parts = (float *)(room + place<N>(most * P::CHUNK)), *sums = parts + (warps + groups) * SIZE;
-    const int doubled = a.unit ? 1 : 0;
+    const int padded = (most * P::CHUNK + 7) / 8 * 8;  // blocks of an entry's x
+    float *parts = (float *)(room + place<N>(SUMS ? own_entries * padded : most * P::CHUNK)), *sums = parts + (warps + groups) * SIZE;
+    const int joined = SUMS ? (int)own_entries : a.unit ? 2 : 1;  // groups that make one result
+    const int results = (u32)groups / (u32)joined * SIZE;
     auto each_own = [&](auto take) {
-        for (int i = threadIdx.x; i < (groups >> doubled) * SIZE; i += blockDim.x)
-            for (int k = 0; k <= doubled; k++) take(((i / SIZE << doubled) + k) * SIZE + i % SIZE);
+        for (int i = threadIdx.x; i < results; i += blockDim.x)
+            for (int k = 0; k < joined; k++) take((i / SIZE * joined + k) * SIZE + i % SIZE);
     };
     each_own([&](int i) { sums[i] = 0.0f; });
     for (int start = 0; start < end; start += most * P::CHUNK) {
@@ -118,10 +128,17 @@ template <class F, int N> __global__ void __launch_bounds__(512, 1) few(const __
         Unit<F> unit;
         int row;
         auto enter = [&] {
-            const Group at(a, first + group);
+            const u32 number = first + group, own_entry = SUMS ? number % own_entries : 0;
+            const Group at(a, SUMS ? number / own_entries : number);
             const int above = at.number * P::DOWN;
             row = above % 32 + lane % P::DOWN;
-            unit = Unit<F>(a.product[at.which].w, matrix * (int)a.product[at.which].units + above / 32, a.blocks, a.row_bytes);
+            if (SUMS) {
+                matrix = own_entry < used ? (int)a.choice.matrix_of(entry * used + own_entry) : 0;
+                end = matrix < 0 ? 0 : (int)a.blocks;
+                skipped = own_entry * padded;
+            }
+            const Few::Product &taken = a.product[SUMS ? own_entry >= used : at.which + (is_other ? 2 : 0)];
+            unit = Unit<F>(taken.w, (SUMS ? max(matrix, 0) : matrix) * (int)taken.units + above / 32, a.blocks, a.row_bytes);
         };
         auto load = [&](P &to) { to.load(unit, start + chunk * P::CHUNK + own, end, row); };
         P even, odd;
@@ -129,18 +146,22 @@ template <class F, int N> __global__ void __launch_bounds__(512, 1) few(const __
             enter();
             load(even);
         }
+        const u32 rows = SUMS ? own_entries : N;
+        auto row_at = [&](u32 i) {
+            if (!SUMS) return x + min((i64)(i % N), a.tokens - 1) * a.x_step;
+            return i % rows < used ? x + i % rows * a.x_step : a.summed.x + entry * a.summed.x_step;
+        };
         const int eights = (chunks * P::CHUNK + 7) / 8;  // of blocks, which a warp rounds of a row at once; two at a time
-        for (int eight = 2 * warp; eight < N * eights; eight += 2 * warps) {
+        for (int eight = 2 * warp; eight < (int)rows * eights; eight += 2 * warps) {
             float4 brought[2][2];
 #pragma unroll
-            for (int i = 0; i < 2; i++)
-                bring(brought[i], x + min((i64)((eight + i) % N), a.tokens - 1) * a.x_step, start + (eight + i) / N * 8, end);
+            for (int i = 0; i < 2; i++) bring(brought[i], row_at(eight + i), start + (u32)(eight + i) / rows * 8, SUMS ? (int)a.blocks : end);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const Rounded r = round_block(brought[i]);
-                const int block = (eight + i) / N * 8 + lane / 4;
+                const int block = (u32)(eight + i) / rows * 8 + lane / 4;
                 if (block < chunks * P::CHUNK) {
-                    uint4 *to = room + place<N>(block) + 3 * ((eight + i) % N);
+                    uint4 *to = room + (SUMS ? place<N>((eight + i) % rows * padded + block) : place<N>(block) + 3 * ((eight + i) % N));
                     ((u32 *)to)[lane % 4] = r.codes[0], ((u32 *)to)[4 + lane % 4] = r.codes[1];
                     if (lane % 4 == 0) *(float4 *)(to + 2) = r.scale;
                 }
@@ -150,6 +171,7 @@ template <class F, int N> __global__ void __launch_bounds__(512, 1) few(const __
         float sum[N] = {};
         auto step = [&](const P &now, P &next) {
             const int block = chunk * P::CHUNK + own, to = warp + group;
+            const uint4 *const from = room + place<N>(SUMS ? skipped + block : block);
             part++, chunk++;
             const bool ends = chunk == chunks || part == upto;
             if (ends) {
@@ -157,7 +179,7 @@ template <class F, int N> __global__ void __launch_bounds__(512, 1) few(const __
                 if (part < upto) enter();
             }
             if (part < upto) load(next);
-            now.add(sum, room + place<N>(block), start + block);
+            now.add(sum, from, start + block);
             if (!ends) return;
 #pragma unroll
             for (int n = 0; n < N; n++) {
@@ -177,13 +199,22 @@ template <class F, int N> __global__ void __launch_bounds__(512, 1) few(const __
             for (u32 w = of / (u32)of_warp; w <= (of + chunks - 1) / (u32)of_warp; w++) sums[i] += parts[w * SIZE + i];
         });
     }
-    for (int i = threadIdx.x; i < (groups >> doubled) * SIZE; i += blockDim.x) {
-        const Group at(a, first + (i / SIZE << doubled));
-        const Few::Product &made = a.product[at.which];
+    for (int i = threadIdx.x; i < results; i += blockDim.x) {
+        const Group at(a, SUMS ? (u32)first / (u32)joined + i / SIZE : first + i / SIZE * joined);
+        const Few::Product &made = a.product[at.which + (is_other ? 2 : 0)];
         const int n = i / P::DOWN % N;
         const i64 row = (i64)at.number * P::DOWN + i % P::DOWN;
         if (row >= made.rows || n >= a.tokens) continue;
-        const float *total = sums + (i / SIZE << doubled) * SIZE + i % SIZE;
-        made.out[(entry * a.tokens + n) * made.out_step + row] = a.unit ? gated(a.unit, total[0], total[SIZE]) : total[0];
+        const float *total = sums + i / SIZE * joined * SIZE + i % SIZE;
+        float result = total[0];
+        if (SUMS) {
+            result *= a.summed.share(entry, 0);
+            for (int k = 1; k < joined; k++) result = fmaf(a.summed.share(entry, k), total[k * SIZE], result);
+        } else if (a.unit) {
+            result = gated(a.unit, total[0], total[SIZE]);
+        }
+        made.out[(entry * a.tokens + n) * made.out_step + row] = result;
     }
 }
+template <class F, int N> __global__ void __launch_bounds__(512, 1) few(const __grid_constant__ Few a) { multiply<F, N, false>(a); }
+template <class F> __global__ void __launch_bounds__(512, 1) summed(const __grid_constant__ Few a) { multiply<F, 1, true>(a); }

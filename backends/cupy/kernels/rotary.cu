@@ -66,11 +66,10 @@ template <class Cell> struct Head {
     float *saved;  // dense; or null
     Fault fault;
 };
-template <class Cell> __global__ void __launch_bounds__(512) place_head(const __grid_constant__ Head<Cell> a) {
-    SHARED(room, float[32]);
-    DYNAMIC_SHARED(row, float);
+template <class Cell> __device__ __forceinline__ void place(const Head<Cell> &a, i64 number, float *row, float *room) {
     const i64 *const steps[] = {a.x.step, a.positions.step};
-    const Places<2> p = places(a.axes, steps, blockIdx.x);
+    const Places<2> p = places(a.axes, steps, number);
+    float *const saved = a.saved + number * a.columns;
     const float *x = a.x.at + p.at[0];
     float squares = 0.0f;
     for (i64 c = threadIdx.x; c < a.columns; c += blockDim.x) {
@@ -82,7 +81,6 @@ template <class Cell> __global__ void __launch_bounds__(512) place_head(const __
         for (i64 c = threadIdx.x; c < a.columns; c += blockDim.x) row[c] = row[c] * factor * a.w[c * a.w_step];
     }
     __syncthreads();
-    i64 number = blockIdx.x;
     if (a.ids) {
         const i64 id = a.ids[number / a.heads];
         if (id < 0 || id >= a.cache_rows) {
@@ -92,7 +90,6 @@ template <class Cell> __global__ void __launch_bounds__(512) place_head(const __
         number = id * a.heads + number % a.heads;
     }
     Cell *out = a.out + number * a.columns;
-    float *saved = a.saved + blockIdx.x * a.columns;
     auto put = [&](i64 c, float value) {
         if (a.saved) saved[c] = to_float(out[c]);
         put_cell(out + c, value);
@@ -102,6 +99,25 @@ template <class Cell> __global__ void __launch_bounds__(512) place_head(const __
     const i64 end = a.turns.low + 2 * a.turns.pairs;
     for (i64 c = threadIdx.x; c < a.columns; c += blockDim.x)
         if (c < a.turns.low || c >= end) put(c, row[c]);
+}
+
+template <class Cell> __global__ void __launch_bounds__(512) place_head(const __grid_constant__ Head<Cell> a) {
+    SHARED(room, float[32]);
+    DYNAMIC_SHARED(row, float);
+    place(a, blockIdx.x, row, room);
+}
+// Queries, and the keys and values that they meet.
+template <class Cell> struct Heads {
+    i64 keys, values;  // the first of their blocks
+    Head<float> query;
+    Head<Cell> key, value;
+};
+template <class Cell> __global__ void __launch_bounds__(512) place_heads(const __grid_constant__ Heads<Cell> a) {
+    SHARED(room, float[32]);
+    DYNAMIC_SHARED(row, float);
+    if (blockIdx.x < a.keys) place(a.query, blockIdx.x, row, room);
+    else if (blockIdx.x < a.values) place(a.key, blockIdx.x - a.keys, row, room);
+    else place(a.value, blockIdx.x - a.values, row, room);
 }
 
 struct Timesteps {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, permutations
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,11 @@ from .elementwise import CELLS, MOST_ELEMENTS, THREADS, TYPES, as_float
 from .moves import launch_copy
 from .rows import row_threads
 
-SOURCE = Source("rotary.cu", ("rope", *(f"place_head<{TYPES[t]}>" for t in CELLS), "timesteps"), ("cells.cuh",))
+SOURCE = Source(
+    "rotary.cu",
+    ("rope", *(f"{kernel}<{TYPES[t]}>" for kernel in ("place_head", "place_heads") for t in CELLS), "timesteps"),
+    ("cells.cuh",),
+)
 SOURCES = (SOURCE,)
 
 
@@ -139,9 +144,13 @@ def _stored(flow: Flow, number: int) -> tuple[int | None, int | None]:
     readers = flow.found(number) or []
     if len(readers) != 1 or flow.call(readers[0]).op != "set_rows" or not flow.makes(number, readers[0], 1):
         return None, None
-    store = flow.call(readers[0])
-    save = flow.save(store.operand(0), readers[0])
-    return readers[0], save if save is not None and _saves(flow.call(save), store) else None
+    return readers[0], _save_of(flow, readers[0])
+
+
+def _save_of(flow: Flow, store: int) -> int | None:
+    """What saves the row that an instruction sets."""
+    save = flow.save(flow.call(store).operand(0), store)
+    return save if save is not None and _saves(flow.call(save), flow.call(store)) else None
 
 
 def _saves(save: Bound, store: Bound) -> bool:
@@ -151,10 +160,28 @@ def _saves(save: Bound, store: Bound) -> bool:
     return save.op == "get_rows" and same and ids.tensor.spec.size == 1
 
 
-def _launch_heads(launches: Launches, flow: Flow, chain: _Chain, x: Operand, first: int) -> Sequence[int]:
-    """One block for each row of x."""
+@dataclass(frozen=True, slots=True)
+class _Placing:
+    """What is launched for a chain, one block for each row of x: the fields of `Head`, and what is read and written."""
+
+    dtype: DType
+    rows: int
+    columns: int
+    words: Sequence[Word]
+    read: Sequence[Operand]
+    written: Sequence[Operand]
+
+
+def _placing(launches: Launches, flow: Flow, chain: _Chain) -> _Placing:
     calls = {name: flow.call(n) for name in _Chain.__slots__ if (n := getattr(chain, name)) is not None}
     last = calls.get("store") or calls["rope"]
+    x = (
+        calls["norm"].operand(0)
+        if "norm" in calls
+        else calls["rope"].operand(0)
+        if "rope" in calls
+        else last.operand(1)
+    )
     out, columns = last.out, x.shape[-1]
     need(x.is_float and out.dtype in CELLS and out.is_dense, "heads do not lie densely")
     need(columns <= MOST_COLUMNS, "a row is too long for shared memory")
@@ -165,7 +192,7 @@ def _launch_heads(launches: Launches, flow: Flow, chain: _Chain, x: Operand, fir
         need(lies_as(into, out) and len(out.shape) == 2 and out.shape[-1] % columns == 0, "the cache is copied")
         need(ids.is_dense and ids.dtype is DType.I32, "rows of the cache are numbered otherwise")
         need(ids.tensor.spec.size * heads == math.prod(x.shape[:-1]), "heads of a token do not fill a row")
-        launches.number = chain.store
+        first, launches.number = launches.number, chain.store
         fault = launches.fault(f"id {{value}} names no row of its table, which has {out.shape[-2]}")
         launches.number = first
         saved = calls["save"].out if "save" in calls else None
@@ -188,22 +215,62 @@ def _launch_heads(launches: Launches, flow: Flow, chain: _Chain, x: Operand, fir
     words: list[Word] = [columns, heads, x.strides[-1], 0 if w is None else w.strides[-1], eps, w or 0, *turns]
     words += [*axes.words, *axes.walk(0, x), *([0] * (1 + MOST) if positions is None else axes.walk(1, positions))]
     words += [out, ids or 0, out.shape[-2] if chain.store is not None else 0, saved or 0, *fault]
-    launches.add(SOURCE[f"place_head<{TYPES[out.dtype]}>"], axes.count, row_threads(columns), words, 4 * columns)
+    read = [o for o in (x, w, positions, ids) if o is not None]
+    return _Placing(out.dtype, axes.count, columns, words, read, [o for o in (out, saved) if o is not None])
+
+
+def _launch_heads(launches: Launches, flow: Flow, chain: _Chain) -> Sequence[int]:
+    made = _placing(launches, flow, chain)
+    kernel, threads = SOURCE[f"place_head<{TYPES[made.dtype]}>"], row_threads(made.columns)
+    launches.add(kernel, made.rows, threads, made.words, 4 * made.columns)
     return chain.numbers
 
 
-def _normed_heads(launches: Launches, flow: Flow, first: int) -> Sequence[int]:
+def _normed(flow: Flow, first: int) -> _Chain:
     """rms_norm(x) w, turned, perhaps stored."""
     chain = turned_heads(flow, first)
-    whole = _Chain(*chain, *_stored(flow, chain.rope))
-    return _launch_heads(launches, flow, whole, flow.call(first).operand(0), first)
+    return _Chain(*chain, *_stored(flow, chain.rope))
+
+
+def _normed_heads(launches: Launches, flow: Flow, first: int) -> Sequence[int]:
+    return _launch_heads(launches, flow, _normed(flow, first))
 
 
 def _turned_heads(launches: Launches, flow: Flow, first: int) -> Sequence[int]:
     """Turned and stored."""
     store, save = _stored(flow, first)
     need(store is not None, "it goes into no cache")
-    return _launch_heads(launches, flow, _Chain(rope=first, store=store, save=save), flow.call(first).operand(0), first)
+    return _launch_heads(launches, flow, _Chain(rope=first, store=store, save=save))
+
+
+def _chain_into(flow: Flow, store: int) -> _Chain:
+    """The chain that ends in a cache."""
+    need(flow.call(store).op == "set_rows", "it is no cache of rows")
+    rope, save = flow.maker(store, 1), _save_of(flow, store)
+    if flow.call(rope).op not in ROPES:
+        return _Chain(store=store, save=save)
+    need(_stored(flow, rope) == (store, save), "what is turned is read otherwise")
+    factor = flow.maker(rope, 0)
+    if flow.call(factor).op == "mul" and flow.call(norm := flow.maker(factor, 0)).op == "rms_norm":
+        return _normed(flow, norm)
+    return _Chain(rope=rope, store=store, save=save)
+
+
+def _heads_of_attention(launches: Launches, flow: Flow, first: int) -> Sequence[int]:
+    """Queries, and the keys and values that are put into the caches which attention reads with them."""
+    query = _normed(flow, first) if flow.call(first).op == "rms_norm" else _Chain(rope=first)
+    assert query.rope is not None
+    attention = flow.reader(query.rope, "attention")
+    chains = [query, *(_chain_into(flow, flow.maker(attention, k)) for k in (1, 2))]
+    made = [_placing(launches, flow, chain) for chain in chains]
+    need(made[0].dtype is DType.F32 and made[1].dtype is made[2].dtype, "caches differ in type")
+    for one, other in permutations(made, 2):
+        for out in one.written:
+            apart(out, [*other.read, *other.written])
+    columns, ends = max(m.columns for m in made), [*accumulate(m.rows for m in made)]
+    words = [*ends[:2], *(word for m in made for word in m.words)]
+    launches.add(SOURCE[f"place_heads<{TYPES[made[1].dtype]}>"], ends[-1], row_threads(columns), words, 4 * columns)
+    return [n for chain in chains for n in chain.numbers]
 
 
 def _stored_row(launches: Launches, flow: Flow, first: int) -> Sequence[int]:
@@ -211,13 +278,12 @@ def _stored_row(launches: Launches, flow: Flow, first: int) -> Sequence[int]:
     save = flow.call(first)
     _, store = changed_state(flow, first, "set_rows")
     need(_saves(save, flow.call(store)), "it saves no single row")
-    x = flow.call(store).operand(1)
-    return _launch_heads(launches, flow, _Chain(store=store, save=first), x, first)
+    return _launch_heads(launches, flow, _Chain(store=store, save=first))
 
 
 FUSED: Mapping[str, Sequence[Fused]] = {
-    "rms_norm": (_normed_heads,),
-    **dict.fromkeys(ROPES, (_turned_heads,)),
+    "rms_norm": (_normed_heads, _heads_of_attention),
+    **dict.fromkeys(ROPES, (_turned_heads, _heads_of_attention)),
     "get_rows": (_stored_row,),
 }
 BINDINGS: Mapping[str, Binding] = {"rope": _rope, "rope_multi": _rope, "timestep_embedding": _timesteps}

@@ -19,6 +19,19 @@ struct Choice {
         if (id < 0 || id >= total) note_fault(fault, id);
     }
 };
+// How the results of a token's experts become one: each times its share, and that of one more expert, which all tokens
+// have, if there is one.
+struct Summed {
+    const float *shares;  // dense [token, used]; null where nothing is summed
+    i64 used;
+    const float *x, *gate;  // rows of the other expert, and what gives its share by a sigmoid; or null
+    i64 x_step, gate_step;
+    __device__ __forceinline__ int entries() const { return (int)used + (x ? 1 : 0); }
+    __device__ __forceinline__ float share(i64 token, int entry) const {
+        if (entry < used) return shares[token * used + entry];
+        return gate ? logistic(gate[token * gate_step]) : 1.0f;
+    }
+};
 // Several products of the same rows, in one launch: they share its blocks, or two of them those of a gated unit.
 constexpr int MOST_PRODUCTS = 4;
 enum { ALONE, SWIGLU, GEGLU };

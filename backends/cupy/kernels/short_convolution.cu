@@ -50,7 +50,8 @@ struct Head {
 
 struct DeltaInputs {
     Rows x;                  // [sequence, token, -, channel]: q heads, k heads, v heads side by side
-    Rows alpha, beta;        // [sequence, token, value head]
+    Rows alpha, beta;        // [sequence, token, group, value head of the group]
+    i64 of_group;            // value heads
     const float *w;          // [channels, 4]
     const float *valid;      // [sequence, token], or null: 0 for padding, which leaves the state alone
     const float *a, *dt;     // [value heads]
@@ -77,9 +78,10 @@ __global__ void __launch_bounds__(THREADS) delta_inputs(const __grid_constant__ 
     if (blockIdx.y == gridDim.y - 1) {
         for (i64 i = threadIdx.x; i < (last - first) * a.value_heads; i += THREADS) {
             const i64 t = first + i / a.value_heads, h = i % a.value_heads, at = (n * tokens + t) * a.value_heads + h;
-            const float x = *a.alpha.row(n, t, h) + a.dt[h], valid = a.valid ? a.valid[n * tokens + t] : 1.0f;
+            const i64 group = h / a.of_group, within = h % a.of_group;
+            const float x = a.alpha.row(n, t, group)[within * a.alpha.element] + a.dt[h], valid = a.valid ? a.valid[n * tokens + t] : 1.0f;
             a.g[at] = a.a[h] * (fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)))) * valid;
-            a.strength[at] = valid / (1.0f + expf(-*a.beta.row(n, t, h)));
+            a.strength[at] = valid / (1.0f + expf(-a.beta.row(n, t, group)[within * a.beta.element]));
         }
         return;
     }

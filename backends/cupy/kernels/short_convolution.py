@@ -76,14 +76,14 @@ def launch_inputs(
 ) -> None:  # fmt: skip
     """The convolution of x [B, T, channels] with SiLU, norms of keys and queries, and gates, as
     ``frontends/models/layers/delta.py`` spells them out.  `old` [B, 3, channels] may be what `made` keeps: the last
-    rows, or those numbered by `ids` [B, 3], 0 for the first of `old`.  `alpha`, `beta` [B, T, value heads] are what
-    linear layers give; `valid` [B, T] is 0 for padding."""
+    rows, or those numbered by `ids` [B, 3], 0 for the first of `old`.  `alpha`, `beta` [B, T, groups, value heads of a
+    group] are what linear layers give; `valid` [B, T] is 0 for padding."""
     size = made.k.shape[-1]
     need(size in INPUT_SIZES and made.v.shape[-1] == size, f"heads of {size} are not convolved together")
     sequences, tokens, key_heads, _ = made.k.shape
     value_heads = made.v.shape[-2]
     heads_of_block = THREADS * 4 // size
-    words = [*rows(_with_heads(x)), *rows(alpha, 2), *rows(beta, 2), layer.w, 0 if valid is None else valid]
+    words = [*rows(_with_heads(x)), *rows(alpha), *rows(beta), alpha.shape[-1], layer.w, 0 if valid is None else valid]
     words += [layer.a, layer.dt, old, ids or 0, made.kept, made.saved or 0, made.q, made.k, made.g, made.beta]
     words += [*rows(made.v), *fault, tokens, key_heads, value_heads, eps]
     grid = blocks(tokens, RUN), blocks(2 * key_heads + value_heads, heads_of_block) + 1, sequences
@@ -114,18 +114,27 @@ class _Gates:
     decay: int
     logistic: int
     beta: int
+    dense_alpha: int | None
+    dense_beta: int | None
 
 
 def _gates(flow: Flow, rule: int) -> _Gates:
     decay, beta = flow.maker(rule, 3), flow.maker(rule, 4)
     rates, logistic = flow.maker(decay, 0), flow.maker(beta, 0)
     steps = flow.maker(rates, 0)
-    gates = _Gates(flow.maker(steps, 0), steps, rates, decay, logistic, beta)
+    shifted = flow.maker(steps, 0)
+    gates = _Gates(shifted, steps, rates, decay, logistic, beta, *(_dense_copy(flow, n) for n in (shifted, logistic)))
     need(flow.reader(gates.shifted, "softplus") == steps, "the steps are made otherwise")
     need(flow.reader(steps, "mul") == rates and flow.reader(rates, "mul") == decay, "decays are made otherwise")
     need(flow.reader(logistic, "mul") == beta, "learning rates are made otherwise")
     need(flow.call(gates.shifted).op == "add" and flow.call(logistic).op == "sigmoid", "gates are made otherwise")
     return gates
+
+
+def _dense_copy(flow: Flow, reader: int) -> int | None:
+    """What copies an operand for this instruction alone, so that it lies densely."""
+    maker = flow.maker(reader, 0)
+    return maker if flow.call(maker).op == "cont" and flow.found(maker) == [reader] else None
 
 
 def _delta_inputs(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
@@ -146,8 +155,8 @@ def _delta_inputs(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
     fault = launches.fault(f"id {{value}} names no row of its table, which has {both.out.shape[-2]}")
     launches.number = number
     _launch_chain(launches, flow, _Chain(both, flow.call(conv), kept, gates), made, (silu, q, k), fault)
-    numbers = [number, last, conv, silu, q, k, *(getattr(gates, name) for name in _Gates.__slots__)]
-    return numbers if save is None else [*numbers, save]
+    chain = [number, last, conv, silu, q, k, *(getattr(gates, name) for name in _Gates.__slots__), save]
+    return [n for n in chain if n is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +180,11 @@ def _launch_chain(
         flow.call(getattr(chain.gates, n)) for n in ("shifted", "rates", "decay", "logistic", "beta")
     )
     valid, layer = decay.operand(1), Layer(w, rates.operand(1), shifted.operand(1))
-    by_token = sequences, tokens, value_heads
-    alpha, strength = _relaid(shifted.operand(0), by_token), _relaid(logistic.operand(0), by_token)
+    alpha, strength = (
+        _by_group((call if copy is None else flow.call(copy)).operand(0), sequences, tokens, value_heads)
+        for call, copy in ((shifted, chain.gates.dense_alpha), (logistic, chain.gates.dense_beta))
+    )
+    need(alpha.shape == strength.shape, "gates are in different groups")
     need(len(x.shape) == 3 and x.shape[:2] == (sequences, tokens) and w.shape == (channels, 4), "shapes differ")
     need(channels == (2 * key_heads + value_heads) * size and made.q.shape == made.k.shape, "heads differ in size")
     need(lies_as(valid, beta.operand(1)) and valid.tensor.spec.size == sequences * tokens, "padding differs")
@@ -210,6 +222,16 @@ def _need_apart(
     apart(made.v, before if tokens <= RUN else [x, *before], [own])
     apart(made.g, [x, old, *others, beta], [alpha])
     apart(made.beta, [x, old, *others, alpha], [beta])
+
+
+def _by_group(x: Operand, sequences: int, tokens: int, heads: int) -> Operand:
+    """Gates as [sequences, tokens, groups, heads of a group]: dense, or those of each group side by side."""
+    if x.is_dense:
+        return _relaid(x, (sequences, tokens, 1, heads))
+    shape = sequences, tokens, *x.shape[-2:]
+    need(len(x.shape) == 3 and x.tensor.spec.size == prod(shape) and prod(shape[2:]) == heads, "gates lie otherwise")
+    strides = x.strides[0] * tokens, *x.strides
+    return replace(x, tensor=replace(x.tensor, shape=shape, strides=strides))
 
 
 def _relaid(x: Operand, shape: tuple[int, ...]) -> Operand:

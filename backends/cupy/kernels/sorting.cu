@@ -1,19 +1,7 @@
 // Orders of the entries of rows.  Runs are sorted in shared memory, and runs of rows that do not fit are sorted again or
 // merged; of every run only as many items are kept as are asked for.
-//
-// An item is the key of an entry above its number: no two are equal, and equal entries come in their order.
 
-constexpr int EACH = 8;      // items of a thread
-constexpr u64 LAST = ~0ull;  // comes after every item
-
-// Keys are ordered as entries are: -0 is 0, and NaN comes last both ways.
-__device__ __forceinline__ u64 item_of(float x, i64 number, bool descending) {
-    const u32 bits = __float_as_uint(descending ? -x : x);
-    u32 key = bits >> 31 ? ~bits : bits | 0x80000000u;
-    if (x == 0.0f) key = 0x80000000u;
-    if (x != x) key = 0xffffffffu;
-    return (u64)key << 32 | (u32)number;
-}
+constexpr int EACH = 8;  // items of a thread
 // Where an item lies in shared memory: the 16 that half a warp touches at once lie in different banks.
 __device__ __forceinline__ int place_of(int i) { return i ^ (i >> 4 & 7) ^ (i >> 3 & 8); }
 

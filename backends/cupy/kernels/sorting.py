@@ -18,7 +18,7 @@ EACH, TILE = 8, 2048
 """Items of a thread, and of a block that merges or, where a row needs several, sorts."""
 LONGEST = 4096
 """Items that one block sorts where that makes it the only one of its row."""
-SOURCE = Source("sorting.cu", ("sort_runs", "merge_runs"))
+SOURCE = Source("sorting.cu", ("sort_runs", "merge_runs"), ("items.cuh",))
 SOURCES = (SOURCE,)
 
 

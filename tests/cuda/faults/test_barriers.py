@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
-from hocket.backends.cupy.device.driver import KERNELS
 from hocket.backends.cupy.emulation.order import disorder
 from hocket.backends.cupy.emulation.ordered import OrderedBackend, OrderedDriver
 from hocket.backends.cupy.kernels import tiled
 from hocket.conformance import Outcome, run_case
 from hocket.conformance.trials.case import parse
 
-from ...given.devices.emulation import needs_compiler
+from ...given.devices.emulation import barriers, needs_compiler
 
 pytestmark = needs_compiler
-BARRIER = re.compile(r"__sync(threads|warp)\(\);")
 DELTA_NET = (
     "gated_delta_net(q=f32[{0},1,64], k=f32[{0},1,64], v=f32[{0},1,32], g=f32[{0},1,1], beta=f32[{0},1], "
     "state=f32[1,32,64])"
@@ -50,12 +46,6 @@ def few_tiles(monkeypatch):
 CASES = [(file, n, case) for file, cases in REACHED.items() for case, numbers in cases.items() for n in numbers]
 
 
-def lines(file: str) -> list[int]:
-    """Of its barriers."""
-    text = (KERNELS / file).read_text("utf-8").splitlines()
-    return [number for number, line in enumerate(text, 1) if BARRIER.search(line)]
-
-
 def judged(case, dropped=("", 0)):
     """How the case ended, and what was in no order."""
     driver = OrderedDriver(dropped)
@@ -73,7 +63,7 @@ def test_with_all_barriers_accesses_are_in_order(case):
 @pytest.mark.long(every=15)
 @pytest.mark.parametrize(("file", "number", "case"), CASES)
 def test_a_barrier_that_is_dropped_is_missed(file, number, case):
-    outcome, pairs = judged(case, (file, lines(file)[number]))
+    outcome, pairs = judged(case, (file, barriers(file)[number]))
     assert pairs or outcome is Outcome.FAIL  # a launch that the emulation ended leaves no accesses
 
 
@@ -82,4 +72,4 @@ def test_every_barrier_of_a_file_is_reached_by_a_case_or_left_out(file):
     left_out = {"gated_delta_net_prepare.cu": {6, 7, 8}, "sorting.cu": {3}}  # gates per channel; several runs
     left_out["attention_cells.cu"] = {2}  # orders no memory, but loads before products
     reached = {number for name, number, _ in CASES if name == file}
-    assert reached | left_out.get(file, set()) == set(range(len(lines(file))))
+    assert reached | left_out.get(file, set()) == set(range(len(barriers(file))))

@@ -14,10 +14,11 @@ from hocket.backends.cupy.device.driver import KERNELS
 from ...given.devices.inefficiencies import ASKED, COMPILED
 from ..kernels import test_attention, test_delta_layer, test_float_products, test_recurrences, test_sorting
 from ..several_devices import test_collectives, test_wire
-from . import test_delta_faults, test_faults, test_product_faults
+from . import test_chain_faults, test_delta_faults, test_faults, test_product_faults
 
 TABLES = {
     "attention": test_attention.FAULTS.values(),
+    "chains": test_chain_faults.PLANTS.values(),
     "collectives": (("collective.cu", *plant) for plant in test_collectives.PLANTS.values()),
     "delta layers": (("short_convolution.cu", *plant) for plant in test_delta_layer.FAULTS.values()),
     "delta nets": (fault[1:] for fault in test_delta_faults.FAULTS.values()),
@@ -26,7 +27,7 @@ TABLES = {
     "products": test_product_faults.PLANTS.values(),
     "recurrences": (("recurrences.cu", *plant) for plant in test_recurrences.PLANTS.values()),
     "several": ((plant.file, plant.old, plant.new) for plant in test_faults.PLANTS),
-    "sorting": (("sorting.cu", *plant) for plant in test_sorting.PLANTS.values()),
+    "sorting": test_sorting.PLANTS.values(),
     "wire": (("collective.cu", *plant) for plant in test_wire.PLANTS.values()),
 }
 

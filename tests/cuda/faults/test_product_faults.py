@@ -145,8 +145,8 @@ PLANTS = {
     ),
     "an expert of elsewhere is the first one": (
         "packed_few.cu",
-        "matrix < 0 ? 0 : (int)a.blocks",
-        "(int)a.blocks",
+        "    int end = matrix < 0 ? 0 : (int)a.blocks",
+        "    int end = (int)a.blocks",
         routed(1),
     ),
     "counts are read before all are counted": (

@@ -22,7 +22,8 @@ EPS, LIMIT = 1e-6, 1e-12
 
 @dataclass(frozen=True)
 class Parts:
-    """A layer's inputs, float32: x [B,T,(2 Hk + Hv) d], alpha, beta [B,T,Hv], valid [B,T], weights, and old rows."""
+    """A layer's inputs, float32: x [B,T,(2 Hk + Hv) d], rates [B,T,Hk,2,Hv / Hk] with alpha and beta, valid [B,T],
+    weights, and old rows."""
 
     size: int
     key_heads: int
@@ -30,7 +31,8 @@ class Parts:
     arrays: dict[str, np.ndarray]
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return self.arrays[name]
+        rates = self.arrays["rates"]
+        return {"alpha": rates[..., 0, :], "beta": rates[..., 1, :]}.get(name, self.arrays.get(name))
 
 
 def parts(size: int, key_heads: int, value_heads: int, batch: int, tokens: int) -> Parts:
@@ -39,8 +41,7 @@ def parts(size: int, key_heads: int, value_heads: int, batch: int, tokens: int) 
     valid = (rng.random((batch, tokens)) < 0.8).astype(np.float32)
     shapes = {
         "x": (batch, tokens, channels),
-        "alpha": (batch, tokens, value_heads),
-        "beta": (batch, tokens, value_heads),
+        "rates": (batch, tokens, key_heads, 2, value_heads // key_heads),
         "w": (channels, 4),
         "a": (value_heads,),
         "dt": (value_heads,),
@@ -60,8 +61,9 @@ def expected(p: Parts) -> dict[str, np.ndarray]:
     q, k, v = np.split(y, [p.key_heads, 2 * p.key_heads], axis=2)
     q, k = (x / np.sqrt((x**2).sum(axis=-1, keepdims=True) + EPS) for x in (q, k))
     valid = a["valid"][..., None]
-    g = np.logaddexp(0, a["alpha"] + a["dt"]) * a["a"] * valid
-    return {"q": q, "k": k, "v": v, "g": g, "beta": valid / (1 + np.exp(-a["beta"])), "kept": rows[:, -3:]}
+    alpha, beta = (np.float64(p[name]).reshape(*valid.shape[:2], p.value_heads) for name in ("alpha", "beta"))
+    g = np.logaddexp(0, alpha + a["dt"]) * a["a"] * valid
+    return {"q": q, "k": k, "v": v, "g": g, "beta": valid / (1 + np.exp(-beta)), "kept": rows[:, -3:]}
 
 
 def bind_inputs(p: Parts, in_place: bool = False) -> tuple[list, dict[str, np.ndarray]]:
@@ -85,7 +87,7 @@ def difference(p: Parts, order: int = 0, edit: Callable = lambda launch: launch,
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5, 16, 17, 40])
 def test_inputs_of_the_rule_are_made_in_one_launch(size: int, tokens: int):
-    p = parts(size, 1 + tokens % 2, 3 - tokens % 2, 1 + tokens % 3, tokens)
+    p = parts(size, 1 + tokens % 2, 3 + tokens % 2, 1 + tokens % 3, tokens)
     assert len(bind_inputs(p)[0]) == 1
     assert difference(p, ORDERS[tokens % 3]) < LIMIT
 
@@ -117,6 +119,7 @@ FAULTS = {
     "tokens behind the last": ("min(first + RUN, tokens)", "first + RUN"),
     "heads behind the last": ("const bool is_there = head < heads;", "const bool is_there = head <= heads;"),
     "padding writes": ("valid / (1.0f + expf(", "1.0f / (1.0f + expf("),
+    "gates of the first group alone": ("group = h / a.of_group", "group = 0"),
     "a norm of half a head": ("m = LANES / 2; m; m /= 2", "m = LANES / 4; m; m /= 2"),
 }
 
@@ -127,7 +130,7 @@ def test_a_fault_planted_in_the_inputs_is_found(name: str):
     good, bad = FAULTS[name]
 
     def seen(order: int) -> bool:
-        p = parts(64, 1, 2, 2, 35)
+        p = parts(64, 2, 4, 2, 35)
         try:
             return difference(p, order, lambda launch: with_fault(launch, "short_convolution.cu", good, bad)) > LIMIT
         except LaunchError:

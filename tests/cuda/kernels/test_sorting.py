@@ -104,35 +104,45 @@ def is_right(shape, k, backend):
 
 SORTED, MERGED = partial(is_right, (2, 600), 600), partial(is_right, (1, 5000), 5000)
 PLANTS = {
-    "steps of other warps are not waited for": ("if (far || was_far) __syncthreads();\n        else", "", SORTED),
-    "steps of other lanes are not waited for": ("        else __syncwarp();", "", SORTED),
-    "every run becomes sorted upwards": ("(first | c << low) >> stage & 1", "false", SORTED),
-    "the wrong three bits": ("(thread >> low << (low + 3))", "(thread >> low << (low + 2))", SORTED),
-    "two zeros are not equal": ("if (x == 0.0f) key = 0x80000000u;", "", SORTED),
-    "NaN comes first": ("if (x != x) key = 0xffffffffu;", "if (x != x) key = 0;", SORTED),
+    "steps of other warps are not waited for": (
+        "sorting.cu",
+        "if (far || was_far) __syncthreads();\n        else",
+        "",
+        SORTED,
+    ),
+    "steps of other lanes are not waited for": ("sorting.cu", "        else __syncwarp();", "", SORTED),
+    "every run becomes sorted upwards": ("sorting.cu", "(first | c << low) >> stage & 1", "false", SORTED),
+    "the wrong three bits": ("sorting.cu", "(thread >> low << (low + 3))", "(thread >> low << (low + 2))", SORTED),
+    "two zeros are not equal": ("items.cuh", "if (x == 0.0f) key = 0x80000000u;", "", SORTED),
+    "NaN comes first": ("items.cuh", "if (x != x) key = 0xffffffffu;", "if (x != x) key = 0;", SORTED),
     "what is beyond a row is no item": (
+        "sorting.cu",
         "u64 item = LAST;\n        if (i < there)",
         "u64 item = LAST;\n        if (i <= there)",
         SORTED,
     ),
-    "the last run is sorted with the next row": ("min(a.length, a.columns - first)", "a.length", MERGED),
+    "the last run is sorted with the next row": ("sorting.cu", "min(a.length, a.columns - first)", "a.length", MERGED),
     "items are written before they are sorted": (
+        "sorting.cu",
         "u64 *sorted, i32 *out) {\n    __syncthreads();",
         "u64 *sorted, i32 *out) {",
         MERGED,
     ),
-    "the second run is not turned round": ("other[TILE - 1 - i]", "other[i - (TILE - rest)]", MERGED),
+    "the second run is not turned round": ("sorting.cu", "other[TILE - 1 - i]", "other[i - (TILE - rest)]", MERGED),
     "a tile takes too few of the first run": (
+        "sorting.cu",
         "probe = low + (lane + 1) * step - 1",
         "probe = low + (lane + 2) * step - 1",
         MERGED,
     ),
     "shares are read before they are there": (
+        "sorting.cu",
         "shares[warp] = share;\n    }\n    __syncthreads();",
         "shares[warp] = share;\n    }",
         MERGED,
     ),
     "a run that is alone is merged with the next": (
+        "sorting.cu",
         "run + 1 < a.runs ? a.length : 0",
         "a.length",
         partial(is_right, (1, 5000), 4999),
@@ -143,8 +153,8 @@ PLANTS = {
 @pytest.mark.long(every=5)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_mistake_in_the_order_is_found(name):
-    old, new, right = PLANTS[name]
-    assert is_found("sorting.cu", old, new, right)
+    file, old, new, right = PLANTS[name]
+    assert is_found(file, old, new, right)
 
 
 @pytest.mark.parametrize("right", [SORTED, MERGED])

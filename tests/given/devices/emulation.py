@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,12 +11,21 @@ import pytest
 
 from hocket.backends.base import Device
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.device.driver import Launch, Source
+from hocket.backends.cupy.device.driver import KERNELS, Launch, Source
 from hocket.backends.cupy.emulation.building import library
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver
 from hocket.graph.errors import BackendError
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
+
+
+BARRIER = re.compile(r"__sync(threads|warp)\(\);")
+
+
+def barriers(file: str) -> list[int]:
+    """The lines of a file of kernels that hold one."""
+    text = (KERNELS / file).read_text("utf-8").splitlines()
+    return [number for number, line in enumerate(text, 1) if BARRIER.search(line)]
 
 
 @dataclass(frozen=True)

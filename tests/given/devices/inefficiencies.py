@@ -64,8 +64,8 @@ ASKED = {
     ),
     "every warp rounds all of x": (
         "packed_few.cu",
-        "for (int eight = 2 * warp; eight < N * eights; eight += 2 * warps) {",
-        "for (int eight = 0; eight < N * eights; eight += 2) {",
+        "for (int eight = 2 * warp; eight < (int)rows * eights; eight += 2 * warps) {",
+        "for (int eight = 0; eight < (int)rows * eights; eight += 2) {",
         VECTOR,
     ),
     "codes of entries in the same banks": ("packed.cu", "(i ^ (entry & 7))", "i", PACKED),

@@ -1,0 +1,162 @@
+"""Mistakes planted in kernels that only chains launch: each is found by the emulation, or by results that differ from
+those of the instructions one by one; and their accesses are in an order that their barriers make."""
+
+from __future__ import annotations
+
+import pytest
+
+from hocket.backends.cupy.backend import DriverBackend
+from hocket.backends.cupy.emulation.order import disorder
+from hocket.backends.cupy.emulation.ordered import OrderedBackend, OrderedDriver
+
+from ...given.devices.chains import CHAINS, ran, same
+from ...given.devices.emulation import barriers, is_found, needs_compiler
+
+pytestmark = needs_compiler
+
+
+def is_right(name: str, backend: DriverBackend) -> bool:
+    chain = CHAINS[name]
+    try:
+        same(ran(chain.graph(False), True, backend=backend), ran(chain.graph(False), False), chain.near)
+    except AssertionError:
+        return False
+    return True
+
+
+ROUTER, BIASED, SCALED = "router", "router with a bias", "router of shares as they are"
+PACKED, GATED, FLOAT = "answers, packed", "answers, packed, and a gated one", "answers, float, and a gated one"
+UNITS, FLOAT_UNITS = "unit of all experts, packed", "unit of all experts, float"
+MANY, HEADS, TURNED = "answers of many, float", "heads of attention to halves", "turned heads of attention"
+PLANTS = {
+    "the sum is that of one lane": ("routing.cu", "sum = warp_sum(sum);", "", ROUTER),
+    "the chosen stay to be chosen": ("routing.cu", "if (item[i] == first) item[i] = LAST;", "", ROUTER),
+    "what is beyond the experts is chosen": ("routing.cu", "number < experts ? item_of(", "true ? item_of(", BIASED),
+    "the bias counts for shares": (
+        "routing.cu",
+        "made[number] = x[i];",
+        "made[number] = x[i] += a.bias[number];",
+        BIASED,
+    ),
+    "the bias of the lane": ("routing.cu", "x[i] + a.bias[number]", "x[i] + a.bias[lane]", BIASED),
+    "a sum is not limited": ("routing.cu", "sum < (float)a.least ? (float)a.least : ", "", ROUTER),
+    "shares are not scaled": ("routing.cu", "share * (float)a.factor + (float)a.shift", "share", SCALED),
+    "shares of another token": ("routes.cuh", "shares[token * used + entry]", "shares[entry]", PACKED),
+    "the other expert counts in full": (
+        "routes.cuh",
+        "return gate ? logistic(",
+        "return gate ? 1.0f + 0.0f * (",
+        GATED,
+    ),
+    "the other expert is forgotten": ("routes.cuh", "(int)used + (x ? 1 : 0)", "(int)used", GATED),
+    "x of the first entry": ("packed_few.cu", "skipped = own_entry * padded;", "skipped = 0;", PACKED),
+    "x of entries overlap": ("packed_few.cu", "padded = (most * P::CHUNK + 7) / 8 * 8", "padded = most", GATED),
+    "the expert of the first entry": (
+        "packed_few.cu",
+        "matrix_of(entry * used + own_entry)",
+        "matrix_of(entry * used)",
+        PACKED,
+    ),
+    "the other expert's weights are those of the chosen": (
+        "packed_few.cu",
+        "SUMS ? own_entry >= used :",
+        "SUMS ? 0 :",
+        GATED,
+    ),
+    "one of the entries is left out": (
+        "packed_few.cu",
+        "for (int k = 1; k < joined; k++) result",
+        "for (int k = 2; k < joined; k++) result",
+        PACKED,
+    ),
+    "the other expert's rows are those of the first token": (
+        "packed_few.cu",
+        "a.summed.x + entry * a.summed.x_step",
+        "a.summed.x",
+        GATED,
+    ),
+    "the other expert's unit has the rows of a slot": (
+        "packed_few.cu",
+        "a.used == 1 || is_other ?",
+        "a.used == 1 ?",
+        UNITS,
+    ),
+    "the other expert's unit has the weights of the chosen": (
+        "packed_few.cu",
+        "at.which + (is_other ? 2 : 0)];\n            unit",
+        "at.which];\n            unit",
+        UNITS,
+    ),
+    "the other expert's unit is written over that of the chosen": (
+        "packed_few.cu",
+        "made = a.product[at.which + (is_other ? 2 : 0)]",
+        "made = a.product[at.which]",
+        UNITS,
+    ),
+    "the other expert has the first one's weights": (
+        "dense.cu",
+        "p = a.product[chosen ? 0 : 1];",
+        "p = a.product[0];",
+        FLOAT,
+    ),
+    "a warp's last entry alone": (
+        "dense.cu",
+        "result[r] = fmaf(share, warp_sum(sum[r][0]), result[r])",
+        "result[r] = share * warp_sum(sum[r][0])",
+        MANY,
+    ),
+    "warps do not wait for each other": (
+        "dense.cu",
+        "    __syncthreads();\n    if (threadIdx.x >= OWN",
+        "    if (threadIdx.x >= OWN",
+        FLOAT,
+    ),
+    "the other expert's unit has the chosen ones' weights": (
+        "dense.cu",
+        "int which = is_other ? 2 : 0;",
+        "int which = 0;",
+        FLOAT_UNITS,
+    ),
+    "keys take the place of values": (
+        "rotary.cu",
+        "place(a.value, blockIdx.x - a.values",
+        "place(a.key, blockIdx.x - a.values",
+        HEADS,
+    ),
+    "queries are those of keys": ("rotary.cu", "if (blockIdx.x < a.keys)", "if (blockIdx.x < a.keys - 1)", TURNED),
+}
+
+
+@pytest.mark.long(every=6)
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_mistake_in_a_chain_is_found(name):
+    file, old, new, chain = PLANTS[name]
+    assert is_found(file, old, new, lambda backend: is_right(chain, backend))
+
+
+REACHED = {"routing.cu": {ROUTER: (0,)}, "dense.cu": {FLOAT: (0,)}, "rotary.cu": {HEADS: (0,)}}
+"""For each file: its barriers, by number, that a chain reaches."""
+BARRIERS = [(file, n, chain) for file, chains in REACHED.items() for chain, numbers in chains.items() for n in numbers]
+
+
+def disorders(chain: str, dropped: tuple[str, int] = ("", 0)) -> list[str]:
+    driver = OrderedDriver(dropped)
+    ran(CHAINS[chain].graph(False), True, backend=OrderedBackend(driver))
+    return disorder(driver.taken(), driver.memory)
+
+
+@pytest.mark.long(every=3)
+@pytest.mark.parametrize("chain", [ROUTER, PACKED, FLOAT, UNITS, HEADS])
+def test_accesses_of_a_chain_are_in_order(chain):
+    assert disorders(chain) == []
+
+
+@pytest.mark.long(every=3)
+@pytest.mark.parametrize(("file", "number", "chain"), BARRIERS)
+def test_a_barrier_of_a_chain_that_is_dropped_is_missed(file, number, chain):
+    assert disorders(chain, (file, barriers(file)[number]))
+
+
+@pytest.mark.parametrize("file", REACHED)
+def test_every_barrier_of_a_file_of_chains_is_reached(file):
+    assert {n for name, n, _ in BARRIERS if name == file} == set(range(len(barriers(file))))

@@ -1,0 +1,278 @@
+"""Graphs of chains that CUDA devices run in one launch, and runs of them: chains, or instructions one by one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from hocket import ops
+from hocket.backends.cupy.backend import DriverBackend
+from hocket.backends.cupy.binding import programs
+from hocket.backends.cupy.device.driver import Launch
+from hocket.backends.cupy.emulation.emulated import EmulatedDriver
+from hocket.graph import DType, Graph, Value, input, state, weight
+from hocket.scheduler import load, plan_for
+
+from ..random_rows import random_rows
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A graph of one chain; `forbidden` is one in which something else reads what only the chain should."""
+
+    graph: Callable[[bool], Graph]
+    launches: tuple[int, int]
+    """Fused, and one by one."""
+    near: float = 0.0
+    """The relative error against one by one; the same bits if it is 0."""
+    forbids: bool = True
+
+
+def both(y: Value, also: Value, forbidden: bool, updates: dict[Value, Value] | None = None) -> Graph:
+    return Graph({"y": y, **({"also": ops.neg(also)} if forbidden else {})}, updates or {})
+
+
+def norm(forbidden: bool) -> Graph:
+    inner = ops.rms_norm(input("x", (3, 70)), eps=1e-6)
+    return both(ops.mul(inner, weight("w", (70,))), inner, forbidden)
+
+
+def sum_and_norm(forbidden: bool) -> Graph:
+    total = ops.add(input("x", (3, 70)), input("z", (3, 70)))
+    inner = ops.rms_norm(total, eps=1e-6)
+    normed = ops.mul(inner, weight("w", (70,)))
+    return both(ops.sub(total, ops.scale(normed, scale=2.0)), inner, forbidden)
+
+
+def gated_norm(forbidden: bool) -> Graph:
+    inner = ops.rms_norm(input("x", (1, 2, 3, 64)), eps=1e-6)
+    gate = ops.silu(ops.reshape(input("z", (2, 192)), shape=(1, 2, 3, 64)))
+    return both(ops.mul(ops.mul(inner, weight("w", (64,))), gate), gate, forbidden)
+
+
+def times(activation: Callable[[Value], Value]) -> Callable[[bool], Graph]:
+    def graph(forbidden: bool) -> Graph:
+        gate = activation(ops.slice_(input("z", (3, 40)), axis=-1, start=20, stop=40))
+        return both(ops.mul(input("x", (3, 20)), gate), gate, forbidden)
+
+    return graph
+
+
+def unit(join: Callable[[Value, Value], Value], dtype: DType) -> Callable[[bool], Graph]:
+    def graph(forbidden: bool) -> Graph:
+        x = input("x", (2, 128))
+        gate, up = (ops.mul_mat(weight(n, (70, 128), dtype), x) for n in ("gate", "up"))
+        return both(join(gate, up), up, forbidden)
+
+    return graph
+
+
+def products(dtype: DType) -> Callable[[bool], Graph]:
+    def graph(forbidden: bool) -> Graph:
+        x = ops.scale(input("x", (1, 128)), scale=2.0)
+        q, k, v = (ops.mul_mat(weight(n, (rows, 128), dtype), x) for n, rows in (("q", 70), ("k", 32), ("v", 100)))
+        return Graph({"q": q, "k": k, "v": v})
+
+    return graph
+
+
+def chosen(k: int, scores: Value) -> Value:
+    return ops.top_k(ops.reshape(scores, shape=(scores.shape[0], scores.shape[-1])), k=k)
+
+
+def router(
+    gating: Callable[[Value], Value], biased: bool = False, normalised: bool = True, count: int = 70
+) -> Callable[[bool], Graph]:
+    def graph(forbidden: bool) -> Graph:
+        shares = gating(input("x", (3, 1, count)))
+        ids = chosen(5, ops.add(shares, weight("b", (count,))) if biased else shares)
+        taken = ops.reshape(ops.get_rows(ops.reshape(shares, shape=(3, count, 1)), ids), shape=(3, 1, 5))
+        if normalised:
+            taken = ops.div(taken, ops.clamp(ops.sum_rows(taken), min=0.25, max=float("inf")))
+        else:
+            taken = ops.scale(taken, scale=2.5)
+        return Graph({"ids": ids, "shares": taken, **({"also": ops.neg(shares)} if forbidden else {})})
+
+    return graph
+
+
+def experts(dtype: DType) -> Callable[[bool], Graph]:
+    """Two tokens, each to three of twelve."""
+
+    def graph(forbidden: bool) -> Graph:
+        x, ids = input("x", (2, 1, 128)), chosen(3, input("scores", (2, 12)))
+        gate, up = (ops.mul_mat_id(weight(n, (12, 40, 128), dtype), x, ids) for n in ("gate", "up"))
+        return both(ops.swiglu(gate, up), up, forbidden)
+
+    return graph
+
+
+def all_experts(dtype: DType) -> Callable[[bool], Graph]:
+    """The units of two experts of twelve, and of one that both tokens have."""
+
+    def graph(forbidden: bool) -> Graph:
+        x, ids = ops.scale(input("x", (2, 160)), scale=2.0), chosen(2, input("scores", (2, 12)))
+        row = ops.reshape(x, shape=(2, 1, 160))
+        y = ops.swiglu(*(ops.mul_mat_id(weight(n, (12, 40, 160), dtype), row, ids) for n in ("gate", "up")))
+        gate, up = (ops.mul_mat(weight(n, (40, 160), dtype), x) for n in ("shared_gate", "shared_up"))
+        return Graph({"y": y, "z": ops.swiglu(gate, up), **({"also": ops.neg(up)} if forbidden else {})})
+
+    return graph
+
+
+def answers(dtype: DType, other: str = "", columns: int = 128, used: int = 3) -> Callable[[bool], Graph]:
+    """Two tokens of many experts, and perhaps another one that is added as it is, or gated."""
+    count = 4 * used
+
+    def graph(forbidden: bool) -> Graph:
+        x, ids = input("x", (2, used, columns)), chosen(used, input("scores", (2, count)))
+        y = ops.mul_mat_id(weight("down", (count, 40, columns), dtype), x, ids)
+        inner = ops.reshape(ops.mul_mat(ops.transpose(y), input("shares", (2, 1, used))), shape=(2, 40))
+        if other:
+            more = ops.mul_mat(weight("shared", (40, columns), dtype), input("z", (2, columns)))
+            if other == "gated":
+                more = ops.mul(more, ops.sigmoid(input("gate", (2, 1))))
+            return both(ops.add(inner, more), inner, forbidden)
+        return both(inner, y, forbidden)
+
+    return graph
+
+
+def placed(tokens: int, normed: bool, stored: bool, mode: str = "neox", dtype: str = "f32") -> Callable[[bool], Graph]:
+    """Heads through norm and RoPE, perhaps into a cache."""
+
+    def graph(forbidden: bool) -> Graph:
+        x = input("x", (1, tokens, 2, 24))
+        inner = ops.mul(ops.rms_norm(x, eps=1e-6), weight("w", (24,))) if normed else ops.neg(x)
+        turned = ops.rope(inner, input("pos", (1, tokens), "i32"), n_dims=16, mode=mode, offset=4)
+        if not stored:
+            return both(turned, inner, forbidden)
+        cache = state("cache", (9, 48), dtype)
+        new = ops.set_rows(cache, ops.reshape(turned, shape=(tokens, 48)), input("ids", (tokens,), "i32"), name="new")
+        read = new if dtype == "f32" else ops.cast(new, dtype="f32")
+        return both(ops.neg(read), turned if forbidden else inner, forbidden, {cache: new})
+
+    return graph
+
+
+def attending(tokens: int, normed: bool, dtype: str) -> Callable[[bool], Graph]:
+    """Queries and keys through norm and RoPE, keys and values into caches, all of them to attention."""
+
+    def graph(forbidden: bool) -> Graph:
+        positions, ids = input("pos", (1, tokens), "i32"), input("ids", (tokens,), "i32")
+
+        def turned(name: str, heads: int) -> Value:
+            x = input(name, (1, tokens, heads, 24))
+            x = ops.mul(ops.rms_norm(x, eps=1e-6), weight(f"{name}_w", (24,))) if normed else ops.neg(x)
+            return ops.rope(x, positions, n_dims=16)
+
+        def kept(name: str, y: Value) -> Value:
+            cache = state(name, (9, 48), dtype)
+            caches[cache] = new = ops.set_rows(cache, ops.reshape(y, shape=(tokens, 48)), ids, name=f"new_{name}")
+            return ops.reshape(new, shape=(1, 9, 2, 24))
+
+        caches: dict[Value, Value] = {}
+        q, k, v = turned("q", 4), turned("k", 2), ops.neg(input("v", (1, tokens, 2, 24)))
+        y = ops.attention(q, kept("keys", k), kept("values", v), scale=0.2)
+        return both(y, k, forbidden, caches)
+
+    return graph
+
+
+def row(forbidden: bool) -> Graph:
+    cache = state("cache", (9, 48))
+    new = ops.set_rows(cache, input("x", (1, 48)), input("ids", (1,), "i32"), name="new")
+    return Graph({"y": ops.neg(new)}, {cache: new})
+
+
+CHAINS = {
+    "norm and factor": Chain(norm, (1, 2)),
+    "sum, norm and factor": Chain(sum_and_norm, (3, 5)),
+    "gated norm": Chain(gated_norm, (1, 4), near=1e-6),
+    "times sigmoid": Chain(times(ops.sigmoid), (1, 2)),
+    "times silu": Chain(times(ops.silu), (1, 2)),
+    "gated unit, packed": Chain(unit(ops.swiglu, DType.Q4_0), (1, 3)),
+    "gated unit, float": Chain(unit(ops.geglu, DType.F32), (1, 3)),
+    "products, packed": Chain(products(DType.Q4_0), (2, 4), forbids=False),
+    "products, float": Chain(products(DType.F32), (2, 4), forbids=False),
+    "router": Chain(router(ops.softmax), (1, 6), near=1e-6),
+    "router of many": Chain(router(ops.softmax, count=600), (1, 6), near=1e-6),
+    "router with a bias": Chain(router(ops.sigmoid, biased=True), (1, 7), near=1e-6),
+    "router of shares as they are": Chain(router(ops.sigmoid, normalised=False), (1, 4), near=1e-6),
+    "unit of experts, packed": Chain(experts(DType.Q4_0), (2, 4)),
+    "unit of experts, float": Chain(experts(DType.F32), (2, 4)),
+    "unit of all experts, packed": Chain(all_experts(DType.Q4_0), (3, 8), near=1e-5),
+    "unit of all experts, float": Chain(all_experts(DType.F16), (3, 8), near=1e-5),
+    "answers, packed": Chain(answers(DType.Q4_0), (2, 3), near=1e-5),
+    "answers, packed, and another": Chain(answers(DType.Q4_K, "plain", 768, 2), (2, 5), near=1e-4),
+    "answers, packed, and a gated one": Chain(answers(DType.Q5_1, "gated", 160), (2, 7), near=1e-5),
+    "answers, float, and a gated one": Chain(answers(DType.BF16, "gated", 100), (2, 7), near=1e-5),
+    "answers of many, float": Chain(answers(DType.F32, used=14), (2, 3), near=1e-5),
+    "heads": Chain(placed(3, True, False), (1, 3)),
+    "heads of neighbours": Chain(placed(3, True, False, "normal"), (1, 3)),
+    "heads into a cache": Chain(placed(3, True, True), (3, 6)),
+    "a head into a cache": Chain(placed(1, True, True), (2, 6)),
+    "turned heads into a cache": Chain(placed(1, False, True), (3, 5)),
+    "heads into a cache of halves": Chain(placed(3, True, True, dtype="f16"), (4, 7)),
+    "a head into a cache of halves": Chain(placed(1, True, True, dtype="bf16"), (3, 7)),
+    "heads of attention": Chain(attending(3, True, "f32"), (5, 12)),
+    "heads of attention to halves": Chain(attending(1, True, "f16"), (3, 12)),
+    "turned heads of attention": Chain(attending(1, False, "bf16"), (5, 10)),
+    "a row": Chain(row, (2, 3), forbids=False),
+}
+
+
+class Watched(EmulatedDriver):
+    """Remembers what is recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[Launch] = []
+
+    def record(self, launches, on):
+        self.launches += launches
+        return super().record(launches, on)
+
+
+@dataclass
+class Ran:
+    outputs: list[dict[str, np.ndarray]] = field(default_factory=list)
+    states: list[np.ndarray] = field(default_factory=list)
+    launches: int = 0
+
+
+def ran(graph: Graph, fused: bool, devices: int = 1, backend: DriverBackend | None = None) -> Ran:
+    """Three runs of a graph with the same numbers, however it is bound."""
+    rng, outcome, driver = np.random.default_rng(3), Ran(), Watched()
+    backend = backend or DriverBackend(driver)
+    weights = {}
+    for w in graph.weights:
+        *leading, columns = w.shape
+        rows = math.prod(leading)
+        raw = random_rows(w.dtype, rows, columns, rng) if w.dtype.is_quantised else rng.standard_normal(w.shape)
+        weights[w.node.name] = raw if w.dtype.is_quantised else raw.astype(np.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        if not fused:
+            patch.setattr(programs, "FUSED", {})
+        group = [(backend, backend.device(i)) for i in range(devices)]
+        run = load(plan_for(graph, group, split_mode="tensor" if devices > 1 else "auto"), weights)
+    for _ in range(3):
+        given = {
+            v.node.name: rng.permutation(9)[: v.spec.size].reshape(v.shape) if v.dtype is DType.I32
+            else rng.standard_normal(v.shape).astype(np.float32)
+            for v in graph.inputs
+        }  # fmt: skip
+        outcome.outputs.append(run.run(given))
+        outcome.states.append(np.concatenate([np.asarray(run.store.state(s.node.name)) for s in graph.states] or [[]]))
+    outcome.launches = len(driver.launches)
+    return outcome
+
+
+def same(one: Ran, other: Ran, near: float) -> None:
+    numbers = [*((o[k], p[k]) for o, p in zip(one.outputs, other.outputs, strict=True) for k in o)]
+    for got, want in [*numbers, *zip(one.states, other.states, strict=True)]:
+        np.testing.assert_allclose(got, want, rtol=near, atol=near)
