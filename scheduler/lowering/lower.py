@@ -169,7 +169,7 @@ class _Lowering:
         if self.runs is not None:  # any run may be the last that reads it
             behind = bisect_left(self.run_at, self.run_at[-1])
             for value, last in last_read.items():
-                if self.runs.lasts(value.node) and BEFORE < self.run_at[last] and last < behind:
+                if self.runs.lasts(value.node) and self.run_at[last] > BEFORE and last < behind:
                     last_read[value] = behind - 1
         for value in (*self.graph.outputs.values(), *self.order.copied.values()):
             last_read[self.views[value].base] = end
