@@ -85,7 +85,7 @@ def test_instructions_of_a_chain_share_its_launch(tmp_path):
     assert dear.cost.total - plan.cost.total == pytest.approx(len(lane.calls) * 1e-3)
 
 
-@pytest.mark.parametrize(("layers", "devices"), [(4, 2), pytest.param(48, 8, marks=pytest.mark.long())])
+@pytest.mark.parametrize(("layers", "devices"), [(8, 2), pytest.param(48, 8, marks=pytest.mark.long())])
 def test_devices_that_do_not_help_are_left_free_and_the_first_line_says_so(tmp_path, layers, devices):
     """One token of a mixture of experts waits for launches, which no cut makes fewer."""
     graph, _ = step_graph(qwen_80b(tmp_path / "model.gguf", layers=layers), context=1024, tokens=1)
