@@ -86,8 +86,17 @@ __device__ __forceinline__ void finish(float *stage, int count, float g, float b
     }
 }
 
+// Blocks of a multiprocessor: with seven of them kernels of several rows spill registers on sm_120.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int SEVERAL_ROWS = 5;
+#else
+constexpr int SEVERAL_ROWS = 7;
+#endif
+constexpr int blocks_of(int keys, bool channels, int rows) {
+    return keys > 128 ? 4 : !channels ? 6 : rows == 1 ? 7 : SEVERAL_ROWS;
+}
 template <int D, bool CHANNELS, bool WHOLE, int LANES, int ROWS>
-__global__ void __launch_bounds__(THREADS, D > 128 ? 4 : CHANNELS ? (ROWS == 1 ? 7 : 5) : 6) delta_net(const __grid_constant__ DeltaNet a) {
+__global__ void __launch_bounds__(THREADS, blocks_of(D, CHANNELS, ROWS)) delta_net(const __grid_constant__ DeltaNet a) {
     constexpr int QUADS = D / LANES / 4, WARP_ROWS = 32 / LANES * ROWS, BLOCK_ROWS = THREADS / 32 * WARP_ROWS;
     using T = Token<D, CHANNELS, BLOCK_ROWS>;
     static_assert(QUADS * LANES * 4 == D && ROWS <= LANES, "a lane holds whole quads and stores at most one output");

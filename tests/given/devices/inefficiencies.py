@@ -233,8 +233,13 @@ COMPILED = {
 narrower loads, fewer tensor cores, longer loops, more registers, or some that are spilled."""
 
 OF_QWEN = (
-    *("_gated_unit", "_of_the_same_rows", "_normed_heads", "_stored_row", "_sum_norm_and_factor", "_norm_and_factor"),
+    *("_gated_unit", "_of_the_same_rows", "_sum_norm_and_factor", "_norm_and_factor"),
     *("_delta_inputs", "_gated_norm", "_with_save", "_times_sigmoid"),
 )
-LAUNCHED = {"qwen35": (53, OF_QWEN), "llama": (30, ("_turned_heads",))}
+LAUNCHED = {
+    "qwen35": (34, OF_QWEN),
+    "qwen3next": (40, ("_route", "_unit_of_all_experts", "_sum_with_other", "_heads_of_attention")),
+    "qwen3moe": (27, ("_route", "_unit_of_experts", "_sum_of_experts")),
+    "llama": (23, ("_gated_unit", "_heads_of_attention", "_norm_and_factor")),
+}
 """By model: the launches of a decoded token, and the chains of which each saves some of them."""
