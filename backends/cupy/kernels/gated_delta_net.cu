@@ -86,14 +86,9 @@ __device__ __forceinline__ void finish(float *stage, int count, float g, float b
     }
 }
 
-// Blocks of a multiprocessor: with seven of them kernels of several rows spill registers on sm_120.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-constexpr int SEVERAL_ROWS = 5;
-#else
-constexpr int SEVERAL_ROWS = 7;
-#endif
+// Of a multiprocessor: with six or seven of them kernels of several rows spill registers.
 constexpr int blocks_of(int keys, bool channels, int rows) {
-    return keys > 128 ? 4 : !channels ? 6 : rows == 1 ? 7 : SEVERAL_ROWS;
+    return keys > 128 ? 4 : !channels ? 6 : rows == 1 ? 7 : 5;
 }
 template <int D, bool CHANNELS, bool WHOLE, int LANES, int ROWS>
 __global__ void __launch_bounds__(THREADS, blocks_of(D, CHANNELS, ROWS)) delta_net(const __grid_constant__ DeltaNet a) {
