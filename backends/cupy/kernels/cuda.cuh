@@ -1,6 +1,13 @@
 // The instructions that C++ has no word for: inline PTX on a device of CUDA, the emulation's version elsewhere.  hip.cuh has
 // the same functions for devices of AMD; no other file has inline assembly, or asks what it is compiled for.
 
+// Whether kernels that fill their registers spill some where they do not on others: they ask for fewer blocks then.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr bool SPILLS_SOONER = true;
+#else
+constexpr bool SPILLS_SOONER = false;
+#endif
+
 // ----------------------------------------------------------------------------------------------------- conversions
 
 __device__ __forceinline__ float half_to_float(u16 bits) {

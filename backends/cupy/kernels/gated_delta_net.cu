@@ -86,9 +86,9 @@ __device__ __forceinline__ void finish(float *stage, int count, float g, float b
     }
 }
 
-// Of a multiprocessor: with six or seven of them kernels of several rows spill registers.
+// Of a multiprocessor.
 constexpr int blocks_of(int keys, bool channels, int rows) {
-    return keys > 128 ? 4 : !channels ? 6 : rows == 1 ? 7 : 5;
+    return keys > 128 ? 4 : !channels ? 6 : rows > 1 && SPILLS_SOONER ? 5 : 7;
 }
 template <int D, bool CHANNELS, bool WHOLE, int LANES, int ROWS>
 __global__ void __launch_bounds__(THREADS, blocks_of(D, CHANNELS, ROWS)) delta_net(const __grid_constant__ DeltaNet a) {

@@ -11,6 +11,8 @@
 #define __grid_constant__
 #endif
 
+constexpr bool SPILLS_SOONER = false;
+
 // ------------------------------------------------------------------------------------------------------------ warps
 
 namespace hip {
@@ -26,6 +28,7 @@ template <u32 mask> __device__ __forceinline__ u32 votes(bool yes) {  // of this
 #define __shfl_xor_sync(mask, x, by) hip::from_xor<mask>(x, by)
 #define __shfl_up_sync(mask, x, by) hip::from_below<mask>(x, by)
 #define __ballot_sync(mask, yes) hip::votes<mask>(yes)
+#define __any_sync(mask, yes) (hip::votes<mask>(yes) != 0)
 #define __all_sync(mask, yes) (hip::votes<mask>(yes) == ALL_LANES)
 // Lanes go on together anyway; what they wrote before is there for all of them.
 #define __syncwarp()                                      \
