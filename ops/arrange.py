@@ -241,6 +241,7 @@ _REGION_ERRORS = (
     inplace="a",
     infer=_region,
     links=_region_links,
+    flops=lambda **_: 0,
     traffic=_region_traffic,
     samples=tuple(case.format(x=x) for case in _REGIONS for x in ("f32", "f16", "i32")),
     errors=_REGION_ERRORS,

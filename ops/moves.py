@@ -48,6 +48,7 @@ def get_rows(table: Array, ids: Array) -> Array:
     "into[..., *r, d]: written, rows[..., *k, d]: float, ids[/..., *k]: index -> [..., r, d]",
     inplace="into",
     overwrites=("ids", -2),
+    flops=lambda k, d, **_: k * d,
     traffic=lambda sources, results, attrs: 2 * (sources[1].nbytes if sources[1] else 0),
     ranges={"ids": Range(0, "r", distinct=True)},
     samples=(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from statistics import median
+from threading import Barrier
 
 import numpy as np
 
@@ -17,47 +19,88 @@ from .running.executor import Executor
 from .running.store import Store
 from .speeds import Speeds
 
-KINDS = (DType.Q4_0, DType.Q4_1, DType.Q4_K, DType.Q6_K, DType.Q8_0, DType.F16, DType.F32)
+KINDS = (
+    *(DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1, DType.Q8_0, DType.Q2_K, DType.Q3_K, DType.Q4_K, DType.Q5_K),
+    *(DType.Q6_K, DType.IQ4_NL, DType.IQ4_XS, DType.MXFP4, DType.F16, DType.BF16, DType.F32),
+)
 """Dtypes of weights that are measured."""
 WIDTH, READ, ROWS, PRODUCTS = 2048, 64 << 20, 256, 2
-"""Weights are square; so many bytes of them, more than caches hold, are read with a vector, and so many of them with so
-many rows, as of a prompt."""
+"""Weights are square; so many bytes of each dtype are read with a vector, in all more than caches hold, and so many
+weights with so many rows, as of a prompt."""
 SHORT, LONG, STEPS = 64, 1 << 18, 384
 """Numbers of a value whose step is all launch, and of one whose message is all bandwidth; steps of a chain."""
-REPEATS = 11
+ROUNDS = 11
+BYTE = 0x21
+"""Of all weights: memory that is written has pages of its own, and no number is NaN."""
 Group = Sequence[tuple[Backend, Device]]
 Clock = Callable[[Sequence[Executor]], float]
 
 
 def seconds_of(runs: Sequence[Executor]) -> float:
-    """Seconds in which all have run, side by side, at best: what disturbs a run makes it slower."""
-    seconds = []
+    """Seconds in which all have run once, side by side."""
+    ready = Barrier(len(runs))
+
+    def run(one: Executor) -> tuple[float, float]:
+        ready.wait()
+        start = time.perf_counter()
+        one.replay()
+        return start, time.perf_counter()
+
     with ThreadPoolExecutor(len(runs)) as pool:
-        for _ in range(1 + REPEATS):
-            start = time.perf_counter()
-            list(pool.map(Executor.replay, runs))
-            seconds.append(time.perf_counter() - start)
-    return min(seconds[1:])
+        starts, ends = zip(*pool.map(run, runs), strict=True)
+    return max(ends) - min(starts)
 
 
-def speeds_of(group: Group, clock: Clock = seconds_of, kinds: Sequence[DType] = KINDS) -> Speeds:
+def speeds_of(
+    group: Group, clock: Clock = seconds_of, kinds: Sequence[DType] = KINDS, rounds: int = 1 + ROUNDS
+) -> Speeds:
     """The speeds of devices, all at work at once; of the link between the first two if there are two."""
-    steps = [one_by_one(chain(SHORT), group, at) for at in range(len(group))]
-    launch = clock(steps) / sum(steps[0].plan.lanes[0].launches())
-    bandwidth, flops = {}, {}
-    for kind in kinds:
-        spec = weight("w", (WIDTH, WIDTH), kind).spec
-        read = [one_by_one(products(kind, READ // spec.nbytes, 1), group, at) for at in range(len(group))]
-        rows = [one_by_one(products(kind, PRODUCTS, ROWS), group, at) for at in range(len(group))]
-        bandwidth[str(kind)] = _nbytes(read[0].plan) / _beyond(clock(read), read[0].plan, launch)
-        flops[str(kind)] = rows[0].plan.flops() / _beyond(clock(rows), rows[0].plan, launch)
-    seen = [one_by_one(attended(), group, at) for at in range(len(group))]
-    plain = seen[0].plan.flops() / _beyond(clock(seen), seen[0].plan, launch)
-    if len(group) == 1:
-        return Speeds(bandwidth, flops, launch, plain_flops=plain)
-    latency, each = (message(group[:2], length, clock) for length in (SHORT, LONG))
-    moved = 4 * (LONG - SHORT)
-    return Speeds(bandwidth, flops, launch, moved / max(each - latency, moved / 1e13), latency, plain)
+    probes = Probes(group, kinds)
+    return probes.speeds([probes.seconds(clock) for _ in range(rounds)][rounds > 1 :])
+
+
+class Probes:
+    """Runs whose seconds say how fast devices are.
+
+    A round runs each of them once, one after the other.  So what disturbs for a while meets all of them, and the
+    weights of one have left the caches before it runs again.
+    """
+
+    def __init__(self, group: Group, kinds: Sequence[DType] = KINDS) -> None:
+        self.kinds = kinds
+        graphs = {"launches": chain(SHORT), "attention": attended()}
+        for kind in kinds:
+            graphs[f"read {kind}"] = products(kind, READ // weight("w", (WIDTH, WIDTH), kind).spec.nbytes, 1)
+            graphs[f"rows {kind}"] = products(kind, PRODUCTS, ROWS)
+        self.runs = {name: [bound(plan_for(graph, [one])) for one in group] for name, graph in graphs.items()}
+        self.is_linked = len(group) > 1
+        if self.is_linked:
+            place = tuple((rf"{letter}\..*", str(device)) for letter, (_, device) in zip("ab", group, strict=False))
+            for length in (SHORT, LONG):
+                self.runs[f"there {length}"] = [bound(plan_for(chain(length), group[:2], place=place))]
+                self.runs[f"here {length}"] = [bound(plan_for(chain(length), group[:1]))]
+
+    def seconds(self, clock: Clock = seconds_of) -> dict[str, float]:
+        """One round: the seconds of each run."""
+        return {name: clock(runs) for name, runs in self.runs.items()}
+
+    def speeds(self, rounds: Sequence[Mapping[str, float]]) -> Speeds:
+        """What the median of rounds says."""
+        seconds = {name: median(each[name] for each in rounds) for name in self.runs}
+        plans = {name: runs[0].plan for name, runs in self.runs.items()}
+        launch = seconds["launches"] / sum(plans["launches"].lanes[0].launches())
+        beyond = {name: _beyond(seconds[name], plan, launch) for name, plan in plans.items()}
+        bandwidth = {str(kind): _nbytes(plans[f"read {kind}"]) / beyond[f"read {kind}"] for kind in self.kinds}
+        flops = {str(kind): plans[f"rows {kind}"].flops() / beyond[f"rows {kind}"] for kind in self.kinds}
+        plain = plans["attention"].flops() / beyond["attention"]
+        if not self.is_linked:
+            return Speeds(bandwidth, flops, launch, plain_flops=plain)
+        latency, each = (
+            max(0.0, seconds[f"there {n}"] - seconds[f"here {n}"]) / max(1, plans[f"there {n}"].cost.meetings)
+            for n in (SHORT, LONG)
+        )
+        moved = 4 * (LONG - SHORT)
+        return Speeds(bandwidth, flops, launch, moved / max(each - latency, moved / 1e13), latency, plain)
 
 
 def chain(length: int) -> Graph:
@@ -85,25 +128,13 @@ def attended() -> Graph:
     return Graph({f"y{n}": attention(q, k, v, mask, scale=0.125 + n / 8) for n in range(PRODUCTS)})
 
 
-def message(group: Group, length: int, clock: Clock) -> float:
-    """Seconds in which a value of so many numbers gets from one device to the other, beside the steps themselves."""
-    graph, (a, b) = chain(length), (str(device) for _, device in group)
-    there = bound(plan_for(graph, group, place=((r"a\..*", a), (r"b\..*", b))))
-    return max(0.0, clock([there]) - clock([one_by_one(graph, group, 0)])) / max(1, there.plan.cost.meetings)
-
-
-def one_by_one(graph: Graph, group: Group, at: int) -> Executor:
-    """The graph on one device of the group."""
-    return bound(plan_for(graph, [group[at]]))
-
-
 def bound(plan: Plan) -> Executor:
-    """A plan with weights of zeros, and inputs of zeros."""
+    """A plan with weights of equal bytes, and inputs of zeros."""
     store = Store(plan.group)
     for v in plan.graph.weights:
         dtype = v.dtype
         row = v.shape[-1] // dtype.block * dtype.block_bytes
-        data = np.zeros((*v.shape[:-1], row), np.uint8) if dtype.is_quantised else np.zeros(v.shape, dtype.storage)
+        data = np.full((*v.shape[:-1], row), BYTE, np.uint8) if dtype.is_quantised else np.ones(v.shape, dtype.storage)
         store.bind(v.node.name, data, v.spec, plan.leaves[v.node.name])
     executor = Executor(plan, store)
     executor.bind({v.node.name: np.zeros(v.shape, v.dtype.storage) for v in plan.graph.inputs})

@@ -1,0 +1,120 @@
+"""Predicted against measured times of models on a CPU, while the speeds of the machine are measured again and again.
+
+    python benchmarks/predicted_times.py MODEL.gguf [...] [--save STEM]
+
+A turn measures the machine once, as `hocket calibrate` does many times, and then runs each model once; a round is
+some turns, of which the medians count.  So prediction and run have seen the same machine, which on a shared host is
+another one a minute later.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+from results_file import circumstances, one_line, save, table
+
+from hocket.frontends.devices import ONE_DEVICE
+from hocket.frontends.measuring import random_tokens, step_behind_context
+from hocket.frontends.open import open_model, open_session
+from hocket.frontends.session import Session
+from hocket.scheduler import Plan, plan_for
+from hocket.scheduler.calibrating import Probes
+from hocket.scheduler.speeds import Speeds
+
+HEAD = ("model", "tokens of a run", "predicted", "measured", "error", "errors of the rounds")
+TURNS, PROBES = 3, 5
+
+
+@dataclass
+class Run:
+    """So many tokens of a model, as the last of a context."""
+
+    name: str
+    session: Session
+    tokens: int
+    plan: Plan
+    drawn: Iterator[list[int]]
+
+    def seconds(self) -> float:
+        """Of the median of some runs in a row, after one that finds the caches full of something else."""
+        each = []
+        for _ in range(1 + self.times):
+            start = perf_counter()
+            step_behind_context(self.session, next(self.drawn))
+            each.append(perf_counter() - start)
+        return median(each[1:])
+
+    @property
+    def times(self) -> int:
+        """More of short ones."""
+        return 16 if self.tokens == 1 else 1
+
+    def predicted(self, speeds: Speeds) -> float:
+        graph = self.plan.graph
+        return plan_for(graph, self.plan.group, hardware=speeds.hardware(graph)).cost.total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("models", nargs="+", metavar="MODEL.gguf", type=Path)
+    parser.add_argument("-p", type=int, nargs="+", default=[1, 512], help="tokens of the runs (1 512)")
+    parser.add_argument("-c", type=int, default=1024, help="tokens of the context (1024)")
+    parser.add_argument("-r", "--rounds", type=int, default=5, help="rounds (5)")
+    parser.add_argument("--shared", action="store_true", help="say that others used the machine meanwhile")
+    parser.add_argument("--save", metavar="STEM", type=Path, help="write STEM.json and STEM.md")
+    args = parser.parse_args()
+    about = circumstances(args.shared)
+    runs = [run for path in args.models for run in runs_of(path, args.p, args.c)]
+    probes = Probes([run.plan.group[0] for run in runs[:1]])
+    rounds = [row for _ in range(args.rounds) for row in measured(probes, runs)]
+    text = table(HEAD, [told(run, rounds) for run in runs])
+    print(one_line(about) + "\n\n" + text, end="")
+    if args.save:
+        save(args.save, about, rounds, text)
+
+
+def runs_of(path: Path, tokens: list[int], context: int) -> list[Run]:
+    """Runs of a model, warmed up."""
+    session = open_session(open_model(path), on=ONE_DEVICE, context=context)
+    runs = []
+    for count in tokens:
+        drawn = random_tokens(session, count)
+        step_behind_context(session, next(drawn))
+        with session.tracing() as trace:
+            step_behind_context(session, next(drawn))
+        runs.append(Run(path.name, session, count, trace.runs[-1].plan, drawn))
+    return runs
+
+
+def measured(probes: Probes, runs: list[Run]) -> list[dict[str, object]]:
+    """One round: predicted and measured seconds of each run."""
+    turns = [([probes.seconds() for _ in range(PROBES)], [run.seconds() for run in runs]) for _ in range(TURNS)]
+    speeds = probes.speeds([seen for each, _ in turns for seen in each])
+    return [
+        {
+            "model": run.name,
+            "tokens": run.tokens,
+            "predicted": run.predicted(speeds),
+            "measured": median(seconds[at] for _, seconds in turns),
+        }
+        for at, run in enumerate(runs)
+    ]
+
+
+def told(run: Run, rounds: list[dict[str, object]]) -> list[str]:
+    """Medians, and of errors those of the same round."""
+    own = [row for row in rounds if (row["model"], row["tokens"]) == (run.name, run.tokens)]
+    pairs = [(float(str(row["predicted"])), float(str(row["measured"]))) for row in own]
+    errors = [predicted / seconds - 1 for predicted, seconds in pairs]
+    predicted, seconds = (1e3 * median(column) for column in zip(*pairs, strict=True))
+    spread = ", ".join(f"{error:+.0%}" for error in sorted(errors))
+    return [run.name, str(run.tokens), f"{predicted:.2f} ms", f"{seconds:.2f} ms", f"{median(errors):+.0%}", spread]
+
+
+if __name__ == "__main__":
+    main()
