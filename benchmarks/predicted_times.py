@@ -2,16 +2,17 @@
 
     python benchmarks/predicted_times.py MODEL.gguf [...] [--save STEM]
 
-A turn measures the machine once, as `hocket calibrate` does many times, and then runs each model once; a round is
-some turns, of which the medians count.  So prediction and run have seen the same machine, which on a shared host is
-another one a minute later.
+The machine is measured before and after each run, once, as `hocket calibrate` does many times; a round does this some
+times, and the medians count.  So prediction and run have seen the same machine, which on a shared host is another one a
+minute later.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -27,7 +28,7 @@ from hocket.scheduler.calibrating import Probes
 from hocket.scheduler.speeds import Speeds
 
 HEAD = ("model", "tokens of a run", "predicted", "measured", "error", "errors of the rounds")
-TURNS, PROBES = 3, 5
+TURNS = 5
 
 
 @dataclass
@@ -64,12 +65,13 @@ def main() -> None:
     parser.add_argument("models", nargs="+", metavar="MODEL.gguf", type=Path)
     parser.add_argument("-p", type=int, nargs="+", default=[1, 512], help="tokens of the runs (1 512)")
     parser.add_argument("-c", type=int, default=1024, help="tokens of the context (1024)")
+    parser.add_argument("-t", "--threads", type=int, help="threads of the device (those that plans take)")
     parser.add_argument("-r", "--rounds", type=int, default=5, help="rounds (5)")
     parser.add_argument("--shared", action="store_true", help="say that others used the machine meanwhile")
     parser.add_argument("--save", metavar="STEM", type=Path, help="write STEM.json and STEM.md")
     args = parser.parse_args()
     about = circumstances(args.shared)
-    runs = [run for path in args.models for run in runs_of(path, args.p, args.c)]
+    runs = [run for path in args.models for run in runs_of(path, args.p, args.c, args.threads)]
     probes = Probes([run.plan.group[0] for run in runs[:1]])
     rounds = [row for _ in range(args.rounds) for row in measured(probes, runs)]
     text = table(HEAD, [told(run, rounds) for run in runs])
@@ -78,9 +80,9 @@ def main() -> None:
         save(args.save, about, rounds, text)
 
 
-def runs_of(path: Path, tokens: list[int], context: int) -> list[Run]:
+def runs_of(path: Path, tokens: list[int], context: int, threads: int | None) -> list[Run]:
     """Runs of a model, warmed up."""
-    session = open_session(open_model(path), on=ONE_DEVICE, context=context)
+    session = open_session(open_model(path), on=replace(ONE_DEVICE, threads=threads), context=context)
     runs = []
     for count in tokens:
         drawn = random_tokens(session, count)
@@ -93,14 +95,20 @@ def runs_of(path: Path, tokens: list[int], context: int) -> list[Run]:
 
 def measured(probes: Probes, runs: list[Run]) -> list[dict[str, object]]:
     """One round: predicted and measured seconds of each run."""
-    turns = [([probes.seconds() for _ in range(PROBES)], [run.seconds() for run in runs]) for _ in range(TURNS)]
-    speeds = probes.speeds([seen for each, _ in turns for seen in each])
+    beside: dict[int, list[dict[str, float]]] = defaultdict(list)
+    seconds: dict[int, list[float]] = defaultdict(list)
+    before = probes.seconds()
+    for at, run in [*enumerate(runs)] * TURNS:
+        seconds[at].append(run.seconds())
+        after = probes.seconds()
+        beside[at] += before, after
+        before = after
     return [
         {
             "model": run.name,
             "tokens": run.tokens,
-            "predicted": run.predicted(speeds),
-            "measured": median(seconds[at] for _, seconds in turns),
+            "predicted": run.predicted(probes.speeds(beside[at])),
+            "measured": median(seconds[at]),
         }
         for at, run in enumerate(runs)
     ]

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..graph.attrs import Attrs
+from ..graph.node import Node
+from .declaring.attributes import number
 from .declaring.op import Array, op
 from .declaring.samples import Range, grid
 from .elementwise import tiled
@@ -51,6 +53,14 @@ def _whole_heads(attrs: Attrs) -> tuple[str, ...]:
     return ("kv_heads", "query_heads") if attrs["max_bias"] or attrs["mask_heads"] == "tiled" else ()
 
 
+def _seen_share(node: Node) -> float:
+    """The share of cells that a token sees through a window; a kernel passes the others by."""
+    mask = node.src[3].node if len(node.src) > 3 and node.src[3] is not None else None
+    if mask is None or mask.op != "causal_mask" or not mask.attrs["window"]:
+        return 1.0
+    return min(1.0, number(mask.attrs, "window") / max(1.0, number(mask.attrs, "cells")))
+
+
 @op(
     {
         name: "q[..., t, (kv_heads query_heads), *d], k[..., *s, kv_heads, *d]: written,"
@@ -64,6 +74,7 @@ def _whole_heads(attrs: Attrs) -> tuple[str, ...]:
     whole=_whole_heads,
     infinite=("-mask",),
     flops=lambda t, kv_heads, query_heads, s, d, e, **_: t * kv_heads * query_heads * s * (2 * d + 2 * e + 5),
+    share=_seen_share,
     samples=(
         *grid("q=f32[{t},4,16], k={x}[9,{h},16], v={x}[9,{h},16], scale=0.25", t=(1, 3), h=(1, 2, 4), x=("f32", "f16")),
         *grid("q=f32[2,4,64], k={x}[9,2,64], v={x}[9,2,32], scale=0.125", x=("q8_0", "q4_0")),

@@ -131,9 +131,9 @@ class Counts:
         """Floating-point operations, bytes read and written, and whether no weights are read."""
         plain = all(leaf_of(source).op != "weight" for source in node.inputs)
         read = tuple(None if s is None else s.spec for s in node.src)
-        key = (plain, node.op, read, node.specs, tuple(node.attrs.items()))
+        declared = op_of(node)
+        key = (plain, node.op, read, node.specs, tuple(node.attrs.items()), declared.share(node))
         if (cost := self._known.get(key)) is None:
-            declared = op_of(node)
             cost = self._known[key] = (float(declared.flops(node)), float(declared.nbytes(node)), plain)
         return cost
 

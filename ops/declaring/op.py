@@ -74,6 +74,7 @@ class Op(Generic[R]):
     links: Callable[[Specs, Attrs], tuple[Link, ...]] | None
     flop_count: Callable[..., float] | None
     traffic: Traffic | None
+    share: Callable[[Node], float]
     ranges: Mapping[str, Range]
     samples: tuple[str, ...]
     errors: tuple[tuple[str, str], ...]
@@ -227,7 +228,7 @@ class Op(Generic[R]):
         if self.flop_count is None:
             return node.specs[0].size
         sizes = self.sizes([None if s is None else s.spec for s in node.src], node.attrs)
-        return round(sizes.batch * self.flop_count(**sizes.named, batch=sizes.batch))
+        return round(self.share(node) * sizes.batch * self.flop_count(**sizes.named, batch=sizes.batch))
 
     def nbytes(self, node: Node) -> int:
         """Bytes read and written by one run of `node`: each operand and each result once, unless declared."""
@@ -235,7 +236,7 @@ class Op(Generic[R]):
             return 0
         if self.traffic is not None:
             return self.traffic([None if s is None else s.spec for s in node.src], node.specs, node.attrs)
-        return sum(v.spec.nbytes for v in node.inputs) + sum(s.nbytes for s in node.specs)
+        return round(self.share(node) * (sum(v.spec.nbytes for v in node.inputs) + sum(s.nbytes for s in node.specs)))
 
     def run(self, arrays: Sequence[Array | None], attrs: Attrs) -> tuple[Array, ...]:
         """The reference on float64 (or integer) arrays."""
@@ -298,6 +299,7 @@ def op(
     links: Callable[[Specs, Attrs], tuple[Link, ...]] | None = None,
     flops: Callable[..., float] | None = None,
     traffic: Traffic | None = None,
+    share: Callable[[Node], float] = lambda node: 1.0,
     ranges: Mapping[str, Range] = MappingProxyType({}),
     samples: tuple[str, ...] = (),
     errors: tuple[tuple[str, str], ...] = (),
@@ -316,10 +318,11 @@ def op(
     gives; operands that only some signatures have come last.  `where` computes further dimensions from known ones;
     `infer` and `links` replace the signature's result shape and sharding where names cannot say them (views).
     `flops` takes the dimensions by name, for one leading index of `batch`; `traffic` takes operand and result specs and
-    attributes.  `ranges` are the legal values of operands; `view` marks a view, whose reference moves no element (or is
-    replaced by a function that does not).  `whole` names dimensions that may not be cut under these
-    attributes; `localise` gives the attributes of one shard from its result shape and ``count(axis, n)``, how many of
-    the first n entries of an operand's axis the device holds.  `samples` are cases ``"x=f32[2,3], eps=1e-06"``,
+    attributes; `share` is what remains of both where an operand says that the rest is not needed.  `ranges` are the
+    legal values of operands; `view` marks a view, whose reference moves no element (or is replaced by a function that
+    does not).  `whole` names dimensions that may not be cut under these attributes; `localise` gives the attributes of
+    one shard from its result shape and ``count(axis, n)``, how many of the first n entries of an operand's axis the
+    device holds.  `samples` are cases ``"x=f32[2,3], eps=1e-06"``,
     `errors` pairs of a case and a part of the message it must give.  `kernels`, for ops outside of hocket, names by
     backend (``numpy``, ``cpu``, ``cuda``) the binding that it is to use, as ``"package.module:name"``.
     """
@@ -337,6 +340,7 @@ def op(
         links=links,
         flop_count=flops,
         traffic=traffic,
+        share=share,
         ranges=ranges,
         samples=samples,
         errors=errors,
