@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from ..once import once
 from .backend import DriverBackend
 from .device.cubins import cubin
 from .device.driver import Exchange, Kernel, Launch, LaunchError, Library, Ring, Source, Step, has_parts
+from .device.early import early, launch_early, library_for
 from .device.limits import EVERYWHERE, most_shared
 from .device.nccl import nccl
 from .device.staging import DeviceArray, Staging, told
@@ -55,6 +57,7 @@ class CudaDriver:
     """The CUDA devices of this machine.
 
     Launches and copies of a device, or of a part of one, go through one stream, so that they keep their order.
+    `begins_early`: launches of a graph begin while the ones before them run, where the device and its driver can do so.
     """
 
     kind = "cuda"
@@ -63,7 +66,8 @@ class CudaDriver:
     is_hip = False
     """Whether CuPy is built for the devices of AMD."""
 
-    def __init__(self) -> None:
+    def __init__(self, begins_early: bool = True) -> None:
+        self.begins_early = begins_early
         self._staged: dict[str, Staging] = {}
         self._shared: dict[int, int] = {}
 
@@ -201,7 +205,11 @@ class CudaDriver:
         if len(steps) == 1 and isinstance(steps[0], Launch):
             return self._call(steps[0], on, stream)
         capturing = self.cupy.cuda.Stream(non_blocking=True)
-        calls = [self._call(step, on, capturing) for step in steps]
+        library = None
+        if self.begins_early:
+            library = library_for(int(self._capability(on.index)), self.cupy.cuda.runtime.driverGetVersion())
+        given = [library if is_early else None for is_early in early(steps)]
+        calls = [self._call(step, on, capturing, its) for step, its in zip(steps, given, strict=True)]
         with capturing:
             capturing.begin_capture()
             for call in calls:
@@ -212,8 +220,9 @@ class CudaDriver:
         """The stream that launches and copies go to."""
         return self._staging(on).stream
 
-    def _call(self, step: Step, on: Device, stream: Any) -> Callable[[], None]:
-        """One step into a stream; the words of a launch are copied when it is made."""
+    def _call(self, step: Step, on: Device, stream: Any, library: ctypes.CDLL | None = None) -> Callable[[], None]:
+        """One step into a stream, which begins early if a library for that is given; the words of a launch are copied
+        when it is made."""
         if isinstance(step, Exchange):
             return partial(step.ring.transfer, step.transfers, stream.ptr)
         driver, launch, function = self.cupy.cuda.driver, step, self._function(step.kernel, on.index)
@@ -223,15 +232,11 @@ class CudaDriver:
 
         def call(held: Any = (function, words, parameters)) -> None:
             try:
-                driver.launchKernel(
-                    function.ptr,
-                    *launch.grid,
-                    *launch.block,
-                    launch.shared_bytes,
-                    stream.ptr,
-                    parameters.ctypes.data,
-                    0,
-                )
+                if library is None:
+                    sizes = *launch.grid, *launch.block, launch.shared_bytes
+                    driver.launchKernel(function.ptr, *sizes, stream.ptr, parameters.ctypes.data, 0)
+                elif status := launch_early(library, function.ptr, launch, stream.ptr, parameters.ctypes.data):
+                    raise driver.CUDADriverError(status)
             except driver.CUDADriverError as why:
                 raise LaunchError(launch.number, f"{launch.kernel}: {why}") from None
 

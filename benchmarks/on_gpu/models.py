@@ -14,6 +14,7 @@ import numpy as np
 
 from hocket.backends.base import Device
 from hocket.backends.cupy.backend import DriverBackend
+from hocket.backends.cupy.cuda import CudaDriver
 from hocket.backends.cupy.device.driver import Driver, Launch
 from hocket.frontends.commands import bench as counting
 from hocket.frontends.models import Batch, Model, Step
@@ -85,7 +86,6 @@ def _measured(bench: Bench, session: Session, test: counting.Test, tokens: list[
     with watched.watching() as recorded:
         executor = session.executor(step)
         launches = [launch for group, _ in recorded for launch in group]
-        runs = [run for _, run in recorded]
     backend.driver = plain
     counting.seconds(session, test, tokens)
     taken = median(counting.seconds(session, test, tokens) for _ in range(bench.choose(3, 1)))
@@ -94,14 +94,30 @@ def _measured(bench: Bench, session: Session, test: counting.Test, tokens: list[
         "tok/s": test.tokens / taken,
         **Measured(taken / (test.tokens / many), 0.0).row(nbytes, 0, copy),
     }
-    own = bench.over(plain)
     executor.bind(session.model.inputs(step, Batch([new], [test.depth], None)))
-    memory = Memory(own)
-    again = _again(own, memory, session, executor)
-    whole = own.time([lambda: [run() for run in (again, *runs)] and None])
-    row = {**whole.row(nbytes, 0, copy), "launches": len(launches), "graphs": len(runs)}
-    yield {"what": f"{test.name}, the device", "tok/s": many / whole.seconds, **row}
-    yield from _kernels(own, launches, whole.seconds)
+    seconds = {}
+    for how, driver in _ways(plain).items():
+        own = bench.over(driver)
+        memory = Memory(own)
+        runs = [_again(own, memory, session, executor), *(driver.record(group, bench.on) for group, _ in recorded)]
+        whole = own.time([partial(_in_order, runs)])
+        row = {**whole.row(nbytes, 0, copy), "launches": len(launches), "graphs": len(recorded)}
+        yield {"what": f"{test.name}, {how}", "tok/s": many / whole.seconds, **row}
+        seconds[how] = whole.seconds
+    yield from _kernels(bench.over(plain), launches, seconds["the device"])
+
+
+def _ways(driver: Driver) -> dict[str, Driver]:
+    """How the launches of a step begin: as they do, and each when the one before it is over."""
+    ways = {"the device": driver}
+    if type(driver) is CudaDriver:
+        ways["the device, launches in turn"] = CudaDriver(begins_early=False)
+    return ways
+
+
+def _in_order(runs: Sequence[Run]) -> None:
+    for run in runs:
+        run()
 
 
 def _again(bench: Bench, memory: Memory, session: Session, executor: Executor) -> Run:

@@ -72,6 +72,7 @@ HOCKET_UNSEEN static void close_request(const Access *const *all, int lanes) {
 }
 static inline void note_word(const char *, const void *, size_t, uint64_t, bool, uint64_t) {}
 static inline void note_together(unsigned) {}
+static inline void note_earlier() {}
 static inline bool is_dropped(const char *, int) { return false; }
 // What the threads of a block did becomes requests.
 static void close_block() {

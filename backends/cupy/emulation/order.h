@@ -12,7 +12,7 @@
 
 namespace emulation {
 
-enum Kind { LOAD, STORE, RELAXED_LOAD, RELAXED_STORE, ACQUIRE, RELEASE, TOGETHER };
+enum Kind { LOAD, STORE, RELAXED_LOAD, RELAXED_STORE, ACQUIRE, RELEASE, TOGETHER, EARLIER };
 struct Event {  // as ordered.py reads it
     uint64_t turn, at, code, value;  // of a word: what it is; together: the lanes of a warp, or 0 for the whole block
     uint32_t block, thread, bytes;
@@ -54,6 +54,11 @@ HOCKET_UNSEEN static void note_word(const char *order, const void *p, size_t byt
 HOCKET_UNSEEN static void note_together(unsigned lanes) {
     Hidden mine;
     add(TOGETHER, nullptr, 0, 0, lanes, false);
+}
+// The thread has waited for the launches before.
+HOCKET_UNSEEN static void note_earlier() {
+    Hidden mine;
+    add(EARLIER, nullptr, 0, 0, 0, false);
 }
 static inline bool is_dropped(const char *file, int line) { return line == dropped_line && strcmp(file, dropped_file) == 0; }
 static inline void close_block() { last_seen.clear(); }

@@ -5,7 +5,8 @@ sums here, and wrong ones on a device.  What is looked for is therefore not a wr
 One thread's accesses are in order.  So are, before and behind it,
 
 * what the threads of a block did, at a barrier; what the lanes of a warp did, at theirs (no shuffle or vote is one);
-* launches of one device, which follow each other in its stream;
+* launches of one device, which follow each other in its stream, for a thread that has waited for the earlier ones: any
+  launch may begin while the one before it runs;
 * what a thread that releases a word did or knew, for the thread that acquires what was written;
 * what the host writes before a run into the buffers of a device, and reads behind it.
 
@@ -31,7 +32,7 @@ import numpy as np
 from .lines import lines_of
 from .ordered import Memory, Ran
 
-LOAD, STORE, RELAXED_LOAD, RELAXED_STORE, ACQUIRE, RELEASE, TOGETHER = range(7)
+LOAD, STORE, RELAXED_LOAD, RELAXED_STORE, ACQUIRE, RELEASE, TOGETHER, EARLIER = range(8)
 STORES, WORDS = (STORE, RELAXED_STORE, RELEASE), (RELAXED_LOAD, RELAXED_STORE, ACQUIRE, RELEASE)
 WARP = 32
 NEVER = (-1,)
@@ -87,6 +88,7 @@ class Block:
     launch: int
     number: int
     known: Clock
+    earlier: Clock  # what threads learn that wait for the launches before
     phase: int = 0
     own: dict[int, Clock] = field(default_factory=dict)
     parts: dict[int, int] = field(default_factory=dict)
@@ -102,6 +104,9 @@ class Block:
         part = self.parts.get(thread, 0)
         self.parts[thread] = part + 1
         return joined([self.of(thread), {(self.device, self.number, thread): (self.launch, self.phase, part)}])
+
+    def wait(self, thread: int) -> None:
+        self.own[thread] = joined([self.of(thread), self.earlier])
 
     def meet(self, first: int, lanes: int) -> None:
         """Threads of a warp."""
@@ -138,6 +143,7 @@ class _Run:
         self.lows = [m.low for m in self.memory]
         self.devices: dict[int, Clock] = {d: {(d,): (0,)} for d in {ran.device for ran in log}}
         self.running: dict[int, int] = {}  # by device, the launch of the log
+        self.waited: set[int] = set()  # launches of the log, some thread of which waited for the earlier ones
         self.begun: dict[int, int] = dict.fromkeys(self.devices, 0)
         self.blocks: dict[tuple[int, int], Block] = {}  # by launch of the log and number
         self.units: dict[tuple[int, ...], Unit] = {}
@@ -159,6 +165,10 @@ class _Run:
             if kind == TOGETHER:
                 here.meet(thread // WARP * WARP, value) if value else here.barrier()
                 continue
+            if kind == EARLIER:
+                here.wait(thread)
+                self.waited.add(number)
+                continue
             if kind == ACQUIRE and (at, value) in self.released:
                 here.own[thread] = joined([here.of(thread), self.released[at, value]])
             access = Access(here.stamp(thread), number, code, kind in STORES, kind in WORDS)
@@ -179,7 +189,8 @@ class _Run:
             self.running[device] = number
             self.begun[device] += 1
         if (number, block) not in self.blocks:
-            self.blocks[number, block] = Block(device, self.begun[device], block, self.devices[device])
+            known = {(device,): (0,)}
+            self.blocks[number, block] = Block(device, self.begun[device], block, known, self.devices[device])
         return self.blocks[number, block]
 
     def _end(self, device: int) -> None:
@@ -230,7 +241,9 @@ class _Run:
                 self._note(mine, last)
 
     def _said(self) -> list[str]:
-        return sorted({f"{self._words(a)}, in no order with {self._words(b)}" for a, b in self.pairs.values()})
+        pairs = {f"{self._words(a)}, in no order with {self._words(b)}" for a, b in self.pairs.values()}
+        numbers = set(range(len(self.log))) - self.waited
+        return sorted(pairs | {f"{self.log[n].kernel} never waits for the launches before" for n in numbers})
 
     def _words(self, access: Access) -> str:
         what = f"a {'store' if access.is_store else 'load'} of"

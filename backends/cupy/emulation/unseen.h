@@ -9,6 +9,7 @@ struct Hidden { Hidden() {} };
 static inline void count(const void *, size_t, bool, uint64_t) {}
 static inline void note_word(const char *, const void *, size_t, uint64_t, bool, uint64_t) {}
 static inline void note_together(unsigned) {}
+static inline void note_earlier() {}
 static inline bool is_dropped(const char *, int) { return false; }
 static inline void close_block() {}
 

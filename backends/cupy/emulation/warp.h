@@ -84,6 +84,11 @@ template <class T> struct Shared {  // of one declaration and operating-system t
 
 // ------------------------------------------------------------------------------------------ what prelude.cuh wraps
 
+// What a kernel asks for without reading it is no access, but memory of its own.
+static inline void check_reach(const void *p) {
+    Hidden mine;
+    (void)*(const volatile char *)p;
+}
 // A copy is made only when it is waited for, so that who forgets to wait reads NaN or what was there before; of hasty
 // warps it is made at once as well, so that nobody may still read what it overwrites.
 HOCKET_PLACED static inline void copy_later(void *to, const void *from, int bytes) {

@@ -2,6 +2,7 @@
 
 // Blocks are tiles of keys, tiles of rows, and batches times key heads as far as masks differ.
 __global__ void __launch_bounds__(THREADS) attention_seen(const __grid_constant__ Tiles x) {
+    wait_for_earlier();
     const Args &a = x.a;
     const int groups = x.seen_head ? (int)a.groups : 1, batch = blockIdx.z / groups, group = blockIdx.z % groups, tile = (int)x.tile;
     const int shared = (int)a.shared, heads = x.seen_head ? shared : 1, count = (int)a.tokens * shared;
@@ -31,6 +32,7 @@ struct Split {
     i64 keys, groups, size, columns, tiles, tile, count, lanes, dense;
 };
 template <class Cell> __global__ void __launch_bounds__(THREADS) attention_split(const __grid_constant__ Split a) {
+    wait_for_earlier();
     const int lane = threadIdx.x % 32, lanes = (int)a.lanes, c = lane % lanes, columns = (int)a.columns, tile = (int)a.tile;
     const i64 number = (i64)blockIdx.x * (THREADS / lanes) + threadIdx.x / lanes, all = a.tiles * tile, key = number % all;
     const i64 head = number / all, place = number / tile;
@@ -48,6 +50,7 @@ template <class Cell> __global__ void __launch_bounds__(THREADS) attention_split
 // A block for each row of the result, a thread for each split: there are fewer than threads.  Loads do not wait for one
 // another, as each takes as long as the sum of a row.
 __global__ void __launch_bounds__(THREADS) attention_combine(const __grid_constant__ Args a) {
+    wait_for_earlier();
     SHARED(room, float[32]);
     SHARED(grows, float[THREADS]);
     const i64 heads = a.groups * a.shared, number = blockIdx.x, token = number / heads % a.tokens;

@@ -21,6 +21,7 @@ __device__ __forceinline__ u32 column(const uint4 &one, const uint4 &two, int i)
 // eight numbers.
 template <class Cell, int D, int E>
 __global__ void __launch_bounds__(THREADS, 2) attend_cells(const __grid_constant__ Cells x) {
+    wait_for_earlier();
     constexpr int TERMS = Pair<Cell>::TERMS, FRAGMENTS = D / 16;
     const Args &a = x.a;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;

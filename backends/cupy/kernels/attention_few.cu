@@ -16,6 +16,7 @@ __device__ __forceinline__ float dot(float4 x, float4 y, float sum) {
 // are splits; row groups, key heads and, where values are wider than `lanes` hold, runs of columns; batches.
 template <int lanes, int k4, int v4, int rows, bool dense, class Cell>
 __global__ void __launch_bounds__(THREADS, 1) attend_few(const __grid_constant__ Args a) {
+    wait_for_earlier();
     constexpr int at_once = 32 / lanes, unroll = rows * v4 >= (dense ? 32 : 16) ? 1 : 2, step = at_once * unroll, columns = 4 * lanes * v4;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, mine = 4 * (lane % lanes), sub = lane / lanes;
     const int row_groups = ((int)(a.tokens * a.shared) + rows - 1) / rows, first_row = blockIdx.y % row_groups * rows;

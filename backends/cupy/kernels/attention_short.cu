@@ -26,6 +26,7 @@ struct Coming {
 // registers, else in shared memory.
 template <class Cell, int D, int E, int KEYS, int STAGES, int OF_WARPS, bool held>
 __global__ void __launch_bounds__(32 * OF_WARPS, 1) attend_short(const __grid_constant__ Tiles x) {
+    wait_for_earlier();
     constexpr int OF_ROWS = 16 * OF_WARPS, OF_THREADS = 32 * OF_WARPS, STAGE = KEYS * (D + E);
     using P = Pair<Cell>;
     const Args &a = x.a;

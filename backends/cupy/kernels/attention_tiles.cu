@@ -4,6 +4,7 @@
 // heads times batches, splits.  `held`: queries stay in registers, else in shared memory.
 template <int D, int E, int KEYS, bool held>
 __global__ void __launch_bounds__(THREADS) attend_tiles(const __grid_constant__ Tiles x) {
+    wait_for_earlier();
     const Args &a = x.a;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int rows = gridDim.x - 1 - blockIdx.x, group = blockIdx.y % (int)a.groups, batch = blockIdx.y / (int)a.groups;

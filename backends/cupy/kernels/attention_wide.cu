@@ -7,6 +7,7 @@ constexpr int WIDE_THREADS = 256, WIDE_ROWS = 32, SHARING = 4;
 // A block is half a tile of rows (the last ones first: they see most keys); blocks are these, key heads times batches, splits.
 template <int D, int E>
 __global__ void __launch_bounds__(WIDE_THREADS, 1) attend_wide(const __grid_constant__ Tiles x) {
+    wait_for_earlier();
     constexpr int KEYS = 16, OWN_D = D / 16 / SHARING, OWN_E = E / SHARING;
     const Args &a = x.a;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = warp % SHARING, mine = warp / SHARING * 16, g = lane / 4, t = lane % 4;

@@ -32,6 +32,7 @@ template <class A, class B> struct Compare {
     Walk<float> out;
 };
 template <class A, class B> __global__ void compare(const __grid_constant__ Compare<A, B> a) {
+    wait_for_earlier();
     const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= a.count) return;
     const i64 *const steps[] = {a.x.step, a.y.step, a.out.step};
@@ -48,6 +49,7 @@ template <class T> struct Where {
     Walk<T> out;
 };
 template <class T> __global__ void where(const __grid_constant__ Where<T> a) {
+    wait_for_earlier();
     const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= a.count) return;
     const i64 *const steps[] = {a.truth.step, a.x.step, a.y.step, a.out.step};
@@ -65,6 +67,7 @@ template <class T, class Id> struct Taken {
     Fault fault;
 };
 template <class T, class Id> __global__ void taken(const __grid_constant__ Taken<T, Id> a) {
+    wait_for_earlier();
     const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= a.count) return;
     const i64 *const steps[] = {a.row.step, a.ids.step, a.out.step};

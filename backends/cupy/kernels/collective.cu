@@ -73,7 +73,10 @@ struct Begin {
     u64 *signals, *run;  // the number of this device's run, on the board
 };
 // Before the first meeting of a run.
-__global__ void begin_run(const __grid_constant__ Begin a) { a.signals[RUN] = load_acquire(a.run); }
+__global__ void begin_run(const __grid_constant__ Begin a) {
+    wait_for_earlier();
+    a.signals[RUN] = load_acquire(a.run);
+}
 
 struct Mark {
     u64 *signals, *word;
@@ -81,6 +84,7 @@ struct Mark {
 };
 // For the host, which cannot see how far a stream has come.
 __global__ void mark(const __grid_constant__ Mark a) {
+    wait_for_earlier();
     store_release(a.word, a.signals[RUN] << 32 | (u64)(a.sequence + 1) << 1 | (u64)a.has_results);
 }
 
@@ -89,6 +93,7 @@ struct Meet {
     i64 has_results;
 };
 __global__ void __launch_bounds__(32) meet_all(const __grid_constant__ Meet a) {
+    wait_for_earlier();
     if (!is_stopped(a.group.signals[a.group.rank])) meet(a.group, a.has_results);
 }
 
@@ -98,10 +103,12 @@ struct Pair {
     i64 other;
 };
 __global__ void tell_one(const __grid_constant__ Pair a) {
+    wait_for_earlier();
     const Group &g = a.group;
     if (!is_stopped(g.signals[g.rank])) store_release(&g.signals[a.other][SENT + APART * g.rank], ticket(g, 0));
 }
 __global__ void await_one(const __grid_constant__ Pair a) {
+    wait_for_earlier();
     const Group &g = a.group;
     if (is_stopped(g.signals[g.rank])) return;
     wait_for(g, &g.signals[g.rank][SENT + APART * a.other], ticket(g, 0), a.other);
@@ -166,6 +173,7 @@ template <class T> struct Pushed {
     Group group;
 };
 template <class T> __global__ void __launch_bounds__(THREADS) all_reduce_pushed(const __grid_constant__ Pushed<T> a) {
+    wait_for_earlier();
     constexpr int N = 16 / sizeof(T);
     const i64 devices = a.group.devices, rank = a.group.rank;
     if (is_stopped(a.group.signals[rank])) return;
@@ -191,12 +199,14 @@ template <class T> __global__ void __launch_bounds__(THREADS) all_reduce_pushed(
 }
 // All in one block, for few elements.
 template <class T> __global__ void __launch_bounds__(THREADS, 4) all_reduce(const __grid_constant__ AllReduce<T> a) {
+    wait_for_earlier();
     if (is_stopped(a.group.signals[a.group.rank]) || !meet(a.group, 0)) return;
     sum_part(a, threadIdx.x, THREADS);
     meet(a.group, 1);
 }
 // Between two meetings, for many.
 template <class T> __global__ void __launch_bounds__(THREADS, 4) sum_parts(const __grid_constant__ AllReduce<T> a) {
+    wait_for_earlier();
     if (is_stopped(a.group.signals[a.group.rank])) return;
     sum_part(a, (i64)blockIdx.x * THREADS + threadIdx.x, (i64)gridDim.x * THREADS);
 }
@@ -210,6 +220,7 @@ template <class T> struct Pieces {
     const u64 *mine;
 };
 template <class T> __global__ void __launch_bounds__(THREADS) take(const __grid_constant__ Pieces<T> a) {
+    wait_for_earlier();
     if (is_stopped(a.mine)) return;
     const u32 i = blockIdx.x * THREADS + threadIdx.x;
     if (i >= a.count) return;
@@ -231,6 +242,7 @@ struct Narrow {
     i64 count;
 };
 __global__ void __launch_bounds__(THREADS) narrow(const __grid_constant__ Narrow a) {
+    wait_for_earlier();
     const i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;
     if (i < a.count) put(a.to[i], a.from[i]);
 }
@@ -241,6 +253,7 @@ struct Widen {
     const u64 *mine;
 };
 __global__ void __launch_bounds__(THREADS) widen(const __grid_constant__ Widen a) {
+    wait_for_earlier();
     const i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;
     if (i < a.count && !is_stopped(a.mine)) a.to[i] = to_float(a.from[i]);
 }

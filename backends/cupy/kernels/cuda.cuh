@@ -161,11 +161,33 @@ template <class T> __device__ __forceinline__ T load_stream(const T *p) {
     return __ldcs(p);
 #endif
 }
+// Into the second cache, what will be read soon: the line of so many bytes that holds `p`.
+constexpr int LINE = 128;
+__device__ __forceinline__ void prefetch(const void *p) {
+#ifdef HOCKET_EMULATED
+    emulation::check_reach(p);
+#else
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+#endif
+}
 template <class T> __device__ __forceinline__ void store_stream(T *p, T value) {
 #ifdef HOCKET_EMULATED
     *p = value;
 #else
     __stcs(p, value);
+#endif
+}
+
+// -------------------------------------------------------------------------------------------------------- launches
+
+// Until the launches before this one are over and what they wrote is there.  From sm_90 on a launch may begin while the one
+// before it runs (programmatic dependent launch): each kernel waits so at its beginning, or once it has asked for weights,
+// which no kernel writes.  The next launch may begin once all blocks are behind this.
+__device__ __forceinline__ void wait_for_earlier() {
+#ifdef HOCKET_EMULATED
+    emulation::note_earlier();
+#elif __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 

@@ -60,6 +60,7 @@ template <class T, int N> __global__ void __launch_bounds__(256) few(const __gri
     const i64 entry = is_other ? blockIdx.y - a.chosen : blockIdx.y;
     i64 matrix = 0;
     if (a.choice.ids && !is_other) {
+        wait_for_earlier();
         if (blockIdx.x == 0 && threadIdx.x == 0) a.choice.check(entry);
         matrix = a.choice.matrix_of(entry);
     }
@@ -75,7 +76,10 @@ template <class T, int N> __global__ void __launch_bounds__(256) few(const __gri
     for (int r = 0; r < OWN; r++) {
         const auto &p = a.product[a.unit ? which + r : which];
         w[r] = p.w + max(matrix, (i64)0) * p.matrix_step + min(first + (a.unit ? 0 : r), p.rows - 1) * p.row_step;
+        const i64 line = lane * (LINE / (i64)sizeof(T));
+        if (matrix >= 0 && line < a.columns) prefetch(w[r] + line);
     }
+    wait_for_earlier();
 #pragma unroll
     for (int n = 0; n < N; n++)
         x[n] = a.x + ((is_other ? entry : row_of(entry, a.used, a.shared)) * a.tokens + min((i64)n, a.tokens - 1)) * a.x_step;
@@ -106,6 +110,7 @@ template <class T, int N> __global__ void __launch_bounds__(256) few(const __gri
 }
 // OWN rows of the sum of a token's entries, by a block whose warps share the entries out.
 template <class T> __global__ void __launch_bounds__(384, 2) summed(const __grid_constant__ Few<T> a) {
+    wait_for_earlier();
     constexpr int SIZE = Piece<T>::SIZE;
     SHARED(room, float[12][OWN]);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, used = (int)a.summed.used;

@@ -101,6 +101,7 @@ struct Unary {
     Numbers numbers;
 };
 template <class F> __global__ void unary(const __grid_constant__ Unary a) {
+    wait_for_earlier();
     const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= a.count) return;
     const i64 *const steps[] = {a.x.step, a.out.step};
@@ -116,6 +117,7 @@ struct Binary {
     Numbers numbers;
 };
 template <class F> __global__ void binary(const __grid_constant__ Binary a) {
+    wait_for_earlier();
     const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= a.count) return;
     const i64 *const steps[] = {a.x.step, a.y.step, a.out.step};
@@ -153,6 +155,7 @@ template <class From, class To> struct Cast {
     Walk<To> out;
 };
 template <class From, class To> __global__ void cast(const __grid_constant__ Cast<From, To> a) {
+    wait_for_earlier();
     const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= a.count) return;
     const i64 *const steps[] = {a.x.step, a.out.step};

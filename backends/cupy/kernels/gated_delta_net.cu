@@ -92,6 +92,7 @@ constexpr int blocks_of(int keys, bool channels, int rows) {
 }
 template <int D, bool CHANNELS, bool WHOLE, int LANES, int ROWS>
 __global__ void __launch_bounds__(THREADS, blocks_of(D, CHANNELS, ROWS)) delta_net(const __grid_constant__ DeltaNet a) {
+    wait_for_earlier();
     constexpr int QUADS = D / LANES / 4, WARP_ROWS = 32 / LANES * ROWS, BLOCK_ROWS = THREADS / 32 * WARP_ROWS;
     using T = Token<D, CHANNELS, BLOCK_ROWS>;
     static_assert(QUADS * LANES * 4 == D && ROWS <= LANES, "a lane holds whole quads and stores at most one output");

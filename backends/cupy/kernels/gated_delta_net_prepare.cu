@@ -92,6 +92,7 @@ __device__ __forceinline__ void complete(const Square<C> &s, char *out) {
 
 template <int D, int C, bool EXACT>
 __global__ void __launch_bounds__(PREPARING<C>) delta_prepare(const __grid_constant__ Prepare a) {
+    wait_for_earlier();
     using R = Record<D, C, false, EXACT>;
     constexpr int THREADS_HERE = PREPARING<C>, UNITS = D / 8;
     DYNAMIC_SHARED(keys, char);
@@ -186,6 +187,7 @@ __global__ void __launch_bounds__(PREPARING<C>) delta_prepare(const __grid_const
 // multiply one factor more for each row: eight lanes for a column, a product with K and one with Q.
 template <int D, int C, bool EXACT>
 __global__ void __launch_bounds__(PREPARING<C>) delta_prepare_channels(const __grid_constant__ Prepare a) {
+    wait_for_earlier();
     using R = Record<D, C, true, EXACT>;
     constexpr int THREADS_HERE = PREPARING<C>, STEP = D + 4, QUADS = D / 32;
     DYNAMIC_SHARED(memory, char);

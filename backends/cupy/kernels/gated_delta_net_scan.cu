@@ -21,6 +21,7 @@ __device__ __forceinline__ void copy_async(char *to, const char *from, int bytes
 // share nothing but the tiles, and meet once a chunk.
 template <int D, int C, int BV, bool CHANNELS, bool EXACT>
 __global__ void __launch_bounds__(2 * BV, 1) delta_scan(const __grid_constant__ Scan a) {
+    wait_for_earlier();
     using R = Record<D, C, CHANNELS, EXACT>;
     constexpr int THREADS_HERE = 2 * BV, V_STEP = BV + 4, STAGE = R::KEYS + R::HEADS + 4 * C * V_STEP;
     DYNAMIC_SHARED(shared, char);

@@ -146,7 +146,14 @@ __device__ __forceinline__ void cp_async_16(void *shared, const void *global) { 
 __device__ __forceinline__ void cp_async_commit() {}
 template <int pending> __device__ __forceinline__ void cp_async_wait() {}
 template <class T> __device__ __forceinline__ T load_stream(const T *p) { return *p; }
+constexpr int LINE = 128;
+__device__ __forceinline__ void prefetch(const void *) {}
 template <class T> __device__ __forceinline__ void store_stream(T *p, T value) { *p = value; }
+
+// --------------------------------------------------------------------------------------------------------- launches
+
+// A launch begins when the one before it is over.
+__device__ __forceinline__ void wait_for_earlier() {}
 
 // ---------------------------------------------------------------------------------------------------------- signals
 

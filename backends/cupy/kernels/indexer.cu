@@ -9,6 +9,7 @@ struct Indexer {
     Walk<float> out;
 };
 __global__ void lightning_indexer(const __grid_constant__ Indexer a) {
+    wait_for_earlier();
     const u32 i = blockIdx.x * 4 + threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
     if (i >= a.count) return;  // a whole warp
@@ -35,6 +36,7 @@ struct Comb {
     const float *scale, *base;
 };
 __global__ void hyper_comb(const __grid_constant__ Comb a) {
+    wait_for_earlier();
     const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= a.count) return;
     const i64 *const steps[] = {a.mixes.step, a.out.step};
@@ -72,6 +74,7 @@ struct Pre {
     Walk<float> out;
 };
 __global__ void hyper_pre(const __grid_constant__ Pre a) {
+    wait_for_earlier();
     const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= a.count) return;
     const i64 *const steps[] = {a.x.step, a.weights.step, a.out.step};
@@ -93,6 +96,7 @@ struct Post {
     Walk<float> out;
 };
 template <int N> __global__ void hyper_post(const __grid_constant__ Post a) {
+    wait_for_earlier();
     const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= a.count) return;
     const i64 *const steps[] = {a.x.step, a.residual.step, a.post.step, a.comb.step, a.out.step};
@@ -125,6 +129,7 @@ struct Causal {
     float *out;
 };
 __global__ void causal_mask(const __grid_constant__ Causal a) {
+    wait_for_earlier();
     const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= a.count) return;
     const i64 *const steps[] = {a.positions.step};

@@ -33,6 +33,7 @@ template <class A, class B> struct Calculate {
     Walk<A> out;
 };
 template <class A, class B> __global__ void calculate(const __grid_constant__ Calculate<A, B> a) {
+    wait_for_earlier();
     const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= a.count) return;
     const i64 *const steps[] = {a.x.step, a.y.step, a.out.step};

@@ -9,6 +9,7 @@ template <class T> struct Copied {
     Walk<T> out;
 };
 template <class T> __global__ void copied(const __grid_constant__ Copied<T> a) {
+    wait_for_earlier();
     const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= a.count) return;
     const i64 *const steps[] = {a.x.step, a.out.step};
@@ -26,6 +27,7 @@ template <class T> struct Shifted {
     T *out;
 };
 template <class T> __global__ void shifted(const __grid_constant__ Shifted<T> a) {
+    wait_for_earlier();
     const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= a.count) return;
     u32 rest = i;
@@ -56,6 +58,7 @@ template <class T, class Id> struct Gather {
     Fault fault;
 };
 template <class T, class Id> __global__ void gather(const __grid_constant__ Gather<T, Id> a) {
+    wait_for_earlier();
     const i64 *const steps[] = {a.table.step, a.ids.step, a.out.step};
     const Places<3> p = places(a.axes, steps, blockIdx.x);
     const i64 id = a.ids.at[p.at[1]];
@@ -78,6 +81,7 @@ template <class T, class Id> struct Scatter {
     Fault fault;
 };
 template <class T, class Id> __global__ void scatter(const __grid_constant__ Scatter<T, Id> a) {
+    wait_for_earlier();
     const i64 *const steps[] = {a.table.step, a.ids.step, a.x.step};
     const Places<3> p = places(a.axes, steps, blockIdx.x);
     const i64 id = a.ids.at[p.at[1]];
@@ -101,6 +105,7 @@ struct AddRows {
     Fault fault;
 };
 __global__ void add_rows(const __grid_constant__ AddRows a) {
+    wait_for_earlier();
     const i64 *const steps[] = {a.x.step, a.ids.step, a.out.step};
     const Places<3> p = places(a.axes, steps, blockIdx.x);
     const i64 id = a.ids.at[p.at[1]], mine = id - a.first;
@@ -123,6 +128,7 @@ struct Band {
     Walk<float> out;
 };
 __global__ void band(const __grid_constant__ Band a) {
+    wait_for_earlier();
     const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= a.count) return;
     const i64 *const steps[] = {a.x.step, a.out.step};

@@ -7,6 +7,7 @@ struct Round {
     float4 *scales;  // [rows][blocks]
 };
 __global__ void __launch_bounds__(256) round_rows(const __grid_constant__ Round a) {
+    wait_for_earlier();
     const i64 chunks = (a.blocks + 7) / 8, i = (i64)blockIdx.x * 8 + threadIdx.x / 32;
     if (i >= a.rows * chunks) return;  // a whole warp
     const i64 row = i / chunks, block = i % chunks * 8, mine = block + threadIdx.x % 32 / 4;
@@ -136,6 +137,7 @@ template <class F, int G, int WR, int WK> struct Tile {
     }
 };
 template <class F, int G, int WR, int WK> __global__ void __launch_bounds__(32 * WR * WK, Tile<F, G, WR, WK>::BLOCKS) many(const __grid_constant__ Many a) {
+    wait_for_earlier();
     using T = Tile<F, G, WR, WK>;
     DYNAMIC_SHARED(room, float4);  // two stages
     SHARED(rows, i32[T::ENTRIES]);
@@ -195,6 +197,7 @@ template <class Id> struct Unpack {
     Fault fault;
 };
 template <class F, class Id> __global__ void unpack(const __grid_constant__ Unpack<Id> a) {
+    wait_for_earlier();
     const i64 *const steps[] = {a.ids.step};
     const i64 id = a.ids.at ? a.ids.at[places(a.axes, steps, blockIdx.x).at[0]] : blockIdx.x;
     if (id < 0 || id >= a.total) {

@@ -84,8 +84,9 @@ template <class F, int N> struct Part {
 };
 // As many blocks as a device has multiprocessors share all rows out, and a block its parts to its warps, so that one wave
 // keeps all of the device busy to its end.  A block rounds x once, a stretch of columns that shared memory has room for,
-// while the first weights are on their way; the next ones come while a warp multiplies.  What a warp has of a group it adds
-// up; then the sums of warps are added in order.
+// while the first weights are on their way: it has asked for them before it waits for earlier launches, if these do not
+// choose its experts.  The next ones come while a warp multiplies.  What a warp has of a group it adds up; then the sums of
+// warps are added in order.
 //
 // With 16 warps on a multiprocessor, which each wait for up to 4 KiB of codes, some 64 KiB are in flight, of 29 KiB that
 // hide 800 ns at 4.8 TB/s.
@@ -104,6 +105,7 @@ template <class F, int N, bool SUMS> __device__ __forceinline__ void multiply(co
     const u32 own_entries = SUMS ? a.summed.entries() : 1, used = SUMS ? (u32)a.summed.used : 1;
     int matrix = 0, skipped = 0;  // blocks of x before those of the entry
     if (a.choice.ids && !is_other) {
+        wait_for_earlier();
         if (blockIdx.x == 0 && threadIdx.x < used) a.choice.check(entry * used + threadIdx.x);
         if (!SUMS) matrix = (int)a.choice.matrix_of(entry);
     }
@@ -146,6 +148,7 @@ template <class F, int N, bool SUMS> __device__ __forceinline__ void multiply(co
             enter();
             load(even);
         }
+        wait_for_earlier();
         const u32 rows = SUMS ? own_entries : N;
         auto row_at = [&](u32 i) {
             if (!SUMS) return x + min((i64)(i % N), a.tokens - 1) * a.x_step;

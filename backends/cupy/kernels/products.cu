@@ -13,6 +13,7 @@ template <class T> struct Product {
 // For few rows of x: one warp for each row of w, and up to `ROWS` rows of x.
 constexpr int ROWS = 4;
 template <class T> __global__ void __launch_bounds__(128) matvec(const __grid_constant__ Product<T> a) {
+    wait_for_earlier();
     const i64 *const steps[] = {a.w.step, a.x.step, a.out.step};
     const Places<3> p = places(a.axes, steps, blockIdx.z);
     const i64 row = (i64)blockIdx.x * 4 + threadIdx.x / 32, first = (i64)blockIdx.y * ROWS;
@@ -53,6 +54,7 @@ template <class T, int R> __device__ __forceinline__ void load_part(float (&to)[
 // columns of a row of x and of one of w, and those of the next stage while it multiplies.
 constexpr int DEPTH = 16, HIGH = 64, WIDE = 128, BANKS = 4;  // rows that are written together lie in different banks
 template <class T> __global__ void __launch_bounds__(256, 2) matmul(const __grid_constant__ Product<T> a) {
+    wait_for_earlier();
     constexpr int OF_X = DEPTH * HIGH / 256, OF_W = DEPTH * WIDE / 256;
     SHARED(xs, float[DEPTH][HIGH + BANKS]);
     SHARED(ws, float[DEPTH][WIDE + BANKS]);
@@ -105,6 +107,7 @@ struct Parts {
     Walk<float> out;
 };
 __global__ void add_parts(const __grid_constant__ Parts a) {
+    wait_for_earlier();
     const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= a.count) return;
     const i64 *const steps[] = {a.out.step};
@@ -123,6 +126,7 @@ struct Triangular {
     Walk<float> out;  // dense
 };
 __global__ void solve_triangular(const __grid_constant__ Triangular t) {
+    wait_for_earlier();
     const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= t.count) return;
     const i64 *const steps[] = {t.a.step, t.b.step, t.out.step};

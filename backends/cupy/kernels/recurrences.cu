@@ -36,6 +36,7 @@ struct ByValue {
 //     state space: S = e^(dt a) S + dt x b^T, y = S c       RWKV 7: S = S diag(decay) + (S a) b^T + v k^T, y = S r
 template <int EACH, bool RWKV>
 __global__ void __launch_bounds__(32 * WARPS) recurrence_by_value(const __grid_constant__ ByValue a) {
+    wait_for_earlier();
     const int lane = threadIdx.x % 32, d = (int)a.key_size;
     const i64 n = blockIdx.z, h = blockIdx.y, group = h / a.run, row = (i64)blockIdx.x * WARPS + threadIdx.x / 32;
     const i64 state_size = a.heads * a.value_size * d, inside = (h * a.value_size + row) * d;
@@ -95,6 +96,7 @@ struct ByKey {
 //     RWKV 6: y = (S + (bonus * k) v^T)^T q, S = decay * S + k v^T       attention: S = decay * S + k v^T, y = S^T q
 template <int EACH, bool BONUS>
 __global__ void __launch_bounds__(32 * COLUMN_WARPS, EACH > 8 ? 1 : 2) recurrence_by_key(const __grid_constant__ ByKey a) {
+    wait_for_earlier();
     SHARED(sums, float[COLUMN_WARPS][32]);
     SHARED(token, float[3][EACH ? COLUMN_WARPS * EACH : 1]);  // k, q, decay
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, keys = (int)a.key_size;

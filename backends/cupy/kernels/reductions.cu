@@ -36,6 +36,7 @@ template <class T> struct Row {
 };
 // One block for each row.
 template <class T> __global__ void reduced(const __grid_constant__ Row<T> a) {
+    wait_for_earlier();
     SHARED(room, T[32]);
     const i64 *const steps[] = {a.x.step, a.out.step};
     const Places<2> p = places(a.axes, steps, blockIdx.x);
@@ -53,6 +54,7 @@ template <class T> __global__ void reduced(const __grid_constant__ Row<T> a) {
 }
 // One warp for each row.
 template <class T> __global__ void accumulated(const __grid_constant__ Row<T> a) {
+    wait_for_earlier();
     const i64 *const steps[] = {a.x.step, a.out.step};
     const Places<2> p = places(a.axes, steps, blockIdx.x);
     const T *x = a.x.at + p.at[0];
@@ -82,6 +84,7 @@ template <class T, class Id> struct Put {
     Fault fault;
 };
 template <class T, class Id> __global__ void put(const __grid_constant__ Put<T, Id> a) {
+    wait_for_earlier();
     const i64 *const steps[] = {a.ids.step, a.x.step, a.out.step};
     const Places<3> p = places(a.axes, steps, blockIdx.x);
     for (i64 i = 0; i < a.count; i++) {

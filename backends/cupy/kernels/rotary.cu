@@ -39,6 +39,7 @@ struct Rope {
     Walk<const i32> positions;
 };
 __global__ void rope(const __grid_constant__ Rope a) {
+    wait_for_earlier();
     const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= a.count) return;
     const u32 row = i / (u32)a.turns.pairs, j = i % (u32)a.turns.pairs;
@@ -102,6 +103,7 @@ template <class Cell> __device__ __forceinline__ void place(const Head<Cell> &a,
 }
 
 template <class Cell> __global__ void __launch_bounds__(512) place_head(const __grid_constant__ Head<Cell> a) {
+    wait_for_earlier();
     SHARED(room, float[32]);
     DYNAMIC_SHARED(row, float);
     place(a, blockIdx.x, row, room);
@@ -113,6 +115,7 @@ template <class Cell> struct Heads {
     Head<Cell> key, value;
 };
 template <class Cell> __global__ void __launch_bounds__(512) place_heads(const __grid_constant__ Heads<Cell> a) {
+    wait_for_earlier();
     SHARED(room, float[32]);
     DYNAMIC_SHARED(row, float);
     if (blockIdx.x < a.keys) place(a.query, blockIdx.x, row, room);
@@ -128,6 +131,7 @@ struct Timesteps {
     float *out;
 };
 __global__ void timesteps(const __grid_constant__ Timesteps a) {
+    wait_for_earlier();
     const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= a.count) return;
     const u32 row = i / (u32)a.width, c = i % (u32)a.width, j = c % (u32)max(a.half, (i64)1);

@@ -7,6 +7,7 @@ struct Routes {
     Choice choice;
 };
 __global__ void __launch_bounds__(1024) routes(const __grid_constant__ Routes a) {
+    wait_for_earlier();
     DYNAMIC_SHARED(counts, i32);  // of each matrix, last of those elsewhere; then where the next entry goes
     const i32 here = (i32)a.choice.matrices, size = (i32)a.size;
     i32 *next = counts + here + 1;

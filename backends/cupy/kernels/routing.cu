@@ -12,6 +12,7 @@ struct Routing {
     float *shares;
 };
 template <int EACH> __global__ void __launch_bounds__(32) route(const __grid_constant__ Routing a) {
+    wait_for_earlier();
     SHARED(made, float[32 * EACH]);
     const int lane = threadIdx.x, experts = (int)a.experts, used = (int)a.used;
     const float *scores = a.scores + blockIdx.x * a.step;

@@ -28,6 +28,7 @@ struct L2Clamped {
     static __device__ float factor(float squares, i64 n, float eps) { return 1.0f / fmaxf(sqrtf(squares), eps); }
 };
 template <class F> __global__ void A_ROW norm_by(const __grid_constant__ Rows a) {
+    wait_for_earlier();
     SHARED(room, float[32]);
     const i64 *const steps[] = {a.x.step, a.out.step};
     const Places<2> p = places(a.axes, steps, blockIdx.x);
@@ -47,6 +48,7 @@ struct ScaledNorm {
     Walk<float> sum, out;
 };
 __global__ void A_ROW scaled_norm(const __grid_constant__ ScaledNorm a) {
+    wait_for_earlier();
     SHARED(room, float[32]);
     const i64 *const steps[] = {a.x.step, a.y.step, a.sum.step, a.out.step};
     const Places<4> p = places(a.axes, steps, blockIdx.x);
@@ -69,6 +71,7 @@ __global__ void A_ROW scaled_norm(const __grid_constant__ ScaledNorm a) {
         [&](i64 c, float2 both) { out[c] = both.x * factor * both.y; });
 }
 __global__ void A_ROW centred_norm(const __grid_constant__ Rows a) {
+    wait_for_earlier();
     SHARED(room, float[32]);
     const i64 *const steps[] = {a.x.step, a.out.step};
     const Places<2> p = places(a.axes, steps, blockIdx.x);
@@ -96,6 +99,7 @@ struct Softmax {
     Walk<const float> mask, slopes, sinks;  // null where there is none
 };
 __global__ void A_ROW softmax(const __grid_constant__ Softmax a) {
+    wait_for_earlier();
     SHARED(room, float[32]);
     const i64 *const steps[] = {a.x.step, a.out.step, a.mask.step, a.slopes.step, a.sinks.step};
     const Places<5> p = places(a.axes, steps, blockIdx.x);
@@ -122,6 +126,7 @@ __global__ void A_ROW softmax(const __grid_constant__ Softmax a) {
 
 // The sum of each row times a number.
 __global__ void A_ROW sum_rows(const __grid_constant__ Rows a) {
+    wait_for_earlier();
     SHARED(room, float[32]);
     const i64 *const steps[] = {a.x.step, a.out.step};
     const Places<2> p = places(a.axes, steps, blockIdx.x);
@@ -131,6 +136,7 @@ __global__ void A_ROW sum_rows(const __grid_constant__ Rows a) {
 }
 // Running sums, by one warp.
 __global__ void cumsum(const __grid_constant__ Rows a) {
+    wait_for_earlier();
     const i64 *const steps[] = {a.x.step, a.out.step};
     const Places<2> p = places(a.axes, steps, blockIdx.x);
     const float *x = a.x.at + p.at[0];
@@ -154,6 +160,7 @@ struct CountEqual {
     i64 *out;
 };
 __global__ void count_equal(const __grid_constant__ CountEqual a) {  // one block
+    wait_for_earlier();
     SHARED(room, i64[32]);
     i64 equal = 0;
     for (i64 i = threadIdx.x; i < a.count; i += blockDim.x) equal += a.a[i] == a.b[i];
@@ -177,6 +184,7 @@ struct Order {
 };
 // The first of the largest entries.
 __global__ void A_ROW argmax(const __grid_constant__ Order a) {
+    wait_for_earlier();
     SHARED(best, float[32]);
     SHARED(where, i64[32]);
     const i64 *const steps[] = {a.x.step, a.out.step};

@@ -13,6 +13,7 @@ struct Convolution {
 
 // out[t, c] = sum over j of w[c, j] x[t + j, c].
 __global__ void __launch_bounds__(THREADS) short_convolution(const __grid_constant__ Convolution a) {
+    wait_for_earlier();
     const i64 c = (i64)blockIdx.x * THREADS + threadIdx.x, first = (i64)blockIdx.y * RUN, n = blockIdx.z;
     if (c >= a.channels) return;
     const float *x = a.x.row(n, first, 0) + c * a.x.element, *w = a.w + c * a.w_channel;
@@ -69,6 +70,7 @@ struct DeltaInputs {
 // Heads lie along y, the gates behind the last one; a group of lanes takes a head through RUN tokens.
 template <int D>
 __global__ void __launch_bounds__(THREADS) delta_inputs(const __grid_constant__ DeltaInputs a) {
+    wait_for_earlier();
     static_assert(Head<D>::QUADS == 1, "four channels of a lane are all that its head has there");
     using H = Head<D>;
     const int lane = threadIdx.x % H::LANES, tokens = (int)a.tokens, first = blockIdx.x * RUN;
@@ -138,6 +140,7 @@ struct GatedNorm {
 // out = x / sqrt(mean(x^2) + eps) w silu(z), a group of lanes for each row.
 template <int D>
 __global__ void __launch_bounds__(THREADS) gated_norm(const __grid_constant__ GatedNorm a) {
+    wait_for_earlier();
     using H = Head<D>;
     const int lane = threadIdx.x % H::LANES;
     const i64 all = a.sequences * a.tokens * a.heads, mine = (i64)blockIdx.x * H::PER_BLOCK + threadIdx.x / H::LANES;

@@ -11,6 +11,7 @@ template <class T> struct Windows {
 };
 // Entry by entry of [images, windows, channels, taps]; bits of `value` stand for what lies outside.
 template <class T> __global__ void windows(const __grid_constant__ Windows<T> a) {
+    wait_for_earlier();
     const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= a.count) return;
     u32 taps = 1, all = 1;

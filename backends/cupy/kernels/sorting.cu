@@ -57,6 +57,7 @@ struct Sort {
     i32 *out;
 };
 __global__ void __launch_bounds__(512) sort_runs(const __grid_constant__ Sort a) {
+    wait_for_earlier();
     DYNAMIC_SHARED(held, u64);
     const i64 row = blockIdx.x / a.runs, first = blockIdx.x % a.runs * a.length, from = row * a.columns + first;
     const int there = (int)min(a.length, a.columns - first), bits = (int)a.bits;
@@ -93,6 +94,7 @@ struct Merge {
     i32 *out;
 };
 __global__ void __launch_bounds__(TILE / EACH) merge_runs(const __grid_constant__ Merge a) {
+    wait_for_earlier();
     SHARED(held, u64[TILE]);
     SHARED(shares, i64[2]);
     const i64 pairs = (a.runs + 1) / 2, number = blockIdx.x / a.tiles, begin = blockIdx.x % a.tiles * TILE;

@@ -10,6 +10,7 @@ struct Shelter {
 };
 
 __global__ void __launch_bounds__(256) shelter(const __grid_constant__ Shelter a) {
+    wait_for_earlier();
     SHARED(room, float[32]);
     const i64 n = blockIdx.x, slot = a.old.row(n);
     float others = 0;

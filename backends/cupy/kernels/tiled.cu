@@ -34,6 +34,7 @@ __device__ __forceinline__ float scale_of(float top) {
     return __uint_as_float((u32)(127 + min(14 - exponent, 126)) << 23);
 }
 template <class T, int TERMS> __global__ void __launch_bounds__(1024) split_rows(const __grid_constant__ Split a) {
+    wait_for_earlier();
     SHARED(room, float[32]);
     const float *x = a.x + blockIdx.x * a.step;
     const i64 width = whole_stages(a.columns);
@@ -177,6 +178,7 @@ template <class T> __device__ __forceinline__ void bring(u16 *to, const T *row, 
     for (int i = 0; i < 8; i++) to[i] = column + i < columns ? row[column + i].bits : 0;
 }
 template <class T, class S> __global__ void __launch_bounds__(S::THREADS) tiled(const __grid_constant__ Product<T> a) {
+    wait_for_earlier();
     constexpr int COLUMNS = 32, STAGES = 3, OF_W = S::ROWS * COLUMNS / 8 / S::THREADS;
     using Block = Tile<T, S, 2, COLUMNS>;
     struct Stage {
@@ -224,6 +226,7 @@ struct Shares {
     i64 shares, part_step, rows, out_step;
 };
 __global__ void __launch_bounds__(256) add_shares(const __grid_constant__ Shares a) {
+    wait_for_earlier();
     const i64 row = 4 * ((i64)blockIdx.y * blockDim.x + threadIdx.x), entry = blockIdx.x;
     const float *from = a.parts + entry * a.rows + row;
     float *to = a.out + entry * a.out_step + row;
@@ -264,6 +267,7 @@ template <class F> __device__ __forceinline__ void unpack_row(u32 (&to)[16], con
 // Codes come two stages ahead, to registers, and are unpacked to shared memory just before they are multiplied; x comes
 // two stages ahead, too.
 template <class F> __global__ void __launch_bounds__(256) tiled_packed(const __grid_constant__ Product<u8> a) {
+    wait_for_earlier();
     constexpr int COLUMNS = 64;
     using S = Sizes<128, 128, 64, 32>;
     using Block = Tile<bf16_bits, S, 1, COLUMNS>;

@@ -25,7 +25,8 @@ from hocket.ops.collective import COLLECTIVES
 from hocket.scheduler import load, plan_for
 
 from ...given.devices.devices_meet import CASES, Part, Rig, gathered, reduced, summands
-from ...given.devices.emulation import Written, needs_compiler
+from ...given.devices.edited import EditedDriver, written
+from ...given.devices.emulation import needs_compiler
 from ...given.plans.grouped import everything_that_fits, weights_of
 
 pytestmark = needs_compiler
@@ -43,17 +44,6 @@ PARTS = {
 def narrow(monkeypatch):
     """Sums go over the wire in 16 bits, where they may, however small."""
     monkeypatch.setattr(meetings, "NARROW_FROM", 1)
-
-
-class EditedDriver(OrderedDriver):
-    """What it launches is what `edit` makes of the launches that it is given."""
-
-    def __init__(self, edit):
-        super().__init__()
-        self.edit = edit
-
-    def record(self, steps, on):
-        return super().record(self.edit(steps), on)
 
 
 class SeenError(Exception):
@@ -132,21 +122,6 @@ def test_the_command_says_so(capsys):
 
 
 # ----------------------------------------------------------------------------------------------------------- planted
-
-
-def written(file, good, bad):
-    """Kernels that see a file, with `bad` in it where `good` is, once."""
-
-    def replaced(launch):
-        source = launch.kernel.source
-        if file not in source.files:
-            return launch
-        assert source.text.count(good) == 1, good
-        body = source.text.replace(good, bad)
-        made = Written(source.file, (launch.kernel.name,), instructions=source.instructions, body=body)
-        return replace(launch, kernel=made[launch.kernel.name])
-
-    return lambda steps: [replaced(step) for step in steps]
 
 
 def without(kernel, which=0):

@@ -199,6 +199,24 @@ class HipStream(Stream):
     begin_capture = _not_on_hip
 
 
+class EarlyLibrary:
+    """``libcuda`` with the one call that CuPy lacks; keeps which kernels it launched, in order, or says `status`."""
+
+    def __init__(self, cupy, status=0):
+        self.cupy, self.status, self.launched = cupy, status, []
+
+    def cuLaunchKernelEx(self, config, function, parameters, extra):  # noqa: N802
+        config = config._obj
+        assert config.count == 1
+        assert (config.attributes[0].id, config.attributes[0].allowed) == (6, 1), "programmatic stream serialization"
+        assert extra is None
+        if not self.status:
+            self.launched.append(self.cupy.functions[function.value].name)
+            sizes = *config.grid, *config.block, config.shared_bytes
+            self.cupy.cuda.driver.launchKernel(function.value, *sizes, config.stream, parameters.value, 0)
+        return self.status
+
+
 class Graph:
     """``cupy.cuda.Graph``; `used` are the communicators of NCCL in it."""
 
@@ -317,7 +335,7 @@ def fake_cupy(sources, are_peers=True, nccl=None, is_hip=False):
         pointerGetAttributes=attributes,
         getDeviceCount=lambda: 4,
         getDeviceProperties=lambda index: {**PROPERTIES, **(OF_HIP if is_hip else {}), "name": b"no GPU"},
-        driverGetVersion=lambda: 13000,
+        driverGetVersion=lambda: 12000,  # none of its launches begins early
         runtimeGetVersion=lambda: 13000,
         memcpyAsync=copy,
         streamQuery=lambda pointer: Stream.known[pointer].query(),
@@ -344,6 +362,7 @@ def fake_cupy(sources, are_peers=True, nccl=None, is_hip=False):
     )
     return SimpleNamespace(
         __version__="none",
+        functions=functions,
         get_default_memory_pool=lambda: SimpleNamespace(free_all_blocks=lambda: None),
         cuda=cuda,
         ndarray=FakeArray,

@@ -37,8 +37,9 @@ ASKED = {
     ),
     "lanes of a warp in other rows of a block": (
         "elementwise.cu",
-        "Binary a) {\n    const u32 i = blockIdx.x * blockDim.x + threadIdx.x;",
-        "Binary a) {\n    const u32 i = blockIdx.x * blockDim.x + threadIdx.x % 32 * 8 + threadIdx.x / 32;",
+        "Binary a) {\n    wait_for_earlier();\n    const u32 i = blockIdx.x * blockDim.x + threadIdx.x;",
+        "Binary a) {\n    wait_for_earlier();\n    const u32 i = blockIdx.x * blockDim.x"
+        " + threadIdx.x % 32 * 8 + threadIdx.x / 32;",
         ADD,
     ),
     "rows of a table read four numbers apart": (
@@ -201,7 +202,7 @@ COMPILED = {
     ),
     "shared memory that nobody needs": (
         "rows.cu",
-        "norm_by(const __grid_constant__ Rows a) {\n    SHARED(room, float[32]);",
+        "norm_by(const __grid_constant__ Rows a) {\n    wait_for_earlier();\n    SHARED(room, float[32]);",
         "norm_by(const __grid_constant__ Rows a) {\n    SHARED(all, float[32][33]);\n    float *room = all[a.step];",
         "rows.cu: norm_by<Rms>",
     ),

@@ -1,0 +1,67 @@
+"""Launches that may begin while the one before them runs: programmatic dependent launch, which CuPy has no call for."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+from ...once import once
+from .driver import Launch, Step
+
+FIRST_CAPABILITY, FIRST_DRIVER = 90, 12030
+"""The first devices that begin launches early, and the first drivers that capture such launches into graphs."""
+PROGRAMMATIC_STREAM_SERIALIZATION = 6
+"""Number of that CUlaunchAttributeID."""
+LIBRARY = "libcuda.so.1"
+
+
+class Attribute(ctypes.Structure):
+    """CUlaunchAttribute, of which 64 bytes are the value."""
+
+    _fields_ = (("id", ctypes.c_int64), ("allowed", ctypes.c_int), ("unused", ctypes.c_char * 60))
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+def library_for(capability: int, release: int) -> ctypes.CDLL | None:
+    """What launches begin early with on a device of a compute capability, as 90, with a driver of a release, as 12030;
+    None where they cannot."""
+    return opened() if capability >= FIRST_CAPABILITY and release >= FIRST_DRIVER else None
+
+
+@once
+def opened() -> ctypes.CDLL | None:
+    """The library of the driver, if it is there."""
+    try:
+        return ctypes.CDLL(LIBRARY)
+    except OSError:
+        return None
+
+
+def early(steps: Sequence[Step]) -> list[bool]:
+    """Which of these may begin while the step before still runs: launches behind launches.
+
+    All kernels wait for the launches before theirs, so that where one is over, all before it are.  Behind a kernel that
+    did not wait no launch could begin early: to wait for a launch is not to wait for what that one left running.
+    """
+    are_launches = [isinstance(step, Launch) for step in steps]
+    return [mine and before for mine, before in zip(are_launches, [False, *are_launches], strict=False)]
+
+
+def launch_early(library: ctypes.CDLL, function: int, launch: Launch, stream: int, parameters: int) -> int:
+    """Put a launch into a stream; the status that the driver gives.  `parameters` is the address of the kernel's."""
+    attribute = Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, 1)
+    config = Config(launch.grid, launch.block, launch.shared_bytes, stream, ctypes.pointer(attribute), 1)
+    given = ctypes.byref(config), ctypes.c_void_p(function), ctypes.c_void_p(parameters), None
+    return int(library.cuLaunchKernelEx(*given))

@@ -1,0 +1,139 @@
+"""Launches that may begin while the ones before them run: which do, how the driver is told, and that kernels wait."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+
+import numpy as np
+import pytest
+
+from hocket import ops
+from hocket.backends.cupy import cuda, hip
+from hocket.backends.cupy.backend import DriverBackend
+from hocket.backends.cupy.device import disassembly, early, nvrtc
+from hocket.backends.cupy.device.driver import KERNELS, Exchange, Launch
+from hocket.backends.cupy.kernels import dense, packed
+from hocket.backends.cupy.table import SOURCES
+from hocket.graph import DType, Graph, input, weight
+from hocket.graph.errors import BackendError
+from hocket.scheduler import load, plan_for
+
+from ..given.devices.emulation import needs_compiler
+from ..given.devices.fake_cupy import EarlyLibrary, fake_cupy
+
+ASKING_FIRST = {"packed_few.cu: few", "packed_few.cu: summed", "dense.cu: few"}
+"""Kernels that ask for weights before they wait."""
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    """A stand-in for CuPy, on a device and with a driver that begin launches early."""
+    made = fake_cupy(SOURCES)
+    made.cuda.runtime.driverGetVersion = lambda: early.FIRST_DRIVER
+    monkeypatch.setattr(cuda, "_cupy", lambda: made)
+    monkeypatch.setattr(cuda, "cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}))
+    cuda._module.cache_clear()
+    yield made
+    cuda._module.cache_clear()
+
+
+def run_three(driver):
+    """Three launches in a graph; the result is right."""
+    backend = DriverBackend(driver)
+    graph = Graph({"y": ops.neg(ops.mul_mat(weight("w", (8, 32), DType.F32), ops.exp(input("x", (1, 32)))))})
+    w, x = np.ones((8, 32), np.float32), np.zeros((1, 32), np.float32)
+    run = load(plan_for(graph, [(backend, backend.device(0))]), {"w": w})
+    for _ in range(2):
+        assert (run.run({"x": x})["y"] == -32).all()
+
+
+@needs_compiler
+def test_all_launches_of_a_graph_but_its_first_begin_early(cupy, monkeypatch):
+    library = EarlyLibrary(cupy)
+    monkeypatch.setattr(early, "opened", lambda: library)
+    run_three(cuda.CudaDriver())
+    assert library.launched == ["few<float, 1>", "unary<function::neg>"]
+
+
+@needs_compiler
+@pytest.mark.parametrize("what", ["device", "driver", "library", "asked"])
+def test_launches_begin_in_turn_where_they_cannot_begin_early(what, cupy, monkeypatch):
+    library = EarlyLibrary(cupy)
+    monkeypatch.setattr(early, "opened", lambda: None if what == "library" else library)
+    driver = cuda.CudaDriver(begins_early=what != "asked")
+    if what == "device":
+        monkeypatch.setattr(driver, "_capability", lambda index: "89")
+    if what == "driver":
+        cupy.cuda.runtime.driverGetVersion = lambda: early.FIRST_DRIVER - 10
+    run_three(driver)
+    assert not library.launched
+
+
+@needs_compiler
+def test_a_launch_that_the_driver_refuses_is_named(cupy, monkeypatch):
+    library = EarlyLibrary(cupy, status=801)
+    monkeypatch.setattr(early, "opened", lambda: library)
+    with pytest.raises(BackendError, match=r"dense.cu: few<float, 1>: 801"):
+        run_three(cuda.CudaDriver())
+
+
+def test_devices_of_amd_are_never_asked():
+    assert "early" not in (hip.HipDriver._replay.__code__.co_names)
+
+
+def test_a_launch_behind_an_exchange_begins_late():
+    launch = Launch(SOURCES[0][SOURCES[0].names[0]], (1, 1, 1), (32, 1, 1), 0, (), (), 0)
+    exchange = Exchange(None, (), 0)
+    steps = [launch, launch, exchange, launch, launch, exchange, exchange]
+    assert early.early(steps) == [False, True, False, False, True, False, False]
+    assert early.early([]) == []
+
+
+def test_what_the_driver_is_given_lies_as_in_its_header():
+    """cuda.h of CUDA 13: CUlaunchConfig, CUlaunchAttribute."""
+    assert (ctypes.sizeof(early.Config), ctypes.sizeof(early.Attribute)) == (56, 72)
+    fields = {name: getattr(early.Config, name).offset for name, _ in early.Config._fields_}
+    assert fields == {"grid": 0, "block": 12, "shared_bytes": 24, "stream": 32, "attributes": 40, "count": 48}
+    assert early.Attribute.allowed.offset == 8
+
+
+# ------------------------------------------------------------------------------------------------------------ kernels
+
+HEAD = re.compile(r"__global__ [^;{}]*?\b(\w+)\(const __grid_constant__ [^)]*\) \{\s*(?://.*\s*)?([^;]*;)")
+
+
+def test_every_kernel_waits_for_earlier_launches_before_all_else():
+    found = {}
+    for path in sorted(KERNELS.glob("*.cu")):
+        text = path.read_text("utf-8")
+        heads = HEAD.findall(text)
+        assert len(heads) == text.count("__global__"), path.name
+        found |= {f"{path.name}: {name}": first for name, first in heads}
+    late = {name for name, first in found.items() if first != "wait_for_earlier();"}
+    assert late == ASKING_FIRST
+    assert all("wait_for_earlier();" in (KERNELS / name.partition(":")[0]).read_text("utf-8") for name in late)
+
+
+@pytest.mark.long(every=3)
+@pytest.mark.parametrize(
+    ("source", "name", "asks"),
+    [
+        (packed.OF_FEW[DType.Q4_K], "few<Q4_K, 1>", "LDG.E.EF.128"),
+        (packed.OF_FEW[DType.Q8_0], "few<Q8_0, 4>", "LDG.E.EF.128"),
+        (dense.SOURCES[0], dense.SOURCES[0].names[0], "CCTL.E.PF2"),
+    ],
+)
+def test_machine_code_asks_for_weights_before_it_waits(source, name, asks):
+    try:
+        nvrtc.nvrtc()
+        disassembly.disassembler()
+    except BackendError as why:
+        pytest.skip(str(why))
+    code = disassembly.text_of(nvrtc.compile(source[name].alone, "sm_90a").image)
+    order = [word for line in code.splitlines() for word in (asks, "ACQBULK", "PREEXIT") if f" {word} " in line]
+    asked = order.index(asks)
+    assert "PREEXIT" in order[:asked], "the launches before choose its experts"
+    assert order[asked:].index("ACQBULK") < order[asked:].index("PREEXIT")
+    before = disassembly.text_of(nvrtc.compile(source[name].alone, "sm_89").image)
+    assert not {"ACQBULK", "PREEXIT"} & set(before.split())

@@ -1,0 +1,35 @@
+"""Launches that are kept to be put in order, of kernels with mistakes in them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hocket.backends.cupy.emulation.ordered import OrderedDriver
+
+from .emulation import Written
+
+
+class EditedDriver(OrderedDriver):
+    """What it launches is what `edit` makes of the launches that it is given."""
+
+    def __init__(self, edit):
+        super().__init__()
+        self.edit = edit
+
+    def record(self, steps, on):
+        return super().record(self.edit(steps), on)
+
+
+def written(file, good, bad):
+    """Kernels that see a file, with `bad` in it where `good` is, once."""
+
+    def replaced(launch):
+        source = launch.kernel.source
+        if file not in source.files:
+            return launch
+        assert source.text.count(good) == 1, good
+        body = source.text.replace(good, bad)
+        made = Written(source.file, (launch.kernel.name,), instructions=source.instructions, body=body)
+        return replace(launch, kernel=made[launch.kernel.name])
+
+    return lambda steps: [replaced(step) for step in steps]
