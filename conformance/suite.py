@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -80,8 +81,10 @@ def check(
 
 def _serial(suite: Suite, wanted: Sequence[Case]) -> Iterator[Result]:
     backend, device = find(suite.backend)
-    for case in wanted:
+    for number, case in enumerate(wanted, 1):
         yield run_case(case, backend, device)
+        if number % CHUNK == 0:
+            gc.collect()  # programs and their memory hold each other, and Python hardly looks for such in a command
     if suite.thorough and not suite.texts:
         for name in suite.ops():
             yield from _explored(name, suite)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
+import weakref
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from xml.etree import ElementTree
@@ -14,7 +16,7 @@ import pytest
 from hocket.backends import find
 from hocket.backends.base import Support
 from hocket.backends.numpy.backend import NumpyBackend
-from hocket.conformance import Outcome, Suite, cases, check, parse_case, run_case, support_matrix
+from hocket.conformance import Outcome, Suite, cases, check, parse_case, run_case, suite, support_matrix
 from hocket.conformance.command import main
 from hocket.conformance.judging import zeros
 from hocket.conformance.judging.build import build, lane_for
@@ -191,6 +193,31 @@ def test_the_tolerance_grows_with_the_reduction_and_with_coarser_arithmetic():
     short, long = limit("mul_mat(w=f32[5,16], x=f32[7,16])"), limit("mul_mat(w=f32[5,4096], x=f32[7,4096])")
     assert short < long < 20 * short
     assert limit("mul_mat(w=f32[5,16], x=f32[7,16])", 2.0**-8) > 1000 * short
+
+
+def test_what_cases_leave_behind_does_not_pile_up(monkeypatch):
+    """A command looks for what only itself holds hardly ever, and emulated devices have a limit of mappings."""
+
+    class Kept:
+        pass
+
+    alive, most = weakref.WeakSet(), 0
+
+    def leaving(case, backend, device):
+        nonlocal most
+        kept = Kept()
+        kept.itself = kept
+        alive.add(kept)
+        most = max(most, len(alive))
+        return run_case(case, backend, device)
+
+    monkeypatch.setattr(suite, "run_case", leaving)
+    gc.disable()
+    try:
+        found = check(Suite(op="add", jobs=1))
+    finally:
+        gc.enable()
+    assert len(found) > 2 * suite.CHUNK >= 2 * most
 
 
 def test_metamorphic_checks_follow_from_the_signature():
