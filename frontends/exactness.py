@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 
+from .. import ops
+from ..graph.dtypes import DType
 from ..graph.graph import Graph
 from ..graph.node import Node, Value
 from ..graph.rewrite import rewrite
@@ -13,6 +15,7 @@ from .devices import Group
 from .errors import ModelError
 from .models import Model, Step
 
+HALVES = frozenset((DType.F16, DType.BF16))
 Rule = Callable[[Node], Sequence[Value] | None]
 
 
@@ -22,13 +25,17 @@ def graphs_of(model: Model, on: Group) -> Callable[[Step], Graph]:
         raise ModelError(f"results that are to be exact are not sent as {on.wire}; leave out one of the two")
     if on.exact and on.fast:
         raise ModelError("results that are to be exact are not rounded to bfloat16; leave out one of the two")
-    rule = hurried if on.fast else ordered if on.exact and model.looks_up else None
-    return partial(changed, model, rule) if rule else model.graph
+    rules: list[Rule] = [hurried] if on.fast else []
+    if on.exact and model.looks_up:
+        rules.append(ordered)
+    if on.exact and HALVES.intersection(on.caches):
+        rules.append(widened)
+    return partial(changed, model, rules) if rules else model.graph
 
 
-def changed(model: Model, rule: Rule, step: Step) -> Graph:
-    """The graph of a step, with `rule` applied to its nodes."""
-    return rewrite(model.graph(step), rule)
+def changed(model: Model, rules: Sequence[Rule], step: Step) -> Graph:
+    """The graph of a step, with `rules` applied to its nodes."""
+    return reduce(rewrite, rules, model.graph(step))
 
 
 def hurried(node: Node) -> Sequence[Value] | None:
@@ -39,3 +46,12 @@ def hurried(node: Node) -> Sequence[Value] | None:
 def ordered(node: Node) -> Sequence[Value] | None:
     """Devices share no sum, so that its last bit is that of one device."""
     return replace(node, attrs={**node.attrs, "ordered": True}).results if node.op == "mul_mat" else None
+
+
+def widened(node: Node) -> Sequence[Value] | None:
+    """Attention is of float32, as backends may round queries and weights to the type of its keys and values."""
+    cells = node.inputs[1:3] if node.op == "attention" else ()
+    if not HALVES.intersection(value.dtype for value in cells):
+        return None
+    wide = [ops.cast(value, dtype=DType.F32) if value.dtype in HALVES else value for value in cells]
+    return node.with_src((node.src[0], *wide, *node.src[3:])).results

@@ -110,3 +110,20 @@ def test_caches_are_f16_unless_results_are_to_be_exact() -> None:
     model = open_model(path_of("qwen3"))
     usual, exact = (Session(model, on=Group((ONE,), exact=exact)).store.nbytes()[0]["state"] for exact in (False, True))
     assert 2 * usual == exact
+
+
+@pytest.mark.long(every=2)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_prompt_that_is_to_be_exact_rounds_nothing_to_the_type_of_its_caches(dtype: str) -> None:
+    """As single tokens do not, over the same caches."""
+    model, tokens = open_model(path_of("qwen3")), (2 * tokens_of("qwen3"))[:40]
+
+    def session(exact: bool) -> Session:
+        return Session(model, on=Group((ONE,), exact=exact, cache_type_k=dtype, cache_type_v=dtype))
+
+    one_by_one, exact, usual = (session(exact) for exact in (True, True, False))
+    wanted = np.concatenate([one_by_one.evaluate([[token]], every_position=True)[0] for token in tokens])
+    errors = [nmse(s.evaluate([tokens], every_position=True)[0], wanted) for s in (exact, usual)]
+    kernels = [" ".join(s.executor(s.step(64, len(tokens)))._replays[0].kernels()) for s in (exact, usual)]
+    assert ["attend_short" in names for names in kernels] == [False, True]
+    assert errors[0] < {"f16": 1e-8, "bf16": 1e-7}[dtype] < errors[1]
