@@ -189,7 +189,7 @@ class _Run:
             self.running[device] = number
             self.begun[device] += 1
         if (number, block) not in self.blocks:
-            known = {(device,): (0,)}
+            known: Clock = {(device,): (0,)}
             self.blocks[number, block] = Block(device, self.begun[device], block, known, self.devices[device])
         return self.blocks[number, block]
 
