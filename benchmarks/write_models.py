@@ -50,6 +50,9 @@ def random_rows(dtype: DType, rows: int, columns: int, rng: np.random.Generator)
     if dtype is DType.MXFP4:
         records["e"] = rng.integers(118, 122, len(records))
         return raw.reshape(rows, -1)
+    if dtype is DType.NVFP4:
+        records["scales"] = rng.integers(24, 40, (len(records), 4))
+        return raw.reshape(rows, -1)
     name = str(dtype)
     step = 2 * SPREAD / (LARGEST_CODE[name] * SUB_SCALE.get(name, 1))
     records["d"] = step * rng.uniform(0.5, 1.5, len(records))

@@ -118,7 +118,7 @@ def _unblocked(bytes_: U8, dtype: DType) -> F32:
 
 
 def _through_gguf(bytes_: U8, dtype: DType) -> F32:
-    """Rare types (IQ1 to IQ3, ternary, NVFP4) by the ``gguf`` package, one chunk at a time."""
+    """Rare types (IQ1 to IQ3, ternary) by the ``gguf`` package, one chunk at a time."""
     import gguf  # where used: importing it costs as much as importing hocket
 
     stored = np.ascontiguousarray(bytes_).reshape(-1)
@@ -155,12 +155,25 @@ LAYOUT = {
     DType.IQ4_NL: _record(D, ("qs", "u1", 16)),
     DType.IQ4_XS: _record(D, ("scales_h", "<u2"), ("scales_l", "u1", 4), ("qs", "u1", 128)),
     DType.MXFP4: _record(("e", "u1"), ("qs", "u1", 16)),
+    DType.NVFP4: _record(("scales", "u1", 4), ("qs", "u1", 32)),
 }
 
 NONLINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 """The 4-bit code book ``kvalues_iq4nl`` of ggml."""
 E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 """Twice the values of a 4-bit float (``kvalues_mxfp4``); ggml drops the sign of minus zero."""
+
+
+def _halves_of_e4m3() -> F32:
+    """Half of each 8-bit float with 4 bits of exponent and 3 of fraction, whose sign counts for nothing; where it would
+    be no number, 0 (``ue4m3_to_fp32`` of ggml)."""
+    bits = np.arange(256, dtype=np.uint32)
+    halves = ((bits & 127) << 20).view(np.float32) * np.float32(2.0**119)
+    halves[127] = 0
+    return halves
+
+
+HALF_OF_E4M3 = _halves_of_e4m3()
 
 
 def _column(values: np.ndarray) -> F32:
@@ -292,6 +305,10 @@ def _mxfp4(b: np.ndarray, out: F32) -> None:
     _scaled(E2M1[_nibbles(b["qs"], 16)], half[:, None], out)
 
 
+def _nvfp4(b: np.ndarray, out: F32) -> None:
+    _scaled(E2M1[_nibbles(b["qs"], 8)], HALF_OF_E4M3[b["scales"]][..., None], out)
+
+
 EXPAND: dict[DType, Expand] = {
     DType.Q4_0: _q4_0,
     DType.Q4_1: _q4_1,
@@ -306,6 +323,7 @@ EXPAND: dict[DType, Expand] = {
     DType.IQ4_NL: _iq4_nl,
     DType.IQ4_XS: _iq4_xs,
     DType.MXFP4: _mxfp4,
+    DType.NVFP4: _nvfp4,
 }
 
 

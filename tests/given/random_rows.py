@@ -16,4 +16,6 @@ def random_rows(dtype: DType, rows: int, columns: int, rng: np.random.Generator)
         records[name] = rng.standard_normal(len(records)) * 0.01
     if dtype is DType.MXFP4:
         records["e"] = rng.integers(110, 130, len(records))
+    if dtype is DType.NVFP4:
+        records["scales"] = rng.integers(16, 64, (len(records), 4))
     return records.view(np.uint8).reshape(rows, -1)

@@ -33,8 +33,8 @@ def random_bytes(*shape: int) -> np.ndarray:
     return np.random.default_rng(7).integers(0, 256, shape, np.uint8)
 
 
-def test_all_thirteen_block_types_of_the_issue_are_our_own() -> None:
-    names = "q4_0 q4_1 q5_0 q5_1 q8_0 q2_K q3_K q4_K q5_K q6_K iq4_nl iq4_xs mxfp4"
+def test_usual_block_types_are_our_own() -> None:
+    names = "q4_0 q4_1 q5_0 q5_1 q8_0 q2_K q3_K q4_K q5_K q6_K iq4_nl iq4_xs mxfp4 nvfp4"
     assert [d.text for d in EXPAND] == names.split()
 
 
@@ -62,6 +62,12 @@ def test_every_exponent_of_mxfp4_equals_the_gguf_package() -> None:
     raw = random_bytes(256, 17)
     raw[:, 0] = np.arange(256)
     assert_same_bits(dequantise(raw, DType.MXFP4), oracle(raw, DType.MXFP4))
+
+
+def test_every_scale_of_nvfp4_equals_the_gguf_package() -> None:
+    raw = random_bytes(64, 36)
+    raw[:, :4] = np.arange(256).reshape(64, 4)
+    assert_same_bits(dequantise(raw, DType.NVFP4), oracle(raw, DType.NVFP4))
 
 
 @pytest.mark.parametrize("dtype", QUANTISABLE, ids=str)

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -52,14 +53,23 @@ def _signed(blocks: Blocks) -> U8:
     return _as_is(blocks) ^ np.uint8(0x88)
 
 
-def _for_books(blocks: Blocks) -> U8:
+def _halves_apart(blocks: Blocks) -> U8:
+    """Nibbles of 16 columns in 8 bytes, the low ones first: those of 32 columns as `_as_is`."""
+    q = np.ascontiguousarray(blocks["qs"]).reshape(len(blocks), -1, 2, 8)  # block of 32, half, byte
+    out = np.empty((*q.shape[:2], 2, 8), np.uint8)
+    np.bitwise_or(q[:, :, 0] & NIBBLE, q[:, :, 1] << 4, out=out[:, :, 0])
+    np.bitwise_or(q[:, :, 0] >> 4, q[:, :, 1] & ~NIBBLE, out=out[:, :, 1])
+    return out.reshape(len(blocks), -1, 16)
+
+
+def _for_books(nibbles: Callable[[Blocks], U8], blocks: Blocks) -> U8:
     """The four nibbles of each half side by side."""
 
     def together(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
         x = (x | x >> 4) & np.uint32(0x00FF00FF)
         return (x | x >> 8) & np.uint32(0xFFFF)
 
-    words, low = _as_is(blocks).view(np.uint32), np.uint32(0x0F0F0F0F)
+    words, low = nibbles(blocks).view(np.uint32), np.uint32(0x0F0F0F0F)
     made: Blocks = together(words & low) | together(words >> 4 & low) << 16
     return made.view(np.uint8)
 
@@ -148,11 +158,17 @@ def _fields(*names: str) -> Callable[[Blocks], U8]:
     return plane
 
 
+def _pairs(field: str) -> Callable[[Blocks], U8]:
+    """Two bytes of a field for each 32 columns."""
+    return lambda blocks: np.ascontiguousarray(blocks[field]).reshape(len(blocks), -1, 2)
+
+
 def _some(field: str, start: int, end: int) -> Callable[[Blocks], U8]:
     """Some bytes of a field."""
     return lambda blocks: np.ascontiguousarray(blocks[field][:, None, start:end])
 
 
+_BOOKS = partial(_for_books, _as_is)
 PACKINGS: Mapping[DType, Packing] = MappingProxyType(
     {
         DType.Q4_0: Packing((_signed, _fields("d"))),
@@ -167,9 +183,10 @@ PACKINGS: Mapping[DType, Packing] = MappingProxyType(
         DType.Q4_K: Packing((_nibbles_of("qs", 32), _fields("d", "dmin", "scales"))),
         DType.Q5_K: Packing((_nibbles_of("qs", 32), _bits_of_256(flip=False), _fields("d", "dmin", "scales"))),
         DType.Q6_K: Packing((_nibbles_of("qs", 64), _crumbs_of("qh", 0xAA), _fields("scales"), _fields("d"))),
-        DType.IQ4_NL: Packing((_for_books, _fields("d"))),
-        DType.IQ4_XS: Packing((_for_books, _fields("d", "scales_h", "scales_l"))),
-        DType.MXFP4: Packing((_for_books, _fields("e"))),
+        DType.IQ4_NL: Packing((_BOOKS, _fields("d"))),
+        DType.IQ4_XS: Packing((_BOOKS, _fields("d", "scales_h", "scales_l"))),
+        DType.MXFP4: Packing((_BOOKS, _fields("e"))),
+        DType.NVFP4: Packing((partial(_for_books, _halves_apart), _pairs("scales"))),
     }
 )
 

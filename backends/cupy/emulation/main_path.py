@@ -29,6 +29,7 @@ CASES = (
     "mul_mat(w=bf16[64,128], x=f32[64,128])",
     "gated_delta_net(q=f32[70,1,64], k=f32[70,1,64], v=f32[70,1,32], g=f32[70,1,1], beta=f32[70,1], "
     "state=f32[1,32,64])",
+    *(f"mul_mat(w={w}[64,{n}], x=f32[{t},{n}])" for w in ("mxfp4", "nvfp4") for n, t in ((1024, 1), (256, 32))),
     "attention(q=f32[1,8,128], k=f32[64,2,128], v=f32[64,2,128], scale=0.1)",
     "attention(q=f32[1,8,128], k=f16[64,2,128], v=f16[64,2,128], scale=0.1)",
     "attention(q=f32[32,4,128], k=bf16[128,1,128], v=bf16[128,1,128], scale=0.1)",
@@ -102,6 +103,16 @@ ALLOWED = (
     ),
     Allowed(
         "dense.cu", "(const float4 *)(x[n] + c + i)", 2.0, "a lane has 8 numbers of x in two loads; all of it is in L1"
+    ),
+    Allowed("packed.cuh", "return at[32 * i + row]", 2.0, "16 rows have an exponent of a byte each, half a sector"),
+    *(
+        Allowed("packed_few.cu", code, 2.0, "a thread has a row's sums of all products that it joins, once a block")
+        for code in (
+            "each_own([&](int i) { sums[i] = 0.0f; });",
+            "sums[i] += parts[w * SIZE + i];",
+            "float result = total[0];",
+            "result = gated(a.unit, total[0], total[SIZE]);",
+        )
     ),
     Allowed("rotary.cu", "x[c * a.step]", 2.0, "lanes take the two numbers of a pair, one after the other"),
     Allowed("rotary.cu", "out[c * a.out_step]", 2.0, "lanes write the two numbers of a pair, one after the other"),

@@ -76,11 +76,21 @@ struct Exponent {  // 2^(e - 128), whose two smallest are subnormal: the book is
     static constexpr int SUPER = 1;
     static constexpr bool HALVES = false, BIAS = false;
     using Record = u8;
-    static __device__ __forceinline__ Record load(const u8 *at, i64 count, int i, int row) {
-        return part<u8>(at, count, 0, i, row);
-    }
+    static __device__ __forceinline__ Record load(const u8 *at, i64, int i, int row) { return at[32 * i + row]; }
     static __device__ __forceinline__ Scales scales(const Record &e, int) {
         return {{__uint_as_float(e < 2 ? 0x00200000u << e : (u32)(e - 1) << 23)}, {}};
+    }
+};
+struct SmallFloats {  // NVFP4: for each half 8 bits, 4 of exponent and 3 of fraction, and no number is 0: the book is doubled
+    static constexpr int SUPER = 1;
+    static constexpr bool HALVES = true, BIAS = false;
+    using Record = u16;
+    static __device__ __forceinline__ Record load(const u8 *at, i64 count, int i, int row) {
+        return part<u16>(at, count, 0, i, row);
+    }
+    static __device__ __forceinline__ Scales scales(const Record &r, int) { return {{of(r & 0xff), of(r >> 8)}, {}}; }
+    static __device__ __forceinline__ float of(u32 bits) {
+        return bits == 0x7f ? 0.0f : __uint_as_float((bits & 0x7f) << 20) * 0x1p119f;
     }
 };
 struct SixBitPairs {  // Q4_K and Q5_K: d, dmin, and 8 pairs of 6 bits in 12 bytes
@@ -212,6 +222,7 @@ using Q6_K = Format<Linear<4, 2, true>, Bytes>;
 using IQ4_NL = Format<Nonlinear, OneScale>;
 using IQ4_XS = Format<Nonlinear, SixBitsApart>;
 using MXFP4 = Format<TwiceE2M1, Exponent>;
+using NVFP4 = Format<TwiceE2M1, SmallFloats>;
 
 // ------------------------------------------------------------------------------------------------ where codes lie
 

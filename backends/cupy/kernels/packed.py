@@ -38,6 +38,8 @@ def _of(dtype: DType) -> Source:
     return Source("packed.cu", (*tiles, *(f"unpack<{name}, {i}>" for i in IDS.values())), HEADERS)
 
 
+OWN_RECORDS = frozenset((*(dtype for dtype in PACKINGS if dtype.block == COLUMNS), DType.NVFP4))
+"""Types of which each block of columns has its own record: two of them are a block of NVFP4."""
 BY_TYPE = {dtype: _of(dtype) for dtype in PACKINGS}
 OF_FEW = {
     t: Source("packed_few.cu", (*(f"few<{t.name}, {n}>" for n in COUNTS), f"summed<{t.name}>"), HEADERS)
@@ -77,7 +79,7 @@ def _units(w: Operand) -> int:
 
 def _part(dtype: DType, tokens: int) -> tuple[int, int]:
     """Rows, and blocks of columns, that a warp takes at a time; ``Part`` in the kernel."""
-    rows = 16 if dtype.block == COLUMNS else 8
+    rows = 16 if dtype in OWN_RECORDS else 8
     return rows, 32 // rows * (2 if dtype is DType.Q8_0 or tokens > 1 else 4)
 
 
