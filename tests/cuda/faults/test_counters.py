@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hocket.backends.base import Tensor
+from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding.launches import Launches
 from hocket.backends.cupy.device.driver import KERNELS, Source
 from hocket.backends.cupy.emulation.counted import CountingDriver, count
@@ -15,6 +16,7 @@ from hocket.cli import main
 from hocket.conformance.reports.emulated import counters
 from hocket.graph import DType
 
+from ...given.devices.chains import COUNTED, ran
 from ...given.devices.emulation import Written, needs_compiler
 from ...given.devices.recorded import asked_more
 
@@ -106,6 +108,14 @@ def test_kernels_of_the_main_path_ask_for_no_more_than_they_must(case):
     found = counters([case])
     assert found
     assert [why for counted in found for why in (*faults(counted), *asked_more(counted))] == []
+
+
+@pytest.mark.long(every=6)
+@pytest.mark.parametrize("kernel", COUNTED)
+def test_kernels_of_chains_ask_for_no_more_than_they_must(kernel):
+    driver = CountingDriver()
+    ran(COUNTED[kernel](False), True, backend=DriverBackend(driver))
+    assert faults(driver.found[kernel]) == []
 
 
 def test_packed_weights_that_are_unpacked_ask_for_no_more_than_they_must(monkeypatch):

@@ -41,11 +41,14 @@ def norm(forbidden: bool) -> Graph:
     return both(ops.mul(inner, weight("w", (70,))), inner, forbidden)
 
 
-def sum_and_norm(forbidden: bool) -> Graph:
-    total = ops.add(input("x", (3, 70)), input("z", (3, 70)))
-    inner = ops.rms_norm(total, eps=1e-6)
-    normed = ops.mul(inner, weight("w", (70,)))
-    return both(ops.sub(total, ops.scale(normed, scale=2.0)), inner, forbidden)
+def sum_and_norm(columns: int = 70) -> Callable[[bool], Graph]:
+    def graph(forbidden: bool) -> Graph:
+        total = ops.add(input("x", (3, columns)), input("z", (3, columns)))
+        inner = ops.rms_norm(total, eps=1e-6)
+        normed = ops.mul(inner, weight("w", (columns,)))
+        return both(ops.sub(total, ops.scale(normed, scale=2.0)), inner, forbidden)
+
+    return graph
 
 
 def gated_norm(forbidden: bool) -> Graph:
@@ -54,18 +57,20 @@ def gated_norm(forbidden: bool) -> Graph:
     return both(ops.mul(ops.mul(inner, weight("w", (64,))), gate), gate, forbidden)
 
 
-def times(activation: Callable[[Value], Value]) -> Callable[[bool], Graph]:
+def times(activation: Callable[[Value], Value], columns: int = 20) -> Callable[[bool], Graph]:
     def graph(forbidden: bool) -> Graph:
-        gate = activation(ops.slice_(input("z", (3, 40)), axis=-1, start=20, stop=40))
-        return both(ops.mul(input("x", (3, 20)), gate), gate, forbidden)
+        gate = activation(ops.slice_(input("z", (3, 2 * columns)), axis=-1, start=columns, stop=2 * columns))
+        return both(ops.mul(input("x", (3, columns)), gate), gate, forbidden)
 
     return graph
 
 
-def unit(join: Callable[[Value, Value], Value], dtype: DType) -> Callable[[bool], Graph]:
+def unit(
+    join: Callable[[Value, Value], Value], dtype: DType, rows: int = 70, columns: int = 128
+) -> Callable[[bool], Graph]:
     def graph(forbidden: bool) -> Graph:
-        x = input("x", (2, 128))
-        gate, up = (ops.mul_mat(weight(n, (70, 128), dtype), x) for n in ("gate", "up"))
+        x = input("x", (2, columns))
+        gate, up = (ops.mul_mat(weight(n, (rows, columns), dtype), x) for n in ("gate", "up"))
         return both(join(gate, up), up, forbidden)
 
     return graph
@@ -85,12 +90,12 @@ def chosen(k: int, scores: Value) -> Value:
 
 
 def router(
-    gating: Callable[[Value], Value], biased: bool = False, normalised: bool = True, count: int = 70
+    gating: Callable[[Value], Value], biased: bool = False, normalised: bool = True, count: int = 70, used: int = 5
 ) -> Callable[[bool], Graph]:
     def graph(forbidden: bool) -> Graph:
         shares = gating(input("x", (3, 1, count)))
-        ids = chosen(5, ops.add(shares, weight("b", (count,))) if biased else shares)
-        taken = ops.reshape(ops.get_rows(ops.reshape(shares, shape=(3, count, 1)), ids), shape=(3, 1, 5))
+        ids = chosen(used, ops.add(shares, weight("b", (count,))) if biased else shares)
+        taken = ops.reshape(ops.get_rows(ops.reshape(shares, shape=(3, count, 1)), ids), shape=(3, 1, used))
         if normalised:
             taken = ops.div(taken, ops.clamp(ops.sum_rows(taken), min=0.25, max=float("inf")))
         else:
@@ -111,29 +116,31 @@ def experts(dtype: DType) -> Callable[[bool], Graph]:
     return graph
 
 
-def all_experts(dtype: DType) -> Callable[[bool], Graph]:
+def all_experts(dtype: DType, rows: int = 40, columns: int = 160) -> Callable[[bool], Graph]:
     """The units of two experts of twelve, and of one that both tokens have."""
 
     def graph(forbidden: bool) -> Graph:
-        x, ids = ops.scale(input("x", (2, 160)), scale=2.0), chosen(2, input("scores", (2, 12)))
-        row = ops.reshape(x, shape=(2, 1, 160))
-        y = ops.swiglu(*(ops.mul_mat_id(weight(n, (12, 40, 160), dtype), row, ids) for n in ("gate", "up")))
-        gate, up = (ops.mul_mat(weight(n, (40, 160), dtype), x) for n in ("shared_gate", "shared_up"))
+        x, ids = ops.scale(input("x", (2, columns)), scale=2.0), chosen(2, input("scores", (2, 12)))
+        row = ops.reshape(x, shape=(2, 1, columns))
+        y = ops.swiglu(*(ops.mul_mat_id(weight(n, (12, rows, columns), dtype), row, ids) for n in ("gate", "up")))
+        gate, up = (ops.mul_mat(weight(n, (rows, columns), dtype), x) for n in ("shared_gate", "shared_up"))
         return Graph({"y": y, "z": ops.swiglu(gate, up), **({"also": ops.neg(up)} if forbidden else {})})
 
     return graph
 
 
-def answers(dtype: DType, other: str = "", columns: int = 128, used: int = 3) -> Callable[[bool], Graph]:
+def answers(
+    dtype: DType, other: str = "", columns: int = 128, used: int = 3, rows: int = 40
+) -> Callable[[bool], Graph]:
     """Two tokens of many experts, and perhaps another one that is added as it is, or gated."""
     count = 4 * used
 
     def graph(forbidden: bool) -> Graph:
         x, ids = input("x", (2, used, columns)), chosen(used, input("scores", (2, count)))
-        y = ops.mul_mat_id(weight("down", (count, 40, columns), dtype), x, ids)
-        inner = ops.reshape(ops.mul_mat(ops.transpose(y), input("shares", (2, 1, used))), shape=(2, 40))
+        y = ops.mul_mat_id(weight("down", (count, rows, columns), dtype), x, ids)
+        inner = ops.reshape(ops.mul_mat(ops.transpose(y), input("shares", (2, 1, used))), shape=(2, rows))
         if other:
-            more = ops.mul_mat(weight("shared", (40, columns), dtype), input("z", (2, columns)))
+            more = ops.mul_mat(weight("shared", (rows, columns), dtype), input("z", (2, columns)))
             if other == "gated":
                 more = ops.mul(more, ops.sigmoid(input("gate", (2, 1))))
             return both(ops.add(inner, more), inner, forbidden)
@@ -159,24 +166,25 @@ def placed(tokens: int, normed: bool, stored: bool, mode: str = "neox", dtype: s
     return graph
 
 
-def attending(tokens: int, normed: bool, dtype: str) -> Callable[[bool], Graph]:
+def attending(tokens: int, normed: bool, dtype: str, size: int = 24, mode: str = "normal") -> Callable[[bool], Graph]:
     """Queries and keys through norm and RoPE, keys and values into caches, all of them to attention."""
 
     def graph(forbidden: bool) -> Graph:
         positions, ids = input("pos", (1, tokens), "i32"), input("ids", (tokens,), "i32")
 
         def turned(name: str, heads: int) -> Value:
-            x = input(name, (1, tokens, heads, 24))
-            x = ops.mul(ops.rms_norm(x, eps=1e-6), weight(f"{name}_w", (24,))) if normed else ops.neg(x)
-            return ops.rope(x, positions, n_dims=16)
+            x = input(name, (1, tokens, heads, size))
+            x = ops.mul(ops.rms_norm(x, eps=1e-6), weight(f"{name}_w", (size,))) if normed else ops.neg(x)
+            return ops.rope(x, positions, n_dims=size // 16 * 16, mode=mode)
 
         def kept(name: str, y: Value) -> Value:
-            cache = state(name, (9, 48), dtype)
-            caches[cache] = new = ops.set_rows(cache, ops.reshape(y, shape=(tokens, 48)), ids, name=f"new_{name}")
-            return ops.reshape(new, shape=(1, 9, 2, 24))
+            cache = state(name, (9, 2 * size), dtype)
+            rows = ops.reshape(y, shape=(tokens, 2 * size))
+            caches[cache] = new = ops.set_rows(cache, rows, ids, name=f"new_{name}")
+            return ops.reshape(new, shape=(1, 9, 2, size))
 
         caches: dict[Value, Value] = {}
-        q, k, v = turned("q", 4), turned("k", 2), ops.neg(input("v", (1, tokens, 2, 24)))
+        q, k, v = turned("q", 4), turned("k", 2), ops.neg(input("v", (1, tokens, 2, size)))
         y = ops.attention(q, kept("keys", k), kept("values", v), scale=0.2)
         return both(y, k, forbidden, caches)
 
@@ -191,7 +199,7 @@ def row(forbidden: bool) -> Graph:
 
 CHAINS = {
     "norm and factor": Chain(norm, (1, 2)),
-    "sum, norm and factor": Chain(sum_and_norm, (3, 5)),
+    "sum, norm and factor": Chain(sum_and_norm(), (3, 5)),
     "gated norm": Chain(gated_norm, (1, 4), near=1e-6),
     "times sigmoid": Chain(times(ops.sigmoid), (1, 2)),
     "times silu": Chain(times(ops.silu), (1, 2)),
@@ -224,6 +232,23 @@ CHAINS = {
     "turned heads of attention": Chain(attending(1, False, "bf16"), (5, 10)),
     "a row": Chain(row, (2, 3), forbids=False),
 }
+
+
+COUNTED = {
+    "rows.cu: scaled_norm": sum_and_norm(512),
+    "short_convolution.cu: gated_norm<64>": gated_norm,
+    "elementwise.cu: binary<function::swiglu>": times(ops.silu, 64),
+    "packed_few.cu: few<Q4_0, 2>": unit(ops.swiglu, DType.Q4_0, 64, 512),
+    "dense.cu: few<bf16_bits, 2>": unit(ops.swiglu, DType.BF16, 64, 512),
+    "routing.cu: route<4>": router(ops.softmax, count=128, used=8),
+    "packed_few.cu: few<Q4_0, 1>": all_experts(DType.Q4_0, 64, 512),
+    "dense.cu: few<bf16_bits, 1>": all_experts(DType.BF16, 64, 512),
+    "packed_few.cu: summed<Q4_K>": answers(DType.Q4_K, "gated", 512, 4, rows=64),
+    "dense.cu: summed<bf16_bits>": answers(DType.BF16, "gated", 512, 4, rows=64),
+    "rotary.cu: place_heads<float>": attending(1, True, "f32", 64, "neox"),
+    "rotary.cu: place_heads<half_bits>": attending(1, True, "f16", 64, "neox"),
+}
+"""Chains in sizes like those of models, by the kernel that they launch."""
 
 
 class Watched(EmulatedDriver):
