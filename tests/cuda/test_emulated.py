@@ -81,6 +81,20 @@ def test_operands_are_read_as_they_lie(layout):
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    "operands",
+    [
+        "w=f32[0,4,8], x=f32[3,1,8], ids=i32[3,2], first=8, total=8, layout=permuted",
+        "w=f32[7,5,0], x=f32[11,2,0], ids=i32[11,6], layout=permuted",
+        "w=iq2_xxs[3,4,256], x=f32[2,2,256], ids=i32[2,0], layout=broadcast",
+    ],
+)
+def test_what_has_no_elements_lies_as_it_has_to(operands):
+    backend = EmulatedBackend()
+    assert run_case(parse_case(f"mul_mat_id({operands})"), backend, backend.device(0)).outcome is Outcome.PASS
+
+
+@needs_compiler
 def test_weights_of_16_bits_stay_as_they_are():
     backend = EmulatedBackend()
     for dtype in (DType.F16, DType.BF16):

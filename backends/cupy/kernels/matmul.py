@@ -122,7 +122,7 @@ def _lies_evenly(w: Operand) -> bool:
 
 def _mul_mat_id(launches: Launches, call: Bound) -> None:
     w, x, out = _as_stored(launches, call.operand(0)), as_float(launches, call.operand(1)), call.out
-    need(w.strides[-1] == 1 or w.shape[-1] == 1, "rows of experts are not dense")
+    need(w.strides[-1] == 1 or w.shape[-1] == 1 or 0 in w.shape, "rows of experts are not dense")
     rows_of(x), rows_of(out)
     experts, total, slots = w.shape[0], _experts(call), math.prod(call.operand(2).shape)
     spread, choice = routed(launches, call)
