@@ -84,7 +84,7 @@ class Shape:
 
 def vector(dtype: DType, rows: int, columns: int, processors: int, asked: float | None = None) -> Shape:
     """A product of weights and one vector on a GPU of so many multiprocessors; packed rows are dealt to them evenly."""
-    least = 16 if dtype in packed.BY_TYPE and dtype.block == packed.COLUMNS else 8
+    least = 16 if dtype in packed.OWN_RECORDS else 8
     own = -(-rows // processors // least) * least if dtype in packed.BY_TYPE else 64
     nbytes = rows * columns // dtype.block * dtype.block_bytes + 4 * (rows + columns)
     case = f"mul_mat(w={dtype}[{own},{columns}], x=f32[1,{columns}])"
