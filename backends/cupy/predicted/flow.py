@@ -32,7 +32,7 @@ _CONDITION = re.compile(r"\s*!?U?P\d\s*,")
 _ACCESS = re.compile(r"(LDGSTS|LDG|STG|LDSM|LDS|STS)(\.|$)")
 _MATRICES = re.compile(r"\.(\d)$")
 _NEVER = "@!PT"
-_PRODUCT = re.compile(r"(HMMA|IMMA|QMMA|OMMA)\.(\w+)")
+_PRODUCT = re.compile(r"(HGMMA|HMMA|IMMA|QMMA|OMMA)\.(\w+)")
 _NO_ISSUE = "NOP"
 _REGISTER = re.compile(r"\bR(\d+)\b")
 _PENDING = re.compile(r"DEPBAR\.LE SB0, 0x(\w+)")
@@ -63,8 +63,8 @@ class Step(NamedTuple):
 @dataclass(slots=True)
 class Block:
     """Instructions that run one after the other: how many, called functions included; bytes a lane by place; products
-    of tensor cores by kind and shape, as ``("HMMA", "16816")``; steps that load from global memory or use registers;
-    and the blocks that may follow, of which -1 is the end."""
+    of tensor cores by kind and shape, as ``("HMMA", "16816")`` or, of a warpgroup, ``("HGMMA", "64x256x16")``; steps
+    that load from global memory or use registers; and the blocks that may follow, of which -1 is the end."""
 
     instructions: int = 0
     accesses: Counter[Place] = field(default_factory=Counter)
