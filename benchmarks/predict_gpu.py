@@ -96,7 +96,9 @@ def vector(dtype: DType, rows: int, columns: int, processors: int, asked: float 
     return Shape(name, case, {"few": (rows / own, 1.0)}, nbytes, 2 * rows * columns, asked, chosen, 4 * columns)
 
 
-def prompt(dtype: DType, rows: int, columns: int, tokens: int, asked: float | None = None) -> Shape:
+def prompt(
+    dtype: DType, rows: int, columns: int, tokens: int, asked: float | None = None, is_exact: bool = True
+) -> Shape:
     """A product of weights and many tokens; two blocks share the columns of tiles of 256 rows."""
     many, longer = rows / 256 * tokens / 128, columns / 4096
     kernels = {
@@ -106,8 +108,8 @@ def prompt(dtype: DType, rows: int, columns: int, tokens: int, asked: float | No
     }
     chosen = ((tiled, "FULL", 2), (tiled, "WORTH", 1))
     nbytes = rows * columns // dtype.block * dtype.block_bytes + 4 * tokens * (rows + columns)
-    name = f"{dtype} {rows}×{columns}, {tokens} tokens"
-    case = f"mul_mat(w={dtype}[256,4096], x=f32[128,4096])"
+    name = f"{dtype} {rows}×{columns}, {tokens} tokens" + ("" if is_exact else ", fast")
+    case = f"mul_mat(w={dtype}[256,4096], x=f32[128,4096], exact={str(is_exact).lower()})"
     return Shape(name, case, kernels, nbytes, 2 * rows * columns * tokens, asked, chosen)
 
 
@@ -128,7 +130,7 @@ def shapes(processors: int) -> tuple[Shape, ...]:
         *(vector(t, 4096, 4096, processors, a) for t, a in ((DType.Q4_K, 0.7), (DType.Q8_0, 0.82))),
         *(vector(t, 28672, 4096, processors, a) for t, a in ((DType.Q4_K, 0.7), (DType.Q8_0, 0.82))),
         *(prompt(t, 4096, 4096, 512, 0.42) for t in (DType.Q4_K, DType.Q8_0)),
-        prompt(DType.BF16, 4096, 4096, 512, 0.57),
+        *(prompt(DType.BF16, 4096, 4096, 512, a, is_exact) for a, is_exact in ((0.37, True), (0.57, False))),
         Shape(
             "16/32×128, batch 32",
             DECODE,

@@ -32,7 +32,7 @@ from .binding.programs import Met, bound_parts, foretold, gathered
 from .binding.trial import Known, tried
 from .device.driver import Driver, Launch, LaunchError, Step
 from .device.limits import MOST, Limits
-from .kernels.attention import rounding
+from .kernels import attention, tiled
 from .kernels.packed import expanded
 from .meeting.meetings import Meetings
 from .meeting.transport import transport_of
@@ -144,13 +144,15 @@ class DriverBackend:
 
     def tolerance(self, node: Node) -> float | None:
         """The relative error of what is rounded on its way; None for arithmetic in float32."""
-        if node.attrs.get("exact") is False:
+        is_exact = node.attrs.get("exact") is not False
+        if node.op in PRODUCTS:
+            return tiled.rounding(node.inputs[0].dtype, is_exact)
+        if not is_exact:
             return 2.0**-8
         if node.op == "attention":
             q, k, v = (known.spec for value in node.inputs[:3] if (known := self._operand(value)) is not None)
-            return rounding(q.shape, k, v)
-        dtype = node.inputs[0].dtype if node.op in PRODUCTS else DType.F32
-        return 2.0**-8 if dtype in PACKINGS else 2.0**-16 if dtype in HALVES else None
+            return attention.rounding(q.shape, k, v)
+        return None
 
     # ---------------------------------------------------------------------------------------------------- memory
 

@@ -213,7 +213,9 @@ template <class T, int TERMS, int STAGES, class W> __device__ __forceinline__ vo
     }
     if (a.parts == nullptr || block.has_all(a, *(u32 *)stages)) block.store(a, tile, first);
 }
-template <class T> __global__ void __launch_bounds__(THREADS) grouped(const __grid_constant__ Grouped<T> a) { multiply_tile<T, 2, 3, Dense<T>>(a); }
+template <class T, int TERMS> __global__ void __launch_bounds__(THREADS) grouped(const __grid_constant__ Grouped<T> a) {
+    multiply_tile<T, TERMS, TERMS == 1 ? 4 : 3, Dense<T>>(a);
+}
 template <class F> __global__ void __launch_bounds__(THREADS) grouped_packed(const __grid_constant__ Grouped<u8> a) {
     multiply_tile<bf16_bits, 1, 4, Packed<F>>(a);
 }

@@ -52,7 +52,7 @@ class Noting(EmulatedDriver):
     [
         *((tile, shares, f"tiled<{{}}, {tile}>") for tile, shares in ((tiled.SMALL, 1), (tiled.LARGE, 1))),
         *((tiled.TALL, shares, f"tiled<{{}}, {tiled.TALL}>") for shares in (1, 2)),
-        *((tiled.GROUPED, shares, "grouped<{}>") for shares in (1, 2)),
+        *((tiled.GROUPED, shares, "grouped<{}, 2>") for shares in (1, 2)),
     ],
     ids=str,
 )
@@ -69,6 +69,22 @@ def test_weights_of_16_bits_lose_no_more_than_terms_leave_out(dtype, shape, tile
     assert (np.abs(results[0] - want) <= (LEFT_OUT[dtype] + SUMMED) * size).all()
     nmse = ((results[0] - want) ** 2).sum(1) / (size**2).sum(1)
     assert nmse.max() < {DType.F16: 1e-14, DType.BF16: 2e-11}[dtype]
+
+
+@pytest.mark.long(every=2)
+@pytest.mark.parametrize("shape", [(70, 136, 9), (300, 200, 130)], ids=str)
+@pytest.mark.parametrize(("tile", "terms"), [(tiled.GROUPED, 1), (tiled.LARGE, 2)], ids=str)
+@pytest.mark.parametrize("dtype", LEFT_OUT, ids=str)
+def test_what_need_not_be_exact_is_one_term_of_warpgroups(dtype, tile, terms, shape, monkeypatch, request):
+    tried.cache_clear()
+    request.addfinalizer(tried.cache_clear)
+    monkeypatch.setattr(tiled, "shape_of_tiles", lambda *_, **__: (tile, 1))
+    driver = Noting()
+    results, want, size = dense(dtype, *shape, DriverBackend(driver), is_exact=False)
+    assert all(np.array_equal(y, results[0]) for y in results), "an order of threads shows"
+    assert f"split_rows<{TYPES[dtype]}, {terms}>" in driver.names
+    left_out = tiled.rounding(dtype, is_exact=False) if terms == 1 else LEFT_OUT[dtype]
+    assert (np.abs(results[0] - want) <= (left_out + SUMMED) * size).all()
 
 
 @pytest.mark.long(every=5)
