@@ -21,6 +21,8 @@ from unittest.mock import patch
 
 from tqdm import tqdm
 
+from hocket.backends.cupy.binding.trial import tried
+from hocket.backends.cupy.device.limits import Limits
 from hocket.backends.cupy.emulation import emulated
 from hocket.backends.cupy.emulation.counted import Counted
 from hocket.backends.cupy.kernels import attention, gated_delta_net, packed, tiled
@@ -58,11 +60,12 @@ class Shape:
     chosen: Sequence[Part] = field(default=())
     common: float = 0.0
 
-    def counted(self) -> list[Counted]:
+    def counted(self, limits: Limits) -> list[Counted]:
         with ExitStack() as stack:
             for module, name, value in self.chosen:
                 stack.enter_context(patch.object(module, name, value))
-            return counters([self.case])
+            tried.cache_clear()  # it knows how much scratch was taken where others were chosen
+            return counters([self.case], limits)
 
     def predicted(self, counted: Sequence[Counted], kind: str) -> list[tuple[str, Time]]:
         """How long each of its launches takes."""
@@ -93,18 +96,20 @@ def vector(dtype: DType, rows: int, columns: int, processors: int, asked: float 
     return Shape(name, case, {"few": (rows / own, 1.0)}, nbytes, 2 * rows * columns, asked, chosen, 4 * columns)
 
 
-def prompt(dtype: DType, rows: int, columns: int, tokens: int, asked: float | None = None) -> Shape:
-    """A product of weights and many tokens; two blocks share the columns of tall tiles."""
-    own, chosen = (256, ((tiled, "FULL", 2),)) if dtype in tiled.FLOATS else (128, ((tiled, "WORTH", 1),))
-    many, longer = rows / own * tokens / 128, columns / 2048
+def prompt(
+    dtype: DType, rows: int, columns: int, tokens: int, asked: float | None = None, is_exact: bool = True
+) -> Shape:
+    """A product of weights and many tokens; two blocks share the columns of tiles of 256 rows."""
+    many, longer = rows / 256 * tokens / 128, columns / 4096
     kernels = {
-        **dict.fromkeys(("tiled", "tiled_packed", "matmul"), (many, longer)),
+        **dict.fromkeys(("grouped", "grouped_packed", "tiled", "tiled_packed", "matmul"), (many, longer)),
         "split_rows": (tokens / 128, longer),
         "add_shares": (many, 1.0),
     }
+    chosen = ((tiled, "FULL", 2), (tiled, "WORTH", 1))
     nbytes = rows * columns // dtype.block * dtype.block_bytes + 4 * tokens * (rows + columns)
-    name = f"{dtype} {rows}×{columns}, {tokens} tokens"
-    case = f"mul_mat(w={dtype}[{own},2048], x=f32[128,2048])"
+    name = f"{dtype} {rows}×{columns}, {tokens} tokens" + ("" if is_exact else ", fast")
+    case = f"mul_mat(w={dtype}[256,4096], x=f32[128,4096], exact={str(is_exact).lower()})"
     return Shape(name, case, kernels, nbytes, 2 * rows * columns * tokens, asked, chosen)
 
 
@@ -125,7 +130,7 @@ def shapes(processors: int) -> tuple[Shape, ...]:
         *(vector(t, 4096, 4096, processors, a) for t, a in ((DType.Q4_K, 0.7), (DType.Q8_0, 0.82))),
         *(vector(t, 28672, 4096, processors, a) for t, a in ((DType.Q4_K, 0.7), (DType.Q8_0, 0.82))),
         *(prompt(t, 4096, 4096, 512, 0.42) for t in (DType.Q4_K, DType.Q8_0)),
-        prompt(DType.BF16, 4096, 4096, 512, 0.57),
+        *(prompt(DType.BF16, 4096, 4096, 512, a, is_exact) for a, is_exact in ((0.37, True), (0.57, False))),
         Shape(
             "16/32×128, batch 32",
             DECODE,
@@ -173,11 +178,13 @@ def shapes(processors: int) -> tuple[Shape, ...]:
 
 def times_of(number: int) -> dict[str, tuple[float, str]]:
     """By GPU: the seconds that the shape of a number takes, and what sets them."""
-    counted: dict[str, list[Counted]] = {}
+    counted: dict[tuple[str, Limits], list[Counted]] = {}
     found = {}
     for kind, gpu in GPUS.items():
         shape = shapes(gpu.processors)[number]
-        times = shape.predicted(counted.get(shape.case) or counted.setdefault(shape.case, shape.counted()), kind)
+        if (shape.case, gpu.limits) not in counted:
+            counted[shape.case, gpu.limits] = shape.counted(gpu.limits)
+        times = shape.predicted(counted[shape.case, gpu.limits], kind)
         limits = ", ".join(time.limit if len(times) == 1 else f"{name}: {time.limit}" for name, time in times)
         found[kind] = sum(time.total for _, time in times), limits
     return found
@@ -186,12 +193,12 @@ def times_of(number: int) -> dict[str, tuple[float, str]]:
 def speeds_of(dtype: DType) -> dict[str, tuple[float, float]]:
     """By GPU: the bytes/s of products of such weights with one vector, and the FLOP/s of those with many."""
     many = prompt(dtype, 4096, 4096, 512)
-    counted, found = many.counted(), {}
+    counted = {limits: many.counted(limits) for limits in {gpu.limits for gpu in GPUS.values()}}
+    found = {}
     for kind, gpu in GPUS.items():
         one = vector(dtype, 28672, 4096, gpu.processors)
-        seconds = [
-            sum(time.total for _, time in s.predicted(c, kind)) for s, c in ((one, one.counted()), (many, counted))
-        ]
+        both = (one, one.counted(gpu.limits)), (many, counted[gpu.limits])
+        seconds = [sum(time.total for _, time in s.predicted(c, kind)) for s, c in both]
         found[kind] = one.nbytes / seconds[0], many.flops / seconds[1]
     return found
 

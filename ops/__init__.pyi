@@ -316,19 +316,22 @@ def minimum(a: Value, b: Value, *, name: str = "") -> Value:
 def mul(a: Value, b: Value, *, name: str = "") -> Value:
     """``a * b`` elementwise; `b` tiles into `a`.  ggml: ``MUL``."""
 
-def mul_mat(w: Value, x: Value, *, ordered: bool = False, name: str = "") -> Value:
+def mul_mat(w: Value, x: Value, *, ordered: bool = False, exact: bool = True, name: str = "") -> Value:
     """Rows of `x` times the transposed weight, ``x @ w.T``.  ggml: ``MUL_MAT``.
 
     Leading axes of `w` divide those of `x`: one weight serves a run of neighbouring entries.  With `ordered` devices do
-    not share the terms of a sum, so that its last bit is the same on any number of them.
+    not share the terms of a sum, so that its last bit is the same on any number of them.  Where it need not be `exact`,
+    a backend may round `x` to the type of weights of 16 bits.
     """
 
-def mul_mat_id(w: Value, x: Value, ids: Value, *, first: int = 0, total: int = 0, name: str = "") -> Value:
+def mul_mat_id(
+    w: Value, x: Value, ids: Value, *, first: int = 0, total: int = 0, exact: bool = True, name: str = ""
+) -> Value:
     """Rows of `x` times the transposed weights of chosen experts: ``out[t, i] = w[ids[t, i]] @ x[t, i mod v]``.
 
     Only experts that are chosen are read; an id that is none is an error of the run.  With `total`, `w` has the experts
-    from `first` on of so many, and where another is chosen the result is zero.  ggml: ``MUL_MAT_ID``; Shazeer et al.,
-    2017.
+    from `first` on of so many, and where another is chosen the result is zero.  `exact` is as in `mul_mat`.  ggml:
+    ``MUL_MAT_ID``; Shazeer et al., 2017.
     """
 
 def neg(x: Value, *, name: str = "") -> Value:

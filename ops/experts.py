@@ -68,12 +68,12 @@ def _needs(experts: int, first: int, total: int, **_: object) -> str | None:
         ("w=f32[4,3,8], x=f32[5,1,8], ids=i32[5,2], first=1", "rows 1 to 5 are no part of 0"),
     ),
 )
-def mul_mat_id(w: Array, x: Array, ids: Array, *, first: int = 0, total: int = 0) -> Array:
+def mul_mat_id(w: Array, x: Array, ids: Array, *, first: int = 0, total: int = 0, exact: bool = True) -> Array:
     """Rows of `x` times the transposed weights of chosen experts: ``out[t, i] = w[ids[t, i]] @ x[t, i mod v]``.
 
     Only experts that are chosen are read; an id that is none is an error of the run.  With `total`, `w` has the experts
-    from `first` on of so many, and where another is chosen the result is zero.  ggml: ``MUL_MAT_ID``; Shazeer et al.,
-    2017.
+    from `first` on of so many, and where another is chosen the result is zero.  `exact` is as in `mul_mat`.  ggml:
+    ``MUL_MAT_ID``; Shazeer et al., 2017.
     """
     chosen = own_rows(ids, first, len(w), total, "ids of experts")
     rows = np.tile(x, (ids.shape[-1] // x.shape[-2] if x.shape[-2] else 1, 1))

@@ -40,10 +40,11 @@ def grouped(w: Array, leading: tuple[int, ...], trailing: int) -> Array:
         ("w=f32[8,16], x=q8_0[3,32]", "x is q8_0"),
     ),
 )
-def mul_mat(w: Array, x: Array, *, ordered: bool = False) -> Array:
+def mul_mat(w: Array, x: Array, *, ordered: bool = False, exact: bool = True) -> Array:
     """Rows of `x` times the transposed weight, ``x @ w.T``.  ggml: ``MUL_MAT``.
 
     Leading axes of `w` divide those of `x`: one weight serves a run of neighbouring entries.  With `ordered` devices do
-    not share the terms of a sum, so that its last bit is the same on any number of them.
+    not share the terms of a sum, so that its last bit is the same on any number of them.  Where it need not be `exact`,
+    a backend may round `x` to the type of weights of 16 bits.
     """
     return x @ np.swapaxes(grouped(w, x.shape[:-2], 2), -1, -2)

@@ -31,8 +31,8 @@ from .binding.packing import PACKINGS, pack, padded
 from .binding.programs import Met, bound_parts, foretold, gathered
 from .binding.trial import Known, tried
 from .device.driver import Driver, Launch, LaunchError, Step
-from .device.limits import MOST
-from .kernels.attention import rounding
+from .device.limits import MOST, Limits
+from .kernels import attention, tiled
 from .kernels.packed import expanded
 from .meeting.meetings import Meetings
 from .meeting.transport import transport_of
@@ -81,7 +81,7 @@ class DriverBackend:
         self.driver = driver
         self.name = driver.kind
         self._memberships = Memberships()
-        self._shared: frozenset[int] = frozenset()
+        self._limits: frozenset[Limits] = frozenset()
 
     def with_threads(self, threads: int) -> Self:
         return self
@@ -98,7 +98,7 @@ class DriverBackend:
         if node.op in COLLECTIVES:
             return Support(True)
         try:
-            self._tried(node, self.driver.most_shared(on))
+            self._tried(node, self.driver.limits(on))
         except NoKernelError as why:
             return Support(False, str(why))
         return Support(True)
@@ -107,12 +107,12 @@ class DriverBackend:
         """Enough for each of the devices that are there, though they may take other kernels."""
         if node.op in COLLECTIVES:
             return 0
-        if not self._shared:
-            self._shared = frozenset(map(self.driver.most_shared, self.driver.devices()))
+        if not self._limits:
+            self._limits = frozenset(map(self.driver.limits, self.driver.devices()))
         rooms = []
-        for most in self._shared:
+        for limits in self._limits:
             with suppress(NoKernelError):  # it runs on others
-                rooms.append(self._tried(node, most))
+                rooms.append(self._tried(node, limits))
         return max(rooms) if rooms else self._tried(node, MOST)
 
     def reads_strided(self, node: Node, operand: int) -> bool:
@@ -124,11 +124,11 @@ class DriverBackend:
             return False
         return True
 
-    def _tried(self, node: Node, most_shared: int, strided: int | None = None) -> int:
+    def _tried(self, node: Node, limits: Limits, strided: int | None = None) -> int:
         """Bind a node to no memory at all; the bytes of scratch that it asks for.  Raises `NoKernelError`."""
         src, attrs = tuple(map(self._operand, node.src)), tuple(node.attrs.items())
         results = tuple(_stored(value.spec, kind_of(value)) for value in node.results)
-        return tried(node.op, src, results, attrs, most_shared, strided)
+        return tried(node.op, src, results, attrs, limits, strided)
 
     def _operand(self, value: Value | None) -> Known | None:
         """What is known of an operand before it has an address."""
@@ -144,13 +144,15 @@ class DriverBackend:
 
     def tolerance(self, node: Node) -> float | None:
         """The relative error of what is rounded on its way; None for arithmetic in float32."""
-        if node.attrs.get("exact") is False:
+        is_exact = node.attrs.get("exact") is not False
+        if node.op in PRODUCTS:
+            return tiled.rounding(node.inputs[0].dtype, is_exact)
+        if not is_exact:
             return 2.0**-8
         if node.op == "attention":
             q, k, v = (known.spec for value in node.inputs[:3] if (known := self._operand(value)) is not None)
-            return rounding(q.shape, k, v)
-        dtype = node.inputs[0].dtype if node.op in PRODUCTS else DType.F32
-        return 2.0**-8 if dtype in PACKINGS else 2.0**-16 if dtype in HALVES else None
+            return attention.rounding(q.shape, k, v)
+        return None
 
     # ---------------------------------------------------------------------------------------------------- memory
 
@@ -179,10 +181,10 @@ class DriverBackend:
         return Replay(program, buffers, on, comm, self.driver, self._memberships)
 
     def foretold(self, program: Program, on: Device) -> Sequence[Called]:
-        return [*foretold(program, self.driver.most_shared(on))]
+        return [*foretold(program, self.driver.limits(on))]
 
     def gathered(self, program: Program, on: Device) -> Sequence[Sequence[int]]:
-        return gathered(program, self.driver.most_shared(on))
+        return gathered(program, self.driver.limits(on))
 
     def meeting(self, devices: Sequence[Device]) -> str:
         """How `devices` of this backend meet, and why so."""
@@ -216,7 +218,7 @@ class Replay:
         self._bound = Launches(
             self._keep_at,
             fault_at=driver.address(self._fault),
-            most_shared=driver.most_shared(on),
+            limits=driver.limits(on),
             processors=driver.processors(on),
         )
         self._readers = readers_of(program, self._operand)

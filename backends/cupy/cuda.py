@@ -19,7 +19,7 @@ from .backend import DriverBackend
 from .device.cubins import cubin
 from .device.driver import Exchange, Kernel, Launch, LaunchError, Library, Ring, Source, Step, has_parts
 from .device.early import early, launch_early, library_for
-from .device.limits import EVERYWHERE, most_shared
+from .device.limits import EVERYWHERE, Limits, limits_of
 from .device.nccl import nccl
 from .device.staging import DeviceArray, Staging, told
 from .predicted.speeds import predicted
@@ -69,7 +69,7 @@ class CudaDriver:
     def __init__(self, begins_early: bool = True) -> None:
         self.begins_early = begins_early
         self._staged: dict[str, Staging] = {}
-        self._shared: dict[int, int] = {}
+        self._limits: dict[int, Limits] = {}
 
     @property
     def cupy(self) -> Any:
@@ -108,13 +108,13 @@ class CudaDriver:
             properties: Mapping[str, Any] = self.cupy.cuda.runtime.getDeviceProperties(index)
         return properties
 
-    def most_shared(self, on: Device) -> int:
-        if on.index not in self._shared:
-            self._shared[on.index] = self._shared_of(on.index)
-        return self._shared[on.index]
+    def limits(self, on: Device) -> Limits:
+        if on.index not in self._limits:
+            self._limits[on.index] = self._limits_of(on.index)
+        return self._limits[on.index]
 
-    def _shared_of(self, index: int) -> int:
-        return most_shared(self._capability(index))
+    def _limits_of(self, index: int) -> Limits:
+        return limits_of(self._capability(index))
 
     def _capability(self, index: int) -> str:
         with self.cupy.cuda.Device(index) as device:
@@ -303,17 +303,17 @@ def _module(driver: CudaDriver, source: Source, index: int) -> tuple[Any, Mappin
 
 
 class Absent(CudaDriver):
-    """Devices that need not be there, as far as plans ask for them: `shared` is the bytes that a block may have."""
+    """Devices that need not be there, as far as plans ask for them."""
 
-    def __init__(self, kind: str, shared: int) -> None:
+    def __init__(self, kind: str, limits: Limits) -> None:
         super().__init__()
-        self.kind, self._most_shared = kind, shared
+        self.kind, self._of_all = kind, limits
 
     def devices(self) -> Sequence[Device]:
         return (Device(self.kind, 0),)
 
-    def most_shared(self, on: Device) -> int:
-        return self._most_shared
+    def limits(self, on: Device) -> Limits:
+        return self._of_all
 
 
 class CudaBackend(DriverBackend):
@@ -324,7 +324,7 @@ class CudaBackend(DriverBackend):
 
     def absent(self, model: str) -> DriverBackend:
         """What plans ask of devices that need not be there; `model` is their compute capability, as ``90``."""
-        return DriverBackend(Absent(self.name, most_shared(model)))
+        return DriverBackend(Absent(self.name, limits_of(model)))
 
     def predicted(self, kind: str) -> Mapping[str, Mapping[str, float]]:
         """Speeds of products with weights on such a GPU, by a model of its time."""

@@ -13,7 +13,7 @@ from .cuda import Absent, CudaDriver
 from .device import hiprtc
 from .device.cubins import cubin
 from .device.driver import Source, Step
-from .device.limits import LOCAL
+from .device.limits import OF_HIP, Limits
 
 UNPROVEN = "has not run on a real device yet"
 
@@ -30,8 +30,8 @@ class HipDriver(CudaDriver):
         device = super().device(index)
         return replace(device, description=f"{device.description}; {UNPROVEN}")
 
-    def _shared_of(self, index: int) -> int:
-        return int(self.about(index)["sharedMemPerBlock"])
+    def _limits_of(self, index: int) -> Limits:
+        return Limits(int(self.about(index)["sharedMemPerBlock"]))
 
     def are_peers(self, devices: Sequence[Device]) -> bool:
         """Memory of hipMalloc, which other devices reach, is the same for all of them between kernels only."""
@@ -67,7 +67,7 @@ class HipBackend(DriverBackend):
 
     def absent(self, model: str) -> DriverBackend:
         """What plans ask of devices that need not be there, of an architecture such as ``gfx942``."""
-        return DriverBackend(Absent(self.name, LOCAL))
+        return DriverBackend(Absent(self.name, OF_HIP))
 
     def predicted(self, kind: str) -> Mapping[str, Mapping[str, float]]:
         """Nothing: there is no model of the time of these GPUs."""

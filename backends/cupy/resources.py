@@ -3,7 +3,7 @@ writes it anew with NVRTC and nvdisasm.
 
 The file ``resources.json`` beside this one has a line for each source, the digest of what was compiled for every
 architecture, and one for each kernel with a `Row` for each architecture: a change that makes one worse shows in the
-diff.  No kernel spills registers.
+diff.  No kernel spills registers, and none waits for products where its source does not.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from ...graph.errors import BackendError
 from .device.disassembly import disassembled
 from .device.driver import Source
 from .device.nvrtc import OPTIONS, compile
@@ -57,14 +58,21 @@ def recorded() -> Table:
 
 def digest(source: Source) -> str:
     """Changes with everything of ours that decides the code of a source."""
-    parts = (source.text, *source.names, *OPTIONS)
+    parts = (source.text, *source.names, *OPTIONS, *source.architectures)
     return f"{source.file} {hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}"
+
+
+def architectures(source: Source) -> tuple[str, ...]:
+    """Those that a source is compiled for."""
+    return source.architectures or ARCHITECTURES
 
 
 def measured(source: Source, arch: str) -> dict[str, tuple[Row, int]]:
     """The row of each kernel of a source, and the bytes of registers that it spills.  Raises `BackendError` if it does
-    not compile."""
+    not compile, or only with waits for products that it does not have."""
     cubin = compile(source, arch)
+    if cubin.waits:
+        raise BackendError(f"{source.file} for {arch}: {cubin.waits[0]}")
     does, rows = disassembled(cubin.image), {}
     for name, takes in cubin.resources.items():
         code = does[cubin.lowered[name]]
@@ -81,7 +89,7 @@ def write() -> None:
     kept = {f"{source.file}: {name}" for source in known for name in source.names}
     table = {name: dict(before.kernels[name]) for name in kept}
     compiled = {arch for rows in table.values() for arch in rows}
-    jobs = [(s, arch) for s in SOURCES for arch in ARCHITECTURES if s not in known or arch not in compiled]
+    jobs = [(s, arch) for s in SOURCES for arch in architectures(s) if s not in known or arch not in compiled]
     with ThreadPoolExecutor(2) as pool:
         for (_, arch), found in zip(jobs, pool.map(lambda job: measured(*job), jobs), strict=True):
             for name, (row, spilled) in found.items():
@@ -89,7 +97,9 @@ def write() -> None:
                     raise SystemExit(f"{name} spills {spilled} bytes for {arch}; nothing was written")
                 table.setdefault(name, {})[arch] = row
     digests = ",\n".join(map(json.dumps, map(digest, SOURCES)))
-    ordered = {name: {arch: table[name][arch] for arch in ARCHITECTURES} for name in sorted(table)}
+    ordered = {
+        name: {arch: table[name][arch] for arch in ARCHITECTURES if arch in table[name]} for name in sorted(table)
+    }
     kernels = ",\n".join(f"{json.dumps(name)}: {json.dumps(rows)}" for name, rows in ordered.items())
     FILE.write_text(f'{{"digests": [\n{digests}\n], "kernels": {{\n{kernels}\n}}}}\n', "utf-8")
 

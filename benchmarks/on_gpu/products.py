@@ -41,16 +41,18 @@ def cases(bench: Bench) -> Iterator[Case]:
         yield Case(title, partial(_experts, bench, DType.Q4_K, 512, 10, (512, 2048), tokens))
     for dtype in (DType.Q4_0, DType.Q6_K):
         yield Case(f"{dtype} 4096×4096, 512 tokens", partial(_products, bench, dtype, SQUARE, 512))
+    fast = partial(_products, bench, DType.BF16, SQUARE, 512, is_exact=False)
+    yield Case("bf16 4096×4096, 512 tokens, fast", fast)
 
 
-def _products(bench: Bench, dtype: DType, shape: tuple[int, int], tokens: int) -> Iterator[Row]:
+def _products(bench: Bench, dtype: DType, shape: tuple[int, int], tokens: int, is_exact: bool = True) -> Iterator[Row]:
     """Of copies of a weight that no cache holds together; of many tokens there are three."""
     rows, columns = shape
     raw = random_rows(dtype, rows, columns, bench.random)
     few = tokens <= 16
     copies = bench.choose(max(3, min(64, -(-bench.enough // 2 // raw.nbytes))) if few else 3, 2)
     x = input("x", (tokens, columns))
-    graph = Graph({f"y{i}": ops.mul_mat(weight(f"w{i}", shape, dtype), x) for i in range(copies)})
+    graph = Graph({f"y{i}": ops.mul_mat(weight(f"w{i}", shape, dtype), x, exact=is_exact) for i in range(copies)})
     yield from _timed(bench, graph, {f"w{i}": raw for i in range(copies)}, {"x": _activations(bench, tokens, columns)})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...backends.cupy.backend import DriverBackend
+from ...backends.cupy.device.limits import MOST, Limits
 from ...backends.cupy.emulation.counted import Counted, CountingDriver
 from ...backends.cupy.emulation.order import disorder
 from ...backends.cupy.emulation.ordered import OrderedBackend, OrderedDriver
@@ -13,9 +14,10 @@ from ..judging.run import Outcome, run_case
 from ..trials.case import parse
 
 
-def counters(texts: Iterable[str]) -> list[Counted]:
-    """What each kernel of some cases did, a kernel once.  Raises `BackendError` where a result is wrong."""
-    driver = CountingDriver()
+def counters(texts: Iterable[str], limits: Limits = MOST) -> list[Counted]:
+    """What each kernel of some cases did, a kernel once, on devices that have so much.  Raises `BackendError` where a
+    result is wrong."""
+    driver = CountingDriver(limits)
     for text in texts:
         _run(text, DriverBackend(driver))
     return list(driver.found.values())

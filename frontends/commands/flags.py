@@ -34,7 +34,11 @@ def session_flags(sub: argparse.ArgumentParser) -> None:
     wire_flag(sub)
     cache_flags(sub)
     packed_flag(sub)
-    sub.add_argument("--fast", action="store_true", help="bfloat16 in the delta rule's products, where that is faster")
+    sub.add_argument(
+        "--fast",
+        action="store_true",
+        help="16 bits in the delta rule and beside weights of 16 bits, where faster",
+    )
     context_flag(sub)
     batch_flag(sub, DEFAULT_BATCH, "tokens a run")
     in_ranks(sub)

@@ -12,7 +12,7 @@ from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding.programs import unplaced
 from hocket.backends.cupy.cuda import Absent
 from hocket.backends.cupy.device.driver import Launch
-from hocket.backends.cupy.device.limits import EVERYWHERE, LOCAL, most_shared
+from hocket.backends.cupy.device.limits import EVERYWHERE, OF_HIP, Limits, limits_of
 from hocket.backends.cupy.resources import ARCHITECTURES, Row, recorded
 from hocket.backends.cupy.table import BINDINGS, SOURCES
 from hocket.conformance.judging.build import build, lane_for
@@ -31,20 +31,20 @@ OF_A_WARP = 256
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of device: for which architecture its code is, bytes of shared memory and registers of a block, and
-    multiprocessors."""
+    """A kind of device: for which architecture its code is, what a block may ask for, multiprocessors, and the
+    registers of a block."""
 
     arch: str
-    shared: int
+    limits: Limits
     processors: int
     registers: int | None = 1 << 16
 
 
 PROCESSORS = {"sm_80": 108, "sm_86": 82, "sm_89": 128, "sm_90a": 132, "sm_100": 148, "sm_120": 170}
 KINDS = {
-    **{arch: Kind(arch, most_shared(arch.strip("sm_a")), n) for arch, n in PROCESSORS.items()},
+    **{arch: Kind(arch, limits_of(arch.strip("sm_a")), n) for arch, n in PROCESSORS.items()},
     # What is declared in a source is the same there; registers the compiler deals by the threads of a block.
-    "gfx942": Kind("sm_90a", LOCAL, 304, None),
+    "gfx942": Kind("sm_90a", OF_HIP, 304, None),
 }
 
 
@@ -57,7 +57,7 @@ def lacking(launch: Launch, row: Row, kind: Kind) -> Iterator[str]:
     if kind.registers is not None and registers > kind.registers:
         yield f"{registers} registers of {kind.registers}"
     shared = row.shared + launch.shared_bytes
-    most = kind.shared if launch.shared_bytes > EVERYWHERE else EVERYWHERE  # else the driver asks for no more
+    most = kind.limits.shared if launch.shared_bytes > EVERYWHERE else EVERYWHERE  # else the driver asks for no more
     if shared > most:
         yield f"{shared} bytes of shared memory of {most}"
     if any(size > most for size, most in zip(launch.grid, GRID, strict=True)):
@@ -69,19 +69,19 @@ class Fitting:
 
     def __init__(self) -> None:
         self.table = recorded().kernels
-        self.backends = {kind.shared: DriverBackend(Absent("cuda", kind.shared)) for kind in KINDS.values()}
+        self.backends = {kind.limits: DriverBackend(Absent("cuda", kind.limits)) for kind in KINDS.values()}
         self.launches = 0
         self.found: set[str] = set()
 
     def add(self, what: object, graph: Graph) -> None:
         """Each launch of a graph, on each kind of device whose kernels take it."""
-        for shared, backend in self.backends.items():
+        for limits, backend in self.backends.items():
             (on,) = backend.devices()
             if not all(backend.supports(node, on).ok for node in graph.nodes if node.op in BINDINGS):
                 continue
             program = lane_for(graph, backend, on).program
-            for kind in (kind for kind in KINDS.values() if kind.shared == shared):
-                for step in unplaced(program, shared, kind.processors)[1]:
+            for kind in (kind for kind in KINDS.values() if kind.limits == limits):
+                for step in unplaced(program, limits, kind.processors)[1]:
                     assert isinstance(step, Launch)
                     self.launches += 1
                     row = self.table[str(step.kernel)][kind.arch]

@@ -12,7 +12,7 @@ from hocket.backends.base import Device
 from hocket.backends.cupy import cuda, hip
 from hocket.backends.cupy.device import hiprtc
 from hocket.backends.cupy.device.driver import HIP, Launch, Source
-from hocket.backends.cupy.device.limits import EVERYWHERE
+from hocket.backends.cupy.device.limits import EVERYWHERE, OF_HIP
 from hocket.backends.cupy.emulation.emulated import EmulatedHipBackend
 from hocket.backends.cupy.meeting.transport import transport_of
 from hocket.backends.cupy.table import BINDINGS, SOURCES
@@ -131,7 +131,7 @@ def test_how_devices_meet_is_told(cupy):
 @needs_compiler
 def test_a_block_has_64_kib_of_memory_without_asking(cupy):
     driver, on = hip.HipDriver(), Device("hip", 0)
-    assert driver.most_shared(on) == 64 << 10
+    assert driver.limits(on) == OF_HIP
     kernel = SOURCES[0][SOURCES[0].names[0]]
     driver.record([Launch(kernel, (1, 1, 1), (32, 1, 1), EVERYWHERE + 1024, (), (), 0)], on)
 

@@ -11,6 +11,7 @@ from hocket.backends.cupy.binding.launches import Launches
 from hocket.backends.cupy.device import disassembly, nvrtc
 from hocket.backends.cupy.device.driver import KERNELS, Source
 from hocket.backends.cupy.emulation.counted import CountingDriver, count
+from hocket.backends.cupy.kernels import tiled
 from hocket.backends.cupy.predicted.executions import executions
 from hocket.backends.cupy.predicted.flow import flows
 from hocket.backends.cupy.predicted.speeds import predicted
@@ -130,6 +131,14 @@ def test_products_of_tensor_cores_are_those_of_the_arithmetic(case, products, ar
     assert {name: sum(getattr(work, name) for work in works) for name in products} == pytest.approx(products, rel=0.15)
 
 
+@needs_compiler
+@pytest.mark.usefixtures("_tools")
+def test_products_of_warpgroups_are_those_of_the_arithmetic(monkeypatch):
+    monkeypatch.setattr(tiled, "FULL", 1)
+    works = [work_of(launch, "sm_90a") for launch in counters(["mul_mat(w=bf16[256,128], x=f32[128,128])"])]
+    assert sum(work.grouped for work in works) == pytest.approx(2 * 256 * 128 * 128 / (16 * 8 * 16), rel=0.15)
+
+
 # Of the H200, as `facts/gpu_review.md` has them from machine code.
 @pytest.mark.parametrize(("threads", "registers", "shared", "blocks"), [
     (512, 62, 5 * 1024, 2),
@@ -142,17 +151,19 @@ def test_products_of_tensor_cores_are_those_of_the_arithmetic(case, products, ar
     (1024, 80, 0, 0),
 ])  # fmt: skip
 def test_a_processor_holds_as_many_blocks_as_fit(threads, registers, shared, blocks):
-    work = Work(1, threads, registers, shared, 0, 0, 0, 0, 0, 0, 0)
+    work = Work(1, threads, registers, shared, *[0] * 8)
     assert resident(work, GPUS["h200"]) == blocks
 
 
 def test_what_takes_longest_sets_the_time():
-    idle = Work(132, 128, 32, 0, *[0.0] * 7)
+    idle = Work(132, 128, 32, 0, *[0.0] * 8)
     gpu = GPUS["h200"]
     moved = time_of(replace(idle, moved=4.32e9), gpu)
     assert (moved.limit, moved.total) == ("memory", pytest.approx(1e-3, rel=0.01))
     products = time_of(replace(idle, halves=132 * 4 * 1.755e9 / 6 / 1000), gpu)
     assert (products.limit, products.total) == ("tensor cores", pytest.approx(1e-3, rel=0.01))
+    grouped = time_of(replace(idle, grouped=132 * 4 * 1.755e9 / 5 / 1000), gpu)
+    assert (grouped.limit, grouped.total) == ("tensor cores", pytest.approx(1e-3, rel=0.01))
     loads = time_of(replace(idle, rounds=100.0), gpu)
     assert (loads.limit, loads.total) == ("latency", pytest.approx(101 * 0.8e-6))
     assert time_of(replace(idle, rounds=100.0), gpu, cached=True).total == pytest.approx(101 * 0.3e-6)
@@ -160,26 +171,26 @@ def test_what_takes_longest_sets_the_time():
 
 def test_the_processor_with_most_blocks_sets_the_time_of_instructions():
     gpu = GPUS["h200"]
-    even, uneven = (time_of(Work(blocks, 128, 32, 0, blocks * 1e6, *[0.0] * 6), gpu) for blocks in (132, 133))
+    even, uneven = (time_of(Work(blocks, 128, 32, 0, blocks * 1e6, *[0.0] * 7), gpu) for blocks in (132, 133))
     assert even.limit == uneven.limit == "instructions"
     assert uneven.parts["instructions"] == pytest.approx(2 * even.parts["instructions"], rel=0.2)
 
 
 def test_blocks_that_follow_others_end_alone():
     gpu = GPUS["h200"]
-    once, twice = (time_of(Work(132 * n, 1024, 32, 0, *[0.0] * 6, 10.0), gpu) for n in (2, 4))
+    once, twice = (time_of(Work(132 * n, 1024, 32, 0, *[0.0] * 7, 10.0), gpu) for n in (2, 4))
     assert (once.ends, twice.ends) == (pytest.approx(0.8e-6), pytest.approx(4.8e-6))
 
 
 def test_twice_the_blocks_do_twice_the_work():
-    work = Work(10, 128, 32, 0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
-    assert work.times(2) == Work(20, 128, 32, 0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 7.0)
-    assert work.times(1, 2) == Work(10, 128, 32, 0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0)
+    work = Work(10, 128, 32, 0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
+    assert work.times(2) == Work(20, 128, 32, 0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 8.0)
+    assert work.times(1, 2) == Work(10, 128, 32, 0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0)
 
 
 def test_a_block_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="more than a multiprocessor has"):
-        time_of(Work(1, 1024, 80, 0, *[0.0] * 7), GPUS["h200"])
+        time_of(Work(1, 1024, 80, 0, *[0.0] * 8), GPUS["h200"])
 
 
 def test_speeds_are_below_the_data_sheet():

@@ -99,7 +99,10 @@ def test_each_pass_makes_of_a_small_model_what_was_read_by_eye(name: str, update
 @pytest.mark.parametrize(
     ("shown", "words"),
     [
-        ("graph", "%blk.0.attn_q = mul_mat(%blk.0.attn_q.weight, %blk.0.attn_norm, ordered=false) : f32[1,64]"),
+        (
+            "graph",
+            "%blk.0.attn_q = mul_mat(%blk.0.attn_q.weight, %blk.0.attn_norm, ordered=false, exact=true) : ",
+        ),
         ("factors", "%blk.0.attn_q.weight       f16[64,64]      (d e g)  b"),
         ("layouts", "leaf    %blk.0.attn_q.weight       S0 0+32 | 32+32"),
         ("shards", "%wanted.sum = all_reduce(%wanted, sequence=2) : f32[1,64]"),

@@ -14,7 +14,7 @@ from ....graph.dtypes import DType
 from ...base import Tensor, contiguous_strides
 from ...operands import Bound, Operand, need
 from ..device.driver import Kernel, Launch, Span, Step, Three
-from ..device.limits import EVERYWHERE, MOST
+from ..device.limits import EVERYWHERE, MOST, Limits
 
 Word = Operand | int | float
 """A word of a launch by its Python type: an address, an i64, a double."""
@@ -28,9 +28,8 @@ class Launches:
     """The launches of a program while they are bound.
 
     `keep` puts an array into the memory of the device and gives its address; `scratch_at` is where the memory of the
-    current instruction begins; `most_shared` is the bytes of shared memory that a block may have, `processors` how
-    many multiprocessors there are.  What a binding asks for may depend on shapes, attributes and the first of these
-    numbers only, and launches nothing if it raises `NoKernelError`.
+    current instruction begins; `limits` is what the device has, `processors` how many multiprocessors.  What a binding
+    asks for may depend on shapes, attributes and `limits` only, and launches nothing if it raises `NoKernelError`.
     """
 
     keep: Callable[[npt.NDArray[Any]], int]
@@ -40,12 +39,12 @@ class Launches:
     items: list[Step] = field(default_factory=list)
     faults: list[tuple[int, str]] = field(default_factory=list)
     fault_at: int = 0
-    most_shared: int = MOST
+    limits: Limits = MOST
     processors: int = 1
 
     def fits(self, shared_bytes: int) -> bool:
         """Whether a block may have so much shared memory on the device."""
-        return shared_bytes <= EVERYWHERE or shared_bytes + DECLARED <= self.most_shared
+        return shared_bytes <= EVERYWHERE or shared_bytes + DECLARED <= self.limits.shared
 
     def add(
         self,
@@ -59,7 +58,7 @@ class Launches:
         have more shared memory than the device has for one."""
         need(
             self.fits(shared_bytes),
-            f"{kernel} takes {shared_bytes} bytes of shared memory; a block has {self.most_shared} here",
+            f"{kernel} takes {shared_bytes} bytes of shared memory; a block has {self.limits.shared} here",
         )
         if 0 in (shape := _three(grid)):
             return

@@ -15,6 +15,7 @@ from ...liveness import readers_of
 from ...operands import Bound, Operand
 from ...sources import short
 from ..device.driver import KERNELS, Kernel, Launch, Step
+from ..device.limits import Limits
 from ..table import FUSED, binding
 from .chains import fuse
 from .launches import Launches, Wordless
@@ -72,26 +73,26 @@ def _alone(flow: Flow, launches: Launches, operand: Callable[[Tensor], Operand],
     return bound
 
 
-def unplaced(program: Program, most_shared: int, processors: int = 1) -> tuple[Flow, Sequence[Step | Met]]:
+def unplaced(program: Program, limits: Limits, processors: int = 1) -> tuple[Flow, Sequence[Step | Met]]:
     """What a program would launch on such a device, found at addresses where nothing lies."""
     operand = _nowhere(program)
-    flow, launches = Flow(program, readers_of(program, operand)), _wordless(most_shared, processors)
+    flow, launches = Flow(program, readers_of(program, operand)), _wordless(limits, processors)
     return flow, list(bound_parts(flow, launches, operand))
 
 
-def foretold(program: Program, most_shared: int) -> Iterator[Called]:
+def foretold(program: Program, limits: Limits) -> Iterator[Called]:
     """The kernels that a program would launch; how devices meet is not known before."""
-    flow, parts = unplaced(program, most_shared)
+    flow, parts = unplaced(program, limits)
     together = flow.together()
     for part in parts:
         if isinstance(part, Launch):
             yield Called(part.kernel.name, _source(part.kernel), together[part.number])
 
 
-def gathered(program: Program, most_shared: int) -> list[tuple[int, ...]]:
+def gathered(program: Program, limits: Limits) -> list[tuple[int, ...]]:
     """The instructions in the order in which they would run, found in the same way; those of a chain in one tuple."""
     flow = Flow(program, readers_of(program, _nowhere(program)))
-    _chains(flow, _wordless(most_shared))
+    _chains(flow, _wordless(limits))
     return [*flow.groups()]
 
 
@@ -106,8 +107,8 @@ def _nowhere(program: Program) -> Callable[[Tensor], Operand]:
     return operand
 
 
-def _wordless(most_shared: int, processors: int = 1) -> Wordless:
-    return Wordless(keep=lambda array: 1 << 20, most_shared=most_shared, processors=processors)
+def _wordless(limits: Limits, processors: int = 1) -> Wordless:
+    return Wordless(keep=lambda array: 1 << 20, limits=limits, processors=processors)
 
 
 @cache

@@ -10,6 +10,7 @@ from typing import Any
 from ....graph.spec import Spec
 from ...base import Tensor, contiguous_strides
 from ...operands import Bound, NoKernelError, Operand
+from ..device.limits import Limits
 from ..table import binding
 from .launches import Launches
 
@@ -40,7 +41,7 @@ def tried(
     src: tuple[Known | None, ...],
     results: tuple[Spec, ...],
     attrs: tuple[tuple[str, Any], ...],
-    most_shared: int,
+    limits: Limits,
     strided: int | None,
 ) -> int:
     """Bind an instruction at made-up addresses, its results as they are stored; the bytes of scratch that it takes.
@@ -56,7 +57,7 @@ def tried(
         tensor = Tensor(number, offset, spec.shape, strides, spec.dtype)
         return Operand(((number + 1) << 40) + offset, tensor, known.declared, known.stored)
 
-    launches = Launches(keep=lambda array: 1 << 20, most_shared=most_shared)
+    launches = Launches(keep=lambda array: 1 << 20, limits=limits)
     there = tuple(None if s is None else operand(n, s) for n, s in enumerate(src))
     made = tuple(operand(len(src) + n, Known(s)) for n, s in enumerate(results))
     bind(launches, Bound(op, there, made, dict(attrs)))

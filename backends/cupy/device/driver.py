@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from ....graph.dtypes import DType
 from ....graph.errors import BackendError
 from ...base import Array, Device, Tensor
+from .limits import Limits
 
 KERNELS = Path(__file__).parent.parent / "kernels"
 Three = tuple[int, int, int]
@@ -23,13 +24,15 @@ class Source:
     """A file of kernels, and those instantiations of it that bindings ask for: they are compiled together, once.
 
     `file` lies in the folder ``kernels``; `names` are C++ expressions such as ``unary<Neg>``; `before` are files that
-    others share with it.  `instructions` is the file of those of the devices it is compiled for.
+    others share with it.  `instructions` is the file of those of the devices it is compiled for, `architectures` which
+    they are, if not all.
     """
 
     file: str
     names: tuple[str, ...]
     before: tuple[str, ...] = ()
     instructions: str = CUDA
+    architectures: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> Kernel:
         assert name in self.names, f"{name} is not declared in the source of {self.file}"
@@ -168,8 +171,8 @@ class Driver(Protocol):
     def device(self, index: int) -> Device:
         """Device number `index`.  Raises `BackendError` if it does not exist, saying what to install or choose."""
 
-    def most_shared(self, on: Device) -> int:
-        """Bytes of shared memory that a block may have on a device, declared ones included."""
+    def limits(self, on: Device) -> Limits:
+        """What kernels may ask of a device."""
 
     def processors(self, on: Device) -> int:
         """How many multiprocessors a device has."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 KIB = 1024
@@ -19,11 +20,24 @@ SHARED: Mapping[str, int] = MappingProxyType(
 
 Source: CUDA C++ Programming Guide, technical specifications per compute capability.
 """
-MOST = max(SHARED.values())
-LOCAL = 64 * KIB
-"""Bytes that a block may ask for on devices of AMD that are simulated or emulated; a real one says what it has."""
+WARPGROUPS = frozenset(("90",))
+"""Compute capabilities whose warps multiply matrices in groups of four; later ones do it in another way."""
 
 
-def most_shared(capability: str) -> int:
-    """Bytes of shared memory that a block may have; of a capability that nobody knew yet, what all have."""
-    return SHARED.get(capability, EVERYWHERE)
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a device has: bytes of shared memory that a block may ask for, declared ones included, and whether products
+    of warpgroups."""
+
+    shared: int
+    has_warpgroups: bool = False
+
+
+MOST = Limits(max(SHARED.values()), has_warpgroups=True)
+OF_HIP = Limits(64 * KIB)
+"""Of devices of AMD that are simulated or emulated; a real one says what it has."""
+
+
+def limits_of(capability: str) -> Limits:
+    """Of a capability that nobody knew yet, what all have."""
+    return Limits(SHARED.get(capability, EVERYWHERE), capability in WARPGROUPS)

@@ -36,11 +36,15 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Cubin:
-    """The code of a source for one architecture; names and resources by the names of the source."""
+    """The code of a source for one architecture; names and resources by the names of the source.
+
+    `waits` is what the compiler says of waits for products of warpgroups that it had to add.
+    """
 
     image: bytes
     lowered: Mapping[str, str]
     resources: Mapping[str, Resources]
+    waits: Sequence[str]
 
 
 @once
@@ -79,7 +83,7 @@ def version() -> tuple[int, int]:
 def compile(source: Source, arch: str, options: Sequence[str] = OPTIONS) -> Cubin:
     """Machine code for `arch`, such as ``sm_90a``.  Raises `BackendError` with the compiler's first error."""
     made = _compiler().compile(source, arch, options)
-    return Cubin(made.image, made.lowered, _resources(made))
+    return Cubin(made.image, made.lowered, _resources(made), _WAITS.findall(made.log))
 
 
 _ENTRY = re.compile(
@@ -89,6 +93,7 @@ _ENTRY = re.compile(
     re.DOTALL,
 )
 _SHARED = re.compile(r"(\d+) bytes smem")
+_WAITS = re.compile(r"\(C75\d\d\) (.*)")
 
 
 def _resources(made: Compiled) -> Mapping[str, Resources]:

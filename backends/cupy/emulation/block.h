@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <sched.h>
 #include <sys/mman.h>
 #include <time.h>
@@ -54,7 +55,7 @@ constexpr size_t PAGE = 4096, STACK = 64 << 10, BELOW = 1 << 20, MOST_THREADS = 
 constexpr uint64_t CANARY = 0x5afe57acc0ffee00;
 
 struct Worker;
-struct Copy { void *to; const void *from; int bytes, group; };
+struct Copy { void *to; const void *from; int bytes, group; uint64_t code; };
 struct Thread {
     dim3 index;
     Worker *worker;
@@ -72,7 +73,21 @@ struct Meeting {  // of lanes of a warp
     const void *place;
     void *brought[32];
 };
-struct Warp { Meeting meetings[32]; };  // by the lowest lane of the mask
+struct Asynchronous {  // a product that a warp has begun
+    int columns, group;
+    float *sums[32];
+    uint64_t a, b;
+    float (*number)(unsigned);
+    uint64_t code;
+};
+struct Warp {
+    Meeting meetings[32];  // by the lowest lane of the mask
+    std::vector<Asynchronous> products;
+    std::map<float *, std::vector<float>> sums;  // of registers that products add to, by those of lane 0
+    int group;
+    bool is_fenced;
+    uint64_t begun;  // a digest of all operands
+};
 
 struct Worker {  // one operating-system thread, and the block it runs
     dim3 grid, shape, block;
@@ -199,6 +214,7 @@ static void carry() {
         current = &t;
         w.enter(w.kernel, w.arguments);
         if (!t.copies.empty()) fail("ends with copies to shared memory in flight; wait for them");
+        if (!w.warps[t.warp].products.empty()) fail("ends with products in flight; wait for them");
         t.done = true;
         w.live--;
     }
@@ -217,6 +233,11 @@ static void say_deadlock(Worker &w) {
 static void check_stacks(Worker &w) {
     for (unsigned i = 0; i < w.stacks_used && !w.failed; i++)
         if (*(uint64_t *)(w.stacks + i * STACK) != CANARY) note(FAILED, "needs more than 64 KiB of local memory");
+}
+static void check_warpgroups(Worker &w) {
+    const auto begun = [&](size_t warp) { return warp < w.warps.size() ? w.warps[warp].begun : 0; };
+    for (size_t i = 0; i < w.warps.size() && !w.failed; i++)
+        if (begun(i) != begun(i / 4 * 4 + (i + 1) % 4)) note(FAILED, "the four warps of a warpgroup begin different products");
 }
 static void start(Worker &w, int stack) {
     const size_t apart = stack % 61 * 64;  // or all of them would meet in the same lines of the cache
@@ -255,6 +276,7 @@ static void run_block(Worker &w, int64_t order) {
     w.hasty = order == 1;
     w.serial++;
     w.idle.clear();
+    for (auto &warp : w.warps) warp.group = 0, warp.begun = 0, warp.is_fenced = false;
     memset(w.shared, 0xff, w.shared_bytes);
     while (w.next < w.threads && !w.failed) {
         if (w.idle.empty()) w.idle.push_back(w.stacks_used++);
@@ -273,6 +295,7 @@ static void run_block(Worker &w, int64_t order) {
         if (!any) say_deadlock(w);
     }
     check_stacks(w);
+    check_warpgroups(w);
     close_block();
 }
 
@@ -294,6 +317,16 @@ template <class T> HOCKET_PLACED void store_word(const char *order, T *p, T x) {
     Hidden mine;
     note_word(order, p, sizeof x, x, true, (uint64_t)__builtin_return_address(0));
     __atomic_store_n(p, x, __ATOMIC_RELEASE);
+}
+
+// A word that blocks of one device count on: what all of them did before is in order, as after a release.
+template <class T> HOCKET_PLACED T take_number(T *p) {
+    Hidden mine;
+    const uint64_t code = (uint64_t)__builtin_return_address(0);
+    note_word("release.sys", p, sizeof *p, *p + 1, true, code);
+    const T number = __atomic_fetch_add(p, 1, __ATOMIC_ACQ_REL);
+    note_word("acquire.sys", p, sizeof *p, number, false, code);
+    return number;
 }
 
 // Memory that ends where nothing may be touched.

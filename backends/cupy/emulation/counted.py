@@ -10,6 +10,7 @@ import numpy as np
 
 from ...base import Device
 from ..device.driver import Launch, LaunchError, Step
+from ..device.limits import MOST, Limits
 from .building import COUNTS, library
 from .emulated import EmulatedDriver, LaunchShape, Report
 from .guarded import Bytes
@@ -69,8 +70,8 @@ class Counted:
 class CountingDriver(EmulatedDriver):
     """Counts each launch, and keeps in `found`, by the name of its kernel, what the last one did."""
 
-    def __init__(self) -> None:
-        super().__init__(order=0)
+    def __init__(self, limits: Limits = MOST) -> None:
+        super().__init__(order=0, limits=limits)
         self.found: dict[str, Counted] = {}
 
     def alloc(self, nbytes: int, on: Device) -> Bytes:

@@ -73,6 +73,11 @@ HOCKET_UNSEEN static void close_request(const Access *const *all, int lanes) {
 static inline void note_word(const char *, const void *, size_t, uint64_t, bool, uint64_t) {}
 static inline void note_together(unsigned) {}
 static inline void note_earlier() {}
+static inline void note_arrival(const void *, size_t, uint64_t) {}
+static inline void show_to_products() {}
+HOCKET_UNSEEN static void read_by_product(const void *p, size_t bytes, uint64_t code, bool again) {
+    if (!again) count(p, bytes, false, code);
+}
 static inline bool is_dropped(const char *, int) { return false; }
 // What the threads of a block did becomes requests.
 static void close_block() {

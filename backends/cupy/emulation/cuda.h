@@ -9,9 +9,10 @@
 //
 // Errors end the launch with a status and a text, and never the process: barriers and warp operations that not all come
 // to, different ones that meet, masks without the caller, lanes read outside of a mask, memory that is nobody's,
-// misaligned vectors, division of integers by 0, copies in flight at the end.  Shared memory begins as NaN.
+// misaligned vectors, division of integers by 0, copies or products in flight at the end.  Shared memory begins as NaN.
 //
-// Not modelled: warps in lockstep, anything newer than sm_80.  Stores are seen at once; order.h finds who counts on that.
+// Not modelled: warps in lockstep, anything newer than sm_80 but products of warpgroups (warpgroup.h).  Stores are seen at
+// once; order.h finds who counts on that.
 #pragma once
 #define HOCKET_EMULATED 1
 
@@ -19,6 +20,7 @@
 #include <cstring>
 
 #include "warp.h"
+#include "warpgroup.h"
 #include "wave.h"
 
 #define __global__ static

@@ -16,7 +16,7 @@ from ...base import Array, Device, Tensor, host_view
 from ...host import HOST
 from ..backend import DriverBackend
 from ..device.driver import CUDA, HIP, Kernel, Launch, LaunchError, Library, Source, Step
-from ..device.limits import LOCAL, MOST
+from ..device.limits import MOST, OF_HIP, Limits
 from .building import compiler, library
 from .guarded import Bytes, Rooms, address_of, guarded, moved, places
 
@@ -53,15 +53,15 @@ class EmulatedDriver:
 
     Every operand of a launch lies in memory of its own that faults where it ends.  `order` is the order in which
     threads of a block and blocks take turns (0 forward, 1 backward, more: shuffled); None for another one in every run,
-    so that a kernel whose result depends on it gives several.  `shared` is the bytes of shared memory of a block,
-    `instructions` the file of those of the devices: with ``hip.cuh``, waves have 64 lanes.
+    so that a kernel whose result depends on it gives several.  `limits` is what a device has, `instructions` the file
+    of those of the devices: with ``hip.cuh``, waves have 64 lanes.
     """
 
     kind = "cuda-emulated"
     description = "CUDA kernels emulated on the processor"
 
-    def __init__(self, order: int | None = None, shared: int = MOST, instructions: str = CUDA) -> None:
-        self.order, self.shared, self.instructions = order, shared, instructions
+    def __init__(self, order: int | None = None, limits: Limits = MOST, instructions: str = CUDA) -> None:
+        self.order, self.instructions, self._limits = order, instructions, limits
 
     def devices(self) -> Sequence[Device]:
         return (self.device(0),)
@@ -70,8 +70,8 @@ class EmulatedDriver:
         compiler()
         return Device(self.kind, index, None, self.description, memory_of=HOST)
 
-    def most_shared(self, on: Device) -> int:
-        return self.shared
+    def limits(self, on: Device) -> Limits:
+        return self._limits
 
     def processors(self, on: Device) -> int:
         return PROCESSORS
@@ -202,7 +202,7 @@ class EmulatedHipDriver(EmulatedDriver):
     description = "HIP kernels emulated on the processor, in waves of 64 lanes"
 
     def __init__(self, order: int | None = None) -> None:
-        super().__init__(order, LOCAL, HIP)
+        super().__init__(order, OF_HIP, HIP)
 
     def are_peers(self, devices: Sequence[Device]) -> bool:
         return False

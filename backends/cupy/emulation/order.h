@@ -12,7 +12,7 @@
 
 namespace emulation {
 
-enum Kind { LOAD, STORE, RELAXED_LOAD, RELAXED_STORE, ACQUIRE, RELEASE, TOGETHER, EARLIER };
+enum Kind { LOAD, STORE, RELAXED_LOAD, RELAXED_STORE, ACQUIRE, RELEASE, TOGETHER, EARLIER, BY_PRODUCT, SHOWN };
 struct Event {  // as ordered.py reads it
     uint64_t turn, at, code, value;  // of a word: what it is; together: the lanes of a warp, or 0 for the whole block
     uint32_t block, thread, bytes;
@@ -59,6 +59,20 @@ HOCKET_UNSEEN static void note_together(unsigned lanes) {
 HOCKET_UNSEEN static void note_earlier() {
     Hidden mine;
     add(EARLIER, nullptr, 0, 0, 0, false);
+}
+// A copy stores when it has arrived, and when it is made.
+HOCKET_UNSEEN static void note_arrival(const void *p, size_t bytes, uint64_t code) {
+    Hidden mine;
+    add(STORE, p, bytes, code, 0, true);
+}
+// A product loads at any time from its begin to the wait for it: noted at both.
+HOCKET_UNSEEN static void read_by_product(const void *p, size_t bytes, uint64_t code, bool) {
+    Hidden mine;
+    add(BY_PRODUCT, p, bytes, code, 0, true);
+}
+HOCKET_UNSEEN static void show_to_products() {
+    Hidden mine;
+    add(SHOWN, nullptr, 0, 0, 0, true);
 }
 static inline bool is_dropped(const char *file, int line) { return line == dropped_line && strcmp(file, dropped_file) == 0; }
 static inline void close_block() { last_seen.clear(); }

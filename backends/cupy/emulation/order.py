@@ -7,6 +7,8 @@ One thread's accesses are in order.  So are, before and behind it,
 * what the threads of a block did, at a barrier; what the lanes of a warp did, at theirs (no shuffle or vote is one);
 * launches of one device, which follow each other in its stream, for a thread that has waited for the earlier ones: any
   launch may begin while the one before it runs;
+* what a thread stored to shared memory and then showed to products, for a product that begins behind a barrier: of
+  other stores a product knows nothing, and it loads until it is waited for;
 * what a thread that releases a word did or knew, for the thread that acquires what was written;
 * what the host writes before a run into the buffers of a device, and reads behind it.
 
@@ -32,7 +34,7 @@ import numpy as np
 from .lines import lines_of
 from .ordered import Memory, Ran
 
-LOAD, STORE, RELAXED_LOAD, RELAXED_STORE, ACQUIRE, RELEASE, TOGETHER, EARLIER = range(8)
+LOAD, STORE, RELAXED_LOAD, RELAXED_STORE, ACQUIRE, RELEASE, TOGETHER, EARLIER, BY_PRODUCT, SHOWN = range(10)
 STORES, WORDS = (STORE, RELAXED_STORE, RELEASE), (RELAXED_LOAD, RELAXED_STORE, ACQUIRE, RELEASE)
 WARP = 32
 NEVER = (-1,)
@@ -70,13 +72,16 @@ class Access(NamedTuple):
     code: int
     is_store: bool
     is_word: bool  # of those that may be accessed by several at once
+    is_product: bool = False
 
 
 @dataclass(slots=True)
 class Unit:
-    """A few bytes: who stored them last, and who loaded them since, each thread's last time."""
+    """A few bytes: who stored them last, when that was shown to products, and who loaded them since, each thread's last
+    time."""
 
     store: Access | None = None
+    shown: Stamp | None = None
     loads: dict[tuple[int, ...], Access] = field(default_factory=dict)
 
 
@@ -92,6 +97,7 @@ class Block:
     phase: int = 0
     own: dict[int, Clock] = field(default_factory=dict)
     parts: dict[int, int] = field(default_factory=dict)
+    unshown: dict[int, list[Unit]] = field(default_factory=dict)
 
     def of(self, thread: int) -> Clock:
         return self.own.get(thread, self.known)
@@ -107,6 +113,12 @@ class Block:
 
     def wait(self, thread: int) -> None:
         self.own[thread] = joined([self.of(thread), self.earlier])
+
+    def show(self, thread: int) -> None:
+        """To products, what a thread stored."""
+        for unit in self.unshown.pop(thread, ()):
+            if unit.store is not None and unit.store.stamp.thread == thread:
+                unit.shown = self.stamp(thread)
 
     def meet(self, first: int, lanes: int) -> None:
         """Threads of a warp."""
@@ -169,12 +181,17 @@ class _Run:
                 here.wait(thread)
                 self.waited.add(number)
                 continue
+            if kind == SHOWN:
+                here.show(thread)
+                continue
             if kind == ACQUIRE and (at, value) in self.released:
                 here.own[thread] = joined([here.of(thread), self.released[at, value]])
-            access = Access(here.stamp(thread), number, code, kind in STORES, kind in WORDS)
+            access = Access(here.stamp(thread), number, code, kind in STORES, kind in WORDS, kind == BY_PRODUCT)
             room = (number, block) if is_shared else ()
             for unit in range(at // self.unit, (at + nbytes) // self.unit):
-                self._touch((unit, *room), access, here.of(thread))
+                touched = self._touch((unit, *room), access, here.of(thread))
+                if is_shared and access.is_store:
+                    here.unshown.setdefault(thread, []).append(touched)
             if kind == RELEASE:
                 self.released[at, value] = here.told(thread)
         for device in self.devices:
@@ -209,18 +226,21 @@ class _Run:
         m = self.memory[bisect_right(self.lows, at) - 1] if self.memory and len(key) == 1 else None
         return m.device if m is not None and m.is_buffer and m.low <= at < m.high else None
 
-    def _touch(self, key: tuple[int, ...], mine: Access, known: Clock) -> None:
+    def _touch(self, key: tuple[int, ...], mine: Access, known: Clock) -> Unit:
         unit = self.units.get(key)
         if unit is None:
             unit = self.units[key] = Unit(self._filled(key))
         for other in (unit.store, *(unit.loads.values() if mine.is_store else ())):
-            if other is None or (mine.is_word and other.is_word) or other.stamp.is_before(mine.stamp, known):
+            if other is None or (mine.is_word and other.is_word):
                 continue
-            self._note(mine, other)
+            over = unit.shown if mine.is_product else other.stamp
+            if over is None or not over.is_before(mine.stamp, known):
+                self._note(mine, other)
         if mine.is_store:
-            unit.store, unit.loads = mine, {}
+            unit.store, unit.shown, unit.loads = mine, None, {}
         else:
             unit.loads[mine.stamp[:5]] = mine
+        return unit
 
     def _filled(self, key: tuple[int, ...]) -> Access | None:
         """By the host before the run, if it is of a buffer."""

@@ -2,6 +2,7 @@
 #pragma once
 
 #define HOCKET_PLACED
+#define HOCKET_UNSEEN
 
 namespace emulation {
 
@@ -10,6 +11,9 @@ static inline void count(const void *, size_t, bool, uint64_t) {}
 static inline void note_word(const char *, const void *, size_t, uint64_t, bool, uint64_t) {}
 static inline void note_together(unsigned) {}
 static inline void note_earlier() {}
+static inline void note_arrival(const void *, size_t, uint64_t) {}
+static inline void read_by_product(const void *, size_t, uint64_t, bool) {}
+static inline void show_to_products() {}
 static inline bool is_dropped(const char *, int) { return false; }
 static inline void close_block() {}
 

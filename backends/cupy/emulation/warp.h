@@ -95,7 +95,7 @@ HOCKET_PLACED static inline void copy_later(void *to, const void *from, int byte
     if ((uintptr_t)to % bytes || (uintptr_t)from % bytes) fail("copies %d bytes to shared memory, which are not aligned to it", bytes);
     count(from, bytes, false, (uint64_t)__builtin_return_address(0));
     count(to, bytes, true, (uint64_t)__builtin_return_address(0));
-    current->copies.push_back({to, from, bytes, current->group});
+    current->copies.push_back({to, from, bytes, current->group, (uint64_t)__builtin_return_address(0)});
     if (current->worker->hasty) memcpy(to, from, bytes);
 }
 static inline void wait_for_copies(int pending) {
@@ -103,7 +103,7 @@ static inline void wait_for_copies(int pending) {
     auto &copies = current->copies;
     size_t kept = 0;
     for (auto &c : copies) {
-        if (c.group < current->group - pending) memcpy(c.to, c.from, c.bytes);
+        if (c.group < current->group - pending) memcpy(c.to, c.from, c.bytes), note_arrival(c.to, c.bytes, c.code);
         else copies[kept++] = c;
     }
     copies.resize(kept);

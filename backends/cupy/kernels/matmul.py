@@ -51,11 +51,14 @@ def _has_tiles(w: Operand) -> bool:
     return is_packed(w) or w.dtype in tiled.FLOATS
 
 
-def _tiles(launches: Launches, w: Operand, entries: float, matrices: int, is_even: bool) -> tuple[int, Many]:
+def _tiles(
+    launches: Launches, call: Bound, w: Operand, entries: float, matrices: int, is_even: bool
+) -> tuple[int, Many]:
     """How many entries a tile has at most if each matrix has so many, or on the average, and who multiplies them."""
     if found := tiled.shape_of_tiles(launches, w, entries, matrices, is_even):
         tile, shares = found
-        return tile.entries, partial(tiled.many, launches, w, tile=tile, shares=shares)
+        terms = tiled.terms_of(w.dtype, tile, bool(call.attrs["exact"]))
+        return tile.entries, partial(tiled.many, launches, w, tile=tile, shares=shares, terms=terms)
     shape = packed.shape_of_tiles(entries)
     return 8 * shape[0], partial(packed.many, launches, w, shape=shape)
 
@@ -101,7 +104,7 @@ def _mul_mat(launches: Launches, call: Bound) -> None:
         # All of them are there, so that nothing can be wrong.
         route: list[Word] = [1, 1, launches.constant(matrices) if count > 1 else 0, 0, count, count, 0, 0]
         return launch_few(launches, [(w, out)], x, len(matrices), tokens, route)
-    size, many = _tiles(launches, w, tokens, len(matrices), is_even=True)
+    size, many = _tiles(launches, call, w, tokens, len(matrices), is_even=True)
     tiles = [
         (matrix, entry * tokens + first, min(size, tokens - first), 0)
         for entry, matrix in enumerate(matrices.tolist())
@@ -129,7 +132,7 @@ def _mul_mat_id(launches: Launches, call: Bound) -> None:
     if are_few_of_each(call) or not _has_tiles(w):
         need(slots <= MOST, f"{slots} slots are too many for one launch")
         return launch_few(launches, [(w, out)], x, slots, 1, [*spread, *choice])
-    size, many = _tiles(launches, w, slots / total, experts, is_even=False)
+    size, many = _tiles(launches, call, w, slots / total, experts, is_even=False)
     count = experts + 1 + slots // size
     need(count <= MOST, f"{count} tiles are too many for one launch")
     tiles, order = launches.scratch((count, 4), DType.I32), launches.scratch((slots,), DType.I32)

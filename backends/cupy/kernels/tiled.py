@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from ....graph.dtypes import DType
 from ...operands import Operand
 from ..binding.launches import Launches, Word, blocks, rows_of
 from ..binding.packing import PACKINGS, ROWS
-from ..device.driver import Source
+from ..device.driver import Kernel, Source
 from .elementwise import TYPES
 
 
@@ -32,6 +34,8 @@ class Tile:
 
 SMALL, LARGE, TALL = Tile(64, 64, 32, 32), Tile(128, 128, 64, 32), Tile(256, 128, 64, 64)
 """Packed weights have large ones."""
+GROUPED = Tile(256, 128, 256, 16)
+"""By warpgroups, on devices that have them: in place of tall ones, and of large ones of packed weights."""
 FULL, SHARES = 96, 2
 """Tiles from which they fill a device better than smaller ones; blocks that share the columns of a tall tile where it
 takes them to be so many."""
@@ -49,20 +53,33 @@ def _of(*names: str) -> Source:
     return Source("tiled.cu", names, HEADERS)
 
 
+def _grouped(*names: str) -> Source:
+    return Source("warpgroups.cu", names, (*HEADERS, "tiled.cu", "wgmma.cuh"), architectures=("sm_90a",))
+
+
 BY_TYPE = {
     **{
         t: _of(f"split_rows<{TYPES[t]}, 2>", *(f"tiled<{TYPES[t]}, {n}>" for n in (SMALL, LARGE, TALL))) for t in FLOATS
     },
     **{t: _of(f"tiled_packed<{t.name}>") for t in PACKINGS},
 }
-SHARED = _of("split_rows<bf16_bits, 1>", "add_shares")
-SOURCES = (SHARED, *BY_TYPE.values())
+BY_WARPGROUPS = {
+    **{t: _grouped(*(f"grouped<{TYPES[t]}, {terms}>" for terms in (1, 2))) for t in FLOATS},
+    **{t: _grouped(f"grouped_packed<{t.name}>") for t in PACKINGS},
+}
+SHARED = _of(*(f"split_rows<{TYPES[t]}, 1>" for t in FLOATS), "add_shares")
+SOURCES = (SHARED, *BY_TYPE.values(), *BY_WARPGROUPS.values())
 
 
 def _shared_bytes(dtype: DType, tile: Tile) -> int:
-    """Of the stages of a block: rows of weights and of terms, with 8 columns more that keep them in different banks."""
-    columns, of_weights, of_x = (32, 3, 6) if dtype in FLOATS else (64, 2, 3)
-    return (of_weights * tile.rows + of_x * tile.entries) * (columns + 8) * 2
+    """Of the stages of a block: rows of weights and of terms, with 8 columns more that keep them in different banks.
+    Those of warpgroups are swizzled, begin at a multiple of 1024, and are three of two terms, or four of one."""
+    is_float = dtype in FLOATS
+    if tile == GROUPED:
+        columns, of_weights, of_x, more = (64, 3, 6, 1024) if is_float else (64, 4, 4, 1024)
+    else:
+        columns, of_weights, of_x, more = (40, 3, 6, 0) if is_float else (72, 2, 3, 0)
+    return (of_weights * tile.rows + of_x * tile.entries) * columns * 2 + more
 
 
 def shape_of_tiles(
@@ -76,21 +93,36 @@ def shape_of_tiles(
         tiles = blocks(w.shape[-2], tile.rows) * matrices * max(1.0, entries / tile.entries)
         return launches.fits(_shared_bytes(w.dtype, tile)) and shares * tiles >= many
 
-    if w.dtype in PACKINGS:
-        return (LARGE, 1) if entries >= FEWEST and fills(LARGE, 1, WORTH) else None
-    if w.dtype not in FLOATS:
+    if not (w.dtype in PACKINGS or w.dtype in FLOATS):
         return None
-    tall = ((TALL, 1), (TALL, SHARES))[: 1 + is_even] if entries >= TALL.entries else ()
-    return next(((tile, shares) for tile, shares in (*tall, (LARGE, 1)) if fills(tile, shares, FULL)), (SMALL, 1))
+    largest = GROUPED if launches.limits.has_warpgroups else TALL
+    tall = ((largest, 1), (largest, SHARES))[: 1 + is_even] if entries >= largest.entries else ()
+    if w.dtype in FLOATS:
+        return next(((tile, shares) for tile, shares in (*tall, (LARGE, 1)) if fills(tile, shares, FULL)), (SMALL, 1))
+    if largest == GROUPED and (found := next((choice for choice in tall if fills(*choice, FULL)), None)):
+        return found
+    return (LARGE, 1) if entries >= FEWEST and fills(LARGE, 1, WORTH) else None
 
 
-def _split(launches: Launches, x: Operand, dtype: DType) -> tuple[Operand, Word]:
+def terms_of(dtype: DType, tile: Tile, is_exact: bool) -> int:
+    """Of x: one where weights of 16 bits need no more precision than their own, and of packed weights."""
+    return 1 if dtype in PACKINGS or (tile == GROUPED and not is_exact) else 2
+
+
+def rounding(dtype: DType, is_exact: bool) -> float | None:
+    """The relative error of activations that meet weights of a dtype; None if they stay what they are."""
+    if dtype in FLOATS and is_exact:
+        return 2.0**-16
+    return 2.0**-8 if dtype in PACKINGS else {DType.F16: 2.0**-11, DType.BF16: 2.0**-8}.get(dtype)
+
+
+def _split(launches: Launches, x: Operand, dtype: DType, terms: int) -> tuple[Operand, Word]:
     """Rows of x as terms, and what undoes their scales."""
     count, step, columns = math.prod(x.shape[:-1]), rows_of(x), x.shape[-1]
-    terms = 2 if dtype in FLOATS else 1
     to = launches.scratch((count, terms, blocks(columns, STAGED) * STAGED), DType.BF16)
     undo: Word = launches.scratch((count,)) if dtype is DType.F16 else 0
-    kernel = BY_TYPE[dtype][f"split_rows<{TYPES[dtype]}, 2>"] if dtype in FLOATS else SHARED["split_rows<bf16_bits, 1>"]
+    source = SHARED if terms == 1 else BY_TYPE[dtype]
+    kernel = source[f"split_rows<{TYPES[dtype] if dtype in FLOATS else TYPES[DType.BF16]}, {terms}>"]
     # Who scales a row has to see all of it.
     grid, threads = ((count, 1), 1024) if dtype is DType.F16 else ((count, blocks(columns, 1024)), 256)
     launches.add(kernel, grid, threads, [x, step, columns, to, undo])
@@ -105,19 +137,41 @@ def _steps(w: Operand) -> list[Word]:
     return [steps[-1] if steps else 0, w.strides[-2]]
 
 
+def _kernel(dtype: DType, tile: Tile, terms: int) -> Kernel:
+    if tile == GROUPED:
+        name = f"grouped<{TYPES[dtype]}, {terms}>" if dtype in FLOATS else f"grouped_packed<{dtype.name}>"
+        return BY_WARPGROUPS[dtype][name]
+    return BY_TYPE[dtype][f"tiled<{TYPES[dtype]}, {tile}>" if dtype in FLOATS else f"tiled_packed<{dtype.name}>"]
+
+
 def many(
-    launches: Launches, w: Operand, x: Operand, out: Operand, tiles: Operand, tile: Tile, shares: int, route: list[Word]
+    launches: Launches,
+    w: Operand,
+    x: Operand,
+    out: Operand,
+    tiles: Operand,
+    tile: Tile,
+    shares: int,
+    terms: int,
+    route: list[Word],
 ) -> None:
     """Launches that take x apart, multiply a table of tiles, and add what blocks have that share columns."""
-    terms, undo = _split(launches, x, w.dtype)
+    taken_apart, undo = _split(launches, x, w.dtype, terms)
     rows, count = w.shape[-2], math.prod(out.shape[:-1])
-    run = blocks(w.shape[-1], shares * STAGED) * STAGED
-    parts = launches.scratch((shares, count, rows)) if shares > 1 else None
-    to: list[Word] = [parts or out, w.shape[-1], rows, *_steps(w), rows if parts else rows_of(out)]
-    words = [w, terms, undo, *to, tiles, *route, run, count * rows]
-    name = f"tiled<{TYPES[w.dtype]}, {tile}>" if w.dtype in FLOATS else f"tiled_packed<{w.dtype.name}>"
     grid = (tiles.shape[0], blocks(rows, tile.rows), shares)
-    launches.add(BY_TYPE[w.dtype][name], grid, tile.threads, words, _shared_bytes(w.dtype, tile))
+    run = blocks(w.shape[-1], shares * STAGED) * STAGED
+    parts = None
+    more: list[Word] = []
+    if tile == GROUPED:
+        more = [0, 0]
+        if shares > 1:
+            left = launches.scratch((math.prod(grid), tile.rows * tile.entries))
+            more = [left, launches.constant(np.zeros(grid[:2], np.int32))]  # kernels leave zeros behind
+    elif shares > 1:
+        parts = launches.scratch((shares, count, rows))
+    to: list[Word] = [parts or out, w.shape[-1], rows, *_steps(w), rows if parts else rows_of(out)]
+    words = [w, taken_apart, undo, *to, tiles, *route, run, count * rows, *more]
+    launches.add(_kernel(w.dtype, tile, terms), grid, tile.threads, words, _shared_bytes(w.dtype, tile))
     if parts:
         words = [parts, out, shares, count * rows, rows, rows_of(out)]
         launches.add(SHARED["add_shares"], (count, blocks(rows, 1024)), 256, words)

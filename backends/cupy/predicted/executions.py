@@ -19,7 +19,7 @@ import numpy as np
 
 from ..emulation.counted import Site
 from ..emulation.lines import of_kernels
-from .flow import Block, Place
+from .flow import OF_WARPGROUPS, Block, Place
 
 SHORT = 1e-4
 """What an instruction that runs costs against an access that is missed: of two flows that fit, the shorter."""
@@ -132,6 +132,8 @@ def _counted(sites: Iterable[Site]) -> dict[Place, tuple[float, int]]:
     counted: dict[Place, tuple[float, int]] = {}
     for site in sites:
         at = Place(of_kernels(site.frames), site.is_shared, site.is_store)
+        if at.frames and at.frames[0].startswith(OF_WARPGROUPS.frames):
+            at = OF_WARPGROUPS
         nbytes, widest = counted.get(at, (0.0, 0))
         counted[at] = nbytes + site.requests * site.nbytes, max(widest, site.nbytes)
     return counted

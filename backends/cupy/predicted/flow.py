@@ -32,7 +32,7 @@ _CONDITION = re.compile(r"\s*!?U?P\d\s*,")
 _ACCESS = re.compile(r"(LDGSTS|LDG|STG|LDSM|LDS|STS)(\.|$)")
 _MATRICES = re.compile(r"\.(\d)$")
 _NEVER = "@!PT"
-_PRODUCT = re.compile(r"(HMMA|IMMA|QMMA|OMMA)\.(\w+)")
+_PRODUCT = re.compile(r"(HGMMA|HMMA|IMMA|QMMA|OMMA)\.(\w+)")
 _NO_ISSUE = "NOP"
 _REGISTER = re.compile(r"\bR(\d+)\b")
 _PENDING = re.compile(r"DEPBAR\.LE SB0, 0x(\w+)")
@@ -60,11 +60,15 @@ class Step(NamedTuple):
     waits: float = 1.0
 
 
+OF_WARPGROUPS = Place(("wgmma.cuh",), is_shared=True, is_store=False)
+"""What products of warpgroups read, all of them: machine code has no line of most."""
+
+
 @dataclass(slots=True)
 class Block:
     """Instructions that run one after the other: how many, called functions included; bytes a lane by place; products
-    of tensor cores by kind and shape, as ``("HMMA", "16816")``; steps that load from global memory or use registers;
-    and the blocks that may follow, of which -1 is the end."""
+    of tensor cores by kind and shape, as ``("HMMA", "16816")`` or, of a warpgroup, ``("HGMMA", "64x256x16")``; steps
+    that load from global memory or use registers; and the blocks that may follow, of which -1 is the end."""
 
     instructions: int = 0
     accesses: Counter[Place] = field(default_factory=Counter)
@@ -168,6 +172,8 @@ def _add(block: Block, op: _Instruction, lengths: Mapping[int, int], labels: Map
         block.instructions += lengths[labels[to]]
     if product := _PRODUCT.match(op.op):
         block.products[product[1], product[2]] += 1
+        if product[1] == "HGMMA":
+            block.accesses[OF_WARPGROUPS] += _operands(product[2])
     if step := _step(op):
         block.steps.append(step)
     if (access := _ACCESS.match(op.op)) and not op.is_never:
@@ -179,6 +185,12 @@ def _add(block: Block, op: _Instruction, lengths: Mapping[int, int], labels: Map
             block.accesses[Place(op.frames, is_shared=False, is_store=False)] += nbytes
         else:
             block.accesses[Place(op.frames, kind[2] == "S", kind.startswith("ST"))] += nbytes
+
+
+def _operands(shape: str) -> int:
+    """Bytes a lane of the operands of a product such as 64x256x16, which the four warps of a group bring together."""
+    rows, columns, terms = map(int, shape.split("x"))
+    return (rows + columns) * terms * 2 // 128
 
 
 def _step(op: _Instruction) -> Step | None:

@@ -21,6 +21,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from ..device.limits import Limits, limits_of
+
 KIB = 1024
 REGISTERS = 64 * KIB
 """Of a multiprocessor; given to warps by 256."""
@@ -37,12 +39,16 @@ LATENCY = 0.8e-6
 CACHED_LATENCY = 0.3e-6
 """Where it is in the second cache."""
 
+GROUPED = 5
+"""Cycles of products of warpgroups: 4 by the data sheet, of which large products of libraries reach four fifths."""
+
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """What a kind of GPU has: architecture whose machine code it runs; multiprocessors; Hz under load; bytes/s of
     memory and of its second cache; of a multiprocessor, threads, blocks and bytes of shared memory; and cycles in which
-    a scheduler's tensor core makes a product of 16 x 8 x 16 16-bit numbers and one of 16 x 8 x 32 bytes."""
+    a scheduler's tensor core makes a product of 16 x 8 x 16 16-bit numbers, one of 16 x 8 x 32 bytes, and a part of as
+    many 16-bit numbers of a product of a warpgroup."""
 
     arch: str
     processors: int
@@ -54,12 +60,17 @@ class Gpu:
     shared: int
     halves: float
     bytes: float
+    grouped: float = math.inf
+
+    @property
+    def limits(self) -> Limits:
+        return limits_of(self.arch.removeprefix("sm_").removesuffix("a"))
 
 
 GPUS: Mapping[str, Gpu] = MappingProxyType(
     {
-        "h200": Gpu("sm_90a", 132, 1.755e9, 4.8e12, 5.5e12, 2048, 32, 228 * KIB, 6, 6),
-        "h100": Gpu("sm_90a", 132, 1.755e9, 3.35e12, 5.5e12, 2048, 32, 228 * KIB, 6, 6),
+        "h200": Gpu("sm_90a", 132, 1.755e9, 4.8e12, 5.5e12, 2048, 32, 228 * KIB, 6, 6, GROUPED),
+        "h100": Gpu("sm_90a", 132, 1.755e9, 3.35e12, 5.5e12, 2048, 32, 228 * KIB, 6, 6, GROUPED),
         "a100": Gpu("sm_80", 108, 1.41e9, 2.04e12, 4.0e12, 2048, 32, 164 * KIB, 8, 8),
         "rtx4090": Gpu("sm_89", 128, 2.52e9, 1.01e12, 4.0e12, 1536, 24, 100 * KIB, 32, 16),
         "rtx3090": Gpu("sm_80", 82, 1.695e9, 0.936e12, 2.0e12, 1536, 16, 100 * KIB, 32, 16),
@@ -70,8 +81,9 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
 @dataclass(frozen=True, slots=True)
 class Work:
     """What one launch does: its blocks, their threads, registers of a thread and bytes of shared memory of a block; and
-    of all blocks together instructions and products of warps, wavefronts of shared memory, bytes of sectors that are
-    asked of the second cache and bytes of memory; and how many loads of a warp come after one another."""
+    of all blocks together instructions and products of warps (`grouped`: their parts of those of warpgroups),
+    wavefronts of shared memory, bytes of sectors that are asked of the second cache and bytes of memory; and how many
+    loads of a warp come after one another."""
 
     blocks: int
     threads: int
@@ -79,6 +91,7 @@ class Work:
     shared: int
     instructions: float
     halves: float
+    grouped: float
     bytes: float
     wavefronts: float
     asked: float
@@ -95,6 +108,7 @@ class Work:
             self.shared,
             self.instructions * by,
             self.halves * by,
+            self.grouped * by,
             self.bytes * by,
             self.wavefronts * by,
             self.asked * by,
@@ -143,11 +157,12 @@ def time_of(work: Work, gpu: Gpu, cached: bool = False) -> Time:
     on_each = warps / schedulers
     issued = ISSUED * on_each / (on_each + ALONE)
     waves = math.ceil(most / together)
+    of_groups = work.grouped * gpu.grouped if work.grouped else 0.0
     parts = {
         "memory": work.moved / (REACHED * gpu.bandwidth),
         "second cache": work.asked / gpu.cache_bandwidth,
         "instructions": work.instructions * share / (schedulers * issued),
-        "tensor cores": (work.halves * gpu.halves + work.bytes * gpu.bytes) * share / schedulers,
+        "tensor cores": (work.halves * gpu.halves + of_groups + work.bytes * gpu.bytes) * share / schedulers,
         "shared memory": work.wavefronts * share,
         "latency": waves * work.rounds * latency,
     }

@@ -13,6 +13,8 @@ from .executions import executions
 from .flow import Block, flows
 from .times import Work
 
+UNITS = {"HMMA": 16 * 8 * 16, "HGMMA": 16 * 8 * 16, "IMMA": 16 * 8 * 32}
+"""Multiplications by which products are counted."""
 LINES = "-lineinfo"
 """Machine code stays the same with it."""
 
@@ -25,10 +27,10 @@ def work_of(counted: Counted, arch: str) -> Work:
     many, threads = math.prod(launch.grid), math.prod(launch.block)
     warps = many * -(-threads // 32)
     ran = executions(blocks, counted.sites, warps)
-    products = {"HMMA": 0.0, "IMMA": 0.0}
+    products = dict.fromkeys(UNITS, 0.0)
     for times, block in zip(ran, blocks, strict=True):
         for (name, shape), number in block.products.items():
-            products[name] += times * number * _size(shape) / (16 * 8 * (16 if name == "HMMA" else 32))
+            products[name] += times * number * _size(shape) / UNITS[name]
     return Work(
         many,
         threads,
@@ -36,6 +38,7 @@ def work_of(counted: Counted, arch: str) -> Work:
         resources.shared + launch.shared_bytes,
         sum(times * block.instructions for times, block in zip(ran, blocks, strict=True)),
         products["HMMA"],
+        products["HGMMA"],
         products["IMMA"],
         float(sum(site.cost for site in counted.sites if site.is_shared)),
         float(counted.asked),
@@ -44,8 +47,10 @@ def work_of(counted: Counted, arch: str) -> Work:
     )
 
 
-def _size(shape: str) -> int:
-    """Multiplications of a product such as 16816, which is 16 x 8 x 16."""
+def _size(shape: str) -> float:
+    """Multiplications that a product is of a warp: 16816 is one of 16 x 8 x 16; four warps make 64x256x16 together."""
+    if "x" in shape:
+        return math.prod(map(int, shape.split("x"))) / 4
     return 16 * 8 * int(shape.removeprefix("168"))
 
 

@@ -33,7 +33,7 @@ def rms_norm(x: Array, out: Array, *, eps: float) -> None:
     np.divide(x, np.sqrt(mean + np.float32(eps)), out=out)
 
 
-def mul_mat(w: Array, x: Array, out: Array, *, ordered: bool) -> None:
+def mul_mat(w: Array, x: Array, out: Array, *, ordered: bool, exact: bool) -> None:
     np.matmul(bf16_to_f32(f32_to_bf16(x)), w.T, out=out)
 
 

@@ -125,6 +125,26 @@ def test_packed_weights_that_are_unpacked_ask_for_no_more_than_they_must(monkeyp
     assert [why for counted in found for why in faults(counted)] == []
 
 
+@pytest.mark.parametrize(
+    ("dtype", "exact", "kernel", "terms"),
+    [
+        ("bf16", "true", "grouped<bf16_bits, 2>", 2),
+        ("bf16", "false", "grouped<bf16_bits, 1>", 1),
+        ("q4_K", "true", "grouped_packed<Q4_K>", 1),
+    ],
+    ids=str,
+)
+def test_warpgroups_ask_for_no_more_than_they_must(dtype, exact, kernel, terms, monkeypatch):
+    monkeypatch.setattr(tiled, "FULL", 1)
+    found = counters([f"mul_mat(w={dtype}[256,256], x=f32[128,256], exact={exact})"])
+    assert found[-1].launch.kernel.name == kernel
+    assert [why for counted in found for why in faults(counted)] == []
+    (read,) = (site for site in found[-1].sites if site.where.startswith("wgmma.cuh"))
+    # A product reads 64 x 16 and 256 x 16 numbers: four wavefronts for 32 lanes, wherever they lie.
+    products = 256 // 16 * 2 * terms
+    assert read.cost == read.least == products * (64 + 256) * 16 * 2 // 128
+
+
 def test_what_is_allowed_has_a_reason():
     assert all(a.times > 1 and a.why for a in ALLOWED)
 

@@ -21,6 +21,7 @@ OF_PROMPTS = (
     "gated_delta_net_prepare.cu",
     "gated_delta_net_scan.cu",
     "tiled.cu",
+    "warpgroups.cu",
 )
 """Files whose kernels multiply matrices; those of packed.cu that do are called ``many``."""
 

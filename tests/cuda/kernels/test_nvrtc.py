@@ -10,8 +10,10 @@ import pytest
 from hocket.backends.cupy.device import disassembly, nvrtc
 from hocket.backends.cupy.device.cubins import cubin
 from hocket.backends.cupy.device.driver import Source
-from hocket.backends.cupy.resources import ARCHITECTURES, digest, measured, recorded
+from hocket.backends.cupy.kernels import tiled
+from hocket.backends.cupy.resources import architectures, digest, measured, recorded
 from hocket.backends.cupy.table import SOURCES
+from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
 
 from ...given.devices.recorded import worse
@@ -30,8 +32,8 @@ def test_the_table_is_of_these_sources():
     """Whoever wrote it has compiled them for every architecture; ``python -m hocket.backends.cupy.resources`` does."""
     table = recorded()
     assert list(table.digests) == [digest(source) for source in SOURCES], "write resources.json anew"
-    assert table.kernels.keys() == {f"{s.file}: {name}" for s in SOURCES for name in s.names}
-    assert all(tuple(rows) == ARCHITECTURES for rows in table.kernels.values())
+    wanted = {f"{s.file}: {name}": architectures(s) for s in SOURCES for name in s.names}
+    assert {name: tuple(rows) for name, rows in table.kernels.items()} == wanted
 
 
 def pytest_generate_tests(metafunc):
@@ -39,7 +41,8 @@ def pytest_generate_tests(metafunc):
     if "arch" not in metafunc.fixturenames:
         return
     every = metafunc.config.getoption("--every-architecture")
-    chosen = [ARCHITECTURES if every else ARCHITECTURES[i % len(ARCHITECTURES) :][:1] for i in range(len(SOURCES))]
+    all_of = [architectures(source) for source in SOURCES]
+    chosen = [of if every else of[i % len(of) :][:1] for i, of in enumerate(all_of)]
     cases = [(i, arch) for i, some in enumerate(chosen) for arch in some]
     metafunc.parametrize(("number", "arch"), cases, ids=[f"{i}-{SOURCES[i].file}-{arch}" for i, arch in cases])
 
@@ -118,6 +121,16 @@ def test_what_is_planted_in_machine_code_is_found():
         said = [*worse(now, before), *["spilled"] * bool(spilled)]
         wanted = {"a load is narrowed": "bits", "a loop does more": "loop", "registers are spilled": "spilled"}[what]
         assert any(wanted in why for why in said), (what, before, now, spilled)
+
+
+@pytest.mark.usefixtures("_compiler")
+def test_a_product_that_the_compiler_waits_for_is_found():
+    """Registers that are touched while a product adds to them."""
+    source = tiled.BY_WARPGROUPS[DType.BF16]
+    good = "wgmma_wait<1>(block.sum);"
+    assert source.text.count(good) == 1
+    with pytest.raises(BackendError, match="wait is injected"):
+        measured(Planted(source.text.replace(good, "block.sum[3] += 1.0f;" + good), names=source.names), "sm_90a")
 
 
 @pytest.mark.usefixtures("_compiler")

@@ -12,9 +12,10 @@ from hocket.backends.cupy.binding.launches import Launches
 from hocket.backends.cupy.binding.packing import PACKINGS
 from hocket.backends.cupy.binding.trial import tried
 from hocket.backends.cupy.device.driver import Launch
-from hocket.backends.cupy.device.limits import KIB
+from hocket.backends.cupy.device.limits import KIB, MOST, Limits, limits_of
 from hocket.backends.cupy.emulation.emulated import EmulatedBackend, EmulatedDriver
 from hocket.backends.cupy.kernels import tiled
+from hocket.backends.cupy.kernels.elementwise import TYPES
 from hocket.backends.operands import Operand
 from hocket.graph import Graph, input, weight
 from hocket.graph.dtypes import DType
@@ -34,14 +35,11 @@ SUMMED = 2e-6
 
 
 class Noting(EmulatedDriver):
-    """Keeps the names of what was launched, on a device whose blocks have so much shared memory."""
+    """Keeps the names of what was launched."""
 
-    def __init__(self, most: int = 227 * KIB) -> None:
-        super().__init__()
-        self.most, self.names = most, []
-
-    def most_shared(self, on):
-        return self.most
+    def __init__(self, limits: Limits = MOST) -> None:
+        super().__init__(limits=limits)
+        self.names = []
 
     def record(self, launches, on):
         self.names += [launch.kernel.name for launch in launches if isinstance(launch, Launch)]
@@ -50,29 +48,57 @@ class Noting(EmulatedDriver):
 
 @pytest.mark.long(every=4)
 @pytest.mark.parametrize(
-    ("tile", "shares"), [(tiled.SMALL, 1), (tiled.LARGE, 1), (tiled.TALL, 1), (tiled.TALL, 2)], ids=str
+    ("tile", "shares", "kernel"),
+    [
+        *((tile, shares, f"tiled<{{}}, {tile}>") for tile, shares in ((tiled.SMALL, 1), (tiled.LARGE, 1))),
+        *((tiled.TALL, shares, f"tiled<{{}}, {tiled.TALL}>") for shares in (1, 2)),
+        *((tiled.GROUPED, shares, "grouped<{}, 2>") for shares in (1, 2)),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("shape", [(70, 136, 9), (131, 33, 140), (64, 64, 64), (1, 7, 65), (300, 200, 130)], ids=str)
 @pytest.mark.parametrize("dtype", LEFT_OUT, ids=str)
-def test_weights_of_16_bits_lose_no_more_than_terms_leave_out(dtype, shape, tile, shares, monkeypatch, request):
+def test_weights_of_16_bits_lose_no_more_than_terms_leave_out(dtype, shape, tile, shares, kernel, monkeypatch, request):
     tried.cache_clear()  # it knows how much scratch another tile takes
     request.addfinalizer(tried.cache_clear)
     monkeypatch.setattr(tiled, "shape_of_tiles", lambda *_, **__: (tile, shares))
     driver = Noting()
     results, want, size = dense(dtype, *shape, DriverBackend(driver))
     assert all(np.array_equal(y, results[0]) for y in results), "an order of threads shows"
-    assert driver.names[-shares].endswith(f"{tile}>")
+    assert kernel.format(TYPES[dtype]) in driver.names
     assert (np.abs(results[0] - want) <= (LEFT_OUT[dtype] + SUMMED) * size).all()
     nmse = ((results[0] - want) ** 2).sum(1) / (size**2).sum(1)
     assert nmse.max() < {DType.F16: 1e-14, DType.BF16: 2e-11}[dtype]
 
 
+@pytest.mark.long(every=2)
+@pytest.mark.parametrize("shape", [(70, 136, 9), (300, 200, 130)], ids=str)
+@pytest.mark.parametrize(("tile", "terms"), [(tiled.GROUPED, 1), (tiled.LARGE, 2)], ids=str)
+@pytest.mark.parametrize("dtype", LEFT_OUT, ids=str)
+def test_what_need_not_be_exact_is_one_term_of_warpgroups(dtype, tile, terms, shape, monkeypatch, request):
+    tried.cache_clear()
+    request.addfinalizer(tried.cache_clear)
+    monkeypatch.setattr(tiled, "shape_of_tiles", lambda *_, **__: (tile, 1))
+    driver = Noting()
+    results, want, size = dense(dtype, *shape, DriverBackend(driver), is_exact=False)
+    assert all(np.array_equal(y, results[0]) for y in results), "an order of threads shows"
+    assert f"split_rows<{TYPES[dtype]}, {terms}>" in driver.names
+    left_out = tiled.rounding(dtype, is_exact=False) if terms == 1 else LEFT_OUT[dtype]
+    assert (np.abs(results[0] - want) <= (left_out + SUMMED) * size).all()
+
+
 @pytest.mark.long(every=5)
 @pytest.mark.parametrize("columns", [256, 512])
+@pytest.mark.parametrize(
+    ("limits", "kernel"), [(limits_of("80"), "tiled_packed<{}>"), (limits_of("90"), "grouped_packed<{}>")]
+)
 @pytest.mark.parametrize("dtype", PACKINGS, ids=str)
-def test_packed_weights_are_multiplied_as_bfloat16(dtype, columns):
+def test_packed_weights_are_multiplied_as_bfloat16(dtype, limits, kernel, columns, monkeypatch):
+    monkeypatch.setattr(tiled, "FULL", 2)  # a tile and a bit, whose columns two blocks share
     columns += 0 if dtype.block > 32 else 32
-    results, want, size = unpacked(dtype, 150, columns, 130, EmulatedBackend())
+    driver = Noting(limits)
+    results, want, size = unpacked(dtype, 150, columns, 130, DriverBackend(driver))
+    assert kernel.format(dtype.name) in driver.names
     assert all(np.array_equal(y, results[0]) for y in results), "an order of threads shows"
     assert (np.abs(results[0] - want) <= 2e-5 * size + 1e-30).all()
 
@@ -148,10 +174,19 @@ def test_numbers_that_are_none_spoil_their_row_alone():
         (1024, 512, True, (tiled.SMALL, 1)),
     ],
 )
-def test_tiles_are_as_large_as_fill_a_device(rows, entries, is_even, chosen):
-    w = Operand(0, Tensor(0, 0, (rows, 4096), (4096, 1), DType.BF16))
-    launches = Launches(keep=lambda array: 0)
-    assert tiled.shape_of_tiles(launches, w, entries, 1, is_even) == chosen
+@pytest.mark.parametrize("limits", [limits_of("80"), limits_of("90")], ids=str)
+def test_tiles_are_as_large_as_fill_a_device(rows, entries, is_even, chosen, limits):
+    tile, shares = chosen
+    by_warpgroups = limits.has_warpgroups and tile == tiled.TALL
+    floats, packed = (Operand(0, Tensor(0, 0, (rows, 4096), (4096, 1), t)) for t in (DType.BF16, DType.Q4_K))
+    launches = Launches(keep=lambda array: 0, limits=limits)
+    assert tiled.shape_of_tiles(launches, floats, entries, 1, is_even) == (
+        tiled.GROUPED if by_warpgroups else tile,
+        shares,
+    )
+    bytes_are_better = entries < tiled.FEWEST
+    instead = None if bytes_are_better else (tiled.GROUPED, shares) if by_warpgroups else (tiled.LARGE, 1)
+    assert tiled.shape_of_tiles(launches, packed, entries, 1, is_even) == instead
 
 
 @pytest.mark.parametrize(
@@ -162,7 +197,7 @@ def test_tiles_are_as_large_as_fill_a_device(rows, entries, is_even, chosen):
 def test_what_does_not_fit_the_memory_of_a_block_is_multiplied_otherwise(dtype, kernel, monkeypatch):
     monkeypatch.setattr(tiled, "FULL", 0)
     monkeypatch.setattr(tiled, "WORTH", 0)
-    driver = Noting(64 * KIB)
+    driver = Noting(Limits(64 * KIB, has_warpgroups=True))
     backend = DriverBackend(driver)
     raw = random_rows(dtype, 8, 64, RNG) if dtype is DType.Q8_0 else halves(np.ones((8, 64), np.float32), dtype)
     graph = Graph({"y": ops.mul_mat(weight("w", (8, 64), dtype), input("x", (130, 64)))})

@@ -11,7 +11,8 @@ import pytest
 
 from hocket.backends.base import Device
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.device.driver import KERNELS, Launch, Source
+from hocket.backends.cupy.device.driver import CUDA, HIP, KERNELS, Launch, Source
+from hocket.backends.cupy.device.limits import MOST, OF_HIP
 from hocket.backends.cupy.emulation.building import library
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver
 from hocket.graph.errors import BackendError
@@ -67,8 +68,8 @@ def with_fault(launch: Launch, file: str, good: str, bad: str) -> Launch:
 class FaultyDriver(EmulatedDriver):
     """Launches the kernels that see one file with a mistake in them."""
 
-    def __init__(self, file: str, good: str, bad: str, instructions: str = "cuda.cuh") -> None:
-        super().__init__(instructions=instructions)
+    def __init__(self, file: str, good: str, bad: str, instructions: str = CUDA) -> None:
+        super().__init__(limits=OF_HIP if instructions == HIP else MOST, instructions=instructions)
         self.edit = file, good, bad
 
     def record(self, launches: Sequence[Launch], on: Device) -> Callable[[], None]:

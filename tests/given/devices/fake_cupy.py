@@ -20,7 +20,7 @@ from typing import ClassVar
 import numpy as np
 
 from hocket.backends.cupy.device.driver import Kernel, Launch
-from hocket.backends.cupy.device.limits import LOCAL
+from hocket.backends.cupy.device.limits import OF_HIP as LIMITS
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver, EmulatedHipDriver
 
 from ..waits import HOUR
@@ -266,7 +266,7 @@ def elapsed(start, end):
 
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3
 PROPERTIES = {"totalGlobalMem": 1 << 30, "multiProcessorCount": 1, "l2CacheSize": 1 << 20}
-OF_HIP = {"gcnArchName": b"gfx90a:sramecc+:xnack-", "sharedMemPerBlock": LOCAL}
+OF_HIP = {"gcnArchName": b"gfx90a:sramecc+:xnack-", "sharedMemPerBlock": LIMITS.shared}
 
 
 def fake_cupy(sources, are_peers=True, nccl=None, is_hip=False):

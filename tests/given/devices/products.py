@@ -65,7 +65,7 @@ def widened(array: np.ndarray) -> np.ndarray:
     return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
-def dense(dtype: DType, rows: int, columns: int, tokens: int, backend: DriverBackend):
+def dense(dtype: DType, rows: int, columns: int, tokens: int, backend: DriverBackend, is_exact: bool = True):
     """A product with weights of 16 bits in four orders of threads, what it must be, and the size of its terms.
 
     Rows of x are of different sizes.
@@ -73,7 +73,7 @@ def dense(dtype: DType, rows: int, columns: int, tokens: int, backend: DriverBac
     rng = np.random.default_rng((rows, columns, tokens))
     w = halves(rng.standard_normal((rows, columns)).astype(np.float32), dtype)
     x = (rng.standard_normal((tokens, columns)) * 10.0 ** rng.integers(-6, 6, (tokens, 1))).astype(np.float32)
-    graph = Graph({"y": ops.mul_mat(weight("w", w.shape, dtype), input("x", x.shape))})
+    graph = Graph({"y": ops.mul_mat(weight("w", w.shape, dtype), input("x", x.shape), exact=is_exact)})
     run = load(plan_for(graph, [(backend, backend.device(0))]), {"w": w})
     wide = widened(w)
     return [run.run({"x": x})["y"] for _ in range(4)], x @ wide.T, np.abs(x) @ np.abs(wide).T

@@ -1,0 +1,202 @@
+"""Mistakes planted in products of warpgroups: other numbers show them, or an order of accesses that is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from hocket.backends.base import Device
+from hocket.backends.cupy.backend import DriverBackend
+from hocket.backends.cupy.binding.trial import tried
+from hocket.backends.cupy.device.driver import Launch
+from hocket.backends.cupy.emulation.emulated import EmulatedDriver
+from hocket.backends.cupy.emulation.order import disorder
+from hocket.backends.cupy.emulation.ordered import OrderedBackend, OrderedDriver
+from hocket.backends.cupy.kernels import tiled
+from hocket.conformance import Outcome, run_case
+from hocket.conformance.trials.case import parse
+from hocket.graph.dtypes import DType
+
+from ...given.devices.emulation import is_found, needs_compiler, with_fault
+from ...given.devices.products import dense, unpacked
+
+pytestmark = needs_compiler
+
+
+@contextmanager
+def by_warpgroups(shares: int = 1) -> Iterator[None]:
+    """They multiply whatever there is, and so many blocks share its columns."""
+    tried.cache_clear()  # it knows how much scratch other tiles take
+    with patch.object(tiled, "shape_of_tiles", lambda *_, **__: (tiled.GROUPED, shares)):
+        yield
+    tried.cache_clear()
+
+
+def product(
+    rows: int, columns: int, tokens: int, dtype: DType = DType.F16, shares: int = 1
+) -> Callable[[DriverBackend], bool]:
+    def is_right(backend: DriverBackend) -> bool:
+        made, error = (dense, 2.0**-19) if dtype is DType.F16 else (unpacked, 2e-5)
+        with by_warpgroups(shares):
+            results, want, size = made(dtype, rows, columns, tokens, backend)
+        same = all(np.array_equal(y, results[0]) for y in results)
+        return same and bool((np.abs(results[0] - want) <= error * size).all())
+
+    return is_right
+
+
+FILE = "warpgroups.cu"
+EVEN, ODD, PACKED = product(72, 264, 70), product(71, 133, 9), product(70, 288, 70, DType.Q8_0)
+WHOLE = product(256, 264, 9)
+SHARED = product(72, 264, 70, shares=2)
+SECOND = "        if (number == 0) return false;\n        if (threadIdx.x == 0) a.numbers[tile] = 0;\n"
+WAIT = "wgmma_wait<{}>(block.sum);"
+PLANTS = {
+    "rows are swizzled otherwise": ("wgmma.cuh", "(u64)1 << 62, EIGHT", "(u64)2 << 62, EIGHT", EVEN),
+    "rows are not swizzled": ("wgmma.cuh", "(u64)1 << 62, EIGHT", "(u64)0 << 62, EIGHT", EVEN),
+    "the stride of eight rows is wrong": ("wgmma.cuh", "(u64)(1024 / 16) << 32", "(u64)(512 / 16) << 32", EVEN),
+    "an operand lies outside": ("wgmma.cuh", "(u64)(1024 / 16) << 32", "(u64)(16384 / 16) << 32", EVEN),
+    "rows lie otherwise than products take them": (FILE, "(piece ^ row % 8) * 8", "piece * 8", EVEN),
+    "stages begin anywhere": (FILE, "room + (-shared_address(room) & 1023)", "room", EVEN),
+    "columns are left out": (FILE, "STEP = 2;", "STEP = 4;", EVEN),
+    "both warpgroups have the same entries": (FILE, "[threadIdx.x / 128 * 64]", "[0]", EVEN),
+    "warps of a warpgroup begin different products": (
+        FILE,
+        "[threadIdx.x / 128 * 64]",
+        "[threadIdx.x / 64 * 32]",
+        PACKED,
+    ),
+    "lanes of a warp begin different products": (
+        FILE,
+        "[threadIdx.x / 128 * 64]",
+        "[threadIdx.x % 2 * 64]",
+        EVEN,
+    ),
+    "the small term of x is left out": (
+        FILE,
+        "for (int term = TERMS - 1; term >= 0; term--)  // small",
+        "for (int term = 0; term >= 0; term--)  // small",
+        EVEN,
+    ),
+    "nobody waits for the last product": (FILE, WAIT.format(0), "", EVEN),
+    "results are taken before the last product": (FILE, WAIT.format(0), WAIT.format(1), EVEN),
+    "a product is waited for too late": (FILE, WAIT.format(1), WAIT.format(2), EVEN),
+    "products belong to no group": (FILE, "        wgmma_commit();\n", "", EVEN),
+    "registers are not fenced": (FILE, "        wgmma_fence();\n", "", EVEN),
+    "a stage is read before it is there": (
+        FILE,
+        "cp_async_wait<AHEAD - 1>();",
+        "cp_async_wait<AHEAD>();",
+        EVEN,
+    ),
+    "a stage is written over while it is read": (
+        FILE,
+        "fetch(stages[(now + AHEAD) % STAGES]",
+        "fetch(stages[(now + AHEAD + 1) % STAGES]",
+        EVEN,
+    ),
+    "weights are unpacked over those that are read": (
+        FILE,
+        "weights.next(parity, stages[(now + 1) % STAGES]",
+        "weights.next(parity, stages[now]",
+        PACKED,
+    ),
+    "codes of another stage": (FILE, "codes[parity][half], F::scales", "codes[0][half], F::scales", PACKED),
+    "codes of another half": (FILE, "codes[parity][half], F::scales", "codes[parity][0], F::scales", PACKED),
+    "columns of another block are added": (
+        FILE,
+        "a.run, a.columns);\n    Block<T",
+        "a.columns, a.columns);\n    Block<T",
+        SHARED,
+    ),
+    "what another block has is left out": (FILE, "sum[i] += v.x", "sum[i] = v.x", SHARED),
+    "a block takes its own sums twice": (FILE, "1 - blockIdx.z", "blockIdx.z", SHARED),
+    "the first block has all": (
+        FILE,
+        SECOND,
+        "        if (number == 1 && threadIdx.x == 0) a.numbers[tile] = 0;\n        if (number == 1) return false;\n",
+        SHARED,
+    ),
+    "entries change places": (FILE, "16 + 8 * h + g;", "16 + h + 2 * g;", EVEN),
+    "a row past the last has a result": (
+        FILE,
+        "if (first + row + 1 < a.rows) out[row + 1]",
+        "out[row + 1]",
+        ODD,
+    ),
+    "a pair past the last row has a result": (FILE, "pairs && first + row + 1 < a.rows", "pairs", EVEN),
+    "results of scaled rows stay scaled": (
+        FILE,
+        "IS_SCALED<T> ? a.undo[rows[entry]] : 1.0f;\n#pragma unroll\n            for (int j",
+        "1.0f;\n#pragma unroll\n            for (int j",
+        EVEN,
+    ),
+    "columns past the last are read": (FILE, "&& rows >= ROWS && start + COLUMNS <= columns", "&& rows >= ROWS", WHOLE),
+}
+
+
+@pytest.mark.long(every=9)
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_mistake_in_a_product_is_found(name):
+    file, old, new, is_right = PLANTS[name]
+    assert is_found(file, old, new, is_right)
+
+
+@pytest.mark.parametrize(
+    "is_right", [EVEN, ODD, PACKED, WHOLE, SHARED], ids=["even", "odd", "packed", "whole", "shared"]
+)
+def test_without_a_mistake_nothing_is_found(is_right):
+    assert is_right(DriverBackend(EmulatedDriver()))
+
+
+class Disordered(OrderedDriver):
+    """Notes accesses of kernels that have a mistake in them."""
+
+    def __init__(self, *edit: str) -> None:
+        super().__init__()
+        self.edit = edit
+
+    def record(self, steps: Sequence[Launch], on: Device) -> Callable[[], None]:
+        return super().record([with_fault(step, *self.edit) for step in steps] if self.edit else steps, on)
+
+
+def disorders(case: str, *edit: str) -> list[str]:
+    driver = Disordered(*edit)
+    backend = OrderedBackend(driver)
+    with by_warpgroups(shares=2):
+        result = run_case(parse(case), backend, backend.device(0))
+    assert result.outcome is Outcome.PASS
+    return disorder(driver.taken(), driver.memory)
+
+
+FLOATS, CODES = "mul_mat(w=f16[32,128], x=f32[33,128])", "mul_mat(w=q8_0[32,128], x=f32[33,128])"
+SHOW, PRODUCT = "            show_to_products();\n", "wgmma.cuh"
+HIDDEN = {
+    "copies that are not shown to products": (FLOATS, SHOW, "", PRODUCT),
+    "unpacked weights that are not shown to products": (CODES, SHOW, "", PRODUCT),
+    "copies that are shown before they are there": (
+        FLOATS,
+        "            cp_async_wait<AHEAD - 1>();\n" + SHOW,
+        SHOW + "            cp_async_wait<AHEAD - 1>();\n",
+        PRODUCT,
+    ),
+    "numbers of the run before, of which both blocks have a second one": (FLOATS, "a.numbers[tile] = 0;", ";", FILE),
+}
+
+
+@pytest.mark.long(every=2)
+@pytest.mark.parametrize("case", [FLOATS, CODES])
+def test_what_products_read_is_in_order(case):
+    assert disorders(case) == []
+
+
+@pytest.mark.long(every=2)
+@pytest.mark.parametrize("name", HIDDEN)
+def test_what_is_not_in_order_is_found(name):
+    """The results are right: memory is seen at once here, and blocks run one after the other."""
+    case, old, new, where = HIDDEN[name]
+    assert any(where in pair for pair in disorders(case, FILE, old, new))
