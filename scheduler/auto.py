@@ -16,10 +16,15 @@ JOINED = 0.01
 """The part of the time that twice as many devices have to save at least."""
 
 
+Judge = Callable[[Plan], tuple[float, str]]
+"""Seconds that a plan is predicted to take for what it is wanted for, and how, if its runs follow each other."""
+
+
 @dataclass(frozen=True)
 class Way:
     """A way to plan: in words, on so many devices, what is predicted of it, and what makes the plan.
 
+    Runs follow each other through so many `stages`, where there is anything that need not wait; `how` says it.
     `held` are the bytes of weights and states on all devices together, `lacking` those that do not fit.  Once there is
     a plan they are its own.  What was `searched` for promises too much, as a search leaves small things out.
     """
@@ -32,14 +37,17 @@ class Way:
     make: Callable[[], Plan]
     plan: Plan | None = None
     searched: bool = False
+    stages: int = 1
+    how: str = ""
 
-    def made(self) -> Way:
+    def made(self, judge: Judge) -> Way:
         """The way with its plan."""
         plan = self.make()
+        seconds, how = judge(plan)
         memory = plan.memory()
         held = memory["weight"] + memory["state"]
         return replace(
-            self, plan=plan, devices=len(plan.lanes), seconds=plan.cost.total, held=held, lacking=shortage(plan)
+            self, plan=plan, devices=len(plan.lanes), seconds=seconds, held=held, lacking=shortage(plan), how=how
         )
 
     def priced(self, once: float) -> float:
@@ -55,10 +63,16 @@ class Way:
         short = f", {nbytes_text(int(self.lacking))} short" if self.lacking else ""
         devices = f"{self.devices} device{'s' if self.devices > 1 else ''}"
         held = nbytes_text(int(self.held))
-        return f"{self.kind}, on {devices}: {about}{time_text(self.seconds)}, {held} held in all{short}"
+        kind = f"{self.kind} ({self.how})" if self.how else self.kind
+        return f"{kind}, on {devices}: {about}{time_text(self.seconds)}, {held} held in all{short}"
 
 
-def best_of(ways: Sequence[Way], once: float) -> Plan:
+def by_cost(plan: Plan) -> tuple[float, str]:
+    """A plan judged by one run of it."""
+    return plan.cost.total, ""
+
+
+def best_of(ways: Sequence[Way], once: float, judge: Judge = by_cost) -> Plan:
     """The plan of the way that fits, or lacks least, and costs least; its reasons say what was left aside and why.
 
     A plan is made only of ways that promise to be the best, where promises are taken for as much too good as that which
@@ -70,7 +84,7 @@ def best_of(ways: Sequence[Way], once: float) -> Plan:
         return way.lacking, way.priced(once)
 
     while (best := min(left, key=cost)).plan is None:
-        made = left[left.index(best)] = best.made()
+        made = left[left.index(best)] = best.made(judge)
         if best.searched and best.seconds > 0 and made.seconds / best.seconds < known:
             before, known = known, made.seconds / best.seconds
             off = known if before == math.inf else known / before
