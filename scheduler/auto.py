@@ -24,7 +24,7 @@ Judge = Callable[[Plan], tuple[float, str]]
 class Way:
     """A way to plan: in words, on so many devices, what is predicted of it, and what makes the plan.
 
-    Runs follow each other through so many `stages`, where there is anything that need not wait; `how` says it.
+    Runs may follow each other through so many `stages`; where that was counted on, it `follows`, and `how` says it.
     `held` are the bytes of weights and states on all devices together, `lacking` those that do not fit.  Once there is
     a plan they are its own.  What was `searched` for promises too much, as a search leaves small things out.
     """
@@ -39,6 +39,11 @@ class Way:
     searched: bool = False
     stages: int = 1
     how: str = ""
+    follows: bool = False
+
+    def promises_like(self, other: Way) -> bool:
+        """Whether it has no plan yet, and what it promises is too good where that of another way was."""
+        return self.plan is None and (self.follows if other.follows else self.searched)
 
     def made(self, judge: Judge) -> Way:
         """The way with its plan."""
@@ -78,17 +83,21 @@ def best_of(ways: Sequence[Way], once: float, judge: Judge = by_cost) -> Plan:
     A plan is made only of ways that promise to be the best, where promises are taken for as much too good as that which
     came nearest to the truth was so far.
     """
-    left, known = list(ways), math.inf
+    left = list(ways)
+    known: dict[bool, float] = {}
 
     def cost(way: Way) -> tuple[float, float]:
         return way.lacking, way.priced(once)
 
     while (best := min(left, key=cost)).plan is None:
         made = left[left.index(best)] = best.made(judge)
-        if best.searched and best.seconds > 0 and made.seconds / best.seconds < known:
-            before, known = known, made.seconds / best.seconds
-            off = known if before == math.inf else known / before
-            left = [replace(w, seconds=w.seconds * off) if w.searched and w.plan is None else w for w in left]
+        if (best.searched or best.follows) and best.seconds > 0:
+            before, off = known.get(best.follows, 1.0), made.seconds / best.seconds
+            if best.follows not in known or off < before:
+                known[best.follows] = off
+                left = [
+                    replace(way, seconds=way.seconds * off / before) if way.promises_like(best) else way for way in left
+                ]
     others = sorted((way for way in left if way is not best), key=cost)
     first = {way.kind: way for way in reversed(others)}.values()
     most = max(way.devices for way in left)

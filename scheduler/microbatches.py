@@ -7,7 +7,7 @@ weights, so where a device waits for memory rather than for arithmetic nothing i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..graph.records import dataclass
 from .plan import Plan
@@ -56,8 +56,11 @@ def counts_of(sequences: int, stages: int) -> list[int]:
     return [most >> halved for halved in range(most.bit_length()) if most >> halved > 1]
 
 
-def dealing(sequences: int, plan_of: Callable[[int], Plan]) -> Dealing:
-    """How to deal so many sequences; ``plan_of(n)`` is the plan of a step in which each of `n` gets a token."""
+def dealing(
+    sequences: int, plan_of: Callable[[int], Plan], counts_of: Callable[[int, int], Sequence[int]] = counts_of
+) -> Dealing:
+    """How to deal so many sequences; ``plan_of(n)`` is the plan of a step in which each of `n` gets a token, and
+    `counts_of` sequences and stages says which numbers of micro-batches are considered."""
     whole = plan_of(sequences)
     stages = followed(whole)
     counts = counts_of(sequences, stages)

@@ -115,6 +115,11 @@ class Planning:
         if self.graph.digest() != earlier.graph.digest():  # what stands at a place may be another factor
             chosen = frozenset(f for f in chosen if f.can_be_cut)
         choice = Choice(chosen, ("an earlier plan's layout",))
+        if (short := self._once(choice)) is not None and all(
+            short.leaves[v.node.name] == earlier.leaves.get(v.node.name)
+            for v in (*self.graph.weights, *self.graph.states)
+        ):
+            return short
         while True:
             try:
                 plan = self.cut(choice, held)
@@ -253,7 +258,7 @@ class Planning:
     def cut(self, choice: Choice, held: Pins | None = None) -> Plan:
         """What is chosen is cut, but for what is placed or `held`."""
         first = {**decided(self.graph, self.group), **({} if held is None else held.nodes), **self.wished}
-        if not (first or held or self.doubt) and (short := self._repeated(choice)) is not None:
+        if held is None and (short := self._once(choice)) is not None:
             return short
         asked = cuts_of(self.graph, self.factors, choice.factors, {})
         shares = deal(self.graph, self.factors, asked, self.proportions)
@@ -269,8 +274,10 @@ class Planning:
         note = ("what is placed on one device was left aside in choosing cuts",) if where and cuts else ()
         return self._plan(sharded, cuts, (*choice.considered, *note, *self.doubt), where)
 
-    def _repeated(self, choice: Choice) -> Plan | None:
-        """The plan that one of a short graph stands for, if one does."""
+    def _once(self, choice: Choice) -> Plan | None:
+        """The plan in which layers that are alike are planned once, if nothing is in the way."""
+        if self.wished or self.doubt or decided(self.graph, self.group):
+            return None
         every = all_cuts_of(self.graph, self.factors, choice.factors)
         if (made := repeated(self.graph, self.group, every, self.proportions, self.hardware)) is None:
             return None

@@ -21,33 +21,26 @@ from .uses import Promises
 def best_way(planning: Planning) -> Plan:
     """The plan that takes least time, where memory and devices have their price, of all that fit; if none does, the one
     that lacks least."""
-    alone, use = planning.alone(), planning.use
-    judge = by_cost if use is None else partial(_judged, planning)
-    graph = planning.graph
+    alone, use, graph = planning.alone(), planning.use, planning.graph
+    hardware = _as_run(planning, alone)
+    promises = None if use is None else Promises(use, hardware)
+    judge = by_cost if promises is None else partial(_judged, planning, promises)
     once = float(sum(v.spec.nbytes for v in (*graph.weights, *graph.states)))
     ways = [Way("whole", 1, 0.0, once, 0.0, lambda: alone).made(judge)]
     if len(planning.group) > 1:
-        hardware = _as_run(planning, alone)
         others = _ways(planning, alone, once, hardware)
-        if use is not None:
-            promises = Promises(use, hardware)
-            others = [_for_use(way, alone.cost.total / way.seconds, promises) for way in others]
+        if promises is not None:
+            others = [promises.about(way, alone.cost.total / way.seconds) for way in others]
         ways += others
     best = best_of(ways, once, judge)
     return best if use is None else replace(best, reasons=(f"judged by {use}", *best.reasons))
 
 
-def _for_use(way: Way, speed: float, promises: Promises) -> Way:
-    """What is promised of a way whose single runs are `speed` times as fast as on one device.  Where runs follow each
-    other promises are too good by more than those of a search."""
-    return replace(way, seconds=promises.seconds(speed, way), searched=way.searched and way.stages == 1)
-
-
-def _judged(planning: Planning, plan: Plan) -> tuple[float, str]:
+def _judged(planning: Planning, promises: Promises, plan: Plan) -> tuple[float, str]:
     """Seconds of what plans are wanted for, with weights as they lie in this one, and how runs follow each other."""
-    use = planning.use
-    assert use is not None
-    return use.judged(cache(lambda sequences, tokens: planning.over(plan, use.graph_of(sequences, tokens))))
+    use = promises.use
+    over = cache(lambda sequences, tokens: planning.over(plan, use.graph_of(sequences, tokens)))
+    return use.judged(over, promises.counts_of)
 
 
 def _ways(planning: Planning, alone: Plan, once: float, hardware: Hardware) -> list[Way]:
