@@ -11,7 +11,7 @@ from ..graph.graph import Graph
 from ..graph.node import Node, Value
 from .fits import by_memory, shortage, spilled
 from .hardware import Hardware
-from .layout import REPLICATE, Local
+from .layout import REPLICATE, Layout, Local
 from .lowering.lane import Devices, lanes_of
 from .plan import Cuts, Host, Plan
 from .repeating import repeated
@@ -115,10 +115,7 @@ class Planning:
         if self.graph.digest() != earlier.graph.digest():  # what stands at a place may be another factor
             chosen = frozenset(f for f in chosen if f.can_be_cut)
         choice = Choice(chosen, ("an earlier plan's layout",))
-        if (short := self._once(choice)) is not None and all(
-            short.leaves[v.node.name] == earlier.leaves.get(v.node.name)
-            for v in (*self.graph.weights, *self.graph.states)
-        ):
+        if (short := self._once(choice, earlier.leaves)) is not None:
             return short
         while True:
             try:
@@ -274,12 +271,12 @@ class Planning:
         note = ("what is placed on one device was left aside in choosing cuts",) if where and cuts else ()
         return self._plan(sharded, cuts, (*choice.considered, *note, *self.doubt), where)
 
-    def _once(self, choice: Choice) -> Plan | None:
+    def _once(self, choice: Choice, lies: Mapping[str, Layout] | None = None) -> Plan | None:
         """The plan in which layers that are alike are planned once, if nothing is in the way."""
         if self.wished or self.doubt or decided(self.graph, self.group):
             return None
         every = all_cuts_of(self.graph, self.factors, choice.factors)
-        if (made := repeated(self.graph, self.group, every, self.proportions, self.hardware)) is None:
+        if (made := repeated(self.graph, self.group, every, self.proportions, self.hardware, lies)) is None:
             return None
         cuts = cuts_of(self.graph, self.factors, choice.factors, made.leaves)
         why, shares = choice.considered, tuple(self.shares)
