@@ -118,7 +118,7 @@ def used(args: argparse.Namespace, on: Group, context: int | None, sequences: in
     if context is None:
         return None
     graph_of = partial(step_graph, args.model, context=context, caches=on.caches)
-    return use_of(lambda sequences, tokens: graph_of(sequences=sequences, tokens=tokens)[0], sequences, context)
+    return use_of(lambda count, tokens: graph_of(sequences=count, tokens=tokens)[0], sequences, context)
 
 
 def following(made: Plan, plan_of: Callable[..., Plan], sequences: int, prompt: int) -> str:
