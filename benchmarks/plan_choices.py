@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from plan_scaling import spent
 
-from hocket.frontends.models import Step
+from hocket.frontends.laying_out import use_of
+from hocket.frontends.models import Model, Step
 from hocket.frontends.open import open_model
 from hocket.graph import Graph
-from hocket.scheduler import Plan, nbytes_text, plan_for, shortage, simulate
+from hocket.scheduler import Plan, Use, nbytes_text, plan_for, shortage, simulate
 from hocket.scheduler.units import time_text
 
 CONTEXT = 4096
@@ -49,9 +51,24 @@ slowest device does in a run, and so why more devices help or do not: `work` is 
 """
 
 
-def planned(graph: Graph, machine: str, mode: str = "auto", devices: int | None = None) -> Plan:
+def planned(graph: Graph, machine: str, mode: str = "auto", devices: int | None = None, use: Use | None = None) -> Plan:
     simulation = simulate(machine)
-    return plan_for(graph, simulation.group[:devices], split_mode=mode, hardware=simulation.hardware_for(graph))
+    return plan_for(
+        graph, simulation.group[:devices], split_mode=mode, hardware=simulation.hardware_for(graph), use=use
+    )
+
+
+def use_for(model: Model, sequences: int) -> Use:
+    """What a session with so many sequences would lay the model out for."""
+    return use_of(lambda n, tokens: model.graph(Step(n, tokens, CONTEXT, CONTEXT, n)), sequences, CONTEXT)
+
+
+def seconds_of(plan: Plan, use: Use | None) -> float:
+    """Seconds of one run, or of a use."""
+    if use is None:
+        return plan.cost.total
+    made = cache(lambda *asked: plan_for(use.graph_of(*asked), plan.group, hardware=plan.hardware, like=plan))
+    return use.judged(made)[0]
 
 
 def held(plan: Plan) -> int:
@@ -76,24 +93,29 @@ def choices(name: str, path: str) -> Iterator[str]:
 
 def comparisons(shapes: dict[str, Write], folder: Path) -> Iterator[str]:
     """The section that holds `auto` against all other modes on all numbers of devices."""
-    yield f"\n## Against choices by hand\n\nThe first {LAYERS} layers of each model, one token.  Choices that copy the"
-    yield "weights to every device are left aside.\n"
-    yield "| model | machine | auto | best by hand | which | ratio |"
-    yield "|---|---|---|---|---|---|"
+    yield f"\n## Against choices by hand\n\nThe first {LAYERS} layers of each model: one token; then prompts and tokens"
+    yield "of several sequences, with parts and micro-batches.  Choices that copy the weights to every device are left"
+    yield "aside.\n\n| model | machine | for | auto | best by hand | which | ratio |"
+    yield "|---|---|---|---|---|---|---|"
     for name, machine in PAIRS:
-        path = shapes[name](folder / f"{name}-short.gguf", layers=LAYERS)
-        graph = open_model(path, header_only=True).graph(STEPS["decode"])
-        auto, most = planned(graph, machine), len(simulate(machine).group)
-        rivals: list[tuple[float, str]] = []
-        for devices in sorted({1, 2, most}):
-            for mode in ("none",) if devices == 1 else ("layer", "tensor", "layer,tensor")[: 2 + (devices > 2)]:
-                plan = planned(graph, machine, mode, devices)
-                once = sum(v.spec.nbytes for v in (*graph.weights, *graph.states))
-                copies = held(plan) > once * (1 + (devices - 1) / 2)
-                rivals += [] if copies else [(plan.cost.total, f"{mode}, {devices} device{'s' * (devices > 1)}")]
-        best, which = min(rivals)
-        cells = (name, machine, time_text(auto.cost.total), time_text(best), which, f"{auto.cost.total / best:.3f}")
-        yield f"| {' | '.join(cells)} |"
+        model = open_model(shapes[name](folder / f"{name}-short.gguf", layers=LAYERS), header_only=True)
+        for sequences in (0, 1, 16):
+            use = use_for(model, sequences) if sequences else None
+            graph = model.graph(STEPS["decode"]) if use is None else use.graph_of(sequences, 1)
+            auto, most = planned(graph, machine, use=use), len(simulate(machine).group)
+            rivals: list[tuple[float, str]] = []
+            for devices in sorted({1, 2, most}):
+                for mode in ("none",) if devices == 1 else ("layer", "tensor", "layer,tensor")[: 2 + (devices > 2)]:
+                    plan = planned(graph, machine, mode, devices, use)
+                    once = sum(v.spec.nbytes for v in (*graph.weights, *graph.states))
+                    copies = held(plan) > once * (1 + (devices - 1) / 2)
+                    rivals += (
+                        [] if copies else [(seconds_of(plan, use), f"{mode}, {devices} device{'s' * (devices > 1)}")]
+                    )
+            (best, which), own = min(rivals), seconds_of(auto, use)
+            wanted = "one token" if use is None else str(use)
+            cells = (name, machine, wanted, time_text(own), time_text(best), which, f"{own / best:.3f}")
+            yield f"| {' | '.join(cells)} |"
 
 
 def main() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from typing import TYPE_CHECKING
 
 from ..graph.graph import Graph
 from ..graph.records import dataclass
@@ -12,12 +13,18 @@ from ..graph.spec import Spec
 from ..ranks import World
 from ..scheduler import Host, Plan, Store, kept_plan
 from .devices import Group, found
-from .models import Model
+from .models import Model, Step
+from .parts import tokens_of_part
+
+if TYPE_CHECKING:
+    from ..scheduler import Use
 
 HOST = "cpu:0"
 """The device that takes what does not fit on others."""
-PROMPT = 128
-"""Tokens of the prompt that layers are dealt for."""
+EVENED = 128
+"""Tokens of the prompt that layers are dealt for in the mode ``layer``."""
+PROMPT, NEW = 512, 128
+"""Tokens of a prompt and steps behind it, by which the mode ``auto`` judges how a model lies on several devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +39,35 @@ def laid_out(
     on: Group,
     world: World,
     place: tuple[tuple[str, str], ...],
-    one: Graph,
-    prompt: Callable[[], Graph],
-    most: Callable[[], Graph],
+    graph_of: Callable[[Step], Graph],
+    first_step: Step,
+    largest_step: Step,
+    *,
+    may_follow: bool,
 ) -> Plan:
-    """The plan of `one`, a step that reads all weights, whose layout all others keep: its own, or that of `most`, the
-    largest step, where memory is too short for that, so that the host takes what does not fit.
+    """The plan of `first_step`, which reads all weights, whose layout all others keep: its own, or that of
+    `largest_step`, where memory is too short for that, so that the host takes what does not fit.
 
-    Layers are dealt so that the devices take about equally long for a `prompt`, unless shares are asked for or memory
-    differs.
+    Layers are dealt so that the devices take about equally long for a prompt, unless shares are asked for or memory
+    differs.  Where runs `may_follow` each other, layouts are judged by a prompt and tokens behind it.
     """
-    asked = found(on, world)
-    options = partial(kept_plan, split_mode=on.split_mode, place=place)
+    asked, one = found(on, world), graph_of(first_step)
+    cells = max(first_step.cells, min(PROMPT, first_step.context))
+
+    def graph_with(sequences: int, tokens: int) -> Graph:
+        return graph_of(replace(first_step, sequences=sequences, tokens=tokens, outputs=sequences, cells=cells))
+
+    use = (
+        use_of(graph_with, first_step.sequences, first_step.context)
+        if may_follow and on.split_mode == "auto" and len(asked) > 1
+        else None
+    )
+    options = partial(kept_plan, split_mode=on.split_mode, place=place, use=use)
     shares = on.tensor_split
     if on.split_mode == "layer" and not shares and len({device.memory for _, device in asked}) == 1 < len(asked):
         from ..scheduler import even_shares
 
-        shares = even_shares(prompt(), len(asked))
+        shares = even_shares(graph_of(replace(first_step, tokens=EVENED)), len(asked))
     first = options(one, asked, tensor_split=shares)
     if first.spare and on.threads is None:  # devices that take part share the processors of those left free
         group = found(replace(on, devices=tuple(str(device) for _, device in first.group)), world)
@@ -58,11 +77,25 @@ def laid_out(
         return first
     from ..scheduler import shortage
 
-    largest = most()
+    largest = graph_of(largest_step)
     if not shortage(kept_plan(largest, first.group, place=place, like=first)):
         return first
     spilled = options(largest, asked, tensor_split=on.tensor_split, host=host)
     return kept_plan(one, spilled.group, place=place, like=spilled)
+
+
+def use_of(graph_of: Callable[[int, int], Graph], sequences: int, context: int) -> Use:
+    """What a model is laid out for: so many sequences, each with its prompt and tokens behind it;
+    ``graph_of(sequences, tokens)`` is the graph of a step."""
+    from ..scheduler import Use
+
+    return Use(
+        cache(graph_of),
+        lambda tokens, stages: tokens_of_part(tokens, stages, tokens),
+        sequences,
+        min(PROMPT, context),
+        NEW,
+    )
 
 
 def load_weights(store: Store, model: Model, plan: Plan, on_progress: Callable[[Progress], None] | None) -> None:

@@ -21,8 +21,8 @@ from .devices import Group as Group
 from .errors import ModelError
 from .exactness import graphs_of
 from .identity import model_digest
-from .laying_out import PROMPT, laid_out, load_weights
 from .laying_out import Progress as Progress
+from .laying_out import laid_out, load_weights
 from .models import Batch, Model, Step
 from .parts import (
     Before,
@@ -110,14 +110,10 @@ class Session:
         """A step that reads all weights, over whose layout all others run."""
         self.group: list[tuple[Backend, Device]]  # in mode none perhaps fewer than asked
         if like is None:
-            prompt, largest = replace(self._whole, tokens=PROMPT), (bucket(self.batch), self.context, sequences)
+            largest = self.step(bucket(self.batch), self.context, sequences)
+            may_follow = model.is_causal and not model.guessers and watch is None
             self._first = laid_out(
-                on,
-                self.world,
-                self._place,
-                self._graph(self._whole),
-                lambda: self._graph(prompt),
-                lambda: self._graph(self.step(*largest)),
+                on, self.world, self._place, self._graph, self._whole, largest, may_follow=may_follow
             )
             self.group = self._first.group
             self.store = Store(self.group, self.world, on.packed)

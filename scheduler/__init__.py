@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from .telling.listing import PASSES as PASSES
     from .units import nbytes_text as nbytes_text
     from .units import time_text as time_text
+    from .uses import Use as Use
     from .verifier.program import check as check
 
 _LATER = {
@@ -80,6 +81,7 @@ _LATER = {
     "difference": ".telling.diff",
     "PASSES": ".telling.listing",
     **dict.fromkeys(("nbytes_text", "time_text"), ".units"),
+    "Use": ".uses",
     "check": ".verifier.program",
 }
 """Names that are imported when they are first used, and from where: a plan that was kept needs no planner."""

@@ -16,10 +16,15 @@ JOINED = 0.01
 """The part of the time that twice as many devices have to save at least."""
 
 
+Judge = Callable[[Plan], tuple[float, str]]
+"""Seconds that a plan is predicted to take for what it is wanted for, and how, if its runs follow each other."""
+
+
 @dataclass(frozen=True)
 class Way:
     """A way to plan: in words, on so many devices, what is predicted of it, and what makes the plan.
 
+    Runs may follow each other through so many `stages`; where that was counted on, it `follows`, and `how` says it.
     `held` are the bytes of weights and states on all devices together, `lacking` those that do not fit.  Once there is
     a plan they are its own.  What was `searched` for promises too much, as a search leaves small things out.
     """
@@ -32,14 +37,22 @@ class Way:
     make: Callable[[], Plan]
     plan: Plan | None = None
     searched: bool = False
+    stages: int = 1
+    how: str = ""
+    follows: bool = False
 
-    def made(self) -> Way:
+    def promises_like(self, other: Way) -> bool:
+        """Whether it has no plan yet, and what it promises is too good where that of another way was."""
+        return self.plan is None and (self.follows if other.follows else self.searched)
+
+    def made(self, judge: Judge) -> Way:
         """The way with its plan."""
         plan = self.make()
+        seconds, how = judge(plan)
         memory = plan.memory()
         held = memory["weight"] + memory["state"]
         return replace(
-            self, plan=plan, devices=len(plan.lanes), seconds=plan.cost.total, held=held, lacking=shortage(plan)
+            self, plan=plan, devices=len(plan.lanes), seconds=seconds, held=held, lacking=shortage(plan), how=how
         )
 
     def priced(self, once: float) -> float:
@@ -55,26 +68,36 @@ class Way:
         short = f", {nbytes_text(int(self.lacking))} short" if self.lacking else ""
         devices = f"{self.devices} device{'s' if self.devices > 1 else ''}"
         held = nbytes_text(int(self.held))
-        return f"{self.kind}, on {devices}: {about}{time_text(self.seconds)}, {held} held in all{short}"
+        kind = f"{self.kind} ({self.how})" if self.how else self.kind
+        return f"{kind}, on {devices}: {about}{time_text(self.seconds)}, {held} held in all{short}"
 
 
-def best_of(ways: Sequence[Way], once: float) -> Plan:
+def by_cost(plan: Plan) -> tuple[float, str]:
+    """A plan judged by one run of it."""
+    return plan.cost.total, ""
+
+
+def best_of(ways: Sequence[Way], once: float, judge: Judge = by_cost) -> Plan:
     """The plan of the way that fits, or lacks least, and costs least; its reasons say what was left aside and why.
 
     A plan is made only of ways that promise to be the best, where promises are taken for as much too good as that which
     came nearest to the truth was so far.
     """
-    left, known = list(ways), math.inf
+    left = list(ways)
+    known: dict[bool, float] = {}
 
     def cost(way: Way) -> tuple[float, float]:
         return way.lacking, way.priced(once)
 
     while (best := min(left, key=cost)).plan is None:
-        made = left[left.index(best)] = best.made()
-        if best.searched and best.seconds > 0 and made.seconds / best.seconds < known:
-            before, known = known, made.seconds / best.seconds
-            off = known if before == math.inf else known / before
-            left = [replace(w, seconds=w.seconds * off) if w.searched and w.plan is None else w for w in left]
+        made = left[left.index(best)] = best.made(judge)
+        if (best.searched or best.follows) and best.seconds > 0:
+            before, off = known.get(best.follows, 1.0), made.seconds / best.seconds
+            if best.follows not in known or off < before:
+                known[best.follows] = off
+                left = [
+                    replace(way, seconds=way.seconds * off / before) if way.promises_like(best) else way for way in left
+                ]
     others = sorted((way for way in left if way is not best), key=cost)
     first = {way.kind: way for way in reversed(others)}.values()
     most = max(way.devices for way in left)

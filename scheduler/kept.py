@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from ..backends.abilities import Settled
 from ..backends.cache import cache_folder, keep, recalled
@@ -24,6 +25,9 @@ from .lowering.lane import Devices, Lane, first_alike
 from .plan import Host, Placed, Plan
 from .spelling import spelled_out
 from .telling.as_data import layout_data, program_data, read_layout, read_program
+
+if TYPE_CHECKING:
+    from .uses import Use
 
 PACKAGE = Path(__file__).resolve().parent.parent
 MAKERS = ("graph", "ops", "backends", "backends/cpu", "backends/numpy", "scheduler", "scheduler/*")
@@ -40,13 +44,21 @@ def kept_plan(
     like: Plan | None = None,
     hardware: Hardware | None = None,
     host: Host | None = None,
+    use: Use | None = None,
 ) -> Plan:
     """What `plan_for` gives, read from disk where an earlier process has kept it; for what was measured of the devices
     unless `hardware` is given."""
     hardware = hardware_of(graph, group) if hardware is None else hardware
     graph = spelled_out(graph, group)
     asked = [*group, *([] if host is None else [(host.backend, host.device)])]
-    options = (split_mode, tuple(tensor_split), tuple(place), hardware, None if host is None else host.hardware)
+    options = (
+        split_mode,
+        tuple(tensor_split),
+        tuple(place),
+        hardware,
+        None if host is None else host.hardware,
+        str(use),
+    )
     file = None
     if _may_be_kept(graph, asked):
         file = _file(graph, asked, (*options, None if like is None else _lying(like)))
@@ -64,6 +76,7 @@ def kept_plan(
         like=like,
         hardware=hardware,
         host=host,
+        use=use,
     )
     if file is None:
         return plan

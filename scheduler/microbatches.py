@@ -7,8 +7,7 @@ weights, so where a device waits for memory rather than for arithmetic nothing i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import takewhile
+from collections.abc import Callable, Sequence
 
 from ..graph.records import dataclass
 from .plan import Plan
@@ -30,6 +29,11 @@ class Dealing:
     stages: int
     devices: int
 
+    @property
+    def seconds(self) -> float:
+        """Of a step of all sequences."""
+        return dict(self.considered)[len(self.sizes)]
+
     def __str__(self) -> str:
         sequences, taken = sum(self.sizes), len(self.sizes)
         ways = {count: f"in {count} micro-batches" if count > 1 else "as one" for count, _ in self.considered}
@@ -46,12 +50,20 @@ class Dealing:
         return "; ".join(said)
 
 
-def dealing(sequences: int, plan_of: Callable[[int], Plan]) -> Dealing:
-    """How to deal so many sequences; ``plan_of(n)`` is the plan of a step in which each of `n` gets a token."""
+def counts_of(sequences: int, stages: int) -> list[int]:
+    """Numbers of micro-batches to consider, at most as many as stages: halved again and again, down to two."""
+    most = min(stages, sequences)
+    return [most >> halved for halved in range(most.bit_length()) if most >> halved > 1]
+
+
+def dealing(
+    sequences: int, plan_of: Callable[[int], Plan], counts_of: Callable[[int, int], Sequence[int]] = counts_of
+) -> Dealing:
+    """How to deal so many sequences; ``plan_of(n)`` is the plan of a step in which each of `n` gets a token, and
+    `counts_of` sequences and stages says which numbers of micro-batches are considered."""
     whole = plan_of(sequences)
     stages = followed(whole)
-    most = min(stages, sequences)
-    counts = takewhile(lambda count: count > 1, (most >> halved for halved in range(most.bit_length())))
+    counts = counts_of(sequences, stages)
     seconds = {count: count * seconds_apart(plan_of(-(-sequences // count)), count) for count in counts}
     at_once = whole.cost.total
     best = min(seconds, key=seconds.__getitem__, default=1)

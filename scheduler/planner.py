@@ -6,54 +6,25 @@ Every way goes the same road: where nodes run or which factors are cut (`shardin
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property, partial
+from collections.abc import Mapping, Sequence
 
 from ..backends.base import THREADS, group_of
 from ..graph.arguments import CALLABLE, NONE, TEXT, a, list_of, needs, pair_of, real, shown
-from ..graph.errors import GraphError, PlanError
+from ..graph.errors import PlanError
 from ..graph.graph import Graph
-from ..graph.node import Node, Value
 from ..ops import verify
 from ..ops.collective import COLLECTIVES
-from .auto import Way, best_of
-from .fits import by_memory, shortage, spilled
 from .hardware import CPU, Hardware
-from .layout import REPLICATE, Local
-from .lowering.lane import DEVICES, Devices, lanes_of
-from .plan import SPLIT_NAMES, Cuts, Host, Plan
-from .repeating import repeated
-from .sharding.axes import Factor
-from .sharding.cost import Costs
-from .sharding.emit import Sharded, shard
-from .sharding.factors import Factors
-from .sharding.layers import NOTHING_HELD, layer_split, placed_like
-from .sharding.layers import place as place_nodes
-from .sharding.pins import (
-    NO_PINS,
-    Pin,
-    Pins,
-    Place,
-    as_before,
-    closed,
-    decided,
-    lying,
-    placements,
-    rescued,
-    settled,
-    unable,
-    wished,
-)
-from .sharding.rows import assign_rows
-from .sharding.search import Choice, Search, all_cuts_of, cuts_of, deal, factors_at
-from .sharding.teams import Teams, compose, stages_like, teams_by, teams_like
+from .lowering.lane import DEVICES, Devices
+from .plan import SPLIT_NAMES, Host, Plan
+from .planning import Chooser, Mode, Planning
+from .sharding.pins import Place
 from .spelling import spelled_out
 from .uncollected import uncollected
+from .uses import Use
 from .verifier.plan import verify_plan
+from .ways import best_way
 
-Chooser = Callable[[Graph, Factors], frozenset[Factor]]
 MOST = 2.0**63
 """Of a share."""
 
@@ -93,7 +64,15 @@ def plan(
     return plan_for(graph, group, split_mode=split_mode, tensor_split=tensor_split, place=place, like=like)
 
 
-@needs(PlanError, group=DEVICES, hardware=a(Hardware), choose=CALLABLE | NONE, host=a(Host) | NONE, **OPTIONS)
+@needs(
+    PlanError,
+    group=DEVICES,
+    hardware=a(Hardware),
+    choose=CALLABLE | NONE,
+    host=a(Host) | NONE,
+    use=a(Use) | NONE,
+    **OPTIONS,
+)
 @uncollected()
 def plan_for(
     graph: Graph,
@@ -106,8 +85,11 @@ def plan_for(
     hardware: Hardware = CPU,
     choose: Chooser | None = None,
     host: Host | None = None,
+    use: Use | None = None,
 ) -> Plan:
     """`plan` for backends and devices that are already at hand; `choose` takes the place of the search.
+
+    Where there is a `use`, the mode ``auto`` takes what is fastest for that, not for one run of `graph`.
 
     Where the group's memory is short (and the mode is not ``tensor``), `host` takes what does not fit as one more
     device.  In the modes ``none`` and ``auto`` devices that have nothing to do are left out of the plan.
@@ -124,320 +106,21 @@ def plan_for(
     if strange := [n for n in graph.nodes if n.op in COLLECTIVES]:
         raise PlanError(f"{strange[0]!r}: collectives are put in by the planner; leave them out of the graph")
     shares = _proportions(tensor_split, len(group))
-    planning = Planning(graph, tuple(group), shares if tensor_split else (), hardware, place, like)
-    made = planning.made(split_mode, like, choose, host)
+    planning = Planning(graph, tuple(group), shares if tensor_split else (), hardware, place, like, use)
+    made = planning.made(SPLIT_MODES[split_mode], like, choose, host)
     try:
         verify_plan(made)
     except PlanError as why:
         if all(lane.short is None for lane in made.lanes):
             raise
         planning.doubt = (f"every run of layers is planned by itself, since of {why}",)
-        made = planning.made(split_mode, like, choose, host)
+        made = planning.made(SPLIT_MODES[split_mode], like, choose, host)
         verify_plan(made)
     return made
 
 
-class Planning:
-    """One call of `plan_for`, checked: the ways to answer it."""
-
-    def __init__(
-        self,
-        graph: Graph,
-        group: Devices,
-        shares: Sequence[float],
-        hardware: Hardware,
-        place: Place = (),
-        earlier: Plan | None = None,
-    ) -> None:
-        self.graph, self.group, self.hardware = graph, group, hardware
-        self.place = [(pattern, device if ":" in device else f"{device}:0") for pattern, device in place]
-        self.shares = shares or (() if earlier is None else earlier.shares)
-        self.proportions = self.shares or [1.0] * len(group)
-        self.names = [str(device) for _, device in group]
-        self.wished = wished(graph, self.place, self.names, strict=earlier is None)
-
-        self.doubt: tuple[str, ...] = ()  # why runs are not repeated
-
-    def made(self, split_mode: str, like: Plan | None, choose: Chooser | None, host: Host | None) -> Plan:
-        """The plan, not yet proven."""
-        made = self.answer(SPLIT_MODES[split_mode], like, choose)
-        if host is not None and like is None and split_mode != "tensor" and shortage(made):
-            made = self.with_host(host, alone=split_mode == "none") or made
-        taken = {str(lane.device) for lane in made.lanes}
-        return replace(made, spare=tuple(name for name in self.names if name not in taken))
-
-    @cached_property
-    def search(self) -> Search:
-        return Search(self.graph, Factors(self.graph))
-
-    @property
-    def factors(self) -> Factors:
-        return self.search.factors
-
-    def answer(self, mode: Callable[[Planning], Plan], like: Plan | None, choose: Chooser | None) -> Plan:
-        """The plan in `mode`, unless an earlier plan, a lack of choice or the caller decides."""
-        if like is not None:
-            return self.like(like)
-        if len(self.group) == 1 and not self.place:
-            return self.whole()
-        if choose is not None:
-            chosen, why = choose(self.graph, self.factors), "chosen by the caller"
-            if mode is Planning.staged:
-                return self._staged(teams_by(self.machine, len(self.group)), Choice(chosen, (why,)))
-            return self.given(chosen, why)
-        return mode(self)
-
-    def like(self, earlier: Plan) -> Plan:
-        """Over weights and states that lie on the devices already."""
-        if (teams := teams_like([lane.program for lane in earlier.lanes])) is not None:
-            where = stages_like(self.graph, earlier.leaves, teams)
-            sharded, cuts = compose(
-                self.graph, where, teams, earlier.cuts, self.proportions, self.hardware, earlier.leaves
-            )
-            return self._plan(sharded, cuts, ("an earlier plan's layout",), {})
-        held = lying(self.graph, earlier.leaves)
-        stored = [earlier.leaves[v.node.name] for v in (*earlier.graph.weights, *earlier.graph.states)]
-        if stored and all(isinstance(layout, Local) for layout in stored):
-            where = placed_like(self.graph, earlier.leaves)
-            base = {n: Pin(d, "its weights lie there, or what it reads is made there") for n, d in where.items()}
-            return self._placed(base, {v: lies for v, lies in held.leaves.items() if isinstance(lies, Local)})
-        if len(self.group) == 1 and not self.place and not held.leaves:
-            return self.whole("an earlier plan's layout")
-        chosen = factors_at(self.graph, self.factors, earlier.cuts)
-        if self.graph.digest() != earlier.graph.digest():  # what stands at a place may be another factor
-            chosen = frozenset(f for f in chosen if f.can_be_cut)
-        choice = Choice(chosen, ("an earlier plan's layout",))
-        while True:
-            try:
-                plan = self._cut(choice, held)
-            except GraphError as why:
-                raise PlanError(
-                    "this graph reads a weight in other pieces than an earlier plan has cut it, which cannot be put "
-                    f"together: {why}; make one plan for both, or load the weights anew"
-                ) from None
-            before, held = held, as_before(held, self.graph, plan.leaves, earlier.leaves)
-            if held == before:
-                return plan
-
-    def alone(self) -> Plan:
-        """All on the first device, but for what must run elsewhere; devices without work are left out."""
-        first = Planning(self.graph, self.group[:1], (), self.hardware)
-        if not self.wished and not unable([self.graph], [{}], self.group[:1]):
-            return first.whole()
-        base = {
-            n: Pin(0, f"split mode none: {self.group[0][1]} comes first") for n in self.graph.nodes if not n.is_leaf
-        }
-        return self._placed(base, trim=True)
-
-    def whole(self, *reasons: str) -> Plan:
-        """One device does all: there is nothing to find out about axes, which for a large graph takes most of the
-        time."""
-        leaves = {n.name: REPLICATE for n in self.graph.nodes if n.is_leaf}
-        same = {node: node for node in self.graph.nodes}
-        sharded = Sharded((self.graph,), (same,), leaves, dict.fromkeys(self.graph.outputs, REPLICATE))
-        return self._plan(sharded, frozenset(), reasons, {})
-
-    def layers(self) -> Plan:
-        """Consecutive nodes on each device, by the shares asked for or by the memory of the devices."""
-        return self._layers(self.shares or by_memory([device for _, device in self.group]))
-
-    def _layers(self, shares: Sequence[float], *, trim: bool = False, last: str = "") -> Plan:
-        """Consecutive nodes on each device by their shares; `last` is why the last device takes part."""
-        where = layer_split(self.graph, shares, self.wished)
-        because = [f"layer split, with {share / sum(shares):.0%} of the weights and states" for share in shares]
-        because[-1] = last or because[-1]
-        return self._placed({n: Pin(d, because[d]) for n, d in where.items()}, trim=trim)
-
-    def with_host(self, host: Host, *, alone: bool) -> Plan | None:
-        """A layer split in which one more device, the host, takes what does not fit on the others."""
-        if str(host.device) in {str(device) for _, device in self.group}:
-            return None
-        wider = Planning(self.graph, (*self.group, (host.backend, host.device)), (), self.hardware, self.place)
-        shares = self.shares or by_memory([device for _, device in self.group])
-        if alone:
-            shares = [1.0] + [0.0] * (len(self.group) - 1)
-        why = f"weights that do not fit stay on {host.device}"
-
-        def plan_with(share: float) -> Plan:
-            rest = [(1 - share) * s / sum(shares) for s in shares]
-            made = wider._layers([*rest, share], trim=alone, last=why)
-            return replace(made, host=host.hardware) if made.lanes[-1].device == host.device else made
-
-        first = self._layers(shares, trim=alone)
-        total = sum(first.memory()[kind] for kind in ("weight", "state"))
-        return spilled(shortage(first) / max(total, 1), plan_with) if shortage(first) else first
-
-    def _placed(
-        self, base: Mapping[Node, Pin], held: Mapping[Value, Local] = NOTHING_HELD, *, trim: bool = False
-    ) -> Plan:
-        """Whole nodes on devices: `base`, but for pins; with `trim` only devices that have work."""
-
-        def build(pins: Mapping[Node, Pin]) -> tuple[Mapping[Node, Pin], Sharded]:
-            where = {**base, **pins}
-            return where, place_nodes(self.graph, {n: p.device for n, p in where.items()}, len(self.group), held)
-
-        where, sharded = self._built(self.wished, build)
-        if not trim:
-            return self._plan(sharded, frozenset(), (), where)
-        kept = {device for _, device in self.place}
-        used = sorted({0, *(p.device for p in where.values()), *(i for i, n in enumerate(self.names) if n in kept)})
-        few = Planning(self.graph, tuple(self.group[d] for d in used), (), self.hardware)
-        where = {n: replace(p, device=used.index(p.device)) for n, p in where.items()}
-        placed = place_nodes(self.graph, {n: p.device for n, p in where.items()}, len(used))
-        return few._plan(placed, frozenset(), (), where)
-
-    def given(self, chosen: frozenset[Factor], why: str) -> Plan:
-        """The plan in which these factors are cut, each where it can be; `why` is what explain shows."""
-        return self._cut(Choice(chosen, (why,)))
-
-    def shards(self) -> Plan:
-        """Cut wherever kernels get shorter."""
-        return self._cut(self.search.choose(len(self.group), self.hardware, eager=True))
-
-    def staged(self) -> Plan:
-        """Consecutive nodes on each team of devices, cut among the team wherever kernels get shorter."""
-        teams = teams_by(self.machine, len(self.group))
-        return self._staged(teams, self.search.choose(len(teams[0]), self.hardware, eager=True))
-
-    @property
-    def machine(self) -> int:
-        """How many devices each machine has; 0 where all are in one, or nobody knows."""
-        ranks = [device.rank for _, device in self.group]
-        counts = {ranks.count(rank) for rank in ranks}
-        return self.hardware.machine or (counts.pop() if len(counts) == 1 and len(set(ranks)) > 1 else 0)
-
-    def _staged(self, teams: Teams, choice: Choice) -> Plan:
-        if self.wished or decided(self.graph, self.group):
-            raise PlanError(
-                "split mode layer,tensor places no single nodes and mixes no backends; "
-                "leave --place out and name devices of one kind, or use layer or tensor"
-            )
-        held = self.shares or by_memory([device for _, device in self.group])
-        where = layer_split(self.graph, [sum(held[d] for d in team) for team in teams])
-        cuts = all_cuts_of(self.graph, self.factors, choice.factors)
-        sharded, made = compose(self.graph, where, teams, cuts, self.proportions, self.hardware)
-        shown = [", ".join(self.names[d] for d in (team[0], team[-1])) for team in teams]
-        notes = [f"stage {s} of the layers is on {name}" for s, name in enumerate(shown)]
-        plan = self._plan(sharded, made, (*choice.considered, *notes), {})
-        if teams_like([lane.program for lane in plan.lanes]) is None:
-            raise PlanError("split mode layer,tensor finds nothing to cut within a stage; use layer")
-        return plan
-
-    def cheapest(self) -> Plan:
-        """The plan that takes least time, where memory and devices have their price, of all that fit; if none does, the
-        one that lacks least."""
-        alone = self.alone()
-        once = float(sum(v.spec.nbytes for v in (*self.graph.weights, *self.graph.states)))
-        ways = [Way("whole", 1, 0.0, once, 0.0, lambda: alone).made()]
-        if (devices := len(self.group)) > 1:
-            hardware = self._as_run(alone)
-            is_fixed = self.shares or self.wished or len(alone.lanes) > 1
-            fewer = () if is_fixed else (2**i for i in range(1, devices.bit_length()))
-            for count in sorted({*(n for n in fewer if n < devices), devices}):
-                ways += self._first(count)._ways(alone, once, hardware)
-                if 0 < hardware.machine < count and count % hardware.machine == 0 and not self.wished:
-                    ways += self._first(count)._staged_ways(once, hardware)
-        return best_of(ways, once)
-
-    def _first(self, devices: int) -> Planning:
-        """The same for the first devices of the group."""
-        if devices == len(self.group):
-            return self
-        few = Planning(self.graph, self.group[:devices], (), self.hardware)
-        few.search, few.doubt = self.search, self.doubt
-        return few
-
-    def _ways(self, alone: Plan, once: float, hardware: Hardware) -> list[Way]:
-        """The ways to plan for all devices; `alone` is the plan of one, and `hardware` is as `_as_run` says."""
-        count, known = len(self.group), [device.memory for _, device in self.group if device.memory is not None]
-        room = float(min(known)) if known else math.inf
-        ways, seen = [], {frozenset[Factor]()}
-        for eager, kind in ((False, "cut where that saves time"), (True, "cut wherever kernels get shorter")):
-            choice = self.search.choose(count, hardware, eager=eager)
-            if choice.factors not in seen:
-                seen.add(choice.factors)
-                lacking, make = max(0.0, choice.held - room), partial(self._cut, choice)
-                ways.append(Way(kind, count, choice.seconds, count * choice.held, lacking, make, searched=True))
-        seconds = alone.cost.total + self._passed_on(hardware, count, 1)
-        lacking = max(0.0, once / count - room)
-        return [*ways, Way("layers", count, seconds, once, lacking, self.layers)]
-
-    def _staged_ways(self, once: float, hardware: Hardware) -> list[Way]:
-        """Layers across machines, cut within each."""
-        teams = teams_by(hardware.machine, len(self.group))
-        if decided(self.graph, self.group):
-            return []
-        choice = self.search.choose(len(teams[0]), hardware, eager=True)
-        known = [device.memory for _, device in self.group if device.memory is not None]
-        held = choice.held / len(teams)
-        lacking = max(0.0, held - min(known)) if known else 0.0
-        seconds = choice.seconds + self._passed_on(hardware, len(teams), hardware.machine)
-        kind = f"layers across {len(teams)} machines, cut within each"
-        make = partial(self._staged, teams, choice)
-        return [Way(kind, len(self.group), seconds, len(self.group) * held, lacking, make, searched=True)]
-
-    @staticmethod
-    def _passed_on(hardware: Hardware, stages: int, devices: int) -> float:
-        """Seconds that what goes from stage to stage takes, each of so many devices, at least."""
-        ends = ((s * devices - 1, s * devices) for s in range(1, stages))
-        return sum(hardware.meeting(0.0, hardware.machines(pair)) for pair in ends)
-
-    def _as_run(self, alone: Plan) -> Hardware:
-        """The hardware with the launch of a node by which the graph takes as long as its program on one device, where
-        chains are launched together and states are saved."""
-        costs = Costs(self.graph, 1, self.hardware)
-        work = sum(self.hardware.compute(*done, launches=0.0) for done in costs.work.values())
-        return replace(self.hardware, launch=max(0.0, alone.cost.total - work) / max(1, len(costs.work)))
-
-    def _cut(self, choice: Choice, held: Pins | None = None) -> Plan:
-        first = {**decided(self.graph, self.group), **({} if held is None else held.nodes), **self.wished}
-        if not (first or held or self.doubt) and (short := self._repeated(choice)) is not None:
-            return short
-        asked = cuts_of(self.graph, self.factors, choice.factors, {})
-        shares = deal(self.graph, self.factors, asked, self.proportions)
-
-        def build(nodes: Mapping[Node, Pin]) -> tuple[Mapping[Node, Pin], Sharded]:
-            pins = settled(self.graph, nodes) if held is None else Pins(nodes, held.leaves)
-            given = pins if nodes or pins.leaves else NO_PINS
-            laid = assign_rows(self.graph, self.factors, choice.factors, given, len(self.group), self.hardware)
-            return nodes, shard(self.graph, self.factors, laid, shares)
-
-        where, sharded = self._built(first, build)
-        cuts = cuts_of(self.graph, self.factors, choice.factors, sharded.leaves)
-        note = ("what is placed on one device was left aside in choosing cuts",) if where and cuts else ()
-        return self._plan(sharded, cuts, (*choice.considered, *note, *self.doubt), where)
-
-    def _repeated(self, choice: Choice) -> Plan | None:
-        """The plan that one of a short graph stands for, if one does."""
-        every = all_cuts_of(self.graph, self.factors, choice.factors)
-        if (made := repeated(self.graph, self.group, every, self.proportions, self.hardware)) is None:
-            return None
-        cuts = cuts_of(self.graph, self.factors, choice.factors, made.leaves)
-        why, shares = choice.considered, tuple(self.shares)
-        return Plan(self.graph, made.lanes, made.leaves, made.outputs, cuts, why, self.hardware, shares=shares)
-
-    def _built(
-        self, pins: Mapping[Node, Pin], build: Callable[[Mapping[Node, Pin]], tuple[Mapping[Node, Pin], Sharded]]
-    ) -> tuple[Mapping[Node, Pin], Sharded]:
-        """What `build` makes of the pins, more of which are added until every device can run what it is given."""
-        pins = dict(pins)
-        while True:
-            where, sharded = build(closed(self.graph, pins))
-            if not (found := unable(sharded.graphs, sharded.origins, self.group)):
-                return where, sharded
-            pins.update(rescued(found, where, self.group))
-
-    def _plan(self, sharded: Sharded, cuts: Cuts, reasons: tuple[str, ...], where: Mapping[Node, Pin]) -> Plan:
-        lanes = lanes_of(sharded.graphs, self.group)
-        placed = placements(self.graph, where)
-        shares = tuple(self.shares)
-        return Plan(
-            self.graph, lanes, sharded.leaves, sharded.outputs, cuts, reasons, self.hardware, placed, shares=shares
-        )
-
-
-WAYS = (Planning.alone, Planning.layers, Planning.shards, Planning.staged, Planning.cheapest)
-SPLIT_MODES: Mapping[str, Callable[[Planning], Plan]] = dict(zip(SPLIT_NAMES, WAYS, strict=True))
+WAYS = (Planning.alone, Planning.layers, Planning.shards, Planning.staged, best_way)
+SPLIT_MODES: Mapping[str, Mode] = dict(zip(SPLIT_NAMES, WAYS, strict=True))
 """The modes by name, each a way to answer a planning for several devices."""
 
 

@@ -45,10 +45,16 @@ class Repeated:
 
 
 def repeated(
-    graph: Graph, group: Devices, cuts: Cuts, proportions: Sequence[float], hardware: Hardware
+    graph: Graph,
+    group: Devices,
+    cuts: Cuts,
+    proportions: Sequence[float],
+    hardware: Hardware,
+    lies: Mapping[str, Layout] | None = None,
 ) -> Repeated | None:
-    """`graph` cut over the devices as `cuts` says, by every leaf that has a factor; None where a short graph saves too
-    little, or devices do not do the same in all runs."""
+    """`graph` cut over the devices as `cuts` says, by every leaf that has a factor, where weights and states that lie
+    already stay so; None where a short graph saves too little, or devices do not do the same in all runs."""
+    kept = {} if lies is None else {v.node.name: lies.get(v.node.name) for v in (*graph.weights, *graph.states)}
     repeats = repeats_of(graph)
     if repeats is None or repeats.times * repeats.length * len(group) < WORTH:
         return None
@@ -58,7 +64,8 @@ def repeated(
             continue
         times = min(_kinds_needed(once, own, proportions), runs.times - 1)
         of = once if times == 1 else shortened(graph, runs, times)
-        if of is not None and (made := _laid_out(of, group, cuts, proportions, hardware)) is not None:
+        made = None if of is None else _laid_out(of, group, cuts, proportions, hardware)
+        if made is not None and all(made.leaves[name] == layout for name, layout in kept.items()):
             return made
     return None
 

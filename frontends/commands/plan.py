@@ -15,6 +15,7 @@ from ...scheduler import (
     PASSES,
     Host,
     Plan,
+    Use,
     dealing,
     difference,
     memory_problem,
@@ -29,7 +30,7 @@ from ..devices import ONE_DEVICE, found
 from ..errors import ModelError
 from ..gguf.reader import MAGIC
 from ..graph_file import LARGEST, read_graph
-from ..laying_out import HOST
+from ..laying_out import HOST, use_of
 from ..models import Step
 from ..open import context_for, open_model
 from ..parts import told
@@ -77,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
         raise ModelError("got -np with --phase prefill; sequences get a token each while they decode")
     graph_of = partial(step_graph, args.model, context=args.context, tokens=tokens, caches=on.caches)
     graph, context = graph_of(sequences=args.parallel)
-    asked, made = plan_group(graph, on, args.simulate)
+    use = used(args, on, context, args.parallel)
+    asked, made = plan_group(graph, on, args.simulate, use)
     text = plan_to_json(made) + "\n" if args.json or args.out else ""
     if args.out:
         Path(args.out).write_text(text, "utf-8")
@@ -109,6 +111,14 @@ def run(args: argparse.Namespace) -> int:
         log(f"hocket: does not fit: {problem}{rest}")
         return 1
     return 0
+
+
+def used(args: argparse.Namespace, on: Group, context: int | None, sequences: int = 1) -> Use | None:
+    """What a session would lay the model out for; None for a graph."""
+    if context is None:
+        return None
+    graph_of = partial(step_graph, args.model, context=context, caches=on.caches)
+    return use_of(lambda count, tokens: graph_of(sequences=count, tokens=tokens)[0], sequences, context)
 
 
 def following(made: Plan, plan_of: Callable[..., Plan], sequences: int, prompt: int) -> str:
@@ -145,7 +155,7 @@ def step_graph(
     return model.graph(step), context
 
 
-def plan_group(graph: Graph, on: Group, simulated: str | None = None) -> tuple[Plan, Plan]:
+def plan_group(graph: Graph, on: Group, simulated: str | None = None, use: Use | None = None) -> tuple[Plan, Plan]:
     """The plan of `graph` for devices, or for simulated ones, and what a session would do: the same if that fits (or
     nothing does), else one in which the host takes the rest."""
     if simulated is None:
@@ -155,7 +165,7 @@ def plan_group(graph: Graph, on: Group, simulated: str | None = None) -> tuple[P
         simulation = simulate(simulated)
         group, hardware = list(simulation.group), simulation.hardware_for(graph)
         host = Host(*simulation.host, simulation.host_hardware)
-    options = partial(plan_for, split_mode=on.split_mode, tensor_split=on.tensor_split, place=on.place)
+    options = partial(plan_for, split_mode=on.split_mode, tensor_split=on.tensor_split, place=on.place, use=use)
     made = options(graph, group, hardware=hardware)
     return made, options(graph, group, hardware=hardware, host=host) if shortage(made) else made
 

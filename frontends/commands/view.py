@@ -11,7 +11,7 @@ from ..errors import ModelError
 from ..session import DEFAULT_BATCH
 from ..terminal.output import log
 from .flags import batch_flag, cache_flags, caches_of, context_flag, group_flags, group_of
-from .plan import plan_group, read_plan, step_graph
+from .plan import plan_group, read_plan, step_graph, used
 
 PLAN_START = 200
 """Bytes of a file within which a plan in JSON says that it is one."""
@@ -63,7 +63,7 @@ def page_of(args: argparse.Namespace, title: str) -> Page:
     if args.graph:
         return view_graph(graph, title=title)
     known = None if context is None else min(tokens, context)
-    return shown(plan_group(graph, on, args.simulate)[1], tokens=known)
+    return shown(plan_group(graph, on, args.simulate, used(args, on, context))[1], tokens=known)
 
 
 def is_plan(path: str) -> bool:

@@ -191,7 +191,8 @@ def meet(one: tuple[int, int, int], two: tuple[int, int, int]) -> bool:
     return one[0] == two[0] and max(one[1], two[1]) < min(one[2], two[2])
 
 
-def is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor | Seen) -> bool:
+    """Whether entries follow each other; how far those of an axis of one entry lie apart means nothing."""
     dense = contiguous_strides(tensor.shape)
     if tensor.strides == dense or 0 in tensor.shape:
         return True

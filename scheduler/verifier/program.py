@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from ...backends.base import ALIGNMENT, Backend, BufferSpec, Instruction, Program, Tensor, contiguous_strides
+from ...backends.base import ALIGNMENT, Backend, BufferSpec, Instruction, Program, Tensor
 from ...graph.attrs import quote
 from ...graph.errors import PlanError
 from ...graph.graph import Graph, names
@@ -137,8 +137,8 @@ class _Run:
         if buffer.kind != "state" or buffer.name not in self.updates:
             return isinstance(held, Value) and (held.node.op, held.node.name) == (buffer.kind, buffer.name)
         state, new = self.updates[buffer.name]
-        seen, dense = self.views.of(new), contiguous_strides(state.shape)
-        is_base = (seen.offset, seen.strides, seen.base.spec.size) == (0, dense, state.spec.size)
+        seen = self.views.of(new)
+        is_base = is_dense(seen) and (seen.offset, seen.base.spec.size) == (0, state.spec.size)
         in_place = is_base and seen.dtype is kept_dtype(self.backend, state)
         return held == (state, new) or (in_place and held == seen.base)
 

@@ -1,4 +1,5 @@
-"""One suite for all communicators: threads of one process, packets between ranks, MPI."""
+"""One suite for all communicators: threads of one process, packets between ranks, MPI, CUDA devices with NCCL (its
+stand-in) or over each other's memory."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from hocket.backends.cupy import cuda
+from hocket.backends.cupy.emulation.emulated import EmulatedBackend
 from hocket.graph.errors import BackendError
 from hocket.ranks import RanksError
 from hocket.ranks.arrays import HEAD, packed, unpacked
@@ -15,30 +18,63 @@ from hocket.ranks.near import Meeting
 from hocket.ranks.world import DATA
 from hocket.scheduler.running.comm import Teams
 
+from ..given.devices.emulation import needs_compiler
+from ..given.devices.fake_nccl import backend_of
+from ..given.devices.joined import JoinedDevices
 from ..given.ranks import meetings
-from ..given.ranks.meetings import CASES, run_cases, sends_along_a_chain
+from ..given.ranks.meetings import CASES, run_cases, sends_along_a_chain, sums_in_the_narrowest_dtype
 from ..given.ranks.mpi import left_behind, mpiexec, needs_mpi
 from ..given.ranks.thread_link import ThreadLink, in_threads
 from ..given.waits import HOUR
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_devices_of_one_process_meet(case):
-    meeting = Meeting(3, HOUR)
-    with ThreadPoolExecutor(3) as threads:
-        for one in [threads.submit(case, meeting.member(rank)) for rank in range(3)]:
+def cases(*left_out):
+    """All but these."""
+    return pytest.mark.parametrize(
+        "case", [case for case in CASES if case not in left_out], ids=lambda case: case.__name__
+    )
+
+
+def run_on(members, case):
+    """The case on all of them, a thread each."""
+    with ThreadPoolExecutor(len(members)) as threads:
+        for one in [threads.submit(case, member) for member in members]:
             one.result()
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if case is not sends_along_a_chain], ids=lambda case: case.__name__
-)
+@cases()
+def test_devices_of_one_process_meet(case):
+    meeting = Meeting(3, HOUR)
+    run_on([meeting.member(rank) for rank in range(3)], case)
+
+
+@cases(sends_along_a_chain)
 def test_devices_of_one_process_meet_in_teams(case):
     """Letters go by the numbers of all devices, so that a chain of a team is none."""
     teams = Teams([(0, 2), (1, 3), (0, 2), (1, 3)], HOUR)
-    with ThreadPoolExecutor(4) as threads:
-        for one in [threads.submit(case, teams.member(number)) for number in range(4)]:
-            one.result()
+    run_on([teams.member(number) for number in range(4)], case)
+
+
+@pytest.fixture(params=["NCCL", "peers"])
+def cuda_like(request, monkeypatch):
+    """Devices that only NCCL joins, and such as reach each other's memory."""
+    yield backend_of(monkeypatch, are_peers=False)[0] if request.param == "NCCL" else EmulatedBackend()
+    cuda._module.cache_clear()
+
+
+@needs_compiler
+@cases(sums_in_the_narrowest_dtype)
+def test_cuda_devices_meet(case, cuda_like):
+    """Devices of one backend all keep the same digits."""
+    place = JoinedDevices(cuda_like, range(3))
+    run_on([place.member(rank) for rank in range(3)], case)
+
+
+@needs_compiler
+@cases(sums_in_the_narrowest_dtype, sends_along_a_chain)
+def test_cuda_devices_meet_in_teams(case, cuda_like):
+    teams = [JoinedDevices(cuda_like, numbers, everybody=4) for numbers in ((0, 2), (1, 3))]
+    run_on([team.member(rank) for team in teams for rank in range(2)], case)
 
 
 EACH = [(1, 1), (1, 1, 1), (2, 2), (2, 2, 2), (3, 1), (2, 1, 3)]

@@ -128,6 +128,15 @@ def test_two_states_may_get_the_same_new_value():
     assert run.store.state("b").tolist() == [2, 2]
 
 
+def test_a_state_takes_a_turned_value_in_place_where_the_turned_axis_has_one_entry():
+    """How far entries of such an axis lie apart means nothing, to the planner and to the verifier."""
+    old, x, up = state("old", (2, 1, 8)), input("x", (2, 8, 3)), weight("up", (1, 3))
+    made = plan(Graph({"y": ops.silu(x)}, {old: ops.transpose(ops.mul_mat(up, x, name="new"))}))
+    program = made.lanes[0].program
+    (new,) = (i for i in program.instructions if i.node == "new")
+    assert program.buffers[new.dst[0].buffer].name == "old"
+
+
 def test_a_state_that_stays_as_it_is_costs_nothing():
     a = state("a", (2,))
     made = plan(Graph({"twice": ops.add(a, a)}, {a: a}))

@@ -60,6 +60,14 @@ def test_a_plan_that_repeats_itself_computes_what_one_device_does(name):
         assert not any(difference(np.asarray(got[key]), np.asarray(want[key])) for key in want)
 
 
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_plan_over_weights_that_lie_already_repeats_itself_too(name):
+    plan = planned(name)
+    again = plan_for(plan.graph, plan.group, hardware=SLOW, like=plan)
+    assert all(lane.short is not None and "program" not in vars(lane) for lane in again.lanes)
+    assert again.leaves == plan.leaves
+
+
 def test_leaves_lie_as_the_programs_of_the_long_plan_have_them():
     plan = planned("more layers than kinds")
     assert plan.leaves.keys() == {node.name for node in plan.graph.nodes if node.is_leaf}

@@ -1,0 +1,91 @@
+"""Communicators of CUDA devices: each call is a program of one collective, which the last device to come runs on all of
+them."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+from .devices_meet import DTYPES, Part, Rig
+
+
+class JoinedDevices:
+    """Where devices of these numbers meet; with `everybody` they are a team of so many."""
+
+    def __init__(self, backend, numbers, everybody=0):
+        self.backend, self.everybody = backend, everybody
+        self.devices = [backend.device(number) for number in numbers]
+        self._lock, self._begun = threading.Lock(), {}
+
+    def member(self, rank):
+        return JoinedDevice(self, rank)
+
+    def result(self, members, me, part, runs=()):
+        """What the member `me` of these has then; `runs` are its own of what is cut."""
+        with self._lock:
+            meeting = self._begun.setdefault(members, _Meeting(self, members))
+        meeting.brought[me] = part, runs
+        meeting.barrier.wait()
+        return meeting.results[members.index(me)][0]
+
+    def run(self, meeting):
+        """The collective for which all have come."""
+        del self._begun[meeting.members]
+        brought = [meeting.brought[member] for member in meeting.members]
+        all_runs = tuple(runs for _, runs in brought)
+        parts = [[replace(p, attrs={**p.attrs, "runs": all_runs}) if "axis" in p.attrs else p] for p, _ in brought]
+        devices = [self.devices[member] for member in meeting.members]
+        rig = Rig(self.backend, parts, devices=devices, everybody=self.everybody)
+        meeting.results = rig.run()
+        are_dense = all(p.source is None or p.source.flags.c_contiguous for p, _ in brought)
+        is_launched = all(len(replay._calls) == 1 for replay in rig.replays)
+        assert is_launched or not are_dense, "dense operands need no memory of the host"
+
+
+class _Meeting:
+    def __init__(self, place, members):
+        self.members, self.brought, self.results = members, {}, []
+        self.barrier = threading.Barrier(len(members), lambda: place.run(self))
+
+
+class JoinedDevice:
+    """One of them; letters go between two that are a group of their own.  A library sums in an order of its own."""
+
+    def __init__(self, place, rank):
+        self.keeps_order = isinstance(place.backend.driver.library(place.devices), str)
+        self.place, self.rank, self.devices, self.size = place, rank, place.devices, len(place.devices)
+
+    def _meet(self, into, part, runs=()):
+        into[...] = self.place.result(tuple(range(self.size)), self.rank, part, runs)
+
+    def all_reduce(self, source, into, scratch, sequence):
+        self._meet(into, _part("all_reduce", source, into, {"sequence": sequence}, inplace=source is into))
+
+    def all_gather(self, source, into, parts, sequence):
+        axis, runs = _cut([target for target, _ in parts[self.rank]])
+        self._meet(into, _part("all_gather", source, into, {"sequence": sequence, "axis": axis}), runs)
+
+    def reduce_scatter(self, source, into, parts, sequence):
+        axis, runs = _cut([origin for _, origin in parts])
+        attrs = {"sequence": sequence, "axis": axis, "rank": self.rank}
+        self._meet(into, _part("reduce_scatter", source, into, attrs), runs)
+
+    def send(self, source, to, sequence):
+        pair = tuple(sorted((self.rank, to)))
+        self.place.result(pair, self.rank, _part("send", source, source, {"sequence": sequence, "to": pair.index(to)}))
+
+    def receive(self, into, source, sequence):
+        pair = tuple(sorted((self.rank, source)))
+        attrs = {"source": pair.index(source), "shape": into.shape, "dtype": DTYPES[into.dtype]}
+        into[...] = self.place.result(pair, self.rank, _part("receive", None, into, {"sequence": sequence, **attrs}))
+
+
+def _part(op, source, into, attrs, *, inplace=False):
+    strides = None if source is None else tuple(stride // source.itemsize for stride in source.strides)
+    return Part(op, source, into.shape, attrs, inplace, strides=strides)
+
+
+def _cut(indices):
+    """The axis of which a device has these runs, the last that is indexed."""
+    ranges = [index[-1] for index in indices]
+    return len(indices[0]) - 1, tuple((r.start, r.stop - r.start) for r in ranges if r.start < r.stop)

@@ -1,0 +1,77 @@
+"""The mode auto where runs follow each other: layouts are judged by prompts and the tokens behind them."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+import pytest
+
+from hocket.frontends.laying_out import use_of
+from hocket.frontends.models import Step
+from hocket.frontends.open import open_model
+from hocket.scheduler import plan_for
+from hocket.scheduler.simulated import simulate
+
+from ..given.models.large_headers import llama_8b
+
+CONTEXT = 4096
+
+
+def layout(tmp_path, machine, sequences, mode="auto", devices=None, layers=4):
+    """The plan of a step, and the use that it was made for."""
+    model = open_model(llama_8b(tmp_path / "model.gguf", layers=layers), header_only=True)
+    use = use_of(lambda n, tokens: model.graph(Step(n, tokens, CONTEXT, CONTEXT, n)), sequences, CONTEXT)
+    graph, simulation = use.graph_of(sequences, 1), simulate(machine)
+    hardware = simulation.hardware_for(graph)
+    return plan_for(graph, simulation.group[:devices], split_mode=mode, hardware=hardware, use=use), use
+
+
+def judged(plan, use):
+    """By plans that are proven."""
+    return use.judged(
+        cache(lambda *asked: plan_for(use.graph_of(*asked), plan.group, hardware=plan.hardware, like=plan))
+    )
+
+
+def test_layers_are_taken_where_micro_batches_keep_devices_busy_that_a_slow_link_joins(tmp_path):
+    plan, _ = layout(tmp_path, "a100:4,ethernet", 16, layers=8)
+    assert plan.reasons[0] == "judged by 16 sequences, each of a prompt of 512 tokens and 128 steps"
+    taken = re.compile(r"taken: layers \(in [24] micro-batches, prompts in 8 parts\), on [24] devices: ")
+    assert any(map(taken.match, plan.reasons)), plan.reasons
+
+
+def test_cuts_are_taken_where_links_are_fast(tmp_path):
+    plan, _ = layout(tmp_path, "h200:4,nvlink", 16)
+    assert any(reason.startswith("taken: cut") for reason in plan.reasons), plan.reasons
+
+
+def test_without_a_use_a_layout_is_judged_by_one_run(tmp_path):
+    _, use = layout(tmp_path, "a100:2,ethernet", 16)
+    graph, simulation = use.graph_of(16, 1), simulate("a100:2,ethernet")
+    plan = plan_for(graph, simulation.group, hardware=simulation.hardware_for(graph))
+    assert not any("judged by" in reason or "micro-batches" in reason for reason in plan.reasons)
+
+
+def test_what_a_use_is_said_to_take_is_what_proven_plans_take(tmp_path):
+    plan, use = layout(tmp_path, "a100:2,ethernet", 16, mode="layer")
+    seconds, how = judged(plan, use)
+    step = plan_for(use.graph_of(8, 1), plan.group, hardware=plan.hardware, like=plan).cost.total
+    assert how == "in 2 micro-batches, prompts in 8 parts"
+    assert seconds > 128 * step, "two micro-batches on two devices take as long as one of them by itself, or longer"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sequences", [1, 16])
+@pytest.mark.parametrize("machine", ["h200:4,nvlink", "rtx4090:2,pcie4", "a100:4,ethernet", "h200:2,nvlink x 2,ib400"])
+def test_auto_is_no_slower_for_a_use_than_what_is_chosen_by_hand(tmp_path, machine, sequences):
+    """But for what copies weights to every device and gains less than a tenth."""
+    auto, use = layout(tmp_path, machine, sequences)
+    own = judged(auto, use)[0]
+    for count in {1, 2, len(simulate(machine).group)}:
+        for mode in ("none", "layer", "tensor", "layer,tensor")[: 1 + 3 * (count > 2) + 2 * (count == 2)]:
+            plan, _ = layout(tmp_path, machine, sequences, mode, count)
+            once = sum(v.spec.nbytes for v in (*plan.graph.weights, *plan.graph.states))
+            copies = plan.memory()["weight"] + plan.memory()["state"] > 1.1 * once
+            dear = 1 / 0.9 if copies else 1.03
+            assert own <= judged(plan, use)[0] * dear, (mode, count)
