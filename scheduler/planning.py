@@ -36,7 +36,7 @@ from .sharding.pins import (
     wished,
 )
 from .sharding.rows import assign_rows
-from .sharding.search import Choice, Search, all_cuts_of, cuts_of, deal, factors_at
+from .sharding.search import NO_LEAVES, Choice, Search, all_cuts_of, cuts_of, deal, factors_at
 from .sharding.teams import Teams, compose, stages_like, teams_by, teams_like
 from .spelling import spelled_out
 from .uses import Use
@@ -60,6 +60,7 @@ class Planning:
         self.graph, self.group, self.hardware, self.use = graph, group, hardware, use
         self.place = [(pattern, device if ":" in device else f"{device}:0") for pattern, device in place]
         self.shares = shares or (() if earlier is None else earlier.shares)
+        self.lies = NO_LEAVES if earlier is None else earlier.leaves
         self.proportions = self.shares or [1.0] * len(group)
         self.names = [str(device) for _, device in group]
         self.wished = wished(graph, self.place, self.names, strict=earlier is None)
@@ -258,7 +259,7 @@ class Planning:
         if held is None and (short := self._once(choice)) is not None:
             return short
         asked = cuts_of(self.graph, self.factors, choice.factors, {})
-        shares = deal(self.graph, self.factors, asked, self.proportions)
+        shares = deal(self.graph, self.factors, asked, self.proportions, self.lies)
 
         def build(nodes: Mapping[Node, Pin]) -> tuple[Mapping[Node, Pin], Sharded]:
             pins = settled(self.graph, nodes) if held is None else Pins(nodes, held.leaves)

@@ -24,9 +24,10 @@ from .axes import Factor
 from .condense import Condensed, condense
 from .cost import Costs
 from .factors import Factors
-from .shares import Shares
+from .shares import Shares, dealt
 
 NO_TIMES: Mapping[Node, int] = MappingProxyType({})
+NO_LEAVES: Mapping[str, Layout] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,13 +306,22 @@ def factors_at(graph: Graph, factors: Factors, cuts: frozenset[tuple[str, int, i
 
 
 def deal(
-    graph: Graph, factors: Factors, cuts: frozenset[tuple[str, int, int, int]], proportions: Sequence[float]
+    graph: Graph,
+    factors: Factors,
+    cuts: frozenset[tuple[str, int, int, int]],
+    proportions: Sequence[float],
+    lies: Mapping[str, Layout] = NO_LEAVES,
 ) -> Shares:
-    """Shares of all factors that are cut, dealt in the order of their leaves, so that related plans agree."""
+    """Shares of all factors that are cut, dealt in the order of their leaves, so that related plans agree; what `lies`
+    on the devices already is dealt as it lies."""
     shares = Shares(proportions)
     leaves = {n.name: factors.axes(Value(n)) for n in graph.nodes if n.op in ("weight", "state")}
     for name, axis, at, place in sorted(cuts, key=_natural):
-        shares.of(leaves[name][axis][at][place])
+        segments, layout = leaves[name][axis], lies.get(name)
+        if isinstance(layout, Shard) and layout.axis == axis:
+            shares.keep(segments[at][place], dealt(segments, at, segments[at][place], layout.runs))
+        else:
+            shares.of(segments[at][place])
     return shares
 
 

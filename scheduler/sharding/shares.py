@@ -36,6 +36,29 @@ def joined(runs: Sequence[Run]) -> tuple[Run, ...]:
     return tuple(merged)
 
 
+def dealt(
+    axis: Sequence[Sequence[Factor]], at: int, factor: Factor, lying: Sequence[Sequence[Run]]
+) -> tuple[tuple[int, int], ...] | None:
+    """For each device the indices of `factor`, in segment `at` of an axis, whose entries `lying` says that it has; None
+    where these are no such indices."""
+    start, size = sum(map(product_size, axis[:at])), product_size(axis[at])
+    indices: list[tuple[int, int]] = []
+    for runs in lying:
+        entries = sum(max(0, min(o + n, start + size) - max(o, start)) for o, n in runs)
+        low = indices[-1][1] if indices else 0
+        indices.append((low, low + entries * factor.size // max(size, 1)))
+    fits = all(
+        runs_of(axis[at : at + 1], factor, *has) == _within(runs, start, start + size)
+        for has, runs in zip(indices, lying, strict=True)
+    )
+    return tuple(indices) if fits and indices[-1][1] == factor.size else None
+
+
+def _within(runs: Sequence[Run], start: int, stop: int) -> tuple[Run, ...]:
+    """What of them lies in [start, stop), counted from there."""
+    return joined([(max(o, start) - start, max(0, min(o + n, stop) - max(o, start))) for o, n in runs])
+
+
 GRAIN, MANY = 32, 8
 """What has this many grains or more for each device is dealt in whole ones: kernels take 16 or 32 rows at a time."""
 
@@ -72,6 +95,12 @@ class Shares:
             ends = [grain * sum(counts[: d + 1]) for d in range(len(self))]
             self._dealt[factor] = tuple((end - grain * n, end) for end, n in zip(ends, counts, strict=True))
         return self._dealt[factor]
+
+    def keep(self, factor: Factor, indices: tuple[tuple[int, int], ...] | None) -> None:
+        """Deal a factor so, unless it is dealt already; by the proportions if nothing is given."""
+        if indices is not None:
+            self._dealt.setdefault(factor, indices)
+        self.of(factor)
 
     def _grain(self, size: int) -> int:
         return GRAIN if size % GRAIN == 0 and size >= GRAIN * MANY * len(self) else 1

@@ -68,6 +68,18 @@ def test_a_plan_over_weights_that_lie_already_repeats_itself_too(name):
     assert again.leaves == plan.leaves
 
 
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_plan_made_step_by_step_takes_the_shares_of_weights_that_lie_already(name, monkeypatch):
+    """Shares of runs that repeat come again sooner than rounding gives back what it took."""
+    plan = planned(name)
+    monkeypatch.setattr(repeating, "WORTH", float("inf"))
+    again = plan_for(plan.graph, plan.group, hardware=SLOW, like=plan)
+    assert all(lane.short is None for lane in again.lanes)
+    assert again.leaves == plan.leaves
+    assert again.collectives() == plan.collectives()
+    assert list(plan_faults(again)) == []
+
+
 def test_leaves_lie_as_the_programs_of_the_long_plan_have_them():
     plan = planned("more layers than kinds")
     assert plan.leaves.keys() == {node.name for node in plan.graph.nodes if node.is_leaf}
