@@ -145,8 +145,8 @@ def test_a_full_context_is_said_and_the_talk_goes_on(terminal, folder):
     assert refused.count("/reset forgets what was said") == 1
     one.say("/shift")
     one.prompts(4)
-    one.say("And then?")
-    one.until(lambda shown: len(shown.rpartition("And then?")[2]) > 600)  # more than the context holds
+    one.say(STORY)
+    one.until(lambda shown: len(shown.rpartition(STORY)[2]) > 600)  # more than the context holds
     one.press("C-c")
     one.prompts(5)
     one.say("/reset")
