@@ -11,11 +11,8 @@ from collections.abc import Callable, Sequence
 
 from ..graph.records import dataclass
 from .plan import Plan
-from .succession import followed, seconds_apart, stages_text
+from .succession import GAIN, followed, seconds_apart, stages_text
 from .units import time_text
-
-GAIN = 1.1
-"""How many times as fast micro-batches have to be predicted to be."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ from .plan import Plan
 from .stages import clocks, finished
 from .verifier.acts import meets_all, order_faults
 
+GAIN = 1.1
+"""How many times as fast runs that follow each other have to be predicted to be, parts of a prompt or micro-batches."""
 LONG = 64
 """Runs after which the devices of a pipeline are as busy as they get."""
 

@@ -16,10 +16,8 @@ from .hardware import Hardware
 from .microbatches import counts_of, dealing
 from .plan import Plan
 from .sharding.cost import Costs
-from .succession import followed, gain, seconds_in_turn
+from .succession import GAIN, followed, gain, seconds_in_turn
 
-GAIN = 1.1
-"""How many times as fast parts of a prompt have to be predicted to be that follow each other."""
 CountsOf = Callable[[int, int], Sequence[int]]
 PlanOf = Callable[[int, int], Plan]
 """The plan of a run in which each of so many sequences gets so many tokens."""
