@@ -17,15 +17,21 @@ struct Hidden {  // while one of these lives, what the emulation itself does
 };
 static void note_access(const void *p, size_t bytes, bool is_store, uint64_t code);
 
+// Whether it is of a thread alone: what a device has in registers, which most accesses are to.
+HOCKET_UNSEEN static inline bool is_local(uint64_t at) {
+    const Worker &w = *current->worker;
+    return at - (uint64_t)w.stacks < w.stack_count * STACK;
+}
 HOCKET_UNSEEN static bool in_shared(uint64_t at) {
     const Worker &w = *current->worker;
     if (at - (uint64_t)w.shared < w.shared_bytes) return true;
-    for (auto &d : w.declared)
-        if (at - (uint64_t)d.first < d.second) return true;
+    const std::pair<char *, size_t> *d = w.declared.data();
+    for (size_t n = w.declared.size(); n--; d++)
+        if (at - (uint64_t)d->first < d->second) return true;
     return false;
 }
 HOCKET_UNSEEN static void count(const void *p, size_t bytes, bool is_store, uint64_t code) {
-    if (is_hidden || current == nullptr) return;
+    if (is_hidden || current == nullptr || is_local((uint64_t)p)) return;
     is_hidden = true;  // templates of the library are called there, whose own accesses come back to this
     note_access(p, bytes, is_store, code);
     is_hidden = false;
