@@ -1,0 +1,85 @@
+"""What `auto` takes on two CPU devices, beside every choice by hand, measured.
+
+    python benchmarks/auto_measured.py MODEL.gguf [...] [--save STEM]
+
+Devices have one thread.  Each test is a prompt of all sequences and then steps in which each gets a token, as plans are
+chosen for.  In every round all choices run one after the other; ratios are medians of those of the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+from results_file import circumstances, one_line, save, table
+
+from hocket.frontends.commands.batched import seconds
+from hocket.frontends.microbatches import dealt
+from hocket.frontends.open import open_model, open_session
+from hocket.frontends.session import Group, Session
+
+DEVICES = ("cpu:0", "cpu:1")
+CHOICES = {
+    "one device": Group(DEVICES[:1], threads=1),
+    "layer": Group(DEVICES, "layer", threads=1),
+    "tensor": Group(DEVICES, "tensor", threads=1),
+    "auto": Group(DEVICES, "auto", threads=1),
+}
+HEAD = ("model", "sequences", *(f"{choice}, tok/s" for choice in CHOICES), "auto took", "of one device", "of the best")
+Row = dict[str, object]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("models", nargs="+", metavar="MODEL.gguf", type=Path)
+    parser.add_argument("-p", type=int, default=512, help="tokens of the prompt of each sequence (512)")
+    parser.add_argument("-n", type=int, default=128, help="steps after it (128)")
+    parser.add_argument("-np", type=int, nargs="+", default=[1, 4], help="sequences (1 and 4)")
+    parser.add_argument("-r", "--rounds", type=int, default=5, help="rounds (5)")
+    parser.add_argument("--shared", action="store_true", help="say that others used the machine meanwhile")
+    parser.add_argument("--save", metavar="STEM", type=Path, help="write STEM.json and STEM.md")
+    args = parser.parse_args()
+    about = circumstances(args.shared)
+    rows, lines = [], []
+    for path in args.models:
+        for sequences in args.np:
+            took, rounds = measured(path, args.p, args.n, sequences, args.rounds)
+            rows += [{"model": path.name, "sequences": sequences, "took": took, **row} for row in rounds]
+            lines.append([path.name, sequences, *told(rounds, sequences * (args.p + args.n), took)])
+    text = table(HEAD, lines)
+    print(one_line(about) + "\n\n" + text, end="")
+    if args.save:
+        save(args.save, about, rows, text)
+
+
+def measured(path: Path, prompt: int, new: int, sequences: int, rounds: int) -> tuple[str, list[dict[str, float]]]:
+    """The split mode that `auto` took, and the seconds of each choice in every round, after one that warms up."""
+    model = open_model(path)
+    room = {"context": prompt + new, "batch": 2048 // sequences}
+    first = {choice: open_session(model, on=on, sequences=sequences, **room) for choice, on in CHOICES.items()}
+    sessions = {choice: dealt(session, sequences, **room) for choice, session in first.items()}
+    times = [
+        {choice: sum(seconds(session, prompt, new)) for choice, session in sessions.items()} for _ in range(1 + rounds)
+    ]
+    return taken(first["auto"], sequences), times[1:]
+
+
+def taken(session: Session, sequences: int) -> str:
+    """What `auto` says that it took."""
+    reasons = session.plan(session.step(1, 1, sequences)).reasons
+    told = (reason.removeprefix("taken: ") for reason in reasons if reason.startswith("taken: "))
+    return next(told, "one device").partition(",")[0]
+
+
+def told(rounds: Sequence[Mapping[str, float]], tokens: int, took: str) -> list[str]:
+    """Tokens a second of each choice, and how `auto` compares with one device and with the best of the round."""
+    speeds = [f"{median(tokens / row[choice] for row in rounds):.0f}" for choice in CHOICES]
+    one = median(row["one device"] / row["auto"] for row in rounds)
+    best = median(min(row[choice] for choice in CHOICES if choice != "auto") / row["auto"] for row in rounds)
+    return [*speeds, took, f"{one:.2f}", f"{best:.0%}"]
+
+
+if __name__ == "__main__":
+    main()
