@@ -15,7 +15,7 @@ from hocket.backends.cupy.kernels import tiled
 from hocket.backends.cupy.predicted.executions import executions
 from hocket.backends.cupy.predicted.flow import flows
 from hocket.backends.cupy.predicted.speeds import predicted
-from hocket.backends.cupy.predicted.times import GPUS, Work, resident, time_of
+from hocket.backends.cupy.predicted.times import GPUS, RESERVED, Work, resident, time_of
 from hocket.backends.cupy.predicted.works import work_of
 from hocket.backends.operands import Operand
 from hocket.conformance.reports.emulated import counters
@@ -55,6 +55,11 @@ SOURCE = Written(
     + PLANTED,
 )
 ONE, SERIAL, CHAIN, SOME = NAMES
+
+
+@pytest.mark.parametrize("kind", GPUS)
+def test_a_multiprocessor_holds_the_largest_block_that_its_architecture_allows(kind):
+    assert GPUS[kind].limits.shared + RESERVED <= GPUS[kind].shared
 
 
 @pytest.fixture(scope="module")
