@@ -19,6 +19,14 @@ class Tolerant(Protocol):
 
 
 @runtime_checkable
+class Rounds(Protocol):
+    """A backend that rounds activations for the sake of weights of fewer bits, unless it is told not to."""
+
+    def exactly(self) -> Backend:
+        """The same devices, on which every product is one of float32."""
+
+
+@runtime_checkable
 class Graded(Protocol):
     """A backend that can say without being asked for each node which of its devices are able to run the same."""
 

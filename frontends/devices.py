@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from types import MappingProxyType
 
+from ..backends.abilities import Rounds
 from ..backends.base import THREADS, Backend, Device, find, threads_for
 from ..backends.cache import cache_folder
 from ..graph.arguments import BOOL, NONE, TEXT, Kind, demand, list_of, pair_of, real
@@ -48,14 +49,14 @@ GROUP: Mapping[str, Kind] = MappingProxyType(
 class Group:
     """The devices of a session and how they share the model; see `hocket.plan` for the modes.
 
-    `threads` is for each device; without it they share the processors.  `exact` computes in float32 throughout, where
-    ``cpu`` rounds activations to 8 bits before they meet quantised weights.  `fast` lets backends round to 16 bits
-    what they compute exactly unless they are asked: factors of the products in the delta rule, and activations that
-    meet weights of 16 bits, to the type of these.  `wire` is what large sums are sent in between GPUs: ``f32``, or
-    ``bf16``, which is half as much and not exact (`hocket.backends.base.Comm.wire`).  `cache_type_k` and
-    `cache_type_v` say what is kept of each token for attention: ``f16`` unless they are given, or ``f32`` where results
-    are to be exact; ``q8_0`` and ``q4_0`` take blocks of 32 numbers.  `keep_packed` keeps weights as ``cpu`` packs
-    them, beside its kernels: later processes map them, share their memory and start without packing.
+    `threads` is for each device; without it they share the processors.  `exact` computes in float32 throughout, with
+    weights as float32, where backends round activations to 8 bits before they meet quantised weights.  `fast` lets
+    backends round to 16 bits what they compute exactly unless they are asked: factors of the products in the delta
+    rule, and activations that meet weights of 16 bits, to the type of these.  `wire` is what large sums are sent in
+    between GPUs: ``f32``, or ``bf16``, which is half as much and not exact (`hocket.backends.base.Comm.wire`).
+    `cache_type_k` and `cache_type_v` say what is kept of each token for attention: ``f16`` unless they are given, or
+    ``f32`` where results are to be exact; ``q8_0`` and ``q4_0`` take blocks of 32 numbers.  `keep_packed` keeps weights
+    as ``cpu`` packs them, beside its kernels: later processes map them, share their memory and start without packing.
     """
 
     devices: tuple[str, ...] = ("cpu:0",)
@@ -102,7 +103,8 @@ def found(on: Group, world: World = ALONE) -> list[tuple[Backend, Device]]:
     group = _described([find(name) for name in names], world)
     here = [device for _, device in group if world.hosts[device.rank or 0] == world.hosts[world.rank]]
     threads = threads_for(len(here), on.threads)
-    return [(backend.with_threads(threads), device) for backend, device in group]
+    exact = ((b.exactly() if on.exact and isinstance(b, Rounds) else b, device) for b, device in group)
+    return [(backend.with_threads(threads), device) for backend, device in exact]
 
 
 def _described(group: Sequence[tuple[Backend, Device]], world: World) -> list[tuple[Backend, Device]]:

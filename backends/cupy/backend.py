@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -50,9 +51,9 @@ NumberedCall = tuple[int, Callable[[], object]]
 
 
 @lru_cache(maxsize=1 << 14)  # a plan asks again for every layer and device
-def _stored(spec: Spec, kind: str) -> Spec:
-    """How a value is kept in memory."""
-    matrix = kind in FIXED and len(spec.shape) >= 2
+def _stored(spec: Spec, kind: str, is_exact: bool) -> Spec:
+    """How a value is kept in memory; weights as float32 where nothing that meets them may be rounded."""
+    matrix = kind in FIXED and len(spec.shape) >= 2 and not is_exact
     if matrix and spec.dtype in PACKINGS:
         return padded(spec)
     if spec.dtype.is_integer or (spec.dtype in HALVES and (matrix or (kind == "state" and len(spec.shape) == 2))):
@@ -61,9 +62,9 @@ def _stored(spec: Spec, kind: str) -> Spec:
 
 
 @lru_cache(maxsize=1 << 14)
-def _known(shape: tuple[int, ...], base: Spec, kind: str, is_base: bool) -> Known:
+def _known(shape: tuple[int, ...], base: Spec, kind: str, is_base: bool, is_exact: bool) -> Known:
     """An operand of this shape that shows a leaf or a value."""
-    stored = _stored(base, kind)
+    stored = _stored(base, kind, is_exact)
     own = kind in ("weight", "state", "constant")
     return Known(Spec(shape, stored.dtype), base if own else None, stored if own else None, is_base)
 
@@ -72,10 +73,11 @@ class DriverBackend:
     """Runs programs on the devices of a driver.
 
     Values are float32 (integers as declared); weights that are matrices keep their type where kernels read it, and so
-    do states that are rows of 16-bit numbers.
+    do states that are rows of 16-bit numbers.  A backend that is exact keeps weights as float32, too.
     """
 
     name: str
+    is_exact = False
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
@@ -85,6 +87,11 @@ class DriverBackend:
 
     def with_threads(self, threads: int) -> Self:
         return self
+
+    def exactly(self) -> Self:
+        exact = copy.copy(self)
+        exact.is_exact = True
+        return exact
 
     def devices(self) -> Sequence[Device]:
         return self.driver.devices()
@@ -127,7 +134,7 @@ class DriverBackend:
     def _tried(self, node: Node, limits: Limits, strided: int | None = None) -> int:
         """Bind a node to no memory at all; the bytes of scratch that it asks for.  Raises `NoKernelError`."""
         src, attrs = tuple(map(self._operand, node.src)), tuple(node.attrs.items())
-        results = tuple(_stored(value.spec, kind_of(value)) for value in node.results)
+        results = tuple(self.stored(value.spec, kind_of(value)) for value in node.results)
         return tried(node.op, src, results, attrs, limits, strided)
 
     def _operand(self, value: Value | None) -> Known | None:
@@ -137,14 +144,16 @@ class DriverBackend:
         base = value
         while not base.node.is_leaf and op_of(base.node).is_view:
             base = base.node.inputs[0]
-        return _known(value.shape, base.spec, kind_of(base), value is base)
+        return _known(value.shape, base.spec, kind_of(base), value is base, self.is_exact)
 
     def stored(self, spec: Spec, kind: str = "value") -> Spec:
-        return _stored(spec, kind)
+        return _stored(spec, kind, self.is_exact)
 
     def tolerance(self, node: Node) -> float | None:
         """The relative error of what is rounded on its way; None for arithmetic in float32."""
         is_exact = node.attrs.get("exact") is not False
+        if node.op in PRODUCTS and self.is_exact:
+            return None
         if node.op in PRODUCTS:
             return tiled.rounding(node.inputs[0].dtype, is_exact)
         if not is_exact:

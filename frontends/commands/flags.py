@@ -30,7 +30,7 @@ def session_flags(sub: argparse.ArgumentParser) -> None:
     """What every command that runs a model takes."""
     group_flags(sub, sub)
     adapter_flags(sub)
-    sub.add_argument("--exact", action="store_true", help="float32 throughout, in plain NumPy: slower")
+    sub.add_argument("--exact", action="store_true", help="float32 throughout, on CPUs in plain NumPy: slower")
     wire_flag(sub)
     cache_flags(sub)
     packed_flag(sub)

@@ -30,3 +30,19 @@ def test_a_model_has_the_logits_of_llama_cpp(name, group):
     logits = np.concatenate([session.evaluate([part], every_position=True)[0] for part in parts])
     for found, wanted in ((logits, want), (logits[many:], want[many:])):
         assert nmse(found.ravel(), wanted.ravel()) <= limit(name)  # the limit is one over all rows
+
+
+@pytest.mark.long(every=3)
+@pytest.mark.parametrize("name", [name for name in INDEX if name.startswith("qwen3-")])
+def test_an_exact_model_computes_in_float32_throughout(name):
+    """As NumPy does, whatever the file keeps weights in; the default rounds what meets them."""
+    tokens = golden(name)[0][:20]
+
+    def logits(device, exact):
+        session = Session(open_model(path_of(name)), on=Group((device,), exact=exact, **FLOAT_CACHES), context=32)
+        parts = [tokens[:-STEPS], *([token] for token in tokens[-STEPS:])]
+        return np.concatenate([session.evaluate([part], every_position=True)[0] for part in parts])
+
+    wanted = logits("numpy:0", True)
+    off = {exact: nmse(logits("cuda-emulated:0", exact).ravel(), wanted.ravel()) for exact in (True, False)}
+    assert off[True] < 1e-11 < off[False]
