@@ -23,6 +23,7 @@ from typing import Any
 import llvmlite
 import llvmlite.binding as llvm
 
+from ...graph.errors import BackendError
 from ...graph.records import dataclass
 from ..cache import COMPILED, COMPILING, MISSING, cache_folder, keep, recalled
 from ..once import once
@@ -268,6 +269,11 @@ def _translated(wanted: Kernel) -> tuple[llvm.ModuleRef, llvm.TargetMachine]:
     # without them not even the system's are bound.
     function = cfunc("intp(intp, intp, intp)", nogil=True, forceinline=True, **OPTIONS)(_resolved(wanted.body))
     assembly = function.inspect_llvm().replace(function.native_name, _symbol(wanted)).replace(FOREIGN, "")
+    if "call void @numba_do_raise" in assembly:
+        raise BackendError(
+            f"kernel {wanted.name} may raise, and nothing would catch it; give range() a step that is a constant, and "
+            "leave out raise and assert"
+        )
     module, machine = llvm.parse_assembly(assembly), _machine()
     module.triple, module.data_layout = processor.target().triple, str(machine.target_data)
     module.verify()

@@ -26,6 +26,7 @@ from hocket.scheduler.simulated import MACHINES, simulate
 
 from ..given.devices.emulation import Written, needs_compiler
 
+pytestmark = pytest.mark.long()
 ARCHITECTURES = ("sm_80", "sm_90a")
 PLANTED = """#line 1 "planted.cu"
 struct Walked { i64 count, step; const float *x; float *out; };

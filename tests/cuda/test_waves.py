@@ -17,7 +17,7 @@ from hocket.graph.errors import BackendError
 
 from ..given.devices.emulation import FaultyDriver, Written, needs_compiler
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.long()]
 MATRICES, SUMS = "mul_mat(w=f16[64,256], x=f32[70,256])", "rms_norm(x=f32[3,4,130])"
 CASES = (
     "gated_delta_net(q=f32[1,1,2,64], k=f32[1,1,2,64], v=f32[1,1,4,64], g=f32[1,1,4,1], beta=f32[1,1,4], "
@@ -40,7 +40,6 @@ def outcome(driver, case):
     return run_case(parse_case(case), backend, backend.device(0))
 
 
-@pytest.mark.long(every=5)
 @pytest.mark.parametrize("case", CASES)
 def test_what_decoding_needs_holds_in_waves_of_64_lanes(case):
     found = outcome(EmulatedHipDriver(), case)
@@ -112,7 +111,6 @@ FAULTS = {
 }
 
 
-@pytest.mark.long(every=2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_mistake_in_the_instructions_is_found(fault):
     case, good, bad = FAULTS[fault]

@@ -12,7 +12,7 @@ from hocket.conformance.trials.case import parse
 
 from ...given.devices.emulation import barriers, needs_compiler
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.long()]
 DELTA_NET = (
     "gated_delta_net(q=f32[{0},1,64], k=f32[{0},1,64], v=f32[{0},1,32], g=f32[{0},1,1], beta=f32[{0},1], "
     "state=f32[1,32,64])"
@@ -56,13 +56,11 @@ def judged(case, dropped=("", 0)):
     return result.outcome, disorder(driver.taken(), driver.memory)
 
 
-@pytest.mark.long(every=6)
 @pytest.mark.parametrize("case", sorted({case for _, _, case in CASES}))
 def test_with_all_barriers_accesses_are_in_order(case):
     assert judged(case) == (Outcome.PASS, [])
 
 
-@pytest.mark.long(every=15)
 @pytest.mark.parametrize(("file", "number", "case"), CASES)
 def test_a_barrier_that_is_dropped_is_missed(file, number, case):
     outcome, pairs = judged(case, (file, barriers(file)[number]))

@@ -20,7 +20,7 @@ from ...given.devices.chains import COUNTED, ran
 from ...given.devices.emulation import Written, needs_compiler
 from ...given.devices.recorded import asked_more
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.long()]
 SIZE = 1024
 PLANTED = """
 struct Walked { i64 load, first, store, put, get; const float *x; float *out; };
@@ -101,7 +101,6 @@ def test_bytes_of_sectors_that_nobody_wants_are_moved():
     assert (found.moved, found.wanted) == (32 * 32 + 32 * 4, 2 * 32 * 4)
 
 
-@pytest.mark.long(every=6)
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_of_the_main_path_ask_for_no_more_than_they_must(case):
     """Nor more often than is recorded; docs/add-a-cuda-kernel.md says how the page is written."""
@@ -110,7 +109,6 @@ def test_kernels_of_the_main_path_ask_for_no_more_than_they_must(case):
     assert [why for counted in found for why in (*faults(counted), *asked_more(counted))] == []
 
 
-@pytest.mark.long(every=6)
 @pytest.mark.parametrize("kernel", COUNTED)
 def test_kernels_of_chains_ask_for_no_more_than_they_must(kernel):
     driver = CountingDriver()

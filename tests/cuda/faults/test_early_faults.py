@@ -16,7 +16,7 @@ from ...given.devices.edited import EditedDriver, written
 from ...given.devices.emulation import needs_compiler
 from ...given.random_rows import random_rows
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.long()]
 RNG = np.random.default_rng(5)
 
 
@@ -62,7 +62,6 @@ PLANTED = {
 }
 
 
-@pytest.mark.long(every=6)
 @pytest.mark.parametrize("what", PLANTED)
 def test_what_is_done_too_early_is_found(what):
     found = faults_of(written(*PLANTED[what]))

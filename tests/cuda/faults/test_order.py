@@ -29,7 +29,7 @@ from ...given.devices.edited import EditedDriver, written
 from ...given.devices.emulation import needs_compiler
 from ...given.plans.grouped import everything_that_fits, weights_of
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.long()]
 PARTS = {
     **CASES,
     "in a row": lambda n: [[Part("all_reduce", x, (40,), inplace=k < 2) for k in range(3)] for x in summands(n, (40,))],
@@ -68,14 +68,12 @@ def faults_of(case, n, edit=list, *, runs=1, times=1):
     return faults
 
 
-@pytest.mark.long(every=9)
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("case", PARTS)
 def test_devices_meet_in_order(case, n, narrow):
     assert faults_of(case, n, runs=3) == []
 
 
-@pytest.mark.long(every=9)
 @pytest.mark.parametrize("case", [case for case in PARTS if case != "send"])
 def test_runs_that_follow_each_other_are_in_order(case, narrow):
     assert faults_of(case, 3, times=4) == []
@@ -109,7 +107,6 @@ def test_a_graph_on_two_devices_is_in_order():
         assert disorder(log, driver.memory) == []
 
 
-@pytest.mark.long(every=9)
 @pytest.mark.parametrize("case", main_path.CASES)
 def test_threads_of_kernels_of_the_main_path_are_in_order(case):
     assert disorders([case]) == []
@@ -233,7 +230,6 @@ PLANTED = {
 }
 
 
-@pytest.mark.long(every=40)
 @pytest.mark.parametrize("what", PLANTED)
 def test_what_is_in_no_order_is_found(what, narrow):
     case, edit = PLANTED[what]

@@ -24,7 +24,7 @@ from hocket.graph.dtypes import DType
 from ...given.devices.emulation import is_found, needs_compiler, with_fault
 from ...given.devices.products import dense, unpacked
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.long()]
 
 
 @contextmanager
@@ -139,7 +139,6 @@ PLANTS = {
 }
 
 
-@pytest.mark.long(every=9)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_mistake_in_a_product_is_found(name):
     file, old, new, is_right = PLANTS[name]
@@ -188,13 +187,11 @@ HIDDEN = {
 }
 
 
-@pytest.mark.long(every=2)
 @pytest.mark.parametrize("case", [FLOATS, CODES])
 def test_what_products_read_is_in_order(case):
     assert disorders(case) == []
 
 
-@pytest.mark.long(every=2)
 @pytest.mark.parametrize("name", HIDDEN)
 def test_what_is_not_in_order_is_found(name):
     """The results are right: memory is seen at once here, and blocks run one after the other."""
