@@ -88,7 +88,7 @@ class Fitting:
                     self.found |= {f"{what} on {kind}: {step.kernel} has {why}" for why in lacking(step, row, kind)}
 
 
-@pytest.mark.long()
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(BINDINGS))
 def test_launches_of_the_kit_fit_every_kind_of_device(name):
     fitting = Fitting()
@@ -98,7 +98,7 @@ def test_launches_of_the_kit_fit_every_kind_of_device(name):
     assert sorted(fitting.found) == []
 
 
-@pytest.mark.long()
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(INDEX))
 def test_launches_of_models_fit_every_kind_of_device(name):
     model, fitting = open_model(path_of(name), header_only=True), Fitting()

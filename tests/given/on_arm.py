@@ -14,8 +14,8 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 
@@ -84,35 +84,19 @@ class Guest:
 
 
 def main(features: str, arguments: Sequence[str]) -> int:
+    """Run the command line; what calls kernels is loaded once they are those of the guest."""
     from hocket.backends.cpu import compiler, processor
 
     (like,) = (t for t in processor.SHIPPED if t.name == "aarch64")
     target = processor._of(f"aarch64-{features}", like.triple, like.cpu, f"{' '.join(like.features)} {features}")
     with tempfile.TemporaryDirectory() as folder:
         guest = Guest(Path(folder))
-
-        def placed(wanted: compiler.Kernel, code: bytes) -> tuple[int, object]:
-            return guest.load(code, compiler._symbol(wanted)), code
-
-        def replay(address: int) -> object:
-            return lambda words, thread, threads: guest.call(address, words, thread, threads)
-
-        native = compiler.REPLAY
-        patched = {"target": (processor.target, lambda: target), "REPLAY": (native, replay)}
+        processor.target = lambda: target
+        compiler._placed = lambda wanted, code: (guest.load(code, compiler._symbol(wanted)), code)
+        compiler.REPLAY = lambda address: partial(guest.call, address)
         from hocket import cli
-        from hocket.backends.cpu import backend, choices, crew, fetching, limits  # all that call kernels
 
-        compiler._placed = placed
-        _replace(patched)
         return cli.main(list(arguments))
-
-
-def _replace(patched: dict[str, tuple[object, object]]) -> None:
-    """In all modules of hocket."""
-    for module in [m for name, m in sys.modules.items() if name.startswith("hocket") and isinstance(m, ModuleType)]:
-        for name, (old, new) in patched.items():
-            if getattr(module, name, None) is old:
-                setattr(module, name, new)
 
 
 if __name__ == "__main__":

@@ -350,8 +350,8 @@ def attend(k: DType, v: DType) -> Kernel:
     def body(a, thread, threads):
         tokens, units, span, place = ARGS.tokens(a), ARGS.units(a), ARGS.span(a), places(a, thread)
         every = units * ((tokens + span - 1) // span)
-        for turn in range((every - thread + threads - 1) // threads):  # a step that is no constant might raise
-            unit = thread + turn * threads
+        for number in range((every - thread + threads - 1) // threads):  # a step that is no constant might raise
+            unit = thread + number * threads
             heads, start = ARGS.heads(a) + unit % units * ARGS.shared(a) * HEAD, unit // units * span
             end = min(tokens, start + span)
             take_queries(a, heads, start, end, place)
