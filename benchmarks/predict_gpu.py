@@ -22,12 +22,13 @@ from unittest.mock import patch
 from tqdm import tqdm
 
 from hocket.backends.cupy.binding.trial import tried
+from hocket.backends.cupy.device.early import FIRST_CAPABILITY
 from hocket.backends.cupy.device.limits import Limits
 from hocket.backends.cupy.emulation import emulated
 from hocket.backends.cupy.emulation.counted import Counted
 from hocket.backends.cupy.kernels import attention, gated_delta_net, packed, tiled
 from hocket.backends.cupy.predicted.speeds import FILE
-from hocket.backends.cupy.predicted.times import GPUS, Time, time_of
+from hocket.backends.cupy.predicted.times import GPUS, LATENCY, Time, time_of
 from hocket.backends.cupy.predicted.works import work_of
 from hocket.conformance.reports.emulated import counters
 from hocket.graph import DType
@@ -48,7 +49,8 @@ class Shape:
     bandwidth or of its 16-bit products that we want.
 
     `chosen` are constants by which kernels are chosen, with values that choose for the case what the shape gets.  All
-    blocks of a launch read `common` bytes.
+    blocks of a launch read `common` bytes.  A kernel that asks `ahead` loads its weights before it waits for the launch
+    before its own.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Shape:
     asked: float | None = None
     chosen: Sequence[Part] = field(default=())
     common: float = 0.0
+    ahead: bool = False
 
     def counted(self, limits: Limits) -> list[Counted]:
         with ExitStack() as stack:
@@ -93,7 +96,8 @@ def vector(dtype: DType, rows: int, columns: int, processors: int, asked: float 
     case = f"mul_mat(w={dtype}[{own},{columns}], x=f32[1,{columns}])"
     name = f"{dtype} {rows}×{columns}, 1 token"
     chosen = ((emulated, "PROCESSORS", 1),)
-    return Shape(name, case, {"few": (rows / own, 1.0)}, nbytes, 2 * rows * columns, asked, chosen, 4 * columns)
+    kernels = {"few": (rows / own, 1.0)}
+    return Shape(name, case, kernels, nbytes, 2 * rows * columns, asked, chosen, 4 * columns, ahead=True)
 
 
 def prompt(
@@ -117,11 +121,20 @@ STATE = 128 * 128 * 4
 DECODE = (
     "gated_delta_net(q=f32[1,2,128], k=f32[1,2,128], v=f32[1,4,128], g=f32[1,4,1], beta=f32[1,4], state=f32[4,128,128])"
 )
-PREFILL = (
-    "gated_delta_net(q=f32[70,2,128], k=f32[70,2,128], v=f32[70,2,128], g=f32[70,2,1], beta=f32[70,2], "
-    "state=f32[2,128,128])"
-)
-CHUNKS = 8192 / 32 / 3
+
+
+def delta_prompt(is_exact: bool, asked: float) -> Shape:
+    """32 heads over 8192 tokens, as two heads over three chunks."""
+    length, tokens = 32 if is_exact else 64, 8192
+    t, chunks = 3 * length - 26, tokens / length / 3
+    case = (
+        f"gated_delta_net(q=f32[{t},2,128], k=f32[{t},2,128], v=f32[{t},2,128], g=f32[{t},2,1], beta=f32[{t},2], "
+        f"state=f32[2,128,128], exact={str(is_exact).lower()})"
+    )
+    times = {"delta_prepare": (16 * chunks, 1.0), "delta_scan": (16, chunks)}
+    nbytes, flops = tokens * 32 * (4 * 128 + 2) * 4, tokens * 32 * 6 * 128 * 128
+    name = f"32/32×128, {tokens} tokens, {'exact' if is_exact else 'fast'}"
+    return Shape(name, case, times, nbytes, flops, asked, ((gated_delta_net, "BLOCKS", 8),))
 
 
 def shapes(processors: int) -> tuple[Shape, ...]:
@@ -139,15 +152,7 @@ def shapes(processors: int) -> tuple[Shape, ...]:
             32 * 32 * 6 * 128 * 128,
             0.81,
         ),
-        Shape(
-            "32/32×128, 8192 tokens, exact",
-            PREFILL,
-            {"delta_prepare": (16 * CHUNKS, 1.0), "delta_scan": (16, CHUNKS)},
-            8192 * 32 * (4 * 128 + 2) * 4,
-            8192 * 32 * 6 * 128 * 128,
-            None,
-            ((gated_delta_net, "BLOCKS", 8),),
-        ),
+        *(delta_prompt(is_exact, asked) for is_exact, asked in ((True, 0.24), (False, 0.4))),
         Shape(
             "32 heads on 8 of 128, 1 token on 8192",
             "attention(q=f32[1,4,128], k=f32[8192,1,128], v=f32[8192,1,128], scale=0.1)",
@@ -209,7 +214,9 @@ def rows(shape: Shape, times: Mapping[str, tuple[float, str]]) -> Iterator[str]:
         seconds, limits = times[kind]
         asked = f"{shape.asked:.0%}" if shape.asked and kind == "h200" else ""
         share = f"{shape.share(seconds, kind):.0%}"
-        yield f"| {shape.name} | {kind} | {1e6 * seconds:.1f} | {limits} | {share} | {asked} |"
+        is_early = shape.ahead and int(GPUS[kind].arch[3:5]) >= FIRST_CAPABILITY
+        early = f"{shape.share(seconds - LATENCY, kind):.0%}" if is_early else ""
+        yield f"| {shape.name} | {kind} | {1e6 * seconds:.1f} | {limits} | {share} | {early} | {asked} |"
 
 
 HEAD = """# How long CUDA kernels should take
@@ -217,10 +224,11 @@ HEAD = """# How long CUDA kernels should take
 Written by `python benchmarks/predict_gpu.py`. **Predicted by a model, measured nowhere**: accesses counted in the
 emulation, instructions of NVRTC's machine code, and what data sheets say of a GPU
 (`backends/cupy/predicted/times.py`). `share` is of the data sheet's bandwidth, or of its 16-bit products where those
-take longer; `asked` is what we want of an H200.
+take longer; `early` is that of a launch whose first loads are under way while the one before it ends, as devices of
+compute capability 9.0 allow; `asked` is what we want of an H200.
 
-| shape | GPU | microseconds | set by | share | asked |
-|---|---|---|---|---|---|
+| shape | GPU | microseconds | set by | share | early | asked |
+|---|---|---|---|---|---|---|
 """
 
 
