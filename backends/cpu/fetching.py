@@ -1,7 +1,8 @@
 """How far ahead of its use a weight is fetched that is read once: measured at first use, and kept with the kernels.
 
 Processors differ in what they fetch by themselves, and types in how long products take meanwhile: no distance is best
-everywhere, and a bad one costs up to half of the speed.
+everywhere, and a bad one costs up to half of the speed.  Several rows of activations at once need one of their own:
+what a processor fetches by itself is soon enough for one row, and too late for four.
 """
 
 from __future__ import annotations
@@ -33,15 +34,18 @@ WORTH = 64 << 20
 MOST = 128 << 20
 """Bytes of them that are read for it."""
 ROUNDS = 15
+AT_ONCE = (1, 4)
+"""Rows of activations that meet a weight in what is measured: a single one, and several."""
 GROUP = 64
 """Rows that lie together at most, however a type is packed."""
 log = logging.getLogger("hocket.kernels")
 
 
-def ahead(dtype: DType) -> tuple[int, int]:
-    """Bytes ahead of its use at which a weight of that type is fetched, to the first and to the second cache."""
+def ahead(dtype: DType, *, several: bool = False) -> tuple[int, int]:
+    """Bytes ahead of its use at which a weight of that type is fetched, to the first and to the second cache, where it
+    meets one row of activations or several at once."""
     kept = recalled(_file(dtype))
-    return CHOICES[kept[0] if kept and kept[0] < len(CHOICES) else 0]
+    return CHOICES[kept[several] if kept else 0]
 
 
 def measure_for(program: Program, buffers: Sequence[np.ndarray]) -> None:
@@ -62,13 +66,18 @@ def choose(dtype: DType, matrices: Sequence[np.ndarray]) -> None:
     """Measure all choices, on one thread, and keep the best for later processes."""
     before = accumulate((matrix.nbytes for matrix in matrices), initial=0)
     some = [matrix[: _rows(matrix, MOST - read)] for matrix, read in zip(matrices, before, strict=False) if read < MOST]
-    reading = Product(dtype, some, 1)
+    keep(_file(dtype), bytes(_best(dtype, some, rows) for rows in AT_ONCE))
+
+
+def _best(dtype: DType, matrices: Sequence[np.ndarray], rows: int) -> int:
+    """The number of the choice whose fastest run is the fastest: whatever disturbs a run makes it slower."""
+    reading = Product(dtype, matrices, 1, rows)
     reading.seconds()
-    seconds = np.quantile([reading.seconds() for _ in range(ROUNDS)], 0.25, axis=0)
-    best = int(np.argmin(seconds))
-    keep(_file(dtype), bytes([best if seconds[best] * BETTER < seconds[0] else 0]))
+    seconds = np.min([reading.seconds() for _ in range(ROUNDS)], axis=0)
     rates = ", ".join(f"{c}: {reading.nbytes / s / 1e9:.1f}" for c, s in zip(CHOICES, seconds, strict=True))
-    log.debug("GB/s of %s by bytes fetched ahead: %s", dtype, rates)
+    log.debug("GB/s of %s by bytes fetched ahead, %d rows: %s", dtype, rows, rates)
+    best = int(np.argmin(seconds))
+    return best if seconds[best] * BETTER < seconds[0] else 0
 
 
 def _rows(matrix: np.ndarray, nbytes: int) -> int:
@@ -77,12 +86,12 @@ def _rows(matrix: np.ndarray, nbytes: int) -> int:
 
 
 class Product:
-    """Weights of one type times one row of activations; the results are nobody's.
+    """Weights of one type times some rows of activations, all the same; the results are nobody's.
 
     Each is an array of rows of bytes; those that lie in groups, as packed weights do, are whole groups.
     """
 
-    def __init__(self, dtype: DType, matrices: Sequence[np.ndarray], threads: int) -> None:
+    def __init__(self, dtype: DType, matrices: Sequence[np.ndarray], threads: int, at_once: int = 1) -> None:
         from .kernels import dense, grouped, products  # which ask this file how far ahead to fetch
         from .kernels.formats import FORMATS
 
@@ -91,7 +100,8 @@ class Product:
         self.nbytes = sum(matrix.nbytes for matrix in matrices)
         rows, stride = np.max([matrix.shape for matrix in matrices], axis=0)
         x, y = np.zeros(stride // dtype.block_bytes * dtype.block, np.float32), np.zeros(rows, np.float32)
-        slots, scratch = np.array([0, 1, 1, 0], np.int32), np.zeros(threads * blocks.scratch, np.uint8)
+        slots = np.array([0, at_once, at_once, *range(at_once)], np.int32)
+        scratch = np.zeros(threads * blocks.scratch, np.uint8)
         self._blocks = [
             [
                 np.array(
@@ -138,5 +148,5 @@ class Product:
 
 
 def _file(dtype: DType) -> Path:
-    name = hashlib.sha256(source_digest() + repr((str(dtype), CHOICES)).encode()).hexdigest()[:40]
+    name = hashlib.sha256(source_digest() + repr((str(dtype), CHOICES, AT_ONCE)).encode()).hexdigest()[:40]
     return cache_folder() / "kernels" / f"{name}.ahead"

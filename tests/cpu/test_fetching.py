@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import hocket
+from hocket import ops
 from hocket.backends.base import BufferSpec, Program
 from hocket.backends.cpu import fetching
+from hocket.backends.cpu.backend import CpuBackend
+from hocket.backends.cpu.binding import foretold
+from hocket.backends.cpu.kernels import grouped
 from hocket.graph.dtypes import DType
 from hocket.graph.spec import Spec
 
@@ -17,18 +22,22 @@ DEFAULT = fetching.CHOICES[0]
 
 
 class Measured:
-    """Stands for `fetching.Product`: runs with one choice take as long as it is told."""
+    """Stands for `fetching.Product`: the last run takes as long as it is told, in those before it what
+    is fast is disturbed most."""
 
     asked = 0
     read = 0
-    times: tuple[float, ...] = ()
+    times: Mapping[int, tuple[float, ...]] = {}
 
-    def __init__(self, _: DType, matrices: Sequence[np.ndarray], threads: int) -> None:
+    def __init__(self, _: DType, matrices: Sequence[np.ndarray], threads: int, at_once: int) -> None:
         type(self).asked += 1
         type(self).read = self.nbytes = sum(matrix.nbytes for matrix in matrices)
+        self.mine = self.times[at_once]
+        self.left = fetching.ROUNDS
 
     def seconds(self) -> list[float]:
-        return [*self.times]
+        self.left -= 1
+        return [t if self.left < 0 else 2 - t for t in self.mine]
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +45,7 @@ def _measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(fetching, "Product", Measured)
     monkeypatch.setattr(Measured, "asked", 0)
-    monkeypatch.setattr(Measured, "times", (1.0, 1.0, 0.9, 0.8, 1.0))
+    monkeypatch.setattr(Measured, "times", {1: (1.0, 1.0, 0.9, 0.8, 1.0), 4: (1.0, 1.0, 1.0, 0.9, 0.8)})
 
 
 def measure(*rows: int) -> None:
@@ -57,8 +66,27 @@ def test_the_best_is_kept_for_its_type():
     assert fetching.ahead(DType.Q4_0) == DEFAULT
 
 
+def test_several_rows_at_once_have_a_distance_of_their_own():
+    choose()
+    assert fetching.ahead(DType.Q8_0, several=True) == fetching.CHOICES[4]
+    assert fetching.ahead(DType.Q4_0, several=True) == DEFAULT
+
+
+@pytest.mark.parametrize(("tokens", "several"), [(1, False), (4, True)])
+def test_a_product_fetches_as_far_as_its_rows_ask_for(tokens: int, several: bool, monkeypatch: pytest.MonkeyPatch):
+    asked = list[bool]()
+    monkeypatch.setattr(grouped, "ahead", lambda _, *, several: asked.append(several) or DEFAULT)
+    w, x = hocket.weight("w", (64, 64), DType.Q8_0), hocket.input("x", (tokens, 64))
+    experts, ids = hocket.weight("experts", (16, 64, 64), DType.Q8_0), hocket.input("ids", (tokens, 2), DType.I32)
+    mixed = ops.mul_mat_id(experts, ops.reshape(x, shape=(tokens, 1, 64)), ids)
+    graph, backend = hocket.Graph({"y": ops.mul_mat(w, x), "mixed": mixed}), CpuBackend()
+    plan = hocket.scheduler.plan_for(graph, [(backend, backend.device(0))])
+    assert len([*foretold(plan.lanes[0].program, 1, str)]) > 2
+    assert asked == [several, False], "slots are spread over more experts than there are slots"
+
+
 def test_what_is_hardly_better_is_not_taken(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Measured, "times", (1.0, 0.98, 1.0, 1.0, 1.0))
+    monkeypatch.setattr(Measured, "times", dict.fromkeys(fetching.AT_ONCE, (1.0, 0.98, 1.0, 1.0, 1.0)))
     choose()
     assert fetching.ahead(DType.Q8_0) == DEFAULT
 
@@ -68,7 +96,7 @@ def test_it_is_measured_once_and_for_many_weights_alone():
     assert Measured.asked == 0, "so few stay in a cache"
     measure(32768, 32769)
     measure(32768, 32769)
-    assert Measured.asked == 1
+    assert Measured.asked == len(fetching.AT_ONCE)
 
 
 def test_what_is_damaged_is_measured_again():
@@ -77,7 +105,7 @@ def test_what_is_damaged_is_measured_again():
     file.write_bytes(file.read_bytes()[:-1] + b"\xff")
     assert fetching.ahead(DType.Q8_0) == DEFAULT
     measure(65536)
-    assert Measured.asked == 2
+    assert Measured.asked == 2 * len(fetching.AT_ONCE)
 
 
 @pytest.mark.parametrize("rows", [(65536,), (100_000, 65536), (200_000,)])

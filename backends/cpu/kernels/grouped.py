@@ -206,7 +206,7 @@ def add_product(
     columns = w.shape[-1]
     memory = steps.scratch(f"product {blocks.scratch}", blocks.scratch * steps.threads)
     bounds = bounds_of(call, blocks.groups * ROWS, steps.threads if is_dealt(steps, call) else 1)
-    near, far = ahead(w.dtype)
+    near, far = ahead(w.dtype, several=math.prod(y.shape[:-1]) > to.experts)
 
     def part(thread: int) -> Share | None:
         first, count = bounds[thread], bounds[thread + 1] - bounds[thread]
