@@ -23,6 +23,7 @@ from hocket.backends.cpu.kernels.formats import FORMATS
 from hocket.backends.cpu.simd import tiles
 from hocket.frontends.terminal.progress import compiling_shown
 from hocket.graph.dtypes import DType
+from hocket.graph.errors import BackendError
 from hocket.ops.quants import dequantise
 
 from ..given.packed_rows import RECORD, call, packed, rounded
@@ -345,3 +346,16 @@ def test_the_worked_example_of_tiles_holds():
     results = doctest.testmod(tiles)
     assert results.attempted > 4
     assert not results.failed
+
+
+def test_a_kernel_that_may_raise_is_refused():
+    """The step of its range may be zero."""
+
+    def walked(a, thread, threads):
+        steps = 0
+        for _ in range(thread, a, threads):
+            steps += 1
+        return steps
+
+    with pytest.raises(BackendError, match=r"walked may raise, and nothing would catch it; give range\(\) a step"):
+        compiler._code(compiler.Kernel("walked", walked))
