@@ -1,5 +1,5 @@
 """The command line of hocket with the kernels of ``cpu`` for AArch64, which QEMU runs, as in
-``python on_arm.py 'dotprod i8mm' check --backend cpu -j 1``: all in one process, as others would have their own kernels.
+``python on_arm.py 'dotprod i8mm' check --backend cpu -j 1``: in one process, as others would have native kernels.
 
 Kernels are loaded into a process of QEMU.  All they touch is fetched from this process, and what they changed comes
 back, so that everything but the code of kernels is as on any machine.
