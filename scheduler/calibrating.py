@@ -29,6 +29,8 @@ WIDTH, READ, ROWS, PRODUCTS = 2048, 64 << 20, 256, 2
 weights with so many rows, as of a prompt."""
 SHORT, LONG, STEPS = 64, 1 << 18, 384
 """Numbers of a value whose step is all launch, and of one whose message is all bandwidth; steps of a chain."""
+SUMMED, HIDDEN = 256, 512
+"""Numbers of a value that devices sum, and those between two products, which they deal out."""
 ROUNDS = 11
 BYTE = 0x21
 """Of all weights: memory that is written has pages of its own, and no number is NaN."""
@@ -54,7 +56,7 @@ def seconds_of(runs: Sequence[Executor]) -> float:
 def speeds_of(
     group: Group, clock: Clock = seconds_of, kinds: Sequence[DType] = KINDS, rounds: int = 1 + ROUNDS
 ) -> Speeds:
-    """The speeds of devices, all at work at once; of the link between the first two if there are two."""
+    """The speeds of devices, all at work at once; of sums and messages of the first two if there are two."""
     probes = Probes(group, kinds)
     return probes.speeds([probes.seconds(clock) for _ in range(rounds)][rounds > 1 :])
 
@@ -79,6 +81,8 @@ class Probes:
             for length in (SHORT, LONG):
                 self.runs[f"there {length}"] = [bound(plan_for(chain(length), group[:2], place=place))]
                 self.runs[f"here {length}"] = [bound(plan_for(chain(length), group[:1]))]
+            self.runs["sums"] = [bound(plan_for(summed(HIDDEN), group[:2], split_mode="tensor"))]
+            self.runs["summands"] = [bound(plan_for(summed(HIDDEN // 2), [one])) for one in group[:2]]
 
     def seconds(self, clock: Clock = seconds_of) -> dict[str, float]:
         """One round: the seconds of each run."""
@@ -95,12 +99,12 @@ class Probes:
         plain = plans["attention"].flops() / beyond["attention"]
         if not self.is_linked:
             return Speeds(bandwidth, flops, launch, plain_flops=plain)
-        latency, each = (
-            max(0.0, seconds[f"there {n}"] - seconds[f"here {n}"]) / max(1, plans[f"there {n}"].cost.meetings)
-            for n in (SHORT, LONG)
+        short, long, latency = (
+            max(0.0, seconds[with_it] - seconds[without]) / max(1, plans[with_it].cost.meetings)
+            for with_it, without in (*((f"there {n}", f"here {n}") for n in (SHORT, LONG)), ("sums", "summands"))
         )
         moved = 4 * (LONG - SHORT)
-        return Speeds(bandwidth, flops, launch, moved / max(each - latency, moved / 1e13), latency, plain)
+        return Speeds(bandwidth, flops, launch, moved / max(long - short, moved / 1e13), latency, plain)
 
 
 def chain(length: int) -> Graph:
@@ -117,6 +121,16 @@ def products(kind: DType, number: int, rows: int) -> Graph:
     x: Value = input("x", (rows, WIDTH))
     for n in range(number):
         x = mul_mat(weight(f"w{n}", (WIDTH, WIDTH), kind), x)
+    return Graph({"y": x})
+
+
+def summed(hidden: int) -> Graph:
+    """Pairs of products that two devices deal out, and whose results they sum, as the layers of a model: plans have far
+    more sums than messages, and these take longer, since whoever waits for one goes to sleep."""
+    x: Value = input("x", (1, SUMMED))
+    up, down = weight("up", (hidden, SUMMED), DType.F32), weight("down", (SUMMED, hidden), DType.F32)
+    for _ in range(STEPS // 2):
+        x = mul_mat(down, mul_mat(up, x))
     return Graph({"y": x})
 
 

@@ -13,8 +13,8 @@ from .hardware import CPU, Hardware
 @dataclass(frozen=True, slots=True)
 class Speeds:
     """Of a group of devices at work together: by dtype of weights the bytes/s in which a vector is multiplied and the
-    FLOP/s in which many are; seconds of a launch; bytes/s and seconds of a message between two; FLOP/s of what reads
-    none."""
+    FLOP/s in which many are; seconds of a launch; bytes/s of a message between two, and the seconds in which they meet;
+    FLOP/s of what reads none."""
 
     bandwidth: Mapping[str, float]
     flops: Mapping[str, float]

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
 def lines(name: str, speeds: Speeds, devices: int) -> list[str]:
     """What was measured, in words."""
-    link = f"; a message {speeds.link_latency * 1e6:.1f} us and {speeds.link_bandwidth / 1e9:.1f} GB/s"
+    link = f"; a meeting {speeds.link_latency * 1e6:.1f} us, messages {speeds.link_bandwidth / 1e9:.1f} GB/s"
     attention = f"attention {speeds.plain_flops / 1e9:.1f} GFLOP/s"
     rows = [f"{name}: a launch {speeds.launch * 1e6:.2f} us; {attention}{link if devices > 1 else ''}"]
     rows += [

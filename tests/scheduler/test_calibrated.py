@@ -115,6 +115,19 @@ def test_what_a_clock_says_becomes_speeds_that_predict_it():
     assert len(told) == 4
 
 
+def test_devices_that_work_together_meet_as_quickly_as_their_sums():
+    """A clock that lets each sum take 3 us and each message 30 us more than the work between."""
+
+    def clock(runs):
+        plan = runs[0].plan
+        ops = [i.op for i in plan.lanes[0].program.instructions]
+        meetings = 3e-6 * ops.count("all_reduce") + 30e-6 * (ops.count("send") + ops.count("receive"))
+        return max(run.plan.cost.compute for run in runs) + meetings
+
+    speeds = speeds_of([find("numpy:0"), find("numpy:1")], clock, kinds=(DType.F32,), rounds=1)
+    assert speeds.link_latency == pytest.approx(3e-6, rel=0.05)
+
+
 def test_the_command_keeps_what_it_measures(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(calibrate, "speeds_of", lambda group: SPEEDS)
     assert main(["calibrate"]) == 0
