@@ -77,6 +77,7 @@ def close(
     )
 
 
+@pytest.mark.long()
 @pytest.mark.parametrize("threads", [1, 2, 3, 4])
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -84,6 +85,7 @@ def test_every_variant_is_compiled_and_agrees_with_its_definition(variant, token
     assert close(tokens, (6, 2), 300, (40, 24), threads, **VARIANTS[variant])
 
 
+@pytest.mark.long(every=24)
 @pytest.mark.parametrize("sizes", [(16, 16), (64, 64), (128, 128), (20, 7), (1, 1), (100, 72), (96, 130), (0, 16)])
 @pytest.mark.parametrize("tokens", [1, 3, 15, 16, 33, 70])
 def test_heads_of_any_size_are_compiled(tokens, sizes):

@@ -51,7 +51,7 @@ def fail_everywhere(made: Bench) -> int:
     return fails
 
 
-@pytest.mark.long(every=2)
+@pytest.mark.long(every=5)
 @pytest.mark.parametrize(("devices", "mode"), [(1, "none"), (3, "tensor"), (3, "layer")])
 @pytest.mark.parametrize(
     ("name", "tokens"), [("llama", 1), ("llama", 7), ("qwen35", 1), ("qwen35", 7), ("qwen35moe", 1)]
