@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -106,10 +106,10 @@ class Product:
             [
                 np.array(
                     grouped.ARGS(
-                        w=matrix.ctypes.data,
+                        w=matrix.ctypes.data + first * matrix.shape[1],
                         stride=matrix.shape[1],
                         between=0,
-                        rows=len(matrix),
+                        rows=last - first,
                         columns=matrix.shape[1] // dtype.block_bytes * dtype.block,
                         x=x.ctypes.data,
                         pitch=0,
@@ -119,13 +119,15 @@ class Product:
                         shared=1,
                         y=y.ctypes.data,
                         step=0,
-                        scratch=scratch.ctypes.data,
+                        scratch=scratch.ctypes.data + thread * blocks.scratch,
                         near=near,
                         far=far,
+                        tickets=0,
                     ),
                     np.int64,
                 )
                 for matrix in matrices
+                for thread, (first, last) in enumerate(pairwise(grouped.even_bounds(len(matrix), GROUP, threads)))
             ]
             for near, far in CHOICES
         ]
@@ -143,8 +145,8 @@ class Product:
         return time.perf_counter() - start
 
     def _part(self, blocks: Sequence[np.ndarray], thread: int) -> None:
-        for block in blocks:
-            self._call(block.ctypes.data, thread, self._threads)
+        for block in blocks[thread :: self._threads]:
+            self._call(block.ctypes.data, 0, 1)
 
 
 def _file(dtype: DType) -> Path:

@@ -17,10 +17,12 @@ from ..base import Comm, Tensor
 from ..flow import Flow
 from ..operands import Bound, Operand, Region
 from .compiler import ALIGNMENT, Kernel
+from .kernels import tickets
 
 RUN = Region(0, -1, 0)
 """Whether the run goes on, as if it lay in memory: a step that may stop it writes this, one that writes a state reads
-it.  So no thread writes a state that would not be put back, because another has stopped at an earlier instruction."""
+it.  So no thread writes a state that would not be put back, because another has stopped at an earlier instruction; and
+none draws tickets of a step to which another does not come, who would have to lay out new ones."""
 
 
 SHARED = 32 * 1024
@@ -81,6 +83,7 @@ class Steps:
 
     * by all threads, as the kernel cuts it up, if it moves many bytes (`add`);
     * by the first alone, if it moves few (`add`);
+    * by all threads, piece by piece as they come, if it takes long (`add_pieces`);
     * in parts (`deal`): what goes through the columns of a product goes on with the columns that a thread has of it
       (`columns_of`), and what all threads need next each makes for itself (`copies`).
     """
@@ -121,6 +124,10 @@ class Steps:
         """Append a step of which each thread does a part that is its own; None for one that has none."""
         self._append(kernel, {thread: part for thread, part in enumerate(parts) if part is not None}, False)
 
+    def add_pieces(self, kernel: Kernel, share: Callable[[int], Share]) -> None:
+        """Append a step whose pieces threads take as they come: `share` is all of it, given where they draw tickets."""
+        self._append(kernel, {ALL: share(self.memory(tickets.NBYTES).address)}, False, drawn=True)
+
     def deal_columns(self, kernel: Kernel, parts: Sequence[Share | None], out: Operand, bounds: Sequence[int]) -> None:
         """Append a step of which thread i does a part that writes the columns of `out` from ``bounds[i]`` to before
         ``bounds[i + 1]``; None for a thread that has none."""
@@ -145,8 +152,8 @@ class Steps:
             for region, thread in mine
         )
 
-    def _append(self, kernel: Kernel, parts: Mapping[int, Share], stops: bool) -> None:
-        read, written = _touches(parts, stops)
+    def _append(self, kernel: Kernel, parts: Mapping[int, Share], stops: bool, *, drawn: bool = False) -> None:
+        read, written = _touches(parts, stops, drawn)
         meets = self.threads > 1 and self._waits(read, written)
         if meets:
             self._written, self._read, self._columns = [], [], {}
@@ -236,12 +243,12 @@ def _moved(reads: Sequence[Operand], writes: Sequence[Operand]) -> int:
     return sum(o.region.high - o.region.low for o in (*reads, *writes) if o.tensor.buffer >= 0)
 
 
-def _touches(parts: Mapping[int, Share], stops: bool) -> tuple[Touched, Touched]:
+def _touches(parts: Mapping[int, Share], stops: bool, drawn: bool) -> tuple[Touched, Touched]:
     """What each thread reads, and what it writes."""
     read = [(o.region, thread) for thread, part in parts.items() for o in part.reads]
     written = [(o.region, thread) for thread, part in parts.items() for o in part.writes]
     for thread, part in parts.items():
-        if stops or any(o.declared is not None for o in part.writes):
+        if stops or drawn or any(o.declared is not None for o in part.writes):
             read.append((RUN, thread))
         if stops:
             written.append((RUN, thread))

@@ -14,7 +14,7 @@ from hocket.backends.cpu.backend import CpuBackend
 from hocket.backends.cpu.kernels.loop import MEETS
 from hocket.backends.cpu.kernels.rows import unary
 from hocket.backends.cpu.simd.vectors import MANY, vectors_in_registers
-from hocket.backends.cpu.steps import RUN, Steps
+from hocket.backends.cpu.steps import RUN, Share, Steps
 from hocket.backends.operands import Region
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
@@ -260,6 +260,33 @@ def test_what_may_stop_the_run_and_what_writes_a_state_are_apart_unless_one_thre
     steps.add(unary("copy"), [], reads=[], writes=[memory[0]], nbytes=1 << 20, stops=True)
     steps.add(unary("copy"), [], reads=[], writes=[memory[1]], stops=True)
     assert [s.meets for s in steps.take()] == [False, True]
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_a_run_that_was_stopped_leaves_no_piece_of_the_next_one_undone(threads: int):
+    """The first thread stops at an id while others could take pieces of a product that does not depend on it."""
+    table, w, x = hocket.state("table", (8, 64)), hocket.weight("w", (544, 64), DType.Q8_0), hocket.input("x", (40, 64))
+    first, ids = hocket.input("first", (1, 64)), hocket.input("ids", (1,), "i32")
+    graph = hocket.Graph({"y": ops.mul_mat(w, x)}, {table: ops.set_rows(table, first, ids)})
+    values, inputs = values_of(graph), {"x": drawn(40, 64), "first": drawn(1, 64)}
+    right = loaded(graph, values, 1).run({**inputs, "ids": [1]})["y"]
+    run = loaded(graph, values, threads)
+    for _ in range(20):
+        with pytest.raises(hocket.BackendError, match="names no row"):
+            run.run({**inputs, "ids": [99]})
+        assert np.array_equal(run.run({**inputs, "ids": [1]})["y"], right)
+
+
+def test_a_step_in_pieces_waits_for_what_may_stop_the_run():
+    steps = Steps(2)
+    memory = [steps.memory(64) for _ in range(3)]
+    steps.add(unary("copy"), [], reads=[], writes=[memory[0]], stops=True)
+    for written in memory[1:]:
+        steps.add_pieces(unary("copy"), lambda tickets, to=written: Share([tickets], [], [to]))
+    first, second = steps.steps[1:]
+    assert [s.meets for s in steps.take()] == [False, True, False]
+    assert all(not s.whole and s.words[0][0] == s.words[1][0] != 0 for s in (first, second))
+    assert first.words[0][0] != second.words[0][0]
 
 
 def test_bands_of_the_same_rows_overlap_only_where_their_columns_do():

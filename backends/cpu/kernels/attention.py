@@ -148,8 +148,16 @@ def _attention(steps: Steps, call: Bound) -> bool:
         span = attention_many.span(units, shared, tokens, steps.threads)
         each = attention_many.scratch_bytes(shared * span, size, width)
         scratch = steps.scratch("attention", each * steps.threads)
-        words = attention_many.ARGS(**common, scratch=scratch.address, scratch_bytes=each, span=span)
-        steps.add(attention_many.attend(k.dtype, v.dtype), words, reads=reads, writes=[out, scratch])
+        kernel = attention_many.attend(k.dtype, v.dtype)
+        common |= {"scratch": scratch.address, "scratch_bytes": each}
+
+        def share(tickets: int) -> Share:
+            return Share(attention_many.ARGS(**common, span=span, tickets=tickets), reads, [out, scratch])
+
+        if steps.is_shared(reads, [out]):
+            steps.add_pieces(kernel, share)
+        else:
+            steps.deal(kernel, [share(0)])
         return True
     chunks = _chunks(steps, units, keys, k.tensor.spec.nbytes)
     rows = tokens * shared

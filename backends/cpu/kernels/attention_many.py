@@ -57,9 +57,10 @@ from .scores import (
     seen_lanes,
     sink_of,
 )
+from .tickets import draw, settle
 
-ARGS = words(f"{COMMON} span")
-"""Tokens of a unit."""
+ARGS = words(f"{COMMON} span tickets")
+"""Tokens of a unit, and what `tickets.draw` reads."""
 
 TILE = 64
 """Keys of a tile: a bit of a word each."""
@@ -343,21 +344,27 @@ def put_results(a, heads, start, end, place):
 
 @cache
 def attend(k: DType, v: DType) -> Kernel:
-    """Some blocks of tokens of a group of heads at a time, with keys of type `k` and values of type `v`; units go round
-    the threads, since later tokens see more."""
+    """Some blocks of tokens of a group of heads at a time, with keys of type `k` and values of type `v`; the last ones
+    come first, since they see most."""
     meet_all = _meet_all(k, v)
 
     def body(a, thread, threads):
         tokens, units, span, place = ARGS.tokens(a), ARGS.units(a), ARGS.span(a), places(a, thread)
-        every = units * ((tokens + span - 1) // span)
-        for number in range((every - thread + threads - 1) // threads):  # a step that is no constant might raise
-            unit = thread + number * threads
-            heads, start = ARGS.heads(a) + unit % units * ARGS.shared(a) * HEAD, unit // units * span
+        tickets, spans = ARGS.tickets(a), (tokens + span - 1) // span
+        piece, mine = 0, draw(tickets, 0)
+        for number in range(spans):
+            start = (spans - 1 - number) * span
             end = min(tokens, start + span)
-            take_queries(a, heads, start, end, place)
-            for s in range(0, ARGS.keys(a), TILE):
-                meet_all(a, heads, start, end, s, place)
-            put_results(a, heads, start, end, place)
+            for unit in range(units):
+                if piece == mine:
+                    heads = ARGS.heads(a) + unit * ARGS.shared(a) * HEAD
+                    take_queries(a, heads, start, end, place)
+                    for s in range(0, ARGS.keys(a), TILE):
+                        meet_all(a, heads, start, end, s, place)
+                    put_results(a, heads, start, end, place)
+                    mine = draw(tickets, piece + 1)
+                piece += 1
+        settle(tickets, mine, piece, threads)
         return 0
 
     return Kernel(f"attention_many.attend.{k}.{v}", body)

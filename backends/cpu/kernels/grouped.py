@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -19,11 +20,14 @@ from ..simd.tiles import tile
 from ..simd.vectors import LANES, MANY, load_int, prefetch, prefetch_far, store_scalar, vectors_in_registers
 from ..steps import Share, Steps
 from ..words import words
-from .packing import share
+from .tickets import draw, settle
 
 ROWS = LANES
 """Rows of the weight in a group: a lane each, so that no sum crosses lanes."""
 NONE = np.float32(0)
+MANY_ROWS = 32
+"""Rows of activations from which on threads rather share a product evenly than go on with the columns that they have
+of it: it takes longer than a meeting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +72,12 @@ class Blocks:
 
 
 @part
-def clear(starts, experts, y, step, lo, hi):
-    """Zero the elements from `lo` to before `hi` of the rows whose expert is elsewhere."""
+def clear(starts, experts, y, step, n):
+    """Zero the `n` elements of the rows whose expert is elsewhere."""
     slots = starts + 4 * (experts + 2)
     for i in range(load_int(starts + 4 * experts), load_int(starts + 4 * experts + 4)):
         row = y + load_int(slots + 4 * i) * step
-        for c in range(lo, hi):
+        for c in range(n):
             store_scalar(row + 4 * c, NONE)
 
 
@@ -83,6 +87,15 @@ def fetch(p, lines, near, far):
     for line in range(lines):
         prefetch(p + near + 64 * line)
         prefetch_far(p + far + 64 * line)
+
+
+@part
+def fetch_part(p, nbytes, parts):
+    """One of so many `parts` of a weight, cache line by cache line, to the second cache; where the next part begins."""
+    for _ in range(nbytes // parts // 64 + 1):
+        prefetch_far(p)
+        p += 64
+    return p
 
 
 @part
@@ -107,7 +120,42 @@ def at_once(blocks: Blocks, rows: int, least: int) -> Part:
     return part(meet)
 
 
-ARGS = words("w stride between rows columns x pitch starts experts used shared y step scratch near far")
+ARGS = words("w stride between rows columns x pitch starts experts used shared y step scratch near far tickets")
+
+
+def many_at_once(blocks: Blocks) -> Part:
+    """``(a, expanded, matrix, group, chunk, stop, coming)``: slots from `chunk` to before `stop` meet the groups of a
+    tile, which are expanded for them, while those that begin at `coming` are fetched to the second cache."""
+    some = tile(blocks.rows, blocks.groups)
+    chosen, zeros, put, save, saved = some.chosen, some.zeros, some.put, some.save, some.saved
+    expand, add = blocks.expand, blocks.add
+    width, record, size, wide, span = blocks.columns, blocks.record, blocks.size, blocks.wide, blocks.span
+    tall, tile_groups = blocks.rows, blocks.groups
+
+    def meet(a, expanded, matrix, group, chunk, stop, coming):
+        stride, columns, x, pitch = ARGS.stride(a), ARGS.columns(a), ARGS.x(a), ARGS.pitch(a)
+        used, shared, slots = ARGS.used(a), ARGS.shared(a), ARGS.starts(a) + 4 * (ARGS.experts(a) + 2)
+        left, y, step = ARGS.rows(a) - group * ROWS, ARGS.y(a) + group * ROWS * 4, ARGS.step(a)
+        n = (columns + width - 1) // width
+        tiles = (stop - chunk + tall - 1) // tall * ((n + wide - 1) // wide)
+        for first in range(0, max(1, n), wide):
+            count, sums = min(wide, n - first), expanded + tile_groups * span
+            for g in range(min(tile_groups, (left + ROWS - 1) // ROWS)):
+                at = matrix + (group + g) * ROWS * stride
+                expand(expanded + g * span, at, stride, left - g * ROWS, columns, first, count)
+            for i in range(chunk, stop, tall):
+                r = chosen(slots + 4 * i, stop - i, used, shared, x + first * record, pitch)
+                coming = fetch_part(coming, tile_groups * ROWS * stride, tiles)
+                acc = saved(sums) if first > 0 else zeros()
+                for b in range(count):
+                    acc = add(acc, expanded + b * size, r, b * record)
+                if first + wide < n:
+                    save(sums, acc)
+                else:
+                    put(chosen(slots + 4 * i, stop - i, 1, 1, y, step), acc, left)
+                sums += tall * tile_groups * ROWS * 4
+
+    return part(meet)
 
 
 def product_of(name: str, blocks: Blocks) -> Kernel:
@@ -116,26 +164,21 @@ def product_of(name: str, blocks: Blocks) -> Kernel:
     Bytes: `stride` of a row of w and `between` its experts, `pitch` and `step` from row to row of x and y,
     `Blocks.scratch` for each thread.  At `starts`: how many slots come before each expert, before those of experts that
     are elsewhere, and in all, then slots in that order (int32).  A token has so many slots `used`, and so many rows
-    `shared` by them.
+    `shared` by them.  Threads take groups of the weight as they come where there are `tickets` (`tickets.draw`).
     """
-    some = tile(blocks.rows, blocks.groups)
-    chosen, zeros, put, save, saved = some.chosen, some.zeros, some.put, some.save, some.saved
-    expand, add = blocks.expand, blocks.add
+    meet = many_at_once(blocks)
     two, one = at_once(blocks, 2, 2), at_once(blocks, 1, 1)
     four = at_once(blocks, 4, 3) if vectors_in_registers() == MANY else two
-    width, record, size, wide = blocks.columns, blocks.record, blocks.size, blocks.wide
-    span, scratch = blocks.span, blocks.scratch
-    tall, tile_groups, many = blocks.rows, blocks.groups, blocks.chunk
+    scratch, tall, tile_groups, many = blocks.scratch, blocks.rows, blocks.groups, blocks.chunk
     left_over, lying = blocks.left_over, blocks.lying
 
     def body(a, thread, threads):
         w, stride, between, rows, columns = ARGS.w(a), ARGS.stride(a), ARGS.between(a), ARGS.rows(a), ARGS.columns(a)
         x, pitch, starts, experts = ARGS.x(a), ARGS.pitch(a), ARGS.starts(a), ARGS.experts(a)
         used, shared, near, far = ARGS.used(a), ARGS.shared(a), ARGS.near(a), ARGS.far(a)
-        y, step, expanded = ARGS.y(a), ARGS.step(a), ARGS.scratch(a) + thread * scratch
-        n, groups, slots = (columns + width - 1) // width, (rows + ROWS - 1) // ROWS, starts + 4 * (experts + 2)
-        lo, hi = share((groups + tile_groups - 1) // tile_groups, thread, threads)
-        lo, hi = lo * tile_groups, min(groups, hi * tile_groups)
+        y, step, expanded, tickets = ARGS.y(a), ARGS.step(a), ARGS.scratch(a) + thread * scratch, ARGS.tickets(a)
+        groups, slots = (rows + ROWS - 1) // ROWS, starts + 4 * (experts + 2)
+        piece, mine = 0, draw(tickets, 0)
         for expert in range(experts):
             start, end = load_int(starts + 4 * expert), load_int(starts + 4 * (expert + 1))
             matrix, last = w + expert * between, end
@@ -144,30 +187,23 @@ def product_of(name: str, blocks: Blocks) -> Kernel:
             elif (end - start) % tall <= left_over:
                 last -= (end - start) % tall
             for chunk in range(start, last, many):
-                stop = min(last, chunk + many)
-                for group in range(lo, hi, tile_groups):
-                    for first in range(0, max(1, n), wide):
-                        count, sums = min(wide, n - first), expanded + tile_groups * span
-                        for g in range(min(tile_groups, groups - group)):
-                            at, left = matrix + (group + g) * ROWS * stride, rows - (group + g) * ROWS
-                            expand(expanded + g * span, at, stride, left, columns, first, count)
-                        for i in range(chunk, stop, tall):
-                            r = chosen(slots + 4 * i, stop - i, used, shared, x + first * record, pitch)
-                            acc = saved(sums) if first > 0 else zeros()
-                            for b in range(count):
-                                acc = add(acc, expanded + b * size, r, b * record)
-                            if first + wide < n:
-                                save(sums, acc)
-                            else:
-                                to = chosen(slots + 4 * i, stop - i, 1, 1, y + group * ROWS * 4, step)
-                                put(to, acc, rows - group * ROWS)
-                            sums += tall * tile_groups * ROWS * 4
-            for group in range(lo, hi):
-                left, at, to = rows - group * ROWS, matrix + group * ROWS * stride, y + group * ROWS * 4
-                i = four(last, end, slots, used, shared, x, pitch, to, step, at, stride, left, columns, near, far)
-                i = two(i, end, slots, used, shared, x, pitch, to, step, at, stride, left, columns, near, far)
-                one(i, end, slots, used, shared, x, pitch, to, step, at, stride, left, columns, near, far)
-        clear(starts, experts, y, step, lo * ROWS, min(rows, hi * ROWS))
+                for group in range(0, groups, tile_groups):
+                    if piece == mine:
+                        coming = matrix + (group + threads * tile_groups) * ROWS * stride
+                        meet(a, expanded, matrix, group, chunk, min(last, chunk + many), coming)
+                        mine = draw(tickets, piece + 1)
+                    piece += 1
+            for group in range(groups if last < end else 0):
+                if piece == mine:
+                    left, at, to = rows - group * ROWS, matrix + group * ROWS * stride, y + group * ROWS * 4
+                    i = four(last, end, slots, used, shared, x, pitch, to, step, at, stride, left, columns, near, far)
+                    i = two(i, end, slots, used, shared, x, pitch, to, step, at, stride, left, columns, near, far)
+                    one(i, end, slots, used, shared, x, pitch, to, step, at, stride, left, columns, near, far)
+                    mine = draw(tickets, piece + 1)
+                piece += 1
+        settle(tickets, mine, piece, threads)
+        if thread == 0:
+            clear(starts, experts, y, step, rows)
         return 0
 
     return Kernel(name, body)
@@ -205,19 +241,15 @@ def add_product(
     w, y = call.operand(0), call.out
     columns = w.shape[-1]
     memory = steps.scratch(f"product {blocks.scratch}", blocks.scratch * steps.threads)
-    bounds = bounds_of(call, blocks.groups * ROWS, steps.threads if is_dealt(steps, call) else 1)
     near, far = ahead(w.dtype, several=math.prod(y.shape[:-1]) > to.experts)
 
-    def part(thread: int) -> Share | None:
-        first, count = bounds[thread], bounds[thread + 1] - bounds[thread]
-        if not count:
-            return None
-        mine, own = y.part(len(y.shape) - 1, first, count), x[thread]
+    def share(first: int, last: int, thread: int, tickets: int = 0) -> Share:
+        mine, own = y.part(len(y.shape) - 1, first, last - first), x[thread]
         words = ARGS(
             w=w.address + first * stride,
             stride=stride,
             between=between,
-            rows=count,
+            rows=last - first,
             columns=columns,
             x=own.address,
             pitch=pitch,
@@ -230,13 +262,19 @@ def add_product(
             scratch=memory.address + thread * blocks.scratch,
             near=near,
             far=far,
+            tickets=tickets,
         )
         return Share(words, [w, own, to.operand], [mine])
 
-    if len(bounds) > 2:
-        steps.deal_columns(kernel, [part(thread) for thread in range(steps.threads)], y, bounds)
-    elif (whole := part(0)) is not None:
-        steps.deal(kernel, [whole])
+    dealt = is_dealt(steps, call)
+    if dealt and math.prod(y.shape[:-1]) >= MANY_ROWS * to.used:
+        steps.add_pieces(kernel, lambda tickets: share(0, y.shape[-1], 0, tickets))
+    elif dealt:
+        bounds = bounds_of(call, blocks.groups * ROWS, steps.threads)
+        parts = [share(*pair, thread) if pair[0] < pair[1] else None for thread, pair in enumerate(pairwise(bounds))]
+        steps.deal_columns(kernel, parts, y, bounds)
+    elif y.shape[-1]:
+        steps.deal(kernel, [share(0, y.shape[-1], 0)])
 
 
 def is_dealt(steps: Steps, call: Bound) -> bool:

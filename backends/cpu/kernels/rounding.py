@@ -88,10 +88,16 @@ def round_rows(a, thread, threads):
 @part
 def round_row(a, at, i, y, n):
     """Round the `n` columns of row `i`, that stands at `y`, as the words from `at` on say (`Target.rounding`)."""
+    for b in range(n // COLUMNS):
+        round_one(a, at, i, b, y + 4 * COLUMNS * b)
+
+
+@part
+def round_one(a, at, i, b, x):
+    """Round block `b` of row `i`, which stands at `x`, as the words from `at` on say."""
     for k in range(word(a, at)):
-        record, zero = word(a, at + 2 + 2 * k) + i * word(a, at + 1), word(a, at + 3 + 2 * k)
-        for b in range(n // COLUMNS):
-            round_block(y + 4 * COLUMNS * b, record + b * RECORD, zero)
+        row, zero = word(a, at + 2 + 2 * k) + i * word(a, at + 1), word(a, at + 3 + 2 * k)
+        round_block(x, row + b * RECORD, zero)
 
 
 # ----------------------------------------------------------------------------------------------------- binding
@@ -184,11 +190,6 @@ class Wanted:
     @property
     def zeros(self) -> Sequence[int]:
         return list(dict.fromkeys(zero for _, zero in self.rounded))
-
-    @property
-    def written(self) -> Wanted:
-        """The same, where it is written as float32 in any case."""
-        return replace(self, floats=True)
 
     def records(self, steps: Steps, *, shared: bool) -> Sequence[Sequence[Operand]]:
         """For each thread memory of its own or for all, for each of `zeros`, as rows of float32; none that a source of
