@@ -62,7 +62,7 @@ class Bench:
 
     def __init__(self, path: str, model: Path, threads: int) -> None:
         self.command = [path, "-m", str(model), "-t", str(threads), "-r", "1", "-fa", "1", "-o", "json"]
-        self.about = {"version": path}
+        self.about: dict[str, object] = {}
 
     def seconds(self, test: Test) -> float:
         counts = (
@@ -70,7 +70,9 @@ class Bench:
         )
         command = [*self.command, *counts, "-d", str(test["depth"])]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
-        return json.loads(done.stdout)[0]["avg_ns"] / 1e9
+        (report,) = json.loads(done.stdout)
+        self.about = {"version": f"llama-bench, build {report['build_number']}, commit {report['build_commit']}"}
+        return report["avg_ns"] / 1e9
 
     def __enter__(self) -> Bench:
         return self

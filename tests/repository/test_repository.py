@@ -351,3 +351,10 @@ def test_no_test_asserts_how_many_seconds_something_takes():
         name: text for name, text in text_files() if name.startswith(("tests/", "conformance/")) and name[-3:] == ".py"
     }
     assert not {name: lines for name, text in tests.items() for lines in [timed_asserts(text)] if lines}
+
+
+def test_no_result_names_a_file_of_the_machine_it_was_measured_on():
+    results = {name: text for name, text in text_files() if name.startswith("benchmarks/results/")}
+    assert results
+    named = r"(?<![\w.)])/(?:opt|home|root|tmp|work|Users)/\S+"
+    assert not {name: re.findall(named, text) for name, text in results.items() if re.search(named, text)}
