@@ -133,6 +133,19 @@ class Gathers(Protocol):
 
 
 @runtime_checkable
+class Overlaps(Protocol):
+    """A backend whose devices may compute while they meet."""
+
+    def overlaps(self, on: Device) -> bool:
+        """Whether a device goes on with what need not wait for a collective (`beside`)."""
+
+
+def overlaps(backend: Backend, on: Device) -> bool:
+    """Whether a device of a backend computes while it meets others."""
+    return isinstance(backend, Overlaps) and backend.overlaps(on)
+
+
+@runtime_checkable
 class Simulates(Protocol):
     """A backend that plans can be made for where its devices are missing."""
 

@@ -100,15 +100,17 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds of one run: in kernels (of the slowest device) and in collectives, and how many of those."""
+    """Seconds of one run: in kernels (of the slowest device) and in collectives, and how many of those; `hidden` are
+    those in which there are both."""
 
     compute: float
     collectives: float
     meetings: int
+    hidden: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.compute + self.collectives
+        return self.compute + self.collectives - self.hidden
 
 
 def sent_bytes(op: str, nbytes: float, devices: int) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
-from ..backends.base import Instruction, Program
+from ..backends.base import Instruction
 from ..graph.node import Node
 from ..graph.records import dataclass
 from ..ops.collective import LETTERS, int_attr, sequence_of
@@ -28,7 +28,7 @@ class Stage:
 
     `op` is ``work`` or that of a collective; `reads` are bytes that go through memory on the busiest device, `moved`
     those it sends; `uncut` is what the stage would take at least if every weight and state it reads were whole on each
-    device, None where none is cut.
+    device, None where none is cut.  Work that is `beside` does not wait for the meeting before it.
     """
 
     op: str
@@ -40,6 +40,7 @@ class Stage:
     seconds: float
     uncut: float | None = None
     source: int = 0
+    beside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +138,13 @@ def stages(lanes: Sequence[Lane], prices: Sequence[Prices]) -> list[Stage]:
     """All stages, in the order of the meetings."""
     own: list[_Parts] = []
     for number, first in enumerate(first_alike(lanes)):
-        own.append(_Parts(lanes[number].program, prices[number]) if first == number else own[first])
+        own.append(_Parts(lanes[number], prices[number]) if first == number else own[first])
     timeline: list[Stage] = []
     for number in sorted({n for p in own for n in p.meetings}):
         there = [d for d, p in enumerate(own) if number in p.meetings]
         timeline += _alike({d: own[d].before[number] for d in there})
         timeline.append(_meeting(there, own, number))
+        timeline += _alike({d: own[d].beside[number] for d in there})
     return timeline + _alike({d: p.rest for d, p in enumerate(own)})
 
 
@@ -153,25 +155,29 @@ def finished(found: Sequence[Stage], devices: int) -> float:
 
 def clocks(found: Sequence[Stage], begins: Sequence[float]) -> list[float]:
     """When each device is done that begins then: it starts a stage when it has done the one before and, to meet, all
-    are there."""
-    clock = [*begins]
+    are there; but work beside a meeting when it has done its work before that."""
+    worked, met = [*begins], [*begins]
     for stage in found:
         if stage.op == WORK:
             for d in stage.devices:
-                clock[d] += stage.seconds
+                worked[d] = (worked[d] if stage.beside else max(worked[d], met[d])) + stage.seconds
         else:
-            ready = clock[stage.source] if stage.op == "send" else max(clock[d] for d in stage.devices)
+            there = {d: max(worked[d], met[d]) for d in stage.devices}
+            ready = there[stage.source] if stage.op == "send" else max(there.values())
             for d in stage.devices:
                 if stage.op != "send" or d != stage.source:
-                    clock[d] = max(clock[d], ready + stage.seconds)
-    return clock
+                    met[d] = max(there[d], ready + stage.seconds)
+    return [*map(max, worked, met)]
 
 
 def estimate(found: Sequence[Stage], devices: int) -> Estimate:
     """The time of one run."""
     meetings = [s for s in found if s.op != WORK]
-    sent = sum(s.seconds for s in meetings)
-    return Estimate(max(0.0, finished(found, devices) - sent), sent, len(meetings))
+    sent, took = sum(s.seconds for s in meetings), finished(found, devices)
+    one_by_one = took
+    if any(s.beside for s in found):
+        one_by_one = finished([replace(s, beside=False) for s in found], devices)
+    return Estimate(max(0.0, one_by_one - sent), sent, len(meetings), one_by_one - took)
 
 
 def met_bytes(i: Instruction) -> int:
@@ -205,26 +211,29 @@ def _meeting(there: Sequence[int], own: Sequence[_Parts], number: int) -> Stage:
 
 
 class _Parts:
-    """One program cut at its meetings: `before` each of them a stage of work, with the ops it runs as its kind."""
+    """One program cut at its meetings: `before` each of them a stage of work, and `beside` it another, with the ops it
+    runs as its kind."""
 
-    def __init__(self, program: Program, prices: Prices) -> None:
-        self.program, self.prices = program, prices
+    def __init__(self, lane: Lane, prices: Prices) -> None:
+        self.program, self.prices = lane.program, prices
         self.meetings: dict[int, Stage] = {}
         self.before: dict[int, tuple[str, Stage]] = {}
+        self.beside: dict[int, tuple[str, Stage]] = {}
         start = 0
-        for at, i in enumerate(program.instructions):
+        for at, i in enumerate(self.program.instructions):
             if (number := sequence_of(i.op, i.attrs)) is not None:
                 self.before[number] = self._work(start, at)
                 cost = prices.of(at)
                 self.meetings[number] = Stage(i.op, (), at, 1, 0.0, cost.moved, cost.seconds)
-                start = at + 1
-        self.rest = self._work(start, len(program.instructions))
+                start = lane.waits.get(at, at + 1)
+                self.beside[number] = self._work(at + 1, start, beside=True)
+        self.rest = self._work(start, len(self.program.instructions))
 
-    def _work(self, start: int, stop: int) -> tuple[str, Stage]:
+    def _work(self, start: int, stop: int, beside: bool = False) -> tuple[str, Stage]:
         """The stage of the instructions from `start` to `stop`."""
         costs = [self.prices.of(at) for at in range(start, stop)]
         reads, seconds = sum(c.nbytes for c in costs), sum(c.seconds for c in costs)
         cut = any(c.uncut is not None for c in costs)
         uncut = sum(c.seconds if c.uncut is None else c.uncut for c in costs) if cut else None
-        stage = Stage(WORK, (), start, stop - start, float(reads), 0.0, float(seconds), uncut)
+        stage = Stage(WORK, (), start, stop - start, float(reads), 0.0, float(seconds), uncut, beside=beside)
         return " ".join(i.op for i in self.program.instructions[start:stop]), stage

@@ -21,6 +21,7 @@ from ...graph.spec import Spec
 from ...ops import REGISTRY
 from ...ops.collective import COLLECTIVES, int_attr
 from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor, run_calls
+from ..beside import beside
 
 
 class Speeds(Protocol):
@@ -69,13 +70,21 @@ class NullBuffer:
 
 class NullBackend:
     """Runs anywhere as ``null:0`` (and any number of further ones).  `goes_on`: a run begins on the clock when the last
-    one on that device has ended, and not at 0, and its steps follow those in the track."""
+    one on that device has ended, and not at 0, and its steps follow those in the track.  `computes_beside`: its devices
+    compute while they meet others."""
 
     name = "null"
 
-    def __init__(self, speeds: Speeds | None = None, memory: int | None = None, *, goes_on: bool = False) -> None:
+    def __init__(
+        self,
+        speeds: Speeds | None = None,
+        memory: int | None = None,
+        *,
+        goes_on: bool = False,
+        computes_beside: bool = False,
+    ) -> None:
         self.speeds: Speeds = speeds or Steady()
-        self.memory, self.goes_on = memory, goes_on
+        self.memory, self.goes_on, self.computes_beside = memory, goes_on, computes_beside
         self.allocated: dict[str, int] = defaultdict(int)
         self.tracks: dict[str, list[Step]] = {}
         self._lock = threading.Lock()
@@ -102,6 +111,9 @@ class NullBackend:
     def reads_strided(self, node: Node, operand: int) -> bool:
         return True
 
+    def overlaps(self, on: Device) -> bool:
+        return self.computes_beside
+
     def alloc(self, nbytes: int, on: Device, lasting: bool = False) -> NullBuffer:
         with self._lock:
             self.allocated[str(on)] += nbytes
@@ -117,27 +129,37 @@ class NullBackend:
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Callable[[], None]:
         priced = [(i, price(i, self.speeds, comm.size)) for i in program.instructions]
+        waits = beside(program, {}) if self.computes_beside else {}
+        waiting = frozenset(waits.values())
 
         def replay() -> None:
             clock = _Clock(comm, self.tracks.get(str(on), []) if self.goes_on else [])
-            run_calls(program, on, enumerate(partial(clock.run, i, seconds) for i, seconds in priced))
+            steps = [partial(clock.run, i, s, at in waiting, at in waits) for at, (i, s) in enumerate(priced)]
+            run_calls(program, on, enumerate(steps))
             self.tracks[str(on)] = clock.track
 
         return replay
 
 
 class _Clock:
-    """The time on one device, from 0 at the start of a run, or from the end of what it did before."""
+    """The time on one device, from 0 at the start of a run, or from the end of what it did before; `met` is when the
+    collective ends that is on its way."""
 
     def __init__(self, comm: Comm, before: Sequence[Step]) -> None:
-        self.comm, self.now = comm, before[-1].end if before else 0.0
+        self.comm, self.now = comm, max((step.end for step in before), default=0.0)
+        self.met = self.now
         self.track: list[Step] = [*before]
 
-    def run(self, i: Instruction, seconds: float) -> None:
-        start = self.now
-        if i.op in COLLECTIVES:
-            start = self._meet(i.op, i.attrs)
-        self.track.append(Step(i.node, i.op, start, start + seconds, start - self.now))
+    def run(self, i: Instruction, seconds: float, waits: bool, goes_on: bool) -> None:
+        """Run an instruction, which `waits` for the collective before it; the device `goes_on` beside it."""
+        came = self.now
+        if waits:
+            self.now = max(self.now, self.met)
+        start = self._meet(i.op, i.attrs) if i.op in COLLECTIVES else self.now
+        self.track.append(Step(i.node, i.op, start, start + seconds, start - came))
+        if goes_on:
+            self.met = start + seconds
+            return
         self.now = start + seconds
         if i.op == "send":  # what is sent is there once it is sent
             to, number = int_attr(i.attrs["to"]), int_attr(i.attrs["sequence"])

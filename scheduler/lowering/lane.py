@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import field
 from functools import cached_property
 from typing import Any
 
-from ...backends.abilities import Called, Foretells, grade_of
+from ...backends.abilities import Called, Foretells, grade_of, overlaps
 from ...backends.base import Backend, Device, Program
+from ...backends.beside import beside
 from ...graph.arguments import Kind, a, list_of, pair_of
 from ...graph.graph import Graph
 from ...graph.node import Node
@@ -55,6 +56,14 @@ class Lane:
         memory for it; None where the backend cannot say."""
         backend = self.backend
         return backend.foretold(self.program, self.device) if isinstance(backend, Foretells) else None
+
+    @cached_property
+    def waits(self) -> Mapping[int, int]:
+        """For each collective beside which the device computes, by position, where it waits for it."""
+        if not overlaps(self.backend, self.device):
+            return {}
+        together = {number: called.numbers for called in self.calls or () for number in called.numbers}
+        return beside(self.program, together)
 
     def launches(self) -> Sequence[float]:
         """How many launches each instruction takes: those of a chain are shared by its instructions; one each where the

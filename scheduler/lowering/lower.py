@@ -9,8 +9,9 @@ from dataclasses import replace
 from itertools import accumulate
 from types import MappingProxyType
 
-from ...backends.abilities import Gathers
+from ...backends.abilities import Gathers, overlaps
 from ...backends.base import Backend, BufferSpec, Device, Instruction, Program, Tensor
+from ...backends.beside import can_run_beside
 from ...graph.dtypes import DType
 from ...graph.errors import PlanError
 from ...graph.graph import Graph, names
@@ -19,6 +20,7 @@ from ...graph.records import dataclass
 from ...graph.repeats import BEFORE, RunsOf
 from ...graph.spec import Spec
 from ...ops import op_of
+from ...ops.collective import COLLECTIVES
 from ...ops.declaring.registry import kind_of
 from ...ops.elementwise import cont
 from .arena import Arena, Lifetime, place, place_by_runs
@@ -46,7 +48,7 @@ def lower_with_saves(
     """What `lower` gives, and the nodes that save states and put them back, which the graph does not have; the device
     can run all nodes of `graph`.  Where it has `runs`, they may be repeated."""
     graph, views = densify(settle(graph), backend.reads_strided)
-    order = schedule(graph, views, lambda value: backend.stored(value.spec, kind_of(value)))
+    order = schedule(graph, views, lambda value: backend.stored(value.spec, kind_of(value)), overlaps(backend, on))
     lowering = _Lowering(graph, backend, on, views, order, runs)
     if isinstance(backend, Gathers) and runs is None:
         roomy = _Lowering(graph, backend, on, views, order, is_roomy=True)
@@ -67,11 +69,13 @@ def check_support(graph: Graph, backend: Backend, on: Device) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Slots:
-    """What shares memory: `slot_of` maps each base value to the value in whose memory it lies."""
+    """What shares memory: `slot_of` maps each base value to the value in whose memory it lies; `until` is the last step
+    that runs beside a collective."""
 
     slot_of: Mapping[Value, Value]
     last_read: Mapping[Value, int]
     step: Mapping[Node, int]
+    until: Mapping[Node, int]
 
 
 class _Lowering:
@@ -94,6 +98,7 @@ class _Lowering:
     ) -> None:
         self.graph, self.backend, self.order, self.runs = graph, backend, order, runs
         self.called, self.views = names(graph), dict(views)
+        self.overlaps = overlaps(backend, on)
         self.kept: dict[Value, Spec] = {}
         self.tensors: dict[Value, Tensor] = {}
         self.index = {node: i for i, node in enumerate(graph.nodes)}
@@ -186,7 +191,28 @@ class _Lowering:
                 if victim is not None:
                     slot_of[result] = victim
                     last_read[victim] = max(last_read[victim], last_read.get(result, step[node]))
-        return _Slots(slot_of, last_read, step)
+        until = self._until(step) if self.overlaps else {}
+        for node, last in until.items():
+            base = self.views[node.inputs[0]].base
+            slot = slot_of.get(base, base)
+            last_read[slot] = max(last_read.get(slot, last), last)
+        return _Slots(slot_of, last_read, step, until)
+
+    def _until(self, step: Mapping[Node, int]) -> dict[Node, int]:
+        """For each collective beside which others run the last step of these: up to one that needs its result, or
+        meets others.  So long nothing is written where it reads."""
+        until: dict[Node, int] = {}
+        for at, met in enumerate(self.work):
+            if not can_run_beside(met.op):
+                continue
+            last = at
+            for node in self.work[at + 1 :]:
+                if node.op in COLLECTIVES or any(self.views[s].base.node is met for s in node.inputs):
+                    break
+                last = step[node]
+            if last > at:
+                until[met] = last
+        return until
 
     def _victim(
         self, result: Value, slot_of: Mapping[Value, Value], last_read: Mapping[Value, int], step: Mapping[Node, int]
@@ -233,7 +259,8 @@ class _Lowering:
                     owners[value] = self._lifetime(self._nbytes(value), now, self.slots.last_read.get(value, now))
         others = [node for save in self._all_saves() for node in (save.keep, save.back)]
         needs = {n: nbytes for n in (*self.work, *others) if (nbytes := self.backend.scratch(n))}
-        temporary = [self._lifetime(nbytes, self.slots.step[n], self.slots.step[n]) for n, nbytes in needs.items()]
+        step, until = self.slots.step, self.slots.until
+        temporary = [self._lifetime(nbytes, step[n], until.get(n, step[n])) for n, nbytes in needs.items()]
         arena = self._arena([*owners.values(), *temporary])
         buffers = [BufferSpec("arena", "", arena.nbytes)]
         places = {v: (ARENA, offset) for v, offset in zip(owners, arena.offsets, strict=False)}

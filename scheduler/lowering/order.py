@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 from ...graph.graph import Graph, topological_order
@@ -11,7 +11,7 @@ from ...graph.node import Node, Value
 from ...graph.records import dataclass
 from ...graph.spec import Spec
 from ...ops import cont, op_of
-from ...ops.collective import sequence_of
+from ...ops.collective import COLLECTIVES, sequence_of
 from .strides import Strided
 
 
@@ -25,8 +25,11 @@ class Schedule:
     copied: Mapping[Value, Value]
 
 
-def schedule(graph: Graph, views: Mapping[Value, Strided], kept: Callable[[Value], Spec]) -> Schedule:
-    """Order `graph` so that as many states as possible are updated in place.
+def schedule(
+    graph: Graph, views: Mapping[Value, Strided], kept: Callable[[Value], Spec], overlaps: bool = False
+) -> Schedule:
+    """Order `graph` so that as many states as possible are updated in place; where the device `overlaps`, with what
+    may run beside a collective straight behind it.
 
     A node may write a state's memory if that holds the new value as it is `kept`, and every other reader of the old
     one can run before it.  Where that would be a cycle the new value gets memory of its own and is copied at the end:
@@ -57,7 +60,8 @@ def schedule(graph: Graph, views: Mapping[Value, Strided], kept: Callable[[Value
             waits.add(target.base.node, before)
         else:
             copied[state] = new
-    return Schedule(_order(graph, waits.later), donated, copied)
+    order = _order(graph, waits.later)
+    return Schedule(_waiting_last(order, waits.later) if overlaps else order, donated, copied)
 
 
 def settle(graph: Graph) -> Graph:
@@ -169,3 +173,19 @@ def _order(graph: Graph, later: Mapping[Node, list[Node]]) -> tuple[Node, ...]:
                 done[node] = None
                 stack.pop()
     return tuple(done)
+
+
+def _waiting_last(order: Sequence[Node], later: Mapping[Node, list[Node]]) -> tuple[Node, ...]:
+    """Between two collectives first what needs nothing of the first of them, then all that waits for it."""
+    placed: list[Node] = []
+    waiting: dict[Node, None] = {}
+    met: Node | None = None
+    for node in order:
+        if node.op in COLLECTIVES:
+            placed += [*waiting, node]
+            waiting, met = {}, node
+        elif any(n is met or n in waiting for n in (*(v.node for v in node.inputs), *later.get(node, ()))):
+            waiting[node] = None
+        else:
+            placed.append(node)
+    return (*placed, *waiting)

@@ -50,12 +50,15 @@ class Timeline:
     @property
     def seconds(self) -> float:
         """When the last device is done."""
-        return max((track[-1].end for track in self.tracks if track), default=0.0)
+        return max((step.end for track in self.tracks for step in track), default=0.0)
 
     def busy(self, device: int) -> float:
-        """The share of the time in which a device computes or communicates and does not wait."""
-        total = self.seconds
-        return sum(s.end - s.start for s in self.tracks[device]) / total if total else 0.0
+        """The share of the time in which a device computes, communicates, or does both, and does not wait."""
+        total, busy, until = self.seconds, 0.0, 0.0
+        for step in sorted(self.tracks[device], key=lambda s: s.start):
+            busy += max(0.0, step.end - max(step.start, until))
+            until = max(until, step.end)
+        return busy / total if total else 0.0
 
     def __str__(self) -> str:
         lines = [f"{self.seconds * 1e6:.1f} us"]

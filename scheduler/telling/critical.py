@@ -32,7 +32,7 @@ def critical_path(stages: Sequence[Stage], devices: int) -> list[Link]:
     Their times add up to the time of the run as `stages.estimate` gives it.  Stages that take no time are left out.
     """
     ends: dict[Point, tuple[float, Point]] = {START: (0.0, START)}  # when, and after which other point
-    last = [START] * devices  # the point after which each device is free
+    worked, met = [START] * devices, [START] * devices  # the last work of each device, and its last meeting
 
     def follow(point: Point, before: Point, seconds: float) -> None:
         end = ends[before][0] + seconds
@@ -44,15 +44,13 @@ def critical_path(stages: Sequence[Stage], devices: int) -> list[Link]:
         waiting = [stage.source] if stage.op == "send" else stage.devices
         for d in stage.devices:
             if stage.op == WORK or d in waiting:
-                follow(points[d], last[d], stage.seconds)
+                for before in (worked[d], *(() if stage.beside else (met[d],))):
+                    follow(points[d], before, stage.seconds)
         for d in stage.devices:
-            if stage.op != "send":
-                last[d] = points[d]
-            elif d != stage.source:  # the receiver goes on when both are there: what it did itself, and what was sent
-                free = (number, devices + d)
-                follow(free, last[d], 0.0)
-                follow(free, points[d], 0.0)
-                last[d] = free
+            if stage.op == WORK:
+                worked[d] = points[d]
+            elif stage.op != "send" or d != stage.source:
+                met[d] = points[d]
     path = [max(ends, key=lambda point: ends[point][0])]
     while path[-1] != START:
         path.append(ends[path[-1]][1])

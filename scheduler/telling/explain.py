@@ -74,6 +74,7 @@ def reason_lines(plan: Plan) -> list[str]:
         *placement_lines(plan),
         *meeting_lines(plan),
         *path_lines(plan),
+        *beside_lines(plan),
         *following_lines(plan),
     ]
 
@@ -125,6 +126,14 @@ def path_lines(plan: Plan) -> list[str]:
     ranked = sorted(seconds, key=seconds.__getitem__, reverse=True)
     shares = (f"{seconds[name] / plan.cost.total:.0%} {name}" for name in ranked)
     return [f"the time of a run is {', '.join(shares)}"]
+
+
+def beside_lines(plan: Plan) -> list[str]:
+    """What is saved where devices compute while they meet."""
+    if not (hidden := plan.cost.hidden):
+        return []
+    waits = {at for lane in plan.lanes for at in lane.waits}
+    return [f"devices compute beside {len(waits)} of {plan.cost.meetings} collectives, which saves {time_text(hidden)}"]
 
 
 def following_lines(plan: Plan) -> list[str]:
@@ -184,6 +193,8 @@ def _row(plan: Plan, number: int, stage: Stage, because: str) -> tuple[str, ...]
         where = f"{'copy' if stage.op == 'send' else stage.op} {where}"
     reads, moved = (nbytes_text(n) if n else "-" for n in (stage.reads, stage.moved))
     uncut = "-" if stage.uncut is None else time_text(stage.uncut)
+    if stage.beside:
+        because = f"beside the meeting before it; {because}"
     return str(number), where, str(stage.count), reads, moved, time_text(stage.seconds), uncut, because
 
 

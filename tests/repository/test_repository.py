@@ -27,7 +27,12 @@ MAY_IMPORT = {
     "ops": ("graph",),
     "backends": ("graph", "ops"),
     "ranks": ("graph", "backends.base", "backends.abilities", "backends.board"),
-    "scheduler": ("graph", "ops", "backends.base", "backends.abilities", "backends.board", "backends.cache", "ranks"),
+    "scheduler": (
+        "graph",
+        "ops",
+        *map("backends.{}".format, ("base", "abilities", "beside", "board", "cache")),
+        "ranks",
+    ),
     "frontends": ("graph", "ops", "backends", "ranks", "scheduler", "view"),
     "view": ("graph", "ops", "backends.base", "backends.abilities", "scheduler"),
     "conformance": ("graph", "ops", "backends", "scheduler", "frontends"),
@@ -41,7 +46,7 @@ INSIDE = {
         "backends.abilities",
         *map("scheduler.{}".format, ("acts", "layout", "plan")),
     ),
-    "scheduler.lowering": ("graph", "ops", "backends.base", "backends.abilities"),
+    "scheduler.lowering": ("graph", "ops", "backends.base", "backends.abilities", "backends.beside"),
     "scheduler.sharding": (
         "graph",
         "ops",

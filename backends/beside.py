@@ -1,0 +1,69 @@
+"""What may run beside a collective: the instructions behind it that leave alone what it reads and writes.
+
+A collective begins where it stands in a program, when all before it has run.  A device that can do both at once goes on
+with what follows, up to the first instruction that reads or writes what the collective writes, or writes what it reads:
+there it waits.  At most one collective is on its way, so the next one waits as well, and so does the end of the run.
+
+Where a device waits follows from the bytes that instructions touch and is written down nowhere: no plan can state a
+wrong place, and to wait at once is the same program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from ..ops.collective import COLLECTIVES, LETTERS
+from .base import Instruction, Program, Tensor
+from .operands import Operand, Region
+
+Together = Mapping[int, Sequence[int]]
+"""For instructions that are launched together with others, by position: all of them."""
+
+
+def beside(program: Program, together: Together) -> Mapping[int, int]:
+    """For each collective beside which something runs, by position, the position where the device waits for it; of
+    instructions that run `together` all wait where one has to."""
+    steps = program.instructions
+    regions = {t: _region(program, t) for i in steps for t in _tensors(i)}
+    waits: dict[int, int] = {}
+    for at, meeting in enumerate(steps):
+        if not can_run_beside(meeting.op):
+            continue
+        until = at + 1
+        while until < len(steps) and steps[until].op not in COLLECTIVES:
+            if any(disturbs(meeting, steps[n], regions) for n in together.get(until, (until,))):
+                break
+            until += 1
+        if until > at + 1:
+            waits[at] = until
+    return waits
+
+
+def can_run_beside(op: str) -> bool:
+    """Whether something may run beside that op: a collective in which a whole team meets."""
+    return op in COLLECTIVES and op not in LETTERS
+
+
+def disturbs(meeting: Instruction, other: Instruction, regions: Mapping[Tensor, Region]) -> bool:
+    """Whether `other` has to wait for a collective."""
+    read = [regions[t] for t in meeting.src if t is not None]
+    written = [regions[t] for t in _written(meeting)]
+    touches, writes = [regions[t] for t in _tensors(other)], [regions[t] for t in _written(other)]
+    return _meet(written, touches) or _meet(read, writes)
+
+
+def _written(i: Instruction) -> list[Tensor]:
+    return [*i.dst, *([] if i.scratch is None else [i.scratch])]
+
+
+def _tensors(i: Instruction) -> list[Tensor]:
+    return [*(t for t in i.src if t is not None), *_written(i)]
+
+
+def _region(program: Program, t: Tensor) -> Region:
+    spec = program.buffers[t.buffer]
+    return Operand(t.offset, t, spec.declared, spec.stored, spec.kind).region
+
+
+def _meet(some: Iterable[Region], others: Sequence[Region]) -> bool:
+    return any(a.overlaps(b) for a in some for b in others)

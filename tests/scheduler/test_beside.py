@@ -1,0 +1,218 @@
+"""Work beside collectives: where a device waits, that nothing disturbs what is on its way, and what is saved."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+
+from hocket import ops
+from hocket.backends import beside as module
+from hocket.backends.base import find
+from hocket.backends.beside import beside
+from hocket.backends.null.backend import NullBackend
+from hocket.backends.reference.backend import ReferenceBackend
+from hocket.graph import Graph, input, weight
+from hocket.graph.errors import StepError
+from hocket.ops.collective import COLLECTIVES, LETTERS
+from hocket.scheduler import plan_for
+from hocket.scheduler.hardware import Hardware
+from hocket.scheduler.lowering.lower import lower
+from hocket.scheduler.running.timeline import timeline
+from hocket.scheduler.stages import WORK, Stage, estimate
+from hocket.scheduler.telling.critical import critical_path
+
+from ..given.graphs.random_graphs import bindings, seeded_graph
+from ..given.plans.faults import decoder
+from ..given.plans.grouped import bound, everything_that_fits
+from ..given.plans.interleaved import Interleaved
+
+SEEDS = (1, 11, 13, 14, 16, 20, 30, 32, 34, 41, 42, 43, 45, 46, 51, 53, 54, 57)
+"""Random graphs whose plans have something to do beside a collective."""
+SPEEDS = Hardware(flops=1e6, bandwidth=1e9, launch=0.0, link_bandwidth=1e6, link_latency=1e-3)
+
+
+class Overlapping(ReferenceBackend):
+    """Plans are made as for devices that compute while they meet."""
+
+    def overlaps(self, on):
+        return True
+
+
+def two_branches() -> Graph:
+    """Two sums over devices; the product of the second needs nothing of the first."""
+    x = input("x", (8, 16))
+    halves = [ops.mul_mat(weight(f"down.{i}", (16, 16)), x, name=f"product.{i}") for i in range(2)]
+    return Graph({f"y.{i}": ops.rms_norm(half, name=f"norm.{i}") for i, half in enumerate(halves)})
+
+
+def columns(graph, factors):
+    """Each device has some columns of the weights, so that products are sums."""
+    return frozenset(factors.axes(graph.weights[0])[1][0])
+
+
+def branches_on(backend):
+    group = [(backend, backend.device(d)) for d in range(2)]
+    return plan_for(two_branches(), group, choose=columns, hardware=SPEEDS)
+
+
+def random_cut(seed: int, backend):
+    graph, dice = seeded_graph(seed), random.Random(seed)
+    group = [(backend, backend.device(d)) for d in range(dice.choice([2, 3]))]
+    return plan_for(graph, group, choose=lambda g, f: everything_that_fits(g, f, dice), hardware=SPEEDS)
+
+
+def as_late(plan):
+    """The same plan with each collective where the device waits for it."""
+    lanes = []
+    for lane in plan.lanes:
+        steps = [*enumerate(lane.program.instructions)]
+        steps.sort(key=lambda step, waits=lane.waits: waits[step[0]] - 0.5 if step[0] in waits else step[0])
+        program = dataclasses.replace(lane.program, instructions=tuple(i for _, i in steps), undo=())
+        lanes.append(dataclasses.replace(lane, program=program))
+    return dataclasses.replace(plan, lanes=tuple(lanes))
+
+
+def outputs_of(plan, seed: int):
+    values = bindings(plan.graph, np.random.default_rng(seed))
+    run = Interleaved(plan, bound(plan.graph, values, plan.leaves))
+    got = run.run({v.node.name: values[v.node.name] for v in plan.graph.inputs}, seed)
+    return got, {name: np.array(run.store.state(name)) for name in run.store.states}
+
+
+# ----------------------------------------------------------------------------------------------- where a device waits
+
+
+def test_the_second_product_runs_beside_the_first_sum():
+    lane = branches_on(Overlapping()).lanes[0]
+    order = [i.node for i in lane.program.instructions]
+    first, second = (n for n, i in enumerate(lane.program.instructions) if i.op in COLLECTIVES)
+    assert order[first + 1] == "product.1"
+    assert order[lane.waits[first]] == "norm.0"
+    assert lane.waits[first] < second
+
+
+def test_a_device_that_does_one_thing_at_a_time_waits_at_once():
+    lane = branches_on(find("reference:0")[0]).lanes[0]
+    assert lane.waits == {}
+
+
+def test_of_instructions_that_are_launched_together_all_wait_where_one_has_to():
+    program = branches_on(Overlapping()).lanes[0].program
+    order = [i.node for i in program.instructions]
+    together = (order.index("product.1"), order.index("norm.0"))
+    first = next(n for n, i in enumerate(program.instructions) if i.op in COLLECTIVES)
+    assert first in beside(program, {})
+    assert first not in beside(program, dict.fromkeys(together, together))
+
+
+def test_what_a_collective_reads_is_not_written_over_before_the_wait():
+    lane = branches_on(Overlapping()).lanes[0]
+    first = next(n for n, i in enumerate(lane.program.instructions) if i.op in COLLECTIVES)
+    meeting, product = lane.program.instructions[first], lane.program.instructions[first + 1]
+    for there in (*meeting.src, *meeting.dst):
+        (low, high), (begin, end) = ((t.offset, t.offset + t.spec.nbytes) for t in (there, product.dst[0]))
+        assert max(low, begin) >= min(high, end)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_collective_that_comes_as_late_as_it_may_gives_the_same_bits(seed):
+    plan = random_cut(seed, Overlapping())
+    late = as_late(plan)
+    assert any(lane.waits for lane in plan.lanes)
+    for one, other in zip(outputs_of(plan, seed), outputs_of(late, seed), strict=True):
+        for name, array in one.items():
+            np.testing.assert_array_equal(other[name], array)
+
+
+def test_a_wait_that_comes_too_late_is_seen(monkeypatch):
+    """Planted: a device that does not look at what is read beside a collective."""
+
+    def disturbs(meeting, other, regions):
+        touched = [regions[t] for t in (*meeting.src, *meeting.dst) if t is not None]
+        return any(a.overlaps(regions[t]) for a in touched for t in other.dst)
+
+    monkeypatch.setattr(module, "disturbs", disturbs)
+    seen = 0
+    for seed in SEEDS:
+        plan = random_cut(seed, Overlapping())
+        want, _ = outputs_of(plan, seed)
+        try:
+            got, _ = outputs_of(as_late(plan), seed)
+        except StepError:  # noise is no number of a row
+            seen += 1
+            continue
+        seen += any(not np.array_equal(want[name], got[name]) for name in want)
+    assert seen
+
+
+@pytest.mark.parametrize("what", ["src", "dst"])
+def test_what_would_write_where_a_collective_reads_or_writes_waits_for_it(what):
+    """Planted: the second product lies where the first sum is taken from, or where it goes."""
+    program = branches_on(Overlapping()).lanes[0].program
+    first = next(n for n, i in enumerate(program.instructions) if i.op in COLLECTIVES)
+    steps = [*program.instructions]
+    (there,) = getattr(steps[first], what)
+    (product,) = steps[first + 1].dst
+    steps[first + 1] = dataclasses.replace(steps[first + 1], dst=(dataclasses.replace(product, offset=there.offset),))
+    assert first in beside(program, {})
+    assert first not in beside(dataclasses.replace(program, instructions=tuple(steps)), {})
+
+
+# ------------------------------------------------------------------------------------------------------ what is saved
+
+
+def test_the_worked_example_waits_for_whichever_takes_longer():
+    """Work of 3, a meeting of 5 beside work of 4, then work of 1: 3 + 5 + 1 in place of 13."""
+    work = Stage(WORK, (0, 1), 0, 1, 0.0, 0.0, 3.0)
+    meet = Stage("all_reduce", (0, 1), 0, 1, 0.0, 0.0, 5.0)
+    stages = [work, meet, dataclasses.replace(work, seconds=4.0, beside=True), dataclasses.replace(work, seconds=1.0)]
+    cost = estimate(stages, 2)
+    assert (cost.total, cost.compute, cost.collectives, cost.hidden) == (9.0, 8.0, 5.0, 4.0)
+    assert [link.stage.seconds for link in critical_path(stages, 2)] == [3.0, 5.0, 1.0]
+    longer = dataclasses.replace(stages[2], seconds=7.0)
+    assert [link.stage.seconds for link in critical_path([*stages[:2], longer, stages[3]], 2)] == [3.0, 7.0, 1.0]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_virtual_clock_and_the_path_take_the_estimated_time(seed):
+    plan = random_cut(seed, NullBackend(SPEEDS, computes_beside=True))
+    path = critical_path(plan.stages, len(plan.lanes))
+    assert np.isclose(sum(link.stage.seconds for link in path), plan.cost.total)
+    assert 0.0 <= plan.cost.hidden <= plan.cost.collectives * (1 + 1e-9)
+
+
+def test_the_virtual_clock_computes_beside_a_sum_and_waits_behind_it():
+    beside_it, one_by_one = (timeline(branches_on(NullBackend(SPEEDS, computes_beside=does))) for does in (True, False))
+    plan = branches_on(NullBackend(SPEEDS, computes_beside=True))
+    assert beside_it.seconds < one_by_one.seconds
+    assert beside_it.seconds == pytest.approx(plan.cost.total)
+    assert one_by_one.seconds == pytest.approx(plan.cost.total + plan.cost.hidden)
+    for track in beside_it.tracks:
+        step = {s.node: s for s in track}
+        first = next(s for s in track if s.op in COLLECTIVES)
+        assert step["product.1"].start == pytest.approx(first.start)
+        assert step["norm.0"].start >= first.end
+    assert 0 < beside_it.busy(0) <= 1
+
+
+def test_a_plan_says_what_computing_beside_collectives_saves():
+    said = branches_on(NullBackend(SPEEDS, computes_beside=True)).explain()
+    assert "devices compute beside 1 of 2 collectives, which saves" in said
+    assert "beside the meeting before it" in said
+    assert "beside" not in branches_on(NullBackend(SPEEDS)).explain()
+
+
+def test_letters_are_waited_for_at_once():
+    backend = Overlapping()
+    plan = plan_for(decoder(), [(backend, backend.device(d)) for d in range(2)], split_mode="layer")
+    assert any(i.op in LETTERS for i in plan.lanes[0].program.instructions)
+    assert all(lane.waits == {} for lane in plan.lanes)
+
+
+def test_one_device_alone_has_nothing_beside_which_to_compute():
+    backend = Overlapping()
+    _, program = lower(two_branches(), backend, backend.device(0))
+    assert beside(program, {}) == {}
