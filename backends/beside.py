@@ -11,32 +11,33 @@ wrong place, and to wait at once is the same program.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice, takewhile
 
 from ..ops.collective import COLLECTIVES, LETTERS
 from .base import Instruction, Program, Tensor
 from .operands import Operand, Region
 
-Together = Mapping[int, Sequence[int]]
-"""For instructions that are launched together with others, by position: all of them."""
 
+def beside(program: Program, groups: Iterable[Sequence[int]] | None = None) -> Mapping[int, tuple[int, ...]]:
+    """For each collective beside which something runs, by position, what that is, in the order in which it runs.
 
-def beside(program: Program, together: Together) -> Mapping[int, int]:
-    """For each collective beside which something runs, by position, the position where the device waits for it; of
-    instructions that run `together` all wait where one has to."""
+    `groups` are the instructions in the order of a run, those that are launched together in one entry: of them all wait
+    where one has to.  They run one by one as they stand where no groups are given.
+    """
     steps = program.instructions
     regions = {t: _region(program, t) for i in steps for t in _tensors(i)}
-    waits: dict[int, int] = {}
-    for at, meeting in enumerate(steps):
-        if not can_run_beside(meeting.op):
+    order = [(number,) for number in range(len(steps))] if groups is None else [*groups]
+    found: dict[int, tuple[int, ...]] = {}
+    for place, (at, *_) in enumerate(order):
+        if not can_run_beside((meeting := steps[at]).op):
             continue
-        until = at + 1
-        while until < len(steps) and steps[until].op not in COLLECTIVES:
-            if any(disturbs(meeting, steps[n], regions) for n in together.get(until, (until,))):
-                break
-            until += 1
-        if until > at + 1:
-            waits[at] = until
-    return waits
+
+        def goes_on(group: Sequence[int], meeting: Instruction = meeting) -> bool:
+            return not any(steps[n].op in COLLECTIVES or disturbs(meeting, steps[n], regions) for n in group)
+
+        if free := [n for group in takewhile(goes_on, islice(order, place + 1, None)) for n in group]:
+            found[at] = tuple(free)
+    return found
 
 
 def can_run_beside(op: str) -> bool:

@@ -225,7 +225,7 @@ class _Parts:
                 self.before[number] = self._work(start, at)
                 cost = prices.of(at)
                 self.meetings[number] = Stage(i.op, (), at, 1, 0.0, cost.moved, cost.seconds)
-                start = lane.waits.get(at, at + 1)
+                start = at + 1 + len(lane.meanwhile.get(at, ()))
                 self.beside[number] = self._work(at + 1, start, beside=True)
         self.rest = self._work(start, len(self.program.instructions))
 

@@ -129,12 +129,12 @@ class NullBackend:
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Callable[[], None]:
         priced = [(i, price(i, self.speeds, comm.size)) for i in program.instructions]
-        waits = beside(program, {}) if self.computes_beside else {}
-        waiting = frozenset(waits.values())
+        meanwhile = beside(program) if self.computes_beside else {}
+        waiting = {numbers[-1] + 1 for numbers in meanwhile.values()}
 
         def replay() -> None:
             clock = _Clock(comm, self.tracks.get(str(on), []) if self.goes_on else [])
-            steps = [partial(clock.run, i, s, at in waiting, at in waits) for at, (i, s) in enumerate(priced)]
+            steps = [partial(clock.run, i, s, at in waiting, at in meanwhile) for at, (i, s) in enumerate(priced)]
             run_calls(program, on, enumerate(steps))
             self.tracks[str(on)] = clock.track
 

@@ -8,7 +8,7 @@ from dataclasses import field
 from functools import cached_property
 from typing import Any
 
-from ...backends.abilities import Called, Foretells, grade_of, overlaps
+from ...backends.abilities import Called, Foretells, Gathers, grade_of, overlaps
 from ...backends.base import Backend, Device, Program
 from ...backends.beside import beside
 from ...graph.arguments import Kind, a, list_of, pair_of
@@ -58,12 +58,12 @@ class Lane:
         return backend.foretold(self.program, self.device) if isinstance(backend, Foretells) else None
 
     @cached_property
-    def waits(self) -> Mapping[int, int]:
-        """For each collective beside which the device computes, by position, where it waits for it."""
-        if not overlaps(self.backend, self.device):
+    def meanwhile(self) -> Mapping[int, Sequence[int]]:
+        """For each collective beside which the device computes, by position, the instructions that run beside it."""
+        backend = self.backend
+        if not overlaps(backend, self.device):
             return {}
-        together = {number: called.numbers for called in self.calls or () for number in called.numbers}
-        return beside(self.program, together)
+        return beside(self.program, backend.gathered(self.program, self.device) if isinstance(backend, Gathers) else None)
 
     def launches(self) -> Sequence[float]:
         """How many launches each instruction takes: those of a chain are shared by its instructions; one each where the

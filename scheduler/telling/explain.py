@@ -132,8 +132,8 @@ def beside_lines(plan: Plan) -> list[str]:
     """What is saved where devices compute while they meet."""
     if not (hidden := plan.cost.hidden):
         return []
-    waits = {at for lane in plan.lanes for at in lane.waits}
-    return [f"devices compute beside {len(waits)} of {plan.cost.meetings} collectives, which saves {time_text(hidden)}"]
+    met = {at for lane in plan.lanes for at in lane.meanwhile}
+    return [f"devices compute beside {len(met)} of {plan.cost.meetings} collectives, which saves {time_text(hidden)}"]
 
 
 def following_lines(plan: Plan) -> list[str]:

@@ -68,9 +68,10 @@ def as_late(plan):
     """The same plan with each collective where the device waits for it."""
     lanes = []
     for lane in plan.lanes:
-        steps = [*enumerate(lane.program.instructions)]
-        steps.sort(key=lambda step, waits=lane.waits: waits[step[0]] - 0.5 if step[0] in waits else step[0])
-        program = dataclasses.replace(lane.program, instructions=tuple(i for _, i in steps), undo=())
+        behind = {at: numbers[-1] + 0.5 for at, numbers in lane.meanwhile.items()}
+        numbers = sorted(range(len(lane.program.instructions)), key=lambda at, behind=behind: behind.get(at, at))
+        steps = tuple(lane.program.instructions[at] for at in numbers)
+        program = dataclasses.replace(lane.program, instructions=steps, undo=())
         lanes.append(dataclasses.replace(lane, program=program))
     return dataclasses.replace(plan, lanes=tuple(lanes))
 
@@ -88,15 +89,14 @@ def outputs_of(plan, seed: int):
 def test_the_second_product_runs_beside_the_first_sum():
     lane = branches_on(Overlapping()).lanes[0]
     order = [i.node for i in lane.program.instructions]
-    first, second = (n for n, i in enumerate(lane.program.instructions) if i.op in COLLECTIVES)
-    assert order[first + 1] == "product.1"
-    assert order[lane.waits[first]] == "norm.0"
-    assert lane.waits[first] < second
+    first = next(n for n, i in enumerate(lane.program.instructions) if i.op in COLLECTIVES)
+    assert lane.meanwhile == {first: (first + 1,)}
+    assert order[first + 1 : first + 3] == ["product.1", "norm.0"]
 
 
 def test_a_device_that_does_one_thing_at_a_time_waits_at_once():
     lane = branches_on(find("reference:0")[0]).lanes[0]
-    assert lane.waits == {}
+    assert lane.meanwhile == {}
 
 
 def test_of_instructions_that_are_launched_together_all_wait_where_one_has_to():
@@ -104,8 +104,9 @@ def test_of_instructions_that_are_launched_together_all_wait_where_one_has_to():
     order = [i.node for i in program.instructions]
     together = (order.index("product.1"), order.index("norm.0"))
     first = next(n for n, i in enumerate(program.instructions) if i.op in COLLECTIVES)
-    assert first in beside(program, {})
-    assert first not in beside(program, dict.fromkeys(together, together))
+    assert first in beside(program)
+    others = [(n,) for n in range(len(order)) if n not in together]
+    assert first not in beside(program, sorted([*others, together]))
 
 
 def test_what_a_collective_reads_is_not_written_over_before_the_wait():
@@ -121,7 +122,7 @@ def test_what_a_collective_reads_is_not_written_over_before_the_wait():
 def test_a_collective_that_comes_as_late_as_it_may_gives_the_same_bits(seed):
     plan = random_cut(seed, Overlapping())
     late = as_late(plan)
-    assert any(lane.waits for lane in plan.lanes)
+    assert any(lane.meanwhile for lane in plan.lanes)
     for one, other in zip(outputs_of(plan, seed), outputs_of(late, seed), strict=True):
         for name, array in one.items():
             np.testing.assert_array_equal(other[name], array)
@@ -157,8 +158,8 @@ def test_what_would_write_where_a_collective_reads_or_writes_waits_for_it(what):
     (there,) = getattr(steps[first], what)
     (product,) = steps[first + 1].dst
     steps[first + 1] = dataclasses.replace(steps[first + 1], dst=(dataclasses.replace(product, offset=there.offset),))
-    assert first in beside(program, {})
-    assert first not in beside(dataclasses.replace(program, instructions=tuple(steps)), {})
+    assert first in beside(program)
+    assert first not in beside(dataclasses.replace(program, instructions=tuple(steps)))
 
 
 # ------------------------------------------------------------------------------------------------------ what is saved
@@ -209,10 +210,10 @@ def test_letters_are_waited_for_at_once():
     backend = Overlapping()
     plan = plan_for(decoder(), [(backend, backend.device(d)) for d in range(2)], split_mode="layer")
     assert any(i.op in LETTERS for i in plan.lanes[0].program.instructions)
-    assert all(lane.waits == {} for lane in plan.lanes)
+    assert all(lane.meanwhile == {} for lane in plan.lanes)
 
 
 def test_one_device_alone_has_nothing_beside_which_to_compute():
     backend = Overlapping()
     _, program = lower(two_branches(), backend, backend.device(0))
-    assert beside(program, {}) == {}
+    assert beside(program) == {}
