@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from ..backends.abilities import Called, Foretells, Gathers, Simulates
+from ..backends.abilities import Called, Foretells, Gathers, Simulates, overlaps
 from ..backends.base import Array, Comm, Device, Program, Support, Tensor, load
 from ..graph import Graph
 from ..graph.arguments import TEXT, needs
@@ -166,6 +166,9 @@ class SimulatedGpu(SimulatedBackend):
     def foretold(self, program: Program, on: Device) -> Sequence[Called]:
         """The kernels that the program would launch, in order."""
         return self._rules.foretold(program, on) if isinstance(self._rules, Foretells) else ()
+
+    def overlaps(self, on: Device) -> bool:
+        return overlaps(self._rules, on)
 
     def gathered(self, program: Program, on: Device) -> Sequence[Sequence[int]]:
         assert isinstance(self._rules, Gathers)

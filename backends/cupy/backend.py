@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -22,6 +23,7 @@ from ...ops.declaring.registry import kind_of
 from ...ops.quants import dequantise, encoded
 from ..abilities import Called, Timed
 from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor, contiguous_strides, run_calls
+from ..beside import beside
 from ..calls import Call
 from ..flow import Flow
 from ..liveness import readers_of
@@ -31,7 +33,7 @@ from .binding.launches import Launches
 from .binding.packing import PACKINGS, pack, padded
 from .binding.programs import Met, bound_parts, foretold, gathered
 from .binding.trial import Known, tried
-from .device.driver import Driver, Launch, LaunchError, Step
+from .device.driver import Beside, Driver, Launch, LaunchError, Single, Step, one_by_one
 from .device.limits import MOST, Limits
 from .kernels import attention, tiled
 from .kernels.packed import expanded
@@ -195,6 +197,10 @@ class DriverBackend:
     def gathered(self, program: Program, on: Device) -> Sequence[Sequence[int]]:
         return gathered(program, self.driver.limits(on))
 
+    def overlaps(self, on: Device) -> bool:
+        """Parts of a device meet through memory of the host, where everybody waits at once."""
+        return self.driver.overlaps and on.part is None
+
     def meeting(self, devices: Sequence[Device]) -> str:
         """How `devices` of this backend meet, and why so."""
         return transport_of(devices, self.driver).why
@@ -234,11 +240,14 @@ class Replay:
         self._flow = Flow(program, self._readers)
         self._parts = [*bound_parts(self._flow, self._bound, self._operand)]
         self._together = self._flow.together()
+        free = beside(program, self._flow.groups())
+        self._meets_in = {number: at for at, numbers in free.items() for number in numbers}
+        self._steps: list[Step] = []
         self._own_faults = len(self._bound.faults)
         for kernel in {part.kernel for part in self._parts if isinstance(part, Launch)}:
             driver.prepare(kernel, on)
         self._calls: list[NumberedCall] = []
-        self._launched: dict[object, Sequence[Step]] = {}
+        self._launched: dict[object, Sequence[Single]] = {}
         self._alone: dict[object, Sequence[Callable[[], None]]] = {}
         self._as_asked: Callable[[NumberedCall], NumberedCall] = lambda call: call
         self._meetings = Meetings(comm, driver, on, self._keep, memberships)
@@ -255,15 +264,26 @@ class Replay:
         self._calls, self._launched, self._alone = [], {}, {}
         del self._bound.faults[self._own_faults :]
         self._meetings.begin(self._bound)
+        self._steps += self._bound.taken_out()
+        meanwhile: dict[int, list[Single]] = defaultdict(list)
         for part in self._parts:
-            if not isinstance(part, Met):
-                self._bound.items.append(part)
-                continue
-            self._bound.number = part.number
-            if not self._meetings.launch(self._bound, part.bound):
-                self._close()
-                self._calls += [(part.number, call) for call in self._meeting(part.instruction)]
+            if not isinstance(part, Met) and part.number in self._meets_in:
+                meanwhile[self._meets_in[part.number]].append(part)
+        for part in self._parts:
+            if isinstance(part, Met):
+                self._meet(part, meanwhile[part.number])
+            elif part.number not in self._meets_in:
+                self._steps.append(part)
         self._close()
+
+    def _meet(self, met: Met, meanwhile: Sequence[Single]) -> None:
+        """Append a collective, and what may run beside it: behind it, if devices meet through memory of the host."""
+        self._bound.number = met.number
+        if not self._meetings.launch(self._bound, met.bound):
+            self._close()
+            self._calls += [(met.number, call) for call in self._meeting(met.instruction)]
+        meeting = self._bound.taken_out()
+        self._steps += [Beside(meeting, tuple(meanwhile))] if meeting and meanwhile else [*meeting, *meanwhile]
 
     def __call__(self) -> None:
         try:
@@ -323,7 +343,7 @@ class Replay:
             run()
             times.append(Timed(self.program.instructions[number].op, (number,), start, time.monotonic()))
 
-        def steps(of: Sequence[Step]) -> None:
+        def steps(of: Sequence[Single]) -> None:
             if run not in self._alone:
                 self._alone[run] = [self.driver.record([step], self.on) for step in of]
             start = time.monotonic()
@@ -360,10 +380,10 @@ class Replay:
 
     def _close(self) -> None:
         """Record what was bound since the last meeting."""
-        if launches := self._bound.items:
-            self._calls.append((launches[0].number, run := self.driver.record(launches, self.on)))
-            self._launched[run] = launches
-            self._bound.items = []
+        if steps := [*self._steps, *self._bound.taken_out()]:
+            self._calls.append((steps[0].number, run := self.driver.record(steps, self.on)))
+            self._launched[run] = one_by_one(steps)
+        self._steps = []
 
     def _operand(self, t: Tensor) -> Operand:
         spec = self.program.buffers[t.buffer]
@@ -394,7 +414,7 @@ class Replay:
         return [self._meetings.wait, *outgoing, *meet, *incoming]
 
 
-def _name(step: Step) -> str:
+def _name(step: Single) -> str:
     return step.kernel.name if isinstance(step, Launch) else "exchange"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, permutations
@@ -17,7 +17,20 @@ from ..base import Array, Device, Tensor
 from ..once import once
 from .backend import DriverBackend
 from .device.cubins import cubin
-from .device.driver import Exchange, Kernel, Launch, LaunchError, Library, Ring, Source, Step, has_parts
+from .device.driver import (
+    Beside,
+    Exchange,
+    Kernel,
+    Launch,
+    LaunchError,
+    Library,
+    Ring,
+    Single,
+    Source,
+    Step,
+    has_parts,
+    one_by_one,
+)
 from .device.early import early, launch_early, library_for
 from .device.limits import EVERYWHERE, Limits, limits_of
 from .device.nccl import nccl
@@ -29,6 +42,8 @@ MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 """Number of that CUfunction_attribute."""
 PEER_ACCESS_ALREADY_ENABLED, NOT_READY, PORTABLE_AND_MAPPED = 704, 600, 3
 """Of the CUDA runtime: an error, the state of a stream, and flags of cudaHostRegister."""
+FIRST = -1
+"""Priority of a stream whose blocks begin before those of others, which have 0."""
 SPECIFIC = frozenset(("90", "100", "103", "120"))
 """Compute capabilities whose own instructions need an architecture with the letter a."""
 
@@ -63,8 +78,8 @@ class CudaDriver:
     kind = "cuda"
     install = INSTALL
     library_name = "NCCL"
-    is_hip = False
-    """Whether CuPy is built for the devices of AMD."""
+    is_hip, overlaps = False, True
+    """Whether CuPy is built for the devices of AMD, and whether what is beside a collective runs at the same time."""
 
     def __init__(self, begins_early: bool = True) -> None:
         self.begins_early = begins_early
@@ -197,30 +212,52 @@ class CudaDriver:
             except cupy.cuda.runtime.CUDARuntimeError as why:
                 raise LaunchError(steps[0].number, str(why)) from None
 
-        return Recorded(run, tuple(step.ring for step in steps if isinstance(step, Exchange)))
+        return Recorded(run, tuple(step.ring for step in one_by_one(steps) if isinstance(step, Exchange)))
 
     def _replay(self, steps: Sequence[Step], on: Device) -> Callable[[], None]:
         """All but a single launch becomes a CUDA graph; exchanges do so on all devices, or on none, as NCCL asks."""
         stream = self.stream(on)
         if len(steps) == 1 and isinstance(steps[0], Launch):
             return self._call(steps[0], on, stream)
-        capturing = self.cupy.cuda.Stream(non_blocking=True)
+        cuda = self.cupy.cuda
+        capturing, side = cuda.Stream(non_blocking=True), cuda.Stream(non_blocking=True, priority=FIRST)
         library = None
         if self.begins_early:
-            library = library_for(int(self._capability(on.index)), self.cupy.cuda.runtime.driverGetVersion())
-        given = [library if is_early else None for is_early in early(steps)]
-        calls = [self._call(step, on, capturing, its) for step, its in zip(steps, given, strict=True)]
+            library = library_for(int(self._capability(on.index)), cuda.runtime.driverGetVersion())
+        calls = [*self._calls(steps, on, capturing, side, library)]
         with capturing:
             capturing.begin_capture()
             for call in calls:
                 call()
             return partial(capturing.end_capture().launch, stream)
 
+    def _calls(
+        self, steps: Sequence[Step], on: Device, stream: Any, side: Any, library: ctypes.CDLL | None
+    ) -> Iterator[Callable[[], None]]:
+        """Steps into a stream, of those beside each other the collective into the one at its `side`.
+
+        What waits there for another device is one block.  It keeps its place on a multiprocessor while it waits, and
+        launches beside it share the other places: they wait for no collective, so they end and make room on all
+        devices, and everybody comes.  Its priority lets it begin before the blocks that a large launch has not begun
+        yet.  No launch of a collective begins early there, as its blocks would keep places to wait in.
+        """
+        for step, is_early in zip(steps, early(steps), strict=True):
+            if not isinstance(step, Beside):
+                yield self._call(step, on, stream, library if is_early else None)
+                continue
+            fork, join = (self.cupy.cuda.Event(disable_timing=True) for _ in range(2))
+            yield partial(fork.record, stream)
+            yield partial(side.wait_event, fork)
+            yield from (self._call(single, on, side) for single in step.meeting)
+            yield partial(join.record, side)
+            yield from self._calls(step.meanwhile, on, stream, side, library)
+            yield partial(stream.wait_event, join)
+
     def stream(self, on: Device) -> Any:
         """The stream that launches and copies go to."""
         return self._staging(on).stream
 
-    def _call(self, step: Step, on: Device, stream: Any, library: ctypes.CDLL | None = None) -> Callable[[], None]:
+    def _call(self, step: Single, on: Device, stream: Any, library: ctypes.CDLL | None = None) -> Callable[[], None]:
         """One step into a stream, which begins early if a library for that is given; the words of a launch are copied
         when it is made."""
         if isinstance(step, Exchange):
@@ -305,9 +342,9 @@ def _module(driver: CudaDriver, source: Source, index: int) -> tuple[Any, Mappin
 class Absent(CudaDriver):
     """Devices that need not be there, as far as plans ask for them."""
 
-    def __init__(self, kind: str, limits: Limits) -> None:
+    def __init__(self, of: type[CudaDriver], limits: Limits) -> None:
         super().__init__()
-        self.kind, self._of_all = kind, limits
+        self.kind, self.overlaps, self._of_all = of.kind, of.overlaps, limits
 
     def devices(self) -> Sequence[Device]:
         return (Device(self.kind, 0),)
@@ -324,7 +361,7 @@ class CudaBackend(DriverBackend):
 
     def absent(self, model: str) -> DriverBackend:
         """What plans ask of devices that need not be there; `model` is their compute capability, as ``90``."""
-        return DriverBackend(Absent(self.name, limits_of(model)))
+        return DriverBackend(Absent(CudaDriver, limits_of(model)))
 
     def predicted(self, kind: str) -> Mapping[str, Mapping[str, float]]:
         """Speeds of products with weights on such a GPU, by a model of its time."""

@@ -12,7 +12,7 @@ from .backend import DriverBackend
 from .cuda import Absent, CudaDriver
 from .device import hiprtc
 from .device.cubins import cubin
-from .device.driver import Source, Step
+from .device.driver import Source, Step, one_by_one
 from .device.limits import OF_HIP, Limits
 
 UNPROVEN = "has not run on a real device yet"
@@ -24,7 +24,7 @@ class HipDriver(CudaDriver):
     kind = "hip"
     install = f"pip install hocket[rocm], beside ROCm 7; {UNPROVEN}"
     library_name = "RCCL"
-    is_hip = True
+    is_hip, overlaps = True, False
 
     def device(self, index: int) -> Device:
         device = super().device(index)
@@ -39,7 +39,7 @@ class HipDriver(CudaDriver):
 
     def _replay(self, steps: Sequence[Step], on: Device) -> Callable[[], None]:
         """One after the other: CuPy captures no graphs of these devices."""
-        calls = [self._call(step, on, self.stream(on)) for step in steps]
+        calls = [self._call(step, on, self.stream(on)) for step in one_by_one(steps)]
 
         def replay() -> None:
             for call in calls:
@@ -67,7 +67,7 @@ class HipBackend(DriverBackend):
 
     def absent(self, model: str) -> DriverBackend:
         """What plans ask of devices that need not be there, of an architecture such as ``gfx942``."""
-        return DriverBackend(Absent(self.name, OF_HIP))
+        return DriverBackend(Absent(HipDriver, OF_HIP))
 
     def predicted(self, kind: str) -> Mapping[str, Mapping[str, float]]:
         """Nothing: there is no model of the time of these GPUs."""

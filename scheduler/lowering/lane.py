@@ -63,7 +63,8 @@ class Lane:
         backend = self.backend
         if not overlaps(backend, self.device):
             return {}
-        return beside(self.program, backend.gathered(self.program, self.device) if isinstance(backend, Gathers) else None)
+        groups = backend.gathered(self.program, self.device) if isinstance(backend, Gathers) else None
+        return beside(self.program, groups)
 
     def launches(self) -> Sequence[float]:
         """How many launches each instruction takes: those of a chain are shared by its instructions; one each where the

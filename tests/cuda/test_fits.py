@@ -10,7 +10,7 @@ import pytest
 
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding.programs import unplaced
-from hocket.backends.cupy.cuda import Absent
+from hocket.backends.cupy.cuda import Absent, CudaDriver
 from hocket.backends.cupy.device.driver import Launch
 from hocket.backends.cupy.device.limits import EVERYWHERE, OF_HIP, Limits, limits_of
 from hocket.backends.cupy.resources import ARCHITECTURES, Row, recorded
@@ -69,7 +69,7 @@ class Fitting:
 
     def __init__(self) -> None:
         self.table = recorded().kernels
-        self.backends = {kind.limits: DriverBackend(Absent("cuda", kind.limits)) for kind in KINDS.values()}
+        self.backends = {kind.limits: DriverBackend(Absent(CudaDriver, kind.limits)) for kind in KINDS.values()}
         self.launches = 0
         self.found: set[str] = set()
 

@@ -8,30 +8,27 @@ import random
 import numpy as np
 import pytest
 
-from hocket import ops
 from hocket.backends import beside as module
 from hocket.backends.base import find
 from hocket.backends.beside import beside
 from hocket.backends.null.backend import NullBackend
 from hocket.backends.reference.backend import ReferenceBackend
-from hocket.graph import Graph, input, weight
 from hocket.graph.errors import StepError
 from hocket.ops.collective import COLLECTIVES, LETTERS
 from hocket.scheduler import plan_for
-from hocket.scheduler.hardware import Hardware
 from hocket.scheduler.lowering.lower import lower
 from hocket.scheduler.running.timeline import timeline
 from hocket.scheduler.stages import WORK, Stage, estimate
 from hocket.scheduler.telling.critical import critical_path
 
 from ..given.graphs.random_graphs import bindings, seeded_graph
+from ..given.plans.branches import SPEEDS, branches_on, two_branches
 from ..given.plans.faults import decoder
 from ..given.plans.grouped import bound, everything_that_fits
 from ..given.plans.interleaved import Interleaved
 
 SEEDS = (1, 11, 13, 14, 16, 20, 30, 32, 34, 41, 42, 43, 45, 46, 51, 53, 54, 57)
 """Random graphs whose plans have something to do beside a collective."""
-SPEEDS = Hardware(flops=1e6, bandwidth=1e9, launch=0.0, link_bandwidth=1e6, link_latency=1e-3)
 
 
 class Overlapping(ReferenceBackend):
@@ -39,23 +36,6 @@ class Overlapping(ReferenceBackend):
 
     def overlaps(self, on):
         return True
-
-
-def two_branches() -> Graph:
-    """Two sums over devices; the product of the second needs nothing of the first."""
-    x = input("x", (8, 16))
-    halves = [ops.mul_mat(weight(f"down.{i}", (16, 16)), x, name=f"product.{i}") for i in range(2)]
-    return Graph({f"y.{i}": ops.rms_norm(half, name=f"norm.{i}") for i, half in enumerate(halves)})
-
-
-def columns(graph, factors):
-    """Each device has some columns of the weights, so that products are sums."""
-    return frozenset(factors.axes(graph.weights[0])[1][0])
-
-
-def branches_on(backend):
-    group = [(backend, backend.device(d)) for d in range(2)]
-    return plan_for(two_branches(), group, choose=columns, hardware=SPEEDS)
 
 
 def random_cut(seed: int, backend):

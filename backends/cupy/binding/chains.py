@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ...flow import Flow
 from ...operands import NoKernelError, need
-from ..device.driver import Step
+from ..device.driver import Single
 from .launches import Launches
 
 log = logging.getLogger("hocket.kernels")
@@ -21,7 +21,7 @@ such chain, or one that the kernels cannot do."""
 def fuse(flow: Flow, launches: Launches, fused: Mapping[str, Sequence[Fused]], number: int) -> Sequence[int]:
     """Bind the longest chain that begins with this instruction, whose launches are appended; the instructions that now
     run together, none if there is no chain."""
-    best: tuple[Sequence[int], list[Step]] = (), []
+    best: tuple[Sequence[int], list[Single]] = (), []
     for bind in fused.get(flow.call(number).op, ()):
         faults = len(launches.faults)
         launches.number, launches.taken = number, 0

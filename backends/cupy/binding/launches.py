@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ....graph.dtypes import DType
 from ...base import Tensor, contiguous_strides
 from ...operands import Bound, Operand, need
-from ..device.driver import Kernel, Launch, Span, Step, Three
+from ..device.driver import Kernel, Launch, Single, Span, Three
 from ..device.limits import EVERYWHERE, MOST, Limits
 
 Word = Operand | int | float
@@ -36,11 +36,16 @@ class Launches:
     scratch_at: int = 0
     number: int = 0
     taken: int = 0
-    items: list[Step] = field(default_factory=list)
+    items: list[Single] = field(default_factory=list)
     faults: list[tuple[int, str]] = field(default_factory=list)
     fault_at: int = 0
     limits: Limits = MOST
     processors: int = 1
+
+    def taken_out(self) -> tuple[Single, ...]:
+        """What was appended since the last time."""
+        items, self.items = tuple(self.items), []
+        return items
 
     def fits(self, shared_bytes: int) -> bool:
         """Whether a block may have so much shared memory on the device."""

@@ -14,7 +14,7 @@ from ...flow import Flow
 from ...liveness import readers_of
 from ...operands import Bound, Operand
 from ...sources import short
-from ..device.driver import KERNELS, Kernel, Launch, Step
+from ..device.driver import KERNELS, Kernel, Launch, Single
 from ..device.limits import Limits
 from ..table import FUSED, binding
 from .chains import fuse
@@ -34,7 +34,7 @@ class Met:
         return int_attr(self.instruction.attrs["sequence"])
 
 
-def bound_parts(flow: Flow, launches: Launches, operand: Callable[[Tensor], Operand]) -> Iterator[Step | Met]:
+def bound_parts(flow: Flow, launches: Launches, operand: Callable[[Tensor], Operand]) -> Iterator[Single | Met]:
     """The launches of a program, and the collectives between them."""
     program = flow.readers.program
     chains = _chains(flow, launches)
@@ -50,16 +50,16 @@ def bound_parts(flow: Flow, launches: Launches, operand: Callable[[Tensor], Oper
             yield from _alone(flow, launches, operand, number)
 
 
-def _chains(flow: Flow, launches: Launches) -> dict[Sequence[int], list[Step]]:
+def _chains(flow: Flow, launches: Launches) -> dict[Sequence[int], list[Single]]:
     """The launches of each chain, whose instructions are gathered."""
-    chains: dict[Sequence[int], list[Step]] = {}
+    chains: dict[Sequence[int], list[Single]] = {}
     for number in range(len(flow.readers.program.instructions)):
         if flow.is_free(number) and (numbers := fuse(flow, launches, FUSED, number)):
             chains[tuple(sorted(numbers))], launches.items = launches.items, []
     return chains
 
 
-def _alone(flow: Flow, launches: Launches, operand: Callable[[Tensor], Operand], number: int) -> list[Step]:
+def _alone(flow: Flow, launches: Launches, operand: Callable[[Tensor], Operand], number: int) -> list[Single]:
     """The launches of one instruction."""
     i = flow.readers.program.instructions[number]
     launches.number, launches.taken = number, 0
@@ -73,7 +73,7 @@ def _alone(flow: Flow, launches: Launches, operand: Callable[[Tensor], Operand],
     return bound
 
 
-def unplaced(program: Program, limits: Limits, processors: int = 1) -> tuple[Flow, Sequence[Step | Met]]:
+def unplaced(program: Program, limits: Limits, processors: int = 1) -> tuple[Flow, Sequence[Single | Met]]:
     """What a program would launch on such a device, found at addresses where nothing lies."""
     operand = _nowhere(program)
     flow, launches = Flow(program, readers_of(program, operand)), _wordless(limits, processors)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -144,7 +144,31 @@ class Exchange:
     number: int
 
 
-Step = Launch | Exchange
+Single = Launch | Exchange
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A collective, and what a device launches `meanwhile`: neither waits for the other, both wait for all steps before
+    them, and all steps behind wait for both."""
+
+    meeting: tuple[Single, ...]
+    meanwhile: tuple[Single, ...]
+
+    @property
+    def number(self) -> int:
+        return self.meeting[0].number
+
+
+Step = Single | Beside
+
+
+def one_by_one(steps: Iterable[Step]) -> list[Single]:
+    """The same steps with nothing beside anything."""
+    singles: list[Single] = []
+    for step in steps:
+        singles += (*step.meeting, *step.meanwhile) if isinstance(step, Beside) else (step,)
+    return singles
 
 
 def has_parts(devices: Sequence[Device]) -> bool:
@@ -164,6 +188,8 @@ class Driver(Protocol):
     """Devices of one kind, and parts of them: each of these has a stream of its own."""
 
     kind: str
+    overlaps: bool
+    """Whether steps that are `Beside` each other may run at the same time."""
 
     def devices(self) -> Sequence[Device]:
         """The devices that are there.  Raises `BackendError` if there can be none, saying what to install."""
@@ -200,7 +226,7 @@ class Driver(Protocol):
         """Compile a kernel ahead of time.  Raises `BackendError` if it does not."""
 
     def record(self, steps: Sequence[Step], on: Device) -> Callable[[], None]:
-        """What makes these launches and exchanges, in order, each time it is called.
+        """What makes these steps, in order, each time it is called.
 
         Raises `BackendError` if a kernel does not compile; the call raises `LaunchError`.
         """

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...base import Device
-from ..device.driver import Launch, LaunchError, Step
+from ..device.driver import Launch, LaunchError, Step, one_by_one
 from ..device.limits import MOST, Limits
 from .building import COUNTS, library
 from .emulated import EmulatedDriver, LaunchShape, Report
@@ -83,7 +83,7 @@ class CountingDriver(EmulatedDriver):
         return room[start : start + nbytes]
 
     def record(self, steps: Sequence[Step], on: Device) -> Callable[[], None]:
-        launches = [step for step in steps if isinstance(step, Launch)]
+        launches = [step for step in one_by_one(steps) if isinstance(step, Launch)]
         plain = super().record(steps, on) if self.only is not None else None
         runs = itertools.count()
 

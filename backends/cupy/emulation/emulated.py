@@ -15,7 +15,7 @@ from ....graph.errors import BackendError
 from ...base import Array, Device, Tensor, host_view
 from ...host import HOST
 from ..backend import DriverBackend
-from ..device.driver import CUDA, HIP, Kernel, Launch, LaunchError, Library, Source, Step
+from ..device.driver import CUDA, HIP, Kernel, Launch, LaunchError, Library, Source, Step, one_by_one
 from ..device.limits import MOST, OF_HIP, Limits
 from .building import compiler, library
 from .guarded import Bytes, Rooms, address_of, guarded, moved, places
@@ -58,6 +58,7 @@ class EmulatedDriver:
     """
 
     kind = "cuda-emulated"
+    overlaps = True
     description = "CUDA kernels emulated on the processor"
 
     def __init__(self, order: int | None = None, limits: Limits = MOST, instructions: str = CUDA) -> None:
@@ -106,8 +107,9 @@ class EmulatedDriver:
 
     def record(self, steps: Sequence[Step], on: Device) -> Callable[[], None]:
         rooms = Rooms()
-        launches = [step for step in steps if isinstance(step, Launch)]
-        assert len(launches) == len(steps), "there is no library"
+        singles = one_by_one(steps)
+        launches = [step for step in singles if isinstance(step, Launch)]
+        assert len(launches) == len(singles), "there is no library"
         ready = [_Step(launch, library(self._written(launch.kernel.source)), rooms) for launch in launches]
         runs = 0
 

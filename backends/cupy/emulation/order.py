@@ -5,8 +5,8 @@ sums here, and wrong ones on a device.  What is looked for is therefore not a wr
 One thread's accesses are in order.  So are, before and behind it,
 
 * what the threads of a block did, at a barrier; what the lanes of a warp did, at theirs (no shuffle or vote is one);
-* launches of one device, which follow each other in its stream, for a thread that has waited for the earlier ones: any
-  launch may begin while the one before it runs;
+* launches of one stream, which follow each other, and those of the other stream of the device that an event puts before
+  them, for a thread that has waited for the earlier ones: any launch may begin while the one before it runs;
 * what a thread stored to shared memory and then showed to products, for a product that begins behind a barrier: of
   other stores a product knows nothing, and it loads until it is waited for;
 * what a thread that releases a word did or knew, for the thread that acquires what was written;
@@ -14,40 +14,42 @@ One thread's accesses are in order.  So are, before and behind it,
 
 An example, of two devices that each run one block.  Thread 5 of device 0 stores x and comes to a barrier, thread 0
 releases the word w behind it; on device 1, thread 3 acquires w, comes to a barrier, and thread 7 loads x.  The first
-barrier ends phase 0 of its block: everybody there knows all of it, which is written ``(0, 0): (1, 0)`` (device 0, block
+barrier ends phase 0 of its block: everybody there knows all of it, which is written ``(0, 0): (1, 0)`` (queue 0, block
 0: launch 1 up to phase 0).  Thread 0 releases this, thread 3 learns it, the second barrier tells thread 7, and so the
 store of x (launch 1, phase 0, thread 5) is before the load.  Without the first barrier thread 0 releases only what it
-did itself, ``(0, 0, 0): (1, 0, 0)`` (device 0, block 0, thread 0: launch 1, phase 0, up to its first release); without
+did itself, ``(0, 0, 0): (1, 0, 0)`` (queue 0, block 0, thread 0: launch 1, phase 0, up to its first release); without
 release or acquire thread 3 learns nothing.  Either way, thread 7 does not know of the store, in whatever order the two
 came in this run.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 
 from .lines import lines_of
-from .ordered import Memory, Ran
+from .ordered import STREAMS, Memory, Ran
 
 LOAD, STORE, RELAXED_LOAD, RELAXED_STORE, ACQUIRE, RELEASE, TOGETHER, EARLIER, BY_PRODUCT, SHOWN = range(10)
 STORES, WORDS = (STORE, RELAXED_STORE, RELEASE), (RELAXED_LOAD, RELAXED_STORE, ACQUIRE, RELEASE)
 WARP = 32
 NEVER = (-1,)
-BY_HOST = -1
+BY_HOST = NOWHERE = -1
 Clock = dict[tuple[int, ...], tuple[int, ...]]
-"""What somebody knows to be over: of a device its launches, of a block its phases, of a thread what it released."""
+"""What somebody knows to be over: of a queue its launches, of a block its phases, of a thread what it released.  A
+queue is a stream of a device."""
 
 
 class Stamp(NamedTuple):
-    """When an access was made: launches of a device count from 1 (0: the host, before the run), phases of a block end
+    """When an access was made: launches of a queue count from 1 (0: the host, before the run), phases of a block end
     with barriers, parts of a thread's phase with its releases."""
 
-    device: int
+    queue: int
     launch: int
     block: int = 0
     phase: int = 0
@@ -58,11 +60,11 @@ class Stamp(NamedTuple):
         """Whether it is over for who is at `other` and knows so much."""
         if self[:3] == other[:3] and (self.thread == other.thread or self.phase < other.phase):
             return True
-        device, launch, block, phase, thread, part = self
+        queue, launch, block, phase, thread, part = self
         return (
-            known.get((device,), NEVER) >= (launch,)
-            or known.get((device, block), NEVER) >= (launch, phase)
-            or known.get((device, block, thread), NEVER) >= (launch, phase, part)
+            known.get((queue,), NEVER) >= (launch,)
+            or known.get((queue, block), NEVER) >= (launch, phase)
+            or known.get((queue, block, thread), NEVER) >= (launch, phase, part)
         )
 
 
@@ -89,7 +91,7 @@ class Unit:
 class Block:
     """`known` to all its threads since their last barrier, and what some know besides."""
 
-    device: int
+    queue: int
     launch: int
     number: int
     known: Clock
@@ -103,13 +105,13 @@ class Block:
         return self.own.get(thread, self.known)
 
     def stamp(self, thread: int) -> Stamp:
-        return Stamp(self.device, self.launch, self.number, self.phase, thread, self.parts.get(thread, 0))
+        return Stamp(self.queue, self.launch, self.number, self.phase, thread, self.parts.get(thread, 0))
 
     def told(self, thread: int) -> Clock:
         """What a thread knows and did so far; what it does from now on is not among it."""
         part = self.parts.get(thread, 0)
         self.parts[thread] = part + 1
-        return joined([self.of(thread), {(self.device, self.number, thread): (self.launch, self.phase, part)}])
+        return joined([self.of(thread), {(self.queue, self.number, thread): (self.launch, self.phase, part)}])
 
     def wait(self, thread: int) -> None:
         self.own[thread] = joined([self.of(thread), self.earlier])
@@ -126,7 +128,7 @@ class Block:
         self.own |= dict.fromkeys(together, joined(self.told(thread) for thread in together))
 
     def barrier(self) -> None:
-        self.known = joined([self.known, *self.own.values(), {(self.device, self.number): (self.launch, self.phase)}])
+        self.known = joined([self.known, *self.own.values(), {(self.queue, self.number): (self.launch, self.phase)}])
         self.phase += 1
         self.own, self.parts = {}, {}
 
@@ -138,6 +140,10 @@ def joined(clocks: Iterable[Clock]) -> Clock:
             if whole.get(who, NEVER) < until:
                 whole[who] = until
     return whole
+
+
+def _queues(device: int) -> range:
+    return range(device * STREAMS, (device + 1) * STREAMS)
 
 
 def disorder(log: Sequence[Ran], memory: Sequence[Memory]) -> list[str]:
@@ -153,10 +159,14 @@ class _Run:
         self.log = log
         self.memory = sorted(memory, key=lambda m: m.low)
         self.lows = [m.low for m in self.memory]
-        self.devices: dict[int, Clock] = {d: {(d,): (0,)} for d in {ran.device for ran in log}}
-        self.running: dict[int, int] = {}  # by device, the launch of the log
+        self.devices = {ran.device for ran in log}
+        self.over: dict[int, list[tuple[int, Clock]]] = {}  # by queue, places of launches that ended, what they knew
+        for device in self.devices:
+            by_host: Clock = {(queue,): (0,) for queue in _queues(device)}
+            self.over |= {queue: [(NOWHERE, by_host)] for queue in _queues(device)}
+        self.running: dict[int, int] = {}  # by queue, the launch of the log
         self.waited: set[int] = set()  # launches of the log, some thread of which waited for the earlier ones
-        self.begun: dict[int, int] = dict.fromkeys(self.devices, 0)
+        self.begun: dict[int, int] = dict.fromkeys(self.over, 0)
         self.blocks: dict[tuple[int, int], Block] = {}  # by launch of the log and number
         self.units: dict[tuple[int, ...], Unit] = {}
         self.released: dict[tuple[int, int], Clock] = {}
@@ -194,31 +204,43 @@ class _Run:
                     here.unshown.setdefault(thread, []).append(touched)
             if kind == RELEASE:
                 self.released[at, value] = here.told(thread)
-        for device in self.devices:
-            self._end(device)
+        for queue in self.over:
+            self._end(queue)
         self._read_by_host()
         return self._said()
 
     def _block(self, number: int, block: int) -> Block:
-        device = self.log[number].device
-        if self.running.get(device) != number:
-            self._end(device)
-            self.running[device] = number
-            self.begun[device] += 1
+        ran = self.log[number]
+        queue = ran.queue
+        if self.running.get(queue) != number:
+            self._end(queue)
+            self.running[queue] = number
+            self.begun[queue] += 1
         if (number, block) not in self.blocks:
-            known: Clock = {(device,): (0,)}
-            self.blocks[number, block] = Block(device, self.begun[device], block, known, self.devices[device])
+            by_host = self.over[queue][0][1]
+            self.blocks[number, block] = Block(queue, self.begun[queue], block, by_host, self._earlier(ran))
         return self.blocks[number, block]
 
-    def _end(self, device: int) -> None:
+    def _earlier(self, ran: Ran) -> Clock:
+        """What threads of a launch learn when they wait for those before it."""
+        clocks = [self.over[ran.queue][-1][1]]
+        for other in _queues(ran.device):
+            if other != ran.queue:
+                if other in self.running and self.log[self.running[other]].place < ran.behind:
+                    self._end(other)
+                clocks.append(self.over[other][bisect_left(self.over[other], ran.behind, key=itemgetter(0)) - 1][1])
+        return joined(clocks)
+
+    def _end(self, queue: int) -> None:
         """Of the launch that runs there: all later ones know what its threads knew."""
-        number = self.running.pop(device, None)
+        number = self.running.pop(queue, None)
         if number is None:
             return
         over = [key for key in self.blocks if key[0] == number]
         clocks = [clock for key in over for b in (self.blocks.pop(key),) for clock in (b.known, *b.own.values())]
-        known = joined([*clocks, {(device,): (self.begun[device],)}])
-        self.devices[device] = {w: t for w, t in known.items() if w[0] != device or len(w) == 1}
+        known = joined([*clocks, {(queue,): (self.begun[queue],)}])
+        pruned = {w: t for w, t in known.items() if w[0] != queue or len(w) == 1}
+        self.over[queue].append((self.log[number].place, pruned))
 
     def _owner(self, key: tuple[int, ...]) -> int | None:
         """Of which device's buffers that is, if of any; shared memory is of none."""
@@ -245,19 +267,20 @@ class _Run:
     def _filled(self, key: tuple[int, ...]) -> Access | None:
         """By the host before the run, if it is of a buffer."""
         owner = self._owner(key)
-        return None if owner is None else Access(Stamp(owner, 0), BY_HOST, 0, is_store=True, is_word=False)
+        return None if owner is None else Access(Stamp(owner * STREAMS, 0), BY_HOST, 0, is_store=True, is_word=False)
 
     def _note(self, mine: Access, other: Access) -> None:
         self.pairs.setdefault((mine.code, mine.is_store, other.code, other.is_store), (mine, other))
 
     def _read_by_host(self) -> None:
-        """Everything in the memory of a device, when its stream is over."""
+        """Everything in the memory of a device, when its streams are over."""
         for key, unit in self.units.items():
             owner, last = self._owner(key), unit.store
             if owner not in self.devices or last is None or last.is_word:
                 continue
-            mine = Access(Stamp(owner, self.begun[owner] + 1), BY_HOST, 0, is_store=False, is_word=False)
-            if not last.stamp.is_before(mine.stamp, self.devices[owner]):
+            queue = owner * STREAMS
+            mine = Access(Stamp(queue, self.begun[queue] + 1), BY_HOST, 0, is_store=False, is_word=False)
+            if not last.stamp.is_before(mine.stamp, joined(self.over[q][-1][1] for q in _queues(owner))):
                 self._note(mine, last)
 
     def _said(self) -> list[str]:
@@ -268,6 +291,6 @@ class _Run:
     def _words(self, access: Access) -> str:
         what = f"a {'store' if access.is_store else 'load'} of"
         if access.ran == BY_HOST:
-            return f"{what} the host in the memory of device {access.stamp.device}"
+            return f"{what} the host in the memory of device {access.stamp.queue // STREAMS}"
         ran = self.log[access.ran]
         return f"{what} device {ran.device} at {lines_of(ran.code, [access.code])[0]}"

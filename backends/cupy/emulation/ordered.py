@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,7 @@ import numpy.typing as npt
 
 from ...base import Device
 from ..backend import DriverBackend
-from ..device.driver import Launch, LaunchError, Step
+from ..device.driver import Beside, Launch, LaunchError, Step
 from .building import ORDER, library
 from .emulated import EmulatedDriver, LaunchShape, Report
 from .guarded import Bytes, address_of
@@ -30,12 +31,48 @@ EVENT = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A launch of one device, its compiled code, and what its threads did, in order."""
+    """A launch of one device, which is at a `place` in one of its streams and behind others, as `Queued` has it; its
+    compiled code, and what its threads did, in order."""
 
     device: int
+    stream: int
+    place: int
+    behind: int
     kernel: str
     code: ctypes.CDLL
     events: npt.NDArray[np.void]
+
+    @property
+    def queue(self) -> int:
+        """The number of the stream among those of all devices."""
+        return self.device * STREAMS + self.stream
+
+
+STREAMS = 2
+MAIN, SIDE = range(STREAMS)
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """A launch in a stream of its device: it follows those before it in its own one, and in the other one those whose
+    places are before `behind`."""
+
+    launch: Launch
+    stream: int
+    behind: int
+
+
+def queued(steps: Sequence[Step]) -> list[Queued]:
+    """Launches in their streams, collectives beside others at the side."""
+    made: list[Queued] = []
+    for step in steps:
+        behind = len(made)
+        at_once = ((SIDE, step.meeting), (MAIN, step.meanwhile)) if isinstance(step, Beside) else ((MAIN, (step,)),)
+        for stream, singles in at_once:
+            for single in singles:
+                assert isinstance(single, Launch), "there is no library"
+                made.append(Queued(single, stream, behind))
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +98,7 @@ class OrderedDriver(EmulatedDriver):
         self.buffers: set[int] = set()
         self._memory: list[Memory] = []
         self._ran: list[Ran] = []
+        self._launched: dict[int, int] = defaultdict(int)  # by device
         self._turns = ctypes.c_uint64(1)
         self._adding = threading.Lock()
 
@@ -82,16 +120,19 @@ class OrderedDriver(EmulatedDriver):
             return [replace(m, is_buffer=m.low in self.buffers) for m in self._memory]
 
     def record(self, steps: Sequence[Step], on: Device) -> Callable[[], None]:
-        launches = [step for step in steps if isinstance(step, Launch)]
-        codes = [library(launch.kernel.alone, ORDER) for launch in launches]
+        launches = queued(steps)
+        codes = [library(one.launch.kernel.alone, ORDER) for one in launches]
         runs = 0
 
         def run() -> None:
             nonlocal runs
             order = runs % 4
             runs += 1
-            for launch, code in zip(launches, codes, strict=True):
-                ran = Ran(on.index, str(launch.kernel), code, self._events(launch, code, order))
+            first = self._launched[on.index]
+            for one, code in zip(launches, codes, strict=True):
+                placed = one.stream, self._launched[on.index], first + one.behind
+                self._launched[on.index] += 1
+                ran = Ran(on.index, *placed, str(one.launch.kernel), code, self._events(one.launch, code, order))
                 with self._adding:
                     self._ran.append(ran)
 

@@ -7,6 +7,7 @@ launches within a capture wait for the graph; asynchronous copies need pinned me
 from __future__ import annotations
 
 import ctypes
+import random
 import threading
 import time
 import weakref
@@ -108,11 +109,12 @@ class Stream:
     known: ClassVar[weakref.WeakValueDictionary] = weakref.WeakValueDictionary()
     of_thread: ClassVar[threading.local] = threading.local()
 
-    def __init__(self, non_blocking=False):
+    def __init__(self, non_blocking=False, priority=None):
         assert non_blocking, "it would wait for the default stream, and that for all devices' parts"
+        assert priority in (None, 0, -1), "all devices have these"
         self.ptr = next(self.numbers)
         self.known[self.ptr] = self
-        self.recorded, self.is_capturing, self.used = [], False, set()
+        self.capture, self.behind, self.priority = None, frozenset(), priority
         self.queue, self.changed, self.is_busy, self.error = deque(), threading.Condition(), False, None
         self.worker = None
 
@@ -129,9 +131,13 @@ class Stream:
     def __exit__(self, *_):
         Stream.of_thread.stack.pop()
 
+    @property
+    def is_capturing(self):
+        return self.capture is not None
+
     def put(self, run):
         if self.is_capturing:
-            self.recorded.append(run)
+            self.behind = self.capture.add(run, self.behind)
             return
         with self.changed:
             self.queue.append(run)
@@ -167,11 +173,29 @@ class Stream:
 
     def begin_capture(self):
         assert not self.is_capturing
-        self.is_capturing, self.recorded, self.used = True, [], set()
+        self.capture, self.behind = Graph(), frozenset()
+        self.capture.streams.append(self)
 
     def end_capture(self):
-        self.is_capturing = False
-        return Graph(self.recorded, self.used)
+        graph, behind = self.capture, self.behind
+        for stream in graph.streams:
+            stream.capture = None
+        if graph.seen_from(behind) != {*range(len(graph.nodes))}:
+            raise StreamError("capturing stream has unjoined work", 904)
+        return graph
+
+    def wait_event(self, event):
+        """Within a capture it becomes a part of that, and what is put into it from now on is behind the event."""
+        if event.capture is None:
+            assert not self.is_capturing, "a capture depends on what is outside of it"
+            passed = event.passed
+            self.put(lambda: passed.wait(HOUR))
+            return
+        assert self.capture in (None, event.capture), "an event of another capture"
+        if self.capture is None:
+            self.capture, self.behind = event.capture, frozenset()
+            self.capture.streams.append(self)
+        self.behind |= event.behind
 
     def query(self):
         """0 where all is done, 600 where it is not, or the error."""
@@ -218,17 +242,44 @@ class EarlyLibrary:
 
 
 class Graph:
-    """``cupy.cuda.Graph``; `used` are the communicators of NCCL in it."""
+    """``cupy.cuda.Graph``, which runs in any order that its edges leave: a pair for each node, what runs and the nodes
+    that it is behind.  `used` are the communicators of NCCL in it, `streams` those of its capture."""
 
-    def __init__(self, recorded, used):
-        self.recorded, self.used = recorded, used
-        for communicator in used:
+    def __init__(self):
+        self.nodes, self.after, self.streams, self.used, self.launches = [], [], [], set(), 0
+
+    def add(self, run, behind):
+        for node in behind:
+            self.after[node].append(len(self.nodes))
+        self.nodes.append((run, behind))
+        self.after.append([])
+        return frozenset({len(self.nodes) - 1})
+
+    def seen_from(self, behind):
+        """All nodes that come before one behind these."""
+        seen, stack = set(), [*behind]
+        while stack:
+            if (node := stack.pop()) not in seen:
+                seen.add(node)
+                stack += self.nodes[node][1]
+        return seen
+
+    def use(self, communicator):
+        if communicator not in self.used:
+            self.used.add(communicator)
             communicator.graphs += 1
 
     def launch(self, stream):
         assert not stream.is_capturing
-        for run in self.recorded:
-            stream.put(run)
+        dice, waits = random.Random(self.launches), [len(behind) for _, behind in self.nodes]
+        self.launches += 1
+        ready = [node for node, many in enumerate(waits) if not many]
+        while ready:
+            node = ready.pop(dice.randrange(len(ready)))
+            stream.put(self.nodes[node][0])
+            for other in self.after[node]:
+                waits[other] -= 1
+                ready += [other] * (not waits[other])
 
     def __del__(self):
         for communicator in self.used:
@@ -240,11 +291,15 @@ class Event:
 
     def __init__(self, block=False, disable_timing=False, interprocess=False):
         self.has_time, self.at, self.passed = not disable_timing, None, threading.Event()
+        self.capture, self.behind = None, frozenset()
         self.passed.set()  # nothing to wait for before it is recorded
 
     def record(self, stream=None):
         assert isinstance(stream, Stream)
-        assert not stream.is_capturing, "an event within a capture has no time"
+        self.capture, self.behind = stream.capture, stream.behind
+        if stream.is_capturing:
+            assert not self.has_time, "an event within a capture has no time"
+            return
         passed = self.passed = threading.Event()
 
         def pass_it():

@@ -82,7 +82,8 @@ class FakeNccl:
         """One kernel for a group of calls of one communicator."""
         ((communicator, pointer),) = {(c, s) for c, s, *_ in calls}
         stream = Stream.known[pointer]
-        stream.used.add(communicator)
+        if stream.is_capturing:
+            stream.capture.use(communicator)
         with self.lock:
             self.calls += [what[0] for _, _, *what in calls]
         stream.put(lambda: communicator.run([what for _, _, *what in calls]))

@@ -1,0 +1,185 @@
+"""Kernels beside collectives: they are in order whichever runs first, and an event that is missing is found."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hocket.backends.cupy import cuda
+from hocket.backends.cupy.device.driver import Beside, one_by_one
+from hocket.backends.cupy.emulation import ordered
+from hocket.backends.cupy.emulation.emulated import EmulatedBackend
+from hocket.backends.cupy.emulation.order import disorder
+from hocket.backends.cupy.emulation.ordered import SIDE, OrderedBackend, OrderedDriver
+from hocket.backends.cupy.table import SOURCES
+from hocket.graph.errors import BackendError
+from hocket.ops.collective import COLLECTIVES
+from hocket.scheduler import load
+
+from ...given.devices.emulation import needs_compiler
+from ...given.devices.fake_cupy import Stream, fake_cupy
+from ...given.plans.branches import branches_on
+from ...given.plans.grouped import weights_of
+
+pytestmark = needs_compiler
+RUNS = 6
+
+
+def inputs():
+    rng = np.random.default_rng(0)
+    weights = {f"down.{i}": rng.standard_normal((16, 16)).astype(np.float32) for i in range(2)}
+    return weights, {"x": rng.standard_normal((8, 16)).astype(np.float32)}
+
+
+def running(backend):
+    plan, (weights, feed) = branches_on(backend), inputs()
+    run = load(plan, weights_of(plan.graph, weights))
+    return plan, lambda: run.run(feed)
+
+
+def bits(outputs):
+    return {name: value.tobytes() for name, value in outputs.items()}
+
+
+class Kept(EmulatedBackend):
+    """Keeps the steps that are recorded."""
+
+    def __init__(self):
+        super().__init__()
+        self.recorded, record = [], self.driver.record
+
+        def kept(steps, on):
+            self.recorded.append(steps)
+            return record(steps, on)
+
+        self.driver.record = kept
+
+
+def test_the_second_product_is_launched_beside_the_first_sum():
+    backend = Kept()
+    plan, run = running(backend)
+    run()
+    program = plan.lanes[0].program.instructions
+    (beside,) = (step for step in backend.recorded[0] if isinstance(step, Beside))
+    assert program[beside.number].op in COLLECTIVES
+    assert [program[step.number].node for step in beside.meanwhile] == ["product.1"]
+    others = [step for step in backend.recorded[0] if not isinstance(step, Beside)]
+    assert len(one_by_one(backend.recorded[0])) == len(others) + len(beside.meeting) + len(beside.meanwhile)
+
+
+def test_launches_beside_a_sum_are_timed_as_all_others():
+    plan, weights, feed = branches_on(EmulatedBackend()), *inputs()
+    loaded = load(plan, weights_of(plan.graph, weights))
+    loaded.run(feed)
+    with ThreadPoolExecutor(2) as pool:
+        timed = [*pool.map(lambda replay: replay.measured(), loaded._replays.values())]
+    order = [i.node for i in plan.lanes[0].program.instructions]
+    for times in timed:
+        seen = [order[n] for t in times for n in t.numbers]
+        assert [*dict.fromkeys(seen)] == order
+
+
+# ------------------------------------------------------------------------------------------------ order of accesses
+
+
+def disorders():
+    driver = OrderedDriver()
+    _, run = running(OrderedBackend(driver))
+    faults = []
+    for _ in range(2):
+        run()
+        faults += disorder(driver.taken(), driver.memory)
+    return faults
+
+
+def test_all_accesses_beside_a_sum_are_in_order():
+    assert disorders() == []
+
+
+def fork_of(edit):
+    """The first launch of the collective that is at the side."""
+
+    def edited(launches):
+        first = next(n for n, one in enumerate(launches) if one.stream == SIDE)
+        return [edit(one, n) if n == first else one for n, one in enumerate(launches)]
+
+    return edited
+
+
+def join_of(edit):
+    """The first launch behind both."""
+
+    def edited(launches):
+        last = max(n for n, one in enumerate(launches) if one.stream == SIDE)
+        behind = next(n for n, one in enumerate(launches) if one.behind > last)
+        return [edit(one, n) if n == behind else one for n, one in enumerate(launches)]
+
+    return edited
+
+
+MISSING = {
+    "no event where they part": fork_of(lambda one, at: replace(one, behind=0)),
+    "the event of the launch before that one": fork_of(lambda one, at: replace(one, behind=one.behind - 1)),
+    "no event where they meet": join_of(lambda one, at: replace(one, behind=0)),
+    "an event from before the sum": join_of(lambda one, at: replace(one, behind=1)),
+}
+
+
+@pytest.mark.long(every=4)
+@pytest.mark.parametrize("what", MISSING)
+def test_an_event_that_is_missing_or_wrong_leaves_accesses_in_no_order(what, monkeypatch):
+    queued = ordered.queued
+    monkeypatch.setattr(ordered, "queued", lambda steps: MISSING[what](queued(steps)))
+    assert disorders()
+
+
+# --------------------------------------------------------------------------------------------- events of real devices
+
+
+@pytest.fixture
+def on_devices(monkeypatch):
+    """A plan on real devices, over a stand-in for CuPy that runs graphs in any order that their events leave."""
+    cupy = fake_cupy(SOURCES)
+    monkeypatch.setattr(cuda, "_cupy", lambda: cupy)
+    monkeypatch.setattr(cuda, "cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}))
+    cuda._module.cache_clear()
+    yield lambda: running(cuda.CudaBackend())[1]
+    cuda._module.cache_clear()
+
+
+def no_fork(stream, event, wait):
+    if stream.priority is None:
+        wait(stream, event)
+
+
+def no_join(stream, event, wait):
+    if stream.priority is not None:
+        wait(stream, event)
+
+
+def wrong_fork(stream, event, wait):
+    """That of the launch before."""
+    if stream.priority is not None:
+        event.behind = frozenset().union(*(event.capture.nodes[n][1] for n in event.behind))
+    wait(stream, event)
+
+
+def runs_right(make, want):
+    run = make()
+    for _ in range(RUNS):
+        assert bits(run()) == want
+
+
+@pytest.mark.parametrize("planted", [no_fork, no_join, wrong_fork])
+def test_a_graph_without_one_of_its_waits_is_found(planted, on_devices, monkeypatch):
+    want, wait = bits(running(EmulatedBackend())[1]()), Stream.wait_event
+    monkeypatch.setattr(Stream, "wait_event", lambda stream, event: planted(stream, event, wait))
+    with pytest.raises((AssertionError, BackendError)):
+        runs_right(on_devices, want)
+
+
+def test_a_graph_with_a_sum_at_its_side_gives_the_same_bits_in_any_order(on_devices):
+    runs_right(on_devices, bits(running(EmulatedBackend())[1]()))
