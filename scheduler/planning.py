@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from ..backends.abilities import overlaps
 from ..graph.errors import GraphError, PlanError
 from ..graph.graph import Graph
 from ..graph.node import Node, Value
@@ -15,7 +16,9 @@ from .layout import REPLICATE, Layout, Local
 from .lowering.lane import Devices, lanes_of
 from .plan import Cuts, Host, Plan
 from .repeating import repeated
+from .sharding.assign import Assignment, assign
 from .sharding.axes import Factor
+from .sharding.chunks import COUNTS, in_chunks, tokens_of
 from .sharding.emit import Sharded, shard
 from .sharding.factors import Factors
 from .sharding.layers import NOTHING_HELD, even_shares, layer_split, placed_like
@@ -35,7 +38,7 @@ from .sharding.pins import (
     unable,
     wished,
 )
-from .sharding.rows import assign_rows
+from .sharding.rows import GAIN, assign_rows
 from .sharding.search import NO_LEAVES, Choice, Search, all_cuts_of, cuts_of, deal, factors_at
 from .sharding.teams import Teams, compose, stages_like, teams_by, teams_like
 from .spelling import spelled_out
@@ -261,16 +264,36 @@ class Planning:
         asked = cuts_of(self.graph, self.factors, choice.factors, {})
         shares = deal(self.graph, self.factors, asked, self.proportions, self.lies)
 
-        def build(nodes: Mapping[Node, Pin]) -> tuple[Mapping[Node, Pin], Sharded]:
+        def laid_out(nodes: Mapping[Node, Pin], rows: bool = True) -> Assignment:
             pins = settled(self.graph, nodes) if held is None else Pins(nodes, held.leaves)
             given = pins if nodes or pins.leaves else NO_PINS
-            laid = assign_rows(self.graph, self.factors, choice.factors, given, len(self.group), self.hardware)
-            return nodes, shard(self.graph, self.factors, laid, shares)
+            if not rows:
+                return assign(self.graph, self.factors, choice.factors, given)
+            return assign_rows(self.graph, self.factors, choice.factors, given, len(self.group), self.hardware)
+
+        def build(nodes: Mapping[Node, Pin]) -> tuple[Mapping[Node, Pin], Sharded]:
+            return nodes, shard(self.graph, self.factors, laid_out(nodes), shares)
 
         where, sharded = self._built(first, build)
-        cuts = cuts_of(self.graph, self.factors, choice.factors, sharded.leaves)
-        note = ("what is placed on one device was left aside in choosing cuts",) if where and cuts else ()
-        return self._plan(sharded, cuts, (*choice.considered, *note, *self.doubt), where)
+
+        def plan(sharded: Sharded, *notes: str) -> Plan:
+            cuts = cuts_of(self.graph, self.factors, choice.factors, sharded.leaves)
+            note = ("what is placed on one device was left aside in choosing cuts",) if where and cuts else ()
+            return self._plan(sharded, cuts, (*choice.considered, *note, *self.doubt, *notes), where)
+
+        made = plan(sharded)
+        if not all(overlaps(backend, device) for backend, device in self.group):
+            return made
+        laid = laid_out(where, rows=False)
+        if (tokens := tokens_of(laid, self.factors)) is None:
+            return made
+        best, least, whole = made, made.cost.total * (1 - GAIN), shard(self.graph, self.factors, laid, shares)
+        for count in COUNTS:
+            chunked = in_chunks(whole, self.factors, tokens, count)
+            other = plan(chunked, f"tokens go in {count} chunks from sum to sum")
+            if other.cost.total < least:
+                best, least = other, other.cost.total
+        return best
 
     def _once(self, choice: Choice, lies: Mapping[str, Layout] | None = None) -> Plan | None:
         """The plan in which layers that are alike are planned once, if nothing is in the way."""

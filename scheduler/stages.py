@@ -155,7 +155,7 @@ def finished(found: Sequence[Stage], devices: int) -> float:
 
 def clocks(found: Sequence[Stage], begins: Sequence[float]) -> list[float]:
     """When each device is done that begins then: it starts a stage when it has done the one before and, to meet, all
-    are there; but work beside a meeting when it has done its work before that."""
+    are there; but work beside a meeting when it has come to that."""
     worked, met = [*begins], [*begins]
     for stage in found:
         if stage.op == WORK:
@@ -165,6 +165,7 @@ def clocks(found: Sequence[Stage], begins: Sequence[float]) -> list[float]:
             there = {d: max(worked[d], met[d]) for d in stage.devices}
             ready = there[stage.source] if stage.op == "send" else max(there.values())
             for d in stage.devices:
+                worked[d] = there[d]
                 if stage.op != "send" or d != stage.source:
                     met[d] = max(there[d], ready + stage.seconds)
     return [*map(max, worked, met)]

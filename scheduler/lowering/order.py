@@ -60,8 +60,8 @@ def schedule(
             waits.add(target.base.node, before)
         else:
             copied[state] = new
-    order = _order(graph, waits.later)
-    return Schedule(_waiting_last(order, waits.later) if overlaps else order, donated, copied)
+    order = _order(graph, waits.later, in_turn=overlaps)
+    return Schedule(_meeting_first(order, waits.later) if overlaps else order, donated, copied)
 
 
 def settle(graph: Graph) -> Graph:
@@ -154,10 +154,11 @@ def together(graph: Graph) -> list[Node]:
     return sorted(graph.nodes, key=place.__getitem__)
 
 
-def _order(graph: Graph, later: Mapping[Node, list[Node]]) -> tuple[Node, ...]:
+def _order(graph: Graph, later: Mapping[Node, list[Node]], *, in_turn: bool = False) -> tuple[Node, ...]:
     """Graph order, but each writer of a state after the readers of its old value, and what only a new state needs
     straight behind the last that it reads: at the end, where the graph has it, all that would still be kept.  What is
-    sent goes at once, since somebody waits for it."""
+    sent goes at once, since somebody waits for it.  With `in_turn` a collective comes before what only the next one
+    needs."""
     done: dict[Node, None] = {}
     for root in together(graph):
         stack = [root]
@@ -166,7 +167,8 @@ def _order(graph: Graph, later: Mapping[Node, list[Node]]) -> tuple[Node, ...]:
             if node in done:
                 stack.pop()
                 continue
-            waiting = [n for n in (*(v.node for v in node.inputs), *later.get(node, ())) if n not in done]
+            read, before = [v.node for v in node.inputs], later.get(node, [])
+            waiting = [n for n in ((*before, *read) if in_turn else (*read, *before)) if n not in done]
             if waiting:
                 stack.extend(reversed(waiting))
             else:
@@ -175,16 +177,25 @@ def _order(graph: Graph, later: Mapping[Node, list[Node]]) -> tuple[Node, ...]:
     return tuple(done)
 
 
-def _waiting_last(order: Sequence[Node], later: Mapping[Node, list[Node]]) -> tuple[Node, ...]:
-    """Between two collectives first what needs nothing of the first of them, then all that waits for it."""
+def _meeting_first(order: Sequence[Node], later: Mapping[Node, list[Node]]) -> tuple[Node, ...]:
+    """Each collective as soon as what it needs is there, and behind it first what needs nothing of it."""
     placed: list[Node] = []
     waiting: dict[Node, None] = {}
     met: Node | None = None
+
+    def sources(node: Node) -> list[Node]:
+        return [*(v.node for v in node.inputs), *later.get(node, ())]
+
     for node in order:
         if node.op in COLLECTIVES:
-            placed += [*waiting, node]
+            needed, stack = set[Node](), sources(node)
+            while stack:
+                if (source := stack.pop()) in waiting and source not in needed:
+                    needed.add(source)
+                    stack += sources(source)
+            placed += [*(n for n in waiting if n in needed), node, *(n for n in waiting if n not in needed)]
             waiting, met = {}, node
-        elif any(n is met or n in waiting for n in (*(v.node for v in node.inputs), *later.get(node, ()))):
+        elif any(source is met or source in waiting for source in sources(node)):
             waiting[node] = None
         else:
             placed.append(node)

@@ -34,7 +34,7 @@ def assign_rows(
 ) -> Assignment:
     """What `assign` gives, with the rows of sums dealt where that is predicted to be faster."""
     plain = assign(graph, factors, chosen, pins, shown)
-    if not (candidates := _rows(plain, factors, devices)):
+    if not (candidates := rows_of(plain, factors, devices)):
         return plain
     costs = Costs(graph, devices, hardware)
     best, least = plain, costs.estimate(plain).total * (1 - GAIN)
@@ -45,7 +45,7 @@ def assign_rows(
     return best
 
 
-def _rows(plain: Assignment, factors: Factors, devices: int) -> list[Factor]:
+def rows_of(plain: Assignment, factors: Factors, devices: int) -> list[Factor]:
     """Factors of sums that end whole on every device, enough for each to have some: those of no weight or state."""
     sums = [c.value for c in plain.conversions if c.before.is_owed and c.after is REPLICATE]
     every = dict.fromkeys(f for value in sums for axis in factors.axes(value) for part in axis for f in part)

@@ -33,6 +33,7 @@ def critical_path(stages: Sequence[Stage], devices: int) -> list[Link]:
     """
     ends: dict[Point, tuple[float, Point]] = {START: (0.0, START)}  # when, and after which other point
     worked, met = [START] * devices, [START] * devices  # the last work of each device, and its last meeting
+    before_that = [START] * devices  # the meeting before that one
 
     def follow(point: Point, before: Point, seconds: float) -> None:
         end = ends[before][0] + seconds
@@ -44,13 +45,13 @@ def critical_path(stages: Sequence[Stage], devices: int) -> list[Link]:
         waiting = [stage.source] if stage.op == "send" else stage.devices
         for d in stage.devices:
             if stage.op == WORK or d in waiting:
-                for before in (worked[d], *(() if stage.beside else (met[d],))):
+                for before in (worked[d], before_that[d] if stage.beside else met[d]):
                     follow(points[d], before, stage.seconds)
         for d in stage.devices:
             if stage.op == WORK:
                 worked[d] = points[d]
             elif stage.op != "send" or d != stage.source:
-                met[d] = points[d]
+                before_that[d], met[d] = met[d], points[d]
     path = [max(ends, key=lambda point: ends[point][0])]
     while path[-1] != START:
         path.append(ends[path[-1]][1])

@@ -12,6 +12,7 @@ from ...graph.fold import repeats
 from ...graph.graph import names
 from ...graph.node import Node, Value
 from ...ops import REGISTRY
+from ...ops.collective import sequence_of
 from ..hardware import leaf_of
 from ..layout import Local, Shard
 from ..lowering.lane import Lane
@@ -132,7 +133,8 @@ def beside_lines(plan: Plan) -> list[str]:
     """What is saved where devices compute while they meet."""
     if not (hidden := plan.cost.hidden):
         return []
-    met = {at for lane in plan.lanes for at in lane.meanwhile}
+    steps = [lane.program.instructions[at] for lane in plan.lanes for at in lane.meanwhile]
+    met = {sequence_of(i.op, i.attrs) for i in steps}
     return [f"devices compute beside {len(met)} of {plan.cost.meetings} collectives, which saves {time_text(hidden)}"]
 
 

@@ -45,7 +45,7 @@ def converted(node: Node, operands: Sequence[Held | None]) -> list[Held]:
         return [Held(first.number, (*first.axes[:axis], index, *first.axes[axis + 1 :]), first.owed)]
     second = operands[1]
     assert second is not None
-    same = first.number == second.number and first.owed is second.owed
+    same = first.number == second.number and first.owed == second.owed
     if not same or but(first.axes, axis) != but(second.axes, axis):
         return []
     index = joined([first.axes[axis], second.axes[axis]])

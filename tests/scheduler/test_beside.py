@@ -66,12 +66,12 @@ def outputs_of(plan, seed: int):
 # ----------------------------------------------------------------------------------------------- where a device waits
 
 
-def test_the_second_product_runs_beside_the_first_sum():
+def test_the_second_product_runs_beside_the_first_sum_and_what_follows_that_beside_the_second():
     lane = branches_on(Overlapping()).lanes[0]
     order = [i.node for i in lane.program.instructions]
-    first = next(n for n, i in enumerate(lane.program.instructions) if i.op in COLLECTIVES)
-    assert lane.meanwhile == {first: (first + 1,)}
-    assert order[first + 1 : first + 3] == ["product.1", "norm.0"]
+    first, second = (n for n, i in enumerate(lane.program.instructions) if i.op in COLLECTIVES)
+    assert lane.meanwhile == {first: (first + 1,), second: (second + 1,)}
+    assert [order[first + 1], *order[second + 1 :]] == ["product.1", "norm.0", "norm.1"]
 
 
 def test_a_device_that_does_one_thing_at_a_time_waits_at_once():
@@ -181,7 +181,7 @@ def test_the_virtual_clock_computes_beside_a_sum_and_waits_behind_it():
 
 def test_a_plan_says_what_computing_beside_collectives_saves():
     said = branches_on(NullBackend(SPEEDS, computes_beside=True)).explain()
-    assert "devices compute beside 1 of 2 collectives, which saves" in said
+    assert "devices compute beside 2 of 2 collectives, which saves" in said
     assert "beside the meeting before it" in said
     assert "beside" not in branches_on(NullBackend(SPEEDS)).explain()
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hocket.backends.cupy import cuda
-from hocket.backends.cupy.device.driver import Beside, one_by_one
+from hocket.backends.cupy.device.driver import Beside
 from hocket.backends.cupy.emulation import ordered
 from hocket.backends.cupy.emulation.emulated import EmulatedBackend
 from hocket.backends.cupy.emulation.order import disorder
@@ -58,16 +58,16 @@ class Kept(EmulatedBackend):
         self.driver.record = kept
 
 
-def test_the_second_product_is_launched_beside_the_first_sum():
+def test_launches_that_need_nothing_of_a_sum_are_beside_it():
     backend = Kept()
     plan, run = running(backend)
     run()
     program = plan.lanes[0].program.instructions
-    (beside,) = (step for step in backend.recorded[0] if isinstance(step, Beside))
-    assert program[beside.number].op in COLLECTIVES
-    assert [program[step.number].node for step in beside.meanwhile] == ["product.1"]
-    others = [step for step in backend.recorded[0] if not isinstance(step, Beside)]
-    assert len(one_by_one(backend.recorded[0])) == len(others) + len(beside.meeting) + len(beside.meanwhile)
+    both = [step for step in backend.recorded[0] if isinstance(step, Beside)]
+    assert all(program[beside.number].op in COLLECTIVES for beside in both)
+    assert [[program[step.number].node for step in beside.meanwhile] for beside in both] == [["product.1"], ["norm.0"]]
+    alone = [program[step.number].node for step in backend.recorded[0] if not isinstance(step, Beside)]
+    assert alone[1:] == ["product.0", "norm.1"]
 
 
 def test_launches_beside_a_sum_are_timed_as_all_others():

@@ -1,0 +1,153 @@
+"""Tokens in chunks: the sum of one is on its way while the next one is computed.
+
+A sum over all devices waits for the product before it, and what follows waits for the sum.  None of them mixes tokens,
+so each can be done for some tokens first.  Then there is always work beside a sum: the product of the next chunk, or
+what follows the sum of the one before.  A chunk begins where a product with a weight ends in a sum, and goes on through
+everything that treats each token alone, up to what needs all of them; there chunks are put together again.
+
+    whole    product  SUM        next
+    chunks   p0       p1   n0    n1        products and what follows
+                      SUM0 SUM1            beside them
+
+Computing one node for some of its rows is what a device does that has only these, so nothing else is to be known of
+ops, and the verifier proves it as it proves shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+
+from ...graph.attrs import Attr
+from ...graph.graph import Graph
+from ...graph.node import Node, Value
+from ...ops import concat, op_of, slice_
+from ...ops.collective import sequence_of
+from .assign import Assignment
+from .axes import Factor
+from .emit import Sharded
+from .factors import Factors
+from .rows import rows_of
+
+COUNTS = (2, 4)
+"""Into how many chunks tokens are cut, if the clock says that it pays."""
+FEWEST = 256
+"""Tokens of a chunk: with fewer, products wait for their weights, which each chunk reads again."""
+
+
+def tokens_of(laid: Assignment, factors: Factors) -> Factor | None:
+    """What the tokens are of sums over devices, if they are enough for two chunks."""
+    rows = [f for f in rows_of(laid, factors, COUNTS[0]) if f.size >= COUNTS[0] * FEWEST]
+    return max(rows, key=lambda f: f.size, default=None)
+
+
+def in_chunks(sharded: Sharded, factors: Factors, tokens: Factor, count: int) -> Sharded:
+    """Graphs that do in so many chunks what these do, up to each sum over devices and behind it."""
+    made: dict[Graph, Graph] = {}
+    for graph, origins in zip(sharded.graphs, sharded.origins, strict=True):
+        if graph not in made:
+            made[graph] = _Chunks(graph, origins, factors, tokens, count).made()
+    return replace(sharded, graphs=tuple(made[graph] for graph in sharded.graphs))
+
+
+class _Chunks:
+    """One graph on its way: of each of its values all of it, its chunks, or both."""
+
+    def __init__(
+        self, graph: Graph, origins: Mapping[Node, Node], factors: Factors, tokens: Factor, count: int
+    ) -> None:
+        self.graph, self.origins, self.factors, self.tokens, self.count = graph, origins, factors, tokens, count
+        self.bounds = [*pairwise(tokens.size * n // count for n in range(count + 1))]
+        self.axis: dict[Value, int] = {}  # along which tokens lie
+        self.alone = {node for node in graph.nodes if self._treats_each_alone(node)}
+        self.whole: dict[Value, Value] = {}
+        self.chunks: dict[Value, list[Value]] = {}
+
+    def made(self) -> Graph:
+        first = self._first()
+        for node in self.graph.nodes:
+            if node in self.alone and (node in first or any(s in self.chunks for s in node.inputs)):
+                made = [self._node(node, n) for n in range(self.count)]
+                for value, *its in zip(node.results, *(one.results for one in made), strict=True):
+                    self.chunks[value] = its
+            else:
+                self.whole |= zip(node.results, self._node(node).results, strict=True)
+        outputs = {name: self._all_of(value) for name, value in self.graph.outputs.items()}
+        return Graph(outputs, {self._all_of(old): self._all_of(new) for old, new in self.graph.updates.items()})
+
+    def _treats_each_alone(self, node: Node) -> bool:
+        """Whether a node does the same for each token, or sums that over devices, or is zeros in place of it."""
+        if node.op in ("all_reduce", "fill") and node not in self.origins and node.inputs[0] in self.axis:
+            self.axis[Value(node)] = self.axis[node.inputs[0]]
+            return True
+        if node.is_leaf or (origin := self.origins.get(node)) is None:
+            return False
+        uses = self.factors.uses(origin)
+        if self.tokens in uses.coupled | uses.contracted or self.tokens is uses.looked_up:
+            return False
+        pairs = [*zip(origin.results, node.results, strict=True), *zip(origin.src, node.src, strict=True)]
+        axes = {
+            own: self._along(v, own)
+            for v, own in pairs
+            if v is not None and own is not None and self.tokens in self.factors.of(v)
+        }
+        if None in axes.values() or not axes.keys() >= {*node.results}:
+            return False
+        self.axis |= {own: axis for own, axis in axes.items() if axis is not None}
+        return True
+
+    def _along(self, value: Value, own: Value) -> int | None:
+        """The axis of a value that is the tokens and nothing else, all of which the device has."""
+        axes = self.factors.axes(value)
+        at = next((n for n, axis in enumerate(axes) if axis == [[self.tokens]]), None)
+        return at if at is not None and own.shape[at] == self.tokens.size else None
+
+    def _first(self) -> set[Node]:
+        """Nodes with which chunks begin: from products with weights to sums over devices."""
+        found: set[Node] = set()
+        stack = [n.inputs[0].node for n in self.graph.nodes if n.op == "all_reduce" and n in self.alone]
+        while stack:
+            if (node := stack.pop()) in self.alone and node not in found:
+                found.add(node)
+                if not any(s.node.op == "weight" for s in node.inputs):
+                    stack += [s.node for s in node.inputs]
+        return found
+
+    def _node(self, node: Node, number: int | None = None) -> Node:
+        """All of a node, or its chunk of that number."""
+        src = [None if s is None else self._all_of(s) if number is None else self._chunk(s, number) for s in node.src]
+        attrs, name = dict(node.attrs), node.name
+        if (sequence := sequence_of(node.op, node.attrs)) is not None:
+            attrs["sequence"] = sequence * self.count + (number or 0)
+        if number is not None:
+            attrs |= self._local(node, number)
+            name = name and f"{name}.chunk.{number}"
+        if attrs == node.attrs and src == [*node.src]:
+            return node
+        return op_of(node).node(src, attrs, name)
+
+    def _local(self, node: Node, number: int) -> Mapping[str, Attr]:
+        """Attributes that say a shape."""
+        (low, high), result = self.bounds[number], Value(node)
+        localise, axis = op_of(node).localise, self.axis[result]
+        shape = (*result.shape[:axis], high - low, *result.shape[axis + 1 :])
+        return {} if localise is None else localise(node.attrs, shape, lambda _, n: n)
+
+    def _chunk(self, value: Value, number: int) -> Value:
+        """A chunk of a value; one that has no tokens is read whole."""
+        if value in self.chunks:
+            return self.chunks[value][number]
+        if value not in self.axis:
+            return self.whole[value]
+        low, high = self.bounds[number]
+        return slice_(self.whole[value], axis=self.axis[value], start=low, stop=high)
+
+    def _all_of(self, value: Value) -> Value:
+        if value not in self.whole:
+            parts = self.chunks[value]
+            while len(parts) > 1:  # in pairs, so that nothing is copied more often than it has to be
+                pairs = zip(parts[::2], parts[1::2], strict=True)
+                parts = [concat(one, two, axis=self.axis[value], name=value.node.name) for one, two in pairs]
+            self.whole[value] = parts[0]
+        return self.whole[value]

@@ -1,0 +1,143 @@
+"""Tokens in chunks from sum to sum: the same bits, always something beside a sum, proven, and only where it pays."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hocket.backends.null.backend import NullBackend
+from hocket.backends.reference.backend import ReferenceBackend
+from hocket.graph.errors import PlanError
+from hocket.ops.collective import COLLECTIVES
+from hocket.scheduler import plan_for
+from hocket.scheduler.hardware import Hardware
+from hocket.scheduler.running.timeline import timeline
+from hocket.scheduler.sharding import chunks
+from hocket.scheduler.telling.critical import critical_path
+from hocket.scheduler.verifier.held import Held, converted
+from hocket.scheduler.verifier.summands import terms
+
+from ...given.graphs import layered
+from ...given.plans.grouped import bound
+from ...given.plans.interleaved import Interleaved
+
+SLOW_LINK = Hardware(flops=1e6, bandwidth=1e9, launch=0.0, link_bandwidth=5e4, link_latency=1e-6)
+LONG_LAUNCHES = Hardware(flops=1e6, bandwidth=1e9, launch=1e-3, link_bandwidth=1e6, link_latency=1e-6)
+TOKENS = 8
+
+
+class Overlapping(ReferenceBackend):
+    """Plans are made as for devices that compute while they meet."""
+
+    def overlaps(self, on):
+        return True
+
+
+@pytest.fixture(autouse=True)
+def few_are_enough(monkeypatch):
+    monkeypatch.setattr(chunks, "FEWEST", 1)
+    for name in ("T", "C"):
+        monkeypatch.setattr(layered, name, TOKENS)
+
+
+def planned(backend, devices=2, hardware=SLOW_LINK):
+    group = [(backend, backend.device(d)) for d in range(devices)]
+    return plan_for(layered.decoder(3), group, hardware=hardware, split_mode="tensor")
+
+
+def sums_in(plan, name):
+    return [i.node for i in plan.lanes[0].program.instructions if i.op == "all_reduce" and i.node.startswith(name)]
+
+
+def results(plan, seed):
+    rng = np.random.default_rng(seed)
+    values = {v.node.name: rng.standard_normal(v.shape).astype(np.float32) for v in plan.graph.weights}
+    values |= {v.node.name: np.zeros(v.shape, np.float32) for v in plan.graph.states}
+    count = np.arange(TOKENS, dtype=np.int32)
+    feed = {"pos": count[None], "slots": count, "wanted": count[-1:]}
+    feed["x"] = rng.standard_normal((TOKENS, layered.E)).astype(np.float32)
+    run = Interleaved(plan, bound(plan.graph, values, plan.leaves))
+    return run.run(feed, seed) | {name: np.array(run.store.state(name)) for name in run.store.states}
+
+
+def test_a_sum_is_taken_in_chunks_with_products_beside_it():
+    plan = planned(Overlapping())
+    lane = plan.lanes[0]
+    steps = lane.program.instructions
+    assert len(sums_in(plan, "blk.0.out")) in chunks.COUNTS
+    beside = {steps[at].node: [steps[n].op for n in numbers] for at, numbers in lane.meanwhile.items()}
+    for name in ("blk.0.mixed.sum.chunk.0", "blk.0.out.sum.chunk.0"):
+        assert "mul_mat" in beside[name]
+    assert "chunks from sum to sum" in plan.explain()
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4])
+def test_chunks_give_the_bits_of_the_whole(devices):
+    in_chunks, whole = planned(Overlapping(), devices), planned(ReferenceBackend(), devices)
+    assert len(sums_in(in_chunks, "blk.0")) > len(sums_in(whole, "blk.0")) > 0
+    for seed in range(3):
+        wanted = results(whole, seed)
+        got = results(in_chunks, seed)
+        assert got.keys() == wanted.keys()
+        for name, array in wanted.items():
+            np.testing.assert_array_equal(got[name], array)
+
+
+def test_the_virtual_clock_gains_what_the_plan_says():
+    plans = [planned(NullBackend(SLOW_LINK, computes_beside=does)) for does in (True, False)]
+    (fast, foretold), (slow, one_by_one) = ((timeline(plan).seconds, plan.cost.total) for plan in plans)
+    assert fast < 0.8 * slow
+    assert sum(link.stage.seconds for link in critical_path(plans[0].stages, 2)) == pytest.approx(foretold)
+    assert slow - fast == pytest.approx(one_by_one - foretold, rel=0.01)
+
+
+def test_where_launches_cost_more_than_chunks_hide_sums_stay_whole():
+    plan = planned(Overlapping(), hardware=LONG_LAUNCHES)
+    assert any(i.op in COLLECTIVES for i in plan.lanes[0].program.instructions)
+    assert not [i.node for i in plan.lanes[0].program.instructions if "chunk" in i.node]
+
+
+def test_a_step_of_few_tokens_stays_whole(monkeypatch):
+    monkeypatch.setattr(chunks, "FEWEST", TOKENS // 2 + 1)
+    assert "chunk" not in planned(Overlapping()).explain()
+
+
+def test_devices_that_do_one_thing_at_a_time_have_no_chunks():
+    assert "chunk" not in planned(ReferenceBackend()).explain()
+
+
+# ------------------------------------------------------------------------------------------------------------ planted
+
+
+def swapped(self, value, number):
+    """Each chunk in the place of another."""
+    return PLAIN(self, value, self.count - 1 - number if value in self.chunks else number)
+
+
+def shifted(self, value, number):
+    """What is not in chunks yet is read at the tokens of another."""
+    return PLAIN(self, value, number if value in self.chunks else 0)
+
+
+PLAIN = chunks._Chunks._chunk
+
+
+@pytest.mark.parametrize("planted", [swapped, shifted])
+def test_a_chunk_of_other_tokens_is_refused(planted, monkeypatch):
+    monkeypatch.setattr(chunks._Chunks, "_chunk", planted)
+    with pytest.raises(PlanError, match=r"is no part of the graph|bring different entries"):
+        planned(Overlapping())
+
+
+def test_chunks_of_a_sum_are_one_only_where_the_device_has_the_same_terms_of_both():
+    plan = planned(Overlapping())
+    concat = next(n for n in plan.lanes[0].graph.nodes if n.op == "concat")
+    first, second, others = (terms((((start, 4),),), (8,)) for start in (0, 0, 4))
+    assert first is not second
+
+    def joined(owed):
+        return converted(concat, [Held(5, (((0, 2),), ((0, 8),)), first), Held(5, (((2, 2),), ((0, 8),)), owed)])
+
+    assert joined(second) == [Held(5, (((0, 4),), ((0, 8),)), first)]
+    assert joined(others) == []
+    assert joined(None) == []
