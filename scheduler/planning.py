@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -40,6 +40,7 @@ from .sharding.pins import (
 )
 from .sharding.rows import GAIN, assign_rows
 from .sharding.search import NO_LEAVES, Choice, Search, all_cuts_of, cuts_of, deal, factors_at
+from .sharding.shares import Shares
 from .sharding.teams import Teams, compose, stages_like, teams_by, teams_like
 from .spelling import spelled_out
 from .uses import Use
@@ -264,15 +265,14 @@ class Planning:
         asked = cuts_of(self.graph, self.factors, choice.factors, {})
         shares = deal(self.graph, self.factors, asked, self.proportions, self.lies)
 
-        def laid_out(nodes: Mapping[Node, Pin], rows: bool = True) -> Assignment:
+        def given(nodes: Mapping[Node, Pin]) -> Pins:
             pins = settled(self.graph, nodes) if held is None else Pins(nodes, held.leaves)
-            given = pins if nodes or pins.leaves else NO_PINS
-            if not rows:
-                return assign(self.graph, self.factors, choice.factors, given)
-            return assign_rows(self.graph, self.factors, choice.factors, given, len(self.group), self.hardware)
+            return pins if nodes or pins.leaves else NO_PINS
 
         def build(nodes: Mapping[Node, Pin]) -> tuple[Mapping[Node, Pin], Sharded]:
-            return nodes, shard(self.graph, self.factors, laid_out(nodes), shares)
+            pins, devices = given(nodes), len(self.group)
+            laid = assign_rows(self.graph, self.factors, choice.factors, pins, devices, self.hardware)
+            return nodes, shard(self.graph, self.factors, laid, shares)
 
         where, sharded = self._built(first, build)
 
@@ -284,16 +284,24 @@ class Planning:
         made = plan(sharded)
         if not all(overlaps(backend, device) for backend, device in self.group):
             return made
-        laid = laid_out(where, rows=False)
+        laid = assign(self.graph, self.factors, choice.factors, given(where))
+        others = self._in_chunks(laid, shares, plan, made.cost.total * (1 - GAIN))
+        return min((made, *others), key=lambda other: other.cost.total)
+
+    def _in_chunks(
+        self, laid: Assignment, shares: Shares, plan: Callable[[Sharded, str], Plan], least: float
+    ) -> Iterator[Plan]:
+        """Plans in which sums over devices are taken in chunks of tokens, those that take less than `least` seconds."""
         if (tokens := tokens_of(laid, self.factors)) is None:
-            return made
-        best, least, whole = made, made.cost.total * (1 - GAIN), shard(self.graph, self.factors, laid, shares)
+            return
+        whole = shard(self.graph, self.factors, laid, shares)
         for count in COUNTS:
             chunked = in_chunks(whole, self.factors, tokens, count)
-            other = plan(chunked, f"tokens go in {count} chunks from sum to sum")
-            if other.cost.total < least:
-                best, least = other, other.cost.total
-        return best
+            if unable(chunked.graphs, chunked.origins, self.group):
+                continue
+            made = plan(chunked, f"tokens go in {count} chunks from sum to sum")
+            if made.cost.total < least:
+                yield made
 
     def _once(self, choice: Choice, lies: Mapping[str, Layout] | None = None) -> Plan | None:
         """The plan in which layers that are alike are planned once, if nothing is in the way."""

@@ -298,7 +298,8 @@ class Event:
         assert isinstance(stream, Stream)
         self.capture, self.behind = stream.capture, stream.behind
         if stream.is_capturing:
-            assert not self.has_time, "an event within a capture has no time"
+            if self.has_time:
+                raise StreamError("an event within a capture has no time")
             return
         passed = self.passed = threading.Event()
 

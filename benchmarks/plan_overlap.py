@@ -1,0 +1,75 @@
+"""What plans predict to gain from computing beside collectives, for a decode step and a prompt of Llama-3-70B's shape.
+
+Run ``python benchmarks/plan_overlap.py > benchmarks/results/DATE-overlap.md``; it takes some minutes.  The model is a
+file that is only a header, machines are simulated, times are predictions.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
+
+from hocket.frontends.commands.plan import step_graph
+from hocket.graph import Graph
+from hocket.scheduler import Plan, plan_for, simulate
+from hocket.scheduler.simulated import SimulatedGpu
+from hocket.scheduler.units import time_text
+
+MACHINES = ("h200:8,nvlink", "h200:4,nvlink", "h200:4,pcie5", "h100:2,pcie5", "cpu:2")
+STEPS = {"one token": 1, "a prompt of 2,048": 2048}
+CONTEXT = 4096
+TEXT = """# Computing beside collectives
+
+Written by `python benchmarks/plan_overlap.py`: a file that is only the header of Llama-3-70B with 4-bit weights, cut in
+shares of its tensors, {context} tokens of context.  All times are **predicted** and none was measured: what runs at the
+same time is taken to slow neither the other down.  `one by one` is the plan for devices that wait at once for each
+collective; `beside` the one for those that go on.  `chunks` is into how many the tokens of a prompt are cut.
+Simulated processors wait: their threads are the collective.
+"""
+
+
+def planned(graph: Graph, machine: str, *, beside: bool) -> Plan:
+    """The plan for simulated devices that compute beside collectives, or do not."""
+    simulation = simulate(machine)
+    with patch.object(SimulatedGpu, "overlaps", SimulatedGpu.overlaps if beside else lambda *_: False):
+        made = plan_for(graph, simulation.group, hardware=simulation.hardware_for(graph), split_mode="tensor")
+        assert made.cost  # which asks the devices, too
+    return made
+
+
+def rows(path: str) -> Iterator[tuple[str, ...]]:
+    for machine in MACHINES:
+        for name, tokens in STEPS.items():
+            graph, _ = step_graph(path, context=CONTEXT, tokens=tokens)
+            one_by_one, beside = (planned(graph, machine, beside=does) for does in (False, True))
+            before, after = one_by_one.cost, beside.cost
+            chunks = [word for why in beside.reasons if "chunks" in why for word in why.split() if word.isdecimal()]
+            yield (
+                machine,
+                name,
+                time_text(before.total),
+                time_text(before.collectives),
+                time_text(after.total),
+                time_text(after.collectives - after.hidden),
+                *(chunks or ["-"]),
+                f"{before.total / after.total - 1:.0%}",
+            )
+
+
+def main() -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tests.given.models.large_headers import LARGE
+
+    print(TEXT.format(context=CONTEXT))
+    print("| devices | step | one by one | of it collectives | beside | of it waiting | chunks | more steps a second |")
+    print("|---|---|---|---|---|---|---|---|")
+    with TemporaryDirectory() as folder:
+        for row in rows(LARGE["llama"](Path(folder) / "llama.gguf")):
+            print(f"| {' | '.join(row)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
