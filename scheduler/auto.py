@@ -81,7 +81,8 @@ def best_of(ways: Sequence[Way], once: float, judge: Judge = by_cost) -> Plan:
     """The plan of the way that fits, or lacks least, and costs least; its reasons say what was left aside and why.
 
     A plan is made only of ways that promise to be the best, where promises are taken for as much too good as that which
-    came nearest to the truth was so far.
+    came nearest to the truth was so far.  No search knows what is hidden beside collectives: where a plan hides
+    something, others like it may be as fast.
     """
     left = list(ways)
     known: dict[bool, float] = {}
@@ -98,6 +99,8 @@ def best_of(ways: Sequence[Way], once: float, judge: Judge = by_cost) -> Plan:
                 left = [
                     replace(way, seconds=way.seconds * off / before) if way.promises_like(best) else way for way in left
                 ]
+        if made.plan is not None and made.plan.cost.hidden:
+            left = [replace(w, seconds=min(w.seconds, made.seconds)) if w.promises_like(best) else w for w in left]
     others = sorted((way for way in left if way is not best), key=cost)
     first = {way.kind: way for way in reversed(others)}.values()
     most = max(way.devices for way in left)

@@ -11,7 +11,7 @@ from ..graph.errors import GraphError, PlanError
 from ..graph.graph import Graph
 from ..graph.node import Node, Value
 from .fits import by_memory, shortage, spilled
-from .hardware import Hardware
+from .hardware import Estimate, Hardware
 from .layout import REPLICATE, Layout, Local
 from .lowering.lane import Devices, lanes_of
 from .plan import Cuts, Host, Plan
@@ -285,21 +285,25 @@ class Planning:
         if not all(overlaps(backend, device) for backend, device in self.group):
             return made
         laid = assign(self.graph, self.factors, choice.factors, given(where))
-        others = self._in_chunks(laid, shares, plan, made.cost.total * (1 - GAIN))
-        return min((made, *others), key=lambda other: other.cost.total)
+        return min((made, *self._in_chunks(laid, shares, plan, made.cost)), key=lambda one: one.cost.total)
 
     def _in_chunks(
-        self, laid: Assignment, shares: Shares, plan: Callable[[Sharded, str], Plan], least: float
+        self, laid: Assignment, shares: Shares, plan: Callable[[Sharded, str], Plan], cost: Estimate
     ) -> Iterator[Plan]:
-        """Plans in which sums over devices are taken in chunks of tokens, those that take less than `least` seconds."""
+        """Plans in which sums over devices are taken in chunks of tokens, those that cost less than `cost` by more than
+        predictions are good for; in more chunks, as long as enough is left to be hidden."""
         if (tokens := tokens_of(laid, self.factors)) is None:
             return
         whole = shard(self.graph, self.factors, laid, shares)
+        least, waiting = cost.total * (1 - GAIN), cost.collectives - cost.hidden
         for count in COUNTS:
+            if waiting < cost.total - least:
+                return
             chunked = in_chunks(whole, self.factors, tokens, count)
             if unable(chunked.graphs, chunked.origins, self.group):
                 continue
             made = plan(chunked, f"tokens go in {count} chunks from sum to sum")
+            waiting = made.cost.collectives - made.cost.hidden
             if made.cost.total < least:
                 yield made
 

@@ -8,7 +8,7 @@ from dataclasses import field
 from functools import cached_property
 from typing import Any
 
-from ...backends.abilities import Called, Foretells, Gathers, grade_of, overlaps
+from ...backends.abilities import Called, Foretells, grade_of, overlaps
 from ...backends.base import Backend, Device, Program
 from ...backends.beside import beside
 from ...graph.arguments import Kind, a, list_of, pair_of
@@ -60,11 +60,11 @@ class Lane:
     @cached_property
     def meanwhile(self) -> Mapping[int, Sequence[int]]:
         """For each collective beside which the device computes, by position, the instructions that run beside it."""
-        backend = self.backend
-        if not overlaps(backend, self.device):
+        if not overlaps(self.backend, self.device):
             return {}
-        groups = backend.gathered(self.program, self.device) if isinstance(backend, Gathers) else None
-        return beside(self.program, groups)
+        together = {number: called.numbers for called in self.calls or () for number in called.numbers}
+        order = range(len(self.program.instructions))
+        return beside(self.program, dict.fromkeys(together.get(number, (number,)) for number in order))
 
     def launches(self) -> Sequence[float]:
         """How many launches each instruction takes: those of a chain are shared by its instructions; one each where the
