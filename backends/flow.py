@@ -54,13 +54,15 @@ class Flow:
 
     def any_reader(self, number: int, op: str) -> int:
         """The first of these that reads all that this instruction computes, in place of nothing else."""
-        whole = self.call(number).out
-        for later in range(number + 1, len(self._place)):
-            if self.call(later).op == op and self.makes(number, later, 0):
-                return later
-            if any(region.overlaps(whole.region) for region in self.readers.touched(later)[1]):
-                break
-        raise NoKernelError(f"no {op} reads it")
+        readers = self.readers_of(number)
+        later = next((n for n in readers if self.call(n).op == op and self.makes(number, n, 0)), None)
+        if later is None:
+            raise NoKernelError(f"no {op} reads it")
+        region = self.call(number).out.region
+        writers = self.readers.writers(region.buffer)
+        first, last = (bisect_left(writers, n, key=itemgetter(0)) for n in (number + 1, later))
+        need(not any(written.overlaps(region) for _, written in writers[first:last]), "something else lies there")
+        return later
 
     def makes(self, number: int, later: int, index: int) -> bool:
         """Whether that operand of a later instruction is all that this one computes."""

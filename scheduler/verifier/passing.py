@@ -35,7 +35,7 @@ def passed(op: str, user: Side, owed: Sequence[Owed], made: Made, values: Names)
         return routed
     for joint in declared.linear_in(attrs):
         if set(given) <= set(joint.split("+")):
-            return linear([given.get(n) for n in _there(declared, user, joint)])
+            return linear(joint, [given.get(n) for n in _there(declared, user, joint)])
     raise ValueError(f"{op} is not linear in {' and '.join(sorted(given))}, a sum that is still owed")
 
 
@@ -86,4 +86,4 @@ def _looked_up(declared: Op[Any], user: Side, given: Mapping[str, Owed], made: M
             raise ValueError(f"{name} is a sum still owed, and not by the rows of {rows.table} that are here")
     if all(given.get(n) == own and (own is NOTHING or _keeps(declared, user, n, own)) for n in added):
         return own
-    return linear([own if n == rows.table else given.get(n) for n in _there(declared, user, joint)])
+    return linear(joint, [own if n == rows.table else given.get(n) for n in _there(declared, user, joint)])

@@ -10,9 +10,18 @@ both began at 0, three terms would be counted twice.
 
 A residual that device 0 alone brings is added to it: a linear op of two sums, each of which has to come out.
 
->>> miscounted([linear([left, None]), linear([right, NOTHING])])
->>> miscounted([linear([left, None]), linear([right, None])])
+>>> miscounted([linear("a+b", [left, None]), linear("a+b", [right, NOTHING])])
+>>> miscounted([linear("a+b", [left, None]), linear("a+b", [right, None])])
 'device 0 brings all of it, and devices [1] bring it again'
+
+A product is linear in each factor, but in one at a time: some terms of the one and the other terms of the other make
+no sum.
+
+>>> miscounted([linear("a", [left]), linear("b", [right])])
+'the devices owe sums of different kinds'
+
+So summands of one value that are equal have the same terms of the same sum, and may become one: for each op on its way
+`joint` and `parts` tell by which operands the sum comes, `box` and `sizes` which terms there are where it begins.
 """
 
 from __future__ import annotations
@@ -30,20 +39,21 @@ class Summand:
     """A device's part of a sum.
 
     ``none``: zeros.  ``terms``: the terms of a contraction whose indices lie in `box`, of `sizes` in all.  ``linear``:
-    a linear op of `parts`, which are sums owed themselves (None: the value itself, all of the sum).  `by`: the terms
-    are rows that are looked up by numbers, a value and how many axes it has; then what is at an index of the value's
-    first axes is zero, unless the row named there is in `box`.
+    an op that is linear in the operands that `joint` names, of which `parts` are owed (None: the value itself, all of
+    the sum).  `by`: the terms are rows that are looked up by numbers, a value and how many axes it has; then what is at
+    an index of the value's first axes is zero, unless the row named there is in `box`.
     """
 
     kind: str
     box: tuple[Index, ...] = ()
     sizes: tuple[int, ...] = ()
     parts: tuple[Summand | None, ...] = ()
+    joint: str = ""
     by: tuple[int, int] | None = None
     _hash: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.kind, self.box, self.sizes, self.parts, self.by)))
+        object.__setattr__(self, "_hash", hash((self.kind, self.box, self.sizes, self.parts, self.joint, self.by)))
 
     def __hash__(self) -> int:
         """Found once: a residual is a sum of as many parts as there are layers before."""
@@ -66,13 +76,13 @@ def terms(box: tuple[Index, ...], sizes: tuple[int, ...]) -> Owed:
     return Summand("terms", box, sizes)
 
 
-def linear(parts: Sequence[Owed]) -> Owed:
-    """A linear op of values that may be owed."""
+def linear(joint: str, parts: Sequence[Owed]) -> Owed:
+    """An op that is linear in the operands that `joint` names, of which these may be owed."""
     if all(p is None for p in parts):
         return None
     if all(p is NOTHING for p in parts):
         return NOTHING
-    return Summand("linear", parts=tuple(parts))
+    return Summand("linear", parts=tuple(parts), joint=joint)
 
 
 def miscounted(summands: Sequence[Owed], counted: dict[tuple[int, ...], Sequence[Owed]] | None = None) -> str | None:
@@ -113,11 +123,11 @@ def _parts_miscounted(
     summands: Sequence[Owed], known: Mapping[tuple[int, ...], object], seen: dict[tuple[int, ...], Sequence[Owed]]
 ) -> str | None:
     """The same question for each part of a linear op; a device that has all or nothing has so of each part."""
-    counts = {len(s.parts) for s in summands if s is not None and s.kind == "linear"}
+    forms = {(s.joint, len(s.parts)) for s in summands if s is not None and s.kind == "linear"}
     kinds = {s.kind for s in summands if s is not None}
-    if len(counts) > 1 or "terms" in kinds:
+    if len(forms) > 1 or "terms" in kinds:
         return "the devices owe sums of different kinds"
-    for i in range(counts.pop()):
+    for i in range(forms.pop()[1]):
         parts = [s.parts[i] if s is not None and s.kind == "linear" else s for s in summands]
         if why := _miscounted(parts, known, seen):
             return why
