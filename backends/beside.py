@@ -11,10 +11,12 @@ wrong place, and to wait at once is the same program.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice, takewhile
+from functools import cache
+from itertools import islice
 
 from ..ops.collective import COLLECTIVES, LETTERS
 from .base import Instruction, Program, Tensor
+from .liveness import Touched
 from .operands import Operand, Region
 
 
@@ -25,18 +27,16 @@ def beside(program: Program, groups: Iterable[Sequence[int]] | None = None) -> M
     where one has to.  They run one by one as they stand where no groups are given.
     """
     steps = program.instructions
-    regions = {t: _region(program, t) for i in steps for t in _tensors(i)}
+    touched = cache(lambda number: _touched(program, steps[number]))
     order = [(number,) for number in range(len(steps))] if groups is None else [*groups]
     found: dict[int, tuple[int, ...]] = {}
     for place, (at, *_) in enumerate(order):
-        if not can_run_beside((meeting := steps[at]).op):
+        if not can_run_beside(steps[at].op):
             continue
-
-        def goes_on(group: Sequence[int], meeting: Instruction = meeting) -> bool:
-            return not any(steps[n].op in COLLECTIVES or disturbs(meeting, steps[n], regions) for n in group)
-
-        if free := [n for group in takewhile(goes_on, islice(order, place + 1, None)) for n in group]:
-            found[at] = tuple(free)
+        for group in islice(order, place + 1, None):
+            if any(steps[n].op in COLLECTIVES or disturbs(touched(at), touched(n)) for n in group):
+                break
+            found[at] = (*found.get(at, ()), *group)
     return found
 
 
@@ -45,20 +45,15 @@ def can_run_beside(op: str) -> bool:
     return op in COLLECTIVES and op not in LETTERS
 
 
-def disturbs(meeting: Instruction, other: Instruction, regions: Mapping[Tensor, Region]) -> bool:
-    """Whether `other` has to wait for a collective."""
-    read = [regions[t] for t in meeting.src if t is not None]
-    written = [regions[t] for t in _written(meeting)]
-    touches, writes = [regions[t] for t in _tensors(other)], [regions[t] for t in _written(other)]
-    return _meet(written, touches) or _meet(read, writes)
+def disturbs(meeting: Touched, other: Touched) -> bool:
+    """Whether what touches `other` has to wait for a collective."""
+    (read, written), (reads, writes) = meeting, other
+    return _meet(written, [*reads, *writes]) or _meet(read, writes)
 
 
-def _written(i: Instruction) -> list[Tensor]:
-    return [*i.dst, *([] if i.scratch is None else [i.scratch])]
-
-
-def _tensors(i: Instruction) -> list[Tensor]:
-    return [*(t for t in i.src if t is not None), *_written(i)]
+def _touched(program: Program, i: Instruction) -> Touched:
+    written = [*i.dst, *([] if i.scratch is None else [i.scratch])]
+    return [_region(program, t) for t in i.src if t is not None], [_region(program, t) for t in written]
 
 
 def _region(program: Program, t: Tensor) -> Region:

@@ -8,7 +8,9 @@ than its kernels need raises `NoKernelError`, and the instructions are bound one
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from operator import itemgetter
 
 from ..ops.collective import COLLECTIVES
@@ -84,8 +86,17 @@ class Flow:
 
     def save(self, state: Operand, before: int) -> int | None:
         """The last instruction that saves all of what `state` is, or rows of it, before that one; None if none does."""
-        earlier = (n for n in self.saves if n < before)
-        return max((n for n in earlier if self.call(n).operand(0).tensor.buffer == state.tensor.buffer), default=None)
+        saves = self._saves_of.get(state.tensor.buffer, [])
+        at = bisect_left(saves, before)
+        return saves[at - 1] if at else None
+
+    @cached_property
+    def _saves_of(self) -> Mapping[int, list[int]]:
+        """The instructions that save something of each buffer, in order."""
+        found: dict[int, list[int]] = defaultdict(list)
+        for number in sorted(self.saves):
+            found[self.call(number).operand(0).tensor.buffer].append(number)
+        return found
 
     def writers(self, state: Operand, after: int) -> list[int]:
         """The instructions that write into the memory of a state, after that one."""

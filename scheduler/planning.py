@@ -107,7 +107,7 @@ class Planning:
             sharded, cuts = compose(
                 self.graph, where, teams, earlier.cuts, self.proportions, self.hardware, earlier.leaves
             )
-            return self._plan(sharded, cuts, ("an earlier plan's layout",), {})
+            return self._plan(self._able(sharded), cuts, ("an earlier plan's layout",), {})
         held = lying(self.graph, earlier.leaves)
         stored = [earlier.leaves[v.node.name] for v in (*earlier.graph.weights, *earlier.graph.states)]
         if stored and all(isinstance(layout, Local) for layout in stored):
@@ -150,7 +150,7 @@ class Planning:
         leaves = {n.name: REPLICATE for n in self.graph.nodes if n.is_leaf}
         same = {node: node for node in self.graph.nodes}
         sharded = Sharded((self.graph,), (same,), leaves, dict.fromkeys(self.graph.outputs, REPLICATE))
-        return self._plan(sharded, frozenset(), reasons, {})
+        return self._plan(self._able(sharded), frozenset(), reasons, {})
 
     def layers(self) -> Plan:
         """Consecutive nodes on each device, by the shares asked for or by the memory of the devices; where that is
@@ -238,7 +238,7 @@ class Planning:
         sharded, made = compose(self.graph, where, teams, cuts, self.proportions, self.hardware)
         shown = [", ".join(self.names[d] for d in (team[0], team[-1])) for team in teams]
         notes = [f"stage {s} of the layers is on {name}" for s, name in enumerate(shown)]
-        plan = self._plan(sharded, made, (*choice.considered, *notes), {})
+        plan = self._plan(self._able(sharded), made, (*choice.considered, *notes), {})
         if teams_like([lane.program for lane in plan.lanes]) is None:
             raise PlanError("split mode layer,tensor finds nothing to cut within a stage; use layer")
         return plan
@@ -328,6 +328,12 @@ class Planning:
             if not (found := unable(sharded.graphs, sharded.origins, self.group)):
                 return where, sharded
             pins.update(rescued(found, where, self.group))
+
+    def _able(self, sharded: Sharded) -> Sharded:
+        """The same.  Raises `PlanError` naming the first node that its device cannot run."""
+        for found in unable(sharded.graphs, sharded.origins, self.group):
+            raise PlanError(f"{found.local!r} cannot run on {self.names[found.device]}: {found.why}")
+        return sharded
 
     def _plan(self, sharded: Sharded, cuts: Cuts, reasons: tuple[str, ...], where: Mapping[Node, Pin]) -> Plan:
         lanes = lanes_of(sharded.graphs, self.group)

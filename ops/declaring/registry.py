@@ -137,9 +137,11 @@ def kind_of(value: Value) -> str:
         if declared.is_view:
             value = node.inputs[0]
             continue
+        if declared.overwrites_in(node.attrs) is None:
+            return "value"
         operand = dict(declared.inplace_in(node.attrs)).get(value.index)
         before = dict(zip(declared.operand_names, node.src, strict=False)).get(operand or "")
-        if before is None or declared.overwrites_in(node.attrs) is None:
+        if before is None:
             return "value"
         value = before
     return "state" if value.node.op == "state" else "value"

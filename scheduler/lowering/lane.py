@@ -8,7 +8,7 @@ from dataclasses import field
 from functools import cached_property
 from typing import Any
 
-from ...backends.abilities import Called, Foretells, grade_of, overlaps
+from ...backends.abilities import Called, Foretells, overlaps
 from ...backends.base import Backend, Device, Program
 from ...backends.beside import beside
 from ...graph.arguments import Kind, a, list_of, pair_of
@@ -18,7 +18,7 @@ from ...graph.records import dataclass
 from ...graph.repeats import RunsOf, Shortened, parts
 from ...ops.collective import COLLECTIVES, LETTERS, sequence_of
 from .alike import identity, named, numbered, pattern
-from .lower import check_support, lower_with_saves
+from .lower import lower_with_saves
 from .unfold import unfolded
 
 Devices = Sequence[tuple[Backend, Device]]
@@ -142,7 +142,7 @@ def teams_of(programs: Sequence[Program]) -> tuple[tuple[int, ...], ...]:
 
 def lanes_of(graphs: Sequence[Graph], group: Devices, of: Shortened | None = None) -> tuple[Lane, ...]:
     """The lane of each device from its graph; equal graphs on devices of one kind have one program, and of graphs that
-    are alike one is lowered.  Where they are `of` a short graph, its runs may be repeated.
+    are alike one is lowered; devices can run all of it.  Where they are `of` a short graph, its runs may be repeated.
 
     A device that cannot run how another saves its states has a program of its own.
     """
@@ -153,12 +153,8 @@ def lanes_of(graphs: Sequence[Graph], group: Devices, of: Shortened | None = Non
     identities = {graph: identity(graph) for graph in patterns}
     lowered: dict[Hashable, tuple[Graph, Program, tuple[Node, ...]]] = {}
     known: dict[Hashable, tuple[Graph, Program]] = {}
-    checked = set[Hashable]()
     lanes = []
     for graph, (backend, device) in zip(graphs, group, strict=True):
-        if (grade := (graph, grade_of(backend, device))) not in checked:
-            check_support(graph, backend, device)
-            checked.add(grade)
         kind: Hashable = (type(backend), backend.name, device.kind, patterns[graph])
         made = lowered.get(kind)
         own = made is None or not all(backend.supports(node, device).ok for node in made[2])

@@ -49,11 +49,12 @@ def lower_with_saves(
     can run all nodes of `graph`.  Where it has `runs`, they may be repeated."""
     graph, views = densify(settle(graph), backend.reads_strided)
     order = schedule(graph, views, lambda value: backend.stored(value.spec, kind_of(value)), overlaps(backend, on))
-    lowering = _Lowering(graph, backend, on, views, order, runs)
     if isinstance(backend, Gathers) and runs is None:
         roomy = _Lowering(graph, backend, on, views, order, is_roomy=True)
         groups = backend.gathered(roomy.program(), on)
         lowering = _Lowering(graph, backend, on, views, order, groups=roomy.nodes_of(groups))
+    else:
+        lowering = _Lowering(graph, backend, on, views, order, runs)
     added = tuple(node for some in lowering.saves.values() for save in some for node in (save.keep, save.back))
     return graph, lowering.program(), added
 

@@ -111,9 +111,8 @@ def test_a_collective_that_comes_as_late_as_it_may_gives_the_same_bits(seed):
 def test_a_wait_that_comes_too_late_is_seen(monkeypatch):
     """Planted: a device that does not look at what is read beside a collective."""
 
-    def disturbs(meeting, other, regions):
-        touched = [regions[t] for t in (*meeting.src, *meeting.dst) if t is not None]
-        return any(a.overlaps(regions[t]) for a in touched for t in other.dst)
+    def disturbs(meeting, other):
+        return any(a.overlaps(b) for touched in meeting for a in touched for b in other[1])
 
     monkeypatch.setattr(module, "disturbs", disturbs)
     seen = 0
