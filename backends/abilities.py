@@ -136,13 +136,16 @@ class Gathers(Protocol):
 class Overlaps(Protocol):
     """A backend whose devices may compute while they meet."""
 
-    def overlaps(self, on: Device) -> bool:
-        """Whether a device goes on with what need not wait for a collective (`beside`)."""
+    def overlaps(self, devices: Sequence[Device]) -> bool:
+        """Whether devices that meet each other go on with what need not wait for a collective (`beside`)."""
 
 
-def overlaps(backend: Backend, on: Device) -> bool:
-    """Whether a device of a backend computes while it meets others."""
-    return isinstance(backend, Overlaps) and backend.overlaps(on)
+def overlaps(group: Sequence[tuple[Backend, Device]]) -> bool:
+    """Whether the devices of a group compute while they meet; where they are of several backends, they meet through
+    memory of the host, where everybody waits at once."""
+    first = group[0][0]
+    is_one = all(type(backend) is type(first) for backend, _ in group)
+    return is_one and isinstance(first, Overlaps) and first.overlaps([device for _, device in group])
 
 
 @runtime_checkable

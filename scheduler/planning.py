@@ -282,7 +282,7 @@ class Planning:
             return self._plan(sharded, cuts, (*choice.considered, *note, *self.doubt, *notes), where)
 
         made = plan(sharded)
-        if not all(overlaps(backend, device) for backend, device in self.group):
+        if not overlaps(self.group):
             return made
         laid = assign(self.graph, self.factors, choice.factors, given(where))
         return min((made, *self._in_chunks(laid, shares, plan, made.cost)), key=lambda one: one.cost.total)

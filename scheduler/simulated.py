@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from ..backends.abilities import Called, Foretells, Gathers, Simulates, overlaps
+from ..backends.abilities import Called, Foretells, Gathers, Overlaps, Simulates
 from ..backends.base import Array, Comm, Device, Program, Support, Tensor, load
 from ..graph import Graph
 from ..graph.arguments import TEXT, needs
@@ -167,8 +167,8 @@ class SimulatedGpu(SimulatedBackend):
         """The kernels that the program would launch, in order."""
         return self._rules.foretold(program, on) if isinstance(self._rules, Foretells) else ()
 
-    def overlaps(self, on: Device) -> bool:
-        return overlaps(self._rules, on)
+    def overlaps(self, devices: Sequence[Device]) -> bool:
+        return isinstance(self._rules, Overlaps) and self._rules.overlaps(devices)
 
     def gathered(self, program: Program, on: Device) -> Sequence[Sequence[int]]:
         assert isinstance(self._rules, Gathers)

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
+from ..backends.abilities import overlaps
 from ..backends.base import Instruction
 from ..graph.node import Node
 from ..graph.records import dataclass
@@ -136,9 +137,10 @@ def prices_of(lanes: Sequence[Lane], speeds: Sequence[Hardware], whole: Mapping[
 
 def stages(lanes: Sequence[Lane], prices: Sequence[Prices]) -> list[Stage]:
     """All stages, in the order of the meetings."""
+    goes_on = overlaps([(lane.backend, lane.device) for lane in lanes])
     own: list[_Parts] = []
     for number, first in enumerate(first_alike(lanes)):
-        own.append(_Parts(lanes[number], prices[number]) if first == number else own[first])
+        own.append(_Parts(lanes[number], prices[number], goes_on) if first == number else own[first])
     timeline: list[Stage] = []
     for number in sorted({n for p in own for n in p.meetings}):
         there = [d for d, p in enumerate(own) if number in p.meetings]
@@ -212,11 +214,12 @@ def _meeting(there: Sequence[int], own: Sequence[_Parts], number: int) -> Stage:
 
 
 class _Parts:
-    """One program cut at its meetings: `before` each of them a stage of work, and `beside` it another, with the ops it
-    runs as its kind."""
+    """One program cut at its meetings: `before` each of them a stage of work, and `beside` it another, if the device
+    `goes_on` there, with the ops it runs as its kind."""
 
-    def __init__(self, lane: Lane, prices: Prices) -> None:
+    def __init__(self, lane: Lane, prices: Prices, goes_on: bool) -> None:
         self.program, self.prices = lane.program, prices
+        meanwhile = lane.meanwhile if goes_on else {}
         self.meetings: dict[int, Stage] = {}
         self.before: dict[int, tuple[str, Stage]] = {}
         self.beside: dict[int, tuple[str, Stage]] = {}
@@ -226,7 +229,7 @@ class _Parts:
                 self.before[number] = self._work(start, at)
                 cost = prices.of(at)
                 self.meetings[number] = Stage(i.op, (), at, 1, 0.0, cost.moved, cost.seconds)
-                start = at + 1 + len(lane.meanwhile.get(at, ()))
+                start = at + 1 + len(meanwhile.get(at, ()))
                 self.beside[number] = self._work(at + 1, start, beside=True)
         self.rest = self._work(start, len(self.program.instructions))
 

@@ -197,9 +197,9 @@ class DriverBackend:
     def gathered(self, program: Program, on: Device) -> Sequence[Sequence[int]]:
         return gathered(program, self.driver.limits(on))
 
-    def overlaps(self, on: Device) -> bool:
-        """Parts of a device meet through memory of the host, where everybody waits at once."""
-        return self.driver.overlaps and on.part is None
+    def overlaps(self, devices: Sequence[Device]) -> bool:
+        """Where they meet through memory of the host, everybody waits at once."""
+        return self.driver.overlaps and transport_of(devices, self.driver).on_devices
 
     def meeting(self, devices: Sequence[Device]) -> str:
         """How `devices` of this backend meet, and why so."""

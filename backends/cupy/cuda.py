@@ -353,6 +353,14 @@ class Absent(CudaDriver):
         return self._of_all
 
 
+class AbsentBackend(DriverBackend):
+    """What plans ask of devices that need not be there."""
+
+    def overlaps(self, devices: Sequence[Device]) -> bool:
+        """They are taken to reach each other's memory, or to have a library."""
+        return self.driver.overlaps
+
+
 class CudaBackend(DriverBackend):
     """Runs on CUDA devices as ``cuda:0``, ``cuda:1``, ..."""
 
@@ -361,7 +369,7 @@ class CudaBackend(DriverBackend):
 
     def absent(self, model: str) -> DriverBackend:
         """What plans ask of devices that need not be there; `model` is their compute capability, as ``90``."""
-        return DriverBackend(Absent(CudaDriver, limits_of(model)))
+        return AbsentBackend(Absent(CudaDriver, limits_of(model)))
 
     def predicted(self, kind: str) -> Mapping[str, Mapping[str, float]]:
         """Speeds of products with weights on such a GPU, by a model of its time."""

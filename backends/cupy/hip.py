@@ -9,7 +9,7 @@ from typing import Any
 from ...graph.errors import BackendError
 from ..base import Device
 from .backend import DriverBackend
-from .cuda import Absent, CudaDriver
+from .cuda import Absent, AbsentBackend, CudaDriver
 from .device import hiprtc
 from .device.cubins import cubin
 from .device.driver import Source, Step, one_by_one
@@ -67,7 +67,7 @@ class HipBackend(DriverBackend):
 
     def absent(self, model: str) -> DriverBackend:
         """What plans ask of devices that need not be there, of an architecture such as ``gfx942``."""
-        return DriverBackend(Absent(HipDriver, OF_HIP))
+        return AbsentBackend(Absent(HipDriver, OF_HIP))
 
     def predicted(self, kind: str) -> Mapping[str, Mapping[str, float]]:
         """Nothing: there is no model of the time of these GPUs."""

@@ -111,7 +111,7 @@ class NullBackend:
     def reads_strided(self, node: Node, operand: int) -> bool:
         return True
 
-    def overlaps(self, on: Device) -> bool:
+    def overlaps(self, devices: Sequence[Device]) -> bool:
         return self.computes_beside
 
     def alloc(self, nbytes: int, on: Device, lasting: bool = False) -> NullBuffer:

@@ -59,8 +59,8 @@ class Lane:
 
     @cached_property
     def meanwhile(self) -> Mapping[int, Sequence[int]]:
-        """For each collective beside which the device computes, by position, the instructions that run beside it."""
-        if not overlaps(self.backend, self.device):
+        """For each collective beside which the device can compute, by position, the instructions that run beside it."""
+        if not overlaps([(self.backend, self.device)]):
             return {}
         together = {number: called.numbers for called in self.calls or () for number in called.numbers}
         order = range(len(self.program.instructions))

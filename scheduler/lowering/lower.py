@@ -48,7 +48,7 @@ def lower_with_saves(
     """What `lower` gives, and the nodes that save states and put them back, which the graph does not have; the device
     can run all nodes of `graph`.  Where it has `runs`, they may be repeated."""
     graph, views = densify(settle(graph), backend.reads_strided)
-    order = schedule(graph, views, lambda value: backend.stored(value.spec, kind_of(value)), overlaps(backend, on))
+    order = schedule(graph, views, lambda value: backend.stored(value.spec, kind_of(value)), overlaps([(backend, on)]))
     if isinstance(backend, Gathers) and runs is None:
         roomy = _Lowering(graph, backend, on, views, order, is_roomy=True)
         groups = backend.gathered(roomy.program(), on)
@@ -99,7 +99,7 @@ class _Lowering:
     ) -> None:
         self.graph, self.backend, self.order, self.runs = graph, backend, order, runs
         self.called, self.views = names(graph), dict(views)
-        self.overlaps = overlaps(backend, on)
+        self.overlaps = overlaps([(backend, on)])
         self.kept: dict[Value, Spec] = {}
         self.tensors: dict[Value, Tensor] = {}
         self.index = {node: i for i, node in enumerate(graph.nodes)}

@@ -34,7 +34,7 @@ SEEDS = (1, 11, 13, 14, 16, 20, 30, 32, 34, 41, 42, 43, 45, 46, 51, 53, 54, 57)
 class Overlapping(ReferenceBackend):
     """Plans are made as for devices that compute while they meet."""
 
-    def overlaps(self, on):
+    def overlaps(self, devices):
         return True
 
 

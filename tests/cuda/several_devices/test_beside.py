@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hocket.backends.abilities import overlaps
 from hocket.backends.cupy import cuda
 from hocket.backends.cupy.device.driver import Beside
 from hocket.backends.cupy.emulation import ordered
@@ -15,6 +16,7 @@ from hocket.backends.cupy.emulation.emulated import EmulatedBackend
 from hocket.backends.cupy.emulation.order import disorder
 from hocket.backends.cupy.emulation.ordered import SIDE, OrderedBackend, OrderedDriver
 from hocket.backends.cupy.table import SOURCES
+from hocket.backends.reference.backend import ReferenceBackend
 from hocket.graph.errors import BackendError
 from hocket.ops.collective import COLLECTIVES
 from hocket.scheduler import load
@@ -81,6 +83,39 @@ def test_launches_beside_a_sum_are_timed_as_all_others():
     for times in timed:
         seen = [order[n] for t in times for n in t.numbers]
         assert [*dict.fromkeys(seen)] == order
+
+
+# ------------------------------------------------------------------------------------- through memory of the host
+
+
+class Apart(Kept):
+    """Devices that do not reach each other's memory, and have no library."""
+
+    def __init__(self):
+        super().__init__()
+        self.driver.are_peers = lambda devices: False
+
+
+def test_a_sum_through_memory_of_the_host_hides_nothing_in_the_clock_as_in_the_run():
+    backend = Apart()
+    plan, run = running(backend)
+    run()
+    assert not [step for steps in backend.recorded for step in steps if isinstance(step, Beside)]
+    assert plan.cost.hidden == 0 < plan.cost.collectives
+    assert not any(stage.beside and stage.count for stage in plan.stages)
+    assert "devices compute beside" not in plan.explain()
+    assert branches_on(EmulatedBackend()).cost.hidden > 0
+
+
+def test_devices_that_do_not_reach_each_other_take_no_sums_in_chunks():
+    devices = [EmulatedBackend().device(d) for d in range(2)]
+    assert overlaps([(Apart(), device) for device in devices]) is False
+    assert overlaps([(EmulatedBackend(), device) for device in devices]) is True
+
+
+def test_devices_of_two_backends_hide_nothing():
+    one, other = EmulatedBackend(), ReferenceBackend()
+    assert not overlaps([(one, one.device(0)), (other, other.device(0))])
 
 
 # ------------------------------------------------------------------------------------------------ order of accesses

@@ -29,7 +29,7 @@ TOKENS = 8
 class Overlapping(ReferenceBackend):
     """Plans are made as for devices that compute while they meet."""
 
-    def overlaps(self, on):
+    def overlaps(self, devices):
         return True
 
 
