@@ -77,7 +77,7 @@ def close(
     )
 
 
-@pytest.mark.long()
+@pytest.mark.long
 @pytest.mark.parametrize("threads", [1, 2, 3, 4])
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -79,7 +79,7 @@ def ran(name: str, seed: int | None, threads: int) -> tuple[np.ndarray, list[lis
     return np.concatenate(logits), [sorted(session.executor(step).kernels()) for step in session.steps]
 
 
-@pytest.mark.long()
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["qwen35", "qwen3-q4_k_m", "qwen35moe"])
 def test_a_program_in_any_order_has_the_same_fused_kernels_and_computes_the_same_bits(name: str):
     logits, kernels = ran(name, None, 1)

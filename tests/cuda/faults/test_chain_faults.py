@@ -127,7 +127,7 @@ PLANTS = {
 }
 
 
-@pytest.mark.long()
+@pytest.mark.long
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_mistake_in_a_chain_is_found(name):
     file, old, new, chain = PLANTS[name]
@@ -145,13 +145,13 @@ def disorders(chain: str, dropped: tuple[str, int] = ("", 0)) -> list[str]:
     return disorder(driver.taken(), driver.memory)
 
 
-@pytest.mark.long()
+@pytest.mark.long
 @pytest.mark.parametrize("chain", [ROUTER, PACKED, FLOAT, UNITS, HEADS])
 def test_accesses_of_a_chain_are_in_order(chain):
     assert disorders(chain) == []
 
 
-@pytest.mark.long()
+@pytest.mark.long
 @pytest.mark.parametrize(("file", "number", "chain"), BARRIERS)
 def test_a_barrier_of_a_chain_that_is_dropped_is_missed(file, number, chain):
     assert disorders(chain, (file, barriers(file)[number]))

@@ -41,7 +41,7 @@ class Planting(CountingDriver):
         return replace(launch, kernel=replaced(kernel.alone, *self.texts)[kernel.name])
 
 
-@pytest.mark.long()
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize("what", ASKED)
 def test_what_is_asked_of_memory_in_vain_is_counted(what):
@@ -64,7 +64,7 @@ def _compiler():
         pytest.skip(str(why))
 
 
-@pytest.mark.long()
+@pytest.mark.long
 @pytest.mark.usefixtures("_compiler")
 @pytest.mark.parametrize("what", COMPILED)
 def test_machine_code_that_does_more_is_found(what):

@@ -47,7 +47,7 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("source", some, ids=[f"{i}-{s.file}" for i, s in enumerate(some)])
 
 
-@pytest.mark.long()
+@pytest.mark.long
 @pytest.mark.usefixtures("_compiler")
 def test_a_source_compiles(source):
     made = hiprtc.compile(source, ARCHITECTURE)
