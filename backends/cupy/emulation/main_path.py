@@ -73,7 +73,7 @@ ALLOWED = (
     ),
     Allowed(
         "gated_delta_net_prepare.cu",
-        "put_pair<EXACT, C / 8>(s.record, R::SQUARE, r, c, x[0] * s.beta[c], x[1] * s.beta[c + 1]);",
+        "put_below<EXACT>(s.record, R::SQUARE, r, c, x[0] * s.beta[c], x[1] * s.beta[c + 1]);",
         2.0,
         "rows meet in banks; another row stride would do",
     ),

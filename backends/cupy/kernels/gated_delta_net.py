@@ -150,6 +150,8 @@ SLICES = (64, 32, 16)
 """Rows of a state that one block of the scan carries."""
 BLOCKS = 128
 """Blocks of the scan that keep a device busy."""
+BLOCK_BYTES = 16 * 16 * 2
+"""Of bfloat16 numbers for 16 x 16 pairs of tokens."""
 CHUNKS_FILE = "gated_delta_net_chunks.cuh"
 
 
@@ -169,8 +171,8 @@ class Chunk:
 
     @property
     def heads_bytes(self) -> int:
-        factors = self.size if self.channels else 2 * self.length
-        return 2 * (2 if self.exact else 1) * 2 * self.length**2 + 4 * factors
+        factors, side = self.size if self.channels else 2 * self.length, self.length // 16
+        return 2 * (2 if self.exact else 1) * side * (side + 1) // 2 * BLOCK_BYTES + 4 * factors
 
     @property
     def prepare_name(self) -> str:

@@ -11,14 +11,18 @@
 // rows lies in all banks.
 template <int UNITS>
 __device__ __forceinline__ int place(int row, int unit) {
-    return (row * UNITS + (unit ^ (UNITS >= 8 ? row & 7 : row >> 1 & 3))) * 16;
+    return (row * UNITS + (unit ^ (UNITS >= 8 ? row & 7 : row >> 2 & 1))) * 16;
 }
+
+// Squares over the tokens of a chunk are kept as tiles of 16 x 16, of which there are those on and below the diagonal.
+constexpr int BLOCK = 16 * 16 * 2;
+__device__ __forceinline__ constexpr int below(int row, int column) { return (row * (row + 1) / 2 + column) * BLOCK; }
 
 // What is prepared of a chunk, in bytes.  Of a key head (of a value head, if it decays by channel): K, Q and what of K
 // the state receives.  Of a value head: X, P, and factors: e^G and e^(G_last - G) by row, or e^(G_last) by channel.
 template <int D, int C, bool CHANNELS, bool EXACT>
 struct Record {
-    static constexpr int PARTS = EXACT ? 2 : 1, TILE = 2 * C * D, SQUARE = 2 * C * C;
+    static constexpr int PARTS = EXACT ? 2 : 1, TILE = 2 * C * D, SQUARE = below(C / 16, 0);
     static constexpr int Q = PARTS * TILE, RECEIVED = CHANNELS ? 2 * Q : 0, KEYS = (CHANNELS ? 3 : 2) * Q;
     static constexpr int P = PARTS * SQUARE, FACTORS = 2 * P, HEADS = FACTORS + 4 * (CHANNELS ? D : 2 * C);
 };

@@ -36,6 +36,12 @@ __device__ __forceinline__ void put_pair(char *tile, int part, int row, int colu
     if (EXACT) *(u32 *)(to + part) = lo;
 }
 
+// The same of a square.
+template <bool EXACT>
+__device__ __forceinline__ void put_below(char *square, int part, int row, int column, float x, float y) {
+    put_pair<EXACT, 2>(square + below(row / 16, column / 16), part, row % 16, column % 16, x, y);
+}
+
 // X = (I + L)^-1 where L is strictly lower: 16 x 16 blocks on the diagonal by substitution, one lane for a column; then
 // pairs of blocks, X21 = -X22 (L21 X11).  The upper blocks of L are scratch.  Ends with a barrier.
 template <int C>
@@ -82,9 +88,9 @@ __device__ __forceinline__ void complete(const Square<C> &s, char *out) {
     invert<C>(s);
     for (int i = threadIdx.x; i < C * C / 2; i += THREADS_HERE) {
         const int r = i / (C / 2), c = i % (C / 2) * 2;
-        if (c / 16 > r / 16) continue;  // nobody reads above the diagonal blocks
+        if (c / 16 > r / 16) continue;
         const float *x = s.X + r * STEP + c;
-        put_pair<EXACT, C / 8>(s.record, R::SQUARE, r, c, x[0] * s.beta[c], x[1] * s.beta[c + 1]);
+        put_below<EXACT>(s.record, R::SQUARE, r, c, x[0] * s.beta[c], x[1] * s.beta[c + 1]);
     }
     __syncthreads();
     for (int i = threadIdx.x * 16; i < R::HEADS; i += THREADS_HERE * 16) *(uint4 *)(out + i) = *(uint4 *)(s.record + i);
@@ -172,7 +178,7 @@ __global__ void __launch_bounds__(PREPARING<C>) delta_prepare(const __grid_const
             x = r >= c ? x * expf(s.G[r] - s.G[c]) : 0.f;
             y = r > c ? y * expf(s.G[r] - s.G[c + 1]) : 0.f;
             if (is_q) {
-                put_pair<EXACT, C / 8>(s.record + R::P, R::SQUARE, r, c, x, y);
+                put_below<EXACT>(s.record + R::P, R::SQUARE, r, c, x, y);
             } else {
                 s.L[r * Square<C>::STEP + c] = r > c ? s.beta[r] * x : 0.f;
                 s.L[r * Square<C>::STEP + c + 1] = r > c + 1 ? s.beta[r] * y : 0.f;
@@ -244,7 +250,7 @@ __global__ void __launch_bounds__(PREPARING<C>) delta_prepare_channels(const __g
 
     auto put = [&](bool is_q, int r, int c, float x, float y) {  // scores (r, c) and (r, c + 1), c even
         if (is_q) {
-            put_pair<EXACT, C / 8>(s.record + R::P, R::SQUARE, r, c, x, y);
+            put_below<EXACT>(s.record + R::P, R::SQUARE, r, c, x, y);
         } else {
             s.L[r * Square<C>::STEP + c] = s.beta[r] * x;
             s.L[r * Square<C>::STEP + c + 1] = s.beta[r] * y;

@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(2 * BV, 1) delta_scan(const __grid_constant__ 
             const Left f = left_of<EXACT>(KS[2 * k], KS[2 * k + 1]);
 #pragma unroll
             for (int p = k; p < C / 16; p++)
-                multiply_rows<EXACT, C / 8>(U[2 * p], U[2 * p + 1], f, heads, R::SQUARE, 16 * p, 16 * k);
+                multiply_rows<EXACT, 2>(U[2 * p], U[2 * p + 1], f, heads + below(p, k), R::SQUARE, 0, 0);
         }
 
 #pragma unroll
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(2 * BV, 1) delta_scan(const __grid_constant__ 
             Left f = left_of<EXACT>(U[2 * k], U[2 * k + 1]);
 #pragma unroll
             for (int p = k; p < C / 16; p++)
-                multiply_rows<EXACT, C / 8>(O[2 * p], O[2 * p + 1], f, heads + R::P, R::SQUARE, 16 * p, 16 * k);
+                multiply_rows<EXACT, 2>(O[2 * p], O[2 * p + 1], f, heads + R::P + below(p, k), R::SQUARE, 0, 0);
             if (!CHANNELS) {
 #pragma unroll
                 for (int e = 0; e < 8; e++) U[2 * k + e / 4][e % 4] *= factors[C + 16 * k + e / 4 * 8 + column + e % 2];

@@ -219,8 +219,8 @@ FAULTS = {
     "blocks of P beside those of X": (
         chunks,
         SCAN,
-        "heads + R::P, R::SQUARE, 16 * p, 16 * k",
-        "heads + R::P, R::SQUARE, 16 * k, 16 * p",
+        "heads + R::P + below(p, k)",
+        "heads + R::P + below(p, 0)",
     ),
 }
 

@@ -103,7 +103,7 @@ ASKED = {
     ),
     "keys of a chunk in the same banks": (
         "gated_delta_net_chunks.cuh",
-        "(unit ^ (UNITS >= 8 ? row & 7 : row >> 1 & 3))",
+        "(unit ^ (UNITS >= 8 ? row & 7 : row >> 2 & 1))",
         "unit",
         PROMPT,
     ),
