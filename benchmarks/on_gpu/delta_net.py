@@ -97,7 +97,7 @@ def steps(bench: Bench, p: Problem, state: Operand, variant: tuple[int, int] | N
 
 def chunks(bench: Bench, p: Problem, state: Operand, exact: bool, values: int | None = None) -> list[Launch]:
     """By chunks: what is prepared, and the scan."""
-    chunk = kernels.chunk_of(p.shape.size, p.shape.channels, exact)
+    chunk = kernels.Chunk(p.shape.size, p.shape.channels, exact)
 
     def bind(to: Launches) -> None:
         carried = carry(to, p.call(state), p.rule.sequences, p.rule.tokens)

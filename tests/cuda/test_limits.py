@@ -62,8 +62,8 @@ class Noting(EmulatedDriver):
 @needs_compiler
 @pytest.mark.parametrize(
     ("channels", "exact", "kernel"),
-    [(False, False, "delta_scan<128, 32, 16, false, true>"), (True, True, "delta_net<128, true, true, 8, 1>")],
-    ids=["exact chunks instead of fast ones", "token by token instead of by chunks"],
+    [(False, True, "delta_scan<128, 32, 16, false, true>"), (True, True, "delta_net<128, true, true, 8, 1>")],
+    ids=["by chunks", "token by token instead of by chunks"],
 )
 def test_a_prompt_runs_where_a_block_has_99_kib(channels, exact, kernel):
     graph = rule(channels, exact)

@@ -146,6 +146,8 @@ def _shape(rule: Rule, size: int) -> tuple[int, int]:
 # -------------------------------------------------------------------------------------------------- by chunks
 
 CHUNK_SIZES = (64, 128)
+LENGTH = 32
+"""Tokens of a chunk."""
 SLICES = (64, 32, 16)
 """Rows of a state that one block of the scan carries."""
 BLOCKS = 128
@@ -157,40 +159,40 @@ CHUNKS_FILE = "gated_delta_net_chunks.cuh"
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """How chunks are computed: their length, and whether bfloat16 operands are pairs (relative error 2^-16 instead of
-    2^-8).  The sizes in bytes are those of `Record`."""
+    """How chunks are computed: by key size, by whether each key channel has a decay of its own, and by whether bfloat16
+    operands are pairs (relative error 2^-16 instead of 2^-8).  The sizes in bytes are those of `Record`."""
 
     size: int
-    length: int
     channels: bool
     exact: bool
 
     @property
     def keys_bytes(self) -> int:
-        return (3 if self.channels else 2) * (2 if self.exact else 1) * 2 * self.length * self.size
+        return (3 if self.channels else 2) * (2 if self.exact else 1) * 2 * LENGTH * self.size
 
     @property
     def heads_bytes(self) -> int:
-        factors, side = self.size if self.channels else 2 * self.length, self.length // 16
+        factors, side = self.size if self.channels else 2 * LENGTH, LENGTH // 16
         return 2 * (2 if self.exact else 1) * side * (side + 1) // 2 * BLOCK_BYTES + 4 * factors
 
     @property
     def prepare_name(self) -> str:
         kernel = "delta_prepare_channels" if self.channels else "delta_prepare"
-        return f"{kernel}<{self.size}, {self.length}, {_flag(self.exact)}>"
+        return f"{kernel}<{self.size}, {LENGTH}, {_flag(self.exact)}>"
 
     @property
     def prepare_bytes(self) -> int:
         """Shared memory."""
-        square = 4 * (2 * self.length * (self.length + 4) + 2 * self.length) + self.heads_bytes
-        return square + (16 * self.length * (self.size + 4) if self.channels else self.keys_bytes)
+        square = 4 * (2 * LENGTH * (LENGTH + 4) + 2 * LENGTH) + self.heads_bytes
+        return square + (16 * LENGTH * (self.size + 4) if self.channels else self.keys_bytes)
 
     def scan_name(self, values: int) -> str:
-        return f"delta_scan<{self.size}, {self.length}, {values}, {_flag(self.channels)}, {_flag(self.exact)}>"
+        return f"delta_scan<{self.size}, {LENGTH}, {values}, {_flag(self.channels)}, {_flag(self.exact)}>"
 
     def scan_bytes(self, values: int) -> int:
         """Shared memory."""
-        return 2 * (self.keys_bytes + self.heads_bytes + 4 * self.length * (values + 4))
+        stage = self.keys_bytes + self.heads_bytes + 4 * LENGTH * (values + 4)
+        return 2 * stage + 12 * LENGTH * values
 
     @property
     def prepare(self) -> Kernel:
@@ -200,12 +202,7 @@ class Chunk:
         return SCAN[self][self.scan_name(values)]
 
 
-def chunk_of(size: int, channels: bool, exact: bool) -> Chunk:
-    """Longer chunks where two of them fit into shared memory as single bfloat16."""
-    return Chunk(size, 32 if exact or channels else 64, channels, exact)
-
-
-CHUNKS = tuple(chunk_of(size, c, x) for size in CHUNK_SIZES for c in (False, True) for x in (True, False))
+CHUNKS = tuple(Chunk(size, c, x) for size in CHUNK_SIZES for c in (False, True) for x in (True, False))
 _BEFORE = (RECURRENT, CHUNKS_FILE)
 PREPARE: Mapping[Chunk, Source] = MappingProxyType(
     {c: Source("gated_delta_net_prepare.cu", (c.prepare_name,), before=_BEFORE) for c in CHUNKS}
@@ -226,7 +223,7 @@ def in_chunks(tokens: int, key_size: int, value_size: int) -> bool:
 
 def chunk_memory(launches: Launches, rule: Rule, tokens: int, chunk: Chunk) -> tuple[Operand, Operand]:
     """Scratch for what is prepared of so many tokens: of the keys, and of the heads."""
-    count = rule.sequences * blocks(tokens, chunk.length)
+    count = rule.sequences * blocks(tokens, LENGTH)
     keyed = rule.value_heads if rule.channels else rule.k.shape[-2]
     keys = launches.scratch((count * keyed * chunk.keys_bytes,), DType.I8)
     return keys, launches.scratch((count * rule.value_heads * chunk.heads_bytes,), DType.I8)
@@ -242,25 +239,21 @@ def launch_chunks(
 ) -> None:
     """All tokens by chunks; the state behind them becomes the oldest snapshot.  `values` is one of `SLICES`, or None
     to choose."""
-    count, heads, sequences = blocks(rule.tokens, chunk.length), rule.value_heads, rule.sequences
+    count, heads, sequences = blocks(rule.tokens, LENGTH), rule.value_heads, rule.sequences
     words = [*rows(rule.q), *rows(rule.k), *rows(rule.g), *rows(rule.beta, 2), *memory]
     words += [rule.tokens, rule.k.shape[-2], heads, rule.run, rule.scale]
-    launches.add(chunk.prepare, (count, heads, sequences), 4 * chunk.length, words, chunk.prepare_bytes)
+    launches.add(chunk.prepare, (count, heads, sequences), 4 * LENGTH, words, chunk.prepare_bytes)
     values = values or _slice(launches, rule, chunk)
     keyed, run = (heads, 0) if chunk.channels else (rule.k.shape[-2], rule.run)
     words = [*memory, *rows(rule.v), *rows(rule.out), *carried.begin, *carried.kept(carried.snapshots - 1)]
     words += [carried.snapshots, *carried.faults, rule.tokens, keyed, heads, run, rule.value_size]
     grid = rule.value_size // values, heads, sequences
-    launches.add(chunk.scan(values), grid, 2 * values, words, chunk.scan_bytes(values))
+    launches.add(chunk.scan(values), grid, 4 * values, words, chunk.scan_bytes(values))
 
 
-def _fitting(launches: Launches, rule: Rule, exact: bool) -> Chunk | None:
-    """The chunks that are asked for, or exact ones, which take less where keys share decays; None if neither fits into
-    the shared memory of the device."""
-    for chunk in (chunk_of(rule.key_size, rule.channels, exact), chunk_of(rule.key_size, rule.channels, True)):
-        if launches.fits(chunk.prepare_bytes) and launches.fits(chunk.scan_bytes(_slice(launches, rule, chunk))):
-            return chunk
-    return None
+def _fits(launches: Launches, rule: Rule, chunk: Chunk) -> bool:
+    """Whether chunks fit into the shared memory of the device."""
+    return launches.fits(chunk.prepare_bytes) and launches.fits(chunk.scan_bytes(_slice(launches, rule, chunk)))
 
 
 def _slice(launches: Launches, rule: Rule, chunk: Chunk) -> int:
@@ -282,11 +275,10 @@ def launch_rule(launches: Launches, call: Bound, rule: Rule, exact: bool) -> Non
     carried = carry(launches, call, rule.sequences, rule.tokens)
     last = carried.snapshots - 1
     first = rule.tokens - last
-    if in_chunks(first, rule.key_size, rule.value_size):
-        chunk = _fitting(launches, rule, exact)
-        if chunk is not None:
-            memory = chunk_memory(launches, rule, first, chunk)
-        if chunk is not None and rule.has_quads:
+    chunk = Chunk(rule.key_size, rule.channels, exact)
+    if in_chunks(first, rule.key_size, rule.value_size) and _fits(launches, rule, chunk):
+        memory = chunk_memory(launches, rule, first, chunk)
+        if rule.has_quads:
             launch_chunks(launches, rule.part(0, first), carried, memory, chunk)
             if last:
                 launch_steps(launches, rule.part(first, last), carried.after(last), carried, last, None)

@@ -64,35 +64,38 @@ __device__ __forceinline__ void multiply(float (&x)[4], float (&y)[4], const Lef
     mma_bf16(y, f.hi, y_hi);
 }
 
-// The same with right operands from a tile whose rows are columns of the product: 16 rows from `row`, 16 elements of
-// them from `at`.  The lower part lies `part` bytes behind.
-template <bool EXACT, int UNITS>
-__device__ __forceinline__ void multiply_rows(float (&x)[4], float (&y)[4], const Left &f, const char *tile, int part,
-                                              int row, int at) {
+// Where a lane finds its part of an operand of 16 x 16 in a tile, from a row and an element of that on.  Of a right operand:
+// rows of the tile are its columns, or its rows, which are summed over.
+template <int UNITS>
+__device__ __forceinline__ int by_rows(int row, int at) {
     const int lane = threadIdx.x % 32;
-    const char *from = tile + place<UNITS>(row + lane / 16 * 8 + lane % 8, at / 8 + lane / 8 % 2);
+    return place<UNITS>(row + lane / 16 * 8 + lane % 8, at / 8 + lane / 8 % 2);
+}
+template <int UNITS>
+__device__ __forceinline__ int by_columns(int row, int at) {
+    const int lane = threadIdx.x % 32;
+    return place<UNITS>(row + lane / 8 % 2 * 8 + lane % 8, at / 8 + lane / 16);
+}
+
+// The same with right operands of a tile; the lower part lies `part` bytes behind.
+template <bool EXACT>
+__device__ __forceinline__ void multiply_rows(float (&x)[4], float (&y)[4], const Left &f, const char *from, int part) {
     u32 hi[4], lo[4] = {};
     ldmatrix_x4(hi, from);
     if (EXACT) ldmatrix_x4(lo, from + part);
     multiply<EXACT>(x, y, f, hi, lo);
 }
-
-// The same with a tile whose rows are summed over: 16 rows from `row`, columns from `at`.
-template <bool EXACT, int UNITS>
-__device__ __forceinline__ void multiply_columns(float (&x)[4], float (&y)[4], const Left &f, const char *tile, int part,
-                                                 int row, int at) {
-    const int lane = threadIdx.x % 32;
-    const char *from = tile + place<UNITS>(row + lane / 8 % 2 * 8 + lane % 8, at / 8 + lane / 16);
+template <bool EXACT>
+__device__ __forceinline__ void multiply_columns(float (&x)[4], float (&y)[4], const Left &f, const char *from, int part) {
     u32 hi[4], lo[4] = {};
     ldmatrix_x4_trans(hi, from);
     if (EXACT) ldmatrix_x4_trans(lo, from + part);
     multiply<EXACT>(x, y, f, hi, lo);
 }
 
-template <bool EXACT, int UNITS>
-__device__ __forceinline__ Left left_from(const char *tile, int part, int row, int at) {
-    const int lane = threadIdx.x % 32;
-    const char *from = tile + place<UNITS>(row + lane % 16, at / 8 + lane / 16);
+// A left operand of 16 x 16 from a tile.
+template <bool EXACT>
+__device__ __forceinline__ Left left_from(const char *from, int part) {
     Left f;
     ldmatrix_x4(f.hi, from);
     if (EXACT) ldmatrix_x4(f.lo, from + part);

@@ -108,29 +108,33 @@ __global__ void __launch_bounds__(PREPARING<C>) delta_prepare(const __grid_const
     const i64 h = blockIdx.y, n = blockIdx.z, key_head = a.run ? h / a.run : h % a.key_heads;
     const i64 chunk = n * gridDim.x + blockIdx.x;
 
-    constexpr int EACH = 2 * C * D / 4 / THREADS_HERE, TOGETHER = EACH < 8 ? EACH : 8;
-    static_assert(EACH % TOGETHER == 0 && EACH * THREADS_HERE == 2 * C * D / 4, "threads share keys and queries evenly");
-    for (int from = threadIdx.x; from < 2 * C * D / 4; from += TOGETHER * THREADS_HERE) {
-        float4 x[TOGETHER];  // all are asked for before the first is waited for
+    // A thread brings four numbers of rows that are `STEP` apart; every eighth row is shuffled alike.
+    constexpr int STEP = THREADS_HERE / (D / 4), EACH = C / STEP, WAYS = 8 / STEP;
+    const int from = threadIdx.x / (D / 4), c = threadIdx.x % (D / 4) * 4;
+    char *to[WAYS];
 #pragma unroll
-        for (int u = 0; u < TOGETHER; u++) {
-            const int i = from + u * THREADS_HERE, r = i / (D / 4) % C;
+    for (int w = 0; w < WAYS; w++) to[w] = keys + place<UNITS>(from + w * STEP, c / 8) + c % 8 * 2;
+    auto bring = [&](const Rows &rows, float scale, int tile) {
+        const float *at = rows.row(n, first + from, key_head) + c;
+        float4 x[EACH];  // all are asked for before the first is waited for
+#pragma unroll
+        for (int u = 0; u < EACH; u++, at += STEP * rows.token) {
             x[u] = make_float4(0, 0, 0, 0);
-            if (r < length) x[u] = *(const float4 *)((i >= C * D / 4 ? a.q : a.k).row(n, first + r, key_head) + i % (D / 4) * 4);
+            if (u * STEP + from < length) x[u] = *(const float4 *)at;
         }
 #pragma unroll
-        for (int u = 0; u < TOGETHER; u++) {
-            const int i = from + u * THREADS_HERE, r = i / (D / 4) % C, c = i % (D / 4) * 4;
-            const bool is_q = i >= C * D / 4;
-            if (is_q) x[u] *= (float)a.scale;
+        for (int u = 0; u < EACH; u++) {
+            x[u] *= scale;
             uint2 hi, lo;
             split<EXACT>(x[u].x, x[u].y, hi.x, lo.x);
             split<EXACT>(x[u].z, x[u].w, hi.y, lo.y);
-            char *to = keys + is_q * R::Q + place<UNITS>(r, c / 8) + c % 8 * 2;
-            *(uint2 *)to = hi;
-            if (EXACT) *(uint2 *)(to + R::TILE) = lo;
+            char *put = to[u % WAYS] + u / WAYS * 8 * UNITS * 16 + tile;
+            *(uint2 *)put = hi;
+            if (EXACT) *(uint2 *)(put + R::TILE) = lo;
         }
-    }
+    };
+    bring(a.k, 1.f, 0);
+    bring(a.q, (float)a.scale, R::Q);
     if (warp == 0) {
         float before = 0;
         for (int t = lane; t < C; t += 32) {
@@ -162,11 +166,11 @@ __global__ void __launch_bounds__(PREPARING<C>) delta_prepare(const __grid_const
     clear(scores);
 #pragma unroll
     for (int at = 0; at < D; at += 16) {
-        const Left f = left_from<EXACT, UNITS>(keys + is_q * R::Q, R::TILE, 16 * block, at);
+        const Left f = left_from<EXACT>(keys + is_q * R::Q + by_columns<UNITS>(16 * block, at), R::TILE);
 #pragma unroll
         for (int p = 0; p < C / 16; p++)
             if (p <= block)
-                multiply_rows<EXACT, UNITS>(scores[2 * p], scores[2 * p + 1], f, keys, R::TILE, 16 * p, at);
+                multiply_rows<EXACT>(scores[2 * p], scores[2 * p + 1], f, keys + by_rows<UNITS>(16 * p, at), R::TILE);
     }
 #pragma unroll
     for (int j = 0; j < C / 8; j++)

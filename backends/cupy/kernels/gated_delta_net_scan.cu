@@ -11,125 +11,166 @@ struct Scan {
 };
 
 
-template <int THREADS_HERE>
-__device__ __forceinline__ void copy_async(char *to, const char *from, int bytes) {
-    for (int i = threadIdx.x * 16; i < bytes; i += THREADS_HERE * 16) cp_async_16(to + i, from + i);
+// `to` and `from` are where the first bytes of this thread lie.
+template <int THREADS_HERE, int BYTES>
+__device__ __forceinline__ void copy_async(char *to, const char *from) {
+#pragma unroll
+    for (int i = 0; i < BYTES; i += THREADS_HERE * 16)
+        if (i + THREADS_HERE * 16 <= BYTES || (int)threadIdx.x < (BYTES - i) / 16) cp_async_16(to + i, from + i);
 }
 
-// A block carries BV rows of a head's state, a warp 16 of them, through all chunks.  All products are transposed
-// (value rows x tokens), so that what one product gives is the left operand of the next, in the same registers: warps
-// share nothing but the tiles, and meet once a chunk.
+__device__ __forceinline__ float4 quad(const float (&x)[4]) { return make_float4(x[0], x[1], x[2], x[3]); }
+__device__ __forceinline__ void add(float (&x)[4], float4 y) { x[0] += y.x, x[1] += y.y, x[2] += y.z, x[3] += y.w; }
+
+// A block carries BV rows of a head's state through all chunks; two warps share 16 of them, and have half of the keys
+// each.  All products are transposed (value rows x tokens), so that what one product gives is the left operand of the
+// next, in the same registers.  Of the products with the state each warp has half a sum.  Once a chunk the two exchange
+// K S, with all of which both go on, and Q S of the 16 tokens whose outputs the other one finishes.
 template <int D, int C, int BV, bool CHANNELS, bool EXACT>
-__global__ void __launch_bounds__(2 * BV, 1) delta_scan(const __grid_constant__ Scan a) {
+__global__ void __launch_bounds__(4 * BV, 1) delta_scan(const __grid_constant__ Scan a) {
     wait_for_earlier();
     using R = Record<D, C, CHANNELS, EXACT>;
-    constexpr int THREADS_HERE = 2 * BV, V_STEP = BV + 4, STAGE = R::KEYS + R::HEADS + 4 * C * V_STEP;
+    constexpr int THREADS_HERE = 4 * BV, HALF = D / 2, SIDE = C / 16, ROWS = 16 * D * 2;
+    constexpr int V_STEP = BV + 4, STAGE = R::KEYS + R::HEADS + 4 * C * V_STEP;
+    static_assert(C == 32, "two warps finish 16 tokens each");
     DYNAMIC_SHARED(shared, char);
-    const int lane = threadIdx.x % 32, local = threadIdx.x / 32 * 16 + lane / 4, column = lane % 4 * 2;
-    const int tokens = (int)a.tokens, chunks = (tokens + C - 1) / C, row = blockIdx.x * BV + local;
+    float4 *sums = (float4 *)(shared + 2 * STAGE), *of_queries = sums + C / 8 * THREADS_HERE;
+    const int lane = threadIdx.x % 32, half = threadIdx.x / 32 % 2, first = half * HALF;
+    const int local = threadIdx.x / 64 * 16 + lane / 4, column = lane % 4 * 2, row = blockIdx.x * BV + local;
+    const int tokens = (int)a.tokens, chunks = (tokens + C - 1) / C;
     const i64 h = blockIdx.y, n = blockIdx.z, key_record = a.run ? h / a.run : h % a.key_records;
-    const i64 state_size = a.value_heads * a.value_size * D, inside = (h * a.value_size + row) * D;
+    const i64 state_size = a.value_heads * a.value_size * D, inside = (h * a.value_size + row) * D + first + column;
 
     if (!has_states(a.from, a.kept, n, n * a.kept_step, 1, a.fault)) return;
 
+    const int mine = threadIdx.x * 16, copied = threadIdx.x / (BV / 4), beside = threadIdx.x % (BV / 4) * 4;
+    const char *next_keys = a.keys + (n * chunks * a.key_records + key_record) * R::KEYS + mine;
+    const char *next_heads = a.heads + (n * chunks * a.value_heads + h) * R::HEADS + mine;
+    const float *next_values = a.v.row(n, copied, h) + blockIdx.x * BV + beside;
+    char *to = shared + mine;
     auto fetch = [&](int chunk) {
-        char *stage = shared + chunk % 2 * STAGE;
-        const i64 at = n * chunks + chunk;
-        copy_async<THREADS_HERE>(stage, a.keys + (at * a.key_records + key_record) * R::KEYS, R::KEYS);
-        copy_async<THREADS_HERE>(stage + R::KEYS, a.heads + (at * a.value_heads + h) * R::HEADS, R::HEADS);
-        float *V = (float *)(stage + R::KEYS + R::HEADS);
-        const float *values = a.v.row(n, chunk * C, h) + blockIdx.x * BV;
-        const int left = tokens - chunk * C;
-        for (int i = threadIdx.x; i < C * BV / 4; i += THREADS_HERE) {
-            const int r = i / (BV / 4), c = i % (BV / 4) * 4;
+        copy_async<THREADS_HERE, R::KEYS>(to, next_keys);
+        copy_async<THREADS_HERE, R::HEADS>(to + R::KEYS, next_heads);
+        float *V = (float *)(to + R::KEYS + R::HEADS - mine) + copied * V_STEP + beside;
+        const int left = tokens - chunk * C - copied;
+#pragma unroll
+        for (int r = 0; r < C; r += 16, next_values += 16 * a.v.token)
             if (r < left)
-                cp_async_16(V + r * V_STEP + c, values + r * a.v.token + c);
+                cp_async_16(V + r * V_STEP, next_values);
             else
-                *(float4 *)(V + r * V_STEP + c) = make_float4(0, 0, 0, 0);
-        }
+                *(float4 *)(V + r * V_STEP) = make_float4(0, 0, 0, 0);
         cp_async_commit();
+        to += chunk % 2 ? -STAGE : STAGE, next_keys += a.key_records * R::KEYS, next_heads += a.value_heads * R::HEADS;
     };
     fetch(0);
 
     const float *old = a.from.at(n, state_size) + inside;
-    float S[D / 8][4];
+    float S[HALF / 8][4];
 #pragma unroll
-    for (int j = 0; j < D / 8; j++)
+    for (int j = 0; j < HALF / 8; j++)
 #pragma unroll
         for (int e = 0; e < 4; e += 2) {
-            const float2 x = *(const float2 *)(old + 4 * e * D + 8 * j + column);
+            const float2 x = *(const float2 *)(old + 4 * e * D + 8 * j);
             S[j][e] = x.x, S[j][e + 1] = x.y;
         }
+
+    int rows[HALF / 16], columns[HALF / 16];  // of the keys
+#pragma unroll
+    for (int k = 0; k < HALF / 16; k++)
+        rows[k] = by_rows<D / 8>(0, first + 16 * k), columns[k] = by_columns<D / 8>(0, first + 16 * k);
+    const int in_square = by_rows<2>(0, 0);
+    float *out = a.out.row(n, 16 * half + column, h) + row * a.out.element;
 
     for (int chunk = 0; chunk < chunks; chunk++) {
         cp_async_wait<0>();
         __syncthreads();  // the stage is complete, and nobody reads the other one any more
         if (chunk + 1 < chunks) fetch(chunk + 1);
-        const char *keys = shared + chunk % 2 * STAGE, *heads = keys + R::KEYS;
-        const float *factors = (const float *)(heads + R::FACTORS), *V = (const float *)(heads + R::HEADS);
+        const char *keys = shared + chunk % 2 * STAGE, *heads = keys + R::KEYS, *squares = heads + in_square;
+        const float *factors = (const float *)(heads + R::FACTORS) + column;
+        const float *V = (const float *)(heads + R::HEADS) + column * V_STEP + local;
 
-        float KS[C / 8][4], O[C / 8][4];
+        float KS[C / 8][4], O[C / 8][4];  // first the tokens that this warp finishes
         clear(KS), clear(O);
 #pragma unroll
-        for (int k = 0; k < D / 16; k++) {
+        for (int k = 0; k < HALF / 16; k++) {
             const Left f = left_of<EXACT>(S[2 * k], S[2 * k + 1]);
 #pragma unroll
-            for (int p = 0; p < C / 16; p++) {
-                multiply_rows<EXACT, D / 8>(KS[2 * p], KS[2 * p + 1], f, keys, R::TILE, 16 * p, 16 * k);
-                multiply_rows<EXACT, D / 8>(O[2 * p], O[2 * p + 1], f, keys + R::Q, R::TILE, 16 * p, 16 * k);
+            for (int i = 0; i < SIDE; i++) {
+                const char *from = keys + rows[k] + (i ^ half) * ROWS;
+                multiply_rows<EXACT>(KS[2 * i], KS[2 * i + 1], f, from, R::TILE);
+                multiply_rows<EXACT>(O[2 * i], O[2 * i + 1], f, from + R::Q, R::TILE);
             }
         }
 #pragma unroll
-        for (int j = 0; j < C / 8; j++)
+        for (int j = 0; j < C / 8; j++) {
+            const bool is_own = j < 2;
+            const int t = 16 * (j / 2 ^ half) + j % 2 * 8;
+            const float2 rise = CHANNELS ? make_float2(1, 1) : *(const float2 *)(factors + t);
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                const int t = 8 * j + column + e % 2;
-                const float rise = CHANNELS ? 1.f : factors[t];
-                KS[j][e] = V[t * V_STEP + local + e / 2 * 8] - rise * KS[j][e];
-                O[j][e] *= rise;
+                KS[j][e] = (is_own ? V[(t + e % 2) * V_STEP + e / 2 * 8] : 0.f) - (e % 2 ? rise.y : rise.x) * KS[j][e];
+                O[j][e] *= e % 2 ? rise.y : rise.x;
             }
-
-        float U[C / 8][4];
-        clear(U);
+            sums[t / 8 * THREADS_HERE + threadIdx.x] = quad(KS[j]);
+            if (!is_own) of_queries[(j - 2) * THREADS_HERE + threadIdx.x] = quad(O[j]);
+        }
+        __syncthreads();  // halves of sums are there
+        float deltas[C / 8][4], U[C / 8][4];
+        clear(deltas), clear(U);
 #pragma unroll
-        for (int k = 0; k < C / 16; k++) {
-            const Left f = left_of<EXACT>(KS[2 * k], KS[2 * k + 1]);
+        for (int j = 0; j < C / 8; j++) {
+            const float4 *both = sums + j * THREADS_HERE + (threadIdx.x & ~32);
+            add(deltas[j], both[0]), add(deltas[j], both[32]);
+            if (j < 2) add(O[j], of_queries[j * THREADS_HERE + (threadIdx.x ^ 32)]);
+        }
 #pragma unroll
-            for (int p = k; p < C / 16; p++)
-                multiply_rows<EXACT, 2>(U[2 * p], U[2 * p + 1], f, heads + below(p, k), R::SQUARE, 0, 0);
+        for (int k = 0; k < SIDE; k++) {
+            const Left f = left_of<EXACT>(deltas[2 * k], deltas[2 * k + 1]);
+#pragma unroll
+            for (int p = k; p < SIDE; p++)
+                multiply_rows<EXACT>(U[2 * p], U[2 * p + 1], f, squares + below(p, k), R::SQUARE);
         }
 
+        const float fall = factors[C - 1 - column];
 #pragma unroll
-        for (int j = 0; j < D / 8; j++)
+        for (int j = 0; j < HALF / 8; j++) {
+            const float2 falls = CHANNELS ? *(const float2 *)(factors + first + 8 * j) : make_float2(fall, fall);
 #pragma unroll
-            for (int e = 0; e < 4; e++) S[j][e] *= factors[CHANNELS ? 8 * j + column + e % 2 : C - 1];
+            for (int e = 0; e < 4; e++) S[j][e] *= e % 2 ? falls.y : falls.x;
+        }
 #pragma unroll
-        for (int k = 0; k < C / 16; k++) {
+        for (int k = 0; k < SIDE; k++) {
             Left f = left_of<EXACT>(U[2 * k], U[2 * k + 1]);
-#pragma unroll
-            for (int p = k; p < C / 16; p++)
-                multiply_rows<EXACT, 2>(O[2 * p], O[2 * p + 1], f, heads + R::P + below(p, k), R::SQUARE, 0, 0);
+            if (k <= half) multiply_rows<EXACT>(O[0], O[1], f, squares + R::P + below(half, k), R::SQUARE);
             if (!CHANNELS) {
 #pragma unroll
-                for (int e = 0; e < 8; e++) U[2 * k + e / 4][e % 4] *= factors[C + 16 * k + e / 4 * 8 + column + e % 2];
+                for (int j = 2 * k; j < 2 * k + 2; j++) {
+                    const float2 falls = *(const float2 *)(factors + C + 8 * j);
+                    U[j][0] *= falls.x, U[j][1] *= falls.y, U[j][2] *= falls.x, U[j][3] *= falls.y;
+                }
                 f = left_of<EXACT>(U[2 * k], U[2 * k + 1]);
             }
 #pragma unroll
-            for (int p = 0; p < D / 16; p++)
-                multiply_columns<EXACT, D / 8>(S[2 * p], S[2 * p + 1], f, keys + R::RECEIVED, R::TILE, 16 * k, 16 * p);
+            for (int p = 0; p < HALF / 16; p++) {
+                const char *from = keys + R::RECEIVED + columns[p] + k * ROWS;
+                multiply_columns<EXACT>(S[2 * p], S[2 * p + 1], f, from, R::TILE);
+            }
         }
-        float *out = a.out.row(n, chunk * C + column, h) + row * a.out.element;
-        const int left = tokens - chunk * C - column;
+        const int left = tokens - chunk * C - 16 * half - column;
 #pragma unroll
-        for (int j = 0; j < C / 8; j++, out += 8 * a.out.token)
+        for (int j = 0; j < 2; j++)
 #pragma unroll
-            for (int e = 0; e < 4; e++)
-                if (8 * j + e % 2 < left) out[e % 2 * a.out.token + e / 2 * 8 * a.out.element] = O[j][e];
+            for (int e = 0; e < 2; e++)
+                if (8 * j + e < left) {
+                    float *at = out + (8 * j + e) * a.out.token;
+                    at[0] = O[j][e], at[8 * a.out.element] = O[j][2 + e];
+                }
+        out += C * a.out.token;
     }
 
     float *kept = a.kept.at + a.kept.row(n * a.kept_step) * state_size + inside;
 #pragma unroll
-    for (int j = 0; j < D / 8; j++)
+    for (int j = 0; j < HALF / 8; j++)
 #pragma unroll
-        for (int e = 0; e < 4; e += 2) *(float2 *)(kept + 4 * e * D + 8 * j + column) = make_float2(S[j][e], S[j][e + 1]);
+        for (int e = 0; e < 4; e += 2) *(float2 *)(kept + 4 * e * D + 8 * j) = make_float2(S[j][e], S[j][e + 1]);
 }

@@ -27,7 +27,7 @@ REACHED = {
     "prelude.cuh": {"softmax(x=f32[1,2,256])": (0, 2, 3), "norm(x=f32[2,1024])": (1,)},
     "gated_delta_net.cu": {DELTA_NET.format(2): (0,)},
     "gated_delta_net_prepare.cu": {DELTA_NET.format(70): (0, 1, 2, 3, 4, 5)},
-    "gated_delta_net_scan.cu": {DELTA_NET.format(70): (0,)},
+    "gated_delta_net_scan.cu": {DELTA_NET.format(70): (0, 1)},
     "attention_few.cu": {"attention(q=f32[1,4,64], k=f32[32,1,64], v=f32[32,1,64], scale=0.1)": (0, 1, 2, 3)},
     "attention_cells.cu": {"attention(q=f32[1,4,64], k=f16[32,1,64], v=f16[32,1,64], scale=0.1)": (0, 1, 3, 4)},
     "attention_short.cu": {

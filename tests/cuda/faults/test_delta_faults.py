@@ -150,8 +150,8 @@ FAULTS = {
     "tiles shuffled in two ways": (
         chunks,
         CHUNKS,
-        "from = tile + place<UNITS>(row + lane / 8 % 2 * 8",
-        "from = tile + place<(UNITS > 4 ? 4 : UNITS)>(row + lane / 8 % 2 * 8",
+        "return place<UNITS>(row + lane / 8 % 2 * 8",
+        "return place<(UNITS > 4 ? 4 : UNITS)>(row + lane / 8 % 2 * 8",
     ),
     # preparation
     "no barrier between blocks of the inverse": (
@@ -164,8 +164,8 @@ FAULTS = {
     "a token behind the last is prepared": (
         chunks,
         PREPARE,
-        "if (r < length) x[u] = *(const float4 *)((i >= C * D / 4 ? a.q : a.k)",
-        "if (r <= length) x[u] = *(const float4 *)((i >= C * D / 4 ? a.q : a.k)",
+        "if (u * STEP + from < length) x[u] = *(const float4 *)at;",
+        "if (u * STEP + from <= length) x[u] = *(const float4 *)at;",
     ),
     "decays behind the last token": (
         chunks,
@@ -195,14 +195,13 @@ FAULTS = {
     ),
     # scan
     "no barrier between chunks": (chunks, SCAN, "        __syncthreads();  // the stage", "        // the stage"),
+    "no barrier before halves of sums are added": (chunks, SCAN, "        __syncthreads();  // halves", "        // halves"),
+    "a warp adds what it has itself": (chunks, SCAN, "(threadIdx.x ^ 32)", "threadIdx.x"),
+    "both warps have the same keys": (chunks, SCAN, "first = half * HALF;", "first = 0;"),
+    "both warps add the values": (chunks, SCAN, "(is_own ? V[", "(true ? V["),
     "no wait for a chunk": (chunks, SCAN, "        cp_async_wait<0>();\n", ""),
-    "both chunks in one stage": (
-        chunks,
-        SCAN,
-        "char *stage = shared + chunk % 2 * STAGE;",
-        "char *stage = shared;",
-    ),
-    "outputs behind the last token": (chunks, SCAN, "if (8 * j + e % 2 < left) out", "if (8 * j + e % 2 <= left) out"),
+    "both chunks in one stage": (chunks, SCAN, "to += chunk % 2 ? -STAGE : STAGE,", ""),
+    "outputs behind the last token": (chunks, SCAN, "8 * j + e < left) {", "8 * j + e <= left) {"),
     "values behind the last token": (
         chunks,
         SCAN,
@@ -212,15 +211,15 @@ FAULTS = {
     "the last token does not decay the state": (
         chunks,
         SCAN,
-        "S[j][e] *= factors[CHANNELS ? 8 * j + column + e % 2 : C - 1];",
-        "S[j][e] *= factors[CHANNELS ? 8 * j + column + e % 2 : C - 2];",
+        "fall = factors[C - 1 - column];",
+        "fall = factors[C - 2 - column];",
     ),
-    "deltas with the factor of the row above": (chunks, SCAN, "factors[C + 16 * k", "factors[C - 1 + 16 * k"),
+    "deltas with the factor of the row above": (chunks, SCAN, "(factors + C + 8 * j)", "(factors + C - 2 + 8 * j)"),
     "blocks of P beside those of X": (
         chunks,
         SCAN,
-        "heads + R::P + below(p, k)",
-        "heads + R::P + below(p, 0)",
+        "squares + R::P + below(half, k)",
+        "squares + R::P + below(half, 0)",
     ),
 }
 

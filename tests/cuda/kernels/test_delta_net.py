@@ -258,7 +258,7 @@ def test_how_values_are_dealt_to_blocks_changes_no_bit(exact: bool):
 
         def launch(launches, call, rule, exact, values=values):
             carried = binding.carry(launches, call, rule.sequences, rule.tokens)
-            chunk = binding.chunk_of(rule.key_size, rule.channels, exact)
+            chunk = binding.Chunk(rule.key_size, rule.channels, exact)
             memory = binding.chunk_memory(launches, rule, rule.tokens, chunk)
             binding.launch_chunks(launches, rule, carried, memory, chunk, values)
 
