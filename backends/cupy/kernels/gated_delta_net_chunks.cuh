@@ -64,8 +64,8 @@ __device__ __forceinline__ void multiply(float (&x)[4], float (&y)[4], const Lef
     mma_bf16(y, f.hi, y_hi);
 }
 
-// Where a lane finds its part of an operand of 16 x 16 in a tile, from a row and an element of that on.  Of a right operand:
-// rows of the tile are its columns, or its rows, which are summed over.
+// Where a lane reads for `ldmatrix` of an operand of 16 x 16 that begins at a row of a tile and an element of it: of a
+// right one whose columns are rows of the tile; of a right one whose rows are, which are summed over, or of a left one.
 template <int UNITS>
 __device__ __forceinline__ int by_rows(int row, int at) {
     const int lane = threadIdx.x % 32;
@@ -74,10 +74,10 @@ __device__ __forceinline__ int by_rows(int row, int at) {
 template <int UNITS>
 __device__ __forceinline__ int by_columns(int row, int at) {
     const int lane = threadIdx.x % 32;
-    return place<UNITS>(row + lane / 8 % 2 * 8 + lane % 8, at / 8 + lane / 16);
+    return place<UNITS>(row + lane % 16, at / 8 + lane / 16);
 }
 
-// The same with right operands of a tile; the lower part lies `part` bytes behind.
+// The same with right operands from a tile, whose lower part lies `part` bytes behind: by its rows, and by its columns.
 template <bool EXACT>
 __device__ __forceinline__ void multiply_rows(float (&x)[4], float (&y)[4], const Left &f, const char *from, int part) {
     u32 hi[4], lo[4] = {};

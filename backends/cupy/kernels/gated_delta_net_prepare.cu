@@ -86,12 +86,15 @@ template <int C, bool EXACT, class R>
 __device__ __forceinline__ void complete(const Square<C> &s, char *out) {
     constexpr int STEP = Square<C>::STEP, THREADS_HERE = PREPARING<C>;
     invert<C>(s);
-    for (int i = threadIdx.x; i < C * C / 2; i += THREADS_HERE) {
-        const int r = i / (C / 2), c = i % (C / 2) * 2;
-        if (c / 16 > r / 16) continue;
-        const float *x = s.X + r * STEP + c;
-        put_below<EXACT>(s.record, R::SQUARE, r, c, x[0] * s.beta[c], x[1] * s.beta[c + 1]);
-    }
+    static_assert(THREADS_HERE == 16 * 16 / 2, "a thread has a pair of each block");
+    const int lane = threadIdx.x % 32, r = threadIdx.x / 32 % 2 * 8 + lane / 4, c = threadIdx.x / 64 * 8 + lane % 4 * 2;
+#pragma unroll
+    for (int I = 0; I < C / 16; I++)
+#pragma unroll
+        for (int J = 0; J <= I; J++) {
+            const float *x = s.X + (16 * I + r) * STEP + 16 * J + c, *beta = s.beta + 16 * J + c;
+            put_pair<EXACT, 2>(s.record + below(I, J), R::SQUARE, r, c, x[0] * beta[0], x[1] * beta[1]);
+        }
     __syncthreads();
     for (int i = threadIdx.x * 16; i < R::HEADS; i += THREADS_HERE * 16) *(uint4 *)(out + i) = *(uint4 *)(s.record + i);
 }

@@ -150,8 +150,8 @@ FAULTS = {
     "tiles shuffled in two ways": (
         chunks,
         CHUNKS,
-        "return place<UNITS>(row + lane / 8 % 2 * 8",
-        "return place<(UNITS > 4 ? 4 : UNITS)>(row + lane / 8 % 2 * 8",
+        "return place<UNITS>(row + lane % 16,",
+        "return place<(UNITS > 4 ? 4 : UNITS)>(row + lane % 16,",
     ),
     # preparation
     "no barrier between blocks of the inverse": (
@@ -174,7 +174,7 @@ FAULTS = {
         "float sum = *a.g.row(n, first + t, h);",
     ),
     "sums of decays leave a lane out": (chunks, PREPARE, "if (lane >= m) sum += other;", "if (lane > m) sum += other;"),
-    "X without beta": (chunks, PREPARE, "x[1] * s.beta[c + 1]", "x[1]"),
+    "X without beta": (chunks, PREPARE, "x[1] * beta[1]", "x[1]"),
     "the record is written before it is complete": (
         chunks,
         PREPARE,
