@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from .device.driver import (
     has_parts,
     one_by_one,
 )
-from .device.early import early, launch_early, library_for
+from .device.early import early, launch_with, library_for, library_of
 from .device.limits import EVERYWHERE, Limits, limits_of
 from .device.nccl import nccl
 from .device.staging import DeviceArray, Staging, told
@@ -221,10 +220,9 @@ class CudaDriver:
             return self._call(steps[0], on, stream)
         cuda = self.cupy.cuda
         capturing, side = cuda.Stream(non_blocking=True), cuda.Stream(non_blocking=True, priority=FIRST)
-        library = None
-        if self.begins_early:
-            library = library_for(int(self._capability(on.index)), cuda.runtime.driverGetVersion())
-        calls = [*self._calls(steps, on, capturing, side, library)]
+        capability, release = int(self._capability(on.index)), cuda.runtime.driverGetVersion()
+        may_be_early = self.begins_early and library_for(capability, release) is not None
+        calls = [*self._calls(steps, on, capturing, side, may_be_early)]
         with capturing:
             capturing.begin_capture()
             for call in calls:
@@ -232,7 +230,7 @@ class CudaDriver:
             return partial(capturing.end_capture().launch, stream)
 
     def _calls(
-        self, steps: Sequence[Step], on: Device, stream: Any, side: Any, library: ctypes.CDLL | None
+        self, steps: Sequence[Step], on: Device, stream: Any, side: Any, may_be_early: bool
     ) -> Iterator[Callable[[], None]]:
         """Steps into a stream, of those beside each other the collective into the one at its `side`.
 
@@ -243,27 +241,27 @@ class CudaDriver:
         """
         for step, is_early in zip(steps, early(steps), strict=True):
             if not isinstance(step, Beside):
-                yield self._call(step, on, stream, library if is_early else None)
+                yield self._call(step, on, stream, may_be_early and is_early)
                 continue
             fork, join = (self.cupy.cuda.Event(disable_timing=True) for _ in range(2))
             yield partial(fork.record, stream)
             yield partial(side.wait_event, fork)
             yield from (self._call(single, on, side) for single in step.meeting)
             yield partial(join.record, side)
-            yield from self._calls(step.meanwhile, on, stream, side, library)
+            yield from self._calls(step.meanwhile, on, stream, side, may_be_early)
             yield partial(stream.wait_event, join)
 
     def stream(self, on: Device) -> Any:
         """The stream that launches and copies go to."""
         return self._staging(on).stream
 
-    def _call(self, step: Single, on: Device, stream: Any, library: ctypes.CDLL | None = None) -> Callable[[], None]:
-        """One step into a stream, which begins early if a library for that is given; the words of a launch are copied
-        when it is made."""
+    def _call(self, step: Single, on: Device, stream: Any, is_early: bool = False) -> Callable[[], None]:
+        """One step into a stream, where it may begin early; the words of a launch are copied when it is made."""
         if isinstance(step, Exchange):
             return partial(step.ring.transfer, step.transfers, stream.ptr)
         driver, launch, function = self.cupy.cuda.driver, step, self._function(step.kernel, on.index)
         self._allow(function, launch.shared_bytes)
+        library = library_of(launch, is_early)
         words = np.array(launch.words, np.uint64)
         parameters = np.array([words.ctypes.data], np.uint64)
 
@@ -272,7 +270,7 @@ class CudaDriver:
                 if library is None:
                     sizes = *launch.grid, *launch.block, launch.shared_bytes
                     driver.launchKernel(function.ptr, *sizes, stream.ptr, parameters.ctypes.data, 0)
-                elif status := launch_early(library, function.ptr, launch, stream.ptr, parameters.ctypes.data):
+                elif status := launch_with(library, function.ptr, launch, stream.ptr, parameters.ctypes.data, is_early):
                     raise driver.CUDADriverError(status)
             except driver.CUDADriverError as why:
                 raise LaunchError(launch.number, f"{launch.kernel}: {why}") from None

@@ -91,7 +91,7 @@ def test_what_the_driver_is_given_lies_as_in_its_header():
     assert (ctypes.sizeof(early.Config), ctypes.sizeof(early.Attribute)) == (56, 72)
     fields = {name: getattr(early.Config, name).offset for name, _ in early.Config._fields_}
     assert fields == {"grid": 0, "block": 12, "shared_bytes": 24, "stream": 32, "attributes": 40, "count": 48}
-    assert early.Attribute.allowed.offset == 8
+    assert early.Attribute.value.offset == 8
 
 
 # ------------------------------------------------------------------------------------------------------------ kernels

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ....graph.dtypes import DType
 from ...base import Tensor, contiguous_strides
 from ...operands import Bound, Operand, need
-from ..device.driver import Kernel, Launch, Single, Span, Three
+from ..device.driver import ALONE, Kernel, Launch, Single, Span, Three
 from ..device.limits import EVERYWHERE, MOST, Limits
 
 Word = Operand | int | float
@@ -58,6 +58,7 @@ class Launches:
         block: int | tuple[int, ...],
         words: Sequence[Word],
         shared_bytes: int = 0,
+        cluster: Three = ALONE,
     ) -> None:
         """Append a launch; nothing is launched where the grid is empty.  Raises `NoKernelError` where a block would
         have more shared memory than the device has for one."""
@@ -68,7 +69,7 @@ class Launches:
         if 0 in (shape := _three(grid)):
             return
         packed, spans = self._packed(words)
-        self.items.append(Launch(kernel, shape, _three(block), shared_bytes, packed, spans, self.number))
+        self.items.append(Launch(kernel, shape, _three(block), shared_bytes, packed, spans, self.number, cluster))
 
     def _packed(self, words: Sequence[Word]) -> tuple[tuple[int, ...], tuple[Span, ...]]:
         """Words as 64 bits each, and the bytes that those of them which are addresses stand for."""

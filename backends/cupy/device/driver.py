@@ -15,6 +15,8 @@ from .limits import Limits
 
 KERNELS = Path(__file__).parent.parent / "kernels"
 Three = tuple[int, int, int]
+ALONE: Three = (1, 1, 1)
+"""A cluster of one block."""
 CUDA, HIP = "cuda.cuh", "hip.cuh"
 """Files with the instructions of the devices that kernels are compiled for."""
 
@@ -82,7 +84,8 @@ class Span:
 @dataclass(frozen=True, slots=True)
 class Launch:
     """One launch: its words are the fields of the kernel's struct, 64 bits each; `number` is that of the instruction it
-    belongs to."""
+    belongs to.  So many blocks as `cluster` says run at the same time on neighbours, and reach each other's shared
+    memory."""
 
     kernel: Kernel
     grid: Three
@@ -91,6 +94,7 @@ class Launch:
     words: tuple[int, ...]
     spans: tuple[Span, ...]
     number: int
+    cluster: Three = ALONE
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,24 +1,28 @@
-"""Launches that may begin while the one before them runs: programmatic dependent launch, which CuPy has no call for."""
+"""Launches that may begin while the one before them runs: programmatic dependent launch, which CuPy has no call for.
+
+The call that makes them also launches clusters of blocks, early or not.
+"""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
 
+from ....graph.errors import BackendError
 from ...once import once
-from .driver import Launch, Step
+from .driver import ALONE, Launch, Step
 
 FIRST_CAPABILITY, FIRST_DRIVER = 90, 12030
 """The first devices that begin launches early, and the first drivers that capture such launches into graphs."""
-PROGRAMMATIC_STREAM_SERIALIZATION = 6
-"""Number of that CUlaunchAttributeID."""
+CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
+"""Numbers of these CUlaunchAttributeID."""
 LIBRARY = "libcuda.so.1"
 
 
 class Attribute(ctypes.Structure):
-    """CUlaunchAttribute, of which 64 bytes are the value."""
+    """CUlaunchAttribute, of which 64 bytes are the value: the blocks of a cluster, or 1 for what is allowed."""
 
-    _fields_ = (("id", ctypes.c_int64), ("allowed", ctypes.c_int), ("unused", ctypes.c_char * 60))
+    _fields_ = (("id", ctypes.c_int64), ("value", ctypes.c_uint * 3), ("unused", ctypes.c_char * 52))
 
 
 class Config(ctypes.Structure):
@@ -59,9 +63,23 @@ def early(steps: Sequence[Step]) -> list[bool]:
     return [mine and before for mine, before in zip(are_launches, [False, *are_launches], strict=False)]
 
 
-def launch_early(library: ctypes.CDLL, function: int, launch: Launch, stream: int, parameters: int) -> int:
+def library_of(launch: Launch, is_early: bool) -> ctypes.CDLL | None:
+    """What `launch_with` needs for a launch; None if any other call does.  Raises `BackendError` if it is not there."""
+    if not is_early and launch.cluster == ALONE:
+        return None
+    if (library := opened()) is None:
+        raise BackendError(f"{launch.kernel} cannot be launched in clusters without {LIBRARY}; install NVIDIA's driver")
+    return library
+
+
+def launch_with(
+    library: ctypes.CDLL, function: int, launch: Launch, stream: int, parameters: int, is_early: bool
+) -> int:
     """Put a launch into a stream; the status that the driver gives.  `parameters` is the address of the kernel's."""
-    attribute = Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, 1)
-    config = Config(launch.grid, launch.block, launch.shared_bytes, stream, ctypes.pointer(attribute), 1)
-    given = ctypes.byref(config), ctypes.c_void_p(function), ctypes.c_void_p(parameters), None
-    return int(library.cuLaunchKernelEx(*given))
+    attributes = [Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, (1,))] if is_early else []
+    if launch.cluster != ALONE:
+        attributes.append(Attribute(CLUSTER_DIMENSION, launch.cluster))
+    given = (Attribute * len(attributes))(*attributes)
+    config = Config(launch.grid, launch.block, launch.shared_bytes, stream, given, len(given))
+    kernel = ctypes.c_void_p(function), ctypes.c_void_p(parameters)
+    return int(library.cuLaunchKernelEx(ctypes.byref(config), *kernel, None))

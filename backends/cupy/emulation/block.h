@@ -1,6 +1,7 @@
-// One launch: blocks on operating-system threads, CUDA threads on fibers, and what is wrong with a kernel as a report.
+// A block: its CUDA threads on fibers, and what is wrong with a kernel as a report.
 #pragma once
 
+#include <algorithm>
 #include <csignal>
 #include <cstdarg>
 #include <cstdint>
@@ -23,7 +24,7 @@ struct dim3 {
 namespace emulation {
 
 struct Launch {  // as emulated.py fills it in
-    int64_t grid[3], block[3];
+    int64_t grid[3], block[3], cluster[3];
     int64_t shared_bytes, words, order, workers;
     const void *arguments;
 };
@@ -51,7 +52,7 @@ hocket_switch:
 .size hocket_switch,.-hocket_switch
 )");
 
-constexpr size_t PAGE = 4096, STACK = 64 << 10, BELOW = 1 << 20, MOST_THREADS = 1024, MOST_SHARED = 232448;
+constexpr size_t PAGE = 4096, STACK = 64 << 10, BELOW = 1 << 20, MOST_THREADS = 1024, MOST_SHARED = 232448, MOST_BLOCKS = 8;
 constexpr uint64_t CANARY = 0x5afe57acc0ffee00;
 
 struct Worker;
@@ -89,7 +90,30 @@ struct Warp {
     uint64_t begun;  // a digest of all operands
 };
 
-struct Worker {  // one operating-system thread, and the block it runs
+struct Arrivals {  // what threads wait for: so many of them, and bytes of copies
+    Worker *owner;
+    unsigned count, pending, phase;  // phases that are over
+    int64_t bytes;
+    bool is_shown;  // to other blocks
+};
+struct Bulk {  // a copy to shared memory of blocks of a cluster, which arrives at an mbarrier of each
+    Thread *issuer;
+    const void *from;
+    size_t to, mbarrier, bytes;  // places in shared memory
+    unsigned mask, number;
+    uint64_t code;
+};
+struct Cluster {  // blocks that run at the same time
+    Worker *blocks;
+    unsigned size, copies;  // so many were issued in this launch
+    std::vector<Bulk> under_way;
+    Arrivals all;  // threads at the barrier of the cluster
+};
+
+struct Worker {  // a block, and what the operating-system thread that runs it keeps for it
+    Cluster *cluster;
+    unsigned rank;  // in it
+    std::map<size_t, Arrivals> mbarriers;  // by their places in shared memory
     dim3 grid, shape, block;
     unsigned threads, live, next, arrived, generation, stacks_used;
     int line;
@@ -219,10 +243,22 @@ static void carry() {
         w.live--;
     }
 }
+static bool has_ended(const Worker &w) { return w.live == 0; }
 static void say_deadlock(Worker &w) {
-    unsigned at_barrier = w.arrived, ended = w.threads - w.live;
-    for (auto &t : w.all)
-        if (!t.done) { current = &t; break; }
+    unsigned at_barrier = w.arrived, at_cluster = 0, at_mbarrier = 0, ended = w.threads - w.live;
+    const Arrivals *missing = nullptr;
+    for (size_t i = w.all.size(); i--;) {
+        const Thread &t = w.all[i];
+        if (t.done) continue;
+        current = &w.all[i];
+        at_cluster += t.generation == &w.cluster->all.phase;
+        for (auto &m : w.mbarriers)
+            if (t.generation == &m.second.phase) missing = &m.second, at_mbarrier++;
+    }
+    if (missing)
+        return note(FAILED, "deadlock: %u threads wait at an mbarrier, for %u arrivals and %ld bytes", at_mbarrier, missing->pending, missing->bytes);
+    if (at_cluster)
+        return note(FAILED, "deadlock: of %u threads %u wait at the barrier of the cluster, %u have ended", w.threads, at_cluster, ended);
     const char *what = "a barrier";
     for (auto &warp : w.warps)
         for (auto &m : warp.meetings)
@@ -268,151 +304,33 @@ static bool turn(Worker &w, Thread &t) {
     hocket_switch(&w.scheduler, t.stack_pointer);
     return true;
 }
-static void run_block(Worker &w, int64_t order) {
-    uint64_t random = order * 1000003 + w.block.x + 7919 * w.block.y + 104729 * w.block.z;
+static void begin_block(Worker &w, int64_t order, uint64_t &random) {
     if (order > 1) shuffle(w.order, random);
     w.live = w.threads;
     w.next = w.arrived = w.generation = w.stacks_used = 0;
     w.hasty = order == 1;
     w.serial++;
     w.idle.clear();
+    w.mbarriers.clear();
     for (auto &warp : w.warps) warp.group = 0, warp.begun = 0, warp.is_fenced = false;
     memset(w.shared, 0xff, w.shared_bytes);
+}
+static void begin_threads(Worker &w) {
     while (w.next < w.threads && !w.failed) {
         if (w.idle.empty()) w.idle.push_back(w.stacks_used++);
         const int stack = w.idle.back();
         w.idle.pop_back();
         start(w, stack);
     }
-    while (w.live && !w.failed) {
-        bool any = false, again = false;
-        if (order > 1) shuffle(w.order, random);
-        for (size_t n = 0; n < w.order.size(); n++) {
-            if (turn(w, w.all[w.order[n]])) any = again = true;
-            if (w.failed) return;
-            if (w.hasty && n % 32 == 31 && std::exchange(again, false)) n -= 32;  // this warp goes on
-        }
-        if (!any) say_deadlock(w);
+}
+// Let each thread of a block run until it waits again; whether any could.
+static bool take_turns(Worker &w) {
+    bool any = false, again = false;
+    for (size_t n = 0; n < w.order.size() && !w.failed; n++) {
+        if (turn(w, w.all[w.order[n]])) any = again = true;
+        if (w.hasty && n % 32 == 31 && std::exchange(again, false)) n -= 32;  // this warp goes on
     }
-    check_stacks(w);
-    check_warpgroups(w);
-    close_block();
-}
-
-// A kernel that waits for another device, which runs on another thread of the operating system.
-static inline void give_way() { sched_yield(); }
-static inline unsigned long long nanoseconds() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000ull + now.tv_nsec;
-}
-// Words that several threads see meanwhile; the order is PTX's, such as "acquire.sys".
-template <class T> HOCKET_PLACED T load_word(const char *order, const T *p) {
-    Hidden mine;
-    const T x = __atomic_load_n(p, __ATOMIC_ACQUIRE);
-    note_word(order, p, sizeof x, x, false, (uint64_t)__builtin_return_address(0));
-    return x;
-}
-template <class T> HOCKET_PLACED void store_word(const char *order, T *p, T x) {
-    Hidden mine;
-    note_word(order, p, sizeof x, x, true, (uint64_t)__builtin_return_address(0));
-    __atomic_store_n(p, x, __ATOMIC_RELEASE);
-}
-
-// A word that blocks of one device count on: what all of them did before is in order, as after a release.
-template <class T> HOCKET_PLACED T take_number(T *p) {
-    Hidden mine;
-    const uint64_t code = (uint64_t)__builtin_return_address(0);
-    note_word("release.sys", p, sizeof *p, *p + 1, true, code);
-    const T number = __atomic_fetch_add(p, 1, __ATOMIC_ACQ_REL);
-    note_word("acquire.sys", p, sizeof *p, number, false, code);
-    return number;
-}
-
-// Memory that ends where nothing may be touched.
-static char *guarded(size_t bytes) {
-    size_t pages = (bytes + PAGE - 1) / PAGE * PAGE;
-    char *low = (char *)mmap(nullptr, pages + 2 * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (low == MAP_FAILED) abort();
-    mprotect(low + PAGE, pages, PROT_READ | PROT_WRITE);
-    return low + PAGE + pages - (bytes + 15) / 16 * 16;
-}
-static void forget_guarded(char *memory, size_t bytes) {
-    size_t pages = (bytes + PAGE - 1) / PAGE * PAGE;
-    munmap(memory + (bytes + 15) / 16 * 16 - pages - PAGE, pages + 2 * PAGE);
-}
-static void prepare(Worker &w, const Launch &l) {
-    w.grid = {(unsigned)l.grid[0], (unsigned)l.grid[1], (unsigned)l.grid[2]};
-    w.shape = {(unsigned)l.block[0], (unsigned)l.block[1], (unsigned)l.block[2]};
-    w.threads = l.block[0] * l.block[1] * l.block[2];
-    w.arguments = l.arguments;
-    w.failed = false;
-    if (w.stack_count < w.threads) {
-        if (w.stacks) munmap(w.stacks - BELOW, BELOW + w.stack_count * STACK);
-        const int how = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-        w.stacks = (char *)mmap(nullptr, BELOW + w.threads * STACK, PROT_READ | PROT_WRITE, how, -1, 0) + BELOW;
-        if (w.stacks - BELOW == MAP_FAILED) abort();
-        mprotect(w.stacks - BELOW, BELOW, PROT_NONE);
-        w.stack_count = w.threads;
-    }
-    if (w.shared == nullptr || w.shared_bytes != (size_t)l.shared_bytes) {
-        if (w.shared) forget_guarded(w.shared, w.shared_bytes);
-        w.shared = guarded(l.shared_bytes);
-        w.shared_bytes = l.shared_bytes;
-    }
-    w.all.resize(w.threads);
-    w.order.resize(w.threads);
-    w.warps.assign((w.threads + 31) / 32, {});
-    for (unsigned i = 0; i < w.threads; i++) {
-        Thread &t = w.all[i];
-        t.worker = &w;
-        t.copies.clear();
-        w.order[i] = l.order == 1 ? w.threads - 1 - i : i;
-        t.warp = i / 32;
-        t.lane = i % 32;
-        t.index = {i % w.shape.x, i / w.shape.x % w.shape.y, i / (w.shape.x * w.shape.y)};
-    }
-}
-static void run_grid(void (*enter)(const void *, const void *), const void *kernel, const Launch &l, Report &report) {
-    const int64_t blocks = l.grid[0] * l.grid[1] * l.grid[2], threads = l.block[0] * l.block[1] * l.block[2];
-    bool legal = threads >= 1 && threads <= (int64_t)MOST_THREADS && l.block[2] <= 64 && l.grid[0] <= 0x7fffffff;
-    legal = legal && blocks >= 1 && l.grid[1] <= 65535 && l.grid[2] <= 65535 && l.shared_bytes <= (int64_t)MOST_SHARED;
-    if (!legal) {
-        report.status = FAILED;
-        snprintf(report.text, sizeof report.text, "no device has a grid of %ld x %ld x %ld blocks of %ld threads and %ld bytes",
-                 l.grid[0], l.grid[1], l.grid[2], threads, l.shared_bytes);
-        return;
-    }
-    bool stop = false;
-#pragma omp parallel num_threads(l.workers) if (l.workers > 1 && blocks > 1)
-    {
-        static thread_local Worker mine;
-        Report own = {};
-        catch_faults();
-        prepare(mine, l);
-        mine.enter = enter;
-        mine.kernel = kernel;
-        mine.report = &own;
-#pragma omp for schedule(dynamic)
-        for (int64_t n = 0; n < blocks; n++) {
-            if (__atomic_load_n(&stop, __ATOMIC_RELAXED)) continue;
-            const int64_t i = l.order == 1 ? blocks - 1 - n : n;
-            mine.block = {unsigned(i % l.grid[0]), unsigned(i / l.grid[0] % l.grid[1]), unsigned(i / (l.grid[0] * l.grid[1]))};
-            run_block(mine, l.order);
-            current = nullptr;
-            if (mine.failed && !__atomic_exchange_n(&stop, true, __ATOMIC_RELAXED)) report = own;
-        }
-    }
-}
-template <class Arguments> void launch(void (*kernel)(Arguments), const Launch &l, Report &report) {
-    static_assert(sizeof(Arguments) % 8 == 0, "all fields of the arguments of a kernel are 8 bytes");
-    if ((int64_t)sizeof(Arguments) != 8 * l.words) {
-        report.status = FAILED;
-        snprintf(report.text, sizeof report.text, "takes %ld words, the launch gives %ld", sizeof(Arguments) / 8, l.words);
-        return;
-    }
-    using Kernel = void (*)(Arguments);
-    run_grid([](const void *k, const void *a) { (*(const Kernel *)k)(*(const Arguments *)a); }, &kernel, l, report);
+    return any;
 }
 
 }  // namespace emulation

@@ -13,7 +13,7 @@ from ...base import Device
 from ..device.driver import Launch, LaunchError, Step, one_by_one
 from ..device.limits import MOST, Limits
 from .building import COUNTS, library
-from .emulated import EmulatedDriver, LaunchShape, Report
+from .emulated import EmulatedDriver, Report, shape_of
 from .guarded import Bytes
 from .lines import frames_of, line_of
 
@@ -100,7 +100,7 @@ def count(launch: Launch) -> Counted:
     """Make a launch and count.  Raises `LaunchError` with what the emulation found."""
     made = library(launch.kernel.alone, COUNTS)
     words = np.array(launch.words, np.uint64)
-    shape = LaunchShape(launch.grid, launch.block, launch.shared_bytes, len(words), 0, 1, words.ctypes.data)
+    shape = shape_of(launch, words)
     report, sites, moved = Report(), (_Site * MOST_SITES)(), (ctypes.c_uint64 * 5)()
     spans = sorted({(span.low, span.high) for span in launch.spans if span.high > span.low})
     given = np.array(_apart(spans), np.uint64).reshape(-1, 2)

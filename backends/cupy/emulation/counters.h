@@ -17,12 +17,12 @@ struct Site {  // as counted.py reads it: what one place of the code did in all 
     uint64_t is_shared, is_store, bytes;  // of a lane
     uint64_t requests, cost, least;       // in sectors, or in wavefronts
 };
-struct Access { uint64_t at, code; uint16_t bytes; bool is_shared, is_store; };
+struct Access { uint64_t at, code; uint32_t bytes; bool is_shared, is_store; };
 struct Operand { uint64_t low, high; std::vector<uint32_t> read, written; };  // a bit a byte, a word a sector
 
 static std::vector<Operand> operands;
 static std::map<std::pair<uint64_t, bool>, Site> sites;
-static std::vector<std::vector<Access>> seen;  // of each thread of the block
+static std::vector<std::vector<Access>> seen[MOST_BLOCKS];  // of each thread of the blocks of a cluster
 static uint64_t asked;  // sectors that blocks want of global memory, each once a block
 
 HOCKET_UNSEEN static void note_access(const void *p, size_t bytes, bool is_store, uint64_t code) {
@@ -37,26 +37,27 @@ HOCKET_UNSEEN static void note_access(const void *p, size_t bytes, bool is_store
         for (uint64_t b = at; b < std::min(at + bytes, of->high); b++) bits[b / 32 - of->low / 32] |= 1u << b % 32;
     }
     const size_t thread = current - current->worker->all.data();
-    if (seen.size() <= thread) seen.resize(thread + 1);
-    seen[thread].push_back({at, code, (uint16_t)bytes, is_shared, is_store});
+    auto &mine = seen[current->worker->rank];
+    if (mine.size() <= thread) mine.resize(thread + 1);
+    mine[thread].push_back({at, code, (uint32_t)bytes, is_shared, is_store});
 }
 HOCKET_UNSEEN static void close_request(const Access *const *all, int lanes) {
-    uint64_t units[32 * 16];  // sectors, or words of shared memory
-    int n = 0;
+    std::vector<uint64_t> units;  // sectors, or words of shared memory
     uint64_t bytes = 0;
     const bool is_shared = all[0]->is_shared;
     const unsigned unit = is_shared ? 4 : 32;
     for (int i = 0; i < lanes; i++) {
         bytes = std::max<uint64_t>(bytes, all[i]->bytes);
-        for (uint64_t x = all[i]->at / unit; x <= (all[i]->at + all[i]->bytes - 1) / unit && n < 512; x++) units[n++] = x;
+        for (uint64_t x = all[i]->at / unit; x <= (all[i]->at + all[i]->bytes - 1) / unit; x++) units.push_back(x);
     }
-    std::sort(units, units + n);
-    n = std::unique(units, units + n) - units;
+    std::sort(units.begin(), units.end());
+    units.erase(std::unique(units.begin(), units.end()), units.end());
+    const uint64_t n = units.size();
     Site &s = sites[{all[0]->code, all[0]->is_store}];
     s.code = all[0]->code, s.is_shared = is_shared, s.is_store = all[0]->is_store, s.bytes = std::max(s.bytes, bytes), s.requests++;
     if (is_shared) {
         uint64_t in_bank[32] = {}, most = 0;
-        for (int i = 0; i < n; i++) most = std::max(most, ++in_bank[units[i] % 32]);
+        for (uint64_t x : units) most = std::max(most, ++in_bank[x % 32]);
         s.cost += most, s.least += (n + 31) / 32;
         return;
     }
@@ -78,10 +79,20 @@ static inline void show_to_products() {}
 HOCKET_UNSEEN static void read_by_product(const void *p, size_t bytes, uint64_t code, bool again) {
     if (!again) count(p, bytes, false, code);
 }
+static inline void note_arrived(const Arrivals &) {}
+static inline void note_waited(const Arrivals &) {}
+static inline void note_over(const Arrivals &) {}
+// What several blocks get is asked for once; each has it written to its shared memory, where all of them have a place.
+HOCKET_UNSEEN static void note_issue(const Bulk &copy) {
+    count(copy.from, copy.bytes, false, copy.code);
+    for (unsigned blocks = copy.mask; blocks; blocks &= blocks - 1) count(current->worker->shared + copy.to, copy.bytes, true, copy.code);
+}
+static inline void note_delivery(const Bulk &, const Worker &, const Arrivals &) {}
 static inline bool is_dropped(const char *, int) { return false; }
 // What the threads of a block did becomes requests.
-static void close_block() {
+static void close_block(const Worker &w) {
     Hidden all_of_it;
+    auto &seen = emulation::seen[w.rank];
     const auto by_code = [](const Access &a, const Access &b) {
         return a.code != b.code ? a.code < b.code : a.is_store != b.is_store ? a.is_store < b.is_store : a.is_shared < b.is_shared;
     };
@@ -112,7 +123,8 @@ static void close_block() {
     std::vector<uint64_t> wanted;
     for (auto &mine : seen)
         for (auto &a : mine)
-            if (!a.is_shared) wanted.push_back(a.at / 32), wanted.push_back((a.at + a.bytes - 1) / 32);
+            if (!a.is_shared)
+                for (uint64_t x = a.at / 32; x <= (a.at + a.bytes - 1) / 32; x++) wanted.push_back(x);
     std::sort(wanted.begin(), wanted.end());
     asked += std::unique(wanted.begin(), wanted.end()) - wanted.begin();
     for (auto &mine : seen) mine.clear();
@@ -123,7 +135,8 @@ static void close_block() {
 // Operands as pairs of addresses; what was counted before is forgotten.
 extern "C" HOCKET_UNSEEN void counters_begin(const uint64_t *spans, int64_t n) {
     using namespace emulation;
-    operands.clear(), sites.clear(), seen.clear(), asked = 0;
+    operands.clear(), sites.clear(), asked = 0;
+    for (auto &of_block : seen) of_block.clear();
     for (int64_t i = 0; i < n; i++) {
         const uint64_t low = spans[2 * i], high = spans[2 * i + 1], sectors = (high - 1) / 32 - low / 32 + 1;
         operands.push_back({low, high, std::vector<uint32_t>(sectors), std::vector<uint32_t>(sectors)});

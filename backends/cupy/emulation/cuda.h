@@ -1,18 +1,18 @@
 // The CUDA C++ that hocket's kernels use, for g++ on x86-64: a kernel runs as it would on a device, and what a device
 // lets pass is an error here.
 //
-// One operating-system thread runs a block.  Each of its CUDA threads is a fiber, but for as long as threads never wait
-// they run one after another on one stack, so that kernels without barriers cost no switch.  A wait (a barrier, a warp
-// operation) gives the turn to the next thread; the order of turns is chosen by the caller (0 forward, 1 backward, each
-// warp as far as it gets before the next, more: shuffled from that seed), since threads that share memory without a
-// barrier give other results in another order.
+// One operating-system thread runs a block, or the blocks of a cluster.  Each of its CUDA threads is a fiber, but for as
+// long as threads never wait they run one after another on one stack, so that kernels without barriers cost no switch.  A
+// wait (a barrier, a warp operation) gives the turn to the next thread; the order of turns is chosen by the caller (0
+// forward, 1 backward, each warp as far as it gets before the next, more: shuffled from that seed), since threads that
+// share memory without a barrier give other results in another order.
 //
 // Errors end the launch with a status and a text, and never the process: barriers and warp operations that not all come
 // to, different ones that meet, masks without the caller, lanes read outside of a mask, memory that is nobody's,
 // misaligned vectors, division of integers by 0, copies or products in flight at the end.  Shared memory begins as NaN.
 //
-// Not modelled: warps in lockstep, anything newer than sm_80 but products of warpgroups (warpgroup.h).  Stores are seen at
-// once; order.h finds who counts on that.
+// Not modelled: warps in lockstep, anything newer than sm_80 but products of warpgroups (warpgroup.h) and clusters of blocks
+// (cluster.h).  Stores are seen at once; order.h finds who counts on that.
 #pragma once
 #define HOCKET_EMULATED 1
 
@@ -22,6 +22,7 @@
 #include "warp.h"
 #include "warpgroup.h"
 #include "wave.h"
+#include "words.h"
 
 #define __global__ static
 #define __device__

@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from ....graph.errors import BackendError
 from ...base import Array, Device, Tensor, host_view
@@ -33,9 +34,16 @@ class LaunchShape(ctypes.Structure):
     _fields_ = (
         ("grid", ctypes.c_int64 * 3),
         ("block", ctypes.c_int64 * 3),
+        ("cluster", ctypes.c_int64 * 3),
         *((name, ctypes.c_int64) for name in ("shared_bytes", "words", "order", "workers")),
         ("arguments", ctypes.c_void_p),
     )
+
+
+def shape_of(launch: Launch, words: npt.NDArray[np.uint64], order: int = 0, workers: int = 1) -> LaunchShape:
+    """Of a launch with these words, which have to stay where they are."""
+    sizes = launch.grid, launch.block, launch.cluster, launch.shared_bytes
+    return LaunchShape(*sizes, len(words), order, workers, words.ctypes.data)
 
 
 class Report(ctypes.Structure):
@@ -147,9 +155,7 @@ class _Step:
         self.places = places([s for s in launch.spans if s.high - s.low < WHOLE], rooms)
         self.words = np.array(moved(launch, self.places), np.uint64)
         threads = int(np.prod(launch.grid)) * int(np.prod(launch.block))
-        self.shape = LaunchShape(launch.grid, launch.block, launch.shared_bytes, len(self.words))
-        self.shape.workers = min(4, os.cpu_count() or 1) if threads >= WORKERS else 1
-        self.shape.arguments = self.words.ctypes.data
+        self.shape = shape_of(launch, self.words, workers=min(4, os.cpu_count() or 1) if threads >= WORKERS else 1)
 
     def run(self, order: int, pattern: int) -> None:
         """Raises `LaunchError` with what the emulation found."""

@@ -12,9 +12,13 @@
 
 namespace emulation {
 
-enum Kind { LOAD, STORE, RELAXED_LOAD, RELAXED_STORE, ACQUIRE, RELEASE, TOGETHER, EARLIER, BY_PRODUCT, SHOWN };
+enum Kind {
+    LOAD, STORE, RELAXED_LOAD, RELAXED_STORE, ACQUIRE, RELEASE, TOGETHER, EARLIER, BY_PRODUCT, SHOWN,
+    ARRIVED, OVER, WAITED, ISSUED, COPIED_FROM, COPIED_TO, COPIED,
+};
 struct Event {  // as ordered.py reads it
-    uint64_t turn, at, code, value;  // of a word: what it is; together: the lanes of a warp, or 0 for the whole block
+    uint64_t turn, at, code, value;  // of a word: what it is; together: the lanes of a warp, or 0 for the whole block; of
+                                     // arrivals: the block that they are of; of a copy in bulk: its number
     uint32_t block, thread, bytes;
     uint8_t kind, is_shared, unused[2];
 };
@@ -24,12 +28,12 @@ static thread_local std::vector<Span> spans;  // the memory of devices, by addre
 static thread_local const char *dropped_file;  // of a barrier that this launch goes without
 static thread_local int64_t dropped_line;
 static thread_local std::vector<Event> events;
-static thread_local std::map<std::pair<uint32_t, const void *>, uint64_t> last_seen;  // words, by the thread that read them
+static thread_local std::map<std::pair<const Thread *, const void *>, uint64_t> last_seen;  // words, by who read them
 
-HOCKET_UNSEEN static void add(Kind kind, const void *p, size_t bytes, uint64_t code, uint64_t value, bool is_shared) {
-    const Worker &w = *current->worker;
+HOCKET_UNSEEN static uint32_t number_of(const Worker &w) { return w.block.x + w.grid.x * (w.block.y + w.grid.y * w.block.z); }
+HOCKET_UNSEEN static void add(Kind kind, const void *p, size_t bytes, uint64_t code, uint64_t value, bool is_shared, const Worker *of = nullptr) {
     const uint64_t turn = kind == RELEASE ? __atomic_fetch_add(turns, 1, __ATOMIC_SEQ_CST) : __atomic_load_n(turns, __ATOMIC_SEQ_CST);
-    const uint32_t block = w.block.x + w.grid.x * (w.block.y + w.grid.y * w.block.z), thread = current - w.all.data();
+    const uint32_t block = number_of(of ? *of : *current->worker), thread = of ? 0 : current - current->worker->all.data();
     events.push_back({turn, (uint64_t)p, code, value, block, thread, (uint32_t)bytes, (uint8_t)kind, is_shared});
 }
 HOCKET_UNSEEN static void note_access(const void *p, size_t bytes, bool is_store, uint64_t code) {
@@ -44,7 +48,7 @@ HOCKET_UNSEEN static void note_access(const void *p, size_t bytes, bool is_store
 HOCKET_UNSEEN static void note_word(const char *order, const void *p, size_t bytes, uint64_t value, bool is_store, uint64_t code) {
     const bool orders = strstr(order, ".sys") && strstr(order, is_store ? "release" : "acquire");
     if (!is_store) {
-        const std::pair<uint32_t, const void *> key(current - current->worker->all.data(), p);
+        const std::pair<const Thread *, const void *> key(current, p);
         const auto known = last_seen.find(key);
         if (known != last_seen.end() && known->second == value) return;
         last_seen[key] = value;
@@ -75,7 +79,31 @@ HOCKET_UNSEEN static void show_to_products() {
     add(SHOWN, nullptr, 0, 0, 0, true);
 }
 static inline bool is_dropped(const char *file, int line) { return line == dropped_line && strcmp(file, dropped_file) == 0; }
-static inline void close_block() { last_seen.clear(); }
+// An mbarrier, or the barrier of a cluster: who waits for it knows what those knew that have come, and that the copies
+// have arrived that it counts.
+HOCKET_UNSEEN static void note_arrived(const Arrivals &a) {
+    Hidden mine;
+    add(ARRIVED, &a, 0, 0, number_of(*a.owner), true);
+}
+HOCKET_UNSEEN static void note_waited(const Arrivals &a) {
+    Hidden mine;
+    add(WAITED, &a, 0, 0, number_of(*a.owner), true);
+}
+HOCKET_UNSEEN static void note_over(const Arrivals &a) {
+    Hidden mine;
+    add(OVER, &a, 0, 0, number_of(*a.owner), true, a.owner);
+}
+HOCKET_UNSEEN static void note_issue(const Bulk &copy) {
+    Hidden mine;
+    add(ISSUED, nullptr, 0, copy.code, copy.number, false);
+    add(COPIED_FROM, copy.from, copy.bytes, copy.code, copy.number, false);
+}
+HOCKET_UNSEEN static void note_delivery(const Bulk &copy, const Worker &to, const Arrivals &mbarrier) {
+    Hidden mine;
+    add(COPIED_TO, to.shared + copy.to, copy.bytes, copy.code, copy.number, true, &to);
+    add(COPIED, &mbarrier, 0, copy.code, copy.number, true, &to);
+}
+static inline void close_block(const Worker &) { last_seen.clear(); }
 
 }  // namespace emulation
 

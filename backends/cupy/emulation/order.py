@@ -9,6 +9,8 @@ One thread's accesses are in order.  So are, before and behind it,
   them, for a thread that has waited for the earlier ones: any launch may begin while the one before it runs;
 * what a thread stored to shared memory and then showed to products, for a product that begins behind a barrier: of
   other stores a product knows nothing, and it loads until it is waited for;
+* what a thread did or knew that arrives at an mbarrier or at the barrier of a cluster, and the copies in bulk that the
+  mbarrier counts, for the thread that has waited for it; a copy loads and stores at any time from its issue to that;
 * what a thread that releases a word did or knew, for the thread that acquires what was written;
 * what the host writes before a run into the buffers of a device, and reads behind it.
 
@@ -36,6 +38,7 @@ from .lines import lines_of
 from .ordered import STREAMS, Memory, Ran
 
 LOAD, STORE, RELAXED_LOAD, RELAXED_STORE, ACQUIRE, RELEASE, TOGETHER, EARLIER, BY_PRODUCT, SHOWN = range(10)
+ARRIVED, OVER, WAITED, ISSUED, COPIED_FROM, COPIED_TO, COPIED = OF_CLUSTERS = range(10, 17)
 STORES, WORDS = (STORE, RELAXED_STORE, RELEASE), (RELAXED_LOAD, RELAXED_STORE, ACQUIRE, RELEASE)
 WARP = 32
 NEVER = (-1,)
@@ -88,6 +91,15 @@ class Unit:
 
 
 @dataclass(slots=True)
+class Arrivals:
+    """At an mbarrier, or at the barrier of a cluster: what those know together that have arrived, and that knowledge
+    when it was last over."""
+
+    so_far: Clock = field(default_factory=dict)
+    over: Clock = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class Block:
     """`known` to all its threads since their last barrier, and what some know besides."""
 
@@ -113,8 +125,8 @@ class Block:
         self.parts[thread] = part + 1
         return joined([self.of(thread), {(self.queue, self.number, thread): (self.launch, self.phase, part)}])
 
-    def wait(self, thread: int) -> None:
-        self.own[thread] = joined([self.of(thread), self.earlier])
+    def learn(self, thread: int, known: Clock) -> None:
+        self.own[thread] = joined([self.of(thread), known])
 
     def show(self, thread: int) -> None:
         """To products, what a thread stored."""
@@ -170,6 +182,8 @@ class _Run:
         self.blocks: dict[tuple[int, int], Block] = {}  # by launch of the log and number
         self.units: dict[tuple[int, ...], Unit] = {}
         self.released: dict[tuple[int, int], Clock] = {}
+        self.arrivals: dict[tuple[int, int, int], Arrivals] = {}  # by launch of the log, block and address
+        self.issued: dict[tuple[int, int], Clock] = {}  # by launch of the log and copy, what was known when
         self.pairs: dict[tuple[int, ...], tuple[Access, Access]] = {}
         every = [ran.events[ran.events["bytes"] > 0] for ran in log]
         reach = np.bitwise_or.reduce([x for e in every for x in (*e["at"], *e["bytes"].astype(np.uint64))], initial=16)
@@ -188,14 +202,17 @@ class _Run:
                 here.meet(thread // WARP * WARP, value) if value else here.barrier()
                 continue
             if kind == EARLIER:
-                here.wait(thread)
+                here.learn(thread, here.earlier)
                 self.waited.add(number)
                 continue
             if kind == SHOWN:
                 here.show(thread)
                 continue
             if kind == ACQUIRE and (at, value) in self.released:
-                here.own[thread] = joined([here.of(thread), self.released[at, value]])
+                here.learn(thread, self.released[at, value])
+            if kind in OF_CLUSTERS:
+                self._in_cluster(kind, at, code, value, thread, nbytes, number, here)
+                continue
             access = Access(here.stamp(thread), number, code, kind in STORES, kind in WORDS, kind == BY_PRODUCT)
             room = (number, block) if is_shared else ()
             for unit in range(at // self.unit, (at + nbytes) // self.unit):
@@ -208,6 +225,34 @@ class _Run:
             self._end(queue)
         self._read_by_host()
         return self._said()
+
+    def _in_cluster(
+        self, kind: int, at: int, code: int, value: int, thread: int, nbytes: int, number: int, here: Block
+    ) -> None:
+        """What a thread arrives at or waits for, which is of block `value`; and copies in bulk, of which each is a
+        block of its own, number -1 - `value`: whoever knows it to be over has waited for its mbarrier."""
+        if kind in (ARRIVED, WAITED, OVER):
+            arrivals = self.arrivals.setdefault((number, value, at), Arrivals())
+            if kind == ARRIVED:
+                arrivals.so_far = joined([arrivals.so_far, here.told(thread)])
+            elif kind == OVER:
+                arrivals.over, arrivals.so_far = joined([arrivals.over, arrivals.so_far]), {}
+            else:
+                here.learn(thread, arrivals.over)
+            return
+        stamp = Stamp(here.device, here.launch, -1 - value)
+        if kind == ISSUED:
+            self.issued[number, value] = here.told(thread)
+        elif kind == COPIED:
+            arrivals = self.arrivals.setdefault((number, here.number, at), Arrivals())
+            arrivals.so_far = joined([arrivals.so_far, {(stamp.device, stamp.block): (stamp.launch, 0)}])
+        else:
+            access = Access(stamp, number, code, kind == COPIED_TO, is_word=False)
+            room = (number, here.number) if kind == COPIED_TO else ()
+            for unit in range(at // self.unit, (at + nbytes) // self.unit):
+                touched = self._touch((unit, *room), access, self.issued[number, value])
+                if kind == COPIED_TO:
+                    touched.shown = stamp  # products see what copies in bulk bring as they do
 
     def _block(self, number: int, block: int) -> Block:
         ran = self.log[number]

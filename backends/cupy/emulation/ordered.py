@@ -16,7 +16,7 @@ from ...base import Device
 from ..backend import DriverBackend
 from ..device.driver import Beside, Launch, LaunchError, Step
 from .building import ORDER, library
-from .emulated import EmulatedDriver, LaunchShape, Report
+from .emulated import EmulatedDriver, Report, shape_of
 from .guarded import Bytes, address_of
 
 EVENT = np.dtype(
@@ -141,7 +141,7 @@ class OrderedDriver(EmulatedDriver):
     def _events(self, launch: Launch, code: ctypes.CDLL, order: int) -> npt.NDArray[np.void]:
         """Make a launch.  Raises `LaunchError` with what the emulation found."""
         words = np.array(launch.words, np.uint64)
-        shape = LaunchShape(launch.grid, launch.block, launch.shared_bytes, len(words), order, 1, words.ctypes.data)
+        shape = shape_of(launch, words, order)
         report, first = Report(), ctypes.c_void_p()
         code.launch_0.restype, code.order_end.restype = None, ctypes.c_int64
         memory = np.array(sorted((m.low, m.high) for m in self.memory), np.uint64)

@@ -15,6 +15,11 @@ static inline void note_arrival(const void *, size_t, uint64_t) {}
 static inline void read_by_product(const void *, size_t, uint64_t, bool) {}
 static inline void show_to_products() {}
 static inline bool is_dropped(const char *, int) { return false; }
-static inline void close_block() {}
+static inline void note_arrived(const Arrivals &) {}
+static inline void note_waited(const Arrivals &) {}
+static inline void note_over(const Arrivals &) {}
+static inline void note_issue(const Bulk &) {}
+static inline void note_delivery(const Bulk &, const Worker &, const Arrivals &) {}
+static inline void close_block(const Worker &) {}
 
 }  // namespace emulation

@@ -1,7 +1,7 @@
 // What threads do together: barriers, warp operations, shared memory, and the instructions that prelude.cuh wraps.
 #pragma once
 
-#include "block.h"
+#include "launch.h"
 
 namespace emulation {
 
@@ -65,10 +65,10 @@ static inline unsigned vote(unsigned mask, bool yes, const void *place = nullptr
 // ---------------------------------------------------------------------------------------------- shared memory
 
 template <class T> struct Shared {  // of one declaration and operating-system thread
-    char *memory;
-    uint64_t serial;
+    struct { char *memory; uint64_t serial; } of[MOST_BLOCKS];  // by rank
     T &get() {
         Worker &w = *current->worker;
+        auto &[memory, serial] = of[w.rank];
         if (serial != w.serial) {
             Hidden fills;
             if (memory == nullptr) {

@@ -20,7 +20,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from hocket.backends.cupy.device.driver import Kernel, Launch
+from hocket.backends.cupy.device.driver import ALONE, Kernel, Launch
 from hocket.backends.cupy.device.limits import OF_HIP as LIMITS
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver, EmulatedHipDriver
 
@@ -224,20 +224,27 @@ class HipStream(Stream):
 
 
 class EarlyLibrary:
-    """``libcuda`` with the one call that CuPy lacks; keeps which kernels it launched, in order, or says `status`."""
+    """``libcuda`` with the one call that CuPy lacks; keeps which kernels it launched early, in order, and their
+    clusters, or says `status`."""
 
     def __init__(self, cupy, status=0):
-        self.cupy, self.status, self.launched = cupy, status, []
+        self.cupy, self.status, self.launched, self.clusters = cupy, status, [], {}
 
     def cuLaunchKernelEx(self, config, function, parameters, extra):  # noqa: N802
         config = config._obj
-        assert config.count == 1
-        assert (config.attributes[0].id, config.attributes[0].allowed) == (6, 1), "programmatic stream serialization"
+        given = {a.id: tuple(a.value) for a in config.attributes[: config.count]}
+        assert given.keys() <= {4, 6}, "clusters, programmatic stream serialization"
+        assert given
         assert extra is None
         if not self.status:
-            self.launched.append(self.cupy.functions[function.value].name)
+            name = self.cupy.functions[function.value].name
+            if 6 in given:
+                assert given[6] == (1, 0, 0)
+                self.launched.append(name)
+            self.clusters[name] = given.get(4, ALONE)
             sizes = *config.grid, *config.block, config.shared_bytes
-            self.cupy.cuda.driver.launchKernel(function.value, *sizes, config.stream, parameters.value, 0)
+            driver = self.cupy.cuda.driver
+            driver.launchKernel(function.value, *sizes, config.stream, parameters.value, 0, self.clusters[name])
         return self.status
 
 
@@ -340,10 +347,11 @@ def fake_cupy(sources, are_peers=True, nccl=None, is_hip=False):
             functions[len(functions) + 1] = self.source[name]
             return SimpleNamespace(ptr=len(functions))
 
-    def launch_kernel(function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra):
+    def launch_kernel(function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra, cluster=ALONE):
         at = ctypes.c_void_p.from_address(parameters).value
         assert extra == 0
-        Stream.known[stream].put(_emulated(emulated, functions[function], (gx, gy, gz), (bx, by, bz), shared, at))
+        sizes = (gx, gy, gz), (bx, by, bz), shared
+        Stream.known[stream].put(_emulated(emulated, functions[function], sizes, at, cluster))
 
     def copy(into, source, nbytes, kind, stream):
         ends = {HOST_TO_DEVICE: [source], DEVICE_TO_HOST: [into], DEVICE_TO_DEVICE: []}[kind]
@@ -428,11 +436,11 @@ def fake_cupy(sources, are_peers=True, nccl=None, is_hip=False):
     )
 
 
-def _emulated(driver, kernel, grid, block, shared, at):
+def _emulated(driver, kernel, sizes, at, cluster):
     """A launch whose words lie at an address; they are copied now, as CUDA does."""
     size = _words(kernel)
     words = tuple(np.ctypeslib.as_array((ctypes.c_uint64 * size).from_address(at)).tolist())
-    return driver.record([Launch(kernel, grid, block, shared, words, (), 0)], None)
+    return driver.record([Launch(kernel, *sizes, words, (), 0, cluster)], None)
 
 
 def _words(kernel):

@@ -1,0 +1,115 @@
+// One launch: clusters of blocks on operating-system threads.
+#pragma once
+
+#include "cluster.h"
+
+namespace emulation {
+
+// Memory that ends where nothing may be touched.
+static char *guarded(size_t bytes) {
+    size_t pages = (bytes + PAGE - 1) / PAGE * PAGE;
+    char *low = (char *)mmap(nullptr, pages + 2 * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (low == MAP_FAILED) abort();
+    mprotect(low + PAGE, pages, PROT_READ | PROT_WRITE);
+    return low + PAGE + pages - (bytes + 15) / 16 * 16;
+}
+static void forget_guarded(char *memory, size_t bytes) {
+    size_t pages = (bytes + PAGE - 1) / PAGE * PAGE;
+    munmap(memory + (bytes + 15) / 16 * 16 - pages - PAGE, pages + 2 * PAGE);
+}
+static void prepare(Worker &w, const Launch &l) {
+    w.grid = {(unsigned)l.grid[0], (unsigned)l.grid[1], (unsigned)l.grid[2]};
+    w.shape = {(unsigned)l.block[0], (unsigned)l.block[1], (unsigned)l.block[2]};
+    w.threads = l.block[0] * l.block[1] * l.block[2];
+    w.arguments = l.arguments;
+    w.failed = false;
+    if (w.stack_count < w.threads) {
+        if (w.stacks) munmap(w.stacks - BELOW, BELOW + w.stack_count * STACK);
+        const int how = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+        w.stacks = (char *)mmap(nullptr, BELOW + w.threads * STACK, PROT_READ | PROT_WRITE, how, -1, 0) + BELOW;
+        if (w.stacks - BELOW == MAP_FAILED) abort();
+        mprotect(w.stacks - BELOW, BELOW, PROT_NONE);
+        w.stack_count = w.threads;
+    }
+    if (w.shared == nullptr || w.shared_bytes != (size_t)l.shared_bytes) {
+        if (w.shared) forget_guarded(w.shared, w.shared_bytes);
+        w.shared = guarded(l.shared_bytes);
+        w.shared_bytes = l.shared_bytes;
+    }
+    w.all.resize(w.threads);
+    w.order.resize(w.threads);
+    w.warps.assign((w.threads + 31) / 32, {});
+    for (unsigned i = 0; i < w.threads; i++) {
+        Thread &t = w.all[i];
+        t.worker = &w;
+        t.copies.clear();
+        w.order[i] = l.order == 1 ? w.threads - 1 - i : i;
+        t.warp = i / 32;
+        t.lane = i % 32;
+        t.index = {i % w.shape.x, i / w.shape.x % w.shape.y, i / (w.shape.x * w.shape.y)};
+    }
+}
+// Block `rank` of a cluster; as of blocks, x comes first.
+static dim3 block_of(const Launch &l, int64_t cluster, int64_t rank) {
+    unsigned at[3];
+    for (int i = 0; i < 3; i++) {
+        const int64_t each = l.cluster[i], many = l.grid[i] / each;
+        at[i] = cluster % many * each + rank % each;
+        cluster /= many, rank /= each;
+    }
+    return {at[0], at[1], at[2]};
+}
+static void run_grid(void (*enter)(const void *, const void *), const void *kernel, const Launch &l, Report &report) {
+    const int64_t blocks = l.grid[0] * l.grid[1] * l.grid[2], threads = l.block[0] * l.block[1] * l.block[2];
+    const int64_t size = l.cluster[0] * l.cluster[1] * l.cluster[2], clusters = blocks / size;
+    bool legal = threads >= 1 && threads <= (int64_t)MOST_THREADS && l.block[2] <= 64 && l.grid[0] <= 0x7fffffff;
+    legal = legal && blocks >= 1 && l.grid[1] <= 65535 && l.grid[2] <= 65535 && l.shared_bytes <= (int64_t)MOST_SHARED;
+    if (!legal) {
+        report.status = FAILED;
+        snprintf(report.text, sizeof report.text, "no device has a grid of %ld x %ld x %ld blocks of %ld threads and %ld bytes",
+                 l.grid[0], l.grid[1], l.grid[2], threads, l.shared_bytes);
+        return;
+    }
+    for (int i = 0; i < 3; i++) legal = legal && l.grid[i] % l.cluster[i] == 0;
+    if (!legal || size > (int64_t)MOST_BLOCKS) {
+        report.status = FAILED;
+        snprintf(report.text, sizeof report.text, "no device divides a grid of %ld x %ld x %ld blocks into clusters of %ld x %ld x %ld",
+                 l.grid[0], l.grid[1], l.grid[2], l.cluster[0], l.cluster[1], l.cluster[2]);
+        return;
+    }
+    bool stop = false;
+#pragma omp parallel num_threads(l.workers) if (l.workers > 1 && clusters > 1)
+    {
+        static thread_local Worker mine[MOST_BLOCKS];
+        Cluster cluster = {mine, (unsigned)size};
+        Report own = {};
+        catch_faults();
+        for (unsigned i = 0; i < size; i++) {
+            Worker &w = mine[i];
+            prepare(w, l);
+            w.enter = enter, w.kernel = kernel, w.report = &own;
+            w.cluster = &cluster, w.rank = i;
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t n = 0; n < clusters; n++) {
+            if (__atomic_load_n(&stop, __ATOMIC_RELAXED)) continue;
+            const int64_t i = l.order == 1 ? clusters - 1 - n : n;
+            for (int64_t r = 0; r < size; r++) mine[r].block = block_of(l, i, r);
+            run_cluster(cluster, l.order);
+            current = nullptr;
+            if (own.status && !__atomic_exchange_n(&stop, true, __ATOMIC_RELAXED)) report = own;
+        }
+    }
+}
+template <class Arguments> void launch(void (*kernel)(Arguments), const Launch &l, Report &report) {
+    static_assert(sizeof(Arguments) % 8 == 0, "all fields of the arguments of a kernel are 8 bytes");
+    if ((int64_t)sizeof(Arguments) != 8 * l.words) {
+        report.status = FAILED;
+        snprintf(report.text, sizeof report.text, "takes %ld words, the launch gives %ld", sizeof(Arguments) / 8, l.words);
+        return;
+    }
+    using Kernel = void (*)(Arguments);
+    run_grid([](const void *k, const void *a) { (*(const Kernel *)k)(*(const Arguments *)a); }, &kernel, l, report);
+}
+
+}  // namespace emulation
