@@ -11,9 +11,10 @@ import pytest
 from hocket import ops
 from hocket.backends.cupy import cuda
 from hocket.backends.cupy.backend import DriverBackend
+from hocket.backends.cupy.binding.trial import tried
 from hocket.backends.cupy.device import disassembly, early, nvrtc
 from hocket.backends.cupy.device.driver import KERNELS, Exchange, Launch
-from hocket.backends.cupy.kernels import dense, packed
+from hocket.backends.cupy.kernels import dense, packed, tiled
 from hocket.backends.cupy.table import SOURCES
 from hocket.graph import DType, Graph, input, weight
 from hocket.graph.errors import BackendError
@@ -46,6 +47,16 @@ def run_three(driver):
     run = load(plan_for(graph, [(backend, backend.device(0))]), {"w": w})
     for _ in range(2):
         assert (run.run({"x": x})["y"] == -32).all()
+
+
+def run_clusters(backend, monkeypatch):
+    """A product whose rows of weights two blocks of a cluster share out."""
+    tried.cache_clear()
+    monkeypatch.setattr(tiled, "shape_of_tiles", lambda *_, **__: (tiled.CLUSTERED, 1))
+    graph = Graph({"y": ops.mul_mat(weight("w", (256, 64), DType.BF16), input("x", (9, 64)))})
+    run = load(plan_for(graph, [(backend, backend.device(0))]), {"w": np.full((256, 64), 0x3F80, np.uint16)})
+    assert (run.run({"x": np.ones((9, 64), np.float32)})["y"] == 64).all()
+    tried.cache_clear()
 
 
 @needs_compiler
@@ -84,6 +95,26 @@ def test_a_launch_behind_an_exchange_begins_late():
     steps = [launch, launch, exchange, launch, launch, exchange, exchange]
     assert early.early(steps) == [False, True, False, False, True, False, False]
     assert early.early([]) == []
+
+
+@needs_compiler
+@pytest.mark.long
+@pytest.mark.parametrize("is_first", [False, True])
+def test_clusters_are_launched_early_or_not(is_first, cupy, monkeypatch):
+    library = EarlyLibrary(cupy)
+    monkeypatch.setattr(early, "opened", lambda: library)
+    driver = cuda.CudaDriver(begins_early=not is_first)
+    run_clusters(DriverBackend(driver), monkeypatch)
+    wanted = {"clustered<bf16_bits, 2>": (1, 2, 1)}
+    assert library.clusters == wanted
+    assert library.launched == ([] if is_first else ["clustered<bf16_bits, 2>"])
+
+
+@needs_compiler
+def test_clusters_need_the_library_of_the_driver(cupy, monkeypatch):
+    monkeypatch.setattr(early, "opened", lambda: None)
+    with pytest.raises(BackendError, match=r"clustered<bf16_bits, 2> cannot be launched in clusters without libcuda"):
+        run_clusters(DriverBackend(cuda.CudaDriver()), monkeypatch)
 
 
 def test_what_the_driver_is_given_lies_as_in_its_header():

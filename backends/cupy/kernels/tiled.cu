@@ -33,12 +33,10 @@ __device__ __forceinline__ float scale_of(float top) {
     const int exponent = (int)(__float_as_uint(top) >> 23) - 127;
     return __uint_as_float((u32)(127 + min(14 - exponent, 126)) << 23);
 }
-template <class T, int TERMS> __global__ void __launch_bounds__(1024) split_rows(const __grid_constant__ Split a) {
-    wait_for_earlier();
+// Takes a row of x apart, four columns at a time; `place` says where those of a term go, of which 0 is the largest.
+template <class T, int TERMS, class Place> __device__ __forceinline__ void split_row(const Split &a, Place place) {
     SHARED(room, float[32]);
     const float *x = a.x + blockIdx.x * a.step;
-    const i64 width = whole_stages(a.columns);
-    u16 *terms = a.terms + blockIdx.x * TERMS * width;
     float up = 1.0f;
     if (IS_SCALED<T>) {
         float top = 0.0f;
@@ -47,7 +45,7 @@ template <class T, int TERMS> __global__ void __launch_bounds__(1024) split_rows
         if (threadIdx.x == 0) a.undo[blockIdx.x] = 1.0f / up;
     }
     const bool aligned = ((u64)x & 15) == 0;
-    for (i64 c = 4 * ((i64)blockIdx.y * blockDim.x + threadIdx.x); c < width; c += 4 * (i64)gridDim.y * blockDim.x) {
+    for (i64 c = 4 * ((i64)blockIdx.y * blockDim.x + threadIdx.x); c < whole_stages(a.columns); c += 4 * (i64)gridDim.y * blockDim.x) {
         float4 v = make_float4(0, 0, 0, 0);
         if (aligned && c + 4 <= a.columns) {
             v = *(const float4 *)(x + c);
@@ -66,9 +64,15 @@ template <class T, int TERMS> __global__ void __launch_bounds__(1024) split_rows
                 bits[i] = nearest(rest[i], T{});
                 rest[i] = fabsf(rest[i]) < INFINITY ? rest[i] - to_float(T{(u16)bits[i]}) : 0.0f;
             }
-            *(uint2 *)(terms + term * width + c) = make_uint2(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16);
+            *(uint2 *)place(term, c) = make_uint2(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16);
         }
     }
+}
+template <class T, int TERMS> __global__ void __launch_bounds__(1024) split_rows(const __grid_constant__ Split a) {
+    wait_for_earlier();
+    const i64 width = whole_stages(a.columns);
+    u16 *terms = a.terms + blockIdx.x * TERMS * width;
+    split_row<T, TERMS>(a, [&](int term, i64 c) { return terms + term * width + c; });
 }
 
 // ----------------------------------------------------------------------------------------------------------- tiles

@@ -14,7 +14,30 @@ template <int TERMS> struct Stage {
 };
 // Where products look for eight columns of a row.
 __device__ __forceinline__ int swizzled(int row, int piece) { return (piece ^ row % 8) * 8; }
+constexpr u64 STEP = 2;  // of operands, to the next 16 columns
 template <class S> __device__ __forceinline__ S *aligned(u8 *room) { return (S *)(room + (-shared_address(room) & 1023)); }
+
+// Two blocks that share columns leave their sums for each other; whoever comes second has both.  `number` is shared memory
+// that is free once all products are over.
+template <class A> __device__ __forceinline__ bool has_all(const A &a, float (&sum)[128], u32 &number) {
+    constexpr i64 EACH = 128 / 4 * THREADS;
+    const i64 tile = (i64)blockIdx.y * gridDim.x + blockIdx.x;
+    float4 *mine = a.parts + (2 * tile + blockIdx.z) * EACH + threadIdx.x;
+    const float4 *other = a.parts + (2 * tile + 1 - blockIdx.z) * EACH + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < 128; i += 4) mine[i / 4 * THREADS] = make_float4(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]);
+    __syncthreads();  // all sums are left, and no product reads a stage
+    if (threadIdx.x == 0) number = take_number(&a.numbers[tile]);
+    __syncthreads();
+    if (number == 0) return false;
+    if (threadIdx.x == 0) a.numbers[tile] = 0;
+#pragma unroll
+    for (int i = 0; i < 128; i += 4) {
+        const float4 v = other[i / 4 * THREADS];
+        sum[i] += v.x, sum[i + 1] += v.y, sum[i + 2] += v.z, sum[i + 3] += v.w;
+    }
+    return true;
+}
 
 template <class T, int TERMS> struct Block {
     static constexpr int OF_X = ENTRIES / BELOW;  // pieces of a term that a thread brings
@@ -45,7 +68,6 @@ template <class T, int TERMS> struct Block {
     }
     // Begins the products of a stage; a warpgroup has 64 entries.
     __device__ __forceinline__ void add(const Stage<TERMS> &stage) {
-        constexpr u64 STEP = 2;  // of 16 columns
         const u64 w = operand_at(stage.w);
         wgmma_fence();
 #pragma unroll
@@ -54,27 +76,6 @@ template <class T, int TERMS> struct Block {
             for (int term = TERMS - 1; term >= 0; term--)  // small terms first
                 wgmma(sum, operand_at(stage.x[term][threadIdx.x / 128 * 64]) + STEP * k, w + STEP * k, T{});
         wgmma_commit();
-    }
-    // Two blocks that share columns leave their sums for each other; whoever comes second has both.  `number` is shared
-    // memory that is free once all products are over.
-    template <class A> __device__ __forceinline__ bool has_all(const A &a, u32 &number) {
-        constexpr i64 EACH = ROWS / 8 * THREADS;
-        const i64 tile = (i64)blockIdx.y * gridDim.x + blockIdx.x;
-        float4 *mine = a.parts + (2 * tile + blockIdx.z) * EACH + threadIdx.x;
-        const float4 *other = a.parts + (2 * tile + 1 - blockIdx.z) * EACH + threadIdx.x;
-#pragma unroll
-        for (int i = 0; i < ROWS / 2; i += 4) mine[i / 4 * THREADS] = make_float4(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]);
-        __syncthreads();  // all sums are left, and no product reads a stage
-        if (threadIdx.x == 0) number = take_number(&a.numbers[tile]);
-        __syncthreads();
-        if (number == 0) return false;
-        if (threadIdx.x == 0) a.numbers[tile] = 0;
-#pragma unroll
-        for (int i = 0; i < ROWS / 2; i += 4) {
-            const float4 v = other[i / 4 * THREADS];
-            sum[i] += v.x, sum[i + 1] += v.y, sum[i + 2] += v.z, sum[i + 3] += v.w;
-        }
-        return true;
     }
     template <class A> __device__ __forceinline__ void store(const A &a, const int4 &tile, i64 first) const {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -101,7 +102,7 @@ template <class T, int TERMS> struct Block {
 };
 
 // Weights of 16 bits come with x.
-template <class T> struct Dense {
+template <class T, int MOST = ROWS> struct Dense {
     using Of = T;
     const T *w;
     i64 step, columns, rows;  // of those from `w` on
@@ -114,13 +115,13 @@ template <class T> struct Dense {
     template <class S> __device__ __forceinline__ void fetch(S &to, i64 start) const {
         const int row = threadIdx.x / PIECES, piece = threadIdx.x % PIECES, place = swizzled(row, piece);
         const i64 column = start + 8 * piece;
-        if (is_aligned && rows >= ROWS && start + COLUMNS <= columns) {
+        if (is_aligned && rows >= MOST && start + COLUMNS <= columns) {
             const T *from = w + row * step + column;
 #pragma unroll
-            for (int i = 0; i < ROWS; i += BELOW) cp_async_16(&to.w[row + i][place], from + i * step);
+            for (int i = 0; i < MOST; i += BELOW) cp_async_16(&to.w[row + i][place], from + i * step);
         } else {
 #pragma unroll 1
-            for (int i = 0; i < ROWS; i += BELOW) bring(&to.w[row + i][place], w + min((i64)row + i, rows - 1) * step, column, columns);
+            for (int i = 0; i < MOST; i += BELOW) bring(&to.w[row + i][place], w + min((i64)row + i, rows - 1) * step, column, columns);
         }
     }
     template <class S> __device__ __forceinline__ void begin(S &, i64) {}
@@ -211,7 +212,7 @@ template <class T, int TERMS, int STAGES, class W> __device__ __forceinline__ vo
         }
         wgmma_wait<0>(block.sum);
     }
-    if (a.parts == nullptr || block.has_all(a, *(u32 *)stages)) block.store(a, tile, first);
+    if (a.parts == nullptr || has_all(a, block.sum, *(u32 *)stages)) block.store(a, tile, first);
 }
 template <class T, int TERMS> __global__ void __launch_bounds__(THREADS) grouped(const __grid_constant__ Grouped<T> a) {
     wait_for_earlier();

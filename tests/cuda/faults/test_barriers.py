@@ -23,6 +23,7 @@ REACHED = {
     "packed_few.cu": {"mul_mat(w=q8_0[8,2048], x=f32[1,2048])": (0, 1)},
     "tiled.cu": {"mul_mat(w=f16[32,128], x=f32[33,128])": (0, 1), "mul_mat(w=q8_0[32,128], x=f32[128,128])": (2,)},
     "warpgroups.cu": {"mul_mat(w=f16[32,64], x=f32[257,64])": (0, 1, 2, 3)},
+    "clusters.cu": {"mul_mat(w=f16[130,64], x=f32[130,64])": (0,)},
     "products.cu": {"mul_mat(w=f32[32,64], x=f32[33,64])": (0, 1)},
     "prelude.cuh": {"softmax(x=f32[1,2,256])": (0, 2, 3), "norm(x=f32[2,1024])": (1,)},
     "gated_delta_net.cu": {DELTA_NET.format(2): (0,)},

@@ -14,11 +14,22 @@ from hocket.backends.cupy.device.driver import KERNELS
 from ...given.devices.inefficiencies import ASKED, COMPILED
 from ..kernels import test_attention, test_delta_layer, test_float_products, test_recurrences, test_sorting
 from ..several_devices import test_collectives, test_wire
-from . import test_chain_faults, test_delta_faults, test_faults, test_product_faults
+from . import (
+    test_chain_faults,
+    test_cluster_faults,
+    test_delta_faults,
+    test_faults,
+    test_product_faults,
+    test_warpgroup_faults,
+)
 
 TABLES = {
     "attention": test_attention.FAULTS.values(),
     "chains": test_chain_faults.PLANTS.values(),
+    "clusters": (
+        *test_cluster_faults.STOPPED.values(),
+        *((test_cluster_faults.FILE, *plant) for plant in test_cluster_faults.MISPLACED.values()),
+    ),
     "collectives": (("collective.cu", *plant) for plant in test_collectives.PLANTS.values()),
     "delta layers": (("short_convolution.cu", *plant) for plant in test_delta_layer.FAULTS.values()),
     "delta nets": (fault[1:] for fault in test_delta_faults.FAULTS.values()),
@@ -28,6 +39,7 @@ TABLES = {
     "recurrences": (("recurrences.cu", *plant) for plant in test_recurrences.PLANTS.values()),
     "several": ((plant.file, plant.old, plant.new) for plant in test_faults.PLANTS),
     "sorting": test_sorting.PLANTS.values(),
+    "warpgroups": test_warpgroup_faults.PLANTS.values(),
     "wire": (("collective.cu", *plant) for plant in test_wire.PLANTS.values()),
 }
 

@@ -53,7 +53,7 @@ FILE = "warpgroups.cu"
 EVEN, ODD, PACKED = product(72, 264, 70), product(71, 133, 9), product(70, 288, 70, DType.Q8_0)
 WHOLE = product(256, 264, 9)
 SHARED = product(72, 264, 70, shares=2)
-SECOND = "        if (number == 0) return false;\n        if (threadIdx.x == 0) a.numbers[tile] = 0;\n"
+SECOND = "    if (number == 0) return false;\n    if (threadIdx.x == 0) a.numbers[tile] = 0;\n"
 WAIT = "wgmma_wait<{}>(block.sum);"
 PLANTS = {
     "rows are swizzled otherwise": ("wgmma.cuh", "(u64)1 << 62, EIGHT", "(u64)2 << 62, EIGHT", EVEN),
@@ -118,7 +118,7 @@ PLANTS = {
     "the first block has all": (
         FILE,
         SECOND,
-        "        if (number == 1 && threadIdx.x == 0) a.numbers[tile] = 0;\n        if (number == 1) return false;\n",
+        "    if (number == 1 && threadIdx.x == 0) a.numbers[tile] = 0;\n    if (number == 1) return false;\n",
         SHARED,
     ),
     "entries change places": (FILE, "16 + 8 * h + g;", "16 + h + 2 * g;", EVEN),
@@ -135,7 +135,7 @@ PLANTS = {
         "1.0f;\n#pragma unroll\n            for (int j",
         EVEN,
     ),
-    "columns past the last are read": (FILE, "&& rows >= ROWS && start + COLUMNS <= columns", "&& rows >= ROWS", WHOLE),
+    "columns past the last are read": (FILE, "&& rows >= MOST && start + COLUMNS <= columns", "&& rows >= MOST", WHOLE),
 }
 
 

@@ -53,10 +53,13 @@ class Noting(EmulatedDriver):
         *((tile, shares, f"tiled<{{}}, {tile}>") for tile, shares in ((tiled.SMALL, 1), (tiled.LARGE, 1))),
         *((tiled.TALL, shares, f"tiled<{{}}, {tiled.TALL}>") for shares in (1, 2)),
         *((tiled.GROUPED, shares, "grouped<{}, 2>") for shares in (1, 2)),
+        *((tiled.CLUSTERED, shares, "clustered<{}, 2>") for shares in (1, 2)),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("shape", [(70, 136, 9), (131, 33, 140), (64, 64, 64), (1, 7, 65), (300, 200, 130)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(70, 136, 9), (131, 33, 140), (64, 64, 64), (1, 7, 65), (300, 200, 130), (500, 328, 300)], ids=str
+)
 @pytest.mark.parametrize("dtype", LEFT_OUT, ids=str)
 def test_weights_of_16_bits_lose_no_more_than_terms_leave_out(dtype, shape, tile, shares, kernel, monkeypatch, request):
     tried.cache_clear()  # it knows how much scratch another tile takes
@@ -73,7 +76,7 @@ def test_weights_of_16_bits_lose_no_more_than_terms_leave_out(dtype, shape, tile
 
 @pytest.mark.long(every=2)
 @pytest.mark.parametrize("shape", [(70, 136, 9), (300, 200, 130)], ids=str)
-@pytest.mark.parametrize(("tile", "terms"), [(tiled.GROUPED, 1), (tiled.LARGE, 2)], ids=str)
+@pytest.mark.parametrize(("tile", "terms"), [(tiled.GROUPED, 1), (tiled.CLUSTERED, 1), (tiled.LARGE, 2)], ids=str)
 @pytest.mark.parametrize("dtype", LEFT_OUT, ids=str)
 def test_what_need_not_be_exact_is_one_term_of_warpgroups(dtype, tile, terms, shape, monkeypatch, request):
     tried.cache_clear()
@@ -82,7 +85,8 @@ def test_what_need_not_be_exact_is_one_term_of_warpgroups(dtype, tile, terms, sh
     driver = Noting()
     results, want, size = dense(dtype, *shape, DriverBackend(driver), is_exact=False)
     assert all(np.array_equal(y, results[0]) for y in results), "an order of threads shows"
-    assert f"split_rows<{TYPES[dtype]}, {terms}>" in driver.names
+    split = "split_tiles" if tile == tiled.CLUSTERED else "split_rows"
+    assert f"{split}<{TYPES[dtype]}, {terms}>" in driver.names
     left_out = tiled.rounding(dtype, is_exact=False) if terms == 1 else LEFT_OUT[dtype]
     assert (np.abs(results[0] - want) <= (left_out + SUMMED) * size).all()
 
@@ -129,6 +133,45 @@ def test_slots_of_experts_fill_tiles(dtype, monkeypatch):
     want = np.einsum("tink,tk->tin", w[np.clip(ids, 0, 2)], x16[:, 0]) * here
     assert (np.abs(y - want) <= 2e-5 * np.abs(want).max()).all()
     assert not y[~here[..., 0]].any()
+
+
+@pytest.mark.parametrize(("matrices", "tokens"), [(2, 300), (3, 9)])
+def test_each_matrix_begins_a_tile_of_a_cluster(matrices, tokens, monkeypatch, request):
+    tried.cache_clear()
+    request.addfinalizer(tried.cache_clear)
+    monkeypatch.setattr(tiled, "shape_of_tiles", lambda *_, **__: (tiled.CLUSTERED, 1))
+    w = halves(RNG.standard_normal((matrices, 130, 72)).astype(np.float32), DType.F16)
+    x = RNG.standard_normal((matrices, tokens, 72)).astype(np.float32)
+    driver = Noting()
+    backend = DriverBackend(driver)
+    graph = Graph({"y": ops.mul_mat(weight("w", w.shape, DType.F16), input("x", x.shape))})
+    y = load(plan_for(graph, [(backend, backend.device(0))]), {"w": w}).run({"x": x})["y"]
+    assert "clustered<half_bits, 2>" in driver.names
+    want = x @ widened(w).swapaxes(1, 2)
+    assert (np.abs(y - want) <= 2e-6 * np.abs(x) @ np.abs(widened(w)).swapaxes(1, 2)).all()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "size"), [(32, 4), (25, 4), (24, 4), (22, 2), (9, 2), (8, 4), (6, 2), (5, 1), (3, 1), (1, 1)]
+)
+def test_clusters_are_as_large_as_leaves_hardly_any_block_without_rows(blocks, size):
+    assert tiled._cluster(blocks) == size
+
+
+@pytest.mark.parametrize(
+    ("entries", "chosen"),
+    [
+        (128, tiled.GROUPED),
+        (129, tiled.CLUSTERED),
+        (256, tiled.CLUSTERED),
+        (300, tiled.GROUPED),
+        (600, tiled.CLUSTERED),
+    ],
+)
+def test_clusters_multiply_entries_that_fill_their_tiles(entries, chosen):
+    w = Operand(0, Tensor(0, 0, (65536, 4096), (4096, 1), DType.BF16))
+    launches = Launches(keep=lambda array: 0, limits=limits_of("90"))
+    assert tiled.shape_of_tiles(launches, w, entries, 1, True) == (chosen, 1)
 
 
 @pytest.mark.parametrize("dtype", LEFT_OUT, ids=str)
@@ -178,10 +221,11 @@ def test_numbers_that_are_none_spoil_their_row_alone():
 def test_tiles_are_as_large_as_fill_a_device(rows, entries, is_even, chosen, limits):
     tile, shares = chosen
     by_warpgroups = limits.has_warpgroups and tile == tiled.TALL
+    by_clusters = by_warpgroups and is_even
     floats, packed = (Operand(0, Tensor(0, 0, (rows, 4096), (4096, 1), t)) for t in (DType.BF16, DType.Q4_K))
     launches = Launches(keep=lambda array: 0, limits=limits)
     assert tiled.shape_of_tiles(launches, floats, entries, 1, is_even) == (
-        tiled.GROUPED if by_warpgroups else tile,
+        tiled.CLUSTERED if by_clusters else tiled.GROUPED if by_warpgroups else tile,
         shares,
     )
     bytes_are_better = entries < tiled.FEWEST
