@@ -195,7 +195,7 @@ FAULTS = {
     ),
     # scan
     "no barrier between chunks": (chunks, SCAN, "        __syncthreads();  // the stage", "        // the stage"),
-    "no barrier before halves of sums are added": (chunks, SCAN, "        __syncthreads();  // halves", "        // halves"),
+    "no barrier before halves are added": (chunks, SCAN, "        __syncthreads();  // halves", "        // halves"),
     "a warp adds what it has itself": (chunks, SCAN, "(threadIdx.x ^ 32)", "threadIdx.x"),
     "both warps have the same keys": (chunks, SCAN, "first = half * HALF;", "first = 0;"),
     "both warps add the values": (chunks, SCAN, "(is_own ? V[", "(true ? V["),
