@@ -48,9 +48,9 @@ class Shape:
     for the small case alone.  `nbytes` and `flops` are what any kernel has to do; `asked` is the share of the H200's
     bandwidth or of its 16-bit products that we want.
 
-    `chosen` are constants by which kernels are chosen, with values that choose for the case what the shape gets.  All
-    blocks of a launch read `common` bytes.  A kernel that asks `ahead` loads its weights before it waits for the launch
-    before its own.
+    What a `longer` case does beyond the case is added so many times, before `times`.  `chosen` are constants by which
+    kernels are chosen, with values that choose for the case what the shape gets.  All blocks of a launch read `common`
+    bytes.  A kernel that asks `ahead` loads its weights before it waits for the launch before its own.
     """
 
     name: str
@@ -62,22 +62,28 @@ class Shape:
     chosen: Sequence[Part] = field(default=())
     common: float = 0.0
     ahead: bool = False
+    longer: tuple[str, float] | None = None
 
-    def counted(self, limits: Limits) -> list[Counted]:
+    def counted(self, limits: Limits) -> list[tuple[Counted, ...]]:
+        """Its launches: of the case and of the longer one."""
+        cases = [self.case] if self.longer is None else [self.case, self.longer[0]]
         with ExitStack() as stack:
             for module, name, value in self.chosen:
                 stack.enter_context(patch.object(module, name, value))
             tried.cache_clear()  # it knows how much scratch was taken where others were chosen
-            return counters([self.case], limits)
+            return list(zip(*(counters([case], limits) for case in cases), strict=True))
 
-    def predicted(self, counted: Sequence[Counted], kind: str) -> list[tuple[str, Time]]:
+    def predicted(self, counted: Sequence[tuple[Counted, ...]], kind: str) -> list[tuple[str, Time]]:
         """How long each of its launches takes."""
         gpu, times = GPUS[kind], []
-        for launch in counted:
-            name = launch.launch.kernel.name.partition("<")[0]
+        for launches in counted:
+            name = launches[0].launch.kernel.name.partition("<")[0]
             if name not in self.times:
                 continue
-            work = work_of(launch, gpu.arch).times(*self.times[name])
+            work, *longer = (work_of(launch, gpu.arch) for launch in launches)
+            if self.longer is not None:
+                work = work.extended(longer[0], self.longer[1])
+            work = work.times(*self.times[name])
             moved = work.moved - self.common * (work.blocks - 1)
             work = replace(work, moved=min(moved, 2 * self.nbytes))
             times.append((name, time_of(work, gpu, cached=bool(times) and work.moved < CACHED)))
@@ -124,17 +130,18 @@ DECODE = (
 
 
 def delta_prompt(is_exact: bool, asked: float) -> Shape:
-    """32 heads over 8192 tokens, as two heads over three chunks."""
-    length, tokens = 32 if is_exact else 64, 8192
-    t, chunks = 3 * length - 26, tokens / length / 3
-    case = (
+    """32 heads over 8192 tokens, as two heads over so few that the state is much of what is moved, and over more."""
+    short, long, tokens = 128, 256, 8192
+    case, longer = (
         f"gated_delta_net(q=f32[{t},2,128], k=f32[{t},2,128], v=f32[{t},2,128], g=f32[{t},2,1], beta=f32[{t},2], "
         f"state=f32[2,128,128], exact={str(is_exact).lower()})"
+        for t in (short, long)
     )
-    times = {"delta_prepare": (16 * chunks, 1.0), "delta_scan": (16, chunks)}
+    times = {"delta_prepare": (16, 1.0), "delta_scan": (16, 1.0)}
     nbytes, flops = tokens * 32 * (4 * 128 + 2) * 4, tokens * 32 * 6 * 128 * 128
     name = f"32/32×128, {tokens} tokens, {'exact' if is_exact else 'fast'}"
-    return Shape(name, case, times, nbytes, flops, asked, ((gated_delta_net, "BLOCKS", 8),))
+    chosen, more = ((gated_delta_net, "BLOCKS", 8),), (tokens - short) / (long - short)
+    return Shape(name, case, times, nbytes, flops, asked, chosen, longer=(longer, more))
 
 
 def shapes(processors: int) -> tuple[Shape, ...]:
@@ -183,7 +190,7 @@ def shapes(processors: int) -> tuple[Shape, ...]:
 
 def times_of(number: int) -> dict[str, tuple[float, str]]:
     """By GPU: the seconds that the shape of a number takes, and what sets them."""
-    counted: dict[tuple[str, Limits], list[Counted]] = {}
+    counted: dict[tuple[str, Limits], list[tuple[Counted, ...]]] = {}
     found = {}
     for kind, gpu in GPUS.items():
         shape = shapes(gpu.processors)[number]

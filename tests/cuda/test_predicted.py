@@ -63,6 +63,14 @@ def test_a_multiprocessor_holds_the_largest_block_that_its_architecture_allows(k
     assert GPUS[kind].limits.shared + RESERVED <= GPUS[kind].shared
 
 
+def test_what_a_longer_launch_does_beyond_another_comes_as_often_as_is_said():
+    short = Work(2, 64, 99, 1024, 300.0, 10.0, 0.0, 0.0, 40.0, 500.0, 500.0, 2.0)
+    longer = replace(short, blocks=4, instructions=500.0, asked=800.0, rounds=3.0)
+    assert short.extended(longer, 0) == short
+    assert short.extended(longer, 1) == longer
+    assert short.extended(longer, 10) == replace(short, blocks=22, instructions=2300.0, asked=3500.0, rounds=12.0)
+
+
 @pytest.fixture(scope="module")
 def _tools():
     pytest.importorskip("scipy")

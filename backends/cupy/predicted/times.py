@@ -116,6 +116,27 @@ class Work:
             self.rounds * each,
         )
 
+    def extended(self, longer: Work, times: float) -> Work:
+        """With as many times what a longer launch does beyond this one."""
+
+        def reached(here: float, there: float) -> float:
+            return here + times * (there - here)
+
+        return Work(
+            round(reached(self.blocks, longer.blocks)),
+            self.threads,
+            self.registers,
+            self.shared,
+            reached(self.instructions, longer.instructions),
+            reached(self.halves, longer.halves),
+            reached(self.grouped, longer.grouped),
+            reached(self.bytes, longer.bytes),
+            reached(self.wavefronts, longer.wavefronts),
+            reached(self.asked, longer.asked),
+            reached(self.moved, longer.moved),
+            reached(self.rounds, longer.rounds),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Time:

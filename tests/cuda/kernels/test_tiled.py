@@ -152,7 +152,7 @@ def test_each_matrix_begins_a_tile_of_a_cluster(matrices, tokens, monkeypatch, r
 
 
 @pytest.mark.parametrize(
-    ("blocks", "size"), [(32, 4), (25, 4), (24, 4), (22, 2), (9, 2), (8, 4), (6, 2), (5, 1), (3, 1), (1, 1)]
+    ("blocks", "size"), [(32, 4), (25, 4), (24, 4), (21, 2), (9, 2), (8, 4), (6, 2), (5, 1), (3, 1), (1, 1)]
 )
 def test_clusters_are_as_large_as_leaves_hardly_any_block_without_rows(blocks, size):
     assert tiled._cluster(blocks) == size
