@@ -109,17 +109,20 @@ def vector(dtype: DType, rows: int, columns: int, processors: int, asked: float 
 def prompt(
     dtype: DType, rows: int, columns: int, tokens: int, asked: float | None = None, is_exact: bool = True
 ) -> Shape:
-    """A product of weights and many tokens; two blocks share the columns of tiles of 256 rows."""
-    many, longer = rows / 256 * tokens / 128, columns / 4096
+    """A product of weights and many tokens; two blocks share the columns of tiles of 256 rows, or of those of clusters,
+    of which the case has one."""
+    high, wide, full = (512, 256, 8) if dtype in tiled.FLOATS else (256, 128, 2)
+    many, longer = rows / high * tokens / wide, columns / 4096
+    by_blocks = ("clustered", "grouped", "grouped_packed", "tiled", "tiled_packed", "matmul")
     kernels = {
-        **dict.fromkeys(("grouped", "grouped_packed", "tiled", "tiled_packed", "matmul"), (many, longer)),
-        "split_rows": (tokens / 128, longer),
+        **dict.fromkeys(by_blocks, (many, longer)),
+        **dict.fromkeys(("split_tiles", "split_rows"), (tokens / wide, longer)),
         "add_shares": (many, 1.0),
     }
-    chosen = ((tiled, "FULL", 2), (tiled, "WORTH", 1))
+    chosen = ((tiled, "FULL", full), (tiled, "WORTH", 1))
     nbytes = rows * columns // dtype.block * dtype.block_bytes + 4 * tokens * (rows + columns)
     name = f"{dtype} {rows}×{columns}, {tokens} tokens" + ("" if is_exact else ", fast")
-    case = f"mul_mat(w={dtype}[256,4096], x=f32[128,4096], exact={str(is_exact).lower()})"
+    case = f"mul_mat(w={dtype}[{high},4096], x=f32[{wide},4096], exact={str(is_exact).lower()})"
     return Shape(name, case, kernels, nbytes, 2 * rows * columns * tokens, asked, chosen)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 
 import numpy as np
 from write_models import random_rows
@@ -14,8 +15,9 @@ from hocket.graph import Graph, constant, input, weight
 from hocket.graph.dtypes import DType
 from hocket.graph.node import Node
 from hocket.ops import op_of
+from hocket.ops.quants import decoded
 
-from .bench import Bench, Case, Row
+from .bench import Bench, Case, Row, normalised_error
 
 SQUARE = (4096, 4096)
 OF_A_4B = ((9216, 2560), (2560, 9216), (8192, 2560), (2560, 4096))
@@ -23,6 +25,9 @@ OF_A_4B = ((9216, 2560), (2560, 9216), (8192, 2560), (2560, 4096))
 
 
 def cases(bench: Bench) -> Iterator[Case]:
+    for dtype, is_exact in product((DType.BF16, DType.F16), (True, False)):
+        title = f"{dtype} by clusters of blocks, {'exact' if is_exact else 'fast'}"
+        yield Case(title, partial(_right, bench, dtype, bench.choose((4000, 4096, 500), (64, 64, 20)), is_exact))
     if bench.tiny:
         for tokens in (1, 5):
             yield Case(f"q8_0 64×64, {tokens} tokens", partial(_products, bench, DType.Q8_0, (64, 64), tokens))
@@ -54,6 +59,20 @@ def _products(bench: Bench, dtype: DType, shape: tuple[int, int], tokens: int, i
     x = input("x", (tokens, columns))
     graph = Graph({f"y{i}": ops.mul_mat(weight(f"w{i}", shape, dtype), x, exact=is_exact) for i in range(copies)})
     yield from _timed(bench, graph, {f"w{i}": raw for i in range(copies)}, {"x": _activations(bench, tokens, columns)})
+
+
+def _right(bench: Bench, dtype: DType, shape: tuple[int, int, int], is_exact: bool) -> Iterator[Row]:
+    """Nothing but a device shows whether blocks of a cluster wait for each other as they have to: a product many times,
+    each result held against float64 and, to the last bit, against the first."""
+    rows, columns, tokens = shape
+    raw, x = random_rows(dtype, rows, columns, bench.random), _activations(bench, tokens, columns)
+    graph = Graph({"y": ops.mul_mat(weight("w", (rows, columns), dtype), input("x", x.shape), exact=is_exact)})
+    made, launches = bench.planned(graph, {"w": raw}, {"x": x})
+    results = [made.run({"x": x})["y"].copy() for _ in range(bench.choose(50, 2))]
+    wanted = x.astype(np.float64) @ decoded(raw, dtype).astype(np.float64).T
+    error, mode = normalised_error(results[0], wanted), "exact" if is_exact else "fast"
+    is_right = error <= (1e-7 if is_exact else 1e-4) and all(np.array_equal(y, results[0]) for y in results)
+    yield {"mode": mode, "NMSE": error, "right": is_right, "kernel": launches[-1].kernel.name}
 
 
 def _experts(
