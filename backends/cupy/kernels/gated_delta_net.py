@@ -192,7 +192,8 @@ class Chunk:
     def scan_bytes(self, values: int) -> int:
         """Shared memory."""
         stage = self.keys_bytes + self.heads_bytes + 4 * LENGTH * (values + 4)
-        return 2 * stage + 12 * LENGTH * values
+        stages = 2 if self.exact or self.channels or values > 32 else 3
+        return stages * stage + 12 * LENGTH * values
 
     @property
     def prepare(self) -> Kernel:

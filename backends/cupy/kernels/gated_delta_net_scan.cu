@@ -32,9 +32,10 @@ __global__ void __launch_bounds__(4 * BV, 1) delta_scan(const __grid_constant__ 
     using R = Record<D, C, CHANNELS, EXACT>;
     constexpr int THREADS_HERE = 4 * BV, HALF = D / 2, SIDE = C / 16, ROWS = 16 * D * 2;
     constexpr int V_STEP = BV + 4, STAGE = R::KEYS + R::HEADS + 4 * C * V_STEP;
+    constexpr int STAGES = EXACT || CHANNELS || BV > 32 ? 2 : 3;  // what all devices have room for
     static_assert(C == 32, "two warps finish 16 tokens each");
     DYNAMIC_SHARED(shared, char);
-    float4 *sums = (float4 *)(shared + 2 * STAGE), *of_queries = sums + C / 8 * THREADS_HERE;
+    float4 *sums = (float4 *)(shared + STAGES * STAGE), *of_queries = sums + C / 8 * THREADS_HERE;
     const int lane = threadIdx.x % 32, half = threadIdx.x / 32 % 2, first = half * HALF;
     const int local = threadIdx.x / 64 * 16 + lane / 4, column = lane % 4 * 2, row = blockIdx.x * BV + local;
     const int tokens = (int)a.tokens, chunks = (tokens + C - 1) / C;
@@ -59,10 +60,14 @@ __global__ void __launch_bounds__(4 * BV, 1) delta_scan(const __grid_constant__ 
                 cp_async_16(V + r * V_STEP, next_values);
             else
                 *(float4 *)(V + r * V_STEP) = make_float4(0, 0, 0, 0);
-        cp_async_commit();
-        to += chunk % 2 ? -STAGE : STAGE, next_keys += a.key_records * R::KEYS, next_heads += a.value_heads * R::HEADS;
+        to += chunk % STAGES == STAGES - 1 ? (1 - STAGES) * STAGE : STAGE;
+        next_keys += a.key_records * R::KEYS, next_heads += a.value_heads * R::HEADS;
     };
-    fetch(0);
+#pragma unroll
+    for (int chunk = 0; chunk < STAGES - 1; chunk++) {
+        if (chunk < chunks) fetch(chunk);
+        cp_async_commit();
+    }
 
     const float *old = a.from.at(n, state_size) + inside;
     float S[HALF / 8][4];
@@ -82,10 +87,11 @@ __global__ void __launch_bounds__(4 * BV, 1) delta_scan(const __grid_constant__ 
     float *out = a.out.row(n, 16 * half + column, h) + row * a.out.element;
 
     for (int chunk = 0; chunk < chunks; chunk++) {
-        cp_async_wait<0>();
-        __syncthreads();  // the stage is complete, and nobody reads the other one any more
-        if (chunk + 1 < chunks) fetch(chunk + 1);
-        const char *keys = shared + chunk % 2 * STAGE, *heads = keys + R::KEYS, *squares = heads + in_square;
+        cp_async_wait<STAGES - 2>();
+        __syncthreads();  // the stage is complete, and nobody reads the one before any more
+        if (chunk + STAGES - 1 < chunks) fetch(chunk + STAGES - 1);
+        cp_async_commit();
+        const char *keys = shared + chunk % STAGES * STAGE, *heads = keys + R::KEYS, *squares = heads + in_square;
         const float *factors = (const float *)(heads + R::FACTORS) + column;
         const float *V = (const float *)(heads + R::HEADS) + column * V_STEP + local;
 

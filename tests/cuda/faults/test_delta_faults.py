@@ -199,8 +199,13 @@ FAULTS = {
     "a warp adds what it has itself": (chunks, SCAN, "(threadIdx.x ^ 32)", "threadIdx.x"),
     "both warps have the same keys": (chunks, SCAN, "first = half * HALF;", "first = 0;"),
     "both warps add the values": (chunks, SCAN, "(is_own ? V[", "(true ? V["),
-    "no wait for a chunk": (chunks, SCAN, "        cp_async_wait<0>();\n", ""),
-    "both chunks in one stage": (chunks, SCAN, "to += chunk % 2 ? -STAGE : STAGE,", ""),
+    "no wait for a chunk": (chunks, SCAN, "        cp_async_wait<STAGES - 2>();\n", ""),
+    "all chunks in one stage": (
+        chunks,
+        SCAN,
+        "        to += chunk % STAGES == STAGES - 1 ? (1 - STAGES) * STAGE : STAGE;\n",
+        "",
+    ),
     "outputs behind the last token": (chunks, SCAN, "8 * j + e < left) {", "8 * j + e <= left) {"),
     "values behind the last token": (
         chunks,
