@@ -7,7 +7,6 @@ launches within a capture wait for the graph; asynchronous copies need pinned me
 from __future__ import annotations
 
 import ctypes
-import random
 import threading
 import time
 import weakref
@@ -25,6 +24,7 @@ from hocket.backends.cupy.device.limits import OF_HIP as LIMITS
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver, EmulatedHipDriver
 
 from ..waits import HOUR
+from .fake_graph import Graph
 
 GARBAGE = 0xA5
 
@@ -246,51 +246,6 @@ class EarlyLibrary:
             driver = self.cupy.cuda.driver
             driver.launchKernel(function.value, *sizes, config.stream, parameters.value, 0, self.clusters[name])
         return self.status
-
-
-class Graph:
-    """``cupy.cuda.Graph``, which runs in any order that its edges leave: a pair for each node, what runs and the nodes
-    that it is behind.  `used` are the communicators of NCCL in it, `streams` those of its capture."""
-
-    def __init__(self):
-        self.nodes, self.after, self.streams, self.used, self.launches = [], [], [], set(), 0
-
-    def add(self, run, behind):
-        for node in behind:
-            self.after[node].append(len(self.nodes))
-        self.nodes.append((run, behind))
-        self.after.append([])
-        return frozenset({len(self.nodes) - 1})
-
-    def seen_from(self, behind):
-        """All nodes that come before one behind these."""
-        seen, stack = set(), [*behind]
-        while stack:
-            if (node := stack.pop()) not in seen:
-                seen.add(node)
-                stack += self.nodes[node][1]
-        return seen
-
-    def use(self, communicator):
-        if communicator not in self.used:
-            self.used.add(communicator)
-            communicator.graphs += 1
-
-    def launch(self, stream):
-        assert not stream.is_capturing
-        dice, waits = random.Random(self.launches), [len(behind) for _, behind in self.nodes]
-        self.launches += 1
-        ready = [node for node, many in enumerate(waits) if not many]
-        while ready:
-            node = ready.pop(dice.randrange(len(ready)))
-            stream.put(self.nodes[node][0])
-            for other in self.after[node]:
-                waits[other] -= 1
-                ready += [other] * (not waits[other])
-
-    def __del__(self):
-        for communicator in self.used:
-            communicator.graphs -= 1
 
 
 class Event:
