@@ -198,8 +198,8 @@ class DriverBackend:
         return gathered(program, self.driver.limits(on))
 
     def overlaps(self, devices: Sequence[Device]) -> bool:
-        """Where they meet through memory of the host, everybody waits at once."""
-        return self.driver.overlaps and transport_of(devices, self.driver).on_devices
+        """Whether a device can, and whether several do: through memory of the host they meet with all work waiting."""
+        return self.driver.overlaps and (len(devices) == 1 or transport_of(devices, self.driver).on_devices)
 
     def meeting(self, devices: Sequence[Device]) -> str:
         """How `devices` of this backend meet, and why so."""

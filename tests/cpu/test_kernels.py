@@ -17,7 +17,7 @@ from hocket import ops
 from hocket.backends.cache import _say_unwritable, keep, recalled
 from hocket.backends.cpu import compiler, processor
 from hocket.backends.cpu.backend import CpuBackend
-from hocket.backends.cpu.kernels import loop, packing, products, rounding
+from hocket.backends.cpu.kernels import loop, packing, products, rounding, tickets
 from hocket.backends.cpu.kernels.crew import ASLEEP
 from hocket.backends.cpu.kernels.formats import FORMATS
 from hocket.backends.cpu.simd import tiles
@@ -82,6 +82,7 @@ def test_a_packed_product_is_exact_in_its_rounded_activations(dtype: DType, coun
     y = np.full((count, rows), np.nan, np.float32)
     form, blocks = FORMATS[dtype], products.blocks_of(FORMATS[dtype])
     slots, scratch = np.array([0, count, count, *range(count)], np.int32), np.zeros(2 * blocks.scratch, np.uint8)
+    drawn = np.zeros(tickets.NBYTES, np.uint8)
     for thread in range(2):
         words = (
             weight,
@@ -100,6 +101,7 @@ def test_a_packed_product_is_exact_in_its_rounded_activations(dtype: DType, coun
             scratch,
             64,
             128,
+            drawn,
         )
         assert call(products.product(form), *words, thread=thread, threads=2) == 0
     w = dequantise(raw, dtype).astype(np.float64)

@@ -49,9 +49,11 @@ def test_a_plan_says_where_a_sum_is_taken_within_machines_first(rows, is_first_w
     graph = Graph({"y": ops.mul_mat(weight("down", (4096, 16384)), hidden)})
     simulation = simulate("h200:4,nvlink x 2,ib400")
     made = plan_for(graph, simulation.group, split_mode="tensor", hardware=simulation.hardware)
-    (sum_,) = [stage for stage in made.stages if stage.op == "all_reduce"]
-    nbytes = met_bytes(made.lanes[0].program.instructions[sum_.first])
-    met = simulation.hardware.collective("all_reduce", nbytes, range(8))
-    assert (sum_.seconds, sum_.moved) == (met.seconds, met.moved)
+    sums = [stage for stage in made.stages if stage.op == "all_reduce"]  # of some rows at a time
+    assert len(sums) > 1 or rows == 1
+    for sum_ in sums:
+        nbytes = met_bytes(made.lanes[0].program.instructions[sum_.first])
+        met = simulation.hardware.collective("all_reduce", nbytes, range(8))
+        assert (sum_.seconds, sum_.moved) == (met.seconds, met.moved)
     said = re.search(r"all_reduce over 2 x 4: \S+ [mu]s inside, \S+ [mu]s across", made.explain())
     assert bool(said) == is_first_within

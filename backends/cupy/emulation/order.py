@@ -240,12 +240,12 @@ class _Run:
             else:
                 here.learn(thread, arrivals.over)
             return
-        stamp = Stamp(here.device, here.launch, -1 - value)
+        stamp = Stamp(here.queue, here.launch, -1 - value)
         if kind == ISSUED:
             self.issued[number, value] = here.told(thread)
         elif kind == COPIED:
             arrivals = self.arrivals.setdefault((number, here.number, at), Arrivals())
-            arrivals.so_far = joined([arrivals.so_far, {(stamp.device, stamp.block): (stamp.launch, 0)}])
+            arrivals.so_far = joined([arrivals.so_far, {(stamp.queue, stamp.block): (stamp.launch, 0)}])
         else:
             access = Access(stamp, number, code, kind == COPIED_TO, is_word=False)
             room = (number, here.number) if kind == COPIED_TO else ()
