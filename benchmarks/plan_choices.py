@@ -47,7 +47,7 @@ Written by `python benchmarks/plan_choices.py > docs/auto.md`: files that are on
 weights and states on every device has to save {copied:.0%} of the time, and twice as many devices {joined:.0%}.
 What does not fit comes last.  `held` is what all devices together hold of weights and states.  `spent on` says what the
 slowest device does in a run, and so why more devices help or do not: `work` is shared out, `launches` are not, and
-`collectives` are added.
+`collectives` are added, but for what of them runs beside work.
 """
 
 

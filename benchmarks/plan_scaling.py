@@ -55,7 +55,8 @@ def spent(plan: Plan) -> str:
     total = plan.cost.total
     launches = plan.hardware.launch * max(sum(lane.launches()) for lane in plan.lanes)
     parts = {"work": plan.cost.compute - launches, "launches": launches, "collectives": plan.cost.collectives}
-    return ", ".join(f"{name} {max(0.0, seconds) / total:.0%}" for name, seconds in parts.items())
+    said = ", ".join(f"{name} {max(0.0, seconds) / total:.0%}" for name, seconds in parts.items())
+    return f"{said} ({plan.cost.hidden / total:.0%} beside work)" if plan.cost.hidden else said
 
 
 def more(plan: Plan, used: int) -> str:
