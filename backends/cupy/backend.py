@@ -198,7 +198,7 @@ class DriverBackend:
         return gathered(program, self.driver.limits(on))
 
     def overlaps(self, devices: Sequence[Device]) -> bool:
-        """Whether a device can, and whether several do: through memory of the host they meet with all work waiting."""
+        """Of one device whether it can, of several whether they do: not where they meet through memory of the host."""
         return self.driver.overlaps and (len(devices) == 1 or transport_of(devices, self.driver).on_devices)
 
     def meeting(self, devices: Sequence[Device]) -> str:
