@@ -183,7 +183,8 @@ def source_digest() -> bytes:
 @cache
 def _surroundings() -> bytes:
     """Everything that decides the code of kernels compiled here."""
-    return repr((processor.target(), sys.platform, _version_of_numba(), llvmlite.__version__)).encode()
+    where = (processor.target(), processor.tiles(), sys.platform)
+    return repr((*where, _version_of_numba(), llvmlite.__version__)).encode()
 
 
 def _file(wanted: Kernel) -> Path | None:

@@ -2,12 +2,16 @@
 
 ``HOCKET_WITHOUT=avx512,avxvnni`` leaves out every feature whose name begins so: kernels run as they would where the
 processor lacks them.  ``HOCKET_TARGET=x86-64-v3`` takes one of `SHIPPED` instead of this machine's.
+``HOCKET_AMX=emulated`` lets kernels for tiles of AMX run in plain vector code where the processor has none: slowly, to
+test them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
+import platform
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -82,6 +86,29 @@ def fitting() -> tuple[Target, ...]:
 def is_native() -> bool:
     """Whether kernels are compiled for a processor of this machine's kind."""
     return target().triple.partition("-")[0] == llvm.get_default_triple().partition("-")[0]
+
+
+AMX, EMULATED = "amx", "emulated"
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILES = 158, 0x1023, 18
+"""A system call of Linux on x86-64, what it is asked for, and the number of the registers of tiles."""
+
+
+@cache
+def tiles() -> str | None:
+    """Who multiplies tiles of bfloat16: `AMX`, plain vector code (`EMULATED`), or nobody."""
+    if asked := os.environ.get("HOCKET_AMX"):
+        if asked != EMULATED:
+            raise BackendError(f"HOCKET_AMX is {asked!r:.60}; it may be {EMULATED}, or leave it out")
+        return EMULATED
+    there = all(features().get(name) for name in ("amx-tile", "amx-bf16", "avx512bf16"))
+    return AMX if there and is_native() and _may_use_tiles() else None
+
+
+def _may_use_tiles() -> bool:
+    """Ask the system for the registers of tiles, which it saves for processes alone that have asked."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    return ctypes.CDLL(None, use_errno=True).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILES) == 0
 
 
 def features() -> Mapping[str, bool]:

@@ -130,7 +130,7 @@ def _add_pair(steps: Steps, pair: Pair) -> None:
             rows=count,
             columns=w.shape[-1],
             x=q[thread].address,
-            pitch=rounded_bytes(1, w.shape[-1]),
+            pitch=rounded_bytes(1, w.shape[-1], form.zero),
             starts=slots.operand.address,
             experts=slots.experts,
             used=slots.used,

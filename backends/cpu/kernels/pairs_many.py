@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache, partial
 
 from ...flow import Flow
 from ...operands import need
 from ..compiler import Kernel, Part, part
+from ..simd.amx import HEIGHT, TILE, WIDTH
 from ..simd.tiles import tile
 from ..simd.vectors import load
 from ..steps import Chain, Fused, Share, Steps
 from ..words import words
+from . import tiled
+from .amx import Operation, nothing, tiles
 from .formats import COLUMNS, FORMATS, Format
 from .functions import GATED
 from .grouped import ROWS, fetch_part, is_dealt
 from .pairs import Pair, pair_of
 from .products import blocks_of, bytes_of, wanted_of
-from .rounding import round_one, rounded, rounded_bytes
+from .rounding import TILED, round_one, rounded, rounded_bytes
 from .rows import put
 from .tickets import draw, settle
 
@@ -35,10 +39,58 @@ ARGS = words("weights[2] stride rows columns x pitch count y step scratch ticket
 ROUNDING = ARGS.start("rounding")
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How rows of activations that are rounded in some way meet two weights: ``units(a, mine, group, chunk, stop, y,
+    step, coming)`` are those of a group of the gate and one of what it lets through, for rows from `chunk` to before
+    `stop`, to rows of `y`, while groups that begin at row `coming` are fetched to the second cache; `mine` is
+    `scratch` bytes of the thread.  Up to `chunk` rows meet what is expanded once.  ``begin(mine)`` comes before all
+    units, ``end(mine)`` after them."""
+
+    units: Part
+    scratch: int
+    chunk: int
+    begin: Operation = nothing
+    end: Operation = nothing
+
+
+@cache
+def way_of(form: Format, kind: str, rounding: int) -> Way:
+    """How rows of activations of a kind of rounding meet weights of one type, for a kind of unit."""
+    if rounding == TILED:
+        unit = tiles()
+        return Way(tiled_units_of(form, kind), tiled.SCRATCH, tiled.CHUNK, unit.configure, unit.release)
+    blocks = blocks_of(form)
+    return Way(units_of(form, kind), blocks.scratch + blocks.rows * 2 * VECTOR, blocks.chunk)
+
+
+def tiled_units_of(form: Format, kind: str) -> Part:
+    """`Way.units` by tiles of AMX."""
+    unit, stores = GATED[kind], tiles().store
+    store_0, store_1, store_2, store_3 = stores[:4]
+
+    def emit(mine, sums, rows, left, to, step):
+        store_0(mine, sums, WIDTH)
+        store_1(mine, sums + TILE, WIDTH)
+        store_2(mine, sums + 2 * TILE, WIDTH)
+        store_3(mine, sums + 3 * TILE, WIDTH)
+        for i in range(rows):
+            at = sums + i // HEIGHT * 2 * TILE + i % HEIGHT * WIDTH
+            put(to + i * step, 0, left, unit(load(at), load(at + TILE)))
+
+    meet = tiled.meet_of(form, part(emit))
+
+    def units(a, mine, group, chunk, stop, y, step, coming):
+        stride, left, x, pitch = ARGS.stride(a), ARGS.rows(a) - group, ARGS.x(a), ARGS.pitch(a)
+        gate, up, columns = ARGS.weights(a, 0), ARGS.weights(a, 1), ARGS.columns(a)
+        w, v, ahead = gate + group * stride, up + group * stride, coming * stride
+        meet(mine, w, v, left, stride, columns, x, pitch, chunk, stop, y, step, gate + ahead, up + ahead)
+
+    return part(units)
+
+
 def units_of(form: Format, kind: str) -> Part:
-    """``(a, expanded, group, chunk, stop, y, step, coming)``: units of a group of the gate and one of what it lets
-    through, for rows from `chunk` to before `stop`, to rows of `y`, while groups that begin at row `coming` are fetched
-    to the second cache."""
+    """`Way.units` by dot products of bytes."""
     blocks, unit = blocks_of(form), GATED[kind]
     both = tile(blocks.rows, 2)
     rows_of, zeros, save, saved = both.rows, both.zeros, both.save, both.saved
@@ -50,7 +102,7 @@ def units_of(form: Format, kind: str) -> Part:
         stride, columns, left = ARGS.stride(a), ARGS.columns(a), ARGS.rows(a) - group
         x, pitch, n = ARGS.x(a), ARGS.pitch(a), (columns + width - 1) // width
         gate, up = ARGS.weights(a, 0) + coming * stride, ARGS.weights(a, 1) + coming * stride
-        tiles, products = (stop - chunk + tall - 1) // tall * ((n + wide - 1) // wide), expanded + 2 * span
+        parts, products = (stop - chunk + tall - 1) // tall * ((n + wide - 1) // wide), expanded + 2 * span
         for first in range(0, max(1, n), wide):
             count, sums, to = min(wide, n - first), products + nbytes, y
             for k in range(2):
@@ -58,7 +110,7 @@ def units_of(form: Format, kind: str) -> Part:
                 expand(expanded + k * span, at, stride, left, columns, first, count)
             for i in range(chunk, stop, tall):
                 r = rows_of(x + i * pitch + first * record, pitch, stop - i)
-                gate, up = fetch_part(gate, ROWS * stride, tiles), fetch_part(up, ROWS * stride, tiles)
+                gate, up = fetch_part(gate, ROWS * stride, parts), fetch_part(up, ROWS * stride, parts)
                 acc = saved(sums) if first > 0 else zeros()
                 for b in range(count):
                     acc = add(acc, expanded + b * size, r, b * record)
@@ -76,44 +128,46 @@ def units_of(form: Format, kind: str) -> Part:
 
 
 @cache
-def pair_many(form: Format, kind: str) -> Kernel:
+def pair_many(form: Format, kind: str, rounding: int) -> Kernel:
     """``y[i] = unit(gate @ x[i], up @ x[i])`` for `count` rows, rounded block by block; as float32 only where `step`,
     the bytes from row to row of y, is not 0.
 
-    `weights` are gate and up, `rows` of either; `scratch` is `scratch_bytes` for each thread; other words that
-    `grouped.product_of` has, too, mean the same.
+    `weights` are gate and up, `rows` of either, `rounding` is how x is rounded; `scratch` is `scratch_bytes` for each
+    thread; other words that `grouped.product_of` has, too, mean the same.
     """
-    units, many, scratch = units_of(form, kind), blocks_of(form).chunk, scratch_bytes(form)
+    way = way_of(form, kind, rounding)
+    units, many, begin, end, own, scratch = way.units, way.chunk, way.begin, way.end, way.scratch, scratch_bytes(way)
 
     def body(a, thread, threads):
         rows, count, step, tickets = ARGS.rows(a), ARGS.count(a), ARGS.step(a), ARGS.tickets(a)
-        expanded = ARGS.scratch(a) + thread * scratch
-        piece, mine = 0, draw(tickets, 0)
+        mine = ARGS.scratch(a) + thread * scratch
+        begin(mine)
+        piece, ticket = 0, draw(tickets, 0)
         for chunk in range(0, count, many):
             stop = min(count, chunk + many)
             for block in range(0, rows, COLUMNS):
-                if piece == mine:
+                if piece == ticket:
                     y, pace = ARGS.y(a) + chunk * step + 4 * block, step
                     if step == 0:
-                        y, pace = expanded + scratch - many * BLOCK, BLOCK
+                        y, pace = mine + own, BLOCK
                     second = block + ROWS
-                    units(a, expanded, block, chunk, stop, y, pace, second)
+                    units(a, mine, block, chunk, stop, y, pace, second)
                     if second < rows:
-                        units(a, expanded, second, chunk, stop, y + VECTOR, pace, block + threads * COLUMNS)
+                        units(a, mine, second, chunk, stop, y + VECTOR, pace, block + threads * COLUMNS)
                     for i in range(chunk, stop):
                         round_one(a, ROUNDING, i, block // COLUMNS, y + (i - chunk) * pace)
-                    mine = draw(tickets, piece + 1)
+                    ticket = draw(tickets, piece + 1)
                 piece += 1
-        settle(tickets, mine, piece, threads)
+        settle(tickets, ticket, piece, threads)
+        end(mine)
         return 0
 
-    return Kernel(f"pairs_many.pair_many.{form.dtype}.{kind}", body)
+    return Kernel(f"pairs_many.pair_many.{form.dtype}.{kind}.{rounding}", body)
 
 
-def scratch_bytes(form: Format) -> int:
-    """Of each thread: expanded blocks, the products of a tile, and of each row of a chunk sums and a block of units."""
-    blocks = blocks_of(form)
-    return blocks.scratch + blocks.rows * 2 * VECTOR + blocks.chunk * BLOCK
+def scratch_bytes(way: Way) -> int:
+    """Of each thread: what units need, and a block of units of each row of a chunk."""
+    return way.scratch + way.chunk * BLOCK
 
 
 def _pair_many(flow: Flow, number: int) -> Chain:
@@ -128,10 +182,11 @@ def _add(steps: Steps, pair: Pair) -> None:
     first, wanted = pair.products[0], wanted_of(steps, pair.call)
     w, x = first.operand(0), first.operand(1)
     form, dealt, (stride, _) = FORMATS[w.dtype], is_dealt(steps, first), bytes_of(w)
-    q = rounded(steps, x, form.zero, for_all=dealt)[0]
+    rounding = tiled.kind_of(first)
+    q = rounded(steps, x, rounding, for_all=dealt)[0]
     records = wanted.records(steps, shared=True)
     to = wanted.target(pair.call.out if wanted.floats else None, wanted.passing(steps)[0], records[0])
-    nbytes = scratch_bytes(form)
+    nbytes = scratch_bytes(way_of(form, pair.kind, rounding))
     memory = steps.scratch(f"pair {nbytes}", nbytes * steps.threads)
 
     def share(tickets: int) -> Share:
@@ -141,7 +196,7 @@ def _add(steps: Steps, pair: Pair) -> None:
             rows=wanted.columns,
             columns=w.shape[-1],
             x=q.address,
-            pitch=rounded_bytes(1, w.shape[-1]),
+            pitch=rounded_bytes(1, w.shape[-1], rounding),
             count=wanted.rows,
             y=to.floats.address,
             step=to.step,
@@ -152,9 +207,9 @@ def _add(steps: Steps, pair: Pair) -> None:
         return Share(words, [*(p.operand(0) for p in pair.products), q], to.writes)
 
     if dealt:
-        steps.add_pieces(pair_many(form, pair.kind), share)
+        steps.add_pieces(pair_many(form, pair.kind, rounding), share)
     else:
-        steps.deal(pair_many(form, pair.kind), [share(0)])
+        steps.deal(pair_many(form, pair.kind, rounding), [share(0)])
     wanted.remember(steps, records)
 
 

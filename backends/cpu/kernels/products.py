@@ -14,10 +14,10 @@ from ..compiler import Kernel, Part, part
 from ..simd.tiles import RECORD, SUMS, VECTORS, Tile, load_codes, store_codes, tile
 from ..simd.vectors import MANY, load, store, sub, vectors_in_registers
 from ..steps import Steps, like
-from . import dense, matrices
+from . import dense, matrices, tiled
 from .formats import COLUMNS, FORMATS, ROWS, UNIT, Format
 from .grouped import Blocks, Slots, add_product, fetch, in_order, is_dealt, product_of
-from .rounding import Wanted, rounded, rounded_bytes
+from .rounding import TILED, Wanted, rounded, rounded_bytes
 
 SCALES, BIASES, EXPANDED = 64 * VECTORS, 64 * VECTORS + 128, 64 * VECTORS + 256
 """An expanded block: codes as bytes, scales and biases of both halves as float32; its size."""
@@ -179,7 +179,7 @@ def wanted_of(steps: Steps, call: Bound) -> Wanted:
         return Wanted(y, (), True, False)
     packed = [r for r in readers if _reads_stand_ins(r, y) and r.operand(0).dtype in FORMATS]
     packed = [r for r in packed if r.operand(1).shape[-1] == y.shape[-1]]
-    rounded = tuple((r.operand(1).tensor, FORMATS[r.operand(0).dtype].zero) for r in packed)
+    rounded = tuple((r.operand(1).tensor, tiled.kind_of(r)) for r in packed)
     return Wanted(y, rounded, len(packed) < len(readers), any(is_dealt(steps, r) for r in packed))
 
 
@@ -217,8 +217,11 @@ def bind_product(steps: Steps, call: Bound, slots: Slots) -> None:
     if w.dtype not in FORMATS:
         dense.bind(steps, call, steps.stand_ins(x) or [x] * steps.threads, slots)
         return
+    if tiled.kind_of(call) == TILED:
+        tiled.bind(steps, call, bytes_of(w)[0])
+        return
     form = FORMATS[w.dtype]
-    q, pitch = rounded(steps, x, form.zero, for_all=is_dealt(steps, call)), rounded_bytes(1, w.shape[-1])
+    q, pitch = rounded(steps, x, form.zero, for_all=is_dealt(steps, call)), rounded_bytes(1, w.shape[-1], form.zero)
     add_product(steps, call, product(form), blocks_of(form), *bytes_of(w), q, pitch, slots)
 
 

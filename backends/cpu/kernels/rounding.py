@@ -1,5 +1,8 @@
-"""Activations rounded to 8 bits in blocks of 16, as products with packed weights read them: alone, or while they are
-made."""
+"""Activations rounded as products with packed weights read them: alone, or while they are made.
+
+Most read 8 bits in blocks of 16, with a scale each; those of `tiled` bfloat16, 32 rows of 32 columns side by side.  The
+kind of rounding is one number: what is subtracted from each code of the weight, or `TILED`.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from ....graph.dtypes import DType
 from ...base import Tensor
 from ...operands import Operand
 from ..compiler import kernel, part
+from ..simd.bf16 import store_rounded
 from ..simd.halves import both_and_second, largest_magnitudes, of_first, of_second, store_pair, totals
 from ..simd.tiles import ITS_BITS, ONE_AND_A_HALF, RECORD, SCALES, STARTS, SUMS
 from ..simd.vectors import (
@@ -46,6 +50,10 @@ SHORT = 0xFFFFFFFC
 SMALLEST, RAISE = np.float32(1e-38), np.float32(2.0**64)
 """A scale below it is raised before it is inverted: its inverse would be no number."""
 
+TILED = -1
+TALL, LINE = 32, 2 * COLUMNS
+"""Rows side by side in tiles, and bytes of a block of one."""
+
 
 @part
 def round_block(x, record, zero):
@@ -69,19 +77,18 @@ def round_block(x, record, zero):
         store_pair(record + SUMS, both_and_second(mul(to_float(sums), scales)))
 
 
-ARGS = words("source step rows columns target zero")
+ARGS = words("source step rows columns rounding[*]")
+"""`rounding` is that of `Target`."""
+ROUNDING = ARGS.start("rounding")
 
 
 @kernel
 def round_rows(a, thread, threads):
-    """Rows to records; `step` is bytes from row to row, `zero` what is subtracted from each code of the weight."""
+    """Rows to records; `step` is bytes from row to row."""
     source, step, rows, columns = ARGS.source(a), ARGS.step(a), ARGS.rows(a), ARGS.columns(a)
-    target, zero = ARGS.target(a), ARGS.zero(a)
-    n = columns // COLUMNS
     lo, hi = share(rows, thread, threads)
     for i in range(lo, hi):
-        for b in range(n):
-            round_block(source + i * step + 4 * COLUMNS * b, target + (i * n + b) * RECORD, zero)
+        round_row(a, ROUNDING, i, source + i * step, columns)
     return 0
 
 
@@ -96,56 +103,60 @@ def round_row(a, at, i, y, n):
 def round_one(a, at, i, b, x):
     """Round block `b` of row `i`, which stands at `x`, as the words from `at` on say."""
     for k in range(word(a, at)):
-        row, zero = word(a, at + 2 + 2 * k) + i * word(a, at + 1), word(a, at + 3 + 2 * k)
-        round_block(x, row + b * RECORD, zero)
+        to, pitch, kind = word(a, at + 1 + 3 * k), word(a, at + 2 + 3 * k), word(a, at + 3 + 3 * k)
+        if kind == TILED:
+            store_rounded(to + i // TALL * pitch + (b * TALL + i % TALL) * LINE, load(x), load(x + 64))
+        else:
+            round_block(x, to + i * pitch + b * RECORD, kind)
 
 
 # ----------------------------------------------------------------------------------------------------- binding
 
 
-def rounded_bytes(rows: int, columns: int) -> int:
-    """Records [rows, columns / 32]."""
+def rounded_bytes(rows: int, columns: int, kind: int) -> int:
+    """Records [rows, columns / 32], or tiles [rows / 32, columns / 32]; of columns from the first of a block on."""
+    if kind == TILED:
+        return -(-rows // TALL) * (columns // COLUMNS) * TALL * LINE
     return rows * (columns // COLUMNS) * RECORD
 
 
-def rounded(steps: Steps, x: Operand, zero: int, *, for_all: bool) -> Sequence[Operand]:
-    """`x` rounded to 8 bits for weights from whose codes `zero` is subtracted, where each thread finds it; by a step of
-    its own unless an earlier one has done it.
+def rounded(steps: Steps, x: Operand, kind: int, *, for_all: bool) -> Sequence[Operand]:
+    """`x` rounded, where each thread finds it; by a step of its own unless an earlier one has done it.
 
     For a product that all threads share they round the columns that they have of `x`, or all of few rows each for
     itself, or share the rows.
     """
-    key = ("rounded", x.tensor, zero)
+    key = ("rounded", x.tensor, kind)
     if (records := steps.known(key)) is not None:
         return records
-    rows, columns, name = math.prod(x.shape[:-1]), x.shape[-1], f"rounded {zero}"
-    nbytes, own, bounds = rounded_bytes(rows, columns), steps.stand_ins(x), steps.columns_of([x])
+    rows, columns, name = math.prod(x.shape[:-1]), x.shape[-1], f"rounded {kind}"
+    nbytes, own, bounds = rounded_bytes(rows, columns, kind), steps.stand_ins(x), steps.columns_of([x])
     if bounds is not None and (rows > 1 or any(b % COLUMNS for b in bounds)):
         bounds = None
     if own is not None or (for_all and bounds is None and steps.is_repeated([x])):
         records = steps.copies(name, nbytes)
         parts = [
-            _rounding(o, to, rows, zero, 0, columns) for o, to in zip(own or [x] * len(records), records, strict=True)
+            _rounding(o, to, rows, kind, 0, columns) for o, to in zip(own or [x] * len(records), records, strict=True)
         ]
         steps.deal(round_rows, parts)
     elif rows == 1 and for_all:
         records = [steps.scratch(name, nbytes)] * steps.threads
         bounds = bounds or even_bounds(columns, COLUMNS, steps.threads)
-        steps.deal(round_rows, [_rounding(x, records[0], 1, zero, *pair) for pair in pairwise(bounds)])
+        steps.deal(round_rows, [_rounding(x, records[0], 1, kind, *pair) for pair in pairwise(bounds)])
     else:
         records = [steps.scratch(name, nbytes)] * steps.threads
-        share = _rounding(x, records[0], rows, zero, 0, columns)
+        share = _rounding(x, records[0], rows, kind, 0, columns)
         steps.add(round_rows, share.words, reads=share.reads, writes=share.writes)
     steps.remember(key, records, [x])
     return records
 
 
-def _rounding(x: Operand, to: Operand, rows: int, zero: int, first: int, last: int) -> Share:
+def _rounding(x: Operand, to: Operand, rows: int, kind: int, first: int, last: int) -> Share:
     """Columns from `first` to before `last`: of one row, or all of them."""
-    source, skipped = x.part(len(x.shape) - 1, first, last - first), rounded_bytes(1, first)
-    target = to.part(0, skipped, rounded_bytes(rows, last - first))
-    at, width = source.address, last - first
-    words = ARGS(source=at, step=source.row_step, rows=rows, columns=width, target=target.address, zero=zero)
+    source, skipped = x.part(len(x.shape) - 1, first, last - first), rounded_bytes(1, first, kind)
+    target = to.part(0, skipped, rounded_bytes(rows, last - first, kind))
+    rounding = (1, target.address, rounded_bytes(1, last - first, kind), kind)
+    words = ARGS(source=source.address, step=source.row_step, rows=rows, columns=last - first, rounding=rounding)
     return Share(words, [source], [target])
 
 
@@ -156,7 +167,7 @@ def _rounding(x: Operand, to: Operand, rows: int, zero: int, first: int, last: i
 class Target:
     """Where a thread leaves rows of a result: as float32, in one row's memory over and over if nobody reads them, and
     rounded.  `between` are bytes from thread to thread of that one row; `rounding` is how to round (`round_row`): how
-    many times, bytes from row to row, and each time where to and what is subtracted from codes of the weight."""
+    many times, and each time where to, bytes from row to row (of `TILED` from 32 rows to the next), and the kind."""
 
     floats: Operand
     writes: Sequence[Operand]
@@ -171,8 +182,8 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is read of a result: by products with packed weights it rounded, as these tensors, less so much from each
-    code of the weight; whether others read it as float32, and whether threads share one of the products."""
+    """What is read of a result: by products with packed weights it rounded, as these tensors, each in a kind; whether
+    others read it as float32, and whether threads share one of the products."""
 
     value: Operand
     rounded: Sequence[tuple[Tensor, int]]
@@ -188,23 +199,25 @@ class Wanted:
         return self.value.shape[-1]
 
     @property
-    def zeros(self) -> Sequence[int]:
-        return list(dict.fromkeys(zero for _, zero in self.rounded))
+    def kinds(self) -> Sequence[int]:
+        return list(dict.fromkeys(kind for _, kind in self.rounded))
 
     def records(self, steps: Steps, *, shared: bool) -> Sequence[Sequence[Operand]]:
-        """For each thread memory of its own or for all, for each of `zeros`, as rows of float32; none that a source of
+        """For each thread memory of its own or for all, for each of `kinds`, as rows of float32; none that a source of
         the result may still be in."""
-        width, records = rounded_bytes(1, self.columns) // 4, []
-        for zero in self.zeros:
-            own = steps.copies(f"rounded {zero} at once", 4 * self.rows * width, shared=shared)
-            records.append([_laid(o, (self.rows, width), (width, 1)) for o in own])
+        records = []
+        for kind in self.kinds:
+            nbytes, width = rounded_bytes(self.rows, self.columns, kind), rounded_bytes(1, self.columns, kind) // 4
+            own = steps.copies(f"rounded {kind} at once", nbytes, shared=shared)
+            records.append([_laid(o, (nbytes // 4 // width, width), (width, 1)) for o in own])
         steps.forget([self.value.region])
         return [[own[thread] for own in records] for thread in range(steps.threads)]
 
     def target(self, floats: Operand | None, passing: Operand, records: Sequence[Operand]) -> Target:
         """For all columns or some; `passing` takes the rows if there is no place for them all."""
-        pitch, pairs = rounded_bytes(1, self.columns), zip(records, self.zeros, strict=True)
-        rounding = [len(records), pitch, *(w for o, zero in pairs for w in (o.address, zero))]
+        rounding = [len(records)]
+        for record, kind in zip(records, self.kinds, strict=True):
+            rounding += [record.address, rounded_bytes(1, self.columns, kind), kind]
         if floats is None:
             return Target(passing, records, 4 * self.columns, rounding)
         return Target(floats, [floats, *records], 0, rounding)
@@ -215,11 +228,14 @@ class Wanted:
         targets: list[Target | None] = []
         axis, places = len(self.value.shape) - 1, self.passing(steps)
         for place, own, (first, last) in zip(places, records, pairwise(bounds), strict=False):
-            skipped, width = (rounded_bytes(1, n) // 4 for n in (first, last - first))
-            some = [o.part(1, skipped, width) for o in own]
+            some = [self._columns_of(o, kind, first, last) for o, kind in zip(own, self.kinds, strict=True)]
             floats = self.value.part(axis, first, last - first) if self.floats else None
             targets.append(self.target(floats, place.part(axis, first, last - first), some) if first < last else None)
         return targets
+
+    def _columns_of(self, record: Operand, kind: int, first: int, last: int) -> Operand:
+        skipped, width = (rounded_bytes(1, n, kind) // 4 for n in (first, last - first))
+        return record.part(1, skipped, width)
 
     def passing(self, steps: Steps) -> Sequence[Operand]:
         """For each thread memory of one row, that lies as if it were all of them."""
@@ -230,9 +246,9 @@ class Wanted:
 
     def remember(self, steps: Steps, records: Sequence[Sequence[Operand]]) -> None:
         """Let products find what has been rounded."""
-        for tensor, zero in self.rounded:
-            at = self.zeros.index(zero)
-            steps.remember(("rounded", tensor, zero), [own[at] for own in records], [self.value])
+        for tensor, kind in self.rounded:
+            at = self.kinds.index(kind)
+            steps.remember(("rounded", tensor, kind), [own[at] for own in records], [self.value])
 
 
 def _laid(memory: Operand, shape: tuple[int, ...], strides: tuple[int, ...]) -> Operand:

@@ -1,0 +1,211 @@
+"""Products of many rows of activations with packed weights by tiles of AMX: both as bfloat16, sums in float32.
+
+Two groups of a weight, or one of each of two weights, are expanded, some columns at a time, and meet 32 rows of
+activations after 32 others: two tiles of these times two of the weight, whose four sums stay in registers.  A weight is
+rounded as an activation is, by 2^-9 of it at most.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+from ...operands import Bound
+from .. import processor
+from ..compiler import Kernel, Part, part
+from ..simd.amx import NBYTES, TILE, WIDTH
+from ..simd.bf16 import store_weights
+from ..simd.vectors import load
+from ..steps import Share, Steps
+from ..words import words
+from .amx import tiles
+from .formats import COLUMNS, FORMATS, UNIT, Format
+from .grouped import ROWS, fetch_part, is_dealt
+from .rounding import TALL, TILED, rounded, rounded_bytes
+from .rows import put
+from .tickets import draw, settle
+
+BLOCK = 2 * TILE
+"""Bytes of 32 columns: of two groups, and of 32 rows of activations."""
+WIDE, CHUNK = 18, 512
+"""Blocks that are expanded at a time, which stay in the nearest cache, and rows of activations that meet them before
+they are expanded again."""
+LEAST = 24
+"""Rows from which on tiles are faster than dot products of bytes, for which less has to be expanded."""
+SQUARE = 4 * TILE
+"""Bytes of the sums of 32 rows and two groups, tile by tile."""
+EXPANDED, SUMS = NBYTES, NBYTES + WIDE * BLOCK
+"""Where in its scratch a thread keeps expanded blocks, behind registers, and sums of all rows of a chunk."""
+SCRATCH = SUMS + CHUNK // TALL * SQUARE
+
+
+def kind_of(call: Bound) -> int:
+    """How a product with a packed weight reads its activations, as `rounding` has it."""
+    many = call.op == "mul_mat" and math.prod(call.operand(1).shape[:-1]) >= LEAST
+    return TILED if many and processor.tiles() else FORMATS[call.operand(0).dtype].zero
+
+
+def expand_of(form: Format) -> Part:
+    """``(to, group, first, last, n)``: blocks of a group of `n`, from the first to before the last."""
+    codes, scales, biases, nbytes, width = form.codes, form.scales, form.biases, form.nbytes, form.planes[0]
+    high = form.planes[1] if len(form.planes) > 1 else 0
+
+    def expand(to, group, first, last, n):
+        for block in range(first, last):
+            start = block // UNIT * UNIT
+            b, count, planes = block - start, min(UNIT, n - start), group + start * nbytes
+            second = planes + count * 64 * width
+            behind = second + count * 64 * high
+            d, e = scales(behind, b)
+            m, o = biases(behind, b)
+            store_weights(to, codes(planes + b * 64 * width, second + b * 64 * high), d, e, m, o)
+            to += BLOCK
+
+    return part(expand)
+
+
+def meet_of(form: Format, emit: Part) -> Part:
+    """``(mine, w, v, left, stride, columns, x, pitch, chunk, stop, to, step, next_w, next_v)``: rows from `chunk` to
+    before `stop` meet two groups, at `w` and at `v` unless that is 0, of which `left` rows exist; the groups to come are
+    fetched to the second cache meanwhile; ``emit(mine, sums, rows, left, to, step)`` takes what comes out for `rows` of
+    them, which is in the first four registers."""
+    unit, expand = tiles(), expand_of(form)
+    clear_0, clear_1, clear_2, clear_3 = unit.clear[:4]
+    load_0, load_1, load_2, load_3, load_x, load_y, load_u, load_v = unit.load
+    store_0, store_1, store_2, store_3 = unit.store[:4]
+    multiply_0, multiply_1, multiply_2, multiply_3 = (
+        unit.multiply(2 * row + group, 4 + row, 6 + group) for row in range(2) for group in range(2)
+    )
+
+    def meet(mine, w, v, left, stride, columns, x, pitch, chunk, stop, to, step, next_w, next_v):
+        n = columns // COLUMNS
+        passes, height = (n + WIDE - 1) // WIDE, (stop - chunk + TALL - 1) // TALL
+        for number in range(passes):
+            first, last = n * number // passes, n * (number + 1) // passes
+            expand(mine + EXPANDED, w, first, last, n)
+            if v != 0:
+                expand(mine + EXPANDED + TILE, v, first, last, n)
+            sums, target = mine + SUMS, to
+            for i in range(chunk, stop, TALL):
+                next_w = fetch_part(next_w, ROWS * stride, passes * height)
+                next_v = fetch_part(next_v, ROWS * stride, passes * height)
+                if number == 0:
+                    clear_0(mine)
+                    clear_1(mine)
+                    clear_2(mine)
+                    clear_3(mine)
+                else:
+                    load_0(mine, sums, WIDTH)
+                    load_1(mine, sums + TILE, WIDTH)
+                    load_2(mine, sums + 2 * TILE, WIDTH)
+                    load_3(mine, sums + 3 * TILE, WIDTH)
+                r, block = x + i // TALL * pitch + first * BLOCK, mine + EXPANDED
+                for _ in range(first, last):
+                    load_x(mine, r, WIDTH)
+                    load_u(mine, block, WIDTH)
+                    multiply_0(mine)
+                    load_v(mine, block + TILE, WIDTH)
+                    multiply_1(mine)
+                    load_y(mine, r + TILE, WIDTH)
+                    multiply_2(mine)
+                    multiply_3(mine)
+                    r += BLOCK
+                    block += BLOCK
+                if number + 1 < passes:
+                    store_0(mine, sums, WIDTH)
+                    store_1(mine, sums + TILE, WIDTH)
+                    store_2(mine, sums + 2 * TILE, WIDTH)
+                    store_3(mine, sums + 3 * TILE, WIDTH)
+                else:
+                    emit(mine, sums, min(TALL, stop - i), left, target, step)
+                sums += SQUARE
+                target += TALL * step
+
+    return part(meet)
+
+
+def put_of() -> Part:
+    """`emit` of a product: to rows of `to`."""
+    unit = tiles()
+    store_0, store_1, store_2, store_3 = unit.store[:4]
+
+    def put_sums(mine, sums, rows, left, to, step):
+        if rows == TALL and left >= 2 * ROWS:
+            store_0(mine, to, step)
+            store_1(mine, to + WIDTH, step)
+            store_2(mine, to + 16 * step, step)
+            store_3(mine, to + 16 * step + WIDTH, step)
+        else:
+            store_0(mine, sums, WIDTH)
+            store_1(mine, sums + TILE, WIDTH)
+            store_2(mine, sums + 2 * TILE, WIDTH)
+            store_3(mine, sums + 3 * TILE, WIDTH)
+            for i in range(rows):
+                at = sums + i // 16 * 2 * TILE + i % 16 * WIDTH
+                put(to + i * step, 0, left, load(at))
+                if left > ROWS:
+                    put(to + i * step, ROWS, left, load(at + TILE))
+
+    return part(put_sums)
+
+
+ARGS = words("w stride rows columns x pitch count y step scratch tickets")
+
+
+@cache
+def product(form: Format) -> Kernel:
+    """``y[i] = w @ x[i]`` for `count` rows, whose tiles are at `x`, `pitch` bytes from 32 of them to the next.
+
+    Bytes: `stride` of a row of w, `step` from row to row of y, `SCRATCH` for each thread.
+    """
+    meet, configure, release = meet_of(form, put_of()), tiles().configure, tiles().release
+
+    def body(a, thread, threads):
+        stride, rows, count, step, tickets = ARGS.stride(a), ARGS.rows(a), ARGS.count(a), ARGS.step(a), ARGS.tickets(a)
+        columns, x, pitch, mine = ARGS.columns(a), ARGS.x(a), ARGS.pitch(a), ARGS.scratch(a) + thread * SCRATCH
+        configure(mine)
+        piece, ticket = 0, draw(tickets, 0)
+        for chunk in range(0, count, CHUNK):
+            for row in range(0, rows, 2 * ROWS):
+                if piece == ticket:
+                    w, to = ARGS.w(a) + row * stride, ARGS.y(a) + chunk * step + 4 * row
+                    v, stop = w + ROWS * stride if rows - row > ROWS else 0, min(count, chunk + CHUNK)
+                    p = w + threads * 2 * ROWS * stride
+                    q = p + ROWS * stride
+                    meet(mine, w, v, rows - row, stride, columns, x, pitch, chunk, stop, to, step, p, q)
+                    ticket = draw(tickets, piece + 1)
+                piece += 1
+        settle(tickets, ticket, piece, threads)
+        release(mine)
+        return 0
+
+    return Kernel(f"tiled.product.{form.dtype}", body)
+
+
+def bind(steps: Steps, call: Bound, stride: int) -> None:
+    """A product whose weight is packed, its rows `stride` bytes long."""
+    w, x, y = call.operand(0), call.operand(1), call.out
+    form, dealt, columns = FORMATS[w.dtype], is_dealt(steps, call), w.shape[-1]
+    tiled = rounded(steps, x, TILED, for_all=dealt)[0]
+    memory = steps.scratch("tiled", SCRATCH * steps.threads)
+
+    def share(tickets: int) -> Share:
+        words = ARGS(
+            w=w.address,
+            stride=stride,
+            rows=y.shape[-1],
+            columns=columns,
+            x=tiled.address,
+            pitch=rounded_bytes(1, columns, TILED),
+            count=math.prod(y.shape[:-1]),
+            y=y.address,
+            step=y.row_step,
+            scratch=memory.address,
+            tickets=tickets,
+        )
+        return Share(words, [w, tiled], [y])
+
+    if dealt:
+        steps.add_pieces(product(form), share)
+    elif y.shape[-1]:
+        steps.deal(product(form), [share(0)])

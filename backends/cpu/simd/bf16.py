@@ -1,0 +1,94 @@
+"""Pairs of bfloat16 in 32 bits each: of two vectors of float32, lane by lane, the first in the lower half."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from ..processor import features
+from . import vectors as simd
+from .tiles import CODES, members
+from .vectors import ADDRESS, FLOATS, INTS, LANES, NOTHING, intrinsic, ints_of, llvm_type
+
+_i16, _i32 = map(ir.IntType, (16, 32))
+_F, _I = llvm_type(FLOATS), llvm_type(INTS)
+_TWICE = ir.VectorType(_i16, 2 * LANES)
+
+
+class _Brain(ir.Type):
+    """bfloat16, which llvmlite cannot name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Brain)
+
+    def __hash__(self) -> int:
+        return hash("bfloat")
+
+
+_BRAINS = ir.VectorType(_Brain(), 2 * LANES)
+
+
+def rounded_pairs(b: Any, first: Any, second: Any) -> Any:
+    """Both rounded to the nearest, even ones on a tie; NaN stays."""
+    if features().get("avx512bf16"):
+        name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+        kind = ir.FunctionType(_BRAINS, [_F, _F])
+        shorts = b.bitcast(b.call(b.module.globals.get(name) or ir.Function(b.module, kind, name), [second, first]), _TWICE)
+        order = [lane + half for lane in range(LANES) for half in (0, LANES)]
+        return b.bitcast(b.shuffle_vector(shorts, shorts, ir.Constant(ir.VectorType(_i32, 2 * LANES), order)), _I)
+    low, high = (_upper(b, v) for v in (first, second))
+    return b.or_(b.lshr(low, ints_of(16)), high)
+
+
+def _upper(b: Any, v: Any) -> Any:
+    """The bits of float32 whose lower halves are zero."""
+    bits = b.bitcast(v, _I)
+    odd = b.and_(b.lshr(bits, ints_of(16)), ints_of(1))
+    near = b.add(bits, b.add(odd, ints_of(0x7FFF)))
+    quiet = b.or_(bits, ints_of(0x400000))
+    return b.and_(b.select(b.fcmp_unordered("uno", v, v), quiet, near), ints_of(0xFFFF0000))
+
+
+@intrinsic(FLOATS, INTS)
+def first_of_pairs(b, pairs):
+    return b.bitcast(b.shl(pairs, ints_of(16)), _F)
+
+
+@intrinsic(FLOATS, INTS)
+def second_of_pairs(b, pairs):
+    return b.bitcast(b.and_(pairs, ints_of(0xFFFF0000)), _F)
+
+
+@intrinsic(NOTHING, ADDRESS, FLOATS, FLOATS)
+def store_rounded(b, p, low, high):
+    """32 float32 as bfloat16, in order."""
+    if not features().get("avx512bf16"):
+        parts = [b.trunc(b.lshr(_upper(b, v), ints_of(16)), ir.VectorType(_i16, LANES)) for v in (low, high)]
+        order = ir.Constant(ir.VectorType(_i32, 2 * LANES), [*range(2 * LANES)])
+        shorts = b.shuffle_vector(*parts, order)
+    else:
+        name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+        kind = ir.FunctionType(_BRAINS, [_F, _F])
+        shorts = b.bitcast(b.call(b.module.globals.get(name) or ir.Function(b.module, kind, name), [high, low]), _TWICE)
+    b.store(shorts, b.inttoptr(p, shorts.type.as_pointer()), align=2)
+
+
+@intrinsic(NOTHING, ADDRESS, CODES, *[FLOATS] * 4)
+def store_weights(b, to, codes, low, high, more, most):
+    """``scale code + bias`` of 32 columns of 16 rows, rounded, as a tile has them.  `low` and `high` are the scales of
+    both halves of the columns, `more` and `most` their biases."""
+    for j, vector in enumerate(members(b, codes)):
+        scale, bias = (low, more) if j < 4 else (high, most)
+        numbers = b.bitcast(vector, _I)
+        values = []
+        for k in range(4):
+            code = b.and_(b.lshr(numbers, ints_of(8 * k)), ints_of(255))
+            values.append(simd.fma.body(b, scale, simd.to_float.body(b, code), bias))
+        for k in range(2):
+            pair = rounded_pairs(b, values[2 * k], values[2 * k + 1])
+            at = b.add(to, ir.Constant(to.type, 64 * (2 * j + k)))
+            b.store(pair, b.inttoptr(at, pair.type.as_pointer()), align=64)
