@@ -41,11 +41,11 @@ ROUNDING = ARGS.start("rounding")
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How rows of activations that are rounded in some way meet two weights: ``units(a, mine, group, chunk, stop, y,
-    step, coming)`` are those of a group of the gate and one of what it lets through, for rows from `chunk` to before
-    `stop`, to rows of `y`, while groups that begin at row `coming` are fetched to the second cache; `mine` is
-    `scratch` bytes of the thread.  Up to `chunk` rows meet what is expanded once.  ``begin(mine)`` comes before all
-    units, ``end(mine)`` after them."""
+    """How rows of activations that are rounded in some way meet two weights: ``units(a, mine, block, chunk, stop, y,
+    step, ahead)`` are those of up to 32 rows of the weights from `block` on, for rows from `chunk` to before `stop`, to
+    rows of `y`, while rows that are `ahead` further on are fetched to the second cache; `mine` is `scratch` bytes of the
+    thread.  Up to `chunk` rows meet what is expanded once.  ``begin(mine)`` comes before all units, ``end(mine)`` after
+    them."""
 
     units: Part
     scratch: int
@@ -78,13 +78,19 @@ def tiled_units_of(form: Format, kind: str) -> Part:
             at = sums + i // HEIGHT * 2 * TILE + i % HEIGHT * WIDTH
             put(to + i * step, 0, left, unit(load(at), load(at + TILE)))
 
-    meet = tiled.meet_of(form, part(emit))
+    meet = tiled.meet_of(form, part(emit), 1)
 
-    def units(a, mine, group, chunk, stop, y, step, coming):
-        stride, left, x, pitch = ARGS.stride(a), ARGS.rows(a) - group, ARGS.x(a), ARGS.pitch(a)
-        gate, up, columns = ARGS.weights(a, 0), ARGS.weights(a, 1), ARGS.columns(a)
-        w, v, ahead = gate + group * stride, up + group * stride, coming * stride
-        meet(mine, w, v, left, stride, columns, x, pitch, chunk, stop, y, step, gate + ahead, up + ahead)
+    def units(a, mine, block, chunk, stop, y, step, ahead):
+        stride, left, columns, x, pitch = (
+            ARGS.stride(a),
+            ARGS.rows(a) - block,
+            ARGS.columns(a),
+            ARGS.x(a),
+            ARGS.pitch(a),
+        )
+        gate, up = ARGS.weights(a, 0) + block * stride, ARGS.weights(a, 1) + block * stride
+        squares = 2 if left > ROWS else 1
+        meet(mine, gate, up, squares, left, stride, columns, x, pitch, chunk, stop, y, step, ahead * stride)
 
     return part(units)
 
@@ -98,7 +104,8 @@ def units_of(form: Format, kind: str) -> Part:
     width, record, size, wide, span = blocks.columns, blocks.record, blocks.size, blocks.wide, blocks.span
     tall, nbytes = blocks.rows, blocks.rows * 2 * VECTOR
 
-    def units(a, expanded, group, chunk, stop, y, step, coming):
+    @part
+    def units_of_group(a, expanded, group, chunk, stop, y, step, coming):
         stride, columns, left = ARGS.stride(a), ARGS.columns(a), ARGS.rows(a) - group
         x, pitch, n = ARGS.x(a), ARGS.pitch(a), (columns + width - 1) // width
         gate, up = ARGS.weights(a, 0) + coming * stride, ARGS.weights(a, 1) + coming * stride
@@ -123,6 +130,12 @@ def units_of(form: Format, kind: str) -> Part:
                         put(to + k * step, 0, left, unit(load(at), load(at + VECTOR)))
                 sums += nbytes
                 to += tall * step
+
+    def units(a, expanded, block, chunk, stop, y, step, ahead):
+        second = block + ROWS
+        units_of_group(a, expanded, block, chunk, stop, y, step, second)
+        if second < ARGS.rows(a):
+            units_of_group(a, expanded, second, chunk, stop, y + VECTOR, step, block + ahead)
 
     return part(units)
 
@@ -150,10 +163,7 @@ def pair_many(form: Format, kind: str, rounding: int) -> Kernel:
                     y, pace = ARGS.y(a) + chunk * step + 4 * block, step
                     if step == 0:
                         y, pace = mine + own, BLOCK
-                    second = block + ROWS
-                    units(a, mine, block, chunk, stop, y, pace, second)
-                    if second < rows:
-                        units(a, mine, second, chunk, stop, y + VECTOR, pace, block + threads * COLUMNS)
+                    units(a, mine, block, chunk, stop, y, pace, threads * COLUMNS)
                     for i in range(chunk, stop):
                         round_one(a, ROUNDING, i, block // COLUMNS, y + (i - chunk) * pace)
                     ticket = draw(tickets, piece + 1)

@@ -15,7 +15,7 @@ from .. import processor
 from ..compiler import Kernel, Part, part
 from ..simd.amx import NBYTES, TILE, WIDTH
 from ..simd.bf16 import store_weights
-from ..simd.vectors import load
+from ..simd.vectors import load, prefetch_far
 from ..steps import Share, Steps
 from ..words import words
 from .amx import tiles
@@ -27,16 +27,16 @@ from .tickets import draw, settle
 
 BLOCK = 2 * TILE
 """Bytes of 32 columns: of two groups, and of 32 rows of activations."""
-WIDE, CHUNK = 18, 512
-"""Blocks that are expanded at a time, which stay in the nearest cache, and rows of activations that meet them before
-they are expanded again."""
-LEAST = 24
-"""Rows from which on tiles are faster than dot products of bytes, for which less has to be expanded."""
 SQUARE = 4 * TILE
 """Bytes of the sums of 32 rows and two groups, tile by tile."""
-EXPANDED, SUMS = NBYTES, NBYTES + WIDE * BLOCK
+WIDE, CHUNK, ROOM, MOST = 64, 512, 256, 8
+"""Blocks of a group that are expanded at a time; rows of activations that meet them before they are expanded again;
+blocks of two groups that are expanded together, and squares: both stay in the second cache."""
+LEAST = 24
+"""Rows from which on tiles are faster than dot products of bytes, for which less has to be expanded."""
+EXPANDED, SUMS = NBYTES, NBYTES + ROOM * BLOCK
 """Where in its scratch a thread keeps expanded blocks, behind registers, and sums of all rows of a chunk."""
-SCRATCH = SUMS + CHUNK // TALL * SQUARE
+SCRATCH = SUMS + CHUNK // TALL * MOST * SQUARE
 
 
 def kind_of(call: Bound) -> int:
@@ -64,11 +64,21 @@ def expand_of(form: Format) -> Part:
     return part(expand)
 
 
-def meet_of(form: Format, emit: Part) -> Part:
-    """``(mine, w, v, left, stride, columns, x, pitch, chunk, stop, to, step, next_w, next_v)``: rows from `chunk` to
-    before `stop` meet two groups, at `w` and at `v` unless that is 0, of which `left` rows exist; the groups to come are
-    fetched to the second cache meanwhile; ``emit(mine, sums, rows, left, to, step)`` takes what comes out for `rows` of
-    them, which is in the first four registers."""
+@part
+def squares_of(columns):
+    """How many squares of two groups meet some rows of activations before others do: as many as there is room for, so
+    that rows seldom come from far away."""
+    return min(MOST, ROOM // min(WIDE, columns // COLUMNS))
+
+
+def meet_of(form: Format, emit: Part, each: int) -> Part:
+    """``(mine, w, v, squares, left, stride, columns, x, pitch, chunk, stop, to, step, ahead)``: rows from `chunk` to
+    before `stop` meet two groups for each of so many `squares`: `each` of the rows at `w`, the others of those at `v`.
+    `left` rows exist.  Groups that are `ahead` bytes on, and rows of activations that come next, are fetched to the
+    second cache meanwhile.
+
+    ``emit(mine, sums, rows, left, to, step)`` takes what comes out for `rows` rows, in the first four registers.
+    """
     unit, expand = tiles(), expand_of(form)
     clear_0, clear_1, clear_2, clear_3 = unit.clear[:4]
     load_0, load_1, load_2, load_3, load_x, load_y, load_u, load_v = unit.load
@@ -77,49 +87,60 @@ def meet_of(form: Format, emit: Part) -> Part:
         unit.multiply(2 * row + group, 4 + row, 6 + group) for row in range(2) for group in range(2)
     )
 
-    def meet(mine, w, v, left, stride, columns, x, pitch, chunk, stop, to, step, next_w, next_v):
-        n = columns // COLUMNS
-        passes, height = (n + WIDE - 1) // WIDE, (stop - chunk + TALL - 1) // TALL
+    def meet(mine, w, v, squares, left, stride, columns, x, pitch, chunk, stop, to, step, ahead):
+        n, apart = columns // COLUMNS, each * ROWS * stride
+        passes = (n + WIDE - 1) // WIDE
+        parts = passes * squares * ((stop - chunk + TALL - 1) // TALL)
+        next_w, next_v = w + ahead, v + ahead
         for number in range(passes):
             first, last = n * number // passes, n * (number + 1) // passes
-            expand(mine + EXPANDED, w, first, last, n)
-            if v != 0:
-                expand(mine + EXPANDED + TILE, v, first, last, n)
-            sums, target = mine + SUMS, to
+            for k in range(squares):
+                block = mine + EXPANDED + k * (last - first) * BLOCK
+                expand(block, w + k * apart, first, last, n)
+                if left > (k * each + each - 1) * ROWS:
+                    expand(block + TILE, v + k * apart, first, last, n)
+            sums = mine + SUMS
             for i in range(chunk, stop, TALL):
-                next_w = fetch_part(next_w, ROWS * stride, passes * height)
-                next_v = fetch_part(next_v, ROWS * stride, passes * height)
-                if number == 0:
-                    clear_0(mine)
-                    clear_1(mine)
-                    clear_2(mine)
-                    clear_3(mine)
-                else:
-                    load_0(mine, sums, WIDTH)
-                    load_1(mine, sums + TILE, WIDTH)
-                    load_2(mine, sums + 2 * TILE, WIDTH)
-                    load_3(mine, sums + 3 * TILE, WIDTH)
-                r, block = x + i // TALL * pitch + first * BLOCK, mine + EXPANDED
-                for _ in range(first, last):
-                    load_x(mine, r, WIDTH)
-                    load_u(mine, block, WIDTH)
-                    multiply_0(mine)
-                    load_v(mine, block + TILE, WIDTH)
-                    multiply_1(mine)
-                    load_y(mine, r + TILE, WIDTH)
-                    multiply_2(mine)
-                    multiply_3(mine)
-                    r += BLOCK
-                    block += BLOCK
-                if number + 1 < passes:
-                    store_0(mine, sums, WIDTH)
-                    store_1(mine, sums + TILE, WIDTH)
-                    store_2(mine, sums + 2 * TILE, WIDTH)
-                    store_3(mine, sums + 3 * TILE, WIDTH)
-                else:
-                    emit(mine, sums, min(TALL, stop - i), left, target, step)
-                sums += SQUARE
-                target += TALL * step
+                block, coming = mine + EXPANDED, x + (i // TALL + 1) * pitch + first * BLOCK
+                for k in range(squares):
+                    next_w = fetch_part(next_w, squares * ROWS * stride, parts)
+                    next_v = fetch_part(next_v, squares * ROWS * stride, parts)
+                    if number == 0:
+                        clear_0(mine)
+                        clear_1(mine)
+                        clear_2(mine)
+                        clear_3(mine)
+                    else:
+                        load_0(mine, sums, WIDTH)
+                        load_1(mine, sums + TILE, WIDTH)
+                        load_2(mine, sums + 2 * TILE, WIDTH)
+                        load_3(mine, sums + 3 * TILE, WIDTH)
+                    r = x + i // TALL * pitch + first * BLOCK
+                    for _ in range(first, last):
+                        prefetch_far(coming)
+                        prefetch_far(coming + 64)
+                        prefetch_far(coming + 128)
+                        prefetch_far(coming + 192)
+                        coming += 256
+                        load_x(mine, r, WIDTH)
+                        load_u(mine, block, WIDTH)
+                        multiply_0(mine)
+                        load_v(mine, block + TILE, WIDTH)
+                        multiply_1(mine)
+                        load_y(mine, r + TILE, WIDTH)
+                        multiply_2(mine)
+                        multiply_3(mine)
+                        r += BLOCK
+                        block += BLOCK
+                    if number + 1 < passes:
+                        store_0(mine, sums, WIDTH)
+                        store_1(mine, sums + TILE, WIDTH)
+                        store_2(mine, sums + 2 * TILE, WIDTH)
+                        store_3(mine, sums + 3 * TILE, WIDTH)
+                    else:
+                        place = to + (i - chunk) * step + k * each * WIDTH
+                        emit(mine, sums, min(TALL, stop - i), left - k * each * ROWS, place, step)
+                    sums += SQUARE
 
     return part(meet)
 
@@ -158,23 +179,25 @@ def product(form: Format) -> Kernel:
 
     Bytes: `stride` of a row of w, `step` from row to row of y, `SCRATCH` for each thread.
     """
-    meet, configure, release = meet_of(form, put_of()), tiles().configure, tiles().release
+    meet, configure, release = meet_of(form, put_of(), 2), tiles().configure, tiles().release
 
     def body(a, thread, threads):
         stride, rows, count, step, tickets = ARGS.stride(a), ARGS.rows(a), ARGS.count(a), ARGS.step(a), ARGS.tickets(a)
         columns, x, pitch, mine = ARGS.columns(a), ARGS.x(a), ARGS.pitch(a), ARGS.scratch(a) + thread * SCRATCH
+        most = squares_of(columns)
         configure(mine)
         piece, ticket = 0, draw(tickets, 0)
         for chunk in range(0, count, CHUNK):
-            for row in range(0, rows, 2 * ROWS):
+            row = 0
+            while row < rows:
                 if piece == ticket:
+                    squares = min(most, (rows - row + 2 * ROWS - 1) // (2 * ROWS))
                     w, to = ARGS.w(a) + row * stride, ARGS.y(a) + chunk * step + 4 * row
-                    v, stop = w + ROWS * stride if rows - row > ROWS else 0, min(count, chunk + CHUNK)
-                    p = w + threads * 2 * ROWS * stride
-                    q = p + ROWS * stride
-                    meet(mine, w, v, rows - row, stride, columns, x, pitch, chunk, stop, to, step, p, q)
+                    v, stop, ahead = w + ROWS * stride, min(count, chunk + CHUNK), threads * most * 2 * ROWS * stride
+                    meet(mine, w, v, squares, rows - row, stride, columns, x, pitch, chunk, stop, to, step, ahead)
                     ticket = draw(tickets, piece + 1)
                 piece += 1
+                row += most * 2 * ROWS
         settle(tickets, ticket, piece, threads)
         release(mine)
         return 0

@@ -37,7 +37,9 @@ def rounded_pairs(b: Any, first: Any, second: Any) -> Any:
     if features().get("avx512bf16"):
         name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
         kind = ir.FunctionType(_BRAINS, [_F, _F])
-        shorts = b.bitcast(b.call(b.module.globals.get(name) or ir.Function(b.module, kind, name), [second, first]), _TWICE)
+        shorts = b.bitcast(
+            b.call(b.module.globals.get(name) or ir.Function(b.module, kind, name), [second, first]), _TWICE
+        )
         order = [lane + half for lane in range(LANES) for half in (0, LANES)]
         return b.bitcast(b.shuffle_vector(shorts, shorts, ir.Constant(ir.VectorType(_i32, 2 * LANES), order)), _I)
     low, high = (_upper(b, v) for v in (first, second))
