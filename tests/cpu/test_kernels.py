@@ -17,7 +17,7 @@ from hocket import ops
 from hocket.backends.cache import _say_unwritable, keep, recalled
 from hocket.backends.cpu import compiler, processor
 from hocket.backends.cpu.backend import CpuBackend
-from hocket.backends.cpu.kernels import loop, packing, products, rounding, tickets
+from hocket.backends.cpu.kernels import loop, packing, products, tickets
 from hocket.backends.cpu.kernels.crew import ASLEEP
 from hocket.backends.cpu.kernels.formats import FORMATS
 from hocket.backends.cpu.simd import tiles
@@ -26,7 +26,7 @@ from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
 from hocket.ops.quants import dequantise
 
-from ..given.packed_rows import RECORD, call, packed, rounded
+from ..given.packed_rows import RECORD, call, packed, rounded, target_of
 from ..given.random_rows import random_rows
 from ..given.waits import until
 
@@ -65,9 +65,7 @@ def test_activations_are_rounded_to_127_steps_of_the_largest_in_a_block(zero: in
 def test_a_number_that_is_none_makes_its_whole_block_so(bad: float):
     x = RNG.standard_normal((2, 64)).astype(np.float32)
     x[1, 40] = bad
-    target = np.zeros(rounding.rounded_bytes(2, 64), np.uint8)
-    assert call(rounding.round_rows, x, 4 * 64, 2, 64, target, 0) == 0
-    records = target.view(RECORD).reshape(2, 2)
+    records = target_of(x, 0).view(RECORD).reshape(2, 2)
     assert np.isfinite(records["scales"][0]).all()
     assert np.isfinite(records["scales"][1]).tolist() == [[True, True], [False, True]]
 
@@ -199,7 +197,7 @@ from hocket.backends.cpu.compiler import REPLAY
 compiler.SHIPPED = Path("nowhere")
 from hocket.backends.cpu.kernels.rounding import round_rows
 x, q = np.arange(32, dtype=np.float32), np.zeros(64, np.uint8)
-words = np.array([x.ctypes.data, 128, 1, 32, q.ctypes.data], np.int64)
+words = np.array([x.ctypes.data, 128, 1, 32, 1, q.ctypes.data, 56, 0], np.int64)
 assert REPLAY(round_rows.address)(words.ctypes.data, 0, 1) == 0
 print(q[:32].view(np.int8).tolist(), "numba" in sys.modules)
 """

@@ -9,9 +9,10 @@ import pytest
 
 import hocket
 from hocket import ops
-from hocket.backends.cpu import binding, kept, replay
+from hocket.backends.cpu import binding, kept, processor, replay
 from hocket.backends.cpu.backend import CpuBackend
 from hocket.backends.cpu.kernels.loop import MEETS
+from hocket.backends.cpu.kernels.pairs_many import TILES
 from hocket.backends.cpu.kernels.rows import unary
 from hocket.backends.cpu.simd.vectors import MANY, vectors_in_registers
 from hocket.backends.cpu.steps import RUN, Share, Steps
@@ -79,7 +80,7 @@ def test_a_model_computes_the_same_bits_without_fused_kernels(name: str, threads
     assert np.array_equal(fused, logits())
 
 
-WIDE = vectors_in_registers() == MANY
+WIDE = vectors_in_registers() == MANY or processor.tiles() is not None
 """Whether a tile is of two groups, as a gate and what it lets through."""
 BAD = {"none": 1.0, "nan": np.nan, "inf": np.inf, "-inf": -np.inf}
 
@@ -102,7 +103,7 @@ def kernels_of(graph: hocket.Graph, inputs: dict[str, object], threads: int) -> 
         plain = loaded(graph, values, 1).run(inputs)
     for name, array in plain.items():
         assert np.array_equal(fused[name].view(np.uint32), array.view(np.uint32)), name
-    return run.kernels()
+    return [name.removesuffix(TILES).replace("tiled.", "products.") for name in run.kernels()]
 
 
 @pytest.mark.long(every=7)

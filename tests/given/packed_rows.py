@@ -30,11 +30,21 @@ RECORD = np.dtype(
 """32 rounded activations as a kernel leaves them."""
 
 
+def target_of(x: np.ndarray, kind: int) -> np.ndarray:
+    """Bytes of rows as the kernel rounds them, aligned as it leaves them."""
+    rows, columns = x.shape
+    nbytes = rounding.rounded_bytes(rows, columns, kind)
+    raw = np.zeros(nbytes + compiler.ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % compiler.ALIGNMENT
+    target, pitch = raw[start : start + nbytes], rounding.rounded_bytes(1, columns, kind)
+    assert call(rounding.round_rows, x, 4 * columns, rows, columns, 1, target, pitch, kind) == 0
+    return target
+
+
 def rounded(x: np.ndarray, zero: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Rows as the kernel rounds them, and the numbers that its codes stand for."""
     rows, columns = x.shape
-    target = np.zeros(rounding.rounded_bytes(rows, columns), np.uint8)
-    assert call(rounding.round_rows, x, 4 * columns, rows, columns, target, zero) == 0
+    target = target_of(x, zero)
     records = target.view(RECORD).reshape(rows, -1)
     codes, scales = records["codes"].astype(np.int64), records["scales"][..., None].astype(np.float64)
     begin = 1.5 * 2**23

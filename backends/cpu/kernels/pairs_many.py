@@ -31,6 +31,8 @@ from .tickets import draw, settle
 
 VECTOR, BLOCK = 4 * ROWS, 4 * COLUMNS
 """Bytes of the units of a row in a group, and in a block, which is rounded."""
+TILES = ".tiles"
+"""Behind the name of a kernel that multiplies them."""
 LEAST = 32
 """Rows from which on a tile that is not full costs little."""
 
@@ -43,9 +45,9 @@ ROUNDING = ARGS.start("rounding")
 class Way:
     """How rows of activations that are rounded in some way meet two weights: ``units(a, mine, block, chunk, stop, y,
     step, ahead)`` are those of up to 32 rows of the weights from `block` on, for rows from `chunk` to before `stop`, to
-    rows of `y`, while rows that are `ahead` further on are fetched to the second cache; `mine` is `scratch` bytes of the
-    thread.  Up to `chunk` rows meet what is expanded once.  ``begin(mine)`` comes before all units, ``end(mine)`` after
-    them."""
+    rows of `y`, while rows that are `ahead` further on are fetched to the second cache; `mine` is `scratch` bytes of
+    the thread.  Up to `chunk` rows meet what is expanded once.  ``begin(mine)`` comes before all units, ``end(mine)``
+    after them."""
 
     units: Part
     scratch: int
@@ -81,14 +83,9 @@ def tiled_units_of(form: Format, kind: str) -> Part:
     meet = tiled.meet_of(form, part(emit), 1)
 
     def units(a, mine, block, chunk, stop, y, step, ahead):
-        stride, left, columns, x, pitch = (
-            ARGS.stride(a),
-            ARGS.rows(a) - block,
-            ARGS.columns(a),
-            ARGS.x(a),
-            ARGS.pitch(a),
-        )
+        stride, columns, x, pitch = ARGS.stride(a), ARGS.columns(a), ARGS.x(a), ARGS.pitch(a)
         gate, up = ARGS.weights(a, 0) + block * stride, ARGS.weights(a, 1) + block * stride
+        left = ARGS.rows(a) - block
         squares = 2 if left > ROWS else 1
         meet(mine, gate, up, squares, left, stride, columns, x, pitch, chunk, stop, y, step, ahead * stride)
 
@@ -172,7 +169,7 @@ def pair_many(form: Format, kind: str, rounding: int) -> Kernel:
         end(mine)
         return 0
 
-    return Kernel(f"pairs_many.pair_many.{form.dtype}.{kind}.{rounding}", body)
+    return Kernel(f"pairs_many.pair_many.{form.dtype}.{kind}" + TILES * (rounding == TILED), body)
 
 
 def scratch_bytes(way: Way) -> int:
@@ -184,7 +181,8 @@ def _pair_many(flow: Flow, number: int) -> Chain:
     pair = pair_of(flow, number)
     w, x = pair.products[0].operand(0), pair.products[0].operand(1)
     need(pair.products[0].op == "mul_mat" and math.prod(x.shape[:-1]) >= LEAST, "few rows meet a weight as it lies")
-    need(blocks_of(FORMATS[w.dtype]).groups == 2, "a tile is of one group")
+    wide = tiled.kind_of(pair.products[0]) == TILED or blocks_of(FORMATS[w.dtype]).groups == 2
+    need(wide, "a tile is of one group")
     return Chain(pair.numbers, partial(_add, pair=pair))
 
 

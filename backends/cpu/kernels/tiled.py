@@ -20,7 +20,7 @@ from ..steps import Share, Steps
 from ..words import words
 from .amx import tiles
 from .formats import COLUMNS, FORMATS, UNIT, Format
-from .grouped import ROWS, fetch_part, is_dealt
+from .grouped import ROWS, fetch, fetch_part, is_dealt
 from .rounding import TALL, TILED, rounded, rounded_bytes
 from .rows import put
 from .tickets import draw, settle
@@ -32,6 +32,8 @@ SQUARE = 4 * TILE
 WIDE, CHUNK, ROOM, MOST = 64, 512, 256, 8
 """Blocks of a group that are expanded at a time; rows of activations that meet them before they are expanded again;
 blocks of two groups that are expanded together, and squares: both stay in the second cache."""
+AHEAD = 4096
+"""How many bytes ahead a weight is fetched while it is expanded."""
 LEAST = 24
 """Rows from which on tiles are faster than dot products of bytes, for which less has to be expanded."""
 EXPANDED, SUMS = NBYTES, NBYTES + ROOM * BLOCK
@@ -41,17 +43,20 @@ SCRATCH = SUMS + CHUNK // TALL * MOST * SQUARE
 
 def kind_of(call: Bound) -> int:
     """How a product with a packed weight reads its activations, as `rounding` has it."""
-    many = call.op == "mul_mat" and math.prod(call.operand(1).shape[:-1]) >= LEAST
-    return TILED if many and processor.tiles() else FORMATS[call.operand(0).dtype].zero
+    w, x = call.operand(0), call.operand(1)
+    many = call.op == "mul_mat" and math.prod(x.shape[:-1]) >= LEAST and w.shape[-1] > 0
+    return TILED if many and processor.tiles() else FORMATS[w.dtype].zero
 
 
 def expand_of(form: Format) -> Part:
     """``(to, group, first, last, n)``: blocks of a group of `n`, from the first to before the last."""
     codes, scales, biases, nbytes, width = form.codes, form.scales, form.biases, form.nbytes, form.planes[0]
     high = form.planes[1] if len(form.planes) > 1 else 0
+    lines = -(-nbytes // 64)
 
     def expand(to, group, first, last, n):
         for block in range(first, last):
+            fetch(group + block * nbytes, lines, AHEAD, AHEAD)
             start = block // UNIT * UNIT
             b, count, planes = block - start, min(UNIT, n - start), group + start * nbytes
             second = planes + count * 64 * width

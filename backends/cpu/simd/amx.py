@@ -1,8 +1,8 @@
 """Tiles of AMX: eight registers of 16 rows of 64 bytes, and products of bfloat16 that are added up in float32.
 
 ``multiply(c, x, w)`` adds to tile c, 16 rows of 16 float32, the products of 16 rows of 32 activations in tile x with
-32 columns of 16 rows of a weight in tile w.  These lie there as pairs: row k is columns 2k and 2k + 1, row by row of the
-weight.
+32 columns of 16 rows of a weight in tile w.  These lie there as pairs: row k is columns 2k and 2k + 1, row by row of
+the weight.
 
 >>> import numpy as np
 >>> x, w = np.arange(64.0).reshape(2, 32), np.arange(96.0).reshape(3, 32)  # 2 rows of activations, 3 of a weight

@@ -32,18 +32,26 @@ class _Brain(ir.Type):
 _BRAINS = ir.VectorType(_Brain(), 2 * LANES)
 
 
+def _rounded(b: Any, low: Any, high: Any) -> Any:
+    """16 bits each of two vectors, one behind the other, rounded to the nearest, even ones on a tie; NaN stays."""
+    if not features().get("avx512bf16"):
+        halves = [b.trunc(b.lshr(_upper(b, v), ints_of(16)), ir.VectorType(_i16, LANES)) for v in (low, high)]
+        return b.shuffle_vector(*halves, _order([*range(2 * LANES)]))
+    name, kind = "llvm.x86.avx512bf16.cvtne2ps2bf16.512", ir.FunctionType(_BRAINS, [_F, _F])
+    return b.bitcast(b.call(b.module.globals.get(name) or ir.Function(b.module, kind, name), [high, low]), _TWICE)
+
+
+def _order(lanes: list[int]) -> ir.Constant:
+    return ir.Constant(ir.VectorType(_i32, len(lanes)), lanes)
+
+
 def rounded_pairs(b: Any, first: Any, second: Any) -> Any:
-    """Both rounded to the nearest, even ones on a tie; NaN stays."""
-    if features().get("avx512bf16"):
-        name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
-        kind = ir.FunctionType(_BRAINS, [_F, _F])
-        shorts = b.bitcast(
-            b.call(b.module.globals.get(name) or ir.Function(b.module, kind, name), [second, first]), _TWICE
-        )
-        order = [lane + half for lane in range(LANES) for half in (0, LANES)]
-        return b.bitcast(b.shuffle_vector(shorts, shorts, ir.Constant(ir.VectorType(_i32, 2 * LANES), order)), _I)
-    low, high = (_upper(b, v) for v in (first, second))
-    return b.or_(b.lshr(low, ints_of(16)), high)
+    """Both rounded as `_rounded` does, in pairs."""
+    if not features().get("avx512bf16"):
+        return b.or_(b.lshr(_upper(b, first), ints_of(16)), _upper(b, second))
+    shorts = _rounded(b, first, second)
+    order = _order([lane + half for lane in range(LANES) for half in (0, LANES)])
+    return b.bitcast(b.shuffle_vector(shorts, shorts, order), _I)
 
 
 def _upper(b: Any, v: Any) -> Any:
@@ -68,14 +76,7 @@ def second_of_pairs(b, pairs):
 @intrinsic(NOTHING, ADDRESS, FLOATS, FLOATS)
 def store_rounded(b, p, low, high):
     """32 float32 as bfloat16, in order."""
-    if not features().get("avx512bf16"):
-        parts = [b.trunc(b.lshr(_upper(b, v), ints_of(16)), ir.VectorType(_i16, LANES)) for v in (low, high)]
-        order = ir.Constant(ir.VectorType(_i32, 2 * LANES), [*range(2 * LANES)])
-        shorts = b.shuffle_vector(*parts, order)
-    else:
-        name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
-        kind = ir.FunctionType(_BRAINS, [_F, _F])
-        shorts = b.bitcast(b.call(b.module.globals.get(name) or ir.Function(b.module, kind, name), [high, low]), _TWICE)
+    shorts = _rounded(b, low, high)
     b.store(shorts, b.inttoptr(p, shorts.type.as_pointer()), align=2)
 
 

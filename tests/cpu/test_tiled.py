@@ -1,0 +1,91 @@
+"""Products by tiles of AMX, which machines without it emulate."""
+
+import doctest
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from hocket.backends.cpu.compiler import ALIGNMENT
+from hocket.backends.cpu.kernels import tiled
+from hocket.backends.cpu.kernels.formats import FORMATS
+from hocket.backends.cpu.kernels.rounding import LINE, TALL, TILED, rounded_bytes
+from hocket.backends.cpu.kernels.tickets import NBYTES
+from hocket.backends.cpu.simd import amx
+from hocket.graph.dtypes import DType
+from hocket.ops.quants import bf16_to_f32, dequantise, f32_to_bf16
+
+from ..given.packed_rows import call, packed, target_of
+from ..given.random_rows import random_rows
+
+RNG = np.random.default_rng(11)
+
+
+def test_the_worked_example():
+    assert doctest.testmod(amx).failed == 0
+
+
+def near(x: np.ndarray) -> np.ndarray:
+    """The nearest bfloat16, as float64."""
+    return bf16_to_f32(f32_to_bf16(x.astype(np.float32))).astype(np.float64)
+
+
+def room(nbytes: int) -> np.ndarray:
+    """NaN, aligned as kernels want it."""
+    raw = np.full(nbytes + ALIGNMENT, 255, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + nbytes]
+
+
+def test_rows_are_rounded_side_by_side():
+    x = RNG.standard_normal((37, 96)).astype(np.float32)
+    x[3, 5], x[36, 95] = np.nan, -np.inf
+    tiles = target_of(x, TILED).view(np.uint16).reshape(2, 3, TALL, LINE // 2)
+    rows = tiles.transpose(0, 2, 1, 3).reshape(2 * TALL, 96)[:37]
+    assert np.array_equal(bf16_to_f32(rows), near(x), equal_nan=True)
+
+
+@pytest.mark.long(every=6)
+@pytest.mark.parametrize("count", [1, 24, 33, 70, 545])
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(72, 768), (16, 256), (300, 2304)])
+def test_a_product_is_that_of_rounded_weights_and_activations(dtype: DType, rows: int, columns: int, count: int):
+    """Rows that fill no tile, several panels of the weight, more columns than are expanded at once, two chunks; by
+    threads that take pieces as they come."""
+    raw, x = random_rows(dtype, rows, columns, RNG), RNG.standard_normal((count, columns)).astype(np.float32)
+    weight, y, threads = packed(dtype, raw, columns), np.full((count, rows + 3), np.nan, np.float32), 3
+    scratch, tickets = room(threads * tiled.SCRATCH), np.zeros(NBYTES, np.uint8)
+    words = (weight, raw.shape[1], rows, columns, target_of(x, TILED), rounded_bytes(1, columns, TILED), count)
+    words = (*words, y, y.strides[0], scratch, tickets)
+    for thread in range(threads):  # the first does all: a ticket more for each of the others
+        assert call(tiled.product(FORMATS[dtype]), *words, thread=thread, threads=threads) == 0
+    w, v = near(dequantise(raw, dtype)), near(x)
+    size = np.abs(v) @ np.abs(w).T
+    assert (np.abs(y[:, :rows] - v @ w.T) <= 2e-6 * size + 1e-30).all(), "but for the order of float32 sums"
+    assert np.isnan(y[:, rows:]).all(), "nothing is written beside the result"
+    assert not tickets.any(), "the last thread lays out new tickets"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("without", "tests"), [("", ["test_steps.py", "test_tiled.py"]), ("avx512bf16", []), ("avx512", ["test_tiled.py"])]
+)
+def test_emulated_tiles_compute_the_same(without: str, tests: list[str]):
+    """Products, chains and threads of whole steps where plain vector code stands for AMX; the kit's products."""
+    surroundings = {**os.environ, "HOCKET_AMX": "emulated", "HOCKET_WITHOUT": without}
+    files = [os.path.join(os.path.dirname(__file__), name) for name in tests]
+    run = ["pytest", "-q", "-x", "-n", "0", "--most", "4", "-k", "not emulated", *files]
+    if not files:
+        run = ["hocket", "check", "--backend", "cpu", "-j", "1", "--op", "mul_mat|glu"]
+    done = subprocess.run([sys.executable, "-m", *run], env=surroundings, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+
+
+def test_a_wrong_word_for_tiles_is_refused():
+    script = "from hocket.backends.cpu import processor; processor.tiles()"
+    surroundings = {**os.environ, "HOCKET_AMX": "yes"}
+    done = subprocess.run([sys.executable, "-c", script], env=surroundings, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "HOCKET_AMX is 'yes'; it may be emulated, or leave it out" in done.stderr
