@@ -32,7 +32,7 @@ from hocket.backends.cupy.predicted.times import GPUS, LATENCY, Time, time_of
 from hocket.backends.cupy.predicted.works import work_of
 from hocket.conformance.reports.emulated import counters
 from hocket.graph import DType
-from hocket.scheduler.simulated import MACHINES
+from hocket.scheduler.machines.simulated import MACHINES
 
 TABLE = Path(__file__).parent / "kernels_cuda_times.md"
 TIMES = TABLE.with_suffix(".json")

@@ -22,7 +22,7 @@ from hocket.conformance.reports.emulated import counters
 from hocket.graph import DType, Graph, input, weight
 from hocket.graph.errors import BackendError
 from hocket.ops import mul_mat
-from hocket.scheduler.simulated import MACHINES, simulate
+from hocket.scheduler.machines.simulated import MACHINES, simulate
 
 from ..given.devices.emulation import Written, needs_compiler
 

@@ -16,11 +16,11 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-from ..backends.abilities import Settled
-from ..backends.cache import cache_folder, keep, log, recalled
-from ..graph import Graph
+from ...backends.abilities import Settled
+from ...backends.cache import cache_folder, keep, log, recalled
+from ...graph import Graph
+from ..lowering.lane import Devices
 from .hardware import CPU, Hardware
-from .lowering.lane import Devices
 from .speeds import Speeds
 
 UNFIT = "%s is damaged, or of another processor or version of hocket, so times are estimated; run hocket calibrate"

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 
+from ..machines.hardware import Hardware
+from ..plan import Plan
+from ..sharding.axes import Factor
+from ..sharding.cost import Costs
+from ..sharding.pins import decided
+from ..sharding.teams import teams_by
 from .auto import Way, best_of, by_cost
-from .hardware import Hardware
-from .plan import Plan
 from .planning import Planning
-from .sharding.axes import Factor
-from .sharding.cost import Costs
-from .sharding.pins import decided
-from .sharding.teams import teams_by
 from .uses import Promises
 
 

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..backends.base import Device
-from .layout import Local, Shard
-from .lowering.lane import Lane
-from .plan import Plan
-from .units import nbytes_text
+from ...backends.base import Device
+from ..layout import Local, Shard
+from ..lowering.lane import Lane
+from ..plan import Plan
+from ..units import nbytes_text
 
 STEP = 64
 """Context sizes are suggested in multiples of this."""

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ..graph.graph import Graph
+from ...graph.graph import Graph
+from ..machines.hardware import Hardware
+from ..plan import Plan
+from ..sharding.cost import Costs
+from ..succession import GAIN, followed, gain, seconds_in_turn
 from .auto import Way
-from .hardware import Hardware
 from .microbatches import counts_of, dealing
-from .plan import Plan
-from .sharding.cost import Costs
-from .succession import GAIN, followed, gain, seconds_in_turn
 
 CountsOf = Callable[[int, int], Sequence[int]]
 PlanOf = Callable[[int, int], Plan]

@@ -10,14 +10,14 @@ from threading import Barrier
 
 import numpy as np
 
-from ..backends.base import Backend, Device
-from ..graph import DType, Graph, Value, constant, input, weight
-from ..ops import add, attention, causal_mask, mul_mat, rms_norm
-from .plan import Plan
-from .planner import plan_for
-from .running.executor import Executor
-from .running.store import Store
-from .speeds import Speeds
+from ...backends.base import Backend, Device
+from ...graph import DType, Graph, Value, constant, input, weight
+from ...ops import add, attention, causal_mask, mul_mat, rms_norm
+from ..machines.speeds import Speeds
+from ..plan import Plan
+from ..planner import plan_for
+from ..running.executor import Executor
+from ..running.store import Store
 
 KINDS = (
     *(DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1, DType.Q8_0, DType.Q2_K, DType.Q3_K, DType.Q4_K, DType.Q5_K),

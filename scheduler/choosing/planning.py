@@ -6,24 +6,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from ..backends.abilities import overlaps
-from ..graph.errors import GraphError, PlanError
-from ..graph.graph import Graph
-from ..graph.node import Node, Value
-from .fits import by_memory, shortage, spilled
-from .hardware import Estimate, Hardware
-from .layout import REPLICATE, Layout, Local
-from .lowering.lane import Devices, lanes_of
-from .plan import Cuts, Host, Plan
-from .repeating import repeated
-from .sharding.assign import Assignment, assign
-from .sharding.axes import Factor
-from .sharding.chunks import COUNTS, in_chunks, tokens_of
-from .sharding.emit import Sharded, shard
-from .sharding.factors import Factors
-from .sharding.layers import NOTHING_HELD, even_shares, layer_split, placed_like
-from .sharding.layers import place as place_nodes
-from .sharding.pins import (
+from ...backends.abilities import overlaps
+from ...graph.errors import GraphError, PlanError
+from ...graph.graph import Graph
+from ...graph.node import Node, Value
+from ..layout import REPLICATE, Layout, Local
+from ..lowering.lane import Devices, lanes_of
+from ..machines.hardware import Estimate, Hardware
+from ..plan import Cuts, Host, Plan
+from ..sharding.assign import Assignment, assign
+from ..sharding.axes import Factor
+from ..sharding.chunks import COUNTS, in_chunks, tokens_of
+from ..sharding.emit import Sharded, shard
+from ..sharding.factors import Factors
+from ..sharding.layers import NOTHING_HELD, even_shares, layer_split, placed_like
+from ..sharding.layers import place as place_nodes
+from ..sharding.pins import (
     NO_PINS,
     Pin,
     Pins,
@@ -38,11 +36,13 @@ from .sharding.pins import (
     unable,
     wished,
 )
-from .sharding.rows import GAIN, assign_rows
-from .sharding.search import NO_LEAVES, Choice, Search, all_cuts_of, cuts_of, deal, factors_at
-from .sharding.shares import Shares
-from .sharding.teams import Teams, compose, stages_like, teams_by, teams_like
-from .spelling import spelled_out
+from ..sharding.rows import GAIN, assign_rows
+from ..sharding.search import NO_LEAVES, Choice, Search, all_cuts_of, cuts_of, deal, factors_at
+from ..sharding.shares import Shares
+from ..sharding.teams import Teams, compose, stages_like, teams_by, teams_like
+from ..spelling import spelled_out
+from .fits import by_memory, shortage, spilled
+from .repeating import repeated
 from .uses import Use
 
 Chooser = Callable[[Graph, Factors], frozenset[Factor]]

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from ..plan import Plan
+from ..units import nbytes_text, time_text
 from .fits import shortage
-from .plan import Plan
-from .units import nbytes_text, time_text
 
 COPIED = 0.1
 """The part of the time that a full copy of weights and states on every device has to save at least."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
-from ..graph import Graph
-from ..graph.records import dataclass
+from ...graph import Graph
+from ...graph.records import dataclass
 from .hardware import CPU, Hardware
 
 

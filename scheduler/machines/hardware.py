@@ -6,9 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from ..graph.node import Node, Value
-from ..graph.records import dataclass
-from ..ops import op_of
+from ...graph.node import Node, Value
+from ...graph.records import dataclass
+from ...ops import op_of
 
 
 @dataclass(frozen=True, slots=True)

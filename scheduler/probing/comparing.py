@@ -13,19 +13,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ..backends.abilities import Tolerant
-from ..backends.base import Array, Backend, Device
-from ..graph.arguments import ANY, TEXT, a, needs, table_of
-from ..graph.errors import PlanError
-from ..graph.graph import Graph
-from ..graph.node import Node, Value, input
-from ..ops import op_of
-from ..ops.text import dump
+from ...backends.abilities import Tolerant
+from ...backends.base import Array, Backend, Device
+from ...graph.arguments import ANY, TEXT, a, needs, table_of
+from ...graph.errors import PlanError
+from ...graph.graph import Graph
+from ...graph.node import Node, Value, input
+from ...ops import op_of
+from ...ops.text import dump
+from ..plan import Plan
+from ..planner import plan_for
+from ..running.executor import Executor
+from ..running.store import Store
 from .observing import observed, taken, values_of
-from .plan import Plan
-from .planner import plan_for
-from .running.executor import Executor
-from .running.store import Store
 
 PORTION = 1 << 28
 """Bytes of float64 that the values and weights of a portion take on the other device, unless one node needs more."""

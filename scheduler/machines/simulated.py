@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from ..backends.abilities import Called, Foretells, Gathers, Overlaps, Simulates
-from ..backends.base import Array, Comm, Device, Program, Support, Tensor, load
-from ..graph import Graph
-from ..graph.arguments import TEXT, needs
-from ..graph.errors import BackendError, PlanError
-from ..graph.node import Node
-from ..graph.spec import Spec
+from ...backends.abilities import Called, Foretells, Gathers, Overlaps, Simulates
+from ...backends.base import Array, Comm, Device, Program, Support, Tensor, load
+from ...graph import Graph
+from ...graph.arguments import TEXT, needs
+from ...graph.errors import BackendError, PlanError
+from ...graph.node import Node
+from ...graph.spec import Spec
 from .hardware import Hardware
 from .speeds import Speeds
 

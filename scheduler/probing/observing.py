@@ -12,11 +12,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from ..backends.base import Array
-from ..graph.arguments import ANY, TEXT, a, needs
-from ..graph.errors import PlanError
-from ..graph.graph import Graph, names
-from ..graph.node import Value
+from ...backends.base import Array
+from ...graph.arguments import ANY, TEXT, a, needs
+from ...graph.errors import PlanError
+from ...graph.graph import Graph, names
+from ...graph.node import Value
 
 T = TypeVar("T")
 OBSERVED = "observed "

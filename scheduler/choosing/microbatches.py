@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..graph.records import dataclass
-from .plan import Plan
-from .succession import GAIN, followed, seconds_apart, stages_text
-from .units import time_text
+from ...graph.records import dataclass
+from ..plan import Plan
+from ..succession import GAIN, followed, seconds_apart, stages_text
+from ..units import time_text
 
 
 @dataclass(frozen=True, slots=True)

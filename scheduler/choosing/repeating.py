@@ -10,24 +10,24 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from ..graph.graph import Graph
-from ..graph.node import Node, Value
-from ..graph.records import dataclass
-from ..graph.repeats import BEFORE, Shortened, parts, repeats_of, shortened
-from ..ops import op_of
-from .hardware import Hardware
-from .layout import Layout
-from .lowering.lane import Devices, Lane, lanes_from, lanes_of
-from .lowering.unfold import kinds_of_steps
-from .plan import Cuts
-from .sharding.assign import Assignment
-from .sharding.axes import Factor
-from .sharding.emit import shard
-from .sharding.factors import Factors
-from .sharding.pins import NO_PINS, unable
-from .sharding.rows import assign_rows
-from .sharding.search import deal, factors_at
-from .sharding.shares import Shares
+from ...graph.graph import Graph
+from ...graph.node import Node, Value
+from ...graph.records import dataclass
+from ...graph.repeats import BEFORE, Shortened, parts, repeats_of, shortened
+from ...ops import op_of
+from ..layout import Layout
+from ..lowering.lane import Devices, Lane, lanes_from, lanes_of
+from ..lowering.unfold import kinds_of_steps
+from ..machines.hardware import Hardware
+from ..plan import Cuts
+from ..sharding.assign import Assignment
+from ..sharding.axes import Factor
+from ..sharding.emit import shard
+from ..sharding.factors import Factors
+from ..sharding.pins import NO_PINS, unable
+from ..sharding.rows import assign_rows
+from ..sharding.search import deal, factors_at
+from ..sharding.shares import Shares
 
 WORTH = 20_000
 """Nodes of all devices that a short graph has to save: making and proving so many takes a second or two."""
