@@ -9,9 +9,9 @@ import pytest
 from hocket.backends.base import Tensor
 from hocket.backends.cupy.binding.launches import Launches
 from hocket.backends.cupy.device import disassembly, nvrtc
-from hocket.backends.cupy.device.driver import KERNELS, Source
+from hocket.backends.cupy.device.driver import Source, text_of
 from hocket.backends.cupy.emulation.counted import CountingDriver, count
-from hocket.backends.cupy.kernels import tiled
+from hocket.backends.cupy.kernels.products import tiled
 from hocket.backends.cupy.predicted.executions import executions
 from hocket.backends.cupy.predicted.flow import flows
 from hocket.backends.cupy.predicted.speeds import predicted
@@ -52,8 +52,7 @@ NAMES = tuple(f"walked<{kind}>" for kind in range(4))
 SOURCE = Written(
     "planted.cu",
     NAMES,
-    body="".join(f'#line 1 "prelude.cuh"\n{(KERNELS / name).read_text("utf-8")}' for name in Source("", ()).files[:-1])
-    + PLANTED,
+    body="".join(f'#line 1 "prelude.cuh"\n{text_of(name)}' for name in Source("", ()).files[:-1]) + PLANTED,
 )
 ONE, SERIAL, CHAIN, SOME = NAMES
 

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from ....graph.dtypes import DType
-from ...chains import changed_state
-from ...flow import Flow, apart, lies_as
-from ...operands import Bound, Operand, need
-from ..binding.chains import Fused
-from ..binding.launches import Binding, Launches, Word, blocks
-from ..device.driver import Kernel, Source
-from .elementwise import as_float
+from .....graph.dtypes import DType
+from ....chains import changed_state
+from ....flow import Flow, apart, lies_as
+from ....operands import Bound, Operand, need
+from ...binding.chains import Fused
+from ...binding.launches import Binding, Launches, Word, blocks
+from ...device.driver import Kernel, Source
+from ..elementwise import as_float
 from .states import RECURRENT, STATES, Carried, carry, has_quads, rows
 
 THREADS = 128

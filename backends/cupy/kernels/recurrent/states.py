@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ....graph.dtypes import DType
-from ....ops.declaring.attributes import number
-from ...base import contiguous_strides
-from ...operands import Bound, Operand, need
-from ..binding.launches import Launches, Word
-from ..device.driver import Source
-from .elementwise import launch_cast, launch_unary
+from .....graph.dtypes import DType
+from .....ops.declaring.attributes import number
+from ....base import contiguous_strides
+from ....operands import Bound, Operand, need
+from ...binding.launches import Launches, Word
+from ...device.driver import Source
+from ..elementwise import launch_cast, launch_unary
 
 RECURRENT = "recurrent.cuh"
 STATES = Source("states.cu", ("shelter",), before=(RECURRENT,))

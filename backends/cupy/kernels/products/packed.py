@@ -6,14 +6,14 @@ import math
 from dataclasses import replace
 from itertools import accumulate
 
-from ....graph.dtypes import DType
-from ...base import Tensor, contiguous_strides
-from ...operands import Bound, Operand, need
-from ..binding.axes import axes_of
-from ..binding.launches import Launches, Word, blocks, rows_of
-from ..binding.packing import PACKINGS, ROWS
-from ..device.driver import Source
-from ..device.limits import EVERYWHERE
+from .....graph.dtypes import DType
+from ....base import Tensor, contiguous_strides
+from ....operands import Bound, Operand, need
+from ...binding.axes import axes_of
+from ...binding.launches import Launches, Word, blocks, rows_of
+from ...binding.packing import PACKINGS, ROWS
+from ...device.driver import Source
+from ...device.limits import EVERYWHERE
 from .routes import ALONE, NOTHING_SUMMED, Products, Summed, filled
 
 HEADERS = ("routes.cuh", "packed.cuh", "rounding.cuh")

@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
 
-from ....graph.dtypes import DType
-from ....ops.declaring.attributes import number as attribute
-from ...base import contiguous_strides
-from ...chains import short_convolution
-from ...flow import Flow, apart, lies_as
-from ...operands import Bound, Operand, need
-from ..binding.chains import Fused
-from ..binding.launches import Binding, Launches, Word, blocks
-from ..device.driver import Source
-from .elementwise import as_float
+from .....graph.dtypes import DType
+from .....ops.declaring.attributes import number as attribute
+from ....base import contiguous_strides
+from ....chains import short_convolution
+from ....flow import Flow, apart, lies_as
+from ....operands import Bound, Operand, need
+from ...binding.chains import Fused
+from ...binding.launches import Binding, Launches, Word, blocks
+from ...device.driver import Source
+from ..elementwise import as_float
 from .states import RECURRENT, has_quads, rows
 
 THREADS = 256

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from math import prod
 from types import MappingProxyType
 
-from ....ops.declaring.attributes import number
-from ...operands import Bound, Operand, need
-from ..binding.launches import Binding, Launches, Word, blocks
-from ..device.driver import Source
-from .elementwise import as_float
+from .....ops.declaring.attributes import number
+from ....operands import Bound, Operand, need
+from ...binding.launches import Binding, Launches, Word, blocks
+from ...device.driver import Source
+from ..elementwise import as_float
 from .states import RECURRENT, carry, is_dense, rows
 
 WARPS, COLUMN_WARPS = 8, 16

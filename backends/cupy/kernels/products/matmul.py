@@ -11,13 +11,13 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from ....graph.dtypes import DType
-from ...operands import Bound, Operand, need
-from ..binding.launches import Binding, Launches, Word, blocks, rows_of
-from ..binding.packing import PACKINGS
-from ..device.driver import Source
+from .....graph.dtypes import DType
+from ....operands import Bound, Operand, need
+from ...binding.launches import Binding, Launches, Word, blocks, rows_of
+from ...binding.packing import PACKINGS
+from ...device.driver import Source
+from ..elementwise import as_float
 from . import dense, packed, products, tiled
-from .elementwise import as_float
 from .routes import ALONE, Products
 
 ROUTES = Source("routes.cu", ("routes",), ("routes.cuh",))

@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ...base import contiguous_strides
-from ...chains import gated_unit
-from ...flow import Flow, apart, lies_as
-from ...operands import Operand, need
-from ..binding.chains import Fused
-from ..binding.launches import Launches, Word
+from ....base import contiguous_strides
+from ....chains import gated_unit
+from ....flow import Flow, apart, lies_as
+from ....operands import Operand, need
+from ...binding.chains import Fused
+from ...binding.launches import Launches, Word
 from .matmul import FEW, is_read, launch_few
 from .routes import ALONE, MOST_PRODUCTS, UNITS
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from ....graph.dtypes import DType
-from ...operands import Operand
-from ..binding.launches import Launches, Word, blocks, rows_of
-from ..device.driver import Source
-from .elementwise import TYPES
+from .....graph.dtypes import DType
+from ....operands import Operand
+from ...binding.launches import Launches, Word, blocks, rows_of
+from ...device.driver import Source
+from ..elementwise import TYPES
 from .routes import ALONE, NOTHING_SUMMED, Products, Summed, filled
 
 OWN = 16

@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ....graph.dtypes import DType
-from ....graph.spec import Spec
-from ....ops.declaring.attributes import number
-from ....ops.norms import alibi_slopes
-from ...operands import Bound, Operand, need
-from ..binding.axes import axes_of
-from ..binding.launches import Binding, Launches, Word, blocks
-from .attention_kinds import AROUND, CELLS_OF_FEW, FEW, OWN, THREADS, TILED, WARPS, Short, Tiled
-from .attention_kinds import SOURCES as SOURCES
-from .elementwise import CELLS, TYPES, as_float
+from .....graph.dtypes import DType
+from .....graph.spec import Spec
+from .....ops.declaring.attributes import number
+from .....ops.norms import alibi_slopes
+from ....operands import Bound, Operand, need
+from ...binding.axes import axes_of
+from ...binding.launches import Binding, Launches, Word, blocks
+from ..elementwise import CELLS, TYPES, as_float
+from .kinds import AROUND, CELLS_OF_FEW, FEW, OWN, THREADS, TILED, WARPS, Short, Tiled
+from .kinds import SOURCES as SOURCES
 
 MANY = 64
 """Rows that share a key head from which tiles are worth what it takes to split keys and values into halves."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...operands import Operand
-from ..binding.launches import Word, rows_of
+from ....operands import Operand
+from ...binding.launches import Word, rows_of
 
 MOST_PRODUCTS = 4
 ALONE, SWIGLU, GEGLU = range(3)

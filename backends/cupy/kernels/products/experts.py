@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ...chains import summed_experts, with_other
-from ...flow import Flow, apart, lies_as
-from ...operands import Bound, Operand, need
-from ..binding.chains import Fused
-from ..binding.launches import Launches
+from ....chains import summed_experts, with_other
+from ....flow import Flow, apart, lies_as
+from ....operands import Bound, Operand, need
+from ...binding.chains import Fused
+from ...binding.launches import Launches
 from . import dense, packed
 from .matmul import MOST, are_few_of_each, is_packed, is_read, launch_few, routed
 from .routes import UNITS, Products, Summed

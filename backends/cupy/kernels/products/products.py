@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ....graph.dtypes import DType
-from ...operands import Bound, Operand, need
-from ..binding.axes import Axes, axes_of, expanded
-from ..binding.launches import Binding, Launches, Word, blocks
-from ..device.driver import Source
-from .elementwise import MOST_ELEMENTS, TYPES, as_float
+from .....graph.dtypes import DType
+from ....operands import Bound, Operand, need
+from ...binding.axes import Axes, axes_of, expanded
+from ...binding.launches import Binding, Launches, Word, blocks
+from ...device.driver import Source
+from ..elementwise import MOST_ELEMENTS, TYPES, as_float
 
 WEIGHTS = (DType.F32, DType.F16, DType.BF16)
 SOURCE = Source(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ....graph.dtypes import DType
-from ..device.driver import Source
-from .elementwise import CELLS, HALVES, TYPES
+from .....graph.dtypes import DType
+from ...device.driver import Source
+from ..elementwise import CELLS, HALVES, TYPES
 
 HEADERS = ("cells.cuh", "attention.cuh")
 THREADS, WARPS, ROWS = 128, 4, 64

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ....graph.dtypes import DType
-from ...operands import Operand
-from ..binding.launches import Launches, Word, blocks, rows_of
-from ..binding.packing import PACKINGS, ROWS
-from ..device.driver import Kernel, Source
-from .elementwise import TYPES
+from .....graph.dtypes import DType
+from ....operands import Operand
+from ...binding.launches import Launches, Word, blocks, rows_of
+from ...binding.packing import PACKINGS, ROWS
+from ...device.driver import Kernel, Source
+from ..elementwise import TYPES
 
 
 @dataclass(frozen=True, slots=True)
