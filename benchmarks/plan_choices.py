@@ -43,8 +43,8 @@ Written by `python benchmarks/plan_choices.py > docs/auto.md`: files that are on
 {context} tokens in use, simulated machines.  All times are
 **predicted**: products from their machine code, the rest from data sheets.
 
-`auto` makes the plan that takes least time, where memory and devices have a price (`scheduler/auto.py`): a full copy of
-weights and states on every device has to save {copied:.0%} of the time, and twice as many devices {joined:.0%}.
+`auto` makes the plan that takes least time, where memory and devices cost (`scheduler/choosing/auto.py`): a full
+copy of weights and states on every device has to save {copied:.0%} of the time, and twice as many devices {joined:.0%}.
 What does not fit comes last.  `held` is what all devices together hold of weights and states.  `spent on` says what the
 slowest device does in a run, and so why more devices help or do not: `work` is shared out, `launches` are not, and
 `collectives` are added, but for what of them runs beside work.
@@ -121,7 +121,7 @@ def comparisons(shapes: dict[str, Write], folder: Path) -> Iterator[str]:
 def main() -> None:
     root = Path(__file__).parents[1]
     sys.path.insert(0, str(root))
-    from hocket.scheduler.auto import COPIED, JOINED
+    from hocket.scheduler.choosing.auto import COPIED, JOINED
     from tests.given.models.large_headers import SHAPES
 
     print(TEXT.format(context=CONTEXT, copied=COPIED, joined=JOINED), end="")

@@ -15,7 +15,7 @@ from unittest.mock import patch
 from hocket.frontends.commands.plan import step_graph
 from hocket.graph import Graph
 from hocket.scheduler import Plan, plan_for, simulate
-from hocket.scheduler.simulated import SimulatedGpu
+from hocket.scheduler.machines.simulated import SimulatedGpu
 from hocket.scheduler.units import time_text
 
 MACHINES = ("h200:8,nvlink", "h200:4,nvlink", "h200:4,pcie5", "h100:2,pcie5", "cpu:2")

@@ -26,13 +26,15 @@ from hocket.backends.cupy.device.early import FIRST_CAPABILITY
 from hocket.backends.cupy.device.limits import Limits
 from hocket.backends.cupy.emulation import emulated
 from hocket.backends.cupy.emulation.counted import Counted
-from hocket.backends.cupy.kernels import attention, gated_delta_net, packed, tiled
+from hocket.backends.cupy.kernels.attention import attention
+from hocket.backends.cupy.kernels.products import packed, tiled
+from hocket.backends.cupy.kernels.recurrent import gated_delta_net
 from hocket.backends.cupy.predicted.speeds import FILE
 from hocket.backends.cupy.predicted.times import GPUS, LATENCY, Time, time_of
 from hocket.backends.cupy.predicted.works import work_of
 from hocket.conformance.reports.emulated import counters
 from hocket.graph import DType
-from hocket.scheduler.simulated import MACHINES
+from hocket.scheduler.machines.simulated import MACHINES
 
 TABLE = Path(__file__).parent / "kernels_cuda_times.md"
 TIMES = TABLE.with_suffix(".json")

@@ -24,8 +24,8 @@ from hocket.frontends.measuring import random_tokens, step_behind_context
 from hocket.frontends.open import open_model, open_session
 from hocket.frontends.session import Session
 from hocket.scheduler import Plan, plan_for
-from hocket.scheduler.calibrating import Probes
-from hocket.scheduler.speeds import Speeds
+from hocket.scheduler.machines.speeds import Speeds
+from hocket.scheduler.probing.calibrating import Probes
 
 HEAD = ("model", "tokens of a run", "predicted", "measured", "error", "errors of the rounds")
 TURNS = 5

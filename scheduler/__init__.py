@@ -13,25 +13,27 @@ from .plan import Plan as Plan
 
 if TYPE_CHECKING:
     from .at_once import run as run
-    from .comparing import Difference as Difference
-    from .comparing import Judge as Judge
-    from .comparing import surroundings as surroundings
-    from .fits import memory_problem as memory_problem
-    from .fits import shortage as shortage
-    from .hardware import CPU as CPU
-    from .hardware import Hardware as Hardware
+    from .choosing.fits import memory_problem as memory_problem
+    from .choosing.fits import shortage as shortage
+    from .choosing.microbatches import Dealing as Dealing
+    from .choosing.microbatches import dealing as dealing
+    from .choosing.uses import Use as Use
     from .kept import kept_plan as kept_plan
     from .layout import Layout as Layout
     from .lowering.lane import Lane as Lane
     from .lowering.lower import lower as lower
-    from .microbatches import Dealing as Dealing
-    from .microbatches import dealing as dealing
-    from .observing import Statistics as Statistics
-    from .observing import matching as matching
-    from .observing import observed as observed
-    from .observing import taken as taken
+    from .machines.hardware import CPU as CPU
+    from .machines.hardware import Hardware as Hardware
+    from .machines.simulated import simulate as simulate
     from .planner import plan as plan
     from .planner import plan_for as plan_for
+    from .probing.comparing import Difference as Difference
+    from .probing.comparing import Judge as Judge
+    from .probing.comparing import surroundings as surroundings
+    from .probing.observing import Statistics as Statistics
+    from .probing.observing import matching as matching
+    from .probing.observing import observed as observed
+    from .probing.observing import taken as taken
     from .running.comm import Alone as Alone
     from .running.executor import Executor as Executor
     from .running.executor import load as load
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
     from .running.store import Store as Store
     from .running.trace import Trace as Trace
     from .sharding.layers import even_shares as even_shares
-    from .simulated import simulate as simulate
     from .succession import followed as followed
     from .succession import gain as gain
     from .succession import seconds_in_turn as seconds_in_turn
@@ -53,21 +54,22 @@ if TYPE_CHECKING:
     from .telling.listing import PASSES as PASSES
     from .units import nbytes_text as nbytes_text
     from .units import time_text as time_text
-    from .uses import Use as Use
     from .verifier.program import check as check
 
 _LATER = {
     "run": ".at_once",
-    **dict.fromkeys(("Difference", "Judge", "surroundings"), ".comparing"),
-    **dict.fromkeys(("memory_problem", "shortage"), ".fits"),
-    **dict.fromkeys(("CPU", "Hardware"), ".hardware"),
+    **dict.fromkeys(("memory_problem", "shortage"), ".choosing.fits"),
+    **dict.fromkeys(("Dealing", "dealing"), ".choosing.microbatches"),
+    "Use": ".choosing.uses",
     "kept_plan": ".kept",
     "Layout": ".layout",
     "Lane": ".lowering.lane",
     "lower": ".lowering.lower",
-    **dict.fromkeys(("Dealing", "dealing"), ".microbatches"),
-    **dict.fromkeys(("Statistics", "matching", "observed", "taken"), ".observing"),
+    **dict.fromkeys(("CPU", "Hardware"), ".machines.hardware"),
+    "simulate": ".machines.simulated",
     **dict.fromkeys(("plan", "plan_for"), ".planner"),
+    **dict.fromkeys(("Difference", "Judge", "surroundings"), ".probing.comparing"),
+    **dict.fromkeys(("Statistics", "matching", "observed", "taken"), ".probing.observing"),
     "Alone": ".running.comm",
     **dict.fromkeys(("Executor", "load"), ".running.executor"),
     "InterruptsKept": ".running.interrupts",
@@ -75,13 +77,11 @@ _LATER = {
     "Store": ".running.store",
     "Trace": ".running.trace",
     "even_shares": ".sharding.layers",
-    "simulate": ".simulated",
     **dict.fromkeys(("followed", "gain", "seconds_in_turn", "stages_text"), ".succession"),
     **dict.fromkeys(("plan_from_json", "plan_to_json"), ".telling.as_json"),
     "difference": ".telling.diff",
     "PASSES": ".telling.listing",
     **dict.fromkeys(("nbytes_text", "time_text"), ".units"),
-    "Use": ".uses",
     "check": ".verifier.program",
 }
 """Names that are imported when they are first used, and from where: a plan that was kept needs no planner."""

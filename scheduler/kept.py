@@ -19,15 +19,15 @@ from ..backends.cache import cache_folder, keep, recalled
 from ..graph.export import from_json, to_json
 from ..graph.graph import Graph
 from ..ops.declaring.registry import OWN
-from .calibrated import hardware_of
-from .hardware import Hardware
 from .lowering.lane import Devices, Lane, first_alike
+from .machines.calibrated import hardware_of
+from .machines.hardware import Hardware
 from .plan import Host, Placed, Plan
 from .spelling import spelled_out
 from .telling.as_data import layout_data, program_data, read_layout, read_program
 
 if TYPE_CHECKING:
-    from .uses import Use
+    from .choosing.uses import Use
 
 PACKAGE = Path(__file__).resolve().parent.parent
 MAKERS = ("graph", "ops", "backends", "backends/cpu", "backends/numpy", "scheduler", "scheduler/*")

@@ -16,9 +16,9 @@ from ..graph.graph import Graph
 from ..graph.records import dataclass
 from ..ops import REGISTRY
 from ..ops.collective import COLLECTIVES
-from .hardware import CPU, Estimate, Hardware
 from .layout import Layout
 from .lowering.lane import Lane as Lane
+from .machines.hardware import CPU, Estimate, Hardware
 from .stages import Prices, Stage, estimate, prices_of, stages
 from .units import nbytes_text
 

@@ -14,16 +14,16 @@ from ..graph.errors import PlanError
 from ..graph.graph import Graph
 from ..ops import verify
 from ..ops.collective import COLLECTIVES
-from .hardware import CPU, Hardware
+from .choosing.planning import Chooser, Mode, Planning
+from .choosing.uses import Use
+from .choosing.ways import best_way
 from .lowering.lane import DEVICES, Devices
+from .machines.hardware import CPU, Hardware
 from .plan import SPLIT_NAMES, Host, Plan
-from .planning import Chooser, Mode, Planning
 from .sharding.pins import Place
 from .spelling import spelled_out
 from .uncollected import uncollected
-from .uses import Use
 from .verifier.plan import verify_plan
-from .ways import best_way
 
 MOST = 2.0**63
 """Of a share."""

@@ -16,9 +16,9 @@ from ..backends.base import Instruction
 from ..graph.node import Node
 from ..graph.records import dataclass
 from ..ops.collective import LETTERS, int_attr, sequence_of
-from .hardware import Counts, Estimate, Hardware, leaf_of
 from .lowering.alike import structure
 from .lowering.lane import Lane, first_alike, teams_of
+from .machines.hardware import Counts, Estimate, Hardware, leaf_of
 
 WORK = "work"
 

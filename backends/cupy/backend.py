@@ -35,8 +35,9 @@ from .binding.programs import Met, bound_parts, foretold, gathered
 from .binding.trial import Known, tried
 from .device.driver import Beside, Driver, Launch, LaunchError, Single, Step, one_by_one
 from .device.limits import MOST, Limits
-from .kernels import attention, tiled
-from .kernels.packed import expanded
+from .kernels.attention import attention
+from .kernels.products import tiled
+from .kernels.products.packed import expanded
 from .meeting.meetings import Meetings
 from .meeting.transport import transport_of
 from .meeting.watch import LostError, Memberships

@@ -10,27 +10,22 @@ from .binding.chains import Fused
 from .binding.launches import Binding
 from .device.driver import Source
 from .kernels import (
-    attention,
     choosing,
     collective,
     elementwise,
-    experts,
-    gated_delta_net,
     indexer,
     integers,
-    matmul,
     moves,
-    products,
-    recurrences,
     reductions,
     rotary,
     routing,
     rows,
-    same_rows,
-    short_convolution,
     sliding,
     sorting,
 )
+from .kernels.attention import attention
+from .kernels.products import experts, matmul, products, same_rows
+from .kernels.recurrent import gated_delta_net, recurrences, short_convolution
 
 FAMILIES: tuple[ModuleType, ...] = (
     elementwise,

@@ -11,8 +11,8 @@ import numpy as np
 
 from hocket.backends.cupy.binding.launches import Launches
 from hocket.backends.cupy.device.driver import Launch
-from hocket.backends.cupy.kernels import gated_delta_net as kernels
-from hocket.backends.cupy.kernels.states import carry
+from hocket.backends.cupy.kernels.recurrent import gated_delta_net as kernels
+from hocket.backends.cupy.kernels.recurrent.states import carry
 from hocket.backends.operands import Bound, Operand
 
 from .bench import Bench, Case, Memory, Row, normalised_error

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from ...scheduler.calibrated import group_name, keep_speeds, read_speeds
-from ...scheduler.calibrating import speeds_of
-from ...scheduler.speeds import Speeds
+from ...scheduler.machines.calibrated import group_name, keep_speeds, read_speeds
+from ...scheduler.machines.speeds import Speeds
+from ...scheduler.probing.calibrating import speeds_of
 from ..devices import Group, found
 from ..errors import ModelError
 from ..terminal.output import log, write

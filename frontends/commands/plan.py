@@ -25,7 +25,7 @@ from ...scheduler import (
     shortage,
     simulate,
 )
-from ...scheduler.calibrated import hardware_of, told_speeds
+from ...scheduler.machines.calibrated import hardware_of, told_speeds
 from ..devices import ONE_DEVICE, found
 from ..errors import ModelError
 from ..gguf.reader import MAGIC

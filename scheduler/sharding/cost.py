@@ -8,7 +8,7 @@ from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...ops import op_of
 from ...ops.routing import busiest
-from ..hardware import Counts, Estimate, Hardware
+from ..machines.hardware import Counts, Estimate, Hardware
 from .assign import Assignment, Conversion
 from .states import Cut
 

@@ -13,9 +13,9 @@ from types import MappingProxyType
 from ...graph.graph import Graph, names
 from ...graph.node import Node, Value
 from ...ops.collective import receive, send
-from ..hardware import CPU, Counts, Hardware
 from ..layout import REPLICATE, Layout, Local
 from ..lowering.order import together
+from ..machines.hardware import CPU, Counts, Hardware
 from .emit import Sharded, unused
 
 Placement = Mapping[Node, int]

@@ -11,8 +11,8 @@ from collections.abc import Collection
 
 from ...graph.graph import Graph
 from ...graph.node import Value
-from ..hardware import Hardware
 from ..layout import REPLICATE
+from ..machines.hardware import Hardware
 from .assign import Assignment, assign
 from .axes import Factor
 from .cost import Costs

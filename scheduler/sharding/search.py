@@ -15,8 +15,8 @@ from types import MappingProxyType
 
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
-from ..hardware import Estimate, Hardware
 from ..layout import Layout, Shard
+from ..machines.hardware import Estimate, Hardware
 from ..units import nbytes_text, time_text
 from .again import Layer
 from .assign import Assignment

@@ -16,9 +16,9 @@ from ...graph.graph import Graph, names
 from ...graph.node import Node, Value, input
 from ...graph.rewrite import rewrite
 from ...ops.collective import COLLECTIVES, receive, send
-from ..hardware import Hardware
 from ..layout import REPLICATE, Layout, Local, Replicate, Shard
 from ..lowering.lane import teams_of
+from ..machines.hardware import Hardware
 from .emit import Sharded, shard, unused, with_meetings
 from .factors import Factors
 from .layers import Placement, homes

@@ -22,11 +22,11 @@ from ...graph.graph import names
 from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops import verify
-from ..hardware import Hardware
 from ..layout import Layout, Local, Shard, local_shape
 from ..lowering.lane import Lane, first_alike
+from ..machines.hardware import Hardware
+from ..machines.simulated import SIMULATED, simulated
 from ..plan import Placed, Plan
-from ..simulated import SIMULATED, simulated
 from ..verifier.plan import verify_plan
 from .as_data import count, layout_data, program_data, read_layout, read_program, text_of
 

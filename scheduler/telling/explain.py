@@ -13,9 +13,9 @@ from ...graph.graph import names
 from ...graph.node import Node, Value
 from ...ops import REGISTRY
 from ...ops.collective import sequence_of
-from ..hardware import leaf_of
 from ..layout import Local, Shard
 from ..lowering.lane import Lane
+from ..machines.hardware import leaf_of
 from ..plan import Plan
 from ..stages import WORK, Stage, met_bytes
 from ..succession import followed, gain, stages_text

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from ...graph.graph import names
 from ...graph.node import Node, Value
 from ...ops import op_of
-from ..hardware import Counts, leaf_of
 from ..layout import Replicate
 from ..lowering.lane import Lane, first_alike
+from ..machines.hardware import Counts, leaf_of
 from ..plan import Plan
 from ..sharding.pins import closed, wished
 from ..stages import Prices

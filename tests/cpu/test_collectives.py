@@ -9,7 +9,7 @@ from hocket import ops
 from hocket.graph import Graph, input, weight
 from hocket.ranks.near import Member
 from hocket.scheduler import load, plan_for
-from hocket.scheduler.hardware import Hardware
+from hocket.scheduler.machines.hardware import Hardware
 
 from ..given.plans.grouped import group_of
 

@@ -13,8 +13,8 @@ from hocket.backends.cupy import cuda
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding.trial import tried
 from hocket.backends.cupy.device import disassembly, early, nvrtc
-from hocket.backends.cupy.device.driver import KERNELS, Exchange, Launch
-from hocket.backends.cupy.kernels import dense, packed, tiled
+from hocket.backends.cupy.device.driver import Exchange, Launch, places, text_of
+from hocket.backends.cupy.kernels.products import dense, packed, tiled
 from hocket.backends.cupy.table import SOURCES
 from hocket.graph import DType, Graph, input, weight
 from hocket.graph.errors import BackendError
@@ -132,14 +132,13 @@ HEAD = re.compile(r"__global__ [^;{}]*?\b(\w+)\(const __grid_constant__ [^)]*\) 
 
 def test_every_kernel_waits_for_earlier_launches_before_all_else():
     found = {}
-    for path in sorted(KERNELS.glob("*.cu")):
-        text = path.read_text("utf-8")
-        heads = HEAD.findall(text)
-        assert len(heads) == text.count("__global__"), path.name
-        found |= {f"{path.name}: {name}": first for name, first in heads}
+    for file in (name for name in places() if name.endswith(".cu")):
+        heads = HEAD.findall(text_of(file))
+        assert len(heads) == text_of(file).count("__global__"), file
+        found |= {f"{file}: {name}": first for name, first in heads}
     late = {name for name, first in found.items() if first != "wait_for_earlier();"}
     assert late == ASKING_FIRST
-    assert all("wait_for_earlier();" in (KERNELS / name.partition(":")[0]).read_text("utf-8") for name in late)
+    assert all("wait_for_earlier();" in text_of(name.partition(":")[0]) for name in late)
 
 
 @pytest.mark.long(every=3)

@@ -24,7 +24,7 @@ from hocket.graph.errors import BackendError
 from hocket.ops import REGISTRY
 from hocket.ops.collective import COLLECTIVES
 from hocket.scheduler import load, plan, plan_for
-from hocket.scheduler.simulated import simulate
+from hocket.scheduler.machines.simulated import simulate
 
 from ..given.devices.devices_meet import CASES, Rig, same, through_the_host
 from ..given.devices.emulation import needs_compiler

@@ -17,7 +17,7 @@ from hocket.backends.cupy.device import nvrtc
 from hocket.backends.cupy.device.driver import Launch
 from hocket.backends.cupy.device.limits import EVERYWHERE, KIB, MOST, SHARED, Limits, limits_of
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver
-from hocket.backends.cupy.kernels import gated_delta_net
+from hocket.backends.cupy.kernels.recurrent import gated_delta_net
 from hocket.backends.cupy.meeting.watch import Watch
 from hocket.backends.cupy.resources import recorded
 from hocket.backends.cupy.table import SOURCES

@@ -9,9 +9,9 @@ import pytest
 from hocket.backends.base import Tensor
 from hocket.backends.cupy.binding.launches import Launches
 from hocket.backends.cupy.device import disassembly, nvrtc
-from hocket.backends.cupy.device.driver import KERNELS, Source
+from hocket.backends.cupy.device.driver import Source, text_of
 from hocket.backends.cupy.emulation.counted import CountingDriver, count
-from hocket.backends.cupy.kernels import tiled
+from hocket.backends.cupy.kernels.products import tiled
 from hocket.backends.cupy.predicted.executions import executions
 from hocket.backends.cupy.predicted.flow import flows
 from hocket.backends.cupy.predicted.speeds import predicted
@@ -22,7 +22,7 @@ from hocket.conformance.reports.emulated import counters
 from hocket.graph import DType, Graph, input, weight
 from hocket.graph.errors import BackendError
 from hocket.ops import mul_mat
-from hocket.scheduler.simulated import MACHINES, simulate
+from hocket.scheduler.machines.simulated import MACHINES, simulate
 
 from ..given.devices.emulation import Written, needs_compiler
 
@@ -52,8 +52,7 @@ NAMES = tuple(f"walked<{kind}>" for kind in range(4))
 SOURCE = Written(
     "planted.cu",
     NAMES,
-    body="".join(f'#line 1 "prelude.cuh"\n{(KERNELS / name).read_text("utf-8")}' for name in Source("", ()).files[:-1])
-    + PLANTED,
+    body="".join(f'#line 1 "prelude.cuh"\n{text_of(name)}' for name in Source("", ()).files[:-1]) + PLANTED,
 )
 ONE, SERIAL, CHAIN, SOME = NAMES
 

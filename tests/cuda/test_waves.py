@@ -8,7 +8,7 @@ import pytest
 from hocket.backends.base import Tensor
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding.launches import Launches
-from hocket.backends.cupy.device.driver import HIP, KERNELS, LaunchError
+from hocket.backends.cupy.device.driver import HIP, LaunchError, text_of
 from hocket.backends.cupy.emulation.emulated import EmulatedHipDriver
 from hocket.backends.operands import Operand
 from hocket.conformance import Outcome, parse_case, run_case
@@ -63,7 +63,7 @@ template <int HOW> __global__ void halves(const __grid_constant__ Halves a) {
 
 def halves(how, mask="ALL_LANES"):
     """What a block of one wave makes of 0, 1, 2, ..."""
-    before = "".join((KERNELS / name).read_text("utf-8") for name in ("types.cuh", HIP, "prelude.cuh"))
+    before = "".join(text_of(name) for name in ("types.cuh", HIP, "prelude.cuh"))
     body = before + HALVES.replace("ALL_LANES", mask)
     made = Written("halves.cu", (f"halves<{how}>",), instructions=HIP, body=body)
     driver = EmulatedHipDriver()

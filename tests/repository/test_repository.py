@@ -39,6 +39,12 @@ MAY_IMPORT = {
     "data": (),
 }
 INSIDE = {
+    "scheduler.machines": (
+        "graph",
+        "ops",
+        *map("backends.{}".format, ("base", "abilities", "cache")),
+        "scheduler.lowering.lane",
+    ),
     "scheduler.verifier": (
         "graph",
         "ops",
@@ -52,7 +58,22 @@ INSIDE = {
         "ops",
         "backends.base",
         "backends.abilities",
-        *map("scheduler.{}".format, ("layout", "hardware", "lowering", "plan", "units")),
+        *map("scheduler.{}".format, ("layout", "lowering", "machines.hardware", "plan", "units")),
+    ),
+    "scheduler.choosing": (
+        "graph",
+        "ops",
+        "backends.base",
+        "backends.abilities",
+        *map("scheduler.{}".format, ("layout", "lowering", "machines.hardware", "plan", "sharding", "spelling")),
+        *map("scheduler.{}".format, ("succession", "units")),
+    ),
+    "scheduler.probing": (
+        "graph",
+        "ops",
+        "backends.base",
+        "backends.abilities",
+        *map("scheduler.{}".format, ("machines.speeds", "plan", "planner", "running")),
     ),
     "scheduler.running": (
         "graph",
@@ -65,8 +86,8 @@ INSIDE = {
     ),
     "frontends.commands": ("graph", "ops", "backends", "ranks", "scheduler", "view", "frontends", "conformance"),
 }
-"""Rooms of a folder, and what each may import besides itself.  The verifier sees no planner, lowering no sharding, and
-commands, which nobody imports, all."""
+"""Rooms of a folder, and what each may import besides itself.  The verifier sees no planner, lowering no sharding,
+machines no plan, choosing nothing that runs or tells, and commands, which nobody imports, all."""
 TELLERS = ("scheduler.plan", "scheduler.telling")
 DOORS = {
     "graph/graph.py": {"view", "ops.text"},

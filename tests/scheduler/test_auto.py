@@ -11,8 +11,8 @@ from hocket import ops
 from hocket.frontends.commands.plan import step_graph
 from hocket.graph import Graph, input
 from hocket.scheduler import plan_for
-from hocket.scheduler.auto import Way, best_of
-from hocket.scheduler.simulated import simulate
+from hocket.scheduler.choosing.auto import Way, best_of
+from hocket.scheduler.machines.simulated import simulate
 
 from ..given.models.large_headers import llama_8b, llama_70b, qwen_80b
 

@@ -16,7 +16,7 @@ from hocket.frontends.devices import ONE_DEVICE, found
 from hocket.frontends.measuring import compared
 from hocket.graph import DType
 from hocket.scheduler import CPU, kept_plan, plan_for
-from hocket.scheduler.calibrated import (
+from hocket.scheduler.machines.calibrated import (
     Speeds,
     _say_unfit,
     group_name,
@@ -26,8 +26,8 @@ from hocket.scheduler.calibrated import (
     speeds_file,
     told_speeds,
 )
-from hocket.scheduler.calibrating import STEPS, attended, chain, products, speeds_of
-from hocket.scheduler.hardware import Hardware
+from hocket.scheduler.machines.hardware import Hardware
+from hocket.scheduler.probing.calibrating import STEPS, attended, chain, products, speeds_of
 from hocket.scheduler.telling.measured import Measured, Step
 
 from ..given.models.goldens import TINY

@@ -10,7 +10,7 @@ from hocket import ops
 from hocket.backends.base import find
 from hocket.graph import Graph, input, weight
 from hocket.scheduler import plan, plan_for
-from hocket.scheduler.hardware import Hardware
+from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.telling.hints import hints
 
 from ..given.models.goldens import decode_graph

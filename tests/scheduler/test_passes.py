@@ -15,13 +15,13 @@ from hocket.frontends.models import Step, load_model
 from hocket.graph import Graph, dump
 from hocket.scheduler import plan_for
 from hocket.scheduler.lowering.lower import lower
+from hocket.scheduler.machines.simulated import simulate
 from hocket.scheduler.sharding.assign import assign
 from hocket.scheduler.sharding.emit import shard
 from hocket.scheduler.sharding.factors import Factors
 from hocket.scheduler.sharding.layers import layer_split, place
 from hocket.scheduler.sharding.search import Search
 from hocket.scheduler.sharding.shares import Shares
-from hocket.scheduler.simulated import simulate
 from hocket.scheduler.telling.listing import factors_text, graphs_text, layouts_text, memory_text, program_text
 
 from ..given.models.goldens import GOLDENS, path_of

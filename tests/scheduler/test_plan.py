@@ -17,10 +17,10 @@ from hocket.cli import main
 from hocket.graph import BackendError, Graph, HocketError, PlanError, input, to_json, weight
 from hocket.graph.fold import repeats
 from hocket.scheduler import load, plan, plan_for
-from hocket.scheduler.fits import memory_problem, pools
-from hocket.scheduler.hardware import CPU
+from hocket.scheduler.choosing.fits import memory_problem, pools
+from hocket.scheduler.machines.hardware import CPU
+from hocket.scheduler.machines.simulated import simulate
 from hocket.scheduler.sharding.condense import condense
-from hocket.scheduler.simulated import simulate
 from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
 from hocket.scheduler.telling.diff import difference, drawn_together
 from hocket.scheduler.units import places

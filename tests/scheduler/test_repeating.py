@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from hocket.backends.base import find
-from hocket.scheduler import Plan, plan_for, repeating
+from hocket.scheduler import Plan, plan_for
+from hocket.scheduler.choosing import repeating
 from hocket.scheduler.lowering.lane import lanes_of
 from hocket.scheduler.verifier.plan import plan_faults
 

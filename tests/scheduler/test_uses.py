@@ -11,7 +11,7 @@ from hocket.frontends.laying_out import use_of
 from hocket.frontends.models import Step
 from hocket.frontends.open import open_model
 from hocket.scheduler import plan_for
-from hocket.scheduler.simulated import simulate
+from hocket.scheduler.machines.simulated import simulate
 
 from ..given.models.large_headers import llama_8b
 

@@ -14,7 +14,7 @@ from ...flow import Flow
 from ...liveness import readers_of
 from ...operands import Bound, Operand
 from ...sources import short
-from ..device.driver import KERNELS, Kernel, Launch, Single
+from ..device.driver import KERNELS, Kernel, Launch, Single, place_of, text_of
 from ..device.limits import Limits
 from ..table import FUSED, binding
 from .chains import fuse
@@ -116,9 +116,17 @@ def _source(kernel: Kernel) -> Source:
     """Where a kernel is written: in its file, or in one that the file shares with others."""
     head = re.compile(rf"^.*__global__[^;{{}}]*?\b{re.escape(kernel.name.partition('<')[0])}\s*\(", re.MULTILINE)
     for file in (kernel.source.file, *kernel.source.before):
-        text = (KERNELS / file).read_text("utf-8")
+        text = text_of(file)
         if at := head.search(text):
             end = text.find("\n}", at.start()) + len("\n}")
             line = text.count("\n", 0, at.start()) + 1
-            return Source(f"hocket/backends/cupy/kernels/{file}:{line}", short(text[at.start() : end]))
-    return Source(f"hocket/backends/cupy/kernels/{kernel.source.file}")
+            return Source(f"{_place(file)}:{line}", short(text[at.start() : end]))
+    return Source(_place(kernel.source.file))
+
+
+def _place(file: str) -> str:
+    """A file of kernels as a reader of the repository finds it."""
+    path = place_of(file)
+    return (
+        f"hocket/backends/cupy/kernels/{path.relative_to(KERNELS).as_posix()}" if path.is_relative_to(KERNELS) else file
+    )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from ....graph.dtypes import DType
@@ -25,9 +26,9 @@ CUDA, HIP = "cuda.cuh", "hip.cuh"
 class Source:
     """A file of kernels, and those instantiations of it that bindings ask for: they are compiled together, once.
 
-    `file` lies in the folder ``kernels``; `names` are C++ expressions such as ``unary<Neg>``; `before` are files that
-    others share with it.  `instructions` is the file of those of the devices it is compiled for, `architectures` which
-    they are, if not all.
+    `file` is a name in the folder ``kernels``, whose rooms it does not say, or a path; `names` are C++ expressions such
+    as ``unary<Neg>``; `before` are files that others share with it.  `instructions` is the file of those of the devices
+    it is compiled for, `architectures` which they are, if not all.
     """
 
     file: str
@@ -43,7 +44,7 @@ class Source:
     @property
     def text(self) -> str:
         """C++ that needs no header."""
-        return "".join(f'#line 1 "{name}"\n{_read(name)}' for name in self.files)
+        return "".join(f'#line 1 "{name}"\n{text_of(name)}' for name in self.files)
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -52,8 +53,20 @@ class Source:
 
 
 @cache
-def _read(name: str) -> str:
-    return (KERNELS / name).read_text("utf-8")
+def places() -> Mapping[str, Path]:
+    """Where each of our files of kernels lies, by its name, which no other has."""
+    return MappingProxyType({path.name: path for path in sorted(KERNELS.rglob("*.cu*"))})
+
+
+def place_of(file: str) -> Path:
+    """Where one of our files of kernels lies; what has another name is a path."""
+    return places().get(file) or Path(file)
+
+
+@cache
+def text_of(file: str) -> str:
+    """The text of a file of kernels."""
+    return place_of(file).read_text("utf-8")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..device.driver import KERNELS
+from ..device.driver import place_of
 from .counted import Counted, Site
 
 MOST_MOVED = 1.05
@@ -171,7 +171,7 @@ def _most(site: Site) -> float:
 
 
 def _code(file: str, line: str) -> str:
-    path = KERNELS / file
+    path = place_of(file)
     return path.read_text("utf-8").splitlines()[int(line) - 1] if path.exists() and line.isdecimal() else ""
 
 

@@ -14,7 +14,7 @@ from ..binding.chains import Fused
 from ..binding.launches import Binding, Launches, Word, blocks
 from ..binding.packing import PACKINGS
 from ..device.driver import Kernel, Source
-from . import packed
+from .products import packed
 
 THREADS = 256
 MOST_ELEMENTS = 2**31

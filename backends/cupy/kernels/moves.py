@@ -16,8 +16,8 @@ from ..binding.axes import axes_of, expanded, row_heads
 from ..binding.launches import Binding, Launches, Word, blocks
 from ..binding.packing import PACKINGS
 from ..device.driver import Source
-from . import packed
 from .elementwise import CELLS, MOST_ELEMENTS, THREADS, TYPES, as_float, launch_binary, launch_cast, launch_map
+from .products import packed
 
 BITS = {1: "u8", 2: "u16", 4: "u32", 8: "u64"}
 IDS = {DType.I32: "i32", DType.I64: "i64"}

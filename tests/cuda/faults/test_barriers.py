@@ -6,7 +6,7 @@ import pytest
 
 from hocket.backends.cupy.emulation.order import disorder
 from hocket.backends.cupy.emulation.ordered import OrderedBackend, OrderedDriver
-from hocket.backends.cupy.kernels import tiled
+from hocket.backends.cupy.kernels.products import tiled
 from hocket.conformance import Outcome, run_case
 from hocket.conformance.trials.case import parse
 

@@ -19,7 +19,7 @@ from hocket.backends.cupy.emulation.counted import CountingDriver
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver
 from hocket.backends.cupy.emulation.order import disorder
 from hocket.backends.cupy.emulation.ordered import OrderedBackend, OrderedDriver
-from hocket.backends.cupy.kernels import tiled
+from hocket.backends.cupy.kernels.products import tiled
 from hocket.graph import Graph, input, weight
 from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError

@@ -7,10 +7,10 @@ import pytest
 from hocket.backends.base import Tensor
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding.launches import Launches
-from hocket.backends.cupy.device.driver import KERNELS, Source
+from hocket.backends.cupy.device.driver import Source, text_of
 from hocket.backends.cupy.emulation.counted import CountingDriver, count
 from hocket.backends.cupy.emulation.main_path import ALLOWED, CASES, faults
-from hocket.backends.cupy.kernels import tiled
+from hocket.backends.cupy.kernels.products import tiled
 from hocket.backends.operands import Operand
 from hocket.cli import main
 from hocket.conformance.reports.emulated import counters
@@ -36,7 +36,7 @@ NAMES = ("walked<float>", "walked<double>")
 SOURCE = Written(
     "walked.cu",
     NAMES,
-    body="".join((KERNELS / name).read_text("utf-8") for name in Source("", ()).files[:-1]) + PLANTED,
+    body="".join(text_of(name) for name in Source("", ()).files[:-1]) + PLANTED,
 )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hocket.backends.cupy.device.driver import LaunchError
-from hocket.backends.cupy.kernels import gated_delta_net as binding
+from hocket.backends.cupy.kernels.recurrent import gated_delta_net as binding
 
 from ...given.devices.delta_launches import ORDERS, Problem, bind, problem, reference, run, with_slots, worst
 from ...given.devices.emulation import needs_compiler, with_fault

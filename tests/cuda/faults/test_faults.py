@@ -11,7 +11,7 @@ import pytest
 from hocket.backends.base import Tensor
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding.launches import Launches
-from hocket.backends.cupy.device.driver import KERNELS, LaunchError
+from hocket.backends.cupy.device.driver import LaunchError, text_of
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver
 from hocket.backends.operands import NoKernelError, Operand
 from hocket.conformance import Outcome, run_case
@@ -22,7 +22,7 @@ from hocket.ops import REGISTRY
 from ...given.devices.emulation import FaultyDriver, Written, needs_compiler
 
 pytestmark = needs_compiler
-BEFORE = [(KERNELS / name).read_text("utf-8") for name in ("types.cuh", "cuda.cuh", "prelude.cuh")]
+BEFORE = [text_of(name) for name in ("types.cuh", "cuda.cuh", "prelude.cuh")]
 PLANTED = Path(__file__).with_name("planted.cu").read_text("utf-8")
 
 # kernel, threads, blocks, elements of x and of out, and its faults: name, what is said (a wrong result if nothing is)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from hocket.backends.cupy.device.driver import KERNELS
+from hocket.backends.cupy.device.driver import text_of
 
 from ...given.devices.inefficiencies import ASKED, COMPILED
 from ..kernels import test_attention, test_delta_layer, test_float_products, test_recurrences, test_sorting
@@ -47,7 +47,7 @@ TABLES = {
 def missing(plants: Iterable[tuple[str, ...]]) -> Iterator[str]:
     """What stands not once in its file, or becomes what it is."""
     for file, old, new, *_ in plants:
-        count = (KERNELS / file).read_text("utf-8").count(old)
+        count = text_of(file).count(old)
         if count != 1 or old == new:
             yield f"{count} times in {file}: {old}"
 

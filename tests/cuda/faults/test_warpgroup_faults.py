@@ -16,7 +16,7 @@ from hocket.backends.cupy.device.driver import Launch
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver
 from hocket.backends.cupy.emulation.order import disorder
 from hocket.backends.cupy.emulation.ordered import OrderedBackend, OrderedDriver
-from hocket.backends.cupy.kernels import tiled
+from hocket.backends.cupy.kernels.products import tiled
 from hocket.conformance import Outcome, run_case
 from hocket.conformance.trials.case import parse
 from hocket.graph.dtypes import DType

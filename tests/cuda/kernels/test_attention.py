@@ -7,7 +7,7 @@ import pytest
 
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.emulation.emulated import EmulatedBackend, EmulatedDriver
-from hocket.backends.cupy.kernels import attention as binding
+from hocket.backends.cupy.kernels.attention import attention as binding
 from hocket.conformance import Outcome, run_case
 from hocket.conformance.judging.run import execute
 from hocket.conformance.trials.case import parse

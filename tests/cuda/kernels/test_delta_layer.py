@@ -10,7 +10,7 @@ import pytest
 
 from hocket.backends.cupy.binding.launches import Launches
 from hocket.backends.cupy.device.driver import LaunchError
-from hocket.backends.cupy.kernels.short_convolution import Layer, Made, launch_gated_norm, launch_inputs
+from hocket.backends.cupy.kernels.recurrent.short_convolution import Layer, Made, launch_gated_norm, launch_inputs
 
 from ...given.devices.delta_launches import NOTHING, ORDERS, aligned, operand, run, worst
 from ...given.devices.emulation import needs_compiler, with_fault

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hocket.backends.cupy.device import nvrtc
-from hocket.backends.cupy.kernels import gated_delta_net as binding
+from hocket.backends.cupy.kernels.recurrent import gated_delta_net as binding
 from hocket.graph.errors import BackendError
 
 from ...given.devices.delta_launches import (

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from hocket.backends.cupy.device import hiprtc
-from hocket.backends.cupy.device.driver import KERNELS, Source
+from hocket.backends.cupy.device.driver import KERNELS, Source, places, text_of
 from hocket.backends.cupy.table import SOURCES
 from hocket.graph.errors import BackendError
 
@@ -66,14 +66,17 @@ def test_what_does_not_compile_is_named():
     assert "no_such_kernel" in str(caught.value)
 
 
+def test_every_file_of_kernels_is_found_by_its_name():
+    """Sources name no room, so that two files of one name would stand for each other."""
+    assert sorted(places().values()) == sorted(KERNELS.rglob("*.cu*"))
+
+
 def test_no_other_file_has_inline_assembly_or_asks_what_it_is_compiled_for():
     of_hopper = {name for source in SOURCES if source.architectures == ("sm_90a",) for name in source.before}
     of_all = {name for source in SOURCES if not source.architectures for name in (source.file, *source.before)}
     headers = {name for name in of_hopper - of_all if name.endswith(".cuh")}
     assert headers == {"wgmma.cuh", "cluster.cuh"}, "instructions that one architecture has, and no device of AMD"
-    for path in sorted(KERNELS.glob("*.cu*")):
-        if path.name not in ("cuda.cuh", "hip.cuh", "types.cuh", *headers):
-            text = path.read_text("utf-8")
-            assert "asm" not in text, path.name
-            assert "#if" not in text, path.name
-    assert "asm" not in (KERNELS / "hip.cuh").read_text("utf-8")
+    for name in places().keys() - {"cuda.cuh", "hip.cuh", "types.cuh", *headers}:
+        assert "asm" not in text_of(name), name
+        assert "#if" not in text_of(name), name
+    assert "asm" not in text_of("hip.cuh")

@@ -10,7 +10,7 @@ import pytest
 from hocket.backends.cupy.device import disassembly, nvrtc
 from hocket.backends.cupy.device.cubins import cubin
 from hocket.backends.cupy.device.driver import Source
-from hocket.backends.cupy.kernels import tiled
+from hocket.backends.cupy.kernels.products import tiled
 from hocket.backends.cupy.resources import architectures, digest, measured, recorded
 from hocket.backends.cupy.table import SOURCES
 from hocket.graph.dtypes import DType

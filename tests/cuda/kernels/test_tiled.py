@@ -14,8 +14,8 @@ from hocket.backends.cupy.binding.trial import tried
 from hocket.backends.cupy.device.driver import Launch
 from hocket.backends.cupy.device.limits import KIB, MOST, Limits, limits_of
 from hocket.backends.cupy.emulation.emulated import EmulatedBackend, EmulatedDriver
-from hocket.backends.cupy.kernels import tiled
 from hocket.backends.cupy.kernels.elementwise import TYPES
+from hocket.backends.cupy.kernels.products import tiled
 from hocket.backends.operands import Operand
 from hocket.graph import Graph, input, weight
 from hocket.graph.dtypes import DType

@@ -18,7 +18,7 @@ from hocket.frontends.session import Group, Session
 from hocket.graph import Graph, input, weight
 from hocket.graph.errors import BackendError, PlanError
 from hocket.scheduler import load, plan, plan_for
-from hocket.scheduler.fits import memory_problem, pools
+from hocket.scheduler.choosing.fits import memory_problem, pools
 from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
 
 from ...given.devices.devices_meet import CASES, Rig, reduced, same, through_the_host

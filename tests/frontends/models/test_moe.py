@@ -18,7 +18,7 @@ from hocket.frontends.models.layers.moe import Experts, mixture
 from hocket.frontends.session import Group, Session
 from hocket.graph import Graph, Value, input
 from hocket.scheduler import Plan, load, plan, plan_for
-from hocket.scheduler.hardware import Hardware
+from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.sharding.axes import Factor
 from hocket.scheduler.sharding.factors import Factors
 

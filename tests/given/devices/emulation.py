@@ -11,7 +11,7 @@ import pytest
 
 from hocket.backends.base import Device
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.device.driver import CUDA, HIP, KERNELS, Launch, Source
+from hocket.backends.cupy.device.driver import CUDA, HIP, Launch, Source, text_of
 from hocket.backends.cupy.device.limits import MOST, OF_HIP
 from hocket.backends.cupy.emulation.building import library
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver
@@ -25,7 +25,7 @@ BARRIER = re.compile(r"__sync(threads|warp)\(\);")
 
 def barriers(file: str) -> list[int]:
     """The lines of a file of kernels that hold one."""
-    text = (KERNELS / file).read_text("utf-8").splitlines()
+    text = text_of(file).splitlines()
     return [number for number, line in enumerate(text, 1) if BARRIER.search(line)]
 
 

@@ -5,7 +5,7 @@ Barriers and fences that are dropped are planted in ``tests/cuda/faults/test_bar
 
 from __future__ import annotations
 
-from hocket.backends.cupy.device.driver import KERNELS
+from hocket.backends.cupy.device.driver import text_of
 
 NORM = "rms_norm(x=f32[4,1024])"
 ADD = "add(a=f32[4,512], b=f32[4,512])"
@@ -24,7 +24,7 @@ PROMPT = (
 TOKEN = "attention(q=f32[1,8,128], k=f32[64,2,128], v=f32[64,2,128], scale=0.1)"
 CELLS = "attention(q=f32[1,8,128], k=f16[64,2,128], v=f16[64,2,128], scale=0.1)"
 SHORT = "attention(q=f32[32,4,128], k=bf16[128,1,128], v=bf16[128,1,128], scale=0.1)"
-TILES = (KERNELS / "attention.cuh").read_text("utf-8")
+TILES = text_of("attention.cuh")
 BETWEEN = TILES.partition("8 * (c ^ (row & 7)); }\n")[2].partition("8 * ((")[0]
 """What stands between two formulas."""
 

@@ -11,7 +11,7 @@ from hocket.backends.base import Tensor, contiguous_strides
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding.launches import Launches
 from hocket.backends.cupy.emulation.emulated import EmulatedBackend, EmulatedDriver
-from hocket.backends.cupy.kernels import packed, tiled
+from hocket.backends.cupy.kernels.products import packed, tiled
 from hocket.backends.operands import Operand
 from hocket.graph import Graph, input, weight
 from hocket.graph.dtypes import DType

@@ -15,8 +15,8 @@ from hocket.backends.base import Program, Tensor
 from hocket.graph import Graph, HocketError, Node, Value, input, state, weight
 from hocket.graph.errors import PlanError
 from hocket.scheduler import Host, Plan, Store, plan_for
-from hocket.scheduler.hardware import Hardware
 from hocket.scheduler.lowering.lower import lower
+from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.verifier.plan import plan_faults
 
 from ..graphs.random_graphs import seeded_graph

@@ -12,8 +12,8 @@ from hocket import ops
 from hocket.backends.base import Support, find
 from hocket.graph import Graph, Node, Value, input, state, weight
 from hocket.scheduler import Plan, plan_for
-from hocket.scheduler.hardware import Hardware
 from hocket.scheduler.lowering.lower import lower
+from hocket.scheduler.machines.hardware import Hardware
 
 T, E, H, KV, D, F, C = 3, 8, 4, 2, 4, 12, 6
 SLOW = Hardware(flops=1e3, bandwidth=1e3, launch=0, link_latency=0.3)

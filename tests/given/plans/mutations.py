@@ -21,8 +21,8 @@ from hocket.backends.numpy.backend import NumpyBackend
 from hocket.backends.reference.backend import ReferenceBackend
 from hocket.graph import DType, Graph, Node, Spec, Value, input
 from hocket.scheduler import Plan
-from hocket.scheduler.hardware import Hardware
 from hocket.scheduler.layout import PARTIAL, REPLICATE, Local, Partial, Replicate, Shard
+from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.plan import Placed
 
 Path = tuple[tuple[str, Any], ...]

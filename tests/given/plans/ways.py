@@ -10,7 +10,7 @@ import numpy as np
 from hocket.backends.base import find
 from hocket.graph import Graph, HocketError
 from hocket.scheduler import Executor, Plan, load, plan_for
-from hocket.scheduler.hardware import Hardware
+from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.sharding.axes import Factor
 from hocket.scheduler.sharding.factors import Factors
 from hocket.scheduler.sharding.search import classes_of, cut_twice

@@ -13,7 +13,7 @@ from hocket.backends.base import find
 from hocket.backends.numpy.backend import NumpyBackend
 from hocket.graph import Graph, PlanError, input, weight
 from hocket.scheduler import Executor, Judge, Statistics, load, matching, observed, plan_for, taken
-from hocket.scheduler.observing import values_of
+from hocket.scheduler.probing.observing import values_of
 
 from ...given.graphs.random_graphs import bindings
 from ...given.plans.faults import SLOW, decoder

@@ -15,7 +15,7 @@ from hocket.backends.null.backend import NullBackend
 from hocket.graph import BackendError, Graph, PlanError, StepError, input, weight
 from hocket.ranks.near import DEPTH, Meeting
 from hocket.scheduler import Executor, Pipeline, even_shares, in_turn, plan_for
-from hocket.scheduler.hardware import Hardware
+from hocket.scheduler.machines.hardware import Hardware
 
 from ...given.plans.chained import ROWS, RUNS, chain, feeds, follow, held, planted, same, stored
 from ...given.waits import HOUR, until

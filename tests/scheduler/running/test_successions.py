@@ -14,7 +14,7 @@ from hocket.backends.null.backend import NullBackend
 from hocket.backends.null.backend import Step as NullStep
 from hocket.graph import Graph, PlanError, StepError, input, weight
 from hocket.scheduler import Executor, Pipeline, Plan, Succession, dealing, plan_for
-from hocket.scheduler.hardware import Hardware
+from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.units import time_text
 
 from ...given.plans.chained import RUNS, chain, feeds, held, planted, same, stored

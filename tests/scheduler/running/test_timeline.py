@@ -10,7 +10,7 @@ from hocket.backends.base import find
 from hocket.backends.null.backend import NullBackend
 from hocket.graph import Graph, PlanError, input, weight
 from hocket.scheduler import Executor, Store, load, plan_for
-from hocket.scheduler.hardware import CPU, Hardware
+from hocket.scheduler.machines.hardware import CPU, Hardware
 from hocket.scheduler.running.timeline import timeline
 
 from ...given.graphs.random_graphs import bindings

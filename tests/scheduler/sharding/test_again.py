@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hocket.scheduler.hardware import Hardware
+from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.sharding.again import Layer
 from hocket.scheduler.sharding.assign import assign
 from hocket.scheduler.sharding.cost import Costs

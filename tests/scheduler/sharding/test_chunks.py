@@ -10,7 +10,7 @@ from hocket.backends.reference.backend import ReferenceBackend
 from hocket.graph.errors import PlanError
 from hocket.ops.collective import COLLECTIVES
 from hocket.scheduler import plan_for
-from hocket.scheduler.hardware import Hardware
+from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.running.timeline import timeline
 from hocket.scheduler.sharding import chunks
 from hocket.scheduler.telling.critical import critical_path

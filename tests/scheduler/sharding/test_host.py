@@ -15,7 +15,7 @@ from hocket.frontends.models import load_model
 from hocket.frontends.session import Group, Session
 from hocket.graph import BackendError, Graph, input, weight
 from hocket.scheduler import Host, load, plan, plan_for
-from hocket.scheduler.fits import memory_problem, shortage
+from hocket.scheduler.choosing.fits import memory_problem, shortage
 from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
 
 from ...given.models.goldens import FLOAT_CACHES, nmse, path_of, tokens_of

@@ -261,7 +261,7 @@ def equal_to_one_device(graph: Graph, n: int, **options):
 @pytest.fixture(name="slow")
 def _slow():
     """Devices so slow that every cut pays."""
-    from hocket.scheduler.hardware import Hardware
+    from hocket.scheduler.machines.hardware import Hardware
 
     return Hardware(flops=1e3, bandwidth=1e3, launch=0, link_latency=1e-9)
 

@@ -21,8 +21,8 @@ from hocket.graph.graph import names
 from hocket.ops import REGISTRY
 from hocket.ops.collective import COLLECTIVES
 from hocket.scheduler import Executor, Store, load, plan, plan_for
-from hocket.scheduler.hardware import Hardware
 from hocket.scheduler.layout import Local, Shard
+from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
 
 from ...given.graphs.random_graphs import seeded_graph

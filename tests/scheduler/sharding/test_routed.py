@@ -16,8 +16,8 @@ from hocket.frontends.models import Batch, Step, load_model
 from hocket.graph import BackendError, Graph, Value, input, weight
 from hocket.ops.routing import busiest
 from hocket.scheduler import Plan, load, plan_for
-from hocket.scheduler.hardware import Hardware
 from hocket.scheduler.layout import Shard
+from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.sharding.assign import assign
 from hocket.scheduler.sharding.axes import Factor
 from hocket.scheduler.sharding.cost import Costs

@@ -8,7 +8,7 @@ import pytest
 from hocket import ops
 from hocket.graph import Graph, Value, input, weight
 from hocket.scheduler import Plan, load, plan_for
-from hocket.scheduler.hardware import Hardware
+from hocket.scheduler.machines.hardware import Hardware
 
 from ...given.plans.grouped import group_of
 

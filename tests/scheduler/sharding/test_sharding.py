@@ -20,8 +20,8 @@ from hocket.graph import BackendError, Graph, PlanError, Value, input, state, we
 from hocket.ops.collective import COLLECTIVES
 from hocket.ranks.near import Meeting
 from hocket.scheduler import load, plan, plan_for
-from hocket.scheduler.hardware import Hardware
 from hocket.scheduler.layout import Shard
+from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.sharding.factors import Factors
 from hocket.scheduler.sharding.shares import Shares, joined, runs_of
 

@@ -9,9 +9,9 @@ import pytest
 
 from hocket import ops
 from hocket.graph import Graph, Value, input, weight
-from hocket.scheduler.hardware import CPU
+from hocket.scheduler.choosing.planning import Planning
 from hocket.scheduler.layout import PARTIAL, REPLICATE, Local
-from hocket.scheduler.planning import Planning
+from hocket.scheduler.machines.hardware import CPU
 from hocket.scheduler.sharding.assign import Assignment, Pass
 from hocket.scheduler.sharding.emit import shard
 from hocket.scheduler.sharding.factors import Factors

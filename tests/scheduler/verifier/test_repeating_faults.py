@@ -13,7 +13,8 @@ from hocket.backends.base import Instruction, Program, Tensor, find
 from hocket.graph import Graph, Node
 from hocket.graph.repeats import Repeats, Shortened
 from hocket.graph.rewrite import rewrite
-from hocket.scheduler import Plan, plan_for, repeating
+from hocket.scheduler import Plan, plan_for
+from hocket.scheduler.choosing import repeating
 from hocket.scheduler.lowering.lane import Short
 from hocket.scheduler.lowering.lane import repeating as lane_of
 from hocket.scheduler.lowering.lower import lower

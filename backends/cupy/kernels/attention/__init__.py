@@ -1,0 +1,1 @@
+"""Attention over cells of every type, by few queries and by many."""

@@ -1,0 +1,293 @@
+"""Attention: few rows of queries key by key, many in tiles on tensor cores; over cells of 16 bits all on those."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from .....graph.dtypes import DType
+from .....graph.spec import Spec
+from .....ops.declaring.attributes import number
+from .....ops.norms import alibi_slopes
+from ....operands import Bound, Operand, need
+from ...binding.axes import axes_of
+from ...binding.launches import Binding, Launches, Word, blocks
+from ..elementwise import CELLS, TYPES, as_float
+from .kinds import AROUND, CELLS_OF_FEW, FEW, OWN, THREADS, TILED, WARPS, Short, Tiled
+from .kinds import SOURCES as SOURCES
+
+MANY = 64
+"""Rows that share a key head from which tiles are worth what it takes to split keys and values into halves."""
+BLOCKS, MOST_SPLITS = 512, 64
+"""Blocks that keep any device busy, to which keys are shared out among splits, and the most of these."""
+PROCESSORS = 132
+"""Of the GPU that few rows are dealt out for, evenly."""
+MOST_GRID = 65535
+MOST_WIDTH = 512
+"""Columns of values that a block of few rows adds up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of an instruction: batches, tokens, heads that share a key head, key heads, keys, columns of keys and
+    of values; heads of the mask."""
+
+    batch: int
+    tokens: int
+    shared: int
+    groups: int
+    keys: int
+    size: int
+    width: int
+    mask_heads: int
+
+    @property
+    def rows(self) -> int:
+        """That meet the keys of a key head."""
+        return self.tokens * self.shared
+
+    @property
+    def heads(self) -> int:
+        return self.shared * self.groups
+
+    def splits(self, row_blocks: int, keys: int) -> int:
+        """Among how many blocks the keys are shared out, each of which takes `keys` at once."""
+        wanted = blocks(BLOCKS, max(1, self.batch * self.groups * row_blocks))
+        return max(1, min(MOST_SPLITS, wanted, blocks(self.keys, keys)))
+
+    def even_splits(self, row_blocks: int, keys: int) -> int:
+        """As few as leave no processor idle in the end, from those on with which each has two blocks at once."""
+        count = max(1, self.batch * self.groups * row_blocks)
+        least = max(1, 2 * PROCESSORS // count)
+        least, most = (max(1, min(MOST_SPLITS, n * least, blocks(self.keys, keys))) for n in (1, 2))
+
+        def idle(splits: int) -> float:
+            waves = splits * count / PROCESSORS
+            return round(math.ceil(waves) / waves, 2)
+
+        return min(range(least, most + 1), key=idle)
+
+
+def rounding(q: Sequence[int], k: Spec, v: Spec) -> float | None:
+    """The relative error of queries and weights that become cells as those of many rows do; None if they do not."""
+    shared = q[-2] // k.shape[-2] if k.shape[-2] else 0
+    many = q[-3] * shared >= MANY and k.dtype is v.dtype
+    is_short = many and any(isinstance(t, Short) and t.takes(k.shape[-1], v.shape[-1], k.dtype) for t in TILED)
+    return {DType.F16: 2.0**-11, DType.BF16: 2.0**-8}[k.dtype] if is_short else None
+
+
+Operands = tuple[Operand, Operand, Operand, Operand | None, Operand]
+"""q [n, t, h, d], k [n, s, h, d], v [n, s, h, e], mask [n, t, m, s] and out [n, t, h, e]."""
+
+
+def _attention(launches: Launches, call: Bound) -> None:
+    q, k, v = as_float(launches, call.operand(0)), call.operand(1), call.operand(2)
+    if k.dtype is not v.dtype or k.dtype not in CELLS:
+        k, v = as_float(launches, k), as_float(launches, v)
+    mask, sinks = (None if (o := call.optional(i)) is None else as_float(launches, o) for i in (3, 4))
+    one_mask = call.attrs["mask_heads"] == "one"
+    *leading, tokens, heads, size = q.shape
+    if 0 in call.out.shape:
+        return
+    keys, groups, width = v.shape[-3:]
+    shape = Shape(
+        math.prod(leading),
+        tokens,
+        heads // groups,
+        groups,
+        keys,
+        size,
+        width,
+        1 if mask is None or one_mask else mask.shape[-3],
+    )
+    mask = None if mask is None else _with_heads(mask) if one_mask else _swapped(mask, -3, -2)
+    bound = _Attention(launches, call, shape, sinks)
+    bound.add((q, k, v, mask, call.out), leading)
+
+
+def _with_heads(mask: Operand) -> Operand:
+    """[..., t, s] as [..., t, 1, s]."""
+    t = mask.tensor
+    return replace(
+        mask,
+        tensor=replace(t, shape=(*t.shape[:-1], 1, t.shape[-1]), strides=(*t.strides[:-1], 0, t.strides[-1])),
+    )
+
+
+def _swapped(x: Operand, one: int, other: int) -> Operand:
+    shape, strides = list(x.shape), list(x.strides)
+    for axes in (shape, strides):
+        axes[one], axes[other] = axes[other], axes[one]
+    return replace(x, tensor=replace(x.tensor, shape=tuple(shape), strides=tuple(strides)))
+
+
+def _batches(leading: Sequence[int], operands: Operands) -> Iterator[Operands]:
+    """Operands with one leading axis, so often as their leading axes ask for that."""
+    there = [o for o in operands if o is not None]
+    heads = [replace(o, tensor=replace(o.tensor, shape=o.shape[:-3], strides=o.strides[:-3])) for o in there]
+    axes = axes_of(leading, heads)
+    sizes = axes.sizes or (1,)
+    for index in np.ndindex(sizes[:-1]):
+        variants = iter(
+            _batch(o, sizes[-1], s[-1] if s else 0, sum(i * n for i, n in zip(index, s, strict=False)))
+            for o, s in zip(there, axes.steps, strict=True)
+        )
+        q, k, v, mask, out = (None if o is None else next(variants) for o in operands)
+        assert q is not None
+        assert k is not None
+        assert v is not None
+        assert out is not None
+        yield q, k, v, mask, out
+
+
+def _batch(x: Operand, count: int, step: int, skipped: int) -> Operand:
+    t, skipped = x.tensor, x.dtype.bytes_of(skipped)
+    tensor = replace(t, offset=t.offset + skipped, shape=(count, *t.shape[-3:]), strides=(step, *t.strides[-3:]))
+    return replace(x, address=x.address + skipped, tensor=tensor)
+
+
+def _view(x: Operand | None) -> list[Word]:
+    """The fields of a `View`."""
+    return [0] * 5 if x is None else [x, *_steps(x)]
+
+
+def _steps(x: Operand) -> list[int]:
+    return [0 if n == 1 else s for n, s in zip(x.shape, x.strides, strict=True)]
+
+
+def _in_vectors(x: Operand, columns: int) -> bool:
+    """Whether so many columns of any row can be loaded together."""
+    *steps, last = _steps(x)
+    nbytes = min(16, x.dtype.bytes_of(columns))
+    aligned = x.address % nbytes == 0 and all(x.dtype.bytes_of(s) % nbytes == 0 for s in steps)
+    return last == 1 and x.shape[-1] % columns == 0 and aligned
+
+
+@dataclass(frozen=True, slots=True)
+class _Halves:
+    """Scratch for keys and values as two halves each, multiples of a unit."""
+
+    k: Operand
+    v: Operand
+    k_units: Operand
+    v_units: Operand
+
+    @classmethod
+    def of(cls, launches: Launches, kind: Tiled, count: int) -> _Halves:
+        k, v = (launches.scratch((count, n)) for n in (kind.size, kind.width))
+        return cls(k, v, launches.scratch((count,)), launches.scratch((count,)))
+
+    @property
+    def words(self) -> list[Word]:
+        return [self.k, self.v, self.k_units, self.v_units]
+
+
+class _Attention:
+    """The launches of one instruction."""
+
+    def __init__(self, launches: Launches, call: Bound, shape: Shape, sinks: Operand | None) -> None:
+        self.launches, self.shape = launches, shape
+        scale, cap = (float(number(call.attrs, n)) for n in ("scale", "softcap"))
+        bias = float(number(call.attrs, "max_bias"))
+        slopes = launches.constant(alibi_slopes(shape.heads, bias).astype(np.float32)) if bias > 0 else 0
+        self._ahead: list[Word] = [0, 0] if sinks is None else [sinks, *_steps(sinks)]
+        self._ahead += [slopes, shape.tokens, shape.shared, shape.groups, shape.keys, shape.size, shape.width]
+        self._ahead += [shape.mask_heads]
+        self._behind: list[Word] = [scale / (cap or 1.0), cap]
+
+    def add(self, operands: Operands, leading: Sequence[int]) -> None:
+        s, cells = self.shape, operands[1].dtype
+        tiled = next((t for t in TILED if t.takes(s.size, s.width, cells)), None)
+        if s.rows >= MANY and tiled is not None:
+            self._tiles(tiled, operands, leading)
+        else:
+            self._few(operands, leading)
+
+    def _words(self, operands: Operands, splits: int, sums: list[Word]) -> list[Word]:
+        """The fields of `Args`."""
+        return [*(w for o in operands for w in _view(o)), *self._ahead, splits, *self._behind, *sums]
+
+    def _sums(self, splits: int) -> list[Word]:
+        """Room for what splits leave."""
+        if splits == 1:
+            return [0, 0]
+        s = self.shape
+        count = s.batch * s.tokens * s.heads * splits
+        return [self.launches.scratch((count, s.width)), self.launches.scratch((count, 2))]
+
+    def _combine(self, batch: Operands, words: list[Word], splits: int) -> None:
+        if splits > 1:
+            count = batch[4].shape[0] * self.shape.tokens * self.shape.heads
+            self.launches.add(AROUND["attention_combine"], count, THREADS, words)
+
+    def _few(self, operands: Operands, leading: Sequence[int]) -> None:
+        s = self.shape
+        cells = operands[1].dtype
+        fitting = [f for f in FEW if f.takes(s.size, s.width, cells)]
+        kind, anyhow = fitting[0], fitting[-1]
+        fast = next((c for c in CELLS_OF_FEW if c.takes(s.size, s.width, cells)), None)
+        if fast is None:
+            splits = s.splits(blocks(s.rows, kind.together(s.rows)), 32 * WARPS)
+        else:
+            splits = s.even_splits(blocks(s.rows, OWN), OWN * WARPS)
+        sums = self._sums(splits)
+        for batch in _batches(leading, operands):
+            q, k, v, _, out = batch
+            words = self._words(batch, splits, sums)
+            if fast is not None and _in_vectors(k, 8) and _in_vectors(v, 8):
+                row_blocks = blocks(s.rows, OWN) * s.groups
+                kernel, shared, more = CELLS_OF_FEW[fast][fast.name], fast.shared_bytes, [_in_vectors(q, 8)]
+            else:
+                used = kind if _in_vectors(k, 4) and _in_vectors(v, 4) else anyhow
+                rows, shared, more = used.together(s.rows), 0, []
+                row_blocks = blocks(s.rows, rows) * s.groups * blocks(s.width, MOST_WIDTH)
+                kernel = FEW[used][used.name(rows)]
+            need(max(row_blocks, out.shape[0]) <= MOST_GRID, f"{s.rows} rows of {out.shape[0]} batches are too many")
+            self.launches.add(kernel, (splits, row_blocks, out.shape[0]), THREADS, [*words, *more], shared_bytes=shared)
+            self._combine(batch, words, splits)
+
+    def _tiles(self, kind: Tiled, operands: Operands, leading: Sequence[int]) -> None:
+        s, launches = self.shape, self.launches
+        row_tiles, row_blocks, tiles = (
+            blocks(*n) for n in ((s.rows, kind.seen_rows), (s.rows, kind.rows), (s.keys, kind.tile))
+        )
+        splits = s.splits(row_blocks, 4 * kind.tile)
+        sums = self._sums(splits)
+        copies = None if isinstance(kind, Short) else _Halves.of(launches, kind, s.batch * s.groups * tiles * kind.tile)
+        seen = None if operands[3] is None else launches.scratch((s.batch, s.groups, row_tiles, tiles), DType.I32)
+        for batch in _batches(leading, operands):
+            q, k, v, mask, out = batch
+            need(out.shape[0] * s.groups <= MOST_GRID, f"{out.shape[0]} batches are too many for a grid")
+            need(max(row_blocks, tiles) <= MOST_GRID, f"{s.rows} rows or {s.keys} keys are too many for a grid")
+            if copies is not None:
+                self._split(k, kind.size, kind.tile, copies.k, copies.k_units)
+                self._split(v, kind.width, kind.tile, copies.v, copies.v_units)
+            words = self._words(batch, splits, sums)
+            step = [0, 0] if mask is None else self._seen_steps(mask, row_tiles * tiles)
+            with_tiles = [*words, *([0] * 4 if copies is None else copies.words), seen or 0, *step, tiles]
+            with_tiles += [kind.tile, kind.seen_rows, _in_vectors(q, 8), _in_vectors(k, 8) and _in_vectors(v, 8)]
+            if mask is not None:
+                masks = (out.shape[0] if step[0] else 1) * (s.groups if step[1] else 1)
+                launches.add(AROUND["attention_seen"], (tiles, row_tiles, masks), THREADS, with_tiles)
+            grid = (row_blocks, out.shape[0] * s.groups, splits)
+            launches.add(TILED[kind][kind.name], grid, kind.threads, with_tiles, shared_bytes=kind.shared_bytes)
+            self._combine(batch, words, splits)
+
+    def _seen_steps(self, mask: Operand, tiles: int) -> list[int]:
+        """From batch to batch, and from key head to key head, as far as masks differ."""
+        groups = self.shape.groups if self.shape.mask_heads > 1 else 1
+        return [tiles * groups if _steps(mask)[0] else 0, tiles if groups > 1 else 0]
+
+    def _split(self, x: Operand, columns: int, tile: int, halves: Operand, units: Operand) -> None:
+        """Keys or values, of `columns` with the padding, into halves and their units."""
+        s, lanes = self.shape, 8 if columns <= 64 else 16 if columns <= 128 else 32
+        count = x.shape[0] * s.groups * blocks(s.keys, tile) * tile
+        words = [*_view(x), halves, units, s.keys, s.groups, x.shape[-1], columns, blocks(s.keys, tile), tile, count]
+        words += [lanes, _in_vectors(x, 8)]
+        self.launches.add(AROUND[f"attention_split<{TYPES[x.dtype]}>"], blocks(count, THREADS // lanes), THREADS, words)
+
+
+BINDINGS: Mapping[str, Binding] = {"attention": _attention}

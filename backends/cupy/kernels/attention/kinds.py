@@ -1,0 +1,181 @@
+"""The kernels of attention: what sizes and types of keys and values each takes, and of what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .....graph.dtypes import DType
+from ...device.driver import Source
+from ..elementwise import CELLS, HALVES, TYPES
+
+HEADERS = ("cells.cuh", "attention.cuh")
+THREADS, WARPS, ROWS = 128, 4, 64
+OWN = 16
+"""Rows of a block of `attend_cells`, and keys that a warp takes at a time."""
+TERMS = {DType.F16: 2, DType.BF16: 3}
+"""Cells whose sum is as near as float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Few:
+    """`attend_few` for keys and values up to some sizes, 0 for any: lanes that share a key, and the fours of columns
+    that each holds of a key and of a value."""
+
+    lanes: int
+    keys: int
+    values: int
+    cells: DType = DType.F32
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """How many may be taken together."""
+        return (1, 2, 4, 8) if self.values * self.lanes <= 64 else (1, 2, 4)
+
+    def together(self, rows: int) -> int:
+        return next((r for r in self.rows if r >= rows), self.rows[-1])
+
+    def name(self, rows: int) -> str:
+        sizes = f"{self.lanes}, {self.keys}, {self.values}, {rows}"
+        return f"attend_few<{sizes}, {str(self.keys > 0).lower()}, {TYPES[self.cells]}>"
+
+    def source(self) -> Source:
+        return Source("attention_few.cu", tuple(map(self.name, self.rows)), before=HEADERS)
+
+    def takes(self, size: int, width: int, cells: DType) -> bool:
+        fits = size <= 4 * self.lanes * self.keys and width <= 4 * self.lanes * self.values
+        return cells is self.cells and (fits or not self.keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiled:
+    """`attend_tiles` for keys and values of up to so many columns, in tiles of `tile` keys; queries are `held` in
+    registers or lie in shared memory, of which no block takes more than 96 KiB."""
+
+    size: int
+    width: int
+    tile: int
+    held: bool
+    rows: int = ROWS
+    threads: int = THREADS
+
+    def takes(self, size: int, width: int, cells: DType) -> bool:
+        return size <= self.size and width <= self.width
+
+    @property
+    def seen_rows(self) -> int:
+        """Rows of which is known together what they see."""
+        return max(ROWS, self.rows)
+
+    @property
+    def file(self) -> str:
+        return "attention_tiles.cu"
+
+    @property
+    def name(self) -> str:
+        return f"attend_tiles<{self.size}, {self.width}, {self.tile}, {str(self.held).lower()}>"
+
+    @property
+    def shared_bytes(self) -> int:
+        return 4 * (self.tile * (self.size + self.width) + (0 if self.held else ROWS * self.size))
+
+    def source(self) -> Source:
+        return Source(self.file, (self.name,), before=(*HEADERS, "attention_scores.cuh"))
+
+
+@dataclass(frozen=True, slots=True)
+class Wide(Tiled):
+    """`attend_wide`, whose queries come through shared memory before keys and values do."""
+
+    rows: int = 32
+    threads: int = 256
+
+    @property
+    def file(self) -> str:
+        return "attention_wide.cu"
+
+    @property
+    def name(self) -> str:
+        return f"attend_wide<{self.size}, {self.width}>"
+
+    @property
+    def shared_bytes(self) -> int:
+        return 4 * max(self.tile * (self.size + self.width), self.rows * self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Short(Tiled):
+    """`attend_short`, over keys and values as they are kept, tiles of which come in stages."""
+
+    stages: int = 2
+    cells: DType = DType.F16
+
+    def source(self) -> Source:
+        return Source("attention_short.cu", (self.name,), before=(*HEADERS, "attention_powers.cuh"))
+
+    def takes(self, size: int, width: int, cells: DType) -> bool:
+        return size <= self.size and width <= self.width and cells is self.cells
+
+    @property
+    def name(self) -> str:
+        sizes = f"{self.size}, {self.width}, {self.tile}, {self.stages}, {self.threads // 32}"
+        return f"attend_short<{TYPES[self.cells]}, {sizes}, {str(self.held).lower()}>"
+
+    @property
+    def shared_bytes(self) -> int:
+        stages, queries = 2 * self.stages * self.tile * (self.size + self.width), 2 * self.rows * self.size
+        return 16 * self.rows + (max(stages, queries) if self.held else stages + queries)
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """`attend_cells` for keys and values of up to so many columns, whose rows lie in vectors."""
+
+    size: int
+    width: int
+    cells: DType
+
+    @property
+    def name(self) -> str:
+        return f"attend_cells<{TYPES[self.cells]}, {self.size}, {self.width}>"
+
+    @property
+    def shared_bytes(self) -> int:
+        queries, sums = 4 * TERMS[self.cells] * OWN * self.size, 4 * WARPS * self.width // 8 * (8 * OWN + 4)
+        return max(queries, sums)
+
+    def source(self) -> Source:
+        return Source("attention_cells.cu", (self.name,), before=(*HEADERS, "attention_powers.cuh"))
+
+    def takes(self, size: int, width: int, cells: DType) -> bool:
+        return size <= self.size and width <= self.width and cells is self.cells
+
+
+_FLOATS = (Few(8, 2, 2), Few(8, 4, 4), Few(16, 4, 4))
+_ALL = tuple(Few(32, fours, 4, cells) for fours in (5, 0) for cells in CELLS)
+FEW = {f: f.source() for f in (*_FLOATS, *_ALL)}
+"""The first that takes the sizes of some cells is the best one; the last one takes any."""
+CELLS_OF_FEW = {
+    c: c.source()
+    for c in (Cells(*sizes, t) for t in HALVES for sizes in ((64, 64), (128, 128), (192, 128), (256, 256)))
+}
+_SIZES = (
+    (64, 64, 64, True, 128, 256, 3),
+    (128, 128, 64, False, 128, 256, 2),
+    (192, 128, 32, False, 128, 256, 2),
+    (256, 256, 32, False, 64, 128, 2),
+)
+TILED = {
+    t: t.source()
+    for t in (
+        *(Short(*sizes, cells=cells) for cells in HALVES for sizes in _SIZES),
+        Tiled(64, 64, 64, True),
+        Tiled(128, 128, 32, True),
+        Tiled(192, 128, 32, False),
+        Tiled(256, 256, 16, False),
+        Wide(576, 512, 16, held=True),
+    )
+}
+"""The first that takes the sizes of some cells is the best one."""
+_AROUND = ("attention_seen", *(f"attention_split<{TYPES[cells]}>" for cells in CELLS), "attention_combine")
+AROUND = Source("attention_around.cu", _AROUND, before=HEADERS)
+SOURCES = (*FEW.values(), *CELLS_OF_FEW.values(), *TILED.values(), AROUND)

@@ -1,0 +1,164 @@
+"""Matrix products, also with the experts that a router chose: which kernels take them, and in what tiles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from .....graph.dtypes import DType
+from ....operands import Bound, Operand, need
+from ...binding.launches import Binding, Launches, Word, blocks, rows_of
+from ...binding.packing import PACKINGS
+from ...device.driver import Source
+from ..elementwise import as_float
+from . import dense, packed, products, tiled
+from .routes import ALONE, Products
+
+ROUTES = Source("routes.cu", ("routes",), ("routes.cuh",))
+SOURCES = (ROUTES, *dense.SOURCES, *packed.SOURCES, *tiled.SOURCES)
+FEW = 4
+"""Rows of x of a matrix up to which single threads keep up with memory; for more there are tensor cores."""
+MOST = 65535
+"""Entries, or tiles, of a launch."""
+Many = Callable[..., None]
+"""Multiplies the tiles of a table: x, out, tiles, route."""
+
+
+def is_packed(w: Operand) -> bool:
+    return w.dtype in PACKINGS and w.is_whole
+
+
+def _as_stored(launches: Launches, w: Operand) -> Operand:
+    """A weight as kernels here read it: packed, or of a float type with dense rows."""
+    if is_packed(w):
+        return w
+    return w if w.dtype in dense.BY_TYPE else as_float(launches, w)
+
+
+def is_read(w: Operand) -> bool:
+    """Whether it is multiplied with few rows as it is stored."""
+    return is_packed(w) or (w.dtype in dense.BY_TYPE and w.strides[-1] == 1)
+
+
+def _has_tiles(w: Operand) -> bool:
+    """Whether tensor cores multiply it."""
+    return is_packed(w) or w.dtype in tiled.FLOATS
+
+
+def _tiles(
+    launches: Launches, call: Bound, w: Operand, entries: float, matrices: int, is_even: bool
+) -> tuple[int, Many]:
+    """How many entries a tile has at most if each matrix has so many, or on the average, and who multiplies them."""
+    if found := tiled.shape_of_tiles(launches, w, entries, matrices, is_even):
+        tile, shares = found
+        terms = tiled.terms_of(w.dtype, tile, bool(call.attrs["exact"]))
+        return tile.entries, partial(tiled.many, launches, w, tile=tile, shares=shares, terms=terms)
+    shape = packed.shape_of_tiles(entries)
+    return 8 * shape[0], partial(packed.many, launches, w, shape=shape)
+
+
+def launch_few(
+    launches: Launches,
+    products: Products,
+    x: Operand,
+    n: int,
+    tokens: int,
+    route: list[Word],
+    unit: int = ALONE,
+    others: Products = (),
+    more: int = 0,
+) -> None:
+    (packed if is_packed(products[0][0]) else dense).few(launches, products, x, n, tokens, route, unit, others, more)
+
+
+# -------------------------------------------------------------------------------------------------------- mul_mat
+
+
+def _matrix_of(w: Operand, x: Operand) -> npt.NDArray[np.int32]:
+    """The matrix of each leading entry of `x`: each serves a run of neighbours along every axis."""
+    leading = x.shape[:-2]
+    sizes = (1,) * (len(leading) - len(w.shape) + 2) + w.shape[:-2]
+    matrices = np.arange(math.prod(sizes), dtype=np.int32).reshape(sizes)
+    for axis, (n, m) in enumerate(zip(sizes, leading, strict=True)):
+        matrices = np.repeat(matrices, m // n if n else 0, axis=axis)
+    return matrices.reshape(-1)
+
+
+def _mul_mat(launches: Launches, call: Bound) -> None:
+    w, x, out = _as_stored(launches, call.operand(0)), as_float(launches, call.operand(1)), call.out
+    matrices, tokens = _matrix_of(w, x), x.shape[-2]
+    if math.prod(w.shape[:-2]) == 1:
+        matrices, tokens = np.zeros(1, np.int32), math.prod(x.shape[:-1])
+    even = w.strides[-1] == 1 and (len(w.shape) == 2 or _lies_evenly(w)) and len(matrices) <= MOST
+    if not is_packed(w) and (not even or not x.has_rows or (tokens > FEW and not _has_tiles(w))):
+        return products.launch_any(launches, w, x, out)
+    if tokens <= FEW:
+        need(len(matrices) <= MOST, f"{len(matrices)} matrices are too many for one launch")
+        count = math.prod(w.shape[:-2])
+        # All of them are there, so that nothing can be wrong.
+        route: list[Word] = [1, 1, launches.constant(matrices) if count > 1 else 0, 0, count, count, 0, 0]
+        return launch_few(launches, [(w, out)], x, len(matrices), tokens, route)
+    size, many = _tiles(launches, call, w, tokens, len(matrices), is_even=True)
+    tiles = [
+        (matrix, entry * tokens + first, min(size, tokens - first), 0)
+        for entry, matrix in enumerate(matrices.tolist())
+        for first in range(0, tokens, size)
+    ]
+    need(len(tiles) <= MOST, f"{len(tiles)} tiles are too many for one launch")
+    many(x, out, launches.constant(np.array(tiles, np.int32).reshape(-1, 4)), route=[0, 1, 1])
+
+
+def _lies_evenly(w: Operand) -> bool:
+    """Whether its matrices are one step apart."""
+    axes = [(n, s) for n, s in zip(w.shape[:-2], w.strides[:-2], strict=True) if n != 1]
+    return all(outer == n * inner for (_, outer), (n, inner) in pairwise(axes))
+
+
+# ----------------------------------------------------------------------------------------------------- mul_mat_id
+
+
+def _mul_mat_id(launches: Launches, call: Bound) -> None:
+    w, x, out = _as_stored(launches, call.operand(0)), as_float(launches, call.operand(1)), call.out
+    need(w.strides[-1] == 1 or w.shape[-1] == 1 or 0 in w.shape, "rows of experts are not dense")
+    rows_of(x), rows_of(out)
+    experts, total, slots = w.shape[0], _experts(call), math.prod(call.operand(2).shape)
+    spread, choice = routed(launches, call)
+    if are_few_of_each(call) or not _has_tiles(w):
+        need(slots <= MOST, f"{slots} slots are too many for one launch")
+        return launch_few(launches, [(w, out)], x, slots, 1, [*spread, *choice])
+    size, many = _tiles(launches, call, w, slots / total, experts, is_even=False)
+    count = experts + 1 + slots // size
+    need(count <= MOST, f"{count} tiles are too many for one launch")
+    tiles, order = launches.scratch((count, 4), DType.I32), launches.scratch((slots,), DType.I32)
+    threads = min(1024, blocks(max(slots, experts + 1), 32) * 32)
+    launches.add(ROUTES["routes"], 1, threads, [slots, size, count, tiles, order, *choice], 8 * (experts + 1))
+    many(x, out, tiles, route=[order, *spread])
+
+
+def _experts(call: Bound) -> int:
+    """How many there are on all devices."""
+    return int(np.asarray(call.attrs["total"])) or call.operand(0).shape[0]
+
+
+def are_few_of_each(call: Bound) -> bool:
+    """Whether hardly two slots go to one expert."""
+    return math.prod(call.operand(2).shape) <= max(FEW, _experts(call) // 2)
+
+
+def routed(launches: Launches, call: Bound) -> tuple[list[Word], list[Word]]:
+    """Which row of x a slot has, and the fields of `Choice`."""
+    x, ids, total = call.operand(1), call.operand(2), _experts(call)
+    need(ids.is_dense, "ids of experts do not lie densely")
+    flat = replace(ids, tensor=replace(ids.tensor, shape=(math.prod(ids.shape),), strides=(1,)))
+    first = int(np.asarray(call.attrs["first"]))
+    fault = launches.fault(f"id {{value}} is none of {total} experts")
+    return [ids.shape[-1], x.shape[-2]], [flat, first, call.operand(0).shape[0], total, *fault]
+
+
+BINDINGS: Mapping[str, Binding] = {"mul_mat": _mul_mat, "mul_mat_id": _mul_mat_id}

@@ -1,0 +1,217 @@
+"""Products with packed weights; rows of them as float32."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import accumulate
+
+from .....graph.dtypes import DType
+from ....base import Tensor, contiguous_strides
+from ....operands import Bound, Operand, need
+from ...binding.axes import axes_of
+from ...binding.launches import Launches, Word, blocks, rows_of
+from ...binding.packing import PACKINGS, ROWS
+from ...device.driver import Source
+from ...device.limits import EVERYWHERE
+from .routes import ALONE, NOTHING_SUMMED, Products, Summed, filled
+
+HEADERS = ("routes.cuh", "packed.cuh", "rounding.cuh")
+COLUMNS = 32
+CHUNK, ROUNDED = 4, 8
+"""Blocks of columns that a stage of many tokens has at least; those that a warp rounds at a time."""
+WARPS, PIECE = 16, 16
+"""Most warps of a block for few tokens, and bytes of the pieces in which it keeps x in shared memory."""
+TOGETHER = 2048
+"""Most results of such a block."""
+SMALL, LARGE = (4, 1, 8), (8, 4, 1)
+"""Tiles of many entries: groups of 8 entries, units of 32 rows, and warps that share the columns."""
+BUSY = 48
+"""Entries of a matrix from which large tiles are better filled than small ones."""
+COUNTS = (1, 2, 4)
+IDS = {DType.I32: "i32", DType.I64: "i64"}
+
+
+def _of(dtype: DType) -> Source:
+    name = dtype.name
+    tiles = (f"many<{name}, {', '.join(map(str, tile))}>" for tile in (SMALL, LARGE))
+    return Source("packed.cu", (*tiles, *(f"unpack<{name}, {i}>" for i in IDS.values())), HEADERS)
+
+
+OWN_RECORDS = frozenset((*(dtype for dtype in PACKINGS if dtype.block == COLUMNS), DType.NVFP4))
+"""Types of which each block of columns has its own record: two of them are a block of NVFP4."""
+BY_TYPE = {dtype: _of(dtype) for dtype in PACKINGS}
+OF_FEW = {
+    t: Source("packed_few.cu", (*(f"few<{t.name}, {n}>" for n in COUNTS), f"summed<{t.name}>"), HEADERS)
+    for t in PACKINGS
+}
+SHARED = Source("packed.cu", ("round_rows",), HEADERS)
+SOURCES = (SHARED, *BY_TYPE.values(), *OF_FEW.values())
+
+
+# ---------------------------------------------------------------------------------------------------- operands
+
+
+def _whole(w: Operand) -> list[Word]:
+    """Blocks and bytes of a row."""
+    assert w.is_whole
+    columns = w.shape[-1]
+    return [columns // COLUMNS, columns // w.dtype.block * w.dtype.block_bytes]
+
+
+def _rounded(launches: Launches, x: Operand) -> tuple[Operand, Operand]:
+    """Codes and scales of activations."""
+    count, step, columns = math.prod(x.shape[:-1]), rows_of(x), x.shape[-1]
+    per_row = columns // COLUMNS
+    codes = launches.scratch((count, columns), DType.I8)
+    scales = launches.scratch((count, per_row, 4))
+    grid = blocks(count * blocks(per_row, ROUNDED), 8)
+    launches.add(SHARED["round_rows"], grid, 256, [x, step, count, per_row, codes, scales])
+    return codes, scales
+
+
+def _units(w: Operand) -> int:
+    return blocks(w.shape[-2], ROWS)
+
+
+# ----------------------------------------------------------------------------------------------------- products
+
+
+def _part(dtype: DType, tokens: int) -> tuple[int, int]:
+    """Rows, and blocks of columns, that a warp takes at a time; ``Part`` in the kernel."""
+    rows = 16 if dtype in OWN_RECORDS else 8
+    return rows, 32 // rows * (2 if dtype is DType.Q8_0 or tokens > 1 else 4)
+
+
+def _pieces(columns: int, tokens: int) -> int:
+    """That so many blocks of rounded columns take in shared memory; ``place`` in the kernel."""
+    return (3 * tokens | 1) * columns + blocks(columns, 8)
+
+
+def few(
+    launches: Launches,
+    products: Products,
+    x: Operand,
+    entries: int,
+    tokens: int,
+    route: list[Word],
+    unit: int = ALONE,
+    others: Products = (),
+    more: int = 0,
+) -> None:
+    """All entries in one launch, each of at most 4 rows of x; and `more` of one row, with the unit `others`."""
+    count, w = next(n for n in COUNTS if n >= tokens), products[0][0]
+    rows, columns = _part(w.dtype, count)
+    groups = [blocks(matrix.shape[-2], rows) for matrix, _ in products]
+    first, step = [0 if unit else n for n in accumulate(groups, initial=0)], 2 if unit else 1
+    fields: list[list[Word]] = [
+        [w, out, n, _units(w), w.shape[-2], rows_of(out)]
+        for (w, out), n in zip([*products, *others], [*first, 0], strict=False)
+    ]
+    even = blocks(sum(groups), max(1, launches.processors // max(1, entries + more)))
+    of_block = max(step, blocks(min(even, TOGETHER // (count * rows)), step) * step)
+    all_chunks = max(1, blocks(w.shape[-1], COLUMNS * columns))
+    of_sums = 4 * count * rows * (WARPS + 2 * of_block)
+    fit = (EVERYWHERE - of_sums) // (PIECE * _pieces(8, count)) * 8 // columns
+    chunks = blocks(all_chunks, blocks(all_chunks, fit))
+    of_warp = blocks(of_block * chunks, WARPS)
+    warps = blocks(of_block * chunks, of_warp)
+    words = [*filled(fields), len(products), unit, x, *_whole(w), tokens, rows_of(x)]
+    words += [sum(groups), of_block, of_warp, chunks, *route, entries, *NOTHING_SUMMED]
+    kernel = OF_FEW[w.dtype][f"few<{w.dtype.name}, {count}>"]
+    shared = PIECE * _pieces(chunks * columns, count) + of_sums
+    launches.add(kernel, (blocks(sum(groups), of_block), entries + more), 32 * warps, words, shared)
+
+
+def summed(launches: Launches, w: Operand, x: Operand, out: Operand, summed: Summed) -> None:
+    """The weighted sums of a token's products, in one launch; x is dense [tokens, used, columns]."""
+    rows, columns = _part(w.dtype, 1)
+    tokens, entries, groups = out.shape[0], summed.entries, blocks(w.shape[-2], rows)
+    even = blocks(groups, max(1, launches.processors // tokens))
+    of_block = entries * max(1, min(even, TOGETHER // (rows * entries)))
+    chunks = blocks(w.shape[-1], COLUMNS * columns)
+    of_warp = blocks(of_block * chunks, WARPS)
+    warps = blocks(of_block * chunks, of_warp)
+    shared = PIECE * _pieces(entries * blocks(chunks * columns, 8) * 8, 1) + 4 * rows * (WARPS + 2 * of_block)
+    need(shared <= EVERYWHERE, "x of all entries is too long for shared memory")
+    products = [(w, out), *([] if summed.other is None else [(summed.other, out)])]
+    fields: list[list[Word]] = [[m, o, 0, _units(m), m.shape[-2], rows_of(o)] for m, o in products]
+    words = [*filled(fields), 1, ALONE, x, *_whole(w), 1, rows_of(x), groups * entries, of_block, of_warp, chunks]
+    words += [1, 1, *summed.choice, 0, *summed.words]
+    launches.add(
+        OF_FEW[w.dtype][f"summed<{w.dtype.name}>"],
+        (blocks(groups * entries, of_block), tokens),
+        32 * warps,
+        words,
+        shared,
+    )
+
+
+def shape_of_tiles(entries: float) -> tuple[int, int, int]:
+    """For so many entries of a matrix."""
+    return LARGE if entries >= BUSY else SMALL
+
+
+def many(
+    launches: Launches,
+    w: Operand,
+    x: Operand,
+    out: Operand,
+    tiles: Operand,
+    shape: tuple[int, int, int],
+    route: list[Word],
+) -> None:
+    """One launch for a table of tiles, and one that rounds x."""
+    codes, scales = _rounded(launches, x)
+    groups, warps_of_rows, sharing = shape
+    units = _units(w)
+    words = [w, codes, scales, out, *_whole(w), units, w.shape[-2], rows_of(out), tiles, *route]
+    stage = 3 * 16 * max(sharing, CHUNK) * 8 * groups
+    grid = (blocks(units, warps_of_rows), tiles.shape[0])
+    kernel = BY_TYPE[w.dtype][f"many<{w.dtype.name}, {', '.join(map(str, shape))}>"]
+    launches.add(kernel, grid, 32 * warps_of_rows * sharing, words, shared_bytes=2 * stage)
+
+
+# --------------------------------------------------------------------------------------------------------- rows
+
+
+def get_rows(launches: Launches, call: Bound) -> None:
+    """Rows of a packed table by number; there is one table, and no view of one."""
+    table, ids, out = call.operand(0), call.operand(1), call.out
+    need(ids.dtype in IDS, f"ids of type {ids.dtype} are missing")
+    fault = launches.fault(f"id {{value}} names no row of its table, which has {table.shape[0]}")
+    _launch_unpack(launches, table, ids, out, fault)
+
+
+def expanded(launches: Launches, w: Operand) -> Operand:
+    """A packed weight, or a view of one, as float32 in scratch: all of its buffer, for kernels that know no better."""
+    assert w.declared is not None
+    whole = replace(w, address=w.address - w.tensor.offset, tensor=_dense_tensor(w.tensor, w.declared.shape))
+    copy = launches.scratch(w.declared.shape)
+    rows = replace(copy, tensor=_dense_tensor(copy.tensor, (math.prod(copy.shape[:-1]), copy.shape[-1])))
+    _launch_unpack(launches, whole, None, rows, [0, 0])
+    skipped = w.tensor.offset // w.dtype.block_bytes * w.dtype.block
+    place = copy.tensor.offset + 4 * skipped
+    return replace(
+        copy,
+        address=copy.address + 4 * skipped,
+        tensor=replace(copy.tensor, offset=place, shape=w.shape, strides=w.strides),
+    )
+
+
+def _dense_tensor(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    offset = 0 if tensor.dtype.is_quantised else tensor.offset
+    return replace(tensor, offset=offset, shape=shape, strides=contiguous_strides(shape))
+
+
+def _launch_unpack(launches: Launches, table: Operand, ids: Operand | None, out: Operand, fault: list[Word]) -> None:
+    """Rows by number, or all of them; those of several matrices follow each other."""
+    columns = table.shape[-1]
+    count = math.prod(out.shape[:-1])
+    axes = axes_of((count,), []) if ids is None else axes_of(ids.shape, [ids])
+    walk: list[Word] = [0] * 11 if ids is None else axes.walk(0, ids)
+    words = [table, *_whole(table), table.shape[-2], _units(table), math.prod(table.shape[:-1]), rows_of(out)]
+    words += [*axes.words, *walk, out, *fault]
+    threads = min(256, blocks(max(1, columns // 8), 32) * 32)
+    kernel = BY_TYPE[table.dtype][f"unpack<{table.dtype.name}, {IDS[ids.dtype] if ids is not None else 'i32'}>"]
+    launches.add(kernel, count, threads, words)

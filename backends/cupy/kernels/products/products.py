@@ -1,0 +1,89 @@
+"""Products of matrices whose weights are kept as floats; triangular systems."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from .....graph.dtypes import DType
+from ....operands import Bound, Operand, need
+from ...binding.axes import Axes, axes_of, expanded
+from ...binding.launches import Binding, Launches, Word, blocks
+from ...device.driver import Source
+from ..elementwise import MOST_ELEMENTS, TYPES, as_float
+
+WEIGHTS = (DType.F32, DType.F16, DType.BF16)
+SOURCE = Source(
+    "products.cu",
+    (
+        *(f"{kernel}<{TYPES[w]}>" for kernel in ("matvec", "matmul") for w in WEIGHTS),
+        *("add_parts", "solve_triangular"),
+    ),
+)
+SOURCES = (SOURCE,)
+FEW, ROWS = 16, 4
+"""Rows of x up to which each is multiplied by itself, so many at a time."""
+HIGH, WIDE, DEPTH = 64, 128, 16
+"""Rows of x and of w that a tile has, and their columns that are multiplied at a time."""
+BUSY, MOST_SPLITS, SHORTEST = 192, 16, 8 * DEPTH
+"""Blocks that keep any device busy, to which the sums of few tiles are shared out: among how many at most, and how many
+products are worth a block."""
+MOST_MATRICES = 65535
+
+
+def matrix_heads(x: Operand) -> Operand:
+    """Where the matrices of `x` begin: all axes but the last two."""
+    return replace(x, tensor=replace(x.tensor, shape=x.shape[:-2], strides=x.strides[:-2]))
+
+
+def grouped_axes(w: Operand, x: Operand, out: Operand) -> Axes:
+    """The leading axes of a product: each matrix of `w` serves a run of neighbours in `x`."""
+    heads = [matrix_heads(o) for o in (w, x, out)]
+    return axes_of(*expanded(x.shape[:-2], heads, divides=0))
+
+
+def launch_any(launches: Launches, w: Operand, x: Operand, out: Operand) -> None:
+    """A product of operands with any strides."""
+    if w.dtype not in WEIGHTS:
+        w = as_float(launches, w)
+    m, k = x.shape[-2:]
+    n = w.shape[-2]
+    axes = grouped_axes(w, x, out)
+    need(axes.count <= MOST_MATRICES, f"{axes.count} matrices are too many for one launch")
+    tiles = blocks(n, WIDE), blocks(m, HIGH)
+    # Weights of 16 bits come here for their strides, or those of x, on which scratch may not depend.
+    alone = m <= FEW or w.dtype is not DType.F32
+    splits, run = (1, k) if alone else _shared_out(k, math.prod(tiles) * axes.count)
+    parts: Word = launches.scratch((axes.count, splits, m, n)) if splits > 1 else 0
+    words: list[Word] = [m, n, k, *w.strides[-2:], *x.strides[-2:], run, splits, parts, *axes.words]
+    words += [word for i, o in enumerate((w, x, out)) for word in axes.walk(i, o)]
+    if m <= FEW:
+        grid = (blocks(n, 4), blocks(m, ROWS), axes.count)
+        return launches.add(SOURCE[f"matvec<{TYPES[w.dtype]}>"], grid, 128, words)
+    launches.add(SOURCE[f"matmul<{TYPES[w.dtype]}>"], (*tiles, axes.count * splits), 256, words)
+    if splits > 1:
+        added: list[Word] = [m * n, splits, parts, *axes.words, *axes.walk(2, out)]
+        launches.add(SOURCE["add_parts"], (blocks(m * n, 256), axes.count), 256, added)
+    return None
+
+
+def _shared_out(k: int, tiles: int) -> tuple[int, int]:
+    """Among how many blocks the sums over k of a tile are shared out, and how many products each of them adds up."""
+    splits = max(1, min(MOST_SPLITS, BUSY // max(1, tiles), k // SHORTEST))
+    run = blocks(blocks(k, splits), DEPTH) * DEPTH
+    return max(1, blocks(k, run)) if run else 1, run
+
+
+def _solve_tri(launches: Launches, call: Bound) -> None:
+    a, b, out = as_float(launches, call.operand(0)), as_float(launches, call.operand(1)), call.out
+    n, m = out.shape[-2:]
+    axes = axes_of(out.shape[:-2], [matrix_heads(o) for o in (a, b, out)])
+    count = axes.count * m
+    need(count < MOST_ELEMENTS, f"{count} columns are too many for one launch")
+    words: list[Word] = [count, n, m, *a.strides[-2:], *b.strides[-2:], *axes.words]
+    words += [word for i, o in enumerate((a, b, out)) for word in axes.walk(i, o)]
+    launches.add(SOURCE["solve_triangular"], blocks(count, 64), 64, words)
+
+
+BINDINGS: Mapping[str, Binding] = {"solve_tri": _solve_tri}

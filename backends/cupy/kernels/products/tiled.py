@@ -1,0 +1,215 @@
+"""Products of many tokens on tensor cores, in 16-bit terms; see ``tiled.cu``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from .....graph.dtypes import DType
+from ....operands import Operand
+from ...binding.launches import Launches, Word, blocks, rows_of
+from ...binding.packing import PACKINGS, ROWS
+from ...device.driver import Kernel, Source
+from ..elementwise import TYPES
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows and entries of a block, and of a warp."""
+
+    rows: int
+    entries: int
+    high: int
+    wide: int
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.rows // self.high) * (self.entries // self.wide)
+
+    def __str__(self) -> str:
+        return f"Sizes<{self.rows}, {self.entries}, {self.high}, {self.wide}>"
+
+
+SMALL, LARGE, TALL = Tile(64, 64, 32, 32), Tile(128, 128, 64, 32), Tile(256, 128, 64, 64)
+"""Packed weights have large ones."""
+GROUPED = Tile(256, 128, 256, 16)
+"""By warpgroups, on devices that have them: in place of tall ones, and of large ones of packed weights."""
+CLUSTERED = Tile(128, 256, 16, 256)
+"""By warpgroups too: of weights of 16 bits, and entries that clusters of blocks share."""
+CLUSTERS = (4, 2, 1)
+"""Blocks of a cluster; for eight of a launch that have rows there may be one that has none."""
+FULL, SHARES = 96, 2
+"""Tiles from which they fill a device better than smaller ones; blocks that share the columns of a tall tile where it
+takes them to be so many."""
+FEWEST, WORTH = 128, 32
+"""Entries of a matrix, and large tiles, from which packed weights are better unpacked for tensor cores of 16 bits than
+multiplied as bytes by ``packed.cu``: by the model of time for an H200 one large tile takes as long as 130 of them, and
+bytes take as long as their work."""
+STAGED = 64
+"""Columns to a multiple of which rows of terms are filled with zeros."""
+FLOATS = (DType.F16, DType.BF16)
+HEADERS = ("columns.cuh", "routes.cuh", "packed.cuh")
+
+
+def _of(*names: str) -> Source:
+    return Source("tiled.cu", names, HEADERS)
+
+
+def _grouped(*names: str) -> Source:
+    return Source("warpgroups.cu", names, (*HEADERS, "tiled.cu", "wgmma.cuh"), architectures=("sm_90a",))
+
+
+def _clustered(t: DType) -> Source:
+    names = (f"{kernel}<{TYPES[t]}, {terms}>" for terms in (1, 2) for kernel in ("split_tiles", "clustered"))
+    before = (*HEADERS, "tiled.cu", "wgmma.cuh", "warpgroups.cu", "cluster.cuh")
+    return Source("clusters.cu", tuple(names), before, architectures=("sm_90a",))
+
+
+BY_TYPE = {
+    **{
+        t: _of(f"split_rows<{TYPES[t]}, 2>", *(f"tiled<{TYPES[t]}, {n}>" for n in (SMALL, LARGE, TALL))) for t in FLOATS
+    },
+    **{t: _of(f"tiled_packed<{t.name}>") for t in PACKINGS},
+}
+BY_WARPGROUPS = {
+    **{t: _grouped(*(f"grouped<{TYPES[t]}, {terms}>" for terms in (1, 2))) for t in FLOATS},
+    **{t: _grouped(f"grouped_packed<{t.name}>") for t in PACKINGS},
+}
+BY_CLUSTERS = {t: _clustered(t) for t in FLOATS}
+SHARED = _of(*(f"split_rows<{TYPES[t]}, 1>" for t in FLOATS), "add_shares")
+SOURCES = (SHARED, *BY_TYPE.values(), *BY_WARPGROUPS.values(), *BY_CLUSTERS.values())
+
+
+def _shared_bytes(dtype: DType, tile: Tile) -> int:
+    """Of the stages of a block: rows of weights and of terms, with 8 columns more that keep them in different banks.
+    Those of warpgroups are swizzled, begin at a multiple of 1024, and are three of two terms, or four of one; those of
+    clusters have two mbarriers each."""
+    is_float = dtype in FLOATS
+    if tile == CLUSTERED:
+        columns, of_weights, of_x, more = 64, 4, 4, 1024 + 64
+    elif tile == GROUPED:
+        columns, of_weights, of_x, more = (64, 3, 6, 1024) if is_float else (64, 4, 4, 1024)
+    else:
+        columns, of_weights, of_x, more = (40, 3, 6, 0) if is_float else (72, 2, 3, 0)
+    return (of_weights * tile.rows + of_x * tile.entries) * columns * 2 + more
+
+
+def shape_of_tiles(
+    launches: Launches, w: Operand, entries: float, matrices: int, is_even: bool
+) -> tuple[Tile, int] | None:
+    """For so many entries of each matrix, or on the average; and how many blocks share the columns of one.  Nothing
+    where others multiply such weights better, or at all."""
+
+    def fills(tile: Tile, shares: int, many: int) -> bool:
+        """Whether so many blocks have work, each with the memory that it takes."""
+        tiles = blocks(w.shape[-2], tile.rows) * matrices * max(1.0, entries / tile.entries)
+        return launches.fits(_shared_bytes(w.dtype, tile)) and shares * tiles >= many
+
+    if not (w.dtype in PACKINGS or w.dtype in FLOATS):
+        return None
+    largest = GROUPED if launches.limits.has_warpgroups else TALL
+    tall = ((largest, 1), (largest, SHARES))[: 1 + is_even] if entries >= largest.entries else ()
+    if w.dtype in FLOATS:
+        if largest == GROUPED and is_even and _shares_entries(w.shape[-2], int(entries)):
+            tall = ((CLUSTERED, 1), (CLUSTERED, SHARES), *tall)
+        return next(((tile, shares) for tile, shares in (*tall, (LARGE, 1)) if fills(tile, shares, FULL)), (SMALL, 1))
+    if largest == GROUPED and (found := next((choice for choice in tall if fills(*choice, FULL)), None)):
+        return found
+    return (LARGE, 1) if entries >= FEWEST and fills(LARGE, 1, WORTH) else None
+
+
+def _shares_entries(rows: int, entries: int) -> bool:
+    """Whether clusters of several blocks gain: their tiles have room for a quarter more entries than those of half the
+    width, at most."""
+    room, half = (blocks(entries, tile.entries) * tile.entries for tile in (CLUSTERED, GROUPED))
+    return _cluster(blocks(rows, CLUSTERED.rows)) > 1 and 4 * room <= 5 * half
+
+
+def _cluster(row_blocks: int) -> int:
+    """How many blocks are best together, if that leaves hardly any without rows."""
+    return next(size for size in CLUSTERS if 8 * (-row_blocks % size) <= row_blocks)
+
+
+def terms_of(dtype: DType, tile: Tile, is_exact: bool) -> int:
+    """Of x: one where weights of 16 bits need no more precision than their own, and of packed weights."""
+    return 1 if dtype in PACKINGS or (tile in (GROUPED, CLUSTERED) and not is_exact) else 2
+
+
+def rounding(dtype: DType, is_exact: bool) -> float | None:
+    """The relative error of activations that meet weights of a dtype; None if they stay what they are."""
+    if dtype in FLOATS and is_exact:
+        return 2.0**-16
+    return 2.0**-8 if dtype in PACKINGS else {DType.F16: 2.0**-11, DType.BF16: 2.0**-8}.get(dtype)
+
+
+def _split(launches: Launches, w: Operand, x: Operand, terms: int, tile: Tile, tiles: int) -> tuple[Operand, Word]:
+    """Rows of x as terms, for clusters in the order of the tiles, and what undoes their scales."""
+    count, step, columns = math.prod(x.shape[:-1]), rows_of(x), x.shape[-1]
+    kind = w.dtype if w.dtype in FLOATS else DType.BF16
+    if tile == CLUSTERED:
+        kernel, room = BY_CLUSTERS[kind][f"split_tiles<{TYPES[kind]}, {terms}>"], tiles * tile.entries
+        tokens: list[Word] = [count if math.prod(w.shape[:-2]) == 1 else x.shape[-2]]
+    else:
+        kernel, room = (SHARED if terms == 1 else BY_TYPE[kind])[f"split_rows<{TYPES[kind]}, {terms}>"], count
+        tokens = []
+    to = launches.scratch((room, terms, blocks(columns, STAGED) * STAGED), DType.BF16)
+    undo: Word = launches.scratch((count,)) if kind is DType.F16 else 0
+    # Who scales a row has to see all of it.
+    grid, threads = ((count, 1), 1024) if kind is DType.F16 else ((count, blocks(columns, 1024)), 256)
+    launches.add(kernel, grid, threads, [x, step, columns, to, undo, *tokens])
+    return to, undo
+
+
+def _steps(w: Operand) -> list[Word]:
+    """Between matrices, and between rows."""
+    if w.dtype in PACKINGS:
+        return [blocks(w.shape[-2], ROWS), w.shape[-1] // w.dtype.block * w.dtype.block_bytes]
+    steps = [s for n, s in zip(w.shape[:-2], w.strides[:-2], strict=True) if n != 1]
+    return [steps[-1] if steps else 0, w.strides[-2]]
+
+
+def _kernel(dtype: DType, tile: Tile, terms: int) -> Kernel:
+    if tile == CLUSTERED:
+        return BY_CLUSTERS[dtype][f"clustered<{TYPES[dtype]}, {terms}>"]
+    if tile == GROUPED:
+        name = f"grouped<{TYPES[dtype]}, {terms}>" if dtype in FLOATS else f"grouped_packed<{dtype.name}>"
+        return BY_WARPGROUPS[dtype][name]
+    return BY_TYPE[dtype][f"tiled<{TYPES[dtype]}, {tile}>" if dtype in FLOATS else f"tiled_packed<{dtype.name}>"]
+
+
+def many(
+    launches: Launches,
+    w: Operand,
+    x: Operand,
+    out: Operand,
+    tiles: Operand,
+    tile: Tile,
+    shares: int,
+    terms: int,
+    route: list[Word],
+) -> None:
+    """Launches that take x apart, multiply a table of tiles, and add what blocks have that share columns."""
+    taken_apart, undo = _split(launches, w, x, terms, tile, tiles.shape[0])
+    rows, count = w.shape[-2], math.prod(out.shape[:-1])
+    row_blocks = blocks(rows, tile.rows)
+    cluster = _cluster(row_blocks) if tile == CLUSTERED else 1
+    grid = (tiles.shape[0], blocks(row_blocks, cluster) * cluster, shares)
+    run = blocks(w.shape[-1], shares * STAGED) * STAGED
+    parts = None
+    more: list[Word] = []
+    if tile in (GROUPED, CLUSTERED):
+        more = [0, 0]
+        if shares > 1:
+            left = launches.scratch((math.prod(grid), tile.rows * tile.entries))
+            more = [left, launches.constant(np.zeros(grid[:2], np.int32))]  # kernels leave zeros behind
+    elif shares > 1:
+        parts = launches.scratch((shares, count, rows))
+    to: list[Word] = [parts or out, w.shape[-1], rows, *_steps(w), rows if parts else rows_of(out)]
+    words = [w, taken_apart, undo, *to, tiles, *route, run, count * rows, *more]
+    kernel, shared_bytes = _kernel(w.dtype, tile, terms), _shared_bytes(w.dtype, tile)
+    launches.add(kernel, grid, tile.threads, words, shared_bytes, (1, cluster, 1))
+    if parts:
+        words = [parts, out, shares, count * rows, rows, rows_of(out)]
+        launches.add(SHARED["add_shares"], (count, blocks(rows, 1024)), 256, words)

@@ -1,0 +1,1 @@
+"""Recurrences, the states that they carry, and what surrounds them."""

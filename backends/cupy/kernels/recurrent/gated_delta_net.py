@@ -1,0 +1,310 @@
+"""The gated delta net: token by token for decoding, by chunks on tensor cores for prompts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from .....graph.dtypes import DType
+from ....chains import changed_state
+from ....flow import Flow, apart, lies_as
+from ....operands import Bound, Operand, need
+from ...binding.chains import Fused
+from ...binding.launches import Binding, Launches, Word, blocks
+from ...device.driver import Kernel, Source
+from ..elementwise import as_float
+from .states import RECURRENT, STATES, Carried, carry, has_quads, rows
+
+THREADS = 128
+TILE = 8
+"""Tokens that a block brings to shared memory together."""
+FILLED = 264
+"""Blocks that keep the largest devices busy: two for each of 132 multiprocessors."""
+
+SHAPES: Mapping[int, tuple[tuple[int, int], ...]] = MappingProxyType(
+    {16: ((4, 1),), 32: ((8, 1),), 64: ((8, 2), (8, 1)), 128: ((8, 2), (8, 1)), 256: ((16, 2),)}
+)
+"""By key size: lanes that share a row of a state, and rows that a lane holds; the second pair for few heads."""
+PLAIN = (8, 1)
+"""The same for operands that cannot be read 16 bytes at a time, and key sizes between those."""
+
+
+def _flag(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def _step_name(size: int, channels: bool, whole: bool, shape: tuple[int, int]) -> str:
+    return f"delta_net<{size}, {_flag(channels)}, {_flag(whole)}, {shape[0]}, {shape[1]}>"
+
+
+def _step_names(size: int) -> tuple[str, ...]:
+    kinds = [(True, shape) for shape in SHAPES[size]] + [(False, PLAIN)] * (size >= 32)
+    return tuple(_step_name(size, channels, *kind) for channels in (False, True) for kind in kinds)
+
+
+STEPS: Mapping[int, Source] = MappingProxyType(
+    {size: Source("gated_delta_net.cu", _step_names(size), before=(RECURRENT,)) for size in SHAPES}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The operands of the rule and its output; value heads that neighbour share a key if not `tiled`."""
+
+    q: Operand
+    k: Operand
+    v: Operand
+    g: Operand
+    beta: Operand
+    out: Operand
+    tiled: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.v.shape[-3]
+
+    @property
+    def sequences(self) -> int:
+        return math.prod(self.v.shape[:-3])
+
+    @property
+    def key_size(self) -> int:
+        return self.k.shape[-1]
+
+    @property
+    def value_size(self) -> int:
+        return self.v.shape[-1]
+
+    @property
+    def value_heads(self) -> int:
+        return self.v.shape[-2]
+
+    @property
+    def channels(self) -> bool:
+        """Whether each key channel has a decay of its own."""
+        return self.g.shape[-1] != 1
+
+    @property
+    def run(self) -> int:
+        """Neighbouring value heads that share a key head; 0 where heads are tiled."""
+        return 0 if self.tiled else self.value_heads // max(self.k.shape[-2], 1)
+
+    @property
+    def scale(self) -> float:
+        return 1.0 / math.sqrt(self.key_size)
+
+    @property
+    def has_quads(self) -> bool:
+        """Whether every row is dense and begins at a multiple of 16 bytes."""
+        read = (self.q, self.k, self.v, *([self.g] if self.channels else []))
+        return self.value_size % 4 == 0 and all(has_quads(x) for x in read)
+
+    def part(self, start: int, count: int) -> Rule:
+        """`count` tokens from `start`."""
+
+        def cut(x: Operand, inner: int = 3) -> Operand:
+            return x.part(len(x.shape) - inner, start, count)
+
+        q, k, v, g, out = (cut(x) for x in (self.q, self.k, self.v, self.g, self.out))
+        return replace(self, q=q, k=k, v=v, g=g, out=out, beta=cut(self.beta, 2))
+
+
+# ---------------------------------------------------------------------------------------------- token by token
+
+
+def launch_steps(
+    launches: Launches, rule: Rule, begin: Sequence[Word], carried: Carried, stored: int, shape: tuple[int, int] | None,
+    saved: Operand | None = None,
+) -> None:  # fmt: skip
+    """All tokens one after the other; `stored` snapshots are kept, and the states before the first token if `saved` is
+    there.  `shape` is one of `SHAPES`, or None to choose."""
+    size = next((n for n in SHAPES if n >= rule.key_size), 0)
+    need(size, f"keys of {rule.key_size} are too long")
+    whole = size == rule.key_size and rule.has_quads
+    size = size if whole else max(size, 32)
+    lanes, held = (shape or _shape(rule, size)) if whole else PLAIN
+    block_rows = THREADS // lanes * held
+    tile = min(TILE, max(rule.tokens, 1))
+    token = 2 * size + (size if rule.channels else 0) + block_rows + 4
+    words = [*rows(rule.q), *rows(rule.k), *rows(rule.v), *rows(rule.g), *rows(rule.beta, 2), *rows(rule.out)]
+    words += [*begin, *carried.kept(), *carried.faults, rule.tokens, rule.k.shape[-2], rule.value_heads, rule.run]
+    words += [rule.key_size, rule.value_size, carried.snapshots, stored, tile, rule.scale, saved or 0]
+    grid = blocks(rule.value_size, block_rows), rule.value_heads, rule.sequences
+    shared = 4 * token * tile * (2 if rule.tokens > tile else 1)
+    launches.add(STEPS[size][_step_name(size, rule.channels, whole, (lanes, held))], grid, THREADS, words, shared)
+
+
+def _shape(rule: Rule, size: int) -> tuple[int, int]:
+    """Fewer rows for a lane where the blocks would not fill a device."""
+    most, least = SHAPES[size][0], SHAPES[size][-1]
+    filled = blocks(rule.value_size, THREADS // most[0] * most[1]) * rule.value_heads * rule.sequences
+    return most if filled >= FILLED else least
+
+
+# -------------------------------------------------------------------------------------------------- by chunks
+
+CHUNK_SIZES = (64, 128)
+LENGTH = 32
+"""Tokens of a chunk."""
+SLICES = (64, 32, 16)
+"""Rows of a state that one block of the scan carries."""
+BLOCKS = 128
+"""Blocks of the scan that keep a device busy."""
+BLOCK_BYTES = 16 * 16 * 2
+"""Of bfloat16 numbers for 16 x 16 pairs of tokens."""
+CHUNKS_FILE = "gated_delta_net_chunks.cuh"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """How chunks are computed: by key size, by whether each key channel has a decay of its own, and by whether bfloat16
+    operands are pairs (relative error 2^-16 instead of 2^-8).  The sizes in bytes are those of `Record`."""
+
+    size: int
+    channels: bool
+    exact: bool
+
+    @property
+    def keys_bytes(self) -> int:
+        return (3 if self.channels else 2) * (2 if self.exact else 1) * 2 * LENGTH * self.size
+
+    @property
+    def heads_bytes(self) -> int:
+        factors, side = self.size if self.channels else 2 * LENGTH, LENGTH // 16
+        return 2 * (2 if self.exact else 1) * side * (side + 1) // 2 * BLOCK_BYTES + 4 * factors
+
+    @property
+    def prepare_name(self) -> str:
+        kernel = "delta_prepare_channels" if self.channels else "delta_prepare"
+        return f"{kernel}<{self.size}, {LENGTH}, {_flag(self.exact)}>"
+
+    @property
+    def prepare_bytes(self) -> int:
+        """Shared memory."""
+        square = 4 * (2 * LENGTH * (LENGTH + 4) + 2 * LENGTH) + self.heads_bytes
+        return square + (16 * LENGTH * (self.size + 4) if self.channels else self.keys_bytes)
+
+    def scan_name(self, values: int) -> str:
+        return f"delta_scan<{self.size}, {LENGTH}, {values}, {_flag(self.channels)}, {_flag(self.exact)}>"
+
+    def scan_bytes(self, values: int) -> int:
+        """Shared memory."""
+        stage = self.keys_bytes + self.heads_bytes + 4 * LENGTH * (values + 4)
+        stages = 2 if self.exact or self.channels or values > 32 else 3
+        return stages * stage + 12 * LENGTH * values
+
+    @property
+    def prepare(self) -> Kernel:
+        return PREPARE[self][self.prepare_name]
+
+    def scan(self, values: int) -> Kernel:
+        return SCAN[self][self.scan_name(values)]
+
+
+CHUNKS = tuple(Chunk(size, c, x) for size in CHUNK_SIZES for c in (False, True) for x in (True, False))
+_BEFORE = (RECURRENT, CHUNKS_FILE)
+PREPARE: Mapping[Chunk, Source] = MappingProxyType(
+    {c: Source("gated_delta_net_prepare.cu", (c.prepare_name,), before=_BEFORE) for c in CHUNKS}
+)
+SCAN: Mapping[Chunk, Source] = MappingProxyType(
+    {c: Source("gated_delta_net_scan.cu", tuple(map(c.scan_name, SLICES)), before=_BEFORE) for c in CHUNKS}
+)
+
+
+def in_chunks(tokens: int, key_size: int, value_size: int) -> bool:
+    """Whether tokens go through tensor cores, chunk by chunk.
+
+    A chunk costs there as much as a few tokens do one by one, but takes two launches; the crossover is an estimate
+    (H200, 32 heads), to be replaced by a measurement.
+    """
+    return tokens > 64 and key_size in CHUNK_SIZES and value_size % SLICES[-1] == 0
+
+
+def chunk_memory(launches: Launches, rule: Rule, tokens: int, chunk: Chunk) -> tuple[Operand, Operand]:
+    """Scratch for what is prepared of so many tokens: of the keys, and of the heads."""
+    count = rule.sequences * blocks(tokens, LENGTH)
+    keyed = rule.value_heads if rule.channels else rule.k.shape[-2]
+    keys = launches.scratch((count * keyed * chunk.keys_bytes,), DType.I8)
+    return keys, launches.scratch((count * rule.value_heads * chunk.heads_bytes,), DType.I8)
+
+
+def launch_chunks(
+    launches: Launches,
+    rule: Rule,
+    carried: Carried,
+    memory: tuple[Operand, Operand],
+    chunk: Chunk,
+    values: int | None = None,
+) -> None:
+    """All tokens by chunks; the state behind them becomes the oldest snapshot.  `values` is one of `SLICES`, or None
+    to choose."""
+    count, heads, sequences = blocks(rule.tokens, LENGTH), rule.value_heads, rule.sequences
+    words = [*rows(rule.q), *rows(rule.k), *rows(rule.g), *rows(rule.beta, 2), *memory]
+    words += [rule.tokens, rule.k.shape[-2], heads, rule.run, rule.scale]
+    launches.add(chunk.prepare, (count, heads, sequences), 4 * LENGTH, words, chunk.prepare_bytes)
+    values = values or _slice(launches, rule, chunk)
+    keyed, run = (heads, 0) if chunk.channels else (rule.k.shape[-2], rule.run)
+    words = [*memory, *rows(rule.v), *rows(rule.out), *carried.begin, *carried.kept(carried.snapshots - 1)]
+    words += [carried.snapshots, *carried.faults, rule.tokens, keyed, heads, run, rule.value_size]
+    grid = rule.value_size // values, heads, sequences
+    launches.add(chunk.scan(values), grid, 4 * values, words, chunk.scan_bytes(values))
+
+
+def _fits(launches: Launches, rule: Rule, chunk: Chunk) -> bool:
+    """Whether chunks fit into the shared memory of the device."""
+    return launches.fits(chunk.prepare_bytes) and launches.fits(chunk.scan_bytes(_slice(launches, rule, chunk)))
+
+
+def _slice(launches: Launches, rule: Rule, chunk: Chunk) -> int:
+    """The longest slice of values that fits and leaves enough blocks; what is prepared is read once for each."""
+    possible = [n for n in SLICES if rule.value_size % n == 0]
+    fitting = [n for n in possible if launches.fits(chunk.scan_bytes(n))] or possible
+    rows_of_all = rule.sequences * rule.value_heads * rule.value_size
+    return next((n for n in fitting if rows_of_all // n >= BLOCKS), fitting[-1])
+
+
+def _gated_delta_net(launches: Launches, call: Bound) -> None:
+    q, k, v, g, beta = (as_float(launches, call.operand(i)) for i in range(5))
+    rule = Rule(q, k, v, g, beta, call.out, call.attrs["heads"] == "tiled")
+    launch_rule(launches, call, rule, bool(call.attrs["exact"]))
+
+
+def launch_rule(launches: Launches, call: Bound, rule: Rule, exact: bool) -> None:
+    """The rule for the states of an instruction.  With snapshots the last tokens go one by one."""
+    carried = carry(launches, call, rule.sequences, rule.tokens)
+    last = carried.snapshots - 1
+    first = rule.tokens - last
+    chunk = Chunk(rule.key_size, rule.channels, exact)
+    if in_chunks(first, rule.key_size, rule.value_size) and _fits(launches, rule, chunk):
+        memory = chunk_memory(launches, rule, first, chunk)
+        if rule.has_quads:
+            launch_chunks(launches, rule.part(0, first), carried, memory, chunk)
+            if last:
+                launch_steps(launches, rule.part(first, last), carried.after(last), carried, last, None)
+            return
+    launch_steps(launches, rule, carried.begin, carried, carried.stored, None)
+
+
+def _with_save(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
+    """A state that is saved, and the rule that changes it in place."""
+    save, writer = flow.call(number), changed_state(flow, number, "gated_delta_net").change
+    state, call = save.operand(0), flow.call(writer)
+    need(call.optional(6) is None, "states are in slots")
+    need(len(call.dst) == 2 and lies_as(call.operand(5), call.dst[1]), "the state is not changed in place")
+    need(lies_as(state, call.operand(5)) and save.out.is_dense, "not all of the state is saved")
+    q, k, v, g, beta = sources = [call.operand(i) for i in range(5)]
+    need(all(x.is_float for x in sources), "operands are of other types")
+    rule = Rule(q, k, v, g, beta, call.out, call.attrs["heads"] == "tiled")
+    need(not in_chunks(rule.tokens, rule.key_size, rule.value_size), "prompts go by chunks")
+    apart(save.out, [*sources, state])
+    launches.number = writer
+    carried = carry(launches, call, rule.sequences, rule.tokens)
+    launch_steps(launches, rule, carried.begin, carried, carried.stored, None, save.out)
+    return number, writer
+
+
+FUSED: Mapping[str, Sequence[Fused]] = MappingProxyType({"cont": (_with_save,)})
+BINDINGS: Mapping[str, Binding] = {"gated_delta_net": _gated_delta_net}
+SOURCES = (STATES, *STEPS.values(), *PREPARE.values(), *SCAN.values())

@@ -1,0 +1,1 @@
+"""The ways to answer a request for a plan, what speaks for each, and which is taken."""

@@ -1,0 +1,122 @@
+"""Which of several ways to plan is taken: the fastest, where memory and devices have their price."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ..plan import Plan
+from ..units import nbytes_text, time_text
+from .fits import shortage
+
+COPIED = 0.1
+"""The part of the time that a full copy of weights and states on every device has to save at least."""
+JOINED = 0.01
+"""The part of the time that twice as many devices have to save at least."""
+
+
+Judge = Callable[[Plan], tuple[float, str]]
+"""Seconds that a plan is predicted to take for what it is wanted for, and how, if its runs follow each other."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to plan: in words, on so many devices, what is predicted of it, and what makes the plan.
+
+    Runs may follow each other through so many `stages`; where that was counted on, it `follows`, and `how` says it.
+    `held` are the bytes of weights and states on all devices together, `lacking` those that do not fit.  Once there is
+    a plan they are its own.  What was `searched` for promises too much, as a search leaves small things out.
+    """
+
+    kind: str
+    devices: int
+    seconds: float
+    held: float
+    lacking: float
+    make: Callable[[], Plan]
+    plan: Plan | None = None
+    searched: bool = False
+    stages: int = 1
+    how: str = ""
+    follows: bool = False
+
+    def promises_like(self, other: Way) -> bool:
+        """Whether it has no plan yet, and what it promises is too good where that of another way was."""
+        return self.plan is None and (self.follows if other.follows else self.searched)
+
+    def made(self, judge: Judge) -> Way:
+        """The way with its plan."""
+        plan = self.make()
+        seconds, how = judge(plan)
+        memory = plan.memory()
+        held = memory["weight"] + memory["state"]
+        return replace(
+            self, plan=plan, devices=len(plan.lanes), seconds=seconds, held=held, lacking=shortage(plan), how=how
+        )
+
+    def priced(self, once: float) -> float:
+        """Seconds with the price of devices and of memory; `once` is what one device alone would hold."""
+        if self.devices == 1:
+            return self.seconds
+        copied = min(1.0, max(0.0, self.held / max(once, 1.0) - 1) / (self.devices - 1))
+        return self.seconds / (1 - COPIED * copied) * (1 + JOINED * math.log2(self.devices))
+
+    def told(self) -> str:
+        """What it is, and what it costs."""
+        about = "" if self.plan is not None else "about "
+        short = f", {nbytes_text(int(self.lacking))} short" if self.lacking else ""
+        devices = f"{self.devices} device{'s' if self.devices > 1 else ''}"
+        held = nbytes_text(int(self.held))
+        kind = f"{self.kind} ({self.how})" if self.how else self.kind
+        return f"{kind}, on {devices}: {about}{time_text(self.seconds)}, {held} held in all{short}"
+
+
+def by_cost(plan: Plan) -> tuple[float, str]:
+    """A plan judged by one run of it."""
+    return plan.cost.total, ""
+
+
+def best_of(ways: Sequence[Way], once: float, judge: Judge = by_cost) -> Plan:
+    """The plan of the way that fits, or lacks least, and costs least; its reasons say what was left aside and why.
+
+    A plan is made only of ways that promise to be the best, where promises are taken for as much too good as that which
+    came nearest to the truth was so far.  No search knows what is hidden beside collectives: where a plan hides
+    something, others like it may be as fast.
+    """
+    left = list(ways)
+    known: dict[bool, float] = {}
+
+    def cost(way: Way) -> tuple[float, float]:
+        return way.lacking, way.priced(once)
+
+    while (best := min(left, key=cost)).plan is None:
+        made = left[left.index(best)] = best.made(judge)
+        if (best.searched or best.follows) and best.seconds > 0:
+            before, off = known.get(best.follows, 1.0), made.seconds / best.seconds
+            if best.follows not in known or off < before:
+                known[best.follows] = off
+                left = [
+                    replace(way, seconds=way.seconds * off / before) if way.promises_like(best) else way for way in left
+                ]
+        if made.plan is not None and made.plan.cost.hidden:
+            left = [replace(w, seconds=min(w.seconds, made.seconds)) if w.promises_like(best) else w for w in left]
+    others = sorted((way for way in left if way is not best), key=cost)
+    first = {way.kind: way for way in reversed(others)}.values()
+    most = max(way.devices for way in left)
+    shown = [way for way in others if way in first or way.devices == most]
+    notes = [f"taken: {best.told()}", *(f"left aside: {way.told()}; {_why(way, best)}" for way in shown)]
+    notes += [f"left aside: {len(others) - len(shown)} ways like these"] if len(others) > len(shown) else []
+    return replace(best.plan, reasons=(*best.plan.reasons, *(notes if others else ())))
+
+
+def _why(other: Way, best: Way) -> str:
+    """Why it was not taken."""
+    if other.lacking > best.lacking:
+        return "does not fit"
+    gain = 1 - other.seconds / best.seconds if best.seconds else 0.0
+    if gain < 0:
+        return f"{-gain:.1%} slower"
+    dear = [f"{other.devices} devices"] if other.devices > best.devices else []
+    dear += [f"{nbytes_text(int(other.held - best.held))} more"] if other.held > best.held else []
+    return f"{gain:.1%} faster, too little for {' and '.join(dear) or 'another way'}"

@@ -1,0 +1,348 @@
+"""One call of the planner, for some devices: the ways to answer it, each a plan that is not proven yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from ...backends.abilities import overlaps
+from ...graph.errors import GraphError, PlanError
+from ...graph.graph import Graph
+from ...graph.node import Node, Value
+from ..layout import REPLICATE, Layout, Local
+from ..lowering.lane import Devices, lanes_of
+from ..machines.hardware import Estimate, Hardware
+from ..plan import Cuts, Host, Plan
+from ..sharding.assign import Assignment, assign
+from ..sharding.axes import Factor
+from ..sharding.chunks import COUNTS, in_chunks, tokens_of
+from ..sharding.emit import Sharded, shard
+from ..sharding.factors import Factors
+from ..sharding.layers import NOTHING_HELD, even_shares, layer_split, placed_like
+from ..sharding.layers import place as place_nodes
+from ..sharding.pins import (
+    NO_PINS,
+    Pin,
+    Pins,
+    Place,
+    as_before,
+    closed,
+    decided,
+    lying,
+    placements,
+    rescued,
+    settled,
+    unable,
+    wished,
+)
+from ..sharding.rows import GAIN, assign_rows
+from ..sharding.search import NO_LEAVES, Choice, Search, all_cuts_of, cuts_of, deal, factors_at
+from ..sharding.shares import Shares
+from ..sharding.teams import Teams, compose, stages_like, teams_by, teams_like
+from ..spelling import spelled_out
+from .fits import by_memory, shortage, spilled
+from .repeating import repeated
+from .uses import Use
+
+Chooser = Callable[[Graph, Factors], frozenset[Factor]]
+
+
+class Planning:
+    """One call of `plan_for`, checked: the ways to answer it."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        group: Devices,
+        shares: Sequence[float],
+        hardware: Hardware,
+        place: Place = (),
+        earlier: Plan | None = None,
+        use: Use | None = None,
+    ) -> None:
+        self.graph, self.group, self.hardware, self.use = graph, group, hardware, use
+        self.place = [(pattern, device if ":" in device else f"{device}:0") for pattern, device in place]
+        self.shares = shares or (() if earlier is None else earlier.shares)
+        self.lies = NO_LEAVES if earlier is None else earlier.leaves
+        self.proportions = self.shares or [1.0] * len(group)
+        self.names = [str(device) for _, device in group]
+        self.wished = wished(graph, self.place, self.names, strict=earlier is None)
+
+        self.doubt: tuple[str, ...] = ()  # why runs are not repeated
+
+    def made(self, mode: Mode, like: Plan | None, choose: Chooser | None, host: Host | None) -> Plan:
+        """The plan, not yet proven."""
+        made = self.answer(mode, like, choose)
+        if host is not None and like is None and mode is not Planning.shards and shortage(made):
+            made = self.with_host(host, alone=mode is Planning.alone) or made
+        taken = {str(lane.device) for lane in made.lanes}
+        return replace(made, spare=tuple(name for name in self.names if name not in taken))
+
+    @cached_property
+    def search(self) -> Search:
+        return Search(self.graph, Factors(self.graph))
+
+    @property
+    def factors(self) -> Factors:
+        return self.search.factors
+
+    def answer(self, mode: Mode, like: Plan | None, choose: Chooser | None) -> Plan:
+        """The plan in `mode`, unless an earlier plan, a lack of choice or the caller decides."""
+        if like is not None:
+            return self.like(like)
+        if len(self.group) == 1 and not self.place:
+            return self.whole()
+        if choose is not None:
+            chosen, why = choose(self.graph, self.factors), "chosen by the caller"
+            if mode is Planning.staged:
+                return self.in_teams(teams_by(self.machine, len(self.group)), Choice(chosen, (why,)))
+            return self.given(chosen, why)
+        return mode(self)
+
+    def like(self, earlier: Plan) -> Plan:
+        """Over weights and states that lie on the devices already."""
+        if (teams := teams_like([lane.program for lane in earlier.lanes])) is not None:
+            where = stages_like(self.graph, earlier.leaves, teams)
+            sharded, cuts = compose(
+                self.graph, where, teams, earlier.cuts, self.proportions, self.hardware, earlier.leaves
+            )
+            return self._plan(self._able(sharded), cuts, ("an earlier plan's layout",), {})
+        held = lying(self.graph, earlier.leaves)
+        stored = [earlier.leaves[v.node.name] for v in (*earlier.graph.weights, *earlier.graph.states)]
+        if stored and all(isinstance(layout, Local) for layout in stored):
+            where = placed_like(self.graph, earlier.leaves)
+            base = {n: Pin(d, "its weights lie there, or what it reads is made there") for n, d in where.items()}
+            return self._placed(base, {v: lies for v, lies in held.leaves.items() if isinstance(lies, Local)})
+        if len(self.group) == 1 and not self.place and not held.leaves:
+            return self.whole("an earlier plan's layout")
+        chosen = factors_at(self.graph, self.factors, earlier.cuts)
+        if self.graph.digest() != earlier.graph.digest():  # what stands at a place may be another factor
+            chosen = frozenset(f for f in chosen if f.can_be_cut)
+        choice = Choice(chosen, ("an earlier plan's layout",))
+        if (short := self._once(choice, earlier.leaves)) is not None:
+            return short
+        while True:
+            try:
+                plan = self.cut(choice, held)
+            except GraphError as why:
+                raise PlanError(
+                    "this graph reads a weight in other pieces than an earlier plan has cut it, which cannot be put "
+                    f"together: {why}; make one plan for both, or load the weights anew"
+                ) from None
+            before, held = held, as_before(held, self.graph, plan.leaves, earlier.leaves)
+            if held == before:
+                return plan
+
+    def alone(self) -> Plan:
+        """All on the first device, but for what must run elsewhere; devices without work are left out."""
+        first = Planning(self.graph, self.group[:1], (), self.hardware)
+        if not self.wished and not unable([self.graph], [{}], self.group[:1]):
+            return first.whole()
+        base = {
+            n: Pin(0, f"split mode none: {self.group[0][1]} comes first") for n in self.graph.nodes if not n.is_leaf
+        }
+        return self._placed(base, trim=True)
+
+    def whole(self, *reasons: str) -> Plan:
+        """One device does all: there is nothing to find out about axes, which for a large graph takes most of the
+        time."""
+        leaves = {n.name: REPLICATE for n in self.graph.nodes if n.is_leaf}
+        same = {node: node for node in self.graph.nodes}
+        sharded = Sharded((self.graph,), (same,), leaves, dict.fromkeys(self.graph.outputs, REPLICATE))
+        return self._plan(self._able(sharded), frozenset(), reasons, {})
+
+    def layers(self) -> Plan:
+        """Consecutive nodes on each device, by the shares asked for or by the memory of the devices; where that is
+        equal and there is a use, so that they take equally long for it."""
+        memory = [device.memory for _, device in self.group]
+        if self.use is not None and not self.shares and len(set(memory)) == 1:
+            return self._layers(even_shares(self.use.evened, len(memory)))
+        return self._layers(self.shares or by_memory([device for _, device in self.group]))
+
+    def _layers(self, shares: Sequence[float], *, trim: bool = False, last: str = "") -> Plan:
+        """Consecutive nodes on each device by their shares; `last` is why the last device takes part."""
+        where = layer_split(self.graph, shares, self.wished)
+        because = [f"layer split, with {share / sum(shares):.0%} of the weights and states" for share in shares]
+        because[-1] = last or because[-1]
+        return self._placed({n: Pin(d, because[d]) for n, d in where.items()}, trim=trim)
+
+    def with_host(self, host: Host, *, alone: bool) -> Plan | None:
+        """A layer split in which one more device, the host, takes what does not fit on the others."""
+        if str(host.device) in {str(device) for _, device in self.group}:
+            return None
+        wider = Planning(self.graph, (*self.group, (host.backend, host.device)), (), self.hardware, self.place)
+        shares = self.shares or by_memory([device for _, device in self.group])
+        if alone:
+            shares = [1.0] + [0.0] * (len(self.group) - 1)
+        why = f"weights that do not fit stay on {host.device}"
+
+        def plan_with(share: float) -> Plan:
+            rest = [(1 - share) * s / sum(shares) for s in shares]
+            made = wider._layers([*rest, share], trim=alone, last=why)
+            return replace(made, host=host.hardware) if made.lanes[-1].device == host.device else made
+
+        first = self._layers(shares, trim=alone)
+        total = sum(first.memory()[kind] for kind in ("weight", "state"))
+        return spilled(shortage(first) / max(total, 1), plan_with) if shortage(first) else first
+
+    def _placed(
+        self, base: Mapping[Node, Pin], held: Mapping[Value, Local] = NOTHING_HELD, *, trim: bool = False
+    ) -> Plan:
+        """Whole nodes on devices: `base`, but for pins; with `trim` only devices that have work."""
+
+        def build(pins: Mapping[Node, Pin]) -> tuple[Mapping[Node, Pin], Sharded]:
+            where = {**base, **pins}
+            return where, place_nodes(self.graph, {n: p.device for n, p in where.items()}, len(self.group), held)
+
+        where, sharded = self._built(self.wished, build)
+        if not trim:
+            return self._plan(sharded, frozenset(), (), where)
+        kept = {device for _, device in self.place}
+        used = sorted({0, *(p.device for p in where.values()), *(i for i, n in enumerate(self.names) if n in kept)})
+        few = Planning(self.graph, tuple(self.group[d] for d in used), (), self.hardware)
+        where = {n: replace(p, device=used.index(p.device)) for n, p in where.items()}
+        placed = place_nodes(self.graph, {n: p.device for n, p in where.items()}, len(used))
+        return few._plan(placed, frozenset(), (), where)
+
+    def given(self, chosen: frozenset[Factor], why: str) -> Plan:
+        """The plan in which these factors are cut, each where it can be; `why` is what explain shows."""
+        return self.cut(Choice(chosen, (why,)))
+
+    def shards(self) -> Plan:
+        """Cut wherever kernels get shorter."""
+        return self.cut(self.search.choose(len(self.group), self.hardware, eager=True))
+
+    def staged(self) -> Plan:
+        """Consecutive nodes on each team of devices, cut among the team wherever kernels get shorter."""
+        teams = teams_by(self.machine, len(self.group))
+        return self.in_teams(teams, self.search.choose(len(teams[0]), self.hardware, eager=True))
+
+    @property
+    def machine(self) -> int:
+        """How many devices each machine has; 0 where all are in one, or nobody knows."""
+        ranks = [device.rank for _, device in self.group]
+        counts = {ranks.count(rank) for rank in ranks}
+        return self.hardware.machine or (counts.pop() if len(counts) == 1 and len(set(ranks)) > 1 else 0)
+
+    def in_teams(self, teams: Teams, choice: Choice) -> Plan:
+        """Consecutive nodes on each team, cut among it as chosen."""
+        if self.wished or decided(self.graph, self.group):
+            raise PlanError(
+                "split mode layer,tensor places no single nodes and mixes no backends; "
+                "leave --place out and name devices of one kind, or use layer or tensor"
+            )
+        held = self.shares or by_memory([device for _, device in self.group])
+        where = layer_split(self.graph, [sum(held[d] for d in team) for team in teams])
+        cuts = all_cuts_of(self.graph, self.factors, choice.factors)
+        sharded, made = compose(self.graph, where, teams, cuts, self.proportions, self.hardware)
+        shown = [", ".join(self.names[d] for d in (team[0], team[-1])) for team in teams]
+        notes = [f"stage {s} of the layers is on {name}" for s, name in enumerate(shown)]
+        plan = self._plan(self._able(sharded), made, (*choice.considered, *notes), {})
+        if teams_like([lane.program for lane in plan.lanes]) is None:
+            raise PlanError("split mode layer,tensor finds nothing to cut within a stage; use layer")
+        return plan
+
+    def first(self, devices: int) -> Planning:
+        """The same for the first devices of the group."""
+        if devices == len(self.group):
+            return self
+        few = Planning(self.graph, self.group[:devices], (), self.hardware, use=self.use)
+        few.search, few.doubt = self.search, self.doubt
+        return few
+
+    def over(self, plan: Plan, graph: Graph) -> Plan:
+        """The plan of a graph over weights and states as they lie in one of these devices; it is not proven."""
+        if graph is self.graph:
+            return plan
+        return Planning(spelled_out(graph, self.group), plan.group, (), self.hardware, self.place, plan).like(plan)
+
+    def cut(self, choice: Choice, held: Pins | None = None) -> Plan:
+        """What is chosen is cut, but for what is placed or `held`."""
+        first = {**decided(self.graph, self.group), **({} if held is None else held.nodes), **self.wished}
+        if held is None and (short := self._once(choice)) is not None:
+            return short
+        asked = cuts_of(self.graph, self.factors, choice.factors, {})
+        shares = deal(self.graph, self.factors, asked, self.proportions, self.lies)
+
+        def given(nodes: Mapping[Node, Pin]) -> Pins:
+            pins = settled(self.graph, nodes) if held is None else Pins(nodes, held.leaves)
+            return pins if nodes or pins.leaves else NO_PINS
+
+        def build(nodes: Mapping[Node, Pin]) -> tuple[Mapping[Node, Pin], Sharded]:
+            pins, devices = given(nodes), len(self.group)
+            laid = assign_rows(self.graph, self.factors, choice.factors, pins, devices, self.hardware)
+            return nodes, shard(self.graph, self.factors, laid, shares)
+
+        where, sharded = self._built(first, build)
+
+        def plan(sharded: Sharded, *notes: str) -> Plan:
+            cuts = cuts_of(self.graph, self.factors, choice.factors, sharded.leaves)
+            note = ("what is placed on one device was left aside in choosing cuts",) if where and cuts else ()
+            return self._plan(sharded, cuts, (*choice.considered, *note, *self.doubt, *notes), where)
+
+        made = plan(sharded)
+        if not overlaps(self.group):
+            return made
+        laid = assign(self.graph, self.factors, choice.factors, given(where))
+        return min((made, *self._in_chunks(laid, shares, plan, made.cost)), key=lambda one: one.cost.total)
+
+    def _in_chunks(
+        self, laid: Assignment, shares: Shares, plan: Callable[[Sharded, str], Plan], cost: Estimate
+    ) -> Iterator[Plan]:
+        """Plans in which sums over devices are taken in chunks of tokens, those that cost less than `cost` by more than
+        predictions are good for; in more chunks, as long as enough is left to be hidden."""
+        if (tokens := tokens_of(laid, self.factors)) is None:
+            return
+        whole = shard(self.graph, self.factors, laid, shares)
+        least, waiting = cost.total * (1 - GAIN), cost.collectives - cost.hidden
+        for count in COUNTS:
+            if waiting < cost.total - least:
+                return
+            chunked = in_chunks(whole, self.factors, tokens, count)
+            if unable(chunked.graphs, chunked.origins, self.group):
+                continue
+            made = plan(chunked, f"tokens go in {count} chunks from sum to sum")
+            waiting = made.cost.collectives - made.cost.hidden
+            if made.cost.total < least:
+                yield made
+
+    def _once(self, choice: Choice, lies: Mapping[str, Layout] | None = None) -> Plan | None:
+        """The plan in which layers that are alike are planned once, if nothing is in the way."""
+        if self.wished or self.doubt or decided(self.graph, self.group):
+            return None
+        every = all_cuts_of(self.graph, self.factors, choice.factors)
+        if (made := repeated(self.graph, self.group, every, self.proportions, self.hardware, lies)) is None:
+            return None
+        cuts = cuts_of(self.graph, self.factors, choice.factors, made.leaves)
+        why, shares = choice.considered, tuple(self.shares)
+        return Plan(self.graph, made.lanes, made.leaves, made.outputs, cuts, why, self.hardware, shares=shares)
+
+    def _built(
+        self, pins: Mapping[Node, Pin], build: Callable[[Mapping[Node, Pin]], tuple[Mapping[Node, Pin], Sharded]]
+    ) -> tuple[Mapping[Node, Pin], Sharded]:
+        """What `build` makes of the pins, more of which are added until every device can run what it is given."""
+        pins = dict(pins)
+        while True:
+            where, sharded = build(closed(self.graph, pins))
+            if not (found := unable(sharded.graphs, sharded.origins, self.group)):
+                return where, sharded
+            pins.update(rescued(found, where, self.group))
+
+    def _able(self, sharded: Sharded) -> Sharded:
+        """The same.  Raises `PlanError` naming the first node that its device cannot run."""
+        for found in unable(sharded.graphs, sharded.origins, self.group):
+            raise PlanError(f"{found.local!r} cannot run on {self.names[found.device]}: {found.why}")
+        return sharded
+
+    def _plan(self, sharded: Sharded, cuts: Cuts, reasons: tuple[str, ...], where: Mapping[Node, Pin]) -> Plan:
+        lanes = lanes_of(sharded.graphs, self.group)
+        placed = placements(self.graph, where)
+        shares = tuple(self.shares)
+        return Plan(
+            self.graph, lanes, sharded.leaves, sharded.outputs, cuts, reasons, self.hardware, placed, shares=shares
+        )
+
+
+Mode = Callable[[Planning], Plan]
+"""A way to answer a planning for several devices."""

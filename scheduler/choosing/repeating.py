@@ -1,0 +1,177 @@
+"""Plans of graphs that repeat themselves, made from a short graph that has few of the runs.
+
+The devices' shares come again after some runs, so that what a device does in a run is one of a few kinds of steps.
+Each kind is laid out, emitted and lowered once, and proven once (`verifier.repeating`); the lanes of the long graph
+are made of those of the short one when somebody looks at them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from ...graph.graph import Graph
+from ...graph.node import Node, Value
+from ...graph.records import dataclass
+from ...graph.repeats import BEFORE, Shortened, parts, repeats_of, shortened
+from ...ops import op_of
+from ..layout import Layout
+from ..lowering.lane import Devices, Lane, lanes_from, lanes_of
+from ..lowering.unfold import kinds_of_steps
+from ..machines.hardware import Hardware
+from ..plan import Cuts
+from ..sharding.assign import Assignment
+from ..sharding.axes import Factor
+from ..sharding.emit import shard
+from ..sharding.factors import Factors
+from ..sharding.pins import NO_PINS, unable
+from ..sharding.rows import assign_rows
+from ..sharding.search import deal, factors_at
+from ..sharding.shares import Shares
+
+WORTH = 20_000
+"""Nodes of all devices that a short graph has to save: making and proving so many takes a second or two."""
+KINDS, UNEVEN = (1, 2, 4, 8), 0.02
+"""Of how many kinds runs may be: as few as give each device what it is to have up to this part of it, or the most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """What a plan has of a graph that repeats itself: lanes, and how leaves and outputs lie on them."""
+
+    lanes: tuple[Lane, ...]
+    leaves: Mapping[str, Layout]
+    outputs: Mapping[str, Layout]
+
+
+def repeated(
+    graph: Graph,
+    group: Devices,
+    cuts: Cuts,
+    proportions: Sequence[float],
+    hardware: Hardware,
+    lies: Mapping[str, Layout] | None = None,
+) -> Repeated | None:
+    """`graph` cut over the devices as `cuts` says, by every leaf that has a factor, where weights and states that lie
+    already stay so; None where a short graph saves too little, or devices do not do the same in all runs."""
+    kept = {} if lies is None else {v.node.name: lies.get(v.node.name) for v in (*graph.weights, *graph.states)}
+    repeats = repeats_of(graph)
+    if repeats is None or repeats.times * repeats.length * len(group) < WORTH:
+        return None
+    for runs in (repeats, repeats.without_first()):  # before the first, nothing may have been summed yet
+        once = shortened(graph, runs, 1)
+        if once is None or (own := _shortened(once, cuts)) is None:
+            continue
+        times = min(_kinds_needed(once, own, proportions), runs.times - 1)
+        of = once if times == 1 else shortened(graph, runs, times)
+        made = None if of is None else _laid_out(of, group, cuts, proportions, hardware)
+        if made is not None and all(made.leaves[name] == layout for name, layout in kept.items()):
+            return made
+    return None
+
+
+def _laid_out(
+    of: Shortened, group: Devices, cuts: Cuts, proportions: Sequence[float], hardware: Hardware
+) -> Repeated | None:
+    """The plan of the short graph, and what follows from it for the long one."""
+    factors, own = Factors(of.short), _shortened(of, cuts)
+    assert own is not None, "all runs are cut alike"
+    chosen, shares = factors_at(of.short, factors, own), deal(of.short, factors, own, proportions)
+    kinds = {tuple(high - low for low, high in (shares.of(f)[d] for f in chosen)) for d in range(len(group))}
+    if (of.repeats.times - of.times) * of.repeats.length * len(kinds) < WORTH:
+        return None
+    laid = assign_rows(of.short, factors, chosen, NO_PINS, len(group), hardware)
+    if not _carries_alike(of, laid):
+        return None
+    sharded = shard(of.short, factors, laid, shares)
+    if unable(sharded.graphs, sharded.origins, group):
+        return None
+    lanes = lanes_of(sharded.graphs, group, of)
+    if not all(_is_repeatable(lane, of) for lane in {id(lane.program): lane for lane in lanes}.values()):
+        return None
+    leaves = {
+        of.renamed(name, run, kind): layout
+        for run, kind in of.runs
+        for name, layout in sharded.leaves.items()
+        if of.kind_of(name) == kind
+    }
+    return Repeated(lanes_from(lanes, of), leaves, sharded.outputs)
+
+
+def _shortened(of: Shortened, cuts: Cuts) -> Cuts | None:
+    """What is cut of the short graph; None if runs are not cut alike."""
+    number = {node.name: at for at, node in enumerate(of.long.nodes) if node.is_leaf}
+    by_run: dict[int, set[tuple[str, int, int, int]]] = defaultdict(set)
+    for name, axis, segment, factor in cuts:
+        run = of.repeats.run_of(number[name])
+        kind = run if run == BEFORE else of.times if run == of.repeats.times else 0
+        by_run[run].add((str(number[name] - (run - kind) * of.repeats.length), axis, segment, factor))
+    inner = by_run[0]
+    if any(by_run[run] != inner for run in range(of.repeats.times)):
+        return None
+    again = [
+        (str(int(name) + kind * of.repeats.length), axis, segment, factor)
+        for kind in range(of.times)
+        for name, axis, segment, factor in inner
+    ]
+    return frozenset([*by_run[BEFORE], *by_run[of.repeats.times], *again])
+
+
+def _kinds_needed(once: Shortened, cuts: Cuts, proportions: Sequence[float]) -> int:
+    """Of how many kinds runs are to be, so that rounding evens out over them."""
+    inner = frozenset(cut for cut in cuts if once.kind_of(cut[0]) == 0)
+    sizes = [factor.size for factor in factors_at(once.short, Factors(once.short), inner)]
+    shares = Shares(proportions)
+    dealt: dict[int, list[int]] = {size: [0] * len(proportions) for size in sizes}
+    for times in range(1, KINDS[-1] + 1):
+        for size in sizes:
+            dealt[size] = [n + high - low for n, (low, high) in zip(dealt[size], shares.of(Factor(size)), strict=True)]
+        wanted = {size: [times * sizes.count(size) * size * p for p in shares.proportions] for size in sizes}
+        pairs = (pair for size in sizes for pair in zip(dealt[size], wanted[size], strict=True))
+        if times in KINDS and all(abs(has - ideal) <= UNEVEN * ideal for has, ideal in pairs):
+            return times
+    return KINDS[-1]
+
+
+def _carries_alike(of: Shortened, laid: Assignment) -> bool:
+    """Whether what runs carry is in the same state on the devices before all runs, and behind each."""
+    firsts = [of.kinds.first_of(run) for run in range(BEFORE, of.times)]
+    carried = [[of.short.nodes[first + place] for first in firsts] for place in of.repeats.carried]
+    return all(len({tuple(map(laid.made.__getitem__, node.results)) for node in nodes}) == 1 for nodes in carried)
+
+
+def _is_repeatable(lane: Lane, of: Shortened) -> bool:
+    """Whether runs of the steps of a device may follow each other in any order: each kind comes by itself and in turn,
+    what it reads of the one before lies in the same place in all, and nothing is done for all runs at the end."""
+    kinds = kinds_of_steps(lane.graph, lane.program, of)
+    copies = any(i.index < 0 and at not in lane.program.saves for at, i in enumerate(lane.program.instructions))
+    if kinds != sorted(kinds) or {*kinds} != {*range(BEFORE, of.times + 1)} or copies:
+        return False
+    if lane.graph.outputs.keys() != of.short.outputs.keys():
+        return False
+    lies = {lane.graph.nodes[i.index]: i.dst for i in lane.program.instructions if i.index >= 0}
+    places: dict[tuple[int, str, int], set[int]] = defaultdict(set)
+    run_of = of.kinds_of(lane.graph)
+    for base in _read_later(lane.graph, run_of):
+        if base.node in lies:
+            number, ending = parts(base.node.name)
+            place = number - of.kinds.first_of(run_of[base.node])
+            places[place, ending, base.index].add(lies[base.node][base.index].offset)
+    return all(len(found) == 1 for found in places.values())
+
+
+def _read_later(graph: Graph, run_of: Mapping[Node, int]) -> Iterator[Value]:
+    """Values that a run reads of the one before it, each as what has its memory."""
+    for node in graph.nodes:
+        for source in node.inputs:
+            base = _base(source)
+            if run_of[base.node] == run_of[node] - 1:
+                yield base
+
+
+def _base(value: Value) -> Value:
+    node: Node = value.node
+    while not node.is_leaf and op_of(node).is_view:
+        value = node.inputs[0]
+        node = value.node
+    return value

@@ -1,0 +1,113 @@
+"""What weights are laid out for: prompts and steps of several sequences, whose runs may follow each other through the
+devices of a layout.
+
+A layout is judged by all of this together, as the weights lie once: of two layouts one may be better for prompts and
+the other for the tokens behind them, and layers on several devices are fast only where these are kept busy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ...graph.graph import Graph
+from ..machines.hardware import Hardware
+from ..plan import Plan
+from ..sharding.cost import Costs
+from ..succession import GAIN, followed, gain, seconds_in_turn
+from .auto import Way
+from .microbatches import counts_of, dealing
+
+CountsOf = Callable[[int, int], Sequence[int]]
+PlanOf = Callable[[int, int], Plan]
+"""The plan of a run in which each of so many sequences gets so many tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """So many sequences, each of which reads a prompt of so many tokens and gets `new` ones.
+
+    ``graph_of(sequences, tokens)`` is the graph of a run in which each of so many gets so many tokens, and
+    ``part_of(tokens, stages)`` says how many tokens of a prompt are read together where parts follow each other through
+    so many stages.
+    """
+
+    graph_of: Callable[[int, int], Graph]
+    part_of: Callable[[int, int], int]
+    sequences: int = 1
+    prompt: int = 0
+    new: int = 1
+
+    def __str__(self) -> str:
+        """``16 sequences, each of a prompt of 512 tokens and 128 steps``."""
+        prompt = f"a prompt of {self.prompt} tokens" if self.prompt else ""
+        steps = f"{self.new} step{'s' if self.new > 1 else ''}" if self.new else ""
+        each = " and ".join(filter(None, (prompt, steps)))
+        return f"{self.sequences} sequences, each of {each}" if self.sequences > 1 else each
+
+    @property
+    def evened(self) -> Graph:
+        """The graph for which devices that follow each other are to take equally long."""
+        return self.graph_of(1, self.prompt) if self.prompt else self.graph_of(self.sequences, 1)
+
+    def judged(self, plan_of: PlanOf, counts_of: CountsOf = counts_of) -> tuple[float, str]:
+        """Seconds that all of it takes by plans of one layout, and how runs follow each other in them, if they do;
+        `counts_of` sequences and stages are the numbers of micro-batches to consider."""
+        dealt = dealing(self.sequences, lambda n: plan_of(n, 1), counts_of)
+        micro_batches = len(dealt.sizes)
+        read, parts = self._read(plan_of) if self.prompt else (0.0, 1)
+        how = [f"in {micro_batches} micro-batches"] if micro_batches > 1 else []
+        how += [f"prompts in {parts} parts"] if parts > 1 else []
+        return self.new * dealt.seconds + self.sequences * read, ", ".join(how)
+
+    def _read(self, plan_of: PlanOf) -> tuple[float, int]:
+        """Seconds of one prompt, and in how many parts it is read."""
+        step = plan_of(self.sequences, 1)
+        size = self.part_of(self.prompt, followed(step) if gain(step) >= GAIN else 1)
+        if size >= self.prompt:
+            return plan_of(1, self.prompt).cost.total, 1
+        parts = -(-self.prompt // size)
+        return seconds_in_turn(plan_of(1, size), parts), parts
+
+
+class Promises:
+    """What a use takes by layouts that are not planned yet, rather too little: by what nodes take on one device."""
+
+    def __init__(self, use: Use, hardware: Hardware) -> None:
+        self.use, self.hardware = use, hardware
+        self._known: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def about(self, way: Way, speed: float) -> Way:
+        """The way as it promises to be for the use, where a step of all sequences is `speed` times as fast as on one
+        device; of a prompt no device of a team does what another does too, but for launches."""
+        use, stages = self.use, way.stages
+        one = self._alone(use.sequences, 1)
+        step = min([one, *(self._step(n, stages) for n in self.counts_of(use.sequences, stages))])
+        read = self._read(stages, way.devices // stages) if use.prompt else 0.0
+        seconds = use.new * step / speed + use.sequences * read
+        return replace(way, seconds=seconds, follows=stages > 1)
+
+    def counts_of(self, sequences: int, stages: int) -> list[int]:
+        """The number of micro-batches that promises most, if any is considered."""
+        counts = counts_of(sequences, stages)
+        return [min(counts, key=lambda n: self._step(n, stages))] if counts else []
+
+    def _step(self, micro_batches: int, stages: int) -> float:
+        """Seconds of a step in so many that follow each other through stages of one device."""
+        return micro_batches * self._alone(-(-self.use.sequences // micro_batches), 1) / stages
+
+    def _read(self, stages: int, team: int) -> float:
+        """Seconds of a prompt, as one or in parts, waiting for the first of these and for the last included."""
+        prompt = self.use.prompt
+        size = self.use.part_of(prompt, stages)
+        turns = -(-prompt // size) + stages - 1
+        return min(self._alone(1, prompt, team), turns * self._alone(1, size, team) / stages)
+
+    def _alone(self, sequences: int, tokens: int, team: int = 1) -> float:
+        """Seconds of a run that so many devices share, each of whom launches all."""
+        if (sequences, tokens) not in self._known:
+            done = Costs(self.use.graph_of(sequences, tokens), 1, self.hardware).work.values()
+            work = sum(self.hardware.compute(*counts, launches=0.0) for counts in done)
+            self._known[sequences, tokens] = work, len(done) * self.hardware.launch
+        work, launches = self._known[sequences, tokens]
+        return work / team + launches

@@ -1,0 +1,101 @@
+"""The ways to plan of which the mode ``auto`` takes the best: cut, in layers, or both, on ever more of the devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache, partial
+
+from ..machines.hardware import Hardware
+from ..plan import Plan
+from ..sharding.axes import Factor
+from ..sharding.cost import Costs
+from ..sharding.pins import decided
+from ..sharding.teams import teams_by
+from .auto import Way, best_of, by_cost
+from .planning import Planning
+from .uses import Promises
+
+
+def best_way(planning: Planning) -> Plan:
+    """The plan that takes least time, where memory and devices have their price, of all that fit; if none does, the one
+    that lacks least."""
+    alone, use, graph = planning.alone(), planning.use, planning.graph
+    hardware = _as_run(planning, alone)
+    promises = None if use is None else Promises(use, hardware)
+    judge = by_cost if promises is None else partial(_judged, planning, promises)
+    once = float(sum(v.spec.nbytes for v in (*graph.weights, *graph.states)))
+    ways = [Way("whole", 1, 0.0, once, 0.0, lambda: alone).made(judge)]
+    if len(planning.group) > 1:
+        others = _ways(planning, alone, once, hardware)
+        if promises is not None:
+            others = [promises.about(way, alone.cost.total / way.seconds) for way in others]
+        ways += others
+    best = best_of(ways, once, judge)
+    return best if use is None else replace(best, reasons=(f"judged by {use}", *best.reasons))
+
+
+def _judged(planning: Planning, promises: Promises, plan: Plan) -> tuple[float, str]:
+    """Seconds of what plans are wanted for, with weights as they lie in this one, and how runs follow each other."""
+    use = promises.use
+    over = cache(lambda sequences, tokens: planning.over(plan, use.graph_of(sequences, tokens)))
+    return use.judged(over, promises.counts_of)
+
+
+def _ways(planning: Planning, alone: Plan, once: float, hardware: Hardware) -> list[Way]:
+    """All that is not on one device alone, by single runs."""
+    devices = len(planning.group)
+    is_fixed = planning.shares or planning.wished or len(alone.lanes) > 1
+    fewer = () if is_fixed else (2**i for i in range(1, devices.bit_length()))
+    ways: list[Way] = []
+    for count in sorted({*(n for n in fewer if n < devices), devices}):
+        first = planning.first(count)
+        ways += _with_all(first, alone, once, hardware)
+        if 0 < hardware.machine < count and count % hardware.machine == 0 and not planning.wished:
+            ways += _staged(first, hardware)
+    return ways
+
+
+def _with_all(planning: Planning, alone: Plan, once: float, hardware: Hardware) -> Iterator[Way]:
+    """The ways to plan for all devices; `alone` is the plan of one, and `hardware` is as `_as_run` says."""
+    count, known = len(planning.group), [device.memory for _, device in planning.group if device.memory is not None]
+    room = float(min(known)) if known else math.inf
+    seen = {frozenset[Factor]()}
+    for eager, kind in ((False, "cut where that saves time"), (True, "cut wherever kernels get shorter")):
+        choice = planning.search.choose(count, hardware, eager=eager)
+        if choice.factors not in seen:
+            seen.add(choice.factors)
+            lacking, make = max(0.0, choice.held - room), partial(planning.cut, choice)
+            yield Way(kind, count, choice.seconds, count * choice.held, lacking, make, searched=True)
+    seconds = alone.cost.total + _passed_on(hardware, count, 1)
+    yield Way("layers", count, seconds, once, max(0.0, once / count - room), planning.layers, stages=count)
+
+
+def _staged(planning: Planning, hardware: Hardware) -> Iterator[Way]:
+    """Layers across machines, cut within each."""
+    if decided(planning.graph, planning.group):
+        return
+    teams = teams_by(hardware.machine, len(planning.group))
+    choice = planning.search.choose(len(teams[0]), hardware, eager=True)
+    known = [device.memory for _, device in planning.group if device.memory is not None]
+    held = choice.held / len(teams)
+    lacking = max(0.0, held - min(known)) if known else 0.0
+    seconds = choice.seconds + _passed_on(hardware, len(teams), hardware.machine)
+    kind, count = f"layers across {len(teams)} machines, cut within each", len(planning.group)
+    make = partial(planning.in_teams, teams, choice)
+    yield Way(kind, count, seconds, count * held, lacking, make, searched=True, stages=len(teams))
+
+
+def _passed_on(hardware: Hardware, stages: int, devices: int) -> float:
+    """Seconds that what goes from stage to stage takes, each of so many devices, at least."""
+    ends = ((s * devices - 1, s * devices) for s in range(1, stages))
+    return sum(hardware.meeting(0.0, hardware.machines(pair)) for pair in ends)
+
+
+def _as_run(planning: Planning, alone: Plan) -> Hardware:
+    """The hardware with the launch of a node by which the graph takes as long as its program on one device, where
+    chains are launched together and states are saved."""
+    costs = Costs(planning.graph, 1, planning.hardware)
+    work = sum(planning.hardware.compute(*done, launches=0.0) for done in costs.work.values())
+    return replace(planning.hardware, launch=max(0.0, alone.cost.total - work) / max(1, len(costs.work)))

@@ -1,0 +1,114 @@
+"""Speeds that were measured on this machine, kept in the cache folder for the plans of later processes.
+
+A file is for one processor and one version of hocket.  What is damaged or of others is left aside, which is said once;
+a group for which nothing was measured is estimated with built-in speeds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import date
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+from ...backends.abilities import Settled
+from ...backends.cache import cache_folder, keep, log, recalled
+from ...graph import Graph
+from ..lowering.lane import Devices
+from .hardware import CPU, Hardware
+from .speeds import Speeds
+
+UNFIT = "%s is damaged, or of another processor or version of hocket, so times are estimated; run hocket calibrate"
+
+
+def hardware_of(graph: Graph, group: Devices) -> Hardware:
+    """What was measured of such devices, else `CPU`."""
+    file = speeds_file()
+    if any(device.rank is not None for _, device in group) or not file.exists():
+        return CPU  # processes have to plan the same, whatever each has measured
+    known = read_speeds(file)
+    if known is None:
+        _say_unfit(str(file))
+        return CPU
+    speeds = known.get(group_name(group))
+    return CPU if speeds is None else speeds.hardware(graph)
+
+
+def told_speeds(hardware: Hardware) -> str:
+    """Where the speeds of a plan on devices of this machine are from, in words."""
+    if hardware == CPU:
+        return "estimated; hocket calibrate measures them"
+    document = json.loads(recalled(speeds_file()) or b"{}")
+    return f"calibrated {document.get('date', 'on a day that is not kept')}"
+
+
+def group_name(group: Devices) -> str:
+    """What groups of the same speed have in common."""
+    return ", ".join(sorted(f"{d.kind} with {b.settings() if isinstance(b, Settled) else '-'}" for b, d in group))
+
+
+def speeds_file() -> Path:
+    """Where speeds are kept."""
+    return cache_folder() / "speeds" / "speeds.json"
+
+
+def keep_speeds(known: Mapping[str, Speeds]) -> Path:
+    """Keep the speeds of groups in place of what was kept before."""
+    of = {
+        name: {
+            "bandwidth": dict(s.bandwidth),
+            "flops": dict(s.flops),
+            "launch": s.launch,
+            "link_bandwidth": s.link_bandwidth,
+            "link_latency": s.link_latency,
+            "plain_flops": s.plain_flops,
+        }
+        for name, s in known.items()
+    }
+    keep(
+        speeds_file(),
+        json.dumps({"of": _here(), "date": str(date.today()), "speeds": of}, allow_nan=False, indent=1).encode(),
+    )
+    return speeds_file()
+
+
+def read_speeds(file: Path) -> dict[str, Speeds] | None:
+    """What `keep_speeds` has written, here and by this version; None if it is damaged or of another."""
+    data = recalled(file)
+    if data is None:
+        return None
+    with suppress(KeyError, TypeError, ValueError, AttributeError):
+        document = json.loads(data)
+        known = {str(name): Speeds(**of) for name, of in document["speeds"].items()}
+        if document["of"] == _here() and all(map(_is_possible, known.values())):
+            return known
+    return None
+
+
+def _is_possible(s: Speeds) -> bool:
+    return all(
+        Hardware(flops, bandwidth, s.launch, s.link_bandwidth, s.link_latency, plain_flops=s.plain_flops).is_possible
+        for bandwidth in s.bandwidth.values()
+        for flops in s.flops.values()
+    ) and bool(s.bandwidth and s.flops)
+
+
+@cache
+def _here() -> str:
+    """This processor and this version."""
+    version = import_module(__name__.partition(".")[0]).__version__
+    model = platform.processor() or platform.machine()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
+        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
+    return f"hocket {version} on {os.cpu_count()} x {model}"
+
+
+@cache
+def _say_unfit(file: str) -> None:
+    log.warning(UNFIT, file)

@@ -1,0 +1,148 @@
+"""What devices and links are like, and what one run on them is estimated to take."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from ...graph.node import Node, Value
+from ...graph.records import dataclass
+from ...ops import op_of
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Speeds of one kind of device and of the link between two of them, in FLOP/s, bytes/s and seconds.
+
+    Where devices are in several machines, `machine` is how many each of them has, one machine after the other, and
+    `across` are the speeds of the link between two machines; 0 says that all are in one.  `plain_flops` is the
+    arithmetic of what reads no weights, as attention; 0 says that it is as fast as with weights.
+    """
+
+    flops: float = 100e9
+    bandwidth: float = 20e9
+    launch: float = 2e-6
+    link_bandwidth: float = 10e9
+    link_latency: float = 5e-6
+    machine: int = 0
+    across_bandwidth: float = 1.25e9
+    across_latency: float = 50e-6
+    plain_flops: float = 0.0
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether speeds are above zero, what may be zero is not below, all are finite, and machines have devices."""
+        speeds = (self.flops, self.bandwidth, self.link_bandwidth, self.across_bandwidth)
+        others = (self.launch, self.link_latency, self.across_latency, self.plain_flops)
+        known = type(self.machine) is int and self.machine >= 0
+        return known and all(0 < s < math.inf for s in speeds) and all(0 <= t < math.inf for t in others)
+
+    def by_machine(self, devices: Iterable[int]) -> list[int]:
+        """How many of the devices of these numbers each machine has that has any."""
+        return list(Counter(device // self.machine if self.machine else 0 for device in devices).values())
+
+    def machines(self, devices: Iterable[int]) -> int:
+        """In how many machines devices of these numbers are."""
+        return len(self.by_machine(devices))
+
+    def compute(self, flops: float, nbytes: float, plain: bool = False, *, launches: float = 1.0) -> float:
+        """Time of a node, which is `plain` if it reads no weights: whichever of arithmetic and memory takes longer, and
+        its launches, which are less than one where several nodes share one."""
+        speed = (self.plain_flops if plain else 0.0) or self.flops
+        return max(flops / speed, nbytes / self.bandwidth) + launches * self.launch
+
+    def meeting(self, nbytes: float, machines: int = 1) -> float:
+        """Time of a collective in which each device sends so many bytes, over so many machines: what all machines are
+        to know takes a message for each doubling of those that know it."""
+        if machines > 1:
+            return math.ceil(math.log2(machines)) * self.across_latency + nbytes / self.across_bandwidth
+        return self.link_latency + nbytes / self.link_bandwidth
+
+    def collective(self, op: str, nbytes: float, devices: Sequence[int]) -> Collective:
+        """What a collective of these devices over a value of `nbytes` in all takes.
+
+        A sum over several machines with equally many devices is either one over all of them, or first one within each,
+        of which each device has a piece; then one of each piece across machines, for which each device has a link of
+        its own; and then the pieces are gathered within.
+        """
+        each = self.by_machine(devices)
+        machines, count = len(each), len(devices)
+        moved = sent_bytes(op, nbytes, count)
+        if machines == 1:
+            return Collective(moved, self.meeting(moved) if count > 1 else 0.0, 0.0, machines)
+        flat = Collective(moved, 0.0, self.meeting(moved, machines), machines)
+        if op != "all_reduce" or len(set(each)) > 1 or each[0] == 1:
+            return flat
+        within = sent_bytes("all_gather", nbytes, each[0])
+        piece = sent_bytes(op, nbytes / each[0], machines)
+        inside, across = 2 * self.meeting(within), self.meeting(piece, machines)
+        return min(flat, Collective(2 * within + piece, inside, across, machines), key=lambda way: way.seconds)
+
+
+CPU = Hardware()
+"""Virtual CPU devices on one machine: a guess that `hocket calibrate` replaces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """Bytes that each device sends in a collective, and its seconds inside machines and across so many of them."""
+
+    moved: float
+    inside: float
+    across: float
+    machines: int
+
+    @property
+    def seconds(self) -> float:
+        return self.inside + self.across
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Seconds of one run: in kernels (of the slowest device) and in collectives, and how many of those; `hidden` are
+    those in which there are both."""
+
+    compute: float
+    collectives: float
+    meetings: int
+    hidden: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.collectives - self.hidden
+
+
+def sent_bytes(op: str, nbytes: float, devices: int) -> float:
+    """Bytes that each device sends in a collective over a value of `nbytes` in all.
+
+    A ring moves (N-1)/N of the bytes to gather them, or to reduce them to shards, and both to reduce them everywhere.
+    """
+    if op in ("send", "receive"):
+        return nbytes
+    return (2 if op == "all_reduce" else 1) * (devices - 1) / devices * nbytes
+
+
+class Counts:
+    """Arithmetic and traffic of nodes.  Layers repeat, so what is the same is counted once."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, tuple[float, float, bool]] = {}
+
+    def of(self, node: Node) -> tuple[float, float, bool]:
+        """Floating-point operations, bytes read and written, and whether no weights are read."""
+        plain = all(leaf_of(source).op != "weight" for source in node.inputs)
+        read = tuple(None if s is None else s.spec for s in node.src)
+        declared = op_of(node)
+        key = (plain, node.op, read, node.specs, tuple(node.attrs.items()), declared.share(node))
+        if (cost := self._known.get(key)) is None:
+            cost = self._known[key] = (float(declared.flops(node)), float(declared.nbytes(node)), plain)
+        return cost
+
+
+def leaf_of(value: Value) -> Node:
+    """The node whose memory a chain of views shows."""
+    node = value.node
+    while not node.is_leaf and op_of(node).is_view:
+        node = node.inputs[0].node
+    return node

@@ -1,0 +1,271 @@
+"""Devices that are not there: known hardware by name, so that a plan can be made for it and judged before it is bought.
+
+GPUs are planned for by the rules of the backend that would run them: what it keeps in which type, what memory kernels
+ask for, and which instructions one launch computes.
+
+Speeds are the makers' data sheets, dense and without sparsity: FLOP/s in 16 bits with tensor cores (of AMD in 32 bits
+by vectors, as kernels use no matrix cores there), bytes/s of memory, bytes/s of a link in one direction.  What products
+with a graph's weights reach of them on a GPU of NVIDIA is predicted from their machine code; what other kernels reach
+is less than the data sheet, too, so predictions are lower bounds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+from ...backends.abilities import Called, Foretells, Gathers, Overlaps, Simulates
+from ...backends.base import Array, Comm, Device, Program, Support, Tensor, load
+from ...graph import Graph
+from ...graph.arguments import TEXT, needs
+from ...graph.errors import BackendError, PlanError
+from ...graph.node import Node
+from ...graph.spec import Spec
+from .hardware import Hardware
+from .speeds import Speeds
+
+GIB = 1 << 30
+SIMULATED = "simulated"
+MOST_DEVICES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One kind of device; `link` is how several of them are joined unless asked otherwise; of a GPU the compute
+    `capability`, or the architecture, and the `backend` that would run there."""
+
+    flops: float
+    bandwidth: float
+    memory: int
+    link: str
+    capability: str = ""
+    backend: str = "cuda"
+    launch: float = 2e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How long a message takes to arrive, and bytes per second in one direction."""
+
+    latency: float
+    bandwidth: float
+
+
+MACHINES: Mapping[str, Machine] = MappingProxyType(
+    {
+        "h200": Machine(989e12, 4.8e12, 141 * 10**9, "nvlink", "90"),
+        "h100": Machine(989e12, 3.35e12, 80 * 10**9, "nvlink", "90"),
+        "a100": Machine(312e12, 2.04e12, 80 * 10**9, "nvlink", "80"),
+        "rtx4090": Machine(165e12, 1.01e12, 24 * GIB, "pcie4", "89"),
+        "rtx3090": Machine(71e12, 0.936e12, 24 * GIB, "pcie4", "86"),
+        "mi300x": Machine(163.4e12, 5.3e12, 192 * 10**9, "xgmi", "gfx942", "hip"),
+        "cpu": Machine(100e9, 20e9, 64 * GIB, "memory"),
+    }
+)
+LINKS: Mapping[str, Link] = MappingProxyType(
+    {
+        "nvlink": Link(5e-6, 450e9),
+        "xgmi": Link(10e-6, 448e9),
+        "pcie5": Link(10e-6, 50e9),
+        "pcie4": Link(10e-6, 25e9),
+        "ib400": Link(15e-6, 50e9),
+        "ib200": Link(15e-6, 25e9),
+        "ethernet": Link(50e-6, 1.25e9),
+        "memory": Link(5e-6, 10e9),
+    }
+)
+
+HOST_LINK = ("pcie4",)
+"""How the host of simulated devices reaches them."""
+
+
+class SimulatedBackend:
+    """A backend that plans can be made for and nothing runs on: values keep their dtypes, kernels need no scratch, and
+    each instruction is one launch."""
+
+    name = SIMULATED
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def with_threads(self, threads: int) -> SimulatedBackend:
+        return self
+
+    def predicted(self) -> Speeds | None:
+        """What kernels should reach; None if nothing is known beside the data sheet."""
+        return None
+
+    def devices(self) -> Sequence[Device]:
+        return tuple(map(self.device, range(MOST_DEVICES)))
+
+    def device(self, index: int) -> Device:
+        if index >= MOST_DEVICES:
+            raise BackendError(f"{self.kind}:{index} is one too many to simulate; at most {MOST_DEVICES} devices")
+        return Device(self.kind, index, MACHINES[self.kind].memory, "simulated")
+
+    def supports(self, node: Node, on: Device) -> Support:
+        return Support(True)
+
+    def grade(self, on: Device) -> str:
+        return self.kind
+
+    def stored(self, spec: Spec, kind: str = "value") -> Spec:
+        return spec
+
+    def scratch(self, node: Node) -> int:
+        return 0
+
+    def reads_strided(self, node: Node, operand: int) -> bool:
+        return True
+
+    def alloc(self, nbytes: int, on: Device, lasting: bool = False) -> Any:
+        self._refuse(f"allocate {nbytes} bytes on {on}")
+
+    def view(self, buffer: Any, tensor: Tensor) -> Any:
+        self._refuse("show an array")
+
+    def load(self, data: Array, declared: Spec, buffer: Any) -> None:
+        self._refuse("load a weight")
+
+    def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Callable[[], None]:
+        self._refuse(f"run a program on {on}")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise BackendError(f"{self.kind} is simulated and cannot {what}; plan for devices that are there to run")
+
+
+class SimulatedGpu(SimulatedBackend):
+    """GPUs on which nothing runs: what plans need to know of them the backend says that would run there."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        backend = load(MACHINES[kind].backend)
+        assert isinstance(backend, Simulates)
+        self._rules = backend.absent(MACHINES[kind].capability)
+        reached = backend.predicted(kind)
+        self._speeds = Speeds(reached["bandwidth"], reached["flops"], MACHINES[kind].launch) if reached else None
+
+    def predicted(self) -> Speeds | None:
+        return self._speeds
+
+    def supports(self, node: Node, on: Device) -> Support:
+        return self._rules.supports(node, on)
+
+    def stored(self, spec: Spec, kind: str = "value") -> Spec:
+        return self._rules.stored(spec, kind)
+
+    def scratch(self, node: Node) -> int:
+        return self._rules.scratch(node)
+
+    def reads_strided(self, node: Node, operand: int) -> bool:
+        return self._rules.reads_strided(node, operand)
+
+    def foretold(self, program: Program, on: Device) -> Sequence[Called]:
+        """The kernels that the program would launch, in order."""
+        return self._rules.foretold(program, on) if isinstance(self._rules, Foretells) else ()
+
+    def overlaps(self, devices: Sequence[Device]) -> bool:
+        return isinstance(self._rules, Overlaps) and self._rules.overlaps(devices)
+
+    def gathered(self, program: Program, on: Device) -> Sequence[Sequence[int]]:
+        assert isinstance(self._rules, Gathers)
+        return self._rules.gathered(program, on)
+
+
+def simulated(kind: str) -> SimulatedBackend:
+    """The backend for hardware of a kind.  Raises `PlanError` with what is known."""
+    if kind not in MACHINES:
+        raise PlanError(f"there is no hardware {kind!r} to simulate; known: {', '.join(MACHINES)}")
+    return SimulatedGpu(kind) if MACHINES[kind].capability else SimulatedBackend(kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """A group of simulated devices and the speeds that predict their time; the host they are in, and its speeds."""
+
+    group: tuple[tuple[SimulatedBackend, Device], ...]
+    hardware: Hardware
+    host: tuple[SimulatedBackend, Device]
+    host_hardware: Hardware
+
+    def hardware_for(self, graph: Graph) -> Hardware:
+        """`hardware` with the speeds that the slowest of the devices should reach with the weights of `graph`."""
+        backends = {id(backend): backend for backend, _ in self.group}.values()
+        reached = [speeds.hardware(graph) for backend in backends if (speeds := backend.predicted()) is not None]
+        return replace(
+            self.hardware,
+            flops=min([self.hardware.flops, *(h.flops for h in reached)]),
+            bandwidth=min([self.hardware.bandwidth, *(h.bandwidth for h in reached)]),
+        )
+
+
+@needs(PlanError, text=TEXT)
+def simulate(text: str) -> Simulation:
+    """The group that ``h200:8,nvlink`` or ``cpu:2`` or ``rtx4090:1,rtx3090:1,pcie4`` describes; several such machines,
+    and the link between them, as ``h200:8,nvlink x 4,ib400``.
+
+    Devices of several kinds are judged by the slowest of them.  Raises `PlanError` with what is known.
+    """
+    machine, times, rest = text.partition(" x ")
+    if not times:
+        return _machine(text, text, 1)
+    number, _, link = (part.strip() for part in rest.partition(","))
+    if not re.fullmatch(r"[1-9]\d{0,2}", number, re.ASCII) or link not in LINKS:
+        raise PlanError(_unknown(text, rest))
+    one = _machine(text, machine, int(number))
+    across = LINKS[link]
+    hardware = replace(
+        one.hardware,
+        machine=len(one.group) // int(number),
+        across_bandwidth=across.bandwidth,
+        across_latency=across.latency,
+    )
+    return replace(one, hardware=hardware)
+
+
+def _machine(text: str, described: str, times: int) -> Simulation:
+    """So many machines, each as `described`, which is a part of `text`."""
+    counts: dict[str, int] = {}
+    links: list[str] = []
+    for part in described.split(","):
+        kind, _, number = part.strip().partition(":")
+        if kind in LINKS and not number:
+            links.append(kind)
+        elif kind in MACHINES and re.fullmatch(r"|[1-9]\d{0,2}", number, re.ASCII):
+            counts[kind] = counts.get(kind, 0) + int(number or 1)
+        else:
+            raise PlanError(_unknown(text, part))
+    if not counts or len(links) > 1 or times * sum(counts.values()) > MOST_DEVICES:
+        raise PlanError(_unknown(text, text))
+    backends = {kind: simulated(kind) for kind in counts}
+    group = tuple(
+        (backends[kind], backends[kind].device(machine * n + i))
+        for machine in range(times)
+        for kind, n in counts.items()
+        for i in range(n)
+    )
+    host = simulated("cpu")
+    hardware = _slowest([MACHINES[kind] for kind in counts], links)
+    return Simulation(group, hardware, (host, host.device(0)), _slowest([MACHINES["cpu"]], HOST_LINK))
+
+
+def _slowest(machines: Sequence[Machine], links: Sequence[str]) -> Hardware:
+    joined = [LINKS[name] for name in (links or [m.link for m in machines])]
+    return Hardware(
+        flops=min(m.flops for m in machines),
+        bandwidth=min(m.bandwidth for m in machines),
+        launch=max(m.launch for m in machines),
+        link_bandwidth=min(link.bandwidth for link in joined),
+        link_latency=max(link.latency for link in joined),
+    )
+
+
+def _unknown(text: str, part: str) -> str:
+    return (
+        f"cannot simulate {text[:80]!r} (at {part[:80]!r}); give kinds with numbers and at most one link, as "
+        f"h200:8,nvlink, and how many such machines with what link, as h200:8,nvlink x 4,ib400; "
+        f"{MOST_DEVICES} devices at most; kinds: {', '.join(MACHINES)}; links: {', '.join(LINKS)}"
+    )

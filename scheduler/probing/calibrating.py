@@ -1,0 +1,164 @@
+"""Measuring the speeds of devices with small graphs, as the plans of models use them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from statistics import median
+from threading import Barrier
+
+import numpy as np
+
+from ...backends.base import Backend, Device
+from ...graph import DType, Graph, Value, constant, input, weight
+from ...ops import add, attention, causal_mask, mul_mat, rms_norm
+from ..machines.speeds import Speeds
+from ..plan import Plan
+from ..planner import plan_for
+from ..running.executor import Executor
+from ..running.store import Store
+
+KINDS = (
+    *(DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1, DType.Q8_0, DType.Q2_K, DType.Q3_K, DType.Q4_K, DType.Q5_K),
+    *(DType.Q6_K, DType.IQ4_NL, DType.IQ4_XS, DType.MXFP4, DType.F16, DType.BF16, DType.F32),
+)
+"""Dtypes of weights that are measured."""
+WIDTH, READ, ROWS, PRODUCTS = 2048, 64 << 20, 256, 2
+"""Weights are square; so many bytes of each dtype are read with a vector, in all more than caches hold, and so many
+weights with so many rows, as of a prompt."""
+SHORT, LONG, STEPS = 64, 1 << 18, 384
+"""Numbers of a value whose step is all launch, and of one whose message is all bandwidth; steps of a chain."""
+SUMMED, HIDDEN = 256, 512
+"""Numbers of a value that devices sum, and those between two products, which they deal out."""
+ROUNDS = 11
+BYTE = 0x21
+"""Of all weights: memory that is written has pages of its own, and no number is NaN."""
+Group = Sequence[tuple[Backend, Device]]
+Clock = Callable[[Sequence[Executor]], float]
+
+
+def seconds_of(runs: Sequence[Executor]) -> float:
+    """Seconds in which all have run once, side by side."""
+    ready = Barrier(len(runs))
+
+    def run(one: Executor) -> tuple[float, float]:
+        ready.wait()
+        start = time.perf_counter()
+        one.replay()
+        return start, time.perf_counter()
+
+    with ThreadPoolExecutor(len(runs)) as pool:
+        starts, ends = zip(*pool.map(run, runs), strict=True)
+    return max(ends) - min(starts)
+
+
+def speeds_of(
+    group: Group, clock: Clock = seconds_of, kinds: Sequence[DType] = KINDS, rounds: int = 1 + ROUNDS
+) -> Speeds:
+    """The speeds of devices, all at work at once; of sums and messages of the first two if there are two."""
+    probes = Probes(group, kinds)
+    return probes.speeds([probes.seconds(clock) for _ in range(rounds)][rounds > 1 :])
+
+
+class Probes:
+    """Runs whose seconds say how fast devices are.
+
+    A round runs each of them once, one after the other.  So what disturbs for a while meets all of them, and the
+    weights of one have left the caches before it runs again.
+    """
+
+    def __init__(self, group: Group, kinds: Sequence[DType] = KINDS) -> None:
+        self.kinds = kinds
+        graphs = {"launches": chain(SHORT), "attention": attended()}
+        for kind in kinds:
+            graphs[f"read {kind}"] = products(kind, READ // weight("w", (WIDTH, WIDTH), kind).spec.nbytes, 1)
+            graphs[f"rows {kind}"] = products(kind, PRODUCTS, ROWS)
+        self.runs = {name: [bound(plan_for(graph, [one])) for one in group] for name, graph in graphs.items()}
+        self.is_linked = len(group) > 1
+        if self.is_linked:
+            place = tuple((rf"{letter}\..*", str(device)) for letter, (_, device) in zip("ab", group, strict=False))
+            for length in (SHORT, LONG):
+                self.runs[f"there {length}"] = [bound(plan_for(chain(length), group[:2], place=place))]
+                self.runs[f"here {length}"] = [bound(plan_for(chain(length), group[:1]))]
+            self.runs["sums"] = [bound(plan_for(summed(HIDDEN), group[:2], split_mode="tensor"))]
+            self.runs["summands"] = [bound(plan_for(summed(HIDDEN // 2), [one])) for one in group[:2]]
+
+    def seconds(self, clock: Clock = seconds_of) -> dict[str, float]:
+        """One round: the seconds of each run."""
+        return {name: clock(runs) for name, runs in self.runs.items()}
+
+    def speeds(self, rounds: Sequence[Mapping[str, float]]) -> Speeds:
+        """What the median of rounds says."""
+        seconds = {name: median(each[name] for each in rounds) for name in self.runs}
+        plans = {name: runs[0].plan for name, runs in self.runs.items()}
+        launch = seconds["launches"] / sum(plans["launches"].lanes[0].launches())
+        beyond = {name: _beyond(seconds[name], plan, launch) for name, plan in plans.items()}
+        bandwidth = {str(kind): _nbytes(plans[f"read {kind}"]) / beyond[f"read {kind}"] for kind in self.kinds}
+        flops = {str(kind): plans[f"rows {kind}"].flops() / beyond[f"rows {kind}"] for kind in self.kinds}
+        plain = plans["attention"].flops() / beyond["attention"]
+        if not self.is_linked:
+            return Speeds(bandwidth, flops, launch, plain_flops=plain)
+        short, long, latency = (
+            max(0.0, seconds[with_it] - seconds[without]) / max(1, plans[with_it].cost.meetings)
+            for with_it, without in (*((f"there {n}", f"here {n}") for n in (SHORT, LONG)), ("sums", "summands"))
+        )
+        moved = 4 * (LONG - SHORT)
+        return Speeds(bandwidth, flops, launch, moved / max(long - short, moved / 1e13), latency, plain)
+
+
+def chain(length: int) -> Graph:
+    """Steps that follow each other, half of them sums of a row, half element by element."""
+    x: Value = input("x", (1, length))
+    for n in range(STEPS):
+        name = f"{'ab'[n % 2]}.{n}"
+        x = rms_norm(x, eps=1e-6, name=name) if n % 4 < 2 else add(x, x, name=name)
+    return Graph({"y": x})
+
+
+def products(kind: DType, number: int, rows: int) -> Graph:
+    """Products of `rows` vectors with so many weights."""
+    x: Value = input("x", (rows, WIDTH))
+    for n in range(number):
+        x = mul_mat(weight(f"w{n}", (WIDTH, WIDTH), kind), x)
+    return Graph({"y": x})
+
+
+def summed(hidden: int) -> Graph:
+    """Pairs of products that two devices deal out, and whose results they sum, as the layers of a model: plans have far
+    more sums than messages, and these take longer, since whoever waits for one goes to sleep."""
+    x: Value = input("x", (1, SUMMED))
+    up, down = weight("up", (hidden, SUMMED), DType.F32), weight("down", (SUMMED, hidden), DType.F32)
+    for _ in range(STEPS // 2):
+        x = mul_mat(down, mul_mat(up, x))
+    return Graph({"y": x})
+
+
+def attended() -> Graph:
+    """The second half of a prompt, which sees the first: arithmetic without weights."""
+    q, k, v = input("q", (ROWS, 8, 64)), input("k", (2 * ROWS, 2, 64), "f16"), input("v", (2 * ROWS, 2, 64), "f16")
+    places = constant("places", np.arange(ROWS, 2 * ROWS, dtype=np.int32))
+    mask = causal_mask(places, cells=2 * ROWS)
+    return Graph({f"y{n}": attention(q, k, v, mask, scale=0.125 + n / 8) for n in range(PRODUCTS)})
+
+
+def bound(plan: Plan) -> Executor:
+    """A plan with weights of equal bytes, and inputs of zeros."""
+    store = Store(plan.group)
+    for v in plan.graph.weights:
+        dtype = v.dtype
+        row = v.shape[-1] // dtype.block * dtype.block_bytes
+        data = np.full((*v.shape[:-1], row), BYTE, np.uint8) if dtype.is_quantised else np.ones(v.shape, dtype.storage)
+        store.bind(v.node.name, data, v.spec, plan.leaves[v.node.name])
+    executor = Executor(plan, store)
+    executor.bind({v.node.name: np.zeros(v.shape, v.dtype.storage) for v in plan.graph.inputs})
+    return executor
+
+
+def _nbytes(plan: Plan) -> float:
+    return sum(plan.prices[0].of(at).nbytes for at in range(len(plan.lanes[0].program.instructions)))
+
+
+def _beyond(seconds: float, plan: Plan, launch: float) -> float:
+    """The seconds that are no launches; at least a tenth."""
+    return max(seconds - launch * sum(plan.lanes[0].launches()), seconds / 10)
