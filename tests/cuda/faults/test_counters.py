@@ -18,6 +18,7 @@ from hocket.graph import DType
 
 from ...given.devices.chains import COUNTED, ran
 from ...given.devices.emulation import Written, needs_compiler
+from ...given.devices.products import tiles_of
 from ...given.devices.recorded import asked_more
 
 pytestmark = [needs_compiler, pytest.mark.long()]
@@ -140,6 +141,19 @@ def test_warpgroups_ask_for_no_more_than_they_must(dtype, exact, kernel, terms, 
     (read,) = (site for site in found[-1].sites if site.where.startswith("wgmma.cuh"))
     # A product reads 64 x 16 and 256 x 16 numbers: four wavefronts for 32 lanes, wherever they lie.
     products = 256 // 16 * 2 * terms
+    assert read.cost == read.least == products * (64 + 256) * 16 * 2 // 128
+
+
+@pytest.mark.parametrize(("exact", "terms"), [("true", 2), ("false", 1)])
+@pytest.mark.parametrize("shares", [1, 2])
+def test_clusters_ask_for_no_more_than_they_must(exact, terms, shares):
+    with tiles_of(lambda *_: (tiled.CLUSTERED, shares)):
+        found = counters([f"mul_mat(w=bf16[256,256], x=f32[256,256], exact={exact})"])
+    names = [counted.launch.kernel.name for counted in found]
+    assert names == [f"{kernel}<bf16_bits, {terms}>" for kernel in ("split_tiles", "clustered")]
+    assert [why for counted in found for why in faults(counted)] == []
+    (read,) = (site for site in found[-1].sites if site.where.startswith("wgmma.cuh"))
+    products = 256 // 16 * 4 * terms  # 64 x 16 and 256 x 16 numbers each
     assert read.cost == read.least == products * (64 + 256) * 16 * 2 // 128
 
 
