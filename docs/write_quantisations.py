@@ -34,7 +34,7 @@ TAIL = """
 GGUF has no type of eight-bit floats (FP8): what would add one to ggml
 ([10055](https://github.com/ggml-org/llama.cpp/pull/10055), [25336](https://github.com/ggml-org/llama.cpp/pull/25336),
 [27512](https://github.com/ggml-org/llama.cpp/pull/27512)) was open in November 2026, and files from models with such
-weights have them in another type.  Two types that ggml has since 2026, `q1_0` and `q2_0`, are not read yet.
+weights have them in another type.
 
 `mxfp4` and `nvfp4` are multiplied as all packed types are: by 8-bit integers with activations rounded to these, and
 prompts from 128 tokens on in bfloat16.  The instructions for 4-bit floats of GPUs since Blackwell want activations in
