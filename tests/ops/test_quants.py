@@ -18,22 +18,28 @@ PACKAGE = tuple(d for d in DType if d.is_quantised and d not in (*EXPAND, DType.
 QUANTISABLE = (DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1, DType.Q8_0, DType.MXFP4)
 
 
-def read_as_ggml_does(raw: np.ndarray) -> np.ndarray:
-    """``dequantize_row_q2_0`` of ggml-quants.c, element by element."""
-    blocks = raw.reshape(-1, 18)
-    scales = blocks[:, :2].copy().view(np.float16).astype(np.float32)
-    out = np.empty((len(blocks), 64), np.float32)
-    for j in range(64):
-        code = blocks[:, 2 + j // 4] >> (j % 4 * 2) & 3
-        out[:, j] = (code.astype(np.float32) - 1) * scales[:, 0]
-    return out.reshape(*raw.shape[:-1], -1)
+def signs(qs: np.ndarray, j: int) -> np.ndarray:
+    """``dequantize_row_q1_0`` of ggml-quants.c, for one element of each block."""
+    return np.where(qs[:, j // 8] >> j % 8 & 1, np.float32(1), np.float32(-1))
+
+
+def codes(qs: np.ndarray, j: int) -> np.ndarray:
+    """``dequantize_row_q2_0``."""
+    return (qs[:, j // 4] >> j % 4 * 2 & 3).astype(np.float32) - 1
+
+
+BY_ELEMENT = {DType.Q1_0: signs, DType.Q2_0: codes}
+"""Types that the package does not have yet: by what an element's scale is multiplied."""
 
 
 def oracle(raw: np.ndarray, dtype: DType) -> np.ndarray:
     with np.errstate(all="ignore"):
-        if dtype is DType.Q2_0:  # newer than the package
-            return read_as_ggml_does(raw)
-        return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(dtype.ggml))
+        if dtype not in BY_ELEMENT:
+            return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(dtype.ggml))
+        blocks = raw.reshape(-1, dtype.block_bytes)
+        scales = blocks[:, :2].copy().view(np.float16).astype(np.float32)[:, 0]
+        elements = [scales * BY_ELEMENT[dtype](blocks[:, 2:], j) for j in range(dtype.block)]
+        return np.stack(elements, axis=1).reshape(*raw.shape[:-1], -1)
 
 
 def assert_same_bits(got: np.ndarray, want: np.ndarray) -> None:
