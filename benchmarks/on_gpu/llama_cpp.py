@@ -21,9 +21,11 @@ TYPES = {DType.Q4_K: "q4_K", DType.Q8_0: "q8_0", DType.BF16: "bf16"}
 WANTED = {
     "GATED_DELTA_NET": "permuted=0,kda=0,K=1$",
     "MUL_MAT": rf"type_a=({'|'.join(TYPES.values())}),type_b=f32,m=4096,n=(1|8|512),k=14336,bs=\[1,1\]",
-    "FLASH_ATTN_EXT": "hsk=128,hsv=128.*type_KV=f16|hsk=128,hsv=128.*type_K=f16",
+    "FLASH_ATTN_EXT": "hsk=128,hsv=128.*type_K=f16",
 }
 """Ops, and which of the cases that the program knows."""
+NAMES = {"cuda": "CUDA", "hip": "ROCm"}
+"""What it calls devices."""
 LIMIT = 280
 """Seconds in which the program has to end."""
 
@@ -46,7 +48,7 @@ def said(bench: Bench, op: str, chosen: str) -> Iterator[tuple[dict[str, str], f
     program = bench.llama / PROGRAM if bench.llama else shutil.which(PROGRAM)
     if program is None or not Path(program).exists():
         raise LeftOut(f"there is no {PROGRAM} of llama.cpp; name the folder that has it with --llama")
-    backend = f"CUDA{bench.on.index}" if bench.on.kind == "cuda" else "CPU"
+    backend = f"{NAMES[bench.on.kind]}{bench.on.index}" if bench.on.kind in NAMES else "CPU"
     command = [str(program), "perf", "-o", op, "-b", backend, "-p", chosen]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     lines = [line for line in map(LINE.match, done.stdout.splitlines()) if line]

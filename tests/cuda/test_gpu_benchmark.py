@@ -140,7 +140,7 @@ import sys
 said = {{
     "GATED_DELTA_NET": "type=f32,head_count=4,head_size=64,n_seq_tokens={{n}},n_seqs=1,v_repeat=1,permuted=0,kda=0,K=1",
     "MUL_MAT": "type_a=q4_K,type_b=f32,m=4096,n={{n}},k=14336,bs=[1,1],nr=[1,1],per=[0,1,2,3]",
-    "FLASH_ATTN_EXT": "hsk=128,hsv=128,nh=8,nr23=[4,1],kv={{n}},nb=1,type_KV=f16",
+    "FLASH_ATTN_EXT": "hsk=128,hsv=128,nh=8,nr23=[4,1],kv={{n}},nb=1,type_K=f16",
 }}
 assert sys.argv[1:3] == ["perf", "-o"] and sys.argv[4:6] == ["-b", "CPU"]
 op = sys.argv[3]
