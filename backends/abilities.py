@@ -151,7 +151,7 @@ def overlaps(group: Sequence[tuple[Backend, Device]]) -> bool:
 @dataclass(frozen=True, slots=True)
 class Reached:
     """What products with weights should reach, by dtype of weights: bytes/s with one vector, FLOP/s with many; and what
-    sets the time of each, as ``memory``."""
+    sets the time of each, as ``memory``, where that is known."""
 
     bandwidth: Mapping[str, float]
     flops: Mapping[str, float]

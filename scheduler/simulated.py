@@ -224,10 +224,13 @@ class Simulation:
 def _told(kind: str, dtype: str, reached: Reached) -> str:
     """What products with such weights reach, as shares of the data sheet, and what sets that."""
     vector, many, most = reached.bandwidth[dtype], reached.flops[dtype], MACHINES[kind]
+    set_by, many_set_by = (
+        f", set by {limits[dtype]}" if dtype in limits else ""
+        for limits in (reached.vector_limits, reached.prompt_limits)
+    )
     return (
-        f"  {kind}, {dtype}: with one vector {vector / TERA:.3g} TB/s, {vector / most.bandwidth:.0%} of the data sheet,"
-        f" by {reached.vector_limits[dtype]}; with many {many / TERA:.3g} TFLOP/s, {many / most.flops:.0%},"
-        f" by {reached.prompt_limits[dtype]}"
+        f"  {kind}, {dtype}: with one vector {vector / TERA:.3g} TB/s, {vector / most.bandwidth:.0%} of the data sheet"
+        f"{set_by}; with many {many / TERA:.3g} TFLOP/s, {many / most.flops:.0%}{many_set_by}"
     )
 
 

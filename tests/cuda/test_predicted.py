@@ -215,7 +215,7 @@ def test_speeds_are_below_the_data_sheet():
         assert all(0.1 < speed / MACHINES[kind].bandwidth < 1 for speed in speeds.bandwidth.values())
         assert all(0.01 < speed / MACHINES[kind].flops < 1 for speed in speeds.flops.values())
         limits = {"memory", "second cache", "instructions", "tensor cores", "shared memory", "latency"}
-        assert speeds.vector_limits.keys() == speeds.prompt_limits.keys() == speeds.flops.keys()
+        assert {"q8_0", "q4_K"} <= speeds.vector_limits.keys() == speeds.prompt_limits.keys() <= speeds.flops.keys()
         assert {*speeds.vector_limits.values(), *speeds.prompt_limits.values()} <= limits
 
 

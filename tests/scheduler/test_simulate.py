@@ -156,7 +156,7 @@ def test_a_plan_says_what_its_speeds_are(kind, source, capsys):
 def test_a_plan_says_what_sets_the_time_of_products():
     graph = Graph({"y": ops.mul_mat(weight("w", (256, 256), "q8_0"), input("x", (1, 256)))})
     _, *lines = simulate("h200:2,rtx4090,nvlink").told_speeds(graph)
-    vector = r"with one vector [\d.]+ TB/s, \d\d% of the data sheet, by [a-z ]+"
-    many = r"with many \d+ TFLOP/s, \d\d%, by [a-z ]+"
+    vector = r"with one vector [\d.]+ TB/s, \d\d% of the data sheet, set by [a-z ]+"
+    many = r"with many \d+ TFLOP/s, \d\d%, set by [a-z ]+"
     found = [re.fullmatch(rf"  (\w+), q8_0: {vector}; {many}", line) for line in lines]
     assert [match and match[1] for match in found] == ["h200", "rtx4090"]
