@@ -148,6 +148,17 @@ def overlaps(group: Sequence[tuple[Backend, Device]]) -> bool:
     return is_one and isinstance(first, Overlaps) and first.overlaps([device for _, device in group])
 
 
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """What products with weights should reach, by dtype of weights: bytes/s with one vector, FLOP/s with many; and what
+    sets the time of each, as ``memory``, where that is known."""
+
+    bandwidth: Mapping[str, float]
+    flops: Mapping[str, float]
+    vector_limits: Mapping[str, str]
+    prompt_limits: Mapping[str, str]
+
+
 @runtime_checkable
 class Simulates(Protocol):
     """A backend that plans can be made for where its devices are missing."""
@@ -155,6 +166,5 @@ class Simulates(Protocol):
     def absent(self, model: str) -> Backend:
         """What plans ask of a backend, for devices of that model, of which there need be none; nothing runs on them."""
 
-    def predicted(self, kind: str) -> Mapping[str, Mapping[str, float]]:
-        """What products with weights should reach on devices of a kind, by dtype of weights: ``bandwidth`` in bytes/s
-        with one vector, ``flops`` in FLOP/s with many; empty if nothing is known."""
+    def predicted(self, kind: str) -> Reached | None:
+        """What is known of devices of a kind beside their data sheet."""

@@ -4,12 +4,14 @@
 
 Parts run one after the other, each in a process of its own and for at most its share of the time that is left; rows
 are printed and saved as they come.  A case that raises, hangs or breaks the device is a row that says so: its part goes
-on with the next case in a new process.  All parts together take more than ten minutes, so a lent machine gets some of
-them a time, as ``device compile delta-decode delta-prefill delta-crossover``.
+on with the next case in a new process.  All parts together are meant for 20 minutes (``--seconds 1200``), 30 where
+there are several GPUs; a machine that is lent for less gets some of them a time, as ``device compile delta-decode
+delta-prefill delta-crossover``.
 
 ``--kind cuda-emulated --tiny`` runs every part on this machine's processor with the smallest sizes, where times say
 nothing.  Beside hocket (installed, since backends are found by their entry points; without a network ``pip install
---no-deps --no-build-isolation -e .``) a machine needs CuPy, NVRTC and the package ``gguf``.
+--no-deps --no-build-isolation -e .``) a machine needs CuPy, NVRTC and the package ``gguf``.  Peers are compared where
+they are installed: PyTorch, flash-linear-attention, FlashInfer, and llama.cpp (``--llama FOLDER``).
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from pathlib import Path
 from types import TracebackType
 
 import results_file as results
-from on_gpu import attention, checks, delta_net, device, foretold, models, peers, products
+from on_gpu import attention, checks, delta_net, device, foretold, llama_cpp, models, peers, products, sharded
 from on_gpu.bench import Bench, Case, LeftOut, Row
 from on_gpu.machine import machine_for
 
@@ -57,10 +59,11 @@ PARTS = {
     "products": Part(products.cases, 4),
     "attention": Part(attention.cases, 3),
     "models": Part(models.cases, 6, 150.0),
-    "sharded": Part(models.sharded_cases, 2, 90.0),
+    "sharded": Part(sharded.cases, 3, 120.0),
     "fixtures": Part(checks.fixture_cases, 2),
     "conformance": Part(checks.conformance_cases, 5, 120.0),
     "peers": Part(peers.cases, 4, 120.0),
+    "llama.cpp": Part(llama_cpp.cases, 2, 300.0),
 }
 
 # ---------------------------------------------------------------------------------------- one part, in its process
@@ -90,7 +93,8 @@ def bench_for(args: argparse.Namespace, folder: str) -> Bench:
     """Raises `BackendError` without such a device."""
     backend, on = find(args.kind)
     driver = backend.driver
-    return Bench(driver, machine_for(driver, on), on, tiny=args.tiny, models=args.model, folder=folder)
+    given = {"models": args.model, "folder": folder, "llama": args.llama}
+    return Bench(driver, machine_for(driver, on), on, tiny=args.tiny, **given)
 
 
 def work(args: argparse.Namespace) -> None:
@@ -200,12 +204,13 @@ def written(rows: list[Row]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)} (all, in this order)")
-    parser.add_argument("--kind", default="cuda", help="the device: cuda, cuda:1, cuda-emulated (cuda)")
+    parser.add_argument("--kind", default="cuda", help="the device: cuda, cuda:1, hip, cuda-emulated (cuda)")
     parser.add_argument("--tiny", action="store_true", help="the smallest sizes of everything")
-    parser.add_argument("--seconds", type=float, default=540.0, help="for all parts together (540)")
+    parser.add_argument("--seconds", type=float, default=1200.0, help="for all parts together (1200)")
     parser.add_argument(
         "--model", type=Path, action="append", default=[], metavar="FILE", help="a GGUF file; repeatable"
     )
+    parser.add_argument("--llama", type=Path, metavar="FOLDER", help="where llama.cpp's test-backend-ops is (PATH)")
     parser.add_argument("--scratch", metavar="FOLDER", help="where random models are written (the system's)")
     parser.add_argument("--shared", action="store_true", help="say that others used the machine meanwhile")
     parser.add_argument("--commit", help="what is measured, where there is no git to tell")
@@ -223,9 +228,8 @@ def main() -> None:
 def run(args: argparse.Namespace) -> None:
     """All parts.  Raises `BackendError` without such a device."""
     find(args.kind)
-    find(args.kind)
     words = ["--kind", args.kind, *["--tiny"] * args.tiny, *(w for m in args.model for w in ("--model", str(m)))]
-    words += ["--scratch", args.scratch] if args.scratch else []
+    words += [w for flag, at in (("--scratch", args.scratch), ("--llama", args.llama)) if at for w in (flag, str(at))]
     about, rows = {**results.circumstances(args.shared), "device": args.kind, "tiny": args.tiny}, []
     about |= {"commit": args.commit} if args.commit else {}
     end, left = time.monotonic() + args.seconds, list(args.parts or PARTS)

@@ -41,6 +41,8 @@ TIMES = TABLE.with_suffix(".json")
 SHOWN = ("h200", "a100", "rtx4090")
 CACHED = 25e6
 """Bytes that the second cache still has when the next launch reads them."""
+REACHED = ("bandwidth", "flops", "vector_limits", "prompt_limits")
+"""What plans know of products with weights of a dtype."""
 Part = tuple[object, str, int]
 
 
@@ -207,16 +209,19 @@ def times_of(number: int) -> dict[str, tuple[float, str]]:
     return found
 
 
-def speeds_of(dtype: DType) -> dict[str, tuple[float, float]]:
-    """By GPU: the bytes/s of products of such weights with one vector, and the FLOP/s of those with many."""
+def speeds_of(dtype: DType) -> dict[str, Mapping[str, float | str]]:
+    """By GPU, what is `REACHED` of products with such weights; a product of many is set by its longest launch."""
     many = prompt(dtype, 4096, 4096, 512)
     counted = {limits: many.counted(limits) for limits in {gpu.limits for gpu in GPUS.values()}}
     found = {}
     for kind, gpu in GPUS.items():
         one = vector(dtype, 28672, 4096, gpu.processors)
         both = (one, one.counted(gpu.limits)), (many, counted[gpu.limits])
-        seconds = [sum(time.total for _, time in s.predicted(c, kind)) for s, c in both]
-        found[kind] = one.nbytes / seconds[0], many.flops / seconds[1]
+        times = [[time for _, time in s.predicted(c, kind)] for s, c in both]
+        seconds = [sum(time.total for time in of_one) for of_one in times]
+        limits = [max(of_one, key=lambda time: time.total).limit for of_one in times]
+        values = one.nbytes / seconds[0], many.flops / seconds[1], *limits
+        found[kind] = dict(zip(REACHED, values, strict=True))
     return found
 
 
@@ -244,6 +249,10 @@ compute capability 9.0 allow; `asked` is what we want of an H200.
 """
 
 
+def rounded(value: float | str) -> float | str:
+    return value if isinstance(value, str) else float(f"{value:.3g}")
+
+
 def main() -> None:
     shown = shapes(GPUS[SHOWN[0]].processors)
     dtypes = [*packed.BY_TYPE, DType.F16, DType.BF16, DType.F32]
@@ -259,8 +268,8 @@ def main() -> None:
     TIMES.write_text(json.dumps(microseconds, indent=1, ensure_ascii=False) + "\n", "utf-8")
     known = {
         kind: {
-            what: {str(dtype): float(f"{speeds[kind][i]:.3g}") for dtype, speeds in zip(dtypes, reached, strict=True)}
-            for i, what in enumerate(("bandwidth", "flops"))
+            what: {str(dtype): rounded(of[kind][what]) for dtype, of in zip(dtypes, reached, strict=True)}
+            for what in reached[0][kind]
         }
         for kind in GPUS
     }

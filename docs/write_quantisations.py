@@ -28,6 +28,19 @@ keeps what `cuda` does, `reference` keeps float64.
 | type | weights a block | bits | {backends} |
 |---|---|---|{rules}
 """
+TAIL = """
+## Floats of eight and of four bits
+
+GGUF has no type of eight-bit floats (FP8): what would add one to ggml
+([10055](https://github.com/ggml-org/llama.cpp/pull/10055), [25336](https://github.com/ggml-org/llama.cpp/pull/25336),
+[27512](https://github.com/ggml-org/llama.cpp/pull/27512)) was open in November 2026, and files from models with such
+weights have them in another type.
+
+`mxfp4` and `nvfp4` are multiplied as all packed types are: by 8-bit integers with activations rounded to these, and
+prompts from 128 tokens on in bfloat16.  The instructions for 4-bit floats of GPUs since Blackwell want activations in
+8-bit floats (`e4m3`) at most, and these put the logits of a model off by 8.6e-3 and more of their mean square, where
+`--fast` may be off by 1e-3.  [What was compared](comparison.md#weights-of-4-bit-floats) has the figures.
+"""
 BACKENDS = {"cpu": "cpu", "cuda": "cuda-emulated", "numpy": "numpy"}
 """A column each, and who is asked: ``cuda`` itself needs a GPU."""
 
@@ -62,7 +75,7 @@ def page() -> str:
         backends=" | ".join(BACKENDS),
         rules="---|" * len(BACKENDS),
     )
-    return head + "".join(rows())
+    return head + "".join(rows()) + TAIL
 
 
 if __name__ == "__main__":

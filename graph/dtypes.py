@@ -63,6 +63,8 @@ class DType(Enum, metaclass=Named):
     TQ2_0 = ("tq2_0", 35, 256, 66)
     MXFP4 = ("mxfp4", 39, 32, 17)
     NVFP4 = ("nvfp4", 40, 64, 36)
+    Q1_0 = ("q1_0", 41, 128, 18)
+    Q2_0 = ("q2_0", 42, 64, 18)
 
     def __init__(self, text: str, ggml: int, block: int, block_bytes: int, storage: str = "|u1") -> None:
         self.text = text

@@ -156,6 +156,8 @@ LAYOUT = {
     DType.IQ4_XS: _record(D, ("scales_h", "<u2"), ("scales_l", "u1", 4), ("qs", "u1", 128)),
     DType.MXFP4: _record(("e", "u1"), ("qs", "u1", 16)),
     DType.NVFP4: _record(("scales", "u1", 4), ("qs", "u1", 32)),
+    DType.Q1_0: _record(D, ("qs", "u1", 16)),
+    DType.Q2_0: _record(D, ("qs", "u1", 16)),
 }
 
 NONLINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
@@ -309,6 +311,18 @@ def _nvfp4(b: np.ndarray, out: F32) -> None:
     _scaled(E2M1[_nibbles(b["qs"], 8)], HALF_OF_E4M3[b["scales"]][..., None], out)
 
 
+def _q1_0(b: np.ndarray, out: F32) -> None:
+    """A sign for each element."""
+    d = _column(b["d"])
+    out[...] = np.where(np.unpackbits(np.ascontiguousarray(b["qs"]), axis=1, bitorder="little"), d, -d)
+
+
+def _q2_0(b: np.ndarray, out: F32) -> None:
+    """-1, 0, 1 or 2 times the scale; neighbours share a byte."""
+    q = (b["qs"][..., None] >> np.array([0, 2, 4, 6], np.uint8)) & np.uint8(3)
+    _scaled(q.view(np.int8) - np.int8(1), _column(b["d"]), out)
+
+
 EXPAND: dict[DType, Expand] = {
     DType.Q4_0: _q4_0,
     DType.Q4_1: _q4_1,
@@ -324,6 +338,8 @@ EXPAND: dict[DType, Expand] = {
     DType.IQ4_XS: _iq4_xs,
     DType.MXFP4: _mxfp4,
     DType.NVFP4: _nvfp4,
+    DType.Q1_0: _q1_0,
+    DType.Q2_0: _q2_0,
 }
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...graph.errors import BackendError
+from ..abilities import Reached
 from ..base import Device
 from .backend import DriverBackend
 from .cuda import Absent, AbsentBackend, CudaDriver
@@ -69,6 +70,6 @@ class HipBackend(DriverBackend):
         """What plans ask of devices that need not be there, of an architecture such as ``gfx942``."""
         return AbsentBackend(Absent(HipDriver, OF_HIP))
 
-    def predicted(self, kind: str) -> Mapping[str, Mapping[str, float]]:
+    def predicted(self, kind: str) -> Reached | None:
         """Nothing: there is no model of the time of these GPUs."""
-        return {}
+        return None

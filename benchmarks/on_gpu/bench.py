@@ -133,6 +133,7 @@ class Bench:
         self.backend = DriverBackend(self.driver)
         self.models: tuple[Path, ...] = tuple(given.get("models", ()))
         self.folder = Path(given.get("folder", "."))
+        self.llama: Path | None = given.get("llama")
         self.random = np.random.default_rng(5)
         self.enough = 1 << (16 if tiny else 30)
         """Bytes of buffers that are walked through, so that no cache holds them."""
@@ -143,9 +144,8 @@ class Bench:
 
     def over(self, driver: Driver) -> Bench:
         """The same device through another driver, whose launches go through a stream of their own."""
-        bench = Bench(
-            driver, self.machine.over(driver), self.on, tiny=self.tiny, models=self.models, folder=self.folder
-        )
+        given = {"models": self.models, "folder": self.folder, "llama": self.llama}
+        bench = Bench(driver, self.machine.over(driver), self.on, tiny=self.tiny, **given)
         bench.copy_bandwidth = self.copy_bandwidth
         return bench
 

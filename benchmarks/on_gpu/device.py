@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from hocket.backends.cupy.device.driver import Source
+import numpy as np
+
+from hocket.backends.cupy.binding.launches import Launches
+from hocket.backends.cupy.device.driver import Beside, Source, Step
 from hocket.backends.cupy.table import BINDINGS, SOURCES
 from hocket.backends.operands import Bound
 
@@ -24,6 +27,7 @@ def cases(bench: Bench) -> Iterator[Case]:
     for mebibytes in bench.choose((16, 256, 1024, 4096), (1,)):
         yield Case(f"copy of {mebibytes} MiB", partial(_copy, bench, mebibytes * MEBI))
     yield Case("launch of one element", partial(_launches, bench))
+    yield Case("launches at each other's side", partial(_beside, bench))
 
 
 def _copy(bench: Bench, nbytes: int) -> Iterator[Row]:
@@ -31,7 +35,7 @@ def _copy(bench: Bench, nbytes: int) -> Iterator[Row]:
     yield {"by": "the driver", "GB/s": bench.copied(nbytes) / 1e9}
     memory = Memory(bench)
     x, out = memory.filled((nbytes // 4,), bench.random.standard_normal(4096, dtype="f4")), memory.empty((nbytes // 4,))
-    launches = bench.bound(memory, lambda to: BINDINGS["cont"](to, Bound("cont", (x,), (out,), {})))
+    launches = bench.bound(memory, partial(bound, Bound("cont", (x,), (out,), {})))
     yield {"by": "hocket's cont", **bench.time_launches([launches]).row(2 * nbytes, copy=bench.copy_bandwidth)}
 
 
@@ -39,7 +43,7 @@ def _launches(bench: Bench) -> Iterator[Row]:
     """The smallest launch there is: of Python, of the device, within a graph."""
     memory = Memory(bench)
     x, out = memory.empty((1,)), memory.empty((1,))
-    (one,) = bench.bound(memory, lambda to: BINDINGS["neg"](to, Bound("neg", (x,), (out,), {})))
+    (one,) = bench.bound(memory, partial(bound, Bound("neg", (x,), (out,), {})))
     record = partial(bench.driver.driver.record, on=bench.on)
     count = bench.choose(2000, 3)
     single = record([one])
@@ -49,6 +53,41 @@ def _launches(bench: Bench) -> Iterator[Row]:
         graph = record([one] * inside)
         host = bench.host_seconds(graph, bench.choose(200, 2)) * 1e6
         yield {"how": f"in a graph of {inside}", **bench.time([graph], inside).row(), "host µs of a graph": host}
+
+
+def _beside(bench: Bench) -> Iterator[Row]:
+    """Two launches of one block each, one after the other and at the side of the other in a graph, and their sum, which
+    has to wait for both.  Nothing but a device shows whether a graph forks and joins as it was captured."""
+    memory, record = Memory(bench), partial(bench.driver.driver.record, on=bench.on)
+    count = bench.choose(1 << 20, 256)
+    x = [memory.array(bench.random.standard_normal((1, count), dtype="f4")) for _ in range(2)]
+    norms = [memory.empty((1, count)) for _ in range(2)]
+    total = memory.empty((1, count))
+    calls = [Bound("rms_norm", (a,), (b,), {"eps": 1e-6}) for a, b in zip(x, norms, strict=True)]
+    first, second = (bench.bound(memory, partial(bound, call))[0] for call in calls)
+    last = bench.bound(memory, partial(bound, Bound("add", tuple(norms), (total,), {})))[0]
+    ways: dict[str, list[Step]] = {
+        "in turn": [first, second, last],
+        "side by side": [Beside((first,), (second,)), last],
+    }
+    wanted = None
+    for how, launches in ways.items():
+        run, same = record(launches), True
+        for _ in range(bench.choose(50, 2)):
+            for norm in norms:
+                memory.view(norm)[...] = np.float32(np.nan)
+            bench.driver.synchronise(bench.on)
+            run()
+            bench.driver.synchronise(bench.on)
+            result = np.array(memory.view(total))
+            wanted = result if wanted is None else wanted
+            same = same and np.array_equal(result, wanted)
+        yield {"how": how, **bench.time([run]).row(), "right": same and bool(np.isfinite(result).all())}
+
+
+def bound(call: Bound, to: Launches) -> None:
+    """The launches of one instruction."""
+    BINDINGS[call.op](to, call)
 
 
 # ---------------------------------------------------------------------------------------------------- compilation

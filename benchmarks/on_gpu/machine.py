@@ -14,7 +14,7 @@ import numpy as np
 
 from hocket.backends.base import Device
 from hocket.backends.cupy.cuda import CudaDriver
-from hocket.backends.cupy.device import nvrtc
+from hocket.backends.cupy.device import hiprtc, nvrtc
 from hocket.backends.cupy.device.driver import Driver
 
 Run = Callable[[], None]
@@ -53,18 +53,20 @@ class CudaMachine:
     def about(self) -> dict[str, object]:
         runtime = self.cupy.cuda.runtime
         known = runtime.getDeviceProperties(self.on.index)
-        with self.cupy.cuda.Device(self.on.index) as device:
-            capability = device.compute_capability
+        if self.driver.is_hip:
+            built = {"architecture": known["gcnArchName"].decode(), "hiprtc": _number(hiprtc.version())}
+        else:
+            with self.cupy.cuda.Device(self.on.index) as device:
+                built = {"capability": device.compute_capability, "nvrtc": _number(nvrtc.version())}
         return {
             "gpu": known["name"].decode(),
             "memory_gb": round(known["totalGlobalMem"] / 1e9, 1),
             "multiprocessors": known["multiProcessorCount"],
             "l2_mb": round(known["l2CacheSize"] / 1e6, 1),
-            "capability": capability,
             "driver_cuda": runtime.driverGetVersion(),
             "runtime_cuda": runtime.runtimeGetVersion(),
             "cupy": self.cupy.__version__,
-            "nvrtc": ".".join(map(str, nvrtc.version())),
+            **built,
             **self.state(),
         }
 
@@ -92,6 +94,10 @@ class CudaMachine:
     def over(self, driver: Driver) -> Machine:
         assert isinstance(driver, CudaDriver)
         return CudaMachine(driver, self.on, self.cupy)
+
+
+def _number(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
 
 
 class EmulatedMachine:

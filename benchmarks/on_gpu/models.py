@@ -1,4 +1,4 @@
-"""Whole models: decoding and prompts as a user has them, and what of that is the device; one model on two devices."""
+"""Whole models: decoding and prompts as a user has them, and what of that is the device."""
 
 from __future__ import annotations
 
@@ -10,22 +10,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
-
-from hocket.backends.base import Device
-from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.cuda import CudaDriver
 from hocket.backends.cupy.device.driver import Driver, Launch
 from hocket.frontends.commands import bench as counting
-from hocket.frontends.models import Batch, Model, Step
+from hocket.frontends.models import Batch
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
 from hocket.graph.dtypes import DType
-from hocket.graph.spec import Spec
-from hocket.scheduler import Executor, Store, plan_for
+from hocket.scheduler import Executor
 
 from . import random_models
-from .bench import Bench, Case, Measured, Memory, Row, Watched, normalised_error
+from .bench import Bench, Case, Measured, Memory, Row, Watched
 from .machine import Run
 
 KERNELS = 8
@@ -142,64 +137,3 @@ def _kernels(bench: Bench, launches: Sequence[Launch], whole: float) -> Iterator
     for name in sorted(times, key=lambda name: -times[name])[:KERNELS]:
         seconds = times[name]
         yield {"what": f"- {name}", "µs": seconds * 1e6, "launches": len(kernels[name]), "of the step": seconds / whole}
-
-
-# ---------------------------------------------------------------------------------------------- two devices in one
-
-
-class ThroughHost:
-    """A driver whose devices meet through memory of the host, whatever they could do."""
-
-    def __init__(self, driver: Driver) -> None:
-        self.driver = driver
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.driver, name)
-
-    def are_peers(self, devices: Sequence[Device]) -> bool:
-        return False
-
-    def library(self, devices: Sequence[Device]) -> str:
-        return "the host is asked for"
-
-
-def sharded_cases(bench: Bench) -> Iterator[Case]:
-    models: dict[str, Callable[[], Path | None]] = {"hocket's embedded model": lambda: None}
-    models |= {path.name: lambda path=path: path for path in bench.models}
-    if not bench.tiny:
-        models["Qwen3.5-4B, random Q4_K"] = partial(random_models.qwen35_4b, bench.folder)
-    for name, find in models.items():
-        yield Case(name, partial(_sharded, bench, find, bench.choose(32, 2)))
-
-
-def _sharded(bench: Bench, find: Callable[[], Path | None], count: int) -> Iterator[Row]:
-    """The same tokens on one device, and on two parts of it (``cuda:0.0,cuda:0.1``)."""
-    model = open_model(find())
-    tokens = bench.random.integers(0, model.vocabulary_size, count + 1).tolist()
-    one = None
-    own = bench.driver.driver
-    ways = (("one", 1, own), ("two, through the host", 2, ThroughHost(own)), ("two, as peers", 2, own))
-    for how, parts, driver in ways:
-        backend = DriverBackend(driver)
-        group = [(backend, replace(bench.on, part=part)) for part in range(parts)]
-        run, step = _executor(model, group, count + 1)
-        found, times = [], []
-        for n, token in enumerate(tokens):
-            start = time.perf_counter()
-            found.append(run.run(model.inputs(step, Batch([[token]], [n], None)))["logits"])
-            times.append(time.perf_counter() - start)
-        logits, row = np.concatenate(found), {"devices": how, "µs a token": median(times[1:]) * 1e6}
-        yield row if one is None else row | {"NMSE against one": normalised_error(logits, one)}
-        one = logits if one is None else one
-
-
-def _executor(model: Model, group: Sequence[tuple[DriverBackend, Device]], count: int) -> tuple[Executor, Step]:
-    """One token at a time in a context of so many."""
-    context = max(64, count)
-    step = Step(1, 1, context, context, 1)
-    plan = plan_for(model.graph(step), group, split_mode="tensor" if len(group) > 1 else "auto")
-    store = Store(group)
-    for value in plan.graph.weights:
-        tensor = model.gguf.tensors[value.node.name]
-        store.bind(value.node.name, tensor.raw, Spec(tensor.shape, tensor.dtype), plan.leaves[value.node.name])
-    return Executor(plan, store), step

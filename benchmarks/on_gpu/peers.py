@@ -1,7 +1,9 @@
-"""What others do on the same device in the same run, where they are installed: PyTorch, flash-linear-attention."""
+"""What others do on the same device in the same run, where they are installed: PyTorch, flash-linear-attention,
+FlashInfer."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,7 +14,9 @@ from typing import Any
 from . import delta_net
 from .bench import Bench, Case, LeftOut, Row
 
-KEY_HEADS, HEADS, SIZE = 16, 32, 128
+SHAPE, SMALLEST = delta_net.Shape(16, 32, 128), delta_net.Shape(1, 2, 64)
+IN_TURN = 8
+"""Steps of a graph."""
 
 
 def cases(bench: Bench) -> Iterator[Case]:
@@ -24,6 +28,11 @@ def cases(bench: Bench) -> Iterator[Case]:
     yield Case("flash-linear-attention, 4 × 8192 tokens", partial(_prefill, bench, 4, bench.choose(8192, 65)))
     for batch in bench.choose((1, 8, 32, 64, 256), (1,)):
         yield Case(f"flash-linear-attention, 1 token, batch {batch}", partial(_decode, bench, batch))
+        yield Case(f"FlashInfer, 1 token, batch {batch}", partial(_flashinfer_decode, bench, batch))
+    for tokens in bench.choose((512, 2048, 8192, 32768), (65,)):
+        yield Case(f"FlashInfer, {tokens} tokens", partial(_flashinfer_prefill, bench, tokens))
+    for tokens in bench.choose((4096, 65536), (40,)):
+        yield Case(f"FlashInfer, attention of 1 token on {tokens}", partial(_flashinfer_attention, bench, tokens))
     for tokens in bench.choose((512, 2048, 8192), (20,)):
         yield Case(f"PyTorch, attention of {tokens} tokens", partial(_attention, bench, tokens))
 
@@ -94,17 +103,18 @@ def _product(bench: Bench) -> Iterator[Row]:
 
 def _operands(bench: Bench, torch: Any, batch: int, tokens: int) -> dict[str, Any]:
     """As a model has them: bfloat16, normalised keys, decays and states in float32."""
+    of = bench.choose(SHAPE, SMALLEST)
 
     def unit(heads: int) -> Any:
-        x = torch.randn(batch, tokens, heads, SIZE, device="cuda")
+        x = torch.randn(batch, tokens, heads, of.size, device="cuda")
         return torch.nn.functional.normalize(x, dim=-1).to(torch.bfloat16)
 
-    decay = -0.05 * torch.rand(batch, tokens, HEADS, device="cuda")
+    decay = -0.05 * torch.rand(batch, tokens, of.heads, device="cuda")
     return {
-        **{"q": unit(KEY_HEADS), "k": unit(KEY_HEADS), "g": decay},
-        "v": torch.randn(batch, tokens, HEADS, SIZE, device="cuda", dtype=torch.bfloat16),
-        "beta": torch.rand(batch, tokens, HEADS, device="cuda", dtype=torch.bfloat16),
-        "initial_state": torch.randn(batch, HEADS, SIZE, SIZE, device="cuda"),
+        **{"q": unit(of.key_heads), "k": unit(of.key_heads), "g": decay},
+        "v": torch.randn(batch, tokens, of.heads, of.size, device="cuda", dtype=torch.bfloat16),
+        "beta": torch.rand(batch, tokens, of.heads, device="cuda", dtype=torch.bfloat16),
+        "initial_state": torch.randn(batch, of.heads, of.size, of.size, device="cuda"),
     }
 
 
@@ -114,26 +124,77 @@ def _theirs(bench: Bench, torch: Any, rule: Any, batch: int, tokens: int, each: 
         return _seconds(bench, torch, lambda: rule(**given, output_final_state=True), each)
 
 
+def _compared(bench: Bench, theirs: float, batch: int, tokens: int) -> Row:
+    """Their seconds beside ours: of prompts with bfloat16 products (fast) and with pairs of these (exact), of single
+    tokens in graphs of `IN_TURN`; our operands are float32."""
+    p = delta_net.problem(bench, bench.choose(SHAPE, SMALLEST), batch, tokens)
+    if tokens == 1:
+        ways, each = {"ours": delta_net.steps(bench, p, p.state) * IN_TURN}, IN_TURN
+    else:
+        ways, each = {name: delta_net.chunks(bench, p, p.state, name == "exact") for name in ("fast", "exact")}, 1
+    row: Row = {"theirs µs": theirs * 1e6}
+    for name, launches in ways.items():
+        seconds = bench.time_launches([launches], each).seconds
+        row |= {f"{name} µs": seconds * 1e6, f"{name}: theirs / ours": theirs / seconds}
+    return row
+
+
 def _prefill(bench: Bench, batch: int, tokens: int) -> Iterator[Row]:
-    """Theirs with bfloat16 operands, ours with float32 ones and bfloat16 products (fast), or pairs of these (exact)."""
+    """Theirs with bfloat16 operands."""
     torch, chunked, _ = _rules(bench)
     theirs = _theirs(bench, torch, chunked, batch, tokens)
     torch.cuda.empty_cache()
-    p = delta_net.problem(bench, delta_net.Shape(KEY_HEADS, HEADS, SIZE), batch, tokens)
-    row: Row = {"theirs µs": theirs * 1e6}
-    for name, exact in (("fast", False), ("exact", True)):
-        ours = bench.time_launches([delta_net.chunks(bench, p, p.state, exact)]).seconds
-        row |= {f"{name} µs": ours * 1e6, f"{name}: theirs / ours": theirs / ours}
-    yield row
+    yield _compared(bench, theirs, batch, tokens)
 
 
 def _decode(bench: Bench, batch: int) -> Iterator[Row]:
-    """In graphs of 8 on one state, with which theirs keeps its last one in memory of its own."""
+    """On one state, with which theirs keeps its last one in memory of its own."""
     torch, _, recurrent = _rules(bench)
-    theirs = _theirs(bench, torch, recurrent, batch, 1, 8)
-    p = delta_net.problem(bench, delta_net.Shape(KEY_HEADS, HEADS, SIZE), batch, 1)
-    ours = bench.time_launches([delta_net.steps(bench, p, p.state) * 8], 8).seconds
-    yield {"theirs µs": theirs * 1e6, "ours µs": ours * 1e6, "theirs / ours": theirs / ours}
+    yield _compared(bench, _theirs(bench, torch, recurrent, batch, 1, IN_TURN), batch, 1)
+
+
+def _flashinfer(module: str, name: str) -> Any:
+    """A function of the package."""
+    try:
+        return getattr(importlib.import_module(f"flashinfer.{module}"), name)
+    except (ImportError, AttributeError) as why:
+        raise LeftOut(f"FlashInfer is not installed, or another version ({why})") from None
+
+
+def _flashinfer_prefill(bench: Bench, tokens: int) -> Iterator[Row]:
+    """One sequence; theirs takes decays as factors, of bfloat16 operands."""
+    torch, rule = _torch(), _flashinfer("gdn_prefill", "chunk_gated_delta_rule")
+    x = _operands(bench, torch, 1, tokens)
+    x |= {name: x[name][0] for name in ("q", "k", "v", "g", "beta")}
+    gates = {"g": x["g"].exp(), "beta": x["beta"].float()}
+    more = {"cu_seqlens": torch.tensor([0, tokens], device="cuda"), "output_final_state": True}
+    more["initial_state"] = x["initial_state"]
+    with torch.no_grad():
+        theirs = _seconds(bench, torch, lambda: rule(x["q"], x["k"], x["v"], **gates, **more))
+    torch.cuda.empty_cache()
+    yield _compared(bench, theirs, 1, tokens)
+
+
+def _flashinfer_decode(bench: Bench, batch: int) -> Iterator[Row]:
+    """On one state, which is written over."""
+    torch, step = _torch(), _flashinfer("gdn_decode", "gated_delta_rule_decode_pretranspose")
+    x = _operands(bench, torch, batch, 1)
+    heads = bench.choose(SHAPE, SMALLEST).heads
+    biases = {name: torch.zeros(heads, device="cuda") for name in ("A_log", "dt_bias")}
+    a = torch.randn(batch, 1, heads, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        given = {**biases, "state": x["initial_state"], "a": a, "b": x["beta"], "use_qk_l2norm": False}
+        theirs = _seconds(bench, torch, lambda: step(x["q"], x["k"], x["v"], **given), IN_TURN)
+    yield _compared(bench, theirs, batch, 1)
+
+
+def _flashinfer_attention(bench: Bench, tokens: int) -> Iterator[Row]:
+    """32 heads on 8 of 128, keys and values in float16; ours stands in the part on attention."""
+    torch, attend = _torch(), _flashinfer("decode", "single_decode_with_kv_cache")
+    q = torch.randn(32, 128, device="cuda", dtype=torch.float16)
+    k, v = (torch.randn(tokens, 8, 128, device="cuda", dtype=torch.float16) for _ in range(2))
+    taken = _seconds(bench, torch, lambda: attend(q, k, v, kv_layout="NHD"), bench.choose(8, 2))
+    yield {"µs": taken * 1e6, "GB/s": 4 * tokens * 8 * 128 / taken / 1e9}
 
 
 def _attention(bench: Bench, tokens: int) -> Iterator[Row]:

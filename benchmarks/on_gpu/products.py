@@ -30,27 +30,27 @@ def cases(bench: Bench) -> Iterator[Case]:
         yield Case(title, partial(_right, bench, dtype, bench.choose((4000, 4096, 500), (64, 64, 20)), is_exact))
     if bench.tiny:
         for tokens in (1, 5):
-            yield Case(f"q8_0 64×64, {tokens} tokens", partial(_products, bench, DType.Q8_0, (64, 64), tokens))
+            yield Case(f"q8_0 64×64, {tokens} tokens", partial(measured, bench, DType.Q8_0, (64, 64), tokens))
         yield Case("q8_0, 2 of 4 experts", partial(_experts, bench, DType.Q8_0, 4, 2, (32, 64), 1))
         return
     for dtype in (*PACKINGS, DType.F16, DType.BF16):
-        yield Case(f"{dtype} {SQUARE[0]}×{SQUARE[1]}, 1 token", partial(_products, bench, dtype, SQUARE, 1))
+        yield Case(f"{dtype} {SQUARE[0]}×{SQUARE[1]}, 1 token", partial(measured, bench, dtype, SQUARE, 1))
     for shape in OF_A_4B:
-        yield Case(f"q4_K {shape[0]}×{shape[1]}, 1 token", partial(_products, bench, DType.Q4_K, shape, 1))
-    yield Case("q6_K 248320×2560, 1 token", partial(_products, bench, DType.Q6_K, (248320, 2560), 1))
+        yield Case(f"q4_K {shape[0]}×{shape[1]}, 1 token", partial(measured, bench, DType.Q4_K, shape, 1))
+    yield Case("q6_K 248320×2560, 1 token", partial(measured, bench, DType.Q6_K, (248320, 2560), 1))
     for tokens in (2, 4, 8, 16, 32, 64, 512, 4096):
         for dtype in (DType.Q4_K, DType.Q8_0, DType.BF16):
-            yield Case(f"{dtype} 4096×4096, {tokens} tokens", partial(_products, bench, dtype, SQUARE, tokens))
+            yield Case(f"{dtype} 4096×4096, {tokens} tokens", partial(measured, bench, dtype, SQUARE, tokens))
     for tokens in (1, 8, 512):
         title = f"q4_K, 10 of 512 experts of 512×2048, {tokens} tokens"
         yield Case(title, partial(_experts, bench, DType.Q4_K, 512, 10, (512, 2048), tokens))
     for dtype in (DType.Q4_0, DType.Q6_K):
-        yield Case(f"{dtype} 4096×4096, 512 tokens", partial(_products, bench, dtype, SQUARE, 512))
-    fast = partial(_products, bench, DType.BF16, SQUARE, 512, is_exact=False)
+        yield Case(f"{dtype} 4096×4096, 512 tokens", partial(measured, bench, dtype, SQUARE, 512))
+    fast = partial(measured, bench, DType.BF16, SQUARE, 512, is_exact=False)
     yield Case("bf16 4096×4096, 512 tokens, fast", fast)
 
 
-def _products(bench: Bench, dtype: DType, shape: tuple[int, int], tokens: int, is_exact: bool = True) -> Iterator[Row]:
+def measured(bench: Bench, dtype: DType, shape: tuple[int, int], tokens: int, is_exact: bool = True) -> Iterator[Row]:
     """Of copies of a weight that no cache holds together; of many tokens there are three."""
     rows, columns = shape
     raw = random_rows(dtype, rows, columns, bench.random)

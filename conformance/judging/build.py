@@ -10,7 +10,7 @@ import numpy as np
 
 from ... import graph as g
 from ...backends.base import Backend, Device
-from ...graph.dtypes import QUANTISED, WRITTEN, DType
+from ...graph.dtypes import FLOATS, QUANTISED, WRITTEN, DType
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...ops import verify
@@ -56,7 +56,7 @@ def build(case: Case) -> Built:
     cached keys and values where they have 16 bits, which backends then keep as they are."""
     op, attrs = case.declared, case.settled
     operands_of = op.signature_for(attrs).operands
-    quantisable = {o.name for o in operands_of if {*QUANTISED} < {*o.dtypes} and len(o.dtypes) < 30}
+    quantisable = {o.name for o in operands_of if {*o.dtypes} == {*FLOATS, *QUANTISED}}
     changed = {name for _, name in op.inplace_in(attrs)}
     cached = {o.name for o in operands_of if {*WRITTEN} == {*o.dtypes} and o.name not in changed}
     layouts: dict[str, Placed] = {}

@@ -102,8 +102,7 @@ def run(args: argparse.Namespace) -> int:
             sequences, prompt = args.parallel, 0 if args.phase == "decode" else min(args.batch, context)
             write(following(made, lambda **step: likened(made, graph_of(**step)[0]), sequences, prompt))
         if args.simulate and not args.json:
-            read, multiplied = made.hardware.bandwidth / 1e12, made.hardware.flops / 1e12
-            write(f"speeds: predicted, weights read at {read:.3g} TB/s and multiplied at {multiplied:.3g} TFLOP/s\n")
+            write("\n".join(simulate(args.simulate).told_speeds(graph)) + "\n")
         elif not (args.json or made.hardware == CPU):
             write(f"speeds: {told_speeds(made.hardware)}\n")
     if problem := memory_problem(asked, context=context):

@@ -12,12 +12,12 @@ is less than the data sheet, too, so predictions are lower bounds.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from ...backends.abilities import Called, Foretells, Gathers, Overlaps, Simulates
+from ...backends.abilities import Called, Foretells, Gathers, Overlaps, Reached, Simulates
 from ...backends.base import Array, Comm, Device, Program, Support, Tensor, load
 from ...graph import Graph
 from ...graph.arguments import TEXT, needs
@@ -28,6 +28,7 @@ from .hardware import Hardware
 from .speeds import Speeds
 
 GIB = 1 << 30
+TERA = 1e12
 SIMULATED = "simulated"
 MOST_DEVICES = 1024
 
@@ -94,8 +95,9 @@ class SimulatedBackend:
     def with_threads(self, threads: int) -> SimulatedBackend:
         return self
 
-    def predicted(self) -> Speeds | None:
-        """What kernels should reach; None if nothing is known beside the data sheet."""
+    @property
+    def reached(self) -> Reached | None:
+        """What products with weights should reach; None if nothing is known beside the data sheet."""
         return None
 
     def devices(self) -> Sequence[Device]:
@@ -145,11 +147,11 @@ class SimulatedGpu(SimulatedBackend):
         backend = load(MACHINES[kind].backend)
         assert isinstance(backend, Simulates)
         self._rules = backend.absent(MACHINES[kind].capability)
-        reached = backend.predicted(kind)
-        self._speeds = Speeds(reached["bandwidth"], reached["flops"], MACHINES[kind].launch) if reached else None
+        self._reached = backend.predicted(kind)
 
-    def predicted(self) -> Speeds | None:
-        return self._speeds
+    @property
+    def reached(self) -> Reached | None:
+        return self._reached
 
     def supports(self, node: Node, on: Device) -> Support:
         return self._rules.supports(node, on)
@@ -193,13 +195,43 @@ class Simulation:
 
     def hardware_for(self, graph: Graph) -> Hardware:
         """`hardware` with the speeds that the slowest of the devices should reach with the weights of `graph`."""
-        backends = {id(backend): backend for backend, _ in self.group}.values()
-        reached = [speeds.hardware(graph) for backend in backends if (speeds := backend.predicted()) is not None]
+        known = [reached for backend in self.kinds.values() if (reached := backend.reached) is not None]
+        speeds = [Speeds(reached.bandwidth, reached.flops, self.hardware.launch).hardware(graph) for reached in known]
         return replace(
             self.hardware,
-            flops=min([self.hardware.flops, *(h.flops for h in reached)]),
-            bandwidth=min([self.hardware.bandwidth, *(h.bandwidth for h in reached)]),
+            flops=min([self.hardware.flops, *(h.flops for h in speeds)]),
+            bandwidth=min([self.hardware.bandwidth, *(h.bandwidth for h in speeds)]),
         )
+
+    @property
+    def kinds(self) -> Mapping[str, SimulatedBackend]:
+        """The backend of each kind of device."""
+        return {backend.kind: backend for backend, _ in self.group}
+
+    def told_speeds(self, graph: Graph) -> Iterator[str]:
+        """The speeds of a plan in words; for each dtype of the graph's weights what sets them, and what share that is
+        of the data sheet."""
+        used = self.hardware_for(graph)
+        source = "predicted" if all(backend.reached for backend in self.kinds.values()) else "of data sheets"
+        read, multiplied = used.bandwidth / TERA, used.flops / TERA
+        yield f"speeds: {source}, weights read at {read:.3g} TB/s and multiplied at {multiplied:.3g} TFLOP/s"
+        dtypes = dict.fromkeys(str(v.dtype) for v in graph.weights if len(v.shape) > 1)
+        known = [(kind, reached) for kind, backend in self.kinds.items() if (reached := backend.reached) is not None]
+        for kind, reached in known:
+            yield from (_told(kind, dtype, reached) for dtype in dtypes if dtype in reached.bandwidth)
+
+
+def _told(kind: str, dtype: str, reached: Reached) -> str:
+    """What products with such weights reach, as shares of the data sheet, and what sets that."""
+    vector, many, most = reached.bandwidth[dtype], reached.flops[dtype], MACHINES[kind]
+    set_by, many_set_by = (
+        f", set by {limits[dtype]}" if dtype in limits else ""
+        for limits in (reached.vector_limits, reached.prompt_limits)
+    )
+    return (
+        f"  {kind}, {dtype}: with one vector {vector / TERA:.3g} TB/s, {vector / most.bandwidth:.0%} of the data sheet"
+        f"{set_by}; with many {many / TERA:.3g} TFLOP/s, {many / most.flops:.0%}{many_set_by}"
+    )
 
 
 @needs(PlanError, text=TEXT)

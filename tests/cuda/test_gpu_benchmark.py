@@ -6,17 +6,21 @@ import json
 import math
 import shutil
 import sys
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
 from hocket.backends.base import Device
-from hocket.backends.cupy import cuda
-from hocket.backends.cupy.device import nvrtc
+from hocket.backends.cupy import cuda, hip
+from hocket.backends.cupy.device import hiprtc, nvrtc
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver
+from hocket.backends.cupy.kernels import tiled
 from hocket.backends.cupy.table import SOURCES
 
 from ..given.devices.emulation import needs_compiler
 from ..given.devices.fake_cupy import fake_cupy
+from ..given.devices.products import tiles_of
 from ..given.models.goldens import ROOT
 from ..given.waits import HOUR
 
@@ -24,7 +28,7 @@ BENCHMARKS = str(ROOT / "benchmarks")
 sys.path.insert(0, BENCHMARKS)
 try:
     import gpu
-    from on_gpu import foretold
+    from on_gpu import foretold, llama_cpp
     from on_gpu.bench import Bench
     from on_gpu.machine import CudaMachine, machine_for
 finally:
@@ -33,12 +37,21 @@ finally:
 PARTS = sorted(gpu.PARTS)
 THROUGH_CUPY = ("device", "compile", "delta-decode", "products", "models", "sharded")
 """Parts that use all of what the stand-in does; the others make the same calls."""
+OF_OTHERS = ("peers", "llama.cpp")
+"""Parts that need what is not installed here."""
 
 
 def rows_of(part: str, bench: Bench) -> list[dict[str, object]]:
     rows = list(gpu.run_part(gpu.PARTS[part], bench))
     assert rows[-1].get("ends") is not None, rows[-2:]
     return [row for row in rows[:-1] if "begins" not in row]
+
+
+def bench_of(folder, **given) -> Bench:
+    """With the smallest sizes, on the emulation."""
+    driver = EmulatedDriver(0)
+    on = driver.device(0)
+    return Bench(driver, machine_for(driver, on), on, tiny=True, folder=folder, **given)
 
 
 def judged(part: str, rows: list[dict[str, object]]) -> None:
@@ -51,16 +64,27 @@ def judged(part: str, rows: list[dict[str, object]]) -> None:
         assert row.get("fail", 0) == 0, row
         assert row.get("NMSE", 0) <= (1e-7 if row.get("mode") != "fast" else 1e-3), row
         assert row.get("NMSE against one", 0) <= 1e-3, row
-    assert part == "peers" or not [row for row in rows if "left out" in row]
+    assert part in OF_OTHERS or not [row for row in rows if "left out" in row]
 
 
 @pytest.mark.long(every=3)
 @needs_compiler
 @pytest.mark.parametrize("part", PARTS)
 def test_every_part_runs_on_the_emulation(part, tmp_path):
-    driver = EmulatedDriver(0)
-    bench = Bench(driver, machine_for(driver, driver.device(0)), driver.device(0), tiny=True, folder=tmp_path)
-    judged(part, rows_of(part, bench))
+    judged(part, rows_of(part, bench_of(tmp_path)))
+
+
+@pytest.mark.long
+@needs_compiler
+def test_products_by_clusters_are_in_the_course(tmp_path):
+    """The smallest sizes would not be given to them."""
+    bench = bench_of(tmp_path)
+    cases = [case for case in gpu.PARTS["products"].cases(bench) if "clusters" in case.title]
+    with tiles_of(lambda *_: (tiled.CLUSTERED, 1)):
+        rows = [row for case in cases for row in case.rows()]
+    assert all(row["right"] for row in rows)
+    kernels = [f"clustered<{name}, {terms}>" for name in ("bf16_bits", "half_bits") for terms in (2, 1)]
+    assert [row["kernel"] for row in rows] == kernels
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -96,6 +120,92 @@ def test_parts_make_the_calls_of_cupy_that_there_are(part, tmp_path, cupy):
     judged(part, rows)
     in_turn = [row for row in rows if str(row.get("what")).endswith("launches in turn")]
     assert bool(in_turn) is (part == "models")
+
+
+@needs_compiler
+def test_devices_of_amd_say_what_they_are(tmp_path, monkeypatch):
+    made = fake_cupy(SOURCES, is_hip=True)
+    monkeypatch.setattr(cuda, "_cupy", lambda: made)
+    monkeypatch.setattr(hiprtc, "version", lambda: (7, 0))
+    driver = hip.HipDriver()
+    about = machine_for(driver, driver.device(0), made).about()
+    assert about["hiprtc"] == "7.0"
+    assert about["architecture"].startswith("gfx90a:")
+
+
+# ------------------------------------------------------------------------------------------------------------ peers
+
+SAID = """#!{python}
+import sys
+said = {{
+    "GATED_DELTA_NET": "type=f32,head_count=4,head_size=64,n_seq_tokens={{n}},n_seqs=1,v_repeat=1,permuted=0,kda=0,K=1",
+    "MUL_MAT": "type_a=q4_K,type_b=f32,m=4096,n={{n}},k=14336,bs=[1,1],nr=[1,1],per=[0,1,2,3]",
+    "FLASH_ATTN_EXT": "hsk=128,hsv=128,nh=8,nr23=[4,1],kv={{n}},nb=1,type_K=f16",
+}}
+assert sys.argv[1:3] == ["perf", "-o"] and sys.argv[4:6] == ["-b", "CPU"]
+op = sys.argv[3]
+print("Testing 1 devices")
+for n in (1, 512):
+    print(f"  {{op}}({{said[op].format(n=n)}}):   63 runs -   257.15 us/run -  4160 kB/run - \033[1;34m 15 GB/s\033[0m")
+"""
+
+
+@pytest.mark.long
+@needs_compiler
+def test_what_llama_cpp_measures_stands_beside_ours(tmp_path):
+    program = tmp_path / llama_cpp.PROGRAM
+    program.write_text(SAID.format(python=sys.executable), "utf-8")
+    program.chmod(0o755)
+    bench = bench_of(tmp_path, llama=tmp_path)
+    rows = rows_of("llama.cpp", bench)
+    judged("llama.cpp", rows)
+    assert [row["case"] for row in rows] == [op for op in llama_cpp.WANTED for _ in (1, 512)]
+    assert all(row["theirs µs"] == 257.15 for row in rows)
+    assert all(row["theirs / ours"] == 257.15 / row["ours µs"] for row in rows if row["case"] != "FLASH_ATTN_EXT")
+    program.write_text(f"#!{sys.executable}\nprint('CUDA9 is not there')\n", "utf-8")
+    said = [row["error"] for row in gpu.run_part(gpu.PARTS["llama.cpp"], bench) if "error" in row]
+    assert said == [
+        "RuntimeError: test-backend-ops measured no GATED_DELTA_NET on CPU (exit code 0) and said: CUDA9 is not there"
+    ]
+
+
+# fmt: off
+def chunk_gated_delta_rule(q, k, v, g=None, beta=None, scale=None, initial_state=None, output_final_state=False,
+                           cu_seqlens=None, use_qk_l2norm_in_kernel=False): ...
+def gated_delta_rule_decode_pretranspose(q, k, v, state, A_log, a, dt_bias, b, scale=None, output=None,
+                                         use_qk_l2norm=True): ...
+def single_decode_with_kv_cache(q, k, v, kv_layout="NHD", pos_encoding_mode="NONE"): ...
+# fmt: on
+
+
+FLASHINFER = {
+    "gdn_prefill": chunk_gated_delta_rule,
+    "gdn_decode": gated_delta_rule_decode_pretranspose,
+    "decode": single_decode_with_kv_cache,
+}
+"""By module of the package what its manual lists, with its parameters."""
+
+
+@pytest.mark.long
+@needs_compiler
+def test_peers_are_called_as_their_manuals_say(tmp_path, monkeypatch):
+    torch = MagicMock()
+    torch.cuda.Event().elapsed_time.return_value = 0.5
+    names = ("fla", "fla.ops", "fla.ops.gated_delta_rule", "flashinfer")
+    modules = {"torch": torch, **{name: MagicMock() for name in names}}
+    modules |= {f"flashinfer.{name}": SimpleNamespace(**{f.__name__: f}) for name, f in FLASHINFER.items()}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    rows = rows_of("peers", bench_of(tmp_path))
+    judged("peers", rows)
+    assert not [row for row in rows if "left out" in row]
+    compared = [row for row in rows if "theirs µs" in row]
+    assert {str(row["case"]).partition(",")[0] for row in compared} == {"flash-linear-attention", "FlashInfer"}
+    assert len(compared) >= 5
+    monkeypatch.delattr(sys.modules["flashinfer.gdn_prefill"], "chunk_gated_delta_rule")
+    (prompt,) = (case for case in gpu.PARTS["peers"].cases(bench_of(tmp_path)) if case.title == "FlashInfer, 65 tokens")
+    with pytest.raises(gpu.LeftOut, match="another version"):
+        list(prompt.rows())
 
 
 # ------------------------------------------------------------------------------------------------------ the runner

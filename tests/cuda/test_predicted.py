@@ -210,9 +210,12 @@ def test_speeds_are_below_the_data_sheet():
     of_nvidia = {kind for kind, machine in MACHINES.items() if machine.capability and machine.backend == "cuda"}
     assert predicted().keys() == GPUS.keys() == of_nvidia
     for kind, speeds in predicted().items():
-        assert set(speeds["bandwidth"]) == set(speeds["flops"]) >= {"q4_0", "q8_0", "q4_K", "f16", "bf16", "f32"}
-        assert all(0.1 < speed / MACHINES[kind].bandwidth < 1 for speed in speeds["bandwidth"].values())
-        assert all(0.01 < speed / MACHINES[kind].flops < 1 for speed in speeds["flops"].values())
+        assert set(speeds.bandwidth) == set(speeds.flops) >= {"q4_0", "q8_0", "q4_K", "f16", "bf16", "f32"}
+        assert all(0.1 < speed / MACHINES[kind].bandwidth < 1 for speed in speeds.bandwidth.values())
+        assert all(0.01 < speed / MACHINES[kind].flops < 1 for speed in speeds.flops.values())
+        limits = {"memory", "second cache", "instructions", "tensor cores", "shared memory", "latency"}
+        assert {"q8_0", "q4_K"} <= speeds.vector_limits.keys() == speeds.prompt_limits.keys() <= speeds.flops.keys()
+        assert {*speeds.vector_limits.values(), *speeds.prompt_limits.values()} <= limits
 
 
 def test_a_plan_is_judged_by_what_its_weights_reach():
@@ -222,12 +225,12 @@ def test_a_plan_is_judged_by_what_its_weights_reach():
     simulation = simulate("h200:2,nvlink")
     speeds = {dtype: simulation.hardware_for(graph(dtype)) for dtype in (DType.Q4_K, DType.Q8_0)}
     for dtype, hardware in speeds.items():
-        reached = predicted()["h200"]["bandwidth"][str(dtype)]
+        reached = predicted()["h200"].bandwidth[str(dtype)]
         assert hardware.bandwidth == pytest.approx(reached, rel=1e-15)
-        assert hardware.flops == pytest.approx(predicted()["h200"]["flops"][str(dtype)], rel=1e-15)
+        assert hardware.flops == pytest.approx(predicted()["h200"].flops[str(dtype)], rel=1e-15)
         assert reached < simulation.hardware.bandwidth
         assert hardware.flops < simulation.hardware.flops
         assert hardware.link_bandwidth == simulation.hardware.link_bandwidth
     mixed = simulate("h200:1,rtx4090:1,pcie4").hardware_for(graph(DType.Q8_0))
-    assert mixed.bandwidth == predicted()["rtx4090"]["bandwidth"]["q8_0"]
+    assert mixed.bandwidth == predicted()["rtx4090"].bandwidth["q8_0"]
     assert simulate("cpu:2").hardware_for(graph(DType.Q8_0)) == simulate("cpu:2").hardware

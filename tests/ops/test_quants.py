@@ -18,9 +18,28 @@ PACKAGE = tuple(d for d in DType if d.is_quantised and d not in (*EXPAND, DType.
 QUANTISABLE = (DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1, DType.Q8_0, DType.MXFP4)
 
 
+def signs(qs: np.ndarray, j: int) -> np.ndarray:
+    """``dequantize_row_q1_0`` of ggml-quants.c, for one element of each block."""
+    return np.where(qs[:, j // 8] >> j % 8 & 1, np.float32(1), np.float32(-1))
+
+
+def codes(qs: np.ndarray, j: int) -> np.ndarray:
+    """``dequantize_row_q2_0``."""
+    return (qs[:, j // 4] >> j % 4 * 2 & 3).astype(np.float32) - 1
+
+
+BY_ELEMENT = {DType.Q1_0: signs, DType.Q2_0: codes}
+"""Types that the package does not have yet: by what an element's scale is multiplied."""
+
+
 def oracle(raw: np.ndarray, dtype: DType) -> np.ndarray:
     with np.errstate(all="ignore"):
-        return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(dtype.ggml))
+        if dtype not in BY_ELEMENT:
+            return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(dtype.ggml))
+        blocks = raw.reshape(-1, dtype.block_bytes)
+        scales = blocks[:, :2].copy().view(np.float16).astype(np.float32)[:, 0]
+        elements = [scales * BY_ELEMENT[dtype](blocks[:, 2:], j) for j in range(dtype.block)]
+        return np.stack(elements, axis=1).reshape(*raw.shape[:-1], -1)
 
 
 def assert_same_bits(got: np.ndarray, want: np.ndarray) -> None:
@@ -34,7 +53,7 @@ def random_bytes(*shape: int) -> np.ndarray:
 
 
 def test_usual_block_types_are_our_own() -> None:
-    names = "q4_0 q4_1 q5_0 q5_1 q8_0 q2_K q3_K q4_K q5_K q6_K iq4_nl iq4_xs mxfp4 nvfp4"
+    names = "q4_0 q4_1 q5_0 q5_1 q8_0 q2_K q3_K q4_K q5_K q6_K iq4_nl iq4_xs mxfp4 nvfp4 q1_0 q2_0"
     assert [d.text for d in EXPAND] == names.split()
 
 

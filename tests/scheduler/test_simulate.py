@@ -17,6 +17,7 @@ from hocket.scheduler import load, plan_for
 from hocket.scheduler.choosing.fits import memory_problem
 from hocket.scheduler.machines.simulated import LINKS, MACHINES, simulate
 
+from ..given.models.goldens import path_of
 from ..given.models.large_headers import LARGE, llama_70b, llama_405b, qwen_80b
 
 
@@ -141,3 +142,21 @@ def test_a_simulated_device_keeps_weights_as_the_file_has_them(tmp_path):
     graph = model.graph(Step(1, 1, 64, 64, 1))
     made = plan_for(graph, simulate("h200:1").group)
     assert made.lanes[0].memory()["weight"] == sum(v.spec.nbytes for v in graph.weights)
+
+
+@pytest.mark.parametrize(("kind", "source"), [("h200", "predicted"), ("mi300x", "of data sheets")])
+def test_a_plan_says_what_its_speeds_are(kind, source, capsys):
+    """There is a model of the time of kernels on GPUs of NVIDIA alone."""
+    assert main(["plan", str(path_of("llama")), "--simulate", kind]) == 0
+    said = capsys.readouterr().out
+    assert f"\nspeeds: {source}, weights read at " in said
+    assert ("with one vector" in said) is (source == "predicted")
+
+
+def test_a_plan_says_what_sets_the_time_of_products():
+    graph = Graph({"y": ops.mul_mat(weight("w", (256, 256), "q8_0"), input("x", (1, 256)))})
+    _, *lines = simulate("h200:2,rtx4090,nvlink").told_speeds(graph)
+    vector = r"with one vector [\d.]+ TB/s, \d\d% of the data sheet, set by [a-z ]+"
+    many = r"with many \d+ TFLOP/s, \d\d%, set by [a-z ]+"
+    found = [re.fullmatch(rf"  (\w+), q8_0: {vector}; {many}", line) for line in lines]
+    assert [match and match[1] for match in found] == ["h200", "rtx4090"]

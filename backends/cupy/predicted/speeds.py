@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
+from ...abilities import Reached
+
 FILE = Path(__file__).parents[1] / "predicted.json"
 
 
 @cache
-def predicted() -> Mapping[str, Mapping[str, Mapping[str, float]]]:
-    """By kind of GPU, ``bandwidth`` in bytes/s for one vector and ``flops`` in FLOP/s for many, by dtype of weights."""
-    kinds: Mapping[str, Mapping[str, Mapping[str, float]]] = json.loads(FILE.read_text("utf-8"))
-    return kinds
+def predicted() -> Mapping[str, Reached]:
+    """By kind of GPU."""
+    return {kind: Reached(**reached) for kind, reached in json.loads(FILE.read_text("utf-8")).items()}

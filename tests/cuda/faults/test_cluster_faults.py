@@ -3,17 +3,14 @@ accesses is missing; and what the emulation says of clusters that cannot be."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from hocket import ops
-from hocket.backends.base import Device
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.binding.trial import tried
 from hocket.backends.cupy.device.driver import Launch, LaunchError
 from hocket.backends.cupy.emulation.counted import CountingDriver
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver
@@ -25,8 +22,9 @@ from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
 from hocket.scheduler import load, plan_for
 
-from ...given.devices.emulation import FaultyDriver, is_found, needs_compiler, with_fault
-from ...given.devices.products import dense
+from ...given.devices.disordered import Disordered
+from ...given.devices.emulation import FaultyDriver, is_found, needs_compiler
+from ...given.devices.products import dense, tiles_of
 
 pytestmark = needs_compiler
 FILE = "clusters.cu"
@@ -34,12 +32,8 @@ ROWS, COLUMNS, TOKENS = 200, 328, 140
 """Two blocks of a cluster, six stages of which four have room."""
 
 
-@contextmanager
-def by_clusters(shares: int = 1) -> Iterator[None]:
-    tried.cache_clear()  # it knows how much scratch other tiles take
-    with patch.object(tiled, "shape_of_tiles", lambda *_, **__: (tiled.CLUSTERED, shares)):
-        yield
-    tried.cache_clear()
+def by_clusters() -> AbstractContextManager[None]:
+    return tiles_of(lambda *_: (tiled.CLUSTERED, 1))
 
 
 def is_right(backend: DriverBackend) -> bool:
@@ -133,20 +127,9 @@ def test_without_a_mistake_nothing_is_found():
 # -------------------------------------------------------------------------------------------------- orders of accesses
 
 
-class Disordered(OrderedDriver):
-    """Notes the accesses of one run of kernels that have a mistake in them."""
-
-    def __init__(self, *edit: str) -> None:
-        super().__init__()
-        self.edit = edit
-
-    def record(self, steps: Sequence[Launch], on: Device) -> Callable[[], None]:
-        return super().record([with_fault(step, FILE, *self.edit) for step in steps] if self.edit else steps, on)
-
-
 def disorders(*edit: str) -> list[str]:
     """Two blocks of a cluster have six stages, of which four have room."""
-    driver = Disordered(*edit)
+    driver = Disordered(FILE, *edit) if edit else OrderedDriver()
     backend = OrderedBackend(driver)
     node = ops.mul_mat(weight("w", (130, 328), DType.BF16), input("x", (130, 328)), exact=False)
     with by_clusters():

@@ -18,6 +18,7 @@ from hocket.graph import DType
 
 from ...given.devices.chains import COUNTED, ran
 from ...given.devices.emulation import Written, needs_compiler
+from ...given.devices.products import tiles_of
 from ...given.devices.recorded import asked_more
 
 pytestmark = [needs_compiler, pytest.mark.long()]
@@ -143,11 +144,26 @@ def test_warpgroups_ask_for_no_more_than_they_must(dtype, exact, kernel, terms, 
     assert read.cost == read.least == products * (64 + 256) * 16 * 2 // 128
 
 
+@pytest.mark.parametrize(("exact", "terms"), [("true", 2), ("false", 1)])
+@pytest.mark.parametrize("shares", [1, 2])
+def test_clusters_ask_for_no_more_than_they_must(exact, terms, shares):
+    with tiles_of(lambda *_: (tiled.CLUSTERED, shares)):
+        found = counters([f"mul_mat(w=bf16[256,256], x=f32[256,256], exact={exact})"])
+    names = [counted.launch.kernel.name for counted in found]
+    assert names == [f"{kernel}<bf16_bits, {terms}>" for kernel in ("split_tiles", "clustered")]
+    assert [why for counted in found for why in faults(counted)] == []
+    (read,) = (site for site in found[-1].sites if site.where.startswith("wgmma.cuh"))
+    products = 256 // 16 * 4 * terms  # 64 x 16 and 256 x 16 numbers each
+    assert read.cost == read.least == products * (64 + 256) * 16 * 2 // 128
+
+
 def test_what_is_allowed_has_a_reason():
     assert all(a.times > 1 and a.why for a in ALLOWED)
 
 
 def test_the_command_prints_the_table(capsys):
     assert main(["check", "--backend", "cuda-emulated", "--counters", "--case", "add(a=f32[64], b=f32[64])"]) == 0
-    assert "| global load of 4 bytes | 4 |" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "| global load of 4 bytes | 4 |" in said
+    assert "Allowed" not in said, "that concerns other kernels"
     assert main(["check", "--backend", "numpy", "--counters"]) == 2

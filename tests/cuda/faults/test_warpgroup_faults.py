@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from unittest.mock import patch
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import numpy as np
 import pytest
 
-from hocket.backends.base import Device
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.binding.trial import tried
-from hocket.backends.cupy.device.driver import Launch
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver
 from hocket.backends.cupy.emulation.order import disorder
 from hocket.backends.cupy.emulation.ordered import OrderedBackend, OrderedDriver
@@ -21,19 +17,15 @@ from hocket.conformance import Outcome, run_case
 from hocket.conformance.trials.case import parse
 from hocket.graph.dtypes import DType
 
-from ...given.devices.emulation import is_found, needs_compiler, with_fault
-from ...given.devices.products import dense, unpacked
+from ...given.devices.disordered import Disordered
+from ...given.devices.emulation import is_found, needs_compiler
+from ...given.devices.products import dense, tiles_of, unpacked
 
 pytestmark = [needs_compiler, pytest.mark.long()]
 
 
-@contextmanager
-def by_warpgroups(shares: int = 1) -> Iterator[None]:
-    """They multiply whatever there is, and so many blocks share its columns."""
-    tried.cache_clear()  # it knows how much scratch other tiles take
-    with patch.object(tiled, "shape_of_tiles", lambda *_, **__: (tiled.GROUPED, shares)):
-        yield
-    tried.cache_clear()
+def by_warpgroups(shares: int = 1) -> AbstractContextManager[None]:
+    return tiles_of(lambda *_: (tiled.GROUPED, shares))
 
 
 def product(
@@ -152,19 +144,8 @@ def test_without_a_mistake_nothing_is_found(is_right):
     assert is_right(DriverBackend(EmulatedDriver()))
 
 
-class Disordered(OrderedDriver):
-    """Notes accesses of kernels that have a mistake in them."""
-
-    def __init__(self, *edit: str) -> None:
-        super().__init__()
-        self.edit = edit
-
-    def record(self, steps: Sequence[Launch], on: Device) -> Callable[[], None]:
-        return super().record([with_fault(step, *self.edit) for step in steps] if self.edit else steps, on)
-
-
 def disorders(case: str, *edit: str) -> list[str]:
-    driver = Disordered(*edit)
+    driver = Disordered(*edit) if edit else OrderedDriver()
     backend = OrderedBackend(driver)
     with by_warpgroups(shares=2):
         result = run_case(parse(case), backend, backend.device(0))

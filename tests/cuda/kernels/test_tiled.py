@@ -10,7 +10,6 @@ from hocket.backends.base import Tensor
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding.launches import Launches
 from hocket.backends.cupy.binding.packing import PACKINGS
-from hocket.backends.cupy.binding.trial import tried
 from hocket.backends.cupy.device.driver import Launch
 from hocket.backends.cupy.device.limits import KIB, MOST, Limits, limits_of
 from hocket.backends.cupy.emulation.emulated import EmulatedBackend, EmulatedDriver
@@ -23,7 +22,7 @@ from hocket.ops.quants import dequantise
 from hocket.scheduler import load, plan_for
 
 from ...given.devices.emulation import needs_compiler
-from ...given.devices.products import dense, halves, unpacked, widened
+from ...given.devices.products import dense, halves, tiles_of, unpacked, widened
 from ...given.random_rows import random_rows
 
 pytestmark = needs_compiler
@@ -61,12 +60,10 @@ class Noting(EmulatedDriver):
     "shape", [(70, 136, 9), (131, 33, 140), (64, 64, 64), (1, 7, 65), (300, 200, 130), (500, 328, 300)], ids=str
 )
 @pytest.mark.parametrize("dtype", LEFT_OUT, ids=str)
-def test_weights_of_16_bits_lose_no_more_than_terms_leave_out(dtype, shape, tile, shares, kernel, monkeypatch, request):
-    tried.cache_clear()  # it knows how much scratch another tile takes
-    request.addfinalizer(tried.cache_clear)
-    monkeypatch.setattr(tiled, "shape_of_tiles", lambda *_, **__: (tile, shares))
+def test_weights_of_16_bits_lose_no_more_than_terms_leave_out(dtype, shape, tile, shares, kernel):
     driver = Noting()
-    results, want, size = dense(dtype, *shape, DriverBackend(driver))
+    with tiles_of(lambda *_: (tile, shares)):
+        results, want, size = dense(dtype, *shape, DriverBackend(driver))
     assert all(np.array_equal(y, results[0]) for y in results), "an order of threads shows"
     assert kernel.format(TYPES[dtype]) in driver.names
     assert (np.abs(results[0] - want) <= (LEFT_OUT[dtype] + SUMMED) * size).all()
@@ -78,12 +75,10 @@ def test_weights_of_16_bits_lose_no_more_than_terms_leave_out(dtype, shape, tile
 @pytest.mark.parametrize("shape", [(70, 136, 9), (300, 200, 130)], ids=str)
 @pytest.mark.parametrize(("tile", "terms"), [(tiled.GROUPED, 1), (tiled.CLUSTERED, 1), (tiled.LARGE, 2)], ids=str)
 @pytest.mark.parametrize("dtype", LEFT_OUT, ids=str)
-def test_what_need_not_be_exact_is_one_term_of_warpgroups(dtype, tile, terms, shape, monkeypatch, request):
-    tried.cache_clear()
-    request.addfinalizer(tried.cache_clear)
-    monkeypatch.setattr(tiled, "shape_of_tiles", lambda *_, **__: (tile, 1))
+def test_what_need_not_be_exact_is_one_term_of_warpgroups(dtype, tile, terms, shape):
     driver = Noting()
-    results, want, size = dense(dtype, *shape, DriverBackend(driver), is_exact=False)
+    with tiles_of(lambda *_: (tile, 1)):
+        results, want, size = dense(dtype, *shape, DriverBackend(driver), is_exact=False)
     assert all(np.array_equal(y, results[0]) for y in results), "an order of threads shows"
     split = "split_tiles" if tile == tiled.CLUSTERED else "split_rows"
     assert f"{split}<{TYPES[dtype]}, {terms}>" in driver.names
@@ -136,16 +131,14 @@ def test_slots_of_experts_fill_tiles(dtype, monkeypatch):
 
 
 @pytest.mark.parametrize(("matrices", "tokens"), [(2, 300), (3, 9)])
-def test_each_matrix_begins_a_tile_of_a_cluster(matrices, tokens, monkeypatch, request):
-    tried.cache_clear()
-    request.addfinalizer(tried.cache_clear)
-    monkeypatch.setattr(tiled, "shape_of_tiles", lambda *_, **__: (tiled.CLUSTERED, 1))
+def test_each_matrix_begins_a_tile_of_a_cluster(matrices, tokens):
     w = halves(RNG.standard_normal((matrices, 130, 72)).astype(np.float32), DType.F16)
     x = RNG.standard_normal((matrices, tokens, 72)).astype(np.float32)
     driver = Noting()
     backend = DriverBackend(driver)
     graph = Graph({"y": ops.mul_mat(weight("w", w.shape, DType.F16), input("x", x.shape))})
-    y = load(plan_for(graph, [(backend, backend.device(0))]), {"w": w}).run({"x": x})["y"]
+    with tiles_of(lambda *_: (tiled.CLUSTERED, 1)):
+        y = load(plan_for(graph, [(backend, backend.device(0))]), {"w": w}).run({"x": x})["y"]
     assert "clustered<half_bits, 2>" in driver.names
     want = x @ widened(w).swapaxes(1, 2)
     assert (np.abs(y - want) <= 2e-6 * np.abs(x) @ np.abs(widened(w)).swapaxes(1, 2)).all()

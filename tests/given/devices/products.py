@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from unittest.mock import patch
 
 import numpy as np
@@ -10,6 +12,7 @@ from hocket import ops
 from hocket.backends.base import Tensor, contiguous_strides
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding.launches import Launches
+from hocket.backends.cupy.binding.trial import tried
 from hocket.backends.cupy.emulation.emulated import EmulatedBackend, EmulatedDriver
 from hocket.backends.cupy.kernels.products import packed, tiled
 from hocket.backends.operands import Operand
@@ -19,6 +22,22 @@ from hocket.ops.quants import dequantise
 from hocket.scheduler import load, plan_for
 
 from ..random_rows import random_rows
+
+Choice = tuple[tiled.Tile, int]
+"""Tiles, and how many blocks share the columns of one."""
+
+
+@contextmanager
+def tiles_of(choose: Callable[[Operand, bool], Choice]) -> Iterator[None]:
+    """Products of many tokens take what is chosen for a weight, and for whether all its matrices have as many tokens,
+    however few tiles that are."""
+    tried.cache_clear()  # it knows how much scratch other tiles take
+    chosen = patch.object(tiled, "shape_of_tiles", lambda _launches, w, _entries, _n, is_even: choose(w, is_even))
+    try:
+        with chosen:
+            yield
+    finally:
+        tried.cache_clear()
 
 
 def operand(array: np.ndarray) -> Operand:

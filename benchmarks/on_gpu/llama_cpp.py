@@ -1,0 +1,86 @@
+"""What llama.cpp measures of itself on the same device, with its program ``test-backend-ops perf``, and hocket on the
+same shapes."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from hocket.graph.dtypes import DType
+
+from . import delta_net, products
+from .bench import Bench, Case, LeftOut, Row
+
+PROGRAM = "test-backend-ops"
+LINE = re.compile(r"^\s*(?P<op>[A-Z_]+)\((?P<named>.*)\): +\d+ runs - +(?P<microseconds>[0-9.]+) us/run")
+TYPES = {DType.Q4_K: "q4_K", DType.Q8_0: "q8_0", DType.BF16: "bf16"}
+WANTED = {
+    "GATED_DELTA_NET": "permuted=0,kda=0,K=1$",
+    "MUL_MAT": rf"type_a=({'|'.join(TYPES.values())}),type_b=f32,m=4096,n=(1|8|512),k=14336,bs=\[1,1\]",
+    "FLASH_ATTN_EXT": "hsk=128,hsv=128.*type_K=f16",
+}
+"""Ops, and which of the cases that the program knows."""
+NAMES = {"cuda": "CUDA", "hip": "ROCm"}
+"""What it calls devices."""
+LIMIT = 280
+"""Seconds in which the program has to end."""
+
+
+def cases(bench: Bench) -> Iterator[Case]:
+    for op, chosen in WANTED.items():
+        yield Case(op, partial(_measured, bench, op, chosen))
+
+
+def _measured(bench: Bench, op: str, chosen: str) -> Iterator[Row]:
+    for named, theirs in said(bench, op, chosen):
+        row: Row = {"llama.cpp": ", ".join(f"{k}={v}" for k, v in named.items()), "theirs µs": theirs}
+        for ours in OURS[op](bench, named) if op in OURS else ():
+            row |= {"ours µs": ours, "theirs / ours": theirs / ours}
+        yield row
+
+
+def said(bench: Bench, op: str, chosen: str) -> Iterator[tuple[dict[str, str], float]]:
+    """The parameters of each case of an op, and its microseconds.  Raises `LeftOut` without the program."""
+    program = bench.llama / PROGRAM if bench.llama else shutil.which(PROGRAM)
+    if program is None or not Path(program).exists():
+        raise LeftOut(f"there is no {PROGRAM} of llama.cpp; name the folder that has it with --llama")
+    backend = f"{NAMES[bench.on.kind]}{bench.on.index}" if bench.on.kind in NAMES else "CPU"
+    command = [str(program), "perf", "-o", op, "-b", backend, "-p", chosen]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    lines = [line for line in map(LINE.match, done.stdout.splitlines()) if line]
+    if done.returncode or not lines:
+        last = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["nothing"]
+        raise RuntimeError(f"{PROGRAM} measured no {op} on {backend} (exit code {done.returncode}) and said: {last[0]}")
+    for line in lines:
+        pairs = re.findall(r"(\w+)=(\[[^\]]*\]|[^,]*)", line["named"])
+        yield dict(pairs), float(line["microseconds"])
+
+
+def _delta_net(bench: Bench, named: dict[str, str]) -> Iterator[float]:
+    """Its heads of keys have several of values each; a state is read and written once."""
+    keys, size, tokens, batch, repeat = (
+        int(named[name]) for name in ("head_count", "head_size", "n_seq_tokens", "n_seqs", "v_repeat")
+    )
+    if bench.tiny:  # the emulation is no place for their sizes
+        keys, size, tokens, batch = 1, 64, min(tokens, 2), 1
+    p = delta_net.problem(bench, delta_net.Shape(keys, keys * repeat, size), batch, tokens)
+    by_chunks = delta_net.kernels.in_chunks(tokens, size, size)
+    launches = delta_net.chunks(bench, p, p.state, True) if by_chunks else delta_net.steps(bench, p, p.state)
+    yield bench.time_launches([launches]).seconds * 1e6
+
+
+def _product(bench: Bench, named: dict[str, str]) -> Iterator[float]:
+    dtype = next(t for t, name in TYPES.items() if name == named["type_a"])
+    rows, columns, tokens = (int(named[name]) for name in "mkn")
+    if bench.tiny:
+        rows, columns, tokens = 32, 256, min(tokens, 5)
+    for row in products.measured(bench, dtype, (rows, columns), tokens):
+        yield float(str(row["µs"]))
+
+
+OURS = {"GATED_DELTA_NET": _delta_net, "MUL_MAT": _product}
+"""Microseconds of hocket on the shapes of a case."""

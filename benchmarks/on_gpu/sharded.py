@@ -1,0 +1,203 @@
+"""Several devices, or parts of one: how long a sum takes by each way to meet, and one model on all of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor as Threads
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from hocket.backends.base import BufferSpec, Device, Instruction, Program, Tensor
+from hocket.backends.beside import beside
+from hocket.backends.cupy.backend import DriverBackend
+from hocket.backends.cupy.device.driver import Driver, Library, Step, one_by_one
+from hocket.frontends import models
+from hocket.frontends.models import Batch, Model
+from hocket.frontends.open import open_model
+from hocket.graph.dtypes import DType
+from hocket.graph.spec import Spec
+from hocket.ranks.near import Meeting
+from hocket.scheduler import Executor, Store, plan_for
+
+from . import random_models
+from .bench import Bench, Case, LeftOut, Row, normalised_error
+
+SUMS = 16
+"""In a program, one after the other."""
+
+
+@dataclass(frozen=True)
+class Met:
+    """A driver whose devices meet in one way, whatever else they could do.  Where it does not say that it `overlaps`,
+    no plan counts on what runs beside a sum; `in_turn`, that runs behind it."""
+
+    driver: Driver
+    way: str
+    overlaps: bool = True
+    in_turn: bool = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.driver, name)
+
+    def are_peers(self, devices: Sequence[Device]) -> bool:
+        return self.way == "peers" and self.driver.are_peers(devices)
+
+    def record(self, steps: Sequence[Step], on: Device) -> Callable[[], None]:
+        return self.driver.record(one_by_one(steps) if self.in_turn else steps, on)
+
+    def library(self, devices: Sequence[Device]) -> Library | str:
+        return self.driver.library(devices) if self.way == "library" else f"they are to meet by {self.way}"
+
+
+WAYS = ("peers", "library", "the host")
+"""Kernels over each other's memory, NCCL or RCCL, and memory of the host."""
+
+
+def drivers(bench: Bench, devices: Sequence[Device], ways: Sequence[str] = WAYS) -> Iterator[Met]:
+    """One for each way in which these devices can meet."""
+    for way in ways:
+        driver = Met(bench.driver.driver, way)
+        if way == WAYS[-1] or DriverBackend(driver).overlaps(devices):
+            yield driver
+
+
+def cases(bench: Bench) -> Iterator[Case]:
+    """Two parts of the device, then two and more devices where there are some."""
+    parts, known = [replace(bench.on, part=part) for part in range(2)], found(bench)
+    for name, find in known.items():
+        yield Case(f"{name}, two parts of a device", partial(_decoded, bench, find, parts))
+    there = bench.choose(len(bench.driver.devices()), 2)
+    if there < 2:
+        yield Case("several devices", partial(_left_out, there))
+    for count in (count for count in (2, 4, 8) if count <= there):
+        devices = [bench.driver.device(index) for index in range(count)]
+        for kibibytes in bench.choose((16, 64, 1024, 8192, 65536), (1, 64)):
+            yield Case(f"sum of {kibibytes} KiB, {count} devices", partial(_sums, bench, devices, kibibytes << 10))
+        for name, find in known.items():
+            yield Case(f"{name}, {count} devices", partial(_decoded, bench, find, devices))
+            yield Case(f"{name}, {count} devices, a prompt", partial(_prompt, bench, find, devices))
+
+
+def found(bench: Bench) -> dict[str, Callable[[], Path | None]]:
+    known: dict[str, Callable[[], Path | None]] = {"hocket's embedded model": lambda: None}
+    known |= {path.name: lambda path=path: path for path in bench.models}
+    if not bench.tiny:
+        known["Qwen3.5-4B, random Q4_K"] = cache(partial(random_models.qwen35_4b, bench.folder))  # written once
+    return known
+
+
+def _left_out(count: int) -> Iterator[Row]:
+    raise LeftOut(f"sums and models on several devices need two; there is {count}")
+
+
+# ------------------------------------------------------------------------------------------------------------- sums
+
+
+def _sums(bench: Bench, devices: Sequence[Device], nbytes: int) -> Iterator[Row]:
+    """By the clock of the host, from the first device's begin to the last one's end."""
+    given = [bench.random.standard_normal(nbytes // 4, dtype="f4") for _ in devices]
+    wanted = np.sum(given, axis=0, dtype=np.float64)
+    x, out = (Tensor(0, at * nbytes, (1, nbytes // 4), (nbytes // 4, 1), DType.F32) for at in range(2))
+    steps = [Instruction("all_reduce", (x,), (out,), {"sequence": n}, None, f"sum.{n}") for n in range(SUMS)]
+    program = Program((BufferSpec("arena", "arena", 2 * nbytes),), tuple(steps), {}, {})
+    for driver in drivers(bench, devices):
+        backend, meeting = DriverBackend(driver), Meeting(len(devices), devices=devices)
+        buffers = [backend.alloc(2 * nbytes, on) for on in devices]
+        members = map(meeting.member, range(len(devices)))
+        own = zip(buffers, devices, members, strict=True)
+        runs = [backend.compile(program, [buffer], on, member) for buffer, on, member in own]
+        for buffer, array in zip(buffers, given, strict=True):
+            backend.view(buffer, x)[...] = array[None]
+        with ThreadPoolExecutor(len(devices)) as pool:
+            rounds = [_all_run(pool, runs, meeting) for _ in range(bench.choose(20, 3))]
+        results = [np.array(backend.view(buffer, out))[0] for buffer in buffers]
+        same = all(np.array_equal(result, results[0]) for result in results)
+        seconds, error = median(rounds[1:]) / SUMS, normalised_error(results[0], wanted)
+        figures = {"µs": seconds * 1e6, "GB/s": nbytes / seconds / 1e9, "NMSE": error}
+        yield {"by": driver.way, **figures, "right": same}
+
+
+def _all_run(pool: Threads, runs: Sequence[Callable[[], object]], meeting: Meeting) -> float:
+    """The seconds until all devices have run their program."""
+
+    def one(run: Callable[[], object]) -> None:
+        try:
+            run()
+        except BaseException as why:  # whatever it is, nobody has to wait for this device any more
+            meeting.abort(str(why))
+            raise
+
+    start = time.perf_counter()
+    list(pool.map(one, runs))
+    taken = time.perf_counter() - start
+    meeting.clear()
+    return taken
+
+
+# ----------------------------------------------------------------------------------------------------------- models
+
+
+def _decoded(bench: Bench, find: Callable[[], Path | None], devices: Sequence[Device]) -> Iterator[Row]:
+    """The same tokens on one device, and on several by each way in which they can meet."""
+    model, count = open_model(find()), bench.choose(32, 2)
+    tokens = bench.random.integers(0, model.vocabulary_size, count + 1).tolist()
+    one = None
+    for way, driver in [("one device", bench.driver.driver), *((d.way, d) for d in drivers(bench, devices))]:
+        group = [(DriverBackend(driver), on) for on in (devices if one is not None else devices[:1])]
+        run, step = _executor(model, group, 1, count + 1)
+        found, times = [], []
+        for n, token in enumerate(tokens):
+            start = time.perf_counter()
+            found.append(run.run(model.inputs(step, Batch([[token]], [n], None)))["logits"])
+            times.append(time.perf_counter() - start)
+        logits, row = np.concatenate(found), {"by": way, "µs": median(times[1:]) * 1e6, "what": "a token"}
+        yield row if one is None else row | {"NMSE against one": normalised_error(logits, one)}
+        one = logits if one is None else one
+
+
+def _prompt(bench: Bench, find: Callable[[], Path | None], devices: Sequence[Device]) -> Iterator[Row]:
+    """As it is planned where nothing runs beside a sum, then where something may: with that behind the sum, and beside
+    it, which gives the same bits."""
+    model, count, own = open_model(find()), bench.choose(2048, 8), bench.driver.driver
+    tokens = bench.random.integers(0, model.vocabulary_size, count).tolist()
+    for way in (driver.way for driver in drivers(bench, devices, WAYS[:-1])):
+        behind = None
+        for how, driver in (
+            ("planned apart", Met(own, way, overlaps=False)),
+            ("behind sums", Met(own, way, in_turn=True)),
+            ("beside sums", Met(own, way)),
+        ):
+            backend = DriverBackend(driver)
+            run, step = _executor(model, [(backend, on) for on in devices], count, count)
+            given, times, logits = model.inputs(step, Batch([tokens], [0], None)), [], []
+            for _ in range(bench.choose(10, 2)):  # states go on from run to run
+                start = time.perf_counter()
+                logits.append(run.run(given)["logits"].copy())
+                times.append(time.perf_counter() - start)
+            sums = len(beside(run.plan.lanes[0].program)) if driver.overlaps else 0
+            row: Row = {"by": way, "how": how, "tok/s": count / median(times), "sums beside work": sums}
+            if how == "beside sums":
+                row["right"] = bool(np.isfinite(logits).all() and np.array_equal(logits, behind))
+            yield row
+            behind = logits
+
+
+def _executor(
+    model: Model, group: Sequence[tuple[DriverBackend, Device]], tokens: int, cells: int
+) -> tuple[Executor, models.Step]:
+    """So many tokens at a time in a context of `cells`."""
+    context = max(64, cells)
+    step = models.Step(1, tokens, context, context, 1)
+    plan = plan_for(model.graph(step), group, split_mode="tensor" if len(group) > 1 else "auto")
+    store = Store(group)
+    for value in plan.graph.weights:
+        tensor = model.gguf.tensors[value.node.name]
+        store.bind(value.node.name, tensor.raw, Spec(tensor.shape, tensor.dtype), plan.leaves[value.node.name])
+    return Executor(plan, store), step

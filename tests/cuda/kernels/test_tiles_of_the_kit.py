@@ -1,0 +1,75 @@
+"""The kit on the largest tiles of products, for which its cases are too small: on devices that have no products of
+warpgroups, and on those that do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from hocket.backends.cupy.backend import DriverBackend
+from hocket.backends.cupy.binding.packing import PACKINGS
+from hocket.backends.cupy.device.driver import Launch
+from hocket.backends.cupy.device.limits import limits_of
+from hocket.backends.cupy.emulation.emulated import EmulatedDriver
+from hocket.backends.cupy.kernels import matmul, tiled
+from hocket.backends.operands import Operand
+from hocket.conformance import Outcome, run_case
+from hocket.conformance.trials.generate import quick_cases
+from hocket.graph.dtypes import DType
+from hocket.ops import REGISTRY
+
+from ...given.devices.emulation import needs_compiler
+from ...given.devices.products import Choice, tiles_of
+
+pytestmark = [needs_compiler, pytest.mark.long()]
+
+
+@dataclass(frozen=True)
+class Way:
+    """Tiles of weights of 16 bits, blocks that may share one, and tiles of packed weights; of devices of a compute
+    capability, whose kernels have names that begin so."""
+
+    capability: str
+    kernel: str
+    tile: tiled.Tile
+    packed: tiled.Tile
+    shares: int = tiled.SHARES
+
+    def choose(self, w: Operand, is_even: bool) -> Choice:
+        if w.dtype in PACKINGS:
+            return self.packed, self.shares if is_even and self.packed == tiled.GROUPED else 1
+        return self.tile, self.shares if is_even else 1
+
+
+TALL = Way("80", "tiled", tiled.TALL, tiled.LARGE)
+GROUPED = Way("90", "grouped", tiled.GROUPED, tiled.GROUPED)
+CLUSTERED = Way("90", "clustered", tiled.CLUSTERED, tiled.GROUPED)
+CASES = [
+    *((op, way, t) for way in (TALL, GROUPED) for t in (*tiled.FLOATS, *PACKINGS) for op in ("mul_mat", "mul_mat_id")),
+    *(("mul_mat", CLUSTERED, t) for t in tiled.FLOATS),
+]
+
+
+class Noting(EmulatedDriver):
+    """Keeps the names of what was launched."""
+
+    def __init__(self, capability: str) -> None:
+        super().__init__(limits=limits_of(capability))
+        self.names: set[str] = set()
+
+    def record(self, steps, on):
+        self.names |= {step.kernel.name for step in steps if isinstance(step, Launch)}
+        return super().record(steps, on)
+
+
+@pytest.mark.parametrize(("op", "way", "dtype"), CASES, ids=[f"{op}-{way.kernel}-{t}" for op, way, t in CASES])
+def test_the_largest_tiles_do_what_a_product_means(op: str, way: Way, dtype: DType, monkeypatch):
+    monkeypatch.setattr(matmul, "FEW", 0)
+    driver = Noting(way.capability)
+    backend = DriverBackend(driver)
+    cases = [case for case in quick_cases(REGISTRY[op]) if case.specs["w"].dtype is dtype]
+    with tiles_of(way.choose):
+        results = {str(case): run_case(case, backend, backend.device(0)) for case in cases}
+    assert {case: r.why for case, r in results.items() if r.outcome is not Outcome.PASS} == {}
+    assert any(name.startswith(way.kernel) for name in driver.names)

@@ -1,0 +1,22 @@
+"""Kernels with a mistake in them, whose accesses are noted: results may be right where nothing orders these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from hocket.backends.base import Device
+from hocket.backends.cupy.device.driver import Launch
+from hocket.backends.cupy.emulation.ordered import OrderedDriver
+
+from .emulation import with_fault
+
+
+class Disordered(OrderedDriver):
+    """Notes the accesses of kernels that see a file in which `bad` stands for `good`."""
+
+    def __init__(self, file: str, good: str, bad: str) -> None:
+        super().__init__()
+        self.edit = file, good, bad
+
+    def record(self, steps: Sequence[Launch], on: Device) -> Callable[[], None]:
+        return super().record([with_fault(step, *self.edit) for step in steps], on)
