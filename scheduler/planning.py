@@ -136,6 +136,7 @@ class Planning:
     def alone(self) -> Plan:
         """All on the first device, but for what must run elsewhere; devices without work are left out."""
         first = Planning(self.graph, self.group[:1], (), self.hardware)
+        first.doubt = self.doubt
         if not self.wished and not unable([self.graph], [{}], self.group[:1]):
             return first.whole()
         base = {
@@ -146,6 +147,11 @@ class Planning:
     def whole(self, *reasons: str) -> Plan:
         """One device does all: there is nothing to find out about axes, which for a large graph takes most of the
         time."""
+        if (
+            not self.doubt
+            and (short := repeated(self.graph, self.group, frozenset(), (1.0,), self.hardware)) is not None
+        ):
+            return Plan(self.graph, short.lanes, short.leaves, short.outputs, frozenset(), reasons, self.hardware)
         leaves = {n.name: REPLICATE for n in self.graph.nodes if n.is_leaf}
         same = {node: node for node in self.graph.nodes}
         sharded = Sharded((self.graph,), (same,), leaves, dict.fromkeys(self.graph.outputs, REPLICATE))
