@@ -1,4 +1,5 @@
-"""Time to plan Llama-3-70B and Qwen3-Next-80B for eight simulated H200, from files that are only headers.
+"""Time to plan a token and a prompt of Llama-3-70B and Qwen3-Next-80B for eight simulated H200, from files that are
+only headers.
 
 Run ``python benchmarks/plan_large.py``; it prints medians of processor time, and the time of a sum that says how fast
 this processor is just now: a shared one may run at half its speed.  ``--layers 128 --devices 64`` plans once such a
@@ -17,13 +18,13 @@ from time import process_time
 from hocket.frontends.commands.plan import step_graph
 from hocket.scheduler import plan_for, simulate
 
-ROUNDS, LIMIT = 3, 5.0
-"""How often a plan is made, and seconds that it may take."""
+ROUNDS, LIMIT, TOKENS = 3, 5.0, (1, 2048)
+"""How often a plan is made, seconds that it may take, and tokens of the steps."""
 
 
-def seconds(path: str) -> float:
+def seconds(path: str, tokens: int) -> float:
     start = process_time()
-    graph, _ = step_graph(path, context=4096, tokens=1)
+    graph, _ = step_graph(path, context=4096, tokens=tokens)
     simulation = simulate("h200:8,nvlink")
     plan_for(graph, simulation.group, hardware=simulation.hardware_for(graph)).explain()
     return process_time() - start
@@ -57,8 +58,9 @@ def main() -> None:
             return
         for name, write in LARGE.items():
             path = write(Path(folder) / f"{name}.gguf")
-            taken = median(seconds(path) for _ in range(ROUNDS))
-            print(f"{name}: {taken:.2f} s of processor time (limit {LIMIT:g})")
+            for tokens in TOKENS:
+                taken = median(seconds(path, tokens) for _ in range(ROUNDS))
+                print(f"{name}, {tokens} tokens: {taken:.2f} s of processor time (limit {LIMIT:g})")
 
 
 if __name__ == "__main__":

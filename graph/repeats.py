@@ -10,6 +10,7 @@ such runs by their structure; no layer is known by name.  `shortened` keeps a fe
 from __future__ import annotations
 
 import operator
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -25,6 +26,8 @@ LONGEST_RUN = 2048
 """Nodes of the longest run that is looked for."""
 BEFORE = -1
 """The number of what stands before all runs."""
+CHUNK = re.compile(r"\.chunk\.\d+\Z", re.ASCII)
+"""How the name of a chunk of a node ends: the run that makes it makes all of them, one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,10 @@ class Repeats:
     def without_first(self) -> Repeats:
         """The same, but the first run is part of what is before."""
         return Repeats(self.start + self.length, self.length, self.times - 1, self.carried)
+
+    def without_last(self) -> Repeats:
+        """The same, but the last run is part of what is behind, so that what is carried is always read alike."""
+        return Repeats(self.start, self.length, self.times - 1, self.carried)
 
     def carried_by(self, number: int, reader: int) -> int | None:
         """Where in a run node `number` is if a node of run `reader` reads it as one of the run before; else None."""
@@ -212,14 +219,15 @@ class RunsOf:
 
     def kinds(self, graph: Graph) -> dict[Node, int]:
         """In which run each node is.  One whose name has an ending is a conversion: of what is carried to the next run
-        it is made where it is read."""
+        it is made where it is read, unless it is a chunk, after which the next one of the same run comes."""
         runs = self.of.kinds
         first_read: dict[Node, int] = {}
         kinds: dict[Node, int] = {}
         for node in reversed(graph.nodes):
             number, ending = parts(self.called(node))
             kind = runs.run_of(number)
-            if ending and first_read.get(node) == kind + 1 and runs.carried_by(number, kind + 1) is not None:
+            later = bool(ending) and first_read.get(node) == kind + 1 and CHUNK.search(ending) is None
+            if later and runs.carried_by(number, kind + 1) is not None:
                 kind += 1
             kinds[node] = kind
             for source in node.inputs:

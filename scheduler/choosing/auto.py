@@ -26,7 +26,8 @@ class Way:
 
     Runs may follow each other through so many `stages`; where that was counted on, it `follows`, and `how` says it.
     `held` are the bytes of weights and states on all devices together, `lacking` those that do not fit.  Once there is
-    a plan they are its own.  What was `searched` for promises too much, as a search leaves small things out.
+    a plan they are its own.  What was `searched` for promises too much, as a search leaves small things out; but should
+    all collectives turn out to be hidden it still takes `least` seconds.
     """
 
     kind: str
@@ -40,10 +41,15 @@ class Way:
     stages: int = 1
     how: str = ""
     follows: bool = False
+    least: float = 0.0
 
     def promises_like(self, other: Way) -> bool:
         """Whether it has no plan yet, and what it promises is too good where that of another way was."""
         return self.plan is None and (self.follows if other.follows else self.searched)
+
+    def hiding(self, seconds: float) -> Way:
+        """The way as it may be, if it hides as much as another one of so many `seconds`."""
+        return replace(self, seconds=min(self.seconds, max(self.least, seconds)))
 
     def made(self, judge: Judge) -> Way:
         """The way with its plan."""
@@ -100,7 +106,7 @@ def best_of(ways: Sequence[Way], once: float, judge: Judge = by_cost) -> Plan:
                     replace(way, seconds=way.seconds * off / before) if way.promises_like(best) else way for way in left
                 ]
         if made.plan is not None and made.plan.cost.hidden:
-            left = [replace(w, seconds=min(w.seconds, made.seconds)) if w.promises_like(best) else w for w in left]
+            left = [w.hiding(made.seconds) if w.promises_like(best) else w for w in left]
     others = sorted((way for way in left if way is not best), key=cost)
     first = {way.kind: way for way in reversed(others)}.values()
     most = max(way.devices for way in left)

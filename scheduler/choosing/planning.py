@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -12,9 +12,9 @@ from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ..layout import REPLICATE, Layout, Local
 from ..lowering.lane import Devices, lanes_of
-from ..machines.hardware import Estimate, Hardware
+from ..machines.hardware import Hardware
 from ..plan import Cuts, Host, Plan
-from ..sharding.assign import Assignment, assign
+from ..sharding.assign import assign
 from ..sharding.axes import Factor
 from ..sharding.chunks import COUNTS, in_chunks, tokens_of
 from ..sharding.emit import Sharded, shard
@@ -38,11 +38,10 @@ from ..sharding.pins import (
 )
 from ..sharding.rows import GAIN, assign_rows
 from ..sharding.search import NO_LEAVES, Choice, Search, all_cuts_of, cuts_of, deal, factors_at
-from ..sharding.shares import Shares
 from ..sharding.teams import Teams, compose, stages_like, teams_by, teams_like
 from ..spelling import spelled_out
 from .fits import by_memory, shortage, spilled
-from .repeating import repeated
+from .repeating import Repeated, repeated
 from .uses import Use
 
 Chooser = Callable[[Graph, Factors], frozenset[Factor]]
@@ -137,6 +136,7 @@ class Planning:
     def alone(self) -> Plan:
         """All on the first device, but for what must run elsewhere; devices without work are left out."""
         first = Planning(self.graph, self.group[:1], (), self.hardware)
+        first.doubt = self.doubt
         if not self.wished and not unable([self.graph], [{}], self.group[:1]):
             return first.whole()
         base = {
@@ -147,6 +147,11 @@ class Planning:
     def whole(self, *reasons: str) -> Plan:
         """One device does all: there is nothing to find out about axes, which for a large graph takes most of the
         time."""
+        if (
+            not self.doubt
+            and (short := repeated(self.graph, self.group, frozenset(), (1.0,), self.hardware)) is not None
+        ):
+            return Plan(self.graph, short.lanes, short.leaves, short.outputs, frozenset(), reasons, self.hardware)
         leaves = {n.name: REPLICATE for n in self.graph.nodes if n.is_leaf}
         same = {node: node for node in self.graph.nodes}
         sharded = Sharded((self.graph,), (same,), leaves, dict.fromkeys(self.graph.outputs, REPLICATE))
@@ -285,27 +290,15 @@ class Planning:
         if not overlaps(self.group):
             return made
         laid = assign(self.graph, self.factors, choice.factors, given(where))
-        return min((made, *self._in_chunks(laid, shares, plan, made.cost)), key=lambda one: one.cost.total)
-
-    def _in_chunks(
-        self, laid: Assignment, shares: Shares, plan: Callable[[Sharded, str], Plan], cost: Estimate
-    ) -> Iterator[Plan]:
-        """Plans in which sums over devices are taken in chunks of tokens, those that cost less than `cost` by more than
-        predictions are good for; in more chunks, as long as enough is left to be hidden."""
         if (tokens := tokens_of(laid, self.factors)) is None:
-            return
+            return made
         whole = shard(self.graph, self.factors, laid, shares)
-        least, waiting = cost.total * (1 - GAIN), cost.collectives - cost.hidden
-        for count in COUNTS:
-            if waiting < cost.total - least:
-                return
-            chunked = in_chunks(whole, self.factors, tokens, count)
-            if unable(chunked.graphs, chunked.origins, self.group):
-                continue
-            made = plan(chunked, f"tokens go in {count} chunks from sum to sum")
-            waiting = made.cost.collectives - made.cost.hidden
-            if made.cost.total < least:
-                yield made
+
+        def chunked(count: int, note: str) -> Plan | None:
+            graphs = in_chunks(whole, self.factors, tokens, count)
+            return None if unable(graphs.graphs, graphs.origins, self.group) else plan(graphs, note)
+
+        return _in_chunks(made, chunked)
 
     def _once(self, choice: Choice, lies: Mapping[str, Layout] | None = None) -> Plan | None:
         """The plan in which layers that are alike are planned once, if nothing is in the way."""
@@ -314,9 +307,16 @@ class Planning:
         every = all_cuts_of(self.graph, self.factors, choice.factors)
         if (made := repeated(self.graph, self.group, every, self.proportions, self.hardware, lies)) is None:
             return None
-        cuts = cuts_of(self.graph, self.factors, choice.factors, made.leaves)
-        why, shares = choice.considered, tuple(self.shares)
-        return Plan(self.graph, made.lanes, made.leaves, made.outputs, cuts, why, self.hardware, shares=shares)
+        cuts, shares = cuts_of(self.graph, self.factors, choice.factors, made.leaves), tuple(self.shares)
+
+        def plan(of: Repeated, *notes: str) -> Plan:
+            why = *choice.considered, *notes
+            return Plan(self.graph, of.lanes, of.leaves, of.outputs, cuts, why, self.hardware, shares=shares)
+
+        first, in_chunks = plan(made), made.in_chunks
+        if in_chunks is None:
+            return first
+        return _in_chunks(first, lambda count, note: None if (of := in_chunks(count)) is None else plan(of, note))
 
     def _built(
         self, pins: Mapping[Node, Pin], build: Callable[[Mapping[Node, Pin]], tuple[Mapping[Node, Pin], Sharded]]
@@ -342,6 +342,20 @@ class Planning:
         return Plan(
             self.graph, lanes, sharded.leaves, sharded.outputs, cuts, reasons, self.hardware, placed, shares=shares
         )
+
+
+def _in_chunks(made: Plan, chunked: Callable[[int, str], Plan | None]) -> Plan:
+    """`made`, or one of the plans in which sums over devices are taken in chunks of tokens, if one costs less by more
+    than predictions are good for; in more chunks, as long as enough is left to be hidden.  ``chunked(count, note)`` is
+    such a plan, if there is one."""
+    best, least = made, made.cost.total * (1 - GAIN)
+    enough, waiting = made.cost.total - least, made.cost.collectives - made.cost.hidden
+    for count in COUNTS:
+        if waiting >= enough and (one := chunked(count, f"tokens go in {count} chunks from sum to sum")) is not None:
+            waiting = one.cost.collectives - one.cost.hidden
+            if one.cost.total < least:
+                best, least = one, one.cost.total
+    return best
 
 
 Mode = Callable[[Planning], Plan]

@@ -8,8 +8,11 @@ are made of those of the short one when somebody looks at them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 
+from ...backends.abilities import overlaps
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...graph.records import dataclass
@@ -20,28 +23,34 @@ from ..lowering.lane import Devices, Lane, lanes_from, lanes_of
 from ..lowering.unfold import kinds_of_steps
 from ..machines.hardware import Hardware
 from ..plan import Cuts
-from ..sharding.assign import Assignment
+from ..sharding.assign import Assignment, assign
 from ..sharding.axes import Factor
-from ..sharding.emit import shard
+from ..sharding.chunks import in_chunks, tokens_of
+from ..sharding.emit import Sharded, shard
 from ..sharding.factors import Factors
 from ..sharding.pins import NO_PINS, unable
-from ..sharding.rows import assign_rows
+from ..sharding.rows import with_rows
 from ..sharding.search import deal, factors_at
 from ..sharding.shares import Shares
 
-WORTH = 20_000
+WORTH = 2_000
 """Nodes of all devices that a short graph has to save: making and proving so many takes a second or two."""
 KINDS, UNEVEN = (1, 2, 4, 8), 0.02
 """Of how many kinds runs may be: as few as give each device what it is to have up to this part of it, or the most."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Repeated:
-    """What a plan has of a graph that repeats itself: lanes, and how leaves and outputs lie on them."""
+    """What a plan has of a graph that repeats itself: lanes, and how leaves and outputs lie on them.
+
+    Where sums over devices have enough tokens, ``in_chunks(count)`` is the same with them in so many chunks, or None if
+    that cannot be repeated.
+    """
 
     lanes: tuple[Lane, ...]
     leaves: Mapping[str, Layout]
     outputs: Mapping[str, Layout]
+    in_chunks: Callable[[int], Repeated | None] | None = None
 
 
 def repeated(
@@ -70,32 +79,70 @@ def repeated(
     return None
 
 
+class _Cut:
+    """A short graph, and what is cut of it for so many devices."""
+
+    def __init__(self, of: Shortened, group: Devices, cuts: Cuts, proportions: Sequence[float]) -> None:
+        self.of, self.group, self.cuts, self.proportions = of, group, cuts, proportions
+        own = _shortened(of, cuts)
+        assert own is not None, "all runs are cut alike"
+        self.factors = Factors(of.short)
+        self.chosen = factors_at(of.short, self.factors, own)
+        self.shares = deal(of.short, self.factors, own, proportions)
+
+    @property
+    def kinds(self) -> int:
+        """How many kinds of devices there are, by their shares."""
+        shares = (self.shares.of(factor) for factor in self.chosen)
+        return len({*zip(*([high - low for low, high in share] for share in shares), strict=True)}) or 1
+
+    @cached_property
+    def plain(self) -> Assignment:
+        return assign(self.of.short, self.factors, self.chosen, NO_PINS)
+
+    def emitted(self, laid: Assignment) -> Sharded:
+        return shard(self.of.short, self.factors, laid, self.shares)
+
+    def repeated(self, sharded: Sharded) -> Repeated | None:
+        """The long graph; None if devices cannot run the short one, or its runs cannot be repeated."""
+        of = self.of
+        if unable(sharded.graphs, sharded.origins, self.group):
+            return None
+        lanes = lanes_of(sharded.graphs, self.group, of)
+        if not all(_is_repeatable(lane, of) for lane in {id(lane.program): lane for lane in lanes}.values()):
+            return None
+        leaves = {
+            of.renamed(name, run, kind): layout
+            for run, kind in of.runs
+            for name, layout in sharded.leaves.items()
+            if of.kind_of(name) == kind
+        }
+        return Repeated(lanes_from(lanes, of), leaves, sharded.outputs)
+
+    def in_chunks(self, count: int) -> Repeated | None:
+        """The same with sums over devices in so many chunks of tokens.  The last run is as those behind it: there sums
+        may be of a few tokens only."""
+        longer = shortened(self.of.long, self.of.repeats.without_last(), self.of.times)
+        if longer is None:
+            return None
+        cut = _Cut(longer, self.group, self.cuts, self.proportions)
+        if (tokens := tokens_of(cut.plain, cut.factors)) is None or not _carries_alike(longer, cut.plain):
+            return None
+        return cut.repeated(in_chunks(cut.emitted(cut.plain), cut.factors, tokens, count))
+
+
 def _laid_out(
     of: Shortened, group: Devices, cuts: Cuts, proportions: Sequence[float], hardware: Hardware
 ) -> Repeated | None:
     """The plan of the short graph, and what follows from it for the long one."""
-    factors, own = Factors(of.short), _shortened(of, cuts)
-    assert own is not None, "all runs are cut alike"
-    chosen, shares = factors_at(of.short, factors, own), deal(of.short, factors, own, proportions)
-    kinds = {tuple(high - low for low, high in (shares.of(f)[d] for f in chosen)) for d in range(len(group))}
-    if (of.repeats.times - of.times) * of.repeats.length * len(kinds) < WORTH:
+    cut = _Cut(of, group, cuts, proportions)
+    if (of.repeats.times - of.times) * of.repeats.length * cut.kinds < WORTH:
         return None
-    laid = assign_rows(of.short, factors, chosen, NO_PINS, len(group), hardware)
-    if not _carries_alike(of, laid):
-        return None
-    sharded = shard(of.short, factors, laid, shares)
-    if unable(sharded.graphs, sharded.origins, group):
-        return None
-    lanes = lanes_of(sharded.graphs, group, of)
-    if not all(_is_repeatable(lane, of) for lane in {id(lane.program): lane for lane in lanes}.values()):
-        return None
-    leaves = {
-        of.renamed(name, run, kind): layout
-        for run, kind in of.runs
-        for name, layout in sharded.leaves.items()
-        if of.kind_of(name) == kind
-    }
-    return Repeated(lanes_from(lanes, of), leaves, sharded.outputs)
+    laid = with_rows(of.short, cut.factors, cut.chosen, NO_PINS, len(group), hardware, cut.plain)
+    made = cut.repeated(cut.emitted(laid)) if _carries_alike(of, laid) else None
+    if made is None or not overlaps(group) or tokens_of(cut.plain, cut.factors) is None:
+        return made
+    return replace(made, in_chunks=cut.in_chunks)
 
 
 def _shortened(of: Shortened, cuts: Cuts) -> Cuts | None:

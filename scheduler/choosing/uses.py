@@ -85,7 +85,8 @@ class Promises:
         step = min([one, *(self._step(n, stages) for n in self.counts_of(use.sequences, stages))])
         read = self._read(stages, way.devices // stages) if use.prompt else 0.0
         seconds = use.new * step / speed + use.sequences * read
-        return replace(way, seconds=seconds, follows=stages > 1)
+        least = use.new * step / speed * way.least / way.seconds + use.sequences * read
+        return replace(way, seconds=seconds, follows=stages > 1, least=least)
 
     def counts_of(self, sequences: int, stages: int) -> list[int]:
         """The number of micro-batches that promises most, if any is considered."""

@@ -67,7 +67,8 @@ def _with_all(planning: Planning, alone: Plan, once: float, hardware: Hardware) 
         if choice.factors not in seen:
             seen.add(choice.factors)
             lacking, make = max(0.0, choice.held - room), partial(planning.cut, choice)
-            yield Way(kind, count, choice.seconds, count * choice.held, lacking, make, searched=True)
+            least = choice.seconds - choice.sent
+            yield Way(kind, count, choice.seconds, count * choice.held, lacking, make, searched=True, least=least)
     seconds = alone.cost.total + _passed_on(hardware, count, 1)
     yield Way("layers", count, seconds, once, max(0.0, once / count - room), planning.layers, stages=count)
 
@@ -84,7 +85,8 @@ def _staged(planning: Planning, hardware: Hardware) -> Iterator[Way]:
     seconds = choice.seconds + _passed_on(hardware, len(teams), hardware.machine)
     kind, count = f"layers across {len(teams)} machines, cut within each", len(planning.group)
     make = partial(planning.in_teams, teams, choice)
-    yield Way(kind, count, seconds, count * held, lacking, make, searched=True, stages=len(teams))
+    least = choice.seconds - choice.sent
+    yield Way(kind, count, seconds, count * held, lacking, make, searched=True, stages=len(teams), least=least)
 
 
 def _passed_on(hardware: Hardware, stages: int, devices: int) -> float:

@@ -19,7 +19,7 @@ from ...graph.repeats import RunsOf, Shortened, parts
 from ...ops.collective import COLLECTIVES, LETTERS, sequence_of
 from .alike import identity, named, numbered, pattern
 from .lower import lower_with_saves
-from .unfold import unfolded
+from .unfold import called_again, unfolded
 
 Devices = Sequence[tuple[Backend, Device]]
 DEVICES = list_of(
@@ -54,8 +54,14 @@ class Lane:
     def calls(self) -> Sequence[Called] | None:
         """The kernels that the program will call and where they are written, as far as that is known before there is
         memory for it; None where the backend cannot say."""
-        backend = self.backend
-        return backend.foretold(self.program, self.device) if isinstance(backend, Foretells) else None
+        backend, device, short = self.backend, self.device, self.short
+        if not isinstance(backend, Foretells):
+            return None
+        if short is not None:
+            known = called_again(short.graph, short.program, short.of, backend.foretold(short.program, device))
+            if known is not None:
+                return known
+        return backend.foretold(self.program, device)
 
     @cached_property
     def meanwhile(self) -> Mapping[int, Sequence[int]]:

@@ -49,12 +49,11 @@ def lower_with_saves(
     can run all nodes of `graph`.  Where it has `runs`, they may be repeated."""
     graph, views = densify(settle(graph), backend.reads_strided)
     order = schedule(graph, views, lambda value: backend.stored(value.spec, kind_of(value)), overlaps([(backend, on)]))
-    if isinstance(backend, Gathers) and runs is None:
+    groups: Sequence[Sequence[Node]] = ()
+    if isinstance(backend, Gathers):
         roomy = _Lowering(graph, backend, on, views, order, is_roomy=True)
-        groups = backend.gathered(roomy.program(), on)
-        lowering = _Lowering(graph, backend, on, views, order, groups=roomy.nodes_of(groups))
-    else:
-        lowering = _Lowering(graph, backend, on, views, order, runs)
+        groups = roomy.nodes_of(backend.gathered(roomy.program(), on))
+    lowering = _Lowering(graph, backend, on, views, order, runs, groups)
     added = tuple(node for some in lowering.saves.values() for save in some for node in (save.keep, save.back))
     return graph, lowering.program(), added
 
@@ -66,6 +65,19 @@ def check_support(graph: Graph, backend: Backend, on: Device) -> None:
             continue
         if not (support := backend.supports(node, on)).ok:
             raise PlanError(f"{node!r} cannot run on {on}: {support.why}")
+
+
+def _run_by_run(groups: Sequence[Sequence[Node]], run_of: Mapping[Node, int]) -> Sequence[Sequence[Node]]:
+    """The groups in the order of the runs that they belong to, one that belongs to several in parts: no node reads what
+    a later run makes."""
+    parted: dict[int, list[Sequence[Node]]] = defaultdict(list)
+    for group in groups:
+        its: dict[int, list[Node]] = defaultdict(list)
+        for node in group:
+            its[run_of[node]].append(node)
+        for run, part in its.items():
+            parted[run].append(part)
+    return [part for _, parts in sorted(parted.items()) for part in parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +122,11 @@ class _Lowering:
             state = save.state.node.name
             self.called.update({save.keep: f"{state}.save", save.back: f"{state}.undo"})
         groups = groups or [(n,) for n in order.nodes if not n.is_leaf and not op_of(n).is_view]
+        run_of = {} if runs is None else runs.kinds(graph)
+        if groups and run_of:
+            groups = _run_by_run(groups, run_of)
         self.group_of, self.is_roomy = {node: group for group in groups for node in group}, is_roomy
         self.work = [*self.group_of]
-        run_of = {} if runs is None else runs.kinds(graph)
         self.run_at = list(accumulate((run_of[node] for node in self.work), max)) if runs else []
         self.slots = self._share()
         step = self.slots.step

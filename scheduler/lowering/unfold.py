@@ -7,10 +7,11 @@ its own.  What a run keeps to the end lies above what those before it keep, and 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
+from ...backends.abilities import Called
 from ...backends.base import BufferSpec, Instruction, Program, Tensor
 from ...graph.attrs import Attrs
 from ...graph.graph import Graph, names
@@ -28,6 +29,25 @@ def unfolded(graph: Graph, program: Program, of: Shortened) -> tuple[Graph, Prog
     unfolding = _Unfolding(graph, of)
     long = unfolding.graph()
     return long, unfolding.program(long, program)
+
+
+def called_again(graph: Graph, program: Program, of: Shortened, calls: Sequence[Called]) -> Sequence[Called] | None:
+    """What the unfolded program calls, if that of `graph` makes these calls; None if one of them is of two runs."""
+    kinds = kinds_of_steps(graph, program, of)
+    own: dict[int, list[Called]] = defaultdict(list)
+    for call in calls:
+        kind, *others = {kinds[number] for number in call.numbers}
+        if others:
+            return None
+        own[kind].append(call)
+    first = {kind: kinds.index(kind) for kind in reversed(kinds)}
+    found, start = list[Called](), 0
+    for _, kind in of.runs:
+        for call in own[kind]:
+            numbers = tuple([start + number - first[kind] for number in call.numbers])
+            found.append(Called(call.kernel, call.source, numbers))
+        start += kinds.count(kind)
+    return found
 
 
 class _Unfolding:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from ...graph.attrs import Attr
 from ...graph.graph import Graph
@@ -44,10 +44,14 @@ def tokens_of(laid: Assignment, factors: Factors) -> Factor | None:
 
 def in_chunks(sharded: Sharded, factors: Factors, tokens: Factor, count: int) -> Sharded:
     """Graphs that do in so many chunks what these do, up to each sum over devices and behind it."""
-    made: dict[Graph, Graph] = {}
+    parts: dict[Graph, _Chunks] = {}
     for graph, origins in zip(sharded.graphs, sharded.origins, strict=True):
-        if graph not in made:
-            made[graph] = _Chunks(graph, origins, factors, tokens, count).made()
+        if graph not in parts:
+            parts[graph] = _Chunks(graph, origins, factors, tokens, count)
+    met = {number: own.meetings[number] for own in parts.values() for number in own.meetings}
+    starts = accumulate((met[number] for number in sorted(met)), initial=0)
+    numbers = dict(zip(sorted(met), starts, strict=False))
+    made = {graph: own.made(numbers) for graph, own in parts.items()}
     return replace(sharded, graphs=tuple(made[graph] for graph in sharded.graphs))
 
 
@@ -58,16 +62,21 @@ class _Chunks:
         self, graph: Graph, origins: Mapping[Node, Node], factors: Factors, tokens: Factor, count: int
     ) -> None:
         self.graph, self.origins, self.factors, self.tokens, self.count = graph, origins, factors, tokens, count
+        self.numbers: Mapping[int, int] = {}
         self.bounds = [*pairwise(tokens.size * n // count for n in range(count + 1))]
         self.axis: dict[Value, int] = {}  # along which tokens lie
         self.alone = {node for node in graph.nodes if self._treats_each_alone(node)}
+        self.parted = self._parted()
+        numbers = ((sequence_of(node.op, node.attrs), node) for node in graph.nodes)
+        self.meetings = {n: count if node in self.parted else 1 for n, node in numbers if n is not None}
         self.whole: dict[Value, Value] = {}
         self.chunks: dict[Value, list[Value]] = {}
 
-    def made(self) -> Graph:
-        first = self._first()
+    def made(self, numbers: Mapping[int, int]) -> Graph:
+        """The graph, where the meeting that had a number has, or begins with, what `numbers` gives for it."""
+        self.numbers = numbers
         for node in self.graph.nodes:
-            if node in self.alone and (node in first or any(s in self.chunks for s in node.inputs)):
+            if node in self.parted:
                 made = [self._node(node, n) for n in range(self.count)]
                 for value, *its in zip(node.results, *(one.results for one in made), strict=True):
                     self.chunks[value] = its
@@ -103,6 +112,14 @@ class _Chunks:
         at = next((n for n, axis in enumerate(axes) if axis == [[self.tokens]]), None)
         return at if at is not None and own.shape[at] == self.tokens.size else None
 
+    def _parted(self) -> set[Node]:
+        """Nodes that are done in chunks."""
+        first, parted = self._first(), set[Node]()
+        for node in self.graph.nodes:
+            if node in self.alone and (node in first or any(s.node in parted for s in node.inputs)):
+                parted.add(node)
+        return parted
+
     def _first(self) -> set[Node]:
         """Nodes with which chunks begin: from products with weights to sums over devices."""
         found: set[Node] = set()
@@ -119,10 +136,11 @@ class _Chunks:
         src = [None if s is None else self._all_of(s) if number is None else self._chunk(s, number) for s in node.src]
         attrs, name = dict(node.attrs), node.name
         if (sequence := sequence_of(node.op, node.attrs)) is not None:
-            attrs["sequence"] = sequence * self.count + (number or 0)
+            attrs["sequence"] = self.numbers[sequence] + (number or 0)
         if number is not None:
             attrs |= self._local(node, number)
-            name = name and f"{name}.chunk.{number}"
+            kind = ".zero" if node.op == "fill" and node not in self.origins else ""
+            name = name and f"{name.removesuffix(kind)}.chunk.{number}{kind}"
         if attrs == node.attrs and src == [*node.src]:
             return node
         return op_of(node).node(src, attrs, name)
@@ -141,7 +159,8 @@ class _Chunks:
         if value not in self.axis:
             return self.whole[value]
         low, high = self.bounds[number]
-        return slice_(self.whole[value], axis=self.axis[value], start=low, stop=high)
+        name = value.node.name and f"{value.node.name}.chunk.{number}.part"
+        return slice_(self.whole[value], axis=self.axis[value], start=low, stop=high, name=name)
 
     def _all_of(self, value: Value) -> Value:
         if value not in self.whole:

@@ -34,6 +34,20 @@ def assign_rows(
 ) -> Assignment:
     """What `assign` gives, with the rows of sums dealt where that is predicted to be faster."""
     plain = assign(graph, factors, chosen, pins, shown)
+    return with_rows(graph, factors, chosen, pins, devices, hardware, plain, shown)
+
+
+def with_rows(
+    graph: Graph,
+    factors: Factors,
+    chosen: frozenset[Factor],
+    pins: Pins,
+    devices: int,
+    hardware: Hardware,
+    plain: Assignment,
+    shown: Collection[Value] = (),
+) -> Assignment:
+    """`plain`, which `assign` gave, or the same with the rows of sums dealt where that is predicted to be faster."""
     if not (candidates := rows_of(plain, factors, devices)):
         return plain
     costs = Costs(graph, devices, hardware)

@@ -32,14 +32,15 @@ NO_LEAVES: Mapping[str, Layout] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The factors to cut, what else was considered, and what is predicted: the time of a run, without any cut as well
-    (`alone`), and the bytes of weights and states on each device."""
+    """The factors to cut, what else was considered, and what is predicted: the time of a run, how much of it is `sent`
+    to others, the time without any cut (`alone`), and the bytes of weights and states on each device."""
 
     factors: frozenset[Factor]
     considered: tuple[str, ...] = ()
     seconds: float = math.inf
     alone: float = math.inf
     held: float = math.inf
+    sent: float = 0.0
 
 
 class Search:
@@ -99,7 +100,7 @@ class _Judge:
         if not eager and best is not uncut:
             most = min(best.cost.total * (1 + ALIKE), uncut.cost.total * (1 - ALIKE))
             best = self._lightened(costs, best, most, notes)
-        return Choice(best.factors, tuple(notes), best.cost.total, uncut.cost.total, best.held)
+        return Choice(best.factors, tuple(notes), best.cost.total, uncut.cost.total, best.held, best.cost.collectives)
 
     def _tried(self, costs: Costs, names: Iterable[str], current: _Judged) -> dict[str, _Judged]:
         """Each of these classes that can be cut beside what is cut already, together with that."""

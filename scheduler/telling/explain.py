@@ -133,7 +133,8 @@ def beside_lines(plan: Plan) -> list[str]:
     """What is saved where devices compute while they meet."""
     if not (hidden := plan.cost.hidden):
         return []
-    steps = [lane.program.instructions[at] for lane in plan.lanes for at in lane.meanwhile]
+    lanes = {id(lane.program): lane for lane in plan.lanes}.values()
+    steps = [lane.program.instructions[at] for lane in lanes for at in lane.meanwhile]
     met = {sequence_of(i.op, i.attrs) for i in steps}
     return [f"devices compute beside {len(met)} of {plan.cost.meetings} collectives, which saves {time_text(hidden)}"]
 

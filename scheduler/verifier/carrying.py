@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ...graph.graph import Graph
 from ...graph.node import Node
-from ...graph.repeats import BEFORE, Shortened
+from ...graph.repeats import BEFORE, CHUNK, Shortened
 from .held import Held
 from .indices import whole
 from .runs import Carried, Runs
@@ -35,7 +35,7 @@ class Carrying(Trace):
         known = {graph: Runs(graph, of) for graph in set(graphs)}
         self.runs = [known[graph] for graph in graphs]
         self.owed: dict[tuple[int, Carried, int], dict[int, list[Held]]] = defaultdict(dict)
-        self.names: dict[tuple[Carried, int], int] = {}
+        self.names: dict[tuple[int, str, int], int] = {}  # chunks of one value may be put together
         self.made: dict[int, tuple[int, int]] = {}  # by the number of a value: which result of which node it first is
         for at, node in enumerate(of.short.nodes):
             for value in node.results:
@@ -59,7 +59,9 @@ class Carrying(Trace):
         for index, held in enumerate(self.held[device][node]):
             if any(h.owed is not None for h in held):
                 self.owed[runs.kind[node], name, index][device] = held
-                size = ABOVE_ALL + self.names.setdefault((name, index), len(self.names))
+                place, ending = name
+                value = place, CHUNK.sub("", ending), index
+                size = ABOVE_ALL + self.names.setdefault(value, len(self.names))
                 term = terms((((device, 1),), whole(size)), (len(self.graphs), size))
                 held = self._known([h if h.owed is None else replace(h, owed=term) for h in held])
             carried.append(held)

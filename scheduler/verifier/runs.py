@@ -37,7 +37,7 @@ class Runs:
     def name_of(self, node: Node, reader: int) -> Carried | None:
         """As what run `reader` finds `node` among what is carried to it; None if it is none of that."""
         number, ending = parts(node.name)
-        if self.kind[node] != reader - 1 or reader == BEFORE:
+        if self.kind[node] != reader - 1 or not BEFORE < reader <= self.of.times:
             return None
         place = self.of.kinds.carried_by(number, reader)
         return None if place is None else (place, ending)

@@ -12,6 +12,7 @@ from hocket.frontends.commands.plan import step_graph
 from hocket.graph import Graph, input
 from hocket.scheduler import plan_for
 from hocket.scheduler.choosing.auto import Way, best_of
+from hocket.scheduler.machines.hardware import Estimate
 from hocket.scheduler.machines.simulated import simulate
 
 from ..given.models.large_headers import llama_8b, llama_70b, qwen_80b
@@ -72,6 +73,21 @@ def test_promises_are_taken_for_as_much_too_good_as_the_first_was():
     assert plan.reasons[-1].endswith("1.0% slower")
     best_of([replace(first, searched=True), second], 1.0)  # what was no search is taken at its word
     assert two == ["second"]
+
+
+def test_a_way_is_planned_after_one_that_hides_only_if_all_that_it_could_hide_would_do():
+    (first, one), (second, two) = way("first", 4, 0.9, 1.0), way("second", 2, 3.0, 1.0)
+    made = replace(first, searched=True, make=lambda: with_hidden(first.make(), 0.5))
+    best_of([made, replace(second, searched=True, least=2.0)], 1.0)
+    assert (one, two) == (["first"], [])
+    best_of([made, replace(second, searched=True, least=0.5)], 1.0)
+    assert two == ["second"]
+
+
+def with_hidden(plan, seconds):
+    """The plan as if so much of its collectives ran beside work."""
+    object.__setattr__(plan, "cost", Estimate(1.0, seconds, 1, seconds))
+    return plan
 
 
 def test_instructions_of_a_chain_share_its_launch(tmp_path):

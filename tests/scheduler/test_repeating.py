@@ -7,10 +7,12 @@ import dataclasses
 import numpy as np
 import pytest
 
+from hocket.backends.abilities import Called, Source
 from hocket.backends.base import find
-from hocket.scheduler import Plan, plan_for
+from hocket.scheduler import Plan, plan_for, simulate
 from hocket.scheduler.choosing import repeating
 from hocket.scheduler.lowering.lane import lanes_of
+from hocket.scheduler.lowering.unfold import called_again, kinds_of_steps
 from hocket.scheduler.verifier.plan import plan_faults
 
 from ..given.graphs.layered import KV, D, decoder, perceptron
@@ -110,6 +112,30 @@ def test_runs_that_cannot_be_repeated_are_planned_one_by_one_and_the_plan_says_w
     assert all(lane.short is None for lane in plan.lanes)
     assert any("planned by itself" in why for why in plan.reasons)
     assert list(plan_faults(plan)) == []
+
+
+@pytest.mark.parametrize(("name", "devices"), [("decoder", 2), ("perceptron", 3), ("decoder", 1)])
+def test_kernels_of_runs_that_repeat_are_those_of_a_plan_made_step_by_step(name, devices, monkeypatch):
+    """Products are launched together in both, and nobody looks at the long program to know it."""
+    graph, group = GRAPHS[name][0], simulate(f"h200:{devices},nvlink").group
+    plan = plan_for(graph, group, split_mode="tensor")
+    assert any("program" not in vars(lane) for lane in plan.lanes)
+    calls = [(call.kernel, call.numbers) for call in plan.lanes[0].calls]
+    assert "program" not in vars(plan.lanes[0])
+    long = plan.lanes[0].backend.foretold(plan.lanes[0].program, plan.lanes[0].device)
+    assert calls == [(call.kernel, call.numbers) for call in long]
+    assert any(len(numbers) > 1 for _, numbers in calls) == (name == "decoder")
+    monkeypatch.setattr(repeating, "WORTH", float("inf"))
+    assert plan.cost == pytest.approx(plan_for(graph, group, split_mode="tensor").cost)
+
+
+def test_a_kernel_of_two_runs_is_foretold_by_the_long_program():
+    short = planned("decoder").lanes[0].short
+    kinds = kinds_of_steps(short.graph, short.program, short.of)
+    first, last = kinds.index(0), len(kinds) - 1
+    calls = [Called("one", Source(""), (n,)) for n in range(len(kinds))]
+    assert len(called_again(short.graph, short.program, short.of, calls)) == len(short.unfolded[1].instructions)
+    assert called_again(short.graph, short.program, short.of, [Called("two", Source(""), (first, last))]) is None
 
 
 def test_memory_for_intermediate_values_grows_little(monkeypatch):

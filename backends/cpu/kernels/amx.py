@@ -41,10 +41,10 @@ def tiles() -> Tiles:
     """Those of this processor; emulated ones where it has none."""
     every = range(REGISTERS)
     if processor.tiles() == processor.AMX:
-        operations = [tuple(map(make, every)) for make in (amx.clear, amx.load_tile, amx.store_tile)]
-        return Tiles(amx.configure, amx.release, *operations, amx.multiply)
-    operations = [tuple(map(make, every)) for make in (_clear, _load, _store)]
-    return Tiles(nothing, nothing, *operations, _multiply)
+        clears, loads, stores = (tuple(map(make, every)) for make in (amx.clear, amx.load_tile, amx.store_tile))
+        return Tiles(amx.configure, amx.release, clears, loads, stores, amx.multiply)
+    emulated = [tuple(map(make, every)) for make in (_clear, _load, _store)]
+    return Tiles(nothing, nothing, emulated[0], emulated[1], emulated[2], _multiply)
 
 
 @part

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -10,11 +12,13 @@ from hocket.backends.reference.backend import ReferenceBackend
 from hocket.graph.errors import PlanError
 from hocket.ops.collective import COLLECTIVES
 from hocket.scheduler import plan_for
+from hocket.scheduler.choosing import repeating
 from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.running.timeline import timeline
 from hocket.scheduler.sharding import chunks
 from hocket.scheduler.telling.critical import critical_path
 from hocket.scheduler.verifier.held import Held, converted
+from hocket.scheduler.verifier.plan import plan_faults
 from hocket.scheduler.verifier.summands import terms
 
 from ...given.graphs import layered
@@ -40,9 +44,9 @@ def few_are_enough(monkeypatch):
         monkeypatch.setattr(layered, name, TOKENS)
 
 
-def planned(backend, devices=2, hardware=SLOW_LINK):
+def planned(backend, devices=2, hardware=SLOW_LINK, layers=3):
     group = [(backend, backend.device(d)) for d in range(devices)]
-    return plan_for(layered.decoder(3), group, hardware=hardware, split_mode="tensor")
+    return plan_for(layered.decoder(layers), group, hardware=hardware, split_mode="tensor")
 
 
 def sums_in(plan, name):
@@ -81,6 +85,23 @@ def test_chunks_give_the_bits_of_the_whole(devices):
         assert got.keys() == wanted.keys()
         for name, array in wanted.items():
             np.testing.assert_array_equal(got[name], array)
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_layers_that_repeat_are_done_in_the_chunks_of_a_plan_made_step_by_step(devices, monkeypatch):
+    monkeypatch.setattr(repeating, "WORTH", 1)
+    short = planned(Overlapping(), devices, layers=9)
+    monkeypatch.setattr(repeating, "WORTH", float("inf"))
+    long = planned(Overlapping(), devices, layers=9)
+    assert all(lane.short is not None for lane in short.lanes)
+    assert all(lane.short is None for lane in long.lanes)
+    assert short.cost.total <= 1.01 * long.cost.total
+    assert len(sums_in(short, "blk.4.mixed.sum.chunk")) == len(sums_in(long, "blk.4.mixed.sum.chunk")) > 1
+    assert list(plan_faults(replace(short, lanes=tuple(replace(lane) for lane in short.lanes)))) == []
+    wanted, got = results(long, 0), results(short, 0)
+    assert got.keys() == wanted.keys()
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(got[name], array)
 
 
 def test_the_virtual_clock_gains_what_the_plan_says():

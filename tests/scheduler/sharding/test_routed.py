@@ -12,10 +12,11 @@ import pytest
 from hocket import ops
 from hocket.backends.base import find
 from hocket.cli import main
+from hocket.frontends.commands.plan import step_graph
 from hocket.frontends.models import Batch, Step, load_model
 from hocket.graph import BackendError, Graph, Value, input, weight
 from hocket.ops.routing import busiest
-from hocket.scheduler import Plan, load, plan_for
+from hocket.scheduler import Plan, load, plan_for, simulate
 from hocket.scheduler.layout import Shard
 from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.sharding.assign import assign
@@ -134,6 +135,15 @@ def test_deals_may_be_uneven_and_a_device_may_get_no_expert(experts, n, shares, 
     assert isinstance(layout, Shard)
     assert tuple(map(layout.length, range(n))) == own
     assert reductions(made) == [("all_reduce", (5, 1, 8))]
+
+
+def test_a_device_without_columns_of_experts_launches_nothing_for_their_sum(tmp_path):
+    """There are more devices than blocks of columns."""
+    graph, _ = step_graph(qwen_80b(tmp_path / "model.gguf", layers=1), context=64, tokens=1)
+    plan = plan_for(graph, simulate("h200:24,nvlink").group, split_mode="tensor")
+    summed = [any("summed" in call.kernel for call in lane.calls) for lane in plan.lanes]
+    assert any(summed)
+    assert not all(summed)
 
 
 def test_all_tables_of_the_same_numbers_are_dealt_alike():

@@ -92,6 +92,7 @@ def _launch_sum(
     w, x, ids, shares = down.operand(0), down.operand(1), down.operand(2), total.operand(1)
     used, width, answers = ids.shape[-1], w.shape[-2], total.operand(0)
     tokens = math.prod(ids.shape) // used if used else 0
+    need(w.tensor.spec.size > 0, "a device may have nothing of the experts")
     need(answers.shape[-2:] == (width, used) and answers.strides[-2] == 1, "answers are not added up")
     need(
         x.is_float and x.is_dense and x.shape[-2] == used and shares.is_float and shares.is_dense,
