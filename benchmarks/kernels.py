@@ -20,7 +20,7 @@ from write_models import random_rows
 from hocket import ops
 from hocket.backends.cpu.backend import HALVES, CpuBackend
 from hocket.backends.cpu.kernels.formats import FORMATS
-from hocket.backends.cpu.limits import Reading, dot_peak, multiply_peak
+from hocket.backends.cpu.limits import Reading, dot_peak, multiply_peak, tiles_peak
 from hocket.graph import Graph, Value, input, state, weight
 from hocket.graph.dtypes import DType
 from hocket.ops import op_of
@@ -34,26 +34,37 @@ CELLS = 1024
 
 @dataclass(frozen=True)
 class Limits:
-    """Of so many threads: bytes a second from memory, float32 operations, operations of 8-bit dot products."""
+    """Of so many threads: bytes a second from memory, float32 operations, operations of 8-bit dot products, and of
+    tiles of bfloat16 (0 where there are none)."""
 
     threads: int
     bandwidth: float
     multiply: float
     dot: float
+    tiles: float
+
+    def __str__(self) -> str:
+        rates = f"{self.bandwidth / 1e9:.1f} GB/s, {self.multiply / 1e9:.0f} GFLOP/s, {self.dot / 1e9:.0f} GOP/s"
+        return f"{rates}, {self.tiles / 1e9:.0f} GFLOP/s of tiles" if self.tiles else rates
+
+    def peak(self, kernel: str, in_bytes: bool) -> float:
+        """Operations a second that a kernel could do at most."""
+        return self.tiles if "tiled" in kernel and self.tiles else self.dot if in_bytes else self.multiply
 
     @staticmethod
     def measured(threads: int) -> Limits:
         multiply = multiply_peak(threads)
-        return Limits(threads, Reading(threads).best(), multiply, dot_peak(threads) or multiply)
+        tiles = tiles_peak(threads) or 0.0
+        return Limits(threads, Reading(threads).best(), multiply, dot_peak(threads) or multiply, tiles)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A graph of one op, several times over with leaves of its own each time; `kernel` begins the names of its
-    kernels."""
+    """A graph of one op, several times over with leaves of its own each time; the names of its kernels begin with one
+    of `kernels`."""
 
     title: str
-    kernel: str
+    kernels: tuple[str, ...]
     op: str
     build: Callable[[int], Value]
     copies: int = 1
@@ -69,7 +80,9 @@ def product(dtype: DType, tokens: int, copies: int) -> Case:
 
     packed = dtype in FORMATS
     title = f"{dtype} {ROWS}×{COLUMNS}, {tokens} tokens"
-    return Case(title, "products.product" if packed else "dense.product", "mul_mat", build, copies, packed)
+    return Case(
+        title, ("tiled.product", "products.product" if packed else "dense.product"), "mul_mat", build, copies, packed
+    )
 
 
 def attention(tokens: int) -> Case:
@@ -81,7 +94,7 @@ def attention(tokens: int) -> Case:
         k, v = (input(f"{n}{i}", (1, CELLS, shared, size)) for n in "kv")
         return ops.attention(q, k, v, mask, scale=size**-0.5)
 
-    return Case(f"{heads} heads of {size} on {shared}, {tokens} tokens on {CELLS}", "attention", "attention", build)
+    return Case(f"{heads} heads of {size} on {shared}, {tokens} tokens on {CELLS}", ("attention",), "attention", build)
 
 
 def delta_net(tokens: int) -> Case:
@@ -93,14 +106,14 @@ def delta_net(tokens: int) -> Case:
         old = state(f"s{i}", (1, heads, size, size))
         return ops.gated_delta_net(q, k, v, decay, beta, old, heads="tiled")[0]
 
-    return Case(f"{heads} heads of {size}, {tokens} tokens", "recurrent.", "gated_delta_net", build)
+    return Case(f"{heads} heads of {size}, {tokens} tokens", ("recurrent.",), "gated_delta_net", build)
 
 
 def norm(tokens: int) -> Case:
     def build(i: int) -> Value:
         return ops.rms_norm(input(f"x{i}", (tokens, COLUMNS)), eps=1e-6)
 
-    return Case(f"{tokens}×{COLUMNS}", "norms.", "rms_norm", build, 8)
+    return Case(f"{tokens}×{COLUMNS}", ("norms.",), "rms_norm", build, 8)
 
 
 def cases(cold: int) -> Iterator[Case]:
@@ -140,8 +153,8 @@ def measured(case: Case, limits: Limits, repeats: int, seed: int = 5) -> Iterato
     node = next(n for n in graph.nodes if n.op == case.op)
     known = {"threads": limits.threads, "case": case.title}
     for kernel, samples in times.items():
-        if kernel.startswith(case.kernel):
-            peak = limits.dot if case.in_bytes else limits.multiply
+        if kernel.startswith(case.kernels):
+            peak = limits.peak(kernel, case.in_bytes)
             rates = op_of(node).nbytes(node) / median(samples), op_of(node).flops(node) / median(samples)
             share = max(rates[0] / limits.bandwidth, rates[1] / peak)
         elif kernel == "products.round_rows" and case.title.endswith(f"{MANY} tokens"):
@@ -173,11 +186,10 @@ def main() -> None:
     about, rows = results.circumstances(args.shared), []
     for threads in map(int, args.t.split(",")):
         limits = Limits.measured(threads)
-        known = f"{limits.bandwidth / 1e9:.1f} GB/s, {limits.multiply / 1e9:.0f} GFLOP/s, {limits.dot / 1e9:.0f} GOP/s"
-        about[f"limits_{threads}"] = known
-        print(f"limits of {threads} threads: {known}\n{results.table(HEAD, [])}", end="")
+        about[f"limits_{threads}"] = str(limits)
+        print(f"limits of {threads} threads: {limits}\n{results.table(HEAD, [])}", end="")
         for case in cases(args.cold << 20):
-            if args.k in f"{case.kernel} {case.title}":
+            if args.k in f"{case.op} {case.title}":
                 for row in measured(case, limits, args.r):
                     rows.append(row)
                     print(f"| {' | '.join(cells(row))} |", flush=True)

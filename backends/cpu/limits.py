@@ -12,9 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from ...graph.dtypes import DType
+from . import processor
 from .compiler import REPLAY, Kernel
 from .fetching import GROUP, Product
 from .kernels import limits
+from .simd import amx
 from .simd.bytes import has_fours
 
 RUNS = 5
@@ -87,6 +89,16 @@ def multiply_peak(threads: int) -> float:
 def dot_peak(threads: int) -> float | None:
     """Operations a second of 8-bit dot products; None where the processor has no instruction for them."""
     return 2 * 4 * _products(limits.dot, np.ones(128, np.uint8), threads) if has_fours() else None
+
+
+def tiles_peak(threads: int) -> float | None:
+    """bfloat16 operations a second of products of tiles; None where the processor has no tiles."""
+    if processor.tiles() != processor.AMX:
+        return None
+    memory, turns = np.zeros(amx.NBYTES * threads, np.uint8), TURNS // 4
+    run = _Run(limits.multiply_tiles(), limits.TILES(turns=turns, memory=memory.ctypes.data), threads)
+    products = 2 * amx.HEIGHT * amx.HEIGHT * amx.WIDTH // 2
+    return products * limits.CHAINS_OF_TILES * turns * threads / run.fastest()
 
 
 def _products(kernel: Kernel, values: np.ndarray, threads: int) -> float:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from ..compiler import kernel
+from functools import cache
+
+from ..compiler import Kernel, kernel
+from ..simd.amx import NBYTES
 from ..simd.bytes import dot4
 from ..simd.vectors import (
     add,
@@ -18,6 +21,7 @@ from ..simd.vectors import (
     zeros,
 )
 from ..words import words
+from .amx import tiles
 from .packing import share
 
 LINES = 8
@@ -90,3 +94,37 @@ def dot(a, thread, threads):
     z = add_int(add_int(s8, s9), add_int(sa, sb))
     store(PRODUCTS.sums(a) + 64 * thread, to_float(add_int(add_int(x, y), z)))
     return 0
+
+
+TILES = words("turns memory")
+CHAINS_OF_TILES = 4
+
+
+@cache
+def multiply_tiles() -> Kernel:
+    """bfloat16: turns of `CHAINS_OF_TILES` products of tiles; each thread has `NBYTES` of memory."""
+    unit = tiles()
+    configure, release, clear_0, clear_1, clear_2, clear_3 = unit.configure, unit.release, *unit.clear[:4]
+    load_x, load_y, load_u, load_v = unit.load[4:]
+    m0, m1, m2, m3 = (unit.multiply(2 * row + k, 4 + row, 6 + k) for row in range(2) for k in range(2))
+
+    def body(a, thread, threads):
+        memory = TILES.memory(a) + thread * NBYTES
+        configure(memory)
+        clear_0(memory)
+        clear_1(memory)
+        clear_2(memory)
+        clear_3(memory)
+        load_x(memory, memory, 64)
+        load_y(memory, memory, 64)
+        load_u(memory, memory, 64)
+        load_v(memory, memory, 64)
+        for _ in range(TILES.turns(a)):
+            m0(memory)
+            m1(memory)
+            m2(memory)
+            m3(memory)
+        release(memory)
+        return 0
+
+    return Kernel("limits.multiply_tiles", body)
