@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
-from ...operands import Bound, Operand
+from ...operands import Bound
 from ..compiler import Kernel, Part, part
 from ..simd.vectors import load, load_int, store, store_int, zeros
 from ..steps import Share, Steps
@@ -18,7 +18,7 @@ from .amx import tiles
 from .formats import COLUMNS, FORMATS, Format
 from .grouped import ROWS, Slots, clear, is_dealt, row_of
 from .products import bytes_of
-from .rounding import LINE, TALL, TILED, round_one, rounded, rounded_bytes
+from .rounding import LINE, TALL, TILED, Target, round_one, rounded, rounded_bytes
 from .rows import put
 from .tickets import draw, settle
 from .tiled import BLOCK, CHUNK, MOST, SCRATCH, meet_of, put_of, squares_of
@@ -144,7 +144,7 @@ def bind(steps: Steps, call: Bound, slots: Slots) -> None:
     """A product whose weight is packed."""
     w, y = call.operand(0), call.out
     second = w.address + ROWS * bytes_of(w)[0]
-    add(steps, product(FORMATS[w.dtype]), [call], [w.address, second], slots, y, y.row_step, [y], (0,))
+    add(steps, product(FORMATS[w.dtype]), [call], [w.address, second], slots, Target(y, [y]))
 
 
 def add(
@@ -153,15 +153,12 @@ def add(
     products: Sequence[Bound],
     begins: Sequence[int],
     slots: Slots,
-    to: Operand,
-    step: int,
-    writes: Sequence[Operand],
-    rounding: Sequence[int],
+    to: Target,
 ) -> None:
     """The step of products of the same activations, whose weights begin at `begins`."""
     w, x = products[0].operand(0), products[0].operand(1)
     dealt, columns, (stride, between) = is_dealt(steps, products[0]), w.shape[-1], bytes_of(w)
-    tiled, nbytes = rounded(steps, x, TILED, for_all=dealt)[0], scratch_bytes(columns)
+    tiled, nbytes, rows = rounded(steps, x, TILED, for_all=dealt)[0], scratch_bytes(columns), to.floats.shape[-1]
     memory = steps.scratch(f"experts {nbytes}", nbytes * steps.threads)
 
     def share(tickets: int) -> Share:
@@ -169,7 +166,7 @@ def add(
             weights=begins,
             stride=stride,
             between=between,
-            rows=to.shape[-1],
+            rows=rows,
             columns=columns,
             x=tiled.address,
             pitch=rounded_bytes(1, columns, TILED),
@@ -177,15 +174,15 @@ def add(
             experts=slots.experts,
             used=slots.used,
             shared=slots.shared,
-            y=to.address,
-            step=step,
+            y=to.floats.address,
+            step=to.step,
             scratch=memory.address,
             tickets=tickets,
-            rounding=rounding,
+            rounding=to.rounding,
         )
-        return Share(words, [*(p.operand(0) for p in products), tiled, slots.operand], writes)
+        return Share(words, [*(p.operand(0) for p in products), tiled, slots.operand], to.writes)
 
     if dealt:
         steps.add_pieces(kernel, share)
-    elif to.shape[-1]:
+    elif rows:
         steps.deal(kernel, [share(0)])
