@@ -148,7 +148,7 @@ def test_halves_of_one_product_are_a_unit_where_both_begin_with_a_group(
 
 @pytest.mark.parametrize("total", [0, 7])
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("rows", [1, 2, 3, 90])
 def test_units_of_routed_experts_are_computed_with_their_products(rows: int, threads: int, total: int):
     """Experts that a token chooses twice, or that are on another device."""
     x, ids = hocket.input("x", (rows, 64)), hocket.input("ids", (rows, 4), "i32")
@@ -157,9 +157,10 @@ def test_units_of_routed_experts_are_computed_with_their_products(rows: int, thr
     h = ops.reshape(x, shape=(rows, 1, 64))
     unit = ops.swiglu(ops.mul_mat_id(gate, h, ids, **where), ops.mul_mat_id(up, h, ids, **where))
     graph = hocket.Graph({"y": ops.mul_mat_id(down, unit, ids, **where)})
-    chosen = np.array([[0, 4, 3, 4], [2, 2, 2, 2], [1, 4, 0, 2]], np.int32)[:rows]
+    chosen = np.array([[0, 4, 3, 4], [2, 2, 2, 2], [1, 4, 0, 2]] * 30, np.int32)[:rows]
     names = kernels_of(graph, {"x": drawn(rows, 64), "ids": chosen}, threads)
     assert ("pairs.pair.q4_0.swiglu" in names) == (rows <= 2)
+    assert ("pairs_experts.pair.q4_0.swiglu" in names) == (rows == 90 and processor.tiles() is not None)
     assert names.count("rounding.round_rows") == 1
 
 

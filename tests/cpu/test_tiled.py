@@ -8,35 +8,23 @@ import sys
 import numpy as np
 import pytest
 
-from hocket.backends.cpu.compiler import ALIGNMENT
 from hocket.backends.cpu.kernels import tiled
 from hocket.backends.cpu.kernels.formats import FORMATS
 from hocket.backends.cpu.kernels.rounding import LINE, TALL, TILED, rounded_bytes
 from hocket.backends.cpu.kernels.tickets import NBYTES
 from hocket.backends.cpu.simd import amx
 from hocket.graph.dtypes import DType
-from hocket.ops.quants import bf16_to_f32, dequantise, f32_to_bf16
+from hocket.ops.quants import bf16_to_f32, dequantise
 
-from ..given.packed_rows import call, packed, target_of
+from ..given.packed_rows import call, near, packed, room, target_of
 from ..given.random_rows import random_rows
 
 RNG = np.random.default_rng(11)
+OF_TILES = ["test_tiled.py", "test_tiled_experts.py"]
 
 
 def test_the_worked_example():
     assert doctest.testmod(amx).failed == 0
-
-
-def near(x: np.ndarray) -> np.ndarray:
-    """The nearest bfloat16, as float64."""
-    return bf16_to_f32(f32_to_bf16(x.astype(np.float32))).astype(np.float64)
-
-
-def room(nbytes: int) -> np.ndarray:
-    """NaN, aligned as kernels want it."""
-    raw = np.full(nbytes + ALIGNMENT, 255, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return raw[start : start + nbytes]
 
 
 def test_rows_are_rounded_side_by_side():
@@ -70,7 +58,7 @@ def test_a_product_is_that_of_rounded_weights_and_activations(dtype: DType, rows
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("without", "tests"), [("", ["test_steps.py", "test_tiled.py"]), ("avx512bf16", []), ("avx512", ["test_tiled.py"])]
+    ("without", "tests"), [("", ["test_steps.py", *OF_TILES]), ("avx512bf16", []), ("avx512", OF_TILES)]
 )
 def test_emulated_tiles_compute_the_same(without: str, tests: list[str]):
     """Products, chains and threads of whole steps where plain vector code stands for AMX; the kit's products."""

@@ -9,6 +9,7 @@ from hocket.backends.cpu.compiler import REPLAY
 from hocket.backends.cpu.kernels import packing, rounding
 from hocket.backends.cpu.kernels.formats import FORMATS
 from hocket.graph.dtypes import DType
+from hocket.ops.quants import bf16_to_f32, f32_to_bf16
 
 
 def call(kernel: compiler.Kernel, *words: object, thread: int = 0, threads: int = 1) -> int:
@@ -56,3 +57,15 @@ def rounded(x: np.ndarray, zero: int = 0) -> tuple[np.ndarray, np.ndarray]:
         want, size = np.stack([sums.sum(-1), sums[..., 1]], -1), np.abs(codes * scales).sum((-2, -1))
         assert (np.abs(records["sums"].view(np.float32) - want) <= 1e-6 * size[..., None] + 1e-44).all()
     return target, (codes * scales).reshape(rows, columns)
+
+
+def near(x: np.ndarray) -> np.ndarray:
+    """The nearest bfloat16, as float64."""
+    return bf16_to_f32(f32_to_bf16(x.astype(np.float32))).astype(np.float64)
+
+
+def room(nbytes: int) -> np.ndarray:
+    """NaN, aligned as kernels want it."""
+    raw = np.full(nbytes + compiler.ALIGNMENT, 255, np.uint8)
+    start = -raw.ctypes.data % compiler.ALIGNMENT
+    return raw[start : start + nbytes]

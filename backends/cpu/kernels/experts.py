@@ -11,9 +11,13 @@ from ..compiler import kernel, part
 from ..simd.vectors import load_int, store_int
 from ..steps import Steps
 from ..words import words
+from . import tiled_experts
+from .formats import FORMATS
 from .grouped import Slots
 from .packing import NO_ROW
 from .products import bind_product, is_compiled
+from .rounding import TILED
+from .tiled import kind_of
 
 ARGS = words("ids count experts starts own every")
 
@@ -60,7 +64,10 @@ def here(chosen, own, experts):
 def _mul_mat_id(steps: Steps, call: Bound) -> bool:
     if not is_compiled(call):
         return False
-    bind_product(steps, call, sorted_slots(steps, call))
+    if call.operand(0).dtype in FORMATS and kind_of(call) == TILED:
+        tiled_experts.bind(steps, call, sorted_slots(steps, call))
+    else:
+        bind_product(steps, call, sorted_slots(steps, call))
     return True
 
 

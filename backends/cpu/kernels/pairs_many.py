@@ -66,8 +66,8 @@ def way_of(form: Format, kind: str, rounding: int) -> Way:
     return Way(units_of(form, kind), blocks.scratch + blocks.rows * 2 * VECTOR, blocks.chunk)
 
 
-def tiled_units_of(form: Format, kind: str) -> Part:
-    """`Way.units` by tiles of AMX."""
+def emit_of(kind: str) -> Part:
+    """`emit` of `tiled.meet_of` for groups of two weights in turn: the units of both."""
     unit, stores = GATED[kind], tiles().store
     store_0, store_1, store_2, store_3 = stores[:4]
 
@@ -80,7 +80,12 @@ def tiled_units_of(form: Format, kind: str) -> Part:
             at = sums + i // HEIGHT * 2 * TILE + i % HEIGHT * WIDTH
             put(to + i * step, 0, left, unit(load(at), load(at + TILE)))
 
-    meet = tiled.meet_of(form, part(emit), 1)
+    return part(emit)
+
+
+def tiled_units_of(form: Format, kind: str) -> Part:
+    """`Way.units` by tiles of AMX."""
+    meet = tiled.meet_of(form, emit_of(kind), 1)
 
     def units(a, mine, block, chunk, stop, y, step, ahead):
         stride, columns, x, pitch = ARGS.stride(a), ARGS.columns(a), ARGS.x(a), ARGS.pitch(a)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from functools import cache
 
+import numpy as np
+
 from ...operands import Bound
 from .. import processor
 from ..compiler import Kernel, Part, part
@@ -35,7 +37,8 @@ blocks of two groups that are expanded together, and squares: both stay in the s
 AHEAD = 4096
 """How many bytes ahead a weight is fetched while it is expanded."""
 LEAST = 24
-"""Rows from which on tiles are faster than dot products of bytes, for which less has to be expanded."""
+"""Rows of a weight from which on tiles are faster than dot products of bytes, for which less has to be expanded; of an
+expert, on average."""
 EXPANDED, SUMS = NBYTES, NBYTES + ROOM * BLOCK
 """Where in its scratch a thread keeps expanded blocks, behind registers, and sums of all rows of a chunk."""
 SCRATCH = SUMS + CHUNK // TALL * MOST * SQUARE
@@ -43,8 +46,9 @@ SCRATCH = SUMS + CHUNK // TALL * MOST * SQUARE
 
 def kind_of(call: Bound) -> int:
     """How a product with a packed weight reads its activations, as `rounding` has it."""
-    w, x = call.operand(0), call.operand(1)
-    many = call.op == "mul_mat" and math.prod(x.shape[:-1]) >= LEAST and w.shape[-1] > 0
+    w = call.operand(0)
+    experts = (int(np.asarray(call.attrs["total"])) or w.shape[0]) if call.op == "mul_mat_id" else 1
+    many = math.prod(call.out.shape[:-1]) >= LEAST * experts and w.shape[-1] > 0
     return TILED if many and processor.tiles() else FORMATS[w.dtype].zero
 
 

@@ -1,0 +1,43 @@
+"""Two products of prompts with routed experts and the gated unit of both, by tiles of AMX: no product is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache, partial
+
+from ...flow import Flow
+from ...operands import need
+from ..compiler import Kernel
+from ..steps import Chain, Fused, Steps
+from . import tiled, tiled_experts
+from .experts import sorted_slots
+from .formats import FORMATS, Format
+from .pairs import Pair, pair_of
+from .pairs_many import emit_of
+from .products import wanted_of
+from .rounding import TILED
+
+
+@cache
+def pair(form: Format, kind: str) -> Kernel:
+    """``y[i] = unit(gate[expert of slot i] @ x[row of slot i], up[...] @ x[...])``."""
+    return tiled_experts.product_of(f"pairs_experts.pair.{form.dtype}.{kind}", form, emit_of(kind), 1)
+
+
+def _pair(flow: Flow, number: int) -> Chain:
+    found = pair_of(flow, number)
+    first = found.products[0]
+    need(first.op == "mul_mat_id" and tiled.kind_of(first) == TILED, "few rows meet a weight as it lies")
+    return Chain(found.numbers, partial(_add, found=found))
+
+
+def _add(steps: Steps, found: Pair) -> None:
+    first, wanted = found.products[0], wanted_of(steps, found.call)
+    kernel, slots = pair(FORMATS[first.operand(0).dtype], found.kind), sorted_slots(steps, first)
+    records = wanted.records(steps, shared=True)
+    to = wanted.target(found.call.out if wanted.floats else None, wanted.passing(steps)[0], records[0])
+    tiled_experts.add(steps, kernel, found.products, found.begins, slots, to)
+    wanted.remember(steps, records)
+
+
+FUSED: Mapping[str, tuple[Fused, ...]] = {"mul_mat_id": (_pair,)}

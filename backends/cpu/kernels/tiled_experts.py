@@ -1,0 +1,188 @@
+"""Products of prompts with the experts that a router chose, by tiles of AMX.
+
+The rows of activations that choose an expert lie anywhere: they are copied into tiles side by side, which meet all rows
+of the expert's weights.  What comes out is put where their slots are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+from ...operands import Bound
+from ..compiler import Kernel, Part, part
+from ..simd.vectors import load, load_int, store, store_int, zeros
+from ..steps import Share, Steps
+from ..words import words
+from .amx import tiles
+from .formats import COLUMNS, FORMATS, Format
+from .grouped import ROWS, Slots, clear, is_dealt, row_of
+from .products import bytes_of
+from .rounding import LINE, TALL, TILED, Target, round_one, rounded, rounded_bytes
+from .rows import put
+from .tickets import draw, settle
+from .tiled import BLOCK, CHUNK, MOST, SCRATCH, meet_of, put_of, squares_of
+
+PACE = MOST * 2 * ROWS * 4 + 64
+"""Bytes from row to row of what comes out, so that rows do not all lie in the same places of the nearest cache."""
+RESULTS, ROOM = SCRATCH, SCRATCH + CHUNK * PACE
+"""Where in its scratch a thread keeps what comes out, and which row of activations belongs to each row in tiles."""
+GATHERED = ROOM + CHUNK * 4
+"""Where it keeps these tiles."""
+
+ARGS = words(
+    "weights[2] stride between rows columns x pitch starts experts used shared y step scratch tickets rounding[*]"
+)
+"""`rounding` is that of `rounding.Target`."""
+ROUNDING = ARGS.start("rounding")
+
+
+@part
+def gather(a, mine, chunk, stop):
+    """Copy the rows of activations of sorted slots from `chunk` to before `stop` into tiles of the thread."""
+    x, pitch, used, shared = ARGS.x(a), ARGS.pitch(a), ARGS.used(a), ARGS.shared(a)
+    slots, numbers = ARGS.starts(a) + 4 * (ARGS.experts(a) + 2), mine + ROOM
+    for i in range(chunk, stop):
+        store_int(numbers + 4 * (i - chunk), row_of(load_int(slots + 4 * i), used, shared))
+    for first in range(0, stop - chunk, TALL):
+        to = mine + GATHERED + first // TALL * pitch
+        for start in range(0, pitch, BLOCK):
+            for i in range(min(TALL, stop - chunk - first)):
+                row = load_int(numbers + 4 * (first + i))
+                store(to + start + i * LINE, load(x + row // TALL * pitch + row % TALL * LINE + start))
+
+
+@part
+def scatter(a, mine, chunk, stop, first, count):
+    """Put what came out for these slots to the `count` columns of their rows from `first` on, or round it, or both."""
+    slots, y, step = ARGS.starts(a) + 4 * (ARGS.experts(a) + 2), ARGS.y(a), ARGS.step(a)
+    results = mine + RESULTS
+    for i in range(chunk, stop):
+        slot = load_int(slots + 4 * i)
+        if step != 0:
+            for c in range(0, count, ROWS):
+                put(y + slot * step + 4 * first, c, count, load(results + 4 * c))
+        for b in range((count + COLUMNS - 1) // COLUMNS):
+            round_one(a, ROUNDING, slot, first // COLUMNS + b, results + 4 * COLUMNS * b)
+        results += PACE
+
+
+@part
+def leave_out(a, mine):
+    """Zero the rows of slots whose expert is elsewhere."""
+    starts, experts, rows, results = ARGS.starts(a), ARGS.experts(a), ARGS.rows(a), mine + RESULTS
+    slots = starts + 4 * (experts + 2)
+    if ARGS.step(a) != 0:
+        clear(starts, experts, ARGS.y(a), ARGS.step(a), rows)
+    store(results, zeros())
+    store(results + 64, zeros())
+    for i in range(load_int(starts + 4 * experts), load_int(starts + 4 * experts + 4)):
+        for b in range((rows + COLUMNS - 1) // COLUMNS):
+            round_one(a, ROUNDING, load_int(slots + 4 * i), b, results)
+
+
+def product_of(name: str, form: Format, emit: Part, each: int) -> Kernel:
+    """``y[i] = w[expert of slot i] @ x[row of slot i]``, or the unit of two such products, whose weights take turns in
+    tiles (`each` is 1); also rounded; as float32 only where `step`, the bytes from row to row of y, is not 0.
+
+    `weights` are two weights, or one and its second group of rows; `x` are activations in tiles; `scratch` is
+    `scratch_bytes` for each thread; other words that `grouped.product_of` has, too, mean the same.
+    """
+    meet, configure, release = meet_of(form, emit, each), tiles().configure, tiles().release
+
+    def body(a, thread, threads):
+        stride, between, rows, columns = ARGS.stride(a), ARGS.between(a), ARGS.rows(a), ARGS.columns(a)
+        pitch, starts, tickets = ARGS.pitch(a), ARGS.starts(a), ARGS.tickets(a)
+        mine = ARGS.scratch(a) + thread * (GATHERED + CHUNK // TALL * pitch)
+        wide = squares_of(columns) // 2 * 2 * each * ROWS
+        ahead, results = threads * wide * stride, mine + RESULTS
+        configure(mine)
+        piece, ticket, held = 0, draw(tickets, 0), -1
+        for expert in range(ARGS.experts(a)):
+            start, end = load_int(starts + 4 * expert), load_int(starts + 4 * (expert + 1))
+            for chunk in range(start, end, CHUNK):
+                stop = min(end, chunk + CHUNK)
+                row = 0
+                while row < rows:
+                    if piece == ticket:
+                        if held != chunk:
+                            gather(a, mine, chunk, stop)
+                            held = chunk
+                        skipped, left = expert * between + row * stride, rows - row
+                        w, v = ARGS.weights(a, 0) + skipped, ARGS.weights(a, 1) + skipped
+                        squares = (min(wide, left) + each * ROWS - 1) // (each * ROWS)
+                        x, count = mine + GATHERED, stop - chunk
+                        meet(mine, w, v, squares, left, stride, columns, x, pitch, 0, count, results, PACE, ahead)
+                        scatter(a, mine, chunk, stop, row, min(wide, left))
+                        ticket = draw(tickets, piece + 1)
+                    piece += 1
+                    row += wide
+        settle(tickets, ticket, piece, threads)
+        release(mine)
+        if thread == 0:
+            leave_out(a, mine)
+        return 0
+
+    return Kernel(name, body)
+
+
+def scratch_bytes(columns: int) -> int:
+    """Of each thread, for so many columns of activations."""
+    return GATHERED + CHUNK // TALL * rounded_bytes(1, columns, TILED)
+
+
+@cache
+def product(form: Format) -> Kernel:
+    """One product."""
+    return product_of(f"tiled_experts.product.{form.dtype}", form, put_of(), 2)
+
+
+# ----------------------------------------------------------------------------------------------------- binding
+
+
+def bind(steps: Steps, call: Bound, slots: Slots) -> None:
+    """A product whose weight is packed."""
+    w, y = call.operand(0), call.out
+    second = w.address + ROWS * bytes_of(w)[0]
+    add(steps, product(FORMATS[w.dtype]), [call], [w.address, second], slots, Target(y, [y]))
+
+
+def add(
+    steps: Steps,
+    kernel: Kernel,
+    products: Sequence[Bound],
+    begins: Sequence[int],
+    slots: Slots,
+    to: Target,
+) -> None:
+    """The step of products of the same activations, whose weights begin at `begins`."""
+    w, x = products[0].operand(0), products[0].operand(1)
+    dealt, columns, (stride, between) = is_dealt(steps, products[0]), w.shape[-1], bytes_of(w)
+    tiled, nbytes, rows = rounded(steps, x, TILED, for_all=dealt)[0], scratch_bytes(columns), to.floats.shape[-1]
+    memory = steps.scratch(f"experts {nbytes}", nbytes * steps.threads)
+
+    def share(tickets: int) -> Share:
+        words = ARGS(
+            weights=begins,
+            stride=stride,
+            between=between,
+            rows=rows,
+            columns=columns,
+            x=tiled.address,
+            pitch=rounded_bytes(1, columns, TILED),
+            starts=slots.operand.address,
+            experts=slots.experts,
+            used=slots.used,
+            shared=slots.shared,
+            y=to.floats.address,
+            step=to.step,
+            scratch=memory.address,
+            tickets=tickets,
+            rounding=to.rounding,
+        )
+        return Share(words, [*(p.operand(0) for p in products), tiled, slots.operand], to.writes)
+
+    if dealt:
+        steps.add_pieces(kernel, share)
+    elif rows:
+        steps.deal(kernel, [share(0)])

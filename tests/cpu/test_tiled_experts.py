@@ -1,0 +1,83 @@
+"""Products of prompts with routed experts by tiles of AMX, which machines without it emulate."""
+
+import numpy as np
+import pytest
+
+from hocket.backends.cpu.kernels import pairs_experts, tiled_experts
+from hocket.backends.cpu.kernels.formats import FORMATS
+from hocket.backends.cpu.kernels.rounding import LINE, TALL, TILED, rounded_bytes
+from hocket.backends.cpu.kernels.tickets import NBYTES
+from hocket.graph.dtypes import DType
+from hocket.ops.quants import bf16_to_f32, dequantise
+
+from ..given.packed_rows import call, near, packed, room, target_of
+from ..given.random_rows import random_rows
+
+RNG = np.random.default_rng(12)
+EXPERTS, THREADS = 5, 3
+
+
+def sorted_by(ids: np.ndarray) -> np.ndarray:
+    """What `experts.sort_slots` leaves: where the slots of each expert begin, then slots; `EXPERTS` is elsewhere."""
+    counts = np.bincount(ids, minlength=EXPERTS + 1)
+    return np.concatenate([[0], np.cumsum(counts), np.argsort(ids, kind="stable")]).astype(np.int32)
+
+
+class Prompt:
+    """Tokens with two slots each that choose experts, unevenly: one of them nobody, one most of them."""
+
+    def __init__(self, dtype: DType, rows: int, columns: int, tokens: int, shared: int):
+        self.dtype, self.rows, self.columns, self.shared = dtype, rows, columns, shared
+        self.ids = RNG.choice([0, 1, 2, 4, 5], 2 * tokens, p=[0.7, 0.1, 0.02, 0.1, 0.08])
+        self.x = RNG.standard_normal((tokens * shared, columns)).astype(np.float32)
+        self.raw = [random_rows(dtype, EXPERTS * rows, columns, RNG) for _ in range(2)]
+
+    def products(self, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of each slot, zero for one whose expert is elsewhere; and the same of magnitudes."""
+        w = near(dequantise(raw, self.dtype)).reshape(EXPERTS, self.rows, self.columns)
+        x = near(self.x)[np.arange(len(self.ids)) // 2 * self.shared + np.arange(len(self.ids)) % self.shared]
+        y, size = np.zeros((2, len(self.ids), self.rows))
+        for expert in range(EXPERTS):
+            here = self.ids == expert
+            y[here], size[here] = x[here] @ w[expert].T, np.abs(x[here]) @ np.abs(w[expert]).T
+        return y, size
+
+    def run(self, kernel, weights, y: np.ndarray, rounding: tuple) -> None:
+        """By a thread that does all, and two for which it leaves nothing."""
+        stride, pitch = self.raw[0].shape[1], rounded_bytes(1, self.columns, TILED)
+        scratch, tickets = room(THREADS * tiled_experts.scratch_bytes(self.columns)), np.zeros(NBYTES, np.uint8)
+        words = (*weights, stride, self.rows * stride, self.rows, self.columns, target_of(self.x, TILED), pitch)
+        words = (*words, sorted_by(self.ids), EXPERTS, 2, self.shared, y, y.strides[0], scratch, tickets, *rounding)
+        for thread in range(THREADS):
+            assert call(kernel, *words, thread=thread, threads=THREADS) == 0
+        assert not tickets.any(), "the last thread lays out new tickets"
+
+
+@pytest.mark.long(every=6)
+@pytest.mark.parametrize(("tokens", "shared"), [(90, 1), (90, 2), (400, 2)])
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(48, 768), (272, 2304)])
+def test_each_slot_meets_its_expert(dtype: DType, rows: int, columns: int, tokens: int, shared: int):
+    """More slots of an expert than are gathered at once, an expert without any, and slots whose expert is elsewhere."""
+    prompt = Prompt(dtype, rows, columns, tokens, shared)
+    y, weight = np.full((2 * tokens, rows + 3), np.nan, np.float32), packed(dtype, prompt.raw[0], columns)
+    second = weight[16 * prompt.raw[0].shape[1] :]
+    prompt.run(tiled_experts.product(FORMATS[dtype]), (weight, second), y, (0,))
+    want, size = prompt.products(prompt.raw[0])
+    assert (np.abs(y[:, :rows] - want) <= 2e-6 * size + 1e-30).all(), "but for the order of float32 sums"
+    assert np.isnan(y[:, rows:]).all(), "nothing is written beside the result"
+
+
+@pytest.mark.long(every=4)
+@pytest.mark.parametrize("dtype", [DType.Q4_0, DType.Q6_K, DType.MXFP4], ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(96, 768), (288, 2304)])
+def test_units_of_slots_are_rounded_where_they_are_made(dtype: DType, rows: int, columns: int):
+    prompt = Prompt(dtype, rows, columns, 300, 1)
+    weights, y = [packed(dtype, raw, columns) for raw in prompt.raw], np.full((600, rows), np.nan, np.float32)
+    tiles, pitch = room(rounded_bytes(600, rows, TILED)), rounded_bytes(1, rows, TILED)
+    prompt.run(pairs_experts.pair(FORMATS[dtype], "reglu"), weights, y, (1, tiles, pitch, TILED))
+    (gate, gate_size), (up, up_size) = (prompt.products(raw) for raw in prompt.raw)
+    bound = 3e-6 * (np.abs(gate) * up_size + np.abs(up) * gate_size + 1e-5 * gate_size * up_size) + 1e-30
+    assert (np.abs(y - np.maximum(gate, 0) * up) <= bound).all()
+    rounded = tiles.view(np.uint16).reshape(-1, rows // 32, TALL, LINE // 2).transpose(0, 2, 1, 3).reshape(-1, rows)
+    assert np.array_equal(bf16_to_f32(rounded[:600]), near(y).astype(np.float32))
