@@ -5,7 +5,7 @@ It imports nobody who makes, proves, runs or tells a plan; `digest`, `explain` a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, get_args
 
@@ -19,7 +19,7 @@ from ..ops.collective import COLLECTIVES
 from .layout import Layout
 from .lowering.lane import Lane as Lane
 from .machines.hardware import CPU, Estimate, Hardware
-from .stages import Prices, Stage, estimate, prices_of, stages
+from .stages import Prices, Stage, estimate, prices_of, stages, take_turns
 from .units import nbytes_text
 
 if TYPE_CHECKING:
@@ -97,18 +97,29 @@ class Plan:
 
     @property
     def speeds(self) -> tuple[Hardware, ...]:
-        """What each device is like."""
+        """What each device is like where all of them work."""
         return (*(self.hardware for _ in self.lanes[1:]), self.host or self.hardware)
 
     @cached_property
     def prices(self) -> tuple[Prices, ...]:
-        """For each device what its instructions are predicted to cost."""
+        """For each device what its instructions are predicted to cost in one run."""
+        alone = [speeds.alone for speeds in self.speeds]
+        if len(self.lanes) == 1 or alone == [*self.speeds] or not take_turns(self.together, len(self.lanes)):
+            return self._priced(self.speeds)
+        return self._priced(alone)
+
+    def _priced(self, speeds: Sequence[Hardware]) -> tuple[Prices, ...]:
         whole = {v.node.name: v.spec.nbytes for v in (*self.graph.weights, *self.graph.states)}
-        return tuple(prices_of(self.lanes, self.speeds, whole))
+        return tuple(prices_of(self.lanes, speeds, whole))
+
+    @cached_property
+    def together(self) -> tuple[Stage, ...]:
+        """The stages as they are where all devices work at once, in runs that follow each other."""
+        return tuple(stages(self.lanes, self._priced(self.speeds)))
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """Work between meetings of the devices, and the meetings, with their times."""
+        """Work between meetings of the devices, and the meetings, with their times in one run."""
         return tuple(stages(self.lanes, self.prices))
 
     @cached_property

@@ -21,6 +21,8 @@ from .lowering.lane import Lane, first_alike, teams_of
 from .machines.hardware import Counts, Estimate, Hardware, leaf_of
 
 WORK = "work"
+AT_ONCE = 0.05
+"""The part of the time in which others may do what is small, as masks, where devices are said to take turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,13 @@ def clocks(found: Sequence[Stage], begins: Sequence[float]) -> list[float]:
                 if stage.op != "send" or d != stage.source:
                     met[d] = max(there[d], ready + stage.seconds)
     return [*map(max, worked, met)]
+
+
+def take_turns(found: Sequence[Stage], devices: int) -> bool:
+    """Whether one device at a time is at work, but for a part `AT_ONCE` of the time."""
+    took = finished(found, devices)
+    busy = sum(s.seconds * (len(s.devices) if s.op == WORK else 1) for s in found)
+    return busy <= (1 + AT_ONCE) * took
 
 
 def estimate(found: Sequence[Stage], devices: int) -> Estimate:

@@ -52,7 +52,7 @@ def seconds_apart(plan: Plan, under_way: int) -> float:
     for run in range(LONG):
         if run >= under_way:
             clock = [max(now, ends[run - under_way]) for now in clock]
-        clock = clocks(plan.stages, clock)
+        clock = clocks(plan.together, clock)
         ends.append(max(clock))
     return (ends[-1] - ends[LONG // 2 - 1]) / (LONG // 2)
 
@@ -68,4 +68,4 @@ def gain(plan: Plan) -> float:
 
 def seconds_in_turn(plan: Plan, runs: int) -> float:
     """Seconds that so many runs take which follow each other."""
-    return finished(plan.stages * runs, len(plan.lanes))
+    return finished(plan.together * runs, len(plan.lanes))

@@ -39,6 +39,11 @@ def lines(name: str, speeds: Speeds, devices: int) -> list[str]:
     link = f"; a meeting {speeds.link_latency * 1e6:.1f} us, messages {speeds.link_bandwidth / 1e9:.1f} GB/s"
     attention = f"attention {speeds.plain_flops / 1e9:.1f} GFLOP/s"
     rows = [f"{name}: a launch {speeds.launch * 1e6:.2f} us; {attention}{link if devices > 1 else ''}"]
+    if devices > 1:
+        rows.append(
+            f"  while the others wait one computes {speeds.alone_flops:.2f} times as fast, "
+            f"and reads memory {speeds.alone_bandwidth:.2f} times"
+        )
     rows += [
         f"  {kind:5} a vector {rate / 1e9:6.1f} GB/s, a prompt {speeds.flops[kind] / 1e9:7.1f} GFLOP/s"
         for kind, rate in speeds.bandwidth.items()

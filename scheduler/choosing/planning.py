@@ -134,8 +134,10 @@ class Planning:
                 return plan
 
     def alone(self) -> Plan:
-        """All on the first device, but for what must run elsewhere; devices without work are left out."""
-        first = Planning(self.graph, self.group[:1], (), self.hardware)
+        """All on the first device, but for what must run elsewhere; devices without work are left out.  While one
+        works, the others of the group wait."""
+        hardware = self.hardware if len(self.group) == 1 else self.hardware.alone
+        first = Planning(self.graph, self.group[:1], (), hardware)
         first.doubt = self.doubt
         if not self.wished and not unable([self.graph], [{}], self.group[:1]):
             return first.whole()
@@ -260,7 +262,7 @@ class Planning:
         """The plan of a graph over weights and states as they lie in one of these devices; it is not proven."""
         if graph is self.graph:
             return plan
-        return Planning(spelled_out(graph, self.group), plan.group, (), self.hardware, self.place, plan).like(plan)
+        return Planning(spelled_out(graph, self.group), plan.group, (), plan.hardware, self.place, plan).like(plan)
 
     def cut(self, choice: Choice, held: Pins | None = None) -> Plan:
         """What is chosen is cut, but for what is placed or `held`."""

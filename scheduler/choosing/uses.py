@@ -84,6 +84,8 @@ class Promises:
         one = self._alone(use.sequences, 1)
         step = min([one, *(self._step(n, stages) for n in self.counts_of(use.sequences, stages))])
         read = self._read(stages, way.devices // stages) if use.prompt else 0.0
+        if stages > 1:  # one may work while the others wait
+            read /= max(self.hardware.alone_flops, self.hardware.alone_bandwidth)
         seconds = use.new * step / speed + use.sequences * read
         least = use.new * step / speed * way.least / way.seconds + use.sequences * read
         return replace(way, seconds=seconds, follows=stages > 1, least=least)

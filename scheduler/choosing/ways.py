@@ -22,7 +22,8 @@ def best_way(planning: Planning) -> Plan:
     """The plan that takes least time, where memory and devices have their price, of all that fit; if none does, the one
     that lacks least."""
     alone, use, graph = planning.alone(), planning.use, planning.graph
-    hardware = _as_run(planning, alone)
+    among = replace(alone, hardware=planning.hardware) if alone.hardware != planning.hardware else alone
+    hardware = _as_run(planning, among)
     promises = None if use is None else Promises(use, hardware)
     judge = by_cost if promises is None else partial(_judged, planning, promises)
     once = float(sum(v.spec.nbytes for v in (*graph.weights, *graph.states)))
@@ -30,7 +31,7 @@ def best_way(planning: Planning) -> Plan:
     if len(planning.group) > 1:
         others = _ways(planning, alone, once, hardware)
         if promises is not None:
-            others = [promises.about(way, alone.cost.total / way.seconds) for way in others]
+            others = [promises.about(way, among.cost.total / way.seconds) for way in others]
         ways += others
     best = best_of(ways, once, judge)
     return best if use is None else replace(best, reasons=(f"judged by {use}", *best.reasons))
@@ -96,8 +97,8 @@ def _passed_on(hardware: Hardware, stages: int, devices: int) -> float:
 
 
 def _as_run(planning: Planning, alone: Plan) -> Hardware:
-    """The hardware with the launch of a node by which the graph takes as long as its program on one device, where
-    chains are launched together and states are saved."""
+    """The hardware with the launch of a node by which the graph takes as long as its program on one device of those
+    that work, where chains are launched together and states are saved."""
     costs = Costs(planning.graph, 1, planning.hardware)
     work = sum(planning.hardware.compute(*done, launches=0.0) for done in costs.work.values())
     return replace(planning.hardware, launch=max(0.0, alone.cost.total - work) / max(1, len(costs.work)))

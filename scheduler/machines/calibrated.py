@@ -11,6 +11,7 @@ import os
 import platform
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from datetime import date
 from functools import cache
 from importlib import import_module
@@ -67,6 +68,8 @@ def keep_speeds(known: Mapping[str, Speeds]) -> Path:
             "link_bandwidth": s.link_bandwidth,
             "link_latency": s.link_latency,
             "plain_flops": s.plain_flops,
+            "alone_flops": s.alone_flops,
+            "alone_bandwidth": s.alone_bandwidth,
         }
         for name, s in known.items()
     }
@@ -92,7 +95,11 @@ def read_speeds(file: Path) -> dict[str, Speeds] | None:
 
 def _is_possible(s: Speeds) -> bool:
     return all(
-        Hardware(flops, bandwidth, s.launch, s.link_bandwidth, s.link_latency, plain_flops=s.plain_flops).is_possible
+        replace(
+            Hardware(flops, bandwidth, s.launch, s.link_bandwidth, s.link_latency, plain_flops=s.plain_flops),
+            alone_flops=s.alone_flops,
+            alone_bandwidth=s.alone_bandwidth,
+        ).is_possible
         for bandwidth in s.bandwidth.values()
         for flops in s.flops.values()
     ) and bool(s.bandwidth and s.flops)

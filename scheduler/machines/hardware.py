@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from ...graph.node import Node, Value
 from ...graph.records import dataclass
@@ -17,7 +18,9 @@ class Hardware:
 
     Where devices are in several machines, `machine` is how many each of them has, one machine after the other, and
     `across` are the speeds of the link between two machines; 0 says that all are in one.  `plain_flops` is the
-    arithmetic of what reads no weights, as attention; 0 says that it is as fast as with weights.
+    arithmetic of what reads no weights, as attention; 0 says that it is as fast as with weights.  Devices may share
+    processors and memory: a device whose fellows wait computes `alone_flops` times as fast, and reads memory
+    `alone_bandwidth` times.
     """
 
     flops: float = 100e9
@@ -29,13 +32,31 @@ class Hardware:
     across_bandwidth: float = 1.25e9
     across_latency: float = 50e-6
     plain_flops: float = 0.0
+    alone_flops: float = 1.0
+    alone_bandwidth: float = 1.0
+
+    @property
+    def alone(self) -> Hardware:
+        """A device whose fellows wait."""
+        if self.alone_flops == self.alone_bandwidth == 1.0:
+            return self
+        return replace(
+            self,
+            flops=self.flops * self.alone_flops,
+            bandwidth=self.bandwidth * self.alone_bandwidth,
+            plain_flops=self.plain_flops * self.alone_flops,
+            alone_flops=1.0,
+            alone_bandwidth=1.0,
+        )
 
     @property
     def is_possible(self) -> bool:
-        """Whether speeds are above zero, what may be zero is not below, all are finite, and machines have devices."""
+        """Whether speeds are above zero, what may be zero is not below, all are finite, machines have devices, and no
+        device is slower alone."""
         speeds = (self.flops, self.bandwidth, self.link_bandwidth, self.across_bandwidth)
         others = (self.launch, self.link_latency, self.across_latency, self.plain_flops)
         known = type(self.machine) is int and self.machine >= 0
+        known = known and all(1 <= times < math.inf for times in (self.alone_flops, self.alone_bandwidth))
         return known and all(0 < s < math.inf for s in speeds) and all(0 <= t < math.inf for t in others)
 
     def by_machine(self, devices: Iterable[int]) -> list[int]:

@@ -14,7 +14,8 @@ from .hardware import CPU, Hardware
 class Speeds:
     """Of a group of devices at work together: by dtype of weights the bytes/s in which a vector is multiplied and the
     FLOP/s in which many are; seconds of a launch; bytes/s of a message between two, and the seconds in which they meet;
-    FLOP/s of what reads none."""
+    FLOP/s of what reads none; and how many times as fast one of them computes, and reads memory, while the others
+    wait."""
 
     bandwidth: Mapping[str, float]
     flops: Mapping[str, float]
@@ -22,6 +23,8 @@ class Speeds:
     link_bandwidth: float = CPU.link_bandwidth
     link_latency: float = CPU.link_latency
     plain_flops: float = 0.0
+    alone_flops: float = 1.0
+    alone_bandwidth: float = 1.0
 
     def hardware(self, graph: Graph) -> Hardware:
         """Speeds for the mixture of weights that `graph` has; a dtype that was not measured counts as the slowest."""
@@ -37,6 +40,8 @@ class Speeds:
             link_bandwidth=self.link_bandwidth,
             link_latency=self.link_latency,
             plain_flops=self.plain_flops,
+            alone_flops=self.alone_flops,
+            alone_bandwidth=self.alone_bandwidth,
         )
 
 

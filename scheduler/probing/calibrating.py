@@ -24,6 +24,8 @@ KINDS = (
     *(DType.Q6_K, DType.IQ4_NL, DType.IQ4_XS, DType.MXFP4, DType.F16, DType.BF16, DType.F32),
 )
 """Dtypes of weights that are measured."""
+ALONE = (DType.Q4_0, DType.Q8_0, DType.F16)
+"""Those with which one device is measured while the others wait, too."""
 WIDTH, READ, ROWS, PRODUCTS = 2048, 64 << 20, 256, 2
 """Weights are square; so many bytes of each dtype are read with a vector, in all more than caches hold, and so many
 weights with so many rows, as of a prompt."""
@@ -76,6 +78,8 @@ class Probes:
             graphs[f"rows {kind}"] = products(kind, PRODUCTS, ROWS)
         self.runs = {name: [bound(plan_for(graph, [one])) for one in group] for name, graph in graphs.items()}
         self.is_linked = len(group) > 1
+        of = [kind for kind in kinds if kind in ALONE] or [*kinds[:1]]
+        self.shared = [f"{what} {kind}" for what in ("read", "rows") for kind in of] if self.is_linked else []
         if self.is_linked:
             place = tuple((rf"{letter}\..*", str(device)) for letter, (_, device) in zip("ab", group, strict=False))
             for length in (SHORT, LONG):
@@ -86,11 +90,13 @@ class Probes:
 
     def seconds(self, clock: Clock = seconds_of) -> dict[str, float]:
         """One round: the seconds of each run."""
-        return {name: clock(runs) for name, runs in self.runs.items()}
+        return {name: clock(runs) for name, runs in self.runs.items()} | {
+            f"alone {name}": clock(self.runs[name][:1]) for name in self.shared
+        }
 
     def speeds(self, rounds: Sequence[Mapping[str, float]]) -> Speeds:
         """What the median of rounds says."""
-        seconds = {name: median(each[name] for each in rounds) for name in self.runs}
+        seconds = {name: median(each[name] for each in rounds) for name in rounds[0]}
         plans = {name: runs[0].plan for name, runs in self.runs.items()}
         launch = seconds["launches"] / sum(plans["launches"].lanes[0].launches())
         beyond = {name: _beyond(seconds[name], plan, launch) for name, plan in plans.items()}
@@ -104,7 +110,13 @@ class Probes:
             for with_it, without in (*((f"there {n}", f"here {n}") for n in (SHORT, LONG)), ("sums", "summands"))
         )
         moved = 4 * (LONG - SHORT)
-        return Speeds(bandwidth, flops, launch, moved / max(long - short, moved / 1e13), latency, plain)
+        alone = {name: beyond[name] / _beyond(seconds[f"alone {name}"], plans[name], launch) for name in self.shared}
+        faster, wider = (
+            max(1.0, median(times for name, times in alone.items() if name.startswith(what)))
+            for what in ("rows", "read")
+        )
+        link = moved / max(long - short, moved / 1e13)
+        return Speeds(bandwidth, flops, launch, link, latency, plain, faster, wider)
 
 
 def chain(length: int) -> Graph:

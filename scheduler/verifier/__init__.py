@@ -90,4 +90,6 @@ Hardware
     across_bandwidth: above zero, finite; free otherwise
     across_latency: not negative, finite; free otherwise
     plain_flops: likewise
+    alone_flops: at least one, finite; free otherwise
+    alone_bandwidth: likewise
 """

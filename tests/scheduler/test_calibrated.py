@@ -128,6 +128,23 @@ def test_devices_that_work_together_meet_as_quickly_as_their_sums():
     assert speeds.link_latency == pytest.approx(3e-6, rel=0.05)
 
 
+def test_a_device_whose_fellows_wait_is_as_much_faster_as_the_clock_says():
+    """A clock by which two devices share one processor, and half of the memory is lost to their quarrel."""
+
+    def clock(runs):
+        plan = runs[0].plan
+        slower = {1: 3.0, 256: 2.0}.get(plan.graph.inputs[0].shape[0], 1.0) if len(runs) > 1 else 1.0
+        return slower * plan.cost.total
+
+    group = [find("numpy:0"), find("numpy:1")]
+    speeds = speeds_of(group, clock, kinds=(DType.F32,), rounds=1)
+    assert (speeds.alone_flops, speeds.alone_bandwidth) == pytest.approx((2.0, 3.0), rel=0.05)
+    keep_speeds({group_name(group): speeds})
+    hardware = hardware_of(products(DType.F32, 1, 1), group)
+    assert (hardware.alone_flops, hardware.alone_bandwidth) == (speeds.alone_flops, speeds.alone_bandwidth)
+    assert hardware.alone.bandwidth == pytest.approx(CPU.bandwidth, rel=0.05)
+
+
 def test_the_command_keeps_what_it_measures(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(calibrate, "speeds_of", lambda group: SPEEDS)
     assert main(["calibrate"]) == 0

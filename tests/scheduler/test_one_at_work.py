@@ -1,0 +1,70 @@
+"""A device whose fellows wait has more of what they share, and plans are priced so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hocket.backends.base import find
+from hocket.graph import DType
+from hocket.scheduler import plan_for
+from hocket.scheduler.machines.hardware import Hardware
+from hocket.scheduler.probing.calibrating import products
+from hocket.scheduler.stages import WORK, Stage, take_turns
+from hocket.scheduler.succession import gain
+from hocket.scheduler.uses import Use
+
+from ..given.graphs.layered import decoder
+
+SHARED = Hardware(flops=1e9, bandwidth=1e9, launch=0.0, link_bandwidth=1e12, link_latency=1e-9)
+GROUP = [find("numpy:0"), find("numpy:1")]
+
+
+@pytest.mark.parametrize("rows", [1, 256])  # what waits for memory, and what waits for arithmetic
+def test_two_devices_that_share_one_processor_are_left_for_one_that_has_all_of_it(rows):
+    graph = products(DType.F32, 4, rows)
+    apart = plan_for(graph, GROUP, hardware=SHARED)
+    assert len(apart.lanes) == 2
+    worthless = replace(SHARED, alone_flops=2.0, alone_bandwidth=2.0)
+    whole = plan_for(graph, GROUP, hardware=worthless)
+    assert len(whole.lanes) == 1
+    one = plan_for(graph, GROUP[:1], hardware=SHARED)
+    assert whole.cost.total == pytest.approx(one.cost.total / 2, rel=1e-6)
+    quarrel = replace(SHARED, alone_flops=1.2, alone_bandwidth=1.2)
+    assert len(plan_for(graph, GROUP, hardware=quarrel).lanes) == 2
+
+
+def test_a_use_is_judged_by_the_device_that_has_all_to_itself():
+    graph = decoder(4)
+    use = Use(lambda sequences, tokens: graph, lambda tokens, stages: tokens, new=8)
+    taken = {
+        times: plan_for(
+            graph, GROUP, use=use, hardware=replace(SHARED, alone_flops=times, alone_bandwidth=times), split_mode="auto"
+        )
+        for times in (1.0, 2.0)
+    }
+    assert [len(plan.lanes) for plan in taken.values()] == [2, 1]
+
+
+def test_layers_in_turn_take_what_a_device_takes_alone_and_gain_less_where_runs_follow_each_other():
+    graph = products(DType.F32, 4, 1)
+    plain = plan_for(graph, GROUP, hardware=SHARED, split_mode="layer")
+    shared = plan_for(graph, GROUP, hardware=replace(SHARED, alone_bandwidth=2.0), split_mode="layer")
+    assert shared.cost.total == pytest.approx(plain.cost.total / 2, rel=1e-3)
+    assert gain(plain) == pytest.approx(2.0, rel=0.01)
+    assert gain(shared) == pytest.approx(1.0, rel=0.01)
+
+
+def test_devices_that_work_at_once_are_not_alone():
+    def found(*devices: tuple[int, ...]) -> list[Stage]:
+        return [Stage(WORK, of, 0, 1, 0.0, 0.0, 1.0) for of in devices]
+
+    meeting = Stage("all_reduce", (0, 1), 1, 1, 0.0, 0.0, 1.0)
+    send = replace(meeting, op="send")
+    assert take_turns([*found((0,)), send, *found((1,))], 2)
+    assert not take_turns([*found((0, 1)), meeting, *found((0, 1))], 2)
+    assert not take_turns(found((0,), (1,)), 2)
+    graph = products(DType.F32, 4, 1)
+    plan = plan_for(graph, GROUP, hardware=replace(SHARED, alone_bandwidth=2.0), split_mode="tensor")
+    assert plan.cost == plan_for(graph, GROUP, hardware=SHARED, split_mode="tensor").cost
