@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
 import hocket
 from hocket import ops
+from hocket.backends.cpu import processor
 from hocket.backends.cpu.backend import CpuBackend
+from hocket.backends.cpu.kernels.attention import FEW
 from hocket.ops import REGISTRY
 
 VARIANTS = {
@@ -25,6 +31,10 @@ VARIANTS = {
 }
 ERROR = 4e-6
 """What float32 costs values of size 1 that are averaged."""
+TERMS_ERROR = 2.0**-15
+"""What it costs that weights have two terms, where values are of size 4 at most."""
+TILED = ("f16", "bf16", "q4_0")
+"""Caches that tiles multiply, where a processor has them."""
 
 
 def close(
@@ -42,6 +52,8 @@ def close(
     mask_heads: str = "one",
     softcap: float = 0.0,
     max_bias: float = 0.0,
+    cache: str = "f32",
+    error: float = ERROR,
 ) -> bool:
     """Whether compiled kernels alone compute attention of the last `tokens` of `keys` positions, twice the same."""
     rng = np.random.default_rng(tokens + keys)
@@ -63,18 +75,37 @@ def close(
     if sinks:
         given["sinks"] = rng.standard_normal(many).astype(np.float32)
     attrs = {"scale": max(1, sizes[0]) ** -0.5, "softcap": softcap, "max_bias": max_bias, "mask_heads": mask_heads}
+    kept = {name: given.pop(name) for name in ("k", "v")} if cache != "f32" else {}
     leaves = [
-        hocket.input(name, given[name].shape) if name in given else None for name in ("q", "k", "v", "mask", "sinks")
+        _rows(name, kept[name].shape, cache)
+        if name in kept
+        else hocket.input(name, given[name].shape)
+        if name in given
+        else None
+        for name in ("q", "k", "v", "mask", "sinks")
     ]
     backend = CpuBackend(threads)
     graph = hocket.Graph({"y": ops.attention(*leaves, **attrs)})
     run = hocket.load(hocket.scheduler.plan_for(graph, [(backend, backend.device(0))]), {})
+    for name, rows in kept.items():
+        run.store.state(name)[...] = rows.reshape(run.store.state(name).shape)
+        kept[name] = np.array(run.store.state(name)).reshape(rows.shape)
     found, again = (run.run(given)["y"] for _ in range(2))
-    exact = [None if leaf is None else given[leaf.node.name].astype(np.float64) for leaf in leaves]
-    assert "NumPy" not in {step.kernel for step in run.measure()[0]}
+    known = {**given, **kept}
+    exact = [known[name].astype(np.float64) if name in known else None for name in ("q", "k", "v", "mask", "sinks")]
+    kernels = {step.kernel for step in run.measure()[0]}
+    assert "NumPy" not in kernels
+    if cache in TILED and tokens >= FEW and processor.tiles():
+        assert f"attention_tiled.attend.{cache}.{cache}" in kernels
     return (
-        np.array_equal(found, again) and np.abs(found - REGISTRY["attention"].reference(*exact, **attrs)).max() < ERROR
+        np.array_equal(found, again) and np.abs(found - REGISTRY["attention"].reference(*exact, **attrs)).max() < error
     )
+
+
+def _rows(name: str, shape: tuple[int, ...], dtype: str) -> hocket.Value:
+    """A state of rows, seen as keys or values."""
+    batch, keys, heads, size = shape
+    return ops.reshape(hocket.state(name, (batch * keys, heads * size), dtype), shape=shape)
 
 
 @pytest.mark.long
@@ -112,3 +143,45 @@ def test_tokens_far_into_a_cache_skip_what_a_window_hides():
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_no_keys_at_all_give_zeros(tokens):
     assert close(tokens, (6, 2), 0, (16, 16), mask=False, sinks=True)
+
+
+@pytest.mark.long(every=4)
+@pytest.mark.parametrize("cache", TILED)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_reads_caches_of_fewer_bits(variant, cache):
+    """By tiles where the processor has them: blocks that are not full, tiles that nobody sees, several units."""
+    settings = {**VARIANTS[variant], "cache": cache, "error": TERMS_ERROR}
+    assert close(40, (6, 2), 300, (32, 32) if cache == "q4_0" else (40, 24), 2, **settings)
+
+
+@pytest.mark.long(every=4)
+@pytest.mark.parametrize("sizes", [(16, 16), (64, 64), (128, 128), (20, 7), (1, 1), (100, 72), (96, 130), (0, 16)])
+@pytest.mark.parametrize("tokens", [16, 33, 200])
+def test_heads_of_any_size_read_caches_of_fewer_bits(tokens, sizes):
+    assert close(tokens, (6, 2), tokens + 13, sizes, 2, cache="f16", error=TERMS_ERROR)
+
+
+@pytest.mark.parametrize("name", ["q", "v"])
+def test_no_number_makes_no_number(name):
+    """NaN in a query or a value reaches the tokens that see it."""
+    tokens, size = 40, 32
+    rows = {n: np.ones((tokens, size), np.float32) for n in ("q", "k", "v")}
+    rows[name][7] = np.nan
+    k, v = (ops.reshape(hocket.state(n, (tokens, size), "f16"), shape=(tokens, 1, size)) for n in ("k", "v"))
+    y = ops.attention(hocket.input("q", (tokens, 1, size)), k, v, scale=1.0)
+    run = hocket.load(hocket.plan(hocket.Graph({"y": y}), "cpu:0"), {})
+    for n in ("k", "v"):
+        run.store.state(n)[...] = rows[n]
+    lost = np.isnan(run.run({"q": rows["q"][:, None]})["y"]).all((1, 2))
+    assert lost.tolist() == [name == "v" or t == 7 for t in range(tokens)]
+
+
+@pytest.mark.long
+def test_tiles_that_are_emulated_attend():
+    """The tests above where a processor has no tiles: as if it had them."""
+    words = ["-m", "pytest", __file__, "-q", "-n", "0", "--most", "2", "-k", "fewer_bits or no_number"]
+    done = subprocess.run(
+        [sys.executable, *words], env={**os.environ, "HOCKET_AMX": "emulated"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "." in done.stdout.partition(" ")[0], "some ran"

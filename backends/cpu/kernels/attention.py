@@ -13,8 +13,9 @@ import numpy.typing as npt
 from ....ops.norms import alibi_slopes
 from ...base import contiguous_strides
 from ...operands import Bound, Operand, float_bits
+from .. import processor
 from ..steps import SHARED, Share, Steps
-from . import attention_few, attention_many
+from . import attention_few, attention_many, attention_tiled
 from .cells import CELLS
 from .products import stand_ins
 from .rows import UNARY_WORDS, rows_of, unary
@@ -145,10 +146,11 @@ def _attention(steps: Steps, call: Bound) -> bool:
     }
     reads = [x for x in (q, k, v, mask, sinks) if x is not None]
     if tokens >= FEW:
-        span = attention_many.span(units, shared, tokens, steps.threads)
-        each = attention_many.scratch_bytes(shared * span, size, width)
+        many = attention_tiled if processor.tiles() and attention_tiled.takes(k.dtype, v.dtype) else attention_many
+        span = many.span(units, shared, tokens, steps.threads)
+        each = many.scratch_bytes(shared * span, size, width)
         scratch = steps.scratch("attention", each * steps.threads)
-        kernel = attention_many.attend(k.dtype, v.dtype)
+        kernel = many.attend(k.dtype, v.dtype)
         common |= {"scratch": scratch.address, "scratch_bytes": each}
 
         def share(tickets: int) -> Share:

@@ -15,20 +15,23 @@ from ..simd.order import turn
 from ..simd.vectors import (
     LANES,
     add,
+    bits_to_float,
+    float_to_bits,
     fma,
-    largest,
+    lanes_above,
     load,
     load_long,
     load_scalar,
     load_some_or,
-    maximum,
-    minimum,
     mul,
+    no_ints,
+    or_int,
     splat,
     splat_from,
     store,
     store_long,
     sub,
+    where_nonzero,
     zeros,
     zeros_above,
     zeros_below,
@@ -152,18 +155,24 @@ def put_two(to, x, y):
 def survey(seen, step, tokens, s, keys, to):
     """Which keys of a tile each eight tokens may see, as words of bits.  Returns those that any may, and whether the
     mask is zero throughout."""
-    low, high, union = zeros(), zeros(), 0
+    marks, union, mask = no_ints(), 0, seen + 4 * s
+    whole = keys - s >= TILE and tokens >= BLOCK
     for first in range(0, BLOCK, ROWS):
         bits = 0
         for r in range(0, TILE, LANES):
             tops = splat(MINUS_INFINITY)
-            for t in range(first, min(tokens, first + ROWS)):
-                mask = mask_lanes(seen + t * step, s + r, keys)
-                low, high, tops = minimum(low, mask), maximum(high, mask), maximum(tops, mask)
+            if whole:
+                for t in range(first, first + ROWS):
+                    lanes = load(mask + t * step + 4 * r)
+                    marks, tops = or_int(marks, float_to_bits(lanes)), greater(lanes, tops)
+            else:
+                for t in range(first, min(tokens, first + ROWS)):
+                    lanes = mask_lanes(seen + t * step, s + r, keys)
+                    marks, tops = or_int(marks, float_to_bits(lanes)), greater(lanes, tops)
             bits |= seen_lanes(tops) << r
         store_long(to + first, bits)
         union |= bits
-    return union, largest(maximum(high, sub(zeros(), low))) == NONE
+    return union, lanes_above(where_nonzero(bits_to_float(marks), splat(ONE), zeros()), zeros()) == 0
 
 
 @part
@@ -266,9 +275,8 @@ def _take_tile(k: DType, v: DType) -> Part:
 
 
 @part
-def take_mask(seen, step, count, left, place):
-    """The mask of a tile with tokens as lanes."""
-    p, hidden = place[2], place[3]
+def take_mask(seen, step, count, left, p, hidden):
+    """The mask of a tile with tokens as lanes, by way of memory of as many rows."""
     copy_rows(seen, step, count, left, ONE, p, BLOCK, TILE, splat(MINUS_INFINITY))
     for r in range(0, TILE, LANES):
         turn(p + 4 * r, 4 * TILE, hidden + 4 * BLOCK * r, 4 * BLOCK)
@@ -311,7 +319,7 @@ def _meet_all(k: DType, v: DType) -> Part:
                     union, plain = survey(seen, step, count, s, keys, bits)
                     known = seen
                     if union != 0 and not plain:
-                        take_mask(seen + 4 * s, step, count, keys - s, place)
+                        take_mask(seen + 4 * s, step, count, keys - s, place[2], hidden)
                 if union != 0:
                     if not ready:
                         take_tile(a, heads, s, place)
