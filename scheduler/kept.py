@@ -60,8 +60,11 @@ def kept_plan(
     )
     file = None
     if _may_be_kept(graph, asked):
-        options = *options, None if use is None else _wanted(use, len(group))
-        file = _file(graph, asked, (*options, None if like is None else _lying(like)))
+        file = _file(
+            graph,
+            asked,
+            (*options, None if like is None else _lying(like), None if use is None else _wanted(use, len(group))),
+        )
     if file is not None and (data := recalled(file)) is not None:
         with suppress(KeyError, TypeError, ValueError, AttributeError, IndexError):
             return _named(_read(data, graph, asked), file)
