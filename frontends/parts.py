@@ -21,8 +21,6 @@ FEWEST = 64
 """Tokens of a part at least: a product of fewer takes longer for each of them."""
 A_DEVICE = 10
 """Parts for each device: while a pipeline fills and empties not all are busy, a tenth of the time at most."""
-GAIN = 1.1
-"""How many times as fast a pipeline has to be predicted to be."""
 
 Part = Sequence[list[int]]
 """The tokens of each sequence that are read together."""
@@ -37,7 +35,7 @@ def stages_that_follow(plan: Plan) -> int:
     """The devices or teams through which runs like that of `plan` follow each other; 1 where that gains nothing."""
     if len(plan.lanes) == 1:
         return 1
-    from ..scheduler import followed, gain
+    from ..scheduler.succession import GAIN, followed, gain
 
     return followed(plan) if gain(plan) >= GAIN else 1
 
@@ -52,7 +50,8 @@ def tokens_of_part(tokens: int, devices: int, most: int) -> int:
 def told(tokens: int, whole: Plan, plan_of: Callable[[int], Plan]) -> str:
     """How so many tokens of a prompt are read, why so, and what that takes as predicted; `whole` is the plan that reads
     all of them at once, ``plan_of(n)`` that of `n`."""
-    from ..scheduler import followed, gain, seconds_in_turn, stages_text, time_text
+    from ..scheduler import time_text
+    from ..scheduler.succession import GAIN, followed, gain, seconds_in_turn, stages_text
 
     stages, at_once = followed(whole), time_text(whole.cost.total)
     size = tokens_of_part(tokens, stages, tokens)

@@ -57,11 +57,14 @@ def kept_plan(
         tuple(place),
         hardware,
         None if host is None else host.hardware,
-        str(use),
     )
     file = None
     if _may_be_kept(graph, asked):
-        file = _file(graph, asked, (*options, None if like is None else _lying(like)))
+        file = _file(
+            graph,
+            asked,
+            (*options, None if like is None else _lying(like), None if use is None else _wanted(use, len(group))),
+        )
     if file is not None and (data := recalled(file)) is not None:
         with suppress(KeyError, TypeError, ValueError, AttributeError, IndexError):
             return _named(_read(data, graph, asked), file)
@@ -108,6 +111,12 @@ def _is_ours(kind: type) -> bool:
 def _lying(like: Plan) -> object:
     """What of a plan those like it follow."""
     return [*like.leaves.items()], sorted(like.cuts), like.shares, [v.node.name for v in like.graph.states]
+
+
+def _wanted(use: Use, devices: int) -> object:
+    """What a layout on up to so many devices is judged by: two uses in the same words may read other graphs."""
+    parts = [use.part_of(use.prompt, stages) for stages in range(1, devices + 1)] if use.prompt else []
+    return str(use), parts, [graph.digest() for graph in (use.graph_of(use.sequences, 1), use.evened)]
 
 
 def _file(graph: Graph, asked: Devices, options: object) -> Path:

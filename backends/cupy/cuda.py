@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, permutations
@@ -226,8 +227,13 @@ class CudaDriver:
         calls = [*self._calls(steps, on, capturing, side, may_be_early)]
         with capturing:
             capturing.begin_capture()
-            for call in calls:
-                call()
+            try:
+                for call in calls:
+                    call()
+            except BaseException:
+                with suppress(cuda.runtime.CUDARuntimeError):  # as the side may not have come back
+                    capturing.end_capture()  # or streams and threads go on as if what they do were captured
+                raise
             return partial(capturing.end_capture().launch, stream)
 
     def _calls(

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
+from ...graph.errors import PlanError
 from ...graph.graph import Graph, topological_order
 from ...graph.node import Node, Value
 from ...graph.records import dataclass
@@ -158,8 +159,9 @@ def _order(graph: Graph, later: Mapping[Node, list[Node]], *, in_turn: bool = Fa
     """Graph order, but each writer of a state after the readers of its old value, and what only a new state needs
     straight behind the last that it reads: at the end, where the graph has it, all that would still be kept.  What is
     sent goes at once, since somebody waits for it.  With `in_turn` a collective comes before what only the next one
-    needs."""
+    needs.  Raises `PlanError` where meetings are numbered against what they read."""
     done: dict[Node, None] = {}
+    begun: set[Node] = set()
     for root in together(graph):
         stack = [root]
         while stack:
@@ -170,6 +172,12 @@ def _order(graph: Graph, later: Mapping[Node, list[Node]], *, in_turn: bool = Fa
             read, before = [v.node for v in node.inputs], later.get(node, [])
             waiting = [n for n in ((*before, *read) if in_turn else (*read, *before)) if n not in done]
             if waiting:
+                begun.add(node)
+                if (first := next((n for n in waiting if n in begun), None)) is not None:
+                    raise PlanError(
+                        f"{first!r} would wait for itself: meetings come in the order of their numbers, and one of a "
+                        "lower number reads what comes of one of a higher; number them as they follow from each other"
+                    )
                 stack.extend(reversed(waiting))
             else:
                 done[node] = None

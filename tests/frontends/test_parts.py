@@ -15,6 +15,7 @@ from hocket.frontends.open import open_model
 from hocket.frontends.parts import FEWEST, tokens_of_part
 from hocket.frontends.session import Group, Session
 from hocket.graph import StepError
+from hocket.scheduler import succession
 
 from ..given.devices.faulty import FaultyCpu
 from ..given.models.goldens import TINY, nmse, path_of, tokens_of
@@ -178,7 +179,7 @@ def prompt_lines(capsys, *words):
 
 def test_what_gains_too_little_is_read_as_one_and_one_device_has_nothing_to_say(capsys, monkeypatch):
     monkeypatch.setattr(parts, "FEWEST", FEWEST)
-    monkeypatch.setattr(parts, "GAIN", 2.5)
+    monkeypatch.setattr(succession, "GAIN", 2.5)
     (line,) = prompt_lines(capsys, "--devices", "cpu:0,cpu:1", "--split-mode", "layer", "-b", "256")
     why = r"steps that follow each other are 1\.\d\d times as fast, and have to be 2\.5 times as fast"
     assert re.fullmatch(rf"prompt: 256 tokens are read as one, predicted to take T; {why}", line)

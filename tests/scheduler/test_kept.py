@@ -12,6 +12,7 @@ from hocket.backends.base import group_of
 from hocket.backends.cpu.backend import CpuBackend
 from hocket.scheduler import Executor, Plan, Store, kept, kept_plan, planner
 from hocket.scheduler.telling.as_json import plan_to_json
+from hocket.scheduler.uses import Use
 
 from ..given.graphs.random_graphs import seeded_graph
 
@@ -62,6 +63,19 @@ def test_it_runs(plans):
         store.bind("w", w, graph.weights[0].spec, plan.leaves["w"])
         np.testing.assert_allclose(Executor(plan, store).run({"x": x})["y"], x @ w.T, rtol=1e-5, atol=1e-5)
     assert len(plans) == 1
+
+
+def test_a_plan_for_one_use_is_not_taken_for_another_in_the_same_words(plans):
+    group, graphs = group_of(["cpu:0", "cpu:1"]), [seeded_graph(seed) for seed in (3, 4)]
+
+    def use(graph, part):
+        return Use(lambda sequences, tokens: graph, lambda tokens, stages: part, prompt=64, new=8)
+
+    uses = [use(graphs[0], 64), use(graphs[0], 64), use(graphs[0], 32), use(graphs[1], 64)]
+    assert len({str(each) for each in uses}) == 1
+    for each, planned in zip(uses, (1, 1, 2, 3), strict=True):
+        kept_plan(graphs[0], group, use=each)
+        assert len(plans) == planned
 
 
 def test_what_is_damaged_foreign_or_of_another_form_is_planned_anew(plans, tmp_path):

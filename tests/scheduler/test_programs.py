@@ -14,9 +14,15 @@ import hocket
 from hocket import ops
 from hocket.backends import find
 from hocket.graph import Graph, PlanError, constant, input, state, weight
+from hocket.ops.collective import COLLECTIVES, all_reduce
 from hocket.scheduler import Executor, Store, load, plan, plan_for
 from hocket.scheduler.lowering.arena import ALIGNMENT, Lifetime, place, place_by_runs
+from hocket.scheduler.lowering.lower import lower
+from hocket.scheduler.verifier.plan import plan_faults
 from hocket.scheduler.verifier.program import check, faults
+
+from ..given.graphs.layered import perceptron
+from ..given.plans.ways import SLOW
 
 
 def counter(step: int = 1):
@@ -98,6 +104,32 @@ def test_runs_share_bytes_and_keep_theirs_in_turn_above_what_lasts():
     arena = place_by_runs(wanted, [-1, 0, 0, 1, 1, 2, 2])
     assert arena.offsets == (0, 256, 256, 256 + 640, 256 + 640 + 128, 256)
     assert arena.nbytes == 256 + 640 + 128 + 384
+
+
+@pytest.mark.parametrize("backend", ["reference", "null"])
+def test_meetings_that_are_numbered_against_what_they_read_are_refused(backend):
+    first = all_reduce(input("x", (2, 4)), sequence=1, name="late")
+    second = all_reduce(ops.silu(first), sequence=0, name="early")
+    on = find(f"{backend}:0")
+    with pytest.raises(PlanError, match=r"%late = all_reduce.* would wait for itself: meetings come in the order"):
+        lower(Graph({"y": second}), *on)
+
+
+def test_a_program_whose_meetings_are_numbered_against_its_steps_is_refused():
+    group = [find("reference:0"), find("reference:1")]
+    made = plan_for(perceptron(2), group, split_mode="tensor", hardware=SLOW)
+    numbers = [i.attrs["sequence"] for i in made.lanes[0].program.instructions if i.op in COLLECTIVES]
+    assert numbers == [0, 1, 2]
+
+    def turned(program):
+        steps = [
+            dataclasses.replace(i, attrs={**i.attrs, "sequence": 2 - i.attrs["sequence"]}) if i.op in COLLECTIVES else i
+            for i in program.instructions
+        ]
+        return dataclasses.replace(program, instructions=tuple(steps))
+
+    lanes = tuple(dataclasses.replace(lane, program=turned(lane.program)) for lane in made.lanes)
+    assert any("runs after" in why for why in plan_faults(dataclasses.replace(made, lanes=lanes)))
 
 
 def test_states_can_trade_places():

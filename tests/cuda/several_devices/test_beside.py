@@ -22,7 +22,7 @@ from hocket.ops.collective import COLLECTIVES
 from hocket.scheduler import load
 
 from ...given.devices.emulation import needs_compiler
-from ...given.devices.fake_cupy import Stream, fake_cupy
+from ...given.devices.fake_cupy import Stream, StreamError, fake_cupy
 from ...given.plans.branches import branches_on
 from ...given.plans.grouped import weights_of
 
@@ -223,3 +223,31 @@ def test_a_graph_without_one_of_its_waits_is_found(planted, on_devices, monkeypa
 
 def test_a_graph_with_a_sum_at_its_side_gives_the_same_bits_in_any_order(on_devices):
     runs_right(on_devices, wanted())
+
+
+def at_the_side(stream):
+    return stream.priority is not None
+
+
+def while_the_side_is_away(stream):
+    return stream.priority is None and len(stream.capture.streams) > 1
+
+
+@pytest.mark.parametrize("where", [at_the_side, while_the_side_is_away])
+def test_a_launch_that_fails_while_a_graph_is_made_is_told_and_no_stream_goes_on_capturing(
+    where, on_devices, monkeypatch
+):
+    want, put, streams = wanted(), Stream.put, []
+
+    def failing(stream, run):
+        if stream.is_capturing and not streams and where(stream):
+            streams.extend(stream.capture.streams)
+            raise StreamError("no such launch")
+        put(stream, run)
+
+    monkeypatch.setattr(Stream, "put", failing)
+    with pytest.raises(BackendError, match=r"on cuda:\d: .*: no such launch"):
+        runs_right(on_devices, want)
+    assert len(streams) > 1
+    assert not any(stream.is_capturing for stream in streams)
+    runs_right(on_devices, want)
