@@ -15,7 +15,7 @@ from hocket.backends.base import Device
 from hocket.backends.cupy import cuda, hip
 from hocket.backends.cupy.device import hiprtc, nvrtc
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver
-from hocket.backends.cupy.kernels import tiled
+from hocket.backends.cupy.kernels.products import tiled
 from hocket.backends.cupy.table import SOURCES
 
 from ..given.devices.emulation import needs_compiler

@@ -11,8 +11,8 @@ import hocket
 from hocket.backends.base import group_of
 from hocket.backends.cpu.backend import CpuBackend
 from hocket.scheduler import Executor, Plan, Store, kept, kept_plan, planner
+from hocket.scheduler.choosing.uses import Use
 from hocket.scheduler.telling.as_json import plan_to_json
-from hocket.scheduler.uses import Use
 
 from ..given.graphs.random_graphs import seeded_graph
 

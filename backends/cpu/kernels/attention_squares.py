@@ -36,7 +36,7 @@ STEP = 32
 to be done; its bytes."""
 FRESH, MORE, DONE = 1, 2, 4
 """Of the sums: before, they begin at zero, or at what is in their place; after, they are put there."""
-QUERIES, WEIGHTS = 3, 2
+QUERIES, WEIGHTS = 3, 3
 """Terms of float32 on the right: an error of a query counts times the size of a score."""
 store_query, store_weight = store_terms(QUERIES), store_terms(WEIGHTS)
 

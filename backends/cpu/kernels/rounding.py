@@ -17,7 +17,7 @@ from ....graph.dtypes import DType
 from ...base import Tensor
 from ...operands import Operand
 from ..compiler import kernel, part
-from ..simd.bf16 import store_left, store_rounded
+from ..simd.bf16 import store_left, store_rest, store_rounded
 from ..simd.halves import both_and_second, largest_magnitudes, of_first, of_second, store_pair, totals
 from ..simd.tiles import ITS_BITS, ONE_AND_A_HALF, RECORD, SCALES, STARTS, SUMS
 from ..simd.vectors import (
@@ -50,9 +50,9 @@ SHORT = 0xFFFFFFFC
 SMALLEST, RAISE = np.float32(1e-38), np.float32(2.0**64)
 """A scale below it is raised before it is inverted: its inverse would be no number."""
 
-TILED, TWICE, THRICE = -1, -2, -3
-"""Tiles of bfloat16: the nearest; that and what is left, by 2^-17 of it at most; those and the nearest again.  Minus
-how many tiles they are."""
+TILED, TERMS, TERMS_AGAIN = -1, -3, -5
+"""Tiles of bfloat16: the nearest; that, what is left, and what that leaves, which is all of a float32; those and the
+first two again.  Minus how many tiles they are."""
 TALL, LINE = 32, 2 * COLUMNS
 """Rows side by side in tiles, and bytes of a block of one."""
 
@@ -109,10 +109,12 @@ def round_one(a, at, i, b, x):
         if kind < 0:
             line = to + i // TALL * pitch + (b * -kind * TALL + i % TALL) * LINE
             store_rounded(line, load(x), load(x + 64))
-            if kind <= TWICE:
+            if kind <= TERMS:
                 store_left(line + TALL * LINE, load(x), load(x + 64))
-            if kind == THRICE:
-                store_rounded(line + 2 * TALL * LINE, load(x), load(x + 64))
+                store_rest(line + 2 * TALL * LINE, load(x), load(x + 64))
+            if kind == TERMS_AGAIN:
+                store_rounded(line + 3 * TALL * LINE, load(x), load(x + 64))
+                store_left(line + 4 * TALL * LINE, load(x), load(x + 64))
         else:
             round_block(x, to + i * pitch + b * RECORD, kind)
 

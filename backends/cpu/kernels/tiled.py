@@ -2,7 +2,7 @@
 
 Two groups of a weight, or one of each of two weights, are expanded, some columns at a time, and meet 32 rows of
 activations after 32 others: two tiles of these times two of the weight, whose four sums stay in registers.  A weight is
-rounded as an activation is, by 2^-9 of it at most.
+rounded as an activation is, by 2^-8 of it at most.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Products of many rows of activations with weights of float16 or bfloat16 by tiles of AMX, in terms of bfloat16.
 
-Activations are the sum of two terms, but for 2^-17 of each at most.  A weight of bfloat16 is one term, which meets
-both; one of float16 is exactly two, of which the second meets the first term of activations alone: what is left out is
-2^-16 of a product at most.  Terms are columns of their own.
+Activations are the sum of three terms.  A weight of bfloat16 is one term, which meets all; one of float16 is exactly
+two, of which the second meets the first two terms of activations: what is left out is 2^-24 of a product at most, as in
+float32.  Terms are columns of their own.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from ..simd.order import turn_floats
 from ..simd.vectors import LANES
 from ..steps import Steps
 from .formats import COLUMNS
-from .rounding import LINE, THRICE, TWICE
+from .rounding import LINE, TERMS, TERMS_AGAIN
 from .tiled import BLOCK, LEAST, add, product_of
 
 
 @part
 def expand_bf16(to, group, stride, left, first, last, n):
-    """Each block for both terms of activations."""
+    """Each block for all terms of activations."""
     for block in range(first, last):
-        turn_floats(group + block // 2 * LINE, stride, left, LANES, to)
+        turn_floats(group + block // 3 * LINE, stride, left, LANES, to)
         to += BLOCK
 
 
 @part
 def expand_f16(to, group, stride, left, first, last, n):
-    """The first term of each block for both of activations, and the second for the first of these."""
+    """The first term of each block for all of activations, and the second for the first two of these."""
     for block in range(first, last):
-        if block % 3 == 2:
-            turn_left(group + block // 3 * LINE, stride, left, to)
+        if block % 5 >= 3:
+            turn_left(group + block // 5 * LINE, stride, left, to)
         else:
-            turn_nearest(group + block // 3 * LINE, stride, left, to)
+            turn_nearest(group + block // 5 * LINE, stride, left, to)
         to += BLOCK
 
 
-KINDS = {DType.BF16: (TWICE, expand_bf16), DType.F16: (THRICE, expand_f16)}
+KINDS = {DType.BF16: (TERMS, expand_bf16), DType.F16: (TERMS_AGAIN, expand_f16)}
 """How activations are rounded that meet a type, and how its weights are expanded."""
 
 

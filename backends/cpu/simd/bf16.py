@@ -94,6 +94,12 @@ def store_left(b, p, low, high):
     store_rounded.body(b, p, _left(b, low), _left(b, high))
 
 
+@intrinsic(NOTHING, ADDRESS, FLOATS, FLOATS)
+def store_rest(b, p, low, high):
+    """What is left of 32 float32 when the nearest two bfloat16 are taken off, as bfloat16, in order."""
+    store_rounded.body(b, p, _left(b, _left(b, low)), _left(b, _left(b, high)))
+
+
 def _turn_halves(term: Callable[[Any, Any], Any]) -> Intrinsic:
     """``(source, step, rows, to)``: a term of up to 16 rows `step` bytes apart of 32 float16, rounded, as a tile of a
     weight.  The last row stands for rows that are not there."""
