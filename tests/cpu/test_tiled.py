@@ -20,7 +20,7 @@ from ..given.packed_rows import call, near, packed, room, target_of
 from ..given.random_rows import random_rows
 
 RNG = np.random.default_rng(11)
-OF_TILES = ["test_tiled.py", "test_tiled_experts.py", "test_tiled_dense.py"]
+OF_TILES = ["test_tiled.py", "test_tiled_experts.py"]
 
 
 def test_the_worked_example():

@@ -85,7 +85,7 @@ def emit_of(kind: str) -> Part:
 
 def tiled_units_of(form: Format, kind: str) -> Part:
     """`Way.units` by tiles of AMX."""
-    meet = tiled.meet_of(tiled.expand_of(form), emit_of(kind), 1)
+    meet = tiled.meet_of(form, emit_of(kind), 1)
 
     def units(a, mine, block, chunk, stop, y, step, ahead):
         stride, columns, x, pitch = ARGS.stride(a), ARGS.columns(a), ARGS.x(a), ARGS.pitch(a)

@@ -14,7 +14,7 @@ from ..compiler import Kernel, Part, part
 from ..simd.tiles import RECORD, SUMS, VECTORS, Tile, load_codes, store_codes, tile
 from ..simd.vectors import MANY, load, store, sub, vectors_in_registers
 from ..steps import Steps, like
-from . import dense, matrices, tiled, tiled_dense
+from . import dense, matrices, tiled
 from .formats import COLUMNS, FORMATS, ROWS, UNIT, Format
 from .grouped import Blocks, Slots, add_product, fetch, in_order, is_dealt, product_of
 from .rounding import TILED, Wanted, rounded, rounded_bytes
@@ -214,9 +214,6 @@ def slots_fit(call: Bound) -> bool:
 def bind_product(steps: Steps, call: Bound, slots: Slots) -> None:
     """A product with a weight of any type."""
     w, x = call.operand(0), call.operand(1)
-    if tiled_dense.fits(call):
-        tiled_dense.bind(steps, call)
-        return
     if w.dtype not in FORMATS:
         dense.bind(steps, call, steps.stand_ins(x) or [x] * steps.threads, slots)
         return

@@ -1,7 +1,7 @@
 """Activations rounded as products with packed weights read them: alone, or while they are made.
 
 Most read 8 bits in blocks of 16, with a scale each; those of `tiled` bfloat16, 32 rows of 32 columns side by side.  The
-kind of rounding is one number: what is subtracted from each code of the weight, or `TILED` and the like.
+kind of rounding is one number: what is subtracted from each code of the weight, or `TILED`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ....graph.dtypes import DType
 from ...base import Tensor
 from ...operands import Operand
 from ..compiler import kernel, part
-from ..simd.bf16 import store_left, store_rest, store_rounded
+from ..simd.bf16 import store_rounded
 from ..simd.halves import both_and_second, largest_magnitudes, of_first, of_second, store_pair, totals
 from ..simd.tiles import ITS_BITS, ONE_AND_A_HALF, RECORD, SCALES, STARTS, SUMS
 from ..simd.vectors import (
@@ -50,9 +50,7 @@ SHORT = 0xFFFFFFFC
 SMALLEST, RAISE = np.float32(1e-38), np.float32(2.0**64)
 """A scale below it is raised before it is inverted: its inverse would be no number."""
 
-TILED, TERMS, TERMS_AGAIN = -1, -3, -5
-"""Tiles of bfloat16: the nearest; that, what is left, and what that leaves, which is all of a float32; those and the
-first two again.  Minus how many tiles they are."""
+TILED = -1
 TALL, LINE = 32, 2 * COLUMNS
 """Rows side by side in tiles, and bytes of a block of one."""
 
@@ -106,15 +104,8 @@ def round_one(a, at, i, b, x):
     """Round block `b` of row `i`, which stands at `x`, as the words from `at` on say."""
     for k in range(word(a, at)):
         to, pitch, kind = word(a, at + 1 + 3 * k), word(a, at + 2 + 3 * k), word(a, at + 3 + 3 * k)
-        if kind < 0:
-            line = to + i // TALL * pitch + (b * -kind * TALL + i % TALL) * LINE
-            store_rounded(line, load(x), load(x + 64))
-            if kind <= TERMS:
-                store_left(line + TALL * LINE, load(x), load(x + 64))
-                store_rest(line + 2 * TALL * LINE, load(x), load(x + 64))
-            if kind == TERMS_AGAIN:
-                store_rounded(line + 3 * TALL * LINE, load(x), load(x + 64))
-                store_left(line + 4 * TALL * LINE, load(x), load(x + 64))
+        if kind == TILED:
+            store_rounded(to + i // TALL * pitch + (b * TALL + i % TALL) * LINE, load(x), load(x + 64))
         else:
             round_block(x, to + i * pitch + b * RECORD, kind)
 
@@ -124,8 +115,8 @@ def round_one(a, at, i, b, x):
 
 def rounded_bytes(rows: int, columns: int, kind: int) -> int:
     """Records [rows, columns / 32], or tiles [rows / 32, columns / 32]; of columns from the first of a block on."""
-    if kind < 0:
-        return -(-rows // TALL) * (columns // COLUMNS) * TALL * LINE * -kind
+    if kind == TILED:
+        return -(-rows // TALL) * (columns // COLUMNS) * TALL * LINE
     return rows * (columns // COLUMNS) * RECORD
 
 

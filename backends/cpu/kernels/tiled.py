@@ -53,12 +53,12 @@ def kind_of(call: Bound) -> int:
 
 
 def expand_of(form: Format) -> Part:
-    """``(to, group, stride, left, first, last, n)``: blocks of a group of `n`, from the first to before the last."""
+    """``(to, group, first, last, n)``: blocks of a group of `n`, from the first to before the last."""
     codes, scales, biases, nbytes, width = form.codes, form.scales, form.biases, form.nbytes, form.planes[0]
     high = form.planes[1] if len(form.planes) > 1 else 0
     lines = -(-nbytes // 64)
 
-    def expand(to, group, stride, left, first, last, n):
+    def expand(to, group, first, last, n):
         for block in range(first, last):
             fetch(group + block * nbytes, lines, AHEAD, AHEAD)
             start = block // UNIT * UNIT
@@ -80,16 +80,15 @@ def squares_of(columns):
     return min(MOST, ROOM // min(WIDE, columns // COLUMNS))
 
 
-def meet_of(expand: Part, emit: Part, each: int) -> Part:
+def meet_of(form: Format, emit: Part, each: int) -> Part:
     """``(mine, w, v, squares, left, stride, columns, x, pitch, chunk, stop, to, step, ahead)``: rows from `chunk` to
     before `stop` meet two groups for each of so many `squares`: `each` of the rows at `w`, the others of those at `v`.
     `left` rows exist.  Groups that are `ahead` bytes on, and rows of activations that come next, are fetched to the
     second cache meanwhile.
 
-    `expand` is as `expand_of` has it.  ``emit(mine, sums, rows, left, to, step)`` takes what comes out for `rows` rows,
-    in the first four registers.
+    ``emit(mine, sums, rows, left, to, step)`` takes what comes out for `rows` rows, in the first four registers.
     """
-    unit = tiles()
+    unit, expand = tiles(), expand_of(form)
     clear_0, clear_1, clear_2, clear_3 = unit.clear[:4]
     load_0, load_1, load_2, load_3, load_x, load_y, load_u, load_v = unit.load
     store_0, store_1, store_2, store_3 = unit.store[:4]
@@ -106,11 +105,9 @@ def meet_of(expand: Part, emit: Part, each: int) -> Part:
             first, last = n * number // passes, n * (number + 1) // passes
             for k in range(squares):
                 block = mine + EXPANDED + k * (last - first) * BLOCK
-                present = left - k * each * ROWS
-                expand(block, w + k * apart, stride, present, first, last, n)
-                present -= (each - 1) * ROWS
-                if present > 0:
-                    expand(block + TILE, v + k * apart, stride, present, first, last, n)
+                expand(block, w + k * apart, first, last, n)
+                if left > (k * each + each - 1) * ROWS:
+                    expand(block + TILE, v + k * apart, first, last, n)
             sums = mine + SUMS
             for i in range(chunk, stop, TALL):
                 block, coming = mine + EXPANDED, x + (i // TALL + 1) * pitch + first * BLOCK
@@ -187,16 +184,11 @@ ARGS = words("w stride rows columns x pitch count y step scratch tickets")
 
 @cache
 def product(form: Format) -> Kernel:
-    """A product whose weight is packed."""
-    return product_of(f"tiled.product.{form.dtype}", expand_of(form))
-
-
-def product_of(name: str, expand: Part) -> Kernel:
     """``y[i] = w @ x[i]`` for `count` rows, whose tiles are at `x`, `pitch` bytes from 32 of them to the next.
 
     Bytes: `stride` of a row of w, `step` from row to row of y, `SCRATCH` for each thread.
     """
-    meet, configure, release = meet_of(expand, put_of(), 2), tiles().configure, tiles().release
+    meet, configure, release = meet_of(form, put_of(), 2), tiles().configure, tiles().release
 
     def body(a, thread, threads):
         stride, rows, count, step, tickets = ARGS.stride(a), ARGS.rows(a), ARGS.count(a), ARGS.step(a), ARGS.tickets(a)
@@ -219,19 +211,14 @@ def product_of(name: str, expand: Part) -> Kernel:
         release(mine)
         return 0
 
-    return Kernel(name, body)
+    return Kernel(f"tiled.product.{form.dtype}", body)
 
 
 def bind(steps: Steps, call: Bound, stride: int) -> None:
     """A product whose weight is packed, its rows `stride` bytes long."""
-    add(steps, call, product(FORMATS[call.operand(0).dtype]), stride, TILED)
-
-
-def add(steps: Steps, call: Bound, kernel: Kernel, stride: int, kind: int) -> None:
-    """The step of a product of activations that are rounded in a kind of tiles."""
     w, x, y = call.operand(0), call.operand(1), call.out
-    dealt, columns = is_dealt(steps, call), w.shape[-1]
-    tiled = rounded(steps, x, kind, for_all=dealt)[0]
+    form, dealt, columns = FORMATS[w.dtype], is_dealt(steps, call), w.shape[-1]
+    tiled = rounded(steps, x, TILED, for_all=dealt)[0]
     memory = steps.scratch("tiled", SCRATCH * steps.threads)
 
     def share(tickets: int) -> Share:
@@ -239,9 +226,9 @@ def add(steps: Steps, call: Bound, kernel: Kernel, stride: int, kind: int) -> No
             w=w.address,
             stride=stride,
             rows=y.shape[-1],
-            columns=columns * -kind,
+            columns=columns,
             x=tiled.address,
-            pitch=rounded_bytes(1, columns, kind),
+            pitch=rounded_bytes(1, columns, TILED),
             count=math.prod(y.shape[:-1]),
             y=y.address,
             step=y.row_step,
@@ -251,6 +238,6 @@ def add(steps: Steps, call: Bound, kernel: Kernel, stride: int, kind: int) -> No
         return Share(words, [w, tiled], [y])
 
     if dealt:
-        steps.add_pieces(kernel, share)
+        steps.add_pieces(product(form), share)
     elif y.shape[-1]:
-        steps.deal(kernel, [share(0)])
+        steps.deal(product(form), [share(0)])

@@ -21,7 +21,7 @@ from .products import bytes_of
 from .rounding import LINE, TALL, TILED, Target, round_one, rounded, rounded_bytes
 from .rows import put
 from .tickets import draw, settle
-from .tiled import BLOCK, CHUNK, MOST, SCRATCH, expand_of, meet_of, put_of, squares_of
+from .tiled import BLOCK, CHUNK, MOST, SCRATCH, meet_of, put_of, squares_of
 
 PACE = MOST * 2 * ROWS * 4 + 64
 """Bytes from row to row of what comes out, so that rows do not all lie in the same places of the nearest cache."""
@@ -88,7 +88,7 @@ def product_of(name: str, form: Format, emit: Part, each: int) -> Kernel:
     `weights` are two weights, or one and its second group of rows; `x` are activations in tiles; `scratch` is
     `scratch_bytes` for each thread; other words that `grouped.product_of` has, too, mean the same.
     """
-    meet, configure, release = meet_of(expand_of(form), emit, each), tiles().configure, tiles().release
+    meet, configure, release = meet_of(form, emit, each), tiles().configure, tiles().release
 
     def body(a, thread, threads):
         stride, between, rows, columns = ARGS.stride(a), ARGS.between(a), ARGS.rows(a), ARGS.columns(a)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 
 from ..processor import features
 from . import vectors as simd
-from .order import turned
 from .tiles import CODES, members
-from .vectors import ADDRESS, FLOATS, INTS, LANES, NOTHING, Intrinsic, intrinsic, ints_of, llvm_type
+from .vectors import ADDRESS, FLOATS, INTS, LANES, NOTHING, intrinsic, ints_of, llvm_type
 
 _i16, _i32 = map(ir.IntType, (16, 32))
 _F, _I = llvm_type(FLOATS), llvm_type(INTS)
@@ -80,45 +78,6 @@ def store_rounded(b, p, low, high):
     """32 float32 as bfloat16, in order."""
     shorts = _rounded(b, low, high)
     b.store(shorts, b.inttoptr(p, shorts.type.as_pointer()), align=2)
-
-
-def _left(b: Any, v: Any) -> Any:
-    """What is left of a vector when the nearest bfloat16 is taken off; nothing of what is infinite."""
-    near = b.bitcast(_upper(b, v), _F)
-    return b.select(b.fcmp_ordered("==", v, near), ir.Constant(_F, [0.0] * LANES), b.fsub(v, near))
-
-
-@intrinsic(NOTHING, ADDRESS, FLOATS, FLOATS)
-def store_left(b, p, low, high):
-    """What is left of 32 float32, as bfloat16, in order."""
-    store_rounded.body(b, p, _left(b, low), _left(b, high))
-
-
-@intrinsic(NOTHING, ADDRESS, FLOATS, FLOATS)
-def store_rest(b, p, low, high):
-    """What is left of 32 float32 when the nearest two bfloat16 are taken off, as bfloat16, in order."""
-    store_rounded.body(b, p, _left(b, _left(b, low)), _left(b, _left(b, high)))
-
-
-def _turn_halves(term: Callable[[Any, Any], Any]) -> Intrinsic:
-    """``(source, step, rows, to)``: a term of up to 16 rows `step` bytes apart of 32 float16, rounded, as a tile of a
-    weight.  The last row stands for rows that are not there."""
-
-    @intrinsic(NOTHING, *[ADDRESS] * 4)
-    def turn_term(b, source, step, rows, to):
-        last = b.sub(rows, ir.Constant(rows.type, 1))
-        vectors = []
-        for i in (ir.Constant(rows.type, i) for i in range(LANES)):
-            row = b.add(source, b.mul(step, b.select(b.icmp_signed("<", i, last), i, last)))
-            halves = [simd.load_half.body(b, b.add(row, ir.Constant(row.type, 32 * k))) for k in range(2)]
-            vectors.append(b.bitcast(_rounded(b, *(term(b, v) for v in halves)), _F))
-        for i, column in enumerate(turned(b, vectors)):
-            simd.store.body(b, b.add(to, ir.Constant(to.type, 64 * i)), column)
-
-    return turn_term
-
-
-turn_nearest, turn_left = _turn_halves(lambda _, v: v), _turn_halves(_left)
 
 
 @intrinsic(NOTHING, ADDRESS, CODES, *[FLOATS] * 4)
