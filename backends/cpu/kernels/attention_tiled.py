@@ -68,8 +68,8 @@ from .tickets import draw, settle
 JOBS = 24
 """Of a unit that meet a tile one after another, more or less."""
 HALVES = TILE // SIDE
-DEEP = QUERIES * PANEL
-"""Bytes of a square of queries."""
+DEEP, HEAVY = QUERIES * PANEL, WEIGHTS * PANEL
+"""Bytes of a square of queries, and of one of weights."""
 QUERY, RESULT, STATE, HIDDEN, WHOSE, FIRST, LAST = range(0, 56, 8)
 JOB = 64
 """Where a job has the squares of its queries and its results; its highest scores and sums of weights; its mask, or 0;
@@ -102,9 +102,10 @@ def span(units: int, shared: int, tokens: int, threads: int) -> int:
 def scratch_bytes(rows: int, size: int, width: int) -> int:
     """Of a thread, as `places` lays it out; `rows`: heads of a group times tokens of a unit."""
     deep, wide = max(1, math.ceil(size / SIDE)), math.ceil(width / SIDE)
-    squares = HALVES * (deep + wide + 4) + deep + 2
+    squares, weights = HALVES * (deep + wide + 2) + deep + 2, 2 * HALVES * HEAVY
     lists = HALVES * (STEPS * (deep + wide) + 1) * STEP + 64
-    return NBYTES + SQUARE * squares + lists + rows // BLOCK * (DEEP * deep + SQUARE * (wide + HALVES) + STATES + JOB)
+    job = DEEP * deep + SQUARE * (wide + HALVES) + STATES + JOB
+    return NBYTES + SQUARE * squares + weights + lists + rows // BLOCK * job
 
 
 @part
@@ -123,7 +124,7 @@ def places(a, thread):
     values = keys + HALVES * deep * SQUARE
     scores = values + HALVES * wide * SQUARE
     weights = scores + 2 * HALVES * SQUARE
-    between = weights + 2 * HALVES * SQUARE
+    between = weights + 2 * HALVES * HEAVY
     bits = between + (deep + 2) * SQUARE
     steps = bits + 64
     queries = steps + HALVES * (STEPS * (deep + wide) + 1) * STEP
@@ -209,7 +210,7 @@ def _list_results(v: DType) -> Part:
             for half in range(low, high):
                 a, b, first, last = (
                     values + (w * HALVES + half) * SQUARE,
-                    weights + half * SQUARE,
+                    weights + half * HEAVY,
                     half == low,
                     half == high - 1,
                 )
@@ -286,7 +287,7 @@ def _soften() -> Part:
         sums, more = load(state + 128), load(state + 192)
         pace, due, whole = (end - stop) // STEP, 0, (last - first) * LANES * STEP
         for half in range(first, last):
-            to, rows = weights + half * SQUARE, p + half * SQUARE
+            to, rows = weights + half * HEAVY, p + half * SQUARE
             for r in range(rows, rows + SQUARE, 2 * ROW):
                 due += pace * STEP
                 while due >= whole:
@@ -308,17 +309,16 @@ def _meet(k: DType, v: DType) -> Part:
         mine, keys, values, scores, weights, _, _, steps, _, _, _, _ = place
         deep, wide = max(1, squares_of(ARGS.size(a))), squares_of(ARGS.width(a))
         for i in range(count + 2):
-            end, job, even = steps, jobs + i * JOB, i % 2 * HALVES * SQUARE
-            odd = HALVES * SQUARE - even
+            end, job, even, odd = steps, jobs + i * JOB, i % 2 * HALVES, (i + 1) % 2 * HALVES
             if i < count:
-                end = list_scores(end, job, keys, scores + even, deep)
+                end = list_scores(end, job, keys, scores + even * SQUARE, deep)
             if i >= 2:
-                end = list_results(end, job - 2 * JOB, values, weights + even, wide)
+                end = list_results(end, job - 2 * JOB, values, weights + even * HEAVY, wide)
             if end > steps:
                 end_steps(end)
                 start(mine, steps)
             if 0 < i <= count:
-                soften(a, mine, job - JOB, scores + odd, weights + odd, steps, end)
+                soften(a, mine, job - JOB, scores + odd * SQUARE, weights + odd * HEAVY, steps, end)
             else:
                 take(mine, steps, end)
 
