@@ -58,15 +58,13 @@ def test_a_product_is_that_of_rounded_weights_and_activations(dtype: DType, rows
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("without", "tests"), [("", ["test_steps.py", *OF_TILES]), ("avx512bf16", []), ("avx512", OF_TILES)]
+    ("without", "tests"), [("", ["test_steps.py", *OF_TILES]), ("avx512bf16", OF_TILES[:1]), ("avx512", OF_TILES)]
 )
 def test_emulated_tiles_compute_the_same(without: str, tests: list[str]):
-    """Products, chains and threads of whole steps where plain vector code stands for AMX; the kit's products."""
+    """Products, chains and threads of whole steps where plain vector code stands for AMX."""
     surroundings = {**os.environ, "HOCKET_AMX": "emulated", "HOCKET_WITHOUT": without}
     files = [os.path.join(os.path.dirname(__file__), name) for name in tests]
-    run = ["pytest", "-q", "-x", "-n", "0", "--most", "4", "-k", "not emulated", *files]
-    if not files:
-        run = ["hocket", "check", "--backend", "cpu", "-j", "1", "--op", "mul_mat|glu"]
+    run = ["pytest", "-q", "-x", "-n", "0", "--most", "2", "-k", "not emulated", *files]
     done = subprocess.run([sys.executable, "-m", *run], env=surroundings, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
 
