@@ -75,7 +75,7 @@ def test_units_of_slots_are_rounded_where_they_are_made(dtype: DType, rows: int,
     prompt = Prompt(dtype, rows, columns, 300, 1)
     weights, y = [packed(dtype, raw, columns) for raw in prompt.raw], np.full((600, rows), np.nan, np.float32)
     tiles, pitch = room(rounded_bytes(600, rows, TILED)), rounded_bytes(1, rows, TILED)
-    prompt.run(pairs_experts.pair(FORMATS[dtype], "reglu"), weights, y, (1, tiles, pitch, TILED))
+    prompt.run(pairs_experts.pair_experts(FORMATS[dtype], "reglu"), weights, y, (1, tiles, pitch, TILED))
     (gate, gate_size), (up, up_size) = (prompt.products(raw) for raw in prompt.raw)
     bound = 3e-6 * (np.abs(gate) * up_size + np.abs(up) * gate_size + 1e-5 * gate_size * up_size) + 1e-30
     assert (np.abs(y - np.maximum(gate, 0) * up) <= bound).all()

@@ -37,6 +37,7 @@ from ..simd.vectors import (
     zeros_below,
 )
 from ..words import words
+from .amx import Operation, nothing
 from .cells import CELLS, Cells
 from .rows import put
 from .scores import (
@@ -350,29 +351,43 @@ def put_results(a, heads, start, end, place):
             results += 4 * BLOCK * wide
 
 
-@cache
-def attend(k: DType, v: DType) -> Kernel:
-    """Some blocks of tokens of a group of heads at a time, with keys of type `k` and values of type `v`; the last ones
-    come first, since they see most."""
-    meet_all = _meet_all(k, v)
+def in_spans(
+    name: str, places: Part, take: Part, meet_all: Part, put: Part, begin: Operation, end: Operation
+) -> Kernel:
+    """Some blocks of tokens of a group of heads at a time; the last ones come first, since they see most.
+
+    ``places(a, thread)`` says where a thread keeps what; ``take(a, heads, start, stop, place)`` takes the queries of
+    tokens, ``meet_all(a, heads, start, stop, key, place)`` lets them meet the tile of keys that begins there, and
+    ``put``, like `take`, writes results.  ``begin(memory)`` comes before, ``end(memory)`` after all; both get what
+    stands first in `places`.
+    """
 
     def body(a, thread, threads):
         tokens, units, span, place = ARGS.tokens(a), ARGS.units(a), ARGS.span(a), places(a, thread)
         tickets, spans = ARGS.tickets(a), (tokens + span - 1) // span
         piece, mine = 0, draw(tickets, 0)
+        begin(place[0])
         for number in range(spans):
             start = (spans - 1 - number) * span
-            end = min(tokens, start + span)
+            stop = min(tokens, start + span)
             for unit in range(units):
                 if piece == mine:
                     heads = ARGS.heads(a) + unit * ARGS.shared(a) * HEAD
-                    take_queries(a, heads, start, end, place)
+                    take(a, heads, start, stop, place)
                     for s in range(0, ARGS.keys(a), TILE):
-                        meet_all(a, heads, start, end, s, place)
-                    put_results(a, heads, start, end, place)
+                        meet_all(a, heads, start, stop, s, place)
+                    put(a, heads, start, stop, place)
                     mine = draw(tickets, piece + 1)
                 piece += 1
         settle(tickets, mine, piece, threads)
+        end(place[0])
         return 0
 
-    return Kernel(f"attention_many.attend.{k}.{v}", body)
+    return Kernel(name, body)
+
+
+@cache
+def attend(k: DType, v: DType) -> Kernel:
+    """With keys of type `k` and values of type `v`."""
+    name = f"attention_many.attend.{k}.{v}"
+    return in_spans(name, places, take_queries, _meet_all(k, v), put_results, nothing, nothing)

@@ -38,7 +38,7 @@ from ..simd.vectors import (
     zeros_below,
 )
 from .amx import tiles
-from .attention_many import ARGS, BLOCK, TILE, copy_rows, put_two, survey, take_mask
+from .attention_many import ARGS, BLOCK, TILE, copy_rows, in_spans, put_two, survey, take_mask
 from .attention_squares import (
     DONE,
     FRESH,
@@ -63,7 +63,6 @@ from .attention_squares import (
 from .attention_squares import TILE as GROUP
 from .rows import put
 from .scores import HEAD, LOWEST, MASK, NONE, ONE, OUT, SLOPE, K, Q, V, finished, greater, power, sink_of
-from .tickets import draw, settle
 
 JOBS = 24
 """Of a unit that meet a tile one after another, more or less."""
@@ -395,29 +394,6 @@ def put_results(a, heads, start, end, place):
 
 @cache
 def attend(k: DType, v: DType) -> Kernel:
-    """Some blocks of tokens of a group of heads at a time, with keys of type `k` and values of type `v`; the last ones
-    come first, since they see most."""
-    meet_all, configure, release = _meet_all(k, v), tiles().configure, tiles().release
-
-    def body(a, thread, threads):
-        tokens, units, span, place = ARGS.tokens(a), ARGS.units(a), ARGS.span(a), places(a, thread)
-        tickets, spans = ARGS.tickets(a), (tokens + span - 1) // span
-        piece, mine = 0, draw(tickets, 0)
-        configure(place[0])
-        for number in range(spans):
-            start = (spans - 1 - number) * span
-            end = min(tokens, start + span)
-            for unit in range(units):
-                if piece == mine:
-                    heads = ARGS.heads(a) + unit * ARGS.shared(a) * HEAD
-                    take_queries(a, heads, start, end, place)
-                    for s in range(0, ARGS.keys(a), TILE):
-                        meet_all(a, heads, start, end, s, place)
-                    put_results(a, heads, start, end, place)
-                    mine = draw(tickets, piece + 1)
-                piece += 1
-        settle(tickets, mine, piece, threads)
-        release(place[0])
-        return 0
-
-    return Kernel(f"attention_tiled.attend.{k}.{v}", body)
+    """With keys of type `k` and values of type `v`."""
+    unit, name = tiles(), f"attention_tiled.attend.{k}.{v}"
+    return in_spans(name, places, take_queries, _meet_all(k, v), put_results, unit.configure, unit.release)

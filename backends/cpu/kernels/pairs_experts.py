@@ -19,24 +19,24 @@ from .rounding import TILED
 
 
 @cache
-def pair(form: Format, kind: str) -> Kernel:
+def pair_experts(form: Format, kind: str) -> Kernel:
     """``y[i] = unit(gate[expert of slot i] @ x[row of slot i], up[...] @ x[...])``."""
     return tiled_experts.product_of(f"pairs_experts.pair.{form.dtype}.{kind}", form, emit_of(kind), 1)
 
 
 def _pair(flow: Flow, number: int) -> Chain:
-    found = pair_of(flow, number)
-    first = found.products[0]
+    pair = pair_of(flow, number)
+    first = pair.products[0]
     need(first.op == "mul_mat_id" and tiled.kind_of(first) == TILED, "few rows meet a weight as it lies")
-    return Chain(found.numbers, partial(_add, found=found))
+    return Chain(pair.numbers, partial(_add, pair=pair))
 
 
-def _add(steps: Steps, found: Pair) -> None:
-    first, wanted = found.products[0], wanted_of(steps, found.call)
-    kernel, slots = pair(FORMATS[first.operand(0).dtype], found.kind), sorted_slots(steps, first)
+def _add(steps: Steps, pair: Pair) -> None:
+    first, wanted = pair.products[0], wanted_of(steps, pair.call)
+    kernel, slots = pair_experts(FORMATS[first.operand(0).dtype], pair.kind), sorted_slots(steps, first)
     records = wanted.records(steps, shared=True)
-    to = wanted.target(found.call.out if wanted.floats else None, wanted.passing(steps)[0], records[0])
-    tiled_experts.add(steps, kernel, found.products, found.begins, slots, to)
+    to = wanted.target(pair.call.out if wanted.floats else None, wanted.passing(steps)[0], records[0])
+    tiled_experts.add(steps, kernel, pair.products, pair.begins, slots, to)
     wanted.remember(steps, records)
 
 
