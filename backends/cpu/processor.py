@@ -72,7 +72,8 @@ def target() -> Target:
     without = tuple(name for name in os.environ.get("HOCKET_WITHOUT", "").split(",") if name)
     host, cpu = llvm.get_host_cpu_features(), str(llvm.get_host_cpu_name())
     features = MappingProxyType({n: there and not n.startswith(without) for n, there in host.items()})
-    digest = hashlib.sha256(repr((cpu, sorted(features.items()))).encode()).hexdigest()
+    what = (cpu, sorted(features.items()), os.environ.get("HOCKET_AMX", ""))  # all that code depends on
+    digest = hashlib.sha256(repr(what).encode()).hexdigest()
     return Target(f"{cpu}-{digest[:12]}", llvm.get_default_triple(), cpu, features)
 
 

@@ -276,6 +276,13 @@ def test_features_that_are_left_out_are_not_used(monkeypatch: pytest.MonkeyPatch
     assert not any(there for name, there in features.items() if name.startswith("avx"))
 
 
+def test_code_with_tiles_of_the_processor_is_not_taken_where_they_are_emulated(monkeypatch: pytest.MonkeyPatch):
+    """What was compiled at installation is found by the name of the target alone."""
+    native = processor.target.__wrapped__().name
+    monkeypatch.setenv("HOCKET_AMX", processor.EMULATED)
+    assert processor.target.__wrapped__().name != native
+
+
 def test_kernels_for_other_processors_run_where_their_features_are(monkeypatch: pytest.MonkeyPatch):
     wide, v3, arm = processor.SHIPPED
     assert v3.runs_on(wide)
