@@ -22,8 +22,8 @@ from ..steps import Share, Steps
 from ..words import words
 from .tickets import draw, settle
 
-ROWS = LANES
-"""Rows of the weight in a group: a lane each, so that no sum crosses lanes."""
+ROWS, PAIR = LANES, 2 * LANES
+"""Rows of the weight in a group, a lane each, so that no sum crosses lanes; and in two groups."""
 NONE = np.float32(0)
 MANY_ROWS = 32
 """Rows of activations from which on threads rather share a product evenly than go on with the columns that they have
@@ -40,7 +40,8 @@ class Blocks:
     block that is expanded at `p`, and `span` bytes on for the next group, and begins at byte `at` of the rows `r`.
     ``few(n)`` is ``(to, group, stride, left, columns, x, near, far)``, which stores the products of a group with n rows
     of activations: `to` and `x` are addresses, as `Tile.chosen` has them, `near` and `far` how many bytes ahead the
-    weight is fetched to the first and the second cache.
+    weight is fetched to the first and the second cache.  ``few_of_two(n)`` is the same for two groups, of which the
+    second may not be there, where registers have room for four rows of them.
 
     At most `wide` blocks are expanded at a time, which `chunk` rows of activations meet before they are expanded again.
     Rows that would leave a tile with `left_over` or fewer meet the weight as it lies, and so do all of them where they
@@ -60,6 +61,7 @@ class Blocks:
     expand: Part
     add: Part
     few: Callable[[int], Part]
+    few_of_two: Callable[[int], Part] | None = None
 
     @property
     def span(self) -> int:
@@ -104,10 +106,10 @@ def row_of(slot, used, shared):
     return slot // used * shared + slot % used % shared
 
 
-def at_once(blocks: Blocks, rows: int, least: int) -> Part:
-    """``(i, end, ...) -> i``: so many `rows` of activations at once meet a group of the weight as it lies, from slot
-    `i` on while `least` or more are left; the slot behind them."""
-    chosen, few = tile(rows, 1).chosen, blocks.few(rows)
+def at_once(rows: int, least: int, few: Part) -> Part:
+    """``(i, end, ...) -> i``: so many `rows` of activations at once meet `few` groups of the weight, from slot `i` on
+    while `least` or more are left; the slot behind them."""
+    chosen = tile(rows, 1).chosen
 
     def meet(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, near, far):
         while i + least <= end:
@@ -116,6 +118,31 @@ def at_once(blocks: Blocks, rows: int, least: int) -> Part:
             few(to, at, stride, left, columns, r, near, far)
             i += rows
         return i
+
+    return part(meet)
+
+
+@part
+def meet_none(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, near, far):
+    """What `at_once` gives where registers have no room for so many rows."""
+    return i
+
+
+def lying_of(blocks: Blocks) -> Part:
+    """``(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, near, far)``: slots from `i` to
+    before `end` meet a weight as it lies, `PAIR` rows from `at` on, of which `left` exist."""
+    two, one = at_once(2, 2, blocks.few(2)), at_once(1, 1, blocks.few(1))
+    many = vectors_in_registers() == MANY
+    four = at_once(4, 3, blocks.few(4)) if many else two
+    of_two = at_once(4, 3, blocks.few_of_two(4)) if many and blocks.few_of_two else meet_none
+
+    def meet(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, near, far):
+        i = of_two(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, near, far)
+        for row in range(0, min(left, PAIR), ROWS):
+            p, to, n, j = at + row * stride, y + 4 * row, left - row, i
+            j = four(j, end, slots, used, shared, x, pitch, to, step, p, stride, n, columns, near, far)
+            j = two(j, end, slots, used, shared, x, pitch, to, step, p, stride, n, columns, near, far)
+            one(j, end, slots, used, shared, x, pitch, to, step, p, stride, n, columns, near, far)
 
     return part(meet)
 
@@ -166,9 +193,7 @@ def product_of(name: str, blocks: Blocks) -> Kernel:
     are elsewhere, and in all, then slots in that order (int32).  A token has so many slots `used`, and so many rows
     `shared` by them.  Threads take groups of the weight as they come where there are `tickets` (`tickets.draw`).
     """
-    meet = many_at_once(blocks)
-    two, one = at_once(blocks, 2, 2), at_once(blocks, 1, 1)
-    four = at_once(blocks, 4, 3) if vectors_in_registers() == MANY else two
+    meet, lie = many_at_once(blocks), lying_of(blocks)
     scratch, tall, tile_groups, many = blocks.scratch, blocks.rows, blocks.groups, blocks.chunk
     left_over, lying = blocks.left_over, blocks.lying
 
@@ -193,12 +218,10 @@ def product_of(name: str, blocks: Blocks) -> Kernel:
                         meet(a, expanded, matrix, group, chunk, min(last, chunk + many), coming)
                         mine = draw(tickets, piece + 1)
                     piece += 1
-            for group in range(groups if last < end else 0):
+            for row in range(0, rows if last < end else 0, PAIR):
                 if piece == mine:
-                    left, at, to = rows - group * ROWS, matrix + group * ROWS * stride, y + group * ROWS * 4
-                    i = four(last, end, slots, used, shared, x, pitch, to, step, at, stride, left, columns, near, far)
-                    i = two(i, end, slots, used, shared, x, pitch, to, step, at, stride, left, columns, near, far)
-                    one(i, end, slots, used, shared, x, pitch, to, step, at, stride, left, columns, near, far)
+                    left, at, to = rows - row, matrix + row * stride, y + 4 * row
+                    lie(last, end, slots, used, shared, x, pitch, to, step, at, stride, left, columns, near, far)
                     mine = draw(tickets, piece + 1)
                 piece += 1
         settle(tickets, mine, piece, threads)

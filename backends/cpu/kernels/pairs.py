@@ -1,4 +1,4 @@
-"""Two products of the same activations and the gated unit of both, for one row each: neither product is written.
+"""Two products of the same activations and the gated unit of both, for few rows: neither product is written.
 
 Each thread computes its rows of one weight, then those of the other, and then the unit of what came out: weights are
 read from one end to the other, since processors fetch two streams in turn a third more slowly.
@@ -17,7 +17,6 @@ from ...flow import Flow
 from ...operands import Bound, Operand, need
 from ..compiler import Kernel
 from ..fetching import ahead
-from ..simd.tiles import tile
 from ..simd.vectors import load, load_int, zeros
 from ..steps import Chain, Fused, Share, Steps
 from ..words import words
@@ -25,16 +24,13 @@ from .experts import sorted_slots
 from .formats import FORMATS, Format
 from .functions import GATED
 from .gated import UNITS, operands_of
-from .grouped import ROWS, bounds_of, in_order, is_dealt, row_of
-from .products import bytes_of, few_of, is_compiled, wanted_of
+from .grouped import PAIR, ROWS, bounds_of, in_order, is_dealt, lying_of
+from .products import blocks_of, bytes_of, is_compiled, wanted_of
 from .rounding import Target, round_row, rounded, rounded_bytes
 from .rows import put
 
-MOST = {"mul_mat": 1, "mul_mat_id": 2}
-"""So many tokens at most: more of them read a weight at once, and two seldom choose the same expert."""
-
 ARGS = words(
-    "weights[2] stride between rows columns x pitch starts experts used shared sums[2] y step passing near far "
+    "weights[2] stride between rows columns x pitch starts experts used shared sums[2] wide y step passing near far "
     "rounding[*]"
 )
 """`rounding` is that of `rounding.Target`."""
@@ -45,31 +41,33 @@ ROUNDING = ARGS.start("rounding")
 def pair_few(form: Format, kind: str) -> Kernel:
     """``y[i] = unit(gate[expert of slot i] @ x[row of slot i], up[...] @ x[...])``, also rounded.
 
-    `weights` are gate and up, `sums` memory for whole groups of either product; words that `grouped.product_of` has,
-    too, mean the same.
+    `weights` are gate and up, `sums` memory for whole groups of either product, `wide` bytes for each slot; words that
+    `grouped.product_of` has, too, mean the same.
     """
-    one_row, few, unit = tile(1, 1).rows, few_of(form, 1), GATED[kind]
+    lie, unit = lying_of(blocks_of(form)), GATED[kind]
 
     def body(a, thread, threads):
         stride, between, rows, columns = ARGS.stride(a), ARGS.between(a), ARGS.rows(a), ARGS.columns(a)
         x, pitch, starts, experts = ARGS.x(a), ARGS.pitch(a), ARGS.starts(a), ARGS.experts(a)
         used, shared, y, step = ARGS.used(a), ARGS.shared(a), ARGS.y(a), ARGS.step(a)
         slots, near, far = starts + 4 * (experts + 2), ARGS.near(a), ARGS.far(a)
-        gate, up = ARGS.sums(a, 0), ARGS.sums(a, 1)
+        gate, up, wide = ARGS.sums(a, 0), ARGS.sums(a, 1), ARGS.wide(a)
         for expert in range(experts + 1):
-            for i in range(load_int(starts + 4 * expert), load_int(starts + 4 * (expert + 1))):
+            start, end = load_int(starts + 4 * expert), load_int(starts + 4 * (expert + 1))
+            for k in range(2 if expert < experts and start < end else 0):
+                matrix, sums = ARGS.weights(a, k) + expert * between, ARGS.sums(a, k)
+                for row in range(0, rows, PAIR):
+                    at, to, left = matrix + row * stride, sums + 4 * row, wide // 4 - row
+                    lie(start, end, slots, used, shared, x, pitch, to, wide, at, stride, left, columns, near, far)
+            for i in range(start, end):
                 slot = load_int(slots + 4 * i)
-                row, to = one_row(x + row_of(slot, used, shared) * pitch, 0, 1), y + slot * step
-                for k in range(2 if expert < experts else 0):
-                    matrix, sums = ARGS.weights(a, k) + expert * between, ARGS.sums(a, k)
-                    for first in range(0, rows, ROWS):
-                        at, product = matrix + first * stride, one_row(sums + 4 * first, 0, 1)
-                        few(product, at, stride, ROWS, columns, row, near, far)
-                for first in range(0, rows, ROWS):
+                to = y + slot * step
+                for c in range(0, rows, ROWS):
                     if expert < experts:
-                        put(to, first, rows, unit(load(gate + 4 * first), load(up + 4 * first)))
+                        at = slot * wide + 4 * c
+                        put(to, c, rows, unit(load(gate + at), load(up + at)))
                     else:
-                        put(to, first, rows, zeros())
+                        put(to, c, rows, zeros())
                 round_row(a, ROUNDING, slot, to, rows)
         return 0
 
@@ -104,7 +102,8 @@ def _pair(flow: Flow, number: int) -> Chain:
     pair = pair_of(flow, number)
     first = pair.products[0]
     x, given = first.operand(1), 2 if first.op == "mul_mat_id" else 1
-    need(math.prod(x.shape[:-given]) <= MOST[first.op], "several rows meet a weight at once, which is read once")
+    lying = blocks_of(FORMATS[first.operand(0).dtype]).lying
+    need(math.prod(x.shape[:-given]) <= lying, "many rows meet a weight that is expanded for them")
     return Chain(pair.numbers, partial(_add_pair, pair=pair))
 
 
@@ -117,17 +116,18 @@ def _add_pair(steps: Steps, pair: Pair) -> None:
     q = rounded(steps, x, form.zero, for_all=dealt)
     records, bounds = wanted.records(steps, shared=True), bounds_of(call, 2 * ROWS, steps.threads if dealt else 1)
     targets = wanted.targets(steps, records, bounds)
-    sums = 4 * -(-max(end - start for start, end in pairwise(bounds)) // ROWS) * ROWS
-    memory = steps.scratch("pair", 2 * sums * steps.threads)
-    near, far = ahead(w.dtype)
+    count, rows = math.prod(y.shape[:-1]), max(end - start for start, end in pairwise(bounds))
+    wide = 4 * -(-rows // ROWS) * ROWS
+    memory = steps.scratch("pair", 2 * count * wide * steps.threads)
+    near, far = ahead(w.dtype, several=count > slots.experts)
 
     def share(thread: int, to: Target) -> Share:
-        low, count = bounds[thread], bounds[thread + 1] - bounds[thread]
+        low, own = bounds[thread], bounds[thread + 1] - bounds[thread]
         words = ARGS(
             weights=[at + low * stride for at in pair.begins],
             stride=stride,
             between=between,
-            rows=count,
+            rows=own,
             columns=w.shape[-1],
             x=q[thread].address,
             pitch=rounded_bytes(1, w.shape[-1], form.zero),
@@ -135,7 +135,8 @@ def _add_pair(steps: Steps, pair: Pair) -> None:
             experts=slots.experts,
             used=slots.used,
             shared=slots.shared,
-            sums=[memory.address + (2 * thread + k) * sums for k in range(2)],
+            sums=[memory.address + (2 * thread + k) * count * wide for k in range(2)],
+            wide=wide,
             y=to.floats.address,
             step=to.step,
             passing=to.between,

@@ -84,31 +84,44 @@ def add_one_of(form: Format, rows: Tile) -> Part:
     return part(add_one)
 
 
-def add_pair_of(form: Format, rows: Tile) -> Part:
-    """`Blocks.add` of two groups."""
+def add_two_of(form: Format, rows: Tile) -> Part:
+    """``(acc, u, v, scales_u, scales_v, biases_u, biases_v, r, at) -> acc``: as `add_of`, for blocks of two groups."""
     scaled, biased, centred = rows.scaled, rows.biased, form.zero != 0
     low, high = rows.centred if centred else rows.dots
     scaled_low, scaled_high = rows.scaled_half
     if form.halves:
 
-        def add(acc, p, r, at):
-            u, v, s, f = load_codes(p), load_codes(p + GROUP), p + SCALES, p + GROUP + SCALES
-            acc = scaled_low(acc, low(u, v, r, at), load(s), load(f), r, at)
-            acc = scaled_high(acc, high(u, v, r, at), load(s + 64), load(f + 64), r, at)
+        def add(acc, u, v, s, f, m, o, r, at):
+            acc = scaled_low(acc, low(u, v, r, at), s[0], f[0], r, at)
+            acc = scaled_high(acc, high(u, v, r, at), s[1], f[1], r, at)
             if centred:
                 return acc
-            m, o = load(p + BIASES), load(p + GROUP + BIASES)
-            acc = biased(acc, m, o, r, at + SUMS)
-            more, other = load(p + BIASES + 64), load(p + GROUP + BIASES + 64)
-            return biased(acc, sub(more, m), sub(other, o), r, at + SUMS + 4)
+            acc = biased(acc, m[0], o[0], r, at + SUMS)
+            return biased(acc, sub(m[1], m[0]), sub(o[1], o[0]), r, at + SUMS + 4)
     else:
 
-        def add(acc, p, r, at):
-            u, v = load_codes(p), load_codes(p + GROUP)
-            acc = scaled(acc, low(u, v, r, at), high(u, v, r, at), load(p + SCALES), load(p + GROUP + SCALES), r, at)
-            return acc if centred else biased(acc, load(p + BIASES), load(p + GROUP + BIASES), r, at + SUMS)
+        def add(acc, u, v, s, f, m, o, r, at):
+            acc = scaled(acc, low(u, v, r, at), high(u, v, r, at), s[0], f[0], r, at)
+            return acc if centred else biased(acc, m[0], o[0], r, at + SUMS)
 
     return part(add)
+
+
+@part
+def load_two(p):
+    return load(p), load(p + 64)
+
+
+def add_pair_of(form: Format, rows: Tile) -> Part:
+    """`Blocks.add` of two groups."""
+    add = add_two_of(form, rows)
+
+    def add_pair(acc, p, r, at):
+        q = p + GROUP
+        scales, biases = load_two(p + SCALES), load_two(p + BIASES)
+        return add(acc, load_codes(p), load_codes(q), scales, load_two(q + SCALES), biases, load_two(q + BIASES), r, at)
+
+    return part(add_pair)
 
 
 def few_of(form: Format, count: int) -> Part:
@@ -136,6 +149,34 @@ def few_of(form: Format, count: int) -> Part:
     return part(few)
 
 
+def few_of_two(form: Format, count: int) -> Part:
+    """`Blocks.few_of_two`: what is loaded of rows meets both groups, since loads take longer than products here."""
+    rows = tile(count, 2, form.known)
+    codes, scales, biases, nbytes, width = form.codes, form.scales, form.biases, form.nbytes, form.planes[0]
+    high = form.planes[1] if len(form.planes) > 1 else 0
+    zeros, put, add = rows.zeros, rows.put, add_two_of(form, rows)
+    lines = nbytes // 64
+    more = (nbytes - 64 * lines) * UNIT // 64
+
+    def few(to, group, stride, left, columns, x, near, far):
+        n, acc, apart = columns // COLUMNS, zeros(), ROWS * stride if left > ROWS else 0
+        for first in range(0, n, UNIT):
+            count, passed = min(UNIT, n - first), first * nbytes
+            planes = group + passed  # and as much of the other group: what is fetched ahead lies behind both
+            second = planes + count * 64 * width
+            last = second + count * 64 * high
+            fetch(planes + passed, 2 * more, near, far)
+            for b in range(count):
+                p, h = planes + b * 64 * width, second + b * 64 * high
+                fetch(planes + passed + 128 * (more + b * lines), 2 * lines, near, far)
+                u, v = codes(p, h), codes(p + apart, h + apart)
+                s, f, m, o = scales(last, b), scales(last + apart, b), biases(last, b), biases(last + apart, b)
+                acc = add(acc, u, v, s, f, m, o, x, (first + b) * RECORD)
+        put(to, acc, left)
+
+    return part(few)
+
+
 @cache
 def blocks_of(form: Format) -> Blocks:
     """A tile is as many rows of activations and groups as registers have room for: what is loaded is used at least
@@ -144,8 +185,8 @@ def blocks_of(form: Format) -> Blocks:
     some = tile(rows, groups, form.known)
     add, slow = (add_pair_of if groups == 2 else add_one_of)(form, some), form.halves or len(form.planes) > 1
     lying = 8 if slow else 16  # codes that are unpacked slowly are worth keeping sooner
-    expand, few = expand_of(form), partial(few_of, form)
-    return Blocks(COLUMNS, RECORD, EXPANDED, WIDE, CHUNK, rows, groups, 2, lying, expand, add, few)
+    expand, few, two = expand_of(form), partial(few_of, form), partial(few_of_two, form) if groups == 2 else None
+    return Blocks(COLUMNS, RECORD, EXPANDED, WIDE, CHUNK, rows, groups, 2, lying, expand, add, few, two)
 
 
 @cache
