@@ -10,6 +10,7 @@ from ...backends.abilities import overlaps
 from ...graph.errors import GraphError, PlanError
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
+from ...graph.repeats import Repeats, repeats_of
 from ..layout import REPLICATE, Layout, Local
 from ..lowering.lane import Devices, lanes_of
 from ..machines.hardware import Hardware
@@ -82,6 +83,10 @@ class Planning:
     def search(self) -> Search:
         return Search(self.graph, Factors(self.graph))
 
+    @cached_property
+    def repeats(self) -> Repeats | None:
+        return repeats_of(self.graph)
+
     @property
     def factors(self) -> Factors:
         return self.search.factors
@@ -138,7 +143,7 @@ class Planning:
         works, the others of the group wait."""
         hardware = self.hardware if len(self.group) == 1 else self.hardware.alone
         first = Planning(self.graph, self.group[:1], (), hardware)
-        first.doubt = self.doubt
+        first.doubt, first.repeats = self.doubt, self.repeats
         if not self.wished and not unable([self.graph], [{}], self.group[:1]):
             return first.whole()
         base = {
@@ -151,7 +156,8 @@ class Planning:
         time."""
         if (
             not self.doubt
-            and (short := repeated(self.graph, self.group, frozenset(), (1.0,), self.hardware)) is not None
+            and (short := repeated(self.graph, self.repeats, self.group, frozenset(), (1.0,), self.hardware))
+            is not None
         ):
             return Plan(self.graph, short.lanes, short.leaves, short.outputs, frozenset(), reasons, self.hardware)
         leaves = {n.name: REPLICATE for n in self.graph.nodes if n.is_leaf}
@@ -255,7 +261,7 @@ class Planning:
         if devices == len(self.group):
             return self
         few = Planning(self.graph, self.group[:devices], (), self.hardware, use=self.use)
-        few.search, few.doubt = self.search, self.doubt
+        few.search, few.doubt, few.repeats = self.search, self.doubt, self.repeats
         return few
 
     def over(self, plan: Plan, graph: Graph) -> Plan:
@@ -307,7 +313,8 @@ class Planning:
         if self.wished or self.doubt or decided(self.graph, self.group):
             return None
         every = all_cuts_of(self.graph, self.factors, choice.factors)
-        if (made := repeated(self.graph, self.group, every, self.proportions, self.hardware, lies)) is None:
+        made = repeated(self.graph, self.repeats, self.group, every, self.proportions, self.hardware, lies)
+        if made is None:
             return None
         cuts, shares = cuts_of(self.graph, self.factors, choice.factors, made.leaves), tuple(self.shares)
 
