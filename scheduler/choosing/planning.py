@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from ...backends.abilities import overlaps
 from ...graph.errors import GraphError, PlanError
@@ -15,12 +15,12 @@ from ..layout import REPLICATE, Layout, Local
 from ..lowering.lane import Devices, lanes_of
 from ..machines.hardware import Hardware
 from ..plan import Cuts, Host, Plan
-from ..sharding.assign import assign
+from ..sharding.assign import Assignment, assign
 from ..sharding.axes import Factor
-from ..sharding.chunks import COUNTS, in_chunks, tokens_of
+from ..sharding.chunks import COUNTS, WHOLE, Chunks, laid_in_chunks, tokens_of
 from ..sharding.emit import Sharded, shard
 from ..sharding.factors import Factors
-from ..sharding.layers import NOTHING_HELD, even_shares, layer_split, placed_like
+from ..sharding.layers import NOTHING_HELD, Placement, even_shares, layer_split, placed_like
 from ..sharding.layers import place as place_nodes
 from ..sharding.pins import (
     NO_PINS,
@@ -37,9 +37,9 @@ from ..sharding.pins import (
     unable,
     wished,
 )
-from ..sharding.rows import GAIN, assign_rows
+from ..sharding.rows import GAIN, with_less_work, with_rows
 from ..sharding.search import NO_LEAVES, Choice, Search, all_cuts_of, cuts_of, deal, factors_at
-from ..sharding.teams import Teams, compose, stages_like, teams_by, teams_like
+from ..sharding.teams import Composed, Teams, compose, stages_like, teams_by, teams_like
 from ..spelling import spelled_out
 from .fits import by_memory, shortage, spilled
 from .repeating import Repeated, repeated
@@ -108,10 +108,7 @@ class Planning:
         """Over weights and states that lie on the devices already."""
         if (teams := teams_like([lane.program for lane in earlier.lanes])) is not None:
             where = stages_like(self.graph, earlier.leaves, teams)
-            sharded, cuts = compose(
-                self.graph, where, teams, earlier.cuts, self.proportions, self.hardware, earlier.leaves
-            )
-            return self._plan(self._able(sharded), cuts, ("an earlier plan's layout",), {})
+            return self._composed(where, teams, earlier.cuts, ("an earlier plan's layout",), earlier.leaves)
         held = lying(self.graph, earlier.leaves)
         stored = [earlier.leaves[v.node.name] for v in (*earlier.graph.weights, *earlier.graph.states)]
         if stored and all(isinstance(layout, Local) for layout in stored):
@@ -248,13 +245,37 @@ class Planning:
         held = self.shares or by_memory([device for _, device in self.group])
         where = layer_split(self.graph, [sum(held[d] for d in team) for team in teams])
         cuts = all_cuts_of(self.graph, self.factors, choice.factors)
-        sharded, made = compose(self.graph, where, teams, cuts, self.proportions, self.hardware)
         shown = [", ".join(self.names[d] for d in (team[0], team[-1])) for team in teams]
         notes = [f"stage {s} of the layers is on {name}" for s, name in enumerate(shown)]
-        plan = self._plan(self._able(sharded), made, (*choice.considered, *notes), {})
+        plan = self._composed(where, teams, cuts, (*choice.considered, *notes))
         if teams_like([lane.program for lane in plan.lanes]) is None:
             raise PlanError("split mode layer,tensor finds nothing to cut within a stage; use layer")
         return plan
+
+    def _composed(
+        self,
+        where: Placement,
+        teams: Teams,
+        cuts: Cuts,
+        why: tuple[str, ...],
+        earlier: Mapping[str, Layout] | None = None,
+    ) -> Plan:
+        """The nodes in stages, each cut among its team."""
+
+        def composed(chunks: Chunks = WHOLE) -> Composed:
+            return compose(self.graph, where, teams, cuts, self.proportions, self.hardware, earlier, chunks)
+
+        def chunked(deals: bool, count: int, note: str) -> Plan | None:
+            made = composed(Chunks(count, deals))
+            if unable(made.sharded.graphs, made.sharded.origins, self.group):
+                return None
+            return self._plan(made.sharded, made.cuts, (*why, note), {})
+
+        first = composed()
+        plan = self._plan(self._able(first.sharded), first.cuts, why, {})
+        if not overlaps(self.group) or not first.has_tokens:
+            return plan
+        return _in_chunks(plan, [partial(chunked, deals) for deals in (False, True)])
 
     def first(self, devices: int) -> Planning:
         """The same for the first devices of the group."""
@@ -283,8 +304,8 @@ class Planning:
             return pins if nodes or pins.leaves else NO_PINS
 
         def build(nodes: Mapping[Node, Pin]) -> tuple[Mapping[Node, Pin], Sharded]:
-            pins, devices = given(nodes), len(self.group)
-            laid = assign_rows(self.graph, self.factors, choice.factors, pins, devices, self.hardware)
+            parts = self.graph, self.factors, choice.factors, given(nodes)
+            laid = with_rows(*parts, len(self.group), self.hardware, assign(*parts))
             return nodes, shard(self.graph, self.factors, laid, shares)
 
         where, sharded = self._built(first, build)
@@ -297,16 +318,17 @@ class Planning:
         made = plan(sharded)
         if not overlaps(self.group):
             return made
-        laid = assign(self.graph, self.factors, choice.factors, given(where))
+        parts = self.graph, self.factors, choice.factors, given(where)
+        laid = assign(*parts)
         if (tokens := tokens_of(laid, self.factors)) is None:
             return made
-        whole = shard(self.graph, self.factors, laid, shares)
+        dealt = with_less_work(*parts, len(self.group), self.hardware, laid, tokens)
 
-        def chunked(count: int, note: str) -> Plan | None:
-            graphs = in_chunks(whole, self.factors, tokens, count)
-            return None if unable(graphs.graphs, graphs.origins, self.group) else plan(graphs, note)
+        def chunked(of: Assignment, count: int, note: str) -> Plan | None:
+            graphs = laid_in_chunks(self.graph, self.factors, of, shares, tokens, count)
+            return None if graphs is None or unable(graphs.graphs, graphs.origins, self.group) else plan(graphs, note)
 
-        return _in_chunks(made, chunked)
+        return _in_chunks(made, [partial(chunked, of) for of in (laid, dealt) if of is not None])
 
     def _once(self, choice: Choice, lies: Mapping[str, Layout] | None = None) -> Plan | None:
         """The plan in which layers that are alike are planned once, if nothing is in the way."""
@@ -322,10 +344,11 @@ class Planning:
             why = *choice.considered, *notes
             return Plan(self.graph, of.lanes, of.leaves, of.outputs, cuts, why, self.hardware, shares=shares)
 
-        first, in_chunks = plan(made), made.in_chunks
-        if in_chunks is None:
-            return first
-        return _in_chunks(first, lambda count, note: None if (of := in_chunks(count)) is None else plan(of, note))
+        def chunked(in_chunks: Callable[[int], Repeated | None], count: int, note: str) -> Plan | None:
+            return None if (of := in_chunks(count)) is None else plan(of, note)
+
+        first = plan(made)
+        return _in_chunks(first, [partial(chunked, way) for way in made.in_chunks]) if made.in_chunks else first
 
     def _built(
         self, pins: Mapping[Node, Pin], build: Callable[[Mapping[Node, Pin]], tuple[Mapping[Node, Pin], Sharded]]
@@ -353,14 +376,19 @@ class Planning:
         )
 
 
-def _in_chunks(made: Plan, chunked: Callable[[int, str], Plan | None]) -> Plan:
+def _in_chunks(made: Plan, ways: Sequence[Callable[[int, str], Plan | None]]) -> Plan:
     """`made`, or one of the plans in which sums over devices are taken in chunks of tokens, if one costs less by more
-    than predictions are good for; in more chunks, as long as enough is left to be hidden.  ``chunked(count, note)`` is
-    such a plan, if there is one."""
+    than predictions are good for; in more chunks, as long as enough is left to be hidden.  Each of the ways gives such
+    a plan for so many chunks, with a note, or None if there is none; then none of those after it has any."""
     best, least = made, made.cost.total * (1 - GAIN)
-    enough, waiting = made.cost.total - least, made.cost.collectives - made.cost.hidden
-    for count in COUNTS:
-        if waiting >= enough and (one := chunked(count, f"tokens go in {count} chunks from sum to sum")) is not None:
+    enough = made.cost.total - least
+    for way in ways:
+        waiting = made.cost.collectives - made.cost.hidden
+        for count in COUNTS:
+            if waiting < enough:
+                break
+            if (one := way(count, f"tokens go in {count} chunks from sum to sum")) is None:
+                return best
             waiting = one.cost.collectives - one.cost.hidden
             if one.cost.total < least:
                 best, least = one, one.cost.total

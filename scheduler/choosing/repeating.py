@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from ...backends.abilities import overlaps
 from ...graph.graph import Graph
@@ -25,11 +25,11 @@ from ..machines.hardware import Hardware
 from ..plan import Cuts
 from ..sharding.assign import Assignment, assign
 from ..sharding.axes import Factor
-from ..sharding.chunks import in_chunks, tokens_of
+from ..sharding.chunks import laid_in_chunks, tokens_of
 from ..sharding.emit import Sharded, shard
 from ..sharding.factors import Factors
 from ..sharding.pins import NO_PINS, unable
-from ..sharding.rows import with_rows
+from ..sharding.rows import with_less_work, with_rows
 from ..sharding.search import deal, factors_at
 from ..sharding.shares import Shares
 
@@ -43,14 +43,14 @@ KINDS, UNEVEN = (1, 2, 4, 8), 0.02
 class Repeated:
     """What a plan has of a graph that repeats itself: lanes, and how leaves and outputs lie on them.
 
-    Where sums over devices have enough tokens, ``in_chunks(count)`` is the same with them in so many chunks, or None if
-    that cannot be repeated.
+    Where sums over devices have enough tokens, each of ``in_chunks`` makes the same with them in so many chunks, or
+    gives None if that cannot be repeated.
     """
 
     lanes: tuple[Lane, ...]
     leaves: Mapping[str, Layout]
     outputs: Mapping[str, Layout]
-    in_chunks: Callable[[int], Repeated | None] | None = None
+    in_chunks: tuple[Callable[[int], Repeated | None], ...] = ()
 
 
 def repeated(
@@ -130,15 +130,18 @@ class _Cut:
         }
         return Repeated(lanes_from(lanes, of), leaves, sharded.outputs)
 
-    def in_chunks(self, count: int) -> Repeated | None:
-        """The same with sums over devices in so many chunks of tokens.  The last run is as those behind it: there sums
-        may be of a few tokens only."""
+    def in_chunks(self, hardware: Hardware, deals: bool, count: int) -> Repeated | None:
+        """The same with sums over devices in so many chunks of tokens, each of which is dealt or not.  The last run is
+        as those behind it: there sums may be of a few tokens only."""
         cut = self._over(shortened(self.of.long, self.of.repeats.without_last(), self.of.times))
         if cut is None or (tokens := tokens_of(cut.plain, cut.factors)) is None:
             return None
-        if not _carries_alike(cut.of, cut.plain):
+        parts = cut.of.short, cut.factors, cut.chosen, NO_PINS, len(self.group)
+        laid = with_less_work(*parts, hardware, cut.plain, tokens) if deals else cut.plain
+        if laid is None or not _carries_alike(cut.of, laid):
             return None
-        return cut.repeated(in_chunks(cut.emitted(cut.plain), cut.factors, tokens, count))
+        sharded = laid_in_chunks(cut.of.short, cut.factors, laid, cut.shares, tokens, count)
+        return None if sharded is None else cut.repeated(sharded)
 
 
 def _laid_out(cut: _Cut, hardware: Hardware) -> Repeated | None:
@@ -150,7 +153,7 @@ def _laid_out(cut: _Cut, hardware: Hardware) -> Repeated | None:
     made = cut.repeated(cut.emitted(laid)) if _carries_alike(of, laid) else None
     if made is None or not overlaps(group) or tokens_of(cut.plain, cut.factors) is None:
         return made
-    return replace(made, in_chunks=cut.in_chunks)
+    return replace(made, in_chunks=tuple([partial(cut.in_chunks, hardware, deals) for deals in (False, True)]))
 
 
 def _shortened(of: Shortened, cuts: Cuts) -> Cuts | None:
