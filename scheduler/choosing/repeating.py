@@ -132,16 +132,19 @@ class _Cut:
 
     def in_chunks(self, hardware: Hardware, deals: bool, count: int) -> Repeated | None:
         """The same with sums over devices in so many chunks of tokens, each of which is dealt or not.  The last run is
-        as those behind it: there sums may be of a few tokens only."""
-        cut = self._over(shortened(self.of.long, self.of.repeats.without_last(), self.of.times))
-        if cut is None or (tokens := tokens_of(cut.plain, cut.factors)) is None:
-            return None
-        parts = cut.of.short, cut.factors, cut.chosen, NO_PINS, len(self.group)
-        laid = with_less_work(*parts, hardware, cut.plain, tokens) if deals else cut.plain
-        if laid is None or not _carries_alike(cut.of, laid):
-            return None
-        sharded = laid_in_chunks(cut.of.short, cut.factors, laid, cut.shares, tokens, count)
-        return None if sharded is None else cut.repeated(sharded)
+        as those behind it: there sums may be of a few tokens only.  Before the first nothing may have been dealt yet.
+        """
+        inner = self.of.repeats.without_last()
+        for runs in (inner, inner.without_first()):
+            cut = self._over(shortened(self.of.long, runs, self.of.times)) if runs.times > self.of.times else None
+            if cut is None or (tokens := tokens_of(cut.plain, cut.factors)) is None:
+                return None
+            parts = cut.of.short, cut.factors, cut.chosen, NO_PINS, len(self.group)
+            laid = with_less_work(*parts, hardware, cut.plain, tokens) if deals else cut.plain
+            if laid is not None and _carries_alike(cut.of, laid):
+                sharded = laid_in_chunks(cut.of.short, cut.factors, laid, cut.shares, tokens, count)
+                return None if sharded is None else cut.repeated(sharded)
+        return None
 
 
 def _laid_out(cut: _Cut, hardware: Hardware) -> Repeated | None:
