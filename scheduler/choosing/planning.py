@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from ...backends.abilities import overlaps
 from ...graph.errors import GraphError, PlanError
@@ -265,17 +265,15 @@ class Planning:
         def composed(chunks: Chunks = WHOLE) -> Composed:
             return compose(self.graph, where, teams, cuts, self.proportions, self.hardware, earlier, chunks)
 
-        def chunked(deals: bool, count: int, note: str) -> Plan | None:
-            made = composed(Chunks(count, deals))
-            if unable(made.sharded.graphs, made.sharded.origins, self.group):
+        def chunked(chunks: Chunks, note: str) -> Plan | None:
+            made = composed(chunks)
+            if not made.has_chunks or unable(made.sharded.graphs, made.sharded.origins, self.group):
                 return None
             return self._plan(made.sharded, made.cuts, (*why, note), {})
 
         first = composed()
         plan = self._plan(self._able(first.sharded), first.cuts, why, {})
-        if not overlaps(self.group) or not first.has_tokens:
-            return plan
-        return _in_chunks(plan, [partial(chunked, deals) for deals in (False, True)])
+        return _in_chunks(plan, chunked) if first.has_chunks and overlaps(self.group) else plan
 
     def first(self, devices: int) -> Planning:
         """The same for the first devices of the group."""
@@ -322,13 +320,15 @@ class Planning:
         laid = assign(*parts)
         if (tokens := tokens_of(laid, self.factors)) is None:
             return made
-        dealt = with_less_work(*parts, len(self.group), self.hardware, laid, tokens)
 
-        def chunked(of: Assignment, count: int, note: str) -> Plan | None:
-            graphs = laid_in_chunks(self.graph, self.factors, of, shares, tokens, count)
+        def chunked(chunks: Chunks, note: str) -> Plan | None:
+            of: Assignment | None = laid
+            if chunks.saving is not None:
+                of = with_less_work(*parts, len(self.group), self.hardware, laid, tokens, chunks.saving)
+            graphs = None if of is None else laid_in_chunks(self.graph, self.factors, of, shares, tokens, chunks.count)
             return None if graphs is None or unable(graphs.graphs, graphs.origins, self.group) else plan(graphs, note)
 
-        return _in_chunks(made, [partial(chunked, of) for of in (laid, dealt) if of is not None])
+        return _in_chunks(made, chunked)
 
     def _once(self, choice: Choice, lies: Mapping[str, Layout] | None = None) -> Plan | None:
         """The plan in which layers that are alike are planned once, if nothing is in the way."""
@@ -344,11 +344,10 @@ class Planning:
             why = *choice.considered, *notes
             return Plan(self.graph, of.lanes, of.leaves, of.outputs, cuts, why, self.hardware, shares=shares)
 
-        def chunked(in_chunks: Callable[[int], Repeated | None], count: int, note: str) -> Plan | None:
-            return None if (of := in_chunks(count)) is None else plan(of, note)
-
-        first = plan(made)
-        return _in_chunks(first, [partial(chunked, way) for way in made.in_chunks]) if made.in_chunks else first
+        first, in_chunks = plan(made), made.in_chunks
+        if in_chunks is None:
+            return first
+        return _in_chunks(first, lambda chunks, note: None if (of := in_chunks(chunks)) is None else plan(of, note))
 
     def _built(
         self, pins: Mapping[Node, Pin], build: Callable[[Mapping[Node, Pin]], tuple[Mapping[Node, Pin], Sharded]]
@@ -376,22 +375,30 @@ class Planning:
         )
 
 
-def _in_chunks(made: Plan, ways: Sequence[Callable[[int, str], Plan | None]]) -> Plan:
+def _in_chunks(made: Plan, chunked: Callable[[Chunks, str], Plan | None]) -> Plan:
     """`made`, or one of the plans in which sums over devices are taken in chunks of tokens, if one costs less by more
-    than predictions are good for; in more chunks, as long as enough is left to be hidden.  Each of the ways gives such
-    a plan for so many chunks, with a note, or None if there is none; then none of those after it has any."""
+    than predictions are good for; in more chunks, as long as enough is left to be hidden.  ``chunked(chunks, note)`` is
+    such a plan, if there is one.
+
+    Where chunks are dealt, of each sum the reduce-scatter of the last one and the all-gather of the first have nothing
+    beside them: dealing has to save more than that takes.
+    """
     best, least = made, made.cost.total * (1 - GAIN)
-    enough = made.cost.total - least
-    for way in ways:
-        waiting = made.cost.collectives - made.cost.hidden
-        for count in COUNTS:
-            if waiting < enough:
-                break
-            if (one := way(count, f"tokens go in {count} chunks from sum to sum")) is None:
-                return best
-            waiting = one.cost.collectives - one.cost.hidden
-            if one.cost.total < least:
-                best, least = one, one.cost.total
+    enough, waiting = made.cost.total - least, made.cost.collectives - made.cost.hidden
+    for count in COUNTS:
+        if (
+            waiting < enough
+            or (one := chunked(Chunks(count), note := f"tokens go in {count} chunks from sum to sum")) is None
+        ):
+            break
+        waiting = one.cost.collectives - one.cost.hidden
+        if one.cost.total < least:
+            best, least = one, one.cost.total
+        saving = max(0.0, one.cost.total - waiting + one.cost.collectives / count - least)
+        if (dealt := chunked(Chunks(count, saving), f"{note}, each dealt to the devices")) is None:
+            continue
+        if dealt.cost.total < least:
+            best, least = dealt, dealt.cost.total
     return best
 
 

@@ -25,7 +25,7 @@ from ..machines.hardware import Hardware
 from ..plan import Cuts
 from ..sharding.assign import Assignment, assign
 from ..sharding.axes import Factor
-from ..sharding.chunks import laid_in_chunks, tokens_of
+from ..sharding.chunks import Chunks, laid_in_chunks, tokens_of
 from ..sharding.emit import Sharded, shard
 from ..sharding.factors import Factors
 from ..sharding.pins import NO_PINS, unable
@@ -43,14 +43,14 @@ KINDS, UNEVEN = (1, 2, 4, 8), 0.02
 class Repeated:
     """What a plan has of a graph that repeats itself: lanes, and how leaves and outputs lie on them.
 
-    Where sums over devices have enough tokens, each of ``in_chunks`` makes the same with them in so many chunks, or
-    gives None if that cannot be repeated.
+    Where sums over devices have enough tokens, ``in_chunks(chunks)`` is the same with them in chunks, or None if that
+    cannot be repeated.
     """
 
     lanes: tuple[Lane, ...]
     leaves: Mapping[str, Layout]
     outputs: Mapping[str, Layout]
-    in_chunks: tuple[Callable[[int], Repeated | None], ...] = ()
+    in_chunks: Callable[[Chunks], Repeated | None] | None = None
 
 
 def repeated(
@@ -130,19 +130,23 @@ class _Cut:
         }
         return Repeated(lanes_from(lanes, of), leaves, sharded.outputs)
 
-    def in_chunks(self, hardware: Hardware, deals: bool, count: int) -> Repeated | None:
-        """The same with sums over devices in so many chunks of tokens, each of which is dealt or not.  The last run is
-        as those behind it: there sums may be of a few tokens only.  Before the first nothing may have been dealt yet.
-        """
+    def in_chunks(self, hardware: Hardware, chunks: Chunks) -> Repeated | None:
+        """The same with sums over devices in chunks of tokens.  The last run is as those behind it: there sums may be
+        of a few tokens only.  Before the first nothing may have been dealt yet."""
         inner = self.of.repeats.without_last()
         for runs in (inner, inner.without_first()):
-            cut = self._over(shortened(self.of.long, runs, self.of.times)) if runs.times > self.of.times else None
+            cut = self._over(shortened(self.of.long, runs, self.of.times)) if runs.times >= self.of.times else None
             if cut is None or (tokens := tokens_of(cut.plain, cut.factors)) is None:
                 return None
             parts = cut.of.short, cut.factors, cut.chosen, NO_PINS, len(self.group)
-            laid = with_less_work(*parts, hardware, cut.plain, tokens) if deals else cut.plain
-            if laid is not None and _carries_alike(cut.of, laid):
-                sharded = laid_in_chunks(cut.of.short, cut.factors, laid, cut.shares, tokens, count)
+            laid: Assignment | None = cut.plain
+            if chunks.saving is not None:
+                part = len(cut.of.short.nodes) / len(cut.of.long.nodes)
+                laid = with_less_work(*parts, hardware, cut.plain, tokens, chunks.saving * part)
+            if laid is None:
+                return None
+            if _carries_alike(cut.of, laid):
+                sharded = laid_in_chunks(cut.of.short, cut.factors, laid, cut.shares, tokens, chunks.count)
                 return None if sharded is None else cut.repeated(sharded)
         return None
 
@@ -156,7 +160,7 @@ def _laid_out(cut: _Cut, hardware: Hardware) -> Repeated | None:
     made = cut.repeated(cut.emitted(laid)) if _carries_alike(of, laid) else None
     if made is None or not overlaps(group) or tokens_of(cut.plain, cut.factors) is None:
         return made
-    return replace(made, in_chunks=tuple([partial(cut.in_chunks, hardware, deals) for deals in (False, True)]))
+    return replace(made, in_chunks=partial(cut.in_chunks, hardware))
 
 
 def _shortened(of: Shortened, cuts: Cuts) -> Cuts | None:

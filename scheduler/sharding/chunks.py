@@ -48,13 +48,14 @@ def tokens_of(laid: Assignment, factors: Factors) -> Factor | None:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Into how many chunks tokens go, and whether the rows of each are dealt to the devices."""
+    """Into how many chunks tokens go; and if each is to be dealt to the devices, more than how many seconds of their
+    own work that has to save."""
 
     count: int
-    are_dealt: bool
+    saving: float | None = None
 
 
-WHOLE = Chunks(1, are_dealt=False)
+WHOLE = Chunks(1)
 
 
 def laid_in_chunks(

@@ -54,13 +54,14 @@ def with_less_work(
     hardware: Hardware,
     plain: Assignment,
     rows: Factor,
+    least: float,
     shown: Collection[Value] = (),
 ) -> Assignment | None:
-    """`plain` with these rows dealt, if that saves enough of the devices' own work: where sums are hidden beside work,
-    nothing else can be saved."""
+    """`plain` with these rows dealt, if that saves more seconds of the devices' own work than `least`: where sums are
+    hidden beside work, nothing else can be saved."""
     dealt, costs = assign(graph, factors, chosen, pins, shown, rows), Costs(graph, devices, hardware)
     before, after = costs.estimate(plain), costs.estimate(dealt)
-    return dealt if before.compute - after.compute > GAIN * before.compute else None
+    return dealt if before.compute - after.compute > least else None
 
 
 def rows_of(plain: Assignment, factors: Factors, devices: int) -> list[Factor]:

@@ -19,7 +19,7 @@ from ...ops.collective import COLLECTIVES, receive, send, sequence_of
 from ..layout import REPLICATE, Layout, Local, Replicate, Shard
 from ..lowering.lane import teams_of
 from ..machines.hardware import Hardware
-from .assign import assign
+from .assign import Assignment, assign
 from .chunks import WHOLE, Chunks, laid_in_chunks, tokens_of
 from .emit import Sharded, shard, unused, with_meetings
 from .factors import Factors
@@ -68,11 +68,11 @@ def teams_like(programs: Sequence[Program]) -> list[list[int]] | None:
 
 @dataclass(frozen=True)
 class Composed:
-    """The graphs of all devices, the cuts that are made, and whether a stage has sums of enough tokens for chunks."""
+    """The graphs of all devices, the cuts that are made, and whether a stage goes in chunks, or could, if whole."""
 
     sharded: Sharded
     cuts: Cuts
-    has_tokens: bool
+    has_chunks: bool
 
 
 def compose(
@@ -93,7 +93,7 @@ def compose(
     while True:
         made = _Composition(graph, stages, teams, cuts, proportions, hardware, whole, earlier, chunks)
         if made.torn <= whole:
-            return Composed(made.sharded(), made.cuts, made.has_tokens)
+            return Composed(made.sharded(), made.cuts, made.has_chunks)
         whole |= made.torn
 
 
@@ -159,7 +159,7 @@ class _Composition:
     ) -> None:
         self.graph, self.stages, self.teams, self.proportions = graph, stages, teams, proportions
         self.asked, self.hardware, self.whole, self.earlier = cuts, hardware, whole, earlier
-        self.chunks, self.has_tokens, self.number = chunks, False, 0
+        self.chunks, self.has_chunks, self.number = chunks, False, 0
         self.cuts: Cuts = frozenset()
         self.sent: list[list[tuple[str, int, int]]] = [[] for _ in proportions]  # output, to whom, under which number
         self.received: list[dict[str, tuple[int, int]]] = [{} for _ in proportions]  # by input: from whom, and number
@@ -192,11 +192,14 @@ class _Composition:
                 self.cuts |= cuts_of(graph, factors, chosen, part.leaves)
                 break
         if (tokens := tokens_of(plain, factors)) is not None:
-            self.has_tokens, count, of = True, self.chunks.count, plain
-            if self.chunks.are_dealt:
-                of = with_less_work(*parts, size, self.hardware, plain, tokens, shown) or plain
-            if count > 1:
-                part = laid_in_chunks(graph, factors, of, shares, tokens, count, first=self.number, whole=shown) or part
+            of: Assignment | None = plain
+            if (saving := self.chunks.saving) is not None:
+                each = saving / len(self.stages)
+                of = with_less_work(*parts, size, self.hardware, plain, tokens, each, shown)
+            self.has_chunks |= of is not None
+            if (count := self.chunks.count) > 1:
+                of, first = of or plain, self.number
+                part = laid_in_chunks(graph, factors, of, shares, tokens, count, first=first, whole=shown) or part
         met = (sequence_of(node.op, node.attrs) for own in part.graphs for node in own.nodes)
         self.number = max((number + 1 for number in met if number is not None), default=self.number)
         return part
